@@ -111,13 +111,16 @@ def test_rows_of_a_packed_weight_are_those_that_went_in(product: Product) -> Non
 @st.composite
 def quantized_weights(draw: st.DrawFn, out_features: int, in_features: int) -> QuantizedWeight:
     bits = draw(st.sampled_from([4, 8]))
-    group_size = draw(st.sampled_from([32, 64, 128])) if bits == 4 else in_features
+    group_size = draw(st.sampled_from([32, 64, 128] if bits == 4 else [16, 32, 64, 128, 0])) or in_features
     generator = torch.Generator().manual_seed(draw(st.integers(0, 1000)))
     values = torch.randint(0, 2**bits, (out_features, in_features), generator=generator, dtype=torch.uint8)
     scales = torch.rand(out_features, -(-in_features // group_size), generator=generator) + 0.1
-    if bits == 8:
+    if group_size == in_features:
         return QuantizedWeight(8, group_size, values, scales, -128 * scales, draw(st.sampled_from([16, 8])))
     scales = (scales * 10.0 ** draw(st.integers(-7, 3))).half().float()
+    if bits == 8:
+        minimums = (scales * draw(st.sampled_from([0, 9])) * torch.randn(scales.shape, generator=generator)).half()
+        return QuantizedWeight(8, group_size, values, scales, minimums.float() - 128 * scales)
     minimums = -8 * scales + scales * torch.randn(scales.shape, generator=generator)
     return QuantizedWeight(4, group_size, values, scales, minimums.half().float(), draw(st.sampled_from([16, 8])))
 
@@ -162,8 +165,8 @@ def test_quantized_products_are_those_of_the_dequantized_weight(
 @given(products, st.data())
 @settings(max_examples=20, deadline=None)
 @pytest.mark.usefixtures("isa")
-def test_rows_of_a_weight_in_8_bits_are_the_dequantized_ones(product: Product, data: st.DataObject) -> None:
-    weight = data.draw(quantized_weights(product.out_features, product.in_features).filter(lambda w: w.bits == 8))
+def test_rows_of_a_quantized_weight_are_the_dequantized_ones(product: Product, data: st.DataObject) -> None:
+    weight = data.draw(quantized_weights(product.out_features, product.in_features))
     ids = torch.arange(product.out_features).flip(0)
     rows = PackedLinear(weight, dtype=product.dtype).rows(ids)
     expected = weight.dequantize()[ids]
@@ -191,13 +194,16 @@ def test_a_rows_product_is_the_same_whatever_else_is_in_the_batch(
 
 @built
 @pytest.mark.parametrize("rows", [1, 3, 12, 40])
-@pytest.mark.parametrize(("bits", "value", "wide"), [(8, 0, True), (8, 255, True), (4, 15, False), (4, 15, True)])
+@pytest.mark.parametrize(
+    ("bits", "group_size", "value", "input_bits"),
+    [(8, 1664, 0, 16), (8, 1664, 255, 16), (8, 128, 0, 16), (8, 128, 255, 16), (4, 128, 15, 8), (4, 128, 15, 16)],
+)
 @pytest.mark.usefixtures("isa")
-def test_the_largest_products_add_up(rows: int, bits: int, value: int, wide: bool) -> None:
-    in_features, group_size = 1664, {4: 128, 8: 1664}[bits]
+def test_the_largest_products_add_up(rows: int, bits: int, group_size: int, value: int, input_bits: int) -> None:
+    in_features = 1664
     values = torch.full((33, in_features), value, dtype=torch.uint8)
     scales = torch.ones(33, in_features // group_size)
-    weight = QuantizedWeight(bits, group_size, values, scales, scales * (-128 if bits == 8 else 1), wide)
+    weight = QuantizedWeight(bits, group_size, values, scales, scales * (-128 if bits == 8 else 1), input_bits)
     x = torch.ones(rows, in_features) * torch.tensor([1.0, -1.0]).repeat(rows)[:rows, None]
     expected = x @ weight.dequantize().T
     torch.testing.assert_close(PackedLinear(weight)(x), expected, rtol=1e-5, atol=0)

@@ -82,7 +82,7 @@ def check(
     folders: tuple[Path, Path], plain: Path, kernels: str, bits: int | None, *, rounds_inputs: bool = False
 ) -> None:
     """bits: of weights that stay packed. Beside 4 the native kernels round inputs to 8 bits, beside 8 to 16, or to 8 as
-    well if `rounds_inputs`."""
+    well if `rounds_inputs`. Scales of groups become float16."""
     actual, expected = logits(folders[0], kernels), transformers_logits(folders[1], [TOKENS])[0]
     if rounds_inputs and kernels == "native" and DOTS:
         rounded = logits_of_rounded_inputs(folders[1], TOKENS)
@@ -93,7 +93,7 @@ def check(
     if bits == 4 and kernels == "native":
         assert (actual - expected).abs().mean() < 0.2 * changed
     else:
-        assert (actual - expected).abs().max() < (2e-3 if bits == 8 and kernels == "native" else 2e-4)
+        assert (actual - expected).abs().max() < (1e-2 if bits == 8 and kernels == "native" else 2e-4)
         assert torch.equal(actual.argmax(-1), expected.argmax(-1))
 
 
@@ -120,9 +120,9 @@ def test_awq(tmp_path: Path, group_size: int, kernels: str) -> None:
     assert layers["layers.1.mlp.down_proj"] is None
 
 
-def loaded_layers(folder: Path) -> dict[str, int | None]:
+def loaded_layers(folder: Path, kernels: str = "torch") -> dict[str, int | None]:
     """Bits of the layers that stayed packed; None for plain ones."""
-    decoder = load_model(folder, device=CPU, dtype=torch.float32, kernels="torch").language_model
+    decoder = load_model(folder, device=CPU, dtype=torch.float32, kernels=kernels).language_model
     assert isinstance(decoder, Decoder)
     return {name: module.bits for name, module in decoder.named_modules() if isinstance(module, Weight)}
 
@@ -143,12 +143,10 @@ def test_gptq(tmp_path: Path, bits: int, group_size: int, symmetric: bool, store
 
     config = {"quant_method": "gptq", "bits": bits, "group_size": group_size, "sym": symmetric, "desc_act": False}
     folders = publish(plain, {**config, "checkpoint_format": stored}, hold)
-    served = group_size > 0 if bits == 4 else group_size < 0
-    rows, columns = ("layers.0.self_attn.qkv_proj", "layers.0.mlp.down_proj")
-    layers = loaded_layers(folders[0])
-    # With one group for all of 128 inputs, kernels take it as they take groups of 128.
-    assert layers[columns] == (bits if served else None)
-    assert layers[rows] == (bits if served or (bits, group_size) == (4, -1) else None)
+    # With one group for all of 256 inputs, kernels take it as they take groups of 128.
+    served = bits == 4 or group_size < 0 or kernels == "native"
+    layers = loaded_layers(folders[0], kernels)
+    assert layers["layers.0.mlp.down_proj"] == layers["layers.0.self_attn.qkv_proj"] == (bits if served else None)
     check(folders, plain, kernels, bits)
 
 
@@ -181,11 +179,11 @@ def test_groups_of_inputs_that_do_not_lie_side_by_side(tmp_path: Path, bits: int
         return oracle.gptq(rounded, bits, "gptq"), rounded.dequantized()
 
     folders = publish(plain, desc_act(bits), hold)
-    layers = loaded_layers(folders[0])
+    layers = loaded_layers(folders[0], kernels)
     packed = [name for name, kept in layers.items() if kept is not None]
     expected = ["0.self_attn.qkv_proj", "0.self_attn.o_proj", "0.mlp.gate_up_proj", "0.mlp.down_proj"]
     expected += ["1.self_attn.o_proj", "1.mlp.gate_up_proj"]
-    assert packed == ([f"layers.{name}" for name in expected] if bits == 4 else [])
+    assert packed == ([f"layers.{name}" for name in expected] if bits == 4 or kernels == "native" else [])
     check(folders, plain, kernels, bits if packed else None)
     # The same tokens in pieces, beside others.
     model = load_model(folders[0], device=CPU, dtype=torch.float32, kernels=kernels).language_model
@@ -259,6 +257,8 @@ def library(format: str, **weights: Any) -> tuple[dict[str, Any], Callable[[str,
     return config, hold
 
 
+IN_BYTE_GROUPS = ("W8A8, zero points", "W8A8, groups", "W8A16, groups", "W8A16, groups with zero points")
+"""Formats that stay packed beside the native kernels only."""
 FORMATS: dict[str, tuple[str, dict[str, Any], int | None]] = {
     "W8A8, a scale for each output": ("int-quantized", {"num_bits": 8, "strategy": "channel"}, 8),
     "W8A8, one scale": ("int-quantized", {"num_bits": 8, "strategy": "tensor"}, 8),
@@ -266,6 +266,10 @@ FORMATS: dict[str, tuple[str, dict[str, Any], int | None]] = {
     "W8A8, groups": ("int-quantized", {"num_bits": 8, "strategy": "group", "group_size": 32}, None),
     "W8A16": ("pack-quantized", {"num_bits": 8, "strategy": "channel"}, 8),
     "W8A16, one scale": ("pack-quantized", {"num_bits": 8, "strategy": "tensor"}, 8),
+    "W8A16, groups": ("pack-quantized", {"num_bits": 8, "strategy": "group", "group_size": 64}, None),
+    "W8A16, groups with zero points": (
+        "pack-quantized", {"num_bits": 8, "strategy": "group", "group_size": 32, "symmetric": False}, None,
+    ),
     "W4A16": ("pack-quantized", {"num_bits": 4, "strategy": "group", "group_size": 64}, 4),
     "W4A16, zero points": (
         "pack-quantized", {"num_bits": 4, "strategy": "group", "group_size": 32, "symmetric": False}, 4,
@@ -284,9 +288,10 @@ def test_compressed_tensors(tmp_path: Path, name: str) -> None:
     plain = make_llama(tmp_path / "plain", **SHAPE)
     format, weights, bits = FORMATS[name]
     folders = publish(plain, *library(format, **weights))
-    assert loaded_layers(folders[0])["layers.1.mlp.gate_up_proj"] == bits
     for kernels in KERNELS:
-        check(folders, plain, kernels, bits, rounds_inputs=bits == 8 and format != "pack-quantized")
+        kept = 8 if name in IN_BYTE_GROUPS and kernels == "native" else bits
+        assert loaded_layers(folders[0], kernels)["layers.1.mlp.gate_up_proj"] == kept
+        check(folders, plain, kernels, kept, rounds_inputs=bits == 8 and format != "pack-quantized")
 
 
 def test_float8_in_blocks(tmp_path: Path) -> None:

@@ -121,11 +121,15 @@ class NativeCpuDevice(CpuDevice):
         """See `Device.draw`. Sorts nothing."""
         return cpu_sampling.draw
 
+    def multiplies(self, weight: QuantizedWeight) -> bool:
+        """See `Operations.multiplies`."""
+        return weight.is_supported or weight.is_in_byte_groups
+
     def linear(
         self, weight: Tensor | QuantizedWeight, bias: Tensor | None, epilogue: Epilogue, dtype: torch.dtype
     ) -> Product:
         """See `Operations.linear`. The native kernel has no biases of gates."""
-        if not can_pack(weight.shape[1], dtype) or (epilogue.gated and bias is not None):
+        if not self._can_pack(weight, dtype) or (epilogue.gated and bias is not None):
             return super().linear(weight, bias, epilogue, dtype)
         return PackedLinear(
             weight,
@@ -137,11 +141,15 @@ class NativeCpuDevice(CpuDevice):
         )
 
     def table(self, weight: Tensor | QuantizedWeight, dtype: torch.dtype) -> Table:
-        """See `Operations.table`. The native kernel cannot give back single rows of 4 bits."""
-        in_four_bits = isinstance(weight, QuantizedWeight) and weight.bits == 4
-        if in_four_bits or not can_pack(weight.shape[1], dtype):
+        """See `Operations.table`."""
+        if not self._can_pack(weight, dtype):
             return super().table(weight, dtype)
         return PackedLinear(weight, dtype=dtype, float_output=True)
+
+    def _can_pack(self, weight: Tensor | QuantizedWeight, dtype: torch.dtype) -> bool:
+        if isinstance(weight, QuantizedWeight) and not self.multiplies(weight):
+            return False
+        return can_pack(weight.shape[1], dtype)
 
     def norm(self, weight: Tensor, bias: Tensor | None, eps: float, offset: float = 0.0) -> Norm | None:
         """See `Operations.norm`. The native kernel knows no offset."""

@@ -55,6 +55,10 @@ class TorchDevice:
         """See `Device.download`."""
         return tensor.tolist
 
+    def multiplies(self, weight: QuantizedWeight) -> bool:
+        """See `Operations.multiplies`."""
+        return weight.is_supported
+
     def linear(
         self, weight: Tensor | QuantizedWeight, bias: Tensor | None, epilogue: Epilogue, dtype: torch.dtype
     ) -> Product:

@@ -45,6 +45,7 @@ class PackedLinear:
         "_group_size",
         "_input_bits",
         "_linear",
+        "_minimums",
         "_packed",
         "dtype",
         "in_features",
@@ -74,9 +75,11 @@ class PackedLinear:
         self._gated = int(gated)
         self._bias = bias
         self._linear = extension().linear
-        self._bits = 0 if isinstance(weight, Tensor) else weight.bits
-        self._group_size = 0 if isinstance(weight, Tensor) else weight.group_size
-        self._input_bits = 0 if isinstance(weight, Tensor) else weight.input_bits
+        self._bits = self._group_size = self._input_bits = self._minimums = 0
+        if isinstance(weight, QuantizedWeight):
+            self._bits, self._input_bits = weight.bits, weight.input_bits
+            self._group_size = 0 if weight.has_scales_of_outputs else weight.group_size
+            self._minimums = int(weight.bits == 4 or not weight.is_symmetric)
         self._packed = self._pack(weight)
 
     def _pack(self, weight: Tensor | QuantizedWeight) -> Tensor:
@@ -90,20 +93,23 @@ class PackedLinear:
             flags = (self._dtype, self._gated, torch.get_num_threads())
             extension().pack(plain.data_ptr(), packed.data_ptr(), *sizes, *flags)
             return packed
-        if weight.bits == 8:
+        if not self._group_size:
             tile_bytes = TILE * (4 + -(-self.in_features // 4) * 4)
         else:
-            tile_bytes = -(-self.in_features // weight.group_size) * TILE * (4 + weight.group_size // 2)
+            of_group = 2 * (1 + self._minimums) + weight.group_size * weight.bits // 8
+            tile_bytes = -(-self.in_features // weight.group_size) * TILE * of_group
         packed = torch.empty(num_tiles * tile_bytes, dtype=torch.uint8)
-        values, scales, minimums = (tensor.contiguous() for tensor in (weight.values, weight.scales, weight.minimums))
+        # In 8 bits, those of the value in the middle.
+        minimums = weight.minimums if weight.bits == 4 else weight.minimums + 128 * weight.scales
+        values, scales, minimums = (tensor.contiguous() for tensor in (weight.values, weight.scales, minimums))
         extension().pack_quantized(
             values.data_ptr(),
             scales.data_ptr(),
-            minimums.data_ptr(),
+            minimums.data_ptr() if self._minimums else 0,
             packed.data_ptr(),
             *sizes,
             weight.bits,
-            weight.group_size,
+            self._group_size,
             self._gated,
             torch.get_num_threads(),
         )
@@ -172,6 +178,7 @@ class PackedLinear:
             torch.get_num_threads(),
             self._bits,
             self._group_size,
+            self._minimums,
             self._input_bits,
             table,
             slots,
@@ -199,14 +206,13 @@ class PackedLinear:
             gated=self._gated,
             weight_bits=self._bits,
             group=self._group_size,
+            minimums=self._minimums,
             input_bits=self._input_bits,
             adapters=None if adapters is None else adapters.table,
         )
 
     def rows(self, indices: Tensor) -> Tensor:
-        """Rows of the weight, ``[count, in_features]``, by int64 indices ``[count]``; not of one in 4 bits."""
-        if self._bits == 4:
-            raise ValueError("single rows of a weight in 4 bits cannot be read")
+        """Rows of the weight, ``[count, in_features]``, by int64 indices ``[count]``."""
         indices = indices.contiguous()
         output = torch.empty(len(indices), self.in_features, dtype=self.dtype)
         extension().gather(
@@ -217,6 +223,8 @@ class PackedLinear:
             self.in_features,
             self._dtype,
             self._bits,
+            self._group_size,
+            self._minimums,
             torch.get_num_threads(),
         )
         return output

@@ -59,6 +59,7 @@ class Operation:
     gated: int = 0
     weight_bits: int = 0
     group: int = 0
+    minimums: int = 0
     input_bits: int = 0
     eps: float = 0.0
     keys: int = 0
@@ -76,7 +77,7 @@ class Operation:
     plan: int = 0
     adapters: int = 0
 
-    LAYOUT = struct.Struct("13qd9q2d3q")
+    LAYOUT = struct.Struct("14qd9q2d3q")
 
 
 @dataclass(frozen=True, slots=True)

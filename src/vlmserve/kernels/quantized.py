@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -11,6 +12,10 @@ from torch import Tensor
 
 GROUP_SIZES = (32, 64, 128)
 """Inputs of 4 bits that kernels take together."""
+BYTE_GROUP_SIZES = (16, *GROUP_SIZES)
+"""Inputs of 8 bits that the native kernels take together, if not all that an output has."""
+_F16_ERROR = 2.0**-10
+"""What becoming float16 may change in scales, beside the largest one of the same output."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,19 +56,68 @@ class QuantizedWeight:
 
     @property
     def num_bytes(self) -> int:
-        """Memory that it takes packed: its bits, and two bytes for each scale and minimum of 4 bits, four of 8."""
-        return self.values.numel() * self.bits // 8 + self.scales.numel() * 4
+        """Memory that it takes packed: its bits, and two bytes for each scale and minimum of a group, four for a scale
+        of an output."""
+        minimums = self.bits == 4 or not self.is_symmetric
+        each = 4 if self.has_scales_of_outputs or minimums else 2
+        return self.values.numel() * self.bits // 8 + self.scales.numel() * each
+
+    @property
+    def is_symmetric(self) -> bool:
+        """Whether the value in the middle stands for zero."""
+        return torch.equal(self.minimums, -(2 ** (self.bits - 1)) * self.scales)
+
+    @property
+    def has_scales_of_outputs(self) -> bool:
+        """Whether it is 8 bits with one scale for each output and 128 for zero."""
+        return self.bits == 8 and self.scales.shape[1] == 1 and self.is_symmetric
 
     @property
     def is_supported(self) -> bool:
-        """Whether kernels multiply with it as it is.
+        """Whether the kernels of all devices multiply with it as it is.
 
-        That is 4 bits in groups of `GROUP_SIZES`, with scales and minimums that float16 has, or 8 bits with one scale
-        for each output and 128 for zero."""
+        That is 4 bits in groups of `GROUP_SIZES`, with scales and minimums that float16 has, or
+        `has_scales_of_outputs`."""
         if self.bits == 4:
             largest = max(float(tensor.abs().max()) for tensor in (self.scales, self.minimums))
             return self.group_size in GROUP_SIZES and largest <= torch.finfo(torch.float16).max
-        return self.scales.shape[1] == 1 and torch.equal(self.minimums, -128 * self.scales)
+        return self.has_scales_of_outputs
+
+    @property
+    def is_in_byte_groups(self) -> bool:
+        """Whether it is 8 bits in groups of `BYTE_GROUP_SIZES`, as the native kernels for a CPU take them: with scales
+        that are nearly the same in float16."""
+        if self.bits != 8 or self.group_size not in BYTE_GROUP_SIZES or self.has_scales_of_outputs:
+            return False
+        rounded = self.scales.half().float()
+        errors, largest = (rounded - self.scales).abs().amax(1), self.scales.abs().amax(1)
+        middles = self.minimums + 128 * self.scales
+        fit = float(middles.abs().max()) <= torch.finfo(torch.float16).max
+        return fit and bool((errors <= _F16_ERROR * largest).all())
+
+    def in_smaller_groups(self, sizes: Sequence[int] | None = None) -> QuantizedWeight:
+        """The same weight in groups of the largest of some sizes that divides its own; itself if none does. sizes:
+        default: those that kernels take, where its own is none of them."""
+        if sizes is None:
+            sizes = GROUP_SIZES if self.bits == 4 else BYTE_GROUP_SIZES
+            if self.group_size in sizes or self.has_scales_of_outputs:
+                return self
+        own = min(self.group_size, self.shape[1]) if self.scales.shape[1] == 1 else self.group_size
+        size = next((size for size in sorted(sizes, reverse=True) if own % size == 0), None)
+        if size is None:
+            return self
+        groups = -(-self.shape[1] // size)
+        scales, minimums = (
+            tensor.repeat_interleave(own // size, 1)[:, :groups] for tensor in (self.scales, self.minimums)
+        )
+        return dataclasses.replace(self, group_size=size, scales=scales, minimums=minimums)
+
+    def in_bytes(self) -> QuantizedWeight:
+        """The same weight in 8 bits."""
+        if self.bits == 8:
+            return self
+        minimums = self.minimums - 128 * self.scales
+        return dataclasses.replace(self, bits=8, values=self.values + 128, minimums=minimums, input_bits=16)
 
     def dequantize(self) -> Tensor:
         """The weight that this stands for, float32 ``[out_features, in_features]``, in the order of the layer's
@@ -91,8 +145,14 @@ class QuantizedWeight:
 
     @classmethod
     def join(cls, weights: Sequence[QuantizedWeight]) -> QuantizedWeight:
-        """Weights for the same inputs as one, their outputs side by side; raises ValueError if they are not alike."""
+        """Weights for the same inputs as one, their outputs side by side. Several kinds become 8 bits in the largest
+        groups that all theirs consist of. Raises ValueError if there are none."""
         first = weights[0]
+        if not all(map(first.is_like, weights)):
+            sizes = [weight.shape[1] if weight.scales.shape[1] == 1 else weight.group_size for weight in weights]
+            common = [math.gcd(*sizes)]
+            weights = [weight.in_bytes().in_smaller_groups(common) for weight in weights]
+            first = weights[0]
         if not all(map(first.is_like, weights)):
             raise ValueError("weights of several kinds cannot be one")
         values, scales, minimums = (

@@ -78,6 +78,10 @@ class Table(Product, Protocol):
 class Operations(Protocol):
     """The kernels that a device has for layers."""
 
+    def multiplies(self, weight: QuantizedWeight) -> bool:
+        """Whether its kernels multiply with a weight as it is."""
+        ...
+
     def linear(
         self, weight: Tensor | QuantizedWeight, bias: Tensor | None, epilogue: Epilogue, dtype: torch.dtype
     ) -> Product:

@@ -20,13 +20,15 @@ from vlmserve.quant.formats.layout import Layout, StoredWeight
 logger = logging.getLogger(__name__)
 
 
-def load_packed(checkpoint: Checkpoint, model: nn.Module, layouts: Sequence[Layout]) -> set[str]:
+def load_packed(
+    checkpoint: Checkpoint, model: nn.Module, layouts: Sequence[Layout], operations: Operations
+) -> set[str]:
     """Give layers the weights that the checkpoint holds in few bits. Returns the names of parameters that it filled.
 
-    layouts: the ways in which it holds them. A layer stays packed where kernels compute with all of it as it is, and
-    gets plain weights in the model's type elsewhere. Raises MissingWeightsError for a layer of which only a part is
-    there, ModelLoadError for tensors that do not belong together or to the model, UnsupportedModelError for a kind that
-    is not implemented.
+    layouts: the ways in which it holds them. A layer stays packed where those operations multiply with all of it as it
+    is, and gets plain weights in the model's type elsewhere. Raises MissingWeightsError for a layer of which a part is
+    missing, ModelLoadError for tensors that do not belong together or to the model, UnsupportedModelError for a kind
+    that is not implemented.
     """
     reader = _Reader(checkpoint, layouts)
     merge_as_stored(model, {reader.weight_name(name) for name in checkpoint.names})
@@ -50,7 +52,7 @@ def load_packed(checkpoint: Checkpoint, model: nn.Module, layouts: Sequence[Layo
         joined = _joined(list(weights.values())) if len(weights) == len(names) else None
         # Of tables, single rows are read as well: they keep the order of their columns.
         in_order = joined is None or joined.order is None or isinstance(module, Linear)
-        if joined is not None and joined.is_supported and in_order:
+        if joined is not None and operations.multiplies(joined) and in_order:
             kept += 1
             del slots
             module.quantize(joined)
@@ -79,12 +81,11 @@ def load_blocks(
     """Give layers the weights that a GGUF file holds in a form that kernels compute with.
 
     Each is stored by `operations` before the next one is read, but for those of `unsettled`, whose rows have yet to be
-    put into order. Left as they are: layers that are merged of several kinds, those that the kernels do not know, and
-    tables, of which single rows are read.
+    put into order. Left as they are: those that the kernels do not know, and tables that are not output heads as well.
     """
     merge_as_stored(model, checkpoint.names)
     for path, module in model.named_modules():
-        if not isinstance(module, Linear):
+        if not isinstance(module, Linear | TiedEmbedding):
             continue
         names = weight_names(path, module)
         if not checkpoint.names.issuperset(names) or (isinstance(module, GatedLinear) and module.bias is not None):
@@ -99,7 +100,7 @@ def load_blocks(
         ]
         del slots
         joined = _joined(weights) if len(weights) == len(names) else None
-        if joined is not None:
+        if joined is not None and operations.multiplies(joined):
             module.quantize(joined)
             if module not in unsettled:
                 module.arrange(operations)
@@ -116,11 +117,14 @@ def _part(weight: StoredWeight, cut: Cut | None) -> StoredWeight:
 
 
 def _joined(weights: Sequence[StoredWeight]) -> QuantizedWeight | None:
-    """Weights of the same inputs as one; None if they are not alike."""
+    """Weights of the same inputs as one, in groups that kernels take; None if they cannot be one."""
     packed = [weight for weight in weights if isinstance(weight, QuantizedWeight)]
-    if len(packed) < len(weights) or not all(map(packed[0].is_like, packed)):
+    if len(packed) < len(weights):
         return None
-    return QuantizedWeight.join(packed)
+    try:
+        return QuantizedWeight.join(packed).in_smaller_groups()
+    except ValueError:
+        return None
 
 
 @dataclass(frozen=True)

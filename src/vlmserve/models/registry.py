@@ -138,7 +138,7 @@ def _load(
     as_files_say = packed or language_model(folder) is not None
     logs = logger.isEnabledFor(logging.INFO)
     expected = log_expected_memory(model, on, quantization) if logs and not as_files_say else None
-    filled = load_packed(checkpoint, model, layouts) if packed else set()
+    filled = load_packed(checkpoint, model, layouts, on) if packed else set()
     if language_model(folder) is not None and on.keeps_packed and dtype != torch.float32 and quantization is None:
         load_blocks(checkpoint, model, on, unsettled=decoder.interleaved())
     checkpoint.load(model, filled=filled)

@@ -22,7 +22,7 @@ int main(int count, char** arguments) {
     test_threads();
     test_products();
     for (int dtype : {FLOAT32, BFLOAT16})
-        for (const WeightKind& kind : {PLAIN, INT8}) test_gathered_rows(kind, dtype);
+        for (const WeightKind& kind : {PLAIN, INT8, INT4, GROUPS, GROUPS_WITH_MINIMUMS}) test_gathered_rows(kind, dtype);
     test_norms();
     test_attention();
     test_sampling();

@@ -9,9 +9,12 @@
 struct WeightKind {
     const char* name;
     int bits, input_bits;  // 0: as the inputs
+    bool groups, minimums;
 };
-constexpr WeightKind PLAIN = {"plain", 0, 0}, INT8 = {"int8", 8, 16}, BYTES = {"int8 with inputs of 8 bits", 8, 8},
-                     INT4 = {"int4", 4, 8}, INT4_WIDE = {"int4 with wide inputs", 4, 16};
+constexpr WeightKind PLAIN = {"plain", 0, 0, false, false}, INT8 = {"int8", 8, 16, false, false},
+                     BYTES = {"int8 with inputs of 8 bits", 8, 8, false, false}, INT4 = {"int4", 4, 8, true, true},
+                     INT4_WIDE = {"int4 with wide inputs", 4, 16, true, true}, GROUPS = {"int8", 8, 16, true, false},
+                     GROUPS_WITH_MINIMUMS = {"int8 with minimums", 8, 16, true, true};
 
 // A packed weight [out, in] and what it stands for.
 struct Weight {
@@ -23,7 +26,7 @@ struct Weight {
     std::unique_ptr<Memory> packed;
 
     Weight(WeightKind kind, int dtype, long out, long in, long group, bool gated, Random& random)
-        : kind(kind), out(out), in(in), group(group), dtype(dtype), gated(gated) {
+        : kind(kind), out(out), in(in), group(kind.groups ? group : 0), dtype(dtype), gated(gated) {
         values.resize(static_cast<std::size_t>(out * in));
         kind.bits ? quantize(random) : store(random);
     }
@@ -42,7 +45,7 @@ private:
 
     // Scales and zeros that float16 has, tiny ones among them.
     void quantize(Random& random) {
-        long unit = kind.bits == 4 ? group : in, groups = (in + unit - 1) / unit;
+        long unit = group ? group : in, groups = (in + unit - 1) / unit;
         std::vector<std::uint8_t> integers(static_cast<std::size_t>(out * in));
         for (auto& value : integers) value = static_cast<std::uint8_t>(random.below(1L << kind.bits));
         std::vector<float> scales(static_cast<std::size_t>(out * groups)), zeros(scales.size());
@@ -56,14 +59,15 @@ private:
                 auto place = static_cast<std::size_t>(row * in + column);
                 auto number = static_cast<std::size_t>(row * groups + column / unit);
                 double scale = static_cast<double>(scales[number]);
-                double zero = kind.bits == 4 ? static_cast<double>(zeros[number]) : -128 * scale;
-                values[place] = scale * integers[place] + zero;
+                double zero = kind.minimums ? static_cast<double>(zeros[number]) : 0;
+                values[place] = scale * (integers[place] - (kind.bits == 8 ? 128 : 0)) + zero;
             }
         long padded = (in + 3) / 4 * 4;
-        long bytes = kind.bits == 8 ? 32 * (4 + padded) : groups * 32 * (4 + group / 2);
+        long bytes = group ? groups * 32 * (kind.minimums ? 4 : 2) + groups * 4 * group * kind.bits : 32 * (4 + padded);
         packed = std::make_unique<Memory>(tiles() * bytes);
         auto* to = static_cast<std::uint8_t*>(packed->data());
-        kernels->pack_quantized(integers.data(), scales.data(), zeros.data(), to, out, in, kind.bits, group, gated, 2);
+        const float* minimums = kind.minimums ? zeros.data() : nullptr;
+        kernels->pack_quantized(integers.data(), scales.data(), minimums, to, out, in, kind.bits, group, gated, 2);
     }
 };
 
@@ -93,7 +97,7 @@ inline Dot dot(const Weight& weight, const Numbers& x, long x_place, long row) {
         for (long i = start; i < std::min(weight.in, start + group); ++i) {
             double w = weight.at(row, i), input = x[x_place + i];
             result.value += w * input;
-            // A weight of 4 bits and its zero are multiplied apart.
+            // Weights and their minimums are multiplied apart.
             magnitude += (std::fabs(w) + (weight.kind.bits ? 4 : 0)) * std::fabs(input);
             sum_of_weights += std::fabs(w);
             most_of_group = std::max(most_of_group, std::fabs(input));
@@ -154,6 +158,7 @@ public:
         args.threads = threads;
         args.weight_bits = weight_.kind.bits;
         args.group = static_cast<int>(weight_.group);
+        args.minimums = weight_.kind.minimums;
         args.input_bits = weight_.kind.input_bits;
         Memory scratch(kernels->linear_scratch(args), 0xff);
         args.scratch = scratch.data();
@@ -212,7 +217,7 @@ inline void test_product(WeightKind kind, int dtype, long out, long in, long gro
     Random random(static_cast<std::uint64_t>(out * 1000 + in));
     Weight weight(kind, dtype, out, in, group, then.gated, random);
     std::string name = std::string("product: ") + kind.name + " [" + std::to_string(out) + ", " + std::to_string(in) + "]";
-    if (kind.bits == 4) name += " in groups of " + std::to_string(group);
+    if (kind.groups) name += " in groups of " + std::to_string(group);
     Case results(name + ", " + name_of(dtype) + ", " + then.name);
     Product product(weight, then, 40, random);
     for (long rows = 1; rows <= 13; ++rows) product.run(rows, static_cast<int>(1 + rows % 2), results);
@@ -224,8 +229,8 @@ inline void test_products() {
         for (const Epilogue& then : EPILOGUES) test_product(PLAIN, dtype, 46, 38, 0, then);
         // More inputs than are multiplied at a time.
         test_product(PLAIN, dtype, 35, 1102, 0, EPILOGUES[0]);
-        for (const WeightKind& kind : {INT8, BYTES, INT4, INT4_WIDE}) {
-            test_product(kind, dtype, 33, 70, 32, EPILOGUES[0]);
+        for (const WeightKind& kind : {INT8, BYTES, INT4, INT4_WIDE, GROUPS, GROUPS_WITH_MINIMUMS}) {
+            test_product(kind, dtype, 33, 70, kind.groups && kind.bits == 8 ? 16 : 32, EPILOGUES[0]);
             test_product(kind, dtype, 70, 64, 64, EPILOGUES[7]);
             test_product(kind, dtype, 40, 330, 128, EPILOGUES[3]);
             test_product(kind, dtype, 7, 2, 32, EPILOGUES[2]);
@@ -239,12 +244,13 @@ inline void test_products() {
 inline void test_gathered_rows(WeightKind kind, int dtype) {
     Random random(5);
     const long out = 75, in = 38, count = 70;
-    Weight weight(kind, dtype, out, in, 0, false, random);
+    Weight weight(kind, dtype, out, in, kind.bits == 8 ? 16 : 32, false, random);
     Case results(std::string("rows of a ") + kind.name + " weight, " + name_of(dtype));
     std::vector<std::int64_t> ids;
     for (long i = 0; i < count; ++i) ids.push_back(random.below(out));
     Numbers y(dtype, count * in);
-    kernels->gather(weight.packed->data(), ids.data(), y.data(), count, in, dtype, kind.bits, 2);
+    kernels->gather(weight.packed->data(), ids.data(), y.data(), count, in, dtype, kind.bits, weight.group,
+                    kind.minimums, 2);
     for (long i = 0; i < count; ++i)
         for (long column = 0; column < in; ++column) {
             double expected = rounded(dtype, weight.at(ids[static_cast<std::size_t>(i)], column));

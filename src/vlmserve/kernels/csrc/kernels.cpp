@@ -9,19 +9,21 @@
 namespace {
 
 template <class Format>
-void gather_as(const void* packed, const std::int64_t* ids, void* y, long count, long in, int bits, int threads) {
+void gather_as(const void* packed, const std::int64_t* ids, void* y, long count, long in, WeightForm form, int threads) {
     auto* rows = static_cast<typename Format::Element*>(y);
-    if (bits)
-        gather_int8(static_cast<const u8*>(packed), ids, rows, count, in, threads);
+    if (form.bits)
+        gather_quantized(static_cast<const u8*>(packed), ids, rows, count, in, form, threads);
     else
         gather_rows<Format>(static_cast<const typename Format::Element*>(packed), ids, rows, count, in, threads);
 }
 
-void gather(const void* packed, const std::int64_t* ids, void* y, long count, long in, int dtype, int bits, int threads) {
+void gather(const void* packed, const std::int64_t* ids, void* y, long count, long in, int dtype, int bits, long group,
+            int minimums, int threads) {
+    const WeightForm form(bits, group, minimums);
     if (dtype == FLOAT32)
-        gather_as<Float32>(packed, ids, y, count, in, bits, threads);
+        gather_as<Float32>(packed, ids, y, count, in, form, threads);
     else
-        gather_as<BFloat16>(packed, ids, y, count, in, bits, threads);
+        gather_as<BFloat16>(packed, ids, y, count, in, form, threads);
 }
 
 }  // namespace

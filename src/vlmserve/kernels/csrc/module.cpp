@@ -133,18 +133,20 @@ PyObject* pack_quantized(PyObject*, PyObject* const* values, Py_ssize_t count) {
 }
 
 PyObject* gather(PyObject*, PyObject* const* values, Py_ssize_t count) {
-    Arguments from(values, count, 8);
+    Arguments from(values, count, 10);
     const void* packed = from.address();
     const auto* ids = static_cast<const std::int64_t*>(from.address());
     void* y = from.address();
     long rows = from.integer(), in = from.integer();
     int dtype = static_cast<int>(from.integer()), bits = static_cast<int>(from.integer());
-    int threads = static_cast<int>(from.integer());
-    return run(from, rows * in, [&] { selected->gather(packed, ids, y, rows, in, dtype, bits, threads); });
+    long group = from.integer();
+    int minimums = static_cast<int>(from.integer()), threads = static_cast<int>(from.integer());
+    return run(from, rows * in,
+               [&] { selected->gather(packed, ids, y, rows, in, dtype, bits, group, minimums, threads); });
 }
 
 PyObject* linear(PyObject*, PyObject* const* values, Py_ssize_t count) {
-    Arguments from(values, count, 23);
+    Arguments from(values, count, 24);
     LinearArgs args;
     args.x = from.address();
     args.weight = from.address();
@@ -163,6 +165,7 @@ PyObject* linear(PyObject*, PyObject* const* values, Py_ssize_t count) {
     args.threads = static_cast<int>(from.integer());
     args.weight_bits = static_cast<int>(from.integer());
     args.group = static_cast<int>(from.integer());
+    args.minimums = static_cast<int>(from.integer());
     args.input_bits = static_cast<int>(from.integer());
     args.adapters = static_cast<const Adapters*>(from.address());
     args.row_slots = static_cast<const std::int32_t*>(from.address());
@@ -299,7 +302,7 @@ PyMethodDef methods[] = {
     {"select_isa", select_isa, METH_O, "Use the kernels of an instruction set."},
     FAST(pack, "weight, packed, out, in, dtype, gated, threads"),
     FAST(pack_quantized, "weight, scales, minimums, packed, out, in, bits, group, gated, threads"),
-    FAST(gather, "packed, ids, y, count, in, dtype, bits, threads"),
+    FAST(gather, "packed, ids, y, count, in, dtype, bits, group, minimums, threads"),
     FAST(linear, "The fields of LinearArgs in order, without scratch and shrunk."),
     FAST(norm, "The fields of NormArgs in order."),
     FAST(attention, "The fields of AttentionArgs in order, without scratch."),

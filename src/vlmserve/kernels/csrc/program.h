@@ -114,6 +114,7 @@ private:
         args.threads = args_.threads;
         args.weight_bits = static_cast<int>(op.weight_bits);
         args.group = static_cast<int>(op.group);
+        args.minimums = static_cast<int>(op.minimums);
         args.input_bits = static_cast<int>(op.input_bits);
         args.adapters = args_.row_slots ? op.adapters : nullptr;
         args.row_slots = args_.row_slots;

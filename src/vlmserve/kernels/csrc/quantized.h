@@ -2,7 +2,7 @@
 //
 // Where instructions multiply small integers, inputs become integers as well, of `input_bits`. A row becomes 16-bit integers
 // by a scale of its own, or bytes: beside weights of 4 bits each group by a scale of its own, beside weights of 8 bits the
-// row, where an instruction adds the products of four bytes up.
+// row, where an instruction adds the products of four bytes up and the weights are not in groups.
 #pragma once
 
 #if defined(__AVX512VNNI__) || defined(__AVXVNNI__) || defined(__ARM_FEATURE_DOTPROD)
@@ -25,7 +25,7 @@ struct Int8Rows {
     float* scales;
     std::int32_t* sums;
 
-    explicit Int8Rows(const LinearArgs& args) : in(args.in), padded(padded_in(args)) {
+    explicit Int8Rows(const LinearArgs& args) : in(args.in), padded(WeightForm(args).padded(args.in)) {
         quads = static_cast<Quad*>(args.scratch);
         scales = reinterpret_cast<float*>(quads + args.rows * (padded / 4));
         sums = reinterpret_cast<std::int32_t*>(scales + args.rows);
@@ -42,7 +42,7 @@ struct Int8Rows {
     template <int ROWS>
     static void multiply(const Int8Rows& rows, const u8* weight, long row, long tile, f32v (&sums)[ROWS][VECTORS]) {
         multiply_int8(rows.quads + row * (rows.padded / 4), rows.scales + row, rows.sums + row * num_sums(rows.padded),
-                      weight + tile * tile_bytes(rows.padded, 8, 0), rows.padded, sums);
+                      weight + tile * WeightForm(8, 0, false).tile_bytes(rows.padded), rows.padded, sums);
     }
 };
 
@@ -55,7 +55,7 @@ struct ByteRows {
     float* scales;
     std::int32_t* sums;
 
-    explicit ByteRows(const LinearArgs& args) : in(args.in), padded(padded_in(args)) {
+    explicit ByteRows(const LinearArgs& args) : in(args.in), padded(WeightForm(args).padded(args.in)) {
         fours = static_cast<Four*>(args.scratch);
         scales = reinterpret_cast<float*>(fours + args.rows * (padded / 4));
         sums = reinterpret_cast<std::int32_t*>(scales + args.rows);
@@ -72,76 +72,84 @@ struct ByteRows {
     template <int ROWS>
     static void multiply(const ByteRows& rows, const u8* weight, long row, long tile, f32v (&sums)[ROWS][VECTORS]) {
         multiply_bytes(rows.fours + row * (rows.padded / 4), rows.scales + row, rows.sums + row,
-                       weight + tile * tile_bytes(rows.padded, 8, 0), rows.padded, sums);
+                       weight + tile * WeightForm(8, 0, false).tile_bytes(rows.padded), rows.padded, sums);
     }
 };
 #else
 typedef Int8Rows ByteRows;
 #endif
 
-// Likewise for one of 4 bits.
-struct Int4Rows {
+// Likewise for one in groups, with inputs of 8 bits.
+template <int BITS>
+struct GroupRows {
     static constexpr int BLOCK = NARROW_BLOCK;
-    long in, padded, group;
+    WeightForm form;
+    long in, padded;
     Four* fours;
     GroupScale* scales;
 
-    explicit Int4Rows(const LinearArgs& args) : in(args.in), padded(padded_in(args)), group(args.group) {
+    explicit GroupRows(const LinearArgs& args) : form(args), in(args.in), padded(form.padded(args.in)) {
         fours = static_cast<Four*>(args.scratch);
         scales = reinterpret_cast<GroupScale*>(fours + args.rows * (padded / 4));
     }
 
-    long groups() const { return padded / group; }
+    long groups() const { return padded / form.group; }
     long row_bytes() const { return padded / 4 * static_cast<long>(sizeof(Four)); }
     long bytes(long rows) const { return rows * (row_bytes() + groups() * static_cast<long>(sizeof(GroupScale))); }
 
     template <class T>
     void prepare(const T* x, long first, long place, long count) const {
-        round_row(x, in, padded, group, fours + first * (padded / 4), scales + first * groups(), place, count);
+        round_row(x, in, padded, form.group, fours + first * (padded / 4), scales + first * groups(), place, count);
     }
 
     template <int ROWS>
-    static void multiply(const Int4Rows& rows, const u8* weight, long row, long tile, f32v (&sums)[ROWS][VECTORS]) {
-        multiply_int4(rows.fours + row * (rows.padded / 4), rows.scales + row * rows.groups(),
-                      weight + tile * tile_bytes(rows.padded, 4, rows.group), rows.padded, rows.group, sums);
+    static void multiply(const GroupRows& rows, const u8* weight, long row, long tile, f32v (&sums)[ROWS][VECTORS]) {
+        multiply_groups<BITS>(rows.fours + row * (rows.padded / 4), rows.scales + row * rows.groups(),
+                              weight + tile * rows.form.tile_bytes(rows.padded), rows.padded, rows.form, sums);
     }
 };
 
 #if defined(INTEGER_INPUTS)
 // Likewise with inputs of 16 bits.
-struct Int4WideRows {
+template <int BITS>
+struct WideGroupRows {
     static constexpr int BLOCK = WIDE_BLOCK;
-    long in, padded, group;
+    WeightForm form;
+    long in, padded;
     Quad* quads;
-    float *scales, *group_sums;
+    GroupSum* group_sums;
+    float* scales;
     std::int32_t* sums;
 
-    explicit Int4WideRows(const LinearArgs& args) : in(args.in), padded(padded_in(args)), group(args.group) {
+    explicit WideGroupRows(const LinearArgs& args) : form(args), in(args.in), padded(form.padded(args.in)) {
         quads = static_cast<Quad*>(args.scratch);
-        scales = reinterpret_cast<float*>(quads + args.rows * (padded / 4));
-        group_sums = scales + args.rows;
-        sums = reinterpret_cast<std::int32_t*>(group_sums + args.rows * groups());
+        group_sums = reinterpret_cast<GroupSum*>(quads + args.rows * (padded / 4));
+        scales = reinterpret_cast<float*>(group_sums + args.rows * groups());
+        sums = reinterpret_cast<std::int32_t*>(scales + args.rows);
     }
 
-    long groups() const { return padded / group; }
+    long groups() const { return padded / form.group; }
     long row_bytes() const { return padded / 4 * static_cast<long>(sizeof(Quad)); }
-    long bytes(long rows) const { return rows * (row_bytes() + 4 * (1 + groups() + num_sums(padded))); }
+    long bytes(long rows) const {
+        return rows * (row_bytes() + groups() * static_cast<long>(sizeof(GroupSum)) + 4 * (1 + num_sums(padded)));
+    }
 
     template <class T>
     void prepare(const T* x, long first, long place, long count) const {
         float factor = split_row(x, in, padded, quads + first * (padded / 4), scales + first,
                                  sums + first * num_sums(padded), place, count);
-        add_groups(x, in, padded, group, factor, group_sums + first * groups(), place, count);
+        add_groups(x, in, padded, form.group, factor, group_sums + first * groups(), place, count);
     }
 
     template <int ROWS>
-    static void multiply(const Int4WideRows& rows, const u8* weight, long row, long tile, f32v (&sums)[ROWS][VECTORS]) {
-        multiply_int4_wide(rows.quads + row * (rows.padded / 4), rows.scales + row, rows.group_sums + row * rows.groups(),
-                           weight + tile * tile_bytes(rows.padded, 4, rows.group), rows.padded, rows.group, sums);
+    static void multiply(const WideGroupRows& rows, const u8* weight, long row, long tile, f32v (&sums)[ROWS][VECTORS]) {
+        multiply_wide<BITS>(rows.quads + row * (rows.padded / 4), rows.scales + row, rows.group_sums + row * rows.groups(),
+                            weight + tile * rows.form.tile_bytes(rows.padded), rows.padded, rows.form, sums);
     }
 };
 #else
-typedef Int4Rows Int4WideRows;
+template <int BITS>
+using WideGroupRows = GroupRows<BITS>;
 #endif
 
 template <class Rows, class T, class Out>
@@ -181,17 +189,20 @@ void linear_of(const LinearArgs& args) {
         multiply_quantized<Rows, bf16, bf16>(args);
 }
 
+// Calls `work` with rows as a weight takes them.
+template <class Work>
+auto with_prepared(const LinearArgs& args, Work work) {
+    if (args.weight_bits == 4) return args.input_bits == 8 ? work(GroupRows<4>(args)) : work(WideGroupRows<4>(args));
+    if (args.group) return work(WideGroupRows<8>(args));
+    return args.input_bits == 8 ? work(ByteRows(args)) : work(Int8Rows(args));
+}
+
 void linear_quantized(const LinearArgs& args) {
-    if (args.weight_bits == 8)
-        args.input_bits == 8 ? linear_of<ByteRows>(args) : linear_of<Int8Rows>(args);
-    else
-        args.input_bits == 8 ? linear_of<Int4Rows>(args) : linear_of<Int4WideRows>(args);
+    with_prepared(args, [&](auto rows) { linear_of<decltype(rows)>(args); });
 }
 
 long quantized_scratch(const LinearArgs& args) {
-    if (args.weight_bits == 8)
-        return args.input_bits == 8 ? ByteRows(args).bytes(args.rows) : Int8Rows(args).bytes(args.rows);
-    return args.input_bits == 8 ? Int4Rows(args).bytes(args.rows) : Int4WideRows(args).bytes(args.rows);
+    return with_prepared(args, [&](auto rows) { return rows.bytes(args.rows); });
 }
 
 long weight_scratch(const LinearArgs& args) {

@@ -149,19 +149,21 @@ INLINE void multiply_bytes(const Four* x, const float* scales, const std::int32_
     }
 }
 
-template <int ROWS>
-INLINE void multiply_int4(const Four* inputs, const GroupScale* scales, const u8* tile, long in, long group,
-                          f32v (&sums)[ROWS][VECTORS]) {
+// Of weights in groups, with inputs of 8 bits.
+template <int BITS, int ROWS>
+INLINE void multiply_groups(const Four* inputs, const GroupScale* scales, const u8* tile, long in, WeightForm form,
+                            f32v (&sums)[ROWS][VECTORS]) {
+    static_assert(BITS == 4, "weights of 8 bits have wide inputs");
     constexpr int WIDTH = vectors_with(ROWS, NARROW_SUMS, 2, 1);
     for (int first = 0; first < VECTORS; first += WIDTH) {
         f32v totals[ROWS][WIDTH] = {};
         const Four* x = inputs;
         const GroupScale* rows = scales;
         const u8* place = tile;
-        for (long number = 0; number < in / group; ++number, place += group_bytes(group), rows += ROWS) {
+        for (long number = 0; number < in / form.group; ++number, place += form.group_bytes(), rows += ROWS) {
             i32v dots[ROWS][WIDTH] = {};
-            const u8* weights = group_weights(place) + first * LANES * 4;
-            for (long octet = 0; octet < group / 8; ++octet, weights += 4 * TILE) {
+            const u8* weights = place + form.parameter_bytes() + first * LANES * 4;
+            for (long octet = 0; octet < form.group / 8; ++octet, weights += 4 * TILE) {
                 for (long line = 0; line < WIDTH * LANES * 4; line += 64)
                     __builtin_prefetch(weights + PREFETCH_BYTES + line);
                 u8v bytes[WIDTH];
@@ -178,10 +180,10 @@ INLINE void multiply_int4(const Four* inputs, const GroupScale* scales, const u8
                 }
             }
             for (int i = 0; i < WIDTH; ++i) {
-                GroupParameters parameters(place, first + i);
+                f32v scale = group_scales(place, first + i), minimum = group_minimums(place, first + i);
                 for (int row = 0; row < ROWS; ++row) {
-                    totals[row][i] += __builtin_convertvector(dots[row][i], f32v) * (parameters.scale * rows[row].scale);
-                    totals[row][i] += parameters.zero * rows[row].sum;
+                    totals[row][i] += __builtin_convertvector(dots[row][i], f32v) * (scale * rows[row].scale);
+                    totals[row][i] += minimum * rows[row].sum;
                 }
             }
         }
@@ -190,28 +192,31 @@ INLINE void multiply_int4(const Four* inputs, const GroupScale* scales, const u8
     }
 }
 
-template <int ROWS>
-INLINE void multiply_int4_wide(const Quad* inputs, const float* scales, const float* input_sums, const u8* tile, long in,
-                               long group, f32v (&sums)[ROWS][VECTORS]) {
-    constexpr int WIDTH = vectors_with(ROWS, WIDE_SUMS, 3, 1);
+// The same with inputs of 16 bits.
+template <int BITS, int ROWS>
+INLINE void multiply_wide(const Quad* inputs, const float* scales, const GroupSum* input_sums, const u8* tile, long in,
+                          WeightForm form, f32v (&sums)[ROWS][VECTORS]) {
+    constexpr int WIDTH = vectors_with(ROWS, WIDE_SUMS, 3, 1), PARTS = 8 / BITS;
     for (int first = 0; first < VECTORS; first += WIDTH) {
         f32v totals[ROWS][WIDTH] = {};
         const Quad* x = inputs;
-        const float* group_sums = input_sums;
+        const GroupSum* group_sums = input_sums;
         const u8* place = tile;
-        for (long number = 0; number < in / group; ++number, place += group_bytes(group), group_sums += ROWS) {
-            i32v high[ROWS][WIDTH] = {}, low[ROWS][WIDTH] = {};
-            const u8* weights = group_weights(place) + first * LANES * 4;
-            for (long octet = 0; octet < group / 8; ++octet, weights += 4 * TILE) {
+        for (long number = 0; number < in / form.group; ++number, place += form.group_bytes(), group_sums += ROWS) {
+            i32v high[ROWS][WIDTH] = {}, low[ROWS][WIDTH];
+            for (int row = 0; row < ROWS; ++row)
+                for (int i = 0; i < WIDTH; ++i) low[row][i] = (BITS == 8 ? -OFFSET * group_sums[row].integer : 0) - i32v{};
+            const u8* weights = place + form.parameter_bytes() + first * LANES * 4;
+            for (long unit = 0; unit < form.group / (4 * PARTS); ++unit, weights += 4 * TILE) {
                 for (long line = 0; line < WIDTH * LANES * 4; line += 64)
                     __builtin_prefetch(weights + PREFETCH_BYTES + line);
                 u8v bytes[WIDTH];
                 for (int i = 0; i < WIDTH; ++i) bytes[i] = load_bytes(weights + i * LANES * 4);
 #pragma GCC unroll 2
-                for (int part = 0; part < 2; ++part, x += ROWS) {
+                for (int part = 0; part < PARTS; ++part, x += ROWS) {
                     u8v w[WIDTH];
 #pragma GCC unroll 8
-                    for (int i = 0; i < WIDTH; ++i) w[i] = nibbles(bytes[i], part);
+                    for (int i = 0; i < WIDTH; ++i) w[i] = BITS == 8 ? as_multiplied(bytes[i]) : nibbles(bytes[i], part);
 #pragma GCC unroll 4
                     for (int row = 0; row < ROWS; ++row)
 #pragma GCC unroll 8
@@ -222,12 +227,12 @@ INLINE void multiply_int4_wide(const Quad* inputs, const float* scales, const fl
                 }
             }
             for (int i = 0; i < WIDTH; ++i) {
-                GroupParameters parameters(place, first + i);
-                for (int row = 0; row < ROWS; ++row) {
-                    i32v dots = high[row][i] * 256 + low[row][i];
-                    totals[row][i] += __builtin_convertvector(dots, f32v) * parameters.scale;
-                    totals[row][i] += parameters.zero * group_sums[row];
-                }
+                f32v scale = group_scales(place, first + i);
+                for (int row = 0; row < ROWS; ++row)
+                    totals[row][i] += __builtin_convertvector(high[row][i] * 256 + low[row][i], f32v) * scale;
+                if (BITS == 8 && !form.minimums) continue;
+                f32v minimum = group_minimums(place, first + i);
+                for (int row = 0; row < ROWS; ++row) totals[row][i] += minimum * group_sums[row].sum;
             }
         }
         // Scales that were read before the loops would take registers from the sums.

@@ -61,29 +61,32 @@ INLINE void multiply_int8(const Quad* x, const float*, const std::int32_t*, cons
     }
 }
 
-template <int ROWS>
-INLINE void multiply_int4(const Four* x, const GroupScale* rows, const u8* tile, long in, long group,
-                          f32v (&sums)[ROWS][VECTORS]) {
+// Of weights in groups.
+template <int BITS, int ROWS>
+INLINE void multiply_groups(const Four* x, const GroupScale* rows, const u8* tile, long in, WeightForm form,
+                            f32v (&sums)[ROWS][VECTORS]) {
+    constexpr long UNIT = 32 / BITS;
     for (auto& row : sums)
         for (f32v& sum : row) sum = f32v{};
-    for (long number = 0; number < in / group; ++number, tile += group_bytes(group)) {
-        const u8* weights = group_weights(tile);
-        const Four* inputs = x + number * group / 4 * ROWS;
+    for (long number = 0; number < in / form.group; ++number, tile += form.group_bytes()) {
+        const u8* weights = tile + form.parameter_bytes();
+        const Four* inputs = x + number * form.group / 4 * ROWS;
         for (int vector = 0; vector < VECTORS; ++vector) {
             f32v dots[ROWS] = {};
-            for (long octet = 0; octet < group / 8; ++octet) {
-                u32v bytes = bit_cast<u32v>(load_bytes(weights + (octet * TILE + vector * LANES) * 4));
+            for (long unit = 0; unit < form.group / UNIT; ++unit) {
+                u32v bytes = bit_cast<u32v>(load_bytes(weights + (unit * TILE + vector * LANES) * 4));
 #pragma GCC unroll 8
-                for (int i = 0; i < 8; ++i) {
-                    f32v weight = nibble_of(bytes, i);
+                for (int i = 0; i < UNIT; ++i) {
+                    f32v weight = BITS == 8 ? byte_of(bytes, i) : nibble_of(bytes, i);
 #pragma GCC unroll 4
                     for (int row = 0; row < ROWS; ++row)
-                        dots[row] += inputs[(2 * octet + i / 4) * ROWS + row].values[i % 4] * weight;
+                        dots[row] += inputs[(unit * UNIT + i) / 4 * ROWS + row].values[i % 4] * weight;
                 }
             }
-            GroupParameters parameters(tile, vector);
+            f32v scale = group_scales(tile, vector);
+            f32v minimum = form.minimums ? group_minimums(tile, vector) : f32v{};
             for (int row = 0; row < ROWS; ++row)
-                sums[row][vector] += dots[row] * parameters.scale + rows[number * ROWS + row].sum * parameters.zero;
+                sums[row][vector] += dots[row] * scale + rows[number * ROWS + row].sum * minimum;
         }
     }
 }

@@ -1,10 +1,11 @@
 // How weights of 8 and 4 bits lie in memory.
 //
-// Weights are unsigned: in 8 bits w = scale * (u - 128) with a scale for each output, in 4 bits w = scale * u + zero with
-// both for each group of inputs of each output. Tiles hold 32 outputs, as those of linear.h do, and four inputs in turn:
-// in 8 bits [in / 4][32][4] bytes; in 4 bits for each group its 32 scales, its 32 zeros (float16), and
-// [group / 8][32][4] bytes, whose lower halves are the first four inputs and whose upper halves are the next four. `in` is
-// padded to a whole group (to four in 8 bits) with inputs of 0.
+// Weights are unsigned. In 8 bits w = scale * (u - 128), with a scale for each output, or, with a scale for each group of
+// inputs of each output, w = scale * (u - 128) + minimum; in 4 bits w = scale * u + minimum, in groups. Tiles hold 32
+// outputs, as those of linear.h do, and four inputs in turn: in 8 bits [in / 4][32][4] bytes, behind 32 scales (float32).
+// Groups lie one behind the other, each with its 32 scales, its 32 minimums if it has any (float16), and its weights: in 8
+// bits [group / 4][32][4] bytes, in 4 bits [group / 8][32][4], whose lower halves are the first four inputs and whose upper
+// halves are the next four. `in` is padded to a whole group (to four without groups) with inputs of 0.
 #pragma once
 
 #include "linear.h"
@@ -29,36 +30,44 @@ INLINE u8v nibbles(u8v bytes, int part) {
     return bytes & static_cast<u8>(15);
 }
 
-INLINE long padded_in(const LinearArgs& args) {
-    long unit = args.weight_bits == 4 ? args.group : 4;
-    return (args.in + unit - 1) / unit * unit;
-}
+// bits: 8 or 4. group: inputs that share a scale; 0: all of them, of 8 bits. minimums: whether groups have them.
+struct WeightForm {
+    int bits;
+    long group;
+    bool minimums;
 
-// Bytes of a tile: for every group (all inputs in 8 bits) what each output needs beside its weights, then the weights.
-INLINE long group_bytes(long group) { return TILE * (2 * static_cast<long>(sizeof(f16)) + group / 2); }
-INLINE long tile_bytes(long in, int bits, long group) {
-    return bits == 8 ? TILE * (static_cast<long>(sizeof(float)) + in) : in / group * group_bytes(group);
-}
+    // Of four bits they always have minimums.
+    WeightForm(int bits, long group, bool minimums) : bits(bits), group(group), minimums(minimums || bits == 4) {}
+    explicit WeightForm(const LinearArgs& args) : WeightForm(args.weight_bits, args.group, args.minimums) {}
 
-// The scales and zeros of a group's outputs from a vector of a tile on.
-struct GroupParameters {
-    f32v scale, zero;
-
-    GroupParameters(const u8* group, int vector) {
-        const f16* from = reinterpret_cast<const f16*>(group) + vector * LANES;
-        scale = load(from);
-        zero = load(from + TILE);
+    long padded(long in) const {
+        long unit = group ? group : 4;
+        return (in + unit - 1) / unit * unit;
     }
+    long parameter_bytes() const { return TILE * static_cast<long>(group ? sizeof(f16) * (minimums ? 2 : 1) : sizeof(float)); }
+    long group_bytes() const { return parameter_bytes() + TILE * group * bits / 8; }
+    long tile_bytes(long padded) const { return group ? padded / group * group_bytes() : parameter_bytes() + TILE * padded; }
+
+    // Where the byte of an input of a group is behind the group's parameters.
+    long place(long i, long lane) const {
+        return bits == 8 ? (i / 4 * TILE + lane) * 4 + i % 4 : (i / 8 * TILE + lane) * 4 + i % 4;
+    }
+    int shift(long i) const { return bits == 8 ? 0 : static_cast<int>(i / 4 % 2 * 4); }
 };
 
-INLINE const u8* group_weights(const u8* group) { return group + TILE * 2 * sizeof(f16); }
+// The scales of a group's outputs from a vector of a tile on, and their minimums.
+INLINE f32v group_scales(const u8* group, int vector) { return load(reinterpret_cast<const f16*>(group) + vector * LANES); }
+INLINE f32v group_minimums(const u8* group, int vector) {
+    return load(reinterpret_cast<const f16*>(group) + TILE + vector * LANES);
+}
 
-// Of unsigned weights [out, in], one a byte; scales and zeros [out, groups] float32 (8 bits: scales [out], no zeros).
-void pack_quantized(const u8* weight, const float* scales, const float* zeros, u8* packed, long out, long in, int bits,
+// Of unsigned weights [out, in], one a byte; scales and minimums [out, groups] float32, minimums null if there are none.
+void pack_quantized(const u8* weight, const float* scales, const float* minimums, u8* packed, long out, long in, int bits,
                     long group, int gated, int threads) {
-    long unit = bits == 4 ? group : 4, padded = (in + unit - 1) / unit * unit, groups = padded / unit;
+    const WeightForm form(bits, group, minimums);
+    long padded = form.padded(in), size = group ? group : padded, groups = padded / size;
     long tiles = num_tiles(out, gated), features = gated ? out / 2 : out, each = features_of_tile(gated);
-    long bytes = tile_bytes(padded, bits, group);
+    long bytes = form.tile_bytes(padded), parameter_bytes = form.parameter_bytes();
     auto pack_tile = [&](long tile) {
         u8* to = packed + tile * bytes;
         __builtin_memset(to, 0, static_cast<std::size_t>(bytes));
@@ -66,22 +75,17 @@ void pack_quantized(const u8* weight, const float* scales, const float* zeros, u
             long feature = tile * each + lane % each;
             if (feature >= features) continue;
             long row = feature + lane / each * features;
-            const u8* from = weight + row * in;
-            if (bits == 8) {
-                reinterpret_cast<float*>(to)[lane] = scales[row];
-                u8* weights = to + TILE * sizeof(float);
-                for (long column = 0; column < in; ++column)
-                    weights[(column / 4 * TILE + lane) * 4 + column % 4] = from[column];
-                continue;
-            }
             for (long number = 0; number < groups; ++number) {
-                u8* begin = to + number * group_bytes(group);
+                u8* begin = to + number * form.group_bytes();
                 f16* parameters = reinterpret_cast<f16*>(begin);
-                parameters[lane] = to_f16(scales[row * groups + number]);
-                parameters[TILE + lane] = to_f16(zeros[row * groups + number]);
-                u8* weights = begin + TILE * 2 * sizeof(f16);
-                for (long i = 0; i < group && number * group + i < in; ++i)
-                    weights[(i / 8 * TILE + lane) * 4 + i % 4] |= static_cast<u8>(from[number * group + i] << (i / 4 % 2 * 4));
+                if (group)
+                    parameters[lane] = to_f16(scales[row * groups + number]);
+                else
+                    reinterpret_cast<float*>(begin)[lane] = scales[row];
+                if (form.minimums) parameters[TILE + lane] = to_f16(minimums[row * groups + number]);
+                const u8* from = weight + row * in + number * size;
+                for (long i = 0; i < smaller(size, in - number * size); ++i)
+                    begin[parameter_bytes + form.place(i, lane)] |= static_cast<u8>(from[i] << form.shift(i));
             }
         }
     };
@@ -91,20 +95,26 @@ void pack_quantized(const u8* weight, const float* scales, const float* zeros, u
 }
 
 template <class T>
-void gather_int8(const u8* packed, const std::int64_t* ids, T* y, long count, long in, int threads) {
-    long bytes = tile_bytes((in + 3) / 4 * 4, 8, 0);
+void gather_quantized(const u8* packed, const std::int64_t* ids, T* y, long count, long in, WeightForm form, int threads) {
+    long padded = form.padded(in), bytes = form.tile_bytes(padded), size = form.group ? form.group : padded;
+    const int mask = (1 << form.bits) - 1, middle = form.bits == 8 ? 128 : 0;
     auto gather_row = [&](long i) {
-        const u8* tile = packed + ids[i] / TILE * bytes;
+        const u8* begin = packed + ids[i] / TILE * bytes;
         long lane = ids[i] % TILE;
-        float scale = reinterpret_cast<const float*>(tile)[lane];
-        for (long column = 0; column < in; column += LANES) {
-            float values[LANES] = {};
-            long columns = smaller(LANES, in - column);
-            for (long j = 0; j < columns; ++j) {
-                long place = ((column + j) / 4 * TILE + lane) * 4 + (column + j) % 4;
-                values[j] = scale * static_cast<float>(tile[TILE * sizeof(float) + static_cast<std::size_t>(place)] - 128);
+        for (long start = 0; start < in; start += size, begin += form.group_bytes()) {
+            const f16* parameters = reinterpret_cast<const f16*>(begin);
+            float scale = form.group ? to_float(parameters[lane]) : reinterpret_cast<const float*>(begin)[lane];
+            float minimum = form.minimums ? to_float(parameters[TILE + lane]) : 0.0f;
+            const u8* weights = begin + form.parameter_bytes();
+            for (long column = 0; column < smaller(size, in - start); column += LANES) {
+                float values[LANES] = {};
+                long columns = smaller(LANES, smaller(size, in - start) - column);
+                for (long j = 0; j < columns; ++j) {
+                    int value = weights[form.place(column + j, lane)] >> form.shift(column + j) & mask;
+                    values[j] = scale * static_cast<float>(value - middle) + minimum;
+                }
+                store_some(y + i * in + start + column, load(values), columns);
             }
-            store_some(y + i * in + column, load(values), columns);
         }
     };
     each_range(threads, count, in, [&](long first, long last, int) {

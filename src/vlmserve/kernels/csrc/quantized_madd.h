@@ -106,21 +106,23 @@ INLINE void multiply_int8(const Quad* inputs, const float* scales, const std::in
     }
 }
 
-template <int ROWS>
-INLINE void multiply_int4(const Four* inputs, const GroupScale* scales, const u8* tile, long in, long group,
-                          f32v (&sums)[ROWS][VECTORS]) {
+// Of weights in groups, with inputs of 8 bits.
+template <int BITS, int ROWS>
+INLINE void multiply_groups(const Four* inputs, const GroupScale* scales, const u8* tile, long in, WeightForm form,
+                            f32v (&sums)[ROWS][VECTORS]) {
+    static_assert(BITS == 4, "weights of 8 bits have wide inputs");
     constexpr int WIDTH = vectors_with(ROWS, NARROW_SUMS, 1, 1);
     for (int first = 0; first < VECTORS; first += WIDTH) {
         f32v totals[ROWS][WIDTH] = {};
         const Four* x = inputs;
         const GroupScale* rows = scales;
         const u8* place = tile;
-        for (long number = 0; number < in / group; ++number, place += group_bytes(group), rows += ROWS) {
+        for (long number = 0; number < in / form.group; ++number, place += form.group_bytes(), rows += ROWS) {
             i32v dots[ROWS][WIDTH] = {};
-            const u8* weights = group_weights(place) + first * LANES * 4;
-            for (long start = 0; start < group / 8; start += OCTETS_PER_SUM) {
+            const u8* weights = place + form.parameter_bytes() + first * LANES * 4;
+            for (long start = 0; start < form.group / 8; start += OCTETS_PER_SUM) {
                 i16v small[ROWS][WIDTH] = {};
-                long octets = smaller(OCTETS_PER_SUM, group / 8 - start);
+                long octets = smaller(OCTETS_PER_SUM, form.group / 8 - start);
                 for (long octet = 0; octet < octets; ++octet, weights += 4 * TILE) {
                     for (long line = 0; line < WIDTH * LANES * 4; line += 64)
                         __builtin_prefetch(weights + PREFETCH_BYTES + line);
@@ -141,10 +143,10 @@ INLINE void multiply_int4(const Four* inputs, const GroupScale* scales, const u8
                         dots[row][i] += multiply_pairs(small[row][i], in_all_lanes(0x10001));
             }
             for (int i = 0; i < WIDTH; ++i) {
-                GroupParameters parameters(place, first + i);
+                f32v scale = group_scales(place, first + i), minimum = group_minimums(place, first + i);
                 for (int row = 0; row < ROWS; ++row) {
-                    totals[row][i] += __builtin_convertvector(dots[row][i], f32v) * (parameters.scale * rows[row].scale);
-                    totals[row][i] += parameters.zero * rows[row].sum;
+                    totals[row][i] += __builtin_convertvector(dots[row][i], f32v) * (scale * rows[row].scale);
+                    totals[row][i] += minimum * rows[row].sum;
                 }
             }
         }
@@ -153,45 +155,50 @@ INLINE void multiply_int4(const Four* inputs, const GroupScale* scales, const u8
     }
 }
 
-template <int ROWS>
-INLINE void multiply_int4_wide(const Quad* inputs, const float* scales, const float* input_sums, const u8* tile, long in,
-                               long group, f32v (&sums)[ROWS][VECTORS]) {
-    constexpr int WIDTH = vectors_with(ROWS, WIDE_SUMS, 1, 1);
+// The same with inputs of 16 bits.
+template <int BITS, int ROWS>
+INLINE void multiply_wide(const Quad* inputs, const float* scales, const GroupSum* input_sums, const u8* tile, long in,
+                          WeightForm form, f32v (&sums)[ROWS][VECTORS]) {
+    constexpr int WIDTH = vectors_with(ROWS, WIDE_SUMS, 1, 1), QUADS = 8 / BITS;
     for (int first = 0; first < VECTORS; first += WIDTH) {
         f32v totals[ROWS][WIDTH] = {};
         const Quad* x = inputs;
-        const float* group_sums = input_sums;
+        const GroupSum* group_sums = input_sums;
         const u8* place = tile;
-        for (long number = 0; number < in / group; ++number, place += group_bytes(group), group_sums += ROWS) {
-            i32v dots[ROWS][WIDTH] = {};
-            const u8* weights = group_weights(place) + first * LANES * 4;
-            for (long octet = 0; octet < group / 8; ++octet, weights += 4 * TILE, x += 2 * ROWS) {
+        for (long number = 0; number < in / form.group; ++number, place += form.group_bytes(), group_sums += ROWS) {
+            i32v dots[ROWS][WIDTH];
+            for (int row = 0; row < ROWS; ++row)
+                for (int i = 0; i < WIDTH; ++i) dots[row][i] = (BITS == 8 ? -128 * group_sums[row].integer : 0) - i32v{};
+            const u8* weights = place + form.parameter_bytes() + first * LANES * 4;
+            for (long unit = 0; unit < form.group / (4 * QUADS); ++unit, weights += 4 * TILE, x += QUADS * ROWS) {
                 for (long line = 0; line < WIDTH * LANES * 4; line += 64)
                     __builtin_prefetch(weights + PREFETCH_BYTES + line);
 #pragma GCC unroll 4
-                for (int part = 0; part < 4; ++part) {
+                for (int part = 0; part < 2 * QUADS; ++part) {
                     read_in_turn();
-                    // Of inputs 0 and 2, 4 and 6, 1 and 3, 5 and 7.
+                    // Of inputs 0 and 2 (in 4 bits then of 4 and 6), and of 1 and 3 (5 and 7).
                     i16v w[WIDTH];
 #pragma GCC unroll 8
                     for (int i = 0; i < WIDTH; ++i) {
                         pairs16 bytes = bit_cast<pairs16>(load_bytes(weights + i * LANES * 4));
-                        w[i] = bit_cast<i16v>((bytes >> (4 * part)) & static_cast<std::uint16_t>(15));
+                        w[i] = bit_cast<i16v>((bytes >> (BITS * part)) & static_cast<std::uint16_t>((1 << BITS) - 1));
                     }
 #pragma GCC unroll 4
                     for (int row = 0; row < ROWS; ++row) {
-                        const Quad& quad = x[part % 2 * ROWS + row];
+                        const Quad& quad = x[part % QUADS * ROWS + row];
 #pragma GCC unroll 8
-                        for (int i = 0; i < WIDTH; ++i) dots[row][i] += multiply_pairs(w[i], in_all_lanes(part / 2 ? quad.odd : quad.even));
+                        for (int i = 0; i < WIDTH; ++i)
+                            dots[row][i] += multiply_pairs(w[i], in_all_lanes(part / QUADS ? quad.odd : quad.even));
                     }
                 }
             }
             for (int i = 0; i < WIDTH; ++i) {
-                GroupParameters parameters(place, first + i);
-                for (int row = 0; row < ROWS; ++row) {
-                    totals[row][i] += __builtin_convertvector(dots[row][i], f32v) * parameters.scale;
-                    totals[row][i] += parameters.zero * group_sums[row];
-                }
+                f32v scale = group_scales(place, first + i);
+                for (int row = 0; row < ROWS; ++row)
+                    totals[row][i] += __builtin_convertvector(dots[row][i], f32v) * scale;
+                if (BITS == 8 && !form.minimums) continue;
+                f32v minimum = group_minimums(place, first + i);
+                for (int row = 0; row < ROWS; ++row) totals[row][i] += minimum * group_sums[row].sum;
             }
         }
         for (int row = 0; row < ROWS; ++row)

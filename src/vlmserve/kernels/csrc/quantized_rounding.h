@@ -22,14 +22,21 @@ INLINE void store_fours(Four* to, i32v value, long count, long stride) {
     for (long i = 0; i < count; ++i) to[i * stride] = fours[i];
 }
 
-// Of each group of a row that was split, the sum of its inputs in units of the row's scale.
+// Of a row's inputs in a group after rounding, in units of the row's scale, as both kinds of numbers.
+struct GroupSum {
+    float sum;
+    std::int32_t integer;
+};
+
+// Those of a row that was split.
 template <class T>
-void add_groups(const T* x, long in, long padded, long group, float factor, float* sums, long place, long count) {
+void add_groups(const T* x, long in, long padded, long group, float factor, GroupSum* sums, long place, long count) {
     for (long start = 0; start < padded; start += group) {
         i32v total{};
         for (long i = start; i < smaller(start + group, in); i += LANES)
             total += round_to_integers(load_some(x + i, smaller(LANES, in - i)) * factor);
-        sums[start / group * count + place] = static_cast<float>(sum(total));
+        std::int32_t integer = sum(total);
+        sums[start / group * count + place] = {static_cast<float>(integer), integer};
     }
 }
 

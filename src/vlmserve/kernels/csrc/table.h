@@ -53,7 +53,8 @@ struct LinearArgs {
     long rows, in, out, x_stride, y_stride;
     int dtype, activation, gated, float_output, threads;
     int weight_bits;  // 8, 4, or 0 for weights of `dtype`
-    int group;        // with 4 bits: how many inputs share a scale, a multiple of 8
+    int group;        // how many inputs share a scale, a multiple of 16; 0: all of them, with 8 bits
+    int minimums;     // with 8 bits in groups: whether these have minimums, as those of 4 bits always do
     int input_bits;   // beside few bits, what inputs are rounded to where they are: 16, or 8 if there is a kernel for it
     const Adapters* adapters;       // null: rows have none
     const std::int32_t* row_slots;  // the slot of each row's adapter, below 0: none; `slot_stride` from row to row, 0 or 1
@@ -111,7 +112,7 @@ struct Operation {
     long residual;                          // of products; -1: none. It may be the target
     const void *weight, *bias;              // of norms and products, as their arguments have them
     long in, out;                           // of products; of norms, `in` is the size
-    long activation, gated, weight_bits, group, input_bits;
+    long activation, gated, weight_bits, group, minimums, input_bits;
     double eps;                             // of norms
     void *keys, *values, *scales;           // of attention, as the rest
     long heads, kv_heads, head_size, block_size, rope_size, window;
@@ -172,8 +173,9 @@ struct Kernels {
     void (*pack)(const void* weight, void* packed, long out, long in, int dtype, int gated, int threads);
     void (*pack_quantized)(const std::uint8_t* weight, const float* scales, const float* minimums, std::uint8_t* packed, long out,
                            long in, int bits, long group, int gated, int threads);
-    // Bits: as LinearArgs::weight_bits; rows of 4 bits cannot be gathered.
-    void (*gather)(const void* packed, const std::int64_t* ids, void* y, long count, long in, int dtype, int bits, int threads);
+    // Bits, group and minimums: as in LinearArgs.
+    void (*gather)(const void* packed, const std::int64_t* ids, void* y, long count, long in, int dtype, int bits, long group,
+                   int minimums, int threads);
     long (*linear_scratch)(const LinearArgs&);
     void (*linear)(const LinearArgs&);
     void (*norm)(const NormArgs&);

@@ -112,6 +112,11 @@ INLINE f16 to_f16(float value) {
     return {static_cast<std::uint16_t>(result | (bits >> 16 & 0x8000u))};
 }
 
+INLINE float to_float(f16 value) {
+    f16 all[LANES] = {value};
+    return load(all)[0];
+}
+
 INLINE void store(float* to, f32v value) { __builtin_memcpy(to, &value, sizeof value); }
 
 // To the nearest, halves to even; NaN stays NaN.
