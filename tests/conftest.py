@@ -19,7 +19,7 @@ import torch
 import typer.testing
 from hypothesis import settings
 
-from tests.lanes import MOST_SECONDS, SLOW, WAITING
+from tests.lanes import MOST_SECONDS, SLOW
 from tests.postgres import Postgres, running_postgres
 from vlmserve.cache.costs import CostModel
 from vlmserve.kernels.choice import VARIABLE
@@ -34,6 +34,10 @@ settings.load_profile("untimed")
 # What whoever runs the tests has set for a server of their own is not for those of the tests.
 for name in [name for name in os.environ if name.startswith("VLMSERVE_") and name != VARIABLE]:
     del os.environ[name]
+
+
+CRASHED: list[str] = []
+"""Tests whose process died."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -61,16 +65,11 @@ def pytest_collection_finish() -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Slow files come first where several processes share the tests, so that none has a long one left at the end.
 
-    In CI, tests that wait for other processes get a second try, and the summary names those that needed it. Tests for a
-    GPU are left out where there is none. Where they are asked for by name, they are skipped instead.
+    Tests for a GPU are left out where there is none. Where they are asked for by name, they are skipped instead.
     """
     here = Path(__file__).parent
     if hasattr(config, "workerinput"):
         items.sort(key=lambda item: item.path.relative_to(here).as_posix() not in SLOW)
-    if "CI" in os.environ:
-        for item in items:
-            if item.path.relative_to(here).parts[0] in WAITING:
-                item.add_marker(pytest.mark.flaky(reruns=1))
     if torch.cuda.is_available() or "gpu" in config.option.markexpr:
         return
     kept, left_out = [], []
@@ -81,8 +80,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = kept
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_handlecrashitem(crashitem: str, report: pytest.TestReport) -> None:
+    """A test whose process was killed is run again in another one. The first time, what that gives counts."""
+    if crashitem not in CRASHED:
+        CRASHED.append(crashitem)
+        report.outcome = "rerun"  # type: ignore[assignment]
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    """Name what makes the fast lane slow."""
+    """Name the tests whose process died, and what makes the fast lane slow."""
+    for name in CRASHED:
+        terminalreporter.write_line(f"The process of {name} died; the test was run again.")
     if not config.getoption("fast"):
         return
     seconds: Counter[str] = Counter()

@@ -1,4 +1,4 @@
-"""Which tests `make check` leaves out, and which wait for other processes.
+"""Which tests `make check` leaves out.
 
 The fast lane is for while one works: it takes about four minutes on two cores. Left out are whole files: those that
 start servers and browsers again and again, and those that compare many whole models with transformers. `make test` runs
@@ -36,9 +36,6 @@ SLOW = frozenset(
     Path(folder, f"test_{name}.py").as_posix() for folder, names in _SLOW.items() for name in names.split()
 )
 """The files, as paths within ``tests``."""
-
-WAITING = frozenset({"batch", "cli", "frontend", "loadtest", "scaleout", "server", "training", "web"})
-"""The folders of tests that start servers, browsers and other processes, and wait for them."""
 
 MOST_SECONDS = 15
 """A file that takes longer, with the whole machine for it, belongs to `SLOW`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -79,9 +80,20 @@ def run(engine: Engine, texts: list[Prompt] | list[list[int]], *params: dict) ->
     return list(whole.values())
 
 
-def theirs(model, prompt: list[int], **settings) -> list[int]:
-    settings = {"do_sample": False, "max_new_tokens": NEW_TOKENS, **settings}
-    return model.generate(torch.tensor([prompt]), **settings)[0, len(prompt) :].tolist()
+@pytest.fixture(scope="module")
+def theirs(model) -> Callable[..., list[list[int]]]:
+    """What transformers answers to all prompts, found once for each setting: every schedule asks for the same."""
+    found: dict[str, list[list[int]]] = {}
+
+    def answers(**settings) -> list[list[int]]:
+        if str(settings) not in found:
+            own = {"do_sample": False, "max_new_tokens": NEW_TOKENS, **settings}
+            found[str(settings)] = [
+                model.generate(torch.tensor([prompt]), **own)[0, len(prompt) :].tolist() for prompt in prompts(model)
+            ]
+        return found[str(settings)]
+
+    return answers
 
 
 @pytest.mark.parametrize(
@@ -97,11 +109,11 @@ def theirs(model, prompt: list[int], **settings) -> list[int]:
     ],
 )
 @pytest.mark.parametrize("schedule", [*SCHEDULES, pytest.param(None, id="preempted")])
-def test_greedy_answers_with_penalties_are_transformers(folder, model, params, settings, schedule):
+def test_greedy_answers_with_penalties_are_transformers(folder, model, theirs, params, settings, schedule):
     engine = tight(folder) if schedule is None else engine_for(folder, **schedule)
-    expected = [theirs(model, prompt, **settings) for prompt in prompts(model)]
+    expected = theirs(**settings)
     assert [output.token_ids for output in run(engine, prompts(model), params)] == expected
-    assert expected != [theirs(model, prompt) for prompt in prompts(model)], "or this would prove nothing"
+    assert expected != theirs(), "or this would prove nothing"
     assert schedule is not None or engine.stats().preemptions > 0
 
 
@@ -169,8 +181,8 @@ def test_logprobs_are_those_of_transformers_logits_before_all_edits(folder, mode
     together = run(engine, texts, *MIXED)
     assert (engine.stats().preemptions > 0) == preempts
     assert [output.token_ids for output in together] == [output.token_ids for output in alone]
-    for text, params, output in zip(texts * 2, MIXED * 2, alone + together, strict=True):
-        expected = log_probabilities(model, text + output.token_ids)
+    whole = [log_probabilities(model, text + output.token_ids) for text, output in zip(texts, alone, strict=True)]
+    for text, params, output, expected in zip(texts * 2, MIXED * 2, alone + together, whole * 2, strict=True):
         if "logprobs" in params:
             answer = expected[len(text) - 1 : -1]
             assert_told(output.logprobs, output.token_ids, answer, params["logprobs"])

@@ -174,7 +174,7 @@ def test_the_files_for_deployments_describe_applications():
     folder = Path(__file__).parents[2] / "deploy" / "ray"
     service = next(yaml.safe_load_all((folder / "rayservice.yaml").read_text()))
     for text in ((folder / "serve.yaml").read_text(), service["spec"]["serveConfigV2"]):
-        described = ServeDeploySchema.parse_obj(yaml.safe_load(text))
+        described = ServeDeploySchema.model_validate(yaml.safe_load(text))
         assert described.proxy_location == "Disabled"
         for application in described.applications:
             module, _, name = application.import_path.partition(":")
