@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 import httpx
 import pytest
@@ -29,18 +29,28 @@ REQUESTS, TOKENS = "key alice requests", "key alice tokens"
 
 
 class Gateway:
-    """What a gateway has of a key that may ask for 4 answers and 100 tokens a minute."""
+    """What a gateway has of a key that may ask for 4 answers and 100 tokens a minute, and of one with two at once."""
 
     def __init__(self, url: str, clock: Clock) -> None:
         self.store = Store(url, ServerConfig(), clock)
         self.limits = ClusterLimits(self.store, clock)
         self.account = Account(store("key", "alice", requests_per_minute=4, tokens_per_minute=100), clock)
+        self.pair = Account(store("other", "bob", max_concurrency=2), clock)
 
     async def admit(self, tokens: int = 0) -> bool:
         await self.limits.refresh(self.account)
         try:
             with self.account.admit():
                 self.account.charge(tokens)
+        except RefusedError:
+            return False
+        return True
+
+    async def begin(self, stack: contextlib.ExitStack) -> bool:
+        """A request of the key that may have two at once, which runs until the stack is closed."""
+        await self.limits.refresh(self.pair)
+        try:
+            stack.enter_context(self.pair.admit())
         except RefusedError:
             return False
         return True
@@ -54,6 +64,13 @@ class Gateway:
 async def until(holds: Callable[[], bool]) -> None:
     deadline = time.monotonic() + 60
     while not await asyncio.to_thread(holds):
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.01)
+
+
+async def eventually(holds: Callable[[], Awaitable[bool]]) -> None:
+    deadline = time.monotonic() + 60
+    while not await holds():
         assert time.monotonic() < deadline
         await asyncio.sleep(0.01)
 
@@ -156,6 +173,99 @@ async def test_what_has_come_back_in_an_outage_is_not_owed(gateways):
     account.charge(10)
     account.buckets["tokens"].hear(70)
     assert account.buckets["tokens"].level == 20
+
+
+async def test_requests_at_once_are_counted_over_all_gateways(gateways):
+    first, second, clock = gateways
+    with contextlib.ExitStack() as one, contextlib.ExitStack() as other, contextlib.ExitStack() as third:
+        assert await first.begin(one)
+        assert await second.begin(other)
+        assert not await first.begin(third)
+        assert not await second.begin(third)
+        one.close()
+        await eventually(lambda: second.begin(third))
+        assert not await first.begin(one)
+        clock.now += 3600
+        assert not await second.begin(third), "its own requests run, however late it renews its places"
+
+
+async def test_at_most_as_many_run_as_the_key_allows_when_all_come_at_once(gateways):
+    first, second, _ = gateways
+    with contextlib.ExitStack() as stack:
+        begun = await asyncio.gather(*(gateway.begin(stack) for gateway in (first, second) * 5))
+        assert sum(begun) <= 2
+        assert first.pair.num_running + second.pair.num_running == sum(begun)
+
+
+async def test_places_of_a_gateway_that_is_gone_come_back(gateways):
+    first, second, clock = gateways
+    with contextlib.ExitStack() as lost, contextlib.ExitStack() as stack:
+        assert await first.begin(lost)
+        assert await first.begin(lost)
+        assert not await second.begin(stack)
+        first.limits._telling.cancel()  # it renews nothing
+        clock.now += 16
+        assert await second.begin(stack)
+        assert await second.begin(stack)
+        assert not await second.begin(stack)
+
+
+async def test_a_gateway_that_ends_gives_its_places_back(gateways, url):
+    first, _, clock = gateways
+    leaving = Gateway(url, clock)
+    with contextlib.ExitStack() as stack:
+        assert await leaving.begin(stack)
+        assert await leaving.begin(stack)
+    await leaving.limits.close()
+    with contextlib.ExitStack() as stack:
+        assert await first.begin(stack)
+        assert await first.begin(stack)
+
+
+async def test_places_are_each_gateways_own_while_the_database_is_away(gateways, monkeypatch):
+    first, second, _ = gateways
+
+    def away(*_):
+        raise StorageError("away")
+
+    with contextlib.ExitStack() as stack:
+        assert await second.begin(stack)
+        with monkeypatch.context() as patched:
+            patched.setattr(first.store.limits, "hold", away)
+            assert [await first.begin(stack) for _ in range(3)] == [True, True, False]
+        await until(lambda: first.pair.places is not None)
+        assert not await second.begin(stack)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+async def test_what_was_taken_is_told_once_even_if_telling_is_cancelled(gateways, monkeypatch, fails):
+    first, second, _ = gateways
+    writing, released = threading.Event(), threading.Event()
+    take = first.store.limits.take
+
+    def slow(taken):
+        writing.set()
+        released.wait(60)
+        if fails:
+            raise StorageError("away")
+        return take(taken)
+
+    first.account.charge(10)
+    with first.account.admit():
+        pass
+    first.limits._wanted[first.account.owner] = first.account
+    with monkeypatch.context() as patched, contextlib.ExitStack() as stack:
+        stack.callback(released.set)
+        patched.setattr(first.store.limits, "take", slow)
+        telling = asyncio.ensure_future(first.limits.tell())
+        await until(writing.is_set)
+        telling.cancel()
+        await asyncio.sleep(0)
+        released.set()
+        with pytest.raises(asyncio.CancelledError):
+            await telling
+    await first.limits.tell()
+    await second.written(1, 10)
 
 
 def test_gateways_of_a_cluster_share_the_limits_of_keys(folder, tmp_path, postgres):

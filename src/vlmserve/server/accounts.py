@@ -77,7 +77,8 @@ class Account:
     """The running requests of a key, and what is left of its limits. To be used from one thread.
 
     owner: of its history, the same after every start; default: that of the key's name in its file. on_use: called when
-    something was taken of its limits.
+    something was taken of its limits, or given back. places: how many requests may run here, of those that the key may
+    run at once on all servers; None: this server counts alone.
     """
 
     def __init__(self, key: StoredKey, clock: Clock = time.monotonic, owner: str = "") -> None:
@@ -87,6 +88,7 @@ class Account:
         self._requests = Bucket(key.requests_per_minute, clock) if key.requests_per_minute else None
         self._tokens = Bucket(key.tokens_per_minute, clock) if key.tokens_per_minute else None
         self.on_use: Callable[[Account], None] | None = None
+        self.places: int | None = None
 
     @property
     def name(self) -> str:
@@ -105,7 +107,7 @@ class Account:
         A request may begin while the account has any token left; what it costs is taken when that is known.
         """
         most = self.key.max_concurrency
-        if most is not None and self.num_running >= most:
+        if most is not None and self.num_running >= (most if self.places is None else min(most, self.places)):
             raise self._refusal(f"has {most} running requests, which is its limit", 1.0)
         if self._requests is not None and (wait := self._requests.seconds_until(1)):
             raise self._refusal(f"has used up its {self._requests.per_minute} requests a minute", wait)
@@ -117,6 +119,8 @@ class Account:
             yield
         finally:
             self.num_running -= 1
+            if most is not None and self.on_use is not None:
+                self.on_use(self)
 
     def begin_row(self) -> bool:
         """Count a request of a batch, unless half of a limit is used up: the rest is for others."""

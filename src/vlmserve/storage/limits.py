@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from sqlalchemy import Connection, delete, func
+from sqlalchemy import Connection, delete, func, select
 from sqlalchemy.dialects import postgresql, sqlite
 
 from vlmserve.storage.database import Database
-from vlmserve.storage.tables import rate_limits
+from vlmserve.storage.tables import rate_limits, running_requests
 
 _MINUTE = 60.0
 _FORGOTTEN = 24 * 3600.0
@@ -24,8 +25,18 @@ class Taken(NamedTuple):
     amount: float
 
 
+class Places(NamedTuple):
+    """How many requests a server wants to run at once. name: of the limit, the same on all servers. most: that all
+    servers together may run."""
+
+    name: str
+    most: int
+    wanted: int
+
+
 class Limits:
-    """Token buckets by their names: what is taken comes back evenly, `per_minute` in a minute."""
+    """Token buckets by their names: what is taken comes back evenly, `per_minute` in a minute. And places for requests
+    that run at once, which servers have for a while."""
 
     def __init__(self, database: Database, clock: Callable[[], float]) -> None:
         self._database = database
@@ -64,8 +75,46 @@ class Limits:
 
         return self._database.write(work)
 
+    def hold(self, server: str, places: Sequence[Places], seconds: float) -> dict[str, int]:
+        """Have places for a server, each of another limit, in place of those that it had, for so many seconds.
+
+        Returns how many it has of each, by its name: those that it wants, or what others leave of them. Servers whose
+        clocks differ by more than `seconds` do not see each other's places. Raises StorageError, after which all is as
+        it was.
+        """
+        now = self._clock()
+        own = running_requests.c
+
+        def work(connection: Connection) -> dict[str, int]:
+            is_sqlite = connection.dialect.name == "sqlite"
+            for one in sorted(places):  # in the same order everywhere, so that no two servers wait for each other
+                if not is_sqlite:  # SQLite has one writer at a time
+                    connection.execute(select(func.pg_advisory_xact_lock(_lock(one.name))))
+            names = [one.name for one in places]
+            of_others = (own.name.in_(names), own.server != server, own.until > now)
+            taken = select(own.name, func.sum(own.held)).where(*of_others).group_by(own.name)
+            left = {name: int(held) for name, held in connection.execute(taken)}
+            had = {one.name: max(0, min(one.wanted, one.most - left.get(one.name, 0))) for one in places}
+            connection.execute(delete(running_requests).where(own.name.in_(names), own.server == server))
+            rows = [
+                {"name": name, "server": server, "held": held, "until": now + seconds}
+                for name, held in had.items()
+                if held
+            ]
+            if rows:
+                connection.execute(running_requests.insert(), rows)
+            return had
+
+        return self._database.write(work) if places else {}
+
     def forget(self) -> int:
         """Delete what nobody has used for a day; returns how many limits that were. Raises StorageError."""
         oldest = self._clock() - _FORGOTTEN
         old = delete(rate_limits).where(rate_limits.c.updated_at < oldest)
-        return self._database.delete(lambda connection: connection.execute(old).rowcount)
+        ended = delete(running_requests).where(running_requests.c.until < oldest)
+        return self._database.delete(lambda connection: sum(connection.execute(one).rowcount for one in (old, ended)))
+
+
+def _lock(name: str) -> int:
+    """PostgreSQL's lock for a limit."""
+    return int.from_bytes(hashlib.blake2b(name.encode(errors="replace"), digest_size=8).digest(), "big", signed=True)

@@ -181,6 +181,16 @@ rate_limits = Table(
 )
 """What is used up of the limits of API keys. used: at `updated_at`; `per_minute` of it comes back in a minute."""
 
+running_requests = Table(
+    "running_requests",
+    metadata,
+    Column("name", _Name(400), primary_key=True),
+    Column("server", String(64), primary_key=True),
+    Column("held", Integer, nullable=False),
+    Column("until", Double, nullable=False, index=True),
+)
+"""How many of the requests that a key may have at once each server has for it. until: when that ends by itself."""
+
 Step = Callable[[Connection], None]
 
 
@@ -196,7 +206,11 @@ def _add_rate_limits(connection: Connection) -> None:
     metadata.create_all(connection, [rate_limits])
 
 
-MIGRATIONS: Sequence[Step] = (_make_history, _add_batches, _add_rate_limits)
+def _add_running_requests(connection: Connection) -> None:
+    metadata.create_all(connection, [running_requests])
+
+
+MIGRATIONS: Sequence[Step] = (_make_history, _add_batches, _add_rate_limits, _add_running_requests)
 """Step i makes version i + 1 of version i. A published step is never changed; a new one is added behind it, and those
 that make tables as they are now become what they were when they were published."""
 
