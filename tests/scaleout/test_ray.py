@@ -41,7 +41,8 @@ class Command:
             stdout=subprocess.PIPE,
             text=True,
             process_group=0,
-            env={**os.environ, "VLMSERVE_LOG_FORMAT": "text"},
+            # Ray asks for its token by default only where it looks for a cluster by itself.
+            env={**os.environ, "VLMSERVE_LOG_FORMAT": "text", "RAY_AUTH_MODE": "token"},
         )
         self.lines: list[str] = []
         self.url = self._url()
@@ -56,6 +57,12 @@ class Command:
 
     def family(self) -> list[psutil.Process]:
         return psutil.Process(self._process.pid).children(recursive=True)
+
+    def ray(self) -> tuple[str, str]:
+        """The flag with which others join its Ray, of several that this machine may have."""
+        flag = "--gcs-address="
+        lines = (argument for process in self.family() for argument in process.cmdline())
+        return "--address", next(one.removeprefix(flag) for one in lines if one.startswith(flag))
 
     def stop(self) -> int:
         """Interrupt it as Ctrl-C does."""
@@ -153,7 +160,7 @@ def test_a_killed_worker_is_avoided_and_replaced(cluster):
 def test_a_worker_with_another_model_joins_and_leaves(cluster, tmp_path):
     folder = make_mock_checkpoint(tmp_path)
     joining = ("worker", str(folder), "--engine", "mock", "--served-model-name", "other", "--name", "third")
-    with running(*joining):
+    with running(*joining, *cluster.ray()):
         wait_for(cluster.url, "third")
         assert ask(cluster.url, "other").json()["model"] == "other"
         models = {model["id"] for model in httpx.get(f"{cluster.url}/v1/models").json()["data"]}
@@ -164,7 +171,7 @@ def test_a_worker_with_another_model_joins_and_leaves(cluster, tmp_path):
 
 
 def test_a_second_gateway_serves_the_same_workers(cluster):
-    with running("gateway", "--port", "0") as gateway:
+    with running("gateway", "--port", "0", *cluster.ray()) as gateway:
         wait_for(gateway.url)
         assert ask(gateway.url).json()["choices"] == ask(cluster.url).json()["choices"]
 
