@@ -94,7 +94,8 @@ class Door:
             feed = self._feed(headers.get(ROUTE_HEADER, ""))
             await StreamingResponse(feed, media_type="application/x-ndjson")(scope, receive, send)
         elif scope["path"] == LOAD_PATH:
-            await json_response(self.load())(scope, receive, send)
+            load = msgspec.structs.replace(self.load(), queued_seconds=self._pace.mean_queued_seconds())
+            await json_response(load)(scope, receive, send)
         elif scope["path"] in (LOST_PATH, ADAPTERS_PATH):
             request = Request(scope, receive)
             try:

@@ -68,13 +68,15 @@ class MemberProcess:
         if self.is_alive:
             self._process.kill()
         self._process.wait()
-        for pipe in (self._process.stdin, self._process.stdout):
-            if pipe is not None:
-                with contextlib.suppress(BrokenPipeError):
-                    pipe.close()
+        with self._lock:
+            for pipe in (self._process.stdin, self._process.stdout):
+                if pipe is not None:
+                    with contextlib.suppress(BrokenPipeError):
+                        pipe.close()
 
     def _write(self, line: bytes) -> None:
         assert self._process.stdin is not None
         with self._lock, contextlib.suppress(BrokenPipeError):  # it has ended, which whoever waits for it finds out
-            self._process.stdin.write(line + b"\n")
-            self._process.stdin.flush()
+            if not self._process.stdin.closed:
+                self._process.stdin.write(line + b"\n")
+                self._process.stdin.flush()

@@ -59,7 +59,8 @@ class Feedback(msgspec.Struct, frozen=True):
 FEED_PATH = "/cluster/feed"
 """Where a gateway listens to a worker: an answer that never ends, with a message on each line."""
 LOAD_PATH = "/cluster/load"
-"""How busy a worker is, for whoever decides how many there should be."""
+"""How busy a worker is, for whoever decides how many there should be. `queued_seconds` is the average since this was
+asked last."""
 LOST_PATH = "/cluster/lost"
 """Where a worker is told of a response that another one has begun and cannot end."""
 ADAPTERS_PATH = "/cluster/adapters"

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
+
 from vlmserve.server.generation import Generation
 
 _NEWS = 0.05
@@ -11,7 +14,12 @@ _NEWS = 0.05
 class Pace:
     """Of one engine, measured by the requests that it has answered. Requests are told apart by any object."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._asked = self._then = clock()
+        """When the average was asked for, and up to when `_area` counts."""
+        self._area = 0.0
+        """Of `queued_seconds` over time, since the average was asked for."""
         self.token_seconds = 1e-4
         self.image_seconds = 0.02
         self._cached = 0.0
@@ -27,13 +35,29 @@ class Pace:
         images = sum(images for _, images in self._waiting.values()) * (1 - self._images_cached)
         return tokens * self.token_seconds + images * self.image_seconds
 
+    def mean_queued_seconds(self) -> float:
+        """The average of `queued_seconds` since this was asked for last; now, if that is now."""
+        self._advance()
+        passed = self._then - self._asked
+        mean = self._area / passed if passed > 0 else self.queued_seconds
+        self._asked, self._area = self._then, 0.0
+        return mean
+
+    def _advance(self) -> None:
+        """Called before `queued_seconds` changes."""
+        now = self._clock()
+        self._area += (now - self._then) * self.queued_seconds
+        self._then = now
+
     def wait(self, request: object, generation: Generation) -> None:
         """A request waits for its first token."""
+        self._advance()
         usage = generation.usage
         self._waiting[request] = usage.prompt_tokens, usage.prompt_tokens_details.images
 
     def leave(self, request: object) -> None:
         """A request is over."""
+        self._advance()
         self._waiting.pop(request, None)
 
     def begin(self, request: object, generation: Generation) -> None:

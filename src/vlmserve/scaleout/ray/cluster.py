@@ -22,7 +22,12 @@ from vlmserve.scaleout.ray.membership import Membership
 from vlmserve.scaleout.settings import GatewayConfig, WorkerKind
 from vlmserve.scaleout.storage import check_local, check_shared, refuse_local
 
-_QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_SERVE_METRICS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
+_QUIET = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_SERVE_METRICS_ENABLED": "0",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "RAY_task_events_report_interval_ms": "0",  # else Ray's head keeps what it knows of the latest 100,000 calls
+}
 _OBJECT_STORE = 100 * 1024**2
 """Bytes; nothing of a request is put there."""
 _EXTRA_GRACE = 10.0

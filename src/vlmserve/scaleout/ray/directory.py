@@ -71,6 +71,8 @@ class Directory:
 
 def open_directory() -> Any:
     """The cluster's directory, which the first who asks makes."""
-    actor = ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=-1, max_concurrency=10_000)(Directory)
+    # Ray's head would keep what it knows of the latest 100,000 calls, and members make some each second.
+    settings = {"max_restarts": -1, "max_task_retries": -1, "max_concurrency": 10_000, "enable_task_events": False}
+    actor = ray.remote(num_cpus=0, **settings)(Directory)
     options = {"name": _NAME, "namespace": NAMESPACE, "lifetime": "detached", "get_if_exists": True}
     return actor.options(**options).remote(secrets.token_hex(16))
