@@ -13,16 +13,14 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Sequence
 from http import HTTPStatus
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
 from vlmserve.scaleout.changes import Change, Changes
 from vlmserve.scaleout.messages import ADAPTERS_PATH, MakeChange
 from vlmserve.scaleout.upstream import UpstreamError
-
-if TYPE_CHECKING:
-    from vlmserve.scaleout.gateway import Member
+from vlmserve.scaleout.workers import Member
 
 logger = logging.getLogger(__name__)
 

@@ -38,6 +38,7 @@ from vlmserve.scaleout.metrics import GatewayMetrics
 from vlmserve.scaleout.router import Route, Router
 from vlmserve.scaleout.settings import GatewayConfig
 from vlmserve.scaleout.upstream import Upstream, UpstreamError
+from vlmserve.scaleout.workers import Member
 from vlmserve.server.accounts import Account, KeyRing
 from vlmserve.server.body import BodyMemory
 from vlmserve.server.service import open_tracing
@@ -50,19 +51,6 @@ _SILENCE = 3.0
 """Seconds after which a worker that says nothing counts as dead."""
 _MOST_SETTLING = 100_000
 """Requests of which workers may still say something."""
-
-
-@dataclass
-class Member:
-    """A worker that a gateway listens to. hello: None until it has answered. made: the changes of adapters that it has
-    made."""
-
-    url: str
-    upstream: Upstream
-    listening: asyncio.Task[None] | None = None
-    hello: Hello | None = None
-    made: Changes = field(default_factory=Changes)
-    is_heard: bool = False
 
 
 @dataclass
