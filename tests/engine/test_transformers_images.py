@@ -283,10 +283,8 @@ def test_prompts_and_tokens_are_those_of_transformers(oracle: Oracle) -> None:
     encoded = llm.engine.stats().encoder_queries
     assert answers(llm, conversations) == oracle.answers, "with what is cached of them"
     assert llm.engine.stats().encoder_queries == encoded, "images that are seen again cost nothing"
-    assert answers(oracle.llm(), conversations[::-1]) == oracle.answers[::-1]
-    assert answers(oracle.llm(max_num_batched_tokens=5), conversations) == oracle.answers
-    probe = oracle.llm().engine
-    block = probe.info.kv_cache_bytes // probe.stats().kv_blocks_total
+    assert answers(oracle.llm(max_num_batched_tokens=5), conversations[::-1]) == oracle.answers[::-1]
+    block = llm.engine.info.kv_cache_bytes // llm.engine.stats().kv_blocks_total
     longest = max(len(prompt) for prompt in oracle.prompts) + NEW_TOKENS
     preemptions = 0
     for spare in (5, 6):
