@@ -175,7 +175,7 @@ class Door:
             for name, adapter in service.adapter_infos()
         }
         longest = info.max_model_len if info else None
-        facts = ModelFacts(service.model_names, service.created, longest, adapters, self._made.now())
+        facts = ModelFacts(service.model_names, service.created, longest, adapters, self._made.now(adapters))
         return Hello(worker, facts)
 
     async def _feed(self, gateway: str) -> AsyncGenerator[bytes, None]:

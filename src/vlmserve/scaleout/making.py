@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Container
 from http import HTTPStatus
 
 import msgspec
@@ -28,9 +29,9 @@ class MadeChanges:
         self._changes = Changes()
         self._locks: dict[str, asyncio.Lock] = {}
 
-    def now(self) -> tuple[Change, ...]:
-        """Those that hold still: another engine may have taken over that could not load an adapter again."""
-        served = {name for name, _ in self._service.adapter_infos()}
+    def now(self, served: Container[str]) -> tuple[Change, ...]:
+        """Those that hold still: another engine may have taken over that could not load an adapter again. served: the
+        names of all adapters."""
         return tuple(
             change
             for change in self._changes
@@ -48,7 +49,7 @@ class MadeChanges:
 
     async def _make(self, change: Change, *, force: bool) -> str:
         async with self._locks.setdefault(change.adapter, asyncio.Lock()):
-            known = Changes(self.now())
+            known = Changes(self.now({name for name, _ in self._service.adapter_infos()}))
             if not known.is_news(change):
                 if change in known:
                     return "It is so already."
