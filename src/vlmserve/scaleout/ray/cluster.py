@@ -72,7 +72,7 @@ def join_as_worker(engine: EngineConfig, media: MediaConfig, server: ServerConfi
     settings = engine.model_dump_json(), media.model_dump_json(), server.model_dump_json()
     name = name or f"{socket.gethostname()}-{os.getpid()}"
 
-    def launch(token: str) -> WorkerLaunch:
+    def launch(token: str, _: str) -> WorkerLaunch:
         return worker_launch(name, token, *settings)
 
     with _stopped() as stopped, _joined(address), Membership("worker", launch) as member:
@@ -85,7 +85,7 @@ def join_as_gateway(server: ServerConfig, gateway: GatewayConfig, *, address: st
     refuse_local(server)
     check_port(server)
 
-    def launch(token: str) -> GatewayLaunch:
+    def launch(token: str, _: str) -> GatewayLaunch:
         return GatewayLaunch(token, server.model_dump_json(), gateway.model_dump_json())
 
     with _stopped() as stopped, _joined(address), Membership("gateway", launch) as member:

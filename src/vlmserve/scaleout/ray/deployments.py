@@ -66,15 +66,14 @@ class WorkerReplica(_Replica):
     """One engine. settings: sections as JSON; name: of the deployment's workers."""
 
     def __init__(self, name: str, engine: str, media: str, server: str, grace: float) -> None:
-        rank = serve.get_replica_context().rank.rank
         self._capacity = EngineConfig.model_validate_json(engine).max_num_seqs
         self._token = ""
 
-        def launch(token: str) -> WorkerLaunch:
+        def launch(token: str, own_name: str) -> WorkerLaunch:
             self._token = token
-            return worker_launch(f"{name}-{rank}", token, engine, media, server)
+            return worker_launch(own_name, token, engine, media, server)
 
-        super().__init__(Membership("worker", launch), grace)
+        super().__init__(Membership("worker", launch, name), grace)
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """What the number of workers depends on."""
@@ -91,7 +90,7 @@ class GatewayReplica(_Replica):
     """One gateway, on a port of its machine."""
 
     def __init__(self, server: str, gateway: str, grace: float) -> None:
-        super().__init__(Membership("gateway", lambda token: GatewayLaunch(token, server, gateway)), grace)
+        super().__init__(Membership("gateway", lambda token, _: GatewayLaunch(token, server, gateway)), grace)
 
 
 def scale(context: AutoscalingContext, most_seconds: float = 2.0) -> tuple[int, dict[str, Any]]:

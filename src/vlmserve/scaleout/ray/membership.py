@@ -27,16 +27,19 @@ class Membership:
     Raises the VLMServeError for which it does not start.
     """
 
-    def __init__(self, kind: Kind, launch: Callable[[str], Launch]) -> None:
-        """launch: the process's settings, with the cluster's token."""
+    def __init__(self, kind: Kind, launch: Callable[[str, str], Launch], prefix: str = "") -> None:
+        """launch: the process's settings, with the cluster's token and the name that it gets. prefix: of a name that no
+        other member has; empty: it gets none."""
         self._directory = open_directory()
         self._kind = kind
         self._id = secrets.token_hex(8)
-        self._process = MemberProcess(launch(ray.get(self._directory.token.remote())))
+        self._name: str = ray.get(self._directory.name.remote(self._id, prefix)) if prefix else ""
+        self._process = MemberProcess(launch(ray.get(self._directory.token.remote()), self._name))
         try:
             self.url = self._process.wait_until_up()
         except BaseException:
             self._process.close()
+            self._directory.leave.remote(self._id)
             raise
         self._over = threading.Event()
         self._threads = [threading.Thread(target=self._beat, daemon=True)]
@@ -79,7 +82,7 @@ class Membership:
     def _beat(self) -> None:
         while not self._over.is_set() and self.is_alive:
             try:
-                ray.get(self._directory.beat.remote(self._id, self._kind, self.url), timeout=_PATIENCE)
+                ray.get(self._directory.beat.remote(self._id, self._kind, self.url, self._name), timeout=_PATIENCE)
             except RayError as error:
                 logger.warning("The directory of the cluster does not answer: %s", error)
             self._over.wait(BEAT)
