@@ -1,16 +1,54 @@
-"""Processes that render PDF documents."""
+"""Processes that decode files: PDF documents, HEIC and AVIF images."""
 
 from __future__ import annotations
 
 import contextlib
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
 
 import psutil
+import pytest
+
+from vlmserve.media import fork_server, isolated_worker
+
+_CAPTURED = """
+import os, runpy, sys
+worker = runpy.run_path(sys.argv[1])
+def decode(decoder, stdin, out):
+    os.write(out.fileno(), sys.argv[2].encode())
+    stdin.read()
+worker["_fork"].__globals__["_decode"] = decode
+worker["main"]()
+"""
+
+
+def fork_servers() -> list[psutil.Process]:
+    """The children of this process that fork those which decode."""
+    servers = []
+    for child in psutil.Process().children():
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has ended meanwhile
+            if "isolated_worker" in " ".join(child.cmdline()):
+                servers.append(child)
+    return servers
 
 
 def rendering() -> bool:
-    """Whether a child of this process renders a PDF."""
-    for child in psutil.Process().children():
-        with contextlib.suppress(psutil.NoSuchProcess):  # it has ended meanwhile
-            if "pdf_worker" in " ".join(child.cmdline()):
+    """Whether a file is open in a process that decodes it."""
+    for server in fork_servers():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if any(child.status() != psutil.STATUS_ZOMBIE for child in server.children()):
                 return True
     return False
+
+
+@contextlib.contextmanager
+def captured(monkeypatch: pytest.MonkeyPatch, answer: str) -> Iterator[None]:
+    """Every process that decodes a file writes this, whatever it is asked, and does not end by itself."""
+    script = os.fspath(Path(isolated_worker.__file__))
+    with monkeypatch.context() as patch:
+        patch.setattr(fork_server, "_COMMAND", [sys.executable, "-c", _CAPTURED, script, answer])
+        fork_server.end_servers()
+        yield
+    fork_server.end_servers()

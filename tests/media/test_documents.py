@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pillow_heif
 import pytest
 from PIL import Image, TiffImagePlugin
 
@@ -25,7 +24,6 @@ from vlmserve.errors import (
 from vlmserve.media.any_size import AnySizeProcessor
 from vlmserve.media.cache import ImageCache
 from vlmserve.media.documents import DocumentReader, Page, PageCounts, count_pages, parse_pages
-from vlmserve.media.files import media_type_of
 from vlmserve.media.images import decode_image
 from vlmserve.media.pdf import PDFProcess
 from vlmserve.media.sources import prepare_image
@@ -248,26 +246,6 @@ def test_pages_are_counted_without_being_rendered(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(PDFProcess, "render", None)
     assert count_pages(PDF, LIMITS) == 4
     assert count_pages(multi_page([noise(9, 9)] * 5, "TIFF"), LIMITS) == 5
-
-
-def heic(image: Image.Image, **options: Any) -> bytes:
-    file = io.BytesIO()
-    pillow_heif.from_pillow(image).save(file, format="HEIF", **options)
-    return file.getvalue()
-
-
-def test_heic_and_avif_are_images() -> None:
-    image = noise(64, 48)
-    for data, kind in ((heic(image, quality=95), "heif"), (encoded(image, "AVIF", quality=95), "avif")):
-        decoded = decode_image(data, MediaConfig()).image.convert("RGB")
-        assert decoded.size == (64, 48)
-        assert np.abs(np.asarray(decoded, float) - np.asarray(image, float)).mean() < 8
-        assert media_type_of(data, MediaConfig()) == f"image/{kind}"
-        with pytest.raises(ImageTooLargeError):
-            decode_image(data, MediaConfig(max_image_pixels=1000))
-        for end in (20, len(data) // 3, len(data) - 30):
-            with pytest.raises(InvalidImageError):
-                decode_image(data[:end], MediaConfig())
 
 
 def test_what_is_no_image_says_what_it_is() -> None:

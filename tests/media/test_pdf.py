@@ -28,11 +28,11 @@ from tests.media.documents_for_tests import (
     slow,
     square,
 )
-from tests.rendering import rendering
+from tests.rendering import captured, rendering
 from vlmserve import cancellation
 from vlmserve.config import MediaConfig
 from vlmserve.errors import CancelledWorkError, DocumentTooLargeError, InvalidDocumentError
-from vlmserve.media import pdf as pdf_module
+from vlmserve.media import fork_server
 from vlmserve.media.pdf import PDFProcess
 
 LIMITS = MediaConfig()
@@ -151,12 +151,12 @@ def test_an_image_that_swells_stays_within_the_memory() -> None:
     data = bomb()
     assert len(data) < 5_000_000
     process = PDFProcess(data, MediaConfig(document_memory="128MiB"))
-    worker = psutil.Process(process._process.pid)
+    worker = psutil.Process(process.process.pid)
     largest = 0
 
     def watch() -> None:
         nonlocal largest
-        while process._process.poll() is None:
+        while True:
             try:
                 largest = max(largest, worker.memory_info().vms)
             except psutil.Error:
@@ -200,7 +200,7 @@ def test_a_page_that_nobody_waits_for_is_not_drawn_to_its_end(monkeypatch: pytes
 def test_the_process_knows_no_secrets_and_may_do_little(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLMSERVE_API_KEY", "secret")
     process = PDFProcess(GOOD, LIMITS)
-    worker = psutil.Process(process._process.pid)
+    worker = psutil.Process(process.process.pid)
     assert "VLMSERVE_API_KEY" not in worker.environ()
     if sys.platform == "linux":
         assert worker.rlimit(psutil.RLIMIT_FSIZE) == (0, 0)
@@ -210,26 +210,27 @@ def test_the_process_knows_no_secrets_and_may_do_little(monkeypatch: pytest.Monk
 
 
 def test_without_pdfium_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if "site-packages" not in entry])
-    with pytest.raises(InvalidDocumentError, match=r"extra \[documents\]"):
-        PDFProcess(GOOD, LIMITS)
+    fork_server.end_servers()
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "path", [entry for entry in sys.path if "site-packages" not in entry])
+        with pytest.raises(InvalidDocumentError, match=r"extra \[documents\]"):
+            PDFProcess(GOOD, LIMITS)
     assert not rendering()
+    fork_server.end_servers()
 
 
 def test_what_a_captured_process_answers_is_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:
     answers = [
-        '{}\\n{"pages": -5}\\n',
-        '{}\\n{"pages": "many"}\\n',
-        "{}\\n" + "[" * 5000 + "\\n",
-        '{}\\n{"pages": 1}\\n{"width": 100000, "height": 100000}\\n',
-        '{}\\n{"pages": 1}\\n{"width": -1, "height": -1}\\n',
-        '{}\\n{"pages": 1}\\n{"width": 10, "height": 10}\\nshort',
-        "nonsense\\n",
+        '{"pages": -5}\n',
+        '{"pages": "many"}\n',
+        "[" * 5000 + "\n",
+        '{"pages": 1}\n{"width": 100000, "height": 100000}\n',
+        '{"pages": 1}\n{"width": -1, "height": -1}\n',
+        '{"pages": 1}\n{"width": 10, "height": 10}\nshort',
+        "nonsense\n",
         "x" * 10_000,
     ]
     for answer in answers:
-        script = f"import sys\nsys.stdout.write('{answer}')\nsys.stdout.flush()\nsys.stdin.read()"
-        monkeypatch.setattr(pdf_module, "_COMMAND", [sys.executable, "-c", script])
-        with pytest.raises((InvalidDocumentError, DocumentTooLargeError)):
+        with captured(monkeypatch, answer), pytest.raises((InvalidDocumentError, DocumentTooLargeError)):
             rendered(GOOD, document_timeout=1)
     assert not rendering()

@@ -69,12 +69,22 @@ class DecodingMemory:
 
 def decoding_bytes(image: Image.Image) -> int:
     """Bytes that it takes to decode an opened image and make it RGB, at most."""
-    return image.width * image.height * _BYTES_PER_PIXEL.get(image.format or "", _MOST_BYTES_PER_PIXEL)
+    return image.width * image.height * bytes_per_pixel(image.format)
+
+
+def bytes_per_pixel(format: str | None) -> int:
+    """The same for each pixel of an image in that format."""
+    return _BYTES_PER_PIXEL.get(format or "", _MOST_BYTES_PER_PIXEL)
 
 
 def frame_bytes(num_pixels: int) -> int:
     """The same for a frame of a video file."""
     return num_pixels * _MOST_BYTES_PER_PIXEL
+
+
+def too_slow(timeout: float) -> InvalidImageError:
+    """What is raised for an image that takes more than so many seconds."""
+    return InvalidImageError(f"the image takes longer than {timeout:g} s to decode; send a smaller one")
 
 
 class LimitedFile(io.BytesIO):
@@ -104,7 +114,7 @@ class LimitedFile(io.BytesIO):
     def _check(self) -> None:
         check_cancelled()
         if time.monotonic() > self._deadline:
-            raise InvalidImageError(f"the image takes longer than {self._timeout:g} s to decode; send a smaller one")
+            raise too_slow(self._timeout)
 
 
 def check_scans(data: bytes, image: Image.Image, limits: MediaConfig) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 from vlmserve.config import MediaConfig
 from vlmserve.errors import InvalidImageError
 from vlmserve.media.images import open_any
@@ -27,7 +29,8 @@ def media_type_of(data: bytes, limits: MediaConfig) -> str:
         check_num_bytes(len(data), limits, "video")
         return _VIDEOS[container]
     try:
-        return f"image/{(open_any(data, limits).format or '').lower()}"
+        with contextlib.closing(open_any(data, limits)) as image:
+            return f"image/{(image.format or '').lower()}"
     except InvalidImageError as error:
         raise InvalidImageError(
             f"{error}; documents are PDF files, videos MP4, MOV, WebM, Matroska or AVI files"
@@ -39,4 +42,7 @@ def is_document(data: bytes, limits: MediaConfig) -> bool:
 
     Raises InvalidImageError for a TIFF whose pages cannot be found.
     """
-    return is_pdf(data) or (container_of(data) is None and has_several(open_any(data, limits)))
+    if is_pdf(data) or container_of(data) is not None:
+        return is_pdf(data)
+    with contextlib.closing(open_any(data, limits)) as image:
+        return has_several(image)

@@ -1,36 +1,152 @@
-"""HEIC images, through libheif (pillow-heif, the extra ``documents``), which is loaded when one comes."""
+"""HEIC images, through libheif (pillow-heif, the extra ``documents``), and AVIF, each in a process of its own."""
 
 from __future__ import annotations
 
-import functools
+import math
+from functools import partial
+from typing import Any
 
+from PIL import Image, UnidentifiedImageError
+
+from vlmserve.config import MediaConfig
 from vlmserve.errors import InvalidImageError
+from vlmserve.media.decoding import bytes_per_pixel, too_slow
+from vlmserve.media.isolated import Answer, IsolatedProcess
 
 _HEIF = frozenset({b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1", b"msf1"})
 _AVIF = frozenset({b"avif", b"avis"})
+_ORIENTATION = 0x0112
+"""EXIF tag of how the camera was held."""
+_BYTES = {"L": 1, "LA": 2, "La": 2, "RGB": 3, "RGBA": 4, "RGBa": 4, "I;16": 2}
+"""Of a pixel, by Pillow's modes in which these images come."""
+_LARGEST_PADDING = 1024
+"""Bytes of a row after its pixels."""
+_MEMORY = 256 * 1024**2
+"""Bytes that a process may take besides the pixels: copies of the file, threads."""
 
 
-def is_heif(data: bytes) -> bool:
-    """Whether a file says that it is HEIF. mif1 may be AVIF inside, which Pillow reads by itself."""
-    return _brand(data) in _HEIF and not data[8:64].count(b"avif")
+def heif_format(data: bytes) -> str | None:
+    """ "HEIF" or "AVIF" if a file says so, in which case it begins like a video. mif1 may be AVIF inside."""
+    brand = data[8:12] if data[4:8] == b"ftyp" else None
+    if brand in _HEIF and not data[8:64].count(b"avif"):
+        return "HEIF"
+    return "AVIF" if brand in _HEIF | _AVIF else None
 
 
-def is_still(data: bytes) -> bool:
-    """Whether a file that begins like a video holds images instead."""
-    return _brand(data) in _HEIF | _AVIF
+class _Shown(Answer):
+    width: int = 0
+    height: int = 0
+    mode: str = ""
+    orientation: int = 1
+    stride: int = 0
 
 
-@functools.cache
-def register_heif() -> None:
-    """Let Pillow read HEIC. Raises InvalidImageError where libheif is not installed."""
-    try:
-        import pillow_heif
-    except ImportError as error:
-        raise InvalidImageError(
-            "HEIC images are not read here; install vlmserve with the extra [documents], or send a JPEG"
-        ) from error
-    pillow_heif.register_heif_opener(thumbnails=False)
+class _Opened(_Shown):
+    images: int = 0
+    shown: int = 0
 
 
-def _brand(data: bytes) -> bytes | None:
-    return data[8:12] if data[4:8] == b"ftyp" else None
+class HeifImage(Image.Image):
+    """An image, or several, in a file of which nothing but the header is read. format: "HEIF" or "AVIF".
+
+    Its process is ended when the only image is decoded, when something fails, and by `close`. Like Pillow's own images
+    from files, it is for one thread at a time, and decoding raises OSError for what is broken.
+    Raises UnidentifiedImageError, OSError, InvalidImageError, UnavailableError and CancelledWorkError.
+    """
+
+    def __init__(self, data: bytes, format: str, limits: MediaConfig) -> None:
+        super().__init__()
+        self.format = format
+        self._limits = limits
+        self._is_loaded = False
+        self._process = IsolatedProcess("image", limits.decode_timeout, partial(_error_of, limits.decode_timeout))
+        settings = {
+            "format": format,
+            "memory": _MEMORY,
+            "pixel_memory": bytes_per_pixel(format),
+            "seconds": math.ceil(limits.decode_timeout) + 1,
+        }
+        try:
+            opened = self._process.open(data, settings, _Opened)
+            self.n_frames = opened.images
+            self._number = opened.shown
+            self._take(opened)
+            if not 1 <= self.n_frames <= len(data):
+                raise OSError("what the decoder says of it makes no sense")
+        except BaseException:
+            self._process.close()
+            raise
+
+    @property
+    def is_animated(self) -> bool:
+        """Whether the file has several images."""
+        return self.n_frames > 1
+
+    def tell(self) -> int:
+        """Which image of the file this is, from 0."""
+        return self._number
+
+    def seek(self, frame: int) -> None:
+        """Go to another image of the file. Raises EOFError if there is none."""
+        if not 0 <= frame < self.n_frames:
+            raise EOFError("attempt to seek outside sequence")
+        if frame != self._number:
+            self._take(self._ask(str(frame)))
+            self._number, self._is_loaded = frame, False
+
+    def load(self) -> Any:
+        """Decode the image, within the time for one."""
+        if not self._is_loaded:
+            self._process.allow(self._limits.decode_timeout)
+            shown = self._ask("")
+            try:
+                if shown.width * shown.height > self._limits.max_image_pixels:
+                    raise OSError("it is larger than its header says")
+                self._take(shown)
+                row = self.width * _BYTES[self.mode]
+                if not row <= shown.stride <= row + _LARGEST_PADDING:
+                    raise OSError("what the decoder says of it makes no sense")
+                pixels = self._process.read(shown.stride * self.height)
+            except BaseException:
+                self._process.close()
+                raise
+            if not self.is_animated:
+                self._process.close()
+            self.im = Image.frombytes(self.mode, self.size, pixels, "raw", (self.mode, shown.stride)).im
+            self._is_loaded = True
+        return super().load()
+
+    def close(self) -> None:
+        """Let go of the file and the pixels."""
+        self._process.close()
+        super().close()
+
+    def _ask(self, line: str) -> _Shown:
+        try:
+            return self._process.ask(line, _Shown)
+        except BaseException:
+            self._process.close()
+            raise
+
+    def _take(self, shown: _Shown) -> None:
+        if min(shown.width, shown.height) < 0 or shown.mode not in _BYTES or not 0 <= shown.orientation < 2**16:
+            raise OSError("what the decoder says of it makes no sense")
+        self._size, self._mode = (shown.width, shown.height), shown.mode
+        exif = Image.Exif()
+        exif[_ORIENTATION] = shown.orientation
+        self.info["exif"], self._exif = exif.tobytes(), None
+
+
+def _error_of(timeout: float, reason: str, detail: str) -> Exception:
+    match reason:
+        case "missing":
+            return InvalidImageError(
+                "HEIC images are not read here; install vlmserve with the extra [documents], or send a JPEG"
+            )
+        case "unidentified":
+            return UnidentifiedImageError(detail)
+        case "slow":
+            return too_slow(timeout)
+        case "memory":
+            return InvalidImageError("the image is broken, or takes too much memory to decode")
+    return OSError(detail or "it cannot be decoded")

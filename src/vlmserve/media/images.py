@@ -17,7 +17,7 @@ from vlmserve.errors import (
     VLMServeError,
 )
 from vlmserve.media.decoding import LimitedFile, check_scans
-from vlmserve.media.heif import is_heif, is_still, register_heif
+from vlmserve.media.heif import HeifImage, heif_format
 from vlmserve.media.kinds import KINDS, check_num_bytes
 from vlmserve.media.pages import check_single
 from vlmserve.types import MediaKind
@@ -116,7 +116,11 @@ def decode_opened(
 def open_header(data: bytes, limits: MediaConfig) -> Image.Image:
     """An image of which nothing but the header is read. Raises as `decode_image` does."""
     image = open_any(data, limits)
-    check_single(image)
+    try:
+        check_single(image)
+    except BaseException:
+        image.close()
+        raise
     return image
 
 
@@ -136,14 +140,10 @@ def open_file(file: LimitedFile, limits: MediaConfig) -> Image.Image:
     if Image.MAX_IMAGE_PIXELS is not None and limits.max_image_pixels > Image.MAX_IMAGE_PIXELS:
         Image.MAX_IMAGE_PIXELS = limits.max_image_pixels  # Pillow's own limit, which it checks before ours
     data = file.getvalue()
-    formats = FORMATS
-    if is_heif(data):
-        register_heif()
-        formats = ("HEIF",)
-    elif is_still(data):
-        formats = ("AVIF",)
+    heif = heif_format(data)
+    image: Image.Image
     try:
-        image = Image.open(file, formats=formats)
+        image = HeifImage(data, heif, limits) if heif else Image.open(file, formats=FORMATS)
     except VLMServeError:
         raise
     except UnidentifiedImageError as error:
@@ -247,7 +247,7 @@ def _unreadable(data: bytes) -> str:
         return 'the data is a PDF document, not an image; send it as a part of type "file"'
     if b"<svg" in data[:_HEAD]:
         return "the data is an SVG drawing, not an image of pixels; convert it to PNG"
-    if is_still(data):
+    if heif_format(data):
         return f"the image is truncated or broken: it begins like AVIF or HEIC, but cannot be read ({len(data)} bytes)"
     for signature, name in _SIGNATURES.items():
         if data.startswith(signature):

@@ -24,12 +24,16 @@ class PagedImage:
         self._data = data
         self._file = LimitedFile(data, limits.decode_timeout)
         self._image = open_file(self._file, limits)
-        if self._image.format == "TIFF":
-            self._frames = page_frames(self._image, limits.max_decoded_frames)
-        else:
-            self._frames = list(range(self._num_frames()))
-        if len(self._frames) > limits.max_decoded_frames:
-            raise DocumentTooLargeError(f"the file has more than {limits.max_decoded_frames:,} pages or frames")
+        try:
+            if self._image.format == "TIFF":
+                self._frames = page_frames(self._image, limits.max_decoded_frames)
+            else:
+                self._frames = list(range(self._num_frames()))
+            if len(self._frames) > limits.max_decoded_frames:
+                raise DocumentTooLargeError(f"the file has more than {limits.max_decoded_frames:,} pages or frames")
+        except BaseException:
+            self.close()
+            raise
         self.num_pages = len(self._frames)
 
     @contextlib.contextmanager

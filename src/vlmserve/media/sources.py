@@ -101,8 +101,7 @@ def _decoded(
     data: bytes, limits: MediaConfig, reduction: Callable[[tuple[int, int]], float], memory: DecodingMemory
 ) -> Iterator[DecodedImage]:
     check_cancelled()
-    image = open_header(data, limits)
-    with memory.share(decoding_bytes(image)):
+    with contextlib.closing(open_header(data, limits)) as image, memory.share(decoding_bytes(image)):
         yield decode_opened(image, limits, reduction)
 
 

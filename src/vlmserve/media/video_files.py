@@ -13,7 +13,7 @@ from PIL import Image
 from vlmserve.cancellation import check_cancelled
 from vlmserve.config import MediaConfig
 from vlmserve.errors import InvalidVideoError, VideoTooLargeError
-from vlmserve.media.heif import is_still
+from vlmserve.media.heif import heif_format
 
 CONTAINERS = {"mov": (4, b"ftyp"), "matroska": (0, b"\x1aE\xdf\xa3"), "avi": (8, b"AVI ")}
 """FFmpeg's names of file formats, and where in a file which bytes tell them. It must not guess: some of the formats
@@ -78,7 +78,7 @@ def container_of(data: bytes) -> str | None:
 
 
 def _format_of(data: bytes, formats: Mapping[str, tuple[int, bytes]]) -> str | None:
-    if is_still(data):
+    if heif_format(data):
         return None
     return next((name for name, (at, mark) in formats.items() if data.startswith(mark, at)), None)
 

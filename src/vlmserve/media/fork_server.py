@@ -1,0 +1,139 @@
+"""Processes that have loaded a decoder's library, and fork a process for each file (`isolated_worker.py`).
+
+To start Python and load a library takes as long as to decode several small images; to fork takes milliseconds. A fork
+server reads no files itself, so that what a file does to its process is gone with it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections import deque
+from pathlib import Path
+from typing import Literal, TypeAlias
+
+from vlmserve.errors import UnavailableError
+
+_COMMAND = [sys.executable, "-I", "-S", "-u", str(Path(__file__).with_name("isolated_worker.py"))]
+"""Isolated and without site packages of its own: it imports from where this process does."""
+_INHERITED = ("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "SYSTEMROOT")
+"""Of the environment, all that the processes get: keys and passwords are none of their business."""
+_OWN = {"MALLOC_ARENA_MAX": "1"}
+"""Otherwise each thread reserves addresses, which are bounded."""
+_TIMEOUT = 60.0
+"""Seconds in which a server answers unless it hangs. The first answer comes when the library is loaded."""
+_LAST_TIMEOUT = 5.0
+"""Seconds in which it ends."""
+_KILLED = 9
+"""The status of a process of which the server can no longer tell."""
+
+FileKind: TypeAlias = Literal["pdf", "image"]
+
+
+class ForkServer:
+    """Forks processes that decode files of one kind. Thread-safe. Raises UnavailableError if it cannot start."""
+
+    def __init__(self, kind: FileKind) -> None:
+        self._lock = threading.Lock()
+        self._abandoned: deque[int] = deque()
+        self._socket, theirs = socket.socketpair()
+        self._socket.settimeout(_TIMEOUT)
+        try:
+            with theirs:
+                self._process = subprocess.Popen(
+                    _COMMAND,
+                    stdin=theirs.fileno(),
+                    stdout=subprocess.DEVNULL,
+                    stderr=subprocess.DEVNULL,
+                    cwd="/",
+                    env={name: os.environ[name] for name in _INHERITED if name in os.environ} | _OWN,
+                    start_new_session=True,
+                )
+            path = [os.path.abspath(entry) for entry in sys.path]
+            self._socket.sendall(json.dumps({"kind": kind, "path": path}).encode() + b"\n")
+        except OSError as error:
+            self._socket.close()
+            raise UnavailableError(f"no process could be started to decode files: {error}") from error
+
+    def fork(self, stdin: int, stdout: int) -> int:
+        """The id of a new process, which reads from and writes to these. Raises OSError if this server has ended."""
+        with self._lock:
+            while self._abandoned:
+                self._ask(f"{self._abandoned.popleft()}\n".encode())
+            return self._ask(b"\n", stdin, stdout)
+
+    def end(self, pid: int) -> int:
+        """End a process. Returns how it ended: minus the number of the signal, or its exit code."""
+        try:
+            with self._lock:
+                return self._ask(f"{pid}\n".encode())
+        except OSError:
+            return -_KILLED  # of the server and its processes
+
+    def abandon(self, pid: int) -> None:
+        """End a process that reads to its end by itself, when the next is forked. Takes no lock."""
+        self._abandoned.append(pid)
+
+    def close(self) -> None:
+        """End this server, which ends its processes."""
+        self._socket.close()
+        try:
+            self._process.wait(_LAST_TIMEOUT)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def _ask(self, line: bytes, *files: int) -> int:
+        socket.send_fds(self._socket, [line], files)
+        answer = bytearray()
+        while not answer.endswith(b"\n"):
+            received = self._socket.recv(64)
+            if not received:
+                raise ConnectionResetError("the process that starts others has ended")
+            answer += received
+        return int(answer)
+
+
+_lock = threading.Lock()
+_servers: dict[FileKind, ForkServer] = {}
+
+
+def fork_for(kind: FileKind, stdin: int, stdout: int) -> tuple[ForkServer, int]:
+    """A new process, and the server that has forked it. Raises UnavailableError."""
+    for _ in range(2):  # one that was ended from outside is replaced
+        with _lock:
+            server = _servers.get(kind)
+            if server is None:
+                server = _servers[kind] = ForkServer(kind)
+        try:
+            return server, server.fork(stdin, stdout)
+        except OSError:
+            with _lock:
+                if _servers.get(kind) is server:
+                    del _servers[kind]
+            server.close()
+    raise UnavailableError("no process could be started to decode the file")
+
+
+@atexit.register
+def end_servers() -> None:
+    """End all servers of this process. The next file starts one again."""
+    with _lock:
+        ended = [_servers.pop(kind) for kind in list(_servers)]
+    for server in ended:
+        server.close()
+
+
+def _forget_servers() -> None:
+    """Leave them to the process that has forked this one."""
+    global _lock
+    _lock = threading.Lock()
+    _servers.clear()
+
+
+os.register_at_fork(after_in_child=_forget_servers)

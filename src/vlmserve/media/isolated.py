@@ -1,0 +1,159 @@
+"""Files that are decoded in a process each, with bounded memory and time, which can always be ended."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import select
+import signal
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any, TypeAlias, TypeVar
+
+import msgspec
+
+from vlmserve.cancellation import check_cancelled
+from vlmserve.media.fork_server import FileKind, ForkServer, fork_for
+
+_POLL_INTERVAL = 0.05
+"""Seconds between checks whether anybody still waits for the file."""
+_CHUNK = 1024**2
+_LONGEST_LINE = 4096
+
+ErrorOf: TypeAlias = Callable[[str, str], Exception]
+"""The exception to raise, of a reason and what a library says of the file. Reasons are those of `isolated_worker.py`,
+which has "broken" and "memory" for all files, and "slow"."""
+
+
+class Answer(msgspec.Struct):
+    """A line that the process writes. A captured process may write anything."""
+
+    error: str | None = None
+    detail: str = ""
+
+
+AnswerType = TypeVar("AnswerType", bound=Answer)
+
+
+class IsolatedProcess:
+    """A process for one file. Raises UnavailableError if none can be started.
+
+    Its methods raise what `error_of` gives, and CancelledWorkError; close it then, and at the end. seconds: that they
+    may wait, all together.
+    """
+
+    def __init__(self, kind: FileKind, seconds: float, error_of: ErrorOf) -> None:
+        self.error_of = error_of
+        self._seconds_left = seconds
+        self._received = bytearray()
+        stdin, self._input = os.pipe()
+        self._output, stdout = os.pipe()
+        try:
+            self._server, self.pid = fork_for(kind, stdin, stdout)
+        except BaseException:
+            os.close(self._input)
+            os.close(self._output)
+            raise
+        finally:
+            os.close(stdin)
+            os.close(stdout)
+        self._abandon = weakref.finalize(self, _abandon, self._server, self.pid, self._input, self._output)
+        for pipe in (self._input, self._output):
+            os.set_blocking(pipe, False)
+            with contextlib.suppress(AttributeError, OSError):  # Linux alone has it, up to a limit for each user
+                fcntl.fcntl(pipe, fcntl.F_SETPIPE_SZ, _CHUNK)
+
+    def open(self, data: bytes, settings: dict[str, Any], answer: type[AnswerType]) -> AnswerType:
+        """What the process says of the file."""
+        self._write(json.dumps({"num_bytes": len(data), **settings}).encode() + b"\n")
+        self._write(data)
+        return self._answer(answer)
+
+    def ask(self, line: str, answer: type[AnswerType]) -> AnswerType:
+        """What the process answers to a line, which pixels may follow."""
+        self._write(f"{line}\n".encode())
+        return self._answer(answer)
+
+    def read(self, size: int) -> bytearray:
+        """So many bytes of pixels."""
+        pixels = bytearray(size)
+        read = min(size, len(self._received))
+        pixels[:read] = self._received[:read]
+        del self._received[:read]
+        with memoryview(pixels) as view:
+            while read < size:
+                self._wait(self._output, select.POLLIN)
+                with view[read : read + _CHUNK] as rest:
+                    count = os.readv(self._output, [rest])
+                if not count:
+                    raise self._ended()
+                read += count
+        return pixels
+
+    def allow(self, seconds: float) -> None:
+        """What follows may take so long."""
+        self._seconds_left = seconds
+
+    def close(self) -> None:
+        """End the process."""
+        if self._abandon.detach():
+            self._server.end(self.pid)
+            os.close(self._input)
+            os.close(self._output)
+            self._input = self._output = -1
+
+    def _answer(self, kind: type[AnswerType]) -> AnswerType:
+        """The next line that the process writes."""
+        while b"\n" not in self._received:
+            if len(self._received) > _LONGEST_LINE:
+                raise self.error_of("broken", "")
+            self._wait(self._output, select.POLLIN)
+            received = os.read(self._output, _LONGEST_LINE)
+            if not received:
+                raise self._ended()
+            self._received += received
+        line, _, rest = self._received.partition(b"\n")
+        self._received = rest
+        try:
+            answer = msgspec.json.decode(line, type=kind)
+        except msgspec.DecodeError as error:
+            raise self.error_of("broken", "") from error
+        if answer.error is not None:
+            raise self.error_of(answer.error, "".join(filter(str.isprintable, answer.detail)))
+        return answer
+
+    def _write(self, data: bytes) -> None:
+        view = memoryview(data)
+        while view:
+            self._wait(self._input, select.POLLOUT)
+            try:
+                view = view[os.write(self._input, view[:_CHUNK]) :]
+            except BrokenPipeError:
+                raise self._ended() from None
+
+    def _wait(self, pipe: int, event: int) -> None:
+        """Until a pipe is ready for it. What it takes comes off the time that is left."""
+        poll = select.poll()
+        poll.register(pipe, event)
+        began = time.monotonic()
+        while not poll.poll(_POLL_INTERVAL * 1000):
+            check_cancelled()
+            if time.monotonic() - began > self._seconds_left:
+                raise self.error_of("slow", "")
+        self._seconds_left -= time.monotonic() - began
+        check_cancelled()
+
+    def _ended(self) -> Exception:
+        """What it means that the process ended by itself."""
+        slow = (-signal.SIGXCPU, -signal.SIGKILL)  # the soft and the hard limit of time
+        return self.error_of("slow" if self._server.end(self.pid) in slow else "memory", "")
+
+
+def _abandon(server: ForkServer, pid: int, *pipes: int) -> None:
+    """End a process that nobody has closed. Garbage collection may call this at any time, so nothing waits here."""
+    server.abandon(pid)
+    for pipe in pipes:
+        os.close(pipe)
