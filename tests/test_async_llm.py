@@ -98,6 +98,10 @@ async def test_the_text_of_an_answer_comes_in_pieces(llm, images):
     [whole] = await llm.chat(ask("hello", images[0]), GREEDY)
     assert "".join(pieces) == whole.text
     assert len(pieces) > 1
+    options = {"add_generation_prompt": False, "chat_template_kwargs": {}, "mm_processor_kwargs": {"max_pixels": 784}}
+    other = [piece async for piece in llm.stream(ask("hello", images[0]), GREEDY, **options)]
+    [whole_other] = await llm.chat(ask("hello", images[0]), GREEDY, **options)
+    assert "".join(other) == whole_other.text != whole.text
     with pytest.raises(InvalidRequestError, match="one answer"):
         await anext(llm.stream(ask("hello"), SamplingParams(n=2)))
 

@@ -8,11 +8,13 @@ import os
 import signal
 import weakref
 from pathlib import Path
+from shutil import copytree
 
 import pytest
 from PIL import Image
 
 from tests.mock_checkpoint import IMAGE_TOKEN_ID, make_mock_checkpoint
+from tests.thinking_checkpoint import teach_thoughts
 from vlmserve import LLM, RequestOutput, SamplingParams
 from vlmserve.errors import (
     CheckpointNotFoundError,
@@ -428,6 +430,21 @@ def test_a_stream_brings_the_same_text_in_pieces(llm):
     pieces = list(llm.stream(ask("tell me more"), GREEDY))
     assert len(pieces) > 1
     assert "".join(pieces) == text_of(llm.chat(ask("tell me more"), GREEDY, use_tqdm=False))[0]
+
+
+@pytest.mark.parametrize(
+    "options", [{"chat_template_kwargs": {"enable_thinking": False}}, {"add_generation_prompt": False}], ids=str
+)
+def test_a_stream_takes_what_a_chat_takes(folder, image, tmp_path, options):
+    llm = LLM(str(teach_thoughts(copytree(folder, tmp_path / "model"))), engine="mock")
+    question = ask("tell me more", image)
+    expected = text_of(llm.chat(question, GREEDY, use_tqdm=False, **options))[0]
+    assert "".join(llm.stream(question, GREEDY, **options)) == expected
+    assert expected != text_of(llm.chat(question, GREEDY, use_tqdm=False))[0]
+    with pytest.raises(InvalidRequestError, match="chat_template_kwargs must be a dict"):
+        next(llm.stream(question, chat_template_kwargs="enable_thinking"))
+    with pytest.raises(InvalidRequestError, match="max_pixels is 300"):
+        next(llm.stream(question, mm_processor_kwargs={"max_pixels": 300}))
 
 
 def test_a_closed_stream_ends_its_request(llm):

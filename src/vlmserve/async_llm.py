@@ -201,18 +201,28 @@ class AsyncLLM:
         messages: Conversation,
         sampling_params: SamplingParams | None = None,
         *,
+        add_generation_prompt: bool = True,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         cache_salt: str | None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
         lora_request: LoRARequest | None = None,
         on_thought: Callable[[str], None] | None = None,
     ) -> AsyncGenerator[str, None]:
         """The text of the answer to one conversation as it is generated. Closing the iterator ends the request.
 
-        on_thought: as in `LLM.stream`. Raises as that does.
+        What the other parameters are: as in `LLM.stream`. Raises as that does.
         """
         params = sampling_params or self.default_sampling_params
         if params.num_samples > 1:
             raise InvalidRequestError("a stream has one answer; leave n and best_of out", param="n")
-        call = self._prompts.chat_call(params, "raise", cache_salt=cache_salt)
+        call = self._prompts.chat_call(
+            params,
+            "raise",
+            add_generation_prompt=add_generation_prompt,
+            chat_template_kwargs=chat_template_kwargs,
+            cache_salt=cache_salt,
+            mm_processor_kwargs=mm_processor_kwargs,
+        )
         adapter = "" if lora_request is None else await self._load_adapter(lora_request)
         try:
             prepared = await run_in_thread(self._threads, partial(call.prepare_for, adapter, messages))

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, Unpack, cast, overload
 
 from vlmserve.config import BUILT_IN_MODEL
 from vlmserve.errors import InvalidRequestError, UnknownModelError, VLMServeError
-from vlmserve.offline import LoRARequest, OfflineBatch, OfflineRequests, Prepared
+from vlmserve.offline import LoRARequest, OfflineBatch, OfflineRequests
 from vlmserve.offline_calls import (
     Adapters,
     Call,
@@ -260,28 +260,37 @@ class LLM:
         messages: Conversation,
         sampling_params: SamplingParams | None = None,
         *,
+        add_generation_prompt: bool = True,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         cache_salt: str | None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
         lora_request: LoRARequest | None = None,
         on_thought: Callable[[str], None] | None = None,
     ) -> Iterator[str]:
         """Yield the text of the answer to one conversation as it is generated. Closing the iterator ends the request.
 
+        add_generation_prompt, chat_template_kwargs, cache_salt, mm_processor_kwargs, lora_request: as in `chat`.
         on_thought: gets the text of what the model thinks before it answers, as it is generated. Raises as `chat` does,
         and VLMServeError if the request fails while it runs, when the iterator is advanced.
         """
-        from vlmserve.frontend.messages import check_cache_salt
-
         params = sampling_params or self.default_sampling_params
         if params.num_samples > 1:
             raise InvalidRequestError("a stream has one answer; leave n and best_of out", param="n")
-        salt = check_cache_salt(cache_salt)
+        call = self._prompts.chat_call(
+            params,
+            "raise",
+            add_generation_prompt=add_generation_prompt,
+            chat_template_kwargs=chat_template_kwargs,
+            cache_salt=cache_salt,
+            mm_processor_kwargs=mm_processor_kwargs,
+        )
         try:
-            prompt = self._preparer.chat(messages, allow_local=True, cache_salt=salt)
+            prepared = call.prepare(messages)
         except InvalidRequestError as error:
             error.locate()
             raise
         adapter = "" if lora_request is None else self._load_adapter(lora_request)
-        request = self._requests.add(Prepared(prompt, salt, adapter=adapter), params)
+        request = self._requests.add(prepared._replace(adapter=adapter), params)
         [generation] = request.generations
         try:
             sent = 0
