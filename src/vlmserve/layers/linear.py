@@ -241,22 +241,49 @@ class Bias(nn.Module):
         return x.add_(self.bias)
 
 
-class Embedding(nn.Module):
-    """A table of vectors; ``[tokens]`` int64 to ``[tokens, size]``. shard: as of a `Weight`."""
+class Embedding(Layer):
+    """A table of vectors; ``[tokens]`` int64 to ``[tokens, size]``. shard: as of a `Weight`.
 
+    `weight`, ``[count, size]``, is there until it is quantized.
+    """
+
+    weight: nn.Parameter
     shard: Shard | None = None
 
     def __init__(self, count: int, size: int, *, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         self.weight = empty_parameter(count, size, dtype=dtype, device=device)
+        self.count, self.size, self.dtype = count, size, dtype
         self.table_adapters: TableAdapters | None = None
+        self._quantized: QuantizedWeight | None = None
+        self._table: Table | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory that the table takes, in whatever form it is."""
+        stored = self._table or self._quantized
+        return self.count * self.size * self.dtype.itemsize if stored is None else stored.num_bytes
+
+    def quantize(self, weight: QuantizedWeight) -> None:
+        """Take a quantized table instead of the plain one."""
+        self._quantized = weight
+        del self.weight
+
+    def arrange(self, operations: Operations) -> None:
+        """See `Layer.arrange`. A plain table stays as it is."""
+        if self._quantized is not None:
+            self._table = operations.table(self._quantized, self.dtype)
+            self._quantized = None
 
     def adapt_table(self, rows: AdapterRows) -> None:
         """Have slots for adapters, which those rows are about."""
         self.table_adapters = TableAdapters(rows)
 
     def forward(self, indices: Tensor) -> Tensor:
-        vectors = F.embedding(indices, self.weight)
+        table = self._table
+        if self._quantized is not None:
+            table = torch_table(self._quantized, self.dtype)
+        vectors = F.embedding(indices, self.weight) if table is None else table.rows(indices)
         return vectors if self.table_adapters is None else self.table_adapters.apply(indices, vectors)
 
 

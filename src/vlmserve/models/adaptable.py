@@ -63,8 +63,7 @@ class AdaptableModel:
                 found[path] = Place(path, path, 0, count, size, is_table=True)
                 found[HEAD] = Place(HEAD, path, 0, count, size)
             elif isinstance(module, Embedding):
-                count, size = module.weight.shape
-                found[path] = Place(path, path, 0, count, size, is_table=True)
+                found[path] = Place(path, path, 0, module.count, module.size, is_table=True)
             elif isinstance(module, Weight):
                 start = 0
                 sizes = module.parts.values() if isinstance(module, MergedLinear) else [module.out_features]

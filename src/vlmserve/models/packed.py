@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from vlmserve.errors import MissingWeightsError, ModelLoadError
 from vlmserve.kernels.quantized import QuantizedWeight
 from vlmserve.layers.cut import Cut
-from vlmserve.layers.linear import GatedLinear, Linear, TiedEmbedding
+from vlmserve.layers.linear import Embedding, GatedLinear, Linear, TiedEmbedding
 from vlmserve.layers.operations import Operations
 from vlmserve.models.weights import Checkpoint, merge_as_stored, module_cuts, module_slots, weight_names
 from vlmserve.quant.formats.layout import Layout, StoredWeight
@@ -81,11 +81,13 @@ def load_blocks(
     """Give layers the weights that a GGUF file holds in a form that kernels compute with.
 
     Each is stored by `operations` before the next one is read, but for those of `unsettled`, whose rows have yet to be
-    put into order. Left as they are: those that the kernels do not know, and tables that are not output heads as well.
+    put into order. Left as they are: those that the kernels do not know.
     """
     merge_as_stored(model, checkpoint.names)
     for path, module in model.named_modules():
-        if not isinstance(module, Linear | TiedEmbedding):
+        # Towers read tables of positions as a whole.
+        is_table = isinstance(module, Embedding) and path.endswith("embed_tokens")
+        if not is_table and not isinstance(module, Linear | TiedEmbedding):
             continue
         names = weight_names(path, module)
         if not checkpoint.names.issuperset(names) or (isinstance(module, GatedLinear) and module.bias is not None):

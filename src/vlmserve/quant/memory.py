@@ -9,7 +9,7 @@ from torch import nn
 
 from vlmserve.devices.device import Device
 from vlmserve.kernels.quantized import QuantizedWeight
-from vlmserve.layers.linear import Linear, TiedEmbedding, Weight
+from vlmserve.layers.linear import Embedding, Linear, TiedEmbedding, Weight
 
 OUTPUTS = 256
 """Outputs of a layer that a device is asked about. Kernels take tiles of fewer, so that all of it takes a multiple."""
@@ -18,7 +18,7 @@ OUTPUTS = 256
 def own_bytes(module: nn.Module) -> int:
     """Memory of a module's own parameters, in whatever form they are, without those of modules inside it."""
     sizes = {name: parameter.nbytes for name, parameter in module.named_parameters(recurse=False)}
-    if isinstance(module, Weight):
+    if isinstance(module, Weight | Embedding):
         sizes["weight"] = module.num_bytes
     return sum(sizes.values())
 
