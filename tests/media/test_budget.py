@@ -39,6 +39,7 @@ from tests.media.test_tiles import (
 )  # fmt: skip
 from vlmserve.config import MediaConfig
 from vlmserve.errors import InvalidRequestError
+from vlmserve.media import transformers_budget
 from vlmserve.media.any_size import AnySizeProcessor
 from vlmserve.media.budget import ImageBudget
 from vlmserve.media.cache import ImageCache
@@ -46,7 +47,7 @@ from vlmserve.media.crops import CropProcessor
 from vlmserve.media.images import DecodedImage
 from vlmserve.media.processor import FixedSizeProcessor, ImageProcessor
 from vlmserve.media.sources import prepare_image, process_image
-from vlmserve.media.transformers_budget import settings_within
+from vlmserve.media.transformers_budget import low_detail, settings_within
 from vlmserve.media.transformers_processor import TransformersProcessor
 from vlmserve.types import ImageInput, ImageSize
 
@@ -422,6 +423,38 @@ def test_tiles_by_transformers_code(aya_vision: Path, budget: ImageBudget) -> No
         np.testing.assert_array_equal(image.pixels, pixels)
         area = (seen(image).model_width or 0) * (seen(image).model_height or 0)
         assert area == max(1, len(pixels) - 1) * 784
+
+
+def test_low_detail_of_tiles_by_transformers_code(aya_vision: Path) -> None:
+    processor, low = of_transformers(aya_vision), ImageBudget(low_detail=True)
+    theirs = transformers.AutoProcessor.from_pretrained(aya_vision)
+    for size in ((90, 60), (40, 120)):
+        image = prepared(processor, size, low)
+        inputs = theirs(
+            text=["<image>"], images=[noise(*size)], max_patches=1, return_tensors="np", add_special_tokens=False
+        )
+        np.testing.assert_array_equal(image.pixels, inputs["pixel_values"])
+        assert len(image.pixels) == 1
+        assert image.num_tokens < prepared(processor, size, ImageBudget()).num_tokens
+    fine = processor.within(ImageBudget(min_pixels=1000, low_detail=True))
+    assert fine.fingerprint == processor.within(ImageBudget(min_pixels=1000)).fingerprint
+
+
+def test_low_detail_of_any_size_by_transformers_code(
+    paddleocr: TransformersProcessor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    low = ImageBudget(low_detail=True)
+    assert paddleocr.within(low) is paddleocr, "the checkpoint's images are smaller than that"
+    monkeypatch.setattr(transformers_budget, "LOW_DETAIL_PIXELS", 20 * 784)
+    for wanted, same in (
+        (low, ImageBudget(max_pixels=20 * 784)),
+        (ImageBudget(max_pixels=40 * 784, low_detail=True), ImageBudget(max_pixels=40 * 784)),
+        (ImageBudget(min_pixels=30 * 784, low_detail=True), ImageBudget(30 * 784, 30 * 784)),
+    ):
+        assert paddleocr.within(wanted).fingerprint == paddleocr.within(same).fingerprint
+    assert seen(prepared(paddleocr, (300, 200), low)).model_width == 14 * 10
+    own = PixtralImageProcessorPil(size={"longest_edge": 96}, patch_size={"height": 16, "width": 16})
+    assert low_detail(own, ImageBudget(), low) == ImageBudget(max_pixels=20 * 784)
 
 
 def test_one_size_by_transformers_code(tmp_path: Path) -> None:

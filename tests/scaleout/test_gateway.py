@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import json
 from collections import Counter
 
 import httpx
@@ -126,6 +127,30 @@ def test_the_same_image_goes_to_the_same_worker(cluster, http):
         assert http.post("/v1/chat/completions", json=body).status_code == 200
     added = requests() - before
     assert max(added.values()) >= 9
+
+
+def test_image_budgets_reach_workers_and_image_sizes_come_back(http):
+    image = {"type": "image_url", "image_url": {"url": image_url("red"), "detail": "low"}}
+    size = {"width": 28, "height": 28, "model_width": 28, "model_height": 28, "box": [0, 0, 28, 28], "tokens": 4}
+    size |= {"frames": None}
+
+    def ask(part, **fields):
+        body = {"model": "tiny", "max_tokens": 2, "messages": [{"role": "user", "content": [part]}], **fields}
+        return http.post("/v1/chat/completions", json=body)
+
+    kept = {"max_pixels": 784, "max_tokens": 4}
+    for answer in (ask(image | kept), ask(image, mm_processor_kwargs=kept)):
+        assert answer.json()["image_sizes"] == [size]
+        assert answer.json()["usage"]["prompt_tokens_details"]["image_tokens"] == 4
+    for answer in (ask(image | {"max_pixels": 783}), ask(image, mm_processor_kwargs={"max_pixels": 783})):
+        assert answer.status_code == 400
+        assert "max_pixels is 783, but for this model an image has at least 784" in answer.json()["error"]["message"]
+    streamed = ask(image | kept, stream=True, stream_options={"include_usage": True}).text.splitlines()
+    *_, last = (line.removeprefix("data: ") for line in streamed if line.startswith("data: {"))
+    assert json.loads(last)["image_sizes"] == [size]
+    part = {"type": "input_image", "image_url": image_url("red"), **kept}
+    body = {"model": "tiny", "max_output_tokens": 2, "input": [{"role": "user", "content": [part]}]}
+    assert http.post("/v1/responses", json=body).json()["image_sizes"] == [size]
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
+from vlmserve.media.any_size import LOW_DETAIL_PIXELS
 from vlmserve.media.budget import ImageBudget
 from vlmserve.media.processor import View, cropped_view, whole_view
 
@@ -39,7 +41,7 @@ def settings_within(processor: Any, budget: ImageBudget) -> Sequence[Settings]:
         return [{"do_image_splitting": False}, *_longest_edges(size, edge_of(processor, "max_image_size"), first=2)]
     if getattr(processor, "do_pan_and_scan", False):
         return [{"do_pan_and_scan": False}, {}]
-    if size.keys() == {"longest_edge"} and hasattr(processor, "patch_size"):
+    if _has_edges(processor, size):
         return _longest_edges(size, edge_of(processor, "patch_size"))
     return [{}]
 
@@ -51,6 +53,21 @@ def largest_area(processor: Any, budget: ImageBudget) -> int | None:
     if not (hasattr(processor, "merge_size") and {"shortest_edge", "longest_edge"} <= size.keys()):
         return None
     return budget.max_pixels or size["longest_edge"]
+
+
+def low_detail(processor: Any, own: ImageBudget, wanted: ImageBudget) -> ImageBudget:
+    """A budget that is wanted, with little detail: an image of any size has at most 512 x 512 pixels, unless `wanted`
+    says how many; of one that would be cut into tiles, as little is made as the processor can, unless `wanted` has
+    `min_pixels`. own: of the processor."""
+    whole = replace(wanted, low_detail=False)
+    size = _fields(getattr(processor, "size", None))
+    area = largest_area(processor, own)
+    if area is not None or _has_edges(processor, size):
+        most = max(LOW_DETAIL_PIXELS, wanted.min_pixels or 0)
+        is_less = wanted.max_pixels is None and (area is None or most < area)
+        return replace(whole, max_pixels=most) if is_less else whole
+    is_cut = len(settings_within(processor, whole)) > 1 and wanted.min_pixels is None
+    return wanted if is_cut else whole
 
 
 def view_of(processor: Any, size: tuple[int, int], tiles: int, tile: tuple[int, int]) -> View:
@@ -79,6 +96,12 @@ def _areas(processor: Any, size: dict[str, int], budget: ImageBudget) -> list[Se
     bounds = [(max(1, least * step // _STEPS), most) for step in range(1, _STEPS + 1)]
     bounds.append((least, max(most, min(most * frames, size["longest_edge"]))))
     return [{"size": {"shortest_edge": shortest, "longest_edge": longest}} for shortest, longest in bounds]
+
+
+def _has_edges(processor: Any, size: dict[str, int]) -> bool:
+    """Whether an image stays whole, and its longest edge is bounded."""
+    is_split = getattr(processor, "do_image_splitting", False) or getattr(processor, "do_pan_and_scan", False)
+    return size.keys() == {"longest_edge"} and hasattr(processor, "patch_size") and not is_split
 
 
 def _longest_edges(size: dict[str, int], step: int, first: int = 1) -> list[Settings]:

@@ -19,7 +19,7 @@ from vlmserve.errors import InvalidImageError, UnsupportedModelError
 from vlmserve.media.budget import NO_BUDGET, ImageBudget
 from vlmserve.media.images import DecodedImage
 from vlmserve.media.processor import ImageProcessor, Placeholders, View, to_rgb, whole_view
-from vlmserve.media.transformers_budget import edge_of, largest_area, settings_within, view_of
+from vlmserve.media.transformers_budget import edge_of, largest_area, low_detail, settings_within, view_of
 from vlmserve.types import FurtherInputs, NamedArray, Pixels
 
 PIXELS = "pixel_values"
@@ -63,13 +63,15 @@ class TransformersProcessor(ImageProcessor):
         self._budget = budget
 
     def within(self, budget: ImageBudget) -> Self:
-        """The same for images of a smaller budget; its `low_detail` has no effect. Whether an image can keep it is seen
-        from what it becomes. Raises InvalidRequestError for more pixels than the server allows."""
+        """The same for images of a smaller budget. Whether an image can keep it is seen from what it becomes. Raises
+        InvalidRequestError for more pixels than the server allows."""
         budget.check_limit(largest_area(self._processor.image_processor, self._budget) or sys.maxsize)
-        if replace(budget, low_detail=False) == NO_BUDGET:
+        if budget.low_detail:
+            budget = low_detail(self._processor.image_processor, self._budget, budget)
+        if budget == NO_BUDGET:
             return self
         bound = copy(self)
-        bound._budget = self._budget.narrowed(budget)
+        bound._budget = replace(self._budget.narrowed(budget), low_detail=budget.low_detail)
         bound.fingerprint = blake3(self.fingerprint + repr(bound._budget).encode()).digest()
         return bound
 
@@ -108,6 +110,8 @@ class TransformersProcessor(ImageProcessor):
         if self._budget == NO_BUDGET:
             return self._process(decoded)
         choices = settings_within(self._processor.image_processor, self._budget)
+        if self._budget.low_detail:
+            return self._process(decoded, choices[0])
 
         def fits(inputs: Mapping[str, Any]) -> bool:
             width, height, _ = self._view(decoded.size, np.asarray(inputs[PIXELS]), inputs)
