@@ -9,14 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForImageTextToText
 
-from tests.engine.test_parity import NEW_TOKENS, assert_no_further, engine_for, first_logits, generate, tight_cache
-from tests.engine.test_tiles import CONVERSATIONS, Oracle, user
+from tests.engine.image_parity import CONVERSATIONS, Oracle, check_a_further_turn, check_bfloat16, open_oracle, user
+from tests.engine.test_parity import NEW_TOKENS, engine_for, first_logits, generate, tight_cache
 from tests.ocr_checkpoints import BOUNDS, load_processor, make_glm_ocr, make_paddleocr, rows_of
 from vlmserve import LLM, SamplingParams
-from vlmserve.config import MediaConfig
-from vlmserve.frontend.requests import RequestPreparer
 from vlmserve.types import Prompt
 
 pytestmark = [
@@ -33,10 +30,7 @@ MAKERS: dict[str, Callable[[Path], Path]] = {
 @pytest.fixture(scope="module", params=MAKERS)
 def oracle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Oracle:
     folder = MAKERS[request.param](tmp_path_factory.mktemp("ocr"))
-    model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
-    model.generation_config.eos_token_id = None
-    model.generation_config.pad_token_id = 0
-    return Oracle(folder, model, RequestPreparer(folder, MediaConfig()), load_processor(folder))
+    return open_oracle(folder, load_processor(folder))
 
 
 @pytest.fixture(scope="module")
@@ -104,25 +98,11 @@ def test_a_prefix_hit_may_end_inside_an_image(oracle: Oracle, prompts: list[Prom
 
 
 def test_a_further_turn_finds_the_images_of_the_first(oracle: Oracle) -> None:
-    turns = [user((40, 30), "What is this?"), {"role": "assistant", "content": [{"type": "text", "text": "a red"}]}]
-    turns.append(user("And", (64, 20), "?"))
-    engine = engine_for(oracle, block_size=4)
-    generate(engine, [oracle.prompt(turns[0])])
-    prompt = oracle.prompt(*turns)
-    assert prompt.token_ids == oracle.inputs(*turns)["input_ids"][0].tolist()
-    assert generate(engine, [prompt]) == [oracle.greedy(*turns)]
-    assert engine.stats().prefix_cached_tokens >= prompt.images[0].end - 4
-    assert engine.stats().images_encoded == 2
+    check_a_further_turn(oracle)
 
 
-@torch.inference_mode()
 def test_bfloat16_is_within_its_own_rounding(oracle: Oracle, prompts: list[Prompt]) -> None:
-    """As far from float32 as transformers' own bfloat16 is, and no further."""
-    inputs = [oracle.inputs(message) for message in CONVERSATIONS]
-    exact = torch.stack([oracle.model(**own).logits[0, -1] for own in inputs])
-    rounded = AutoModelForImageTextToText.from_pretrained(oracle.folder, dtype=torch.bfloat16).eval()
-    theirs = torch.stack([rounded(**own).logits[0, -1].float() for own in inputs])
-    assert_no_further(first_logits(engine_for(oracle, dtype="bfloat16"), prompts), theirs, exact)
+    check_bfloat16(oracle, prompts)
 
 
 def test_budgets_of_requests_and_of_the_server_are_those_of_the_processor(oracle: Oracle) -> None:

@@ -10,9 +10,9 @@ import pytest
 from torch import nn
 
 from tests.checkpoints import make_internvl, make_mistral3
+from tests.engine.image_parity import CONVERSATIONS
 from tests.engine.test_parity import Oracle, engine_for, generate, tight_cache
 from tests.engine.test_qwen_vl import MIXED, make_oracle
-from tests.engine.test_tiles import CONVERSATIONS
 from tests.ocr_checkpoints import make_glm_ocr, make_paddleocr
 from vlmserve.config import MediaConfig
 from vlmserve.frontend.requests import RequestPreparer

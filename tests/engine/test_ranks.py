@@ -15,6 +15,7 @@ import vlmserve.engine.ranks
 from tests.blip import CLASSES as BLIP
 from tests.blip import BlipOracle
 from tests.checkpoints import make_gemma3, make_llama, make_llava, make_text_model
+from tests.engine.image_parity import CONVERSATIONS
 from tests.engine.test_blip import ASKED as BLIP_ASKED
 from tests.engine.test_original_families import KINDS as ORIGINAL
 from tests.engine.test_original_families import Oracle as OriginalOracle
@@ -23,7 +24,7 @@ from tests.engine.test_parity import Oracle, engine_for, generate
 from tests.engine.test_qwen_vl import CLASSES as QWEN_VL
 from tests.engine.test_qwen_vl import MIXED as QWEN_VL_MIXED
 from tests.engine.test_qwen_vl import make_oracle as make_qwen_vl
-from tests.engine.test_tiles import CONVERSATIONS, MAKERS
+from tests.engine.test_tiles import MAKERS
 from tests.gguf_files import write_gguf
 from tests.mmproj_files import write_pair
 from tests.models.test_families import FAMILIES, make

@@ -10,7 +10,6 @@ import io
 import json
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -19,9 +18,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from torch import nn
 from transformers import (
-    AutoModelForImageTextToText,
     Idefics3Processor,
     InternVLProcessor,
     MistralConfig,
@@ -45,10 +42,17 @@ from tests.checkpoints import (
     make_mistral3,
     make_pixtral,
 )
-from tests.engine.test_parity import NEW_TOKENS, assert_no_further, engine_for, first_logits, generate, tight_cache
+from tests.engine.image_parity import (
+    CONVERSATIONS,
+    Oracle,
+    check_a_further_turn,
+    check_bfloat16,
+    open_oracle,
+    shown,
+    user,
+)
+from tests.engine.test_parity import NEW_TOKENS, engine_for, generate, tight_cache
 from vlmserve import LLM, SamplingParams
-from vlmserve.config import MediaConfig
-from vlmserve.frontend.requests import RequestPreparer
 from vlmserve.types import Prompt
 
 LARGE_TOWER = {"attention_bias": False, "use_qk_norm": True, "norm_type": "rms_norm"}
@@ -87,53 +91,6 @@ SMOLVLM_TEMPLATE = (
     "{% endfor %}<end_of_utterance>\n{% endfor %}{% if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}"
 )
 """The way SmolVLM's checkpoints write conversations."""
-
-Part = str | tuple[int, int]
-
-
-def user(*parts: Part, seed: int = 0) -> dict[str, Any]:
-    """A message of texts and of images of some width and height."""
-    content = [
-        {"type": "text", "text": part} if isinstance(part, str) else {"type": "image", "image": make_image(*part, seed)}
-        for part in parts
-    ]
-    return {"role": "user", "content": content}
-
-
-def make_image(width: int, height: int, seed: int = 0) -> Image.Image:
-    levels = np.random.default_rng([width, height, seed]).integers(
-        0, 256, (height // 4 + 1, width // 4 + 1, 3), np.uint8
-    )
-    return Image.fromarray(levels).resize((width, height))
-
-
-def shown(message: dict[str, Any]) -> list[Image.Image]:
-    return [part["image"] for part in message["content"] if part["type"] == "image"]
-
-
-@dataclass
-class Oracle:
-    """A checkpoint, our prompts of it, and transformers' opinion of it."""
-
-    folder: Path
-    model: nn.Module
-    preparer: RequestPreparer
-    processor: Any
-
-    def prompt(self, *messages: dict[str, Any]) -> Prompt:
-        return self.preparer.chat(messages, allow_local=True)
-
-    def inputs(self, *messages: dict[str, Any]) -> dict[str, torch.Tensor]:
-        inputs = self.processor.apply_chat_template(
-            messages, add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt"
-        )
-        return {name: value for name, value in inputs.items() if name not in ("rows", "cols")}
-
-    @torch.inference_mode()
-    def greedy(self, *messages: dict[str, Any]) -> list[int]:
-        inputs = self.inputs(*messages)
-        generated = self.model.generate(**inputs, max_new_tokens=NEW_TOKENS, do_sample=False)
-        return generated[0, inputs["input_ids"].shape[1] :].tolist()
 
 
 class WithoutVideos(InternVLProcessor):
@@ -177,22 +134,7 @@ def oracle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     folder = MAKERS[request.param](tmp_path_factory.mktemp("tiles"))
     if "SmolVLM" in request.param:
         (folder / "chat_template.jinja").write_text(SMOLVLM_TEMPLATE)
-    model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
-    model.generation_config.eos_token_id = None
-    model.generation_config.pad_token_id = 0
-    return Oracle(folder, model, RequestPreparer(folder, MediaConfig()), load_processor(folder))
-
-
-CONVERSATIONS: list[dict[str, Any]] = [
-    user((40, 30), "What is this?"),
-    user("Look: ", (20, 60)),
-    user("hello"),
-    user((90, 10), "and", (16, 16), "differ", seed=1),
-    user("How many green triangles are there in the picture?\n"),
-    user((30, 31), (64, 20), "?"),
-    user("a", (5, 47), "b\n"),
-    user((48, 48), "\nDescribe the image, please: USER ASSISTANT system.", seed=2),
-]
+    return open_oracle(folder, load_processor(folder))
 
 
 @pytest.fixture(scope="module")
@@ -356,29 +298,11 @@ def test_an_image_of_low_detail_is_another_one(oracle: Oracle, monkeypatch: pyte
 
 
 def test_a_further_turn_finds_the_images_of_the_first(oracle: Oracle) -> None:
-    turns = [user((40, 30), "What is this?"), {"role": "assistant", "content": [{"type": "text", "text": "a red"}]}]
-    turns.append(user("And", (64, 20), "?"))
-    engine = engine_for(oracle, block_size=4)
-    generate(engine, [oracle.prompt(turns[0])])
-    prompt = oracle.prompt(*turns)
-    assert prompt.token_ids == oracle.inputs(*turns)["input_ids"][0].tolist()
-    assert generate(engine, [prompt]) == [oracle.greedy(*turns)]
-    assert engine.stats().prefix_cached_tokens >= prompt.images[0].end - 4
-    assert engine.stats().images_encoded == 2
+    check_a_further_turn(oracle)
 
 
-@torch.inference_mode()
 def test_bfloat16_is_within_its_own_rounding(oracle: Oracle, prompts: list[Prompt]) -> None:
-    """As far from float32 as transformers' own bfloat16 is, and no further."""
-    inputs = [oracle.inputs(message) for message in CONVERSATIONS]
-    exact = [oracle.model(**own).logits[0, -1] for own in inputs]
-    rounded = AutoModelForImageTextToText.from_pretrained(oracle.folder, dtype=torch.bfloat16).eval()
-    theirs = []
-    for own in inputs:
-        pixels = {"pixel_values": own["pixel_values"].bfloat16()} if "pixel_values" in own else {}
-        theirs.append(rounded(**{**own, **pixels}).logits[0, -1].float())
-    ours = first_logits(engine_for(oracle, dtype="bfloat16"), prompts)
-    assert_no_further(ours, torch.stack(theirs), torch.stack(exact))
+    check_bfloat16(oracle, prompts)
 
 
 def test_offline_answers_come_from_files_alone(oracle: Oracle, expected: list[list[int]]) -> None:
