@@ -87,11 +87,11 @@ def llama(tmp_path_factory):
     return oracle, folder, engine, adapt(oracle, folder, LLAMA_CASES, engine)
 
 
-def compare(engine: Engine, oracle: Oracle, adapter: str, prompt: Prompt) -> None:
+def compare(engine: Engine, oracle: Oracle, adapter: str, prompt: Prompt, *, atol: float = 1e-4) -> None:
     with record_logits(engine._runner.model.language_model) as rows:
         [answer] = answers(engine, [(adapter, prompt)])
     expected = oracle.forward(prompt, answer[:-1])
-    torch.testing.assert_close(torch.cat(rows), expected, rtol=0, atol=1e-4)
+    torch.testing.assert_close(torch.cat(rows), expected, rtol=0, atol=atol)
     assert answer == expected.argmax(1).tolist()
 
 
