@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from tests.checkpoints import make_llama
-from tests.engine.test_parity import assert_no_further, engine_for, generate, text_oracle, tight_cache
+from tests.engine.test_parity import engine_for, generate, text_oracle, tight_cache
 from tests.engine.test_qwen_chat import logits_after
 from tests.gguf_files import write_gguf
 from tests.models.test_gguf import BLOCKS, make
@@ -119,15 +119,17 @@ def test_a_published_model_gives_transformers_tokens(monkeypatch: pytest.MonkeyP
 @needs_published
 @built
 def test_a_published_model_knows_as_much_in_4_bits() -> None:
-    """No further from the file's own numbers than plain bfloat16 is."""
+    """Its logits are within a tenth of their spread of those by the file's own numbers."""
     scores = []
-    for dtype, kernels in (("auto", "auto"), ("bfloat16", "torch"), ("float32", "auto")):
-        llm = LLM(str(PUBLISHED), dtype=dtype, kernels=kernels, kv_cache_memory="64MiB", max_model_len=512)
+    for dtype in ("auto", "float32"):
+        llm = LLM(str(PUBLISHED), dtype=dtype, kv_cache_memory="64MiB", max_model_len=512)
         assert (dtype == "auto") == (llm.engine._runner.model.language_model.layers[0].mlp.down_proj.bits == 4)
         scores.append(torch.stack([logits_after(llm, conversation) for conversation in CAPITALS]))
         [_, japan] = llm.chat(CAPITALS, GREEDY, False)
         assert japan.outputs[0].text == "The capital of Japan is Tokyo."
-    assert_no_further(*scores)
+    ours, exact = scores
+    # Processors without products of bfloat16 round inputs to 8 bits beside weights of 4.
+    assert (ours - exact).square().mean().sqrt() < 0.1 * exact.std()
 
 
 @needs_published
