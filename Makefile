@@ -7,8 +7,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 ARGS ?=
-# More workers than cores: many tests wait for processes that they start.
-TEST_WORKERS := --numprocesses $$(($$(getconf _NPROCESSORS_ONLN) + 2)) --maxprocesses 4 --dist loadfile
+# One worker more than cores: many tests wait for processes that they start.
+TEST_WORKERS := --numprocesses $$(($$(getconf _NPROCESSORS_ONLN) + 1)) --maxprocesses 4 --dist loadfile
 
 INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt
 

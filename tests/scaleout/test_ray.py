@@ -45,6 +45,9 @@ class Command:
             env={**os.environ, "VLMSERVE_LOG_FORMAT": "text", "RAY_AUTH_MODE": "token"},
         )
         self.lines: list[str] = []
+        self.url = ""
+
+    def wait_until_ready(self) -> None:
         self.url = self._url()
 
     def _url(self) -> str:
@@ -75,8 +78,10 @@ class Command:
 def running(*arguments: str) -> Iterator[Command]:
     """A command; whatever happens, nothing of it is left."""
     command = Command(*arguments)
-    family = command.family()
+    family: list[psutil.Process] = []
     try:
+        command.wait_until_ready()
+        family = command.family()
         yield command
     finally:
         with contextlib.suppress(psutil.NoSuchProcess):

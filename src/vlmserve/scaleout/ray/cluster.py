@@ -22,10 +22,11 @@ from vlmserve.scaleout.ray.membership import Membership
 from vlmserve.scaleout.settings import GatewayConfig, WorkerKind
 from vlmserve.scaleout.storage import check_local, check_shared, refuse_local
 
-_QUIET = {
+_SETTINGS = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_SERVE_METRICS_ENABLED": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "RAY_worker_niceness": "0",  # else all other processes of the machine come before the engines
     "RAY_task_events_report_interval_ms": "0",  # else Ray's head keeps what it knows of the latest 100,000 calls
 }
 _OBJECT_STORE = 100 * 1024**2
@@ -130,7 +131,7 @@ def _stopped() -> Iterator[threading.Event]:
 @contextlib.contextmanager
 def _local_ray(cores: int) -> Iterator[None]:
     """A Ray of its own, on this machine alone."""
-    os.environ.update({name: value for name, value in _QUIET.items() if name not in os.environ})
+    os.environ.update({name: value for name, value in _SETTINGS.items() if name not in os.environ})
     ray.init(
         address="local", num_cpus=max(2, cores), include_dashboard=False, object_store_memory=_OBJECT_STORE,
         namespace=NAMESPACE, logging_level="WARNING",
@@ -143,7 +144,7 @@ def _local_ray(cores: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _joined(address: str) -> Iterator[None]:
-    os.environ.update({name: value for name, value in _QUIET.items() if name not in os.environ})
+    os.environ.update({name: value for name, value in _SETTINGS.items() if name not in os.environ})
     try:
         ray.init(address=address, namespace=NAMESPACE, logging_level="WARNING")
     except (ConnectionError, RuntimeError, ValueError) as error:
