@@ -73,13 +73,20 @@ def test_a_server_of_two_ranks(checkpoint: Path) -> None:
 def test_why_a_rank_cannot_start_is_said(checkpoint: Path, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_bytes((checkpoint / "config.json").read_bytes())
     config = EngineConfig(model=str(tmp_path), tensor_parallel_size=2, **SETTINGS)
-    ranks = RankProcesses(config, tmp_path)
-    [rank] = [process.process for process in ranks._processes]
-    with pytest.raises(MissingWeightsError, match=r"rank 1: .*safetensors"), ranks.explained():
-        ranks.ranks.sum(torch.ones(1))
-    assert rank.returncode is not None
-    with pytest.raises(EngineDeadError):
-        ranks.send([b""])
+    begun: list[RankProcesses] = []
+
+    def compute() -> None:
+        begun.append(RankProcesses(config, tmp_path))
+        with begun[0].explained():
+            begun[0].ranks.sum(torch.ones(1))
+
+    # Whether the rank ends before both have met, or later.
+    with pytest.raises(MissingWeightsError, match=r"rank 1: .*safetensors"):
+        compute()
+    for ranks in begun:
+        assert [process.process.poll() for process in ranks._processes] != [None]
+        with pytest.raises(EngineDeadError):
+            ranks.send([b""])
 
 
 def test_what_several_ranks_do_not_have_is_refused_before_any_starts(checkpoint: Path) -> None:
