@@ -13,13 +13,11 @@ import argparse
 import asyncio
 import csv
 import random
-import re
-import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TextIO
 
@@ -28,7 +26,7 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.soak import GROWTH_BYTES, GROWTH_SHARE, KINDS, make_body, send
+from benchmarks.soak import GROWTH_BYTES, GROWTH_SHARE, KINDS, make_body, send, serving
 
 PARTS = ("gateway", "workers", "engines", "controller", "replicas", "directory", "gcs", "raylet", "rest")
 """Of a cluster, as columns: processes of vlmserve, those of Ray Serve, and those of Ray."""
@@ -42,24 +40,6 @@ _FORMS = {
 }
 """What is in the command line of a part's processes."""
 Row = dict[str, float]
-
-
-@contextmanager
-def cluster(flags: Sequence[str]) -> Iterator[tuple[str, psutil.Process]]:
-    """A cluster on this machine: its URL and its first process. Raises RuntimeError if it does not get ready."""
-    command = [sys.executable, "-m", "vlmserve", "cluster", "up", "--engine", "mock", "--port", "0"]
-    command += ["--image-cache-memory", "8MiB", *flags]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
-    assert process.stdout is not None
-    try:
-        for line in process.stdout:
-            if ready := re.search(r"vlmserve is ready: (http\S+)", line):
-                yield ready[1], psutil.Process(process.pid)
-                return
-        raise RuntimeError(f"the cluster exited with code {process.wait()}")
-    finally:
-        process.terminate()
-        process.communicate()
 
 
 def part_of(process: psutil.Process) -> str:
@@ -147,7 +127,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--csv", type=Path, default=Path("cluster_soak.csv"), help="where the measurements go")
     parser.add_argument("flags", nargs="*", help="further flags of vlmserve cluster up, behind --")
     options = parser.parse_args(arguments)
-    with cluster(options.flags) as (url, root), options.csv.open("w", newline="") as file:
+    words = ("cluster", "up", "--engine", "mock", "--image-cache-memory", "8MiB", *options.flags)
+    with serving(*words) as (url, root), options.csv.open("w", newline="") as file:
         rows, outcomes = asyncio.run(soak(url, root, options, file))
     console = Console()
     show(rows, outcomes, console)

@@ -21,6 +21,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -48,21 +49,26 @@ class Sample:
     engine: int
 
 
-@contextlib.contextmanager
-def server(flags: Sequence[str]) -> Iterator[tuple[str, psutil.Process]]:
+def server(flags: Sequence[str]) -> AbstractContextManager[tuple[str, psutil.Process]]:
     """A server on a free port: its URL and its process. Raises RuntimeError if it does not get ready."""
-    command = [sys.executable, "-m", "vlmserve", "serve", "--port", "0", "--enable-debug", *flags]
+    return serving("serve", "--enable-debug", *flags)
+
+
+@contextlib.contextmanager
+def serving(*words: str) -> Iterator[tuple[str, psutil.Process]]:
+    """A command of vlmserve that serves on a free port: its URL and its process. Raises RuntimeError if it ends."""
+    command = [sys.executable, "-m", "vlmserve", *words, "--port", "0"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     assert process.stdout is not None
     try:
         for line in process.stdout:
-            if ready := re.search(r"ready: (http\S+)", line):
+            if ready := re.search(r"vlmserve is ready: (http\S+)", line):
                 yield ready[1], psutil.Process(process.pid)
                 return
-        raise RuntimeError(f"the server exited with code {process.wait()}")
+        raise RuntimeError(f"vlmserve {words[0]} exited with code {process.wait()}")
     finally:
         process.terminate()
-        process.wait()
+        process.communicate()
 
 
 def image_url(number: int) -> str:

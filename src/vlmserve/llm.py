@@ -284,13 +284,13 @@ class LLM:
             cache_salt=cache_salt,
             mm_processor_kwargs=mm_processor_kwargs,
         )
+        adapter = "" if lora_request is None else self._load_adapter(lora_request)
         try:
-            prepared = call.prepare(messages)
+            prepared = call.prepare_for(adapter, messages)
         except InvalidRequestError as error:
             error.locate()
             raise
-        adapter = "" if lora_request is None else self._load_adapter(lora_request)
-        request = self._requests.add(prepared._replace(adapter=adapter), params)
+        request = self._requests.add(prepared, params)
         [generation] = request.generations
         try:
             sent = 0

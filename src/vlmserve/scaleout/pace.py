@@ -27,12 +27,13 @@ class Pace:
         self._images_cached = 0.0
         self._waiting: dict[object, tuple[int, int]] = {}
         """Tokens and images of the requests that have no first token yet."""
+        self._tokens = self._images = 0
+        """Those of all together."""
 
     @property
     def queued_seconds(self) -> float:
         """Of prefill, for which requests wait, by what has been cached of others."""
-        tokens = sum(tokens for tokens, _ in self._waiting.values()) * (1 - self._cached)
-        images = sum(images for _, images in self._waiting.values()) * (1 - self._images_cached)
+        tokens, images = self._tokens * (1 - self._cached), self._images * (1 - self._images_cached)
         return tokens * self.token_seconds + images * self.image_seconds
 
     def mean_queued_seconds(self) -> float:
@@ -51,14 +52,19 @@ class Pace:
 
     def wait(self, request: object, generation: Generation) -> None:
         """A request waits for its first token."""
-        self._advance()
+        self.leave(request)
         usage = generation.usage
-        self._waiting[request] = usage.prompt_tokens, usage.prompt_tokens_details.images
+        tokens, images = usage.prompt_tokens, usage.prompt_tokens_details.images
+        self._waiting[request] = tokens, images
+        self._tokens += tokens
+        self._images += images
 
     def leave(self, request: object) -> None:
         """A request is over."""
         self._advance()
-        self._waiting.pop(request, None)
+        tokens, images = self._waiting.pop(request, (0, 0))
+        self._tokens -= tokens
+        self._images -= images
 
     def begin(self, request: object, generation: Generation) -> None:
         """A request has its first token."""
