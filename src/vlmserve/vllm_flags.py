@@ -151,7 +151,7 @@ _RENAMED: Mapping[str, Renamed] = {
     ),
 }
 
-_DETECTED = ("awq", "awq_marlin", "gptq", "gptq_marlin", "compressed-tensors", "gguf", "None")
+_DETECTED = ("awq", "awq_marlin", "gptq", "gptq_marlin", "compressed-tensors", "bitsandbytes", "gguf", "None")
 _ONE = "vlmserve runs a model on one machine; start several servers and balance between them."
 _UNUSED: Mapping[tuple[str, ...], Unused] = {
     ("--enable-auto-tool-choice", "--exclude-tools-when-tool-choice-none"): Unused(
@@ -183,7 +183,7 @@ _UNUSED: Mapping[tuple[str, ...], Unused] = {
     ("--max-parallel-loading-workers",): Unused("Weights are mapped into memory, not read by workers."),
     ("--use-tqdm-on-load", "--no-use-tqdm-on-load"): Unused("No progress bar is shown while loading.", is_switch=True),
     ("--load-format",): Unused(
-        "The format of weights is recognized by their files.", ("auto", "safetensors", "pt", "gguf"),
+        "The format of weights is recognized by their files.", ("auto", "safetensors", "pt", "bitsandbytes", "gguf"),
         otherwise="weights are safetensors, PyTorch's files or .gguf, which are recognized by their files",
     ),
     ("--config-format",): Unused(

@@ -3,11 +3,13 @@
 Sources: AWQ's GEMM order, https://github.com/casper-hansen/AutoAWQ (``WQLinear_GEMM``: eight outputs of a word in the
 order 0, 2, 4, 6, 1, 3, 5, 7); GPTQ, https://github.com/ModelCloud/GPTQModel (inputs of a column in words from the
 lowest bits on, zero points less one in format "gptq" and as they are in "gptq_v2", ``g_idx`` for the group of each
-input); blocks of float8, https://github.com/deepseek-ai/DeepSeek-V3 (``weight_dequant``).
+input); blocks of float8, https://github.com/deepseek-ai/DeepSeek-V3 (``weight_dequant``); bitsandbytes, the tables of
+https://github.com/bitsandbytes-foundation/bitsandbytes (``get_4bit_type``).
 """
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,6 +17,14 @@ import torch
 from torch import Tensor
 
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+_FP4 = (0, 0.0625, 8, 12, 4, 6, 2, 3)
+TABLES = {
+    "nf4": (-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
+            -0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725,
+            0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+    "fp4": tuple(sign * number / 12 for sign in (1, -1) for number in _FP4),
+}  # fmt: skip
+"""What the 16 values of a weight of 4 bits stand for in a block whose largest number is 1."""
 
 
 @dataclass
@@ -112,3 +122,49 @@ def float8_blocks(weight: Tensor, size: int) -> tuple[dict[str, Tensor], Tensor]
             packed[block] = (weight[block] / scales[row, column]).to(torch.float8_e4m3fn)
             expected[block] = packed[block].double() * scales[row, column].double()
     return {"weight": packed, "weight_scale_inv": scales}, expected
+
+
+def bitsandbytes4(
+    weight: Tensor, kind: str, *, block: int = 64, nested: bool = True, storage: torch.dtype = torch.uint8
+) -> tuple[dict[str, Tensor], Tensor]:
+    """The tensors that a checkpoint of bitsandbytes has of a layer of 4 bits, and the weight that they stand for in
+    float64. nested: factors have 8 bits, in blocks of 256."""
+    numbers, table = weight.flatten().double().numpy(), np.array(TABLES[kind], np.float32)
+    largest = np.array(
+        [np.abs(numbers[first : first + block]).max() for first in range(0, len(numbers), block)], np.float32
+    )
+    state = {"quant_type": kind, "blocksize": block, "dtype": "float32", "shape": list(weight.shape)}
+    parts = {"weight.absmax": torch.from_numpy(largest)}
+    meant = largest.astype(np.float64)
+    if nested:
+        # Not even, and no number of it is that of another value.
+        fine = np.sign(steps := np.linspace(-1, 1, 256)) * steps**2
+        offset = float(largest.mean())
+        starts = range(0, len(largest), 256)
+        own = np.array([np.abs(largest[first : first + 256] - offset).max() for first in starts], np.float32)
+        spread = np.repeat(own.astype(np.float64), 256)[: len(largest)]
+        values = np.abs((largest - offset) / spread - fine[:, None]).argmin(0)
+        meant = fine.astype(np.float32)[values] * spread + offset
+        state |= {"nested_blocksize": 256, "nested_dtype": "float32", "nested_offset": offset}
+        parts = {
+            "weight.absmax": torch.from_numpy(values.astype(np.uint8)),
+            "weight.nested_absmax": torch.from_numpy(own),
+            "weight.nested_quant_map": torch.from_numpy(fine.astype(np.float32)),
+        }
+    factors = np.repeat(meant, block)[: len(numbers)]
+    chosen = np.abs(numbers / factors - table.astype(np.float64)[:, None]).argmin(0)
+    octets = [16 * high + low for high, low in zip(chosen[::2], [*chosen[1::2], *[0] * (len(chosen) % 2)], strict=True)]
+    parts |= {
+        "weight": torch.tensor(octets, dtype=torch.uint8).view(storage)[:, None],
+        "weight.quant_map": torch.from_numpy(table),
+        f"weight.quant_state.bitsandbytes__{kind}": torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8),
+    }
+    return parts, torch.from_numpy(table[chosen] * factors).view(weight.shape)
+
+
+def bitsandbytes8(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+    """As `bitsandbytes4`, of a layer of 8 bits."""
+    largest = weight.abs().amax(1)
+    values = (weight * (127 / largest[:, None])).round().to(torch.int8)
+    parts = {"weight": values, "SCB": largest, "weight_format": torch.tensor(0, dtype=torch.uint8)}
+    return parts, values.double() * largest[:, None].double() / 127

@@ -21,9 +21,9 @@ StoredWeight = QuantizedWeight | Tensor
 class Layout:
     """One way to hold a layer ``X``.
 
-    mark: ``X.mark`` is there if the layer is held so, and holds its values. needed, optional: the names of what lies
-    beside it. read: makes a weight of those tensors by name; raises ModelLoadError where they do not belong together,
-    UnsupportedModelError for a kind that is not implemented.
+    mark: ``X.mark`` is there if the layer is held so; it holds the values, unless ``X.weight`` does. needed, optional:
+    the names of what lies beside it. read: makes a weight of those tensors by name; raises ModelLoadError where they do
+    not belong together, UnsupportedModelError for a kind that is not implemented.
     """
 
     mark: str

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from vlmserve.errors import UnsupportedModelError
-from vlmserve.quant.formats import awq, compressed_tensors, gptq, scaled
+from vlmserve.quant.formats import awq, bitsandbytes, compressed_tensors, gptq, scaled
 from vlmserve.quant.formats.layout import Layout
 
 METHODS: dict[str, Callable[[Mapping[str, Any]], list[Layout]]] = {
@@ -15,6 +15,7 @@ METHODS: dict[str, Callable[[Mapping[str, Any]], list[Layout]]] = {
     compressed_tensors.OWN_METHOD: compressed_tensors.layouts,
     gptq.METHOD: gptq.layouts,
     scaled.METHOD: scaled.layouts,
+    bitsandbytes.METHOD: bitsandbytes.layouts,
 }
 
 OLD_FILES = {"quantize_config.json": gptq.METHOD, "quant_config.json": awq.METHOD}

@@ -1,0 +1,141 @@
+"""Weights of 4 or 8 bits as the library bitsandbytes stores them (https://github.com/bitsandbytes-foundation/bitsandbytes).
+
+Of a layer ``X`` of 4 bits (https://arxiv.org/abs/2305.14314) ``X.weight`` holds two values in a byte, the first one
+highest, all rows of the weight one after the other, as numbers of any type (``bnb_4bit_quant_storage``). A value is an
+index into the 16 numbers of ``X.weight.quant_map``. ``X.weight.absmax`` has the factor of each block of values; blocks
+do not end where rows do. JSON in the bytes of ``X.weight.quant_state.bitsandbytes__nf4``, or ``fp4``, gives shape and
+block size. With double quantization ``absmax`` is an index as well, into the 256 numbers of
+``X.weight.nested_quant_map``, which blocks of their own multiply by ``X.weight.nested_absmax``; the state's
+``nested_offset`` is added to that.
+
+Of a layer of 8 bits (https://arxiv.org/abs/2208.07339) there are ``X.weight``, int8, and ``X.SCB``, the largest
+absolute value of each output, for which 127 stands.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from vlmserve.errors import MissingWeightsError, ModelLoadError
+from vlmserve.quant.formats import scaled
+from vlmserve.quant.formats.layout import Layout, StoredWeight, check_setting
+
+METHOD = "bitsandbytes"
+FLAGS = ("load_in_4bit", "load_in_8bit")
+TYPES = ("nf4", "fp4")
+WEIGHT, ABSMAX, MAP, STATE = scaled.WEIGHT, "weight.absmax", "weight.quant_map", "weight.quant_state.bitsandbytes__"
+NESTED = NESTED_ABSMAX, NESTED_MAP = "weight.nested_absmax", "weight.nested_quant_map"
+SCALE, ORDER = "SCB", "weight_format"
+LARGEST = 127
+"""What stands for an output's largest absolute value in 8 bits."""
+
+
+def layouts(config: Mapping[str, Any]) -> list[Layout]:
+    """From a ``quantization_config``. Raises UnsupportedModelError for what cannot be loaded."""
+    flags = [flag for flag in FLAGS if config.get(flag, config.get(f"_{flag}"))]
+    check_setting(METHOD, "flags", " and ".join(flags) or "none", FLAGS)
+    if "load_in_8bit" in flags:
+        return [Layout(WEIGHT, (SCALE,), (ORDER,), _in_bytes)]
+    stated = config.get("bnb_4bit_quant_type") or "fp4"
+    check_setting(METHOD, "bnb_4bit_quant_type", stated, TYPES)
+    by_state = [Layout(STATE + kind, (WEIGHT, ABSMAX, MAP), NESTED, _from_table) for kind in TYPES]
+    # For layers whose state is missing.
+    return [*by_state, Layout(WEIGHT, (ABSMAX, MAP, STATE + stated), NESTED, _from_table)]
+
+
+def _in_bytes(tensors: Mapping[str, Tensor]) -> StoredWeight:
+    # Other orders are those of single kinds of GPUs.
+    check_setting(METHOD, ORDER, int(tensors.get(ORDER, torch.tensor(0))), [0])
+    weight, largest = tensors[WEIGHT], tensors[SCALE]
+    if weight.ndim != 2 or largest.numel() != len(weight):
+        raise ModelLoadError(f"SCB {tuple(largest.shape)} does not fit a weight {tuple(weight.shape)}")
+    return scaled.from_tensors({WEIGHT: weight, SCALE: largest.flatten().float() / LARGEST}, scale=SCALE)
+
+
+def _from_table(tensors: Mapping[str, Tensor]) -> Tensor:
+    """A weight of 4 bits, float32: the distances between a table's numbers differ, so it is no `QuantizedWeight`."""
+    state = _State(next(tensor for name, tensor in tensors.items() if name.startswith(STATE)))
+    state.choice("quant_type", TYPES)
+    shape, size = state.shape(), state.size("blocksize")
+    factors = tensors[ABSMAX].flatten()
+    if factors.dtype == torch.uint8:
+        factors = _nested(tensors, factors, state)
+    table = _table(MAP, tensors[MAP], 16)
+    octets = tensors[WEIGHT].contiguous().view(torch.uint8).flatten()
+    count = math.prod(shape)
+    if len(octets) != -(-count // 2):
+        raise ModelLoadError(f"a weight of {shape[0]} x {shape[1]} needs {-(-count // 2)} bytes, not {len(octets)}")
+    # Both values of a byte at once: what it takes to look them up is then a half of what they are.
+    pairs = torch.stack((table.repeat_interleave(16), table.repeat(16)), 1)
+    return _multiplied(pairs, octets, factors.float(), size)[:count].view(shape)
+
+
+def _nested(tensors: Mapping[str, Tensor], values: Tensor, state: _State) -> Tensor:
+    """The factors of blocks that are in 8 bits themselves."""
+    if lacking := [name for name in NESTED if name not in tensors]:
+        raise MissingWeightsError(f"absmax is in 8 bits, but {' and '.join(lacking)} are missing")
+    table = _table(NESTED_MAP, tensors[NESTED_MAP], 256)[:, None]
+    own = tensors[NESTED_ABSMAX].flatten().float()
+    factors = _multiplied(table, values, own, state.size("nested_blocksize"))[: len(values)]
+    return factors + state.number("nested_offset")
+
+
+def _table(name: str, numbers: Tensor, count: int) -> Tensor:
+    if numbers.numel() != count:
+        raise ModelLoadError(f"{name} has {numbers.numel()} numbers, not {count}")
+    return numbers.flatten().float()
+
+
+def _multiplied(rows: Tensor, values: Tensor, factors: Tensor, size: int) -> Tensor:
+    """Numbers that values stand for, times the factor of each block of so many numbers; the last block is filled up.
+
+    rows: float32 ``[256, numbers]``, what each value stands for. values: uint8 ``[n]``. factors: ``[blocks]``.
+    Raises ModelLoadError for a wrong number of blocks.
+    """
+    width = rows.shape[1]
+    if len(factors) != -(-len(values) * width // size) or size % width:
+        raise ModelLoadError(f"{len(values) * width} values in blocks of {size} do not fit {len(factors)} factors")
+    filled = F.pad(values, (0, len(factors) * (size // width) - len(values)))
+    return F.embedding(filled.int(), rows).view(-1, size).mul_(factors[:, None]).flatten()
+
+
+class _State:
+    """The JSON object in the bytes of a tensor. Raises ModelLoadError if it is something else, or lacks what is asked
+    for."""
+
+    def __init__(self, octets: Tensor) -> None:
+        try:
+            content = json.loads(bytes(octets.flatten().tolist()))
+        except (ValueError, TypeError) as error:
+            raise ModelLoadError(f"quant_state is broken or truncated: {error}") from error
+        self._content: dict[str, Any] = content if isinstance(content, dict) else {}
+
+    def choice(self, key: str, known: tuple[str, ...]) -> None:
+        """Raises UnsupportedModelError for a value that is not known."""
+        check_setting(METHOD, key, self._content.get(key), known)
+
+    def shape(self) -> tuple[int, int]:
+        """Outputs and inputs."""
+        shape = self._content.get("shape")
+        if not isinstance(shape, list) or len(shape) != 2 or not all(type(size) is int and size > 0 for size in shape):
+            raise ModelLoadError(f"quant_state: shape is {shape!r:.100}, not outputs and inputs")
+        return shape[0], shape[1]
+
+    def size(self, key: str) -> int:
+        size = self._content.get(key)
+        if type(size) is not int or size < 1:
+            raise ModelLoadError(f"quant_state: {key} is {size!r:.100}, not a number of values")
+        return size
+
+    def number(self, key: str) -> float:
+        number = self._content.get(key)
+        if not isinstance(number, int | float):
+            raise ModelLoadError(f"quant_state: {key} is {number!r:.100}, not a number")
+        return float(number)
