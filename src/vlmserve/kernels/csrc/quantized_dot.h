@@ -155,15 +155,17 @@ INLINE void multiply_groups(const Four* inputs, const GroupScale* scales, const 
                             f32v (&sums)[ROWS][VECTORS]) {
     static_assert(BITS == 4, "weights of 8 bits have wide inputs");
     constexpr int WIDTH = vectors_with(ROWS, NARROW_SUMS, 2, 1);
+    const long groups = in / form.group, octets = form.group / 8;
+    const long parameter_bytes = form.parameter_bytes(), group_bytes = form.group_bytes();
     for (int first = 0; first < VECTORS; first += WIDTH) {
         f32v totals[ROWS][WIDTH] = {};
         const Four* x = inputs;
         const GroupScale* rows = scales;
         const u8* place = tile;
-        for (long number = 0; number < in / form.group; ++number, place += form.group_bytes(), rows += ROWS) {
+        for (long number = 0; number < groups; ++number, place += group_bytes, rows += ROWS) {
             i32v dots[ROWS][WIDTH] = {};
-            const u8* weights = place + form.parameter_bytes() + first * LANES * 4;
-            for (long octet = 0; octet < form.group / 8; ++octet, weights += 4 * TILE) {
+            const u8* weights = place + parameter_bytes + first * LANES * 4;
+            for (long octet = 0; octet < octets; ++octet, weights += 4 * TILE) {
                 for (long line = 0; line < WIDTH * LANES * 4; line += 64)
                     __builtin_prefetch(weights + PREFETCH_BYTES + line);
                 u8v bytes[WIDTH];
@@ -197,17 +199,19 @@ template <int BITS, int ROWS>
 INLINE void multiply_wide(const Quad* inputs, const float* scales, const GroupSum* input_sums, const u8* tile, long in,
                           WeightForm form, f32v (&sums)[ROWS][VECTORS]) {
     constexpr int WIDTH = vectors_with(ROWS, WIDE_SUMS, 3, 1), PARTS = 8 / BITS;
+    const long groups = in / form.group, units = form.group / (4 * PARTS);
+    const long parameter_bytes = form.parameter_bytes(), group_bytes = form.group_bytes();
     for (int first = 0; first < VECTORS; first += WIDTH) {
         f32v totals[ROWS][WIDTH] = {};
         const Quad* x = inputs;
         const GroupSum* group_sums = input_sums;
         const u8* place = tile;
-        for (long number = 0; number < in / form.group; ++number, place += form.group_bytes(), group_sums += ROWS) {
+        for (long number = 0; number < groups; ++number, place += group_bytes, group_sums += ROWS) {
             i32v high[ROWS][WIDTH] = {}, low[ROWS][WIDTH];
             for (int row = 0; row < ROWS; ++row)
                 for (int i = 0; i < WIDTH; ++i) low[row][i] = (BITS == 8 ? -OFFSET * group_sums[row].integer : 0) - i32v{};
-            const u8* weights = place + form.parameter_bytes() + first * LANES * 4;
-            for (long unit = 0; unit < form.group / (4 * PARTS); ++unit, weights += 4 * TILE) {
+            const u8* weights = place + parameter_bytes + first * LANES * 4;
+            for (long unit = 0; unit < units; ++unit, weights += 4 * TILE) {
                 for (long line = 0; line < WIDTH * LANES * 4; line += 64)
                     __builtin_prefetch(weights + PREFETCH_BYTES + line);
                 u8v bytes[WIDTH];

@@ -37,6 +37,12 @@ INLINE i16v multiply_bytes(u8v weights, i16v inputs) {
 // Keeps the compiler from reading everything first, for which there are not registers enough beside the sums.
 INLINE void read_in_turn() { asm volatile("" ::: "memory"); }
 
+// Keeps the compiler from adding products up later, which would have to wait in memory.
+template <class V>
+INLINE void add_at_once(V& sum) {
+    asm("" : "+v"(sum));
+}
+
 template <class T>
 float split_row(const T* x, long in, long padded, Quad* quads, float* scales, std::int32_t* sums, long place, long count) {
     float most = largest_size(x, in);
@@ -90,7 +96,10 @@ INLINE void multiply_int8(const Quad* inputs, const float* scales, const std::in
 #pragma GCC unroll 4
                     for (int row = 0; row < ROWS; ++row)
 #pragma GCC unroll 8
-                        for (int i = 0; i < WIDTH; ++i) dots[row][i] += bit_cast<u32v>(multiply_pairs(w[i], in_all_lanes(part ? x[row].odd : x[row].even)));
+                        for (int i = 0; i < WIDTH; ++i) {
+                            dots[row][i] += bit_cast<u32v>(multiply_pairs(w[i], in_all_lanes(part ? x[row].odd : x[row].even)));
+                            if (ROWS > 1) add_at_once(dots[row][i]);
+                        }
                 }
             }
             for (int row = 0; row < ROWS; ++row) {
@@ -112,17 +121,19 @@ INLINE void multiply_groups(const Four* inputs, const GroupScale* scales, const 
                             f32v (&sums)[ROWS][VECTORS]) {
     static_assert(BITS == 4, "weights of 8 bits have wide inputs");
     constexpr int WIDTH = vectors_with(ROWS, NARROW_SUMS, 1, 1);
+    const long groups = in / form.group, octets_of_group = form.group / 8;
+    const long parameter_bytes = form.parameter_bytes(), group_bytes = form.group_bytes();
     for (int first = 0; first < VECTORS; first += WIDTH) {
         f32v totals[ROWS][WIDTH] = {};
         const Four* x = inputs;
         const GroupScale* rows = scales;
         const u8* place = tile;
-        for (long number = 0; number < in / form.group; ++number, place += form.group_bytes(), rows += ROWS) {
+        for (long number = 0; number < groups; ++number, place += group_bytes, rows += ROWS) {
             i32v dots[ROWS][WIDTH] = {};
-            const u8* weights = place + form.parameter_bytes() + first * LANES * 4;
-            for (long start = 0; start < form.group / 8; start += OCTETS_PER_SUM) {
+            const u8* weights = place + parameter_bytes + first * LANES * 4;
+            for (long start = 0; start < octets_of_group; start += OCTETS_PER_SUM) {
                 i16v small[ROWS][WIDTH] = {};
-                long octets = smaller(OCTETS_PER_SUM, form.group / 8 - start);
+                long octets = smaller(OCTETS_PER_SUM, octets_of_group - start);
                 for (long octet = 0; octet < octets; ++octet, weights += 4 * TILE) {
                     for (long line = 0; line < WIDTH * LANES * 4; line += 64)
                         __builtin_prefetch(weights + PREFETCH_BYTES + line);
@@ -135,7 +146,10 @@ INLINE void multiply_groups(const Four* inputs, const GroupScale* scales, const 
 #pragma GCC unroll 4
                         for (int row = 0; row < ROWS; ++row)
 #pragma GCC unroll 8
-                            for (int i = 0; i < WIDTH; ++i) small[row][i] += multiply_bytes(w[i], in_all_lanes(x[row]));
+                            for (int i = 0; i < WIDTH; ++i) {
+                                small[row][i] += multiply_bytes(w[i], in_all_lanes(x[row]));
+                                if (ROWS > 1) add_at_once(small[row][i]);
+                            }
                     }
                 }
                 for (int row = 0; row < ROWS; ++row)
@@ -160,17 +174,19 @@ template <int BITS, int ROWS>
 INLINE void multiply_wide(const Quad* inputs, const float* scales, const GroupSum* input_sums, const u8* tile, long in,
                           WeightForm form, f32v (&sums)[ROWS][VECTORS]) {
     constexpr int WIDTH = vectors_with(ROWS, WIDE_SUMS, 1, 1), QUADS = 8 / BITS;
+    const long groups = in / form.group, units = form.group / (4 * QUADS);
+    const long parameter_bytes = form.parameter_bytes(), group_bytes = form.group_bytes();
     for (int first = 0; first < VECTORS; first += WIDTH) {
         f32v totals[ROWS][WIDTH] = {};
         const Quad* x = inputs;
         const GroupSum* group_sums = input_sums;
         const u8* place = tile;
-        for (long number = 0; number < in / form.group; ++number, place += form.group_bytes(), group_sums += ROWS) {
+        for (long number = 0; number < groups; ++number, place += group_bytes, group_sums += ROWS) {
             i32v dots[ROWS][WIDTH];
             for (int row = 0; row < ROWS; ++row)
                 for (int i = 0; i < WIDTH; ++i) dots[row][i] = (BITS == 8 ? -128 * group_sums[row].integer : 0) - i32v{};
-            const u8* weights = place + form.parameter_bytes() + first * LANES * 4;
-            for (long unit = 0; unit < form.group / (4 * QUADS); ++unit, weights += 4 * TILE, x += QUADS * ROWS) {
+            const u8* weights = place + parameter_bytes + first * LANES * 4;
+            for (long unit = 0; unit < units; ++unit, weights += 4 * TILE, x += QUADS * ROWS) {
                 for (long line = 0; line < WIDTH * LANES * 4; line += 64)
                     __builtin_prefetch(weights + PREFETCH_BYTES + line);
 #pragma GCC unroll 4
@@ -187,18 +203,20 @@ INLINE void multiply_wide(const Quad* inputs, const float* scales, const GroupSu
                     for (int row = 0; row < ROWS; ++row) {
                         const Quad& quad = x[part % QUADS * ROWS + row];
 #pragma GCC unroll 8
-                        for (int i = 0; i < WIDTH; ++i)
+                        for (int i = 0; i < WIDTH; ++i) {
                             dots[row][i] += multiply_pairs(w[i], in_all_lanes(part / QUADS ? quad.odd : quad.even));
+                            add_at_once(dots[row][i]);
+                        }
                     }
                 }
             }
             for (int i = 0; i < WIDTH; ++i) {
-                f32v scale = group_scales(place, first + i);
-                for (int row = 0; row < ROWS; ++row)
+                f32v scale = group_scales(place, first + i), minimum{};
+                if (form.minimums) minimum = group_minimums(place, first + i);
+                for (int row = 0; row < ROWS; ++row) {
                     totals[row][i] += __builtin_convertvector(dots[row][i], f32v) * scale;
-                if (BITS == 8 && !form.minimums) continue;
-                f32v minimum = group_minimums(place, first + i);
-                for (int row = 0; row < ROWS; ++row) totals[row][i] += minimum * group_sums[row].sum;
+                    totals[row][i] += minimum * group_sums[row].sum;
+                }
             }
         }
         for (int row = 0; row < ROWS; ++row)
