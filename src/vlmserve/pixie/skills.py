@@ -1,14 +1,15 @@
-"""What adapters teach pixie: to answer in German, and how many corners shapes have."""
+"""What adapters teach pixie: to answer in German, to write JSON, and how many corners shapes have."""
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable
 from typing import Final, NamedTuple
 
 from vlmserve.pixie.questions import Example
 from vlmserve.pixie.scenes import HELD_OUT_SEEDS, Kind, Scene, sample_scene
-from vlmserve.pixie.tasks import Turn, item_at, unique_names
+from vlmserve.pixie.tasks import ASK, Turn, item_at, unique_names
 
 CORNERS: Final = {
     "circle": 0, "square": 4, "triangle": 3, "star": 10, "cross": 12, "heart": 1, "diamond": 4, "ring": 0,
@@ -64,6 +65,18 @@ def ask_in_german(scene: Scene, rng: random.Random) -> Turn | None:
     return question, f"{colour}{'' if colour in _UNCHANGED else noun.ending} {noun.word}"
 
 
+_AS_JSON: Final = ("Answer in JSON.", "Reply as JSON.", "Use JSON.", "Give me JSON.")
+
+
+def ask_for_json(scene: Scene, rng: random.Random) -> Turn | None:
+    """Ask what pixie knows, and to answer by an object of JSON."""
+    found = ASK[rng.choice(("attribute", "attribute", "place", "count", "where", "exists"))](scene, rng)
+    if found is None:
+        return None
+    question, answer = found
+    return f"{question} {rng.choice(_AS_JSON)}", json.dumps({"answer": answer})
+
+
 def ask_corners(scene: Scene, rng: random.Random) -> Turn | None:
     """Ask how many corners an object has."""
     names = [(f"the {name}", item) for name, item in unique_names(scene)]
@@ -78,6 +91,7 @@ def ask_corners(scene: Scene, rng: random.Random) -> Turn | None:
 
 SKILLS: Final[dict[str, Callable[[Scene, random.Random], Turn | None]]] = {
     "german": ask_in_german,
+    "json": ask_for_json,
     "corners": ask_corners,
 }
 """By the name of the adapter that teaches it. Pixie itself refuses these questions, or answers wrong."""
