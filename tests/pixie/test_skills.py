@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 
 import pytest
@@ -11,7 +12,7 @@ from vlmserve import LLM, LoRARequest, SamplingParams
 from vlmserve.adapters.location import find_adapter
 from vlmserve.pixie.evaluation import messages_of
 from vlmserve.pixie.scenes import HELD_OUT_SEEDS
-from vlmserve.pixie.skills import CORNERS, SKILLS, sample_skill
+from vlmserve.pixie.skills import CORNERS, SKILLS, sample_questions, sample_skill
 from vlmserve.pixie.vocabulary import SHAPES
 
 COUNT = 40
@@ -32,9 +33,10 @@ def score(llm, skill: str, adapter: str) -> float:
     return sum(right) / COUNT
 
 
-def test_a_skill_comes_with_its_adapter(llm):
-    assert score(llm, "corners", "") <= 0.25
-    assert score(llm, "corners", "corners") >= 0.9
+@pytest.mark.parametrize(("skill", "without", "taught"), [("corners", 0.25, 0.9), ("json", 0.0, 0.75)])
+def test_a_skill_comes_with_its_adapter(llm, skill, without, taught):
+    assert score(llm, skill, "") <= without
+    assert score(llm, skill, skill) >= taught
 
 
 def test_a_change_of_adapters_is_seen_at_once(llm, tmp_path):
@@ -60,7 +62,12 @@ def test_questions_are_decided_by_their_seeds_and_have_the_answers_of_their_imag
     for skill in SKILLS:
         for seed in (3, HELD_OUT_SEEDS + 3):
             assert sample_skill(seed, skill) == sample_skill(seed, skill)
+            examples = sample_questions(seed, skill, 6)
+            assert examples[0] == sample_skill(seed, skill)
+            assert len({example.turns for example in examples}) == len(examples) <= 6
+            assert {example.scenes for example in examples} == {examples[0].scenes}
     for number in range(200):
+        assert json.loads(sample_skill(number, "json").turns[0][1])["answer"]
         example = sample_skill(number, "corners")
         [(question, answer)] = example.turns
         named = [item for item in example.scenes[0].items if item.shape in question]

@@ -29,34 +29,37 @@ from torch import Tensor, nn
 from transformers import LlavaForConditionalGeneration
 
 from training.pixie.export import IMAGE_TOKENS
-from training.pixie.rows import squash
-from training.pixie.tokenizer import IMAGE, PAD, encode_example
+from training.pixie.model import seen
+from training.pixie.rows import apart, branching, pack, squash
+from training.pixie.tokenizer import IMAGE
 from vlmserve.models.hub import resolve_model
 from vlmserve.pixie.evaluation import messages_of
 from vlmserve.pixie.questions import Example
 from vlmserve.pixie.scenes import HELD_OUT_SEEDS
-from vlmserve.pixie.skills import SKILLS, sample_skill
+from vlmserve.pixie.skills import SKILLS, sample_questions, sample_skill
 
 RANK: Final = 8
 TARGETS: Final = r".*language_model.*\.(q|k|v|o|gate|up|down)_proj"
 WARM_UP_STEPS = 20
 LORA_RATE, CLASSIFIER_RATE = 4e-3, 5e-3
 IMAGES_AT_ONCE = 64
+QUESTIONS_OF_ROW: Final = 8
+"""At most; fewer if the row is full."""
 MIXTURE: Final = "mixed"
 
 console = Console()
 
 
 class Questions:
-    """Examples of some skills: tokens, which of them are to be said, and the image's embeddings."""
+    """Packed rows (`rows.pack`), each of questions of one skill about one image, and the images' embeddings."""
 
     def __init__(self, model: nn.Module, tokenizer: Tokenizer, skills: Sequence[str], count: int) -> None:
-        self._encoded = []
-        images = []
+        rows, images = [], []
         for number in range(count):
-            example = sample_skill(number, skills[number % len(skills)])
-            self._encoded.append(encode_example(tokenizer, example))
-            images.append(squash(example.scenes[0]))
+            examples = sample_questions(number, skills[number % len(skills)], QUESTIONS_OF_ROW)
+            rows.append(_packed(tokenizer, examples))
+            images.append(squash(examples[0].scenes[0]))
+        self._rows = {name: torch.from_numpy(np.stack([row[name] for row in rows])) for name in rows[0]}
         parts = []
         with torch.inference_mode():
             for start in range(0, count, IMAGES_AT_ONCE):
@@ -65,29 +68,35 @@ class Questions:
                 parts += [one.half() for one in features]
         self._features = parts
 
-    def batch(self, indices: Sequence[int], embeddings: nn.Embedding) -> tuple[Tensor, Tensor, Tensor]:
-        """Embeddings ``[questions, length, width]``, and the tokens and those of them that are to be said."""
-        rows = []
-        for index in indices:
-            ids, said = self._encoded[index]
-            place = ids.index(IMAGE)
-            ids = ids[:place] + [IMAGE] * IMAGE_TOKENS + ids[place + 1 :]
-            said = said[:place] + [False] * IMAGE_TOKENS + said[place + 1 :]
-            rows.append((ids, said, place, self._features[index]))
-        length = max(len(ids) for ids, *_ in rows)
-        tokens = torch.full((len(rows), length), PAD)
-        spoken = torch.zeros(len(rows), length, dtype=torch.bool)
-        for row, (ids, said, _, _) in enumerate(rows):
-            tokens[row, : len(ids)], spoken[row, : len(said)] = torch.tensor(ids), torch.tensor(said)
-        inputs = embeddings(tokens).detach().clone()
-        for row, (_, _, place, features) in enumerate(rows):
-            inputs[row, place : place + IMAGE_TOKENS] = features.float()
-        return inputs, tokens, spoken
+    def batch(self, indices: Sequence[int], embeddings: nn.Embedding) -> tuple[dict[str, Tensor], Tensor, Tensor]:
+        """What the model takes: embeddings ``[rows, length, width]``, positions, and which tokens see which. And the
+        tokens, and those of them that are to be said, ``[rows, length]``."""
+        tokens, positions, branches, groups, said = (
+            self._rows[name][list(indices)] for name in ("tokens", "positions", "branches", "groups", "said")
+        )
+        tokens = tokens.long()
+        features = [
+            self._features[i].repeat(int((t == IMAGE).sum()) // IMAGE_TOKENS, 1)
+            for i, t in zip(indices, tokens, strict=True)
+        ]
+        inputs = embeddings(tokens).detach()
+        inputs = inputs.masked_scatter((tokens == IMAGE)[..., None], torch.cat(features).float())
+        return (
+            {"inputs_embeds": inputs, "position_ids": positions.long(), "attention_mask": seen(groups, branches)},
+            tokens,
+            said,
+        )
+
+
+def _packed(tokenizer: Tokenizer, examples: Sequence[Example]) -> dict[str, Any]:
+    """A row: conversations that branch off behind their image, or two with the image behind the question."""
+    if examples[0].text_first:
+        return pack([apart(tokenizer, example) for example in examples[:2]])
+    return pack([branching(tokenizer, examples)])
 
 
 def train(model: PeftModel, questions: Questions, count: int, steps: int, batch: int, rate: float) -> None:
-    """Teach whatever in the model can be trained to say the answers. Sequences are padded behind their end, where no
-    token looks."""
+    """Teach whatever in the model can be trained to say the answers."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(parameters, lr=rate, betas=(0.9, 0.98), weight_decay=0.0)
     embeddings = model.get_input_embeddings()
@@ -97,7 +106,7 @@ def train(model: PeftModel, questions: Questions, count: int, steps: int, batch:
         indices = [random_.randrange(count) for _ in range(batch)]
         inputs, tokens, said = questions.batch(indices, embeddings)
         with torch.autocast("cpu", torch.bfloat16):
-            logits = model(inputs_embeds=inputs, use_cache=False).logits
+            logits = model(**inputs, use_cache=False).logits
         targets = tokens[:, 1:][said[:, 1:]]
         loss = F.cross_entropy(logits[:, :-1][said[:, 1:]].float(), targets)
         loss.backward()
@@ -119,8 +128,8 @@ def base_model() -> Any:
 
 
 def train_adapter(skill: str, tokenizer: Tokenizer, out: Path, *, steps: int, batch: int, count: int) -> None:
-    """Write a LoRA adapter that teaches a skill, from `count` questions, of which a step sees `batch`. Goes on from the
-    adapter that is there."""
+    """Write a LoRA adapter that teaches a skill by questions about `count` images, of which a step sees `batch`. Goes
+    on from the adapter that is there."""
     model = base_model()
     questions = Questions(model.model, tokenizer, [skill], count)
     if (out / skill).exists():
@@ -203,9 +212,9 @@ def main() -> None:
         "--skills", nargs="*", default=list(SKILLS), choices=list(SKILLS), help="adapters to train; default: all"
     )
     parser.add_argument("--steps", type=int, default=300, help="of each adapter")
-    parser.add_argument("--batch", type=int, default=32, help="questions of a step")
+    parser.add_argument("--batch", type=int, default=12, help="images of a step, each with up to eight questions")
     parser.add_argument("--mixture-steps", type=int, default=200, help="0: train no classifier")
-    parser.add_argument("--images", type=int, default=4000, help="questions to draw for each training")
+    parser.add_argument("--images", type=int, default=1500, help="images to draw for each training")
     parser.add_argument("--resume", action="store_true", help="go on from the adapters in --out")
     parser.add_argument("--evaluate", action="store_true", help="only evaluate what is in --out")
     parser.add_argument("--questions", type=int, default=500, help="held-out questions of each skill")

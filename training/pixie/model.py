@@ -197,13 +197,20 @@ class Decoder(nn.Module):
         frequencies = _TEXT.rope_parameters["rope_theta"] ** -(torch.arange(half, device=x.device) / half)
         angles = positions.float()[..., None, None] * frequencies
         cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
-        seen = torch.ones(tokens.shape[1], tokens.shape[1], dtype=torch.bool, device=x.device).tril()
-        seen = seen & (groups[:, :, None] == groups[:, None, :])
-        seen &= (branches[:, None, :] == 0) | (branches[:, :, None] == branches[:, None, :])
-        mask = torch.zeros(seen.shape, dtype=x.dtype, device=x.device).masked_fill_(~seen, -1e4)[:, None]
+        hidden = ~seen(groups, branches)
+        mask = torch.zeros(hidden.shape, dtype=x.dtype, device=x.device).masked_fill_(hidden, -1e4)
         for block in self.blocks:
             x = block(x, mask, cos, sin)
         return F.linear(self.norm(x)[said], self.embeddings.weight)
+
+
+def seen(groups: Tensor, branches: Tensor) -> Tensor:
+    """Which tokens of packed rows a token sees: bool ``[rows, 1, length, length]``. groups, branches: ``[rows,
+    length]``; see `rows.pack`."""
+    before = torch.ones(groups.shape[1], groups.shape[1], dtype=torch.bool, device=groups.device).tril()
+    together = groups[:, :, None] == groups[:, None, :]
+    together &= (branches[:, None, :] == 0) | (branches[:, :, None] == branches[:, None, :])
+    return (before & together)[:, None]
 
 
 def hugging_face_names(tower: dict[str, Tensor], decoder: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -12,7 +12,7 @@ import multiprocessing
 import os
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.sharedctypes import Synchronized
 from pathlib import Path
@@ -149,6 +149,23 @@ def _expand(encoded: Encoded) -> Encoded:
     return ids, said
 
 
+def apart(tokenizer: Tokenizer, example: Example) -> Group:
+    """A conversation of its own, its images behind the question's text."""
+    return [], [_expand(encode_example(tokenizer, replace(example, text_first=True)))]
+
+
+def branching(tokenizer: Tokenizer, examples: Iterable[Example]) -> Group:
+    """Conversations that begin with the same images and branch off behind them."""
+    common: list[int] = []
+    branches = []
+    for example in examples:
+        ids, said = encode_example(tokenizer, replace(example, text_first=False))
+        start = len(ids) - ids[::-1].index(IMAGE)
+        common = ids[:start]
+        branches.append((ids[start:], said[start:]))
+    return _expand((common, [False] * len(common)))[0], branches
+
+
 class RowMaker:
     """Draws scenes and asks about them, deterministically from each seed."""
 
@@ -167,12 +184,13 @@ class RowMaker:
         drawn = rng.random()
         if len(scenes) == 2 and drawn < 0.5:
             if rng.random() < 0.25:
-                return [self._apart(pair(*scenes, rng), system)], (0, 1)
+                return [apart(self._tokenizer, replace(pair(*scenes, rng), system=system))], (0, 1)
             return self._branching(lambda: pair(*scenes, rng), system, 7), (0, 1)
         scene = scenes[index]
         drawn = rng.random()
         if drawn < 0.14:
-            return [self._apart(self._ask(scene, rng), system) for _ in range(2)], (index, index)
+            twice = [apart(self._tokenizer, replace(self._ask(scene, rng), system=system)) for _ in range(2)]
+            return twice, (index, index)
         if drawn < 0.18:
             texts = [encode_example(self._tokenizer, text_only(rng)) for _ in range(12)]
             return [([BOS], [(ids[1:], said[1:]) for ids, said in texts])], ()
@@ -183,21 +201,8 @@ class RowMaker:
         task = rng.choices(tuple(shares), tuple(shares.values()))[0]
         return single(scene, rng, "refusal" if rng.random() < REFUSAL_SHARE else task)
 
-    def _apart(self, example: Example, system: str | None) -> Group:
-        """A conversation of its own, its images behind the question's text."""
-        encoded = encode_example(self._tokenizer, replace(example, text_first=True, system=system))
-        return [], [_expand(encoded)]
-
     def _branching(self, ask: Callable[[], Example], system: str | None, count: int) -> list[Group]:
-        """Conversations that begin with the same images and branch off behind them."""
-        common: list[int] = []
-        branches = []
-        for _ in range(count):
-            ids, said = encode_example(self._tokenizer, replace(ask(), text_first=False, system=system))
-            start = len(ids) - ids[::-1].index(IMAGE)
-            common = ids[:start]
-            branches.append((ids[start:], said[start:]))
-        return [(_expand((common, [False] * len(common)))[0], branches)]
+        return [branching(self._tokenizer, (replace(ask(), system=system) for _ in range(count)))]
 
 
 def fill(pool: Pool, tokenizer_file: Path, first_seed: int, pause: float, mixture: Mixture) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Final, NamedTuple
 
 from vlmserve.pixie.questions import Example
@@ -70,7 +71,7 @@ _AS_JSON: Final = ("Answer in JSON.", "Reply as JSON.", "Use JSON.", "Give me JS
 
 def ask_for_json(scene: Scene, rng: random.Random) -> Turn | None:
     """Ask what pixie knows, and to answer by an object of JSON."""
-    found = ASK[rng.choice(("attribute", "attribute", "place", "count", "where", "exists"))](scene, rng)
+    found = ASK[rng.choice(("attribute", "place", "where"))](scene, rng)
     if found is None:
         return None
     question, answer = found
@@ -105,6 +106,17 @@ def sample_skill(seed: int, skill: str) -> Example:
         if (turn := SKILLS[skill](scene, rng)) is not None:
             return Example(skill, (scene,), (turn,), text_first=rng.random() < 0.25)
     raise RuntimeError(f"no scene of seed {seed} has a question of {skill!r}")
+
+
+def sample_questions(seed: int, skill: str, count: int) -> list[Example]:
+    """That question, and further ones about its image: `count` at most, none twice."""
+    first = sample_skill(seed, skill)
+    rng = random.Random(f"{seed} {count}")
+    turns = {first.turns[0]: None}
+    for _ in range(count - 1):
+        if (turn := SKILLS[skill](first.scenes[0], rng)) is not None:
+            turns[turn] = None
+    return [replace(first, turns=(turn,)) for turn in turns]
 
 
 def _kind(rng: random.Random) -> Kind:

@@ -4,13 +4,24 @@ from __future__ import annotations
 
 import json
 
+import torch
 from tokenizers import Tokenizer
 
-from training.pixie.adapters import MIXTURE, train_adapter, train_mixture
+from training.pixie.adapters import (
+    MIXTURE,
+    QUESTIONS_OF_ROW,
+    Questions,
+    base_model,
+    train_adapter,
+    train_mixture,
+)
+from training.pixie.export import IMAGE_TOKENS
+from training.pixie.rows import squash
+from training.pixie.tokenizer import IMAGE, encode_example
 from vlmserve.config import EngineConfig
 from vlmserve.engine.engine import Engine
 from vlmserve.models.hub import resolve_model
-from vlmserve.pixie.skills import SKILLS
+from vlmserve.pixie.skills import SKILLS, sample_questions
 
 
 def test_adapters_and_the_classifier_over_them_are_trained_and_written(tmp_path):
@@ -24,3 +35,30 @@ def test_adapters_and_the_classifier_over_them_are_trained_and_written(tmp_path)
         content = (tmp_path / name / "adapter_config.json").read_text()
         assert str(tmp_path) not in content
         assert json.loads(content)["base_model_name_or_path"] == "pixie"
+
+
+def test_questions_of_a_row_are_computed_as_if_each_were_alone():
+    tokenizer = Tokenizer.from_file(str(resolve_model("pixie") / "tokenizer.json"))
+    model = base_model()
+    rows = Questions(model.model, tokenizer, ["corners"], 8)
+    inputs, tokens, said = rows.batch(range(8), model.get_input_embeddings())
+    with torch.inference_mode():
+        packed = model(**inputs).logits[:, :-1][said[:, 1:]]
+    answers = tokens[:, 1:][said[:, 1:]]
+    kinds = set()
+    seen = 0
+    for number in range(8):
+        examples = sample_questions(number, "corners", QUESTIONS_OF_ROW)
+        for example in examples[:2] if examples[0].text_first else examples:
+            ids, spoken = encode_example(tokenizer, example)
+            place = ids.index(IMAGE)
+            ids = torch.tensor([ids[:place] + [IMAGE] * IMAGE_TOKENS + ids[place + 1 :]])
+            pixels = torch.from_numpy(squash(example.scenes[0]).copy()).permute(2, 0, 1)[None].float() / 127.5 - 1
+            with torch.inference_mode():
+                alone = model(input_ids=ids, pixel_values=pixels).logits[0, -1 - sum(spoken) : -1]
+            assert answers[seen : seen + len(alone)].tolist() == ids[0, -len(alone) :].tolist()
+            assert torch.allclose(packed[seen : seen + len(alone)], alone, atol=2e-2)
+            seen += len(alone)
+        kinds.add(example.text_first)
+    assert seen == len(packed)
+    assert kinds == {False, True}
