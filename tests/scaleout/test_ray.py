@@ -67,6 +67,10 @@ class Command:
         lines = (argument for process in self.family() for argument in process.cmdline())
         return "--address", next(one.removeprefix(flag) for one in lines if one.startswith(flag))
 
+    def wait(self) -> int:
+        """Its exit status, once it has ended by itself."""
+        return self._process.wait(60)
+
     def stop(self) -> int:
         """Interrupt it as Ctrl-C does."""
         self._process.send_signal(signal.SIGINT)
@@ -175,10 +179,15 @@ def test_a_worker_with_another_model_joins_and_leaves(cluster, tmp_path):
     assert ask(cluster.url).status_code == 200
 
 
-def test_a_second_gateway_serves_the_same_workers(cluster):
+def test_a_second_gateway_serves_the_same_workers_and_is_replaced_by_a_third(cluster):
     with running("gateway", "--port", "0", *cluster.ray()) as gateway:
         wait_for(gateway.url)
         assert ask(gateway.url).json()["choices"] == ask(cluster.url).json()["choices"]
+        replacing = ("gateway", "--port", gateway.url.rpartition(":")[2], "--take-over")
+        with running(*replacing, *cluster.ray()) as third:
+            assert third.url == gateway.url
+            assert gateway.wait() == 0
+            assert ask(gateway.url).status_code == 200
 
 
 def test_the_files_for_deployments_describe_applications():

@@ -89,9 +89,17 @@ def worker(
 
 
 @command(common=COMMON_GATEWAY_FIELDS)
-def gateway(server: ServerConfig, gateway: GatewayConfig, address: Address = "auto") -> None:
+def gateway(
+    server: ServerConfig,
+    gateway: GatewayConfig,
+    address: Address = "auto",
+    take_over: Annotated[
+        bool, typer.Option("--take-over", help="Take the place of the gateway that has this port, if there is one.")
+    ] = False,
+) -> None:
     """Run a gateway to the workers of a cluster; several may run.
 
-    The machine must belong to a Ray cluster (`ray start`).
+    The machine must belong to a Ray cluster (`ray start`). With `--take-over` a gateway of the same cluster and user
+    that has the port on this machine leaves it to this one, finishes its answers and ends.
     """
-    _commands().join_as_gateway(server, gateway, address=address)
+    _commands().join_as_gateway(server, gateway, address=address, takes_over=take_over)

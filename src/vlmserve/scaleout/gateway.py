@@ -99,7 +99,7 @@ class Gateway:
         self._token = token
         self._numbers = itertools.count(1)
         self._sent: OrderedDict[int, Sent] = OrderedDict()
-        self._closing = False
+        self._phase = "serving"
         self._changed = asyncio.Event()
         """Set when something of a worker has changed."""
         self._idle = asyncio.Event()
@@ -107,12 +107,12 @@ class Gateway:
 
     @property
     def phase(self) -> str:
-        """ "closing" while requests are refused."""
-        return "closing" if self._closing else "serving"
+        """ "serving", "leaving" or "closing" (`Front.phase`)."""
+        return self._phase
 
     def problem(self) -> VLMServeError | None:
         """Why no request can be answered now."""
-        if self._closing:
+        if self._phase == "closing":
             return UnavailableError("The gateway is shutting down")
         if not any(len(model.router.fleet) for model in self.models.values()):
             return UnavailableError("No worker is ready yet; try again soon", retry_after=2.0)
@@ -215,9 +215,20 @@ class Gateway:
             if not self.num_in_flight:
                 self._idle.set()
 
+    async def wait_for_workers(self, patience: float) -> None:
+        """Until there are workers and all of them have said what they have, at most `patience` seconds."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(patience):
+                while not self.members or not all(member.is_heard for member in self.members.values()):
+                    await self._change_of_worker()
+
+    def leave(self) -> None:
+        """Have clients close their connections: another gateway is in the place of this one."""
+        self._phase = "leaving"
+
     async def drain(self, grace: float) -> bool:
         """Refuse new requests, and wait for those under way; whether they ended within `grace` seconds."""
-        self._closing = True
+        self._phase = "closing"
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._idle.wait(), grace)
         return self._idle.is_set()

@@ -13,7 +13,7 @@ import msgspec
 
 from vlmserve import errors
 from vlmserve.errors import ModelLoadError, VLMServeError
-from vlmserve.scaleout.member import Launch, News, Up
+from vlmserve.scaleout.member import HANDED_OVER, Launch, News, Up
 
 
 class MemberProcess:
@@ -37,6 +37,11 @@ class MemberProcess:
     def is_alive(self) -> bool:
         """Whether the process runs."""
         return self._process.poll() is None
+
+    @property
+    def was_replaced(self) -> bool:
+        """Whether it was a gateway whose place another one has taken, and has ended since."""
+        return self._process.poll() == HANDED_OVER
 
     def wait_until_up(self) -> str:
         """Its URL, once it answers. Raises the VLMServeError for which it does not start."""

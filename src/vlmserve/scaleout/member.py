@@ -8,9 +8,11 @@ way; when standard input closes, its parent is gone, and it ends at once.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import signal
+import socket
 import sys
 import threading
 from collections.abc import Callable
@@ -28,9 +30,16 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp
 
     from vlmserve.scaleout.gateway import Gateway
+    from vlmserve.scaleout.handover import Predecessor
     from vlmserve.server.service import Service
+    from vlmserve.server.web import WebServer
 
 logger = logging.getLogger(__name__)
+
+HANDED_OVER = 10
+"""Exit status of a gateway whose place another one has taken."""
+_WORKERS_PATIENCE = 10.0
+"""Seconds that a gateway waits to hear from all workers before it takes the place of another one."""
 
 
 class WorkerLaunch(msgspec.Struct, frozen=True, tag="worker"):
@@ -45,11 +54,13 @@ class WorkerLaunch(msgspec.Struct, frozen=True, tag="worker"):
 
 
 class GatewayLaunch(msgspec.Struct, frozen=True, tag="gateway"):
-    """Settings of a gateway."""
+    """Settings of a gateway. takes_over: the place of a gateway of the same cluster that has its port, if there is
+    one."""
 
     token: str
     server: str
     gateway: str
+    takes_over: bool = False
     log_format: LogFormat = "text"
 
 
@@ -80,7 +91,7 @@ def main() -> int:
             threading.Thread(target=_exit_with_parent, daemon=True).start()
             run_worker(launch, _say_url)
         else:
-            run_gateway(launch, _say_url)
+            return run_gateway(launch, _say_url)
     except VLMServeError as error:
         _say(Failed(str(error), type(error).__name__))
         return 1
@@ -108,10 +119,11 @@ def run_worker(launch: WorkerLaunch, announce: Callable[[str], None]) -> None:
     serve(engine, media, server, Membership(wrap, announce))
 
 
-def run_gateway(launch: GatewayLaunch, announce: Callable[[str], None]) -> None:
-    """Serve as a gateway until SIGTERM. Raises VLMServeError."""
+def run_gateway(launch: GatewayLaunch, announce: Callable[[str], None]) -> int:
+    """Serve as a gateway until SIGTERM, or until another one has taken over; the exit status. Raises VLMServeError."""
     from vlmserve.scaleout.app import create_app
     from vlmserve.scaleout.gateway import Gateway
+    from vlmserve.scaleout.handover import predecessor_at
     from vlmserve.server.run import bind, event_loop_factory, raise_file_limit
     from vlmserve.server.web import WebServer
 
@@ -121,26 +133,52 @@ def run_gateway(launch: GatewayLaunch, announce: Callable[[str], None]) -> None:
     if not server.access_log:
         logging.getLogger("vlmserve.access").setLevel(logging.WARNING)
     gateway = Gateway(server, GatewayConfig.model_validate_json(launch.gateway), launch.token)
-    web = WebServer(create_app(gateway), server, bind(server))
+    predecessor = predecessor_at(server, launch.token) if launch.takes_over else None
+    listener = bind(server) if predecessor is None else predecessor.listener
+    web = WebServer(create_app(gateway), server, listener)
     freeze_loaded_objects()
     with asyncio.Runner(loop_factory=event_loop_factory()) as runner:
-        runner.run(_serve(gateway, web.start, web.stop, lambda: announce(web.url)))
+        return runner.run(_serve(gateway, web, listener, predecessor, launch.token, announce))
 
 
 async def _serve(
-    gateway: Gateway, start: Callable[[], None], stop: Callable[[], object], announce: Callable[[], None]
-) -> None:
+    gateway: Gateway,
+    web: WebServer,
+    listener: socket.socket,
+    predecessor: Predecessor | None,
+    token: str,
+    announce: Callable[[str], None],
+) -> int:
+    from vlmserve.scaleout.handover import Offer
+
     loop = asyncio.get_running_loop()
     stopped = asyncio.Event()
     loop.add_signal_handler(signal.SIGTERM, stopped.set)
     threading.Thread(target=_read_workers, args=(gateway, loop), daemon=True).start()
-    start()
-    announce()
-    await stopped.wait()
-    if not await gateway.drain(gateway.config.shutdown_grace):
+    if predecessor is not None:
+        await gateway.wait_for_workers(_WORKERS_PATIENCE)  # the other one answers meanwhile
+    web.start()
+    if predecessor is not None:
+        await asyncio.to_thread(predecessor.release)
+    with contextlib.closing(Offer(listener, token)) as offer:
+        announce(web.url)
+        taking, stopping = asyncio.ensure_future(offer.taken()), asyncio.ensure_future(stopped.wait())
+        await asyncio.wait((taking, stopping), return_when=asyncio.FIRST_COMPLETED)
+        grace, is_taken = gateway.config.shutdown_grace, taking.done()
+        if is_taken:
+            logger.info("Another gateway has taken over; finishing %d requests", gateway.num_in_flight)
+            gateway.leave()
+            leaving = asyncio.ensure_future(web.leave(grace))
+        else:
+            taking.cancel()
+    if is_taken:
+        await leaving
+    await gateway.drain(0 if is_taken else grace)
+    if gateway.num_in_flight:
         logger.warning("%d requests are not finished and fail now", gateway.num_in_flight)
-    await stop()  # type: ignore[misc]
+    await web.stop()
     await gateway.close()
+    return HANDED_OVER if is_taken else 0
 
 
 def _read_workers(gateway: Gateway, loop: asyncio.AbstractEventLoop) -> None:

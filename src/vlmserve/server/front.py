@@ -19,7 +19,8 @@ class ErrorCounter(Protocol):
 
 
 class Front(Protocol):
-    """keys: who may ask; None: everybody. phase: "closing" while requests are refused. tracing: None if it is off."""
+    """keys: who may ask; None: everybody. phase: "leaving" while clients are to close
+    their connections, "closing" while requests are refused as well. tracing: None if it is off."""
 
     config: ServerConfig
     keys: KeyRing | None

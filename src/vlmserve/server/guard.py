@@ -54,7 +54,7 @@ class Guard:
         async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
                 headers = MutableHeaders(scope=message)
-                if self._service.phase == "closing":
+                if self._service.phase in ("leaving", "closing"):
                     headers["connection"] = "close"
                 if account is not None:
                     headers.update(account.headers())

@@ -140,19 +140,33 @@ def bind(server: ServerConfig) -> socket.socket:
 
     Raises ConfigurationError if the address is in use or not this machine's.
     """
+    family, kind, address = address_of(server)
+    listener = socket.socket(family, kind)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except OSError as error:
+        listener.close()
+        raise _no_address(server, error) from None
+    return listener
+
+
+def address_of(server: ServerConfig) -> tuple[socket.AddressFamily, socket.SocketKind, tuple[Any, ...]]:
+    """Family, kind and address of the socket that a server listens on. Raises ConfigurationError."""
     try:
         family, kind, _, _, address = socket.getaddrinfo(
             server.host, server.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
-        listener = socket.socket(family, kind)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
     except OSError as error:
-        reason = error.strerror or str(error)
-        raise ConfigurationError(
-            f"cannot listen on {server.host} port {server.port}: {reason}; choose another --host or --port"
-        ) from None
-    return listener
+        raise _no_address(server, error) from None
+    return family, kind, address
+
+
+def _no_address(server: ServerConfig, error: OSError) -> ConfigurationError:
+    reason = error.strerror or str(error)
+    return ConfigurationError(
+        f"cannot listen on {server.host} port {server.port}: {reason}; choose another --host or --port"
+    )
 
 
 async def _serve(

@@ -22,6 +22,9 @@ _KEEP_ALIVE = 75
 _LAST_BYTES = 3
 """Seconds for the ends of answers to reach slow clients."""
 
+_LOOK = 0.1
+"""Seconds between looks at whether connections are left."""
+
 _FIRST_PROBE, _NEXT_PROBE = 0.1, 5.0
 """Seconds between checks whether a client that sends no more still reads."""
 _OLD_GRACE = 1.0
@@ -57,6 +60,17 @@ class WebServer:
         """Begin to accept connections: nobody who is told the URL now is refused."""
         self._listener.listen(self._server.config.backlog)
         self._task = asyncio.ensure_future(self._server.serve([self._listener]))
+
+    async def leave(self, grace: float) -> None:
+        """Accept no more connections, and wait until clients have closed those that there are, at most `grace`
+        seconds. The application is to ask them to, and answers meanwhile."""
+        for server in self._server.servers:
+            server.close()
+        self._listener.close()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(grace):
+                while self._server.server_state.connections:
+                    await asyncio.sleep(_LOOK)
 
     async def stop(self) -> None:
         """Close the socket, let responses that are complete get out, and end the rest."""

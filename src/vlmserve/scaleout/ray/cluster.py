@@ -81,13 +81,17 @@ def join_as_worker(engine: EngineConfig, media: MediaConfig, server: ServerConfi
         _wait(member, stopped, server.shutdown_grace)
 
 
-def join_as_gateway(server: ServerConfig, gateway: GatewayConfig, *, address: str) -> None:
-    """Run a gateway on this machine, for a cluster, until SIGINT or SIGTERM. Raises VLMServeError."""
+def join_as_gateway(server: ServerConfig, gateway: GatewayConfig, *, address: str, takes_over: bool = False) -> None:
+    """Run a gateway on this machine, for a cluster, until SIGINT or SIGTERM, or until another one takes its place.
+
+    takes_over: the place of one that has this port. Raises VLMServeError.
+    """
     refuse_local(server)
-    check_port(server)
+    if not takes_over:
+        check_port(server)
 
     def launch(token: str, _: str) -> GatewayLaunch:
-        return GatewayLaunch(token, server.model_dump_json(), gateway.model_dump_json())
+        return GatewayLaunch(token, server.model_dump_json(), gateway.model_dump_json(), takes_over)
 
     with _stopped() as stopped, _joined(address), Membership("gateway", launch) as member:
         print(f"vlmserve gateway is ready: {member.url}", flush=True)
@@ -103,6 +107,9 @@ def check_port(server: ServerConfig) -> None:
 
 def _wait(member: Membership, stopped: threading.Event, grace: float) -> None:
     while not stopped.wait(0.5):
+        if member.was_replaced:
+            print(f"another gateway has taken over {member.url}", flush=True)
+            return
         if not member.is_alive:
             raise ConfigurationError(f"the process at {member.url} has ended; its log says why")
     member.drain(grace + _EXTRA_GRACE)

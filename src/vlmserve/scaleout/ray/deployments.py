@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 import urllib.request
 from collections.abc import Mapping
 from typing import Any
@@ -26,6 +27,8 @@ from vlmserve.scaleout.storage import check_shared, refuse_local
 
 _EXTRA_GRACE = 10.0
 """Seconds that a process gets to end after its requests have."""
+_REPLACED = 60.0
+"""Seconds in which Serve stops a gateway whose place another one has taken."""
 _WATCHED: Mapping[str, Any] = {
     "max_ongoing_requests": 100,
     "health_check_period_s": 1.0,
@@ -87,10 +90,19 @@ class WorkerReplica(_Replica):
 
 
 class GatewayReplica(_Replica):
-    """One gateway, on a port of its machine."""
+    """One gateway, on a port of its machine. During an update it takes that over from the replica that it replaces."""
 
     def __init__(self, server: str, gateway: str, grace: float) -> None:
-        super().__init__(Membership("gateway", lambda token, _: GatewayLaunch(token, server, gateway)), grace)
+        super().__init__(Membership("gateway", lambda token, _: GatewayLaunch(token, server, gateway, True)), grace)
+        self._replaced_at: float | None = None
+
+    def check_health(self) -> None:
+        if self.membership.was_replaced:
+            # Serve stops this replica now; should it keep it, because the other one did not come up, it is of no use.
+            self._replaced_at = self._replaced_at or time.monotonic()
+            if time.monotonic() - self._replaced_at < _REPLACED:
+                return
+        super().check_health()
 
 
 def scale(context: AutoscalingContext, most_seconds: float = 2.0) -> tuple[int, dict[str, Any]]:
@@ -135,14 +147,15 @@ def worker_application(
 def gateway_application(
     server: ServerConfig, gateway: GatewayConfig, *, count: int = 1, resources: Mapping[str, float] | None = None
 ) -> serve.Application:
-    """`count` gateways, each on a machine of its own."""
+    """`count` gateways, each on a machine of its own. A single one may stay on its machine when it is updated."""
     grace = server.shutdown_grace + _EXTRA_GRACE
     replica: Any = serve.deployment(
         GatewayReplica,
         name="gateway",
         **_WATCHED,
         num_replicas=count,
-        max_replicas_per_node=1 if server.port else None,
+        max_replicas_per_node=1 if server.port and count > 1 else None,
+        max_surge_percent=100 if count == 1 else 0,  # with one on each machine there is no place for another one
         ray_actor_options=_set_aside(resources),
         graceful_shutdown_timeout_s=grace + _EXTRA_GRACE,
     )

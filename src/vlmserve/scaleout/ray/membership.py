@@ -35,18 +35,18 @@ class Membership:
         self._id = secrets.token_hex(8)
         self._name: str = ray.get(self._directory.name.remote(self._id, prefix)) if prefix else ""
         self._process = MemberProcess(launch(ray.get(self._directory.token.remote()), self._name))
+        self._over = threading.Event()
+        self._threads: list[threading.Thread] = []
+        if kind == "gateway":  # one that takes the place of another is up once it has heard of its workers
+            self._start(self._follow)
         try:
             self.url = self._process.wait_until_up()
         except BaseException:
+            self._over.set()
             self._process.close()
             self._directory.leave.remote(self._id)
             raise
-        self._over = threading.Event()
-        self._threads = [threading.Thread(target=self._beat, daemon=True)]
-        if kind == "gateway":
-            self._threads.append(threading.Thread(target=self._follow, daemon=True))
-        for thread in self._threads:
-            thread.start()
+        self._start(self._beat)
 
     def __enter__(self) -> Membership:
         return self
@@ -58,6 +58,11 @@ class Membership:
     def is_alive(self) -> bool:
         """Whether the process runs."""
         return self._process.is_alive
+
+    @property
+    def was_replaced(self) -> bool:
+        """Whether it was a gateway whose place another one has taken, and has ended since."""
+        return self._process.was_replaced
 
     def drain(self, grace: float) -> None:
         """Let the process finish what is under way, for at most `grace` seconds, and close."""
@@ -78,6 +83,10 @@ class Membership:
             ray.get(self._directory.leave.remote(self._id), timeout=_PATIENCE)
         except RayError:
             logger.debug("The directory is gone already")
+
+    def _start(self, work: Callable[[], None]) -> None:
+        self._threads.append(threading.Thread(target=work, daemon=True))
+        self._threads[-1].start()
 
     def _beat(self) -> None:
         while not self._over.is_set() and self.is_alive:
