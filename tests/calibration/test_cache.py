@@ -8,10 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors import SafetensorError
 
 from tests.checkpoints import make_llama
+from tests.gguf_files import write_gguf
 from tests.models.test_quantized import GROUPS_FIT
+from tests.paged import PagedRun
 from vlmserve.calibration import process, quantizing
 from vlmserve.calibration.settings import QuantizeConfig
 from vlmserve.config import EngineConfig
@@ -78,6 +81,22 @@ def test_a_process_makes_what_the_command_makes_and_the_next_start_finds_it(
         for model, own in ((folder, options), (tmp_path / "out", {"kv_cache_memory": "1MiB"}))
     ]
     assert answers[0] == answers[1]
+
+
+def test_gguf_files_are_calibrated_as_what_they_stand_for(
+    options: dict[str, Any], cache: Path, runs: list[calibrated.Job], tmp_path: Path
+) -> None:
+    folder = make_llama(tmp_path / "folder", **GROUPS_FIT)
+    path = write_gguf(folder, tmp_path / "model.gguf", types="F32")
+    models = [load(EngineConfig(model=str(one), **options | {"dtype": "float32"})) for one in (folder, path)]
+    tokens = torch.arange(5, 45)
+    with torch.inference_mode():
+        expected, actual = (
+            PagedRun(model, [model.embed(tokens)]).finish([40])[0] for model in (one.language_model for one in models)
+        )
+    torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-4)
+    load(EngineConfig(model=str(path), **options))
+    assert len(runs) == 2
 
 
 def test_other_weights_settings_and_data_are_other_copies(

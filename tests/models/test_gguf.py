@@ -19,11 +19,11 @@ from tests.models.test_families import LONGROPE, SLIDING, YARN
 from tests.native import built
 from vlmserve.config import QuantizationConfig
 from vlmserve.errors import (
-    ConfigurationError,
     MissingWeightsError,
     ModelLoadError,
     UnsupportedModelError,
 )
+from vlmserve.frontend.defaults import default_sampling
 from vlmserve.kernels.cpu_native import PackedLinear
 from vlmserve.layers.linear import Linear
 from vlmserve.models import weights
@@ -35,6 +35,7 @@ from vlmserve.models.protocols import LoadedModel
 from vlmserve.models.quantized import save_quantized
 from vlmserve.models.registry import Description, load_model
 from vlmserve.models.weights import Checkpoint
+from vlmserve.prompt.checkpoint import read_prompt_files
 from vlmserve.prompt.tokenizer import Tokenizer
 from vlmserve.quant.memory import own_bytes
 
@@ -269,6 +270,32 @@ def test_quantizing_at_load_takes_what_the_file_stands_for(tmp_path: Path) -> No
     assert torch.equal(actual, expected)
 
 
+@pytest.mark.parametrize("name", ["llama 3", "gemma2", "phi3", "glm4"])
+def test_a_quantized_copy_is_that_of_the_checkpoint_that_the_file_was_made_of(tmp_path: Path, name: str) -> None:
+    folder = make(tmp_path / "folder", name, **BLOCKS)
+    path = write_gguf(folder, tmp_path / "model.gguf")
+    for source, out in ((folder, "of folder"), (path, "of file")):
+        config = QuantizationConfig(scheme="int8", overrides={"*.down_proj": "none"})
+        save_quantized(source, tmp_path / out, config)
+    sequences = token_sequences(300, [21, 1])
+    expected, actual = (paged_run(load(tmp_path / out), sequences).finish([9, 9]) for out in ("of folder", "of file"))
+    assert relative_error(torch.cat(actual), torch.cat(expected)) < 1e-3
+    of_file, of_copy = Tokenizer.from_folder(path), Tokenizer.from_folder(tmp_path / "of file")
+    assert of_copy.encode("the cat <s> sat") == of_file.encode("the cat <s> sat")
+    assert default_sampling(tmp_path / "of file") == default_sampling(path)
+    assert read_prompt_files(tmp_path / "of file").end_token_ids == read_prompt_files(path).end_token_ids
+
+
+def test_transformers_reads_a_quantized_copy(tmp_path: Path) -> None:
+    folder = make_llama(tmp_path / "folder", **BLOCKS, tie_word_embeddings=False)
+    path = write_gguf(folder, tmp_path / "model.gguf", types="Q8_0")
+    save_quantized(path, tmp_path / "out", QuantizationConfig(scheme="int4", symmetric=True))
+    sequences = token_sequences(50, [21])
+    expected = transformers_logits(tmp_path / "out", sequences)[0]
+    actual = paged_run(load_model(tmp_path / "out", device=CPU, dtype=torch.float32, kernels="torch"), sequences)
+    assert relative_error(actual.finish([9])[0], expected) < 5e-3
+
+
 def test_the_type_of_the_weights_is_that_of_the_file(tmp_path: Path) -> None:
     folder = make_llama(tmp_path / "folder", **BLOCKS)
     for kind, expected in (("F32", "float32"), ("F16", "float16"), ("BF16", "bfloat16"), ("Q8_0", "bfloat16")):
@@ -422,8 +449,3 @@ def test_without_the_package_it_is_named(path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("vlmserve.models.gguf.header.find_spec", lambda name: None)
     with pytest.raises(ModelLoadError, match=r"pip install 'vlmserve\[gguf\]'"):
         resolve_model(str(path))
-
-
-def test_a_file_cannot_be_rewritten(tmp_path: Path, path: Path) -> None:
-    with pytest.raises(ConfigurationError, match="is a GGUF file"):
-        save_quantized(path, tmp_path / "out", QuantizationConfig(scheme="int8"))

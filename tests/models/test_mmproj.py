@@ -157,10 +157,25 @@ def test_files_of_another_kind_are_refused(llava: Path, files: Files, tmp_path: 
     with pytest.raises(ConfigurationError, match=r"--mmproj goes with a \.gguf file"):
         resolve_model(str(llava), mmproj=mmproj)
     folder = resolve_model(model, mmproj=mmproj)
-    with pytest.raises(ConfigurationError, match="is a GGUF file"):
-        save_quantized(folder, tmp_path / "out", QuantizationConfig(scheme="int8"))
     with pytest.raises(ConfigurationError, match="not GGUF files"):
         load_model(folder, device=CPU, dtype=None, implementation="transformers")
+
+
+def test_a_quantized_copy_has_the_vision_tower(llava: Path, files: Files, tmp_path: Path) -> None:
+    pair = resolve_model(str(files.model), mmproj=str(files.mmproj))
+    config = QuantizationConfig(scheme="int8", vision=True)
+    save_quantized(llava, tmp_path / "of folder", config)
+    save_quantized(pair, tmp_path / "of pair", config)
+    towers = [load_model(tmp_path / out, device=CPU, dtype=torch.float32).vision for out in ("of folder", "of pair")]
+    prompts = [
+        RequestPreparer(tmp_path / out, MediaConfig()).chat(QUESTION, allow_local=True)
+        for out in ("of folder", "of pair")
+    ]
+    assert prompts[0].token_ids == prompts[1].token_ids
+    pixels = [torch.from_numpy(prompt.images[0].image.pixels) for prompt in prompts]
+    assert torch.equal(*pixels)
+    expected, actual = (tower.encode([pixels[0]])[0] for tower in towers if tower is not None)
+    torch.testing.assert_close(actual, expected, atol=1e-2, rtol=1e-2)
 
 
 def test_a_damaged_vision_tower_is_no_crash(files: Files, tmp_path: Path) -> None:

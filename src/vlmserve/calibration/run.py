@@ -53,7 +53,7 @@ class Result:
 class Calibration:
     """A checkpoint with prompts, quantized into a folder.
 
-    folder: in Hugging Face layout. out: new, empty, or what an interrupted run with the same settings has left, which
+    folder: see `QuantizedFolder`. out: new, empty, or what an interrupted run with the same settings has left, which
     goes on there. image_weight: how much a token of an image counts, beside 1 for one of text.
     Raises what `QuantizedFolder` raises, and ConfigurationError for an `out` that holds anything else, and for models
     that cannot be calibrated.
@@ -77,7 +77,7 @@ class Calibration:
         device = torch.device("cpu")
         with description.errors():
             spec = description.spec(checkpoint)
-            self._device, dtype = open_device(device, kernels, checkpoint.dtype(), automatic=True)
+            self._device, dtype = open_device(device, kernels, description.dtype(checkpoint), automatic=True)
             backend = self._device.attention(
                 spec.attention, dtype, bidirectional=spec.bidirectional is not None, quantized_cache=False
             )

@@ -319,11 +319,11 @@ def verify(
 
 
 @app.command(cls=SettingsCommand)
-@command(("revision", "kernels", "num_threads", *QuantizeConfig.model_fields))
+@command(("revision", "mmproj", "kernels", "num_threads", *QuantizeConfig.model_fields))
 def quantize(
     engine: EngineConfig,
     how: QuantizeConfig,
-    model: Annotated[str, typer.Argument(help="Local folder or Hugging Face repository id.")],
+    model: Annotated[str, typer.Argument(help="Local folder or .gguf file, or Hugging Face repository id.")],
     out: Annotated[Path | None, typer.Argument(help="A new folder, or an unfinished one to go on with.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show how much memory the model would take.")] = False,
 ) -> None:

@@ -21,7 +21,8 @@ from vlmserve.models.quantized import check_groups
 
 def show_estimate(engine: EngineConfig, how: QuantizeConfig) -> None:
     """Print a row for each scheme and one for what the flags say."""
-    estimate = MemoryEstimate(resolve_model(engine.model, engine.revision), find_device("auto"), engine.kernels)
+    folder = resolve_model(engine.model, engine.revision, engine.mmproj)
+    estimate = MemoryEstimate(folder, find_device("auto"), engine.kernels)
     length = min(USUAL_TOKENS, estimate.max_position)
     table = Table("weights", "MB", "of plain", f"requests of {length:,} tokens", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for column in table.columns[1:]:

@@ -17,9 +17,8 @@ from vlmserve.config import EngineConfig, MediaConfig, read_settings
 from vlmserve.engine.loading import load
 from vlmserve.frontend.requests import RequestPreparer
 from vlmserve.llm import LLM
-from vlmserve.models.files import PICKLES, weight_files
 from vlmserve.models.hub import resolve_model
-from vlmserve.models.identity import stored_tensors
+from vlmserve.models.identity import stored_bytes
 from vlmserve.pixie.evaluation import Report, evaluate, greedy_answers
 
 
@@ -54,7 +53,7 @@ def run_quality(
         for name, quality in zip([against, *models], qualities, strict=True):
             report = _tasks(config, name, per_task, progress) if per_task else None
             scores = (None, None) if report is None else (report.mean("core"), report.mean("further"))
-            rows.append(Row(name, _megabytes(resolve_model(name, config.revision)), quality, *scores))
+            rows.append(Row(name, stored_bytes(resolve_model(name, config.revision)) / 1e6, quality, *scores))
     if as_json:
         print(msgspec.json.format(msgspec.json.encode(rows)).decode())
     else:
@@ -73,13 +72,6 @@ def _tasks(config: EngineConfig, name: str, per_task: int, progress: Progress) -
 
 def _show(progress: Progress, bar: TaskID, done: int, total: int) -> None:
     progress.update(bar, completed=done, total=total)
-
-
-def _megabytes(folder: Path) -> float:
-    paths = weight_files(folder)
-    if any(path.suffix in PICKLES for path in paths):
-        return sum(path.stat().st_size for path in paths) / 1e6
-    return sum(tensor.end - tensor.start for path in paths for tensor in stored_tensors(path)) / 1e6
 
 
 def _print(rows: Sequence[Row], *, with_tasks: bool) -> None:

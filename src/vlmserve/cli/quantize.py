@@ -19,7 +19,7 @@ NOTES_SHOWN = 8
 
 def run_quantize(engine: EngineConfig, how: QuantizeConfig, out: Path) -> None:
     """Write the quantized checkpoint, with a progress bar, and say what it saves and what went wrong."""
-    folder = resolve_model(engine.model, engine.revision)
+    folder = resolve_model(engine.model, engine.revision, engine.mmproj)
     set_threads(engine.num_threads)
     started = time.perf_counter()
     console = Console(stderr=True)

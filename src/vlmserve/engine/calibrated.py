@@ -24,7 +24,8 @@ from vlmserve.engine.messages import Failure
 from vlmserve.errors import ConfigurationError, ModelLoadError
 from vlmserve.logs import LogFormat, log_format_in_use
 from vlmserve.models.files import WEIGHT_FILES
-from vlmserve.models.identity import weights_digest
+from vlmserve.models.gguf.pair import language_model
+from vlmserve.models.identity import metadata_digest, weights_digest
 from vlmserve.models.registry import Description
 from vlmserve.quant.calibration import ALGORITHM
 
@@ -127,10 +128,12 @@ def _digest(folder: Path, settings: dict[str, Any]) -> str:
     data = None if named is None else Path(named).expanduser()
     # What comes along is drawn by this package, and Python's manual.
     origin = platform.python_version() if data is None else _data_digest(data).hex()
-    files = [path for path in sorted(folder.iterdir()) if path.is_file() and path.suffix not in WEIGHT_FILES]
+    files = sorted(folder.iterdir()) if folder.is_dir() else []
+    others = [path for path in files if path.is_file() and path.suffix not in WEIGHT_FILES]
+    gguf = language_model(folder)
     parts = [
         ALGORITHM, version("vlmserve"), weights_digest(folder).hex(), {**settings, "calibration": origin},
-        {path.name: _file_digest(path) for path in files},
+        {path.name: _file_digest(path) for path in others}, None if gguf is None else metadata_digest(gguf),
     ]  # fmt: skip
     return blake3(json.dumps(parts, sort_keys=True).encode()).hexdigest(length=DIGEST_BYTES)
 

@@ -19,7 +19,8 @@ BLOCK_SIZE = 16
 class MemoryEstimate:
     """The memory of a checkpoint that is not loaded, on a device by its kernels (see `check_kernels`).
 
-    folder: in Hugging Face layout, not quantized. quantized_cache: keys and values are stored in 8 bits.
+    folder: in Hugging Face layout, not quantized, or GGUF, as if it were dequantized. quantized_cache: keys and values
+    are stored in 8 bits.
     dtype: in which the model would run. max_position: the longest context.
     Raises what `load_model` raises, and ConfigurationError for a checkpoint that is quantized already.
     """

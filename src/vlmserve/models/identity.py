@@ -126,15 +126,26 @@ def stored_tensors(path: Path) -> Iterator[StoredTensor]:
         yield StoredTensor(name, f"{entry['dtype']} {entry['shape']}", start, end, row)
 
 
+def stored_bytes(folder: Path) -> int:
+    """Bytes of a checkpoint's tensors in its files; of PyTorch's files, of the whole files."""
+    total = 0
+    for path in weight_files(folder):
+        if path.suffix in PICKLES:
+            total += path.stat().st_size
+        else:
+            total += sum(tensor.end - tensor.start for tensor in stored_tensors(path))
+    return total
+
+
 def _configuration(folder: Path) -> Any:
     """What says how the weights are computed with: JSON, of a GGUF file the digest of all before its tensors."""
     if folder.is_file():
-        return _metadata_digest(folder)
+        return metadata_digest(folder)
     paths = [folder / name for name in ("config.json", *OLD_FILES)]
     return {path.name: _without_origin(json.loads(path.read_text("utf-8"))) for path in paths if path.is_file()}
 
 
-def _metadata_digest(path: Path) -> str:
+def metadata_digest(path: Path) -> str:
     """Of all that comes before a GGUF file's tensors."""
     header = read_header(path)
     offsets = (info.offset for info in header.tensors.values() if info.path == path)

@@ -20,13 +20,23 @@ from vlmserve.kernels.quantized import QuantizedWeight
 from vlmserve.kernels.torch_reference import TorchReference
 from vlmserve.layers.linear import Linear
 from vlmserve.models.files import INDEX_NAMES, SAFETENSORS_INDEX, WEIGHT_FILES
-from vlmserve.models.identity import stored_tensors
+from vlmserve.models.gguf.pair import INDEX as PAIR_INDEX
+from vlmserve.models.gguf.pair import language_model
+from vlmserve.models.identity import stored_bytes, stored_tensors
 from vlmserve.models.registry import Description
 from vlmserve.models.weights import Checkpoint, merge_as_stored, weight_names
+from vlmserve.prompt.gguf import write_prompt_files
 from vlmserve.quant.formats.compressed_tensors import describe, to_bytes, to_tensors
 from vlmserve.quant.methods.rtn import round_to_nearest
 from vlmserve.quant.model import choose_layers
 
+PUBLISHED_NAMES = (
+    ("language_model.lm_head.", "lm_head."),
+    ("language_model.", "model."),
+    (".attention_norm.", ".input_layernorm."),
+    (".mlp_norm.", ".post_attention_layernorm."),
+)
+"""What stands in names of a language model's tensors here, and in most checkpoints."""
 HEAD, TABLE = "language_model.lm_head.weight", "language_model.embed_tokens.weight"
 
 
@@ -41,6 +51,9 @@ class Saving:
 class QuantizedFolder:
     """A quantized copy of a checkpoint, in the format that `load_model` and others read, as it is written.
 
+    folder: a checkpoint in Hugging Face layout, a GGUF file, or the folder of a pair of them; what these have in few
+    bits is dequantized first.
+
     bits: of weights to quantize, by canonical name. names: of all tensors as the files have them, by canonical name.
     Raises what `load_model` raises, and ConfigurationError for a checkpoint that is quantized already or cannot be as
     the settings say.
@@ -51,7 +64,9 @@ class QuantizedFolder:
         self.checkpoint = Checkpoint(folder, self.description.rename)
         self.out = out
         self.bits, self._plain, self._tied = _plan(self.description, self.checkpoint, config)
-        self.names = {self.checkpoint.canonical(key): key for keys in self.checkpoint.files().values() for key in keys}
+        self._gguf = language_model(folder)
+        keys = [key for keys in self.checkpoint.files().values() for key in keys]
+        self.names = {self.checkpoint.canonical(key): self._published(key) for key in keys}
         self._folder, self._config = folder, config
 
     def rounded(self, name: str) -> dict[str, Tensor]:
@@ -65,8 +80,11 @@ class QuantizedFolder:
                 symmetric=self._config.symmetric,
             )
             return self.packed(name, weight)
-        # A copy: the file that it is a view of may be larger than memory.
-        return {} if name == HEAD and self._tied else {self.names[name]: tensor.clone()}
+        if name == HEAD and self._tied:
+            return {}
+        # A copy: the file that it is a view of may be larger than memory. GGUF's are float32 once they are read.
+        plain = tensor.clone() if self._gguf is None else tensor.to(self.description.dtype(self.checkpoint))
+        return {self.names[name]: plain}
 
     def packed(self, name: str, weight: QuantizedWeight) -> dict[str, Tensor]:
         """The tensors of a quantized weight. name: canonical."""
@@ -102,7 +120,7 @@ class QuantizedFolder:
             for tensor in stored_tensors(path):
                 weight_map[tensor.name] = path.name
                 after += tensor.end - tensor.start
-        if len(set(weight_map.values())) > 1 or any((self._folder / name).is_file() for name in INDEX_NAMES):
+        if set(weight_map.values()) != {"model.safetensors"}:
             index = {"metadata": {"total_size": after}, "weight_map": weight_map}
             (self.out / SAFETENSORS_INDEX).write_text(json.dumps(index, indent=2) + "\n", "utf-8")
         layers = {name: key.removesuffix(".weight") for name, key in self.names.items()}
@@ -112,10 +130,23 @@ class QuantizedFolder:
             # A head of which the checkpoint has nothing is a linear layer to others.
             plain.append("re:.*lm_head$")
         _write_config(self.description, self.out, quantized, plain, self._config)
-        for path in self._folder.iterdir():
-            if path.is_file() and path.suffix not in WEIGHT_FILES and path.name not in (*INDEX_NAMES, "config.json"):
+        left_out = (*INDEX_NAMES, PAIR_INDEX, "config.json")
+        for path in self._folder.iterdir() if self._folder.is_dir() else ():
+            if path.is_file() and path.suffix not in WEIGHT_FILES and path.name not in left_out:
                 shutil.copy(path, self.out)
-        return Saving(sum(self.checkpoint.read(name).nbytes for name in self.names), after)
+        if self._gguf is not None:
+            write_prompt_files(self._gguf, self.out)
+        return Saving(stored_bytes(self._folder), after)
+
+    def _published(self, key: str) -> str:
+        """The name of a tensor as checkpoints in Hugging Face layout have it. key: in the files."""
+        if self._gguf is None or self._gguf != self.checkpoint.folder:
+            return key
+        name = key
+        for own, published in PUBLISHED_NAMES:
+            name = name.replace(own, published)
+        # Of families whose norms or MLPs have other names there, ours stay, which are read as well.
+        return name if self.checkpoint.canonical(name) == key else key
 
 
 def save_quantized(
@@ -123,8 +154,8 @@ def save_quantized(
 ) -> Saving:
     """Write a checkpoint with its weights rounded to few bits, in the format that `load_model` and others read.
 
-    folder: a checkpoint in Hugging Face layout. out: a folder that is new or empty. progress: is told the tensors done
-    and how many there are. Memory is taken for one file of the checkpoint at a time. Raises what `QuantizedFolder`
+    folder: see `QuantizedFolder`. out: a folder that is new or empty. progress: is told the tensors done and how
+    many there are. Memory is taken for one file of the checkpoint at a time. Raises what `QuantizedFolder`
     raises, and ConfigurationError where there is something in `out`.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
@@ -187,5 +218,5 @@ def _write_config(
         symmetric=config.symmetric,
         rounds_inputs=config.method == "smoothquant",
     )
-    content = {**description.config, "quantization_config": quantization}
+    content = {"architectures": [description.architecture], **description.config, "quantization_config": quantization}
     (out / "config.json").write_text(json.dumps(content, indent=2) + "\n", "utf-8")

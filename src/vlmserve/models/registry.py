@@ -200,8 +200,6 @@ class Description:
     @classmethod
     def read_plain(cls, folder: Path) -> Description:
         """As `read`. Raises ConfigurationError for a checkpoint that is quantized already."""
-        if (file := language_model(folder)) is not None:
-            raise ConfigurationError(f"{file} is a GGUF file: quantize the checkpoint that it was made of")
         description = cls.read(folder)
         if description.quantization:
             raise ConfigurationError(f"{folder} is quantized already")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,7 +12,7 @@ import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 
 from vlmserve.errors import ModelLoadError, UnsupportedModelError
-from vlmserve.models.gguf.config import CONTROL, end_token_ids
+from vlmserve.models.gguf.config import CONTROL, end_token_ids, sampling_settings
 from vlmserve.models.gguf.header import Header, read_header
 from vlmserve.prompt.files import PromptFiles
 
@@ -122,6 +123,25 @@ def read_tokenizer(path: Path) -> tokenizers.Tokenizer:
     except Exception as error:  # the library raises bare Exceptions
         raise ModelLoadError(f"{path}: its tokenizer cannot be read: {error}") from error
     return tokenizer
+
+
+def write_prompt_files(path: Path, out: Path) -> None:
+    """Write what a file says about its prompts and answers into a folder in Hugging Face layout.
+
+    Raises what `read_prompt_files` and `read_tokenizer` raise.
+    """
+    files = read_prompt_files(path)
+    read_tokenizer(path).save(str(out / "tokenizer.json"))
+    contents = {
+        "tokenizer_config.json": {"tokenizer_class": "PreTrainedTokenizerFast", **files.special_tokens},
+        "generation_config.json": {
+            "eos_token_id": sorted(files.end_token_ids), **sampling_settings(read_header(path)),
+        },
+    }  # fmt: skip
+    for name, content in contents.items():
+        (out / name).write_text(json.dumps(content, indent=2) + "\n", "utf-8")
+    if files.chat_template is not None:
+        (out / "chat_template.jinja").write_text(files.chat_template, "utf-8")
 
 
 _SPECIAL = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding", "sep": "seperator"}

@@ -136,6 +136,20 @@ def end_token_ids(header: Header) -> frozenset[int]:
     return frozenset([*(int(id_) for id_ in named if id_ is not None), *known])
 
 
+def sampling_settings(header: Header) -> Config:
+    """What generation_config.json would say about sampling."""
+    keys = {
+        "temperature": "temp",
+        "top_p": "top_p",
+        "top_k": "top_k",
+        "min_p": "min_p",
+        "repetition_penalty": "penalty_repeat",
+        "repeat_last_n": "penalty_last_n",
+    }
+    values = {name: header.values.get(f"general.sampling.{key}") for name, key in keys.items()}
+    return {name: value for name, value in values.items() if value is not None}
+
+
 def _check_options(metadata: Metadata, architecture: Architecture) -> None:
     for key, meaning in (
         ("expert_count", "mixtures of experts"),
