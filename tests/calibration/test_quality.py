@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from tests.checkpoints import make_llama
+from vlmserve.calibration.plot import Point, quality_plot
 from vlmserve.calibration.quality import compare, quality_prompts
 from vlmserve.cli import app
 from vlmserve.config import MediaConfig, QuantizationConfig, read_settings
@@ -82,9 +85,32 @@ def test_the_command_prints_a_table_and_json(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, line, env={"COLUMNS": "200"})
     assert result.exit_code == 0, result.output
     assert "same token" in result.stdout
-    result = CliRunner().invoke(app, [*line, "--json"])
+    drawing = tmp_path / "plot.svg"
+    result = CliRunner().invoke(app, [*line, "--speed", "1", "--plot", str(drawing), "--json"])
     plain, small = json.loads(result.stdout)
     assert plain["quality"] is None
     assert plain["megabytes"] > 1.5 * small["megabytes"]
     assert small["quality"]["divergence"] > 0
     assert 0 <= small["core"] <= 1
+    assert min(small["prompt_rate"], small["answer_rate"], plain["prompt_rate"], plain["answer_rate"]) > 0
+    assert drawing.read_text("utf-8").count("tokens a second") == 1
+
+
+def test_a_plot_has_each_model_once_in_each_panel_where_its_figures_are() -> None:
+    points = [Point("plain", 100, 0.0, 50.0), Point("a <b>", 40, 0.03, 90.0), Point("c", 41, 0.0301, 91.0)]
+    for measured, panels in ((points, 2), ([Point(one.name, one.megabytes, one.divergence) for one in points], 1)):
+        root = ElementTree.fromstring(quality_plot(measured, "t"))
+        groups = root.findall("{*}g")
+        assert len(groups) == panels
+        for group, of in zip(groups, ("megabytes", "rate"), strict=False):
+            circles = group.findall("{*}circle")
+            across, down = ([float(circle.attrib[name]) for circle in circles] for name in ("cx", "cy"))
+            values = [getattr(point, of) for point in points]
+            # Proportional to the figures, from one corner.
+            scale = (across[0] - across[1]) / (values[0] - values[1])
+            assert (across[0] - across[2]) / (values[0] - values[2]) == pytest.approx(scale, rel=0.02)
+            assert (down[0] - down[1]) / (down[0] - down[2]) == pytest.approx(0.03 / 0.0301, rel=0.02)
+            labels = [text for text in group.findall("{*}text") if text.text in {"plain", "a <b>", "c"}]
+            heights = sorted(float(label.attrib["y"]) for label in labels)
+            assert len(heights) == 3
+            assert min(after - before for before, after in pairwise(heights)) > 12

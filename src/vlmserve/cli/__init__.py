@@ -510,6 +510,12 @@ def eval_quality(
     per_task: Annotated[
         int, typer.Option(metavar="INT", min=0, help="Questions of each of pixie's tasks to ask as well.")
     ] = 0,
+    speed: Annotated[
+        int, typer.Option(metavar="INT", min=0, help="How often to measure how fast each model is; medians are shown.")
+    ] = 0,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Draw KL against memory and, with --speed, speed: an SVG.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Measure what quantized models lose: perplexity, KL divergence, agreement.
@@ -519,4 +525,4 @@ def eval_quality(
     """
     from vlmserve.cli.quality import run_quality
 
-    run_quality(engine, models, against, tokens, per_task, as_json)
+    run_quality(engine, models, against, tokens, per_task=per_task, turns=speed, plot=plot, as_json=as_json)

@@ -6,12 +6,15 @@ import gc
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from statistics import median
 
 import msgspec
 from rich.console import Console
 from rich.progress import Progress, TaskID
 from rich.table import Table
 
+from vlmserve.bench import bench
+from vlmserve.calibration.plot import Point, quality_plot
 from vlmserve.calibration.quality import Quality, compare, quality_prompts
 from vlmserve.config import EngineConfig, MediaConfig, read_settings
 from vlmserve.engine.loading import load
@@ -21,22 +24,36 @@ from vlmserve.models.hub import resolve_model
 from vlmserve.models.identity import stored_bytes
 from vlmserve.pixie.evaluation import Report, evaluate, greedy_answers
 
+PROMPT = 1000
+"""Tokens of the prompt whose speed is measured."""
+
 
 class Row(msgspec.Struct, frozen=True):
     """A model of the table. megabytes: of its tensors in files. core, further: of pixie's tasks, 0 to 1; None: not
-    asked."""
+    asked. prompt_rate, answer_rate: tokens a second of a prompt of `PROMPT` tokens and of one answer; None: not
+    measured."""
 
     model: str
     megabytes: float
     quality: Quality | None
     core: float | None
     further: float | None
+    prompt_rate: float | None
+    answer_rate: float | None
 
 
 def run_quality(
-    config: EngineConfig, models: Sequence[str], against: str, num_tokens: int, per_task: int, as_json: bool
+    config: EngineConfig,
+    models: Sequence[str],
+    against: str,
+    num_tokens: int,
+    *,
+    per_task: int,
+    turns: int,
+    plot: Path | None,
+    as_json: bool,
 ) -> None:
-    """Compare models with one, and print a table or JSON."""
+    """Compare models with one, and print a table or JSON. turns: how often speeds are measured."""
     folder = resolve_model(against, config.revision)
     rows = []
     with Progress(console=Console(stderr=True)) as progress:
@@ -50,14 +67,46 @@ def run_quality(
             del model
             gc.collect()
         del reference
-        for name, quality in zip([against, *models], qualities, strict=True):
+        speeds = _speeds(config, [against, *models], turns, progress)
+        for name, quality, speed in zip([against, *models], qualities, speeds, strict=True):
             report = _tasks(config, name, per_task, progress) if per_task else None
             scores = (None, None) if report is None else (report.mean("core"), report.mean("further"))
-            rows.append(Row(name, stored_bytes(resolve_model(name, config.revision)) / 1e6, quality, *scores))
+            rows.append(Row(name, stored_bytes(resolve_model(name, config.revision)) / 1e6, quality, *scores, *speed))
+    if plot is not None:
+        plot.write_text(_plot(rows), "utf-8")
     if as_json:
         print(msgspec.json.format(msgspec.json.encode(rows)).decode())
     else:
-        _print(rows, with_tasks=bool(per_task))
+        _print(rows)
+
+
+def _speeds(
+    config: EngineConfig, names: Sequence[str], turns: int, progress: Progress
+) -> list[tuple[float, float] | tuple[None, None]]:
+    """Of each model, medians over all turns: tokens a second of a prompt and of one answer. Each is measured once in a
+    turn, so that what else the machine does meets all of them."""
+    if not turns:
+        return [(None, None)] * len(names)
+    bar = progress.add_task("Speed", total=turns * len(names))
+    rates: list[list[tuple[float, float]]] = [[] for _ in names]
+    for _ in range(turns):
+        for name, own in zip(names, rates, strict=True):
+            settings = config.model_copy(update={"model": name})
+            folder = resolve_model(name, config.revision)
+            report = bench(settings, folder, schemes=("none",), at_once=(1,), long_prompt_len=PROMPT)
+            found = {figure.what: figure.rate for figure in report.figures}
+            own.append((found["prefill"], found["decode"]))
+            gc.collect()
+            progress.advance(bar)
+    return [(median(one[0] for one in own), median(one[1] for one in own)) for own in rates]
+
+
+def _plot(rows: Sequence[Row]) -> str:
+    points = [
+        Point(Path(row.model).name, row.megabytes, row.quality.divergence if row.quality else 0.0, row.answer_rate)
+        for row in rows
+    ]
+    return quality_plot(points, f"KL divergence from {points[0].name}, nats a token; lower is better")
 
 
 def _tasks(config: EngineConfig, name: str, per_task: int, progress: Progress) -> Report:
@@ -74,10 +123,10 @@ def _show(progress: Progress, bar: TaskID, done: int, total: int) -> None:
     progress.update(bar, completed=done, total=total)
 
 
-def _print(rows: Sequence[Row], *, with_tasks: bool) -> None:
-    table = Table(
-        "model", "MB", "perplexity", "change", "KL", "same token", *(("core", "further") if with_tasks else ())
-    )
+def _print(rows: Sequence[Row]) -> None:
+    tasks = ("core", "further") if rows[0].core is not None else ()
+    speeds = ("prompt/s", "answer/s") if rows[0].answer_rate is not None else ()
+    table = Table("model", "MB", "perplexity", "change", "KL", "same token", *tasks, *speeds)
     measured = next(row.quality for row in rows if row.quality is not None)
     for row in rows:
         quality = row.quality
@@ -89,6 +138,7 @@ def _print(rows: Sequence[Row], *, with_tasks: bool) -> None:
             change = quality.perplexity / quality.reference_perplexity - 1
             cells += [f"{change:+.2%}", f"{quality.divergence:.5f}", f"{quality.agreement:.2%}"]
         cells += [f"{score:.1%}" for score in (row.core, row.further) if score is not None]
+        cells += [f"{rate:,.0f}" for rate in (row.prompt_rate, row.answer_rate) if rate is not None]
         table.add_row(*cells)
     console = Console()
     console.print(f"{measured.num_tokens} tokens; KL in nats a token, against {rows[0].model}", highlight=False)
