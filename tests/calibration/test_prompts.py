@@ -9,7 +9,9 @@ import pytest
 from PIL import Image
 from typer.testing import CliRunner
 
+from tests.blip import make_blip
 from tests.checkpoints import make_llama
+from tests.moondream import make_moondream
 from vlmserve.calibration.prompts import calibration_prompts
 from vlmserve.cli import app
 from vlmserve.config import MediaConfig, read_settings
@@ -48,6 +50,17 @@ def test_a_model_that_sees_gets_drawn_images_with_answers_and_text(pixie: Reques
     assert [prompt.token_ids for prompt in calibration_prompts(None, pixie, 4000)] == [
         prompt.token_ids for prompt in prompts
     ]
+
+
+@pytest.mark.parametrize("kind", ["caption", "question", "moondream"])
+def test_a_model_of_one_image_and_one_text_gets_questions_with_answers(tmp_path: Path, kind: str) -> None:
+    folder = make_moondream(tmp_path)[0] if kind == "moondream" else make_blip(tmp_path, kind)
+    prompts = calibration_prompts(None, preparer_of(folder), 100)
+    assert sum(len(prompt.token_ids) for prompt in prompts) >= 100
+    assert all(prompt.num_images == 1 for prompt in prompts)
+    if kind == "question":
+        assert all(prompt.cross is not None and prompt.cross.token_ids for prompt in prompts)
+        assert all(len(prompt.token_ids) > 1 for prompt in prompts)
 
 
 def test_text_is_the_end_of_the_manual_which_perplexity_does_not_measure(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
+from tests.blip import make_blip
 from tests.checkpoints import make_llama
 from vlmserve.calibration.plot import Point, quality_plot
 from vlmserve.calibration.quality import compare, quality_prompts
@@ -76,6 +77,12 @@ def test_models_with_other_tokens_are_not_compared(tmp_path: Path) -> None:
     first, second = make_llama(tmp_path / "a"), make_llama(tmp_path / "b", vocab_size=60)
     with pytest.raises(ConfigurationError, match="different tokens"):
         compare(load(first), load(second), [Prompt([1, 2, 3])])
+
+
+def test_cross_attention_is_refused(tmp_path: Path) -> None:
+    model = load(make_blip(tmp_path, "caption"))
+    with pytest.raises(ConfigurationError, match="cross attention"):
+        compare(model, model, [Prompt([5, 6, 7])])
 
 
 def test_the_command_prints_a_table_and_json(tmp_path: Path) -> None:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from itertools import count
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from vlmserve.errors import ConfigurationError, InvalidRequestError
 from vlmserve.frontend.requests import RequestPreparer
 from vlmserve.loadtest.dataset import read_entries
 from vlmserve.perplexity import python_manual
+from vlmserve.pixie.drawing import draw_scene
 from vlmserve.pixie.evaluation import messages_of
 from vlmserve.pixie.questions import sample_example
 from vlmserve.types import Prompt
@@ -31,15 +35,18 @@ def calibration_prompts(source: str | None, preparer: RequestPreparer, num_token
     model cannot take.
     """
     if source is None:
+        if preparer.takes_one_image:
+            return take(drawn_prompts(preparer, 0), num_tokens)
         for_images = int(num_tokens * (1 - TEXT_SHARE)) if preparer.supports_images and preparer.can_chat else 0
-        drawn = _take(_drawn(preparer), for_images)
-        return drawn + _take(_text(preparer, num_tokens), num_tokens - _count(drawn))
+        drawn = take(drawn_prompts(preparer, 0), for_images)
+        return drawn + take(_text(preparer, num_tokens), num_tokens - _count(drawn))
     path = Path(source).expanduser()
     prompts = _of_folder(path, preparer) if path.is_dir() else _of_file(path, preparer)
-    return _take(prompts, num_tokens)
+    return take(prompts, num_tokens)
 
 
-def _take(prompts: Iterable[Prompt], num_tokens: int) -> list[Prompt]:
+def take(prompts: Iterable[Prompt], num_tokens: int) -> list[Prompt]:
+    """The first prompts, until they have so many tokens together."""
     taken: list[Prompt] = []
     left = num_tokens
     if left > 0:
@@ -83,15 +90,20 @@ def _message(text: str, urls: Iterable[str]) -> dict[str, Any]:
     return {"role": "user", "content": [*images, {"type": "text", "text": text}] if images else text}
 
 
-def _drawn(preparer: RequestPreparer) -> Iterator[Prompt]:
-    """Conversations about drawn images with the right answers; of seeds that no evaluation uses."""
-    seed = 0
-    while True:
+def drawn_prompts(preparer: RequestPreparer, first_seed: int) -> Iterator[Prompt]:
+    """Conversations about drawn images with the right answers, without end. For a model that takes one image and one
+    text with each request: questions about one image, each with its answer."""
+    for seed in count(first_seed):
         example = sample_example(seed)
-        last = len(example.turns) - 1
-        answered = [*messages_of(example, last), {"role": "assistant", "content": example.turns[last][1]}]
-        yield preparer.chat(answered, allow_local=True, add_generation_prompt=False)
-        seed += 1
+        if not preparer.takes_one_image:
+            last = len(example.turns) - 1
+            answered = [*messages_of(example, last), {"role": "assistant", "content": example.turns[last][1]}]
+            yield preparer.chat(answered, allow_local=True, add_generation_prompt=False)
+        elif len(example.scenes) == 1:
+            question, answer = example.turns[0]
+            prompt = preparer.text(question, [draw_scene(example.scenes[0])], allow_local=True)
+            said = preparer.encode(f" {answer}", add_special_tokens=False)
+            yield msgspec.structs.replace(prompt, token_ids=[*prompt.token_ids, *said])
 
 
 def _text(preparer: RequestPreparer, num_tokens: int) -> Iterator[Prompt]:

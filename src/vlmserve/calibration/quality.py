@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 import torch
 from torch import Tensor
 
 from vlmserve.calibration.forward import Group, hidden_states, make_groups
+from vlmserve.calibration.prompts import drawn_prompts, take
 from vlmserve.errors import ConfigurationError
 from vlmserve.frontend.requests import RequestPreparer
 from vlmserve.models.protocols import LoadedModel
 from vlmserve.perplexity import ROWS_AT_ONCE, python_manual
-from vlmserve.pixie.evaluation import messages_of
-from vlmserve.pixie.questions import sample_example
 from vlmserve.pixie.scenes import HELD_OUT_SEEDS
 from vlmserve.types import Prompt
 
@@ -51,20 +50,9 @@ def quality_prompts(preparer: RequestPreparer, num_tokens: int) -> list[Prompt]:
     """About so many tokens of held-out conversations about drawn images, if the model takes images; or else of the
     beginning of the manual that comes with Python, with whose end models are calibrated."""
     if preparer.supports_images and preparer.can_chat:
-        return list(_conversations(preparer, num_tokens))
+        return take(drawn_prompts(preparer, FIRST_SEED), num_tokens)
     ids = preparer.encode(python_manual())[:num_tokens]
     return [preparer.tokens(ids[first : first + WINDOW]) for first in range(0, len(ids) - 1, WINDOW)]
-
-
-def _conversations(preparer: RequestPreparer, num_tokens: int) -> Iterator[Prompt]:
-    left, seed = num_tokens, FIRST_SEED
-    while left > 0:
-        example = sample_example(seed)
-        last = len(example.turns) - 1
-        answered = [*messages_of(example, last), {"role": "assistant", "content": example.turns[last][1]}]
-        prompt = preparer.chat(answered, allow_local=True, add_generation_prompt=False)
-        left, seed = left - len(prompt.token_ids), seed + 1
-        yield prompt
 
 
 @torch.inference_mode()
@@ -77,11 +65,13 @@ def compare(
     """Predict each token that is no image's from those before it, with both models.
 
     progress: is told the tokens done and how many there are. Raises ConfigurationError for models that do not have the
-    same tokens, and where no token can be predicted.
+    same tokens, or read images by cross attention, and where no token can be predicted.
     """
     decoders = model.language_model, reference.language_model
     if decoders[0].vocab_size != decoders[1].vocab_size:
         raise ConfigurationError("the models have different tokens; give a quantized model and the one it was made of")
+    if reference.cross is not None:
+        raise ConfigurationError("models that read images by cross attention cannot be compared")
     sums = torch.zeros(4, dtype=torch.float64)
     count = done = 0
     total = sum(len(prompt.token_ids) for prompt in prompts)

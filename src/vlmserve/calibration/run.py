@@ -84,7 +84,9 @@ class Calibration:
             self._executor = OneLayer()
             parts = description.build(spec, backend, self._executor, dtype=dtype, device=device)
         if parts.cross is not None:
-            raise ConfigurationError(f"{description.architecture} cannot be calibrated; use --method rtn")
+            raise ConfigurationError(
+                f"{description.architecture} reads images by cross attention and cannot be calibrated; use --method rtn"
+            )
         self._model, self._decoder, self._vision = parts.modules, parts.language_model, parts.vision
         merge_as_stored(self._model, checkpoint.names)
         self._slots = [name for name, _ in weight_slots(self._model)]

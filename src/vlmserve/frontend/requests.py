@@ -144,6 +144,11 @@ class RequestPreparer:
         return self._processor is not None
 
     @property
+    def takes_one_image(self) -> bool:
+        """Whether a request is one image and one text, and no conversation."""
+        return self._one_image is not None
+
+    @property
     def supports_videos(self) -> bool:
         """Whether the model takes videos, be it as images of their frames."""
         return self._video_processor is not None or self._videos_as_images is not None
