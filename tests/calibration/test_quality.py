@@ -11,6 +11,7 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
+from PIL import Image
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
@@ -18,6 +19,7 @@ from tests.blip import make_blip
 from tests.checkpoints import make_llama
 from vlmserve.calibration.plot import Point, quality_plot
 from vlmserve.calibration.quality import compare, quality_prompts
+from vlmserve.calibration.questions import read_questions
 from vlmserve.cli import app
 from vlmserve.config import MediaConfig, QuantizationConfig, read_settings
 from vlmserve.errors import ConfigurationError
@@ -85,6 +87,13 @@ def test_cross_attention_is_refused(tmp_path: Path) -> None:
         compare(model, model, [Prompt([5, 6, 7])])
 
 
+def test_a_question_without_an_answer_is_refused(tmp_path: Path) -> None:
+    questions = tmp_path / "questions.jsonl"
+    questions.write_text('{"prompt": "a", "answer": "b"}\n{"prompt": "a"}\n')
+    with pytest.raises(ConfigurationError, match="line 2: needs an answer"):
+        read_questions(questions)
+
+
 def test_the_command_prints_a_table_and_json(tmp_path: Path) -> None:
     out = tmp_path / "small"
     save_quantized(resolve_model("pixie"), out, QuantizationConfig(scheme="int4"))
@@ -92,6 +101,16 @@ def test_the_command_prints_a_table_and_json(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, line, env={"COLUMNS": "200"})
     assert result.exit_code == 0, result.output
     assert "same token" in result.stdout
+    image = Image.new("RGB", (40, 40), "white")
+    image.paste((255, 0, 0), (10, 10, 30, 30))
+    image.save(tmp_path / "a.png")
+    lines = [
+        {"prompt": "What shape is it?", "images": ["a.png"], "answer": " Square."},
+        {"messages": [{"role": "user", "content": "What is it?"}], "answer": "a cat", "max_tokens": 4},
+    ]
+    questions = tmp_path / "questions.jsonl"
+    questions.write_text("\n".join(map(json.dumps, lines)))
+    line += ["--questions", str(questions)]
     drawing = tmp_path / "plot.svg"
     result = CliRunner().invoke(app, [*line, "--speed", "1", "--plot", str(drawing), "--json"])
     plain, small = json.loads(result.stdout)
@@ -99,6 +118,7 @@ def test_the_command_prints_a_table_and_json(tmp_path: Path) -> None:
     assert plain["megabytes"] > 1.5 * small["megabytes"]
     assert small["quality"]["divergence"] > 0
     assert 0 <= small["core"] <= 1
+    assert plain["right"] == small["right"] == 0.5
     assert min(small["prompt_rate"], small["answer_rate"], plain["prompt_rate"], plain["answer_rate"]) > 0
     assert drawing.read_text("utf-8").count("tokens a second") == 1
 

@@ -11,7 +11,7 @@ import msgspec
 
 from vlmserve.errors import ConfigurationError, InvalidRequestError
 from vlmserve.frontend.requests import RequestPreparer
-from vlmserve.loadtest.dataset import read_entries
+from vlmserve.loadtest.dataset import Entry, read_entries
 from vlmserve.perplexity import python_manual
 from vlmserve.pixie.drawing import draw_scene
 from vlmserve.pixie.evaluation import messages_of
@@ -64,9 +64,8 @@ def _count(prompts: Iterable[Prompt]) -> int:
 
 def _of_file(path: Path, preparer: RequestPreparer) -> Iterator[Prompt]:
     for entry in read_entries(path, "--calibration"):
-        messages = entry.messages or [_message(entry.prompt or "", entry.urls)]
         try:
-            yield preparer.chat(messages) if preparer.can_chat else preparer.text(entry.prompt or "")
+            yield preparer.chat(messages_of_entry(entry)) if preparer.can_chat else preparer.text(entry.prompt or "")
         except InvalidRequestError as error:
             raise ConfigurationError(f"--calibration {path}: line {entry.line}: {error}") from None
 
@@ -85,9 +84,13 @@ def _of_folder(path: Path, preparer: RequestPreparer) -> Iterator[Prompt]:
             raise ConfigurationError(f"--calibration {file}: {error}") from None
 
 
-def _message(text: str, urls: Iterable[str]) -> dict[str, Any]:
-    images = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
-    return {"role": "user", "content": [*images, {"type": "text", "text": text}] if images else text}
+def messages_of_entry(entry: Entry) -> list[dict[str, Any]]:
+    """The conversation that a line of a file is."""
+    if entry.messages is not None:
+        return entry.messages
+    text = entry.prompt or ""
+    images = [{"type": "image_url", "image_url": {"url": url}} for url in entry.urls]
+    return [{"role": "user", "content": [*images, {"type": "text", "text": text}] if images else text}]
 
 
 def drawn_prompts(preparer: RequestPreparer, first_seed: int) -> Iterator[Prompt]:

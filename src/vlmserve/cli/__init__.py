@@ -510,6 +510,10 @@ def eval_quality(
     per_task: Annotated[
         int, typer.Option(metavar="INT", min=0, help="Questions of each of pixie's tasks to ask as well.")
     ] = 0,
+    questions: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Questions with answers to ask as well: a line of JSON for each, see docs."),
+    ] = None,
     speed: Annotated[
         int, typer.Option(metavar="INT", min=0, help="How often to measure how fast each model is; medians are shown.")
     ] = 0,
@@ -525,4 +529,7 @@ def eval_quality(
     """
     from vlmserve.cli.quality import run_quality
 
-    run_quality(engine, models, against, tokens, per_task=per_task, turns=speed, plot=plot, as_json=as_json)
+    run_quality(
+        engine, models, against, tokens,
+        per_task=per_task, questions=questions, turns=speed, plot=plot, as_json=as_json,
+    )  # fmt: skip

@@ -16,28 +16,36 @@ from rich.table import Table
 from vlmserve.bench import bench
 from vlmserve.calibration.plot import Point, quality_plot
 from vlmserve.calibration.quality import Quality, compare, quality_prompts
+from vlmserve.calibration.questions import read_questions, share_right
 from vlmserve.config import EngineConfig, MediaConfig, read_settings
 from vlmserve.engine.loading import load
 from vlmserve.frontend.requests import RequestPreparer
 from vlmserve.llm import LLM
+from vlmserve.loadtest.dataset import Entry
 from vlmserve.models.hub import resolve_model
 from vlmserve.models.identity import stored_bytes
-from vlmserve.pixie.evaluation import Report, evaluate, greedy_answers
+from vlmserve.pixie.evaluation import evaluate, greedy_answers
 
 PROMPT = 1000
 """Tokens of the prompt whose speed is measured."""
+STEPS = 64
+"""Tokens of an answer that are timed."""
 
 
 class Row(msgspec.Struct, frozen=True):
-    """A model of the table. megabytes: of its tensors in files. core, further: of pixie's tasks, 0 to 1; None: not
-    asked. prompt_rate, answer_rate: tokens a second of a prompt of `PROMPT` tokens and of one answer; None: not
-    measured."""
+    """A model of the table.
+
+    megabytes: of its tensors in files. core, further: of pixie's tasks, 0 to 1; None: not asked. right: of the
+    questions of a file, 0 to 1; None: there was none. prompt_rate, answer_rate: tokens a second of a prompt of `PROMPT`
+    tokens and of one answer; None: not measured.
+    """
 
     model: str
     megabytes: float
     quality: Quality | None
     core: float | None
     further: float | None
+    right: float | None
     prompt_rate: float | None
     answer_rate: float | None
 
@@ -49,11 +57,13 @@ def run_quality(
     num_tokens: int,
     *,
     per_task: int,
+    questions: Path | None,
     turns: int,
     plot: Path | None,
     as_json: bool,
 ) -> None:
     """Compare models with one, and print a table or JSON. turns: how often speeds are measured."""
+    asked = [] if questions is None else read_questions(questions)
     folder = resolve_model(against, config.revision)
     rows = []
     with Progress(console=Console(stderr=True)) as progress:
@@ -69,8 +79,7 @@ def run_quality(
         del reference
         speeds = _speeds(config, [against, *models], turns, progress)
         for name, quality, speed in zip([against, *models], qualities, speeds, strict=True):
-            report = _tasks(config, name, per_task, progress) if per_task else None
-            scores = (None, None) if report is None else (report.mean("core"), report.mean("further"))
+            scores = _scores(config, name, per_task, asked, progress)
             rows.append(Row(name, stored_bytes(resolve_model(name, config.revision)) / 1e6, quality, *scores, *speed))
     if plot is not None:
         plot.write_text(_plot(rows), "utf-8")
@@ -93,7 +102,7 @@ def _speeds(
         for name, own in zip(names, rates, strict=True):
             settings = config.model_copy(update={"model": name})
             folder = resolve_model(name, config.revision)
-            report = bench(settings, folder, schemes=("none",), at_once=(1,), long_prompt_len=PROMPT)
+            report = bench(settings, folder, schemes=("none",), at_once=(1,), long_prompt_len=PROMPT, steps=STEPS)
             found = {figure.what: figure.rate for figure in report.figures}
             own.append((found["prefill"], found["decode"]))
             gc.collect()
@@ -109,14 +118,22 @@ def _plot(rows: Sequence[Row]) -> str:
     return quality_plot(points, f"KL divergence from {points[0].name}, nats a token; lower is better")
 
 
-def _tasks(config: EngineConfig, name: str, per_task: int, progress: Progress) -> Report:
+def _scores(
+    config: EngineConfig, name: str, per_task: int, asked: Sequence[Entry], progress: Progress
+) -> tuple[float | None, float | None, float | None]:
+    """`Row.core`, `Row.further` and `Row.right` of a model."""
+    if not per_task and not asked:
+        return None, None, None
     llm = LLM(**{**config.model_dump(exclude_unset=True), "model": name})
-    bar = progress.add_task(f"{Path(name).name}: tasks", total=None)
-    return evaluate(
-        greedy_answers(llm),
-        per_task=per_task,
-        progress=partial(_show, progress, bar),
-    )
+    core = further = right = None
+    if per_task:
+        bar = progress.add_task(f"{Path(name).name}: tasks", total=None)
+        report = evaluate(greedy_answers(llm), per_task=per_task, progress=partial(_show, progress, bar))
+        core, further = report.mean("core"), report.mean("further")
+    if asked:
+        bar = progress.add_task(f"{Path(name).name}: questions", total=None)
+        right = share_right(llm, asked, partial(_show, progress, bar))
+    return core, further, right
 
 
 def _show(progress: Progress, bar: TaskID, done: int, total: int) -> None:
@@ -125,8 +142,9 @@ def _show(progress: Progress, bar: TaskID, done: int, total: int) -> None:
 
 def _print(rows: Sequence[Row]) -> None:
     tasks = ("core", "further") if rows[0].core is not None else ()
+    questions = ("right",) if rows[0].right is not None else ()
     speeds = ("prompt/s", "answer/s") if rows[0].answer_rate is not None else ()
-    table = Table("model", "MB", "perplexity", "change", "KL", "same token", *tasks, *speeds)
+    table = Table("model", "MB", "perplexity", "change", "KL", "same token", *tasks, *questions, *speeds)
     measured = next(row.quality for row in rows if row.quality is not None)
     for row in rows:
         quality = row.quality
@@ -137,7 +155,7 @@ def _print(rows: Sequence[Row]) -> None:
         else:
             change = quality.perplexity / quality.reference_perplexity - 1
             cells += [f"{change:+.2%}", f"{quality.divergence:.5f}", f"{quality.agreement:.2%}"]
-        cells += [f"{score:.1%}" for score in (row.core, row.further) if score is not None]
+        cells += [f"{score:.1%}" for score in (row.core, row.further, row.right) if score is not None]
         cells += [f"{rate:,.0f}" for rate in (row.prompt_rate, row.answer_rate) if rate is not None]
         table.add_row(*cells)
     console = Console()

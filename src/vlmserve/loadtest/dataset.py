@@ -24,17 +24,20 @@ class _Line(msgspec.Struct):
     images: list[str] = []
     max_tokens: int | None = None
     output_tokens: int | None = None
+    answer: Any = None
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A request: a prompt, with URLs of images, or whole messages. line: where it stands in the file, from 1."""
+    """A request: a prompt, with URLs of images, or whole messages. line: where it stands in the file, from 1. answer:
+    the right one, if the file says."""
 
     line: int
     prompt: str | None
     messages: list[dict[str, Any]] | None
     urls: list[str]
     max_tokens: int | None
+    answer: str | None = None
 
 
 def read_dataset(config: WorkloadConfig) -> list[Entry]:
@@ -72,7 +75,8 @@ def _entry(path: Path, named: str, number: int, text: bytes) -> Entry:
     if line.messages is not None and line.images:
         raise ConfigurationError(f"{where}: images belong to a prompt; in messages they are content parts")
     urls = [_url(path.parent, image, where) for image in line.images]
-    return Entry(number, line.prompt, line.messages, urls, line.max_tokens or line.output_tokens)
+    answer = line.answer if isinstance(line.answer, str) else None
+    return Entry(number, line.prompt, line.messages, urls, line.max_tokens or line.output_tokens, answer)
 
 
 def _url(folder: Path, image: str, where: str) -> str:

@@ -1,0 +1,47 @@
+"""How many questions of a file a model answers right."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from vlmserve.calibration.prompts import messages_of_entry
+from vlmserve.errors import ConfigurationError
+from vlmserve.llm import LLM
+from vlmserve.loadtest.dataset import Entry, read_entries
+from vlmserve.types import SamplingParams
+
+AT_ONCE = 64
+"""Questions that are asked in one call; their images are in memory together."""
+MAX_TOKENS = 96
+"""Of an answer, where the file does not say."""
+
+
+def read_questions(path: Path) -> list[Entry]:
+    """The lines of a file, see `read_entries`. Raises what that raises, and ConfigurationError for a line without an
+    answer."""
+    entries = read_entries(path, "--questions")
+    for entry in entries:
+        if entry.answer is None:
+            raise ConfigurationError(f"--questions {path}: line {entry.line}: needs an answer")
+    return entries
+
+
+def share_right(
+    llm: LLM, questions: Sequence[Entry], progress: Callable[[int, int], None] = lambda done, of: None
+) -> float:
+    """The share of questions, 0 to 1, to which the model's likeliest answer is the right one but for capitals, spaces
+    around it and a full stop. questions: at least one. progress: is told the questions done and how many there are."""
+    right = 0
+    for start in range(0, len(questions), AT_ONCE):
+        some = questions[start : start + AT_ONCE]
+        params = [SamplingParams(temperature=0.0, max_tokens=one.max_tokens or MAX_TOKENS) for one in some]
+        results = llm.chat([messages_of_entry(one) for one in some], params, use_tqdm=False)
+        for one, result in zip(some, results, strict=True):
+            right += _plain(result.outputs[0].text) == _plain(one.answer or "")
+        progress(start + len(some), len(questions))
+    return right / len(questions)
+
+
+def _plain(text: str) -> str:
+    return text.strip().removesuffix(".").casefold()
