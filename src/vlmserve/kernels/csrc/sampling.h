@@ -58,61 +58,108 @@ Cut find_cut(const float* scores, const float* weights, long count, std::uint32_
     return cut;
 }
 
-// The first of the highest logits.
-INLINE long first_of(const float* logits, long count, float highest) {
-    for (long i = 0; i < count; i += LANES) {
-        long end = smaller(count, i + LANES);
-        if (end - i == LANES) {
-            i32v equal = load(logits + i) == highest;
-            if (!sum(equal)) continue;
+// A row's highest logit, and the first token that has it; NaN if any logit is.
+struct Highest {
+    float value;
+    long token;
+};
+
+INLINE Highest highest_of(const float* logits, long count) {
+    float highest = -__builtin_inff();
+    long chunk = 0;
+    i32v numbers = f32v{} == f32v{};
+    for (long start = 0; start < count; start += SUM_CHUNK) {
+        f32v most = broadcast(-__builtin_inff());
+        for (long i = start; i < smaller(count, start + SUM_CHUNK); i += LANES) {
+            f32v value = load_some(logits + i, smaller(LANES, count - i));
+            // The lanes after the last one are 0 and must not be the maximum.
+            for (long lane = count - i; lane < LANES; ++lane) value[lane] = -__builtin_inff();
+            numbers &= value == value;
+            most = maximum(most, value);
         }
-        for (long j = i; j < end; ++j)
-            if (logits[j] == highest) return j;
+        if (float value = largest(most); value > highest) {
+            highest = value;
+            chunk = start;
+        }
     }
-    return -1;
+    for (int lane = 0; lane < LANES; ++lane)
+        if (!numbers[lane]) return {__builtin_nanf(""), -1};
+    while (chunk < count && logits[chunk] != highest) ++chunk;
+    return {highest, chunk};
 }
 
-// The number that is drawn, -1 if there is a NaN or no finite maximum. scores, weights: memory for the vocabulary, rounded up
-// to a multiple of SUM_CHUNK.
-long draw(const SamplingArgs& args, long row, float* scores, float* weights, Bin* bins) {
-    const float* logits = args.logits + row * args.vocabulary;
-    long count = args.vocabulary, padded = (count + SUM_CHUNK - 1) / SUM_CHUNK * SUM_CHUNK;
-    f32v most = broadcast(-__builtin_inff());
-    i32v numbers = most == most;
-    for (long i = 0; i < count; i += LANES) {
-        f32v value = load_some(logits + i, smaller(LANES, count - i));
-        // The lanes after the last one are 0 and must not be the maximum.
-        for (long lane = count - i; lane < LANES; ++lane) value[lane] = -__builtin_inff();
-        numbers &= value == value;
-        most = maximum(most, value);
+// Less the highest one, over the temperature; those behind the last one are -inf.
+INLINE f32v scaled_logits(const float* logits, long start, long count, float highest, float temperature) {
+    if (start + LANES <= count) return (load(logits + start) - highest) / temperature;
+    f32v scores = broadcast(-__builtin_inff());
+    for (long lane = 0; lane < count - start; ++lane) scores[lane] = (logits[start + lane] - highest) / temperature;
+    return scores;
+}
+
+// The token at a number of [0, 1), where `kept(i)` gives the weights of LANES tokens from i on. ends: memory for the sums of
+// all chunks. padded: tokens, a multiple of SUM_CHUNK.
+template <class Kept>
+long token_at(double number, long padded, double* ends, Kept kept) {
+    // Sums of chunks first: the one in which the number lies is all that is added up token by token.
+    double total = 0;
+    for (long chunk = 0; chunk < padded; chunk += SUM_CHUNK) {
+        f32v sums{};
+        for (long i = chunk; i < chunk + SUM_CHUNK; i += LANES) sums += kept(i);
+        total += static_cast<double>(sum(sums));
+        ends[chunk / SUM_CHUNK] = total;
     }
-    float highest = largest(most);
-    for (int lane = 0; lane < LANES; ++lane)
-        if (!numbers[lane]) return -1;
-    if (!(highest > -__builtin_inff() && highest < __builtin_inff())) return -1;
-    if (args.temperatures[row] == 0) return first_of(logits, count, highest);
+    double target = number * total;
+    long chunk = 0;
+    while (chunk + SUM_CHUNK < padded && ends[chunk / SUM_CHUNK] <= target) chunk += SUM_CHUNK;
+    double before = chunk ? ends[chunk / SUM_CHUNK - 1] : 0;
+    // Rounding may carry the number past the last token that is kept: then it is that one, of this chunk or one before it.
+    long last = -1;
+    for (; last < 0 && chunk >= 0; chunk -= SUM_CHUNK, target = __builtin_inf()) {
+        float weights[SUM_CHUNK];
+        for (long i = 0; i < SUM_CHUNK; i += LANES) store(weights + i, kept(chunk + i));
+        for (long i = 0; i < SUM_CHUNK; ++i) {
+            if (weights[i] <= 0) continue;
+            last = chunk + i;
+            before += static_cast<double>(weights[i]);
+            if (before > target) break;
+        }
+    }
+    return last;
+}
+
+INLINE long padded_vocabulary(const SamplingArgs& args) { return (args.vocabulary + SUM_CHUNK - 1) / SUM_CHUNK * SUM_CHUNK; }
+
+// The token that is drawn, -1 if there is a NaN or no finite maximum. scores, weights: memory for the padded vocabulary.
+long draw(const SamplingArgs& args, long row, float* scores, float* weights, double* ends, Bin* bins) {
+    const float* logits = args.logits + row * args.vocabulary;
+    const long count = args.vocabulary, padded = padded_vocabulary(args), top_k = args.top_ks[row];
+    const Highest highest = highest_of(logits, count);
+    if (!(highest.value > -__builtin_inff() && highest.value < __builtin_inff())) return -1;
+    const float temperature = args.temperatures[row], min_p = args.min_ps[row];
+    if (temperature == 0) return highest.token;
+
+    const bool cuts_count = top_k > 0 && top_k < count, cuts_mass = args.top_ps[row] < 1;
+    if (!cuts_count && !cuts_mass)
+        return token_at(args.numbers[row], padded, ends, [&](long i) {
+            f32v weight = exponential(scaled_logits(logits, i, count, highest.value, temperature));
+            return choose(weight >= min_p, weight, f32v{});
+        });
 
     for (long i = 0; i < padded; i += LANES) {
-        f32v score = broadcast(-__builtin_inff());
-        if (i + LANES <= count)
-            score = (load(logits + i) - highest) / args.temperatures[row];
-        else
-            for (long lane = 0; lane < count - i; ++lane) score[lane] = (logits[i + lane] - highest) / args.temperatures[row];
+        f32v score = scaled_logits(logits, i, count, highest.value, temperature);
         store(scores + i, score);
         store(weights + i, exponential(score));
     }
-
     std::uint32_t limit = ALL_SIZES;
     double total = -1;
-    long top_k = args.top_ks[row];
-    if (top_k > 0 && top_k < count) {
+    if (cuts_count) {
         Cut cut = find_cut(scores, weights, count, limit, bins, [&](long kept, double) { return kept >= top_k; });
         limit = cut.size;
         // Of those that tie with the last one, as many as there is room for.
         float last = exponential(broadcast(-bit_cast<float>(limit)))[0];
         total = cut.mass + static_cast<double>(top_k - cut.count) * static_cast<double>(last);
     }
-    if (args.top_ps[row] < 1) {
+    if (cuts_mass) {
         if (total < 0) {
             total = 0;
             for (long i = 0; i < count; ++i) total += static_cast<double>(weights[i]);
@@ -120,56 +167,28 @@ long draw(const SamplingArgs& args, long row, float* scores, float* weights, Bin
         double wanted = static_cast<double>(args.top_ps[row]) * total;
         limit = find_cut(scores, weights, count, limit, bins, [&](long, double mass) { return mass >= wanted; }).size;
     }
-
-    // Sums of chunks first: the one in which the number lies is all that is added up token by token.
-    double sum_so_far = 0;
-    for (long chunk = 0; chunk < padded; chunk += SUM_CHUNK) {
-        f32v sums{};
-        for (long i = chunk; i < chunk + SUM_CHUNK; i += LANES) {
-            f32v weight = load(weights + i), score = load(scores + i);
-            i32v kept = (-score <= bit_cast<float>(limit)) & (weight >= args.min_ps[row]);
-            weight = choose(kept, weight, f32v{});
-            store(weights + i, weight);
-            sums += weight;
-        }
-        sum_so_far += static_cast<double>(sum(sums));
-        // Nobody reads the scores of a chunk again.
-        __builtin_memcpy(scores + chunk, &sum_so_far, sizeof sum_so_far);
-    }
-    double target = args.numbers[row] * sum_so_far, before = 0;
-    long chunk = 0;
-    for (; chunk + SUM_CHUNK < padded; chunk += SUM_CHUNK) {
-        double end;
-        __builtin_memcpy(&end, scores + chunk, sizeof end);
-        if (end > target) break;
-        before = end;
-    }
-    // Rounding may carry the number past a chunk's last token that is kept: then it is that one.
-    long last = -1;
-    for (long i = chunk; i < chunk + SUM_CHUNK; ++i) {
-        if (weights[i] <= 0) continue;
-        last = i;
-        before += static_cast<double>(weights[i]);
-        if (before > target) break;
-    }
-    for (long i = chunk; last < 0 && i-- > 0;)
-        if (weights[i] > 0) last = i;
-    return last;
+    return token_at(args.numbers[row], padded, ends, [&](long i) {
+        f32v weight = load(weights + i);
+        i32v kept = (-load(scores + i) <= bit_cast<float>(limit)) & (weight >= min_p);
+        return choose(kept, weight, f32v{});
+    });
 }
 
 INLINE long sampling_bytes(const SamplingArgs& args) {
-    long padded = (args.vocabulary + SUM_CHUNK - 1) / SUM_CHUNK * SUM_CHUNK;
-    return cache_lines(2 * padded * static_cast<long>(sizeof(float)) + BINS * static_cast<long>(sizeof(Bin)));
+    long padded = padded_vocabulary(args);
+    return cache_lines(2 * padded * static_cast<long>(sizeof(float)) + padded / SUM_CHUNK * static_cast<long>(sizeof(double)) +
+                       BINS * static_cast<long>(sizeof(Bin)));
 }
 
 long sampling_scratch(const SamplingArgs& args) { return args.threads * sampling_bytes(args); }
 
 void sampling(const SamplingArgs& args) {
-    long padded = (args.vocabulary + SUM_CHUNK - 1) / SUM_CHUNK * SUM_CHUNK;
+    long padded = padded_vocabulary(args);
     each_in_turn(args.threads, args.rows, [&](long row, int thread) {
         auto* scores = reinterpret_cast<float*>(static_cast<char*>(args.scratch) + thread * sampling_bytes(args));
         float* weights = scores + padded;
-        args.tokens[row] = draw(args, row, scores, weights, reinterpret_cast<Bin*>(weights + padded));
+        auto* bins = reinterpret_cast<Bin*>(weights + padded);
+        args.tokens[row] = draw(args, row, scores, weights, reinterpret_cast<double*>(bins + BINS), bins);
     });
 }
 
