@@ -12,6 +12,8 @@
 namespace {
 
 constexpr long BINS = 2048;
+// Scores take turns in them: to add to the same number again and again waits for memory.
+constexpr long HISTOGRAMS = 4;
 constexpr long SUM_CHUNK = 256;
 
 struct Bin {
@@ -31,7 +33,7 @@ constexpr std::uint32_t ALL_SIZES = 0x7f800000;  // of infinity
 INLINE std::uint32_t size_bits(float score) { return bit_cast<std::uint32_t>(score) & 0x7fffffffu; }
 
 // The first score, from the highest one down, with which `enough(count, mass)` of what is kept holds, of those whose size
-// is at most `limit`. If it never does, all are kept.
+// is at most `limit`. If it never does, all are kept. scores: -inf behind the last one, up to a multiple of LANES.
 template <class Enough>
 Cut find_cut(const float* scores, const float* weights, long count, std::uint32_t limit, Bin* bins, Enough enough) {
     constexpr int SHIFTS[4] = {31, 20, 9, 0};
@@ -39,18 +41,29 @@ Cut find_cut(const float* scores, const float* weights, long count, std::uint32_
     for (int level = 1; level < 4; ++level) {
         int shift = SHIFTS[level], before = SHIFTS[level - 1];
         long num_bins = 1L << (before - shift), bin = 0;
-        for (long i = 0; i < num_bins; ++i) bins[i] = {0, 0};
-        for (long i = 0; i < count; ++i) {
-            std::uint32_t size = size_bits(scores[i]);
-            if (size > limit || size >> before != cut.size >> before) continue;
-            Bin& place = bins[(size >> shift) & static_cast<std::uint32_t>(num_bins - 1)];
-            place.mass += static_cast<double>(weights[i]);
-            ++place.count;
+        const std::uint32_t above = cut.size >> before;
+        for (long i = 0; i < HISTOGRAMS * num_bins; ++i) bins[i] = {0, 0};
+        for (long start = 0; start < count; start += LANES) {
+            i32v sizes = bit_cast<i32v>(load(scores + start)) & 0x7fffffff;
+            if (level > 1 && !sum((sizes >> before) == static_cast<std::int32_t>(above))) continue;
+            for (long i = start; i < smaller(count, start + LANES); ++i) {
+                std::uint32_t size = size_bits(scores[i]);
+                if (size > limit || size >> before != above) continue;
+                long number = (size >> shift) & static_cast<std::uint32_t>(num_bins - 1);
+                Bin& place = bins[HISTOGRAMS * number + i % HISTOGRAMS];
+                place.mass += static_cast<double>(weights[i]);
+                ++place.count;
+            }
         }
         for (; bin < num_bins; ++bin) {
-            if (bins[bin].count && enough(cut.count + bins[bin].count, cut.mass + bins[bin].mass)) break;
-            cut.count += bins[bin].count;
-            cut.mass += bins[bin].mass;
+            Bin all = {0, 0};
+            for (long i = 0; i < HISTOGRAMS; ++i) {
+                all.mass += bins[HISTOGRAMS * bin + i].mass;
+                all.count += bins[HISTOGRAMS * bin + i].count;
+            }
+            if (all.count && enough(cut.count + all.count, cut.mass + all.mass)) break;
+            cut.count += all.count;
+            cut.mass += all.mass;
         }
         if (bin == num_bins) return {limit, cut.mass, cut.count};
         cut.size |= static_cast<std::uint32_t>(bin) << shift;
@@ -145,13 +158,18 @@ long draw(const SamplingArgs& args, long row, float* scores, float* weights, dou
             return choose(weight >= min_p, weight, f32v{});
         });
 
-    for (long i = 0; i < padded; i += LANES) {
-        f32v score = scaled_logits(logits, i, count, highest.value, temperature);
-        store(scores + i, score);
-        store(weights + i, exponential(score));
+    double total = 0;
+    for (long chunk = 0; chunk < padded; chunk += SUM_CHUNK) {
+        f32v sums{};
+        for (long i = chunk; i < chunk + SUM_CHUNK; i += LANES) {
+            f32v score = scaled_logits(logits, i, count, highest.value, temperature), weight = exponential(score);
+            store(scores + i, score);
+            store(weights + i, weight);
+            sums += weight;
+        }
+        total += static_cast<double>(sum(sums));
     }
     std::uint32_t limit = ALL_SIZES;
-    double total = -1;
     if (cuts_count) {
         Cut cut = find_cut(scores, weights, count, limit, bins, [&](long kept, double) { return kept >= top_k; });
         limit = cut.size;
@@ -160,10 +178,6 @@ long draw(const SamplingArgs& args, long row, float* scores, float* weights, dou
         total = cut.mass + static_cast<double>(top_k - cut.count) * static_cast<double>(last);
     }
     if (cuts_mass) {
-        if (total < 0) {
-            total = 0;
-            for (long i = 0; i < count; ++i) total += static_cast<double>(weights[i]);
-        }
         double wanted = static_cast<double>(args.top_ps[row]) * total;
         limit = find_cut(scores, weights, count, limit, bins, [&](long, double mass) { return mass >= wanted; }).size;
     }
@@ -177,7 +191,7 @@ long draw(const SamplingArgs& args, long row, float* scores, float* weights, dou
 INLINE long sampling_bytes(const SamplingArgs& args) {
     long padded = padded_vocabulary(args);
     return cache_lines(2 * padded * static_cast<long>(sizeof(float)) + padded / SUM_CHUNK * static_cast<long>(sizeof(double)) +
-                       BINS * static_cast<long>(sizeof(Bin)));
+                       HISTOGRAMS * BINS * static_cast<long>(sizeof(Bin)));
 }
 
 long sampling_scratch(const SamplingArgs& args) { return args.threads * sampling_bytes(args); }
@@ -188,7 +202,7 @@ void sampling(const SamplingArgs& args) {
         auto* scores = reinterpret_cast<float*>(static_cast<char*>(args.scratch) + thread * sampling_bytes(args));
         float* weights = scores + padded;
         auto* bins = reinterpret_cast<Bin*>(weights + padded);
-        args.tokens[row] = draw(args, row, scores, weights, reinterpret_cast<double*>(bins + BINS), bins);
+        args.tokens[row] = draw(args, row, scores, weights, reinterpret_cast<double*>(bins + HISTOGRAMS * BINS), bins);
     });
 }
 

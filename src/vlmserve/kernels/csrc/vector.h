@@ -189,9 +189,7 @@ INLINE i32v round_to_integers(f32v value) {
     return bit_cast<i32v>(magic) - bit_cast<std::int32_t>(12582912.0f);
 }
 
-INLINE f32v choose(i32v mask, f32v one, f32v other) {
-    return bit_cast<f32v>((bit_cast<i32v>(one) & mask) | (bit_cast<i32v>(other) & ~mask));
-}
+INLINE f32v choose(i32v mask, f32v one, f32v other) { return mask ? one : other; }
 
 INLINE f32v minimum(f32v a, f32v b) { return choose(a < b, a, b); }
 INLINE f32v maximum(f32v a, f32v b) { return choose(a > b, a, b); }
