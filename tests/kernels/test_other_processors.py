@@ -1,7 +1,7 @@
 """The native kernels for processors other than this machine's, in `native/main.cpp`, which compares them with float64.
 
-Arm's run in an emulator; those with AVX-VNNI, on a processor without it, with the same instructions of AVX-512, in vectors
-of 8 floats.
+Arm's run in an emulator; those with AVX-VNNI, on a processor without it, with the same instructions of AVX-512, in
+vectors of 8 floats.
 """
 
 from __future__ import annotations

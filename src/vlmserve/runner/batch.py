@@ -115,10 +115,11 @@ class BatchBuilder:
         counts = [request.num_tokens for request in scheduled]
         context_lens = [request.start + request.num_tokens for request in scheduled]
         states = [request.state for request in scheduled]
+        others = [state for state in states if not state.is_plain_text]
         tables = [*map(self._table_of, states)]
         num_tokens, width = sum(counts), max(map(len, tables))
         padding = 0
-        has_cross = any([state.cross_key for state in states])
+        has_cross = any([state.cross_key for state in others])
         if num_tokens == len(counts) and not has_cross:
             padding = self._device.padded_decodes(num_tokens) - num_tokens
             # A table's width is part of its shape, and few shapes are to come.
@@ -134,7 +135,7 @@ class BatchBuilder:
         np.subtract(np.arange(num_tokens), (ends - context_lens)[owner], out=positions)
         np.multiply(self._tables[owner, positions // self._block_size], self._block_size, out=slots, dtype=np.int64)
         slots += positions % self._block_size
-        if any(offsets := [state.position_offset for state in states]):
+        if others and any(offsets := [state.position_offset for state in states]):
             positions += np.repeat(offsets, counts)
         token_ids, image_rows = self._write_tokens(scheduled, num_tokens)
         if padding:
@@ -142,7 +143,7 @@ class BatchBuilder:
             context_lens, counts = context_lens + [1] * padding, counts + [1] * padding
             token_ids, slots = self._token_ids[: num_tokens + padding], self._slots[: num_tokens + padding]
         in_grids = self._positions[: num_tokens + padding]
-        if any(map(_has_grid, states)):
+        if any(map(_has_grid, others)):
             in_grids = _grid_positions(scheduled, in_grids)
         starts = np.concatenate(([0], np.cumsum(counts))).astype(np.int32)
         # Those rows that are drawn from come last: their number is no part of the shapes of a padded batch.
@@ -163,7 +164,7 @@ class BatchBuilder:
             query_lens=counts,
             host_context_lens=context_lens,
             num_decodes=counts.count(1),
-            bidirectional=_bidirectional_rows(scheduled, ends),
+            bidirectional=_bidirectional_rows(scheduled, ends) if others else [],
             num_positions=int(in_grids.max()) + 1 if in_grids.ndim > 1 else 0,
             cross=self._cross_rows(scheduled, ends) if has_cross else [],
         )

@@ -69,6 +69,8 @@ class ImageEncoder:
     def lacks_any(self, request: ScheduledRequest) -> bool:
         """Whether something that a request's tokens are computed from is not there, for want of memory."""
         state, start, end = request.state, request.start, request.start + request.num_tokens
+        if state.is_plain_text:
+            return False
         if state.cross_key is not None and state.cross_key not in self.embeddings:
             return True
         if not state.images or start >= state.num_prompt_tokens:

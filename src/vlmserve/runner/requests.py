@@ -29,7 +29,8 @@ class RequestState:
 
     token_ids: prompt and answer. block_table: grows while the request keeps its blocks; after a preemption a new one
     takes its place. scaling_table: likewise for its scaling pass; None: it has none. bidirectional_spans: tokens
-    ``first <= i < last`` that attend to each other in both directions.
+    ``first <= i < last`` that attend to each other in both directions. is_plain_text: whether it has no images, and its
+    positions count its tokens.
     adapter: the digest of its adapter; empty: none.
     matcher: where its answer stands in its grammar. logits_processor: its biases and penalties. ngrams: those that it
     must not repeat. thinking: where it stands in its thoughts, which no grammar holds for; None: it has none.
@@ -46,6 +47,7 @@ class RequestState:
         "cross_key",
         "end_token_ids",
         "images",
+        "is_plain_text",
         "logits_processor",
         "matcher",
         "max_len",
@@ -89,6 +91,8 @@ class RequestState:
             self.ngrams = RepeatedNgrams(self._text_tokens([_IMAGE]), size, self.params.no_repeat_ngram_window)
         self._first_position = model.first_position(self.num_prompt_tokens)
         self._max_short_len = model.max_short_len
+        has_images = bool(self.images) or self.cross_key is not None
+        self.is_plain_text = not has_images and not self._first_position and self._max_short_len is None
 
     @property
     def position_offset(self) -> int:

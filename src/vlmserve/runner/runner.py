@@ -178,7 +178,9 @@ class ModelRunner:
         """Hidden states and logits of a batch; None if they take more memory than there is. clock: is told when the
         batch is built."""
         device = self.model.device
-        later = device.draw_later if self._draws_later(scheduled) else None
+        later = device.draw_later
+        if later is not None and not self._draws_later(scheduled):
+            later = None
         sampled = [request for request in scheduled if request.num_sampled]
         further: list[np.ndarray] = []
         if later is not None:
