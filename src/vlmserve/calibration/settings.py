@@ -45,7 +45,7 @@ class QuantizeConfig(Settings):
     )
     calibration_tokens: int = Field(16384, ge=1, description="Tokens to calibrate with, those of images included.")
     image_weight: float = Field(
-        1.0, gt=0, le=1, description="How much a token of an image counts in calibration, beside 1 for one of text."
+        0.1, ge=0, le=1, description="How much a token of an image counts in calibration, beside 1 for one of text."
     )
 
     @property

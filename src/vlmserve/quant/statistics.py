@@ -24,7 +24,7 @@ class InputStatistics:
         self.num_left_out = 0
 
     def add(self, rows: Tensor, weights: Tensor | None = None) -> None:
-        """Add rows ``[..., in_features]``; weights: of each row, positive; None: all count once."""
+        """Add rows ``[..., in_features]``; weights: of each row, not negative; None: all count once."""
         rows = rows.reshape(-1, rows.shape[-1]).to(self._products.dtype)
         finite = rows.isfinite().all(1)
         if not finite.all():
