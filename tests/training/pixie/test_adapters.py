@@ -13,9 +13,9 @@ from training.pixie.adapters import (
     Questions,
     base_model,
     train_adapter,
-    train_mixture,
 )
 from training.pixie.export import IMAGE_TOKENS
+from training.pixie.mixture import train_mixture
 from training.pixie.rows import squash
 from training.pixie.tokenizer import IMAGE, encode_example
 from vlmserve.config import EngineConfig
@@ -28,7 +28,7 @@ def test_adapters_and_the_classifier_over_them_are_trained_and_written(tmp_path)
     tokenizer = Tokenizer.from_file(str(resolve_model("pixie") / "tokenizer.json"))
     for skill in SKILLS:
         train_adapter(skill, tokenizer, tmp_path, steps=1, batch=2, count=4)
-    train_mixture(tokenizer, tmp_path, steps=1, batch=2, count=4)
+    train_mixture(tokenizer, tmp_path, count=5, steps=2)
     engine = Engine(EngineConfig(model="pixie", enable_lora=True, kv_cache_memory="16MiB"))
     for name in (*SKILLS, MIXTURE):
         engine.adapter_store.load(name, tmp_path / name)
