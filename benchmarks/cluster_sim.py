@@ -42,6 +42,7 @@ class Variant:
     gateways: int = 1
     staleness: float = 0.0
     churn: bool = False
+    hears_others: bool = True
 
 
 VARIANTS = (
@@ -50,6 +51,7 @@ VARIANTS = (
     Variant("affinity, 2 gateways", "affinity", 2),
     Variant("affinity, 4 gateways", "affinity", 4),
     Variant("affinity, 8 gateways", "affinity", 8),
+    Variant("affinity, 4 gateways, each hears of its own requests", "affinity", 4, hears_others=False),
     Variant("affinity, 1 s late", "affinity", 1, 1.0),
     Variant("affinity, 10 s late", "affinity", 1, 10.0),
     Variant("affinity, 4 gateways, 1 s late", "affinity", 4, 1.0),
@@ -74,7 +76,10 @@ def arrivals(workload: str, options: argparse.Namespace) -> Sequence[SimulatedRe
 def run(variant: Variant, sent: Sequence[SimulatedRequest], options: argparse.Namespace) -> Outcome:
     """One variant on one workload. With restarts, every worker is restarted once on average."""
     churn = sent[-1].at / options.workers if variant.churn else 0.0
-    setup = Setup(options.workers, variant.gateways, variant.policy, variant.staleness, churn, options.cache_tokens)
+    setup = Setup(
+        options.workers, variant.gateways, variant.policy, variant.staleness, churn, options.cache_tokens,
+        hears_others=variant.hears_others,
+    )  # fmt: skip
     return simulate(setup, sent, sent[len(sent) // 3].at)
 
 

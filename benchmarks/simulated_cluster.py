@@ -16,10 +16,12 @@ from dataclasses import dataclass, field
 
 from vlmserve.scaleout import policy
 from vlmserve.scaleout.keys import RequestKey
-from vlmserve.scaleout.messages import Feedback, Load, WorkerInfo
+from vlmserve.scaleout.messages import Feedback, HeldPrompt, Load, WorkerInfo
 from vlmserve.scaleout.router import Route, Router
 from vlmserve.scaleout.settings import PolicyName
 
+BEAT = 0.5
+"""Seconds after which a worker tells other gateways of a request at the latest, and here always."""
 CAPACITY = 64
 """Requests that a worker runs at once, as gateways know it. Nothing is held back here beyond it."""
 
@@ -58,6 +60,8 @@ class Setup:
     cache_tokens: int = 32_768
     cache_images: int = 64
     speed: Speed = Speed()
+    hears_others: bool = True
+    """Whether workers tell each gateway of the other gateways' requests."""
     seed: int = 0
 
 
@@ -246,16 +250,34 @@ class Simulation:
             outcome.cached_images += images
             outcome.first_token.append(first - request.at)
             outcome.whole.append(last - request.at)
-        self._at(first, lambda: self._answer_begins(worker, epoch, route, request, tokens))
+        gateway = number % max(1, len(self.routers))
+        self._at(first, lambda: self._answer_begins(worker, epoch, route, request, tokens, gateway))
         self._at(last, lambda: self._answer_ends(worker, epoch, route))
 
     def _answer_begins(
-        self, worker: SimulatedWorker, epoch: int, route: Route | None, request: SimulatedRequest, cached: int
+        self,
+        worker: SimulatedWorker,
+        epoch: int,
+        route: Route | None,
+        request: SimulatedRequest,
+        cached: int,
+        gateway: int,
     ) -> None:
         if route is None or worker.epoch != epoch:
             return
-        feedback = Feedback(worker.load(self.now), request.key.tokens, cached)
+        load, name = worker.load(self.now), worker.info().id
+        feedback = Feedback(load, request.key.tokens, cached)
         self._at(self.now + self.setup.staleness, lambda: route.begin(feedback))
+        if not self.setup.hears_others:
+            return
+        key = request.key
+        held = (HeldPrompt(key.segments[-1].digest, key.images, key.tokens - cached),)
+        for number, router in enumerate(self.routers):
+            if number != gateway:
+                self._at(
+                    self.now + BEAT + self.setup.staleness,
+                    lambda router=router: router.report(name, load, held),
+                )
 
     def _answer_ends(self, worker: SimulatedWorker, epoch: int, route: Route | None) -> None:
         if worker.epoch != epoch:

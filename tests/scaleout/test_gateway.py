@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+import time
 from collections import Counter
 
 import httpx
@@ -12,8 +13,12 @@ import openai
 import pytest
 from PIL import Image
 
-from tests.scaleout.processes import Cluster
+from tests.scaleout.processes import TOKEN, Cluster
 from tests.server.test_batches import content, finished, line, start
+from vlmserve.config import ServerConfig
+from vlmserve.scaleout.door import BEAT
+from vlmserve.scaleout.member import GatewayLaunch
+from vlmserve.scaleout.settings import GatewayConfig
 from vlmserve.server.keys import add_key
 
 QUESTION = [{"role": "user", "content": "What is in the picture?"}]
@@ -30,9 +35,9 @@ def cluster(folder, tmp_path_factory):
     history = tmp_path_factory.mktemp("history") / "history.db"
     limited = tmp_path_factory.mktemp("keys") / "keys.jsonl"
     keys = {"api_key": ["alice-key", "bob-key"], "api_keys_file": str(limited), "max_body_bytes": 200_000}
-    key = add_key(limited, "carol", requests_per_minute=2)
+    key, stored = add_key(limited, "carol", requests_per_minute=2), add_key(limited, "dave")
     with Cluster(folder, 2, server={"storage_url": None, "storage_path": str(history)}, front=keys) as running:
-        running.limited_key = key
+        running.limited_key, running.stored_key, running.keys_file = key, stored, str(limited)
         yield running
 
 
@@ -228,3 +233,29 @@ def test_a_gateway_without_workers_says_so(folder):
         assert answer.headers["retry-after"]
         assert httpx.get(f"{cluster.url}/ready").status_code == 503
         assert httpx.get(f"{cluster.url}/health").status_code == 200
+
+
+def test_a_conversation_goes_on_where_another_gateway_has_sent_it(cluster):
+    """The other one sends to each worker in turn, as no gateway would by what it sees in the requests."""
+    server, headers = ServerConfig(port=0, api_keys_file=cluster.keys_file), {"x-api-key": cluster.stored_key}
+    settings = server.model_dump_json(), GatewayConfig(policy="round-robin").model_dump_json()
+    other = cluster.start(GatewayLaunch(TOKEN, *settings, takes_over=False))
+    other.set_workers([url for _, url in cluster.workers.values()])
+    with (
+        httpx.Client(base_url=other.wait_until_up(), headers=headers) as elsewhere,
+        httpx.Client(base_url=cluster.url, headers=headers) as here,
+    ):
+        while elsewhere.get("/metrics").text.count('gateway_worker_up{worker="worker-') < 2:
+            time.sleep(0.05)
+
+        def worker(client: httpx.Client, conversation: int, *later: str) -> str:
+            texts = (f"conversation {conversation} " * 12, *later)
+            messages = [{"role": ("user", "assistant")[n % 2], "content": text} for n, text in enumerate(texts)]
+            answer = client.post("/v1/chat/completions", json={"messages": messages, "max_tokens": 1})
+            assert answer.status_code == 200
+            return answer.json()["id"].partition("-")[2][:8]
+
+        began = [worker(elsewhere, number) for number in range(8)]
+        assert len(set(began)) == 2
+        time.sleep(2 * BEAT)
+        assert [worker(here, number, "an answer", "and then?") for number in range(8)] == began

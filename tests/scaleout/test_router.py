@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from vlmserve.scaleout.fleet import tag_of
 from vlmserve.scaleout.keys import RequestKey, request_key
-from vlmserve.scaleout.messages import Feedback, Load, WorkerInfo
+from vlmserve.scaleout.messages import Feedback, HeldPrompt, Load, WorkerInfo
 from vlmserve.scaleout.policy import POLICIES
 from vlmserve.scaleout.router import Route, Router
 from vlmserve.scaleout.settings import PolicyName
@@ -53,6 +53,19 @@ def answer(route: Route | None, key: RequestKey, cached: float = 0.0, load: Load
 
 
 LONG = "a long text " * 400
+
+
+def test_what_other_gateways_had_cached_is_known_from_the_workers():
+    there, image = router(8), {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+    shown = request_key({"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}, image]}]}, model="m")
+    first = key(LONG)
+    for number, prompt in enumerate((first, shown)):
+        held = HeldPrompt(prompt.segments[-1].digest, prompt.images, prompt.tokens)
+        there.report(f"id-{number}", SLOW, [held])
+    later = key(LONG, "an answer", "and then?")
+    assert answer(there.route(later), later) == "id-0"
+    elsewhere = request_key({"messages": [{"role": "user", "content": [image]}]}, model="m")
+    assert answer(there.route(elsewhere), elsewhere) == "id-1"
 
 
 def test_what_is_cached_is_asked_where_it_is():

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import hmac
 import secrets
+from collections import deque
 from collections.abc import AsyncGenerator
 from http import HTTPStatus
 
@@ -25,6 +26,7 @@ from vlmserve.scaleout.messages import (
     LOAD_PATH,
     LOST_PATH,
     OWNER_HEADER,
+    PROMPT_HEADER,
     ROUTE_HEADER,
     SEED_HEADER,
     TENANT_HEADER,
@@ -35,6 +37,7 @@ from vlmserve.scaleout.messages import (
     Ended,
     Feedback,
     FeedMessage,
+    HeldPrompt,
     Hello,
     Load,
     ModelFacts,
@@ -73,6 +76,8 @@ class Door:
         self._id = secrets.token_hex(8)
         self._tag = tag_of(name)
         self._feeds: dict[str, asyncio.Queue[FeedMessage]] = {}
+        self._prompts: dict[str, deque[HeldPrompt]] = {}
+        """Of other gateways' requests, that a gateway is still to hear of."""
         self._pace = Pace()
         self._made = MadeChanges(service)
         self._engine: object = None
@@ -116,7 +121,7 @@ class Door:
         if tenant := headers.get(TENANT_HEADER):
             scope[TENANT] = bytes.fromhex(tenant)
         gateway, _, number = headers.get(ROUTE_HEADER, "").partition(".")
-        watch = _Watch(self, gateway, int(number or 0))
+        watch = _Watch(self, gateway, int(number or 0), headers.get(PROMPT_HEADER, ""))
         set_hop(scope, Hop(int(headers.get(SEED_HEADER, "0")), self._tag, watch.start))
 
         held: list[Message] = []
@@ -140,6 +145,8 @@ class Door:
         engine = self._service.engine_identity
         if engine is not None and engine is not self._engine:
             self._engine, self._epoch = engine, secrets.token_hex(4)
+            for prompts in self._prompts.values():
+                prompts.clear()
         return self._epoch
 
     def load(self) -> Load:
@@ -151,6 +158,12 @@ class Door:
         """Send a message to a gateway that listens."""
         if (feed := self._feeds.get(gateway)) is not None and not feed.full():
             feed.put_nowait(message)
+
+    def tell_others(self, gateway: str, prompt: HeldPrompt) -> None:
+        """Have all gateways but one hear of a prompt with the next beat."""
+        for other, prompts in self._prompts.items():
+            if other != gateway:
+                prompts.append(prompt)
 
     def _tell_all(self, message: FeedMessage) -> None:
         for gateway in self._feeds:
@@ -180,6 +193,7 @@ class Door:
 
     async def _feed(self, gateway: str) -> AsyncGenerator[bytes, None]:
         queue = self._feeds[gateway] = asyncio.Queue(_MOST_MESSAGES)
+        prompts = self._prompts[gateway] = deque(maxlen=_MOST_MESSAGES)
         encode = msgspec.json.Encoder().encode
         told: Hello | None = None
         news: list[FeedMessage] = []
@@ -188,14 +202,15 @@ class Door:
                 if (hello := self._hello()) != told:
                     news.insert(0, hello)
                     told = hello
-                news.append(Beat(self.load()))
+                news.append(Beat(self.load(), tuple(prompts)))
+                prompts.clear()
                 yield b"".join(encode(line) + b"\n" for line in news)
                 if self._service.phase == "closing" and not self._service.num_answers and queue.empty():
                     return
                 news = await self._news(queue)
         finally:
             if self._feeds.get(gateway) is queue:
-                del self._feeds[gateway]
+                del self._feeds[gateway], self._prompts[gateway]
 
     async def _news(self, queue: asyncio.Queue[FeedMessage]) -> list[FeedMessage]:
         """What there is to say, as soon as there is something; at the latest when gateways want to hear that the worker
@@ -212,12 +227,13 @@ class Door:
 
 
 class _Watch:
-    """One request, until its answer has ended."""
+    """One request, until its answer has ended. prompt: what the gateway calls its prompt."""
 
-    def __init__(self, door: Door, gateway: str, route: int) -> None:
+    def __init__(self, door: Door, gateway: str, route: int, prompt: str) -> None:
         self._door = door
         self._gateway = gateway
         self._route = route
+        self._prompt = prompt
         self._generation: Generation | None = None
         self._has_begun = False
 
@@ -245,7 +261,12 @@ class _Watch:
     def _begin(self, generation: Generation) -> None:
         self._has_begun = True
         self._door._pace.begin(self, generation)
-        self._door.tell(self._gateway, Begun(self._route, self._feedback(generation)))
+        feedback = self._feedback(generation)
+        self._door.tell(self._gateway, Begun(self._route, feedback))
+        if self._prompt:
+            digest, *images = (bytes.fromhex(one) for one in self._prompt.split(","))
+            added = feedback.prompt_tokens - feedback.cached_tokens
+            self._door.tell_others(self._gateway, HeldPrompt(digest, tuple(images), added))
 
     def _feedback(self, generation: Generation) -> Feedback:
         usage = generation.usage

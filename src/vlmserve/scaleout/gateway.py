@@ -282,9 +282,9 @@ class Gateway:
                     logger.info("The worker %s at %s answers", info.name, member.url)
                 self._heal(member)
                 self._catch_up(facts.names[0])
-            case Beat(load):
+            case Beat(load, prompts):
                 if member.hello is not None and (model := self.models.get(member.hello.facts.names[0])) is not None:
-                    model.router.report(member.hello.info.id, load)
+                    model.router.report(member.hello.info.id, load, prompts)
             case Begun(number, feedback):
                 if (sent := self._sent.get(number)) is not None:
                     sent.route.begin(feedback)

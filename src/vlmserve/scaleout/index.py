@@ -85,12 +85,18 @@ class CacheIndex:
     def insert_history(self, worker: int, digest: bytes, length: int, added: int) -> None:
         """A worker has the history of a stored response. length: its tokens. added: those of them that no request that
         was inserted has, which are the answer's."""
-        cache = self._caches.get(worker)
-        if cache is None:
-            return
-        self._touch(worker, cache, digest, added)
-        self._lengths[digest] = length
-        self._evict(worker, cache)
+        if worker in self._caches:
+            self._lengths[digest] = length
+            self.insert_prompt(worker, digest, added)
+
+    def insert_prompt(self, worker: int, digest: bytes, added: int, images: Iterable[bytes] = ()) -> None:
+        """A worker has the prompt that ends with a segment of this digest, and its images. added: tokens of it that it
+        did not have before."""
+        if (cache := self._caches.get(worker)) is not None:
+            for image in images:
+                self._touch(worker, cache, image, 0)
+            self._touch(worker, cache, digest, added)
+            self._evict(worker, cache)
 
     def history_length(self, digest: bytes) -> int | None:
         """Tokens of a history that some worker is believed to have; None if none is."""

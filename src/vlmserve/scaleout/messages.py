@@ -69,6 +69,9 @@ TOKEN_HEADER = "x-vlmserve-cluster"
 """What the members of a cluster know each other by."""
 ROUTE_HEADER = "x-vlmserve-route"
 """The gateway's id and its number of a request, with a dot between."""
+PROMPT_HEADER = "x-vlmserve-prompt"
+"""What a gateway calls a request's prompt: digests in hexadecimal, with commas between, of its last segment and of its
+images."""
 OWNER_HEADER, TENANT_HEADER, SEED_HEADER = "x-vlmserve-owner", "x-vlmserve-tenant", "x-vlmserve-seed"
 
 
@@ -112,10 +115,21 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
     facts: ModelFacts
 
 
-class Beat(msgspec.Struct, frozen=True, tag=True):
-    """That the worker is alive, and how busy it is."""
+class HeldPrompt(msgspec.Struct, frozen=True, array_like=True):
+    """A prompt that a worker has cached. digest, images: as the gateway calls them that sent the request. added: tokens
+    of it that were not cached there before."""
+
+    digest: bytes
+    images: tuple[bytes, ...]
+    added: int
+
+
+class Beat(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
+    """That the worker is alive, and how busy it is. prompts: of requests of other gateways whose answers have begun
+    since the last one."""
 
     load: Load
+    prompts: tuple[HeldPrompt, ...] = ()
 
 
 class Begun(msgspec.Struct, frozen=True, tag=True):

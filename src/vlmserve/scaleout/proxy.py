@@ -18,7 +18,7 @@ from starlette.types import Receive, Scope, Send
 from vlmserve.errors import OverloadedError, UnavailableError
 from vlmserve.scaleout.gateway import Gateway
 from vlmserve.scaleout.keys import RequestKey, request_key
-from vlmserve.scaleout.messages import OWNER_HEADER, ROUTE_HEADER, SEED_HEADER, TENANT_HEADER
+from vlmserve.scaleout.messages import OWNER_HEADER, PROMPT_HEADER, ROUTE_HEADER, SEED_HEADER, TENANT_HEADER
 from vlmserve.scaleout.router import Route, Router
 from vlmserve.scaleout.upstream import Answer, UpstreamError
 from vlmserve.server.body import content_type, read_body
@@ -37,6 +37,8 @@ _PASSED_ON = ("content-type", "accept", "traceparent", "tracestate", "idempotenc
 _OTHER_KEY = RequestKey((), (), 0, (), b"")
 _MOST_WHOLE = 4 * 1024**2
 """Bytes of an answer that is no stream of events, and is held until it is whole, so that another worker may give it."""
+_MOST_IMAGES_TOLD = 16
+"""Of a request, that other gateways hear of."""
 _EVENTS = b"text/event-stream"
 _EVENT_END = b"\n\n"
 
@@ -184,6 +186,9 @@ class Proxy:
         headers += [(SEED_HEADER, str(self._seed)), (OWNER_HEADER, owner_of(self._request))]
         if tenant := self._request.scope.get(TENANT):
             headers.append((TENANT_HEADER, tenant.hex()))
+        if self._key.segments:
+            digests = (self._key.segments[-1].digest, *self._key.images[:_MOST_IMAGES_TOLD])
+            headers.append((PROMPT_HEADER, ",".join(digest.hex() for digest in digests)))
         return headers
 
     def drop_body(self) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterable
 from vlmserve.scaleout.fleet import Fleet, Worker
 from vlmserve.scaleout.index import CacheIndex
 from vlmserve.scaleout.keys import RequestKey
-from vlmserve.scaleout.messages import Feedback, Load, WorkerInfo
+from vlmserve.scaleout.messages import Feedback, HeldPrompt, Load, WorkerInfo
 from vlmserve.scaleout.policy import POLICIES
 from vlmserve.scaleout.settings import PolicyName
 
@@ -76,10 +76,12 @@ class Router:
             self.index.insert_history(worker.slot, digest, length, 0)
         return key if length is None else key.after(length)
 
-    def report(self, worker_id: str, load: Load) -> None:
-        """What a worker says without being asked."""
+    def report(self, worker_id: str, load: Load, prompts: Iterable[HeldPrompt] = ()) -> None:
+        """What a worker says without being asked. prompts: that it has cached for requests of other gateways."""
         if (worker := self.fleet.get(worker_id)) is not None:
             self._hear(worker, load)
+            for prompt in prompts:
+                self.index.insert_prompt(worker.slot, prompt.digest, prompt.added, prompt.images)
 
     def _hear(self, worker: Worker, load: Load) -> None:
         self.fleet.report(worker, load, self.clock())
