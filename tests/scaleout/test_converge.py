@@ -16,10 +16,13 @@ from typing import Any, cast
 
 import httpx
 import pytest
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse
+from starlette.types import Receive, Scope, Send
 
 from vlmserve.config import EngineConfig, ServerConfig
 from vlmserve.errors import AdapterError, UnknownModelError
-from vlmserve.scaleout import converge
+from vlmserve.scaleout import converge, proxy
 from vlmserve.scaleout.app import create_app
 from vlmserve.scaleout.door import Door
 from vlmserve.scaleout.gateway import Gateway
@@ -94,12 +97,17 @@ class Worker:
             num_answers=0,
         )
         self.is_up = True
-        self.door = Door(cast(Any, None), cast(Any, service), name=name, token=TOKEN, capacity=1, block_size=1)
+        self.door = Door(self._answer, cast(Any, service), name=name, token=TOKEN, capacity=1, block_size=1)
 
     @property
     def served(self) -> dict[str, str]:
         """The content of its adapters, by their names."""
         return {name: info.digest for name, info in sorted(self.engine.adapters.items())}
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """A request's answer: what the adapter that it names is."""
+        name = (await Request(scope, receive).json())["model"]
+        await PlainTextResponse(self.served[name])(scope, receive, send)
 
     @contextlib.asynccontextmanager
     async def request(
@@ -111,13 +119,14 @@ class Worker:
             raise UpstreamError("it is down")
         transport = httpx.ASGITransport(self.door)
         async with httpx.AsyncClient(transport=transport, base_url=self.url, headers={TOKEN_HEADER: TOKEN}) as client:
-            answer = await client.request(method, path, headers=list(headers), content=body)
+            answer = await client.request(method, path, headers=list(headers), content=bytes(body))
         parts = [answer.content]
 
         async def read() -> bytes:
             return parts.pop() if parts else b""
 
-        yield SimpleNamespace(status=answer.status_code, read=read)
+        headers = answer.headers.raw
+        yield SimpleNamespace(status=answer.status_code, read=read, headers=headers, passed_on=lambda: headers)
 
 
 async def _nothing() -> None:
@@ -248,8 +257,20 @@ async def test_all_workers_gone_and_back(cluster):
     back = cluster.start("first")
     own, _ = cluster.gateways[0].model("poems")
     assert own == "m", "it is known, and will be there"
-    await cluster.until(cluster.agree)
+    answer = await cluster.post("/v1/completions", model="poems", prompt="x")
+    assert (answer.status_code, answer.text) == (200, "a"), "it waits until the worker has it"
     assert back.served["poems"] == "a"
+
+
+async def test_a_request_for_an_adapter_that_no_worker_loads_is_refused(cluster, monkeypatch):
+    monkeypatch.setattr(proxy, "_ADAPTER_PATIENCE", 0.05)
+    cluster.start("first")
+    assert (await cluster.load("poems", "a")).status_code == 200
+    cluster.stop("first")
+    cluster.start("first").adapters.folder = cluster.folder.parent / "elsewhere"
+    answer = await cluster.post("/v1/completions", model="poems", prompt="x")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "unavailable")
+    assert answer.headers["retry-after"]
 
 
 async def test_another_gateway_learns_of_changes_from_workers(tmp_path, monkeypatch):

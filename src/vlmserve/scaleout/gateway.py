@@ -92,7 +92,7 @@ class Gateway:
         self.id = secrets.token_hex(8)
         self.members: dict[str, Member] = {}
         self.models: dict[str, Model] = {}
-        self.adapters = ClusterAdapters(self.id, self._change_of_worker)
+        self.adapters = ClusterAdapters(self.id, self.change_of_worker)
         self.num_in_flight = 0
         self.lost = LostResponses(lambda: self.heard, self.admit)
         self._names: dict[str, str] = {}
@@ -220,7 +220,7 @@ class Gateway:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(patience):
                 while not self.members or not all(member.is_heard for member in self.members.values()):
-                    await self._change_of_worker()
+                    await self.change_of_worker()
 
     def leave(self) -> None:
         """Have clients close their connections: another gateway is in the place of this one."""
@@ -359,7 +359,8 @@ class Gateway:
     def _catch_up(self, model: str) -> None:
         self.adapters.catch_up(self.members_of(model))
 
-    async def _change_of_worker(self) -> None:
+    async def change_of_worker(self) -> None:
+        """Until something of a worker has changed."""
         self._changed.clear()
         await self._changed.wait()
 

@@ -37,6 +37,8 @@ _PASSED_ON = ("content-type", "accept", "traceparent", "tracestate", "idempotenc
 _OTHER_KEY = RequestKey((), (), 0, (), b"")
 _MOST_WHOLE = 4 * 1024**2
 """Bytes of an answer that is no stream of events, and is held until it is whole, so that another worker may give it."""
+_ADAPTER_PATIENCE = 10.0
+"""Seconds that a request waits for a worker to load its adapter."""
 _MOST_IMAGES_TOLD = 16
 """Of a request, that other gateways hear of."""
 _EVENTS = b"text/event-stream"
@@ -74,8 +76,8 @@ class Proxy:
         self._body = bytearray()
         self._router: Router
         self._key = _OTHER_KEY
-        self._lacking: Collection[str] = ()
-        """Workers that do not have the adapter which the request names."""
+        self._name: object = None
+        """Of the model or adapter that the request names."""
         self.is_kept = False
         """Whether the answer may be stored, so that it is to be stored as failed if its worker dies."""
 
@@ -90,8 +92,8 @@ class Proxy:
         began = time.perf_counter()
         fields = await self._fields()
         if fields is not None and self._path in _OF_A_MODEL:
-            name, self._router = gateway.model(fields.get("model"))
-            self._lacking = gateway.lacking(fields.get("model"))
+            self._name = fields.get("model")
+            name, self._router = gateway.model(self._name)
         else:
             name, self._router = gateway.any_model()
         if self._path in GENERATING and fields is not None:
@@ -117,10 +119,10 @@ class Proxy:
 
     async def answer(self) -> Response:
         """The answer of a worker. Raises VLMServeError if there is none."""
-        excluded = set(self._lacking)
+        excluded: set[str] = set()
         last: _Failed | None = None
         for attempt in range(self.gateway.settings.max_attempts):
-            sent = self.gateway.send(self._router, self._key, excluded, account_of(self._request))
+            sent = await self._send(excluded)
             if sent is None:
                 break
             number, route = sent
@@ -135,6 +137,20 @@ class Proxy:
         if last is not None and last.answer is not None:
             return _response(last.answer)
         raise UnavailableError("No worker can answer now; try again soon")
+
+    async def _send(self, excluded: Collection[str]) -> tuple[int, Route] | None:
+        """As `Gateway.send`. Where no worker has the adapter that the request names, but some have just joined and are
+        about to load it, it waits for them."""
+        gateway, account = self.gateway, account_of(self._request)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_ADAPTER_PATIENCE):
+                while True:
+                    lacking = gateway.lacking(self._name)
+                    sent = gateway.send(self._router, self._key, {*excluded, *lacking}, account)
+                    if sent is not None or excluded or not lacking:
+                        return sent
+                    await gateway.change_of_worker()
+        return None
 
     async def _try(self, number: int, route: Route) -> Response:
         """One attempt. Raises _Failed."""
