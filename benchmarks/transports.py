@@ -16,6 +16,7 @@ import base64
 import contextlib
 import io
 import os
+import random
 import statistics
 import tempfile
 import time
@@ -38,6 +39,9 @@ from vlmserve.scaleout.messages import ROUTE_HEADER, TOKEN_HEADER
 from vlmserve.scaleout.upstream import Upstream
 
 Ask = Callable[[bytes], AsyncIterator[bytes]]
+
+_PAUSE = 0.1
+"""Seconds, at most, between two requests of a stream."""
 
 
 @dataclass
@@ -80,12 +84,22 @@ async def stream(ask: Ask, sent: bytes, timing: Timing) -> None:
     timing.tokens += events - 2
 
 
-async def measure(ask: Ask, sent: bytes, streams: int, repeats: int, processes: list[psutil.Process]) -> Timing:
-    timing = Timing()
-    await stream(ask, sent, Timing())
+async def warm(ask: Ask, sent: bytes, streams: int) -> None:
+    """Open the connections, and have everything loaded that a request needs."""
+    for _ in range(2):
+        await asyncio.gather(*(stream(ask, sent, Timing()) for _ in range(streams)))
+
+
+async def measure(
+    ask: Ask, sent: bytes, streams: int, repeats: int, processes: list[psutil.Process], timing: Timing
+) -> None:
+    """Add so many requests of each stream. Streams wait at random between two requests: else all come at once again
+    and again, and be told apart by whether they all catch the same step of the engine."""
+    source = random.Random(streams)
 
     async def one() -> None:
         for _ in range(repeats):
+            await asyncio.sleep(source.uniform(0, _PAUSE))
             await stream(ask, sent, timing)
 
     def cpu() -> float:
@@ -93,8 +107,8 @@ async def measure(ask: Ask, sent: bytes, streams: int, repeats: int, processes: 
 
     before, began = cpu(), time.perf_counter()
     await asyncio.gather(*(one() for _ in range(streams)))
-    timing.seconds, timing.cpu = time.perf_counter() - began, cpu() - before
-    return timing
+    timing.seconds += time.perf_counter() - began
+    timing.cpu += cpu() - before
 
 
 def over_http(url: str, headers: dict[str, str]) -> Ask:
@@ -160,6 +174,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.transports", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--streams", type=int, nargs="*", default=[1, 8, 32, 128])
     parser.add_argument("--tokens", type=int, default=30)
+    parser.add_argument("--requests", type=int, default=240, help="of each row")
+    parser.add_argument("--rounds", type=int, default=5, help="in which transports take turns")
     parser.add_argument("--bodies", type=int, nargs="*", default=[1_000_000, 10_000_000])
     parser.add_argument("--without-ray", action="store_true")
     parser.add_argument("--json", type=Path, help="also write the report to this file")
@@ -186,10 +202,17 @@ def main() -> None:
             asks["handle of Ray Serve"] = stack.enter_context(over_handle(worker))
         settings = [(streams, 0) for streams in options.streams] + [(1, size) for size in options.bodies]
         for streams, size in settings:
-            for name, (ask, processes) in asks.items():
-                repeats = max(3, min(20, 96 // streams)) if not size else 10
-                timing = asyncio_run(measure(ask, body(options.tokens, size), streams, repeats, processes))
-                rows.append({"transport": name, "streams": streams, "body": size, **figures(timing)})
+            sent, repeats = body(options.tokens, size), max(2, options.requests // options.rounds // streams)
+            timings = {name: Timing() for name in asks}
+            for ask, _ in asks.values():
+                asyncio_run(warm(ask, sent, streams))
+            for _ in range(options.rounds):
+                for name, (ask, processes) in asks.items():
+                    asyncio_run(measure(ask, sent, streams, repeats, processes, timings[name]))
+            rows += [
+                {"transport": name, "streams": streams, "body": size, **figures(timing)}
+                for name, timing in timings.items()
+            ]
     table = Table("streams", "body", "transport", "TTFT p50", "p99", "per token", "gateway's CPU a token")
     for row in rows:
         table.add_row(
