@@ -265,19 +265,21 @@ class Simulation:
     ) -> None:
         if route is None or worker.epoch != epoch:
             return
-        load, name = worker.load(self.now), worker.info().id
-        feedback = Feedback(load, request.key.tokens, cached)
+        feedback = Feedback(worker.load(self.now), request.key.tokens, cached)
         self._at(self.now + self.setup.staleness, lambda: route.begin(feedback))
-        if not self.setup.hears_others:
+        if self.setup.hears_others and len(self.routers) > 1:
+            key = request.key
+            held = HeldPrompt(key.segments[-1].digest, key.images, key.tokens - cached)
+            self._at(self.now + BEAT, lambda: self._beat(worker, epoch, held, gateway))
+
+    def _beat(self, worker: SimulatedWorker, epoch: int, held: HeldPrompt, gateway: int) -> None:
+        """A worker tells all gateways but one what it has cached, and how busy it is."""
+        if worker.epoch != epoch:
             return
-        key = request.key
-        held = (HeldPrompt(key.segments[-1].digest, key.images, key.tokens - cached),)
+        name, load = worker.info().id, worker.load(self.now)
         for number, router in enumerate(self.routers):
             if number != gateway:
-                self._at(
-                    self.now + BEAT + self.setup.staleness,
-                    lambda router=router: router.report(name, load, held),
-                )
+                self._at(self.now + self.setup.staleness, lambda router=router: router.report(name, load, (held,)))
 
     def _answer_ends(self, worker: SimulatedWorker, epoch: int, route: Route | None) -> None:
         if worker.epoch != epoch:
