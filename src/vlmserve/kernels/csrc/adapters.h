@@ -1,7 +1,7 @@
 // What adapters (https://arxiv.org/abs/2106.09685) change in products: every row of inputs may have one of its own.
 //
 // Rows are taken by adapter, so that what is read of one serves all of its rows. While inputs are prepared, rows are
-// multiplied with the few outputs of their adapter's first factor, a part of the inputs at a time, `shrink_item`; the parts
+// multiplied with the few outputs of their adapter's first factor, a part of the inputs at a time, `shrink_items`; the parts
 // are added up, and scaled for X-LoRA (https://arxiv.org/abs/2402.07148), `finish_shrinking`. The second factor is added to
 // the sums of a tile, `adapt_tile`. Each row is summed in the same order whatever rows are beside it.
 #pragma once
@@ -10,14 +10,21 @@
 
 namespace {
 
-// Rows that share a loaded weight, and sums of each, so that no addition waits for the one before.
-constexpr int ADAPTED_ROWS = 4, SHRUNK_SUMS = 4;
+// Rows that share a loaded weight of the first and of the second factor, and sums of each, so that no addition waits for the
+// one before.
+constexpr int SHRUNK_ROWS = 4, SHRUNK_SUMS = 4, ADAPTED_ROWS = REGISTERS == 32 ? 8 : 4;
+
+// With so few, reading a factor takes longer than multiplying it: it is asked for ahead of its use.
+constexpr int FEW_ADAPTED = 3;
+
+// How far ahead: what a core reads while memory answers.
+constexpr long PREFETCH_BYTES = 3072;
 
 // Parts that inputs are shrunk in: threads share the work of a single row as well.
 constexpr long SPLITS = 4;
 
 // Rows of an item of that work.
-constexpr long SHRUNK_ROWS = 32;
+constexpr long SHRINKING_ROWS = 32;
 
 // Bytes of what `sort_rows` finds.
 INLINE long sorted_bytes(long rows) {
@@ -60,7 +67,7 @@ INLINE long shrunk_stride(const LinearArgs& args) { return SPLITS * args.adapter
 
 // Items of a group of rows: parts of the inputs, of panels of the first factor, of some rows.
 INLINE long num_items(const Adapter* adapter, const SlotRows& group) {
-    return adapter ? (group.last - group.first + SHRUNK_ROWS - 1) / SHRUNK_ROWS * (adapter->rank / PANEL) * SPLITS : 0;
+    return adapter ? (group.last - group.first + SHRINKING_ROWS - 1) / SHRINKING_ROWS * (adapter->rank / PANEL) * SPLITS : 0;
 }
 
 // All that `shrink_item` is to be called with.
@@ -71,21 +78,51 @@ long num_items(const LinearArgs& args) {
     return items;
 }
 
+// Which part of which panel some rows are multiplied with.
+struct Shrinking {
+    const Adapter* adapter;
+    long place, last, panel, split;  // rows in order
+
+    Shrinking(const LinearArgs& args, long item) {
+        const SlotRows* group = args.adapted->groups;
+        for (long items; item >= (items = num_items(adapter_of(args.adapters, *group), *group)); item -= items) ++group;
+        adapter = adapter_of(args.adapters, *group);
+        long panels = adapter->rank / PANEL;
+        panel = item / SPLITS % panels;
+        split = item % SPLITS;
+        place = group->first + item / SPLITS / panels * SHRINKING_ROWS;
+        last = smaller(place + SHRINKING_ROWS, group->last);
+    }
+
+    // The first unit of the inputs, and the one behind the last.
+    long unit(long units) const { return units * split / SPLITS; }
+    long end(long units) const { return units * (split + 1) / SPLITS; }
+
+    template <class Format>
+    const typename Format::Element* weights(long in) const {
+        return static_cast<const typename Format::Element*>(adapter->down) + panel * PANEL * in;
+    }
+};
+
+// next: what is multiplied then, begins there.
 template <class Format, int ROWS>
-INLINE void shrink_rows(const LinearArgs& args, const Adapter& adapter, long place, long panel, long split) {
+INLINE void shrink_rows(const LinearArgs& args, const Shrinking& item, long place, const typename Format::Element* next) {
     typedef typename Format::Element Element;
+    constexpr long UNIT = PANEL * Format::PAIR, AHEAD = PREFETCH_BYTES / 64;
     const std::int32_t* rows = args.adapted->order + place;
     const Element* x[ROWS];
     for (int row = 0; row < ROWS; ++row) x[row] = static_cast<const Element*>(args.x) + rows[row] * args.x_stride;
-    const auto* weights = static_cast<const Element*>(adapter.down) + panel * PANEL * args.in;
-    long units = args.in / Format::PAIR, unit = units * split / SPLITS, end = units * (split + 1) / SPLITS;
+    const Element* weights = item.weights<Format>(args.in);
+    long units = args.in / Format::PAIR, unit = item.unit(units), end = item.end(units);
     f32v sums[ROWS][PANEL_VECTORS][SHRUNK_SUMS] = {};
     auto add = [&](long unit, int sum) __attribute__((always_inline)) {
+        long later = unit + AHEAD;
+        if (ROWS <= FEW_ADAPTED) __builtin_prefetch(later < end ? weights + later * UNIT : next + (later - end) * UNIT);
 #pragma GCC unroll 4
         for (int vector = 0; vector < PANEL_VECTORS; ++vector)
 #pragma GCC unroll 2
             for (int step = 0; step < Format::STEPS; ++step) {
-                auto w = Format::weights(weights + (unit * PANEL + vector * LANES) * Format::PAIR, step);
+                auto w = Format::weights(weights + unit * UNIT + vector * LANES * Format::PAIR, step);
 #pragma GCC unroll 4
                 for (int row = 0; row < ROWS; ++row)
                     Format::multiply(sums[row][vector][sum], Format::input(x[row] + unit * Format::PAIR), w, step);
@@ -95,7 +132,7 @@ INLINE void shrink_rows(const LinearArgs& args, const Adapter& adapter, long pla
 #pragma GCC unroll 4
         for (int sum = 0; sum < SHRUNK_SUMS; ++sum) add(unit + sum, sum);
     for (; unit < end; ++unit) add(unit, 0);
-    float* to = args.shrunk + place * shrunk_stride(args) + split * args.adapters->most_rank + panel * PANEL;
+    float* to = args.shrunk + place * shrunk_stride(args) + item.split * args.adapters->most_rank + item.panel * PANEL;
     for (int row = 0; row < ROWS; ++row)
         for (int vector = 0; vector < PANEL_VECTORS; ++vector) {
             const f32v* own = sums[row][vector];
@@ -104,45 +141,53 @@ INLINE void shrink_rows(const LinearArgs& args, const Adapter& adapter, long pla
 }
 
 template <class Format>
-void shrink_item_of(const LinearArgs& args, const Adapter& adapter, const SlotRows& group, long item) {
-    long panels = adapter.rank / PANEL, panel = item / SPLITS % panels;
-    long place = group.first + item / SPLITS / panels * SHRUNK_ROWS, last = smaller(place + SHRUNK_ROWS, group.last);
-    for (; place < last; place += ADAPTED_ROWS)
-        with_rows<ADAPTED_ROWS>(smaller(ADAPTED_ROWS, last - place), [&](auto rows) {
-            shrink_rows<Format, decltype(rows)::value>(args, adapter, place, panel, item % SPLITS);
-        });
+void shrink_items_of(const LinearArgs& args, long item, long last) {
+    for (; item < last; ++item) {
+        Shrinking own(args, item), then(args, item + 1 < last ? item + 1 : item);
+        const auto* next = then.weights<Format>(args.in) + then.unit(args.in / Format::PAIR) * PANEL * Format::PAIR;
+        for (long place = own.place; place < own.last; place += SHRUNK_ROWS)
+            with_rows<SHRUNK_ROWS>(smaller(SHRUNK_ROWS, own.last - place), [&](auto rows) {
+                shrink_rows<Format, decltype(rows)::value>(args, own, place, next);
+            });
+    }
 }
 
-// An item of the products of rows with the first factors of their adapters.
-void shrink_item(const LinearArgs& args, long item) {
-    const SlotRows* group = args.adapted->groups;
-    for (long items; item >= (items = num_items(adapter_of(args.adapters, *group), *group)); item -= items) ++group;
-    const Adapter& adapter = *adapter_of(args.adapters, *group);
+// Items of the products of rows with the first factors of their adapters.
+void shrink_items(const LinearArgs& args, long first, long last) {
     if (args.dtype == FLOAT32)
-        shrink_item_of<Float32>(args, adapter, *group, item);
+        shrink_items_of<Float32>(args, first, last);
     else
-        shrink_item_of<BFloat16>(args, adapter, *group, item);
+        shrink_items_of<BFloat16>(args, first, last);
 }
 
-// Adds the parts up, and scales what is to be scaled.
+// Adds the parts of a row's products up, scales what is to be scaled, and leaves them as `Format` takes inputs.
+template <class Format>
+INLINE void finish_row(const LinearArgs& args, const Adapter& adapter, long place) {
+    const float* parts = args.shrunk + place * shrunk_stride(args);
+    auto* to = reinterpret_cast<typename Format::Inner*>(args.shrunk + place * shrunk_stride(args));
+    const float* scalings = adapter.columns ? args.scalings + args.adapted->order[place] * args.scaling_stride : nullptr;
+    for (long k = 0; k < adapter.rank; k += LANES) {
+        f32v part[SPLITS];
+        for (long split = 0; split < SPLITS; ++split) part[split] = load(parts + split * args.adapters->most_rank + k);
+        f32v sum = (part[0] + part[1]) + (part[2] + part[3]);
+        if (scalings) {
+            float factors[LANES];
+            for (long lane = 0; lane < LANES; ++lane) factors[lane] = scalings[adapter.columns[k + lane]];
+            sum *= load(factors);
+        }
+        store(to + k, sum);
+    }
+}
+
 void finish_shrinking(const LinearArgs& args) {
-    long most_rank = args.adapters->most_rank;
     for (long i = 0; i < args.adapted->count; ++i) {
         const SlotRows& group = args.adapted->groups[i];
         const Adapter* adapter = adapter_of(args.adapters, group);
         if (!adapter || !adapter->rank) continue;
-        each_range(args.threads, group.last - group.first, most_rank * 2 * SPLITS, [&](long from, long to, int) {
-            for (long place = group.first + from; place < group.first + to; ++place) {
-                float* values = args.shrunk + place * shrunk_stride(args);
-                for (long k = 0; k < adapter->rank; k += LANES) {
-                    f32v parts[SPLITS];
-                    for (long split = 0; split < SPLITS; ++split) parts[split] = load(values + split * most_rank + k);
-                    store(values + k, (parts[0] + parts[1]) + (parts[2] + parts[3]));
-                }
-                if (!adapter->columns) continue;
-                const float* scalings = args.scalings + args.adapted->order[place] * args.scaling_stride;
-                for (long k = 0; k < adapter->rank; ++k) values[k] *= scalings[adapter->columns[k]];
-            }
+        const long work = args.adapters->most_rank * 2 * SPLITS;
+        each_range(args.threads, group.last - group.first, work, [&](long from, long to, int) {
+            for (long place = group.first + from; place < group.first + to; ++place)
+                args.dtype == FLOAT32 ? finish_row<Float32>(args, *adapter, place) : finish_row<BFloat16>(args, *adapter, place);
         });
     }
 }
@@ -155,48 +200,48 @@ INLINE long place_in(const AdapterPart& part, long panel) {
     return place < part.panels ? place : -1;
 }
 
-// What two outputs of a first factor are multiplied with, for a vector of a panel.
-INLINE void load_two(const float* weights, int vector, f32v& one, f32v& other) {
-    one = load(weights + vector * LANES);
-    other = load(weights + PANEL + vector * LANES);
-}
-INLINE void load_two(const bf16* weights, int vector, f32v& one, f32v& other) {
-    u32v pairs;
-    __builtin_memcpy(&pairs, weights + 2 * vector * LANES, sizeof pairs);
-    one = bit_cast<f32v>(pairs << 16);
-    other = bit_cast<f32v>(pairs & 0xffff0000u);
-}
-
 // Adds the products of rows, `place` and those behind it in order, with the second factor of their adapter to their sums,
 // of which the first are those of row `first`.
-template <class Element, int ROWS>
+template <class Format, int ROWS>
 INLINE void adapt_rows(const LinearArgs& args, const Adapter& adapter, long place, long tile, long first, float (*sums)[TILE]) {
-    long stride = shrunk_stride(args);
-    const float* shrunk = args.shrunk + place * stride;
+    typedef typename Format::Input Input;
+    constexpr long UNIT = PANEL * Format::PAIR;
+    long stride = shrunk_stride(args) * static_cast<long>(sizeof(float)) / static_cast<long>(sizeof(Input));
+    const Input* shrunk = reinterpret_cast<const Input*>(args.shrunk) + place * stride;
     const std::int32_t* rows = args.adapted->order + place;
     for (int half = 0; half < TILE / PANEL; ++half)
         for (int vector = 0; vector < PANEL_VECTORS; ++vector) {
             long panel = tile * (TILE / PANEL) + half, column = half * PANEL + vector * LANES;
-            f32v even[ROWS] = {}, odd[ROWS] = {};
+            f32v added[ROWS][2] = {};
             for (long i = 0; i < adapter.num_parts; ++i) {
                 const AdapterPart& part = adapter.parts[i];
-                long number = place_in(part, panel);
+                long number = place_in(part, panel), units = part.count / Format::PAIR;
                 if (number < 0) continue;
-                const auto* weights = static_cast<const Element*>(part.weights) + number * part.count * PANEL;
-                const float* inputs = shrunk + part.first;
-                for (long k = 0; k < part.count; k += 2) {
-                    f32v one, other;
-                    load_two(weights + k * PANEL, vector, one, other);
-#pragma GCC unroll 4
-                    for (int row = 0; row < ROWS; ++row) {
-                        even[row] += inputs[row * stride + k] * one;
-                        odd[row] += inputs[row * stride + k + 1] * other;
+                const auto* weights = static_cast<const typename Format::Element*>(part.weights) + number * units * UNIT;
+                const Input* inputs = shrunk + part.first / Format::PAIR;
+                // What the next tile takes: of each adapter a tile takes little, and processors see no stream in that.
+                long ahead = TILE / PANEL / part.step * units * UNIT;
+                auto add = [&](long unit, int sum) __attribute__((always_inline)) {
+                    const auto* from = weights + unit * UNIT + vector * LANES * Format::PAIR;
+                    if (ROWS <= FEW_ADAPTED && vector == 0) __builtin_prefetch(from + ahead);
+#pragma GCC unroll 2
+                    for (int step = 0; step < Format::STEPS; ++step) {
+                        auto w = Format::weights(from, step);
+#pragma GCC unroll 8
+                        for (int row = 0; row < ROWS; ++row)
+                            Format::multiply(added[row][Format::STEPS == 2 ? step : sum], inputs[row * stride + unit], w, step);
                     }
+                };
+                long unit = 0;
+                for (; unit + 2 <= units; unit += 2) {
+                    add(unit, 0);
+                    add(unit + 1, 1);
                 }
+                if (unit < units) add(unit, 0);
             }
             for (int row = 0; row < ROWS; ++row) {
                 float* to = sums[rows[row] - first] + column;
-                f32v sum = load(to) + (even[row] + odd[row]);
+                f32v sum = load(to) + (added[row][0] + added[row][1]);
                 long output = panel * PANEL + vector * LANES;
                 if (adapter.factor) sum = sum * load(adapter.factor + output) + load(adapter.shift + output);
                 store(to, sum);
@@ -218,7 +263,7 @@ INLINE long place_of(const LinearArgs& args, const SlotRows& group, long row) {
 }
 
 // What adapters change in the sums of rows, `first` to `last`, with a tile.
-template <class Element>
+template <class Format>
 void adapt_tile(const LinearArgs& args, long first, long last, long tile, float (*sums)[TILE]) {
     for (long i = 0; i < args.adapted->count; ++i) {
         const SlotRows& group = args.adapted->groups[i];
@@ -227,7 +272,7 @@ void adapt_tile(const LinearArgs& args, long first, long last, long tile, float 
         long end = place_of(args, group, last);
         for (long place = place_of(args, group, first); place < end; place += ADAPTED_ROWS)
             with_rows<ADAPTED_ROWS>(smaller(ADAPTED_ROWS, end - place), [&](auto rows) {
-                adapt_rows<Element, decltype(rows)::value>(args, *adapter, place, tile, first, sums);
+                adapt_rows<Format, decltype(rows)::value>(args, *adapter, place, tile, first, sums);
             });
     }
 }

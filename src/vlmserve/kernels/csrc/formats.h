@@ -39,9 +39,11 @@ constexpr int vectors_with(int rows) {
 }
 
 // What a product multiplies: `Weights` are a vector of them, as step `step` of STEPS reads it out of a unit of PAIR inputs.
+// `Inner` is what sums are rounded to that become `Input`s of another product.
 struct Float32 {
     typedef float Element;
     typedef float Input;
+    typedef float Inner;
     typedef f32v Weights;
     static constexpr long PAIR = 1;
     static constexpr int STEPS = 1, BLOCK = rows_of_block(STEPS);
@@ -59,6 +61,7 @@ struct BFloat16 {
     // four (eight) inputs each: panels would have to be zipped while they are read, and rows to come in twos. For few rows,
     // where reading weights is what takes time, that gains nothing; for many it was not measured.
     typedef std::uint32_t Input;
+    typedef bf16 Inner;
     typedef u32v Weights;
     static constexpr int STEPS = 1, BLOCK = rows_of_block(STEPS);
     INLINE Input input(const Element* x) {
@@ -86,6 +89,7 @@ struct BFloat16 {
     struct Input {
         float values[2];
     };
+    typedef float Inner;
     typedef f32v Weights;
     static constexpr int STEPS = 2, BLOCK = rows_of_block(STEPS);
     INLINE Input input(const Element* x) { return {{to_float(x[0]), to_float(x[1])}}; }
@@ -97,6 +101,18 @@ struct BFloat16 {
     INLINE Weights first_of_pair(const Element* packed) { return weights(packed, 0); }
     INLINE void multiply(f32v& sum, const Input& x, Weights w, int step) { sum += x.values[step] * w; }
 #endif
+};
+
+// The format of an element's type.
+template <class Element>
+struct FormatOf;
+template <>
+struct FormatOf<float> {
+    typedef Float32 Type;
+};
+template <>
+struct FormatOf<bf16> {
+    typedef BFloat16 Type;
 };
 
 template <int N>

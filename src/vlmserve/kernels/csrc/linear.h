@@ -20,9 +20,6 @@ constexpr long CACHED_ROWS = 96;
 // Weights of a panel that stay in a first-level cache while many rows pass by.
 constexpr long CHUNK_BYTES = 16 * 1024;
 
-// How far ahead of its use a weight is asked for: what a core reads while memory answers.
-constexpr long PREFETCH_BYTES = 3072;
-
 INLINE long features_of_tile(bool gated) { return gated ? TILE / 2 : TILE; }
 INLINE long num_tiles(long out, bool gated) {
     long features = gated ? out / 2 : out, each = features_of_tile(gated);
@@ -117,12 +114,16 @@ INLINE void finish_block(const LinearArgs& args, long row, long tile, f32v (&sum
     }
 }
 
+// Rows that are finished at a time.
+constexpr long FINISHED_ROWS = 4;
+
 // The same for rows, `first` to `last`, whose sums lie in memory, with what adapters change in them.
 template <class Out, class Element>
 void finish_kept(const LinearArgs& args, long first, long last, long tile, float (*kept)[TILE]) {
-    if (args.adapters) adapt_tile<Element>(args, first, last, tile, kept);
-    for (long row = first; row < last; row += ADAPTED_ROWS)
-        with_rows<ADAPTED_ROWS>(smaller(ADAPTED_ROWS, last - row), [&](auto rows) {
+    typedef typename FormatOf<Element>::Type Format;
+    if (args.adapters) adapt_tile<Format>(args, first, last, tile, kept);
+    for (long row = first; row < last; row += FINISHED_ROWS)
+        with_rows<FINISHED_ROWS>(smaller(FINISHED_ROWS, last - row), [&](auto rows) {
             constexpr int ROWS = decltype(rows)::value;
             f32v sums[ROWS][VECTORS];
             for (int i = 0; i < ROWS; ++i)
@@ -150,7 +151,8 @@ INLINE void each_tile(const LinearArgs& args, long row_bytes, Prepare prepare, M
     long items = num_items(args), shrinking = items * 2 * args.in * PANEL / SPLITS;
     each_range(args.threads, blocks + items, (blocks * args.in * MOST * PREPARED_INPUT + shrinking) / (blocks + items),
                [&](long from, long to, int) {
-                   for (long i = from; i < to; ++i) i < blocks ? prepare(i) : shrink_item(args, i - blocks);
+                   for (long i = from; i < smaller(to, blocks); ++i) prepare(i);
+                   if (to > blocks) shrink_items(args, larger(from - blocks, 0), to - blocks);
                });
     if (args.adapters) finish_shrinking(args);
     for (long first = 0; first < blocks; first += cached_blocks) {
