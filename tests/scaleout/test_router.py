@@ -131,6 +131,20 @@ def test_a_fresh_worker_gets_requests():
     assert "id-4" in {route.worker.info.id for route in routes if route is not None}
 
 
+def test_a_worker_that_has_measured_nothing_is_taken_to_be_as_fast_as_others():
+    there = router(2)
+    there.report("id-0", Load("1", running=1, token_seconds=1e-6, image_seconds=1e-4))
+    there.report("id-1", Load("1"))
+    route = there.route(key(LONG))
+    assert route is not None
+    assert route.worker.info.id == "id-1"
+
+
+def test_of_equally_loaded_workers_any_gets_a_request():
+    used = Counter(route.worker.info.id for n in range(60) if (route := router(3, "least-loaded", seed=n).route(key())))
+    assert min(used[f"id-{number}"] for number in range(3)) >= 8
+
+
 def test_gateways_that_never_talk_find_the_same_home():
     keys = [key(f"conversation {n} {LONG}", "answer", "next question") for n in range(30)]
     gateways = [router(20, seed=seed) for seed in range(4)]

@@ -13,6 +13,7 @@ from blake3 import blake3
 
 from vlmserve.scaleout.breaker import Breaker
 from vlmserve.scaleout.messages import Load, WorkerInfo
+from vlmserve.scaleout.pace import IMAGE_SECONDS, TOKEN_SECONDS
 
 Floats = npt.NDArray[np.float64]
 
@@ -63,6 +64,9 @@ class Fleet:
         """What one request is of a worker's capacity."""
         self.token_seconds = np.zeros(0)
         self.image_seconds = np.zeros(0)
+        self._has_token_seconds = np.zeros(0, np.bool_)
+        self._has_image_seconds = np.zeros(0, np.bool_)
+        """Whether these were measured."""
         self._hashes = np.zeros(0, np.uint64)
 
     def __len__(self) -> int:
@@ -102,8 +106,7 @@ class Fleet:
         worker = self._slots[slot] = self._workers[info.id] = Worker(info, slot)
         for array in (self._busy_until, self._pending, self._sent, self._others):
             array[slot] = 0.0
-        load = Load()
-        self.token_seconds[slot], self.image_seconds[slot] = load.token_seconds, load.image_seconds
+        self._set_pace(slot, Load())
         # By its name, which it keeps when it is started again, so that it becomes the home of the same requests.
         self._hashes[slot] = int.from_bytes(blake3(info.name.encode()).digest(8), "little")
         self._tags[tag_of(info.name)] = worker
@@ -124,6 +127,7 @@ class Fleet:
         if self._tags.get(tag_of(worker.info.name)) is worker:
             del self._tags[tag_of(worker.info.name)]
         self._shut[worker.slot] = np.inf
+        self._has_token_seconds[worker.slot] = self._has_image_seconds[worker.slot] = False
         self._open.discard(worker.slot)
         self._free_slots.append(worker.slot)
         return worker
@@ -137,7 +141,23 @@ class Fleet:
         sent = min(self._pending[slot], self._busy_until[slot] - now)
         self._busy_until[slot] = now + max(load.queued_seconds, sent)
         self._others[slot] = max(0.0, load.running - self._sent[slot])
-        self.token_seconds[slot], self.image_seconds[slot] = load.token_seconds, load.image_seconds
+        self._set_pace(slot, load)
+
+    def _set_pace(self, slot: int, load: Load) -> None:
+        """What a worker has measured; for one that has measured nothing, what others take on average: if it seemed
+        slower than they are, it would get no requests and go on seeming so."""
+        for seconds, measured, said, guess in (
+            (self.token_seconds, self._has_token_seconds, load.token_seconds, TOKEN_SECONDS),
+            (self.image_seconds, self._has_image_seconds, load.image_seconds, IMAGE_SECONDS),
+        ):
+            measured[slot] = said is not None
+            if said is None:
+                said = float(seconds[measured].mean()) if measured.any() else guess
+            seconds[slot] = said
+
+    def whole_seconds(self, worker: Worker, tokens: int, images: int) -> float:
+        """Of prefill, for a prompt of which the worker has nothing cached."""
+        return float(self.token_seconds[worker.slot] * tokens + self.image_seconds[worker.slot] * images)
 
     def begin(self, worker: Worker, seconds: float, now: float) -> None:
         """A request is sent that takes so many seconds of prefill. Counted at once, so that the next one sees it."""
@@ -206,6 +226,8 @@ class Fleet:
         self._free_slots += range(size + _GROWTH - 1, size - 1, -1)
         for name in ("_busy_until", "_pending", "_sent", "_others", "token_seconds", "image_seconds"):
             setattr(self, name, np.concatenate([getattr(self, name), np.zeros(_GROWTH)]))
+        for name in ("_has_token_seconds", "_has_image_seconds"):
+            setattr(self, name, np.concatenate([getattr(self, name), np.zeros(_GROWTH, np.bool_)]))
         self._shut = np.concatenate([self._shut, np.full(_GROWTH, np.inf)])
         self.per_request = np.concatenate([self.per_request, np.ones(_GROWTH)])
         self._hashes = np.concatenate([self._hashes, np.zeros(_GROWTH, np.uint64)])

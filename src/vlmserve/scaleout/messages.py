@@ -31,14 +31,14 @@ class Load(msgspec.Struct, frozen=True):
     """How busy a worker is.
 
     queued_seconds: of prefill, images included, for which requests wait that it has accepted. token_seconds,
-    image_seconds: what a token of a prompt and an image that is not cached cost it.
+    image_seconds: what a token of a prompt and an image that is not cached cost it; None: not measured yet.
     """
 
     epoch: str = ""
     running: int = 0
     queued_seconds: float = 0.0
-    token_seconds: float = 1e-4
-    image_seconds: float = 0.02
+    token_seconds: float | None = None
+    image_seconds: float | None = None
 
 
 class Feedback(msgspec.Struct, frozen=True):

@@ -9,6 +9,10 @@ from vlmserve.server.generation import Generation
 
 _NEWS = 0.05
 """Weight of the latest request in averages."""
+TOKEN_SECONDS, IMAGE_SECONDS = 1e-4, 0.02
+"""What a token of a prompt and an image take, as long as nobody has measured it."""
+_LEAST = 0.01
+"""Of these, what a measurement says at least: caches are worth something even where it takes no time to compute."""
 
 
 class Pace:
@@ -20,8 +24,8 @@ class Pace:
         """When the average was asked for, and up to when `_area` counts."""
         self._area = 0.0
         """Of `queued_seconds` over time, since the average was asked for."""
-        self.token_seconds = 1e-4
-        self.image_seconds = 0.02
+        self.token_seconds: float | None = None
+        self.image_seconds: float | None = None
         self._cached = 0.0
         """The share of prompts that was cached, on average."""
         self._images_cached = 0.0
@@ -34,7 +38,9 @@ class Pace:
     def queued_seconds(self) -> float:
         """Of prefill, for which requests wait, by what has been cached of others."""
         tokens, images = self._tokens * (1 - self._cached), self._images * (1 - self._images_cached)
-        return tokens * self.token_seconds + images * self.image_seconds
+        of_token = TOKEN_SECONDS if self.token_seconds is None else self.token_seconds
+        of_image = IMAGE_SECONDS if self.image_seconds is None else self.image_seconds
+        return tokens * of_token + images * of_image
 
     def mean_queued_seconds(self) -> float:
         """The average of `queued_seconds` since this was asked for last; now, if that is now."""
@@ -78,7 +84,13 @@ class Pace:
         if timings is None:
             return
         if details.images_encoded:
-            self.image_seconds += _NEWS * (timings.vision / details.images_encoded - self.image_seconds)
+            self.image_seconds = _average(self.image_seconds, timings.vision / details.images_encoded, IMAGE_SECONDS)
         if computed > 0:
             seconds = max(0.0, timings.prefill - timings.vision) / computed
-            self.token_seconds += _NEWS * (seconds - self.token_seconds)
+            self.token_seconds = _average(self.token_seconds, seconds, TOKEN_SECONDS)
+
+
+def _average(before: float | None, measured: float, usual: float) -> float:
+    """before: None: there is none."""
+    latest = max(measured, _LEAST * usual)
+    return latest if before is None else before + _NEWS * (latest - before)

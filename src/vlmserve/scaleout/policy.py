@@ -113,12 +113,10 @@ class LeastLoaded(Policy):
 
     def _least(self, loads: Floats) -> int | None:
         """The least loaded worker. Of equal ones any, so that several gateways do not all send to the same."""
-        if not len(loads):
+        if not len(loads) or not np.isfinite(lowest := loads.min()):
             return None
-        start = self.random.randrange(len(loads))
-        turned = int(np.argmin(np.concatenate([loads[start:], loads[:start]])))
-        slot = (turned + start) % len(loads)
-        return slot if np.isfinite(loads[slot]) else None
+        equal = np.flatnonzero(loads == lowest)
+        return int(equal[self.random.randrange(len(equal))])
 
 
 class Affinity(LeastLoaded):

@@ -118,8 +118,8 @@ class Route:
         actual = feedback.cached_tokens / feedback.prompt_tokens
         if router.fleet.has(worker):
             router.index.correct(worker.slot, self.cached, actual)
-        whole = feedback.load.token_seconds * self._key.tokens + feedback.load.image_seconds * len(self._key.images)
-        router.policy.learn(self._key, whole, actual)
+            whole = router.fleet.whole_seconds(worker, self._key.tokens, len(self._key.images))
+            router.policy.learn(self._key, whole, actual)
 
     def started(self) -> None:
         """Something of the answer has come: the request no longer waits for prefill."""
