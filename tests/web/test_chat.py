@@ -148,6 +148,8 @@ def test_conversations_are_side_by_side_and_can_be_renamed_and_deleted(pixie, vi
     ask(page, "What colour is the circle?", SHAPES)
     answer_of(page, 0)
     page.get_by_role("link", name="New conversation").click()
+    # Files that are chosen before the page has changed belong to the conversation before.
+    expect(page.get_by_role("heading", name="Ask about an image")).to_be_visible()
     ask(page, "How many shapes are there?", SHAPES)
     assert answer_of(page, 0) == "3"
     listed = page.locator(".sidebar li a")
