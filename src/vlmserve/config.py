@@ -329,8 +329,8 @@ class EngineConfig(Settings):
     encoder_step_share: float = Field(
         0.8,
         gt=0,
-        description="Time that a step may spend on images while requests generate, as a share of the rest of the step; "
-        "inf encodes every image at once.",
+        description="Time that a step may spend on images while requests generate, as a share of the rest of the step, "
+        "and at least 20 ms if several requests wait for images; inf encodes every image at once.",
     )
     encoder_cache_memory: ByteSize = Field(256 * 1024**2, description="Memory for the cache of image embeddings.")
     max_waiting: int = Field(

@@ -42,7 +42,7 @@ def small_stages(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def bounded(engine: Engine, budget: float) -> Engine:
-    engine._scheduler.encoder_budget = lambda: budget
+    engine._scheduler.encoder_budget = lambda _: budget
     return engine
 
 

@@ -99,7 +99,7 @@ def test_an_image_that_is_too_large_fails_alone(
     engine = engine_for(llava)
     outputs: dict[str, list[EngineOutput]] = {"decoding": [], "0": [], "1": [], "2": []}
     if in_steps:
-        engine._scheduler.encoder_budget = lambda: 1000.0
+        engine._scheduler.encoder_budget = lambda _: 1000.0
         decoding = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
         engine.add(EngineRequest("decoding", llava.prompt(9, 5), decoding))
         collect(engine, outputs)

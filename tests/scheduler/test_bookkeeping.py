@@ -128,7 +128,7 @@ def test_no_block_leaks_or_holds_another_requests_content_and_every_request_ends
     num_blocks, budget, seqs, encoder_bytes, max_images, prefix_caching, _, window = sizes
     s = scheduler(*sizes)
     s.propose_drafts = None if drafts is None else lambda request: drafts[request.num_prompt_tokens % 2 :]
-    s.encoder_budget = None if encoder_budget is None else lambda: encoder_budget
+    s.encoder_budget = None if encoder_budget is None else lambda _: encoder_budget
     states = request_states(bidirectional=bidirectional, max_short_len=max_short_len)
     contents = Contents()
     capacity = num_blocks * BLOCK

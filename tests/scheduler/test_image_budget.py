@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.scheduler.made_up import cross_input, finish, image, plan, request, run, sampled, scheduler
-from vlmserve.scheduler.encoder_budget import FIRST_STEP_SECONDS, EncoderBudget
+from vlmserve.scheduler.encoder_budget import FIRST_STEP_SECONDS, SEVERAL_SECONDS, EncoderBudget
 from vlmserve.scheduler.scheduler import Scheduler
 from vlmserve.steps import ModelRunnerOutput, RequestFailure, SchedulerOutput
 
@@ -13,7 +13,7 @@ from vlmserve.steps import ModelRunnerOutput, RequestFailure, SchedulerOutput
 def busy_scheduler(budget: float, **settings) -> Scheduler:
     """One in which a request generates, and steps may make so many multiplications; an image's embedding takes 10."""
     s = scheduler(**settings)
-    s.encoder_budget = lambda: budget
+    s.encoder_budget = lambda _: budget
     s.add(request("text", 3, max_tokens=1000))
     run(s)
     return s
@@ -52,7 +52,7 @@ def test_what_fits_is_encoded_at_once_and_what_is_left_goes_to_the_next_image():
 
 def test_without_anybody_who_generates_there_is_no_bound():
     s = scheduler()
-    s.encoder_budget = lambda: 1
+    s.encoder_budget = lambda _: 1
     s.add(request("a", 10, images=[(image(1, 4), 2)]))
     step, _ = run(s)
     assert (len(step.images_to_encode), step.encodings) == (1, [])
@@ -153,7 +153,7 @@ def test_cross_attention_states_wait_for_their_image():
 
 def test_a_prompts_last_token_that_needs_an_image_is_planned_with_the_steps_own_budget():
     s = scheduler(num_blocks=3, budget=2, seqs=2, encoder_bytes=8, max_encoded_images=1)
-    s.encoder_budget = lambda: 1
+    s.encoder_budget = lambda _: 1
     s.add(request("text", 2))
     run(s)
     for name in ("a", "b"):
@@ -194,22 +194,52 @@ def test_cross_attention_states_that_were_never_computed_are_not_evicted(aborted
 
 def test_a_budget_is_a_share_of_the_time_that_steps_take():
     budget = EncoderBudget(0.5)
-    assert budget() == float("inf"), "the tower's rate is not known"
+    assert budget(1) == float("inf"), "the tower's rate is not known"
     budget.encoded(1000, 2.0)
-    assert budget() == pytest.approx(0.5 * FIRST_STEP_SECONDS * 500) or budget() == 1
+    assert budget(1) == pytest.approx(0.5 * FIRST_STEP_SECONDS * 500)
     budget.generated(8.0)
-    assert budget() == pytest.approx(2000)
+    assert budget(1) == pytest.approx(2000)
     budget.generated(4.0)
-    assert 1000 < budget() < 2000
+    assert 1000 < budget(1) < 2000
     budget.encoded(0, 3.0)
     assert budget.seconds_per_product == 0.002
-    assert EncoderBudget(float("inf"))() == float("inf")
+    assert EncoderBudget(float("inf"))(1) == float("inf")
+
+
+def test_a_budget_is_a_length_of_time_while_several_requests_wait_for_images():
+    budget = EncoderBudget(0.5)
+    assert budget(2) == float("inf"), "the tower's rate is not known"
+    budget.encoded(1_000_000, 1.0)
+    budget.generated(0.001)
+    assert budget(1) == pytest.approx(500)
+    assert budget(2) == budget(9) == pytest.approx(1_000_000 * SEVERAL_SECONDS)
+    for _ in range(1000):
+        budget.generated(1.0)
+    assert budget(2) == budget(1) == pytest.approx(500_000, rel=0.01), "the share is more"
+
+
+def test_requests_that_wait_for_images_are_counted():
+    s = busy_scheduler(15)
+    asked = []
+
+    def budget(num_waiting: int) -> float:
+        asked.append(num_waiting)
+        return 15
+
+    s.encoder_budget = budget
+    s.add(request("a", 10, images=[(image(1, 4), 2)]))
+    s.add(request("b", 10, images=[(image(2, 4), 2)]))
+    s.add(request("long", 10))
+    for _ in range(7):
+        run(s)
+    # The first step admits them, each image takes three. `long` has no image.
+    assert asked == [0, 2, 2, 1, 1, 1, 0]
 
 
 def test_no_output_of_a_runner_is_needed_for_an_image_alone():
     s = busy_scheduler(15)
     s.abort(["text"])
-    s.encoder_budget = lambda: 15
+    s.encoder_budget = lambda _: 15
     s.add(request("a", 10, images=[(image(1, 4), 0)]))
     step = s.schedule()
     assert s.update(step, ModelRunnerOutput(token_ids={"a": [7]}))[0].token_ids == [7]

@@ -223,6 +223,11 @@ class Request:
         for table, root in zip(self.tables, self._long_root_keys, strict=True):
             table.restart(root)
 
+    @property
+    def has_images(self) -> bool:
+        """Whether the vision tower's output is part of what its tokens are computed from."""
+        return bool(self.image_spans) or self.cross is not None
+
     def spans_between(self, start: int, end: int) -> list[ImageSpan]:
         """Images with a placeholder in ``start <= i < end``."""
         if start >= self.num_prompt_tokens:

@@ -38,7 +38,8 @@ class Scheduler:
     """Owns the requests, their blocks by `blocks`, and their images by `images`.
 
     propose_drafts: asked for each request that decodes; an accepted draft saves a step. encoder_budget:
-    asked for each step in which requests decode: how many multiplications the vision tower may make in it.
+    asked for each step in which requests decode: how many multiplications the vision tower may make in it, if so many
+    requests with images lack some of their prompts.
     """
 
     def __init__(
@@ -61,7 +62,7 @@ class Scheduler:
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.propose_drafts: ProposeDrafts | None = None
-        self.encoder_budget: Callable[[], float] | None = None
+        self.encoder_budget: Callable[[int], float] | None = None
         self.num_preemptions = 0
         self.prefix_queried_tokens = 0
         self.prefix_cached_tokens = 0
@@ -279,13 +280,18 @@ class Scheduler:
         """Chunks for the running requests; returns the budget that is left."""
         # The last token of a prompt, which may need an image, is scheduled like a token that was generated.
         bound = self.encoder_budget if any(request.num_uncomputed == 1 for request in self.running) else None
-        self.images.begin_step(math.inf if bound is None else bound())
+        self.images.begin_step(math.inf if bound is None else bound(self._num_waiting_for_images))
         budget = self._schedule_decodes(step, self._max_num_batched_tokens)
         for request in self.running[:]:  # more are admitted meanwhile
             if request.num_uncomputed > 1 and budget > 0:
                 budget = self._schedule_waiting(step, budget, above=request.priority)
                 budget -= self._schedule_chunk(step, request, self.blocks.allocate(request, budget))
         return budget
+
+    @property
+    def _num_waiting_for_images(self) -> int:
+        """Running requests with images whose prompts are not computed."""
+        return sum(request.num_uncomputed > 1 and request.has_images for request in self.running)
 
     def _has_to_give_way(self, waiting: Request) -> bool:
         """Whether something runs that has a lower priority than a request that waits."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -174,7 +175,7 @@ class ClipLayer(StagedLayer):
         """See `StagedLayer.full_attention`."""
         return self.self_attn.attention
 
-    @property
+    @cached_property
     def token_products(self) -> tuple[int, int]:
         """See `StagedLayer.token_products`."""
         mlp = self.mlp.fc1.products + self.mlp.fc2.products
@@ -218,7 +219,7 @@ class ClipTower(nn.Module):
         # A dict puts the layers where checkpoints have them, under "encoder.layers".
         self.encoder = nn.ModuleDict({"layers": nn.ModuleList(layers)})
 
-    @property
+    @cached_property
     def products(self) -> int:
         """Multiplications for an image."""
         spec = self.spec

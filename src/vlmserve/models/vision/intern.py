@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -119,7 +120,7 @@ class InternTower(nn.Module):
         layers = [InternLayer(spec, dtype=dtype, device=device) for _ in range(spec.shape.num_layers)]
         self.encoder = nn.ModuleDict({"layers": nn.ModuleList(layers)})
 
-    @property
+    @cached_property
     def products(self) -> int:
         """Multiplications for an image."""
         layers = sum(layer.products(self.spec.num_patches + 1) for layer in self._layers())

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -101,7 +102,7 @@ class PixtralLayer(nn.Module):
         attended = yield from self.attention.attention.in_stages(qkv[None], budget)
         return (yield from by_rows(self._behind, behind, budget, attended[0], x))
 
-    @property
+    @cached_property
     def _products(self) -> tuple[int, int]:
         """Multiplications for each patch, before and behind attention."""
         return self.attention.qkv_proj.products, self.attention.o_proj.products + self.feed_forward.products

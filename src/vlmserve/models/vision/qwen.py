@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, cast
 
 import torch
@@ -179,7 +180,7 @@ class VisionLayer(nn.Module):
         attended = yield from self.attn.attended(qkv, lengths, budget)
         return (yield from by_rows(self._behind, behind, budget, attended, x))
 
-    @property
+    @cached_property
     def _products(self) -> tuple[int, int]:
         """Multiplications for each patch, before and behind attention."""
         return self.attn.qkv.products, self.attn.proj.products + self.mlp.products

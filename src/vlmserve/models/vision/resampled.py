@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -114,7 +115,7 @@ class TowerLayer(StagedLayer):
         """See `StagedLayer.full_attention`."""
         return self.attn.attention
 
-    @property
+    @cached_property
     def token_products(self) -> tuple[int, int]:
         """See `StagedLayer.token_products`."""
         mlp = self.mlp.c_fc.products + self.mlp.c_proj.products

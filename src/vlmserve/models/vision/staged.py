@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 
 from torch import Tensor, nn
 
@@ -27,7 +28,7 @@ class StagedLayer(nn.Module):
         """Of all tokens of an image to each other."""
         raise NotImplementedError
 
-    @property
+    @cached_property
     def token_products(self) -> tuple[int, int]:
         """Multiplications for each token, before and behind attention."""
         raise NotImplementedError
