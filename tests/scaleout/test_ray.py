@@ -205,6 +205,14 @@ def test_the_files_for_deployments_describe_applications():
     assert {"head", "first", "second", "database"} == compose["services"].keys()
 
 
+def test_workers_may_be_started_before_those_that_they_replace_are_stopped():
+    from vlmserve.scaleout.ray.deployments import workers
+
+    for args, percent in (({}, 0), ({"max_surge_percent": 100}, 100)):
+        deployment = workers({"storage_url": "none", **args})._bound_deployment
+        assert deployment._deployment_config.max_surge_percent == percent
+
+
 @pytest.mark.parametrize("arguments", [("gateway",), ("worker",), ("cluster", "up")])
 def test_without_ray_it_says_what_to_install(monkeypatch, arguments):
     for name in [name for name in sys.modules if name.startswith("vlmserve.scaleout.ray")]:

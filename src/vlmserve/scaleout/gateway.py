@@ -16,6 +16,7 @@ import msgspec
 
 from vlmserve.config import ServerConfig
 from vlmserve.errors import InvalidRequestError, UnavailableError, UnknownModelError, VLMServeError
+from vlmserve.scaleout.absence import Absences
 from vlmserve.scaleout.changes import Change, Changes
 from vlmserve.scaleout.converge import ClusterAdapters
 from vlmserve.scaleout.keys import RequestKey
@@ -96,6 +97,7 @@ class Gateway:
         self.num_in_flight = 0
         self.lost = LostResponses(lambda: self.heard, self.admit)
         self._names: dict[str, str] = {}
+        self._absences = Absences()
         self._token = token
         self._numbers = itertools.count(1)
         self._sent: OrderedDict[int, Sent] = OrderedDict()
@@ -154,6 +156,20 @@ class Gateway:
         if own is None:
             raise UnknownModelError(f"There is no model {name!r:.100} here, only {known}", param="model")
         return own, self.models[own].router
+
+    async def await_worker(self, name: object) -> None:
+        """Until a worker takes requests for the model that a request names, if the last one that did has left a moment
+        ago; else returns at once. name: None for requests that any worker answers."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self.absent(name)):
+                while self.absent(name):
+                    await self.change_of_worker()
+
+    def absent(self, name: object) -> float:
+        """Seconds for which a request that names a model or an adapter waits for a worker; 0 if there is one, or none
+        is expected."""
+        own = self._names.get(name) if isinstance(name, str) else None
+        return self._absences.left(name if own is None else own)
 
     def lacking(self, name: object) -> Collection[str]:
         """The ids of workers of a model that do not have the adapter which a request names."""
@@ -281,6 +297,7 @@ class Gateway:
                     member.is_heard = True
                     logger.info("The worker %s at %s answers", info.name, member.url)
                 self._heal(member)
+                self._note_absence(facts.names[0])
                 self._catch_up(facts.names[0])
             case Beat(load, prompts):
                 if member.hello is not None and (model := self.models.get(member.hello.facts.names[0])) is not None:
@@ -315,6 +332,13 @@ class Gateway:
         router = self.models[member.hello.facts.names[0]].router
         if (worker := router.fleet.get(member.hello.info.id)) is not None:
             router.fleet.trip(worker, time.monotonic(), connection=True)
+        self._note_absence(member.hello.facts.names[0])
+        self._changed.set()
+
+    def _note_absence(self, model: str) -> None:
+        """Have it known whether a model has a worker that takes requests."""
+        names = [name for name, own in self._names.items() if own == model]
+        self._absences.note(model, names, is_served=bool(self.members_of(model)))
 
     def _update_models(self) -> None:
         """Have each model's router know its workers."""
@@ -328,6 +352,8 @@ class Gateway:
                     router = Router(self.settings.policy, max_entries=self.settings.max_digests)
                     self.models[facts.names[0]] = Model(router, facts)
                 self.models[facts.names[0]].facts = facts
+        for name in self.models:
+            self._note_absence(name)
         for name in self.models.keys() - workers.keys():
             self.models[name].router.set_workers(())
             del self.models[name]

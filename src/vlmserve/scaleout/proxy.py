@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import secrets
 import time
-from collections.abc import AsyncGenerator, Collection
+from collections.abc import AsyncGenerator
 from http import HTTPStatus
 from typing import Any
 
@@ -39,6 +39,8 @@ _MOST_WHOLE = 4 * 1024**2
 """Bytes of an answer that is no stream of events, and is held until it is whole, so that another worker may give it."""
 _ADAPTER_PATIENCE = 10.0
 """Seconds that a request waits for a worker to load its adapter."""
+_NEWS = 0.5
+"""Seconds in which a gateway hears that a worker is leaving."""
 _MOST_IMAGES_TOLD = 16
 """Of a request, that other gateways hear of."""
 _EVENTS = b"text/event-stream"
@@ -76,13 +78,19 @@ class Proxy:
         self._body = bytearray()
         self._router: Router
         self._key = _OTHER_KEY
+        self._fields: dict[str, Any] | None = None
+        """Of the body, until it is known where the request goes."""
+        self._read_seconds = 0.0
+        self._is_of_a_model = False
         self._name: object = None
         """Of the model or adapter that the request names."""
+        self._may_be_absent = False
+        """Whether a worker has just failed that may be about to leave."""
         self.is_kept = False
         """Whether the answer may be stored, so that it is to be stored as failed if its worker dies."""
 
     async def read(self, share: Any) -> None:
-        """Read the body and find the model. Raises VLMServeError."""
+        """Read the body. Raises VLMServeError."""
         gateway, request = self.gateway, self._request
         if request.method == "POST":
             most = gateway.max_body_bytes
@@ -90,21 +98,30 @@ class Proxy:
                 most = min(gateway.config.max_file_bytes + 64 * 1024, gateway.config.body_memory)
             self._body = await read_body(request, most, share, gateway.config.body_timeout)
         began = time.perf_counter()
-        fields = await self._fields()
-        if fields is not None and self._path in _OF_A_MODEL:
-            self._name = fields.get("model")
-            name, self._router = gateway.model(self._name)
-        else:
-            name, self._router = gateway.any_model()
+        self._fields = await self._read_fields()
+        self._is_of_a_model = self._fields is not None and self._path in _OF_A_MODEL
+        self._name = self._fields.get("model") if self._fields is not None and self._is_of_a_model else None
+        self._read_seconds = time.perf_counter() - began
+
+    def _see(self) -> None:
+        """Find the model, and see what routing looks at. Raises VLMServeError."""
+        began = time.perf_counter()
+        name, fields, self._fields = self._find_model(), self._fields, None
         if self._path in GENERATING and fields is not None:
-            tenant = request.scope.get(TENANT, b"").hex()
+            tenant = self._request.scope.get(TENANT, b"").hex()
             salt = f"{tenant} {fields.get('cache_salt') or ''}"
             adapter = str(fields.get("model"))
             self._key = request_key(fields, model=name, salt=salt, adapter=adapter)
             self.is_kept = self._path == "/v1/responses" and fields.get("store") is not False
-        gateway.metrics.routing.observe(time.perf_counter() - began)
+        self.gateway.metrics.routing.observe(self._read_seconds + time.perf_counter() - began)
 
-    async def _fields(self) -> dict[str, Any] | None:
+    def _find_model(self) -> str:
+        """The model of the request, whose router is kept. Raises VLMServeError."""
+        gateway = self.gateway
+        name, self._router = gateway.model(self._name) if self._is_of_a_model else gateway.any_model()
+        return name
+
+    async def _read_fields(self) -> dict[str, Any] | None:
         """The body's fields if it is an object; else a worker says what is wrong with it."""
         if not self._body or content_type(self._request).startswith("multipart/"):
             return None
@@ -119,6 +136,8 @@ class Proxy:
 
     async def answer(self) -> Response:
         """The answer of a worker. Raises VLMServeError if there is none."""
+        await self.gateway.await_worker(self._name)
+        self._see()
         excluded: set[str] = set()
         last: _Failed | None = None
         for attempt in range(self.gateway.settings.max_attempts):
@@ -138,19 +157,36 @@ class Proxy:
             return _response(last.answer)
         raise UnavailableError("No worker can answer now; try again soon")
 
-    async def _send(self, excluded: Collection[str]) -> tuple[int, Route] | None:
-        """As `Gateway.send`. Where no worker has the adapter that the request names, but some have just joined and are
-        about to load it, it waits for them."""
+    async def _send(self, excluded: set[str]) -> tuple[int, Route] | None:
+        """As `Gateway.send`. It waits for a worker if the model's last one has left a moment ago, and for the request's
+        adapter where no worker has it, but some have just joined and are about to load it."""
         gateway, account = self.gateway, account_of(self._request)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_ADAPTER_PATIENCE):
                 while True:
                     lacking = gateway.lacking(self._name)
                     sent = gateway.send(self._router, self._key, {*excluded, *lacking}, account)
-                    if sent is not None or excluded or not lacking:
+                    if sent is not None:
                         return sent
-                    await gateway.change_of_worker()
+                    if self._may_be_absent:
+                        await self._hear_of_failed()
+                    if gateway.absent(self._name):
+                        await gateway.await_worker(self._name)
+                        excluded.clear()
+                        self._find_model()
+                    elif excluded or not lacking:
+                        return None
+                    else:
+                        await gateway.change_of_worker()
         return None
+
+    async def _hear_of_failed(self) -> None:
+        """Until it is known whether a worker that has just failed is leaving; `_NEWS` seconds at most."""
+        self._may_be_absent = False
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_NEWS):
+                while not self.gateway.absent(self._name):
+                    await self.gateway.change_of_worker()
 
     async def _try(self, number: int, route: Route) -> Response:
         """One attempt. Raises _Failed."""
@@ -170,6 +206,7 @@ class Proxy:
         except (UpstreamError, KeyError) as error:
             self.gateway.forget(number)
             route.fail(connection=True)
+            self._may_be_absent = True
             raise _Failed(str(error)) from None
         except BaseException:
             self.gateway.forget(number)
@@ -184,6 +221,7 @@ class Proxy:
             # It is full, or it ends: nobody's fault.
             self.gateway.forget(number)
             route.abandon()
+            self._may_be_absent = whole.status == HTTPStatus.SERVICE_UNAVAILABLE
             raise _Failed("it takes no more requests", whole)
         if whole.status >= HTTPStatus.INTERNAL_SERVER_ERROR and whole.status != HTTPStatus.INSUFFICIENT_STORAGE:
             self.gateway.forget(number)

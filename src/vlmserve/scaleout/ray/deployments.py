@@ -35,6 +35,7 @@ _WATCHED: Mapping[str, Any] = {
     "logging_config": {"log_level": "WARNING", "enable_access_log": False},
 }
 """Calls through Ray are Serve's own: requests do not come through it."""
+_OF_WORKERS = ("name", "count", "most", "max_surge_percent", "resources")
 _QUEUED, _USAGE = "queued_seconds", "usage"
 
 
@@ -124,15 +125,18 @@ def worker_application(
     *,
     count: int = 1,
     most: int | None = None,
+    max_surge_percent: int = 0,
     resources: Mapping[str, float] | None = None,
 ) -> serve.Application:
     """`count` workers with the same settings, or up to `most` if more requests wait.
 
+    max_surge_percent: of the workers, how many more an update may start before it stops those that they replace.
     resources: what Ray sets aside for each, like ``{"num_cpus": 4, "num_gpus": 1}``.
     """
     grace = server.shutdown_grace + _EXTRA_GRACE
     options: dict[str, Any] = {
         "ray_actor_options": _set_aside(resources),
+        "max_surge_percent": max_surge_percent,
         "graceful_shutdown_timeout_s": grace + _EXTRA_GRACE,
     }
     if most is None:
@@ -163,8 +167,8 @@ def gateway_application(
 
 
 def workers(args: dict[str, Any]) -> serve.Application:
-    """For `serve deploy`. args: `name`, `count`, `most` and `resources`, and settings of a server by their names."""
-    own = {name: args.pop(name) for name in ("name", "count", "most", "resources") if name in args}
+    """For `serve deploy`. args: those of `worker_application`, and settings of a server by their names."""
+    own = {name: args.pop(name) for name in _OF_WORKERS if name in args}
     kinds = (EngineConfig, MediaConfig, ServerConfig)
     check_names(args, kinds)
     engine, media, server = (_of(kind, args) for kind in kinds)

@@ -1,0 +1,97 @@
+"""Requests wait for a worker when the only one of a model is replaced."""
+
+from __future__ import annotations
+
+import asyncio
+
+import httpx
+import pytest
+
+from tests.scaleout.processes import Cluster
+from tests.scaleout.test_converge import Cluster as Workers
+from tests.scaleout.test_faults import Stream, ask
+from vlmserve.scaleout import absence
+from vlmserve.scaleout.absence import PATIENCE, Absences
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_a_worker_is_expected_for_a_while_after_the_last_one_has_left():
+    clock = Clock()
+    absences = Absences(clock)
+    assert absences.left("m") == absences.left(None) == 0
+    absences.note("m", ["m", "alias"], is_served=True)
+    absences.note("other", ["other"], is_served=True)
+    assert absences.left("m") == 0
+    absences.note("m", ["m", "alias"], is_served=False)
+    clock.now += PATIENCE / 4
+    absences.note("m", [], is_served=False)
+    assert absences.left("m") == absences.left("alias") == pytest.approx(0.75 * PATIENCE)
+    assert absences.left("other") == absences.left("unknown") == 0
+    assert absences.left(None) == 0, "another model has a worker, which answers what any can"
+    absences.note("other", ["other"], is_served=False)
+    assert absences.left(None) == pytest.approx(PATIENCE)
+    clock.now += PATIENCE
+    absences.note("m", [], is_served=False)
+    assert absences.left("m") == absences.left(None) == 0
+    absences.note("m", ["m"], is_served=True)
+    absences.note("m", ["m"], is_served=False)
+    assert absences.left("m") == pytest.approx(PATIENCE)
+    assert absences.left("alias") == 0
+
+
+@pytest.fixture(scope="module")
+def single(folder):
+    with Cluster(folder, 1, engine={"mock_ttft": 0.1, "mock_tpot": 0.002}) as running:
+        yield running
+
+
+async def test_the_only_worker_is_replaced_without_an_error(single):
+    """The old one ends before the new one is started; what comes meanwhile waits."""
+    streams: list[Stream] = []
+    stopped = asyncio.Event()
+
+    async def keep_asking(client: httpx.AsyncClient) -> None:
+        while not stopped.is_set():
+            streams.append(Stream())
+            await ask(client, single.url, len(streams) % 7, streams[-1])
+
+    def replace() -> None:
+        name, (old, _) = next(iter(single.workers.items()))
+        old.terminate()
+        assert old.wait(60) == 0
+        del single.workers[name]
+        single.tell()
+        single.add(f"{name}-new")
+        single.wait_for(1)
+
+    async with httpx.AsyncClient(timeout=60) as client:
+        tasks = [asyncio.ensure_future(keep_asking(client)) for _ in range(8)]
+        for _ in range(2):
+            await asyncio.to_thread(replace)
+            before = len(streams)
+            while len(streams) < before + 8:
+                await asyncio.sleep(0.01)
+        files = asyncio.ensure_future(client.get(f"{single.url}/v1/files"))
+        stopped.set()
+        await asyncio.gather(*tasks)
+        assert (await files).status_code != 503
+    assert {(stream.status, stream.error, stream.is_done, stream.failure) for stream in streams} == {
+        (200, None, True, "")
+    }
+
+
+async def test_without_another_worker_a_request_is_refused_after_a_while(tmp_path, monkeypatch):
+    monkeypatch.setattr(absence, "PATIENCE", 0.05)
+    cluster = Workers(tmp_path)
+    cluster.start("first")
+    cluster.stop("first")
+    for _ in range(2):
+        answer = await cluster.post("/v1/completions", model="m", prompt="x")
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "unavailable")
+        assert answer.headers["retry-after"]
