@@ -1,0 +1,43 @@
+"""What a gateway does with a request, with workers in this process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.scaleout.test_converge import Cluster
+from vlmserve.scaleout.messages import SEED_HEADER
+from vlmserve.scaleout.settings import GatewayConfig
+
+
+async def test_a_gateway_with_too_much_under_way_refuses_with_a_time_to_wait(tmp_path):
+    cluster = Cluster(tmp_path)
+    cluster.start("first")
+    gateway = cluster.gateways[0]
+    gateway.settings = GatewayConfig(max_in_flight=1)
+    with gateway.admit():
+        answer = await cluster.post("/v1/completions", model="fixed", prompt="x")
+        assert answer.status_code == 429
+        assert answer.headers["retry-after"]
+    assert (await cluster.post("/v1/completions", model="fixed", prompt="x")).status_code == 200
+
+
+async def test_a_request_that_another_worker_gets_has_the_same_seed(tmp_path):
+    cluster = Cluster(tmp_path)
+    seeds: list[str] = []
+
+    def record(worker: Any) -> None:
+        asked = worker.request
+
+        def request(method: str, path: str, headers: Any = (), body: bytes = b"") -> Any:
+            seeds.append(dict(headers)[SEED_HEADER])
+            worker.is_up = len(seeds) != 1
+            return asked(method, path, headers, body)
+
+        worker.request = request
+
+    for name in ("first", "second"):
+        record(cluster.start(name))
+    for _ in range(2):
+        assert (await cluster.post("/v1/completions", model="fixed", prompt="x")).text == "fixed"
+    assert len(seeds) == 3
+    assert seeds[0] == seeds[1] != seeds[2]
