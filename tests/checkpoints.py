@@ -141,7 +141,10 @@ def make_llava_next(
         rename_tensors(folder, published_name)
     write_image_processor(folder, config.vision_config, config.vision_feature_select_strategy)
     processor = json.loads((folder / "preprocessor_config.json").read_text())
-    processor |= {"image_processor_type": "LlavaNextImageProcessor", "image_grid_pinpoints": PINPOINTS}
+    processor |= {
+        "image_processor_type": "LlavaNextImageProcessor",
+        "image_grid_pinpoints": config.image_grid_pinpoints,
+    }
     (folder / "preprocessor_config.json").write_text(json.dumps(processor))
     return folder
 

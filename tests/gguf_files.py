@@ -21,6 +21,7 @@ NORMAL, CONTROL, USER_DEFINED = 1, 3, 4
 ARCHITECTURES = {
     "llama": gguf.MODEL_ARCH.LLAMA,
     "mistral": gguf.MODEL_ARCH.LLAMA,
+    "ministral3": gguf.MODEL_ARCH.MISTRAL3,
     "qwen2": gguf.MODEL_ARCH.QWEN2,
     "qwen3": gguf.MODEL_ARCH.QWEN3,
     "phi": gguf.MODEL_ARCH.PHI2,
@@ -155,7 +156,7 @@ def _metadata(config: dict[str, Any], architecture: str) -> dict[str, Any]:
     }
     if config.get("head_dim"):
         values |= {"attention.key_length": head_size, "attention.value_length": head_size}
-    if architecture in ("llama", "smollm3", "phi2", "phi3", "stablelm", "chatglm", "glm4"):
+    if architecture in ("llama", "mistral3", "smollm3", "phi2", "phi3", "stablelm", "chatglm", "glm4"):
         values["rope.dimension_count"] = int(head_size * rope_of_all.get("partial_rotary_factor", 1.0))
     if architecture in ("llama", "starcoder2") or architecture.startswith(("phi3", "gemma")):
         values["attention.sliding_window"] = config.get("sliding_window") or (0 if architecture == "phi3" else None)
@@ -173,6 +174,10 @@ def _metadata(config: dict[str, Any], architecture: str) -> dict[str, Any]:
         values |= {"rope.scaling.type": kind, "rope.scaling.factor": rope_of_all["factor"]}
     if kind in ("yarn", "longrope"):
         values["rope.scaling.original_context_length"] = rope_of_all["original_max_position_embeddings"]
+    if config["model_type"] == "ministral3":
+        values["rope.scaling.yarn_log_multiplier"] = rope["mscale_all_dim"]
+        values["attention.temperature_scale"] = rope["llama_4_scaling_beta"]
+        values |= {f"rope.scaling.yarn_{name}": rope.get(name) for name in ("beta_fast", "beta_slow")}
     if kind == "longrope":
         original = rope_of_all["original_max_position_embeddings"]
         values["rope.scaling.attn_factor"] = math.sqrt(1 + math.log(positions / original) / math.log(original))
@@ -212,7 +217,9 @@ def _rearranged(raw: np.ndarray, name: str, config: dict[str, Any]) -> np.ndarra
     """Rows of a tensor in the order that files have, and norms with the offset that they have."""
     if config["model_type"].startswith("gemma") and name.endswith("norm.weight"):
         return raw + np.float32(1)
-    if config["model_type"] in ("llama", "mistral", "smollm3") and (".attn_q." in name or ".attn_k." in name):
+    if config["model_type"] in ("llama", "mistral", "ministral3", "smollm3") and (
+        ".attn_q." in name or ".attn_k." in name
+    ):
         heads = config["num_attention_heads" if ".attn_q." in name else "num_key_value_heads"]
         halves = raw.reshape(heads, 2, len(raw) // heads // 2, *raw.shape[1:])
         return halves.swapaxes(1, 2).reshape(raw.shape)

@@ -182,7 +182,9 @@ def _llava(tensors: Mapping[str, Tensor], config: dict[str, Any]) -> Tensors:
     for name, tensor in tensors.items():
         if "language_model" in name or "lm_head" in name or "post_layernorm" in name:
             continue
-        if match := re.search(r"linear_([12])\.(\w+)", name):
+        if name.endswith("image_newline"):
+            yield "model.image_newline", tensor
+        elif match := re.search(r"linear_([12])\.(\w+)", name):
             yield f"mm.{2 * (int(match[1]) - 1)}.{match[2]}", tensor
         elif (layer := re.search(r"layers\.(\d+)", name)) is None or int(layer[1]) < layers:
             mapped = _mapped(published_name(name))
@@ -206,6 +208,14 @@ def _llava_metadata(writer: GGUFWriter, config: dict[str, Any]) -> None:
     writer.add_vision_use_gelu(vision["hidden_act"] == "gelu")
     if isinstance(chosen, list):
         writer.add_array("clip.vision.feature_layer", [layer % (vision["num_hidden_layers"] + 1) for layer in chosen])
+
+
+def _llava_next_metadata(writer: GGUFWriter, config: dict[str, Any]) -> None:
+    """Widths before heights, unlike config.json."""
+    _llava_metadata(writer, config)
+    edges = [edge for height, width in config["image_grid_pinpoints"] for edge in (width, height)]
+    writer.add_array("clip.vision.image_grid_pinpoints", edges)
+    writer.add_string("clip.vision.mm_patch_merge_type", "spatial_unpad")
 
 
 def _qwen(tensors: Mapping[str, Tensor], config: dict[str, Any]) -> Tensors:
@@ -355,6 +365,9 @@ def _pixtral_metadata(writer: GGUFWriter, config: dict[str, Any]) -> None:
 
 CONVERSIONS = {
     "pixtral": Conversion("pixtral", _pixtral, _pixtral_metadata, ("mistral", gguf.MODEL_ARCH.LLAMA)),
+    "pixtral on ministral3": Conversion(
+        "pixtral", _pixtral, _pixtral_metadata, ("ministral3", gguf.MODEL_ARCH.MISTRAL3)
+    ),
     "idefics3": Conversion("idefics3", _idefics3, _idefics3_metadata),
     "internvl": Conversion("internvl", _internvl, _internvl_metadata, ("qwen2", gguf.MODEL_ARCH.QWEN2)),
     "internvl on qwen3": Conversion("internvl", _internvl, _internvl_metadata, ("qwen3", gguf.MODEL_ARCH.QWEN3)),
@@ -369,4 +382,5 @@ CONVERSIONS = {
         "qwen3vl_merger", _qwen3, _qwen3_metadata, ("qwen3", gguf.MODEL_ARCH.QWEN3VL), _qwen_text("qwen3vl")
     ),
     "llava": Conversion("mlp", _llava, _llava_metadata),
+    "llava_next": Conversion("mlp", _llava, _llava_next_metadata),
 }

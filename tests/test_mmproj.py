@@ -19,6 +19,7 @@ from tests.checkpoints import (
     make_idefics3,
     make_internvl,
     make_llava,
+    make_llava_next,
     make_mistral3,
     make_pixtral,
     make_qwen_vl,
@@ -54,6 +55,10 @@ MAKERS: dict[str, tuple[str, Callable[[Path], Path]]] = {
         "llava",
         lambda folder: make_llava(folder, vision_feature_layer=[-2, 1], vision={"hidden_act": "gelu"}),
     ),
+    "LLaVA 1.6": (
+        "llava_next",
+        lambda folder: make_llava_next(folder, image_grid_pinpoints=[[16, 32], [32, 16], [32, 32], [16, 48]]),
+    ),
     "Qwen2-VL": ("qwen2_vl", lambda folder: make_qwen_vl(folder, "qwen2_vl")),
     "Qwen2.5-VL": ("qwen2_5_vl", lambda folder: make_qwen_vl(folder, "qwen2_5_vl")),
     "Qwen3-VL": ("qwen3_vl", lambda folder: make_qwen_vl(folder, "qwen3_vl")),
@@ -67,6 +72,10 @@ MAKERS: dict[str, tuple[str, Callable[[Path], Path]]] = {
     "Mistral Small 3": (
         "pixtral",
         lambda folder: renamed(make_mistral3(folder, text_class=MistralConfig, vision={"hidden_act": "gelu"}), "[IMG]"),
+    ),
+    "Ministral 3": (
+        "pixtral on ministral3",
+        lambda folder: renamed(make_mistral3(folder, vision={"hidden_act": "silu"}), "[IMG]"),
     ),
     "Gemma 3": ("gemma3", make_gemma3),
 }

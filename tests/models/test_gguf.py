@@ -18,11 +18,7 @@ from tests.models.test_decoder import LLAMA3, assert_equal, load, paged_run, tok
 from tests.models.test_families import LONGROPE, SLIDING, YARN
 from tests.native import built
 from vlmserve.config import QuantizationConfig
-from vlmserve.errors import (
-    MissingWeightsError,
-    ModelLoadError,
-    UnsupportedModelError,
-)
+from vlmserve.errors import MissingWeightsError, ModelLoadError, UnsupportedModelError, VLMServeError
 from vlmserve.frontend.defaults import default_sampling
 from vlmserve.kernels.cpu_native import PackedLinear
 from vlmserve.layers.linear import Linear
@@ -48,6 +44,18 @@ BLOCKS: dict[str, Any] = {
 }
 """Sizes that all types of blocks divide."""
 LINEAR = {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}
+GROWING = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 16.0,
+    "original_max_position_embeddings": 16,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.1,
+}
+"""Ministral 3's, after a context of 16 tokens."""
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 3e4}}),
     "llama, tied, with biases": ("Llama", {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}),
@@ -56,6 +64,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama with yarn": ("Llama", {"rope_parameters": YARN}),
     "llama with linear rope": ("Llama", {"rope_parameters": LINEAR}),
     "mistral with a window": ("Mistral", {"sliding_window": 7}),
+    "ministral3": ("Ministral3", {"head_dim": 16, "rope_parameters": GROWING}),
+    "ministral3 whose attention grows": ("Ministral3", {"rope_parameters": {**GROWING, "mscale_all_dim": 0.0}}),
     "qwen2": ("Qwen2", {}),
     "qwen3": ("Qwen3", {"head_dim": 16}),
     "phi": ("Phi", {"num_key_value_heads": 6, "partial_rotary_factor": 0.5, "rms_norm_eps": None}),
@@ -108,7 +118,14 @@ def bits(model: LoadedModel) -> dict[str, int]:
 
 def test_every_architecture_is_tested() -> None:
     tested = {FAMILIES[name][0].lower() for name in FAMILIES}
-    called = {"phi2": "phi", "starcoder": "gptbigcode", "chatglm": "glm", "qwen2vl": "qwen2", "qwen3vl": "qwen3"}
+    called = {
+        "mistral3": "ministral3",
+        "phi2": "phi",
+        "starcoder": "gptbigcode",
+        "chatglm": "glm",
+        "qwen2vl": "qwen2",
+        "qwen3vl": "qwen3",
+    }
     assert {called.get(name, name) for name in ARCHITECTURES} <= tested
 
 
@@ -127,6 +144,31 @@ def test_the_text_part_of_qwen3_vl_is_qwen3(tmp_path: Path) -> None:
     folder = make(tmp_path / "folder", "qwen3")
     metadata = {"qwen3vl.rope.dimension_sections": [24, 20, 20, 0], "qwen3vl.n_deepstack_layers": 3}
     path = write_gguf(folder, tmp_path / "model.gguf", metadata=metadata, architecture=gguf.MODEL_ARCH.QWEN3VL)
+    sequences = token_sequences(300, [40, 1, 23])
+    assert_equal(paged_run(load(path), sequences).finish([9, 9, 9]), transformers_logits(folder, sequences))
+
+
+@pytest.mark.parametrize(
+    ("metadata", "kind", "words"),
+    [
+        ({"rope.scaling.type": None}, ModelLoadError, r"lacks mistral3\.rope\.scaling\.type"),
+        ({"attention.temperature_length": 32}, UnsupportedModelError, "grow from another length on than 16"),
+    ],
+    ids=str,
+)
+def test_queries_that_grow_otherwise_are_refused(
+    tmp_path: Path, metadata: dict[str, Any], kind: type[VLMServeError], words: str
+) -> None:
+    folder = make(tmp_path / "folder", "ministral3")
+    named = {f"mistral3.{key}": value for key, value in metadata.items()}
+    path = write_gguf(folder, tmp_path / "model.gguf", metadata=named)
+    with pytest.raises(kind, match=words):
+        load(path)
+
+
+def test_mistral_small_3_has_the_architecture_of_ministral_3(tmp_path: Path) -> None:
+    folder = make(tmp_path / "folder", "mistral with a window", sliding_window=None, head_dim=16)
+    path = write_gguf(folder, tmp_path / "model.gguf", architecture=gguf.MODEL_ARCH.MISTRAL3)
     sequences = token_sequences(300, [40, 1, 23])
     assert_equal(paged_run(load(path), sequences).finish([9, 9, 9]), transformers_logits(folder, sequences))
 
@@ -363,7 +405,7 @@ def test_no_cut_is_overlooked(path: Path) -> None:
 @pytest.mark.parametrize(
     ("metadata", "message"),
     [
-        ({"general.architecture": "mamba"}, "architecture 'mamba' is not supported; supported are llama, qwen2"),
+        ({"general.architecture": "mamba"}, "architecture 'mamba' is not supported; supported are llama, mistral3"),
         ({"llama.expert_count": 8}, "mixtures of experts"),
         ({"llama.attention.value_length": 16}, "not as long as keys"),
         ({"llama.attention.head_count": [8, 4]}, "layers differ in attention.head_count"),

@@ -113,6 +113,11 @@ def test_an_image_without_its_vision_tower_is_refused_with_what_to_do(files: Fil
         ({"vision.block_count": None}, ModelLoadError, r"lacks clip\.vision\.block_count"),
         ({"vision.patch_size": 0}, ModelLoadError, r"clip\.vision\.patch_size is 0"),
         ({"vision.embedding_length": 64}, ModelLoadError, "has shape"),
+        (
+            {"vision.mm_patch_merge_type": "spatial_unpad"},
+            ModelLoadError,
+            r"clip\.vision\.image_grid_pinpoints is not a list of widths and heights",
+        ),
         ({"vision.block_count": 9}, MissingWeightsError, r"encoder\.layers\.3\.layer_norm1"),
     ],
     ids=str,

@@ -153,7 +153,7 @@ def _chat_template(folder: Path, tokenizer_config: Mapping[str, Any]) -> str | N
 def _built_in_template(folder: Path, config: Mapping[str, Any]) -> str | None:
     """Of models whose chat checkpoints carry none."""
     model_type = config.get("model_type")
-    if model_type == "llava":
+    if model_type in ("llava", "llava_next"):
         return LLAVA_TEMPLATE
     if model_type == "paligemma":
         return PALIGEMMA_TEMPLATE

@@ -195,13 +195,36 @@ def _rope_scaling(metadata: Metadata) -> Config | None:
         "attention_factor": metadata.get("rope.scaling.yarn_attn_factor"),
         "beta_fast": metadata.get("rope.scaling.yarn_beta_fast"),
         "beta_slow": metadata.get("rope.scaling.yarn_beta_slow"),
+        **_yarn_scales(metadata),
     }
+
+
+def _yarn_scales(metadata: Metadata) -> Config:
+    """Mistral's files say by how much attention grows with the context, relative to a growth of 1."""
+    relative = metadata.get("rope.scaling.yarn_log_multiplier")
+    return {} if relative is None else {"mscale": 1.0, "mscale_all_dim": relative}
 
 
 def _llama(metadata: Metadata) -> Config:
     """Mistral's models are Llama's here, but for the window that the first of them has."""
     window = metadata.get("attention.sliding_window")
     return {"model_type": "mistral", "sliding_window": window} if window else {}
+
+
+def _mistral3(metadata: Metadata) -> Config:
+    """Ministral 3's queries grow with their positions; Mistral Small 3 is Llama, but for its heads' size."""
+    growth = metadata.get("attention.temperature_scale")
+    if not growth:
+        return {}
+    scaling = _rope_scaling(metadata)
+    if scaling is None:
+        raise ModelLoadError(f"{metadata.header.path} lacks mistral3.rope.scaling.type, which tells where queries grow")
+    original = scaling["original_max_position_embeddings"]
+    if metadata.get("attention.temperature_length", original) != original:
+        raise UnsupportedModelError(
+            f"{metadata.header.path}: queries that grow from another length on than {original} are not supported"
+        )
+    return {"model_type": "ministral3", "rope_scaling": {**scaling, "llama_4_scaling_beta": growth}}
 
 
 def _qwen_vl(metadata: Metadata) -> Config:
@@ -300,6 +323,7 @@ def _query_scalar(metadata: Metadata, *, largest: int) -> float:
 
 ARCHITECTURES: Mapping[str, Architecture] = {
     "llama": Architecture("llama", _llama, interleaved=True),
+    "mistral3": Architecture("llama", _mistral3, interleaved=True),
     "qwen2": Architecture("qwen2"),
     "qwen3": Architecture("qwen3"),
     # Without images, which are in a file of their own, they are Qwen 2 and Qwen 3.

@@ -127,13 +127,32 @@ def _llava_vision(clip: Clip) -> Config:
 
 def _llava(clip: Clip) -> Config:
     """The file has no layers above those that count, unless it says which these are."""
-    return {"vision_feature_layer": clip.array("feature_layer") or -1, "vision_feature_select_strategy": "default"}
+    config = {"vision_feature_layer": clip.array("feature_layer") or -1, "vision_feature_select_strategy": "default"}
+    return {**config, "model_type": "llava_next", **_llava_resolutions(clip)} if _cuts_images(clip) else config
 
 
 def _llava_settings(clip: Clip) -> Config:
     size = clip["image_size"]
     crop = {"height": size, "width": size}
-    return {"image_processor_type": "CLIPImageProcessor", "size": {"shortest_edge": size}, "crop_size": crop}
+    settings = {"image_processor_type": "CLIPImageProcessor", "size": {"shortest_edge": size}, "crop_size": crop}
+    if not _cuts_images(clip):
+        return settings
+    return {**settings, "image_processor_type": "LlavaNextImageProcessor", **_llava_resolutions(clip)}
+
+
+def _cuts_images(clip: Clip) -> bool:
+    """Whether it is LLaVA 1.6's."""
+    return bool(clip.get("mm_patch_merge_type") == "spatial_unpad")
+
+
+def _llava_resolutions(clip: Clip) -> Config:
+    """Heights and widths; the file has each width before its height."""
+    edges = clip.array("image_grid_pinpoints")
+    if not edges or len(edges) % 2:
+        raise ModelLoadError(
+            f"{clip.header.path}: clip.vision.image_grid_pinpoints is not a list of widths and heights"
+        )
+    return {"image_grid_pinpoints": [[height, width] for width, height in zip(edges[::2], edges[1::2], strict=True)]}
 
 
 def _qwen_names(*names: tuple[str, str]) -> Names:
@@ -341,7 +360,7 @@ def _pixtral_settings(clip: Clip) -> Config:
 
 
 PROJECTORS: Mapping[str, Projector] = {
-    # LLaVA 1.5: images are resized and cropped as its -hf checkpoints say.
+    # LLaVA 1.5 and 1.6: images are resized and cropped as the -hf checkpoints say.
     "mlp": Projector(
         "llava",
         _llava_vision,
@@ -350,6 +369,7 @@ PROJECTORS: Mapping[str, Projector] = {
             *_clip_names("vision_tower"),
             (r"mm\.0\.(\w+)", r"multi_modal_projector.linear_1.\1"),
             (r"mm\.2\.(\w+)", r"multi_modal_projector.linear_2.\1"),
+            (r"(model|v)\.image_newline", "image_newline"),
         ),
         "mm.2.weight",
         more=_llava,
