@@ -1,7 +1,7 @@
 """Train pixie's adapters: python -m training.pixie.adapters --out runs/adapters
 
 LoRA adapters of the language model, one for each of `skills.SKILLS`, and then an X-LoRA classifier that mixes them
-(`mixture.py`). PEFT does both; images go through the vision tower once, before. `--evaluate` asks held-out questions
+(`mixture.py`) and its router. PEFT does both; images go through the vision tower once, before. `--evaluate` asks held-out questions
 through vlmserve: pixie itself, each adapter, and the mixture.
 """
 
@@ -257,7 +257,8 @@ def main() -> None:
     )
     parser.add_argument("--steps", type=int, default=300, help="of each adapter")
     parser.add_argument("--batch", type=int, default=12, help="images of a step, each with up to eight questions")
-    parser.add_argument("--mixture-images", type=int, default=3000, help="for the classifier; 0: train none")
+    parser.add_argument("--mixture-images", type=int, default=700, help="for the classifier; 0: train none")
+    parser.add_argument("--mixture-steps", type=int, default=280, help="of the router, with the classifier")
     parser.add_argument("--images", type=int, default=1500, help="images to draw for each training")
     parser.add_argument("--resume", action="store_true", help="go on from the adapters in --out")
     parser.add_argument("--evaluate", action="store_true", help="only evaluate what is in --out")
@@ -276,7 +277,7 @@ def main() -> None:
             from training.pixie.mixture import train_mixture
 
             console.print("Classifier")
-            train_mixture(tokenizer, options.out, options.mixture_images)
+            train_mixture(tokenizer, options.out, options.mixture_images, router_steps=options.mixture_steps)
     evaluate(options.out, options.questions)
 
 

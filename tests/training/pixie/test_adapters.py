@@ -15,7 +15,7 @@ from training.pixie.adapters import (
     train_adapter,
 )
 from training.pixie.export import IMAGE_TOKENS
-from training.pixie.mixture import train_mixture
+from training.pixie.mixture import ROUTER, train_mixture
 from training.pixie.rows import squash
 from training.pixie.tokenizer import IMAGE, encode_example
 from vlmserve.config import EngineConfig
@@ -28,9 +28,9 @@ def test_adapters_and_the_classifier_over_them_are_trained_and_written(tmp_path)
     tokenizer = Tokenizer.from_file(str(resolve_model("pixie") / "tokenizer.json"))
     for skill in SKILLS:
         train_adapter(skill, tokenizer, tmp_path, steps=1, batch=2, count=4)
-    train_mixture(tokenizer, tmp_path, count=5, steps=2)
+    train_mixture(tokenizer, tmp_path, count=5, router_steps=1, steps=2)
     engine = Engine(EngineConfig(model="pixie", enable_lora=True, kv_cache_memory="16MiB"))
-    for name in (*SKILLS, MIXTURE):
+    for name in (*SKILLS, f"{MIXTURE}/{ROUTER}", MIXTURE):
         engine.adapter_store.load(name, tmp_path / name)
         content = (tmp_path / name / "adapter_config.json").read_text()
         assert str(tmp_path) not in content
