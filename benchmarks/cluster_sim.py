@@ -55,9 +55,13 @@ VARIANTS = (
     Variant("affinity, 1 s late", "affinity", 1, 1.0),
     Variant("affinity, 10 s late", "affinity", 1, 10.0),
     Variant("affinity, 4 gateways, 1 s late", "affinity", 4, 1.0),
+    Variant("affinity, 4 gateways, 10 s late", "affinity", 4, 10.0),
     Variant("affinity, restarts", "affinity", churn=True),
+    Variant("affinity, 4 gateways, restarts", "affinity", 4, churn=True),
+    Variant("oracle, restarts", None, churn=True),
     Variant("least-loaded", "least-loaded"),
     Variant("least-loaded, 4 gateways", "least-loaded", 4),
+    Variant("least-loaded, 8 gateways", "least-loaded", 8),
     Variant("round-robin", "round-robin"),
 )
 

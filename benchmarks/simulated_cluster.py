@@ -2,7 +2,8 @@
 
 A worker prefills one request after the other, which takes time for each token and image that it has not cached, and
 decodes all that it has prefilled at a speed that depends on how many there are. Its caches evict what was used least
-recently, as those of an engine. What a worker says of itself reaches gateways `staleness` seconds later.
+recently, as those of an engine. A worker says how busy it is whenever an answer begins or ends, to the gateway that
+sent the request, and each `BEAT` seconds to all. That reaches them `staleness` seconds later.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from vlmserve.scaleout.router import Route, Router
 from vlmserve.scaleout.settings import PolicyName
 
 BEAT = 0.5
-"""Seconds after which a worker tells other gateways of a request at the latest, and here always."""
+"""Seconds between two words of a worker to a gateway, as in `vlmserve.scaleout.door`."""
 CAPACITY = 64
 """Requests that a worker runs at once, as gateways know it. Nothing is held back here beyond it."""
 
@@ -181,6 +182,8 @@ class Simulation:
         self._holders: dict[bytes, set[int]] = defaultdict(set)
         self.workers = [SimulatedWorker(number, setup, self._holders) for number in range(setup.workers)]
         self._by_name = {worker.info().id: worker for worker in self.workers}
+        self._prompts: list[list[list[HeldPrompt]]] = [[[] for _ in range(setup.gateways)] for _ in self.workers]
+        """By worker and gateway, those of other gateways that it is to hear of."""
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = itertools.count()
         self.routers = [] if setup.policy is None else [self._router(setup.policy) for _ in range(setup.gateways)]
@@ -194,6 +197,9 @@ class Simulation:
         if self.setup.churn:
             for time in range(1, int(end / self.setup.churn)):
                 self._at(time * self.setup.churn, self._restart_one)
+        if self.routers:
+            for worker in self.workers:
+                self._at(self._random.uniform(0, BEAT), lambda worker=worker: self._beat(worker, end))
         self._at(warm_up, self._start_measuring)
         self._at(end, lambda: self._stop_measuring(warm_up))
         while self._events:
@@ -220,7 +226,10 @@ class Simulation:
             self.outcome.loads.append(worker.area / max(1e-9, self.now - since))
 
     def _restart_one(self) -> None:
-        self._random.choice(self.workers).restart(self.now)
+        worker = self._random.choice(self.workers)
+        worker.restart(self.now)
+        for prompts in self._prompts[worker.number]:
+            prompts.clear()
 
     def _arrive(self, request: SimulatedRequest, number: int, warm_up: float) -> None:
         counts = request.at >= warm_up
@@ -252,7 +261,7 @@ class Simulation:
             outcome.whole.append(last - request.at)
         gateway = number % max(1, len(self.routers))
         self._at(first, lambda: self._answer_begins(worker, epoch, route, request, tokens, gateway))
-        self._at(last, lambda: self._answer_ends(worker, epoch, route))
+        self._at(last, lambda: self._answer_ends(worker, epoch, route, gateway))
 
     def _answer_begins(
         self,
@@ -267,21 +276,32 @@ class Simulation:
             return
         feedback = Feedback(worker.load(self.now), request.key.tokens, cached)
         self._at(self.now + self.setup.staleness, lambda: route.begin(feedback))
-        if self.setup.hears_others and len(self.routers) > 1:
+        self._tell(worker, gateway)
+        if self.setup.hears_others:
             key = request.key
             held = HeldPrompt(key.segments[-1].digest, key.images, key.tokens - cached)
-            self._at(self.now + BEAT, lambda: self._beat(worker, epoch, held, gateway))
+            for number, prompts in enumerate(self._prompts[worker.number]):
+                if number != gateway:
+                    prompts.append(held)
 
-    def _beat(self, worker: SimulatedWorker, epoch: int, held: HeldPrompt, gateway: int) -> None:
-        """A worker tells all gateways but one what it has cached, and how busy it is."""
-        if worker.epoch != epoch:
-            return
-        name, load = worker.info().id, worker.load(self.now)
-        for number, router in enumerate(self.routers):
-            if number != gateway:
-                self._at(self.now + self.setup.staleness, lambda router=router: router.report(name, load, (held,)))
+    def _beat(self, worker: SimulatedWorker, end: float) -> None:
+        """A worker says how busy it is, and does so again until `end`."""
+        for gateway in range(len(self.routers)):
+            self._tell(worker, gateway)
+        if self.now + BEAT < end:
+            self._at(self.now + BEAT, lambda: self._beat(worker, end))
 
-    def _answer_ends(self, worker: SimulatedWorker, epoch: int, route: Route | None) -> None:
+    def _tell(self, worker: SimulatedWorker, gateway: int) -> None:
+        """A worker tells a gateway how busy it is, and what it has cached for others."""
+        prompts = self._prompts[worker.number][gateway]
+        self._prompts[worker.number][gateway] = []
+        name, load, router = worker.info().id, worker.load(self.now), self.routers[gateway]
+        if self.setup.staleness:
+            self._at(self.now + self.setup.staleness, lambda: router.report(name, load, prompts))
+        else:
+            router.report(name, load, prompts)
+
+    def _answer_ends(self, worker: SimulatedWorker, epoch: int, route: Route | None, gateway: int) -> None:
         if worker.epoch != epoch:
             self.outcome.retried += 1
             if route is not None:
@@ -292,6 +312,7 @@ class Simulation:
             feedback = Feedback(worker.load(self.now))
             route.finish()
             self._at(self.now + self.setup.staleness, lambda: route.hear_end(feedback))
+            self._tell(worker, gateway)
 
     def _oracle(self, key: RequestKey) -> SimulatedWorker:
         """The worker where a request costs least, by what every worker has cached at this moment."""

@@ -121,6 +121,41 @@ def test_requests_with_nothing_in_common_are_spread(policy):
     assert max(counts.values()) <= 1.3 * 200 / 10 + 1
 
 
+def test_gateways_that_hear_late_of_each_other_do_not_all_send_to_the_same_workers():
+    """Eight of them send five requests each, and hear nothing meanwhile."""
+    counts: Counter[str] = Counter()
+    for seed in range(8):
+        there = router(40, "least-loaded", seed=seed)
+        for number in range(40):
+            there.report(f"id-{number}", Load("1", running=10 + number, queued_seconds=0.1 * number))
+        routes = [there.route(key()) for n in range(5)]
+        counts.update(route.worker.info.id for route in routes if route is not None)
+    assert counts.total() == 40
+    assert max(counts.values()) <= 5
+
+
+def test_a_gateway_that_sends_everything_finds_the_least_loaded_of_all():
+    there = router(40, "least-loaded")
+    routes = [there.route(key(f"text {n}")) for n in range(39)]
+    free = {f"id-{number}" for number in range(40)} - {route.worker.info.id for route in routes if route is not None}
+    last = there.route(key("the last text"))
+    assert last is not None
+    assert {last.worker.info.id} == free
+
+
+def test_the_share_of_a_gateway_is_of_what_workers_run_that_are_there():
+    there = router(2, "least-loaded")
+    assert there.fleet.own_share() == 1
+    for _ in range(2):
+        assert there.route(key()) is not None
+    for number in range(2):
+        there.report(f"id-{number}", Load("1", running=4))
+    assert there.fleet.own_share() == pytest.approx(0.25)
+    there.report("id-0", Load("1", running=1))
+    there.set_workers([worker(0)])
+    assert there.fleet.own_share() == 1
+
+
 def test_a_fresh_worker_gets_requests():
     there = router(4)
     keys = [key(f"{n} {LONG}") for n in range(8)]

@@ -127,6 +127,7 @@ class Fleet:
         if self._tags.get(tag_of(worker.info.name)) is worker:
             del self._tags[tag_of(worker.info.name)]
         self._shut[worker.slot] = np.inf
+        self._sent[worker.slot] = self._others[worker.slot] = 0.0
         self._has_token_seconds[worker.slot] = self._has_image_seconds[worker.slot] = False
         self._open.discard(worker.slot)
         self._free_slots.append(worker.slot)
@@ -204,6 +205,12 @@ class Fleet:
     def usage(self) -> Floats:
         """Running requests of each worker over its capacity. A new array."""
         return np.asarray((self._sent + self._others) * self.per_request)
+
+    def own_share(self) -> float:
+        """The share of all running requests that this gateway has sent; 1 if nothing runs."""
+        sent = float(self._sent.sum())
+        others = float(self._others.sum())
+        return sent / (sent + others) if sent + others > 0 else 1.0
 
     def running(self, worker: Worker) -> float:
         """Requests that a worker runs, as far as is known."""

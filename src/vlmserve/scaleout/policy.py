@@ -7,6 +7,7 @@ that is the least loaded worker.
 
 from __future__ import annotations
 
+import math
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Collection
@@ -29,6 +30,8 @@ MOST_OVER_MEAN = 1.2
 cached."""
 _MATCHES = 4
 """Workers whose caches are compared."""
+_LEAST_SEEN = 4
+"""Workers among which the least loaded one is looked for in any case."""
 _HOME_SHARE = 1.0
 """Of what requests save by caches on average, what it is worth to send one where other gateways send such as it."""
 _NEWS = 0.02
@@ -101,7 +104,7 @@ class LeastLoaded(Policy):
 
     def choose(self, key: RequestKey, now: float, excluded: Collection[str] = ()) -> Choice | None:
         waits = self._waits(now, excluded)
-        slot = self._least(self._loads(waits, self.fleet.usage()))
+        slot = self._least(self._loads(waits, self.fleet.usage()), self.fleet.own_share())
         return None if slot is None else self._choice(slot, key)
 
     def learn(self, key: RequestKey, seconds: float, cached: float) -> None:
@@ -111,12 +114,25 @@ class LeastLoaded(Policy):
         """What each worker's load costs a request, in seconds."""
         return waits + (BALANCE * self._mean_seconds) * usage
 
-    def _least(self, loads: Floats) -> int | None:
-        """The least loaded worker. Of equal ones any, so that several gateways do not all send to the same."""
+    def _least(self, loads: Floats, share: float) -> int | None:
+        """The least loaded worker of a part of them, by chance, which is as large as is this gateway's share of all
+        requests: gateways hear of each other's late, and would all send to the same. Of equally loaded ones any."""
+        if share < 1:
+            loads = self._some(loads, share)
         if not len(loads) or not np.isfinite(lowest := loads.min()):
             return None
         equal = np.flatnonzero(loads == lowest)
         return int(equal[self.random.randrange(len(equal))])
+
+    def _some(self, loads: Floats, share: float) -> Floats:
+        """The same for a share of the workers that may be used; infinity for all others."""
+        usable = np.flatnonzero(np.isfinite(loads))
+        seen = max(_LEAST_SEEN, math.ceil(len(usable) * share))
+        if seen >= len(usable):
+            return loads
+        some = loads.copy()
+        some[np.roll(usable, self.random.randrange(len(usable)))[seen:]] = np.inf
+        return some
 
 
 class Affinity(LeastLoaded):
@@ -133,14 +149,15 @@ class Affinity(LeastLoaded):
         fleet = self.fleet
         waits, usage = self._waits(now, excluded), fleet.usage()
         loads = self._loads(waits, usage)
-        least = self._least(loads)
+        share = fleet.own_share()
+        least = self._least(loads, share)
         if least is None:
             return None
         usable = np.isfinite(waits)
         mean = float(usage[usable].mean())
-        homes = self._homes(key, usable)
         matches = self.index.best(key.segments, _MATCHES, self.random)
         known = max(matches.values(), default=0)
+        homes = self._homes(key, usable, known, share)
         best = self._choice(least, key)
         least_cost = best.seconds + loads[least]
         most = max(MOST_OVER_MEAN * mean, mean + float(fleet.per_request[least]))
@@ -169,12 +186,15 @@ class Affinity(LeastLoaded):
         unknown = home.tokens - known
         return later + self._reuse * float(self.fleet.token_seconds[slot]) * unknown if unknown > 0 else 0.0
 
-    def _homes(self, key: RequestKey, usable: Flags) -> dict[int, Home]:
-        """The workers that are homes of the request's parts."""
-        if not key.homes:
+    def _homes(self, key: RequestKey, usable: Flags, known: int, share: float) -> dict[int, Home]:
+        """The workers that are homes of the request's parts. The home of what is known to be cached is compared by
+        chance alone, as often as is this gateway's share of all requests: all gateways know it, and would send there at
+        once what many ask for. known: tokens of the prompt that some worker has cached."""
+        homes = [home for home in key.homes if not home.tokens or home.tokens > known or self.random.random() < share]
+        if not homes:
             return {}
-        weights = self.fleet.homes([home.number for home in key.homes])
-        return dict(zip(np.argmax(weights * usable, axis=1).tolist(), key.homes, strict=True))
+        weights = self.fleet.homes([home.number for home in homes])
+        return dict(zip(np.argmax(weights * usable, axis=1).tolist(), homes, strict=True))
 
     def _with_images(self, key: RequestKey) -> Collection[int]:
         """Workers that have the request's images, wherever those were in other prompts."""
