@@ -220,7 +220,8 @@ def check_overrides(overrides: tuple[str, ...]) -> tuple[str, ...]:
 class QuantizationConfig(Settings):
     """How weights are quantized.
 
-    scheme: int8 has a scale for each output, int4 a scale and a least value for each group of inputs of an output.
+    scheme: int8 has a scale for each output, int4 a scale and a least value for each group of inputs of an output, with
+    zero in the middle (symmetric) or a whole number of steps above the least value (zero_points).
     method: rtn rounds to nearest; the others calibrate with data.
     overrides: schemes of layers by a pattern of their names, like ``{"language_model.layers.0.*": "int8"}``; the last
     one that fits counts. vision: whether the layers outside the language model are quantized as well. rounds_inputs:
@@ -231,12 +232,15 @@ class QuantizationConfig(Settings):
     method: QuantizeMethod = "rtn"
     group_size: Literal[32, 64, 128] = 32
     symmetric: bool = False
+    zero_points: bool = False
     vision: bool = False
     rounds_inputs: bool = False
     overrides: Mapping[str, Scheme] = {}
 
     @model_validator(mode="after")
     def _check_method(self) -> Self:
+        if self.symmetric and self.zero_points:
+            raise ValueError("weights have zero points or are symmetric, not both")
         if self.method == "smoothquant" and "int4" in (self.scheme, *self.overrides.values()):
             raise ValueError("the method smoothquant is for 8 bits")
         if self.rounds_inputs and self.method not in ("rtn", "smoothquant"):

@@ -12,13 +12,14 @@ from compressed_tensors.compressors import PackedQuantizationCompressor
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 from typer.testing import CliRunner
 
 from tests.checkpoints import make_llama, make_llava
 from tests.paged import PagedRun
+from vlmserve.calibration.run import Calibration
 from vlmserve.cli import app
-from vlmserve.config import QuantizationConfig
+from vlmserve.config import QuantizationConfig, QuantizeMethod
 from vlmserve.errors import ConfigurationError, MissingWeightsError, ModelLoadError, UnsupportedModelError
 from vlmserve.kernels.extension import supported_isas
 from vlmserve.kernels.quantized import QuantizedWeight
@@ -29,6 +30,7 @@ from vlmserve.models.registry import load_model
 from vlmserve.quant.formats.compressed_tensors import from_tensors, to_tensors
 from vlmserve.quant.formats.layout import pack, unpack
 from vlmserve.quant.methods.rtn import round_to_nearest
+from vlmserve.types import Prompt
 
 CPU = torch.device("cpu")
 KERNELS = ["torch", *(["native"] if supported_isas() else [])]
@@ -49,9 +51,10 @@ def logits(folder: Path, **options: Any) -> Tensor:
     [
         QuantizationConfig(scheme="int8"),
         QuantizationConfig(scheme="int4"),
+        QuantizationConfig(scheme="int4", zero_points=True),
         QuantizationConfig(scheme="int4", symmetric=True, overrides={"*.layers.1.*": "int8", "*.down_proj": "none"}),
     ],
-    ids=["int8", "int4", "mixed"],
+    ids=["int8", "int4", "zero points", "mixed"],
 )
 def test_a_saved_model_computes_what_one_that_is_quantized_at_load_does(
     tmp_path: Path, config: QuantizationConfig, tied: bool, kernels: str
@@ -86,7 +89,6 @@ def test_a_saved_model_that_sees_keeps_its_tower_and_all_other_files(tmp_path: P
         assert torch.equal(saved.encode([pixels])[0], at_load.encode([pixels])[0])
 
 
-# transformers 5 cannot load packed zero points, whoever wrote them.
 @pytest.mark.parametrize("scheme", ["int8", "int4"])
 def test_transformers_reads_a_saved_model(tmp_path: Path, scheme: str) -> None:
     folder = make_llama(tmp_path / "plain", **GROUPS_FIT, tie_word_embeddings=False)
@@ -95,6 +97,30 @@ def test_transformers_reads_a_saved_model(tmp_path: Path, scheme: str) -> None:
     with torch.inference_mode():
         expected = model(input_ids=TOKENS[None]).logits[0]
     torch.testing.assert_close(logits(tmp_path / "saved", kernels="torch"), expected, atol=2e-2, rtol=0)
+
+
+@pytest.mark.parametrize("method", ["rtn", "gptq", "awq"])
+def test_transformers_reads_zero_points(tmp_path: Path, method: QuantizeMethod) -> None:
+    folder = make_llama(tmp_path / "plain", **GROUPS_FIT, tie_word_embeddings=False)
+    # That library dequantizes all layers by one scheme, and without dequantizing takes no packed zero points at all.
+    config = QuantizationConfig(scheme="int4", method=method, zero_points=True, overrides={"*.lm_head": "none"})
+    if method == "rtn":
+        save_quantized(folder, tmp_path / "saved", config)
+    else:
+        prompts = [Prompt(TOKENS.tolist())]
+        Calibration(folder, tmp_path / "saved", config, prompts, image_weight=1).run()
+    stored = json.loads((tmp_path / "saved/config.json").read_text())["quantization_config"]
+    assert stored["quant_method"] == "compressed-tensors"
+    dequantize = CompressedTensorsConfig(dequantize=True)
+    model = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "saved", dtype=torch.float32, quantization_config=dequantize
+    )
+    with torch.inference_mode():
+        expected = model(input_ids=TOKENS[None]).logits[0]
+    ours = logits(tmp_path / "saved", kernels="torch")
+    # It computes weights in the scales' type, bfloat16.
+    assert (ours - expected).norm() < 0.01 * expected.norm()
+    assert (logits(folder) - expected).norm() > 0.05 * expected.norm()
 
 
 def scheme_of(bits: int, columns: int, *, symmetric: bool) -> QuantizationScheme:
@@ -120,6 +146,17 @@ def test_packed_tensors_come_back_as_they_were(bits: int, columns: int, symmetri
         unpacked = PackedQuantizationCompressor.decompress(tensors, scheme_of(bits, columns, symmetric=True))
         # The library computes in the scales' type.
         torch.testing.assert_close(unpacked["weight"].float(), weight.dequantize(), atol=1e-3, rtol=1e-2)
+
+
+@pytest.mark.parametrize("columns", [64, 36])
+def test_the_library_unpacks_zero_points(columns: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(21, columns, generator=generator) + 0.7
+    rounded = round_to_nearest(weight, bits=4, group_size=columns // 2, symmetric=False, zero_points=True)
+    tensors = to_tensors(rounded, symmetric=False, zero_points=True)
+    assert torch.equal(from_tensors(tensors, [columns // 2]).dequantize(), rounded.dequantize())
+    unpacked = PackedQuantizationCompressor.decompress(tensors, scheme_of(4, columns, symmetric=False))
+    torch.testing.assert_close(unpacked["weight"].float(), rounded.dequantize(), atol=1e-3, rtol=1e-2)
 
 
 def test_minimums_are_found_under_the_name_that_earlier_versions_wrote() -> None:

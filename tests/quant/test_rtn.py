@@ -33,6 +33,17 @@ def test_no_weight_moves_further_than_to_the_nearest_value(
     assert moved.numel() < 500 or moved.mean() <= 0.3
 
 
+def test_zero_points_are_values_and_no_weight_moves_more_than_half_a_step() -> None:
+    weight = torch.randn(40, 130, generator=torch.Generator().manual_seed(0)) + torch.linspace(-5, 5, 40)[:, None]
+    quantized = round_to_nearest(weight, bits=4, group_size=32, symmetric=False, zero_points=True)
+    zeros = -quantized.minimums / quantized.scales
+    assert torch.equal(zeros, zeros.round())
+    assert 0 <= zeros.min() <= zeros.max() <= 15
+    steps = quantized.scales.repeat_interleave(32, 1)[:, :130]
+    # Rounding the zero point moves both ends of the range.
+    assert ((quantized.dequantize() - weight).abs() / steps).max() < 1.1
+
+
 @pytest.mark.parametrize("symmetric", [True, False])
 @pytest.mark.parametrize("bits", [8, 4])
 def test_zero_stays_nearly_zero_and_an_empty_group_is_no_trouble(bits: int, symmetric: bool) -> None:

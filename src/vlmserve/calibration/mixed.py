@@ -157,7 +157,11 @@ class SensitivityPass(Calibration):
                 if bits == 4 and target.module.in_features % self._config.group_size:
                     continue
                 rounded = round_to_nearest(
-                    weight, bits=bits, group_size=self._config.group_size, symmetric=self._config.symmetric
+                    weight,
+                    bits=bits,
+                    group_size=self._config.group_size,
+                    symmetric=self._config.symmetric,
+                    zero_points=self._config.zero_points,
                 )
                 errors[scheme] = float(output_error(rounded.dequantize() - weight, hessian))
             self._measured[prefix + name] = errors

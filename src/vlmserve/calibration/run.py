@@ -204,7 +204,11 @@ class Calibration:
         weight = target.module.weight.data
         config = self._config
         rounded = round_to_nearest(
-            weight.flatten(1), bits=target.bits, group_size=config.group_size, symmetric=config.symmetric
+            weight.flatten(1),
+            bits=target.bits,
+            group_size=config.group_size,
+            symmetric=config.symmetric,
+            zero_points=config.zero_points,
         )
         weight.copy_(rounded.dequantize().view_as(weight))
 

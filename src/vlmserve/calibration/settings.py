@@ -29,6 +29,9 @@ class QuantizeConfig(Settings):
     bits: Literal[8, 4] = Field(8, description="Bits of weights; output heads have 8 at least.")
     group_size: Literal[32, 64, 128] = Field(32, description="4 bits: inputs that share a scale.")
     symmetric: bool = Field(False, description="4 bits: zero in the middle of the range, as other servers read it.")
+    zero_points: bool = Field(
+        False, description="4 bits: zero is a whole number of steps above the least value, as other servers read it."
+    )
     vision: bool = Field(False, description="Quantize the vision tower and the projector as well.")
     layers: Annotated[tuple[str, ...], AfterValidator(check_overrides)] = Field(
         (), description="Layers with a scheme of their own, as PATTERN=SCHEME: '*.down_proj=int8'."
@@ -59,6 +62,7 @@ class QuantizeConfig(Settings):
             "rounds_inputs": self.method == "smoothquant",
             "group_size": self.group_size,
             "symmetric": self.symmetric,
+            "zero_points": self.zero_points,
             "vision": self.vision,
             "overrides": overrides,
         }

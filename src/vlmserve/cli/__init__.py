@@ -330,7 +330,7 @@ def quantize(
     """Write a checkpoint with its weights in 8 or 4 bits.
 
     For example: vlmserve quantize MODEL OUT --method gptq --bits 4. All commands load the folder like any other. With 8
-    bits, or with --symmetric, it is in the compressed-tensors format, which other servers read as well.
+    bits, --symmetric or --zero-points it is in the compressed-tensors format, which other servers read as well.
     """
     if dry_run:
         from vlmserve.cli.estimate import show_estimate

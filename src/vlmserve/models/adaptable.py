@@ -82,7 +82,13 @@ class AdaptableModel:
         if self.quantization is None or not isinstance(module, Weight) or module.bits is None:
             return weight
         config = self.quantization
-        rounded = round_to_nearest(weight, bits=module.bits, group_size=config.group_size, symmetric=config.symmetric)
+        rounded = round_to_nearest(
+            weight,
+            bits=module.bits,
+            group_size=config.group_size,
+            symmetric=config.symmetric,
+            zero_points=config.zero_points,
+        )
         return rounded.dequantize()
 
     def base_bias(self, place: Place) -> Tensor:

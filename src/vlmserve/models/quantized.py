@@ -78,6 +78,7 @@ class QuantizedFolder:
                 bits=self.bits[name],
                 group_size=self._config.group_size,
                 symmetric=self._config.symmetric,
+                zero_points=self._config.zero_points,
             )
             return self.packed(name, weight)
         if name == HEAD and self._tied:
@@ -91,7 +92,8 @@ class QuantizedFolder:
         if self._config.method == "smoothquant":
             parts = to_bytes(weight)
         else:
-            parts = to_tensors(weight, symmetric=self._config.symmetric or weight.bits == 8)
+            symmetric = self._config.symmetric or weight.bits == 8
+            parts = to_tensors(weight, symmetric=symmetric, zero_points=self._config.zero_points)
         return {self.names[name].removesuffix("weight") + part: tensor for part, tensor in parts.items()}
 
     def write(self, file_name: str, tensors: Mapping[str, Tensor], about: Mapping[str, str] | None = None) -> None:
@@ -216,6 +218,7 @@ def _write_config(
         plain,
         group_size=config.group_size,
         symmetric=config.symmetric,
+        zero_points=config.zero_points,
         rounds_inputs=config.method == "smoothquant",
     )
     content = {"architectures": [description.architecture], **description.config, "quantization_config": quantization}

@@ -147,7 +147,7 @@ def _scale(
         bits = min(targets[name].bits for name in fold.consumers)
 
         def make_grid(weight: Tensor) -> Grid:
-            return Grid.fit(weight, bits=bits, group_size=config.group_size, symmetric=config.symmetric)
+            return _fit(weight, bits, config)
 
         factors = awq.input_scales(
             joint, first.mean_magnitude, first.hessian, make_grid, shared=fold.shared, heads=fold.heads
@@ -166,6 +166,17 @@ def _scale(
     for name in fold.consumers:
         weights[name] *= factors
         statistics[name].divide(factors)
+
+
+def _fit(weight: Tensor, bits: int, config: QuantizationConfig, shrink: Tensor | float = 1.0) -> Grid:
+    return Grid.fit(
+        weight,
+        bits=bits,
+        group_size=config.group_size,
+        symmetric=config.symmetric,
+        zero_points=config.zero_points,
+        shrink=shrink,
+    )
 
 
 def _divide_norm(norm: RMSNorm | LayerNorm, factors: Tensor) -> Tensor:
@@ -191,7 +202,7 @@ def _quantize(
 ) -> QuantizedWeight:
 
     def make_grid(rows: Tensor, shrink: Tensor | float = 1.0) -> Grid:
-        return Grid.fit(rows, bits=target.bits, group_size=config.group_size, symmetric=config.symmetric, shrink=shrink)
+        return _fit(rows, target.bits, config, shrink)
 
     grid = make_grid(weight)
     if not _usable(statistics):

@@ -17,7 +17,7 @@ class Grid:
     """Values ``scale * u + minimum`` with whole u from `lowest` to ``2 ** bits - 1``.
 
     bits: 8 or 4. group_size: inputs of an output that share a scale and a minimum. scales, minimums: floats
-    ``[out_features, groups]``; of 4 bits they are numbers that bfloat16 has, as the kernels keep them.
+    ``[out_features, groups]``; of 4 bits they are numbers that bfloat16 has, or a whole number of steps from zero.
     """
 
     bits: int
@@ -33,6 +33,7 @@ class Grid:
         bits: int,
         group_size: int,
         symmetric: bool,
+        zero_points: bool = False,
         shrink: Tensor | float = 1.0,
         largest: Callable[[Tensor], Tensor] | None = None,
     ) -> Grid:
@@ -40,7 +41,8 @@ class Grid:
 
         bits: 8 takes one symmetric scale for each output, whatever the rest says; 4 takes groups of `group_size` inputs
         (the last one may be smaller). symmetric: zero in the middle of the range; otherwise the range goes from the
-        least weight of a group to its largest. shrink: of ranges, 1 or less, one for all or ``[out_features, groups]``.
+        least weight of a group to its largest. zero_points: the range contains zero, a whole number of steps from its
+        begin. shrink: of ranges, 1 or less, one for all or ``[out_features, groups]``.
         largest: from the largest weights of outputs, ``[out_features, 1]``, to those of a weight of which this one has
         some inputs only.
         """
@@ -56,6 +58,10 @@ class Grid:
             scales = _nonzero(_rounded(grouped.abs().amax(2) * shrink / 7.5))
             return cls(4, group_size, scales, -8 * scales)
         low, high = grouped.amin(2) * shrink, grouped.amax(2) * shrink
+        if zero_points:
+            low, high = low.clamp(max=0), high.clamp(min=0)
+            scales = _nonzero(_rounded((high - low) / 15))
+            return cls(4, group_size, scales, (low / scales).round() * scales)
         return cls(4, group_size, _nonzero(_rounded((high - low) / 15)), _rounded(low))
 
     @property

@@ -44,6 +44,7 @@ def quantize(model: nn.Module, config: QuantizationConfig) -> dict[str, int]:
             bits=bits,
             group_size=config.group_size,
             symmetric=config.symmetric,
+            zero_points=config.zero_points,
             largest=None if split is None else split.ranks.largest,
         )
         if config.rounds_inputs and bits == 8 and module.weight.ndim == 2:

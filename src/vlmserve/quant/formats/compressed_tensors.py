@@ -41,12 +41,16 @@ OLD_MINIMUM = "weight_shift"
 """The name of minimums in checkpoints that earlier versions of vlmserve have written."""
 
 
-def to_tensors(weight: QuantizedWeight, *, symmetric: bool) -> dict[str, Tensor]:
-    """A weight as the tensors that a checkpoint holds of it; symmetric: the middle of the range stands for zero."""
+def to_tensors(weight: QuantizedWeight, *, symmetric: bool, zero_points: bool = False) -> dict[str, Tensor]:
+    """A weight as the tensors that a checkpoint holds of it; symmetric: the middle of the range stands for zero.
+    zero_points: otherwise one of its values does."""
     # Scales and minimums of 4 bits are bfloat16 numbers already.
     scales = weight.scales.bfloat16() if weight.bits == 4 else weight.scales
     tensors = {PACKED: pack(weight.values, weight.bits), SCALE: scales, SHAPE: torch.tensor(weight.shape)}
-    if not symmetric:
+    if zero_points and not symmetric:
+        zeros = (-weight.minimums / weight.scales).round().to(torch.uint8)
+        tensors[ZERO_POINT] = pack(zeros.T, weight.bits).T.contiguous()
+    elif not symmetric:
         tensors[MINIMUM] = weight.minimums.bfloat16() if weight.bits == 4 else weight.minimums
     return tensors
 
@@ -92,6 +96,7 @@ def describe(
     *,
     group_size: int,
     symmetric: bool,
+    zero_points: bool = False,
     rounds_inputs: bool = False,
 ) -> Any:
     """The ``quantization_config`` of a config.json.
@@ -117,7 +122,7 @@ def describe(
         for number, (bits, names) in enumerate(targets.items())
     }
     return {
-        "quant_method": METHOD if symmetric or 4 not in targets else OWN_METHOD,
+        "quant_method": METHOD if symmetric or zero_points or 4 not in targets else OWN_METHOD,
         "format": BYTES if rounds_inputs else FORMAT,
         "quantization_status": "compressed",
         "config_groups": groups,

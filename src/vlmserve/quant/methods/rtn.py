@@ -20,6 +20,7 @@ def round_to_nearest(
     bits: int,
     group_size: int,
     symmetric: bool,
+    zero_points: bool = False,
     largest: Callable[[Tensor], Tensor] | None = None,
 ) -> QuantizedWeight:
     """Quantize ``[out_features, in_features]``. See `Grid.fit`."""
@@ -27,6 +28,8 @@ def round_to_nearest(
     parts = []
     for some in torch.split(weight.detach(), rows):
         values = some.float()
-        grid = Grid.fit(values, bits=bits, group_size=group_size, symmetric=symmetric, largest=largest)
+        grid = Grid.fit(
+            values, bits=bits, group_size=group_size, symmetric=symmetric, zero_points=zero_points, largest=largest
+        )
         parts.append(grid.weight(grid.values(values)))
     return parts[0] if len(parts) == 1 else QuantizedWeight.join(parts)
