@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.native import built
+from tests.oracles.rounded_inputs import DOTS
 from vlmserve.errors import ConfigurationError
 from vlmserve.kernels import choice, extension
 from vlmserve.kernels.choice import choose_kernels
@@ -126,8 +127,8 @@ def quantized_weights(draw: st.DrawFn, out_features: int, in_features: int) -> Q
 
 
 def largest_error_of_inputs(x: Tensor, weight: QuantizedWeight) -> Tensor:
-    """What rounding inputs to integers changes at most: to 16 bits for each row, to 8 for each group, which is the row
-    beside weights of 8 bits."""
+    """What rounding inputs to integers changes at most: to 16 bits for each row, to 8 for each group, or less beside
+    weights that are not in groups."""
     if weight.input_bits == 16:
         return 2 * x.double().abs().amax(1, keepdim=True) * weight.dequantize().double().abs().sum(1) / 2**15
     padding = (0, -weight.shape[1] % weight.group_size)
@@ -196,7 +197,10 @@ def test_a_rows_product_is_the_same_whatever_else_is_in_the_batch(
 @pytest.mark.parametrize("rows", [1, 3, 12, 40])
 @pytest.mark.parametrize(
     ("bits", "group_size", "value", "input_bits"),
-    [(8, 1664, 0, 16), (8, 1664, 255, 16), (8, 128, 0, 16), (8, 128, 255, 16), (4, 128, 15, 8), (4, 128, 15, 16)],
+    [
+        *((8, group_size, value, bits) for group_size in (1664, 128) for value in (0, 255) for bits in (16, 8)),
+        *((4, 128, 15, bits) for bits in (16, 8)),
+    ],
 )
 @pytest.mark.usefixtures("isa")
 def test_the_largest_products_add_up(rows: int, bits: int, group_size: int, value: int, input_bits: int) -> None:
@@ -210,12 +214,50 @@ def test_the_largest_products_add_up(rows: int, bits: int, group_size: int, valu
 
 
 @built
-@pytest.mark.parametrize(("bits", "wide"), [(4, False), (4, True), (8, True)])
+@pytest.mark.parametrize("group_size", [32, 128, 320])
 @pytest.mark.usefixtures("isa")
-def test_quantized_products_of_no_numbers_and_of_zeros(bits: int, wide: bool) -> None:
+def test_inputs_of_8_bits_are_no_coarser_because_another_group_has_a_large_one(group_size: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randint(0, 256, (40, 320), generator=generator, dtype=torch.uint8)
+    values[:, :128] = 128
+    scales = torch.full((40, -(-320 // group_size)), 0.01)
+    weight = QuantizedWeight(8, group_size, values, scales, -128 * scales, 8)
+    x = torch.randn(7, 320, generator=generator)
+    expected = x @ weight.dequantize().T
+    x[:, 5] = 1000
+    # With one scale for all of a row, all other inputs would become zero.
+    assert (PackedLinear(weight)(x) - expected).norm() < 0.02 * expected.norm()
+
+
+@built
+@pytest.mark.parametrize("group_size", [16, 32, 128, 320])
+def test_inputs_beside_8_bits_have_the_bits_that_the_weight_says(isa: str, group_size: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randint(0, 256, (40, 320), generator=generator, dtype=torch.uint8)
+    scales = torch.full((40, -(-320 // group_size)), 2.0**-7)
+    x = torch.randn(7, 320, generator=generator)
+    errors = {}
+    for input_bits in (8, 16):
+        weight = QuantizedWeight(8, group_size, values, scales, -128 * scales, input_bits)
+        expected = x.double() @ weight.dequantize().double().T
+        errors[input_bits] = float((PackedLinear(weight)(x) - expected).norm() / expected.norm())
+        if input_bits == 8 and isa in DOTS:
+            size = min(group_size, 128)
+            groups = F.pad(x, (0, -320 % size)).unflatten(1, (-1, size))
+            steps = groups.abs().amax(2, keepdim=True).clamp(min=1e-9) / 127
+            rounded = ((groups / steps).round() * steps).flatten(1)[:, :320] @ weight.dequantize().T
+            torch.testing.assert_close(PackedLinear(weight)(x), rounded, atol=1e-3, rtol=1e-5)
+    assert errors[16] < 1e-4
+    assert errors[8] > 1e-3 if isa in DOTS else errors[8] == errors[16]
+
+
+@built
+@pytest.mark.parametrize(("bits", "input_bits"), [(4, 8), (4, 16), (8, 16), (8, 8)])
+@pytest.mark.usefixtures("isa")
+def test_quantized_products_of_no_numbers_and_of_zeros(bits: int, input_bits: int) -> None:
     values = torch.full((3, 8), {4: 10, 8: 130}[bits], dtype=torch.uint8)
     minimums = torch.full((3, 1), {4: -8.0, 8: -128.0}[bits])
-    packed = PackedLinear(QuantizedWeight(bits, 8, values, torch.ones(3, 1), minimums, wide))
+    packed = PackedLinear(QuantizedWeight(bits, 8, values, torch.ones(3, 1), minimums, input_bits))
     x = torch.zeros(3, 8)
     x[1, 2], x[2, 3] = float("nan"), float("inf")
     assert torch.equal(packed(x)[0], torch.zeros(3))

@@ -17,6 +17,7 @@ from tests.gguf_files import write_gguf
 from tests.models.test_decoder import LLAMA3, assert_equal, load, paged_run, token_sequences, transformers_logits
 from tests.models.test_families import LONGROPE, SLIDING, YARN
 from tests.native import built
+from tests.oracles.rounded_inputs import DOTS
 from vlmserve.config import QuantizationConfig
 from vlmserve.errors import MissingWeightsError, ModelLoadError, UnsupportedModelError, VLMServeError
 from vlmserve.frontend.defaults import default_sampling
@@ -288,6 +289,27 @@ def test_files_of_mixed_types_stay_packed_as_far_as_kernels_know_them(tmp_path: 
     sequences = token_sequences(300, [21, 4])
     actual = torch.cat(paged_run(model, sequences).finish([9, 9])).float()
     assert relative_error(actual, torch.cat(transformers_logits(folder, sequences))) < 0.1
+
+
+@built
+@pytest.mark.parametrize("kind", ["Q4_K", "Q5_1", "Q6_K", "Q8_0"])
+def test_inputs_have_as_many_bits_as_are_asked_for(tmp_path: Path, kind: str) -> None:
+    folder = make_llama(tmp_path / "folder", **BLOCKS, tie_word_embeddings=False)
+    path = write_gguf(folder, tmp_path / "model.gguf", types=kind)
+    sequences = token_sequences(300, [21, 4])
+    expected = torch.cat(transformers_logits(folder, sequences))
+    found = {}
+    for input_bits in (None, 16, 8):
+        model = load_model(path, device=CPU, dtype=None, input_bits=input_bits)
+        kinds = {layer._product._input_bits for name, layer in native_layers(model).items() if name != "lm_head"}
+        assert kinds == {input_bits or 16}
+        if not kind.startswith("Q4"):
+            assert native_layers(model)["lm_head"]._product._input_bits == 16
+        found[input_bits] = torch.cat(paged_run(model, sequences).finish([9, 9])).float()
+        assert relative_error(found[input_bits], expected) < (0.06 if input_bits == 8 else 0.03)
+    assert torch.equal(found[None], found[16])
+    # Where an instruction adds the products of bytes up, and beside 4 bits anywhere.
+    assert torch.equal(found[8], found[16]) == (not DOTS and not kind.startswith("Q4"))
 
 
 @built

@@ -105,12 +105,13 @@ def test_settings_and_the_way_of_computing_count(folder):
         identity(folder, quantization=QuantizationConfig(scheme="int4")),
         identity(folder, quantization=QuantizationConfig(scheme="int4", group_size=64)),
         identity(folder, quantization=QuantizationConfig(scheme="int4", symmetric=True)),
+        identity(folder, input_bits=8),
     }
     edit_config(folder, rope_parameters={"rope_type": "default", "rope_theta": 5.0})
     seen.add(identity(folder))
     (folder / "quantize_config.json").write_text('{"bits": 4}')
     seen.add(identity(folder))
-    assert len(seen) == 9
+    assert len(seen) == 10
 
 
 @pytest.mark.parametrize("old_format", [False, True])

@@ -44,6 +44,7 @@ def load(config: EngineConfig, folder: Path | None = None, ranks: Ranks | None =
         dtype=None if config.dtype == "auto" else getattr(torch, config.dtype),
         kernels=config.kernels,
         quantization=quantization,
+        input_bits=config.input_bits,
         implementation=config.model_impl,
         quantized_cache=config.kv_cache_dtype == "int8",
         ranks=ranks,

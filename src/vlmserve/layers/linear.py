@@ -66,8 +66,10 @@ class Weight(Layer):
             return self._quantized.num_bytes
         return self.in_features * self.out_features * self.dtype.itemsize
 
-    def quantize(self, weight: QuantizedWeight) -> None:
-        """Take a quantized weight instead of the plain one."""
+    def quantize(self, weight: QuantizedWeight, input_bits: int | None = None) -> None:
+        """Take a quantized weight instead of the plain one. input_bits: to keep of inputs, if other than it says."""
+        if input_bits is not None:
+            weight = dataclasses.replace(weight, input_bits=input_bits)
         if self.makes_logits and weight.bits == 8:
             weight = dataclasses.replace(weight, input_bits=16)
         self._quantized = dataclasses.replace(weight, order=None)

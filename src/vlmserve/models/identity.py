@@ -56,11 +56,13 @@ def model_identity(
     implementation: str,
     dtype: torch.dtype,
     quantization: QuantizationConfig | None,
+    input_bits: int | None = None,
 ) -> bytes:
     """The digest of a checkpoint and of how it is computed.
 
     folder: a checkpoint in Hugging Face layout, or a GGUF file. implementation: "vlmserve" or "transformers"; the
     version of both packages counts, too. dtype: of the computation. quantization: at load, None if there is none.
+    input_bits: beside weights that are packed already, if set.
     Two checkpoints with the same content have the same identity wherever they are. Raises what `weight_files` raises.
     """
     parts = {
@@ -68,6 +70,7 @@ def model_identity(
         "versions": {package: version(package) for package in {"vlmserve", implementation}},
         "dtype": str(dtype),
         "quantization": None if quantization is None else quantization.model_dump(mode="json"),
+        "input_bits": input_bits,
         "config": _configuration(folder),
         "weights": weights_digest(folder).hex(),
     }

@@ -21,14 +21,18 @@ logger = logging.getLogger(__name__)
 
 
 def load_packed(
-    checkpoint: Checkpoint, model: nn.Module, layouts: Sequence[Layout], operations: Operations
+    checkpoint: Checkpoint,
+    model: nn.Module,
+    layouts: Sequence[Layout],
+    operations: Operations,
+    input_bits: int | None = None,
 ) -> set[str]:
     """Give layers the weights that the checkpoint holds in few bits. Returns the names of parameters that it filled.
 
-    layouts: the ways in which it holds them. A layer stays packed where those operations multiply with all of it as it
-    is, and gets plain weights in the model's type elsewhere. Raises MissingWeightsError for a layer of which a part is
-    missing, ModelLoadError for tensors that do not belong together or to the model, UnsupportedModelError for a kind
-    that is not implemented.
+    layouts: the ways in which it holds them. input_bits: see `Weight.quantize`. A layer stays packed where those
+    operations multiply with all of it as it is, and gets plain weights in the model's type elsewhere. Raises
+    MissingWeightsError for a layer of which a part is missing, ModelLoadError for tensors that do not belong together
+    or to the model, UnsupportedModelError for a kind that is not implemented.
     """
     reader = _Reader(checkpoint, layouts)
     merge_as_stored(model, {reader.weight_name(name) for name in checkpoint.names})
@@ -55,7 +59,7 @@ def load_packed(
         if joined is not None and operations.multiplies(joined) and in_order:
             kept += 1
             del slots
-            module.quantize(joined)
+            module.quantize(joined, input_bits)
             continue
         plain += 1
         dtype = module.dtype
@@ -76,12 +80,17 @@ def read_weight(checkpoint: Checkpoint, layouts: Sequence[Layout], name: str) ->
 
 
 def load_blocks(
-    checkpoint: Checkpoint, model: nn.Module, operations: Operations, *, unsettled: Collection[nn.Module]
+    checkpoint: Checkpoint,
+    model: nn.Module,
+    operations: Operations,
+    *,
+    unsettled: Collection[nn.Module],
+    input_bits: int | None = None,
 ) -> None:
     """Give layers the weights that a GGUF file holds in a form that kernels compute with.
 
     Each is stored by `operations` before the next one is read, but for those of `unsettled`, whose rows have yet to be
-    put into order. Left as they are: those that the kernels do not know.
+    put into order. Left as they are: those that the kernels do not know. input_bits: see `Weight.quantize`.
     """
     merge_as_stored(model, checkpoint.names)
     for path, module in model.named_modules():
@@ -103,7 +112,7 @@ def load_blocks(
         del slots
         joined = _joined(weights) if len(weights) == len(names) else None
         if joined is not None and operations.multiplies(joined):
-            module.quantize(joined)
+            module.quantize(joined) if isinstance(module, Embedding) else module.quantize(joined, input_bits)
             if module not in unsettled:
                 module.arrange(operations)
 

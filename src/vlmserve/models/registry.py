@@ -63,6 +63,7 @@ def load_model(
     dtype: torch.dtype | None,
     kernels: str = "auto",
     quantization: QuantizationConfig | None = None,
+    input_bits: int | None = None,
     implementation: ModelImplementation = "auto",
     quantized_cache: bool = False,
     ranks: Ranks | None = None,
@@ -74,6 +75,7 @@ def load_model(
     bfloat16 if it has instructions for it or the native kernels run, else float32. kernels: see `check_kernels`.
     quantization: None takes the weights as they are. A checkpoint that is quantized already stays packed as it is; what
     a GGUF file has in 4 bits does on devices that keep it so, unless float32 is asked for, which is exact.
+    input_bits: what native kernels keep of inputs beside weights that are packed already, 8 or 16; None: as these say.
     quantized_cache: keys and values are stored in 8 bits. ranks: load the part of the decoder that is this one's; None:
     all of it.
     Raises ModelLoadError for a broken configuration or file, UnsupportedModelError for an architecture or option that
@@ -84,13 +86,13 @@ def load_model(
         quantization = None
     if ranks is not None:
         try:
-            return _load(folder, device, dtype, kernels, quantization, quantized_cache, ranks)
+            return _load(folder, device, dtype, kernels, quantization, input_bits, quantized_cache, ranks)
         except UnsupportedModelError as error:
             raise UnsupportedModelError(f"{error}; --model-impl transformers runs on one device only") from None
     if implementation == "transformers":
         return _load_with_transformers(folder, device, dtype, kernels, quantization, quantized_cache)
     try:
-        return _load(folder, device, dtype, kernels, quantization, quantized_cache)
+        return _load(folder, device, dtype, kernels, quantization, input_bits, quantized_cache)
     except UnsupportedModelError as error:
         if implementation == "vlmserve" or language_model(folder) is not None:
             raise
@@ -109,6 +111,7 @@ def _load(
     dtype: torch.dtype | None,
     kernels: str,
     quantization: QuantizationConfig | None,
+    input_bits: int | None,
     quantized_cache: bool,
     ranks: Ranks | None = None,
 ) -> LoadedModel:
@@ -138,9 +141,9 @@ def _load(
     as_files_say = packed or language_model(folder) is not None
     logs = logger.isEnabledFor(logging.INFO)
     expected = log_expected_memory(model, on, quantization) if logs and not as_files_say else None
-    filled = load_packed(checkpoint, model, layouts, on) if packed else set()
+    filled = load_packed(checkpoint, model, layouts, on, input_bits) if packed else set()
     if language_model(folder) is not None and on.keeps_packed and dtype != torch.float32 and quantization is None:
-        load_blocks(checkpoint, model, on, unsettled=decoder.interleaved())
+        load_blocks(checkpoint, model, on, unsettled=decoder.interleaved(), input_bits=input_bits)
     checkpoint.load(model, filled=filled)
     decoder.deinterleave()
     if quantization is not None:
@@ -162,7 +165,9 @@ def _load(
         backend=backend,
         num_parameters=num_parameters,
         weight_bytes=size,
-        identity=model_identity(folder, implementation="vlmserve", dtype=wanted, quantization=quantization),
+        identity=model_identity(
+            folder, implementation="vlmserve", dtype=wanted, quantization=quantization, input_bits=input_bits
+        ),
         cross=cross,
         adaptable=AdaptableModel(model, checkpoint, layouts, quantization, wanted, device)
         if cross is None and ranks is None

@@ -14,7 +14,10 @@ struct WeightKind {
 constexpr WeightKind PLAIN = {"plain", 0, 0, false, false}, INT8 = {"int8", 8, 16, false, false},
                      BYTES = {"int8 with inputs of 8 bits", 8, 8, false, false}, INT4 = {"int4", 4, 8, true, true},
                      INT4_WIDE = {"int4 with wide inputs", 4, 16, true, true}, GROUPS = {"int8", 8, 16, true, false},
-                     GROUPS_WITH_MINIMUMS = {"int8 with minimums", 8, 16, true, true};
+                     GROUPS_WITH_MINIMUMS = {"int8 with minimums", 8, 16, true, true},
+                     BYTE_GROUPS = {"int8 in groups with inputs of 8 bits", 8, 8, true, false},
+                     BYTE_GROUPS_WITH_MINIMUMS = {"int8 with minimums and inputs of 8 bits", 8, 8, true, true};
+constexpr long INPUT_GROUP = 128;  // inputs of 8 bits that share a scale beside weights that are not in groups
 
 // A packed weight [out, in] and what it stands for.
 struct Weight {
@@ -91,7 +94,7 @@ inline Dot dot(const Weight& weight, const Numbers& x, long x_place, long row) {
     Dot result;
     double magnitude = 0, most = 0;
     for (long i = 0; i < weight.in; ++i) most = std::max(most, std::fabs(x[x_place + i]));
-    long group = weight.kind.bits == 4 && weight.kind.input_bits == 8 ? weight.group : weight.in;
+    long group = weight.kind.input_bits != 8 ? weight.in : weight.group ? weight.group : INPUT_GROUP;
     for (long start = 0; start < weight.in; start += group) {
         double sum_of_weights = 0, most_of_group = 0;
         for (long i = start; i < std::min(weight.in, start + group); ++i) {
@@ -103,7 +106,8 @@ inline Dot dot(const Weight& weight, const Numbers& x, long x_place, long row) {
             most_of_group = std::max(most_of_group, std::fabs(input));
         }
         if (weight.kind.input_bits == 8) result.error += sum_of_weights * most_of_group / 254;
-        if (weight.kind.input_bits == 16) result.error += sum_of_weights * most / (2 * 32639);
+        // Without an instruction for it, inputs beside weights of 8 bits keep 16.
+        if (weight.kind.bits) result.error += sum_of_weights * most / (2 * 32639);
     }
     result.error = result.error * 1.01 + (magnitude + 1) * 0x1p-20;
     return result;
@@ -229,7 +233,7 @@ inline void test_products() {
         for (const Epilogue& then : EPILOGUES) test_product(PLAIN, dtype, 46, 38, 0, then);
         // More inputs than are multiplied at a time.
         test_product(PLAIN, dtype, 35, 1102, 0, EPILOGUES[0]);
-        for (const WeightKind& kind : {INT8, BYTES, INT4, INT4_WIDE, GROUPS, GROUPS_WITH_MINIMUMS}) {
+        for (const WeightKind& kind : {INT8, BYTES, INT4, INT4_WIDE, GROUPS, GROUPS_WITH_MINIMUMS, BYTE_GROUPS, BYTE_GROUPS_WITH_MINIMUMS}) {
             test_product(kind, dtype, 33, 70, kind.groups && kind.bits == 8 ? 16 : 32, EPILOGUES[0]);
             test_product(kind, dtype, 70, 64, 64, EPILOGUES[7]);
             test_product(kind, dtype, 40, 330, 128, EPILOGUES[3]);

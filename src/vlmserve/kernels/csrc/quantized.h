@@ -1,8 +1,8 @@
 // Products with weights of 8 or 4 bits, for any number of rows, and the choice between them and plain ones.
 //
 // Where instructions multiply small integers, inputs become integers as well, of `input_bits`. A row becomes 16-bit integers
-// by a scale of its own, or bytes: beside weights of 4 bits each group by a scale of its own, beside weights of 8 bits the
-// row, where an instruction adds the products of four bytes up and the weights are not in groups.
+// by a scale of its own, or bytes: each group of inputs by a scale of its own, beside weights of 8 bits where an instruction
+// adds the products of four bytes up.
 #pragma once
 
 #if defined(__AVX512VNNI__) || defined(__AVXVNNI__) || defined(__ARM_FEATURE_DOTPROD)
@@ -52,26 +52,25 @@ struct ByteRows {
     static constexpr int BLOCK = NARROW_BLOCK;
     long in, padded;
     Four* fours;
-    float* scales;
-    std::int32_t* sums;
+    GroupScale* scales;
 
     explicit ByteRows(const LinearArgs& args) : in(args.in), padded(WeightForm(args).padded(args.in)) {
         fours = static_cast<Four*>(args.scratch);
-        scales = reinterpret_cast<float*>(fours + args.rows * (padded / 4));
-        sums = reinterpret_cast<std::int32_t*>(scales + args.rows);
+        scales = reinterpret_cast<GroupScale*>(fours + args.rows * (padded / 4));
     }
 
+    long groups() const { return (padded + INPUT_GROUP - 1) / INPUT_GROUP; }
     long row_bytes() const { return padded / 4 * static_cast<long>(sizeof(Four)); }
-    long bytes(long rows) const { return rows * (row_bytes() + 8); }
+    long bytes(long rows) const { return rows * (row_bytes() + groups() * static_cast<long>(sizeof(GroupScale))); }
 
     template <class T>
     void prepare(const T* x, long first, long place, long count) const {
-        narrow_row(x, in, padded, fours + first * (padded / 4), scales + first, sums + first, place, count);
+        round_row(x, in, padded, INPUT_GROUP, fours + first * (padded / 4), scales + first * groups(), place, count);
     }
 
     template <int ROWS>
     static void multiply(const ByteRows& rows, const u8* weight, long row, long tile, f32v (&sums)[ROWS][VECTORS]) {
-        multiply_bytes(rows.fours + row * (rows.padded / 4), rows.scales + row, rows.sums + row,
+        multiply_bytes(rows.fours + row * (rows.padded / 4), rows.scales + row * rows.groups(),
                        weight + tile * WeightForm(8, 0, false).tile_bytes(rows.padded), rows.padded, sums);
     }
 };
@@ -189,11 +188,18 @@ void linear_of(const LinearArgs& args) {
         multiply_quantized<Rows, bf16, bf16>(args);
 }
 
+// Beside weights of 8 bits in groups.
+#if defined(DOTS_OF_BYTES)
+typedef GroupRows<8> ByteGroupRows;
+#else
+typedef WideGroupRows<8> ByteGroupRows;
+#endif
+
 // Calls `work` with rows as a weight takes them.
 template <class Work>
 auto with_prepared(const LinearArgs& args, Work work) {
     if (args.weight_bits == 4) return args.input_bits == 8 ? work(GroupRows<4>(args)) : work(WideGroupRows<4>(args));
-    if (args.group) return work(WideGroupRows<8>(args));
+    if (args.group) return args.input_bits == 8 ? work(ByteGroupRows(args)) : work(WideGroupRows<8>(args));
     return args.input_bits == 8 ? work(ByteRows(args)) : work(Int8Rows(args));
 }
 

@@ -106,45 +106,35 @@ INLINE void multiply_int8(const Quad* x, const float* scales, const std::int32_t
     }
 }
 
-// Row `place` of a block of `count` rows as bytes, whose fours lie side by side.
-template <class T>
-void narrow_row(const T* x, long in, long padded, Four* fours, float* scales, std::int32_t* sums, long place, long count) {
-    float most = largest_size(x, in);
-    float factor = most > 0 ? 127 / most : 0.0f;
-    i32v total{};
-    for (long i = 0; i < padded; i += LANES) {
-        f32v scaled = i < in ? load_some(x + i, smaller(LANES, in - i)) * factor : f32v{};
-        i32v value = round_to_integers(scaled);
-        total += value;
-        store_fours(fours + i / 4 * count + place, value, smaller(LANES, padded - i) / 4, count);
-    }
-    scales[place] = most == most ? most / 127 : most;
-    sums[place] = sum(total);
-}
-
 template <int ROWS>
-INLINE void multiply_bytes(const Four* x, const float* scales, const std::int32_t* input_sums, const u8* tile, long in,
-                           f32v (&sums)[ROWS][VECTORS]) {
-    constexpr int WIDTH = vectors_with(ROWS, NARROW_SUMS, 1, 1);
+INLINE void multiply_bytes(const Four* inputs, const GroupScale* scales, const u8* tile, long in, f32v (&sums)[ROWS][VECTORS]) {
+    constexpr int WIDTH = vectors_with(ROWS, NARROW_SUMS, 2, 1);
     for (int first = 0; first < VECTORS; first += WIDTH) {
-        i32v dots[ROWS][WIDTH] = {};
+        f32v totals[ROWS][WIDTH] = {};
+        const Four* x = inputs;
+        const GroupScale* rows = scales;
         const u8* weights = tile + TILE * sizeof(float) + first * LANES * 4;
-        for (long quad = 0; quad < in / 4; ++quad, weights += 4 * TILE) {
-            for (long line = 0; line < WIDTH * LANES * 4; line += 64) __builtin_prefetch(weights + PREFETCH_BYTES + line);
-            u8v w[WIDTH];
-#pragma GCC unroll 8
-            for (int i = 0; i < WIDTH; ++i) w[i] = as_multiplied(load_bytes(weights + i * LANES * 4));
-#pragma GCC unroll 6
+        for (long start = 0; start < in; start += INPUT_GROUP, rows += ROWS) {
+            i32v dots[ROWS][WIDTH];
             for (int row = 0; row < ROWS; ++row)
+                for (int i = 0; i < WIDTH; ++i) dots[row][i] = -OFFSET * rows[row].integer - i32v{};
+            long quads = smaller(INPUT_GROUP, in - start) / 4;
+            for (long quad = 0; quad < quads; ++quad, weights += 4 * TILE, x += ROWS) {
+                for (long line = 0; line < WIDTH * LANES * 4; line += 64) __builtin_prefetch(weights + PREFETCH_BYTES + line);
+                u8v w[WIDTH];
 #pragma GCC unroll 8
-                for (int i = 0; i < WIDTH; ++i) dots[row][i] = dot_bytes(dots[row][i], w[i], x[quad * ROWS + row]);
+                for (int i = 0; i < WIDTH; ++i) w[i] = as_multiplied(load_bytes(weights + i * LANES * 4));
+#pragma GCC unroll 6
+                for (int row = 0; row < ROWS; ++row)
+#pragma GCC unroll 8
+                    for (int i = 0; i < WIDTH; ++i) dots[row][i] = dot_bytes(dots[row][i], w[i], x[row]);
+            }
+            for (int row = 0; row < ROWS; ++row)
+                for (int i = 0; i < WIDTH; ++i) totals[row][i] += __builtin_convertvector(dots[row][i], f32v) * rows[row].scale;
         }
         for (int i = 0; i < WIDTH; ++i) {
             f32v scale = load(reinterpret_cast<const float*>(tile) + (first + i) * LANES);
-            for (int row = 0; row < ROWS; ++row) {
-                f32v product = __builtin_convertvector(dots[row][i] - OFFSET * input_sums[row], f32v);
-                sums[row][first + i] = product * scale * scales[row];
-            }
+            for (int row = 0; row < ROWS; ++row) sums[row][first + i] = totals[row][i] * scale;
         }
     }
 }
@@ -153,9 +143,8 @@ INLINE void multiply_bytes(const Four* x, const float* scales, const std::int32_
 template <int BITS, int ROWS>
 INLINE void multiply_groups(const Four* inputs, const GroupScale* scales, const u8* tile, long in, WeightForm form,
                             f32v (&sums)[ROWS][VECTORS]) {
-    static_assert(BITS == 4, "weights of 8 bits have wide inputs");
-    constexpr int WIDTH = vectors_with(ROWS, NARROW_SUMS, 2, 1);
-    const long groups = in / form.group, octets = form.group / 8;
+    constexpr int WIDTH = vectors_with(ROWS, NARROW_SUMS, 2, 1), PARTS = 8 / BITS;
+    const long groups = in / form.group, units = form.group / (4 * PARTS);
     const long parameter_bytes = form.parameter_bytes(), group_bytes = form.group_bytes();
     for (int first = 0; first < VECTORS; first += WIDTH) {
         f32v totals[ROWS][WIDTH] = {};
@@ -163,18 +152,20 @@ INLINE void multiply_groups(const Four* inputs, const GroupScale* scales, const 
         const GroupScale* rows = scales;
         const u8* place = tile;
         for (long number = 0; number < groups; ++number, place += group_bytes, rows += ROWS) {
-            i32v dots[ROWS][WIDTH] = {};
+            i32v dots[ROWS][WIDTH];
+            for (int row = 0; row < ROWS; ++row)
+                for (int i = 0; i < WIDTH; ++i) dots[row][i] = (BITS == 8 ? -OFFSET * rows[row].integer : 0) - i32v{};
             const u8* weights = place + parameter_bytes + first * LANES * 4;
-            for (long octet = 0; octet < octets; ++octet, weights += 4 * TILE) {
+            for (long unit = 0; unit < units; ++unit, weights += 4 * TILE) {
                 for (long line = 0; line < WIDTH * LANES * 4; line += 64)
                     __builtin_prefetch(weights + PREFETCH_BYTES + line);
                 u8v bytes[WIDTH];
                 for (int i = 0; i < WIDTH; ++i) bytes[i] = load_bytes(weights + i * LANES * 4);
 #pragma GCC unroll 2
-                for (int part = 0; part < 2; ++part, x += ROWS) {
+                for (int part = 0; part < PARTS; ++part, x += ROWS) {
                     u8v w[WIDTH];
 #pragma GCC unroll 8
-                    for (int i = 0; i < WIDTH; ++i) w[i] = nibbles(bytes[i], part);
+                    for (int i = 0; i < WIDTH; ++i) w[i] = BITS == 8 ? as_multiplied(bytes[i]) : nibbles(bytes[i], part);
 #pragma GCC unroll 6
                     for (int row = 0; row < ROWS; ++row)
 #pragma GCC unroll 8
@@ -182,11 +173,12 @@ INLINE void multiply_groups(const Four* inputs, const GroupScale* scales, const 
                 }
             }
             for (int i = 0; i < WIDTH; ++i) {
-                f32v scale = group_scales(place, first + i), minimum = group_minimums(place, first + i);
-                for (int row = 0; row < ROWS; ++row) {
+                f32v scale = group_scales(place, first + i);
+                for (int row = 0; row < ROWS; ++row)
                     totals[row][i] += __builtin_convertvector(dots[row][i], f32v) * (scale * rows[row].scale);
-                    totals[row][i] += minimum * rows[row].sum;
-                }
+                if (BITS == 8 && !form.minimums) continue;
+                f32v minimum = group_minimums(place, first + i);
+                for (int row = 0; row < ROWS; ++row) totals[row][i] += minimum * rows[row].sum;
             }
         }
         for (int row = 0; row < ROWS; ++row)

@@ -9,10 +9,14 @@ namespace {
 // Four inputs of a row as signed bytes.
 typedef std::int32_t Four;
 
-// Of a row's inputs in a group. sum: of them all, as they are after rounding.
+// Of a row's inputs in a group. sum: of them all, as they are after rounding; integer: the same in units of the scale.
 struct GroupScale {
     float scale, sum;
+    std::int32_t integer;
 };
+
+// Inputs of a group beside weights of 8 bits that are not in groups.
+constexpr long INPUT_GROUP = 128;
 
 // Bytes of the integers, four in a word; the words lie `stride` apart.
 INLINE void store_fours(Four* to, i32v value, long count, long stride) {
@@ -45,16 +49,18 @@ void add_groups(const T* x, long in, long padded, long group, float factor, Grou
 template <class T>
 void round_row(const T* x, long in, long padded, long group, Four* fours, GroupScale* scales, long place, long count) {
     for (long start = 0; start < padded; start += group) {
+        long end = smaller(start + group, padded);
         float most = largest_size(x + start, smaller(group, in - start));
         float factor = most > 0 ? 127 / most : 0.0f, scale = most == most ? most / 127 : most;
         i32v total{};
-        for (long i = start; i < start + group; i += LANES) {
-            f32v scaled = i < in ? load_some(x + i, smaller(LANES, in - i)) * factor : f32v{};
+        for (long i = start; i < end; i += LANES) {
+            f32v scaled = i < in ? load_some(x + i, smaller(LANES, smaller(end, in) - i)) * factor : f32v{};
             i32v value = round_to_integers(scaled);
             total += value;
-            store_fours(fours + i / 4 * count + place, value, smaller(LANES, start + group - i) / 4, count);
+            store_fours(fours + i / 4 * count + place, value, smaller(LANES, end - i) / 4, count);
         }
-        scales[start / group * count + place] = {scale, scale * static_cast<float>(sum(total))};
+        std::int32_t integer = sum(total);
+        scales[start / group * count + place] = {scale, scale * static_cast<float>(integer), integer};
     }
 }
 
