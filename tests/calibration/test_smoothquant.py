@@ -132,5 +132,7 @@ def test_w8a8_is_8_bits_by_rounding_or_smoothing() -> None:
         config = EngineConfig(quantize="w8a8", quantize_method=method).quantization
         assert (config.scheme, config.rounds_inputs) == ("int8", True)
     assert not EngineConfig(quantize="int8").quantization.rounds_inputs
+    with pytest.raises(ValueError, match="to round inputs of others, use quantize w8a8"):
+        EngineConfig(quantize="int8", input_bits=8)
     with pytest.raises(ConfigurationError, match="w8a8 goes with the methods rtn and smoothquant"):
         _ = EngineConfig(quantize="w8a8", quantize_method="gptq").quantization

@@ -16,6 +16,7 @@ from tests.engine.test_parity import Oracle, generate, text_oracle
 from vlmserve import LLM, SamplingParams
 from vlmserve.config import EngineConfig, QuantizationConfig
 from vlmserve.engine.engine import Engine
+from vlmserve.engine.loading import load
 from vlmserve.errors import ConfigurationError, MissingWeightsError, ModelLoadError, UnsupportedModelError
 from vlmserve.models.registry import load_model
 from vlmserve.models.transformers_backend import TransformersModel
@@ -164,6 +165,24 @@ def test_what_is_broken_or_asks_for_more_says_so(tmp_path: Path) -> None:
     change_config(folder, model_type="unheard-of", architectures=["Unheard"])
     with pytest.raises(UnsupportedModelError, match=r"'Unheard' is not supported.*does not know it either"):
         engine(folder)
+
+
+@pytest.mark.parametrize(
+    "settings", [{"quantize": "int4", "quantize_method": "gptq"}, {"weight_memory": 10**6}], ids=["method", "memory"]
+)
+def test_calibrating_is_refused_before_it_begins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]
+) -> None:
+    monkeypatch.setattr("vlmserve.engine.loading.calibrated_copy", lambda *_: pytest.fail("calibrated"))
+    config = EngineConfig(model=str(make_llama(tmp_path)), model_impl="transformers", **settings)
+    with pytest.raises(ConfigurationError, match="not for --model-impl transformers"):
+        load(config)
+
+
+def test_bits_of_inputs_are_refused(tmp_path: Path) -> None:
+    folder = make_llama(tmp_path)
+    with pytest.raises(ConfigurationError, match="--input-bits is for vlmserve's own"):
+        load_model(folder, device=CPU, dtype=torch.float32, input_bits=8, implementation="transformers")
 
 
 def test_a_context_ends_before_one_request_would_change_another(tmp_path: Path) -> None:

@@ -37,6 +37,11 @@ def load(config: EngineConfig, folder: Path | None = None, ranks: Ranks | None =
     folder = resolve_model(config.model, config.revision, config.mmproj) if folder is None else folder
     quantization: QuantizationConfig | None = config.quantization
     if config.calibrates:
+        if config.model_impl == "transformers":
+            raise ConfigurationError(
+                "--quantize-method and --weight-memory are for vlmserve's own implementations, not for --model-impl "
+                "transformers: leave one of them out"
+            )
         folder, quantization = calibrated_copy(config, folder), None
     return load_model(
         folder,

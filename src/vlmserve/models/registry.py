@@ -90,7 +90,7 @@ def load_model(
         except UnsupportedModelError as error:
             raise UnsupportedModelError(f"{error}; --model-impl transformers runs on one device only") from None
     if implementation == "transformers":
-        return _load_with_transformers(folder, device, dtype, kernels, quantization, quantized_cache)
+        return _load_with_transformers(folder, device, dtype, kernels, quantization, input_bits, quantized_cache)
     try:
         return _load(folder, device, dtype, kernels, quantization, input_bits, quantized_cache)
     except UnsupportedModelError as error:
@@ -98,7 +98,7 @@ def load_model(
             raise
         logger.info("vlmserve has no implementation: %s", error)
         try:
-            return _load_with_transformers(folder, device, dtype, kernels, quantization, quantized_cache)
+            return _load_with_transformers(folder, device, dtype, kernels, quantization, input_bits, quantized_cache)
         except MissingWeightsError:
             raise
         except ModelLoadError as other:
@@ -312,12 +312,14 @@ def _load_with_transformers(
     dtype: torch.dtype | None,
     kernels: str,
     quantization: QuantizationConfig | None,
+    input_bits: int | None,
     quantized_cache: bool,
 ) -> LoadedModel:
     if language_model(folder) is not None:
         raise ConfigurationError("--model-impl transformers reads folders, not GGUF files")
-    if quantization is not None:
-        raise ConfigurationError("--quantize is for vlmserve's own implementations; this model runs by transformers'")
+    for flag, value in (("--quantize", quantization), ("--input-bits", input_bits)):
+        if value is not None:
+            raise ConfigurationError(f"{flag} is for vlmserve's own implementations; this model runs by transformers'")
     checkpoint = TransformersCheckpoint(folder)
     config = checkpoint.config
     stated = dtype or config.dtype or Checkpoint(folder, str).dtype()
