@@ -2,9 +2,9 @@
 
     .venv/bin/python -m benchmarks.cluster_soak                    # 3,600 s, 1.5 requests a second
 
-Starts `vlmserve cluster up` with mock engines and small caches of images. It gets the requests of `benchmarks.soak`,
-at a steady rate. Exits with 1 if a request had an unexpected answer, or if in the second half the resident memory of a
-part grew by more than 2% and 20 MB.
+Starts `vlmserve cluster up` with mock engines, which cache nothing, and small caches of images; flags behind `--` name
+other engines. It gets the requests of `benchmarks.soak` at a steady rate. Exits with 1 if a request had an unexpected
+answer, or if in the second half the resident memory of a part grew by more than 2% and 20 MB.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import argparse
 import asyncio
 import csv
 import random
+import re
 import sys
 import time
 from collections import Counter
@@ -39,6 +40,8 @@ _FORMS = {
     "raylet": "raylet/raylet",
 }
 """What is in the command line of a part's processes."""
+COUNTS = {"prompt_tokens": "gateway_prompt_tokens_total", "cached_tokens": "gateway_cached_tokens_total"}
+"""Columns and metrics of the gateway: what the workers found in their caches."""
 Row = dict[str, float]
 
 
@@ -60,6 +63,14 @@ def measure(root: psutil.Process) -> Row:
     return row
 
 
+def counts(metrics: str) -> Row:
+    """Sums of the gateway's counters, by its answer of /metrics."""
+    return {
+        column: sum(float(value) for value in re.findall(rf"^[\w:]*{name}(?:{{.*}})? (\S+)$", metrics, re.MULTILINE))
+        for column, name in COUNTS.items()
+    }
+
+
 async def soak(
     url: str, root: psutil.Process, options: argparse.Namespace, file: TextIO
 ) -> tuple[list[Row], Counter[str]]:
@@ -67,31 +78,32 @@ async def soak(
     draw = random.Random(options.seed)
     rows: list[Row] = []
     outcomes: Counter[str] = Counter()
-    writer = csv.DictWriter(file, ("seconds", "requests", "unexpected", "cpu", *PARTS))
+    writer = csv.DictWriter(file, ("seconds", "requests", "unexpected", "cpu", *COUNTS, *PARTS))
     writer.writeheader()
     begun = time.monotonic()
 
-    def note() -> None:
+    async def note() -> None:
         unexpected = sum(count for outcome, count in outcomes.items() if ": " in outcome)
         row = {"seconds": round(time.monotonic() - begun, 1), "requests": outcomes.total(), "unexpected": unexpected}
-        rows.append({**row, **measure(root)})
+        rows.append({**row, **counts((await client.get("/metrics")).text), **measure(root)})
         writer.writerow(rows[-1])
         file.flush()
 
-    async def one(client: httpx.AsyncClient, kind: str, number: int) -> None:
+    async def one(kind: str, number: int) -> None:
         try:
             outcomes[await send(client, kind, make_body(kind, number + 1000, random.Random(number)))] += 1
         except httpx.HTTPError as error:
             outcomes[f"{kind}: {type(error).__name__}"] += 1
 
-    async with httpx.AsyncClient(base_url=url, timeout=120) as client, asyncio.TaskGroup() as sending:
-        for number in range(int(options.seconds * options.rate)):
-            if number % max(1, round(options.every * options.rate)) == 0:
-                note()
-            kind = draw.choices(tuple(KINDS), tuple(KINDS.values()))[0]
-            sending.create_task(one(client, kind, number))
-            await asyncio.sleep(max(0.0, begun + (number + 1) / options.rate - time.monotonic()))
-    note()
+    async with httpx.AsyncClient(base_url=url, timeout=120) as client:
+        async with asyncio.TaskGroup() as sending:
+            for number in range(int(options.seconds * options.rate)):
+                if number % max(1, round(options.every * options.rate)) == 0:
+                    await note()
+                kind = draw.choices(tuple(KINDS), tuple(KINDS.values()))[0]
+                sending.create_task(one(kind, number))
+                await asyncio.sleep(max(0.0, begun + (number + 1) / options.rate - time.monotonic()))
+        await note()
     return rows, outcomes
 
 

@@ -2,7 +2,9 @@ from collections import Counter
 
 import psutil
 
-from benchmarks.cluster_soak import PARTS, measure, problems
+from benchmarks.cluster_soak import PARTS, counts, measure, problems
+from vlmserve.scaleout.messages import Feedback, Load
+from vlmserve.scaleout.metrics import GatewayMetrics
 
 MB = 1e6
 
@@ -25,3 +27,11 @@ def test_processes_are_measured_by_parts():
     assert row["rest"] > 0
     assert row["cpu"] > 0
     assert row["gcs"] == 0
+
+
+def test_tokens_are_counted_by_the_metrics_of_the_gateway():
+    metrics = GatewayMetrics(list, lambda: 0)
+    assert counts(metrics.text()) == {"prompt_tokens": 0, "cached_tokens": 0}
+    for _ in range(2):
+        metrics.count_tokens(Feedback(Load(), 100, 40))
+    assert counts(metrics.text()) == {"prompt_tokens": 200, "cached_tokens": 80}
