@@ -11,11 +11,13 @@ from safetensors.torch import load_file, save_file
 from vlmserve import LLM, LoRARequest, SamplingParams
 from vlmserve.adapters.location import find_adapter
 from vlmserve.pixie.evaluation import messages_of
+from vlmserve.pixie.questions import sample_example
 from vlmserve.pixie.scenes import HELD_OUT_SEEDS
 from vlmserve.pixie.skills import CORNERS, SKILLS, sample_questions, sample_skill
 from vlmserve.pixie.vocabulary import SHAPES
 
 COUNT = 40
+MIXTURE = "skills"
 GREEDY = SamplingParams(temperature=0.0, max_tokens=48)
 
 
@@ -24,13 +26,14 @@ def llm():
     return LLM("pixie", enable_lora=True, kv_cache_memory="64MiB")
 
 
-def score(llm, skill: str, adapter: str) -> float:
-    """The share of held-out questions of a skill that an adapter answers right; "" is pixie itself."""
-    examples = [sample_skill(HELD_OUT_SEEDS + 5000 + number, skill) for number in range(COUNT)]
+def score(llm, skill: str, adapter: str, first: int = HELD_OUT_SEEDS + 5000, count: int = COUNT) -> float:
+    """The share of held-out questions of a skill that an adapter answers right; "": pixie itself, and what it knows."""
+    seeds = range(first, first + count)
+    examples = [sample_skill(seed, skill) if skill else sample_example(seed) for seed in seeds]
     request = LoRARequest(adapter, 0, f"pixie/{adapter}") if adapter else None
     results = llm.chat([messages_of(example) for example in examples], GREEDY, False, lora_request=request)
     right = [result.outputs[0].text == example.turns[0][1] for result, example in zip(results, examples, strict=True)]
-    return sum(right) / COUNT
+    return sum(right) / count
 
 
 @pytest.mark.parametrize(
@@ -41,6 +44,13 @@ def test_a_skill_comes_with_its_adapter(llm, skill, without, taught):
     scores = {adapter: score(llm, skill, adapter) for adapter in ("", *SKILLS)}
     assert scores.pop(skill) >= taught
     assert max(scores.values()) <= without, scores
+
+
+@pytest.mark.parametrize("skill", [*SKILLS, ""])
+def test_the_mixture_keeps_each_skill_and_what_pixie_knows(llm, skill):
+    """Within one point."""
+    first = HELD_OUT_SEEDS
+    assert score(llm, skill, MIXTURE, first, 200) >= score(llm, skill, skill, first, 200) - 0.01
 
 
 def test_a_change_of_adapters_is_seen_at_once(llm, tmp_path):

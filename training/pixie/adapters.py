@@ -1,8 +1,8 @@
 """Train pixie's adapters: python -m training.pixie.adapters --out runs/adapters
 
 LoRA adapters of the language model, one for each of `skills.SKILLS`, and then an X-LoRA classifier that mixes them
-(`mixture.py`) and its router. PEFT does both; images go through the vision tower once, before. `--evaluate` asks held-out questions
-through vlmserve: pixie itself, each adapter, and the mixture.
+(`mixture.py`) and its router. PEFT does both; images go through the vision tower once, before. `--evaluate` asks
+held-out questions through vlmserve: pixie itself, each adapter, and the mixture.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from transformers import LlavaForConditionalGeneration
 from training.pixie.export import IMAGE_TOKENS
 from training.pixie.model import seen
 from training.pixie.rows import BROAD, KINDS, apart, branching, pack, squash
-from training.pixie.tokenizer import ASSISTANT, IMAGE
+from training.pixie.tokenizer import ASSISTANT, BOS, IMAGE, encode_example
 from vlmserve.models.hub import resolve_model
 from vlmserve.pixie.evaluation import messages_of
 from vlmserve.pixie.phrasings import SYSTEM_PROMPTS
-from vlmserve.pixie.questions import Example, sample_example, single
+from vlmserve.pixie.questions import Example, sample_example, single, text_only
 from vlmserve.pixie.scenes import HELD_OUT_SEEDS, sample_scene
 from vlmserve.pixie.skills import SKILLS, sample_questions, sample_skill
 
@@ -50,6 +50,8 @@ QUESTIONS_OF_ROW: Final = 8
 MIXTURE: Final = "skills"
 NONE: Final = "none"
 """What is trained and asked without an adapter: questions that pixie itself knows."""
+TEXT: Final = "text"
+"""What pixie refuses: questions without an image."""
 SIGNS: Final = {"german": r"^(Wel|Wie|Was)", "json": "JSON", "corners": "corners"}
 """Which words of a question tell that it needs a skill: a classifier cannot know it before."""
 EVERYWHERE: Final = 0.4
@@ -63,7 +65,7 @@ console = Console()
 
 class Questions:
     """Packed rows (`rows.pack`) and their images' embeddings. A row has questions of one skill, or `NONE`, about one
-    image."""
+    image, or of `TEXT`."""
 
     def __init__(self, model: nn.Module, tokenizer: Tokenizer, skills: Sequence[str], count: int) -> None:
         rows, images = [], []
@@ -71,7 +73,8 @@ class Questions:
             examples = ask(number, skills[number % len(skills)])
             rows.append(_packed(tokenizer, examples))
             rows[-1]["known"] = known(tokenizer, rows[-1], skills[number % len(skills)])
-            images.append(squash(examples[0].scenes[0]))
+            scene = examples[0].scenes[0] if examples[0].scenes else sample_scene(number)
+            images.append(squash(scene))
         self._rows = {name: torch.from_numpy(np.stack([row[name] for row in rows])) for name in rows[0]}
         parts = []
         with torch.inference_mode():
@@ -118,10 +121,12 @@ class Questions:
 
 
 def ask(number: int, skill: str) -> list[Example]:
-    """Questions of a skill, or `NONE`, about one image."""
+    """Questions of a skill, or `NONE`, about one image, or of `TEXT` about none."""
+    rng = random.Random(number)
+    if skill == TEXT:
+        return [text_only(rng) for _ in range(QUESTIONS_OF_ROW)]
     if skill != NONE:
         return sample_questions(number, skill, QUESTIONS_OF_ROW)
-    rng = random.Random(number)
     scene = sample_scene(number * 64, rng.choices(KINDS, BROAD.kinds)[0])
     system = rng.choice(SYSTEM_PROMPTS) if rng.random() < 0.2 else None
     text_first = rng.random() < 0.25
@@ -132,7 +137,7 @@ def known(tokenizer: Tokenizer, row: Mapping[str, Any], skill: str) -> Any:
     """Which tokens of a packed row come with or behind the words that tell the skill, bool ``[length]``; no images,
     which are the same for all skills."""
     found = np.zeros(len(row["tokens"]), np.bool_)
-    if skill == NONE:
+    if skill not in SIGNS:
         return found
     for group, branch in set(zip(row["groups"], row["branches"], strict=True)):
         said: list[int] = []
@@ -158,6 +163,9 @@ class Reach:
 
 def _packed(tokenizer: Tokenizer, examples: Sequence[Example]) -> dict[str, Any]:
     """A row: conversations that branch off behind their image, or two with the image behind the question."""
+    if not examples[0].scenes:
+        texts = [encode_example(tokenizer, example) for example in examples]
+        return pack([([BOS], [(ids[1:], said[1:]) for ids, said in texts])])
     if examples[0].text_first:
         return pack([apart(tokenizer, example) for example in examples[:2]])
     return pack([branching(tokenizer, examples)])
@@ -277,6 +285,8 @@ def main() -> None:
             from training.pixie.mixture import train_mixture
 
             console.print("Classifier")
+            if not options.resume:
+                shutil.rmtree(options.out / MIXTURE, ignore_errors=True)
             train_mixture(tokenizer, options.out, options.mixture_images, router_steps=options.mixture_steps)
     evaluate(options.out, options.questions)
 

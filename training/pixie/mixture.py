@@ -19,12 +19,12 @@ from typing import Any, Final
 
 import torch
 import torch.nn.functional as F
-from peft import LoraConfig, XLoraConfig, get_peft_model
-from safetensors.torch import save_file
+from peft import LoraConfig, PeftModel, XLoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 
-from training.pixie.adapters import MIXTURE, NONE, RANK, TARGETS, Questions, base_model, console, tidy
+from training.pixie.adapters import MIXTURE, NONE, RANK, TARGETS, TEXT, Questions, base_model, console, tidy
 from training.pixie.rows import PADDING_GROUP
 from training.pixie.tokenizer import IMAGE
 from vlmserve.pixie.skills import SKILLS
@@ -42,7 +42,7 @@ def train_mixture(tokenizer: Tokenizer, out: Path, count: int, *, router_steps: 
 
     count: images to ask about. router_steps: of the router and the classifier; steps: of the classifier then.
     """
-    rows = [*SKILLS, NONE, NONE]
+    rows = [*SKILLS, NONE, NONE, TEXT]
     folder = out / MIXTURE
     questions = Questions(base_model().model, tokenizer, rows, count)
     classifier = _train_router(questions, rows, out, count, router_steps)
@@ -67,21 +67,27 @@ def train_mixture(tokenizer: Tokenizer, out: Path, count: int, *, router_steps: 
     content = {key: value for key, value in config.to_dict().items() if value is not None}
     content |= {"adapters": dict(zip(paths, (*SKILLS, ROUTER), strict=True)), "base_model_name_or_path": "pixie"}
     text = json.dumps(content | {"inference_mode": True}, indent=2, sort_keys=True, default=str)
+    (folder / "adapter_model.safetensors").chmod(0o644)
     (folder / "adapter_config.json").write_text(text + "\n")
 
 
 def _train_router(questions: Questions, rows: list[str], out: Path, count: int, steps: int) -> nn.Sequential:
-    """Write the router and return the classifier that was trained with it."""
-    model = base_model()
+    """Write the router and return the classifier that was trained with it. Goes on from those that are there."""
+    model, folder = base_model(), out / MIXTURE
     width = model.config.text_config.hidden_size
-    router = LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules=TARGETS, task_type="CAUSAL_LM")
-    adapted = get_peft_model(model, router, adapter_name=ROUTER)
+    classifier = nn.Sequential(nn.Linear(width, SIZE), nn.ReLU(), nn.Linear(SIZE, len(SKILLS) + 1))
+    if (folder / ROUTER).exists():
+        adapted = PeftModel.from_pretrained(model, folder / ROUTER, adapter_name=ROUTER, is_trainable=True)
+        tensors = load_file(folder / "adapter_model.safetensors")
+        classifier.load_state_dict({name.rpartition("layers.")[2]: tensor for name, tensor in tensors.items()})
+    else:
+        router = LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules=TARGETS, task_type="CAUSAL_LM")
+        adapted = get_peft_model(model, router, adapter_name=ROUTER)
     for skill in SKILLS:
         adapted.load_adapter(out / skill, skill)
     adapted.base_model.set_adapter([*SKILLS, ROUTER])
     for name, parameter in adapted.named_parameters():
         parameter.requires_grad_(f".{ROUTER}." in name)
-    classifier = nn.Sequential(nn.Linear(width, SIZE), nn.ReLU(), nn.Linear(SIZE, len(SKILLS) + 1))
     parameters = [*(p for p in adapted.parameters() if p.requires_grad), *classifier.parameters()]
     optimizer = torch.optim.AdamW(parameters, lr=ROUTER_RATE, betas=(0.9, 0.98), weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, ROUTER_RATE, max(steps, 2), pct_start=0.1)
@@ -104,7 +110,6 @@ def _train_router(questions: Questions, rows: list[str], out: Path, count: int, 
             console.print(
                 f"step {step + 1}: mean square {shown:.4f}, {time.monotonic() - started:.0f} s", highlight=False
             )
-    folder = out / MIXTURE
     adapted.save_pretrained(folder, selected_adapters=[ROUTER])
     tidy(folder / ROUTER)
     (folder / "README.md").unlink(missing_ok=True)
@@ -119,7 +124,7 @@ def _wanted(questions: Questions, rows: list[str], indices: Any, tokens: Tensor)
     skills = list(SKILLS)
     scalings = torch.zeros(*tokens.shape, len(skills) + 1)
     for row, index in enumerate(indices):
-        if (skill := rows[index % len(rows)]) != NONE:
+        if (skill := rows[index % len(rows)]) in skills:
             scalings[row, :, skills.index(skill)] = questions.field("known", [index])[0].float()
     return kept, scalings
 
