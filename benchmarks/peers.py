@@ -16,6 +16,8 @@ are left out.
 To measure an instruction set below the machine's, for example AVX2 where there is AVX-512, everybody has to be told:
 
     VLMSERVE_KERNELS=avx2 ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 python -m benchmarks.peers
+
+OpenVINO does not listen in all of its parts: `benchmarks.openvino_avx2` makes a copy of it that does.
 """
 
 from __future__ import annotations
