@@ -1,6 +1,6 @@
 """Which tests `make check` leaves out.
 
-The fast lane is for while one works: it takes about four minutes on two cores. Left out are whole files: those that
+The fast lane is for while one works: it takes about two minutes on two cores. Left out are whole files: those that
 start servers and browsers again and again, and those that compare many whole models with transformers. `make test` runs
 all.
 """
@@ -10,25 +10,31 @@ from __future__ import annotations
 from pathlib import Path
 
 _SLOW = {
-    ".": "bench gguf",
-    "benchmarks": "soak",
+    ".": "async_llm bench confidence cores examples gguf imports",
+    "adapters": "serving xlora xlora_checkpoint xlora_pool",
+    "batch": "run",
+    "benchmarks": "gpu soak",
+    "calibration": "cache quality run",
     "cli": "help vllm",
-    "engine": """blip drafts families gemma3 moondream original_families parity qwen_chat qwen_vl ranks sampling
-        static_parity static_qwen_vl static_sampling static_stress stress structured tiles transformers_backend
-        transformers_images""",
-    "frontend": "beams",
-    "kernels": "attention_backends cpu_attention other_processors",
-    "kernels/triton": "attention compiled products sampling",
+    "devices": "cpu",
+    "engine": """beams blip drafts families gemma3 image_budget moondream ocr original_families parity process
+        quantized_cache quantized_images qwen_chat qwen_vl ranks sampling static_parity static_qwen_vl
+        static_sampling static_stress stress structured thoughts tiles transformers_backend transformers_images""",
+    "frontend": "beams client xml_tools",
+    "kernels": "attention_backends cpu_attention cpu_program other_processors",
+    "kernels/triton": "attention compiled layers products sampling",
     "loadtest": "command perform",
-    "media": "pdf processor",
-    "models": "blip families gguf llava published_quantization tiles",
+    "media": "heif pdf processor",
+    "models": "blip families gguf llava published published_quantization stages tiles",
+    "pixie": "skills",
     "sampling": "sampler",
-    "scaleout": "faults gateway ray",
-    "server": """attacks bad_input batch_faults caching crash debug fuzz guard limits load messages_tools metrics
-        openapi ranks reasoning response_tools responses run sampling structured supervision tools tracing""",
+    "scaleout": "absence engines faults gateway handover limits ray simulated",
+    "server": """adapters attacks bad_input batch_faults batches caching conversations crash debug documents files
+        fuzz guard limits live load messages messages_tools metrics openapi ranks reasoning response_tools responses run
+        sampling structured supervision tools tracing""",
     "storage": "store",
     "training/pixie": "train",
-    "web": "accessibility chat live_view thoughts",
+    "web": "accessibility batches_view chat live_view thoughts",
 }
 """Names of files without ``test_`` and ``.py``, by their folder."""
 
@@ -37,5 +43,5 @@ SLOW = frozenset(
 )
 """The files, as paths within ``tests``."""
 
-MOST_SECONDS = 15
+MOST_SECONDS = 8
 """A file that takes longer, with the whole machine for it, belongs to `SLOW`."""
