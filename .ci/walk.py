@@ -203,7 +203,10 @@ def _split(text: str) -> tuple[str, str, str]:
 
 def _environment(home: Path) -> dict[str, str]:
     """The caller's variables without those that lead into its home or change what the commands do."""
-    ours = re.compile(r"(VLMSERVE|HF|XDG|CUDA|TORCH|OPENAI|PYTEST)_|(VIRTUAL_ENV|PYTHONPATH|PYTHONHOME|MAKEFLAGS)$")
+    ours = re.compile(
+        r"(VLMSERVE|HF|XDG|CUDA|TORCH|OPENAI|PYTEST)_"
+        r"|(VIRTUAL_ENV|PYTHONPATH|PYTHONHOME|PYTHONDONTWRITEBYTECODE|MAKEFLAGS)$"
+    )
     kept = {name: value for name, value in os.environ.items() if not ours.match(name)}
     cache = subprocess.run([sys.executable, "-m", "pip", "cache", "dir"], capture_output=True, text=True)
     if cache.returncode == 0:
