@@ -68,7 +68,7 @@ def write_gguf(
     for key, value in values.items():
         if value is not None:
             add(writer, key, value)
-    names = gguf.get_tensor_name_map(architecture, config.get("num_hidden_layers") or config["n_layer"])
+    names = gguf.get_tensor_name_map(architecture, _metadata(config, writer.arch)[f"{writer.arch}.block_count"])
     for name, tensor in _split_norms(tensors, config):
         stored = names.get_name(name, try_suffixes=(".weight", ".bias"))
         assert stored is not None, name
@@ -142,7 +142,9 @@ def _metadata(config: dict[str, Any], architecture: str) -> dict[str, Any]:
     rope_of_all = rope.get("full_attention", rope)
     head_size = config.get("head_dim") or width // heads
     values: dict[str, Any] = {
-        "block_count": config.get("num_hidden_layers") or config["n_layer"],
+        "block_count": (config.get("num_hidden_layers") or config["n_layer"])
+        + config.get("num_nextn_predict_layers", 0),
+        "nextn_predict_layers": config.get("num_nextn_predict_layers"),
         "context_length": positions,
         "embedding_length": width,
         "feed_forward_length": config.get("intermediate_size") or config["n_inner"],
@@ -223,6 +225,12 @@ def _rearranged(raw: np.ndarray, name: str, config: dict[str, Any]) -> np.ndarra
         heads = config["num_attention_heads" if ".attn_q." in name else "num_key_value_heads"]
         halves = raw.reshape(heads, 2, len(raw) // heads // 2, *raw.shape[1:])
         return halves.swapaxes(1, 2).reshape(raw.shape)
+    rope = config.get("rope_parameters") or {}
+    if config["model_type"] == "glm4" and "mrope_section" in rope and (".attn_q." in name or ".attn_k." in name):
+        heads = raw.reshape(-1, config["head_dim"], *raw.shape[1:])
+        rotated = int(config["head_dim"] * rope["partial_rotary_factor"])
+        halves = heads[:, :rotated:2], heads[:, 1:rotated:2], heads[:, rotated:]
+        return np.concatenate(halves, 1).reshape(raw.shape)
     return raw
 
 

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from tests.checkpoints import published_name
 from tests.gguf_files import add, write_gguf
+from tests.ocr_checkpoints import published_paddle_name
 
 LEVELS = {"image_mean": [0.4, 0.5, 0.6], "image_std": [0.2, 0.25, 0.3]}
 Tensors = Iterator[tuple[str, Tensor]]
@@ -283,7 +284,7 @@ def _qwen3_metadata(writer: GGUFWriter, config: dict[str, Any]) -> None:
     )
 
 
-def _qwen_text(architecture: str) -> Callable[[dict[str, Any]], dict[str, Any]]:
+def _sectioned_text(architecture: str) -> Callable[[dict[str, Any]], dict[str, Any]]:
     def metadata(config: dict[str, Any]) -> dict[str, Any]:
         sections = config["text_config"]["rope_parameters"]["mrope_section"]
         deepstack = len(config["vision_config"].get("deepstack_visual_indexes", []))
@@ -363,7 +364,57 @@ def _pixtral_metadata(writer: GGUFWriter, config: dict[str, Any]) -> None:
         writer.add_vision_spatial_merge_size(config["spatial_merge_size"])
 
 
+def _glm_ocr(tensors: Mapping[str, Tensor], config: dict[str, Any]) -> Tensors:
+    for full, tensor in tensors.items():
+        name = full.removeprefix("model.")
+        if name == "visual.patch_embed.proj.weight":
+            yield from _frames(tensor)
+        elif name == "visual.patch_embed.proj.bias":
+            yield "v.patch_embd.bias", tensor
+        elif name.startswith("visual."):
+            yield _mapped(name), tensor
+
+
+def _glm_ocr_metadata(writer: GGUFWriter, config: dict[str, Any]) -> None:
+    vision = config["vision_config"]
+    writer.add_vision_use_silu(vision["hidden_act"] == "silu")
+    writer.add_vision_attention_layernorm_eps(vision["rms_norm_eps"])
+
+
+def _paddleocr(tensors: Mapping[str, Tensor], config: dict[str, Any]) -> Tensors:
+    """By the names of the published checkpoint. A table of positions and a head that nothing uses are left out."""
+    for full, tensor in tensors.items():
+        name = published_paddle_name(full)
+        if (
+            name.startswith(("visual.", "mlp_AR."))
+            and "packing_position_embedding" not in name
+            and ".head." not in name
+        ):
+            yield _mapped(name.replace("visual.", "model.")), tensor
+
+
+def _paddleocr_metadata(writer: GGUFWriter, config: dict[str, Any]) -> None:
+    """Its size of images is that of the largest, which the published checkpoint's is not."""
+    [values] = writer.kv_data
+    values.pop("clip.vision.image_size")
+    writer.add_vision_image_size(1680)
+    writer.add_vision_use_gelu(True)
+    writer.add_vision_attention_layernorm_eps(1e-6)
+    writer.add_vision_min_pixels(16 * 16)
+    writer.add_vision_max_pixels(48 * 48)
+
+
 CONVERSIONS = {
+    "glm_ocr": Conversion(
+        "glm4v", _glm_ocr, _glm_ocr_metadata, ("glm4", gguf.MODEL_ARCH.GLM4), _sectioned_text("glm4")
+    ),
+    "paddleocr_vl": Conversion(
+        "paddleocr",
+        _paddleocr,
+        _paddleocr_metadata,
+        ("ernie4_5", gguf.MODEL_ARCH.PADDLEOCR),
+        _sectioned_text("paddleocr"),
+    ),
     "pixtral": Conversion("pixtral", _pixtral, _pixtral_metadata, ("mistral", gguf.MODEL_ARCH.LLAMA)),
     "pixtral on ministral3": Conversion(
         "pixtral", _pixtral, _pixtral_metadata, ("ministral3", gguf.MODEL_ARCH.MISTRAL3)
@@ -373,13 +424,13 @@ CONVERSIONS = {
     "internvl on qwen3": Conversion("internvl", _internvl, _internvl_metadata, ("qwen3", gguf.MODEL_ARCH.QWEN3)),
     "gemma3": Conversion("gemma3", _gemma3, _gemma3_metadata, ("gemma3_text", gguf.MODEL_ARCH.GEMMA3)),
     "qwen2_vl": Conversion(
-        "qwen2vl_merger", _qwen, _qwen2_metadata, ("qwen2", gguf.MODEL_ARCH.QWEN2VL), _qwen_text("qwen2vl")
+        "qwen2vl_merger", _qwen, _qwen2_metadata, ("qwen2", gguf.MODEL_ARCH.QWEN2VL), _sectioned_text("qwen2vl")
     ),
     "qwen2_5_vl": Conversion(
-        "qwen2.5vl_merger", _qwen, _qwen25_metadata, ("qwen2", gguf.MODEL_ARCH.QWEN2VL), _qwen_text("qwen2vl")
+        "qwen2.5vl_merger", _qwen, _qwen25_metadata, ("qwen2", gguf.MODEL_ARCH.QWEN2VL), _sectioned_text("qwen2vl")
     ),
     "qwen3_vl": Conversion(
-        "qwen3vl_merger", _qwen3, _qwen3_metadata, ("qwen3", gguf.MODEL_ARCH.QWEN3VL), _qwen_text("qwen3vl")
+        "qwen3vl_merger", _qwen3, _qwen3_metadata, ("qwen3", gguf.MODEL_ARCH.QWEN3VL), _sectioned_text("qwen3vl")
     ),
     "llava": Conversion("mlp", _llava, _llava_metadata),
     "llava_next": Conversion("mlp", _llava, _llava_next_metadata),

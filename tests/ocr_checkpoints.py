@@ -49,7 +49,10 @@ def make_glm_ocr(folder: Path, *, text: dict[str, Any] | None = None, vision: di
         "video_start": "begin_of_video", "video_end": "end_of_video",
     }  # fmt: skip
     rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2], "partial_rotary_factor": 1.0}
-    own = {**TEXT, "vocab_size": tokenizer.get_vocab_size() + 5, "head_dim": 16, "rope_parameters": rope}
+    own = {
+        **TEXT, "vocab_size": tokenizer.get_vocab_size() + 5, "head_dim": 16, "rope_parameters": rope,
+        "num_nextn_predict_layers": 1,
+    }  # fmt: skip
     tower = {
         "depth": 3, "hidden_size": 32, "intermediate_size": 40, "num_heads": 2, "patch_size": 4,
         "out_hidden_size": TEXT["hidden_size"], "initializer_range": 0.15,
@@ -113,7 +116,7 @@ def make_paddleocr(
     )
     save_model(folder, PaddleOCRVLForConditionalGeneration, config)
     if published_names:
-        rename_tensors(folder, _published_paddle_name)
+        rename_tensors(folder, published_paddle_name)
         saved = json.loads((folder / "config.json").read_text())
         own_fields = saved.pop("text_config")
         own_fields.pop("model_type")
@@ -130,7 +133,7 @@ def make_paddleocr(
     return folder
 
 
-def _published_paddle_name(name: str) -> str:
+def published_paddle_name(name: str) -> str:
     for new, old in {
         "model.projector.": "mlp_AR.",
         "model.visual.": "visual.",

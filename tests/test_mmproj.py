@@ -25,6 +25,7 @@ from tests.checkpoints import (
     make_qwen_vl,
 )
 from tests.mmproj_files import write_pair
+from tests.ocr_checkpoints import make_glm_ocr, make_paddleocr
 from vlmserve import LLM, SamplingParams
 from vlmserve.cli import app
 from vlmserve.models.gguf.header import FLOAT32, read_header
@@ -78,11 +79,14 @@ MAKERS: dict[str, tuple[str, Callable[[Path], Path]]] = {
         lambda folder: renamed(make_mistral3(folder, vision={"hidden_act": "silu"}), "[IMG]"),
     ),
     "Gemma 3": ("gemma3", make_gemma3),
+    "GLM-OCR": ("glm_ocr", make_glm_ocr),
+    "PaddleOCR-VL": ("paddleocr_vl", make_paddleocr),
 }
 UNSAID: dict[str, dict[str, Any]] = {
     "qwen2_vl": {"image_min_pixels": 16 * 16, "image_max_pixels": 48 * 48},
     "qwen2_5_vl": {"image_min_pixels": 16 * 16, "image_max_pixels": 48 * 48, "window_size": 16},
     "qwen3_vl": {"image_min_pixels": 16 * 16, "image_max_pixels": 48 * 48},
+    "glm_ocr": {"image_min_pixels": 16 * 16, "image_max_pixels": 48 * 48},
     "idefics3": {"preproc_image_size": 48},
     "internvl": {"preproc_max_tiles": 8},
     "internvl on qwen3": {"preproc_max_tiles": 8},
@@ -143,6 +147,14 @@ def test_a_pair_answers_as_its_checkpoint_does(tmp_path: Path, kind: str, make: 
     assert_same_answers(ours, theirs)
     own_videos = [one._preparer._video_processor is not None for one in (ours, theirs)]
     assert own_videos == [kind.startswith("qwen")] * 2
+
+
+@pytest.mark.parametrize(("kind", "make"), [("glm_ocr", make_glm_ocr), ("paddleocr_vl", make_paddleocr)])
+def test_a_language_model_alone_answers_texts(tmp_path: Path, kind: str, make: Callable[[Path], Path]) -> None:
+    files = write_pair(make(tmp_path / "folder"), tmp_path / "pair", kind)
+    answers = [one.chat([CONVERSATIONS[2]], PARAMS, False)[0] for one in (llm(*files), llm(files.model))]
+    assert answers[0].prompt_token_ids == answers[1].prompt_token_ids
+    assert answers[0].outputs == answers[1].outputs
 
 
 def test_videos_are_those_of_the_checkpoint(tmp_path: Path) -> None:

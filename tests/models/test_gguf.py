@@ -126,6 +126,8 @@ def test_every_architecture_is_tested() -> None:
         "chatglm": "glm",
         "qwen2vl": "qwen2",
         "qwen3vl": "qwen3",
+        # Of PaddleOCR-VL, with which it is tested.
+        "paddleocr": "llama",
     }
     assert {called.get(name, name) for name in ARCHITECTURES} <= tested
 
@@ -139,6 +141,15 @@ def test_logits_equal_those_of_transformers(tmp_path: Path, name: str) -> None:
     assert_equal(actual, transformers_logits(folder, sequences))
     # What families call the tensors of their checkpoints has nothing to do with the names that they have here.
     assert Checkpoint(path, Description.read(path).family.rename).names == set(GGUFFile(path).keys())
+
+
+def test_the_text_part_of_glm_ocr_is_glm4_with_rows_in_another_order(tmp_path: Path) -> None:
+    rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.75, "mrope_section": [2, 2, 2]}
+    folder = make(tmp_path / "folder", "glm4", rope_parameters=rope, num_nextn_predict_layers=1)
+    metadata = {"glm4.rope.dimension_sections": [2, 2, 2, 0]}
+    path = write_gguf(folder, tmp_path / "model.gguf", metadata=metadata)
+    sequences = token_sequences(300, [40, 1, 23])
+    assert_equal(paged_run(load(path), sequences).finish([9, 9, 9]), transformers_logits(folder, sequences))
 
 
 def test_the_text_part_of_qwen3_vl_is_qwen3(tmp_path: Path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,8 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from tests.checkpoints import make_llama, make_llava, make_qwen_vl, make_text_model
 from tests.gguf_files import write_gguf
-from tests.mmproj_files import Files, write_pair
+from tests.mmproj_files import CONVERSIONS, Files, write_pair
+from tests.ocr_checkpoints import make_glm_ocr
 from vlmserve.config import MediaConfig, QuantizationConfig
 from vlmserve.errors import (
     CheckpointNotFoundError,
@@ -128,6 +131,19 @@ def test_what_a_vision_tower_says_wrongly_is_named(
     mmproj = with_metadata(llava, tmp_path / "pair", **metadata)
     with pytest.raises(kind, match=words):
         load_model(resolve_model(str(files.model), mmproj=str(mmproj)), device=CPU, dtype=torch.float32)
+
+
+def test_a_tower_of_glm_4v_is_refused_by_what_glm_ocr_has_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = CONVERSIONS["glm_ocr"]
+
+    def tensors(*checkpoint: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from own.tensors(*checkpoint)
+        yield "v.norm_embd.weight", torch.ones(32)
+
+    monkeypatch.setitem(CONVERSIONS, "glm_ocr", replace(own, tensors=tensors))
+    files = write_pair(make_glm_ocr(tmp_path / "folder"), tmp_path / "pair", "glm_ocr")
+    with pytest.raises(UnsupportedModelError, match=r"no glm_ocr model that is supported has a tensor v\.norm_embd"):
+        load_model(make_pair(*files), device=CPU, dtype=torch.float32)
 
 
 def test_files_that_do_not_belong_together_are_refused(files: Files, qwen: Files, tmp_path: Path) -> None:

@@ -44,6 +44,19 @@ class Metadata:
             raise ModelLoadError(f"{self.header.path} lacks {self._prefix}{key}")
         return value
 
+    @property
+    def num_layers(self) -> int:
+        """Without those behind them that predict further tokens, which are not used."""
+        layers, further = self["block_count"], self.get("nextn_predict_layers", 0)
+        if not isinstance(layers, int) or not isinstance(further, int):
+            raise ModelLoadError(f"{self.header.path}: {layers!r} layers, {further!r} of them for further tokens")
+        return layers - further
+
+    @property
+    def sections(self) -> list[int]:
+        """How many pairs of a head rotate by frames, by rows and by columns; a fourth section is for other models."""
+        return self.array("rope.dimension_sections")[:3]
+
     def has(self, name: str) -> bool:
         """Whether there is a tensor of that name, in the first layer if it is not one of the whole model."""
         return name in self.header.tensors or f"blk.0.{name}" in self.header.tensors
@@ -54,13 +67,16 @@ class Architecture:
     """How files of one architecture differ from Hugging Face's checkpoints of the same models.
 
     model_type: the family's. traits: what config.json has beside what all have. interleaved: rows of queries and keys
-    are in the order in which neighbours pair. norm_offset: was added to the weights of norms. merged_gate: ``ffn_up``
-    is gates and ups. has_sections: positions have rows and columns, which are all the same in text.
+    are in the order in which neighbours pair. halved: where positions have sections, rows of queries and keys are in
+    the order in which each pairs with one of the other half, and neighbours pair in checkpoints. norm_offset: was added
+    to the weights of norms. merged_gate: ``ffn_up`` is gates and ups. has_sections: positions have rows and columns,
+    which are all the same in text.
     """
 
     model_type: str
     traits: Callable[[Metadata], Config] = lambda metadata: {}
     interleaved: bool = False
+    halved: bool = False
     norm_offset: float = 0.0
     merged_gate: bool = False
     has_sections: bool = False
@@ -105,7 +121,7 @@ def _config(header: Header) -> Config:
         "vocab_size": header.tensors["token_embd.weight"].shape[0],
         "hidden_size": metadata["embedding_length"],
         "intermediate_size": metadata["feed_forward_length"],
-        "num_hidden_layers": metadata["block_count"],
+        "num_hidden_layers": metadata.num_layers,
         "num_attention_heads": heads,
         "num_key_value_heads": metadata.get("attention.head_count_kv", heads),
         "head_dim": head_size,
@@ -151,13 +167,9 @@ def sampling_settings(header: Header) -> Config:
 
 
 def _check_options(metadata: Metadata, architecture: Architecture) -> None:
-    for key, meaning in (
-        ("expert_count", "mixtures of experts"),
-        ("nextn_predict_layers", "layers for multi-token prediction"),
-    ):
-        if metadata.get(key, 0):
-            raise UnsupportedModelError(f"{metadata.header.path}: {meaning} ({key}) are not supported")
-    if metadata.array("rope.dimension_sections") and not architecture.has_sections:
+    if metadata.get("expert_count", 0):
+        raise UnsupportedModelError(f"{metadata.header.path}: mixtures of experts (expert_count) are not supported")
+    if metadata.sections and not architecture.has_sections:
         raise UnsupportedModelError(f"{metadata.header.path}: positions by rows and columns are not supported in GGUF")
     if metadata.get("attention.value_length") != metadata.get("attention.key_length"):
         raise UnsupportedModelError(f"{metadata.header.path}: values that are not as long as keys are not supported")
@@ -227,10 +239,18 @@ def _mistral3(metadata: Metadata) -> Config:
     return {"model_type": "ministral3", "rope_scaling": {**scaling, "llama_4_scaling_beta": growth}}
 
 
-def _qwen_vl(metadata: Metadata) -> Config:
-    """Of the four sections, the last is for other models."""
+def _sectioned(metadata: Metadata) -> Config:
     scaling = _rope_scaling(metadata) or {"rope_type": "default"}
-    return {"rope_scaling": {**scaling, "mrope_section": metadata.array("rope.dimension_sections")[:3]}}
+    return {"rope_scaling": {**scaling, "mrope_section": metadata.sections}}
+
+
+def _glm4(metadata: Metadata) -> Config:
+    """Those with sections are decoders of models that take images."""
+    return _sectioned(metadata) if metadata.sections else {}
+
+
+def _paddleocr(metadata: Metadata) -> Config:
+    return {**_sectioned(metadata), "use_bias": metadata.has("attn_q.bias")}
 
 
 def _phi(metadata: Metadata) -> Config:
@@ -326,16 +346,17 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "mistral3": Architecture("llama", _mistral3, interleaved=True),
     "qwen2": Architecture("qwen2"),
     "qwen3": Architecture("qwen3"),
-    # Without images, which are in a file of their own, they are Qwen 2 and Qwen 3.
-    "qwen2vl": Architecture("qwen2", _qwen_vl, has_sections=True),
-    "qwen3vl": Architecture("qwen3", _qwen_vl, has_sections=True),
+    # Without images, which are in a file of their own, they are Qwen 2, Qwen 3 and Llama.
+    "qwen2vl": Architecture("qwen2", _sectioned, has_sections=True),
+    "qwen3vl": Architecture("qwen3", _sectioned, has_sections=True),
+    "paddleocr": Architecture("llama", _paddleocr, has_sections=True),
     "phi2": Architecture("phi", _phi),
     "phi3": Architecture("phi3", _phi3, merged_gate=True),
     "stablelm": Architecture("stablelm", _stablelm),
     "starcoder": Architecture("gpt_bigcode", _starcoder),
     "starcoder2": Architecture("starcoder2", _starcoder2),
     "chatglm": Architecture("glm", merged_gate=True),
-    "glm4": Architecture("glm4", merged_gate=True),
+    "glm4": Architecture("glm4", _glm4, halved=True, merged_gate=True, has_sections=True),
     "gemma": Architecture("gemma", _gemma, norm_offset=1.0),
     "gemma2": Architecture("gemma2", _gemma2, norm_offset=1.0),
     "gemma3": Architecture("gemma3_text", _gemma3, norm_offset=1.0),

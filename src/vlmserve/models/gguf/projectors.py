@@ -7,88 +7,11 @@ What a file says is what llama.cpp's conversion writes and what its ``tools/mtmd
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Mapping
 
 from vlmserve.errors import ModelLoadError
-from vlmserve.models.gguf.header import Header, TensorInfo
-
-Config = dict[str, Any]
-
-
-class Clip:
-    """The values of a tower, without the prefix that they share. Raises ModelLoadError for one that is missing."""
-
-    def __init__(self, header: Header) -> None:
-        self.header = header
-
-    def get(self, key: str, default: Any = None) -> Any:
-        return self.header.values.get(f"clip.vision.{key}", default)
-
-    def array(self, key: str) -> list[Any]:
-        return self.header.array(f"clip.vision.{key}")
-
-    def __getitem__(self, key: str) -> Any:
-        if (value := self.get(key)) is None:
-            raise ModelLoadError(f"{self.header.path} lacks clip.vision.{key}")
-        return value
-
-    def tensor(self, name: str) -> TensorInfo:
-        if name not in self.header.tensors:
-            raise ModelLoadError(f"{self.header.path} lacks {name}: it is not a complete vision tower")
-        return self.header.tensors[name]
-
-    def has(self, name: str) -> bool:
-        return name in self.header.tensors
-
-    @property
-    def intermediate_size(self) -> int:
-        """Of the MLPs, by their weights: some conversions write another number."""
-        width = self["embedding_length"]
-        shapes = [self.tensor(f"v.blk.0.ffn_{part}.weight").shape for part in ("up", "down")]
-        return next((shape[0] for shape in shapes if shape[-1] == width), shapes[0][0])
-
-    @property
-    def deepstack_layers(self) -> list[int]:
-        """The layers whose outputs are merged too."""
-        return [layer for layer, merged in enumerate(self.array("is_deepstack_layers")) if merged]
-
-
-Names = Sequence[tuple[str, str]]
-
-
-@dataclass(frozen=True, slots=True)
-class Projector:
-    """A kind of tower and projector.
-
-    model_type: as config.json names the whole. vision: what it says of the tower. settings: what
-    preprocessor_config.json says. videos: likewise video_preprocessor_config.json; None: there is none. names: regular
-    expressions for the names of tensors in the file, and what to put in their place, tried in turn; empty for a tensor
-    that is left out. output, axis: the weight and its axis that is as long as embeddings are wide. more: what else
-    config.json says of the whole. text_types: model types of its language models, by the architectures of their files;
-    empty: all go with it. tokens: fields of config.json with the tokens whose ids they are, the placeholder first.
-    else_unknown: whether the unknown token, which ordinary text never becomes, is the placeholder of a vocabulary
-    without that one. interleaved: rows of queries and keys are in the order in which neighbours pair. norm_offset: was
-    added to the norm before the projector. swaps: whether old files have the two matrices of MLPs under each other's
-    names.
-    """
-
-    model_type: str
-    vision: Callable[[Clip], Config]
-    settings: Callable[[Clip], Config]
-    names: Names
-    output: str
-    axis: int = 0
-    more: Callable[[Clip], Config] = lambda clip: {}
-    text_types: Mapping[str, str] = field(default_factory=dict)
-    tokens: Mapping[str, str] = field(default_factory=lambda: {"image_token_id": "<image>"})
-    videos: Callable[[Clip], Config] | None = None
-    else_unknown: bool = False
-    interleaved: bool = False
-    norm_offset: float = 0.0
-    swaps: bool = True
+from vlmserve.models.gguf.clip import Clip, Config, Names, Projector
+from vlmserve.models.gguf.qwen_projectors import QWEN_PROJECTORS
 
 
 def _clip_names(tower: str) -> Names:
@@ -153,114 +76,6 @@ def _llava_resolutions(clip: Clip) -> Config:
             f"{clip.header.path}: clip.vision.image_grid_pinpoints is not a list of widths and heights"
         )
     return {"image_grid_pinpoints": [[height, width] for width, height in zip(edges[::2], edges[1::2], strict=True)]}
-
-
-def _qwen_names(*names: tuple[str, str]) -> Names:
-    """Of Qwen-VL's towers. names: those that not all have."""
-    return (
-        (r"v\.patch_embd\.weight(\.1)?", "visual.patch_embed.proj.weight"),
-        (r"v\.blk\.(\d+)\.ln([12])\.(\w+)", r"visual.blocks.\1.norm\2.\3"),
-        (r"v\.blk\.(\d+)\.attn_(?:qkv|[qkv])\.(\w+)", r"visual.blocks.\1.attn.qkv.\2"),
-        (r"v\.blk\.(\d+)\.attn_out\.(\w+)", r"visual.blocks.\1.attn.proj.\2"),
-        *names,
-    )
-
-
-def _qwen_mlp(up: str, down: str, gate: str = "") -> Names:
-    """gate: empty for one without gates."""
-    parts = {"up": up, "down": down, **({"gate": gate} if gate else {})}
-    return tuple((rf"v\.blk\.(\d+)\.ffn_{old}\.(\w+)", rf"visual.blocks.\1.mlp.{new}.\2") for old, new in parts.items())
-
-
-_QWEN2_MERGER: Names = (
-    (r"v\.post_ln\.(\w+)", r"visual.merger.ln_q.\1"),
-    (r"mm\.([02])\.(\w+)", r"visual.merger.mlp.\1.\2"),
-)
-_QWEN3_MERGERS: Names = (
-    (r"v\.patch_embd\.bias", "visual.patch_embed.proj.bias"),
-    (r"v\.position_embd\.weight", "visual.pos_embed.weight"),
-    (r"v\.post_ln\.(\w+)", r"visual.merger.norm.\1"),
-    (r"mm\.0\.(\w+)", r"visual.merger.linear_fc1.\1"),
-    (r"mm\.2\.(\w+)", r"visual.merger.linear_fc2.\1"),
-    (r"v\.deepstack\.(\d+)\.norm\.(\w+)", r"visual.deepstack_merger_list.\1.norm.\2"),
-    (r"v\.deepstack\.(\d+)\.fc([12])\.(\w+)", r"visual.deepstack_merger_list.\1.linear_fc\2.\3"),
-)
-_QWEN_TOKENS = {
-    "image_token_id": "<|image_pad|>",
-    "video_token_id": "<|video_pad|>",
-    "vision_start_token_id": "<|vision_start|>",
-    "vision_end_token_id": "<|vision_end|>",
-}
-
-
-def _qwen_sizes(clip: Clip) -> Config:
-    return {
-        "depth": clip["block_count"],
-        "num_heads": clip["attention.head_count"],
-        "patch_size": clip["patch_size"],
-        "spatial_merge_size": clip.get("spatial_merge_size", 2),
-        "temporal_patch_size": 2,
-    }
-
-
-def _qwen2_vision(clip: Clip) -> Config:
-    """Its ``hidden_size`` is the decoder's."""
-    width = clip["embedding_length"]
-    # Rounded up, so that the product with the width is not less.
-    ratio = math.nextafter(clip.intermediate_size / width, math.inf)
-    output = clip.tensor("mm.2.weight").shape[0]
-    sizes = {"embed_dim": width, "hidden_size": output, "mlp_ratio": ratio}
-    return {**_qwen_sizes(clip), **sizes, "model_type": "qwen2_vl", "hidden_act": "quick_gelu"}
-
-
-def _qwen25_vision(clip: Clip) -> Config:
-    every, layers = clip["n_wa_pattern"], clip["block_count"]
-    return {
-        **_qwen_sizes(clip),
-        "model_type": "qwen2_5_vl",
-        "hidden_size": clip["embedding_length"],
-        "intermediate_size": clip.intermediate_size,
-        "out_hidden_size": clip.tensor("mm.2.weight").shape[0],
-        "hidden_act": "silu",
-        "window_size": clip.get("window_size", 112),
-        "fullatt_block_indexes": list(range(every - 1, layers, every)),
-        "tokens_per_second": 2,
-    }
-
-
-def _qwen3_vision(clip: Clip) -> Config:
-    return {
-        **_qwen_sizes(clip),
-        "model_type": "qwen3_vl",
-        "hidden_size": clip["embedding_length"],
-        "intermediate_size": clip.intermediate_size,
-        "out_hidden_size": clip.tensor("mm.2.weight").shape[0],
-        "hidden_act": "gelu_pytorch_tanh",
-        "num_position_embeddings": clip.tensor("v.position_embd.weight").shape[0],
-        "deepstack_visual_indexes": clip.deepstack_layers,
-    }
-
-
-def _qwen_settings(least: int, most: int) -> Callable[[Clip], Config]:
-    """least, most: pixels of an image where the file does not say, those of the published checkpoints."""
-
-    def settings(clip: Clip) -> Config:
-        return {
-            "image_processor_type": "Qwen2VLImageProcessor",
-            "patch_size": clip["patch_size"],
-            "merge_size": clip.get("spatial_merge_size", 2),
-            "temporal_patch_size": 2,
-            "min_pixels": clip.get("image_min_pixels", least),
-            "max_pixels": clip.get("image_max_pixels", most),
-        }
-
-    return settings
-
-
-def _qwen3_videos(clip: Clip) -> Config:
-    """The published bounds are those of all frames of a video together."""
-    settings = _qwen_settings(64 * 64, 24 * 1024 * 1024)(clip)
-    return {**settings, "image_processor_type": None, "video_processor_type": "Qwen3VLVideoProcessor"}
 
 
 def _siglip_vision(kind: str) -> Callable[[Clip], Config]:
@@ -375,36 +190,7 @@ PROJECTORS: Mapping[str, Projector] = {
         more=_llava,
         else_unknown=True,
     ),
-    # Bounds of images, windows and times of frames are those of the published checkpoints.
-    "qwen2vl_merger": Projector(
-        "qwen2_vl",
-        _qwen2_vision,
-        _qwen_settings(56 * 56, 28 * 28 * 16384),
-        _qwen_names(*_qwen_mlp("fc1", "fc2"), *_QWEN2_MERGER),
-        "mm.2.weight",
-        text_types={"qwen2vl": "qwen2_vl_text"},
-        tokens=_QWEN_TOKENS,
-    ),
-    "qwen2.5vl_merger": Projector(
-        "qwen2_5_vl",
-        _qwen25_vision,
-        _qwen_settings(56 * 56, 28 * 28 * 16384),
-        _qwen_names(*_qwen_mlp("up_proj", "down_proj", "gate_proj"), *_QWEN2_MERGER),
-        "mm.2.weight",
-        text_types={"qwen2vl": "qwen2_5_vl_text"},
-        tokens=_QWEN_TOKENS,
-    ),
-    "qwen3vl_merger": Projector(
-        "qwen3_vl",
-        _qwen3_vision,
-        _qwen_settings(256 * 256, 4096 * 4096),
-        _qwen_names(*_qwen_mlp("linear_fc1", "linear_fc2"), *_QWEN3_MERGERS),
-        "mm.2.weight",
-        text_types={"qwen3vl": "qwen3_vl_text"},
-        tokens=_QWEN_TOKENS,
-        videos=_qwen3_videos,
-        swaps=False,
-    ),
+    **QWEN_PROJECTORS,
     "idefics3": Projector(
         "idefics3",
         _siglip_vision("idefics3_vision"),

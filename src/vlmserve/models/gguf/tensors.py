@@ -205,7 +205,10 @@ def _of_checkpoint(stored: Stored) -> _Source:
 
 def _sources(header: Header, architecture: Architecture) -> Iterator[tuple[str, _Source]]:
     """Tensors by the names that they have here. Raises UnsupportedModelError for one that has none."""
+    num_layers = Metadata(header).num_layers
     for name, info in header.tensors.items():
+        if (of_layer := re.match(r"blk\.(\d+)\.", name)) and int(of_layer[1]) >= num_layers:
+            continue
         path, _, kind = name.rpartition(".")
         layer = re.fullmatch(r"blk\.(\d+)\.(\w+)", path)
         part = _OF_A_LAYER.get(layer[2]) if layer else _WHOLE.get(path)
@@ -225,6 +228,8 @@ def _sources(header: Header, architecture: Architecture) -> Iterator[tuple[str, 
             yield f"{place}.{kind}", _Source(info, added=-architecture.norm_offset)
         elif architecture.interleaved and part.endswith(("q_proj", "k_proj")):
             yield f"{place}.{kind}", _Source(info, _uninterleaved(header, info, keys=part.endswith("k_proj")))
+        elif architecture.halved and Metadata(header).sections and part.endswith(("q_proj", "k_proj")):
+            yield f"{place}.{kind}", _Source(info, _interleaved(header, info, keys=part.endswith("k_proj")))
         else:
             yield f"{place}.{kind}", _Source(info)
 
@@ -232,15 +237,36 @@ def _sources(header: Header, architecture: Architecture) -> Iterator[tuple[str, 
 def _uninterleaved(header: Header, info: TensorInfo, *, keys: bool) -> NDArray[np.int64]:
     """The rows of queries or keys in which neighbours pair, in the order in which each pairs with one of the other half
     of its head."""
+    return _halves_of_pairs(info, _num_heads(header, keys=keys))
+
+
+def _interleaved(header: Header, info: TensorInfo, *, keys: bool) -> NDArray[np.int64]:
+    """The rows of queries or keys of which each pairs with one of the other half of what is rotated of its head, in the
+    order in which neighbours pair."""
+    heads = _num_heads(header, keys=keys)
+    _check_heads(info, heads)
+    rows = np.arange(info.shape[0]).reshape(heads, -1)
+    rotated = Metadata(header).get("rope.dimension_count", rows.shape[1])
+    if not isinstance(rotated, int) or rotated % 2 or not 0 < rotated <= rows.shape[1]:
+        raise ModelLoadError(f"{info.path}: {rotated!r} of a head's {rows.shape[1]} rows cannot be rotated in pairs")
+    pairs = rows[:, :rotated].reshape(heads, 2, -1).swapaxes(1, 2).reshape(heads, -1)
+    return np.concatenate((pairs, rows[:, rotated:]), 1).flatten()
+
+
+def _num_heads(header: Header, *, keys: bool) -> int:
     metadata = Metadata(header)
     heads = metadata["attention.head_count"]
-    return _halves_of_pairs(info, metadata.get("attention.head_count_kv", heads) if keys else heads)
+    return int(metadata.get("attention.head_count_kv", heads) if keys else heads)
 
 
 def _halves_of_pairs(info: TensorInfo, heads: int) -> NDArray[np.int64]:
+    _check_heads(info, heads)
+    return np.arange(info.shape[0]).reshape(heads, -1, 2).swapaxes(1, 2).flatten()
+
+
+def _check_heads(info: TensorInfo, heads: int) -> None:
     if info.shape[0] % (2 * heads):
         raise ModelLoadError(f"{info.path}: {heads} heads do not divide the {info.shape[0]} rows of {info.name}")
-    return np.arange(info.shape[0]).reshape(heads, -1, 2).swapaxes(1, 2).flatten()
 
 
 def _check(info: TensorInfo, header: Header) -> None:
