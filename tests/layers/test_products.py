@@ -10,7 +10,7 @@ from torch import Tensor
 from vlmserve.kernels.quantized import QuantizedWeight
 from vlmserve.layers import products
 from vlmserve.layers.operations import NO_EPILOGUE, Epilogue
-from vlmserve.layers.products import FEW_ROWS, PlainProduct, QuantizedProduct, UpcastProduct
+from vlmserve.layers.products import FEW_ROWS, PlainProduct, QuantizedProduct, UpcastProduct, torch_linear
 from vlmserve.quant.methods.rtn import round_to_nearest
 
 IN_FEATURES = 64
@@ -41,6 +41,16 @@ def test_bfloat16_products_are_the_same_with_and_without_instructions_for_them(
     assert output.dtype == torch.bfloat16
     exact = x.double() @ weight.double().T + bias.double()
     torch.testing.assert_close(output.double(), exact, rtol=0.02, atol=0.05)
+
+
+@pytest.mark.parametrize(("has_them", "kind"), [(True, PlainProduct), (False, UpcastProduct)])
+def test_a_layer_that_is_not_arranged_knows_what_the_processor_multiplies(
+    has_them: bool, kind: type[PlainProduct], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(products, "multiplies_bfloat16", lambda: has_them)
+    weight = torch.zeros(8, IN_FEATURES)
+    assert type(torch_linear(weight.bfloat16(), None, NO_EPILOGUE, torch.bfloat16)) is kind
+    assert type(torch_linear(weight, None, NO_EPILOGUE, torch.float32)) is PlainProduct
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)

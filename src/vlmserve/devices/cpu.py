@@ -25,7 +25,7 @@ from vlmserve.kernels.torch_decodes import BUCKET_COST
 from vlmserve.kernels.torch_sampling import Draw
 from vlmserve.layers.attention import StepContext
 from vlmserve.layers.operations import EncoderKernel, Epilogue, Norm, Product, Table
-from vlmserve.layers.products import PlainProduct, QuantizedProduct, ReorderedProduct, UpcastProduct
+from vlmserve.layers.products import ReorderedProduct, torch_linear
 
 logger = logging.getLogger(__name__)
 
@@ -71,11 +71,11 @@ class CpuDevice(TorchDevice):
         """See `Operations.linear`."""
         if not isinstance(weight, QuantizedWeight) and can_reorder(dtype, weight.device):
             return ReorderedProduct(weight, bias, epilogue)
-        return _by_torch(weight, bias, epilogue, dtype)
+        return torch_linear(weight, bias, epilogue, dtype)
 
     def table(self, weight: Tensor | QuantizedWeight, dtype: torch.dtype) -> Table:
         """See `Operations.table`. oneDNN cannot give back single rows, so a plain table stays as it is."""
-        return _by_torch(weight, None, Epilogue(float_output=True), dtype)
+        return torch_linear(weight, None, Epilogue(float_output=True), dtype)
 
     def cache_budget(self, fraction: float, largest_step: Callable[[], None], reserved: int = 0) -> int:
         """See `Device.cache_budget`. A share of what is free, whatever `fraction` says; pages that are never written
@@ -95,15 +95,6 @@ def can_reorder(dtype: torch.dtype, device: torch.device) -> bool:
         # What the processor has is not all that counts: ONEDNN_MAX_CPU_ISA can hold oneDNN to less.
         return multiplies_bfloat16() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
     return dtype == torch.float32
-
-
-def _by_torch(
-    weight: Tensor | QuantizedWeight, bias: Tensor | None, epilogue: Epilogue, dtype: torch.dtype
-) -> PlainProduct | QuantizedProduct:
-    slow = dtype == torch.bfloat16 and not multiplies_bfloat16()
-    if isinstance(weight, QuantizedWeight):
-        return QuantizedProduct(weight, bias, epilogue, dtype, compute=torch.float32 if slow else None)
-    return (UpcastProduct if slow else PlainProduct)(weight, bias, epilogue)
 
 
 class NativeCpuDevice(CpuDevice):

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from vlmserve.kernels.choice import multiplies_bfloat16
 from vlmserve.kernels.quantized import QuantizedWeight
 from vlmserve.layers.activation import activation
 from vlmserve.layers.adapters import LinearAdapters
@@ -193,11 +194,13 @@ class QuantizedProduct(TorchProduct):
 
 def torch_linear(
     weight: Tensor | QuantizedWeight, bias: Tensor | None, epilogue: Epilogue, dtype: torch.dtype
-) -> TorchProduct:
-    """A product that any device of torch's computes. See `Operations.linear`."""
+) -> PlainProduct | QuantizedProduct:
+    """A product that any device of torch's computes, an `UpcastProduct` where it helps. See `Operations.linear`."""
+    device = weight.values.device if isinstance(weight, QuantizedWeight) else weight.device
+    slow = device.type == "cpu" and dtype == torch.bfloat16 and not multiplies_bfloat16()
     if isinstance(weight, QuantizedWeight):
-        return QuantizedProduct(weight, bias, epilogue, dtype)
-    return PlainProduct(weight, bias, epilogue)
+        return QuantizedProduct(weight, bias, epilogue, dtype, compute=torch.float32 if slow else None)
+    return (UpcastProduct if slow else PlainProduct)(weight, bias, epilogue)
 
 
 def torch_table(weight: Tensor | QuantizedWeight, dtype: torch.dtype) -> PlainProduct | QuantizedProduct:
