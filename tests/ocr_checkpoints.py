@@ -30,7 +30,8 @@ BOUNDS = (16 * 16, 48 * 48)
 GLM_TEMPLATE = (
     "[gMASK]<sop>{% for message in messages %}<|{{ message.role }}|>\n"
     "{% if message.content is string %}{{ message.content }}{% else %}{% for part in message.content %}"
-    "{% if part.type == 'image' %}<|begin_of_image|><|image|><|end_of_image|>{% else %}{{ part.text }}{% endif %}"
+    "{% if part.type == 'image' %}<|begin_of_image|><|image|><|end_of_image|>"
+    "{% elif part.type == 'video' %}<|begin_of_video|><|video|><|end_of_video|>{% else %}{{ part.text }}{% endif %}"
     "{% endfor %}{% endif %}{% endfor %}{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
 )
 _GLM_TOKENS = (

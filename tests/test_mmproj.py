@@ -146,7 +146,7 @@ def test_a_pair_answers_as_its_checkpoint_does(tmp_path: Path, kind: str, make: 
     ours, theirs = llm(*files), llm(folder)
     assert_same_answers(ours, theirs)
     own_videos = [one._preparer._video_processor is not None for one in (ours, theirs)]
-    assert own_videos == [kind.startswith("qwen")] * 2
+    assert own_videos == [kind.startswith(("qwen", "glm"))] * 2
 
 
 @pytest.mark.parametrize(("kind", "make"), [("glm_ocr", make_glm_ocr), ("paddleocr_vl", make_paddleocr)])
@@ -157,10 +157,12 @@ def test_a_language_model_alone_answers_texts(tmp_path: Path, kind: str, make: C
     assert answers[0].outputs == answers[1].outputs
 
 
-def test_videos_are_those_of_the_checkpoint(tmp_path: Path) -> None:
-    folder = make_qwen_vl(tmp_path / "folder", "qwen2_5_vl")
-    metadata = {f"clip.vision.{name}": value for name, value in UNSAID["qwen2_5_vl"].items()}
-    files = write_pair(folder, tmp_path / "pair", "qwen2_5_vl", metadata=metadata)
+@pytest.mark.parametrize("name", ["Qwen2.5-VL", "GLM-OCR"])
+def test_videos_are_those_of_the_checkpoint(tmp_path: Path, name: str) -> None:
+    kind, make = MAKERS[name]
+    folder = make(tmp_path / "folder")
+    metadata = {f"clip.vision.{name}": value for name, value in UNSAID[kind].items()}
+    files = write_pair(folder, tmp_path / "pair", kind, metadata=metadata)
     frames = [noise(40, 30, seed) for seed in range(4)]
     conversation = [
         {"role": "user", "content": [{"type": "video", "video": frames}, {"type": "text", "text": "What moves?"}]}

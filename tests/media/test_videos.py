@@ -18,6 +18,7 @@ from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
 from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor, smart_resize
 from transformers.video_utils import VideoMetadata
 
+from tests.media import glm_videos
 from tests.media.images_for_tests import encoded, noise
 from vlmserve.config import MediaConfig, ProcessorOverrides
 from vlmserve.errors import (
@@ -95,6 +96,43 @@ def test_frames_of_a_video_share_its_pixels_as_in_transformers(num_frames: int) 
     for width, height in ((40, 24), (100, 30), (7, 50), (300, 2), (640, 480), (12, 12)):
         pixels, _ = videos.process(iter([DecodedImage.whole(noise(width, height))] * num_frames), num_frames, LIMITS)
         assert pixels.shape[2:] == smart_resize(num_frames, height, width, 2, 8, 4000, 40_000)
+
+
+GLM_TIMES = FrameTimes(TIMES.encode, "(", ")", behind=True)
+GLM = VideoProcessor.from_settings(SETTINGS, {}, times=GLM_TIMES)
+
+
+@pytest.mark.parametrize("num_frames", [1, 2, 7, 25, 26, 99, 100, 250, 2000, 80_000])
+@pytest.mark.parametrize("rate", [0.4, 1.0, 6.0, 23.976, 30.0])
+def test_frames_of_glm_are_those_that_transformers_takes(num_frames: int, rate: float) -> None:
+    own: Any = SimpleNamespace(temporal_patch_size=2)
+    metadata = VideoMetadata(total_num_frames=num_frames, fps=rate, duration=num_frames / rate)
+    taken = GLM.timing.sample(num_frames, rate)
+    if int(num_frames / rate * 6) == 0:
+        assert taken == [0, 0], "for which transformers takes none"
+    else:
+        assert taken == glm_videos.module().Glm46VVideoProcessor.sample_frames(own, metadata).tolist()
+
+
+def test_frames_of_glm_keep_limits_and_rates_that_are_asked_for() -> None:
+    assert len(GLM.timing.sample(100_000, 30.0)) == 640
+    few = VideoProcessor.from_settings(SETTINGS, {}, times=GLM_TIMES, max_frames=9)
+    assert few.timing.sample(900, 30.0) == [0, 128, 256, 385, 513, 642, 770, 899]
+    assert GLM.within(ImageBudget(), 0.2).timing.sample(900, 30.0) == [0, 180, 360, 539, 719, 899]
+    fixed = VideoProcessor.from_settings(SETTINGS, {}, times=GLM_TIMES, overrides=ProcessorOverrides(fps=0.2))
+    assert fixed.timing.sample(900, 30.0) == [0, 180, 360, 539, 719, 899]
+
+
+@pytest.mark.parametrize("num_frames", [2, 3, 6, 61])
+def test_frames_of_glm_have_the_sizes_of_transformers(num_frames: int) -> None:
+    size = {"size": {"shortest_edge": 4000, "longest_edge": 40_000}}
+    # What an image processor counts twice is counted once, as the settings are those of a video processor, too.
+    for named in ({}, {"image_processor_type": "Glm46VImageProcessor"}):
+        videos = VideoProcessor.from_settings({**SETTINGS, **named, **size}, {}, times=GLM_TIMES)
+        for width, height in ((40, 24), (100, 30), (7, 50), (300, 2), (12, 12)):
+            frames = iter([DecodedImage.whole(noise(width, height))] * num_frames)
+            pixels, _ = videos.process(frames, num_frames, LIMITS)
+            assert pixels.shape[2:] == glm_videos.smart_resize()(num_frames, height, width, 2, 8, 4000, 40_000)
 
 
 def test_times_are_those_that_transformers_writes() -> None:

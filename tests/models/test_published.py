@@ -254,6 +254,27 @@ def test_the_bounds_of_glm_ocrs_processor_count_an_image_twice(preparers: Callab
         preparers("GLM-OCR").chat([{"role": "user", "content": [image]}], allow_local=True)
 
 
+def test_frames_of_glm_ocrs_videos_are_images_before_their_times(
+    folders: Callable[[str], Path], preparers: Callable[[str], RequestPreparer]
+) -> None:
+    content = [{"type": "video", "video": [noise(320, 240)] * 5, "fps": 2}, {"type": "text", "text": "What?"}]
+    # A template that knows nothing of videos: they become images.
+    prompt = preparers("GLM-OCR").chat([{"role": "user", "content": content}], allow_local=True)
+    assert len(prompt.images) == 5
+    image = "<|begin_of_image|><|image|><|end_of_image|>"
+    branch = "{%- elif part.type == 'video' -%}" + image.replace("image", "video")
+    template = published_glm_ocr.TEMPLATE.replace(image, image + branch)
+    preparer = RequestPreparer(folders("GLM-OCR"), MediaConfig(), chat_template=template)
+    prompt = preparer.chat([{"role": "user", "content": content}], allow_local=True)
+    [span] = prompt.images
+    assert span.image.grid == (3, 9, 11)
+    frames = "".join(image.replace("<|image|>", "<|image|>" * 99) + f"{time} seconds" for time in ("0.0", "1.0", "2.0"))
+    text = text_of(preparer, prompt.token_ids)
+    assert text == f"[gMASK]<sop><|user|>\n<|begin_of_video|>{frames}<|end_of_video|>What?<|assistant|>\n"
+    assert preparer.tokenizer.video_token_id == 59281
+    assert prompt.token_ids.count(59280) == span.image.num_embeddings == 297
+
+
 # Qwen3-VL
 
 

@@ -130,7 +130,8 @@ def video_processor(folder: Path, tokenizer: Tokenizer, media: MediaConfig) -> V
     """Of a model that takes videos."""
     times = None
     if tokenizer.frame_ends is not None:
-        times = FrameTimes(partial(tokenizer.encode, add_special_tokens=False), *tokenizer.frame_ends)
+        encode = partial(tokenizer.encode, add_special_tokens=False)
+        times = FrameTimes(encode, *tokenizer.frame_ends, behind=tokenizer.frames_are_images)
     settings = _settings(folder, "video_processor", "video_preprocessor_config.json", "preprocessor_config.json")
     return VideoProcessor.from_settings(
         settings,

@@ -117,7 +117,9 @@ class RequestPreparer:
         self.reasoning = choose_reasoning(self._template, self.tokenizer, engine.reasoning_parser)
         self.token_bytes = token_bytes(self.tokenizer)
         """The bytes that a token stands for, by its id."""
-        supports_videos = self.tokenizer.video_token_id is not None and not theirs
+        video_token = self.tokenizer.video_token
+        # A chat template may know nothing of the videos that the model takes.
+        supports_videos = video_token is not None and not theirs and (template is None or video_token in template)
         self._video_processor = video_processor(folder, self.tokenizer, media) if supports_videos else None
         self._videos_as_images = None
         if self._processor is not None and self._template is not None and not (supports_videos or self._one_image):
@@ -420,7 +422,14 @@ class RequestPreparer:
         check_placeholders(ids, video_token_id, len(videos), "video")
         prepared = self._prepare_all([*images, *videos], salt)
         count = len(images)
-        return expand_placeholders(ids, image_token_id, prepared[:count], video_token_id, prepared[count:])
+        return expand_placeholders(
+            ids,
+            image_token_id,
+            prepared[:count],
+            video_token_id,
+            prepared[count:],
+            frames_are_images=self.tokenizer.frames_are_images,
+        )
 
     def _prepare_all(self, media: Sequence[Medium], salt: str) -> list[ImageInput]:
         """Raises the error of the first that is wrong; of those that a caller in this process gave, all errors."""

@@ -36,6 +36,11 @@ FRAME_BOUNDS = (128 * 28 * 28, 768 * 28 * 28)
 VIDEO_BOUNDS = (128 * 32 * 32, 768 * 32 * 32)
 """Likewise, of all frames of a video together, where a model bounds these."""
 FPS, MIN_FRAMES, MAX_FRAMES = 2.0, 4, 768
+GLM_BOUNDS = (112 * 112, 28 * 28 * 60000)
+"""As `VIDEO_BOUNDS`, of GLM-V's models."""
+GLM_RATES = ((30, 3.0), (300, 1.0), (2400, 0.5))
+"""Embeddings of a second of files that are so many seconds long at most; of longer ones, as if they were no longer."""
+GLM_MAX_FRAMES = 640
 
 
 @dataclass(frozen=True)
@@ -45,6 +50,7 @@ class Timing:
     fps: frames taken of a second of a file; of frames that come one by one, how many are a second. min_frames,
     max_frames: taken of a file, if it has them. depth: frames that share an embedding. positions_per_second: None: one
     position each for so many frames. to_the_end: the first and the last frame of a file are among those that are taken.
+    by_length: how many frames are taken of a second of a file depends on its length, as for GLM-V.
     """
 
     fps: float
@@ -53,10 +59,13 @@ class Timing:
     depth: int
     positions_per_second: float | None
     to_the_end: bool = False
+    by_length: bool = False
 
     def sample(self, num_frames: int, rate: float) -> list[int]:
         """Which frames are taken of a file of so many, `rate` a second: evenly spread, whole embeddings if it has
         them."""
+        if self.by_length:
+            return self._sample_by_length(num_frames, rate)
         if self.to_the_end:
             count = min(max(int(num_frames / rate * self.fps), self.min_frames), self.max_frames, num_frames)
             return [int(index) for index in np.linspace(0, num_frames - 1, count).round()]
@@ -65,6 +74,28 @@ class Timing:
         wanted = min(max(num_frames / rate * self.fps, self.min_frames), most)
         count = max(1, int(wanted) // depth * depth)
         return [int(index * (num_frames / count)) for index in range(count)]
+
+    def _sample_by_length(self, num_frames: int, rate: float) -> list[int]:
+        """As transformers' video processor of GLM-4.6V does it; the last frame may come twice."""
+        length = min(num_frames / rate, GLM_RATES[-1][0])
+        per_second = next(own for longest, own in GLM_RATES if length <= longest)
+        most = min(self.max_frames // self.depth * self.depth, GLM_MAX_FRAMES)
+        count = max(1, min(int(length * per_second * self.depth), most))
+        indices: list[int] = []
+        if num_frames >= count:
+            # The first frames that are not shown before their time.
+            due, step = 0.0, 1 / (self.depth * per_second)
+            for index in range(num_frames):
+                if index * (1 / rate) >= due:
+                    due += step
+                    indices.append(index)
+                    if due >= int(num_frames / rate):
+                        break
+        if len(indices) != count:
+            last = indices[-1] if indices and len(indices) < count else num_frames - 1
+            indices = [int(index) for index in np.linspace(0, last, count, dtype=int)]
+        indices = sorted(set(indices))
+        return [*indices, *indices[-1:] * (-len(indices) % self.depth)]
 
     def frame_step(self, rate: float) -> float:
         """`ImageInput.frame_step` of frames of which there are `rate` a second."""
@@ -91,8 +122,8 @@ class VideoProcessor:
         self.timing = timing
         self._bounds = bounds
         self._times = times
-        written = None if times is None else (times.begin, times.end)
-        described = json.dumps(["videos v2", asdict(timing), bounds, written], sort_keys=True).encode()
+        written = None if times is None else (times.begin, times.end, times.behind)
+        described = json.dumps(["videos v3", asdict(timing), bounds, written], sort_keys=True).encode()
         self.fingerprint = blake3(frames.fingerprint + described).digest()
 
     @classmethod
@@ -109,8 +140,12 @@ class VideoProcessor:
         """settings: of the checkpoint's video processor. vision_config: of its config.json. max_frames: the server's
         own limit. times: see above; a model that reads them bounds the pixels of all frames together, too."""
         overrides = overrides or ProcessorOverrides()
-        bounds = None if times is None else pixel_bounds(settings, VIDEO_BOUNDS)
-        own = settings if bounds is None else {**settings, "size": None, "min_pixels": None, "max_pixels": bounds[1]}
+        is_glm = times is not None and times.behind
+        bounds, own = None, settings
+        if times is not None:
+            bounds = pixel_bounds(settings, GLM_BOUNDS if is_glm else VIDEO_BOUNDS)
+            unset = ("image_processor_type", "size", "min_pixels")
+            own = {**settings, **dict.fromkeys(unset), "max_pixels": bounds[1]}
         frames = AnySizeProcessor.from_settings(
             own, exact_pixels=exact_pixels, overrides=overrides, bounds=FRAME_BOUNDS if bounds is None else (1, 1)
         )
@@ -122,6 +157,7 @@ class VideoProcessor:
             depth=int(settings.get("temporal_patch_size") or 2),
             positions_per_second=float(vision_config.get("tokens_per_second", 4)) if counts_seconds else None,
             to_the_end=times is not None,
+            by_length=is_glm and overrides.fps is None,
         )
         return cls(frames, timing, bounds, times)
 
@@ -130,7 +166,7 @@ class VideoProcessor:
 
         Raises InvalidRequestError for a budget that is larger.
         """
-        timing = self.timing if fps is None else replace(self.timing, fps=fps)
+        timing = self.timing if fps is None else replace(self.timing, fps=fps, by_length=False)
         return VideoProcessor(self._frames.within(budget), timing, self._bounds, self._times)
 
     def reduction(self, size: tuple[int, int]) -> float:

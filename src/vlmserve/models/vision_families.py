@@ -276,7 +276,7 @@ VISION_FAMILIES: dict[str, VisionFamily] = {
         videos=True,
     ),
     "glm_ocr": VisionFamily(
-        "GlmOcrForConditionalGeneration", "glm_ocr_text", _qwen, 59280, _GLM_OCR_NAMES, models="GLM-OCR"
+        "GlmOcrForConditionalGeneration", "glm_ocr_text", _qwen, 59280, _GLM_OCR_NAMES, models="GLM-OCR", videos=True
     ),
     "paddleocr_vl": VisionFamily(
         "PaddleOCRVLForConditionalGeneration",

@@ -28,12 +28,18 @@ DEFAULT_IMAGE_TOKEN_IDS = {
 """Placeholders of images, by model types whose config.json may leave them out."""
 OWN_PREPROCESSING = DEFAULT_IMAGE_TOKEN_IDS.keys() | {"blip", "moondream1"}
 """Model types for whose images there is code of our own."""
-DEFAULT_VIDEO_TOKEN_IDS = {"qwen2_vl": 151656, "qwen2_5_vl": 151656, "qwen3_vl": 151656}
+DEFAULT_VIDEO_TOKEN_IDS = {"qwen2_vl": 151656, "qwen2_5_vl": 151656, "qwen3_vl": 151656, "glm_ocr": 59281}
 """Placeholders of videos, by the model types that take any."""
 DEFAULT_IMAGE_ENDS = {"gemma3": (255999, 256000)}
 """The tokens before and after an image, by model types whose chat templates write the first alone for it."""
-DEFAULT_FRAME_ENDS = {"qwen3_vl": (151652, 151653)}
-"""The tokens before and after each frame of a video, by model types that read the times of frames as text."""
+DEFAULT_FRAME_ENDS = {
+    "qwen3_vl": {"vision_start_token_id": 151652, "vision_end_token_id": 151653},
+    "glm_ocr": {"image_start_token_id": 59256, "image_end_token_id": 59257},
+}
+"""The tokens before and after each frame of a video, by model types that read the times of frames as text, and by what
+config.json calls them."""
+FRAMES_ARE_IMAGES = {"glm_ocr"}
+"""Model types whose videos have images' tokens for their frames."""
 
 LLAVA_TEMPLATE = (
     "{% for message in messages %}"
@@ -97,7 +103,8 @@ def read_prompt_files(folder: Path) -> PromptFiles:
     template, end_token_ids = _chat_template(folder, tokenizer_config), _end_token_ids(folder, config)
     if of_file is not None:
         special, template, end_token_ids = of_file.special_tokens, of_file.chat_template, of_file.end_token_ids
-    ends, frame_ends = DEFAULT_IMAGE_ENDS.get(model_type), DEFAULT_FRAME_ENDS.get(model_type)
+    ends = DEFAULT_IMAGE_ENDS.get(model_type)
+    frame_ends = [config.get(name, usual) for name, usual in DEFAULT_FRAME_ENDS.get(model_type, {}).items()]
     return PromptFiles(
         model_type=model_type,
         tokenizer_config=tokenizer_config,
@@ -111,12 +118,8 @@ def read_prompt_files(folder: Path) -> PromptFiles:
         image_ends=(config.get("boi_token_index", ends[0]), config.get("eoi_token_index", ends[1]))
         if ends is not None
         else None,
-        frame_ends=(
-            config.get("vision_start_token_id", frame_ends[0]),
-            config.get("vision_end_token_id", frame_ends[1]),
-        )
-        if frame_ends is not None
-        else None,
+        frame_ends=(frame_ends[0], frame_ends[1]) if frame_ends else None,
+        frames_are_images=model_type in FRAMES_ARE_IMAGES,
         has_own_preprocessing=model_type in OWN_PREPROCESSING or isinstance(visual, dict),
     )
 

@@ -26,9 +26,12 @@ def expand_placeholders(
     images: Sequence[ImageInput],
     video_token_id: int | None = None,
     videos: Sequence[ImageInput] = (),
+    *,
+    frames_are_images: bool = False,
 ) -> Prompt:
     """A prompt in which the n-th placeholder of `token_ids` is repeated as often as the n-th image has tokens, with
-    the image's text between them, and those of videos likewise.
+    the image's text between them, and those of videos likewise. frames_are_images: what is repeated for a video is the
+    placeholder of images.
 
     Raises InvalidRequestError unless there are as many placeholders as images and videos.
     """
@@ -43,7 +46,8 @@ def expand_placeholders(
         if token_id in waiting:
             image = next(waiting[token_id])
             spans.append(ImageSpan(image, start=len(expanded)))
-            tokens = [token_id] * image.num_tokens
+            repeated = image_token_id if frames_are_images and image_token_id is not None else token_id
+            tokens = [repeated] * image.num_tokens
             for place, text_id in image.text:
                 tokens[place] = text_id
             expanded += tokens

@@ -32,8 +32,9 @@ class PromptFiles:
     image_token_id, video_token_id: the placeholders' ids, None for a model that takes no images, or no videos.
     image_ends: ids of the tokens around an image's placeholders, where chat templates write the first alone, and the
     rest, with empty lines around it, follows from it; None: they write the placeholder.
-    frame_ends: ids of the tokens around each frame of a video whose times are text, where chat templates write them
-    once around the placeholder; None: times are no text.
+    frame_ends: ids of the tokens around each frame of a video whose times are text; chat templates write them once
+    around the placeholder, if they are not those of images, and they are left out there. None: times are no text.
+    frames_are_images: the tokens in and around frames are those of images, and times stand behind them.
     has_own_preprocessing: whether what makes pixels of images for this kind of model is our own.
     chat_template: jinja source, None if there is none.
     """
@@ -47,4 +48,5 @@ class PromptFiles:
     video_token_id: int | None = None
     image_ends: tuple[int, int] | None = None
     frame_ends: tuple[int, int] | None = None
+    frames_are_images: bool = False
     has_own_preprocessing: bool = True

@@ -45,7 +45,7 @@ class Tokenizer:
 
     image_token, image_token_id: the placeholder of an image, None for a model without a vision tower; video_token,
     video_token_id: of a video. image_mark: what chat templates write for an image. frame_ends: the tokens around each
-    frame of a video whose times are text; None: times are no text.
+    frame of a video whose times are text; None: times are no text. frames_are_images: as of `PromptFiles`.
     special_tokens: by name (``bos_token``…). end_token_ids: ids that end an answer.
     control_tokens: what users' text must never be read as.
     """
@@ -65,6 +65,7 @@ class Tokenizer:
             begin, end = (_ensure_token(backend, id_, "a token beside images") for id_ in files.image_ends)
             self.image_mark, self._image = begin, f"\n\n{begin}{self.image_token}{end}\n\n"
         self.frame_ends: tuple[str, str] | None = None
+        self.frames_are_images = files.frames_are_images
         if files.frame_ends is not None:
             begin, end = (_ensure_token(backend, id_, "a token beside frames") for id_ in files.frame_ends)
             assert begin is not None
