@@ -39,6 +39,7 @@ def expected(llava: Oracle, prompts: list[Prompt]) -> list[list[int]]:
 @pytest.fixture(autouse=True)
 def small_stages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CpuDevice, "stage_products", 5000)
+    monkeypatch.setattr(CpuDevice, "stage_rows", 1)
 
 
 def bounded(engine: Engine, budget: float) -> Engine:

@@ -117,8 +117,8 @@ def test_all_heads_alone_are_all_heads_together() -> None:
 def test_stages_are_as_large_as_the_budget_allows() -> None:
     rows = torch.arange(10.0)
 
-    def made(allowed: float, least: int = 1) -> list[int]:
-        budget = StageBudget(0, least=least)
+    def made(allowed: float, least: int = 1, multiple: int = 1) -> list[int]:
+        budget = StageBudget(0, least=least, rows=multiple)
         doubled, steps = made_in(by_rows(lambda x: 2 * x, 3, budget, rows), budget, allowed)
         assert torch.equal(doubled, 2 * rows)
         return steps
@@ -128,3 +128,4 @@ def test_stages_are_as_large_as_the_budget_allows() -> None:
     assert made(10) == [9, 9, 12], "what is left of a step is kept"
     assert made(1) == [0, 0, 3] * 10
     assert made(9, least=12) == [0, 18, 0, 12], "too few rows wait for another step, but the last ones"
+    assert made(9, multiple=4) == [0, 12, 12, 6], "a weight is read for four rows at a time"

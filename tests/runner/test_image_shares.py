@@ -47,7 +47,10 @@ class Tower:
 def encoder(rank: int, meeting: Meeting) -> tuple[ImageEncoder, Tower]:
     tower = Tower()
     device = SimpleNamespace(
-        stage_products=1, torch_device=torch.device("cpu"), upload_pixels=lambda pixels, _: torch.from_numpy(pixels)
+        stage_products=1,
+        stage_rows=1,
+        torch_device=torch.device("cpu"),
+        upload_pixels=lambda pixels, _: torch.from_numpy(pixels),
     )
     model = SimpleNamespace(
         device=device, dtype=torch.bfloat16, vision=tower, cross=None, ranks=ThreadRanks(meeting, rank),

@@ -63,6 +63,7 @@ class CpuDevice(TorchDevice):
 
     images_per_step = 4
     stage_products = 2**28
+    stage_rows = 96
     bucket_cost = BUCKET_COST
 
     def linear(

@@ -51,7 +51,8 @@ class Device(Operations, Protocol):
     torch_device: where tensors lie. kernels: what computes, for people: "torch" or an instruction set.
     keeps_packed: whether weights that a file holds in few bits stay packed unless the settings say otherwise.
     images_per_step: images that go through the vision tower in one step, unless the settings say. stage_products:
-    multiplications of the vision tower that are too few to be worth a stage, see `StageBudget`.
+    multiplications of the vision tower that are too few to be worth a stage, and stage_rows: rows of a stage or of a
+    part of it, see `StageBudget`.
     padding_blocks: blocks of the KV cache that batches' padding rows need: 1 where `padded_decodes` pads, else 0.
     """
 
@@ -60,6 +61,7 @@ class Device(Operations, Protocol):
     keeps_packed: bool
     images_per_step: int
     stage_products: int
+    stage_rows: int
     padding_blocks: int
 
     @property

@@ -25,6 +25,7 @@ class TorchDevice:
     keeps_packed = False
     images_per_step = 16
     stage_products = 2**36
+    stage_rows = 128
     padding_blocks = 0
     bucket_cost = 2**15
     """See `torch_decodes.BUCKET_COST`. An estimate for GPUs: the launches of a bucket take as long as reading tens of

@@ -19,19 +19,20 @@ class StageBudget:
     """How many multiplications may be made before the next pause, and how many were made.
 
     A stage is as large as the budget allows. least: multiplications of a stage that does not end its operation: smaller
-    ones use the processor badly, so what is left is kept until it is enough.
+    ones use the processor badly, so what is left is kept until it is enough. rows: rows of such a stage, or a multiple
+    of them. A product reads its whole weight for so many rows at a time, and would read it for fewer as well.
     """
 
-    def __init__(self, left: float = math.inf, *, least: int = 1) -> None:
-        self.left, self.least = left, least
+    def __init__(self, left: float = math.inf, *, least: int = 1, rows: int = 1) -> None:
+        self.left, self.least, self.rows = left, least, rows
         self.made = 0
 
-    def take(self, units: int, products: int) -> int:
+    def take(self, units: int, products: int, multiple: int = 1) -> int:
         """How many of the remaining units of an operation are the next stage; 0: the budget is too small for one.
 
-        products: multiplications of a unit.
+        products: multiplications of a unit. multiple: of how many units a stage consists that does not end it.
         """
-        count = units if units * products <= self.left else int(self.left // products)
+        count = units if units * products <= self.left else int(self.left // products) // multiple * multiple
         if count < units and count * products < self.least:
             return 0
         self.left -= count * products
@@ -54,7 +55,7 @@ def by_rows(compute: Callable[..., Tensor], products: int, budget: StageBudget, 
     rows, parts = len(inputs[0]), []
     done = 0
     while done < rows:
-        while not (count := budget.take(rows - done, products)):
+        while not (count := budget.take(rows - done, products, budget.rows)):
             yield
         parts.append(compute(*(whole[done : done + count] for whole in inputs)))
         done += count

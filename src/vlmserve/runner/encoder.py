@@ -10,6 +10,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from vlmserve.devices.device import Device
 from vlmserve.layers.parallel import Ranks
 from vlmserve.layers.stages import StageBudget
 from vlmserve.models.protocols import LoadedModel, VisionEncoder
@@ -33,7 +34,7 @@ class ImageEncoder:
     def __init__(self, model: LoadedModel, adapters: RunnerAdapters | None = None) -> None:
         self._model = model
         self._adapters = adapters
-        self._least_stage = model.device.stage_products
+        self._device = model.device
         self.embeddings: dict[bytes, Tensor] = {}
         self._unfinished: dict[bytes, _Encoding] = {}
 
@@ -63,7 +64,7 @@ class ImageEncoder:
         self._use_adapter(image.adapter)
         with self._given_up(image.key):
             pixels = self._pixels(image)
-            begun = _Encoding(self._tower, pixels, image.tiling, self._least_stage, image.adapter)
+            begun = _Encoding(self._tower, pixels, image.tiling, self._device, image.adapter)
             self._unfinished[image.key] = begun
 
     def lacks_any(self, request: ScheduledRequest) -> bool:
@@ -86,12 +87,11 @@ class ImageEncoder:
         """
         if self._model.vision is None or (shape := self._model.vision.example_shape) is None:
             return 0, 0.0
-        device = self._model.device
-        pixels = torch.zeros(shape, device=device.torch_device, dtype=self._model.dtype)
-        wanted = WARM_UP_STAGES * self._least_stage
-        _Encoding(self._model.vision, pixels, None, self._least_stage).advance(wanted)
-        clock = device.clock()
-        products = _Encoding(self._model.vision, pixels, None, self._least_stage).advance(wanted)
+        pixels = torch.zeros(shape, device=self._device.torch_device, dtype=self._model.dtype)
+        wanted = WARM_UP_STAGES * self._device.stage_products
+        _Encoding(self._model.vision, pixels, None, self._device).advance(wanted)
+        clock = self._device.clock()
+        products = _Encoding(self._model.vision, pixels, None, self._device).advance(wanted)
         clock.mark()
         [seconds] = clock.seconds()
         return products, seconds
@@ -103,7 +103,7 @@ class ImageEncoder:
         return self._model.vision
 
     def _pixels(self, image: ImageInput) -> Tensor:
-        return self._model.device.upload_pixels(image.pixels, self._model.dtype)
+        return self._device.upload_pixels(image.pixels, self._model.dtype)
 
     def _encode(self, images: list[ImageInput]) -> int:
         """All of them that have the same adapter in one call, or divided among ranks, which have no adapters."""
@@ -133,7 +133,7 @@ class ImageEncoder:
             ranks,
             width=self._model.cross.feature_size if self._model.cross else self._model.language_model.image_width,
             dtype=self._model.dtype,
-            device=self._model.device.torch_device,
+            device=self._device.torch_device,
         )
         self._keep(images, encoded)
         return max(sum(costs[index] for index in share) for share in shares)
@@ -187,12 +187,11 @@ class _Encoding:
     """An image on its way through the tower, with an adapter's digest. result: its embeddings, once they are there."""
 
     def __init__(
-        self, tower: VisionEncoder, pixels: Tensor, tiling: TowerInputs | None, least: int, adapter: bytes = b""
+        self, tower: VisionEncoder, pixels: Tensor, tiling: TowerInputs | None, device: Device, adapter: bytes = b""
     ) -> None:
-        """least: multiplications of a stage, see `StageBudget`."""
         self.adapter = adapter
         self.result: Tensor | None = None
-        self._budget = StageBudget(0, least=least)
+        self._budget = StageBudget(0, least=device.stage_products, rows=device.stage_rows)
         self._stages = tower.in_stages([pixels], [tiling], self._budget)
 
     def advance(self, products: float) -> int:
