@@ -89,6 +89,21 @@ def test_gated_products_are_those_of_float64(product: Product) -> None:
 
 
 @built
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.usefixtures("isa")
+def test_wide_inputs_of_many_rows_are_multiplied_a_chunk_at_a_time(dtype: torch.dtype) -> None:
+    """More inputs than a chunk has, more rows than are cached, and as few as are multiplied in another way."""
+    x, weight, bias, residual = Product(101, 1030, 70, dtype, 0).tensors()
+    packed = PackedLinear(weight, bias)
+    magnitude = F.linear(x.double().abs(), weight.double().abs())
+    expected = F.linear(x.double(), weight.double(), bias.double()) + residual.double()
+    together = packed(x, residual)
+    assert_close(together, expected, magnitude)
+    for rows in (1, 23, 24):
+        assert torch.equal(packed(x[:rows], residual[:rows]), together[:rows])
+
+
+@built
 def test_a_product_goes_where_it_is_told_to() -> None:
     x, weight, bias, residual = Product(3, 10, 7, torch.float32, 0).tensors()
     packed, out = PackedLinear(weight, bias), torch.empty(3, 7)

@@ -47,15 +47,24 @@ struct Float32 {
     typedef f32v Weights;
     static constexpr long PAIR = 1;
     static constexpr int STEPS = 1, BLOCK = rows_of_block(STEPS);
+    static constexpr bool EXPANDED = false;
     INLINE Input input(const Element* x) { return *x; }
     INLINE Weights weights(const Element* packed, int) { return load(packed); }
     INLINE Weights first_of_pair(const Element* packed) { return load(packed); }
     INLINE void multiply(f32v& sum, const Input& x, Weights w, int) { sum += x * w; }
 };
 
+// The first or second inputs' weights, as float32, of a vector of pairs in bfloat16.
+INLINE f32v half_of_pairs(const bf16* packed, int step) {
+    u32v pairs;
+    __builtin_memcpy(&pairs, packed, sizeof pairs);
+    return bit_cast<f32v>(step == 0 ? pairs << 16 : pairs & 0xffff0000u);
+}
+
 struct BFloat16 {
     typedef bf16 Element;
     static constexpr long PAIR = 2;
+    static constexpr bool EXPANDED = false;
 #if defined(__AVX512BF16__) || defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
     // An instruction multiplies pairs. Arm's matrix instructions (bfmmla; smmla for bytes) take tiles of two outputs with
     // four (eight) inputs each: panels would have to be zipped while they are read, and rows to come in twos. For few rows,
@@ -93,15 +102,24 @@ struct BFloat16 {
     typedef f32v Weights;
     static constexpr int STEPS = 2, BLOCK = rows_of_block(STEPS);
     INLINE Input input(const Element* x) { return {{to_float(x[0]), to_float(x[1])}}; }
-    INLINE Weights weights(const Element* packed, int step) {
-        u32v pairs;
-        __builtin_memcpy(&pairs, packed, sizeof pairs);
-        return bit_cast<f32v>(step == 0 ? pairs << 16 : pairs & 0xffff0000u);
-    }
+    INLINE Weights weights(const Element* packed, int step) { return half_of_pairs(packed, step); }
     INLINE Weights first_of_pair(const Element* packed) { return weights(packed, 0); }
     INLINE void multiply(f32v& sum, const Input& x, Weights w, int step) { sum += x.values[step] * w; }
 #endif
 };
+
+// For many rows, where a block of float32 has more rows than one of pairs that take two steps: the weights are expanded first.
+struct ExpandedBFloat16 {
+    typedef bf16 Element;
+    typedef float Input;
+    static constexpr long PAIR = 1;
+    static constexpr int BLOCK = Float32::BLOCK;
+    static constexpr bool EXPANDED = true;
+    INLINE Input input(const Element* x) { return to_float(*x); }
+};
+constexpr bool EXPANDS_MANY_ROWS = BFloat16::BLOCK < Float32::BLOCK;
+// With fewer, expanding takes longer than it saves.
+constexpr long EXPANDED_ROWS = 24;
 
 // The format of an element's type.
 template <class Element>

@@ -179,15 +179,53 @@ void run_block(const LinearArgs& args, const typename Format::Input* inputs, lon
     });
 }
 
+// A chunk of a tile's weights where they lie, from one of its vectors and one unit of the inputs on.
+template <class Format>
+struct Chunk {
+    typedef Format Multiplied;
+    typedef typename Format::Element Element;
+    static constexpr int WIDTH = vectors_with<Format>(Format::BLOCK);
+    static constexpr long UNITS = CHUNK_BYTES / (Format::PAIR * PANEL * static_cast<long>(sizeof(Element)));
+    const Element* weights;
+    long panel_size;
+
+    INLINE void take(Chunk& chunk, const Element* tile, long in, int vector, long unit, long) {
+        chunk.panel_size = PANEL * in;
+        chunk.weights = tile + vector_start<Format>(vector, chunk.panel_size) + unit * Format::PAIR * PANEL;
+    }
+};
+
+// Likewise, of weights in bfloat16 that were expanded to float32 for all blocks of rows: more rows of them fit the registers.
+struct ExpandedChunk {
+    typedef Float32 Multiplied;
+    static constexpr int WIDTH = vectors_with<Float32>(Float32::BLOCK), PANELS = (WIDTH + PANEL_VECTORS - 1) / PANEL_VECTORS;
+    static constexpr long UNITS = CHUNK_BYTES / (PANEL * static_cast<long>(sizeof(float)));
+    alignas(64) float values[PANELS][UNITS * PANEL];
+    const float* weights;
+    static constexpr long panel_size = UNITS * PANEL;
+
+    INLINE void take(ExpandedChunk& chunk, const bf16* tile, long in, int vector, long unit, long units) {
+        chunk.weights = chunk.values[0];
+        for (int i = 0; i < WIDTH; ++i) {
+            const bf16* from = tile + vector_start<BFloat16>(vector + i, PANEL * in) + unit * PANEL;
+            float* to = chunk.values[0] + vector_start<Float32>(i, panel_size);
+            for (long pair = 0; pair < units / 2; ++pair, from += 2 * PANEL, to += 2 * PANEL) {
+                __builtin_prefetch(reinterpret_cast<const char*>(from) + PREFETCH_BYTES);
+                for (int step = 0; step < 2; ++step) store(to + step * PANEL, half_of_pairs(from, step));
+            }
+        }
+    }
+};
+
 // Several blocks of rows with a tile, a chunk of the inputs at a time.
-template <class Format, class Out>
+template <class Format, class Chunk, class Out>
 void run_blocks(const LinearArgs& args, const typename Format::Input* inputs, long tile, long first, long last) {
     typedef typename Format::Element Element;
-    constexpr int WIDTH = vectors_with<Format>(Format::BLOCK);
-    constexpr long CHUNK = CHUNK_BYTES / (Format::PAIR * PANEL * static_cast<long>(sizeof(Element)));
+    constexpr int WIDTH = Chunk::WIDTH;
     alignas(64) float kept[CACHED_ROWS][TILE];
+    Chunk chunk;
     const auto* weights = static_cast<const Element*>(args.weight) + tile * TILE * args.in;
-    long units = args.in / Format::PAIR, first_row = block_start(args.rows, first, Format::BLOCK), panel_size = PANEL * args.in;
+    long units = args.in / Format::PAIR, first_row = block_start(args.rows, first, Format::BLOCK);
     auto each_block = [&](auto work) __attribute__((always_inline)) {
         for (long block = first; block < last; ++block) {
             long row = block_start(args.rows, block, Format::BLOCK);
@@ -195,15 +233,16 @@ void run_blocks(const LinearArgs& args, const typename Format::Input* inputs, lo
         }
     };
     for (int vector = 0; vector < VECTORS; vector += WIDTH)
-        for (long unit = 0; unit < units; unit += CHUNK) {
-            const auto* from = weights + vector_start<Format>(vector, panel_size) + unit * Format::PAIR * PANEL;
-            long chunk = smaller(CHUNK, units - unit);
+        for (long unit = 0; unit < units; unit += Chunk::UNITS) {
+            long count = smaller(Chunk::UNITS, units - unit);
+            Chunk::take(chunk, weights, args.in, vector, unit, count);
             each_block([&](auto rows, long row, float(*own)[TILE]) {
                 constexpr int ROWS = decltype(rows)::value;
                 f32v sums[ROWS][WIDTH];
                 for (int i = 0; i < ROWS; ++i)
                     for (int j = 0; j < WIDTH; ++j) sums[i][j] = unit ? load(own[i] + (vector + j) * LANES) : f32v{};
-                multiply_vectors<Format, ROWS, WIDTH>(inputs + row * units + unit * ROWS, from, panel_size, chunk, sums);
+                multiply_vectors<typename Chunk::Multiplied, ROWS, WIDTH>(inputs + row * units + unit * ROWS, chunk.weights,
+                                                                          chunk.panel_size, count, sums);
                 for (int i = 0; i < ROWS; ++i)
                     for (int j = 0; j < WIDTH; ++j) store(own[i] + (vector + j) * LANES, sums[i][j]);
             });
@@ -218,20 +257,29 @@ void multiply(const LinearArgs& args) {
     each_tile<Format::BLOCK>(
         args, row_bytes, [&](long block) { rearrange_rows<Format>(args, inputs, block); },
         [&](long tile, long first, long last) {
-            if (last - first == 1)
+            if constexpr (Format::EXPANDED)
+                run_blocks<Format, ExpandedChunk, Out>(args, inputs, tile, first, last);
+            else if (last - first == 1)
                 run_block<Format, Out>(args, inputs, tile, first);
             else
-                run_blocks<Format, Out>(args, inputs, tile, first, last);
+                run_blocks<Format, Chunk<Format>, Out>(args, inputs, tile, first, last);
         });
+}
+
+template <class Out>
+void multiply_bfloat16(const LinearArgs& args) {
+    if constexpr (EXPANDS_MANY_ROWS)
+        if (args.rows >= EXPANDED_ROWS) return multiply<ExpandedBFloat16, Out>(args);
+    multiply<BFloat16, Out>(args);
 }
 
 void linear_plain(const LinearArgs& args) {
     if (args.dtype == FLOAT32)
         multiply<Float32, float>(args);
     else if (args.float_output)
-        multiply<BFloat16, float>(args);
+        multiply_bfloat16<float>(args);
     else
-        multiply<BFloat16, bf16>(args);
+        multiply_bfloat16<bf16>(args);
 }
 
 long plain_scratch(const LinearArgs& args) {
