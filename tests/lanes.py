@@ -10,15 +10,15 @@ from __future__ import annotations
 from pathlib import Path
 
 _SLOW = {
-    ".": "async_llm bench confidence cores examples gguf imports mmproj",
+    ".": "async_llm bench confidence cores examples gguf imports",
     "adapters": "serving xlora xlora_checkpoint xlora_pool",
     "batch": "run",
     "benchmarks": "gpu soak",
     "calibration": "cache quality run",
     "cli": "help vllm",
     "devices": "cpu",
-    "engine": """beams blip drafts families gemma3 glm_videos image_budget moondream ocr original_families parity
-        process quantized_cache quantized_images qwen_chat qwen_vl ranks sampling static_parity static_qwen_vl
+    "engine": """beams blip drafts families gemma3 image_budget moondream ocr original_families parity process
+        quantized_cache quantized_images qwen_chat qwen_vl ranks sampling static_parity static_qwen_vl
         static_sampling static_stress stress structured thoughts tiles transformers_backend transformers_images""",
     "frontend": "beams client xml_tools",
     "kernels": "attention_backends cpu_attention cpu_program other_processors",

@@ -10,10 +10,11 @@ import torch
 from typer.testing import CliRunner
 
 from tests.checkpoints import make_llama, make_llava
-from vlmserve.bench import bench, memory_bandwidth, product_rate
+from vlmserve.bench import bench, measure_limits, memory_bandwidth, product_rate
 from vlmserve.cli import app
 from vlmserve.config import EngineConfig
 from vlmserve.kernels.extension import supported_isas
+from vlmserve.models.registry import load_model
 
 
 def test_every_way_of_quantizing_is_measured_at_every_number_of_requests(tmp_path: Path) -> None:
@@ -75,6 +76,19 @@ def test_it_runs_on_the_threads_that_are_asked_for(tmp_path: Path) -> None:
 def test_limits_are_measured() -> None:
     assert memory_bandwidth(torch.device("cpu"), num_bytes=2**20) > 0
     assert product_rate(torch.device("cpu"), torch.float32) > 0
+
+
+@pytest.mark.parametrize(("hardware", "expected"), [(True, torch.bfloat16), (False, torch.float32)])
+def test_the_limit_of_products_is_that_of_the_type_that_is_computed(
+    hardware: bool, expected: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A CPU that lacks instructions for bfloat16 would take minutes to multiply large matrices of it."""
+    measured = []
+    monkeypatch.setattr("vlmserve.devices.choice.multiplies_bfloat16", lambda: hardware)
+    monkeypatch.setattr("vlmserve.bench.product_rate", lambda device, dtype: measured.append(dtype) or 1.0)
+    monkeypatch.setattr("vlmserve.bench.memory_bandwidth", lambda device: 1.0)
+    measure_limits(load_model(make_llama(tmp_path), device=torch.device("cpu"), dtype=torch.bfloat16))
+    assert measured == [expected]
 
 
 def test_the_command_shows_a_table_and_keeps_the_figures(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from vlmserve.config import EngineConfig, MediaConfig, read_settings
+from vlmserve.devices.choice import type_for_torch
 from vlmserve.engine.engine import Engine
 from vlmserve.engine.loading import load
 from vlmserve.errors import ConfigurationError
@@ -82,9 +83,9 @@ def product_rate(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def measure_limits(model: LoadedModel) -> Limits:
-    """Of the device that a model is on, in the model's type."""
+    """Of the device that a model is on, in the model's type, or in the one that a CPU computes it in."""
     device = model.device.torch_device
-    return Limits(memory_bandwidth(device), product_rate(device, model.dtype))
+    return Limits(memory_bandwidth(device), product_rate(device, type_for_torch(device, model.dtype)))
 
 
 def _best(work: Callable[[], object]) -> float:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from vlmserve.config import EngineConfig, MediaConfig, read_settings
+from vlmserve.devices.choice import type_for_torch
 from vlmserve.engine.engine import Engine
 from vlmserve.engine.loading import load
 from vlmserve.errors import UnsupportedModelError
@@ -98,7 +99,7 @@ class Ours:
 
 
 class Theirs:
-    """transformers, in the same type on the same device.
+    """transformers, in the same type on the same device, or in float32 where the device computes that type slowly.
 
     Raises UnsupportedModelError for a checkpoint that transformers cannot load by itself, or that takes images but no
     conversations.
@@ -121,6 +122,7 @@ class Theirs:
             place = {"pretrained_model_name_or_path": folder.parent, "gguf_file": folder.name}
             how = {"quantization_config": GgufConfig(dequantize=True)}
         try:
+            dtype = type_for_torch(device, dtype)
             self._model = model_class.from_pretrained(**place, **how, dtype=dtype).eval().to(device)
             self._processor = processor_class.from_pretrained(**place)
         except (ValueError, KeyError, OSError, ImportError) as error:

@@ -69,6 +69,18 @@ def test_bfloat16_is_within_its_own_rounding(oracle: Oracle, prompts: list[Promp
     check_bfloat16(oracle, prompts)
 
 
+@pytest.mark.parametrize("asked", [None, torch.bfloat16, torch.float16], ids=str)
+def test_a_cpu_that_computes_16_bits_slowly_takes_float32(
+    asked: torch.dtype | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Native kernels, which would compute bfloat16 well, have no part in transformers' layers."""
+    folder = make_llama(tmp_path, dtype=torch.bfloat16)
+    for hardware, expected in ((True, torch.bfloat16), (False, torch.float32)):
+        monkeypatch.setattr("vlmserve.devices.choice.multiplies_bfloat16", lambda: hardware)  # noqa: B023
+        monkeypatch.setattr("vlmserve.devices.cpu.multiplies_bfloat16", lambda: hardware)  # noqa: B023
+        assert load_model(folder, device=CPU, dtype=asked, implementation="transformers").dtype == expected
+
+
 def engine(folder: Path, **settings: Any) -> Engine:
     settings = {"kv_cache_memory": "1MiB", "dtype": "float32", "device": "cpu", **settings}
     return Engine(EngineConfig(model=str(folder), **settings), folder)

@@ -12,7 +12,7 @@ from vlmserve.devices.cuda import open_cuda
 from vlmserve.devices.device import Device
 from vlmserve.devices.torch_device import MpsDevice
 from vlmserve.errors import ConfigurationError
-from vlmserve.kernels.choice import check_kernels
+from vlmserve.kernels.choice import check_kernels, multiplies_bfloat16
 
 
 class Open(Protocol):
@@ -54,6 +54,15 @@ def open_device(
     if torch_device.type not in KINDS:
         raise ConfigurationError(f"--device {torch_device}: implemented are {', '.join(KINDS)}")
     return KINDS[torch_device.type](torch_device, check_kernels(kernels), stated, automatic=automatic)
+
+
+def type_for_torch(torch_device: torch.device, stated: torch.dtype) -> torch.dtype:
+    """The type of a model whose layers are torch's own, for which no `Device` chooses products.
+
+    A CPU without instructions for types of 16 bits takes up to a hundred times as long for them as for float32.
+    """
+    fast = torch_device.type != "cpu" or stated not in (torch.bfloat16, torch.float16) or multiplies_bfloat16()
+    return stated if fast else torch.float32
 
 
 def find_device(name: str) -> torch.device:

@@ -27,6 +27,8 @@ SIZE = 1024
 """Input and output features of the product that is tried."""
 ROWS = (1, 256)
 REPEATS = 5
+ENOUGH_SECONDS = 0.05
+"""After that the time of a product is known well enough."""
 
 
 @cache
@@ -63,6 +65,8 @@ def _seconds(product: Callable[[Tensor], Tensor], x: Tensor) -> float:
         started = time.perf_counter()
         product(x)
         times.append(time.perf_counter() - started)
+        if sum(times) > ENOUGH_SECONDS:
+            break
     return statistics.median(times)
 
 

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from vlmserve.config import ModelImplementation, QuantizationConfig
-from vlmserve.devices.choice import open_device
+from vlmserve.devices.choice import open_device, type_for_torch
 from vlmserve.devices.device import EagerExecutor, LayerExecutor
 from vlmserve.errors import ConfigurationError, MissingWeightsError, ModelLoadError, UnsupportedModelError
 from vlmserve.kernels.attention import AttentionBackend
@@ -323,7 +323,9 @@ def _load_with_transformers(
     checkpoint = TransformersCheckpoint(folder)
     config = checkpoint.config
     stated = dtype or config.dtype or Checkpoint(folder, str).dtype()
-    on, wanted = open_device(device, kernels, stated, automatic=dtype is None)
+    if (fast := type_for_torch(device, stated)) != stated:
+        logger.info("this CPU computes transformers' layers slowly in %s: the model runs in %s", stated, fast)
+    on, wanted = open_device(device, kernels, fast, automatic=dtype is None)
     choose = partial(on.attention, dtype=wanted)
     theirs = checkpoint.load(wanted, device)
     sample = checkpoint.sample(theirs)
