@@ -21,6 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from rich.console import Console
 from rich.table import Table
@@ -28,6 +29,7 @@ from rich.table import Table
 from benchmarks.command import model_parser, run, span
 from vlmserve.bench import memory_bandwidth, noise_image
 from vlmserve.config import EngineConfig
+from vlmserve.devices.pixels import Normalizer
 from vlmserve.engine.engine import Engine
 from vlmserve.types import KEY_BYTES, EngineRequest, ImageInput, ImageSpan, Prompt, SamplingParams
 
@@ -99,7 +101,7 @@ def make_jobs(
         if image is None:
             jobs.append(Job(Prompt(text), answer_len))
         else:
-            fresh = ImageInput(draw.randbytes(KEY_BYTES), image.pixels, image.num_tokens)
+            fresh = msgspec.structs.replace(image, key=draw.randbytes(KEY_BYTES))
             jobs.append(Job(Prompt([PLACEHOLDER] * fresh.num_tokens + text, (ImageSpan(fresh, 0),)), answer_len))
     return jobs
 
@@ -153,7 +155,9 @@ def run_transformers(model: Any, jobs: Sequence[Job], image_token_id: int | None
             ids[place.start : place.end] = [image_token_id] * place.image.num_tokens
         input_ids[row, longest_prompt - len(ids) :] = torch.tensor(ids)
         attention_mask[row, longest_prompt - len(ids) :] = 1
-    images = [torch.from_numpy(span.image.pixels) for job in jobs for span in job.prompt.images]
+    normalize = Normalizer(torch.device("cpu"))
+    inputs = [span.image for job in jobs for span in job.prompt.images]
+    images = [normalize(torch.tensor(one.pixels), one.levels, torch.float32) for one in inputs if one.levels]
     extra = {"pixel_values": torch.cat(images).to(model.device, model.dtype)} if images else {}
     clock = Clock()
     with torch.inference_mode():

@@ -13,6 +13,7 @@ import torch
 
 from benchmarks.gpu_stages import BLOCK_SIZE, Sizes, no_grammars, random_weights
 from vlmserve.devices.choice import open_device
+from vlmserve.levels import Levels
 from vlmserve.models.families import decoder_spec
 from vlmserve.models.protocols import LoadedModel
 from vlmserve.models.registry import Description, vision_family
@@ -22,6 +23,8 @@ from vlmserve.steps import NewRequest, SchedulerOutput
 from vlmserve.types import ImageInput, ImagePlacement, SamplingParams
 
 Config = dict[str, Any]
+LEVELS = Levels(1 / 255, (0.5,) * 3, (0.25,) * 3)
+"""Of pixels; any will do."""
 TEXT_TOKENS = 16
 """Before an image, and behind it."""
 AT_ONCE = 8
@@ -138,10 +141,10 @@ class _Looks:
         assert model.vision is not None
         assert model.vision.example_shape is not None
         frames, channels, *_ = model.vision.example_shape
-        self._pixels = np.random.default_rng(0).standard_normal((frames, channels, size, size), np.float32)
+        self._pixels = np.random.default_rng(0).integers(0, 256, (frames, channels, size, size), np.uint8)
         self._model, self._number = model, 0
         with torch.inference_mode():
-            pixels = model.device.upload_pixels(self._pixels, model.dtype)
+            pixels = model.device.upload_pixels(self._pixels, model.dtype, LEVELS)
             [embeddings] = model.vision.encode([pixels], [None])
         self._count = len(embeddings)
         side = int(self._count**0.5)
@@ -171,7 +174,7 @@ class _Looks:
         the requests that are computed, their images' among them."""
         keys = [(self._number + number).to_bytes(32, "big") for number in range(count)]
         self._number += count
-        new = [ImageInput(key, self._pixels, self._count, self._grid) for key in keys]
+        new = [ImageInput(key, self._pixels, self._count, self._grid, levels=LEVELS) for key in keys]
         step = SchedulerOutput()
         if not cached:
             step.images_to_encode = new

@@ -125,11 +125,15 @@ class Transformers:
     def answer(self, questions: Sequence[Question]) -> None:
         import torch
 
+        from vlmserve.devices.pixels import Normalizer
+
         for image, text in questions:
             parts = [{"type": "image", "image": image}, {"type": "text", "text": text}]
             prompt = self._preparer.chat([{"role": "user", "content": parts}], allow_local=True)
             ids = torch.tensor([prompt.token_ids])
-            pixels = torch.tensor(prompt.images[0].image.pixels).bfloat16()
+            seen = prompt.images[0].image
+            assert seen.levels is not None
+            pixels = Normalizer(torch.device("cpu"))(torch.tensor(seen.pixels), seen.levels, torch.bfloat16)
             with torch.inference_mode():
                 output = self._model.generate(
                     input_ids=ids, pixel_values=pixels, attention_mask=torch.ones_like(ids), do_sample=False,

@@ -24,6 +24,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from rich.console import Console
 from rich.table import Table
@@ -36,7 +37,7 @@ from vlmserve.devices.choice import find_device
 from vlmserve.engine.engine import Engine
 from vlmserve.models.protocols import LoadedModel
 from vlmserve.models.registry import load_model
-from vlmserve.types import KEY_BYTES, EngineRequest, ImageInput, ImageSpan, Prompt, SamplingParams
+from vlmserve.types import KEY_BYTES, EngineRequest, ImageSpan, Prompt, SamplingParams
 
 WAYS = ("text", "at once", "bounded")
 QUESTION = 16
@@ -92,7 +93,7 @@ class Bench:
         count = self.image.num_tokens
         if way == "text":
             return Prompt([draw.randrange(300, 900) for _ in range(count)] + text)
-        image = ImageInput(draw.randbytes(KEY_BYTES), self.image.pixels, count, tiling=self.image.tiling)
+        image = msgspec.structs.replace(self.image, key=draw.randbytes(KEY_BYTES))
         return Prompt([self.model.image_token_id or 0] * count + text, (ImageSpan(image, 0),))
 
     def run(self, way: str, seed: int) -> Outcome:

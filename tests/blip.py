@@ -14,6 +14,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from transformers import BlipConfig, BlipForConditionalGeneration, BlipForQuestionAnswering
 
 from tests.checkpoints import change_tensors, save_model
+from tests.normalized import normalized
 from tests.prompt.tokenizers_for_tests import CORPUS
 from vlmserve.types import CrossInput, ImageInput, Prompt
 
@@ -127,7 +128,7 @@ class BlipOracle:
         # A caption's text comes between [CLS], in whose place the first token is put, and [SEP], which is cut off.
         text = [2, *prompt.token_ids[1:], 3] if self.kind == "caption" else prompt.cross.token_ids
         generated = self.model.generate(
-            pixel_values=torch.from_numpy(prompt.cross.image.pixels),
+            pixel_values=torch.from_numpy(normalized(prompt.cross.image)),
             input_ids=torch.tensor([text]),
             max_new_tokens=count,
             do_sample=False,

@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 
+from tests.normalized import processed
 from tests.oracles.moondream import MoondreamOracle
 from tests.prompt.tokenizers_for_tests import CORPUS
 from vlmserve.media.crops import CropProcessor
@@ -149,7 +150,7 @@ class Moondream:
         width, height = [(20, 20), (61, 30), (17, 90), (45, 44), (200, 30), (36, 80)][seed % 6]
         pil_image = noise(seed, width, height)
         processor = CropProcessor({"config": SETTINGS})
-        pixels = processor.process(DecodedImage.whole(pil_image))
+        pixels = processed(processor, DecodedImage.whole(pil_image))
         return pil_image, ImageInput(
             hashlib.sha256(pixels.tobytes()).digest(), pixels, processor.placeholders(pixels, pil_image.size).num_tokens
         )

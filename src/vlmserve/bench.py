@@ -198,7 +198,7 @@ class Rounds:
         vision = self._model.vision
         assert vision is not None
         assert isinstance(vision, nn.Module)
-        pixels = torch.tensor(image.pixels, device=self._model.device.torch_device, dtype=self._model.dtype)
+        pixels = self._model.device.upload_pixels(image.pixels, self._model.dtype, image.levels)
         seconds = []
         with torch.inference_mode():
             for _ in range(3):

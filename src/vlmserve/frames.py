@@ -19,7 +19,7 @@ Message = TypeVar("Message")
 
 
 def pack(message: Any) -> Frames:
-    """The frames of a message: msgpack, then the float32 arrays it refers to by their place in the list."""
+    """The frames of a message: msgpack, then the uint8 or float32 arrays it refers to by their place in the list."""
     arrays: list[memoryview] = []
     places: dict[int, int] = {}
 
@@ -27,9 +27,9 @@ def pack(message: Any) -> Frames:
         if not isinstance(value, np.ndarray):
             raise TypeError(f"{type(value)} cannot be sent in a message")
         if id(value) not in places:
-            arrays.append(np.ascontiguousarray(value, dtype=np.float32).data)
+            arrays.append(np.ascontiguousarray(value, dtype=np.uint8 if value.dtype == np.uint8 else np.float32).data)
             places[id(value)] = len(arrays)
-        return (places[id(value)], value.shape)
+        return (places[id(value)], value.dtype == np.uint8, value.shape)
 
     return [msgspec.msgpack.encode(message, enc_hook=take_out), *arrays]
 
@@ -42,9 +42,12 @@ def unpack(frames: Sequence[Buffer], kind: type[Message]) -> Message:
     arrays: dict[int, Pixels] = {}
 
     def put_in(_: type, value: Any) -> Pixels:
-        index, shape = msgspec.convert(value, tuple[int, list[int]])
+        index, in_bytes, shape = msgspec.convert(value, tuple[int, bool, list[int]])
         if index not in arrays:
-            array: Pixels = np.frombuffer(frames[index], dtype=np.float32).reshape(shape)
+            flat: Pixels = (
+                np.frombuffer(frames[index], np.uint8) if in_bytes else np.frombuffer(frames[index], np.float32)
+            )
+            array = flat.reshape(shape)
             # ZeroMQ packs small frames next to each other, and torch wants its memory aligned.
             arrays[index] = array if array.flags.aligned else array.copy()
         return arrays[index]

@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from vlmserve.levels import Levels
 from vlmserve.sampling_params import MAX_BIASES as MAX_BIASES
 from vlmserve.sampling_params import MAX_SEED as MAX_SEED
 from vlmserve.sampling_params import Grammar as Grammar
@@ -25,7 +26,7 @@ MediaKind = Literal["image", "video", "document"]
 Bidirectional = Literal["images", "prefix", "prompt"]
 """Which tokens of a prompt attend to each other in both directions: those of each image, all up to the end of the first
 one (prefix-LM), or all."""
-Pixels = npt.NDArray[np.float32]
+Pixels = npt.NDArray[np.uint8 | np.float32]
 
 KEY_BYTES = 32
 MAX_CACHE_SALT = 256
@@ -86,8 +87,8 @@ class ImageInput(msgspec.Struct, frozen=True, eq=False):
     """One image or video, ready for a vision tower.
 
     key: 32-byte digest of the file's bytes, of the preprocessing that made `pixels`, and of the request's cache salt.
-    pixels: float32 ``[tiles or frames, channels, height, width]``, normalized; shared between requests, so never
-    written to.
+    pixels: ``[tiles or frames, channels, height, width]``, shared between requests, so never written to. levels: what
+    becomes of them, which are uint8; None: they are normalized float32.
     num_tokens: how many tokens it takes in a prompt: a placeholder for each embedding that the tower returns, and text.
     grid: frames, rows and columns of its embeddings, where positions count them; None: they count tokens. frame_step:
     positions from one frame of the grid to the next, each rounded down.
@@ -105,6 +106,7 @@ class ImageInput(msgspec.Struct, frozen=True, eq=False):
     text: tuple[tuple[int, int], ...] = ()
     adapter: bytes = b""
     size: ImageSize | None = None
+    levels: Levels | None = None
 
     @property
     def num_embeddings(self) -> int:

@@ -12,6 +12,7 @@ import torch
 from tests.blip import BlipOracle
 from tests.checkpoints import make_llama
 from tests.engine.test_parity import Oracle, engine_for, generate, llava_oracle, text_oracle
+from tests.normalized import normalized
 from vlmserve.engine.engine import Engine
 from vlmserve.types import BeamSearch, EngineOutput, EngineRequest, Prompt, SamplingParams
 
@@ -64,7 +65,7 @@ def searched(engine: Engine, prompts: list[Prompt], width: int) -> list[list[lis
 def expected(oracle: Oracle, prompt: Prompt, width: int) -> list[list[int]]:
     inputs = {"input_ids": torch.tensor([prompt.token_ids])}
     if prompt.images:
-        inputs["pixel_values"] = torch.from_numpy(np.concatenate([span.image.pixels for span in prompt.images]))
+        inputs["pixel_values"] = torch.from_numpy(np.concatenate([normalized(span.image) for span in prompt.images]))
     found = oracle.model.generate(
         **inputs, num_beams=width, num_return_sequences=width, do_sample=False, max_new_tokens=NEW_TOKENS
     )

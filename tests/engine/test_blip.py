@@ -7,6 +7,7 @@ import torch
 
 from tests.blip import CLASSES, TEXT, BlipOracle
 from tests.engine.test_parity import assert_no_further, engine_for, first_logits, generate, tight_cache
+from tests.normalized import normalized
 from vlmserve.errors import InvalidImageError, InvalidRequestError, PromptTooLongError
 from vlmserve.types import CrossInput, EngineRequest, ImageInput, Prompt, SamplingParams
 
@@ -111,7 +112,7 @@ def test_bfloat16_is_within_its_own_rounding(oracle: BlipOracle, prompts: list[P
     def of_transformers(dtype: torch.dtype, prompt: Prompt) -> torch.Tensor:
         model = oracle.model.to(dtype)
         assert prompt.cross is not None
-        features = model.vision_model(torch.from_numpy(prompt.cross.image.pixels).to(dtype)).last_hidden_state
+        features = model.vision_model(torch.from_numpy(normalized(prompt.cross.image)).to(dtype)).last_hidden_state
         if prompt.cross.token_ids:
             question = torch.tensor([prompt.cross.token_ids])
             features = model.text_encoder(question, encoder_hidden_states=features).last_hidden_state
@@ -136,9 +137,9 @@ def test_what_does_not_fit_is_refused(oracle: BlipOracle) -> None:
             engine.add(EngineRequest("a", prompt, SamplingParams()))
 
     refuse(Prompt(good.token_ids), InvalidRequestError, "one image with each request")
-    small = ImageInput(good.cross.image.key, good.cross.image.pixels[..., 1:], 10)
+    small = ImageInput(good.cross.image.key, normalized(good.cross.image)[..., 1:], 10)
     refuse(Prompt([5], cross=CrossInput(small, good.cross.token_ids)), InvalidImageError, "24")
-    few = ImageInput(good.cross.image.key, good.cross.image.pixels, 9)
+    few = ImageInput(good.cross.image.key, normalized(good.cross.image), 9)
     refuse(Prompt([5], cross=CrossInput(few, good.cross.token_ids)), InvalidImageError, "10 features")
     if oracle.kind == "caption":
         refuse(Prompt([5], cross=CrossInput(good.cross.image, [5])), InvalidRequestError, "no question")

@@ -22,6 +22,7 @@ from tests.at_once import chat_at_once
 from tests.checkpoints import GEMMA3_NAMED, GEMMA3_PICTURE_TOKENS, GEMMA3_TEMPLATE, change_config, make_gemma3
 from tests.engine.test_parity import generate
 from tests.engine.test_qwen_chat import assistant, logits_after, tokens, user
+from tests.normalized import normalized
 from vlmserve import LLM, SamplingParams
 from vlmserve.errors import ModelLoadError, UnsupportedModelError
 from vlmserve.kernels.attention import BatchMetadata
@@ -103,7 +104,7 @@ def test_ids_and_pixels_are_those_of_the_processor(oracle: Oracle) -> None:
         prompt, theirs = preparer.chat(conversation, allow_local=True), oracle.inputs(conversation)
         assert prompt.token_ids == theirs["input_ids"][0].tolist()
         if prompt.images:
-            pixels = np.concatenate([span.image.pixels for span in prompt.images])
+            pixels = np.concatenate([normalized(span.image) for span in prompt.images])
             np.testing.assert_allclose(pixels, theirs["pixel_values"].numpy(), rtol=0, atol=1e-6)
     raw = preparer.text("a <start_of_image> b", [IMAGES[0]], allow_local=True)
     assert raw.token_ids == oracle.processor(text="a <start_of_image> b", images=[IMAGES[0]])["input_ids"][0]

@@ -26,6 +26,7 @@ from vlmserve.engine.messages import (
     decode_to_engine,
     encode,
 )
+from vlmserve.levels import Levels
 from vlmserve.types import (
     BlockMap,
     CrossInput,
@@ -52,6 +53,8 @@ def request_with_pictures() -> EngineRequest:
     images = [
         ImageInput(bytes([index]) * 32, generator.random(shape, np.float32), 4) for index, shape in enumerate(SHAPES)
     ]
+    levels = generator.integers(0, 256, SHAPES[0], np.uint8)
+    images[0] = ImageInput(bytes(32), levels, 4, levels=Levels(1 / 255, (0.5, 0.4, 0.3), None))
     spans = tuple(ImageSpan(image, start) for image, start in zip(images, (0, 5, 11), strict=True))
     params = SamplingParams(
         stop=("x",), seed=2**63 - 1, logit_bias={3: -100.0, 70000: 0.5}, repeat_last_n=64, logprobs=0, prompt_logprobs=2
@@ -74,7 +77,7 @@ def test_images_cross_a_socket_unchanged_beside_the_message(sockets):
     request = request_with_pictures()
     frames = encode(Add([request]))
     assert len(frames) == 1 + len(SHAPES)
-    assert len(frames[0]) < 1000
+    assert len(frames[0]) < 1100
     one.send_multipart(frames, copy=False)
     received = decode_to_engine([frame.buffer for frame in other.recv_multipart(copy=False)])
     assert isinstance(received, Add)
@@ -82,7 +85,7 @@ def test_images_cross_a_socket_unchanged_beside_the_message(sockets):
     assert received.requests[0].params == request.params
     for sent, got in zip(request.prompt.images, received.requests[0].prompt.images, strict=True):
         assert (got.start, got.end, got.image.key) == (sent.start, sent.end, sent.image.key)
-        assert got.image.pixels.dtype == np.float32
+        assert (got.image.pixels.dtype, got.image.levels) == (sent.image.pixels.dtype, sent.image.levels)
         assert got.image.pixels.flags.aligned
         np.testing.assert_array_equal(got.image.pixels, sent.image.pixels)
 

@@ -12,6 +12,7 @@ import torch
 
 from tests.engine.image_parity import CONVERSATIONS, Oracle, check_a_further_turn, check_bfloat16, open_oracle, user
 from tests.engine.test_parity import NEW_TOKENS, engine_for, first_logits, generate, tight_cache
+from tests.normalized import normalized
 from tests.ocr_checkpoints import BOUNDS, load_processor, make_glm_ocr, make_paddleocr, rows_of
 from vlmserve import LLM, SamplingParams
 from vlmserve.types import Prompt
@@ -49,7 +50,8 @@ def test_prompts_pixels_and_grids_are_those_of_transformers(oracle: Oracle, prom
         assert prompt.token_ids == theirs["input_ids"][0].tolist()
         if not prompt.images:
             continue
-        rows = [rows_of(torch.tensor(span.image.pixels), oracle.model.config.vision_config) for span in prompt.images]
+        pixels = [torch.tensor(normalized(span.image)) for span in prompt.images]
+        rows = [rows_of(of_image, oracle.model.config.vision_config) for of_image in pixels]
         assert [span.image.grid for span in prompt.images] == [
             (frames, down // 2, across // 2) for frames, down, across in theirs["image_grid_thw"].tolist()
         ]

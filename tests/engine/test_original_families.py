@@ -15,6 +15,7 @@ import torch
 from PIL import Image
 
 from tests.engine.test_parity import NEW_TOKENS, engine_for, generate, tight_cache
+from tests.normalized import normalized
 from tests.oracles.original_decoders import ChatGLM, OriginalDecoder, Qwen
 from tests.oracles.qwen_vl_vision import QwenVLVision
 from tests.original_checkpoints import VISUAL, make_chatglm, make_qwen, make_qwen_vl
@@ -66,7 +67,7 @@ class Oracle:
     def _seen(self, span: ImageSpan) -> torch.Tensor:
         assert self.vision is not None
         if span.image.key not in self.embeddings:
-            self.embeddings[span.image.key] = self.vision.encode(torch.from_numpy(span.image.pixels)[0])
+            self.embeddings[span.image.key] = self.vision.encode(torch.from_numpy(normalized(span.image))[0])
         return self.embeddings[span.image.key]
 
 

@@ -13,6 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlavaForConditionalGeneration, MistralConfig, MistralForCausalLM
 
 from tests.checkpoints import make_llama, make_llava, make_text_model
+from tests.normalized import normalized
 from vlmserve.config import EngineConfig
 from vlmserve.engine.engine import Engine
 from vlmserve.types import EngineRequest, ImageInput, ImageSpan, Prompt, SamplingParams
@@ -58,7 +59,7 @@ class Oracle:
         """Logits after the prompt and after each token of the answer, ``[1 + len(answer), vocabulary]``."""
         inputs = {"input_ids": torch.tensor([prompt.token_ids + answer])}
         if prompt.images:
-            pixels = np.concatenate([span.image.pixels for span in prompt.images])
+            pixels = np.concatenate([normalized(span.image) for span in prompt.images])
             inputs["pixel_values"] = torch.from_numpy(pixels)
         return self.model(**inputs).logits[0, len(prompt.token_ids) - 1 :]
 
@@ -66,7 +67,7 @@ class Oracle:
         if (prompt, count) not in self.answers:
             inputs = {"input_ids": torch.tensor([prompt.token_ids])}
             if prompt.images:
-                pixels = np.concatenate([span.image.pixels for span in prompt.images])
+                pixels = np.concatenate([normalized(span.image) for span in prompt.images])
                 inputs["pixel_values"] = torch.from_numpy(pixels)
             generated = self.model.generate(**inputs, max_new_tokens=count, do_sample=False)
             self.answers[prompt, count] = generated[0, len(prompt.token_ids) :].tolist()

@@ -26,6 +26,7 @@ from tests.at_once import chat_at_once
 from tests.checkpoints import QWEN3_VIDEO_PIXELS, QWEN_CLASSES, QWEN_PIXELS, QWEN_TEMPLATE, make_qwen_vl
 from tests.media.images_for_tests import encoded, noise
 from tests.models.test_qwen_vision import patches
+from tests.normalized import normalized
 from tests.oracles.mrope import positions
 from tests.server.live import LiveServer
 from vlmserve import LLM, RequestOutput, SamplingParams
@@ -214,7 +215,7 @@ def test_ids_pixels_and_grids_are_those_of_the_processor(oracle: Oracle) -> None
         areas = [span.image.pixels[0, 0].size for span in prompt.images]
         assert all(QWEN_PIXELS["min_pixels"] <= area <= QWEN_PIXELS["max_pixels"] for area in areas)
         vision = oracle.model.config.vision_config
-        rows = torch.cat([_patches(span.image.pixels, vision) for span in prompt.images])
+        rows = torch.cat([_patches(normalized(span.image), vision) for span in prompt.images])
         torch.testing.assert_close(rows, theirs["pixel_values"], atol=1e-5, rtol=0)
 
 

@@ -22,6 +22,7 @@ from transformers import (
 from tests.checkpoints import TEXT, save_model, write_tokenizer
 from tests.engine.test_parity import NEW_TOKENS, engine_for, first_logits, generate, tight_cache
 from tests.models.test_qwen_vision import QWEN2, QWEN3, QWEN25, patches
+from tests.normalized import normalized
 from vlmserve.types import ImageInput, ImageSpan, Prompt
 
 pytestmark = pytest.mark.usefixtures("kernels")
@@ -70,7 +71,7 @@ class Oracle:
         inputs = {"input_ids": ids, "mm_token_type_ids": (ids == IMAGE_TOKEN).int()}
         if prompt.images:
             vision = self.model.config.vision_config
-            rows = [patches(torch.from_numpy(span.image.pixels), vision) for span in prompt.images]
+            rows = [patches(torch.from_numpy(normalized(span.image)), vision) for span in prompt.images]
             inputs["pixel_values"] = torch.cat([patch for patch, _ in rows])
             inputs["image_grid_thw"] = torch.cat([grid for _, grid in rows])
         return inputs

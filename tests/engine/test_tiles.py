@@ -52,6 +52,7 @@ from tests.engine.image_parity import (
     user,
 )
 from tests.engine.test_parity import NEW_TOKENS, engine_for, generate, tight_cache
+from tests.normalized import normalized
 from vlmserve import LLM, SamplingParams
 from vlmserve.types import Prompt
 
@@ -154,7 +155,7 @@ def test_prompts_and_pixels_are_those_of_transformers(oracle: Oracle, prompts: l
         assert len(prompt.images) == len(shown(message))
         if not prompt.images:
             continue
-        ours = [span.image.pixels for span in prompt.images]
+        ours = [normalized(span.image) for span in prompt.images]
         pixels = theirs["pixel_values"].numpy()
         # All images, padded to the largest, or all tiles, or one row of them a prompt, or one an image, padded to the
         # longest.

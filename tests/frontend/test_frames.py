@@ -19,6 +19,7 @@ from tests.engine.test_tiles import SMOLVLM_TEMPLATE
 from tests.frontend.test_requests import data_url, user
 from tests.media.images_for_tests import encoded, noise
 from tests.media.test_videos import COLOURS, video_file
+from tests.normalized import normalized
 from tests.prompt.tokenizers_for_tests import LLAVA_STYLE, byte_level, write_checkpoint
 from vlmserve.config import MediaConfig
 from vlmserve.errors import InvalidRequestError, InvalidVideoError, VideoTooLargeError
@@ -65,7 +66,7 @@ def smolvlm(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def right_colours(images: list[Any], mean: float, std: float) -> np.ndarray:
     """Of the right half of each image, from 0 to 255, roughly."""
-    halves = [image.pixels[..., image.pixels.shape[3] // 2 + 2 :] for image in images]
+    halves = [normalized(image)[..., image.pixels.shape[3] // 2 + 2 :] for image in images]
     return np.concatenate([(half.mean((2, 3)) * std + mean) * 255 for half in halves])
 
 
@@ -88,7 +89,7 @@ def test_smolvlm_gets_the_prompt_and_the_pixels_of_transformers(
     settings = {"size": {"longest_edge": 48}, "max_image_size": {"longest_edge": 16}, "do_image_splitting": False}
     theirs = SmolVLMImageProcessorPil(**settings)(images=FRAMES, return_tensors="np")["pixel_values"]
     for span, pixels in zip(listed.images, theirs[0], strict=True):
-        np.testing.assert_allclose(span.image.pixels[0], pixels, rtol=0, atol=1e-6)
+        np.testing.assert_allclose(normalized(span.image)[0], pixels, rtol=0, atol=1e-6)
 
 
 def test_the_size_of_smolvlms_frames_may_be_another_than_that_of_images(smolvlm: Path, tmp_path: Path) -> None:
@@ -107,7 +108,7 @@ def test_the_size_of_smolvlms_frames_may_be_another_than_that_of_images(smolvlm:
     theirs = SmolVLMImageProcessorPil(**settings)(images=FRAMES, return_tensors="np")["pixel_values"]
     preparer = RequestPreparer(tmp_path, MediaConfig())
     for span, pixels in zip(preparer.chat([user(LISTED)]).images, theirs[0], strict=True):
-        np.testing.assert_allclose(span.image.pixels[0], pixels, rtol=0, atol=1e-6)
+        np.testing.assert_allclose(normalized(span.image)[0], pixels, rtol=0, atol=1e-6)
     assert len(preparer.chat([user(video_url(video_file(COLOURS)))]).images) == 2
 
 

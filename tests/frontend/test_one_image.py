@@ -14,6 +14,7 @@ from transformers.models.blip.image_processing_pil_blip import BlipImageProcesso
 from tests.blip import BEGIN, CLASSES, FEATURES, make_blip
 from tests.media.images_for_tests import noise
 from tests.moondream import SETTINGS, TOKENS, make_moondream
+from tests.normalized import normalized
 from vlmserve.config import MediaConfig
 from vlmserve.errors import InvalidRequestError, ModelLoadError, TooManyImagesError
 from vlmserve.frontend.requests import RequestPreparer
@@ -54,7 +55,7 @@ def test_ids_and_pixels_are_those_of_transformers(blip: tuple[str, Path], prepar
         assert (prompt.token_ids, prompt.cross.token_ids) == ([BEGIN], [cls, *ids, sep])
     size = {"height": 24, "width": 24}
     pixels = BlipImageProcessorPil(size=size)(images=IMAGE, return_tensors="np")["pixel_values"]
-    np.testing.assert_allclose(prompt.cross.image.pixels, pixels, rtol=0, atol=1e-6)
+    np.testing.assert_allclose(normalized(prompt.cross.image), pixels, rtol=0, atol=1e-6)
     assert (prompt.cross.image.num_tokens, prompt.num_images) == (FEATURES, 1)
     assert preparer.text(text, [IMAGE], allow_local=True).token_ids == prompt.token_ids
 

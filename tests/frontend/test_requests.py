@@ -15,6 +15,7 @@ from transformers.models.clip.image_processing_pil_clip import CLIPImageProcesso
 from transformers.models.llava.processing_llava import LlavaProcessor
 
 from tests.media.images_for_tests import encoded, noise, png_header
+from tests.normalized import normalized
 from tests.prompt.tokenizers_for_tests import (
     CHATML_PARTS,
     CHATML_STRINGS,
@@ -107,7 +108,7 @@ def test_prompts_and_pixels_are_those_of_transformers(
         _with_images(messages), add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="np"
     )
     assert prompt.token_ids == theirs["input_ids"][0].tolist()
-    ours = np.concatenate([span.image.pixels for span in prompt.images])
+    ours = np.concatenate([normalized(span.image) for span in prompt.images])
     np.testing.assert_allclose(ours, theirs["pixel_values"], rtol=0, atol=1e-6)
 
 

@@ -13,6 +13,7 @@ from transformers.models.paddleocr_vl.image_processing_pil_paddleocr_vl import P
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from tests.models.test_qwen_vision import QWEN2, flat_patches, patches
+from tests.normalized import processed
 from vlmserve.config import ProcessorOverrides
 from vlmserve.errors import ConfigurationError, InvalidImageError, InvalidRequestError
 from vlmserve.media.any_size import LOW_DETAIL_PIXELS, AnySizeProcessor
@@ -73,7 +74,7 @@ def test_pixels_and_grid_equal_those_of_transformers(size: tuple[int, int], kind
     image = noise(*size)
     theirs = of_transformers(kind)(images=image, return_tensors="pt")
     processor = AnySizeProcessor.from_settings(KINDS[kind][0])
-    pixels = processor.process(DecodedImage.whole(image))
+    pixels = processed(processor, DecodedImage.whole(image))
     rows, grid = rows_of(kind, torch.from_numpy(pixels))
     assert grid.tolist() == theirs["image_grid_thw"].tolist()
     torch.testing.assert_close(rows, theirs["pixel_values"].view_as(rows), atol=1e-5, rtol=0)
@@ -141,11 +142,11 @@ def test_whatever_changes_pixels_changes_the_fingerprint() -> None:
 
 def test_a_request_may_have_narrower_bounds_and_no_wider_ones() -> None:
     processor = AnySizeProcessor.from_settings(SETTINGS)
-    narrow = processor.within(ImageBudget(max_pixels=1000)).process(DecodedImage.whole(noise(200, 90)))
+    narrow = processed(processor.within(ImageBudget(max_pixels=1000)), DecodedImage.whole(noise(200, 90)))
     assert 500 <= narrow.shape[2] * narrow.shape[3] <= 1000
-    large = processor.within(ImageBudget(min_pixels=2000)).process(DecodedImage.whole(noise(8, 8)))
+    large = processed(processor.within(ImageBudget(min_pixels=2000)), DecodedImage.whole(noise(8, 8)))
     assert 2000 <= large.shape[2] * large.shape[3] <= 2500
-    tiny = processor.within(ImageBudget(max_pixels=100)).process(DecodedImage.whole(noise(200, 200)))
+    tiny = processed(processor.within(ImageBudget(max_pixels=100)), DecodedImage.whole(noise(200, 200)))
     assert tiny.shape[2] * tiny.shape[3] == 64, "the checkpoint's own lower bound gives way"
     for limits, message in {
         ImageBudget(max_pixels=64 * 64 + 1): "max_pixels is 4,097; it must lie between 1 and this server's max_pixels",
@@ -162,7 +163,7 @@ def test_an_image_of_low_detail_is_small_unless_the_request_says_how_large() -> 
     processor = AnySizeProcessor.from_settings(settings)
 
     def area(size: tuple[int, int], of: AnySizeProcessor = processor, **limits: int) -> int:
-        pixels = of.within(ImageBudget(**limits, low_detail=True)).process(DecodedImage.whole(noise(*size)))
+        pixels = processed(of.within(ImageBudget(**limits, low_detail=True)), DecodedImage.whole(noise(*size)))
         return pixels.shape[2] * pixels.shape[3]
 
     assert 0.95 * LOW_DETAIL_PIXELS < area((900, 700)) <= LOW_DETAIL_PIXELS == 512 * 512
@@ -179,11 +180,11 @@ def test_an_image_of_low_detail_is_small_unless_the_request_says_how_large() -> 
     theirs = Qwen2VLImageProcessorPil(**{**settings, "size": {"shortest_edge": 16 * 16, "longest_edge": 512 * 512}})(
         images=noise(900, 700), return_tensors="pt"
     )
-    rows, grid = patches(torch.from_numpy(low.process(DecodedImage.whole(noise(900, 700)))), QWEN2)
+    rows, grid = patches(torch.from_numpy(processed(low, DecodedImage.whole(noise(900, 700)))), QWEN2)
     assert grid.tolist() == theirs["image_grid_thw"].tolist()
     torch.testing.assert_close(rows, theirs["pixel_values"].view_as(rows), atol=1e-5, rtol=0)
 
 
 def test_an_image_that_is_too_narrow_is_refused() -> None:
     with pytest.raises(InvalidImageError, match="200 times as long as the other"):
-        AnySizeProcessor.from_settings(SETTINGS).process(DecodedImage.whole(noise(1, 201)))
+        processed(AnySizeProcessor.from_settings(SETTINGS), DecodedImage.whole(noise(1, 201)))

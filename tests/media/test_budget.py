@@ -37,6 +37,7 @@ from tests.media.test_tiles import (
     split_processor,
     written,
 )  # fmt: skip
+from tests.normalized import normalized
 from vlmserve.config import MediaConfig
 from vlmserve.errors import InvalidRequestError
 from vlmserve.media import transformers_budget
@@ -100,7 +101,7 @@ def test_images_of_any_size_are_those_of_transformers(kind: str, budget: ImageBu
     for width, height in [(24, 24), (63, 65), (200, 90), (90, 200), (60, 40), (17, 16), (5, 3), (90, 40)]:
         image = prepared(any_size(kind), (width, height), budget)
         expected = by_transformers(noise(width, height))
-        rows, grid = rows_of(kind, torch.from_numpy(image.pixels))
+        rows, grid = rows_of(kind, torch.from_numpy(normalized(image)))
         assert grid.tolist() == expected["image_grid_thw"].tolist()
         torch.testing.assert_close(rows, expected["pixel_values"].view_as(rows), atol=1e-5, rtol=0)
         assert image.num_tokens == expected["image_grid_thw"].prod().item() // 4
@@ -154,7 +155,7 @@ def test_images_have_the_resolutions_that_fit(budget: ImageBudget) -> None:
     for size in SIZES:
         image = prepared(ours, size, budget)
         expected = theirs(images=noise(*size), return_tensors="np")
-        np.testing.assert_allclose(image.pixels, expected["pixel_values"][0], rtol=0, atol=1e-6)
+        np.testing.assert_allclose(normalized(image), expected["pixel_values"][0], rtol=0, atol=1e-6)
         assert image.num_tokens == len(Counter(settings).replace_image_token(expected, 0))
 
 
@@ -220,7 +221,7 @@ def test_images_have_as_many_tiles_as_fit(budget: ImageBudget, oracle: type[Any]
     for size in SIZES:
         image = prepared(ours, size, budget)
         pixels, text, rows, columns = split_by_transformers(oracle, noise(*size), budget)
-        np.testing.assert_allclose(image.pixels, pixels, rtol=0, atol=1e-6)
+        np.testing.assert_allclose(normalized(image), pixels, rtol=0, atol=1e-6)
         assert written(ours, image.num_tokens, image.text) == text
         assert (seen(image).model_width, seen(image).model_height) == (max(columns, 1) * 16, max(rows, 1) * 16)
         tiles.add((rows, columns))
@@ -383,7 +384,7 @@ def test_any_size_by_transformers_code(
             expected = theirs(images=noise(width, height), size=own, return_tensors="np")
             if expected["image_grid_thw"].prod() * 196 <= most:
                 break
-        np.testing.assert_array_equal(image.pixels, expected["pixel_values"])
+        np.testing.assert_array_equal(normalized(image), expected["pixel_values"])
         _, rows, columns = expected["image_grid_thw"][0]
         assert image.num_embeddings == rows * columns // 4
         assert seen(image) == ImageSize(width, height, 14 * columns, 14 * rows, (0, 0, width, height), image.num_tokens)
@@ -420,7 +421,7 @@ def test_tiles_by_transformers_code(aya_vision: Path, budget: ImageBudget) -> No
                 made.append((tokens, inputs["pixel_values"]))
         tokens, pixels = max(made, key=lambda one: one[0])
         assert image.num_tokens == tokens
-        np.testing.assert_array_equal(image.pixels, pixels)
+        np.testing.assert_array_equal(normalized(image), pixels)
         area = (seen(image).model_width or 0) * (seen(image).model_height or 0)
         assert area == max(1, len(pixels) - 1) * 784
 
@@ -433,7 +434,7 @@ def test_low_detail_of_tiles_by_transformers_code(aya_vision: Path) -> None:
         inputs = theirs(
             text=["<image>"], images=[noise(*size)], max_patches=1, return_tensors="np", add_special_tokens=False
         )
-        np.testing.assert_array_equal(image.pixels, inputs["pixel_values"])
+        np.testing.assert_array_equal(normalized(image), inputs["pixel_values"])
         assert len(image.pixels) == 1
         assert image.num_tokens < prepared(processor, size, ImageBudget()).num_tokens
     fine = processor.within(ImageBudget(min_pixels=1000, low_detail=True))

@@ -28,7 +28,7 @@ PROCESSOR = FixedSizeProcessor(
     {"model_type": "llava", "vision_config": {"image_size": 28, "patch_size": 14}},
     {"size": {"shortest_edge": 28}, "crop_size": {"height": 28, "width": 28}},
 )
-IMAGE_BYTES = 3 * 28 * 28 * 4
+IMAGE_BYTES = 3 * 28 * 28
 DATA = encoded(noise(40, 30))
 
 

@@ -20,6 +20,7 @@ from tests.media.images_for_tests import (
     palette_with_transparency,
     photo,
 )
+from tests.normalized import processed
 from vlmserve.config import MediaConfig
 from vlmserve.errors import InvalidImageError, UnsupportedModelError
 from vlmserve.media.images import DecodedImage, decode_image
@@ -77,7 +78,7 @@ CONFIG = {"model_type": "llava", "vision_config": VISION}
 @pytest.mark.parametrize(("family", "settings"), SETTINGS)
 def test_pixels_are_those_of_transformers(family: str, settings: dict[str, Any], name: str) -> None:
     processor = FixedSizeProcessor(CONFIG, {"image_processor_type": f"{family}ImageProcessor", **settings})
-    ours = processor.process(decode_image(FILES[name], MediaConfig()))
+    ours = processed(processor, decode_image(FILES[name], MediaConfig()))
     upright = ImageOps.exif_transpose(Image.open(io.BytesIO(FILES[name])))
     theirs = ORACLES[family](**settings)(images=upright, return_tensors="np")["pixel_values"]
     assert ours.dtype == np.float32
@@ -91,7 +92,7 @@ def test_missing_settings_have_the_defaults_of_transformers(family: str) -> None
     if family == "Blip":
         config = {"model_type": "blip"}
     processor = FixedSizeProcessor(config, {"image_processor_type": f"{family}ImageProcessorFast"})
-    ours = processor.process(DecodedImage.whole(noise(80, 60)))
+    ours = processed(processor, DecodedImage.whole(noise(80, 60)))
     theirs = ORACLES[family]()(images=noise(80, 60), return_tensors="np")["pixel_values"]
     np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-6)
 
@@ -106,7 +107,7 @@ def test_extremely_long_images_are_cropped_as_in_transformers_without_being_blow
     image = noise(width, height)
     theirs = CLIPImageProcessorPil(**settings)(images=image, return_tensors="np")["pixel_values"]
     one_level = 1 / 255 / 0.26
-    np.testing.assert_allclose(processor.process(DecodedImage.whole(image)), theirs, rtol=0, atol=1.1 * one_level)
+    np.testing.assert_allclose(processed(processor, DecodedImage.whole(image)), theirs, rtol=0, atol=1.1 * one_level)
 
 
 @pytest.mark.parametrize("size", [(1, 5_000_000), (5_000_000, 1)])
@@ -114,7 +115,7 @@ def test_extremely_long_images_are_cropped_as_in_transformers_without_being_blow
 def test_no_allowed_image_needs_more_memory_than_itself(size: tuple[int, int], do_pad: bool) -> None:
     settings = {"image_processor_type": "LlavaImageProcessor", "do_pad": do_pad, **CROPPED}
     image = Image.new("RGB", size, (255, 0, 0))
-    pixels = FixedSizeProcessor(CONFIG, settings).process(DecodedImage.whole(image))
+    pixels = processed(FixedSizeProcessor(CONFIG, settings), DecodedImage.whole(image))
     assert pixels.shape == (1, 3, 28, 28)
     assert np.ptp(pixels[0, 0]) == 0 or do_pad
 
@@ -144,7 +145,7 @@ def test_a_photo_decoded_at_a_fraction_of_its_size_is_nearly_that_of_transformer
     assert image.is_reduced == settings.get("do_resize", True)
     upright = ImageOps.exif_transpose(Image.open(io.BytesIO(PHOTOS[name])))
     theirs = ORACLES[family](**settings)(images=upright, return_tensors="np")["pixel_values"]
-    difference = np.abs(processor.process(image) - theirs)
+    difference = np.abs(processed(processor, image) - theirs)
     # Beside padding, the row of which a part is the image is all image.
     mean, extreme = (1.5, 6) if settings.get("do_pad") else (0.8, 3)
     assert difference.mean() < mean
@@ -171,7 +172,7 @@ def test_exact_pixels_are_those_of_transformers_for_large_photos_too() -> None:
     image = decode_image(PHOTOS["odd"], MediaConfig(), processor.reduction)
     full = Image.open(io.BytesIO(PHOTOS["odd"]))
     theirs = CLIPImageProcessorPil(**EXACT)(images=full, return_tensors="np")["pixel_values"]
-    np.testing.assert_allclose(processor.process(image), theirs, rtol=0, atol=1e-6)
+    np.testing.assert_allclose(processed(processor, image), theirs, rtol=0, atol=1e-6)
 
 
 def test_a_large_photo_that_is_truncated_is_refused() -> None:
@@ -188,7 +189,7 @@ def test_sixteen_bit_gray_keeps_its_shades() -> None:
         "do_resize": False,
         "crop_size": 28,
     }
-    pixels = FixedSizeProcessor(CONFIG, settings).process(DecodedImage.whole(Image.fromarray(levels)))
+    pixels = processed(FixedSizeProcessor(CONFIG, settings), DecodedImage.whole(Image.fromarray(levels)))
     np.testing.assert_allclose(pixels[0], np.repeat(levels[None] / 65535, 3, axis=0), atol=1 / 255)
 
 

@@ -20,6 +20,7 @@ from transformers.video_utils import VideoMetadata
 
 from tests.media import glm_videos
 from tests.media.images_for_tests import encoded, noise
+from tests.normalized import normalized
 from vlmserve.config import MediaConfig, ProcessorOverrides
 from vlmserve.errors import (
     ImageFetchError,
@@ -310,10 +311,10 @@ def test_frames_of_a_file_are_those_that_were_asked_for(tmp_path: Path) -> None:
     for source in (data, path, str(path), url):
         video = prepare(source, PROCESSOR.within(ImageBudget(), 1.0))
         assert video.pixels.shape[0] == 6
-        np.testing.assert_allclose(brightness(video.pixels), COLOURS, atol=25)
+        np.testing.assert_allclose(brightness(normalized(video)), COLOURS, atol=25)
         assert video.frame_step == 4.0, "2 frames a second apart, 2 positions a second"
     few = prepare(data, PROCESSOR.within(ImageBudget(), 0.1))
-    np.testing.assert_allclose(brightness(few.pixels), [COLOURS[index] for index in (0, 1, 3, 4)], atol=25)
+    np.testing.assert_allclose(brightness(normalized(few)), [COLOURS[index] for index in (0, 1, 3, 4)], atol=25)
     assert few.frame_step == 6.0, "4 of 6 seconds"
     capped = prepare(data, VideoProcessor.from_settings(SETTINGS, QWEN25, max_frames=2))
     assert capped.pixels.shape[0] == 2

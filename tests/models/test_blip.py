@@ -11,6 +11,7 @@ from transformers import BlipForConditionalGeneration
 
 from tests.blip import CLASSES, FEATURES, TEXT, BlipOracle, make_blip
 from tests.checkpoints import change_config, change_tensors
+from tests.normalized import normalized
 from tests.paged import PagedRun
 from vlmserve.config import QuantizationConfig
 from vlmserve.errors import MissingWeightsError, ModelLoadError, UnsupportedModelError
@@ -36,7 +37,7 @@ def test_images_and_cross_states_equal_transformers(oracle: BlipOracle) -> None:
     ours, theirs = load(oracle.folder), oracle.model
     assert ours.vision is not None
     assert ours.cross is not None
-    images = [torch.from_numpy(oracle.make_image(seed).pixels) for seed in range(3)]
+    images = [torch.from_numpy(normalized(oracle.make_image(seed))) for seed in range(3)]
     features = ours.vision.encode(images)
     expected = theirs.vision_model(torch.cat(images)).last_hidden_state
     torch.testing.assert_close(torch.stack(features), expected, atol=1e-5, rtol=1e-5)
@@ -60,14 +61,14 @@ def test_logits_equal_those_of_transformers(oracle: BlipOracle) -> None:
     assert ours.vision is not None
     assert ours.cross is not None
     decoder = ours.language_model
-    features = ours.vision.encode([torch.from_numpy(oracle.make_image(seed).pixels) for seed in range(3)])
+    features = ours.vision.encode([torch.from_numpy(normalized(oracle.make_image(seed))) for seed in range(3)])
     texts = [[], [], []] if oracle.kind == "caption" else [[2, 40, 50, 3], [2, 9, 3], [2, 9, 41, 42, 43, 8, 9, 3]]
     states = ours.cross.encode(features, texts)
     sequences = [torch.randint(5, TEXT["vocab_size"], (length,)) for length in (21, 4, 13)]
     run = PagedRun(decoder, [decoder.embed(ids) for ids in sequences], cross_states=states)
     logits = run.finish([5, 1, 4])
     for seed, (text, ids, actual) in enumerate(zip(texts, sequences, logits, strict=True)):
-        seen = theirs.vision_model(torch.from_numpy(oracle.make_image(seed).pixels)).last_hidden_state
+        seen = theirs.vision_model(torch.from_numpy(normalized(oracle.make_image(seed)))).last_hidden_state
         if text:
             seen = theirs.text_encoder(torch.tensor([text]), encoder_hidden_states=seen).last_hidden_state
         expected = theirs.text_decoder(ids[None], encoder_hidden_states=seen).logits[0]
@@ -121,7 +122,7 @@ def test_a_checkpoint_may_be_quantized(oracle: BlipOracle, tmp_path: Path) -> No
     """What is rounded when it is written is what is rounded when it is loaded, cross attention's parts included."""
     settings = QuantizationConfig(scheme="int8", vision=True)
     save_quantized(oracle.folder, tmp_path / "int8", settings)
-    pixels = torch.from_numpy(oracle.make_image(0).pixels)
+    pixels = torch.from_numpy(normalized(oracle.make_image(0)))
     made = []
     for folder, quantization in ((oracle.folder, settings), (tmp_path / "int8", None), (oracle.folder, None)):
         model = load_model(folder, device=torch.device("cpu"), dtype=torch.float32, quantization=quantization)

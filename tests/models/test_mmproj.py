@@ -19,6 +19,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from tests.checkpoints import make_llama, make_llava, make_qwen_vl, make_text_model
 from tests.gguf_files import write_gguf
 from tests.mmproj_files import CONVERSIONS, Files, write_pair
+from tests.normalized import normalized
 from tests.ocr_checkpoints import make_glm_ocr
 from vlmserve.config import MediaConfig, QuantizationConfig
 from vlmserve.errors import (
@@ -193,7 +194,7 @@ def test_a_quantized_copy_has_the_vision_tower(llava: Path, files: Files, tmp_pa
         for out in ("of folder", "of pair")
     ]
     assert prompts[0].token_ids == prompts[1].token_ids
-    pixels = [torch.from_numpy(prompt.images[0].image.pixels) for prompt in prompts]
+    pixels = [torch.from_numpy(normalized(prompt.images[0].image)) for prompt in prompts]
     assert torch.equal(*pixels)
     expected, actual = (tower.encode([pixels[0]])[0] for tower in towers if tower is not None)
     torch.testing.assert_close(actual, expected, atol=1e-2, rtol=1e-2)

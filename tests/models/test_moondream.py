@@ -11,6 +11,7 @@ import torch
 
 from tests.checkpoints import change_config
 from tests.moondream import SETTINGS, TEXT, TOKENS, VISION, Moondream, make_moondream, noise
+from tests.normalized import normalized, of_levels, processed
 from tests.oracles.moondream import MoondreamOracle
 from vlmserve.errors import InvalidImageError, MissingWeightsError, UnsupportedModelError
 from vlmserve.media.budget import ImageBudget
@@ -44,12 +45,12 @@ def test_embeddings_equal_the_oracles(moondream: Moondream) -> None:
         crops, tiles = moondream.oracle.crops(pil_image)
         tilings.add(tiles)
         vision.check(image.pixels.shape, image.num_tokens)
-        (actual,) = vision.encode([torch.from_numpy(image.pixels)])
+        (actual,) = vision.encode([torch.from_numpy(normalized(image))])
         expected = moondream.oracle.see(crops, tiles)
         assert expected.abs().max() > 0.5
         torch.testing.assert_close(actual.double(), expected, atol=1e-4, rtol=1e-4)
     assert len(tilings) > 3, tilings
-    images = [torch.from_numpy(moondream.make_image(seed)[1].pixels) for seed in (3, 1)]
+    images = [torch.from_numpy(normalized(moondream.make_image(seed)[1])) for seed in (3, 1)]
     assert torch.equal(vision.encode(images)[1], vision.encode(images[1:])[0])
 
 
@@ -59,13 +60,13 @@ def test_pictures_of_extreme_shapes_are_seen(moondream: Moondream, size: tuple[i
     assert vision is not None
     processor = CropProcessor({"config": SETTINGS})
     pil_image = DecodedImage.whole(noise(0, *size))
-    pixels = processor.process(pil_image)
+    pixels = processed(processor, pil_image)
     vision.check(pixels.shape, processor.placeholders(pixels, size).num_tokens)
 
 
 def test_names_may_come_without_the_outer_module(tmp_path: Path) -> None:
     with_it, without = (load(make_moondream(tmp_path / prefix, prefix=prefix)[0]) for prefix in ("model.", ""))
-    pixels = [torch.from_numpy(CropProcessor({"config": SETTINGS}).process(DecodedImage.whole(noise(0, 50, 30))))]
+    pixels = [torch.from_numpy(processed(CropProcessor({"config": SETTINGS}), DecodedImage.whole(noise(0, 50, 30))))]
     ids = torch.arange(9)
     assert with_it.vision is not None
     assert without.vision is not None
@@ -83,7 +84,7 @@ def test_the_published_shape_is_what_an_empty_config_means() -> None:
     assert spec.ropes[0].size == 32
     tower = MoondreamSpec.from_config(config, 2048)
     assert (tower.side, tower.stride, tower.layers.num_patches) == (27, 19, 729)
-    pixels = CropProcessor(config).process(DecodedImage.whole(noise(0, 800, 600)))
+    pixels = processed(CropProcessor(config), DecodedImage.whole(noise(0, 800, 600)))
     assert pixels.shape == (1, 3, 378 + 2 * 266 + 112, 4 * 266 + 112)
     assert CropProcessor(config).placeholders(pixels, (800, 600)).num_tokens == 729
 
@@ -137,7 +138,7 @@ def test_other_revisions_names_are_missed_by_name(tmp_path: Path) -> None:
 def test_crops_equal_the_oracles(moondream: Moondream, size: tuple[int, int]) -> None:
     pil_image = noise(1, *size)
     expected, (rows, columns) = moondream.oracle.crops(pil_image)
-    pixels = CropProcessor({"config": SETTINGS}).process(DecodedImage.whole(pil_image))
+    pixels = processed(CropProcessor({"config": SETTINGS}), DecodedImage.whole(pil_image))
     assert pixels.dtype == np.float32
     whole, large = pixels[0, :, :20], pixels[0, :, 20:]
     assert large.shape[1:] == (12 * rows + 8, 12 * columns + 8)
@@ -157,16 +158,17 @@ def test_a_picture_of_low_detail_is_one_crop(moondream: Moondream) -> None:
     crops, tiles = oracle.crops(pil_image)
     assert tiles == (1, 1)
     pixels, placeholders = low.prepare(DecodedImage.whole(pil_image))
-    np.testing.assert_allclose(pixels[0, :, :20], crops[0], atol=1e-6)
-    np.testing.assert_allclose(pixels[0, :, 20:], crops[1], atol=1e-6)
+    values = of_levels(pixels, low.levels)
+    np.testing.assert_allclose(values[0, :, :20], crops[0], atol=1e-6)
+    np.testing.assert_allclose(values[0, :, 20:], crops[1], atol=1e-6)
     assert placeholders == processor.prepare(DecodedImage.whole(pil_image))[1]
     vision = load(moondream.folder).vision
     assert vision is not None
     vision.check(pixels.shape, TOKENS)
-    (actual,) = vision.encode([torch.from_numpy(pixels)])
+    (actual,) = vision.encode([torch.from_numpy(values)])
     torch.testing.assert_close(actual.double(), oracle.see(crops, tiles), atol=1e-4, rtol=1e-4)
     for size in ((200, 30), (17, 90), (3, 3), (90, 21)):
-        assert low.process(DecodedImage.whole(noise(3, *size))).shape == (1, 3, 40, 20)
+        assert processed(low, DecodedImage.whole(noise(3, *size))).shape == (1, 3, 40, 20)
     assert low.fingerprint != processor.fingerprint
     assert processor.within(ImageBudget()) is processor
     assert low.within(ImageBudget(low_detail=True)) is low

@@ -16,6 +16,7 @@ from tests.checkpoints import PINPOINTS, change_config, make_idefics3, make_llav
 from tests.media.images_for_tests import noise
 from tests.media.test_tiles import NEXT, next_processor
 from tests.models.test_llava import load
+from tests.normalized import of_levels, processed
 from vlmserve.config import QuantizationConfig
 from vlmserve.errors import InvalidImageError, MissingWeightsError, UnsupportedModelError
 from vlmserve.media.budget import ImageBudget
@@ -32,7 +33,7 @@ SIZES = [(40, 30), (30, 40), (90, 10), (16, 16), (20, 60), (33, 31), (97, 1), (1
 def tiles(size: tuple[int, int]) -> tuple[torch.Tensor, Tiling | None, int]:
     """Pixels of an image for LLaVA-NeXT, how they lie, and how many embeddings they become."""
     processor = next_processor({**NEXT, "image_grid_pinpoints": PINPOINTS})
-    pixels = processor.process(DecodedImage.whole(noise(*size)))
+    pixels = processed(processor, DecodedImage.whole(noise(*size)))
     placeholders = processor.placeholders(pixels, size)
     return torch.from_numpy(pixels), placeholders.tiling, placeholders.num_tokens
 
@@ -75,7 +76,7 @@ def test_llava_next_sees_a_picture_that_was_not_cut_as_transformers_does(tmp_pat
         pixels, placeholders = processor.prepare(DecodedImage.whole(noise(*size)))
         assert placeholders.tiling is None
         vision.check(pixels.shape, placeholders.num_tokens)
-        images.append(torch.from_numpy(pixels))
+        images.append(torch.from_numpy(of_levels(pixels, processor.levels)))
     cut, tiling, _ = tiles(SIZES[0])
     encoded = vision.encode([*images, cut], [None] * len(images) + [tiling])
     for (width, height), pixels, ours in zip(SIZES, images, encoded[:-1], strict=True):

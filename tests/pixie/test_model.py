@@ -8,6 +8,7 @@ import torch
 from PIL import Image, ImageDraw, ImageFont
 from transformers import LlavaForConditionalGeneration
 
+from tests.normalized import normalized
 from vlmserve import LLM, SamplingParams
 from vlmserve.config import MediaConfig
 from vlmserve.frontend.requests import RequestPreparer
@@ -53,7 +54,7 @@ def test_transformers_loads_the_same_folder_and_says_the_same_tokens(pixie):
         prompt = preparer.chat(conversation, allow_local=True)
         inputs = {"input_ids": torch.tensor([prompt.token_ids])}
         if prompt.images:
-            pixels = np.concatenate([span.image.pixels for span in prompt.images])
+            pixels = np.concatenate([normalized(span.image) for span in prompt.images])
             inputs["pixel_values"] = torch.from_numpy(pixels)
         generated = theirs.generate(**inputs, max_new_tokens=48, do_sample=False)[0, len(prompt.token_ids) :].tolist()
         expected = generated[: generated.index(2)] if 2 in generated else generated

@@ -50,7 +50,7 @@ def encoder(rank: int, meeting: Meeting) -> tuple[ImageEncoder, Tower]:
         stage_products=1,
         stage_rows=1,
         torch_device=torch.device("cpu"),
-        upload_pixels=lambda pixels, _: torch.from_numpy(pixels),
+        upload_pixels=lambda pixels, *_: torch.from_numpy(pixels),
     )
     model = SimpleNamespace(
         device=device, dtype=torch.bfloat16, vision=tower, cross=None, ranks=ThreadRanks(meeting, rank),

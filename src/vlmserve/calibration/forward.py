@@ -177,4 +177,5 @@ def encode_images(
     """The embeddings of all images, each once, by key."""
     images = {span.image.key: span.image for prompt in prompts for span in prompt.images}
     for key, image in images.items():
-        yield key, vision.encode([device.upload_pixels(image.pixels, dtype)], [image.tiling])[0]
+        pixels = device.upload_pixels(image.pixels, dtype, image.levels)
+        yield key, vision.encode([pixels], [image.tiling])[0]

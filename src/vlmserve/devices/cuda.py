@@ -21,6 +21,7 @@ from vlmserve.kernels.quantized import QuantizedWeight
 from vlmserve.kernels.torch_sampling import DrawLater
 from vlmserve.layers.operations import Epilogue, Norm, Product, Table
 from vlmserve.layers.products import QuantizedProduct
+from vlmserve.levels import Levels
 
 if TYPE_CHECKING:
     from vlmserve.kernels.triton.sampling import TritonDraw
@@ -100,12 +101,13 @@ class CudaDevice(TorchDevice):
             self._staging = Staging(self.torch_device, reserve=STAGED_BYTES)
         return self._staging.upload(arrays)
 
-    def upload_pixels(self, pixels: np.ndarray, dtype: torch.dtype) -> Tensor:
+    def upload_pixels(self, pixels: np.ndarray, dtype: torch.dtype, levels: Levels | None = None) -> Tensor:
         """See `Device.upload_pixels`. Through pinned memory, which torch keeps for the next images; numbers become
         those of the other type on the device."""
         host = torch.empty(pixels.shape, dtype=torch.from_numpy(pixels[:0].copy()).dtype, pin_memory=True)
         np.copyto(host.numpy(), pixels)
-        return host.to(self.torch_device, non_blocking=True).to(dtype)
+        uploaded = host.to(self.torch_device, non_blocking=True)
+        return uploaded.to(dtype) if levels is None else self._normalize(uploaded, levels, dtype)
 
     def download(self, tensor: Tensor) -> Callable[[], list[int]]:
         """See `Device.download`. To pinned memory, which torch keeps for the next copies."""

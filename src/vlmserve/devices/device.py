@@ -15,6 +15,7 @@ from vlmserve.kernels.attention import AttentionBackend, AttentionSpec, LayerCac
 from vlmserve.kernels.torch_sampling import Draw, DrawLater
 from vlmserve.layers.attention import StepContext
 from vlmserve.layers.operations import Operations
+from vlmserve.levels import Levels
 
 LayerStack = Callable[[Tensor, Sequence[LayerCache], StepContext], Tensor]
 """All layers of a decoder: ``[tokens, hidden_size]`` to the same, over their caches."""
@@ -106,8 +107,8 @@ class Device(Operations, Protocol):
         must not change before the step has ended."""
         ...
 
-    def upload_pixels(self, pixels: np.ndarray, dtype: torch.dtype) -> Tensor:
-        """An image's numbers on the device, in another type; a copy of them."""
+    def upload_pixels(self, pixels: np.ndarray, dtype: torch.dtype, levels: Levels | None = None) -> Tensor:
+        """An image's numbers on the device, in another type; a copy of them. levels: what becomes of uint8 ones."""
         ...
 
     def padded_decodes(self, count: int) -> int:

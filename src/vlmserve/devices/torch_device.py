@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from vlmserve.devices.device import Clock, EagerExecutor, HostClock, LayerExecutor
+from vlmserve.devices.pixels import Normalizer
 from vlmserve.kernels import torch_sampling
 from vlmserve.kernels.attention import AttentionBackend, AttentionSpec
 from vlmserve.kernels.quantized import QuantizedWeight
@@ -16,6 +17,7 @@ from vlmserve.kernels.torch_reference import TorchReference
 from vlmserve.kernels.torch_sampling import Draw, DrawLater
 from vlmserve.layers.operations import EncoderKernel, Epilogue, Norm, Product, Table
 from vlmserve.layers.products import torch_linear, torch_table
+from vlmserve.levels import Levels
 
 
 class TorchDevice:
@@ -33,6 +35,7 @@ class TorchDevice:
 
     def __init__(self, torch_device: torch.device) -> None:
         self.torch_device = torch_device
+        self._normalize = Normalizer(torch_device)
 
     def __str__(self) -> str:
         return str(self.torch_device)
@@ -97,10 +100,12 @@ class TorchDevice:
         """See `Device.upload`."""
         return [torch.from_numpy(array).to(self.torch_device) for array in arrays]
 
-    def upload_pixels(self, pixels: np.ndarray, dtype: torch.dtype) -> Tensor:
+    def upload_pixels(self, pixels: np.ndarray, dtype: torch.dtype, levels: Levels | None = None) -> Tensor:
         """See `Device.upload_pixels`."""
         # Not from_numpy: it warns of read-only arrays, and images' pixels are read-only, since requests share them.
-        return torch.tensor(pixels, device=self.torch_device, dtype=dtype)
+        if levels is None:
+            return torch.tensor(pixels, device=self.torch_device, dtype=dtype)
+        return self._normalize(torch.tensor(pixels, device=self.torch_device), levels, dtype)
 
     def padded_decodes(self, count: int) -> int:
         """See `Device.padded_decodes`."""

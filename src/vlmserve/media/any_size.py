@@ -16,6 +16,7 @@ from blake3 import blake3
 
 from vlmserve.config import ProcessorOverrides
 from vlmserve.errors import ConfigurationError, InvalidImageError, InvalidRequestError
+from vlmserve.levels import Levels
 from vlmserve.media.budget import NO_BUDGET, ImageBudget
 from vlmserve.media.images import DecodedImage
 from vlmserve.media.processor import (
@@ -23,7 +24,6 @@ from vlmserve.media.processor import (
     PixelProcessor,
     Placeholders,
     View,
-    level_table,
     normalization,
     to_pixels,
     to_rgb,
@@ -91,7 +91,7 @@ class AnySizeProcessor(PixelProcessor):
         self._exact_pixels = exact_pixels
         described = json.dumps(["any size v1", exact_pixels, asdict(recipe)], sort_keys=True)
         self.fingerprint = blake3(described.encode()).digest()
-        self._levels = level_table(recipe.rescale, recipe.mean, recipe.std)
+        self.levels = Levels(recipe.rescale, recipe.mean, recipe.std)
 
     @classmethod
     def from_settings(
@@ -152,12 +152,12 @@ class AnySizeProcessor(PixelProcessor):
         return min(size[0] / width, size[1] / height)
 
     def process(self, decoded: DecodedImage) -> Pixels:
-        """Float32 ``[1, 3, height, width]`` of an image of any mode. Raises InvalidImageError for one that is too
+        """uint8 ``[1, 3, height, width]`` of an image of any mode. Raises InvalidImageError for one that is too
         narrow."""
         image = to_rgb(decoded.image)
         if self._recipe.resize:
             image = image.resize(self._resized(decoded.size), self._recipe.resample, decoded.box)
-        return to_pixels([image], self._levels)
+        return to_pixels([image])
 
     def placeholders(self, pixels: Pixels, size: tuple[int, int]) -> Placeholders:
         """How many tokens those pixels take, and in how many frames, rows and columns."""

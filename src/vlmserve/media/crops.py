@@ -20,9 +20,10 @@ from blake3 import blake3
 from PIL import Image
 
 from vlmserve.errors import UnsupportedModelError
+from vlmserve.levels import Levels
 from vlmserve.media.budget import ImageBudget
 from vlmserve.media.images import DecodedImage
-from vlmserve.media.processor import PixelProcessor, Placeholders, View, level_table, to_rgb, whole_view
+from vlmserve.media.processor import PixelProcessor, Placeholders, View, to_rgb, whole_view
 from vlmserve.types import Pixels
 
 
@@ -51,7 +52,7 @@ class CropProcessor(PixelProcessor):
         """config: of config.json. Raises UnsupportedModelError for crops that have nothing of their own."""
         self._exact_pixels = exact_pixels
         self._set_recipe(_recipe(config))
-        self._levels = level_table(1 / 255, (0.5,) * 3, (0.5,) * 3)
+        self.levels = Levels(1 / 255, (0.5,) * 3, (0.5,) * 3)
 
     def within(self, budget: ImageBudget) -> Self:
         """The same for images that become fewer crops. Raises InvalidRequestError for a budget that excludes a single
@@ -87,17 +88,14 @@ class CropProcessor(PixelProcessor):
         return min(size[0] / width, size[1] / height)
 
     def process(self, decoded: DecodedImage) -> Pixels:
-        """Float32 ``[1, 3, height, width]`` of an image of any size and mode."""
+        """uint8 ``[1, 3, height, width]`` of an image of any size and mode."""
         image = to_rgb(decoded.image)
         side = self._recipe.size
         width, height = self._large_size(decoded.size)
-        levels = np.zeros((side + height, width, 3), np.uint8)
+        pixels = np.zeros((1, 3, side + height, width), np.uint8)
         for target, top in (((side, side), 0), ((width, height), side)):
             resized = image.resize(target, Image.Resampling.LANCZOS, decoded.box)
-            levels[top : top + target[1], : target[0]] = np.asarray(resized)
-        pixels = np.empty((1, 3, side + height, width), dtype=np.float32)
-        for channel in range(3):
-            np.take(self._levels[channel], levels[:, :, channel], out=pixels[0, channel])
+            pixels[0, :, top : top + target[1], : target[0]] = np.asarray(resized).transpose(2, 0, 1)
         return pixels
 
     def placeholders(self, pixels: Pixels, size: tuple[int, int]) -> Placeholders:

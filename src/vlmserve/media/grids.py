@@ -15,6 +15,7 @@ from typing import Any, Self
 from blake3 import blake3
 
 from vlmserve.errors import ModelLoadError, UnsupportedModelError
+from vlmserve.levels import Levels
 from vlmserve.media.budget import ImageBudget
 from vlmserve.media.images import DecodedImage
 from vlmserve.media.processor import (
@@ -22,7 +23,6 @@ from vlmserve.media.processor import (
     PixelProcessor,
     Placeholders,
     View,
-    level_table,
     normalization,
     to_pixels,
     to_rgb,
@@ -75,7 +75,7 @@ class GridProcessor(PixelProcessor):
         self._around = around
         self._exact_pixels = exact_pixels
         self._set_recipe(recipe)
-        self._levels = level_table(recipe.rescale, recipe.mean, recipe.std)
+        self.levels = Levels(recipe.rescale, recipe.mean, recipe.std)
 
     def within(self, budget: ImageBudget) -> Self:
         """The same for images of fewer tiles, or more. Raises InvalidRequestError for a budget that excludes a single
@@ -112,14 +112,14 @@ class GridProcessor(PixelProcessor):
         return min(own / (tiles * self._recipe.tile) for own, tiles in zip(size, self._grid(size), strict=True))
 
     def process(self, decoded: DecodedImage) -> Pixels:
-        """Float32 ``[tiles + 1, 3, height, width]`` of an image of any size and mode, or one tile if it is not cut."""
+        """uint8 ``[tiles + 1, 3, height, width]`` of an image of any size and mode, or one tile if it is not cut."""
         tile, resample = self._recipe.tile, self._recipe.resample
         columns, rows = self._grid(decoded.size)
         image = to_rgb(decoded.image)
         tiles = cut_tiles(image.resize((columns * tile, rows * tile), resample, decoded.box), tile)
         if len(tiles) > 1:
             tiles.append(image.resize((tile, tile), resample, decoded.box))
-        return to_pixels(tiles, self._levels)
+        return to_pixels(tiles)
 
     def placeholders(self, pixels: Pixels, size: tuple[int, int]) -> Placeholders:
         """Tokens for each tile, between those for the image's beginning and end."""

@@ -14,11 +14,11 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple, Protocol, Self, TypedDict
 
 import numpy as np
-import numpy.typing as npt
 from blake3 import blake3
 from PIL import Image
 
 from vlmserve.errors import UnsupportedModelError
+from vlmserve.levels import Levels
 from vlmserve.media.budget import ImageBudget
 from vlmserve.media.images import DecodedImage
 from vlmserve.types import Pixels, TowerInputs
@@ -98,9 +98,11 @@ def implied_settings(config: dict[str, Any]) -> dict[str, Any]:
 
 
 class ImageProcessor(Protocol):
-    """Makes a checkpoint's pixels of images. fingerprint: 32-byte digest of all that decides them."""
+    """Makes a checkpoint's pixels of images. fingerprint: 32-byte digest of all that decides them. levels: see
+    `ImageInput.levels`."""
 
     fingerprint: bytes
+    levels: Levels | None
 
     def within(self, budget: ImageBudget) -> Self:
         """The same for images of a smaller budget.
@@ -114,7 +116,7 @@ class ImageProcessor(Protocol):
         ...
 
     def prepare(self, decoded: DecodedImage) -> tuple[Pixels, Placeholders]:
-        """Float32 ``[tiles, 3, height, width]``, and what they take in a prompt.
+        """``[tiles, 3, height, width]``, uint8 where there are `levels`, else float32, and what they take in a prompt.
 
         Raises InvalidImageError for a shape that the model cannot take.
         """
@@ -133,7 +135,7 @@ class PixelProcessor(ImageProcessor, Protocol):
         return pixels, self.placeholders(pixels, decoded.size)
 
     def process(self, decoded: DecodedImage) -> Pixels:
-        """Float32 ``[tiles, 3, height, width]``. Raises InvalidImageError for a shape that the model cannot take."""
+        """uint8 ``[tiles, 3, height, width]``. Raises InvalidImageError for a shape that the model cannot take."""
         ...
 
     def placeholders(self, pixels: Pixels, size: tuple[int, int]) -> Placeholders:
@@ -186,7 +188,7 @@ class FixedSizeProcessor(PixelProcessor):
         self._exact_pixels = exact_pixels
         described = json.dumps(["pixels v2", exact_pixels, asdict(self._recipe)], sort_keys=True)
         self.fingerprint = blake3(described.encode()).digest()
-        self._levels = level_table(self._recipe.rescale, self._recipe.mean, self._recipe.std)
+        self.levels = Levels(self._recipe.rescale, self._recipe.mean, self._recipe.std)
 
     def within(self, budget: ImageBudget) -> Self:
         """This one: all images have the same size. Raises InvalidRequestError for a budget that excludes it."""
@@ -219,11 +221,11 @@ class FixedSizeProcessor(PixelProcessor):
         return cropped_view((width, height), dict(recipe.resize or ()), recipe.crop, (left, top))
 
     def process(self, decoded: DecodedImage) -> Pixels:
-        """Float32 ``[1, 3, height, width]`` of an image of any size and mode."""
+        """uint8 ``[1, 3, height, width]`` of an image of any size and mode."""
         decoded = replace(decoded, image=to_rgb(decoded.image))
         if self._recipe.pad_color is not None:
             decoded = self._pad_to_square(decoded, self._recipe.pad_color)
-        return to_pixels([self._resize_and_crop(decoded)], self._levels)
+        return to_pixels([self._resize_and_crop(decoded)])
 
     def _output_size(self) -> tuple[int, int]:
         size = dict(self._recipe.resize or ())
@@ -369,28 +371,14 @@ def _center_crop(image: Image.Image, height: int, width: int) -> Image.Image:
     return canvas
 
 
-def to_pixels(images: Sequence[Image.Image], levels: npt.NDArray[np.float32]) -> Pixels:
-    """Float32 ``[images, 3, height, width]`` of RGB images of one size. levels: as `level_table` makes them."""
-    pixels = np.empty((len(images), 3, images[0].height, images[0].width), dtype=np.float32)
+def to_pixels(images: Sequence[Image.Image]) -> Pixels:
+    """uint8 ``[images, 3, height, width]`` of RGB images of one size."""
+    pixels = np.empty((len(images), 3, images[0].height, images[0].width), dtype=np.uint8)
     for image, own in zip(images, pixels, strict=True):
         array = np.asarray(image)
         for channel in range(3):
-            np.take(levels[channel], array[:, :, channel], out=own[channel])
+            own[channel] = array[:, :, channel]
     return pixels
-
-
-def level_table(
-    rescale: float | None, mean: tuple[float, ...] | None, std: tuple[float, ...] | None
-) -> npt.NDArray[np.float32]:
-    """What each of the 256 levels of each of the 3 channels becomes."""
-    levels = np.arange(256, dtype=np.float32)
-    if rescale is not None:
-        levels = (np.arange(256, dtype=np.float64) * rescale).astype(np.float32)
-    table = np.repeat(levels[None], 3, axis=0)
-    if mean is not None and std is not None:
-        means, deviations = (np.array(values, dtype=np.float32)[:, None] for values in (mean, std))
-        table = (table - means) / deviations
-    return table
 
 
 def _recipe(settings: dict[str, Any]) -> PixelRecipe:
@@ -420,18 +408,18 @@ def _recipe(settings: dict[str, Any]) -> PixelRecipe:
     )
 
 
-class Levels(TypedDict):
-    """What becomes of the levels of pixels; None: nothing."""
+class Normalization(TypedDict):
+    """The fields of `Levels`."""
 
     rescale: float | None
     mean: tuple[float, ...] | None
     std: tuple[float, ...] | None
 
 
-def normalization(values: dict[str, Any]) -> Levels:
+def normalization(values: dict[str, Any]) -> Normalization:
     """That of a processor's settings, as `CLIP_LEVELS` has them."""
     mean, std = (per_channel(values[key]) for key in ("image_mean", "image_std"))
-    return Levels(
+    return Normalization(
         rescale=float(values["rescale_factor"]) if values["do_rescale"] else None,
         mean=mean if values["do_normalize"] else None,
         std=std if values["do_normalize"] else None,

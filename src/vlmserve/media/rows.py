@@ -14,6 +14,7 @@ from typing import Any, Self
 from blake3 import blake3
 
 from vlmserve.errors import ModelLoadError, UnsupportedModelError
+from vlmserve.levels import Levels
 from vlmserve.media.any_size import LOW_DETAIL_PIXELS
 from vlmserve.media.budget import NO_BUDGET, ImageBudget
 from vlmserve.media.images import DecodedImage
@@ -22,7 +23,6 @@ from vlmserve.media.processor import (
     PixelProcessor,
     Placeholders,
     View,
-    level_table,
     normalization,
     to_pixels,
     to_rgb,
@@ -69,7 +69,7 @@ class RowProcessor(PixelProcessor):
         self._exact_pixels = exact_pixels
         recipe = _recipe(settings, _side(config, sizes or {}))
         self._set_recipe(recipe)
-        self._levels = level_table(recipe.rescale, recipe.mean, recipe.std)
+        self.levels = Levels(recipe.rescale, recipe.mean, recipe.std)
 
     def within(self, budget: ImageBudget) -> Self:
         """The same for images of that budget. Raises InvalidRequestError for one that excludes a single square, or asks
@@ -100,11 +100,11 @@ class RowProcessor(PixelProcessor):
         return min(own / (squares * self._recipe.side) for own, squares in zip(size, self._grid(size), strict=True))
 
     def process(self, decoded: DecodedImage) -> Pixels:
-        """Float32 ``[1, 3, height, width]`` of an image of any size and mode."""
+        """uint8 ``[1, 3, height, width]`` of an image of any size and mode."""
         columns, rows = self._grid(decoded.size)
         size = columns * self._recipe.side, rows * self._recipe.side
         image = to_rgb(decoded.image).resize(size, self._recipe.resample, decoded.box)
-        return to_pixels([image], self._levels)
+        return to_pixels([image])
 
     def placeholders(self, pixels: Pixels, size: tuple[int, int]) -> Placeholders:
         """A token for each square, row by row, and one behind each row."""

@@ -111,7 +111,7 @@ def process_image(key: bytes, image: DecodedImage, processor: ImageProcessor) ->
     pixels.flags.writeable = False  # other requests may see the same image
     view = processor.view(image.size, pixels, placeholders)
     size = ImageSize(*image.size, view.width, view.height, view.box, placeholders.num_tokens)
-    return ImageInput(key, pixels, **placeholders._asdict(), size=size)
+    return ImageInput(key, pixels, **placeholders._asdict(), size=size, levels=processor.levels)
 
 
 def is_url(source: str) -> bool:

@@ -18,6 +18,7 @@ from blake3 import blake3
 from PIL import Image
 
 from vlmserve.errors import ModelLoadError, UnsupportedModelError
+from vlmserve.levels import Levels
 from vlmserve.media.budget import NO_BUDGET, ImageBudget
 from vlmserve.media.images import DecodedImage
 from vlmserve.media.processor import (
@@ -25,7 +26,6 @@ from vlmserve.media.processor import (
     PixelProcessor,
     Placeholders,
     View,
-    level_table,
     normalization,
     to_pixels,
     to_rgb,
@@ -57,6 +57,7 @@ class AnyResolutionProcessor(PixelProcessor):
             "size": {"height": edge, "width": edge},
         }
         self._tile_processor = FixedSizeProcessor(config, {**values, **square}, exact_pixels=exact_pixels)
+        self.levels = self._tile_processor.levels
         self._edge, self._tile = edge, tile
         self._resample = int(values.get("resample", Image.Resampling.BICUBIC))
         self._side = math.isqrt(self._tile_processor.num_tokens)
@@ -105,7 +106,7 @@ class AnyResolutionProcessor(PixelProcessor):
         return min(own / max(new, self._edge) for own, new in zip(size, resized, strict=True))
 
     def process(self, decoded: DecodedImage) -> Pixels:
-        """Float32 ``[1 + tiles, 3, height, width]`` of an image of any size and mode, or one tile if it is not cut."""
+        """uint8 ``[1 + tiles, 3, height, width]`` of an image of any size and mode, or one tile if it is not cut."""
         image = to_rgb(decoded.image)
         whole = image.resize((self._edge, self._edge), self._resample, decoded.box)
         if not self._resolutions:
@@ -212,7 +213,7 @@ class SplitProcessor(PixelProcessor):
         self._words = words
         self._exact_pixels = exact_pixels
         self._set_recipe(self._recipe)
-        self._levels = level_table(self._recipe.rescale, self._recipe.mean, self._recipe.std)
+        self.levels = Levels(self._recipe.rescale, self._recipe.mean, self._recipe.std)
         self._written = lru_cache(256)(self._write)
 
     def within(self, budget: ImageBudget) -> Self:
@@ -256,13 +257,13 @@ class SplitProcessor(PixelProcessor):
         return min(own / new for own, new in zip(size, self._plan(size).size, strict=True))
 
     def process(self, decoded: DecodedImage) -> Pixels:
-        """Float32 ``[tiles + 1, 3, height, width]`` of an image of any size and mode, or one tile if it is not cut."""
+        """uint8 ``[tiles + 1, 3, height, width]`` of an image of any size and mode, or one tile if it is not cut."""
         tile, resample, plan = self._recipe.tile, self._recipe.resample, self._plan(decoded.size)
         image = to_rgb(decoded.image).resize(plan.size, resample, decoded.box)
         if not plan.rows:
-            return to_pixels([image.resize((tile, tile), resample)], self._levels)
+            return to_pixels([image.resize((tile, tile), resample)])
         image = image.resize((plan.columns * tile, plan.rows * tile), resample)
-        return to_pixels([*cut_tiles(image, tile), image.resize((tile, tile), resample)], self._levels)
+        return to_pixels([*cut_tiles(image, tile), image.resize((tile, tile), resample)])
 
     def placeholders(self, pixels: Pixels, size: tuple[int, int]) -> Placeholders:
         """Tokens for each tile, with the words between them."""

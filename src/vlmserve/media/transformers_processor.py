@@ -36,6 +36,8 @@ class TransformersProcessor(ImageProcessor):
     Raises UnsupportedModelError for a checkpoint that transformers has no processor for.
     """
 
+    levels = None
+
     def __init__(self, folder: Path, image_token_id: int, budget: ImageBudget = NO_BUDGET) -> None:
         import transformers
 

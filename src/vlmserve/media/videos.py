@@ -176,7 +176,7 @@ class VideoProcessor:
     def process(
         self, frames: Iterator[DecodedImage], num_frames: int, limits: MediaConfig
     ) -> tuple[Pixels, tuple[int, int]]:
-        """Float32 ``[frames, 3, height, width]`` of so many frames, which are taken one by one, and the width and
+        """uint8 ``[frames, 3, height, width]`` of so many frames, which are taken one by one, and the width and
         height that each had before.
 
         Raises InvalidVideoError for frames of different sizes, VideoTooLargeError for too many pixels, and as
@@ -192,7 +192,7 @@ class VideoProcessor:
                 f"the video has {num_frames} frames of {pixels.shape[3]} x {pixels.shape[2]} pixels, more than "
                 f"{limits.max_video_pixels:,} in all; lower its fps or max_pixels"
             )
-        video = np.empty((num_frames, *pixels.shape[1:]), np.float32)
+        video = np.empty((num_frames, *pixels.shape[1:]), pixels.dtype)
         video[0] = pixels[0]
         for index, frame in enumerate(frames, start=1):
             if frame.size != first.size:
@@ -216,7 +216,8 @@ class VideoProcessor:
         num_tokens = math.prod(grid) + len(text)
         view = whole_view(own_size, pixels.shape[3], pixels.shape[2])
         size = ImageSize(*own_size, view.width, view.height, view.box, num_tokens, frames)
-        return ImageInput(key, pixels, num_tokens, grid, self.timing.frame_step(rate), text=text, size=size)
+        step, levels = self.timing.frame_step(rate), self._frames.levels
+        return ImageInput(key, pixels, num_tokens, grid, step, text=text, size=size, levels=levels)
 
 
 def prepare_video(

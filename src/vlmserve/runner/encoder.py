@@ -103,7 +103,7 @@ class ImageEncoder:
         return self._model.vision
 
     def _pixels(self, image: ImageInput) -> Tensor:
-        return self._device.upload_pixels(image.pixels, self._model.dtype)
+        return self._device.upload_pixels(image.pixels, self._model.dtype, image.levels)
 
     def _encode(self, images: list[ImageInput]) -> int:
         """All of them that have the same adapter in one call, or divided among ranks, which have no adapters."""

@@ -11,6 +11,7 @@ from PIL import Image
 from tokenizers import Tokenizer
 
 import vlmserve.pixie
+from tests.normalized import normalized
 from training.pixie.export import IMAGE_TOKENS, export, new_model
 from vlmserve.config import MediaConfig
 from vlmserve.frontend.requests import RequestPreparer
@@ -54,7 +55,7 @@ def test_transformers_and_the_package_read_the_same_prompt_and_pixels(folder: Pa
         trained = (squashed / 255 - 0.5) / 0.5
         np.testing.assert_allclose(pixels.numpy(), trained.transpose(2, 0, 1), atol=1e-6)
     for span, pixels in zip(prompt.images, expected["pixel_values"], strict=True):
-        np.testing.assert_allclose(np.asarray(span.image.pixels[0]), pixels.numpy(), atol=1e-6)
+        np.testing.assert_allclose(np.asarray(normalized(span.image)[0]), pixels.numpy(), atol=1e-6)
 
 
 def test_transformers_loads_the_weights_that_were_exported(folder: Path) -> None:
