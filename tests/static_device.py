@@ -14,12 +14,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.static_ranges import StaticRanges
 from vlmserve.devices import choice
 from vlmserve.devices.cpu import CpuDevice
 from vlmserve.devices.device import LayerExecutor
 from vlmserve.devices.graphs import GraphExecutor, captured_rows, repeat_by_calls
 from vlmserve.devices.staging import Staging
 from vlmserve.kernels.attention import AttentionBackend, AttentionSpec, BatchMetadata, LayerCache, RotaryRows
+from vlmserve.kernels.ranges import RangeKernels
 from vlmserve.kernels.torch_cache import write
 from vlmserve.kernels.torch_reference import TorchReference
 from vlmserve.kernels.torch_sampling import Changes, DrawLater, Filters, draw
@@ -164,6 +166,10 @@ class StaticDevice(CpuDevice):
         """See `Device.executor`."""
         self.executors.append(GraphExecutor(repeat_by_calls))
         return self.executors[-1]
+
+    def encoder_ranges(self, num_heads: int, head_size: int, dtype: torch.dtype) -> RangeKernels | None:
+        """See `Operations.encoder_ranges`."""
+        return StaticRanges(num_heads)
 
     def attention(
         self,

@@ -12,8 +12,10 @@ from transformers import AutoModelForImageTextToText, MistralConfig
 
 from tests.checkpoints import change_config, change_tensors, make_mistral3, make_pixtral
 from tests.models.test_llava import load
+from tests.static_ranges import use_ranges
 from vlmserve.config import QuantizationConfig
 from vlmserve.errors import InvalidImageError, ModelLoadError, UnsupportedModelError
+from vlmserve.models.pixtral import PixtralVision
 from vlmserve.models.quantized import save_quantized
 
 pytestmark = pytest.mark.usefixtures("kernels")
@@ -71,6 +73,18 @@ def test_no_parameter_is_left_out(tmp_path: Path, name: str) -> None:
 @pytest.fixture(scope="module")
 def mistral3(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_mistral3(tmp_path_factory.mktemp("mistral3"))
+
+
+@torch.inference_mode()
+def test_pictures_of_several_sizes_go_through_the_layers_together_where_that_pays(mistral3: Path) -> None:
+    vision = load(mistral3).vision
+    assert isinstance(vision, PixtralVision)
+    images = [torch.randn(1, 3, *size) for size in ((12, 18), (6, 6), (12, 18), (30, 12))]
+    expected = vision.encode(images)
+    kernels = use_ranges(vision)
+    for embeddings, alone in zip(vision.encode(images), expected, strict=True):
+        torch.testing.assert_close(embeddings, alone, atol=1e-5, rtol=1e-5)
+    assert [kernel.num_attended for kernel in kernels] == [1] * len(kernels)
 
 
 @pytest.mark.parametrize("shape", [(1, 3, 12, 16), (1, 4, 12, 12), (3, 12, 12), (2, 3, 12, 12), (1, 3, 0, 6)], ids=str)

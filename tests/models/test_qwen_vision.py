@@ -15,7 +15,9 @@ from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VisionTransforme
 from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionConfig
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
 
+from tests.static_ranges import use_ranges
 from vlmserve.errors import InvalidImageError
+from vlmserve.models.vision import qwen
 from vlmserve.models.vision.qwen import QwenVisionSpec, QwenVisionTower
 from vlmserve.models.vision_families import VISION_FAMILIES
 from vlmserve.models.weights import weight_slots
@@ -109,6 +111,33 @@ def test_pictures_do_not_see_each_other(towers: tuple[QwenVisionTower, nn.Module
     together = ours.encode(images)
     for image, embeddings in zip(images, together, strict=True):
         torch.testing.assert_close(ours.encode([image])[0], embeddings)
+
+
+@torch.inference_mode()
+def test_pictures_of_several_sizes_go_through_the_layers_together_where_that_pays(
+    towers: tuple[QwenVisionTower, nn.Module],
+) -> None:
+    ours, _ = towers
+    images = [torch.randn(frames, 3, *size) for frames, *size in ((1, 24, 40), (1, 8, 8), (3, 16, 24), (1, 24, 40))]
+    expected = ours.encode(images)
+    kernels = use_ranges(ours)
+    for _ in range(2):
+        for embeddings, alone in zip(ours.encode(images), expected, strict=True):
+            torch.testing.assert_close(embeddings, alone, atol=1e-5, rtol=1e-5)
+    assert [kernel.num_attended for kernel in kernels] == [2] * len(kernels)
+
+
+@torch.inference_mode()
+def test_layouts_of_few_patches_are_kept(
+    towers: tuple[QwenVisionTower, nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours, _ = towers
+    monkeypatch.setattr(qwen, "KEPT_PATCHES", 40)
+    kept = []
+    for height in (8, 16, 24, 16, 800):
+        ours.encode([torch.randn(1, 3, height, 16)])
+        kept.append([grid[1] for grid in ours._layouts])
+    assert kept == [[2], [2, 4], [4, 6], [6, 4], [200]]
 
 
 @pytest.mark.parametrize("shape", [(1, 3, 24, 20), (1, 4, 24, 24), (3, 24, 24), (0, 3, 8, 8)], ids=str)

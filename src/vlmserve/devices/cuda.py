@@ -18,6 +18,7 @@ from vlmserve.devices.staging import Staging
 from vlmserve.devices.torch_device import TorchDevice
 from vlmserve.kernels.attention import AttentionBackend, AttentionSpec
 from vlmserve.kernels.quantized import QuantizedWeight
+from vlmserve.kernels.ranges import RangeKernels
 from vlmserve.kernels.torch_sampling import DrawLater
 from vlmserve.layers.operations import Epilogue, Norm, Product, Table
 from vlmserve.layers.products import QuantizedProduct
@@ -214,6 +215,15 @@ class TritonDevice(CudaDevice):
         if len(weight) > MAX_SIZE:
             return None
         return TritonNorm(weight.float() + offset if offset else weight, bias, eps)
+
+    def encoder_ranges(self, num_heads: int, head_size: int, dtype: torch.dtype) -> RangeKernels | None:
+        """See `Operations.encoder_ranges`."""
+        from vlmserve.kernels.triton.encoder import TritonRanges, unsupported_reason
+
+        if (reason := unsupported_reason(head_size, dtype)) is not None:
+            logger.info("attention of the vision tower: torch, one image after the other (%s)", reason)
+            return None
+        return TritonRanges(num_heads, head_size)
 
     def attention(
         self,

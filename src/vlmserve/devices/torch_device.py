@@ -13,6 +13,7 @@ from vlmserve.devices.pixels import Normalizer
 from vlmserve.kernels import torch_sampling
 from vlmserve.kernels.attention import AttentionBackend, AttentionSpec
 from vlmserve.kernels.quantized import QuantizedWeight
+from vlmserve.kernels.ranges import RangeKernels
 from vlmserve.kernels.torch_reference import TorchReference
 from vlmserve.kernels.torch_sampling import Draw, DrawLater
 from vlmserve.layers.operations import EncoderKernel, Epilogue, Norm, Product, Table
@@ -79,6 +80,10 @@ class TorchDevice:
 
     def encoder_attention(self, num_heads: int, head_size: int, dtype: torch.dtype) -> EncoderKernel | None:
         """See `Operations.encoder_attention`."""
+        return None
+
+    def encoder_ranges(self, num_heads: int, head_size: int, dtype: torch.dtype) -> RangeKernels | None:
+        """See `Operations.encoder_ranges`."""
         return None
 
     def attention(

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from vlmserve.kernels.ranges import RangeKernels, Ranges
 from vlmserve.layers.operations import EncoderKernel, Layer, Operations
 from vlmserve.layers.stages import StageBudget, Stages
 
@@ -16,7 +17,8 @@ class EncoderAttention(Layer):
     """Full self-attention within each image.
 
     ``[images, tokens, 3 * size]``, queries, keys and values side by side and each of them head by head, to
-    ``[images, tokens, size]``.
+    ``[images, tokens, size]``. range_kernels: of the device, for images of several sizes; None: it computes one after
+    the other.
     """
 
     def __init__(self, size: int, num_heads: int, *, dtype: torch.dtype) -> None:
@@ -26,6 +28,7 @@ class EncoderAttention(Layer):
         self._dtype = dtype
         self._kernel: EncoderKernel = partial(_attend, num_heads=num_heads)
         self._head_kernel: EncoderKernel = partial(_attend, num_heads=1)
+        self.range_kernels: RangeKernels | None = None
 
     def forward(self, qkv: Tensor) -> Tensor:
         return self._kernel(qkv)
@@ -52,6 +55,19 @@ class EncoderAttention(Layer):
             while not (count := budget.take(heads - done, products)):
                 yield
 
+    def over_ranges(self, qkv: Tensor, ranges: Ranges, budget: StageBudget) -> Stages[Tensor]:
+        """``[tokens, 3 * size]`` to ``[tokens, size]``, in stages. Where a device has kernels for that, all ranges are
+        one stage, unless they are equally long."""
+        if self.range_kernels is None or ranges.is_even:
+            parts = []
+            for groups in ranges.runs(qkv):
+                parts.append((yield from self.in_stages(groups, budget)).flatten(0, 1))
+            return parts[0] if len(parts) == 1 else torch.cat(parts)
+        products = sum(map(self.products, ranges.lengths))
+        while not budget.take(1, products):
+            yield
+        return self.range_kernels.attend(qkv, ranges)
+
     def _attend_heads(self, qkv: Tensor, output: Tensor, start: int, end: int) -> None:
         """Heads ``start <= i < end``, counted image by image: all of an image in one call, the others one by one."""
         images, length, _ = qkv.shape
@@ -72,6 +88,7 @@ class EncoderAttention(Layer):
         for_heads = operations.encoder_attention
         self._kernel = for_heads(self.num_heads, self.head_size, self._dtype) or self._kernel
         self._head_kernel = for_heads(1, self.head_size, self._dtype) or self._head_kernel
+        self.range_kernels = operations.encoder_ranges(self.num_heads, self.head_size, self._dtype)
 
 
 def _attend(qkv: Tensor, num_heads: int) -> Tensor:

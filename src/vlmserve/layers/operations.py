@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from vlmserve.kernels.quantized import QuantizedWeight
+from vlmserve.kernels.ranges import RangeKernels
 from vlmserve.layers.activation import activation
 from vlmserve.layers.adapters import LinearAdapters
 
@@ -99,6 +100,10 @@ class Operations(Protocol):
 
     def encoder_attention(self, num_heads: int, head_size: int, dtype: torch.dtype) -> EncoderKernel | None:
         """Full attention within each image. None: torch's operations."""
+        ...
+
+    def encoder_ranges(self, num_heads: int, head_size: int, dtype: torch.dtype) -> RangeKernels | None:
+        """Attention within images of several sizes, where it pays to compute them together. None: it does not."""
         ...
 
 

@@ -117,11 +117,11 @@ class PixtralVision(StagedVision):
     def in_stages(
         self, pixels: list[Tensor], tilings: Sequence[TowerInputs | None], budget: StageBudget
     ) -> Stages[list[Tensor]]:
-        """See `VisionEncoder.in_stages`. One image after the other, its embeddings row by row."""
+        """See `VisionEncoder.in_stages`. The embeddings of each image come row by row."""
         projector, merge = self.multi_modal_projector, self._merge
+        states = yield from self.vision_tower.in_stages([image[0].to(self.dtype) for image in pixels], budget)
         images = []
-        for image in pixels:
-            x = yield from self.vision_tower.in_stages(image[0].to(self.dtype), budget)
+        for x, image in zip(states, pixels, strict=True):
             if self._merges:
                 down, across = (edge // self._side for edge in image.shape[2:])
                 squares = x.view(down, merge, across, merge, -1).transpose(1, 2)

@@ -21,7 +21,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from vlmserve.kernels.attention import AttentionSpec
-from vlmserve.kernels.triton import attention_kernels, gated, norm, product_kernels, rope, sampling_kernels
+from vlmserve.kernels.triton import attention_kernels, encoder, gated, norm, product_kernels, rope, sampling_kernels
 from vlmserve.kernels.triton.attention import tile
 from vlmserve.kernels.triton.products import tiling
 
@@ -118,6 +118,16 @@ def attention_cases() -> Iterator[Case]:
         )  # fmt: skip
     constants = {"HEADS": 32, "HEAD": 128, "HEAD_BLOCK": 128, "WINDOW": 0, "SINKS": False}
     yield Case("combining of decodes", attention_kernels.combine, types, constants, 2)
+
+
+def tower_cases() -> Iterator[Case]:
+    types = {"qkv_ptr": "*bf16", "out_ptr": "*bf16", "blocks_ptr": "*i32", "scale": "fp32", "stride": "i32"}
+    types |= dict.fromkeys(("cos_ptr", "sin_ptr"), "*fp32")
+    # Qwen2.5-VL's heads.
+    constants = {"HEADS": 16, "HEAD": 80, "HEAD_BLOCK": 128, "ROWS": 64, "KEYS": 64, "STAGES": 2}
+    yield Case("attention of images, heads of 80", encoder.attend_ranges, types, constants, 4)
+    constants = {"HEADS": 32, "HALF": 40, "HEADS_BLOCK": 32, "HALF_BLOCK": 64}
+    yield Case("rotation of patches", encoder.rotate_rows, types, constants, 4)
 
 
 def other_cases() -> Iterator[Case]:
@@ -237,7 +247,7 @@ def _load_bytes(instruction: str) -> int:
 def main() -> None:
     architectures = [int(argument) for argument in sys.argv[1:]]
     results: dict[int, dict[str, dict[str, Any]]] = {arch: {} for arch in architectures}
-    for case in (*product_cases(), *attention_cases(), *other_cases()):
+    for case in (*product_cases(), *attention_cases(), *tower_cases(), *other_cases()):
         for arch in architectures:
             if arch != 90 and not EVERYWHERE.match(case.name):
                 continue

@@ -3,7 +3,9 @@ rotated by row and column."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import math
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -12,12 +14,13 @@ import torch
 from torch import Tensor, nn
 
 from vlmserve.errors import ModelLoadError
+from vlmserve.kernels.ranges import Ranges
 from vlmserve.layers.encoder_attention import EncoderAttention
 from vlmserve.layers.linear import GatedLinear, Linear, MergedLinear
 from vlmserve.layers.norm import RMSNorm
 from vlmserve.layers.stages import StageBudget, Stages, by_rows
 from vlmserve.models.vision.clip import ClipSpec, PatchEmbedding
-from vlmserve.models.vision.rotation import patch_angles, rotate_heads
+from vlmserve.models.vision.rotation import patch_angles, rotated
 
 KINDS = ("pixtral",)
 DEFAULTS: Mapping[str, Any] = {
@@ -32,6 +35,8 @@ DEFAULTS: Mapping[str, Any] = {
     "layer_norm_eps": 1e-5,
 }
 _THETA = 10000.0
+KEPT_PATCHES = 2**15
+"""Patches whose angles are kept for further images of the same sizes, and those of the last image."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,18 +94,17 @@ class PixtralLayer(nn.Module):
         self.attention = PixtralAttention(spec, dtype=dtype, device=device)
         self.ffn_norm = RMSNorm(spec.hidden_size, spec.norm_eps, dtype=dtype, device=device)
         self.feed_forward = PixtralMLP(spec, dtype=dtype, device=device)
-        self._num_heads = spec.num_heads
 
     def products(self, length: int) -> int:
         """Multiplications for an image of so many patches."""
         return length * sum(self._products) + self.attention.attention.products(length)
 
-    def in_stages(self, x: Tensor, cos: Tensor, sin: Tensor, budget: StageBudget) -> Stages[Tensor]:
-        """The patches of an image, ``[patches, hidden_size]``, to the same. cos, sin: as `patch_angles` makes them."""
+    def in_stages(self, x: Tensor, cos: Tensor, sin: Tensor, images: Ranges, budget: StageBudget) -> Stages[Tensor]:
+        """The patches of images, ``[patches, hidden_size]``, to the same. cos, sin: as `patch_angles` makes them."""
         before, behind = self._products
         qkv = yield from by_rows(self._rotated, before, budget, x, cos, sin)
-        attended = yield from self.attention.attention.in_stages(qkv[None], budget)
-        return (yield from by_rows(self._behind, behind, budget, attended[0], x))
+        attended = yield from self.attention.attention.over_ranges(qkv, images, budget)
+        return (yield from by_rows(self._behind, behind, budget, attended, x))
 
     @cached_property
     def _products(self) -> tuple[int, int]:
@@ -108,7 +112,7 @@ class PixtralLayer(nn.Module):
         return self.attention.qkv_proj.products, self.attention.o_proj.products + self.feed_forward.products
 
     def _rotated(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        return rotate_heads(self.attention.qkv_proj(self.attention_norm(x)), self._num_heads, cos, sin)
+        return rotated(self.attention.attention, self.attention.qkv_proj(self.attention_norm(x)), cos, sin)
 
     def _behind(self, attended: Tensor, x: Tensor) -> Tensor:
         x = self.attention.o_proj(attended, x)
@@ -123,6 +127,7 @@ class PixtralTower(nn.Module):
         super().__init__()
         self.spec = spec.shape
         self._theta = spec.theta
+        self._kept_angles: OrderedDict[tuple[int, int], tuple[Tensor, Tensor]] = OrderedDict()
         self.patch_conv = PatchEmbedding(spec.shape, dtype=dtype, device=device)
         self.ln_pre = RMSNorm(spec.shape.hidden_size, spec.shape.norm_eps, dtype=dtype, device=device)
         layers = [PixtralLayer(spec.shape, dtype=dtype, device=device) for _ in range(spec.shape.num_layers)]
@@ -132,21 +137,48 @@ class PixtralTower(nn.Module):
         """Multiplications for an image of so many patches."""
         return num_patches * self.patch_conv.products + sum(layer.products(num_patches) for layer in self._layers())
 
-    def in_stages(self, pixels: Tensor, budget: StageBudget) -> Stages[Tensor]:
-        """``[channels, height, width]`` to ``[patches, hidden_size]``."""
+    def in_stages(self, pixels: Sequence[Tensor], budget: StageBudget) -> Stages[list[Tensor]]:
+        """Images ``[channels, height, width]`` to ``[patches, hidden_size]`` each; together, or each by itself where
+        the device computes these faster."""
+        together = next(iter(self._layers())).attention.attention.range_kernels is not None
+        images: list[Tensor] = []
+        for some in [pixels] if together else [[image] for image in pixels]:
+            images += yield from self._encode(some, budget)
+        return images
+
+    def _encode(self, images: Sequence[Tensor], budget: StageBudget) -> Stages[list[Tensor]]:
         spec = self.spec
         size = spec.patch_size
-        down, across = pixels.shape[1] // size, pixels.shape[2] // size
-        rows = pixels.view(spec.num_channels, down, size, -1).transpose(0, 1)
-        embedded = yield from by_rows(self._embedded, across * self.patch_conv.products, budget, rows)
-        x = embedded.flatten(0, 1)
-        head_size = spec.hidden_size // spec.num_heads
-        frequencies = 1.0 / self._theta ** (torch.arange(0, head_size, 2).float() / head_size)
-        row, column = torch.meshgrid(torch.arange(down), torch.arange(across), indexing="ij")
-        cos, sin = patch_angles(row.flatten(), column.flatten(), frequencies[::2], frequencies[1::2], x.device)
+        embedded, cosines, sines, lengths = [], [], [], []
+        for pixels in images:
+            down, across = pixels.shape[1] // size, pixels.shape[2] // size
+            rows = pixels.reshape(spec.num_channels, down, size, -1).transpose(0, 1)
+            of_rows = yield from by_rows(self._embedded, across * self.patch_conv.products, budget, rows)
+            embedded.append(of_rows.flatten(0, 1))
+            cos, sin = self._angles(down, across, pixels.device)
+            cosines.append(cos)
+            sines.append(sin)
+            lengths.append(down * across)
+        x, cos, sin = (torch.cat(parts) for parts in (embedded, cosines, sines))
+        ranges = Ranges.of(lengths, x.device)
         for layer in self._layers():
-            x = yield from layer.in_stages(x, cos, sin, budget)
-        return x
+            x = yield from layer.in_stages(x, cos, sin, ranges, budget)
+        return list(torch.split(x, lengths))
+
+    def _angles(self, down: int, across: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """`patch_angles` of an image of so many patches. Those that were used last are kept."""
+        grid = down, across
+        if grid not in self._kept_angles:
+            head_size = self.spec.hidden_size // self.spec.num_heads
+            frequencies = 1.0 / self._theta ** (torch.arange(0, head_size, 2).float() / head_size)
+            row, column = torch.meshgrid(torch.arange(down), torch.arange(across), indexing="ij")
+            self._kept_angles[grid] = patch_angles(
+                row.flatten(), column.flatten(), frequencies[::2], frequencies[1::2], device
+            )
+        self._kept_angles.move_to_end(grid)
+        while len(self._kept_angles) > 1 and sum(map(math.prod, self._kept_angles)) > KEPT_PATCHES:
+            self._kept_angles.popitem(last=False)
+        return self._kept_angles[grid]
 
     def _embedded(self, rows: Tensor) -> Tensor:
         normed: Tensor = self.ln_pre(self.patch_conv(rows))

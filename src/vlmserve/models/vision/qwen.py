@@ -5,7 +5,9 @@ one."""
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,13 +17,15 @@ import torch
 from torch import Tensor, nn
 
 from vlmserve.errors import InvalidImageError
+from vlmserve.kernels.ranges import Ranges
+from vlmserve.kernels.transfers import to_device
 from vlmserve.layers.encoder_attention import EncoderAttention
 from vlmserve.layers.linear import GatedLinear, Linear, MergedLinear, empty_parameter
 from vlmserve.layers.norm import RMSNorm
 from vlmserve.layers.stages import StageBudget, Stages, by_rows
 from vlmserve.models.vision.mergers import ConvolvingMerger, PatchMerger, tower_norm
 from vlmserve.models.vision.qwen_spec import QwenVisionSpec
-from vlmserve.models.vision.rotation import patch_angles, rotate_heads
+from vlmserve.models.vision.rotation import patch_angles, rotated
 from vlmserve.models.vision.staged import StagedVision
 from vlmserve.types import TowerInputs
 
@@ -30,17 +34,40 @@ from vlmserve.types import TowerInputs
 class Layout:
     """Where the patches of an image are, in the order in which a tower keeps them: merged ones side by side.
 
-    cos, sin: float32 ``[patches, 1, head_size / 2]``. windows: how many patches lie in each window, one after the
-    other; frames: likewise, in each frame. back: int64 ``[embeddings]``, where each merged patch of the image, row by
-    row, is among those of the windows.
+    cos, sin: float32 ``[patches, 1, head_size / 2]``. windows: which patches lie in one window; frames: likewise, in
+    one frame. order: int64 ``[patches]``, where each is among those of `QwenVisionTower._patches`. back: int64
+    ``[embeddings]``, where each merged patch of the image, row by row, is among those of the windows. positions:
+    learned embeddings of the places in a frame, ``[patches of a frame, hidden_size]``; None: there are none.
     """
 
     cos: Tensor
     sin: Tensor
-    windows: list[int]
-    frames: list[int]
+    windows: Ranges
+    frames: Ranges
     order: Tensor
     back: Tensor
+    positions: Tensor | None
+
+    @classmethod
+    def join(cls, layouts: Sequence[Layout]) -> Layout:
+        """Of several images, one behind the other; without their positions."""
+        if len(layouts) == 1:
+            return layouts[0]
+        patches = list(itertools.accumulate((len(layout.order) for layout in layouts), initial=0))
+        embeddings = list(itertools.accumulate((len(layout.back) for layout in layouts), initial=0))
+        return cls(
+            cos=torch.cat([layout.cos for layout in layouts]),
+            sin=torch.cat([layout.sin for layout in layouts]),
+            windows=Ranges.join([layout.windows for layout in layouts]),
+            frames=Ranges.join([layout.frames for layout in layouts]),
+            order=torch.cat([layout.order + first for layout, first in zip(layouts, patches, strict=False)]),
+            back=torch.cat([layout.back + first for layout, first in zip(layouts, embeddings, strict=False)]),
+            positions=None,
+        )
+
+
+KEPT_PATCHES = 2**15
+"""Patches whose layouts are kept for further images of the same sizes, and those of the last image."""
 
 
 class PatchEmbedding(Linear):
@@ -75,7 +102,7 @@ class PositionGrid(nn.Module):
 
     def _taps(self, places: Tensor, length: int) -> list[tuple[Tensor, Tensor]]:
         """The two places in the square that lie around each, and their weights."""
-        exact = places.to(self.weight.device).float()
+        exact = to_device(places, self.weight.device).float()
         if self._corners:
             exact = exact * (self._side - 1) / max(length - 1, 1)
         else:
@@ -110,28 +137,7 @@ class VisionAttention(nn.Module):
             queries, keys, _ = qkv.view(len(qkv), 3, self._num_heads, -1).unbind(1)
             queries.copy_(self.q_norm(queries))
             keys.copy_(self.k_norm(keys))
-        return rotate_heads(qkv, self._num_heads, cos, sin)
-
-    def attended(self, qkv: Tensor, lengths: list[int], budget: StageBudget) -> Stages[Tensor]:
-        """lengths: how many patches see each other, one group behind the other."""
-        parts = []
-        for length, group in _runs(qkv, lengths):
-            groups = group.view(-1, length, group.shape[-1])
-            parts.append((yield from self.attention.in_stages(groups, budget)).flatten(0, 1))
-        return torch.cat(parts)
-
-
-def _runs(rows: Tensor, lengths: list[int]) -> list[tuple[int, Tensor]]:
-    """Rows of neighbouring groups that are equally long, together."""
-    runs: list[tuple[int, Tensor]] = []
-    start = 0
-    while lengths:
-        length = lengths[0]
-        count = next((i for i, other in enumerate(lengths) if other != length), len(lengths))
-        runs.append((length, rows[start : start + count * length]))
-        start += count * length
-        lengths = lengths[count:]
-    return runs
+        return rotated(self.attention, qkv, cos, sin)
 
 
 class VisionMLP(nn.Module):
@@ -173,11 +179,11 @@ class VisionLayer(nn.Module):
         pairs = sum(self.attn.attention.products(length) for length in lengths)
         return sum(lengths) * sum(self._products) + pairs
 
-    def in_stages(self, x: Tensor, layout: Layout, lengths: list[int], budget: StageBudget) -> Stages[Tensor]:
+    def in_stages(self, x: Tensor, layout: Layout, ranges: Ranges, budget: StageBudget) -> Stages[Tensor]:
         """``[patches, hidden_size]`` to the same."""
         before, behind = self._products
         qkv = yield from by_rows(self._rotated, before, budget, x, layout.cos, layout.sin)
-        attended = yield from self.attn.attended(qkv, lengths, budget)
+        attended = yield from self.attn.attention.over_ranges(qkv, ranges, budget)
         return (yield from by_rows(self._behind, behind, budget, attended, x))
 
     @cached_property
@@ -206,6 +212,7 @@ class QwenVisionTower(StagedVision):
         self.blocks = nn.ModuleList(VisionLayer(spec, dtype=dtype, device=device) for _ in range(spec.num_layers))
         merger = ConvolvingMerger if spec.convolves else PatchMerger
         self.merger = merger(spec, dtype=dtype, device=device)
+        self._layouts: OrderedDict[tuple[int, int, int], Layout] = OrderedDict()
         self.pos_embed = PositionGrid(spec, dtype=dtype, device=device) if spec.num_positions else None
         self.deepstack_merger_list = nn.ModuleList(
             PatchMerger(spec, norms_squares=True, dtype=dtype, device=device) for _ in spec.deepstack
@@ -252,12 +259,14 @@ class QwenVisionTower(StagedVision):
     def in_stages(
         self, pixels: list[Tensor], tilings: Sequence[TowerInputs | None], budget: StageBudget
     ) -> Stages[list[Tensor]]:
-        """See `VisionEncoder.in_stages`. Images or videos ``[frames, channels, height, width]`` each by itself; the
-        last frame is repeated to fill a patch. Embeddings come frame by frame, row by row, beside what the decoder's
-        layers get of them: ``[embeddings, (1 + deepstack) * output_size]``."""
-        images = []
-        for image in pixels:
-            images.append((yield from self._encode(image.to(self.dtype), budget)))
+        """See `VisionEncoder.in_stages`. Images or videos ``[frames, channels, height, width]`` together, or each by
+        itself where the device computes these faster; the last frame is repeated to fill a patch. Embeddings come frame
+        by frame, row by row, beside what the decoder's layers get of them: ``[embeddings, (1 + deepstack) *
+        output_size]``."""
+        together = next(iter(self._layers())).attn.attention.range_kernels is not None
+        images: list[Tensor] = []
+        for some in [pixels] if together else [[image] for image in pixels]:
+            images += yield from self._encode([image.to(self.dtype) for image in some], budget)
         return images
 
     def _layers(self) -> Iterable[VisionLayer]:
@@ -270,27 +279,35 @@ class QwenVisionTower(StagedVision):
     def _is_windowed(self, layer: int) -> bool:
         return self.spec.window is not None and layer not in self.spec.full_layers
 
-    def _encode(self, pixels: Tensor, budget: StageBudget) -> Stages[Tensor]:
+    def _encode(self, images: list[Tensor], budget: StageBudget) -> Stages[list[Tensor]]:
         spec = self.spec
-        missing = -len(pixels) % spec.frames
-        if missing:
-            pixels = torch.cat((pixels, pixels[-1:].expand(missing, -1, -1, -1)))
-        grid = len(pixels) // spec.frames, pixels.shape[2] // spec.patch_size, pixels.shape[3] // spec.patch_size
-        layout = self._layout(grid, pixels.device)
-        patches = self._patches(pixels, grid)[layout.order]
-        x = yield from by_rows(self._projection, self._projection.products, budget, patches)
+        filled = [self._whole_patches(image) for image in images]
+        grids = [
+            (len(image) // spec.frames, image.shape[2] // spec.patch_size, image.shape[3] // spec.patch_size)
+            for image in filled
+        ]
+        layouts = [self._layout(grid, image.device) for grid, image in zip(grids, filled, strict=True)]
+        layout = Layout.join(layouts)
+        patches = [self._patches(*image) for image in zip(filled, grids, strict=True)]
+        ordered = torch.cat(patches)[layout.order]
+        x = yield from by_rows(self._projection, self._projection.products, budget, ordered)
         if self.pos_embed is not None:
-            of_frame = self.pos_embed(*self._rows_and_columns(*grid[1:]), grid[1:])
-            x = (x.view(grid[0], *of_frame.shape) + of_frame).flatten(0, 1)
+            x = _placed(x, layouts)
         of_layers: list[Tensor] = []
         for index, block in enumerate(self._layers()):
-            lengths = layout.windows if self._is_windowed(index) else layout.frames
-            x = yield from block.in_stages(x, layout, lengths, budget)
+            ranges = layout.windows if self._is_windowed(index) else layout.frames
+            x = yield from block.in_stages(x, layout, ranges, budget)
             if index in spec.deepstack:
                 merger = cast(PatchMerger, self.deepstack_merger_list[spec.deepstack.index(index)])
                 of_layers.append((yield from self._merged(x, merger, budget)))
         merged = yield from self._merged(x, self.merger, budget)
-        return torch.cat((merged, *of_layers), 1)[layout.back]
+        embeddings = torch.cat((merged, *of_layers), 1)[layout.back]
+        return list(torch.split(embeddings, [len(of_image.back) for of_image in layouts]))
+
+    def _whole_patches(self, pixels: Tensor) -> Tensor:
+        """Frames of an image or video, the last one repeated to fill a patch."""
+        missing = -len(pixels) % self.spec.frames
+        return torch.cat((pixels, pixels[-1:].expand(missing, -1, -1, -1))) if missing else pixels
 
     def _merged(self, x: Tensor, merger: PatchMerger | ConvolvingMerger, budget: StageBudget) -> Stages[Tensor]:
         return by_rows(merger, merger.products, budget, x.view(-1, self.spec.merge**2, x.shape[-1]))
@@ -306,22 +323,32 @@ class QwenVisionTower(StagedVision):
         return split.permute(0, 3, 6, 4, 7, 2, 1, 5, 8).reshape(deep * down * across, -1)
 
     def _layout(self, grid: tuple[int, int, int], device: torch.device) -> Layout:
+        """Of an image of that many frames, rows and columns of patches. Those that were used last are kept."""
+        layout = self._layouts.pop(grid, None) or self._new_layout(grid, device)
+        self._layouts[grid] = layout
+        while len(self._layouts) > 1 and sum(map(math.prod, self._layouts)) > KEPT_PATCHES:
+            self._layouts.popitem(last=False)
+        return layout
+
+    def _new_layout(self, grid: tuple[int, int, int], device: torch.device) -> Layout:
         spec = self.spec
         deep, down, across = grid
         unit = spec.merge**2
         windows = self._windows(grid)
         merged = torch.cat(windows)
         order = (merged[:, None] * unit + torch.arange(unit)).flatten()
-        row, column = (axis.repeat(deep)[order] for axis in self._rows_and_columns(down, across))
+        of_frame = self._rows_and_columns(down, across)
+        row, column = (axis.repeat(deep)[order] for axis in of_frame)
         frequencies = 1.0 / spec.theta ** (torch.arange(0, spec.head_size // 2, 2).float() / (spec.head_size // 2))
         cos, sin = patch_angles(row, column, frequencies, frequencies, device)
         return Layout(
             cos=cos,
             sin=sin,
-            windows=[unit * len(window) for window in windows],
-            frames=[down * across] * deep,
-            order=order.to(device),
-            back=merged.argsort().to(device),
+            windows=Ranges.of([unit * len(window) for window in windows], device),
+            frames=Ranges.of([down * across] * deep, device),
+            order=to_device(order, device),
+            back=to_device(merged.argsort(), device),
+            positions=None if self.pos_embed is None else self.pos_embed(*of_frame, (down, across)),
         )
 
     def _windows(self, grid: tuple[int, int, int]) -> list[Tensor]:
@@ -338,3 +365,12 @@ class QwenVisionTower(StagedVision):
         row, column = torch.meshgrid(torch.arange(down), torch.arange(across), indexing="ij")
         shape = (down // merge, merge, across // merge, merge)
         return row.view(shape).transpose(1, 2).flatten(), column.view(shape).transpose(1, 2).flatten()
+
+
+def _placed(x: Tensor, layouts: Sequence[Layout]) -> Tensor:
+    """The patches of several images, each with the learned embedding of its place."""
+    images = []
+    for rows, layout in zip(torch.split(x, [len(layout.order) for layout in layouts]), layouts, strict=True):
+        assert layout.positions is not None
+        images.append((rows.view(-1, *layout.positions.shape) + layout.positions).flatten(0, 1))
+    return images[0] if len(images) == 1 else torch.cat(images)

@@ -5,8 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from vlmserve.kernels.transfers import to_device
+from vlmserve.layers.encoder_attention import EncoderAttention
+
 _AT_ONCE = 128
-"""Patches: what lies between stays in a CPU's caches, where all patches of a large image would not."""
+"""Patches, on a CPU: what lies between stays in its caches, where all patches of a large image would not."""
 
 
 def patch_angles(
@@ -15,7 +18,14 @@ def patch_angles(
     """Cosines and sines for `rotate_heads`, float32 ``[patches, 1, head_size / 2]``. rows, columns: int64
     ``[patches]``. by_row, by_column: radians a place, ``[head_size / 4]``."""
     angles = torch.cat((rows[:, None] * by_row, columns[:, None] * by_column), -1)
-    return angles.cos()[:, None].to(device), angles.sin()[:, None].to(device)
+    return to_device(angles.cos()[:, None], device), to_device(angles.sin()[:, None], device)
+
+
+def rotated(attention: EncoderAttention, qkv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """`rotate_heads` by the device's kernels, if it has any for that."""
+    if attention.range_kernels is not None:
+        return attention.range_kernels.rotate(qkv, cos, sin)
+    return rotate_heads(qkv, attention.num_heads, cos, sin)
 
 
 def rotate_heads(qkv: Tensor, num_heads: int, cos: Tensor, sin: Tensor) -> Tensor:
@@ -23,7 +33,8 @@ def rotate_heads(qkv: Tensor, num_heads: int, cos: Tensor, sin: Tensor) -> Tenso
     pairs with ``i + head_size / 2``."""
     heads = qkv.view(len(qkv), 3 * num_heads, -1)[:, : 2 * num_heads]
     half = heads.shape[-1] // 2
-    for rows, cosines, sines in zip(*(torch.split(one, _AT_ONCE) for one in (heads, cos, sin)), strict=True):
+    at_once = _AT_ONCE if qkv.device.type == "cpu" else max(1, len(qkv))
+    for rows, cosines, sines in zip(*(torch.split(one, at_once) for one in (heads, cos, sin)), strict=True):
         plain = rows.float()
         first, second = plain[..., :half], plain[..., half:]
         rotated = torch.empty_like(plain)
