@@ -14,11 +14,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.lazy_stream import LazyStream
 from tests.static_ranges import StaticRanges
 from vlmserve.devices import choice
 from vlmserve.devices.cpu import CpuDevice
-from vlmserve.devices.device import LayerExecutor
-from vlmserve.devices.graphs import GraphExecutor, captured_rows, repeat_by_calls
+from vlmserve.devices.device import AllocateCache, LayerExecutor, TileExecutor
+from vlmserve.devices.graphs import GraphExecutor, TileGraphs, captured_rows, repeat_by_calls
+from vlmserve.devices.offload import HostBlocks, PinnedBlocks, block_bytes
+from vlmserve.devices.pixels import PixelRing
 from vlmserve.devices.staging import Staging
 from vlmserve.kernels.attention import AttentionBackend, AttentionSpec, BatchMetadata, LayerCache, RotaryRows
 from vlmserve.kernels.ranges import RangeKernels
@@ -26,6 +29,7 @@ from vlmserve.kernels.torch_cache import write
 from vlmserve.kernels.torch_reference import TorchReference
 from vlmserve.kernels.torch_sampling import Changes, DrawLater, Filters, draw
 from vlmserve.kernels.torch_scores import attention_weights
+from vlmserve.levels import Levels
 
 
 @dataclass(frozen=True)
@@ -137,6 +141,8 @@ class StaticDevice(CpuDevice):
         self.num_running = self.num_ahead = 0
         self._staging = Staging(torch_device, reserve=2**16)
         self.executors: list[GraphExecutor] = []
+        self._copies = LazyStream(lazy=True)
+        self._pixels = PixelRing(self._copies, pinned=False)
 
     def upload(self, arrays: Sequence[np.ndarray]) -> list[Tensor]:
         """See `Device.upload`."""
@@ -158,9 +164,25 @@ class StaticDevice(CpuDevice):
 
         return values
 
+    def upload_pixels(self, pixels: np.ndarray, dtype: torch.dtype, levels: Levels | None = None) -> Tensor:
+        """See `Device.upload_pixels`."""
+        uploaded = self._pixels.upload(pixels)
+        return uploaded.to(dtype) if levels is None else self._normalize(uploaded, levels, dtype)
+
+    def host_blocks(
+        self, backend: AttentionBackend, layers: Sequence[LayerCache], count: int, allocate: AllocateCache
+    ) -> HostBlocks:
+        """See `Device.host_blocks`."""
+        return PinnedBlocks(layers, torch.zeros(count, block_bytes(layers), dtype=torch.uint8), self._copies)
+
     def padded_decodes(self, count: int) -> int:
         """See `Device.padded_decodes`."""
         return captured_rows(count)
+
+    def tile_executor(self) -> TileExecutor:
+        """See `Device.tile_executor`."""
+        self.tile_graphs = TileGraphs(repeat_by_calls)
+        return self.tile_graphs
 
     def executor(self) -> LayerExecutor:
         """See `Device.executor`."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tests.paged import BlockTables
-from vlmserve.devices.graphs import MOST_GRAPHS, MOST_ROWS, GraphExecutor, captured_rows, repeat_by_calls
+from vlmserve.devices.graphs import MOST_GRAPHS, MOST_ROWS, GraphExecutor, TileGraphs, captured_rows, repeat_by_calls
 from vlmserve.devices.staging import ALIGNMENT, Staging
 from vlmserve.kernels.attention import CrossRows, LayerCache
 from vlmserve.layers.attention import StepContext
@@ -120,3 +120,23 @@ def test_rows_of_wider_arrays_are_uploaded() -> None:
     wide = np.arange(20, dtype=np.int32).reshape(4, 5)
     (tensor,) = Staging(CPU).upload([wide[1:3, :2]])
     assert tensor.tolist() == [[5, 6], [10, 11]]
+
+
+def test_towers_are_captured_over_powers_of_two_of_tiles_and_see_new_ones_in_old_places() -> None:
+    sizes: list[int] = []
+
+    def encode(tiles: Tensor) -> Tensor:
+        sizes.append(len(tiles))
+        return tiles.flatten(1) @ torch.arange(12.0).view(12, 1) * torch.ones(3)
+
+    executor = TileGraphs(repeat_by_calls)
+    results = []
+    for count in (7, 7, 3, 1, 20, 0):
+        tiles = torch.randint(-9, 9, (count, 3, 2, 2)).float()
+        results.append((executor.run(encode, tiles), encode(tiles)))
+        del sizes[-1]
+    for ours, expected in results:
+        assert torch.equal(ours, expected)
+    # The second time that a size comes, it is captured, which calls it; after that it is repeated, which does here too.
+    assert sizes == [4, 2, 1, 4, 2, 1, 2, 1, 1, 20, 0]
+    assert executor.num_captured == 3

@@ -12,11 +12,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vlmserve.devices.device import Clock, LayerExecutor
-from vlmserve.devices.graphs import GraphExecutor, captured_rows
+from vlmserve.devices.device import AllocateCache, Clock, LayerExecutor, TileExecutor
+from vlmserve.devices.graphs import GraphExecutor, TileGraphs, captured_rows
+from vlmserve.devices.offload import HostBlocks, PinnedBlocks, block_bytes
+from vlmserve.devices.pixels import PixelRing
 from vlmserve.devices.staging import Staging
+from vlmserve.devices.streams import CudaCopyStream
 from vlmserve.devices.torch_device import TorchDevice
-from vlmserve.kernels.attention import AttentionBackend, AttentionSpec
+from vlmserve.kernels.attention import AttentionBackend, AttentionSpec, LayerCache
+from vlmserve.kernels.blocks import allocate_zeros
 from vlmserve.kernels.quantized import QuantizedWeight
 from vlmserve.kernels.ranges import RangeKernels
 from vlmserve.kernels.torch_sampling import DrawLater
@@ -73,6 +77,8 @@ class CudaDevice(TorchDevice):
         self._allocated_before = torch.cuda.memory_allocated(torch_device)
         self._reserved_before = torch.cuda.memory_reserved(torch_device)
         self._staging: Staging | None = None
+        self._copies = CudaCopyStream(torch_device)
+        self._pixels: PixelRing | None = None
 
     @property
     def gpu_uuid(self) -> str | None:
@@ -103,12 +109,22 @@ class CudaDevice(TorchDevice):
         return self._staging.upload(arrays)
 
     def upload_pixels(self, pixels: np.ndarray, dtype: torch.dtype, levels: Levels | None = None) -> Tensor:
-        """See `Device.upload_pixels`. Through pinned memory, which torch keeps for the next images; numbers become
-        those of the other type on the device."""
-        host = torch.empty(pixels.shape, dtype=torch.from_numpy(pixels[:0].copy()).dtype, pin_memory=True)
-        np.copyto(host.numpy(), pixels)
-        uploaded = host.to(self.torch_device, non_blocking=True)
+        """See `Device.upload_pixels`. Through pinned memory, beside what the device computes; numbers become those of
+        the other type there."""
+        if self._pixels is None:
+            self._pixels = PixelRing(self._copies)
+        uploaded = self._pixels.upload(pixels)
         return uploaded.to(dtype) if levels is None else self._normalize(uploaded, levels, dtype)
+
+    def host_blocks(
+        self, backend: AttentionBackend, layers: Sequence[LayerCache], count: int, allocate: AllocateCache
+    ) -> HostBlocks:
+        """See `Device.host_blocks`. In pinned memory."""
+        memory = allocate_zeros((count, block_bytes(layers)), torch.uint8, torch.device("cpu"))
+        error = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))  # type: ignore[no-untyped-call]
+        if error:
+            logger.warning("--kv-offload-memory: the memory is not pinned (CUDA error %d), so steps wait for it", error)
+        return PinnedBlocks(layers, memory, self._copies)
 
     def download(self, tensor: Tensor) -> Callable[[], list[int]]:
         """See `Device.download`. To pinned memory, which torch keeps for the next copies."""
@@ -245,6 +261,10 @@ class TritonDevice(CudaDevice):
     def executor(self) -> LayerExecutor:
         """See `Device.executor`."""
         return GraphExecutor(self._captures)
+
+    def tile_executor(self) -> TileExecutor:
+        """See `Device.tile_executor`."""
+        return TileGraphs(self._captures)
 
     def padded_decodes(self, count: int) -> int:
         """See `Device.padded_decodes`."""

@@ -11,12 +11,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from vlmserve.devices.offload import HostBlocks
 from vlmserve.kernels.attention import AttentionBackend, AttentionSpec, LayerCache
 from vlmserve.kernels.torch_sampling import Draw, DrawLater
 from vlmserve.layers.attention import StepContext
 from vlmserve.layers.operations import Operations
 from vlmserve.levels import Levels
 
+AllocateCache = Callable[[int, torch.device], Sequence[LayerCache]]
+"""So many blocks of the KV cache of all layers, on that device."""
 LayerStack = Callable[[Tensor, Sequence[LayerCache], StepContext], Tensor]
 """All layers of a decoder: ``[tokens, hidden_size]`` to the same, over their caches."""
 
@@ -31,6 +34,14 @@ class LayerExecutor(Protocol):
     def for_part(self) -> LayerExecutor:
         """An executor for some of the layers, in steps that do not run all of them at once: those with features of
         images for single layers."""
+        ...
+
+
+class TileExecutor(Protocol):
+    """Runs a tower over tiles of images, all of one size: call by call, or as a graph."""
+
+    def run(self, encode: Callable[[Tensor], Tensor], tiles: Tensor) -> Tensor:
+        """The result of `encode`, which does the same in each call and computes each tile by itself."""
         ...
 
 
@@ -102,6 +113,10 @@ class Device(Operations, Protocol):
         """An executor for the layers of another decoder."""
         ...
 
+    def tile_executor(self) -> TileExecutor:
+        """An executor for the vision tower."""
+        ...
+
     def upload(self, arrays: Sequence[np.ndarray]) -> list[Tensor]:
         """Arrays on the device, in one transfer; valid until the next one. They may share the arrays' memory, which
         must not change before the step has ended."""
@@ -109,6 +124,12 @@ class Device(Operations, Protocol):
 
     def upload_pixels(self, pixels: np.ndarray, dtype: torch.dtype, levels: Levels | None = None) -> Tensor:
         """An image's numbers on the device, in another type; a copy of them. levels: what becomes of uint8 ones."""
+        ...
+
+    def host_blocks(
+        self, backend: AttentionBackend, layers: Sequence[LayerCache], count: int, allocate: AllocateCache
+    ) -> HostBlocks:
+        """So many blocks of the KV cache in host memory, beside those of `layers`, which `backend` allocated."""
         ...
 
     def padded_decodes(self, count: int) -> int:
@@ -147,6 +168,14 @@ class EagerExecutor:
     def for_part(self) -> LayerExecutor:
         """See `LayerExecutor.for_part`."""
         return self
+
+
+class EagerTiles:
+    """Runs towers call by call. A `TileExecutor`."""
+
+    def run(self, encode: Callable[[Tensor], Tensor], tiles: Tensor) -> Tensor:
+        """See `TileExecutor.run`."""
+        return encode(tiles)
 
 
 class HostClock:

@@ -19,6 +19,8 @@ logger = logging.getLogger(__name__)
 
 MOST_ROWS = 512
 """Larger batches of decodes are not captured: what launches cost is little beside what they compute."""
+MOST_TILES = 16
+"""More tiles of images go through a tower call by call."""
 MOST_GRAPHS = 96
 """Captured steps that are kept; those that were used last."""
 
@@ -111,6 +113,50 @@ class GraphExecutor:
         self._graphs.move_to_end(key)
         if len(self._graphs) > MOST_GRAPHS:
             self._graphs.popitem(last=False)
+
+
+class TileGraphs:
+    """Captures a tower over 1, 2, 4, 8 and 16 tiles, each the second time that it is wanted. A `TileExecutor`.
+
+    Any number up to `MOST_TILES` is made of these, so that nothing is computed for nobody. More go through the tower
+    call by call, since they have the device computing for longer than the host takes for that.
+    """
+
+    def __init__(self, capture: Capture) -> None:
+        self._capture = capture
+        self._graphs: dict[Hashable, tuple[Tensor, Callable[[], Tensor]] | None] = {}
+
+    @property
+    def num_captured(self) -> int:
+        """Graphs that are kept."""
+        return sum(graph is not None for graph in self._graphs.values())
+
+    def run(self, encode: Callable[[Tensor], Tensor], tiles: Tensor) -> Tensor:
+        """See `TileExecutor.run`."""
+        if not 0 < len(tiles) <= MOST_TILES:
+            return encode(tiles)
+        parts: list[Tensor] = []
+        done = 0
+        while done < len(tiles):
+            count = 1 << ((len(tiles) - done).bit_length() - 1)
+            parts.append(self._run(encode, tiles[done : done + count]))
+            done += count
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _run(self, encode: Callable[[Tensor], Tensor], tiles: Tensor) -> Tensor:
+        key = tiles.shape, tiles.dtype
+        if key not in self._graphs:
+            self._graphs[key] = None
+            return encode(tiles)
+        graph = self._graphs[key]
+        if graph is None:
+            own = tiles.clone()
+            graph = self._graphs[key] = own, self._capture(lambda: encode(own))
+            logger.debug("captured the vision tower over %d tiles", len(tiles))
+        own, repeat = graph
+        own.copy_(tiles)
+        # A copy: graphs share their memory.
+        return repeat().clone()
 
 
 def _key(x: Tensor, caches: Sequence[LayerCache], step: StepContext) -> Hashable:

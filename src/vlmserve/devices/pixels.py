@@ -1,14 +1,20 @@
-"""Levels of pixels to what a tower reads, on its device."""
+"""Pixels to a device, and their levels to what a tower reads there."""
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from vlmserve.devices.streams import CopyEvent, CopyStream
 from vlmserve.levels import Levels
 
 BLOCK_ELEMENTS = 2**24
 """Levels that are looked up at a time, for each of which memory of an index is taken."""
+RING_BUFFERS = 4
+"""Of pinned memory: images of that number may be on their way at once."""
+FIRST_BYTES = 2**22
+"""Of each of these buffers, before larger images come."""
 
 
 class Normalizer:
@@ -32,3 +38,33 @@ class Normalizer:
         for some, into in zip(torch.split(pixels, tiles), torch.split(result, tiles), strict=True):
             torch.index_select(table, 0, (some.int() + self._channels).flatten(), out=into.view(-1))
         return result
+
+
+class PixelRing:
+    """Images to a device through a few buffers of pinned memory, which are filled in turn.
+
+    They are copied by a stream of their own: while the device still computes the step before, the images of the next
+    one arrive.
+    """
+
+    def __init__(self, stream: CopyStream, *, count: int = RING_BUFFERS, pinned: bool = True) -> None:
+        """count: of buffers. pinned: False where there is no GPU."""
+        self._stream, self._pinned = stream, pinned
+        self._buffers: list[tuple[Tensor, CopyEvent | None]] = [(torch.empty(0, dtype=torch.uint8), None)] * count
+
+    def upload(self, pixels: np.ndarray) -> Tensor:
+        """The array on the device, for what is computed there from now on."""
+        buffer, copied = self._buffers.pop(0)
+        if copied is not None:
+            copied.synchronize()
+        if len(buffer) < pixels.nbytes:
+            size = max(FIRST_BYTES, 1 << (pixels.nbytes - 1).bit_length())
+            buffer = torch.empty(size, dtype=torch.uint8, pin_memory=self._pinned)
+        host = buffer[: pixels.nbytes].view(torch.from_numpy(pixels[:0].copy()).dtype).view(pixels.shape)
+        np.copyto(host.numpy(), pixels)
+        target = self._stream.empty(pixels.shape, host.dtype)
+        self._stream.copy(target, host)
+        copied = self._stream.record()
+        self._buffers.append((buffer, copied))
+        self._stream.let_compute_wait(copied)
+        return target

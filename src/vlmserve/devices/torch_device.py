@@ -8,10 +8,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vlmserve.devices.device import Clock, EagerExecutor, HostClock, LayerExecutor
+from vlmserve.devices.device import (
+    AllocateCache,
+    Clock,
+    EagerExecutor,
+    EagerTiles,
+    HostClock,
+    LayerExecutor,
+    TileExecutor,
+)
+from vlmserve.devices.offload import HostBlocks, PlainBlocks
 from vlmserve.devices.pixels import Normalizer
 from vlmserve.kernels import torch_sampling
-from vlmserve.kernels.attention import AttentionBackend, AttentionSpec
+from vlmserve.kernels.attention import AttentionBackend, AttentionSpec, LayerCache
 from vlmserve.kernels.quantized import QuantizedWeight
 from vlmserve.kernels.ranges import RangeKernels
 from vlmserve.kernels.torch_reference import TorchReference
@@ -101,6 +110,10 @@ class TorchDevice:
         """See `Device.executor`."""
         return EagerExecutor()
 
+    def tile_executor(self) -> TileExecutor:
+        """See `Device.tile_executor`."""
+        return EagerTiles()
+
     def upload(self, arrays: Sequence[np.ndarray]) -> list[Tensor]:
         """See `Device.upload`."""
         return [torch.from_numpy(array).to(self.torch_device) for array in arrays]
@@ -111,6 +124,12 @@ class TorchDevice:
         if levels is None:
             return torch.tensor(pixels, device=self.torch_device, dtype=dtype)
         return self._normalize(torch.tensor(pixels, device=self.torch_device), levels, dtype)
+
+    def host_blocks(
+        self, backend: AttentionBackend, layers: Sequence[LayerCache], count: int, allocate: AllocateCache
+    ) -> HostBlocks:
+        """See `Device.host_blocks`."""
+        return PlainBlocks(backend, layers, allocate(count, torch.device("cpu")))
 
     def padded_decodes(self, count: int) -> int:
         """See `Device.padded_decodes`."""

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from vlmserve.kernels.attention import LayerCache
+from vlmserve.kernels.transfers import to_device
 
 
 def allocate_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -35,5 +36,5 @@ def clear_blocks(cache: LayerCache, blocks: Tensor) -> None:
 def copy_blocks(source: LayerCache, target: LayerCache, source_blocks: Tensor, target_blocks: Tensor) -> None:
     """Copy blocks between caches, on one device or across two. All are read before any is written."""
     for origin, destination in zip(source.tensors, target.tensors, strict=True):
-        blocks = origin.index_select(0, source_blocks.to(origin.device)).to(destination.device)
-        destination.index_copy_(0, target_blocks.to(destination.device), blocks)
+        blocks = origin.index_select(0, to_device(source_blocks, origin.device)).to(destination.device)
+        destination.index_copy_(0, to_device(target_blocks, destination.device), blocks)

@@ -6,7 +6,7 @@ Implements `VisionEncoder`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from vlmserve.layers.norm import RMSNorm
 from vlmserve.layers.stages import StageBudget, Stages, by_rows
 from vlmserve.models.vision.clip import ClipSpec
 from vlmserve.models.vision.siglip import SIGLIP_DEFAULTS, SiglipTower
-from vlmserve.models.vision.staged import StagedVision
+from vlmserve.models.vision.staged import TileVision
 from vlmserve.types import TowerInputs
 
 IMAGE_TOKEN_ID = 262144
@@ -56,7 +56,7 @@ class Gemma3Projector(nn.Module):
         return output
 
 
-class Gemma3Vision(StagedVision):
+class Gemma3Vision(TileVision):
     """Tower and projector of a Gemma 3 config; modules are named as checkpoints name them.
 
     Raises UnsupportedModelError for a tower that is not implemented, ModelLoadError for sizes that do not fit.
@@ -92,10 +92,8 @@ class Gemma3Vision(StagedVision):
         """See `VisionEncoder.products`."""
         return self.vision_tower.products(self.vision_tower.spec.num_patches) + self.multi_modal_projector.products
 
-    def in_stages(
-        self, pixels: list[Tensor], tilings: Sequence[TowerInputs | None], budget: StageBudget
-    ) -> Stages[list[Tensor]]:
-        """See `VisionEncoder.in_stages`. All images are computed together."""
-        patches = yield from self.vision_tower.in_stages(torch.cat(pixels).to(self.dtype), budget)
+    def tiles_in_stages(self, tiles: Tensor, budget: StageBudget) -> Stages[Tensor]:
+        """See `TileVision.tiles_in_stages`."""
+        patches = yield from self.vision_tower.in_stages(tiles, budget)
         projector = self.multi_modal_projector
-        return list((yield from by_rows(projector, projector.products, budget, patches)))
+        return (yield from by_rows(projector, projector.products, budget, patches))

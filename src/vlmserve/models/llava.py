@@ -14,7 +14,7 @@ from vlmserve.errors import InvalidImageError, UnsupportedModelError
 from vlmserve.layers.linear import Linear, empty_parameter
 from vlmserve.layers.stages import StageBudget, Stages, by_rows
 from vlmserve.models.vision.clip import ClipSpec, ClipTower
-from vlmserve.models.vision.staged import StagedVision
+from vlmserve.models.vision.staged import TileVision
 from vlmserve.types import Tiling, TowerInputs
 
 # LLaVA-1.5's tower and options, which its published configs partly leave out.
@@ -59,7 +59,7 @@ class Projector(nn.Module):
         return output
 
 
-class LlavaVision(StagedVision):
+class LlavaVision(TileVision):
     """Tower and projector of a LLaVA config; modules are named as checkpoints name them.
 
     Raises UnsupportedModelError for a tower, activation or selection strategy that is not implemented.
@@ -107,23 +107,16 @@ class LlavaVision(StagedVision):
         """See `VisionEncoder.products`."""
         return shape[0] * (self.vision_tower.products + self._embeddings_of_tile * self.multi_modal_projector.products)
 
-    def in_stages(
-        self, pixels: list[Tensor], tilings: Sequence[TowerInputs | None], budget: StageBudget
-    ) -> Stages[list[Tensor]]:
-        """See `VisionEncoder.in_stages`. The tiles of all images are computed together."""
-        features = yield from self.vision_tower.in_stages(torch.cat(pixels).to(self.dtype), budget)
+    def tiles_in_stages(self, tiles: Tensor, budget: StageBudget) -> Stages[Tensor]:
+        """See `TileVision.tiles_in_stages`."""
+        features = yield from self.vision_tower.in_stages(tiles, budget)
         rows = features[:, self.skipped_tokens :].flatten(0, 1)
         embeddings = yield from by_rows(self.multi_modal_projector, self.multi_modal_projector.products, budget, rows)
-        tiles = embeddings.view(-1, self._embeddings_of_tile, embeddings.shape[-1])
-        return self._arranged(list(torch.split(tiles, [len(image) for image in pixels])), tilings)
+        return embeddings.view(-1, self._embeddings_of_tile, embeddings.shape[-1])
 
     @property
     def _embeddings_of_tile(self) -> int:
         return self.vision_tower.spec.num_patches + 1 - self.skipped_tokens
-
-    def _arranged(self, images: list[Tensor], tilings: Sequence[TowerInputs | None]) -> list[Tensor]:
-        """``[num_tokens, hidden_size]`` from ``[tiles, embeddings of each, hidden_size]`` an image."""
-        return [tiles.flatten(0, 1) for tiles in images]
 
     def _count(self, tiles: int, tiling: TowerInputs | None) -> int:
         return tiles * self._embeddings_of_tile
@@ -157,8 +150,8 @@ class LlavaNextVision(LlavaVision):
         spec = self.vision_tower.spec
         self._side = spec.image_size // spec.patch_size
 
-    def _arranged(self, images: list[Tensor], tilings: Sequence[TowerInputs | None]) -> list[Tensor]:
-        """Every image that was cut needs its tiling."""
+    def arranged(self, images: list[Tensor], tilings: Sequence[TowerInputs | None]) -> list[Tensor]:
+        """See `TileEncoder.arranged`. Every image that was cut needs its tiling."""
         return [self._arrange(*image) for image in zip(images, tilings, strict=True)]
 
     def _arrange(self, tiles: Tensor, tiling: TowerInputs | None) -> Tensor:

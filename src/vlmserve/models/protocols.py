@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -52,6 +52,20 @@ class VisionEncoder(Protocol):
         self, pixels: list[Tensor], tilings: Sequence[TowerInputs | None], budget: StageBudget
     ) -> Stages[list[Tensor]]:
         """`encode` in stages as large as the budget allows, as far as it can be divided so finely."""
+        ...
+
+
+@runtime_checkable
+class TileEncoder(VisionEncoder, Protocol):
+    """A tower whose images consist of tiles of one size, each of which is computed by itself."""
+
+    def encode_tiles(self, tiles: Tensor) -> Tensor:
+        """``[tiles, channels, height, width]`` to ``[tiles, embeddings of each, image_width]``. Reads nothing but
+        these, so that a device may repeat it over the same memory."""
+        ...
+
+    def arranged(self, images: list[Tensor], tilings: Sequence[TowerInputs | None]) -> list[Tensor]:
+        """What `VisionEncoder.encode` returns, from the embeddings of each image's tiles."""
         ...
 
 

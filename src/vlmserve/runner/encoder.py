@@ -13,7 +13,7 @@ from torch import Tensor
 from vlmserve.devices.device import Device
 from vlmserve.layers.parallel import Ranks
 from vlmserve.layers.stages import StageBudget
-from vlmserve.models.protocols import LoadedModel, VisionEncoder
+from vlmserve.models.protocols import LoadedModel, TileEncoder, VisionEncoder
 from vlmserve.runner.adapters import RunnerAdapters
 from vlmserve.runner.image_shares import divide, exchange
 from vlmserve.runner.requests import ScheduledRequest
@@ -35,6 +35,7 @@ class ImageEncoder:
         self._model = model
         self._adapters = adapters
         self._device = model.device
+        self._executor = model.device.tile_executor()
         self.embeddings: dict[bytes, Tensor] = {}
         self._unfinished: dict[bytes, _Encoding] = {}
 
@@ -144,7 +145,12 @@ class ImageEncoder:
     def _encoded(self, images: list[ImageInput]) -> list[Tensor]:
         if not images:
             return []
-        return self._tower.encode([self._pixels(image) for image in images], [image.tiling for image in images])
+        tower, tilings = self._tower, [image.tiling for image in images]
+        pixels = [self._pixels(image) for image in images]
+        if not isinstance(tower, TileEncoder) or images[0].adapter:
+            return tower.encode(pixels, tilings)
+        tiles = self._executor.run(tower.encode_tiles, torch.cat(pixels))
+        return tower.arranged(list(torch.split(tiles, [len(image) for image in pixels])), tilings)
 
     def _encode_together(self, images: list[ImageInput]) -> None:
         self._keep(images, self._encoded(images))

@@ -7,7 +7,9 @@ from collections.abc import Iterable
 
 import torch
 
+from vlmserve.devices.offload import HostBlocks
 from vlmserve.kernels.attention import LayerCache
+from vlmserve.kernels.transfers import to_device
 from vlmserve.models.protocols import LoadedModel
 from vlmserve.steps import BlockCopy
 
@@ -20,14 +22,18 @@ class KVTensors:
         self._backend = model.backend
         self._device = model.device.torch_device
         total = num_blocks + model.device.padding_blocks
-        self.layers: list[LayerCache] = model.language_model.allocate_cache(total, block_size, self._device)
-        host = torch.device("cpu")
-        self._host = model.language_model.allocate_cache(num_host_blocks, block_size, host) if num_host_blocks else []
+        allocate = model.language_model.allocate_cache
+        self.layers: list[LayerCache] = allocate(total, block_size, self._device)
+        self._host: HostBlocks | None = None
+        if num_host_blocks:
+            self._host = model.device.host_blocks(
+                self._backend, self.layers, num_host_blocks, lambda count, device: allocate(count, block_size, device)
+            )
 
     def zero(self, blocks: list[int]) -> None:
         """Zero blocks on the device."""
         if blocks:
-            ids = torch.tensor(blocks, device=self._device)
+            ids = to_device(torch.tensor(blocks), self._device)
             for layer in self.layers:
                 self._backend.clear(layer, ids)
 
@@ -36,9 +42,15 @@ class KVTensors:
         for kind, group in itertools.groupby(copies, lambda copy: copy.kind):
             # Of several copies into a block the last one counts. All sources are read before a block is written; that
             # equals copying in order, since no block that is written to is a source later in the same step.
-            sources = {copy.target: copy.source for copy in group}
-            origin = self._host if kind == "load" else self.layers
-            destination = self._host if kind == "save" else self.layers
-            source_ids, target_ids = torch.tensor(list(sources.values())), torch.tensor(list(sources))
-            for source, target in zip(origin, destination, strict=True):
-                self._backend.copy(source, target, source_ids, target_ids)
+            by_target = {copy.target: copy.source for copy in group}
+            sources, targets = list(by_target.values()), list(by_target)
+            if kind == "copy":
+                source_ids, target_ids = torch.tensor(sources), torch.tensor(targets)
+                for layer in self.layers:
+                    self._backend.copy(layer, layer, source_ids, target_ids)
+                continue
+            assert self._host is not None
+            if kind == "save":
+                self._host.save(sources, targets)
+            else:
+                self._host.load(sources, targets)

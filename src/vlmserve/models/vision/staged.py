@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cached_property
 
+import torch
 from torch import Tensor, nn
 
 from vlmserve.layers.encoder_attention import EncoderAttention
@@ -59,3 +60,28 @@ class StagedVision(nn.Module):
     def encode(self, pixels: list[Tensor], tilings: Sequence[TowerInputs | None] = ()) -> list[Tensor]:
         """See `VisionEncoder.encode`."""
         return run_stages(self.in_stages(pixels, tilings, StageBudget())) if pixels else []
+
+
+class TileVision(StagedVision):
+    """One whose images consist of tiles of one size, each of which is computed by itself. A `TileEncoder`."""
+
+    dtype: torch.dtype
+
+    def tiles_in_stages(self, tiles: Tensor, budget: StageBudget) -> Stages[Tensor]:
+        """`TileEncoder.encode_tiles` in stages."""
+        raise NotImplementedError
+
+    def arranged(self, images: list[Tensor], tilings: Sequence[TowerInputs | None]) -> list[Tensor]:
+        """See `TileEncoder.arranged`. One tile's embeddings behind the other's."""
+        return [tiles.flatten(0, 1) for tiles in images]
+
+    def in_stages(
+        self, pixels: list[Tensor], tilings: Sequence[TowerInputs | None], budget: StageBudget
+    ) -> Stages[list[Tensor]]:
+        """See `VisionEncoder.in_stages`. The tiles of all images are computed together."""
+        embeddings = yield from self.tiles_in_stages(torch.cat(pixels).to(self.dtype), budget)
+        return self.arranged(list(torch.split(embeddings, [len(image) for image in pixels])), tilings)
+
+    def encode_tiles(self, tiles: Tensor) -> Tensor:
+        """See `TileEncoder.encode_tiles`."""
+        return run_stages(self.tiles_in_stages(tiles, StageBudget()))

@@ -1,0 +1,156 @@
+"""Blocks of the KV cache in host memory."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from vlmserve.devices.streams import CopyEvent, CopyStream
+from vlmserve.kernels.attention import AttentionBackend, LayerCache
+from vlmserve.kernels.transfers import to_device
+
+ALIGNMENT = 16
+STAGED_BYTES = 2**25
+"""Of blocks that are gathered on the device before they are copied; there is memory for twice as many."""
+
+
+class HostBlocks(Protocol):
+    """Copies blocks of all layers to host memory and back. Each block is in a call at most once."""
+
+    def save(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """From blocks of the device to those of the host."""
+        ...
+
+    def load(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """From blocks of the host to those of the device."""
+        ...
+
+
+class PlainBlocks:
+    """A cache in host memory, which the host waits for. `HostBlocks`."""
+
+    def __init__(self, backend: AttentionBackend, layers: Sequence[LayerCache], host: Sequence[LayerCache]) -> None:
+        """layers, host: of the model's layers, on its device and in host memory."""
+        self._backend, self._layers, self._host = backend, layers, host
+
+    def save(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """See `HostBlocks.save`."""
+        for source, target in zip(self._layers, self._host, strict=True):
+            self._backend.copy(source, target, torch.tensor(sources), torch.tensor(targets))
+
+    def load(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """See `HostBlocks.load`."""
+        for source, target in zip(self._host, self._layers, strict=True):
+            self._backend.copy(source, target, torch.tensor(sources), torch.tensor(targets))
+
+
+@dataclass(slots=True)
+class _Staged:
+    """Memory on the device for blocks that are on their way. computed, copied: behind what has used it last."""
+
+    memory: Tensor
+    computed: CopyEvent | None = None
+    copied: CopyEvent | None = None
+
+
+class PinnedBlocks:
+    """Blocks that cross beside what the device computes. `HostBlocks`.
+
+    A block is one piece of host memory, all layers behind each other. Those that are saved are gathered on the device,
+    where they may be overwritten from then on, and copied; those that are loaded are copied and then scattered. All
+    copies are made by one stream, in order, so that none reads a block of the host that another one still writes; and
+    the host never reads them.
+    """
+
+    def __init__(self, layers: Sequence[LayerCache], memory: Tensor, stream: CopyStream) -> None:
+        """memory: pinned, uint8 ``[blocks, block_bytes]``, see `block_bytes`."""
+        self._parts = [_in_words(tensor) for layer in layers for tensor in layer.tensors]
+        self._starts = _starts(layers)
+        self._memory, self._stream = memory, stream
+        self._at_once = max(1, STAGED_BYTES // self._starts[-1])
+        self._staged: list[_Staged] = []
+
+    def save(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """See `HostBlocks.save`."""
+        stream = self._stream
+        for blocks, places in self._batches(sources, targets):
+            staged = self._next()
+            if staged.copied is not None:
+                stream.let_compute_wait(staged.copied)
+            ids = self._on_device(blocks)
+            for part, into in self._slices(staged, len(blocks)):
+                into.copy_(part.index_select(0, ids))
+            staged.computed = stream.record_computed()
+            stream.wait(staged.computed)
+            for first, last in _runs(places):
+                self._stream.copy(self._memory[places[first] : places[first] + last - first], staged.memory[first:last])
+            staged.copied = stream.record()
+
+    def load(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """See `HostBlocks.load`."""
+        stream = self._stream
+        for places, blocks in self._batches(sources, targets):
+            staged = self._next()
+            if staged.computed is not None:
+                stream.wait(staged.computed)
+            for first, last in _runs(places):
+                stream.copy(staged.memory[first:last], self._memory[places[first] : places[first] + last - first])
+            staged.copied = stream.record()
+            stream.let_compute_wait(staged.copied)
+            ids = self._on_device(blocks)
+            for part, from_ in self._slices(staged, len(blocks)):
+                part.index_copy_(0, ids, from_)
+            staged.computed = stream.record_computed()
+
+    def _batches(self, one: Sequence[int], other: Sequence[int]) -> Iterator[tuple[Sequence[int], Sequence[int]]]:
+        for start in range(0, len(one), self._at_once):
+            yield one[start : start + self._at_once], other[start : start + self._at_once]
+
+    def _next(self) -> _Staged:
+        """The memory that was used less recently."""
+        if len(self._staged) < 2:
+            self._staged.append(_Staged(self._stream.empty((self._at_once, self._starts[-1]), torch.uint8)))
+        else:
+            self._staged.reverse()
+        return self._staged[-1]
+
+    def _on_device(self, blocks: Sequence[int]) -> Tensor:
+        return to_device(torch.tensor(blocks), self._parts[0].device)
+
+    def _slices(self, staged: _Staged, count: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Each tensor of the cache, ``[blocks, words]``, and where its part of so many blocks is staged."""
+        for part, start in zip(self._parts, self._starts, strict=False):
+            num_bytes = part.shape[1] * part.element_size()
+            yield part, staged.memory[:count, start : start + num_bytes].view(part.dtype)
+
+
+def block_bytes(layers: Sequence[LayerCache]) -> int:
+    """What a block of all layers takes in the memory of `PinnedBlocks`."""
+    return _starts(layers)[-1]
+
+
+def _starts(layers: Sequence[LayerCache]) -> list[int]:
+    """Where each tensor's part of a block begins, and where the last one ends."""
+    sizes = (tensor[:1].nbytes for layer in layers for tensor in layer.tensors)
+    return list(itertools.accumulate((-(-size // ALIGNMENT) * ALIGNMENT for size in sizes), initial=0))
+
+
+def _in_words(tensor: Tensor) -> Tensor:
+    """``[blocks, words]``: the widest integers that a block of the tensor consists of."""
+    flat = tensor.view(len(tensor), -1).view(torch.uint8)
+    kinds = (torch.int64, torch.int32, torch.int16, torch.uint8)
+    return flat.view(next(kind for kind in kinds if flat.shape[1] % kind.itemsize == 0))
+
+
+def _runs(places: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Ranges of indices at which places follow each other one by one."""
+    first = 0
+    for index in range(1, len(places) + 1):
+        if index == len(places) or places[index] != places[index - 1] + 1:
+            yield first, index
+            first = index
