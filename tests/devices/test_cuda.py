@@ -13,6 +13,7 @@ from vlmserve.devices.choice import open_device
 from vlmserve.devices.cuda import CudaCapture, CudaDevice, TritonDevice
 from vlmserve.kernels.attention import AttentionSpec
 from vlmserve.kernels.quantized import QuantizedWeight
+from vlmserve.kernels.torch_int4 import Int4Product
 from vlmserve.layers.operations import NO_EPILOGUE
 from vlmserve.layers.products import QuantizedProduct, TorchProduct
 
@@ -31,6 +32,8 @@ class Driver:
         monkeypatch.setattr(cuda, "memory_reserved", lambda device: self.held)
         monkeypatch.setattr(cuda, "max_memory_allocated", lambda device: self.peak)
         monkeypatch.setattr(cuda, "reset_peak_memory_stats", lambda device: setattr(self, "peak", self.held))
+        self.current: list[torch.device] = []
+        monkeypatch.setattr(cuda, "set_device", self.current.append)
         for name in ("synchronize", "empty_cache"):
             monkeypatch.setattr(cuda, name, lambda *_: None)
 
@@ -87,9 +90,10 @@ def test_a_gpu_has_the_name_that_the_driver_gives_it(monkeypatch: pytest.MonkeyP
 
 def opened(monkeypatch: pytest.MonkeyPatch, kernels: str, capability: tuple[int, int]) -> CudaDevice:
     """What a GPU with this compute capability is opened as."""
-    Driver(monkeypatch, 0)
+    driver = Driver(monkeypatch, 0)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     device, dtype = open_device(GPU, kernels, torch.bfloat16, automatic=True)
+    assert driver.current == [GPU], "what is launched by other libraries goes there too"
     assert dtype == torch.bfloat16
     assert isinstance(device, CudaDevice)
     return device
@@ -118,6 +122,7 @@ def test_what_triton_cannot_do_is_torchs(monkeypatch: pytest.MonkeyPatch, caplog
     pytest.importorskip("triton", reason="triton is not installed", exc_type=ImportError)
     caplog.set_level("INFO")
     Driver(monkeypatch, 0)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     device = TritonDevice(GPU)
     assert device.attention([AttentionSpec(4, 2, 64, 0.125)], torch.bfloat16).name == "triton"
     assert device.attention([AttentionSpec(4, 2, 512, 0.125)], torch.bfloat16).name == "torch"
@@ -126,6 +131,15 @@ def test_what_triton_cannot_do_is_torchs(monkeypatch: pytest.MonkeyPatch, caplog
     odd = QuantizedWeight(4, 16, torch.zeros(4, 48, dtype=torch.uint8), groups, groups)
     assert isinstance(device.linear(odd, None, NO_EPILOGUE, torch.bfloat16), QuantizedProduct)
     assert "a product of (4, 48): torch" in caplog.text
+    assert "expanded in each step (torch's product knows no 4 bits in groups of 16)" in caplog.text
+    values, groups = torch.zeros(16, 64, dtype=torch.uint8), torch.ones(16, 2)
+    even, huge = (QuantizedWeight(4, 32, values, scale * groups, groups) for scale in (1.0, 1e6))
+    assert not isinstance(device.linear(even, None, NO_EPILOGUE, torch.bfloat16), TorchProduct)
+    assert isinstance(device.linear(huge, None, NO_EPILOGUE, torch.bfloat16), Int4Product)
+    assert "a product of (16, 64): torch's of 4 bits" in caplog.text
+    assert isinstance(device.linear(huge, None, NO_EPILOGUE, torch.float16), QuantizedProduct)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    assert isinstance(CudaDevice(GPU).linear(even, None, NO_EPILOGUE, torch.bfloat16), QuantizedProduct)
     plain = torch.zeros(4, 48, dtype=torch.bfloat16)
     assert not isinstance(device.linear(plain, None, NO_EPILOGUE, torch.bfloat16), TorchProduct)
     assert isinstance(device.table(odd, torch.bfloat16), QuantizedProduct)

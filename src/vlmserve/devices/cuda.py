@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,7 @@ from vlmserve.devices.pixels import PixelRing
 from vlmserve.devices.staging import Staging
 from vlmserve.devices.streams import CudaCopyStream
 from vlmserve.devices.torch_device import TorchDevice
+from vlmserve.kernels import torch_int4
 from vlmserve.kernels.attention import AttentionBackend, AttentionSpec, LayerCache
 from vlmserve.kernels.blocks import allocate_zeros
 from vlmserve.kernels.quantized import QuantizedWeight
@@ -48,6 +50,8 @@ def open_cuda(
 
     Kernels in Triton run unless torch's are asked for, or cannot run here; the log says which.
     """
+    if torch_device.index is not None:
+        torch.cuda.set_device(torch_device)
     reason = "--kernels torch" if kernels == "torch" else no_triton(torch_device)
     if reason is None:
         return TritonDevice(torch_device), stated
@@ -67,6 +71,16 @@ def no_triton(torch_device: torch.device) -> str | None:
     return None
 
 
+def no_int4(torch_device: torch.device) -> str | None:
+    """Why torch's product of 4 bits cannot run on a GPU, None if it can."""
+    if torch.version.hip is not None:
+        return "torch's product of 4 bits was made for NVIDIA's GPUs"
+    capability = torch.cuda.get_device_capability(torch_device)
+    if capability < LEAST_CAPABILITY:
+        return "torch's product of 4 bits needs compute capability 8.0"
+    return None
+
+
 class CudaDevice(TorchDevice):
     """A GPU by torch's operations. It computes while the host goes on."""
 
@@ -77,8 +91,11 @@ class CudaDevice(TorchDevice):
         self._allocated_before = torch.cuda.memory_allocated(torch_device)
         self._reserved_before = torch.cuda.memory_reserved(torch_device)
         self._staging: Staging | None = None
-        self._copies = CudaCopyStream(torch_device)
         self._pixels: PixelRing | None = None
+
+    @cached_property
+    def _copies(self) -> CudaCopyStream:
+        return CudaCopyStream(self.torch_device)
 
     @property
     def gpu_uuid(self) -> str | None:
@@ -90,10 +107,15 @@ class CudaDevice(TorchDevice):
     def linear(
         self, weight: Tensor | QuantizedWeight, bias: Tensor | None, epilogue: Epilogue, dtype: torch.dtype
     ) -> Product:
-        """See `Operations.linear`."""
-        if isinstance(weight, QuantizedWeight):
-            return QuantizedProduct(weight, bias, epilogue, dtype, block_elements=BLOCK_ELEMENTS)
-        return super().linear(weight, bias, epilogue, dtype)
+        """See `Operations.linear`. torch's product of 4 bits where it can compute a layer."""
+        if not isinstance(weight, QuantizedWeight):
+            return super().linear(weight, bias, epilogue, dtype)
+        reason = no_int4(self.torch_device) or torch_int4.unsupported_reason(weight, dtype)
+        if reason is None:
+            logger.info("a product of %s: torch's of 4 bits", tuple(weight.shape))
+            return torch_int4.Int4Product(weight, bias, epilogue)
+        logger.info("a product of %s: expanded in each step (%s)", tuple(weight.shape), reason)
+        return QuantizedProduct(weight, bias, epilogue, dtype, block_elements=BLOCK_ELEMENTS)
 
     def table(self, weight: Tensor | QuantizedWeight, dtype: torch.dtype) -> Table:
         """See `Operations.table`."""
@@ -140,7 +162,10 @@ class CudaDevice(TorchDevice):
         return values
 
     def clock(self) -> Clock:
-        """See `Device.clock`."""
+        """See `Device.clock`. Each step has one: what is launched in it goes to this device, whatever thread steps.
+        Kernels in Triton and graphs take the thread's own, not that of the memory that they read."""
+        if self.torch_device.index is not None:
+            torch.cuda.set_device(self.torch_device)
         return EventClock(self.torch_device)
 
     def cache_budget(self, fraction: float, largest_step: Callable[[], None], reserved: int = 0) -> int:
@@ -288,7 +313,8 @@ class CudaCapture:
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        # Other threads may go on: those that read adapters allocate memory, and those that exchange wait for events.
+        with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
             result = run()
 
         def again() -> Tensor:

@@ -15,6 +15,8 @@ from vlmserve.errors import ModelLoadError, UnsupportedModelError
 from vlmserve.kernels.attention import RotaryRows
 
 FIRST_POSITIONS = 1024
+CAPTURED_POSITIONS = 2**15
+"""Likewise on other devices than a CPU, where a captured step is lost when its tables move: longer contexts are few."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,7 +221,7 @@ class Rope:
         self._attention_factor = attention_factor
         self._stages = list(stages)
         self.axes = _axes(sections, in_turn=in_turn)
-        self._halves = self._compute(FIRST_POSITIONS)
+        self._halves = self._compute(FIRST_POSITIONS if frequencies.device.type == "cpu" else CAPTURED_POSITIONS)
 
     @classmethod
     def of(cls, spec: RopeSpec, device: torch.device) -> Rope:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from vlmserve.devices.device import EagerExecutor, LayerExecutor
 from vlmserve.kernels.attention import AttentionBackend, AttentionSpec, BatchMetadata, LayerCache
+from vlmserve.kernels.transfers import to_device
 from vlmserve.layers.adapters import AdapterRows
 from vlmserve.layers.attention import Attention, CrossAttention, HeadNorm, StepContext
 from vlmserve.layers.linear import Bias, Embedding, GatedLinear, Linear, MergedLinear, OutputLinear, TiedEmbedding
@@ -338,7 +339,7 @@ class Decoder(nn.Module):
             scales = (positions + 1).log().div(math.log(growth.context)).clamp(min=1.0)
         else:
             scales = 1 + growth.beta * (1 + (positions / growth.context).floor()).log()
-        return scales[:, None].to(self.device, self.dtype)
+        return to_device(scales[:, None].to(self.dtype), self.device)
 
     def _through_layers(
         self, x: Tensor, caches: Sequence[LayerCache], step: StepContext, first: int = 0, last: int | None = None

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from vlmserve.kernels.attention import BatchMetadata, BidirectionalRows, CrossRows
+from vlmserve.kernels.transfers import to_device
 from vlmserve.models.grid_positions import grid_positions
 from vlmserve.models.image_rows import ImageRows
 from vlmserve.runner.requests import RequestState, ScheduledRequest
@@ -67,7 +68,7 @@ class Unstaged:
 
     def upload(self, arrays: Sequence[np.ndarray]) -> list[Tensor]:
         """See `Device.upload`. Each array by itself."""
-        return [torch.from_numpy(array).to(self.torch_device) for array in arrays]
+        return [to_device(torch.from_numpy(array), self.torch_device) for array in arrays]
 
     def padded_decodes(self, count: int) -> int:
         """See `Device.padded_decodes`."""

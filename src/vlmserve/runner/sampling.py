@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from vlmserve.kernels.torch_sampling import Draw
+from vlmserve.kernels.transfers import to_device
 from vlmserve.runner.requests import RequestState, ScheduledRequest
 from vlmserve.sampling.logprobs import token_logprobs
 from vlmserve.sampling.sampler import sample
@@ -36,7 +37,7 @@ def sample_tokens(logits: Tensor, batch: Sequence[ScheduledRequest], output: Mod
     depth = 0
     while going:
         all_rows = len(going) == len(logits)
-        rows = logits if all_rows else logits[torch.tensor([row + depth for row, _ in going], device=logits.device)]
+        rows = logits if all_rows else logits[to_device(torch.tensor([row + depth for row, _ in going]), logits.device)]
         tokens = _sample_once(rows, [request.state for _, request in going], output, draw)
         drafted = []
         for (row, request), token in zip(going, tokens, strict=True):

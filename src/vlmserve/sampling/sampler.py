@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from vlmserve.kernels.torch_sampling import Changes, Draw, Filters
+from vlmserve.kernels.transfers import to_device
 from vlmserve.sampling.grammar import Allowed
 from vlmserve.sampling.logits_processor import LogitsProcessor
 from vlmserve.types import SamplingParams
@@ -62,7 +63,7 @@ def sample(logits: Tensor, rows: list[SamplingRow], draw: Draw) -> list[int | No
         process_logits(logits, processors)
     for number, row in enumerate(rows):
         if row.banned:
-            logits[number, torch.tensor(sorted(row.banned), device=logits.device)] = -torch.inf
+            logits[number, to_device(torch.tensor(sorted(row.banned)), logits.device)] = -torch.inf
         if row.forced is not None:
             score = logits[number, row.forced].clone()
             logits[number] = -torch.inf
@@ -115,7 +116,7 @@ def _forbid(row: Tensor, forbidden: Allowed) -> None:
     if row.device.type == "cpu":
         np.copyto(row.numpy(), -np.inf, where=forbidden)  # takes a quarter of torch's time
     else:
-        row.masked_fill_(torch.from_numpy(forbidden).to(row.device), -torch.inf)
+        row.masked_fill_(to_device(torch.from_numpy(forbidden), row.device), -torch.inf)
 
 
 def process_logits(logits: Tensor, processors: Mapping[int, LogitsProcessor]) -> None:
@@ -126,7 +127,7 @@ def process_logits(logits: Tensor, processors: Mapping[int, LogitsProcessor]) ->
     """
 
     def on_device(arrays: Sequence[npt.NDArray[Any]]) -> Tensor:
-        return torch.from_numpy(np.concatenate(arrays)).to(logits.device)
+        return to_device(torch.from_numpy(np.concatenate(arrays)), logits.device)
 
     biased = [(number, own) for number, own in processors.items() if len(own.bias_ids)]
     if biased:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -176,3 +177,24 @@ def test_the_assembly_of_bytes_adds_up_to_signed_numbers() -> None:
         half = torch.tensor([0x6400 | byte], dtype=torch.int16).view(torch.float16)
         offset = torch.tensor([0xE480 - 0x10000], dtype=torch.int16).view(torch.float16)
         assert (half + offset).item() == byte - 128
+
+
+def test_many_rows_are_rounded_to_8_bits_beside_weights_of_8_where_that_is_asked_for(device: torch.device) -> None:
+    torch.manual_seed(0)
+    weight, _ = made("8 bits", 70, 200, device)
+    weight = dataclasses.replace(weight, input_bits=8)
+    bias, x = torch.randn(70), torch.randn(130, 200)
+    x[3, 128:] = 0
+    x[5, 7] = torch.inf
+    result = TritonProduct(weight, bias.to(device), dtype=torch.float32)(x.to(device)).cpu()
+    expected = bias.double().expand(130, 70)
+    integers = (weight.values.cpu().double() - 128) * weight.scales.cpu().double()
+    for inputs in (slice(0, 128), slice(128, 200)):
+        largest = x[:, inputs].abs().amax(1, keepdim=True)
+        rounded = (x[:, inputs] * (127 / largest.clamp(min=1e-30))).round().double()
+        expected = expected + rounded @ integers[:, inputs].T * (largest / 127).double()
+    assert result[5].isnan().all()
+    finite = torch.arange(130) != 5
+    torch.testing.assert_close(result[finite].double(), expected[finite], atol=1e-5, rtol=1e-5)
+    few = TritonProduct(weight, bias.to(device), dtype=torch.float32)(x[:4].to(device)).cpu().double()
+    torch.testing.assert_close(few, x[:4].double() @ integers.T + bias.double(), atol=1e-4, rtol=1e-4)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from vlmserve.kernels.quantized import QuantizedWeight
 from vlmserve.kernels.triton.activations import ACTIVATIONS
+from vlmserve.kernels.triton.byte_products import rounded_product
 from vlmserve.kernels.triton.gated import finish
 from vlmserve.kernels.triton.product_kernels import add_parts, multiply
 from vlmserve.kernels.triton.tuned import TUNED, Shape, Tiling
@@ -128,7 +129,8 @@ class TritonProduct:
     `Table`.
 
     Where the inputs are split among programs, a second launch adds the parts. More than `MOST_ROWS` rows are multiplied
-    by the device's library; weights of few bits are then expanded a block of outputs at a time.
+    by the device's library; weights of few bits are then expanded a block of outputs at a time. Where inputs are to be
+    rounded to 8 bits, beside weights of 8, a kernel multiplies integers instead.
     """
 
     def __init__(
@@ -154,6 +156,8 @@ class TritonProduct:
         self._output_dtype = torch.float32 if float_output else dtype
         # NVIDIA's instructions: neither AMD's GPUs nor the interpreter have them.
         self._assembly = self._stored.values.is_cuda and torch.version.hip is None
+        quantized = weight if isinstance(weight, QuantizedWeight) else None
+        self._rounds_inputs = quantized is not None and (quantized.bits, quantized.input_bits) == (8, 8)
         self._width = self._out_features // 2 if gated else self._out_features
 
     @property
@@ -248,6 +252,18 @@ class TritonProduct:
         return out
 
     def _many(self, x: Tensor, residual: Tensor | None, adapters: LinearAdapters | None = None) -> Tensor:
+        if self._rounds_inputs:
+            assert self._stored.scales is not None
+            output = rounded_product(x, self._stored.values, self._stored.scales, self._bias)
+        else:
+            output = self._expanded(x)
+        if adapters is not None:
+            output = self._changed(x, output, adapters)
+        if self._activation is None and residual is None and not self._gated:
+            return output.to(self._output_dtype)
+        return finish(output, self._activation, gated=self._gated, residual=residual, dtype=self._output_dtype)
+
+    def _expanded(self, x: Tensor) -> Tensor:
         step = max(1, EXPANDED_ELEMENTS // self._in_features)
         starts = [0] if self._stored.scales is None else range(0, self._out_features, step)
         parts = []
@@ -255,12 +271,7 @@ class TritonProduct:
             outputs = slice(start, self._out_features if len(starts) == 1 else start + step)
             bias = None if self._bias is None else self._bias[outputs]
             parts.append(F.linear(x, self._stored.rows(outputs, self._dtype), bias))
-        output = parts[0] if len(parts) == 1 else torch.cat(parts, -1)
-        if adapters is not None:
-            output = self._changed(x, output, adapters)
-        if self._activation is None and residual is None and not self._gated:
-            return output.to(self._output_dtype)
-        return finish(output, self._activation, gated=self._gated, residual=residual, dtype=self._output_dtype)
+        return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
 
     def _changed(self, x: Tensor, output: Tensor, adapters: LinearAdapters) -> Tensor:
         """Adapters know gates and ups in turn as those of a layer: all gates first."""

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from vlmserve.kernels.transfers import to_device
 from vlmserve.layers.linear import Embedding
 from vlmserve.layers.norm import LayerNorm
 from vlmserve.layers.stages import StageBudget, Stages, by_rows
@@ -60,7 +61,8 @@ class SiglipEmbeddings(nn.Module):
         if self._stretched:
             # Of an image of the table's own size, too: rounding moves some of its patches.
             down, across = (edge // self._patch_size for edge in pixels.shape[2:])
-            positions = positions[patch_positions(down, across, self._side).to(pixels.device)]
+            places = to_device(patch_positions(down, across, self._side), pixels.device)
+            positions = positions[places]
         output: Tensor = self.patch_embedding(pixels) + positions
         return output
 

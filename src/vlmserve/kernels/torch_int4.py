@@ -1,0 +1,55 @@
+"""torch's own product with weights of 4 bits, which its CUDA builds have."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from vlmserve.kernels.quantized import QuantizedWeight
+from vlmserve.layers.operations import Epilogue
+from vlmserve.layers.products import TorchProduct
+
+GROUP_SIZES = (32, 64, 128, 256)
+
+
+def unsupported_reason(weight: QuantizedWeight, dtype: torch.dtype) -> str | None:
+    """Why torch cannot multiply with a weight, None if it can."""
+    if weight.bits != 4 or weight.group_size not in GROUP_SIZES:
+        return f"torch's product knows no {weight.bits} bits in groups of {weight.group_size}"
+    if dtype != torch.bfloat16:
+        return f"torch's product of 4 bits knows no {dtype}"
+    out_features, in_features = weight.shape
+    if out_features % 8 or in_features % weight.group_size or in_features % 32:
+        return f"torch's product of 4 bits knows no {out_features} x {in_features} weights"
+    return None
+
+
+class Int4Product(TorchProduct):
+    """A weight of 4 bits as torch multiplies it. Scales and zero points are rounded to bfloat16. For inputs of
+    bfloat16, and weights that `unsupported_reason` has nothing against."""
+
+    def __init__(self, weight: QuantizedWeight, bias: Tensor | None, epilogue: Epilogue) -> None:
+        super().__init__(bias, epilogue)
+        in_features = weight.shape[1]
+        self._group_size = weight.group_size
+        self._on_gpu = weight.values.is_cuda
+        tiles = next(count for count in (8, 4, 2) if in_features % (16 * count) == 0)
+        if self._on_gpu:
+            octets = weight.values[:, ::2] << 4 | weight.values[:, 1::2]
+            self._packed = torch.ops.aten._convert_weight_to_int4pack(octets.contiguous(), tiles)
+        else:
+            self._packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(weight.values.int(), tiles)
+        # It takes an integer q for ``scale * (q - 8) + zero``.
+        zeros = weight.minimums + 8 * weight.scales
+        self._scales = torch.stack((weight.scales.T, zeros.T), -1).to(torch.bfloat16).contiguous()
+
+    @property
+    def num_bytes(self) -> int:
+        return int(self._packed.nbytes + self._scales.nbytes)
+
+    def _multiply(self, x: Tensor) -> Tensor:
+        flat = x.reshape(-1, x.shape[-1])
+        multiply = torch.ops.aten._weight_int4pack_mm if self._on_gpu else torch.ops.aten._weight_int4pack_mm_for_cpu
+        output: Tensor = multiply(flat, self._packed, self._group_size, self._scales)
+        output = output.view(*x.shape[:-1], -1)
+        return output if self._bias is None else output + self._bias
