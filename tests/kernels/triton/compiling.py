@@ -21,7 +21,16 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from vlmserve.kernels.attention import AttentionSpec
-from vlmserve.kernels.triton import attention_kernels, encoder, gated, norm, product_kernels, rope, sampling_kernels
+from vlmserve.kernels.triton import (
+    attention_kernels,
+    byte_products,
+    encoder,
+    gated,
+    norm,
+    product_kernels,
+    rope,
+    sampling_kernels,
+)
 from vlmserve.kernels.triton.attention import tile
 from vlmserve.kernels.triton.products import tiling
 
@@ -93,13 +102,15 @@ def attention_cases() -> Iterator[Case]:
         **dict.fromkeys(("num_decodes", "num_sequences", "table_stride", "splits"), "i32"),
         **dict.fromkeys(("scale", "soft_cap"), "fp32"),
     }
-    plain = {"WINDOW": 0, "CAPPED": False, "SINKS": False, "REACH": False, "QUANTIZED": False}
+    plain = {"WINDOW": 0, "CAPPED": False, "SINKS": False, "REACH": False, "QUANTIZED": False, "SPLIT_CHUNKS": False}
     everything = {"WINDOW": 1024, "CAPPED": True, "SINKS": True, "REACH": True}
+    split = {"SPLIT_CHUNKS": True}
     for head, chunks, further in (
         (128, False, {}),
         (128, True, {}),
         (128, False, {"QUANTIZED": True}),
         (128, True, everything),
+        (128, True, split),
         (64, False, everything),
         (256, True, {}),
     ):
@@ -116,7 +127,7 @@ def attention_cases() -> Iterator[Case]:
             },
             warps=4,
         )  # fmt: skip
-    constants = {"HEADS": 32, "HEAD": 128, "HEAD_BLOCK": 128, "WINDOW": 0, "SINKS": False}
+    constants = {"HEADS": 32, "HEAD": 128, "HEAD_BLOCK": 128, "WINDOW": 0, "SINKS": False, "SPLIT_CHUNKS": True}
     yield Case("combining of decodes", attention_kernels.combine, types, constants, 2)
 
 
@@ -128,6 +139,16 @@ def tower_cases() -> Iterator[Case]:
     yield Case("attention of images, heads of 80", encoder.attend_ranges, types, constants, 4)
     constants = {"HEADS": 32, "HALF": 40, "HEADS_BLOCK": 32, "HALF_BLOCK": 64}
     yield Case("rotation of patches", encoder.rotate_rows, types, constants, 4)
+
+
+def byte_cases() -> Iterator[Case]:
+    pointers = {"x_ptr": "*i8", "x_scales_ptr": "*fp32", "weight_ptr": "*u8", "scales_ptr": "*fp32"}
+    pointers |= {"bias_ptr": "*bf16", "out_ptr": "*bf16"}
+    numbers = dict.fromkeys(("rows", "width", "out_features", "groups", "stride"), "i32")
+    constants = {"ROWS": 64, "OUTPUTS": 128, "GROUP": 128, "STAGES": 3, "HAS_BIAS": False}
+    yield Case("product of bytes", byte_products.multiply_bytes, {**pointers, **numbers}, constants, 4)
+    rounding = {"x_ptr": "*bf16", "values_ptr": "*i8", "scales_ptr": "*fp32", **numbers}
+    yield Case("rounding of inputs", byte_products.round_rows, rounding, {"GROUP": 128, "COUNT": 8}, 4)
 
 
 def other_cases() -> Iterator[Case]:
@@ -196,7 +217,9 @@ def compiled(case: Case, arch: int) -> dict[str, Any]:
         "spilled": sum(text.startswith(("LDL", "STL")) for text in found),
         "shared": int(result.metadata.shared),
         "widest_load": max((_load_bytes(text) for text in found), default=0),
-        "tensor_cores": any(text.startswith(("HMMA", "HGMMA", "UTCHMMA")) for text in found),
+        "tensor_cores": any(
+            text.startswith(("HMMA", "HGMMA", "UTCHMMA", "IMMA", "IGMMA", "UTCIMMA")) for text in found
+        ),
         "per_weight": len(loop) * 32 * case.warps / case.weights if case.weights else None,
     }
 
@@ -247,7 +270,7 @@ def _load_bytes(instruction: str) -> int:
 def main() -> None:
     architectures = [int(argument) for argument in sys.argv[1:]]
     results: dict[int, dict[str, dict[str, Any]]] = {arch: {} for arch in architectures}
-    for case in (*product_cases(), *attention_cases(), *tower_cases(), *other_cases()):
+    for case in (*product_cases(), *attention_cases(), *tower_cases(), *byte_cases(), *other_cases()):
         for arch in architectures:
             if arch != 90 and not EVERYWHERE.match(case.name):
                 continue

@@ -6,10 +6,12 @@ import dataclasses
 
 import pytest
 import torch
+import triton.language as tl
 
 from tests.attending import Bidirectional, Chunk, attend, naive_attention
 from tests.paged import BlockTables
 from vlmserve.kernels.attention import AttentionBackend, AttentionSpec, RotaryRows, RotatingBackend
+from vlmserve.kernels.triton import attention, attention_kernels
 from vlmserve.kernels.triton.attention import TritonAttention, unsupported_reason
 
 PLAIN = AttentionSpec(4, 2, 8, 8**-0.5)
@@ -150,3 +152,35 @@ def test_queries_of_another_type_than_the_cache_are_refused(device: torch.device
     rows = [torch.zeros(2, heads, 8, dtype=torch.float16, device=device) for heads in (4, 2, 2)]
     with pytest.raises(ValueError, match="do not fit"):
         backend.attend(*rows, cache, PLAIN, metadata, plan)
+
+
+@pytest.mark.parametrize("everything", [False, True])
+def test_contexts_of_chunks_of_few_rows_are_split_among_programs(
+    device: torch.device, everything: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # As few tokens and rows as the interpreter gets through in time; blocks have 8 rows.
+    for constant, value in (("CHUNK_SPLIT", 16), ("FEW_QUERIES", 10)):
+        for module in (attention, attention_kernels):
+            monkeypatch.setattr(module, constant, tl.constexpr(value))
+    spec, reaches = AttentionSpec(8, 1, 8, 0.4), None
+    if everything:
+        spec = dataclasses.replace(spec, window=37, soft_cap=5.0, sinks=tuple(range(-4, 4)))
+        reaches = [[], [(1, 5, 68)], [], []]
+    chunks: list[Chunk] = [(20, 1), (60, 10), (3, 2), (30, 11)]
+    output, expected = attend(TritonAttention(), chunks, spec, 4, device=device, bidirectional=reaches)
+    torch.testing.assert_close(output.double(), expected, atol=2e-5, rtol=1e-5)
+
+
+def test_contexts_of_many_chunks_are_not_split() -> None:
+    def splits(count: int, new: int, context: int) -> bool:
+        blocks = BlockTables([context] * count, 16)
+        metadata = blocks.metadata([(number, context - new, new) for number in range(count)])
+        plan = TritonAttention().prepare(metadata, 16, [PLAIN], torch.float32)
+        return plan.split_chunks
+
+    assert splits(1, 64, 1024)
+    assert splits(4, 2, 2000)
+    assert not splits(5, 2, 2000)
+    assert not splits(1, 65, 2000)
+    assert not splits(1, 2, 1023)
+    assert not splits(1, 1, 2000)

@@ -11,10 +11,21 @@ from torch import Tensor
 
 from vlmserve.kernels.attention import AttentionSpec, BatchMetadata, LayerCache, RotaryRows
 from vlmserve.kernels.torch_reference import TorchReference
-from vlmserve.kernels.triton.attention_kernels import MAX_SPLITS, MIN_SPLIT, attend_rows, combine
+from vlmserve.kernels.transfers import to_device
+from vlmserve.kernels.triton.attention_kernels import (
+    CHUNK_SPLIT,
+    CHUNK_SPLITS,
+    FEW_QUERIES,
+    MAX_SPLITS,
+    MIN_SPLIT,
+    attend_rows,
+    combine,
+)
 from vlmserve.kernels.triton.rope import rotate_into_cache
 
 MAX_HEAD_SIZE = 256
+MOST_SPLIT_CHUNKS = 4
+"""Chunks of a batch whose contexts are split. More of them have programs enough, and would take much memory."""
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -44,12 +55,14 @@ def tile(spec: AttentionSpec, *, chunks: bool) -> tuple[int, int]:
 class TritonPlan:
     """What layers of a step share.
 
-    splits: parts that the longest decode's context may be divided into. sums, largest: memory for these parts, see
-    `attend_rows`. reach: int32 ``[tokens]``, up to where each row sees; None: up to itself. capture_key: what a
-    captured step depends on beside the addresses and shapes of its tensors; None: the step cannot be captured.
+    splits: parts that the longest context which is split may be divided into. split_chunks: whether contexts of chunks
+    are. sums, largest: memory for these parts, see `attend_rows`. reach: int32 ``[tokens]``, up to where each row sees;
+    None: up to itself. capture_key: what a captured step depends on beside the addresses and shapes of its tensors;
+    None: the step cannot be captured.
     """
 
     splits: int
+    split_chunks: bool
     sums: Tensor
     largest: Tensor
     reach: Tensor | None
@@ -79,7 +92,12 @@ class TritonAttention(TorchReference):
         if metadata.num_decodes:
             longest = max(metadata.host_context_lens[: metadata.num_decodes])
             splits = min(MAX_SPLITS.value, triton.next_power_of_2(triton.cdiv(longest, MIN_SPLIT.value)))
-        parts = metadata.num_decodes * splits * max((spec.num_heads for spec in layers), default=0)
+        split_chunks = _splits_chunks(metadata)
+        part_rows = metadata.num_decodes
+        if split_chunks:
+            splits = max(splits, CHUNK_SPLITS.value)
+            part_rows += (len(metadata.query_lens) - metadata.num_decodes) * FEW_QUERIES.value
+        parts = part_rows * splits * max((spec.num_heads for spec in layers), default=0)
         width = max((_head_block(spec) for spec in layers), default=0)
         if parts * width > self._sums.numel() or self._sums.device != device:
             # Captured steps keep what they were captured with.
@@ -87,7 +105,7 @@ class TritonAttention(TorchReference):
             self._largest = torch.empty(parts * 2, device=device)
         only_decodes = metadata.num_decodes == len(metadata.query_lens)
         capture_key = (splits, metadata.num_decodes) if only_decodes else None
-        return TritonPlan(splits, self._sums, self._largest, _reach(metadata), capture_key)
+        return TritonPlan(splits, split_chunks, self._sums, self._largest, _reach(metadata), capture_key)
 
     def attend(
         self,
@@ -169,21 +187,26 @@ class TritonAttention(TorchReference):
             REACH=plan.reach is not None,
             QUANTIZED=cache.scales is not None,
             STAGES=3 if query.element_size() == 2 else 1,
+            SPLIT_CHUNKS=plan.split_chunks,
             num_warps=4,
         )
-        if decodes:
-            combine[(decodes, spec.num_heads)](
+        part_rows = decodes + ((sequences - decodes) * FEW_QUERIES.value if plan.split_chunks else 0)
+        if part_rows:
+            combine[(part_rows, spec.num_heads)](
                 plan.sums,
                 plan.largest,
+                metadata.query_starts,
                 metadata.context_lens,
                 sinks,
                 output,
+                decodes,
                 max(1, plan.splits),
                 HEADS=spec.num_heads,
                 HEAD=spec.head_size,
                 HEAD_BLOCK=head_block,
                 WINDOW=spec.window or 0,
                 SINKS=spec.sinks is not None,
+                SPLIT_CHUNKS=plan.split_chunks,
                 num_warps=2,
             )
         return output
@@ -199,6 +222,15 @@ def _head_block(spec: AttentionSpec) -> int:
     return max(16, int(triton.next_power_of_2(spec.head_size)))
 
 
+def _splits_chunks(metadata: BatchMetadata) -> bool:
+    """Whether the contexts of chunks are split: where some have few rows over a long context, and a batch has few."""
+    chunks = range(metadata.num_decodes, len(metadata.query_lens))
+    return len(chunks) <= MOST_SPLIT_CHUNKS and any(
+        metadata.query_lens[index] <= FEW_QUERIES.value and metadata.host_context_lens[index] >= 2 * CHUNK_SPLIT.value
+        for index in chunks
+    )
+
+
 def _reach(metadata: BatchMetadata) -> Tensor | None:
     if not metadata.bidirectional:
         return None
@@ -206,4 +238,4 @@ def _reach(metadata: BatchMetadata) -> Tensor | None:
     reach = torch.zeros(len(metadata.slot_mapping), dtype=torch.int32)
     for _, first, last, seen in metadata.bidirectional:
         reach[first:last] = seen
-    return reach.to(device)
+    return to_device(reach, device)

@@ -2,7 +2,8 @@
 
 A program computes the query heads that share one head of keys, for one decode or for some rows of a chunk, packed into
 one tile. The context of a decode is split among programs by its length alone, so that an answer does not depend on
-what else is in the batch; `combine` adds the parts in order.
+what else is in the batch; `combine` adds the parts in order. So are contexts of chunks of few rows, where a batch has
+few chunks, and these alone would leave most of a GPU idle.
 """
 
 from __future__ import annotations
@@ -15,6 +16,12 @@ from vlmserve.kernels.triton.activations import tanh
 MAX_SPLITS = tl.constexpr(32)
 """Programs that share the context of a decode at most."""
 MIN_SPLIT = tl.constexpr(128)
+"""Tokens of a part of it, unless it is the last one."""
+FEW_QUERIES = tl.constexpr(64)
+"""Rows of a chunk whose context may be split."""
+CHUNK_SPLITS = tl.constexpr(16)
+"""Programs that share the context of such a chunk at most."""
+CHUNK_SPLIT = tl.constexpr(512)
 """Tokens of a part of it, unless it is the last one."""
 LOG2_E = tl.constexpr(1.4426950408889634)
 
@@ -29,6 +36,12 @@ def first_key(position, WINDOW: tl.constexpr):
 def split_size(seen):
     """Tokens of each part of a decode that sees so many."""
     return tl.maximum(tl.cdiv(tl.cdiv(seen, MAX_SPLITS), MIN_SPLIT), 1) * MIN_SPLIT
+
+
+@triton.jit
+def chunk_split_size(seen):
+    """Tokens of each part of a chunk of few rows that see so many."""
+    return tl.maximum(tl.cdiv(tl.cdiv(seen, CHUNK_SPLITS), CHUNK_SPLIT), 1) * CHUNK_SPLIT
 
 
 @triton.jit
@@ -110,12 +123,13 @@ def attend_rows(
     sums_ptr, largest_ptr, num_decodes, num_sequences, table_stride, scale, soft_cap, HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr, HEAD: tl.constexpr, HEAD_BLOCK: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr,
-    REACH: tl.constexpr, QUANTIZED: tl.constexpr, STAGES: tl.constexpr,
+    REACH: tl.constexpr, QUANTIZED: tl.constexpr, STAGES: tl.constexpr, SPLIT_CHUNKS: tl.constexpr,
 ):  # fmt: skip
     """Programs ``[decodes + blocks of chunk rows, kv_heads, splits]``.
 
-    sums_ptr, largest_ptr: where parts of decodes go, float32 ``[decodes, heads, splits, HEAD_BLOCK]``, and ``[decodes,
-    heads, splits, 2]``, their largest score and their weight. Chunks are not split.
+    sums_ptr, largest_ptr: where parts go, float32 ``[part rows, heads, splits, HEAD_BLOCK]``, and ``[part rows, heads,
+    splits, 2]``, their largest score and their weight. Part rows are the decodes', then, with SPLIT_CHUNKS,
+    `FEW_QUERIES` of each chunk.
     """
     GROUP: tl.constexpr = HEADS // KV_HEADS
     QUERIES: tl.constexpr = ROWS // GROUP
@@ -139,14 +153,21 @@ def attend_rows(
     limit = tl.where(valid, limit, 0)
     low = first_key(context - new + first, WINDOW)
     high = tl.max(limit, 0)
-    if block < num_decodes:
-        size = split_size(high - low)
-        low += split * size
-        high = tl.minimum(low + size, high)
-    elif split > 0:
-        high = 0
-    if low >= high:
+    # What all rows of the sequence see is divided, so that its parts are the same for each block of them.
+    all_low = first_key(context - new, WINDOW)
+    seen = context - all_low
+    is_decode = block < num_decodes
+    is_split = is_decode
+    size = split_size(seen)
+    if SPLIT_CHUNKS:
+        is_split = is_decode | (new <= FEW_QUERIES)
+        size = tl.where(is_decode, size, chunk_split_size(seen))
+    part_low = all_low + split * size
+    nothing = tl.where(is_split, part_low >= context, (split > 0) | (low >= high))
+    if nothing:
         return
+    low = tl.where(is_split, tl.maximum(low, part_low), low)
+    high = tl.where(is_split, tl.minimum(high, part_low + size), high)
     heads = kv_head * GROUP + rows % GROUP
     places = (begin + row).to(tl.int64) * HEADS + heads
     inside = valid[:, None] & (columns < HEAD)[None, :]
@@ -156,8 +177,9 @@ def attend_rows(
         low, high, columns, kv_head, scale, soft_cap, KV_HEADS, HEAD, HEAD_BLOCK, BLOCK_SIZE, ROWS, KEYS, WINDOW,
         CAPPED, QUANTIZED, STAGES,
     )  # fmt: skip
-    if block < num_decodes:
-        parts = (sequence.to(tl.int64) * HEADS + heads) * tl.num_programs(2) + split
+    if is_split:
+        part_rows = tl.where(is_decode, sequence, num_decodes + (sequence - num_decodes) * FEW_QUERIES + row)
+        parts = (part_rows.to(tl.int64) * HEADS + heads) * tl.num_programs(2) + split
         tl.store(sums_ptr + parts[:, None] * HEAD_BLOCK + columns[None, :], total, valid[:, None])
         tl.store(largest_ptr + parts * 2, largest, valid)
         tl.store(largest_ptr + parts * 2 + 1, weight, valid)
@@ -172,27 +194,42 @@ def attend_rows(
         tl.store(out_ptr + places[:, None] * HEAD + columns[None, :], result.to(out_ptr.dtype.element_ty), inside)
 
 
-@triton.jit(do_not_specialize=["splits"])
+@triton.jit(do_not_specialize=["num_decodes", "splits"])
 def combine(
-    sums_ptr, largest_ptr, contexts_ptr, sinks_ptr, out_ptr, splits, HEADS: tl.constexpr, HEAD: tl.constexpr,
-    HEAD_BLOCK: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr,
+    sums_ptr, largest_ptr, starts_ptr, contexts_ptr, sinks_ptr, out_ptr, num_decodes, splits, HEADS: tl.constexpr,
+    HEAD: tl.constexpr, HEAD_BLOCK: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr,
+    SPLIT_CHUNKS: tl.constexpr,
 ):  # fmt: skip
-    """Add the parts of one decode and head, in order. splits: parts that there is room for."""
-    sequence, head = tl.program_id(0), tl.program_id(1)
+    """Add the parts of one part row and head, in order. splits: parts that there is room for."""
+    part_row, head = tl.program_id(0), tl.program_id(1)
     columns = tl.arange(0, HEAD_BLOCK)
+    sequence, row = part_row, 0
+    if SPLIT_CHUNKS:
+        behind = part_row - num_decodes
+        sequence = tl.where(behind < 0, part_row, num_decodes + behind // FEW_QUERIES)
+        row = tl.where(behind < 0, 0, behind % FEW_QUERIES)
+    begin = tl.load(starts_ptr + sequence)
+    new = tl.load(starts_ptr + sequence + 1) - begin
+    if (row >= new) | (new > FEW_QUERIES):
+        return
     context = tl.load(contexts_ptr + sequence)
-    seen = context - first_key(context - 1, WINDOW)
-    count = tl.cdiv(seen, split_size(seen))
-    parts = (sequence.to(tl.int64) * HEADS + head) * splits
+    seen = context - first_key(context - new, WINDOW)
+    size = split_size(seen)
+    if SPLIT_CHUNKS:
+        size = tl.where(part_row < num_decodes, size, chunk_split_size(seen))
+    count = tl.cdiv(seen, size)
+    parts = (part_row.to(tl.int64) * HEADS + head) * splits
     total = tl.zeros((HEAD_BLOCK,), tl.float32)
     largest = tl.load(sinks_ptr + head) * LOG2_E if SINKS else float("-inf")
     weight = 1.0 if SINKS else 0.0
     for part in range(0, count):
         part_largest = tl.load(largest_ptr + (parts + part) * 2)
         new_largest = tl.maximum(largest, part_largest)
-        kept, share = tl.exp2(largest - new_largest), tl.exp2(part_largest - new_largest)
+        # A row may see nothing of a part, and minus infinity from itself is no number.
+        base = tl.where(new_largest == float("-inf"), 0.0, new_largest)
+        kept, share = tl.exp2(largest - base), tl.exp2(part_largest - base)
         total = total * kept + share * tl.load(sums_ptr + (parts + part) * HEAD_BLOCK + columns)
         weight = weight * kept + share * tl.load(largest_ptr + (parts + part) * 2 + 1)
         largest = new_largest
-    place = (sequence.to(tl.int64) * HEADS + head) * HEAD + columns
+    place = ((begin + row).to(tl.int64) * HEADS + head) * HEAD + columns
     tl.store(out_ptr + place, (total / weight).to(out_ptr.dtype.element_ty), columns < HEAD)
