@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from benchmarks import gpu_images, gpu_stages
+from benchmarks import gpu_images, gpu_pieces, gpu_stages
 from benchmarks.gpu_stages import Sizes
 
 LIMITS = {
@@ -34,7 +34,8 @@ LIMITS = {
     "attention": 40,
     "decode": 120,
     "images": 60,
-    "tiles": 120,
+    "pieces": 40,
+    "tiles": 80,
     "trace": 20,
 }
 """Seconds for each stage, in their order: nine minutes in all."""
@@ -53,6 +54,7 @@ MEASURES: dict[str, Callable[[torch.device, Sizes, Path], dict[str, Any]]] = {
     "attention": gpu_stages.attention,
     "decode": gpu_stages.decode,
     "images": gpu_images.images,
+    "pieces": gpu_pieces.pieces,
     "tiles": _tiles,
     "trace": gpu_stages.trace,
 }

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import gpu, gpu_images, gpu_stages
+from benchmarks import gpu, gpu_images, gpu_pieces, gpu_stages
 from vlmserve.kernels.torch_reference import TorchReference
 from vlmserve.models.families import decoder_spec
 from vlmserve.models.registry import Description, vision_family
@@ -98,3 +98,10 @@ def test_a_trace_is_a_file_of_events(tmp_path: Path) -> None:
 def test_all_stages_take_at_most_nine_minutes() -> None:
     assert sum(gpu.LIMITS.values()) <= 540
     assert list(gpu.LIMITS) == list(gpu.MEASURES)
+
+
+def test_pieces_are_measured_one_by_one(tmp_path: Path) -> None:
+    report = gpu_pieces.pieces(CPU, gpu_stages.TINY, tmp_path)
+    assert set(report) == {"pixels", "tower", "offload", "chunks", "products"}
+    assert all(number > 0 for piece in report.values() for number in piece.values())
+    assert sum(gpu.LIMITS.values()) <= 9 * 60
