@@ -13,6 +13,7 @@ from vlmserve.devices.choice import open_device
 from vlmserve.devices.cuda import CudaCapture, CudaDevice, TritonDevice
 from vlmserve.kernels.attention import AttentionSpec
 from vlmserve.kernels.quantized import QuantizedWeight
+from vlmserve.kernels.torch_float8 import Float8Product
 from vlmserve.kernels.torch_int4 import Int4Product
 from vlmserve.layers.operations import NO_EPILOGUE
 from vlmserve.layers.products import QuantizedProduct, TorchProduct
@@ -146,6 +147,24 @@ def test_what_triton_cannot_do_is_torchs(monkeypatch: pytest.MonkeyPatch, caplog
     assert device.norm(torch.ones(64), None, 1e-6) is not None
     assert device.norm(torch.ones(2**15), None, 1e-6) is None
     assert device.norm(torch.ones(64), None, 1e-6, 1.0) is not None
+
+
+def test_float8_stays_where_a_gpu_multiplies_it(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    pytest.importorskip("triton", reason="triton is not installed", exc_type=ImportError)
+    caplog.set_level("INFO")
+    Driver(monkeypatch, 0)
+    scales = torch.rand(16, 1)
+    weight = QuantizedWeight(8, 64, torch.zeros(16, 64, dtype=torch.uint8), scales, 0 * scales, is_float8=True)
+    for capability, stays in (((9, 0), True), ((8, 9), False), ((8, 0), False)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, now=capability: now)
+        for device in (TritonDevice(GPU), CudaDevice(GPU)):
+            assert device.multiplies(weight) == stays
+            if stays:
+                assert isinstance(device.linear(weight, None, NO_EPILOGUE, torch.bfloat16), Float8Product)
+                assert isinstance(device.table(weight, torch.bfloat16), Float8Product)
+    assert "a product of (16, 64): expanded from float8 (products of float8 need compute capability 8.9" in caplog.text
 
 
 @pytest.mark.gpu

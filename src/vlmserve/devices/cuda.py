@@ -20,7 +20,7 @@ from vlmserve.devices.pixels import PixelRing
 from vlmserve.devices.staging import Staging
 from vlmserve.devices.streams import CudaCopyStream
 from vlmserve.devices.torch_device import TorchDevice
-from vlmserve.kernels import torch_int4
+from vlmserve.kernels import torch_float8, torch_int4
 from vlmserve.kernels.attention import AttentionBackend, AttentionSpec, LayerCache
 from vlmserve.kernels.blocks import allocate_zeros
 from vlmserve.kernels.quantized import QuantizedWeight
@@ -104,12 +104,30 @@ class CudaDevice(TorchDevice):
             return None
         return f"GPU-{torch.cuda.get_device_properties(self.torch_device).uuid}"
 
+    def multiplies(self, weight: QuantizedWeight) -> bool:
+        """See `Operations.multiplies`. float8 where torch multiplies with it."""
+        if not weight.is_float8:
+            return super().multiplies(weight)
+        if torch.version.hip is not None:
+            return False
+        capability = torch.cuda.get_device_capability(self.torch_device)
+        reason = torch_float8.unsupported_reason(weight, capability)
+        if reason is not None:
+            logger.info("a product of %s: expanded from float8 (%s)", tuple(weight.shape), reason)
+        return reason is None
+
+    @property
+    def _multiplies_float8_rows(self) -> bool:
+        return torch.cuda.get_device_capability(self.torch_device) >= torch_float8.ROWS_CAPABILITY
+
     def linear(
         self, weight: Tensor | QuantizedWeight, bias: Tensor | None, epilogue: Epilogue, dtype: torch.dtype
     ) -> Product:
         """See `Operations.linear`. torch's product of 4 bits where it can compute a layer."""
         if not isinstance(weight, QuantizedWeight):
             return super().linear(weight, bias, epilogue, dtype)
+        if weight.is_float8:
+            return torch_float8.Float8Product(weight, bias, epilogue, dtype, by_rows=self._multiplies_float8_rows)
         reason = no_int4(self.torch_device) or torch_int4.unsupported_reason(weight, dtype)
         if reason is None:
             logger.info("a product of %s: torch's of 4 bits", tuple(weight.shape))
@@ -119,6 +137,9 @@ class CudaDevice(TorchDevice):
 
     def table(self, weight: Tensor | QuantizedWeight, dtype: torch.dtype) -> Table:
         """See `Operations.table`."""
+        if isinstance(weight, QuantizedWeight) and weight.is_float8:
+            by_rows = self._multiplies_float8_rows
+            return torch_float8.Float8Product(weight, None, Epilogue(float_output=True), dtype, by_rows=by_rows)
         if isinstance(weight, QuantizedWeight):
             epilogue = Epilogue(float_output=True)
             return QuantizedProduct(weight, None, epilogue, dtype, block_elements=BLOCK_ELEMENTS)

@@ -14,6 +14,7 @@ GROUP_SIZES = (32, 64, 128)
 """Inputs of 4 bits that kernels take together."""
 BYTE_GROUP_SIZES = (16, *GROUP_SIZES)
 """Inputs of 8 bits that the native kernels take together, if not all that an output has."""
+FLOAT8 = torch.float8_e4m3fn
 _F16_ERROR = 2.0**-10
 """What becoming float16 may change in scales, beside the largest one of the same output."""
 
@@ -27,6 +28,7 @@ class QuantizedWeight:
     ``[out_features, groups]``.
     input_bits: what kernels that round inputs keep of them: 16, which is more than bfloat16 has, or 8, with which many
     rows take less time; beside 4 bits each group then has a scale of its own. 0: 16 beside 8 bits, 8 beside 4.
+    is_float8: the values are the bits of float8 numbers (`FLOAT8`), and minimums are 0.
     order: int64 ``[in_features]``, which input of the layer each column of `values` is for; None: they are as the
     layer's. Kernels know no order: who multiplies puts inputs into it.
     """
@@ -38,6 +40,7 @@ class QuantizedWeight:
     minimums: Tensor
     input_bits: int = 0
     order: Tensor | None = None
+    is_float8: bool = False
 
     def __post_init__(self) -> None:
         if not self.input_bits:
@@ -70,7 +73,7 @@ class QuantizedWeight:
     @property
     def has_scales_of_outputs(self) -> bool:
         """Whether it is 8 bits with one scale for each output and 128 for zero."""
-        return self.bits == 8 and self.scales.shape[1] == 1 and self.is_symmetric
+        return self.bits == 8 and not self.is_float8 and self.scales.shape[1] == 1 and self.is_symmetric
 
     @property
     def is_supported(self) -> bool:
@@ -87,7 +90,9 @@ class QuantizedWeight:
     def is_in_byte_groups(self) -> bool:
         """Whether it is 8 bits in groups of `BYTE_GROUP_SIZES`, as the native kernels for a CPU take them: with scales
         that are nearly the same in float16."""
-        if self.bits != 8 or self.group_size not in BYTE_GROUP_SIZES or self.has_scales_of_outputs:
+        if self.bits != 8 or self.is_float8:
+            return False
+        if self.group_size not in BYTE_GROUP_SIZES or self.has_scales_of_outputs:
             return False
         rounded = self.scales.half().float()
         errors, largest = (rounded - self.scales).abs().amax(1), self.scales.abs().amax(1)
@@ -98,6 +103,8 @@ class QuantizedWeight:
     def in_smaller_groups(self, sizes: Sequence[int] | None = None) -> QuantizedWeight:
         """The same weight in groups of the largest of some sizes that divides its own; itself if none does. sizes:
         default: those that kernels take, where its own is none of them."""
+        if self.is_float8:
+            return self
         if sizes is None:
             sizes = GROUP_SIZES if self.bits == 4 else BYTE_GROUP_SIZES
             if self.group_size in sizes or self.has_scales_of_outputs:
@@ -127,6 +134,8 @@ class QuantizedWeight:
 
     def _dequantized_columns(self) -> Tensor:
         rows, width = self.shape
+        if self.is_float8:
+            return self.values.view(FLOAT8).float() * self.scales.repeat_interleave(self.group_size, 1)[:, :width]
         if self.scales.shape[1] * self.group_size == width:
             grouped = self.values.reshape(rows, -1, self.group_size).float()
             return torch.addcmul(self.minimums[..., None], self.scales[..., None], grouped).reshape(rows, width)
@@ -137,6 +146,8 @@ class QuantizedWeight:
 
     def is_like(self, other: QuantizedWeight) -> bool:
         """Whether both take the same inputs in the same form, so that they can be one."""
+        if self.is_float8 != other.is_float8:
+            return False
         if (self.bits, self.group_size, self.input_bits) != (other.bits, other.group_size, other.input_bits):
             return False
         if self.order is None or other.order is None:
@@ -148,6 +159,8 @@ class QuantizedWeight:
         """Weights for the same inputs as one, their outputs side by side. Several kinds become 8 bits in the largest
         groups that all theirs consist of. Raises ValueError if there are none."""
         first = weights[0]
+        if any(weight.is_float8 != first.is_float8 for weight in weights):
+            raise ValueError("float8 numbers and integers cannot be one weight")
         if not all(map(first.is_like, weights)):
             sizes = [weight.shape[1] if weight.scales.shape[1] == 1 else weight.group_size for weight in weights]
             common = [math.gcd(*sizes)]

@@ -117,6 +117,8 @@ def unsupported_reason(weight: Tensor | QuantizedWeight, activation: str | None)
     if isinstance(weight, Tensor):
         known = (torch.bfloat16, torch.float16, torch.float32)
         return None if weight.dtype in known else f"they know no {weight.dtype}"
+    if weight.is_float8:
+        return "they know no float8"
     if not weight.is_supported:
         return f"they know no {weight.bits} bits in groups of {weight.group_size} with these scales"
     if weight.bits == 4 and weight.shape[1] % weight.group_size:

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from vlmserve.errors import ModelLoadError
-from vlmserve.kernels.quantized import QuantizedWeight
+from vlmserve.kernels.quantized import FLOAT8, QuantizedWeight
 from vlmserve.quant.formats.layout import Layout, StoredWeight, check_setting, find_group_size
 
 METHOD = "fp8"
 WEIGHT, SCALE, BLOCK_SCALE, ZERO_POINT = "weight", "weight_scale", "weight_scale_inv", "weight_zero_point"
-FLOATS = (torch.float8_e4m3fn, torch.float8_e5m2)
+FLOATS = (FLOAT8, torch.float8_e5m2)
 
 
 def layouts(config: Mapping[str, Any]) -> list[Layout]:
@@ -62,5 +62,8 @@ def from_tensors(
         return QuantizedWeight(8, wide, values, scales.contiguous(), -(128 + zero) * scales)
     if ZERO_POINT in tensors and bool(tensors[ZERO_POINT].float().any()):
         raise ModelLoadError("a weight with a zero point in blocks or of floating point numbers")
+    if weight.dtype == FLOAT8 and tall == 1 and scales.shape[1] == 1:
+        values, minimums = weight.view(torch.uint8), torch.zeros_like(scales)
+        return QuantizedWeight(8, in_features, values, scales.contiguous(), minimums, is_float8=True)
     spread = scales.repeat_interleave(tall, 0)[:out_features].repeat_interleave(wide, 1)[:, :in_features]
     return weight.float() * spread

@@ -1,0 +1,71 @@
+"""torch's own product of float8 numbers, which NVIDIA's GPUs have from compute capability 8.9 on."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from vlmserve.kernels.quantized import FLOAT8, QuantizedWeight
+from vlmserve.layers.operations import Epilogue
+from vlmserve.layers.products import TorchProduct
+
+LARGEST = torch.finfo(FLOAT8).max
+LEAST_CAPABILITY, ROWS_CAPABILITY = (8, 9), (9, 0)
+"""Of GPUs that multiply with one scale for each matrix, and with one for each row."""
+
+
+def unsupported_reason(weight: QuantizedWeight, capability: tuple[int, int]) -> str | None:
+    """Why torch cannot multiply with a weight on such a GPU, None if it can."""
+    if not weight.is_float8:
+        return "it is not float8"
+    if capability < LEAST_CAPABILITY:
+        return f"products of float8 need compute capability 8.9, and this GPU has {capability[0]}.{capability[1]}"
+    if weight.shape[0] % 16 or weight.shape[1] % 16:
+        return f"products of float8 know no {weight.shape[0]} x {weight.shape[1]} weights"
+    if capability < ROWS_CAPABILITY and not _has_one_scale(weight):
+        return "products with a scale for each output need compute capability 9.0"
+    return None
+
+
+def _has_one_scale(weight: QuantizedWeight) -> bool:
+    return bool((weight.scales == weight.scales[0]).all())
+
+
+class Float8Product(TorchProduct):
+    """A weight of float8 with one scale, or one for each output. A `Table`.
+
+    Inputs are rounded to float8 as well, with a scale for each row where the weight has one for each output, else with
+    one for all of them. For weights that `unsupported_reason` has nothing against.
+    """
+
+    def __init__(
+        self, weight: QuantizedWeight, bias: Tensor | None, epilogue: Epilogue, dtype: torch.dtype, *, by_rows: bool
+    ) -> None:
+        """dtype: of inputs. by_rows: whether the device takes scales of rows."""
+        super().__init__(bias, epilogue)
+        self._values = weight.values.view(FLOAT8).contiguous()
+        self._by_rows, self._dtype = by_rows, dtype
+        self._scales = (weight.scales.T if by_rows else weight.scales[:1]).float().contiguous()
+
+    @property
+    def num_bytes(self) -> int:
+        return self._values.nbytes + self._scales.nbytes
+
+    def rows(self, indices: Tensor) -> Tensor:
+        """See `Table`."""
+        # float8 has no lookup of its own.
+        values = F.embedding(indices, self._values.view(torch.uint8)).view(FLOAT8).float()
+        scales = self._scales[0, indices][:, None] if self._by_rows else self._scales
+        return (values * scales).to(self._dtype)
+
+    def _multiply(self, x: Tensor) -> Tensor:
+        flat = x.reshape(-1, x.shape[-1]).float()
+        largest = flat.abs().amax(1, keepdim=True) if self._by_rows else flat.abs().amax().view(1, 1)
+        scales = largest.clamp(min=1e-12) / LARGEST
+        rounded = (flat / scales).clamp(-LARGEST, LARGEST).to(FLOAT8)
+        output = torch._scaled_mm(
+            rounded, self._values.t(), scale_a=scales, scale_b=self._scales, out_dtype=torch.bfloat16
+        ).to(self._dtype)
+        output = output.view(*x.shape[:-1], -1)
+        return output if self._bias is None else output + self._bias
