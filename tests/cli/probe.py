@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field
 from typing import Annotated
 
@@ -32,10 +33,14 @@ class Given:
         raise AttributeError(f"{name}: {self.stderr}")
 
 
-def give(*arguments: object, **environment: str | None) -> Given:
-    """Run the command with words on its line and variables in its environment."""
+GIVEN: list[Given] = []
+"""What the command was given each time; it is made once, which takes longer than to run it."""
+
+
+@functools.cache
+def probe() -> typer.Typer:
+    """The command."""
     app = typer.Typer()
-    given = Given()
 
     @app.command(cls=SettingsCommand)
     @command()
@@ -46,9 +51,17 @@ def give(*arguments: object, **environment: str | None) -> Given:
         origins: Origins,
         model: Annotated[str, typer.Argument()] = "pixie",
     ) -> None:
-        given.settings = {"engine": engine, "media": media, "server": server}
-        given.origins = {name: origin.name for name, origin in origins.items()}
+        settings = {"engine": engine, "media": media, "server": server}
+        GIVEN.append(Given(settings=settings, origins={name: origin.name for name, origin in origins.items()}))
 
-    result = CliRunner(env=CLEAN | environment).invoke(app, [str(one) for one in arguments], catch_exceptions=False)
+    return app
+
+
+def give(*arguments: object, **environment: str | None) -> Given:
+    """Run the command with words on its line and variables in its environment."""
+    GIVEN.clear()
+    words = [str(one) for one in arguments]
+    result = CliRunner(env=CLEAN | environment).invoke(probe(), words, catch_exceptions=False)
+    given = GIVEN.pop() if GIVEN else Given()
     given.exit_code, given.stderr = result.exit_code, result.stderr
     return given
