@@ -16,6 +16,8 @@ namespace {
 // more often all weights are read from memory.
 constexpr long CACHED_BYTES = 2 * 1024 * 1024;
 constexpr long CACHED_ROWS = 96;
+// Of weights that are expanded for them, which takes as long as multiplying four rows.
+constexpr long CACHED_ROWS_OF_EXPANDED = 256;
 
 // Weights of a panel that stay in a first-level cache while many rows pass by.
 constexpr long CHUNK_BYTES = 16 * 1024;
@@ -143,11 +145,11 @@ INLINE void keep(float (*kept)[TILE], const f32v (&sums)[ROWS][VECTORS]) {
 constexpr long PREPARED_INPUT = 8;
 
 // A product: `prepare(block)` for each block of rows (of at most MOST), then `multiply(tile, first, last)` for each tile
-// with a range of blocks. row_bytes: what a prepared row takes.
-template <int MOST, class Prepare, class Multiply>
+// with a range of blocks. row_bytes: what a prepared row takes. ROWS: that are cached at most.
+template <int MOST, long ROWS = CACHED_ROWS, class Prepare, class Multiply>
 INLINE void each_tile(const LinearArgs& args, long row_bytes, Prepare prepare, Multiply multiply) {
     long blocks = num_blocks(args.rows, MOST), tiles = num_tiles(args.out, args.gated);
-    long cached_blocks = larger(1, smaller(CACHED_BYTES / (row_bytes * MOST), CACHED_ROWS / MOST));
+    long cached_blocks = larger(1, smaller(CACHED_BYTES / (row_bytes * MOST), ROWS / MOST));
     long items = num_items(args), shrinking = items * 2 * args.in * PANEL / SPLITS;
     each_range(args.threads, blocks + items, (blocks * args.in * MOST * PREPARED_INPUT + shrinking) / (blocks + items),
                [&](long from, long to, int) {
@@ -185,7 +187,7 @@ struct Chunk {
     typedef Format Multiplied;
     typedef typename Format::Element Element;
     static constexpr int WIDTH = vectors_with<Format>(Format::BLOCK);
-    static constexpr long UNITS = CHUNK_BYTES / (Format::PAIR * PANEL * static_cast<long>(sizeof(Element)));
+    static constexpr long UNITS = CHUNK_BYTES / (Format::PAIR * PANEL * static_cast<long>(sizeof(Element))), ROWS = CACHED_ROWS;
     const Element* weights;
     long panel_size;
 
@@ -199,7 +201,7 @@ struct Chunk {
 struct ExpandedChunk {
     typedef Float32 Multiplied;
     static constexpr int WIDTH = vectors_with<Float32>(Float32::BLOCK), PANELS = (WIDTH + PANEL_VECTORS - 1) / PANEL_VECTORS;
-    static constexpr long UNITS = CHUNK_BYTES / (PANEL * static_cast<long>(sizeof(float)));
+    static constexpr long UNITS = CHUNK_BYTES / (PANEL * static_cast<long>(sizeof(float))), ROWS = CACHED_ROWS_OF_EXPANDED;
     alignas(64) float values[PANELS][UNITS * PANEL];
     const float* weights;
     static constexpr long panel_size = UNITS * PANEL;
@@ -222,7 +224,7 @@ template <class Format, class Chunk, class Out>
 void run_blocks(const LinearArgs& args, const typename Format::Input* inputs, long tile, long first, long last) {
     typedef typename Format::Element Element;
     constexpr int WIDTH = Chunk::WIDTH;
-    alignas(64) float kept[CACHED_ROWS][TILE];
+    alignas(64) float kept[Chunk::ROWS][TILE];
     Chunk chunk;
     const auto* weights = static_cast<const Element*>(args.weight) + tile * TILE * args.in;
     long units = args.in / Format::PAIR, first_row = block_start(args.rows, first, Format::BLOCK);
@@ -254,7 +256,7 @@ template <class Format, class Out>
 void multiply(const LinearArgs& args) {
     auto* inputs = static_cast<typename Format::Input*>(args.scratch);
     long row_bytes = args.in / Format::PAIR * static_cast<long>(sizeof(typename Format::Input));
-    each_tile<Format::BLOCK>(
+    each_tile<Format::BLOCK, Format::EXPANDED ? CACHED_ROWS_OF_EXPANDED : CACHED_ROWS>(
         args, row_bytes, [&](long block) { rearrange_rows<Format>(args, inputs, block); },
         [&](long tile, long first, long last) {
             if constexpr (Format::EXPANDED)
