@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tests.oracles import calibrated_weights as published
 from vlmserve.quant.grid import Grid
-from vlmserve.quant.methods.awq import clip, input_scales
+from vlmserve.quant.methods.awq import MakeClippedGrid, clip, clip_ends, input_scales
 from vlmserve.quant.methods.gptq import gptq
 from vlmserve.quant.methods.smoothquant import smoothing_factors
 from vlmserve.quant.statistics import InputStatistics, output_error
@@ -190,25 +190,46 @@ def test_factors_are_one_where_nothing_is_better() -> None:
     assert torch.equal(factors, torch.ones(64, dtype=F64))
 
 
+def clipped_grids(symmetric: bool) -> MakeClippedGrid:
+    return lambda weight, shrinks: Grid.fit(weight, bits=4, group_size=32, symmetric=symmetric, shrinks=shrinks)
+
+
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_clipping_takes_the_best_of_all_ranges_for_each_group(symmetric: bool) -> None:
     weight, inputs = layer()
     weight[2, 40] = 9.0
-
-    def make_grid(weight: Tensor, shrink: Tensor | float = 1.0) -> Grid:
-        return Grid.fit(weight, bits=4, group_size=32, symmetric=symmetric, shrink=shrink)
-
-    shrinks = clip(weight, observed(inputs).hessian, make_grid, 8)
+    make_grid = clipped_grids(symmetric)
+    shrinks = clip(weight, observed(inputs).hessian, make_grid)
     assert shrinks.min() < 1
     for row in (0, 2):
         for group in range(8):
             inside = slice(32 * group, 32 * group + 32)
             losses = {}
             for step in range(10):
-                grid = make_grid(weight, 1 - 0.05 * step)
-                outputs = inputs[:, inside] @ (grid.nearest(weight) - weight)[row, inside]
-                losses[1 - 0.05 * step] = float(outputs.square().mean())
+                share = 1 - 0.05 * step
+                outputs = inputs[:, inside] @ (make_grid(weight, (share, share)).nearest(weight) - weight)[row, inside]
+                losses[share] = float(outputs.square().mean())
             assert float(shrinks[row, group]) == pytest.approx(min(losses, key=lambda shrink: losses[shrink]))
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_both_ends_of_ranges_are_clipped_as_is_best_beside_other_groups(symmetric: bool) -> None:
+    weight, inputs = layer()
+    make_grid, hessian = clipped_grids(symmetric), observed(inputs).hessian
+    shrinks = clip(weight, hessian, make_grid)
+    low, high = clip_ends(weight, hessian, make_grid, shrinks)
+
+    def losses(low: Tensor, high: Tensor) -> Tensor:
+        return (inputs @ (make_grid(weight, (low, high)).nearest(weight) - weight).T).square().mean(0)
+
+    assert losses(low, high).mean() < 0.9 * losses(shrinks, shrinks).mean()
+    # The last choice was that of the last group's upper end, beside all that was chosen before.
+    tried = []
+    for step in range(10):
+        other = high.clone()
+        other[:, -1] = 1 - 0.05 * step
+        tried.append(losses(low, other))
+    torch.testing.assert_close(losses(low, high), torch.stack(tried).amin(0))
 
 
 def test_smoothing_moves_what_is_hard_to_round() -> None:

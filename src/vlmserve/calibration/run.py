@@ -21,7 +21,7 @@ from vlmserve.devices.choice import open_device
 from vlmserve.errors import ConfigurationError
 from vlmserve.layers.linear import Linear, MergedLinear
 from vlmserve.models.decoder import DecoderLayer
-from vlmserve.models.folding import QKV, layer_folds
+from vlmserve.models.folding import layer_folds
 from vlmserve.models.identity import weights_digest
 from vlmserve.models.protocols import VisionEncoder
 from vlmserve.models.quantized import QuantizedFolder, Saving
@@ -237,14 +237,11 @@ class Calibration:
     def _layer_targets(self, index: int) -> dict[str, Target]:
         """The layers to quantize inside a layer of the decoder, by their names there."""
         prefix = f"{DECODER}layers.{index}."
-        values = self._decoder.spec.attention[index]
-        targets = {}
-        for path, (module, bits) in self._chosen.items():
-            if path.startswith(prefix) and isinstance(module, Linear):
-                name = path.removeprefix(prefix)
-                unclipped = module.out_features - values.num_kv_heads * values.head_size if name == QKV else 0
-                targets[name] = Target(module, bits, unclipped)
-        return targets
+        return {
+            path.removeprefix(prefix): Target(module, bits)
+            for path, (module, bits) in self._chosen.items()
+            if path.startswith(prefix) and isinstance(module, Linear)
+        }
 
     def _rest(self) -> None:
         """What is left of the decoder: tables, the last norm, the head."""

@@ -14,7 +14,7 @@ from vlmserve.config import QuantizationConfig
 from vlmserve.kernels.quantized import QuantizedWeight
 from vlmserve.layers.linear import Linear
 from vlmserve.layers.norm import LayerNorm, RMSNorm
-from vlmserve.quant.grid import Grid
+from vlmserve.quant.grid import Grid, Shrinks
 from vlmserve.quant.methods import awq
 from vlmserve.quant.methods.gptq import DAMPINGS, gptq
 from vlmserve.quant.methods.smoothquant import smoothing_factors
@@ -22,18 +22,16 @@ from vlmserve.quant.statistics import InputStatistics, output_error
 
 logger = logging.getLogger(__name__)
 
-ALGORITHM = 2
+ALGORITHM = 3
 """To be counted up when the same model, data and settings give other weights: copies in caches are then made anew."""
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A layer to quantize. unclipped: leading outputs whose ranges are never clipped: queries and keys, whose errors
-    softmax magnifies."""
+    """A layer to quantize."""
 
     module: Linear
     bits: int
-    unclipped: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,14 +166,14 @@ def _scale(
         statistics[name].divide(factors)
 
 
-def _fit(weight: Tensor, bits: int, config: QuantizationConfig, shrink: Tensor | float = 1.0) -> Grid:
+def _fit(weight: Tensor, bits: int, config: QuantizationConfig, shrinks: Shrinks = (1.0, 1.0)) -> Grid:
     return Grid.fit(
         weight,
         bits=bits,
         group_size=config.group_size,
         symmetric=config.symmetric,
         zero_points=config.zero_points,
-        shrink=shrink,
+        shrinks=shrinks,
     )
 
 
@@ -201,8 +199,8 @@ def _quantize(
     outcome: Outcome,
 ) -> QuantizedWeight:
 
-    def make_grid(rows: Tensor, shrink: Tensor | float = 1.0) -> Grid:
-        return _fit(rows, target.bits, config, shrink)
+    def make_grid(some: Tensor, shrinks: Shrinks = (1.0, 1.0)) -> Grid:
+        return _fit(some, target.bits, config, shrinks)
 
     grid = make_grid(weight)
     if not _usable(statistics):
@@ -212,9 +210,9 @@ def _quantize(
         outcome.notes.append(f"{name}: {statistics.num_left_out} rows of inputs were not finite and were left out")
     hessian = statistics.hessian
     if "awq" in config.method:
-        shrinks = awq.clip(weight, hessian, make_grid, grid.groups)
-        shrinks[: target.unclipped] = 1
-        grid = make_grid(weight, shrinks)
+        shrinks = awq.clip(weight, hessian, make_grid)
+        ends = awq.clip_ends(weight, hessian, make_grid, shrinks) if grid.groups > 1 else (shrinks, shrinks)
+        grid = make_grid(weight, ends)
     if "gptq" in config.method:
         rounded = gptq(weight, hessian, grid)
         quantized = rounded.weight

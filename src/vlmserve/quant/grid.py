@@ -11,6 +11,9 @@ from torch import Tensor
 
 from vlmserve.kernels.quantized import QuantizedWeight
 
+Shrinks = tuple[Tensor | float, Tensor | float]
+"""Shares of the ends of ranges, the lower and the upper ones, 1 or less, for all or ``[out_features, groups]``."""
+
 
 @dataclass(frozen=True, slots=True)
 class Grid:
@@ -34,7 +37,7 @@ class Grid:
         group_size: int,
         symmetric: bool,
         zero_points: bool = False,
-        shrink: Tensor | float = 1.0,
+        shrinks: Shrinks = (1.0, 1.0),
         largest: Callable[[Tensor], Tensor] | None = None,
     ) -> Grid:
         """The grid whose range is that of a weight ``[out_features, in_features]``.
@@ -42,22 +45,22 @@ class Grid:
         bits: 8 takes one symmetric scale for each output, whatever the rest says; 4 takes groups of `group_size` inputs
         (the last one may be smaller). symmetric: zero in the middle of the range; otherwise the range goes from the
         least weight of a group to its largest. zero_points: the range contains zero, a whole number of steps from its
-        begin. shrink: of ranges, 1 or less, one for all or ``[out_features, groups]``.
+        begin. shrinks: of the lower and of the upper ends of ranges.
         largest: from the largest weights of outputs, ``[out_features, 1]``, to those of a weight of which this one has
         some inputs only.
         """
-        if bits == 8:
-            bounds = weight.abs().amax(1, keepdim=True)
-            scales = _nonzero((bounds if largest is None else largest(bounds)) * shrink / 127)
-            return cls(8, weight.shape[1], scales, -128 * scales)
-        if bits != 4:
+        if bits not in (4, 8):
             raise ValueError(f"weights have 8 or 4 bits, not {bits}")
-        grouped = in_groups(weight, group_size)
+        grouped = in_groups(weight, group_size if bits == 4 else weight.shape[1])
+        low, high = grouped.amin(2) * shrinks[0], grouped.amax(2) * shrinks[1]
+        bounds = torch.maximum(low.abs(), high.abs())
+        if bits == 8:
+            scales = _nonzero((bounds if largest is None else largest(bounds)) / 127)
+            return cls(8, weight.shape[1], scales, -128 * scales)
         # The kernel keeps scales and minimums in bfloat16: values are fitted to the rounded ones.
         if symmetric:
-            scales = _nonzero(_rounded(grouped.abs().amax(2) * shrink / 7.5))
+            scales = _nonzero(_rounded(bounds / 7.5))
             return cls(4, group_size, scales, -8 * scales)
-        low, high = grouped.amin(2) * shrink, grouped.amax(2) * shrink
         if zero_points:
             low, high = low.clamp(max=0), high.clamp(min=0)
             scales = _nonzero(_rounded((high - low) / 15))
@@ -85,11 +88,7 @@ class Grid:
 
     def values(self, weight: Tensor) -> Tensor:
         """The u of the nearest values to a weight, uint8 ``[out_features, in_features]``."""
-        out_features, in_features = weight.shape
-        grouped = in_groups(weight, self.group_size)
-        steps = ((grouped - self.minimums[..., None]) / self.scales[..., None]).round_()
-        values = steps.clamp_(self.lowest, self.highest).to(torch.uint8)
-        return values.view(out_features, -1)[:, :in_features].contiguous()
+        return self._steps(weight).to(torch.uint8).flatten(1)[:, : weight.shape[1]].contiguous()
 
     def weight(self, values: Tensor) -> QuantizedWeight:
         """The weight of uint8 values ``[out_features, in_features]``."""
@@ -97,9 +96,13 @@ class Grid:
 
     def nearest(self, weight: Tensor) -> Tensor:
         """The nearest values to a weight, in its type."""
-        grouped = self.values(weight)
-        scales, minimums = self.columns(torch.arange(weight.shape[1], device=weight.device))
-        return torch.addcmul(minimums, scales, grouped.to(weight.dtype))
+        nearest = self._steps(weight).mul_(self.scales[..., None]).add_(self.minimums[..., None])
+        return nearest.flatten(1)[:, : weight.shape[1]]
+
+    def _steps(self, weight: Tensor) -> Tensor:
+        """The u of the nearest values, in the type of the weight, ``[out_features, groups, group_size]``."""
+        grouped = in_groups(weight, self.group_size) - self.minimums[..., None]
+        return grouped.div_(self.scales[..., None]).round_().clamp_(self.lowest, self.highest)
 
 
 def in_groups(weight: Tensor, group_size: int) -> Tensor:

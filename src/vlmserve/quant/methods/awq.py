@@ -12,18 +12,20 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from vlmserve.quant.grid import Grid, in_groups
+from vlmserve.quant.grid import Grid, Shrinks, in_groups
 from vlmserve.quant.statistics import output_error
 
 STEPS = 20
 """Exponents that are tried."""
-CLIP_STEPS, LEAST_SHRINK = 10, 0.5
-"""Ranges that are tried: from the whole one down to more than that share of it."""
+CLIPS = tuple(1 - 0.05 * step for step in range(10))
+"""Shares of ranges that are tried."""
 MOST_ROWS = 1024
 """Outputs of which errors are measured: the others are like them."""
 
 MakeGrid = Callable[[Tensor], Grid]
 """From a weight to its grid."""
+MakeClippedGrid = Callable[[Tensor, Shrinks], Grid]
+"""From a weight, some groups of it perhaps, and shares of its ranges' ends to its grid."""
 
 
 def input_scales(
@@ -50,19 +52,50 @@ def input_scales(
     return best
 
 
-def clip(weight: Tensor, hessian: Tensor, make_grid: Callable[[Tensor, Tensor], Grid], groups: int) -> Tensor:
+def clip(weight: Tensor, hessian: Tensor, make_grid: MakeClippedGrid) -> Tensor:
     """Shares of ranges, ``[out_features, groups]``, that make the outputs of each group differ least.
 
-    make_grid: from a weight and shares to its grid. A range is never less than half as wide.
+    A range is never less than half as wide.
     """
-    shrinks = torch.ones(len(weight), groups, dtype=weight.dtype, device=weight.device)
-    best, least = shrinks, _group_errors(weight, make_grid(weight, shrinks), hessian)
-    for step in range(1, CLIP_STEPS):
-        tried = torch.full_like(shrinks, 1 - step * (1 - LEAST_SHRINK) / CLIP_STEPS)
-        errors = _group_errors(weight, make_grid(weight, tried), hessian)
+    plain = make_grid(weight, (1.0, 1.0))
+    best, least = torch.ones_like(plain.scales), _group_errors(weight, plain, hessian)
+    for tried in CLIPS[1:]:
+        errors = _group_errors(weight, make_grid(weight, (tried, tried)), hessian)
         better = errors < least
-        best, least = torch.where(better, tried, best), torch.where(better, errors, least)
+        best[better], least = tried, torch.where(better, errors, least)
     return best
+
+
+def clip_ends(weight: Tensor, hessian: Tensor, make_grid: MakeClippedGrid, shrinks: Tensor) -> tuple[Tensor, Tensor]:
+    """Shares of the lower and the upper ends of ranges, ``[out_features, groups]`` each.
+
+    One group after the other takes, at one end and then at the other, what makes whole outputs differ least, beside
+    what all other groups are rounded to at the time. This is not in the paper, in which groups know nothing of each
+    other. shrinks: to begin with, as `clip` gives them.
+    """
+    ends = (shrinks.clone(), shrinks.clone())
+    grid = make_grid(weight, ends)
+    difference = grid.nearest(weight) - weight
+    effect = difference @ hessian
+    for group, first in enumerate(range(0, weight.shape[1], grid.group_size)):
+        inputs = slice(first, first + grid.group_size)
+        own, products = weight[:, inputs], hessian[inputs, inputs]
+        before = difference[:, inputs].clone()
+        of_others = 2 * (effect[:, inputs] - before @ products)
+        now = [end[:, group, None] for end in ends]
+        best, least = before, ((before @ products + of_others) * before).sum(1, keepdim=True)
+        for end in range(2):
+            for share in CLIPS:
+                tried = [torch.full_like(one, share) if number == end else one for number, one in enumerate(now)]
+                found = make_grid(own, (tried[0], tried[1])).nearest(own) - own
+                error = ((found @ products + of_others) * found).sum(1, keepdim=True)
+                better = error < least
+                best, least = torch.where(better, found, best), torch.where(better, error, least)
+                ends[end][:, group, None] = torch.where(better, share, ends[end][:, group, None])
+            now[end] = ends[end][:, group, None]
+        effect += (best - before) @ hessian[inputs]
+        difference[:, inputs] = best
+    return ends
 
 
 def _importance(weight: Tensor, group_size: int) -> Tensor:
