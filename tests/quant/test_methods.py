@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tests.oracles import calibrated_weights as published
 from vlmserve.quant.grid import Grid
-from vlmserve.quant.methods.awq import MakeClippedGrid, clip, clip_ends, input_scales
+from vlmserve.quant.methods.awq import MakeClippedGrid, clip, clip_ends, helps, input_scales
 from vlmserve.quant.methods.gptq import gptq
 from vlmserve.quant.methods.smoothquant import smoothing_factors
 from vlmserve.quant.statistics import InputStatistics, output_error
@@ -230,6 +230,16 @@ def test_both_ends_of_ranges_are_clipped_as_is_best_beside_other_groups(symmetri
         other[:, -1] = 1 - 0.05 * step
         tried.append(losses(low, other))
     torch.testing.assert_close(losses(low, high), torch.stack(tried).amin(0))
+
+
+def test_factors_that_clipping_makes_useless_are_told_apart() -> None:
+    weight, inputs = layer()
+    make_grid, hessian = clipped_grids(symmetric=False), observed(inputs).hessian
+    far_apart = torch.logspace(-1, 1, 256, dtype=F64)
+    assert not helps(weight, far_apart, hessian, make_grid)
+    spread = weight / far_apart
+    own = hessian * torch.outer(far_apart, far_apart)
+    assert helps(spread, far_apart, own, make_grid)
 
 
 def test_smoothing_moves_what_is_hard_to_round() -> None:

@@ -144,12 +144,14 @@ def _scale(
     else:
         bits = min(targets[name].bits for name in fold.consumers)
 
-        def make_grid(weight: Tensor) -> Grid:
-            return _fit(weight, bits, config)
+        def make_grid(weight: Tensor, shrinks: Shrinks = (1.0, 1.0)) -> Grid:
+            return _fit(weight, bits, config, shrinks)
 
         factors = awq.input_scales(
             joint, first.mean_magnitude, first.hessian, make_grid, shared=fold.shared, heads=fold.heads
         )
+        if not awq.helps(joint, factors, first.hessian, make_grid):
+            return
     if fold.norm is not None:
         factors = _divide_norm(fold.norm, factors)
         outcome.changed.append(fold.norm)
@@ -210,9 +212,7 @@ def _quantize(
         outcome.notes.append(f"{name}: {statistics.num_left_out} rows of inputs were not finite and were left out")
     hessian = statistics.hessian
     if "awq" in config.method:
-        shrinks = awq.clip(weight, hessian, make_grid)
-        ends = awq.clip_ends(weight, hessian, make_grid, shrinks) if grid.groups > 1 else (shrinks, shrinks)
-        grid = make_grid(weight, ends)
+        grid = awq.clipped_grid(weight, hessian, make_grid)
     if "gptq" in config.method:
         rounded = gptq(weight, hessian, grid)
         quantized = rounded.weight

@@ -19,8 +19,8 @@ STEPS = 20
 """Exponents that are tried."""
 CLIPS = tuple(1 - 0.05 * step for step in range(10))
 """Shares of ranges that are tried."""
-MOST_ROWS = 1024
-"""Outputs of which errors are measured: the others are like them."""
+MOST_ROWS, MOST_CLIPPED_ROWS = 1024, 256
+"""Outputs of which errors are measured, and those with clipped ranges: the others are like them."""
 
 MakeGrid = Callable[[Tensor], Grid]
 """From a weight to its grid."""
@@ -50,6 +50,26 @@ def input_scales(
         if error < least:
             best, least = scales, error
     return best
+
+
+def helps(weight: Tensor, scales: Tensor, hessian: Tensor, make_grid: MakeClippedGrid) -> bool:
+    """Whether factors of inputs leave less error where ranges are clipped than no factors do; see `input_scales`.
+
+    Clipping can do what factors would, and then they only make ranges wider.
+    """
+    rows = weight[:: -(-len(weight) // MOST_CLIPPED_ROWS)]
+    errors = []
+    for tried in (scales, torch.ones_like(scales)):
+        scaled, own = rows * tried, hessian / torch.outer(tried, tried)
+        errors.append(output_error(clipped_grid(scaled, own, make_grid).nearest(scaled) - scaled, own))
+    return bool(errors[0] < errors[1])
+
+
+def clipped_grid(weight: Tensor, hessian: Tensor, make_grid: MakeClippedGrid) -> Grid:
+    """The grid of ranges that are clipped: by `clip`, and where a row has several groups by `clip_ends`."""
+    shrinks = clip(weight, hessian, make_grid)
+    one = shrinks.shape[1] == 1
+    return make_grid(weight, (shrinks, shrinks) if one else clip_ends(weight, hessian, make_grid, shrinks))
 
 
 def clip(weight: Tensor, hessian: Tensor, make_grid: MakeClippedGrid) -> Tensor:
