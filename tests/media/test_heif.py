@@ -17,7 +17,7 @@ import psutil
 import pytest
 from PIL import Image, UnidentifiedImageError
 
-from tests.media.images_for_tests import encoded, noise, orientation_exif
+from tests.media.images_for_tests import MadeWhenAsked, encoded, noise, orientation_exif
 from tests.rendering import captured, fork_servers, rendering
 from tests.server.live import wait_until
 from vlmserve import cancellation
@@ -58,27 +58,33 @@ def several(format: str) -> bytes:
     return heic(file, save_all=True, primary_index=2)
 
 
-FILES = {
-    "plain": heic(noise(64, 48), quality=90),
-    "odd size": heic(noise(67, 45), quality=90),
-    "wide": heic(noise(700, 300), quality=50),
-    "gray": heic(noise(64, 48, "L")),
-    "alpha": heic(noise(64, 48, "RGBA")),
-    "premultiplied alpha": heic(noise(64, 48, "RGBA").convert("RGBa")),
-    "gray with alpha": heic(noise(64, 48, "LA")),
-    "10 bits": deep("RGB;16", 3),
-    "10 bits with alpha": deep("RGBA;16", 4),
-    "10 bits gray": deep("L;16", 1),
-    "without chroma subsampling": heic(noise(64, 48), chroma=444),
-    "colour profile": heic(noise(64, 48), icc_profile=b"a profile that nobody reads"),
-    "AVIF": encoded(noise(64, 48), "AVIF"),
-    "AVIF with alpha": encoded(noise(64, 48, "RGBA"), "AVIF"),
-    "AVIF gray": encoded(noise(64, 48, "L"), "AVIF"),
-    **{f"turned {number}": heic(noise(64, 48), exif=orientation_exif(number).tobytes()) for number in range(1, 9)},
-    **{
-        f"AVIF turned {number}": encoded(noise(64, 48), "AVIF", exif=orientation_exif(number)) for number in range(1, 9)
-    },
-}
+FILES = MadeWhenAsked(
+    {
+        "plain": lambda: heic(noise(64, 48), quality=90),
+        "odd size": lambda: heic(noise(67, 45), quality=90),
+        "wide": lambda: heic(noise(700, 300), quality=50),
+        "gray": lambda: heic(noise(64, 48, "L")),
+        "alpha": lambda: heic(noise(64, 48, "RGBA")),
+        "premultiplied alpha": lambda: heic(noise(64, 48, "RGBA").convert("RGBa")),
+        "gray with alpha": lambda: heic(noise(64, 48, "LA")),
+        "10 bits": lambda: deep("RGB;16", 3),
+        "10 bits with alpha": lambda: deep("RGBA;16", 4),
+        "10 bits gray": lambda: deep("L;16", 1),
+        "without chroma subsampling": lambda: heic(noise(64, 48), chroma=444),
+        "colour profile": lambda: heic(noise(64, 48), icc_profile=b"a profile that nobody reads"),
+        "AVIF": lambda: encoded(noise(64, 48), "AVIF"),
+        "AVIF with alpha": lambda: encoded(noise(64, 48, "RGBA"), "AVIF"),
+        "AVIF gray": lambda: encoded(noise(64, 48, "L"), "AVIF"),
+        **{
+            f"turned {number}": lambda number=number: heic(noise(64, 48), exif=orientation_exif(number).tobytes())
+            for number in range(1, 9)
+        },
+        **{
+            f"AVIF turned {number}": lambda number=number: encoded(noise(64, 48), "AVIF", exif=orientation_exif(number))
+            for number in range(1, 9)
+        },
+    }
+)
 
 
 def opened_here(data: bytes) -> Image.Image:

@@ -13,6 +13,7 @@ from transformers.models.siglip.image_processing_pil_siglip import SiglipImagePr
 from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
 
 from tests.media.images_for_tests import (
+    MadeWhenAsked,
     encoded,
     exif_rotated,
     noise,
@@ -120,15 +121,20 @@ def test_no_allowed_image_needs_more_memory_than_itself(size: tuple[int, int], d
     assert np.ptp(pixels[0, 0]) == 0 or do_pad
 
 
-PHOTOS = {
-    "divisible": encoded(photo(480, 640), "JPEG"),
-    "odd": encoded(photo(487, 393), "JPEG"),
-    "gray": encoded(photo(487, 393, "L"), "JPEG"),
-    "CMYK": encoded(photo(487, 393, "CMYK"), "JPEG"),
-    "progressive": encoded(photo(487, 393), "JPEG", progressive=True),
-    "no subsampling": encoded(photo(487, 393), "JPEG", subsampling=0),
-    **{f"rotated {number}": encoded(photo(487, 395), "JPEG", exif=orientation_exif(number)) for number in range(1, 9)},
-}
+PHOTOS = MadeWhenAsked(
+    {
+        "divisible": lambda: encoded(photo(480, 640), "JPEG"),
+        "odd": lambda: encoded(photo(487, 393), "JPEG"),
+        "gray": lambda: encoded(photo(487, 393, "L"), "JPEG"),
+        "CMYK": lambda: encoded(photo(487, 393, "CMYK"), "JPEG"),
+        "progressive": lambda: encoded(photo(487, 393), "JPEG", progressive=True),
+        "no subsampling": lambda: encoded(photo(487, 393), "JPEG", subsampling=0),
+        **{
+            f"rotated {number}": lambda number=number: encoded(photo(487, 395), "JPEG", exif=orientation_exif(number))
+            for number in range(1, 9)
+        },
+    }
+)
 
 
 @pytest.mark.parametrize("name", PHOTOS)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from urllib.parse import urlsplit
@@ -44,50 +44,57 @@ def tool(description: str) -> dict[str, Any]:
     return {"type": "function", "function": {"name": "look", "description": description}}
 
 
-LONG = "a " * (15 * MB)
-TEXTS = {
-    "a message": ({"messages": said(LONG)}, "/v1/chat/completions"),
-    "control tokens": ({"messages": said("<image><" * (2 * MB))}, "/v1/chat/completions"),
-    "a description of a tool": ({"messages": QUESTION, "tools": [tool(LONG)]}, "/v1/chat/completions"),
-    "a prompt": ({"prompt": LONG}, "/v1/completions"),
-    "an input": ({"input": LONG, "store": False}, "/v1/responses"),
-    "a message of Anthropic's": ({"messages": said(LONG), "max_tokens": 1}, "/v1/messages"),
-    "text to tokenize": ({"prompt": LONG}, "/tokenize"),
+TEXTS: dict[str, tuple[Callable[[str], dict[str, Any]], str]] = {
+    "a message": (lambda long: {"messages": said(long)}, "/v1/chat/completions"),
+    "control tokens": (lambda _: {"messages": said("<image><" * (2 * MB))}, "/v1/chat/completions"),
+    "a description of a tool": (lambda long: {"messages": QUESTION, "tools": [tool(long)]}, "/v1/chat/completions"),
+    "a prompt": (lambda long: {"prompt": long}, "/v1/completions"),
+    "an input": (lambda long: {"input": long, "store": False}, "/v1/responses"),
+    "a message of Anthropic's": (lambda long: {"messages": said(long), "max_tokens": 1}, "/v1/messages"),
+    "text to tokenize": (lambda long: {"prompt": long}, "/tokenize"),
 }
+"""What takes a long text, and where. Bodies are made when they are sent, since each process imports all files."""
 
 
 @pytest.mark.parametrize(("body", "path"), TEXTS.values(), ids=TEXTS.keys())
 def test_text_that_cannot_fit_is_refused_before_it_is_tokenized(
-    server: ServerProcess, body: dict[str, Any], path: str
+    server: ServerProcess, body: Callable[[str], dict[str, Any]], path: str
 ) -> None:
-    content = json.dumps(body).encode()
+    content = json.dumps(body("a " * (15 * MB))).encode()
     with server.watched(max_seconds=5, max_growth=400 * MB):
         response = ask(server, content, path)
     assert response.status_code == 400
     assert "tokens" in response.json()["error"]["message"]
 
 
-COUNTS = {
-    "messages": (b'{"messages":[' + b'{"role":"user","content":"a"},' * (MB // 4) + b"0]}", "messages"),
-    "parts": (
-        b'{"messages":[{"role":"user","content":[' + b'{"type":"text","text":"a"},' * (MB // 10) + b"0]}]}",
+def question(**fields: Any) -> bytes:
+    return json.dumps({"messages": QUESTION, **fields}).encode()
+
+
+COUNTS: dict[str, tuple[Callable[[], bytes], str | None]] = {
+    "messages": (
+        lambda: b'{"messages":[' + b'{"role":"user","content":"a"},' * (MB // 4) + b"0]}",
         "messages",
     ),
-    "wrong messages": (b'{"messages":[' + b"0," * (MB // 2) + b"0]}", "messages[0]"),
-    "values": (b'{"prompt":[' + b"0," * (30 * MB) + b"0]}", None),
-    "stop strings": (json.dumps({"messages": QUESTION, "stop": ["a" * MB] * 16}).encode(), "stop"),
-    "many stop strings": (json.dumps({"messages": QUESTION, "stop": ["a"] * (MB // 2)}).encode(), "stop"),
-    "biases": (
-        json.dumps({"messages": QUESTION, "logit_bias": {str(n): 1 for n in range(MB // 2)}}).encode(),
-        "logit_bias",
+    "parts": (
+        lambda: b'{"messages":[{"role":"user","content":[' + b'{"type":"text","text":"a"},' * (MB // 10) + b"0]}]}",
+        "messages",
     ),
+    "wrong messages": (lambda: b'{"messages":[' + b"0," * (MB // 2) + b"0]}", "messages[0]"),
+    "values": (lambda: b'{"prompt":[' + b"0," * (30 * MB) + b"0]}", None),
+    "stop strings": (lambda: question(stop=["a" * MB] * 16), "stop"),
+    "many stop strings": (lambda: question(stop=["a"] * (MB // 2)), "stop"),
+    "biases": (lambda: question(logit_bias={str(n): 1 for n in range(MB // 2)}), "logit_bias"),
 }
 
 
 @pytest.mark.parametrize(("body", "param"), COUNTS.values(), ids=COUNTS.keys())
-def test_what_has_too_many_parts_is_refused_soon(server: ServerProcess, body: bytes, param: str | None) -> None:
+def test_what_has_too_many_parts_is_refused_soon(
+    server: ServerProcess, body: Callable[[], bytes], param: str | None
+) -> None:
+    content = body()
     with server.watched(max_seconds=5, max_growth=500 * MB):
-        response = ask(server, body)
+        response = ask(server, content)
     assert response.status_code == 400
     assert response.json()["error"]["param"] == param
 

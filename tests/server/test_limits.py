@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import json
 import socket
@@ -9,7 +10,6 @@ import struct
 import threading
 import time
 import zlib
-from collections.abc import Iterator
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -331,24 +331,25 @@ def tiff(width: int, height: int) -> bytes:
     return b"II*\0" + struct.pack("<IH", 8, len(tags)) + entries + bytes(4) + data
 
 
-def bombs() -> Iterator[tuple[str, bytes, str]]:
+@functools.cache
+def bombs() -> dict[str, tuple[bytes, str]]:
+    """Files and the codes of their errors."""
     zeros = zlib.compress(bytes(20_000_000), 9)
-    yield "PNG", png_with(chunk(b"IDAT", zeros), size=4400), "image_too_large"
-    yield "PNG's text", png_with(chunk(b"zTXt", b"a\0\0" + zeros), chunk(b"IDAT", b""), size=8), "invalid_image"
-    yield "PNG's profile", png_with(chunk(b"iCCP", b"a\0\0" + zeros), chunk(b"IDAT", b""), size=8), "invalid_image"
-    yield "GIF", resized("GIF", struct.pack("<HH", 40, 30), struct.pack("<HH", 65535, 65535)), "image_too_large"
-    yield "BMP", resized("BMP", struct.pack("<ii", 40, 30), struct.pack("<ii", 2**30, 2**30)), "image_too_large"
-    yield "JPEG", resized("JPEG", struct.pack(">HH", 30, 40), struct.pack(">HH", 65500, 65500)), "image_too_large"
-    yield "WebP", image_file("WEBP", 3000, 3000), "image_too_large"
-    yield "TIFF", tiff(2**20, 2**20), "image_too_large"
+    return {
+        "PNG": (png_with(chunk(b"IDAT", zeros), size=4400), "image_too_large"),
+        "PNG's text": (png_with(chunk(b"zTXt", b"a\0\0" + zeros), chunk(b"IDAT", b""), size=8), "invalid_image"),
+        "PNG's profile": (png_with(chunk(b"iCCP", b"a\0\0" + zeros), chunk(b"IDAT", b""), size=8), "invalid_image"),
+        "GIF": (resized("GIF", struct.pack("<HH", 40, 30), struct.pack("<HH", 65535, 65535)), "image_too_large"),
+        "BMP": (resized("BMP", struct.pack("<ii", 40, 30), struct.pack("<ii", 2**30, 2**30)), "image_too_large"),
+        "JPEG": (resized("JPEG", struct.pack(">HH", 30, 40), struct.pack(">HH", 65500, 65500)), "image_too_large"),
+        "WebP": (image_file("WEBP", 3000, 3000), "image_too_large"),
+        "TIFF": (tiff(2**20, 2**20), "image_too_large"),
+    }
 
 
-BOMBS = {name: (data, code) for name, data, code in bombs()}
-
-
-@pytest.mark.parametrize("name", BOMBS)
+@pytest.mark.parametrize("name", ["PNG", "PNG's text", "PNG's profile", "GIF", "BMP", "JPEG", "WebP", "TIFF"])
 def test_small_files_that_unfold_are_refused_before_they_do(bounded, name):
-    data, code = BOMBS[name]
+    data, code = bombs()[name]
     assert len(data) < 40_000
     response = bounded.post(with_images(data_url(data)))
     refused(response, 400, "image", param="messages[0].content[0].image_url.url", code=code)
