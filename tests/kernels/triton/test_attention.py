@@ -16,11 +16,13 @@ from vlmserve.kernels.triton.attention import TritonAttention, unsupported_reaso
 
 PLAIN = AttentionSpec(4, 2, 8, 8**-0.5)
 MIXED: list[Chunk] = [(15, 1), (0, 1), (0, 18), (5, 9)]
+FEW: list[Chunk] = [(15, 1), (5, 9)]
+"""Each program that is interpreted takes time."""
 SPECS = {
     "plain": PLAIN,
     "no groups": AttentionSpec(3, 3, 16, 0.3),
     "groups of three": AttentionSpec(6, 2, 6, 0.4),
-    "one head of keys": AttentionSpec(20, 1, 8, 0.4),
+    "one head of keys": AttentionSpec(17, 1, 8, 0.4),
     "window": dataclasses.replace(PLAIN, window=7),
     "window of one": dataclasses.replace(PLAIN, window=1),
     "soft cap": dataclasses.replace(PLAIN, soft_cap=2.0),
@@ -31,13 +33,13 @@ SPECS = {
 
 @pytest.mark.parametrize("name", SPECS)
 def test_a_mixed_batch_equals_naive_attention(device: torch.device, name: str) -> None:
-    output, expected = attend(TritonAttention(), MIXED, SPECS[name], 4, device=device)
+    output, expected = attend(TritonAttention(), MIXED if name == "plain" else FEW, SPECS[name], 4, device=device)
     torch.testing.assert_close(output.double(), expected, atol=2e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["plain", "all of it"])
 def test_a_cache_of_8_bits(device: torch.device, name: str) -> None:
-    output, expected = attend(TritonAttention(quantized_cache=True), MIXED, SPECS[name], 4, device=device)
+    output, expected = attend(TritonAttention(quantized_cache=True), FEW, SPECS[name], 4, device=device)
     torch.testing.assert_close(output.double(), expected, atol=2e-5, rtol=1e-5)
 
 
@@ -49,7 +51,7 @@ def test_blocks_have_any_size(device: torch.device, block_size: int) -> None:
 
 def test_contexts_are_split_among_programs(device: torch.device) -> None:
     chunks = [(3, 1), (141, 1)]
-    for spec in (AttentionSpec(3, 1, 8, 0.5, sinks=(1.0, 0.0, -1.0)), AttentionSpec(2, 1, 8, 0.5, window=130)):
+    for spec in (AttentionSpec(2, 1, 8, 0.5, sinks=(1.0, -1.0)), AttentionSpec(2, 1, 8, 0.5, window=130)):
         output, expected = attend(TritonAttention(), chunks, spec, 16, device=device)
         torch.testing.assert_close(output.double(), expected, atol=2e-5, rtol=1e-5)
 

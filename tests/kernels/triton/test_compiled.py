@@ -43,7 +43,7 @@ def kernels(
 
 
 def test_kernels_compile_spill_nothing_and_read_wide(kernels: dict[str, dict[str, Any]]) -> None:
-    assert len(kernels) >= 6
+    assert len(kernels) >= 4
     assert {name: kernel["error"] for name, kernel in kernels.items() if "error" in kernel} == {}
     assert {name for name, kernel in kernels.items() if kernel["spilled"]} == set()
     assert {name for name, kernel in kernels.items() if kernel["widest_load"] < 8} == set()

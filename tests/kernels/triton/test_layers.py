@@ -41,7 +41,7 @@ class InterpretedDevice(TritonDevice):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_llama(tmp_path_factory.mktemp("llama"))
+    return make_llama(tmp_path_factory.mktemp("llama"), num_hidden_layers=2)
 
 
 def loaded(folder: Path, device: type[TorchDevice], quantize: Any = None) -> Any:
