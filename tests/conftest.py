@@ -154,6 +154,13 @@ def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.fixture
+def native_kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Native kernels where the machine has any, for tests that do not ask for each kind of `kernels`."""
+    if "kernels" not in request.fixturenames:
+        monkeypatch.setenv(VARIABLE, "native" if supported_isas() else "torch")
+
+
+@pytest.fixture
 def saving_pays(monkeypatch: pytest.MonkeyPatch) -> None:
     """Evicted blocks go to host memory, whatever this machine's clock says of it."""
     monkeypatch.setattr(CostModel, "worth_saving", lambda self: True)

@@ -205,6 +205,12 @@ class StaticDevice(CpuDevice):
         return StaticAttention(quantized_cache=quantized_cache)
 
 
+@pytest.fixture
+def kernels() -> str:
+    """There is one kind of them."""
+    return "static"
+
+
 @pytest.fixture(scope="module", autouse=True)
 def static_devices() -> Iterator[list[StaticDevice]]:
     """In modules that import this, all models run on such devices, which are in the list. Some step of theirs has to be

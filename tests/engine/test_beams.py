@@ -16,9 +16,9 @@ from tests.normalized import normalized
 from vlmserve.engine.engine import Engine
 from vlmserve.types import BeamSearch, EngineOutput, EngineRequest, Prompt, SamplingParams
 
-pytestmark = pytest.mark.usefixtures("kernels")
+pytestmark = pytest.mark.usefixtures("native_kernels")
 
-NEW_TOKENS = 10
+NEW_TOKENS = 8
 
 
 @pytest.fixture(scope="module")
@@ -75,15 +75,16 @@ def expected(oracle: Oracle, prompt: Prompt, width: int) -> list[list[int]]:
 PARTS = [(5,), (16,), (33,), (4,), (31,)]
 
 
-@pytest.mark.parametrize("width", [1, 2, 4])
+@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize(
-    "settings",
+    ("width", "settings"),
     [
-        pytest.param({}, id="one batch"),
-        pytest.param({"enable_prefix_caching": False}, id="nothing cached"),
-        pytest.param({"block_size": 1}, id="blocks of one token"),
-        pytest.param({"max_num_seqs": 3}, id="fewer requests than beams"),
-        pytest.param({"max_num_batched_tokens": 7}, id="chunks of 7 tokens"),
+        pytest.param(1, {}, id="one beam"),
+        pytest.param(2, {}, id="two beams"),
+        pytest.param(4, {"enable_prefix_caching": False}, id="nothing cached"),
+        pytest.param(4, {"block_size": 1}, id="blocks of one token"),
+        pytest.param(4, {"max_num_seqs": 3}, id="fewer requests than beams"),
+        pytest.param(4, {"max_num_batched_tokens": 7}, id="chunks of 7 tokens"),
     ],
 )
 def test_beams_are_those_of_transformers(llama: Oracle, width: int, settings: dict[str, int]) -> None:
@@ -91,8 +92,7 @@ def test_beams_are_those_of_transformers(llama: Oracle, width: int, settings: di
     assert searched(engine_for(llama, **settings), prompts, width) == [expected(llama, one, width) for one in prompts]
 
 
-@pytest.mark.parametrize("blocks", [14, 20, 30])
-@pytest.mark.parametrize("caching", [True, False])
+@pytest.mark.parametrize(("blocks", "caching"), [(14, True), (14, False), (20, True), (30, False)])
 def test_searches_that_lack_blocks_find_the_same(llama: Oracle, blocks: int, caching: bool) -> None:
     """The longest answer takes 11 blocks, and four beams that share all but their last ones take some more."""
     probe = engine_for(llama, block_size=4)
@@ -103,6 +103,7 @@ def test_searches_that_lack_blocks_find_the_same(llama: Oracle, blocks: int, cac
     assert engine.stats().preemptions > 0
 
 
+@pytest.mark.usefixtures("kernels")
 def test_images_are_searched_about(llava: Oracle) -> None:
     prompts = [llava.prompt(seed, *parts) for seed, parts in enumerate([(5, "image", 9), ("image", 3), (7, "image")])]
     engine = engine_for(llava)

@@ -14,6 +14,7 @@ from tests.engine.test_parity import Oracle, engine_for, generate, text_oracle, 
 from tests.engine.test_structured import PERSON, engine_of, mixed, request_of, run, tokens
 from tests.models.test_families import make
 from vlmserve.engine.engine import Engine
+from vlmserve.kernels.extension import supported_isas
 from vlmserve.scheduler.request import Request
 from vlmserve.types import EngineOutput, EngineRequest, Grammar, Prompt, SamplingParams
 
@@ -40,8 +41,12 @@ def oracle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return text_oracle(make(tmp_path_factory.mktemp("family"), request.param))
 
 
-@pytest.mark.parametrize("right", [0.0, 0.6, 1.0])
 @pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize(
+    ("kernels", "right"),
+    [*([("native", right) for right in (0.0, 0.6, 1.0)] if supported_isas() else []), ("torch", 0.6)],
+    indirect=["kernels"],
+)
 def test_greedy_tokens_are_those_of_transformers(oracle: Oracle, right: float) -> None:
     prompts = [oracle.prompt(seed, length) for seed, length in enumerate(LENGTHS)]
     expected = [oracle.greedy(prompt) for prompt in prompts]

@@ -20,7 +20,7 @@ from transformers.models.gemma3.processing_gemma3 import Gemma3Processor
 
 from tests.at_once import chat_at_once
 from tests.checkpoints import GEMMA3_NAMED, GEMMA3_PICTURE_TOKENS, GEMMA3_TEMPLATE, change_config, make_gemma3
-from tests.engine.test_parity import generate
+from tests.engine.test_parity import generate, with_budgets
 from tests.engine.test_qwen_chat import assistant, logits_after, tokens, user
 from tests.normalized import normalized
 from vlmserve import LLM, SamplingParams
@@ -29,7 +29,7 @@ from vlmserve.kernels.attention import BatchMetadata
 from vlmserve.kernels.torch_reference import TorchReference
 from vlmserve.types import Prompt
 
-NEW_TOKENS = 12
+NEW_TOKENS = 8
 GREEDY = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True)
 
 
@@ -118,8 +118,7 @@ def test_tokens_around_images_that_users_write_are_only_words(oracle: Oracle) ->
     assert sum(token_id in controls for token_id in prompt.token_ids) == GEMMA3_PICTURE_TOKENS + 2
 
 
-@pytest.mark.usefixtures("kernels")
-@pytest.mark.parametrize("budget", [5, 30, 2048])
+@with_budgets
 def test_answers_are_those_of_transformers(oracle: Oracle, expected: list[list[int]], budget: int) -> None:
     """A budget of 5 would cut through every image, one of 30 through some."""
     assert len({tuple(answer) for answer in expected}) == len(expected), "answers that are alike would prove little"

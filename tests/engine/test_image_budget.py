@@ -18,7 +18,7 @@ from vlmserve.engine.engine import Engine
 from vlmserve.frontend.requests import RequestPreparer
 from vlmserve.types import EngineRequest, Prompt, SamplingParams
 
-pytestmark = pytest.mark.usefixtures("kernels")
+pytestmark = pytest.mark.usefixtures("native_kernels")
 
 
 @pytest.fixture(scope="module")
@@ -96,6 +96,7 @@ def test_tokens_are_those_of_transformers_whatever_the_budget(llava, prompts, ex
     assert_nothing_is_left(engine)
 
 
+@pytest.mark.usefixtures("kernels")
 def test_preempted_requests_give_transformers_tokens(llava, prompts, expected):
     engine = bounded(tight_cache(llava, prompts), 100_000)
     assert generate(engine, prompts) == expected
@@ -129,6 +130,7 @@ def test_images_of_requests_that_leave_are_given_up(llava, prompts, expected):
     assert_nothing_is_left(engine)
 
 
+@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("kind", ["caption", "question"])
 def test_blips_tokens_are_those_of_transformers(tmp_path: Path, kind: str):
     oracle = BlipOracle.make(tmp_path, kind)

@@ -11,14 +11,14 @@ import pytest
 import torch
 
 from tests.engine.image_parity import CONVERSATIONS, Oracle, check_a_further_turn, check_bfloat16, open_oracle, user
-from tests.engine.test_parity import NEW_TOKENS, engine_for, first_logits, generate, tight_cache
+from tests.engine.test_parity import NEW_TOKENS, engine_for, first_logits, generate, tight_cache, with_budgets
 from tests.normalized import normalized
 from tests.ocr_checkpoints import BOUNDS, load_processor, make_glm_ocr, make_paddleocr, rows_of
 from vlmserve import LLM, SamplingParams
 from vlmserve.types import Prompt
 
 pytestmark = [
-    pytest.mark.usefixtures("kernels"),
+    pytest.mark.usefixtures("native_kernels"),
     pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning"),
 ]
 
@@ -58,6 +58,7 @@ def test_prompts_pixels_and_grids_are_those_of_transformers(oracle: Oracle, prom
         torch.testing.assert_close(torch.cat([own for own, _ in rows]), theirs["pixel_values"], atol=1e-5, rtol=0)
 
 
+@pytest.mark.usefixtures("kernels")
 @torch.inference_mode()
 def test_logits_are_those_of_transformers(oracle: Oracle, prompts: list[Prompt]) -> None:
     expected = torch.stack([oracle.model(**oracle.inputs(message)).logits[0, -1] for message in CONVERSATIONS])
@@ -66,13 +67,13 @@ def test_logits_are_those_of_transformers(oracle: Oracle, prompts: list[Prompt])
     torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("budget", [5, 2048])
+@with_budgets
 def test_tokens_are_those_of_transformers(
     oracle: Oracle, prompts: list[Prompt], expected: list[list[int]], budget: int
 ) -> None:
     assert len({tuple(answer) for answer in expected}) > 6, "answers that are alike would prove little"
     engine = engine_for(oracle, block_size=4, max_num_batched_tokens=budget)
-    assert [generate(engine, [prompt])[0] for prompt in prompts] == expected
+    assert [generate(engine, [prompt])[0] for prompt in prompts[:4]] == expected[:4]
     assert generate(engine, prompts) == expected
     assert generate(engine_for(oracle, block_size=4), prompts[::-1]) == expected[::-1]
 
@@ -103,6 +104,7 @@ def test_a_further_turn_finds_the_images_of_the_first(oracle: Oracle) -> None:
     check_a_further_turn(oracle)
 
 
+@pytest.mark.usefixtures("kernels")
 def test_bfloat16_is_within_its_own_rounding(oracle: Oracle, prompts: list[Prompt]) -> None:
     check_bfloat16(oracle, prompts)
 

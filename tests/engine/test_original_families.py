@@ -14,7 +14,7 @@ import pytest
 import torch
 from PIL import Image
 
-from tests.engine.test_parity import NEW_TOKENS, engine_for, generate, tight_cache
+from tests.engine.test_parity import NEW_TOKENS, engine_for, generate, tight_cache, with_budgets
 from tests.normalized import normalized
 from tests.oracles.original_decoders import ChatGLM, OriginalDecoder, Qwen
 from tests.oracles.qwen_vl_vision import QwenVLVision
@@ -26,7 +26,7 @@ from vlmserve.frontend.requests import RequestPreparer
 from vlmserve.llm import LLM
 from vlmserve.types import ImageInput, ImageSpan, Prompt, SamplingParams
 
-pytestmark = pytest.mark.usefixtures("kernels")
+pytestmark = pytest.mark.usefixtures("native_kernels")
 
 Part = int | str
 SMALL = {"image_size": 32, "layers": 1}
@@ -108,13 +108,13 @@ def expected(oracle: Oracle, prompts: list[Prompt]) -> list[list[int]]:
     return [oracle.greedy(prompt) for prompt in prompts]
 
 
-@pytest.mark.parametrize("budget", [5, 2048])
+@with_budgets
 def test_tokens_are_those_of_the_architecture(
     oracle: Oracle, prompts: list[Prompt], expected: list[list[int]], budget: int
 ) -> None:
     assert len({tuple(answer) for answer in expected}) > 5, "answers that are alike would prove little"
     engine = engine_for(oracle, block_size=4, max_num_batched_tokens=budget)
-    assert [generate(engine, [prompt])[0] for prompt in prompts] == expected
+    assert [generate(engine, [prompt])[0] for prompt in prompts[:4]] == expected[:4]
     assert generate(engine, prompts) == expected
     assert generate(engine, prompts[::-1]) == expected[::-1]
     assert engine.stats().prefix_cached_tokens > 0

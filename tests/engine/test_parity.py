@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -16,12 +16,23 @@ from tests.checkpoints import make_llama, make_llava, make_text_model
 from tests.normalized import normalized
 from vlmserve.config import EngineConfig
 from vlmserve.engine.engine import Engine
+from vlmserve.kernels.extension import supported_isas
 from vlmserve.types import EngineRequest, ImageInput, ImageSpan, Prompt, SamplingParams
 from vlmserve.verify import record_logits
 
-pytestmark = pytest.mark.usefixtures("kernels")
+pytestmark = pytest.mark.usefixtures("native_kernels")
 
 NEW_TOKENS = 12
+
+
+def with_budgets(test: Callable[..., None]) -> Callable[..., None]:
+    """Runs it with two budgets of tokens in a step. What is scheduled does not depend on the kernels, so torch's
+    get one budget where there are native ones, which cuts some prompts."""
+    small_and_large = [(kind, budget) for kind in ("native" if supported_isas() else "torch",) for budget in (5, 2048)]
+    pairs = [*small_and_large, *([("torch", 30)] if supported_isas() else [])]
+    return pytest.mark.usefixtures("kernels")(
+        pytest.mark.parametrize(("kernels", "budget"), pairs, indirect=["kernels"])(test)
+    )
 
 
 @dataclass
@@ -161,11 +172,13 @@ def test_random_checkpoints_give_answers_that_differ(expected):
     assert len({tuple(answer) for answer in expected}) > 12, "or these tests would prove little"
 
 
+@pytest.mark.usefixtures("kernels")
 def test_each_request_alone_gives_transformers_tokens(llava, expected):
     engine = engine_for(llava)
     assert [generate(engine, [prompt])[0] for prompt in mixed_prompts(llava)] == expected
 
 
+@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize(
     "settings",
     [
@@ -181,6 +194,7 @@ def test_sixteen_mixed_requests_give_transformers_tokens(llava, expected, settin
     assert generate(engine_for(llava, **settings), mixed_prompts(llava)) == expected
 
 
+@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("budget", [100, 2048])
 def test_preempted_requests_give_transformers_tokens(llava, expected, budget):
     engine = tight_cache(llava, mixed_prompts(llava), max_num_batched_tokens=budget)
@@ -214,6 +228,7 @@ def test_requests_that_join_and_leave_at_any_step_change_nothing(llava, expected
     assert engine.stats().kv_blocks_used == 0
 
 
+@pytest.mark.usefixtures("kernels")
 def test_logits_are_within_a_ten_thousandth(llava, monkeypatch):
     engine = engine_for(llava, max_num_batched_tokens=50)
     runner = engine._runner
@@ -242,6 +257,7 @@ def test_logits_are_within_a_ten_thousandth(llava, monkeypatch):
         torch.testing.assert_close(torch.stack(seen[str(number)]), expected, atol=1e-4, rtol=0)
 
 
+@pytest.mark.usefixtures("kernels")
 def test_a_text_model_gives_transformers_tokens(llama):
     prompts = [llama.prompt(seed, length) for seed, length in enumerate([1, 2, 15, 16, 17, 40, 3])]
     expected = [llama.greedy(prompt) for prompt in prompts]
@@ -252,7 +268,8 @@ def test_a_text_model_gives_transformers_tokens(llama):
 def test_seeded_sampling_is_the_same_alone_batched_and_preempted(llava):
     prompts = mixed_prompts(llava)
     params = {"temperature": 0.9, "top_p": 0.95, "seed": 1234}
-    alone = [generate(engine_for(llava), [prompt], **params)[0] for prompt in prompts]
+    by_itself = engine_for(llava, enable_prefix_caching=False)
+    alone = [generate(by_itself, [prompt], **params)[0] for prompt in prompts]
     assert generate(engine_for(llava), prompts, **params) == alone
     tight = tight_cache(llava, prompts)
     assert generate(tight, prompts, **params) == alone
@@ -310,6 +327,7 @@ def test_requests_whose_blocks_were_swapped_to_the_host_give_transformers_tokens
 
 
 @pytest.mark.usefixtures("saving_pays")
+@pytest.mark.usefixtures("kernels")
 def test_a_host_pool_of_a_few_blocks_gives_transformers_tokens(llava, expected):
     prompts = mixed_prompts(llava)
     probe = engine_for(llava, block_size=4)
@@ -329,6 +347,7 @@ def test_equal_requests_at_once_share_a_prompt_and_give_transformers_tokens(llav
         assert after.prompt_tokens - before.prompt_tokens <= len(prompt.token_ids) + 2 * 4
 
 
+@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("settings", [{}, {"max_num_batched_tokens": 7}, {"enable_prefix_caching": False}])
 def test_a_sliding_window_frees_blocks_and_gives_transformers_tokens(tmp_path_factory, settings):
     folder = make_text_model(tmp_path_factory.mktemp("mistral"), MistralForCausalLM, MistralConfig, sliding_window=10)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,8 @@ from tests.engine.test_qwen_vl import MIXED, make_oracle
 from tests.ocr_checkpoints import make_glm_ocr, make_paddleocr
 from vlmserve.config import MediaConfig
 from vlmserve.frontend.requests import RequestPreparer
+from vlmserve.kernels.extension import supported_isas
 from vlmserve.types import Prompt
-
-pytestmark = pytest.mark.usefixtures("kernels")
 
 Case = tuple[Any, list[Prompt]]
 """An oracle, whatever images it makes, and prompts."""
@@ -51,8 +51,13 @@ def from_files(folder: Path) -> Case:
     return Oracle(folder, nn.Identity(), None, (), 0, 0), prompts
 
 
-@pytest.mark.parametrize("scheme", ["int8", "int4"])
-@pytest.mark.parametrize("make", [qwen3_vl, internvl, mistral3, glm_ocr, paddleocr])
+MAKERS = (qwen3_vl, internvl, mistral3, glm_ocr, paddleocr)
+NATIVE = [("native", make, scheme) for make in MAKERS for scheme in ("int8", "int4")] if supported_isas() else []
+TORCH = [("torch", make, scheme) for make, scheme in zip(MAKERS, itertools.cycle(("int8", "int4")), strict=False)]
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize(("kernels", "make", "scheme"), [*NATIVE, *TORCH], indirect=["kernels"])
 def test_tokens_are_the_same_alone_in_batches_in_chunks_and_preempted(
     tmp_path: Path, make: Callable[[Path], Case], scheme: str
 ) -> None:

@@ -24,6 +24,7 @@ from transformers.processing_utils import ProcessorMixin
 
 from tests.at_once import chat_at_once
 from tests.checkpoints import QWEN3_VIDEO_PIXELS, QWEN_CLASSES, QWEN_PIXELS, QWEN_TEMPLATE, make_qwen_vl
+from tests.engine.test_parity import with_budgets
 from tests.media.images_for_tests import encoded, noise
 from tests.models.test_qwen_vision import patches
 from tests.normalized import normalized
@@ -223,8 +224,7 @@ def _patches(pixels: np.ndarray, config: Any) -> torch.Tensor:
     return patches(torch.tensor(pixels), config)[0]
 
 
-@pytest.mark.usefixtures("kernels")
-@pytest.mark.parametrize("budget", [5, 2048])
+@with_budgets
 def test_answers_are_those_of_transformers(oracle: Oracle, expected: list[list[int]], budget: int) -> None:
     assert len({tuple(answer) for answer in expected}) == len(expected), "answers that are alike would prove little"
     llm = oracle.llm(max_num_batched_tokens=budget)
@@ -291,8 +291,7 @@ def expected_of_videos(oracle: Oracle) -> list[list[int]]:
     return answers
 
 
-@pytest.mark.usefixtures("kernels")
-@pytest.mark.parametrize("budget", [5, 2048])
+@with_budgets
 def test_answers_about_videos_are_those_of_transformers(
     oracle: Oracle, expected_of_videos: list[list[int]], budget: int
 ) -> None:

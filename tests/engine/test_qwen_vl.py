@@ -20,12 +20,12 @@ from transformers import (
 )
 
 from tests.checkpoints import TEXT, save_model, write_tokenizer
-from tests.engine.test_parity import NEW_TOKENS, engine_for, first_logits, generate, tight_cache
+from tests.engine.test_parity import NEW_TOKENS, engine_for, first_logits, generate, tight_cache, with_budgets
 from tests.models.test_qwen_vision import QWEN2, QWEN3, QWEN25, patches
 from tests.normalized import normalized
 from vlmserve.types import ImageInput, ImageSpan, Prompt
 
-pytestmark = pytest.mark.usefixtures("kernels")
+pytestmark = pytest.mark.usefixtures("native_kernels")
 
 IMAGE_TOKEN = 290
 SIDE = 8
@@ -122,17 +122,18 @@ def expected(oracle: Oracle, prompts: list[Prompt]) -> list[list[int]]:
     return [oracle.greedy(prompt) for prompt in prompts]
 
 
-@pytest.mark.parametrize("budget", [5, 2048])
+@with_budgets
 def test_tokens_are_those_of_transformers(
     oracle: Oracle, prompts: list[Prompt], expected: list[list[int]], budget: int
 ) -> None:
     assert len({tuple(answer) for answer in expected}) > 5, "answers that are alike would prove little"
     engine = engine_for(oracle, block_size=4, max_num_batched_tokens=budget)
-    assert [generate(engine, [prompt])[0] for prompt in prompts] == expected
+    assert [generate(engine, [prompt])[0] for prompt in prompts[:4]] == expected[:4]
     assert generate(engine, prompts) == expected
     assert generate(engine, prompts[::-1]) == expected[::-1]
 
 
+@pytest.mark.usefixtures("kernels")
 @torch.inference_mode()
 def test_logits_are_those_of_transformers(oracle: Oracle, prompts: list[Prompt]) -> None:
     expected = torch.stack([oracle.model(**oracle.inputs(prompt)).logits[0, -1] for prompt in prompts])

@@ -60,9 +60,8 @@ def prompts(oracle: Oracle) -> list[Prompt]:
     return [oracle.prompt(seed, length) for seed, length in enumerate(LENGTHS)]
 
 
-@pytest.mark.usefixtures("kernels")
-def test_tokens_are_those_of_transformers(oracle: Oracle, prompts: list[Prompt]) -> None:
-    check_tokens(oracle, prompts)
+def test_tokens_are_those_of_transformers(oracle: Oracle, prompts: list[Prompt], kernels: str) -> None:
+    check_tokens(oracle, prompts, kernels)
 
 
 def test_bfloat16_is_within_its_own_rounding(oracle: Oracle, prompts: list[Prompt]) -> None:

@@ -25,7 +25,7 @@ from vlmserve.models.quantized import save_quantized
 from vlmserve.models.vision.siglip import patch_positions
 from vlmserve.types import Tiling
 
-pytestmark = pytest.mark.usefixtures("kernels")
+pytestmark = pytest.mark.usefixtures("native_kernels")
 
 SIZES = [(40, 30), (30, 40), (90, 10), (16, 16), (20, 60), (33, 31), (97, 1), (1, 131), (64, 20)]
 
@@ -46,6 +46,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("overrides", VARIANTS.values(), ids=VARIANTS)
 @torch.inference_mode()
 def test_llava_next_puts_tiles_together_as_transformers_does(tmp_path: Path, overrides: dict[str, Any]) -> None:
@@ -64,6 +65,7 @@ def test_llava_next_puts_tiles_together_as_transformers_does(tmp_path: Path, ove
 
 
 @torch.inference_mode()
+@pytest.mark.usefixtures("kernels")
 def test_llava_next_sees_a_picture_that_was_not_cut_as_transformers_does(tmp_path: Path) -> None:
     folder = make_llava_next(tmp_path)
     theirs = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
@@ -87,6 +89,7 @@ def test_llava_next_sees_a_picture_that_was_not_cut_as_transformers_does(tmp_pat
 
 
 @torch.inference_mode()
+@pytest.mark.usefixtures("kernels")
 def test_rows_of_tiles_lie_beside_each_other_and_end_in_newlines(tmp_path: Path) -> None:
     model = load(make_llava_next(tmp_path))
     vision: Any = model.vision
@@ -164,6 +167,7 @@ SPLIT_VARIANTS: dict[str, tuple[dict[str, Any], int]] = {
 }
 
 
+@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize(("overrides", "tile"), SPLIT_VARIANTS.values(), ids=SPLIT_VARIANTS)
 @torch.inference_mode()
 def test_embeddings_of_tiles_equal_those_of_transformers(tmp_path: Path, overrides: dict[str, Any], tile: int) -> None:
@@ -226,6 +230,7 @@ def test_towers_named_as_in_the_first_checkpoints_load(tmp_path: Path) -> None:
     assert load(folder).vision is not None
 
 
+@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("make", [make_llava_next, make_idefics3])
 @torch.inference_mode()
 def test_a_quantized_copy_sees_as_a_model_quantized_at_load_does(tmp_path: Path, make: Callable[..., Path]) -> None:
