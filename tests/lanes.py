@@ -15,7 +15,6 @@ _SLOW = {
     "batch": "run",
     "benchmarks": "gpu soak",
     "calibration": "cache quality run",
-    "cli": "help vllm",
     "devices": "cpu",
     "engine": """beams blip drafts families gemma3 image_budget moondream ocr original_families parity process
         quantized_cache quantized_images qwen_chat qwen_vl ranks sampling static_parity static_qwen_vl
