@@ -128,7 +128,7 @@ class CudaDevice(TorchDevice):
             return super().linear(weight, bias, epilogue, dtype)
         if weight.is_float8:
             return torch_float8.Float8Product(weight, bias, epilogue, dtype, by_rows=self._multiplies_float8_rows)
-        reason = no_int4(self.torch_device) or torch_int4.unsupported_reason(weight, dtype)
+        reason = torch_int4.unsupported_reason(weight, dtype) or no_int4(self.torch_device)
         if reason is None:
             logger.info("a product of %s: torch's of 4 bits", tuple(weight.shape))
             return torch_int4.Int4Product(weight, bias, epilogue)
