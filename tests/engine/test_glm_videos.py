@@ -17,6 +17,7 @@ from tests.engine.image_parity import Oracle, make_image, open_oracle, shown
 from tests.engine.test_parity import NEW_TOKENS, engine_for, first_logits, generate, tight_cache
 from tests.media.glm_videos import smart_resize
 from tests.models.test_qwen_vision import patches
+from tests.normalized import normalized
 from tests.ocr_checkpoints import BOUNDS, load_processor, make_glm_ocr
 from vlmserve.models.grid_positions import grid_positions
 from vlmserve.types import ImageSpan, Prompt
@@ -165,7 +166,7 @@ def test_prompts_pixels_and_positions_are_those_of_transformers(
         ]
         if spans:
             config = oracle.model.config.vision_config
-            rows = torch.cat([patches(torch.tensor(span.image.pixels), config)[0] for span in spans])
+            rows = torch.cat([patches(torch.from_numpy(normalized(span.image)), config)[0] for span in spans])
             torch.testing.assert_close(rows, other.videos["pixel_values_videos"], atol=1e-5, rtol=0)
 
 
