@@ -64,11 +64,13 @@ def attend(
     seed: int = 0,
     bidirectional: Sequence[Sequence[Bidirectional]] | None = None,
     device: torch.device = CPU,
+    filled_by: AttentionBackend | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The backend's output for a batch, on `device`, and the naive one, each ``[tokens, heads * head_size]``.
 
-    bidirectional: of each chunk, those of one token first. All that the cache holds beyond the sequences' own tokens is
-    `junk`, so reading it shows; of a quantized one, its scales are. The naive one reads keys and values as they are
+    bidirectional: of each chunk, those of one token first. filled_by: what writes the tokens of earlier steps into the
+    cache, if not the backend; its caches are laid out alike. All that the cache holds beyond the sequences' own tokens
+    is `junk`, so reading it shows; of a quantized one, its scales are. The naive one reads keys and values as they are
     stored.
     """
     torch.manual_seed(seed)
@@ -106,8 +108,9 @@ def attend(
         def rows(tensors: list[Tensor], parts: list[tuple[int, int, int]] = parts) -> Tensor:
             return torch.cat([tensors[i][before : before + count] for i, before, count in parts]).to(device)
 
-        plan = backend.prepare(metadata, block_size, [spec], dtype)
-        output = backend.attend(rows(queries), rows(keys), rows(values), cache, spec, metadata, plan)
+        computing = backend if new or filled_by is None else filled_by
+        plan = computing.prepare(metadata, block_size, [spec], dtype)
+        output = computing.attend(rows(queries), rows(keys), rows(values), cache, spec, metadata, plan)
     expected = [
         naive_attention(q[before:], as_stored(k, cache), as_stored(v, cache), spec, seen)
         for (before, _), q, k, v, seen in zip(

@@ -11,6 +11,7 @@ import triton.language as tl
 from tests.attending import Bidirectional, Chunk, attend, naive_attention
 from tests.paged import BlockTables
 from vlmserve.kernels.attention import AttentionBackend, AttentionSpec, RotaryRows, RotatingBackend
+from vlmserve.kernels.torch_reference import TorchReference
 from vlmserve.kernels.triton import attention, attention_kernels
 from vlmserve.kernels.triton.attention import TritonAttention, unsupported_reason
 
@@ -18,6 +19,9 @@ PLAIN = AttentionSpec(4, 2, 8, 8**-0.5)
 MIXED: list[Chunk] = [(15, 1), (0, 1), (0, 18), (5, 9)]
 FEW: list[Chunk] = [(15, 1), (5, 9)]
 """Each program that is interpreted takes time."""
+FILLED_BY = TorchReference()
+"""What writes long contexts: the kernels themselves would take most of a test's time for it. They write short ones in
+other tests."""
 SPECS = {
     "plain": PLAIN,
     "no groups": AttentionSpec(3, 3, 16, 0.3),
@@ -52,7 +56,7 @@ def test_blocks_have_any_size(device: torch.device, block_size: int) -> None:
 def test_contexts_are_split_among_programs(device: torch.device) -> None:
     chunks = [(3, 1), (141, 1)]
     for spec in (AttentionSpec(2, 1, 8, 0.5, sinks=(1.0, -1.0)), AttentionSpec(2, 1, 8, 0.5, window=130)):
-        output, expected = attend(TritonAttention(), chunks, spec, 16, device=device)
+        output, expected = attend(TritonAttention(), chunks, spec, 16, device=device, filled_by=FILLED_BY)
         torch.testing.assert_close(output.double(), expected, atol=2e-5, rtol=1e-5)
 
 
@@ -69,7 +73,7 @@ def test_rows_that_see_what_comes_after_them(device: torch.device, window: int |
 def test_float16_is_as_exact_as_its_inputs(device: torch.device) -> None:
     spec = AttentionSpec(6, 2, 32, 1.0)
     output, expected = attend(
-        TritonAttention(), [(70, 1), (10, 20)], spec, 16, torch.float16, spread=1.2, device=device
+        TritonAttention(), [(70, 1), (10, 20)], spec, 16, torch.float16, spread=1.2, device=device, filled_by=FILLED_BY
     )
     assert (output.double() - expected).abs().max() < 0.02
     assert (output.double() - expected).abs().mean() < 0.002
@@ -169,7 +173,9 @@ def test_contexts_of_chunks_of_few_rows_are_split_among_programs(
         spec = dataclasses.replace(spec, window=37, soft_cap=5.0, sinks=tuple(range(-4, 4)))
         reaches = [[], [(1, 5, 68)], [], []]
     chunks: list[Chunk] = [(20, 1), (60, 10), (3, 2), (30, 11)]
-    output, expected = attend(TritonAttention(), chunks, spec, 4, device=device, bidirectional=reaches)
+    output, expected = attend(
+        TritonAttention(), chunks, spec, 4, device=device, bidirectional=reaches, filled_by=FILLED_BY
+    )
     torch.testing.assert_close(output.double(), expected, atol=2e-5, rtol=1e-5)
 
 
