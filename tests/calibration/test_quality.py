@@ -94,10 +94,12 @@ def test_a_question_without_an_answer_is_refused(tmp_path: Path) -> None:
         read_questions(questions)
 
 
-def test_the_command_prints_a_table_and_json(tmp_path: Path) -> None:
+def test_the_command_prints_a_table_and_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vlmserve.cli.quality.PROMPT", 100)
+    monkeypatch.setattr("vlmserve.cli.quality.STEPS", 4)
     out = tmp_path / "small"
     save_quantized(resolve_model("pixie"), out, QuantizationConfig(scheme="int4"))
-    line = ["eval", "quality", str(out), "--against", "pixie", "--tokens", "300", "--per-task", "1"]
+    line = ["eval", "quality", str(out), "--against", "pixie", "--tokens", "300"]
     result = CliRunner().invoke(app, line, env={"COLUMNS": "200"})
     assert result.exit_code == 0, result.output
     assert "same token" in result.stdout
@@ -110,7 +112,7 @@ def test_the_command_prints_a_table_and_json(tmp_path: Path) -> None:
     ]
     questions = tmp_path / "questions.jsonl"
     questions.write_text("\n".join(map(json.dumps, lines)))
-    line += ["--questions", str(questions)]
+    line += ["--questions", str(questions), "--per-task", "1"]
     drawing = tmp_path / "plot.svg"
     result = CliRunner().invoke(app, [*line, "--speed", "1", "--plot", str(drawing), "--json"])
     plain, small = json.loads(result.stdout)

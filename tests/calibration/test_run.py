@@ -175,23 +175,30 @@ def interrupting(at: int) -> Callable[[int, int], None]:
     return progress
 
 
-@pytest.mark.parametrize("at", [0, 1, 2, 4])
-def test_an_interrupted_run_goes_on_where_it_was(tmp_path: Path, at: int) -> None:
-    folder = make_llama(tmp_path / "plain", **GROUPS_FIT)
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, QuantizationConfig, Any]:
+    """A folder with a checkpoint and what a whole run makes of it, how, and what the run says."""
+    base = tmp_path_factory.mktemp("uninterrupted")
     config = QuantizationConfig(scheme="int4", method="awq+gptq")
-    expected = calibrate(folder, tmp_path / "whole", config)
+    return base, config, calibrate(make_llama(base / "plain", **GROUPS_FIT), base / "whole", config)
+
+
+@pytest.mark.parametrize("at", [0, 1, 2, 4])
+def test_an_interrupted_run_goes_on_where_it_was(
+    uninterrupted: tuple[Path, QuantizationConfig, Any], tmp_path: Path, at: int
+) -> None:
+    base, config, expected = uninterrupted
+    folder = base / "plain"
     with pytest.raises(Interrupted):
         calibrate(folder, tmp_path / "out", config, progress=interrupting(at))
     seen: list[int] = []
     result = calibrate(folder, tmp_path / "out", config, progress=lambda done, total: seen.append(done))
     assert seen[0] == at
     assert result == expected
-    whole, out = tensors_of(tmp_path / "whole"), tensors_of(tmp_path / "out")
+    whole, out = tensors_of(base / "whole"), tensors_of(tmp_path / "out")
     assert whole.keys() == out.keys()
     assert all(torch.equal(out[name], tensor) for name, tensor in whole.items())
-    assert {path.name for path in (tmp_path / "out").iterdir()} == {
-        path.name for path in (tmp_path / "whole").iterdir()
-    }
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {path.name for path in (base / "whole").iterdir()}
 
 
 def test_an_unfinished_folder_is_not_mixed_with_other_settings(tmp_path: Path) -> None:
