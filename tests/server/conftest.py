@@ -54,9 +54,9 @@ def live_waiting(folder):
         yield server
 
 
-@pytest.fixture(scope="module", params=["sqlite", "postgresql"])
+@pytest.fixture(scope="module", params=["sqlite"])
 def keeping(request, folder, tmp_path_factory):
-    """A fast server that keeps a history, in either kind of database, shared by the tests of a module."""
+    """A fast server that keeps a history, shared by the tests of a module; see `IN_BOTH_KINDS`."""
     path = tmp_path_factory.mktemp("history") / "history.db"
     url = f"sqlite:///{path}" if request.param == "sqlite" else request.getfixturevalue("postgres").new_database()
     server = {"storage_url": url, "max_file_bytes": 100_000, "max_stored_bytes": 1_000_000}

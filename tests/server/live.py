@@ -13,6 +13,7 @@ from typing import Any
 
 import httpx
 import openai
+import pytest
 from starlette.types import ASGIApp
 
 from vlmserve.config import EngineConfig, MediaConfig, ServerConfig
@@ -24,6 +25,9 @@ from vlmserve.server.run import bind, default_sampling
 from vlmserve.server.service import Service
 from vlmserve.server.web import WebServer
 
+IN_BOTH_KINDS = pytest.mark.parametrize("keeping", ["sqlite", "postgresql"], indirect=True)
+"""For tests of what is kept, and read again: in both kinds of database. The server does not know which it is; tests of
+the storage know."""
 QUESTION = [{"role": "user", "content": "What is in the picture?"}]
 
 

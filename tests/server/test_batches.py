@@ -1,4 +1,4 @@
-"""/v1/batches through the real openai client, in both kinds of database."""
+"""/v1/batches through the real openai client."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 import openai
 import pytest
 
-from tests.server.live import wait_until
+from tests.server.live import IN_BOTH_KINDS, wait_until
 from tests.server.test_chat import about, data_url
 from tests.server.test_files import png
 
@@ -40,6 +40,7 @@ def content(client: openai.OpenAI, file_id: str | None) -> list[dict]:
     return [] if file_id is None else [json.loads(one) for one in client.files.content(file_id).text.splitlines()]
 
 
+@IN_BOTH_KINDS
 def test_requests_of_a_file_are_answered_as_if_a_client_had_sent_them(keeping):
     client = keeping.openai
     bodies = [line(f"row {number}", f"Question {number}?")["body"] for number in range(20)]
@@ -92,6 +93,7 @@ def test_all_endpoints_are_answered(keeping):
     assert stored.output_text == response["response"]["body"]["output"][0]["content"][0]["text"]
 
 
+@IN_BOTH_KINDS
 def test_batches_are_listed_page_by_page(keeping):
     client = keeping.openai
     mine = [start(client, [line("a")]).id for _ in range(3)]

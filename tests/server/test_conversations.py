@@ -1,4 +1,4 @@
-"""/v1/conversations through the real openai client, in both kinds of database."""
+"""/v1/conversations through the real openai client."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import httpx
 import openai
 import pytest
 
+from tests.server.live import IN_BOTH_KINDS
 from tests.server.test_chat import data_url
 
 
@@ -13,6 +14,7 @@ def user(text: str) -> dict:
     return {"type": "message", "role": "user", "content": text}
 
 
+@IN_BOTH_KINDS
 def test_a_conversation_is_made_found_changed_and_deleted(keeping):
     conversations = keeping.openai.conversations
     made = conversations.create(metadata={"topic": "shapes"})
@@ -30,6 +32,7 @@ def test_a_conversation_is_made_found_changed_and_deleted(keeping):
         assert caught.value.body["message"] == f"Conversation with id '{made.id}' not found"
 
 
+@IN_BOTH_KINDS
 def test_items_are_added_listed_found_and_deleted(keeping):
     conversations = keeping.openai.conversations
     conversation = conversations.create(items=[user("one")])
@@ -52,6 +55,7 @@ def test_items_are_added_listed_found_and_deleted(keeping):
             method(listed[1].id, conversation_id=conversation.id)
 
 
+@IN_BOTH_KINDS
 def test_any_text_comes_back_as_it_was(keeping):
     said = 'nul \0, quotes \' " and \\, { "$blob": 1 }, \U0001f600, data:image/png;base64,QUJD'
     conversation = keeping.openai.conversations.create(items=[user(said), user("data:image/png;base64,QUJD")])
@@ -61,6 +65,7 @@ def test_any_text_comes_back_as_it_was(keeping):
     assert keeping.openai.conversations.retrieve(conversation.id) == changed
 
 
+@IN_BOTH_KINDS
 def test_the_client_reads_page_after_page(keeping):
     conversations = keeping.openai.conversations
     conversation = conversations.create()
@@ -88,6 +93,7 @@ def test_wrong_requests_are_refused_by_name(keeping):
     assert httpx.get(f"{keeping.url}/v1/conversations/{conversation.id}?x=1").status_code == 400
 
 
+@IN_BOTH_KINDS
 def test_an_image_that_finds_no_room_is_refused_and_others_still_fit(keeping):
     huge = "data:image/png;base64," + "A" * 1_600_000
     with pytest.raises(openai.APIStatusError) as caught:

@@ -1,4 +1,4 @@
-"""/v1/files through the real openai client, in both kinds of database."""
+"""/v1/files through the real openai client."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 from tests.media.test_videos import COLOURS, video_file
-from tests.server.live import LiveServer
+from tests.server.live import IN_BOTH_KINDS, LiveServer
 from tests.server.test_chat import about, data_url
 
 
@@ -28,6 +28,7 @@ def post(server: LiveServer, **form) -> tuple[int, dict]:
     return response.status_code, response.json().get("error")
 
 
+@IN_BOTH_KINDS
 def test_a_file_is_uploaded_listed_read_and_deleted(keeping):
     files = keeping.openai.files
     file = upload(keeping, png("red"), "Bäume & more.png")
@@ -48,6 +49,7 @@ def test_a_file_is_uploaded_listed_read_and_deleted(keeping):
     assert keeping.service.bodies.used == 0
 
 
+@IN_BOTH_KINDS
 def test_lists_are_paged_and_chosen_by_purpose(keeping):
     files = keeping.openai.files
     mine = [files.create(file=("a.png", png("blue")), purpose="user_data").id for _ in range(5)]
@@ -91,6 +93,7 @@ def test_tokens_of_a_conversation_that_shows_a_file_are_those_of_its_prompt(keep
     assert by_id["tokens"] == by_url["tokens"]
 
 
+@IN_BOTH_KINDS
 def test_files_expire_when_they_were_asked_to(keeping):
     file = upload(keeping, png("red"), expires_after={"anchor": "created_at", "seconds": 3600})
     assert file.expires_at == file.created_at + 3600

@@ -1,4 +1,4 @@
-"""/v1/responses, mostly through the real openai client, in both kinds of database."""
+"""/v1/responses, mostly through the real openai client."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import httpx
 import openai
 import pytest
 
-from tests.server.live import LiveServer, wait_until
+from tests.server.live import IN_BOTH_KINDS, LiveServer, wait_until
 from tests.server.test_chat import data_url
 from vlmserve.config import BUILT_IN_MODEL
 from vlmserve.errors import EngineDeadError, StorageError
@@ -117,6 +117,7 @@ def test_an_answer_that_is_cut_is_incomplete_and_says_why(keeping):
     assert keeping.openai.responses.retrieve(last.response.id).status == "incomplete"
 
 
+@IN_BOTH_KINDS
 def test_a_response_is_retrieved_and_deleted(keeping):
     client = keeping.openai
     response = respond(keeping, shown(data_url("red")))
@@ -138,6 +139,7 @@ def test_what_is_not_to_be_stored_is_not(keeping):
         keeping.openai.responses.retrieve(response.id)
 
 
+@IN_BOTH_KINDS
 def test_turns_that_follow_each_other_are_the_conversation_that_a_client_would_send(keeping):
     first = respond(keeping, shown(data_url("red")), instructions="Be brief.")
     second = respond(keeping, "And why?", previous_response_id=first.id)
@@ -184,6 +186,7 @@ def test_references_cannot_make_more_than_a_body_may_have(keeping, monkeypatch):
     assert keeping.service.bodies.used == 0
 
 
+@IN_BOTH_KINDS
 def test_input_items_are_paged_both_ways(keeping):
     turns = [{"role": "user", "content": f"question {number}"} for number in range(7)]
     response = respond(keeping, turns)
@@ -200,6 +203,7 @@ def test_input_items_are_paged_both_ways(keeping):
         assert (bad.status_code, bad.json()["error"]["param"]) == (400, param)
 
 
+@IN_BOTH_KINDS
 def test_a_response_in_a_conversation_adds_its_turn(keeping):
     client = keeping.openai
     conversation = client.conversations.create(items=[{"type": "message", "role": "user", "content": "I am Ann."}])
@@ -224,6 +228,7 @@ def test_a_response_in_a_conversation_adds_its_turn(keeping):
         respond(keeping, previous_response_id=first.id)
 
 
+@IN_BOTH_KINDS
 def test_responses_at_once_in_one_conversation_lose_nothing(keeping):
     conversation = keeping.openai.conversations.create()
 
@@ -335,6 +340,7 @@ def test_a_history_that_is_too_long_is_refused_or_cut_as_asked(keeping):
     assert refused(keeping, 400, input="red " * 2000, truncation="auto")["code"] == "context_length_exceeded"
 
 
+@IN_BOTH_KINDS
 def test_owners_see_only_their_own(keeping):
     """Whoever sets the owner, as a check of API keys does, decides."""
 
