@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import httpx
@@ -22,11 +23,11 @@ from typer.testing import CliRunner
 from tests.mock_checkpoint import make_mock_checkpoint
 from vlmserve.cli import app
 
-pytest.importorskip("ray")
-
-from ray.serve.schema import ServeDeploySchema
-
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(170)]
+pytestmark = [
+    pytest.mark.ray,
+    pytest.mark.timeout(170),
+    pytest.mark.skipif(find_spec("ray") is None, reason="needs vlmserve[ray]"),
+]
 
 QUESTION = [{"role": "user", "content": "What is in the picture?"}]
 
@@ -192,6 +193,8 @@ def test_a_second_gateway_serves_the_same_workers_and_is_replaced_by_a_third(clu
 
 def test_the_files_for_deployments_describe_applications():
     """Both files have the same, and all of its settings exist."""
+    from ray.serve.schema import ServeDeploySchema  # Ray Serve, which no other test process needs
+
     folder = Path(__file__).parents[2] / "deploy" / "ray"
     service = next(yaml.safe_load_all((folder / "rayservice.yaml").read_text()))
     for text in ((folder / "serve.yaml").read_text(), service["spec"]["serveConfigV2"]):
