@@ -53,7 +53,7 @@ def check_tokens(oracle: Oracle, prompts: list[Prompt], kernels: str) -> None:
     assert [generate(engine, [prompt])[0] for prompt in prompts[:4]] == expected[:4]
     assert generate(engine, prompts) == expected
     assert generate(engine, prompts[::-1]) == expected[::-1]
-    assert generate(engine_for(oracle, max_num_batched_tokens=5), prompts) == expected
+    assert generate(engine_for(oracle, max_num_batched_tokens=9), prompts) == expected
 
 
 @torch.inference_mode()

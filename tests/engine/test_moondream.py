@@ -56,7 +56,7 @@ def test_a_question_about_a_known_image_computes_what_the_blocks_lack_of_it(
 def test_preempted_requests_give_the_same(
     moondream: Moondream, prompts: list[Prompt], expected: list[list[int]]
 ) -> None:
-    for budget in (5, 100):
+    for budget in (9, 100):
         tight = tight_cache(moondream, prompts, max_num_batched_tokens=budget)
         for _ in range(2):
             assert generate(tight, prompts) == expected

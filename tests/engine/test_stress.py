@@ -17,7 +17,7 @@ from vlmserve.pixie.drawing import draw_scene
 from vlmserve.pixie.scenes import sample_scene
 from vlmserve.types import EngineRequest, Prompt, SamplingParams
 
-NUM_REQUESTS = 400
+NUM_REQUESTS = 240
 SIDE = 160
 QUESTIONS = ("Describe the picture.", "How many objects are there?", "What is in the picture?")
 GREEDY = SamplingParams(temperature=0, max_tokens=24)
