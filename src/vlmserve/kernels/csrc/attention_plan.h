@@ -1,6 +1,7 @@
 // What attention has to do in a step, cut into items for the threads.
 #pragma once
 
+#include "attention_formats.h"
 #include "linear.h"
 #include "table.h"
 
@@ -10,8 +11,9 @@ namespace {
 constexpr long TOKENS = 16;
 constexpr int TOKEN_VECTORS = TOKENS / LANES;
 
-// Rows of one item: several blocks of rows read a chunk of keys and values while it is in a first-level cache.
-constexpr long ITEM_ROWS = 48;
+// Rows of one item: several blocks of rows read a chunk of keys and values while it is in a cache. Where it is expanded for
+// them, more rows share that.
+constexpr long ITEM_ROWS = EXPANDS_BFLOAT16 ? 96 : 48;
 // Up to so many rows, an item takes several heads: those of a block lie side by side, and memory that is read in long
 // runs is read faster.
 constexpr long FEW_ROWS = 12;

@@ -116,22 +116,49 @@ INLINE void finish_block(const LinearArgs& args, long row, long tile, f32v (&sum
     }
 }
 
-// Rows that are finished at a time.
-constexpr long FINISHED_ROWS = 4;
+// Rows that are finished at a time, so that their sums stay in a first-level cache.
+constexpr long FINISHED_ROWS = 32;
 
-// The same for rows, `first` to `last`, whose sums lie in memory, with what adapters change in them.
+// Activations of sums in memory, by a loop for each kind, whose constants stay in registers.
+INLINE void activate_kept(int kind, float (*kept)[TILE], long rows, int vectors) {
+    auto each = [&](auto kind) __attribute__((always_inline)) {
+        for (long row = 0; row < rows; ++row)
+            for (int vector = 0; vector < vectors; ++vector) {
+                float* place = kept[row] + vector * LANES;
+                store(place, activate(decltype(kind)::value, load(place)));
+            }
+    };
+    switch (kind) {
+        case SILU: return each(Count<SILU>{});
+        case GELU: return each(Count<GELU>{});
+        case GELU_TANH: return each(Count<GELU_TANH>{});
+        case QUICK_GELU: return each(Count<QUICK_GELU>{});
+        case RELU: return each(Count<RELU>{});
+    }
+}
+
+// What `finish_block` does, for rows, `first` to `last`, whose sums lie in memory, with what adapters change in them.
 template <class Out, class Element>
 void finish_kept(const LinearArgs& args, long first, long last, long tile, float (*kept)[TILE]) {
-    typedef typename FormatOf<Element>::Type Format;
-    if (args.adapters) adapt_tile<Format>(args, first, last, tile, kept);
-    for (long row = first; row < last; row += FINISHED_ROWS)
-        with_rows<FINISHED_ROWS>(smaller(FINISHED_ROWS, last - row), [&](auto rows) {
-            constexpr int ROWS = decltype(rows)::value;
-            f32v sums[ROWS][VECTORS];
-            for (int i = 0; i < ROWS; ++i)
-                for (int vector = 0; vector < VECTORS; ++vector) sums[i][vector] = load(kept[row - first + i] + vector * LANES);
-            finish_block<Out, Element>(args, row, tile, sums);
-        });
+    if (args.adapters) adapt_tile<typename FormatOf<Element>::Type>(args, first, last, tile, kept);
+    long features = features_of_tile(args.gated), start = tile * features, columns = (args.gated ? args.out / 2 : args.out) - start;
+    int vectors = static_cast<int>(features / LANES);
+    for (; first < last; first += FINISHED_ROWS, kept += FINISHED_ROWS) {
+        long rows = smaller(FINISHED_ROWS, last - first);
+        if (args.bias && !args.gated)
+            for (int vector = 0; vector < vectors && columns > vector * LANES; ++vector) {
+                f32v bias = load_some(static_cast<const Element*>(args.bias) + start + vector * LANES,
+                                      smaller(columns - vector * LANES, LANES));
+                for (long row = 0; row < rows; ++row) store(kept[row] + vector * LANES, load(kept[row] + vector * LANES) + bias);
+            }
+        activate_kept(args.activation, kept, rows, vectors);
+        for (long row = 0; row < rows; ++row)
+            for (int vector = 0; vector < vectors; ++vector) {
+                f32v value = load(kept[row] + vector * LANES);
+                if (args.gated) value *= load(kept[row] + TILE / 2 + vector * LANES);
+                finish<Out, Element>(args, first + row, start + vector * LANES, columns - vector * LANES, value);
+            }
+    }
 }
 
 template <int ROWS>
