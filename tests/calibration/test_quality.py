@@ -12,14 +12,15 @@ from xml.etree import ElementTree
 import pytest
 import torch
 from PIL import Image
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
 from tests.blip import make_blip
 from tests.checkpoints import make_llama
 from vlmserve.calibration.plot import Point, quality_plot
-from vlmserve.calibration.quality import compare, quality_prompts
+from vlmserve.calibration.quality import compare, quality_samples
 from vlmserve.calibration.questions import read_questions
+from vlmserve.calibration.samples import of_text
 from vlmserve.cli import app
 from vlmserve.config import MediaConfig, QuantizationConfig, read_settings
 from vlmserve.errors import ConfigurationError
@@ -44,7 +45,8 @@ def test_all_figures_are_those_of_transformers(tmp_path: Path) -> None:
         Prompt(torch.randint(0, 50, (length,), generator=generator).tolist()) for length in (700, 3, 900, 800, 1)
     ]
     done: list[tuple[int, int]] = []
-    quality = compare(load(folders[0]), load(folders[1]), prompts, lambda *progress: done.append(progress))
+    samples = [of_text(prompt) for prompt in prompts]
+    quality = compare(load(folders[0]), load(folders[1]), samples, lambda *progress: done.append(progress))
     own, right, targets = [], [], []
     for prompt in prompts:
         for folder, rows in zip(folders, (own, right), strict=True):
@@ -65,26 +67,53 @@ def test_all_figures_are_those_of_transformers(tmp_path: Path) -> None:
     assert done[-1] == (2404, 2404)
 
 
+def test_perplexity_of_conversations_is_that_of_a_supervised_loss(tmp_path: Path) -> None:
+    folders = [make_llama(tmp_path / str(seed), seed=seed, num_hidden_layers=1) for seed in (0, 1)]
+    turns = [("user", "What is a cat?"), ("assistant", "An animal."), ("user", "Why?"), ("assistant", "It moves.")]
+    messages = [{"role": role, "content": content} for role, content in turns]
+    file = tmp_path / "conversations.jsonl"
+    file.write_text(json.dumps({"messages": messages}) + json.dumps({"prompt": "Hello", "answer": "No."}).join("\n\n"))
+    preparer = RequestPreparer(folders[0], read_settings(MediaConfig, {}))
+    quality = compare(load(folders[0]), load(folders[1]), quality_samples(preparer, 1000, file))
+    encode = AutoTokenizer.from_pretrained(folders[0]).encode
+    total, count, model = 0.0, 0, AutoModelForCausalLM.from_pretrained(folders[0], dtype=torch.float64)
+    for said in (turns, [("user", "Hello"), ("assistant", "No.")]):
+        ids: list[int] = []
+        labels: list[int] = []
+        for role, content in said:
+            heading, words, end = (
+                encode(text, add_special_tokens=False) for text in (f"{role}\n", f"{content}</s>", "\n")
+            )
+            ids += heading + words + end
+            masked = [-100] * len(words) if role == "user" else words
+            labels += [-100] * len(heading) + masked + [-100] * len(end)
+        with torch.inference_mode():
+            loss = model(input_ids=torch.tensor([ids]), labels=torch.tensor([labels])).loss
+        counted = sum(label >= 0 for label in labels)
+        total, count = total + float(loss) * counted, count + counted
+    assert quality.num_tokens == count
+    assert quality.perplexity == pytest.approx(math.exp(total / count), rel=1e-5)
+
+
 def test_a_model_does_not_differ_from_itself() -> None:
     model = load(resolve_model("pixie"))
-    prompts = quality_prompts(RequestPreparer(resolve_model("pixie"), read_settings(MediaConfig, {})), 400)
-    quality = compare(model, model, prompts)
+    samples = quality_samples(RequestPreparer(resolve_model("pixie"), read_settings(MediaConfig, {})), 400)
+    quality = compare(model, model, samples)
     assert (quality.divergence, quality.agreement) == (0, 1)
     assert quality.perplexity == quality.reference_perplexity
-    placeholders = sum(span.image.num_tokens for prompt in prompts for span in prompt.images)
-    assert quality.num_tokens == sum(len(prompt.token_ids) - 1 for prompt in prompts) - placeholders
+    assert quality.num_tokens == sum(len(sample.counted) for sample in samples) > 0
 
 
 def test_models_with_other_tokens_are_not_compared(tmp_path: Path) -> None:
     first, second = make_llama(tmp_path / "a"), make_llama(tmp_path / "b", vocab_size=60)
     with pytest.raises(ConfigurationError, match="different tokens"):
-        compare(load(first), load(second), [Prompt([1, 2, 3])])
+        compare(load(first), load(second), [of_text(Prompt([1, 2, 3]))])
 
 
 def test_cross_attention_is_refused(tmp_path: Path) -> None:
     model = load(make_blip(tmp_path, "caption"))
     with pytest.raises(ConfigurationError, match="cross attention"):
-        compare(model, model, [Prompt([5, 6, 7])])
+        compare(model, model, [of_text(Prompt([5, 6, 7]))])
 
 
 def test_a_question_without_an_answer_is_refused(tmp_path: Path) -> None:

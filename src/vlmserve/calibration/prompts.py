@@ -1,4 +1,4 @@
-"""Prompts to calibrate with: from a file, a folder of images, or what comes along."""
+"""Samples to calibrate with and to measure on: from a file, a folder of images, or what comes along."""
 
 from __future__ import annotations
 
@@ -7,13 +7,11 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
+from vlmserve.calibration.samples import Sample, of_conversation, of_text
 from vlmserve.errors import ConfigurationError, InvalidRequestError
 from vlmserve.frontend.requests import RequestPreparer
 from vlmserve.loadtest.dataset import Entry, read_entries
 from vlmserve.perplexity import python_manual
-from vlmserve.pixie.drawing import draw_scene
 from vlmserve.pixie.evaluation import messages_of
 from vlmserve.pixie.questions import sample_example
 from vlmserve.types import Prompt
@@ -34,43 +32,54 @@ def calibration_prompts(source: str | None, preparer: RequestPreparer, num_token
     measured on the beginning. Raises ConfigurationError for a source that cannot be read, and for a prompt that the
     model cannot take.
     """
+    return [sample.prompt for sample in _calibration_samples(source, preparer, num_tokens)]
+
+
+def _calibration_samples(source: str | None, preparer: RequestPreparer, num_tokens: int) -> list[Sample]:
     if source is None:
         if preparer.takes_one_image:
-            return take(drawn_prompts(preparer, 0), num_tokens)
+            return take(drawn_samples(preparer, 0), num_tokens)
         for_images = int(num_tokens * (1 - TEXT_SHARE)) if preparer.supports_images and preparer.can_chat else 0
-        drawn = take(drawn_prompts(preparer, 0), for_images)
-        return drawn + take(_text(preparer, num_tokens), num_tokens - _count(drawn))
+        drawn = take(drawn_samples(preparer, 0), for_images)
+        left = num_tokens - sum(len(sample.prompt.token_ids) for sample in drawn)
+        return drawn + take(_text(preparer, num_tokens), left)
     path = Path(source).expanduser()
-    prompts = _of_folder(path, preparer) if path.is_dir() else _of_file(path, preparer)
-    return take(prompts, num_tokens)
+    folder = path.is_dir()
+    return take(_of_folder(path, preparer) if folder else file_samples(path, preparer, "--calibration"), num_tokens)
 
 
-def take(prompts: Iterable[Prompt], num_tokens: int) -> list[Prompt]:
-    """The first prompts, until they have so many tokens together."""
-    taken: list[Prompt] = []
+def take(samples: Iterable[Sample], num_tokens: int) -> list[Sample]:
+    """The first samples, until their prompts have so many tokens together."""
+    taken: list[Sample] = []
     left = num_tokens
     if left > 0:
-        for prompt in prompts:
-            taken.append(prompt)
-            left -= len(prompt.token_ids)
+        for sample in samples:
+            taken.append(sample)
+            left -= len(sample.prompt.token_ids)
             if left <= 0:
                 break
     return taken
 
 
-def _count(prompts: Iterable[Prompt]) -> int:
-    return sum(len(prompt.token_ids) for prompt in prompts)
+def file_samples(path: Path, preparer: RequestPreparer, flag: str) -> Iterator[Sample]:
+    """The lines of a file, see `read_entries`, each with its answer, if it has one. flag: which named the file.
 
-
-def _of_file(path: Path, preparer: RequestPreparer) -> Iterator[Prompt]:
-    for entry in read_entries(path, "--calibration"):
+    Raises ConfigurationError for what cannot be read, and for what the model cannot take.
+    """
+    for entry in read_entries(path, flag):
         try:
-            yield preparer.chat(messages_of_entry(entry)) if preparer.can_chat else preparer.text(entry.prompt or "")
+            if preparer.can_chat:
+                messages = messages_of_entry(entry)
+                if entry.answer is not None and messages and messages[-1].get("role") != "assistant":
+                    messages = [*messages, {"role": "assistant", "content": entry.answer}]
+                yield of_conversation(preparer, messages)
+            else:
+                yield of_text(preparer.text(entry.prompt or ""))
         except InvalidRequestError as error:
-            raise ConfigurationError(f"--calibration {path}: line {entry.line}: {error}") from None
+            raise ConfigurationError(f"{flag} {path}: line {entry.line}: {error}") from None
 
 
-def _of_folder(path: Path, preparer: RequestPreparer) -> Iterator[Prompt]:
+def _of_folder(path: Path, preparer: RequestPreparer) -> Iterator[Sample]:
     files = sorted(file for file in path.rglob("*") if file.suffix.lower() in IMAGE_FILES)
     if not files:
         raise ConfigurationError(f"--calibration {path}: there are no images in the folder")
@@ -79,7 +88,7 @@ def _of_folder(path: Path, preparer: RequestPreparer) -> Iterator[Prompt]:
     for file in files:
         parts = [{"type": "image", "image": str(file)}, {"type": "text", "text": QUESTION}]
         try:
-            yield preparer.chat([{"role": "user", "content": parts}], allow_local=True)
+            yield of_conversation(preparer, [{"role": "user", "content": parts}], allow_local=True)
         except InvalidRequestError as error:
             raise ConfigurationError(f"--calibration {file}: {error}") from None
 
@@ -93,24 +102,20 @@ def messages_of_entry(entry: Entry) -> list[dict[str, Any]]:
     return [{"role": "user", "content": [*images, {"type": "text", "text": text}] if images else text}]
 
 
-def drawn_prompts(preparer: RequestPreparer, first_seed: int) -> Iterator[Prompt]:
+def drawn_samples(preparer: RequestPreparer, first_seed: int) -> Iterator[Sample]:
     """Conversations about drawn images with the right answers, without end. For a model that takes one image and one
     text with each request: questions about one image, each with its answer."""
     for seed in count(first_seed):
         example = sample_example(seed)
-        if not preparer.takes_one_image:
-            last = len(example.turns) - 1
-            answered = [*messages_of(example, last), {"role": "assistant", "content": example.turns[last][1]}]
-            yield preparer.chat(answered, allow_local=True, add_generation_prompt=False)
-        elif len(example.scenes) == 1:
-            question, answer = example.turns[0]
-            prompt = preparer.text(question, [draw_scene(example.scenes[0])], allow_local=True)
-            said = preparer.encode(f" {answer}", add_special_tokens=False)
-            yield msgspec.structs.replace(prompt, token_ids=[*prompt.token_ids, *said])
+        if preparer.takes_one_image and len(example.scenes) != 1:
+            continue
+        last = 0 if preparer.takes_one_image else len(example.turns) - 1
+        answer = {"role": "assistant", "content": example.turns[last][1]}
+        yield of_conversation(preparer, [*messages_of(example, last), answer], allow_local=True)
 
 
-def _text(preparer: RequestPreparer, num_tokens: int) -> Iterator[Prompt]:
+def _text(preparer: RequestPreparer, num_tokens: int) -> Iterator[Sample]:
     """The last tokens of the manual."""
     ids = preparer.encode(python_manual())[-num_tokens:]
     for first in range(0, len(ids), LONGEST):
-        yield preparer.tokens(ids[first : first + LONGEST])
+        yield of_text(preparer.tokens(ids[first : first + LONGEST]))

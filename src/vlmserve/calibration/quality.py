@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 
 import msgspec
 import torch
 from torch import Tensor
 
 from vlmserve.calibration.forward import Group, hidden_states, make_groups
-from vlmserve.calibration.prompts import drawn_prompts, take
+from vlmserve.calibration.prompts import drawn_samples, file_samples, take
+from vlmserve.calibration.samples import Sample, of_text
 from vlmserve.errors import ConfigurationError
 from vlmserve.frontend.requests import RequestPreparer
 from vlmserve.models.protocols import LoadedModel
@@ -46,23 +48,26 @@ class Quality(msgspec.Struct, frozen=True):
         return math.exp(self.reference_loss)
 
 
-def quality_prompts(preparer: RequestPreparer, num_tokens: int) -> list[Prompt]:
-    """About so many tokens of held-out conversations about drawn images, if the model takes images; or else of the
-    beginning of the manual that comes with Python, with whose end models are calibrated."""
+def quality_samples(preparer: RequestPreparer, num_tokens: int, conversations: Path | None = None) -> list[Sample]:
+    """About so many tokens to compare on. conversations: a file of prompts with answers, see `file_samples`; None:
+    held-out conversations about drawn images, if the model takes images, or else the beginning of the manual that comes
+    with Python, with whose end models are calibrated."""
+    if conversations is not None:
+        return take(file_samples(conversations, preparer, "--conversations"), num_tokens)
     if preparer.supports_images and preparer.can_chat:
-        return take(drawn_prompts(preparer, FIRST_SEED), num_tokens)
+        return take(drawn_samples(preparer, FIRST_SEED), num_tokens)
     ids = preparer.encode(python_manual())[:num_tokens]
-    return [preparer.tokens(ids[first : first + WINDOW]) for first in range(0, len(ids) - 1, WINDOW)]
+    return [of_text(preparer.tokens(ids[first : first + WINDOW])) for first in range(0, len(ids) - 1, WINDOW)]
 
 
 @torch.inference_mode()
 def compare(
     model: LoadedModel,
     reference: LoadedModel,
-    prompts: Sequence[Prompt],
+    samples: Sequence[Sample],
     progress: Callable[[int, int], None] = lambda done, of: None,
 ) -> Quality:
-    """Predict each token that is no image's from those before it, with both models.
+    """Predict each token that counts from those before it, with both models.
 
     progress: is told the tokens done and how many there are. Raises ConfigurationError for models that do not have the
     same tokens, or read images by cross attention, and where no token can be predicted.
@@ -74,9 +79,10 @@ def compare(
         raise ConfigurationError("models that read images by cross attention cannot be compared")
     sums = torch.zeros(4, dtype=torch.float64)
     count = done = 0
-    total = sum(len(prompt.token_ids) for prompt in prompts)
-    for group in make_groups(decoders[1], prompts):
-        rows, targets = _predicted(group)
+    counted = {sample.prompt: sample.counted for sample in samples}
+    total = sum(len(prompt.token_ids) for prompt in counted)
+    for group in make_groups(decoders[1], list(counted)):
+        rows, targets = _predicted(group, counted)
         hidden = [hidden_states(one, group)[rows] for one in (model, reference)]
         for first in range(0, len(rows), ROWS_AT_ONCE):
             part = slice(first, first + ROWS_AT_ONCE)
@@ -87,22 +93,19 @@ def compare(
         done += group.num_tokens
         progress(done, total)
     if not count:
-        raise ConfigurationError("there is no token to predict: give longer prompts")
+        raise ConfigurationError("there is no token to predict: give conversations with answers, or longer texts")
     loss, reference_loss, divergence, agreement = (sums / count).tolist()
     return Quality(count, loss, reference_loss, divergence, agreement)
 
 
-def _predicted(group: Group) -> tuple[Tensor, Tensor]:
-    """Rows of a group's batch after which a token of text comes, and these tokens."""
+def _predicted(group: Group, counted: Mapping[Prompt, Sequence[int]]) -> tuple[Tensor, Tensor]:
+    """Rows of a group's batch after which a token comes that counts, and these tokens."""
     rows: list[int] = []
     targets: list[int] = []
     start = 0
     for prompt in group.prompts:
-        of_images = {place for span in prompt.images for place in range(span.start, span.end)}
-        for place in range(1, len(prompt.token_ids)):
-            if place not in of_images:
-                rows.append(start + place - 1)
-                targets.append(prompt.token_ids[place])
+        rows += [start + place - 1 for place in counted[prompt]]
+        targets += [prompt.token_ids[place] for place in counted[prompt]]
         start += len(prompt.token_ids)
     return torch.tensor(rows, dtype=torch.int64), torch.tensor(targets, dtype=torch.int64)
 

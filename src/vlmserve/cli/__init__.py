@@ -506,7 +506,13 @@ def eval_quality(
     engine: EngineConfig,
     models: Annotated[list[str], typer.Argument(help="Quantized models: local folders or Hugging Face ids.")],
     against: Annotated[str, typer.Option(metavar="MODEL", help="The model that they were made of.")],
-    tokens: Annotated[int, typer.Option(metavar="INT", min=2, help="Number of tokens to compare.")] = 32768,
+    tokens: Annotated[
+        int, typer.Option(metavar="INT", min=2, help="Tokens of the samples to compare on, those of images included.")
+    ] = 32768,
+    conversations: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Prompts with answers to compare on: a line of JSON for each, see docs."),
+    ] = None,
     per_task: Annotated[
         int, typer.Option(metavar="INT", min=0, help="Questions of each of pixie's tasks to ask as well.")
     ] = 0,
@@ -525,11 +531,11 @@ def eval_quality(
     """Measure what quantized models lose: perplexity, KL divergence, agreement.
 
     Models that take images are compared on conversations about drawn images, others on the manual that comes with
-    Python.
+    Python. Of conversations the tokens of answers are counted, of texts all tokens.
     """
     from vlmserve.cli.quality import run_quality
 
     run_quality(
         engine, models, against, tokens,
-        per_task=per_task, questions=questions, turns=speed, plot=plot, as_json=as_json,
+        conversations=conversations, per_task=per_task, questions=questions, turns=speed, plot=plot, as_json=as_json,
     )  # fmt: skip

@@ -15,7 +15,7 @@ from rich.table import Table
 
 from vlmserve.bench import bench
 from vlmserve.calibration.plot import Point, quality_plot
-from vlmserve.calibration.quality import Quality, compare, quality_prompts
+from vlmserve.calibration.quality import Quality, compare, quality_samples
 from vlmserve.calibration.questions import read_questions, share_right
 from vlmserve.config import EngineConfig, MediaConfig, read_settings
 from vlmserve.engine.loading import load
@@ -56,6 +56,7 @@ def run_quality(
     against: str,
     num_tokens: int,
     *,
+    conversations: Path | None,
     per_task: int,
     questions: Path | None,
     turns: int,
@@ -67,13 +68,14 @@ def run_quality(
     folder = resolve_model(against, config.revision)
     rows = []
     with Progress(console=Console(stderr=True)) as progress:
-        prompts = quality_prompts(RequestPreparer(folder, read_settings(MediaConfig, {})), num_tokens)
+        preparer = RequestPreparer(folder, read_settings(MediaConfig, {}))
+        samples = quality_samples(preparer, num_tokens, conversations)
         reference = load(config.model_copy(update={"model": against}), folder)
         qualities: list[Quality | None] = [None]
         for name in models:
             bar = progress.add_task(Path(name).name, total=None)
             model = load(config.model_copy(update={"model": name}))
-            qualities.append(compare(model, reference, prompts, partial(_show, progress, bar)))
+            qualities.append(compare(model, reference, samples, partial(_show, progress, bar)))
             del model
             gc.collect()
         del reference
@@ -159,5 +161,5 @@ def _print(rows: Sequence[Row]) -> None:
         cells += [f"{rate:,.0f}" for rate in (row.prompt_rate, row.answer_rate) if rate is not None]
         table.add_row(*cells)
     console = Console()
-    console.print(f"{measured.num_tokens} tokens; KL in nats a token, against {rows[0].model}", highlight=False)
+    console.print(f"{measured.num_tokens} tokens counted; KL in nats a token, against {rows[0].model}", highlight=False)
     console.print(table)

@@ -1,0 +1,72 @@
+"""Prompts with the tokens that a model is measured on: of conversations the answers, of plain text everything."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from vlmserve.frontend.requests import RequestPreparer
+from vlmserve.types import Prompt
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A prompt. counted: places of the tokens that a model is to predict, in order; never the first one, no image's."""
+
+    prompt: Prompt
+    counted: tuple[int, ...]
+
+
+def of_text(prompt: Prompt) -> Sample:
+    """A prompt of which all text counts."""
+    return _sample(prompt, [range(len(prompt.token_ids))])
+
+
+def of_conversation(
+    preparer: RequestPreparer, messages: Sequence[Mapping[str, Any]], *, allow_local: bool = False
+) -> Sample:
+    """A conversation in OpenAI's form of which the answers count, as fine-tuning counts them: what a model would say,
+    from behind the generation prompt to the token that ends the turn.
+
+    An answer begins where the tokens are no longer those of the conversation before it with the generation prompt;
+    templates may write earlier turns in another way than the last one. An answer with nothing before it does not count.
+    Behind a question there is a generation prompt. allow_local and what is raised: as of `RequestPreparer.chat`.
+    """
+    answered = bool(messages) and messages[-1].get("role") == "assistant"
+    if preparer.takes_one_image and answered:
+        prompt = preparer.chat(messages[:-1], allow_local=allow_local)
+        said = preparer.encode(f" {_text(messages[-1]['content'])}", add_special_tokens=False)
+        first = len(prompt.token_ids)
+        whole = msgspec.structs.replace(prompt, token_ids=[*prompt.token_ids, *said])
+        return _sample(whole, [range(first, first + len(said))])
+    whole = preparer.chat(messages, allow_local=allow_local, add_generation_prompt=not answered)
+    ends = preparer.tokenizer.end_token_ids
+    answers = []
+    for number, message in enumerate(messages):
+        if number and message.get("role") == "assistant":
+            asked = preparer.chat(messages[:number], allow_local=allow_local)
+            so_far = preparer.chat(messages[: number + 1], allow_local=allow_local, add_generation_prompt=False)
+            first, last = _common(whole, asked), _common(whole, so_far)
+            last = last if last > first else len(whole.token_ids)
+            end = next((place + 1 for place in range(first, last) if whole.token_ids[place] in ends), last)
+            answers.append(range(first, end))
+    return _sample(whole, answers)
+
+
+def _sample(prompt: Prompt, spans: Sequence[range]) -> Sample:
+    of_images = {place for span in prompt.images for place in range(span.start, span.end)}
+    return Sample(prompt, tuple(place for span in spans for place in span if place and place not in of_images))
+
+
+def _text(content: str | Sequence[Mapping[str, Any]]) -> str:
+    return content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
+
+
+def _common(first: Prompt, second: Prompt) -> int:
+    """How many tokens two prompts begin with together."""
+    pairs = zip(first.token_ids, second.token_ids, strict=False)
+    shorter = min(len(first.token_ids), len(second.token_ids))
+    return next((place for place, (one, other) in enumerate(pairs) if one != other), shorter)
