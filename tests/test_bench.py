@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,15 @@ from vlmserve.cli import app
 from vlmserve.config import EngineConfig
 from vlmserve.kernels.extension import supported_isas
 from vlmserve.models.registry import load_model
+
+
+@pytest.fixture(scope="module", autouse=True)
+def limits_measured_once() -> Iterator[None]:
+    """What the machine can do is measured for seconds, and is the same for all reports."""
+    with pytest.MonkeyPatch.context() as patch:
+        for measure in (memory_bandwidth, product_rate):
+            patch.setattr(f"vlmserve.bench.{measure.__name__}", functools.cache(measure))
+        yield
 
 
 def test_every_way_of_quantizing_is_measured_at_every_number_of_requests(tmp_path: Path) -> None:

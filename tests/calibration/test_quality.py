@@ -126,6 +126,9 @@ def test_a_question_without_an_answer_is_refused(tmp_path: Path) -> None:
 def test_the_command_prints_a_table_and_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vlmserve.cli.quality.PROMPT", 100)
     monkeypatch.setattr("vlmserve.cli.quality.STEPS", 4)
+    # Measured for seconds, and of no interest here.
+    monkeypatch.setattr("vlmserve.bench.product_rate", lambda device, dtype: 1.0)
+    monkeypatch.setattr("vlmserve.bench.memory_bandwidth", lambda device: 1.0)
     out = tmp_path / "small"
     save_quantized(resolve_model("pixie"), out, QuantizationConfig(scheme="int4"))
     line = ["eval", "quality", str(out), "--against", "pixie", "--tokens", "300"]
