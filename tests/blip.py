@@ -13,9 +13,10 @@ import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import BlipConfig, BlipForConditionalGeneration, BlipForQuestionAnswering
 
-from tests.checkpoints import change_tensors, save_model
+from tests.checkpoints import change_tensors
 from tests.normalized import normalized
 from tests.prompt.tokenizers_for_tests import CORPUS
+from tests.saved_models import save_model
 from vlmserve.types import CrossInput, ImageInput, Prompt
 
 CAPTION, QUESTION = BlipForConditionalGeneration, BlipForQuestionAnswering

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +12,6 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-from torch import nn
 from transformers import (
     CLIPVisionConfig,
     Gemma3Config,
@@ -44,6 +44,7 @@ from transformers.models.idefics3.configuration_idefics3 import Idefics3VisionCo
 from transformers.models.smolvlm.configuration_smolvlm import SmolVLMVisionConfig
 
 from tests.prompt.tokenizers_for_tests import CHATML_PARTS, CORPUS
+from tests.saved_models import save_model
 
 TEXT: dict[str, Any] = {
     "hidden_size": 48,
@@ -452,6 +453,18 @@ def change_config(folder: Path, **fields: Any) -> None:
 def write_tokenizer(folder: Path, *, takes_images: bool) -> Tokenizer:
     """A byte-level tokenizer with its chat template; if the model takes images, its last token is ``<image>``."""
     folder.mkdir(parents=True, exist_ok=True)
+    tokenizer = Tokenizer.from_str(_trained_tokenizer())
+    if takes_images:
+        tokenizer.add_special_tokens([AddedToken("<image>", special=True, normalized=False)])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    named = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "</s>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", **named}))
+    (folder / "chat_template.jinja").write_text(CHATML_PARTS.replace("<|im_start|>", "").replace("<|im_end|>", "</s>"))
+    return tokenizer
+
+
+@functools.cache
+def _trained_tokenizer() -> str:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -464,13 +477,7 @@ def write_tokenizer(folder: Path, *, takes_images: bool) -> Tokenizer:
     )
     tokenizer.train_from_iterator(CORPUS, trainer)
     tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
-    if takes_images:
-        tokenizer.add_special_tokens([AddedToken("<image>", special=True, normalized=False)])
-    tokenizer.save(str(folder / "tokenizer.json"))
-    named = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "</s>"}
-    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", **named}))
-    (folder / "chat_template.jinja").write_text(CHATML_PARTS.replace("<|im_start|>", "").replace("<|im_end|>", "</s>"))
-    return tokenizer
+    return tokenizer.to_str()
 
 
 def write_image_processor(folder: Path, vision: CLIPVisionConfig, strategy: str) -> None:
@@ -488,27 +495,3 @@ def write_image_processor(folder: Path, vision: CLIPVisionConfig, strategy: str)
         "num_additional_image_tokens": 1,
     }
     (folder / "processor_config.json").write_text(json.dumps(sizes))
-
-
-OTHER_CONSTANTS = (
-    "input_projection_weight", "class_embedding", "cls_token", ".position_embeddings", ".lambda_1", ".lambda_2"
-)  # fmt: skip
-"""Ends of the names of further parameters that transformers initializes with zeros or ones."""
-
-
-def save_model(
-    folder: Path,
-    model_class: type[PreTrainedModel],
-    config: PreTrainedConfig,
-    seed: int = 0,
-    dtype: torch.dtype = torch.float32,
-    shard_size: str = "1GB",
-) -> None:
-    """Random weights, none of which is as transformers initializes norms and biases."""
-    torch.manual_seed(seed)
-    model = model_class(config)
-    # Ones and zeros, as transformers initializes them, would hide a norm or bias that is left out or swapped.
-    for name, parameter in model.named_parameters():
-        if "norm" in name or name.endswith((".bias", *OTHER_CONSTANTS)):
-            nn.init.normal_(parameter, mean=1.0 if "norm" in name and "weight" in name else 0.0, std=0.2)
-    model.to(dtype).save_pretrained(folder, max_shard_size=shard_size, save_original_format=False)

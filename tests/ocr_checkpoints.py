@@ -22,8 +22,9 @@ from transformers.models.glm46v.processing_glm46v import Glm46VProcessor
 from transformers.models.paddleocr_vl.image_processing_pil_paddleocr_vl import PaddleOCRVLImageProcessorPil
 from transformers.models.paddleocr_vl.processing_paddleocr_vl import PaddleOCRVLProcessor
 
-from tests.checkpoints import TEXT, rename_tensors, save_model, write_tokenizer
+from tests.checkpoints import TEXT, rename_tensors, write_tokenizer
 from tests.models.test_qwen_vision import flat_patches, patches
+from tests.saved_models import save_model
 
 BOUNDS = (16 * 16, 48 * 48)
 """Pixels of an image at least and at most."""

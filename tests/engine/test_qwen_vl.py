@@ -19,10 +19,11 @@ from transformers import (
     Qwen3VLForConditionalGeneration,
 )
 
-from tests.checkpoints import TEXT, save_model, write_tokenizer
+from tests.checkpoints import TEXT, write_tokenizer
 from tests.engine.test_parity import NEW_TOKENS, engine_for, first_logits, generate, tight_cache, with_budgets
 from tests.models.test_qwen_vision import QWEN2, QWEN3, QWEN25, patches
 from tests.normalized import normalized
+from tests.saved_models import save_model
 from vlmserve.types import ImageInput, ImageSpan, Prompt
 
 pytestmark = pytest.mark.usefixtures("native_kernels")
