@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -50,11 +52,19 @@ FEATURES = 10
 NEW_TOKENS = 12
 
 
-def make_blip(folder: Path, kind: str = "caption", *, dtype: torch.dtype = torch.float32, **vision: Any) -> Path:
-    """A checkpoint in `folder`; kind: of `CLASSES`; vision: fields of the tower's config."""
-    width = {} if kind == "caption" else {"hidden_size": TEXT["hidden_size"]}
+def make_blip(
+    folder: Path,
+    kind: str = "caption",
+    *,
+    dtype: torch.dtype = torch.float32,
+    text: Mapping[str, Any] = MappingProxyType({}),
+    **vision: Any,
+) -> Path:
+    """A checkpoint in `folder`; kind: of `CLASSES`; text, vision: fields of the decoder's and the tower's configs."""
+    text_config = {**TEXT, **text}
+    width = {} if kind == "caption" else {"hidden_size": text_config["hidden_size"]}
     write_wordpiece(folder)
-    config = BlipConfig(text_config=TEXT, vision_config={**VISION, **width, **vision}, initializer_range=0.15)
+    config = BlipConfig(text_config=text_config, vision_config={**VISION, **width, **vision}, initializer_range=0.15)
     save_model(folder, CLASSES[kind], config, 0, torch.float32, "1GB")
     torch.manual_seed(1)
     change_tensors(folder, lambda name, tensor: (name, _livelier(name, tensor).to(dtype)))
@@ -104,7 +114,11 @@ class BlipOracle:
 
     @classmethod
     def make(cls, folder: Path, kind: str) -> BlipOracle:
-        make_blip(folder, kind)
+        return cls.of(make_blip(folder, kind), kind)
+
+    @classmethod
+    def of(cls, folder: Path, kind: str) -> BlipOracle:
+        """Of a checkpoint that is there."""
         model = CLASSES[kind].from_pretrained(folder, dtype=torch.float32).eval()
         model.config.text_config.sep_token_id = None  # answers go on behind the end token, as `ignore_eos` has it
         model.text_decoder.generation_config.eos_token_id = None

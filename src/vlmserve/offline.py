@@ -57,9 +57,7 @@ class Prepared(NamedTuple):
     @property
     def num_bytes(self) -> int:
         """Memory of its token ids and images."""
-        images = [span.image for span in self.prompt.images]
-        images += [self.prompt.cross.image] if self.prompt.cross is not None else []
-        return 8 * len(self.prompt.token_ids) + sum(image.pixels.nbytes for image in images)
+        return 8 * len(self.prompt.token_ids) + sum(image.pixels.nbytes for image in self.prompt.image_inputs)
 
 
 @dataclass(eq=False)

@@ -227,6 +227,11 @@ class Prompt(msgspec.Struct, frozen=True, eq=False):
         return len(self.images) + (self.cross is not None)
 
     @property
+    def image_inputs(self) -> list[ImageInput]:
+        """The images, in order. One that the decoder attends to by cross attention is the last."""
+        return [span.image for span in self.images] + ([] if self.cross is None else [self.cross.image])
+
+    @property
     def num_image_tokens(self) -> int:
         """How many of the tokens are those of images."""
         return sum(span.image.num_tokens for span in self.images)

@@ -13,7 +13,6 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from tests.blip import make_blip
 from tests.checkpoints import change_tensors, make_llama, make_llava
 from tests.models.test_families import FAMILIES, make
 from tests.paged import PagedRun
@@ -264,13 +263,6 @@ def test_layers_with_rules_of_their_own_and_8_bits_beside_4(tmp_path: Path) -> N
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
     assert set(index["weight_map"]) == set(tensors)
     assert torch.isfinite(logits(tmp_path / "out")).all()
-
-
-def test_a_decoder_that_reads_images_by_cross_attention_is_refused(tmp_path: Path) -> None:
-    folder = make_blip(tmp_path / "plain")
-    with pytest.raises(ConfigurationError, match="by cross attention and cannot be calibrated; use --method rtn"):
-        calibrate(folder, tmp_path / "out", QuantizationConfig(scheme="int8", method="gptq"))
-    assert not (tmp_path / "out").exists()
 
 
 def test_no_prompts_are_an_error(tmp_path: Path) -> None:

@@ -9,9 +9,11 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from vlmserve.cache.keys import cross_key
 from vlmserve.devices.device import Device, LayerExecutor, LayerStack
 from vlmserve.kernels.attention import LayerCache
 from vlmserve.layers.attention import StepContext
+from vlmserve.models.cross import CrossStateEncoder
 from vlmserve.models.decoder import Decoder, DecoderLayer
 from vlmserve.models.image_rows import LayerFeatures, add_features, place_images
 from vlmserve.models.protocols import LanguageModel, LoadedModel, VisionEncoder
@@ -20,7 +22,7 @@ from vlmserve.runner.batch import BatchBuilder
 from vlmserve.runner.requests import RequestState, ScheduledRequest
 from vlmserve.sampling.grammar import Matcher
 from vlmserve.steps import NewRequest
-from vlmserve.types import Grammar, Prompt, SamplingParams
+from vlmserve.types import CrossInput, Grammar, Prompt, SamplingParams
 
 BLOCK_SIZE = 16
 TOKENS_AT_ONCE = 2048
@@ -59,13 +61,15 @@ class Group:
 class LayerByLayer:
     """Prompts at their way through the layers of a decoder whose executor is `executor`.
 
-    states: of each group of prompts, ``[tokens, hidden_size]``: what the next layer gets.
+    states: of each group of prompts, ``[tokens, hidden_size]``: what the next layer gets. cross: by key, what layers
+    attend to by cross-attention, ``[states, cross_size]``.
     """
 
     def __init__(self, decoder: Decoder, executor: OneLayer, device: Device, prompts: Sequence[Prompt]) -> None:
         self._decoder, self._executor = decoder, executor
         self._groups = list(make_groups(decoder, prompts))
-        self._batches = BatchBuilder(BLOCK_SIZE, device)
+        self.cross: dict[bytes, Tensor] = {}
+        self._batches = BatchBuilder(BLOCK_SIZE, device, cross_states=self.cross)
         self._most_blocks = max(group.num_blocks for group in self._groups)
         self.states: list[Tensor] = []
         self._features: list[list[LayerFeatures]] = []
@@ -163,6 +167,7 @@ def _scheduled(decoder: LanguageModel, prompt: Prompt, number: int, block_ids: r
         max_len=length + 1,
         end_token_ids=[],
         images=tuple(span.placement for span in prompt.images),
+        cross_key=None if prompt.cross is None else key_of(prompt.cross),
     )
     return ScheduledRequest(RequestState(request, decoder, _no_grammar), 0, length, [], 0)
 
@@ -175,7 +180,22 @@ def encode_images(
     vision: VisionEncoder, device: Device, prompts: Sequence[Prompt], dtype: torch.dtype
 ) -> Iterator[tuple[bytes, Tensor]]:
     """The embeddings of all images, each once, by key."""
-    images = {span.image.key: span.image for prompt in prompts for span in prompt.images}
+    images = {image.key: image for prompt in prompts for image in prompt.image_inputs}
     for key, image in images.items():
         pixels = device.upload_pixels(image.pixels, dtype, image.levels)
         yield key, vision.encode([pixels], [image.tiling])[0]
+
+
+def cross_sources(
+    cross: CrossStateEncoder, prompts: Sequence[Prompt], images: Mapping[bytes, Tensor]
+) -> Iterator[tuple[bytes, Tensor]]:
+    """What layers make the keys and values of that prompts attend to by cross-attention, each once, by key. images:
+    their embeddings by key."""
+    inputs = {key_of(prompt.cross): prompt.cross for prompt in prompts if prompt.cross is not None}
+    for key, one in inputs.items():
+        yield key, cross.sources([images[one.image.key]], [one.token_ids])[0]
+
+
+def key_of(cross: CrossInput) -> bytes:
+    """The key of what a prompt attends to by cross-attention."""
+    return cross_key(cross.image.key, cross.token_ids)

@@ -9,21 +9,21 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import cast
 
 import torch
-from torch import Tensor
 
-from vlmserve.calibration.forward import LayerByLayer, encode_images
-from vlmserve.calibration.run import DECODER, Calibration, forget
+from vlmserve.calibration.forward import LayerByLayer
+from vlmserve.calibration.run import CROSS_STATES, DECODER, Calibration, forget
 from vlmserve.calibration.settings import QuantizeConfig
 from vlmserve.config import QuantizationConfig, Scheme
 from vlmserve.errors import ConfigurationError
 from vlmserve.layers.linear import Weight
 from vlmserve.models.estimate import MemoryEstimate
-from vlmserve.models.protocols import VisionEncoder
+from vlmserve.models.folding import CROSS_KV
 from vlmserve.models.registry import return_free_memory
 from vlmserve.quant.calibration import Observer, Target
 from vlmserve.quant.memory import StoredSizes
@@ -130,7 +130,9 @@ class SensitivityPass(Calibration):
         self._measured: dict[str, dict[Scheme, float]] = {}
         flow = LayerByLayer(self._decoder, self._executor, self._device, self._prompts)
         count = len(self._decoder.layers)
-        self._embed(flow)
+        self._load_outer()
+        self._enter(flow, partial(self._measure, prefix=""))
+        self._forget_outer()
         progress(1, count + 1)
         for index in range(count):
             layer = self._load_layer(index)
@@ -142,12 +144,8 @@ class SensitivityPass(Calibration):
             forget(layer)
             return_free_memory()
             progress(index + 2, count + 1)
+        self._transform(flow, partial(self._measure, prefix=""))
         return self._measured
-
-    def _encode_images(self, vision: VisionEncoder) -> dict[bytes, Tensor]:
-        for some, statistics in self._watch_vision(vision, self._vision_targets()):
-            self._measure(some, statistics, "")
-        return dict(encode_images(vision, self._device, self._prompts, self._decoder.dtype))
 
     def _measure(self, targets: Mapping[str, Target], statistics: Mapping[str, InputStatistics], prefix: str) -> None:
         for name, target in targets.items():
@@ -164,4 +162,6 @@ class SensitivityPass(Calibration):
                     zero_points=self._config.zero_points,
                 )
                 errors[scheme] = float(output_error(rounded.dequantize() - weight, hessian))
-            self._measured[prefix + name] = errors
+            # One product makes what all layers attend to, and has as many bits for each.
+            known = self._measured.setdefault(CROSS_STATES if name == CROSS_KV else prefix + name, {})
+            known |= {scheme: known.get(scheme, 0.0) + error for scheme, error in errors.items()}

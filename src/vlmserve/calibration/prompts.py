@@ -49,13 +49,15 @@ def _calibration_samples(source: str | None, preparer: RequestPreparer, num_toke
 
 
 def take(samples: Iterable[Sample], num_tokens: int) -> list[Sample]:
-    """The first samples, until their prompts have so many tokens together."""
+    """The first samples, until their prompts have so many tokens together, those of questions that are encoded
+    included."""
     taken: list[Sample] = []
     left = num_tokens
     if left > 0:
         for sample in samples:
             taken.append(sample)
-            left -= len(sample.prompt.token_ids)
+            prompt = sample.prompt
+            left -= len(prompt.token_ids) + (0 if prompt.cross is None else len(prompt.cross.token_ids))
             if left <= 0:
                 break
     return taken

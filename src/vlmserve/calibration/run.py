@@ -4,29 +4,30 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import cast
 
 import torch
 from blake3 import blake3
 from safetensors import safe_open
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from vlmserve import __version__
-from vlmserve.calibration.forward import LayerByLayer, OneLayer, encode_images
+from vlmserve.calibration.forward import LayerByLayer, OneLayer, cross_sources, encode_images
 from vlmserve.config import QuantizationConfig
 from vlmserve.devices.choice import open_device
 from vlmserve.errors import ConfigurationError
 from vlmserve.layers.linear import Linear, MergedLinear
 from vlmserve.models.decoder import DecoderLayer
-from vlmserve.models.folding import layer_folds
+from vlmserve.models.folding import CROSS_KV, layer_folds
 from vlmserve.models.identity import weights_digest
-from vlmserve.models.protocols import VisionEncoder
 from vlmserve.models.quantized import QuantizedFolder, Saving
 from vlmserve.models.registry import return_free_memory
-from vlmserve.models.weights import merge_as_stored, module_slots, weight_names, weight_slots
+from vlmserve.models.weights import TEXT_ENCODER, merge_as_stored, module_slots, weight_names, weight_slots
 from vlmserve.quant.calibration import Observer, Outcome, Target, quantize_layers
 from vlmserve.quant.methods.rtn import round_to_nearest
 from vlmserve.quant.model import choose_layers
@@ -35,10 +36,15 @@ from vlmserve.types import Prompt
 
 logger = logging.getLogger(__name__)
 
-UNFINISHED, STATES = "unfinished.json", "states.unfinished"
+UNFINISHED, STATES, CROSS = "unfinished.json", "states.unfinished", "cross.unfinished"
 OBSERVED_BYTES = 256 * 1024**2
 """Memory for what is kept of inputs of a vision tower's layers at a time."""
 DECODER = "language_model."
+TRANSFORM = f"{DECODER}head_transform."
+CROSS_STATES = f"{DECODER}cross_states"
+
+Settle = Callable[[dict[str, Target], Mapping[str, InputStatistics]], None]
+"""Does something with layers whose inputs were observed."""
 
 
 @dataclass(frozen=True)
@@ -83,14 +89,17 @@ class Calibration:
             )
             self._executor = OneLayer()
             parts = description.build(spec, backend, self._executor, dtype=dtype, device=device)
-        if parts.cross is not None:
-            raise ConfigurationError(
-                f"{description.architecture} reads images by cross attention and cannot be calibrated; use --method rtn"
-            )
-        self._model, self._decoder, self._vision = parts.modules, parts.language_model, parts.vision
+        self._model, self._decoder = parts.modules, parts.language_model
+        self._vision, self._cross = parts.vision, parts.cross
         merge_as_stored(self._model, checkpoint.names)
+        chosen = {path: (module, bits) for path, module, bits in choose_layers(self._model, config)}
+        self._decoder.split_cross_states()
         self._slots = [name for name, _ in weight_slots(self._model)]
-        self._chosen = {path: (module, bits) for path, module, bits in choose_layers(self._model, config)}
+        self._targets = {path: Target(one, bits) for path, (one, bits) in chosen.items() if isinstance(one, Linear)}
+        if (cross := self._targets.pop(CROSS_STATES, None)) is not None:
+            for path, module in self._model.named_modules():
+                if path.startswith(DECODER) and path.endswith(CROSS_KV):
+                    self._targets[path] = Target(cast(Linear, module), cross.bits)
         self._errors: dict[str, float] = {}
         self._notes: list[str] = []
 
@@ -107,13 +116,13 @@ class Calibration:
             elif index <= count:
                 self._layer(flow, index - 1)
             else:
-                self._rest()
+                self._rest(flow)
             if index <= count:
                 self._note(flow, index + 1)
             return_free_memory()
             progress(index + 1, count + 2)
         out = self._writer.out
-        for name in (UNFINISHED, STATES):
+        for name in (UNFINISHED, STATES, CROSS):
             (out / name).unlink(missing_ok=True)
         return Result(self._writer.finish(), self._errors, self._notes)
 
@@ -137,6 +146,8 @@ class Calibration:
         with safe_open(out / STATES, framework="pt") as file:
             about = file.metadata()
             flow.states = [file.get_tensor(str(number)).clone() for number in range(len(file.keys()))]
+        if (out / CROSS).is_file():
+            flow.cross |= {bytes.fromhex(key): tensor for key, tensor in load_file(out / CROSS).items()}
         self._errors, self._notes = json.loads(about["errors"]), json.loads(about["notes"])
         stage = int(about["stage"])
         logger.info("going on with layer %d", stage)
@@ -155,49 +166,67 @@ class Calibration:
             f"{__version__} {self._config.model_dump_json()} {self._image_weight} {self._decoder.dtype}".encode()
         )
         for prompt in self._prompts:
-            hasher.update(json.dumps([prompt.token_ids, [span.image.key.hex() for span in prompt.images]]).encode())
+            asked = [] if prompt.cross is None else prompt.cross.token_ids
+            keys = [image.key.hex() for image in prompt.image_inputs]
+            hasher.update(json.dumps([prompt.token_ids, asked, keys]).encode())
         return hasher.hexdigest()
 
     def _embed(self, flow: LayerByLayer) -> None:
-        """Make the first layer's inputs."""
+        """Make the first layer's inputs. What stands before the decoder is quantized, if it is to be."""
+        self._load_outer()
+        for target in self._outer_targets().values():
+            if target.module.weight.ndim != 2:
+                self._round(target)
+        outcome = Outcome()
+        self._enter(flow, lambda some, statistics: outcome.add(self._quantize(some, statistics)))
+        if self._vision is not None:
+            self._write(0, [name for name in self._writer.names if not name.startswith(DECODER)], outcome)
+        if flow.cross:
+            self._writer.write(CROSS, {key.hex(): rows for key, rows in flow.cross.items()})
+        self._forget_outer()
+
+    def _load_outer(self) -> None:
         layers = f"{DECODER}layers."
         self._load(lambda name: not name.startswith(layers) and not name.startswith(f"{DECODER}lm_head"))
-        flow.embed({} if self._vision is None else self._encode_images(self._vision))
+
+    def _forget_outer(self) -> None:
         forget(self._decoder.embed_tokens)
         for name, module in self._model.named_children():
             if name != DECODER.removesuffix("."):
                 forget(module)
 
-    def _encode_images(self, vision: VisionEncoder) -> dict[bytes, Tensor]:
-        """Quantize the vision tower, if it is to be, and compute the embeddings of all images."""
-        targets = self._vision_targets()
-        for target in targets.values():
-            if target.module.weight.ndim != 2:
-                self._round(target)
-        whole = Outcome()
-        for some, statistics in self._watch_vision(vision, targets):
-            whole.add(quantize_layers(some, (), statistics, self._config))
-        self._write(0, [name for name in self._writer.names if not name.startswith(DECODER)], whole)
-        return dict(encode_images(vision, self._device, self._prompts, self._decoder.dtype))
+    def _enter(self, flow: LayerByLayer, settle: Settle) -> None:
+        """Make the first layer's inputs, and what all layers attend to. settle: what becomes of layers before the
+        decoder; those that come later get what the earlier ones then compute."""
+        images: dict[bytes, Tensor] = {}
+        tower = self._outer_targets()
+        questions = {path: tower.pop(path) for path in list(tower) if path.startswith(TEXT_ENCODER)}
+        if self._vision is not None:
+            encode = partial(encode_images, self._vision, self._device, self._prompts, self._decoder.dtype)
+            self._watch(tower, encode, settle)
+            images = dict(encode())
+        if self._cross is not None:
+            read = partial(cross_sources, self._cross, self._prompts, images)
+            self._watch(questions, read, settle)
+            flow.cross |= read()
+        flow.embed(images)
 
-    def _vision_targets(self) -> dict[str, Target]:
+    def _outer_targets(self) -> dict[str, Target]:
         """The layers to quantize outside the decoder, by name."""
-        return {
-            path: Target(module, bits)
-            for path, (module, bits) in self._chosen.items()
-            if not path.startswith(DECODER) and isinstance(module, Linear)
-        }
+        return {path: target for path, target in self._targets.items() if not path.startswith(DECODER)}
 
-    def _watch_vision(
-        self, vision: VisionEncoder, targets: dict[str, Target]
-    ) -> Iterator[tuple[dict[str, Target], Mapping[str, InputStatistics]]]:
-        """Some layers at a time, with what goes into them; those that are no matrix are left out."""
+    def _watch(self, targets: dict[str, Target], run: Callable[[], Iterable[object]], settle: Settle) -> None:
+        """Settle layers, some at a time, from what goes into them; those that are no matrix are left out. run: computes
+        all of their inputs."""
         for some in _within_memory(targets):
             observer = Observer({path: target.module for path, target in some.items()})
             with observer.watching():
-                for _ in encode_images(vision, self._device, self._prompts, self._decoder.dtype):
+                for _ in run():
                     pass
-            yield some, observer.statistics
+            settle(some, observer.statistics)
+
+    def _quantize(self, targets: dict[str, Target], statistics: Mapping[str, InputStatistics]) -> Outcome:
+        return quantize_layers(targets, (), statistics, self._config)
 
     def _round(self, target: Target) -> None:
         """A patch embedding has the shape of a convolution, and pixels go in. It is rounded to nearest."""
@@ -237,17 +266,22 @@ class Calibration:
     def _layer_targets(self, index: int) -> dict[str, Target]:
         """The layers to quantize inside a layer of the decoder, by their names there."""
         prefix = f"{DECODER}layers.{index}."
-        return {
-            path.removeprefix(prefix): Target(module, bits)
-            for path, (module, bits) in self._chosen.items()
-            if path.startswith(prefix) and isinstance(module, Linear)
-        }
+        return {path.removeprefix(prefix): target for path, target in self._targets.items() if path.startswith(prefix)}
 
-    def _rest(self) -> None:
+    def _rest(self, flow: LayerByLayer) -> None:
         """What is left of the decoder: tables, the last norm, the head."""
+        outcome = Outcome()
+        self._transform(flow, lambda some, statistics: outcome.add(self._quantize(some, statistics)))
         layers = f"{DECODER}layers."
         names = [name for name in self._writer.names if name.startswith(DECODER) and not name.startswith(layers)]
-        self._write(len(self._decoder.layers) + 1, names, Outcome())
+        self._write(len(self._decoder.layers) + 1, names, outcome)
+
+    def _transform(self, flow: LayerByLayer, settle: Settle) -> None:
+        """Settle what stands between the last layer and the output head, in families that have such."""
+        if (transform := self._decoder.head_transform) is not None:
+            self._load(lambda name: name.startswith(TRANSFORM))
+            targets = {path: target for path, target in self._targets.items() if path.startswith(TRANSFORM)}
+            self._watch(targets, lambda: map(transform, flow.states), settle)
 
     def _load(self, wanted: Callable[[str], bool]) -> None:
         filled = {name for name in self._slots if not wanted(name)}

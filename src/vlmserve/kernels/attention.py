@@ -29,7 +29,8 @@ class BidirectionalRows(NamedTuple):
 
 class CrossRows(NamedTuple):
     """Rows ``first <= row < last`` of a batch attend to these keys and values of all layers, ``[layers, 2, kv_heads,
-    states, head_size]``, by cross-attention."""
+    states, head_size]``, by cross-attention; where layers make their own, to what they make them of, ``[states,
+    cross_size]``."""
 
     first: int
     last: int

@@ -109,7 +109,10 @@ class Attention(nn.Module):
 
 class CrossAttention(nn.Module):
     """``[tokens, hidden_size]`` to the same: each sequence attends to all of its own `CrossRows.states`, and they do
-    not change while it grows."""
+    not change while it grows.
+
+    kv_proj: makes this layer's keys and values of `CrossRows.states`; None: they are there already.
+    """
 
     def __init__(
         self, hidden_size: int, spec: AttentionSpec, layer: int, *, dtype: torch.dtype, device: torch.device
@@ -118,6 +121,7 @@ class CrossAttention(nn.Module):
         self.spec = spec
         self._layer = layer
         size = spec.num_heads * spec.head_size
+        self.kv_proj: MergedLinear | None = None
         self.q_proj = Linear(hidden_size, size, bias=True, dtype=dtype, device=device)
         self.o_proj = Linear(size, hidden_size, bias=True, dtype=dtype, device=device)
 
@@ -126,7 +130,7 @@ class CrossAttention(nn.Module):
         query = self.q_proj(x).view(len(x), self.spec.num_heads, self.spec.head_size)
         attended = torch.empty_like(query)
         for first, last, states in cross:
-            keys, values = states[self._layer]
+            keys, values = states[self._layer] if self.kv_proj is None else self._keys_and_values(states)
             attended[first:last] = F.scaled_dot_product_attention(
                 query[None, first:last].transpose(1, 2),
                 keys[None],
@@ -136,3 +140,9 @@ class CrossAttention(nn.Module):
             )[0].transpose(0, 1)
         output: Tensor = self.o_proj(attended.flatten(1), residual)
         return output
+
+    def _keys_and_values(self, states: Tensor) -> Tensor:
+        """``[states, cross_size]`` to ``[2, kv_heads, states, head_size]``."""
+        assert self.kv_proj is not None
+        both: Tensor = self.kv_proj(states)
+        return both.view(len(states), 2, self.spec.num_kv_heads, self.spec.head_size).permute(1, 2, 0, 3)

@@ -62,12 +62,13 @@ class CrossStateEncoder:
 
     def encode(self, features: Sequence[Tensor], texts: Sequence[Sequence[int]]) -> list[Tensor]:
         """The states of each input, from the features of its image and the token ids of its text."""
-        if not features:
-            return []
-        states = (
-            list(features) if self._text_encoder is None else self._encode_texts(self._text_encoder, features, texts)
-        )
-        return [self._decoder.compute_cross_states(rows) for rows in states]
+        return [self._decoder.compute_cross_states(rows) for rows in self.sources(features, texts)]
+
+    def sources(self, features: Sequence[Tensor], texts: Sequence[Sequence[int]]) -> list[Tensor]:
+        """As `encode`, but what keys and values are made of: ``[states, cross_size]`` each."""
+        if self._text_encoder is None or not features:
+            return list(features)
+        return self._encode_texts(self._text_encoder, features, texts)
 
     def _encode_texts(
         self, text_encoder: Decoder, features: Sequence[Tensor], texts: Sequence[Sequence[int]]

@@ -207,6 +207,19 @@ class Decoder(nn.Module):
         }
         return MergedLinear(self.spec.cross_size, parts, bias=True, dtype=dtype, device=device)
 
+    def split_cross_states(self) -> None:
+        """Before weights are loaded: have each layer make the keys and values that it attends to by itself, so that
+        layers can be computed one by one. Tensors keep their names."""
+        if self.cross_states is None:
+            return
+        for layer, attention in zip(self.layers, self.spec.attention, strict=True):
+            size = attention.num_kv_heads * attention.head_size
+            parts = {"k_proj": size, "v_proj": size}
+            cast(DecoderLayer, layer).cross_attn.kv_proj = MergedLinear(  # type: ignore[union-attr]
+                self.spec.cross_size, parts, bias=True, dtype=self.dtype, device=self.device
+            )
+        self.cross_states = None
+
     def deinterleave(self) -> None:
         """Once weights are loaded: bring the rows of queries and keys into the order in which `apply_rope` pairs them,
         where the family pairs neighbours."""

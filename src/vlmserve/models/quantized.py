@@ -38,6 +38,8 @@ PUBLISHED_NAMES = (
 )
 """What stands in names of a language model's tensors here, and in most checkpoints."""
 HEAD, TABLE = "language_model.lm_head.weight", "language_model.embed_tokens.weight"
+TRANSFORM = "language_model.head_transform.dense.weight"
+"""Where there is one, transformers calls the head as BERT does."""
 
 
 @dataclass(frozen=True)
@@ -130,7 +132,7 @@ class QuantizedFolder:
         plain = [layers[name] for name in self._plain]
         if self._tied and TABLE not in self.bits:
             # A head of which the checkpoint has nothing is a linear layer to others.
-            plain.append("re:.*lm_head$")
+            plain.append(f"re:.*{'predictions.decoder' if TRANSFORM in self.names else 'lm_head'}$")
         _write_config(self.description, self.out, quantized, plain, self._config)
         left_out = (*INDEX_NAMES, PAIR_INDEX, "config.json")
         for path in self._folder.iterdir() if self._folder.is_dir() else ():

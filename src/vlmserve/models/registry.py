@@ -35,7 +35,7 @@ from vlmserve.models.gguf.pair import language_model
 from vlmserve.models.identity import model_identity
 from vlmserve.models.packed import load_blocks, load_packed
 from vlmserve.models.parallel import share_of, split_decoder
-from vlmserve.models.protocols import CrossEncoder, LoadedModel, VisionEncoder
+from vlmserve.models.protocols import LoadedModel, VisionEncoder
 from vlmserve.models.spec import ArchSpec
 from vlmserve.models.transformers_backend import TransformersCheckpoint, TransformersModel
 from vlmserve.models.vision_families import VISION_FAMILIES, VisionFamily
@@ -182,7 +182,7 @@ class Parts(NamedTuple):
     modules: nn.Module
     language_model: Decoder
     vision: VisionEncoder | None
-    cross: CrossEncoder | None
+    cross: CrossStateEncoder | None
 
 
 @dataclass(frozen=True)
