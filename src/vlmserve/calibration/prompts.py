@@ -113,7 +113,10 @@ def drawn_samples(preparer: RequestPreparer, first_seed: int) -> Iterator[Sample
             continue
         last = 0 if preparer.takes_one_image else len(example.turns) - 1
         answer = {"role": "assistant", "content": example.turns[last][1]}
-        yield of_conversation(preparer, [*messages_of(example, last), answer], allow_local=True)
+        asked = messages_of(example, last)
+        # Such a model takes no system message, which some of them have.
+        said = [one for one in asked if one["role"] == "user"] if preparer.takes_one_image else asked
+        yield of_conversation(preparer, [*said, answer], allow_local=True)
 
 
 def _text(preparer: RequestPreparer, num_tokens: int) -> Iterator[Sample]:
