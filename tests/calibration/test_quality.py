@@ -15,8 +15,10 @@ from PIL import Image
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
-from tests.blip import make_blip
+from tests.blip import CLASSES, BlipOracle
 from tests.checkpoints import make_llama
+from tests.normalized import normalized
+from vlmserve.calibration import forward
 from vlmserve.calibration.plot import Point, quality_plot
 from vlmserve.calibration.quality import compare, quality_samples
 from vlmserve.calibration.questions import read_questions
@@ -110,10 +112,29 @@ def test_models_with_other_tokens_are_not_compared(tmp_path: Path) -> None:
         compare(load(first), load(second), [of_text(Prompt([1, 2, 3]))])
 
 
-def test_cross_attention_is_refused(tmp_path: Path) -> None:
-    model = load(make_blip(tmp_path, "caption"))
-    with pytest.raises(ConfigurationError, match="cross attention"):
-        compare(model, model, [of_text(Prompt([5, 6, 7]))])
+@pytest.mark.parametrize("kind", CLASSES)
+def test_models_that_attend_to_images_are_compared(tmp_path: Path, kind: str) -> None:
+    """Over answers to questions about drawn images, in more groups than one."""
+    oracle = BlipOracle.make(tmp_path / "plain", kind)
+    save_quantized(oracle.folder, tmp_path / "int8", QuantizationConfig(scheme="int8"))
+    samples = quality_samples(RequestPreparer(oracle.folder, read_settings(MediaConfig, {})), 120)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(forward, "TOKENS_AT_ONCE", 60)
+        quality = compare(load(tmp_path / "int8"), load(oracle.folder), samples)
+    losses = []
+    for sample in samples:
+        cross, ids = sample.prompt.cross, sample.prompt.token_ids
+        assert cross is not None
+        with torch.inference_mode():
+            states = oracle.model.vision_model(torch.from_numpy(normalized(cross.image))).last_hidden_state
+            if cross.token_ids:
+                asked = torch.tensor([cross.token_ids])
+                states = oracle.model.text_encoder(asked, encoder_hidden_states=states).last_hidden_state
+            predicted = oracle.model.text_decoder(torch.tensor([ids]), encoder_hidden_states=states).logits[0]
+        losses += [-float(predicted[place - 1].log_softmax(-1)[ids[place]]) for place in sample.counted]
+    assert quality.num_tokens == len(losses)
+    assert quality.reference_loss == pytest.approx(sum(losses) / len(losses), rel=1e-4)
+    assert 0 < quality.divergence < 1
 
 
 def test_a_question_without_an_answer_is_refused(tmp_path: Path) -> None:

@@ -131,7 +131,11 @@ def hidden_states(model: LoadedModel, group: Group) -> Tensor:
     images: dict[bytes, Tensor] = {}
     if model.vision is not None:
         images = dict(encode_images(model.vision, model.device, group.prompts, model.dtype))
-    batch = BatchBuilder(BLOCK_SIZE, model.device).build(group.scheduled)
+    cross: dict[bytes, Tensor] = {}
+    for one in (prompt.cross for prompt in group.prompts if prompt.cross is not None):
+        assert model.cross is not None
+        cross[key_of(one)] = model.cross.encode([images[one.image.key]], [one.token_ids])[0]
+    batch = BatchBuilder(BLOCK_SIZE, model.device, cross_states=cross).build(group.scheduled)
     caches = decoder.allocate_cache(group.num_blocks, BLOCK_SIZE)
     embeddings = decoder.embed(batch.token_ids)
     features = place_images(embeddings, batch.image_rows, images)
@@ -139,14 +143,16 @@ def hidden_states(model: LoadedModel, group: Group) -> Tensor:
 
 
 def make_groups(decoder: LanguageModel, prompts: Sequence[Prompt]) -> Iterator[Group]:
-    """Prompts in groups of about `TOKENS_AT_ONCE` tokens, each with blocks of its own from 0 on."""
-    group = Group([], [], 0, 0)
+    """Prompts in groups of about `TOKENS_AT_ONCE` tokens and states that these attend to, each with blocks of its own
+    from 0 on."""
+    group, attended = Group([], [], 0, 0), 0
     # As attention needs it, those of one token come first.
     for number, prompt in enumerate(sorted(prompts, key=lambda prompt: len(prompt.token_ids))):
         length = len(prompt.token_ids)
-        if group.prompts and group.num_tokens + length > TOKENS_AT_ONCE:
+        attended += 0 if prompt.cross is None else prompt.cross.num_states
+        if group.prompts and group.num_tokens + length + attended > TOKENS_AT_ONCE:
             yield group
-            group = Group([], [], 0, 0)
+            group, attended = Group([], [], 0, 0), 0 if prompt.cross is None else prompt.cross.num_states
         last = group.num_blocks + -(-length // BLOCK_SIZE)
         scheduled = _scheduled(decoder, prompt, number, range(group.num_blocks, last))
         group = Group([*group.prompts, prompt], [*group.scheduled, scheduled], group.num_tokens + length, last)

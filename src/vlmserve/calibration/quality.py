@@ -70,13 +70,11 @@ def compare(
     """Predict each token that counts from those before it, with both models.
 
     progress: is told the tokens done and how many there are. Raises ConfigurationError for models that do not have the
-    same tokens, or read images by cross attention, and where no token can be predicted.
+    same tokens, and where no token can be predicted.
     """
     decoders = model.language_model, reference.language_model
     if decoders[0].vocab_size != decoders[1].vocab_size:
         raise ConfigurationError("the models have different tokens; give a quantized model and the one it was made of")
-    if reference.cross is not None:
-        raise ConfigurationError("models that read images by cross attention cannot be compared")
     sums = torch.zeros(4, dtype=torch.float64)
     count = done = 0
     counted = {sample.prompt: sample.counted for sample in samples}
