@@ -31,6 +31,7 @@ from transformers import LlavaForConditionalGeneration
 
 from training.pixie.export import IMAGE_TOKENS
 from training.pixie.model import seen
+from training.pixie.precision import autocast
 from training.pixie.rows import BROAD, KINDS, apart, branching, pack, squash
 from training.pixie.tokenizer import ASSISTANT, BOS, IMAGE, encode_example
 from vlmserve.models.hub import resolve_model
@@ -183,7 +184,7 @@ def train(model: PeftModel, questions: Questions, count: int, steps: int, batch:
         indices = [random_.randrange(count) for _ in range(batch)]
         inputs, tokens, said = questions.batch(indices, embeddings)
         reach.values = questions.reach(indices, random_)
-        with torch.autocast("cpu", torch.bfloat16):
+        with autocast():
             logits = model(**inputs, use_cache=False).logits
         targets = tokens[:, 1:][said[:, 1:]]
         loss = F.cross_entropy(logits[:, :-1][said[:, 1:]].float(), targets)

@@ -25,6 +25,7 @@ from tokenizers import Tokenizer
 from torch import Tensor, nn
 
 from training.pixie.adapters import MIXTURE, NONE, RANK, TARGETS, TEXT, Questions, base_model, console, tidy
+from training.pixie.precision import autocast
 from training.pixie.rows import PADDING_GROUP
 from training.pixie.tokenizer import IMAGE
 from vlmserve.pixie.skills import SKILLS
@@ -96,7 +97,7 @@ def _train_router(questions: Questions, rows: list[str], out: Path, count: int, 
     for step in range(steps):
         indices = [random_.randrange(count) for _ in range(ROUTER_BATCH)]
         inputs, tokens, _ = questions.batch(indices, model.get_input_embeddings())
-        with torch.autocast("cpu", torch.bfloat16):
+        with autocast():
             states = model.model.language_model(**inputs, use_cache=False).last_hidden_state
         kept, scalings = _wanted(questions, rows, indices, tokens)
         loss = F.mse_loss(classifier(states[kept].float()), scalings[kept])
@@ -136,7 +137,7 @@ def _examples(model: Any, questions: Questions, rows: list[str], count: int) -> 
     for start in range(0, count, 16):
         indices = range(start, min(start + 16, count))
         inputs, tokens, _ = questions.batch(indices, model.get_input_embeddings())
-        with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):
+        with torch.inference_mode(), autocast():
             # Called like this, PEFT's layers add all adapters.
             states = model.model.language_model(**inputs, use_cache=False).last_hidden_state
         kept, scalings = _wanted(questions, rows, indices, tokens)

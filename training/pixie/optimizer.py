@@ -1,4 +1,4 @@
-"""Muon for matrices, AdamW for the rest, over float32 copies of bfloat16 parameters."""
+"""Muon for matrices, AdamW for the rest, over float32 copies of parameters in bfloat16 or float32."""
 
 from __future__ import annotations
 
@@ -8,6 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from training.pixie.precision import parameter_dtype
+
+MUON_ITERATIONS = 5
+"""In each, torch multiplies bfloat16, whatever the CPU has."""
+
 
 def _is_matrix(name: str, parameter: Tensor) -> bool:
     """Weights between hidden states; Muon (https://kellerjordan.github.io/posts/muon) is not for the others."""
@@ -15,7 +20,7 @@ def _is_matrix(name: str, parameter: Tensor) -> bool:
 
 
 class Optimizer:
-    """Trains one module. After `cast` its parameters are bfloat16, and their float32 originals live here.
+    """Trains one module. Its parameters become those of `parameter_dtype`, and their float32 originals live here.
 
     averages: exponential moving averages of the originals, what is worth exporting.
     """
@@ -25,7 +30,7 @@ class Optimizer:
         self._module = module
         self.originals = {name: p.detach().float().clone() for name, p in module.named_parameters()}
         self.averages = {name: original.clone() for name, original in self.originals.items()}
-        module.bfloat16()
+        module.to(parameter_dtype(next(module.parameters()).device))
         self._parameters = dict(module.named_parameters())
         matrices = [tensor for name, tensor in self.originals.items() if _is_matrix(name, tensor)]
         others = [tensor for name, tensor in self.originals.items() if not _is_matrix(name, tensor)]
@@ -33,7 +38,9 @@ class Optimizer:
             torch.optim.AdamW(others, lr=learning_rate, betas=(0.9, 0.98), weight_decay=0.01)
         ]
         if matrices:
-            muon = torch.optim.Muon(matrices, lr=learning_rate, weight_decay=0.01, adjust_lr_fn="match_rms_adamw")
+            muon = torch.optim.Muon(
+                matrices, lr=learning_rate, weight_decay=0.01, adjust_lr_fn="match_rms_adamw", ns_steps=MUON_ITERATIONS
+            )
             self._optimizers.append(muon)
 
     def step(self, scale: float, decay: float) -> None:

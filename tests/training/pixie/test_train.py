@@ -16,6 +16,8 @@ from training.pixie import train
 from training.pixie.export import IMAGE_TOKENS, export, export_tokenizer
 from training.pixie.labels import GRID, LABELS, dense_labels
 from training.pixie.model import Decoder, Tower, hugging_face_names
+from training.pixie.optimizer import Optimizer
+from training.pixie.precision import autocast
 from training.pixie.rows import BROAD, COUNTING, PADDING_GROUP, READING, RowMaker, pack, squash
 from training.pixie.tokenizer import IMAGE, train_tokenizer
 from vlmserve.pixie.scenes import sample_scene
@@ -106,6 +108,7 @@ def test_the_modules_that_are_trained_compute_what_the_exported_folder_computes(
 def test_a_run_trains_saves_resumes_and_exports(tmp_path, monkeypatch, tokenizer):
     monkeypatch.setattr(train, "TOWER_BATCH", 4)
     monkeypatch.setattr(train, "MODEL_BATCH", 2)
+    monkeypatch.setattr("training.pixie.optimizer.MUON_ITERATIONS", 1)
     tmp_path.joinpath("tokenizer.json").write_text(tokenizer.to_str())
 
     def run(*steps: int) -> None:
@@ -115,16 +118,32 @@ def test_a_run_trains_saves_resumes_and_exports(tmp_path, monkeypatch, tokenizer
         monkeypatch.setattr(sys, "argv", ["train", *arguments, "--device", "cpu"])
         train.main()
 
-    run(2, 2, 0, 0)
+    run(1, 1, 0, 0)
     first = torch.load(tmp_path / "state.pt")
-    assert (first["tower_steps"], first["model_steps"]) == (2, 2)
-    run(2, 4, 1, 1)
+    assert (first["tower_steps"], first["model_steps"]) == (1, 1)
+    run(1, 3, 1, 1)
     second = torch.load(tmp_path / "state.pt")
-    assert second["model_steps"] == 4
+    assert second["model_steps"] == 3
     before, after = (state["decoder"]["originals"]["embeddings.weight"] for state in (first, second))
     assert not torch.equal(before, after)
     assert (tmp_path / "export" / "model.safetensors").exists()
     assert json.loads((tmp_path / "export" / "config.json").read_text())["model_type"] == "llava"
+
+
+@pytest.mark.parametrize(("hardware", "expected"), [(True, torch.bfloat16), (False, torch.float32)])
+def test_parameters_are_of_a_type_that_the_cpu_multiplies_fast(hardware, expected, monkeypatch):
+    monkeypatch.setattr("training.pixie.precision.multiplies_bfloat16", lambda: hardware)
+    module = torch.nn.Linear(4, 4)
+    before = module.weight.detach().clone()
+    optimizer = Optimizer(module, 0.1)
+    module(torch.ones(1, 4, dtype=expected)).sum().backward()
+    optimizer.step(1.0, 0.5)
+    assert module.weight.dtype == expected
+    assert optimizer.originals["weight"].dtype == torch.float32
+    assert torch.equal(module.weight, optimizer.originals["weight"].to(expected))
+    assert not torch.equal(module.weight, before.to(expected))
+    with autocast():
+        assert torch.is_autocast_enabled("cpu") == hardware
 
 
 def test_the_exported_tokenizer_is_the_one_that_was_trained_with(tmp_path, tokenizer):
