@@ -76,16 +76,17 @@ def test_products_are_those_of_float64(product: Product, act: str | None) -> Non
 
 
 @built
-@given(products)
+@given(products, st.booleans())
 @settings(max_examples=40, deadline=None)
 @pytest.mark.usefixtures("isa")
-def test_gated_products_are_those_of_float64(product: Product) -> None:
-    x, weight, _, residual = product.tensors()
+def test_gated_products_are_those_of_float64(product: Product, biased: bool) -> None:
+    x, weight, bias, residual = product.tensors()
     weight = torch.cat((weight, weight.flip(0)))
-    gate, up = F.linear(x.double(), weight.double()).chunk(2, -1)
-    magnitude = F.linear(x.double().abs(), weight[: len(weight) // 2].double().abs()) ** 2
-    packed = PackedLinear(weight, activation="silu", gated=True)
-    assert_close(packed(x, residual), F.silu(gate) * up + residual.double(), magnitude)
+    bias = torch.cat((bias, 1 - bias.flip(0))) if biased else torch.zeros(len(weight), dtype=product.dtype)
+    gate, up = F.linear(x.double(), weight.double(), bias.double()).chunk(2, -1)
+    of_gate, of_up = F.linear(x.double().abs(), weight.double().abs(), bias.double().abs()).chunk(2, -1)
+    packed = PackedLinear(weight, bias if biased else None, activation="silu", gated=True)
+    assert_close(packed(x, residual), F.silu(gate) * up + residual.double(), (of_gate + 1) * (of_up + 1))
 
 
 @built
@@ -101,6 +102,12 @@ def test_wide_inputs_of_many_rows_are_multiplied_a_chunk_at_a_time(dtype: torch.
     assert_close(together, expected, magnitude)
     for rows in (1, 23, 24):
         assert torch.equal(packed(x[:rows], residual[:rows]), together[:rows])
+    gated = PackedLinear(weight, bias, activation="silu", gated=True)
+    gate, up = F.linear(x.double(), weight.double(), bias.double()).chunk(2, -1)
+    of_gate, of_up = magnitude.chunk(2, -1)
+    together = gated(x, residual[:, :35].contiguous())
+    assert_close(together, F.silu(gate) * up + residual[:, :35].double(), (of_gate + 4) * (of_up + 4))
+    assert torch.equal(gated(x[:1], residual[:1, :35].contiguous()), together[:1])
 
 
 @built
@@ -161,18 +168,18 @@ def test_quantized_products_are_those_of_the_dequantized_weight(
 ) -> None:
     x, _, bias, residual = product.tensors()
     out_features = product.out_features * (2 if gated else 1)
+    bias = torch.cat((bias, 1 - bias)) if gated else bias
     weight = data.draw(quantized_weights(out_features, product.in_features))
     plain = weight.dequantize().double()
-    expected = F.linear(x.double(), plain)
+    expected = F.linear(x.double(), plain, bias.double())
     error_of_inputs = largest_error_of_inputs(x, weight) * 2**20
     if gated:
         gate, up = expected.chunk(2, -1)
         expected = F.silu(gate) * up
         first, second = error_of_inputs.chunk(2, -1)
         error_of_inputs = first * (up.abs() + 1) + second * (gate.abs() + 1)
-        packed = PackedLinear(weight, dtype=product.dtype, activation="silu", gated=True)
+        packed = PackedLinear(weight, bias, dtype=product.dtype, activation="silu", gated=True)
     else:
-        expected = expected + bias.double()
         packed = PackedLinear(weight, bias, dtype=product.dtype)
     assert_close(packed(x, residual), expected + residual.double(), error_of_inputs)
 

@@ -120,8 +120,8 @@ class NativeCpuDevice(CpuDevice):
     def linear(
         self, weight: Tensor | QuantizedWeight, bias: Tensor | None, epilogue: Epilogue, dtype: torch.dtype
     ) -> Product:
-        """See `Operations.linear`. The native kernel has no biases of gates."""
-        if not self._can_pack(weight, dtype) or (epilogue.gated and bias is not None):
+        """See `Operations.linear`."""
+        if not self._can_pack(weight, dtype):
             return super().linear(weight, bias, epilogue, dtype)
         return PackedLinear(
             weight,

@@ -32,8 +32,8 @@ class PackedLinear:
     """A weight ``[out_features, in_features]`` in the kernel's order, with what follows the product.
 
     dtype: of inputs and outputs; default: a plain weight's. gated: the weight's first half are gates, its second half
-    ups; the output is ``activation(gate) * up``, half as wide. bias: ``[out_features]``, not with gated. float_output:
-    results in float32, whatever the inputs are.
+    ups; the output is ``activation(gate) * up``, half as wide. bias: ``[out_features]``. float_output: results in
+    float32, whatever the inputs are.
     """
 
     __slots__ = (
@@ -68,7 +68,7 @@ class PackedLinear:
         self.output_features = self.out_features // 2 if gated else self.out_features
         self.dtype = dtype or (weight.dtype if isinstance(weight, Tensor) else torch.float32)
         self.output_dtype = torch.float32 if float_output else self.dtype
-        if not can_pack(self.in_features, self.dtype) or (gated and (bias is not None or self.out_features % 2)):
+        if not can_pack(self.in_features, self.dtype) or (gated and self.out_features % 2):
             raise ValueError(f"a weight {tuple(weight.shape)} of {self.dtype} cannot be packed")
         self._dtype = DTYPES[self.dtype]
         self._activation = 0 if activation is None else ACTIVATIONS[activation]

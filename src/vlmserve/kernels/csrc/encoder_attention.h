@@ -3,7 +3,8 @@
 // Everything is transposed: the 32 lanes of a tile are queries, rows are tokens in the first product and features in the
 // second, so that maxima, sums and weights never cross lanes, and both products are the ones of `linear.h`:
 // scores^T = keys queries^T, output^T = values^T weights^T. All scores of a tile are kept, so that one pass finds their
-// maxima and one makes weights of them.
+// maxima and one makes weights of them. Where no instruction multiplies bfloat16, all of it becomes float32 while it is
+// rearranged, since it is multiplied many times then.
 #pragma once
 
 #include "linear.h"
@@ -49,6 +50,24 @@ private:
     }
 };
 
+// How numbers in bfloat16 are multiplied.
+struct WidenedBFloat16 : Float32 {
+    INLINE Input input(const bf16* x) { return to_float(*x); }
+};
+template <bool PAIRS>
+struct EncoderFormat {
+    typedef BFloat16 Type;
+};
+template <>
+struct EncoderFormat<false> {
+    typedef WidenedBFloat16 Type;
+};
+typedef EncoderFormat<BFloat16::STEPS == 1>::Type EncoderBFloat16;
+
+INLINE void copy(float* to, float from) { *to = from; }
+INLINE void copy(float* to, bf16 from) { *to = to_float(from); }
+INLINE void copy(bf16* to, bf16 from) { *to = from; }
+
 INLINE void store_weights(float* to, const f32v (&p)[1]) { store(to, p[0]); }
 INLINE void store_weights(bf16* to, const f32v (&p)[2]) {
     u32v pairs = __builtin_convertvector(round_to_bf16(p[0]), u32v) |
@@ -56,7 +75,8 @@ INLINE void store_weights(bf16* to, const f32v (&p)[2]) {
     __builtin_memcpy(to, &pairs, sizeof pairs);
 }
 
-template <class Format>
+// Stored: the type of queries, keys and values in memory.
+template <class Format, class Stored>
 struct EncoderAttention {
     typedef typename Format::Element Element;
     static constexpr long PAIR = Format::PAIR;
@@ -64,15 +84,15 @@ struct EncoderAttention {
     const EncoderAttentionArgs& args;
     const EncoderScratch<Format> own;
     const long width = args.heads * args.head_size, token_units = EncoderScratch<Format>::units(args.length);
-    const Element* qkv = nullptr;  // of the head in hand
-    Element* y = nullptr;
+    const Stored* qkv = nullptr;  // of the head in hand
+    Stored* y = nullptr;
 
     EncoderAttention(const EncoderAttentionArgs& all, long thread) : args(all), own(all, thread) {}
 
     // The queries `first <= query < last` of a head.
     void attend(long image, long head, long first, long last) {
-        qkv = static_cast<const Element*>(args.qkv) + image * args.length * 3 * width + head * args.head_size;
-        y = static_cast<Element*>(args.y) + image * args.length * width + head * args.head_size;
+        qkv = static_cast<const Stored*>(args.qkv) + image * args.length * 3 * width + head * args.head_size;
+        y = static_cast<Stored*>(args.y) + image * args.length * width + head * args.head_size;
         rearrange_keys();
         rearrange_values();
         for (; first < last; first += TILE) {
@@ -87,7 +107,7 @@ struct EncoderAttention {
     }
 
     // Rows lie apart by whole pages, so that no processor foresees the next one.
-    void prefetch(const Element* row, long ahead) const {
+    void prefetch(const Stored* row, long ahead) const {
         for (long i = 0; i < args.head_size; i += 64 / static_cast<long>(sizeof *row))
             __builtin_prefetch(row + ahead * 3 * width + i);
     }
@@ -98,7 +118,7 @@ struct EncoderAttention {
             long first = block_start(args.length, block, Format::BLOCK), count = block_start(args.length, block + 1, Format::BLOCK) - first;
             auto* to = own.keys + first * units;
             for (long row = 0; row < count; ++row) {
-                const Element* from = qkv + (first + row) * 3 * width + width;
+                const Stored* from = qkv + (first + row) * 3 * width + width;
                 prefetch(from, Format::BLOCK);
                 for (long unit = 0; unit < units; ++unit) to[unit * count + row] = Format::input(from + unit * PAIR);
             }
@@ -107,14 +127,14 @@ struct EncoderAttention {
 
     void rearrange_values() {
         for (long unit = 0; unit < token_units; ++unit) {
-            const Element* from = qkv + unit * PAIR * 3 * width + 2 * width;
+            const Stored* from = qkv + unit * PAIR * 3 * width + 2 * width;
             bool whole = (unit + 1) * PAIR <= args.length;
             for (long i = 0; i < PAIR; ++i) prefetch(from + i * 3 * width, Format::BLOCK);
             for (long block = 0; block < num_blocks(args.head_size, Format::BLOCK); ++block) {
                 long first = block_start(args.head_size, block, Format::BLOCK), count = block_start(args.head_size, block + 1, Format::BLOCK) - first;
                 auto* to = own.values + first * token_units + unit * count;
                 for (long row = 0; row < count; ++row) {
-                    Element pair[PAIR] = {from[first + row]};
+                    Stored pair[PAIR] = {from[first + row]};
                     if (PAIR > 1 && whole) pair[PAIR - 1] = from[first + row + (PAIR - 1) * 3 * width];
                     to[row] = Format::input(pair);
                 }
@@ -126,11 +146,11 @@ struct EncoderAttention {
         long units = args.head_size / PAIR;
         for (long lane = 0; lane < TILE; ++lane) {
             // Lanes without a query repeat the last one.
-            const Element* from = qkv + (first + smaller(lane, queries - 1)) * 3 * width;
+            const Stored* from = qkv + (first + smaller(lane, queries - 1)) * 3 * width;
             prefetch(from, TILE);
             Element* to = own.queries + (lane / PANEL * units * PANEL + lane % PANEL) * PAIR;
             for (long unit = 0; unit < units; ++unit)
-                __builtin_memcpy(to + unit * PANEL * PAIR, from + unit * PAIR, PAIR * sizeof(Element));
+                for (long i = 0; i < PAIR; ++i) copy(to + unit * PANEL * PAIR + i, from[unit * PAIR + i]);
         }
     }
 
@@ -192,7 +212,7 @@ struct EncoderAttention {
     }
 };
 
-template <class Format>
+template <class Format, class Stored>
 void attend_encoder(const EncoderAttentionArgs& args) {
     // A head is one item, unless there are more threads than heads.
     long heads = args.images * args.heads, tiles = (args.length + TILE - 1) / TILE;
@@ -200,19 +220,19 @@ void attend_encoder(const EncoderAttentionArgs& args) {
     each_in_turn(args.threads, items, [&](long item, int thread) {
         long head = item / parts, part = item % parts;
         long first = tiles * part / parts * TILE, last = smaller(args.length, tiles * (part + 1) / parts * TILE);
-        EncoderAttention<Format>(args, thread).attend(head / args.heads, head % args.heads, first, last);
+        EncoderAttention<Format, Stored>(args, thread).attend(head / args.heads, head % args.heads, first, last);
     });
 }
 
 void encoder_attention(const EncoderAttentionArgs& args) {
     if (args.dtype == FLOAT32)
-        attend_encoder<Float32>(args);
+        attend_encoder<Float32, float>(args);
     else
-        attend_encoder<BFloat16>(args);
+        attend_encoder<EncoderBFloat16, bf16>(args);
 }
 
 long encoder_attention_scratch(const EncoderAttentionArgs& args) {
-    long bytes = args.dtype == FLOAT32 ? EncoderScratch<Float32>::bytes(args) : EncoderScratch<BFloat16>::bytes(args);
+    long bytes = args.dtype == FLOAT32 ? EncoderScratch<Float32>::bytes(args) : EncoderScratch<EncoderBFloat16>::bytes(args);
     return args.threads * bytes;
 }
 

@@ -97,20 +97,23 @@ INLINE void finish(const LinearArgs& args, long row, long column, long columns, 
 // What follows the product and what adapters change in it: bias, activation, gates, residual.
 template <class Out, class Element, int ROWS>
 INLINE void finish_block(const LinearArgs& args, long row, long tile, f32v (&sums)[ROWS][VECTORS]) {
+    auto bias_of = [&](long first, long columns) {
+        if (!args.bias || columns <= 0) return f32v{};
+        return load_some(static_cast<const Element*>(args.bias) + first, smaller(columns, LANES));
+    };
     if (args.gated) {
         for (int vector = 0; vector < VECTORS / 2; ++vector) {
             long column = tile * (TILE / 2) + vector * LANES, columns = args.out / 2 - column;
+            f32v of_gate = bias_of(column, columns), of_up = bias_of(args.out / 2 + column, columns);
             for (int i = 0; i < ROWS; ++i)
                 finish<Out, Element>(args, row + i, column, columns,
-                                     activate(args.activation, sums[i][vector]) * sums[i][VECTORS / 2 + vector]);
+                                     activate(args.activation, sums[i][vector] + of_gate) * (sums[i][VECTORS / 2 + vector] + of_up));
         }
         return;
     }
     for (int vector = 0; vector < VECTORS; ++vector) {
         long column = tile * TILE + vector * LANES, columns = args.out - column;
-        f32v bias{};
-        if (args.bias && columns > 0)
-            bias = load_some(static_cast<const Element*>(args.bias) + column, smaller(columns, LANES));
+        f32v bias = bias_of(column, columns);
         for (int i = 0; i < ROWS; ++i)
             finish<Out, Element>(args, row + i, column, columns, activate(args.activation, sums[i][vector] + bias));
     }
@@ -145,11 +148,14 @@ void finish_kept(const LinearArgs& args, long first, long last, long tile, float
     int vectors = static_cast<int>(features / LANES);
     for (; first < last; first += FINISHED_ROWS, kept += FINISHED_ROWS) {
         long rows = smaller(FINISHED_ROWS, last - first);
-        if (args.bias && !args.gated)
-            for (int vector = 0; vector < vectors && columns > vector * LANES; ++vector) {
-                f32v bias = load_some(static_cast<const Element*>(args.bias) + start + vector * LANES,
-                                      smaller(columns - vector * LANES, LANES));
-                for (long row = 0; row < rows; ++row) store(kept[row] + vector * LANES, load(kept[row] + vector * LANES) + bias);
+        for (long half = 0; args.bias && half < TILE / features; ++half)
+            for (long place = 0; place < features && columns > place; place += LANES) {
+                f32v bias = load_some(static_cast<const Element*>(args.bias) + half * (args.out / 2) + start + place,
+                                      smaller(columns - place, LANES));
+                for (long row = 0; row < rows; ++row) {
+                    float* sum = kept[row] + half * features + place;
+                    store(sum, load(sum) + bias);
+                }
             }
         activate_kept(args.activation, kept, rows, vectors);
         for (long row = 0; row < rows; ++row)

@@ -42,11 +42,11 @@ struct AdaptedRows {
     long count;  // of the groups
 };
 
-// y = activation(x w^T + bias), or, where the weight holds gates and ups in turn, activation(gate) * up; plus residual.
+// y = activation(x w^T + bias), or, where that holds gates and ups, activation(gate) * up; plus residual.
 struct LinearArgs {
     const void* x;         // [rows, in] of `dtype`, `x_stride` elements from row to row
     const void* weight;    // as `pack` or `pack_quantized` leaves it
-    const void* bias;      // [out] of `dtype`, or null; not with `gated`
+    const void* bias;      // [out] of `dtype`, or null; of gates, then of ups, if gated
     const void* residual;  // as y, `y_stride` elements from row to row, or null; may be y itself
     void* y;               // [rows, out] ([rows, out / 2] if gated) of `dtype`, or float32 if `float_output`
     void* scratch;         // `linear_scratch` bytes
