@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 from pathlib import Path
 from typing import Any
@@ -10,16 +11,22 @@ import pytest
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    Glm4Config,
+    Glm4ForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    PhiConfig,
+    PhiForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
 )
 
 from tests.checkpoints import make_llama, make_text_model
-from tests.paged import PagedRun
+from tests.paged import BlockTables, PagedRun
+from vlmserve.models.decoder import Decoder
+from vlmserve.models.image_rows import LayerFeatures
 from vlmserve.models.protocols import LoadedModel
 from vlmserve.models.registry import load_model
 
@@ -154,6 +161,43 @@ def test_greedy_answers_equal_transformers(llama: Path) -> None:
     run.step([20])
     logits = torch.cat(run.finish([1]))
     assert logits[19:-1].argmax(-1).tolist() == generated[0, 20:].tolist()
+
+
+@pytest.mark.parametrize(
+    ("model_class", "config_class", "deepstack"),
+    [
+        (LlamaForCausalLM, LlamaConfig, 0),
+        (LlamaForCausalLM, LlamaConfig, 2),
+        (LlamaForCausalLM, LlamaConfig, 3),
+        (Glm4ForCausalLM, Glm4Config, 0),
+        (PhiForCausalLM, PhiConfig, 0),
+    ],
+    ids=["llama", "features of 2 layers", "of all 3", "norms of outputs", "parallel"],
+)
+@torch.inference_mode()
+def test_rows_that_are_wanted_are_those_of_all(
+    tmp_path: Path, model_class: Any, config_class: Any, deepstack: int
+) -> None:
+    """Two decodes and two chunks, of which the cache gets all keys and values."""
+    decoder = load(make_text_model(tmp_path, model_class, config_class, pad_token_id=0)).language_model
+    assert isinstance(decoder, Decoder)
+    decoder.spec = dataclasses.replace(decoder.spec, deepstack=deepstack)
+    chunks = [(0, 3, 1), (1, 5, 1), (2, 0, 10), (3, 4, 16)]
+    blocks = BlockTables([20] * 4, 4)
+    torch.manual_seed(0)
+    embeddings = torch.randn(28, decoder.hidden_size)
+    features = [LayerFeatures(4, 9, torch.randn(5, deepstack * decoder.hidden_size))] if deepstack else []
+    positions = torch.cat([torch.arange(before, before + new) for _, before, new in chunks])
+    step = embeddings, positions, blocks.metadata(chunks)
+    caches = decoder.allocate_cache(blocks.num_blocks, 4)
+    everything = decoder.forward(*step, caches, features)
+    for wanted in ([0, 1, 11, 27], [5], []):
+        others = decoder.allocate_cache(blocks.num_blocks, 4)
+        rows = decoder.forward(*step, others, features, torch.tensor(wanted, dtype=torch.int64))
+        torch.testing.assert_close(rows, everything[wanted])
+        for one, other in zip(caches, others, strict=True):
+            torch.testing.assert_close(one.keys, other.keys)
+            torch.testing.assert_close(one.values, other.values)
 
 
 def test_cache_size_is_told_and_allocated_alike(llama: Path) -> None:

@@ -39,7 +39,7 @@ class StepContext:
 
 
 class Attention(nn.Module):
-    """``[tokens, hidden_size]`` to the same, through one layer's cache, beside a residual."""
+    """Projections and attention through one layer's cache: `attended`, and then `o_proj`."""
 
     def __init__(
         self,
@@ -68,21 +68,18 @@ class Attention(nn.Module):
         if head_norm is not None:
             self.q_norm, self.k_norm = head_norm(spec.num_heads), head_norm(spec.num_kv_heads)
 
-    def forward(self, x: Tensor, residual: Tensor | None, cache: LayerCache, step: StepContext) -> Tensor:
-        """residual: added to the output."""
+    def attended(self, x: Tensor, cache: LayerCache, step: StepContext) -> Tensor:
+        """``[tokens, hidden_size]`` to what heads make of values, side by side, for `o_proj`."""
         qkv = self.qkv_proj(x)
         if self.q_norm is not None:
             qkv = self._normed(qkv)
         if step.query_scale is not None:
             qkv[:, : self.spec.num_heads * self.spec.head_size] *= step.query_scale
         if self._rotating is None:
-            attended = self._attend(qkv, cache, step)
-        else:
-            assert self._rope is not None
-            rows = step.ropes[self._rope].rows
-            attended = self._rotating.attend_rotated(qkv, rows, cache, self.spec, step.metadata, step.plan)
-        output: Tensor = self.o_proj(attended, residual)
-        return output
+            return self._attend(qkv, cache, step)
+        assert self._rope is not None
+        rows = step.ropes[self._rope].rows
+        return self._rotating.attend_rotated(qkv, rows, cache, self.spec, step.metadata, step.plan)
 
     def _normed(self, qkv: Tensor) -> Tensor:
         """The same with queries and keys normed, where they are."""

@@ -88,10 +88,15 @@ class DecoderLayer(nn.Module):
         self._parallel = spec.parallel
         self._post_norm = spec.norms == "post"
 
-    def forward(self, x: Tensor, cache: LayerCache, step: StepContext) -> Tensor:
+    def forward(self, x: Tensor, cache: LayerCache, step: StepContext, wanted: Tensor | None = None) -> Tensor:
+        """``[tokens, hidden_size]`` to the same, or to the rows that are wanted: of others it has keys and values."""
         normed = x if self.attention_norm is None else self.attention_norm(x)
-        attend = partial(self.self_attn, normed, cache=cache, step=step)
-        x = self._added(x, attend, self.attention_output_norm)
+        attended = self.self_attn.attended(normed, cache, step)
+        if wanted is not None:
+            x, normed, attended = x[wanted], normed[wanted], attended[wanted]
+            if not len(wanted):
+                return x
+        x = self._added(x, partial(self.self_attn.o_proj, attended), self.attention_output_norm)
         if self.cross_attn is not None:
             cross_input = x if self.cross_norm is None else self.cross_norm(x)
             x = self._added(x, partial(self.cross_attn, cross_input, cross=step.metadata.cross), self.cross_output_norm)
@@ -158,8 +163,7 @@ class Decoder(nn.Module):
         self.spec = spec
         self.backend = backend
         self._executor = executor or EagerExecutor()
-        # One for each layer whose output gets something added, and one for what follows.
-        self._part_executors = [self._executor.for_part() for _ in range(spec.deepstack + 1)] if spec.deepstack else []
+        self._parts: dict[tuple[int, int], LayerExecutor] = {}
         self.adapter_rows: AdapterRows | None = None
         self.dtype = dtype
         self.device = device
@@ -315,9 +319,9 @@ class Decoder(nn.Module):
         metadata: BatchMetadata,
         caches: list[LayerCache],
         features: Sequence[LayerFeatures] = (),
+        wanted: Tensor | None = None,
     ) -> Tensor:
-        """``[tokens, hidden_size]`` and int64 positions ``[tokens]`` to final (normed) hidden states. features: what
-        images add to the outputs of the first `ArchSpec.deepstack` layers."""
+        """See `LanguageModel.forward`. features: for the outputs of the first `ArchSpec.deepstack` layers."""
         if self.position_embeddings is not None:
             embeddings = embeddings + self.position_embeddings(positions)
         if self.embedding_norm is not None:
@@ -330,16 +334,30 @@ class Decoder(nn.Module):
             self._query_scale(metadata, longest),
             self.adapter_rows if self.adapter_rows is not None and self.adapter_rows.active else None,
         )
-        if not features:
-            return self._executor.run(self._through_layers, embeddings, caches, step)
-        x = embeddings
-        for layer, executor in enumerate(self._part_executors):
-            last = layer + 1 if layer < self.spec.deepstack else None
-            part = partial(self._through_layers, first=layer, last=last)
-            x = executor.run(part, x, caches, step)
-            if last is not None:
-                add_features(x, features, layer)
-        return x
+        x, first, count = embeddings, 0, len(self.layers)
+        for layer in range(self.spec.deepstack) if features else ():
+            x, first = self._part(x, caches, step, layer, layer + 1), layer + 1
+            add_features(x, features, layer)
+        if wanted is None or not self._can_narrow(step, first):
+            hidden = self._part(x, caches, step, first, count)
+            return hidden if wanted is None else hidden[wanted]
+        x = self._part(x, caches, step, first, count - 1)
+        return self._through_layers(x, caches, step, count - 1, count, wanted)
+
+    def _can_narrow(self, step: StepContext, first: int) -> bool:
+        """Whether a last layer is left, behind `first` others, that may compute some rows only: adapters and
+        cross-attention are told about all of them."""
+        return first < len(self.layers) and step.adapters is None and not self.spec.cross_size
+
+    def _part(self, x: Tensor, caches: Sequence[LayerCache], step: StepContext, first: int, last: int) -> Tensor:
+        """Layers ``first <= i < last`` by an executor of their own, and the norm behind the last of all."""
+        count = len(self.layers)
+        if (first, last) == (0, count):
+            return self._executor.run(self._through_layers, x, caches, step)
+        if first == last < count:
+            return x
+        executor = self._parts.get((first, last)) or self._parts.setdefault((first, last), self._executor.for_part())
+        return executor.run(partial(self._through_layers, first=first, last=last), x, caches, step)
 
     def _query_scale(self, metadata: BatchMetadata, longest: int) -> Tensor | None:
         """``[tokens, 1]``: see `QueryGrowth`. None: no token is beyond the context from which they grow."""
@@ -355,14 +373,22 @@ class Decoder(nn.Module):
         return to_device(scales[:, None].to(self.dtype), self.device)
 
     def _through_layers(
-        self, x: Tensor, caches: Sequence[LayerCache], step: StepContext, first: int = 0, last: int | None = None
+        self,
+        x: Tensor,
+        caches: Sequence[LayerCache],
+        step: StepContext,
+        first: int = 0,
+        last: int | None = None,
+        wanted: Tensor | None = None,
     ) -> Tensor:
-        """Layers ``first <= i < last``; last: None: all others, and the norm behind them."""
+        """Layers ``first <= i < last``, None: all others, and the norm behind the last of all. wanted: the rows that
+        this one is for; None: all."""
         for layer, cache in zip(self.layers[first:last], caches[first:last], strict=True):
-            x = layer(x, cache, step)
-        if self.norm is not None and last is None:
-            x = self.norm(x)
-        return x
+            x = layer(x, cache, step, wanted)
+        if self.norm is None or last not in (None, len(self.layers)) or (wanted is not None and not len(wanted)):
+            return x
+        normed: Tensor = self.norm(x)
+        return normed
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """``[rows, hidden_size]`` to float32 ``[rows, vocab_size]``; out: contiguous memory that it may take."""

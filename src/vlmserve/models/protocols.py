@@ -146,11 +146,13 @@ class LanguageModel(Protocol):
         metadata: BatchMetadata,
         caches: list[LayerCache],
         features: Sequence[LayerFeatures] = (),
+        wanted: Tensor | None = None,
     ) -> Tensor:
         """``[tokens, hidden_size]`` and int64 positions ``[tokens]`` to final (normed) hidden states.
 
         Positions of sequences of more than `max_short_len` tokens begin there, all others at `first_position`.
-        features: what images add to the outputs of the first layers.
+        features: what images add to the outputs of the first layers. wanted: int64, the rows whose states are
+        returned; None: all.
         """
         ...
 

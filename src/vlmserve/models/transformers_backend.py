@@ -243,9 +243,10 @@ class TransformersModel:
         metadata: BatchMetadata,
         caches: list[LayerCache],
         features: Sequence[LayerFeatures] = (),
+        wanted: Tensor | None = None,
     ) -> Tensor:
         """``[tokens, hidden_size]`` and int64 positions ``[tokens]`` or ``[3, tokens]`` to final hidden states.
-        features: see `LanguageModel.forward`."""
+        features, wanted: see `LanguageModel.forward`."""
         plan = self.backend.prepare(metadata, caches[0].block_size, self.attention, self._model.dtype)
         layers = zip(caches, self.attention, strict=True)
 
@@ -253,7 +254,8 @@ class TransformersModel:
             return self.backend.attend(query, key, value, *next(layers), metadata, plan)
 
         with _attending(attend):
-            return self._hidden(embeddings, positions, features)
+            hidden = self._hidden(embeddings, positions, features)
+        return hidden if wanted is None else hidden[wanted]
 
     def _hidden(self, embeddings: Tensor, positions: Tensor, features: Sequence[LayerFeatures] = ()) -> Tensor:
         further: dict[str, Any] = {}

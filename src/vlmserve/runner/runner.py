@@ -29,8 +29,8 @@ logger = logging.getLogger(__name__)
 
 
 class Run(NamedTuple):
-    """What a step has computed. later: what draws its tokens without waiting for them, one for each of `sampled`.
-    scalings: as in `ModelRunnerOutput`."""
+    """What a step has computed. hidden: final states, of all rows where a prompt is scored. later: what draws its
+    tokens without waiting for them, one for each of `sampled`. scalings: as in `ModelRunnerOutput`."""
 
     batch: Batch
     hidden: Tensor
@@ -56,6 +56,14 @@ def _fail(
         output.failures[request.state.request_id] = RequestFailure("out_of_memory")
     ended = set(output.failures)
     return [request for request in scheduled if request.state.request_id not in ended]
+
+
+def _wanted_rows(batch: Batch, scheduled: list[ScheduledRequest]) -> Tensor | None:
+    """The rows whose hidden states are needed; None: all, since all are sampled from or a prompt is scored."""
+    decodes_only = batch.metadata.num_decodes == len(batch.metadata.query_lens)
+    if decodes_only or any(request.state.num_scored is not None for request in scheduled):
+        return None
+    return batch.sampled_rows
 
 
 class RunningStep:
@@ -194,10 +202,11 @@ class ModelRunner:
             if self._adapters is not None:
                 scalings = self._scalings(scheduled, sums)
                 self._adapters.use_for_batch(scheduled, len(batch.token_ids), scalings)
-            hidden = self._hidden(batch)
+            wanted = _wanted_rows(batch, scheduled)
+            hidden = self._hidden(batch, wanted)
             if self._adapters is not None:
                 self._adapters.use_for_samples(scheduled)
-            logits = self._logits(hidden[batch.sampled_rows])
+            logits = self._logits(hidden[batch.sampled_rows] if wanted is None else hidden)
         except torch.OutOfMemoryError as error:
             if self.model.ranks is not None:
                 raise  # the others go on with what this rank has no memory for
@@ -218,8 +227,8 @@ class ModelRunner:
         self._adapters.use_for_scaling_pass(mixed, len(batch.token_ids))
         return self._adapters.scalings(scheduled, mixed, self._hidden(batch), sums)
 
-    def _hidden(self, batch: Batch) -> Tensor:
-        """``[tokens, hidden_size]``: the final hidden states."""
+    def _hidden(self, batch: Batch, wanted: Tensor | None = None) -> Tensor:
+        """``[tokens, hidden_size]``: the final hidden states; wanted: of these rows only."""
         language_model = self.model.language_model
         token_ids = batch.token_ids
         if batch.drawn_rows is not None:
@@ -227,7 +236,7 @@ class ModelRunner:
             token_ids = self._drawn.clamp(min=0)[batch.drawn_rows].long()
         embeddings = language_model.embed(token_ids)
         features = place_images(embeddings, batch.image_rows, self._images.embeddings)
-        return language_model.forward(embeddings, batch.positions, batch.metadata, self._kv.layers, features)
+        return language_model.forward(embeddings, batch.positions, batch.metadata, self._kv.layers, features, wanted)
 
     def _logits(self, hidden: Tensor) -> Tensor:
         """float32 ``[rows, vocabulary]``."""
