@@ -10,6 +10,7 @@ import pytest
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
+from tests.blip import make_blip
 from tests.checkpoints import make_llama
 from tests.moondream import make_moondream
 from training.pixie.tokenizer import IMAGE, encode_example
@@ -100,6 +101,23 @@ def test_of_one_image_and_one_text_the_answer_counts(tmp_path: Path) -> None:
     for _, sample, example in zip(range(3), samples, examples, strict=False):
         assert text_of(preparer, sample) == f" {example.turns[0][1]}"
         assert sample.counted[-1] == len(sample.prompt.token_ids) - 1
+
+
+@pytest.mark.parametrize("kind", ["caption", "question"])
+def test_an_image_that_adds_no_tokens_is_asked_about_several_times(tmp_path: Path, kind: str) -> None:
+    preparer = preparer_of(make_blip(tmp_path, kind))
+    groups: dict[bytes, list[Sample]] = {}
+    for _, sample in zip(range(24), drawn_samples(preparer, 0), strict=False):
+        assert sample.prompt.cross is not None
+        assert sample.counted
+        groups.setdefault(sample.prompt.cross.image.key, []).append(sample)
+    whole = list(groups.values())[:-1]
+    assert len(whole) > 2
+    for samples in whole:
+        assert 3 <= len(samples) <= 8
+        assert len(
+            {(tuple(one.prompt.token_ids), tuple(one.prompt.cross.token_ids)) for one in samples if one.prompt.cross}
+        ) == len(samples)
 
 
 def test_lines_of_a_file_count_by_their_answers(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from itertools import count
 from pathlib import Path
+from random import Random
 from typing import Any
 
 from vlmserve.calibration.samples import Sample, of_conversation, of_text
@@ -13,13 +14,15 @@ from vlmserve.frontend.requests import RequestPreparer
 from vlmserve.loadtest.dataset import Entry, read_entries
 from vlmserve.perplexity import python_manual
 from vlmserve.pixie.evaluation import messages_of
-from vlmserve.pixie.questions import sample_example
+from vlmserve.pixie.questions import Example, sample_example, single
 from vlmserve.types import Prompt
 
 LONGEST = 512
 """Tokens of a piece of text."""
 TEXT_SHARE = 0.25
 """Of the tokens for a model that takes images."""
+QUESTIONS_OF_IMAGE = 8
+"""At most, where an image adds no tokens to a prompt."""
 QUESTION = "Describe this image."
 IMAGE_FILES = {".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff"}
 
@@ -106,17 +109,30 @@ def messages_of_entry(entry: Entry) -> list[dict[str, Any]]:
 
 def drawn_samples(preparer: RequestPreparer, first_seed: int) -> Iterator[Sample]:
     """Conversations about drawn images with the right answers, without end. For a model that takes one image and one
-    text with each request: questions about one image, each with its answer."""
+    text with each request: questions about one image, each with its answer; several about the same image if its
+    decoder reads it by cross-attention, because then an image adds no tokens, and the tower would take most of the
+    time."""
     for seed in count(first_seed):
         example = sample_example(seed)
-        if preparer.takes_one_image and len(example.scenes) != 1:
-            continue
-        last = 0 if preparer.takes_one_image else len(example.turns) - 1
-        answer = {"role": "assistant", "content": example.turns[last][1]}
-        asked = messages_of(example, last)
-        # Such a model takes no system message, which some of them have.
-        said = [one for one in asked if one["role"] == "user"] if preparer.takes_one_image else asked
-        yield of_conversation(preparer, [*said, answer], allow_local=True)
+        if not preparer.takes_one_image:
+            yield _drawn(preparer, example, len(example.turns) - 1)
+        elif len(example.scenes) == 1:
+            random = Random(seed)
+            others = (single(example.scenes[0], random) for _ in range(1, QUESTIONS_OF_IMAGE))
+            for one in {other.turns[0]: other for other in (example, *others)}.values():
+                sample = _drawn(preparer, one, 0)
+                yield sample
+                if sample.prompt.cross is None:
+                    break
+
+
+def _drawn(preparer: RequestPreparer, example: Example, last: int) -> Sample:
+    """A conversation up to an answer."""
+    asked = messages_of(example, last)
+    if preparer.takes_one_image:  # and no system message
+        asked = [message for message in asked if message["role"] == "user"]
+    answer = {"role": "assistant", "content": example.turns[last][1]}
+    return of_conversation(preparer, [*asked, answer], allow_local=True)
 
 
 def _text(preparer: RequestPreparer, num_tokens: int) -> Iterator[Sample]:
