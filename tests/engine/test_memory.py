@@ -27,10 +27,10 @@ def limited(monkeypatch: pytest.MonkeyPatch, most: int) -> None:
     """Steps of more tokens run out of memory."""
     hidden = ModelRunner._hidden
 
-    def checked(self: ModelRunner, batch: Any) -> torch.Tensor:
+    def checked(self: ModelRunner, batch: Any, *wanted: Any) -> torch.Tensor:
         if len(batch.token_ids) > most:
             raise torch.OutOfMemoryError(f"{len(batch.token_ids)} tokens")
-        return hidden(self, batch)
+        return hidden(self, batch, *wanted)
 
     monkeypatch.setattr(ModelRunner, "_hidden", checked)
 
@@ -76,10 +76,10 @@ def test_the_newest_of_many_decodes_fails(folder: Path, monkeypatch: pytest.Monk
     engine = engine_of(folder)
     hidden = ModelRunner._hidden
 
-    def checked(self: ModelRunner, batch: Any) -> torch.Tensor:
+    def checked(self: ModelRunner, batch: Any, *wanted: Any) -> torch.Tensor:
         if batch.metadata.num_decodes and len(batch.sampled_rows) == 4:
             raise torch.OutOfMemoryError("four decodes")
-        return hidden(self, batch)
+        return hidden(self, batch, *wanted)
 
     monkeypatch.setattr(ModelRunner, "_hidden", checked)
     found = answers(run(engine, requests))
