@@ -128,11 +128,12 @@ def certificates_read_once() -> Iterator[None]:
     """Each call of httpx reads all certificate authorities, though no test talks to a server that has a certificate."""
     make = ssl.create_default_context
     of_file = functools.cache(lambda cafile: make(cafile=cafile))
+    files = {certifi.where(), os.environ.get("SSL_CERT_FILE")}
 
     def make_or_share(*args: Any, **settings: Any) -> ssl.SSLContext:
         # As httpx calls it where nobody asks for anything else. Others may change what they get.
-        shared = not args and settings == {"cafile": certifi.where()}
-        return of_file(certifi.where()) if shared else make(*args, **settings)
+        shared = not args and settings.keys() == {"cafile"} and settings["cafile"] in files
+        return of_file(settings["cafile"]) if shared else make(*args, **settings)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ssl, "create_default_context", make_or_share)
