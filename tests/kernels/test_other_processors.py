@@ -1,12 +1,13 @@
 """The native kernels for processors other than this machine's, in `native/main.cpp`, which compares them with float64.
 
 Arm's run in an emulator; those with AVX-VNNI, on a processor without it, with the same instructions of AVX-512, in
-vectors of 8 floats.
+vectors of 8 floats. Those with AVX-512 are only read by the compiler where the processor does not have it.
 """
 
 from __future__ import annotations
 
 import os
+import platform
 import runpy
 import shutil
 import subprocess
@@ -110,3 +111,20 @@ def test_kernels_with_avx_vnni_are_those_of_float64(
         pytest.skip("g++ is not installed")
     program = build("g++", tmp_path_factory.mktemp("avx_vnni"), flags, {isa: own})
     compare([str(program), isa])
+
+
+@pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="the compiler is one for another processor")
+@pytest.mark.skipif(not shutil.which("g++"), reason="g++ is not installed")
+@pytest.mark.parametrize("isa", ["avx512_bf16", "avx512_vnni", "avx512", "avx2_vnni"])
+def test_what_is_not_compiled_here_is_correct_cpp(isa: str, settings: dict[str, Any]) -> None:
+    """An installation from a clone compiles what its processor runs, so that nothing else would read the rest."""
+    flags = [*settings["FLAGS"], *settings["MACHINES"]["x86_64"][isa]]
+    run(["g++", *flags, f"-DVLMSERVE_ISA={isa}", "-Wall", "-Werror", "-fsyntax-only", str(SOURCES / "kernels.cpp")])
+
+
+def test_a_clone_compiles_what_this_processor_runs(settings: dict[str, Any]) -> None:
+    if not supported_isas():
+        pytest.skip("the native kernels were not built: no C++ compiler")
+    compiler = ["gcc" if shutil.which("gcc") else "cc"]
+    assert set(supported_isas()) <= set(settings["here"](compiler))
+    assert settings["here"](["no-such-compiler"]) == list(settings["ISAS"])
