@@ -72,8 +72,8 @@ def here(compiler: list[str]) -> list[str]:
 class BuildKernels(build_ext):
     """Compiles the kernels once for each instruction set, the module that chooses among them once.
 
-    A wheel has all instruction sets. What runs from this folder has those of this machine, which takes a fraction of the
-    time on one without AVX-512; with VLMSERVE_ALL_ISAS=1 it has all, too.
+    A wheel has all instruction sets. What runs from this folder has those of this machine, which takes a fraction of
+    the time on one without AVX-512; with VLMSERVE_ALL_ISAS=1 it has all, too.
     """
 
     def run(self) -> None:
