@@ -8,8 +8,10 @@ import signal
 
 import pytest
 
+from tests.engine_thread import EngineThread
 from tests.mock_checkpoint import make_mock_checkpoint
 from vlmserve.config import EngineConfig
+from vlmserve.engine.process import EngineProcess
 from vlmserve.errors import (
     CheckpointNotFoundError,
     EngineDeadError,
@@ -30,13 +32,12 @@ def folder(tmp_path_factory):
 
 @pytest.fixture
 def start(folder):
-    """Starts clients that are closed afterwards."""
-    clients: list[EngineClient] = []
+    """Starts clients with an engine, which is in a process of its own if that is asked for."""
 
-    async def start(**settings) -> EngineClient:
-        client = await EngineClient.start(EngineConfig(engine="mock", **settings), folder)
-        clients.append(client)
-        return client
+    async def start(process: bool = False, **settings) -> EngineClient:
+        config = EngineConfig(engine="mock", **settings)
+        launch = EngineProcess.launch if process else EngineThread
+        return await EngineClient.start(config, process=launch(config, folder))
 
     return start
 
@@ -180,7 +181,7 @@ async def test_unread_outputs_keep_their_logprobs_one_for_each_token():
 
 
 async def test_a_killed_engine_fails_everybody_at_once(start):
-    client = await start(mock_tpot=0.01, max_num_seqs=4)
+    client = await start(process=True, mock_tpot=0.01, max_num_seqs=4)
     tasks = [asyncio.ensure_future(tokens_of(client, request(str(number), 400))) for number in range(8)]
     await until(lambda: client.stats.num_running == 4)
     os.kill(client.pid, signal.SIGKILL)
@@ -211,7 +212,7 @@ async def test_it_shows_what_the_engine_holds_to_all_who_ask(start):
 
 
 async def test_asking_an_engine_that_is_gone_or_going_fails(start):
-    client = await start(mock_tpot=60)
+    client = await start(process=True, mock_tpot=60)
     await client.submit(request())
     await until(lambda: client.stats.num_running == 1)
     os.kill(client.pid, signal.SIGSTOP)  # so that it cannot answer
@@ -244,7 +245,7 @@ async def test_closing_lets_running_requests_finish_within_the_grace(start):
 
 
 async def test_closing_fails_what_outlasts_the_grace(start):
-    client = await start(mock_tpot=0.01)
+    client = await start(process=True, mock_tpot=0.01)
     task = asyncio.ensure_future(tokens_of(client, request(max_tokens=400)))
     await until(lambda: client.stats.num_running == 1)
     await client.close()

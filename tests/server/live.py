@@ -1,4 +1,4 @@
-"""A server with a mock engine in a thread of the test, on a free port."""
+"""A server in a thread of the test, on a free port, and its engine in another one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ import openai
 import pytest
 from starlette.types import ASGIApp
 
+from tests.engine_thread import EngineThread
 from vlmserve.config import EngineConfig, MediaConfig, ServerConfig
+from vlmserve.engine.process import EngineProcess
 from vlmserve.frontend.client import EngineClient
 from vlmserve.frontend.requests import RequestPreparer
 from vlmserve.server.app import create_app
@@ -32,7 +34,10 @@ QUESTION = [{"role": "user", "content": "What is in the picture?"}]
 
 
 class LiveServer:
-    """Use as a context manager. Call nothing of `service` that needs its event loop."""
+    """Use as a context manager. Call nothing of `service` that needs its event loop.
+
+    process: the engine runs in a process of its own, for tests that kill it or look at the process.
+    """
 
     def __init__(
         self,
@@ -41,9 +46,11 @@ class LiveServer:
         engine: Any = None,
         media: Any = None,
         server: Any = None,
+        process: bool = False,
         wrap: Callable[[ASGIApp, Service], ASGIApp] = lambda app, service: app,
     ) -> None:
         self._wrap = wrap
+        self._launch = EngineProcess.launch if process else EngineThread
         self._folder = folder
         self._engine = EngineConfig(**{"model": str(folder), "engine": "mock", **(engine or {})})
         self._media = MediaConfig(**(media or {}))
@@ -71,7 +78,7 @@ class LiveServer:
             web = WebServer(self._wrap(create_app(self.service), self.service), self._server, bind(self._server))
             self.url = web.url
             web.start()
-            self.client = await EngineClient.start(self._engine, self._folder)
+            self.client = await EngineClient.start(self._engine, process=self._launch(self._engine, self._folder))
             preparer = RequestPreparer(self._folder, self._media)
             preparer.fit(self.client.info)
             self.service.open(self.client, preparer, default_sampling(self._folder))

@@ -163,11 +163,21 @@ def test_refused_requests_count_by_their_errors_code(live):
     assert grown["request_success_total/error"] == 0
 
 
+def check_memory_and_processor_time(live: LiveServer) -> None:
+    """Those of both processes are there."""
+    values = scrape(live)
+    for process, pid in (("server", os.getpid()), ("engine", live.client.pid)):
+        rss = psutil.Process(pid).memory_info().rss
+        assert values[f"process_resident_memory_bytes/{process}"] == pytest.approx(rss, rel=0.2)
+        assert values[f"process_cpu_seconds_total/{process}"] > 0
+
+
 def test_requests_that_a_dying_engine_took_along_count_as_errors_and_its_figures_go_with_it(folder):
-    with LiveServer(folder, engine={"mock_tpot": 0.02}) as server:
+    with LiveServer(folder, engine={"mock_tpot": 0.02}, process=True) as server:
         with stream_lines(server.url, {"messages": QUESTION, "ignore_eos": True, "max_tokens": 400}) as lines:
             next(lines)
             wait_until(lambda: server.client.stats.num_running == 1)
+            check_memory_and_processor_time(server)
             os.kill(server.client.pid, signal.SIGKILL)
             assert any("engine_dead" in line for line in lines)
         wait_until(lambda: server.service.num_answers == 0)
@@ -184,14 +194,6 @@ def test_requests_that_the_engine_has_not_reported_on_yet_are_waiting(live_waiti
         wait_until(lambda: live_waiting.client.num_unfinished == 1)
         values = scrape(live_waiting)
         assert values["num_requests_running"] + values["num_requests_waiting"] == 1
-
-
-def test_memory_and_processor_time_of_both_processes_are_there(live):
-    values = scrape(live)
-    for process, pid in (("server", os.getpid()), ("engine", live.client.pid)):
-        rss = psutil.Process(pid).memory_info().rss
-        assert values[f"process_resident_memory_bytes/{process}"] == pytest.approx(rss, rel=0.2)
-        assert values[f"process_cpu_seconds_total/{process}"] > 0
 
 
 async def test_a_server_that_loads_has_metrics_but_no_engines():

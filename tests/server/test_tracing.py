@@ -181,7 +181,7 @@ def test_a_client_that_leaves_ends_its_span_with_an_error(folder, collector):
 
 def test_a_stream_that_the_engine_leaves_ends_its_span_with_an_error(folder, collector):
     settings = {"otlp_traces_endpoint": collector.url}
-    with LiveServer(folder, engine={"mock_tpot": 0.02}, server=settings) as server:
+    with LiveServer(folder, engine={"mock_tpot": 0.02}, server=settings, process=True) as server:
         with stream_lines(server.url, {"messages": QUESTION, "ignore_eos": True, "max_tokens": 400}) as lines:
             next(lines)
             wait_until(lambda: server.client.stats.num_running == 1)

@@ -224,29 +224,44 @@ def main() -> int:
     socket.set(zmq.LINGER, _LINGER_MS)
     socket.set(zmq.RECONNECT_IVL, 10)
     socket.connect(launch.endpoint)
+    config = EngineConfig.model_validate_json(launch.config)
+
+    def load() -> VLMEngine:
+        engine = create_engine(config, None if launch.folder is None else Path(launch.folder))
+        freeze_loaded_objects()
+        return engine
+
     try:
-        return _load_and_serve(launch, context, socket)
+        return load_and_serve(load, config.model, launch.endpoint, context, socket)
     finally:
         socket.close()
         context.term()
 
 
-def _load_and_serve(launch: _Launch, context: zmq.Context[zmq.Socket[bytes]], socket: zmq.Socket[bytes]) -> int:
-    config = EngineConfig.model_validate_json(launch.config)
+def load_and_serve(
+    load: Callable[[], VLMEngine],
+    model: str,
+    endpoint: str,
+    context: zmq.Context[zmq.Socket[bytes]],
+    socket: zmq.Socket[bytes],
+) -> int:
+    """Load an engine and serve it over a socket that is connected to `endpoint`, with a heartbeat beside it.
+
+    model: what it is called in errors. Returns the exit code; whoever listens was told of errors.
+    """
     began = time.monotonic()
     try:
-        engine = create_engine(config, None if launch.folder is None else Path(launch.folder))
+        engine = load()
     except (ModelLoadError, ConfigurationError) as error:
         _send(socket, Fatal(Failure.of(error)))
         return 1
     except Exception as error:
         logger.exception("The model could not be loaded")
-        _send(socket, Fatal(Failure.of(ModelLoadError(f"{config.model} could not be loaded: {_describe(error)}"))))
+        _send(socket, Fatal(Failure.of(ModelLoadError(f"{model} could not be loaded: {_describe(error)}"))))
         return 1
-    freeze_loaded_objects()
     _send(socket, Ready(engine.info, engine.stats(), time.monotonic() - began, engine.adapters))
     clock = StepClock()
-    heartbeat = Heartbeat(context, launch.endpoint, clock)
+    heartbeat = Heartbeat(context, endpoint, clock)
     try:
         serve_engine(engine, socket, clock)
     except Exception as error:
