@@ -225,8 +225,8 @@ async def test_keys_headers_and_further_fields_are_sent():
 
 async def test_a_test_ends_when_its_duration_is_over():
     async with scripted() as server:
-        report = await run(server.url, load={"duration": 0.05, "max_concurrency": 1}, num_prompts=100_000)
-    assert 0 < report.num_good < 100_000
+        report = await run(server.url, load={"duration": 0.05, "max_concurrency": 1}, num_prompts=1_000)
+    assert 0 < report.num_good < 1_000
     assert report.num_unfinished == 0
     assert any("the duration was over" in warning for warning in report.warnings)
 

@@ -127,7 +127,7 @@ class Killed:
 
 def test_killed_servers_go_on_and_repeat_nothing_that_is_finished(folder, tmp_path):
     path, moments = tmp_path / "history.db", random.Random(3)
-    lines = [line(f"{number}", f"Question {number}?", max_tokens=8) for number in range(150)]
+    lines = [line(f"{number}", f"Question {number}?", max_tokens=8) for number in range(80)]
     kept: dict[int, str] = {}
     for run in range(2):
         with Killed(folder, path) as server:
@@ -140,16 +140,16 @@ def test_killed_servers_go_on_and_repeat_nothing_that_is_finished(folder, tmp_pa
         with sqlite3.connect(path) as database:
             found = dict(database.execute("SELECT row, body FROM batch_results"))
         assert kept.items() <= found.items(), "what is finished is there, and is not replaced"
-        assert len(kept) < len(found) < 150
+        assert len(kept) < len(found) < 80
         kept = found
     with Killed(folder, path) as server:
         batch = finished(server.openai, id)
-        assert (batch.status, batch.request_counts.completed, batch.error_file_id) == ("completed", 150, None)
+        assert (batch.status, batch.request_counts.completed, batch.error_file_id) == ("completed", 80, None)
         text = server.openai.files.content(batch.output_file_id).text.splitlines()
         whole = start(server.openai, lines).id
         uninterrupted = content(server.openai, finished(server.openai, whole).output_file_id)
     answers = [json.loads(one) for one in text]
-    assert [one["custom_id"] for one in answers] == [f"{number}" for number in range(150)]
+    assert [one["custom_id"] for one in answers] == [f"{number}" for number in range(80)]
     assert all(text[row] == body for row, body in kept.items())
     for one, other in zip(answers, uninterrupted, strict=True):
         assert one["response"]["body"]["choices"] == other["response"]["body"]["choices"]

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.server.live import QUESTION
+from tests.server.live import QUESTION, wait_until
 
 pytest.importorskip("playwright.sync_api", reason="playwright is not installed: make test installs it")
 
@@ -87,7 +87,7 @@ def test_a_file_that_the_server_refuses_leaves_nothing_there(pixie, visit):
 
 def test_progress_is_shown_and_a_batch_is_cancelled(slow, visit):
     page = visit(slow, "/#/batches")
-    job = start(page, "long.jsonl", requests(400, max_tokens=200, ignore_eos=True))
+    job = start(page, "long.jsonl", requests(400, max_tokens=60, ignore_eos=True))
     expect(job).to_contain_text(re.compile(r"Running [1-9]\d* of 400 requests, about [1-9]\d* (s|min) left"))
     bar = job.get_by_role("progressbar", name="Progress of long.jsonl")
     assert 0 < bar.evaluate("bar => bar.value / bar.max") < 1
@@ -97,16 +97,15 @@ def test_progress_is_shown_and_a_batch_is_cancelled(slow, visit):
     expect(job.get_by_role("button", name="Save answers")).to_be_visible()
 
 
-def test_more_than_twenty_are_shown_when_they_are_asked_for(pixie, visit):
-    body = {"purpose": "batch"}
-    for number in range(22):
-        files = {"file": (f"{number}.jsonl", requests(1), "application/jsonl")}
-        file = httpx.post(f"{pixie.url}/v1/files", data=body, files=files, timeout=60).json()["id"]
-        asked = {"input_file_id": file, "endpoint": "/v1/chat/completions", "metadata": {"name": f"many {number}"}}
-        batch = httpx.post(f"{pixie.url}/v1/batches", json=asked, timeout=60)
-        while httpx.get(f"{pixie.url}/v1/batches/{batch.json()['id']}", timeout=60).json()["status"] != "completed":
-            pass
-    page = visit(pixie, "/#/batches")
+def test_more_than_twenty_are_shown_when_they_are_asked_for(slow, visit):
+    with httpx.Client(base_url=f"{slow.url}/v1", timeout=60) as client:
+        files = {"file": ("one.jsonl", requests(1, max_tokens=1), "application/jsonl")}
+        file = client.post("/files", data={"purpose": "batch"}, files=files).json()["id"]
+        for number in range(22):
+            asked = {"input_file_id": file, "endpoint": "/v1/chat/completions", "metadata": {"name": f"many {number}"}}
+            batch = client.post("/batches", json=asked).json()["id"]
+            wait_until(lambda batch=batch: client.get(f"/batches/{batch}").json()["status"] == "completed")
+    page = visit(slow, "/#/batches")
     jobs = page.locator(".panel")
     expect(jobs).to_have_count(20)
     expect(jobs.first).to_contain_text("many 21")
