@@ -26,7 +26,17 @@ from vlmserve.models.registry import load_model
 from vlmserve.types import Prompt
 
 CPU = torch.device("cpu")
-GROUPS_FIT: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}
+GROUPS_FIT: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 2,
+}
+ONLY_POSITIONS = (
+    "llama with yarn", "llama with truncated yarn", "llama with dynamic rope", "phi3 with a window",
+    "phi3 with longrope, short",
+)  # fmt: skip
+"""Where positions turn otherwise, or attention goes less far, than in others that have the same layers."""
 METHODS: list[QuantizeMethod] = ["gptq", "awq", "awq+gptq"]
 
 
@@ -79,7 +89,7 @@ def test_transformers_computes_the_same_with_what_was_written(
     assert not torch.allclose(expected, logits(folder), atol=0.1)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name not in ONLY_POSITIONS])
 def test_factors_cancel_out_in_every_family(tmp_path: Path, name: str) -> None:
     folder = make(tmp_path / "plain", name)
     config = QuantizationConfig(scheme="int8", method="awq+gptq")
@@ -182,7 +192,7 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Quant
     return base, config, calibrate(make_llama(base / "plain", **GROUPS_FIT), base / "whole", config)
 
 
-@pytest.mark.parametrize("at", [0, 1, 2, 4])
+@pytest.mark.parametrize("at", [0, 1, 3])
 def test_an_interrupted_run_goes_on_where_it_was(
     uninterrupted: tuple[Path, QuantizationConfig, Any], tmp_path: Path, at: int
 ) -> None:

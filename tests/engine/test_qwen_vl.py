@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -78,7 +79,18 @@ class Oracle:
         return inputs
 
     @torch.inference_mode()
-    def greedy(self, prompt: Prompt) -> list[int]:
+    def logits(self, prompt: Prompt, answer: list[int]) -> torch.Tensor:
+        """After the prompt and after each token of an answer."""
+        longer = Prompt(prompt.token_ids + answer, prompt.images)
+        return self.model(**self.inputs(longer)).logits[0, len(prompt.token_ids) - 1 :]
+
+    @torch.inference_mode()
+    def greedy(self, prompt: Prompt, guess: Sequence[int] = ()) -> list[int]:
+        """guess: an answer that need not be right. One pass over all of it tells, which is faster than to find it."""
+        if len(guess) == NEW_TOKENS and IMAGE_TOKEN not in guess:
+            likeliest = self.logits(prompt, list(guess[:-1])).argmax(-1).tolist()
+            if likeliest == list(guess):
+                return likeliest
         generated = self.model.generate(**self.inputs(prompt), max_new_tokens=NEW_TOKENS, do_sample=False)
         return generated[0, len(prompt.token_ids) :].tolist()
 
@@ -120,7 +132,8 @@ def prompts(oracle: Oracle) -> list[Prompt]:
 
 @pytest.fixture(scope="module")
 def expected(oracle: Oracle, prompts: list[Prompt]) -> list[list[int]]:
-    return [oracle.greedy(prompt) for prompt in prompts]
+    guesses = generate(engine_for(oracle), prompts)
+    return [oracle.greedy(prompt, guess) for prompt, guess in zip(prompts, guesses, strict=True)]
 
 
 @with_budgets

@@ -55,8 +55,7 @@ def prompts() -> list[Prompt]:
     return asked
 
 
-@pytest.fixture(scope="module")
-def cases(prompts) -> list[Case]:
+def answered_alone(prompts: list[Prompt]) -> list[Case]:
     alone = engine(max_num_seqs=1, enable_prefix_caching=False, kv_cache_memory="64MiB")
     found = []
     for number, prompt in enumerate(prompts):
@@ -66,6 +65,11 @@ def cases(prompts) -> list[Case]:
             answer += [token for output in alone.step() for token in output.token_ids]
         found.append(Case(prompt, answer))
     return found
+
+
+@pytest.fixture(scope="module")
+def cases(prompts) -> list[Case]:
+    return answered_alone(prompts)
 
 
 @pytest.fixture

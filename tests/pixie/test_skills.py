@@ -17,6 +17,7 @@ from vlmserve.pixie.skills import CORNERS, SKILLS, sample_questions, sample_skil
 from vlmserve.pixie.vocabulary import SHAPES
 
 COUNT = 40
+FEW = 12
 MIXTURE = "skills"
 GREEDY = SamplingParams(temperature=0.0, max_tokens=48)
 
@@ -41,16 +42,16 @@ def score(llm, skill: str, adapter: str, first: int = HELD_OUT_SEEDS + 5000, cou
 )
 def test_a_skill_comes_with_its_adapter(llm, skill, without, taught):
     """And neither with pixie itself nor with another adapter."""
-    scores = {adapter: score(llm, skill, adapter) for adapter in ("", *SKILLS)}
-    assert scores.pop(skill) >= taught
+    assert score(llm, skill, skill) >= taught
+    scores = {adapter: score(llm, skill, adapter, count=FEW) for adapter in ("", *SKILLS) if adapter != skill}
     assert max(scores.values()) <= without, scores
 
 
 @pytest.mark.parametrize("skill", [*SKILLS, ""])
 def test_the_mixture_keeps_each_skill_and_what_pixie_knows(llm, skill):
-    """Within one point."""
+    """Within one question."""
     first = HELD_OUT_SEEDS
-    assert score(llm, skill, MIXTURE, first, 100) >= score(llm, skill, skill, first, 100) - 0.01
+    assert score(llm, skill, MIXTURE, first) >= score(llm, skill, skill, first) - 1 / COUNT
 
 
 def test_a_change_of_adapters_is_seen_at_once(llm, tmp_path):

@@ -89,7 +89,7 @@ def test_tokens_come_as_often_as_their_probability_says(sample, params):
     wanted = SamplingParams(**params)
     filters = Filters([wanted.temperature], [wanted.top_k], [wanted.top_p], [wanted.min_p])
     expected = filter_logits(logits.clone(), filters).softmax(-1)[0]
-    drawn = sample(logits.repeat(draws, 1), [row(seed=9, index=index, **params) for index in range(draws)])
+    drawn = sample(logits.repeat(draws, 1), [SamplingRow(wanted, 9, index, frozenset()) for index in range(draws)])
     counts = torch.bincount(torch.tensor(drawn), minlength=6) / draws
     torch.testing.assert_close(counts, expected, atol=0.015, rtol=0)
     assert (counts[expected == 0] == 0).all()
