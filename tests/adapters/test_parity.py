@@ -107,6 +107,18 @@ def test_an_adapter_of_tied_embeddings_gives_the_logits_of_peft(llama, case):
     compare(engine, oracles[case], case, oracle.prompt(3, 40))
 
 
+def test_rows_of_a_prompt_that_are_not_sampled_from_end_at_the_last_attention(llama):
+    oracle, _, engine, oracles = llama
+    rows: list[int] = []
+    layer = engine._runner.model.language_model.layers[-1]
+    hook = layer.mlp.register_forward_pre_hook(lambda _, arguments: rows.append(len(arguments[0])))
+    try:
+        compare(engine, oracles["head"], "head", oracle.prompt(5, 40))
+    finally:
+        hook.remove()
+    assert rows[0] == 1
+
+
 def mixed_requests(oracle: Oracle, cases: list[str]) -> list[tuple[str, Prompt]]:
     """Of all adapters and of the model itself, in turn, about the same images and texts."""
     return [(case, oracle.prompt(seed, *parts)) for seed, parts in enumerate(PARTS) for case in ["", *cases]]

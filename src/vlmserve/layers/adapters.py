@@ -72,6 +72,11 @@ class AdapterRows:
         self.slots, self.stride = torch.from_numpy(slots), 1
         self.scalings = scalings
 
+    def narrow(self, rows: Tensor) -> None:
+        """Of the rows that were set, these alone are computed from here on. rows: int64, on the CPU."""
+        if self.stride:
+            self.set(self.slots.numpy()[rows.numpy()], None if self.scalings is None else self.scalings[rows])
+
 
 class LowRank(NamedTuple):
     """``up @ down`` is added to rows ``start <= i < start + len(up)`` of a weight.

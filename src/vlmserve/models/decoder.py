@@ -96,6 +96,8 @@ class DecoderLayer(nn.Module):
             x, normed, attended = x[wanted], normed[wanted], attended[wanted]
             if not len(wanted):
                 return x
+            if step.adapters is not None:
+                step.adapters.narrow(wanted)
         x = self._added(x, partial(self.self_attn.o_proj, attended), self.attention_output_norm)
         if self.cross_attn is not None:
             cross_input = x if self.cross_norm is None else self.cross_norm(x)
@@ -345,9 +347,10 @@ class Decoder(nn.Module):
         return self._through_layers(x, caches, step, count - 1, count, wanted)
 
     def _can_narrow(self, step: StepContext, first: int) -> bool:
-        """Whether a last layer is left, behind `first` others, that may compute some rows only: adapters and
-        cross-attention are told about all of them."""
-        return first < len(self.layers) and step.adapters is None and not self.spec.cross_size
+        """Whether a last layer is left, behind `first` others, that may compute some rows only. Cross-attention is told
+        about all of them, and adapters are told on the host, for which a device would have to be waited for."""
+        on_host = step.adapters is None or self.device.type == "cpu"
+        return first < len(self.layers) and on_host and not self.spec.cross_size
 
     def _part(self, x: Tensor, caches: Sequence[LayerCache], step: StepContext, first: int, last: int) -> Tensor:
         """Layers ``first <= i < last`` by an executor of their own, and the norm behind the last of all."""

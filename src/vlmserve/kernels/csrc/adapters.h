@@ -14,6 +14,9 @@ namespace {
 // one before.
 constexpr int SHRUNK_ROWS = 4, SHRUNK_SUMS = 4, ADAPTED_ROWS = REGISTERS == 32 ? 8 : 4;
 
+// Units of the inputs whose weights the first-level cache holds, where registers do not hold all sums of some rows.
+constexpr long SHRUNK_UNITS = 64 * SHRUNK_SUMS;
+
 // With so few, reading a factor takes longer than multiplying it: it is asked for ahead of its use.
 constexpr int FEW_ADAPTED = 3;
 
@@ -104,6 +107,12 @@ struct Shrinking {
     }
 };
 
+template <int ROWS>
+INLINE void copy_sums(const f32v (&from)[ROWS][PANEL_VECTORS], f32v (&to)[ROWS][PANEL_VECTORS]) {
+    for (int row = 0; row < ROWS; ++row)
+        for (int vector = 0; vector < PANEL_VECTORS; ++vector) to[row][vector] = from[row][vector];
+}
+
 // next: what is multiplied then, begins there.
 template <class Format, int ROWS>
 INLINE void shrink_rows(const LinearArgs& args, const Shrinking& item, long place, const typename Format::Element* next) {
@@ -114,8 +123,7 @@ INLINE void shrink_rows(const LinearArgs& args, const Shrinking& item, long plac
     for (int row = 0; row < ROWS; ++row) x[row] = static_cast<const Element*>(args.x) + rows[row] * args.x_stride;
     const Element* weights = item.weights<Format>(args.in);
     long units = args.in / Format::PAIR, unit = item.unit(units), end = item.end(units);
-    f32v sums[ROWS][PANEL_VECTORS][SHRUNK_SUMS] = {};
-    auto add = [&](long unit, int sum) __attribute__((always_inline)) {
+    auto add = [&](long unit, auto& sums, int sum) __attribute__((always_inline)) {
         long later = unit + AHEAD;
         if (ROWS <= FEW_ADAPTED) __builtin_prefetch(later < end ? weights + later * UNIT : next + (later - end) * UNIT);
 #pragma GCC unroll 4
@@ -125,18 +133,32 @@ INLINE void shrink_rows(const LinearArgs& args, const Shrinking& item, long plac
                 auto w = Format::weights(weights + unit * UNIT + vector * LANES * Format::PAIR, step);
 #pragma GCC unroll 4
                 for (int row = 0; row < ROWS; ++row)
-                    Format::multiply(sums[row][vector][sum], Format::input(x[row] + unit * Format::PAIR), w, step);
+                    Format::multiply(sums[sum][row][vector], Format::input(x[row] + unit * Format::PAIR), w, step);
             }
     };
-    for (; unit + SHRUNK_SUMS <= end; unit += SHRUNK_SUMS)
+    f32v sums[SHRUNK_SUMS][ROWS][PANEL_VECTORS] = {};
+    if constexpr (SHRUNK_SUMS * ROWS * PANEL_VECTORS < REGISTERS) {
+        for (; unit + SHRUNK_SUMS <= end; unit += SHRUNK_SUMS)
 #pragma GCC unroll 4
-        for (int sum = 0; sum < SHRUNK_SUMS; ++sum) add(unit + sum, sum);
-    for (; unit < end; ++unit) add(unit, 0);
+            for (int sum = 0; sum < SHRUNK_SUMS; ++sum) add(unit + sum, sums, sum);
+    } else {
+        // One sum after the other, over inputs that the first-level cache holds.
+        for (long stop; unit + SHRUNK_SUMS <= end; unit = stop) {
+            stop = unit + smaller(SHRUNK_UNITS, (end - unit) / SHRUNK_SUMS * SHRUNK_SUMS);
+            for (int sum = 0; sum < SHRUNK_SUMS; ++sum) {
+                f32v own[1][ROWS][PANEL_VECTORS];
+                copy_sums(sums[sum], own[0]);
+                for (long i = unit + sum; i < stop; i += SHRUNK_SUMS) add(i, own, 0);
+                copy_sums(own[0], sums[sum]);
+            }
+        }
+    }
+    for (; unit < end; ++unit) add(unit, sums, 0);
     float* to = args.shrunk + place * shrunk_stride(args) + item.split * args.adapters->most_rank + item.panel * PANEL;
     for (int row = 0; row < ROWS; ++row)
         for (int vector = 0; vector < PANEL_VECTORS; ++vector) {
-            const f32v* own = sums[row][vector];
-            store(to + row * shrunk_stride(args) + vector * LANES, (own[0] + own[1]) + (own[2] + own[3]));
+            auto own = [&](int sum) __attribute__((always_inline)) { return sums[sum][row][vector]; };
+            store(to + row * shrunk_stride(args) + vector * LANES, (own(0) + own(1)) + (own(2) + own(3)));
         }
 }
 
