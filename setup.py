@@ -46,7 +46,7 @@ THREADS = ["-pthread"]
 
 
 def here(compiler: list[str]) -> list[str]:
-    """Instruction sets that this machine's processor runs; every one where the compiler cannot tell which it runs."""
+    """Instruction sets that this processor runs; every one on Arm, and where the compiler cannot tell."""
 
     def macros(flags: list[str]) -> set[str]:
         command = [*compiler, "-O1", *flags, "-dM", "-E", "-x", "c++", os.devnull]

@@ -122,9 +122,10 @@ def test_what_is_not_compiled_here_is_correct_cpp(isa: str, settings: dict[str, 
     run(["g++", *flags, f"-DVLMSERVE_ISA={isa}", "-Wall", "-Werror", "-fsyntax-only", str(SOURCES / "kernels.cpp")])
 
 
+@pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="all are compiled for Arm")
 def test_a_clone_compiles_what_this_processor_runs(settings: dict[str, Any]) -> None:
     if not supported_isas():
         pytest.skip("the native kernels were not built: no C++ compiler")
     compiler = ["gcc" if shutil.which("gcc") else "cc"]
-    assert set(supported_isas()) <= set(settings["here"](compiler))
+    assert settings["here"](compiler) == list(supported_isas())
     assert settings["here"](["no-such-compiler"]) == list(settings["ISAS"])
