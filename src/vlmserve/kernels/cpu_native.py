@@ -288,3 +288,28 @@ def encoder_attention(qkv: Tensor, num_heads: int) -> Tensor:
             torch.get_num_threads(),
         )
     return output
+
+
+def rotate_heads(qkv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate queries and keys in place, of ``[rows, 3 * size]`` with values behind them. cos, sin: float32 ``[rows, 1,
+    head_size / 2]``; element ``i`` of a head pairs with ``i + head_size / 2``."""
+    rows, width = qkv.shape
+    head_size = 2 * cos.shape[-1]
+    if not qkv.is_contiguous() or cos.shape != (rows, 1, head_size // 2) or sin.shape != cos.shape:
+        raise ValueError(f"{tuple(cos.shape)} of angles do not fit {tuple(qkv.shape)}")
+    if cos.dtype != torch.float32 or sin.dtype != torch.float32 or width % (3 * head_size):
+        raise ValueError(f"{cos.dtype} for heads of {head_size} does not fit {tuple(qkv.shape)}")
+    cos, sin = cos.contiguous(), sin.contiguous()
+    if rows:
+        extension().rotation(
+            qkv.data_ptr(),
+            cos.data_ptr(),
+            sin.data_ptr(),
+            rows,
+            2 * width // (3 * head_size),
+            head_size,
+            width,
+            DTYPES[qkv.dtype],
+            torch.get_num_threads(),
+        )
+    return qkv
