@@ -14,7 +14,7 @@ LARGE_PAGE = 2**21
 def allocate_weight(count: int, dtype: torch.dtype) -> Tensor:
     """Memory for so many numbers ``[count]``, which are not set yet.
 
-    A product of few rows takes as long as reading its weight, and that from large pages takes 0.75 to 0.9 of the time.
+    A product of few rows takes as long as reading its weight, and large pages are read in 0.75 to 1 of the time.
     The system has to be asked for them before memory is written for the first time, which an allocator may have done.
     """
     num_bytes = count * dtype.itemsize
