@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tests.native import built
 from vlmserve.devices.cpu import NativeCpuDevice
-from vlmserve.kernels.cpu_native import encoder_attention
+from vlmserve.kernels.cpu_native import encoder_attention, rotate_heads
 from vlmserve.kernels.extension import selected_isa
 from vlmserve.layers.encoder_attention import EncoderAttention
 
@@ -106,3 +106,35 @@ def test_the_layer_gives_the_same_with_and_without_the_kernel(dtype: torch.dtype
     plain = layer(qkv)
     layer.arrange(NativeCpuDevice(torch.device("cpu"), selected_isa()))
     torch.testing.assert_close(layer(qkv).double(), plain.double(), rtol=0, atol=TOLERANCE[dtype])
+
+
+@given(
+    rows=st.integers(0, 40),
+    heads=st.integers(1, 4),
+    head_size=st.integers(1, 40).map(lambda half: 2 * half),
+    dtype=st.sampled_from(list(TOLERANCE)),
+    seed=st.integers(0, 1000),
+)
+@settings(max_examples=40, deadline=None)
+@pytest.mark.usefixtures("isa")
+def test_queries_and_keys_are_rotated_and_values_are_not(
+    rows: int, heads: int, head_size: int, dtype: torch.dtype, seed: int
+) -> None:
+    qkv = random_qkv(1, rows, heads, head_size, dtype, seed)[0]
+    angles = torch.randn(rows, 1, head_size // 2, generator=torch.Generator().manual_seed(seed))
+    rotated = rotate_heads(qkv.clone(), angles.cos(), angles.sin())
+    queries_and_keys, values = qkv.view(rows, 3 * heads, head_size).split([2 * heads, heads], 1)
+    turned = torch.polar(torch.ones_like(angles).double(), angles.double()) * torch.complex(
+        *(half.double() for half in queries_and_keys.chunk(2, -1))
+    )
+    expected = torch.cat((torch.cat((turned.real, turned.imag), -1), values.double()), 1).flatten(1)
+    rounding = 2**-8 if dtype == torch.bfloat16 else 0
+    torch.testing.assert_close(rotated.double(), expected, rtol=rounding, atol=1e-5)
+
+
+def test_angles_that_do_not_fit_are_refused() -> None:
+    angles = torch.zeros(4, 1, 8)
+    with pytest.raises(ValueError, match="do not fit"):
+        rotate_heads(torch.zeros(5, 3 * 16), angles, angles)
+    with pytest.raises(ValueError, match="does not fit"):
+        rotate_heads(torch.zeros(4, 3 * 16 + 1), angles, angles)

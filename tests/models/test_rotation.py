@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import math
 
+import pytest
 import torch
 
-from vlmserve.models.vision.rotation import patch_angles, rotate_heads
+from tests.native import built
+from vlmserve.devices.cpu import NativeCpuDevice
+from vlmserve.kernels.extension import selected_isa
+from vlmserve.layers.encoder_attention import EncoderAttention
+from vlmserve.models.vision.rotation import patch_angles, rotate_heads, rotated
 
 
 def test_more_patches_than_are_rotated_at_once_are_rotated_as_the_formula_says() -> None:
@@ -23,5 +28,16 @@ def test_more_patches_than_are_rotated_at_once_are_rotated_as_the_formula_says()
                 first, second = qkv.double().view_as(expected)[down, across, :2, :, :, pair].unbind(-1)
                 expected[down, across, :2, :, 0, pair] = first * math.cos(angle) - second * math.sin(angle)
                 expected[down, across, :2, :, 1, pair] = second * math.cos(angle) + first * math.sin(angle)
-    rotated = rotate_heads(qkv.clone(), heads, cos, sin)
-    torch.testing.assert_close(rotated.double(), expected.view_as(qkv), atol=1e-5, rtol=1e-5)
+    output = rotate_heads(qkv.clone(), heads, cos, sin)
+    torch.testing.assert_close(output.double(), expected.view_as(qkv), atol=1e-5, rtol=1e-5)
+
+
+@built
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_kernels_of_the_device_rotate_where_it_has_them(dtype: torch.dtype) -> None:
+    attention = EncoderAttention(24, 3, dtype=dtype)
+    qkv, angles = torch.randn(9, 72).to(dtype), torch.randn(9, 1, 4)
+    plain = rotated(attention, qkv.clone(), angles.cos(), angles.sin())
+    attention.arrange(NativeCpuDevice(torch.device("cpu"), selected_isa()))
+    assert attention.rotation is not None
+    torch.testing.assert_close(rotated(attention, qkv.clone(), angles.cos(), angles.sin()), plain)

@@ -18,13 +18,14 @@ from vlmserve.kernels import cpu_sampling
 from vlmserve.kernels.attention import AttentionBackend, AttentionSpec, LayerCache
 from vlmserve.kernels.choice import choose_kernels, multiplies_bfloat16
 from vlmserve.kernels.cpu_attention import CpuAttention, unsupported_reason
-from vlmserve.kernels.cpu_native import NativeNorm, PackedLinear, can_pack, encoder_attention
+from vlmserve.kernels.cpu_native import NativeNorm, PackedLinear, can_pack, encoder_attention, rotate_heads
 from vlmserve.kernels.cpu_program import NotRecordable, Program, Recording
+from vlmserve.kernels.extension import DTYPES
 from vlmserve.kernels.quantized import QuantizedWeight
 from vlmserve.kernels.torch_decodes import BUCKET_COST
 from vlmserve.kernels.torch_sampling import Draw
 from vlmserve.layers.attention import StepContext
-from vlmserve.layers.operations import EncoderKernel, Epilogue, Norm, Product, Table
+from vlmserve.layers.operations import EncoderKernel, Epilogue, Norm, Product, RotationKernel, Table
 from vlmserve.layers.products import ReorderedProduct, torch_linear
 
 logger = logging.getLogger(__name__)
@@ -150,6 +151,10 @@ class NativeCpuDevice(CpuDevice):
     def encoder_attention(self, num_heads: int, head_size: int, dtype: torch.dtype) -> EncoderKernel | None:
         """See `Operations.encoder_attention`."""
         return partial(encoder_attention, num_heads=num_heads) if can_pack(head_size, dtype) else None
+
+    def encoder_rotation(self, dtype: torch.dtype) -> RotationKernel | None:
+        """See `Operations.encoder_rotation`."""
+        return rotate_heads if dtype in DTYPES else None
 
     def attention(
         self,

@@ -25,7 +25,7 @@ from vlmserve.kernels.quantized import QuantizedWeight
 from vlmserve.kernels.ranges import RangeKernels
 from vlmserve.kernels.torch_reference import TorchReference
 from vlmserve.kernels.torch_sampling import Draw, DrawLater
-from vlmserve.layers.operations import EncoderKernel, Epilogue, Norm, Product, Table
+from vlmserve.layers.operations import EncoderKernel, Epilogue, Norm, Product, RotationKernel, Table
 from vlmserve.layers.products import torch_linear, torch_table
 from vlmserve.levels import Levels
 
@@ -89,6 +89,10 @@ class TorchDevice:
 
     def encoder_attention(self, num_heads: int, head_size: int, dtype: torch.dtype) -> EncoderKernel | None:
         """See `Operations.encoder_attention`."""
+        return None
+
+    def encoder_rotation(self, dtype: torch.dtype) -> RotationKernel | None:
+        """See `Operations.encoder_rotation`."""
         return None
 
     def encoder_ranges(self, num_heads: int, head_size: int, dtype: torch.dtype) -> RangeKernels | None:

@@ -8,6 +8,7 @@ from torch import Tensor
 from vlmserve.kernels.cpu_adapters import TILE, NativeChange
 from vlmserve.kernels.cpu_program import LINEAR, NORM, Recorded
 from vlmserve.kernels.extension import DTYPES, extension
+from vlmserve.kernels.pages import allocate_weight
 from vlmserve.kernels.quantized import QuantizedWeight
 from vlmserve.layers.adapters import Change, LinearAdapters
 
@@ -88,7 +89,7 @@ class PackedLinear:
         if isinstance(weight, Tensor):
             if weight.dtype != self.dtype:
                 raise ValueError(f"a plain weight of {weight.dtype} does not compute in {self.dtype}")
-            packed = torch.empty(num_tiles * TILE * self.in_features, dtype=self.dtype)
+            packed = allocate_weight(num_tiles * TILE * self.in_features, self.dtype)
             plain = weight.contiguous()
             flags = (self._dtype, self._gated, torch.get_num_threads())
             extension().pack(plain.data_ptr(), packed.data_ptr(), *sizes, *flags)
@@ -98,7 +99,7 @@ class PackedLinear:
         else:
             of_group = 2 * (1 + self._minimums) + weight.group_size * weight.bits // 8
             tile_bytes = -(-self.in_features // weight.group_size) * TILE * of_group
-        packed = torch.empty(num_tiles * tile_bytes, dtype=torch.uint8)
+        packed = allocate_weight(num_tiles * tile_bytes, torch.uint8)
         # In 8 bits, those of the value in the middle.
         minimums = weight.minimums if weight.bits == 4 else weight.minimums + 128 * weight.scales
         values, scales, minimums = (tensor.contiguous() for tensor in (weight.values, weight.scales, minimums))
@@ -287,3 +288,28 @@ def encoder_attention(qkv: Tensor, num_heads: int) -> Tensor:
             torch.get_num_threads(),
         )
     return output
+
+
+def rotate_heads(qkv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate queries and keys in place, of ``[rows, 3 * size]`` with values behind them. cos, sin: float32 ``[rows, 1,
+    head_size / 2]``; element ``i`` of a head pairs with ``i + head_size / 2``."""
+    rows, width = qkv.shape
+    head_size = 2 * cos.shape[-1]
+    if not qkv.is_contiguous() or cos.shape != (rows, 1, head_size // 2) or sin.shape != cos.shape:
+        raise ValueError(f"{tuple(cos.shape)} of angles do not fit {tuple(qkv.shape)}")
+    if cos.dtype != torch.float32 or sin.dtype != torch.float32 or width % (3 * head_size):
+        raise ValueError(f"{cos.dtype} for heads of {head_size} does not fit {tuple(qkv.shape)}")
+    cos, sin = cos.contiguous(), sin.contiguous()
+    if rows:
+        extension().rotation(
+            qkv.data_ptr(),
+            cos.data_ptr(),
+            sin.data_ptr(),
+            rows,
+            2 * width // (3 * head_size),
+            head_size,
+            width,
+            DTYPES[qkv.dtype],
+            torch.get_num_threads(),
+        )
+    return qkv

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vlmserve.kernels.ranges import RangeKernels, Ranges
-from vlmserve.layers.operations import EncoderKernel, Layer, Operations
+from vlmserve.layers.operations import EncoderKernel, Layer, Operations, RotationKernel
 from vlmserve.layers.stages import StageBudget, Stages
 
 
@@ -18,7 +18,7 @@ class EncoderAttention(Layer):
 
     ``[images, tokens, 3 * size]``, queries, keys and values side by side and each of them head by head, to
     ``[images, tokens, size]``. range_kernels: of the device, for images of several sizes; None: it computes one after
-    the other.
+    the other. rotation: of the device, for queries and keys of patches; None: torch's operations.
     """
 
     def __init__(self, size: int, num_heads: int, *, dtype: torch.dtype) -> None:
@@ -29,6 +29,7 @@ class EncoderAttention(Layer):
         self._kernel: EncoderKernel = partial(_attend, num_heads=num_heads)
         self._head_kernel: EncoderKernel = partial(_attend, num_heads=1)
         self.range_kernels: RangeKernels | None = None
+        self.rotation: RotationKernel | None = None
 
     def forward(self, qkv: Tensor) -> Tensor:
         return self._kernel(qkv)
@@ -88,6 +89,7 @@ class EncoderAttention(Layer):
         for_heads = operations.encoder_attention
         self._kernel = for_heads(self.num_heads, self.head_size, self._dtype) or self._kernel
         self._head_kernel = for_heads(1, self.head_size, self._dtype) or self._head_kernel
+        self.rotation = operations.encoder_rotation(self._dtype)
         self.range_kernels = operations.encoder_ranges(self.num_heads, self.head_size, self._dtype)
 
 

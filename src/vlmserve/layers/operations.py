@@ -22,6 +22,9 @@ Norm = Callable[[Tensor], Tensor]
 """``[..., size]`` to the same."""
 EncoderKernel = Callable[[Tensor], Tensor]
 """``[images, tokens, 3 * size]`` to ``[images, tokens, size]``, see `EncoderAttention`."""
+RotationKernel = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""Queries, keys and values ``[rows, 3 * size]``, cosines and sines, float32 ``[rows, 1, head_size / 2]``, to the first,
+rotated in place."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +103,10 @@ class Operations(Protocol):
 
     def encoder_attention(self, num_heads: int, head_size: int, dtype: torch.dtype) -> EncoderKernel | None:
         """Full attention within each image. None: torch's operations."""
+        ...
+
+    def encoder_rotation(self, dtype: torch.dtype) -> RotationKernel | None:
+        """Rotary positions of patches. None: torch's operations."""
         ...
 
     def encoder_ranges(self, num_heads: int, head_size: int, dtype: torch.dtype) -> RangeKernels | None:

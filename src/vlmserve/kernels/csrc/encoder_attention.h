@@ -64,14 +64,22 @@ struct EncoderFormat<false> {
 };
 typedef EncoderFormat<BFloat16::STEPS == 1>::Type EncoderBFloat16;
 
-INLINE void copy(float* to, float from) { *to = from; }
-INLINE void copy(float* to, bf16 from) { *to = to_float(from); }
-INLINE void copy(bf16* to, bf16 from) { *to = from; }
+INLINE void copy_unit(float* to, const float* from) { *to = *from; }
+INLINE void copy_unit(float* to, const bf16* from) { *to = to_float(*from); }
+INLINE void copy_unit(bf16* to, const bf16* from) { __builtin_memcpy(to, from, BFloat16::PAIR * sizeof *to); }
 
 INLINE void store_weights(float* to, const f32v (&p)[1]) { store(to, p[0]); }
 INLINE void store_weights(bf16* to, const f32v (&p)[2]) {
+#if defined(__AVX512BF16__)
+    // Rounded, the second of each pair lie behind all the first ones.
+    u32v order;
+    for (std::uint32_t lane = 0; lane < LANES; ++lane) order[lane] = lane | (LANES + lane) << 16;
+    __m512i rounded = bit_cast<__m512i>(_mm512_cvtne2ps_pbh(bit_cast<__m512>(p[1]), bit_cast<__m512>(p[0])));
+    u32v pairs = bit_cast<u32v>(_mm512_maskz_permutexvar_epi16(0xffffffffu, bit_cast<__m512i>(order), rounded));
+#else
     u32v pairs = __builtin_convertvector(round_to_bf16(p[0]), u32v) |
                    __builtin_convertvector(round_to_bf16(p[1]), u32v) << 16;
+#endif
     __builtin_memcpy(to, &pairs, sizeof pairs);
 }
 
@@ -149,8 +157,7 @@ struct EncoderAttention {
             const Stored* from = qkv + (first + smaller(lane, queries - 1)) * 3 * width;
             prefetch(from, TILE);
             Element* to = own.queries + (lane / PANEL * units * PANEL + lane % PANEL) * PAIR;
-            for (long unit = 0; unit < units; ++unit)
-                for (long i = 0; i < PAIR; ++i) copy(to + unit * PANEL * PAIR + i, from[unit * PAIR + i]);
+            for (long unit = 0; unit < units; ++unit) copy_unit(to + unit * PANEL * PAIR, from + unit * PAIR);
         }
     }
 
@@ -173,14 +180,20 @@ struct EncoderAttention {
     }
 
     void weigh(const f32v (&highest)[VECTORS], f32v (&totals)[VECTORS]) {
+        // Weights that are rounded to bfloat16 need no more digits.
+        constexpr bool COARSE = PAIR > 1;
         float scale = args.scale * LOG2_E;
-        for (f32v& total : totals) total = f32v{};
+        f32v most[VECTORS];
+        for (int vector = 0; vector < VECTORS; ++vector) {
+            most[vector] = highest[vector] * scale;
+            totals[vector] = f32v{};
+        }
         for (long unit = 0; unit < token_units; ++unit)
             for (int vector = 0; vector < VECTORS; ++vector) {
                 const float* scores = own.scores + unit * PAIR * TILE + vector * LANES;
-                f32v p[PAIR] = {power_of_two(load(scores) * scale - highest[vector] * scale)};
+                f32v p[PAIR] = {power_of_two<COARSE>(load(scores) * scale - most[vector])};
                 if (PAIR > 1 && unit * PAIR + 1 < args.length)
-                    p[PAIR - 1] = power_of_two(load(scores + (PAIR - 1) * TILE) * scale - highest[vector] * scale);
+                    p[PAIR - 1] = power_of_two<COARSE>(load(scores + (PAIR - 1) * TILE) * scale - most[vector]);
                 for (long i = 0; i < PAIR; ++i) totals[vector] += p[i];
                 store_weights(own.weights + unit * PANEL * PAIR + vector_start<Format>(vector, PANEL * PAIR * token_units), p);
             }

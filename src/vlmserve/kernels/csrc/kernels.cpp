@@ -4,6 +4,7 @@
 #include "norm.h"
 #include "program.h"
 #include "quantized.h"
+#include "rotation.h"
 #include "sampling.h"
 
 namespace {
@@ -36,6 +37,6 @@ void gather(const void* packed, const std::int64_t* ids, void* y, long count, lo
 extern const Kernels TABLE_OF(VLMSERVE_ISA);
 const Kernels TABLE_OF(VLMSERVE_ISA) = {
     NAME_OF(VLMSERVE_ISA), pack, pack_quantized, gather, linear_scratch, linear, norm,
-    attention_scratch, attention, encoder_attention_scratch, encoder_attention, program_scratch, program,
-    sampling_scratch, sampling,
+    attention_scratch, attention, encoder_attention_scratch, encoder_attention, rotation, program_scratch,
+    program, sampling_scratch, sampling,
 };

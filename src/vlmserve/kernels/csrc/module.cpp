@@ -294,6 +294,18 @@ PyObject* encoder_attention(PyObject*, PyObject* const* values, Py_ssize_t count
     return run(from, work, [&] { selected->encoder_attention(args); });
 }
 
+PyObject* rotation(PyObject*, PyObject* const* values, Py_ssize_t count) {
+    Arguments from(values, count, 9);
+    RotationArgs args;
+    args.qkv = from.address();
+    args.cos = static_cast<const float*>(from.address());
+    args.sin = static_cast<const float*>(from.address());
+    for (long* size : {&args.rows, &args.heads, &args.head_size, &args.stride}) *size = from.integer();
+    args.dtype = static_cast<int>(from.integer());
+    args.threads = static_cast<int>(from.integer());
+    return run(from, args.rows * args.heads * args.head_size, [&] { selected->rotation(args); });
+}
+
 #define FAST(name, doc) {#name, reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(name)), METH_FASTCALL, doc}
 
 PyMethodDef methods[] = {
@@ -309,6 +321,7 @@ PyMethodDef methods[] = {
     FAST(program, "The fields of ProgramArgs in order, without scratch."),
     FAST(sampling, "The fields of SamplingArgs in order, without scratch."),
     FAST(encoder_attention, "The fields of EncoderAttentionArgs in order, without scratch."),
+    FAST(rotation, "The fields of RotationArgs in order."),
     {nullptr, nullptr, 0, nullptr},
 };
 

@@ -154,6 +154,14 @@ struct EncoderAttentionArgs {
     int dtype, threads;
 };
 
+struct RotationArgs {
+    void* qkv;         // [rows, heads, head_size], rotated in place; `stride` elements from row to row
+    const float* cos;  // [rows, head_size / 2]; element i of a head pairs with i + head_size / 2
+    const float* sin;
+    long rows, heads, head_size, stride;
+    int dtype, threads;
+};
+
 // How to draw a token from each row of logits; all arrays but `logits` have an element a row.
 struct SamplingArgs {
     const float* logits;  // [rows, vocabulary] contiguous
@@ -183,6 +191,7 @@ struct Kernels {
     void (*attention)(const AttentionArgs&);
     long (*encoder_attention_scratch)(const EncoderAttentionArgs&);
     void (*encoder_attention)(const EncoderAttentionArgs&);
+    void (*rotation)(const RotationArgs&);
     long (*program_scratch)(const ProgramArgs&, long* work);
     void (*program)(const ProgramArgs&);
     long (*sampling_scratch)(const SamplingArgs&);

@@ -194,12 +194,32 @@ INLINE f32v choose(i32v mask, f32v one, f32v other) { return mask ? one : other;
 INLINE f32v minimum(f32v a, f32v b) { return choose(a < b, a, b); }
 INLINE f32v maximum(f32v a, f32v b) { return choose(a > b, a, b); }
 
+// Whether an instruction rounds to integers, and one multiplies by powers of two.
+#if defined(__AVX512F__) && !defined(VLMSERVE_LANES)
+constexpr bool SCALES = true;
+
+INLINE f32v nearest_integer(f32v x) {
+    return bit_cast<f32v>(_mm512_maskz_roundscale_ps(0xffff, bit_cast<__m512>(x), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+}
+
+// p * 2^n, where x is not below `least`: 0 there.
+INLINE f32v scale_from(f32v x, float least, f32v p, f32v n) {
+    __mmask16 counts = _mm512_cmp_ps_mask(bit_cast<__m512>(x), bit_cast<__m512>(broadcast(least)), _CMP_NLT_UQ);
+    return bit_cast<f32v>(_mm512_maskz_scalef_ps(counts, bit_cast<__m512>(p), bit_cast<__m512>(n)));
+}
+#else
+constexpr bool SCALES = false;
+INLINE f32v nearest_integer(f32v x) { return x; }
+INLINE f32v scale_from(f32v, float, f32v p, f32v) { return p; }
+#endif
+
 // e^x to about one unit in the last place: 2^n times a polynomial of the rest (Cody and Waite's reduction). 0 below
 // -87.3, where results would be denormal; infinity above 88.7; NaN stays NaN.
 INLINE f32v exponential(f32v x) {
-    f32v clamped = minimum(maximum(x, broadcast(-87.33654f)), broadcast(88.72283f));
-    f32v shifted = clamped * LOG2_E + 12582912.0f;
-    f32v n = shifted - 12582912.0f;
+    constexpr float LEAST = -87.33654f, MOST = 88.72283f;
+    // Where there are such instructions, they make infinity by themselves of a little more.
+    f32v clamped = minimum(maximum(x, broadcast(LEAST)), broadcast(SCALES ? MOST + 1.0f : MOST));
+    f32v exact = clamped * LOG2_E, n = SCALES ? nearest_integer(exact) : (exact + 12582912.0f) - 12582912.0f;
     f32v r = clamped - n * 0.693359375f;
     r = r + n * 2.12194440e-4f;
     f32v p = broadcast(1.9875691500e-4f);
@@ -209,31 +229,40 @@ INLINE f32v exponential(f32v x) {
     p = p * r + 1.6666665459e-1f;
     p = p * r + 5.0000001201e-1f;
     p = p * (r * r) + r + 1.0f;
+    if constexpr (SCALES) return choose(x == x, scale_from(x, LEAST, p, n), x);
     // In two steps: 2^128 is not a float, though e^88.7 is.
     i32v exponent = __builtin_convertvector(n, i32v);
     i32v half = exponent >> 1;
     p = p * bit_cast<f32v>((half + 127) << 23) * bit_cast<f32v>((exponent - half + 127) << 23);
-    p = choose(x < -87.33654f, f32v{}, p);
-    p = choose(x > 88.72283f, broadcast(__builtin_inff()), p);
+    p = choose(x < LEAST, f32v{}, p);
+    p = choose(x > MOST, broadcast(__builtin_inff()), p);
     return choose(x == x, p, x);
 }
 
-// 2^x for x <= 0, to about one unit in the last place; 0 below -126; NaN stays NaN.
+// 2^x for x <= 0, to about one unit in the last place, or to 3e-6 of itself if COARSE; 0 below -126; NaN stays NaN.
+template <bool COARSE = false>
 INLINE f32v power_of_two(f32v x) {
-    f32v shifted = x + 12582912.0f;
-    f32v r = x - (shifted - 12582912.0f);
-    f32v p = broadcast(1.535336188e-4f);
-    p = p * r + 1.339887440e-3f;
-    p = p * r + 9.618437357e-3f;
-    p = p * r + 5.550332471e-2f;
-    p = p * r + 2.402264791e-1f;
-    p = p * r + 6.931472028e-1f;
-    p = p * r + 1.0f;
+    constexpr float LEAST = -126.0f;
+    f32v shifted = x + 12582912.0f, n = SCALES ? nearest_integer(x) : shifted - 12582912.0f, r = x - n, p;
+    if constexpr (COARSE) {
+        p = broadcast(9.5701e-3f) * r + 5.591786e-2f;
+        p = p * r + 2.4024745e-1f;
+        p = p * r + 6.9312181e-1f;
+        p = p * r + 9.9999926e-1f;
+    } else {
+        p = broadcast(1.535336188e-4f) * r + 1.339887440e-3f;
+        p = p * r + 9.618437357e-3f;
+        p = p * r + 5.550332471e-2f;
+        p = p * r + 2.402264791e-1f;
+        p = p * r + 6.931472028e-1f;
+        p = p * r + 1.0f;
+    }
+    if constexpr (SCALES) return scale_from(x, LEAST, p, n);
     p = bit_cast<f32v>(bit_cast<i32v>(p) + (bit_cast<i32v>(shifted) << 23));
-    return choose(x < -126.0f, f32v{}, p);
+    return choose(x < LEAST, f32v{}, p);
 }
 
-INLINE float power_of_two(float x) { return power_of_two(broadcast(x))[0]; }
+INLINE float power_of_two(float x) { return power_of_two<>(broadcast(x))[0]; }
 
 INLINE f32v sigmoid(f32v x) { return 1.0f / (1.0f + exponential(-x)); }
 
@@ -265,7 +294,8 @@ INLINE f32v activate(int kind, f32v x) {
     switch (kind) {
         case SILU: return x * sigmoid(x);
         case GELU: return 0.5f * x * (1.0f + error_function(x * 0.70710678f));
-        case GELU_TANH: return 0.5f * x * (1.0f + hyperbolic_tangent(0.79788456f * (x + 0.044715f * x * x * x)));
+        // (1 + tanh(u)) / 2 is the sigmoid of 2 u.
+        case GELU_TANH: return x * sigmoid(1.59576912f * (x + 0.044715f * x * x * x));
         case QUICK_GELU: return x * sigmoid(1.702f * x);
         case RELU: return maximum(x, f32v{});
         default: return x;

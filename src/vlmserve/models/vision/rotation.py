@@ -25,6 +25,8 @@ def rotated(attention: EncoderAttention, qkv: Tensor, cos: Tensor, sin: Tensor) 
     """`rotate_heads` by the device's kernels, if it has any for that."""
     if attention.range_kernels is not None:
         return attention.range_kernels.rotate(qkv, cos, sin)
+    if attention.rotation is not None:
+        return attention.rotation(qkv, cos, sin)
     return rotate_heads(qkv, attention.num_heads, cos, sin)
 
 
