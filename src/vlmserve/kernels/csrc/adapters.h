@@ -222,6 +222,24 @@ INLINE long place_in(const AdapterPart& part, long panel) {
     return place < part.panels ? place : -1;
 }
 
+// Asks for what a tile takes of the second factors, those of a share of the adapters: of each it is too little to be read ahead
+// by itself. Called before each block of rows is multiplied, because memory is idle while blocks share weights.
+template <class Format>
+INLINE void prefetch_factors(const LinearArgs& args, long tile, long share, long shares) {
+    constexpr long UNIT = PANEL * Format::PAIR * static_cast<long>(sizeof(typename Format::Element));
+    long count = args.adapters ? args.adapted->count : 0;
+    for (long i = count * share / shares; i < count * (share + 1) / shares; ++i) {
+        const Adapter* adapter = adapter_of(args.adapters, args.adapted->groups[i]);
+        for (long j = 0; adapter && j < adapter->num_parts; ++j)
+            for (long panel = tile * (TILE / PANEL); panel < (tile + 1) * (TILE / PANEL); ++panel) {
+                const AdapterPart& part = adapter->parts[j];
+                long number = place_in(part, panel), bytes = part.count / Format::PAIR * UNIT;
+                const char* weights = static_cast<const char*>(part.weights) + number * bytes;
+                for (long line = 0; number >= 0 && line < bytes; line += 64) __builtin_prefetch(weights + line, 0, 2);
+            }
+    }
+}
+
 // Adds the products of rows, `place` and those behind it in order, with the second factor of their adapter to their sums,
 // of which the first are those of row `first`.
 template <class Format, int ROWS>
@@ -241,11 +259,8 @@ INLINE void adapt_rows(const LinearArgs& args, const Adapter& adapter, long plac
                 if (number < 0) continue;
                 const auto* weights = static_cast<const typename Format::Element*>(part.weights) + number * units * UNIT;
                 const Input* inputs = shrunk + part.first / Format::PAIR;
-                // What the next tile takes: of each adapter a tile takes little, and processors see no stream in that.
-                long ahead = TILE / PANEL / part.step * units * UNIT;
                 auto add = [&](long unit, int sum) __attribute__((always_inline)) {
                     const auto* from = weights + unit * UNIT + vector * LANES * Format::PAIR;
-                    if (ROWS <= FEW_ADAPTED && vector == 0) __builtin_prefetch(from + ahead);
 #pragma GCC unroll 2
                     for (int step = 0; step < Format::STEPS; ++step) {
                         auto w = Format::weights(from, step);

@@ -173,6 +173,16 @@ INLINE void keep(float (*kept)[TILE], const f32v (&sums)[ROWS][VECTORS]) {
         for (int vector = 0; vector < VECTORS; ++vector) store(kept[row] + vector * LANES, sums[row][vector]);
 }
 
+// What adapters change in the sums of a block of rows.
+template <class Element, int ROWS>
+INLINE void adapt_block(const LinearArgs& args, long row, long tile, f32v (&sums)[ROWS][VECTORS]) {
+    alignas(64) float kept[ROWS][TILE];
+    keep(kept, sums);
+    adapt_tile<typename FormatOf<Element>::Type>(args, row, row + ROWS, tile, kept);
+    for (int i = 0; i < ROWS; ++i)
+        for (int vector = 0; vector < VECTORS; ++vector) sums[i][vector] = load(kept[i] + vector * LANES);
+}
+
 // How many elements of a weight are read while one input is prepared, about: it is rounded, or written where its row is
 // interleaved with others.
 constexpr long PREPARED_INPUT = 8;
@@ -206,11 +216,10 @@ void run_block(const LinearArgs& args, const typename Format::Input* inputs, lon
     with_rows<Format::BLOCK>(block_start(args.rows, block + 1, Format::BLOCK) - row, [&](auto rows) {
         f32v sums[decltype(rows)::value][VECTORS];
         const auto* weights = static_cast<const Element*>(args.weight) + tile * TILE * args.in;
+        prefetch_factors<typename FormatOf<Element>::Type>(args, tile, 0, 1);
         multiply_tile<Format>(inputs + row * units, weights, PANEL * args.in, units, sums);
-        if (!args.adapters) return finish_block<Out, Element>(args, row, tile, sums);
-        alignas(64) float kept[decltype(rows)::value][TILE];
-        keep(kept, sums);
-        finish_kept<Out, Element>(args, row, row + decltype(rows)::value, tile, kept);
+        if (args.adapters) adapt_block<Element>(args, row, tile, sums);
+        finish_block<Out, Element>(args, row, tile, sums);
     });
 }
 
@@ -261,6 +270,7 @@ void run_blocks(const LinearArgs& args, const typename Format::Input* inputs, lo
     Chunk chunk;
     const auto* weights = static_cast<const Element*>(args.weight) + tile * TILE * args.in;
     long units = args.in / Format::PAIR, first_row = block_start(args.rows, first, Format::BLOCK);
+    long share = 0, shares = VECTORS / WIDTH * ((units + Chunk::UNITS - 1) / Chunk::UNITS) * (last - first);
     auto each_block = [&](auto work) __attribute__((always_inline)) {
         for (long block = first; block < last; ++block) {
             long row = block_start(args.rows, block, Format::BLOCK);
@@ -273,6 +283,7 @@ void run_blocks(const LinearArgs& args, const typename Format::Input* inputs, lo
             Chunk::take(chunk, weights, args.in, vector, unit, count);
             each_block([&](auto rows, long row, float(*own)[TILE]) {
                 constexpr int ROWS = decltype(rows)::value;
+                prefetch_factors<typename FormatOf<Element>::Type>(args, tile, share++, shares);
                 f32v sums[ROWS][WIDTH];
                 for (int i = 0; i < ROWS; ++i)
                     for (int j = 0; j < WIDTH; ++j) sums[i][j] = unit ? load(own[i] + (vector + j) * LANES) : f32v{};

@@ -168,13 +168,16 @@ void multiply_quantized(const LinearArgs& args) {
             long first_row = block_start(args.rows, first, BLOCK_ROWS);
             for (long block = first; block < last; ++block) {
                 long row = block_start(args.rows, block, BLOCK_ROWS);
+                prefetch_factors<typename FormatOf<T>::Type>(args, tile, block - first, last - first);
                 with_rows<BLOCK_ROWS>(block_start(args.rows, block + 1, BLOCK_ROWS) - row, [&](auto count) {
                     f32v sums[decltype(count)::value][VECTORS];
                     Rows::multiply(rows, static_cast<const u8*>(args.weight), row, tile, sums);
-                    args.adapters ? keep(kept + (row - first_row), sums) : finish_block<Out, T>(args, row, tile, sums);
+                    if (args.adapters && last - first > 1) return keep(kept + (row - first_row), sums);
+                    if (args.adapters) adapt_block<T>(args, row, tile, sums);
+                    finish_block<Out, T>(args, row, tile, sums);
                 });
             }
-            if (args.adapters) finish_kept<Out, T>(args, first_row, block_start(args.rows, last, BLOCK_ROWS), tile, kept);
+            if (args.adapters && last - first > 1) finish_kept<Out, T>(args, first_row, block_start(args.rows, last, BLOCK_ROWS), tile, kept);
         });
 }
 
