@@ -88,7 +88,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_errors_are_those_of_the_layers_outputs(folder: Path, tmp_path: Path) -> None:
     config = QuantizationConfig(scheme="int8")
-    errors = SensitivityPass(folder, tmp_path / "out", config, PROMPTS, image_weight=1.0).measure(nothing)
+    errors = SensitivityPass(folder, tmp_path / "out", config, dict.fromkeys(PROMPTS, 1.0), image_weight=1.0).measure(
+        nothing
+    )
     model = load_model(folder, device=CPU, dtype=torch.float32, kernels="torch").language_model
     layer = model.layers[1].mlp.gate_up_proj
     seen: list[torch.Tensor] = []
