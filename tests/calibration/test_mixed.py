@@ -136,7 +136,9 @@ def test_a_written_model_fits_and_keeps_bits_where_they_count(folder: Path, tmp_
 
 def test_a_budget_that_is_too_small_says_by_how_much(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"the weights take at least .* MB more"):
-        choose_bits(folder, tmp_path / "out", QuantizeConfig(weight_memory=1000), PROMPTS, "auto", nothing)
+        choose_bits(
+            folder, tmp_path / "out", QuantizeConfig(weight_memory=1000), dict.fromkeys(PROMPTS, 1.0), "auto", nothing
+        )
 
 
 def test_a_server_keeps_what_it_has_chosen(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
