@@ -120,7 +120,7 @@ def test_errors_are_those_of_transformers_layers(
     oracle: BlipOracle, prompts: list[Prompt], inputs: dict[str, Tensor], tmp_path: Path
 ) -> None:
     config = QuantizationConfig(scheme="int8", vision=True)
-    run = SensitivityPass(oracle.folder, tmp_path / "out", config, prompts, image_weight=0.1)
+    run = SensitivityPass(oracle.folder, tmp_path / "out", config, dict.fromkeys(prompts, 1.0), image_weight=0.1)
     errors = run.measure(lambda done, total: None)
     weights = tensors_of(oracle.folder)
     schemes: list[tuple[Scheme, int]] = [("int8", 8), ("int4", 4)]

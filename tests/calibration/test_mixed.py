@@ -88,7 +88,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_errors_are_those_of_the_layers_outputs(folder: Path, tmp_path: Path) -> None:
     config = QuantizationConfig(scheme="int8")
-    errors = SensitivityPass(folder, tmp_path / "out", config, PROMPTS, image_weight=1.0).measure(nothing)
+    errors = SensitivityPass(folder, tmp_path / "out", config, dict.fromkeys(PROMPTS, 1.0), image_weight=1.0).measure(
+        nothing
+    )
     model = load_model(folder, device=CPU, dtype=torch.float32, kernels="torch").language_model
     layer = model.layers[1].mlp.gate_up_proj
     seen: list[torch.Tensor] = []
@@ -134,7 +136,9 @@ def test_a_written_model_fits_and_keeps_bits_where_they_count(folder: Path, tmp_
 
 def test_a_budget_that_is_too_small_says_by_how_much(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"the weights take at least .* MB more"):
-        choose_bits(folder, tmp_path / "out", QuantizeConfig(weight_memory=1000), PROMPTS, "auto", nothing)
+        choose_bits(
+            folder, tmp_path / "out", QuantizeConfig(weight_memory=1000), dict.fromkeys(PROMPTS, 1.0), "auto", nothing
+        )
 
 
 def test_a_server_keeps_what_it_has_chosen(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

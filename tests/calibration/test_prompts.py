@@ -41,21 +41,33 @@ def images(tmp_path: Path) -> Path:
 
 
 def test_a_model_that_sees_gets_drawn_images_with_answers_and_text(pixie: RequestPreparer) -> None:
-    prompts = calibration_prompts(None, pixie, 4000)
+    prompts = calibration_prompts(None, pixie, 4000, 0.1)
     tokens = sum(len(prompt.token_ids) for prompt in prompts)
     assert 4000 <= tokens < 4700
     seeing = [prompt for prompt in prompts if prompt.images]
     assert 0.6 < sum(len(prompt.token_ids) for prompt in seeing) / tokens < 0.9
     assert len({span.image.key for prompt in seeing for span in prompt.images}) > 10
-    assert [prompt.token_ids for prompt in calibration_prompts(None, pixie, 4000)] == [
+    assert [prompt.token_ids for prompt in calibration_prompts(None, pixie, 4000, 0.1)] == [
         prompt.token_ids for prompt in prompts
     ]
+
+
+@pytest.mark.parametrize("image_weight", [0.0, 0.1, 1.0])
+def test_the_manual_counts_for_a_tenth_beside_conversations(pixie: RequestPreparer, image_weight: float) -> None:
+    counted = {"conversations": 0.0, "manual": 0.0}
+    manual = [pixie.tokens(piece).token_ids for piece in _pieces(pixie.encode(python_manual())[-4000:])]
+    for prompt, weight in calibration_prompts(None, pixie, 4000, image_weight).items():
+        of_images = sum(span.end - span.start for span in prompt.images)
+        kind = "manual" if prompt.token_ids in manual else "conversations"
+        counted[kind] += weight * (len(prompt.token_ids) - (1 - image_weight) * of_images)
+    assert counted["manual"] / sum(counted.values()) == pytest.approx(0.1)
 
 
 @pytest.mark.parametrize("kind", ["caption", "question", "moondream"])
 def test_a_model_of_one_image_and_one_text_gets_questions_with_answers(tmp_path: Path, kind: str) -> None:
     folder = make_moondream(tmp_path)[0] if kind == "moondream" else make_blip(tmp_path, kind)
-    prompts = calibration_prompts(None, preparer_of(folder), 100)
+    prompts = calibration_prompts(None, preparer_of(folder), 100, 0.1)
+    assert set(prompts.values()) == {1.0}
     lengths = [len(prompt.token_ids) + (len(prompt.cross.token_ids) if prompt.cross else 0) for prompt in prompts]
     assert sum(lengths[:-1]) < 100 <= sum(lengths)
     assert all(prompt.num_images == 1 for prompt in prompts)
@@ -66,9 +78,10 @@ def test_a_model_of_one_image_and_one_text_gets_questions_with_answers(tmp_path:
 
 def test_text_is_the_end_of_the_manual_which_perplexity_does_not_measure(tmp_path: Path) -> None:
     preparer = preparer_of(make_llama(tmp_path))
-    prompts = calibration_prompts(None, preparer, 1200)
+    prompts = calibration_prompts(None, preparer, 1200, 0.1)
     pieces = [preparer.tokens(piece).token_ids for piece in _pieces(preparer.encode(python_manual())[-1200:])]
     assert [prompt.token_ids for prompt in prompts] == pieces
+    assert set(prompts.values()) == {1.0}
 
 
 def _pieces(ids: list[int]) -> list[list[int]]:
@@ -82,14 +95,14 @@ def test_prompts_are_read_from_a_file_of_a_load_test(pixie: RequestPreparer, ima
     ]
     file = images / "prompts.jsonl"
     file.write_text("\n".join(map(json.dumps, lines)))
-    first, second = calibration_prompts(str(file), pixie, 10**6)
+    first, second = calibration_prompts(str(file), pixie, 10**6, 0.1)
     assert len(first.images) == 1
     assert not second.images
-    assert len(calibration_prompts(str(file), pixie, 5)) == 1
+    assert len(calibration_prompts(str(file), pixie, 5, 0.1)) == 1
 
 
 def test_prompts_are_made_of_a_folder_of_images(pixie: RequestPreparer, images: Path) -> None:
-    prompts = calibration_prompts(str(images), pixie, 10**6)
+    prompts = calibration_prompts(str(images), pixie, 10**6, 0.1)
     assert [len(prompt.images) for prompt in prompts] == [1, 1]
 
 
@@ -112,12 +125,12 @@ def test_what_cannot_be_used_is_named(
     else:
         source.write_text(content)
     with pytest.raises(ConfigurationError, match=f"--calibration {source}.*{message}"):
-        calibration_prompts(str(source), pixie, 100)
+        calibration_prompts(str(source), pixie, 100, 0.1)
 
 
 def test_images_for_a_model_that_takes_none_are_refused(tmp_path: Path, images: Path) -> None:
     with pytest.raises(ConfigurationError, match="takes no images"):
-        calibration_prompts(str(images), preparer_of(make_llama(tmp_path / "model")), 100)
+        calibration_prompts(str(images), preparer_of(make_llama(tmp_path / "model")), 100, 0.1)
 
 
 def test_the_command_calibrates(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from tests.checkpoints import make_llama
 from tests.normalized import normalized
 from vlmserve.calibration import forward
 from vlmserve.calibration.plot import Point, quality_plot
-from vlmserve.calibration.quality import compare, quality_samples
+from vlmserve.calibration.quality import Comparison, quality_samples
 from vlmserve.calibration.questions import read_questions
 from vlmserve.calibration.samples import of_text
 from vlmserve.cli import app
@@ -48,7 +48,7 @@ def test_all_figures_are_those_of_transformers(tmp_path: Path) -> None:
     ]
     done: list[tuple[int, int]] = []
     samples = [of_text(prompt) for prompt in prompts]
-    quality = compare(load(folders[0]), load(folders[1]), samples, lambda *progress: done.append(progress))
+    quality = Comparison(load(folders[1]), samples).of(load(folders[0]), lambda *progress: done.append(progress))
     own, right, targets = [], [], []
     for prompt in prompts:
         for folder, rows in zip(folders, (own, right), strict=True):
@@ -67,6 +67,26 @@ def test_all_figures_are_those_of_transformers(tmp_path: Path) -> None:
         float((model.argmax(-1) == reference.argmax(-1)).double().mean()), abs=2e-3
     )
     assert done[-1] == (2404, 2404)
+    # Prompts are what is independent, and means are ratios of sums over them.
+    lengths = [len(prompt.token_ids) - 1 for prompt in prompts]
+    each = torch.nn.functional.kl_div(model, reference, log_target=True, reduction="none").sum(-1)
+    for found, error in (
+        (each, quality.divergence_error),
+        (reference[places] - model[places], quality.change_error),
+    ):
+        rests = torch.stack([(part - found.mean()).sum() for part in found.split(lengths)])
+        assert error == pytest.approx(float((rests.square().sum() * 5 / 4).sqrt()) / 2399, rel=1e-2)
+
+
+def test_the_reference_is_computed_once(tmp_path: Path) -> None:
+    folders = [make_llama(tmp_path / str(seed), seed=seed) for seed in (0, 1, 2)]
+    reference, *others = map(load, folders)
+    comparison = Comparison(reference, [of_text(Prompt([1, 2, 3]))])
+    reference.language_model.layers = torch.nn.ModuleList()
+    found = [comparison.of(model) for model in others]
+    assert found[0].reference_loss == found[1].reference_loss
+    assert found[0].loss != found[1].loss
+    assert found[0].divergence_error is None
 
 
 def test_perplexity_of_conversations_is_that_of_a_supervised_loss(tmp_path: Path) -> None:
@@ -76,7 +96,7 @@ def test_perplexity_of_conversations_is_that_of_a_supervised_loss(tmp_path: Path
     file = tmp_path / "conversations.jsonl"
     file.write_text(json.dumps({"messages": messages}) + json.dumps({"prompt": "Hello", "answer": "No."}).join("\n\n"))
     preparer = RequestPreparer(folders[0], read_settings(MediaConfig, {}))
-    quality = compare(load(folders[0]), load(folders[1]), quality_samples(preparer, 1000, file))
+    quality = Comparison(load(folders[1]), quality_samples(preparer, 1000, file)).of(load(folders[0]))
     encode = AutoTokenizer.from_pretrained(folders[0]).encode
     total, count, model = 0.0, 0, AutoModelForCausalLM.from_pretrained(folders[0], dtype=torch.float64)
     for said in (turns, [("user", "Hello"), ("assistant", "No.")]):
@@ -100,7 +120,7 @@ def test_perplexity_of_conversations_is_that_of_a_supervised_loss(tmp_path: Path
 def test_a_model_does_not_differ_from_itself() -> None:
     model = load(resolve_model("pixie"))
     samples = quality_samples(RequestPreparer(resolve_model("pixie"), read_settings(MediaConfig, {})), 400)
-    quality = compare(model, model, samples)
+    quality = Comparison(model, samples).of(model)
     assert (quality.divergence, quality.agreement) == (0, 1)
     assert quality.perplexity == quality.reference_perplexity
     assert quality.num_tokens == sum(len(sample.counted) for sample in samples) > 0
@@ -109,7 +129,7 @@ def test_a_model_does_not_differ_from_itself() -> None:
 def test_models_with_other_tokens_are_not_compared(tmp_path: Path) -> None:
     first, second = make_llama(tmp_path / "a"), make_llama(tmp_path / "b", vocab_size=60)
     with pytest.raises(ConfigurationError, match="different tokens"):
-        compare(load(first), load(second), [of_text(Prompt([1, 2, 3]))])
+        Comparison(load(second), [of_text(Prompt([1, 2, 3]))]).of(load(first))
 
 
 @pytest.mark.parametrize("kind", CLASSES)
@@ -120,7 +140,7 @@ def test_models_that_attend_to_images_are_compared(tmp_path: Path, kind: str) ->
     samples = quality_samples(RequestPreparer(oracle.folder, read_settings(MediaConfig, {})), 120)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(forward, "TOKENS_AT_ONCE", 60)
-        quality = compare(load(tmp_path / "int8"), load(oracle.folder), samples)
+        quality = Comparison(load(oracle.folder), samples).of(load(tmp_path / "int8"))
     losses = []
     for sample in samples:
         cross, ids = sample.prompt.cross, sample.prompt.token_ids

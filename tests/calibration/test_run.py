@@ -59,7 +59,7 @@ def calibrate(
     image_weight: float = 1.0,
     progress: Callable[[int, int], None] = lambda done, of: None,
 ) -> Result:
-    return Calibration(folder, out, config, prompts, image_weight=image_weight).run(progress)
+    return Calibration(folder, out, config, dict.fromkeys(prompts, 1.0), image_weight=image_weight).run(progress)
 
 
 def logits(folder: Path, tokens: Tensor = TOKENS, **options: Any) -> Tensor:
@@ -170,6 +170,20 @@ def test_tokens_of_images_can_count_less(tmp_path: Path) -> None:
     one, less = (tensors_of(tmp_path / str(weight)) for weight in (1.0, 0.1))
     name = next(name for name in one if name.endswith("layers.0.mlp.down_proj.weight_packed"))
     assert not torch.equal(one[name], less[name])
+
+
+def test_a_prompt_that_counts_twice_is_as_good_as_two(tmp_path: Path) -> None:
+    folder = make_llama(tmp_path / "plain", **GROUPS_FIT)
+    config = QuantizationConfig(scheme="int4", method="gptq")
+    first, *others = PROMPTS
+    weighted = {first: 2.0, **dict.fromkeys(others, 1.0)}
+    repeated = dict.fromkeys([first, Prompt(first.token_ids), *others], 1.0)
+    found = [
+        Calibration(folder, tmp_path / name, config, prompts, image_weight=1).run().errors
+        for name, prompts in (("weighted", weighted), ("repeated", repeated), ("once", dict.fromkeys(PROMPTS, 1.0)))
+    ]
+    assert found[0] == pytest.approx(found[1], rel=1e-3)
+    assert found[0] != pytest.approx(found[2], rel=1e-3)
 
 
 class Interrupted(Exception):

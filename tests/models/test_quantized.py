@@ -107,7 +107,7 @@ def test_transformers_reads_zero_points(tmp_path: Path, method: QuantizeMethod) 
     if method == "rtn":
         save_quantized(folder, tmp_path / "saved", config)
     else:
-        prompts = [Prompt(TOKENS.tolist())]
+        prompts = {Prompt(TOKENS.tolist()): 1.0}
         Calibration(folder, tmp_path / "saved", config, prompts, image_weight=1).run()
     stored = json.loads((tmp_path / "saved/config.json").read_text())["quantization_config"]
     assert stored["quant_method"] == "compressed-tensors"

@@ -61,13 +61,15 @@ class Group:
 class LayerByLayer:
     """Prompts at their way through the layers of a decoder whose executor is `executor`.
 
-    states: of each group of prompts, ``[tokens, hidden_size]``: what the next layer gets. cross: by key, what layers
+    prompts: with how much each of their tokens counts where inputs are observed. states: of each group of prompts,
+    ``[tokens, hidden_size]``: what the next layer gets. cross: by key, what layers
     attend to by cross-attention, ``[states, cross_size]``.
     """
 
-    def __init__(self, decoder: Decoder, executor: OneLayer, device: Device, prompts: Sequence[Prompt]) -> None:
+    def __init__(self, decoder: Decoder, executor: OneLayer, device: Device, prompts: Mapping[Prompt, float]) -> None:
+        self._weights = prompts
         self._decoder, self._executor = decoder, executor
-        self._groups = list(make_groups(decoder, prompts))
+        self._groups = list(make_groups(decoder, list(prompts)))
         self.cross: dict[bytes, Tensor] = {}
         self._batches = BatchBuilder(BLOCK_SIZE, device, cross_states=self.cross)
         self._most_blocks = max(group.num_blocks for group in self._groups)
@@ -91,8 +93,8 @@ class LayerByLayer:
     def through(
         self, index: int, *, observer: Observer | None = None, image_weight: float = 1.0, keep: bool = True
     ) -> None:
-        """Compute a layer on all states. observer: watches, rows of images counting less. keep: what comes out are the
-        new states."""
+        """Compute a layer on all states. observer: watches, rows of images counting less by `image_weight`. keep: what
+        comes out are the new states."""
         self._executor.layer = cast(DecoderLayer, self._decoder.layers[index])
         for number, group in enumerate(self._groups):
             if observer is not None:
@@ -117,11 +119,13 @@ class LayerByLayer:
 
     def _row_weights(self, group: Group, image_weight: float) -> Tensor | None:
         batch = self._batches.build(group.scheduled)
-        if image_weight == 1 or not batch.image_rows:
+        counted = [self._weights[prompt] for prompt in group.prompts]
+        if all(weight == 1 for weight in counted) and (image_weight == 1 or not batch.image_rows):
             return None
-        weights = torch.ones(len(batch.token_ids), device=self._decoder.device)
+        lengths = torch.tensor([len(prompt.token_ids) for prompt in group.prompts])
+        weights = torch.tensor(counted).repeat_interleave(lengths).to(self._decoder.device)
         for rows in batch.image_rows:
-            weights[rows.first : rows.last] = image_weight
+            weights[rows.first : rows.last] *= image_weight
         return weights
 
 

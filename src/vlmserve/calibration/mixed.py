@@ -6,7 +6,7 @@ Layers lose bits in the order of that error for each byte saved, until the weigh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
@@ -95,7 +95,7 @@ def choose_bits(
     folder: Path,
     out: Path,
     how: QuantizeConfig,
-    prompts: Sequence[Prompt],
+    prompts: Mapping[Prompt, float],
     kernels: str,
     progress: Callable[[int, int], None],
 ) -> QuantizationConfig:

@@ -21,34 +21,49 @@ LONGEST = 512
 """Tokens of a piece of text."""
 TEXT_SHARE = 0.25
 """Of the tokens for a model that takes images."""
+TEXT_WEIGHT = 0.1
+"""Of what these tokens count together."""
 QUESTIONS_OF_IMAGE = 8
 """At most, where an image adds no tokens to a prompt."""
 QUESTION = "Describe this image."
 IMAGE_FILES = {".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff"}
 
 
-def calibration_prompts(source: str | None, preparer: RequestPreparer, num_tokens: int) -> list[Prompt]:
-    """Prompts of about so many tokens altogether, fewer if the source has fewer.
+def calibration_prompts(
+    source: str | None, preparer: RequestPreparer, num_tokens: int, image_weight: float
+) -> dict[Prompt, float]:
+    """Prompts of about so many tokens altogether, fewer if the source has fewer, with how much their tokens count.
 
     source: a JSONL file of prompts with images, see `read_entries`; a folder of images; None: conversations about drawn
     images, if the model takes images, and the end of the manual that every Python brings along, of which perplexity is
-    measured on the beginning. Raises ConfigurationError for a source that cannot be read, and for a prompt that the
-    model cannot take.
+    measured on the beginning. Beside conversations the manual counts for `TEXT_WEIGHT` of all: else it would outweigh
+    them, as images count less. image_weight: how much a token of an image counts, beside 1 for others. Raises
+    ConfigurationError for a source that cannot be read, and for a prompt that the model cannot take.
     """
-    return [sample.prompt for sample in _calibration_samples(source, preparer, num_tokens)]
+    if source is not None:
+        path = Path(source).expanduser()
+        folder = path.is_dir()
+        samples = _of_folder(path, preparer) if folder else file_samples(path, preparer, "--calibration")
+        return _weighted(take(samples, num_tokens), 1.0)
+    if preparer.takes_one_image:
+        return _weighted(take(drawn_samples(preparer, 0), num_tokens), 1.0)
+    for_images = int(num_tokens * (1 - TEXT_SHARE)) if preparer.supports_images and preparer.can_chat else 0
+    drawn = _weighted(take(drawn_samples(preparer, 0), for_images), 1.0)
+    left = num_tokens - sum(len(prompt.token_ids) for prompt in drawn)
+    text = take(_text(preparer, num_tokens), left)
+    counted = sum(len(prompt.token_ids) - (1 - image_weight) * _image_tokens(prompt) for prompt in drawn)
+    if not text or not counted:
+        return drawn | _weighted(text, 1.0)
+    wanted = counted * TEXT_WEIGHT / (1 - TEXT_WEIGHT)
+    return drawn | _weighted(text, wanted / sum(len(sample.prompt.token_ids) for sample in text))
 
 
-def _calibration_samples(source: str | None, preparer: RequestPreparer, num_tokens: int) -> list[Sample]:
-    if source is None:
-        if preparer.takes_one_image:
-            return take(drawn_samples(preparer, 0), num_tokens)
-        for_images = int(num_tokens * (1 - TEXT_SHARE)) if preparer.supports_images and preparer.can_chat else 0
-        drawn = take(drawn_samples(preparer, 0), for_images)
-        left = num_tokens - sum(len(sample.prompt.token_ids) for sample in drawn)
-        return drawn + take(_text(preparer, num_tokens), left)
-    path = Path(source).expanduser()
-    folder = path.is_dir()
-    return take(_of_folder(path, preparer) if folder else file_samples(path, preparer, "--calibration"), num_tokens)
+def _weighted(samples: Iterable[Sample], weight: float) -> dict[Prompt, float]:
+    return {sample.prompt: weight for sample in samples}
+
+
+def _image_tokens(prompt: Prompt) -> int:
+    return sum(span.end - span.start for span in prompt.images)
 
 
 def take(samples: Iterable[Sample], num_tokens: int) -> list[Sample]:

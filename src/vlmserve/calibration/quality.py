@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 import torch
@@ -31,6 +32,8 @@ class Quality(msgspec.Struct, frozen=True):
 
     num_tokens: that were predicted. loss, reference_loss: means of -log(probability). divergence: the mean of
     KL(reference || model) of a next token, in nats. agreement: how often both find the same token likeliest, 0 to 1.
+    change_error, divergence_error: standard errors of loss - reference_loss and of the divergence, by how they differ
+    from prompt to prompt; None where there is one prompt.
     """
 
     num_tokens: int
@@ -38,6 +41,8 @@ class Quality(msgspec.Struct, frozen=True):
     reference_loss: float
     divergence: float
     agreement: float
+    change_error: float | None
+    divergence_error: float | None
 
     @property
     def perplexity(self) -> float:
@@ -60,61 +65,92 @@ def quality_samples(preparer: RequestPreparer, num_tokens: int, conversations: P
     return [of_text(preparer.tokens(ids[first : first + WINDOW])) for first in range(0, len(ids) - 1, WINDOW)]
 
 
-@torch.inference_mode()
-def compare(
-    model: LoadedModel,
-    reference: LoadedModel,
-    samples: Sequence[Sample],
-    progress: Callable[[int, int], None] = lambda done, of: None,
-) -> Quality:
-    """Predict each token that counts from those before it, with both models.
+class Comparison:
+    """Models beside a reference, which predicts each token that counts from those before it once for all of them.
 
-    progress: is told the tokens done and how many there are. Raises ConfigurationError for models that do not have the
-    same tokens, and where no token can be predicted.
+    What the head of the reference gets is kept, ``[tokens that count, hidden_size]``. Raises ConfigurationError where
+    no token can be predicted.
     """
-    decoders = model.language_model, reference.language_model
-    if decoders[0].vocab_size != decoders[1].vocab_size:
-        raise ConfigurationError("the models have different tokens; give a quantized model and the one it was made of")
-    sums = torch.zeros(4, dtype=torch.float64)
-    count = done = 0
-    counted = {sample.prompt: sample.counted for sample in samples}
-    total = sum(len(prompt.token_ids) for prompt in counted)
-    for group in make_groups(decoders[1], list(counted)):
-        rows, targets = _predicted(group, counted)
-        hidden = [hidden_states(one, group)[rows] for one in (model, reference)]
-        for first in range(0, len(rows), ROWS_AT_ONCE):
-            part = slice(first, first + ROWS_AT_ONCE)
-            logits = [decoder.logits(states[part]) for decoder, states in zip(decoders, hidden, strict=True)]
-            own, right = (one.log_softmax(-1) for one in logits)
-            sums += _measured(own, right, targets[part])
-        count += len(rows)
-        done += group.num_tokens
-        progress(done, total)
-    if not count:
-        raise ConfigurationError("there is no token to predict: give conversations with answers, or longer texts")
-    loss, reference_loss, divergence, agreement = (sums / count).tolist()
-    return Quality(count, loss, reference_loss, divergence, agreement)
+
+    @torch.inference_mode()
+    def __init__(self, reference: LoadedModel, samples: Sequence[Sample]) -> None:
+        self._decoder = reference.language_model
+        counted = {sample.prompt: sample.counted for sample in samples}
+        if not any(counted.values()):
+            raise ConfigurationError("there is no token to predict: give conversations with answers, or longer texts")
+        self._total = sum(len(prompt.token_ids) for prompt in counted)
+        self._groups = [(group, _predicted(group, counted)) for group in make_groups(self._decoder, list(counted))]
+        self._states = [hidden_states(reference, group)[predicted.rows] for group, predicted in self._groups]
+
+    @torch.inference_mode()
+    def of(self, model: LoadedModel, progress: Callable[[int, int], None] = lambda done, of: None) -> Quality:
+        """What a model loses. progress: is told the tokens done and how many there are. Raises ConfigurationError for
+        a model that does not have the tokens of the reference."""
+        decoder = model.language_model
+        if decoder.vocab_size != self._decoder.vocab_size:
+            raise ConfigurationError(
+                "the models have different tokens; give a quantized model and the one it was made of"
+            )
+        sums, done = [], 0
+        for (group, predicted), states in zip(self._groups, self._states, strict=True):
+            hidden = hidden_states(model, group)[predicted.rows]
+            of_prompts = torch.zeros(len(group.prompts), 5, dtype=torch.float64)
+            for first in range(0, len(hidden), ROWS_AT_ONCE):
+                part = slice(first, first + ROWS_AT_ONCE)
+                own, right = decoder.logits(hidden[part]), self._decoder.logits(states[part])
+                measured = _measured(own.log_softmax(-1), right.log_softmax(-1), predicted.targets[part])
+                of_prompts.index_add_(0, predicted.prompts[part], measured)
+            sums.append(of_prompts)
+            done += group.num_tokens
+            progress(done, self._total)
+        return _quality(torch.cat(sums))
 
 
-def _predicted(group: Group, counted: Mapping[Prompt, Sequence[int]]) -> tuple[Tensor, Tensor]:
-    """Rows of a group's batch after which a token comes that counts, and these tokens."""
+class _Predicted(NamedTuple):
+    """What a group of prompts is measured on. rows: of its batch, after which a token comes that counts. targets: these
+    tokens. prompts: where in the group the prompts of the rows are."""
+
+    rows: Tensor
+    targets: Tensor
+    prompts: Tensor
+
+
+def _predicted(group: Group, counted: Mapping[Prompt, Sequence[int]]) -> _Predicted:
     rows: list[int] = []
     targets: list[int] = []
+    prompts: list[int] = []
     start = 0
-    for prompt in group.prompts:
+    for number, prompt in enumerate(group.prompts):
         rows += [start + place - 1 for place in counted[prompt]]
         targets += [prompt.token_ids[place] for place in counted[prompt]]
+        prompts += [number] * len(counted[prompt])
         start += len(prompt.token_ids)
-    return torch.tensor(rows, dtype=torch.int64), torch.tensor(targets, dtype=torch.int64)
+    return _Predicted(*(torch.tensor(one, dtype=torch.int64) for one in (rows, targets, prompts)))
 
 
 def _measured(own: Tensor, right: Tensor, targets: Tensor) -> Tensor:
-    """Sums of what `Quality` has means of, of log-probabilities ``[rows, vocabulary]``."""
+    """Of log-probabilities ``[rows, vocabulary]``: 1, and what `Quality` has means of, ``[rows, 5]``."""
     targets = targets[:, None].to(own.device)
-    sums = [
-        -own.gather(1, targets).double().sum(),
-        -right.gather(1, targets).double().sum(),
-        (right.exp() * (right - own)).double().sum(),
-        (own.argmax(-1) == right.argmax(-1)).double().sum(),
+    measured = [
+        torch.ones(len(own), device=own.device),
+        -own.gather(1, targets)[:, 0],
+        -right.gather(1, targets)[:, 0],
+        (right.exp() * (right - own)).double().sum(1),
+        own.argmax(-1) == right.argmax(-1),
     ]
-    return torch.stack(sums).cpu()
+    return torch.stack([one.double() for one in measured], 1).cpu()
+
+
+def _quality(sums: Tensor) -> Quality:
+    """Of sums of `_measured` over prompts, ``[prompts, 5]``."""
+    count, *means = (sums.sum(0) / torch.tensor([1.0, *[float(sums[:, 0].sum())] * 4])).tolist()
+    loss, reference_loss, divergence, agreement = means
+    change_error = divergence_error = None
+    if (prompts := len(sums)) > 1:
+        # Means are ratios of sums over prompts, which are independent; tokens of one are not.
+        changes = sums[:, 1] - sums[:, 2] - (loss - reference_loss) * sums[:, 0]
+        divergences = sums[:, 3] - divergence * sums[:, 0]
+        change_error, divergence_error = (
+            math.sqrt(prompts / (prompts - 1) * float(rest.square().sum())) / count for rest in (changes, divergences)
+        )
+    return Quality(round(count), loss, reference_loss, divergence, agreement, change_error, divergence_error)

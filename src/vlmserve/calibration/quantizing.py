@@ -36,7 +36,7 @@ def quantize_checkpoint(
     if how.method == "rtn" and how.weight_memory is None:
         return save_quantized(folder, out, config, progress), notes
     preparer = RequestPreparer(folder, read_settings(MediaConfig, {}))
-    prompts = calibration_prompts(how.calibration, preparer, how.calibration_tokens)
+    prompts = calibration_prompts(how.calibration, preparer, how.calibration_tokens, how.image_weight)
     own = progress
     if how.weight_memory is not None:
         config = choose_bits(folder, out, how, prompts, kernels, lambda done, total: progress(done, 2 * total))

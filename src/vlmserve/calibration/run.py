@@ -60,7 +60,8 @@ class Calibration:
     """A checkpoint with prompts, quantized into a folder.
 
     folder: see `QuantizedFolder`. out: new, empty, or what an interrupted run with the same settings has left, which
-    goes on there. image_weight: how much a token of an image counts, beside 1 for one of text.
+    goes on there. prompts: with how much each of their tokens counts. image_weight: how much less a token of an image
+    does.
     Raises what `QuantizedFolder` raises, and ConfigurationError for an `out` that holds anything else, and for models
     that cannot be calibrated.
     """
@@ -70,7 +71,7 @@ class Calibration:
         folder: Path,
         out: Path,
         config: QuantizationConfig,
-        prompts: Sequence[Prompt],
+        prompts: Mapping[Prompt, float],
         *,
         image_weight: float,
         kernels: str = "auto",
@@ -165,10 +166,10 @@ class Calibration:
         hasher.update(
             f"{__version__} {self._config.model_dump_json()} {self._image_weight} {self._decoder.dtype}".encode()
         )
-        for prompt in self._prompts:
+        for prompt, weight in self._prompts.items():
             asked = [] if prompt.cross is None else prompt.cross.token_ids
             keys = [image.key.hex() for image in prompt.image_inputs]
-            hasher.update(json.dumps([prompt.token_ids, asked, keys]).encode())
+            hasher.update(json.dumps([prompt.token_ids, asked, keys, weight]).encode())
         return hasher.hexdigest()
 
     def _embed(self, flow: LayerByLayer) -> None:
@@ -202,11 +203,11 @@ class Calibration:
         tower = self._outer_targets()
         questions = {path: tower.pop(path) for path in list(tower) if path.startswith(TEXT_ENCODER)}
         if self._vision is not None:
-            encode = partial(encode_images, self._vision, self._device, self._prompts, self._decoder.dtype)
+            encode = partial(encode_images, self._vision, self._device, list(self._prompts), self._decoder.dtype)
             self._watch(tower, encode, settle)
             images = dict(encode())
         if self._cross is not None:
-            read = partial(cross_sources, self._cross, self._prompts, images)
+            read = partial(cross_sources, self._cross, list(self._prompts), images)
             self._watch(questions, read, settle)
             flow.cross |= read()
         flow.embed(images)

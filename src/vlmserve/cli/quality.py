@@ -15,7 +15,7 @@ from rich.table import Table
 
 from vlmserve.bench import bench
 from vlmserve.calibration.plot import Point, quality_plot
-from vlmserve.calibration.quality import Quality, compare, quality_samples
+from vlmserve.calibration.quality import Comparison, Quality, quality_samples
 from vlmserve.calibration.questions import read_questions, share_right
 from vlmserve.config import EngineConfig, MediaConfig, read_settings
 from vlmserve.engine.loading import load
@@ -70,15 +70,15 @@ def run_quality(
     with Progress(console=Console(stderr=True)) as progress:
         preparer = RequestPreparer(folder, read_settings(MediaConfig, {}))
         samples = quality_samples(preparer, num_tokens, conversations)
-        reference = load(config.model_copy(update={"model": against}), folder)
+        comparison = Comparison(load(config.model_copy(update={"model": against}), folder), samples)
         qualities: list[Quality | None] = [None]
         for name in models:
             bar = progress.add_task(Path(name).name, total=None)
             model = load(config.model_copy(update={"model": name}))
-            qualities.append(compare(model, reference, samples, partial(_show, progress, bar)))
+            qualities.append(comparison.of(model, partial(_show, progress, bar)))
             del model
             gc.collect()
-        del reference
+        del comparison
         speeds = _speeds(config, [against, *models], turns, progress)
         for name, quality, speed in zip([against, *models], qualities, speeds, strict=True):
             scores = _scores(config, name, per_task, asked, progress)
@@ -155,11 +155,23 @@ def _print(rows: Sequence[Row]) -> None:
         if quality is None:
             cells += ["", "", ""]
         else:
-            change = quality.perplexity / quality.reference_perplexity - 1
-            cells += [f"{change:+.2%}", f"{quality.divergence:.5f}", f"{quality.agreement:.2%}"]
+            ratio = quality.perplexity / quality.reference_perplexity
+            error = None if quality.change_error is None else ratio * quality.change_error
+            cells += [
+                _with_error(f"{ratio - 1:+.3%}", error, ".3%"),
+                _with_error(f"{quality.divergence:.5f}", quality.divergence_error, ".5f"),
+                f"{quality.agreement:.2%}",
+            ]
         cells += [f"{score:.1%}" for score in (row.core, row.further, row.right) if score is not None]
         cells += [f"{rate:,.0f}" for rate in (row.prompt_rate, row.answer_rate) if rate is not None]
         table.add_row(*cells)
     console = Console()
-    console.print(f"{measured.num_tokens} tokens counted; KL in nats a token, against {rows[0].model}", highlight=False)
+    console.print(
+        f"{measured.num_tokens} tokens counted; KL in nats a token, against {rows[0].model}; ± one standard error",
+        highlight=False,
+    )
     console.print(table)
+
+
+def _with_error(figure: str, error: float | None, form: str) -> str:
+    return figure if error is None else f"{figure} ± {error:{form}}"

@@ -22,7 +22,7 @@ from vlmserve.quant.statistics import InputStatistics, output_error
 
 logger = logging.getLogger(__name__)
 
-ALGORITHM = 4
+ALGORITHM = 5
 """To be counted up when the same model, data and settings give other weights: copies in caches are then made anew."""
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from vlmserve.kernels.quantized import QuantizedWeight
 
 Shrinks = tuple[Tensor | float, Tensor | float]
-"""Shares of the ends of ranges, the lower and the upper ones, 1 or less, for all or ``[out_features, groups]``."""
+"""Shares of the ends of ranges, the lower and the upper ones, for all or ``[out_features, groups]``."""
 
 
 @dataclass(frozen=True, slots=True)

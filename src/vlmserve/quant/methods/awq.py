@@ -7,7 +7,7 @@ block around it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -19,6 +19,8 @@ STEPS = 20
 """Exponents that are tried."""
 CLIPS = tuple(1 - 0.05 * step for step in range(10))
 """Shares of ranges that are tried."""
+PASSES = ((0.12, 0.06, 0.03), *3 * ((0.06, 0.03, 0.015),))
+"""How far the ends of ranges move inwards and outwards, as shares of where they are: in each pass over all groups."""
 MOST_ROWS, MOST_CLIPPED_ROWS = 1024, 256
 """Outputs of which errors are measured, and those with clipped ranges: the others are like them."""
 
@@ -89,33 +91,57 @@ def clip(weight: Tensor, hessian: Tensor, make_grid: MakeClippedGrid) -> Tensor:
 def clip_ends(weight: Tensor, hessian: Tensor, make_grid: MakeClippedGrid, shrinks: Tensor) -> tuple[Tensor, Tensor]:
     """Shares of the lower and the upper ends of ranges, ``[out_features, groups]`` each.
 
-    One group after the other takes, at one end and then at the other, what makes whole outputs differ least, beside
-    what all other groups are rounded to at the time. This is not in the paper, in which groups know nothing of each
-    other. shrinks: to begin with, as `clip` gives them.
+    One group after the other, its ends move to where whole outputs differ least, beside what all other groups are
+    rounded to at the time. This is not in the paper, in which groups know nothing of each other, and ranges only become
+    narrower. shrinks: to begin with, as `clip` gives them.
     """
     ends = (shrinks.clone(), shrinks.clone())
     grid = make_grid(weight, ends)
     difference = grid.nearest(weight) - weight
     effect = difference @ hessian
-    for group, first in enumerate(range(0, weight.shape[1], grid.group_size)):
-        inputs = slice(first, first + grid.group_size)
-        own, products = weight[:, inputs], hessian[inputs, inputs]
-        before = difference[:, inputs].clone()
-        of_others = 2 * (effect[:, inputs] - before @ products)
-        now = [end[:, group, None] for end in ends]
-        best, least = before, ((before @ products + of_others) * before).sum(1, keepdim=True)
-        for end in range(2):
-            for share in CLIPS:
-                tried = [torch.full_like(one, share) if number == end else one for number, one in enumerate(now)]
-                found = make_grid(own, (tried[0], tried[1])).nearest(own) - own
-                error = ((found @ products + of_others) * found).sum(1, keepdim=True)
-                better = error < least
-                best, least = torch.where(better, found, best), torch.where(better, error, least)
-                ends[end][:, group, None] = torch.where(better, share, ends[end][:, group, None])
-            now[end] = ends[end][:, group, None]
-        effect += (best - before) @ hessian[inputs]
-        difference[:, inputs] = best
+    for moves in PASSES:
+        for group, first in enumerate(range(0, weight.shape[1], grid.group_size)):
+            inputs = slice(first, first + grid.group_size)
+            before, products = difference[:, inputs].clone(), hessian[inputs, inputs]
+            of_others = 2 * (effect[:, inputs] - before @ products)
+            after = _move(
+                [end[:, group, None] for end in ends], moves, weight[:, inputs], before, products, of_others, make_grid
+            )
+            effect += (after - before) @ hessian[inputs]
+            difference[:, inputs] = after
     return ends
+
+
+def _move(
+    ends: Sequence[Tensor],
+    moves: Sequence[float],
+    weight: Tensor,
+    before: Tensor,
+    products: Tensor,
+    of_others: Tensor,
+    make_grid: MakeClippedGrid,
+) -> Tensor:
+    """Move the ends of one group, ``[out_features, 1]`` each, in place, first the lower and then the upper one. Returns
+    by how much the rounded weight differs then.
+
+    before: by how much it did. products: the group's part of H. of_others: what the other groups' differences add to
+    the derivative of the error by those of this group.
+    """
+
+    def error_of(difference: Tensor) -> Tensor:
+        return ((difference @ products + of_others) * difference).sum(1, keepdim=True)
+
+    best, least = before, error_of(before)
+    for number, end in enumerate(ends):
+        place = end.clone()
+        for share in (1 + sign * move for move in moves for sign in (-1, 1)):
+            tried = [place * share if number == other else own for other, own in enumerate(ends)]
+            found = make_grid(weight, (tried[0], tried[1])).nearest(weight) - weight
+            error = error_of(found)
+            better = error < least
+            best, least = torch.where(better, found, best), torch.where(better, error, least)
+            end.copy_(torch.where(better, tried[number], end))
+    return best
 
 
 def _importance(weight: Tensor, group_size: int) -> Tensor:
