@@ -9,6 +9,7 @@ print(result.text)
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
@@ -56,7 +57,8 @@ class LLM:
     """
 
     def __init__(self, model: str = BUILT_IN_MODEL, **options: Any) -> None:
-        setup = set_up(model, options)
+        # Callers wait for whole answers: with images first, requests generate together.
+        setup = set_up(model, {"encoder_step_share": math.inf, **options})
         self.config, self._folder, self._preparer = setup.engine, setup.folder, setup.preparer
         self.default_sampling_params = setup.params
         self._setup = setup
