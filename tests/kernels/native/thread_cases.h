@@ -24,6 +24,11 @@ bool shares_all(unsigned seed, int jobs) {
         long count = job % 100 ? seed >> 16 & 127 : 5000;
         int threads = 1 + static_cast<int>(seed >> 24 & 7);
         std::fill(context.done.begin(), context.done.end(), 0);
+        // Whatever is read ahead changes nothing.
+        Ahead ahead;
+        const char* memory = reinterpret_cast<const char*>(context.done.data());
+        if (job % 3) ahead.spans[0] = {memory, 1000, 10000};
+        if (job % 5) ahead.spans[1] = {memory, 0, 64};
         share_work(threads, count, job % 2 ? Order::RANGES : Order::QUEUE,
                    [](const void* shared, long first, long last, int thread) {
                        auto& all = *static_cast<Context*>(const_cast<void*>(shared));
@@ -31,7 +36,7 @@ bool shares_all(unsigned seed, int jobs) {
                        if (all.at_work[own]++) ++all.clashes[own];
                        for (long i = first; i < last; ++i) ++all.done[static_cast<std::size_t>(i)];
                        --all.at_work[own];
-                   }, &context);
+                   }, &context, ahead);
         for (long i = 0; i < 5000; ++i)
             if (context.done[static_cast<std::size_t>(i)] != (i < count)) return false;
     }

@@ -19,6 +19,9 @@ constexpr long CACHED_ROWS = 96;
 // Of weights that are expanded for them, which takes as long as multiplying four rows.
 constexpr long CACHED_ROWS_OF_EXPANDED = 256;
 
+// What a thread asks for of the weight that it reads next, while it has nothing to do.
+constexpr long AHEAD_BYTES = 64 * 1024;
+
 // Weights of a panel that stay in a first-level cache while many rows pass by.
 constexpr long CHUNK_BYTES = 16 * 1024;
 
@@ -187,6 +190,25 @@ INLINE void adapt_block(const LinearArgs& args, long row, long tile, f32v (&sums
 // interleaved with others.
 constexpr long PREPARED_INPUT = 8;
 
+long packed_bytes(const LinearArgs& args);
+
+// What threads will read of the product that follows: the beginnings of their shares of the first factor, if rows have one, and
+// of the weight.
+INLINE Ahead ahead_of(const LinearArgs& args) {
+    auto span = [&](const void* from, long bytes) -> Ahead::Span {
+        long share = bytes / args.threads;
+        return {static_cast<const char*>(from), share, smaller(share, AHEAD_BYTES)};
+    };
+    Ahead ahead;
+    if (!args.next) return ahead;
+    if (args.next->adapters && args.adapted->count == 1) {
+        const Adapter* adapter = adapter_of(args.next->adapters, args.adapted->groups[0]);
+        if (adapter) ahead.spans[0] = span(adapter->down, adapter->rank * args.next->in * (args.dtype == FLOAT32 ? 4 : 2));
+    }
+    ahead.spans[1] = span(args.next->weight, packed_bytes(*args.next));
+    return ahead;
+}
+
 // A product: `prepare(block)` for each block of rows (of at most MOST), then `multiply(tile, first, last)` for each tile
 // with a range of blocks. row_bytes: what a prepared row takes. ROWS: that are cached at most.
 template <int MOST, long ROWS = CACHED_ROWS, class Prepare, class Multiply>
@@ -202,9 +224,10 @@ INLINE void each_tile(const LinearArgs& args, long row_bytes, Prepare prepare, M
     if (args.adapters) finish_shrinking(args);
     for (long first = 0; first < blocks; first += cached_blocks) {
         long last = smaller(blocks, first + cached_blocks);
-        each_range(args.threads, tiles, args.in * TILE, [&](long from, long to, int) {
+        auto work = [&](long from, long to, int) {
             for (long tile = from; tile < to; ++tile) multiply(tile, first, last);
-        });
+        };
+        each_range(args.threads, tiles, args.in * TILE, work, last == blocks ? ahead_of(args) : Ahead{});
     }
 }
 

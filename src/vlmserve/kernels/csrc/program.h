@@ -65,6 +65,11 @@ public:
             } else if (op.kind == LINEAR) {
                 LinearArgs product = linear_args(op);
                 product.scratch = memory;
+                LinearArgs next;
+                if (const Operation* following = product_behind(i)) {
+                    next = linear_args(*following);
+                    product.next = &next;
+                }
                 multiply_sorted(product);
             } else {
                 attend(attention_args(op), plans[op.plan], items[op.plan], memory);
@@ -123,6 +128,13 @@ private:
         args.scaling_stride = args_.scaling_stride;
         args.adapted = &adapted_;
         return args;
+    }
+
+    // The first product behind an operation, or null.
+    const Operation* product_behind(long number) const {
+        for (++number; number < args_.count; ++number)
+            if (args_.operations[number].kind == LINEAR) return &args_.operations[number];
+        return nullptr;
     }
 
     AttentionArgs attention_args(const Operation& op) const {

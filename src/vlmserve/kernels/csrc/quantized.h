@@ -218,6 +218,13 @@ long weight_scratch(const LinearArgs& args) {
     return cache_lines(args.weight_bits ? quantized_scratch(args) : plain_scratch(args));
 }
 
+// What `pack` or `pack_quantized` made of a weight.
+long packed_bytes(const LinearArgs& args) {
+    WeightForm form(args);
+    long element = args.dtype == FLOAT32 ? 4 : 2, plain = TILE * args.in * element;
+    return num_tiles(args.out, args.gated) * (args.weight_bits ? form.tile_bytes(form.padded(args.in)) : plain);
+}
+
 // What a product needs in `scratch` where its rows are sorted already.
 long product_scratch(const LinearArgs& args) {
     long shrunk = args.adapters ? args.rows * shrunk_stride(args) : 0;

@@ -63,6 +63,7 @@ struct LinearArgs {
     long scaling_stride;
     const AdaptedRows* adapted;  // by `row_slots`; the kernels' own, as what follows
     float* shrunk;               // [rows, 4, most_rank], part of `scratch`
+    const LinearArgs* next = nullptr;  // the product that follows; null: not known
 };
 
 struct NormArgs {

@@ -29,6 +29,8 @@ constexpr std::chrono::milliseconds WINDOW{10}, ALONE{100};
 // A word of claims: the number of the work, and how many indices of a range are claimed.
 constexpr int INDEX_BITS = 28;
 constexpr std::uint64_t INDEX_MASK = (std::uint64_t{1} << INDEX_BITS) - 1;
+// Bytes that are asked for ahead before a thread looks whether there is something to do.
+constexpr long AHEAD_STEP = 512;
 // A claim takes this share of what is left of a range.
 constexpr long CLAIM_SHARE = 4;
 
@@ -67,6 +69,7 @@ struct Job {
     const void* context;
     long count;
     int threads, ranges;
+    Ahead ahead;
 
     long range_start(int range) const { return count * range / ranges; }
 };
@@ -115,6 +118,7 @@ public:
         std::uint64_t number = publish(job);
         finish(take_part(job, number, 0));
         if (is_done()) return;
+        read_ahead(job.ahead, 0, [&] { return is_done(); });
         Clock::time_point start = Clock::now();
         if (spin_until(SPIN, [&] { return is_done(); })) return;
         {
@@ -166,6 +170,7 @@ private:
         count_.store(job.count, std::memory_order_relaxed);
         threads_.store(job.threads, std::memory_order_relaxed);
         ranges_.store(job.ranges, std::memory_order_relaxed);
+        for (int i = 0; i < 2; ++i) spans_[i].store(job.ahead.spans[i]);
         number_.store(++number);
         if (threads_sleep_.load() && threads_sleep_.exchange(false)) {
             { std::lock_guard<std::mutex> lock(mutex_); }  // whoever said so is asleep now
@@ -182,6 +187,7 @@ private:
         job.count = count_.load(std::memory_order_relaxed);
         job.threads = threads_.load(std::memory_order_relaxed);
         job.ranges = ranges_.load(std::memory_order_relaxed);
+        for (int i = 0; i < 2; ++i) job.ahead.spans[i] = spans_[i].load();
         std::atomic_thread_fence(std::memory_order_acquire);
         return number % 2 == 0 && number_.load(std::memory_order_relaxed) == number ? number : 0;
     }
@@ -206,7 +212,19 @@ private:
             std::uint64_t number = read(job);
             if (number <= seen) continue;
             seen = number;
-            if (thread < job.threads) finish(take_part(job, number, thread));
+            if (thread >= job.threads) continue;
+            finish(take_part(job, number, thread));
+            read_ahead(job.ahead, thread, [&] { return number_.load(std::memory_order_relaxed) != number; });
+        }
+    }
+
+    // Asks memory for what a thread reads next, until `done()`.
+    template <class Done>
+    static void read_ahead(const Ahead& ahead, int thread, Done done) {
+        for (const Ahead::Span& span : ahead.spans) {
+            const char* from = span.begin + span.stride * thread;
+            for (long place = 0; place < span.bytes && !done(); place += AHEAD_STEP)
+                for (long line = place; line < place + AHEAD_STEP; line += 64) __builtin_prefetch(from + line, 0, 2);
         }
     }
 
@@ -245,6 +263,20 @@ private:
         done_.notify_one();
     }
 
+    struct SharedSpan {
+        std::atomic<const char*> begin{nullptr};
+        std::atomic<long> stride{0}, bytes{0};
+
+        void store(const Ahead::Span& span) {
+            begin.store(span.begin, std::memory_order_relaxed);
+            stride.store(span.stride, std::memory_order_relaxed);
+            bytes.store(span.bytes, std::memory_order_relaxed);
+        }
+        Ahead::Span load() const {
+            return {begin.load(std::memory_order_relaxed), stride.load(std::memory_order_relaxed), bytes.load(std::memory_order_relaxed)};
+        }
+    };
+
     struct alignas(64) Claims {
         std::atomic<std::uint64_t> word{0};
     };
@@ -255,6 +287,7 @@ private:
     std::atomic<const void*> context_{nullptr};
     std::atomic<long> count_{0};
     std::atomic<int> threads_{0}, ranges_{0};
+    SharedSpan spans_[2];
     alignas(64) std::atomic<long> remaining_{0};
     alignas(64) std::atomic<bool> threads_sleep_{false}, caller_sleeps_{false};
     Claims claims_[MOST_THREADS];
@@ -283,13 +316,13 @@ Pool& pool() {
 
 }  // namespace
 
-void share_work(int threads, long count, Order order, Work work, const void* context) {
+void share_work(int threads, long count, Order order, Work work, const void* context, Ahead ahead) {
     threads = threads < MOST_THREADS ? threads : MOST_THREADS;
     if (threads > 1 && count > 1 && static_cast<std::uint64_t>(count) < INDEX_MASK) {
         Pool& shared = pool();
         // Calls from several threads at a time: the first one has the pool, the others compute alone.
         if (!shared.busy.exchange(true, std::memory_order_acquire)) {
-            shared.run({work, context, count, threads, order == Order::QUEUE ? 1 : threads});
+            shared.run({work, context, count, threads, order == Order::QUEUE ? 1 : threads, ahead});
             shared.busy.store(false, std::memory_order_release);
             return;
         }
