@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import itertools
+import math
 import os
 import signal
 import weakref
@@ -565,6 +566,11 @@ def test_a_lazy_model_is_loaded_by_its_first_use(folder, monkeypatch):
     for _ in range(2):
         llm.chat(ask("What is this?"), GREEDY, use_tqdm=False)
     assert len(loaded) == 1
+
+
+def test_images_are_not_held_back_unless_the_caller_says_so(folder):
+    assert LLM(str(folder), engine="mock", load="lazy").config.encoder_step_share == math.inf
+    assert LLM(str(folder), engine="mock", load="lazy", encoder_step_share=0.5).config.encoder_step_share == 0.5
 
 
 def test_logprobs_come_for_each_token_by_id_the_chosen_one_first(llm):

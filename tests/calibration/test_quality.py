@@ -81,7 +81,9 @@ def test_all_figures_are_those_of_transformers(tmp_path: Path) -> None:
 def test_the_reference_is_computed_once(tmp_path: Path) -> None:
     folders = [make_llama(tmp_path / str(seed), seed=seed) for seed in (0, 1, 2)]
     reference, *others = map(load, folders)
-    comparison = Comparison(reference, [of_text(Prompt([1, 2, 3]))])
+    done: list[tuple[int, int]] = []
+    comparison = Comparison(reference, [of_text(Prompt([1, 2, 3]))], lambda *progress: done.append(progress))
+    assert done == [(3, 3)]
     reference.language_model.layers = torch.nn.ModuleList()
     found = [comparison.of(model) for model in others]
     assert found[0].reference_loss == found[1].reference_loss

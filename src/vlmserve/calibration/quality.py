@@ -68,19 +68,28 @@ def quality_samples(preparer: RequestPreparer, num_tokens: int, conversations: P
 class Comparison:
     """Models beside a reference, which predicts each token that counts from those before it once for all of them.
 
-    What the head of the reference gets is kept, ``[tokens that count, hidden_size]``. Raises ConfigurationError where
-    no token can be predicted.
+    What the head of the reference gets is kept, ``[tokens that count, hidden_size]``. progress: is told the tokens done
+    and how many there are. Raises ConfigurationError where no token can be predicted.
     """
 
     @torch.inference_mode()
-    def __init__(self, reference: LoadedModel, samples: Sequence[Sample]) -> None:
+    def __init__(
+        self,
+        reference: LoadedModel,
+        samples: Sequence[Sample],
+        progress: Callable[[int, int], None] = lambda done, of: None,
+    ) -> None:
         self._decoder = reference.language_model
         counted = {sample.prompt: sample.counted for sample in samples}
         if not any(counted.values()):
             raise ConfigurationError("there is no token to predict: give conversations with answers, or longer texts")
         self._total = sum(len(prompt.token_ids) for prompt in counted)
         self._groups = [(group, _predicted(group, counted)) for group in make_groups(self._decoder, list(counted))]
-        self._states = [hidden_states(reference, group)[predicted.rows] for group, predicted in self._groups]
+        self._states, done = [], 0
+        for group, predicted in self._groups:
+            self._states.append(hidden_states(reference, group)[predicted.rows])
+            done += group.num_tokens
+            progress(done, self._total)
 
     @torch.inference_mode()
     def of(self, model: LoadedModel, progress: Callable[[int, int], None] = lambda done, of: None) -> Quality:

@@ -70,7 +70,9 @@ def run_quality(
     with Progress(console=Console(stderr=True)) as progress:
         preparer = RequestPreparer(folder, read_settings(MediaConfig, {}))
         samples = quality_samples(preparer, num_tokens, conversations)
-        comparison = Comparison(load(config.model_copy(update={"model": against}), folder), samples)
+        bar = progress.add_task(Path(against).name, total=None)
+        reference = load(config.model_copy(update={"model": against}), folder)
+        comparison = Comparison(reference, samples, partial(_show, progress, bar))
         qualities: list[Quality | None] = [None]
         for name in models:
             bar = progress.add_task(Path(name).name, total=None)
@@ -78,7 +80,7 @@ def run_quality(
             qualities.append(comparison.of(model, partial(_show, progress, bar)))
             del model
             gc.collect()
-        del comparison
+        del comparison, reference
         speeds = _speeds(config, [against, *models], turns, progress)
         for name, quality, speed in zip([against, *models], qualities, speeds, strict=True):
             scores = _scores(config, name, per_task, asked, progress)
