@@ -51,7 +51,7 @@ def calibration_prompts(
     drawn = _weighted(take(drawn_samples(preparer, 0), for_images), 1.0)
     left = num_tokens - sum(len(prompt.token_ids) for prompt in drawn)
     text = take(_text(preparer, num_tokens), left)
-    counted = sum(len(prompt.token_ids) - (1 - image_weight) * _image_tokens(prompt) for prompt in drawn)
+    counted = sum(len(prompt.token_ids) - (1 - image_weight) * prompt.num_image_tokens for prompt in drawn)
     if not text or not counted:
         return drawn | _weighted(text, 1.0)
     wanted = counted * TEXT_WEIGHT / (1 - TEXT_WEIGHT)
@@ -60,10 +60,6 @@ def calibration_prompts(
 
 def _weighted(samples: Iterable[Sample], weight: float) -> dict[Prompt, float]:
     return {sample.prompt: weight for sample in samples}
-
-
-def _image_tokens(prompt: Prompt) -> int:
-    return sum(span.end - span.start for span in prompt.images)
 
 
 def take(samples: Iterable[Sample], num_tokens: int) -> list[Sample]:
