@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -32,7 +31,7 @@ def random_change(out: int, inputs: int, borders: list[int], ranks: list[int], r
     return Change(tuple(parts), factor, shift)
 
 
-def expected_sums(x: Tensor, weight: Tensor, slots: np.ndarray, changes: dict[int, Change]) -> tuple[Tensor, Tensor]:
+def expected_sums(x: Tensor, weight: Tensor, slots: list[int], changes: dict[int, Change]) -> tuple[Tensor, Tensor]:
     """In float64, and what the absolute values would add up to.
 
     Between factors in bfloat16, sums are rounded to it where an instruction multiplies pairs: by 2^-8 of them at most,
@@ -78,10 +77,9 @@ def test_rows_have_the_sums_of_their_adapters(slot_list, inputs, out, ranks, dty
     adapters = LinearAdapters(rows)
     for slot, change in changes.items():
         adapters.set(slot, PreparedChange(Change(), product.pack_change(change)))
-    slots = np.array(slot_list, np.int32)
-    rows.set(slots)
+    rows.set(slot_list, [1] * len(slot_list))
     result = product(x, adapters=adapters)
-    assert_close(result, *expected_sums(x, weight, slots, changes))
+    assert_close(result, *expected_sums(x, weight, slot_list, changes))
     for row, slot in enumerate(slot_list):
         rows.set_all(slot)
         assert torch.equal(product(x[row : row + 1], adapters=adapters)[0], result[row]), "whatever is beside it"
@@ -106,8 +104,7 @@ def test_rows_are_scaled_between_the_factors(slot_list, rank, seed):
     adapters = LinearAdapters(rows)
     for slot, change in enumerate((mixed, plain)):
         adapters.set(slot, PreparedChange(Change(), product.pack_change(change)))
-    slots = np.array(slot_list, np.int32)
-    rows.set(slots, scalings)
+    rows.set(slot_list, [1] * len(slot_list), scalings)
     result = product(x, adapters=adapters)
     expected = F.linear(x.double(), weight.double())
     for row, slot in enumerate(slot_list):
@@ -116,12 +113,12 @@ def test_rows_are_scaled_between_the_factors(slot_list, rank, seed):
             expected[row, part.start : part.start + 35] += part.up.double() @ inner
     torch.testing.assert_close(result.double(), expected, rtol=0, atol=2e-3)
     for row in range(len(slot_list)):
-        rows.set(slots[row : row + 1], scalings[row : row + 1])
+        rows.set([slot_list[row]], [1], scalings[row : row + 1])
         assert torch.equal(product(x[row : row + 1], adapters=adapters)[0], result[row]), "whatever is beside it"
     by_torch = LinearAdapters(rows)
     for slot, change in enumerate((mixed, plain)):
         by_torch.set(slot, PreparedChange(change, None))
-    rows.set(slots, scalings)
+    rows.set(slot_list, [1] * len(slot_list), scalings)
     torch.testing.assert_close(by_torch.change(x, F.linear(x, weight), None), result, rtol=0, atol=2e-3)
 
 
@@ -140,7 +137,7 @@ def test_weights_of_few_bits_and_gates_have_adapters(bits, gated):
     adapters.set(0, PreparedChange(Change(), product.pack_change(Change(parts))))
     x = torch.randn(9, 64, generator=random)
     plain = product(x, adapters=adapters)
-    rows.set(np.array([-1, 0, 0, -1, 0, 0, 0, 0, -1], np.int32))
+    rows.set([-1, 0, -1, 0, -1], [1, 2, 1, 4, 1])
     adapted = product(x, adapters=adapters)
     assert torch.equal(adapted[[0, 3, 8]], plain[[0, 3, 8]])
     base = quantized.dequantize() if bits else weight

@@ -58,8 +58,12 @@ class Mixture:
             x = F.linear(x.relu() if number and self.config.relu else x, weight, bias)
         x = x.view(len(x), self.num_layers, -1)
         if self.config.softmax:
-            x = torch.softmax(x / self.config.temperature, -1)
+            x = torch.softmax(x if self.config.temperature == 1 else x / self.config.temperature, -1)
         return self._selected(x).flatten(1)
+
+    def means(self, scalings: Tensor) -> Tensor:
+        """``[tokens, adapters]``: the layers' mean of `scalings`."""
+        return scalings if self.num_layers == 1 else scalings.view(len(scalings), self.num_layers, -1).mean(1)
 
     @cached_property
     def of_scaling_pass(self) -> Tensor | None:

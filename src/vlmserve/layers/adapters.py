@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
@@ -64,18 +65,26 @@ class AdapterRows:
         self.runs, self.slots, self.stride = (Run(0, None, slot),), torch.tensor([slot], dtype=torch.int32), 0
         self.scalings = None
 
-    def set(self, slots: np.ndarray, scalings: Tensor | None = None) -> None:
-        """slots: int32, a slot for each row. scalings: see the class; rows without X-LoRA have some as well."""
-        borders = [0, *(np.flatnonzero(np.diff(slots)) + 1).tolist(), len(slots)]
-        runs = [Run(a, b, int(slots[a])) for a, b in itertools.pairwise(borders) if a < b]
-        self.runs = [run for run in runs if run.slot >= 0]
-        self.slots, self.stride = torch.from_numpy(slots), 1
+    def set(self, slots: Sequence[int], counts: Sequence[int], scalings: Tensor | None = None) -> None:
+        """slots, counts: of each request, its slot and the number of its rows. scalings: see the class; rows without
+        X-LoRA have some as well."""
+        (self.runs, self.slots), self.stride = _rows_of(tuple(slots), tuple(counts)), 1
         self.scalings = scalings
 
     def narrow(self, rows: Tensor) -> None:
         """Of the rows that were set, these alone are computed from here on. rows: int64, on the CPU."""
         if self.stride:
-            self.set(self.slots.numpy()[rows.numpy()], None if self.scalings is None else self.scalings[rows])
+            self.set(self.slots[rows].tolist(), [1] * len(rows), None if self.scalings is None else self.scalings[rows])
+
+
+# Steps that decode have the same requests again and again.
+@lru_cache(maxsize=8)
+def _rows_of(slots: tuple[int, ...], counts: tuple[int, ...]) -> tuple[Sequence[Run], Tensor]:
+    """The runs, and int32 the slot of each row."""
+    rows = np.repeat(np.array(slots, np.int32), counts)
+    borders = [0, *(np.flatnonzero(np.diff(rows)) + 1).tolist(), len(rows)]
+    runs = [Run(a, b, int(rows[a])) for a, b in itertools.pairwise(borders) if a < b]
+    return [run for run in runs if run.slot >= 0], torch.from_numpy(rows)
 
 
 class LowRank(NamedTuple):

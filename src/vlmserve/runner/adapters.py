@@ -59,26 +59,23 @@ class RunnerAdapters:
             if self._rows.active:
                 self._rows.clear()
             return
-        slots = np.full(num_rows, -1, np.int32)
         counts = [request.num_tokens for request in batch]
-        slots[: sum(counts)] = np.repeat(self._slots_of(batch), counts)
-        self._rows.set(slots, scalings)
+        slots, padding = self._slots_of(batch), num_rows - sum(counts)
+        self._rows.set([*slots, -1] if padding else slots, [*counts, padding] if padding else counts, scalings)
 
-    def use_for_scaling_pass(self, batch: Sequence[ScheduledRequest], num_rows: int) -> None:
+    def use_for_scaling_pass(self, batch: Sequence[ScheduledRequest]) -> None:
         """Rows of a batch have their requests' adapters, all mixed with one scaling; those for which it is 0, none."""
-        slots = np.full(num_rows, -1, np.int32)
         constants = [self._mixtures[request.state.adapter].of_scaling_pass for request in batch]
         if all(constant is None for constant in constants):
             self._rows.clear()
             return
-        scalings = torch.zeros(num_rows, self._num_columns(batch), device=self._device)
-        first = 0
-        for request, constant, slot in zip(batch, constants, self._slots_of(batch).tolist(), strict=True):
+        counts = [request.num_tokens for request in batch]
+        slots = [-1 if one is None else slot for one, slot in zip(constants, self._slots_of(batch), strict=True)]
+        scalings = torch.zeros(len(batch), self._num_columns(batch), device=self._device)
+        for row, constant in zip(scalings, constants, strict=True):
             if constant is not None:
-                rows = slice(first, first + request.num_tokens)
-                slots[rows], scalings[rows, : len(constant)] = slot, constant
-            first += request.num_tokens
-        self._rows.set(slots, scalings)
+                row[: len(constant)] = constant
+        self._rows.set(slots, counts, scalings.repeat_interleave(torch.tensor(counts, device=self._device), 0))
 
     def scalings(
         self,
@@ -92,26 +89,31 @@ class RunnerAdapters:
 
         sums: gets those of each adapter, their layers' mean, added up over a request's tokens.
         """
-        ends = itertools.accumulate(request.num_tokens for request in batch)
-        begins = {one.state.request_id: end - one.num_tokens for one, end in zip(batch, ends, strict=True)}
-        num_rows = sum(request.num_tokens for request in batch)
-        scalings = torch.zeros(num_rows, self._num_columns(mixed), device=self._device)
+        of_requests: dict[str, Tensor] = {}
         first = 0
         for digest, group in itertools.groupby(mixed, lambda request: request.state.adapter):
             requests = list(group)
-            num_rows = sum(request.num_tokens for request in requests)
-            mixture = self._mixtures[digest]
-            found = mixture.scalings(hidden[first : first + num_rows])
-            first += num_rows
-            means = found.view(num_rows, mixture.num_layers, -1).mean(1)
             counts = [request.num_tokens for request in requests]
-            totals = torch.stack([part.sum(0) for part in torch.split(means, counts)]).tolist()
-            sums.update(zip((request.state.request_id for request in requests), totals, strict=True))
-            for request, own in zip(requests, torch.split(found, counts), strict=True):
-                if self.observer is not None:
-                    self.observer(request.state.request_id, request.start, mixture, own)
-                begin = begins[request.state.request_id]
-                scalings[begin : begin + len(own), : own.shape[1]] = own
+            ids = [request.state.request_id for request in requests]
+            mixture = self._mixtures[digest]
+            found = mixture.scalings(hidden[first : first + sum(counts)])
+            first += sum(counts)
+            totals = np.add.reduceat(mixture.means(found).cpu().numpy(), [0, *itertools.accumulate(counts[:-1])])
+            sums.update(zip(ids, totals.tolist(), strict=True))
+            of_requests.update(zip(ids, torch.split(found, counts), strict=True))
+            if self.observer is not None:
+                for request in requests:
+                    name = request.state.request_id
+                    self.observer(name, request.start, mixture, of_requests[name])
+        if len(batch) == 1:
+            return of_requests[batch[0].state.request_id]
+        num_rows = sum(request.num_tokens for request in batch)
+        scalings = torch.zeros(num_rows, self._num_columns(mixed), device=self._device)
+        first = 0
+        for request in batch:
+            if (own := of_requests.get(request.state.request_id)) is not None:
+                scalings[first : first + len(own), : own.shape[1]] = own
+            first += request.num_tokens
         return scalings
 
     def _num_columns(self, batch: Sequence[ScheduledRequest]) -> int:
@@ -120,11 +122,11 @@ class RunnerAdapters:
     def use_for_samples(self, batch: Sequence[ScheduledRequest]) -> None:
         """So have the rows of which tokens are sampled."""
         if self._rows.active:
-            self._rows.set(np.repeat(self._slots_of(batch), [request.num_sampled for request in batch]))
+            self._rows.set(self._slots_of(batch), [request.num_sampled for request in batch])
 
     def use_for_all(self, digest: bytes) -> None:
         """All rows have one adapter; an empty digest: none."""
         self._rows.set_all(self._by_digest[digest] if digest else -1)
 
-    def _slots_of(self, batch: Sequence[ScheduledRequest]) -> np.ndarray:
-        return np.array([self._by_digest.get(request.state.adapter, -1) for request in batch], np.int32)
+    def _slots_of(self, batch: Sequence[ScheduledRequest]) -> list[int]:
+        return [self._by_digest.get(request.state.adapter, -1) for request in batch]

@@ -224,7 +224,7 @@ class ModelRunner:
         if not mixed:
             return None
         batch = self._scaling_batches.build(mixed, self._drawn_rows)
-        self._adapters.use_for_scaling_pass(mixed, len(batch.token_ids))
+        self._adapters.use_for_scaling_pass(mixed)
         return self._adapters.scalings(scheduled, mixed, self._hidden(batch), sums)
 
     def _hidden(self, batch: Batch, wanted: Tensor | None = None) -> Tensor:
