@@ -10,6 +10,9 @@ namespace {
 constexpr int WIDE_SUMS = REGISTERS == 32 ? 12 : 6, NARROW_SUMS = REGISTERS == 32 ? 12 : 6;
 constexpr int WIDE_BLOCK = REGISTERS == 32 ? 4 : 3, NARROW_BLOCK = REGISTERS == 32 ? 6 : 3;
 
+// `PREFETCH_BYTES` of weights of 8 bits without groups: least is computed with a byte of these.
+constexpr long BYTES_AHEAD = 2 * PREFETCH_BYTES;
+
 // Four inputs of a row, high and low bytes.
 struct Quad {
     std::int32_t high, low;
@@ -81,7 +84,7 @@ INLINE void multiply_int8(const Quad* x, const float* scales, const std::int32_t
         i32v high[ROWS][WIDTH] = {}, low[ROWS][WIDTH] = {};
         const u8* weights = tile + TILE * sizeof(float) + first * LANES * 4;
         for (long quad = 0; quad < in / 4; ++quad, weights += 4 * TILE) {
-            for (long line = 0; line < WIDTH * LANES * 4; line += 64) __builtin_prefetch(weights + PREFETCH_BYTES + line);
+            for (long line = 0; line < WIDTH * LANES * 4; line += 64) __builtin_prefetch(weights + BYTES_AHEAD + line);
             u8v w[WIDTH];
 #pragma GCC unroll 8
             for (int i = 0; i < WIDTH; ++i) w[i] = as_multiplied(load_bytes(weights + i * LANES * 4));
@@ -120,7 +123,7 @@ INLINE void multiply_bytes(const Four* inputs, const GroupScale* scales, const u
                 for (int i = 0; i < WIDTH; ++i) dots[row][i] = -OFFSET * rows[row].integer - i32v{};
             long quads = smaller(INPUT_GROUP, in - start) / 4;
             for (long quad = 0; quad < quads; ++quad, weights += 4 * TILE, x += ROWS) {
-                for (long line = 0; line < WIDTH * LANES * 4; line += 64) __builtin_prefetch(weights + PREFETCH_BYTES + line);
+                for (long line = 0; line < WIDTH * LANES * 4; line += 64) __builtin_prefetch(weights + BYTES_AHEAD + line);
                 u8v w[WIDTH];
 #pragma GCC unroll 8
                 for (int i = 0; i < WIDTH; ++i) w[i] = as_multiplied(load_bytes(weights + i * LANES * 4));
