@@ -6,9 +6,11 @@ imported them once, and that has no threads, unlike the one that runs the tests.
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import subprocess
+import sys
 import tempfile
 from collections.abc import Callable
 from multiprocessing.reduction import DupFd
@@ -20,8 +22,9 @@ import pytest
 import vlmserve
 
 _LOADED = (
-    "vlmserve.server.run", "vlmserve.server.app", "vlmserve.server.service", "vlmserve.server.web",
+    __name__, "vlmserve.server.run", "vlmserve.server.app", "vlmserve.server.service", "vlmserve.server.web",
     "vlmserve.server.batches.runner", "vlmserve.frontend.client", "vlmserve.frontend.requests", "vlmserve.batch.run",
+    "vlmserve.scaleout.app", "vlmserve.scaleout.door", "vlmserve.scaleout.gateway", "vlmserve.scaleout.handover",
 )  # fmt: skip
 _FORKING = multiprocessing.get_context("forkserver")
 _FORKING.set_forkserver_preload(list(_LOADED))
@@ -46,26 +49,32 @@ class _Inherited:
 
 
 class ForkedProcess:
-    """Runs a function of a module, which is imported there. Used like a `subprocess.Popen` whose `stdout` is a pipe.
+    """Runs a function of a module, which is imported there. Used like a `subprocess.Popen` with pipes.
 
-    The process has the environment and the standard error of whoever starts it.
+    The process has the environment and the standard error of whoever starts it. text: whether the pipes are for text.
     """
 
-    def __init__(self, function: Callable[..., None], *arguments: Any) -> None:
-        reads, writes = os.pipe()
-        self.stdout = os.fdopen(reads)
-        files = _Inherited(writes), _Inherited(2)
+    def __init__(self, function: Callable[..., None], *arguments: Any, text: bool = True) -> None:
+        (theirs, asks), (answers, says) = os.pipe(), os.pipe()
+        self.stdin = os.fdopen(asks, "w" if text else "wb")
+        self.stdout = os.fdopen(answers, "r" if text else "rb")
+        files = tuple(map(_Inherited, (theirs, says, 2)))
         self._process = _FORKING.Process(
-            target=_begin, args=(dict(os.environ), *files, function, arguments), daemon=True
+            target=_begin, args=(dict(os.environ), files, function, arguments), daemon=True
         )
         with pytest.MonkeyPatch.context() as patch:
             # For the process that forks, which starts with the first of them.
             roots = Path(vlmserve.__file__).parents[1], Path(__file__).parents[1]
             patch.setenv("PYTHONPATH", os.pathsep.join(map(str, roots)))
             self._process.start()
-        os.close(writes)
+        for number in (theirs, says):
+            os.close(number)
         assert self._process.pid is not None
         self.pid = self._process.pid
+
+    def poll(self) -> int | None:
+        """The exit code; None while it runs."""
+        return self._process.exitcode
 
     def send_signal(self, number: int) -> None:
         """Nothing if it has ended."""
@@ -80,6 +89,14 @@ class ForkedProcess:
         """Send SIGKILL."""
         self._process.kill()
 
+    def close(self) -> None:
+        """Kill it if it still runs, and close the pipes."""
+        self.kill()
+        self.wait()
+        with contextlib.suppress(BrokenPipeError):
+            self.stdin.close()
+        self.stdout.close()
+
     def wait(self, timeout: float | None = None) -> int:
         """The exit code, negative for a signal. Raises subprocess.TimeoutExpired after so many seconds."""
         self._process.join(timeout)
@@ -91,14 +108,14 @@ class ForkedProcess:
 
 def _begin(
     environment: dict[str, str],
-    output: _Inherited,
-    errors: _Inherited,
+    files: tuple[_Inherited, ...],
     function: Callable[..., None],
     arguments: tuple[Any, ...],
 ) -> None:
     os.environ.clear()
     os.environ.update(environment)
     tempfile.tempdir = None  # It was found in another environment.
-    output.take(1)
-    errors.take(2)
+    for number, file in enumerate(files):
+        file.take(number)
+    sys.stdin = os.fdopen(0, closefd=False)
     function(*arguments)

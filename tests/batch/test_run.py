@@ -206,9 +206,7 @@ def test_killed_batches_go_on_where_they_were(tmp_path: Path) -> None:
                 process.wait(0.005)
         with pytest.raises(subprocess.TimeoutExpired):
             process.wait(moments.uniform(0.01, 0.06))
-        process.kill()
-        process.wait()
-        process.stdout.close()
+        process.close()
         with Journal(journal_file) as journal:
             assert len(journal.results) >= kept
             kept = len(journal.results)
@@ -217,6 +215,6 @@ def test_killed_batches_go_on_where_they_were(tmp_path: Path) -> None:
     for whole in (output, tmp_path / "whole.jsonl"):
         process = ForkedProcess(interrupted.run, source, whole)
         assert process.wait() == 0
-        process.stdout.close()
+        process.close()
     assert output.read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
     assert [line["id"] for line in lines(output)] == [str(number) for number in range(1, 501)]

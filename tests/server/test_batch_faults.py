@@ -119,9 +119,7 @@ class Killed:
         return self
 
     def __exit__(self, *_):
-        self._process.process.kill()
-        self._process.process.wait()
-        self._process.process.stdout.close()
+        self._process.close()
 
 
 def test_killed_servers_go_on_and_repeat_nothing_that_is_finished(folder, tmp_path):

@@ -44,6 +44,13 @@ class ServerProcess:
         else:
             self.process = ForkedProcess(program.run, engine, server)
 
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        for pipe in (self.process.stdin, self.process.stdout):
+            if pipe is not None:
+                pipe.close()
+
     def wait_until_ready(self) -> str:
         line = self.process.stdout.readline()
         assert line.startswith("vlmserve is ready: http"), line
@@ -72,9 +79,7 @@ def serving(
             running.wait_until_ready()
         yield running
     finally:
-        running.process.kill()
-        running.process.wait()
-        running.process.stdout.close()
+        running.close()
 
 
 class Asking(threading.Thread):
