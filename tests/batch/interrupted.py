@@ -1,8 +1,7 @@
-"""A batch that tests interrupt: ``python -m tests.batch.interrupted INPUT OUTPUT``."""
+"""A batch that tests interrupt."""
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 from tests.batch.answering import Shouting
@@ -10,9 +9,9 @@ from vlmserve.batch.rows import Question, read_rows
 from vlmserve.batch.run import run_batch
 from vlmserve.types import SamplingParams
 
-if __name__ == "__main__":
-    rows = read_rows(sys.argv[1])
+
+def run(source: Path, output: Path) -> None:
+    """Answer the rows of `source` into `output`, and say when that begins."""
+    rows = read_rows(str(source))
     print("begins", flush=True)
-    run_batch(
-        rows, Question("say {word}"), SamplingParams(temperature=0), Path(sys.argv[2]), lambda: Shouting(delay=0.002)
-    )
+    run_batch(rows, Question("say {word}"), SamplingParams(temperature=0), output, lambda: Shouting(delay=0.002))

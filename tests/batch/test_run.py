@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import csv
 import random
-import signal
 import subprocess
-import sys
 from pathlib import Path
 
 import msgspec
 import pytest
 
+from tests.batch import interrupted
 from tests.batch.answering import Shouting
+from tests.forking import ForkedProcess
 from vlmserve.batch.journal import Journal, Result
 from vlmserve.batch.rows import Question, Row
 from vlmserve.batch.run import Summary, journal_path, run_batch
@@ -192,15 +192,13 @@ def test_a_line_that_was_cut_off_is_dropped(tmp_path: Path) -> None:
 def test_killed_batches_go_on_where_they_were(tmp_path: Path) -> None:
     source, output = tmp_path / "rows.csv", tmp_path / "out.jsonl"
     source.write_text("word\n" + "".join(f"word{number % 450}\n" for number in range(500)))
-    command = [sys.executable, "-m", "tests.batch.interrupted", str(source)]
     kept, moments, journal_file = 0, random.Random(0), journal_path(output)
 
     def written() -> int:
         return journal_file.stat().st_size if journal_file.exists() else 0
 
     for attempt in range(10):
-        process = subprocess.Popen([*command, str(output)], stdout=subprocess.PIPE)
-        assert process.stdout is not None
+        process = ForkedProcess(interrupted.run, source, output)
         process.stdout.readline()
         before = written()
         while attempt % 2 and written() <= before:
@@ -208,14 +206,15 @@ def test_killed_batches_go_on_where_they_were(tmp_path: Path) -> None:
                 process.wait(0.005)
         with pytest.raises(subprocess.TimeoutExpired):
             process.wait(moments.uniform(0.01, 0.06))
-        process.send_signal(signal.SIGKILL)
-        process.communicate()
+        process.close()
         with Journal(journal_file) as journal:
             assert len(journal.results) >= kept
             kept = len(journal.results)
         assert not output.exists()
     assert kept > 0
-    subprocess.run([*command, str(output)], check=True, stdout=subprocess.DEVNULL)
-    subprocess.run([*command, str(tmp_path / "whole.jsonl")], check=True, stdout=subprocess.DEVNULL)
+    for whole in (output, tmp_path / "whole.jsonl"):
+        process = ForkedProcess(interrupted.run, source, whole)
+        assert process.wait() == 0
+        process.close()
     assert output.read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
     assert [line["id"] for line in lines(output)] == [str(number) for number in range(1, 501)]

@@ -96,19 +96,21 @@ def theirs(model) -> Callable[..., list[list[int]]]:
     return answers
 
 
-@pytest.mark.parametrize(
-    ("params", "settings"),
-    [
-        ({"repetition_penalty": 1.3}, {"repetition_penalty": 1.3}),
-        ({"repetition_penalty": 0.6}, {"repetition_penalty": 0.6}),
-        ({"no_repeat_ngram_size": 2}, {"no_repeat_ngram_size": 2}),
-        (
-            {"logit_bias": {7: 3.0, 9: -100.0, 11: 2.5}, "repetition_penalty": 1.2},
-            {"sequence_bias": {(7,): 3.0, (9,): -100.0, (11,): 2.5}, "repetition_penalty": 1.2},
-        ),
-    ],
-)
-@pytest.mark.parametrize("schedule", [*SCHEDULES, pytest.param(None, id="preempted")])
+PENALTIES = [
+    ({"repetition_penalty": 1.3}, {"repetition_penalty": 1.3}),
+    ({"repetition_penalty": 0.6}, {"repetition_penalty": 0.6}),
+    ({"no_repeat_ngram_size": 2}, {"no_repeat_ngram_size": 2}),
+    (
+        {"logit_bias": {7: 3.0, 9: -100.0, 11: 2.5}, "repetition_penalty": 1.2},
+        {"sequence_bias": {(7,): 3.0, (9,): -100.0, (11,): 2.5}, "repetition_penalty": 1.2},
+    ),
+]
+"""As requests have them, and as transformers has."""
+PREEMPTED = pytest.param(None, id="preempted")
+
+
+@pytest.mark.parametrize(("params", "settings"), PENALTIES)
+@pytest.mark.parametrize("schedule", [*SCHEDULES, PREEMPTED])
 def test_greedy_answers_with_penalties_are_transformers(folder, model, theirs, params, settings, schedule):
     engine = tight(folder) if schedule is None else engine_for(folder, **schedule)
     expected = theirs(**settings)

@@ -3,18 +3,37 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import threading
 import time
 from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 
+from tests.forking import ForkedProcess
 from vlmserve.config import EngineConfig, MediaConfig, ServerConfig
 from vlmserve.scaleout.launch import MemberProcess
-from vlmserve.scaleout.member import GatewayLaunch, WorkerLaunch
+from vlmserve.scaleout.member import GatewayLaunch, Launch, WorkerLaunch, main
 from vlmserve.scaleout.settings import GatewayConfig
 
 TOKEN = "a token of the test"
+
+
+def run_member() -> None:
+    """What the module of members does as a program."""
+    os.setpgrp()
+    os._exit(main())
+
+
+class ForkedMember(MemberProcess):
+    """One that has imported everything already."""
+
+    def __init__(self, launch: Launch) -> None:
+        self._process = ForkedProcess(run_member, text=False)
+        self._lock = threading.Lock()
+        self._write(msgspec.json.encode(launch))
 
 
 class Cluster:
@@ -30,8 +49,11 @@ class Cluster:
         gateway: Any = None,
         front: Any = None,
         own: Any = None,
+        fresh: bool = False,
     ) -> None:
-        """own: settings of the server, by the name of the worker that has them."""
+        """own: settings of the server, by the name of the worker that has them. fresh: processes have yet to import
+        everything, as outside of tests."""
+        self._member = MemberProcess if fresh else ForkedMember
         self._engine = EngineConfig(**{"model": str(folder), "engine": "mock", **(engine or {})})
         self._server = ServerConfig(
             **{"port": 0, "served_model_name": "tiny", "storage_url": "none", "stats_interval": 0, **(server or {})}
@@ -60,7 +82,7 @@ class Cluster:
         self._stack.close()
 
     def start(self, launch: Any, stack: contextlib.ExitStack | None = None) -> MemberProcess:
-        process = MemberProcess(launch)
+        process = self._member(launch)
         (stack or self._stack).callback(process.close)
         return process
 

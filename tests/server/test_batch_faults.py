@@ -5,10 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-import signal
 import sqlite3
-import subprocess
-import sys
 import time
 import types
 
@@ -17,6 +14,7 @@ import pytest
 
 from tests.server.live import LiveServer, wait_until
 from tests.server.test_batches import content, finished, line, start, upload
+from tests.server.test_run import ServerProcess
 from vlmserve.server.batches.rows import RowAnswer, Rows
 from vlmserve.server.keys import add_key, remove_key
 
@@ -108,21 +106,20 @@ class Killed:
     """A server in a process of its own that is killed."""
 
     def __init__(self, folder, path):
-        self._command = [
-            sys.executable, "-m", "vlmserve", "serve", str(folder), "--served-model-name", "tiny", "--engine", "mock",
-            "--port", "0", "--mock-tpot", "0.01", "--storage-path", str(path), "--batch-lease", "0.5",
-            "--batch-concurrency", "4",
-        ]  # fmt: skip
+        engine = {"model": str(folder), "engine": "mock", "mock_tpot": 0.01}
+        server = {
+            "port": 0, "served_model_name": ["tiny"], "storage_path": str(path), "batch_lease": 0.5,
+            "batch_concurrency": 4,
+        }  # fmt: skip
+        self._process = ServerProcess(engine, server)
 
     def __enter__(self):
-        self._process = subprocess.Popen(self._command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
-        url = self._process.stdout.readline().split()[3]
-        self.openai = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60)
+        self._process.wait_until_ready()
+        self.openai = openai.OpenAI(base_url=f"{self._process.url}/v1", api_key="none", max_retries=0, timeout=60)
         return self
 
     def __exit__(self, *_):
-        self._process.send_signal(signal.SIGKILL)
-        self._process.communicate()
+        self._process.close()
 
 
 def test_killed_servers_go_on_and_repeat_nothing_that_is_finished(folder, tmp_path):

@@ -23,35 +23,33 @@ import pytest
 
 import vlmserve
 from tests.checkpoints import make_llama
+from tests.forking import ForkedProcess
+from tests.server import program
 from tests.server.live import QUESTION, stream_lines, wait_until
 from vlmserve.server.run import SIGNAL_ECHO
 
-PROGRAM = """
-import json, sys
-from vlmserve.config import EngineConfig, MediaConfig, ServerConfig
-from vlmserve.errors import VLMServeError
-from vlmserve.server.run import serve
-engine, server = json.loads(sys.argv[1])
-try:
-    serve(EngineConfig(**engine), MediaConfig(), ServerConfig(**server))
-except VLMServeError as error:
-    print(type(error).__name__, error)
-    sys.exit(1)
-"""
-
 
 class ServerProcess:
-    """`serve` in a process of its own."""
+    """`serve` in a process of its own. fresh: in one that has imported nothing, as whoever starts a server has."""
 
-    def __init__(self, engine: dict[str, Any], server: dict[str, Any]) -> None:
-        self.started = time.monotonic()
-        environment = {**os.environ, "PYTHONPATH": str(Path(vlmserve.__file__).parents[1])}
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", PROGRAM, json.dumps([engine, server])],
-            stdout=subprocess.PIPE,
-            text=True,
-            env=environment,
-        )
+    def __init__(self, engine: dict[str, Any], server: dict[str, Any], *, fresh: bool = False) -> None:
+        self.process: ForkedProcess | subprocess.Popen[str]
+        if fresh:
+            self.process = subprocess.Popen(
+                [sys.executable, "-P", program.__file__, json.dumps([engine, server])],
+                stdout=subprocess.PIPE,
+                text=True,
+                env={**os.environ, "PYTHONPATH": str(Path(vlmserve.__file__).parents[1])},
+            )
+        else:
+            self.process = ForkedProcess(program.run, engine, server)
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        for pipe in (self.process.stdin, self.process.stdout):
+            if pipe is not None:
+                pipe.close()
 
     def wait_until_ready(self) -> str:
         line = self.process.stdout.readline()
@@ -71,16 +69,17 @@ class ServerProcess:
 
 
 @contextlib.contextmanager
-def serving(folder: Path, *, ready: bool = True, server: Any = None, **engine: Any) -> Iterator[ServerProcess]:
-    running = ServerProcess({"model": str(folder), "engine": "mock", **engine}, {"port": 0, **(server or {})})
+def serving(
+    folder: Path, *, ready: bool = True, fresh: bool = False, server: Any = None, **engine: Any
+) -> Iterator[ServerProcess]:
+    settings = {"model": str(folder), "engine": "mock", **engine}, {"port": 0, **(server or {})}
+    running = ServerProcess(*settings, fresh=fresh)
     try:
         if ready:
             running.wait_until_ready()
         yield running
     finally:
-        running.process.kill()
-        running.process.wait()
-        running.process.stdout.close()
+        running.close()
 
 
 class Asking(threading.Thread):
@@ -200,7 +199,7 @@ def test_a_signal_to_the_whole_group_does_not_take_the_engine_away_and_is_one_if
 
 
 def test_it_says_when_and_where_it_is_ready_and_takes_its_engine_and_its_files_with_it_if_killed(folder, temporary):
-    with serving(folder, ready=False) as server:
+    with serving(folder, ready=False, fresh=True) as server:
         line = server.wait_until_ready()
         assert line.endswith(f"(model {folder.name}, cpu, float32)\n")
         assert server.health().json() == {"status": "ok"}
@@ -258,7 +257,7 @@ def test_the_whole_log_is_json_if_that_is_wanted(tmp_path, capfd):
     server = {"log_format": "json", "log_prompts": True, "restart_backoff": 0.0, "served_model_name": ["tiny"]}
     folder = make_llama(tmp_path)
     capfd.readouterr()  # what making it said
-    with serving(folder, ready=False, server=server, **engine) as running:
+    with serving(folder, ready=False, fresh=True, server=server, **engine) as running:
         ready = find("vlmserve is ready")
         assert (ready["level"], ready["process"], ready["model"]) == ("info", "server", "tiny")
         body = {"messages": QUESTION, "max_tokens": 2, "ignore_eos": True}
@@ -308,7 +307,7 @@ def test_a_folder_without_weights_is_a_clear_error(tmp_path):
 
 
 def test_an_error_of_the_engine_process_while_loading_arrives_as_its_own_class(folder):
-    with serving(folder, ready=False, max_model_len=10**6) as server:
+    with serving(folder, ready=False, fresh=True, max_model_len=10**6) as server:
         assert server.process.wait(60) == 1
         assert server.process.stdout.read().startswith("ConfigurationError")
 
@@ -316,7 +315,7 @@ def test_an_error_of_the_engine_process_while_loading_arrives_as_its_own_class(f
 def test_a_signal_while_loading_ends_it(folder):
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
-    with serving(folder, ready=False, server={"port": port}) as server:
+    with serving(folder, ready=False, fresh=True, server={"port": port}) as server:
         server.url = f"http://127.0.0.1:{port}"
         wait_until(lambda: _answers(server))
         server.process.terminate()

@@ -1,0 +1,24 @@
+"""A server from its settings, as a program or as a function for a process of its own."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+from vlmserve.config import EngineConfig, MediaConfig, ServerConfig
+from vlmserve.errors import VLMServeError
+from vlmserve.server.run import serve
+
+
+def run(engine: dict[str, Any], server: dict[str, Any]) -> None:
+    """Serve; an error is shown by its class, and ends the process."""
+    try:
+        serve(EngineConfig(**engine), MediaConfig(), ServerConfig(**server))
+    except VLMServeError as error:
+        print(type(error).__name__, error)
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    run(*json.loads(sys.argv[1]))
