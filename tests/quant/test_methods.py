@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from tests.oracles import calibrated_weights as published
-from vlmserve.quant.grid import Grid
+from vlmserve.quant.grid import Grid, GridKind
 from vlmserve.quant.methods import awq
-from vlmserve.quant.methods.awq import MakeClippedGrid, clip, clip_ends, helps, input_scales
+from vlmserve.quant.methods.awq import clip, clip_ends, helps, input_scales
 from vlmserve.quant.methods.gptq import gptq
 from vlmserve.quant.methods.smoothquant import smoothing_factors
 from vlmserve.quant.statistics import InputStatistics, output_error
@@ -193,16 +193,12 @@ def test_factors_are_one_where_nothing_is_better() -> None:
     assert torch.equal(factors, torch.ones(64, dtype=F64))
 
 
-def clipped_grids(symmetric: bool) -> MakeClippedGrid:
-    return lambda weight, shrinks: Grid.fit(weight, bits=4, group_size=32, symmetric=symmetric, shrinks=shrinks)
-
-
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_clipping_takes_the_best_of_all_ranges_for_each_group(symmetric: bool) -> None:
     weight, inputs = layer()
     weight[2, 40] = 9.0
-    make_grid = clipped_grids(symmetric)
-    shrinks = clip(weight, observed(inputs).hessian, make_grid)
+    kind = GridKind(4, 32, symmetric)
+    shrinks = clip(weight, observed(inputs).hessian, kind)
     assert shrinks.min() < 1
     for row in (0, 2):
         for group in range(8):
@@ -210,7 +206,7 @@ def test_clipping_takes_the_best_of_all_ranges_for_each_group(symmetric: bool) -
             losses = {}
             for step in range(10):
                 share = 1 - 0.05 * step
-                outputs = inputs[:, inside] @ (make_grid(weight, (share, share)).nearest(weight) - weight)[row, inside]
+                outputs = inputs[:, inside] @ (kind.fit(weight, (share, share)).nearest(weight) - weight)[row, inside]
                 losses[share] = float(outputs.square().mean())
             assert float(shrinks[row, group]) == pytest.approx(min(losses, key=lambda shrink: losses[shrink]))
 
@@ -221,14 +217,14 @@ def test_ends_of_ranges_move_to_where_whole_outputs_differ_least(
 ) -> None:
     """As if outputs were computed anew for each move of each end of each group, one after another."""
     weight, inputs = layer()
-    make_grid, hessian = clipped_grids(symmetric), observed(inputs).hessian
-    shrinks = clip(weight, hessian, make_grid)
+    kind, hessian = GridKind(4, 32, symmetric), observed(inputs).hessian
+    shrinks = clip(weight, hessian, kind)
 
     def losses(ends: Sequence[Tensor]) -> Tensor:
-        return (inputs @ (make_grid(weight, (ends[0], ends[1])).nearest(weight) - weight).T).square().mean(0)
+        return (inputs @ (kind.fit(weight, (ends[0], ends[1])).nearest(weight) - weight).T).square().mean(0)
 
     start = losses([shrinks, shrinks])
-    found = losses(clip_ends(weight, hessian, make_grid, shrinks))
+    found = losses(clip_ends(weight, hessian, kind, shrinks))
     assert (found <= start).all()
     assert found.mean() < 0.8 * start.mean()
     monkeypatch.setattr(awq, "PASSES", ((0.1, 0.05), (0.03,)))
@@ -243,17 +239,17 @@ def test_ends_of_ranges_move_to_where_whole_outputs_differ_least(
                     error = losses(ends)
                     best, least = torch.where(error < least, end[:, group], best), torch.minimum(error, least)
                 end[:, group] = best
-    torch.testing.assert_close(losses(clip_ends(weight, hessian, make_grid, shrinks)), losses(ends))
+    torch.testing.assert_close(losses(clip_ends(weight, hessian, kind, shrinks)), losses(ends))
 
 
 def test_factors_that_clipping_makes_useless_are_told_apart() -> None:
     weight, inputs = layer()
-    make_grid, hessian = clipped_grids(symmetric=False), observed(inputs).hessian
+    kind, hessian = GridKind(4, 32, symmetric=False), observed(inputs).hessian
     far_apart = torch.logspace(-1, 1, 256, dtype=F64)
-    assert not helps(weight, far_apart, hessian, make_grid)
+    assert not helps(weight, far_apart, hessian, kind)
     spread = weight / far_apart
     own = hessian * torch.outer(far_apart, far_apart)
-    assert helps(spread, far_apart, own, make_grid)
+    assert helps(spread, far_apart, own, kind)
 
 
 def test_smoothing_moves_what_is_hard_to_round() -> None:

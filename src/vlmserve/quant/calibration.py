@@ -14,7 +14,7 @@ from vlmserve.config import QuantizationConfig
 from vlmserve.kernels.quantized import QuantizedWeight
 from vlmserve.layers.linear import Linear
 from vlmserve.layers.norm import LayerNorm, RMSNorm
-from vlmserve.quant.grid import Grid, Shrinks
+from vlmserve.quant.grid import GridKind
 from vlmserve.quant.methods import awq
 from vlmserve.quant.methods.gptq import DAMPINGS, gptq
 from vlmserve.quant.methods.smoothquant import smoothing_factors
@@ -142,15 +142,11 @@ def _scale(
     if config.method == "smoothquant":
         factors = smoothing_factors(first.largest, joint)
     else:
-        bits = min(targets[name].bits for name in fold.consumers)
-
-        def make_grid(weight: Tensor, shrinks: Shrinks = (1.0, 1.0)) -> Grid:
-            return _fit(weight, bits, config, shrinks)
-
+        kind = _kind(min(targets[name].bits for name in fold.consumers), config)
         factors = awq.input_scales(
-            joint, first.mean_magnitude, first.hessian, make_grid, shared=fold.shared, heads=fold.heads
+            joint, first.mean_magnitude, first.hessian, kind.fit, shared=fold.shared, heads=fold.heads
         )
-        if not awq.helps(joint, factors, first.hessian, make_grid):
+        if not awq.helps(joint, factors, first.hessian, kind):
             return
     if fold.norm is not None:
         factors = _divide_norm(fold.norm, factors)
@@ -168,15 +164,8 @@ def _scale(
         statistics[name].divide(factors)
 
 
-def _fit(weight: Tensor, bits: int, config: QuantizationConfig, shrinks: Shrinks = (1.0, 1.0)) -> Grid:
-    return Grid.fit(
-        weight,
-        bits=bits,
-        group_size=config.group_size,
-        symmetric=config.symmetric,
-        zero_points=config.zero_points,
-        shrinks=shrinks,
-    )
+def _kind(bits: int, config: QuantizationConfig) -> GridKind:
+    return GridKind(bits, config.group_size, config.symmetric, config.zero_points)
 
 
 def _divide_norm(norm: RMSNorm | LayerNorm, factors: Tensor) -> Tensor:
@@ -200,11 +189,8 @@ def _quantize(
     config: QuantizationConfig,
     outcome: Outcome,
 ) -> QuantizedWeight:
-
-    def make_grid(some: Tensor, shrinks: Shrinks = (1.0, 1.0)) -> Grid:
-        return _fit(some, target.bits, config, shrinks)
-
-    grid = make_grid(weight)
+    kind = _kind(target.bits, config)
+    grid = kind.fit(weight)
     if not _usable(statistics):
         outcome.notes.append(f"{name}: no input was seen, so it was rounded to nearest")
         return grid.weight(grid.values(weight))
@@ -212,7 +198,7 @@ def _quantize(
         outcome.notes.append(f"{name}: {statistics.num_left_out} rows of inputs were not finite and were left out")
     hessian = statistics.hessian
     if "awq" in config.method:
-        grid = awq.clipped_grid(weight, hessian, make_grid)
+        grid = awq.clipped_grid(weight, hessian, kind)
     if "gptq" in config.method:
         rounded = gptq(weight, hessian, grid)
         quantized = rounded.weight

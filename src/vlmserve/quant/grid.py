@@ -37,35 +37,19 @@ class Grid:
         group_size: int,
         symmetric: bool,
         zero_points: bool = False,
-        shrinks: Shrinks = (1.0, 1.0),
         largest: Callable[[Tensor], Tensor] | None = None,
     ) -> Grid:
         """The grid whose range is that of a weight ``[out_features, in_features]``.
 
-        bits: 8 takes one symmetric scale for each output, whatever the rest says; 4 takes groups of `group_size` inputs
-        (the last one may be smaller). symmetric: zero in the middle of the range; otherwise the range goes from the
-        least weight of a group to its largest. zero_points: the range contains zero, a whole number of steps from its
-        begin. shrinks: of the lower and of the upper ends of ranges.
-        largest: from the largest weights of outputs, ``[out_features, 1]``, to those of a weight of which this one has
-        some inputs only.
+        bits, group_size, symmetric, zero_points: see `GridKind`. largest: from the largest weights of outputs,
+        ``[out_features, 1]``, to those of a weight of which this one has some inputs only.
         """
-        if bits not in (4, 8):
-            raise ValueError(f"weights have 8 or 4 bits, not {bits}")
-        grouped = in_groups(weight, group_size if bits == 4 else weight.shape[1])
-        low, high = grouped.amin(2) * shrinks[0], grouped.amax(2) * shrinks[1]
-        bounds = torch.maximum(low.abs(), high.abs())
-        if bits == 8:
-            scales = _nonzero((bounds if largest is None else largest(bounds)) / 127)
-            return cls(8, weight.shape[1], scales, -128 * scales)
-        # The kernel keeps scales and minimums in bfloat16: values are fitted to the rounded ones.
-        if symmetric:
-            scales = _nonzero(_rounded(bounds / 7.5))
-            return cls(4, group_size, scales, -8 * scales)
-        if zero_points:
-            low, high = low.clamp(max=0), high.clamp(min=0)
-            scales = _nonzero(_rounded((high - low) / 15))
-            return cls(4, group_size, scales, (low / scales).round() * scales)
-        return cls(4, group_size, _nonzero(_rounded((high - low) / 15)), _rounded(low))
+        kind = GridKind(bits, group_size, symmetric, zero_points)
+        low, high = kind.ranges(weight)
+        if largest is not None and bits == 8:
+            high = largest(torch.maximum(low.abs(), high.abs()))
+            low = -high
+        return kind.between(low, high, weight.shape[1])
 
     @property
     def lowest(self) -> int:
@@ -88,7 +72,12 @@ class Grid:
 
     def values(self, weight: Tensor) -> Tensor:
         """The u of the nearest values to a weight, uint8 ``[out_features, in_features]``."""
-        return self._steps(weight).to(torch.uint8).flatten(1)[:, : weight.shape[1]].contiguous()
+        return (
+            self._steps(in_groups(weight, self.group_size))
+            .to(torch.uint8)
+            .flatten(1)[:, : weight.shape[1]]
+            .contiguous()
+        )
 
     def weight(self, values: Tensor) -> QuantizedWeight:
         """The weight of uint8 values ``[out_features, in_features]``."""
@@ -96,18 +85,70 @@ class Grid:
 
     def nearest(self, weight: Tensor) -> Tensor:
         """The nearest values to a weight, in its type."""
-        nearest = self._steps(weight).mul_(self.scales[..., None]).add_(self.minimums[..., None])
-        return nearest.flatten(1)[:, : weight.shape[1]]
+        return self.nearest_of(in_groups(weight, self.group_size)).flatten(1)[:, : weight.shape[1]]
 
-    def _steps(self, weight: Tensor) -> Tensor:
-        """The u of the nearest values, in the type of the weight, ``[out_features, groups, group_size]``."""
-        grouped = in_groups(weight, self.group_size) - self.minimums[..., None]
-        return grouped.div_(self.scales[..., None]).round_().clamp_(self.lowest, self.highest)
+    def nearest_of(self, grouped: Tensor) -> Tensor:
+        """The nearest values to a weight in groups, ``[out_features, groups, group_size]``, or to one group with all
+        of this grid's, ``[out_features, 1, group_size]``."""
+        return self._steps(grouped).mul_(self.scales[..., None]).add_(self.minimums[..., None])
+
+    def _steps(self, grouped: Tensor) -> Tensor:
+        """The u of the nearest values, in the type of the weight; see `nearest_of`."""
+        above = grouped - self.minimums[..., None]
+        return above.div_(self.scales[..., None]).round_().clamp_(self.lowest, self.highest)
+
+
+@dataclass(frozen=True, slots=True)
+class GridKind:
+    """How grids follow from ranges.
+
+    bits: 8 takes one symmetric scale for each output, whatever the rest says; 4 takes groups of `group_size` inputs
+    (the last one may be smaller). symmetric: zero in the middle of the range; otherwise the range goes from the
+    least weight of a group to its largest. zero_points: the range contains zero, a whole number of steps from its
+    begin.
+    """
+
+    bits: int
+    group_size: int
+    symmetric: bool
+    zero_points: bool = False
+
+    def __post_init__(self) -> None:
+        if self.bits not in (4, 8):
+            raise ValueError(f"weights have 8 or 4 bits, not {self.bits}")
+
+    def ranges(self, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """The least and the largest weights of groups, ``[out_features, groups]`` each."""
+        grouped = in_groups(weight, self.group_size if self.bits == 4 else weight.shape[1])
+        low, high = grouped.aminmax(dim=2)
+        return low, high
+
+    def between(self, low: Tensor, high: Tensor, in_features: int) -> Grid:
+        """The grid with ranges from `low` to `high`, ``[out_features, groups]`` each."""
+        if self.symmetric or self.bits == 8:
+            bounds = torch.maximum(low.abs(), high.abs())
+            if self.bits == 8:
+                scales = _nonzero(bounds / 127)
+                return Grid(8, in_features, scales, -128 * scales)
+            # The kernel keeps scales and minimums in bfloat16: values are fitted to the rounded ones.
+            scales = _nonzero(_rounded(bounds / 7.5))
+            return Grid(4, self.group_size, scales, -8 * scales)
+        if self.zero_points:
+            low, high = low.clamp(max=0), high.clamp(min=0)
+            scales = _nonzero(_rounded((high - low) / 15))
+            return Grid(4, self.group_size, scales, (low / scales).round() * scales)
+        return Grid(4, self.group_size, _nonzero(_rounded((high - low) / 15)), _rounded(low))
+
+    def fit(self, weight: Tensor, shrinks: Shrinks = (1.0, 1.0)) -> Grid:
+        """The grid whose ranges are those of a weight ``[out_features, in_features]``. shrinks: of their ends."""
+        low, high = self.ranges(weight)
+        return self.between(low * shrinks[0], high * shrinks[1], weight.shape[1])
 
 
 def in_groups(weight: Tensor, group_size: int) -> Tensor:
     """``[out_features, in_features]`` as ``[out_features, groups, group_size]``, the last group filled with zeros."""
-    padded = F.pad(weight, (0, -weight.shape[1] % group_size))
+    missing = -weight.shape[1] % group_size
+    padded = F.pad(weight, (0, missing)) if missing else weight.contiguous()
     return padded.view(len(weight), padded.shape[1] // group_size, group_size)
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from vlmserve.quant.grid import Grid, Shrinks, in_groups
+from vlmserve.quant.grid import Grid, GridKind, in_groups
 from vlmserve.quant.statistics import output_error
 
 STEPS = 20
@@ -24,10 +24,11 @@ PASSES = ((0.12, 0.06, 0.03), *3 * ((0.06, 0.03, 0.015),))
 MOST_ROWS, MOST_CLIPPED_ROWS = 1024, 256
 """Outputs of which errors are measured, and those with clipped ranges: the others are like them."""
 
+ROWS_AT_ONCE = 512
+"""Outputs of which ranges are clipped together: what is tried for one group then stays in a core's cache."""
+
 MakeGrid = Callable[[Tensor], Grid]
 """From a weight to its grid."""
-MakeClippedGrid = Callable[[Tensor, Shrinks], Grid]
-"""From a weight, some groups of it perhaps, and shares of its ranges' ends to its grid."""
 
 
 def input_scales(
@@ -54,7 +55,7 @@ def input_scales(
     return best
 
 
-def helps(weight: Tensor, scales: Tensor, hessian: Tensor, make_grid: MakeClippedGrid) -> bool:
+def helps(weight: Tensor, scales: Tensor, hessian: Tensor, kind: GridKind) -> bool:
     """Whether factors of inputs leave less error where ranges are clipped than no factors do; see `input_scales`.
 
     Clipping can do what factors would, and then they only make ranges wider.
@@ -63,84 +64,108 @@ def helps(weight: Tensor, scales: Tensor, hessian: Tensor, make_grid: MakeClippe
     errors = []
     for tried in (scales, torch.ones_like(scales)):
         scaled, own = rows * tried, hessian / torch.outer(tried, tried)
-        errors.append(output_error(clipped_grid(scaled, own, make_grid).nearest(scaled) - scaled, own))
+        errors.append(output_error(clipped_grid(scaled, own, kind).nearest(scaled) - scaled, own))
     return bool(errors[0] < errors[1])
 
 
-def clipped_grid(weight: Tensor, hessian: Tensor, make_grid: MakeClippedGrid) -> Grid:
+def clipped_grid(weight: Tensor, hessian: Tensor, kind: GridKind) -> Grid:
     """The grid of ranges that are clipped: by `clip`, and where a row has several groups by `clip_ends`."""
-    shrinks = clip(weight, hessian, make_grid)
+    shrinks = clip(weight, hessian, kind)
     one = shrinks.shape[1] == 1
-    return make_grid(weight, (shrinks, shrinks) if one else clip_ends(weight, hessian, make_grid, shrinks))
+    return kind.fit(weight, (shrinks, shrinks) if one else clip_ends(weight, hessian, kind, shrinks))
 
 
-def clip(weight: Tensor, hessian: Tensor, make_grid: MakeClippedGrid) -> Tensor:
+def clip(weight: Tensor, hessian: Tensor, kind: GridKind) -> Tensor:
     """Shares of ranges, ``[out_features, groups]``, that make the outputs of each group differ least.
 
     A range is never less than half as wide.
     """
-    plain = make_grid(weight, (1.0, 1.0))
-    best, least = torch.ones_like(plain.scales), _group_errors(weight, plain, hessian)
-    for tried in CLIPS[1:]:
-        errors = _group_errors(weight, make_grid(weight, (tried, tried)), hessian)
+    return torch.cat([_clip(rows, hessian, kind) for rows in torch.split(weight, ROWS_AT_ONCE)])
+
+
+def _clip(weight: Tensor, hessian: Tensor, kind: GridKind) -> Tensor:
+    low, high = kind.ranges(weight)
+    best, least = torch.ones_like(low), torch.full_like(low, torch.inf)
+    for tried in CLIPS:
+        errors = _group_errors(weight, kind.between(low * tried, high * tried, weight.shape[1]), hessian)
         better = errors < least
         best[better], least = tried, torch.where(better, errors, least)
     return best
 
 
-def clip_ends(weight: Tensor, hessian: Tensor, make_grid: MakeClippedGrid, shrinks: Tensor) -> tuple[Tensor, Tensor]:
+def clip_ends(weight: Tensor, hessian: Tensor, kind: GridKind, shrinks: Tensor) -> tuple[Tensor, Tensor]:
     """Shares of the lower and the upper ends of ranges, ``[out_features, groups]`` each.
 
     One group after the other, its ends move to where whole outputs differ least, beside what all other groups are
     rounded to at the time. This is not in the paper, in which groups know nothing of each other, and ranges only become
     narrower. shrinks: to begin with, as `clip` gives them.
     """
-    ends = (shrinks.clone(), shrinks.clone())
-    grid = make_grid(weight, ends)
+    lows, highs = shrinks.clone(), shrinks.clone()
+    parts = zip(*(torch.split(tensor, ROWS_AT_ONCE) for tensor in (weight, lows, highs)), strict=True)
+    for rows, low, high in parts:
+        _clip_ends(rows, hessian, kind, (low, high))
+    return lows, highs
+
+
+def _clip_ends(weight: Tensor, hessian: Tensor, kind: GridKind, ends: tuple[Tensor, Tensor]) -> None:
+    """`clip_ends` of some outputs, whose ends move in place."""
+    ranges = kind.ranges(weight)
+    grid = kind.between(ranges[0] * ends[0], ranges[1] * ends[1], weight.shape[1])
     difference = grid.nearest(weight) - weight
     effect = difference @ hessian
     for moves in PASSES:
         for group, first in enumerate(range(0, weight.shape[1], grid.group_size)):
             inputs = slice(first, first + grid.group_size)
+            own = slice(group, group + 1)
             before, products = difference[:, inputs].clone(), hessian[inputs, inputs]
             of_others = 2 * (effect[:, inputs] - before @ products)
             after = _move(
-                [end[:, group, None] for end in ends], moves, weight[:, inputs], before, products, of_others, make_grid
+                [end[:, own] for end in ends],
+                moves,
+                [end[:, own] for end in ranges],
+                weight[:, inputs],
+                before,
+                products,
+                of_others,
+                kind,
             )
             effect += (after - before) @ hessian[inputs]
             difference[:, inputs] = after
-    return ends
 
 
 def _move(
     ends: Sequence[Tensor],
     moves: Sequence[float],
+    ranges: Sequence[Tensor],
     weight: Tensor,
     before: Tensor,
     products: Tensor,
     of_others: Tensor,
-    make_grid: MakeClippedGrid,
+    kind: GridKind,
 ) -> Tensor:
     """Move the ends of one group, ``[out_features, 1]`` each, in place, first the lower and then the upper one. Returns
     by how much the rounded weight differs then.
 
-    before: by how much it did. products: the group's part of H. of_others: what the other groups' differences add to
-    the derivative of the error by those of this group.
+    ranges: where the ends are of which `ends` are shares. before: by how much the weight differed. products: the
+    group's part of H. of_others: what the other groups' differences add to the derivative of the error by those of this
+    group.
     """
-
-    def error_of(difference: Tensor) -> Tensor:
-        return ((difference @ products + of_others) * difference).sum(1, keepdim=True)
-
-    best, least = before, error_of(before)
+    shares = torch.tensor([1 + sign * move for move in moves for sign in (-1, 1)]).to(weight)
+    grouped, outputs = weight[:, None], torch.arange(len(weight), device=weight.device)
+    best, least = before, ((before @ products + of_others) * before).sum(1, keepdim=True)
     for number, end in enumerate(ends):
-        place = end.clone()
-        for share in (1 + sign * move for move in moves for sign in (-1, 1)):
-            tried = [place * share if number == other else own for other, own in enumerate(ends)]
-            found = make_grid(weight, (tried[0], tried[1])).nearest(weight) - weight
-            error = error_of(found)
-            better = error < least
-            best, least = torch.where(better, found, best), torch.where(better, error, least)
-            end.copy_(torch.where(better, tried[number], end))
+        tried = end * shares
+        low, high = (
+            whole * (tried if number == other else ends[other].expand_as(tried)) for other, whole in enumerate(ranges)
+        )
+        # All places that are tried are to the grid what groups are.
+        found = kind.between(low, high, weight.shape[1]).nearest_of(grouped).sub_(grouped)
+        errors = (found @ products).add_(of_others[:, None]).mul_(found).sum(2)
+        error, place = errors.min(1, keepdim=True)
+        better = error < least
+        best = torch.where(better, found[outputs, place[:, 0]], best)
+        least = torch.where(better, error, least)
+        end.copy_(torch.where(better, tried.gather(1, place), end))
     return best
 
 
