@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import mmap
 from pathlib import Path
 
 import pytest
 import torch
 
-from vlmserve.kernels.pages import LARGE_PAGE, allocate_weight
+from vlmserve.kernels.pages import LARGE_PAGE, allocate
 
 
 @pytest.mark.parametrize("count", [0, 1, LARGE_PAGE // 2 - 1, LARGE_PAGE // 2, LARGE_PAGE + 3, 3 * LARGE_PAGE])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.uint8])
 def test_memory_can_be_written_and_read_to_its_end(count: int, dtype: torch.dtype) -> None:
-    weights = [allocate_weight(count, dtype) for _ in range(2)]
+    weights = [allocate(count, dtype) for _ in range(2)]
     gc.collect()
     for value, weight in enumerate(weights, 1):
         weight.fill_(value)
@@ -27,10 +28,29 @@ def test_memory_can_be_written_and_read_to_its_end(count: int, dtype: torch.dtyp
 
 @pytest.mark.skipif(not hasattr(mmap, "MADV_HUGEPAGE"), reason="the system has no large pages")
 def test_whole_large_pages_are_asked_for_and_nothing_else() -> None:
-    weight = allocate_weight(2 * LARGE_PAGE + 4096, torch.uint8)
+    weight = allocate(2 * LARGE_PAGE + 4096, torch.uint8)
     assert weight.data_ptr() % LARGE_PAGE == 0
     asked = [size for start, size in advised() if start == weight.data_ptr()]
     assert asked in ([2 * LARGE_PAGE], [])  # [] where the kernel was built without them
+
+
+@pytest.mark.skipif(not hasattr(mmap, "MADV_HUGEPAGE"), reason="the system has no large pages")
+def test_small_ones_share_large_pages_that_are_given_back_with_the_last_of_them() -> None:
+    weights = [allocate(LARGE_PAGE // 4 + 1, torch.uint8) for _ in range(32)]
+    starts = sorted(weight.data_ptr() for weight in weights)
+    assert all(start % 64 == 0 for start in starts)
+    gaps = [after - before for before, after in itertools.pairwise(starts)]
+    assert min(gaps) >= LARGE_PAGE // 4 + 1
+    # What is left of a piece may be too small for the next.
+    assert gaps.count(LARGE_PAGE // 4 + 64) >= 24
+    mappings = {start for start, size in advised()}
+    last = weights.pop()
+    del weights
+    gc.collect()
+    remaining = {start for start, size in advised()}
+    assert remaining < mappings or not mappings
+    last.fill_(1)
+    assert int(last.sum()) == len(last)
 
 
 def advised() -> list[tuple[int, int]]:

@@ -2,49 +2,20 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vlmserve.kernels.blocks import allocate_zeros
 from vlmserve.kernels.extension import DTYPES, extension
+from vlmserve.kernels.pages import allocate
 from vlmserve.layers.adapters import Change, LowRank
 
 TILE = 32
 """Output features that lie together in a packed weight; of a gated one, half are gates."""
 PANEL = 16
 """Those of them that a kernel reads together."""
-
-
-class _HugePages:
-    """Memory for what steps read of adapters. In small pages, finding these would take longer than reading them.
-
-    Memory is given back once no tensor in its piece is left.
-    """
-
-    PIECE, PAGE, LINE = 2**22, 2**21, 64
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._free = torch.empty(0, dtype=torch.uint8)
-
-    def place(self, tensor: Tensor) -> Tensor:
-        """A copy of a tensor."""
-        size = -(-tensor.nbytes // self.LINE) * self.LINE
-        # Of no mode: readers of adapters are in torch's inference mode, and others are not.
-        with self._lock, torch.inference_mode(False):
-            if size > len(self._free):
-                memory = allocate_zeros((max(size, self.PIECE) + self.PAGE,), torch.uint8, tensor.device)
-                first = -memory.data_ptr() % self.PAGE
-                self._free = memory[first : first + max(size, self.PIECE)]
-            own, self._free = self._free[: tensor.nbytes], self._free[size:]
-            return own.view(tensor.dtype).view(tensor.shape).copy_(tensor)
-
-
-_pages = _HugePages()
 
 
 class NativeChange:
@@ -66,7 +37,7 @@ class NativeChange:
         fields = [self._down, self.rank, self._factor, self._shift, self._columns, len(packed)]
         fields += [word for part in packed for word in part]
         words = [0 if field is None else field if isinstance(field, int) else field.data_ptr() for field in fields]
-        self._struct = _pages.place(torch.tensor(words, dtype=torch.int64))
+        self._struct = _placed(torch.tensor(words, dtype=torch.int64))
 
     @property
     def num_bytes(self) -> int:
@@ -78,6 +49,11 @@ class NativeChange:
     def address(self) -> int:
         """Of the kernels' `Adapter`, valid as long as this object."""
         return self._struct.data_ptr()
+
+
+def _placed(tensor: Tensor) -> Tensor:
+    """A copy of what steps read of an adapter. In small pages, finding it would take longer than reading it."""
+    return allocate(tensor.numel(), tensor.dtype).view(tensor.shape).copy_(tensor)
 
 
 def outputs_in_tiles(out_features: int, *, gated: bool) -> Tensor:
@@ -108,7 +84,7 @@ def _pack_down(parts: Sequence[LowRank], rank: int, in_features: int, dtype: tor
     plain[: len(down)] = down
     packed = torch.empty(-(-rank // TILE) * TILE * in_features, dtype=dtype)
     extension().pack(plain.data_ptr(), packed.data_ptr(), rank, in_features, DTYPES[dtype], 0, torch.get_num_threads())
-    return _pages.place(packed[: rank * in_features])
+    return _placed(packed[: rank * in_features])
 
 
 def _columns(parts: Sequence[LowRank], rank: int) -> Tensor | None:
@@ -139,7 +115,7 @@ def _pack_up(
             touched = inside.view(-1, PANEL)[place::step].any(1).nonzero().flatten()
             if len(touched):
                 begin, end = int(touched[0]), int(touched[-1]) + 1
-                weights = _pages.place(panels[place::step][begin:end])
+                weights = _placed(panels[place::step][begin:end])
                 yield weights, place + begin * step, end - begin, step, first, rank
         first += rank
 

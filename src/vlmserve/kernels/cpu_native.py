@@ -8,7 +8,7 @@ from torch import Tensor
 from vlmserve.kernels.cpu_adapters import TILE, NativeChange
 from vlmserve.kernels.cpu_program import LINEAR, NORM, Recorded
 from vlmserve.kernels.extension import DTYPES, extension
-from vlmserve.kernels.pages import allocate_weight
+from vlmserve.kernels.pages import allocate
 from vlmserve.kernels.quantized import QuantizedWeight
 from vlmserve.layers.adapters import Change, LinearAdapters
 
@@ -89,7 +89,7 @@ class PackedLinear:
         if isinstance(weight, Tensor):
             if weight.dtype != self.dtype:
                 raise ValueError(f"a plain weight of {weight.dtype} does not compute in {self.dtype}")
-            packed = allocate_weight(num_tiles * TILE * self.in_features, self.dtype)
+            packed = allocate(num_tiles * TILE * self.in_features, self.dtype)
             plain = weight.contiguous()
             flags = (self._dtype, self._gated, torch.get_num_threads())
             extension().pack(plain.data_ptr(), packed.data_ptr(), *sizes, *flags)
@@ -99,7 +99,7 @@ class PackedLinear:
         else:
             of_group = 2 * (1 + self._minimums) + weight.group_size * weight.bits // 8
             tile_bytes = -(-self.in_features // weight.group_size) * TILE * of_group
-        packed = allocate_weight(num_tiles * tile_bytes, torch.uint8)
+        packed = allocate(num_tiles * tile_bytes, torch.uint8)
         # In 8 bits, those of the value in the middle.
         minimums = weight.minimums if weight.bits == 4 else weight.minimums + 128 * weight.scales
         values, scales, minimums = (tensor.contiguous() for tensor in (weight.values, weight.scales, minimums))
