@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tests.scheduler.made_up import plan, request, run, scheduler
@@ -85,6 +85,7 @@ def test_a_step_is_not_planned_ahead_of_a_request_that_needs_the_place():
     st.booleans(),
     st.integers(1, 4),
 )
+@example([(16, 6, 1, 0), (1, 1, 0, 2), (5, 5, 1, 0), (1, 1, 0, 2), (13, 1, 0, 2)], False, 3)
 def test_nothing_is_lost_and_nobody_overtakes_a_higher_priority(arrivals, prefix_caching, seqs):
     s = scheduler(num_blocks=14, budget=12, seqs=seqs, prefix_caching=prefix_caching)
     todo = [

@@ -315,7 +315,7 @@ class Scheduler:
             while self._has_to_give_way(request):
                 num_growing = self._num_growing + num_tables
                 fits = len(self.running) + num_seqs <= self._max_num_seqs
-                if fits and num_blocks <= self.pool.num_free - num_growing:
+                if fits and num_blocks <= self.pool.num_free - self._num_taken_by_decodes - num_growing:
                     break
                 self._preempt(self.running.pop())
 
@@ -329,7 +329,7 @@ class Scheduler:
         for index, request in enumerate(decoding):
             if budget == 0:
                 break
-            if request.num_computed == len(request.tables[0].blocks) * self._block_size:
+            if self._has_full_blocks(request):
                 while self.pool.num_free < len(request.tables) and request.block_table:
                     self._preempt(self.running.pop())
                 if not request.block_table:
@@ -344,6 +344,16 @@ class Scheduler:
                 step.append(request.message(1))
                 budget -= 1
         return budget
+
+    def _has_full_blocks(self, request: Request) -> bool:
+        """Whether a request needs another block for its next token."""
+        return request.num_computed == len(request.tables[0].blocks) * self._block_size
+
+    @property
+    def _num_taken_by_decodes(self) -> int:
+        """Blocks that running requests will take in this step, before others are admitted."""
+        decoding = (request for request in self.running if request.num_uncomputed == 1)
+        return sum(len(request.tables) for request in decoding if self._has_full_blocks(request))
 
     def _limit_drafts(self, request: Request, drafts: Sequence[int], budget: int) -> Sequence[int]:
         """Drafts that can be computed after a request's newest token, in blocks that no other request may need soon.
