@@ -11,7 +11,7 @@ from torch import Tensor
 
 LARGE_PAGE = 2**21
 
-_PIECE = 2 * LARGE_PAGE
+_PIECE = 8 * LARGE_PAGE  # less than an eighth is lost where the next weight does not fit
 _LINE = 64
 
 
