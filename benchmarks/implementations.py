@@ -6,7 +6,8 @@ The models have the shapes of Qwen3-VL-2B, InternVL3.5-2B (images of at most 6 t
 PaddleOCR-VL, with 4 layers of their decoders, 6 of their vision towers, and random weights. Engine, cache and the
 decoder's attention are vlmserve's both times; `--model-impl` says whose code the rest is. Questions are about new
 images of 640 x 480, two at once, with answers of 16 tokens; texts are prompts of 256 random tokens, two at once, with
-answers of 32.
+answers of 32. With `--quantize`, vlmserve's layers have weights of 8 or 4 bits, those of the tower too; transformers'
+code runs without quantization.
 """
 
 from __future__ import annotations
@@ -48,11 +49,16 @@ def texts(seed: int) -> list[Any]:
     return [{"prompt_token_ids": random.integers(10, 1000, TEXT_LEN).tolist()} for _ in range(AT_ONCE)]
 
 
-def serve_implementation(name: str, folder: Path, family: str) -> None:
+def serve_implementation(name: str, folder: Path, family: str, quantize: str) -> None:
     """An implementation's own process."""
+    settings: dict[str, Any] = {}
     if name == "transformers":
         load_processors(RANDOM_MODELS[family])
-    llm = LLM(str(folder), model_impl=name, dtype="bfloat16", device="cpu", kv_cache_memory="1GiB", load="lazy")
+    elif quantize != "none":
+        settings = {"quantize": quantize, "quantize_vision": True}
+    llm = LLM(
+        str(folder), model_impl=name, dtype="bfloat16", device="cpu", kv_cache_memory="1GiB", load="lazy", **settings
+    )
 
     def load() -> None:
         llm.load()
@@ -89,7 +95,8 @@ def measure(workers: Sequence[Worker], turns: int) -> list[dict[str, Any]]:
 
 def show(report: dict[str, Any], console: Console) -> None:
     console.print(
-        f"{report['machine']}; transformers {report['transformers']}; {report['family']}; {report['turns']} turns"
+        f"{report['machine']}; transformers {report['transformers']}; {report['family']}, weights quantized: "
+        f"{report['quantize']}; {report['turns']} turns"
     )
     table = Table(f"{AT_ONCE} at once", *(f"{name} s" for name in IMPLEMENTATIONS), "times as fast", "in each turn")
     for row in report["figures"]:
@@ -106,19 +113,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--out", type=Path, default=Path("build/implementations"), help="for logs and the default model"
     )
+    parser.add_argument(
+        "--quantize", choices=("none", "int8", "int4", "w8a8"), default="none", help="weights of vlmserve's layers"
+    )
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--json", type=Path, help="also write the report to this file")
     parser.add_argument("--serve", choices=IMPLEMENTATIONS, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.serve:
-        serve_implementation(options.serve, options.model, options.family)
+        serve_implementation(options.serve, options.model, options.family, options.quantize)
         return
     console = Console()
     folder = options.model or options.out / options.family
     if options.model is None and not (folder / "config.json").exists():
         folder.mkdir(parents=True, exist_ok=True)
         RANDOM_MODELS[options.family].write(folder)
-    common = ["--family", options.family, "--model", str(folder)]
+    common = ["--family", options.family, "--model", str(folder), "--quantize", options.quantize]
     arguments_of = {name: ["--serve", name, *common] for name in IMPLEMENTATIONS}
     with start_workers("benchmarks.implementations", arguments_of, options.out, console) as workers:
         if len(workers) < len(IMPLEMENTATIONS):
@@ -126,8 +136,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         figures = measure(workers, options.turns)
     machine, transformers = processor(), version("transformers")
     report = {
-        "machine": machine, "transformers": transformers, "family": options.family, "turns": options.turns,
-        "figures": figures,
+        "machine": machine, "transformers": transformers, "family": options.family,
+        "quantize": options.quantize, "turns": options.turns, "figures": figures,
     }  # fmt: skip
     show(report, console)
     keep(report, options)
