@@ -1,6 +1,7 @@
 """Questions about images: vlmserve beside its peers on the same LLaVA, taking turns in one run.
 
     python -m benchmarks.image_peers --model DIR --openvino DIR2
+    python -m benchmarks.image_peers --gguf DIR --at-a-time 1
 
 20 requests, 4 at a time, each with an image of 480 x 480 as a PNG file and answers of 32 tokens; six of the images
 came in the request before. Each set is sent once, which is at first sight, and then the very same again. Without
@@ -9,14 +10,17 @@ which is made in an environment with `optimum-intel` and `openvino-tokenizers`:
 
     optimum-cli export openvino --task image-text-to-text --model DIR DIR2
 
-transformers answers one at a time, and forgets. Systems that are not installed, have no model or do not start are left
-out.
+With --gguf DIR the model is another one, which lies there in llama.cpp's form (model.gguf and mmproj.gguf), and
+vlmserve and llama.cpp both read that. transformers and llama.cpp answer one at a time, and forget. Systems that are not
+installed, have no model or do not start are left out.
 """
 
 from __future__ import annotations
 
 import argparse
+import base64
 import io
+import os
 import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -43,8 +47,8 @@ class System(Protocol):
 
     package: str
 
-    def load(self, folder: Path) -> None:
-        """Get ready to answer with the model of a folder."""
+    def load(self, folder: Path, at_a_time: int) -> None:
+        """Get ready to answer with the model of a folder, so many questions at a time where it can."""
         ...
 
     def answer(self, questions: Sequence[Question]) -> None:
@@ -58,11 +62,11 @@ class Vlmserve:
     def __init__(self, quantize: str = "none") -> None:
         self._quantize = quantize
 
-    def load(self, folder: Path) -> None:
+    def load(self, folder: Path, at_a_time: int) -> None:
         from vlmserve import LLM
 
         self._llm = LLM(
-            str(folder), dtype="bfloat16", quantize=self._quantize, quantize_vision=True, max_num_seqs=AT_A_TIME,
+            str(folder), dtype="bfloat16", quantize=self._quantize, quantize_vision=True, max_num_seqs=at_a_time,
             kv_cache_memory="2GiB",
         )  # fmt: skip
         self._llm.load()
@@ -87,8 +91,8 @@ class Vlmserve:
 class OpenVino:
     package = "openvino-genai"
 
-    def load(self, folder: Path) -> None:
-        self._pipeline = start_pipeline(folder, cache_gib=2, max_num_seqs=AT_A_TIME, prefix_caching=True)
+    def load(self, folder: Path, at_a_time: int) -> None:
+        self._pipeline = start_pipeline(folder, cache_gib=2, max_num_seqs=at_a_time, prefix_caching=True)
 
     def answer(self, questions: Sequence[Question]) -> None:
         import numpy as np
@@ -111,7 +115,7 @@ class OpenVino:
 class Transformers:
     package = "transformers"
 
-    def load(self, folder: Path) -> None:
+    def load(self, folder: Path, at_a_time: int) -> None:
         import torch
         from transformers import AutoModelForImageTextToText
 
@@ -142,11 +146,36 @@ class Transformers:
             assert output.shape[1] == ids.shape[1] + ANSWER_LEN
 
 
+class LlamaCpp:
+    package = "llama-cpp-python"
+
+    def load(self, folder: Path, at_a_time: int) -> None:
+        from llama_cpp import Llama
+        from llama_cpp.llama_chat_format import MTMDChatHandler
+
+        threads = os.cpu_count()
+        self._llama = Llama(
+            str(folder / "model.gguf"), chat_handler=MTMDChatHandler(str(folder / "mmproj.gguf"), verbose=False),
+            n_ctx=4096, n_batch=2048, n_threads=threads, n_threads_batch=threads, verbose=False,
+        )  # fmt: skip
+
+    def answer(self, questions: Sequence[Question]) -> None:
+        never = {str(self._llama.token_eos()): -1e9}
+        for image, text in questions:
+            url = f"data:image/png;base64,{base64.b64encode(image).decode()}"
+            parts = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": text}]
+            result: Any = self._llama.create_chat_completion(
+                [{"role": "user", "content": parts}], temperature=0.0, max_tokens=ANSWER_LEN, logit_bias=never
+            )
+            assert result["usage"]["completion_tokens"] == ANSWER_LEN
+
+
 SYSTEMS: dict[str, Callable[[], System]] = {
     "vlmserve bf16": Vlmserve,
     "vlmserve int8": lambda: Vlmserve("int8"),
     "OpenVINO GenAI f16": OpenVino,
     "transformers bf16": Transformers,
+    "llama.cpp": LlamaCpp,
 }
 
 
@@ -155,12 +184,12 @@ def questions_of(seed: int, count: int) -> list[Question]:
     return [conversation.turns[0] for conversation in reuse_workload(count, REPEATED, SIDE, seed)]
 
 
-def serve_system(name: str, folder: Path) -> None:
+def serve_system(name: str, folder: Path, at_a_time: int) -> None:
     """A system's own process."""
     system = SYSTEMS[name]()
 
     def load() -> None:
-        system.load(folder)
+        system.load(folder, at_a_time)
         system.answer(questions_of(10**6, 2))
 
     serve(load, lambda request: questions_of(request["seed"], request["count"]), system.answer)
@@ -188,7 +217,10 @@ def measure(
 
 def show(report: dict[str, Any], console: Console) -> None:
     versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
-    console.print(f"{report['machine']}; {versions}; medians of {report['repeats']}", highlight=False)
+    console.print(
+        f"{report['machine']}; {versions}; medians of {report['repeats']}, {report['at_a_time']} at a time",
+        highlight=False,
+    )
     table = Table("system", "ready s", "first sight\nrequests/s", "again\nrequests/s")
     for row in report["figures"]:
         table.add_row(row["system"], f"{row['ready']:.1f}", f"{row['first_sight']:.2f}", f"{row['again']:.2f}")
@@ -201,40 +233,50 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--model", type=Path, help="folder of a LLaVA; default: one with random weights")
     parser.add_argument("--openvino", type=Path, help="folder of the same in OpenVINO's form")
+    parser.add_argument("--gguf", type=Path, help="folder of a model in llama.cpp's form, in place of --model")
     parser.add_argument("--out", type=Path, default=Path("build/image_peers"), help="for logs and the default model")
     parser.add_argument("--systems", nargs="*", choices=SYSTEMS, help="default: all that can run")
     parser.add_argument("--requests", type=int, default=REQUESTS)
+    parser.add_argument("--at-a-time", type=int, default=AT_A_TIME)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--json", type=Path, help="also write the report to this file")
     parser.add_argument("--serve", choices=SYSTEMS, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.serve:
-        serve_system(options.serve, options.model)
+        serve_system(options.serve, options.model, options.at_a_time)
         return
     console = Console()
     options.out.mkdir(parents=True, exist_ok=True)
-    if options.model is None:
+    if options.gguf is None and options.model is None:
         options.model = options.out / "llava"
         if not (options.model / "config.json").exists():
             options.model.mkdir(exist_ok=True)
             save_random_llava(options.model)
+    if options.gguf is not None:
+        folders = {"vlmserve": options.gguf, "llama-cpp-python": options.gguf}
+    else:
+        folders = {"vlmserve": options.model, "transformers": options.model, "openvino-genai": options.openvino}
     versions: dict[str, str] = {}
     arguments_of: dict[str, list[str]] = {}
     for name in options.systems or SYSTEMS:
         package = SYSTEMS[name]().package
-        folder = options.openvino if package == "openvino-genai" else options.model
+        folder = folders.get(package)
         if not is_installed(package) or folder is None:
-            reason = "--openvino names no folder" if folder is None else f"{package} is not installed"
+            reason = "has no folder with the model" if folder is None else f"{package} is not installed"
             console.print(f"{name}: {reason}", style="yellow")
             continue
         versions[package] = version(package)
-        arguments_of[name] = ["--serve", name, "--model", str(folder)]
+        common = ["--model", str(folder), "--at-a-time", str(options.at_a_time)]
+        arguments_of[name] = ["--serve", name, *common]
     with (
         start_workers("benchmarks.image_peers", arguments_of, options.out, console) as workers,
         console.status("") as status,
     ):
         figures = measure(workers, options.repeats, options.requests, status.update)
-    report = {"machine": processor(), "versions": versions, "repeats": options.repeats, "figures": figures}
+    report = {
+        "machine": processor(), "versions": versions, "repeats": options.repeats, "at_a_time": options.at_a_time,
+        "figures": figures,
+    }  # fmt: skip
     show(report, console)
     keep(report, options)
 
