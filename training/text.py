@@ -22,6 +22,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from training.pixie.precision import autocast
 from vlmserve.perplexity import python_manual
 
 VOCAB_SIZE: Final = 4096
@@ -84,7 +85,7 @@ def train(model: LlamaForCausalLM, tokens: Tensor, *, steps: int, batch: int, ra
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate, betas=(0.9, 0.95), weight_decay=0.1)
     started, shown = time.monotonic(), 0.0
     for step, pieces in enumerate(batches(tokens, steps, batch)):
-        with torch.autocast("cpu", torch.bfloat16):
+        with autocast():
             logits = model(input_ids=pieces[:, :-1], use_cache=False).logits
         loss = F.cross_entropy(logits.float().flatten(0, 1), pieces[:, 1:].flatten())
         loss.backward()  # type: ignore[no-untyped-call]
