@@ -1,0 +1,61 @@
+"""The inner loops of large products, as they were compiled: sums stay in registers.
+
+GCC may keep half of a block's sums in memory, for reasons as remote as whether signed numbers wrap around. Results are
+the same, and products of many rows take twice as long.
+"""
+
+from __future__ import annotations
+
+import platform
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+
+import pytest
+
+from tests.native import built
+from vlmserve.kernels.extension import extension, supported_isas
+
+FEWEST_PRODUCTS = 8
+"""Of a loop that multiplies a block of rows with vectors of weights; what follows a product has fewer."""
+
+JUMP = re.compile(r"\tj\w+\s+([0-9a-f]+)")
+PRODUCT = re.compile(r"\t(vfmadd\d+ps|vdpbf16ps)\s")
+STACK_STORE = re.compile(r"\tvmov\w+\s+%[xyz]mm\d+,-?(0x[0-9a-f]+)?\(%r[sb]p\)")
+
+
+def functions(name: str) -> Iterator[list[tuple[int, str]]]:
+    """Addresses and instructions of each function of the built library whose name contains this."""
+    command = ["objdump", "--disassemble", "--no-show-raw-insn", str(extension().__file__)]
+    listing = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    for function in listing.split("\n\n"):
+        title, _, body = function.strip().partition("\n")
+        if name in title:
+            lines = (line.partition(":") for line in body.splitlines())
+            yield [(int(address, 16), instruction) for address, _, instruction in lines]
+
+
+def inner_loops(function: list[tuple[int, str]]) -> Iterator[list[str]]:
+    """The instructions of each loop without a loop in it."""
+    places = {address: place for place, (address, _) in enumerate(function)}
+    loops = []
+    for place, (_, instruction) in enumerate(function):
+        if (jump := JUMP.search(instruction)) and places.get(int(jump[1], 16), place) < place:
+            loops.append((places[int(jump[1], 16)], place))
+    for first, last in loops:
+        if not any(first <= a and b <= last for a, b in loops if (a, b) != (first, last)):
+            yield [instruction for _, instruction in function[first:last]]
+
+
+@built
+@pytest.mark.skipif(platform.machine() != "x86_64" or shutil.which("objdump") is None, reason="reads x86 by objdump")
+@pytest.mark.skipif(supported_isas()[-2:-1] == (), reason="nothing but the portable kernels were built")
+def test_sums_of_large_products_stay_in_registers() -> None:
+    loops = [loop for function in functions("run_blocks") for loop in inner_loops(function)]
+    products = [sum(map(bool, map(PRODUCT.search, loop))) for loop in loops]
+    large = [loop for loop, count in zip(loops, products, strict=True) if count >= FEWEST_PRODUCTS]
+    # At least those in float32 and bfloat16, of one instruction set.
+    assert len(large) >= 2
+    stored = [sum(map(bool, map(STACK_STORE.search, loop))) for loop in large]
+    assert max(stored) <= 1, "\n".join(large[stored.index(max(stored))])
