@@ -40,8 +40,8 @@ MACHINES: dict[str, dict[str, list[str]]] = {
 MACHINE = {"AMD64": "x86_64", "arm64": "aarch64"}.get(platform.machine(), platform.machine())
 ISAS = MACHINES.get(MACHINE, {"portable": []})
 FLAGS = ["-std=c++17", "-O3", "-g0", "-fvisibility=hidden", "-fno-math-errno", "-fno-trapping-math", "-Wno-psabi"]
-# Python's own flags have signed numbers wrap around. GCC 12 then keeps half of a block's sums in memory with AVX2, and products
-# of many rows take twice as long.
+# Python's own flags have signed numbers wrap around. GCC 12 then keeps half of a block's sums in memory with AVX2, and
+# products of many rows take twice as long.
 FLAGS += ["-fstrict-overflow", "-fno-wrapv"]
 if os.environ.get("VLMSERVE_SANITIZE"):
     FLAGS += ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-fno-omit-frame-pointer", "-O1"]
