@@ -50,7 +50,7 @@ def inner_loops(function: list[tuple[int, str]]) -> Iterator[list[str]]:
 
 @built
 @pytest.mark.skipif(platform.machine() != "x86_64" or shutil.which("objdump") is None, reason="reads x86 by objdump")
-@pytest.mark.skipif(supported_isas()[-2:-1] == (), reason="nothing but the portable kernels were built")
+@pytest.mark.skipif(len(supported_isas()) < 2, reason="nothing but the portable kernels were built")
 def test_sums_of_large_products_stay_in_registers() -> None:
     loops = [loop for function in functions("run_blocks") for loop in inner_loops(function)]
     products = [sum(map(bool, map(PRODUCT.search, loop))) for loop in loops]
