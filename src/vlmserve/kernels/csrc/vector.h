@@ -174,8 +174,11 @@ INLINE float sum(f32v value) { return reduce<float>(value, [](auto a, auto b) { 
 INLINE std::int32_t sum(i32v value) { return reduce<std::int32_t>(value, [](auto a, auto b) { return a + b; }); }
 INLINE float largest(f32v value) { return reduce<float>(value, [](auto a, auto b) { return a > b ? a : b; }); }
 
-// To the nearest, halves to even.
+INLINE f32v choose(i32v mask, f32v one, f32v other) { return mask ? one : other; }
+
+// To the nearest, halves to even; 0 for what is no number or not below 65,536, so that no sum of them overflows.
 INLINE i32v round_to_integers(f32v value) {
+    value = choose(value * value < 4294967296.0f, value, f32v{});
 #if defined(__AVX512F__)
     // The masked form, of which GCC does not think that it reads what was never written.
     if constexpr (LANES == 16) return bit_cast<i32v>(_mm512_maskz_cvtps_epi32(0xffff, bit_cast<__m512>(value)));
@@ -188,8 +191,6 @@ INLINE i32v round_to_integers(f32v value) {
     f32v magic = value + 12582912.0f;
     return bit_cast<i32v>(magic) - bit_cast<std::int32_t>(12582912.0f);
 }
-
-INLINE f32v choose(i32v mask, f32v one, f32v other) { return mask ? one : other; }
 
 INLINE f32v minimum(f32v a, f32v b) { return choose(a < b, a, b); }
 INLINE f32v maximum(f32v a, f32v b) { return choose(a > b, a, b); }
@@ -258,7 +259,8 @@ INLINE f32v power_of_two(f32v x) {
         p = p * r + 1.0f;
     }
     if constexpr (SCALES) return scale_from(x, LEAST, p, n);
-    p = bit_cast<f32v>(bit_cast<i32v>(p) + (bit_cast<i32v>(shifted) << 23));
+    // Unsigned: where x is below LEAST, this overflows and is not used.
+    p = bit_cast<f32v>(bit_cast<u32v>(p) + (bit_cast<u32v>(shifted) << 23));
     return choose(x < LEAST, f32v{}, p);
 }
 
