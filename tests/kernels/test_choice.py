@@ -9,19 +9,20 @@ from vlmserve.kernels.choice import multiplies_bfloat16
 
 
 @pytest.mark.parametrize(
-    ("capability", "features", "expected"),
+    ("computes", "features", "expected"),
     [
-        ("AVX512", {"avx512_bf16": True}, True),
-        ("AVX512", {"avx512_bf16": False, "amx_bf16": True}, True),
-        ("AVX512", {"avx512_bf16": False}, False),
-        ("AVX2", {"avx512_bf16": True}, False),
-        ("DEFAULT", {"bf16": True}, True),
+        (True, {"avx512_bf16": True}, True),
+        (True, {"avx512_bf16": False, "amx_bf16": True}, True),
+        (True, {"avx512_bf16": False}, False),
+        (False, {"avx512_bf16": True}, False),
+        (True, {"bf16": True}, True),
     ],
-    ids=["avx512_bf16", "amx", "avx512", "held to AVX2", "Arm"],
+    ids=["avx512_bf16", "amx", "avx512", "oneDNN held to less", "Arm"],
 )
 def test_products_of_bfloat16_are_what_torch_may_use(
-    capability: str, features: dict[str, bool], expected: bool, monkeypatch: pytest.MonkeyPatch
+    computes: bool, features: dict[str, bool], expected: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    monkeypatch.setattr(torch._C, "_has_mkldnn", True)
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: computes)
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: features, raising=False)
     assert multiplies_bfloat16.__wrapped__() is expected

@@ -93,10 +93,7 @@ def can_reorder(dtype: torch.dtype, device: torch.device) -> bool:
     """Whether oneDNN takes rearranged weights here: on a CPU, in a torch that has it, in a type that it computes."""
     if device.type != "cpu" or not torch._C._has_mkldnn:
         return False
-    if dtype == torch.bfloat16:
-        # What the processor has is not all that counts: ONEDNN_MAX_CPU_ISA can hold oneDNN to less.
-        return multiplies_bfloat16() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    return dtype == torch.float32
+    return dtype == torch.float32 or (dtype == torch.bfloat16 and multiplies_bfloat16())
 
 
 class NativeCpuDevice(CpuDevice):

@@ -61,13 +61,13 @@ def choose_kernels(choice: str, dtype: torch.dtype) -> str | None:
 
 @cache
 def multiplies_bfloat16() -> bool:
-    """Whether this CPU multiplies bfloat16 matrices in hardware (AVX512-BF16 or AMX on x86, BF16 on Arm).
+    """Whether torch multiplies bfloat16 matrices in hardware here (AVX512-BF16 or AMX on x86, BF16 on Arm).
 
-    Where torch is held to AVX2 (``ATEN_CPU_CAPABILITY``), the CPU counts as one that has no more.
+    What the processor has is not all that counts: ``ONEDNN_MAX_CPU_ISA`` can hold oneDNN to less.
     """
     if not hasattr(torch.cpu, "get_capabilities"):  # older releases do not report them
         return False
-    if torch.backends.cpu.get_cpu_capability() == "AVX2":
+    if torch._C._has_mkldnn and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return False
     capabilities = torch.cpu.get_capabilities()
     return any(capabilities.get(name, False) for name in ("avx512_bf16", "amx_bf16", "bf16"))
