@@ -247,14 +247,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return
     console = Console()
     options.out.mkdir(parents=True, exist_ok=True)
-    if options.gguf is None and options.model is None:
-        options.model = options.out / "llava"
-        if not (options.model / "config.json").exists():
-            options.model.mkdir(exist_ok=True)
-            save_random_llava(options.model)
     if options.gguf is not None:
         folders = {"vlmserve": options.gguf, "llama-cpp-python": options.gguf}
     else:
+        if options.model is None:
+            options.model = options.out / "llava"
+            if not (options.model / "config.json").exists():
+                options.model.mkdir(exist_ok=True)
+                save_random_llava(options.model)
         folders = {"vlmserve": options.model, "transformers": options.model, "openvino-genai": options.openvino}
     versions: dict[str, str] = {}
     arguments_of: dict[str, list[str]] = {}
@@ -262,12 +262,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         package = SYSTEMS[name]().package
         folder = folders.get(package)
         if not is_installed(package) or folder is None:
-            reason = "has no folder with the model" if folder is None else f"{package} is not installed"
+            missing = "no folder with the model in its form (--model, --openvino, --gguf)"
+            reason = missing if folder is None else f"{package} is not installed"
             console.print(f"{name}: {reason}", style="yellow")
             continue
         versions[package] = version(package)
-        common = ["--model", str(folder), "--at-a-time", str(options.at_a_time)]
-        arguments_of[name] = ["--serve", name, *common]
+        arguments_of[name] = ["--serve", name, "--model", str(folder), "--at-a-time", str(options.at_a_time)]
     with (
         start_workers("benchmarks.image_peers", arguments_of, options.out, console) as workers,
         console.status("") as status,

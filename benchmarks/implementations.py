@@ -51,11 +51,10 @@ def texts(seed: int) -> list[Any]:
 
 def serve_implementation(name: str, folder: Path, family: str, quantize: str) -> None:
     """An implementation's own process."""
-    settings: dict[str, Any] = {}
+    settings: dict[str, Any] = {"quantize": quantize, "quantize_vision": True}
     if name == "transformers":
         load_processors(RANDOM_MODELS[family])
-    elif quantize != "none":
-        settings = {"quantize": quantize, "quantize_vision": True}
+        settings = {}
     llm = LLM(
         str(folder), model_impl=name, dtype="bfloat16", device="cpu", kv_cache_memory="1GiB", load="lazy", **settings
     )
