@@ -185,7 +185,8 @@ def other_cases() -> Iterator[Case]:
 
 def compiled(case: Case, arch: int) -> dict[str, Any]:
     """Compile a case and measure it."""
-    names = case.kernel.arg_names
+    function = case.kernel.function
+    names = function.arg_names
     signature = {name: "constexpr" if name in case.constants else case.types[name] for name in names}
     sizes = ("in_features", "out_features", "stride_x", "stride", "vocabulary", "width", "stride_token", "stride_head")
     # As at run time: addresses and sizes of large models are multiples of 16.
@@ -195,7 +196,7 @@ def compiled(case: Case, arch: int) -> dict[str, Any]:
         if name.endswith("_ptr") or name in sizes
     }
     constants = {(names.index(name),): value for name, value in case.constants.items()}
-    source = ASTSource(case.kernel, signature, constants, attributes)
+    source = ASTSource(function, signature, constants, attributes)
     options = {"num_warps": case.warps, "num_stages": case.stages}
     result = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -208,7 +209,7 @@ def compiled(case: Case, arch: int) -> dict[str, Any]:
     return {
         "specialized": [
             parameter.name
-            for parameter in case.kernel.params
+            for parameter in function.params
             if not (parameter.do_not_specialize or parameter.is_constexpr)
         ],
         "registers": int(_field(usage, r"REG:(\d+)")),

@@ -6,7 +6,6 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 import torch
-import triton
 from torch import Tensor
 
 from vlmserve.kernels.attention import AttentionSpec, BatchMetadata, LayerCache, RotaryRows
@@ -21,6 +20,7 @@ from vlmserve.kernels.triton.attention_kernels import (
     attend_rows,
     combine,
 )
+from vlmserve.kernels.triton.host_math import cdiv, next_power_of_2
 from vlmserve.kernels.triton.rope import rotate_into_cache
 
 MAX_HEAD_SIZE = 256
@@ -47,7 +47,7 @@ def tile(spec: AttentionSpec, *, chunks: bool) -> tuple[int, int]:
     As many as fit into registers on all GPUs that the kernels are compiled for; not measured on a GPU yet.
     """
     wide = spec.head_size > 128
-    rows = max(16, triton.next_power_of_2(spec.num_heads // spec.num_kv_heads), 0 if not chunks else 32 if wide else 64)
+    rows = max(16, next_power_of_2(spec.num_heads // spec.num_kv_heads), 0 if not chunks else 32 if wide else 64)
     return rows, 64 if rows <= 16 and not wide else 32
 
 
@@ -91,7 +91,7 @@ class TritonAttention(TorchReference):
         splits = 0
         if metadata.num_decodes:
             longest = max(metadata.host_context_lens[: metadata.num_decodes])
-            splits = min(MAX_SPLITS.value, triton.next_power_of_2(triton.cdiv(longest, MIN_SPLIT.value)))
+            splits = min(MAX_SPLITS.value, next_power_of_2(cdiv(longest, MIN_SPLIT.value)))
         split_chunks = _splits_chunks(metadata)
         part_rows = metadata.num_decodes
         if split_chunks:
@@ -219,7 +219,7 @@ class TritonAttention(TorchReference):
 
 def _head_block(spec: AttentionSpec) -> int:
     """Columns of a tile of heads: tensor cores multiply 16 at a time."""
-    return max(16, int(triton.next_power_of_2(spec.head_size)))
+    return max(16, next_power_of_2(spec.head_size))
 
 
 def _splits_chunks(metadata: BatchMetadata) -> bool:

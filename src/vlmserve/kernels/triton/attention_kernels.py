@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from vlmserve.kernels.triton.activations import tanh
+from vlmserve.kernels.triton.launching import Kernel
 
 MAX_SPLITS = tl.constexpr(32)
 """Programs that share the context of a decode at most."""
@@ -117,6 +118,7 @@ def over_keys(
 
 
 # Numbers that change from step to step are no constants: a kernel is compiled once, not for each kind of number.
+@Kernel
 @triton.jit(do_not_specialize=["num_decodes", "num_sequences", "table_stride"])
 def attend_rows(
     query_ptr, keys_ptr, values_ptr, scales_ptr, tables_ptr, starts_ptr, contexts_ptr, reach_ptr, sinks_ptr, out_ptr,
@@ -194,6 +196,7 @@ def attend_rows(
         tl.store(out_ptr + places[:, None] * HEAD + columns[None, :], result.to(out_ptr.dtype.element_ty), inside)
 
 
+@Kernel
 @triton.jit(do_not_specialize=["num_decodes", "splits"])
 def combine(
     sums_ptr, largest_ptr, starts_ptr, contexts_ptr, sinks_ptr, out_ptr, num_decodes, splits, HEADS: tl.constexpr,

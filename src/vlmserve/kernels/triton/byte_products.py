@@ -11,12 +11,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from vlmserve.kernels.triton.host_math import cdiv
+from vlmserve.kernels.triton.launching import Kernel
+
 GROUP = 128
 """Inputs of a row that share a scale."""
 GROUPS_AT_ONCE = 8
 ROWS, OUTPUTS = 64, 128
 
 
+@Kernel
 @triton.jit
 def round_rows(
     x_ptr, values_ptr, scales_ptr, stride, width, groups, GROUP: tl.constexpr, COUNT: tl.constexpr,
@@ -39,6 +43,7 @@ def round_rows(
     tl.store(scales_ptr + row * groups + numbers, scales, numbers < groups)
 
 
+@Kernel
 @triton.jit(do_not_specialize=["rows"])
 def multiply_bytes(
     x_ptr, x_scales_ptr, weight_ptr, scales_ptr, bias_ptr, out_ptr, rows, width, out_features, groups,
@@ -74,16 +79,16 @@ def rounded_product(x: Tensor, values: Tensor, scales: Tensor, bias: Tensor | No
     values: uint8 ``[out_features, in_features]``, 128 for zero. scales: float32 ``[out_features]``.
     """
     rows, width = x.shape
-    out_features, groups = len(values), triton.cdiv(width, GROUP)
+    out_features, groups = len(values), cdiv(width, GROUP)
     integers = torch.empty((rows, width), dtype=torch.int8, device=x.device)
     x_scales = torch.empty((rows, groups), dtype=torch.float32, device=x.device)
     out = torch.empty((rows, out_features), dtype=x.dtype, device=x.device)
     if not rows:
         return out
-    round_rows[(rows, triton.cdiv(groups, GROUPS_AT_ONCE))](
+    round_rows[(rows, cdiv(groups, GROUPS_AT_ONCE))](
         x, integers, x_scales, x.stride(0), width, groups, GROUP=GROUP, COUNT=GROUPS_AT_ONCE, num_warps=4
     )
-    multiply_bytes[(triton.cdiv(out_features, OUTPUTS), triton.cdiv(rows, ROWS))](
+    multiply_bytes[(cdiv(out_features, OUTPUTS), cdiv(rows, ROWS))](
         integers,
         x_scales,
         values,

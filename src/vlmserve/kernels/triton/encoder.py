@@ -12,12 +12,15 @@ from torch import Tensor
 
 from vlmserve.kernels.ranges import BLOCK_ROWS, Ranges
 from vlmserve.kernels.triton.attention_kernels import LOG2_E
+from vlmserve.kernels.triton.host_math import next_power_of_2
+from vlmserve.kernels.triton.launching import Kernel
 
 MAX_HEAD_SIZE = 128
 KEYS = 64
 """Keys that a program multiplies at a time."""
 
 
+@Kernel
 @triton.jit
 def attend_ranges(
     qkv_ptr, blocks_ptr, out_ptr, scale, HEADS: tl.constexpr, HEAD: tl.constexpr, HEAD_BLOCK: tl.constexpr,
@@ -59,6 +62,7 @@ def attend_ranges(
     tl.store(out_at, result.to(DTYPE), valid)
 
 
+@Kernel
 @triton.jit
 def rotate_rows(
     qkv_ptr, cos_ptr, sin_ptr, stride, HEADS: tl.constexpr, HALF: tl.constexpr, HEADS_BLOCK: tl.constexpr,
@@ -104,8 +108,8 @@ class TritonRanges:
                 qkv.stride(0),
                 HEADS=heads,
                 HALF=half,
-                HEADS_BLOCK=triton.next_power_of_2(heads),
-                HALF_BLOCK=triton.next_power_of_2(half),
+                HEADS_BLOCK=next_power_of_2(heads),
+                HALF_BLOCK=next_power_of_2(half),
                 num_warps=4,
             )
         return qkv
@@ -123,7 +127,7 @@ class TritonRanges:
             self._head_size**-0.5,
             HEADS=self._num_heads,
             HEAD=self._head_size,
-            HEAD_BLOCK=max(16, triton.next_power_of_2(self._head_size)),
+            HEAD_BLOCK=max(16, next_power_of_2(self._head_size)),
             ROWS=BLOCK_ROWS,
             KEYS=KEYS,
             STAGES=2 if qkv.element_size() == 2 else 1,

@@ -8,10 +8,13 @@ import triton.language as tl
 from torch import Tensor
 
 from vlmserve.kernels.triton.activations import activate
+from vlmserve.kernels.triton.host_math import cdiv
+from vlmserve.kernels.triton.launching import Kernel
 
 BLOCK = 1024
 
 
+@Kernel
 @triton.jit
 def activate_rows(
     x_ptr, residual_ptr, out_ptr, width, ACTIVATION: tl.constexpr, GATED: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
@@ -46,7 +49,7 @@ def finish(
     width //= 2 if gated else 1
     out = torch.empty((rows, width), dtype=dtype or x.dtype, device=x.device)
     if rows:
-        activate_rows[(rows, triton.cdiv(width, BLOCK))](
+        activate_rows[(rows, cdiv(width, BLOCK))](
             x.contiguous(),
             out if residual is None else residual.contiguous(),
             out,

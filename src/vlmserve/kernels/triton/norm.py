@@ -7,10 +7,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from vlmserve.kernels.triton.host_math import next_power_of_2
+from vlmserve.kernels.triton.launching import Kernel
+
 MAX_SIZE = 16384
 """Elements of a row that one program keeps in registers."""
 
 
+@Kernel
 @triton.jit
 def norm_rows(
     x_ptr, weight_ptr, bias_ptr, residual_ptr, out_ptr, heads, stride_token, stride_head, eps,
@@ -43,6 +47,8 @@ class TritonNorm:
         if len(weight) > MAX_SIZE:
             raise ValueError(f"a norm over {len(weight)} elements is larger than {MAX_SIZE}")
         self._weight, self._bias, self._eps = weight.contiguous(), bias, eps
+        self._block = next_power_of_2(len(weight))
+        self._warps = min(16, max(1, self._block // 512))
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """``[..., size]`` to the same, contiguous. residual: shaped like it, is added behind the norm."""
@@ -54,7 +60,6 @@ class TritonNorm:
         tokens, heads, _ = rows.shape
         if not tokens * heads:
             return out
-        block = triton.next_power_of_2(size)
         norm_rows[(tokens * heads,)](
             rows,
             self._weight,
@@ -66,9 +71,9 @@ class TritonNorm:
             rows.stride(1),
             self._eps,
             SIZE=size,
-            BLOCK=block,
+            BLOCK=self._block,
             HAS_BIAS=self._bias is not None,
             HAS_RESIDUAL=residual is not None,
-            num_warps=min(16, max(1, block // 512)),
+            num_warps=self._warps,
         )
         return out

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from vlmserve.kernels.triton.activations import activate
+from vlmserve.kernels.triton.launching import Kernel
 from vlmserve.kernels.triton.unpacking import nibbles, shift, signed_bytes
 
 
@@ -109,6 +110,7 @@ def store_results(
 
 
 # Numbers that change from step to step are no constants: a kernel is compiled once, not for each kind of number.
+@Kernel
 @triton.jit(do_not_specialize=["rows"])
 def multiply(
     x_ptr, weight_ptr, scales_ptr, minimums_ptr, bias_ptr, residual_ptr, out_ptr, sums_ptr, rows, stride_x,
@@ -149,6 +151,7 @@ def multiply(
         tl.store(sums_ptr + places, sums, (tokens < rows)[None, :] & (outputs < out_features)[:, None])
 
 
+@Kernel
 @triton.jit(do_not_specialize=["rows"])
 def add_parts(
     sums_ptr, bias_ptr, residual_ptr, out_ptr, rows, out_features, OUTPUTS: tl.constexpr, SPLITS: tl.constexpr,

@@ -7,13 +7,13 @@ from functools import cache
 
 import torch
 import torch.nn.functional as F
-import triton
 from torch import Tensor
 
 from vlmserve.kernels.quantized import QuantizedWeight
 from vlmserve.kernels.triton.activations import ACTIVATIONS
 from vlmserve.kernels.triton.byte_products import rounded_product
 from vlmserve.kernels.triton.gated import finish
+from vlmserve.kernels.triton.host_math import cdiv
 from vlmserve.kernels.triton.product_kernels import add_parts, multiply
 from vlmserve.kernels.triton.tuned import TUNED, Shape, Tiling
 from vlmserve.layers.adapters import LinearAdapters
@@ -161,6 +161,7 @@ class TritonProduct:
         quantized = weight if isinstance(weight, QuantizedWeight) else None
         self._rounds_inputs = quantized is not None and (quantized.bits, quantized.input_bits) == (8, 8)
         self._width = self._out_features // 2 if gated else self._out_features
+        self._tilings: dict[tuple[int, torch.device], Tiling] = {}
 
     @property
     def num_bytes(self) -> int:
@@ -199,8 +200,10 @@ class TritonProduct:
 
     def tiling(self, rows: int, device: torch.device) -> Tiling:
         """How so many rows are divided there."""
-        shape = self.shape(rows)
-        return tuned_tilings(device).get(shape) or tiling(*shape[:4], rows)
+        if (rows, device) not in self._tilings:
+            shape = self.shape(rows)
+            self._tilings[rows, device] = tuned_tilings(device).get(shape) or tiling(*shape[:4], rows)
+        return self._tilings[rows, device]
 
     def few(self, x: Tensor, residual: Tensor | None = None, tiles: Tiling | None = None) -> Tensor:
         """The product of few rows ``[rows, in_features]``. tiles: another division than the one for this shape."""
@@ -221,8 +224,8 @@ class TritonProduct:
             "HAS_BIAS": self._bias is not None,
             "HAS_RESIDUAL": residual is not None,
         }
-        columns = triton.cdiv(self._out_features, tiles.outputs)
-        multiply[(columns, triton.cdiv(rows, tiles.tokens), tiles.splits)](
+        columns = cdiv(self._out_features, tiles.outputs)
+        multiply[(columns, cdiv(rows, tiles.tokens), tiles.splits)](
             x,
             stored.values,
             stored.values if stored.scales is None else stored.scales,
@@ -247,7 +250,7 @@ class TritonProduct:
             **epilogue,
         )
         if tiles.splits > 1:
-            add_parts[(triton.cdiv(self._out_features, 256), rows)](
+            add_parts[(cdiv(self._out_features, 256), rows)](
                 parts, bias, added, out, rows, self._out_features, OUTPUTS=256, SPLITS=tiles.splits, num_warps=4,
                 **epilogue,
             )  # fmt: skip

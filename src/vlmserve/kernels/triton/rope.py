@@ -12,6 +12,8 @@ import triton.language as tl
 from torch import Tensor
 
 from vlmserve.kernels.attention import AttentionSpec, LayerCache, RotaryRows
+from vlmserve.kernels.triton.host_math import next_power_of_2
+from vlmserve.kernels.triton.launching import Kernel
 
 
 @triton.jit
@@ -61,6 +63,7 @@ def store_tile(
     tl.store(cache_ptr + rows[:, None] + columns[None, :], x.to(cache_ptr.dtype.element_ty), inside)
 
 
+@Kernel
 @triton.jit
 def rotate_and_write(
     qkv_ptr, cos_ptr, sin_ptr, positions_ptr, slots_ptr, query_ptr, keys_ptr, values_ptr, scales_ptr, stride,
@@ -122,9 +125,9 @@ def rotate_into_cache(
         HEAD=spec.head_size,
         ROTATED=0 if rope is None else 2 * cos.shape[1],
         BLOCK_SIZE=cache.block_size,
-        HEADS_BLOCK=triton.next_power_of_2(spec.num_heads),
-        KV_BLOCK=triton.next_power_of_2(spec.num_kv_heads),
-        HEAD_BLOCK=triton.next_power_of_2(spec.head_size),
+        HEADS_BLOCK=next_power_of_2(spec.num_heads),
+        KV_BLOCK=next_power_of_2(spec.num_kv_heads),
+        HEAD_BLOCK=next_power_of_2(spec.head_size),
         HAS_POSITIONS=positions is not None,
         QUANTIZED=cache.scales is not None,
         num_warps=4,

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-import triton
 from torch import Tensor
 
 from vlmserve.kernels.torch_sampling import Changes, Filters
+from vlmserve.kernels.triton.host_math import cdiv
 from vlmserve.kernels.triton.sampling_kernels import change_logits, draw_rows
 
 BLOCK = 2048
@@ -84,6 +84,6 @@ def change(logits: Tensor, entries: Tensor, amounts: Tensor) -> None:
     """Add biases and apply penalties, in place; see `Changes`, of which these are on the device."""
     count = entries.shape[1]
     if count:
-        change_logits[(triton.cdiv(count, 256),)](
+        change_logits[(cdiv(count, 256),)](
             logits, entries, amounts, count, logits.stride(0), BLOCK=256, num_warps=4
         )

@@ -9,6 +9,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from vlmserve.kernels.triton.launching import Kernel
+
 
 @triton.jit
 def ordered_bits(x):
@@ -78,6 +80,7 @@ def likeliest(logits_ptr, vocabulary, BLOCK: tl.constexpr):
     return largest, nans, first
 
 
+@Kernel
 @triton.jit
 def draw_rows(
     logits_ptr, options_ptr, numbers_ptr, tokens_ptr, vocabulary, stride, BLOCK: tl.constexpr,
@@ -127,6 +130,7 @@ def draw_rows(
     tl.store(tokens_ptr + row, token)
 
 
+@Kernel
 @triton.jit(do_not_specialize=["count"])
 def change_logits(logits_ptr, entries_ptr, changes_ptr, count, stride, BLOCK: tl.constexpr):
     """Biases and penalties, in place.
