@@ -19,7 +19,7 @@ from tests.static_ranges import StaticRanges
 from vlmserve.devices import choice
 from vlmserve.devices.cpu import CpuDevice
 from vlmserve.devices.device import AllocateCache, LayerExecutor, TileExecutor
-from vlmserve.devices.graphs import GraphExecutor, TileGraphs, captured_rows, repeat_by_calls
+from vlmserve.devices.graphs import Captures, GraphExecutor, TileGraphs, captured_rows, repeat_by_calls
 from vlmserve.devices.offload import HostBlocks, PinnedBlocks, block_bytes
 from vlmserve.devices.pixels import PixelRing
 from vlmserve.devices.staging import Staging
@@ -34,14 +34,14 @@ from vlmserve.levels import Levels
 
 @dataclass(frozen=True)
 class StaticPlan:
-    """others: the reference's plan, for steps with prompts."""
+    """others: the reference's plan, for steps that are not captured."""
 
     capture_key: Hashable
     others: object
 
 
 class StaticAttention(TorchReference):
-    """Reads the lengths of decodes where they lie, as kernels do: its shapes depend on the batch's shapes alone."""
+    """Reads lengths where they lie, as kernels do: its shapes depend on the batch's shapes alone."""
 
     name = "static"
 
@@ -49,8 +49,9 @@ class StaticAttention(TorchReference):
         self, metadata: BatchMetadata, block_size: int, layers: Sequence[AttentionSpec], dtype: torch.dtype
     ) -> StaticPlan:
         """See `AttentionBackend.prepare`."""
-        if metadata.num_decodes == len(metadata.query_lens):
-            return StaticPlan("decodes", None)
+        captured = captured_rows(len(metadata.slot_mapping), metadata.num_decodes) is not None
+        if captured and not metadata.bidirectional:
+            return StaticPlan((metadata.num_decodes, len(metadata.query_lens)), None)
         return StaticPlan(None, super().prepare(metadata, block_size, layers, dtype))
 
     def attend_rotated(
@@ -90,11 +91,14 @@ class StaticAttention(TorchReference):
         if plan.capture_key is None:
             return super().attend(query, key, value, cache, spec, metadata, plan.others)
         size, kv_heads = cache.block_size, spec.num_kv_heads
-        slots, tables = metadata.slot_mapping, metadata.block_tables.long()
+        slots, starts = metadata.slot_mapping, metadata.query_starts
+        rows_of_batch = torch.arange(len(query), dtype=starts.dtype)
+        sequences = torch.searchsorted(starts, rows_of_batch, right=True) - 1
+        tables = metadata.block_tables.long()[sequences]
         rows = (slots // size * kv_heads * size + slots % size)[:, None] + torch.arange(kv_heads) * size
         write(cache, 0, key, rows.view(-1))
         write(cache, 1, value, rows.view(-1))
-        # ``[decodes, kv_heads, blocks * block_size, head_size]``, block 0 where a table has ended.
+        # ``[rows, kv_heads, blocks * block_size, head_size]``, block 0 where a table has ended.
         keys, values = (tensor[tables].transpose(1, 2).flatten(2, 3).to(query.dtype) for tensor in cache.tensors[:2])
         if cache.scales is not None:
             scales = cache.scales[tables].permute(3, 0, 2, 1, 4).flatten(3)[..., None]
@@ -103,7 +107,8 @@ class StaticAttention(TorchReference):
         scores = grouped.float() @ keys.float().transpose(2, 3) * spec.scale
         if spec.soft_cap is not None:
             scores = torch.tanh(scores / spec.soft_cap) * spec.soft_cap
-        places, ends = torch.arange(scores.shape[-1]), metadata.context_lens[:, None]
+        places = torch.arange(scores.shape[-1])
+        ends = (metadata.context_lens[sequences] - starts[sequences + 1] + rows_of_batch + 1)[:, None]
         hidden = places >= ends
         if spec.window is not None:
             hidden |= places < ends - spec.window
@@ -141,6 +146,7 @@ class StaticDevice(CpuDevice):
         self.num_running = self.num_ahead = 0
         self._staging = Staging(torch_device, reserve=2**16)
         self.executors: list[GraphExecutor] = []
+        self._captures = Captures(repeat_by_calls)
         self._copies = LazyStream(lazy=True)
         self._pixels = PixelRing(self._copies, pinned=False)
 
@@ -175,18 +181,22 @@ class StaticDevice(CpuDevice):
         """See `Device.host_blocks`."""
         return PinnedBlocks(layers, torch.zeros(count, block_bytes(layers), dtype=torch.uint8), self._copies)
 
-    def padded_decodes(self, count: int) -> int:
-        """See `Device.padded_decodes`."""
-        return captured_rows(count)
+    def padded_rows(self, num_rows: int, num_decodes: int) -> int | None:
+        """See `Device.padded_rows`."""
+        return captured_rows(num_rows, num_decodes)
+
+    def enforce_eager(self) -> None:
+        """See `Device.enforce_eager`."""
+        self._captures.is_on = False
 
     def tile_executor(self) -> TileExecutor:
         """See `Device.tile_executor`."""
-        self.tile_graphs = TileGraphs(repeat_by_calls)
+        self.tile_graphs = TileGraphs(self._captures)
         return self.tile_graphs
 
     def executor(self) -> LayerExecutor:
         """See `Device.executor`."""
-        self.executors.append(GraphExecutor(repeat_by_calls))
+        self.executors.append(GraphExecutor(self._captures))
         return self.executors[-1]
 
     def encoder_ranges(self, num_heads: int, head_size: int, dtype: torch.dtype) -> RangeKernels | None:

@@ -274,6 +274,9 @@ class EngineConfig(Settings):
         "auto",
         description="auto, torch, native or an instruction set; auto chooses the fastest for this machine.",
     )
+    enforce_eager: bool = Field(
+        False, description="GPUs: capture no CUDA graphs, which takes less memory and makes small steps slower."
+    )
     quantize: Quantize = Field(
         "none", description="Quantize weights at load to 8 or 4 bits; w8a8 rounds inputs to 8 bits as well."
     )

@@ -171,10 +171,9 @@ _UNUSED: Mapping[tuple[str, ...], Unused] = {
     ("--data-parallel-size", "-dp"): Unused("One engine runs.", ("1",), otherwise=_ONE),
     ("--api-server-count",): Unused("One process serves HTTP.", ("1",), otherwise="there is one process for HTTP"),
     ("--distributed-executor-backend",): Unused("Ranks are processes of one machine.", ("mp", "uni"), otherwise=_ONE),
-    ("--enforce-eager",): Unused("No graphs are captured.", is_switch=True),
     ("-O0", "-O1", "-O2", "-O3"): Unused("Nothing is compiled when the server starts.", is_switch=True),
     ("--compilation-config", "--optimization-level"): Unused("Nothing is compiled when the server starts."),
-    ("--max-seq-len-to-capture", "--cuda-graph-sizes"): Unused("No graphs are captured."),
+    ("--max-seq-len-to-capture", "--cuda-graph-sizes"): Unused("The sizes are fixed; see --enforce-eager."),
     ("--enable-chunked-prefill",): Unused("Long prompts are always computed in chunks.", is_switch=True),
     ("--async-scheduling", "--no-async-scheduling"): Unused("Scheduling has one mode.", is_switch=True),
     ("--scheduling-policy",): Unused(

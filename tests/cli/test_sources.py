@@ -278,7 +278,7 @@ def test_unknown_keys_are_errors_that_say_what_was_meant(write, text, words):
         ("VLMSERVE_WORKERS", ["VLMSERVE_WORKER?"]),
         ("VLMSERVE_LIMIT_MM_PER_PROMPT", ["VLMSERVE_MAX_IMAGES and VLMSERVE_MAX_VIDEOS"]),
         ("VLMSERVE_TRUST_REMOTE_CODE", ["Code from a checkpoint is never run"]),
-        ("VLMSERVE_ENFORCE_EAGER", ["No graphs are captured"]),
+        ("VLMSERVE_CUDA_GRAPH_SIZES", ["The sizes are fixed"]),
         ("VLMSERVE_XYZZY", ["vlmserve config"]),
     ],
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -11,7 +11,15 @@ import torch
 from torch import Tensor
 
 from tests.paged import BlockTables
-from vlmserve.devices.graphs import MOST_GRAPHS, MOST_ROWS, GraphExecutor, TileGraphs, captured_rows, repeat_by_calls
+from vlmserve.devices.graphs import (
+    MOST_GRAPHS,
+    MOST_ROWS,
+    Captures,
+    GraphExecutor,
+    TileGraphs,
+    captured_rows,
+    repeat_by_calls,
+)
 from vlmserve.devices.staging import ALIGNMENT, Staging
 from vlmserve.kernels.attention import CrossRows, LayerCache
 from vlmserve.layers.attention import StepContext
@@ -42,7 +50,7 @@ def layers(x: Tensor, caches: object, context: StepContext) -> Tensor:
 
 
 def test_a_step_is_captured_when_it_comes_again_and_reads_new_numbers_in_old_places() -> None:
-    executor, lengths = GraphExecutor(repeat_by_calls), torch.tensor([2, 3])
+    executor, lengths = GraphExecutor(Captures(repeat_by_calls)), torch.tensor([2, 3])
     for number in range(4):
         lengths.copy_(torch.tensor([number, number + 1]))
         x = torch.full((2, 3), float(number + 1))
@@ -52,7 +60,7 @@ def test_a_step_is_captured_when_it_comes_again_and_reads_new_numbers_in_old_pla
 
 
 def test_what_changes_addresses_or_keys_is_another_step() -> None:
-    executor, lengths = GraphExecutor(repeat_by_calls), torch.tensor([2, 3])
+    executor, lengths = GraphExecutor(Captures(repeat_by_calls)), torch.tensor([2, 3])
     x = torch.ones(2, 3)
     for plan, own in ((Plan(), lengths), (Plan("more splits"), lengths), (Plan(), lengths.clone())):
         executor.run(layers, x, CACHES, step(plan, own))
@@ -65,7 +73,7 @@ def test_what_changes_addresses_or_keys_is_another_step() -> None:
     "kind", ["prompts", "a plan that says nothing", "factors of queries", "cross-attention", "too many rows"]
 )
 def test_other_steps_run_layer_by_layer(kind: str) -> None:
-    executor, rows = GraphExecutor(repeat_by_calls), MOST_ROWS + 1 if kind == "too many rows" else 2
+    executor, rows = GraphExecutor(Captures(repeat_by_calls)), MOST_ROWS + 1 if kind == "too many rows" else 2
     lengths = torch.ones(rows, dtype=torch.int64)
     plan: object = {"prompts": Plan(None), "a plan that says nothing": object()}.get(kind, Plan())
     scale = torch.ones(2, 1) if kind == "factors of queries" else None
@@ -77,8 +85,27 @@ def test_other_steps_run_layer_by_layer(kind: str) -> None:
     assert executor.num_captured == 0
 
 
+def test_nothing_more_is_captured_once_memory_has_run_out(caplog: pytest.LogCaptureFixture) -> None:
+    def capture(run: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        if executor.num_captured:
+            raise torch.OutOfMemoryError
+        return repeat_by_calls(run)
+
+    captures = Captures(capture)
+    executor, tower, lengths = GraphExecutor(captures), TileGraphs(captures), torch.tensor([2, 3])
+    for number in range(3):
+        for plan in (Plan("first"), Plan("second")):
+            x = torch.full((2, 3), float(number))
+            assert torch.equal(executor.run(layers, x, CACHES, step(plan, lengths)), x * lengths[:, None])
+        assert torch.equal(tower.run(torch.neg, x), -x)
+    assert (executor.num_captured, tower.num_captured, captures.is_on) == (1, 0, False)
+    assert [record.getMessage().split(":")[0] for record in caplog.records if record.levelname == "WARNING"] == [
+        "memory ran out while a step of 2 rows was captured as a graph"
+    ]
+
+
 def test_the_graphs_that_were_used_last_are_kept() -> None:
-    executor, lengths = GraphExecutor(repeat_by_calls), torch.tensor([2, 3])
+    executor, lengths = GraphExecutor(Captures(repeat_by_calls)), torch.tensor([2, 3])
     for number in range(MOST_GRAPHS + 5):
         for _ in range(2):
             executor.run(layers, torch.ones(2, 3), CACHES, step(Plan(number), lengths))
@@ -87,9 +114,14 @@ def test_the_graphs_that_were_used_last_are_kept() -> None:
 
 
 def test_batches_of_decodes_come_in_few_sizes() -> None:
-    assert [captured_rows(count) for count in (1, 2, 3, 5, 8, 9, 16, 17, 500, 512, 513)] == [
-        1, 2, 4, 8, 8, 16, 16, 32, 512, 512, 513,
+    assert [captured_rows(count, count) for count in (1, 2, 3, 5, 8, 9, 16, 17, 500, 512, 513)] == [
+        1, 2, 4, 8, 8, 16, 16, 32, 512, 512, None,
     ]  # fmt: skip
+
+
+def test_chunks_come_in_powers_of_two_and_alone() -> None:
+    assert [captured_rows(count, 0) for count in (2, 8, 9, 20, 33, 100, 128, 129)] == [8, 8, 16, 32, 64, 128, 128, None]
+    assert captured_rows(20, 1) is None
 
 
 def test_arrays_of_the_same_shapes_arrive_at_the_same_addresses() -> None:
@@ -129,7 +161,7 @@ def test_towers_are_captured_over_powers_of_two_of_tiles_and_see_new_ones_in_old
         sizes.append(len(tiles))
         return tiles.flatten(1) @ torch.arange(12.0).view(12, 1) * torch.ones(3)
 
-    executor = TileGraphs(repeat_by_calls)
+    executor = TileGraphs(Captures(repeat_by_calls))
     results = []
     for count in (7, 7, 3, 1, 20, 0):
         tiles = torch.randint(-9, 9, (count, 3, 2, 2)).float()

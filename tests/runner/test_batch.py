@@ -134,12 +134,12 @@ def test_rows_of_an_image_say_whose_they_are_and_from_where() -> None:
 
 
 class PaddingDevice(TorchDevice):
-    """Pads decodes to a multiple of four."""
+    """Pads decodes, and chunks of up to 16 rows, to a multiple of four."""
 
     padding_blocks = 1
 
-    def padded_decodes(self, count: int) -> int:
-        return -(-count // 4) * 4
+    def padded_rows(self, num_rows: int, num_decodes: int) -> int | None:
+        return -(-num_rows // 4) * 4 if num_decodes == num_rows or (num_decodes == 0 and num_rows <= 16) else None
 
 
 def test_decodes_are_padded_by_sequences_of_one_token_in_a_block_of_their_own() -> None:
@@ -149,7 +149,7 @@ def test_decodes_are_padded_by_sequences_of_one_token_in_a_block_of_their_own() 
     builder = BatchBuilder(BLOCK, PaddingDevice(torch.device("cpu")), padding_block=77)
     states = request_states()
     prompts, _ = run(made_up, states, builder)
-    assert len(prompts.token_ids) == 17, "prompts are not padded"
+    assert len(prompts.token_ids) == 17, "17 rows of prompts are not padded"
     while len(made_up):
         batch, scheduled = run(made_up, states, builder, padded=True)
         count, metadata = len(scheduled), batch.metadata
@@ -162,3 +162,18 @@ def test_decodes_are_padded_by_sequences_of_one_token_in_a_block_of_their_own() 
         assert metadata.block_tables.shape[1] in (1, 2, 4, 8)
         assert batch.positions[count:].tolist() == [0] * (4 - count)
         assert batch.sampled_rows.tolist() == list(range(count))
+
+
+def test_chunks_are_padded_by_one_sequence_in_a_block_of_its_own() -> None:
+    made_up = scheduler(budget=40)
+    for number, length in enumerate((5, 6)):
+        made_up.add(request(str(number), length, token=number + 1, max_tokens=1))
+    builder = BatchBuilder(2, PaddingDevice(torch.device("cpu")), padding_block=77)
+    batch, _ = run(made_up, request_states(), builder, padded=True)
+    metadata = batch.metadata
+    assert batch.is_repeatable
+    assert (metadata.num_decodes, metadata.query_lens, metadata.host_context_lens) == (0, [5, 6, 1], [5, 6, 1])
+    assert metadata.query_starts.tolist() == [0, 5, 11, 12]
+    assert metadata.slot_mapping[11:].tolist() == [77 * 2]
+    assert metadata.block_tables[2, 0] == 77
+    assert batch.sampled_rows.tolist() == [4, 10]

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from vlmserve.devices.device import AllocateCache, Clock, LayerExecutor, TileExecutor
-from vlmserve.devices.graphs import GraphExecutor, TileGraphs, captured_rows
+from vlmserve.devices.graphs import Captures, GraphExecutor, TileGraphs, captured_rows
 from vlmserve.devices.offload import HostBlocks, PinnedBlocks, block_bytes
 from vlmserve.devices.pixels import PixelRing
 from vlmserve.devices.staging import Staging
@@ -219,14 +219,14 @@ class CudaDevice(TorchDevice):
 
 
 class TritonDevice(CudaDevice):
-    """A GPU by kernels in Triton, where these can do what a layer does, and graphs of whole steps of decodes."""
+    """A GPU by kernels in Triton, where these can do what a layer does, and graphs of steps of few rows."""
 
     kernels = "triton"
     padding_blocks = 1
 
     def __init__(self, torch_device: torch.device) -> None:
         super().__init__(torch_device)
-        self._captures = CudaCapture(torch_device)
+        self._captures = Captures(CudaCapture(torch_device))
         self._draw: TritonDraw | None = None
 
     @property
@@ -312,9 +312,13 @@ class TritonDevice(CudaDevice):
         """See `Device.tile_executor`."""
         return TileGraphs(self._captures)
 
-    def padded_decodes(self, count: int) -> int:
-        """See `Device.padded_decodes`."""
-        return captured_rows(count)
+    def padded_rows(self, num_rows: int, num_decodes: int) -> int | None:
+        """See `Device.padded_rows`."""
+        return captured_rows(num_rows, num_decodes) if self._captures.is_on else None
+
+    def enforce_eager(self) -> None:
+        """See `Device.enforce_eager`."""
+        self._captures.is_on = False
 
 
 class CudaCapture:

@@ -65,7 +65,7 @@ class Device(Operations, Protocol):
     images_per_step: images that go through the vision tower in one step, unless the settings say. stage_products:
     multiplications of the vision tower that are too few to be worth a stage, and stage_rows: rows of a stage or of a
     part of it, see `StageBudget`.
-    padding_blocks: blocks of the KV cache that batches' padding rows need: 1 where `padded_decodes` pads, else 0.
+    padding_blocks: blocks of the KV cache that batches' padding rows need: 1 where `padded_rows` pads, else 0.
     """
 
     torch_device: torch.device
@@ -132,8 +132,13 @@ class Device(Operations, Protocol):
         """So many blocks of the KV cache in host memory, beside those of `layers`, which `backend` allocated."""
         ...
 
-    def padded_decodes(self, count: int) -> int:
-        """To how many rows a batch of so many decodes, and nothing else, is to be padded."""
+    def padded_rows(self, num_rows: int, num_decodes: int) -> int | None:
+        """To how many rows a step of so many, among them those of decodes, is padded so that it may be repeated; None:
+        the device repeats no such steps."""
+        ...
+
+    def enforce_eager(self) -> None:
+        """Capture no graphs from here on."""
         ...
 
     def logits_buffer(self, rows: int, vocab_size: int) -> Tensor | None:

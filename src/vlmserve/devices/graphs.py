@@ -1,4 +1,4 @@
-"""Steps of decodes that are recorded once and repeated over the same memory."""
+"""Steps of few rows that are recorded once and repeated over the same memory."""
 
 from __future__ import annotations
 
@@ -19,17 +19,25 @@ logger = logging.getLogger(__name__)
 
 MOST_ROWS = 512
 """Larger batches of decodes are not captured: what launches cost is little beside what they compute."""
+MOST_CHUNK_ROWS = 128
+"""Rows of prompt chunks that are captured: the end of a prompt whose beginning is cached, a short prompt, drafts."""
 MOST_TILES = 16
 """More tiles of images go through a tower call by call."""
 MOST_GRAPHS = 96
 """Captured steps that are kept; those that were used last."""
 
 
-def captured_rows(count: int) -> int:
-    """To how many rows a batch of so many decodes is padded: 1, 2, 4, 8 or a multiple of 16."""
-    if count > MOST_ROWS:
-        return count
-    return next((size for size in (1, 2, 4, 8) if count <= size), -(-count // 16) * 16)
+def captured_rows(num_rows: int, num_decodes: int) -> int | None:
+    """To how many rows a step is padded to be captured; None: it is not captured.
+
+    Decodes are padded to 1, 2, 4, 8 or a multiple of 16 rows, chunks to a power of two. Steps with both are too many
+    kinds.
+    """
+    if num_decodes == num_rows <= MOST_ROWS:
+        return next((size for size in (1, 2, 4, 8) if num_rows <= size), -(-num_rows // 16) * 16)
+    if num_decodes == 0 and num_rows <= MOST_CHUNK_ROWS:
+        return max(8, 1 << (num_rows - 1).bit_length())
+    return None
 
 
 @runtime_checkable
@@ -45,6 +53,31 @@ class CapturablePlan(Protocol):
 
 Capture = Callable[[Callable[[], Tensor]], Callable[[], Tensor]]
 """From a function to one that repeats it over the same memory, to the same result's memory."""
+
+
+class Captures:
+    """How a device captures, for as long as there is memory for it.
+
+    is_on: whether anything more is captured. What was captured before is still repeated.
+    """
+
+    def __init__(self, capture: Capture) -> None:
+        self.is_on = True
+        self._capture = capture
+
+    def __call__(self, run: Callable[[], Tensor], what: str) -> Callable[[], Tensor] | None:
+        """See `Capture`; None if memory runs out, after which nothing more is captured. what: it is, for the log."""
+        try:
+            repeat = self._capture(run)
+        except torch.OutOfMemoryError:
+            self.is_on = False
+            logger.warning(
+                "memory ran out while %s was captured as a graph: nothing more is captured, which makes steps slower; "
+                "a lower --memory-fraction leaves memory for graphs", what
+            )  # fmt: skip
+            return None
+        logger.debug("captured %s", what)
+        return repeat
 
 
 def repeat_by_calls(run: Callable[[], Tensor]) -> Callable[[], Tensor]:
@@ -70,15 +103,14 @@ class _Graph(NamedTuple):
 
 
 class GraphExecutor:
-    """Captures the layers of a step of decodes the second time that it comes, and repeats it from then on. A
-    `LayerExecutor`.
+    """Captures the layers of a step the second time that it comes, and repeats it from then on. A `LayerExecutor`.
 
-    A step is the same if all that it reads has the same shapes and addresses. Steps with prompts, with factors of
-    queries, with cross-attention or with adapters run layer by layer.
+    A step is the same if all that it reads has the same shapes and addresses. Steps of other sizes than
+    `captured_rows`, with factors of queries, with cross-attention or with adapters run layer by layer.
     """
 
-    def __init__(self, capture: Capture) -> None:
-        self._capture = capture
+    def __init__(self, captures: Captures) -> None:
+        self._captures = captures
         self._graphs: OrderedDict[Hashable, _Graph | None] = OrderedDict()
 
     @property
@@ -94,12 +126,9 @@ class GraphExecutor:
         if key not in self._graphs:
             self._remember(key, None)
             return layers(x, caches, step)
-        graph = self._graphs[key]
+        graph = self._graphs[key] or self._captured(layers, x, caches, step)
         if graph is None:
-            own = x.clone()
-            repeat = self._capture(lambda: layers(own, caches, _afresh(step)))
-            graph = _Graph(own, step, repeat)
-            logger.debug("captured a step of %d decodes", len(x))
+            return layers(x, caches, step)
         self._remember(key, graph)
         graph.x.copy_(x)
         return graph.repeat()
@@ -107,6 +136,15 @@ class GraphExecutor:
     def for_part(self) -> LayerExecutor:
         """See `LayerExecutor.for_part`. Steps with images are not repeated."""
         return EagerExecutor()
+
+    def _captured(
+        self, layers: LayerStack, x: Tensor, caches: Sequence[LayerCache], step: StepContext
+    ) -> _Graph | None:
+        if not self._captures.is_on:
+            return None
+        own = x.clone()
+        repeat = self._captures(lambda: layers(own, caches, _afresh(step)), f"a step of {len(x)} rows")
+        return None if repeat is None else _Graph(own, step, repeat)
 
     def _remember(self, key: Hashable, graph: _Graph | None) -> None:
         self._graphs[key] = graph
@@ -122,8 +160,8 @@ class TileGraphs:
     call by call, since they have the device computing for longer than the host takes for that.
     """
 
-    def __init__(self, capture: Capture) -> None:
-        self._capture = capture
+    def __init__(self, captures: Captures) -> None:
+        self._captures = captures
         self._graphs: dict[Hashable, tuple[Tensor, Callable[[], Tensor]] | None] = {}
 
     @property
@@ -148,22 +186,32 @@ class TileGraphs:
         if key not in self._graphs:
             self._graphs[key] = None
             return encode(tiles)
-        graph = self._graphs[key]
+        graph = self._graphs[key] or self._captured(encode, tiles)
         if graph is None:
-            own = tiles.clone()
-            graph = self._graphs[key] = own, self._capture(lambda: encode(own))
-            logger.debug("captured the vision tower over %d tiles", len(tiles))
+            return encode(tiles)
+        self._graphs[key] = graph
         own, repeat = graph
         own.copy_(tiles)
         # A copy: graphs share their memory.
         return repeat().clone()
 
+    def _captured(
+        self, encode: Callable[[Tensor], Tensor], tiles: Tensor
+    ) -> tuple[Tensor, Callable[[], Tensor]] | None:
+        if not self._captures.is_on:
+            return None
+        own = tiles.clone()
+        repeat = self._captures(lambda: encode(own), f"the vision tower over {len(tiles)} tiles")
+        return None if repeat is None else (own, repeat)
+
 
 def _key(x: Tensor, caches: Sequence[LayerCache], step: StepContext) -> Hashable:
     plan_key = step.plan.capture_key if isinstance(step.plan, CapturablePlan) else None
-    if plan_key is None or step.query_scale is not None or step.metadata.cross or step.adapters or len(x) > MOST_ROWS:
-        return None
     metadata = step.metadata
+    if plan_key is None or step.query_scale is not None or metadata.cross or step.adapters:
+        return None
+    if captured_rows(len(x), metadata.num_decodes) != len(x):
+        return None
     tensors = [metadata.query_starts, metadata.context_lens, metadata.block_tables, metadata.slot_mapping]
     tensors += [tensor for rope in step.ropes for tensor in rope.sources]
     tensors.append(caches[0].keys)

@@ -135,9 +135,12 @@ class TorchDevice:
         """See `Device.host_blocks`."""
         return PlainBlocks(backend, layers, allocate(count, torch.device("cpu")))
 
-    def padded_decodes(self, count: int) -> int:
-        """See `Device.padded_decodes`."""
-        return count
+    def padded_rows(self, num_rows: int, num_decodes: int) -> int | None:
+        """See `Device.padded_rows`."""
+        return None
+
+    def enforce_eager(self) -> None:
+        """See `Device.enforce_eager`."""
 
     def logits_buffer(self, rows: int, vocab_size: int) -> Tensor | None:
         """See `Device.logits_buffer`."""

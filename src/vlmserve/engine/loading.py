@@ -43,7 +43,7 @@ def load(config: EngineConfig, folder: Path | None = None, ranks: Ranks | None =
                 "transformers: leave one of them out"
             )
         folder, quantization = calibrated_copy(config, folder), None
-    return load_model(
+    model = load_model(
         folder,
         device=find_device(config.device) if ranks is None else rank_device(config, ranks.rank),
         dtype=None if config.dtype == "auto" else getattr(torch, config.dtype),
@@ -54,6 +54,9 @@ def load(config: EngineConfig, folder: Path | None = None, ranks: Ranks | None =
         quantized_cache=config.kv_cache_dtype == "int8",
         ranks=ranks,
     )
+    if config.enforce_eager:
+        model.device.enforce_eager()
+    return model
 
 
 def rank_device(config: EngineConfig, rank: int) -> torch.device:

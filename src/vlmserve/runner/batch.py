@@ -32,7 +32,7 @@ class Batch:
     ``[3, tokens]``: frames, rows and columns. sampled_rows: int64, the rows whose next token may be sampled, in the
     order of the requests. drawn_rows: int64
     ``[tokens]``: which of the tokens that the step before draws each row is; None: the tokens are known. further: what
-    else was uploaded.
+    else was uploaded. is_repeatable: whether the device may have captured such a step, which is padded then.
     """
 
     token_ids: Tensor
@@ -42,6 +42,7 @@ class Batch:
     sampled_rows: Tensor
     drawn_rows: Tensor | None = None
     further: Sequence[Tensor] = ()
+    is_repeatable: bool = False
 
 
 class BatchDevice(Protocol):
@@ -53,8 +54,8 @@ class BatchDevice(Protocol):
         """See `Device.upload`."""
         ...
 
-    def padded_decodes(self, count: int) -> int:
-        """See `Device.padded_decodes`."""
+    def padded_rows(self, num_rows: int, num_decodes: int) -> int | None:
+        """See `Device.padded_rows`."""
         ...
 
 
@@ -70,9 +71,9 @@ class Unstaged:
         """See `Device.upload`. Each array by itself."""
         return [to_device(torch.from_numpy(array), self.torch_device) for array in arrays]
 
-    def padded_decodes(self, count: int) -> int:
-        """See `Device.padded_decodes`."""
-        return count
+    def padded_rows(self, num_rows: int, num_decodes: int) -> int | None:
+        """See `Device.padded_rows`."""
+        return None
 
 
 class BatchBuilder:
@@ -96,7 +97,7 @@ class BatchBuilder:
         self._block_size = block_size
         self._device = device
         self._padding_block = padding_block
-        self._padding_table = array("i", [padding_block])
+        self._padding_tables: dict[int, array[int]] = {}
         self._token_ids, self._positions, self._slots = np.empty((3, 0), np.int64)
         self._tables = np.zeros((0, 0), np.int32)
         # Which table each row holds, and how many blocks of it.
@@ -119,13 +120,18 @@ class BatchBuilder:
         others = [state for state in states if not state.is_plain_text]
         tables = [*map(self._table_of, states)]
         num_tokens, width = sum(counts), max(map(len, tables))
-        padding = 0
+        num_decodes = counts.count(1)
         has_cross = any([state.cross_key for state in others])
-        if num_tokens == len(counts) and not has_cross:
-            padding = self._device.padded_decodes(num_tokens) - num_tokens
-            # A table's width is part of its shape, and few shapes are to come.
-            width = 1 << (width - 1).bit_length() if self._device.padding_blocks else width
-        self._reserve(num_tokens + padding, len(counts) + padding, width)
+        padded = None if has_cross else self._device.padded_rows(num_tokens, num_decodes)
+        padding = 0 if padded is None else padded - num_tokens
+        padding_counts: list[int] = []
+        if padded is not None:
+            # Chunks always have a sequence behind them, if only of no rows. The number of sequences and a table's width
+            # are part of shapes, and few shapes are to come.
+            padding_counts = [1] * padding if num_decodes else [padding]
+            width = max(width, *map(self._num_blocks, padding_counts), 1)
+            width = 1 << (width - 1).bit_length()
+        self._reserve(num_tokens + padding, len(counts) + len(padding_counts), width)
         for row, table in enumerate(tables):
             kept, written = self._rows[row]
             if kept is not table or written != len(table):
@@ -139,9 +145,9 @@ class BatchBuilder:
         if others and any(offsets := [state.position_offset for state in states]):
             positions += np.repeat(offsets, counts)
         token_ids, image_rows = self._write_tokens(scheduled, num_tokens)
-        if padding:
-            self._pad(num_tokens, padding)
-            context_lens, counts = context_lens + [1] * padding, counts + [1] * padding
+        if padding_counts:
+            self._pad(num_tokens, len(counts), padding_counts)
+            context_lens, counts = context_lens + padding_counts, counts + padding_counts
             token_ids, slots = self._token_ids[: num_tokens + padding], self._slots[: num_tokens + padding]
         in_grids = self._positions[: num_tokens + padding]
         if any(map(_has_grid, others)):
@@ -164,7 +170,7 @@ class BatchBuilder:
             slot_mapping=slot_mapping,
             query_lens=counts,
             host_context_lens=context_lens,
-            num_decodes=counts.count(1),
+            num_decodes=num_decodes + (len(padding_counts) if num_decodes else 0),
             bidirectional=_bidirectional_rows(scheduled, ends) if others else [],
             num_positions=int(in_grids.max()) + 1 if in_grids.ndim > 1 else 0,
             cross=self._cross_rows(scheduled, ends) if has_cross else [],
@@ -177,6 +183,7 @@ class BatchBuilder:
             sampled_rows=sampled_rows,
             drawn_rows=uploaded[7] if pending else None,
             further=uploaded[len(arrays) :],
+            is_repeatable=padded is not None,
         )
 
     def _cross_rows(self, scheduled: Sequence[ScheduledRequest], ends: np.ndarray) -> list[CrossRows]:
@@ -186,13 +193,18 @@ class BatchBuilder:
             if request.state.cross_key is not None
         ]
 
-    def _pad(self, num_tokens: int, padding: int) -> None:
-        """Rows behind those of requests: sequences of one token, in a block that is nobody's."""
-        rows = slice(num_tokens, num_tokens + padding)
+    def _num_blocks(self, num_tokens: int) -> int:
+        return -(-num_tokens // self._block_size)
+
+    def _pad(self, num_tokens: int, num_sequences: int, counts: list[int]) -> None:
+        """Sequences of so many rows each behind those of requests, in a block that is nobody's."""
+        rows = slice(num_tokens, num_tokens + sum(counts))
         self._token_ids[rows] = self._positions[rows] = 0
         self._slots[rows] = self._padding_block * self._block_size
-        for row in range(num_tokens, num_tokens + padding):
-            self._keep_table(row, self._padding_table)
+        for row, count in enumerate(counts, num_sequences):
+            blocks = self._num_blocks(count)
+            table = self._padding_tables.setdefault(blocks, array("i", [self._padding_block] * blocks))
+            self._keep_table(row, table)
 
     def _reserve(self, num_tokens: int, num_rows: int, width: int) -> None:
         """Allocate memory for a batch of these sizes, with some to spare for larger ones."""

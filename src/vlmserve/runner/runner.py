@@ -59,9 +59,11 @@ def _fail(
 
 
 def _wanted_rows(batch: Batch, scheduled: list[ScheduledRequest]) -> Tensor | None:
-    """The rows whose hidden states are needed; None: all, since all are sampled from or a prompt is scored."""
+    """The rows whose hidden states are needed; None: all, since all are sampled from, a prompt is scored, or the device
+    repeats such a step."""
     decodes_only = batch.metadata.num_decodes == len(batch.metadata.query_lens)
-    if decodes_only or any(request.state.num_scored is not None for request in scheduled):
+    scored = any(request.state.num_scored is not None for request in scheduled)
+    if decodes_only or batch.is_repeatable or scored:
         return None
     return batch.sampled_rows
 

@@ -113,6 +113,24 @@ def test_a_decode_gets_the_same_beside_any_others(device: torch.device) -> None:
         assert torch.equal(attended([row])[0], together[row])
 
 
+@pytest.mark.parametrize("padding", [0, 7])
+def test_a_sequence_that_only_pads_changes_nothing(device: torch.device, padding: int) -> None:
+    """Steps that are captured have one behind their chunks."""
+    torch.manual_seed(0)
+    blocks, backend = BlockTables([25, 20, 16], 16), TritonAttention()
+    chunks = [(0, 5, 20), (1, 0, 20)]
+    outputs = []
+    for batch in (chunks, [*chunks, (2, 0, padding)]):
+        torch.manual_seed(1)
+        cache = backend.allocate(blocks.num_blocks, 16, PLAIN, torch.float32, device)
+        query, key, value = (torch.randn(47, heads, 8)[: 40 + padding].to(device) for heads in (4, 2, 2))
+        metadata = blocks.metadata(batch, device)
+        rows = len(metadata.slot_mapping)
+        plan = backend.prepare(metadata, 16, [PLAIN], torch.float32)
+        outputs.append(backend.attend(query[:rows], key[:rows], value[:rows], cache, PLAIN, metadata, plan)[:40])
+    assert torch.equal(*outputs)
+
+
 def test_rotating_on_the_way_gives_the_same(device: torch.device) -> None:
     torch.manual_seed(0)
     blocks, backend = BlockTables([20], 4), TritonAttention()
@@ -131,7 +149,7 @@ def test_rotating_on_the_way_gives_the_same(device: torch.device) -> None:
     torch.testing.assert_close(output.cpu().double(), expected, atol=2e-5, rtol=1e-5)
 
 
-def test_steps_of_decodes_alone_can_be_captured() -> None:
+def test_steps_can_be_captured_unless_rows_are_bidirectional() -> None:
     backend: AttentionBackend = TritonAttention()
     blocks = BlockTables([300, 4], 16)
 
@@ -140,7 +158,8 @@ def test_steps_of_decodes_alone_can_be_captured() -> None:
 
     assert key([(0, 260, 1), (1, 2, 1)]) == key([(0, 270, 1), (1, 3, 1)])
     assert key([(0, 260, 1), (1, 2, 1)]) != key([(0, 10, 1), (1, 2, 1)])
-    assert key([(0, 260, 1), (1, 0, 2)]) is None
+    assert key([(0, 0, 260), (1, 0, 2)]) == key([(0, 0, 250), (1, 0, 4)])
+    assert key([(0, 0, 260), (1, 0, 2)]) != key([(0, 260, 1), (1, 0, 2)])
 
 
 def test_what_the_kernels_do_not_serve_is_named() -> None:

@@ -72,7 +72,7 @@ class TritonPlan:
 class TritonAttention(TorchReference):
     """Attention over a flat batch of decodes and prompt chunks. A `RotatingBackend` whose cache is the reference's.
 
-    Lengths are read on the device, so that a step of decodes can be captured once and replayed at other lengths.
+    Lengths are read on the device, so that a step can be captured once and replayed at other lengths.
     """
 
     name = "triton"
@@ -103,9 +103,11 @@ class TritonAttention(TorchReference):
             # Captured steps keep what they were captured with.
             self._sums = torch.empty(parts * width, device=device)
             self._largest = torch.empty(parts * 2, device=device)
-        only_decodes = metadata.num_decodes == len(metadata.query_lens)
-        capture_key = (splits, metadata.num_decodes) if only_decodes else None
-        return TritonPlan(splits, split_chunks, self._sums, self._largest, _reach(metadata), capture_key)
+        capture_key = (splits, split_chunks, metadata.num_decodes, len(metadata.query_lens))
+        reach = _reach(metadata)
+        return TritonPlan(
+            splits, split_chunks, self._sums, self._largest, reach, capture_key if reach is None else None
+        )
 
     def attend(
         self,

@@ -84,6 +84,4 @@ def change(logits: Tensor, entries: Tensor, amounts: Tensor) -> None:
     """Add biases and apply penalties, in place; see `Changes`, of which these are on the device."""
     count = entries.shape[1]
     if count:
-        change_logits[(cdiv(count, 256),)](
-            logits, entries, amounts, count, logits.stride(0), BLOCK=256, num_warps=4
-        )
+        change_logits[(cdiv(count, 256),)](logits, entries, amounts, count, logits.stride(0), BLOCK=256, num_warps=4)
