@@ -1,0 +1,96 @@
+"""The library that stands in for CUDA's where there is no GPU."""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import null_gpu
+from benchmarks.null_gpu import Counts, counts
+
+pytest.importorskip("triton", reason="CUDA's headers come with Triton, which is not installed", exc_type=ImportError)
+pytestmark = pytest.mark.skipif(shutil.which("gcc") is None, reason="gcc is not installed")
+
+CAPTURED = 900
+"""CUDA's error for what may not be called while a stream is captured."""
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    return ctypes.CDLL(str(null_gpu.build(tmp_path_factory.mktemp("null_gpu"))))
+
+
+def stream_of(library: ctypes.CDLL) -> ctypes.c_void_p:
+    stream = ctypes.c_void_p()
+    assert library.cudaStreamCreateWithPriority(ctypes.byref(stream), 0, 0) == 0
+    return stream
+
+
+def launch(library: ctypes.CDLL, stream: ctypes.c_void_p) -> None:
+    handle = ctypes.c_void_p()
+    assert library.cublasCreate_v2(ctypes.byref(handle)) == 0
+    assert library.cublasSetStream_v2(handle, stream) == 0
+    assert library.cublasGemmEx(handle) == 0
+
+
+def change(before: Counts, after: Counts) -> dict[str, int]:
+    return {name: value for name in before._fields if (value := getattr(after, name) - getattr(before, name))}
+
+
+def test_memory_holds_what_is_copied_to_it(library: ctypes.CDLL) -> None:
+    device = ctypes.c_void_p()
+    assert library.cudaMalloc(ctypes.byref(device), ctypes.c_size_t(1000)) == 0
+    pinned = ctypes.c_void_p()
+    assert library.cudaHostAlloc(ctypes.byref(pinned), ctypes.c_size_t(1000), 0) == 0
+    ctypes.memset(pinned, 7, 1000)
+    before = counts(library)
+    assert library.cudaMemcpyAsync(device, pinned, ctypes.c_size_t(1000), 4, None) == 0
+    assert change(before, counts(library)).keys() == {"copies", "busy"}
+    assert ctypes.string_at(device, 1000) == b"\7" * 1000
+    result = ctypes.create_string_buffer(1000)
+    assert library.cudaMemcpyAsync(result, device, ctypes.c_size_t(1000), 4, None) == 0
+    assert result.raw == b"\7" * 1000
+    assert change(before, counts(library))["waits"] == 1, "the host waits for copies to pageable memory"
+    assert library.cudaFree(device) == 0
+
+
+def test_graphs_launch_what_was_captured(library: ctypes.CDLL) -> None:
+    stream, graph, executable = stream_of(library), ctypes.c_void_p(), ctypes.c_void_p()
+    before = counts(library)
+    assert library.cudaStreamBeginCapture(stream, 1) == 0
+    for _ in range(3):
+        launch(library, stream)
+    assert library.cudaStreamEndCapture(stream, ctypes.byref(graph)) == 0
+    assert "busy" not in change(before, counts(library)), "what is captured does not run"
+    assert library.cudaGraphInstantiateWithFlags(ctypes.byref(executable), graph, ctypes.c_ulonglong(0)) == 0
+    before = counts(library)
+    assert library.cudaGraphLaunch(executable, stream) == 0
+    assert change(before, counts(library)) == {"graphs": 1, "busy": 3 * 5000}
+    assert counts(library).nodes == 3
+
+
+def test_the_host_may_not_wait_nor_allocate_while_it_captures(
+    library: ctypes.CDLL, capfd: pytest.CaptureFixture[str]
+) -> None:
+    stream, place, graph = stream_of(library), ctypes.c_void_p(), ctypes.c_void_p()
+    assert library.cudaStreamBeginCapture(stream, 1) == 0
+    assert library.cudaStreamSynchronize(stream) == CAPTURED
+    assert library.cudaMalloc(ctypes.byref(place), ctypes.c_size_t(16)) == CAPTURED
+    assert library.cudaStreamEndCapture(stream, ctypes.byref(graph)) == 0
+    assert library.cudaStreamSynchronize(stream) == 0
+    assert "cudaMalloc while a stream is captured" in capfd.readouterr().err
+
+
+def test_addresses_of_the_host_are_refused(library: ctypes.CDLL) -> None:
+    value, text = ctypes.c_void_p(), ctypes.create_string_buffer(16)
+    assert library.cuPointerGetAttribute(ctypes.byref(value), 3, text) != 0
+
+
+@pytest.mark.skipif(torch.version.cuda is not None, reason="this torch is built for CUDA")
+def test_a_torch_without_cuda_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert null_gpu.main([]) == 2
+    assert "not built for CUDA" in capsys.readouterr().err
