@@ -18,8 +18,8 @@ from tests.lazy_stream import LazyStream
 from tests.static_ranges import StaticRanges
 from vlmserve.devices import choice
 from vlmserve.devices.cpu import CpuDevice
-from vlmserve.devices.device import AllocateCache, LayerExecutor, TileExecutor
-from vlmserve.devices.graphs import Captures, GraphExecutor, TileGraphs, captured_rows, repeat_by_calls
+from vlmserve.devices.device import AllocateCache, LayerExecutor, TowerExecutor
+from vlmserve.devices.graphs import Captures, GraphExecutor, TowerGraphs, captured_rows, repeat_by_calls
 from vlmserve.devices.offload import HostBlocks, PinnedBlocks, block_bytes
 from vlmserve.devices.pixels import PixelRing
 from vlmserve.devices.staging import Staging
@@ -189,10 +189,10 @@ class StaticDevice(CpuDevice):
         """See `Device.enforce_eager`."""
         self._captures.is_on = False
 
-    def tile_executor(self) -> TileExecutor:
-        """See `Device.tile_executor`."""
-        self.tile_graphs = TileGraphs(self._captures)
-        return self.tile_graphs
+    def tower_executor(self) -> TowerExecutor:
+        """See `Device.tower_executor`."""
+        self.tower_graphs = TowerGraphs(self._captures)
+        return self.tower_graphs
 
     def executor(self) -> LayerExecutor:
         """See `Device.executor`."""

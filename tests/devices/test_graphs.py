@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -13,10 +13,12 @@ from torch import Tensor
 from tests.paged import BlockTables
 from vlmserve.devices.graphs import (
     MOST_GRAPHS,
+    MOST_PIXELS,
     MOST_ROWS,
+    MOST_SIZES,
     Captures,
     GraphExecutor,
-    TileGraphs,
+    TowerGraphs,
     captured_rows,
     repeat_by_calls,
 )
@@ -92,7 +94,7 @@ def test_nothing_more_is_captured_once_memory_has_run_out(caplog: pytest.LogCapt
         return repeat_by_calls(run)
 
     captures = Captures(capture)
-    executor, tower, lengths = GraphExecutor(captures), TileGraphs(captures), torch.tensor([2, 3])
+    executor, tower, lengths = GraphExecutor(captures), TowerGraphs(captures), torch.tensor([2, 3])
     for number in range(3):
         for plan in (Plan("first"), Plan("second")):
             x = torch.full((2, 3), float(number))
@@ -161,7 +163,7 @@ def test_towers_are_captured_over_powers_of_two_of_tiles_and_see_new_ones_in_old
         sizes.append(len(tiles))
         return tiles.flatten(1) @ torch.arange(12.0).view(12, 1) * torch.ones(3)
 
-    executor = TileGraphs(Captures(repeat_by_calls))
+    executor = TowerGraphs(Captures(repeat_by_calls))
     results = []
     for count in (7, 7, 3, 1, 20, 0):
         tiles = torch.randint(-9, 9, (count, 3, 2, 2)).float()
@@ -172,3 +174,38 @@ def test_towers_are_captured_over_powers_of_two_of_tiles_and_see_new_ones_in_old
     # The second time that a size comes, it is captured, which calls it; after that it is repeated, which does here too.
     assert sizes == [4, 2, 1, 4, 2, 1, 2, 1, 1, 20, 0]
     assert executor.num_captured == 3
+
+
+class Tower:
+    """Adds up the pixels of each row of images, with what a layout holds. A `LaidOutTower`."""
+
+    def lay_out(self, shapes: Sequence[tuple[int, ...]]) -> Tensor:
+        return torch.arange(float(sum(shape[0] for shape in shapes)))
+
+    def encode_laid_out(self, pixels: Sequence[Tensor], layout: Tensor) -> Tensor:
+        return torch.cat([image.sum(1) for image in pixels]) + layout
+
+
+def test_images_of_the_same_sizes_are_captured_and_see_new_pixels_in_old_places() -> None:
+    captures, tower = Captures(repeat_by_calls), Tower()
+    executor = TowerGraphs(captures)
+    for shapes in ([(2, 3)], [(2, 3), (4, 5)], [(4, 5), (2, 3)]):
+        for count in range(4):
+            images = [torch.randn(shape) for shape in shapes]
+            rows = executor.run_images(tower, images)
+            assert (rows is None) == (count == 0), "what comes for the first time is not captured"
+            if rows is not None:
+                assert torch.equal(rows, tower.encode_laid_out(images, tower.lay_out(shapes)))
+    assert executor.num_captured == 3
+    assert executor.run_images(tower, [torch.zeros(2, MOST_PIXELS)]) is None
+    captures.is_on = False
+    assert executor.run_images(tower, [torch.zeros(2, 3)]) is not None
+    assert [executor.run_images(tower, [torch.zeros(9, 3)]) for _ in range(3)] == [None] * 3
+
+
+def test_the_sizes_of_images_that_came_last_are_kept() -> None:
+    executor, tower = TowerGraphs(Captures(repeat_by_calls)), Tower()
+    for number in range(1, MOST_SIZES + 5):
+        for _ in range(2):
+            executor.run_images(tower, [torch.zeros(number, 3)])
+    assert executor.num_captured == MOST_SIZES

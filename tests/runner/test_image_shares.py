@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.ranks import Meeting, ThreadRanks
-from vlmserve.devices.device import EagerTiles
+from vlmserve.devices.device import EagerTower
 from vlmserve.runner.encoder import ImageEncoder
 from vlmserve.runner.image_shares import divide
 from vlmserve.steps import SchedulerOutput
@@ -48,7 +48,7 @@ class Tower:
 def encoder(rank: int, meeting: Meeting) -> tuple[ImageEncoder, Tower]:
     tower = Tower()
     device = SimpleNamespace(
-        tile_executor=EagerTiles,
+        tower_executor=EagerTower,
         stage_products=1,
         stage_rows=1,
         torch_device=torch.device("cpu"),

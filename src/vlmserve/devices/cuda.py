@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vlmserve.devices.device import AllocateCache, Clock, LayerExecutor, TileExecutor
-from vlmserve.devices.graphs import Captures, GraphExecutor, TileGraphs, captured_rows
+from vlmserve.devices.device import AllocateCache, Clock, LayerExecutor, TowerExecutor
+from vlmserve.devices.graphs import Captures, GraphExecutor, TowerGraphs, captured_rows
 from vlmserve.devices.offload import HostBlocks, PinnedBlocks, block_bytes
 from vlmserve.devices.pixels import PixelRing
 from vlmserve.devices.staging import Staging
@@ -308,9 +308,9 @@ class TritonDevice(CudaDevice):
         """See `Device.executor`."""
         return GraphExecutor(self._captures)
 
-    def tile_executor(self) -> TileExecutor:
-        """See `Device.tile_executor`."""
-        return TileGraphs(self._captures)
+    def tower_executor(self) -> TowerExecutor:
+        """See `Device.tower_executor`."""
+        return TowerGraphs(self._captures)
 
     def padded_rows(self, num_rows: int, num_decodes: int) -> int | None:
         """See `Device.padded_rows`."""

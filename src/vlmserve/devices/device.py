@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -37,11 +37,30 @@ class LayerExecutor(Protocol):
         ...
 
 
-class TileExecutor(Protocol):
-    """Runs a tower over tiles of images, all of one size: call by call, or as a graph."""
+@runtime_checkable
+class LaidOutTower(Protocol):
+    """A vision tower that reads where patches lie from a layout, which depends on the sizes of images alone."""
+
+    def lay_out(self, shapes: Sequence[tuple[int, ...]]) -> Any:
+        """The layout of images whose pixels have these shapes."""
+        ...
+
+    def encode_laid_out(self, pixels: Sequence[Tensor], layout: Any) -> Tensor:
+        """The embeddings of these images, one behind the other. Reads nothing but pixels, their layout and weights, so
+        that a device may repeat it over the same memory."""
+        ...
+
+
+class TowerExecutor(Protocol):
+    """Runs a vision tower: call by call, or as a graph."""
 
     def run(self, encode: Callable[[Tensor], Tensor], tiles: Tensor) -> Tensor:
-        """The result of `encode`, which does the same in each call and computes each tile by itself."""
+        """The result of `encode` for tiles of images, all of one size. It does the same in each call and computes each
+        tile by itself."""
+        ...
+
+    def run_images(self, tower: LaidOutTower, pixels: Sequence[Tensor]) -> Tensor | None:
+        """The embeddings of images of any size, one behind the other, by a graph; None: there is none for them."""
         ...
 
 
@@ -113,7 +132,7 @@ class Device(Operations, Protocol):
         """An executor for the layers of another decoder."""
         ...
 
-    def tile_executor(self) -> TileExecutor:
+    def tower_executor(self) -> TowerExecutor:
         """An executor for the vision tower."""
         ...
 
@@ -175,11 +194,15 @@ class EagerExecutor:
         return self
 
 
-class EagerTiles:
-    """Runs towers call by call. A `TileExecutor`."""
+class EagerTower:
+    """Runs towers call by call. A `TowerExecutor`."""
+
+    def run_images(self, tower: LaidOutTower, pixels: Sequence[Tensor]) -> Tensor | None:
+        """See `TowerExecutor.run_images`."""
+        return None
 
     def run(self, encode: Callable[[Tensor], Tensor], tiles: Tensor) -> Tensor:
-        """See `TileExecutor.run`."""
+        """See `TowerExecutor.run`."""
         return encode(tiles)
 
 

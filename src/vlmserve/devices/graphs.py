@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from vlmserve.devices.device import EagerExecutor, LayerExecutor, LayerStack
+from vlmserve.devices.device import EagerExecutor, LaidOutTower, LayerExecutor, LayerStack
 from vlmserve.kernels.attention import LayerCache
 from vlmserve.layers.attention import StepContext
 
@@ -23,6 +23,11 @@ MOST_CHUNK_ROWS = 128
 """Rows of prompt chunks that are captured: the end of a prompt whose beginning is cached, a short prompt, drafts."""
 MOST_TILES = 16
 """More tiles of images go through a tower call by call."""
+MOST_PIXELS = 2**22
+"""More numbers of pixels of images of any size go through a tower call by call: it has more to compute than the host
+takes for its calls."""
+MOST_SIZES = 32
+"""Captured sizes of such images that are kept; those that were used last."""
 MOST_GRAPHS = 96
 """Captured steps that are kept; those that were used last."""
 
@@ -153,24 +158,57 @@ class GraphExecutor:
             self._graphs.popitem(last=False)
 
 
-class TileGraphs:
-    """Captures a tower over 1, 2, 4, 8 and 16 tiles, each the second time that it is wanted. A `TileExecutor`.
+class _ImageGraph(NamedTuple):
+    """pixels: where the next images' go. layout: kept, since its memory is what the graph reads."""
 
-    Any number up to `MOST_TILES` is made of these, so that nothing is computed for nobody. More go through the tower
-    call by call, since they have the device computing for longer than the host takes for that.
+    pixels: list[Tensor]
+    layout: object
+    repeat: Callable[[], Tensor]
+
+
+class TowerGraphs:
+    """Captures a tower each second time that the same is wanted of it. A `TowerExecutor`.
+
+    Over tiles that is 1, 2, 4, 8 and 16 of them. Any number up to `MOST_TILES` is made of these, so that nothing is
+    computed for nobody. More go through the tower call by call, since they have the device computing for longer than
+    the host takes for that. Over images of any size it is those of a step, in their order.
     """
 
     def __init__(self, captures: Captures) -> None:
         self._captures = captures
         self._graphs: dict[Hashable, tuple[Tensor, Callable[[], Tensor]] | None] = {}
+        self._images: OrderedDict[Hashable, _ImageGraph | None] = OrderedDict()
 
     @property
     def num_captured(self) -> int:
         """Graphs that are kept."""
-        return sum(graph is not None for graph in self._graphs.values())
+        return sum(graph is not None for graph in (*self._graphs.values(), *self._images.values()))
+
+    def run_images(self, tower: LaidOutTower, pixels: Sequence[Tensor]) -> Tensor | None:
+        """See `TowerExecutor.run_images`."""
+        if sum(image.numel() for image in pixels) > MOST_PIXELS:
+            return None
+        key = tuple((image.shape, image.dtype) for image in pixels)
+        graph = self._images.get(key)
+        if graph is None and key in self._images and self._captures.is_on:
+            own, layout = [image.clone() for image in pixels], tower.lay_out([image.shape for image in pixels])
+            repeat = self._captures(
+                lambda: tower.encode_laid_out(own, layout), f"the vision tower over {len(own)} images"
+            )
+            graph = None if repeat is None else _ImageGraph(own, layout, repeat)
+        self._images[key] = graph
+        self._images.move_to_end(key)
+        if len(self._images) > MOST_SIZES:
+            self._images.popitem(last=False)
+        if graph is None:
+            return None
+        for place, image in zip(graph.pixels, pixels, strict=True):
+            place.copy_(image)
+        # A copy: graphs share their memory.
+        return graph.repeat().clone()
 
     def run(self, encode: Callable[[Tensor], Tensor], tiles: Tensor) -> Tensor:
-        """See `TileExecutor.run`."""
+        """See `TowerExecutor.run`."""
         if not 0 < len(tiles) <= MOST_TILES:
             return encode(tiles)
         parts: list[Tensor] = []

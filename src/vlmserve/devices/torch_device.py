@@ -12,10 +12,10 @@ from vlmserve.devices.device import (
     AllocateCache,
     Clock,
     EagerExecutor,
-    EagerTiles,
+    EagerTower,
     HostClock,
     LayerExecutor,
-    TileExecutor,
+    TowerExecutor,
 )
 from vlmserve.devices.offload import HostBlocks, PlainBlocks
 from vlmserve.devices.pixels import Normalizer
@@ -114,9 +114,9 @@ class TorchDevice:
         """See `Device.executor`."""
         return EagerExecutor()
 
-    def tile_executor(self) -> TileExecutor:
-        """See `Device.tile_executor`."""
-        return EagerTiles()
+    def tower_executor(self) -> TowerExecutor:
+        """See `Device.tower_executor`."""
+        return EagerTower()
 
     def upload(self, arrays: Sequence[np.ndarray]) -> list[Tensor]:
         """See `Device.upload`."""

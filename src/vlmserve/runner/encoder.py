@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from vlmserve.devices.device import Device
+from vlmserve.devices.device import Device, LaidOutTower
 from vlmserve.layers.parallel import Ranks
 from vlmserve.layers.stages import StageBudget
 from vlmserve.models.protocols import LoadedModel, TileEncoder, VisionEncoder
@@ -35,7 +35,7 @@ class ImageEncoder:
         self._model = model
         self._adapters = adapters
         self._device = model.device
-        self._executor = model.device.tile_executor()
+        self._executor = model.device.tower_executor()
         self.embeddings: dict[bytes, Tensor] = {}
         self._unfinished: dict[bytes, _Encoding] = {}
 
@@ -147,6 +147,10 @@ class ImageEncoder:
             return []
         tower, tilings = self._tower, [image.tiling for image in images]
         pixels = [self._pixels(image) for image in images]
+        if isinstance(tower, LaidOutTower) and not images[0].adapter:
+            rows = self._executor.run_images(tower, pixels)
+            if rows is not None:
+                return list(torch.split(rows, [image.num_embeddings for image in images]))
         if not isinstance(tower, TileEncoder) or images[0].adapter:
             return tower.encode(pixels, tilings)
         tiles = self._executor.run(tower.encode_tiles, torch.cat(pixels))

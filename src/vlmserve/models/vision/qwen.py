@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,7 @@ from vlmserve.kernels.transfers import to_device
 from vlmserve.layers.encoder_attention import EncoderAttention
 from vlmserve.layers.linear import GatedLinear, Linear, MergedLinear, empty_parameter
 from vlmserve.layers.norm import RMSNorm
-from vlmserve.layers.stages import StageBudget, Stages, by_rows
+from vlmserve.layers.stages import StageBudget, Stages, by_rows, run_stages
 from vlmserve.models.vision.mergers import ConvolvingMerger, PatchMerger, tower_norm
 from vlmserve.models.vision.qwen_spec import QwenVisionSpec
 from vlmserve.models.vision.rotation import patch_angles, rotated
@@ -64,6 +64,14 @@ class Layout:
             back=torch.cat([layout.back + first for layout, first in zip(layouts, embeddings, strict=False)]),
             positions=None,
         )
+
+
+class Layouts(NamedTuple):
+    """Of the images of a call. grids: frames, rows and columns of patches. joined: of all, one behind the other."""
+
+    grids: list[tuple[int, int, int]]
+    of_images: list[Layout]
+    joined: Layout
 
 
 KEPT_PATCHES = 2**15
@@ -207,6 +215,7 @@ class QwenVisionTower(StagedVision):
         super().__init__()
         self.spec = spec
         self.dtype = dtype
+        self._device = device
         # A dict puts the weight where checkpoints have it, under "patch_embed.proj".
         self.patch_embed = nn.ModuleDict({"proj": PatchEmbedding(spec, dtype=dtype, device=device)})
         self.blocks = nn.ModuleList(VisionLayer(spec, dtype=dtype, device=device) for _ in range(spec.num_layers))
@@ -266,8 +275,21 @@ class QwenVisionTower(StagedVision):
         together = next(iter(self._layers())).attn.attention.range_kernels is not None
         images: list[Tensor] = []
         for some in [pixels] if together else [[image] for image in pixels]:
-            images += yield from self._encode([image.to(self.dtype) for image in some], budget)
+            layouts = self.lay_out([image.shape for image in some])
+            embeddings = yield from self._encode(some, layouts, budget)
+            images += torch.split(embeddings, [len(of_image.back) for of_image in layouts.of_images])
         return images
+
+    def lay_out(self, shapes: Sequence[tuple[int, ...]]) -> Layouts:
+        """See `LaidOutTower.lay_out`."""
+        size = self.spec.patch_size
+        grids = [(-(-frames // self.spec.frames), down // size, across // size) for frames, _, down, across in shapes]
+        of_images = [self._layout(grid) for grid in grids]
+        return Layouts(grids, of_images, Layout.join(of_images))
+
+    def encode_laid_out(self, pixels: Sequence[Tensor], layout: Layouts) -> Tensor:
+        """See `LaidOutTower.encode_laid_out`."""
+        return run_stages(self._encode(pixels, layout, StageBudget()))
 
     def _layers(self) -> Iterable[VisionLayer]:
         return self.blocks.children()  # type: ignore[return-value]
@@ -279,20 +301,14 @@ class QwenVisionTower(StagedVision):
     def _is_windowed(self, layer: int) -> bool:
         return self.spec.window is not None and layer not in self.spec.full_layers
 
-    def _encode(self, images: list[Tensor], budget: StageBudget) -> Stages[list[Tensor]]:
-        spec = self.spec
-        filled = [self._whole_patches(image) for image in images]
-        grids = [
-            (len(image) // spec.frames, image.shape[2] // spec.patch_size, image.shape[3] // spec.patch_size)
-            for image in filled
-        ]
-        layouts = [self._layout(grid, image.device) for grid, image in zip(grids, filled, strict=True)]
-        layout = Layout.join(layouts)
-        patches = [self._patches(*image) for image in zip(filled, grids, strict=True)]
+    def _encode(self, images: Sequence[Tensor], layouts: Layouts, budget: StageBudget) -> Stages[Tensor]:
+        spec, layout = self.spec, layouts.joined
+        filled = [self._whole_patches(image.to(self.dtype)) for image in images]
+        patches = [self._patches(*image) for image in zip(filled, layouts.grids, strict=True)]
         ordered = torch.cat(patches)[layout.order]
         x = yield from by_rows(self._projection, self._projection.products, budget, ordered)
         if self.pos_embed is not None:
-            x = _placed(x, layouts)
+            x = _placed(x, layouts.of_images)
         of_layers: list[Tensor] = []
         for index, block in enumerate(self._layers()):
             ranges = layout.windows if self._is_windowed(index) else layout.frames
@@ -301,8 +317,7 @@ class QwenVisionTower(StagedVision):
                 merger = cast(PatchMerger, self.deepstack_merger_list[spec.deepstack.index(index)])
                 of_layers.append((yield from self._merged(x, merger, budget)))
         merged = yield from self._merged(x, self.merger, budget)
-        embeddings = torch.cat((merged, *of_layers), 1)[layout.back]
-        return list(torch.split(embeddings, [len(of_image.back) for of_image in layouts]))
+        return torch.cat((merged, *of_layers), 1)[layout.back]
 
     def _whole_patches(self, pixels: Tensor) -> Tensor:
         """Frames of an image or video, the last one repeated to fill a patch."""
@@ -322,16 +337,16 @@ class QwenVisionTower(StagedVision):
         )
         return split.permute(0, 3, 6, 4, 7, 2, 1, 5, 8).reshape(deep * down * across, -1)
 
-    def _layout(self, grid: tuple[int, int, int], device: torch.device) -> Layout:
+    def _layout(self, grid: tuple[int, int, int]) -> Layout:
         """Of an image of that many frames, rows and columns of patches. Those that were used last are kept."""
-        layout = self._layouts.pop(grid, None) or self._new_layout(grid, device)
+        layout = self._layouts.pop(grid, None) or self._new_layout(grid)
         self._layouts[grid] = layout
         while len(self._layouts) > 1 and sum(map(math.prod, self._layouts)) > KEPT_PATCHES:
             self._layouts.popitem(last=False)
         return layout
 
-    def _new_layout(self, grid: tuple[int, int, int], device: torch.device) -> Layout:
-        spec = self.spec
+    def _new_layout(self, grid: tuple[int, int, int]) -> Layout:
+        spec, device = self.spec, self._device
         deep, down, across = grid
         unit = spec.merge**2
         windows = self._windows(grid)
