@@ -25,6 +25,7 @@ from vlmserve.kernels.triton import (
     attention_kernels,
     byte_products,
     encoder,
+    expanding,
     gated,
     norm,
     product_kernels,
@@ -41,8 +42,8 @@ TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 
 class Case(NamedTuple):
-    """A kernel and how it is called. types: of arguments that are no constants. weights: that one round of the
-    innermost loop multiplies with."""
+    """A kernel and how it is called. types: of arguments that are no constants. weights: of one round of the innermost
+    loop, or of a program that has none."""
 
     name: str
     kernel: Any
@@ -91,6 +92,20 @@ def product_cases() -> Iterator[Case]:
         {"OUTPUTS": 256, "SPLITS": 4, "ACTIVATION": "", "GATED": False, "HAS_BIAS": False, "HAS_RESIDUAL": True},
         warps=4,
     )
+
+
+def expanding_cases() -> Iterator[Case]:
+    types = {"packed_ptr": "*u8", "scales_ptr": "*fp16", "minimums_ptr": "*fp16", "out_ptr": "*bf16"}
+    types |= dict.fromkeys(("out_features", "in_features", "groups", "stride"), "i32")
+    tile = {"OUTPUTS": expanding.OUTPUTS, "ASSEMBLY": True}
+    weights = expanding.OUTPUTS * expanding.BYTES
+    for group in (32, 128):
+        constants = {**tile, "GROUP": group, "GROUPS": 2 * expanding.BYTES // group}
+        name = f"expansion of 4 bits in groups of {group}"
+        yield Case(name, expanding.expand_groups, types, constants, 4, weights=2 * weights)
+    constants = {**tile, "INPUTS": expanding.BYTES}
+    types["scales_ptr"] = "*fp32"
+    yield Case("expansion of 8 bits", expanding.expand_rows, types, constants, 4, weights=weights)
 
 
 def attention_cases() -> Iterator[Case]:
@@ -204,8 +219,8 @@ def compiled(case: Case, arch: int) -> dict[str, Any]:
         file.flush()
         usage = _output("cuobjdump", "-res-usage", file.name)
         code = _output("nvdisasm", "-c", "-ndf", file.name)
-    loop = innermost_loop(code)
     found, _ = instructions(code)
+    round_of_weights = innermost_loop(code) or found
     return {
         "specialized": [
             parameter.name
@@ -215,11 +230,12 @@ def compiled(case: Case, arch: int) -> dict[str, Any]:
         "registers": int(_field(usage, r"REG:(\d+)")),
         "spilled": sum(text.startswith(("LDL", "STL")) for text in found),
         "shared": int(result.metadata.shared),
-        "widest_load": max((_load_bytes(text) for text in found), default=0),
+        "widest_load": max(_bytes(text, "LDG") for text in found),
+        "widest_store": max(_bytes(text, "STG") for text in found),
         "tensor_cores": any(
             text.startswith(("HMMA", "HGMMA", "UTCHMMA", "IMMA", "IGMMA", "UTCIMMA")) for text in found
         ),
-        "per_weight": len(loop) * 32 * case.warps / case.weights if case.weights else None,
+        "per_weight": len(round_of_weights) * 32 * case.warps / case.weights if case.weights else None,
     }
 
 
@@ -242,6 +258,9 @@ def instructions(code: str) -> tuple[list[str], dict[str, int]]:
             labels[label[1]] = len(found)
         elif instruction := re.match(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?(.*?)\s*;", line):
             found.append(instruction[1])
+    # Programs are filled up behind their end.
+    while found[-1] == "NOP":
+        found.pop()
     return found, labels
 
 
@@ -258,9 +277,9 @@ def innermost_loop(code: str) -> list[str]:
     return found[first : last + 1]
 
 
-def _load_bytes(instruction: str) -> int:
-    """How many bytes a thread takes from global memory at a time."""
-    if not instruction.startswith(("LDG", "LDGSTS")):
+def _bytes(instruction: str, kind: str) -> int:
+    """How many bytes a thread takes from global memory ("LDG") or puts there ("STG") at a time."""
+    if not instruction.startswith(kind):
         return 0
     width = re.search(r"\.(128|64|U16|U8|S8)\b", instruction)
     return {"128": 16, "64": 8, "U16": 2, "U8": 1, "S8": 1}[width[1]] if width else 4
@@ -269,7 +288,8 @@ def _load_bytes(instruction: str) -> int:
 def main() -> None:
     architectures = [int(argument) for argument in sys.argv[1:]]
     results: dict[int, dict[str, dict[str, Any]]] = {arch: {} for arch in architectures}
-    for case in (*product_cases(), *attention_cases(), *tower_cases(), *byte_cases(), *other_cases()):
+    kinds = (product_cases, expanding_cases, attention_cases, tower_cases, byte_cases, other_cases)
+    for case in itertools.chain.from_iterable(cases() for cases in kinds):
         for arch in architectures:
             if arch != 90 and not EVERYWHERE.match(case.name):
                 continue

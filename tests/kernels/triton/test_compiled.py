@@ -16,6 +16,10 @@ PER_WEIGHT = {"1 x": {4: 3.0, 8: 3.2, 16: 1.4}, "64 x": {4: 7.0, 8: 6.0, 16: 3.2
 """Instructions that a product may spend on a weight, for one row and for 64, by its bits. An H200 issues about 4.1 in
 the time in which it reads a weight of 4 bits."""
 
+PER_EXPANDED_WEIGHT = 8.0
+"""Instructions that expanding a weight may take. An H200 issues about 15 in the time in which it reads 4 bits and
+writes 16."""
+
 
 @pytest.fixture(scope="module")
 def all_kernels() -> dict[str, dict[str, dict[str, Any]]]:
@@ -65,6 +69,14 @@ def test_products_spend_few_instructions_on_a_weight(kernels: dict[str, dict[str
             checked += len(ours)
             assert {name: count for name, count in ours.items() if not 0.5 < count <= most} == {}
     assert checked >= 2
+
+
+def test_weights_are_expanded_as_fast_as_memory_takes_them(all_kernels: dict[str, dict[str, dict[str, Any]]]) -> None:
+    expanding = {name: kernel for name, kernel in all_kernels["90"].items() if name.startswith("expansion")}
+    assert len(expanding) == 3
+    assert {(kernel["widest_load"], kernel["widest_store"]) for kernel in expanding.values()} == {(16, 16)}
+    counts = {name: kernel["per_weight"] for name, kernel in expanding.items()}
+    assert {name: count for name, count in counts.items() if not 3 < count <= PER_EXPANDED_WEIGHT} == {}
 
 
 def test_numbers_that_change_from_step_to_step_are_no_constants(kernels: dict[str, dict[str, Any]]) -> None:

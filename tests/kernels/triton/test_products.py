@@ -12,7 +12,7 @@ from torch import Tensor
 from vlmserve.kernels.quantized import QuantizedWeight
 from vlmserve.kernels.triton import products, unpacking
 from vlmserve.kernels.triton.gated import finish
-from vlmserve.kernels.triton.products import TritonProduct, tiling, unsupported_reason
+from vlmserve.kernels.triton.products import TritonProduct, store, tiling, unsupported_reason
 from vlmserve.layers.activation import ACTIVATIONS, activation
 from vlmserve.quant.methods.rtn import round_to_nearest
 
@@ -84,6 +84,37 @@ def test_groups_of_4_bits(device: torch.device, group: int, dtype: torch.dtype) 
     weight, numbers = made("4 bits", 20, 256, device, group)
     x = torch.randn(2, 256).to(dtype)
     assert_near(TritonProduct(weight, dtype=dtype)(x.to(device)), x.double() @ numbers.T, dtype)
+
+
+@pytest.mark.parametrize(
+    ("kind", "in_features", "group"),
+    [("4 bits", 544, 32), ("4 bits", 384, 128), ("8 bits", 272, 272), ("8 bits", 75, 75)],
+)
+def test_weights_are_expanded_to_the_bit(device: torch.device, kind: str, in_features: int, group: int) -> None:
+    """Beside torch's operations, in any block of outputs, and beside float64."""
+    torch.manual_seed(0)
+    weight, numbers = made(kind, 39, in_features, device, group)
+    stored, whole, assembly = store(weight), torch.arange(39, device=device), device.type == "cuda"
+    # The interpreter cuts bfloat16 off instead of rounding it.
+    for dtype in (torch.float16, torch.float32, *([torch.bfloat16] if assembly else [])):
+        expanded = stored.expanded(slice(0, 39), dtype, assembly=assembly)
+        assert expanded.dtype == dtype
+        assert torch.equal(expanded, stored.rows(whole, dtype))
+        assert torch.equal(stored.expanded(slice(5, 26), dtype, assembly=assembly), expanded[5:26])
+        rounding = torch.finfo(dtype).eps / 2
+        torch.testing.assert_close(expanded.cpu().double(), numbers, atol=1e-7, rtol=rounding + 1e-6)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_many_rows_are_multiplied_by_blocks_of_large_weights(
+    device: torch.device, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(products, "EXPANDED_ELEMENTS", 30 * 64)
+    torch.manual_seed(0)
+    weight, numbers = made(kind, 70, 64, device)
+    bias, x = torch.randn(70).half(), torch.randn(130, 64).half()
+    result = TritonProduct(weight, bias.to(device), dtype=torch.float16)(x.to(device))
+    assert_near(result, x.double() @ numbers.T + bias.double(), torch.float16)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -12,6 +12,7 @@ from torch import Tensor
 from vlmserve.kernels.quantized import QuantizedWeight
 from vlmserve.kernels.triton.activations import ACTIVATIONS
 from vlmserve.kernels.triton.byte_products import rounded_product
+from vlmserve.kernels.triton.expanding import expanded_groups, expanded_rows
 from vlmserve.kernels.triton.gated import finish
 from vlmserve.kernels.triton.host_math import cdiv
 from vlmserve.kernels.triton.product_kernels import add_parts, multiply
@@ -23,8 +24,9 @@ MOST_ROWS = 128
 PROGRAMS = 128
 """About as many as an H100 or H200 has multiprocessors (132): with fewer programs, tiles are smaller, and with fewer
 than half of these, the inputs are split among several."""
-EXPANDED_ELEMENTS = 2**24
-"""Weights of few bits that are expanded at a time, to be multiplied by many rows."""
+EXPANDED_ELEMENTS = 2**28
+"""Weights of few bits that are expanded at a time, to be multiplied by many rows: 512 MiB in 16 bits. Layers of a 7B
+model are one such block, output heads of large models several."""
 
 
 def tokens_of_tile(bits: int, rows: int) -> int:
@@ -81,18 +83,26 @@ class Stored:
         """Memory that it takes."""
         return sum(tensor.nbytes for tensor in (self.values, self.scales, self.minimums) if tensor is not None)
 
-    def rows(self, outputs: Tensor | slice, dtype: torch.dtype) -> Tensor:
-        """Plain numbers of some outputs, ``[outputs, in_features]``."""
-        values = self.values[outputs]
-        if self.scales is None:
-            return values
+    def rows(self, indices: Tensor, dtype: torch.dtype) -> Tensor:
+        """Plain numbers of some outputs, of 4 or 8 bits, ``[indices, in_features]``."""
+        assert self.scales is not None
+        values = self.values[indices]
         if self.bits == 8:
-            return ((values.float() - 128) * self.scales[outputs, None]).to(dtype)
+            return ((values.float() - 128) * self.scales[indices, None]).to(dtype)
         assert self.minimums is not None
         grouped = values.view(len(values), -1, self.group // 2)
         integers = torch.cat((grouped & 15, grouped >> 4), -1).float()
-        scales, minimums = self.scales[:, outputs].T.float(), self.minimums[:, outputs].T.float()
+        scales, minimums = self.scales[:, indices].T.float(), self.minimums[:, indices].T.float()
         return torch.addcmul(minimums[..., None], scales[..., None], integers).to(dtype).reshape(len(values), -1)
+
+    def expanded(self, outputs: slice, dtype: torch.dtype, *, assembly: bool) -> Tensor:
+        """The same numbers of neighboring outputs, in one launch. assembly: see `unpacking`."""
+        assert self.scales is not None
+        if self.bits == 8:
+            return expanded_rows(self.values[outputs], self.scales[outputs], dtype, assembly)
+        assert self.minimums is not None
+        scales, minimums = self.scales[:, outputs], self.minimums[:, outputs]
+        return expanded_groups(self.values[outputs], scales, minimums, self.group, dtype, assembly)
 
 
 def store(weight: Tensor | QuantizedWeight) -> Stored:
@@ -131,8 +141,8 @@ class TritonProduct:
     `Table`.
 
     Where the inputs are split among programs, a second launch adds the parts. More than `MOST_ROWS` rows are multiplied
-    by the device's library; weights of few bits are then expanded a block of outputs at a time. Where inputs are to be
-    rounded to 8 bits, beside weights of 8, a kernel multiplies integers instead.
+    by the device's library; weights of few bits are expanded by a launch before. Where inputs are to be rounded to 8
+    bits, beside weights of 8, a kernel multiplies integers instead.
     """
 
     def __init__(
@@ -269,13 +279,14 @@ class TritonProduct:
         return finish(output, self._activation, gated=self._gated, residual=residual, dtype=self._output_dtype)
 
     def _expanded(self, x: Tensor) -> Tensor:
+        if self._stored.scales is None:
+            return F.linear(x, self._stored.values, self._bias)
         step = max(1, EXPANDED_ELEMENTS // self._in_features)
-        starts = [0] if self._stored.scales is None else range(0, self._out_features, step)
         parts = []
-        for start in starts:
-            outputs = slice(start, self._out_features if len(starts) == 1 else start + step)
+        for start in range(0, self._out_features, step):
+            outputs = slice(start, start + step)
             bias = None if self._bias is None else self._bias[outputs]
-            parts.append(F.linear(x, self._stored.rows(outputs, self._dtype), bias))
+            parts.append(F.linear(x, self._stored.expanded(outputs, self._dtype, assembly=self._assembly), bias))
         return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
 
     def _changed(self, x: Tensor, output: Tensor, adapters: LinearAdapters) -> Tensor:

@@ -1,0 +1,95 @@
+"""Weights of 4 and 8 bits as plain numbers in memory, for products of many rows by the device's library.
+
+Each number is computed in float32 and rounded once. A thread writes 16 bytes at a time, and beside it the next thread
+the next 16.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from vlmserve.kernels.triton.host_math import cdiv
+from vlmserve.kernels.triton.launching import Kernel
+from vlmserve.kernels.triton.unpacking import nibbles, shift, signed_bytes
+
+OUTPUTS = 16
+"""Of a program. As many float16 scales of 4 bits lie in the 32 bytes that memory gives at a time."""
+BYTES = 256
+"""Of an output's packed weights that a program reads."""
+
+
+@Kernel
+@triton.jit
+def expand_groups(
+    packed_ptr, scales_ptr, minimums_ptr, out_ptr, out_features, groups, stride, OUTPUTS: tl.constexpr,
+    GROUPS: tl.constexpr, GROUP: tl.constexpr, ASSEMBLY: tl.constexpr,
+):  # fmt: skip
+    """4 bits, programs ``[groups / GROUPS, out_features / OUTPUTS]``. Byte i of a group has its inputs i and
+    i + GROUP / 2; scales and minimums are float16 ``[groups, out_features]`` with rows `stride` apart."""
+    HALF: tl.constexpr = GROUP // 2
+    UNPACKED: tl.constexpr = tl.bfloat16 if ASSEMBLY else tl.float32
+    first = tl.program_id(1).to(tl.int64) * OUTPUTS
+    outputs = tl.arange(0, OUTPUTS)[:, None]
+    numbers = tl.program_id(0) * GROUPS + tl.arange(0, GROUPS)[None, :]
+    inside = (outputs < out_features - first) & (numbers < groups)
+    places = outputs * groups + numbers
+    inputs = tl.arange(0, HALF)[None, None, :]
+    packed = tl.load(packed_ptr + first * groups * HALF + (places[:, :, None] * HALF + inputs), inside[:, :, None], 0)
+    at = numbers * stride + outputs
+    scales = tl.load(scales_ptr + first + at, inside, 0.0).to(tl.float32)[:, :, None]
+    minimums = tl.load(minimums_ptr + first + at, inside, 0.0).to(tl.float32)[:, :, None]
+    low, high = nibbles(packed, UNPACKED, ASSEMBLY)
+    # A scale has 11 significant bits and an integer 4: their product is exact, whether or not it is fused.
+    low = (low.to(tl.float32) - shift(UNPACKED)) * scales + minimums
+    high = (high.to(tl.float32) - shift(UNPACKED)) * scales + minimums
+    out_at = out_ptr + first * groups * GROUP + (places[:, :, None] * GROUP + inputs)
+    tl.store(out_at, low.to(out_ptr.dtype.element_ty), inside[:, :, None])
+    tl.store(out_at + HALF, high.to(out_ptr.dtype.element_ty), inside[:, :, None])
+
+
+@Kernel
+@triton.jit
+def expand_rows(
+    packed_ptr, scales_ptr, out_ptr, out_features, in_features, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr,
+    ASSEMBLY: tl.constexpr,
+):  # fmt: skip
+    """8 bits with 128 for zero, programs ``[in_features / INPUTS, out_features / OUTPUTS]``. scales_ptr: float32
+    ``[out_features]``."""
+    first = tl.program_id(1).to(tl.int64) * OUTPUTS
+    outputs = tl.arange(0, OUTPUTS)[:, None]
+    inputs = tl.program_id(0) * INPUTS + tl.arange(0, INPUTS)[None, :]
+    there = outputs < out_features - first
+    inside = there & (inputs < in_features)
+    places = outputs * in_features + inputs
+    packed = tl.load(packed_ptr + first * in_features + places, inside, 0)
+    scales = tl.load(scales_ptr + first + outputs, there, 0.0)
+    integers = signed_bytes(packed, tl.float16 if ASSEMBLY else tl.float32, ASSEMBLY).to(tl.float32)
+    tl.store(out_ptr + first * in_features + places, (integers * scales).to(out_ptr.dtype.element_ty), inside)
+
+
+def expanded_groups(
+    packed: Tensor, scales: Tensor, minimums: Tensor, group: int, dtype: torch.dtype, assembly: bool
+) -> Tensor:
+    """``[out_features, in_features]`` of 4 bits ``[out_features, in_features / 2]``. scales, minimums: float16
+    ``[groups, out_features]``, which may be columns of larger ones."""
+    groups, out_features = scales.shape
+    out = torch.empty((out_features, groups * group), dtype=dtype, device=packed.device)
+    at_once = 2 * BYTES // group
+    expand_groups[(cdiv(groups, at_once), cdiv(out_features, OUTPUTS))](
+        packed, scales, minimums, out, out_features, groups, scales.stride(0), OUTPUTS=OUTPUTS, GROUPS=at_once,
+        GROUP=group, ASSEMBLY=assembly, num_warps=4,
+    )  # fmt: skip
+    return out
+
+
+def expanded_rows(packed: Tensor, scales: Tensor, dtype: torch.dtype, assembly: bool) -> Tensor:
+    """``[out_features, in_features]`` of 8 bits of that shape, 128 for zero. scales: float32 ``[out_features]``."""
+    out_features, in_features = packed.shape
+    out = torch.empty(packed.shape, dtype=dtype, device=packed.device)
+    expand_rows[(cdiv(in_features, BYTES), cdiv(out_features, OUTPUTS))](
+        packed, scales, out, out_features, in_features, OUTPUTS=OUTPUTS, INPUTS=BYTES, ASSEMBLY=assembly, num_warps=4
+    )
+    return out
