@@ -30,6 +30,7 @@ from vlmserve.kernels.triton import (
     norm,
     product_kernels,
     rope,
+    sampling,
     sampling_kernels,
 )
 from vlmserve.kernels.triton.attention import tile
@@ -191,9 +192,14 @@ def other_cases() -> Iterator[Case]:
         constants = {**shape, "HEAD_BLOCK": 128, "HAS_POSITIONS": True, "QUANTIZED": quantized}
         name = "rotary positions" + (" in 8 bits" if quantized else "")
         yield Case(name, rope.rotate_and_write, {**pointers, **stored}, constants, 4)
-    drawing = {"logits_ptr": "*fp32", "options_ptr": "*fp32", "numbers_ptr": "*fp64", "tokens_ptr": "*i32"}
+    drawing = {
+        **dict.fromkeys(("logits_ptr", "options_ptr", "places_ptr", "maxima_ptr"), "*fp32"),
+        **dict.fromkeys(("tokens_ptr", "groups_ptr"), "*i32"),
+        "numbers_ptr": "*fp64",
+    }
     sizes = dict.fromkeys(("vocabulary", "stride", "count"), "i32")
-    yield Case("drawing", sampling_kernels.draw_rows, {**drawing, **sizes}, {"BLOCK": 2048}, 8)
+    constants = {"BLOCK": sampling.BLOCK, "GROUP": sampling.GROUP}
+    yield Case("drawing", sampling_kernels.draw_rows, {**drawing, **sizes}, constants, sampling.WARPS)
     changing = {"logits_ptr": "*fp32", "entries_ptr": "*i64", "changes_ptr": "*fp32", **sizes}
     yield Case("penalties", sampling_kernels.change_logits, changing, {"BLOCK": 256}, 4)
 
@@ -221,6 +227,8 @@ def compiled(case: Case, arch: int) -> dict[str, Any]:
         code = _output("nvdisasm", "-c", "-ndf", file.name)
     found, _ = instructions(code)
     round_of_weights = innermost_loop(code) or found
+    first = min(loops(code), default=(0, -1))
+    first_loop = found[first[0] : first[1] + 1]
     return {
         "specialized": [
             parameter.name
@@ -235,6 +243,9 @@ def compiled(case: Case, arch: int) -> dict[str, Any]:
         "tensor_cores": any(
             text.startswith(("HMMA", "HGMMA", "UTCHMMA", "IMMA", "IGMMA", "UTCIMMA")) for text in found
         ),
+        # Of loops that read float32s.
+        "first_loop_per_float": len(first_loop) * 4 / max(1, sum(_bytes(text, "LDG") for text in first_loop)),
+        "first_loop_exchanges": sum(text.startswith(("BAR", "SHFL", "REDUX", "LDS", "STS")) for text in first_loop),
         "per_weight": len(round_of_weights) * 32 * case.warps / case.weights if case.weights else None,
     }
 
@@ -264,17 +275,23 @@ def instructions(code: str) -> tuple[list[str], dict[str, int]]:
     return found, labels
 
 
-def innermost_loop(code: str) -> list[str]:
-    """The longest run of instructions that ends with a jump back to its start and has no other such run inside."""
+def loops(code: str) -> list[tuple[int, int]]:
+    """The first and the last of each run of instructions that ends with a jump back to its start."""
     found, labels = instructions(code)
-    loops = []
+    runs = []
     for end, text in enumerate(found):
         target = re.search(r"BRA.*`\((\.L_x_\d+)\)", text)
         if target and labels.get(target[1], end) < end:
-            loops.append((labels[target[1]], end))
-    inner = [loop for loop in loops if not any(loop[0] <= other[0] and other[1] < loop[1] for other in loops)]
-    first, last = max(inner, key=lambda loop: loop[1] - loop[0], default=(0, -1))
-    return found[first : last + 1]
+            runs.append((labels[target[1]], end))
+    return runs
+
+
+def innermost_loop(code: str) -> list[str]:
+    """The longest loop that has no other one inside."""
+    runs = loops(code)
+    inner = [run for run in runs if not any(run[0] <= other[0] and other[1] < run[1] for other in runs)]
+    first, last = max(inner, key=lambda run: run[1] - run[0], default=(0, -1))
+    return instructions(code)[0][first : last + 1]
 
 
 def _bytes(instruction: str, kind: str) -> int:

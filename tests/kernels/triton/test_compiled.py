@@ -20,6 +20,9 @@ PER_EXPANDED_WEIGHT = 8.0
 """Instructions that expanding a weight may take. An H200 issues about 15 in the time in which it reads 4 bits and
 writes 16."""
 
+PER_LOGIT = 7.0
+"""Instructions that a greedy draw may spend on a logit."""
+
 
 @pytest.fixture(scope="module")
 def all_kernels() -> dict[str, dict[str, dict[str, Any]]]:
@@ -77,6 +80,16 @@ def test_weights_are_expanded_as_fast_as_memory_takes_them(all_kernels: dict[str
     assert {(kernel["widest_load"], kernel["widest_store"]) for kernel in expanding.values()} == {(16, 16)}
     counts = {name: kernel["per_weight"] for name, kernel in expanding.items()}
     assert {name: count for name, count in counts.items() if not 3 < count <= PER_EXPANDED_WEIGHT} == {}
+
+
+def test_the_likeliest_token_is_found_without_exchanges_among_threads(
+    all_kernels: dict[str, dict[str, dict[str, Any]]],
+) -> None:
+    """The first loop is over a whole row, whose threads compare theirs behind it."""
+    drawing = all_kernels["90"]["drawing"]
+    assert drawing["widest_load"] == 16
+    assert drawing["first_loop_exchanges"] == 0
+    assert 3 < drawing["first_loop_per_float"] <= PER_LOGIT
 
 
 def test_numbers_that_change_from_step_to_step_are_no_constants(kernels: dict[str, dict[str, Any]]) -> None:

@@ -28,7 +28,7 @@ def drawn(
 ) -> list[int]:
     """A token for each row, all with the same options."""
     rows = len(logits)
-    draw = TritonDraw(lambda values: torch.from_numpy(values).to(device), block=128)
+    draw = TritonDraw(lambda values: torch.from_numpy(values).to(device), block=256)
     return draw(
         logits.clone().to(device),
         temperatures=[temperature] * rows,
@@ -58,6 +58,7 @@ OPTIONS = [
     (1.0, 1, 1.0, 0.0),
     (1.3, 20, 1.0, 0.0),
     (1.0, VOCABULARY, 1.0, 0.0),
+    (1.0, 200, 1.0, 0.0),
     (1.0, 0, 0.8, 0.0),
     (1.0, 0, 1e-9, 0.0),
     (0.9, 40, 0.9, 0.0),
@@ -85,16 +86,17 @@ def test_a_draw_is_where_the_cumulated_probability_passes_the_number(
 
 def test_filters_keep_what_the_reference_keeps(device: torch.device) -> None:
     """Over many numbers, each token that may be drawn is drawn, and no other."""
-    torch.manual_seed(1)
+    torch.manual_seed(9)
     logits = torch.randn(40) * 0.8
-    numbers = [(number + 0.5) / 20 for number in range(20)]
+    numbers = [(number + 0.5) / 8 for number in range(8)]
     options = {"temperature": 0.8, "top_k": 6, "top_p": 0.9, "min_p": 0.05}
     tokens = drawn(device, logits.expand(len(numbers), -1), numbers, **options)
     kept = filter_logits(logits[None].clone(), Filters([0.8], [6], [0.9], [0.05]))[0]
     shares = kept.softmax(-1)
+    assert 1 < len(shares.nonzero()) < 6
     assert set(tokens) == set(torch.nonzero(kept > -torch.inf).flatten().tolist())
     counts = np.bincount(tokens, minlength=40) / len(tokens)
-    assert np.abs(counts - shares.numpy()).max() <= 1 / 20 + 1e-6
+    assert np.abs(counts - shares.numpy()).max() <= 1 / 8 + 1e-6
 
 
 def test_tokens_that_tie_with_the_last_one_kept_are_kept(device: torch.device) -> None:

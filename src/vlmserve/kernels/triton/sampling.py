@@ -15,7 +15,10 @@ from vlmserve.kernels.torch_sampling import Changes, Filters
 from vlmserve.kernels.triton.host_math import cdiv
 from vlmserve.kernels.triton.sampling_kernels import change_logits, draw_rows
 
-BLOCK = 2048
+BLOCK = 4096
+GROUP = 32
+"""Neighbors of which top-k and top-p look at the largest logit first."""
+WARPS = 8
 
 Upload = Callable[[np.ndarray], Tensor]
 
@@ -67,15 +70,20 @@ class TritonDraw:
         tokens = torch.empty(rows, dtype=torch.int32, device=logits.device)
         if not rows:
             return tokens
+        groups = cdiv(vocabulary, GROUP)
         draw_rows[(rows,)](
             logits,
             on_device[8 * rows :].view(torch.float32),
             on_device[: 8 * rows].view(torch.float64),
             tokens,
+            torch.empty((rows, self._block), dtype=torch.float32, device=logits.device),
+            torch.empty((rows, groups), dtype=torch.float32, device=logits.device),
+            torch.empty((rows, groups), dtype=torch.int32, device=logits.device),
             vocabulary,
             logits.stride(0),
             BLOCK=self._block,
-            num_warps=8,
+            GROUP=GROUP,
+            num_warps=WARPS,
         )
         return tokens
 

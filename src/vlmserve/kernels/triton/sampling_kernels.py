@@ -1,7 +1,13 @@
 """From a row of logits to a token, one row a program.
 
-The smallest logit that top-k or top-p keeps is found bit by bit: floats order as integers do once their bits are
-turned, so eight passes over the row, of four bits each, end at the very logit. Nothing is sorted.
+A row is read in blocks. Each place of a block keeps what it has seen, and places are compared or added once, behind the
+last block. Nothing is sorted: the smallest logit that top-k or top-p keeps is found two bits at a time, since floats
+order as integers do once their bits are turned.
+
+That search reads few tokens. The largest logits of the places are some of the tokens, so the limit above which enough
+of them are is no higher than the one above which enough tokens are. Of groups of neighbors, only those with a logit
+that reaches it are read from then on. Neighbors, such as digits, are often likely together, so that each of them has to
+be at a place of its own.
 """
 
 from __future__ import annotations
@@ -11,122 +17,213 @@ import triton.language as tl
 
 from vlmserve.kernels.triton.launching import Kernel
 
-
-@triton.jit
-def ordered_bits(x):
-    """uint32s that order as float32s do."""
-    bits = x.to(tl.uint32, bitcast=True)
-    return tl.where(bits >> 31 == 1, bits ^ 0xFFFFFFFF, bits | 0x80000000)
+LOWEST = tl.constexpr(0x007FFFFF)
+"""Minus infinity among the bits that `number` takes: below are no numbers."""
+UNROLL = tl.constexpr(2)
+"""Blocks that are on their way from memory at a time."""
 
 
 @triton.jit
-def scaled(logits_ptr, columns, vocabulary, largest, temperature):
-    """Logits less the largest one, by temperature: 0 for the likeliest tokens, minus infinity behind the row's end."""
-    logits = tl.load(logits_ptr + columns, columns < vocabulary, float("-inf"))
-    return tl.where(columns < vocabulary, (logits - largest) / temperature, float("-inf"))
+def number(bits):
+    """float32s that order as uint32s do."""
+    bits = tl.maximum(bits, LOWEST)
+    return tl.where(bits >> 31 == 1, bits ^ 0x80000000, bits ^ 0xFFFFFFFF).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def lowest_kept(
-    logits_ptr, vocabulary, largest, temperature, lowest, wanted, BY_WEIGHT: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """The largest bits such that the tokens at or above them number `wanted`, or weigh as much (BY_WEIGHT), or more.
-
-    lowest: tokens whose bits are below are left out.
-    """
-    found = tl.zeros((), tl.uint32)
-    for shift in range(28, -4, -4):
-        digits = tl.arange(0, 16)
-        pivots = found + (digits.to(tl.uint32) << shift)
-        above = tl.zeros((16,), tl.float64)
-        for start in range(0, vocabulary, BLOCK):
-            columns = start + tl.arange(0, BLOCK)
-            x = scaled(logits_ptr, columns, vocabulary, largest, temperature)
-            bits = ordered_bits(x)
-            share = tl.exp(x) if BY_WEIGHT else tl.full((BLOCK,), 1.0, tl.float32)
-            share = tl.where((bits >= lowest) & (columns < vocabulary), share, 0.0)
-            reached = bits[None, :] >= pivots[:, None]
-            above += tl.sum(tl.where(reached, share[None, :], 0.0), 1).to(tl.float64)
-        # The digit 0 always reaches: the steps before made sure of it.
-        digit = tl.max(tl.where((above >= wanted) | (digits == 0), digits, 0), 0)
-        found += digit.to(tl.uint32) << shift
-    return found
+def block(x_ptr, start, count, BLOCK: tl.constexpr):
+    """float32s from `start` on, minus infinity behind the last one."""
+    places = start + tl.arange(0, BLOCK)
+    return tl.load(x_ptr + places, places < count, float("-inf"))
 
 
 @triton.jit
-def weight_from(logits_ptr, vocabulary, largest, temperature, lowest, BLOCK: tl.constexpr):
-    """What the tokens whose bits are `lowest` or above weigh, the likeliest token 1, in float64."""
-    total = tl.zeros((), tl.float64)
-    for start in range(0, vocabulary, BLOCK):
-        x = scaled(logits_ptr, start + tl.arange(0, BLOCK), vocabulary, largest, temperature)
-        total += tl.sum(tl.where(ordered_bits(x) >= lowest, tl.exp(x), 0.0), 0).to(tl.float64)
-    return total
+def block_of_groups(logits_ptr, vocabulary, groups_ptr, start, count, listed, BLOCK: tl.constexpr, GROUP: tl.constexpr):
+    """Logits and tokens of groups from number `start` on: of those in the list, or of all. Minus infinity behind the
+    last one."""
+    numbers = start + tl.arange(0, BLOCK // GROUP)
+    groups = tl.load(groups_ptr + numbers, listed & (numbers < count), numbers)
+    tokens = groups[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    x = tl.load(logits_ptr + tokens, (numbers < count)[:, None] & (tokens < vocabulary), float("-inf"))
+    return tl.reshape(x, (BLOCK,)), tl.reshape(tokens, (BLOCK,))
+
+
+@triton.jit
+def weights(x, largest, rate, kept):
+    """What tokens weigh, the likeliest one 1, those whose logits are below `kept` nothing. rate: the logarithm of e to
+    the base 2, by temperature."""
+    return tl.where(x >= kept, tl.exp2((x - largest) * rate), 0.0)
 
 
 @triton.jit
 def likeliest(logits_ptr, vocabulary, BLOCK: tl.constexpr):
-    """The largest logit, how many logits are no numbers, and the first token that has the largest."""
-    largest = tl.full((), float("-inf"), tl.float32)
-    nans = tl.zeros((), tl.int32)
-    first = tl.zeros((), tl.int32)
-    for start in range(0, vocabulary, BLOCK):
-        columns = start + tl.arange(0, BLOCK)
-        x = tl.load(logits_ptr + columns, columns < vocabulary, float("-inf"))
-        nans += tl.sum(tl.where(x == x, 0, 1), 0)
-        here = tl.max(tl.where(x == x, x, float("-inf")), 0)
-        place = tl.min(tl.where(x == here, columns, vocabulary), 0)
-        first = tl.where(here > largest, place, first)
-        largest = tl.maximum(largest, here)
-    return largest, nans, first
+    """The largest logit of each place ``[BLOCK]``, the largest of all, whether one is no number, and the first token
+    that has the largest."""
+    largest = tl.full((BLOCK,), float("-inf"), tl.float32)
+    starts = tl.zeros((BLOCK,), tl.int32)
+    for start in tl.range(0, vocabulary, BLOCK, loop_unroll_factor=UNROLL):
+        x = block(logits_ptr, start, vocabulary, BLOCK)
+        starts = tl.where(x > largest, start, starts)
+        largest = tl.maximum(largest, x, propagate_nan=tl.PropagateNan.ALL)
+    nan = tl.max(tl.where(largest == largest, 0, 1), 0)
+    most = tl.max(largest, 0)
+    tokens = starts + tl.arange(0, BLOCK)
+    return largest, most, nan, tl.min(tl.where(largest == most, tokens, vocabulary), 0)
+
+
+@triton.jit
+def largest_of_groups(
+    logits_ptr, vocabulary, largest, rate, maxima_ptr, BLOCK: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """Put the largest logit of each group into memory. Returns what all tokens weigh, in float64."""
+    total = tl.zeros((BLOCK,), tl.float32)
+    for start in tl.range(0, vocabulary, BLOCK, loop_unroll_factor=UNROLL):
+        x = block(logits_ptr, start, vocabulary, BLOCK)
+        total += weights(x, largest, rate, float("-inf"))
+        groups = start // GROUP + tl.arange(0, BLOCK // GROUP)
+        maxima = tl.max(tl.reshape(x, (BLOCK // GROUP, GROUP)), 1)
+        tl.store(maxima_ptr + groups, maxima, groups * GROUP < vocabulary)
+    return tl.sum(total.to(tl.float64), 0)
+
+
+@triton.jit
+def list_groups(maxima_ptr, count, limit, groups_ptr, BLOCK: tl.constexpr):
+    """Put into memory which groups have a logit of `limit` or above, in order. Returns how many."""
+    found = tl.zeros((), tl.int32)
+    for start in range(0, count, BLOCK):
+        groups = start + tl.arange(0, BLOCK)
+        wanted = ((block(maxima_ptr, start, count, BLOCK) >= limit) & (groups < count)).to(tl.int32)
+        tl.store(groups_ptr + found + tl.cumsum(wanted, 0) - 1, groups, wanted == 1)
+        found += tl.sum(wanted, 0)
+    return found
+
+
+@triton.jit
+def weight_from(
+    logits_ptr, vocabulary, groups_ptr, count, listed, largest, rate, kept, BLOCK: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """What the tokens of groups weigh whose logits are `kept` or above, in float64."""
+    total = tl.zeros((BLOCK,), tl.float32)
+    for start in tl.range(0, count, BLOCK // GROUP, loop_unroll_factor=UNROLL):
+        x, _ = block_of_groups(logits_ptr, vocabulary, groups_ptr, start, count, listed, BLOCK, GROUP)
+        total += weights(x, largest, rate, kept)
+    return tl.sum(total.to(tl.float64), 0)
+
+
+@triton.jit
+def lowest_kept(
+    x_ptr, size, groups_ptr, count, listed, largest, rate, wanted, by_weight, LAST_BIT: tl.constexpr,
+    BLOCK: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """The largest limit such that the logits at or above it number `wanted`, or weigh as much (by_weight), or more;
+    with LAST_BIT, one that is lower by less than ``2**LAST_BIT`` floats."""
+    found = tl.zeros((), tl.uint32)
+    for shift in range(30, LAST_BIT - 2, -2):
+        step = tl.full((), 1, tl.uint32) << shift
+        first, second, third = number(found + step), number(found + 2 * step), number(found + 3 * step)
+        from_first = tl.zeros((BLOCK,), tl.float32)
+        from_second = tl.zeros((BLOCK,), tl.float32)
+        from_third = tl.zeros((BLOCK,), tl.float32)
+        for start in range(0, count, BLOCK // GROUP):
+            x, _ = block_of_groups(x_ptr, size, groups_ptr, start, count, listed, BLOCK, GROUP)
+            share = tl.where(by_weight, weights(x, largest, rate, float("-inf")), 1.0)
+            from_first += tl.where(x >= first, share, 0.0)
+            from_second += tl.where(x >= second, share, 0.0)
+            from_third += tl.where(x >= third, share, 0.0)
+        # Side by side, so that places are added once.
+        above = tl.sum(tl.join(tl.join(from_first, from_second), tl.join(from_third, from_third)), 0)
+        reached = tl.sum(tl.sum(tl.where(above.to(tl.float64) >= wanted, 1, 0), 0), 0)
+        found += tl.minimum(reached, 3).to(tl.uint32) << shift
+    return number(found)
+
+
+@triton.jit
+def drawn(
+    logits_ptr, vocabulary, groups_ptr, count, listed, largest, rate, kept, share, BLOCK: tl.constexpr,
+    GROUP: tl.constexpr,
+):  # fmt: skip
+    """The token at which the cumulated weights pass `share`, in [0, 1), of their sum."""
+    target = share * weight_from(
+        logits_ptr, vocabulary, groups_ptr, count, listed, largest, rate, kept, BLOCK, GROUP
+    )  # fmt: skip
+    before = tl.zeros((), tl.float64)
+    block_before = tl.zeros((), tl.float64)
+    block_start = tl.zeros((), tl.int32)
+    for start in range(0, count, BLOCK // GROUP):
+        x, _ = block_of_groups(logits_ptr, vocabulary, groups_ptr, start, count, listed, BLOCK, GROUP)
+        here = tl.sum(weights(x, largest, rate, kept), 0)
+        # Rounding may leave the target behind the last token that can be drawn: then that one is.
+        if (here > 0) & (before <= target):
+            block_before = before
+            block_start = start
+        before += here.to(tl.float64)
+    x, tokens = block_of_groups(logits_ptr, vocabulary, groups_ptr, block_start, count, listed, BLOCK, GROUP)
+    each = weights(x, largest, rate, kept).to(tl.float64)
+    last = tl.max(tl.where(each > 0, tokens, -1), 0)
+    passed = (block_before + tl.cumsum(each, 0) > target) & (each > 0)
+    return tl.min(tl.where(passed, tokens, last), 0)
 
 
 @Kernel
 @triton.jit
 def draw_rows(
-    logits_ptr, options_ptr, numbers_ptr, tokens_ptr, vocabulary, stride, BLOCK: tl.constexpr,
+    logits_ptr, options_ptr, numbers_ptr, tokens_ptr, places_ptr, maxima_ptr, groups_ptr, vocabulary, stride,
+    BLOCK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """A token for each row, -1 where there is none.
 
     options_ptr: float32 ``[rows, 4]``: temperature, top-k (0: all), top-p, the logarithm of min-p. numbers_ptr: float64
-    ``[rows]``, uniform in [0, 1).
+    ``[rows]``, uniform in [0, 1). places_ptr, maxima_ptr, groups_ptr: room for float32 ``[rows, BLOCK]``, float32
+    ``[rows, groups]`` and int32 ``[rows, groups]``, groups of `GROUP` tokens.
     """
     row = tl.program_id(0).to(tl.int64)
+    count = tl.cdiv(vocabulary, GROUP)
     logits_ptr += row * stride
     options_ptr += row * 4
+    places_ptr += row * BLOCK
+    maxima_ptr += row * count
+    groups_ptr += row * count
     temperature = tl.load(options_ptr)
-    largest, nans, token = likeliest(logits_ptr, vocabulary, BLOCK)
-    usable = (nans == 0) & (tl.abs(largest) < float("inf"))
+    places, largest, nan, token = likeliest(logits_ptr, vocabulary, BLOCK)
+    usable = (nan == 0) & (tl.abs(largest) < float("inf"))
     token = tl.where(usable, token, -1)
     if usable & (temperature > 0):
         top_k = tl.load(options_ptr + 1).to(tl.int32)
         top_p = tl.load(options_ptr + 2).to(tl.float64)
-        lowest = ordered_bits(tl.load(options_ptr + 3))
-        kept = tl.zeros((), tl.uint32)
-        if (top_k > 0) & (top_k < vocabulary):
-            kept = lowest_kept(logits_ptr, vocabulary, largest, temperature, kept, top_k.to(tl.float64), False, BLOCK)
-        if top_p < 1:
-            wanted = top_p * weight_from(logits_ptr, vocabulary, largest, temperature, kept, BLOCK)
-            kept = tl.maximum(
-                kept, lowest_kept(logits_ptr, vocabulary, largest, temperature, kept, wanted, True, BLOCK)
+        # The largest one has a weight of 1 however low the temperature is.
+        rate = tl.minimum(1.4426950408889634 / temperature, 3e38)
+        kept = tl.full((), float("-inf"), tl.float32)
+        by_number = (top_k > 0) & (top_k < vocabulary)
+        listed = by_number | (top_p < 1)
+        if listed:
+            total = largest_of_groups(logits_ptr, vocabulary, largest, rate, maxima_ptr, BLOCK, GROUP)
+            tl.store(places_ptr + tl.arange(0, BLOCK), places)
+            # What a thread has written another one reads.
+            tl.debug_barrier()
+            wanted = tl.where(by_number, top_k.to(tl.float64), top_p * total)
+            limit = lowest_kept(
+                places_ptr, BLOCK, groups_ptr, BLOCK // GROUP, False, largest, rate, wanted, not by_number, 16,
+                BLOCK, GROUP,
             )  # fmt: skip
-        kept = tl.maximum(kept, lowest)
-        total = weight_from(logits_ptr, vocabulary, largest, temperature, kept, BLOCK)
-        target = tl.load(numbers_ptr + row) * total
-        before = tl.zeros((), tl.float64)
-        token = tl.full((), -1, tl.int32)
-        done = tl.zeros((), tl.int32)
-        for start in range(0, vocabulary, BLOCK):
-            if done == 0:
-                columns = start + tl.arange(0, BLOCK)
-                x = scaled(logits_ptr, columns, vocabulary, largest, temperature)
-                weights = tl.where(ordered_bits(x) >= kept, tl.exp(x), 0.0).to(tl.float64)
-                passed = (before + tl.cumsum(weights, 0) > target) & (weights > 0)
-                last = tl.max(tl.where(weights > 0, columns, -1), 0)
-                place = tl.min(tl.where(passed, columns, vocabulary), 0)
-                done = tl.where(place < vocabulary, 1, 0)
-                # Rounding may leave the target behind the last token that can be drawn: then that one is.
-                token = tl.where(place < vocabulary, place, tl.maximum(token, last))
-                before += tl.sum(weights, 0)
+            count = list_groups(maxima_ptr, count, limit, groups_ptr, BLOCK)
+            tl.debug_barrier()
+            if by_number:
+                kept = lowest_kept(
+                    logits_ptr, vocabulary, groups_ptr, count, True, largest, rate, wanted, False, 0, BLOCK // 2, GROUP
+                )
+                wanted = top_p * weight_from(
+                    logits_ptr, vocabulary, groups_ptr, count, True, largest, rate, kept, BLOCK, GROUP
+                )
+            if top_p < 1:
+                by_weight = lowest_kept(
+                    logits_ptr, vocabulary, groups_ptr, count, True, largest, rate, wanted, True, 0, BLOCK // 2, GROUP
+                )
+                kept = tl.maximum(kept, by_weight)
+        kept = tl.maximum(kept, largest + temperature * tl.load(options_ptr + 3))
+        token = drawn(
+            logits_ptr, vocabulary, groups_ptr, count, listed, largest, rate, kept, tl.load(numbers_ptr + row), BLOCK,
+            GROUP,
+        )  # fmt: skip
     tl.store(tokens_ptr + row, token)
 
 
