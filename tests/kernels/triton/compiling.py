@@ -39,6 +39,8 @@ from vlmserve.kernels.triton.products import tiling
 EVERYWHERE = re.compile(r"1 x 4096 x 28672 of [48]|attention of chunks, heads of 128, .*reach$|rotary .* 8")
 """Kernels that are compiled for all architectures: those with instructions that not all have, and the one that takes
 most registers. The others are for sm_90 alone, since each takes two seconds."""
+OF_MEMORY = re.compile(r"(LD|ST|ATOM|RED|UTMA|UBLKCP|EXIT)(?!S)(?!C)")
+"""Instructions that read or write memory which others write, or end a program."""
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 
@@ -205,10 +207,12 @@ def other_cases() -> Iterator[Case]:
 
 
 def compiled(case: Case, arch: int) -> dict[str, Any]:
-    """Compile a case and measure it."""
+    """Compile a case and measure it; where a GPU has them, for launches while the kernel before runs."""
     function = case.kernel.function
     names = function.arg_names
-    signature = {name: "constexpr" if name in case.constants else case.types[name] for name in names}
+    dependent = arch >= 90 and "DEPENDENT" in names
+    of_kernel = {**case.constants, **({"DEPENDENT": dependent} if "DEPENDENT" in names else {})}
+    signature = {name: "constexpr" if name in of_kernel else case.types[name] for name in names}
     sizes = ("in_features", "out_features", "stride_x", "stride", "vocabulary", "width", "stride_token", "stride_head")
     # As at run time: addresses and sizes of large models are multiples of 16.
     attributes = {
@@ -216,9 +220,9 @@ def compiled(case: Case, arch: int) -> dict[str, Any]:
         for place, name in enumerate(names)
         if name.endswith("_ptr") or name in sizes
     }
-    constants = {(names.index(name),): value for name, value in case.constants.items()}
+    constants = {(names.index(name),): value for name, value in of_kernel.items()}
     source = ASTSource(function, signature, constants, attributes)
-    options = {"num_warps": case.warps, "num_stages": case.stages}
+    options = {"num_warps": case.warps, "num_stages": case.stages, **({"launch_pdl": True} if dependent else {})}
     result = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(result.asm["cubin"])
@@ -226,6 +230,7 @@ def compiled(case: Case, arch: int) -> dict[str, Any]:
         usage = _output("cuobjdump", "-res-usage", file.name)
         code = _output("nvdisasm", "-c", "-ndf", file.name)
     found, _ = instructions(code)
+    waits = next((place for place, text in enumerate(found) if text.startswith("ACQBULK")), None)
     round_of_weights = innermost_loop(code) or found
     first = min(loops(code), default=(0, -1))
     first_loop = found[first[0] : first[1] + 1]
@@ -238,6 +243,9 @@ def compiled(case: Case, arch: int) -> dict[str, Any]:
         "registers": int(_field(usage, r"REG:(\d+)")),
         "spilled": sum(text.startswith(("LDL", "STL")) for text in found),
         "shared": int(result.metadata.shared),
+        "dependent": dependent,
+        "prefetches": sum(text.startswith("CCTL") for text in found[:waits]) if waits else 0,
+        "before_waiting": None if waits is None else [text for text in found[:waits] if OF_MEMORY.match(text)],
         "widest_load": max(_bytes(text, "LDG") for text in found),
         "widest_store": max(_bytes(text, "STG") for text in found),
         "tensor_cores": any(

@@ -92,6 +92,23 @@ def test_the_likeliest_token_is_found_without_exchanges_among_threads(
     assert 3 < drawing["first_loop_per_float"] <= PER_LOGIT
 
 
+def test_kernels_that_are_launched_early_wait_first(kernels: dict[str, dict[str, Any]]) -> None:
+    """Nothing that a kernel before writes is read, or written, before all of them have ended."""
+    early = {name: kernel["before_waiting"] for name, kernel in kernels.items() if kernel["dependent"]}
+    assert {name: found for name, found in early.items() if found != []} == {}
+    products = {
+        name: kernel["prefetches"] for name, kernel in kernels.items() if kernel["tensor_cores"] and " x " in name
+    }
+    assert all(bool(count) == kernels[name]["dependent"] for name, count in products.items()), products
+
+
+def test_kernels_of_a_decode_step_can_be_launched_early(all_kernels: dict[str, dict[str, dict[str, Any]]]) -> None:
+    kernels = all_kernels["90"]
+    assert not any(kernel["dependent"] for kernel in all_kernels["80"].values()), "an A100 has no such launches"
+    late = {name for name, kernel in kernels.items() if not kernel["dependent"]}
+    assert late == {"attention of images, heads of 80", "rotation of patches", "product of bytes", "rounding of inputs"}
+
+
 def test_numbers_that_change_from_step_to_step_are_no_constants(kernels: dict[str, dict[str, Any]]) -> None:
     """Else a 1 among them, or a multiple of 16, would have a kernel compiled anew while requests wait."""
     changing = {"num_decodes", "num_sequences", "table_stride", "splits", "rows", "count"}

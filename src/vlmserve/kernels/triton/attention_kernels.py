@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from vlmserve.kernels.triton.activations import tanh
+from vlmserve.kernels.triton.dependent import wait_for_previous
 from vlmserve.kernels.triton.launching import Kernel
 
 MAX_SPLITS = tl.constexpr(32)
@@ -126,6 +127,7 @@ def attend_rows(
     KV_HEADS: tl.constexpr, HEAD: tl.constexpr, HEAD_BLOCK: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr,
     REACH: tl.constexpr, QUANTIZED: tl.constexpr, STAGES: tl.constexpr, SPLIT_CHUNKS: tl.constexpr,
+    DEPENDENT: tl.constexpr = False,
 ):  # fmt: skip
     """Programs ``[decodes + blocks of chunk rows, kv_heads, splits]``.
 
@@ -135,6 +137,7 @@ def attend_rows(
     """
     GROUP: tl.constexpr = HEADS // KV_HEADS
     QUERIES: tl.constexpr = ROWS // GROUP
+    wait_for_previous(DEPENDENT)
     block, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     rows = tl.arange(0, ROWS)
     columns = tl.arange(0, HEAD_BLOCK)
@@ -201,9 +204,10 @@ def attend_rows(
 def combine(
     sums_ptr, largest_ptr, starts_ptr, contexts_ptr, sinks_ptr, out_ptr, num_decodes, splits, HEADS: tl.constexpr,
     HEAD: tl.constexpr, HEAD_BLOCK: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr,
-    SPLIT_CHUNKS: tl.constexpr,
+    SPLIT_CHUNKS: tl.constexpr, DEPENDENT: tl.constexpr = False,
 ):  # fmt: skip
     """Add the parts of one part row and head, in order. splits: parts that there is room for."""
+    wait_for_previous(DEPENDENT)
     part_row, head = tl.program_id(0), tl.program_id(1)
     columns = tl.arange(0, HEAD_BLOCK)
     sequence, row = part_row, 0

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from vlmserve.kernels.triton.dependent import wait_for_previous
 from vlmserve.kernels.triton.host_math import cdiv
 from vlmserve.kernels.triton.launching import Kernel
 from vlmserve.kernels.triton.unpacking import nibbles, shift, signed_bytes
@@ -25,12 +26,13 @@ BYTES = 256
 @triton.jit
 def expand_groups(
     packed_ptr, scales_ptr, minimums_ptr, out_ptr, out_features, groups, stride, OUTPUTS: tl.constexpr,
-    GROUPS: tl.constexpr, GROUP: tl.constexpr, ASSEMBLY: tl.constexpr,
+    GROUPS: tl.constexpr, GROUP: tl.constexpr, ASSEMBLY: tl.constexpr, DEPENDENT: tl.constexpr = False,
 ):  # fmt: skip
     """4 bits, programs ``[groups / GROUPS, out_features / OUTPUTS]``. Byte i of a group has its inputs i and
     i + GROUP / 2; scales and minimums are float16 ``[groups, out_features]`` with rows `stride` apart."""
     HALF: tl.constexpr = GROUP // 2
     UNPACKED: tl.constexpr = tl.bfloat16 if ASSEMBLY else tl.float32
+    wait_for_previous(DEPENDENT)
     first = tl.program_id(1).to(tl.int64) * OUTPUTS
     outputs = tl.arange(0, OUTPUTS)[:, None]
     numbers = tl.program_id(0) * GROUPS + tl.arange(0, GROUPS)[None, :]
@@ -54,10 +56,11 @@ def expand_groups(
 @triton.jit
 def expand_rows(
     packed_ptr, scales_ptr, out_ptr, out_features, in_features, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr,
-    ASSEMBLY: tl.constexpr,
+    ASSEMBLY: tl.constexpr, DEPENDENT: tl.constexpr = False,
 ):  # fmt: skip
     """8 bits with 128 for zero, programs ``[in_features / INPUTS, out_features / OUTPUTS]``. scales_ptr: float32
     ``[out_features]``."""
+    wait_for_previous(DEPENDENT)
     first = tl.program_id(1).to(tl.int64) * OUTPUTS
     outputs = tl.arange(0, OUTPUTS)[:, None]
     inputs = tl.program_id(0) * INPUTS + tl.arange(0, INPUTS)[None, :]

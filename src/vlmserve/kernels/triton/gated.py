@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from vlmserve.kernels.triton.activations import activate
+from vlmserve.kernels.triton.dependent import wait_for_previous
 from vlmserve.kernels.triton.host_math import cdiv
 from vlmserve.kernels.triton.launching import Kernel
 
@@ -18,10 +19,11 @@ BLOCK = 1024
 @triton.jit
 def activate_rows(
     x_ptr, residual_ptr, out_ptr, width, ACTIVATION: tl.constexpr, GATED: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
-    BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr, DEPENDENT: tl.constexpr = False,
 ):  # fmt: skip
     """`BLOCK` results of a row a program. width: of results; rows of gates and ups, one beside the other, are twice as
     wide."""
+    wait_for_previous(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < width

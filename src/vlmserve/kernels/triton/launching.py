@@ -8,7 +8,7 @@ Triton has for launches are called at the first launch of each kind only.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -23,7 +23,12 @@ class Kernel:
 
     grid: programs in one to three directions. arguments: in the order of the kernel's parameters. constants: the
     kernel's, which come behind its arguments, and options of Triton's compiler, always in the same order.
+
+    overlaps: whether kernels with a constant `DEPENDENT` are launched while the one before them runs; see
+    `kernels.triton.dependent`. For GPUs from compute capability 9.0 on, and not measured there yet.
     """
+
+    overlaps: ClassVar[bool] = False
 
     def __init__(self, function: Any) -> None:
         """function: what `triton.jit` made."""
@@ -33,6 +38,7 @@ class Kernel:
         self._compiled: dict[Hashable, tuple[Any, list[Any]]] = {}
         parameters = function.params if self._is_compiled else []
         self._unspecialized = [index for index, one in enumerate(parameters) if one.do_not_specialize]
+        self._defaults = {one.name: one.default for one in parameters if one.has_default}
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
         if not self._is_compiled:
@@ -40,6 +46,8 @@ class Kernel:
 
         def launch(*arguments: Any, **constants: Any) -> None:
             device = torch.cuda.current_device()
+            if Kernel.overlaps and "DEPENDENT" in self._defaults:
+                constants |= {"DEPENDENT": True, "launch_pdl": True}
             kinds = [_kind(argument) for argument in arguments]
             for index in self._unspecialized:
                 kinds[index] = _width(arguments[index])
@@ -47,6 +55,7 @@ class Kernel:
             known = self._compiled.get(key)
             if known is None:
                 compiled = self.function[grid](*arguments, **constants)
+                constants = {**self._defaults, **constants}
                 further = [constants[name] for name in self.function.arg_names[len(arguments) :]]
                 self._compiled[key] = compiled, further
                 return

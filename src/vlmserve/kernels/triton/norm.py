@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from vlmserve.kernels.triton.dependent import wait_for_previous
 from vlmserve.kernels.triton.host_math import next_power_of_2
 from vlmserve.kernels.triton.launching import Kernel
 
@@ -19,8 +20,10 @@ MAX_SIZE = 16384
 def norm_rows(
     x_ptr, weight_ptr, bias_ptr, residual_ptr, out_ptr, heads, stride_token, stride_head, eps,
     SIZE: tl.constexpr, BLOCK: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+    DEPENDENT: tl.constexpr = False,
 ):  # fmt: skip
     """One row of `SIZE` elements a program; it is computed in float32. Rows are ``[tokens, heads]`` of them."""
+    wait_for_previous(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < SIZE

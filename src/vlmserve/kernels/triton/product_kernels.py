@@ -10,8 +10,12 @@ import triton
 import triton.language as tl
 
 from vlmserve.kernels.triton.activations import activate
+from vlmserve.kernels.triton.dependent import CACHE_LINE, prefetch, wait_for_previous
 from vlmserve.kernels.triton.launching import Kernel
 from vlmserve.kernels.triton.unpacking import nibbles, shift, signed_bytes
+
+PREFETCHED_LINES = tl.constexpr(16)
+"""Of an output's weights, while the kernel before still runs."""
 
 
 @triton.jit
@@ -84,6 +88,15 @@ def whole_rows(
 
 
 @triton.jit
+def prefetch_rows(weight_ptr, outputs, first_input, in_features, out_features, BITS: tl.constexpr):
+    """Have the first `PREFETCHED_LINES` cache lines of outputs fetched, from an input on; fewer where rows end."""
+    width = in_features * BITS // 8
+    rows = tl.minimum(outputs, out_features - 1).to(tl.int64)[:, None] * width
+    columns = first_input * BITS // 8 + tl.arange(0, PREFETCHED_LINES)[None, :] * CACHE_LINE
+    prefetch(weight_ptr.to(tl.int64) + rows + tl.minimum(columns, width - 1))
+
+
+@triton.jit
 def store_results(
     sums, bias_ptr, residual_ptr, out_ptr, first_output, tokens, rows, out_features, OUTPUTS: tl.constexpr,
     TOKENS: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr, HAS_BIAS: tl.constexpr,
@@ -116,7 +129,7 @@ def multiply(
     x_ptr, weight_ptr, scales_ptr, minimums_ptr, bias_ptr, residual_ptr, out_ptr, sums_ptr, rows, stride_x,
     in_features, out_features, OUTPUTS: tl.constexpr, TOKENS: tl.constexpr, INPUTS: tl.constexpr, BITS: tl.constexpr,
     SPLITS: tl.constexpr, STAGES: tl.constexpr, EVEN: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr,
-    HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, ASSEMBLY: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, ASSEMBLY: tl.constexpr, DEPENDENT: tl.constexpr = False,
 ):  # fmt: skip
     """`OUTPUTS` outputs of `TOKENS` rows a program, over one of `SPLITS` parts of the inputs.
 
@@ -131,6 +144,9 @@ def multiply(
     each = tl.cdiv(tiles, SPLITS)
     first = part * each
     last = tl.minimum(first + each, tiles)
+    if DEPENDENT:
+        prefetch_rows(weight_ptr, outputs, first * INPUTS, in_features, out_features, BITS)
+    wait_for_previous(DEPENDENT)
     if BITS == 4:
         sums = groups_of_4_bits(
             x_ptr, weight_ptr, scales_ptr, minimums_ptr, outputs, tokens, rows, first, last, stride_x, in_features,
@@ -156,8 +172,10 @@ def multiply(
 def add_parts(
     sums_ptr, bias_ptr, residual_ptr, out_ptr, rows, out_features, OUTPUTS: tl.constexpr, SPLITS: tl.constexpr,
     ACTIVATION: tl.constexpr, GATED: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+    DEPENDENT: tl.constexpr = False,
 ):  # fmt: skip
     """Add the parts of one row's `OUTPUTS` outputs, the first one first, and do what follows."""
+    wait_for_previous(DEPENDENT)
     first_output = tl.program_id(0) * OUTPUTS
     outputs = first_output + tl.arange(0, OUTPUTS)
     tokens = tl.program_id(1) + tl.arange(0, 1)

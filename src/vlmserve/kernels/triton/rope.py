@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from vlmserve.kernels.attention import AttentionSpec, LayerCache, RotaryRows
+from vlmserve.kernels.triton.dependent import wait_for_previous
 from vlmserve.kernels.triton.host_math import next_power_of_2
 from vlmserve.kernels.triton.launching import Kernel
 
@@ -69,9 +70,10 @@ def rotate_and_write(
     qkv_ptr, cos_ptr, sin_ptr, positions_ptr, slots_ptr, query_ptr, keys_ptr, values_ptr, scales_ptr, stride,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD: tl.constexpr, ROTATED: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     HEADS_BLOCK: tl.constexpr, KV_BLOCK: tl.constexpr, HEAD_BLOCK: tl.constexpr, HAS_POSITIONS: tl.constexpr,
-    QUANTIZED: tl.constexpr,
+    QUANTIZED: tl.constexpr, DEPENDENT: tl.constexpr = False,
 ):  # fmt: skip
     """One token a program: its queries where the second index is 0, else its keys and values."""
+    wait_for_previous(DEPENDENT)
     token = tl.program_id(0).to(tl.int64)
     row = tl.load(positions_ptr + token) if HAS_POSITIONS else token
     cos_ptr += row * (ROTATED // 2)

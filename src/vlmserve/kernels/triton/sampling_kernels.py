@@ -15,6 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from vlmserve.kernels.triton.dependent import wait_for_previous
 from vlmserve.kernels.triton.launching import Kernel
 
 LOWEST = tl.constexpr(0x007FFFFF)
@@ -168,7 +169,7 @@ def drawn(
 @triton.jit
 def draw_rows(
     logits_ptr, options_ptr, numbers_ptr, tokens_ptr, places_ptr, maxima_ptr, groups_ptr, vocabulary, stride,
-    BLOCK: tl.constexpr, GROUP: tl.constexpr,
+    BLOCK: tl.constexpr, GROUP: tl.constexpr, DEPENDENT: tl.constexpr = False,
 ):  # fmt: skip
     """A token for each row, -1 where there is none.
 
@@ -176,6 +177,7 @@ def draw_rows(
     ``[rows]``, uniform in [0, 1). places_ptr, maxima_ptr, groups_ptr: room for float32 ``[rows, BLOCK]``, float32
     ``[rows, groups]`` and int32 ``[rows, groups]``, groups of `GROUP` tokens.
     """
+    wait_for_previous(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     count = tl.cdiv(vocabulary, GROUP)
     logits_ptr += row * stride
@@ -229,12 +231,15 @@ def draw_rows(
 
 @Kernel
 @triton.jit(do_not_specialize=["count"])
-def change_logits(logits_ptr, entries_ptr, changes_ptr, count, stride, BLOCK: tl.constexpr):
+def change_logits(
+    logits_ptr, entries_ptr, changes_ptr, count, stride, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr = False,
+):  # fmt: skip
     """Biases and penalties, in place.
 
     entries_ptr: int64 ``[2, count]``: rows and tokens, each pair once. changes_ptr: float32 ``[3, count]``: what is
     added first, the repetition penalty, and what is subtracted last.
     """
+    wait_for_previous(DEPENDENT)
     entries = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = entries < count
     place = tl.load(entries_ptr + entries, inside, 0) * stride + tl.load(entries_ptr + count + entries, inside, 0)
