@@ -11,9 +11,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.gpu_stages import BLOCK_SIZE, Sizes, no_grammars, random_weights
+from benchmarks.gpu_stages import BLOCK_SIZE, Measured, Sizes, no_grammars, random_weights
+from benchmarks.gpu_timing import release, wait
+from benchmarks.gpu_work import prompt_work, tower_work
 from vlmserve.devices.choice import open_device
 from vlmserve.levels import Levels
+from vlmserve.models.decoder import Decoder
 from vlmserve.models.families import decoder_spec
 from vlmserve.models.protocols import LoadedModel
 from vlmserve.models.registry import Description, vision_family
@@ -105,15 +108,13 @@ TINY_SHAPES: dict[str, tuple[Config, int]] = {
 }
 
 
-def images(device: torch.device, sizes: Sizes, folder: Path) -> dict[str, Any]:
+def images(device: torch.device, sizes: Sizes, folder: Path) -> Measured:
     """Images a second of the tower, requests a second that bring an image each, and the time to the first token of a
-    request with a new image, and with one whose blocks are cached."""
-    report = {}
+    request with a new image, and with one whose blocks are cached; what tower and prompts have to read and to
+    multiply."""
     for name, (config, size) in (TINY_SHAPES if sizes.dtype == torch.float32 else SHAPES).items():
-        report[name] = _Looks(_random_model(device, sizes, config), size).measure(sizes.repeats)
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
-    return report
+        yield name, _Looks(_random_model(device, sizes, config), size).measure(sizes.repeats)
+        release(device)
 
 
 def _random_model(device: torch.device, sizes: Sizes, config: Config) -> LoadedModel:
@@ -155,8 +156,14 @@ class _Looks:
 
     def measure(self, repeats: int) -> dict[str, Any]:
         """Medians."""
+        decoder = self._model.language_model
+        assert isinstance(decoder, Decoder)
         report: dict[str, Any] = {"embeddings": self._count}
         for count in (1, AT_ONCE):
+            report[f"work_{count}"] = {
+                "tower": tower_work(self._model, self._pixels.shape, count).report(),
+                "prompt": prompt_work(decoder, self._length, count).report(),
+            }
             report[f"images_s_{count}"] = count / self._median(lambda n=count: self._step(n, requests=False), repeats)  # type: ignore[misc]
             report[f"requests_s_{count}"] = count / self._median(lambda n=count: self._step(n), repeats)  # type: ignore[misc]
         report["first_look_ms"] = self._median(lambda: self._step(1), repeats) * 1e3
@@ -182,8 +189,7 @@ class _Looks:
             step.new_requests = [self._request(number, key, cached) for number, key in enumerate(keys)]
         start = time.perf_counter()
         self._runner.submit(step).result()
-        if self._model.device.torch_device.type == "cuda":
-            torch.cuda.synchronize()
+        wait(self._model.device.torch_device)
         taken = time.perf_counter() - start
         ended = SchedulerOutput(embeddings_to_evict=[] if cached else keys)
         ended.finished_request_ids = [str(number) for number in range(count)] if requests else []

@@ -4,16 +4,19 @@ products other than those of the other stages."""
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from benchmarks.gpu_stages import BLOCK_SIZE, Sizes, layer_products, per_launch, seconds_of
+from benchmarks.gpu_stages import BLOCK_SIZE, Measured, Sizes, fill, layer_products, weight_of
+from benchmarks.gpu_timing import copies, per_launch, seconds_of
 from vlmserve.devices.choice import open_device
 from vlmserve.kernels import torch_int4
 from vlmserve.kernels.attention import AttentionSpec, BatchMetadata
+from vlmserve.kernels.quantized import QuantizedWeight
 from vlmserve.kernels.ranges import Ranges
 from vlmserve.layers.encoder_attention import EncoderAttention
 from vlmserve.layers.operations import NO_EPILOGUE
@@ -26,19 +29,20 @@ TOWER_HEADS, TOWER_HEAD = 16, 80
 """Of Qwen2.5-VL."""
 
 
-def pieces(device: torch.device, sizes: Sizes, folder: Path) -> dict[str, Any]:
+Report = dict[str, float | str]
+
+
+def pieces(device: torch.device, sizes: Sizes, folder: Path) -> Measured:
     """Each by itself."""
     tiny = device.type == "cpu"
-    return {
-        "pixels": pixels(device, sizes, 56 if tiny else 1008),
-        "tower": tower(device, sizes, (6, 3) if tiny else (4096, 1024, 2304, 576)),
-        "offload": offload(device, sizes, 2 if tiny else 128),
-        "chunks": chunks(device, sizes, 48 if tiny else 16384),
-        "products": products(device, sizes),
-    }
+    yield "pixels", pixels(device, sizes, 56 if tiny else 1008)
+    yield "tower", tower(device, sizes, (6, 3) if tiny else (4096, 1024, 2304, 576))
+    yield "offload", offload(device, sizes, 2 if tiny else 128)
+    yield "chunks", chunks(device, sizes, 48 if tiny else 16384)
+    yield "products", products(device, sizes)
 
 
-def pixels(device: torch.device, sizes: Sizes, side: int) -> dict[str, float]:
+def pixels(device: torch.device, sizes: Sizes, side: int) -> Report:
     """Eight images to the device and normalized there: bytes a second, and how long the host takes."""
     on, dtype = open_device(device, "auto", sizes.dtype, automatic=False)
     image = np.random.default_rng(0).integers(0, 256, (1, 3, side, side), np.uint8)
@@ -46,13 +50,13 @@ def pixels(device: torch.device, sizes: Sizes, side: int) -> dict[str, float]:
     return {"gb_s": 8 * image.nbytes / taken / 1e9, "ms_for_eight": taken * 1e3}
 
 
-def tower(device: torch.device, sizes: Sizes, lengths: tuple[int, ...]) -> dict[str, float]:
+def tower(device: torch.device, sizes: Sizes, lengths: tuple[int, ...]) -> Report:
     """Attention of a layer over images of several sizes, together and one after the other."""
     on, dtype = open_device(device, "auto", sizes.dtype, automatic=False)
     ranges = Ranges.of(list(lengths), device)
     size = TOWER_HEADS * TOWER_HEAD
     qkv = torch.randn(sum(lengths), 3 * size, device=device, dtype=dtype)
-    report = {}
+    report: Report = {}
     for name, kernels in (
         ("together", on.encoder_ranges(TOWER_HEADS, TOWER_HEAD, dtype)),
         ("one after the other", None),
@@ -61,15 +65,16 @@ def tower(device: torch.device, sizes: Sizes, lengths: tuple[int, ...]) -> dict[
         layer.arrange(on)
         layer.range_kernels = kernels
         taken = per_launch(
-            lambda layer=layer: run_stages(layer.over_ranges(qkv, ranges, StageBudget())),  # type: ignore[misc]
+            [lambda layer=layer: run_stages(layer.over_ranges(qkv, ranges, StageBudget()))],  # type: ignore[misc]
             device, sizes.repeats,
         )  # fmt: skip
         products = sum(map(layer.products, lengths))
-        report |= {f"microseconds, {name}": taken * 1e6, f"tflop_s, {name}": 2 * products / taken / 1e12}
+        report |= taken.named(f"microseconds, {name}")
+        report[f"tflop_s, {name}"] = 2 * products / taken.seconds / 1e12
     return report
 
 
-def offload(device: torch.device, sizes: Sizes, count: int) -> dict[str, float]:
+def offload(device: torch.device, sizes: Sizes, count: int) -> Report:
     """So many blocks of all layers to host memory and back: bytes a second, and how long the host takes."""
     on, dtype = open_device(device, "auto", sizes.dtype, automatic=False)
     spec = _spec(sizes)
@@ -83,21 +88,23 @@ def offload(device: torch.device, sizes: Sizes, count: int) -> dict[str, float]:
     host = on.host_blocks(backend, layers, count, allocate)
     num_bytes = sum(tensor.nbytes for layer in layers for tensor in layer.tensors)
     blocks = list(range(count))
-    report = {}
+    report: Report = {}
     for name, copy in (("save", host.save), ("load", host.load)):
         taken = seconds_of(lambda copy=copy: copy(blocks, blocks), device, sizes.repeats)  # type: ignore[misc]
         report[f"{name}_gb_s"] = num_bytes / taken / 1e9
     return report
 
 
-def chunks(device: torch.device, sizes: Sizes, context: int) -> dict[str, float]:
+def chunks(device: torch.device, sizes: Sizes, context: int) -> Report:
     """Attention of one chunk of few rows over a long cached context: microseconds."""
     on, dtype = open_device(device, "auto", sizes.dtype, automatic=False)
     spec = _spec(sizes)
     backend = on.attention([spec], dtype)
     blocks = -(-context // BLOCK_SIZE)
     cache = backend.allocate(blocks, BLOCK_SIZE, spec, dtype, device)
-    report = {}
+    fill(cache)
+    turns = copies(cache, sum(tensor.nbytes for tensor in cache.tensors), device)
+    report: Report = {}
     for rows in (8, 32):
         tables = torch.arange(blocks, dtype=torch.int32, device=device)[None]
         positions = torch.arange(context - rows, context, device=device)
@@ -116,37 +123,40 @@ def chunks(device: torch.device, sizes: Sizes, context: int) -> dict[str, float]
             plans[", not split"] = dataclasses.replace(plan, split_chunks=False, splits=1)  # type: ignore[type-var]
         for name, own in plans.items():
             taken = per_launch(
-                lambda parts=parts, own=own, metadata=metadata: backend.attend(*parts, cache, spec, metadata, own),  # type: ignore[misc]
-                device, sizes.repeats,
-            )  # fmt: skip
-            report[f"{rows} rows over {context}{name}"] = taken * 1e6
+                [partial(backend.attend, *parts, turn, spec, metadata, own) for turn in turns], device, sizes.repeats
+            )
+            report |= taken.named(f"{rows} rows over {context}{name}")
     return report
 
 
-def products(device: torch.device, sizes: Sizes) -> dict[str, float]:
+def products(device: torch.device, sizes: Sizes) -> Report:
     """Many rows beside plain weights, weights of 8 bits, and these with inputs of 8 bits; and torch's 4 bits beside few
-    rows: microseconds."""
+    rows, in groups of 32: microseconds."""
     on, dtype = open_device(device, "auto", sizes.dtype, automatic=False)
     outputs, inputs, _ = layer_products(sizes.config)["down"]
     weight = torch.randn(outputs, inputs, device=device, dtype=dtype) / inputs**0.5
-    octets = round_to_nearest(weight, bits=8, group_size=inputs, symmetric=True)
+    octets = weight_of(weight, 8)
+    assert isinstance(octets, QuantizedWeight)
     kinds = {
         "plain": on.linear(weight, None, NO_EPILOGUE, dtype),
         "int8": on.linear(octets, None, NO_EPILOGUE, dtype),
         "w8a8": on.linear(dataclasses.replace(octets, input_bits=8), None, NO_EPILOGUE, dtype),
     }
-    report = {}
-    for rows in (512, 2048) if device.type == "cuda" else (130,):
-        x = torch.randn(rows, inputs, device=device, dtype=dtype)
-        for name, product in kinds.items():
-            taken = per_launch(lambda product=product, x=x: product(x), device, sizes.repeats)  # type: ignore[misc]
-            report[f"{name}, {rows} rows"] = taken * 1e6
+    report: Report = {}
+    for name, product in kinds.items():
+        turns = copies(product, product.num_bytes, device)
+        for rows in (512, 2048) if device.type == "cuda" else (130,):
+            x = torch.randn(rows, inputs, device=device, dtype=dtype)
+            taken = per_launch([partial(turn, x) for turn in turns], device, sizes.repeats)
+            report |= taken.named(f"{name}, {rows} rows")
     few = round_to_nearest(weight, bits=4, group_size=32, symmetric=False)
     if torch_int4.unsupported_reason(few, dtype) is None:
         own = torch_int4.Int4Product(few, None, NO_EPILOGUE)
+        turns = copies(own, own.num_bytes, device)
         for rows in (1, 8, 64):
             x = torch.randn(rows, inputs, device=device, dtype=dtype)
-            report[f"torch's int4, {rows} rows"] = per_launch(lambda x=x: own(x), device, sizes.repeats) * 1e6  # type: ignore[misc]
+            taken = per_launch([partial(turn, x) for turn in turns], device, sizes.repeats)
+            report |= taken.named(f"torch's int4, {rows} rows")
     return report
 
 

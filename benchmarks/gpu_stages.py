@@ -1,23 +1,35 @@
-"""The stages of `benchmarks.gpu`. Each returns what it measured as a dict for JSON; rates are in GB/s or tokens/s."""
+"""The stages of `benchmarks.gpu`. Each yields names and what it measured, for JSON; rates are in GB/s or tokens/s.
+
+What a call reads does not lie in a GPU's caches: calls in a row take turns over copies of their weight, or of their
+keys and values (`copies`).
+"""
 
 from __future__ import annotations
 
+import json
+import os
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from benchmarks.gpu_timing import copies, per_launch, release, seconds_of, wait
+from benchmarks.gpu_work import decode_work
 from vlmserve.config import QuantizationConfig
 from vlmserve.devices.choice import open_device
 from vlmserve.devices.device import Device, EagerExecutor, LayerExecutor
-from vlmserve.kernels.attention import AttentionSpec, BatchMetadata
+from vlmserve.kernels.attention import AttentionSpec, BatchMetadata, LayerCache, RotaryRows, RotatingBackend
+from vlmserve.kernels.quantized import QuantizedWeight
 from vlmserve.layers.operations import Epilogue, arrange_layers
 from vlmserve.models.decoder import Decoder
 from vlmserve.models.families import decoder_spec
@@ -30,13 +42,22 @@ from vlmserve.steps import CachedRequest, NewRequest, SchedulerOutput
 from vlmserve.types import SamplingParams
 
 BLOCK_SIZE = 16
+SLEEP_CYCLES = 10**8
+"""Of a GPU's clock: about 50 milliseconds, longer than a host takes for a step."""
+LINES = 200
+"""Of tests that failed, which the report keeps."""
+DEVICE_STEPS = 3
+"""Of which the device's own time is measured."""
+Measured = Iterator[tuple[str, Any]]
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """What is measured. config: of the model. streams: requests that decode at once, with `context` tokens each."""
+    """What is measured. side: of square matrices. config: of the model. streams: requests that decode at once, with
+    `context` tokens each."""
 
     copied_bytes: int
+    side: int
     config: dict[str, Any]
     rows: tuple[int, ...]
     streams: tuple[int, ...]
@@ -63,57 +84,52 @@ def _mistral(hidden: int, inner: int, layers: int, heads: int, kv_heads: int, vo
 
 
 FULL = Sizes(
-    copied_bytes=2**32, config=_mistral(4096, 14336, 32, 32, 8, 32000), rows=(1, 8, 64, 128), streams=(1, 64, 256),
-    contexts=(1024, 4096), context=1024, prompt=1000, steps=40, repeats=30, dtype=torch.bfloat16,
+    copied_bytes=2**32, side=8192, config=_mistral(4096, 14336, 32, 32, 8, 32000), rows=(1, 8, 64, 128),
+    streams=(1, 64, 256), contexts=(1024, 4096), context=1024, prompt=1000, steps=40, repeats=30, dtype=torch.bfloat16,
 )  # fmt: skip
 TINY = Sizes(
-    copied_bytes=2**20, config=_mistral(64, 128, 2, 4, 2, 256), rows=(1, 8), streams=(1, 4), contexts=(32,), context=24,
-    prompt=40, steps=3, repeats=2, dtype=torch.float32,
+    copied_bytes=2**20, side=64, config=_mistral(64, 128, 2, 4, 2, 256), rows=(1, 8), streams=(1, 4), contexts=(32,),
+    context=24, prompt=40, steps=3, repeats=2, dtype=torch.float32,
 )  # fmt: skip
 
 
-def seconds_of(work: Callable[[], object], device: torch.device, repeats: int) -> float:
-    """The median of several runs, after one that does not count. The device has computed before the clock is read."""
-    taken = []
-    for _ in range(repeats + 1):
-        _wait(device)
-        start = time.perf_counter()
-        work()
-        _wait(device)
-        taken.append(time.perf_counter() - start)
-    return statistics.median(taken[1:])
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def per_launch(work: Callable[[], object], device: torch.device, repeats: int) -> float:
-    """Seconds of one of many calls in a row, so that what the host needs for a launch is hidden where it can be."""
-    calls = 20 if device.type == "cuda" else 1
-    return seconds_of(lambda: [work() for _ in range(calls)], device, repeats) / calls
-
-
-def bandwidth(device: torch.device, sizes: Sizes, folder: Path) -> dict[str, Any]:
-    """What a copy and a sum reach."""
-    source = torch.zeros(sizes.copied_bytes // 4, device=device)
+def bandwidth(device: torch.device, sizes: Sizes, folder: Path) -> Measured:
+    """What a copy, a sum and a product of square matrices reach, over random numbers: zeros take less power, so that
+    the clock stays higher."""
+    source = torch.randn(sizes.copied_bytes // 4, device=device)
     target = torch.empty_like(source)
-    copied = seconds_of(lambda: target.copy_(source), device, sizes.repeats)
-    read = seconds_of(source.sum, device, sizes.repeats)
-    return {"copy_gb_s": 2 * source.nbytes / copied / 1e9, "read_gb_s": source.nbytes / read / 1e9}
+    yield "copy_gb_s", 2 * source.nbytes / seconds_of(lambda: target.copy_(source), device, sizes.repeats) / 1e9
+    yield "read_gb_s", source.nbytes / seconds_of(source.sum, device, sizes.repeats) / 1e9
+    left, right = (torch.randn(sizes.side, sizes.side, dtype=sizes.dtype, device=device) for _ in range(2))
+    taken = per_launch([lambda: left @ right], device, -(-sizes.repeats // 3))
+    yield "product_tflop_s", 2 * sizes.side**3 / taken.seconds / 1e12
 
 
-def checks(device: torch.device, sizes: Sizes, folder: Path) -> dict[str, Any]:
+def checks(device: torch.device, sizes: Sizes, folder: Path) -> Measured:
     """The kernels against float64, and pixie's answers against those of a CPU."""
     # Most of the time goes by compiling, a kernel for each case: several processes do it side by side.
-    marks = ["-m", "gpu", "-n", "8", "--dist", "load"] if device.type == "cuda" else ["-k", "norms"]
-    command = [sys.executable, "-m", "pytest", "-q", *marks, "tests/kernels/triton", "tests/devices"]
-    run = subprocess.run(command, capture_output=True, text=True, check=False)
-    lines = run.stdout.splitlines()
-    failures = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
-    differs = _pixie_differs(device)
-    return {"tests": lines[-1], "failed": run.returncode, "failures": failures, "pixie_differs": differs}
+    processes = str(min(8, os.cpu_count() or 1))
+    marks = ["-m", "gpu", "-n", processes, "--dist", "load"] if device.type == "cuda" else ["-k", "norms"]
+    command = [*pytest_command(), *marks, "tests/kernels/triton", "tests/devices"]
+    lines = []
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as run:
+        assert run.stdout is not None
+        for line in run.stdout:
+            # What is said of a stage that takes too long.
+            print(line, end="", flush=True)
+            lines.append(line.rstrip())
+    yield "tests", lines[-1] if lines else ""
+    yield "failed", run.returncode
+    yield "failures", [line for line in lines if line.startswith(("FAILED", "ERROR"))]
+    if run.returncode:
+        yield "said", lines[-LINES:]
+    yield "pixie_differs", _pixie_differs(device)
+
+
+def pytest_command() -> list[str]:
+    """pytest, which starts where a plugin is missing that the tests for a GPU do without: settings of such a plugin are
+    an error otherwise, as is the mention of schemathesis."""
+    return [sys.executable, "-m", "pytest", "-q", "-rfE", "-o", "addopts=--import-mode=importlib"]
 
 
 def _pixie_differs(device: torch.device) -> int:
@@ -144,60 +160,78 @@ def layer_products(config: dict[str, Any]) -> dict[str, tuple[int, int, Epilogue
     }
 
 
-def products(device: torch.device, sizes: Sizes, folder: Path) -> dict[str, Any]:
-    """The four products of a layer, by kind of weight and rows: microseconds and the share of bytes a second."""
+def products(device: torch.device, sizes: Sizes, folder: Path) -> Measured:
+    """The four products of a layer, by kind of weight and rows: which class computes it, microseconds, and the bytes of
+    weights that are read a second."""
     on, dtype = open_device(device, "auto", sizes.dtype, automatic=False)
-    report: dict[str, Any] = {"kernels": on.kernels}
+    yield "kernels", on.kernels
     for name, (outputs, inputs, epilogue) in layer_products(sizes.config).items():
-        weight = torch.randn(outputs, inputs, device=device, dtype=dtype) / inputs**0.5
-        for kind in ("plain", "int8", "int4"):
-            bits = {"int8": 8, "int4": 4}.get(kind)
-            group = 128 if inputs % 128 == 0 else 32
-            few = bits and round_to_nearest(weight, bits=bits, group_size=group, symmetric=False)
-            product = on.linear(few or weight, None, epilogue, dtype)
+        plain = torch.randn(outputs, inputs, device=device, dtype=dtype) / inputs**0.5
+        for kind, bits in (("plain", 16), ("int8", 8), ("int4", 4)):
+            stored = on.linear(weight_of(plain, bits), None, epilogue, dtype)
+            turns = copies(stored, stored.num_bytes, device)
             for rows in sizes.rows:
                 x = torch.randn(rows, inputs, device=device, dtype=dtype)
-                taken = per_launch(lambda product=product, x=x: product(x), device, sizes.repeats)  # type: ignore[misc]
-                report[f"{name}, {kind}, {rows} rows"] = {
-                    "microseconds": taken * 1e6,
-                    "weight_gb_s": product.num_bytes / taken / 1e9,
-                }
-    return report
+                taken = per_launch([partial(turn, x) for turn in turns], device, sizes.repeats)
+                yield (
+                    f"{name}, {kind}, {rows} rows",
+                    {"by": type(stored).__name__, **taken.named("microseconds")}
+                    | {"weight_gb_s": stored.num_bytes / taken.seconds / 1e9},
+                )
 
 
-def attention(device: torch.device, sizes: Sizes, folder: Path) -> dict[str, Any]:
+def weight_of(plain: Tensor, bits: int) -> Tensor | QuantizedWeight:
+    """A plain weight of 16 bits, or as the kernels take fewer: of 8 with one scale for each output and zero in the
+    middle, of 4 in groups."""
+    inputs = plain.shape[1]
+    if bits == 16:
+        return plain
+    if bits == 8:
+        return round_to_nearest(plain, bits=8, group_size=inputs, symmetric=True)
+    return round_to_nearest(plain, bits=4, group_size=128 if inputs % 128 == 0 else 32, symmetric=False)
+
+
+def attention(device: torch.device, sizes: Sizes, folder: Path) -> Measured:
     """Attention of one layer's decodes, by their number and context: microseconds, and bytes of keys and values read a
-    second."""
+    second. As in a layer, new keys are rotated and written on the way where the backend can."""
     config = sizes.config
     head = config["hidden_size"] // config["num_attention_heads"]
     spec = AttentionSpec(config["num_attention_heads"], config["num_key_value_heads"], head, head**-0.5)
-    report: dict[str, Any] = {}
     for quantized in (False, True):
         on, dtype = open_device(device, "auto", sizes.dtype, automatic=False)
         backend = on.attention([spec], dtype, quantized_cache=quantized)
-        report["backend"] = backend.name
-        for streams in sizes.streams:
-            for context in sizes.contexts:
-                each = -(-context // BLOCK_SIZE)
-                cache = backend.allocate(streams * each, BLOCK_SIZE, spec, dtype, device)
-                metadata = _decodes(streams, context, device)
-                plan = backend.prepare(metadata, BLOCK_SIZE, [spec], dtype)
-                query, key, value = (
-                    torch.randn(streams, heads, head, device=device, dtype=dtype)
-                    for heads in (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)
-                )
+        yield "backend", backend.name
+        for streams, context in product(sizes.streams, sizes.contexts):
+            blocks = streams * -(-context // BLOCK_SIZE)
+            cache = backend.allocate(blocks, BLOCK_SIZE, spec, dtype, device)
+            fill(cache)
+            metadata = _decodes(streams, context, device)
+            plan = backend.prepare(metadata, BLOCK_SIZE, [spec], dtype)
+            parts = [
+                torch.randn(streams, heads, head, device=device, dtype=dtype)
+                for heads in (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)
+            ]
+            attend = partial(backend.attend, *parts)
+            if isinstance(backend, RotatingBackend):
+                cos, sin = (torch.randn(streams, head // 2, device=device) for _ in range(2))
+                qkv = torch.cat([part.flatten(1) for part in parts], 1)
+                attend = partial(backend.attend_rotated, qkv, RotaryRows(cos, sin, None))
+            read = streams * context * backend.block_bytes(BLOCK_SIZE, spec, dtype) // BLOCK_SIZE
+            turns = copies(cache, read, device)
+            taken = per_launch([partial(attend, turn, spec, metadata, plan) for turn in turns], device, sizes.repeats)
+            yield (
+                f"{streams} x {context}{', 8 bits' if quantized else ''}",
+                taken.named("microseconds") | {"read_gb_s": read / taken.seconds / 1e9},
+            )
 
-                def work(q: Tensor = query, k: Tensor = key, v: Tensor = value, *rest: Any) -> Tensor:
-                    return backend.attend(q, k, v, cache, spec, metadata, plan)  # noqa: B023
 
-                taken = per_launch(work, device, sizes.repeats)
-                size = 1 if quantized else dtype.itemsize
-                read = 2 * streams * context * spec.num_kv_heads * (head * size + (4 if quantized else 0))
-                report[f"{streams} x {context}{', 8 bits' if quantized else ''}"] = {
-                    "microseconds": taken * 1e6,
-                    "read_gb_s": read / taken / 1e9,
-                }
-    return report
+def fill(cache: LayerCache) -> None:
+    """With random keys and values."""
+    for tensor in cache.tensors:
+        if tensor.is_floating_point():
+            tensor.normal_()
+        else:
+            tensor.random_(-127, 128)
 
 
 def _decodes(streams: int, context: int, device: torch.device) -> BatchMetadata:
@@ -215,20 +249,17 @@ def _decodes(streams: int, context: int, device: torch.device) -> BatchMetadata:
     )
 
 
-def decode(device: torch.device, sizes: Sizes, folder: Path) -> dict[str, Any]:
-    """Tokens a second of decodes and the time to a prompt's first token, in plain weights and in 4 bits, layer by layer
-    and as the device runs them."""
-    report: dict[str, Any] = {}
-    for scheme in ("none", "int4"):
-        for eager in (True, False):
+def decode(device: torch.device, sizes: Sizes, folder: Path) -> Measured:
+    """Tokens a second of decodes and the time to a prompt's first token, in plain weights and in 4 bits, as the device
+    runs them and layer by layer; what a step has to read and to multiply, and how long the device has to do."""
+    for eager in (False, True):
+        for scheme in ("none", "int4"):
             model = random_model(device, sizes, scheme, eager=eager)
             for streams in sizes.streams if not eager else sizes.streams[:1]:
                 name = f"{scheme}, {streams} streams{', layer by layer' if eager else ''}"
-                report[name] = _streams(model, sizes, streams)
+                yield name, _streams(model, sizes, streams)
             del model
-            if device.type == "cuda":
-                torch.cuda.empty_cache()
-    return report
+            release(device)
 
 
 def random_model(device: torch.device, sizes: Sizes, scheme: str, *, eager: bool) -> LoadedModel:
@@ -262,8 +293,8 @@ class Streams:
     """Requests that decode together, through the model runner alone."""
 
     def __init__(self, model: LoadedModel, sizes: Sizes, count: int) -> None:
-        self._sizes, self._count = sizes, count
-        self._each = -(-(max(sizes.context + 2 * sizes.steps, sizes.prompt) + 1) // BLOCK_SIZE)
+        self._sizes, self._count, self._device = sizes, count, model.device.torch_device
+        self._each = -(-(max(sizes.context + 2 * sizes.steps + DEVICE_STEPS, sizes.prompt) + 1) // BLOCK_SIZE)
         self._runner = ModelRunner(model, (count + 1) * self._each, 0, BLOCK_SIZE, no_grammars)
         self._length = sizes.context
         for number in range(count):
@@ -285,6 +316,11 @@ class Streams:
         """Drop a request."""
         self._runner.submit(SchedulerOutput(finished_request_ids=[str(number)])).result()
 
+    @property
+    def length(self) -> int:
+        """Tokens of each request, whose keys and values the next step reads."""
+        return self._length
+
     def step(self) -> float:
         """Seconds of a step that gives each request a token."""
         start = time.perf_counter()
@@ -302,6 +338,15 @@ class Streams:
         running.result()
         return (time.perf_counter() - start) / count
 
+    def device_seconds(self) -> float:
+        """Seconds for which the device computes a step. It has something else to do until the whole step is there, so
+        that it never waits for the host."""
+        device = self._device
+        if device.type == "cuda":
+            torch.cuda._sleep(SLEEP_CYCLES)
+        run = self._submit().result().timings
+        return run.transfer + run.vision + run.build + run.model + run.sample
+
     def _submit(self) -> RunningStep:
         batch = [CachedRequest(str(number), self._length, 1) for number in range(self._count)]
         self._length += 1
@@ -317,18 +362,40 @@ def _streams(model: LoadedModel, sizes: Sizes, count: int) -> dict[str, Any]:
     steps = [streams.step() for _ in range(sizes.steps)]
     # The first steps compile and capture.
     step = statistics.median(steps[len(steps) // 3 :])
-    report = {"tokens_s": count / step, "step_ms": step * 1e3, "first_step_ms": steps[0] * 1e3}
+    report: dict[str, Any] = {"tokens_s": count / step, "step_ms": step * 1e3, "first_step_ms": steps[0] * 1e3}
+    assert isinstance(model.language_model, Decoder)
+    report["work"] = decode_work(
+        model.language_model, count, streams.length + (sizes.steps - 1) / 2, BLOCK_SIZE
+    ).report()
     report["tokens_s_one_ahead"] = count / streams.steps_ahead(sizes.steps)
+    report["device_ms"] = statistics.median(streams.device_seconds() for _ in range(DEVICE_STEPS)) * 1e3
     if count == 1:
         first = []
-        for _ in range(3):
+        for _ in range(6):
             first.append(streams.prompt(1, sizes.prompt))
             streams.forget(1)
-        report["first_token_ms"] = min(first) * 1e3
+        report["first_token_ms"] = statistics.median(first[1:]) * 1e3
     return report
 
 
-def trace(device: torch.device, sizes: Sizes, folder: Path) -> dict[str, Any]:
+def memory(device: torch.device, sizes: Sizes, folder: Path) -> Measured:
+    """Bytes of the KV cache at the peak of 64 requests, beside contiguous caches, each of which has room for its
+    request's prompt and the longest answer: see `benchmarks.memory`. The model is tiny, since its shape does not change
+    the share."""
+    from benchmarks import memory as paging
+
+    with tempfile.TemporaryDirectory() as place:
+        result = Path(place, "memory.json")
+        options = ["--tiny", "--no-peer", "--kv-cache-memory", "64MiB", "--dtype", "float32", "--json", str(result)]
+        paging.main(["--device", str(device), *options])
+        report = json.loads(result.read_text())
+    mixed = report["rows"][0]
+    yield "requests", {name: report[name] for name in ("requests", "prompt_lens", "answer_lens")}
+    yield "paged", mixed["paged"]
+    yield "contiguous", mixed["longest_answer"]
+
+
+def trace(device: torch.device, sizes: Sizes, folder: Path) -> Measured:
     """A profiler's trace of a few steps of one stream in 4 bits, for chrome://tracing."""
     streams = Streams(random_model(device, sizes, "int4", eager=False), sizes, 1)
     for _ in range(3):
@@ -339,8 +406,9 @@ def trace(device: torch.device, sizes: Sizes, folder: Path) -> dict[str, Any]:
     with torch.profiler.profile(activities=activities) as profile:
         for _ in range(2):
             streams.step()
-        _wait(device)
+        wait(device)
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "gpu-trace.json"
     profile.export_chrome_trace(str(path))
-    return {"trace": str(path), "events": len(profile.events())}
+    yield "trace", str(path)
+    yield "events", len(profile.events())

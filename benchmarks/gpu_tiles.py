@@ -4,49 +4,83 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import triton
 
-from benchmarks.gpu_stages import Sizes, layer_products, per_launch
-from vlmserve.kernels.triton.products import TritonProduct
+from benchmarks.gpu_stages import Measured, Sizes, layer_products, weight_of
+from benchmarks.gpu_timing import copies, per_launch
+from vlmserve.kernels.triton.products import PROGRAMS, TritonProduct, unsupported_reason
 from vlmserve.kernels.triton.tuned import Shape, Tiling
-from vlmserve.quant.methods.rtn import round_to_nearest
 
-SECONDS = {"cuda": 100, "cpu": 5}
-"""After so many, shapes that were not searched yet are left out; a CPU only tries the search itself."""
+SECONDS = {"cuda": 60, "cpu": 5}
+"""After so many, what was not searched yet is left out; a CPU only tries the search itself."""
+COMPILING = {"cuda": 16, "cpu": 1}
+"""Tilings that are compiled at once; Triton's interpreter has one state for all threads."""
+REPEATS = 5
 LEAST_GAIN = 1.03
 """A tiling that is faster than the rule's by less is not worth a line."""
+SHARED_BYTES = 220 * 1024
+"""Of a multiprocessor of an H100 or H200, which the tiles on their way to one program have to fit into."""
+Failures = dict[str, str]
 
 
-def candidates(rule: Tiling, in_features: int, *, keeps_inputs: bool) -> Iterator[Tiling]:
-    """Tilings near the one of the rule. keeps_inputs: the inputs of a tile are a group."""
-    depths = sorted({rule.stages, 3, 5})
-    for outputs, splits, stages in itertools.product((32, 64, 128), (1, 2, 4), depths):
-        for inputs in (rule.inputs,) if keeps_inputs else (rule.inputs, 2 * rule.inputs):
-            if splits == 1 or in_features // inputs >= 4 * splits:
-                warps = max(outputs // 32, rule.tokens // 16, 2)
-                yield Tiling(outputs, rule.tokens, inputs, splits, warps, stages)
+def candidates(rule: Tiling, shape: Shape, rows: int) -> Iterator[Tiling]:
+    """Tilings for a product of so many rows that give each multiprocessor something to do, and fit into its memory."""
+    many = rule.tokens > 16
+    # All inputs of a tile of 4 bits are a group.
+    depths = (rule.inputs,) if shape.bits == 4 else (rule.inputs, 2 * rule.inputs)
+    widths = (rule.tokens, 2 * rule.tokens) if rows > rule.tokens else (rule.tokens,)
+    ahead = sorted({rule.stages, *((2, 4) if many else (4, 8))})
+    for outputs, tokens, inputs, splits, stages in itertools.product(
+        (64, 128) if many else (32, 64, 128), widths, depths, (1, 2, 4), ahead
+    ):
+        programs = -(-shape.out_features // outputs) * -(-rows // tokens) * splits
+        # Parts are added by another launch, which does not pay where there are programs enough.
+        enough = programs >= PROGRAMS // 2 and (splits == 1 or programs <= 4 * PROGRAMS)
+        tile_bytes = inputs * (outputs * shape.bits // 8 + 2 * tokens)
+        if enough and shape.in_features // inputs >= 4 * splits and stages * tile_bytes <= SHARED_BYTES:
+            for warps in sorted({max(1, outputs // 32, tokens // 16), max(outputs // 16, tokens // 16)}):
+                yield Tiling(outputs, tokens, inputs, splits, warps, stages)
 
 
-def search(product: TritonProduct, x: torch.Tensor, repeats: int, deadline: float) -> dict[str, Any] | None:
-    """The fastest tiling for some rows, which gives the rule's results within rounding; None if time ran out."""
-    rule = product.tiling(len(x), x.device)
-    expected = product.few(x, tiles=rule)
-    times = {rule: per_launch(lambda: product.few(x, tiles=rule), x.device, repeats)}
-    failed: dict[str, str] = {}
-    for tiles in candidates(rule, x.shape[1], keeps_inputs=product.shape(1).bits == 4):
+def search(products: Sequence[TritonProduct], x: torch.Tensor, deadline: float) -> dict[str, Any] | None:
+    """The fastest of the tilings for some rows which give the rule's results within rounding. None if time ran out
+    before any was tried beside the rule's.
+
+    products: copies of one, which calls take turns over, see `copies`.
+    """
+    first, device = products[0], x.device
+    rule = first.tiling(len(x), device)
+    expected = first.few(x, tiles=rule)
+    others = [tiles for tiles in candidates(rule, first.shape(len(x)), len(x)) if tiles != rule]
+    failed: Failures = {}
+
+    def is_right(tiles: Tiling) -> bool:
+        """Whether one compiles in time, and its results are those of the rule."""
         if time.perf_counter() > deadline:
-            return None
-        try:
-            torch.testing.assert_close(product.few(x, tiles=tiles), expected, atol=2e-2, rtol=2e-2)
-            times[tiles] = per_launch(lambda tiles=tiles: product.few(x, tiles=tiles), x.device, repeats)  # type: ignore[misc]
-        except (RuntimeError, AssertionError, triton.errors.TritonError) as error:
-            # Too much shared memory, for one; the others are tried all the same.
-            failed[str(tuple(tiles))] = f"{type(error).__name__}: {error}"[:200]
+            return False
+        return _tried(tiles, failed, lambda: _compare(first.few(x, tiles=tiles), expected))
+
+    with ThreadPoolExecutor(COMPILING[device.type]) as pool:
+        right = [tiles for tiles, ok in zip(others, pool.map(is_right, others), strict=True) if ok]
+    times: dict[Tiling, float] = {}
+
+    def measure(tiles: Tiling) -> None:
+        times[tiles] = per_launch([partial(one.few, x, tiles=tiles) for one in products], device, REPEATS).seconds
+
+    measure(rule)
+    for tiles in right:
+        if time.perf_counter() > deadline:
+            break
+        _tried(tiles, failed, partial(measure, tiles))
+    if others and len(times) + len(failed) == 1:
+        return None
     best = min(times, key=times.__getitem__)
     return {
         "best": best,
@@ -54,29 +88,52 @@ def search(product: TritonProduct, x: torch.Tensor, repeats: int, deadline: floa
         "rule": rule,
         "rule_microseconds": times[rule] * 1e6,
         "tried": len(times),
+        "untried": 1 + len(others) - len(times) - len(failed),
         "failed": failed,
     }
 
 
-def tiles(device: torch.device, sizes: Sizes, folder: Path) -> dict[str, Any]:
-    """The fastest tiling of each of a layer's products, and the lines for `kernels/triton/tuned.py`."""
+def _compare(results: torch.Tensor, expected: torch.Tensor) -> None:
+    torch.testing.assert_close(results, expected, atol=2e-2, rtol=2e-2)
+
+
+def _tried(tiles: Tiling, failed: Failures, work: Callable[[], object]) -> bool:
+    """Whether it works with a tiling; what went wrong goes to `failed`."""
+    try:
+        work()
+    except (RuntimeError, AssertionError, triton.errors.TritonError) as error:
+        # Too much shared memory, for one; the others are tried all the same.
+        failed[str(tuple(tiles))] = f"{type(error).__name__}: {error}"[:200]
+        return False
+    return True
+
+
+def tiles(device: torch.device, sizes: Sizes, folder: Path) -> Measured:
+    """The fastest tiling of each of a layer's products, and the lines for `kernels/triton/tuned.py`. What decides
+    decodes of one request comes first: few rows, few bits, large weights."""
     deadline = time.perf_counter() + SECONDS[device.type]
-    report: dict[str, Any] = {"searched": {}, "left_out": []}
     found: dict[Shape, Tiling] = {}
+    left_out: list[str] = []
+    largest_first = sorted(layer_products(sizes.config).items(), key=lambda item: -item[1][0] * item[1][1])
     for rows, bits in itertools.product(sizes.rows[:1] + sizes.rows[-2:-1], (4, 16, 8)):
-        for name, (outputs, inputs, _) in layer_products(sizes.config).items():
-            weight = torch.randn(outputs, inputs, device=device, dtype=sizes.dtype) / inputs**0.5
-            group = 128 if inputs % 128 == 0 else 32
-            few = None if bits == 16 else round_to_nearest(weight, bits=bits, group_size=group, symmetric=False)
-            product = TritonProduct(weight if few is None else few, dtype=sizes.dtype)
-            x = torch.randn(rows, inputs, device=device, dtype=sizes.dtype)
-            result = search(product, x, sizes.repeats, deadline)
+        for name, (outputs, inputs, epilogue) in largest_first:
             label = f"{name}, {bits} bits, {rows} rows"
-            if result is None:
-                report["left_out"].append(label)
+            if time.perf_counter() > deadline:
+                left_out.append(label)
                 continue
-            report["searched"][label] = result
+            plain = torch.randn(outputs, inputs, device=device, dtype=sizes.dtype) / inputs**0.5
+            weight = weight_of(plain, bits)
+            if (reason := unsupported_reason(weight, epilogue.activation)) is not None:
+                left_out.append(f"{label}: {reason}")
+                continue
+            product = TritonProduct(weight, dtype=sizes.dtype, activation=epilogue.activation, gated=epilogue.gated)
+            x = torch.randn(rows, inputs, device=device, dtype=sizes.dtype)
+            result = search(copies(product, product.num_bytes, device), x, deadline)
+            if result is None:
+                left_out.append(label)
+                continue
+            yield label, result
             if result["rule_microseconds"] > LEAST_GAIN * result["microseconds"]:
                 found[product.shape(rows)] = result["best"]
-    report["lines"] = [f"{shape}: {best}," for shape, best in found.items()]
-    return report
+                yield "lines", [f"{shape}: {best}," for shape, best in found.items()]
+    yield "left_out", left_out

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -42,20 +45,77 @@ def test_stages_are_processes_and_the_report_is_written_after_each(
     assert written == [None, ["bandwidth"], ["bandwidth", "decode"]]
     assert report["device"] == "cpu"
     assert report["stages"]["bandwidth"]["copy_gb_s"] > 0
-    assert report["stages"]["decode"] == {"error": "took longer than 0.01 s"}
+    assert report["stages"]["decode"]["error"] == "took longer than 0.01 s"
     assert report["stages"]["attention"]["1 x 32"]["read_gb_s"] > 0
+    assert {row["measured"] for row in report["targets"]} == {"not measured"}
+
+
+@pytest.mark.parametrize(
+    ("end", "error"),
+    [
+        ("os.kill(os.getpid(), signal.SIGSEGV)", "ended by SIGSEGV"),
+        ("sys.exit(3)", "ended with 3"),
+        ("print(subprocess.Popen(['sleep', '1000']).pid, flush=True); time.sleep(1000)", "took longer than 1 s"),
+    ],
+)
+def test_a_stage_that_fails_keeps_what_it_measured_and_says_how_it_ended(
+    end: str, error: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def command(name: str, result: Path, arguments: list[str]) -> list[str]:
+        measured = f"open({str(result)!r}, 'w').write('{{\"copy_gb_s\": 1}}'); print('[bold]lost[/]', flush=True)"
+        return [sys.executable, "-c", f"import os, signal, subprocess, sys, time; {measured}; {end}"]
+
+    monkeypatch.setattr(gpu, "_command", command)
+    report = gpu.run_stage("bandwidth", [], 1 if "longer" in error else 60)
+    assert (report["copy_gb_s"], report["error"]) == (1, error)
+    first, *others = report["output"].splitlines()
+    assert first == "[bold]lost[/]"
+    if "longer" in error:
+        deadline = time.monotonic() + 60
+        while _runs(int(others[0])):
+            assert time.monotonic() < deadline, "what the stage has started still runs"
+            time.sleep(0.01)
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_what_was_measured_before_an_error_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object) -> gpu_stages.Measured:
+        yield "first", 1
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setitem(gpu.MEASURES, "trace", fails)
+    with pytest.raises(torch.OutOfMemoryError):
+        gpu.measure("trace", CPU, gpu_stages.TINY, tmp_path, tmp_path / "result.json")
+    assert json.loads((tmp_path / "result.json").read_text()) == {"first": 1}
+
+
+def test_the_tests_for_a_gpu_start_without_plugins_that_they_do_not_need(tmp_path: Path) -> None:
+    (tmp_path / "test_one.py").write_text("def test_one(): pass")
+    settings = ["-c", "pyproject.toml", "--noconftest", "-p", "no:asyncio", "-p", "no:schemathesis"]
+    run = subprocess.run(
+        [*gpu_stages.pytest_command(), *settings, str(tmp_path)], capture_output=True, text=True, check=False
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert "1 passed" in run.stdout
 
 
 def test_products_have_all_shapes_kinds_and_rows(tmp_path: Path) -> None:
-    report = gpu_stages.products(CPU, gpu_stages.TINY, tmp_path)
+    report = dict(gpu_stages.products(CPU, gpu_stages.TINY, tmp_path))
     assert len(report) == 1 + 4 * 3 * 2
+    assert all(figures["by"] for name, figures in report.items() if name != "kernels")
     # Of 8 bits, a byte a weight and four for each output's scale, at least.
     four, eight = (report[f"gate and up, {kind}, 1 rows"] for kind in ("int4", "int8"))
     assert eight["weight_gb_s"] * eight["microseconds"] > four["weight_gb_s"] * four["microseconds"] > 0
 
 
 def test_decodes_go_through_the_runner(tmp_path: Path) -> None:
-    report = gpu_stages.decode(CPU, gpu_stages.TINY, tmp_path)
+    report = dict(gpu_stages.decode(CPU, gpu_stages.TINY, tmp_path))
     assert set(report) == {
         f"{scheme}, {streams}" for scheme in ("none", "int4") for streams in
         ("1 streams, layer by layer", "1 streams", "4 streams")
@@ -63,16 +123,21 @@ def test_decodes_go_through_the_runner(tmp_path: Path) -> None:
     for figures in report.values():
         assert figures["tokens_s"] > 0
         assert figures["tokens_s_one_ahead"] > 0
+        assert figures["device_ms"] > 0
     assert report["int4, 1 streams"]["first_token_ms"] > 0
+    assert report["int4, 1 streams"]["work"]["gb"] < report["none, 1 streams"]["work"]["gb"]
 
 
 def test_images_go_through_towers_and_decoders(tmp_path: Path) -> None:
-    report = gpu_images.images(CPU, gpu_stages.TINY, tmp_path)
+    report = dict(gpu_images.images(CPU, gpu_stages.TINY, tmp_path))
     assert {name: figures["embeddings"] for name, figures in report.items()} == {
         "LLaVA-1.5-7B": 16, "Qwen2.5-VL-7B": 25
     }  # fmt: skip
     for figures in report.values():
+        works = [figures.pop("work_1"), figures.pop("work_8")]
         assert min(figures.values()) > 0
+        for part in ("tower", "prompt"):
+            assert works[1][part]["tflop"] == pytest.approx(8 * works[0][part]["tflop"])
 
 
 def test_published_shapes_are_those_of_the_models() -> None:
@@ -91,7 +156,7 @@ def test_published_shapes_are_those_of_the_models() -> None:
 
 
 def test_a_trace_is_a_file_of_events(tmp_path: Path) -> None:
-    report = gpu_stages.trace(CPU, gpu_stages.TINY, tmp_path)
+    report = dict(gpu_stages.trace(CPU, gpu_stages.TINY, tmp_path))
     assert len(json.loads(Path(report["trace"]).read_text())["traceEvents"]) > 10
 
 
@@ -101,7 +166,12 @@ def test_all_stages_take_at_most_nine_minutes() -> None:
 
 
 def test_pieces_are_measured_one_by_one(tmp_path: Path) -> None:
-    report = gpu_pieces.pieces(CPU, gpu_stages.TINY, tmp_path)
+    report = dict(gpu_pieces.pieces(CPU, gpu_stages.TINY, tmp_path))
     assert set(report) == {"pixels", "tower", "offload", "chunks", "products"}
     assert all(number > 0 for piece in report.values() for number in piece.values())
-    assert sum(gpu.LIMITS.values()) <= 9 * 60
+
+
+def test_paging_is_measured_through_an_engine(tmp_path: Path) -> None:
+    report = dict(gpu_stages.memory(CPU, gpu_stages.TINY, tmp_path))
+    assert 0 < report["paged"] < report["contiguous"]
+    assert report["requests"]["requests"] == 64

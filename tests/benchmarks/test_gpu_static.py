@@ -13,10 +13,10 @@ CPU = torch.device("cpu")
 
 
 def test_decodes_are_captured_and_submitted_ahead(tmp_path: Path, static_devices: list[StaticDevice]) -> None:  # noqa: F811
-    report = gpu_stages.decode(CPU, gpu_stages.TINY, tmp_path)
+    report = dict(gpu_stages.decode(CPU, gpu_stages.TINY, tmp_path))
     assert all(figures["tokens_s_one_ahead"] > 0 for figures in report.values())
     assert all(device.num_ahead > 0 for device in static_devices)
 
 
 def test_images_arrive_at_their_places(tmp_path: Path) -> None:
-    assert len(gpu_images.images(CPU, gpu_stages.TINY, tmp_path)) == 2
+    assert len(dict(gpu_images.images(CPU, gpu_stages.TINY, tmp_path))) == 2

@@ -8,11 +8,12 @@ import pytest
 import torch
 from triton.runtime.errors import OutOfResources
 
-from benchmarks import gpu_tiles
+from benchmarks import gpu, gpu_tiles
 from benchmarks.gpu_stages import TINY
+from benchmarks.gpu_timing import Launch
 from vlmserve.kernels.triton import products
 from vlmserve.kernels.triton.products import TritonProduct, tiling
-from vlmserve.kernels.triton.tuned import Tiling
+from vlmserve.kernels.triton.tuned import Shape, Tiling
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="the kernels are not interpreted where there is a GPU"
@@ -29,7 +30,7 @@ def product() -> TritonProduct:
 
 def test_the_fastest_of_those_that_are_right_is_found(monkeypatch: pytest.MonkeyPatch, product: TritonProduct) -> None:
     wrong, large, right = Tiling(32, 8, 32, 1, 2, 3), Tiling(128, 8, 64, 1, 2, 9), Tiling(64, 8, 32, 2, 2, 3)
-    monkeypatch.setattr(gpu_tiles, "candidates", lambda *_, **__: [wrong, large, right])
+    monkeypatch.setattr(gpu_tiles, "candidates", lambda *_: [wrong, large, right])
     few = TritonProduct.few
 
     def spoiled(self: TritonProduct, x: torch.Tensor, *, tiles: Tiling) -> torch.Tensor:
@@ -38,34 +39,69 @@ def test_the_fastest_of_those_that_are_right_is_found(monkeypatch: pytest.Monkey
         return few(self, x, None, tiles) + (1.0 if tiles == wrong else 0.0)
 
     monkeypatch.setattr(TritonProduct, "few", spoiled)
-    times = iter([3.0, 2.0, 3.0])
-    monkeypatch.setattr(gpu_tiles, "per_launch", lambda *_: next(times))
-    result = gpu_tiles.search(product, torch.randn(1, 256), 1, time.perf_counter() + 100)
+    times = iter([3.0, 2.0, 3.0, 3.0])
+    monkeypatch.setattr(gpu_tiles, "per_launch", lambda *_: Launch(next(times)))
+    result = gpu_tiles.search([product], torch.randn(1, 256), time.perf_counter() + 1000)
     assert result is not None
     assert (result["best"], result["microseconds"], result["rule_microseconds"]) == (right, 2e6, 3e6)
     assert list(result["failed"]) == [str(tuple(wrong)), str(tuple(large))]
-    assert gpu_tiles.search(product, torch.randn(1, 256), 1, time.perf_counter()) is None
+    assert (result["tried"], result["untried"]) == (2, 0)
+    assert gpu_tiles.search([product], torch.randn(1, 256), time.perf_counter()) is None
 
 
-def test_candidates_fit_the_inputs() -> None:
-    rule = tiling(4, 128, 4096, 4096, 1)
-    found = list(gpu_tiles.candidates(rule, 4096, keeps_inputs=True))
-    assert len(found) == len(set(found)) > 15
-    assert {tiles.inputs for tiles in found} == {128}
-    assert {tiles.splits for tiles in gpu_tiles.candidates(rule, 512, keeps_inputs=True)} == {1}
+def test_what_was_tried_until_time_ran_out_is_kept(monkeypatch: pytest.MonkeyPatch, product: TritonProduct) -> None:
+    one, other = Tiling(32, 8, 32, 1, 2, 3), Tiling(64, 8, 32, 2, 2, 3)
+    monkeypatch.setattr(gpu_tiles, "candidates", lambda *_: [one, other])
+    deadline = time.perf_counter() + 1000
+    times = iter([3.0, 2.0])
+
+    def per_launch(*_: object) -> Launch:
+        taken = next(times)
+        if taken == 2.0:
+            monkeypatch.setattr(time, "perf_counter", lambda: deadline + 1)
+        return Launch(taken)
+
+    monkeypatch.setattr(gpu_tiles, "per_launch", per_launch)
+    result = gpu_tiles.search([product], torch.randn(1, 256), deadline)
+    assert result is not None
+    assert (result["best"], result["tried"], result["untried"]) == (one, 2, 1)
+
+
+@pytest.mark.parametrize("shape", [(28672, 4096), (6144, 4096), (4096, 4096), (4096, 14336)])
+@pytest.mark.parametrize("rows", [1, 64])
+@pytest.mark.parametrize("bits", [4, 8, 16])
+def test_candidates_fit_the_product_and_the_gpu(shape: tuple[int, int], rows: int, bits: int) -> None:
+    group = 128 if bits == 4 else 0
+    rule = tiling(bits, group, *shape, rows)
+    found = list(gpu_tiles.candidates(rule, Shape(bits, group, *shape, rule.tokens), rows))
+    assert rule in found
+    assert len(found) == len(set(found)) > 10
+    if bits == 4:
+        assert {tiles.inputs for tiles in found} == {128}, "a group"
+    assert len({tiles.warps for tiles in found}) > 1
+    assert len({tiles.stages for tiles in found}) > 1
+    for tiles in found:
+        programs = -(-shape[0] // tiles.outputs) * -(-rows // tiles.tokens) * tiles.splits
+        assert programs >= 64, "most multiprocessors would have nothing to do"
+        assert tiles.tokens <= max(rows, rule.tokens)
+
+
+def test_the_search_ends_before_the_stage_does() -> None:
+    assert gpu_tiles.SECONDS["cuda"] + 10 <= gpu.LIMITS["tiles"]
 
 
 def test_all_products_are_searched_and_lines_can_be_read_back(
     monkeypatch: pytest.MonkeyPatch, tmp_path: object
 ) -> None:
-    monkeypatch.setattr(gpu_tiles, "candidates", lambda rule, *_, **__: [rule._replace(outputs=32, warps=1)])
+    monkeypatch.setattr(gpu_tiles, "candidates", lambda rule, *_: [rule._replace(outputs=32, warps=1)])
     monkeypatch.setattr(gpu_tiles, "LEAST_GAIN", 0.0)
-    monkeypatch.setattr(gpu_tiles, "per_launch", lambda *_: 1.0)
+    monkeypatch.setattr(gpu_tiles, "per_launch", lambda *_: Launch(1.0))
     monkeypatch.setitem(gpu_tiles.SECONDS, "cpu", 1e6)
-    report = gpu_tiles.tiles(CPU, TINY, tmp_path)  # type: ignore[arg-type]
-    assert len(report["searched"]) == 4 * 3 * 1
-    assert not report["left_out"]
-    read = eval("{" + "".join(report["lines"]) + "}", vars(products))
+    report = dict(gpu_tiles.tiles(CPU, TINY, tmp_path))  # type: ignore[arg-type]
+    assert report.pop("left_out") == []
+    read = eval("{" + "".join(report.pop("lines")) + "}", vars(products))
+    assert len(report) == 4 * 3 * 1
+    assert next(iter(report)) == "gate and up, 4 bits, 1 rows", "the largest weight of the fewest bits first"
     assert all(isinstance(tiles, Tiling) for tiles in read.values())
     assert len(read) >= 9
 
