@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
@@ -123,7 +124,10 @@ def checks(device: torch.device, sizes: Sizes, folder: Path) -> Measured:
     yield "failures", [line for line in lines if line.startswith(("FAILED", "ERROR"))]
     if run.returncode:
         yield "said", lines[-LINES:]
-    yield "pixie_differs", _pixie_differs(device)
+    for how in ("", ", overlapping"):
+        with overlapping(device, wanted=bool(how)) as possible:
+            if possible:
+                yield f"pixie_differs{how}", _pixie_differs(device)
 
 
 def pytest_command() -> list[str]:
@@ -251,15 +255,33 @@ def _decodes(streams: int, context: int, device: torch.device) -> BatchMetadata:
 
 def decode(device: torch.device, sizes: Sizes, folder: Path) -> Measured:
     """Tokens a second of decodes and the time to a prompt's first token, in plain weights and in 4 bits, as the device
-    runs them and layer by layer; what a step has to read and to multiply, and how long the device has to do."""
-    for eager in (False, True):
-        for scheme in ("none", "int4"):
-            model = random_model(device, sizes, scheme, eager=eager)
-            for streams in sizes.streams if not eager else sizes.streams[:1]:
-                name = f"{scheme}, {streams} streams{', layer by layer' if eager else ''}"
-                yield name, _streams(model, sizes, streams)
-            del model
-            release(device)
+    runs them, with kernels that begin while the one before runs, and layer by layer; what a step has to read and to
+    multiply, and how long the device has to do."""
+    for how in ("", ", overlapping", ", layer by layer"):
+        with overlapping(device, wanted=how == ", overlapping") as possible:
+            for scheme in ("none", "int4") if possible else ():
+                model = random_model(device, sizes, scheme, eager=how == ", layer by layer")
+                for streams in sizes.streams[:1] if how == ", layer by layer" else sizes.streams:
+                    yield f"{scheme}, {streams} streams{how}", _streams(model, sizes, streams)
+                del model
+                release(device)
+
+
+@contextmanager
+def overlapping(device: torch.device, *, wanted: bool) -> Iterator[bool]:
+    """Whether kernels can be launched as wanted, which they are in the meantime: see `kernels.triton.dependent`."""
+    if not wanted:
+        yield True
+    elif device.type != "cuda" or torch.cuda.get_device_capability(device) < (9, 0):
+        yield False
+    else:
+        from vlmserve.kernels.triton.launching import Kernel  # Triton need not be there.
+
+        Kernel.overlaps = True
+        try:
+            yield True
+        finally:
+            Kernel.overlaps = False
 
 
 def random_model(device: torch.device, sizes: Sizes, scheme: str, *, eager: bool) -> LoadedModel:
