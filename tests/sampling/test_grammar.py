@@ -11,7 +11,7 @@ from typing import Any
 import jsonschema
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.checkpoints import make_llama
@@ -157,7 +157,12 @@ schemas = st.recursive(
 )
 
 
+SPECIAL = {"type": "object", "properties": {"<image>": {}}, "required": ["<image>"], "additionalProperties": False}
+"""A name that looks like a special token."""
+
+
 @given(schema=schemas, seed=st.integers(0, 99))
+@example(schema=SPECIAL, seed=0)
 @settings(deadline=None, max_examples=60)
 def test_made_up_schemas(byte_tokenizer, byte_grammars, schema, seed):
     text = walk(byte_grammars, byte_tokenizer, Grammar.json(schema), seed)

@@ -58,6 +58,10 @@ Result = TypeVar("Result")
 Allowed = npt.NDArray[np.bool_]
 
 
+SPECIAL = b"\xff"
+"""What llguidance has special tokens begin with, so that none stands for a text that looks like its name."""
+
+
 @dataclass(frozen=True)
 class Vocabulary:
     """A tokenizer as llguidance sees it, and as a model of `size` token ids does.
@@ -85,7 +89,7 @@ class Vocabulary:
         special = sorted(id_ for id_ in tokenizer.special_ids if id_ < len(texts))
         tokens = [b"" if text is None else rule.to_bytes(text) for text in texts]
         for id_ in special:
-            tokens[id_] = (texts[id_] or "").encode()
+            tokens[id_] = SPECIAL + (texts[id_] or "").encode()
         # One more, which no model knows: when an answer may end is decided here, not there.
         tokens += [b""] * (size - len(tokens)) + [b"<end of answer>"]
         source = _Tokens(tokens, [*special, size], size)
