@@ -53,7 +53,8 @@ class Adapter:
     @property
     def unpacked(self) -> bool:
         """See `AdapterRows.unpacked`."""
-        return any(path.startswith(LAYERS) and prepared.change.replaces for path, prepared in self.layers.items())
+        changes = (prepared.change for path, prepared in self.layers.items() if path.startswith(LAYERS))
+        return any(change.adds or change.replaces for change in changes)
 
 
 def read_adapter(checkpoint: AdapterCheckpoint, model: AdaptableModel, *, max_rank: int) -> Adapter:

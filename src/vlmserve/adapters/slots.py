@@ -12,7 +12,7 @@ class AdapterSlots:
     """A model's slots for adapters. rows: says which rows of a batch have which one."""
 
     def __init__(self, model: AdaptableModel, num_slots: int) -> None:
-        self.rows = AdapterRows(num_slots)
+        self.rows = AdapterRows(num_slots, model.device)
         self._modules = dict(model.modules.named_modules())
         self._held: dict[int, Adapter] = {}
         for module in self._modules.values():

@@ -188,15 +188,15 @@ class ProgramExecutor:
 
     def run(self, layers: LayerStack, x: Tensor, caches: Sequence[LayerCache], step: StepContext) -> Tensor:
         """See `LayerExecutor.run`."""
-        # A program has no place for factors of queries, nor for weights that an adapter replaces.
-        replaces = step.adapters is not None and step.adapters.replaces
-        program = None if replaces or step.query_scale is not None else self.program(layers, x, caches, step)
+        # A program has no place for factors of queries, nor for what adapters change beside its kernels.
+        beside = step.adapters is not None and step.adapters.has_unpacked
+        program = None if beside or step.query_scale is not None else self.program(layers, x, caches, step)
         if program is None:
             return layers(x, caches, step)
         ropes = [rope.rows for rope in step.ropes]
         if step.adapters is None:
             return program.run(x, ropes, step.plan)
-        return program.run(x, ropes, step.plan, step.adapters.slots, step.adapters.scalings)
+        return program.run(x, ropes, step.plan, step.adapters.rows.slots, step.adapters.scalings)
 
     def for_part(self) -> LayerExecutor:
         """See `LayerExecutor.for_part`."""

@@ -19,7 +19,8 @@ PANEL = 16
 
 
 class NativeChange:
-    """A `PackedChange`. rank: of all first factors together, rounded up to whole panels."""
+    """A `PackedChange`. rank: of all first factors together, rounded up to whole panels. words: the address of the
+    kernels' `Adapter`."""
 
     def __init__(self, change: Change, out_features: int, in_features: int, dtype: torch.dtype, *, gated: bool) -> None:
         """dtype: of inputs. gated: whether outputs are in the order of a gated weight."""
@@ -38,17 +39,13 @@ class NativeChange:
         fields += [word for part in packed for word in part]
         words = [0 if field is None else field if isinstance(field, int) else field.data_ptr() for field in fields]
         self._struct = _placed(torch.tensor(words, dtype=torch.int64))
+        self.words = (self._struct.data_ptr(),)
 
     @property
     def num_bytes(self) -> int:
         """Memory that it takes."""
         tensors = [self._down, self._factor, self._shift, self._struct, self._columns, *self._up]
         return sum(tensor.nbytes for tensor in tensors if tensor is not None)
-
-    @property
-    def address(self) -> int:
-        """Of the kernels' `Adapter`, valid as long as this object."""
-        return self._struct.data_ptr()
 
 
 def _placed(tensor: Tensor) -> Tensor:

@@ -37,6 +37,7 @@ class PackedLinear:
     float32, whatever the inputs are.
     """
 
+    change_words = 1
     __slots__ = (
         "_activation",
         "_bias",
@@ -157,7 +158,7 @@ class PackedLinear:
             residual = residual.contiguous()
         table = slots = stride = scalings = columns = 0
         if adapters is not None and adapters.active:
-            row_slots, stride = adapters.row_slots
+            _, row_slots, stride = adapters.row_slots
             table, slots = adapters.table.data_ptr(), row_slots.data_ptr()
             if adapters.scalings is not None:
                 scalings, columns = adapters.scalings.data_ptr(), adapters.scalings.shape[1]

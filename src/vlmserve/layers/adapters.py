@@ -8,7 +8,7 @@ being computed has the adapter of which slot.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple, Protocol, runtime_checkable
@@ -17,6 +17,10 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from vlmserve.kernels.transfers import to_device
+
+CPU = torch.device("cpu")
 
 
 class Run(NamedTuple):
@@ -27,64 +31,115 @@ class Run(NamedTuple):
     slot: int
 
 
+class RowSlots(NamedTuple):
+    """Which row of a batch has the adapter of which slot.
+
+    runs: of rows with an adapter. slots: int32 on the model's device, that of each row, below 0 for none; one for all
+    rows if `stride` is 0.
+    """
+
+    runs: Sequence[Run]
+    slots: Tensor
+    stride: int = 1
+
+
+# Steps that decode have the same requests again and again.
+@lru_cache(maxsize=8)
+def slots_of_rows(slots: tuple[int, ...], counts: tuple[int, ...]) -> tuple[Sequence[Run], np.ndarray]:
+    """The runs and slots of `RowSlots`, on the host. slots, counts: of each request, its slot and the number of its
+    rows."""
+    rows = np.repeat(np.array(slots, np.int32), counts)
+    borders = [0, *(np.flatnonzero(np.diff(rows)) + 1).tolist(), len(rows)]
+    runs = [Run(a, b, int(rows[a])) for a, b in itertools.pairwise(borders) if a < b]
+    return [run for run in runs if run.slot >= 0], rows
+
+
 class AdapterRows:
     """Which rows of the batch that is being computed have which adapter.
 
-    slots: int32, that of each row, below 0 for none; one for all rows if `stride` is 0. runs: of rows with an adapter.
     scalings: float32 ``[rows, columns]``, of the adapters that an X-LoRA adapter mixes; None: no row has one.
-    unpacked: slots of adapters that replace weights within a decoder's layers, which programs do not know.
+    unpacked: slots of adapters that change a decoder's layers beside kernels, which neither programs nor graphs know:
+    they replace weights, or change products that pack no changes.
     """
 
-    def __init__(self, num_slots: int) -> None:
-        self.num_slots = num_slots
+    def __init__(self, num_slots: int, device: torch.device = CPU) -> None:
+        self.num_slots, self.device = num_slots, device
         self.unpacked: set[int] = set()
-        self._none = torch.empty(0, dtype=torch.int32)
+        self._none = RowSlots((), torch.empty(0, dtype=torch.int32), 0)
+        self._each = torch.arange(num_slots, dtype=torch.int32, device=device)
+        self._ranks: list[int | None] = []
+        self._layout: tuple[int | None, ...] | None = None
+        # Scalings of all steps lie here, so that a captured step finds the next one's.
+        self._scalings = torch.empty(0, device=device)
         self.clear()
+
+    @property
+    def runs(self) -> Sequence[Run]:
+        """Of rows with an adapter."""
+        return self.rows.runs
 
     @property
     def active(self) -> bool:
         """Whether any row has an adapter."""
-        return bool(self.runs)
+        return bool(self.rows.runs)
 
     @property
-    def replaces(self) -> bool:
+    def has_unpacked(self) -> bool:
         """Whether any row has an adapter that is `unpacked`."""
-        return any(run.slot in self.unpacked for run in self.runs)
+        return any(run.slot in self.unpacked for run in self.rows.runs)
+
+    @property
+    def layout(self) -> Hashable:
+        """What the kernels' launches depend on beside rows and scalings: the highest rank that each product has among
+        all slots."""
+        if self._layout is None:
+            self._layout = tuple(self._ranks)
+        return self._layout
+
+    def add_product(self) -> int:
+        """Another product that has adapters. Returns its number."""
+        self._ranks.append(None)
+        return len(self._ranks) - 1
+
+    def set_rank(self, product: int, rank: int | None) -> None:
+        """The highest rank of a product's adapters, as they are padded; None: it has none."""
+        self._ranks[product] = rank
+        self._layout = None
 
     def clear(self) -> None:
         """No row has an adapter."""
-        self.runs: Sequence[Run] = ()
-        self.slots, self.stride = self._none, 0
-        self.scalings: Tensor | None = None
+        self.use(self._none)
 
     def set_all(self, slot: int) -> None:
         """All rows have the adapter of a slot; below 0: none."""
         if slot < 0:
             self.clear()
-            return
-        self.runs, self.slots, self.stride = (Run(0, None, slot),), torch.tensor([slot], dtype=torch.int32), 0
-        self.scalings = None
+        else:
+            self.use(RowSlots((Run(0, None, slot),), self._each[slot : slot + 1], 0))
 
     def set(self, slots: Sequence[int], counts: Sequence[int], scalings: Tensor | None = None) -> None:
-        """slots, counts: of each request, its slot and the number of its rows. scalings: see the class; rows without
-        X-LoRA have some as well."""
-        (self.runs, self.slots), self.stride = _rows_of(tuple(slots), tuple(counts)), 1
-        self.scalings = scalings
+        """As `use`. slots, counts: see `slots_of_rows`."""
+        runs, rows = slots_of_rows(tuple(slots), tuple(counts))
+        self.use(RowSlots(runs, to_device(torch.from_numpy(rows), self.device)), scalings)
+
+    def use(self, rows: RowSlots, scalings: Tensor | None = None, wanted: RowSlots | None = None) -> None:
+        """scalings: see the class, a copy of which is kept; rows without X-LoRA have some as well, except for the last
+        ones without any adapter. wanted: of those rows to which `narrow` may narrow them; None: it is not called."""
+        self.rows, self._wanted = rows, wanted
+        self.scalings = None if scalings is None else self._kept(scalings, len(rows.slots))
 
     def narrow(self, rows: Tensor) -> None:
-        """Of the rows that were set, these alone are computed from here on. rows: int64, on the CPU."""
-        if self.stride:
-            self.set(self.slots[rows].tolist(), [1] * len(rows), None if self.scalings is None else self.scalings[rows])
+        """Of the rows that are used, the wanted ones alone are computed from here on. rows: int64, which these are."""
+        assert self._wanted is not None
+        self.use(self._wanted, None if self.scalings is None else self.scalings.index_select(0, rows))
 
-
-# Steps that decode have the same requests again and again.
-@lru_cache(maxsize=8)
-def _rows_of(slots: tuple[int, ...], counts: tuple[int, ...]) -> tuple[Sequence[Run], Tensor]:
-    """The runs, and int32 the slot of each row."""
-    rows = np.repeat(np.array(slots, np.int32), counts)
-    borders = [0, *(np.flatnonzero(np.diff(rows)) + 1).tolist(), len(rows)]
-    runs = [Run(a, b, int(rows[a])) for a, b in itertools.pairwise(borders) if a < b]
-    return [run for run in runs if run.slot >= 0], torch.from_numpy(rows)
+    def _kept(self, scalings: Tensor, num_rows: int) -> Tensor:
+        columns = scalings.shape[1]
+        if (count := num_rows * columns) > len(self._scalings):
+            self._scalings = torch.zeros(2 * count, device=self.device)
+        kept = self._scalings[:count].view(num_rows, columns)
+        kept[: len(scalings)].copy_(scalings)
+        return kept
 
 
 class LowRank(NamedTuple):
@@ -186,18 +241,22 @@ class TableChange:
 
 
 class PackedChange(Protocol):
-    """A `Change` as a product's kernel reads it. rank: of its first factors together, as they are padded."""
+    """A `Change` as a product's kernel reads it.
+
+    rank: of its first factors together, as they are padded. words: what the kernel finds of it in
+    `LinearAdapters.table`, valid as long as this object.
+    """
 
     rank: int
     num_bytes: int
-
-    @property
-    def address(self) -> int: ...
+    words: Sequence[int]
 
 
 @runtime_checkable
 class PacksChanges(Protocol):
-    """A `Product` whose kernel computes adapters."""
+    """A `Product` whose kernel computes adapters. change_words: as many words each of its packed changes has."""
+
+    change_words: int
 
     def pack_change(self, change: Change) -> PackedChange:
         """The parts, factor and shift of a change, for the kernel."""
@@ -244,13 +303,19 @@ class TableAdapters:
 
 
 class LinearAdapters:
-    """The adapters of a product, by slot."""
+    """The adapters of a product, by slot.
 
-    def __init__(self, rows: AdapterRows) -> None:
-        self._rows = rows
+    rank: the highest of those that are packed; None: none is. table: int64 ``[1 + slots * words]`` on the model's
+    device, which kernels read: that rank, and the words of each slot's adapter, 0 where none is packed.
+    """
+
+    def __init__(self, rows: AdapterRows, words: int = 1) -> None:
+        """words: of each adapter in the table, see `PacksChanges.change_words`."""
+        self._rows, self._words = rows, words
+        self._number = rows.add_product()
         self._changes: dict[int, PreparedChange] = {}
-        # What kernels read: the highest rank, then the address of each slot's adapter.
-        self.table = torch.zeros(1 + rows.num_slots, dtype=torch.int64)
+        self.rank: int | None = None
+        self.table = torch.zeros(1 + rows.num_slots * words, dtype=torch.int64, device=rows.device)
 
     @property
     def active(self) -> bool:
@@ -264,9 +329,9 @@ class LinearAdapters:
         return any(prepared is not None and prepared.change.replaces for prepared in changes)
 
     @property
-    def row_slots(self) -> tuple[Tensor, int]:
-        """`AdapterRows.slots` and their stride."""
-        return self._rows.slots, self._rows.stride
+    def row_slots(self) -> RowSlots:
+        """Which rows have which adapter."""
+        return self._rows.rows
 
     @property
     def scalings(self) -> Tensor | None:
@@ -279,9 +344,12 @@ class LinearAdapters:
         if prepared is not None:
             self._changes[slot] = prepared
         packed = {place: one.packed for place, one in self._changes.items() if one.packed is not None}
-        addresses = [packed[place].address if place in packed else 0 for place in range(self._rows.num_slots)]
-        most = max((one.rank for one in packed.values()), default=0)
-        self.table.copy_(torch.tensor([most, *addresses]))
+        self.rank = max((one.rank for one in packed.values()), default=None)
+        self._rows.set_rank(self._number, self.rank)
+        nothing = [0] * self._words
+        words = [packed[place].words if place in packed else nothing for place in range(self._rows.num_slots)]
+        table = torch.tensor([self.rank or 0, *itertools.chain.from_iterable(words)])
+        self.table.copy_(to_device(table, self._rows.device))
 
     def change(self, x: Tensor, output: Tensor, bias: Tensor | None) -> Tensor:
         """What a product gave for ``[..., in_features]``, its bias added and no activation, with what adapters change.

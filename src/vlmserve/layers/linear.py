@@ -78,8 +78,9 @@ class Weight(Layer):
         del self.weight
 
     def adapt(self, rows: AdapterRows) -> None:
-        """Have slots for adapters, which those rows are about."""
-        self.adapters = LinearAdapters(rows)
+        """Have slots for adapters, which those rows are about. A weight that is to be arranged is arranged before."""
+        stored: object = self._stored
+        self.adapters = LinearAdapters(rows, stored.change_words if isinstance(stored, PacksChanges) else 1)
 
     def prepare(self, change: Change) -> PreparedChange:
         """An adapter's change as `set_adapter` takes it."""

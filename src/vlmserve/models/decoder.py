@@ -340,17 +340,16 @@ class Decoder(nn.Module):
         for layer in range(self.spec.deepstack) if features else ():
             x, first = self._part(x, caches, step, layer, layer + 1), layer + 1
             add_features(x, features, layer)
-        if wanted is None or not self._can_narrow(step, first):
+        if wanted is None or not self._can_narrow(first):
             hidden = self._part(x, caches, step, first, count)
             return hidden if wanted is None else hidden[wanted]
         x = self._part(x, caches, step, first, count - 1)
         return self._through_layers(x, caches, step, count - 1, count, wanted)
 
-    def _can_narrow(self, step: StepContext, first: int) -> bool:
+    def _can_narrow(self, first: int) -> bool:
         """Whether a last layer is left, behind `first` others, that may compute some rows only. Cross-attention is told
-        about all of them, and adapters are told on the host, for which a device would have to be waited for."""
-        on_host = step.adapters is None or self.device.type == "cpu"
-        return first < len(self.layers) and on_host and not self.spec.cross_size
+        about all of them."""
+        return first < len(self.layers) and not self.spec.cross_size
 
     def _part(self, x: Tensor, caches: Sequence[LayerCache], step: StepContext, first: int, last: int) -> Tensor:
         """Layers ``first <= i < last`` by an executor of their own, and the norm behind the last of all."""

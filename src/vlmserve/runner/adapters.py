@@ -12,7 +12,10 @@ from torch import Tensor
 from vlmserve.adapters.lora import Adapter
 from vlmserve.adapters.mixture import Mixture
 from vlmserve.adapters.slots import AdapterSlots
+from vlmserve.kernels.transfers import to_device
+from vlmserve.layers.adapters import RowSlots, slots_of_rows
 from vlmserve.models.protocols import LoadedModel
+from vlmserve.runner.batch import Batch
 from vlmserve.runner.requests import ScheduledRequest
 from vlmserve.steps import AdapterLoad
 
@@ -34,6 +37,8 @@ class RunnerAdapters:
         self._device = model.device.torch_device
         self._by_digest: dict[bytes, int] = {}
         self._mixtures: dict[bytes, Mixture] = {}
+        # Of a batch's rows with adapters, those of which tokens are sampled.
+        self._sampled: RowSlots | None = None
         self.observer: Observer | None = None
 
     def load(self, loads: Sequence[AdapterLoad]) -> None:
@@ -52,30 +57,43 @@ class RunnerAdapters:
         """Whether an adapter with a slot is one by X-LoRA."""
         return bool(self._mixtures)
 
-    def use_for_batch(self, batch: Sequence[ScheduledRequest], num_rows: int, scalings: Tensor | None = None) -> None:
-        """Rows of a batch have their requests' adapters; those behind them, which only pad, none. scalings: see
-        `AdapterRows`."""
+    def slots_of(self, batch: Sequence[ScheduledRequest]) -> list[int]:
+        """Of each request, the slot of its adapter, below 0 for none; empty: no request has one."""
         if not any(request.state.adapter for request in batch):
-            if self._rows.active:
-                self._rows.clear()
-            return
-        counts = [request.num_tokens for request in batch]
-        slots, padding = self._slots_of(batch), num_rows - sum(counts)
-        self._rows.set([*slots, -1] if padding else slots, [*counts, padding] if padding else counts, scalings)
+            return []
+        return [self._by_digest.get(request.state.adapter, -1) for request in batch]
 
-    def use_for_scaling_pass(self, batch: Sequence[ScheduledRequest]) -> None:
-        """Rows of a batch have their requests' adapters, all mixed with one scaling; those for which it is 0, none."""
-        constants = [self._mixtures[request.state.adapter].of_scaling_pass for request in batch]
-        if all(constant is None for constant in constants):
+    def use_for_batch(
+        self, scheduled: Sequence[ScheduledRequest], batch: Batch, scalings: Tensor | None = None
+    ) -> None:
+        """Rows of a batch have their requests' adapters. scalings: see `AdapterRows`."""
+        self._sampled = None
+        if batch.adapters is not None:
+            counts = tuple([request.num_sampled for request in scheduled])
+            runs, _ = slots_of_rows(tuple(self.slots_of(scheduled)), counts)
+            self._sampled = RowSlots(runs, batch.adapters.slots.index_select(0, batch.sampled_rows))
+            self._rows.use(batch.adapters, scalings, self._sampled)
+        elif self._rows.active:
+            self._rows.clear()
+
+    def slots_of_scaling_pass(self, mixed: Sequence[ScheduledRequest]) -> list[int]:
+        """As `slots_of`, of requests with X-LoRA; those that have the scaling 0 there have no adapter."""
+        mixtures = [self._mixtures[request.state.adapter] for request in mixed]
+        slots = zip(mixtures, self.slots_of(mixed), strict=True)
+        found = [-1 if mixture.of_scaling_pass is None else slot for mixture, slot in slots]
+        return found if any(slot >= 0 for slot in found) else []
+
+    def use_for_scaling_pass(self, mixed: Sequence[ScheduledRequest], batch: Batch) -> None:
+        """Rows of a batch have those adapters, all mixed with one scaling."""
+        if batch.adapters is None:
             self._rows.clear()
             return
-        counts = [request.num_tokens for request in batch]
-        slots = [-1 if one is None else slot for one, slot in zip(constants, self._slots_of(batch), strict=True)]
-        scalings = torch.zeros(len(batch), self._num_columns(batch), device=self._device)
-        for row, constant in zip(scalings, constants, strict=True):
-            if constant is not None:
+        scalings = torch.zeros(len(mixed), self._num_columns(mixed), device=self._device)
+        for row, request in zip(scalings, mixed, strict=True):
+            if (constant := self._mixtures[request.state.adapter].of_scaling_pass) is not None:
                 row[: len(constant)] = constant
-        self._rows.set(slots, counts, scalings.repeat_interleave(torch.tensor(counts, device=self._device), 0))
+        owner = np.repeat(np.arange(len(mixed)), [request.num_tokens for request in mixed])
+        self._rows.use(batch.adapters, scalings[to_device(torch.from_numpy(owner), self._device)])
 
     def scalings(
         self,
@@ -119,14 +137,11 @@ class RunnerAdapters:
     def _num_columns(self, batch: Sequence[ScheduledRequest]) -> int:
         return max(self._mixtures[request.state.adapter].num_columns for request in batch)
 
-    def use_for_samples(self, batch: Sequence[ScheduledRequest]) -> None:
+    def use_for_samples(self) -> None:
         """So have the rows of which tokens are sampled."""
-        if self._rows.active:
-            self._rows.set(self._slots_of(batch), [request.num_sampled for request in batch])
+        if self._sampled is not None:
+            self._rows.use(self._sampled)
 
     def use_for_all(self, digest: bytes) -> None:
         """All rows have one adapter; an empty digest: none."""
         self._rows.set_all(self._by_digest[digest] if digest else -1)
-
-    def _slots_of(self, batch: Sequence[ScheduledRequest]) -> list[int]:
-        return [self._by_digest.get(request.state.adapter, -1) for request in batch]

@@ -10,11 +10,12 @@ from operator import attrgetter
 from typing import Protocol
 
 import numpy as np
-import torch
 from torch import Tensor
 
+from vlmserve.devices.device import Device
+from vlmserve.devices.staging import Staging
 from vlmserve.kernels.attention import BatchMetadata, BidirectionalRows, CrossRows
-from vlmserve.kernels.transfers import to_device
+from vlmserve.layers.adapters import RowSlots, Run, slots_of_rows
 from vlmserve.models.grid_positions import grid_positions
 from vlmserve.models.image_rows import ImageRows
 from vlmserve.runner.requests import RequestState, ScheduledRequest
@@ -31,8 +32,9 @@ class Batch:
     of images have token id 0, `image_rows` says to which images they belong. Where images have grids, positions are
     ``[3, tokens]``: frames, rows and columns. sampled_rows: int64, the rows whose next token may be sampled, in the
     order of the requests. drawn_rows: int64
-    ``[tokens]``: which of the tokens that the step before draws each row is; None: the tokens are known. further: what
-    else was uploaded. is_repeatable: whether the device may have captured such a step, which is padded then.
+    ``[tokens]``: which of the tokens that the step before draws each row is; None: the tokens are known. adapters:
+    which rows have which adapter, those that only pad none; None: none has. further: what else was uploaded.
+    is_repeatable: whether the device may have captured such a step, which is padded then.
     """
 
     token_ids: Tensor
@@ -41,6 +43,7 @@ class Batch:
     image_rows: list[ImageRows]
     sampled_rows: Tensor
     drawn_rows: Tensor | None = None
+    adapters: RowSlots | None = None
     further: Sequence[Tensor] = ()
     is_repeatable: bool = False
 
@@ -59,21 +62,13 @@ class BatchDevice(Protocol):
         ...
 
 
-@dataclass(slots=True)
-class Unstaged:
+class OtherMemory:
     """A `BatchDevice` for batches that are computed while another one lies in the memory through which a device gets
-    its batches. Nothing is padded."""
+    its batches."""
 
-    torch_device: torch.device
-    padding_blocks: int = 0
-
-    def upload(self, arrays: Sequence[np.ndarray]) -> list[Tensor]:
-        """See `Device.upload`. Each array by itself."""
-        return [to_device(torch.from_numpy(array), self.torch_device) for array in arrays]
-
-    def padded_rows(self, num_rows: int, num_decodes: int) -> int | None:
-        """See `Device.padded_rows`."""
-        return None
+    def __init__(self, device: Device) -> None:
+        self.padding_blocks, self.padded_rows = device.padding_blocks, device.padded_rows
+        self.upload = Staging(device.torch_device).upload
 
 
 class BatchBuilder:
@@ -108,11 +103,13 @@ class BatchBuilder:
         scheduled: Sequence[ScheduledRequest],
         drawn: Mapping[str, int] = _NOTHING_DRAWN,
         further: Sequence[np.ndarray] = (),
+        adapters: Sequence[int] = (),
     ) -> Batch:
         """The batch of at least one request.
 
         drawn: by request, which of the tokens that the step before draws is its; asked for where they are pending:
-        either all are, or none. further: arrays to upload along.
+        either all are, or none. further: arrays to upload along. adapters: the slot of each request's adapter, below 0
+        for none; empty: no request has one.
         """
         counts = [request.num_tokens for request in scheduled]
         context_lens = [request.start + request.num_tokens for request in scheduled]
@@ -153,16 +150,22 @@ class BatchBuilder:
         if any(map(_has_grid, others)):
             in_grids = _grid_positions(scheduled, in_grids)
         starts = np.concatenate(([0], np.cumsum(counts))).astype(np.int32)
-        # Those rows that are drawn from come last: their number is no part of the shapes of a padded batch.
         arrays: list[np.ndarray] = [starts, np.asarray(context_lens, np.int32), self._tables[: len(counts), :width]]
-        arrays += [slots, token_ids, in_grids, _sampled_rows(scheduled, ends)]
+        arrays += [slots, token_ids, in_grids]
+        runs: Sequence[Run] = ()
+        if adapters:
+            runs, adapted = slots_of_rows((*adapters, *[-1] * len(padding_counts)), tuple(counts))
+            arrays.append(adapted)
+        # Those rows that are drawn from come last: their number is no part of the shapes of a padded batch.
+        arrays.append(_sampled_rows(scheduled, ends))
         pending = scheduled[0].pending
         if pending:
             # What failed in the step before has drawn nothing, and is computed in vain.
             sources = [drawn.get(state.request_id, 0) for state in states]
             arrays.append(np.asarray(sources + [0] * padding, np.int64))
-        uploaded = self._device.upload([*arrays, *further])
-        query_starts, contexts, block_tables, slot_mapping, tokens, places, sampled_rows = uploaded[:7]
+        uploaded = iter(self._device.upload([*arrays, *further]))
+        query_starts, contexts, block_tables, slot_mapping, tokens, places = itertools.islice(uploaded, 6)
+        row_slots = RowSlots(runs, next(uploaded)) if adapters else None
         metadata = BatchMetadata(
             query_starts=query_starts,
             context_lens=contexts,
@@ -180,9 +183,10 @@ class BatchBuilder:
             positions=places,
             metadata=metadata,
             image_rows=image_rows,
-            sampled_rows=sampled_rows,
-            drawn_rows=uploaded[7] if pending else None,
-            further=uploaded[len(arrays) :],
+            sampled_rows=next(uploaded),
+            drawn_rows=next(uploaded) if pending else None,
+            adapters=row_slots,
+            further=[*uploaded],
             is_repeatable=padded is not None,
         )
 

@@ -16,7 +16,7 @@ from vlmserve.kernels.torch_sampling import DrawLater
 from vlmserve.models.image_rows import place_images
 from vlmserve.models.protocols import LoadedModel
 from vlmserve.runner.adapters import RunnerAdapters
-from vlmserve.runner.batch import Batch, BatchBuilder, Unstaged
+from vlmserve.runner.batch import Batch, BatchBuilder, OtherMemory
 from vlmserve.runner.encoder import ImageEncoder
 from vlmserve.runner.kv import KVTensors
 from vlmserve.runner.prompt_logprobs import score_prompts
@@ -110,7 +110,7 @@ class ModelRunner:
         self._images = ImageEncoder(model, adapters)
         self._batches = BatchBuilder(block_size, model.device, num_blocks, self._images.embeddings)
         self._scaling_batches = BatchBuilder(
-            block_size, Unstaged(model.device.torch_device), table_of=attrgetter("scaling_table")
+            block_size, OtherMemory(model.device), num_blocks, table_of=attrgetter("scaling_table")
         )
         self._kv = KVTensors(model, num_blocks, num_host_blocks, block_size)
         # What the last step drew, at least one token, and which request each is of.
@@ -196,18 +196,19 @@ class ModelRunner:
         if later is not None:
             rows = [request.state.sampling_row(int(request.pending)) for request in sampled]
             further = later.arrays(*filters_of(rows), changes_of(rows))
-        batch = self._batches.build(scheduled, self._drawn_rows, further)
+        adapters = () if self._adapters is None else self._adapters.slots_of(scheduled)
+        batch = self._batches.build(scheduled, self._drawn_rows, further, adapters)
         if clock is not None:
             clock.mark()
         sums: dict[str, list[float]] = {}
         try:
             if self._adapters is not None:
                 scalings = self._scalings(scheduled, sums)
-                self._adapters.use_for_batch(scheduled, len(batch.token_ids), scalings)
+                self._adapters.use_for_batch(scheduled, batch, scalings)
             wanted = _wanted_rows(batch, scheduled)
             hidden = self._hidden(batch, wanted)
             if self._adapters is not None:
-                self._adapters.use_for_samples(scheduled)
+                self._adapters.use_for_samples()
             logits = self._logits(hidden[batch.sampled_rows] if wanted is None else hidden)
         except torch.OutOfMemoryError as error:
             if self.model.ranks is not None:
@@ -225,8 +226,9 @@ class ModelRunner:
         mixed = [request for request in scheduled if request.state.scaling_table is not None]
         if not mixed:
             return None
-        batch = self._scaling_batches.build(mixed, self._drawn_rows)
-        self._adapters.use_for_scaling_pass(mixed)
+        slots = self._adapters.slots_of_scaling_pass(mixed)
+        batch = self._scaling_batches.build(mixed, self._drawn_rows, adapters=slots)
+        self._adapters.use_for_scaling_pass(mixed, batch)
         return self._adapters.scalings(scheduled, mixed, self._hidden(batch), sums)
 
     def _hidden(self, batch: Batch, wanted: Tensor | None = None) -> Tensor:
