@@ -16,12 +16,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 import triton
+import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from vlmserve.kernels.attention import AttentionSpec
 from vlmserve.kernels.triton import (
+    adapter_kernels,
     attention_kernels,
     byte_products,
     encoder,
@@ -33,8 +36,9 @@ from vlmserve.kernels.triton import (
     sampling,
     sampling_kernels,
 )
+from vlmserve.kernels.triton.adapters import OUTPUTS, RANKS, STAGES, division
 from vlmserve.kernels.triton.attention import tile
-from vlmserve.kernels.triton.products import tiling
+from vlmserve.kernels.triton.products import MOST_ROWS, tiling
 
 EVERYWHERE = re.compile(r"1 x 4096 x 28672 of [48]|attention of chunks, heads of 128, .*reach$|rotary .* 8")
 """Kernels that are compiled for all architectures: those with instructions that not all have, and the one that takes
@@ -82,8 +86,9 @@ def product_cases() -> Iterator[Case]:
             {**pointers, "weight_ptr": weight, **numbers, "scales_ptr": "*fp16" if bits == 4 else "*fp32"},
             {
                 "OUTPUTS": tiles.outputs, "TOKENS": tiles.tokens, "INPUTS": tiles.inputs, "BITS": bits,
-                "SPLITS": tiles.splits, "STAGES": tiles.stages, "EVEN": True, "ACTIVATION": "silu" if gates else "",
-                "GATED": gates, "HAS_BIAS": False, "HAS_RESIDUAL": out_features == 4096, "ASSEMBLY": True,
+                "SPLITS": tiles.splits, "KEEPS_SUMS": tiles.splits > 1, "STAGES": tiles.stages, "EVEN": True,
+                "ACTIVATION": "silu" if gates else "", "GATED": gates, "HAS_BIAS": False,
+                "HAS_RESIDUAL": out_features == 4096, "ASSEMBLY": True,
             },
             warps=tiles.warps,
             weights=tiles.outputs * tiles.inputs,
@@ -109,6 +114,32 @@ def expanding_cases() -> Iterator[Case]:
     constants = {**tile, "INPUTS": expanding.BYTES}
     types["scales_ptr"] = "*fp32"
     yield Case("expansion of 8 bits", expanding.expand_rows, types, constants, 4, weights=weights)
+
+
+def adapter_cases() -> Iterator[Case]:
+    """Adapters of Mistral-7B's gates and ups, and for many rows everything that there may be."""
+    types = {
+        **dict.fromkeys(("x_ptr", "bias_ptr", "residual_ptr", "out_ptr"), "*bf16"),
+        **dict.fromkeys(("inner_ptr", "sums_ptr", "scalings_ptr"), "*fp32"),
+        "table_ptr": "*i64",
+        "slots_ptr": "*i32",
+        **dict.fromkeys(("rows", "stride_x", "in_features", "out_features", "rank", "slot_stride", "columns"), "i32"),
+    }
+    for rows in (1, 1000):
+        many, (tokens, inputs, splits) = rows > MOST_ROWS, division(rows, 4096, torch.bfloat16)
+        shrinking = {
+            "TOKENS": tokens, "INPUTS": inputs, "SPLITS": splits, "STAGES": STAGES, "EVEN": True, "SCALED": many,
+            "RANKS": RANKS,
+        }  # fmt: skip
+        yield Case(f"first factors of {rows}", adapter_kernels.shrink, types, shrinking, max(2, tokens // 8))
+        adding = {
+            "OUTPUTS": OUTPUTS, "TOKENS": tokens, "SPLITS": 1, "INNER_SPLITS": splits, "DTYPE": tl.bfloat16,
+            "RANKS": RANKS, "BIASED": many, "ACTIVATION": "silu", "GATED": True, "HAS_BIAS": False,
+            "HAS_RESIDUAL": many,
+        }  # fmt: skip
+        sums = {"sums_ptr": "*bf16"} if many else {}
+        warps = max(4, tokens // 4)
+        yield Case(f"second factors of {rows}", adapter_kernels.add_changes, {**types, **sums}, adding, warps)
 
 
 def attention_cases() -> Iterator[Case]:
@@ -214,6 +245,7 @@ def compiled(case: Case, arch: int) -> dict[str, Any]:
     of_kernel = {**case.constants, **({"DEPENDENT": dependent} if "DEPENDENT" in names else {})}
     signature = {name: "constexpr" if name in of_kernel else case.types[name] for name in names}
     sizes = ("in_features", "out_features", "stride_x", "stride", "vocabulary", "width", "stride_token", "stride_head")
+    sizes += ("rank",)
     # As at run time: addresses and sizes of large models are multiples of 16.
     attributes = {
         (place,): [["tt.divisibility", 16]]
@@ -313,7 +345,7 @@ def _bytes(instruction: str, kind: str) -> int:
 def main() -> None:
     architectures = [int(argument) for argument in sys.argv[1:]]
     results: dict[int, dict[str, dict[str, Any]]] = {arch: {} for arch in architectures}
-    kinds = (product_cases, expanding_cases, attention_cases, tower_cases, byte_cases, other_cases)
+    kinds = (product_cases, adapter_cases, expanding_cases, attention_cases, tower_cases, byte_cases, other_cases)
     for case in itertools.chain.from_iterable(cases() for cases in kinds):
         for arch in architectures:
             if arch != 90 and not EVERYWHERE.match(case.name):

@@ -18,6 +18,7 @@ from vlmserve.devices import choice
 from vlmserve.devices.cuda import TritonDevice
 from vlmserve.devices.device import EagerExecutor, LayerExecutor
 from vlmserve.devices.torch_device import TorchDevice
+from vlmserve.layers.adapters import AdapterRows, Change, LowRank
 from vlmserve.layers.norm import RMSNorm
 from vlmserve.models.registry import load_model
 
@@ -114,11 +115,13 @@ def test_norms_have_offsets() -> None:
     torch.testing.assert_close(norm(x), by_torch, atol=2e-3, rtol=2e-3)
 
 
-def test_a_layer_of_decodes_takes_nine_launches(folder: Path, launches: Launches) -> None:
-    model = loaded(folder, InterpretedDevice)
+def layer_launches(model: Any, launches: Launches) -> list[list[str]]:
+    """Of each layer, in a step of two decodes."""
     run = PagedRun(model, [model.embed(torch.tensor([5, 9, 11])), model.embed(torch.tensor([7, 4]))])
     with torch.inference_mode():
         run.step([2, 1])
+        if model.adapter_rows is not None:
+            model.adapter_rows.set([0, -1], [1, 1])
         layer = type(model.layers[0])
         forward, taken = layer.forward, []
 
@@ -126,12 +129,34 @@ def test_a_layer_of_decodes_takes_nine_launches(folder: Path, launches: Launches
             before = len(launches.names)
             with launches:
                 result = forward(self, *args, **kwargs)
-            taken.append([name for name in launches.names[before:] if name != "add_parts"])
+            taken.append(launches.names[before:])
             return result
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(layer, "forward", counted)
             run.step([1, 1])
-    expected = ["norm_rows", "multiply", "rotate_and_write", "attend_rows", "combine"]
-    expected += ["multiply", "norm_rows", "multiply", "multiply"]
-    assert taken == [expected] * len(model.layers)
+    return taken
+
+
+NINE = ["norm_rows", "multiply", "rotate_and_write", "attend_rows", "combine"]
+NINE += ["multiply", "norm_rows", "multiply", "multiply"]
+
+
+def test_a_layer_of_decodes_takes_nine_launches(folder: Path, launches: Launches) -> None:
+    model = loaded(folder, InterpretedDevice)
+    taken = [[name for name in names if name != "add_parts"] for names in layer_launches(model, launches)]
+    assert taken == [NINE] * len(model.layers)
+
+
+def test_adapters_of_a_product_take_two_launches(folder: Path, launches: Launches) -> None:
+    model = loaded(folder, InterpretedDevice)
+    rows = model.adapter_rows = AdapterRows(2)
+    for layer in model.layers:
+        for linear in (layer.self_attn.qkv_proj, layer.self_attn.o_proj, layer.mlp.gate_up_proj, layer.mlp.down_proj):
+            linear.adapt(rows)
+            down, up = torch.randn(4, linear.in_features), torch.randn(linear.out_features, 4)
+            linear.set_adapter(0, linear.prepare(Change((LowRank(down, up),))))
+    expected = []
+    for name in NINE:
+        expected += ["multiply", "shrink", "add_changes"] if name == "multiply" else [name]
+    assert layer_launches(model, launches) == [expected] * len(model.layers)

@@ -128,13 +128,14 @@ def store_results(
 def multiply(
     x_ptr, weight_ptr, scales_ptr, minimums_ptr, bias_ptr, residual_ptr, out_ptr, sums_ptr, rows, stride_x,
     in_features, out_features, OUTPUTS: tl.constexpr, TOKENS: tl.constexpr, INPUTS: tl.constexpr, BITS: tl.constexpr,
-    SPLITS: tl.constexpr, STAGES: tl.constexpr, EVEN: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr,
-    HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, ASSEMBLY: tl.constexpr, DEPENDENT: tl.constexpr = False,
+    SPLITS: tl.constexpr, KEEPS_SUMS: tl.constexpr, STAGES: tl.constexpr, EVEN: tl.constexpr, ACTIVATION: tl.constexpr,
+    GATED: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, ASSEMBLY: tl.constexpr,
+    DEPENDENT: tl.constexpr = False,
 ):  # fmt: skip
     """`OUTPUTS` outputs of `TOKENS` rows a program, over one of `SPLITS` parts of the inputs.
 
-    INPUTS: of a tile, or of a group of 4 bits. sums_ptr: float32 ``[SPLITS, rows, out_features]``, where parts go if
-    there are several; `add_parts` takes it from there.
+    INPUTS: of a tile, or of a group of 4 bits. KEEPS_SUMS: sums go to sums_ptr, float32 ``[SPLITS, rows,
+    out_features]``, from where `add_parts` or `add_changes` takes them; there is only one part otherwise.
     """
     first_output = tl.program_id(0) * OUTPUTS
     outputs = first_output + tl.arange(0, OUTPUTS)
@@ -157,7 +158,7 @@ def multiply(
             x_ptr, weight_ptr, scales_ptr, outputs, tokens, rows, first, last, stride_x, in_features, out_features,
             OUTPUTS, TOKENS, INPUTS, EVEN, BITS, STAGES, ASSEMBLY,
         )  # fmt: skip
-    if SPLITS == 1:
+    if not KEEPS_SUMS:
         store_results(
             sums, bias_ptr, residual_ptr, out_ptr, first_output, tokens, rows, out_features, OUTPUTS, TOKENS,
             ACTIVATION, GATED, HAS_BIAS, HAS_RESIDUAL,

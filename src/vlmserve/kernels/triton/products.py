@@ -11,13 +11,15 @@ from torch import Tensor
 
 from vlmserve.kernels.quantized import QuantizedWeight
 from vlmserve.kernels.triton.activations import ACTIVATIONS
+from vlmserve.kernels.triton.adapter_kernels import WORDS
+from vlmserve.kernels.triton.adapters import TritonChange, add_adapters
 from vlmserve.kernels.triton.byte_products import rounded_product
 from vlmserve.kernels.triton.expanding import expanded_groups, expanded_rows
 from vlmserve.kernels.triton.gated import finish
 from vlmserve.kernels.triton.host_math import cdiv
 from vlmserve.kernels.triton.product_kernels import add_parts, multiply
 from vlmserve.kernels.triton.tuned import TUNED, Shape, Tiling
-from vlmserve.layers.adapters import LinearAdapters
+from vlmserve.layers.adapters import Change, LinearAdapters
 
 MOST_ROWS = 128
 """From here on products are bound by computing, which the library does well."""
@@ -136,14 +138,22 @@ def unsupported_reason(weight: Tensor | QuantizedWeight, activation: str | None)
     return None
 
 
+def pairs(out_features: int, device: torch.device) -> Tensor:
+    """The order of outputs in which each gate is beside its up, so that one program has both."""
+    return torch.arange(out_features, device=device).view(2, -1).T.flatten()
+
+
 class TritonProduct:
     """A weight that few rows are multiplied with in one launch, epilogue and residual included. A `Product` and a
-    `Table`.
+    `Table` that packs changes.
 
-    Where the inputs are split among programs, a second launch adds the parts. More than `MOST_ROWS` rows are multiplied
-    by the device's library; weights of few bits are expanded by a launch before. Where inputs are to be rounded to 8
-    bits, beside weights of 8, a kernel multiplies integers instead.
+    Where the inputs are split among programs, a second launch adds the parts. Where rows have adapters, one launch more
+    multiplies with their first factors, and that second one adds what they change. More than `MOST_ROWS` rows are
+    multiplied by the device's library; weights of few bits are expanded by a launch before. Where inputs are to be
+    rounded to 8 bits, beside weights of 8, a kernel multiplies integers instead.
     """
+
+    change_words: int = WORDS.value
 
     def __init__(
         self,
@@ -159,8 +169,7 @@ class TritonProduct:
         these float32. gated: see `Epilogue`."""
         self._out_features, self._in_features = weight.shape
         if gated:
-            # Each gate beside its up, so that one program has both.
-            order = torch.arange(self._out_features, device=_device(weight)).view(2, -1).T.flatten()
+            order = pairs(self._out_features, _device(weight))
             weight = weight[order]
             bias = None if bias is None else bias[order]
         self._stored, self._bias = store(weight), bias
@@ -178,6 +187,11 @@ class TritonProduct:
         """Memory of the weight."""
         return self._stored.num_bytes
 
+    def pack_change(self, change: Change) -> TritonChange:
+        """See `PacksChanges`."""
+        order = pairs(self._out_features, self._stored.values.device) if self._gated else None
+        return TritonChange(change, order, self._out_features, self._in_features)
+
     def rows(self, indices: Tensor) -> Tensor:
         """See `Table`."""
         if self._stored.scales is None:
@@ -191,15 +205,17 @@ class TritonProduct:
         out: Tensor | None = None,
         adapters: LinearAdapters | None = None,
     ) -> Tensor:
-        """See `Product`; `out` stays unused. With adapters, the device's library multiplies few rows as well."""
+        """See `Product`; `out` stays unused."""
         flat = x.reshape(-1, self._in_features)
         if flat.stride(1) != 1:
             flat = flat.contiguous()
         added = None if residual is None else residual.reshape(-1, self._width)
-        if adapters is not None and adapters.active:
-            result = self._many(flat, added, adapters)
+        if adapters is not None and (adapters.rank is None or not adapters.active):
+            adapters = None
+        if len(flat) <= MOST_ROWS:
+            result = self.few(flat, added, adapters=adapters)
         else:
-            result = self.few(flat, added) if len(flat) <= MOST_ROWS else self._many(flat, added)
+            result = self._many(flat, added, adapters)
         return result.view(*x.shape[:-1], self._width)
 
     def shape(self, rows: int) -> Shape:
@@ -215,8 +231,15 @@ class TritonProduct:
             self._tilings[rows, device] = tuned_tilings(device).get(shape) or tiling(*shape[:4], rows)
         return self._tilings[rows, device]
 
-    def few(self, x: Tensor, residual: Tensor | None = None, tiles: Tiling | None = None) -> Tensor:
-        """The product of few rows ``[rows, in_features]``. tiles: another division than the one for this shape."""
+    def few(
+        self,
+        x: Tensor,
+        residual: Tensor | None = None,
+        tiles: Tiling | None = None,
+        adapters: LinearAdapters | None = None,
+    ) -> Tensor:
+        """The product of few rows ``[rows, in_features]``. tiles: another division than the one for this shape.
+        adapters: of some of the rows, at least one of them packed; a row without one gets what it gets without them."""
         rows = len(x)
         out = torch.empty((rows, self._width), dtype=self._output_dtype, device=x.device)
         if not rows:
@@ -224,7 +247,8 @@ class TritonProduct:
         stored = self._stored
         tiles = tiles or self.tiling(rows, x.device)
         parts = out
-        if tiles.splits > 1:
+        keeps_sums = tiles.splits > 1 or adapters is not None
+        if keeps_sums:
             parts = torch.empty((tiles.splits, rows, self._out_features), dtype=torch.float32, device=x.device)
         bias = out if self._bias is None else self._bias
         added = out if residual is None else residual.contiguous()
@@ -253,13 +277,16 @@ class TritonProduct:
             INPUTS=tiles.inputs,
             BITS=stored.bits,
             SPLITS=tiles.splits,
+            KEEPS_SUMS=keeps_sums,
             STAGES=tiles.stages,
             EVEN=self._in_features % tiles.inputs == 0,
             ASSEMBLY=self._assembly,
             num_warps=tiles.warps,
             **epilogue,
         )
-        if tiles.splits > 1:
+        if adapters is not None:
+            self._add_adapters(x, parts, out, adapters, residual)
+        elif keeps_sums:
             add_parts[(cdiv(self._out_features, 256), rows)](
                 parts, bias, added, out, rows, self._out_features, OUTPUTS=256, SPLITS=tiles.splits, num_warps=4,
                 **epilogue,
@@ -273,7 +300,8 @@ class TritonProduct:
         else:
             output = self._expanded(x)
         if adapters is not None:
-            output = self._changed(x, output, adapters)
+            out = torch.empty((len(x), self._width), dtype=self._output_dtype, device=x.device)
+            return self._add_adapters(x, output, out, adapters, residual)
         if self._activation is None and residual is None and not self._gated:
             return output.to(self._output_dtype)
         return finish(output, self._activation, gated=self._gated, residual=residual, dtype=self._output_dtype)
@@ -289,14 +317,12 @@ class TritonProduct:
             parts.append(F.linear(x, self._stored.expanded(outputs, self._dtype, assembly=self._assembly), bias))
         return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
 
-    def _changed(self, x: Tensor, output: Tensor, adapters: LinearAdapters) -> Tensor:
-        """Adapters know gates and ups in turn as those of a layer: all gates first."""
-        if not self._gated:
-            return adapters.change(x, output, self._bias)
-        bias = None if self._bias is None else self._bias.view(-1, 2).T.flatten()
-        apart = output.view(len(output), -1, 2).transpose(1, 2).flatten(1)
-        changed = adapters.change(x, apart, bias)
-        return changed.view(len(output), 2, -1).transpose(1, 2).flatten(1)
+    def _add_adapters(
+        self, x: Tensor, sums: Tensor, out: Tensor, adapters: LinearAdapters, residual: Tensor | None
+    ) -> Tensor:
+        added = None if residual is None else residual.contiguous()
+        add_adapters(x, sums, out, adapters, self._bias, added, self._activation, gated=self._gated)
+        return out
 
 
 def _device(weight: Tensor | QuantizedWeight) -> torch.device:
