@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,20 +16,24 @@ import torch
 from torch import Tensor
 
 from tests.lazy_stream import LazyStream
+from tests.static_adapters import StaticProduct
 from tests.static_ranges import StaticRanges
 from vlmserve.devices import choice
 from vlmserve.devices.cpu import CpuDevice
-from vlmserve.devices.device import AllocateCache, LayerExecutor, TowerExecutor
+from vlmserve.devices.device import AllocateCache, LayerExecutor, LayerStack, TowerExecutor
 from vlmserve.devices.graphs import Captures, GraphExecutor, TowerGraphs, captured_rows, repeat_by_calls
 from vlmserve.devices.offload import HostBlocks, PinnedBlocks, block_bytes
 from vlmserve.devices.pixels import PixelRing
 from vlmserve.devices.staging import Staging
 from vlmserve.kernels.attention import AttentionBackend, AttentionSpec, BatchMetadata, LayerCache, RotaryRows
+from vlmserve.kernels.quantized import QuantizedWeight
 from vlmserve.kernels.ranges import RangeKernels
 from vlmserve.kernels.torch_cache import write
 from vlmserve.kernels.torch_reference import TorchReference
 from vlmserve.kernels.torch_sampling import Changes, DrawLater, Filters, draw
 from vlmserve.kernels.torch_scores import attention_weights
+from vlmserve.layers.attention import StepContext
+from vlmserve.layers.operations import Epilogue, Product
 from vlmserve.levels import Levels
 
 
@@ -119,6 +124,25 @@ class StaticAttention(TorchReference):
         return (weights @ values).to(query.dtype).flatten(1)
 
 
+class StaticGraphs(GraphExecutor):
+    """What is captured reads rows' adapters where they lay then."""
+
+    def _captured(self, layers: LayerStack, x: Tensor, caches: Sequence[LayerCache], step: StepContext) -> Any:
+        graph, adapters = super()._captured(layers, x, caches, step), step.adapters
+        if graph is None or adapters is None:
+            return graph
+        captured = adapters.rows, adapters.scalings
+
+        def repeat() -> Tensor:
+            rows, scalings = adapters.rows, adapters.scalings
+            adapters.rows, adapters.scalings = captured
+            result = graph.repeat()
+            adapters.rows, adapters.scalings = rows, scalings
+            return result
+
+        return graph._replace(repeat=repeat)
+
+
 class StaticDraw:
     """Draws from what was uploaded, as kernels do. A `DrawLater`."""
 
@@ -149,6 +173,12 @@ class StaticDevice(CpuDevice):
         self._captures = Captures(repeat_by_calls)
         self._copies = LazyStream(lazy=True)
         self._pixels = PixelRing(self._copies, pinned=False)
+
+    def linear(
+        self, weight: Tensor | QuantizedWeight, bias: Tensor | None, epilogue: Epilogue, dtype: torch.dtype
+    ) -> Product:
+        """See `Operations.linear`."""
+        return StaticProduct(super().linear(weight, bias, epilogue, dtype))
 
     def upload(self, arrays: Sequence[np.ndarray]) -> list[Tensor]:
         """See `Device.upload`."""
@@ -196,7 +226,7 @@ class StaticDevice(CpuDevice):
 
     def executor(self) -> LayerExecutor:
         """See `Device.executor`."""
-        self.executors.append(GraphExecutor(self._captures))
+        self.executors.append(StaticGraphs(self._captures))
         return self.executors[-1]
 
     def encoder_ranges(self, num_heads: int, head_size: int, dtype: torch.dtype) -> RangeKernels | None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import cast
 
 import numpy as np
 import pytest
@@ -24,6 +26,7 @@ from vlmserve.devices.graphs import (
 )
 from vlmserve.devices.staging import ALIGNMENT, Staging
 from vlmserve.kernels.attention import CrossRows, LayerCache
+from vlmserve.layers.adapters import AdapterRows, Change, LinearAdapters, PackedChange, PreparedChange, RowSlots, Run
 from vlmserve.layers.attention import StepContext
 
 CPU = torch.device("cpu")
@@ -72,16 +75,25 @@ def test_what_changes_addresses_or_keys_is_another_step() -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", ["prompts", "a plan that says nothing", "factors of queries", "cross-attention", "too many rows"]
-)
+    "kind",
+    [
+        "prompts", "a plan that says nothing", "factors of queries", "cross-attention", "too many rows",
+        "weights that are replaced",
+    ],
+)  # fmt: skip
 def test_other_steps_run_layer_by_layer(kind: str) -> None:
     executor, rows = GraphExecutor(Captures(repeat_by_calls)), MOST_ROWS + 1 if kind == "too many rows" else 2
     lengths = torch.ones(rows, dtype=torch.int64)
     plan: object = {"prompts": Plan(None), "a plan that says nothing": object()}.get(kind, Plan())
     scale = torch.ones(2, 1) if kind == "factors of queries" else None
     cross = [CrossRows(0, 2, torch.zeros(1))] if kind == "cross-attention" else []
+    adapters = None
+    if kind == "weights that are replaced":
+        adapters = AdapterRows(1)
+        adapters.unpacked.add(0)
+        adapters.set([0], [rows])
     for _ in range(3):
-        context = step(plan, lengths, query_scale=scale)
+        context = step(plan, lengths, query_scale=scale, adapters=adapters)
         context = replace(context, metadata=replace(context.metadata, cross=cross))
         assert executor.run(layers, torch.ones(rows, 3), CACHES, context).sum() == rows * 3
     assert executor.num_captured == 0
@@ -104,6 +116,37 @@ def test_nothing_more_is_captured_once_memory_has_run_out(caplog: pytest.LogCapt
     assert [record.getMessage().split(":")[0] for record in caplog.records if record.levelname == "WARNING"] == [
         "memory ran out while a step of 2 rows was captured as a graph"
     ]
+
+
+def test_adapters_are_part_of_a_step_as_far_as_it_launches_others() -> None:
+    executor, lengths, x = GraphExecutor(Captures(repeat_by_calls)), torch.tensor([2, 3]), torch.ones(2, 3)
+    rows, slots = AdapterRows(2), torch.zeros(2, dtype=torch.int32)
+    adapters = LinearAdapters(rows)
+
+    def counted(scalings: Tensor | None = None) -> int:
+        """Graphs, after two steps."""
+        rows.use(RowSlots([Run(0, 1, 0)], slots), scalings)
+        for _ in range(2):
+            executor.run(layers, x, CACHES, step(Plan(), lengths, adapters=rows))
+        return executor.num_captured
+
+    def packed(rank: int) -> PreparedChange:
+        return PreparedChange(Change(), cast(PackedChange, SimpleNamespace(rank=rank, num_bytes=0, words=(rank,))))
+
+    adapters.set(0, packed(16))
+    assert counted() == 1
+    slots += 1
+    adapters.set(1, packed(16))
+    assert counted() == 1, "others of the same rank"
+    adapters.set(1, packed(32))
+    assert counted() == 2, "a higher rank"
+    assert counted(torch.ones(2, 4)) == 3, "with scalings"
+    assert counted(torch.ones(1, 4)) == 3, "those of the last row, which has no adapter, may be missing"
+    assert counted(torch.ones(2, 5)) == 4, "with others"
+    rows.clear()
+    executor.run(layers, x, CACHES, step(Plan(), lengths))
+    executor.run(layers, x, CACHES, step(Plan(), lengths))
+    assert executor.num_captured == 5, "without any"
 
 
 def test_the_graphs_that_were_used_last_are_kept() -> None:

@@ -7,10 +7,12 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
 import vlmserve
+from tests.adapters.test_serving import write_adapter
 from tests.checkpoints import make_llama
 from tests.engine.test_overlap import request
 from tests.engine.test_structured import engine_of
@@ -24,17 +26,27 @@ OF_THE_DEVICE = ("/kernels/torch_", "/devices/staging.py")
 
 
 @pytest.mark.parametrize(
-    "sampling", [{}, {"top_p": 0.8, "temperature": 0.7}, {"logit_bias": {3: 2.0}, "min_tokens": 40}]
+    ("sampling", "adapted"),
+    [
+        ({}, False),
+        ({"top_p": 0.8, "temperature": 0.7}, False),
+        ({"logit_bias": {3: 2.0}, "min_tokens": 40}, False),
+        ({}, True),
+    ],
 )
 def test_a_step_of_decodes_takes_one_upload_and_waits_for_nothing(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     static_devices: list[StaticDevice],  # noqa: F811
     sampling: dict[str, Any],
+    adapted: bool,
 ) -> None:
-    engine = engine_of(make_llama(tmp_path))
+    engine = engine_of(make_llama(tmp_path), enable_lora=adapted)
     for name in ("a", "bb", "ccc"):
-        engine.add(request(name, max_tokens=50, **sampling))
+        adapter = name if adapted and name != "a" else ""
+        if adapter:
+            engine.adapter_store.load(name, write_adapter(tmp_path / name, len(name)))
+        engine.add(msgspec.structs.replace(request(name, max_tokens=50, **sampling), adapter=adapter))
     for _ in range(6):
         engine.step()
     counted: Counter[str] = Counter()

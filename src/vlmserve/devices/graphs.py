@@ -110,8 +110,9 @@ class _Graph(NamedTuple):
 class GraphExecutor:
     """Captures the layers of a step the second time that it comes, and repeats it from then on. A `LayerExecutor`.
 
-    A step is the same if all that it reads has the same shapes and addresses. Steps of other sizes than
-    `captured_rows`, with factors of queries, with cross-attention or with adapters run layer by layer.
+    A step is the same if all that it reads has the same shapes and addresses. Adapters are among what it reads: others
+    of the same ranks may be in the slots. Steps of other sizes than `captured_rows`, with factors of queries, with
+    cross-attention or with adapters that no kernel computes run layer by layer.
     """
 
     def __init__(self, captures: Captures) -> None:
@@ -245,15 +246,21 @@ class TowerGraphs:
 
 def _key(x: Tensor, caches: Sequence[LayerCache], step: StepContext) -> Hashable:
     plan_key = step.plan.capture_key if isinstance(step.plan, CapturablePlan) else None
-    metadata = step.metadata
-    if plan_key is None or step.query_scale is not None or metadata.cross or step.adapters:
+    metadata, adapters = step.metadata, step.adapters
+    if plan_key is None or step.query_scale is not None or metadata.cross:
+        return None
+    if adapters is not None and adapters.has_unpacked:
         return None
     if captured_rows(len(x), metadata.num_decodes) != len(x):
         return None
     tensors = [metadata.query_starts, metadata.context_lens, metadata.block_tables, metadata.slot_mapping]
     tensors += [tensor for rope in step.ropes for tensor in rope.sources]
     tensors.append(caches[0].keys)
-    return plan_key, x.shape, tuple((tensor.data_ptr(), tensor.shape) for tensor in tensors)
+    layout = None
+    if adapters is not None:
+        layout = adapters.layout
+        tensors += [adapters.rows.slots, *([] if adapters.scalings is None else [adapters.scalings])]
+    return plan_key, layout, x.shape, tuple((tensor.data_ptr(), tensor.shape) for tensor in tensors)
 
 
 def _afresh(step: StepContext) -> StepContext:

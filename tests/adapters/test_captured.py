@@ -1,0 +1,135 @@
+"""Steps of decodes with adapters by the data flow of a GPU: captured once, then repeated with other adapters, in other
+rows. See `tests.static_device`."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.adapters.test_parity import answers
+from tests.checkpoints import make_llama
+from tests.engine.test_parity import Oracle, engine_for, text_oracle
+from tests.peft_adapters import make_adapter, make_xlora
+from tests.static_device import StaticDevice, kernels, static_devices  # noqa: F401
+from vlmserve.engine.engine import Engine
+
+ALL = "all-linear"
+STRONG = {"lora_alpha": 100}
+"""So that each answers in its own way."""
+CASES = {
+    "plain": {"target_modules": ALL, **STRONG},
+    "DoRA": {"target_modules": ALL, "use_dora": True, **STRONG},
+    "a bias": {"target_modules": ["v_proj", "gate_proj"], "lora_bias": True, "use_rslora": True, **STRONG},
+    "embeddings": {"target_modules": ["embed_tokens", "lm_head", "q_proj"], **STRONG},
+    "whole modules": {"target_modules": ["q_proj"], "modules_to_save": ["k_proj"], **STRONG},
+}
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Oracle]]:
+    """A folder with adapters, and PEFT's opinions by name; the model's own is that of no name."""
+    folder = tmp_path_factory.mktemp("served")
+    base = text_oracle(make_llama(folder / "model"))
+    oracles = {"": base}
+    for seed, (name, config) in enumerate(CASES.items()):
+        oracles[name] = replace(base, model=make_adapter(base.model, folder / name, seed=seed, **config), answers={})
+    mixed = [{"target_modules": ["q_proj", "down_proj"], **STRONG}, {"target_modules": ALL, "r": 3, **STRONG}]
+    settings = {"xlora_depth": 1, "scaling_pass_value": 0.4}
+    oracles["X-LoRA"] = replace(
+        base, model=make_xlora(base.model, folder / "X-LoRA", mixed, seed=9, **settings), answers={}
+    )
+    return folder, oracles
+
+
+def engine_of(served: tuple[Path, dict[str, Oracle]], names: list[str], **settings: int) -> Engine:
+    folder, oracles = served
+    engine = engine_for(oracles[""], enable_lora=True, **{"max_loras": 4, **settings})
+    for name in names:
+        engine.adapter_store.load(name, folder / name)
+    return engine
+
+
+def check(
+    engine: Engine, oracles: dict[str, Oracle], names: list[str], *, served: str | None = None, length: int = 20
+) -> None:
+    """Requests of those adapters at once. served: as what they are served; None: by these names. length: of prompts."""
+    requests = [(name, oracles[""].prompt(number, length)) for number, name in enumerate(names)]
+    for _, prompt in requests:
+        theirs = {tuple(oracles[name].greedy(prompt, 12)) for name in {*names}}
+        assert len(theirs) == len({*names}), "they can be told apart"
+    expected = [oracles[name].greedy(prompt, 12) for name, prompt in requests]
+    served_as = [(name if served is None else served, prompt) for name, prompt in requests]
+    assert answers(engine, served_as, max_tokens=12) == expected
+
+
+def captured(devices: list[StaticDevice]) -> int:
+    return sum(executor.num_captured for device in devices for executor in device.executors)
+
+
+def test_rows_of_captured_steps_have_their_adapters(
+    served: tuple[Path, dict[str, Oracle]],
+    static_devices: list[StaticDevice],  # noqa: F811
+) -> None:
+    engine = engine_of(served, ["plain", "DoRA", "a bias", "embeddings"])
+    check(engine, served[1], ["plain", "DoRA", "a bias", "embeddings", ""])
+    assert captured(static_devices)
+    check(engine, served[1], ["", "embeddings", "embeddings", "plain", "a bias"])
+    before = captured(static_devices)
+    check(engine, served[1], ["DoRA", "DoRA", "DoRA", "", ""])
+    check(engine, served[1], ["plain", "embeddings", "", "a bias", "plain"])
+    assert captured(static_devices) == before, "the same graphs, whoever has which row"
+
+
+def test_what_is_loaded_later_is_found_by_graphs_from_before(
+    served: tuple[Path, dict[str, Oracle]],
+    static_devices: list[StaticDevice],  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    folder, oracles = served
+    engine = engine_of(served, [], max_loras=1)
+    graphs = []
+    for name in ("plain", "DoRA", "plain", "DoRA"):
+        shutil.copytree(folder / name, tmp_path / "loaded", dirs_exist_ok=True)
+        engine.adapter_store.load("loaded", tmp_path / "loaded")
+        check(engine, oracles, [name], served="loaded")
+        graphs.append(captured(static_devices))
+        engine.unload_adapter("loaded")
+    # The second time that it comes, a prompt is captured, too.
+    assert graphs[1:] == graphs[1:2] * 3, "their ranks are the same"
+
+
+def test_steps_that_mix_adapters_are_captured_and_so_is_what_finds_their_scalings(
+    served: tuple[Path, dict[str, Oracle]],
+    static_devices: list[StaticDevice],  # noqa: F811
+) -> None:
+    engine = engine_of(served, ["X-LoRA", "plain"])
+    before = captured(static_devices)
+    check(engine, served[1], ["X-LoRA"])
+    assert captured(static_devices) == before + 2
+    check(engine, served[1], ["plain", "X-LoRA", ""])
+
+
+def test_of_long_prompts_the_last_layer_computes_the_rows_that_are_sampled_from(
+    served: tuple[Path, dict[str, Oracle]],
+) -> None:
+    engine = engine_of(served, ["plain", "X-LoRA"])
+    rows: list[int] = []
+    layer = engine._runner.model.language_model.layers[-1]
+    hook = layer.mlp.register_forward_pre_hook(lambda _, arguments: rows.append(len(arguments[0])))
+    check(engine, served[1], ["plain", "", "X-LoRA"], length=60)
+    hook.remove()
+    assert rows[:2] == [64, 3], "all of a padded scaling pass, and three of 180"
+
+
+def test_weights_that_are_replaced_are_not_captured(
+    served: tuple[Path, dict[str, Oracle]],
+    static_devices: list[StaticDevice],  # noqa: F811
+) -> None:
+    engine = engine_of(served, ["whole modules"])
+    before = captured(static_devices)
+    check(engine, served[1], ["whole modules"])
+    check(engine, served[1], ["whole modules", ""])
+    assert captured(static_devices) == before
