@@ -6,6 +6,7 @@ keys and values (`copies`).
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import statistics
@@ -15,34 +16,42 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from benchmarks.gpu_timing import copies, per_launch, release, seconds_of, wait
 from benchmarks.gpu_work import decode_work
+from vlmserve.adapters.lora import Adapter
 from vlmserve.config import QuantizationConfig
 from vlmserve.devices.choice import open_device
 from vlmserve.devices.device import Device, EagerExecutor, LayerExecutor
 from vlmserve.kernels.attention import AttentionSpec, BatchMetadata, LayerCache, RotaryRows, RotatingBackend
 from vlmserve.kernels.quantized import QuantizedWeight
+from vlmserve.layers.adapters import Change, LowRank
+from vlmserve.layers.linear import MergedLinear, Weight
 from vlmserve.layers.operations import Epilogue, arrange_layers
+from vlmserve.models.adaptable import AdaptableModel
 from vlmserve.models.decoder import Decoder
 from vlmserve.models.families import decoder_spec
 from vlmserve.models.protocols import LoadedModel
+from vlmserve.models.weights import Checkpoint
 from vlmserve.quant.memory import weight_bytes
 from vlmserve.quant.methods.rtn import round_to_nearest
 from vlmserve.quant.model import quantize
+from vlmserve.runner.adapters import RunnerAdapters
 from vlmserve.runner.runner import ModelRunner, RunningStep
-from vlmserve.steps import CachedRequest, NewRequest, SchedulerOutput
+from vlmserve.steps import AdapterLoad, CachedRequest, NewRequest, SchedulerOutput
 from vlmserve.types import SamplingParams
 
 BLOCK_SIZE = 16
+ADAPTER, RANK = b"random", 16
+"""The digest of an adapter, and its rank."""
 SLEEP_CYCLES = 10**8
 """Of a GPU's clock: about 50 milliseconds, longer than a host takes for a step."""
 LINES = 200
@@ -255,14 +264,16 @@ def _decodes(streams: int, context: int, device: torch.device) -> BatchMetadata:
 
 def decode(device: torch.device, sizes: Sizes, folder: Path) -> Measured:
     """Tokens a second of decodes and the time to a prompt's first token, in plain weights and in 4 bits, as the device
-    runs them, with kernels that begin while the one before runs, and layer by layer; what a step has to read and to
-    multiply, and how long the device has to do."""
+    runs them, with an adapter, with kernels that begin while the one before runs, and layer by layer; what a step has
+    to read and to multiply beside adapters, and how long the device has to do."""
     for how in ("", ", overlapping", ", layer by layer"):
         with overlapping(device, wanted=how == ", overlapping") as possible:
             for scheme in ("none", "int4") if possible else ():
                 model = random_model(device, sizes, scheme, eager=how == ", layer by layer")
                 for streams in sizes.streams[:1] if how == ", layer by layer" else sizes.streams:
                     yield f"{scheme}, {streams} streams{how}", _streams(model, sizes, streams)
+                for streams in () if how else sizes.streams[:2]:
+                    yield f"{scheme}, {streams} streams, LoRA", _streams(model, sizes, streams, random_adapter(model))
                 del model
                 release(device)
 
@@ -311,13 +322,40 @@ def random_weights(modules: nn.Module, on: Device, quantization: QuantizationCon
     arrange_layers(modules, on)
 
 
-class Streams:
-    """Requests that decode together, through the model runner alone."""
+def random_adapter(model: LoadedModel) -> RunnerAdapters:
+    """A slot of a random model, and in it an adapter that changes all products of its layers."""
+    modules, no_checkpoint = nn.Module(), cast(Checkpoint, None)
+    modules.language_model = cast(nn.Module, model.language_model)
+    device = model.device.torch_device
+    adaptable = AdaptableModel(modules, no_checkpoint, (), None, model.dtype, device)
+    adapter = Adapter(ADAPTER)
+    slots = RunnerAdapters(replace(model, adaptable=adaptable), 1, lambda digest: adapter)
+    for path, module in modules.named_modules():
+        if isinstance(module, Weight) and ".layers." in path:
+            ends = itertools.accumulate(
+                module.parts.values() if isinstance(module, MergedLinear) else [module.out_features]
+            )
+            parts = [
+                LowRank(
+                    torch.randn(RANK, module.in_features, device=device) / module.in_features**0.5,
+                    torch.randn(end - start, RANK, device=device) / 100,
+                    start,
+                )
+                for start, end in itertools.pairwise([0, *ends])
+            ]
+            adapter.layers[path] = module.prepare(Change(tuple(parts)))
+    slots.load([AdapterLoad(0, ADAPTER)])
+    return slots
 
-    def __init__(self, model: LoadedModel, sizes: Sizes, count: int) -> None:
+
+class Streams:
+    """Requests that decode together, through the model runner alone. adapters: see `random_adapter`."""
+
+    def __init__(self, model: LoadedModel, sizes: Sizes, count: int, adapters: RunnerAdapters | None = None) -> None:
+        self._adapter = b"" if adapters is None else ADAPTER
         self._sizes, self._count, self._device = sizes, count, model.device.torch_device
         self._each = -(-(max(sizes.context + 2 * sizes.steps + DEVICE_STEPS, sizes.prompt) + 1) // BLOCK_SIZE)
-        self._runner = ModelRunner(model, (count + 1) * self._each, 0, BLOCK_SIZE, no_grammars)
+        self._runner = ModelRunner(model, (count + 1) * self._each, 0, BLOCK_SIZE, no_grammars, adapters)
         self._length = sizes.context
         for number in range(count):
             self.prompt(number, sizes.context)
@@ -328,7 +366,7 @@ class Streams:
         tokens = [(7 * i + number) % self._sizes.config["vocab_size"] for i in range(length)]
         request = NewRequest(
             str(number), 0, length, length, tokens, blocks,
-            SamplingParams(temperature=0, max_tokens=10**6, ignore_eos=True), 0, 10**6, [],
+            SamplingParams(temperature=0, max_tokens=10**6, ignore_eos=True), 0, 10**6, [], adapter=self._adapter,
         )  # fmt: skip
         start = time.perf_counter()
         self._runner.submit(SchedulerOutput(new_requests=[request])).result()
@@ -379,8 +417,8 @@ def no_grammars(grammar: object) -> Any:
     raise NotImplementedError("benchmarks send no grammars")
 
 
-def _streams(model: LoadedModel, sizes: Sizes, count: int) -> dict[str, Any]:
-    streams = Streams(model, sizes, count)
+def _streams(model: LoadedModel, sizes: Sizes, count: int, adapters: RunnerAdapters | None = None) -> dict[str, Any]:
+    streams = Streams(model, sizes, count, adapters)
     steps = [streams.step() for _ in range(sizes.steps)]
     # The first steps compile and capture.
     step = statistics.median(steps[len(steps) // 3 :])

@@ -133,19 +133,31 @@ def figures() -> dict[str, Figure]:
     found = {}
     for count in STREAMS:
         streams = gpu_stages.Streams(model, gpu_stages.FULL, count)
-        streams.steps_ahead(3)  # the second one is captured
-        found[f"{count} streams"] = figure(
-            functools.partial(streams.steps_ahead, STEPS), library, repeats=9, steps=STEPS
-        )
+        found[f"{count} streams"] = decodes(streams, library)
     for length in PROMPTS:
-
-        def prompt(length: int = length) -> None:
-            streams.prompt(STREAMS[-1], length)
-            streams.forget(STREAMS[-1])
-
-        prompt()
-        found[f"prompt of {length}"] = figure(prompt, library, repeats=9)
+        found[f"prompt of {length}"] = prompts(streams, STREAMS[-1], length, library)
+    streams = gpu_stages.Streams(model, gpu_stages.FULL, 1, gpu_stages.random_adapter(model))
+    found["1 streams, LoRA"] = decodes(streams, library)
+    for length in PROMPTS:
+        found[f"prompt of {length}, LoRA"] = prompts(streams, 1, length, library)
     return found
+
+
+def decodes(streams: gpu_stages.Streams, library: ctypes.CDLL) -> Figure:
+    """Of steps that are submitted one ahead."""
+    streams.steps_ahead(3)  # the second one is captured
+    return figure(functools.partial(streams.steps_ahead, STEPS), library, repeats=9, steps=STEPS)
+
+
+def prompts(streams: gpu_stages.Streams, number: int, length: int, library: ctypes.CDLL) -> Figure:
+    """Of a request with that number and so many tokens."""
+
+    def prompt() -> None:
+        streams.prompt(number, length)
+        streams.forget(number)
+
+    prompt()
+    return figure(prompt, library, repeats=9)
 
 
 def show(found: dict[str, Figure], console: Console) -> None:
