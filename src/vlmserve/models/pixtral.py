@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from vlmserve.errors import InvalidImageError, ModelLoadError, UnsupportedModelError
 from vlmserve.layers.linear import Linear
 from vlmserve.layers.norm import RMSNorm
-from vlmserve.layers.stages import StageBudget, Stages, by_rows
+from vlmserve.layers.stages import StageBudget, Stages, by_rows, run_stages
 from vlmserve.models.llava import Projector
-from vlmserve.models.vision.pixtral import PixtralSpec, PixtralTower
+from vlmserve.models.vision.pixtral import PixtralLayout, PixtralSpec, PixtralTower
 from vlmserve.models.vision.staged import StagedVision
 from vlmserve.types import TowerInputs
 
@@ -91,7 +91,7 @@ class PixtralVision(StagedVision):
                 size, self._merge, hidden_size, act, norm_eps, bias=bias, dtype=dtype, device=device
             )
         self._merges = norm_eps is not None
-        self.dtype = dtype
+        self.dtype, self._device = dtype, device
 
     def check(self, shape: tuple[int, ...], num_tokens: int, tiling: TowerInputs | None = None) -> None:
         """Check that pixels ``[1, channels, height, width]`` become that many embeddings; raises InvalidImageError if
@@ -118,8 +118,27 @@ class PixtralVision(StagedVision):
         self, pixels: list[Tensor], tilings: Sequence[TowerInputs | None], budget: StageBudget
     ) -> Stages[list[Tensor]]:
         """See `VisionEncoder.in_stages`. The embeddings of each image come row by row."""
-        projector, merge = self.multi_modal_projector, self._merge
         states = yield from self.vision_tower.in_stages([image[0].to(self.dtype) for image in pixels], budget)
+        return (yield from self._projected(states, pixels, budget))
+
+    def lay_out(self, shapes: Sequence[tuple[int, ...]]) -> PixtralLayout:
+        """See `LaidOutTower.lay_out`."""
+        return self.vision_tower.lay_out([(height, width) for *_, height, width in shapes], self._device)
+
+    def encode_laid_out(self, pixels: Sequence[Tensor], layout: PixtralLayout) -> Tensor:
+        """See `LaidOutTower.encode_laid_out`."""
+        return run_stages(self._laid_out(pixels, layout, StageBudget()))
+
+    def _laid_out(self, pixels: Sequence[Tensor], layout: PixtralLayout, budget: StageBudget) -> Stages[Tensor]:
+        images = [image[0].to(self.dtype) for image in pixels]
+        states = yield from self.vision_tower.laid_out(images, layout, budget)
+        return torch.cat((yield from self._projected(states, pixels, budget)))
+
+    def _projected(
+        self, states: Sequence[Tensor], pixels: Sequence[Tensor], budget: StageBudget
+    ) -> Stages[list[Tensor]]:
+        """The states of images' patches to their embeddings."""
+        projector, merge = self.multi_modal_projector, self._merge
         images = []
         for x, image in zip(states, pixels, strict=True):
             if self._merges:

@@ -8,7 +8,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -120,6 +120,14 @@ class PixtralLayer(nn.Module):
         return output
 
 
+class PixtralLayout(NamedTuple):
+    """Where the patches of images lie. cos, sin: as `patch_angles` makes them. images: which belong to one image."""
+
+    cos: Tensor
+    sin: Tensor
+    images: Ranges
+
+
 class PixtralTower(nn.Module):
     """An image of whole patches to their states, row by row. Modules are named as checkpoints name them."""
 
@@ -143,27 +151,33 @@ class PixtralTower(nn.Module):
         together = next(iter(self._layers())).attention.attention.range_kernels is not None
         images: list[Tensor] = []
         for some in [pixels] if together else [[image] for image in pixels]:
-            images += yield from self._encode(some, budget)
+            layout = self.lay_out([(image.shape[1], image.shape[2]) for image in some], some[0].device)
+            images += yield from self.laid_out(some, layout, budget)
         return images
 
-    def _encode(self, images: Sequence[Tensor], budget: StageBudget) -> Stages[list[Tensor]]:
+    def lay_out(self, sizes: Sequence[tuple[int, int]], device: torch.device) -> PixtralLayout:
+        """Of images of these heights and widths in pixels."""
+        patch = self.spec.patch_size
+        grids = [(height // patch, width // patch) for height, width in sizes]
+        cosines, sines = zip(*(self._angles(down, across, device) for down, across in grids), strict=True)
+        return PixtralLayout(
+            torch.cat(cosines), torch.cat(sines), Ranges.of([down * across for down, across in grids], device)
+        )
+
+    def laid_out(self, images: Sequence[Tensor], layout: PixtralLayout, budget: StageBudget) -> Stages[list[Tensor]]:
+        """As `in_stages`, all images together."""
         spec = self.spec
         size = spec.patch_size
-        embedded, cosines, sines, lengths = [], [], [], []
+        embedded = []
         for pixels in images:
             down, across = pixels.shape[1] // size, pixels.shape[2] // size
             rows = pixels.reshape(spec.num_channels, down, size, -1).transpose(0, 1)
             of_rows = yield from by_rows(self._embedded, across * self.patch_conv.products, budget, rows)
             embedded.append(of_rows.flatten(0, 1))
-            cos, sin = self._angles(down, across, pixels.device)
-            cosines.append(cos)
-            sines.append(sin)
-            lengths.append(down * across)
-        x, cos, sin = (torch.cat(parts) for parts in (embedded, cosines, sines))
-        ranges = Ranges.of(lengths, x.device)
+        x = torch.cat(embedded)
         for layer in self._layers():
-            x = yield from layer.in_stages(x, cos, sin, ranges, budget)
-        return list(torch.split(x, lengths))
+            x = yield from layer.in_stages(x, layout.cos, layout.sin, layout.images, budget)
+        return list(torch.split(x, layout.images.lengths))
 
     def _angles(self, down: int, across: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """`patch_angles` of an image of so many patches. Those that were used last are kept."""
