@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,13 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.checkpoints import make_llama
+from tests.checkpoints import make_llama, make_llava, make_mistral3
 from vlmserve.devices.cpu import CpuDevice
 from vlmserve.errors import ConfigurationError
 from vlmserve.kernels.attention import BatchMetadata
 from vlmserve.models.protocols import LoadedModel
 from vlmserve.models.registry import load_model
-from vlmserve.runner.memory import num_kv_blocks, run_largest_step
+from vlmserve.runner.memory import num_kv_blocks, run_largest_encoding, run_largest_step
 
 CPU = torch.device("cpu")
 
@@ -76,3 +77,44 @@ def test_no_more_blocks_than_full_contexts_fill() -> None:
     assert num_kv_blocks(budget=450, **sizes) == 4
     with pytest.raises(ConfigurationError, match="the KV cache has 0 bytes and a block of 16 tokens needs 100"):
         num_kv_blocks(budget=-1, **sizes)
+
+
+@pytest.mark.parametrize(
+    ("make", "num_tokens", "expected"),
+    [
+        (make_llava, 40, lambda count, side: [(1, 3, side, side)] * min(5, 40 // count)),
+        (make_llava, 1, lambda count, side: [(1, 3, side, side)]),
+        (make_mistral3, 64 * 9 + 70, lambda count, side: [(1, 3, 3 * side, 3 * side)]),
+    ],
+    ids=["tiles", "at least one", "images of any size"],
+)
+def test_the_largest_encoding_fills_a_step(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    make: Callable[[Path], Path],
+    num_tokens: int,
+    expected: Callable[[int, int], list[tuple[int, ...]]],
+) -> None:
+    model = load_model(make(tmp_path), device=CPU, dtype=torch.float32, kernels="torch")
+    tower = model.vision
+    assert tower is not None
+    shapes: list[list[tuple[int, ...]]] = []
+    counts: list[int] = []
+    encode = type(tower).encode
+
+    def record(self: Any, pixels: list[Tensor], tilings: Any = ()) -> list[Tensor]:
+        shapes.append([tuple(image.shape) for image in pixels])
+        embeddings: list[Tensor] = encode(self, pixels, tilings)
+        counts.append(sum(map(len, embeddings)))
+        return embeddings
+
+    monkeypatch.setattr(type(tower), "encode", record)
+    run_largest_encoding(model, num_tokens=num_tokens, num_images=5)
+    assert tower.example_shape is not None
+    assert shapes[0] == [tower.example_shape]
+    assert shapes[1:] == [expected(counts[0], tower.example_shape[-1])]
+    assert counts[1] <= max(num_tokens, counts[0])
+
+
+def test_models_without_a_tower_encode_nothing(model: LoadedModel) -> None:
+    run_largest_encoding(model, num_tokens=100, num_images=5)

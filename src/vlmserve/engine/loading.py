@@ -21,7 +21,7 @@ from vlmserve.layers.parallel import Ranks
 from vlmserve.models.hub import resolve_model
 from vlmserve.models.protocols import LoadedModel
 from vlmserve.models.registry import load_model
-from vlmserve.runner.memory import num_kv_blocks, run_largest_step
+from vlmserve.runner.memory import num_kv_blocks, run_largest_encoding, run_largest_step
 
 logger = logging.getLogger(__name__)
 
@@ -118,6 +118,11 @@ def _cache_budget(config: EngineConfig, model: LoadedModel, max_model_len: int) 
         return config.kv_cache_memory // config.tensor_parallel_size
 
     def largest_step() -> None:
+        run_largest_encoding(
+            model,
+            num_tokens=config.max_num_batched_tokens,
+            num_images=config.max_encoded_images or model.device.images_per_step,
+        )
         run_largest_step(
             model,
             num_tokens=config.max_num_batched_tokens,

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
+from vlmserve.devices.device import LaidOutTower
 from vlmserve.errors import ConfigurationError
 from vlmserve.kernels.attention import BatchMetadata
 from vlmserve.models.protocols import LoadedModel
@@ -48,6 +51,26 @@ def run_largest_step(
         min_ps=[0.0] * rows,
         numbers=[0.5] * rows,
     )
+
+
+@torch.inference_mode()
+def run_largest_encoding(model: LoadedModel, *, num_tokens: int, num_images: int) -> None:
+    """Send as many images through the vision tower as a step has room for, so that the device can measure how much
+    memory that takes. A tower that takes no made-up images is left out.
+
+    num_tokens: of a step, into which the embeddings have to fit. num_images: that a step encodes at most.
+    """
+    tower = model.vision
+    if tower is None or (shape := tower.example_shape) is None:
+        return
+    small = torch.zeros(shape, dtype=model.dtype, device=model.device.torch_device)
+    [embeddings] = tower.encode([small], [None])
+    times = max(1, num_tokens // len(embeddings))
+    images = [small] * min(times, num_images)
+    if isinstance(tower, LaidOutTower):
+        # One image has more patches that see each other than several.
+        images = [small.repeat(1, 1, math.isqrt(times), math.isqrt(times))]
+    tower.encode(images, [None] * len(images))
 
 
 def num_kv_blocks(
