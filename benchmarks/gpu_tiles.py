@@ -32,21 +32,24 @@ Failures = dict[str, str]
 
 def candidates(rule: Tiling, shape: Shape, rows: int) -> Iterator[Tiling]:
     """Tilings for a product of so many rows that give each multiprocessor something to do, and fit into its memory."""
-    many = rule.tokens > 16
     # All inputs of a tile of 4 bits are a group.
     depths = (rule.inputs,) if shape.bits == 4 else (rule.inputs, 2 * rule.inputs)
     widths = (rule.tokens, 2 * rule.tokens) if rows > rule.tokens else (rule.tokens,)
-    ahead = sorted({rule.stages, *((2, 4) if many else (4, 8))})
     for outputs, tokens, inputs, splits, stages in itertools.product(
-        (64, 128) if many else (32, 64, 128), widths, depths, (1, 2, 4), ahead
+        (32, 64, 128), widths, depths, (1, 2, 4), sorted({rule.stages, 2, 4})
     ):
         programs = -(-shape.out_features // outputs) * -(-rows // tokens) * splits
         # Parts are added by another launch, which does not pay where there are programs enough.
         enough = programs >= PROGRAMS // 2 and (splits == 1 or programs <= 4 * PROGRAMS)
-        tile_bytes = inputs * (outputs * shape.bits // 8 + 2 * tokens)
-        if enough and shape.in_features // inputs >= 4 * splits and stages * tile_bytes <= SHARED_BYTES:
-            for warps in sorted({max(1, outputs // 32, tokens // 16), max(outputs // 16, tokens // 16)}):
-                yield Tiling(outputs, tokens, inputs, splits, warps, stages)
+        for warps in (2, 4, 8):
+            tiles = Tiling(outputs, tokens, inputs, splits, warps, stages)
+            parts = tiles.parts(shape.bits)
+            # Where warps do not divide the inputs, they divide outputs.
+            divided = parts > 1 or warps in (outputs // 32, outputs // 16)
+            deep = shape.in_features // inputs >= max(parts, 4) * splits
+            tile_bytes = inputs * parts * (outputs * shape.bits // 8 + 2 * tokens)
+            if enough and divided and deep and (stages - 1) * tile_bytes <= SHARED_BYTES:
+                yield tiles
 
 
 def search(products: Sequence[TritonProduct], x: torch.Tensor, deadline: float) -> dict[str, Any] | None:

@@ -76,8 +76,6 @@ def product_cases() -> Iterator[Case]:
     for (bits, weight), rows, out_features in itertools.product(
         ((4, "*u8"), (8, "*u8"), (16, "*bf16")), (1, 64), (4096, 28672)
     ):
-        if (rows, out_features) == (64, 4096):
-            continue
         tiles = tiling(bits, 128, out_features, 4096, rows)
         gates = out_features == 28672
         yield Case(
@@ -86,12 +84,12 @@ def product_cases() -> Iterator[Case]:
             {**pointers, "weight_ptr": weight, **numbers, "scales_ptr": "*fp16" if bits == 4 else "*fp32"},
             {
                 "OUTPUTS": tiles.outputs, "TOKENS": tiles.tokens, "INPUTS": tiles.inputs, "BITS": bits,
-                "SPLITS": tiles.splits, "KEEPS_SUMS": tiles.splits > 1, "STAGES": tiles.stages, "EVEN": True,
-                "ACTIVATION": "silu" if gates else "", "GATED": gates, "HAS_BIAS": False,
-                "HAS_RESIDUAL": out_features == 4096, "ASSEMBLY": True,
+                "PARTS": tiles.parts(bits), "SPLITS": tiles.splits, "KEEPS_SUMS": tiles.splits > 1,
+                "STAGES": tiles.stages, "EVEN": True, "ACTIVATION": "silu" if gates else "", "GATED": gates,
+                "HAS_BIAS": False, "HAS_RESIDUAL": out_features == 4096, "ASSEMBLY": True,
             },
             warps=tiles.warps,
-            weights=tiles.outputs * tiles.inputs,
+            weights=tiles.outputs * tiles.inputs * tiles.parts(bits),
         )  # fmt: skip
     yield Case(
         "sum of parts",

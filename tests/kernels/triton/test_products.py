@@ -13,6 +13,7 @@ from vlmserve.kernels.quantized import QuantizedWeight
 from vlmserve.kernels.triton import products, unpacking
 from vlmserve.kernels.triton.gated import finish
 from vlmserve.kernels.triton.products import TritonProduct, store, tiling, unsupported_reason
+from vlmserve.kernels.triton.tuned import Tiling
 from vlmserve.layers.activation import ACTIVATIONS, activation
 from vlmserve.quant.methods.rtn import round_to_nearest
 
@@ -52,6 +53,19 @@ def test_few_rows_equal_float64(device: torch.device, kind: str, rows: int) -> N
     expected = x.double() @ numbers.T
     assert_near(product(x.to(device)), expected, torch.float16)
     assert_near(product(x.to(device), residual.to(device)), expected + residual.double(), torch.float16)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("warps", "splits"), [(2, 1), (4, 1), (8, 2), (2, 5)])
+def test_warps_divide_inputs(device: torch.device, kind: str, warps: int, splits: int) -> None:
+    """Ten tiles: whole rounds of them, and some that are not."""
+    torch.manual_seed(warps)
+    weight, numbers = made(kind, 70, 320, device)
+    x = torch.randn(5, 320).half()
+    product = TritonProduct(weight, dtype=torch.float16)
+    tiles = Tiling(32, 8, 32, splits, warps, 2)
+    assert tiles.parts(16) == warps
+    assert_near(product.few(x.to(device), tiles=tiles), x.double() @ numbers.T, torch.float16)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -12,7 +12,7 @@ from benchmarks import gpu, gpu_tiles
 from benchmarks.gpu_stages import TINY
 from benchmarks.gpu_timing import Launch
 from vlmserve.kernels.triton import products
-from vlmserve.kernels.triton.products import TritonProduct, tiling
+from vlmserve.kernels.triton.products import PROGRAMS, TritonProduct, tiling
 from vlmserve.kernels.triton.tuned import Shape, Tiling
 
 pytestmark = pytest.mark.skipif(
@@ -84,6 +84,17 @@ def test_candidates_fit_the_product_and_the_gpu(shape: tuple[int, int], rows: in
         programs = -(-shape[0] // tiles.outputs) * -(-rows // tiles.tokens) * tiles.splits
         assert programs >= 64, "most multiprocessors would have nothing to do"
         assert tiles.tokens <= max(rows, rule.tokens)
+
+
+@pytest.mark.parametrize("shape", [(28672, 4096), (6144, 4096), (4096, 4096), (4096, 14336), (4096, 11008)])
+@pytest.mark.parametrize("rows", [1, 16, 64])
+@pytest.mark.parametrize("bits", [4, 8, 16])
+def test_rules_give_each_multiprocessor_several_warps(shape: tuple[int, int], rows: int, bits: int) -> None:
+    tiles = tiling(bits, 128, *shape, rows)
+    programs = -(-shape[0] // tiles.outputs) * -(-rows // tiles.tokens) * tiles.splits
+    assert programs * tiles.warps >= 4 * PROGRAMS
+    assert tiles.splits == 1, "a product is one launch"
+    assert tiles.stages >= 2
 
 
 def test_the_search_ends_before_the_stage_does() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from vlmserve.kernels.triton import divided_inputs
 from vlmserve.kernels.triton.activations import activate
 from vlmserve.kernels.triton.dependent import CACHE_LINE, prefetch, wait_for_previous
 from vlmserve.kernels.triton.launching import Kernel
@@ -128,13 +129,14 @@ def store_results(
 def multiply(
     x_ptr, weight_ptr, scales_ptr, minimums_ptr, bias_ptr, residual_ptr, out_ptr, sums_ptr, rows, stride_x,
     in_features, out_features, OUTPUTS: tl.constexpr, TOKENS: tl.constexpr, INPUTS: tl.constexpr, BITS: tl.constexpr,
-    SPLITS: tl.constexpr, KEEPS_SUMS: tl.constexpr, STAGES: tl.constexpr, EVEN: tl.constexpr, ACTIVATION: tl.constexpr,
-    GATED: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, ASSEMBLY: tl.constexpr,
-    DEPENDENT: tl.constexpr = False,
+    PARTS: tl.constexpr, SPLITS: tl.constexpr, KEEPS_SUMS: tl.constexpr, STAGES: tl.constexpr, EVEN: tl.constexpr,
+    ACTIVATION: tl.constexpr, GATED: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+    ASSEMBLY: tl.constexpr, DEPENDENT: tl.constexpr = False,
 ):  # fmt: skip
     """`OUTPUTS` outputs of `TOKENS` rows a program, over one of `SPLITS` parts of the inputs.
 
-    INPUTS: of a tile, or of a group of 4 bits. KEEPS_SUMS: sums go to sums_ptr, float32 ``[SPLITS, rows,
+    INPUTS: of a tile, or of a group of 4 bits. PARTS: tiles that are multiplied side by side, one by each warp.
+    KEEPS_SUMS: sums go to sums_ptr, float32 ``[SPLITS, rows,
     out_features]``, from where `add_parts` or `add_changes` takes them; there is only one part otherwise.
     """
     first_output = tl.program_id(0) * OUTPUTS
@@ -148,7 +150,17 @@ def multiply(
     if DEPENDENT:
         prefetch_rows(weight_ptr, outputs, first * INPUTS, in_features, out_features, BITS)
     wait_for_previous(DEPENDENT)
-    if BITS == 4:
+    if PARTS > 1 and BITS == 4:
+        sums = divided_inputs.groups_of_4_bits(
+            x_ptr, weight_ptr, scales_ptr, minimums_ptr, outputs, tokens, rows, first, last, stride_x, in_features,
+            out_features, OUTPUTS, TOKENS, INPUTS, PARTS, EVEN, STAGES, ASSEMBLY,
+        )  # fmt: skip
+    elif PARTS > 1:
+        sums = divided_inputs.whole_rows(
+            x_ptr, weight_ptr, scales_ptr, outputs, tokens, rows, first, last, stride_x, in_features, out_features,
+            OUTPUTS, TOKENS, INPUTS, PARTS, EVEN, BITS, STAGES, ASSEMBLY,
+        )  # fmt: skip
+    elif BITS == 4:
         sums = groups_of_4_bits(
             x_ptr, weight_ptr, scales_ptr, minimums_ptr, outputs, tokens, rows, first, last, stride_x, in_features,
             out_features, OUTPUTS, TOKENS, INPUTS, STAGES, ASSEMBLY,

@@ -26,6 +26,13 @@ MOST_ROWS = 128
 PROGRAMS = 128
 """About as many as an H100 or H200 has multiprocessors (132): with fewer programs, tiles are smaller, and with fewer
 than half of these, the inputs are split among several."""
+BYTES_ON_THEIR_WAY = 2**15
+"""Of weights, for each multiprocessor: about what memory gives in the time that one access takes. At 4.3 TB/s and 0.7
+to 1 microseconds that is 23 to 33 KB for each of 132."""
+SHARED_BYTES = 112 * 1024
+"""For tiles on their way to one program, so that a multiprocessor of an H100 or H200 has two."""
+MOST_ON_THEIR_WAY = 11
+"""Tiles."""
 EXPANDED_ELEMENTS = 2**28
 """Weights of few bits that are expanded at a time, to be multiplied by many rows: 512 MiB in 16 bits. Layers of a 7B
 model are one such block, output heads of large models several."""
@@ -48,21 +55,30 @@ def tiling(bits: int, group: int, out_features: int, in_features: int, rows: int
     """The tiling for a product where none was measured, a function of its shape alone. group: of inputs that share a
     scale, of 4 bits.
 
-    Chosen by what Triton's compiler makes of it (registers, spills, instructions a weight).
+    Chosen by what Triton's compiler makes of it (registers, spills, instructions a weight), so that each multiprocessor
+    has several warps, and enough weights on their way from memory.
     """
     tokens = tokens_of_tile(bits, rows)
-    outputs, least = 128, 32 if tokens <= 16 else 64
-    while outputs > least and out_features // outputs < PROGRAMS:
-        outputs //= 2
+    outputs = {8: 64, 16: 32}.get(tokens, 128)
+    if out_features // outputs < PROGRAMS:
+        outputs = 32
     inputs = {4: group, 8: 128, 16: 64, 32: 32}[bits]
-    programs = -(-out_features // outputs)
-    tiles = -(-in_features // inputs)
+    programs, tiles = cdiv(out_features, outputs), cdiv(in_features, inputs)
     splits = 1
     while splits < 8 and programs * splits < PROGRAMS // 2 and tiles // (splits * 2) >= 4:
         splits *= 2
-    # Small tiles need more of them on their way to keep memory busy.
-    stages = {8: 4, 16: 4, 32: 3, 64: 3}[tokens] * (2 if outputs == 32 and bits < 16 else 1)
-    return Tiling(outputs, tokens, inputs, splits, max(outputs // 32, tokens // 16), stages)
+    warps = max(outputs // 32, tokens // 16)
+    divided = Tiling(outputs, tokens, inputs, splits, warps, 0)
+    if divided.divides_inputs(bits):
+        most = next(count for count in (8, 4, 2, 1) if count <= min(256 // outputs, cdiv(tiles, splits)))
+        # Whole rounds need no masks, which are worth up to half of the warps.
+        whole = [count for count in (most, most // 2) if count and tiles % (splits * count) == 0]
+        divided = divided._replace(warps=whole[0] if whole else most)
+    round_inputs = inputs * divided.parts(bits)
+    # Of the stages of a pipeline, one is computed and the others are on their way.
+    wanted = cdiv(BYTES_ON_THEIR_WAY, max(1, programs * splits // PROGRAMS) * outputs * round_inputs * bits // 8)
+    room = SHARED_BYTES // (round_inputs * (outputs * bits // 8 + tokens * 2))
+    return divided._replace(stages=1 + max(1, min(max(2, wanted), room, MOST_ON_THEIR_WAY)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,7 +274,7 @@ class TritonProduct:
             "HAS_BIAS": self._bias is not None,
             "HAS_RESIDUAL": residual is not None,
         }
-        columns = cdiv(self._out_features, tiles.outputs)
+        columns, side_by_side = cdiv(self._out_features, tiles.outputs), tiles.parts(stored.bits)
         multiply[(columns, cdiv(rows, tiles.tokens), tiles.splits)](
             x,
             stored.values,
@@ -276,10 +292,11 @@ class TritonProduct:
             TOKENS=tiles.tokens,
             INPUTS=tiles.inputs,
             BITS=stored.bits,
+            PARTS=side_by_side,
             SPLITS=tiles.splits,
             KEEPS_SUMS=keeps_sums,
             STAGES=tiles.stages,
-            EVEN=self._in_features % tiles.inputs == 0,
+            EVEN=self._in_features % (tiles.inputs * side_by_side * tiles.splits) == 0,
             ASSEMBLY=self._assembly,
             num_warps=tiles.warps,
             **epilogue,

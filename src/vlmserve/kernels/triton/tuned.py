@@ -7,9 +7,13 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+SMALL_TILE = 32 * 64
+"""Outputs by tokens."""
+
 
 class Tiling(NamedTuple):
-    """How a product is divided. outputs, inputs: of a tile; tokens: its rows of x. splits: parts of the inputs."""
+    """How a product is divided. outputs, inputs: of a tile; tokens: its rows of x. splits: parts of the inputs, each of
+    which is a program's. warps: of a program; see `parts`."""
 
     outputs: int
     tokens: int
@@ -17,6 +21,15 @@ class Tiling(NamedTuple):
     splits: int
     warps: int
     stages: int
+
+    def divides_inputs(self, bits: int) -> bool:
+        """Whether a program's warps divide its inputs, weights having so many bits: a small tile gives them nothing
+        else to divide."""
+        return self.outputs * self.tokens <= SMALL_TILE and bits <= 16
+
+    def parts(self, bits: int) -> int:
+        """Tiles of inputs that a program multiplies side by side: one by each of its warps, or one by all."""
+        return self.warps if self.divides_inputs(bits) else 1
 
 
 class Shape(NamedTuple):
