@@ -75,10 +75,13 @@ def tiling(bits: int, group: int, out_features: int, in_features: int, rows: int
         whole = [count for count in (most, most // 2) if count and tiles % (splits * count) == 0]
         divided = divided._replace(warps=whole[0] if whole else most)
     round_inputs = inputs * divided.parts(bits)
-    # Of the stages of a pipeline, one is computed and the others are on their way.
-    wanted = cdiv(BYTES_ON_THEIR_WAY, max(1, programs * splits // PROGRAMS) * outputs * round_inputs * bits // 8)
+    # Of the stages of a pipeline, one is computed and the others are on their way. Several programs of a multiprocessor
+    # take turns with that, a single one has two on their way.
+    of_multiprocessor = max(1, programs * splits // PROGRAMS)
+    wanted = cdiv(BYTES_ON_THEIR_WAY, of_multiprocessor * outputs * round_inputs * bits // 8)
     room = SHARED_BYTES // (round_inputs * (outputs * bits // 8 + tokens * 2))
-    return divided._replace(stages=1 + max(1, min(max(2, wanted), room, MOST_ON_THEIR_WAY)))
+    least = 1 if of_multiprocessor > 1 else 2
+    return divided._replace(stages=1 + max(1, min(max(least, wanted), room, MOST_ON_THEIR_WAY)))
 
 
 @dataclass(frozen=True, slots=True)
