@@ -329,6 +329,11 @@ class LinearAdapters:
         return any(prepared is not None and prepared.change.replaces for prepared in changes)
 
     @property
+    def num_slots(self) -> int:
+        """That the model has."""
+        return self._rows.num_slots
+
+    @property
     def row_slots(self) -> RowSlots:
         """Which rows have which adapter."""
         return self._rows.rows

@@ -1,7 +1,8 @@
 """What adapters add to products: each row may have one of its own (LoRA: https://arxiv.org/abs/2106.09685).
 
-Kernels find the adapter of a row by its slot, in a table on the device. A tile of rows is computed once for each slot
-that occurs in it, and other rows keep their sums. A row's sums do not depend on what the rows beside it are.
+Kernels find the adapter of a row by its slot, in a table on the device. Each slot that occurs in a tile of rows has
+programs of its own, which compute the whole tile and keep the rows of that slot. A row's sums do not depend on what the
+rows beside it are.
 """
 
 from __future__ import annotations
@@ -30,9 +31,12 @@ def address(word, TYPE: tl.constexpr):
 
 
 @triton.jit
-def next_slot(slots, slot):
-    """The highest one below another; -1: there is none."""
-    return tl.max(tl.where(slots < slot, slots, -1), 0)
+def slot_number(slots, number):
+    """Of the slots that occur, the highest one but `number`; -1: there is none."""
+    slot = tl.max(slots, 0)
+    for _ in range(number):
+        slot = tl.max(tl.where(slots < slot, slots, -1), 0)
+    return slot
 
 
 @Kernel
@@ -43,6 +47,7 @@ def shrink(
     SCALED: tl.constexpr, RANKS: tl.constexpr, DEPENDENT: tl.constexpr = False,
 ):  # fmt: skip
     """Products of `TOKENS` rows with `RANKS` first factors of their adapters, over one of `SPLITS` parts of the inputs.
+    Programs ``[rank / RANKS, rows / TOKENS, SPLITS * slots]``.
 
     inner_ptr: float32 ``[SPLITS, rows, rank]``, whose numbers beyond an adapter's own rank and of rows without one stay
     as they are. scalings_ptr: float32 ``[rows, columns]``, if SCALED. EVEN: the inputs are whole tiles.
@@ -52,7 +57,7 @@ def shrink(
     first_rank = tl.program_id(0) * RANKS
     ranks = first_rank + tl.arange(0, RANKS)
     tokens = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
-    part = tl.program_id(2)
+    part = tl.program_id(2) % SPLITS
     inputs = tl.arange(0, INPUTS)
     there = tokens < rows
     tiles = tl.cdiv(in_features, INPUTS)
@@ -62,8 +67,8 @@ def shrink(
     x_at = x_ptr + tokens.to(tl.int64)[None, :] * stride_x + inputs[:, None]
     places = (part * rows + tokens).to(tl.int64)[None, :] * rank + ranks[:, None]
     slots = tl.load(slots_ptr + tokens * slot_stride, there, -1)
-    slot = tl.max(slots, 0)
-    while slot >= 0:
+    slot = slot_number(slots, tl.program_id(2) // SPLITS)
+    if slot >= 0:
         words = words_of(table_ptr, slot)
         if first_rank < tl.load(words):
             down_at = address(tl.load(words + 2), DTYPE) + ranks.to(tl.int64)[:, None] * in_features + inputs[None, :]
@@ -86,7 +91,6 @@ def shrink(
                     scalings_at = scalings_ptr + tokens.to(tl.int64)[None, :] * columns + of_ranks[:, None]
                     sums *= tl.load(scalings_at, own[None, :], 0.0)
             tl.store(inner_ptr + places, sums, own[None, :])
-        slot = next_slot(slots, slot)
 
 
 @Kernel
@@ -98,7 +102,7 @@ def add_changes(
     HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, DEPENDENT: tl.constexpr = False,
 ):  # fmt: skip
     """`OUTPUTS` outputs of `TOKENS` rows a program: their parts, the first one first, what their adapters change, and
-    what follows on that.
+    what follows on that. Programs ``[out_features / OUTPUTS, rows / TOKENS, slots]``.
 
     sums_ptr: ``[SPLITS, rows, out_features]``. BIASED: the bias is part of them. inner_ptr: as `shrink` leaves it, in
     INNER_SPLITS parts. DTYPE: of second factors.
@@ -115,8 +119,9 @@ def add_changes(
         places = (part * rows + tokens).to(tl.int64)[None, :] * out_features + outputs[:, None]
         sums += tl.load(sums_ptr + places, inside, 0.0).to(tl.float32)
     slots = tl.load(slots_ptr + tokens * slot_stride, there, -1)
-    slot = tl.max(slots, 0)
-    while slot >= 0:
+    number = tl.program_id(2)
+    slot = slot_number(slots, number)
+    if slot >= 0:
         words = words_of(table_ptr, slot)
         own = there & (slots == slot)
         changed = sums
@@ -147,8 +152,9 @@ def add_changes(
             else:
                 changed = factor * changed + shift
         sums = tl.where(own[None, :], changed, sums)
-        slot = next_slot(slots, slot)
+    # Rows without an adapter are those of the first program.
+    wanted = (slots == slot) & (slot >= 0) | (slots < 0) & (number == 0)
     store_results(
-        sums, bias_ptr, residual_ptr, out_ptr, first_output, tokens, rows, out_features, OUTPUTS, TOKENS, ACTIVATION,
-        GATED, HAS_BIAS, HAS_RESIDUAL,
+        sums, bias_ptr, residual_ptr, out_ptr, first_output, tl.where(there & wanted, tokens, rows), rows, out_features,
+        OUTPUTS, TOKENS, ACTIVATION, GATED, HAS_BIAS, HAS_RESIDUAL,
     )  # fmt: skip

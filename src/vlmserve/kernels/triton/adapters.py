@@ -138,9 +138,11 @@ def add_adapters(
     _, slots, stride = adapters.row_slots
     scalings = adapters.scalings
     tokens, inputs, splits = division(rows, in_features, x.dtype)
+    # As many as can occur in a tile.
+    num_slots = min(rows, tokens, adapters.num_slots) if stride else 1
     inner = torch.empty((splits, rows, rank), dtype=torch.float32, device=x.device)
     if rank:
-        shrink[(rank // RANKS, cdiv(rows, tokens), splits)](
+        shrink[(rank // RANKS, cdiv(rows, tokens), splits * num_slots)](
             x,
             inner,
             adapters.table,
@@ -161,7 +163,7 @@ def add_adapters(
             RANKS=RANKS,
             num_warps=max(2, tokens // 8),
         )
-    add_changes[(cdiv(out_features, OUTPUTS), cdiv(rows, tokens))](
+    add_changes[(cdiv(out_features, OUTPUTS), cdiv(rows, tokens), num_slots)](
         sums,
         inner,
         out if bias is None else bias,
