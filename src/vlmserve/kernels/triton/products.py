@@ -24,11 +24,11 @@ from vlmserve.layers.adapters import Change, LinearAdapters
 MOST_ROWS = 128
 """From here on products are bound by computing, which the library does well."""
 PROGRAMS = 128
-"""About as many as an H100 or H200 has multiprocessors (132): with fewer programs, tiles are smaller, and with fewer
-than half of these, the inputs are split among several."""
+"""About as many as an H100 or H200 has multiprocessors (132): with fewer programs, tiles are smaller, and with far
+fewer, the inputs are split among several."""
 BYTES_ON_THEIR_WAY = 2**15
-"""Of weights, for each multiprocessor: about what memory gives in the time that one access takes. At 4.3 TB/s and 0.7
-to 1 microseconds that is 23 to 33 KB for each of 132."""
+"""Of weights, for each of so many multiprocessors: about what memory gives in the time that one access takes. At 4.3
+TB/s and 0.7 to 1 microseconds that is 23 to 33 KB for each of 132."""
 SHARED_BYTES = 112 * 1024
 """For tiles on their way to one program, so that a multiprocessor of an H100 or H200 has two."""
 MOST_ON_THEIR_WAY = 11
@@ -64,23 +64,25 @@ def tiling(bits: int, group: int, out_features: int, in_features: int, rows: int
         outputs = 32
     inputs = {4: group, 8: 128, 16: 64, 32: 32}[bits]
     programs, tiles = cdiv(out_features, outputs), cdiv(in_features, inputs)
+    divided = Tiling(outputs, tokens, inputs, 1, max(outputs // 32, tokens // 16), 0)
+    # A few multiprocessors whose warps divide inputs read nearly as fast as all, and parts take another launch.
+    enough = PROGRAMS // (8 if divided.divides_inputs(bits) else 2)
     splits = 1
-    while splits < 8 and programs * splits < PROGRAMS // 2 and tiles // (splits * 2) >= 4:
+    while splits < 8 and programs * splits < enough and tiles // (splits * 2) >= 4:
         splits *= 2
-    warps = max(outputs // 32, tokens // 16)
-    divided = Tiling(outputs, tokens, inputs, splits, warps, 0)
+    divided = divided._replace(splits=splits)
     if divided.divides_inputs(bits):
         most = next(count for count in (8, 4, 2, 1) if count <= min(256 // outputs, cdiv(tiles, splits)))
-        # Whole rounds need no masks, which are worth up to half of the warps.
+        # Where all rounds are whole, no loads are masked, which is worth half of the warps.
         whole = [count for count in (most, most // 2) if count and tiles % (splits * count) == 0]
         divided = divided._replace(warps=whole[0] if whole else most)
     round_inputs = inputs * divided.parts(bits)
     # Of the stages of a pipeline, one is computed and the others are on their way. Several programs of a multiprocessor
     # take turns with that, a single one has two on their way.
-    of_multiprocessor = max(1, programs * splits // PROGRAMS)
-    wanted = cdiv(BYTES_ON_THEIR_WAY, of_multiprocessor * outputs * round_inputs * bits // 8)
+    of_program = BYTES_ON_THEIR_WAY * PROGRAMS // (programs * splits)
+    wanted = cdiv(of_program, outputs * round_inputs * bits // 8)
     room = SHARED_BYTES // (round_inputs * (outputs * bits // 8 + tokens * 2))
-    least = 1 if of_multiprocessor > 1 else 2
+    least = 1 if programs * splits >= 2 * PROGRAMS else 2
     return divided._replace(stages=1 + max(1, min(max(least, wanted), room, MOST_ON_THEIR_WAY)))
 
 
