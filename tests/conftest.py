@@ -25,7 +25,7 @@ from vlmserve.cache.costs import CostModel
 from vlmserve.kernels.choice import VARIABLE
 from vlmserve.kernels.extension import supported_isas
 
-if not torch.cuda.is_available():
+if not torch.cuda.is_available() and "TRITON_INTERPRET" not in os.environ:
     # Interprets kernels in Triton. Its own functions look at this when it is imported, which transformers does.
     os.environ["TRITON_INTERPRET"] = "1"
 # No test asserts a time, not even that of a generated example on a busy machine.

@@ -1,0 +1,1 @@
+"""Executes what Triton compiles for NVIDIA's GPUs, on a machine that has none."""

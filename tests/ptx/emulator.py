@@ -1,0 +1,117 @@
+"""Builds the emulator, and runs programs in it."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import struct
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from tests.ptx.program import Program, UnknownInstruction
+
+SOURCE = Path(__file__).with_suffix(".cpp")
+FLAGS = ("-std=c++20", "-O2", "-march=native", "-fwrapv", "-fno-strict-aliasing", "-ffp-contract=off", "-Wall")
+MOST_INSTRUCTIONS = 50_000_000
+"""Of a program, in all its warps."""
+
+
+class Fault(Exception):
+    """What a GPU would not have done, or what happens to work and must not be relied on."""
+
+
+class _Instruction(ctypes.Structure):
+    _fields_ = (
+        ("run", ctypes.c_void_p),
+        ("operands", ctypes.c_void_p),
+        ("guard", ctypes.c_int32),
+        ("inverted", ctypes.c_int32),
+    )
+
+
+class _Range(ctypes.Structure):
+    _fields_ = (("begin", ctypes.c_uint64), ("end", ctypes.c_uint64))
+
+
+@functools.cache
+def library() -> ctypes.CDLL:
+    """The emulator, compiled once for a source and a machine."""
+    kind = hashlib.sha256(SOURCE.read_bytes() + " ".join(FLAGS).encode()).hexdigest()[:16]
+    built = Path(tempfile.gettempdir(), f"ptx-emulator-{os.getuid()}-{kind}.so")
+    if not built.exists():
+        with tempfile.NamedTemporaryFile(dir=built.parent, suffix=".so", delete=False) as file:
+            subprocess.run(
+                [os.environ.get("CXX", "g++"), *FLAGS, "-shared", "-fPIC", "-o", file.name, str(SOURCE)], check=True
+            )
+        os.replace(file.name, built)
+    found = ctypes.CDLL(str(built))
+    found.ptx_operation.restype = ctypes.c_void_p
+    found.ptx_run.restype = ctypes.c_char_p
+    return found
+
+
+class Executable:
+    """A program whose instructions the emulator knows. Raises UnknownInstruction."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        known = {one.operation for one in program.instructions}
+        operations = {name: library().ptx_operation(name.encode()) for name in known}
+        if unknown := sorted(name for name, operation in operations.items() if not operation):
+            raise UnknownInstruction(f"{program.name}: {', '.join(unknown)}")
+        self._operands = [(ctypes.c_int32 * len(one.operands))(*one.operands) for one in program.instructions]
+        count = len(program.instructions)
+        self._code = (_Instruction * count)(
+            *(
+                _Instruction(operations[one.operation], ctypes.addressof(operands), one.guard, one.inverted)
+                for one, operands in zip(program.instructions, self._operands, strict=True)
+            )
+        )
+        self._lines = (ctypes.c_int32 * count)(*(one.line for one in program.instructions))
+        self._special = (ctypes.c_int32 * len(program.special))(*program.special)
+
+    def packed(self, arguments: Sequence[int | float]) -> bytes:
+        """The arguments as a launch hands them over; those that are missing at the end are 0."""
+        found = bytearray(self.program.parameter_bytes)
+        for (place, size), value in zip(self.program.parameters, arguments, strict=False):
+            if isinstance(value, float):
+                struct.pack_into("<f" if size == 4 else "<d", found, place, value)
+            else:
+                found[place : place + size] = (value & (1 << 8 * size) - 1).to_bytes(size, "little")
+        return bytes(found)
+
+    def run(
+        self,
+        parameters: bytes,
+        grid: Sequence[int],
+        shared: int,
+        ranges: Sequence[tuple[int, int]] = (),
+        *,
+        backwards: bool = False,
+    ) -> None:
+        """Execute all programs of a launch. shared: bytes of shared memory. ranges: of addresses that may be accessed;
+        without any, all may be. backwards: the last program and the last warp first. Raises Fault."""
+        allowed = (_Range * max(1, len(ranges)))(*(_Range(*one) for one in ranges))
+        threads, programs = (ctypes.c_uint32 * 3)(*self.program.threads), (ctypes.c_uint32 * 3)(*(*grid, 1, 1)[:3])
+        registers = self.program.registers
+        why = library().ptx_run(
+            self._code,
+            self._lines,
+            registers,
+            ctypes.c_int64(len(registers)),
+            self._special,
+            parameters,
+            threads,
+            programs,
+            ctypes.c_int64(shared),
+            allowed,
+            len(ranges),
+            int(backwards),
+            ctypes.c_int64(MOST_INSTRUCTIONS),
+        )
+        if why:
+            raise Fault(f"{self.program.name}, {why.decode()}")
