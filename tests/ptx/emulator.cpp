@@ -65,12 +65,12 @@ struct Small {
         raw = sign | (u16)(((exponent + BIAS - 1) << MANTISSA) + units);
     }
     operator f32() const {
-        int exponent = raw >> MANTISSA & ((1 << EXPONENT) - 1);
-        int mantissa = raw & ((1 << MANTISSA) - 1);
-        f32 size = exponent == (1 << EXPONENT) - 1 ? (mantissa ? NAN : INFINITY)
-                   : exponent ? std::ldexp((f32)(mantissa + (1 << MANTISSA)), exponent - BIAS - MANTISSA)
-                              : std::ldexp((f32)mantissa, 1 - BIAS - MANTISSA);
-        return raw & 0x8000 ? -size : size;
+        const u32 sign = (u32)(raw & 0x8000) << 16, size = raw & 0x7fff;
+        if constexpr (EXPONENT == 8) return bits<f32>((u32)raw << 16);
+        // float32's exponents are offset by more; numbers below the normal ones are exact in it.
+        if (size >= 0x7c00) return bits<f32>(sign | 0x7f800000 | size << 13);
+        const f32 value = bits<f32>(size << 13) * 0x1p112f;
+        return bits<f32>(sign | bits<u32>(value));
     }
 };
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import functools
 import hashlib
 import os
@@ -39,19 +40,26 @@ class _Range(ctypes.Structure):
 
 @functools.cache
 def library() -> ctypes.CDLL:
-    """The emulator, compiled once for a source and a machine."""
+    """The emulator, compiled once for a source and a machine, by the first process that needs it."""
     kind = hashlib.sha256(SOURCE.read_bytes() + " ".join(FLAGS).encode()).hexdigest()[:16]
     built = Path(tempfile.gettempdir(), f"ptx-emulator-{os.getuid()}-{kind}.so")
-    if not built.exists():
-        with tempfile.NamedTemporaryFile(dir=built.parent, suffix=".so", delete=False) as file:
-            subprocess.run(
-                [os.environ.get("CXX", "g++"), *FLAGS, "-shared", "-fPIC", "-o", file.name, str(SOURCE)], check=True
-            )
-        os.replace(file.name, built)
+    with built.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not built.exists():
+            _compile(built)
     found = ctypes.CDLL(str(built))
     found.ptx_operation.restype = ctypes.c_void_p
     found.ptx_run.restype = ctypes.c_char_p
     return found
+
+
+def _compile(library: Path) -> None:
+    unfinished = library.with_suffix(".unfinished")
+    command = [os.environ.get("CXX", "g++"), *FLAGS, "-shared", "-fPIC", "-o", str(unfinished), str(SOURCE)]
+    # A sanitizer that is loaded into the tests has no place in the compiler.
+    environment = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
+    subprocess.run(command, check=True, env=environment)
+    unfinished.rename(library)
 
 
 class Executable:

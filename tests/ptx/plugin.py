@@ -6,22 +6,23 @@ python -m pytest -p tests.ptx.plugin tests/kernels/triton
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 os.environ["TRITON_INTERPRET"] = "0"
-# What is compiled ends as text for the emulator: no GPU's cache may get it.
-os.environ["TRITON_CACHE_DIR"] = str(Path(tempfile.gettempdir(), "ptx-emulator-cache"))
-
-ARCHITECTURES = (90,)
 
 
-@pytest.fixture(scope="session", autouse=True, params=ARCHITECTURES)
-def emulator(request: pytest.FixtureRequest) -> Iterator[None]:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--arch", type=int, default=90, help="the architecture to compile for: 80, 89, 90 or 120")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def emulator(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What is compiled ends as text for the emulator, so no other cache may get it."""
     from tests.ptx.driver import emulated
 
-    with emulated(int(os.environ.get("PTX_ARCH", request.param))):
-        yield
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_CACHE_DIR", str(tmp_path_factory.mktemp("triton")))
+        with emulated(request.config.getoption("arch")):
+            yield

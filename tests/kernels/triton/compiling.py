@@ -12,7 +12,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -50,7 +50,8 @@ TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 class Case(NamedTuple):
     """A kernel and how it is called. types: of arguments that are no constants. weights: of one round of the innermost
-    loop, or of a program that has none."""
+    loop, or of a program that has none. tiles_bytes: of shared memory that its tiling
+    counts with, and with one tile more."""
 
     name: str
     kernel: Any
@@ -59,6 +60,7 @@ class Case(NamedTuple):
     warps: int
     stages: int = 3
     weights: int = 0
+    tiles_bytes: Sequence[int] = ()
 
 
 def product_cases() -> Iterator[Case]:
@@ -72,16 +74,20 @@ def product_cases() -> Iterator[Case]:
         "sums_ptr": "*fp32",
     }
     numbers = dict.fromkeys(("rows", "stride_x", "in_features", "out_features"), "i32")
-    # Two of Mistral-7B's products: attention's outputs, gates and ups.
-    for (bits, weight), rows, out_features in itertools.product(
-        ((4, "*u8"), (8, "*u8"), (16, "*bf16")), (1, 64), (4096, 28672)
-    ):
-        tiles = tiling(bits, 128, out_features, 4096, rows)
+    # Two of Mistral-7B's products: attention's outputs, gates and ups. float32 fills shared memory most.
+    kinds = itertools.product(((4, "*u8"), (8, "*u8"), (16, "*bf16")), (1, 64), (4096, 28672), ("*bf16",))
+    in_float32 = itertools.product(((4, "*u8"), (8, "*u8")), (1,), (4096,), ("*fp32",))
+    for (bits, weight), rows, out_features, x in itertools.chain(kinds, in_float32):
+        item_bytes = 2 if x == "*bf16" else 4
+        tiles = tiling(bits, 128, out_features, 4096, rows, item_bytes=item_bytes)
         gates = out_features == 28672
         yield Case(
-            f"{rows} x 4096 x {out_features} of {bits} bits",
+            f"{rows} x 4096 x {out_features} of {bits} bits" + (" in float32" if item_bytes == 4 else ""),
             product_kernels.multiply,
-            {**pointers, "weight_ptr": weight, **numbers, "scales_ptr": "*fp16" if bits == 4 else "*fp32"},
+            {
+                **pointers, **dict.fromkeys(("x_ptr", "bias_ptr", "residual_ptr", "out_ptr"), x), "weight_ptr": weight,
+                **numbers, "scales_ptr": "*fp16" if bits == 4 else "*fp32",
+            },
             {
                 "OUTPUTS": tiles.outputs, "TOKENS": tiles.tokens, "INPUTS": tiles.inputs, "BITS": bits,
                 "PARTS": tiles.parts(bits), "SPLITS": tiles.splits, "KEEPS_SUMS": tiles.splits > 1,
@@ -89,7 +95,8 @@ def product_cases() -> Iterator[Case]:
                 "HAS_BIAS": False, "HAS_RESIDUAL": out_features == 4096, "ASSEMBLY": True,
             },
             warps=tiles.warps,
-            weights=tiles.outputs * tiles.inputs * tiles.parts(bits),
+            weights=tiles.outputs * tiles.inputs * tiles.parts(bits) if item_bytes == 2 else 0,
+            tiles_bytes=[tiles._replace(stages=tiles.stages + more).shared_bytes(bits, item_bytes) for more in (0, 1)],
         )  # fmt: skip
     yield Case(
         "sum of parts",
@@ -273,6 +280,7 @@ def compiled(case: Case, arch: int) -> dict[str, Any]:
         "registers": int(_field(usage, r"REG:(\d+)")),
         "spilled": sum(text.startswith(("LDL", "STL")) for text in found),
         "shared": int(result.metadata.shared),
+        "tiles_bytes": case.tiles_bytes,
         "dependent": dependent,
         "prefetches": sum(text.startswith("CCTL") for text in found[:waits]) if waits else 0,
         "before_waiting": None if waits is None else [text for text in found[:waits] if OF_MEMORY.match(text)],

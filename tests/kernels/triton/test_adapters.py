@@ -108,7 +108,9 @@ def test_rows_of_several_adapters_and_of_none_share_a_product(
 ) -> None:
     torch.manual_seed(splits)
     by_shape = tiling
-    monkeypatch.setattr(products, "tiling", lambda *shape: by_shape(*shape)._replace(splits=splits, inputs=32))
+    monkeypatch.setattr(
+        products, "tiling", lambda *shape, **gpu: by_shape(*shape, **gpu)._replace(splits=splits, inputs=32)
+    )
     weight, numbers = made(kind, OUT, INPUTS, device)
     bias, x, residual = torch.randn(OUT).half(), torch.randn(8, INPUTS).half(), torch.randn(8, OUT // 2).half()
     gated: dict[str, Any] = {"dtype": torch.float16, "activation": "silu", "gated": True}

@@ -108,7 +108,7 @@ def test_weights_are_expanded_to_the_bit(device: torch.device, kind: str, in_fea
     """Beside torch's operations, in any block of outputs, and beside float64."""
     torch.manual_seed(0)
     weight, numbers = made(kind, 39, in_features, device, group)
-    stored, whole, assembly = store(weight), torch.arange(39, device=device), device.type == "cuda"
+    stored, whole, assembly = store(weight), torch.arange(39, device=device), unpacking.has_assembly(device)
     # The interpreter cuts bfloat16 off instead of rounding it.
     for dtype in (torch.float16, torch.float32, *([torch.bfloat16] if assembly else [])):
         expanded = stored.expanded(slice(0, 39), dtype, assembly=assembly)
@@ -139,7 +139,7 @@ def test_parts_of_the_inputs_are_added_in_order(
     weight, numbers = made(kind, 24, 256, device)
     x, bias = torch.randn(3, 256).half(), torch.randn(24).half()
     by_shape = tiling
-    monkeypatch.setattr(products, "tiling", lambda *shape: by_shape(*shape)._replace(splits=3, inputs=32))
+    monkeypatch.setattr(products, "tiling", lambda *shape, **gpu: by_shape(*shape, **gpu)._replace(splits=3, inputs=32))
     product = TritonProduct(weight, bias.to(device), dtype=torch.float16, activation="relu", gated=True)
     gate, up = (x.double() @ numbers.T + bias.double()).chunk(2, -1)
     results = [product(x.to(device)) for _ in range(2)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 
 import pytest
@@ -117,11 +118,27 @@ def test_all_products_are_searched_and_lines_can_be_read_back(
     assert len(read) >= 9
 
 
-def test_what_was_measured_is_taken(monkeypatch: pytest.MonkeyPatch, product: TritonProduct) -> None:
-    x = torch.randn(3, 256)
-    expected = product.few(x, tiles=tiling(32, 0, 64, 256, 3))
+def test_what_was_measured_is_taken_for_numbers_of_16_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    weight, x = torch.randn(64, 256), torch.randn(3, 256)
+    half, single = (TritonProduct(weight.to(dtype), dtype=dtype) for dtype in (torch.float16, torch.float32))
+    expected = half.few(x.half(), tiles=tiling(16, 0, 64, 256, 3))
     measured = Tiling(32, 8, 32, 2, 1, 3)
-    monkeypatch.setattr(products, "tuned_tilings", lambda on: {product.shape(3): measured})
-    assert product.tiling(3, CPU) == measured
-    assert product.tiling(9, CPU) == tiling(32, 0, 64, 256, 9)
-    torch.testing.assert_close(product(x), expected, atol=1e-4, rtol=1e-4)
+    monkeypatch.setattr(products, "tuned_tilings", lambda on: {one.shape(3): measured for one in (half, single)})
+    assert half.tiling(3, CPU) == measured
+    assert half.tiling(9, CPU) == tiling(16, 0, 64, 256, 9)
+    assert single.tiling(3, CPU) == tiling(32, 0, 64, 256, 3, item_bytes=4)
+    torch.testing.assert_close(half(x.half()), expected, atol=2e-3, rtol=2e-3)
+
+
+@pytest.mark.parametrize("multiprocessor", [100, 164, 228])
+@pytest.mark.parametrize("item_bytes", [2, 4])
+def test_rules_fit_into_the_shared_memory_of_each_gpu(multiprocessor: int, item_bytes: int) -> None:
+    """In KiB: of an RTX 4090 or L40S, of an A100, and of an H100; two programs share it."""
+    shared = multiprocessor * 512 - products.RESERVED_BYTES
+    shapes = [(28672, 4096), (6144, 4096), (4096, 4096), (4096, 14336), (70, 128), (768, 3072), (151936, 2048)]
+    for bits, shape, rows in itertools.product((4, 8, 8 * item_bytes), shapes, (1, 9, 20, 64)):
+        for group in (32, 64, 128) if bits == 4 else (0,):
+            tiles = tiling(bits, group, *shape, rows, item_bytes=item_bytes, shared=shared)
+            assert tiles.stages >= 2
+            assert tiles.shared_bytes(bits, item_bytes) <= shared, (bits, group, shape, rows)

@@ -8,6 +8,7 @@ from functools import cache
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from triton.runtime import driver
 
 from vlmserve.kernels.quantized import QuantizedWeight
 from vlmserve.kernels.triton.activations import ACTIVATIONS
@@ -19,6 +20,7 @@ from vlmserve.kernels.triton.gated import finish
 from vlmserve.kernels.triton.host_math import cdiv
 from vlmserve.kernels.triton.product_kernels import add_parts, multiply
 from vlmserve.kernels.triton.tuned import TUNED, Shape, Tiling
+from vlmserve.kernels.triton.unpacking import has_assembly
 from vlmserve.layers.adapters import Change, LinearAdapters
 
 MOST_ROWS = 128
@@ -29,6 +31,8 @@ fewer, the inputs are split among several."""
 BYTES_ON_THEIR_WAY = 2**15
 """Of weights, for each of so many multiprocessors: about what memory gives in the time that one access takes. At 4.3
 TB/s and 0.7 to 1 microseconds that is 23 to 33 KB for each of 132."""
+RESERVED_BYTES = 2 * 1024
+"""Of shared memory, of each program: what CUDA takes, and what sums of several warps take beside tiles."""
 SHARED_BYTES = 112 * 1024
 """For tiles on their way to one program, so that a multiprocessor of an H100 or H200 has two."""
 MOST_ON_THEIR_WAY = 11
@@ -51,39 +55,68 @@ def tuned_tilings(device: torch.device) -> dict[Shape, Tiling]:
     return TUNED.get(torch.cuda.get_device_name(device), {}) if device.type == "cuda" else {}
 
 
-def tiling(bits: int, group: int, out_features: int, in_features: int, rows: int) -> Tiling:
+@cache
+def shared_bytes(device: torch.device) -> int:
+    """`SHARED_BYTES` of a GPU."""
+    if device.type != "cuda":
+        return SHARED_BYTES
+    # One program may have all that a multiprocessor has, but for what CUDA takes.
+    most = driver.active.utils.get_device_properties(torch.cuda.current_device())["max_shared_mem"]
+    return int(most + 1024) // 2 - RESERVED_BYTES
+
+
+def tiling(
+    bits: int,
+    group: int,
+    out_features: int,
+    in_features: int,
+    rows: int,
+    *,
+    item_bytes: int = 2,
+    shared: int = SHARED_BYTES,
+) -> Tiling:
     """The tiling for a product where none was measured, a function of its shape alone. group: of inputs that share a
-    scale, of 4 bits.
+    scale, of 4 bits. item_bytes: of a number of x. shared: see `shared_bytes`.
 
     Chosen by what Triton's compiler makes of it (registers, spills, instructions a weight), so that each multiprocessor
     has several warps, and enough weights on their way from memory.
     """
     tokens = tokens_of_tile(bits, rows)
-    outputs = {8: 64, 16: 32}.get(tokens, 128)
-    if out_features // outputs < PROGRAMS:
-        outputs = 32
     inputs = {4: group, 8: 128, 16: 64, 32: 32}[bits]
-    programs, tiles = cdiv(out_features, outputs), cdiv(in_features, inputs)
-    divided = Tiling(outputs, tokens, inputs, 1, max(outputs // 32, tokens // 16), 0)
+    largest = {8: 64, 16: 32}.get(tokens, 128)
+    if out_features // largest < PROGRAMS:
+        largest = 32
+    smaller = [Tiling(count, tokens, inputs, 1, 1, 2) for count in (128, 64, 32) if count <= largest]
+    divisions = [_divided(tiles, bits, out_features, in_features, item_bytes, shared) for tiles in smaller]
+    divided = next((one for one in divisions if one.shared_bytes(bits, item_bytes) <= shared), divisions[-1])
+    programs = cdiv(out_features, divided.outputs) * divided.splits
+    # Of the stages of a pipeline, one is computed and the others are on their way. Several programs of a multiprocessor
+    # take turns with that, a single one has two on their way.
+    of_program = BYTES_ON_THEIR_WAY * PROGRAMS // programs
+    wanted = cdiv(of_program, divided.outputs * inputs * divided.parts(bits) * bits // 8)
+    least = 1 if programs >= 2 * PROGRAMS else 2
+    stages = 1 + min(max(least, wanted), MOST_ON_THEIR_WAY)
+    deeper = (divided._replace(stages=count) for count in range(stages, 2, -1))
+    return next((one for one in deeper if one.shared_bytes(bits, item_bytes) <= shared), divided)
+
+
+def _divided(divided: Tiling, bits: int, out_features: int, in_features: int, item_bytes: int, shared: int) -> Tiling:
+    """With the splits and warps of a product."""
+    outputs = divided.outputs
+    programs, tiles = cdiv(out_features, outputs), cdiv(in_features, divided.inputs)
     # A few multiprocessors whose warps divide inputs read nearly as fast as all, and parts take another launch.
     enough = PROGRAMS // (8 if divided.divides_inputs(bits) else 2)
     splits = 1
     while splits < 8 and programs * splits < enough and tiles // (splits * 2) >= 4:
         splits *= 2
-    divided = divided._replace(splits=splits)
-    if divided.divides_inputs(bits):
-        most = next(count for count in (8, 4, 2, 1) if count <= min(256 // outputs, cdiv(tiles, splits)))
-        # Where all rounds are whole, no loads are masked, which is worth half of the warps.
-        whole = [count for count in (most, most // 2) if count and tiles % (splits * count) == 0]
-        divided = divided._replace(warps=whole[0] if whole else most)
-    round_inputs = inputs * divided.parts(bits)
-    # Of the stages of a pipeline, one is computed and the others are on their way. Several programs of a multiprocessor
-    # take turns with that, a single one has two on their way.
-    of_program = BYTES_ON_THEIR_WAY * PROGRAMS // (programs * splits)
-    wanted = cdiv(of_program, outputs * round_inputs * bits // 8)
-    room = SHARED_BYTES // (round_inputs * (outputs * bits // 8 + tokens * 2))
-    least = 1 if programs * splits >= 2 * PROGRAMS else 2
-    return divided._replace(stages=1 + max(1, min(max(least, wanted), room, MOST_ON_THEIR_WAY)))
+    divided = divided._replace(splits=splits, warps=max(outputs // 32, divided.tokens // 16))
+    if not divided.divides_inputs(bits):
+        return divided
+    most = min(256 // outputs, cdiv(tiles, splits))
+    wider = [divided._replace(warps=count) for count in (8, 4, 2, 1) if count <= most]
+    fitting = [one for one in wider if one.shared_bytes(bits, item_bytes) <= shared] or wider[-1:]
+    # Where all rounds are whole, no loads are masked, which is worth half of the warps.
+    return next((one for one in fitting[:2] if tiles % (splits * one.warps) == 0), fitting[0])
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,8 +229,7 @@ class TritonProduct:
         self._stored, self._bias = store(weight), bias
         self._dtype, self._activation, self._gated = dtype, activation, gated
         self._output_dtype = torch.float32 if float_output else dtype
-        # NVIDIA's instructions: neither AMD's GPUs nor the interpreter have them.
-        self._assembly = self._stored.values.is_cuda and torch.version.hip is None
+        self._assembly = has_assembly(self._stored.values.device)
         quantized = weight if isinstance(weight, QuantizedWeight) else None
         self._rounds_inputs = quantized is not None and (quantized.bits, quantized.input_bits) == (8, 8)
         self._width = self._out_features // 2 if gated else self._out_features
@@ -249,7 +281,11 @@ class TritonProduct:
         """How so many rows are divided there."""
         if (rows, device) not in self._tilings:
             shape = self.shape(rows)
-            self._tilings[rows, device] = tuned_tilings(device).get(shape) or tiling(*shape[:4], rows)
+            item_bytes = self._dtype.itemsize
+            measured = tuned_tilings(device).get(shape) if item_bytes == 2 else None
+            self._tilings[rows, device] = measured or tiling(
+                *shape[:4], rows, item_bytes=item_bytes, shared=shared_bytes(device)
+            )
         return self._tilings[rows, device]
 
     def few(

@@ -31,6 +31,14 @@ class Tiling(NamedTuple):
         """Tiles of inputs that a program multiplies side by side: one by each of its warps, or one by all."""
         return self.warps if self.divides_inputs(bits) else 1
 
+    def shared_bytes(self, bits: int, item_bytes: int) -> int:
+        """Of a program, with numbers of x of `item_bytes`: tiles on their way, and what is unpacked."""
+        inputs = self.inputs * self.parts(bits)
+        # Tensor cores take what was unpacked from registers; sums of float32 do not.
+        unpacked = inputs * self.outputs * item_bytes if item_bytes == 4 and bits <= 8 else 0
+        tile = inputs * (self.outputs * bits // 8 + self.tokens * item_bytes)
+        return (self.stages - 1) * tile + unpacked
+
 
 class Shape(NamedTuple):
     """Of a product. group: of inputs that share a scale, of 4 bits, else 0. tokens: rows of a tile."""

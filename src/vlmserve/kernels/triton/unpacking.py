@@ -7,6 +7,7 @@ weights at a time. Elsewhere, and in float32, plain arithmetic gives the same nu
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 
@@ -56,6 +57,11 @@ NIBBLES_BFLOAT16 = _filled(_NIBBLES, magic="0x43434343")
 NIBBLES_FLOAT16 = _filled(_NIBBLES, magic="0x64646464")
 BYTES_BFLOAT16 = _filled(_BYTES_BFLOAT16)
 BYTES_FLOAT16 = _filled(_BYTES_FLOAT16)
+
+
+def has_assembly(device: torch.device) -> bool:
+    """Whether kernels there have NVIDIA's instructions: neither AMD's GPUs nor the interpreter have them."""
+    return device.type == "cuda" and torch.version.hip is None
 
 
 @triton.jit

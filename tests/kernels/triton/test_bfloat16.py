@@ -1,0 +1,108 @@
+"""bfloat16 at the sizes of models' tiles, beside float64: compiled, since the interpreter cuts bfloat16 off."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from triton import knobs
+
+from tests.attending import attend
+from tests.kernels.triton.test_products import KINDS, made
+from vlmserve.kernels.attention import AttentionSpec
+from vlmserve.kernels.ranges import Ranges
+from vlmserve.kernels.triton.attention import TritonAttention
+from vlmserve.kernels.triton.encoder import TritonRanges
+from vlmserve.kernels.triton.norm import TritonNorm
+from vlmserve.kernels.triton.products import TritonProduct, tiling
+from vlmserve.layers.activation import activation
+
+pytestmark = pytest.mark.skipif(knobs.runtime.interpret, reason="bfloat16 is not rounded by the interpreter")
+
+BITS = {"plain": 16, "8 bits": 8, "4 bits": 4}
+
+
+def weight_of(kind: str, out_features: int, in_features: int, device: torch.device) -> tuple[Any, Tensor]:
+    weight, numbers = made(kind, out_features, in_features, device, group=128)
+    return (weight.bfloat16(), weight.bfloat16().cpu().double()) if kind == "plain" else (weight, numbers)
+
+
+def assert_near(result: Tensor, expected: Tensor) -> None:
+    """Within what rounding results, of about 1, to bfloat16 makes of them."""
+    torch.testing.assert_close(result.cpu().double(), expected, atol=1.5e-2, rtol=1e-2)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("rows", "shape"), [(1, (28672, 4096)), (100, (28672, 4096)), (9, (4096, 4096)), (32, (4096, 4096))]
+)
+def test_tiles_of_a_7b_model(device: torch.device, kind: str, rows: int, shape: tuple[int, int]) -> None:
+    """On fewer outputs and inputs, so that the last program has not as many of them."""
+    torch.manual_seed(rows)
+    gated = shape[0] > shape[1]
+    weight, numbers = weight_of(kind, 300, 1152, device)
+    x, residual = torch.randn(rows, 1152).bfloat16(), torch.randn(rows, 150 if gated else 300).bfloat16()
+    product = TritonProduct(weight, dtype=torch.bfloat16, activation="silu" if gated else None, gated=gated)
+    tiles = tiling(BITS[kind], 128, *shape, rows)
+    expected = x.double() @ numbers.T
+    if gated:
+        gate, up = expected.chunk(2, -1)
+        expected = activation("silu")(gate) * up
+    assert_near(product.few(x.to(device), residual.to(device), tiles=tiles), expected + residual.double())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_many_rows(device: torch.device, kind: str) -> None:
+    torch.manual_seed(0)
+    weight, numbers = weight_of(kind, 300, 256, device)
+    bias, x = torch.randn(300).bfloat16(), torch.randn(130, 256).bfloat16()
+    result = TritonProduct(weight, bias.to(device), dtype=torch.bfloat16)(x.to(device))
+    assert_near(result, x.double() @ numbers.T + bias.double())
+
+
+@pytest.mark.parametrize("quantized", [False, True])
+@pytest.mark.parametrize("head_size", [64, 80, 128, 256])
+def test_attention(device: torch.device, head_size: int, quantized: bool) -> None:
+    spec = AttentionSpec(32, 8, head_size, head_size**-0.5)
+    backend = TritonAttention(quantized_cache=quantized)
+    output, expected = attend(backend, [(400, 1), (37, 1), (90, 70)], spec, 16, torch.bfloat16, device=device)
+    assert (output.double() - expected).abs().max() < 0.03
+
+
+def test_attention_with_all_that_models_ask_for(device: torch.device) -> None:
+    spec = AttentionSpec(16, 2, 64, 0.125, window=150, soft_cap=20.0, sinks=tuple(i / 8 for i in range(16)))
+    output, expected = attend(
+        TritonAttention(), [(300, 1), (200, 90)], spec, 16, torch.bfloat16, bidirectional=[[], [(3, 60, 270)]],
+        device=device,
+    )  # fmt: skip
+    assert (output.double() - expected).abs().max() < 0.03
+
+
+def test_sliding_windows_of_decodes(device: torch.device) -> None:
+    spec = dataclasses.replace(AttentionSpec(4, 4, 128, 128**-0.5), window=1024)
+    output, expected = attend(TritonAttention(), [(1100, 1), (3, 1)], spec, 16, torch.bfloat16, device=device)
+    assert (output.double() - expected).abs().max() < 0.03
+
+
+@pytest.mark.parametrize("size", [64, 72, 80, 128])
+def test_attention_of_images(device: torch.device, size: int) -> None:
+    torch.manual_seed(size)
+    lengths = [130, 64, 5]
+    qkv = torch.randn(sum(lengths), 3 * 2 * size).bfloat16()
+    ours = TritonRanges(2, size).attend(qkv.to(device), Ranges.of(lengths, device)).cpu()
+    parts = []
+    for rows in torch.split(qkv.double(), lengths):
+        query, key, value = rows.view(len(rows), 3, 2, size).permute(1, 2, 0, 3)
+        parts.append(F.scaled_dot_product_attention(query, key, value).transpose(0, 1).flatten(1))
+    assert (ours.double() - torch.cat(parts)).abs().max() < 0.03
+
+
+def test_norms(device: torch.device) -> None:
+    torch.manual_seed(0)
+    x, weight = torch.randn(3, 4096).bfloat16(), torch.randn(4096).bfloat16()
+    expected = F.rms_norm(x.double(), (4096,), weight.double(), 1e-5)
+    assert_near(TritonNorm(weight.to(device), None, 1e-5)(x.to(device)), expected)

@@ -1,0 +1,46 @@
+"""The other tests of this folder on kernels that are compiled for NVIDIA's GPUs, in the emulator of `tests.ptx`."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from triton import knobs
+
+pytestmark = [
+    pytest.mark.skipif(not knobs.runtime.interpret, reason="kernels run on a GPU, or in the emulator already"),
+    pytest.mark.skipif(not shutil.which("g++"), reason="g++ is not installed"),
+]
+
+FOLDER = Path(__file__).parent
+
+
+@pytest.mark.parametrize(
+    ("arch", "files"),
+    [
+        (90, "products norm_and_rope sampling encoder adapters"),
+        (90, "attention bfloat16 layers"),
+        (89, "layers"),
+    ],
+)
+def test_kernels_compute_the_same_when_they_are_compiled(arch: int, files: str) -> None:
+    """For an H100, and for a GPU of less shared memory and older instructions (an RTX 4090 or L40S)."""
+    paths = [str(FOLDER / f"test_{name}.py") for name in files.split()]
+    command = [sys.executable, "-m", "pytest", "-p", "tests.ptx.plugin", f"--arch={arch}", "-q", *paths]
+    run = subprocess.run(
+        [*command, "-p", "no:cacheprovider", "-n", "0"],
+        env={**os.environ, "TRITON_INTERPRET": "0"},
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-2000:]
+    passed = re.search(r"(\d+) passed", run.stdout)
+    assert passed is not None
+    assert int(passed[1]) >= 4
