@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -20,16 +21,16 @@ _TEMPLATE = (
 _TEXT = "user: assistant: What is in the picture? there is one red square and two blue circles on the left of a star"
 
 
-def make_mock_checkpoint(folder: Path, *, supports_images: bool = True, context: int = CONTEXT) -> Path:
-    """Write the files into `folder`, which must exist."""
+def make_mock_checkpoint(
+    folder: Path, *, supports_images: bool = True, context: int = CONTEXT, special: Sequence[str] = ()
+) -> Path:
+    """Write the files into `folder`, which must exist. special: more special tokens."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    special = [AddedToken(token, special=True, normalized=False) for token in ("<s>", "</s>", "<image>")]
+    added = [AddedToken(token, special=True, normalized=False) for token in ("<s>", "</s>", "<image>", *special)]
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=400, special_tokens=special, initial_alphabet=alphabet, show_progress=False
-    )
+    trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=added, initial_alphabet=alphabet, show_progress=False)
     tokenizer.train_from_iterator([_TEXT] * 3, trainer)
     tokenizer.save(str(folder / "tokenizer.json"))
     text = {"max_position_embeddings": context, "vocab_size": tokenizer.get_vocab_size()}

@@ -21,11 +21,11 @@ _TEMPLATE = (
 """Shows thoughts of earlier answers. `enable_thinking` begins thoughts in the prompt, and if false ends them there."""
 
 
-def teach_thoughts(folder: Path) -> Path:
-    """Give a checkpoint's tokenizer the markers, which are no special tokens, and write the template."""
+def teach_thoughts(folder: Path, *, special: bool = False) -> Path:
+    """Give a checkpoint's tokenizer the markers, and write the template. special: whether they are special tokens."""
     path = str(folder / "tokenizer.json")
     tokenizer = Tokenizer.from_file(path)
-    tokenizer.add_tokens([AddedToken(marker, special=False, normalized=False) for marker in (START, END)])
+    tokenizer.add_tokens([AddedToken(marker, special=special, normalized=False) for marker in (START, END)])
     tokenizer.save(path)
     (folder / "chat_template.jinja").write_text(_TEMPLATE)
     return folder

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -56,11 +57,15 @@ CALLS: list[Any] = [
 ]  # fmt: skip
 
 
-def preparer_for(folder, template: str | None, tokenizer=None, parser: str = "auto") -> RequestPreparer:
+MARKS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "[TOOL_CALLS]")
+
+
+def preparer_for(
+    folder, template: str | None, tokenizer=None, parser: str = "auto", special: Sequence[str] = ("[TOOL_CALLS]",)
+) -> RequestPreparer:
+    """special: which of the marks are special tokens."""
     tokenizer = tokenizer or byte_level()
-    marks = ["<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"]
-    tokenizer.add_tokens([AddedToken(mark, special=False, normalized=False) for mark in marks])
-    tokenizer.add_special_tokens([AddedToken("[TOOL_CALLS]", special=True, normalized=False)])
+    tokenizer.add_tokens([AddedToken(mark, special=mark in special, normalized=False) for mark in MARKS])
     write_checkpoint(folder, tokenizer, chat_template=template, takes_images=False)
     engine = EngineConfig(model=str(folder), tool_call_parser=parser)
     return RequestPreparer(folder, MediaConfig(), engine=engine)
@@ -229,6 +234,27 @@ def test_the_control_token_of_calls_begins_one_and_is_shown(tmp_path):
     assert token in np.flatnonzero(matcher.allowed(frozenset({2}), may_end=True))
     assert preparer.answer_text(SamplingParams(), shown_ids=form.shown_ids).push([token]).text == "[TOOL_CALLS]"
     assert preparer.answer_text(SamplingParams()).push([token]).text == ""
+
+
+@pytest.mark.parametrize("special", [(), MARKS], ids=["ordinary", "special"])
+@pytest.mark.parametrize("tokenizer", [byte_level, sentencepiece])
+@pytest.mark.parametrize("parser", ["hermes", "qwen3_xml", "mistral"])
+def test_calls_are_made_and_read_with_the_tokens_around_them(tmp_path, parser, tokenizer, special):
+    """Whether or not these are special tokens, which are otherwise no part of an answer's text."""
+    preparer = preparer_for(tmp_path, CHATML_PARTS, tokenizer(), parser, special=special)
+    form = preparer.tool_form
+    again = form.written("stop", {}).removeprefix(form.trigger + form.opening).removesuffix(form.closing)
+    first = form.written("get_weather", {"city": "Bern"}).removesuffix(form.closing)
+    calls = f"{first}{form.separator}{again}{form.closing}"
+    format = Grammar.json({"type": "array", "items": {"type": "integer"}})
+    for said, must, answer in (("", True, None), ("", False, format), ("", False, None), ("Let me see. ", False, None)):
+        use = ToolUse(USE.functions, must_call=must)
+        ids = preparer.tokenizer.encode(said + calls, add_special_tokens=False)
+        assert preparer.tokenizer.token_id(form.trigger) in ids
+        assert follow(preparer, form.grammar(use, answer), said + calls) in ("complete", "finished")
+        shown = preparer.answer_text(SamplingParams(), shown_ids=form.shown_ids).push(ids).text
+        reader = ToolParser(form, use, anywhere=not must and answer is None)
+        assert read(reader, [shown]) == (said, [("get_weather", '{"city": "Bern"}'), ("stop", "{}")])
 
 
 def test_a_tool_whose_schema_is_broken_is_named(native):

@@ -27,8 +27,8 @@ BUDGET = 6
 
 @pytest.fixture(scope="module")
 def mock(tmp_path_factory):
-    """A server whose mock engine thinks."""
-    folder = teach_thoughts(make_mock_checkpoint(tmp_path_factory.mktemp("mock"), context=4096))
+    """A server whose mock engine thinks, with markers that are special tokens."""
+    folder = teach_thoughts(make_mock_checkpoint(tmp_path_factory.mktemp("mock"), context=4096), special=True)
     with LiveServer(folder, server={"storage_url": "memory"}) as server:
         yield server
 

@@ -34,8 +34,10 @@ NAMED = {"type": "function", "function": {"name": "get_weather"}}
 
 @pytest.fixture(scope="module")
 def live(tmp_path_factory):
-    """A server whose context holds the descriptions of tools."""
-    with LiveServer(make_mock_checkpoint(tmp_path_factory.mktemp("mock"), context=2048)) as server:
+    """A server whose context holds the descriptions of tools, and in which special tokens are around calls."""
+    folder = tmp_path_factory.mktemp("mock")
+    make_mock_checkpoint(folder, context=2048, special=("<tool_call>", "</tool_call>"))
+    with LiveServer(folder) as server:
         yield server
 
 

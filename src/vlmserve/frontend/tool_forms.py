@@ -45,10 +45,9 @@ def choose_form(template: ChatTemplate | None, tokenizer: Tokenizer, wanted: Too
         detected = _detect(source)
         form, native = detected or _HERMES, detected is not None
     if form is _MISTRAL:
-        opening = "[" if "[TOOL_CALLS][" in source else " ["
-        id_ = tokenizer.token_id(form.trigger)
-        return replace(form, native=native, opening=opening, trigger_id=id_ if id_ in tokenizer.special_ids else None)
-    return replace(form, native=native)
+        form = replace(form, opening="[" if "[TOOL_CALLS][" in source else " [")
+    special = {tokenizer.token(id_) or "": id_ for id_ in tokenizer.special_ids}
+    return replace(form.with_special(special), native=native)
 
 
 def _detect(source: str) -> ToolForm | None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, Self
 
 from vlmserve.errors import InvalidRequestError
 from vlmserve.frontend.tool_arguments import ArgumentsReader, JSONArguments
@@ -65,9 +66,9 @@ class ToolForm:
     """How a model writes calls of functions: each is JSON with `name` and the arguments under `key`.
 
     trigger: what the first call begins with; empty where an answer's first character decides. opening, closing:
-    around all calls, after the trigger. prefix, suffix: around each. separator: between two. trigger_id: the control
-    token that the trigger is. native: whether the chat template describes functions and writes calls itself.
-    call_id_length: of the ids of calls that the template accepts. bounds: of what schemas leave open.
+    around all calls, after the trigger. prefix, suffix: around each. separator: between two. special_ids: the special
+    tokens that are in these, each with its id. native: whether the chat template describes functions and writes calls
+    itself. call_id_length: of the ids of calls that the template accepts. bounds: of what schemas leave open.
     """
 
     name: str
@@ -78,7 +79,7 @@ class ToolForm:
     prefix: str = ""
     suffix: str = ""
     separator: str = ""
-    trigger_id: int | None = None
+    special_ids: Mapping[str, int] = field(default_factory=dict)
     native: bool = True
     call_id_length: int | None = None
     bounds: JSONBounds = UNBOUNDED
@@ -116,10 +117,16 @@ class ToolForm:
             f"arguments_{name}: %json {json.dumps(schema)}",
         ]
 
+    def with_special(self, tokens: Mapping[str, int]) -> Self:
+        """The form for a tokenizer with these special tokens."""
+        around = (self.trigger, self.opening, self.closing, self.prefix, self.suffix, self.separator)
+        found = {token: id_ for token, id_ in tokens.items() if token and any(token in text for text in around)}
+        return replace(self, special_ids=found)
+
     @property
     def shown_ids(self) -> frozenset[int]:
-        """Control tokens that have to be seen in an answer's text."""
-        return frozenset() if self.trigger_id is None else frozenset({self.trigger_id})
+        """Special tokens that have to be seen in an answer's text."""
+        return frozenset(self.special_ids.values())
 
     def grammar(self, use: ToolUse, answer: Grammar | None) -> Grammar:
         """The grammar of an answer that may call functions, and otherwise has the format `answer`.
@@ -128,9 +135,10 @@ class ToolForm:
         """
         calls = use.callable
         rules = ["%llguidance {}", f"start: {self._start(use, answer)}"]
-        again = f"({literal(self.separator + self.prefix)} call {literal(self.suffix)})*" if use.parallel else ""
+        end = self._around(self.suffix)
+        again = f"({self._around(self.separator + self.prefix)} call {end})*" if use.parallel else ""
         rules.append(
-            f"calls: {literal(self.opening + self.prefix)} call {literal(self.suffix)} {again} {literal(self.closing)}"
+            f"calls: {self._around(self.opening + self.prefix)} call {end} {again} {self._around(self.closing)}"
         )
         rules.append("call: " + " | ".join(f"call_{index}" for index in range(len(calls))))
         for index, function in enumerate(calls):
@@ -138,14 +146,20 @@ class ToolForm:
         rules.append(r"TEXT: /(.|\n)*/")
         rules.append(r"PLAIN: /([^{](.|\n)*)?/")
         if self.trigger:
-            rules.append(f"trigger: {literal(self.trigger)}{self._trigger_token()}")
+            rules.append(f"trigger: {self._around(self.trigger)}")
             rules.append(f"begun[lazy]: TEXT {literal(self.trigger)}")
         if answer is not None:
             rules.append(f"answer: {_embedded(answer, self.bounds)}")
         return Grammar("lark", "\n".join(rules), source="tools")
 
-    def _trigger_token(self) -> str:
-        return "" if self.trigger_id is None else f" | <[{self.trigger_id}]>"
+    def _around(self, text: str) -> str:
+        """What stands around calls, in Lark: each special token in it may also be spelled."""
+        longest_first = sorted(self.special_ids, key=len, reverse=True)
+        parts = re.split(f"({'|'.join(map(re.escape, longest_first)) or '(?!)'})", text)
+        return " ".join(
+            f"({literal(part)} | <[{self.special_ids[part]}]>)" if part in self.special_ids else literal(part)
+            for part in parts
+        )
 
     def _start(self, use: ToolUse, answer: Grammar | None) -> str:
         begun = "trigger calls" if self.trigger else "calls"
@@ -155,7 +169,8 @@ class ToolForm:
             return f"{begun} | answer"
         if not self.trigger:
             return "calls | PLAIN"
-        token = "" if self.trigger_id is None else f" | TEXT <[{self.trigger_id}]> calls"
+        # A special token ends the text before it, which need not be lazy.
+        token = f" | TEXT <[{self.special_ids[self.trigger]}]> calls" if self.trigger in self.special_ids else ""
         return f"TEXT | begun calls{token}"
 
     def blame(self, use: ToolUse) -> list[Grammar]:
