@@ -21,6 +21,9 @@ SHARED_BYTES = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 120: 99 << 10}
 """That a program may have, by architecture."""
 THREADS = 1024
 
+_counted: list[Executable] | None = None
+"""What was launched while launches are counted."""
+
 
 class _Tools:
     """What Triton calls of a driver when a kernel is loaded."""
@@ -56,7 +59,10 @@ class _Launcher:
         allowed = () if "table_ptr" in self._names else ranges(tensors)
         self._launches += 1
         backwards = self._launches % 2 == 0
-        function.run(function.packed(values), (x, y, z), self._shared, allowed, backwards=backwards)
+        counted = _counted is not None
+        function.run(function.packed(values), (x, y, z), self._shared, allowed, backwards=backwards, counted=counted)
+        if _counted is not None and function not in _counted:
+            _counted.append(function)
 
 
 def _value(kind: str, argument: Any) -> int | float:
@@ -121,3 +127,14 @@ def emulated(arch: int) -> Iterator[None]:
         patch.setattr(products, "shared_bytes", lambda device: (SHARED_BYTES[arch] + 1024) // 2 - 2048)
         driver.set_active(Driver(arch))
         yield
+
+
+@contextmanager
+def counting() -> Iterator[list[Executable]]:
+    """Yields kernels that were launched in it, whose `counts` are of these launches."""
+    global _counted
+    _counted = found = []
+    try:
+        yield found
+    finally:
+        _counted = None

@@ -14,6 +14,7 @@
 #include <string>
 #include <type_traits>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 namespace {
@@ -101,11 +102,24 @@ struct Instruction {
     s32 inverted;
 };
 
+struct Access {
+    u64 address;
+    u32 size;
+};
+
+// Of an instruction in all warps. waves: of shared memory, each of 128 bytes, and how many are the least. sectors: of
+// 32 bytes of global memory, and how many hold as many bytes.
+struct Count {
+    s64 executed, waves, least_waves, sectors, least_sectors;
+};
+
 struct Block {
     std::vector<u8> shared;
     const u8 *parameters;
     const Range *ranges;
     int num_ranges, last_range;
+    bool counts;
+    std::vector<Access> of_shared, of_global;  // accesses of the instruction that is executed, in the order of lanes
 };
 
 struct Copy {
@@ -147,6 +161,7 @@ void each(Warp &warp, F f) {
 
 u8 *global(Warp &warp, u64 address, u64 size, u64 alignment) {
     Block &block = *warp.block;
+    if (block.counts) block.of_global.push_back({address, (u32)size});
     if (address % alignment) fail(access("global", address, size) + ", which is not aligned");
     if (block.num_ranges == 0) return (u8 *)address;
     for (int tried = 0; tried < block.num_ranges; tried++, block.last_range = (block.last_range + 1) % block.num_ranges) {
@@ -157,9 +172,44 @@ u8 *global(Warp &warp, u64 address, u64 size, u64 alignment) {
 }
 
 u8 *shared(Warp &warp, u64 address, u64 size, u64 alignment) {
+    if (warp.block->counts) warp.block->of_shared.push_back({address, (u32)size});
     if (address % alignment) fail(access("shared", address, size) + ", which is not aligned");
     if (address + size > warp.block->shared.size()) fail(access("shared", address, size) + ", which the kernel does not have");
     return warp.block->shared.data() + address;
+}
+
+// What accesses of one instruction cost. Lanes whose accesses have 128 bytes together are served at a time: in as many
+// waves as there are different words in one of the 32 banks.
+void count_accesses(Block &block, Count &count) {
+    std::vector<Access> &accesses = block.of_shared;
+    for (size_t first = 0, next; first < accesses.size(); first = next) {
+        std::vector<u64> words;
+        u32 bytes = 0;
+        for (next = first; next < accesses.size() && bytes + accesses[next].size <= 128; next++) {
+            bytes += accesses[next].size;
+            for (u64 word = accesses[next].address / 4; word * 4 < accesses[next].address + accesses[next].size; word++) words.push_back(word);
+        }
+        std::sort(words.begin(), words.end());
+        words.erase(std::unique(words.begin(), words.end()), words.end());
+        int in_bank[32] = {};
+        for (u64 word : words) in_bank[word % 32]++;
+        count.waves += *std::max_element(in_bank, in_bank + 32);
+        count.least_waves++;
+    }
+    std::vector<u64> sectors;
+    u64 bytes = 0;
+    std::sort(block.of_global.begin(), block.of_global.end(), [](const Access &a, const Access &b) { return a.address < b.address; });
+    u64 end = 0;
+    for (const Access &access : block.of_global) {
+        const u64 last = access.address + access.size;
+        bytes += last > end ? last - std::max(end, access.address) : 0;
+        end = std::max(end, last);
+        for (u64 sector = access.address / 32; sector * 32 < last; sector++)
+            if (sectors.empty() || sectors.back() < sector) sectors.push_back(sector);
+    }
+    count.sectors += sectors.size();
+    count.least_sectors += (bytes + 31) / 32;
+    block.of_shared.clear(), block.of_global.clear();
 }
 
 std::unordered_map<std::string, Operation> &table() {
@@ -668,6 +718,8 @@ void multiply_group(Warp &warp, const Instruction &i) {
     whole_warp(warp);
     typedef decltype(E::number(typename E::Raw())) Number;
     typedef typename E::Raw Raw;
+    // How tensor cores read shared memory is theirs.
+    const bool counts = std::exchange(warp.block->counts, false);
     const s32 *o = i.operands;
     int n = *o++;
     const s32 *d = o;
@@ -704,6 +756,7 @@ void multiply_group(Warp &warp, const Instruction &i) {
             }
         }
     }
+    warp.block->counts = counts;
 }
 
 void nothing(Warp &, const Instruction &) {}
@@ -795,7 +848,7 @@ const bool filled = fill_table();
 
 std::string failure;
 
-void run_until_waiting(Warp &warp, const Instruction *code, const s32 *lines, s64 &left) {
+void run_until_waiting(Warp &warp, const Instruction *code, const s32 *lines, Count *counts, s64 &left) {
     while (warp.alive && !warp.waits) {
         u32 at, mask;
         if (warp.diverged) {
@@ -824,6 +877,10 @@ void run_until_waiting(Warp &warp, const Instruction *code, const s32 *lines, s6
         } catch (const std::runtime_error &error) {
             fail("line " + std::to_string(lines[at]) + ": " + error.what());
         }
+        if (counts) {
+            counts[at].executed++;
+            count_accesses(*warp.block, counts[at]);
+        }
     }
 }
 
@@ -836,15 +893,16 @@ Operation ptx_operation(const char *name) {
     return found == table().end() ? nullptr : found->second;
 }
 
-// special: places of %tid.x, y, z, %ntid.x, y, z, %ctaid.x, y, z, %nctaid.x, y, z, %laneid, or -1. Returns why it failed, or NULL.
+// special: places of %tid.x, y, z, %ntid.x, y, z, %ctaid.x, y, z, %nctaid.x, y, z, %laneid, or -1. counts: of each
+// instruction, added to, or NULL. Returns why it failed, or NULL.
 const char *ptx_run(const Instruction *code, const s32 *lines, const u8 *registers, s64 register_bytes, const s32 *special,
                     const u8 *parameters, const u32 *threads, const u32 *grid, s64 shared_bytes, const Range *ranges, int num_ranges,
-                    int backwards, s64 most) {
+                    int backwards, s64 most, Count *counts) {
     const u32 num_threads = threads[0] * threads[1] * threads[2], num_warps = (num_threads + LANES - 1) / LANES;
     try {
         const u64 programs = (u64)grid[0] * grid[1] * grid[2];
         Block block;
-        block.parameters = parameters, block.ranges = ranges, block.num_ranges = num_ranges, block.last_range = 0;
+        block.parameters = parameters, block.ranges = ranges, block.num_ranges = num_ranges, block.last_range = 0, block.counts = counts != nullptr;
         std::vector<Warp> warps(num_warps);
         for (u64 number = 0; number < programs; number++) {
             const u64 program = backwards ? programs - 1 - number : number;
@@ -873,7 +931,7 @@ const char *ptx_run(const Instruction *code, const s32 *lines, const u8 *registe
                 for (u32 w = 0; w < num_warps; w++) {
                     Warp &warp = warps[backwards ? num_warps - 1 - w : w];
                     warp.waits = false;
-                    run_until_waiting(warp, code, lines, left);
+                    run_until_waiting(warp, code, lines, counts, left);
                     alive |= warp.alive != 0;
                 }
             }

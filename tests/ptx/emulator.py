@@ -38,6 +38,21 @@ class _Range(ctypes.Structure):
     _fields_ = (("begin", ctypes.c_uint64), ("end", ctypes.c_uint64))
 
 
+class Count(ctypes.Structure):
+    """Of an instruction, in all warps that it was executed in.
+
+    waves: of 128 bytes each, that its accesses to shared memory take, and the least that as many bytes could take.
+    Where threads access different words of one bank, it takes more. sectors: of 32 bytes each, of global memory.
+    """
+
+    _fields_ = tuple((name, ctypes.c_int64) for name in ("executed", "waves", "least_waves", "sectors", "least_sectors"))
+    executed: int
+    waves: int
+    least_waves: int
+    sectors: int
+    least_sectors: int
+
+
 @functools.cache
 def library() -> ctypes.CDLL:
     """The emulator, compiled once for a source and a machine, by the first process that needs it."""
@@ -80,7 +95,13 @@ class Executable:
             )
         )
         self._lines = (ctypes.c_int32 * count)(*(one.line for one in program.instructions))
+        self.counts = (Count * count)()
+        """Of each instruction, of the runs that were counted."""
         self._special = (ctypes.c_int32 * len(program.special))(*program.special)
+
+    def total(self) -> Count:
+        """Of all instructions."""
+        return Count(*(sum(getattr(one, name) for one in self.counts) for name, _ in Count._fields_))
 
     def packed(self, arguments: Sequence[int | float]) -> bytes:
         """The arguments as a launch hands them over; those that are missing at the end are 0."""
@@ -100,9 +121,11 @@ class Executable:
         ranges: Sequence[tuple[int, int]] = (),
         *,
         backwards: bool = False,
+        counted: bool = False,
     ) -> None:
         """Execute all programs of a launch. shared: bytes of shared memory. ranges: of addresses that may be accessed;
-        without any, all may be. backwards: the last program and the last warp first. Raises Fault."""
+        without any, all may be. backwards: the last program and the last warp first. counted: into `counts`.
+        Raises Fault."""
         allowed = (_Range * max(1, len(ranges)))(*(_Range(*one) for one in ranges))
         threads, programs = (ctypes.c_uint32 * 3)(*self.program.threads), (ctypes.c_uint32 * 3)(*(*grid, 1, 1)[:3])
         registers = self.program.registers
@@ -120,6 +143,7 @@ class Executable:
             len(ranges),
             int(backwards),
             ctypes.c_int64(MOST_INSTRUCTIONS),
+            self.counts if counted else None,
         )
         if why:
             raise Fault(f"{self.program.name}, {why.decode()}")

@@ -10,7 +10,31 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from vlmserve.kernels.triton.unpacking import nibbles, shift, signed_bytes
+from vlmserve.kernels.triton.unpacking import nibbles, ones, shift, signed_bytes
+
+PARTS_BEFORE_ROWS = tl.constexpr(2)
+"""How many addresses are said to be neighbors along the parts of a tile, beside 1 along its rows.
+
+It is nothing that a load uses: inputs, along which many more are neighbors, are what is read side by side. But with it
+Triton's compiler swizzles a tile's rows in shared memory. Without it, it swizzles parts, and eight threads wait for
+each other in each bank.
+"""
+
+
+@triton.jit
+def sum_of_parts(sums, PARTS: tl.constexpr, OUTPUTS: tl.constexpr, TOKENS: tl.constexpr):
+    """``[PARTS, OUTPUTS, TOKENS]`` added to ``[OUTPUTS, TOKENS]``: halves of the parts, in turn.
+
+    `tl.sum` has each warp store its part so that threads wait for each other's banks.
+    """
+    HALF: tl.constexpr = PARTS // 2
+    halves = tl.permute(tl.reshape(sums, (2, HALF, OUTPUTS, TOKENS)), (1, 2, 3, 0))
+    first, second = tl.split(halves)
+    if HALF == 1:
+        result = tl.reshape(first + second, (OUTPUTS, TOKENS))
+    else:
+        result = sum_of_parts(first + second, HALF, OUTPUTS, TOKENS)
+    return result
 
 
 @triton.jit
@@ -26,9 +50,12 @@ def groups_of_4_bits(
     parts = tl.arange(0, PARTS)
     sums = tl.zeros((PARTS, OUTPUTS, TOKENS), tl.float32)
     outputs = tl.minimum(outputs, out_features - 1)
-    rows_at = parts[:, None, None] * HALF + outputs.to(tl.int64)[None, :, None] * (in_features // 2)
-    weights_at = weight_ptr + rows_at + inputs[None, None, :]
-    x_at = x_ptr + parts[:, None, None] * GROUP + tokens[None, None, :] * stride_x + inputs[None, :, None]
+    width = tl.multiple_of(in_features // 2, 16)
+    rows_at = parts[:, None, None] * HALF + outputs.to(tl.int64)[None, :, None] * width
+    # See `PARTS_BEFORE_ROWS`.
+    weights_at = tl.max_contiguous(weight_ptr + rows_at + inputs[None, None, :], (PARTS_BEFORE_ROWS, 1, HALF))
+    inputs_at = parts[:, None, None] * GROUP + inputs[None, :, None]
+    x_at = tl.max_contiguous(x_ptr + tokens[None, None, :] * stride_x + inputs_at, (PARTS_BEFORE_ROWS, HALF, 1))
     scales_at = parts[:, None] * out_features + outputs[None, :]
     inside = (tokens < rows)[None, None, :]
     for group in tl.range(first, last, PARTS, num_stages=STAGES):
@@ -49,10 +76,15 @@ def groups_of_4_bits(
         low_weights, high_weights = nibbles(packed, DTYPE, ASSEMBLY)
         products = tl.dot(low_weights, low, tl.zeros((PARTS, OUTPUTS, TOKENS), tl.float32), input_precision="ieee")
         products = tl.dot(high_weights, high, products, input_precision="ieee")
-        total = tl.sum(low.to(tl.float32) + high.to(tl.float32), 1)
-        shifted = (minimums - shift(DTYPE) * scales)[:, :, None] * total[:, None, :]
-        sums += scales[:, :, None] * products + shifted
-    return tl.sum(sums, 0)
+        if tl.float32 == DTYPE:
+            total = tl.sum(low + high, 1)[:, None, :]
+        else:
+            # By tensor cores: other instructions would need inputs in another order in shared memory.
+            each = ones(packed, DTYPE, ASSEMBLY)
+            total = tl.dot(each, low, tl.zeros((PARTS, OUTPUTS, TOKENS), tl.float32))
+            total = tl.dot(each, high, total)
+        sums += scales[:, :, None] * products + (minimums - shift(DTYPE) * scales)[:, :, None] * total
+    return sum_of_parts(sums, PARTS, OUTPUTS, TOKENS)
 
 
 @triton.jit
@@ -68,8 +100,10 @@ def whole_rows(
     sums = tl.zeros((PARTS, OUTPUTS, TOKENS), tl.float32)
     outputs = tl.minimum(outputs, out_features - 1)
     rows_at = parts[:, None, None] * INPUTS + outputs.to(tl.int64)[None, :, None] * in_features
-    weights_at = weight_ptr + rows_at + inputs[None, None, :]
-    x_at = x_ptr + parts[:, None, None] * INPUTS + tokens[None, None, :] * stride_x + inputs[None, :, None]
+    # See `PARTS_BEFORE_ROWS`.
+    weights_at = tl.max_contiguous(weight_ptr + rows_at + inputs[None, None, :], (PARTS_BEFORE_ROWS, 1, INPUTS))
+    inputs_at = parts[:, None, None] * INPUTS + inputs[None, :, None]
+    x_at = tl.max_contiguous(x_ptr + tokens[None, None, :] * stride_x + inputs_at, (PARTS_BEFORE_ROWS, INPUTS, 1))
     inside = (tokens < rows)[None, None, :]
     for tile in tl.range(first, last, PARTS, num_stages=STAGES):
         done = tile * INPUTS
@@ -83,7 +117,7 @@ def whole_rows(
             x = tl.load(x_at + done, inside & there[:, :, None], 0.0)
         weights = signed_bytes(stored, DTYPE, ASSEMBLY) if BITS == 8 else stored
         sums = tl.dot(weights, x, sums, input_precision="ieee")
-    result = tl.sum(sums, 0)
+    result = sum_of_parts(sums, PARTS, OUTPUTS, TOKENS)
     if BITS == 8:
         result *= tl.load(scales_ptr + outputs).to(tl.float32)[:, None]
     return result

@@ -41,7 +41,8 @@ def groups_of_4_bits(
     inputs = tl.arange(0, HALF)
     sums = tl.zeros((OUTPUTS, TOKENS), tl.float32)
     outputs = tl.minimum(outputs, out_features - 1)
-    weights_at = weight_ptr + outputs.to(tl.int64)[:, None] * (in_features // 2) + inputs[None, :]
+    width = tl.multiple_of(in_features // 2, 16)
+    weights_at = weight_ptr + outputs.to(tl.int64)[:, None] * width + inputs[None, :]
     x_at = x_ptr + tokens[None, :] * stride_x + inputs[:, None]
     inside = tokens[None, :] < rows
     for group in tl.range(first, last, num_stages=STAGES):

@@ -48,6 +48,11 @@ add.rn.f16x2 $0, a, offset;
 add.rn.f16x2 $1, b, offset;
 }}"""
 
+_ONES = """{{
+mov.b32 $0, {one};
+mov.b32 $1, {one};
+}}"""
+
 
 def _filled(code: str, **values: str) -> tl.constexpr:
     return tl.constexpr(code.format(first=hex(FIRST_PAIR), second=hex(SECOND_PAIR), **values))
@@ -55,6 +60,8 @@ def _filled(code: str, **values: str) -> tl.constexpr:
 
 NIBBLES_BFLOAT16 = _filled(_NIBBLES, magic="0x43434343")
 NIBBLES_FLOAT16 = _filled(_NIBBLES, magic="0x64646464")
+ONES_BFLOAT16 = _filled(_ONES, one="0x3f803f80")
+ONES_FLOAT16 = _filled(_ONES, one="0x3c003c00")
 BYTES_BFLOAT16 = _filled(_BYTES_BFLOAT16)
 BYTES_FLOAT16 = _filled(_BYTES_FLOAT16)
 
@@ -85,6 +92,21 @@ def nibbles(packed, DTYPE: tl.constexpr, ASSEMBLY: tl.constexpr):
 def shift(DTYPE: tl.constexpr):
     """What `nibbles` adds to each integer."""
     return 1024.0 if tl.float16 == DTYPE else 128.0
+
+
+@triton.jit
+def ones(packed, DTYPE: tl.constexpr, ASSEMBLY: tl.constexpr):
+    """1.0 of type DTYPE for each of uint8s, in the order of registers that tensor cores take `nibbles` of them in.
+
+    Constants have another order, and what both are multiplied with would be loaded for each of them.
+    """
+    if ASSEMBLY and tl.bfloat16 == DTYPE:
+        result = tl.inline_asm_elementwise(ONES_BFLOAT16, "=r,=r,r", [packed], dtype=tl.bfloat16, is_pure=True, pack=4)
+    elif ASSEMBLY and tl.float16 == DTYPE:
+        result = tl.inline_asm_elementwise(ONES_FLOAT16, "=r,=r,r", [packed], dtype=tl.float16, is_pure=True, pack=4)
+    else:
+        result = tl.full(packed.shape, 1.0, DTYPE)
+    return result
 
 
 @triton.jit
