@@ -175,7 +175,7 @@ def attention_cases() -> Iterator[Case]:
             {**types, **stored},
             {
                 "HEADS": 32, "KV_HEADS": 8, "HEAD": head, "HEAD_BLOCK": head, "BLOCK_SIZE": 16,
-                "ROWS": rows, "KEYS": keys, "STAGES": 3, **plain, **further,
+                "ROWS": rows, "KEYS": keys, "STAGES": 3, "ASSEMBLY": True, **plain, **further,
             },
             warps=4,
         )  # fmt: skip

@@ -22,6 +22,7 @@ from vlmserve.kernels.triton.attention_kernels import (
 )
 from vlmserve.kernels.triton.host_math import cdiv, next_power_of_2
 from vlmserve.kernels.triton.rope import rotate_into_cache
+from vlmserve.kernels.triton.unpacking import has_assembly
 
 MAX_HEAD_SIZE = 256
 MOST_SPLIT_CHUNKS = 4
@@ -36,6 +37,8 @@ def unsupported_reason(layers: Sequence[AttentionSpec], dtype: torch.dtype) -> s
     for spec in layers:
         if spec.head_size > MAX_HEAD_SIZE:
             return f"a head of {spec.head_size} elements is larger than {MAX_HEAD_SIZE}"
+        if spec.head_size % 2:
+            return f"a head of {spec.head_size} elements is odd"
         if spec.num_heads % spec.num_kv_heads:
             return f"{spec.num_heads} query heads cannot share {spec.num_kv_heads} heads of keys evenly"
     return None
@@ -190,6 +193,7 @@ class TritonAttention(TorchReference):
             QUANTIZED=cache.scales is not None,
             STAGES=3 if query.element_size() == 2 else 1,
             SPLIT_CHUNKS=plan.split_chunks,
+            ASSEMBLY=has_assembly(query.device),
             num_warps=4,
         )
         part_rows = decodes + ((sequences - decodes) * FEW_QUERIES.value if plan.split_chunks else 0)

@@ -14,6 +14,7 @@ import triton.language as tl
 from vlmserve.kernels.triton.activations import tanh
 from vlmserve.kernels.triton.dependent import wait_for_previous
 from vlmserve.kernels.triton.launching import Kernel
+from vlmserve.kernels.triton.unpacking import byte_pairs
 
 MAX_SPLITS = tl.constexpr(32)
 """Programs that share the context of a decode at most."""
@@ -64,19 +65,24 @@ def find_chunk(starts_ptr, block, num_decodes, num_sequences, QUERIES: tl.conste
 
 
 @triton.jit
-def load_keys(cache_ptr, tables_ptr, positions, there, columns, kv_head, KV_HEADS, HEAD, BLOCK_SIZE):
-    """Keys or values ``[positions, columns]`` as they are stored, 0 where there are none."""
-    blocks = tl.load(tables_ptr + positions // BLOCK_SIZE, there, 0).to(tl.int64)
-    rows = (blocks * KV_HEADS + kv_head) * BLOCK_SIZE + positions % BLOCK_SIZE
-    return tl.load(cache_ptr + rows[:, None] * HEAD + columns[None, :], there[:, None] & (columns < HEAD)[None, :], 0)
+def load_keys(cache_ptr, tables_ptr, positions, columns, kv_head, KV_HEADS, HEAD, BLOCK_SIZE):
+    """Keys or values ``[positions, columns]`` as they are stored. positions: uint32, as division takes least of these."""
+    blocks = tl.load(tables_ptr + positions // BLOCK_SIZE).to(tl.int64)
+    rows = (kv_head * BLOCK_SIZE + positions % BLOCK_SIZE) * HEAD
+    addresses = (cache_ptr + blocks * (KV_HEADS * BLOCK_SIZE * HEAD))[:, None] + (rows[:, None] + columns[None, :])
+    if columns.shape[0] == HEAD:
+        result = tl.load(addresses)
+    else:
+        result = tl.load(addresses, (columns < HEAD)[None, :], 0)
+    return result
 
 
 @triton.jit
-def load_scales(scales_ptr, tables_ptr, positions, there, kv_head, WHICH: tl.constexpr, KV_HEADS, BLOCK_SIZE):
-    """Scales of keys (WHICH 0) or values (1) ``[positions]``."""
-    blocks = tl.load(tables_ptr + positions // BLOCK_SIZE, there, 0).to(tl.int64)
-    places = ((blocks * KV_HEADS + kv_head) * 2 + WHICH) * BLOCK_SIZE + positions % BLOCK_SIZE
-    return tl.load(scales_ptr + places, there, 0.0)
+def load_scales(scales_ptr, tables_ptr, positions, kv_head, WHICH: tl.constexpr, KV_HEADS, BLOCK_SIZE):
+    """Scales of keys (WHICH 0) or values (1) ``[positions]``, which are uint32."""
+    blocks = tl.load(tables_ptr + positions // BLOCK_SIZE).to(tl.int64)
+    places = (kv_head * 2 + WHICH) * BLOCK_SIZE + positions % BLOCK_SIZE
+    return tl.load(scales_ptr + blocks * (KV_HEADS * 2 * BLOCK_SIZE) + places)
 
 
 @triton.jit
@@ -84,23 +90,32 @@ def over_keys(
     query, keys_ptr, values_ptr, scales_ptr, tables_ptr, position, limit, low, high, columns, kv_head, scale, soft_cap,
     KV_HEADS: tl.constexpr, HEAD: tl.constexpr, HEAD_BLOCK: tl.constexpr, BLOCK_SIZE: tl.constexpr, ROWS: tl.constexpr,
     KEYS: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr, QUANTIZED: tl.constexpr, STAGES: tl.constexpr,
+    ASSEMBLY: tl.constexpr,
 ):  # fmt: skip
     """Online softmax of query rows over positions ``low <= key < high``, each before its row's limit and within its
     window. Returns the sums of values, the largest scores (to the base 2), and the sums of weights."""
     DTYPE: tl.constexpr = query.dtype
-    total = tl.zeros((ROWS, HEAD_BLOCK), tl.float32)
+    # Values of 8 bits are read as pairs of columns, and summed as even and odd ones.
+    PARTS: tl.constexpr = 2 if QUANTIZED else 1
+    total = tl.zeros((ROWS, HEAD_BLOCK // PARTS), tl.float32)
+    odd_total = total
+    value_columns = tl.arange(0, HEAD_BLOCK // PARTS)
+    if QUANTIZED:
+        values_ptr = values_ptr.to(tl.pointer_type(tl.int16), bitcast=True)
+    limit = tl.minimum(limit, high)
     largest = tl.full((ROWS,), float("-inf"), tl.float32)
     weight = tl.zeros((ROWS,), tl.float32)
     for start in tl.range(low, high, KEYS, num_stages=STAGES):
         positions = start + tl.arange(0, KEYS)
-        there = positions < high
-        keys = load_keys(keys_ptr, tables_ptr, positions, there, columns, kv_head, KV_HEADS, HEAD, BLOCK_SIZE)
+        # Behind the last key it is read again, and seen by no row: loads need no masks.
+        read = tl.minimum(positions, high - 1).to(tl.uint32)
+        keys = load_keys(keys_ptr, tables_ptr, read, columns, kv_head, KV_HEADS, HEAD, BLOCK_SIZE)
         scores = tl.dot(query, tl.trans(keys.to(DTYPE)), input_precision="ieee") * scale
         if QUANTIZED:
-            scores *= load_scales(scales_ptr, tables_ptr, positions, there, kv_head, 0, KV_HEADS, BLOCK_SIZE)[None, :]
+            scores *= load_scales(scales_ptr, tables_ptr, read, kv_head, 0, KV_HEADS, BLOCK_SIZE)[None, :]
         if CAPPED:
             scores = soft_cap * tanh(scores / soft_cap)
-        seen = there[None, :] & (positions[None, :] < limit[:, None])
+        seen = positions[None, :] < limit[:, None]
         if WINDOW > 0:
             seen = seen & (positions[None, :] > position[:, None] - WINDOW)
         scores = tl.where(seen, scores * LOG2_E, float("-inf"))
@@ -110,11 +125,20 @@ def over_keys(
         weights = tl.exp2(scores - base[:, None])
         kept = tl.exp2(largest - base)
         weight = weight * kept + tl.sum(weights, 1)
-        values = load_keys(values_ptr, tables_ptr, positions, there, columns, kv_head, KV_HEADS, HEAD, BLOCK_SIZE)
+        values = load_keys(
+            values_ptr, tables_ptr, read, value_columns, kv_head, KV_HEADS, HEAD // PARTS, BLOCK_SIZE
+        )
+        total *= kept[:, None]
         if QUANTIZED:
-            weights *= load_scales(scales_ptr, tables_ptr, positions, there, kv_head, 1, KV_HEADS, BLOCK_SIZE)[None, :]
-        total = tl.dot(weights.to(DTYPE), values.to(DTYPE), total * kept[:, None], input_precision="ieee")
+            weights *= load_scales(scales_ptr, tables_ptr, read, kv_head, 1, KV_HEADS, BLOCK_SIZE)[None, :]
+            even, odd = byte_pairs(values, DTYPE, ASSEMBLY)
+            total = tl.dot(weights.to(DTYPE), even, total, input_precision="ieee")
+            odd_total = tl.dot(weights.to(DTYPE), odd, odd_total * kept[:, None], input_precision="ieee")
+        else:
+            total = tl.dot(weights.to(DTYPE), values, total, input_precision="ieee")
         largest = new_largest
+    if QUANTIZED:
+        total = tl.reshape(tl.join(total, odd_total), (ROWS, HEAD_BLOCK))
     return total, largest, weight
 
 
@@ -127,7 +151,7 @@ def attend_rows(
     KV_HEADS: tl.constexpr, HEAD: tl.constexpr, HEAD_BLOCK: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr,
     REACH: tl.constexpr, QUANTIZED: tl.constexpr, STAGES: tl.constexpr, SPLIT_CHUNKS: tl.constexpr,
-    DEPENDENT: tl.constexpr = False,
+    ASSEMBLY: tl.constexpr, DEPENDENT: tl.constexpr = False,
 ):  # fmt: skip
     """Programs ``[decodes + blocks of chunk rows, kv_heads, splits]``.
 
@@ -180,7 +204,7 @@ def attend_rows(
     total, largest, weight = over_keys(
         query, keys_ptr, values_ptr, scales_ptr, tables_ptr + sequence.to(tl.int64) * table_stride, position, limit,
         low, high, columns, kv_head, scale, soft_cap, KV_HEADS, HEAD, HEAD_BLOCK, BLOCK_SIZE, ROWS, KEYS, WINDOW,
-        CAPPED, QUANTIZED, STAGES,
+        CAPPED, QUANTIZED, STAGES, ASSEMBLY,
     )  # fmt: skip
     if is_split:
         part_rows = tl.where(is_decode, sequence, num_decodes + (sequence - num_decodes) * FEW_QUERIES + row)

@@ -15,6 +15,10 @@ FIRST_PAIR = 0x4140
 """`prmt` selects, from the lowest byte up: byte 0 of the integers, the magic byte, byte 1, the magic byte."""
 SECOND_PAIR = 0x4342
 """The same of bytes 2 and 3."""
+EVEN_PAIR = 0x4240
+"""The same of bytes 0 and 2."""
+ODD_PAIR = 0x4341
+"""The same of bytes 1 and 3."""
 
 _NIBBLES = """{{
 .reg .b32 low, high;
@@ -48,6 +52,27 @@ add.rn.f16x2 $0, a, offset;
 add.rn.f16x2 $1, b, offset;
 }}"""
 
+_BYTE_PAIRS_BFLOAT16 = """{{
+.reg .b32 low, top, a, b, c, d, one;
+mov.b32 one, 0x3f803f80;
+and.b32 low, $2, 0x7f7f7f7f;
+and.b32 top, $2, 0x80808080;
+prmt.b32 a, low, 0x43434343, {even};
+prmt.b32 b, low, 0x43434343, {odd};
+prmt.b32 c, top, 0xc3c3c3c3, {even};
+prmt.b32 d, top, 0xc3c3c3c3, {odd};
+fma.rn.bf16x2 $0, a, one, c;
+fma.rn.bf16x2 $1, b, one, d;
+}}"""
+_BYTE_PAIRS_FLOAT16 = """{{
+.reg .b32 shifted, a, b, offset;
+mov.b32 offset, 0xe480e480;
+xor.b32 shifted, $2, 0x80808080;
+prmt.b32 a, shifted, 0x64646464, {even};
+prmt.b32 b, shifted, 0x64646464, {odd};
+add.rn.f16x2 $0, a, offset;
+add.rn.f16x2 $1, b, offset;
+}}"""
 _ONES = """{{
 mov.b32 $0, {one};
 mov.b32 $1, {one};
@@ -55,11 +80,14 @@ mov.b32 $1, {one};
 
 
 def _filled(code: str, **values: str) -> tl.constexpr:
-    return tl.constexpr(code.format(first=hex(FIRST_PAIR), second=hex(SECOND_PAIR), **values))
+    selects = {"first": FIRST_PAIR, "second": SECOND_PAIR, "even": EVEN_PAIR, "odd": ODD_PAIR}
+    return tl.constexpr(code.format(**{name: hex(select) for name, select in selects.items()}, **values))
 
 
 NIBBLES_BFLOAT16 = _filled(_NIBBLES, magic="0x43434343")
 NIBBLES_FLOAT16 = _filled(_NIBBLES, magic="0x64646464")
+BYTE_PAIRS_BFLOAT16 = _filled(_BYTE_PAIRS_BFLOAT16)
+BYTE_PAIRS_FLOAT16 = _filled(_BYTE_PAIRS_FLOAT16)
 ONES_BFLOAT16 = _filled(_ONES, one="0x3f803f80")
 ONES_FLOAT16 = _filled(_ONES, one="0x3c003c00")
 BYTES_BFLOAT16 = _filled(_BYTES_BFLOAT16)
@@ -123,3 +151,22 @@ def signed_bytes(packed, DTYPE: tl.constexpr, ASSEMBLY: tl.constexpr):
     else:
         result = (packed.to(tl.float32) - 128.0).to(DTYPE)
     return result
+
+
+@triton.jit
+def byte_pairs(packed, DTYPE: tl.constexpr, ASSEMBLY: tl.constexpr):
+    """The low and the high int8 of each int16, as two tensors of type DTYPE.
+
+    Tensor cores take pairs of 16-bit numbers from rows that lie in the other order in shared memory. They take no bytes.
+    """
+    if ASSEMBLY and tl.bfloat16 == DTYPE:
+        low, high = tl.inline_asm_elementwise(
+            BYTE_PAIRS_BFLOAT16, "=r,=r,r", [packed], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=2
+        )
+    elif ASSEMBLY and tl.float16 == DTYPE:
+        low, high = tl.inline_asm_elementwise(
+            BYTE_PAIRS_FLOAT16, "=r,=r,r", [packed], dtype=(tl.float16, tl.float16), is_pure=True, pack=2
+        )
+    else:
+        low, high = packed.to(tl.int8).to(DTYPE), (packed >> 8).to(DTYPE)
+    return low, high
