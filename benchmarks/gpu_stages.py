@@ -31,7 +31,14 @@ from vlmserve.adapters.lora import Adapter
 from vlmserve.config import QuantizationConfig
 from vlmserve.devices.choice import open_device
 from vlmserve.devices.device import Device, EagerExecutor, LayerExecutor
-from vlmserve.kernels.attention import AttentionSpec, BatchMetadata, LayerCache, RotaryRows, RotatingBackend
+from vlmserve.kernels.attention import (
+    AttentionBackend,
+    AttentionSpec,
+    BatchMetadata,
+    LayerCache,
+    RotaryRows,
+    RotatingBackend,
+)
 from vlmserve.kernels.quantized import QuantizedWeight
 from vlmserve.layers.adapters import Change, LowRank
 from vlmserve.layers.linear import MergedLinear, Weight
@@ -56,6 +63,9 @@ SLEEP_CYCLES = 10**8
 """Of a GPU's clock: about 50 milliseconds, longer than a host takes for a step."""
 LINES = 200
 """Of tests that failed, which the report keeps."""
+DECODE_TILES = ((64, 2), (32, 2), (32, 1))
+"""Keys and warps of programs of decodes, which are measured beside those that the kernel takes by itself. Fewer warps
+exchange less, and hide less of what others wait for."""
 DEVICE_STEPS = 3
 """Of which the device's own time is measured."""
 Measured = Iterator[tuple[str, Any]]
@@ -206,7 +216,8 @@ def weight_of(plain: Tensor, bits: int) -> Tensor | QuantizedWeight:
 
 def attention(device: torch.device, sizes: Sizes, folder: Path) -> Measured:
     """Attention of one layer's decodes, by their number and context: microseconds, and bytes of keys and values read a
-    second. As in a layer, new keys are rotated and written on the way where the backend can."""
+    second; of the largest batch also by tiles that kernels in Triton do not take by themselves. As in a layer, new keys
+    are rotated and written on the way where the backend can."""
     config = sizes.config
     head = config["hidden_size"] // config["num_attention_heads"]
     spec = AttentionSpec(config["num_attention_heads"], config["num_key_value_heads"], head, head**-0.5)
@@ -215,27 +226,53 @@ def attention(device: torch.device, sizes: Sizes, folder: Path) -> Measured:
         backend = on.attention([spec], dtype, quantized_cache=quantized)
         yield "backend", backend.name
         for streams, context in product(sizes.streams, sizes.contexts):
-            blocks = streams * -(-context // BLOCK_SIZE)
-            cache = backend.allocate(blocks, BLOCK_SIZE, spec, dtype, device)
-            fill(cache)
-            metadata = _decodes(streams, context, device)
-            plan = backend.prepare(metadata, BLOCK_SIZE, [spec], dtype)
-            parts = [
-                torch.randn(streams, heads, head, device=device, dtype=dtype)
-                for heads in (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)
-            ]
-            attend = partial(backend.attend, *parts)
-            if isinstance(backend, RotatingBackend):
-                cos, sin = (torch.randn(streams, head // 2, device=device) for _ in range(2))
-                qkv = torch.cat([part.flatten(1) for part in parts], 1)
-                attend = partial(backend.attend_rotated, qkv, RotaryRows(cos, sin, None))
-            read = streams * context * backend.block_bytes(BLOCK_SIZE, spec, dtype) // BLOCK_SIZE
-            turns = copies(cache, read, device)
-            taken = per_launch([partial(attend, turn, spec, metadata, plan) for turn in turns], device, sizes.repeats)
+            name = f"{streams} x {context}{', 8 bits' if quantized else ''}"
+            yield name, _attention_of_decodes(backend, spec, (streams, context), dtype, device, sizes.repeats)
+        if backend.name == "triton":
+            yield from _attention_by_tiles(backend, spec, name, (streams, context), dtype, device, sizes.repeats)
+
+
+def _attention_of_decodes(
+    backend: AttentionBackend, spec: AttentionSpec, batch: tuple[int, int], dtype: torch.dtype, device: torch.device,
+    repeats: int,
+) -> dict[str, float]:  # fmt: skip
+    """batch: sequences, and tokens of the context of each."""
+    streams, context = batch
+    cache = backend.allocate(streams * -(-context // BLOCK_SIZE), BLOCK_SIZE, spec, dtype, device)
+    fill(cache)
+    metadata = _decodes(streams, context, device)
+    plan = backend.prepare(metadata, BLOCK_SIZE, [spec], dtype)
+    parts = [
+        torch.randn(streams, heads, spec.head_size, device=device, dtype=dtype)
+        for heads in (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)
+    ]
+    attend = partial(backend.attend, *parts)
+    if isinstance(backend, RotatingBackend):
+        cos, sin = (torch.randn(streams, spec.head_size // 2, device=device) for _ in range(2))
+        qkv = torch.cat([part.flatten(1) for part in parts], 1)
+        attend = partial(backend.attend_rotated, qkv, RotaryRows(cos, sin, None))
+    read = streams * context * backend.block_bytes(BLOCK_SIZE, spec, dtype) // BLOCK_SIZE
+    turns = copies(cache, read, device)
+    taken = per_launch([partial(attend, turn, spec, metadata, plan) for turn in turns], device, repeats)
+    return taken.named("microseconds") | {"read_gb_s": read / taken.seconds / 1e9}
+
+
+def _attention_by_tiles(
+    backend: AttentionBackend, spec: AttentionSpec, name: str, batch: tuple[int, int], dtype: torch.dtype,
+    device: torch.device, repeats: int,
+) -> Measured:  # fmt: skip
+    from vlmserve.kernels.triton.attention import TritonAttention, tile  # Triton need not be there.
+
+    assert isinstance(backend, TritonAttention)
+    rule = tile(spec, chunks=False)
+    for keys, warps in DECODE_TILES:
+        backend.decode_tile = rule._replace(keys=keys, warps=warps)
+        if backend.decode_tile != rule:
             yield (
-                f"{streams} x {context}{', 8 bits' if quantized else ''}",
-                taken.named("microseconds") | {"read_gb_s": read / taken.seconds / 1e9},
+                f"{name}, {keys} keys by {warps} warps",
+                _attention_of_decodes(backend, spec, batch, dtype, device, repeats),
             )
+    backend.decode_tile = None
 
 
 def fill(cache: LayerCache) -> None:

@@ -45,7 +45,9 @@ class Count(ctypes.Structure):
     Where threads access different words of one bank, it takes more. sectors: of 32 bytes each, of global memory.
     """
 
-    _fields_ = tuple((name, ctypes.c_int64) for name in ("executed", "waves", "least_waves", "sectors", "least_sectors"))
+    _fields_ = tuple(
+        (name, ctypes.c_int64) for name in ("executed", "waves", "least_waves", "sectors", "least_sectors")
+    )
     executed: int
     waves: int
     least_waves: int

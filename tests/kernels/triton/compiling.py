@@ -166,7 +166,7 @@ def attention_cases() -> Iterator[Case]:
         (64, False, everything),
         (256, True, {}),
     ):
-        rows, keys = tile(AttentionSpec(32, 8, head, 1.0), chunks=chunks)
+        tiles = tile(AttentionSpec(32, 8, head, 1.0), chunks=chunks)
         stored = {"keys_ptr": "*i8", "values_ptr": "*i8"} if "QUANTIZED" in further else {}
         kind = "".join(f", {name.lower()}" for name in further)
         yield Case(
@@ -175,9 +175,9 @@ def attention_cases() -> Iterator[Case]:
             {**types, **stored},
             {
                 "HEADS": 32, "KV_HEADS": 8, "HEAD": head, "HEAD_BLOCK": head, "BLOCK_SIZE": 16,
-                "ROWS": rows, "KEYS": keys, "STAGES": 3, "ASSEMBLY": True, **plain, **further,
+                "ROWS": tiles.rows, "KEYS": tiles.keys, "STAGES": 3, "ASSEMBLY": True, **plain, **further,
             },
-            warps=4,
+            warps=tiles.warps,
         )  # fmt: skip
     constants = {"HEADS": 32, "HEAD": 128, "HEAD_BLOCK": 128, "WINDOW": 0, "SINKS": False, "SPLIT_CHUNKS": True}
     yield Case("combining of decodes", attention_kernels.combine, types, constants, 2)

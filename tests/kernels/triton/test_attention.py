@@ -14,7 +14,7 @@ from tests.paged import BlockTables
 from vlmserve.kernels.attention import AttentionBackend, AttentionSpec, RotaryRows, RotatingBackend
 from vlmserve.kernels.torch_reference import TorchReference
 from vlmserve.kernels.triton import attention, attention_kernels
-from vlmserve.kernels.triton.attention import TritonAttention, unsupported_reason
+from vlmserve.kernels.triton.attention import AttentionTile, TritonAttention, unsupported_reason
 from vlmserve.kernels.triton.attention_kernels import CHUNK_SPLIT, FEW_QUERIES
 
 PLAIN = AttentionSpec(4, 2, 8, 8**-0.5)
@@ -46,6 +46,14 @@ def test_a_mixed_batch_equals_naive_attention(device: torch.device, name: str) -
 @pytest.mark.parametrize("name", ["plain", "all of it"])
 def test_a_cache_of_8_bits(device: torch.device, name: str) -> None:
     output, expected = attend(TritonAttention(quantized_cache=True), FEW, SPECS[name], 4, device=device)
+    torch.testing.assert_close(output.double(), expected, atol=2e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("quantized", [False, True])
+def test_decodes_by_other_tiles(device: torch.device, quantized: bool) -> None:
+    backend = TritonAttention(quantized_cache=quantized)
+    backend.decode_tile = AttentionTile(16, 32, 2)
+    output, expected = attend(backend, [(40, 1), (3, 1)], PLAIN, 16, device=device)
     torch.testing.assert_close(output.double(), expected, atol=2e-5, rtol=1e-5)
 
 

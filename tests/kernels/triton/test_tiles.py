@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from triton.runtime.errors import OutOfResources
 
-from benchmarks import gpu, gpu_tiles
-from benchmarks.gpu_stages import TINY
+from benchmarks import gpu, gpu_stages, gpu_tiles
+from benchmarks.gpu_stages import DECODE_TILES, TINY
 from benchmarks.gpu_timing import Launch
 from vlmserve.kernels.triton import products
+from vlmserve.kernels.triton.attention import TritonAttention
 from vlmserve.kernels.triton.products import PROGRAMS, TritonProduct, tiling
 from vlmserve.kernels.triton.tuned import Shape, Tiling
 
@@ -21,6 +25,11 @@ pytestmark = pytest.mark.skipif(
 )
 
 CPU = torch.device("cpu")
+
+
+def launched_once(calls: Sequence[Callable[[], object]], *others: object) -> Launch:
+    calls[0]()
+    return Launch(1e-6)
 
 
 @pytest.fixture
@@ -142,3 +151,13 @@ def test_rules_fit_into_the_shared_memory_of_each_gpu(multiprocessor: int, item_
             tiles = tiling(bits, group, *shape, rows, item_bytes=item_bytes, shared=shared)
             assert tiles.stages >= 2
             assert tiles.shared_bytes(bits, item_bytes) <= shared, (bits, group, shape, rows)
+
+
+def test_decodes_are_measured_by_other_tiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    device = SimpleNamespace(attention=lambda *_, quantized_cache: TritonAttention(quantized_cache=quantized_cache))
+    monkeypatch.setattr(gpu_stages, "open_device", lambda *_, **options: (device, torch.float32))
+    monkeypatch.setattr(gpu_stages, "per_launch", launched_once)
+    report = dict(gpu_stages.attention(CPU, TINY, tmp_path))
+    largest = f"{TINY.streams[-1]} x {TINY.contexts[-1]}"
+    for kind, (keys, warps) in itertools.product(("", ", 8 bits"), DECODE_TILES):
+        assert report[f"{largest}{kind}, {keys} keys by {warps} warps"]["read_gb_s"] > 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -44,14 +45,22 @@ def unsupported_reason(layers: Sequence[AttentionSpec], dtype: torch.dtype) -> s
     return None
 
 
-def tile(spec: AttentionSpec, *, chunks: bool) -> tuple[int, int]:
-    """Rows of queries and keys that a program multiplies at a time. chunks: whether the batch has any.
+class AttentionTile(NamedTuple):
+    """Rows of queries and keys that a program of so many warps multiplies at a time."""
 
-    As many as fit into registers on all GPUs that the kernels are compiled for; not measured on a GPU yet.
+    rows: int
+    keys: int
+    warps: int
+
+
+def tile(spec: AttentionSpec, *, chunks: bool) -> AttentionTile:
+    """chunks: whether the batch has any.
+
+    As much as fits into registers on all GPUs that the kernels are compiled for; not measured on a GPU yet.
     """
     wide = spec.head_size > 128
     rows = max(16, next_power_of_2(spec.num_heads // spec.num_kv_heads), 0 if not chunks else 32 if wide else 64)
-    return rows, 64 if rows <= 16 and not wide else 32
+    return AttentionTile(rows, 64 if rows <= 16 and not wide else 32, 4)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +92,8 @@ class TritonAttention(TorchReference):
     def __init__(self, *, quantized_cache: bool = False) -> None:
         """quantized_cache: keys and values are stored in 8 bits."""
         super().__init__(quantized_cache=quantized_cache)
+        self.decode_tile: AttentionTile | None = None
+        """Of batches of decodes alone, instead of `tile`'s: for measuring which is the fastest."""
         self._sums = self._largest = torch.empty(0)
         self._sinks: dict[tuple[float, ...], Tensor] = {}
 
@@ -155,10 +166,11 @@ class TritonAttention(TorchReference):
         decodes, sequences = metadata.num_decodes, len(metadata.query_lens)
         group = spec.num_heads // spec.num_kv_heads
         chunk_rows = len(query) - decodes
-        rows, keys = tile(spec, chunks=chunk_rows > 0)
-        blocks = decodes
+        tiles, blocks = tile(spec, chunks=chunk_rows > 0), decodes
         if chunk_rows:
-            blocks += chunk_rows // (rows // group) + sequences - decodes
+            blocks += chunk_rows // (tiles.rows // group) + sequences - decodes
+        elif self.decode_tile is not None:
+            tiles = self.decode_tile
         head_block = _head_block(spec)
         sinks = output if spec.sinks is None else self._sinks_on(spec.sinks, query.device)
         attend_rows[(blocks, spec.num_kv_heads, max(1, plan.splits))](
@@ -184,8 +196,8 @@ class TritonAttention(TorchReference):
             HEAD=spec.head_size,
             HEAD_BLOCK=head_block,
             BLOCK_SIZE=cache.block_size,
-            ROWS=rows,
-            KEYS=keys,
+            ROWS=tiles.rows,
+            KEYS=tiles.keys,
             WINDOW=spec.window or 0,
             CAPPED=spec.soft_cap is not None,
             SINKS=spec.sinks is not None,
@@ -194,7 +206,7 @@ class TritonAttention(TorchReference):
             STAGES=3 if query.element_size() == 2 else 1,
             SPLIT_CHUNKS=plan.split_chunks,
             ASSEMBLY=has_assembly(query.device),
-            num_warps=4,
+            num_warps=tiles.warps,
         )
         part_rows = decodes + ((sequences - decodes) * FEW_QUERIES.value if plan.split_chunks else 0)
         if part_rows:

@@ -66,15 +66,11 @@ def find_chunk(starts_ptr, block, num_decodes, num_sequences, QUERIES: tl.conste
 
 @triton.jit
 def load_keys(cache_ptr, tables_ptr, positions, columns, kv_head, KV_HEADS, HEAD, BLOCK_SIZE):
-    """Keys or values ``[positions, columns]`` as they are stored. positions: uint32, as division takes least of these."""
+    """Keys or values ``[positions, columns]`` as they are stored. positions: uint32, whose division takes less."""
     blocks = tl.load(tables_ptr + positions // BLOCK_SIZE).to(tl.int64)
     rows = (kv_head * BLOCK_SIZE + positions % BLOCK_SIZE) * HEAD
     addresses = (cache_ptr + blocks * (KV_HEADS * BLOCK_SIZE * HEAD))[:, None] + (rows[:, None] + columns[None, :])
-    if columns.shape[0] == HEAD:
-        result = tl.load(addresses)
-    else:
-        result = tl.load(addresses, (columns < HEAD)[None, :], 0)
-    return result
+    return tl.load(addresses) if columns.shape[0] == HEAD else tl.load(addresses, (columns < HEAD)[None, :], 0)
 
 
 @triton.jit
@@ -125,9 +121,7 @@ def over_keys(
         weights = tl.exp2(scores - base[:, None])
         kept = tl.exp2(largest - base)
         weight = weight * kept + tl.sum(weights, 1)
-        values = load_keys(
-            values_ptr, tables_ptr, read, value_columns, kv_head, KV_HEADS, HEAD // PARTS, BLOCK_SIZE
-        )
+        values = load_keys(values_ptr, tables_ptr, read, value_columns, kv_head, KV_HEADS, HEAD // PARTS, BLOCK_SIZE)
         total *= kept[:, None]
         if QUANTIZED:
             weights *= load_scales(scales_ptr, tables_ptr, read, kv_head, 1, KV_HEADS, BLOCK_SIZE)[None, :]

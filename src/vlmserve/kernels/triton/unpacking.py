@@ -157,7 +157,7 @@ def signed_bytes(packed, DTYPE: tl.constexpr, ASSEMBLY: tl.constexpr):
 def byte_pairs(packed, DTYPE: tl.constexpr, ASSEMBLY: tl.constexpr):
     """The low and the high int8 of each int16, as two tensors of type DTYPE.
 
-    Tensor cores take pairs of 16-bit numbers from rows that lie in the other order in shared memory. They take no bytes.
+    Tensor cores take 16-bit numbers that lie the other way round in shared memory, and no bytes.
     """
     if ASSEMBLY and tl.bfloat16 == DTYPE:
         low, high = tl.inline_asm_elementwise(
