@@ -188,3 +188,27 @@ def test_tensor_cores_multiply() -> None:
     ):
         found[row, column] = results[register]
     torch.testing.assert_close(found, a.float() @ b.float(), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(("stride", "waves"), [(4, 1), (8, 2), (128, 32), (0, 1)])
+def test_bank_conflicts_are_counted(stride: int, waves: int) -> None:
+    """Of loads of 4 bytes with a stride, by 2 warps. Threads that read the same word do so at once."""
+    executable = Executable(parse(FRAME.replace("BODY", f"mul.lo.s32 %r7, %r1, {stride}; ld.shared.b32 %r8, [%r7];")))
+    executable.run(executable.packed([0, 0, 0]), (1,), 64 * 128, counted=True)
+    total = executable.total()
+    assert (total.waves, total.least_waves) == (2 * waves, 2)
+
+
+@pytest.mark.parametrize(("bytes_apart", "sectors"), [(4, 4), (32, 32), (64, 32)])
+def test_sectors_are_counted(bytes_apart: int, sectors: int) -> None:
+    memory = np.zeros(64 * 16 + 8, np.int32)
+    start = -(-memory.ctypes.data // 32) * 32
+    body = f"mad.wide.u32 %rd5, %r1, {bytes_apart}, %rd1; ld.global.b32 %r8, [%rd5];"
+    executable = Executable(parse(FRAME.replace("BODY", body)))
+    ranges = [(memory.ctypes.data, memory.ctypes.data + memory.nbytes)]
+    for counted in (False, True):
+        executable.run(executable.packed([start, 0, 0]), (1,), 0, ranges, counted=counted)
+    total = executable.total()
+    assert (total.sectors, total.least_sectors) == (2 * sectors, 8)
+    of_load = next(count for count in executable.counts if count.sectors)
+    assert of_load.executed == 2

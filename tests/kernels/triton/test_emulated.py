@@ -24,7 +24,7 @@ FOLDER = Path(__file__).parent
     ("arch", "files"),
     [
         (90, "products norm_and_rope sampling encoder adapters"),
-        (90, "attention bfloat16 layers"),
+        (90, "attention bfloat16 layers memory_access"),
         (89, "layers"),
     ],
 )

@@ -1,0 +1,67 @@
+"""How kernels access memory, counted in the emulator: bank conflicts of shared memory, sectors of global memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from triton import knobs
+from triton.runtime import driver
+
+from tests.attending import attend
+from tests.kernels.triton.test_bfloat16 import BITS, weight_of
+from vlmserve.kernels.attention import AttentionSpec
+from vlmserve.kernels.triton.attention import TritonAttention
+from vlmserve.kernels.triton.products import TritonProduct, tiling
+
+if knobs.runtime.interpret:
+    pytest.skip("the interpreter counts nothing", allow_module_level=True)
+
+from tests.ptx.driver import Driver, counting
+
+SHAPES = ((28672, 4096), (4096, 4096))
+"""Outputs and inputs of Mistral-7B's gates and ups, and of its attention."""
+MOST_WAVES = 1.4
+"""Times the least. Weights of 4 bits are written to shared memory in twice as many as they would need."""
+MOST_SECTORS = 1.05
+"""Times the least."""
+
+
+@pytest.fixture(autouse=True)
+def _is_emulated() -> None:
+    if not isinstance(driver.active, Driver):
+        pytest.skip("a GPU counts nothing")
+
+
+def counted(found: list[Any], name: str) -> Any:
+    """Of the last kernel of this name."""
+    return [executable for executable in found if executable.program.name == name][-1].total()
+
+
+@pytest.mark.parametrize("kind", BITS)
+@pytest.mark.parametrize("rows", [1, 16, 64])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_products_have_few_bank_conflicts(device: torch.device, kind: str, rows: int, shape: tuple[int, int]) -> None:
+    """One program of a product."""
+    torch.manual_seed(0)
+    tiles, gated = tiling(BITS[kind], 128, *shape, rows)._replace(splits=1), shape[0] > shape[1]
+    weight, _ = weight_of(kind, tiles.outputs, 2048, device)
+    product = TritonProduct(weight, dtype=torch.bfloat16, activation="silu" if gated else None, gated=gated)
+    x = torch.randn(tiles.tokens if rows > 1 else 1, 2048).bfloat16()
+    with counting() as found:
+        product.few(x.to(device), tiles=tiles)
+    count = counted(found, "multiply")
+    assert count.executed > 1000
+    assert 1000 < count.waves <= MOST_WAVES * count.least_waves
+    assert count.sectors <= MOST_SECTORS * count.least_sectors
+
+
+@pytest.mark.parametrize("quantized", [False, True])
+def test_attention_of_decodes_has_no_bank_conflicts(device: torch.device, quantized: bool) -> None:
+    spec = AttentionSpec(8, 2, 128, 128**-0.5)
+    with counting() as found:
+        attend(TritonAttention(quantized_cache=quantized), [(200, 1)], spec, 16, torch.bfloat16, device=device)
+    count = counted(found, "attend_rows")
+    assert 1000 < count.waves <= 1.01 * count.least_waves
+    assert count.sectors <= MOST_SECTORS * count.least_sectors
