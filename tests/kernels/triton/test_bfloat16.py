@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import pytest
 import torch
@@ -12,7 +11,7 @@ from torch import Tensor
 from triton import knobs
 
 from tests.attending import attend
-from tests.kernels.triton.test_products import KINDS, made
+from tests.kernels.triton.test_products import BITS, KINDS, made_for_bfloat16
 from vlmserve.kernels.attention import AttentionSpec
 from vlmserve.kernels.ranges import Ranges
 from vlmserve.kernels.triton.attention import TritonAttention
@@ -23,13 +22,6 @@ from vlmserve.layers.activation import activation
 
 if knobs.runtime.interpret:
     pytest.skip("bfloat16 is not rounded by the interpreter", allow_module_level=True)
-
-BITS = {"plain": 16, "8 bits": 8, "4 bits": 4}
-
-
-def weight_of(kind: str, out_features: int, in_features: int, device: torch.device) -> tuple[Any, Tensor]:
-    weight, numbers = made(kind, out_features, in_features, device, group=128)
-    return (weight.bfloat16(), weight.bfloat16().cpu().double()) if kind == "plain" else (weight, numbers)
 
 
 def assert_near(result: Tensor, expected: Tensor) -> None:
@@ -45,7 +37,7 @@ def test_tiles_of_a_7b_model(device: torch.device, kind: str, rows: int, shape: 
     """On fewer outputs and inputs, so that the last program has not as many of them."""
     torch.manual_seed(rows)
     gated = shape[0] > shape[1]
-    weight, numbers = weight_of(kind, 300, 1152, device)
+    weight, numbers = made_for_bfloat16(kind, 300, 1152, device)
     x, residual = torch.randn(rows, 1152).bfloat16(), torch.randn(rows, 150 if gated else 300).bfloat16()
     product = TritonProduct(weight, dtype=torch.bfloat16, activation="silu" if gated else None, gated=gated)
     tiles = tiling(BITS[kind], 128, *shape, rows)
@@ -59,7 +51,7 @@ def test_tiles_of_a_7b_model(device: torch.device, kind: str, rows: int, shape: 
 @pytest.mark.parametrize("kind", KINDS)
 def test_many_rows(device: torch.device, kind: str) -> None:
     torch.manual_seed(0)
-    weight, numbers = weight_of(kind, 300, 256, device)
+    weight, numbers = made_for_bfloat16(kind, 300, 256, device)
     bias, x = torch.randn(300).bfloat16(), torch.randn(130, 256).bfloat16()
     result = TritonProduct(weight, bias.to(device), dtype=torch.bfloat16)(x.to(device))
     assert_near(result, x.double() @ numbers.T + bias.double())

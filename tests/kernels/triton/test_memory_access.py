@@ -10,7 +10,7 @@ from triton import knobs
 from triton.runtime import driver
 
 from tests.attending import attend
-from tests.kernels.triton.test_bfloat16 import BITS, weight_of
+from tests.kernels.triton.test_products import BITS, made_for_bfloat16
 from vlmserve.kernels.attention import AttentionSpec
 from vlmserve.kernels.triton.attention import TritonAttention
 from vlmserve.kernels.triton.products import TritonProduct, tiling
@@ -46,7 +46,7 @@ def test_products_have_few_bank_conflicts(device: torch.device, kind: str, rows:
     """One program of a product."""
     torch.manual_seed(0)
     tiles, gated = tiling(BITS[kind], 128, *shape, rows)._replace(splits=1), shape[0] > shape[1]
-    weight, _ = weight_of(kind, tiles.outputs, 2048, device)
+    weight, _ = made_for_bfloat16(kind, tiles.outputs, 2048, device)
     product = TritonProduct(weight, dtype=torch.bfloat16, activation="silu" if gated else None, gated=gated)
     x = torch.randn(tiles.tokens if rows > 1 else 1, 2048).bfloat16()
     with counting() as found:

@@ -17,7 +17,8 @@ from vlmserve.kernels.triton.tuned import Tiling
 from vlmserve.layers.activation import ACTIVATIONS, activation
 from vlmserve.quant.methods.rtn import round_to_nearest
 
-KINDS = ("plain", "8 bits", "4 bits")
+BITS = {"plain": 16, "8 bits": 8, "4 bits": 4}
+KINDS = tuple(BITS)
 
 
 def made(kind: str, out_features: int, in_features: int, device: torch.device, group: int = 32) -> tuple[Any, Tensor]:
@@ -35,6 +36,12 @@ def made(kind: str, out_features: int, in_features: int, device: torch.device, g
     scales, minimums = (part.double().repeat_interleave(quantized.group_size, 1) for part in parts[1:])
     on_device = QuantizedWeight(bits, quantized.group_size, *(part.to(device) for part in parts))
     return on_device, scales * parts[0].double() + minimums
+
+
+def made_for_bfloat16(kind: str, out_features: int, in_features: int, device: torch.device) -> tuple[Any, Tensor]:
+    """The same for inputs in bfloat16, in groups of 128."""
+    weight, numbers = made(kind, out_features, in_features, device, group=128)
+    return (weight.bfloat16(), weight.bfloat16().cpu().double()) if kind == "plain" else (weight, numbers)
 
 
 def assert_near(result: Tensor, expected: Tensor, dtype: torch.dtype) -> None:

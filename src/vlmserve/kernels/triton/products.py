@@ -25,6 +25,8 @@ from vlmserve.layers.adapters import Change, LinearAdapters
 
 MOST_ROWS = 128
 """From here on products are bound by computing, which the library does well."""
+LARGEST_OUTPUTS = 128
+"""Of a tile."""
 PROGRAMS = 128
 """About as many as an H100 or H200 has multiprocessors (132): with fewer programs, tiles are smaller, and with far
 fewer, the inputs are split among several."""
@@ -42,10 +44,11 @@ EXPANDED_ELEMENTS = 2**28
 model are one such block, output heads of large models several."""
 
 
-def tokens_of_tile(bits: int, rows: int) -> int:
+def tokens_of_tile(bits: int, out_features: int, rows: int, item_bytes: int) -> int:
     """Rows of x that a program multiplies."""
-    # More tokens beside weights of few bits do not fit into registers.
-    most = 64 if bits >= 16 else 32
+    # More tokens fit into registers beside plain weights, and beside bytes that warps divide by outputs.
+    many = bits >= 16 or (bits == 8 and item_bytes == 2 and out_features // LARGEST_OUTPUTS >= PROGRAMS)
+    most = 64 if many else 32
     return next(size for size in (8, 16, 32, 64) if rows <= size or size == most)
 
 
@@ -81,12 +84,12 @@ def tiling(
     Chosen by what Triton's compiler makes of it (registers, spills, instructions a weight), so that each multiprocessor
     has several warps, and enough weights on their way from memory.
     """
-    tokens = tokens_of_tile(bits, rows)
+    tokens = tokens_of_tile(bits, out_features, rows, item_bytes)
     inputs = {4: group, 8: 128, 16: 64, 32: 32}[bits]
-    largest = {8: 64, 16: 32}.get(tokens, 128)
+    largest = LARGEST_OUTPUTS // 2 if tokens <= 16 else LARGEST_OUTPUTS
     if out_features // largest < PROGRAMS:
         largest = 32
-    smaller = [Tiling(count, tokens, inputs, 1, 1, 2) for count in (128, 64, 32) if count <= largest]
+    smaller = [Tiling(count, tokens, inputs, 1, 1, 2) for count in (LARGEST_OUTPUTS, 64, 32) if count <= largest]
     divisions = [_divided(tiles, bits, out_features, in_features, item_bytes, shared) for tiles in smaller]
     divided = next((one for one in divisions if one.shared_bytes(bits, item_bytes) <= shared), divisions[-1])
     programs = cdiv(out_features, divided.outputs) * divided.splits
@@ -274,7 +277,7 @@ class TritonProduct:
     def shape(self, rows: int) -> Shape:
         """By which tilings for so many rows are looked up."""
         stored = self._stored
-        tokens = tokens_of_tile(stored.bits, rows)
+        tokens = tokens_of_tile(stored.bits, self._out_features, rows, self._dtype.itemsize)
         return Shape(stored.bits, stored.group, self._out_features, self._in_features, tokens)
 
     def tiling(self, rows: int, device: torch.device) -> Tiling:
