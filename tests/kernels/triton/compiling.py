@@ -290,6 +290,7 @@ def compiled(case: Case, arch: int) -> dict[str, Any]:
             text.startswith(("HMMA", "HGMMA", "UTCHMMA", "IMMA", "IGMMA", "UTCIMMA")) for text in found
         ),
         # Of loops that read float32s.
+        "least_distance": min(load_distances(round_of_weights), default=1.0),
         "first_loop_per_float": len(first_loop) * 4 / max(1, sum(_bytes(text, "LDG") for text in first_loop)),
         "first_loop_exchanges": sum(text.startswith(("BAR", "SHFL", "REDUX", "LDS", "STS")) for text in first_loop),
         "per_weight": len(round_of_weights) * 32 * case.warps / case.weights if case.weights else None,
@@ -338,6 +339,19 @@ def innermost_loop(code: str) -> list[str]:
     inner = [run for run in runs if not any(run[0] <= other[0] and other[1] < run[1] for other in runs)]
     first, last = max(inner, key=lambda run: run[1] - run[0], default=(0, -1))
     return instructions(code)[0][first : last + 1]
+
+
+def load_distances(loop: list[str]) -> list[float]:
+    """How far what each load from global memory into registers gives is used behind it, by the length of the loop."""
+    found = []
+    for place, text in enumerate(loop):
+        if (load := re.match(r"LDG\S* (R\d+), ", text)) is not None:
+            first = int(load[1][1:])
+            given = {f"R{first + number}" for number in range(max(1, _bytes(text.split()[0], "LDG") // 4))}
+            behind = (loop + loop)[place + 1 : place + len(loop)]
+            used = (number for number, text in enumerate(behind, 1) if given & set(re.findall(r"\bR\d+\b", text)))
+            found.append(next(used, len(loop)) / len(loop))
+    return found
 
 
 def _bytes(instruction: str, kind: str) -> int:

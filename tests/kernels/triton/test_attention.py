@@ -89,13 +89,16 @@ def test_float16_is_as_exact_as_its_inputs(device: torch.device) -> None:
     assert (output.double() - expected).abs().mean() < 0.002
 
 
-def test_a_decode_gets_the_same_beside_any_others(device: torch.device) -> None:
-    """Bit by bit, since what is split depends on its own length alone."""
+@pytest.mark.parametrize("name", ["plain", "sinks", "window"])
+def test_a_decode_gets_the_same_beside_any_others(device: torch.device, name: str) -> None:
+    """Bit by bit, since what is split depends on its own length alone. The one that is not split is added up from one
+    part beside others that are."""
+    spec = SPECS[name]
     torch.manual_seed(0)
     lengths = [140, 3, 131]
     blocks = BlockTables(lengths, 16)
     backend = TritonAttention()
-    cache = backend.allocate(blocks.num_blocks, 16, PLAIN, torch.float32, device)
+    cache = backend.allocate(blocks.num_blocks, 16, spec, torch.float32, device)
     cache.keys.normal_()
     cache.values.normal_()
     query = torch.randn(3, 4, 8, device=device)
@@ -103,8 +106,8 @@ def test_a_decode_gets_the_same_beside_any_others(device: torch.device) -> None:
 
     def attended(rows: list[int]) -> torch.Tensor:
         metadata = blocks.metadata([(row, lengths[row] - 1, 1) for row in rows], device)
-        plan = backend.prepare(metadata, 16, [PLAIN], torch.float32)
-        return backend.attend(query[rows], key[rows], value[rows], cache, PLAIN, metadata, plan)
+        plan = backend.prepare(metadata, 16, [spec], torch.float32)
+        return backend.attend(query[rows], key[rows], value[rows], cache, spec, metadata, plan)
 
     together = attended([0, 1, 2])
     for row in range(3):

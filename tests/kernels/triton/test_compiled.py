@@ -83,6 +83,14 @@ def test_products_spend_few_instructions_on_a_weight(kernels: dict[str, dict[str
     assert checked >= 2
 
 
+def test_products_load_scales_a_round_before_they_need_them(kernels: dict[str, dict[str, Any]]) -> None:
+    """What is waited for within a round keeps the next weights from being fetched."""
+    distances = {name: kernel["least_distance"] for name, kernel in kernels.items() if "of 4 bits" in name}
+    distances = {name: distance for name, distance in distances.items() if " x " in name}
+    assert distances
+    assert {name: distance for name, distance in distances.items() if distance < 0.7} == {}
+
+
 def test_tilings_know_their_shared_memory(all_kernels: dict[str, dict[str, dict[str, Any]]]) -> None:
     """Else products fail on a GPU that has less. An H100 has one tile more on its way where four warps multiply one."""
     for arch, kernels in all_kernels.items():

@@ -19,6 +19,7 @@ from vlmserve.devices import choice
 from vlmserve.devices.cuda import TritonDevice
 from vlmserve.devices.device import EagerExecutor, LayerExecutor
 from vlmserve.devices.torch_device import TorchDevice
+from vlmserve.kernels.triton.attention_kernels import MIN_SPLIT
 from vlmserve.layers.adapters import AdapterRows, Change, LowRank
 from vlmserve.layers.norm import RMSNorm
 from vlmserve.models.registry import load_model
@@ -118,11 +119,11 @@ def test_norms_have_offsets() -> None:
     torch.testing.assert_close(norm(x), by_torch, atol=2e-3, rtol=2e-3)
 
 
-def layer_launches(model: Any, launches: Launches) -> list[list[str]]:
-    """Of each layer, in a step of two decodes."""
-    run = PagedRun(model, [model.embed(torch.tensor([5, 9, 11])), model.embed(torch.tensor([7, 4]))])
+def layer_launches(model: Any, launches: Launches, context: int) -> list[list[str]]:
+    """Of each layer, in a step of two decodes, one of them with so long a context."""
+    run = PagedRun(model, [model.embed(torch.full((context,), 5)), model.embed(torch.tensor([7, 4]))])
     with torch.inference_mode():
-        run.step([2, 1])
+        run.step([context - 1, 1])
         if model.adapter_rows is not None:
             model.adapter_rows.set([0, -1], [1, 1])
         layer = type(model.layers[0])
@@ -141,14 +142,19 @@ def layer_launches(model: Any, launches: Launches) -> list[list[str]]:
     return taken
 
 
-NINE = ["norm_rows", "multiply", "rotate_and_write", "attend_rows", "combine"]
-NINE += ["multiply", "norm_rows", "multiply", "multiply"]
+ATTENTION = ["norm_rows", "multiply", "rotate_and_write", "attend_rows"]
+MLP = ["multiply", "norm_rows", "multiply", "multiply"]
+"""Behind the product of attention's outputs."""
 
 
-def test_a_layer_of_decodes_takes_nine_launches(folder: Path, launches: Launches) -> None:
+@pytest.mark.parametrize(("context", "adding"), [(MIN_SPLIT.value, []), (MIN_SPLIT.value + 1, ["combine"])])
+def test_a_layer_of_decodes_takes_eight_launches_or_nine(
+    folder: Path, launches: Launches, context: int, adding: list[str]
+) -> None:
+    """Nine where a context is split."""
     model = loaded(folder, InterpretedDevice)
-    taken = [[name for name in names if name != "add_parts"] for names in layer_launches(model, launches)]
-    assert taken == [NINE] * len(model.layers)
+    taken = [[name for name in names if name != "add_parts"] for names in layer_launches(model, launches, context)]
+    assert taken == [[*ATTENTION, *adding, *MLP]] * len(model.layers)
 
 
 def test_adapters_of_a_product_take_two_launches(folder: Path, launches: Launches) -> None:
@@ -160,6 +166,6 @@ def test_adapters_of_a_product_take_two_launches(folder: Path, launches: Launche
             down, up = torch.randn(4, linear.in_features), torch.randn(linear.out_features, 4)
             linear.set_adapter(0, linear.prepare(Change((LowRank(down, up),))))
     expected = []
-    for name in NINE:
+    for name in ATTENTION + MLP:
         expected += ["multiply", "shrink", "add_changes"] if name == "multiply" else [name]
-    assert layer_launches(model, launches) == [expected] * len(model.layers)
+    assert layer_launches(model, launches, 3) == [expected] * len(model.layers)

@@ -208,7 +208,9 @@ class TritonAttention(TorchReference):
             ASSEMBLY=has_assembly(query.device),
             num_warps=tiles.warps,
         )
-        part_rows = decodes + ((sequences - decodes) * FEW_QUERIES.value if plan.split_chunks else 0)
+        part_rows = decodes if plan.splits > 1 or spec.sinks is not None else 0
+        if plan.split_chunks:
+            part_rows = decodes + (sequences - decodes) * FEW_QUERIES.value
         if part_rows:
             combine[(part_rows, spec.num_heads)](
                 plan.sums,

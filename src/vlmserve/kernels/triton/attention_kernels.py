@@ -26,6 +26,8 @@ CHUNK_SPLITS = tl.constexpr(16)
 """Programs that share the context of such a chunk at most."""
 CHUNK_SPLIT = tl.constexpr(512)
 """Tokens of a part of it, unless it is the last one."""
+COMBINED = tl.constexpr(8)
+"""Parts that are loaded at a time, to be added."""
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
@@ -180,10 +182,11 @@ def attend_rows(
     all_low = first_key(context - new, WINDOW)
     seen = context - all_low
     is_decode = block < num_decodes
-    is_split = is_decode
+    # One part is the whole, to the bit, but for how weights of sinks are rounded.
+    is_split = is_decode & (SINKS | (tl.num_programs(2) > 1))
     size = split_size(seen)
     if SPLIT_CHUNKS:
-        is_split = is_decode | (new <= FEW_QUERIES)
+        is_split = is_split | (new <= FEW_QUERIES)
         size = tl.where(is_decode, size, chunk_split_size(seen))
     part_low = all_low + split * size
     nothing = tl.where(is_split, part_low >= context, (split > 0) | (low >= high))
@@ -192,20 +195,24 @@ def attend_rows(
     low = tl.where(is_split, tl.maximum(low, part_low), low)
     high = tl.where(is_split, tl.minimum(high, part_low + size), high)
     heads = kv_head * GROUP + rows % GROUP
-    places = (begin + row).to(tl.int64) * HEADS + heads
+    first_place = begin.to(tl.int64) * (HEADS * HEAD)
+    places = ((row * HEADS + heads) * HEAD)[:, None] + columns[None, :]
     inside = valid[:, None] & (columns < HEAD)[None, :]
-    query = tl.load(query_ptr + places[:, None] * HEAD + columns[None, :], inside, 0.0)
+    query = tl.load(query_ptr + first_place + places, inside, 0.0)
     total, largest, weight = over_keys(
         query, keys_ptr, values_ptr, scales_ptr, tables_ptr + sequence.to(tl.int64) * table_stride, position, limit,
         low, high, columns, kv_head, scale, soft_cap, KV_HEADS, HEAD, HEAD_BLOCK, BLOCK_SIZE, ROWS, KEYS, WINDOW,
         CAPPED, QUANTIZED, STAGES, ASSEMBLY,
     )  # fmt: skip
     if is_split:
-        part_rows = tl.where(is_decode, sequence, num_decodes + (sequence - num_decodes) * FEW_QUERIES + row)
-        parts = (part_rows.to(tl.int64) * HEADS + heads) * tl.num_programs(2) + split
-        tl.store(sums_ptr + parts[:, None] * HEAD_BLOCK + columns[None, :], total, valid[:, None])
-        tl.store(largest_ptr + parts * 2, largest, valid)
-        tl.store(largest_ptr + parts * 2 + 1, weight, valid)
+        part_row = tl.where(is_decode, sequence, num_decodes + (sequence - num_decodes) * FEW_QUERIES)
+        first_part = part_row.to(tl.int64) * HEADS * tl.num_programs(2) + split
+        parts = (row * HEADS + heads) * tl.num_programs(2)
+        sums_at = sums_ptr + first_part * HEAD_BLOCK
+        tl.store(sums_at + parts[:, None] * HEAD_BLOCK + columns[None, :], total, valid[:, None])
+        largest_at = largest_ptr + first_part * 2
+        tl.store(largest_at + parts * 2, largest, valid)
+        tl.store(largest_at + parts * 2 + 1, weight, valid)
     else:
         if SINKS:
             sinks = tl.load(sinks_ptr + heads) * LOG2_E
@@ -214,7 +221,7 @@ def attend_rows(
             total *= kept[:, None]
             weight = weight * kept + tl.exp2(sinks - base)
         result = total / tl.where(valid, weight, 1.0)[:, None]
-        tl.store(out_ptr + places[:, None] * HEAD + columns[None, :], result.to(out_ptr.dtype.element_ty), inside)
+        tl.store(out_ptr + first_place + places, result.to(out_ptr.dtype.element_ty), inside)
 
 
 @Kernel
@@ -243,18 +250,21 @@ def combine(
     if SPLIT_CHUNKS:
         size = tl.where(part_row < num_decodes, size, chunk_split_size(seen))
     count = tl.cdiv(seen, size)
-    parts = (part_row.to(tl.int64) * HEADS + head) * splits
     total = tl.zeros((HEAD_BLOCK,), tl.float32)
     largest = tl.load(sinks_ptr + head) * LOG2_E if SINKS else float("-inf")
     weight = 1.0 if SINKS else 0.0
-    for part in range(0, count):
-        part_largest = tl.load(largest_ptr + (parts + part) * 2)
-        new_largest = tl.maximum(largest, part_largest)
+    for first in range(0, count, COMBINED):
+        part = first + tl.arange(0, COMBINED)
+        parts = (part_row.to(tl.int64) * HEADS + head) * splits + part
+        part_largest = tl.load(largest_ptr + parts * 2, part < count, float("-inf"))
+        part_weight = tl.load(largest_ptr + parts * 2 + 1, part < count, 0.0)
+        sums = tl.load(sums_ptr + parts[:, None] * HEAD_BLOCK + columns[None, :], (part < count)[:, None], 0.0)
+        new_largest = tl.maximum(largest, tl.max(part_largest, 0))
         # A row may see nothing of a part, and minus infinity from itself is no number.
         base = tl.where(new_largest == float("-inf"), 0.0, new_largest)
-        kept, share = tl.exp2(largest - base), tl.exp2(part_largest - base)
-        total = total * kept + share * tl.load(sums_ptr + (parts + part) * HEAD_BLOCK + columns)
-        weight = weight * kept + share * tl.load(largest_ptr + (parts + part) * 2 + 1)
+        kept, shares = tl.exp2(largest - base), tl.exp2(part_largest - base)
+        total = total * kept + tl.sum(shares[:, None] * sums, 0)
+        weight = weight * kept + tl.sum(shares * part_weight, 0)
         largest = new_largest
     place = ((begin + row).to(tl.int64) * HEADS + head) * HEAD + columns
     tl.store(out_ptr + place, (total / weight).to(out_ptr.dtype.element_ty), columns < HEAD)

@@ -56,23 +56,23 @@ def groups_of_4_bits(
     weights_at = tl.max_contiguous(weight_ptr + rows_at + inputs[None, None, :], (PARTS_BEFORE_ROWS, 1, HALF))
     inputs_at = parts[:, None, None] * GROUP + inputs[None, :, None]
     x_at = tl.max_contiguous(x_ptr + tokens[None, None, :] * stride_x + inputs_at, (PARTS_BEFORE_ROWS, HALF, 1))
-    scales_at = parts[:, None] * out_features + outputs[None, :]
     inside = (tokens < rows)[None, None, :]
+    # See `product_kernels.groups_of_4_bits`.
+    groups_at = tl.minimum(first + parts, last - 1)[:, None] * out_features + outputs[None, :]
+    next_scales, next_minimums = tl.load(scales_ptr + groups_at), tl.load(minimums_ptr + groups_at)
     for group in tl.range(first, last, PARTS, num_stages=STAGES):
-        groups_at = scales_at + group * out_features
+        scales, minimums = next_scales.to(tl.float32), next_minimums.to(tl.float32)
+        groups_at = tl.minimum(group + PARTS + parts, last - 1)[:, None] * out_features + outputs[None, :]
+        next_scales, next_minimums = tl.load(scales_ptr + groups_at), tl.load(minimums_ptr + groups_at)
         if EVEN:
             packed = tl.load(weights_at + group * HALF)
             low = tl.load(x_at + group * GROUP, inside, 0.0)
             high = tl.load(x_at + group * GROUP + HALF, inside, 0.0)
-            scales = tl.load(scales_ptr + groups_at).to(tl.float32)
-            minimums = tl.load(minimums_ptr + groups_at).to(tl.float32)
         else:
             there = group + parts < last
             packed = tl.load(weights_at + group * HALF, there[:, None, None], 0)
             low = tl.load(x_at + group * GROUP, inside & there[:, None, None], 0.0)
             high = tl.load(x_at + group * GROUP + HALF, inside & there[:, None, None], 0.0)
-            scales = tl.load(scales_ptr + groups_at, there[:, None], 0.0).to(tl.float32)
-            minimums = tl.load(minimums_ptr + groups_at, there[:, None], 0.0).to(tl.float32)
         low_weights, high_weights = nibbles(packed, DTYPE, ASSEMBLY)
         products = tl.dot(low_weights, low, tl.zeros((PARTS, OUTPUTS, TOKENS), tl.float32), input_precision="ieee")
         products = tl.dot(high_weights, high, products, input_precision="ieee")

@@ -45,12 +45,17 @@ def groups_of_4_bits(
     weights_at = weight_ptr + outputs.to(tl.int64)[:, None] * width + inputs[None, :]
     x_at = x_ptr + tokens[None, :] * stride_x + inputs[:, None]
     inside = tokens[None, :] < rows
+    # Scales and minimums are loaded a round before they are needed. Triton does that for what tensor cores multiply
+    # alone.
+    groups_at = tl.minimum(first, last - 1) * out_features + outputs
+    next_scales, next_minimums = tl.load(scales_ptr + groups_at), tl.load(minimums_ptr + groups_at)
     for group in tl.range(first, last, num_stages=STAGES):
+        scales, minimums = next_scales.to(tl.float32), next_minimums.to(tl.float32)
+        groups_at = tl.minimum(group + 1, last - 1) * out_features + outputs
+        next_scales, next_minimums = tl.load(scales_ptr + groups_at), tl.load(minimums_ptr + groups_at)
         packed = tl.load(weights_at + group * HALF)
         low = tl.load(x_at + group * GROUP, inside, 0.0)
         high = tl.load(x_at + group * GROUP + HALF, inside, 0.0)
-        scales = tl.load(scales_ptr + group * out_features + outputs).to(tl.float32)
-        minimums = tl.load(minimums_ptr + group * out_features + outputs).to(tl.float32)
         low_weights, high_weights = nibbles(packed, DTYPE, ASSEMBLY)
         products = dot(low_weights, low, tl.zeros((OUTPUTS, TOKENS), tl.float32))
         products = dot(high_weights, high, products)
