@@ -24,7 +24,7 @@ SHAPES = ((28672, 4096), (4096, 4096))
 """Outputs and inputs of Mistral-7B's gates and ups, and of its attention."""
 MOST_WAVES = 1.5
 """Times the least. Weights of 4 bits are written to shared memory in twice as many as they would need."""
-MOST_SECTORS = 1.05
+MOST_SECTORS = 1.2
 """Times the least."""
 
 
