@@ -13,7 +13,7 @@ from vlmserve.kernels.triton import divided_inputs
 from vlmserve.kernels.triton.activations import activate
 from vlmserve.kernels.triton.dependent import CACHE_LINE, prefetch, wait_for_previous
 from vlmserve.kernels.triton.launching import Kernel
-from vlmserve.kernels.triton.unpacking import nibbles, shift, signed_bytes
+from vlmserve.kernels.triton.unpacking import nibbles, ones, shift, signed_bytes
 
 PREFETCHED_LINES = tl.constexpr(16)
 """Of an output's weights, while the kernel before still runs."""
@@ -59,8 +59,13 @@ def groups_of_4_bits(
         low_weights, high_weights = nibbles(packed, DTYPE, ASSEMBLY)
         products = dot(low_weights, low, tl.zeros((OUTPUTS, TOKENS), tl.float32))
         products = dot(high_weights, high, products)
-        total = tl.sum(low.to(tl.float32) + high.to(tl.float32), 0)
-        sums += scales[:, None] * products + (minimums - shift(DTYPE) * scales)[:, None] * total[None, :]
+        if tl.float32 == DTYPE:
+            total = tl.sum(low + high, 0)[None, :]
+        else:
+            each = ones(packed, DTYPE, ASSEMBLY)
+            total = dot(each, low, tl.zeros((OUTPUTS, TOKENS), tl.float32))
+            total = dot(each, high, total)
+        sums += scales[:, None] * products + (minimums - shift(DTYPE) * scales)[:, None] * total
     return sums
 
 

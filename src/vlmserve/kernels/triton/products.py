@@ -46,9 +46,9 @@ model are one such block, output heads of large models several."""
 
 def tokens_of_tile(bits: int, out_features: int, rows: int, item_bytes: int) -> int:
     """Rows of x that a program multiplies."""
-    # More tokens fit into registers beside plain weights, and beside bytes that warps divide by outputs.
-    many = bits >= 16 or (bits == 8 and item_bytes == 2 and out_features // LARGEST_OUTPUTS >= PROGRAMS)
-    most = 64 if many else 32
+    # Beside weights of few bits, 64 fit into registers where warps divide outputs.
+    divide_outputs = item_bytes == 2 and out_features // LARGEST_OUTPUTS >= PROGRAMS
+    most = 64 if bits >= 16 or divide_outputs else 32
     return next(size for size in (8, 16, 32, 64) if rows <= size or size == most)
 
 
@@ -112,7 +112,9 @@ def _divided(divided: Tiling, bits: int, out_features: int, in_features: int, it
     splits = 1
     while splits < 8 and programs * splits < enough and tiles // (splits * 2) >= 4:
         splits *= 2
-    divided = divided._replace(splits=splits, warps=max(outputs // 32, divided.tokens // 16))
+    # Groups of 4 bits have sums of their own, for which 64 tokens need the registers of more warps.
+    most_tokens = 8 if bits == 4 else 16
+    divided = divided._replace(splits=splits, warps=max(outputs // 32, divided.tokens // most_tokens))
     if not divided.divides_inputs(bits):
         return divided
     most = min(256 // outputs, cdiv(tiles, splits))
