@@ -190,10 +190,10 @@ def products(device: torch.device, sizes: Sizes, folder: Path) -> Measured:
     yield "kernels", on.kernels
     for name, (outputs, inputs, epilogue) in layer_products(sizes.config).items():
         plain = torch.randn(outputs, inputs, device=device, dtype=dtype) / inputs**0.5
-        for kind, bits in (("plain", 16), ("int8", 8), ("int4", 4)):
-            stored = on.linear(weight_of(plain, bits), None, epilogue, dtype)
+        for kind, bits, group in (("plain", 16, 0), ("int8", 8, 0), ("int4", 4, 128), ("int4 in groups of 32", 4, 32)):
+            stored = on.linear(weight_of(plain, bits, group), None, epilogue, dtype)
             turns = copies(stored, stored.num_bytes, device)
-            for rows in sizes.rows:
+            for rows in sizes.rows[:1] if group == 32 else sizes.rows:
                 x = torch.randn(rows, inputs, device=device, dtype=dtype)
                 taken = per_launch([partial(turn, x) for turn in turns], device, sizes.repeats)
                 yield (
@@ -203,15 +203,15 @@ def products(device: torch.device, sizes: Sizes, folder: Path) -> Measured:
                 )
 
 
-def weight_of(plain: Tensor, bits: int) -> Tensor | QuantizedWeight:
+def weight_of(plain: Tensor, bits: int, group: int = 128) -> Tensor | QuantizedWeight:
     """A plain weight of 16 bits, or as the kernels take fewer: of 8 with one scale for each output and zero in the
-    middle, of 4 in groups."""
+    middle, of 4 in groups, which are of 32 where inputs are not whole groups."""
     inputs = plain.shape[1]
     if bits == 16:
         return plain
     if bits == 8:
         return round_to_nearest(plain, bits=8, group_size=inputs, symmetric=True)
-    return round_to_nearest(plain, bits=4, group_size=128 if inputs % 128 == 0 else 32, symmetric=False)
+    return round_to_nearest(plain, bits=4, group_size=group if inputs % group == 0 else 32, symmetric=False)
 
 
 def attention(device: torch.device, sizes: Sizes, folder: Path) -> Measured:

@@ -38,7 +38,7 @@ from vlmserve.kernels.triton import (
 )
 from vlmserve.kernels.triton.adapters import OUTPUTS, RANKS, STAGES, division
 from vlmserve.kernels.triton.attention import tile
-from vlmserve.kernels.triton.products import MOST_ROWS, tiling
+from vlmserve.kernels.triton.products import MOST_ROWS, block_of, tiling
 
 EVERYWHERE = re.compile(r"1 x 4096 x 28672 of [48]|attention of chunks, heads of 128, .*reach$|rotary .* 8")
 """Kernels that are compiled for all architectures: those with instructions that not all have, and the one that takes
@@ -75,14 +75,16 @@ def product_cases() -> Iterator[Case]:
     }
     numbers = dict.fromkeys(("rows", "stride_x", "in_features", "out_features"), "i32")
     # Two of Mistral-7B's products: attention's outputs, gates and ups. float32 fills shared memory most.
-    kinds = itertools.product(((4, "*u8"), (8, "*u8"), (16, "*bf16")), (1, 64), (4096, 28672), ("*bf16",))
-    in_float32 = itertools.product(((4, "*u8"), (8, "*u8")), (1,), (4096,), ("*fp32",))
-    for (bits, weight), rows, out_features, x in itertools.chain(kinds, in_float32):
+    kinds = itertools.product(((4, "*u8"), (8, "*u8"), (16, "*bf16")), (1, 64), (4096, 28672), ("*bf16",), (128,))
+    in_float32 = itertools.product(((4, "*u8"), (8, "*u8")), (1,), (4096,), ("*fp32",), (128,))
+    small_groups = itertools.product(((4, "*u8"),), (1, 64), (4096, 28672), ("*bf16",), (32,))
+    for (bits, weight), rows, out_features, x, group in itertools.chain(kinds, in_float32, small_groups):
         item_bytes = 2 if x == "*bf16" else 4
-        tiles = tiling(bits, 128, out_features, 4096, rows, item_bytes=item_bytes)
+        tiles = tiling(bits, group, out_features, 4096, rows, item_bytes=item_bytes)
         gates = out_features == 28672
+        further = f" in groups of {group}" if group < 128 else " in float32" if item_bytes == 4 else ""
         yield Case(
-            f"{rows} x 4096 x {out_features} of {bits} bits" + (" in float32" if item_bytes == 4 else ""),
+            f"{rows} x 4096 x {out_features} of {bits} bits{further}",
             product_kernels.multiply,
             {
                 **pointers, **dict.fromkeys(("x_ptr", "bias_ptr", "residual_ptr", "out_ptr"), x), "weight_ptr": weight,
@@ -90,6 +92,7 @@ def product_cases() -> Iterator[Case]:
             },
             {
                 "OUTPUTS": tiles.outputs, "TOKENS": tiles.tokens, "INPUTS": tiles.inputs, "BITS": bits,
+                "GROUPS": tiles.inputs // group if bits == 4 else 1,
                 "PARTS": tiles.parts(bits), "SPLITS": tiles.splits, "KEEPS_SUMS": tiles.splits > 1,
                 "STAGES": tiles.stages, "EVEN": True, "ACTIVATION": "silu" if gates else "", "GATED": gates,
                 "HAS_BIAS": False, "HAS_RESIDUAL": out_features == 4096, "ASSEMBLY": True,
@@ -109,11 +112,12 @@ def product_cases() -> Iterator[Case]:
 
 def expanding_cases() -> Iterator[Case]:
     types = {"packed_ptr": "*u8", "scales_ptr": "*fp16", "minimums_ptr": "*fp16", "out_ptr": "*bf16"}
-    types |= dict.fromkeys(("out_features", "in_features", "groups", "stride"), "i32")
+    types |= dict.fromkeys(("out_features", "in_features", "blocks", "stride"), "i32")
     tile = {"OUTPUTS": expanding.OUTPUTS, "ASSEMBLY": True}
     weights = expanding.OUTPUTS * expanding.BYTES
     for group in (32, 128):
-        constants = {**tile, "GROUP": group, "GROUPS": 2 * expanding.BYTES // group}
+        block = block_of(group, 4096)
+        constants = {**tile, "BLOCK": block, "GROUPS": block // group, "BLOCKS": 2 * expanding.BYTES // block}
         name = f"expansion of 4 bits in groups of {group}"
         yield Case(name, expanding.expand_groups, types, constants, 4, weights=2 * weights)
     constants = {**tile, "INPUTS": expanding.BYTES}

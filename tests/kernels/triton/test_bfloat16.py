@@ -29,18 +29,18 @@ def assert_near(result: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(result.cpu().double(), expected, atol=1.5e-2, rtol=1e-2)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "group"), [*((kind, 128) for kind in KINDS), ("4 bits", 32), ("4 bits", 64)])
 @pytest.mark.parametrize(
     ("rows", "shape"), [(1, (28672, 4096)), (100, (28672, 4096)), (9, (4096, 4096)), (32, (4096, 4096))]
 )
-def test_tiles_of_a_7b_model(device: torch.device, kind: str, rows: int, shape: tuple[int, int]) -> None:
+def test_tiles_of_a_7b_model(device: torch.device, kind: str, group: int, rows: int, shape: tuple[int, int]) -> None:
     """On fewer outputs and inputs, so that the last program has not as many of them."""
     torch.manual_seed(rows)
     gated = shape[0] > shape[1]
-    weight, numbers = made_for_bfloat16(kind, 300, 1152, device)
+    weight, numbers = made_for_bfloat16(kind, 300, 1152, device, group)
     x, residual = torch.randn(rows, 1152).bfloat16(), torch.randn(rows, 150 if gated else 300).bfloat16()
     product = TritonProduct(weight, dtype=torch.bfloat16, activation="silu" if gated else None, gated=gated)
-    tiles = tiling(BITS[kind], 128, *shape, rows)
+    tiles = tiling(BITS[kind], group, *shape, rows)
     expected = x.double() @ numbers.T
     if gated:
         gate, up = expected.chunk(2, -1)

@@ -38,9 +38,11 @@ def made(kind: str, out_features: int, in_features: int, device: torch.device, g
     return on_device, scales * parts[0].double() + minimums
 
 
-def made_for_bfloat16(kind: str, out_features: int, in_features: int, device: torch.device) -> tuple[Any, Tensor]:
-    """The same for inputs in bfloat16, in groups of 128."""
-    weight, numbers = made(kind, out_features, in_features, device, group=128)
+def made_for_bfloat16(
+    kind: str, out_features: int, in_features: int, device: torch.device, group: int = 128
+) -> tuple[Any, Tensor]:
+    """The same for inputs in bfloat16."""
+    weight, numbers = made(kind, out_features, in_features, device, group)
     return (weight.bfloat16(), weight.bfloat16().cpu().double()) if kind == "plain" else (weight, numbers)
 
 
@@ -67,10 +69,11 @@ def test_few_rows_equal_float64(device: torch.device, kind: str, rows: int) -> N
 def test_warps_divide_inputs(device: torch.device, kind: str, warps: int, splits: int) -> None:
     """Ten tiles: whole rounds of them, and some that are not."""
     torch.manual_seed(warps)
-    weight, numbers = made(kind, 70, 320, device)
-    x = torch.randn(5, 320).half()
+    inputs = 64 if kind == "4 bits" else 32
+    weight, numbers = made(kind, 70, 10 * inputs, device)
+    x = torch.randn(5, 10 * inputs).half()
     product = TritonProduct(weight, dtype=torch.float16)
-    tiles = Tiling(32, 8, 32, splits, warps, 2)
+    tiles = Tiling(32, 8, inputs, splits, warps, 2)
     assert tiles.parts(16) == warps
     assert_near(product.few(x.to(device), tiles=tiles), x.double() @ numbers.T, torch.float16)
 
@@ -145,8 +148,10 @@ def test_parts_of_the_inputs_are_added_in_order(
     torch.manual_seed(0)
     weight, numbers = made(kind, 24, 256, device)
     x, bias = torch.randn(3, 256).half(), torch.randn(24).half()
-    by_shape = tiling
-    monkeypatch.setattr(products, "tiling", lambda *shape, **gpu: by_shape(*shape, **gpu)._replace(splits=3, inputs=32))
+    by_shape, inputs = tiling, 64 if kind == "4 bits" else 32
+    monkeypatch.setattr(
+        products, "tiling", lambda *shape, **gpu: by_shape(*shape, **gpu)._replace(splits=3, inputs=inputs)
+    )
     product = TritonProduct(weight, bias.to(device), dtype=torch.float16, activation="relu", gated=True)
     gate, up = (x.double() @ numbers.T + bias.double()).chunk(2, -1)
     results = [product(x.to(device)) for _ in range(2)]

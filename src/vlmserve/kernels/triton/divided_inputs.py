@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from vlmserve.kernels.triton.unpacking import nibbles, ones, shift, signed_bytes
+from vlmserve.kernels.triton.unpacking import load_groups, nibbles, ones, scaled, signed_bytes
 
 PARTS_BEFORE_ROWS = tl.constexpr(2)
 """How many addresses are said to be neighbors along the parts of a tile, beside 1 along its rows.
@@ -40,50 +40,60 @@ def sum_of_parts(sums, PARTS: tl.constexpr, OUTPUTS: tl.constexpr, TOKENS: tl.co
 @triton.jit
 def groups_of_4_bits(
     x_ptr, weight_ptr, scales_ptr, minimums_ptr, outputs, tokens, rows, first, last, stride_x, in_features,
-    out_features, OUTPUTS: tl.constexpr, TOKENS: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr,
-    EVEN: tl.constexpr, STAGES: tl.constexpr, ASSEMBLY: tl.constexpr,
+    out_features, OUTPUTS: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr, GROUPS: tl.constexpr,
+    PARTS: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr, ASSEMBLY: tl.constexpr,
 ):  # fmt: skip
-    """As `product_kernels.groups_of_4_bits`. EVEN: as many groups as are whole rounds."""
-    HALF: tl.constexpr = GROUP // 2
+    """As `product_kernels.groups_of_4_bits`. EVEN: as many blocks as are whole rounds."""
+    HALF: tl.constexpr = BLOCK // 2
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty
     inputs = tl.arange(0, HALF)
     parts = tl.arange(0, PARTS)
     sums = tl.zeros((PARTS, OUTPUTS, TOKENS), tl.float32)
+    nothing = tl.zeros((PARTS, OUTPUTS, TOKENS), tl.float32)
     outputs = tl.minimum(outputs, out_features - 1)
     width = tl.multiple_of(in_features // 2, 16)
     rows_at = parts[:, None, None] * HALF + outputs.to(tl.int64)[None, :, None] * width
     # See `PARTS_BEFORE_ROWS`.
     weights_at = tl.max_contiguous(weight_ptr + rows_at + inputs[None, None, :], (PARTS_BEFORE_ROWS, 1, HALF))
-    inputs_at = parts[:, None, None] * GROUP + inputs[None, :, None]
+    inputs_at = parts[:, None, None] * BLOCK + inputs[None, :, None]
     x_at = tl.max_contiguous(x_ptr + tokens[None, None, :] * stride_x + inputs_at, (PARTS_BEFORE_ROWS, HALF, 1))
     inside = (tokens < rows)[None, None, :]
-    # See `product_kernels.groups_of_4_bits`.
-    groups_at = tl.minimum(first + parts, last - 1)[:, None] * out_features + outputs[None, :]
-    next_scales, next_minimums = tl.load(scales_ptr + groups_at), tl.load(minimums_ptr + groups_at)
-    for group in tl.range(first, last, PARTS, num_stages=STAGES):
-        scales, minimums = next_scales.to(tl.float32), next_minimums.to(tl.float32)
-        groups_at = tl.minimum(group + PARTS + parts, last - 1)[:, None] * out_features + outputs[None, :]
-        next_scales, next_minimums = tl.load(scales_ptr + groups_at), tl.load(minimums_ptr + groups_at)
+    at, outputs = tl.minimum(first + parts, last - 1)[:, None], outputs[None, :]
+    next_scales, next_minimums = load_groups(scales_ptr, minimums_ptr, at, outputs, out_features, GROUPS, 0)
+    if GROUPS == 2:
+        high_scales, high_minimums = load_groups(scales_ptr, minimums_ptr, at, outputs, out_features, GROUPS, 1)
+    for block in tl.range(first, last, PARTS, num_stages=STAGES):
+        scales, minimums = next_scales, next_minimums
+        at = tl.minimum(block + PARTS + parts, last - 1)[:, None]
+        next_scales, next_minimums = load_groups(scales_ptr, minimums_ptr, at, outputs, out_features, GROUPS, 0)
         if EVEN:
-            packed = tl.load(weights_at + group * HALF)
-            low = tl.load(x_at + group * GROUP, inside, 0.0)
-            high = tl.load(x_at + group * GROUP + HALF, inside, 0.0)
+            packed = tl.load(weights_at + block * HALF)
+            low = tl.load(x_at + block * BLOCK, inside, 0.0)
+            high = tl.load(x_at + block * BLOCK + HALF, inside, 0.0)
         else:
-            there = group + parts < last
-            packed = tl.load(weights_at + group * HALF, there[:, None, None], 0)
-            low = tl.load(x_at + group * GROUP, inside & there[:, None, None], 0.0)
-            high = tl.load(x_at + group * GROUP + HALF, inside & there[:, None, None], 0.0)
+            there = (block + parts < last)[:, None, None]
+            packed = tl.load(weights_at + block * HALF, there, 0)
+            low = tl.load(x_at + block * BLOCK, inside & there, 0.0)
+            high = tl.load(x_at + block * BLOCK + HALF, inside & there, 0.0)
         low_weights, high_weights = nibbles(packed, DTYPE, ASSEMBLY)
-        products = tl.dot(low_weights, low, tl.zeros((PARTS, OUTPUTS, TOKENS), tl.float32), input_precision="ieee")
-        products = tl.dot(high_weights, high, products, input_precision="ieee")
+        products = tl.dot(low_weights, low, nothing, input_precision="ieee")
         if tl.float32 == DTYPE:
-            total = tl.sum(low + high, 1)[:, None, :]
+            totals = tl.sum(low, 1)[:, None, :]
         else:
             # By tensor cores: other instructions would need inputs in another order in shared memory.
             each = ones(packed, DTYPE, ASSEMBLY)
-            total = tl.dot(each, low, tl.zeros((PARTS, OUTPUTS, TOKENS), tl.float32))
-            total = tl.dot(each, high, total)
-        sums += scales[:, :, None] * products + (minimums - shift(DTYPE) * scales)[:, :, None] * total
+            totals = tl.dot(each, low, nothing)
+        if GROUPS == 2:
+            sums += scaled(products, totals, scales[:, :, None], minimums[:, :, None], DTYPE)
+            scales, minimums = high_scales, high_minimums
+            high_scales, high_minimums = load_groups(scales_ptr, minimums_ptr, at, outputs, out_features, GROUPS, 1)
+            products, totals = nothing, nothing
+        products = tl.dot(high_weights, high, products, input_precision="ieee")
+        if tl.float32 == DTYPE:
+            totals += tl.sum(high, 1)[:, None, :]
+        else:
+            totals = tl.dot(each, high, totals)
+        sums += scaled(products, totals, scales[:, :, None], minimums[:, :, None], DTYPE)
     return sum_of_parts(sums, PARTS, OUTPUTS, TOKENS)
 
 

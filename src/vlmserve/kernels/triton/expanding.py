@@ -25,29 +25,34 @@ BYTES = 256
 @Kernel
 @triton.jit
 def expand_groups(
-    packed_ptr, scales_ptr, minimums_ptr, out_ptr, out_features, groups, stride, OUTPUTS: tl.constexpr,
-    GROUPS: tl.constexpr, GROUP: tl.constexpr, ASSEMBLY: tl.constexpr, DEPENDENT: tl.constexpr = False,
+    packed_ptr, scales_ptr, minimums_ptr, out_ptr, out_features, blocks, stride, OUTPUTS: tl.constexpr,
+    BLOCKS: tl.constexpr, BLOCK: tl.constexpr, GROUPS: tl.constexpr, ASSEMBLY: tl.constexpr,
+    DEPENDENT: tl.constexpr = False,
 ):  # fmt: skip
-    """4 bits, programs ``[groups / GROUPS, out_features / OUTPUTS]``. Byte i of a group has its inputs i and
-    i + GROUP / 2; scales and minimums are float16 ``[groups, out_features]`` with rows `stride` apart."""
-    HALF: tl.constexpr = GROUP // 2
+    """4 bits in blocks of GROUPS as in `product_kernels.groups_of_4_bits`, programs ``[blocks / BLOCKS, out_features /
+    OUTPUTS]``. scales_ptr, minimums_ptr: float16 ``[groups, out_features]`` with rows `stride` apart."""
+    HALF: tl.constexpr = BLOCK // 2
     UNPACKED: tl.constexpr = tl.bfloat16 if ASSEMBLY else tl.float32
     wait_for_previous(DEPENDENT)
     first = tl.program_id(1).to(tl.int64) * OUTPUTS
     outputs = tl.arange(0, OUTPUTS)[:, None]
-    numbers = tl.program_id(0) * GROUPS + tl.arange(0, GROUPS)[None, :]
-    inside = (outputs < out_features - first) & (numbers < groups)
-    places = outputs * groups + numbers
+    numbers = tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS)[None, :]
+    inside = (outputs < out_features - first) & (numbers < blocks)
+    places = outputs * blocks + numbers
     inputs = tl.arange(0, HALF)[None, None, :]
-    packed = tl.load(packed_ptr + first * groups * HALF + (places[:, :, None] * HALF + inputs), inside[:, :, None], 0)
-    at = numbers * stride + outputs
-    scales = tl.load(scales_ptr + first + at, inside, 0.0).to(tl.float32)[:, :, None]
-    minimums = tl.load(minimums_ptr + first + at, inside, 0.0).to(tl.float32)[:, :, None]
+    packed = tl.load(packed_ptr + first * blocks * HALF + (places[:, :, None] * HALF + inputs), inside[:, :, None], 0)
+    scales_ptr, minimums_ptr = scales_ptr + first, minimums_ptr + first
     low, high = nibbles(packed, UNPACKED, ASSEMBLY)
+    at = numbers * GROUPS * stride + outputs
+    scales = tl.load(scales_ptr + at, inside, 0.0).to(tl.float32)[:, :, None]
+    minimums = tl.load(minimums_ptr + at, inside, 0.0).to(tl.float32)[:, :, None]
     # A scale has 11 significant bits and an integer 4: their product is exact, whether or not it is fused.
     low = (low.to(tl.float32) - shift(UNPACKED)) * scales + minimums
+    if GROUPS == 2:
+        scales = tl.load(scales_ptr + at + stride, inside, 0.0).to(tl.float32)[:, :, None]
+        minimums = tl.load(minimums_ptr + at + stride, inside, 0.0).to(tl.float32)[:, :, None]
     high = (high.to(tl.float32) - shift(UNPACKED)) * scales + minimums
-    out_at = out_ptr + first * groups * GROUP + (places[:, :, None] * GROUP + inputs)
+    out_at = out_ptr + first * blocks * BLOCK + (places[:, :, None] * BLOCK + inputs)
     tl.store(out_at, low.to(out_ptr.dtype.element_ty), inside[:, :, None])
     tl.store(out_at + HALF, high.to(out_ptr.dtype.element_ty), inside[:, :, None])
 
@@ -74,16 +79,17 @@ def expand_rows(
 
 
 def expanded_groups(
-    packed: Tensor, scales: Tensor, minimums: Tensor, group: int, dtype: torch.dtype, assembly: bool
+    packed: Tensor, scales: Tensor, minimums: Tensor, block: int, dtype: torch.dtype, assembly: bool
 ) -> Tensor:
-    """``[out_features, in_features]`` of 4 bits ``[out_features, in_features / 2]``. scales, minimums: float16
-    ``[groups, out_features]``, which may be columns of larger ones."""
+    """``[out_features, in_features]`` of 4 bits ``[out_features, in_features / 2]`` in blocks of so many inputs.
+    scales, minimums: float16 ``[groups, out_features]``, which may be columns of larger ones."""
     groups, out_features = scales.shape
-    out = torch.empty((out_features, groups * group), dtype=dtype, device=packed.device)
-    at_once = 2 * BYTES // group
-    expand_groups[(cdiv(groups, at_once), cdiv(out_features, OUTPUTS))](
-        packed, scales, minimums, out, out_features, groups, scales.stride(0), OUTPUTS=OUTPUTS, GROUPS=at_once,
-        GROUP=group, ASSEMBLY=assembly, num_warps=4,
+    blocks = 2 * packed.shape[1] // block
+    out = torch.empty((out_features, blocks * block), dtype=dtype, device=packed.device)
+    at_once = 2 * BYTES // block
+    expand_groups[(cdiv(blocks, at_once), cdiv(out_features, OUTPUTS))](
+        packed, scales, minimums, out, out_features, blocks, scales.stride(0), OUTPUTS=OUTPUTS, BLOCKS=at_once,
+        BLOCK=block, GROUPS=groups // blocks, ASSEMBLY=assembly, num_warps=4,
     )  # fmt: skip
     return out
 

@@ -13,7 +13,7 @@ from vlmserve.kernels.triton import divided_inputs
 from vlmserve.kernels.triton.activations import activate
 from vlmserve.kernels.triton.dependent import CACHE_LINE, prefetch, wait_for_previous
 from vlmserve.kernels.triton.launching import Kernel
-from vlmserve.kernels.triton.unpacking import nibbles, ones, shift, signed_bytes
+from vlmserve.kernels.triton.unpacking import load_groups, nibbles, ones, scaled, signed_bytes
 
 PREFETCHED_LINES = tl.constexpr(16)
 """Of an output's weights, while the kernel before still runs."""
@@ -28,18 +28,19 @@ def dot(weights, x, sums):
 @triton.jit
 def groups_of_4_bits(
     x_ptr, weight_ptr, scales_ptr, minimums_ptr, outputs, tokens, rows, first, last, stride_x, in_features,
-    out_features, OUTPUTS: tl.constexpr, TOKENS: tl.constexpr, GROUP: tl.constexpr, STAGES: tl.constexpr,
-    ASSEMBLY: tl.constexpr,
+    out_features, OUTPUTS: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr, GROUPS: tl.constexpr,
+    STAGES: tl.constexpr, ASSEMBLY: tl.constexpr,
 ):  # fmt: skip
-    """Float32 sums ``[OUTPUTS, TOKENS]`` over groups ``first <= group < last``.
+    """Float32 sums ``[OUTPUTS, TOKENS]`` over blocks ``first <= block < last``.
 
-    Byte i of a group holds its inputs i and i + GROUP / 2. A group's product is with its shifted integers; the shift
-    and the minimum come by the sum of its inputs.
+    Byte i of a block holds its inputs i and i + BLOCK / 2, which are of one group, or each of its own: GROUPS. A
+    group's product is with its shifted integers; the shift and the minimum come by the sum of its inputs.
     """
-    HALF: tl.constexpr = GROUP // 2
+    HALF: tl.constexpr = BLOCK // 2
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty
     inputs = tl.arange(0, HALF)
     sums = tl.zeros((OUTPUTS, TOKENS), tl.float32)
+    nothing = tl.zeros((OUTPUTS, TOKENS), tl.float32)
     outputs = tl.minimum(outputs, out_features - 1)
     width = tl.multiple_of(in_features // 2, 16)
     weights_at = weight_ptr + outputs.to(tl.int64)[:, None] * width + inputs[None, :]
@@ -47,25 +48,35 @@ def groups_of_4_bits(
     inside = tokens[None, :] < rows
     # Scales and minimums are loaded a round before they are needed. Triton does that for what tensor cores multiply
     # alone.
-    groups_at = tl.minimum(first, last - 1) * out_features + outputs
-    next_scales, next_minimums = tl.load(scales_ptr + groups_at), tl.load(minimums_ptr + groups_at)
-    for group in tl.range(first, last, num_stages=STAGES):
-        scales, minimums = next_scales.to(tl.float32), next_minimums.to(tl.float32)
-        groups_at = tl.minimum(group + 1, last - 1) * out_features + outputs
-        next_scales, next_minimums = tl.load(scales_ptr + groups_at), tl.load(minimums_ptr + groups_at)
-        packed = tl.load(weights_at + group * HALF)
-        low = tl.load(x_at + group * GROUP, inside, 0.0)
-        high = tl.load(x_at + group * GROUP + HALF, inside, 0.0)
+    at = tl.minimum(first, last - 1)
+    next_scales, next_minimums = load_groups(scales_ptr, minimums_ptr, at, outputs, out_features, GROUPS, 0)
+    if GROUPS == 2:
+        high_scales, high_minimums = load_groups(scales_ptr, minimums_ptr, at, outputs, out_features, GROUPS, 1)
+    for block in tl.range(first, last, num_stages=STAGES):
+        scales, minimums = next_scales, next_minimums
+        at = tl.minimum(block + 1, last - 1)
+        next_scales, next_minimums = load_groups(scales_ptr, minimums_ptr, at, outputs, out_features, GROUPS, 0)
+        packed = tl.load(weights_at + block * HALF)
+        low = tl.load(x_at + block * BLOCK, inside, 0.0)
+        high = tl.load(x_at + block * BLOCK + HALF, inside, 0.0)
         low_weights, high_weights = nibbles(packed, DTYPE, ASSEMBLY)
-        products = dot(low_weights, low, tl.zeros((OUTPUTS, TOKENS), tl.float32))
-        products = dot(high_weights, high, products)
+        products = dot(low_weights, low, nothing)
         if tl.float32 == DTYPE:
-            total = tl.sum(low + high, 0)[None, :]
+            totals = tl.sum(low, 0)[None, :]
         else:
             each = ones(packed, DTYPE, ASSEMBLY)
-            total = dot(each, low, tl.zeros((OUTPUTS, TOKENS), tl.float32))
-            total = dot(each, high, total)
-        sums += scales[:, None] * products + (minimums - shift(DTYPE) * scales)[:, None] * total
+            totals = dot(each, low, nothing)
+        if GROUPS == 2:
+            sums += scaled(products, totals, scales[:, None], minimums[:, None], DTYPE)
+            scales, minimums = high_scales, high_minimums
+            high_scales, high_minimums = load_groups(scales_ptr, minimums_ptr, at, outputs, out_features, GROUPS, 1)
+            products, totals = nothing, nothing
+        products = dot(high_weights, high, products)
+        if tl.float32 == DTYPE:
+            totals += tl.sum(high, 0)[None, :]
+        else:
+            totals = dot(each, high, totals)
+        sums += scaled(products, totals, scales[:, None], minimums[:, None], DTYPE)
     return sums
 
 
@@ -140,13 +151,14 @@ def store_results(
 def multiply(
     x_ptr, weight_ptr, scales_ptr, minimums_ptr, bias_ptr, residual_ptr, out_ptr, sums_ptr, rows, stride_x,
     in_features, out_features, OUTPUTS: tl.constexpr, TOKENS: tl.constexpr, INPUTS: tl.constexpr, BITS: tl.constexpr,
-    PARTS: tl.constexpr, SPLITS: tl.constexpr, KEEPS_SUMS: tl.constexpr, STAGES: tl.constexpr, EVEN: tl.constexpr,
-    ACTIVATION: tl.constexpr, GATED: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
-    ASSEMBLY: tl.constexpr, DEPENDENT: tl.constexpr = False,
+    GROUPS: tl.constexpr, PARTS: tl.constexpr, SPLITS: tl.constexpr, KEEPS_SUMS: tl.constexpr, STAGES: tl.constexpr,
+    EVEN: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr, HAS_BIAS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr, ASSEMBLY: tl.constexpr, DEPENDENT: tl.constexpr = False,
 ):  # fmt: skip
     """`OUTPUTS` outputs of `TOKENS` rows a program, over one of `SPLITS` parts of the inputs.
 
-    INPUTS: of a tile, or of a group of 4 bits. PARTS: tiles that are multiplied side by side, one by each warp.
+    INPUTS: of a tile, which of 4 bits is a block of GROUPS. PARTS: tiles that are multiplied side by side, as many by
+    each warp.
     KEEPS_SUMS: sums go to sums_ptr, float32 ``[SPLITS, rows,
     out_features]``, from where `add_parts` or `add_changes` takes them; there is only one part otherwise.
     """
@@ -164,7 +176,7 @@ def multiply(
     if PARTS > 1 and BITS == 4:
         sums = divided_inputs.groups_of_4_bits(
             x_ptr, weight_ptr, scales_ptr, minimums_ptr, outputs, tokens, rows, first, last, stride_x, in_features,
-            out_features, OUTPUTS, TOKENS, INPUTS, PARTS, EVEN, STAGES, ASSEMBLY,
+            out_features, OUTPUTS, TOKENS, INPUTS, GROUPS, PARTS, EVEN, STAGES, ASSEMBLY,
         )  # fmt: skip
     elif PARTS > 1:
         sums = divided_inputs.whole_rows(
@@ -174,7 +186,7 @@ def multiply(
     elif BITS == 4:
         sums = groups_of_4_bits(
             x_ptr, weight_ptr, scales_ptr, minimums_ptr, outputs, tokens, rows, first, last, stride_x, in_features,
-            out_features, OUTPUTS, TOKENS, INPUTS, STAGES, ASSEMBLY,
+            out_features, OUTPUTS, TOKENS, INPUTS, GROUPS, STAGES, ASSEMBLY,
         )  # fmt: skip
     else:
         sums = whole_rows(

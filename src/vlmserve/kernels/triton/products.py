@@ -19,7 +19,7 @@ from vlmserve.kernels.triton.expanding import expanded_groups, expanded_rows
 from vlmserve.kernels.triton.gated import finish
 from vlmserve.kernels.triton.host_math import cdiv
 from vlmserve.kernels.triton.product_kernels import add_parts, multiply
-from vlmserve.kernels.triton.tuned import TUNED, Shape, Tiling
+from vlmserve.kernels.triton.tuned import LARGE_BLOCK, TUNED, Shape, Tiling
 from vlmserve.kernels.triton.unpacking import has_assembly
 from vlmserve.layers.adapters import Change, LinearAdapters
 
@@ -50,6 +50,14 @@ def tokens_of_tile(bits: int, out_features: int, rows: int, item_bytes: int) -> 
     divide_outputs = item_bytes == 2 and out_features // LARGEST_OUTPUTS >= PROGRAMS
     most = 64 if bits >= 16 or divide_outputs else 32
     return next(size for size in (8, 16, 32, 64) if rows <= size or size == most)
+
+
+def block_of(group: int, in_features: int) -> int:
+    """Inputs of 4 bits whose bytes lie together: two small groups, if inputs are whole blocks then.
+
+    Byte i has input i of both groups, so that tensor cores multiply twice as many inputs of each at a time.
+    """
+    return 2 * group if group < LARGE_BLOCK and in_features % (2 * group) == 0 else group
 
 
 @cache
@@ -85,7 +93,7 @@ def tiling(
     has several warps, and enough weights on their way from memory.
     """
     tokens = tokens_of_tile(bits, out_features, rows, item_bytes)
-    inputs = {4: group, 8: 128, 16: 64, 32: 32}[bits]
+    inputs = {4: group and block_of(group, in_features), 8: 128, 16: 64, 32: 32}[bits]
     largest = LARGEST_OUTPUTS // 2 if tokens <= 16 else LARGEST_OUTPUTS
     if out_features // largest < PROGRAMS:
         largest = 32
@@ -117,19 +125,19 @@ def _divided(divided: Tiling, bits: int, out_features: int, in_features: int, it
     divided = divided._replace(splits=splits, warps=max(outputs // 32, divided.tokens // most_tokens))
     if not divided.divides_inputs(bits):
         return divided
-    most = min(256 // outputs, cdiv(tiles, splits))
-    wider = [divided._replace(warps=count) for count in (8, 4, 2, 1) if count <= most]
-    fitting = [one for one in wider if one.shared_bytes(bits, item_bytes) <= shared] or wider[-1:]
+    wider = [divided._replace(warps=count) for count in (8, 4, 2, 1) if count <= 256 // outputs]
+    needed = [one for one in wider if one.parts(bits) <= cdiv(tiles, splits)] or wider[-1:]
+    fitting = [one for one in needed if one.shared_bytes(bits, item_bytes) <= shared] or needed[-1:]
     # Where all rounds are whole, no loads are masked, which is worth half of the warps.
-    return next((one for one in fitting[:2] if tiles % (splits * one.warps) == 0), fitting[0])
+    return next((one for one in fitting[:2] if tiles % (splits * one.parts(bits)) == 0), fitting[0])
 
 
 @dataclass(frozen=True, slots=True)
 class Stored:
     """A weight as `multiply` reads it. bits: 4, 8, or those of plain numbers. group: inputs of 4 bits with one scale.
 
-    values: ``[out_features, in_features]``, of 4 bits uint8 ``[out_features, in_features / 2]``, byte i of a group with
-    inputs i and i + group / 2. scales, minimums: float16 ``[groups, out_features]`` of 4 bits; float32
+    values: ``[out_features, in_features]``, of 4 bits uint8 ``[out_features, in_features / 2]``, byte i of a block with
+    inputs i and i + block / 2, see `block_of`. scales, minimums: float16 ``[groups, out_features]`` of 4 bits; float32
     ``[out_features]`` of 8, whose zero is 128.
     """
 
@@ -138,6 +146,11 @@ class Stored:
     values: Tensor
     scales: Tensor | None = None
     minimums: Tensor | None = None
+
+    @property
+    def block(self) -> int:
+        """Inputs of 4 bits whose bytes lie together, 0 of others."""
+        return block_of(self.group, 2 * self.values.shape[1]) if self.bits == 4 else 0
 
     @property
     def num_bytes(self) -> int:
@@ -151,8 +164,8 @@ class Stored:
         if self.bits == 8:
             return ((values.float() - 128) * self.scales[indices, None]).to(dtype)
         assert self.minimums is not None
-        grouped = values.view(len(values), -1, self.group // 2)
-        integers = torch.cat((grouped & 15, grouped >> 4), -1).float()
+        halves = values.view(len(values), -1, self.block // 2)
+        integers = torch.cat((halves & 15, halves >> 4), -1).view(len(values), -1, self.group).float()
         scales, minimums = self.scales[:, indices].T.float(), self.minimums[:, indices].T.float()
         return torch.addcmul(minimums[..., None], scales[..., None], integers).to(dtype).reshape(len(values), -1)
 
@@ -163,7 +176,7 @@ class Stored:
             return expanded_rows(self.values[outputs], self.scales[outputs], dtype, assembly)
         assert self.minimums is not None
         scales, minimums = self.scales[:, outputs], self.minimums[:, outputs]
-        return expanded_groups(self.values[outputs], scales, minimums, self.group, dtype, assembly)
+        return expanded_groups(self.values[outputs], scales, minimums, self.block, dtype, assembly)
 
 
 def store(weight: Tensor | QuantizedWeight) -> Stored:
@@ -174,9 +187,8 @@ def store(weight: Tensor | QuantizedWeight) -> Stored:
         raise ValueError(reason)
     if weight.bits == 8:
         return Stored(8, 0, weight.values.contiguous(), weight.scales[:, 0].float().contiguous())
-    half = weight.group_size // 2
-    grouped = weight.values.reshape(weight.shape[0], -1, 2, half)
-    packed = grouped[:, :, 0] | grouped[:, :, 1] << 4
+    halves = weight.values.reshape(weight.shape[0], -1, 2, block_of(weight.group_size, weight.shape[1]) // 2)
+    packed = halves[:, :, 0] | halves[:, :, 1] << 4
     scales, minimums = (part.T.to(torch.float16).contiguous() for part in (weight.scales, weight.minimums))
     return Stored(4, weight.group_size, packed.view(weight.shape[0], -1), scales, minimums)
 
@@ -338,6 +350,7 @@ class TritonProduct:
             TOKENS=tiles.tokens,
             INPUTS=tiles.inputs,
             BITS=stored.bits,
+            GROUPS=stored.block // stored.group if stored.bits == 4 else 1,
             PARTS=side_by_side,
             SPLITS=tiles.splits,
             KEEPS_SUMS=keeps_sums,

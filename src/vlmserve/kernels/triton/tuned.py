@@ -10,6 +10,9 @@ from typing import NamedTuple
 SMALL_TILE = 32 * 64
 """Outputs by tokens."""
 
+LARGE_BLOCK = 128
+"""Inputs of 4 bits."""
+
 
 class Tiling(NamedTuple):
     """How a product is divided. outputs, inputs: of a tile; tokens: its rows of x. splits: parts of the inputs, each of
@@ -28,8 +31,13 @@ class Tiling(NamedTuple):
         return self.outputs * self.tokens <= SMALL_TILE and bits <= 16
 
     def parts(self, bits: int) -> int:
-        """Tiles of inputs that a program multiplies side by side: one by each of its warps, or one by all."""
-        return self.warps if self.divides_inputs(bits) else 1
+        """Tiles of inputs that a program multiplies side by side: one by each of its warps, or one by all.
+
+        Of small blocks of 4 bits a warp has as many as are one large block, if registers hold their sums.
+        """
+        if not self.divides_inputs(bits):
+            return 1
+        return self.warps * (max(1, LARGE_BLOCK // self.inputs) if bits == 4 and self.tokens <= 16 else 1)
 
     def shared_bytes(self, bits: int, item_bytes: int) -> int:
         """Of a program, with numbers of x of `item_bytes`: tiles on their way, and what is unpacked."""

@@ -170,3 +170,19 @@ def byte_pairs(packed, DTYPE: tl.constexpr, ASSEMBLY: tl.constexpr):
     else:
         low, high = packed.to(tl.int8).to(DTYPE), (packed >> 8).to(DTYPE)
     return low, high
+
+
+@triton.jit
+def load_groups(scales_ptr, minimums_ptr, blocks, outputs, out_features, GROUPS: tl.constexpr, WHICH: tl.constexpr):
+    """Scales and minimums ``[blocks, outputs]`` of the group of low integers of each block (WHICH 0), or of high ones
+    (1), which is the same where a block is one group."""
+    at = (blocks * GROUPS + (WHICH if GROUPS == 2 else 0)) * out_features + outputs
+    return tl.load(scales_ptr + at), tl.load(minimums_ptr + at)
+
+
+@triton.jit
+def scaled(products, totals, scales, minimums, DTYPE: tl.constexpr):
+    """Products with `nibbles`, and sums of what they were multiplied with, as products with weights. scales, minimums:
+    float16, with 1 for tokens."""
+    scales = scales.to(tl.float32)
+    return scales * products + (minimums.to(tl.float32) - shift(DTYPE) * scales) * totals
