@@ -245,6 +245,10 @@ class StaticDevice(CpuDevice):
         return StaticAttention(quantized_cache=quantized_cache)
 
 
+kind_of_device = StaticDevice
+"""That models run on. `tests.ptx.plugin` puts one with a GPU's kernels here."""
+
+
 @pytest.fixture
 def kernels() -> str:
     """There is one kind of them."""
@@ -260,7 +264,7 @@ def static_devices() -> Iterator[list[StaticDevice]]:
     def opened(
         torch_device: torch.device, kernels: str, stated: torch.dtype, *, automatic: bool
     ) -> tuple[StaticDevice, torch.dtype]:
-        devices.append(StaticDevice(torch_device))
+        devices.append(kind_of_device(torch_device))
         return devices[-1], stated
 
     with pytest.MonkeyPatch.context() as patch:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -13,6 +14,7 @@ from triton.backends.driver import DriverBase
 from triton.backends.nvidia.compiler import CUDABackend
 from triton.runtime import driver
 
+from tests.ptx import recording
 from tests.ptx.emulator import Executable
 from tests.ptx.program import parse
 from vlmserve.kernels.triton import attention, products, unpacking
@@ -59,8 +61,11 @@ class _Launcher:
         allowed = () if "table_ptr" in self._names else ranges(tensors)
         self._launches += 1
         backwards = self._launches % 2 == 0
-        counted = _counted is not None
-        function.run(function.packed(values), (x, y, z), self._shared, allowed, backwards=backwards, counted=counted)
+        packed, grid, counted = function.packed(values), (x, y, z), _counted is not None
+        function.run(packed, grid, self._shared, allowed, backwards=backwards, counted=counted)
+        if recording.current is not None:
+            again = functools.partial(function.run, packed, grid, self._shared, allowed, backwards=not backwards)
+            recording.current.launched(again, tensors)
         if _counted is not None and function not in _counted:
             _counted.append(function)
 

@@ -1,6 +1,7 @@
-"""For pytest: kernels in Triton are compiled and run in the emulator, instead of being interpreted.
+"""For pytest: kernels in Triton are compiled and run in the emulator, instead of being interpreted, and tests of the engine
+by the data flow of a GPU (`tests.static_device`) run by these kernels, in graphs.
 
-python -m pytest -p tests.ptx.plugin tests/kernels/triton
+python -m pytest -p tests.ptx.plugin tests/kernels/triton tests/engine/test_static_*.py tests/adapters/test_captured.py
 """
 
 from __future__ import annotations
@@ -20,9 +21,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.fixture(scope="session", autouse=True)
 def emulator(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """What is compiled ends as text for the emulator, so no other cache may get it."""
+    from tests import static_device
+    from tests.ptx.device import EmulatedDevice
     from tests.ptx.driver import emulated
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRITON_CACHE_DIR", str(tmp_path_factory.mktemp("triton")))
+        patch.setattr(static_device, "kind_of_device", EmulatedDevice)
         with emulated(request.config.getoption("arch")):
             yield

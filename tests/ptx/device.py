@@ -1,0 +1,43 @@
+"""The device of NVIDIA's GPUs without one: its kernels are compiled and run in the emulator of `tests.ptx`, its graphs are
+recordings of what was launched, and data flows as in `tests.static_device`."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.ptx.recording import RecordingCapture
+from tests.static_device import StaticDevice
+from vlmserve.devices.cuda import TritonDevice
+from vlmserve.devices.device import LayerExecutor
+from vlmserve.devices.graphs import Captures, GraphExecutor
+from vlmserve.devices.torch_device import TorchDevice
+
+
+class EmulatedDevice(StaticDevice, TritonDevice):
+    """Memory, copies and steps of `StaticDevice`; operations, sampling and graphs of `TritonDevice`."""
+
+    linear = TritonDevice.linear
+    table = TritonDevice.table
+    norm = TritonDevice.norm
+    attention = TritonDevice.attention
+    encoder_ranges = TritonDevice.encoder_ranges
+    draw = TritonDevice.draw
+    draw_later = TritonDevice.draw_later
+    gpu_uuid = TorchDevice.gpu_uuid
+    clock = TorchDevice.clock
+    cache_budget = TorchDevice.cache_budget
+    expected_cache = TorchDevice.expected_cache
+
+    def __init__(self, torch_device: torch.device) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            # That of a GPU asks CUDA for memory.
+            patch.setattr(TritonDevice, "__init__", TorchDevice.__init__)
+            super().__init__(torch_device)
+        self._captures = Captures(RecordingCapture())
+        self._draw = None
+
+    def executor(self) -> LayerExecutor:
+        """See `Device.executor`."""
+        self.executors.append(GraphExecutor(self._captures))
+        return self.executors[-1]
