@@ -30,3 +30,11 @@ def test_nothing_is_captured_where_it_is_not_to_be(
     for _ in range(3):
         assert generate(engine, [prompt]) == [llama.greedy(prompt)]
     assert static_devices[-1].executors[0].num_captured == 0
+
+
+def test_contexts_that_grow_while_steps_are_repeated(llama: Oracle) -> None:
+    """From where kernels compute them in one part to where they split them."""
+    engine = engine_for(llama)
+    prompts = [llama.prompt(seed, [length]) for seed, length in enumerate((100, 120, 126, 40))]
+    for some in (prompts, prompts[1:], prompts[:2]):
+        assert generate(engine, some, max_tokens=36) == [llama.greedy(prompt, 36) for prompt in some]

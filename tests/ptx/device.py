@@ -1,5 +1,8 @@
-"""The device of NVIDIA's GPUs without one: its kernels are compiled and run in the emulator of `tests.ptx`, its graphs are
-recordings of what was launched, and data flows as in `tests.static_device`."""
+"""The device of NVIDIA's GPUs without one.
+
+Its kernels are compiled and run in the emulator, its graphs are recordings of what was launched, and data flows as in
+`tests.static_device`.
+"""
 
 from __future__ import annotations
 

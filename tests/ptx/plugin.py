@@ -1,5 +1,6 @@
-"""For pytest: kernels in Triton are compiled and run in the emulator, instead of being interpreted, and tests of the engine
-by the data flow of a GPU (`tests.static_device`) run by these kernels, in graphs.
+"""For pytest: kernels in Triton are compiled and run in the emulator, instead of being interpreted.
+
+Tests of the engine by the data flow of a GPU (`tests.static_device`) run by these kernels, in recorded graphs.
 
 python -m pytest -p tests.ptx.plugin tests/kernels/triton tests/engine/test_static_*.py tests/adapters/test_captured.py
 """
@@ -15,7 +16,7 @@ os.environ["TRITON_INTERPRET"] = "0"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--arch", type=int, default=90, help="the architecture to compile for: 80, 89, 90 or 120")
+    parser.addoption("--arch", type=int, default=90, help="the architecture to compile for: 80, 89 or 90")
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -1,6 +1,6 @@
-"""What a CUDA graph is, for kernels in the emulator: launches and torch's operations with all that they were given, which are
-repeated without the Python that made them.
+"""What a CUDA graph is, for kernels in the emulator.
 
+Launches and torch's operations are kept with all that they were given, and repeated without the Python that made them.
 As a graph, a recording has memory of its own, which others may use between repetitions, and reads the rest where it was.
 """
 
@@ -12,11 +12,14 @@ from weakref import WeakSet
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map, tree_map_only
 
-READING = {"_local_scalar_dense", "nonzero", "item", "equal", "is_nonzero", "masked_select", "unique", "_unique2"}
+READING = {"_local_scalar_dense", "nonzero", "equal", "is_nonzero", "masked_select", "_unique2"}
 """Operations whose results the host has to know, or whose sizes depend on what a tensor holds."""
+TO_HOST = {"tolist", "numpy", "cpu", "__array__"}
+"""Methods that are no operations where a tensor is in the host's memory."""
 
 
 class Unrecordable(Exception):
@@ -25,6 +28,15 @@ class Unrecordable(Exception):
 
 class Stale(Exception):
     """Memory that a recording reads, and that nobody has anymore."""
+
+
+class _Refusing(TorchFunctionMode):
+    """Refuses what gives tensors to the host."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(function, "__name__", "") in TO_HOST:
+            raise Unrecordable(f"{function} waits for the device while a graph is captured")
+        return function(*args, **(kwargs or {}))
 
 
 class _Outside:
@@ -126,7 +138,7 @@ class RecordingCapture:
         run()
         current = recording = Recording(self._pool)
         try:
-            with recording:
+            with _Refusing(), recording:
                 result = run()
         finally:
             current = None

@@ -18,6 +18,14 @@ pytestmark = [
 ]
 
 FOLDER = Path(__file__).parent
+TESTS = FOLDER.parents[1]
+ENGINE = {
+    "engine/test_static_parity.py": "contexts_that_grow or short_prompts",
+    "engine/test_static_qwen_vl.py": "towers_are_captured",
+    "engine/test_static_sampling.py": "min_p_top_k_and_seed",
+    "adapters/test_captured.py": "rows_of_captured_steps",
+}
+"""Tests by the data flow of a GPU, and some of each."""
 
 
 @pytest.mark.parametrize(
@@ -30,8 +38,16 @@ FOLDER = Path(__file__).parent
 )
 def test_kernels_compute_the_same_when_they_are_compiled(arch: int, files: str) -> None:
     """For an H100, and for a GPU of less shared memory and older instructions (an RTX 4090 or L40S)."""
-    paths = [str(FOLDER / f"test_{name}.py") for name in files.split()]
-    command = [sys.executable, "-m", "pytest", "-p", "tests.ptx.plugin", f"--arch={arch}", "-q", *paths]
+    run_in_emulator([str(FOLDER / f"test_{name}.py") for name in files.split()], arch=arch)
+
+
+def test_the_engine_answers_the_same_by_compiled_kernels_in_graphs() -> None:
+    run_in_emulator([str(TESTS / file) for file in ENGINE], chosen=" or ".join(ENGINE.values()))
+
+
+def run_in_emulator(paths: list[str], *, arch: int = 90, chosen: str = "") -> None:
+    """Files of tests; chosen: those of them."""
+    command = [sys.executable, "-m", "pytest", "-p", "tests.ptx.plugin", f"--arch={arch}", "-q", "-k", chosen, *paths]
     run = subprocess.run(
         [*command, "-p", "no:cacheprovider", "-n", "0"],
         env={**os.environ, "TRITON_INTERPRET": "0"},
