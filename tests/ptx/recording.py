@@ -1,7 +1,7 @@
 """What a CUDA graph is, for kernels in the emulator.
 
 Launches and torch's operations are kept with all that they were given, and repeated without the Python that made them.
-As a graph, a recording has memory of its own, which others may use between repetitions, and reads the rest where it was.
+As a graph, a recording has memory of its own, which others may use in the meantime, and reads the rest where it was.
 """
 
 from __future__ import annotations
