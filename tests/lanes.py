@@ -21,7 +21,7 @@ _SLOW = {
         static_sampling static_stress stress structured thoughts tiles transformers_backend transformers_images""",
     "frontend": "beams client xml_tools",
     "kernels": "attention_backends cpu_attention cpu_program other_processors",
-    "kernels/triton": "attention compiled layers products sampling",
+    "kernels/triton": "attention compiled emulated layers products sampling",
     "loadtest": "command perform",
     "media": "heif pdf processor",
     "models": "blip families gguf llava published published_quantization stages tiles",

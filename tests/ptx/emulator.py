@@ -101,6 +101,10 @@ class Executable:
         """Of each instruction, of the runs that were counted."""
         self._special = (ctypes.c_int32 * len(program.special))(*program.special)
 
+    def forget_counts(self) -> None:
+        """Count from 0 again."""
+        ctypes.memset(self.counts, 0, ctypes.sizeof(self.counts))
+
     def total(self) -> Count:
         """Of all instructions."""
         return Count(*(sum(getattr(one, name) for one in self.counts) for name, _ in Count._fields_))

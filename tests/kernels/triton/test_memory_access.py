@@ -57,6 +57,19 @@ def test_products_have_few_bank_conflicts(device: torch.device, kind: str, rows:
     assert count.sectors <= MOST_SECTORS * count.least_sectors
 
 
+@pytest.mark.parametrize("shape", SHAPES)
+def test_small_groups_of_4_bits_cost_little_more(device: torch.device, shape: tuple[int, int]) -> None:
+    """Groups of 32, the default: instructions of a weight, and bytes of shared memory's waves."""
+    torch.manual_seed(0)
+    tiles = tiling(4, 32, *shape, 1)._replace(splits=1)
+    weight, _ = made_for_bfloat16("4 bits", tiles.outputs, 4096, device, group=32)
+    with counting() as found:
+        TritonProduct(weight, dtype=torch.bfloat16).few(torch.randn(1, 4096).bfloat16().to(device), tiles=tiles)
+    count, weights = counted(found, "multiply"), tiles.outputs * 4096
+    assert 1 < count.executed * 32 / weights <= 5
+    assert 1 < count.waves * 128 / weights <= 8
+
+
 @pytest.mark.parametrize("quantized", [False, True])
 def test_attention_of_decodes_has_no_bank_conflicts(device: torch.device, quantized: bool) -> None:
     spec = AttentionSpec(8, 2, 128, 128**-0.5)

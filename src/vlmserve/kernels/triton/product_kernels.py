@@ -158,9 +158,8 @@ def multiply(
     """`OUTPUTS` outputs of `TOKENS` rows a program, over one of `SPLITS` parts of the inputs.
 
     INPUTS: of a tile, which of 4 bits is a block of GROUPS. PARTS: tiles that are multiplied side by side, as many by
-    each warp.
-    KEEPS_SUMS: sums go to sums_ptr, float32 ``[SPLITS, rows,
-    out_features]``, from where `add_parts` or `add_changes` takes them; there is only one part otherwise.
+    each warp. KEEPS_SUMS: sums go to sums_ptr, float32 ``[SPLITS, rows, out_features]``, from where `add_parts` or
+    `add_changes` takes them; there is only one part otherwise.
     """
     first_output = tl.program_id(0) * OUTPUTS
     outputs = first_output + tl.arange(0, OUTPUTS)

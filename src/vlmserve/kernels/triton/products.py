@@ -247,6 +247,7 @@ class TritonProduct:
         self._dtype, self._activation, self._gated = dtype, activation, gated
         self._output_dtype = torch.float32 if float_output else dtype
         self._assembly = has_assembly(self._stored.values.device)
+        self._groups = self._stored.block // self._stored.group if self._stored.bits == 4 else 1
         quantized = weight if isinstance(weight, QuantizedWeight) else None
         self._rounds_inputs = quantized is not None and (quantized.bits, quantized.input_bits) == (8, 8)
         self._width = self._out_features // 2 if gated else self._out_features
@@ -350,7 +351,7 @@ class TritonProduct:
             TOKENS=tiles.tokens,
             INPUTS=tiles.inputs,
             BITS=stored.bits,
-            GROUPS=stored.block // stored.group if stored.bits == 4 else 1,
+            GROUPS=self._groups,
             PARTS=side_by_side,
             SPLITS=tiles.splits,
             KEEPS_SUMS=keeps_sums,

@@ -11,7 +11,7 @@ SMALL_TILE = 32 * 64
 """Outputs by tokens."""
 
 LARGE_BLOCK = 128
-"""Inputs of 4 bits."""
+"""Inputs of 4 bits whose bytes lie together, where they are one group or two: fewer of them make tensor cores wait."""
 
 
 class Tiling(NamedTuple):
