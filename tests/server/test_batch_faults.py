@@ -167,7 +167,7 @@ def test_keys_have_batches_of_their_own_and_rows_leave_them_half_of_their_limits
     path = tmp_path / "keys"
     alice = add_key(path, "alice", requests_per_minute=10)
     bob = add_key(path, "bob", max_concurrency=1)
-    settings = {"api_keys_file": str(path), "storage_path": str(tmp_path / "history.db"), "batch_lease": 0.5}
+    settings = {"api_keys_file": str(path), "storage_path": str(tmp_path / "history.db")}
     with LiveServer(folder, server=settings) as server:
         a, b = (openai.OpenAI(base_url=f"{server.url}/v1", api_key=key, max_retries=0) for key in (alice, bob))
         file_id = upload(b, [line(f"{number}") for number in range(20)])
