@@ -236,8 +236,8 @@ def test_a_gateway_without_workers_says_so(folder):
 
 
 def test_a_conversation_goes_on_where_another_gateway_has_sent_it(cluster):
-    """The other one sends to each worker in turn, as no gateway would by what it sees in the requests. Mock engines
-    take hardly any time for a prompt, so that only a long one is worth more than that a worker seems to be busy."""
+    """The other one sends to each worker in turn, as no gateway would by what it sees in the requests. Prompts
+    are long: mock engines take so little time for short ones that an idle worker would be worth more than a cache."""
     server, headers = ServerConfig(port=0, api_keys_file=cluster.keys_file), {"x-api-key": cluster.stored_key}
     settings = server.model_dump_json(), GatewayConfig(policy="round-robin").model_dump_json()
     other = cluster.start(GatewayLaunch(TOKEN, *settings, takes_over=False))
