@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 from types import SimpleNamespace
 
@@ -9,12 +10,14 @@ import numpy as np
 import pytest
 import torch
 
+from tests.lazy_stream import LazyStream
 from vlmserve.devices.choice import open_device
-from vlmserve.devices.cuda import CudaCapture, CudaDevice, TritonDevice
+from vlmserve.devices.cuda import CudaCapture, CudaDevice, TritonDevice, open_cuda
 from vlmserve.kernels.attention import AttentionSpec
 from vlmserve.kernels.quantized import QuantizedWeight
 from vlmserve.kernels.torch_float8 import Float8Product
 from vlmserve.kernels.torch_int4 import Int4Product
+from vlmserve.kernels.torch_reference import TorchReference
 from vlmserve.layers.operations import NO_EPILOGUE
 from vlmserve.layers.products import QuantizedProduct, TorchProduct
 
@@ -165,6 +168,41 @@ def test_float8_stays_where_a_gpu_multiplies_it(
                 assert isinstance(device.linear(weight, None, NO_EPILOGUE, torch.bfloat16), Float8Product)
                 assert isinstance(device.table(weight, torch.bfloat16), Float8Product)
     assert "a product of (16, 64): expanded from float8 (products of float8 need compute capability 8.9" in caplog.text
+
+
+def test_memory_of_host_blocks_is_registered_for_as_long_as_they_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    Driver(monkeypatch, 0)
+    registered: list[int] = []
+    runtime = SimpleNamespace(
+        cudaHostRegister=lambda address, size, flags: registered.append(address) or 0,
+        cudaHostUnregister=lambda address: registered.remove(address) or 0,
+    )
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr("vlmserve.devices.cuda.CudaCopyStream", lambda device: LazyStream(lazy=False))
+    device = CudaDevice(GPU)
+    backend = TorchReference()
+    layers = [backend.allocate(4, 16, AttentionSpec(2, 1, 8, 1.0), torch.bfloat16, torch.device("cpu"))]
+    blocks = device.host_blocks(backend, layers, 4, lambda count, where: layers)
+    assert len(registered) == 1
+    blocks.save([0], [0])
+    del blocks
+    gc.collect()
+    assert registered == []
+
+
+@pytest.mark.parametrize(
+    ("capability", "overlaps"), [((8, 0), False), ((8, 9), False), ((9, 0), True), ((10, 0), True)]
+)
+def test_kernels_are_launched_early_where_gpus_can(
+    capability: tuple[int, int], overlaps: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Driver(monkeypatch, 0)
+    kernel = pytest.importorskip("vlmserve.kernels.triton.launching").Kernel
+    monkeypatch.setattr(kernel, "overlaps", not overlaps)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    device, _ = open_cuda(GPU, "auto", torch.bfloat16, automatic=False)
+    assert isinstance(device, TritonDevice)
+    assert kernel.overlaps == overlaps
 
 
 @pytest.mark.gpu

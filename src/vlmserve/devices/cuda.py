@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import weakref
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from itertools import pairwise
@@ -42,6 +43,9 @@ STAGED_BYTES = 2**22
 LEAST_CAPABILITY = (8, 0)
 """Of GPUs that the kernels are compiled for: bfloat16 products came with the A100."""
 
+OVERLAP_CAPABILITY = (9, 0)
+"""Of GPUs where a kernel can be launched before the one before it has ended: see `kernels.triton.dependent`."""
+
 
 def open_cuda(
     torch_device: torch.device, kernels: str, stated: torch.dtype, *, automatic: bool
@@ -54,6 +58,9 @@ def open_cuda(
         torch.cuda.set_device(torch_device)
     reason = "--kernels torch" if kernels == "torch" else no_triton(torch_device)
     if reason is None:
+        from vlmserve.kernels.triton.launching import Kernel  # Triton need not be there.
+
+        Kernel.overlaps = torch.cuda.get_device_capability(torch_device) >= OVERLAP_CAPABILITY
         return TritonDevice(torch_device), stated
     logger.info("kernels: torch on %s (%s)", torch_device, reason)
     return CudaDevice(torch_device), stated
@@ -164,10 +171,14 @@ class CudaDevice(TorchDevice):
     ) -> HostBlocks:
         """See `Device.host_blocks`. In pinned memory."""
         memory = allocate_zeros((count, block_bytes(layers)), torch.uint8, torch.device("cpu"))
+        blocks = PinnedBlocks(layers, memory, self._copies)
         error = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))  # type: ignore[no-untyped-call]
         if error:
             logger.warning("--kv-offload-memory: the memory is not pinned (CUDA error %d), so steps wait for it", error)
-        return PinnedBlocks(layers, memory, self._copies)
+        else:
+            # Memory that the system gives away while it is registered makes calls fail that have nothing to do with it.
+            weakref.finalize(blocks, _unregister, memory, self.torch_device).atexit = False
+        return blocks
 
     def download(self, tensor: Tensor) -> Callable[[], list[int]]:
         """See `Device.download`. To pinned memory, which torch keeps for the next copies."""
@@ -347,6 +358,12 @@ class CudaCapture:
             return result
 
         return again
+
+
+def _unregister(memory: Tensor, device: torch.device) -> None:
+    """Undo `cudaHostRegister`, behind the copies that are on their way."""
+    torch.cuda.synchronize(device)
+    torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())  # type: ignore[no-untyped-call]
 
 
 class EventClock:

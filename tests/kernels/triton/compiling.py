@@ -286,7 +286,6 @@ def compiled(case: Case, arch: int) -> dict[str, Any]:
         "shared": int(result.metadata.shared),
         "tiles_bytes": case.tiles_bytes,
         "dependent": dependent,
-        "prefetches": sum(text.startswith("CCTL") for text in found[:waits]) if waits else 0,
         "before_waiting": None if waits is None else [text for text in found[:waits] if OF_MEMORY.match(text)],
         "widest_load": max(_bytes(text, "LDG") for text in found),
         "widest_store": max(_bytes(text, "STG") for text in found),

@@ -168,6 +168,21 @@ def test_a_row_gets_the_same_result_beside_others(device: torch.device, kind: st
     assert torch.equal(product(x)[5:6], product(x[5:6]))
 
 
+@pytest.mark.parametrize(
+    ("kind", "out_features", "most"), [("plain", 64, 16), ("plain", 16384, 64), ("8 bits", 64, 128), ("4 bits", 64, 96)]
+)
+def test_the_library_multiplies_more_rows(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch, kind: str, out_features: int, most: int
+) -> None:
+    weight, _ = made(kind, out_features, 64, device, 64)
+    product = TritonProduct(weight, dtype=torch.float16)
+    asked: list[int] = []
+    monkeypatch.setattr(product, "few", lambda x, *_, **__: asked.append(len(x)) or x.new_zeros(len(x), out_features))
+    for rows in (most, most + 1):
+        product(torch.zeros(rows, 64, dtype=torch.float16, device=device))
+    assert asked == [most]
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_table_gives_rows_back(device: torch.device, kind: str) -> None:
     torch.manual_seed(0)

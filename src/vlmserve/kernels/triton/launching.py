@@ -24,8 +24,8 @@ class Kernel:
     grid: programs in one to three directions. arguments: in the order of the kernel's parameters. constants: the
     kernel's, which come behind its arguments, and options of Triton's compiler, always in the same order.
 
-    overlaps: whether kernels with a constant `DEPENDENT` are launched while the one before them runs; see
-    `kernels.triton.dependent`. For GPUs from compute capability 9.0 on, and not measured there yet.
+    overlaps: whether kernels with a constant `DEPENDENT` are launched before the one before them has ended; see
+    `kernels.triton.dependent`.
     """
 
     overlaps: ClassVar[bool] = False

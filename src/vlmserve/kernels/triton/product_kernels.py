@@ -11,12 +11,9 @@ import triton.language as tl
 
 from vlmserve.kernels.triton import divided_inputs
 from vlmserve.kernels.triton.activations import activate
-from vlmserve.kernels.triton.dependent import CACHE_LINE, prefetch, wait_for_previous
+from vlmserve.kernels.triton.dependent import wait_for_previous
 from vlmserve.kernels.triton.launching import Kernel
 from vlmserve.kernels.triton.unpacking import load_groups, nibbles, ones, scaled, signed_bytes
-
-PREFETCHED_LINES = tl.constexpr(16)
-"""Of an output's weights, while the kernel before still runs."""
 
 
 @triton.jit
@@ -111,15 +108,6 @@ def whole_rows(
 
 
 @triton.jit
-def prefetch_rows(weight_ptr, outputs, first_input, in_features, out_features, BITS: tl.constexpr):
-    """Have the first `PREFETCHED_LINES` cache lines of outputs fetched, from an input on; fewer where rows end."""
-    width = in_features * BITS // 8
-    rows = tl.minimum(outputs, out_features - 1).to(tl.int64)[:, None] * width
-    columns = first_input * BITS // 8 + tl.arange(0, PREFETCHED_LINES)[None, :] * CACHE_LINE
-    prefetch(weight_ptr.to(tl.int64) + rows + tl.minimum(columns, width - 1))
-
-
-@triton.jit
 def store_results(
     sums, bias_ptr, residual_ptr, out_ptr, first_output, tokens, rows, out_features, OUTPUTS: tl.constexpr,
     TOKENS: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr, HAS_BIAS: tl.constexpr,
@@ -169,8 +157,6 @@ def multiply(
     each = tl.cdiv(tiles, SPLITS)
     first = part * each
     last = tl.minimum(first + each, tiles)
-    if DEPENDENT:
-        prefetch_rows(weight_ptr, outputs, first * INPUTS, in_features, out_features, BITS)
     wait_for_previous(DEPENDENT)
     if PARTS > 1 and BITS == 4:
         sums = divided_inputs.groups_of_4_bits(
