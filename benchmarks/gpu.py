@@ -31,10 +31,10 @@ from benchmarks.gpu_stages import Measured, Sizes
 
 LIMITS = {
     "bandwidth": 25,
-    "checks": 80,
-    "products": 50,
-    "attention": 40,
-    "decode": 115,
+    "checks": 110,
+    "products": 40,
+    "attention": 35,
+    "decode": 100,
     "images": 60,
     "memory": 35,
     "pieces": 40,

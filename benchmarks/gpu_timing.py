@@ -18,6 +18,10 @@ CALLS = 20
 """Of a captured sequence, at least."""
 REPLAYS = 4
 """Of a captured sequence that are timed together."""
+LEAST_REPEATS = 4
+"""Of a measurement, the first of which does not count."""
+MOST_SECONDS = 0.5
+"""For the repeats of one measurement. Calls that take long need few repeats for a median."""
 CACHES = 4
 """Copies of what a call reads take as much memory as so many L2 caches, so that none of it is there when it is read
 again."""
@@ -110,8 +114,8 @@ def _capture(calls: Sequence[Call], sequence: Sequence[Call], device: torch.devi
 
 def _seconds_of_replay(graph: torch.cuda.CUDAGraph, device: torch.device, repeats: int) -> float:
     stream = torch.cuda.current_stream(device)
-    taken = []
-    for _ in range(repeats + 1):
+    taken: list[float] = []
+    while len(taken) <= repeats and (len(taken) < LEAST_REPEATS or sum(taken) * (REPLAYS + 1) < MOST_SECONDS):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         # The first one keeps the device busy until the others are launched.
         graph.replay()
