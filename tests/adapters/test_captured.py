@@ -113,8 +113,10 @@ def test_steps_that_mix_adapters_are_captured_and_so_is_what_finds_their_scaling
 
 
 def test_of_long_prompts_the_last_layer_computes_the_rows_that_are_sampled_from(
-    served: tuple[Path, dict[str, Oracle]],
+    served: tuple[Path, dict[str, Oracle]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Of those that are not captured."""
+    monkeypatch.setattr("vlmserve.devices.graphs.MOST_CHUNK_ROWS", 128)
     engine = engine_of(served, ["plain", "X-LoRA"])
     rows: list[int] = []
     layer = engine._runner.model.language_model.layers[-1]

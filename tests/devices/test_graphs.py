@@ -165,7 +165,8 @@ def test_batches_of_decodes_come_in_few_sizes() -> None:
 
 
 def test_chunks_come_in_powers_of_two_and_alone() -> None:
-    assert [captured_rows(count, 0) for count in (2, 8, 9, 20, 33, 100, 128, 129)] == [8, 8, 16, 32, 64, 128, 128, None]
+    assert [captured_rows(count, 0) for count in (2, 8, 9, 20, 33, 100, 128)] == [8, 8, 16, 32, 64, 128, 128]
+    assert [captured_rows(count, 0) for count in (129, 192, 608, 1000, 1024, 1025)] == [192, 192, 640, 1024, 1024, None]
     assert captured_rows(20, 1) is None
 
 

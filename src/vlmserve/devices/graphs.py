@@ -19,8 +19,11 @@ logger = logging.getLogger(__name__)
 
 MOST_ROWS = 512
 """Larger batches of decodes are not captured: what launches cost is little beside what they compute."""
-MOST_CHUNK_ROWS = 128
-"""Rows of prompt chunks that are captured: the end of a prompt whose beginning is cached, a short prompt, drafts."""
+MOST_CHUNK_ROWS = 1024
+"""Rows of prompt chunks that are captured: more have the device computing for longer than the host takes to launch a
+7B model's layers."""
+ROWS_OF_SMALL_CHUNKS, ROWS_OF_A_STEP = 128, 64
+"""Chunks of up to so many rows are padded to a power of two, larger ones to a multiple."""
 MOST_TILES = 16
 """More tiles of images go through a tower call by call."""
 MOST_PIXELS = 2**22
@@ -28,20 +31,23 @@ MOST_PIXELS = 2**22
 takes for its calls."""
 MOST_SIZES = 32
 """Captured sizes of such images that are kept; those that were used last."""
-MOST_GRAPHS = 96
-"""Captured steps that are kept; those that were used last."""
+MOST_GRAPHS, MOST_GRAPH_ROWS = 96, 32768
+"""Captured steps that are kept, and their rows together, each of which has an input and a result; those that were used
+last."""
 
 
 def captured_rows(num_rows: int, num_decodes: int) -> int | None:
     """To how many rows a step is padded to be captured; None: it is not captured.
 
-    Decodes are padded to 1, 2, 4, 8 or a multiple of 16 rows, chunks to a power of two. Steps with both are too many
-    kinds.
+    Decodes are padded to 1, 2, 4, 8 or a multiple of 16 rows, chunks to a power of two or a multiple of 64. Steps with
+    both are too many kinds.
     """
     if num_decodes == num_rows <= MOST_ROWS:
         return next((size for size in (1, 2, 4, 8) if num_rows <= size), -(-num_rows // 16) * 16)
-    if num_decodes == 0 and num_rows <= MOST_CHUNK_ROWS:
+    if num_decodes == 0 and num_rows <= ROWS_OF_SMALL_CHUNKS:
         return max(8, 1 << (num_rows - 1).bit_length())
+    if num_decodes == 0 and num_rows <= MOST_CHUNK_ROWS:
+        return -(-num_rows // ROWS_OF_A_STEP) * ROWS_OF_A_STEP
     return None
 
 
@@ -155,8 +161,10 @@ class GraphExecutor:
     def _remember(self, key: Hashable, graph: _Graph | None) -> None:
         self._graphs[key] = graph
         self._graphs.move_to_end(key)
-        if len(self._graphs) > MOST_GRAPHS:
-            self._graphs.popitem(last=False)
+        rows = sum(len(one.x) for one in self._graphs.values() if one is not None)
+        while len(self._graphs) > MOST_GRAPHS or rows > MOST_GRAPH_ROWS:
+            _, last = self._graphs.popitem(last=False)
+            rows -= 0 if last is None else len(last.x)
 
 
 class _ImageGraph(NamedTuple):
