@@ -324,7 +324,7 @@ QWEN_TOKENS = ("im_start", "im_end", "vision_start", "vision_end", "image_pad", 
 QWEN_VISION: dict[str, dict[str, Any]] = {
     "qwen2_vl": {"depth": 3, "embed_dim": 32, "num_heads": 2, "mlp_ratio": 3, "patch_size": 4},
     "qwen2_5_vl": {
-        "depth": 4, "hidden_size": 32, "intermediate_size": 40, "num_heads": 2, "patch_size": 4, "window_size": 16,
+        "depth": 4, "hidden_size": 32, "intermediate_size": 42, "num_heads": 2, "patch_size": 4, "window_size": 16,
         "fullatt_block_indexes": [1, 3], "tokens_per_second": 2,
     },
     "qwen3_vl": {

@@ -20,6 +20,7 @@ from tests.static_adapters import StaticProduct
 from tests.static_ranges import StaticRanges
 from vlmserve.devices import choice
 from vlmserve.devices.cpu import CpuDevice
+from vlmserve.devices.cuda import CudaDevice
 from vlmserve.devices.device import AllocateCache, LayerExecutor, LayerStack, TowerExecutor
 from vlmserve.devices.graphs import Captures, GraphExecutor, TowerGraphs, captured_rows, repeat_by_calls
 from vlmserve.devices.offload import HostBlocks, PinnedBlocks, block_bytes
@@ -173,6 +174,9 @@ class StaticDevice(CpuDevice):
         self._captures = Captures(repeat_by_calls)
         self._copies = LazyStream(lazy=True)
         self._pixels = PixelRing(self._copies, pinned=False)
+
+    product_inputs = CudaDevice.product_inputs
+    """See `Operations.product_inputs`."""
 
     def linear(
         self, weight: Tensor | QuantizedWeight, bias: Tensor | None, epilogue: Epilogue, dtype: torch.dtype

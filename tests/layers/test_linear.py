@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vlmserve.devices.cpu import CpuDevice, NativeCpuDevice
+from vlmserve.devices.cuda import CudaDevice
 from vlmserve.devices.device import Device
 from vlmserve.devices.torch_device import TorchDevice
 from vlmserve.kernels.extension import supported_isas
@@ -17,6 +18,7 @@ from vlmserve.kernels.quantized import QuantizedWeight
 from vlmserve.layers.adapters import AdapterRows, Change, LowRank
 from vlmserve.layers.cut import Cut, Share
 from vlmserve.layers.linear import GatedLinear, Linear, MergedLinear, TiedEmbedding
+from vlmserve.layers.operations import Epilogue, Product
 from vlmserve.quant.methods.rtn import round_to_nearest
 
 CPU = torch.device("cpu")
@@ -117,6 +119,126 @@ def test_merged_projections_equal_single_ones() -> None:
     x = torch.randn(3, 12)
     single = [F.linear(x, slots[f"{part}_proj.weight"], slots[f"{part}_proj.bias"]) for part in "qkv"]
     torch.testing.assert_close(merged(x), torch.cat(single, -1))
+
+
+class PaddingDevice(TorchDevice):
+    """A CPU that has products of as many inputs as a GPU has. shapes: of their weights."""
+
+    product_inputs = CudaDevice.product_inputs
+
+    def __init__(self) -> None:
+        super().__init__(CPU)
+        self.shapes: list[tuple[int, ...]] = []
+
+    def linear(
+        self, weight: Tensor | QuantizedWeight, bias: Tensor | None, epilogue: Epilogue, dtype: torch.dtype
+    ) -> Product:
+        """See `Operations.linear`."""
+        self.shapes.append(tuple(weight.shape))
+        return super().linear(weight, bias, epilogue, dtype)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "dtype", "padded"),
+    [
+        (3420, torch.bfloat16, 3456),
+        (588, torch.bfloat16, 640),
+        (588, torch.float32, 588),
+        (4304, torch.float16, 4304),
+        (4096, torch.bfloat16, 4096),
+    ],
+)
+def test_rows_of_a_gpus_products_begin_at_whole_16_bytes(inputs: int, dtype: torch.dtype, padded: int) -> None:
+    assert PaddingDevice().product_inputs(inputs, dtype) == padded
+    assert TorchDevice(CPU).product_inputs(inputs, dtype) == inputs
+
+
+def gated_mlp(*, bias: bool = True) -> tuple[GatedLinear, Linear]:
+    """From 32 features to 18 and back."""
+    first = GatedLinear(32, {"gate_proj": 18, "up_proj": 18}, "silu", bias=bias, dtype=torch.float32, device=CPU)
+    second = Linear(18, 32, bias=bias, dtype=torch.float32, device=CPU)
+    fill(first)
+    fill(second)
+    return first, second
+
+
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
+def test_what_two_products_have_between_them_is_padded_once(bias: bool) -> None:
+    first, second = gated_mlp(bias=bias)
+    x, residual = torch.randn(2, 3, 32), torch.randn(2, 3, 32)
+    expected = second(first(x), residual)
+    device = PaddingDevice()
+    first.widen_for(second, device)
+    for layer in (first, second):
+        layer.arrange(device)
+    assert device.shapes == [(128, 32), (32, 64)]
+    assert (first.out_features, second.in_features) == (36, 18), "adapters are made for these"
+    inner = first(x)
+    assert inner.shape == (2, 3, 64)
+    assert not inner[..., 18:].any()
+    torch.testing.assert_close(second(inner, residual), expected)
+
+
+def test_a_product_pads_inputs_that_no_product_made() -> None:
+    linear = Linear(18, 33, bias=True, dtype=torch.float32, device=CPU, act="gelu")
+    fill(linear)
+    x = torch.randn(5, 18)
+    expected = linear(x)
+    device = PaddingDevice()
+    linear.arrange(device)
+    assert device.shapes == [(33, 64)]
+    torch.testing.assert_close(linear(x), expected)
+
+
+def test_nothing_is_padded_beside_weights_of_few_bits() -> None:
+    for quantized in range(2):
+        layers = gated_mlp()
+        x = torch.randn(3, 32)
+        layer = layers[quantized]
+        layer.quantize(round_to_nearest(layer.weight.data, bits=8, group_size=layer.in_features, symmetric=True))
+        expected = layers[1](layers[0](x))
+        device = PaddingDevice()
+        layers[0].widen_for(layers[1], device)
+        for one in layers:
+            one.arrange(device)
+        assert device.shapes == [(36, 32), (32, 18 if quantized else 64)]
+        torch.testing.assert_close(layers[1](layers[0](x)), expected)
+
+
+def test_adapters_change_padded_products_as_others() -> None:
+    random = torch.Generator().manual_seed(2)
+
+    def some(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=random)
+
+    gates, ups, all_of_them = (
+        LowRank(some(3, 32), some(size, 3), start) for size, start in ((18, 0), (18, 18), (36, 0))
+    )
+    of_first = [
+        Change((gates, ups)),
+        Change((ups,), factor=some(36), shift=some(36)),
+        Change((all_of_them,)),
+        Change(weight=some(36, 32), bias=some(36)),
+    ]
+    of_second = [
+        Change((LowRank(some(3, 18), some(32, 3)),)),
+        Change((LowRank(some(3, 18), some(20, 3), 7),), factor=some(32)),
+        Change(outputs=(torch.tensor([2, 30]), some(2, 18))),
+        Change(weight=some(32, 18)),
+    ]
+    x, residual, results = some(5, 32), some(5, 32), []
+    for device in (TorchDevice(CPU), PaddingDevice()):
+        layers = gated_mlp()
+        layers[0].widen_for(layers[1], device)
+        rows = AdapterRows(4)
+        for layer, changes in zip(layers, (of_first, of_second), strict=True):
+            layer.arrange(device)
+            layer.adapt(rows)
+            for slot, change in enumerate(changes):
+                layer.set_adapter(slot, layer.prepare(change))
+        rows.set([0, 1, -1, 2, 3], [1] * 5)
+        results.append(layers[1](layers[0](x), residual))
+    torch.testing.assert_close(results[1], results[0])
 
 
 def sorted_weight(out_features: int, seed: int = 0) -> tuple[QuantizedWeight, Tensor]:

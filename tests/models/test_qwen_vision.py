@@ -25,7 +25,7 @@ from vlmserve.models.weights import weight_slots
 CPU = torch.device("cpu")
 QWEN2 = Qwen2VLVisionConfig(depth=3, embed_dim=32, hidden_size=24, num_heads=2, mlp_ratio=3, patch_size=4)
 QWEN25 = Qwen2_5_VLVisionConfig(
-    depth=4, hidden_size=32, intermediate_size=40, num_heads=2, patch_size=4, window_size=16, out_hidden_size=24,
+    depth=4, hidden_size=32, intermediate_size=42, num_heads=2, patch_size=4, window_size=16, out_hidden_size=24,
     fullatt_block_indexes=[1, 3],
 )  # fmt: skip
 QWEN3 = Qwen3VLVisionConfig(

@@ -40,6 +40,10 @@ BLOCK_ELEMENTS = 2**24
 """Quantized weights that are dequantized at a time: larger blocks take fewer launches."""
 STAGED_BYTES = 2**22
 """What a step's arrays may take before their memory has to grow, and steps that were captured with it are lost."""
+ROW_BYTES = 16
+"""That rows of a product's operands are multiples of, for the tensor memory accelerator and for wide loads."""
+PADDED_INPUTS = 64
+"""Those of other lengths become multiples of it, of which tensor cores take that many at a time."""
 LEAST_CAPABILITY = (8, 0)
 """Of GPUs that the kernels are compiled for: bfloat16 products came with the A100."""
 
@@ -126,6 +130,12 @@ class CudaDevice(TorchDevice):
     @property
     def _multiplies_float8_rows(self) -> bool:
         return torch.cuda.get_device_capability(self.torch_device) >= torch_float8.ROWS_CAPABILITY
+
+    def product_inputs(self, in_features: int, dtype: torch.dtype) -> int:
+        """See `Operations.product_inputs`. Rows that begin at whole 16 bytes, as cuBLAS's fast kernels need them."""
+        if in_features * dtype.itemsize % ROW_BYTES == 0:
+            return in_features
+        return -(-in_features // PADDED_INPUTS) * PADDED_INPUTS
 
     def linear(
         self, weight: Tensor | QuantizedWeight, bias: Tensor | None, epilogue: Epilogue, dtype: torch.dtype

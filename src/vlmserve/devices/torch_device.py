@@ -73,6 +73,10 @@ class TorchDevice:
         """See `Operations.multiplies`."""
         return weight.is_supported
 
+    def product_inputs(self, in_features: int, dtype: torch.dtype) -> int:
+        """See `Operations.product_inputs`."""
+        return in_features
+
     def linear(
         self, weight: Tensor | QuantizedWeight, bias: Tensor | None, epilogue: Epilogue, dtype: torch.dtype
     ) -> Product:

@@ -20,6 +20,7 @@ from vlmserve.layers.adapters import (
 )
 from vlmserve.layers.cut import Shard
 from vlmserve.layers.operations import Epilogue, Layer, Operations, Product, Table
+from vlmserve.layers.padding import Padding
 from vlmserve.layers.products import torch_linear, torch_table
 
 
@@ -136,6 +137,8 @@ class Linear(Weight):
         self.epilogue = Epilogue(act)
         self.order: Tensor | None = None
         self._product: Product | None = None
+        self._width: int | None = None
+        self._padding: Padding | None = None
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """residual: shaped like the output, added to it."""
@@ -143,6 +146,8 @@ class Linear(Weight):
 
     def _multiply(self, x: Tensor, residual: Tensor | None = None, out: Tensor | None = None) -> Tensor:
         product = self._product or self._by_torch()
+        if self._padding is not None:
+            x = self._padding.fit(x)
         inputs = x if self._input_order is None else x.index_select(-1, self._input_order)
         if self.adapters is None:
             return product(inputs, residual, out)
@@ -151,6 +156,16 @@ class Linear(Weight):
 
     def _finish(self, weight: Tensor, bias: Tensor | None, x: Tensor, residual: Tensor | None) -> Tensor:
         return torch_linear(weight, bias, self.epilogue, self.dtype)(x, residual)
+
+    def prepare(self, change: Change) -> PreparedChange:
+        """See `Weight.prepare`."""
+        return super().prepare(change if self._padding is None else self._padding.of_change(change))
+
+    def widen_for(self, reader: Linear, operations: Operations) -> None:
+        """Before both are arranged: give results as wide as the device takes them for `reader`, the only layer that
+        reads them. What is added is zero where the activation of zero is."""
+        if self.bits is None and reader.bits is None:
+            self._width = operations.product_inputs(reader.in_features, reader.dtype)
 
     def reorder(self, rows: Tensor) -> None:
         """Before the weight is arranged: put outputs into another order; rows: which old one is each new one."""
@@ -166,7 +181,14 @@ class Linear(Weight):
         """See `Layer.arrange`. A layer that is arranged stays as it is."""
         if self._product is None:
             bias = None if self.bias is None else self.bias.data
-            self._product = operations.linear(self._matrix(), bias, self.epilogue, self.dtype)
+            matrix = self._matrix()
+            if isinstance(matrix, Tensor):
+                inputs, parts = operations.product_inputs(self.in_features, self.dtype), 1 + self.epilogue.gated
+                self._padding = Padding.of(matrix.shape, inputs, parts, self._width or self.out_features // parts)
+                if self._padding is not None:
+                    matrix = self._padding.of_weight(matrix)
+                    bias = None if bias is None else self._padding.of_outputs(bias)
+            self._product = operations.linear(matrix, bias, self.epilogue, self.dtype)
             self._drop()
 
     @property

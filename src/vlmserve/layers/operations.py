@@ -86,6 +86,11 @@ class Operations(Protocol):
         """Whether its kernels multiply with a weight as it is."""
         ...
 
+    def product_inputs(self, in_features: int, dtype: torch.dtype) -> int:
+        """How many inputs a product with a plain weight is to have, which is faster with zeros among them than without;
+        at least `in_features`."""
+        ...
+
     def linear(
         self, weight: Tensor | QuantizedWeight, bias: Tensor | None, epilogue: Epilogue, dtype: torch.dtype
     ) -> Product:

@@ -20,9 +20,13 @@ from vlmserve.devices.cuda import TritonDevice
 from vlmserve.devices.device import EagerExecutor, LayerExecutor
 from vlmserve.devices.torch_device import TorchDevice
 from vlmserve.kernels.triton.attention_kernels import MIN_SPLIT
+from vlmserve.kernels.triton.products import MOST_ROWS
 from vlmserve.layers.adapters import AdapterRows, Change, LowRank
 from vlmserve.layers.norm import RMSNorm
+from vlmserve.layers.operations import arrange_layers
 from vlmserve.models.registry import load_model
+from vlmserve.models.vision.qwen import VisionMLP
+from vlmserve.models.vision.qwen_spec import QwenVisionSpec
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="the kernels are not interpreted where there is a GPU"
@@ -117,6 +121,33 @@ def test_norms_have_offsets() -> None:
     norm.arrange(InterpretedDevice(CPU))
     assert norm._kernel is not None
     torch.testing.assert_close(norm(x), by_torch, atol=2e-3, rtol=2e-3)
+
+
+@pytest.mark.parametrize("rows", [5, MOST_ROWS + 2])
+def test_a_towers_mlp_has_rows_of_whole_16_bytes(rows: int) -> None:
+    """With an adapter of one row."""
+    torch.manual_seed(0)
+    changes = [Change((LowRank(torch.randn(4, 32), torch.randn(18, 4), 18),)), Change(factor=torch.rand(32))]
+    x, results = torch.randn(rows, 32), []
+    spec = QwenVisionSpec(
+        num_layers=1, hidden_size=32, intermediate_size=18, num_heads=2, num_channels=3, patch_size=4, merge=2,
+        frames=2, output_size=24, activation="silu", gated=True,
+    )  # fmt: skip
+    weights = VisionMLP(spec, dtype=torch.float32, device=CPU)
+    for parameter in weights.parameters():
+        parameter.data.normal_()
+    for device in (InterpretedDevice(CPU), TorchDevice(CPU)):
+        mlp = VisionMLP(spec, dtype=torch.float32, device=CPU)
+        mlp.load_state_dict(weights.state_dict())
+        arrange_layers(mlp, device)
+        assert mlp.gate_up_proj(x).shape[1] == (64 if isinstance(device, InterpretedDevice) else 18)
+        slots = AdapterRows(1)
+        slots.set([-1, 0, -1], [2, 1, rows - 3])
+        for layer, change in zip((mlp.gate_up_proj, mlp.down_proj), changes, strict=True):
+            layer.adapt(slots)
+            layer.set_adapter(0, layer.prepare(change))
+        results.append(mlp(x, x))
+    torch.testing.assert_close(*results, atol=1e-4, rtol=1e-4)
 
 
 def layer_launches(model: Any, launches: Launches, context: int) -> list[list[str]]:

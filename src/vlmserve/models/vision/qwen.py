@@ -22,6 +22,7 @@ from vlmserve.kernels.transfers import to_device
 from vlmserve.layers.encoder_attention import EncoderAttention
 from vlmserve.layers.linear import GatedLinear, Linear, MergedLinear, empty_parameter
 from vlmserve.layers.norm import RMSNorm
+from vlmserve.layers.operations import Layer, Operations
 from vlmserve.layers.stages import StageBudget, Stages, by_rows, run_stages
 from vlmserve.models.vision.mergers import ConvolvingMerger, PatchMerger, tower_norm
 from vlmserve.models.vision.qwen_spec import QwenVisionSpec
@@ -148,7 +149,7 @@ class VisionAttention(nn.Module):
         return rotated(self.attention, qkv, cos, sin)
 
 
-class VisionMLP(nn.Module):
+class VisionMLP(Layer):
     def __init__(self, spec: QwenVisionSpec, *, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         size, inner = spec.hidden_size, spec.intermediate_size
@@ -164,14 +165,23 @@ class VisionMLP(nn.Module):
     @property
     def products(self) -> int:
         """Multiplications for each patch."""
-        first, second = (self.gate_up_proj, self.down_proj) if self._gated else (self.fc1, self.fc2)
-        return first.products + second.products
+        return sum(layer.products for layer in self._layers)
 
     def forward(self, x: Tensor, residual: Tensor) -> Tensor:
         """x, residual: ``[patches, hidden_size]``; the second is added to the output."""
-        gated = self._gated
-        output: Tensor = self.down_proj(self.gate_up_proj(x), residual) if gated else self.fc2(self.fc1(x), residual)
+        first, second = self._layers
+        output: Tensor = second(first(x), residual)
         return output
+
+    def arrange(self, operations: Operations) -> None:
+        """See `Layer.arrange`. Its layers are arranged after it: on a GPU with 3,456 inner elements where Qwen2.5-VL
+        has 3,420."""
+        first, second = self._layers
+        first.widen_for(second, operations)
+
+    @property
+    def _layers(self) -> tuple[Linear, Linear]:
+        return (self.gate_up_proj, self.down_proj) if self._gated else (self.fc1, self.fc2)
 
 
 class VisionLayer(nn.Module):
