@@ -130,6 +130,39 @@ def test_weights_are_expanded_to_the_bit(device: torch.device, kind: str, in_fea
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("bias", "launches"), [(False, 0), (True, 1)], ids=["no bias", "bias"])
+def test_the_library_adds_a_residual_to_many_rows(
+    device: torch.device, kind: str, bias: bool, launches: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where there is no bias; what is added stays as it is, in any order of memory."""
+    monkeypatch.setattr(products, "EXPANDED_ELEMENTS", 30 * 64)
+    finished: list[Tensor] = []
+    monkeypatch.setattr(
+        products, "finish", lambda x, *args, **options: finished.append(x) or finish(x, *args, **options)
+    )
+    torch.manual_seed(0)
+    weight, numbers = made(kind, 70, 64, device)
+    added, x, residual = torch.randn(70).half(), torch.randn(2, 65, 64).half(), torch.randn(70, 130).half().T
+    product = TritonProduct(weight, added.to(device) if bias else None, dtype=torch.float16)
+    own = residual.to(device)
+    result = product(x.to(device), own.view(2, 65, 70))
+    expected = x.double() @ numbers.T + residual.double().view(2, 65, 70) + (added.double() if bias else 0)
+    assert_near(result, expected, torch.float16)
+    assert torch.equal(own.cpu(), residual)
+    assert len(finished) == launches
+
+
+def test_residuals_of_other_types_are_added_to_many_rows(device: torch.device) -> None:
+    torch.manual_seed(0)
+    weight, numbers = made("plain", 70, 64, device)
+    x, residual = torch.randn(130, 64).half(), torch.randn(130, 70)
+    product = TritonProduct(weight, dtype=torch.float16, float_output=True)
+    result = product(x.to(device), residual.to(device))
+    assert result.dtype == torch.float32
+    assert_near(result, x.double() @ numbers.T + residual.double(), torch.float16)
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_many_rows_are_multiplied_by_blocks_of_large_weights(
     device: torch.device, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -244,7 +244,8 @@ class TritonProduct:
     Where the inputs are split among programs, a second launch adds the parts. Where rows have adapters, one launch more
     multiplies with their first factors, and that second one adds what they change. More than `most_rows` rows are
     multiplied by the device's library; weights of few bits are expanded by a launch before. Where inputs are to be
-    rounded to 8 bits, beside weights of 8, a kernel multiplies integers instead.
+    rounded to 8 bits, beside weights of 8, a kernel multiplies integers instead. Where nothing but a residual follows,
+    the library adds it.
     """
 
     change_words: int = WORDS.value
@@ -394,6 +395,8 @@ class TritonProduct:
         return out
 
     def _many(self, x: Tensor, residual: Tensor | None, adapters: LinearAdapters | None = None) -> Tensor:
+        if residual is not None and adapters is None and self._library_adds(residual):
+            return self._expanded(x, residual)
         if self._rounds_inputs:
             assert self._stored.scales is not None
             output = rounded_product(x, self._stored.values, self._stored.scales, self._bias)
@@ -406,15 +409,23 @@ class TritonProduct:
             return output.to(self._output_dtype)
         return finish(output, self._activation, gated=self._gated, residual=residual, dtype=self._output_dtype)
 
-    def _expanded(self, x: Tensor) -> Tensor:
+    def _library_adds(self, residual: Tensor) -> bool:
+        """Whether nothing but the residual follows on the product. The library has room for one addend, which is the
+        bias where there is one."""
+        plain = self._activation is None and self._bias is None and not self._gated and not self._rounds_inputs
+        return plain and residual.dtype == self._dtype == self._output_dtype
+
+    def _expanded(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """By the device's library. residual: added before the sums are rounded, where there is no bias."""
         if self._stored.scales is None:
-            return F.linear(x, self._stored.values, self._bias)
+            return _product(x, self._stored.values, self._bias, residual)
         step = max(1, EXPANDED_ELEMENTS // self._in_features)
         parts = []
         for start in range(0, self._out_features, step):
             outputs = slice(start, start + step)
+            weight = self._stored.expanded(outputs, self._dtype, assembly=self._assembly)
             bias = None if self._bias is None else self._bias[outputs]
-            parts.append(F.linear(x, self._stored.expanded(outputs, self._dtype, assembly=self._assembly), bias))
+            parts.append(_product(x, weight, bias, None if residual is None else residual[:, outputs]))
         return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
 
     def _add_adapters(
@@ -423,6 +434,10 @@ class TritonProduct:
         added = None if residual is None else residual.contiguous()
         add_adapters(x, sums, out, adapters, self._bias, added, self._activation, gated=self._gated)
         return out
+
+
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
+    return F.linear(x, weight, bias) if residual is None else torch.addmm(residual, x, weight.t())
 
 
 def _device(weight: Tensor | QuantizedWeight) -> torch.device:
