@@ -430,7 +430,10 @@ def test_the_server_gives_the_same(
         for conversation, answer in zip(asked, [expected[1], *expected_of_videos[2:4]], strict=True):
             body = {"messages": over_http(conversation), "temperature": 0, "max_tokens": NEW_TOKENS, "ignore_eos": True}
             answered = server.post(body).json()
-            assert answered["choices"][0]["message"]["content"] == detokenize(answer)
+            # Of a character that the last token does not finish, the server says nothing.
+            texts = (answered["choices"][0]["message"]["content"], detokenize(answer))
+            ours, theirs = (text.rstrip("\N{REPLACEMENT CHARACTER}") for text in texts)
+            assert ours == theirs
         narrow = over_http([user(IMAGES[2])])
         lengths = []
         for limits in ({}, {"max_pixels": 600}):
