@@ -15,8 +15,8 @@ import triton
 
 from benchmarks.gpu_stages import Measured, Sizes, layer_products, weight_of
 from benchmarks.gpu_timing import copies, per_launch
-from vlmserve.kernels.triton.products import PROGRAMS, TritonProduct, unsupported_reason
-from vlmserve.kernels.triton.tuned import Shape, Tiling
+from vlmserve.kernels.triton.products import PROGRAMS, TritonProduct, block_of, unsupported_reason
+from vlmserve.kernels.triton.tuned import LARGE_BLOCK, Shape, Tiling
 
 SECONDS = {"cuda": 60, "cpu": 5}
 """After so many, what was not searched yet is left out; a CPU only tries the search itself."""
@@ -32,11 +32,12 @@ Failures = dict[str, str]
 
 def candidates(rule: Tiling, shape: Shape, rows: int) -> Iterator[Tiling]:
     """Tilings for a product of so many rows that give each multiprocessor something to do, and fit into its memory."""
-    # All inputs of a tile of 4 bits are a group.
-    depths = (rule.inputs,) if shape.bits == 4 else (rule.inputs, 2 * rule.inputs)
+    # Tiles of 4 bits are of blocks, which lie together in memory.
+    block = block_of(shape.group, shape.in_features) if shape.bits == 4 else 0
+    depths = {block, max(block, LARGE_BLOCK)} if block else {rule.inputs, 2 * rule.inputs}
     widths = (rule.tokens, 2 * rule.tokens) if rows > rule.tokens else (rule.tokens,)
     for outputs, tokens, inputs, splits, stages in itertools.product(
-        (32, 64, 128), widths, depths, (1, 2, 4), sorted({rule.stages, 2, 4})
+        (32, 64, 128, 256), widths, sorted(depths), (1, 2, 4, 8), sorted({rule.stages, 2, 4})
     ):
         programs = -(-shape.out_features // outputs) * -(-rows // tokens) * splits
         # Parts are added by another launch, which does not pay where there are programs enough.
@@ -44,8 +45,10 @@ def candidates(rule: Tiling, shape: Shape, rows: int) -> Iterator[Tiling]:
         for warps in (2, 4, 8):
             tiles = Tiling(outputs, tokens, inputs, splits, warps, stages)
             parts = tiles.parts(shape.bits)
-            # Where warps do not divide the inputs, they divide outputs.
-            divided = parts > 1 or warps in (outputs // 32, outputs // 16)
+            # Where warps do not divide the inputs, each of a block, they divide outputs.
+            divides = tiles.divides_inputs(shape.bits)
+            divided = parts > 1 if divides else warps in (outputs // 32, outputs // 16)
+            divided = divided and not (block and divides and inputs > block)
             deep = shape.in_features // inputs >= max(parts, 4) * splits
             tile_bytes = inputs * parts * (outputs * shape.bits // 8 + 2 * tokens)
             if enough and divided and deep and (stages - 1) * tile_bytes <= SHARED_BYTES:

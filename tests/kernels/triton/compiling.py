@@ -92,7 +92,8 @@ def product_cases() -> Iterator[Case]:
             },
             {
                 "OUTPUTS": tiles.outputs, "TOKENS": tiles.tokens, "INPUTS": tiles.inputs, "BITS": bits,
-                "GROUPS": tiles.inputs // group if bits == 4 else 1,
+                "BLOCK": block_of(group, 4096) if bits == 4 else 0,
+                "GROUPS": block_of(group, 4096) // group if bits == 4 else 1,
                 "PARTS": tiles.parts(bits), "SPLITS": tiles.splits, "KEEPS_SUMS": tiles.splits > 1,
                 "STAGES": tiles.stages, "EVEN": True, "ACTIVATION": "silu" if gates else "", "GATED": gates,
                 "HAS_BIAS": False, "HAS_RESIDUAL": out_features == 4096, "ASSEMBLY": True,

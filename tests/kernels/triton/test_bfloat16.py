@@ -17,7 +17,7 @@ from vlmserve.kernels.ranges import Ranges
 from vlmserve.kernels.triton.attention import TritonAttention
 from vlmserve.kernels.triton.encoder import TritonRanges
 from vlmserve.kernels.triton.norm import TritonNorm
-from vlmserve.kernels.triton.products import TritonProduct, tiling
+from vlmserve.kernels.triton.products import TritonProduct, half_of_shared, tiling
 from vlmserve.layers.activation import activation
 
 if knobs.runtime.interpret:
@@ -31,7 +31,8 @@ def assert_near(result: Tensor, expected: Tensor) -> None:
 
 @pytest.mark.parametrize(("kind", "group"), [*((kind, 128) for kind in KINDS), ("4 bits", 32), ("4 bits", 64)])
 @pytest.mark.parametrize(
-    ("rows", "shape"), [(1, (28672, 4096)), (100, (28672, 4096)), (9, (4096, 4096)), (32, (4096, 4096))]
+    ("rows", "shape"),
+    [(1, (28672, 4096)), (100, (28672, 4096)), (9, (4096, 4096)), (32, (4096, 4096)), (64, (4096, 4096))],
 )
 def test_tiles_of_a_7b_model(device: torch.device, kind: str, group: int, rows: int, shape: tuple[int, int]) -> None:
     """On fewer outputs and inputs, so that the last program has not as many of them."""
@@ -40,7 +41,7 @@ def test_tiles_of_a_7b_model(device: torch.device, kind: str, group: int, rows: 
     weight, numbers = made_for_bfloat16(kind, 300, 1152, device, group)
     x, residual = torch.randn(rows, 1152).bfloat16(), torch.randn(rows, 150 if gated else 300).bfloat16()
     product = TritonProduct(weight, dtype=torch.bfloat16, activation="silu" if gated else None, gated=gated)
-    tiles = tiling(BITS[kind], group, *shape, rows)
+    tiles = tiling(BITS[kind], group, *shape, rows, shared=half_of_shared(0))
     expected = x.double() @ numbers.T
     if gated:
         gate, up = expected.chunk(2, -1)

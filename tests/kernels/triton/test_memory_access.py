@@ -13,7 +13,7 @@ from tests.attending import attend
 from tests.kernels.triton.test_products import BITS, made_for_bfloat16
 from vlmserve.kernels.attention import AttentionSpec
 from vlmserve.kernels.triton.attention import TritonAttention
-from vlmserve.kernels.triton.products import TritonProduct, tiling
+from vlmserve.kernels.triton.products import TritonProduct, half_of_shared, tiling
 
 if knobs.runtime.interpret:
     pytest.skip("the interpreter counts nothing", allow_module_level=True)
@@ -45,7 +45,10 @@ def counted(found: list[Any], name: str) -> Any:
 def test_products_have_few_bank_conflicts(device: torch.device, kind: str, rows: int, shape: tuple[int, int]) -> None:
     """One program of a product."""
     torch.manual_seed(0)
-    tiles, gated = tiling(BITS[kind], 128, *shape, rows)._replace(splits=1), shape[0] > shape[1]
+    tiles, gated = (
+        tiling(BITS[kind], 128, *shape, rows, shared=half_of_shared(0))._replace(splits=1),
+        shape[0] > shape[1],
+    )
     weight, _ = made_for_bfloat16(kind, tiles.outputs, 2048, device)
     product = TritonProduct(weight, dtype=torch.bfloat16, activation="silu" if gated else None, gated=gated)
     x = torch.randn(tiles.tokens if rows > 1 else 1, 2048).bfloat16()
@@ -61,7 +64,7 @@ def test_products_have_few_bank_conflicts(device: torch.device, kind: str, rows:
 def test_small_groups_of_4_bits_cost_little_more(device: torch.device, shape: tuple[int, int]) -> None:
     """Groups of 32, the default: instructions of a weight, and bytes of shared memory's waves."""
     torch.manual_seed(0)
-    tiles = tiling(4, 32, *shape, 1)._replace(splits=1)
+    tiles = tiling(4, 32, *shape, 1, shared=half_of_shared(0))._replace(splits=1)
     weight, _ = made_for_bfloat16("4 bits", tiles.outputs, 4096, device, group=32)
     with counting() as found:
         TritonProduct(weight, dtype=torch.bfloat16).few(torch.randn(1, 4096).bfloat16().to(device), tiles=tiles)

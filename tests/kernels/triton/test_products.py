@@ -78,6 +78,22 @@ def test_warps_divide_inputs(device: torch.device, kind: str, warps: int, splits
     assert_near(product.few(x.to(device), tiles=tiles), x.double() @ numbers.T, torch.float16)
 
 
+@pytest.mark.parametrize("group", [32, 64, 128])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("splits", [1, 2])
+def test_large_tiles_of_4_bits(device: torch.device, group: int, dtype: torch.dtype, splits: int) -> None:
+    """Three tiles, the last of which is half of one where groups are smaller."""
+    torch.manual_seed(group)
+    in_features = 384 - (64 if group < 128 else 0)
+    weight, numbers = made("4 bits", 70, in_features, device, group)
+    x, residual = torch.randn(40, in_features).to(dtype), torch.randn(40, 70).to(dtype)
+    tiles = Tiling(64, 64, 128, splits, 4, 2)
+    assert tiles.parts(4) == 1
+    result = TritonProduct(weight, dtype=dtype).few(x.to(device), residual.to(device), tiles)
+    rounded = numbers if dtype == torch.float32 else numbers.half().double()
+    assert_near(result, x.double() @ rounded.T + residual.double(), dtype)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("act", "rows"), [("silu", 150), ("gelu_pytorch_tanh", 2)])
 def test_gates_biases_and_residuals_are_part_of_a_product(device: torch.device, kind: str, act: str, rows: int) -> None:
@@ -202,7 +218,8 @@ def test_a_row_gets_the_same_result_beside_others(device: torch.device, kind: st
 
 
 @pytest.mark.parametrize(
-    ("kind", "out_features", "most"), [("plain", 64, 16), ("plain", 16384, 64), ("8 bits", 64, 128), ("4 bits", 64, 96)]
+    ("kind", "out_features", "most"),
+    [("plain", 64, 16), ("plain", 16384, 64), ("8 bits", 64, 128), ("4 bits", 64, 128)],
 )
 def test_the_library_multiplies_more_rows(
     device: torch.device, monkeypatch: pytest.MonkeyPatch, kind: str, out_features: int, most: int

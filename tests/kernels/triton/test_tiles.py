@@ -88,6 +88,8 @@ def test_candidates_fit_the_product_and_the_gpu(shape: tuple[int, int], rows: in
     assert len(found) == len(set(found)) > 10
     if bits == 4:
         assert {tiles.inputs for tiles in found} == {128}, "a group"
+        small = list(gpu_tiles.candidates(rule, Shape(bits, 32, *shape, rule.tokens), rows))
+        assert {tiles.inputs for tiles in small if tiles.divides_inputs(bits)} <= {64}, "two groups"
     assert len({tiles.warps for tiles in found}) > 1
     assert len({tiles.stages for tiles in found}) > 1
     for tiles in found:
@@ -102,8 +104,8 @@ def test_candidates_fit_the_product_and_the_gpu(shape: tuple[int, int], rows: in
 def test_rules_give_each_multiprocessor_several_warps(shape: tuple[int, int], rows: int, bits: int) -> None:
     tiles = tiling(bits, 128, *shape, rows)
     programs = -(-shape[0] // tiles.outputs) * -(-rows // tiles.tokens) * tiles.splits
-    assert programs * tiles.warps >= 4 * PROGRAMS
-    assert tiles.splits == 1, "a product is one launch"
+    assert programs * tiles.warps >= (4 * PROGRAMS if rows <= 16 else 3 * PROGRAMS)
+    assert rows > 16 or tiles.splits == 1, "a product is one launch"
     assert tiles.stages >= 2
 
 
@@ -140,13 +142,27 @@ def test_what_was_measured_is_taken_for_numbers_of_16_bits(monkeypatch: pytest.M
     torch.testing.assert_close(half(x.half()), expected, atol=2e-3, rtol=2e-3)
 
 
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("rows", [17, 40, 64, 100, 128])
+def test_many_rows_are_read_beside_many_outputs(bits: int, rows: int) -> None:
+    """Else they take more of the L2 cache's bandwidth than weights."""
+    for out_features, in_features in ((28672, 4096), (6144, 4096), (4096, 4096), (4096, 14336), (3072, 2048)):
+        tiles = tiling(bits, 32, out_features, in_features, rows)
+        assert tiles.outputs == 128
+        assert tiles.tokens == min(64 if bits == 8 else 128, next(size for size in (32, 64, 128) if rows <= size))
+        assert 96 <= out_features // 128 * tiles.splits <= 2 * PROGRAMS
+    assert tiling(bits, 32, 2048, 2048, 64).outputs == 64
+    few = tiling(bits, 32, 576, 576, rows)
+    assert (few.outputs, few.tokens, few.splits) == (32, 32, 1), "programs are worth more where there are few"
+
+
 @pytest.mark.parametrize("multiprocessor", [100, 164, 228])
 @pytest.mark.parametrize("item_bytes", [2, 4])
 def test_rules_fit_into_the_shared_memory_of_each_gpu(multiprocessor: int, item_bytes: int) -> None:
     """In KiB: of an RTX 4090 or L40S, of an A100, and of an H100; two programs share it."""
     shared = multiprocessor * 512 - products.RESERVED_BYTES
     shapes = [(28672, 4096), (6144, 4096), (4096, 4096), (4096, 14336), (70, 128), (768, 3072), (151936, 2048)]
-    for bits, shape, rows in itertools.product((4, 8, 8 * item_bytes), shapes, (1, 9, 20, 64)):
+    for bits, shape, rows in itertools.product((4, 8, 8 * item_bytes), shapes, (1, 9, 20, 64, 128)):
         for group in (32, 64, 128) if bits == 4 else (0,):
             tiles = tiling(bits, group, *shape, rows, item_bytes=item_bytes, shared=shared)
             assert tiles.stages >= 2

@@ -13,7 +13,7 @@ from vlmserve.kernels.triton import divided_inputs
 from vlmserve.kernels.triton.activations import activate
 from vlmserve.kernels.triton.dependent import wait_for_previous
 from vlmserve.kernels.triton.launching import Kernel
-from vlmserve.kernels.triton.unpacking import load_groups, nibbles, ones, scaled, signed_bytes
+from vlmserve.kernels.triton.unpacking import dequantized, load_groups, signed_bytes
 
 
 @triton.jit
@@ -25,55 +25,65 @@ def dot(weights, x, sums):
 @triton.jit
 def groups_of_4_bits(
     x_ptr, weight_ptr, scales_ptr, minimums_ptr, outputs, tokens, rows, first, last, stride_x, in_features,
-    out_features, OUTPUTS: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr, GROUPS: tl.constexpr,
-    STAGES: tl.constexpr, ASSEMBLY: tl.constexpr,
+    out_features, OUTPUTS: tl.constexpr, TOKENS: tl.constexpr, INPUTS: tl.constexpr, BLOCK: tl.constexpr,
+    GROUPS: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr, ASSEMBLY: tl.constexpr,
 ):  # fmt: skip
-    """Float32 sums ``[OUTPUTS, TOKENS]`` over blocks ``first <= block < last``.
+    """Float32 sums ``[OUTPUTS, TOKENS]`` over tiles of INPUTS inputs, ``first <= tile < last``, of one or more blocks.
+    EVEN: the inputs are whole tiles.
 
-    Byte i of a block holds its inputs i and i + BLOCK / 2, which are of one group, or each of its own: GROUPS. A
-    group's product is with its shifted integers; the shift and the minimum come by the sum of its inputs.
+    Byte i of a block holds its inputs i and i + BLOCK / 2, which are of one group, or each of its own: GROUPS. Weights
+    are rounded to the type of x, as the library gets them: to scale the products of each group instead takes as many
+    instructions for each row.
     """
     HALF: tl.constexpr = BLOCK // 2
+    BLOCKS: tl.constexpr = INPUTS // BLOCK
+    WIDTH: tl.constexpr = INPUTS // 2
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty
-    inputs = tl.arange(0, HALF)
+    at_once = tl.arange(0, WIDTH)
+    blocks = tl.arange(0, BLOCKS)
     sums = tl.zeros((OUTPUTS, TOKENS), tl.float32)
-    nothing = tl.zeros((OUTPUTS, TOKENS), tl.float32)
     outputs = tl.minimum(outputs, out_features - 1)
     width = tl.multiple_of(in_features // 2, 16)
-    weights_at = weight_ptr + outputs.to(tl.int64)[:, None] * width + inputs[None, :]
-    x_at = x_ptr + tokens[None, :] * stride_x + inputs[:, None]
+    weights_at = weight_ptr + outputs.to(tl.int64)[:, None] * width + at_once[None, :]
+    low_inputs = at_once // HALF * BLOCK + at_once % HALF
+    x_at = x_ptr + tokens[None, :] * stride_x + low_inputs[:, None]
     inside = tokens[None, :] < rows
+    outputs = outputs[:, None]
+    last_block = in_features // BLOCK - 1
     # Scales and minimums are loaded a round before they are needed. Triton does that for what tensor cores multiply
     # alone.
-    at = tl.minimum(first, last - 1)
+    at = tl.minimum(first * BLOCKS + blocks, last_block)[None, :]
     next_scales, next_minimums = load_groups(scales_ptr, minimums_ptr, at, outputs, out_features, GROUPS, 0)
+    next_high_scales, next_high_minimums = next_scales, next_minimums
     if GROUPS == 2:
-        high_scales, high_minimums = load_groups(scales_ptr, minimums_ptr, at, outputs, out_features, GROUPS, 1)
-    for block in tl.range(first, last, num_stages=STAGES):
-        scales, minimums = next_scales, next_minimums
-        at = tl.minimum(block + 1, last - 1)
+        next_high_scales, next_high_minimums = load_groups(
+            scales_ptr, minimums_ptr, at, outputs, out_features, GROUPS, 1
+        )
+    for tile in tl.range(first, last, num_stages=STAGES):
+        scales, minimums = next_scales.to(tl.float32)[:, :, None], next_minimums.to(tl.float32)[:, :, None]
+        high_scales, high_minimums = scales, minimums
+        at = tl.minimum((tile + 1) * BLOCKS + blocks, last_block)[None, :]
         next_scales, next_minimums = load_groups(scales_ptr, minimums_ptr, at, outputs, out_features, GROUPS, 0)
-        packed = tl.load(weights_at + block * HALF)
-        low = tl.load(x_at + block * BLOCK, inside, 0.0)
-        high = tl.load(x_at + block * BLOCK + HALF, inside, 0.0)
-        low_weights, high_weights = nibbles(packed, DTYPE, ASSEMBLY)
-        products = dot(low_weights, low, nothing)
-        if tl.float32 == DTYPE:
-            totals = tl.sum(low, 0)[None, :]
-        else:
-            each = ones(packed, DTYPE, ASSEMBLY)
-            totals = dot(each, low, nothing)
         if GROUPS == 2:
-            sums += scaled(products, totals, scales[:, None], minimums[:, None], DTYPE)
-            scales, minimums = high_scales, high_minimums
-            high_scales, high_minimums = load_groups(scales_ptr, minimums_ptr, at, outputs, out_features, GROUPS, 1)
-            products, totals = nothing, nothing
-        products = dot(high_weights, high, products)
-        if tl.float32 == DTYPE:
-            totals += tl.sum(high, 0)[None, :]
+            high_scales = next_high_scales.to(tl.float32)[:, :, None]
+            high_minimums = next_high_minimums.to(tl.float32)[:, :, None]
+            next_high_scales, next_high_minimums = load_groups(
+                scales_ptr, minimums_ptr, at, outputs, out_features, GROUPS, 1
+            )
+        done = tile * INPUTS
+        if EVEN:
+            packed = tl.load(weights_at + done // 2)
+            low_x = tl.load(x_at + done, inside, 0.0)
+            high_x = tl.load(x_at + done + HALF, inside, 0.0)
         else:
-            totals = dot(each, high, totals)
-        sums += scaled(products, totals, scales[:, None], minimums[:, None], DTYPE)
+            there = at_once < (in_features - done) // 2
+            packed = tl.load(weights_at + done // 2, there[None, :], 0)
+            low_x = tl.load(x_at + done, inside & there[:, None], 0.0)
+            high_x = tl.load(x_at + done + HALF, inside & there[:, None], 0.0)
+        packed = tl.reshape(packed, (OUTPUTS, BLOCKS, HALF))
+        low, high = dequantized(packed, scales, minimums, high_scales, high_minimums, DTYPE, ASSEMBLY)
+        sums = dot(tl.reshape(low, (OUTPUTS, WIDTH)), low_x, sums)
+        sums = dot(tl.reshape(high, (OUTPUTS, WIDTH)), high_x, sums)
     return sums
 
 
@@ -139,15 +149,15 @@ def store_results(
 def multiply(
     x_ptr, weight_ptr, scales_ptr, minimums_ptr, bias_ptr, residual_ptr, out_ptr, sums_ptr, rows, stride_x,
     in_features, out_features, OUTPUTS: tl.constexpr, TOKENS: tl.constexpr, INPUTS: tl.constexpr, BITS: tl.constexpr,
-    GROUPS: tl.constexpr, PARTS: tl.constexpr, SPLITS: tl.constexpr, KEEPS_SUMS: tl.constexpr, STAGES: tl.constexpr,
-    EVEN: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr, HAS_BIAS: tl.constexpr,
+    BLOCK: tl.constexpr, GROUPS: tl.constexpr, PARTS: tl.constexpr, SPLITS: tl.constexpr, KEEPS_SUMS: tl.constexpr,
+    STAGES: tl.constexpr, EVEN: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr, HAS_BIAS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr, ASSEMBLY: tl.constexpr, DEPENDENT: tl.constexpr = False,
 ):  # fmt: skip
     """`OUTPUTS` outputs of `TOKENS` rows a program, over one of `SPLITS` parts of the inputs.
 
-    INPUTS: of a tile, which of 4 bits is a block of GROUPS. PARTS: tiles that are multiplied side by side, as many by
-    each warp. KEEPS_SUMS: sums go to sums_ptr, float32 ``[SPLITS, rows, out_features]``, from where `add_parts` or
-    `add_changes` takes them; there is only one part otherwise.
+    INPUTS: of a tile, of 4 bits one or more blocks of GROUPS, see `Stored`. PARTS: tiles that are multiplied side by
+    side, as many by each warp. KEEPS_SUMS: sums go to sums_ptr, float32 ``[SPLITS, rows, out_features]``, from where
+    `add_parts` or `add_changes` takes them; there is only one part otherwise.
     """
     first_output = tl.program_id(0) * OUTPUTS
     outputs = first_output + tl.arange(0, OUTPUTS)
@@ -171,7 +181,7 @@ def multiply(
     elif BITS == 4:
         sums = groups_of_4_bits(
             x_ptr, weight_ptr, scales_ptr, minimums_ptr, outputs, tokens, rows, first, last, stride_x, in_features,
-            out_features, OUTPUTS, TOKENS, INPUTS, GROUPS, STAGES, ASSEMBLY,
+            out_features, OUTPUTS, TOKENS, INPUTS, BLOCK, GROUPS, EVEN, STAGES, ASSEMBLY,
         )  # fmt: skip
     else:
         sums = whole_rows(

@@ -31,14 +31,17 @@ takes 16 us and `multiply` 21 us, with 64 rows 16 us and 33 us."""
 MOST_WIDE_ROWS = 64
 """The same where outputs are enough for large tiles: 64 rows by 28,672 x 4,096 weights, gate and activation included,
 take 65 us and 59 us, 128 rows 70 us and 112 us."""
-MOST_ROWS_OF_4_BITS = 96
-"""The same beside weights of 4 bits, which the library takes expanded. On an H100, 64 rows by the weights of a layer
-of Mistral-7B take `multiply` 194 us and 128 rows 381 us; expanding takes about 180 us, and the library 140 us."""
 LARGEST_OUTPUTS = 128
 """Of a tile."""
+LARGE_TILES = ((128, 128), (128, 64), (128, 32), (64, 64))
+"""Outputs and most rows of tiles of more than 16 rows, the best ones first. Each program reads the rows of its inputs
+from the L2 cache: 64 rows are eight times as many bytes as 32 outputs of 4 bits, and twice as many as 128 outputs.
+"""
 PROGRAMS = 128
 """About as many as an H100 or H200 has multiprocessors (132): with fewer programs, tiles are smaller, and with far
 fewer, the inputs are split among several."""
+ENOUGH_PROGRAMS = 96
+"""With large tiles: to split the inputs once more costs more than a few idle multiprocessors."""
 BYTES_ON_THEIR_WAY = 2**15
 """Of weights, for each of so many multiprocessors: about what memory gives in the time that one access takes. At 4.3
 TB/s and 0.7 to 1 microseconds that is 23 to 33 KB for each of 132."""
@@ -53,18 +56,14 @@ EXPANDED_ELEMENTS = 2**28
 model are one such block, output heads of large models several."""
 
 
-def tokens_of_tile(bits: int, out_features: int, rows: int, item_bytes: int) -> int:
-    """Rows of x that a program multiplies."""
-    # Beside weights of few bits, 64 fit into registers where warps divide outputs.
-    divide_outputs = item_bytes == 2 and _is_wide(out_features)
-    most = 64 if bits >= 16 or divide_outputs else 32
-    return next(size for size in (8, 16, 32, 64) if rows <= size or size == most)
+def tokens_of_tile(bits: int, rows: int, item_bytes: int) -> int:
+    """Rows of x that a program multiplies at most."""
+    most = 32 if item_bytes == 4 and bits < 16 else 128 if bits == 4 else 64
+    return next(size for size in (8, 16, 32, 64, 128) if rows <= size or size == most)
 
 
 def most_rows(bits: int, out_features: int) -> int:
     """Rows up to which `multiply` is faster than the library."""
-    if bits == 4:
-        return min(MOST_ROWS, MOST_ROWS_OF_4_BITS)
     if bits == 16:
         return min(MOST_ROWS, MOST_WIDE_ROWS if _is_wide(out_features) else MOST_PLAIN_ROWS)
     return MOST_ROWS
@@ -94,8 +93,13 @@ def shared_bytes(device: torch.device) -> int:
     """`SHARED_BYTES` of a GPU."""
     if device.type != "cuda":
         return SHARED_BYTES
+    return half_of_shared(torch.cuda.current_device())
+
+
+def half_of_shared(device: int) -> int:
+    """Shared memory for the tiles of each of two programs that a multiprocessor has at a time. device: its number."""
     # One program may have all that a multiprocessor has, but for what CUDA takes.
-    most = driver.active.utils.get_device_properties(torch.cuda.current_device())["max_shared_mem"]
+    most = driver.active.utils.get_device_properties(device)["max_shared_mem"]
     return int(most + 1024) // 2 - RESERVED_BYTES
 
 
@@ -115,14 +119,11 @@ def tiling(
     Chosen by what Triton's compiler makes of it (registers, spills, instructions a weight), so that each multiprocessor
     has several warps, and enough weights on their way from memory.
     """
-    tokens = tokens_of_tile(bits, out_features, rows, item_bytes)
+    tokens = tokens_of_tile(bits, rows, item_bytes)
     inputs = {4: group and block_of(group, in_features), 8: 128, 16: 64, 32: 32}[bits]
-    largest = LARGEST_OUTPUTS // 2 if tokens <= 16 else LARGEST_OUTPUTS
-    if out_features // largest < PROGRAMS:
-        largest = 32
-    smaller = [Tiling(count, tokens, inputs, 1, 1, 2) for count in (LARGEST_OUTPUTS, 64, 32) if count <= largest]
-    divisions = [_divided(tiles, bits, out_features, in_features, item_bytes, shared) for tiles in smaller]
-    divided = next((one for one in divisions if one.shared_bytes(bits, item_bytes) <= shared), divisions[-1])
+    sizes = (out_features, in_features, item_bytes, shared)
+    large = _large(bits, tokens, inputs, *sizes) if tokens > 16 and item_bytes == 2 else None
+    divided = large or _small(bits, tokens, inputs, *sizes)
     programs = cdiv(out_features, divided.outputs) * divided.splits
     # Of the stages of a pipeline, one is computed and the others are on their way. Several programs of a multiprocessor
     # take turns with that, a single one has two on their way.
@@ -132,6 +133,40 @@ def tiling(
     stages = 1 + min(max(least, wanted), MOST_ON_THEIR_WAY)
     deeper = (divided._replace(stages=count) for count in range(stages, 2, -1))
     return next((one for one in deeper if one.shared_bytes(bits, item_bytes) <= shared), divided)
+
+
+def _large(
+    bits: int, tokens: int, inputs: int, out_features: int, in_features: int, item_bytes: int, shared: int
+) -> Tiling | None:
+    """Large tiles with parts of the inputs for nearly all multiprocessors, None where there are not enough of both."""
+    inputs = max(inputs, LARGE_BLOCK) if bits == 4 else inputs
+    tiles = cdiv(in_features, inputs)
+    for outputs, most in LARGE_TILES:
+        if most > tokens:
+            continue
+        programs, splits = cdiv(out_features, outputs), 1
+        while programs * splits < ENOUGH_PROGRAMS and tiles // (2 * splits) >= 4:
+            splits *= 2
+        warps = outputs // 16 if bits == 4 else max(outputs // 32, most // 16)
+        large = Tiling(outputs, most, inputs, splits, warps, 2)
+        if large.shared_bytes(bits, item_bytes) <= shared and programs * splits >= ENOUGH_PROGRAMS:
+            return large
+    return None
+
+
+def _small(
+    bits: int, tokens: int, inputs: int, out_features: int, in_features: int, item_bytes: int, shared: int
+) -> Tiling:
+    """Tiles of as few outputs as give each multiprocessor something to do."""
+    if bits < 16:
+        # Registers hold the sums of as many where warps divide inputs.
+        tokens = min(tokens, 32)
+    largest = LARGEST_OUTPUTS // 2 if tokens <= 16 else LARGEST_OUTPUTS
+    if out_features // largest < PROGRAMS:
+        largest = 32
+    smaller = [Tiling(count, tokens, inputs, 1, 1, 2) for count in (LARGEST_OUTPUTS, 64, 32) if count <= largest]
+    divisions = [_divided(tiles, bits, out_features, in_features, item_bytes, shared) for tiles in smaller]
+    return next((one for one in divisions if one.shared_bytes(bits, item_bytes) <= shared), divisions[-1])
 
 
 def _divided(divided: Tiling, bits: int, out_features: int, in_features: int, item_bytes: int, shared: int) -> Tiling:
@@ -316,7 +351,7 @@ class TritonProduct:
     def shape(self, rows: int) -> Shape:
         """By which tilings for so many rows are looked up."""
         stored = self._stored
-        tokens = tokens_of_tile(stored.bits, self._out_features, rows, self._dtype.itemsize)
+        tokens = tokens_of_tile(stored.bits, rows, self._dtype.itemsize)
         return Shape(stored.bits, stored.group, self._out_features, self._in_features, tokens)
 
     def tiling(self, rows: int, device: torch.device) -> Tiling:
@@ -358,6 +393,7 @@ class TritonProduct:
             "HAS_RESIDUAL": residual is not None,
         }
         columns, side_by_side = cdiv(self._out_features, tiles.outputs), tiles.parts(stored.bits)
+        whole_rounds = tiles.inputs * side_by_side * tiles.splits
         multiply[(columns, cdiv(rows, tiles.tokens), tiles.splits)](
             x,
             stored.values,
@@ -375,12 +411,13 @@ class TritonProduct:
             TOKENS=tiles.tokens,
             INPUTS=tiles.inputs,
             BITS=stored.bits,
+            BLOCK=stored.block,
             GROUPS=self._groups,
             PARTS=side_by_side,
             SPLITS=tiles.splits,
             KEEPS_SUMS=keeps_sums,
             STAGES=tiles.stages,
-            EVEN=self._in_features % (tiles.inputs * side_by_side * tiles.splits) == 0,
+            EVEN=self._in_features % (tiles.inputs if side_by_side == 1 else whole_rounds) == 0,
             ASSEMBLY=self._assembly,
             num_warps=tiles.warps,
             **epilogue,

@@ -44,12 +44,15 @@ class Tiling(NamedTuple):
         inputs = self.inputs * self.parts(bits)
         # Tensor cores take what was unpacked from registers; sums of float32 do not.
         unpacked = inputs * self.outputs * item_bytes if item_bytes == 4 and bits <= 8 else 0
+        if bits == 4 and item_bytes == 2 and not self.divides_inputs(bits):
+            # On their way from one order of registers to another one.
+            unpacked = inputs * self.outputs
         tile = inputs * (self.outputs * bits // 8 + self.tokens * item_bytes)
         return (self.stages - 1) * tile + unpacked
 
 
 class Shape(NamedTuple):
-    """Of a product. group: of inputs that share a scale, of 4 bits, else 0. tokens: rows of a tile."""
+    """Of a product. group: of inputs that share a scale, of 4 bits, else 0. tokens: rows of a tile at most."""
 
     bits: int
     group: int

@@ -19,6 +19,8 @@ EVEN_PAIR = 0x4240
 """The same of bytes 0 and 2."""
 ODD_PAIR = 0x4341
 """The same of bytes 1 and 3."""
+SINGLE = 0x7044
+"""Two bytes of zeros, byte 0 of the integers, which others replace, and the magic byte: 128 + q in float32."""
 
 _NIBBLES = """{{
 .reg .b32 low, high;
@@ -30,6 +32,19 @@ prmt.b32 $1, low, {magic}, {second};
 prmt.b32 $2, high, {magic}, {first};
 prmt.b32 $3, high, {magic}, {second};
 }}"""
+_WEIGHTS = """{{
+.reg .b32 low, high, a, b;
+and.b32 low, $4, 0x0f0f0f0f;
+shr.b32 high, $4, 4;
+and.b32 high, high, 0x0f0f0f0f;
+{low_pairs}
+{high_pairs}
+}}"""
+_WEIGHT_PAIR = """prmt.b32 a, {integers}, 0x43000000, {first};
+prmt.b32 b, {integers}, 0x43000000, {second};
+fma.rn.f32 a, a, ${scale}, ${offset};
+fma.rn.f32 b, b, ${next_scale}, ${next_offset};
+cvt.rn.{kind}x2.f32 ${result}, b, a;"""
 _BYTES_BFLOAT16 = """{{
 .reg .b32 low, top, a, b, c, d, one;
 mov.b32 one, 0x3f803f80;
@@ -84,6 +99,23 @@ def _filled(code: str, **values: str) -> tl.constexpr:
     return tl.constexpr(code.format(**{name: hex(select) for name, select in selects.items()}, **values))
 
 
+def _weights(kind: str) -> tl.constexpr:
+    """Two weights a result: of low integers the first two results, of high ones the others."""
+    pairs = []
+    for result in range(4):
+        # Behind the results and the integers come scales and offsets of low ones, four each, then those of high ones.
+        byte, scale = 2 * (result % 2), 5 + 8 * (result // 2) + 2 * (result % 2)
+        pair = _WEIGHT_PAIR.format(
+            integers=("low", "high")[result // 2], first=hex(SINGLE | byte << 8), second=hex(SINGLE | byte + 1 << 8),
+            scale=scale, next_scale=scale + 1, offset=scale + 4, next_offset=scale + 5, kind=kind, result=result,
+        )  # fmt: skip
+        pairs.append(pair)
+    return tl.constexpr(_WEIGHTS.format(low_pairs="\n".join(pairs[:2]), high_pairs="\n".join(pairs[2:])))
+
+
+WEIGHTS_BFLOAT16 = _weights("bf16")
+WEIGHTS_FLOAT16 = _weights("f16")
+WEIGHTS_CONSTRAINTS = tl.constexpr(",".join(["=r"] * 4 + ["r"] + ["f"] * 16))
 NIBBLES_BFLOAT16 = _filled(_NIBBLES, magic="0x43434343")
 NIBBLES_FLOAT16 = _filled(_NIBBLES, magic="0x64646464")
 BYTE_PAIRS_BFLOAT16 = _filled(_BYTE_PAIRS_BFLOAT16)
@@ -113,6 +145,30 @@ def nibbles(packed, DTYPE: tl.constexpr, ASSEMBLY: tl.constexpr):
     else:
         low = ((packed & 15).to(tl.float32) + shift(DTYPE)).to(DTYPE)
         high = ((packed >> 4).to(tl.float32) + shift(DTYPE)).to(DTYPE)
+    return low, high
+
+
+@triton.jit
+def dequantized(
+    packed, scales, minimums, high_scales, high_minimums, DTYPE: tl.constexpr, ASSEMBLY: tl.constexpr
+):  # fmt: skip
+    """The weights of the low and the high 4 bits of uint8s, computed in float32 and rounded to type DTYPE. scales,
+    minimums: float32 of the low ones; all are of the shape of uint8s, or of 1 along its directions."""
+    if ASSEMBLY and tl.float32 != DTYPE:
+        # prmt gives 128 + q. What it adds is taken off together with the minimum.
+        offsets, high_offsets = minimums - 128.0 * scales, high_minimums - 128.0 * high_scales
+        arguments = [packed, scales, offsets, high_scales, high_offsets]
+        if tl.bfloat16 == DTYPE:
+            low, high = tl.inline_asm_elementwise(
+                WEIGHTS_BFLOAT16, WEIGHTS_CONSTRAINTS, arguments, dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
+            )
+        else:
+            low, high = tl.inline_asm_elementwise(
+                WEIGHTS_FLOAT16, WEIGHTS_CONSTRAINTS, arguments, dtype=(tl.float16, tl.float16), is_pure=True, pack=4
+            )
+    else:
+        low = ((packed & 15).to(tl.float32) * scales + minimums).to(DTYPE)
+        high = ((packed >> 4).to(tl.float32) * high_scales + high_minimums).to(DTYPE)
     return low, high
 
 
