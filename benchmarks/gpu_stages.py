@@ -70,6 +70,8 @@ exchange less, and hide less of what others wait for."""
 BEHIND = ", one kernel behind the other"
 FIRST_STEPS = 3
 """Of those that are submitted one ahead, which do not count."""
+STEPS_BESIDE = 8
+"""In which a prompt is computed beside decodes."""
 DEVICE_STEPS = 3
 """Of which the device's own time is measured."""
 Measured = Iterator[tuple[str, Any]]
@@ -391,7 +393,7 @@ class Streams:
     def __init__(self, model: LoadedModel, sizes: Sizes, count: int, adapters: RunnerAdapters | None = None) -> None:
         self._adapter = b"" if adapters is None else ADAPTER
         self._sizes, self._count, self._device = sizes, count, model.device.torch_device
-        longest = sizes.context + 2 * sizes.steps + FIRST_STEPS + DEVICE_STEPS
+        longest = sizes.context + 2 * sizes.steps + FIRST_STEPS + DEVICE_STEPS + STEPS_BESIDE
         self._each = -(-(max(longest, sizes.prompt) + 1) // BLOCK_SIZE)
         self._runner = ModelRunner(model, (count + 1) * self._each, 0, BLOCK_SIZE, no_grammars, adapters)
         self._length = sizes.context
@@ -400,15 +402,27 @@ class Streams:
 
     def prompt(self, number: int, length: int) -> float:
         """Seconds until a prompt's first token."""
-        blocks = list(range(number * self._each, (number + 1) * self._each))
-        tokens = [(7 * i + number) % self._sizes.config["vocab_size"] for i in range(length)]
-        request = NewRequest(
-            str(number), 0, length, length, tokens, blocks,
-            SamplingParams(temperature=0, max_tokens=10**6, ignore_eos=True), 0, 10**6, [], adapter=self._adapter,
-        )  # fmt: skip
+        request = self._request(number, length)
         start = time.perf_counter()
         self._runner.submit(SchedulerOutput(new_requests=[request])).result()
         return time.perf_counter() - start
+
+    def prompt_beside(self, length: int) -> float:
+        """Seconds of a step that gives each request a token, and another one, which is forgotten, its first."""
+        request, batch = self._request(self._count, length), self._decodes()
+        start = time.perf_counter()
+        self._runner.submit(SchedulerOutput(new_requests=[request], cached_requests=batch)).result()
+        taken = time.perf_counter() - start
+        self.forget(self._count)
+        return taken
+
+    def _request(self, number: int, length: int) -> NewRequest:
+        blocks = list(range(number * self._each, (number + 1) * self._each))
+        tokens = [(7 * i + number) % self._sizes.config["vocab_size"] for i in range(length)]
+        return NewRequest(
+            str(number), 0, length, length, tokens, blocks,
+            SamplingParams(temperature=0, max_tokens=10**6, ignore_eos=True), 0, 10**6, [], adapter=self._adapter,
+        )  # fmt: skip
 
     def forget(self, number: int) -> None:
         """Drop a request."""
@@ -446,9 +460,11 @@ class Streams:
         return run.transfer + run.vision + run.build + run.model + run.sample
 
     def _submit(self) -> RunningStep:
-        batch = [CachedRequest(str(number), self._length, 1) for number in range(self._count)]
+        return self._runner.submit(SchedulerOutput(cached_requests=self._decodes()))
+
+    def _decodes(self) -> list[CachedRequest]:
         self._length += 1
-        return self._runner.submit(SchedulerOutput(cached_requests=batch))
+        return [CachedRequest(str(number), self._length - 1, 1) for number in range(self._count)]
 
 
 def no_grammars(grammar: object) -> Any:
@@ -469,6 +485,11 @@ def _streams(model: LoadedModel, sizes: Sizes, count: int, adapters: RunnerAdapt
     streams.steps_ahead(FIRST_STEPS)
     report["tokens_s_one_ahead"] = count / streams.steps_ahead(sizes.steps)
     report["device_ms"] = statistics.median(streams.device_seconds() for _ in range(DEVICE_STEPS)) * 1e3
+    if count > 1:
+        # The second one is captured.
+        beside = [streams.prompt_beside(sizes.prompt // 10) for _ in range(STEPS_BESIDE)]
+        report["prompt_beside_ms"] = statistics.median(beside[2:]) * 1e3
+        report["first_prompt_beside_ms"] = beside[0] * 1e3
     if count == 1:
         first = []
         for _ in range(6):

@@ -33,6 +33,8 @@ FOLDER = Path("build", "null_gpu")
 LIBRARY = "libcuda.so.1"
 STREAMS = (1, 64, 256)
 PROMPTS = (32, 1000)
+BESIDE = (64, (32, 400))
+"""Streams, and prompts beside their decodes."""
 STEPS = 50
 
 WITHOUT_CUDNN = """import torch
@@ -134,6 +136,8 @@ def figures() -> dict[str, Figure]:
     for count in STREAMS:
         streams = gpu_stages.Streams(model, gpu_stages.FULL, count)
         found[f"{count} streams"] = decodes(streams, library)
+        for length in BESIDE[1] if count == BESIDE[0] else ():
+            found[f"{count} streams and a prompt of {length}"] = beside(streams, length, library)
     for length in PROMPTS:
         found[f"prompt of {length}"] = prompts(streams, STREAMS[-1], length, library)
     streams = gpu_stages.Streams(model, gpu_stages.FULL, 1, gpu_stages.random_adapter(model))
@@ -147,6 +151,12 @@ def decodes(streams: gpu_stages.Streams, library: ctypes.CDLL) -> Figure:
     """Of steps that are submitted one ahead."""
     streams.steps_ahead(3)  # the second one is captured
     return figure(functools.partial(streams.steps_ahead, STEPS), library, repeats=9, steps=STEPS)
+
+
+def beside(streams: gpu_stages.Streams, length: int, library: ctypes.CDLL) -> Figure:
+    """Of decodes beside a prompt of so many tokens, and of forgetting that."""
+    streams.prompt_beside(length)
+    return figure(functools.partial(streams.prompt_beside, length), library, repeats=9)
 
 
 def prompts(streams: gpu_stages.Streams, number: int, length: int, library: ctypes.CDLL) -> Figure:

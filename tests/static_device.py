@@ -57,7 +57,8 @@ class StaticAttention(TorchReference):
         """See `AttentionBackend.prepare`."""
         captured = captured_rows(len(metadata.slot_mapping), metadata.num_decodes) is not None
         if captured and not metadata.bidirectional:
-            return StaticPlan((metadata.num_decodes, len(metadata.query_lens)), None)
+            decodes = metadata.num_decodes if metadata.decodes is None else None
+            return StaticPlan((decodes, len(metadata.query_lens)), None)
         return StaticPlan(None, super().prepare(metadata, block_size, layers, dtype))
 
     def attend_rotated(

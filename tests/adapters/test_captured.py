@@ -73,7 +73,7 @@ def test_rows_of_captured_steps_have_their_adapters(
     served: tuple[Path, dict[str, Oracle]],
     static_devices: list[StaticDevice],  # noqa: F811
 ) -> None:
-    engine = engine_of(served, ["plain", "DoRA", "a bias", "embeddings"])
+    engine = engine_of(served, ["plain", "DoRA", "a bias", "embeddings"], enable_prefix_caching=False)
     check(engine, served[1], ["plain", "DoRA", "a bias", "embeddings", ""])
     assert captured(static_devices)
     check(engine, served[1], ["", "embeddings", "embeddings", "plain", "a bias"])

@@ -22,6 +22,8 @@ from vlmserve.devices.graphs import (
     GraphExecutor,
     TowerGraphs,
     captured_rows,
+    captured_sequences,
+    captured_width,
     repeat_by_calls,
 )
 from vlmserve.devices.staging import ALIGNMENT, Staging
@@ -164,10 +166,13 @@ def test_batches_of_decodes_come_in_few_sizes() -> None:
     ]  # fmt: skip
 
 
-def test_chunks_come_in_powers_of_two_and_alone() -> None:
+def test_chunks_come_in_few_sizes_with_decodes_or_without() -> None:
     assert [captured_rows(count, 0) for count in (2, 8, 9, 20, 33, 100, 128)] == [8, 8, 16, 32, 64, 128, 128]
     assert [captured_rows(count, 0) for count in (129, 192, 608, 1000, 1024, 1025)] == [192, 192, 640, 1024, 1024, None]
-    assert captured_rows(20, 1) is None
+    assert [captured_rows(count, 1) for count in (3, 20, 130, 512, 513)] == [8, 32, 192, 512, None]
+    assert [captured_width(count, is_mixed=False) for count in (1, 2, 3, 9, 70)] == [1, 2, 4, 16, 128]
+    assert [captured_width(count, is_mixed=True) for count in (1, 2, 3, 9, 17, 70)] == [1, 4, 4, 16, 64, 256]
+    assert [captured_sequences(count) for count in (3, 4, 5, 9, 17, 100)] == [4, 4, 8, 16, 32, 112]
 
 
 def test_arrays_of_the_same_shapes_arrive_at_the_same_addresses() -> None:

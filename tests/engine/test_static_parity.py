@@ -1,9 +1,17 @@
 """The engine against transformers, by the data flow of a GPU: see `tests.static_device`."""
 
+from collections.abc import Hashable, Sequence
+
+import pytest
+from torch import Tensor
+
 from tests.engine.test_parity import *  # noqa: F403
 from tests.engine.test_parity import Oracle, engine_for, generate
 from tests.static_device import StaticDevice, kernels, static_devices  # noqa: F401
-from vlmserve.types import Prompt
+from vlmserve.devices import graphs
+from vlmserve.kernels.attention import LayerCache
+from vlmserve.layers.attention import StepContext
+from vlmserve.types import EngineRequest, Prompt, SamplingParams
 
 pytestmark: list[object] = []  # There is one kind of kernels.
 
@@ -38,3 +46,39 @@ def test_contexts_that_grow_while_steps_are_repeated(llama: Oracle) -> None:
     prompts = [llama.prompt(seed, [length]) for seed, length in enumerate((100, 120, 126, 40))]
     for some in (prompts, prompts[1:], prompts[:2]):
         assert generate(engine, some, max_tokens=36) == [llama.greedy(prompt, 36) for prompt in some]
+
+
+def test_decodes_beside_prompts_are_captured(
+    llama: Oracle,
+    static_devices: list[StaticDevice],  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Any number of them by one graph."""
+    decodes: dict[Hashable, set[int]] = {}
+    key_of = graphs._key
+
+    def noted(x: Tensor, caches: Sequence[LayerCache], step: StepContext) -> Hashable:
+        key = key_of(x, caches, step)
+        if step.metadata.decodes is not None:
+            decodes.setdefault(key, set()).add(step.metadata.num_decodes)
+        return key
+
+    monkeypatch.setattr(graphs, "_key", noted)
+    engine = engine_for(llama, block_size=64)
+    prompts = [llama.prompt(seed, [length]) for seed, length in enumerate((25, 29, 30, 24, 27, 28, 26, 25, 23))]
+    waiting = [
+        EngineRequest(str(number), prompt, SamplingParams(temperature=0, max_tokens=8, ignore_eos=True))
+        for number, prompt in enumerate(prompts)
+    ]
+    answers: dict[str, list[int]] = {}
+    while waiting or engine.has_work():
+        # One prompt after the other comes while those before are answered.
+        for request in waiting[:1]:
+            engine.add(waiting.pop(0))
+            answers[request.request_id] = []
+        for output in engine.step():
+            answers[output.request_id] += output.token_ids
+    assert list(answers.values()) == [llama.greedy(prompt, 8) for prompt in prompts]
+    assert None not in decodes
+    assert max(map(len, decodes.values())) >= 2
+    assert static_devices[-1].executors[0].num_captured >= 2

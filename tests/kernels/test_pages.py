@@ -14,13 +14,13 @@ from vlmserve.kernels.pages import LARGE_PAGE, allocate
 
 
 @pytest.mark.parametrize("count", [0, 1, LARGE_PAGE // 2 - 1, LARGE_PAGE // 2, LARGE_PAGE + 3, 3 * LARGE_PAGE])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.uint8])
-def test_memory_can_be_written_and_read_to_its_end(count: int, dtype: torch.dtype) -> None:
-    weights = [allocate(count, dtype) for _ in range(2)]
+def test_memory_can_be_written_and_read_to_its_end(count: int) -> None:
+    dtypes = [torch.bfloat16, torch.float32, torch.uint8] * 2
+    weights = [allocate(count, dtype) for dtype in dtypes]
     gc.collect()
     for value, weight in enumerate(weights, 1):
         weight.fill_(value)
-    for value, weight in enumerate(weights, 1):
+    for value, (dtype, weight) in enumerate(zip(dtypes, weights, strict=True), 1):
         assert weight.shape == (count,)
         assert weight.dtype == dtype
         assert bool((weight == value).all())

@@ -139,7 +139,7 @@ class PaddingDevice(TorchDevice):
     padding_blocks = 1
 
     def padded_rows(self, num_rows: int, num_decodes: int) -> int | None:
-        return -(-num_rows // 4) * 4 if num_decodes == num_rows or (num_decodes == 0 and num_rows <= 16) else None
+        return -(-num_rows // 4) * 4 if num_decodes == num_rows or num_rows <= 16 else None
 
 
 def test_decodes_are_padded_by_sequences_of_one_token_in_a_block_of_their_own() -> None:
@@ -162,6 +162,31 @@ def test_decodes_are_padded_by_sequences_of_one_token_in_a_block_of_their_own() 
         assert metadata.block_tables.shape[1] in (1, 2, 4, 8)
         assert batch.positions[count:].tolist() == [0] * (4 - count)
         assert batch.sampled_rows.tolist() == list(range(count))
+
+
+def test_decodes_and_chunks_are_padded_by_one_sequence_and_by_some_of_no_rows() -> None:
+    made_up = scheduler(budget=16)
+    builder = BatchBuilder(BLOCK, PaddingDevice(torch.device("cpu")), padding_block=77)
+    states = request_states()
+    for number in range(2):
+        made_up.add(request(str(number), 3, token=number + 1, max_tokens=9))
+    run(made_up, states, builder, padded=True)
+    made_up.add(request("late", 8, token=3, max_tokens=2))
+    batch, scheduled = run(made_up, states, builder, padded=True)
+    metadata = batch.metadata
+    assert batch.is_repeatable
+    assert (metadata.num_decodes, metadata.query_lens) == (2, [1, 1, 8, 2])
+    assert metadata.decodes is not None
+    assert metadata.decodes.tolist() == [2]
+    assert metadata.query_starts.tolist() == [0, 1, 2, 10, 12]
+    assert metadata.slot_mapping[10:].tolist() == [77 * BLOCK] * 2
+    assert batch.sampled_rows.tolist() == [0, 1, 9]
+    made_up.add(request("later", 9, token=4, max_tokens=2))
+    batch, scheduled = run(made_up, states, builder, padded=True)
+    assert batch.metadata.query_lens == [1, 1, 1, 9, 0, 0, 0, 0], "as many sequences as 8"
+    assert batch.metadata.query_starts.tolist() == [0, 1, 2, 3, 12, 12, 12, 12, 12]
+    assert batch.metadata.context_lens.tolist()[4:] == [0] * 4
+    assert len(scheduled) == 4
 
 
 def test_chunks_are_padded_by_one_sequence_in_a_block_of_its_own() -> None:

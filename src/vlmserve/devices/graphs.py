@@ -22,6 +22,8 @@ MOST_ROWS = 512
 MOST_CHUNK_ROWS = 1024
 """Rows of prompt chunks that are captured: more have the device computing for longer than the host takes to launch a
 7B model's layers."""
+MOST_MIXED_ROWS = 512
+"""The same of chunks beside decodes, which come in more kinds."""
 ROWS_OF_SMALL_CHUNKS, ROWS_OF_A_STEP = 128, 64
 """Chunks of up to so many rows are padded to a power of two, larger ones to a multiple."""
 MOST_TILES = 16
@@ -39,16 +41,33 @@ last."""
 def captured_rows(num_rows: int, num_decodes: int) -> int | None:
     """To how many rows a step is padded to be captured; None: it is not captured.
 
-    Decodes are padded to 1, 2, 4, 8 or a multiple of 16 rows, chunks to a power of two or a multiple of 64. Steps with
-    both are too many kinds.
+    Decodes are padded to 1, 2, 4, 8 or a multiple of 16 rows, chunks and steps with both to a power of two or a
+    multiple of 64.
     """
-    if num_decodes == num_rows <= MOST_ROWS:
-        return next((size for size in (1, 2, 4, 8) if num_rows <= size), -(-num_rows // 16) * 16)
-    if num_decodes == 0 and num_rows <= ROWS_OF_SMALL_CHUNKS:
+    if num_decodes == num_rows:
+        return _padded(num_rows, 1) if num_rows <= MOST_ROWS else None
+    if num_rows > (MOST_MIXED_ROWS if num_decodes else MOST_CHUNK_ROWS):
+        return None
+    if num_rows <= ROWS_OF_SMALL_CHUNKS:
         return max(8, 1 << (num_rows - 1).bit_length())
-    if num_decodes == 0 and num_rows <= MOST_CHUNK_ROWS:
-        return -(-num_rows // ROWS_OF_A_STEP) * ROWS_OF_A_STEP
-    return None
+    return -(-num_rows // ROWS_OF_A_STEP) * ROWS_OF_A_STEP
+
+
+def captured_sequences(num_sequences: int) -> int:
+    """To how many sequences a step of decodes and chunks is padded to be captured, by some of no rows."""
+    return _padded(num_sequences, 4)
+
+
+def captured_width(width: int, *, is_mixed: bool) -> int:
+    """To how many blocks the tables of a step are padded to be captured: a power of two, or of four, where chunks are
+    beside decodes."""
+    bits = (width - 1).bit_length()
+    return 1 << (bits + bits % 2 if is_mixed else bits)
+
+
+def _padded(count: int, least: int) -> int:
+    """To one of few sizes."""
+    return next((size for size in (1, 2, 4, 8) if max(count, least) <= size), -(-count // 16) * 16)
 
 
 @runtime_checkable
@@ -262,6 +281,7 @@ def _key(x: Tensor, caches: Sequence[LayerCache], step: StepContext) -> Hashable
     if captured_rows(len(x), metadata.num_decodes) != len(x):
         return None
     tensors = [metadata.query_starts, metadata.context_lens, metadata.block_tables, metadata.slot_mapping]
+    tensors += [] if metadata.decodes is None else [metadata.decodes]
     tensors += [tensor for rope in step.ropes for tensor in rope.sources]
     tensors.append(caches[0].keys)
     layout = None

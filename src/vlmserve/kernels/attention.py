@@ -44,9 +44,10 @@ class BatchMetadata:
     query_starts: int32 ``[sequences + 1]``. context_lens: int32 ``[sequences]``, tokens in the cache after this step.
     block_tables: int32 ``[sequences, max_blocks]``, rows padded with 0. slot_mapping: int64 ``[tokens]``. All on the
     model's device. query_lens and host_context_lens are the same lengths as Python ints, so that nobody needs to
-    synchronize with the device to know them. num_decodes: how many leading sequences have one query row. bidirectional:
-    rows that attend to later ones, in order. num_positions: one more than the highest one, where positions do not count
-    tokens. cross: what each sequence attends to, where the model has cross-attention.
+    synchronize with the device to know them. num_decodes: how many leading sequences have one query row. decodes: int32
+    ``[1]``, the same on the device, where a step that the device may have captured has longer sequences as well.
+    bidirectional: rows that attend to later ones, in order. num_positions: one more than the highest one, where
+    positions do not count tokens. cross: what each sequence attends to, where the model has cross-attention.
     """
 
     query_starts: Tensor
@@ -59,6 +60,7 @@ class BatchMetadata:
     bidirectional: Sequence[BidirectionalRows] = ()
     num_positions: int = 0
     cross: Sequence[CrossRows] = ()
+    decodes: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)

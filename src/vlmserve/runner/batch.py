@@ -13,6 +13,7 @@ import numpy as np
 from torch import Tensor
 
 from vlmserve.devices.device import Device
+from vlmserve.devices.graphs import captured_sequences, captured_width
 from vlmserve.devices.staging import Staging
 from vlmserve.kernels.attention import BatchMetadata, BidirectionalRows, CrossRows
 from vlmserve.layers.adapters import RowSlots, Run, slots_of_rows
@@ -121,13 +122,17 @@ class BatchBuilder:
         has_cross = any([state.cross_key for state in others])
         padded = None if has_cross else self._device.padded_rows(num_tokens, num_decodes)
         padding = 0 if padded is None else padded - num_tokens
+        decodes_only = num_decodes == len(counts)
+        is_mixed = padded is not None and 0 < num_decodes < len(counts)
         padding_counts: list[int] = []
         if padded is not None:
             # Chunks always have a sequence behind them, if only of no rows. The number of sequences and a table's width
             # are part of shapes, and few shapes are to come.
-            padding_counts = [1] * padding if num_decodes else [padding]
+            padding_counts = [1] * padding if decodes_only else [padding]
+            if is_mixed:
+                padding_counts += [0] * (captured_sequences(len(counts) + 1) - len(counts) - 1)
             width = max(width, *map(self._num_blocks, padding_counts), 1)
-            width = 1 << (width - 1).bit_length()
+            width = captured_width(width, is_mixed=is_mixed)
         self._reserve(num_tokens + padding, len(counts) + len(padding_counts), width)
         for row, table in enumerate(tables):
             kept, written = self._rows[row]
@@ -152,6 +157,8 @@ class BatchBuilder:
         starts = np.concatenate(([0], np.cumsum(counts))).astype(np.int32)
         arrays: list[np.ndarray] = [starts, np.asarray(context_lens, np.int32), self._tables[: len(counts), :width]]
         arrays += [slots, token_ids, in_grids]
+        if is_mixed:
+            arrays.append(np.asarray([num_decodes], np.int32))
         runs: Sequence[Run] = ()
         if adapters:
             runs, adapted = slots_of_rows((*adapters, *[-1] * len(padding_counts)), tuple(counts))
@@ -165,6 +172,7 @@ class BatchBuilder:
             arrays.append(np.asarray(sources + [0] * padding, np.int64))
         uploaded = iter(self._device.upload([*arrays, *further]))
         query_starts, contexts, block_tables, slot_mapping, tokens, places = itertools.islice(uploaded, 6)
+        decodes = next(uploaded) if is_mixed else None
         row_slots = RowSlots(runs, next(uploaded)) if adapters else None
         metadata = BatchMetadata(
             query_starts=query_starts,
@@ -173,10 +181,11 @@ class BatchBuilder:
             slot_mapping=slot_mapping,
             query_lens=counts,
             host_context_lens=context_lens,
-            num_decodes=num_decodes + (len(padding_counts) if num_decodes else 0),
+            num_decodes=num_decodes + (len(padding_counts) if decodes_only else 0),
             bidirectional=_bidirectional_rows(scheduled, ends) if others else [],
             num_positions=int(in_grids.max()) + 1 if in_grids.ndim > 1 else 0,
             cross=self._cross_rows(scheduled, ends) if has_cross else [],
+            decodes=decodes,
         )
         return Batch(
             token_ids=tokens,

@@ -156,13 +156,13 @@ def attention_cases() -> Iterator[Case]:
     types = {
         **dict.fromkeys(("query_ptr", "keys_ptr", "values_ptr", "out_ptr"), "*bf16"),
         **dict.fromkeys(("scales_ptr", "sinks_ptr", "sums_ptr", "largest_ptr"), "*fp32"),
-        **dict.fromkeys(("tables_ptr", "starts_ptr", "contexts_ptr", "reach_ptr"), "*i32"),
+        **dict.fromkeys(("tables_ptr", "starts_ptr", "contexts_ptr", "reach_ptr", "decodes_ptr"), "*i32"),
         **dict.fromkeys(("num_decodes", "num_sequences", "table_stride", "splits"), "i32"),
         **dict.fromkeys(("scale", "soft_cap"), "fp32"),
     }
-    plain = {"WINDOW": 0, "CAPPED": False, "SINKS": False, "REACH": False, "QUANTIZED": False, "SPLIT_CHUNKS": False}
+    plain = {"WINDOW": 0} | dict.fromkeys(("CAPPED", "SINKS", "REACH", "QUANTIZED", "SPLIT_CHUNKS", "MIXED"), False)
     everything = {"WINDOW": 1024, "CAPPED": True, "SINKS": True, "REACH": True}
-    split = {"SPLIT_CHUNKS": True}
+    split = {"SPLIT_CHUNKS": True, "MIXED": True}
     for head, chunks, further in (
         (128, False, {}),
         (128, False, {"QUANTIZED": True}),
@@ -184,7 +184,7 @@ def attention_cases() -> Iterator[Case]:
             },
             warps=tiles.warps,
         )  # fmt: skip
-    constants = {"HEADS": 32, "HEAD": 128, "HEAD_BLOCK": 128, "WINDOW": 0, "SINKS": False, "SPLIT_CHUNKS": True}
+    constants = {"HEADS": 32, "HEAD": 128, "HEAD_BLOCK": 128, "WINDOW": 0, "SINKS": False, **split}
     yield Case("combining of decodes", attention_kernels.combine, types, constants, 2)
 
 

@@ -132,6 +132,44 @@ def test_a_sequence_that_only_pads_changes_nothing(device: torch.device, padding
     assert torch.equal(*outputs)
 
 
+@pytest.mark.parametrize(("name", "split"), [("plain", True), ("all of it", False), ("all of it", True)])
+def test_the_number_of_decodes_may_be_read_on_the_device(
+    device: torch.device, name: str, split: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in steps that are captured: there is room for more of them, and some sequences have no rows."""
+    unit, few = CHUNK_SPLIT.value // 16, FEW_QUERIES.value
+    if knobs.runtime.interpret:
+        unit, few = 1, 10
+        for constant, value in (("CHUNK_SPLIT", 16), ("FEW_QUERIES", few)):
+            for module in (attention, attention_kernels):
+                monkeypatch.setattr(module, constant, tl.constexpr(value))
+    spec, lengths = SPECS[name], [140, 3, 40 * unit + few - 1, 25]
+    blocks, backend = BlockTables([*lengths, 16], 16), TritonAttention()
+    chunks = [(0, 139, 1), (1, 2, 1), (2, 40 * unit, few - 1), (3, 5, 20)]
+    if not split:
+        chunks[2] = (2, 3, few + 5)
+    rows, outputs = sum(new for _, _, new in chunks), []
+    for padded in (False, True):
+        torch.manual_seed(1)
+        cache = backend.allocate(blocks.num_blocks, 16, spec, torch.float32, device)
+        cache.keys.normal_()
+        cache.values.normal_()
+        query, key, value = (
+            torch.randn(rows + 7, heads, spec.head_size).to(device) for heads in (spec.num_heads, 2, 2)
+        )
+        batch = [*chunks, (4, 0, 7), (4, 0, 0), (4, 0, 0)] if padded else chunks
+        metadata = blocks.metadata(batch, device)
+        assert metadata.num_decodes == 2
+        if padded:
+            metadata = dataclasses.replace(metadata, decodes=torch.tensor([2], dtype=torch.int32, device=device))
+        count = len(metadata.slot_mapping)
+        plan = backend.prepare(metadata, 16, [spec], torch.float32)
+        assert plan.split_chunks == split
+        output = backend.attend(query[:count], key[:count], value[:count], cache, spec, metadata, plan)
+        outputs.append(output[:rows])
+    assert torch.equal(*outputs)
+
+
 def test_rotating_on_the_way_gives_the_same(device: torch.device) -> None:
     torch.manual_seed(0)
     blocks, backend = BlockTables([20], 4), TritonAttention()
@@ -161,6 +199,17 @@ def test_steps_can_be_captured_unless_rows_are_bidirectional() -> None:
     assert key([(0, 260, 1), (1, 2, 1)]) != key([(0, 10, 1), (1, 2, 1)])
     assert key([(0, 0, 260), (1, 0, 2)]) == key([(0, 0, 250), (1, 0, 4)])
     assert key([(0, 0, 260), (1, 0, 2)]) != key([(0, 260, 1), (1, 0, 2)])
+
+
+def test_steps_of_any_number_of_decodes_beside_chunks_are_captured_as_one() -> None:
+    backend, blocks = TritonAttention(), BlockTables([300, 4, 4, 40], 16)
+    keys = []
+    for decodes in (1, 2):
+        chunks = [(number, 3 - 3 * (number >= decodes), 1 if number < decodes else 3) for number in (1, 2)]
+        metadata = blocks.metadata([(0, 260, 1), *chunks, (3, 0, 2)])
+        metadata = dataclasses.replace(metadata, decodes=torch.tensor([metadata.num_decodes], dtype=torch.int32))
+        keys.append(backend.prepare(metadata, 16, [PLAIN], torch.float32).capture_key)
+    assert keys[0] == keys[1]
 
 
 def test_what_the_kernels_do_not_serve_is_named() -> None:

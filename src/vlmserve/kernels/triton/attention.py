@@ -106,19 +106,22 @@ class TritonAttention(TorchReference):
         splits = 0
         if metadata.num_decodes:
             longest = max(metadata.host_context_lens[: metadata.num_decodes])
+            if metadata.decodes is not None:
+                # Of any decodes that fit a captured step.
+                longest = metadata.block_tables.shape[1] * block_size
             splits = min(MAX_SPLITS.value, next_power_of_2(cdiv(longest, MIN_SPLIT.value)))
         split_chunks = _splits_chunks(metadata)
-        part_rows = metadata.num_decodes
+        part_rows = _part_rows(metadata, splits_decodes=True, splits_chunks=split_chunks)
         if split_chunks:
             splits = max(splits, CHUNK_SPLITS.value)
-            part_rows += (len(metadata.query_lens) - metadata.num_decodes) * FEW_QUERIES.value
         parts = part_rows * splits * max((spec.num_heads for spec in layers), default=0)
         width = max((_head_block(spec) for spec in layers), default=0)
         if parts * width > self._sums.numel() or self._sums.device != device:
             # Captured steps keep what they were captured with.
             self._sums = torch.empty(parts * width, device=device)
             self._largest = torch.empty(parts * 2, device=device)
-        capture_key = (splits, split_chunks, metadata.num_decodes, len(metadata.query_lens))
+        decodes = metadata.num_decodes if metadata.decodes is None else None
+        capture_key = (splits, split_chunks, decodes, len(metadata.query_lens))
         reach = _reach(metadata)
         return TritonPlan(
             splits, split_chunks, self._sums, self._largest, reach, capture_key if reach is None else None
@@ -168,7 +171,11 @@ class TritonAttention(TorchReference):
         group = spec.num_heads // spec.num_kv_heads
         chunk_rows = len(query) - decodes
         tiles, blocks = tile(spec, chunks=chunk_rows > 0), decodes
-        if chunk_rows:
+        is_mixed = metadata.decodes is not None
+        if is_mixed:
+            # As many as there can be where a captured step has other decodes.
+            blocks = sequences + len(query) // (tiles.rows // group)
+        elif chunk_rows:
             blocks += chunk_rows // (tiles.rows // group) + sequences - decodes
         elif self.decode_tile is not None:
             tiles = self.decode_tile
@@ -187,6 +194,7 @@ class TritonAttention(TorchReference):
             output,
             plan.sums,
             plan.largest,
+            metadata.query_starts if metadata.decodes is None else metadata.decodes,
             decodes,
             sequences,
             metadata.block_tables.stride(0),
@@ -206,12 +214,12 @@ class TritonAttention(TorchReference):
             QUANTIZED=cache.scales is not None,
             STAGES=3 if query.element_size() == 2 else 1,
             SPLIT_CHUNKS=plan.split_chunks,
+            MIXED=is_mixed,
             ASSEMBLY=has_assembly(query.device),
             num_warps=tiles.warps,
         )
-        part_rows = decodes if plan.splits > 1 or spec.sinks is not None else 0
-        if plan.split_chunks:
-            part_rows = decodes + (sequences - decodes) * FEW_QUERIES.value
+        splits_decodes = plan.splits > 1 or spec.sinks is not None
+        part_rows = _part_rows(metadata, splits_decodes=splits_decodes, splits_chunks=plan.split_chunks)
         if part_rows:
             combine[(part_rows, spec.num_heads)](
                 plan.sums,
@@ -220,7 +228,9 @@ class TritonAttention(TorchReference):
                 metadata.context_lens,
                 sinks,
                 output,
+                metadata.query_starts if metadata.decodes is None else metadata.decodes,
                 decodes,
+                sequences,
                 max(1, plan.splits),
                 HEADS=spec.num_heads,
                 HEAD=spec.head_size,
@@ -228,6 +238,7 @@ class TritonAttention(TorchReference):
                 WINDOW=spec.window or 0,
                 SINKS=spec.sinks is not None,
                 SPLIT_CHUNKS=plan.split_chunks,
+                MIXED=is_mixed,
                 num_warps=2,
             )
         return output
@@ -243,9 +254,24 @@ def _head_block(spec: AttentionSpec) -> int:
     return max(16, next_power_of_2(spec.head_size))
 
 
+def _chunks(metadata: BatchMetadata) -> list[int]:
+    """Sequences of more than one row, those among them that pad a batch and have any."""
+    return [index for index in range(metadata.num_decodes, len(metadata.query_lens)) if metadata.query_lens[index]]
+
+
+def _part_rows(metadata: BatchMetadata, *, splits_decodes: bool, splits_chunks: bool) -> int:
+    """Rows whose parts are kept in memory, or of a step that may be captured, as many as there can be."""
+    sequences = len(metadata.query_lens)
+    if not splits_chunks:
+        return (metadata.num_decodes if metadata.decodes is None else sequences) if splits_decodes else 0
+    if metadata.decodes is None:
+        return metadata.num_decodes + (sequences - metadata.num_decodes) * int(FEW_QUERIES.value)
+    return sequences + MOST_SPLIT_CHUNKS * int(FEW_QUERIES.value)
+
+
 def _splits_chunks(metadata: BatchMetadata) -> bool:
     """Whether the contexts of chunks are split: where some have few rows over a long context, and a batch has few."""
-    chunks = range(metadata.num_decodes, len(metadata.query_lens))
+    chunks = _chunks(metadata)
     return len(chunks) <= MOST_SPLIT_CHUNKS and any(
         metadata.query_lens[index] <= FEW_QUERIES.value and metadata.host_context_lens[index] >= 2 * CHUNK_SPLIT.value
         for index in chunks

@@ -143,13 +143,14 @@ def over_keys(
 @triton.jit(do_not_specialize=["num_decodes", "num_sequences", "table_stride"])
 def attend_rows(
     query_ptr, keys_ptr, values_ptr, scales_ptr, tables_ptr, starts_ptr, contexts_ptr, reach_ptr, sinks_ptr, out_ptr,
-    sums_ptr, largest_ptr, num_decodes, num_sequences, table_stride, scale, soft_cap, HEADS: tl.constexpr,
+    sums_ptr, largest_ptr, decodes_ptr, num_decodes, num_sequences, table_stride, scale, soft_cap, HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr, HEAD: tl.constexpr, HEAD_BLOCK: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr,
     REACH: tl.constexpr, QUANTIZED: tl.constexpr, STAGES: tl.constexpr, SPLIT_CHUNKS: tl.constexpr,
-    ASSEMBLY: tl.constexpr, DEPENDENT: tl.constexpr = False,
+    MIXED: tl.constexpr, ASSEMBLY: tl.constexpr, DEPENDENT: tl.constexpr = False,
 ):  # fmt: skip
-    """Programs ``[decodes + blocks of chunk rows, kv_heads, splits]``.
+    """Programs ``[decodes + blocks of chunk rows, kv_heads, splits]``. MIXED: the number of decodes is read on the
+    device, and there may be more programs than blocks.
 
     sums_ptr, largest_ptr: where parts go, float32 ``[part rows, heads, splits, HEAD_BLOCK]``, and ``[part rows, heads,
     splits, 2]``, their largest score and their weight. Part rows are the decodes', then, with SPLIT_CHUNKS,
@@ -158,6 +159,8 @@ def attend_rows(
     GROUP: tl.constexpr = HEADS // KV_HEADS
     QUERIES: tl.constexpr = ROWS // GROUP
     wait_for_previous(DEPENDENT)
+    if MIXED:
+        num_decodes = tl.load(decodes_ptr)
     block, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     rows = tl.arange(0, ROWS)
     columns = tl.arange(0, HEAD_BLOCK)
@@ -225,14 +228,17 @@ def attend_rows(
 
 
 @Kernel
-@triton.jit(do_not_specialize=["num_decodes", "splits"])
+@triton.jit(do_not_specialize=["num_decodes", "num_sequences", "splits"])
 def combine(
-    sums_ptr, largest_ptr, starts_ptr, contexts_ptr, sinks_ptr, out_ptr, num_decodes, splits, HEADS: tl.constexpr,
-    HEAD: tl.constexpr, HEAD_BLOCK: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr,
-    SPLIT_CHUNKS: tl.constexpr, DEPENDENT: tl.constexpr = False,
+    sums_ptr, largest_ptr, starts_ptr, contexts_ptr, sinks_ptr, out_ptr, decodes_ptr, num_decodes, num_sequences,
+    splits, HEADS: tl.constexpr, HEAD: tl.constexpr, HEAD_BLOCK: tl.constexpr, WINDOW: tl.constexpr,
+    SINKS: tl.constexpr, SPLIT_CHUNKS: tl.constexpr, MIXED: tl.constexpr, DEPENDENT: tl.constexpr = False,
 ):  # fmt: skip
-    """Add the parts of one part row and head, in order. splits: parts that there is room for."""
+    """Add the parts of one part row and head, in order. splits: parts that there is room for. MIXED: see
+    `attend_rows`."""
     wait_for_previous(DEPENDENT)
+    if MIXED:
+        num_decodes = tl.load(decodes_ptr)
     part_row, head = tl.program_id(0), tl.program_id(1)
     columns = tl.arange(0, HEAD_BLOCK)
     sequence, row = part_row, 0
@@ -240,6 +246,10 @@ def combine(
         behind = part_row - num_decodes
         sequence = tl.where(behind < 0, part_row, num_decodes + behind // FEW_QUERIES)
         row = tl.where(behind < 0, 0, behind % FEW_QUERIES)
+    if MIXED:
+        behind_all = sequence >= num_sequences if SPLIT_CHUNKS else part_row >= num_decodes
+        if behind_all:
+            return
     begin = tl.load(starts_ptr + sequence)
     new = tl.load(starts_ptr + sequence + 1) - begin
     if (row >= new) | (new > FEW_QUERIES):
