@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from vlmserve.kernels.ranges import BLOCK_ROWS, Ranges
+from vlmserve.kernels.ranges import Ranges
 from vlmserve.layers.encoder_attention import EncoderAttention
 from vlmserve.models.vision.rotation import rotate_heads
 
@@ -27,7 +27,7 @@ class StaticRanges:
         query, key, value = qkv.float().view(len(qkv), 3, self._num_heads, -1).permute(1, 2, 0, 3)
         out = torch.full_like(query, torch.nan)
         for first, begin, end in ranges.blocks.tolist():
-            rows = slice(first, min(first + BLOCK_ROWS, end))
+            rows = slice(first, min(first + ranges.block_rows, end))
             scores = query[:, rows] @ key[:, begin:end].transpose(1, 2) * query.shape[-1] ** -0.5
             out[:, rows] = scores.softmax(-1) @ value[:, begin:end]
         return out.transpose(0, 1).flatten(1).to(qkv.dtype)

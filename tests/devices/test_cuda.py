@@ -92,6 +92,15 @@ def test_a_gpu_has_the_name_that_the_driver_gives_it(monkeypatch: pytest.MonkeyP
     assert CudaDevice(GPU).gpu_uuid == "GPU-12-1"
 
 
+@pytest.fixture(autouse=True)
+def _kernels_overlap_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To open a GPU says how all kernels of the process are launched."""
+    if importlib.util.find_spec("triton") is not None:
+        from vlmserve.kernels.triton.launching import Kernel
+
+        monkeypatch.setattr(Kernel, "overlaps", Kernel.overlaps)
+
+
 def opened(monkeypatch: pytest.MonkeyPatch, kernels: str, capability: tuple[int, int]) -> CudaDevice:
     """What a GPU with this compute capability is opened as."""
     driver = Driver(monkeypatch, 0)

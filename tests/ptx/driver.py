@@ -17,7 +17,7 @@ from triton.runtime import driver
 from tests.ptx import recording
 from tests.ptx.emulator import Executable
 from tests.ptx.program import parse
-from vlmserve.kernels.triton import attention, products, unpacking
+from vlmserve.kernels.triton import attention, products, shared_memory, unpacking
 
 SHARED_BYTES = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10}
 """That a program may have, by architecture."""
@@ -130,7 +130,7 @@ def emulated(arch: int) -> Iterator[None]:
         patch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
         for module in (attention, products, unpacking):
             patch.setattr(module, "has_assembly", lambda device: True)
-        patch.setattr(products, "shared_bytes", lambda device: (SHARED_BYTES[arch] + 1024) // 2 - 2048)
+        patch.setattr(shared_memory, "shared_bytes", lambda device: (SHARED_BYTES[arch] + 1024) // 2 - 2048)
         driver.set_active(Driver(arch))
         yield
 

@@ -12,28 +12,32 @@ from torch import Tensor
 
 from vlmserve.kernels.transfers import to_device
 
-BLOCK_ROWS = 64
-"""Rows of queries that a program takes."""
+WINDOW_ROWS = 64
+"""Rows of queries that a program takes where no range has more."""
+BLOCK_ROWS = 128
+"""The same where some have: each program reads all keys and values of its range."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ranges:
     """lengths: of ranges of rows, one behind the other; the rows of each see each other. blocks: int32
-    ``[blocks, 3]``, on the device: the first row of each `BLOCK_ROWS`, or fewer, of a range, and where that range
-    begins and ends."""
+    ``[blocks, 3]``, on the device: the first row of each `block_rows`, or fewer, of a range, and where that range
+    begins and ends. block_rows: `WINDOW_ROWS` or `BLOCK_ROWS`."""
 
     lengths: list[int]
     blocks: Tensor
+    block_rows: int
 
     @classmethod
     def of(cls, lengths: list[int], device: torch.device) -> Ranges:
         """Ranges of these lengths."""
         blocks, begin = [], 0
+        block_rows = WINDOW_ROWS if max(lengths, default=0) <= WINDOW_ROWS else BLOCK_ROWS
         for length in lengths:
             end = begin + length
-            blocks += [(first, begin, end) for first in range(begin, end, BLOCK_ROWS)]
+            blocks += [(first, begin, end) for first in range(begin, end, block_rows)]
             begin = end
-        return cls(lengths, to_device(torch.tensor(blocks, dtype=torch.int32).view(-1, 3), device))
+        return cls(lengths, to_device(torch.tensor(blocks, dtype=torch.int32).view(-1, 3), device), block_rows)
 
     @classmethod
     def join(cls, parts: Sequence[Ranges]) -> Ranges:
@@ -42,7 +46,9 @@ class Ranges:
         for part in parts:
             blocks.append(part.blocks + begin)
             begin += sum(part.lengths)
-        return cls([length for part in parts for length in part.lengths], torch.cat(blocks))
+        # Ranges of up to `WINDOW_ROWS` are one block each, whatever the others are.
+        block_rows = max((part.block_rows for part in parts), default=WINDOW_ROWS)
+        return cls([length for part in parts for length in part.lengths], torch.cat(blocks), block_rows)
 
     @property
     def is_even(self) -> bool:

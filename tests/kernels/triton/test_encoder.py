@@ -10,10 +10,9 @@ from vlmserve.kernels.triton.encoder import MAX_HEAD_SIZE, TritonRanges, unsuppo
 from vlmserve.models.vision.rotation import rotate_heads
 
 
-@pytest.mark.parametrize(("heads", "size"), [(2, 10), (1, 20)])
-def test_rows_attend_to_those_of_their_range(device: torch.device, heads: int, size: int) -> None:
+@pytest.mark.parametrize(("heads", "size", "lengths"), [(2, 10, [5, 64, 1]), (1, 20, [5, 64, 140, 1])])
+def test_rows_attend_to_those_of_their_range(device: torch.device, heads: int, size: int, lengths: list[int]) -> None:
     torch.manual_seed(heads)
-    lengths = [5, 64, 70, 1]
     qkv = torch.randn(sum(lengths), 3 * heads * size)
     ours = TritonRanges(heads, size).attend(qkv.to(device), Ranges.of(lengths, device)).cpu()
     parts = []
@@ -35,13 +34,15 @@ def test_queries_and_keys_are_rotated_in_place(device: torch.device) -> None:
 
 
 def test_ranges_of_several_batches_become_one(device: torch.device) -> None:
-    parts = [[70, 3], [5], [64, 64]]
+    parts = [[170, 3], [5], [64, 64]]
     joined = Ranges.join([Ranges.of(lengths, device) for lengths in parts])
     whole = Ranges.of([length for lengths in parts for length in lengths], device)
     assert joined.lengths == whole.lengths
+    assert joined.block_rows == whole.block_rows == 128
     assert torch.equal(joined.blocks, whole.blocks)
-    assert [tuple(run.shape) for run in whole.runs(torch.empty(206, 2))] == [
-        (1, 70, 2),
+    assert Ranges.join([Ranges.of(lengths, device) for lengths in parts[1:]]).block_rows == 64
+    assert [tuple(run.shape) for run in whole.runs(torch.empty(306, 2))] == [
+        (1, 170, 2),
         (1, 3, 2),
         (1, 5, 2),
         (2, 64, 2),

@@ -12,8 +12,9 @@ from triton.runtime import driver
 from tests.attending import attend
 from tests.kernels.triton.test_products import BITS, made_for_bfloat16
 from vlmserve.kernels.attention import AttentionSpec
+from vlmserve.kernels.triton import shared_memory
 from vlmserve.kernels.triton.attention import TritonAttention
-from vlmserve.kernels.triton.products import TritonProduct, half_of_shared, tiling
+from vlmserve.kernels.triton.products import TritonProduct, tiling
 
 if knobs.runtime.interpret:
     pytest.skip("the interpreter counts nothing", allow_module_level=True)
@@ -46,7 +47,7 @@ def test_products_have_few_bank_conflicts(device: torch.device, kind: str, rows:
     """One program of a product."""
     torch.manual_seed(0)
     tiles, gated = (
-        tiling(BITS[kind], 128, *shape, rows, shared=half_of_shared(0))._replace(splits=1),
+        tiling(BITS[kind], 128, *shape, rows, shared=shared_memory.shared_bytes(device))._replace(splits=1),
         shape[0] > shape[1],
     )
     weight, _ = made_for_bfloat16(kind, tiles.outputs, 2048, device)
@@ -64,7 +65,7 @@ def test_products_have_few_bank_conflicts(device: torch.device, kind: str, rows:
 def test_small_groups_of_4_bits_cost_little_more(device: torch.device, shape: tuple[int, int]) -> None:
     """Groups of 32, the default: instructions of a weight, and bytes of shared memory's waves."""
     torch.manual_seed(0)
-    tiles = tiling(4, 32, *shape, 1, shared=half_of_shared(0))._replace(splits=1)
+    tiles = tiling(4, 32, *shape, 1, shared=shared_memory.shared_bytes(device))._replace(splits=1)
     weight, _ = made_for_bfloat16("4 bits", tiles.outputs, 4096, device, group=32)
     with counting() as found:
         TritonProduct(weight, dtype=torch.bfloat16).few(torch.randn(1, 4096).bfloat16().to(device), tiles=tiles)

@@ -18,6 +18,7 @@ from benchmarks.gpu_timing import Launch
 from vlmserve.kernels.triton import products
 from vlmserve.kernels.triton.attention import TritonAttention
 from vlmserve.kernels.triton.products import PROGRAMS, TritonProduct, tiling
+from vlmserve.kernels.triton.shared_memory import RESERVED_BYTES
 from vlmserve.kernels.triton.tuned import Shape, Tiling
 
 pytestmark = pytest.mark.skipif(
@@ -160,7 +161,7 @@ def test_many_rows_are_read_beside_many_outputs(bits: int, rows: int) -> None:
 @pytest.mark.parametrize("item_bytes", [2, 4])
 def test_rules_fit_into_the_shared_memory_of_each_gpu(multiprocessor: int, item_bytes: int) -> None:
     """In KiB: of an RTX 4090 or L40S, of an A100, and of an H100; two programs share it."""
-    shared = multiprocessor * 512 - products.RESERVED_BYTES
+    shared = multiprocessor * 512 - RESERVED_BYTES
     shapes = [(28672, 4096), (6144, 4096), (4096, 4096), (4096, 14336), (70, 128), (768, 3072), (151936, 2048)]
     for bits, shape, rows in itertools.product((4, 8, 8 * item_bytes), shapes, (1, 9, 20, 64, 128)):
         for group in (32, 64, 128) if bits == 4 else (0,):

@@ -26,6 +26,9 @@ from vlmserve.kernels.triton.rope import rotate_into_cache
 from vlmserve.kernels.triton.unpacking import has_assembly
 
 MAX_HEAD_SIZE = 256
+STAGES = 5
+"""Of the pipeline: one for block tables, two for keys and values, which lie where tables say, and two for what is
+computed. With fewer, no keys are on their way while others are multiplied."""
 MOST_SPLIT_CHUNKS = 4
 """Chunks of a batch whose contexts are split. More of them have programs enough, and would take much memory."""
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -212,7 +215,7 @@ class TritonAttention(TorchReference):
             SINKS=spec.sinks is not None,
             REACH=plan.reach is not None,
             QUANTIZED=cache.scales is not None,
-            STAGES=3 if query.element_size() == 2 else 1,
+            STAGES=STAGES if query.element_size() == 2 else 1,
             SPLIT_CHUNKS=plan.split_chunks,
             MIXED=is_mixed,
             ASSEMBLY=has_assembly(query.device),

@@ -5,19 +5,41 @@ A program takes some rows of one range and one head. What ranges there are is re
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from vlmserve.kernels.ranges import BLOCK_ROWS, Ranges
+from vlmserve.kernels.ranges import WINDOW_ROWS, Ranges
+from vlmserve.kernels.triton import shared_memory
 from vlmserve.kernels.triton.attention_kernels import LOG2_E
 from vlmserve.kernels.triton.host_math import next_power_of_2
 from vlmserve.kernels.triton.launching import Kernel
 
 MAX_HEAD_SIZE = 128
-KEYS = 64
-"""Keys that a program multiplies at a time."""
+LARGE_BYTES = 100 * 1024
+"""See `shared_memory.shared_bytes`: an H100 has more, and tensor cores that take tiles from shared memory."""
+
+
+class TowerTile(NamedTuple):
+    """Keys that a program of so many warps multiplies at a time, and stages of its pipeline: one tile of keys and
+    values is computed, the others are on their way."""
+
+    keys: int
+    warps: int
+    stages: int
+
+
+def tile(block_rows: int, dtype: torch.dtype, shared: int) -> TowerTile:
+    """For a program of so many rows. shared: see `shared_memory.shared_bytes`."""
+    if dtype == torch.float32:
+        return TowerTile(64, 4, 1) if block_rows == WINDOW_ROWS else TowerTile(32, 8, 1)
+    if block_rows == WINDOW_ROWS:
+        # All keys of a window are one tile.
+        return TowerTile(64, 4, 2)
+    return TowerTile(64 if shared >= LARGE_BYTES else 32, 8, 3)
 
 
 @Kernel
@@ -120,6 +142,7 @@ class TritonRanges:
         out = torch.empty((len(qkv), self._num_heads * self._head_size), dtype=qkv.dtype, device=qkv.device)
         if not len(ranges.blocks):
             return out
+        tiles = tile(ranges.block_rows, qkv.dtype, shared_memory.shared_bytes(qkv.device))
         attend_ranges[(len(ranges.blocks), self._num_heads)](
             qkv,
             ranges.blocks,
@@ -128,9 +151,9 @@ class TritonRanges:
             HEADS=self._num_heads,
             HEAD=self._head_size,
             HEAD_BLOCK=max(16, next_power_of_2(self._head_size)),
-            ROWS=BLOCK_ROWS,
-            KEYS=KEYS,
-            STAGES=2 if qkv.element_size() == 2 else 1,
-            num_warps=4,
+            ROWS=ranges.block_rows,
+            KEYS=tiles.keys,
+            STAGES=tiles.stages,
+            num_warps=tiles.warps,
         )
         return out

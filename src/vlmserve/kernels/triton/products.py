@@ -8,9 +8,9 @@ from functools import cache
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from triton.runtime import driver
 
 from vlmserve.kernels.quantized import QuantizedWeight
+from vlmserve.kernels.triton import shared_memory
 from vlmserve.kernels.triton.activations import ACTIVATIONS
 from vlmserve.kernels.triton.adapter_kernels import WORDS
 from vlmserve.kernels.triton.adapters import TritonChange, add_adapters
@@ -19,6 +19,7 @@ from vlmserve.kernels.triton.expanding import expanded_groups, expanded_rows
 from vlmserve.kernels.triton.gated import finish
 from vlmserve.kernels.triton.host_math import cdiv
 from vlmserve.kernels.triton.product_kernels import add_parts, multiply
+from vlmserve.kernels.triton.shared_memory import SHARED_BYTES
 from vlmserve.kernels.triton.tuned import LARGE_BLOCK, TUNED, Shape, Tiling
 from vlmserve.kernels.triton.unpacking import has_assembly
 from vlmserve.layers.adapters import Change, LinearAdapters
@@ -42,13 +43,12 @@ PROGRAMS = 128
 fewer, the inputs are split among several."""
 ENOUGH_PROGRAMS = 96
 """With large tiles: to split the inputs once more costs more than a few idle multiprocessors."""
+MOST_WARPS_OF_4_BITS = 2
+"""That divide the inputs of 64 outputs: on an H200, one row by 28,672 x 4,096 weights takes 20 us by 2 and 28 us by 4,
+in groups of 32 34 us and 47 us."""
 BYTES_ON_THEIR_WAY = 2**15
 """Of weights, for each of so many multiprocessors: about what memory gives in the time that one access takes. At 4.3
 TB/s and 0.7 to 1 microseconds that is 23 to 33 KB for each of 132."""
-RESERVED_BYTES = 2 * 1024
-"""Of shared memory, of each program: what CUDA takes, and what sums of several warps take beside tiles."""
-SHARED_BYTES = 112 * 1024
-"""For tiles on their way to one program, so that a multiprocessor of an H100 or H200 has two."""
 MOST_ON_THEIR_WAY = 11
 """Tiles."""
 EXPANDED_ELEMENTS = 2**28
@@ -88,21 +88,6 @@ def tuned_tilings(device: torch.device) -> dict[Shape, Tiling]:
     return TUNED.get(torch.cuda.get_device_name(device), {}) if device.type == "cuda" else {}
 
 
-@cache
-def shared_bytes(device: torch.device) -> int:
-    """`SHARED_BYTES` of a GPU."""
-    if device.type != "cuda":
-        return SHARED_BYTES
-    return half_of_shared(torch.cuda.current_device())
-
-
-def half_of_shared(device: int) -> int:
-    """Shared memory for the tiles of each of two programs that a multiprocessor has at a time. device: its number."""
-    # One program may have all that a multiprocessor has, but for what CUDA takes.
-    most = driver.active.utils.get_device_properties(device)["max_shared_mem"]
-    return int(most + 1024) // 2 - RESERVED_BYTES
-
-
 def tiling(
     bits: int,
     group: int,
@@ -114,7 +99,7 @@ def tiling(
     shared: int = SHARED_BYTES,
 ) -> Tiling:
     """The tiling for a product where none was measured, a function of its shape alone. group: of inputs that share a
-    scale, of 4 bits. item_bytes: of a number of x. shared: see `shared_bytes`.
+    scale, of 4 bits. item_bytes: of a number of x. shared: see `shared_memory.shared_bytes`.
 
     Chosen by what Triton's compiler makes of it (registers, spills, instructions a weight), so that each multiprocessor
     has several warps, and enough weights on their way from memory.
@@ -126,10 +111,10 @@ def tiling(
     divided = large or _small(bits, tokens, inputs, *sizes)
     programs = cdiv(out_features, divided.outputs) * divided.splits
     # Of the stages of a pipeline, one is computed and the others are on their way. Several programs of a multiprocessor
-    # take turns with that, a single one has two on their way.
+    # take turns with that, a single one has two on their way, and so has each of those with small tiles of 4 bits.
     of_program = BYTES_ON_THEIR_WAY * PROGRAMS // programs
     wanted = cdiv(of_program, divided.outputs * inputs * divided.parts(bits) * bits // 8)
-    least = 1 if programs >= 2 * PROGRAMS else 2
+    least = 1 if programs >= 2 * PROGRAMS and bits != 4 else 2
     stages = 1 + min(max(least, wanted), MOST_ON_THEIR_WAY)
     deeper = (divided._replace(stages=count) for count in range(stages, 2, -1))
     return next((one for one in deeper if one.shared_bytes(bits, item_bytes) <= shared), divided)
@@ -183,7 +168,8 @@ def _divided(divided: Tiling, bits: int, out_features: int, in_features: int, it
     divided = divided._replace(splits=splits, warps=max(outputs // 32, divided.tokens // most_tokens))
     if not divided.divides_inputs(bits):
         return divided
-    wider = [divided._replace(warps=count) for count in (8, 4, 2, 1) if count <= 256 // outputs]
+    most_warps = MOST_WARPS_OF_4_BITS if bits == 4 and outputs == 64 else 256 // outputs
+    wider = [divided._replace(warps=count) for count in (8, 4, 2, 1) if count <= most_warps]
     needed = [one for one in wider if one.parts(bits) <= cdiv(tiles, splits)] or wider[-1:]
     fitting = [one for one in needed if one.shared_bytes(bits, item_bytes) <= shared] or needed[-1:]
     # Where all rounds are whole, no loads are masked, which is worth half of the warps.
@@ -361,7 +347,7 @@ class TritonProduct:
             item_bytes = self._dtype.itemsize
             measured = tuned_tilings(device).get(shape) if item_bytes == 2 else None
             self._tilings[rows, device] = measured or tiling(
-                *shape[:4], rows, item_bytes=item_bytes, shared=shared_bytes(device)
+                *shape[:4], rows, item_bytes=item_bytes, shared=shared_memory.shared_bytes(device)
             )
         return self._tilings[rows, device]
 

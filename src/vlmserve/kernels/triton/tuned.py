@@ -63,9 +63,6 @@ class Shape(NamedTuple):
 
 TUNED: dict[str, dict[Shape, Tiling]] = {
     "NVIDIA H200": {
-        Shape(bits=4, group=128, out_features=28672, in_features=4096, tokens=8): Tiling(
-            outputs=64, tokens=8, inputs=128, splits=1, warps=2, stages=3
-        ),
         Shape(bits=4, group=32, out_features=6144, in_features=4096, tokens=8): Tiling(
             outputs=32, tokens=8, inputs=64, splits=2, warps=4, stages=3
         ),
