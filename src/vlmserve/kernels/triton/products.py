@@ -19,7 +19,7 @@ from vlmserve.kernels.triton.expanding import expanded_groups, expanded_rows
 from vlmserve.kernels.triton.gated import finish
 from vlmserve.kernels.triton.host_math import cdiv
 from vlmserve.kernels.triton.product_kernels import add_parts, multiply
-from vlmserve.kernels.triton.shared_memory import SHARED_BYTES
+from vlmserve.kernels.triton.shared_memory import MULTIPROCESSORS, SHARED_BYTES
 from vlmserve.kernels.triton.tuned import LARGE_BLOCK, TUNED, Shape, Tiling
 from vlmserve.kernels.triton.unpacking import has_assembly
 from vlmserve.layers.adapters import Change, LinearAdapters
@@ -97,9 +97,11 @@ def tiling(
     *,
     item_bytes: int = 2,
     shared: int = SHARED_BYTES,
+    multiprocessors: int = MULTIPROCESSORS,
 ) -> Tiling:
     """The tiling for a product where none was measured, a function of its shape alone. group: of inputs that share a
-    scale, of 4 bits. item_bytes: of a number of x. shared: see `shared_memory.shared_bytes`.
+    scale, of 4 bits. item_bytes: of a number of x. shared: see `shared_memory.shared_bytes`. multiprocessors: of the
+    GPU.
 
     Chosen by what Triton's compiler makes of it (registers, spills, instructions a weight), so that each multiprocessor
     has several warps, and enough weights on their way from memory.
@@ -109,15 +111,26 @@ def tiling(
     sizes = (out_features, in_features, item_bytes, shared)
     large = _large(bits, tokens, inputs, *sizes) if tokens > 16 and item_bytes == 2 else None
     divided = large or _small(bits, tokens, inputs, *sizes)
-    programs = cdiv(out_features, divided.outputs) * divided.splits
-    # Of the stages of a pipeline, one is computed and the others are on their way. Several programs of a multiprocessor
-    # take turns with that, a single one has two on their way, and so has each of those with small tiles of 4 bits.
-    of_program = BYTES_ON_THEIR_WAY * PROGRAMS // programs
-    wanted = cdiv(of_program, divided.outputs * inputs * divided.parts(bits) * bits // 8)
-    least = 1 if programs >= 2 * PROGRAMS and bits != 4 else 2
-    stages = 1 + min(max(least, wanted), MOST_ON_THEIR_WAY)
+    stages = _stages(divided, bits, out_features)
     deeper = (divided._replace(stages=count) for count in range(stages, 2, -1))
+    if divided.divides_inputs(bits) and cdiv(out_features, divided.outputs) * divided.splits <= multiprocessors:
+        # Each program has a multiprocessor of its own.
+        shared *= 2
     return next((one for one in deeper if one.shared_bytes(bits, item_bytes) <= shared), divided)
+
+
+def _stages(divided: Tiling, bits: int, out_features: int) -> int:
+    """Of the pipeline of a product: one tile is computed, one waits for its place, and the others are on their way. So
+    two stages have none on its way, for which several programs of a multiprocessor take turns."""
+    programs = cdiv(out_features, divided.outputs) * divided.splits
+    of_program = BYTES_ON_THEIR_WAY * PROGRAMS // programs
+    tile = divided.outputs * divided.inputs * divided.parts(bits) * bits // 8
+    many = programs >= 2 * PROGRAMS
+    if not divided.divides_inputs(bits):
+        return 1 + min(max(1 if many else 2, cdiv(of_program, tile)), MOST_ON_THEIR_WAY)
+    if many and bits != 4:
+        return 2
+    return 2 + min(max(1, of_program // tile if many else cdiv(of_program, tile)), MOST_ON_THEIR_WAY)
 
 
 def _large(
@@ -347,7 +360,11 @@ class TritonProduct:
             item_bytes = self._dtype.itemsize
             measured = tuned_tilings(device).get(shape) if item_bytes == 2 else None
             self._tilings[rows, device] = measured or tiling(
-                *shape[:4], rows, item_bytes=item_bytes, shared=shared_memory.shared_bytes(device)
+                *shape[:4],
+                rows,
+                item_bytes=item_bytes,
+                shared=shared_memory.shared_bytes(device),
+                multiprocessors=shared_memory.multiprocessors(device),
             )
         return self._tilings[rows, device]
 
