@@ -27,8 +27,8 @@ from vlmserve.kernels.triton.unpacking import has_assembly
 
 MAX_HEAD_SIZE = 256
 STAGES = 5
-"""Of the pipeline: one for block tables, two for keys and values, which lie where tables say, and two for what is
-computed. With fewer, no keys are on their way while others are multiplied."""
+"""Of the pipeline, which has some for loads of block tables. With fewer, no keys are on their way while others are
+multiplied."""
 MOST_SPLIT_CHUNKS = 4
 """Chunks of a batch whose contexts are split. More of them have programs enough, and would take much memory."""
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
