@@ -21,4 +21,4 @@ def cases(prompts: list[Prompt]) -> list[Case]:
 @pytest.fixture
 def num_requests() -> int:
     """Fewer of each seed than where the native kernels compute, which are faster."""
-    return 70
+    return 40

@@ -28,6 +28,9 @@ def ask(server: ServerProcess, **fields) -> httpx.Response:
     return httpx.post(f"{server.url}/v1/chat/completions", json={**SHORT, **fields}, timeout=60)
 
 
+GENERATED = "vlmserve:generation_tokens_total"
+
+
 def is_ready(server: ServerProcess) -> bool:
     return httpx.get(f"{server.url}/ready", timeout=60).status_code == 200
 
@@ -54,16 +57,20 @@ def killed_under_load(server: ServerProcess, number: int) -> tuple[list[tuple[in
         last = response.text.strip().rsplit("data: ", 1)[-1]
         return response.status_code, json.loads(last)["error"]["code"]
 
+    async def metrics(client: httpx.AsyncClient) -> dict[str, float]:
+        page = (await client.get(f"{server.url}/metrics")).text
+        return {line.split("{")[0]: float(line.rsplit(" ", 1)[1]) for line in page.splitlines() if "{" in line}
+
     async def run() -> tuple[list[tuple[int, str]], float]:
         limits = httpx.Limits(max_connections=number + 1)
         async with httpx.AsyncClient(timeout=60, limits=limits) as client:
+            before = (await metrics(client)).get(GENERATED, 0.0)
             tasks = [asyncio.ensure_future(one(client, index)) for index in range(number)]
             while True:
-                page = (await client.get(f"{server.url}/metrics")).text
-                metrics = {
-                    line.split("{")[0]: float(line.rsplit(" ", 1)[1]) for line in page.splitlines() if "{" in line
-                }
-                if metrics["vlmserve:num_requests_running"] + metrics["vlmserve:num_requests_waiting"] == number:
+                now = await metrics(client)
+                running, waiting = now["vlmserve:num_requests_running"], now["vlmserve:num_requests_waiting"]
+                # Each of those that run has begun its answer.
+                if running + waiting == number and now.get(GENERATED, 0.0) - before >= 2 * running:
                     break
                 await asyncio.sleep(0.01)
             killed = time.monotonic()
