@@ -64,7 +64,7 @@ SLEEP_CYCLES = 10**8
 """Of a GPU's clock: about 50 milliseconds, longer than a host takes for a step."""
 LINES = 200
 """Of tests that failed, which the report keeps."""
-DECODE_TILES = ((64, 2), (32, 2), (32, 1))
+DECODE_TILES = ((64, 4), (64, 2), (32, 2), (32, 1))
 """Keys and warps of programs of decodes, which are measured beside those that the kernel takes by itself. Fewer warps
 exchange less, and hide less of what others wait for."""
 BEHIND = ", one kernel behind the other"
@@ -267,7 +267,7 @@ def _attention_by_tiles(
     from vlmserve.kernels.triton.attention import TritonAttention, tile  # Triton need not be there.
 
     assert isinstance(backend, TritonAttention)
-    rule = tile(spec, chunks=False)
+    rule = tile(spec, chunks=False, quantized=backend.quantized_cache)
     for keys, warps in DECODE_TILES:
         backend.decode_tile = rule._replace(keys=keys, warps=warps)
         if backend.decode_tile != rule:

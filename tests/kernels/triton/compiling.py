@@ -174,7 +174,7 @@ def attention_cases() -> Iterator[Case]:
         (64, False, everything),
         (256, True, {}),
     ):
-        tiles = tile(AttentionSpec(32, 8, head, 1.0), chunks=chunks)
+        tiles = tile(AttentionSpec(32, 8, head, 1.0), chunks=chunks, quantized="QUANTIZED" in further)
         stored = {"keys_ptr": "*i8", "values_ptr": "*i8"} if "QUANTIZED" in further else {}
         kind = "".join(f", {name.lower()}" for name in further)
         yield Case(

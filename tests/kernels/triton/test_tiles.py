@@ -190,5 +190,11 @@ def test_decodes_are_measured_by_other_tiles(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(gpu_stages, "per_launch", launched_once)
     report = dict(gpu_stages.attention(CPU, TINY, tmp_path))
     largest = f"{TINY.streams[-1]} x {TINY.contexts[-1]}"
-    for kind, (keys, warps) in itertools.product(("", ", 8 bits"), DECODE_TILES):
-        assert report[f"{largest}{kind}, {keys} keys by {warps} warps"]["read_gb_s"] > 0
+    for kind, rule in (("", (64, 4)), (", 8 bits", (64, 2))):
+        assert rule in DECODE_TILES
+        names = {
+            f"{largest}{kind}, {keys} keys by {warps} warps" for keys, warps in DECODE_TILES if (keys, warps) != rule
+        }
+        assert {name for name in report if name.startswith(f"{largest}{kind}, ") and "warps" in name} >= names
+        assert all(report[name]["read_gb_s"] > 0 for name in names)
+        assert f"{largest}{kind}, {rule[0]} keys by {rule[1]} warps" not in report, "it is measured by itself"
