@@ -163,7 +163,9 @@ def attention_cases() -> Iterator[Case]:
         **dict.fromkeys(("num_decodes", "num_sequences", "table_stride", "splits"), "i32"),
         **dict.fromkeys(("scale", "soft_cap"), "fp32"),
     }
-    plain = {"WINDOW": 0} | dict.fromkeys(("CAPPED", "SINKS", "REACH", "QUANTIZED", "SPLIT_CHUNKS", "MIXED"), False)
+    plain = {"WINDOW": 0, "PART": 128} | dict.fromkeys(
+        ("CAPPED", "SINKS", "REACH", "QUANTIZED", "SPLIT_CHUNKS", "MIXED"), False
+    )
     everything = {"WINDOW": 1024, "CAPPED": True, "SINKS": True, "REACH": True}
     split = {"SPLIT_CHUNKS": True, "MIXED": True}
     for head, chunks, further in (
@@ -188,7 +190,7 @@ def attention_cases() -> Iterator[Case]:
             },
             warps=tiles.warps,
         )  # fmt: skip
-    constants = {"HEADS": 32, "HEAD": 128, "HEAD_BLOCK": 128, "WINDOW": 0, "SINKS": False, **split}
+    constants = {"HEADS": 32, "HEAD": 128, "HEAD_BLOCK": 128, "WINDOW": 0, "SINKS": False, "PART": 128, **split}
     yield Case("combining of decodes", attention_kernels.combine, types, constants, 2)
 
 

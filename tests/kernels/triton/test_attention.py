@@ -70,6 +70,22 @@ def test_contexts_are_split_among_programs(device: torch.device) -> None:
         torch.testing.assert_close(output.double(), expected, atol=2e-5, rtol=1e-5)
 
 
+def test_contexts_of_many_decodes_are_split_into_larger_parts(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in (("PART", 16), ("LARGE_PART", 32), ("MANY_HEADS", 4)):
+        monkeypatch.setattr(attention, name, value)
+    backend, lengths = TritonAttention(), [70, 3, 129]
+    for count, (part, splits) in ((1, (16, 5)), (2, (32, 3)), (3, (32, 5))):
+        chunks: list[Chunk] = [(length, 1) for length in lengths[:count]]
+        blocks = BlockTables([length + 1 for length in lengths], 16)
+        metadata = blocks.metadata([(number, length, 1) for number, length in enumerate(lengths[:count])])
+        plan = backend.prepare(metadata, 16, [PLAIN], torch.float32)
+        assert (plan.part, plan.splits) == (part, splits)
+        output, expected = attend(backend, chunks, PLAIN, 16, device=device, filled_by=FILLED_BY)
+        torch.testing.assert_close(output.double(), expected, atol=2e-5, rtol=1e-5)
+
+
 @pytest.mark.parametrize("window", [None, 6])
 def test_rows_that_see_what_comes_after_them(device: torch.device, window: int | None) -> None:
     bidirectional: list[list[Bidirectional]] = [[], [(0, 3, 8)], [(1, 70, 75), (75, 79, 80)]]

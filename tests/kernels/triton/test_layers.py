@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import triton.language as tl
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton import knobs
@@ -20,7 +19,7 @@ from vlmserve.devices import choice
 from vlmserve.devices.cuda import TritonDevice
 from vlmserve.devices.device import EagerExecutor, LayerExecutor
 from vlmserve.devices.torch_device import TorchDevice
-from vlmserve.kernels.triton import attention, attention_kernels
+from vlmserve.kernels.triton import attention
 from vlmserve.kernels.triton.products import MOST_ROWS
 from vlmserve.layers.adapters import AdapterRows, Change, LowRank
 from vlmserve.layers.norm import RMSNorm
@@ -184,8 +183,7 @@ def test_a_layer_of_decodes_takes_eight_launches_or_nine(
     folder: Path, launches: Launches, context: int, adding: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nine where a context is split, which is of few tokens here."""
-    for module in (attention, attention_kernels):
-        monkeypatch.setattr(module, "MIN_SPLIT", tl.constexpr(16))
+    monkeypatch.setattr(attention, "PART", 16)
     model = loaded(folder, InterpretedDevice)
     taken = [[name for name in names if name != "add_parts"] for names in layer_launches(model, launches, context)]
     assert taken == [[*ATTENTION, *adding, *MLP]] * len(model.layers)

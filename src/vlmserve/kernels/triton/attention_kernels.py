@@ -1,8 +1,8 @@
 """Attention over the paged cache of `torch_cache`, for a flat batch of decodes and prompt chunks in one launch.
 
 A program computes the query heads that share one head of keys, for one decode or for some rows of a chunk, packed into
-one tile. The context of a decode is split among programs by its length alone, so that an answer does not depend on
-what else is in the batch; `combine` adds the parts in order. So are contexts of chunks of few rows, where a batch has
+one tile. The context of a decode is split among programs by its length, into larger parts where there are many decodes;
+`combine` adds the parts in order. So are contexts of chunks of few rows, where a batch has
 few chunks, and these alone would leave most of a GPU idle.
 """
 
@@ -18,8 +18,6 @@ from vlmserve.kernels.triton.unpacking import byte_pairs
 
 MAX_SPLITS = tl.constexpr(32)
 """Programs that share the context of a decode at most."""
-MIN_SPLIT = tl.constexpr(128)
-"""Tokens of a part of it, unless it is the last one."""
 FEW_QUERIES = tl.constexpr(64)
 """Rows of a chunk whose context may be split."""
 CHUNK_SPLITS = tl.constexpr(16)
@@ -38,9 +36,9 @@ def first_key(position, WINDOW: tl.constexpr):
 
 
 @triton.jit
-def split_size(seen):
+def split_size(seen, PART: tl.constexpr):
     """Tokens of each part of a decode that sees so many."""
-    return tl.maximum(tl.cdiv(tl.cdiv(seen, MAX_SPLITS), MIN_SPLIT), 1) * MIN_SPLIT
+    return tl.maximum(tl.cdiv(tl.cdiv(seen, MAX_SPLITS), PART), 1) * PART
 
 
 @triton.jit
@@ -147,9 +145,10 @@ def attend_rows(
     KV_HEADS: tl.constexpr, HEAD: tl.constexpr, HEAD_BLOCK: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr,
     REACH: tl.constexpr, QUANTIZED: tl.constexpr, STAGES: tl.constexpr, SPLIT_CHUNKS: tl.constexpr,
-    MIXED: tl.constexpr, ASSEMBLY: tl.constexpr, DEPENDENT: tl.constexpr = False,
+    MIXED: tl.constexpr, PART: tl.constexpr, ASSEMBLY: tl.constexpr, DEPENDENT: tl.constexpr = False,
 ):  # fmt: skip
-    """Programs ``[decodes + blocks of chunk rows, kv_heads, splits]``. MIXED: the number of decodes is read on the
+    """Programs ``[decodes + blocks of chunk rows, kv_heads, splits]``. PART: tokens of a part of a decode, unless it is
+    the last one or there are more than `MAX_SPLITS`. MIXED: the number of decodes is read on the
     device, and there may be more programs than blocks.
 
     sums_ptr, largest_ptr: where parts go, float32 ``[part rows, heads, splits, HEAD_BLOCK]``, and ``[part rows, heads,
@@ -187,7 +186,7 @@ def attend_rows(
     is_decode = block < num_decodes
     # One part is the whole, to the bit, but for how weights of sinks are rounded.
     is_split = is_decode & (SINKS | (tl.num_programs(2) > 1))
-    size = split_size(seen)
+    size = split_size(seen, PART)
     if SPLIT_CHUNKS:
         is_split = is_split | (new <= FEW_QUERIES)
         size = tl.where(is_decode, size, chunk_split_size(seen))
@@ -232,9 +231,10 @@ def attend_rows(
 def combine(
     sums_ptr, largest_ptr, starts_ptr, contexts_ptr, sinks_ptr, out_ptr, decodes_ptr, num_decodes, num_sequences,
     splits, HEADS: tl.constexpr, HEAD: tl.constexpr, HEAD_BLOCK: tl.constexpr, WINDOW: tl.constexpr,
-    SINKS: tl.constexpr, SPLIT_CHUNKS: tl.constexpr, MIXED: tl.constexpr, DEPENDENT: tl.constexpr = False,
+    SINKS: tl.constexpr, SPLIT_CHUNKS: tl.constexpr, MIXED: tl.constexpr, PART: tl.constexpr,
+    DEPENDENT: tl.constexpr = False,
 ):  # fmt: skip
-    """Add the parts of one part row and head, in order. splits: parts that there is room for. MIXED: see
+    """Add the parts of one part row and head, in order. splits: parts that there is room for. MIXED, PART: see
     `attend_rows`."""
     wait_for_previous(DEPENDENT)
     if MIXED:
@@ -256,7 +256,7 @@ def combine(
         return
     context = tl.load(contexts_ptr + sequence)
     seen = context - first_key(context - new, WINDOW)
-    size = split_size(seen)
+    size = split_size(seen, PART)
     if SPLIT_CHUNKS:
         size = tl.where(part_row < num_decodes, size, chunk_split_size(seen))
     count = tl.cdiv(seen, size)
