@@ -37,6 +37,18 @@ SPECS = {
 }
 
 
+@pytest.fixture
+def chunk_sizes(monkeypatch: pytest.MonkeyPatch) -> tuple[int, int]:
+    """A sixteenth of a part of a chunk's context, and the most rows of chunks whose contexts are split: as few as the
+    interpreter gets through in time, where blocks have 8 rows."""
+    if not knobs.runtime.interpret:
+        return CHUNK_SPLIT.value // 16, FEW_QUERIES.value
+    for constant, value in (("CHUNK_SPLIT", 16), ("FEW_QUERIES", 10)):
+        for module in (attention, attention_kernels):
+            monkeypatch.setattr(module, constant, tl.constexpr(value))
+    return 1, 10
+
+
 @pytest.mark.parametrize("name", SPECS)
 def test_a_mixed_batch_equals_naive_attention(device: torch.device, name: str) -> None:
     output, expected = attend(TritonAttention(), MIXED if name == "plain" else FEW, SPECS[name], 4, device=device)
@@ -150,15 +162,10 @@ def test_a_sequence_that_only_pads_changes_nothing(device: torch.device, padding
 
 @pytest.mark.parametrize(("name", "split"), [("plain", True), ("all of it", False), ("all of it", True)])
 def test_the_number_of_decodes_may_be_read_on_the_device(
-    device: torch.device, name: str, split: bool, monkeypatch: pytest.MonkeyPatch
+    device: torch.device, name: str, split: bool, chunk_sizes: tuple[int, int]
 ) -> None:
     """As in steps that are captured: there is room for more of them, and some sequences have no rows."""
-    unit, few = CHUNK_SPLIT.value // 16, FEW_QUERIES.value
-    if knobs.runtime.interpret:
-        unit, few = 1, 10
-        for constant, value in (("CHUNK_SPLIT", 16), ("FEW_QUERIES", few)):
-            for module in (attention, attention_kernels):
-                monkeypatch.setattr(module, constant, tl.constexpr(value))
+    unit, few = chunk_sizes
     spec, lengths = SPECS[name], [140, 3, 40 * unit + few - 1, 25]
     blocks, backend = BlockTables([*lengths, 16], 16), TritonAttention()
     chunks = [(0, 139, 1), (1, 2, 1), (2, 40 * unit, few - 1), (3, 5, 20)]
@@ -247,15 +254,9 @@ def test_queries_of_another_type_than_the_cache_are_refused(device: torch.device
 
 @pytest.mark.parametrize("everything", [False, True])
 def test_contexts_of_chunks_of_few_rows_are_split_among_programs(
-    device: torch.device, everything: bool, monkeypatch: pytest.MonkeyPatch
+    device: torch.device, everything: bool, chunk_sizes: tuple[int, int]
 ) -> None:
-    unit, few = CHUNK_SPLIT.value // 16, FEW_QUERIES.value
-    if knobs.runtime.interpret:
-        # As few tokens and rows as the interpreter gets through in time; blocks have 8 rows.
-        unit, few = 1, 10
-        for constant, value in (("CHUNK_SPLIT", 16), ("FEW_QUERIES", few)):
-            for module in (attention, attention_kernels):
-                monkeypatch.setattr(module, constant, tl.constexpr(value))
+    unit, few = chunk_sizes
     spec, reaches = AttentionSpec(8, 1, 8, 0.4), None
     if everything:
         spec = dataclasses.replace(spec, window=37 * unit, soft_cap=5.0, sinks=tuple(range(-4, 4)))

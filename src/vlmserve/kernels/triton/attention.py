@@ -30,8 +30,8 @@ STAGES = 5
 multiplied."""
 PART, LARGE_PART = 128, 256
 """Tokens of a part of a decode's context: more of them where each of a GPU's multiprocessors has several programs
-anyway. On an H200, by large parts 256 decodes over 1,100 tokens with 8 heads of keys take 8% less time, 64 of them 5%
-less, and one takes a fifth more."""
+anyway. On an H200, by large parts 256 decodes over 1,100 tokens with 8 heads of keys took 8% less time, 64 of them 5%
+less, and one a fifth more, with a kernel that added the parts in the same launch; not measured with this one."""
 MANY_HEADS = 512
 """Heads of keys of all decodes, from which parts are large."""
 SPLITS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 14, 16, 20, 24, 28, 32)
@@ -85,8 +85,7 @@ class TritonPlan:
     splits: parts that the longest context which is split may be divided into. part: see `attend_rows`. split_chunks:
     whether contexts of chunks are. sums, largest: memory for these parts, see `attend_rows`. reach: int32
     ``[tokens]``, up to where each row sees; None: up to itself. capture_key: what a captured step depends on beside the
-    addresses and shapes of its tensors;
-    None: the step cannot be captured.
+    addresses and shapes of its tensors; None: the step cannot be captured.
     """
 
     splits: int
@@ -274,11 +273,6 @@ def _head_block(spec: AttentionSpec) -> int:
     return max(16, next_power_of_2(spec.head_size))
 
 
-def _chunks(metadata: BatchMetadata) -> list[int]:
-    """Sequences of more than one row, those among them that pad a batch and have any."""
-    return [index for index in range(metadata.num_decodes, len(metadata.query_lens)) if metadata.query_lens[index]]
-
-
 def _part_rows(metadata: BatchMetadata, *, splits_decodes: bool, splits_chunks: bool) -> int:
     """Rows whose parts are kept in memory, or of a step that may be captured, as many as there can be."""
     sequences = len(metadata.query_lens)
@@ -291,7 +285,8 @@ def _part_rows(metadata: BatchMetadata, *, splits_decodes: bool, splits_chunks: 
 
 def _splits_chunks(metadata: BatchMetadata) -> bool:
     """Whether the contexts of chunks are split: where some have few rows over a long context, and a batch has few."""
-    chunks = _chunks(metadata)
+    sequences = range(metadata.num_decodes, len(metadata.query_lens))
+    chunks = [index for index in sequences if metadata.query_lens[index]]  # some that pad a batch have no rows
     return len(chunks) <= MOST_SPLIT_CHUNKS and any(
         metadata.query_lens[index] <= FEW_QUERIES.value and metadata.host_context_lens[index] >= 2 * CHUNK_SPLIT.value
         for index in chunks

@@ -2,8 +2,8 @@
 
 A program computes the query heads that share one head of keys, for one decode or for some rows of a chunk, packed into
 one tile. The context of a decode is split among programs by its length, into larger parts where there are many decodes;
-`combine` adds the parts in order. So are contexts of chunks of few rows, where a batch has
-few chunks, and these alone would leave most of a GPU idle.
+`combine` adds the parts in order. So are contexts of chunks of few rows, where a batch has few chunks, and these alone
+would leave most of a GPU idle.
 """
 
 from __future__ import annotations
@@ -148,8 +148,8 @@ def attend_rows(
     MIXED: tl.constexpr, PART: tl.constexpr, ASSEMBLY: tl.constexpr, DEPENDENT: tl.constexpr = False,
 ):  # fmt: skip
     """Programs ``[decodes + blocks of chunk rows, kv_heads, splits]``. PART: tokens of a part of a decode, unless it is
-    the last one or there are more than `MAX_SPLITS`. MIXED: the number of decodes is read on the
-    device, and there may be more programs than blocks.
+    the last one or there are more than `MAX_SPLITS`. MIXED: the number of decodes is read on the device, and there may
+    be more programs than blocks.
 
     sums_ptr, largest_ptr: where parts go, float32 ``[part rows, heads, splits, HEAD_BLOCK]``, and ``[part rows, heads,
     splits, 2]``, their largest score and their weight. Part rows are the decodes', then, with SPLIT_CHUNKS,

@@ -111,18 +111,18 @@ def tiling(
     sizes = (out_features, in_features, item_bytes, shared)
     large = _large(bits, tokens, inputs, *sizes) if tokens > 16 and item_bytes == 2 else None
     divided = large or _small(bits, tokens, inputs, *sizes)
-    stages = _stages(divided, bits, out_features)
+    programs = cdiv(out_features, divided.outputs) * divided.splits
+    stages = _stages(divided, bits, programs)
     deeper = (divided._replace(stages=count) for count in range(stages, 2, -1))
-    if divided.divides_inputs(bits) and cdiv(out_features, divided.outputs) * divided.splits <= multiprocessors:
+    if divided.divides_inputs(bits) and programs <= multiprocessors:
         # Each program has a multiprocessor of its own.
         shared *= 2
     return next((one for one in deeper if one.shared_bytes(bits, item_bytes) <= shared), divided)
 
 
-def _stages(divided: Tiling, bits: int, out_features: int) -> int:
+def _stages(divided: Tiling, bits: int, programs: int) -> int:
     """Of the pipeline of a product: one tile is computed, one waits for its place, and the others are on their way. So
     two stages have none on its way, for which several programs of a multiprocessor take turns."""
-    programs = cdiv(out_features, divided.outputs) * divided.splits
     of_program = BYTES_ON_THEIR_WAY * PROGRAMS // programs
     tile = divided.outputs * divided.inputs * divided.parts(bits) * bits // 8
     many = programs >= 2 * PROGRAMS
