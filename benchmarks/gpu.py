@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import gpu_images, gpu_pieces, gpu_stages, gpu_targets
+from benchmarks import gpu_decode, gpu_images, gpu_pieces, gpu_stages, gpu_targets
 from benchmarks.gpu_stages import Measured, Sizes
 
 LIMITS = {
@@ -57,12 +57,12 @@ MEASURES: dict[str, Callable[[torch.device, Sizes, Path], Measured]] = {
     "checks": gpu_stages.checks,
     "products": gpu_stages.products,
     "attention": gpu_stages.attention,
-    "decode": gpu_stages.decode,
+    "decode": gpu_decode.decode,
     "images": gpu_images.images,
     "memory": gpu_stages.memory,
     "pieces": gpu_pieces.pieces,
     "tiles": _tiles,
-    "trace": gpu_stages.trace,
+    "trace": gpu_decode.trace,
 }
 
 

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.gpu_stages import BLOCK_SIZE, Measured, Sizes, no_grammars, random_weights
+from benchmarks.gpu_decode import no_grammars, random_weights
+from benchmarks.gpu_stages import BLOCK_SIZE, Measured, Sizes
 from benchmarks.gpu_timing import release, wait
 from benchmarks.gpu_work import prompt_work, tower_work
 from vlmserve.devices.choice import open_device

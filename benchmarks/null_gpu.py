@@ -26,7 +26,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import gpu_stages
+from benchmarks import gpu_decode, gpu_stages
 
 SOURCE = Path(__file__).with_suffix(".c")
 FOLDER = Path("build", "null_gpu")
@@ -131,35 +131,35 @@ def figure(work: Callable[[], object], library: ctypes.CDLL, *, repeats: int, st
 def figures() -> dict[str, Figure]:
     """Of a model of Mistral-7B's shape in bfloat16, in a process that sees the null GPU."""
     library, device = ctypes.CDLL(LIBRARY), torch.device("cuda")
-    model = gpu_stages.random_model(device, gpu_stages.FULL, "none", eager=False)
+    model = gpu_decode.random_model(device, gpu_stages.FULL, "none", eager=False)
     found = {}
     for count in STREAMS:
-        streams = gpu_stages.Streams(model, gpu_stages.FULL, count)
+        streams = gpu_decode.Streams(model, gpu_stages.FULL, count)
         found[f"{count} streams"] = decodes(streams, library)
         for length in BESIDE[1] if count == BESIDE[0] else ():
             found[f"{count} streams and a prompt of {length}"] = beside(streams, length, library)
     for length in PROMPTS:
         found[f"prompt of {length}"] = prompts(streams, STREAMS[-1], length, library)
-    streams = gpu_stages.Streams(model, gpu_stages.FULL, 1, gpu_stages.random_adapter(model))
+    streams = gpu_decode.Streams(model, gpu_stages.FULL, 1, gpu_decode.random_adapter(model))
     found["1 streams, LoRA"] = decodes(streams, library)
     for length in PROMPTS:
         found[f"prompt of {length}, LoRA"] = prompts(streams, 1, length, library)
     return found
 
 
-def decodes(streams: gpu_stages.Streams, library: ctypes.CDLL) -> Figure:
+def decodes(streams: gpu_decode.Streams, library: ctypes.CDLL) -> Figure:
     """Of steps that are submitted one ahead."""
     streams.steps_ahead(3)  # the second one is captured
     return figure(functools.partial(streams.steps_ahead, STEPS), library, repeats=9, steps=STEPS)
 
 
-def beside(streams: gpu_stages.Streams, length: int, library: ctypes.CDLL) -> Figure:
+def beside(streams: gpu_decode.Streams, length: int, library: ctypes.CDLL) -> Figure:
     """Of decodes beside a prompt of so many tokens, and of forgetting that."""
     streams.prompt_beside(length)
     return figure(functools.partial(streams.prompt_beside, length), library, repeats=9)
 
 
-def prompts(streams: gpu_stages.Streams, number: int, length: int, library: ctypes.CDLL) -> Figure:
+def prompts(streams: gpu_decode.Streams, number: int, length: int, library: ctypes.CDLL) -> Figure:
     """Of a request with that number and so many tokens."""
 
     def prompt() -> None:

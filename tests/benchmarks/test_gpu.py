@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import gpu, gpu_images, gpu_pieces, gpu_stages
+from benchmarks import gpu, gpu_decode, gpu_images, gpu_pieces, gpu_stages
 from vlmserve.kernels.torch_reference import TorchReference
 from vlmserve.models.families import decoder_spec
 from vlmserve.models.registry import Description, vision_family
@@ -115,10 +115,10 @@ def test_products_have_all_shapes_kinds_and_rows(tmp_path: Path) -> None:
 
 
 def test_decodes_go_through_the_runner(tmp_path: Path) -> None:
-    report = dict(gpu_stages.decode(CPU, gpu_stages.TINY, tmp_path))
+    report = dict(gpu_decode.decode(CPU, gpu_stages.TINY, tmp_path))
     assert set(report) == {
         f"{scheme}, {streams}" for scheme in ("none", "int4") for streams in
-        (f"1 streams{gpu_stages.BEHIND}", "1 streams, layer by layer", "1 streams", "4 streams", "1 streams, LoRA")
+        (*(f"1 streams{how}" for how in gpu_decode.DECODES), "4 streams", "1 streams, LoRA")
     }  # fmt: skip
     for figures in report.values():
         assert figures["tokens_s"] > 0
@@ -156,7 +156,7 @@ def test_published_shapes_are_those_of_the_models() -> None:
 
 
 def test_a_trace_is_a_file_of_events(tmp_path: Path) -> None:
-    report = dict(gpu_stages.trace(CPU, gpu_stages.TINY, tmp_path))
+    report = dict(gpu_decode.trace(CPU, gpu_stages.TINY, tmp_path))
     assert len(json.loads(Path(report["trace"]).read_text())["traceEvents"]) > 10
 
 

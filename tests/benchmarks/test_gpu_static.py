@@ -6,14 +6,14 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import gpu_images, gpu_stages
+from benchmarks import gpu_decode, gpu_images, gpu_stages
 from tests.static_device import StaticDevice, static_devices  # noqa: F401
 
 CPU = torch.device("cpu")
 
 
 def test_decodes_are_captured_and_submitted_ahead(tmp_path: Path, static_devices: list[StaticDevice]) -> None:  # noqa: F811
-    report = dict(gpu_stages.decode(CPU, gpu_stages.TINY, tmp_path))
+    report = dict(gpu_decode.decode(CPU, gpu_stages.TINY, tmp_path))
     assert all(figures["tokens_s_one_ahead"] > 0 for figures in report.values())
     assert all(device.num_ahead > 0 for device in static_devices)
 

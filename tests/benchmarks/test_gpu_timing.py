@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from benchmarks import gpu_timing
-from benchmarks.gpu_stages import BLOCK_SIZE, TINY, random_model
+from benchmarks.gpu_decode import random_model
+from benchmarks.gpu_stages import BLOCK_SIZE, TINY
 from benchmarks.gpu_timing import copies, per_launch
 from benchmarks.gpu_work import decode_work, prompt_work
 from vlmserve.models.decoder import Decoder

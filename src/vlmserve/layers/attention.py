@@ -19,6 +19,7 @@ from vlmserve.kernels.attention import (
 )
 from vlmserve.layers.adapters import AdapterRows
 from vlmserve.layers.linear import Linear, MergedLinear
+from vlmserve.layers.operations import DeferredNorm
 from vlmserve.layers.rope import RopeTables, apply_rope
 
 HeadNorm = Callable[[int], nn.Module]
@@ -68,9 +69,10 @@ class Attention(nn.Module):
         if head_norm is not None:
             self.q_norm, self.k_norm = head_norm(spec.num_heads), head_norm(spec.num_kv_heads)
 
-    def attended(self, x: Tensor, cache: LayerCache, step: StepContext) -> Tensor:
-        """``[tokens, hidden_size]`` to what heads make of values, side by side, for `o_proj`."""
-        qkv = self.qkv_proj(x)
+    def attended(self, x: Tensor | DeferredNorm, cache: LayerCache, step: StepContext) -> Tensor:
+        """``[tokens, hidden_size]``, normed or with the norm left to the projection, to what heads make of values, side
+        by side, for `o_proj`."""
+        qkv = self.qkv_proj.of_normed(x)
         if self.q_norm is not None:
             qkv = self._normed(qkv)
         if step.query_scale is not None:

@@ -19,7 +19,16 @@ from vlmserve.layers.adapters import (
     TableAdapters,
 )
 from vlmserve.layers.cut import Shard
-from vlmserve.layers.operations import Epilogue, Layer, Operations, Product, Table
+from vlmserve.layers.operations import (
+    DeferredNorm,
+    DeferringProduct,
+    Epilogue,
+    Layer,
+    Norm,
+    Operations,
+    Product,
+    Table,
+)
 from vlmserve.layers.padding import Padding
 from vlmserve.layers.products import torch_linear, torch_table
 
@@ -137,12 +146,40 @@ class Linear(Weight):
         self.epilogue = Epilogue(act)
         self.order: Tensor | None = None
         self._product: Product | None = None
+        self._deferring_product: DeferringProduct | None = None
         self._width: int | None = None
         self._padding: Padding | None = None
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """residual: shaped like the output, added to it."""
         return self._multiply(x, residual)
+
+    def of_normed(self, x: Tensor | DeferredNorm) -> Tensor:
+        """As `forward`, of rows whose norm may have been left to this product."""
+        if not isinstance(x, DeferredNorm):
+            output: Tensor = self(x)
+            return output
+        product = self._deferring
+        return self._multiply(x.normed()) if product is None else product(x)
+
+    def deferring(self, x: Tensor, residual: Tensor, norm: Norm) -> DeferredNorm | None:
+        """The output plus a residual, and a norm behind it that the next product completes. None: it is to be computed
+        by itself."""
+        product = self._deferring
+        return None if product is None else product.deferring(x, residual, norm)
+
+    @property
+    def completes_norms(self) -> bool:
+        """Whether norms may be left to this product."""
+        return self._deferring is not None
+
+    @property
+    def _deferring(self) -> DeferringProduct | None:
+        """What leaves norms to the next product and completes those before it, where nothing else happens to rows."""
+        adapted = self.adapters is not None and self.adapters.active
+        if adapted or self._padding is not None or self._input_order is not None:
+            return None
+        return self._deferring_product
 
     def _multiply(self, x: Tensor, residual: Tensor | None = None, out: Tensor | None = None) -> Tensor:
         product = self._product or self._by_torch()
@@ -189,6 +226,8 @@ class Linear(Weight):
                     matrix = self._padding.of_weight(matrix)
                     bias = None if bias is None else self._padding.of_outputs(bias)
             self._product = operations.linear(matrix, bias, self.epilogue, self.dtype)
+            if isinstance(self._product, DeferringProduct):
+                self._deferring_product = self._product
             self._drop()
 
     @property

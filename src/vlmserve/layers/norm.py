@@ -28,6 +28,11 @@ class RMSNorm(Layer):
         self.offset = offset
         self._kernel: Norm | None = None
 
+    @property
+    def kernel(self) -> Norm | None:
+        """The device's; None: torch's operations."""
+        return self._kernel
+
     def forward(self, x: Tensor) -> Tensor:
         if self._kernel is not None:
             return self._kernel(x)
@@ -50,6 +55,11 @@ class LayerNorm(Layer):
         self.bias = empty_parameter(size, dtype=dtype, device=device)
         self.eps = eps
         self._kernel: Norm | None = None
+
+    @property
+    def kernel(self) -> Norm | None:
+        """The device's; None: torch's operations."""
+        return self._kernel
 
     def forward(self, x: Tensor) -> Tensor:
         if self._kernel is not None:

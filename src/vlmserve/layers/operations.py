@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -68,6 +68,44 @@ class Product(Protocol):
         residual: shaped like the result, added to it. out: contiguous memory that the result may take. adapters: change
         the rows that have one.
         """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class DeferredNorm:
+    """Rows that an RMSNorm follows on, whose scaling is left to the product that takes them: it scales its sums.
+
+    rows: ``[rows, size]``, before the norm. weighted: the same times the norm's weight. squares: float32
+    ``[rows, columns]``, sums of squares of parts of each row. norm: the norm itself.
+    """
+
+    rows: Tensor
+    weighted: Tensor
+    squares: Tensor
+    norm: Norm
+
+    def normed(self) -> Tensor:
+        """What the norm makes of the rows, by a launch of its own."""
+        return self.norm(self.rows)
+
+
+@runtime_checkable
+class DeferringProduct(Protocol):
+    """A `Product` that takes a `DeferredNorm` in place of its inputs, and may leave one behind."""
+
+    def __call__(
+        self,
+        x: Tensor | DeferredNorm,
+        residual: Tensor | None = None,
+        out: Tensor | None = None,
+        adapters: LinearAdapters | None = None,
+    ) -> Tensor:
+        """See `Product`."""
+        ...
+
+    def deferring(self, x: Tensor, residual: Tensor, norm: Norm) -> DeferredNorm | None:
+        """The product plus a residual, for inputs ``[rows, in_features]`` of which none has an adapter, and a norm
+        behind it. None: the norm has to be computed by itself."""
         ...
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from vlmserve.layers.cut import Shard, Share
 from vlmserve.layers.linear import Embedding, Linear, OutputLinear, TiedEmbedding
 from vlmserve.layers.norm import NormOfRow
-from vlmserve.layers.operations import Operations
+from vlmserve.layers.operations import DeferredNorm, Norm, Operations
 
 
 class Ranks(Protocol):
@@ -95,6 +95,10 @@ class RowParallelLinear(Linear):
         """residual: shaped like the output, added to it."""
         output = self.ranks.sum(self._multiply(x).contiguous())
         return output if residual is None else output.add_(residual)
+
+    def deferring(self, x: Tensor, residual: Tensor, norm: Norm) -> DeferredNorm | None:
+        """See `Linear.deferring`. No rank knows the sum before all do."""
+        return None
 
 
 class ParallelEmbedding(Embedding):

@@ -17,6 +17,7 @@ from vlmserve.layers.adapters import AdapterRows
 from vlmserve.layers.attention import Attention, CrossAttention, HeadNorm, StepContext
 from vlmserve.layers.linear import Bias, Embedding, GatedLinear, Linear, MergedLinear, OutputLinear, TiedEmbedding
 from vlmserve.layers.norm import LayerNorm, NormOfEachHead, NormOfRow, RMSNorm
+from vlmserve.layers.operations import DeferredNorm
 from vlmserve.layers.rope import Rope, RopeSpec, RopeTables
 from vlmserve.models.image_rows import LayerFeatures, add_features
 from vlmserve.models.spec import ArchSpec, NormSpec
@@ -24,7 +25,7 @@ from vlmserve.types import Bidirectional
 
 
 class MLP(nn.Module):
-    """``down(act(gate(x)) * up(x))`` (https://arxiv.org/abs/2002.05202), or ``down(act(up(x)))``."""
+    """``act(gate(x)) * up(x)`` (https://arxiv.org/abs/2002.05202) or ``act(up(x))``, and then `down_proj`."""
 
     def __init__(self, spec: ArchSpec, *, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
@@ -38,10 +39,14 @@ class MLP(nn.Module):
             self.up_proj = Linear(hidden, inner, act=spec.activation, **kind)
         self.down_proj = Linear(inner, hidden, **kind)
 
-    def forward(self, x: Tensor, residual: Tensor | None) -> Tensor:
-        """residual: added to the output."""
-        output: Tensor = self.down_proj(self.gate_up_proj(x) if self._gated else self.up_proj(x), residual)
-        return output
+    @property
+    def first(self) -> Linear:
+        """The projection before the activation."""
+        return self.gate_up_proj if self._gated else self.up_proj
+
+    def forward(self, x: Tensor | DeferredNorm) -> Tensor:
+        """What `down_proj` takes."""
+        return self.first.of_normed(x)
 
 
 class DecoderLayer(nn.Module):
@@ -87,24 +92,61 @@ class DecoderLayer(nn.Module):
         self.mlp = MLP(spec, dtype=dtype, device=device)
         self._parallel = spec.parallel
         self._post_norm = spec.norms == "post"
+        self._defers_norms = spec.norms == "pre" and not spec.parallel and not spec.cross_size
 
-    def forward(self, x: Tensor, cache: LayerCache, step: StepContext, wanted: Tensor | None = None) -> Tensor:
-        """``[tokens, hidden_size]`` to the same, or to the rows that are wanted: of others it has keys and values."""
-        normed = x if self.attention_norm is None else self.attention_norm(x)
+    @property
+    def first_norm(self) -> RMSNorm | LayerNorm | None:
+        """The norm that the layer before may leave to this one; None: it must not."""
+        return self.attention_norm if self._defers_norms and self.self_attn.qkv_proj.completes_norms else None
+
+    def forward(
+        self,
+        x: Tensor | DeferredNorm,
+        cache: LayerCache,
+        step: StepContext,
+        wanted: Tensor | None = None,
+        next_norm: RMSNorm | LayerNorm | None = None,
+    ) -> Tensor | DeferredNorm:
+        """``[tokens, hidden_size]`` to the same, or to the rows that are wanted: of others it has keys and values. x: a
+        `DeferredNorm` is `first_norm`'s, and the result may be one of `next_norm`."""
+        normed: Tensor | DeferredNorm = x
+        if isinstance(x, DeferredNorm):
+            x = x.rows
+        elif self.attention_norm is not None:
+            normed = self.attention_norm(x)
         attended = self.self_attn.attended(normed, cache, step)
         if wanted is not None:
-            x, normed, attended = x[wanted], normed[wanted], attended[wanted]
+            x, attended = x[wanted], attended[wanted]
+            if isinstance(normed, Tensor):
+                normed = normed[wanted]
             if not len(wanted):
                 return x
             if step.adapters is not None:
                 step.adapters.narrow(wanted)
-        x = self._added(x, partial(self.self_attn.o_proj, attended), self.attention_output_norm)
-        if self.cross_attn is not None:
-            cross_input = x if self.cross_norm is None else self.cross_norm(x)
-            x = self._added(x, partial(self.cross_attn, cross_input, cross=step.metadata.cross), self.cross_output_norm)
-        if not self._parallel:
-            normed = x if self.mlp_norm is None else self.mlp_norm(x)
-        return self._added(x, partial(self.mlp, normed), self.mlp_output_norm)
+        mlp_norm = self.mlp_norm if self.mlp.first.completes_norms else None
+        deferred = self._deferred(self.self_attn.o_proj, attended, x, mlp_norm)
+        if deferred is not None:
+            x, normed = deferred.rows, deferred
+        else:
+            x = self._added(x, partial(self.self_attn.o_proj, attended), self.attention_output_norm)
+            if self.cross_attn is not None:
+                cross_input = x if self.cross_norm is None else self.cross_norm(x)
+                cross = partial(self.cross_attn, cross_input, cross=step.metadata.cross)
+                x = self._added(x, cross, self.cross_output_norm)
+            if not self._parallel:
+                normed = x if self.mlp_norm is None else self.mlp_norm(x)
+        inner = self.mlp(normed)
+        deferred = self._deferred(self.mlp.down_proj, inner, x, next_norm)
+        if deferred is not None:
+            return deferred
+        return self._added(x, partial(self.mlp.down_proj, inner), self.mlp_output_norm)
+
+    def _deferred(
+        self, block: Linear, x: Tensor, residual: Tensor, norm: RMSNorm | LayerNorm | None
+    ) -> DeferredNorm | None:
+        if not self._defers_norms or norm is None or norm.kernel is None:
+            return None
+        return block.deferring(x, residual, norm.kernel)
 
     def _added(self, x: Tensor, block: Callable[..., Tensor], norm: nn.Module | None) -> Tensor:
         """x and what a block makes of it, which takes the residual that it is to add."""
@@ -385,8 +427,10 @@ class Decoder(nn.Module):
     ) -> Tensor:
         """Layers ``first <= i < last``, None: all others, and the norm behind the last of all. wanted: the rows that
         this one is for; None: all."""
-        for layer, cache in zip(self.layers[first:last], caches[first:last], strict=True):
-            x = layer(x, cache, step, wanted)
+        layers = [cast(DecoderLayer, layer) for layer in self.layers[first:last]]
+        next_norms = [*(layer.first_norm for layer in layers[1:]), None]
+        for layer, cache, next_norm in zip(layers, caches[first:last], next_norms, strict=False):
+            x = layer(x, cache, step, wanted, next_norm)
         if self.norm is None or last not in (None, len(self.layers)) or (wanted is not None and not len(wanted)):
             return x
         normed: Tensor = self.norm(x)

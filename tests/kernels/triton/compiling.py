@@ -39,7 +39,7 @@ from vlmserve.kernels.triton import (
 from vlmserve.kernels.triton.adapters import OUTPUTS, RANKS, STAGES, division
 from vlmserve.kernels.triton.attention import STAGES as ATTENTION_STAGES
 from vlmserve.kernels.triton.attention import tile
-from vlmserve.kernels.triton.products import MOST_ROWS, block_of, tiling
+from vlmserve.kernels.triton.products import MOST_ROWS, PARTS_OUTPUTS, block_of, tiling
 
 EVERYWHERE = re.compile(
     r"1 x 4096 x 28672 of [48]|attention of chunks, heads of 128, .*reach$|attention of images, .* 32 keys|rotary .* 8"
@@ -74,10 +74,13 @@ def product_cases() -> Iterator[Case]:
         "bias_ptr": "*bf16",
         "residual_ptr": "*bf16",
         "out_ptr": "*bf16",
-        "sums_ptr": "*fp32",
+        "norm_ptr": "*bf16",
+        "weighted_ptr": "*bf16",
+        **dict.fromkeys(("sums_ptr", "x_squares_ptr", "squares_ptr"), "*fp32"),
     }
-    numbers = dict.fromkeys(("rows", "stride_x", "in_features", "out_features"), "i32")
-    # Two of Mistral-7B's products: attention's outputs, gates and ups. float32 fills shared memory most.
+    numbers = dict.fromkeys(("rows", "stride_x", "in_features", "out_features", "x_columns"), "i32")
+    # Two of Mistral-7B's products: attention's outputs, gates and ups, with the norm between them. float32 fills shared
+    # memory most.
     kinds = itertools.product(((4, "*u8"), (8, "*u8"), (16, "*bf16")), (1, 64), (4096, 28672), ("*bf16",), (128,))
     in_float32 = itertools.product(((4, "*u8"), (8, "*u8")), (1,), (4096,), ("*fp32",), (128,))
     small_groups = itertools.product(((4, "*u8"),), (1, 64), (4096, 28672), ("*bf16",), (32,))
@@ -91,7 +94,7 @@ def product_cases() -> Iterator[Case]:
             product_kernels.multiply,
             {
                 **pointers, **dict.fromkeys(("x_ptr", "bias_ptr", "residual_ptr", "out_ptr"), x), "weight_ptr": weight,
-                **numbers, "scales_ptr": "*fp16" if bits == 4 else "*fp32",
+                **numbers, "eps": "fp32", "scales_ptr": "*fp16" if bits == 4 else "*fp32",
             },
             {
                 "OUTPUTS": tiles.outputs, "TOKENS": tiles.tokens, "INPUTS": tiles.inputs, "BITS": bits,
@@ -99,7 +102,8 @@ def product_cases() -> Iterator[Case]:
                 "GROUPS": block_of(group, 4096) // group if bits == 4 else 1,
                 "PARTS": tiles.parts(bits), "SPLITS": tiles.splits, "KEEPS_SUMS": tiles.splits > 1,
                 "STAGES": tiles.stages, "EVEN": True, "ACTIVATION": "silu" if gates else "", "GATED": gates,
-                "HAS_BIAS": False, "HAS_RESIDUAL": out_features == 4096, "ASSEMBLY": True,
+                "HAS_BIAS": False, "HAS_RESIDUAL": not gates, "HAS_NORM": not gates and (rows == 1 or bits < 16),
+                "COLUMNS": 128 if gates else 0, "ASSEMBLY": True,
             },
             warps=tiles.warps,
             weights=tiles.outputs * tiles.inputs * tiles.parts(bits) if item_bytes == 2 else 0,
@@ -109,9 +113,12 @@ def product_cases() -> Iterator[Case]:
         "sum of parts",
         product_kernels.add_parts,
         {**pointers, **numbers},
-        {"OUTPUTS": 256, "SPLITS": 4, "ACTIVATION": "", "GATED": False, "HAS_BIAS": False, "HAS_RESIDUAL": True},
+        {
+            "OUTPUTS": PARTS_OUTPUTS, "SPLITS": 4, "ACTIVATION": "", "GATED": False, "HAS_BIAS": False,
+            "HAS_RESIDUAL": True, "HAS_NORM": True,
+        },
         warps=4,
-    )
+    )  # fmt: skip
 
 
 def expanding_cases() -> Iterator[Case]:
@@ -158,9 +165,10 @@ def adapter_cases() -> Iterator[Case]:
 def attention_cases() -> Iterator[Case]:
     types = {
         **dict.fromkeys(("query_ptr", "keys_ptr", "values_ptr", "out_ptr"), "*bf16"),
-        **dict.fromkeys(("scales_ptr", "sinks_ptr", "sums_ptr", "largest_ptr"), "*fp32"),
+        **dict.fromkeys(("scales_ptr", "sinks_ptr", "sums_ptr", "largest_ptr", "cos_ptr", "sin_ptr"), "*fp32"),
+        **dict.fromkeys(("positions_ptr", "slots_ptr"), "*i64"),
         **dict.fromkeys(("tables_ptr", "starts_ptr", "contexts_ptr", "reach_ptr", "decodes_ptr"), "*i32"),
-        **dict.fromkeys(("num_decodes", "num_sequences", "table_stride", "splits"), "i32"),
+        **dict.fromkeys(("num_decodes", "num_sequences", "table_stride", "query_stride", "splits"), "i32"),
         **dict.fromkeys(("scale", "soft_cap"), "fp32"),
     }
     plain = {"WINDOW": 0, "PART": 128} | dict.fromkeys(
@@ -173,7 +181,7 @@ def attention_cases() -> Iterator[Case]:
         (128, False, {"QUANTIZED": True}),
         (128, True, everything),
         (128, True, split),
-        (64, False, everything),
+        (64, False, {**everything, "REACH": False}),
         (256, True, {}),
     ):
         tiles = tile(AttentionSpec(32, 8, head, 1.0), chunks=chunks, quantized="QUANTIZED" in further)
@@ -185,7 +193,8 @@ def attention_cases() -> Iterator[Case]:
             {**types, **stored},
             {
                 "HEADS": 32, "KV_HEADS": 8, "HEAD": head, "HEAD_BLOCK": head, "BLOCK_SIZE": 16,
-                "ROWS": tiles.rows, "KEYS": tiles.keys, "STAGES": ATTENTION_STAGES, "ASSEMBLY": True, **plain,
+                "ROWS": tiles.rows, "KEYS": tiles.keys, "STAGES": ATTENTION_STAGES, "ASSEMBLY": True,
+                "WRITES": not chunks, "ROTATED": 0 if chunks else head, "HAS_POSITIONS": not chunks, **plain,
                 **further,
             },
             warps=tiles.warps,
@@ -266,7 +275,7 @@ def compiled(case: Case, arch: int) -> dict[str, Any]:
     of_kernel = {**case.constants, **({"DEPENDENT": dependent} if "DEPENDENT" in names else {})}
     signature = {name: "constexpr" if name in of_kernel else case.types[name] for name in names}
     sizes = ("in_features", "out_features", "stride_x", "stride", "vocabulary", "width", "stride_token", "stride_head")
-    sizes += ("rank",)
+    sizes += ("rank", "query_stride")
     # As at run time: addresses and sizes of large models are multiples of 16.
     attributes = {
         (place,): [["tt.divisibility", 16]]

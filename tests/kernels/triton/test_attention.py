@@ -211,6 +211,35 @@ def test_rotating_on_the_way_gives_the_same(device: torch.device) -> None:
     torch.testing.assert_close(output.cpu().double(), expected, atol=2e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("quantized", [False, True])
+@pytest.mark.parametrize(("name", "rotated"), [("plain", 8), ("groups of three", 4), ("all of it", 0), ("window", 8)])
+def test_decodes_that_write_keys_give_what_those_give_whose_keys_are_written(
+    device: torch.device, name: str, rotated: int, quantized: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the bit, and caches too. Contexts of one part, of several, and whose last part is the newest token alone."""
+    torch.manual_seed(rotated)
+    monkeypatch.setattr(attention, "PART", 8)
+    spec, contexts = SPECS[name], [5, 9, 1, 30]
+    blocks, backend = BlockTables(contexts, 4), TritonAttention(quantized_cache=quantized)
+    metadata = blocks.metadata([(index, context - 1, 1) for index, context in enumerate(contexts)], device)
+    plan = backend.prepare(metadata, 4, [spec], torch.float32)
+    qkv = torch.randn(4, (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_size).to(device)
+    angles, positions = torch.randn(9, rotated // 2), torch.tensor([8, 0, 3, 3])
+    rope = RotaryRows(angles.cos().to(device), angles.sin().to(device), positions.to(device)) if rotated else None
+    before = torch.randn(2, blocks.num_blocks, spec.num_kv_heads, 4, spec.head_size)
+    results = []
+    for writes in (True, False):
+        monkeypatch.setattr(TritonAttention, "writes", writes)
+        cache = backend.allocate(blocks.num_blocks, 4, spec, torch.float32, device)
+        for tensor, values in zip((cache.keys, cache.values), before * 30 if quantized else before, strict=True):
+            tensor.copy_(values)
+        if cache.scales is not None:
+            cache.scales.fill_(0.01)
+        results.append([backend._attend(qkv, rope, cache, spec, metadata, plan), *cache.tensors])
+    for ours, theirs in zip(*results, strict=True):
+        assert torch.equal(ours, theirs)
+
+
 def test_steps_can_be_captured_unless_rows_are_bidirectional() -> None:
     backend: AttentionBackend = TritonAttention()
     blocks = BlockTables([300, 4], 16)

@@ -50,6 +50,25 @@ def test_tiles_of_a_7b_model(device: torch.device, kind: str, group: int, rows: 
     assert_near(product.few(x.to(device), residual.to(device), tiles=tiles), expected + residual.double())
 
 
+@pytest.mark.parametrize(("kind", "rows"), [*((kind, 1) for kind in KINDS), ("4 bits", 9), ("4 bits", 64)])
+def test_norms_between_products_of_a_7b_model(device: torch.device, kind: str, rows: int) -> None:
+    torch.manual_seed(rows)
+    first, first_numbers = made_for_bfloat16(kind, 384, 1152, device)
+    second, second_numbers = made_for_bfloat16(kind, 300, 384, device)
+    x, residual, weight = (torch.randn(*shape).bfloat16() for shape in ((rows, 1152), (rows, 384), (384,)))
+    products = [TritonProduct(matrix, dtype=torch.bfloat16) for matrix in (first, second)]
+    for product, outputs in zip(products, (4096, 28672), strict=True):
+        tiles = tiling(BITS[kind], 128, outputs, 4096, rows, shared=shared_memory.shared_bytes(device))
+        product._tilings[rows, device] = tiles
+    norm = TritonNorm(weight.to(device), None, 1e-5)
+    deferred = products[0].deferring(x.to(device), 30 * residual.to(device), norm)
+    assert deferred is not None
+    expected = x.double() @ first_numbers.T + 30 * residual.double()
+    torch.testing.assert_close(deferred.rows.cpu().double(), expected, atol=1e-2, rtol=1e-2)
+    normed = expected * torch.rsqrt(expected.square().mean(1, keepdim=True) + 1e-5) * weight.double()
+    assert_near(products[1](deferred), normed @ second_numbers.T)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_many_rows(device: torch.device, kind: str) -> None:
     torch.manual_seed(0)

@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from vlmserve.kernels.quantized import QuantizedWeight
 from vlmserve.kernels.triton import products, unpacking
 from vlmserve.kernels.triton.gated import finish
+from vlmserve.kernels.triton.norm import TritonNorm
 from vlmserve.kernels.triton.products import TritonProduct, store, tiling, unsupported_reason
 from vlmserve.kernels.triton.tuned import Tiling
 from vlmserve.layers.activation import ACTIVATIONS, activation
@@ -208,6 +210,57 @@ def test_parts_of_the_inputs_are_added_in_order(
     results = [product(x.to(device)) for _ in range(2)]
     assert torch.equal(*results)
     torch.testing.assert_close(results[0].cpu().double(), gate.relu() * up, atol=5e-3, rtol=5e-3)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("rows", "splits"), [(3, 1), (3, 2), (20, 1)])
+def test_a_norm_between_products_equals_float64(device: torch.device, kind: str, rows: int, splits: int) -> None:
+    """Rows of very different sizes, outputs that are no whole tiles, and a number of tiles that is no power of two."""
+    torch.manual_seed(rows)
+    tiles = Tiling(32, 8 if rows <= 8 else 32, 64, splits, 2, 2)
+    first, first_numbers = made(kind, 160, 512, device)
+    second, second_numbers = made(kind, 70, 160, device)
+    if kind == "plain":
+        first, second = first.float(), second.float()
+    x, residual, bias, weight = torch.randn(rows, 512), torch.randn(rows, 160), torch.randn(70), torch.randn(160)
+    residual *= torch.logspace(-2, 2, rows)[:, None]
+    before = TritonProduct(first, dtype=torch.float32)
+    behind = TritonProduct(second, bias.to(device), dtype=torch.float32, activation="silu", gated=True)
+    before._tilings[rows, device] = tiles
+    behind._tilings[rows, device] = tiles._replace(inputs=32) if kind == "4 bits" else tiles
+    norm = TritonNorm(weight.to(device), None, 1e-5)
+    deferred = before.deferring(x.to(device), residual.to(device), norm)
+    assert deferred is not None
+    expected = x.double() @ first_numbers.T + residual.double()
+    assert_near(deferred.rows, expected, torch.float32)
+    normed = expected * torch.rsqrt(expected.square().mean(1, keepdim=True) + 1e-5) * weight.double()
+    assert_near(deferred.normed(), normed, torch.float32)
+    gate, up = (normed @ second_numbers.T + bias.double()).chunk(2, 1)
+    assert_near(behind(deferred), F.silu(gate) * up, torch.float32)
+
+
+def test_norms_are_computed_by_themselves_where_products_cannot_complete_them(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    weight, x, residual = torch.randn(48, 32), torch.randn(3, 32).to(device), torch.randn(3, 48).to(device)
+    scaling = TritonNorm(torch.randn(48).to(device), None, 1e-5)
+    shifting = TritonNorm(torch.randn(48).to(device), torch.randn(48).to(device), 1e-5)
+    product = TritonProduct(weight.to(device), dtype=torch.float32)
+    deferred = product.deferring(x, residual, scaling)
+    assert deferred is not None
+    assert product.deferring(x, residual, shifting) is None
+    assert product.deferring(x[:0], residual[:0], scaling) is None
+    assert product.deferring(x.repeat(50, 1), residual.repeat(50, 1), scaling) is None
+    assert (
+        TritonProduct(weight.to(device), dtype=torch.float32, activation="silu").deferring(x, residual, scaling) is None
+    )
+    half = TritonProduct(weight.half().to(device), dtype=torch.float16)
+    assert half.deferring(x.half(), residual.half(), scaling) is None
+    following = TritonProduct(torch.randn(16, 48).to(device), dtype=torch.float32)
+    expected = following(deferred)
+    monkeypatch.setattr(products, "MOST_ROWS", 2)
+    torch.testing.assert_close(following(deferred), expected, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("kind", KINDS)

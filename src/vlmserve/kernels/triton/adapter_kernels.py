@@ -12,7 +12,7 @@ import triton.language as tl
 
 from vlmserve.kernels.triton.dependent import wait_for_previous
 from vlmserve.kernels.triton.launching import Kernel
-from vlmserve.kernels.triton.product_kernels import dot, store_results
+from vlmserve.kernels.triton.product_kernels import dot, result_places, store_results
 
 WORDS = tl.constexpr(8)
 """Of an adapter in the table, see `TritonChange.words`."""
@@ -154,7 +154,10 @@ def add_changes(
         sums = tl.where(own[None, :], changed, sums)
     # Rows without an adapter are those of the first program.
     wanted = (slots == slot) & (slot >= 0) | (slots < 0) & (number == 0)
+    stored = tl.where(there & wanted, tokens, rows)
+    places, inside = result_places(first_output, stored, rows, out_features, OUTPUTS, GATED)
+    residual = tl.load(residual_ptr + places, inside, 0.0) if HAS_RESIDUAL else 0.0
     store_results(
-        sums, bias_ptr, residual_ptr, out_ptr, first_output, tl.where(there & wanted, tokens, rows), rows, out_features,
-        OUTPUTS, TOKENS, ACTIVATION, GATED, HAS_BIAS, HAS_RESIDUAL,
+        sums, bias_ptr, residual, out_ptr, first_output, stored, rows, out_features, OUTPUTS, TOKENS, ACTIVATION, GATED,
+        HAS_BIAS, HAS_RESIDUAL,
     )  # fmt: skip

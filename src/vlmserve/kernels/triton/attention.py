@@ -1,10 +1,10 @@
-"""The attention backend of NVIDIA's GPUs: three launches a layer."""
+"""The attention backend of NVIDIA's GPUs: one launch a layer, one more for split contexts, one more for chunks."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -101,9 +101,12 @@ class TritonAttention(TorchReference):
     """Attention over a flat batch of decodes and prompt chunks. A `RotatingBackend` whose cache is the reference's.
 
     Lengths are read on the device, so that a step can be captured once and replayed at other lengths.
+
+    writes: whether programs of decodes write keys and values themselves; a class's, for measuring.
     """
 
     name = "triton"
+    writes: ClassVar[bool] = True
 
     def __init__(self, *, quantized_cache: bool = False) -> None:
         """quantized_cache: keys and values are stored in 8 bits."""
@@ -156,9 +159,7 @@ class TritonAttention(TorchReference):
     ) -> Tensor:
         """See `AttentionBackend.attend`."""
         qkv = torch.cat((query.flatten(1), key.flatten(1), value.flatten(1)), 1)
-        return self._attend(
-            rotate_into_cache(qkv, None, cache, spec, metadata.slot_mapping), cache, spec, metadata, plan
-        )
+        return self._attend(qkv, None, cache, spec, metadata, plan)
 
     def attend_rotated(
         self,
@@ -170,20 +171,30 @@ class TritonAttention(TorchReference):
         plan: object,
     ) -> Tensor:
         """See `RotatingBackend.attend_rotated`."""
-        if qkv.stride(1) != 1:
-            qkv = qkv.contiguous()
-        return self._attend(
-            rotate_into_cache(qkv, rope, cache, spec, metadata.slot_mapping), cache, spec, metadata, plan
-        )
+        return self._attend(qkv, rope, cache, spec, metadata, plan)
 
     def _attend(
-        self, query: Tensor, cache: LayerCache, spec: AttentionSpec, metadata: BatchMetadata, plan: object
+        self,
+        qkv: Tensor,
+        rope: RotaryRows | None,
+        cache: LayerCache,
+        spec: AttentionSpec,
+        metadata: BatchMetadata,
+        plan: object,
     ) -> Tensor:
-        """query: ``[tokens, heads * head_size]``, rotated; its keys and values are in the cache."""
+        """rope: None: nothing is rotated."""
         assert isinstance(plan, TritonPlan)
-        if cache.scales is None and cache.keys.dtype != query.dtype:
-            raise ValueError(f"queries of {query.dtype} do not fit a cache of {cache.keys.dtype}")
-        output = torch.empty_like(query)
+        if cache.scales is None and cache.keys.dtype != qkv.dtype:
+            raise ValueError(f"queries of {qkv.dtype} do not fit a cache of {cache.keys.dtype}")
+        if qkv.stride(1) != 1:
+            qkv = qkv.contiguous()
+        slots = metadata.slot_mapping
+        alone = metadata.num_decodes == len(qkv) and metadata.decodes is None and plan.reach is None
+        # Where many decode, a launch is little beside what each program would do again.
+        writes = self.writes and alone and plan.part != LARGE_PART
+        query = qkv if writes else rotate_into_cache(qkv, rope, cache, spec, slots)
+        cos, sin, positions = (query, query, None) if rope is None else rope
+        output = torch.empty((len(qkv), spec.num_heads * spec.head_size), dtype=qkv.dtype, device=qkv.device)
         decodes, sequences = metadata.num_decodes, len(metadata.query_lens)
         group = spec.num_heads // spec.num_kv_heads
         chunk_rows = len(query) - decodes
@@ -212,9 +223,14 @@ class TritonAttention(TorchReference):
             plan.sums,
             plan.largest,
             metadata.query_starts if metadata.decodes is None else metadata.decodes,
+            cos,
+            sin,
+            slots if positions is None else positions,
+            slots,
             decodes,
             sequences,
             metadata.block_tables.stride(0),
+            query.stride(0),
             spec.scale,
             spec.soft_cap or 1.0,
             HEADS=spec.num_heads,
@@ -233,6 +249,9 @@ class TritonAttention(TorchReference):
             SPLIT_CHUNKS=plan.split_chunks,
             MIXED=is_mixed,
             PART=plan.part,
+            WRITES=writes,
+            ROTATED=0 if rope is None or not writes else 2 * cos.shape[1],
+            HAS_POSITIONS=positions is not None and writes,
             ASSEMBLY=has_assembly(query.device),
             num_warps=tiles.warps,
         )

@@ -3,7 +3,8 @@
 A program computes the query heads that share one head of keys, for one decode or for some rows of a chunk, packed into
 one tile. The context of a decode is split among programs by its length, into larger parts where there are many decodes;
 `combine` adds the parts in order. So are contexts of chunks of few rows, where a batch has few chunks, and these alone
-would leave most of a GPU idle.
+would leave most of a GPU idle. Where all rows are decodes, programs rotate their queries themselves, and those of the
+newest tokens rotate keys and write keys and values into the cache before they read them there.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import triton.language as tl
 from vlmserve.kernels.triton.activations import tanh
 from vlmserve.kernels.triton.dependent import wait_for_previous
 from vlmserve.kernels.triton.launching import Kernel
+from vlmserve.kernels.triton.rope import load_heads, load_turn, rotate, store_tile
 from vlmserve.kernels.triton.unpacking import byte_pairs
 
 MAX_SPLITS = tl.constexpr(32)
@@ -141,15 +143,17 @@ def over_keys(
 @triton.jit(do_not_specialize=["num_decodes", "num_sequences", "table_stride"])
 def attend_rows(
     query_ptr, keys_ptr, values_ptr, scales_ptr, tables_ptr, starts_ptr, contexts_ptr, reach_ptr, sinks_ptr, out_ptr,
-    sums_ptr, largest_ptr, decodes_ptr, num_decodes, num_sequences, table_stride, scale, soft_cap, HEADS: tl.constexpr,
-    KV_HEADS: tl.constexpr, HEAD: tl.constexpr, HEAD_BLOCK: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    ROWS: tl.constexpr, KEYS: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr,
-    REACH: tl.constexpr, QUANTIZED: tl.constexpr, STAGES: tl.constexpr, SPLIT_CHUNKS: tl.constexpr,
-    MIXED: tl.constexpr, PART: tl.constexpr, ASSEMBLY: tl.constexpr, DEPENDENT: tl.constexpr = False,
+    sums_ptr, largest_ptr, decodes_ptr, cos_ptr, sin_ptr, positions_ptr, slots_ptr, num_decodes, num_sequences,
+    table_stride, query_stride, scale, soft_cap, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD: tl.constexpr,
+    HEAD_BLOCK: tl.constexpr, BLOCK_SIZE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, WINDOW: tl.constexpr,
+    CAPPED: tl.constexpr, SINKS: tl.constexpr, REACH: tl.constexpr, QUANTIZED: tl.constexpr, STAGES: tl.constexpr,
+    SPLIT_CHUNKS: tl.constexpr, MIXED: tl.constexpr, PART: tl.constexpr, WRITES: tl.constexpr, ROTATED: tl.constexpr,
+    HAS_POSITIONS: tl.constexpr, ASSEMBLY: tl.constexpr, DEPENDENT: tl.constexpr = False,
 ):  # fmt: skip
     """Programs ``[decodes + blocks of chunk rows, kv_heads, splits]``. PART: tokens of a part of a decode, unless it is
     the last one or there are more than `MAX_SPLITS`. MIXED: the number of decodes is read on the device, and there may
-    be more programs than blocks.
+    be more programs than blocks. WRITES: all rows are decodes, of which query_ptr has queries, keys and values as they
+    are before `rotate_and_write`; else queries alone, rotated, and their keys and values are in the cache.
 
     sums_ptr, largest_ptr: where parts go, float32 ``[part rows, heads, splits, HEAD_BLOCK]``, and ``[part rows, heads,
     splits, 2]``, their largest score and their weight. Part rows are the decodes', then, with SPLIT_CHUNKS,
@@ -163,6 +167,9 @@ def attend_rows(
     block, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     rows = tl.arange(0, ROWS)
     columns = tl.arange(0, HEAD_BLOCK)
+    if WRITES:
+        slot = tl.load(slots_ptr + block)
+        turn = tl.load(positions_ptr + block) if HAS_POSITIONS else block.to(tl.int64)
     if block < num_decodes:
         sequence, first = block, 0
     else:
@@ -200,7 +207,29 @@ def attend_rows(
     first_place = begin.to(tl.int64) * (HEADS * HEAD)
     places = ((row * HEADS + heads) * HEAD)[:, None] + columns[None, :]
     inside = valid[:, None] & (columns < HEAD)[None, :]
-    query = tl.load(query_ptr + first_place + places, inside, 0.0)
+    if WRITES:
+        token_ptr = query_ptr + block.to(tl.int64) * query_stride
+        own = kv_head + tl.arange(0, 1)
+        of_heads = (heads * HEAD)[:, None] + columns[None, :]
+        keys_at = ((HEADS + own) * HEAD)[:, None] + columns[None, :]
+        there = (columns < HEAD)[None, :]
+        query, query_partner = load_heads(token_ptr, of_heads, inside, columns, ROTATED)
+        key, key_partner = load_heads(token_ptr, keys_at, there, columns, ROTATED)
+        value = tl.load(token_ptr + keys_at + KV_HEADS * HEAD, there, 0.0)
+        if ROTATED > 0:
+            at = turn * (ROTATED // 2)
+            cos, sin = load_turn(cos_ptr + at, sin_ptr + at, columns, ROTATED)
+            query = rotate(query, query_partner, cos, sin)
+            key = rotate(key, key_partner, cos, sin)
+        # No branch around the stores, behind which their loads would be.
+        own = tl.where(high == context, own, KV_HEADS)
+        there = there & (own < KV_HEADS)[:, None]
+        store_tile(key, keys_ptr, scales_ptr, own, columns, there, slot, 0, KV_HEADS, HEAD, BLOCK_SIZE, QUANTIZED)
+        store_tile(value, values_ptr, scales_ptr, own, columns, there, slot, 1, KV_HEADS, HEAD, BLOCK_SIZE, QUANTIZED)
+        # All threads of the program read them.
+        tl.debug_barrier()
+    else:
+        query = tl.load(query_ptr + first_place + places, inside, 0.0)
     total, largest, weight = over_keys(
         query, keys_ptr, values_ptr, scales_ptr, tables_ptr + sequence.to(tl.int64) * table_stride, position, limit,
         low, high, columns, kv_head, scale, soft_cap, KV_HEADS, HEAD, HEAD_BLOCK, BLOCK_SIZE, ROWS, KEYS, WINDOW,

@@ -49,13 +49,18 @@ class TritonNorm:
     def __init__(self, weight: Tensor, bias: Tensor | None, eps: float) -> None:
         if len(weight) > MAX_SIZE:
             raise ValueError(f"a norm over {len(weight)} elements is larger than {MAX_SIZE}")
-        self._weight, self._bias, self._eps = weight.contiguous(), bias, eps
+        self.weight, self._bias, self.eps = weight.contiguous(), bias, eps
         self._block = next_power_of_2(len(weight))
         self._warps = min(16, max(1, self._block // 512))
 
+    @property
+    def only_scales(self) -> bool:
+        """Whether it does nothing but scale rows and their elements, as RMSNorm does."""
+        return self._bias is None
+
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """``[..., size]`` to the same, contiguous. residual: shaped like it, is added behind the norm."""
-        size = len(self._weight)
+        size = len(self.weight)
         rows = x if x.ndim == 3 else x.reshape(-1, 1, size)
         if rows.stride(2) != 1:
             rows = rows.contiguous()
@@ -65,14 +70,14 @@ class TritonNorm:
             return out
         norm_rows[(tokens * heads,)](
             rows,
-            self._weight,
-            self._weight if self._bias is None else self._bias,
+            self.weight,
+            self.weight if self._bias is None else self._bias,
             out if residual is None else residual.contiguous(),
             out,
             heads,
             rows.stride(0),
             rows.stride(1),
-            self._eps,
+            self.eps,
             SIZE=size,
             BLOCK=self._block,
             HAS_BIAS=self._bias is not None,

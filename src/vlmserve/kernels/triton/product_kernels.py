@@ -1,7 +1,8 @@
 """Products with few rows: weights are the rows of the tile, tokens its columns.
 
 What follows on a product (bias, activation, gate, residual) is in the same launch. Sums have a fixed order: no two
-programs add to the same number.
+programs add to the same number. An RMSNorm between two products takes no launch of its own: the first one leaves its
+results times the norm's weight, and the sums of squares of parts of each row, by which the second one scales its sums.
 """
 
 from __future__ import annotations
@@ -118,12 +119,31 @@ def whole_rows(
 
 
 @triton.jit
+def load_squares(squares_ptr, tokens, rows, columns, COLUMNS: tl.constexpr):
+    """Sums of squares of parts of rows, ``[tokens, COLUMNS]``, 0 where there are none."""
+    numbers = tl.arange(0, COLUMNS)
+    inside = (tokens < rows)[:, None] & (numbers < columns)[None, :]
+    return tl.load(squares_ptr + tokens[:, None] * columns + numbers[None, :], inside, 0.0)
+
+
+@triton.jit
+def result_places(first_output, tokens, rows, out_features, OUTPUTS: tl.constexpr, GATED: tl.constexpr):
+    """Where a tile's results lie, and which of them there are."""
+    PER_RESULT: tl.constexpr = 2 if GATED else 1
+    outputs = first_output // PER_RESULT + tl.arange(0, OUTPUTS // PER_RESULT)
+    width = out_features // PER_RESULT
+    inside = (tokens < rows)[None, :] & (outputs < width)[:, None]
+    return tokens.to(tl.int64)[None, :] * width + outputs[:, None], inside
+
+
+@triton.jit
 def store_results(
-    sums, bias_ptr, residual_ptr, out_ptr, first_output, tokens, rows, out_features, OUTPUTS: tl.constexpr,
+    sums, bias_ptr, residual, out_ptr, first_output, tokens, rows, out_features, OUTPUTS: tl.constexpr,
     TOKENS: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr, HAS_BIAS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
 ):  # fmt: skip
-    """What follows on sums ``[OUTPUTS, TOKENS]``, and its end in memory."""
+    """What follows on sums ``[OUTPUTS, TOKENS]``, and its end in memory. residual: what is there of it, at
+    `result_places`. Returns what was stored."""
     outputs = first_output + tl.arange(0, OUTPUTS)
     if HAS_BIAS:
         sums += tl.load(bias_ptr + outputs, outputs < out_features, 0.0).to(tl.float32)[:, None]
@@ -131,33 +151,47 @@ def store_results(
         pairs = tl.permute(tl.reshape(sums, (OUTPUTS // 2, 2, TOKENS)), (0, 2, 1))
         gate, up = tl.split(pairs)
         results = activate(gate, ACTIVATION) * up
-        outputs = first_output // 2 + tl.arange(0, OUTPUTS // 2)
-        width = out_features // 2
     else:
         results = activate(sums, ACTIVATION)
-        width = out_features
-    places = tokens.to(tl.int64)[None, :] * width + outputs[:, None]
-    inside = (tokens < rows)[None, :] & (outputs < width)[:, None]
+    places, inside = result_places(first_output, tokens, rows, out_features, OUTPUTS, GATED)
     if HAS_RESIDUAL:
-        results += tl.load(residual_ptr + places, inside, 0.0).to(tl.float32)
-    tl.store(out_ptr + places, results.to(out_ptr.dtype.element_ty), inside)
+        results += residual.to(tl.float32)
+    results = results.to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + places, results, inside)
+    return results
+
+
+@triton.jit
+def defer_norm(
+    results, weight, weighted_ptr, squares_ptr, column, columns, first_output, tokens, rows, out_features,
+    OUTPUTS: tl.constexpr,
+):  # fmt: skip
+    """Store ``[OUTPUTS, TOKENS]`` results times a norm's weight, and the sums of their squares as one of each row's
+    columns."""
+    places, inside = result_places(first_output, tokens, rows, out_features, OUTPUTS, False)
+    results = tl.where(inside, results.to(tl.float32), 0.0)
+    tl.store(weighted_ptr + places, (results * weight[:, None]).to(weighted_ptr.dtype.element_ty), inside)
+    tl.store(squares_ptr + tokens * columns + column, tl.sum(results * results, 0), tokens < rows)
 
 
 # Numbers that change from step to step are no constants: a kernel is compiled once, not for each kind of number.
 @Kernel
 @triton.jit(do_not_specialize=["rows"])
 def multiply(
-    x_ptr, weight_ptr, scales_ptr, minimums_ptr, bias_ptr, residual_ptr, out_ptr, sums_ptr, rows, stride_x,
-    in_features, out_features, OUTPUTS: tl.constexpr, TOKENS: tl.constexpr, INPUTS: tl.constexpr, BITS: tl.constexpr,
-    BLOCK: tl.constexpr, GROUPS: tl.constexpr, PARTS: tl.constexpr, SPLITS: tl.constexpr, KEEPS_SUMS: tl.constexpr,
-    STAGES: tl.constexpr, EVEN: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr, HAS_BIAS: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr, ASSEMBLY: tl.constexpr, DEPENDENT: tl.constexpr = False,
+    x_ptr, weight_ptr, scales_ptr, minimums_ptr, bias_ptr, residual_ptr, out_ptr, sums_ptr, x_squares_ptr, norm_ptr,
+    weighted_ptr, squares_ptr, rows, stride_x, in_features, out_features, x_columns, eps, OUTPUTS: tl.constexpr,
+    TOKENS: tl.constexpr, INPUTS: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr, GROUPS: tl.constexpr,
+    PARTS: tl.constexpr, SPLITS: tl.constexpr, KEEPS_SUMS: tl.constexpr, STAGES: tl.constexpr, EVEN: tl.constexpr,
+    COLUMNS: tl.constexpr, ASSEMBLY: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_NORM: tl.constexpr, DEPENDENT: tl.constexpr = False,
 ):  # fmt: skip
     """`OUTPUTS` outputs of `TOKENS` rows a program, over one of `SPLITS` parts of the inputs.
 
     INPUTS: of a tile, of 4 bits one or more blocks of GROUPS, see `Stored`. PARTS: tiles that are multiplied side by
     side, as many by each warp. KEEPS_SUMS: sums go to sums_ptr, float32 ``[SPLITS, rows, out_features]``, from where
-    `add_parts` or `add_changes` takes them; there is only one part otherwise.
+    `add_parts` or `add_changes` takes them; there is only one part otherwise. COLUMNS: where x is what an RMSNorm has
+    yet to divide by the root mean square of each row, at least as many as x_squares_ptr has, float32
+    ``[rows, x_columns]``; else 0. HAS_NORM: such a norm follows, see `defer_norm`.
     """
     first_output = tl.program_id(0) * OUTPUTS
     outputs = first_output + tl.arange(0, OUTPUTS)
@@ -168,6 +202,15 @@ def multiply(
     first = part * each
     last = tl.minimum(first + each, tiles)
     wait_for_previous(DEPENDENT)
+    # What is needed behind the last tile, while the first ones are on their way, where it is little.
+    AHEAD: tl.constexpr = TOKENS <= 16
+    places, inside = result_places(first_output, tokens, rows, out_features, OUTPUTS, GATED)
+    if HAS_RESIDUAL and AHEAD and not KEEPS_SUMS:
+        residual = tl.load(residual_ptr + places, inside, 0.0)
+    if HAS_NORM and not KEEPS_SUMS:
+        norm_weight = tl.load(norm_ptr + outputs, outputs < out_features, 0.0).to(tl.float32)
+    if COLUMNS > 0 and AHEAD:
+        x_squares = load_squares(x_squares_ptr, tokens, rows, x_columns, COLUMNS)
     if PARTS > 1 and BITS == 4:
         sums = divided_inputs.groups_of_4_bits(
             x_ptr, weight_ptr, scales_ptr, minimums_ptr, outputs, tokens, rows, first, last, stride_x, in_features,
@@ -188,11 +231,24 @@ def multiply(
             x_ptr, weight_ptr, scales_ptr, outputs, tokens, rows, first, last, stride_x, in_features, out_features,
             OUTPUTS, TOKENS, INPUTS, EVEN, BITS, STAGES, ASSEMBLY,
         )  # fmt: skip
+    if COLUMNS > 0:
+        if not AHEAD:
+            x_squares = load_squares(x_squares_ptr, tokens, rows, x_columns, COLUMNS)
+        sums *= tl.rsqrt(tl.sum(x_squares, 1) / in_features + eps)[None, :]
     if not KEEPS_SUMS:
-        store_results(
-            sums, bias_ptr, residual_ptr, out_ptr, first_output, tokens, rows, out_features, OUTPUTS, TOKENS,
-            ACTIVATION, GATED, HAS_BIAS, HAS_RESIDUAL,
+        if not HAS_RESIDUAL:
+            residual = 0.0
+        elif not AHEAD:
+            residual = tl.load(residual_ptr + places, inside, 0.0)
+        results = store_results(
+            sums, bias_ptr, residual, out_ptr, first_output, tokens, rows, out_features, OUTPUTS, TOKENS, ACTIVATION,
+            GATED, HAS_BIAS, HAS_RESIDUAL,
         )  # fmt: skip
+        if HAS_NORM:
+            defer_norm(
+                results, norm_weight, weighted_ptr, squares_ptr, tl.program_id(0), tl.num_programs(0), first_output,
+                tokens, rows, out_features, OUTPUTS,
+            )  # fmt: skip
     else:
         places = (part * rows + tokens).to(tl.int64)[None, :] * out_features + outputs[:, None]
         tl.store(sums_ptr + places, sums, (tokens < rows)[None, :] & (outputs < out_features)[:, None])
@@ -201,20 +257,29 @@ def multiply(
 @Kernel
 @triton.jit(do_not_specialize=["rows"])
 def add_parts(
-    sums_ptr, bias_ptr, residual_ptr, out_ptr, rows, out_features, OUTPUTS: tl.constexpr, SPLITS: tl.constexpr,
-    ACTIVATION: tl.constexpr, GATED: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
-    DEPENDENT: tl.constexpr = False,
+    sums_ptr, bias_ptr, residual_ptr, out_ptr, norm_ptr, weighted_ptr, squares_ptr, rows, out_features,
+    OUTPUTS: tl.constexpr, SPLITS: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_NORM: tl.constexpr, DEPENDENT: tl.constexpr = False,
 ):  # fmt: skip
-    """Add the parts of one row's `OUTPUTS` outputs, the first one first, and do what follows."""
+    """Add the parts of one row's `OUTPUTS` outputs, the first one first, and do what follows, see `multiply`."""
     wait_for_previous(DEPENDENT)
     first_output = tl.program_id(0) * OUTPUTS
     outputs = first_output + tl.arange(0, OUTPUTS)
     tokens = tl.program_id(1) + tl.arange(0, 1)
+    places, inside = result_places(first_output, tokens, rows, out_features, OUTPUTS, GATED)
+    residual = tl.load(residual_ptr + places, inside, 0.0) if HAS_RESIDUAL else 0.0
+    if HAS_NORM:
+        norm_weight = tl.load(norm_ptr + outputs, outputs < out_features, 0.0).to(tl.float32)
     sums = tl.zeros((OUTPUTS, 1), tl.float32)
     for part in tl.static_range(SPLITS):
-        places = (part * rows + tokens).to(tl.int64)[None, :] * out_features + outputs[:, None]
-        sums += tl.load(sums_ptr + places, (outputs < out_features)[:, None], 0.0)
-    store_results(
-        sums, bias_ptr, residual_ptr, out_ptr, first_output, tokens, rows, out_features, OUTPUTS, 1, ACTIVATION, GATED,
+        parts_at = (part * rows + tokens).to(tl.int64)[None, :] * out_features + outputs[:, None]
+        sums += tl.load(sums_ptr + parts_at, (outputs < out_features)[:, None], 0.0)
+    results = store_results(
+        sums, bias_ptr, residual, out_ptr, first_output, tokens, rows, out_features, OUTPUTS, 1, ACTIVATION, GATED,
         HAS_BIAS, HAS_RESIDUAL,
     )  # fmt: skip
+    if HAS_NORM:
+        defer_norm(
+            results, norm_weight, weighted_ptr, squares_ptr, tl.program_id(0), tl.num_programs(0), first_output, tokens,
+            rows, out_features, OUTPUTS,
+        )  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -17,12 +18,14 @@ from vlmserve.kernels.triton.adapters import TritonChange, add_adapters
 from vlmserve.kernels.triton.byte_products import rounded_product
 from vlmserve.kernels.triton.expanding import expanded_groups, expanded_rows
 from vlmserve.kernels.triton.gated import finish
-from vlmserve.kernels.triton.host_math import cdiv
+from vlmserve.kernels.triton.host_math import cdiv, next_power_of_2
+from vlmserve.kernels.triton.norm import TritonNorm
 from vlmserve.kernels.triton.product_kernels import add_parts, multiply
 from vlmserve.kernels.triton.shared_memory import MULTIPROCESSORS, SHARED_BYTES
 from vlmserve.kernels.triton.tuned import LARGE_BLOCK, TUNED, Shape, Tiling
 from vlmserve.kernels.triton.unpacking import has_assembly
 from vlmserve.layers.adapters import Change, LinearAdapters
+from vlmserve.layers.operations import DeferredNorm, Norm
 
 MOST_ROWS = 128
 """From here on products are bound by computing, which the library does well."""
@@ -51,6 +54,8 @@ BYTES_ON_THEIR_WAY = 2**15
 TB/s and 0.7 to 1 microseconds that is 23 to 33 KB for each of 132."""
 MOST_ON_THEIR_WAY = 11
 """Tiles."""
+PARTS_OUTPUTS = 256
+"""Whose parts a program adds, where inputs are split."""
 EXPANDED_ELEMENTS = 2**28
 """Weights of few bits that are expanded at a time, to be multiplied by many rows: 512 MiB in 16 bits. Layers of a 7B
 model are one such block, output heads of large models several."""
@@ -272,17 +277,20 @@ def pairs(out_features: int, device: torch.device) -> Tensor:
 
 
 class TritonProduct:
-    """A weight that few rows are multiplied with in one launch, epilogue and residual included. A `Product` and a
-    `Table` that packs changes.
+    """A weight that few rows are multiplied with in one launch, epilogue and residual included. A `DeferringProduct`,
+    and a `Table` that packs changes.
 
     Where the inputs are split among programs, a second launch adds the parts. Where rows have adapters, one launch more
     multiplies with their first factors, and that second one adds what they change. More than `most_rows` rows are
     multiplied by the device's library; weights of few bits are expanded by a launch before. Where inputs are to be
     rounded to 8 bits, beside weights of 8, a kernel multiplies integers instead. Where nothing but a residual follows,
     the library adds it.
+
+    defers_norms: whether an RMSNorm behind few rows takes no launch of its own; a class's, for measuring.
     """
 
     change_words: int = WORDS.value
+    defers_norms: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -329,23 +337,47 @@ class TritonProduct:
 
     def __call__(
         self,
-        x: Tensor,
+        x: Tensor | DeferredNorm,
         residual: Tensor | None = None,
         out: Tensor | None = None,
         adapters: LinearAdapters | None = None,
     ) -> Tensor:
-        """See `Product`; `out` stays unused."""
+        """See `DeferringProduct`; `out` stays unused."""
+        if isinstance(x, DeferredNorm):
+            if self._are_few(len(x.rows)) and adapters is None:
+                return self._few(x, residual)
+            x = x.normed()
         flat = x.reshape(-1, self._in_features)
         if flat.stride(1) != 1:
             flat = flat.contiguous()
         added = None if residual is None else residual.reshape(-1, self._width)
         if adapters is not None and (adapters.rank is None or not adapters.active):
             adapters = None
-        if len(flat) <= most_rows(self._stored.bits, self._out_features):
+        if self._are_few(len(flat)):
             result = self.few(flat, added, adapters=adapters)
         else:
             result = self._many(flat, added, adapters)
         return result.view(*x.shape[:-1], self._width)
+
+    def deferring(self, x: Tensor, residual: Tensor, norm: Norm) -> DeferredNorm | None:
+        """See `DeferringProduct`. float16 has no room for numbers that are not scaled yet."""
+        alone = self._activation is None and not self._gated and self._dtype == self._output_dtype != torch.float16
+        few = self.defers_norms and self._are_few(len(x)) and len(x) > 0
+        if not (alone and few and isinstance(norm, TritonNorm) and norm.only_scales):
+            return None
+        weighted = torch.empty((len(x), self._width), dtype=self._dtype, device=x.device)
+        columns = self._columns(self.tiling(len(x), x.device))
+        squares = torch.empty((len(x), columns), dtype=torch.float32, device=x.device)
+        deferred = DeferredNorm(torch.empty_like(weighted), weighted, squares, norm)
+        self._few(x, residual, norm_behind=deferred)
+        return deferred
+
+    def _are_few(self, rows: int) -> bool:
+        return rows <= most_rows(self._stored.bits, self._out_features)
+
+    def _columns(self, tiles: Tiling) -> int:
+        """Programs that share a row of results."""
+        return cdiv(self._out_features, PARTS_OUTPUTS if tiles.splits > 1 else tiles.outputs)
 
     def shape(self, rows: int) -> Shape:
         """By which tilings for so many rows are looked up."""
@@ -375,10 +407,26 @@ class TritonProduct:
         tiles: Tiling | None = None,
         adapters: LinearAdapters | None = None,
     ) -> Tensor:
-        """The product of few rows ``[rows, in_features]``. tiles: another division than the one for this shape.
-        adapters: of some of the rows, at least one of them packed; a row without one gets what it gets without them."""
+        """The product of few rows ``[rows, in_features]``, with what follows on it. tiles: another division than the
+        one for this shape. adapters: of some of the rows, at least one of them packed; a row without one gets what it
+        gets without them."""
+        return self._few(x, residual, tiles, adapters)
+
+    def _few(
+        self,
+        x: Tensor | DeferredNorm,
+        residual: Tensor | None = None,
+        tiles: Tiling | None = None,
+        adapters: LinearAdapters | None = None,
+        norm_behind: DeferredNorm | None = None,
+    ) -> Tensor:
+        """As `few`. norm_behind: memory for results and for what the norm behind them leaves to the next product."""
+        scaled, x = (x, x.weighted) if isinstance(x, DeferredNorm) else (None, x)
         rows = len(x)
-        out = torch.empty((rows, self._width), dtype=self._output_dtype, device=x.device)
+        if norm_behind is None:
+            out = torch.empty((rows, self._width), dtype=self._output_dtype, device=x.device)
+        else:
+            out = norm_behind.rows
         if not rows:
             return out
         stored = self._stored
@@ -389,11 +437,13 @@ class TritonProduct:
             parts = torch.empty((tiles.splits, rows, self._out_features), dtype=torch.float32, device=x.device)
         bias = out if self._bias is None else self._bias
         added = out if residual is None else residual.contiguous()
+        behind = (out, out, out) if norm_behind is None else _deferred(norm_behind)
         epilogue = {
             "ACTIVATION": self._activation or "",
             "GATED": self._gated,
             "HAS_BIAS": self._bias is not None,
             "HAS_RESIDUAL": residual is not None,
+            "HAS_NORM": norm_behind is not None,
         }
         columns, side_by_side = cdiv(self._out_features, tiles.outputs), tiles.parts(stored.bits)
         whole_rounds = tiles.inputs * side_by_side * tiles.splits
@@ -406,10 +456,14 @@ class TritonProduct:
             added,
             out,
             parts,
+            out if scaled is None else scaled.squares,
+            *behind,
             rows,
             x.stride(0),
             self._in_features,
             self._out_features,
+            0 if scaled is None else scaled.squares.shape[1],
+            0.0 if scaled is None else _norm_of(scaled).eps,
             OUTPUTS=tiles.outputs,
             TOKENS=tiles.tokens,
             INPUTS=tiles.inputs,
@@ -421,6 +475,7 @@ class TritonProduct:
             KEEPS_SUMS=keeps_sums,
             STAGES=tiles.stages,
             EVEN=self._in_features % (tiles.inputs if side_by_side == 1 else whole_rounds) == 0,
+            COLUMNS=0 if scaled is None else next_power_of_2(scaled.squares.shape[1]),
             ASSEMBLY=self._assembly,
             num_warps=tiles.warps,
             **epilogue,
@@ -428,9 +483,9 @@ class TritonProduct:
         if adapters is not None:
             self._add_adapters(x, parts, out, adapters, residual)
         elif keeps_sums:
-            add_parts[(cdiv(self._out_features, 256), rows)](
-                parts, bias, added, out, rows, self._out_features, OUTPUTS=256, SPLITS=tiles.splits, num_warps=4,
-                **epilogue,
+            add_parts[(cdiv(self._out_features, PARTS_OUTPUTS), rows)](
+                parts, bias, added, out, *behind, rows, self._out_features, OUTPUTS=PARTS_OUTPUTS, SPLITS=tiles.splits,
+                num_warps=4, **epilogue,
             )  # fmt: skip
         return out
 
@@ -474,6 +529,16 @@ class TritonProduct:
         added = None if residual is None else residual.contiguous()
         add_adapters(x, sums, out, adapters, self._bias, added, self._activation, gated=self._gated)
         return out
+
+
+def _norm_of(deferred: DeferredNorm) -> TritonNorm:
+    assert isinstance(deferred.norm, TritonNorm)
+    return deferred.norm
+
+
+def _deferred(norm_behind: DeferredNorm) -> tuple[Tensor, Tensor, Tensor]:
+    """Its tensors as kernels take them."""
+    return _norm_of(norm_behind).weight, norm_behind.weighted, norm_behind.squares
 
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:

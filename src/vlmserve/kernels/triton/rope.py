@@ -18,24 +18,31 @@ from vlmserve.kernels.triton.launching import Kernel
 
 
 @triton.jit
-def rotate_tile(x_ptr, offsets, inside, cos_ptr, sin_ptr, columns, HEAD: tl.constexpr, ROTATED: tl.constexpr):
-    """Heads ``[heads, HEAD]`` at ``x_ptr + offsets``, rotated in float32 and rounded to their type. cos_ptr, sin_ptr:
-    of this token's position."""
-    x = tl.load(x_ptr + offsets, inside, 0.0).to(tl.float32)
-    if ROTATED > 0:
-        half: tl.constexpr = ROTATED // 2
-        rotated = columns < ROTATED
-        first = columns < half
-        # Element i pairs with i + half: each looks up the other one.
-        other = tl.where(first, half, -half)
-        turned = rotated[None, :] & inside
-        partner = tl.load(x_ptr + offsets + other[None, :], turned, 0.0).to(tl.float32)
-        pair = tl.where(first, columns, columns - half)
-        cos = tl.load(cos_ptr + pair, rotated, 1.0)
-        sin = tl.load(sin_ptr + pair, rotated, 0.0)
-        sign = tl.where(first, -1.0, 1.0)
-        x = x * cos[None, :] + partner * (sin * sign)[None, :]
-    return x.to(x_ptr.dtype.element_ty)
+def load_turn(cos_ptr, sin_ptr, columns, ROTATED: tl.constexpr):
+    """What each of a head's columns is multiplied with, and the one that it pairs with. cos_ptr, sin_ptr: of a token's
+    position."""
+    half: tl.constexpr = ROTATED // 2
+    rotated = columns < ROTATED
+    pair = tl.where(columns < half, columns, columns - half)
+    cos = tl.load(cos_ptr + pair, rotated, 1.0)
+    sin = tl.load(sin_ptr + pair, rotated, 0.0)
+    return cos, tl.where(columns < half, -sin, sin)
+
+
+@triton.jit
+def load_heads(x_ptr, offsets, inside, columns, ROTATED: tl.constexpr):
+    """Heads ``[heads, columns]`` at ``x_ptr + offsets``, and the columns that these pair with: i with i + half."""
+    half: tl.constexpr = ROTATED // 2
+    other = tl.where(columns < half, half, -half)
+    turned = (columns < ROTATED)[None, :] & inside
+    return tl.load(x_ptr + offsets, inside, 0.0), tl.load(x_ptr + offsets + other[None, :], turned, 0.0)
+
+
+@triton.jit
+def rotate(x, partner, cos, sin):
+    """Heads of `load_heads` by `load_turn`, in float32 and rounded to their type."""
+    turned = x.to(tl.float32) * cos[None, :] + partner.to(tl.float32) * sin[None, :]
+    return turned.to(x.dtype)
 
 
 @triton.jit
@@ -84,17 +91,22 @@ def rotate_and_write(
         heads = tl.arange(0, HEADS_BLOCK)
         inside = (heads < HEADS)[:, None] & (columns < HEAD)[None, :]
         offsets = heads[:, None] * HEAD + columns[None, :]
-        query = rotate_tile(x_ptr, offsets, inside, cos_ptr, sin_ptr, columns, HEAD, ROTATED)
+        query, query_partner = load_heads(x_ptr, offsets, inside, columns, ROTATED)
+        if ROTATED > 0:
+            cos, sin = load_turn(cos_ptr, sin_ptr, columns, ROTATED)
+            query = rotate(query, query_partner, cos, sin)
         tl.store(query_ptr + token * (HEADS * HEAD) + offsets, query, inside)
     else:
         slot = tl.load(slots_ptr + token)
         kv_heads = tl.arange(0, KV_BLOCK)
         there = (kv_heads < KV_HEADS)[:, None] & (columns < HEAD)[None, :]
         keys_at = (HEADS + kv_heads)[:, None] * HEAD + columns[None, :]
-        key = rotate_tile(x_ptr, keys_at, there, cos_ptr, sin_ptr, columns, HEAD, ROTATED)
+        key, key_partner = load_heads(x_ptr, keys_at, there, columns, ROTATED)
+        value = tl.load(x_ptr + keys_at + KV_HEADS * HEAD, there, 0.0)
+        if ROTATED > 0:
+            cos, sin = load_turn(cos_ptr, sin_ptr, columns, ROTATED)
+            key = rotate(key, key_partner, cos, sin)
         store_tile(key, keys_ptr, scales_ptr, kv_heads, columns, there, slot, 0, KV_HEADS, HEAD, BLOCK_SIZE, QUANTIZED)
-        values_at = keys_at + KV_HEADS * HEAD
-        value = rotate_tile(x_ptr, values_at, there, cos_ptr, sin_ptr, columns, HEAD, 0)
         store_tile(
             value, values_ptr, scales_ptr, kv_heads, columns, there, slot, 1, KV_HEADS, HEAD, BLOCK_SIZE, QUANTIZED
         )
