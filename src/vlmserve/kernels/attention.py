@@ -109,6 +109,15 @@ class RotaryRows(NamedTuple):
     positions: Tensor | None
 
 
+class HeadNorms(NamedTuple):
+    """RMSNorms over each head of queries and of keys, before they are rotated. query, key: their weights,
+    ``[head_size]``."""
+
+    query: Tensor
+    key: Tensor
+    eps: float
+
+
 class AttentionBackend(Protocol):
     """Paged attention over a flat batch, causal but for bidirectional rows."""
 
@@ -180,4 +189,23 @@ class RotatingBackend(AttentionBackend, Protocol):
         Element ``i`` of a head pairs with ``i + size / 2`` of those that are rotated; what follows them stays as it
         is.
         """
+        ...
+
+
+@runtime_checkable
+class NormingBackend(RotatingBackend, Protocol):
+    """A backend that also norms the heads of queries and keys on the way."""
+
+    def attend_normed(
+        self,
+        qkv: Tensor,
+        norms: HeadNorms,
+        rope: RotaryRows | None,
+        cache: LayerCache,
+        spec: AttentionSpec,
+        metadata: BatchMetadata,
+        plan: object,
+    ) -> Tensor:
+        """As `attend_rotated`, from rows whose queries and keys are still to be normed. rope: None: nothing is
+        rotated."""
         ...

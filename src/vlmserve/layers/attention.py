@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -14,11 +15,14 @@ from vlmserve.kernels.attention import (
     AttentionSpec,
     BatchMetadata,
     CrossRows,
+    HeadNorms,
     LayerCache,
+    NormingBackend,
     RotatingBackend,
 )
 from vlmserve.layers.adapters import AdapterRows
 from vlmserve.layers.linear import Linear, MergedLinear
+from vlmserve.layers.norm import RMSNorm
 from vlmserve.layers.operations import DeferredNorm
 from vlmserve.layers.rope import RopeTables, apply_rope
 
@@ -60,7 +64,9 @@ class Attention(nn.Module):
         self.spec = spec
         self.backend = backend
         self._rotating = backend if isinstance(backend, RotatingBackend) and rope is not None else None
+        self._norming = backend if isinstance(backend, NormingBackend) else None
         self._rope = rope
+        self._head_norms: HeadNorms | None = None
         query_size, kv_size = spec.num_heads * spec.head_size, spec.num_kv_heads * spec.head_size
         parts = {"q_proj": query_size, "k_proj": kv_size, "v_proj": kv_size}
         self.qkv_proj = MergedLinear(hidden_size, parts, bias=qkv_bias, dtype=dtype, device=device)
@@ -73,6 +79,9 @@ class Attention(nn.Module):
         """``[tokens, hidden_size]``, normed or with the norm left to the projection, to what heads make of values, side
         by side, for `o_proj`."""
         qkv = self.qkv_proj.of_normed(x)
+        if self._norming is not None and step.query_scale is None and self._norms_each_head:
+            norms, rope = self._norms(), None if self._rope is None else step.ropes[self._rope].rows
+            return self._norming.attend_normed(qkv, norms, rope, cache, self.spec, step.metadata, step.plan)
         if self.q_norm is not None:
             qkv = self._normed(qkv)
         if step.query_scale is not None:
@@ -82,6 +91,18 @@ class Attention(nn.Module):
         assert self._rope is not None
         rows = step.ropes[self._rope].rows
         return self._rotating.attend_rotated(qkv, rows, cache, self.spec, step.metadata, step.plan)
+
+    @property
+    def _norms_each_head(self) -> bool:
+        """Whether `HeadNorms` say how queries and keys are normed."""
+        return type(self.q_norm) is RMSNorm and type(self.k_norm) is RMSNorm
+
+    def _norms(self) -> HeadNorms:
+        if self._head_norms is None:
+            norms = cast(RMSNorm, self.q_norm), cast(RMSNorm, self.k_norm)
+            query, key = (norm.weight.data.float() + norm.offset if norm.offset else norm.weight.data for norm in norms)
+            self._head_norms = HeadNorms(query, key, norms[0].eps)
+        return self._head_norms
 
     def _normed(self, qkv: Tensor) -> Tensor:
         """The same with queries and keys normed, where they are."""

@@ -166,10 +166,11 @@ def attention_cases() -> Iterator[Case]:
     types = {
         **dict.fromkeys(("query_ptr", "keys_ptr", "values_ptr", "out_ptr"), "*bf16"),
         **dict.fromkeys(("scales_ptr", "sinks_ptr", "sums_ptr", "largest_ptr", "cos_ptr", "sin_ptr"), "*fp32"),
+        **dict.fromkeys(("query_norm_ptr", "key_norm_ptr"), "*bf16"),
         **dict.fromkeys(("positions_ptr", "slots_ptr"), "*i64"),
         **dict.fromkeys(("tables_ptr", "starts_ptr", "contexts_ptr", "reach_ptr", "decodes_ptr"), "*i32"),
         **dict.fromkeys(("num_decodes", "num_sequences", "table_stride", "query_stride", "splits"), "i32"),
-        **dict.fromkeys(("scale", "soft_cap"), "fp32"),
+        **dict.fromkeys(("scale", "soft_cap", "eps"), "fp32"),
     }
     plain = {"WINDOW": 0, "PART": 128} | dict.fromkeys(
         ("CAPPED", "SINKS", "REACH", "QUANTIZED", "SPLIT_CHUNKS", "MIXED"), False
@@ -194,8 +195,8 @@ def attention_cases() -> Iterator[Case]:
             {
                 "HEADS": 32, "KV_HEADS": 8, "HEAD": head, "HEAD_BLOCK": head, "BLOCK_SIZE": 16,
                 "ROWS": tiles.rows, "KEYS": tiles.keys, "STAGES": ATTENTION_STAGES, "ASSEMBLY": True,
-                "WRITES": not chunks, "ROTATED": 0 if chunks else head, "HAS_POSITIONS": not chunks, **plain,
-                **further,
+                "ROTATED": 0 if chunks else head,
+                **dict.fromkeys(("WRITES", "HAS_POSITIONS", "HAS_NORMS"), not chunks), **plain, **further,
             },
             warps=tiles.warps,
         )  # fmt: skip
@@ -236,10 +237,11 @@ def other_cases() -> Iterator[Case]:
     constants = {"ACTIVATION": "silu", "GATED": True, "HAS_RESIDUAL": False, "BLOCK": 1024}
     yield Case("gates", gated.activate_rows, {**half, **numbers}, constants, 4)
     pointers = {
-        **dict.fromkeys(("qkv_ptr", "query_ptr", "keys_ptr", "values_ptr"), "*bf16"),
+        **dict.fromkeys(("qkv_ptr", "query_ptr", "keys_ptr", "values_ptr", "query_norm_ptr", "key_norm_ptr"), "*bf16"),
         **dict.fromkeys(("cos_ptr", "sin_ptr", "scales_ptr"), "*fp32"),
         **dict.fromkeys(("positions_ptr", "slots_ptr"), "*i64"),
         "stride": "i32",
+        "eps": "fp32",
     }
     shape = {
         "HEADS": 32,
@@ -252,7 +254,7 @@ def other_cases() -> Iterator[Case]:
     }
     for quantized in (False, True):
         stored = {"keys_ptr": "*i8", "values_ptr": "*i8"} if quantized else {}
-        constants = {**shape, "HEAD_BLOCK": 128, "HAS_POSITIONS": True, "QUANTIZED": quantized}
+        constants = {**shape, "HEAD_BLOCK": 128, "HAS_POSITIONS": True, "HAS_NORMS": True, "QUANTIZED": quantized}
         name = "rotary positions" + (" in 8 bits" if quantized else "")
         yield Case(name, rope.rotate_and_write, {**pointers, **stored}, constants, 4)
     drawing = {

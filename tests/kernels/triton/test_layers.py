@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import Gemma3ForCausalLM, Gemma3TextConfig, Qwen3Config, Qwen3ForCausalLM
 from triton import knobs
 from triton.runtime.interpreter import GridExecutor
 
-from tests.checkpoints import make_llama
+from tests.checkpoints import make_llama, make_text_model
 from tests.paged import PagedRun
 from vlmserve.config import QuantizationConfig
 from vlmserve.devices import choice
@@ -112,6 +113,20 @@ def test_a_decoder_by_the_kernels_gives_the_logits_of_torchs_operations(folder: 
             torch.testing.assert_close(our, their, atol=2e-3 if bits == "int4" else 1e-4, rtol=1e-3)
 
 
+@pytest.mark.parametrize("family", [(Qwen3ForCausalLM, Qwen3Config), (Gemma3ForCausalLM, Gemma3TextConfig)])
+def test_heads_are_normed_on_the_way(family: Any, tmp_path: Path) -> None:
+    folder = make_text_model(tmp_path, *family)
+    models = [loaded(folder, device) for device in (InterpretedDevice, TorchDevice)]
+    for model in models:
+        torch.manual_seed(0)
+        for layer in model.layers:
+            for norm in (layer.self_attn.q_norm, layer.self_attn.k_norm):
+                norm.weight.data.uniform_(-1, 1)
+    results = [logits(model, [[5, 9, 11], [7, 4]], [[2, 1], [1, 1]]) for model in models]
+    for our, their in zip(*results, strict=True):
+        torch.testing.assert_close(our, their, atol=1e-4, rtol=1e-3)
+
+
 def test_norms_have_offsets() -> None:
     torch.manual_seed(0)
     norm = RMSNorm(40, 1e-6, dtype=torch.float16, device=CPU, offset=1.0)
@@ -186,6 +201,13 @@ def test_a_layer_of_decodes_takes_five_launches_or_six(
     model = loaded(folder, InterpretedDevice)
     taken = [[name for name in names if name != "add_parts"] for names in layer_launches(model, launches, context)]
     layer = [*ATTENTION, *adding, *OUTPUT, *MLP]
+    assert taken == [["norm_rows", *layer], *[layer] * (len(model.layers) - 1)]
+
+
+def test_norms_of_heads_take_no_launches(tmp_path: Path, launches: Launches) -> None:
+    model = loaded(make_text_model(tmp_path, Qwen3ForCausalLM, Qwen3Config), InterpretedDevice)
+    layer = [*ATTENTION, *OUTPUT, *MLP]
+    taken = [[name for name in names if name != "add_parts"] for names in layer_launches(model, launches, 3)]
     assert taken == [["norm_rows", *layer], *[layer] * (len(model.layers) - 1)]
 
 

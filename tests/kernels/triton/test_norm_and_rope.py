@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vlmserve.kernels.attention import AttentionSpec, LayerCache, RotaryRows
+from vlmserve.kernels.attention import AttentionSpec, HeadNorms, LayerCache, RotaryRows
 from vlmserve.kernels.torch_cache import write
 from vlmserve.kernels.torch_reference import TorchReference
 from vlmserve.kernels.triton.norm import MAX_SIZE, TritonNorm
@@ -62,9 +62,9 @@ def stored(cache: LayerCache, which: int, slots: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("rotated_size", [0, 8, 12])
-@pytest.mark.parametrize("by_position", [True, False])
+@pytest.mark.parametrize(("by_position", "normed"), [(True, False), (False, False), (True, True)])
 def test_queries_are_rotated_and_keys_and_values_written(
-    device: torch.device, rotated_size: int, by_position: bool
+    device: torch.device, rotated_size: int, by_position: bool, normed: bool
 ) -> None:
     torch.manual_seed(rotated_size)
     spec, tokens = AttentionSpec(6, 2, 12, 1.0), 5
@@ -74,8 +74,15 @@ def test_queries_are_rotated_and_keys_and_values_written(
     angles = table[positions] if by_position else table[:tokens]
     rope = RotaryRows(table.cos().to(device), table.sin().to(device), positions.to(device) if by_position else None)
     cache = TorchReference().allocate(8, 4, spec, torch.float32, device)
-    query = rotate_into_cache(qkv.to(device), rope if rotated_size else None, cache, spec, slots.to(device))
-    heads = qkv.view(tokens, 10, 12)
+    weights, heads = torch.randn(2, 12), qkv.view(tokens, 10, 12).double()
+    norms = HeadNorms(weights[0].to(device), weights[1].to(device), 1e-6) if normed else None
+    query = rotate_into_cache(qkv.to(device), rope if rotated_size else None, cache, spec, slots.to(device), norms)
+    if normed:
+        query_heads, key_heads = (
+            F.rms_norm(part, (12,), weight.double(), 1e-6)
+            for part, weight in zip((heads[:, :6], heads[:, 6:8]), weights, strict=True)
+        )
+        heads = torch.cat((query_heads, key_heads, heads[:, 8:]), 1)
     torch.testing.assert_close(
         query.cpu().double().view(tokens, 6, 12), rotated(heads[:, :6], angles.double()), atol=2e-6, rtol=1e-6
     )

@@ -9,7 +9,7 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from vlmserve.kernels.attention import AttentionSpec, BatchMetadata, LayerCache, RotaryRows
+from vlmserve.kernels.attention import AttentionSpec, BatchMetadata, HeadNorms, LayerCache, RotaryRows
 from vlmserve.kernels.torch_reference import TorchReference
 from vlmserve.kernels.transfers import to_device
 from vlmserve.kernels.triton.attention_kernels import (
@@ -98,7 +98,7 @@ class TritonPlan:
 
 
 class TritonAttention(TorchReference):
-    """Attention over a flat batch of decodes and prompt chunks. A `RotatingBackend` whose cache is the reference's.
+    """Attention over a flat batch of decodes and prompt chunks. A `NormingBackend` whose cache is the reference's.
 
     Lengths are read on the device, so that a step can be captured once and replayed at other lengths.
 
@@ -173,6 +173,19 @@ class TritonAttention(TorchReference):
         """See `RotatingBackend.attend_rotated`."""
         return self._attend(qkv, rope, cache, spec, metadata, plan)
 
+    def attend_normed(
+        self,
+        qkv: Tensor,
+        norms: HeadNorms,
+        rope: RotaryRows | None,
+        cache: LayerCache,
+        spec: AttentionSpec,
+        metadata: BatchMetadata,
+        plan: object,
+    ) -> Tensor:
+        """See `NormingBackend.attend_normed`."""
+        return self._attend(qkv, rope, cache, spec, metadata, plan, norms)
+
     def _attend(
         self,
         qkv: Tensor,
@@ -181,8 +194,9 @@ class TritonAttention(TorchReference):
         spec: AttentionSpec,
         metadata: BatchMetadata,
         plan: object,
+        norms: HeadNorms | None = None,
     ) -> Tensor:
-        """rope: None: nothing is rotated."""
+        """rope, norms: None: nothing is rotated or normed."""
         assert isinstance(plan, TritonPlan)
         if cache.scales is None and cache.keys.dtype != qkv.dtype:
             raise ValueError(f"queries of {qkv.dtype} do not fit a cache of {cache.keys.dtype}")
@@ -192,7 +206,7 @@ class TritonAttention(TorchReference):
         alone = metadata.num_decodes == len(qkv) and metadata.decodes is None and plan.reach is None
         # Where many decode, a launch is little beside what each program would do again.
         writes = self.writes and alone and plan.part != LARGE_PART
-        query = qkv if writes else rotate_into_cache(qkv, rope, cache, spec, slots)
+        query = qkv if writes else rotate_into_cache(qkv, rope, cache, spec, slots, norms)
         cos, sin, positions = (query, query, None) if rope is None else rope
         output = torch.empty((len(qkv), spec.num_heads * spec.head_size), dtype=qkv.dtype, device=qkv.device)
         decodes, sequences = metadata.num_decodes, len(metadata.query_lens)
@@ -227,12 +241,15 @@ class TritonAttention(TorchReference):
             sin,
             slots if positions is None else positions,
             slots,
+            query if norms is None else norms.query,
+            query if norms is None else norms.key,
             decodes,
             sequences,
             metadata.block_tables.stride(0),
             query.stride(0),
             spec.scale,
             spec.soft_cap or 1.0,
+            0.0 if norms is None else norms.eps,
             HEADS=spec.num_heads,
             KV_HEADS=spec.num_kv_heads,
             HEAD=spec.head_size,
@@ -252,6 +269,7 @@ class TritonAttention(TorchReference):
             WRITES=writes,
             ROTATED=0 if rope is None or not writes else 2 * cos.shape[1],
             HAS_POSITIONS=positions is not None and writes,
+            HAS_NORMS=norms is not None and writes,
             ASSEMBLY=has_assembly(query.device),
             num_warps=tiles.warps,
         )

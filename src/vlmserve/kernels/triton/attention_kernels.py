@@ -3,8 +3,8 @@
 A program computes the query heads that share one head of keys, for one decode or for some rows of a chunk, packed into
 one tile. The context of a decode is split among programs by its length, into larger parts where there are many decodes;
 `combine` adds the parts in order. So are contexts of chunks of few rows, where a batch has few chunks, and these alone
-would leave most of a GPU idle. Where all rows are decodes, programs rotate their queries themselves, and those of the
-newest tokens rotate keys and write keys and values into the cache before they read them there.
+would leave most of a GPU idle. Where all rows are decodes, programs norm and rotate their queries themselves, and those
+of the newest tokens norm and rotate keys, and write keys and values into the cache before they read them there.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import triton.language as tl
 from vlmserve.kernels.triton.activations import tanh
 from vlmserve.kernels.triton.dependent import wait_for_previous
 from vlmserve.kernels.triton.launching import Kernel
-from vlmserve.kernels.triton.rope import load_heads, load_turn, rotate, store_tile
+from vlmserve.kernels.triton.rope import load_heads, load_turn, load_weights, norm_heads, rotate, store_tile
 from vlmserve.kernels.triton.unpacking import byte_pairs
 
 MAX_SPLITS = tl.constexpr(32)
@@ -143,12 +143,13 @@ def over_keys(
 @triton.jit(do_not_specialize=["num_decodes", "num_sequences", "table_stride"])
 def attend_rows(
     query_ptr, keys_ptr, values_ptr, scales_ptr, tables_ptr, starts_ptr, contexts_ptr, reach_ptr, sinks_ptr, out_ptr,
-    sums_ptr, largest_ptr, decodes_ptr, cos_ptr, sin_ptr, positions_ptr, slots_ptr, num_decodes, num_sequences,
-    table_stride, query_stride, scale, soft_cap, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD: tl.constexpr,
-    HEAD_BLOCK: tl.constexpr, BLOCK_SIZE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, WINDOW: tl.constexpr,
-    CAPPED: tl.constexpr, SINKS: tl.constexpr, REACH: tl.constexpr, QUANTIZED: tl.constexpr, STAGES: tl.constexpr,
-    SPLIT_CHUNKS: tl.constexpr, MIXED: tl.constexpr, PART: tl.constexpr, WRITES: tl.constexpr, ROTATED: tl.constexpr,
-    HAS_POSITIONS: tl.constexpr, ASSEMBLY: tl.constexpr, DEPENDENT: tl.constexpr = False,
+    sums_ptr, largest_ptr, decodes_ptr, cos_ptr, sin_ptr, positions_ptr, slots_ptr, query_norm_ptr, key_norm_ptr,
+    num_decodes, num_sequences, table_stride, query_stride, scale, soft_cap, eps, HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr, HEAD: tl.constexpr, HEAD_BLOCK: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr,
+    REACH: tl.constexpr, QUANTIZED: tl.constexpr, STAGES: tl.constexpr, SPLIT_CHUNKS: tl.constexpr,
+    MIXED: tl.constexpr, PART: tl.constexpr, WRITES: tl.constexpr, ROTATED: tl.constexpr,
+    HAS_POSITIONS: tl.constexpr, HAS_NORMS: tl.constexpr, ASSEMBLY: tl.constexpr, DEPENDENT: tl.constexpr = False,
 ):  # fmt: skip
     """Programs ``[decodes + blocks of chunk rows, kv_heads, splits]``. PART: tokens of a part of a decode, unless it is
     the last one or there are more than `MAX_SPLITS`. MIXED: the number of decodes is read on the device, and there may
@@ -216,9 +217,16 @@ def attend_rows(
         query, query_partner = load_heads(token_ptr, of_heads, inside, columns, ROTATED)
         key, key_partner = load_heads(token_ptr, keys_at, there, columns, ROTATED)
         value = tl.load(token_ptr + keys_at + KV_HEADS * HEAD, there, 0.0)
+        # All loads come before what waits for one of them.
         if ROTATED > 0:
             at = turn * (ROTATED // 2)
             cos, sin = load_turn(cos_ptr + at, sin_ptr + at, columns, ROTATED)
+        if HAS_NORMS:
+            query_weight, query_partner_weight = load_weights(query_norm_ptr, columns, HEAD, ROTATED)
+            key_weight, key_partner_weight = load_weights(key_norm_ptr, columns, HEAD, ROTATED)
+            query, query_partner = norm_heads(query, query_partner, query_weight, query_partner_weight, eps, HEAD)
+            key, key_partner = norm_heads(key, key_partner, key_weight, key_partner_weight, eps, HEAD)
+        if ROTATED > 0:
             query = rotate(query, query_partner, cos, sin)
             key = rotate(key, key_partner, cos, sin)
         # No branch around the stores, behind which their loads would be.

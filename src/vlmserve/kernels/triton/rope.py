@@ -1,4 +1,4 @@
-"""Rotary positions and the writing of keys and values into the paged cache, in one launch.
+"""Norms of heads, rotary positions and the writing of keys and values into the paged cache, in one launch.
 
 The cache is that of `torch_cache`: ``[blocks, kv_heads, block_size, head_size]``, and in 8 bits scales
 ``[blocks, kv_heads, 2, block_size]`` beside it.
@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vlmserve.kernels.attention import AttentionSpec, LayerCache, RotaryRows
+from vlmserve.kernels.attention import AttentionSpec, HeadNorms, LayerCache, RotaryRows
 from vlmserve.kernels.triton.dependent import wait_for_previous
 from vlmserve.kernels.triton.host_math import next_power_of_2
 from vlmserve.kernels.triton.launching import Kernel
@@ -36,6 +36,25 @@ def load_heads(x_ptr, offsets, inside, columns, ROTATED: tl.constexpr):
     other = tl.where(columns < half, half, -half)
     turned = (columns < ROTATED)[None, :] & inside
     return tl.load(x_ptr + offsets, inside, 0.0), tl.load(x_ptr + offsets + other[None, :], turned, 0.0)
+
+
+@triton.jit
+def load_weights(weight_ptr, columns, HEAD: tl.constexpr, ROTATED: tl.constexpr):
+    """Of an RMSNorm, for `load_heads`: for columns, and for those that these pair with."""
+    half: tl.constexpr = ROTATED // 2
+    other = tl.where(columns < half, half, -half)
+    weight = tl.load(weight_ptr + columns, columns < HEAD, 0.0)
+    return weight, tl.load(weight_ptr + columns + other, columns < ROTATED, 0.0)
+
+
+@triton.jit
+def norm_heads(x, partner, weight, partner_weight, eps, HEAD: tl.constexpr):
+    """Heads of `load_heads`, each by an RMSNorm, in float32 and rounded to their type."""
+    numbers = x.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(numbers * numbers, 1) / HEAD + eps)[:, None]
+    normed = numbers * scale * weight.to(tl.float32)[None, :]
+    normed_partner = partner.to(tl.float32) * scale * partner_weight.to(tl.float32)[None, :]
+    return normed.to(x.dtype), normed_partner.to(x.dtype)
 
 
 @triton.jit
@@ -74,12 +93,13 @@ def store_tile(
 @Kernel
 @triton.jit
 def rotate_and_write(
-    qkv_ptr, cos_ptr, sin_ptr, positions_ptr, slots_ptr, query_ptr, keys_ptr, values_ptr, scales_ptr, stride,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD: tl.constexpr, ROTATED: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    HEADS_BLOCK: tl.constexpr, KV_BLOCK: tl.constexpr, HEAD_BLOCK: tl.constexpr, HAS_POSITIONS: tl.constexpr,
-    QUANTIZED: tl.constexpr, DEPENDENT: tl.constexpr = False,
+    qkv_ptr, cos_ptr, sin_ptr, positions_ptr, slots_ptr, query_norm_ptr, key_norm_ptr, query_ptr, keys_ptr, values_ptr,
+    scales_ptr, stride, eps, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD: tl.constexpr, ROTATED: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, HEADS_BLOCK: tl.constexpr, KV_BLOCK: tl.constexpr, HEAD_BLOCK: tl.constexpr,
+    HAS_POSITIONS: tl.constexpr, HAS_NORMS: tl.constexpr, QUANTIZED: tl.constexpr, DEPENDENT: tl.constexpr = False,
 ):  # fmt: skip
-    """One token a program: its queries where the second index is 0, else its keys and values."""
+    """One token a program: its queries where the second index is 0, else its keys and values. HAS_NORMS: queries and
+    keys are normed before, see `HeadNorms`."""
     wait_for_previous(DEPENDENT)
     token = tl.program_id(0).to(tl.int64)
     row = tl.load(positions_ptr + token) if HAS_POSITIONS else token
@@ -92,6 +112,9 @@ def rotate_and_write(
         inside = (heads < HEADS)[:, None] & (columns < HEAD)[None, :]
         offsets = heads[:, None] * HEAD + columns[None, :]
         query, query_partner = load_heads(x_ptr, offsets, inside, columns, ROTATED)
+        if HAS_NORMS:
+            weight, partner_weight = load_weights(query_norm_ptr, columns, HEAD, ROTATED)
+            query, query_partner = norm_heads(query, query_partner, weight, partner_weight, eps, HEAD)
         if ROTATED > 0:
             cos, sin = load_turn(cos_ptr, sin_ptr, columns, ROTATED)
             query = rotate(query, query_partner, cos, sin)
@@ -103,6 +126,9 @@ def rotate_and_write(
         keys_at = (HEADS + kv_heads)[:, None] * HEAD + columns[None, :]
         key, key_partner = load_heads(x_ptr, keys_at, there, columns, ROTATED)
         value = tl.load(x_ptr + keys_at + KV_HEADS * HEAD, there, 0.0)
+        if HAS_NORMS:
+            weight, partner_weight = load_weights(key_norm_ptr, columns, HEAD, ROTATED)
+            key, key_partner = norm_heads(key, key_partner, weight, partner_weight, eps, HEAD)
         if ROTATED > 0:
             cos, sin = load_turn(cos_ptr, sin_ptr, columns, ROTATED)
             key = rotate(key, key_partner, cos, sin)
@@ -113,12 +139,17 @@ def rotate_and_write(
 
 
 def rotate_into_cache(
-    qkv: Tensor, rope: RotaryRows | None, cache: LayerCache, spec: AttentionSpec, slots: Tensor
+    qkv: Tensor,
+    rope: RotaryRows | None,
+    cache: LayerCache,
+    spec: AttentionSpec,
+    slots: Tensor,
+    norms: HeadNorms | None = None,
 ) -> Tensor:
-    """Rotate queries and keys, and write keys and values into their slots.
+    """Norm and rotate queries and keys, and write keys and values into their slots.
 
     qkv: ``[tokens, (heads + 2 * kv_heads) * head_size]``, rows one after the other; rope: None: nothing is rotated.
-    slots: int64 ``[tokens]``. Returns the queries, ``[tokens, heads * head_size]``.
+    norms: None: nothing is normed. slots: int64 ``[tokens]``. Returns the queries, ``[tokens, heads * head_size]``.
     """
     tokens = len(qkv)
     query = torch.empty((tokens, spec.num_heads * spec.head_size), dtype=qkv.dtype, device=qkv.device)
@@ -129,11 +160,14 @@ def rotate_into_cache(
         sin,
         slots if positions is None else positions,
         slots,
+        query if norms is None else norms.query,
+        query if norms is None else norms.key,
         query,
         cache.keys,
         cache.values,
         cache.keys if cache.scales is None else cache.scales,
         qkv.stride(0),
+        0.0 if norms is None else norms.eps,
         HEADS=spec.num_heads,
         KV_HEADS=spec.num_kv_heads,
         HEAD=spec.head_size,
@@ -143,6 +177,7 @@ def rotate_into_cache(
         KV_BLOCK=next_power_of_2(spec.num_kv_heads),
         HEAD_BLOCK=next_power_of_2(spec.head_size),
         HAS_POSITIONS=positions is not None,
+        HAS_NORMS=norms is not None,
         QUANTIZED=cache.scales is not None,
         num_warps=4,
     )
