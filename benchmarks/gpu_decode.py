@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -66,34 +68,21 @@ def decode(device: torch.device, sizes: Sizes, folder: Path) -> Measured:
             release(device)
 
 
-@contextmanager
-def one_behind_the_other() -> Iterator[None]:
-    """Have no kernel launched before the one before it has ended: see `kernels.triton.dependent`."""
+def of_triton(module: str, kind: str, **switch: bool) -> AbstractContextManager[None]:
+    """A switch of one of the kernels' classes, where Triton is there."""
     if importlib.util.find_spec("triton") is None:
-        yield
-        return
-    from vlmserve.kernels.triton.launching import Kernel
-
-    with switched(Kernel, overlaps=False):
-        yield
-
-
-@contextmanager
-def launched_norms() -> Iterator[None]:
-    """Have each norm take a launch of its own: see `DeferredNorm`."""
-    if importlib.util.find_spec("triton") is None:
-        yield
-        return
-    from vlmserve.kernels.triton.products import TritonProduct
-
-    with switched(TritonProduct, defers_norms=False):
-        yield
+        return nullcontext()
+    return switched(getattr(importlib.import_module(f"vlmserve.kernels.triton.{module}"), kind), **switch)
 
 
 DECODES: dict[str, Callable[[], AbstractContextManager[None]]] = {
-    "": nullcontext, BEHIND: one_behind_the_other, LAUNCHED_NORMS: launched_norms, LAYER_BY_LAYER: nullcontext,
-}  # fmt: skip
-"""How streams are decoded, and what has them decoded so."""
+    "": nullcontext,
+    BEHIND: partial(of_triton, "launching", "Kernel", overlaps=False),
+    LAUNCHED_NORMS: partial(of_triton, "products", "TritonProduct", defers_norms=False),
+    LAYER_BY_LAYER: nullcontext,
+}
+"""How streams are decoded, and what has them decoded so: no kernel is launched before the one before it has ended, see
+`kernels.triton.dependent`; each norm takes a launch of its own, see `DeferredNorm`."""
 
 
 def random_model(device: torch.device, sizes: Sizes, scheme: str, *, eager: bool) -> LoadedModel:

@@ -15,7 +15,8 @@ import triton
 
 from benchmarks.gpu_stages import Measured, Sizes, layer_products, weight_of
 from benchmarks.gpu_timing import copies, per_launch
-from vlmserve.kernels.triton.products import PROGRAMS, TritonProduct, block_of, unsupported_reason
+from vlmserve.kernels.triton.products import PROGRAMS, TritonProduct
+from vlmserve.kernels.triton.stored import block_of, unsupported_reason
 from vlmserve.kernels.triton.tuned import LARGE_BLOCK, Shape, Tiling
 
 SECONDS = {"cuda": 60, "cpu": 5}

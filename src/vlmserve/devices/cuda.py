@@ -269,7 +269,8 @@ class TritonDevice(CudaDevice):
         self, weight: Tensor | QuantizedWeight, bias: Tensor | None, epilogue: Epilogue, dtype: torch.dtype
     ) -> Product:
         """See `Operations.linear`."""
-        from vlmserve.kernels.triton.products import TritonProduct, unsupported_reason
+        from vlmserve.kernels.triton.products import TritonProduct
+        from vlmserve.kernels.triton.stored import unsupported_reason
 
         if (reason := unsupported_reason(weight, epilogue.activation)) is not None:
             logger.info("a product of %s: torch (%s)", tuple(weight.shape), reason)
@@ -285,7 +286,8 @@ class TritonDevice(CudaDevice):
 
     def table(self, weight: Tensor | QuantizedWeight, dtype: torch.dtype) -> Table:
         """See `Operations.table`."""
-        from vlmserve.kernels.triton.products import TritonProduct, unsupported_reason
+        from vlmserve.kernels.triton.products import TritonProduct
+        from vlmserve.kernels.triton.stored import unsupported_reason
 
         if unsupported_reason(weight, None) is not None:
             return super().table(weight, dtype)

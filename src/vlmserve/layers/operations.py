@@ -76,13 +76,14 @@ class DeferredNorm:
     """Rows that an RMSNorm follows on, whose scaling is left to the product that takes them: it scales its sums.
 
     rows: ``[rows, size]``, before the norm. weighted: the same times the norm's weight. squares: float32
-    ``[rows, columns]``, sums of squares of parts of each row. norm: the norm itself.
+    ``[rows, columns]``, sums of squares of parts of each row. norm: the norm itself, with that `eps`.
     """
 
     rows: Tensor
     weighted: Tensor
     squares: Tensor
     norm: Norm
+    eps: float
 
     def normed(self) -> Tensor:
         """What the norm makes of the rows, by a launch of its own."""
@@ -91,16 +92,10 @@ class DeferredNorm:
 
 @runtime_checkable
 class DeferringProduct(Protocol):
-    """A `Product` that takes a `DeferredNorm` in place of its inputs, and may leave one behind."""
+    """A `Product` that may leave a norm behind it to the next one, and completes one that was left to it."""
 
-    def __call__(
-        self,
-        x: Tensor | DeferredNorm,
-        residual: Tensor | None = None,
-        out: Tensor | None = None,
-        adapters: LinearAdapters | None = None,
-    ) -> Tensor:
-        """See `Product`."""
+    def complete(self, x: DeferredNorm) -> Tensor:
+        """The product of normed rows, of which none has an adapter."""
         ...
 
     def deferring(self, x: Tensor, residual: Tensor, norm: Norm) -> DeferredNorm | None:

@@ -428,8 +428,8 @@ class Decoder(nn.Module):
         """Layers ``first <= i < last``, None: all others, and the norm behind the last of all. wanted: the rows that
         this one is for; None: all."""
         layers = [cast(DecoderLayer, layer) for layer in self.layers[first:last]]
-        next_norms = [*(layer.first_norm for layer in layers[1:]), None]
-        for layer, cache, next_norm in zip(layers, caches[first:last], next_norms, strict=False):
+        for index, (layer, cache) in enumerate(zip(layers, caches[first:last], strict=True), 1):
+            next_norm = layers[index].first_norm if index < len(layers) else None
             x = layer(x, cache, step, wanted, next_norm)
         if self.norm is None or last not in (None, len(self.layers)) or (wanted is not None and not len(wanted)):
             return x

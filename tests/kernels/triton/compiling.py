@@ -39,7 +39,8 @@ from vlmserve.kernels.triton import (
 from vlmserve.kernels.triton.adapters import OUTPUTS, RANKS, STAGES, division
 from vlmserve.kernels.triton.attention import STAGES as ATTENTION_STAGES
 from vlmserve.kernels.triton.attention import tile
-from vlmserve.kernels.triton.products import MOST_ROWS, PARTS_OUTPUTS, block_of, tiling
+from vlmserve.kernels.triton.products import MOST_ROWS, PARTS_OUTPUTS, tiling
+from vlmserve.kernels.triton.stored import block_of
 
 EVERYWHERE = re.compile(
     r"1 x 4096 x 28672 of [48]|attention of chunks, heads of 128, .*reach$|attention of images, .* 32 keys|rotary .* 8"

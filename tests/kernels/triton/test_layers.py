@@ -204,6 +204,25 @@ def test_a_layer_of_decodes_takes_five_launches_or_six(
     assert taken == [["norm_rows", *layer], *[layer] * (len(model.layers) - 1)]
 
 
+def test_many_decodes_are_rotated_by_a_launch(
+    folder: Path, launches: Launches, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention, "MANY_HEADS", 2)
+    for names in layer_launches(loaded(folder, InterpretedDevice), launches, 3):
+        assert names[names.index("rotate_and_write") + 1] == "attend_rows"
+
+
+def test_products_that_reorder_their_inputs_get_normed_ones(folder: Path, launches: Launches) -> None:
+    models = [loaded(folder, device) for device in (InterpretedDevice, TorchDevice)]
+    for model in models:
+        for layer in model.layers:
+            for linear in (layer.self_attn.qkv_proj, layer.mlp.gate_up_proj):
+                linear._input_order = torch.randperm(linear.in_features, generator=torch.Generator().manual_seed(0))
+    ours, theirs = (logits(model, [[5, 9, 11]], [[2], [1]])[0] for model in models)
+    torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-3)
+    assert [names.count("norm_rows") for names in layer_launches(models[0], launches, 3)] == [2] * len(models[0].layers)
+
+
 def test_norms_of_heads_take_no_launches(tmp_path: Path, launches: Launches) -> None:
     model = loaded(make_text_model(tmp_path, Qwen3ForCausalLM, Qwen3Config), InterpretedDevice)
     layer = [*ATTENTION, *OUTPUT, *MLP]

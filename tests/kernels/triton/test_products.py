@@ -14,7 +14,8 @@ from vlmserve.kernels.quantized import QuantizedWeight
 from vlmserve.kernels.triton import products, unpacking
 from vlmserve.kernels.triton.gated import finish
 from vlmserve.kernels.triton.norm import TritonNorm
-from vlmserve.kernels.triton.products import TritonProduct, store, tiling, unsupported_reason
+from vlmserve.kernels.triton.products import TritonProduct, tiling
+from vlmserve.kernels.triton.stored import store, unsupported_reason
 from vlmserve.kernels.triton.tuned import Tiling
 from vlmserve.layers.activation import ACTIVATIONS, activation
 from vlmserve.quant.methods.rtn import round_to_nearest
@@ -236,7 +237,7 @@ def test_a_norm_between_products_equals_float64(device: torch.device, kind: str,
     normed = expected * torch.rsqrt(expected.square().mean(1, keepdim=True) + 1e-5) * weight.double()
     assert_near(deferred.normed(), normed, torch.float32)
     gate, up = (normed @ second_numbers.T + bias.double()).chunk(2, 1)
-    assert_near(behind(deferred), F.silu(gate) * up, torch.float32)
+    assert_near(behind.complete(deferred), F.silu(gate) * up, torch.float32)
 
 
 def test_norms_are_computed_by_themselves_where_products_cannot_complete_them(
@@ -252,15 +253,17 @@ def test_norms_are_computed_by_themselves_where_products_cannot_complete_them(
     assert product.deferring(x, residual, shifting) is None
     assert product.deferring(x[:0], residual[:0], scaling) is None
     assert product.deferring(x.repeat(50, 1), residual.repeat(50, 1), scaling) is None
-    assert (
-        TritonProduct(weight.to(device), dtype=torch.float32, activation="silu").deferring(x, residual, scaling) is None
-    )
+    activated = TritonProduct(weight.to(device), dtype=torch.float32, activation="silu")
+    assert activated.deferring(x, residual, scaling) is None
     half = TritonProduct(weight.half().to(device), dtype=torch.float16)
     assert half.deferring(x.half(), residual.half(), scaling) is None
     following = TritonProduct(torch.randn(16, 48).to(device), dtype=torch.float32)
-    expected = following(deferred)
+    expected = following.complete(deferred)
     monkeypatch.setattr(products, "MOST_ROWS", 2)
-    torch.testing.assert_close(following(deferred), expected, atol=1e-4, rtol=1e-4)
+    taken: list[Tensor] = []
+    monkeypatch.setattr(following, "few", lambda x: taken.append(x))
+    torch.testing.assert_close(following.complete(deferred), expected, atol=1e-4, rtol=1e-4)
+    assert not taken
 
 
 @pytest.mark.parametrize("kind", KINDS)

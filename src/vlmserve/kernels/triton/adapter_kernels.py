@@ -158,6 +158,6 @@ def add_changes(
     places, inside = result_places(first_output, stored, rows, out_features, OUTPUTS, GATED)
     residual = tl.load(residual_ptr + places, inside, 0.0) if HAS_RESIDUAL else 0.0
     store_results(
-        sums, bias_ptr, residual, out_ptr, first_output, stored, rows, out_features, OUTPUTS, TOKENS, ACTIVATION, GATED,
-        HAS_BIAS, HAS_RESIDUAL,
+        sums, bias_ptr, residual, out_ptr, places, inside, first_output, out_features, OUTPUTS, TOKENS, ACTIVATION,
+        GATED, HAS_BIAS, HAS_RESIDUAL,
     )  # fmt: skip

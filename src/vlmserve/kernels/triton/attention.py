@@ -1,4 +1,4 @@
-"""The attention backend of NVIDIA's GPUs: one launch a layer, one more for split contexts, one more for chunks."""
+"""The attention backend of NVIDIA's GPUs: one to three launches a layer."""
 
 from __future__ import annotations
 

@@ -138,12 +138,12 @@ def result_places(first_output, tokens, rows, out_features, OUTPUTS: tl.constexp
 
 @triton.jit
 def store_results(
-    sums, bias_ptr, residual, out_ptr, first_output, tokens, rows, out_features, OUTPUTS: tl.constexpr,
+    sums, bias_ptr, residual, out_ptr, places, inside, first_output, out_features, OUTPUTS: tl.constexpr,
     TOKENS: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr, HAS_BIAS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
 ):  # fmt: skip
-    """What follows on sums ``[OUTPUTS, TOKENS]``, and its end in memory. residual: what is there of it, at
-    `result_places`. Returns what was stored."""
+    """What follows on sums ``[OUTPUTS, TOKENS]``, and its end in memory. places, inside: see `result_places`. residual:
+    what lies there. Returns what was stored."""
     outputs = first_output + tl.arange(0, OUTPUTS)
     if HAS_BIAS:
         sums += tl.load(bias_ptr + outputs, outputs < out_features, 0.0).to(tl.float32)[:, None]
@@ -153,7 +153,6 @@ def store_results(
         results = activate(gate, ACTIVATION) * up
     else:
         results = activate(sums, ACTIVATION)
-    places, inside = result_places(first_output, tokens, rows, out_features, OUTPUTS, GATED)
     if HAS_RESIDUAL:
         results += residual.to(tl.float32)
     results = results.to(out_ptr.dtype.element_ty)
@@ -162,16 +161,13 @@ def store_results(
 
 
 @triton.jit
-def defer_norm(
-    results, weight, weighted_ptr, squares_ptr, column, columns, first_output, tokens, rows, out_features,
-    OUTPUTS: tl.constexpr,
-):  # fmt: skip
+def defer_norm(results, weight, weighted_ptr, squares_ptr, places, inside, tokens, rows):
     """Store ``[OUTPUTS, TOKENS]`` results times a norm's weight, and the sums of their squares as one of each row's
-    columns."""
-    places, inside = result_places(first_output, tokens, rows, out_features, OUTPUTS, False)
+    columns, of which each program has one."""
     results = tl.where(inside, results.to(tl.float32), 0.0)
     tl.store(weighted_ptr + places, (results * weight[:, None]).to(weighted_ptr.dtype.element_ty), inside)
-    tl.store(squares_ptr + tokens * columns + column, tl.sum(results * results, 0), tokens < rows)
+    squares_at = squares_ptr + tokens * tl.num_programs(0) + tl.program_id(0)
+    tl.store(squares_at, tl.sum(results * results, 0), tokens < rows)
 
 
 # Numbers that change from step to step are no constants: a kernel is compiled once, not for each kind of number.
@@ -241,14 +237,11 @@ def multiply(
         elif not AHEAD:
             residual = tl.load(residual_ptr + places, inside, 0.0)
         results = store_results(
-            sums, bias_ptr, residual, out_ptr, first_output, tokens, rows, out_features, OUTPUTS, TOKENS, ACTIVATION,
+            sums, bias_ptr, residual, out_ptr, places, inside, first_output, out_features, OUTPUTS, TOKENS, ACTIVATION,
             GATED, HAS_BIAS, HAS_RESIDUAL,
         )  # fmt: skip
         if HAS_NORM:
-            defer_norm(
-                results, norm_weight, weighted_ptr, squares_ptr, tl.program_id(0), tl.num_programs(0), first_output,
-                tokens, rows, out_features, OUTPUTS,
-            )  # fmt: skip
+            defer_norm(results, norm_weight, weighted_ptr, squares_ptr, places, inside, tokens, rows)
     else:
         places = (part * rows + tokens).to(tl.int64)[None, :] * out_features + outputs[:, None]
         tl.store(sums_ptr + places, sums, (tokens < rows)[None, :] & (outputs < out_features)[:, None])
@@ -275,11 +268,8 @@ def add_parts(
         parts_at = (part * rows + tokens).to(tl.int64)[None, :] * out_features + outputs[:, None]
         sums += tl.load(sums_ptr + parts_at, (outputs < out_features)[:, None], 0.0)
     results = store_results(
-        sums, bias_ptr, residual, out_ptr, first_output, tokens, rows, out_features, OUTPUTS, 1, ACTIVATION, GATED,
+        sums, bias_ptr, residual, out_ptr, places, inside, first_output, out_features, OUTPUTS, 1, ACTIVATION, GATED,
         HAS_BIAS, HAS_RESIDUAL,
     )  # fmt: skip
     if HAS_NORM:
-        defer_norm(
-            results, norm_weight, weighted_ptr, squares_ptr, tl.program_id(0), tl.num_programs(0), first_output, tokens,
-            rows, out_features, OUTPUTS,
-        )  # fmt: skip
+        defer_norm(results, norm_weight, weighted_ptr, squares_ptr, places, inside, tokens, rows)

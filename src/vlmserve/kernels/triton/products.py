@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cache
 from typing import ClassVar
 
@@ -12,16 +11,15 @@ from torch import Tensor
 
 from vlmserve.kernels.quantized import QuantizedWeight
 from vlmserve.kernels.triton import shared_memory
-from vlmserve.kernels.triton.activations import ACTIVATIONS
 from vlmserve.kernels.triton.adapter_kernels import WORDS
 from vlmserve.kernels.triton.adapters import TritonChange, add_adapters
 from vlmserve.kernels.triton.byte_products import rounded_product
-from vlmserve.kernels.triton.expanding import expanded_groups, expanded_rows
 from vlmserve.kernels.triton.gated import finish
 from vlmserve.kernels.triton.host_math import cdiv, next_power_of_2
 from vlmserve.kernels.triton.norm import TritonNorm
 from vlmserve.kernels.triton.product_kernels import add_parts, multiply
 from vlmserve.kernels.triton.shared_memory import MULTIPROCESSORS, SHARED_BYTES
+from vlmserve.kernels.triton.stored import block_of, store
 from vlmserve.kernels.triton.tuned import LARGE_BLOCK, TUNED, Shape, Tiling
 from vlmserve.kernels.triton.unpacking import has_assembly
 from vlmserve.layers.adapters import Change, LinearAdapters
@@ -77,14 +75,6 @@ def most_rows(bits: int, out_features: int) -> int:
 def _is_wide(out_features: int) -> bool:
     """Whether there are outputs enough for the largest tile in each multiprocessor."""
     return out_features // LARGEST_OUTPUTS >= PROGRAMS
-
-
-def block_of(group: int, in_features: int) -> int:
-    """Inputs of 4 bits whose bytes lie together: two small groups, if inputs are whole blocks then.
-
-    Byte i has input i of both groups, so that tensor cores multiply twice as many inputs of each at a time.
-    """
-    return 2 * group if group < LARGE_BLOCK and in_features % (2 * group) == 0 else group
 
 
 @cache
@@ -194,83 +184,6 @@ def _divided(divided: Tiling, bits: int, out_features: int, in_features: int, it
     return next((one for one in fitting[:2] if tiles % (splits * one.parts(bits)) == 0), fitting[0])
 
 
-@dataclass(frozen=True, slots=True)
-class Stored:
-    """A weight as `multiply` reads it. bits: 4, 8, or those of plain numbers. group: inputs of 4 bits with one scale.
-
-    values: ``[out_features, in_features]``, of 4 bits uint8 ``[out_features, in_features / 2]``, byte i of a block with
-    inputs i and i + block / 2, see `block_of`. scales, minimums: float16 ``[groups, out_features]`` of 4 bits; float32
-    ``[out_features]`` of 8, whose zero is 128.
-    """
-
-    bits: int
-    group: int
-    values: Tensor
-    scales: Tensor | None = None
-    minimums: Tensor | None = None
-
-    @property
-    def block(self) -> int:
-        """Inputs of 4 bits whose bytes lie together, 0 of others."""
-        return block_of(self.group, 2 * self.values.shape[1]) if self.bits == 4 else 0
-
-    @property
-    def num_bytes(self) -> int:
-        """Memory that it takes."""
-        return sum(tensor.nbytes for tensor in (self.values, self.scales, self.minimums) if tensor is not None)
-
-    def rows(self, indices: Tensor, dtype: torch.dtype) -> Tensor:
-        """Plain numbers of some outputs, of 4 or 8 bits, ``[indices, in_features]``."""
-        assert self.scales is not None
-        values = self.values[indices]
-        if self.bits == 8:
-            return ((values.float() - 128) * self.scales[indices, None]).to(dtype)
-        assert self.minimums is not None
-        halves = values.view(len(values), -1, self.block // 2)
-        integers = torch.cat((halves & 15, halves >> 4), -1).view(len(values), -1, self.group).float()
-        scales, minimums = self.scales[:, indices].T.float(), self.minimums[:, indices].T.float()
-        return torch.addcmul(minimums[..., None], scales[..., None], integers).to(dtype).reshape(len(values), -1)
-
-    def expanded(self, outputs: slice, dtype: torch.dtype, *, assembly: bool) -> Tensor:
-        """The same numbers of neighboring outputs, in one launch. assembly: see `unpacking`."""
-        assert self.scales is not None
-        if self.bits == 8:
-            return expanded_rows(self.values[outputs], self.scales[outputs], dtype, assembly)
-        assert self.minimums is not None
-        scales, minimums = self.scales[:, outputs], self.minimums[:, outputs]
-        return expanded_groups(self.values[outputs], scales, minimums, self.block, dtype, assembly)
-
-
-def store(weight: Tensor | QuantizedWeight) -> Stored:
-    """A weight as `multiply` reads it. Raises ValueError for what `unsupported_reason` gives a reason against."""
-    if isinstance(weight, Tensor):
-        return Stored(8 * weight.dtype.itemsize, 0, weight.contiguous())
-    if (reason := unsupported_reason(weight, None)) is not None:
-        raise ValueError(reason)
-    if weight.bits == 8:
-        return Stored(8, 0, weight.values.contiguous(), weight.scales[:, 0].float().contiguous())
-    halves = weight.values.reshape(weight.shape[0], -1, 2, block_of(weight.group_size, weight.shape[1]) // 2)
-    packed = halves[:, :, 0] | halves[:, :, 1] << 4
-    scales, minimums = (part.T.to(torch.float16).contiguous() for part in (weight.scales, weight.minimums))
-    return Stored(4, weight.group_size, packed.view(weight.shape[0], -1), scales, minimums)
-
-
-def unsupported_reason(weight: Tensor | QuantizedWeight, activation: str | None) -> str | None:
-    """Why the kernels cannot multiply with a weight, None if they can."""
-    if activation is not None and activation not in ACTIVATIONS:
-        return f"they know no activation {activation}"
-    if isinstance(weight, Tensor):
-        known = (torch.bfloat16, torch.float16, torch.float32)
-        return None if weight.dtype in known else f"they know no {weight.dtype}"
-    if weight.is_float8:
-        return "they know no float8"
-    if not weight.is_supported:
-        return f"they know no {weight.bits} bits in groups of {weight.group_size} with these scales"
-    if weight.bits == 4 and weight.shape[1] % weight.group_size:
-        return f"{weight.shape[1]} inputs are not whole groups of {weight.group_size}"
-    return None
-
-
 def pairs(out_features: int, device: torch.device) -> Tensor:
     """The order of outputs in which each gate is beside its up, so that one program has both."""
     return torch.arange(out_features, device=device).view(2, -1).T.flatten()
@@ -337,16 +250,12 @@ class TritonProduct:
 
     def __call__(
         self,
-        x: Tensor | DeferredNorm,
+        x: Tensor,
         residual: Tensor | None = None,
         out: Tensor | None = None,
         adapters: LinearAdapters | None = None,
     ) -> Tensor:
-        """See `DeferringProduct`; `out` stays unused."""
-        if isinstance(x, DeferredNorm):
-            if self._are_few(len(x.rows)) and adapters is None:
-                return self._few(x, residual)
-            x = x.normed()
+        """See `Product`; `out` stays unused."""
         flat = x.reshape(-1, self._in_features)
         if flat.stride(1) != 1:
             flat = flat.contiguous()
@@ -365,19 +274,19 @@ class TritonProduct:
         few = self.defers_norms and self._are_few(len(x)) and len(x) > 0
         if not (alone and few and isinstance(norm, TritonNorm) and norm.only_scales):
             return None
+        tiles = self.tiling(len(x), x.device)
+        programs_of_row = cdiv(self._out_features, PARTS_OUTPUTS if tiles.splits > 1 else tiles.outputs)
+        squares = torch.empty((len(x), programs_of_row), dtype=torch.float32, device=x.device)
         weighted = torch.empty((len(x), self._width), dtype=self._dtype, device=x.device)
-        columns = self._columns(self.tiling(len(x), x.device))
-        squares = torch.empty((len(x), columns), dtype=torch.float32, device=x.device)
-        deferred = DeferredNorm(torch.empty_like(weighted), weighted, squares, norm)
-        self._few(x, residual, norm_behind=deferred)
-        return deferred
+        rows = self.few(x, residual, tiles, norm_behind=(norm.weight, weighted, squares))
+        return DeferredNorm(rows, weighted, squares, norm, norm.eps)
+
+    def complete(self, x: DeferredNorm) -> Tensor:
+        """See `DeferringProduct`."""
+        return self.few(x) if self._are_few(len(x.rows)) else self(x.normed())
 
     def _are_few(self, rows: int) -> bool:
         return rows <= most_rows(self._stored.bits, self._out_features)
-
-    def _columns(self, tiles: Tiling) -> int:
-        """Programs that share a row of results."""
-        return cdiv(self._out_features, PARTS_OUTPUTS if tiles.splits > 1 else tiles.outputs)
 
     def shape(self, rows: int) -> Shape:
         """By which tilings for so many rows are looked up."""
@@ -402,31 +311,18 @@ class TritonProduct:
 
     def few(
         self,
-        x: Tensor,
-        residual: Tensor | None = None,
-        tiles: Tiling | None = None,
-        adapters: LinearAdapters | None = None,
-    ) -> Tensor:
-        """The product of few rows ``[rows, in_features]``, with what follows on it. tiles: another division than the
-        one for this shape. adapters: of some of the rows, at least one of them packed; a row without one gets what it
-        gets without them."""
-        return self._few(x, residual, tiles, adapters)
-
-    def _few(
-        self,
         x: Tensor | DeferredNorm,
         residual: Tensor | None = None,
         tiles: Tiling | None = None,
         adapters: LinearAdapters | None = None,
-        norm_behind: DeferredNorm | None = None,
+        norm_behind: tuple[Tensor, Tensor, Tensor] | None = None,
     ) -> Tensor:
-        """As `few`. norm_behind: memory for results and for what the norm behind them leaves to the next product."""
-        scaled, x = (x, x.weighted) if isinstance(x, DeferredNorm) else (None, x)
+        """The product of few rows ``[rows, in_features]``. tiles: another division than the one for this shape.
+        adapters: of some of the rows, at least one of them packed; a row without one gets what it gets without them.
+        norm_behind: weights of a norm, and memory for what is left of it to the next product."""
+        deferred, x = (x, x.weighted) if isinstance(x, DeferredNorm) else (None, x)
         rows = len(x)
-        if norm_behind is None:
-            out = torch.empty((rows, self._width), dtype=self._output_dtype, device=x.device)
-        else:
-            out = norm_behind.rows
+        out = torch.empty((rows, self._width), dtype=self._output_dtype, device=x.device)
         if not rows:
             return out
         stored = self._stored
@@ -437,7 +333,7 @@ class TritonProduct:
             parts = torch.empty((tiles.splits, rows, self._out_features), dtype=torch.float32, device=x.device)
         bias = out if self._bias is None else self._bias
         added = out if residual is None else residual.contiguous()
-        behind = (out, out, out) if norm_behind is None else _deferred(norm_behind)
+        behind = (out, out, out) if norm_behind is None else norm_behind
         epilogue = {
             "ACTIVATION": self._activation or "",
             "GATED": self._gated,
@@ -456,14 +352,14 @@ class TritonProduct:
             added,
             out,
             parts,
-            out if scaled is None else scaled.squares,
+            out if deferred is None else deferred.squares,
             *behind,
             rows,
             x.stride(0),
             self._in_features,
             self._out_features,
-            0 if scaled is None else scaled.squares.shape[1],
-            0.0 if scaled is None else _norm_of(scaled).eps,
+            0 if deferred is None else deferred.squares.shape[1],
+            0.0 if deferred is None else deferred.eps,
             OUTPUTS=tiles.outputs,
             TOKENS=tiles.tokens,
             INPUTS=tiles.inputs,
@@ -475,7 +371,7 @@ class TritonProduct:
             KEEPS_SUMS=keeps_sums,
             STAGES=tiles.stages,
             EVEN=self._in_features % (tiles.inputs if side_by_side == 1 else whole_rounds) == 0,
-            COLUMNS=0 if scaled is None else next_power_of_2(scaled.squares.shape[1]),
+            COLUMNS=0 if deferred is None else next_power_of_2(deferred.squares.shape[1]),
             ASSEMBLY=self._assembly,
             num_warps=tiles.warps,
             **epilogue,
@@ -529,16 +425,6 @@ class TritonProduct:
         added = None if residual is None else residual.contiguous()
         add_adapters(x, sums, out, adapters, self._bias, added, self._activation, gated=self._gated)
         return out
-
-
-def _norm_of(deferred: DeferredNorm) -> TritonNorm:
-    assert isinstance(deferred.norm, TritonNorm)
-    return deferred.norm
-
-
-def _deferred(norm_behind: DeferredNorm) -> tuple[Tensor, Tensor, Tensor]:
-    """Its tensors as kernels take them."""
-    return _norm_of(norm_behind).weight, norm_behind.weighted, norm_behind.squares
 
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:

@@ -30,10 +30,16 @@ def load_turn(cos_ptr, sin_ptr, columns, ROTATED: tl.constexpr):
 
 
 @triton.jit
-def load_heads(x_ptr, offsets, inside, columns, ROTATED: tl.constexpr):
-    """Heads ``[heads, columns]`` at ``x_ptr + offsets``, and the columns that these pair with: i with i + half."""
+def to_partners(columns, ROTATED: tl.constexpr):
+    """From columns to those that they pair with: i with i + half."""
     half: tl.constexpr = ROTATED // 2
-    other = tl.where(columns < half, half, -half)
+    return tl.where(columns < half, half, -half)
+
+
+@triton.jit
+def load_heads(x_ptr, offsets, inside, columns, ROTATED: tl.constexpr):
+    """Heads ``[heads, columns]`` at ``x_ptr + offsets``, and the columns that these pair with."""
+    other = to_partners(columns, ROTATED)
     turned = (columns < ROTATED)[None, :] & inside
     return tl.load(x_ptr + offsets, inside, 0.0), tl.load(x_ptr + offsets + other[None, :], turned, 0.0)
 
@@ -41,10 +47,9 @@ def load_heads(x_ptr, offsets, inside, columns, ROTATED: tl.constexpr):
 @triton.jit
 def load_weights(weight_ptr, columns, HEAD: tl.constexpr, ROTATED: tl.constexpr):
     """Of an RMSNorm, for `load_heads`: for columns, and for those that these pair with."""
-    half: tl.constexpr = ROTATED // 2
-    other = tl.where(columns < half, half, -half)
+    partners = columns + to_partners(columns, ROTATED)
     weight = tl.load(weight_ptr + columns, columns < HEAD, 0.0)
-    return weight, tl.load(weight_ptr + columns + other, columns < ROTATED, 0.0)
+    return weight, tl.load(weight_ptr + partners, columns < ROTATED, 0.0)
 
 
 @triton.jit
@@ -62,6 +67,22 @@ def rotate(x, partner, cos, sin):
     """Heads of `load_heads` by `load_turn`, in float32 and rounded to their type."""
     turned = x.to(tl.float32) * cos[None, :] + partner.to(tl.float32) * sin[None, :]
     return turned.to(x.dtype)
+
+
+@triton.jit
+def finished_heads(
+    x_ptr, offsets, inside, columns, weight_ptr, cos_ptr, sin_ptr, eps, HEAD: tl.constexpr, ROTATED: tl.constexpr,
+    HAS_NORMS: tl.constexpr,
+):  # fmt: skip
+    """Heads of `load_heads`, normed and rotated where they are to be. cos_ptr, sin_ptr: of a token's position."""
+    heads, partner = load_heads(x_ptr, offsets, inside, columns, ROTATED)
+    if HAS_NORMS:
+        weight, partner_weight = load_weights(weight_ptr, columns, HEAD, ROTATED)
+        heads, partner = norm_heads(heads, partner, weight, partner_weight, eps, HEAD)
+    if ROTATED > 0:
+        cos, sin = load_turn(cos_ptr, sin_ptr, columns, ROTATED)
+        heads = rotate(heads, partner, cos, sin)
+    return heads
 
 
 @triton.jit
@@ -111,27 +132,19 @@ def rotate_and_write(
         heads = tl.arange(0, HEADS_BLOCK)
         inside = (heads < HEADS)[:, None] & (columns < HEAD)[None, :]
         offsets = heads[:, None] * HEAD + columns[None, :]
-        query, query_partner = load_heads(x_ptr, offsets, inside, columns, ROTATED)
-        if HAS_NORMS:
-            weight, partner_weight = load_weights(query_norm_ptr, columns, HEAD, ROTATED)
-            query, query_partner = norm_heads(query, query_partner, weight, partner_weight, eps, HEAD)
-        if ROTATED > 0:
-            cos, sin = load_turn(cos_ptr, sin_ptr, columns, ROTATED)
-            query = rotate(query, query_partner, cos, sin)
+        query = finished_heads(
+            x_ptr, offsets, inside, columns, query_norm_ptr, cos_ptr, sin_ptr, eps, HEAD, ROTATED, HAS_NORMS
+        )
         tl.store(query_ptr + token * (HEADS * HEAD) + offsets, query, inside)
     else:
         slot = tl.load(slots_ptr + token)
         kv_heads = tl.arange(0, KV_BLOCK)
         there = (kv_heads < KV_HEADS)[:, None] & (columns < HEAD)[None, :]
         keys_at = (HEADS + kv_heads)[:, None] * HEAD + columns[None, :]
-        key, key_partner = load_heads(x_ptr, keys_at, there, columns, ROTATED)
         value = tl.load(x_ptr + keys_at + KV_HEADS * HEAD, there, 0.0)
-        if HAS_NORMS:
-            weight, partner_weight = load_weights(key_norm_ptr, columns, HEAD, ROTATED)
-            key, key_partner = norm_heads(key, key_partner, weight, partner_weight, eps, HEAD)
-        if ROTATED > 0:
-            cos, sin = load_turn(cos_ptr, sin_ptr, columns, ROTATED)
-            key = rotate(key, key_partner, cos, sin)
+        key = finished_heads(
+            x_ptr, keys_at, there, columns, key_norm_ptr, cos_ptr, sin_ptr, eps, HEAD, ROTATED, HAS_NORMS
+        )
         store_tile(key, keys_ptr, scales_ptr, kv_heads, columns, there, slot, 0, KV_HEADS, HEAD, BLOCK_SIZE, QUANTIZED)
         store_tile(
             value, values_ptr, scales_ptr, kv_heads, columns, there, slot, 1, KV_HEADS, HEAD, BLOCK_SIZE, QUANTIZED

@@ -1,0 +1,98 @@
+"""Weights as the kernels of products read them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from vlmserve.kernels.quantized import QuantizedWeight
+from vlmserve.kernels.triton.activations import ACTIVATIONS
+from vlmserve.kernels.triton.expanding import expanded_groups, expanded_rows
+from vlmserve.kernels.triton.tuned import LARGE_BLOCK
+
+
+def block_of(group: int, in_features: int) -> int:
+    """Inputs of 4 bits whose bytes lie together: two small groups, if inputs are whole blocks then.
+
+    Byte i has input i of both groups, so that tensor cores multiply twice as many inputs of each at a time.
+    """
+    return 2 * group if group < LARGE_BLOCK and in_features % (2 * group) == 0 else group
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A weight as `multiply` reads it. bits: 4, 8, or those of plain numbers. group: inputs of 4 bits with one scale.
+
+    values: ``[out_features, in_features]``, of 4 bits uint8 ``[out_features, in_features / 2]``, byte i of a block with
+    inputs i and i + block / 2, see `block_of`. scales, minimums: float16 ``[groups, out_features]`` of 4 bits; float32
+    ``[out_features]`` of 8, whose zero is 128.
+    """
+
+    bits: int
+    group: int
+    values: Tensor
+    scales: Tensor | None = None
+    minimums: Tensor | None = None
+
+    @property
+    def block(self) -> int:
+        """Inputs of 4 bits whose bytes lie together, 0 of others."""
+        return block_of(self.group, 2 * self.values.shape[1]) if self.bits == 4 else 0
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory that it takes."""
+        return sum(tensor.nbytes for tensor in (self.values, self.scales, self.minimums) if tensor is not None)
+
+    def rows(self, indices: Tensor, dtype: torch.dtype) -> Tensor:
+        """Plain numbers of some outputs, of 4 or 8 bits, ``[indices, in_features]``."""
+        assert self.scales is not None
+        values = self.values[indices]
+        if self.bits == 8:
+            return ((values.float() - 128) * self.scales[indices, None]).to(dtype)
+        assert self.minimums is not None
+        halves = values.view(len(values), -1, self.block // 2)
+        integers = torch.cat((halves & 15, halves >> 4), -1).view(len(values), -1, self.group).float()
+        scales, minimums = self.scales[:, indices].T.float(), self.minimums[:, indices].T.float()
+        return torch.addcmul(minimums[..., None], scales[..., None], integers).to(dtype).reshape(len(values), -1)
+
+    def expanded(self, outputs: slice, dtype: torch.dtype, *, assembly: bool) -> Tensor:
+        """The same numbers of neighboring outputs, in one launch. assembly: see `unpacking`."""
+        assert self.scales is not None
+        if self.bits == 8:
+            return expanded_rows(self.values[outputs], self.scales[outputs], dtype, assembly)
+        assert self.minimums is not None
+        scales, minimums = self.scales[:, outputs], self.minimums[:, outputs]
+        return expanded_groups(self.values[outputs], scales, minimums, self.block, dtype, assembly)
+
+
+def store(weight: Tensor | QuantizedWeight) -> Stored:
+    """A weight as `multiply` reads it. Raises ValueError for what `unsupported_reason` gives a reason against."""
+    if isinstance(weight, Tensor):
+        return Stored(8 * weight.dtype.itemsize, 0, weight.contiguous())
+    if (reason := unsupported_reason(weight, None)) is not None:
+        raise ValueError(reason)
+    if weight.bits == 8:
+        return Stored(8, 0, weight.values.contiguous(), weight.scales[:, 0].float().contiguous())
+    halves = weight.values.reshape(weight.shape[0], -1, 2, block_of(weight.group_size, weight.shape[1]) // 2)
+    packed = halves[:, :, 0] | halves[:, :, 1] << 4
+    scales, minimums = (part.T.to(torch.float16).contiguous() for part in (weight.scales, weight.minimums))
+    return Stored(4, weight.group_size, packed.view(weight.shape[0], -1), scales, minimums)
+
+
+def unsupported_reason(weight: Tensor | QuantizedWeight, activation: str | None) -> str | None:
+    """Why the kernels cannot multiply with a weight, None if they can."""
+    if activation is not None and activation not in ACTIVATIONS:
+        return f"they know no activation {activation}"
+    if isinstance(weight, Tensor):
+        known = (torch.bfloat16, torch.float16, torch.float32)
+        return None if weight.dtype in known else f"they know no {weight.dtype}"
+    if weight.is_float8:
+        return "they know no float8"
+    if not weight.is_supported:
+        return f"they know no {weight.bits} bits in groups of {weight.group_size} with these scales"
+    if weight.bits == 4 and weight.shape[1] % weight.group_size:
+        return f"{weight.shape[1]} inputs are not whole groups of {weight.group_size}"
+    return None
