@@ -160,7 +160,7 @@ class Linear(Weight):
             output: Tensor = self(x)
             return output
         product = self._deferring
-        return self._multiply(x.normed()) if product is None else product.complete(x)
+        return self._multiply(x.normed) if product is None else product.complete(x)
 
     def deferring(self, x: Tensor, residual: Tensor, norm: Norm) -> DeferredNorm | None:
         """The output plus a residual, and a norm behind it that the next product completes. None: it is to be computed

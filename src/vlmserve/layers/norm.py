@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.nn.functional as F
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from vlmserve.layers.cut import Shard
 from vlmserve.layers.linear import empty_parameter
-from vlmserve.layers.operations import Layer, Norm, Operations
+from vlmserve.layers.operations import Layer, Norm, NormedRows, Operations, SummingNorm
 
 
 class RMSNorm(Layer):
@@ -69,6 +69,32 @@ class LayerNorm(Layer):
     def arrange(self, operations: Operations) -> None:
         """See `Layer.arrange`."""
         self._kernel = operations.norm(self.weight.data, self.bias.data, self.eps)
+
+
+Block = Callable[[Tensor | None], Tensor]
+"""What it returns goes into a sum: it takes the residual to add, None where another one adds it."""
+
+
+def added(block: Block, x: Tensor, output_norm: RMSNorm | LayerNorm | None) -> Tensor:
+    """x plus what a block returns, normed where there is a norm for that."""
+    if output_norm is None:
+        return block(x)
+    kernel = output_norm.kernel
+    if isinstance(kernel, SummingNorm):
+        return kernel.plus(block(None), x)
+    output: Tensor = x + output_norm(block(None))
+    return output
+
+
+def normed_sum(
+    block: Block, x: Tensor, norm: RMSNorm | LayerNorm, output_norm: RMSNorm | LayerNorm | None = None
+) -> NormedRows:
+    """As `added`, and a norm of the sum."""
+    kernel, first = norm.kernel, None if output_norm is None else output_norm.kernel
+    if isinstance(kernel, SummingNorm) and (output_norm is None or isinstance(first, SummingNorm)):
+        return kernel.of_sum(block(None), x, first)
+    rows = added(block, x, output_norm)
+    return NormedRows(rows, norm(rows))
 
 
 class NormOfEachHead(nn.Module):

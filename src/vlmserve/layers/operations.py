@@ -72,6 +72,30 @@ class Product(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class NormedRows:
+    """Rows, and what a norm makes of them, shaped alike."""
+
+    rows: Tensor
+    normed: Tensor
+
+
+@runtime_checkable
+class SummingNorm(Protocol):
+    """A `Norm` that adds residuals on its way. All tensors are ``[..., size]``, of one type."""
+
+    def __call__(self, x: Tensor) -> Tensor: ...
+
+    def plus(self, x: Tensor, residual: Tensor) -> Tensor:
+        """The norm of x, plus a residual."""
+        ...
+
+    def of_sum(self, x: Tensor, residual: Tensor, first: Norm | None = None) -> NormedRows:
+        """x plus a residual, and the norm of that. first: another one of the same device, which
+        norms x before."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
 class DeferredNorm:
     """Rows that an RMSNorm follows on, whose scaling is left to the product that takes them: it scales its sums.
 
@@ -85,6 +109,7 @@ class DeferredNorm:
     norm: Norm
     eps: float
 
+    @property
     def normed(self) -> Tensor:
         """What the norm makes of the rows, by a launch of its own."""
         return self.norm(self.rows)

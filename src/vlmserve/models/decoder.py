@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Any, cast
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
@@ -16,12 +16,15 @@ from vlmserve.kernels.transfers import to_device
 from vlmserve.layers.adapters import AdapterRows
 from vlmserve.layers.attention import Attention, CrossAttention, HeadNorm, StepContext
 from vlmserve.layers.linear import Bias, Embedding, GatedLinear, Linear, MergedLinear, OutputLinear, TiedEmbedding
-from vlmserve.layers.norm import LayerNorm, NormOfEachHead, NormOfRow, RMSNorm
-from vlmserve.layers.operations import DeferredNorm
+from vlmserve.layers.norm import Block, LayerNorm, NormOfEachHead, NormOfRow, RMSNorm, added, normed_sum
+from vlmserve.layers.operations import DeferredNorm, NormedRows
 from vlmserve.layers.rope import Rope, RopeSpec, RopeTables
 from vlmserve.models.image_rows import LayerFeatures, add_features
 from vlmserve.models.spec import ArchSpec, NormSpec
 from vlmserve.types import Bidirectional
+
+LayerRows: TypeAlias = "Tensor | NormedRows | DeferredNorm"
+"""What a layer gets and gives, ``[tokens, hidden_size]``: by itself, or with the norm that follows on it."""
 
 
 class MLP(nn.Module):
@@ -47,6 +50,23 @@ class MLP(nn.Module):
     def forward(self, x: Tensor | DeferredNorm) -> Tensor:
         """What `down_proj` takes."""
         return self.first.of_normed(x)
+
+
+class NextNorm(NamedTuple):
+    """The norm that follows on a block. reader: the only layer that takes what it makes; None: there are others."""
+
+    norm: RMSNorm | LayerNorm
+    reader: Linear | None
+
+    @classmethod
+    def of(cls, norm: RMSNorm | LayerNorm | None, reader: Linear | None) -> NextNorm | None:
+        """None: there is no norm."""
+        return None if norm is None else cls(norm, reader)
+
+    @property
+    def may_be_left(self) -> bool:
+        """Whether the reader can complete it."""
+        return self.norm.kernel is not None and self.reader is not None and self.reader.completes_norms
 
 
 class DecoderLayer(nn.Module):
@@ -92,68 +112,84 @@ class DecoderLayer(nn.Module):
         self.mlp = MLP(spec, dtype=dtype, device=device)
         self._parallel = spec.parallel
         self._post_norm = spec.norms == "post"
-        self._defers_norms = spec.norms == "pre" and not spec.parallel and not spec.cross_size
 
     @property
-    def first_norm(self) -> RMSNorm | LayerNorm | None:
-        """The norm that the layer before may leave to this one; None: it must not."""
-        return self.attention_norm if self._defers_norms and self.self_attn.qkv_proj.completes_norms else None
+    def entry(self) -> NextNorm | None:
+        """The norm of what the layer gets, which the layer before may compute; None: there is none."""
+        if self.attention_norm is None:
+            return None
+        return NextNorm(self.attention_norm, None if self._parallel else self.self_attn.qkv_proj)
 
     def forward(
         self,
-        x: Tensor | DeferredNorm,
+        x: LayerRows,
         cache: LayerCache,
         step: StepContext,
         wanted: Tensor | None = None,
-        next_norm: RMSNorm | LayerNorm | None = None,
-    ) -> Tensor | DeferredNorm:
-        """``[tokens, hidden_size]`` to the same, or to the rows that are wanted: of others it has keys and values. x: a
-        `DeferredNorm` is `first_norm`'s, and the result may be one of `next_norm`."""
-        normed: Tensor | DeferredNorm = x
-        if isinstance(x, DeferredNorm):
-            x = x.rows
-        elif self.attention_norm is not None:
-            normed = self.attention_norm(x)
+        following: NextNorm | None = None,
+    ) -> LayerRows:
+        """``[tokens, hidden_size]`` to the same, or to the rows that are wanted: of others it has keys and values. x:
+        with `entry`, if it is not a tensor. The result is one, or has the norm that follows."""
+        if isinstance(x, Tensor) and self.attention_norm is not None:
+            x = NormedRows(x, self.attention_norm(x))
+        rows, normed = _rows_and_inputs(x)
         attended = self.self_attn.attended(normed, cache, step)
         if wanted is not None:
-            x, attended = x[wanted], attended[wanted]
+            rows, attended = rows[wanted], attended[wanted]
             if isinstance(normed, Tensor):
                 normed = normed[wanted]
             if not len(wanted):
-                return x
+                return rows
             if step.adapters is not None:
                 step.adapters.narrow(wanted)
-        mlp_norm = self.mlp_norm if self.mlp.first.completes_norms else None
-        deferred = self._deferred(self.self_attn.o_proj, attended, x, mlp_norm)
-        if deferred is not None:
-            x, normed = deferred.rows, deferred
+        output, output_norm = self.self_attn.o_proj, self.attention_output_norm
+        to_mlp = NextNorm.of(self.mlp_norm, self.mlp.first)
+        if self._parallel:
+            rows = output(attended, rows)
+        elif self.cross_attn is None:
+            rows, normed = _rows_and_inputs(self._ended(output, attended, rows, output_norm, to_mlp))
         else:
-            x = self._added(x, partial(self.self_attn.o_proj, attended), self.attention_output_norm)
-            if self.cross_attn is not None:
-                cross_input = x if self.cross_norm is None else self.cross_norm(x)
-                cross = partial(self.cross_attn, cross_input, cross=step.metadata.cross)
-                x = self._added(x, cross, self.cross_output_norm)
-            if not self._parallel:
-                normed = x if self.mlp_norm is None else self.mlp_norm(x)
-        inner = self.mlp(normed)
-        deferred = self._deferred(self.mlp.down_proj, inner, x, next_norm)
-        if deferred is not None:
-            return deferred
-        return self._added(x, partial(self.mlp.down_proj, inner), self.mlp_output_norm)
+            to_cross = NextNorm.of(self.cross_norm, None)
+            rows, normed = _rows_and_inputs(self._ended(output, attended, rows, output_norm, to_cross))
+            assert isinstance(normed, Tensor)
+            cross = partial(self.cross_attn, normed, cross=step.metadata.cross)
+            rows, normed = _rows_and_inputs(self._summed(cross, rows, self.cross_output_norm, to_mlp))
+        return self._ended(self.mlp.down_proj, self.mlp(normed), rows, self.mlp_output_norm, following)
 
-    def _deferred(
-        self, block: Linear, x: Tensor, residual: Tensor, norm: RMSNorm | LayerNorm | None
-    ) -> DeferredNorm | None:
-        if not self._defers_norms or norm is None or norm.kernel is None:
-            return None
-        return block.deferring(x, residual, norm.kernel)
+    def _ended(
+        self,
+        linear: Linear,
+        inputs: Tensor,
+        x: Tensor,
+        output_norm: RMSNorm | LayerNorm | None,
+        following: NextNorm | None,
+    ) -> LayerRows:
+        """x and what a block adds to it whose last layer is `linear`, with the norm that follows."""
+        if following is not None and output_norm is None and following.may_be_left:
+            assert following.norm.kernel is not None
+            deferred = linear.deferring(inputs, x, following.norm.kernel)
+            if deferred is not None:
+                return deferred
+        return self._summed(partial(linear, inputs), x, output_norm, following)
 
-    def _added(self, x: Tensor, block: Callable[..., Tensor], norm: nn.Module | None) -> Tensor:
-        """x and what a block makes of it, which takes the residual that it is to add."""
-        if norm is None:
-            return block(residual=x)
-        output: Tensor = norm(block(residual=x)) if self._post_norm else x + norm(block(residual=None))
-        return output
+    def _summed(
+        self, block: Block, x: Tensor, output_norm: RMSNorm | LayerNorm | None, following: NextNorm | None
+    ) -> Tensor | NormedRows:
+        """As `_ended`, of any block."""
+        if self._post_norm:
+            assert output_norm is not None
+            output: Tensor = output_norm(block(x))
+            return output
+        if following is None:
+            return added(block, x, output_norm)
+        return normed_sum(block, x, following.norm, output_norm)
+
+
+def _rows_and_inputs(x: LayerRows) -> tuple[Tensor, Tensor | DeferredNorm]:
+    """The rows to add to, and what the next block takes."""
+    if isinstance(x, Tensor):
+        return x, x
+    return x.rows, x.normed if isinstance(x, NormedRows) else x
 
 
 def make_norm(spec: NormSpec, size: int, *, dtype: torch.dtype, device: torch.device) -> RMSNorm | LayerNorm:
@@ -428,13 +464,14 @@ class Decoder(nn.Module):
         """Layers ``first <= i < last``, None: all others, and the norm behind the last of all. wanted: the rows that
         this one is for; None: all."""
         layers = [cast(DecoderLayer, layer) for layer in self.layers[first:last]]
-        for index, (layer, cache) in enumerate(zip(layers, caches[first:last], strict=True), 1):
-            next_norm = layers[index].first_norm if index < len(layers) else None
-            x = layer(x, cache, step, wanted, next_norm)
-        if self.norm is None or last not in (None, len(self.layers)) or (wanted is not None and not len(wanted)):
-            return x
-        normed: Tensor = self.norm(x)
-        return normed
+        final = NextNorm.of(self.norm, None) if last in (None, len(self.layers)) else None
+        if not layers:
+            return x if final is None else final.norm(x)
+        rows: LayerRows = x
+        followings = [*(layer.entry for layer in layers[1:]), final]
+        for layer, cache, following in zip(layers, caches[first:last], followings, strict=True):
+            rows = layer(rows, cache, step, wanted, following)
+        return rows if isinstance(rows, Tensor) else rows.normed
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """``[rows, hidden_size]`` to float32 ``[rows, vocab_size]``; out: contiguous memory that it may take."""

@@ -231,10 +231,14 @@ def byte_cases() -> Iterator[Case]:
 
 
 def other_cases() -> Iterator[Case]:
-    half = dict.fromkeys(("x_ptr", "weight_ptr", "bias_ptr", "residual_ptr", "out_ptr"), "*bf16")
+    half = dict.fromkeys(("x_ptr", "weight_ptr", "bias_ptr", "residual_ptr", "out_ptr", "sums_ptr"), "*bf16")
     numbers = dict.fromkeys(("heads", "stride_token", "stride_head", "width"), "i32")
-    constants = {"SIZE": 4096, "BLOCK": 4096, "HAS_BIAS": False, "HAS_RESIDUAL": True}
-    yield Case("norm", norm.norm_rows, {**half, **numbers, "eps": "fp32"}, constants, 8)
+    constants = {"SIZE": 4096, "BLOCK": 4096, "HAS_RESIDUAL": True, "HAS_NORM": True, "HAS_BIAS": False}
+    first = dict.fromkeys(("first_weight_ptr", "first_bias_ptr"), "*bf16")
+    rows = {**half, **first, **numbers, "eps": "fp32", "first_eps": "fp32"}
+    for has_first in (False, True):
+        either = {**constants, "HAS_FIRST": has_first, "FIRST_HAS_BIAS": False}
+        yield Case(f"norm of a sum{' of norms' if has_first else ''}", norm.norm_rows, rows, either, 8)
     constants = {"ACTIVATION": "silu", "GATED": True, "HAS_RESIDUAL": False, "BLOCK": 1024}
     yield Case("gates", gated.activate_rows, {**half, **numbers}, constants, 4)
     pointers = {

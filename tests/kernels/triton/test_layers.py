@@ -9,7 +9,18 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import Gemma3ForCausalLM, Gemma3TextConfig, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    GPTBigCodeConfig,
+    GPTBigCodeForCausalLM,
+    Olmo2Config,
+    Olmo2ForCausalLM,
+    PhiConfig,
+    PhiForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 from triton import knobs
 from triton.runtime.interpreter import GridExecutor
 
@@ -20,10 +31,10 @@ from vlmserve.devices import choice
 from vlmserve.devices.cuda import TritonDevice
 from vlmserve.devices.device import EagerExecutor, LayerExecutor
 from vlmserve.devices.torch_device import TorchDevice
-from vlmserve.kernels.triton import attention
+from vlmserve.kernels.triton import attention, products
 from vlmserve.kernels.triton.products import MOST_ROWS
 from vlmserve.layers.adapters import AdapterRows, Change, LowRank
-from vlmserve.layers.norm import RMSNorm
+from vlmserve.layers.norm import LayerNorm, RMSNorm
 from vlmserve.layers.operations import arrange_layers
 from vlmserve.models.registry import load_model
 from vlmserve.models.vision.qwen import VisionMLP
@@ -196,12 +207,12 @@ OUTPUT, MLP = ["multiply"], ["multiply", "multiply"]
 def test_a_layer_of_decodes_takes_five_launches_or_six(
     folder: Path, launches: Launches, context: int, adding: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Six where a context is split, which is of few tokens here. Only the first layer has a launch for a norm."""
+    """Six where a context is split, which is of few tokens here. The first norm and the last one have launches."""
     monkeypatch.setattr(attention, "PART", 16)
     model = loaded(folder, InterpretedDevice)
     taken = [[name for name in names if name != "add_parts"] for names in layer_launches(model, launches, context)]
     layer = [*ATTENTION, *adding, *OUTPUT, *MLP]
-    assert taken == [["norm_rows", *layer], *[layer] * (len(model.layers) - 1)]
+    assert taken == [["norm_rows", *layer], [*layer, "norm_rows"]]
 
 
 def test_many_decodes_are_rotated_by_a_launch(
@@ -220,14 +231,14 @@ def test_products_that_reorder_their_inputs_get_normed_ones(folder: Path, launch
                 linear._input_order = torch.randperm(linear.in_features, generator=torch.Generator().manual_seed(0))
     ours, theirs = (logits(model, [[5, 9, 11]], [[2], [1]])[0] for model in models)
     torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-3)
-    assert [names.count("norm_rows") for names in layer_launches(models[0], launches, 3)] == [2] * len(models[0].layers)
+    assert [names.count("norm_rows") for names in layer_launches(models[0], launches, 3)] == [3, 2]
 
 
 def test_norms_of_heads_take_no_launches(tmp_path: Path, launches: Launches) -> None:
     model = loaded(make_text_model(tmp_path, Qwen3ForCausalLM, Qwen3Config), InterpretedDevice)
     layer = [*ATTENTION, *OUTPUT, *MLP]
     taken = [[name for name in names if name != "add_parts"] for names in layer_launches(model, launches, 3)]
-    assert taken == [["norm_rows", *layer], *[layer] * (len(model.layers) - 1)]
+    assert taken == [["norm_rows", *layer], *[layer] * (len(model.layers) - 2), [*layer, "norm_rows"]]
 
 
 def test_adapters_of_a_product_take_two_launches(folder: Path, launches: Launches) -> None:
@@ -239,6 +250,61 @@ def test_adapters_of_a_product_take_two_launches(folder: Path, launches: Launche
             down, up = torch.randn(4, linear.in_features), torch.randn(linear.out_features, 4)
             linear.set_adapter(0, linear.prepare(Change((LowRank(down, up),))))
     expected = []
-    for name in ["norm_rows", *ATTENTION, *OUTPUT, "norm_rows", *MLP]:
+    for name in [*ATTENTION, *OUTPUT, "norm_rows", *MLP, "norm_rows"]:
         expected += ["multiply", "shrink", "add_changes"] if name == "multiply" else [name]
-    assert layer_launches(model, launches, 3) == [expected] * len(model.layers)
+    assert layer_launches(model, launches, 3) == [["norm_rows", *expected], expected]
+
+
+def by_library(names: list[str]) -> list[str]:
+    return ["library" if "::" in name else name for name in names]
+
+
+def test_sums_of_many_rows_are_normed_where_they_are_made(
+    folder: Path, launches: Launches, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(products, "MOST_ROWS", 1)
+    layer = ["library", "attend_rows", "library", "norm_rows", "library", "activate_rows", "library", "norm_rows"]
+    taken = layer_launches(loaded(folder, InterpretedDevice), launches, 3)
+    assert list(map(by_library, taken)) == [["norm_rows", *layer], layer]
+
+
+@pytest.mark.parametrize("most_rows", [1, MOST_ROWS])
+def test_norms_of_what_blocks_make_take_no_launches(
+    tmp_path: Path, launches: Launches, monkeypatch: pytest.MonkeyPatch, most_rows: int
+) -> None:
+    """Those before and behind a sum are one launch."""
+    monkeypatch.setattr(products, "MOST_ROWS", most_rows)
+    product, gates = (["multiply"], []) if most_rows > 1 else (["library"], ["activate_rows"])
+    model = loaded(make_text_model(tmp_path, Gemma3ForCausalLM, Gemma3TextConfig), InterpretedDevice)
+    layer = [*product, "attend_rows", *product, "norm_rows", *product, *gates, *product, "norm_rows"]
+    taken = [[name for name in names if name != "add_parts"] for names in layer_launches(model, launches, 3)]
+    assert list(map(by_library, taken)) == [["norm_rows", *layer], *[layer] * (len(model.layers) - 1)]
+
+
+@pytest.mark.parametrize(
+    ("family", "config"),
+    [
+        (Gemma3ForCausalLM, Gemma3TextConfig),
+        (Olmo2ForCausalLM, Olmo2Config),
+        (PhiForCausalLM, PhiConfig),
+        (GPTBigCodeForCausalLM, GPTBigCodeConfig),
+    ],
+    ids=["norms before and behind", "norms behind", "parallel blocks", "layer norms"],
+)
+@pytest.mark.parametrize("most_rows", [1, MOST_ROWS])
+def test_sums_and_norms_give_the_logits_of_torchs_operations(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: Any, config: Any, most_rows: int
+) -> None:
+    monkeypatch.setattr(products, "MOST_ROWS", most_rows)
+    folder, results = make_text_model(tmp_path, family, config), []
+    for device in (InterpretedDevice, TorchDevice):
+        model = loaded(folder, device)
+        torch.manual_seed(0)
+        for module in model.modules():
+            if isinstance(module, RMSNorm | LayerNorm):
+                for parameter in module.parameters():
+                    parameter.data.uniform_(-1, 1)
+                module.arrange(device(CPU))
+        results.append(logits(model, [[5, 9, 11], [7, 4]], [[2, 1], [1, 1]]))
+    for our, their in zip(*results, strict=True):
+        torch.testing.assert_close(our, their, atol=1e-4, rtol=1e-3)

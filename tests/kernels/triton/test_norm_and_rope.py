@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -14,20 +16,55 @@ from vlmserve.kernels.triton.norm import MAX_SIZE, TritonNorm
 from vlmserve.kernels.triton.rope import rotate_into_cache
 
 
+def norms_and_exact(size: int, layer: bool, device: torch.device) -> tuple[TritonNorm, Callable[[Tensor], Tensor]]:
+    """A norm with random weights, and the same in float64."""
+    weight, bias = torch.randn(2, size)
+    norm = TritonNorm(weight.to(device), bias.to(device) if layer else None, 1e-5)
+    if layer:
+        return norm, lambda x: F.layer_norm(x.double(), (size,), weight.double(), bias.double(), 1e-5)
+    return norm, lambda x: F.rms_norm(x.double(), (size,), weight.double(), 1e-5)
+
+
+def assert_close(result: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(result.cpu().double(), expected, atol=3e-5, rtol=1e-5)
+
+
 @pytest.mark.parametrize("size", [1, 48, 130])
 @pytest.mark.parametrize("layer", [False, True], ids=["rms", "layer"])
 def test_norms_equal_float64(device: torch.device, size: int, layer: bool) -> None:
     torch.manual_seed(size)
     x, residual = torch.randn(2, 3, size) * 5, torch.randn(2, 3, size)
-    weight, bias = torch.randn(size), torch.randn(size)
-    norm = TritonNorm(weight.to(device), bias.to(device) if layer else None, 1e-5)
-    if layer:
-        expected = F.layer_norm(x.double(), (size,), weight.double(), bias.double(), 1e-5)
-    else:
-        expected = F.rms_norm(x.double(), (size,), weight.double(), 1e-5)
-    torch.testing.assert_close(norm(x.to(device)).cpu().double(), expected, atol=2e-5, rtol=1e-5)
-    added = norm(x.to(device), residual.to(device)).cpu().double()
-    torch.testing.assert_close(added, expected + residual.double(), atol=2e-5, rtol=1e-5)
+    norm, exact = norms_and_exact(size, layer, device)
+    assert_close(norm(x.to(device)), exact(x))
+    assert_close(norm.plus(x.to(device), residual.to(device)), exact(x) + residual.double())
+
+
+@pytest.mark.parametrize("size", [1, 48, 130])
+@pytest.mark.parametrize("layer", [False, True], ids=["rms", "layer"])
+@pytest.mark.parametrize("first_layer", [None, False, True], ids=["sums", "sums of rms", "sums of layer"])
+def test_norms_of_sums_equal_float64(device: torch.device, size: int, layer: bool, first_layer: bool | None) -> None:
+    torch.manual_seed(size)
+    # Residuals that are no rows of memory one behind the other.
+    x, residual = torch.randn(5, size), torch.randn(size, 5).T
+    (norm, exact), first, expected = norms_and_exact(size, layer, device), None, x.double()
+    if first_layer is not None:
+        first, exact_first = norms_and_exact(size, first_layer, device)
+        expected = exact_first(x)
+    result = norm.of_sum(x.to(device), residual.to(device), first)
+    assert_close(result.rows, expected + residual.double())
+    assert_close(result.normed, exact(result.rows.cpu()))
+    assert result.rows.is_contiguous()
+    assert result.normed.is_contiguous()
+
+
+def test_sums_are_normed_as_they_are_stored(device: torch.device) -> None:
+    """What a norm behind a sum sees is what a layer that reads the sum sees."""
+    torch.manual_seed(0)
+    x, residual = torch.randn(2, 7, 300).half().to(device)
+    norm, _ = norms_and_exact(300, False, device)
+    result = norm.of_sum(x, residual)
+    assert torch.equal(result.rows, x + residual)
+    assert torch.equal(result.normed, norm(result.rows))
 
 
 def test_norms_read_slices_of_wider_rows(device: torch.device) -> None:
@@ -41,7 +78,8 @@ def test_norms_read_slices_of_wider_rows(device: torch.device) -> None:
 
 
 def test_no_rows_are_normed_to_none_and_rows_too_long_are_refused(device: torch.device) -> None:
-    assert TritonNorm(torch.ones(8, device=device), None, 1e-6)(torch.empty(0, 8, device=device)).shape == (0, 8)
+    norm, none = TritonNorm(torch.ones(8, device=device), None, 1e-6), torch.empty(0, 8, device=device)
+    assert norm(none).shape == norm.of_sum(none, none).rows.shape == (0, 8)
     with pytest.raises(ValueError, match="larger than"):
         TritonNorm(torch.ones(MAX_SIZE + 1), None, 1e-6)
 

@@ -235,7 +235,7 @@ def test_a_norm_between_products_equals_float64(device: torch.device, kind: str,
     expected = x.double() @ first_numbers.T + residual.double()
     assert_near(deferred.rows, expected, torch.float32)
     normed = expected * torch.rsqrt(expected.square().mean(1, keepdim=True) + 1e-5) * weight.double()
-    assert_near(deferred.normed(), normed, torch.float32)
+    assert_near(deferred.normed, normed, torch.float32)
     gate, up = (normed @ second_numbers.T + bias.double()).chunk(2, 1)
     assert_near(behind.complete(deferred), F.silu(gate) * up, torch.float32)
 

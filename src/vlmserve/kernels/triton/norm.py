@@ -1,4 +1,4 @@
-"""RMSNorm and LayerNorm, with what is added behind them, in one launch."""
+"""RMSNorm and LayerNorm, with the sums that they follow on or go into, in one launch."""
 
 from __future__ import annotations
 
@@ -10,37 +10,58 @@ from torch import Tensor
 from vlmserve.kernels.triton.dependent import wait_for_previous
 from vlmserve.kernels.triton.host_math import next_power_of_2
 from vlmserve.kernels.triton.launching import Kernel
+from vlmserve.layers.operations import Norm, NormedRows
 
 MAX_SIZE = 16384
 """Elements of a row that one program keeps in registers."""
 
 
-@Kernel
 @triton.jit
-def norm_rows(
-    x_ptr, weight_ptr, bias_ptr, residual_ptr, out_ptr, heads, stride_token, stride_head, eps,
-    SIZE: tl.constexpr, BLOCK: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
-    DEPENDENT: tl.constexpr = False,
-):  # fmt: skip
-    """One row of `SIZE` elements a program; it is computed in float32. Rows are ``[tokens, heads]`` of them."""
-    wait_for_previous(DEPENDENT)
-    row = tl.program_id(0).to(tl.int64)
-    columns = tl.arange(0, BLOCK)
+def normed(x, weight_ptr, bias_ptr, eps, columns, SIZE: tl.constexpr, HAS_BIAS: tl.constexpr):
+    """RMSNorm of a row in float32, LayerNorm where there is a bias. x is 0 behind its `SIZE` elements."""
     inside = columns < SIZE
-    x = tl.load(x_ptr + row // heads * stride_token + row % heads * stride_head + columns, inside, 0.0).to(tl.float32)
     weight = tl.load(weight_ptr + columns, inside, 0.0).to(tl.float32)
     if HAS_BIAS:
         x = tl.where(inside, x - tl.sum(x, 0) / SIZE, 0.0)
     result = x * tl.rsqrt(tl.sum(x * x, 0) / SIZE + eps) * weight
     if HAS_BIAS:
         result += tl.load(bias_ptr + columns, inside, 0.0).to(tl.float32)
+    return result
+
+
+@Kernel
+@triton.jit
+def norm_rows(
+    x_ptr, first_weight_ptr, first_bias_ptr, first_eps, residual_ptr, sums_ptr, weight_ptr, bias_ptr, eps, out_ptr,
+    heads, stride_token, stride_head, SIZE: tl.constexpr, BLOCK: tl.constexpr, HAS_FIRST: tl.constexpr,
+    FIRST_HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_NORM: tl.constexpr, HAS_BIAS: tl.constexpr,
+    DEPENDENT: tl.constexpr = False,
+):  # fmt: skip
+    """One row of `SIZE` elements a program; it is computed in float32. Rows are ``[tokens, heads]`` of them.
+
+    HAS_FIRST: a norm comes before all else. HAS_RESIDUAL: a residual is added behind that, and the sum is stored.
+    HAS_NORM: a norm of the sum as it is stored, or of x, comes last.
+    """
+    wait_for_previous(DEPENDENT)
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < SIZE
+    x = tl.load(x_ptr + row // heads * stride_token + row % heads * stride_head + columns, inside, 0.0).to(tl.float32)
     if HAS_RESIDUAL:
-        result += tl.load(residual_ptr + row * SIZE + columns, inside, 0.0).to(tl.float32)
-    tl.store(out_ptr + row * SIZE + columns, result.to(out_ptr.dtype.element_ty), inside)
+        residual = tl.load(residual_ptr + row * SIZE + columns, inside, 0.0).to(tl.float32)
+    if HAS_FIRST:
+        x = normed(x, first_weight_ptr, first_bias_ptr, first_eps, columns, SIZE, FIRST_HAS_BIAS)
+    if HAS_RESIDUAL:
+        sums = (x + residual).to(sums_ptr.dtype.element_ty)
+        tl.store(sums_ptr + row * SIZE + columns, sums, inside)
+        x = sums.to(tl.float32)
+    if HAS_NORM:
+        result = normed(x, weight_ptr, bias_ptr, eps, columns, SIZE, HAS_BIAS)
+        tl.store(out_ptr + row * SIZE + columns, result.to(out_ptr.dtype.element_ty), inside)
 
 
 class TritonNorm:
-    """RMSNorm, or LayerNorm where there is a bias. A `Norm`.
+    """RMSNorm, or LayerNorm where there is a bias. A `SummingNorm`.
 
     weight, bias: ``[size]``; float32 weights are not rounded to the type of what is normed. Raises ValueError for rows
     of more than `MAX_SIZE` elements.
@@ -58,30 +79,63 @@ class TritonNorm:
         """Whether it does nothing but scale rows and their elements, as RMSNorm does."""
         return self._bias is None
 
-    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """``[..., size]`` to the same, contiguous. residual: shaped like it, is added behind the norm."""
+    def __call__(self, x: Tensor) -> Tensor:
+        """``[..., size]`` to the same, contiguous."""
+        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        self._launch(x, norm=self, out=out)
+        return out
+
+    def plus(self, x: Tensor, residual: Tensor) -> Tensor:
+        """See `SummingNorm`."""
+        sums = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        self._launch(x, first=self, residual=residual, sums=sums)
+        return sums
+
+    def of_sum(self, x: Tensor, residual: Tensor, first: Norm | None = None) -> NormedRows:
+        """See `SummingNorm`."""
+        assert first is None or isinstance(first, TritonNorm)
+        sums, out = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for _ in range(2))
+        self._launch(x, first=first, residual=residual, sums=sums, norm=self, out=out)
+        return NormedRows(sums, out)
+
+    def _launch(
+        self,
+        x: Tensor,
+        *,
+        first: TritonNorm | None = None,
+        residual: Tensor | None = None,
+        sums: Tensor | None = None,
+        norm: TritonNorm | None = None,
+        out: Tensor | None = None,
+    ) -> None:
         size = len(self.weight)
         rows = x if x.ndim == 3 else x.reshape(-1, 1, size)
         if rows.stride(2) != 1:
             rows = rows.contiguous()
-        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         tokens, heads, _ = rows.shape
         if not tokens * heads:
-            return out
+            return
+        before, behind = first or self, norm or self
         norm_rows[(tokens * heads,)](
             rows,
-            self.weight,
-            self.weight if self._bias is None else self._bias,
-            out if residual is None else residual.contiguous(),
-            out,
+            before.weight,
+            before.weight if before._bias is None else before._bias,
+            before.eps,
+            rows if residual is None else residual.contiguous(),
+            rows if sums is None else sums,
+            behind.weight,
+            behind.weight if behind._bias is None else behind._bias,
+            behind.eps,
+            rows if out is None else out,
             heads,
             rows.stride(0),
             rows.stride(1),
-            self.eps,
             SIZE=size,
             BLOCK=self._block,
-            HAS_BIAS=self._bias is not None,
+            HAS_FIRST=first is not None,
+            FIRST_HAS_BIAS=first is not None and first._bias is not None,
             HAS_RESIDUAL=residual is not None,
+            HAS_NORM=norm is not None,
+            HAS_BIAS=norm is not None and norm._bias is not None,
             num_warps=self._warps,
         )
-        return out

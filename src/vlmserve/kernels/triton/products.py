@@ -283,7 +283,7 @@ class TritonProduct:
 
     def complete(self, x: DeferredNorm) -> Tensor:
         """See `DeferringProduct`."""
-        return self.few(x) if self._are_few(len(x.rows)) else self(x.normed())
+        return self.few(x) if self._are_few(len(x.rows)) else self(x.normed)
 
     def _are_few(self, rows: int) -> bool:
         return rows <= most_rows(self._stored.bits, self._out_features)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from vlmserve.errors import ModelLoadError, UnsupportedModelError
 from vlmserve.layers.encoder_attention import EncoderAttention
 from vlmserve.layers.linear import Embedding, Linear, MergedLinear, empty_parameter
-from vlmserve.layers.norm import LayerNorm, RMSNorm
+from vlmserve.layers.norm import LayerNorm, RMSNorm, normed_sum
 from vlmserve.layers.stages import StageBudget, Stages, by_rows
 from vlmserve.models.vision.staged import StagedLayer
 
@@ -188,8 +188,8 @@ class ClipLayer(StagedLayer):
 
     def behind(self, attended: Tensor, x: Tensor) -> Tensor:
         """See `StagedLayer.behind`."""
-        x = self.self_attn.out_proj(attended, x)
-        output: Tensor = self.mlp(self.layer_norm2(x), x)
+        sums = normed_sum(partial(self.self_attn.out_proj, attended), x, self.layer_norm2)
+        output: Tensor = self.mlp(sums.normed, sums.rows)
         return output
 
 

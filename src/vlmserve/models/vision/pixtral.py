@@ -7,7 +7,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +17,7 @@ from vlmserve.errors import ModelLoadError
 from vlmserve.kernels.ranges import Ranges
 from vlmserve.layers.encoder_attention import EncoderAttention
 from vlmserve.layers.linear import GatedLinear, Linear, MergedLinear
-from vlmserve.layers.norm import RMSNorm
+from vlmserve.layers.norm import RMSNorm, normed_sum
 from vlmserve.layers.stages import StageBudget, Stages, by_rows
 from vlmserve.models.vision.clip import ClipSpec, PatchEmbedding
 from vlmserve.models.vision.rotation import patch_angles, rotated
@@ -115,8 +115,8 @@ class PixtralLayer(nn.Module):
         return rotated(self.attention.attention, self.attention.qkv_proj(self.attention_norm(x)), cos, sin)
 
     def _behind(self, attended: Tensor, x: Tensor) -> Tensor:
-        x = self.attention.o_proj(attended, x)
-        output: Tensor = self.feed_forward(self.ffn_norm(x), x)
+        sums = normed_sum(partial(self.attention.o_proj, attended), x, self.ffn_norm)
+        output: Tensor = self.feed_forward(sums.normed, sums.rows)
         return output
 
 

@@ -10,7 +10,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -21,7 +21,7 @@ from vlmserve.kernels.ranges import Ranges
 from vlmserve.kernels.transfers import to_device
 from vlmserve.layers.encoder_attention import EncoderAttention
 from vlmserve.layers.linear import GatedLinear, Linear, MergedLinear, empty_parameter
-from vlmserve.layers.norm import RMSNorm
+from vlmserve.layers.norm import RMSNorm, normed_sum
 from vlmserve.layers.operations import Layer, Operations
 from vlmserve.layers.stages import StageBudget, Stages, by_rows, run_stages
 from vlmserve.models.vision.mergers import ConvolvingMerger, PatchMerger, tower_norm
@@ -213,8 +213,8 @@ class VisionLayer(nn.Module):
         return self.attn.rotated(self.norm1(x), cos, sin)
 
     def _behind(self, attended: Tensor, x: Tensor) -> Tensor:
-        x = self.attn.proj(attended, x)
-        output: Tensor = self.mlp(self.norm2(x), x)
+        sums = normed_sum(partial(self.attn.proj, attended), x, self.norm2)
+        output: Tensor = self.mlp(sums.normed, sums.rows)
         return output
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from vlmserve.errors import InvalidImageError, ModelLoadError
 from vlmserve.layers.encoder_attention import EncoderAttention
 from vlmserve.layers.linear import Linear, empty_parameter
-from vlmserve.layers.norm import LayerNorm
+from vlmserve.layers.norm import LayerNorm, normed_sum
 from vlmserve.layers.stages import StageBudget, Stages, by_rows
 from vlmserve.models.vision.clip import ClipSpec, PatchEmbedding
 from vlmserve.models.vision.staged import StagedLayer, StagedVision
@@ -127,8 +127,8 @@ class TowerLayer(StagedLayer):
 
     def behind(self, attended: Tensor, x: Tensor) -> Tensor:
         """See `StagedLayer.behind`."""
-        x = self.attn.out_proj(attended, x)
-        output: Tensor = self.mlp(self.ln_2(x), x)
+        sums = normed_sum(partial(self.attn.out_proj, attended), x, self.ln_2)
+        output: Tensor = self.mlp(sums.normed, sums.rows)
         return output
 
 
