@@ -90,11 +90,23 @@ def normed_sum(
     block: Block, x: Tensor, norm: RMSNorm | LayerNorm, output_norm: RMSNorm | LayerNorm | None = None
 ) -> NormedRows:
     """As `added`, and a norm of the sum."""
-    kernel, first = norm.kernel, None if output_norm is None else output_norm.kernel
+    sums = summed(block, x, norm, output_norm)
+    return NormedRows(sums, norm(sums)) if isinstance(sums, Tensor) else sums
+
+
+def summed(
+    block: Block, x: Tensor, norm: RMSNorm | LayerNorm | None, output_norm: RMSNorm | LayerNorm | None = None
+) -> Tensor | NormedRows:
+    """As `added`, and a norm of the sum where one follows that the device computes on the way."""
+    kernel, first = norm and norm.kernel, output_norm and output_norm.kernel
     if isinstance(kernel, SummingNorm) and (output_norm is None or isinstance(first, SummingNorm)):
         return kernel.of_sum(block(None), x, first)
-    rows = added(block, x, output_norm)
-    return NormedRows(rows, norm(rows))
+    return added(block, x, output_norm)
+
+
+def rows_of(x: Tensor | NormedRows) -> Tensor:
+    """Without the norm that follows."""
+    return x if isinstance(x, Tensor) else x.rows
 
 
 class NormOfEachHead(nn.Module):

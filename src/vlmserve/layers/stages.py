@@ -52,11 +52,17 @@ def run_stages(stages: Stages[T]) -> T:
 
 def by_rows(compute: Callable[..., Tensor], products: int, budget: StageBudget, *inputs: Tensor) -> Stages[Tensor]:
     """What `compute` makes of inputs ``[rows, ...]``, row by row. products: multiplications for each row."""
-    rows, parts = len(inputs[0]), []
+    parts = yield from in_parts(compute, products, budget, *inputs)
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def in_parts(compute: Callable[..., T], products: int, budget: StageBudget, *inputs: Tensor) -> Stages[list[T]]:
+    """As `by_rows`, one part for each stage."""
+    rows, parts = len(inputs[0]), list[T]()
     done = 0
     while done < rows:
         while not (count := budget.take(rows - done, products, budget.rows)):
             yield
         parts.append(compute(*(whole[done : done + count] for whole in inputs)))
         done += count
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+    return parts

@@ -16,7 +16,7 @@ from vlmserve.kernels.transfers import to_device
 from vlmserve.layers.adapters import AdapterRows
 from vlmserve.layers.attention import Attention, CrossAttention, HeadNorm, StepContext
 from vlmserve.layers.linear import Bias, Embedding, GatedLinear, Linear, MergedLinear, OutputLinear, TiedEmbedding
-from vlmserve.layers.norm import Block, LayerNorm, NormOfEachHead, NormOfRow, RMSNorm, added, normed_sum
+from vlmserve.layers.norm import Block, LayerNorm, NormOfEachHead, NormOfRow, RMSNorm, summed
 from vlmserve.layers.operations import DeferredNorm, NormedRows
 from vlmserve.layers.rope import Rope, RopeSpec, RopeTables
 from vlmserve.models.image_rows import LayerFeatures, add_features
@@ -130,9 +130,7 @@ class DecoderLayer(nn.Module):
     ) -> LayerRows:
         """``[tokens, hidden_size]`` to the same, or to the rows that are wanted: of others it has keys and values. x:
         with `entry`, if it is not a tensor. The result is one, or has the norm that follows."""
-        if isinstance(x, Tensor) and self.attention_norm is not None:
-            x = NormedRows(x, self.attention_norm(x))
-        rows, normed = _rows_and_inputs(x)
+        rows, normed = _rows_and_inputs(x, self.attention_norm)
         attended = self.self_attn.attended(normed, cache, step)
         if wanted is not None:
             rows, attended = rows[wanted], attended[wanted]
@@ -147,13 +145,15 @@ class DecoderLayer(nn.Module):
         if self._parallel:
             rows = output(attended, rows)
         elif self.cross_attn is None:
-            rows, normed = _rows_and_inputs(self._ended(output, attended, rows, output_norm, to_mlp))
+            rows, normed = _rows_and_inputs(self._ended(output, attended, rows, output_norm, to_mlp), self.mlp_norm)
         else:
             to_cross = NextNorm.of(self.cross_norm, None)
-            rows, normed = _rows_and_inputs(self._ended(output, attended, rows, output_norm, to_cross))
+            sums = self._ended(output, attended, rows, output_norm, to_cross)
+            rows, normed = _rows_and_inputs(sums, self.cross_norm)
             assert isinstance(normed, Tensor)
             cross = partial(self.cross_attn, normed, cross=step.metadata.cross)
-            rows, normed = _rows_and_inputs(self._summed(cross, rows, self.cross_output_norm, to_mlp))
+            crossed = self._summed(cross, rows, self.cross_output_norm, to_mlp)
+            rows, normed = _rows_and_inputs(crossed, self.mlp_norm)
         return self._ended(self.mlp.down_proj, self.mlp(normed), rows, self.mlp_output_norm, following)
 
     def _ended(
@@ -164,7 +164,8 @@ class DecoderLayer(nn.Module):
         output_norm: RMSNorm | LayerNorm | None,
         following: NextNorm | None,
     ) -> LayerRows:
-        """x and what a block adds to it whose last layer is `linear`, with the norm that follows."""
+        """x and what a block adds to it whose last layer is `linear`, with the norm that follows where the device
+        computes that on the way."""
         if following is not None and output_norm is None and following.may_be_left:
             assert following.norm.kernel is not None
             deferred = linear.deferring(inputs, x, following.norm.kernel)
@@ -180,15 +181,13 @@ class DecoderLayer(nn.Module):
             assert output_norm is not None
             output: Tensor = output_norm(block(x))
             return output
-        if following is None:
-            return added(block, x, output_norm)
-        return normed_sum(block, x, following.norm, output_norm)
+        return summed(block, x, None if following is None else following.norm, output_norm)
 
 
-def _rows_and_inputs(x: LayerRows) -> tuple[Tensor, Tensor | DeferredNorm]:
-    """The rows to add to, and what the next block takes."""
+def _rows_and_inputs(x: LayerRows, norm: RMSNorm | LayerNorm | None) -> tuple[Tensor, Tensor | DeferredNorm]:
+    """The rows to add to, and what the next block takes: those that `norm` makes of them, if there is one."""
     if isinstance(x, Tensor):
-        return x, x
+        return x, x if norm is None else norm(x)
     return x.rows, x.normed if isinstance(x, NormedRows) else x
 
 
@@ -465,13 +464,13 @@ class Decoder(nn.Module):
         this one is for; None: all."""
         layers = [cast(DecoderLayer, layer) for layer in self.layers[first:last]]
         final = NextNorm.of(self.norm, None) if last in (None, len(self.layers)) else None
-        if not layers:
-            return x if final is None else final.norm(x)
-        rows: LayerRows = x
         followings = [*(layer.entry for layer in layers[1:]), final]
-        for layer, cache, following in zip(layers, caches[first:last], followings, strict=True):
+        rows: LayerRows = x
+        for layer, cache, following in zip(layers, caches[first:last], followings, strict=False):
             rows = layer(rows, cache, step, wanted, following)
-        return rows if isinstance(rows, Tensor) else rows.normed
+        if not isinstance(rows, Tensor):
+            return rows.normed
+        return rows if final is None or not len(rows) else final.norm(rows)
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """``[rows, hidden_size]`` to float32 ``[rows, vocab_size]``; out: contiguous memory that it may take."""

@@ -25,37 +25,22 @@ from triton import knobs
 from triton.runtime.interpreter import GridExecutor
 
 from tests.checkpoints import make_llama, make_text_model
+from tests.kernels.triton.interpreted import CPU, InterpretedDevice
+from tests.kernels.triton.interpreted import loaded as loaded_model
 from tests.paged import PagedRun
 from vlmserve.config import QuantizationConfig
-from vlmserve.devices import choice
-from vlmserve.devices.cuda import TritonDevice
-from vlmserve.devices.device import EagerExecutor, LayerExecutor
 from vlmserve.devices.torch_device import TorchDevice
 from vlmserve.kernels.triton import attention, products
 from vlmserve.kernels.triton.products import MOST_ROWS
 from vlmserve.layers.adapters import AdapterRows, Change, LowRank
 from vlmserve.layers.norm import LayerNorm, RMSNorm
 from vlmserve.layers.operations import arrange_layers
-from vlmserve.models.registry import load_model
 from vlmserve.models.vision.qwen import VisionMLP
 from vlmserve.models.vision.qwen_spec import QwenVisionSpec
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="the kernels are not interpreted where there is a GPU"
 )
-
-CPU = torch.device("cpu")
-
-
-class InterpretedDevice(TritonDevice):
-    """The kernels that a GPU gets, on a CPU."""
-
-    def __init__(self, torch_device: torch.device) -> None:
-        TorchDevice.__init__(self, torch_device)
-
-    def executor(self) -> LayerExecutor:
-        """Layers run one by one."""
-        return EagerExecutor()
 
 
 @pytest.fixture(scope="module")
@@ -64,10 +49,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def loaded(folder: Path, device: type[TorchDevice], quantize: Any = None) -> Any:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(choice.KINDS, "cpu", lambda on, kernels, stated, *, automatic: (device(on), stated))
-        model = load_model(folder, device=CPU, dtype=torch.float32, quantization=quantize)
-    return model.language_model
+    return loaded_model(folder, device, quantize).language_model
 
 
 class Launches(TorchDispatchMode):

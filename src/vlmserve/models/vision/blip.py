@@ -13,7 +13,7 @@ from vlmserve.layers.linear import empty_parameter
 from vlmserve.layers.norm import LayerNorm
 from vlmserve.layers.stages import StageBudget, Stages, by_rows
 from vlmserve.models.vision.clip import ClipLayer, ClipSpec, PatchEmbedding
-from vlmserve.models.vision.staged import StagedVision
+from vlmserve.models.vision.staged import StagedVision, through_layers
 from vlmserve.types import TowerInputs
 
 DEFAULTS: Mapping[str, Any] = {
@@ -85,8 +85,7 @@ class BlipTower(StagedVision):
         an image."""
         products = self.spec.num_patches * self.embeddings.patch_embedding.products
         x = yield from by_rows(self.embeddings, products, budget, torch.cat(pixels).to(self.dtype))
-        for layer in self._layers():
-            x = yield from layer.in_stages(x, budget)
+        x = yield from through_layers(self._layers(), x, budget)
         return list(self.post_layernorm(x))
 
     def _layers(self) -> Iterable[ClipLayer]:

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from vlmserve.errors import ModelLoadError, UnsupportedModelError
 from vlmserve.layers.encoder_attention import EncoderAttention
 from vlmserve.layers.linear import Embedding, Linear, MergedLinear, empty_parameter
-from vlmserve.layers.norm import LayerNorm, RMSNorm, normed_sum
+from vlmserve.layers.norm import LayerNorm, RMSNorm, normed_sum, rows_of, summed
 from vlmserve.layers.stages import StageBudget, Stages, by_rows
-from vlmserve.models.vision.staged import StagedLayer
+from vlmserve.models.vision.staged import AnyNorm, StagedLayer, TowerRows, with_following
 
 DEFAULTS: Mapping[str, Any] = {
     "hidden_size": 768,
@@ -181,16 +181,20 @@ class ClipLayer(StagedLayer):
         mlp = self.mlp.fc1.products + self.mlp.fc2.products
         return self.self_attn.qkv_proj.products, self.self_attn.out_proj.products + mlp
 
-    def before(self, x: Tensor) -> Tensor:
+    @property
+    def first_norm(self) -> AnyNorm:
+        """See `StagedLayer.first_norm`."""
+        return self.layer_norm1
+
+    def before(self, normed: Tensor) -> Tensor:
         """See `StagedLayer.before`."""
-        output: Tensor = self.self_attn.qkv_proj(self.layer_norm1(x))
+        output: Tensor = self.self_attn.qkv_proj(normed)
         return output
 
-    def behind(self, attended: Tensor, x: Tensor) -> Tensor:
+    def behind(self, attended: Tensor, x: Tensor, following: AnyNorm | None) -> TowerRows:
         """See `StagedLayer.behind`."""
         sums = normed_sum(partial(self.self_attn.out_proj, attended), x, self.layer_norm2)
-        output: Tensor = self.mlp(sums.normed, sums.rows)
-        return output
+        return summed(partial(self.mlp, sums.normed), sums.rows, following)
 
 
 class ClipTower(nn.Module):
@@ -231,10 +235,12 @@ class ClipTower(nn.Module):
         products = self.spec.num_patches * self.embeddings.patch_embedding.products
         x = yield from by_rows(lambda images: self.pre_layrnorm(self.embeddings(images)), products, budget, pixels)
         states = {0: x}
-        for number, layer in enumerate(self._layers(), 1):
-            x = yield from layer.in_stages(x, budget)
+        rows: TowerRows = x
+        layers = with_following(self._layers(), lambda layer: layer.first_norm)
+        for number, (layer, following) in enumerate(layers, 1):
+            rows = yield from layer.in_stages(rows, budget, following)
             if number in self.feature_layers:
-                states[number] = x
+                states[number] = rows_of(rows)
         return torch.cat([states[layer] for layer in self.feature_layers], -1)
 
     def _layers(self) -> Iterable[ClipLayer]:

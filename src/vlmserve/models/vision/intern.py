@@ -16,6 +16,7 @@ from vlmserve.layers.linear import empty_parameter
 from vlmserve.layers.norm import LayerNorm, RMSNorm
 from vlmserve.layers.stages import StageBudget, Stages, by_rows
 from vlmserve.models.vision.clip import ClipLayer, ClipSpec, PatchEmbedding
+from vlmserve.models.vision.staged import AnyNorm, TowerRows, through_layers
 
 KINDS = ("internvl_vision",)
 DEFAULTS: Mapping[str, Any] = {
@@ -95,15 +96,15 @@ class InternLayer(ClipLayer):
             self.q_norm = RMSNorm(size, _HEAD_NORM_EPS, dtype=dtype, device=device)
             self.k_norm = RMSNorm(size, _HEAD_NORM_EPS, dtype=dtype, device=device)
 
-    def before(self, x: Tensor) -> Tensor:
+    def before(self, normed: Tensor) -> Tensor:
         """See `StagedLayer.before`."""
-        qkv = super().before(x)
+        qkv = super().before(normed)
         if self.q_norm is None or self.k_norm is None:
             return qkv
         query, key, value = qkv.chunk(3, -1)
         return torch.cat((self.q_norm(query.contiguous()), self.k_norm(key.contiguous()), value), -1)
 
-    def behind(self, attended: Tensor, x: Tensor) -> Tensor:
+    def behind(self, attended: Tensor, x: Tensor, following: AnyNorm | None) -> TowerRows:
         """See `StagedLayer.behind`."""
         x = torch.addcmul(x, self.lambda_1, self.self_attn.out_proj(attended))
         return torch.addcmul(x, self.lambda_2, self.mlp(self.layer_norm2(x)))
@@ -129,9 +130,7 @@ class InternTower(nn.Module):
     def in_stages(self, pixels: Tensor, budget: StageBudget) -> Stages[Tensor]:
         """``[images, channels, height, width]`` to ``[images, 1 + patches, hidden_size]``."""
         x = yield from by_rows(self.embeddings, self._patch_products, budget, pixels)
-        for layer in self._layers():
-            x = yield from layer.in_stages(x, budget)
-        return x
+        return (yield from through_layers(self._layers(), x, budget))
 
     @property
     def _patch_products(self) -> int:

@@ -20,7 +20,7 @@ from vlmserve.layers.norm import LayerNorm
 from vlmserve.layers.stages import StageBudget, Stages, by_rows
 from vlmserve.models.llava import Projector
 from vlmserve.models.vision.clip import ClipLayer, ClipSpec, PatchEmbedding
-from vlmserve.models.vision.staged import StagedVision
+from vlmserve.models.vision.staged import StagedVision, through_layers
 from vlmserve.types import TowerInputs
 
 DEFAULTS: Mapping[str, Any] = {
@@ -175,9 +175,7 @@ class MoondreamTower(StagedVision):
         products = self.spec.layers.num_patches * self.patch_embedding.products
         x = yield from by_rows(self.patch_embedding, products, budget, crops)
         x = x + self.position_embedding
-        for block in self._layers():
-            x = yield from block.in_stages(x, budget)
-        x = self.post_layernorm(x)
+        x = self.post_layernorm((yield from through_layers(self._layers(), x, budget)))
         side = self.spec.side
         grid = self._put_together(x[1:].unflatten(1, (side, side)).unflatten(0, layout))
         local = F.adaptive_avg_pool2d(grid.permute(2, 0, 1).float(), side).to(x.dtype)

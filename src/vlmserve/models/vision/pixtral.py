@@ -17,10 +17,11 @@ from vlmserve.errors import ModelLoadError
 from vlmserve.kernels.ranges import Ranges
 from vlmserve.layers.encoder_attention import EncoderAttention
 from vlmserve.layers.linear import GatedLinear, Linear, MergedLinear
-from vlmserve.layers.norm import RMSNorm, normed_sum
+from vlmserve.layers.norm import RMSNorm, normed_sum, rows_of, summed
 from vlmserve.layers.stages import StageBudget, Stages, by_rows
 from vlmserve.models.vision.clip import ClipSpec, PatchEmbedding
 from vlmserve.models.vision.rotation import patch_angles, rotated
+from vlmserve.models.vision.staged import AnyNorm, TowerRows, before_norm, ends_by_rows, with_following
 
 KINDS = ("pixtral",)
 DEFAULTS: Mapping[str, Any] = {
@@ -81,7 +82,7 @@ class PixtralMLP(nn.Module):
         """Multiplications for each patch."""
         return self.gate_up_proj.products + self.down_proj.products
 
-    def forward(self, x: Tensor, residual: Tensor) -> Tensor:
+    def forward(self, x: Tensor, residual: Tensor | None) -> Tensor:
         """x, residual: ``[patches, hidden_size]``; the second is added to the output."""
         output: Tensor = self.down_proj(self.gate_up_proj(x), residual)
         return output
@@ -99,25 +100,29 @@ class PixtralLayer(nn.Module):
         """Multiplications for an image of so many patches."""
         return length * sum(self._products) + self.attention.attention.products(length)
 
-    def in_stages(self, x: Tensor, cos: Tensor, sin: Tensor, images: Ranges, budget: StageBudget) -> Stages[Tensor]:
-        """The patches of images, ``[patches, hidden_size]``, to the same. cos, sin: as `patch_angles` makes them."""
+    def in_stages(
+        self, x: TowerRows, layout: PixtralLayout, budget: StageBudget, following: AnyNorm | None
+    ) -> Stages[TowerRows]:
+        """The patches of images, ``[patches, hidden_size]``, to the same; x and following as of
+        `StagedLayer.in_stages`."""
         before, behind = self._products
-        qkv = yield from by_rows(self._rotated, before, budget, x, cos, sin)
-        attended = yield from self.attention.attention.over_ranges(qkv, images, budget)
-        return (yield from by_rows(self._behind, behind, budget, attended, x))
+        compute, rows = before_norm(x, self.attention_norm, self._rotated)
+        qkv = yield from by_rows(compute, before, budget, rows, layout.cos, layout.sin)
+        attended = yield from self.attention.attention.over_ranges(qkv, layout.images, budget)
+        rest = partial(self._behind, following=following)
+        return (yield from ends_by_rows(rest, behind, budget, attended, rows_of(x)))
 
     @cached_property
     def _products(self) -> tuple[int, int]:
         """Multiplications for each patch, before and behind attention."""
         return self.attention.qkv_proj.products, self.attention.o_proj.products + self.feed_forward.products
 
-    def _rotated(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        return rotated(self.attention.attention, self.attention.qkv_proj(self.attention_norm(x)), cos, sin)
+    def _rotated(self, normed: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        return rotated(self.attention.attention, self.attention.qkv_proj(normed), cos, sin)
 
-    def _behind(self, attended: Tensor, x: Tensor) -> Tensor:
+    def _behind(self, attended: Tensor, x: Tensor, following: AnyNorm | None) -> TowerRows:
         sums = normed_sum(partial(self.attention.o_proj, attended), x, self.ffn_norm)
-        output: Tensor = self.feed_forward(sums.normed, sums.rows)
-        return output
+        return summed(partial(self.feed_forward, sums.normed), sums.rows, following)
 
 
 class PixtralLayout(NamedTuple):
@@ -174,10 +179,10 @@ class PixtralTower(nn.Module):
             rows = pixels.reshape(spec.num_channels, down, size, -1).transpose(0, 1)
             of_rows = yield from by_rows(self._embedded, across * self.patch_conv.products, budget, rows)
             embedded.append(of_rows.flatten(0, 1))
-        x = torch.cat(embedded)
-        for layer in self._layers():
-            x = yield from layer.in_stages(x, layout.cos, layout.sin, layout.images, budget)
-        return list(torch.split(x, layout.images.lengths))
+        x: TowerRows = torch.cat(embedded)
+        for layer, following in with_following(self._layers(), lambda layer: layer.attention_norm):
+            x = yield from layer.in_stages(x, layout, budget, following)
+        return list(torch.split(rows_of(x), layout.images.lengths))
 
     def _angles(self, down: int, across: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """`patch_angles` of an image of so many patches. Those that were used last are kept."""

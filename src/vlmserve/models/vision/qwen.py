@@ -21,13 +21,13 @@ from vlmserve.kernels.ranges import Ranges
 from vlmserve.kernels.transfers import to_device
 from vlmserve.layers.encoder_attention import EncoderAttention
 from vlmserve.layers.linear import GatedLinear, Linear, MergedLinear, empty_parameter
-from vlmserve.layers.norm import RMSNorm, normed_sum
+from vlmserve.layers.norm import RMSNorm, normed_sum, rows_of, summed
 from vlmserve.layers.operations import Layer, Operations
 from vlmserve.layers.stages import StageBudget, Stages, by_rows, run_stages
 from vlmserve.models.vision.mergers import ConvolvingMerger, PatchMerger, tower_norm
 from vlmserve.models.vision.qwen_spec import QwenVisionSpec
 from vlmserve.models.vision.rotation import patch_angles, rotated
-from vlmserve.models.vision.staged import StagedVision
+from vlmserve.models.vision.staged import AnyNorm, StagedVision, TowerRows, before_norm, ends_by_rows, with_following
 from vlmserve.types import TowerInputs
 
 
@@ -167,7 +167,7 @@ class VisionMLP(Layer):
         """Multiplications for each patch."""
         return sum(layer.products for layer in self._layers)
 
-    def forward(self, x: Tensor, residual: Tensor) -> Tensor:
+    def forward(self, x: Tensor, residual: Tensor | None) -> Tensor:
         """x, residual: ``[patches, hidden_size]``; the second is added to the output."""
         first, second = self._layers
         output: Tensor = second(first(x), residual)
@@ -197,25 +197,25 @@ class VisionLayer(nn.Module):
         pairs = sum(self.attn.attention.products(length) for length in lengths)
         return sum(lengths) * sum(self._products) + pairs
 
-    def in_stages(self, x: Tensor, layout: Layout, ranges: Ranges, budget: StageBudget) -> Stages[Tensor]:
-        """``[patches, hidden_size]`` to the same."""
+    def in_stages(
+        self, x: TowerRows, layout: Layout, ranges: Ranges, budget: StageBudget, following: AnyNorm | None
+    ) -> Stages[TowerRows]:
+        """``[patches, hidden_size]`` to the same; x and following as of `StagedLayer.in_stages`."""
         before, behind = self._products
-        qkv = yield from by_rows(self._rotated, before, budget, x, layout.cos, layout.sin)
+        compute, rows = before_norm(x, self.norm1, self.attn.rotated)
+        qkv = yield from by_rows(compute, before, budget, rows, layout.cos, layout.sin)
         attended = yield from self.attn.attention.over_ranges(qkv, ranges, budget)
-        return (yield from by_rows(self._behind, behind, budget, attended, x))
+        rest = partial(self._behind, following=following)
+        return (yield from ends_by_rows(rest, behind, budget, attended, rows_of(x)))
 
     @cached_property
     def _products(self) -> tuple[int, int]:
         """Multiplications for each patch, before and behind attention."""
         return self.attn.qkv.products, self.attn.proj.products + self.mlp.products
 
-    def _rotated(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        return self.attn.rotated(self.norm1(x), cos, sin)
-
-    def _behind(self, attended: Tensor, x: Tensor) -> Tensor:
+    def _behind(self, attended: Tensor, x: Tensor, following: AnyNorm | None) -> TowerRows:
         sums = normed_sum(partial(self.attn.proj, attended), x, self.norm2)
-        output: Tensor = self.mlp(sums.normed, sums.rows)
-        return output
+        return summed(partial(self.mlp, sums.normed), sums.rows, following)
 
 
 class QwenVisionTower(StagedVision):
@@ -320,13 +320,14 @@ class QwenVisionTower(StagedVision):
         if self.pos_embed is not None:
             x = _placed(x, layouts.of_images)
         of_layers: list[Tensor] = []
-        for index, block in enumerate(self._layers()):
+        rows: TowerRows = x
+        for index, (block, following) in enumerate(with_following(self._layers(), lambda block: block.norm1)):
             ranges = layout.windows if self._is_windowed(index) else layout.frames
-            x = yield from block.in_stages(x, layout, ranges, budget)
+            rows = yield from block.in_stages(rows, layout, ranges, budget, following)
             if index in spec.deepstack:
                 merger = cast(PatchMerger, self.deepstack_merger_list[spec.deepstack.index(index)])
-                of_layers.append((yield from self._merged(x, merger, budget)))
-        merged = yield from self._merged(x, self.merger, budget)
+                of_layers.append((yield from self._merged(rows_of(rows), merger, budget)))
+        merged = yield from self._merged(rows_of(rows), self.merger, budget)
         return torch.cat((merged, *of_layers), 1)[layout.back]
 
     def _whole_patches(self, pixels: Tensor) -> Tensor:

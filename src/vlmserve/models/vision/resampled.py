@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from vlmserve.errors import InvalidImageError, ModelLoadError
 from vlmserve.layers.encoder_attention import EncoderAttention
 from vlmserve.layers.linear import Linear, empty_parameter
-from vlmserve.layers.norm import LayerNorm, normed_sum
+from vlmserve.layers.norm import LayerNorm, normed_sum, summed
 from vlmserve.layers.stages import StageBudget, Stages, by_rows
 from vlmserve.models.vision.clip import ClipSpec, PatchEmbedding
-from vlmserve.models.vision.staged import StagedLayer, StagedVision
+from vlmserve.models.vision.staged import AnyNorm, StagedLayer, StagedVision, TowerRows, through_layers
 from vlmserve.types import TowerInputs
 
 NORM_EPS = 1e-6
@@ -96,7 +96,7 @@ class TowerMLP(nn.Module):
         self.c_fc = Linear(size, inner, bias=True, dtype=dtype, device=device, act=spec.activation)
         self.c_proj = Linear(inner, size, bias=True, dtype=dtype, device=device)
 
-    def forward(self, x: Tensor, residual: Tensor) -> Tensor:
+    def forward(self, x: Tensor, residual: Tensor | None) -> Tensor:
         """x, residual: ``[patches, hidden_size]``; the second is added to the output."""
         output: Tensor = self.c_proj(self.c_fc(x), residual)
         return output
@@ -121,15 +121,19 @@ class TowerLayer(StagedLayer):
         mlp = self.mlp.c_fc.products + self.mlp.c_proj.products
         return self.attn.in_proj.products, self.attn.out_proj.products + mlp
 
-    def before(self, x: Tensor) -> Tensor:
-        """See `StagedLayer.before`."""
-        return self.attn.qkv(self.ln_1(x))
+    @property
+    def first_norm(self) -> AnyNorm:
+        """See `StagedLayer.first_norm`."""
+        return self.ln_1
 
-    def behind(self, attended: Tensor, x: Tensor) -> Tensor:
+    def before(self, normed: Tensor) -> Tensor:
+        """See `StagedLayer.before`."""
+        return self.attn.qkv(normed)
+
+    def behind(self, attended: Tensor, x: Tensor, following: AnyNorm | None) -> TowerRows:
         """See `StagedLayer.behind`."""
         sums = normed_sum(partial(self.attn.out_proj, attended), x, self.ln_2)
-        output: Tensor = self.mlp(sums.normed, sums.rows)
-        return output
+        return summed(partial(self.mlp, sums.normed), sums.rows, following)
 
 
 class CrossAttention(nn.Module):
@@ -231,8 +235,7 @@ class ResampledVision(StagedVision):
         images = torch.cat(pixels).to(self.dtype)
         patches = yield from by_rows(self.conv1, count * self.conv1.products, budget, images)
         x = self.ln_pre(patches + interpolated(self.positional_embedding, count))
-        for layer in self._layers():
-            x = yield from layer.in_stages(x, budget)
+        x = yield from through_layers(self._layers(), x, budget)
         return list((yield from by_rows(self._pool, self._pool_products, budget, x)))
 
     @property

@@ -14,6 +14,7 @@ from vlmserve.layers.linear import Embedding
 from vlmserve.layers.norm import LayerNorm
 from vlmserve.layers.stages import StageBudget, Stages, by_rows
 from vlmserve.models.vision.clip import ClipLayer, ClipSpec, PatchEmbedding
+from vlmserve.models.vision.staged import through_layers
 
 IDEFICS3_KINDS = ("idefics3_vision", "idefics3", "smolvlm_vision", "smolvlm")
 SIGLIP_DEFAULTS: Mapping[str, Any] = {
@@ -93,8 +94,7 @@ class SiglipTower(nn.Module):
         num_patches = (pixels.shape[2] // self.spec.patch_size) * (pixels.shape[3] // self.spec.patch_size)
         products = num_patches * self.embeddings.patch_embedding.products
         x = yield from by_rows(self.embeddings, products, budget, pixels)
-        for layer in self._layers():
-            x = yield from layer.in_stages(x, budget)
+        x = yield from through_layers(self._layers(), x, budget)
         output: Tensor = self.post_layernorm(x)
         return output
 

@@ -2,26 +2,67 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import cached_property
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cached_property, partial
+from typing import TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from vlmserve.layers.encoder_attention import EncoderAttention
-from vlmserve.layers.stages import StageBudget, Stages, by_rows, run_stages
+from vlmserve.layers.norm import LayerNorm, RMSNorm, rows_of
+from vlmserve.layers.operations import NormedRows
+from vlmserve.layers.stages import StageBudget, Stages, by_rows, in_parts, run_stages
 from vlmserve.types import TowerInputs
+
+AnyNorm: TypeAlias = "RMSNorm | LayerNorm"
+TowerRows: TypeAlias = "Tensor | NormedRows"
+"""What a layer gets and gives, with or without its norm."""
+L = TypeVar("L")
+
+
+def before_norm(x: TowerRows, norm: AnyNorm, compute: Callable[..., Tensor]) -> tuple[Callable[..., Tensor], Tensor]:
+    """What computes the first part of a layer, which takes normed rows, and what it computes it of: the norm is part of
+    it, unless the layer before has computed that."""
+    if isinstance(x, NormedRows):
+        return compute, x.normed
+    return lambda rows, *others: compute(norm(rows), *others), x
+
+
+def with_following(layers: Iterable[L], norm_of: Callable[[L], AnyNorm]) -> Iterator[tuple[L, AnyNorm | None]]:
+    """Each layer, and the norm with which the next one begins; None: it is the last one."""
+    these = list(layers)
+    return itertools.zip_longest(these, map(norm_of, these[1:]))
+
+
+def ends_by_rows(
+    compute: Callable[..., TowerRows], products: int, budget: StageBudget, *inputs: Tensor
+) -> Stages[TowerRows]:
+    """As `by_rows`, of the end of a layer."""
+    parts = yield from in_parts(compute, products, budget, *inputs)
+    if len(parts) == 1:
+        return parts[0]
+    rows = torch.cat([rows_of(part) for part in parts])
+    normed = [part.normed for part in parts if isinstance(part, NormedRows)]
+    return NormedRows(rows, torch.cat(normed)) if normed else rows
 
 
 class StagedLayer(nn.Module):
     """A layer of a transformer: what is done to each token before and behind attention over all tokens of an image."""
 
-    def before(self, x: Tensor) -> Tensor:
+    @property
+    def first_norm(self) -> AnyNorm:
+        """Of what the layer gets."""
+        raise NotImplementedError
+
+    def before(self, normed: Tensor) -> Tensor:
         """``[tokens, size]`` to queries, keys and values side by side, ``[tokens, 3 * size]``."""
         raise NotImplementedError
 
-    def behind(self, attended: Tensor, x: Tensor) -> Tensor:
-        """What attention gave and what the layer got, ``[tokens, size]`` each, to what the layer gives."""
+    def behind(self, attended: Tensor, x: Tensor, following: AnyNorm | None) -> TowerRows:
+        """What attention gave and what the layer got, ``[tokens, size]`` each, to what the layer gives, with the norm
+        that follows or without it."""
         raise NotImplementedError
 
     @property
@@ -38,14 +79,27 @@ class StagedLayer(nn.Module):
         """Multiplications for an image of that many tokens."""
         return length * sum(self.token_products) + self.full_attention.products(length)
 
-    def in_stages(self, x: Tensor, budget: StageBudget) -> Stages[Tensor]:
-        """``[images, tokens, size]`` to the same."""
+    def in_stages(self, x: TowerRows, budget: StageBudget, following: AnyNorm | None = None) -> Stages[TowerRows]:
+        """``[images, tokens, size]`` to the same. x: with `first_norm`, if it is not a tensor. following: a norm that
+        the layer may compute as well."""
         before, behind = self.token_products
-        rows = x.flatten(0, 1)
-        qkv = yield from by_rows(self.before, before, budget, rows)
-        attended = yield from self.full_attention.in_stages(qkv.view(*x.shape[:2], -1), budget)
-        output = yield from by_rows(self.behind, behind, budget, attended.flatten(0, 1), rows)
-        return output.view_as(x)
+        shape = rows_of(x).shape
+        compute, rows = before_norm(x, self.first_norm, self.before)
+        qkv = yield from by_rows(compute, before, budget, rows.flatten(0, 1))
+        attended = yield from self.full_attention.in_stages(qkv.view(*shape[:2], -1), budget)
+        rest = partial(self.behind, following=following)
+        output = yield from ends_by_rows(rest, behind, budget, attended.flatten(0, 1), rows_of(x).flatten(0, 1))
+        if isinstance(output, Tensor):
+            return output.view(shape)
+        return NormedRows(output.rows.view(shape), output.normed.view(shape))
+
+
+def through_layers(layers: Iterable[StagedLayer], x: Tensor, budget: StageBudget) -> Stages[Tensor]:
+    """``[images, tokens, size]`` to the same, through all layers."""
+    rows: TowerRows = x
+    for layer, following in with_following(layers, lambda layer: layer.first_norm):
+        rows = yield from layer.in_stages(rows, budget, following)
+    return rows_of(rows)
 
 
 class StagedVision(nn.Module):

@@ -1,0 +1,36 @@
+"""Models by the kernels that a GPU gets, on a CPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from vlmserve.devices import choice
+from vlmserve.devices.cuda import TritonDevice
+from vlmserve.devices.device import EagerExecutor, LayerExecutor
+from vlmserve.devices.torch_device import TorchDevice
+from vlmserve.models.protocols import LoadedModel
+from vlmserve.models.registry import load_model
+
+CPU = torch.device("cpu")
+
+
+class InterpretedDevice(TritonDevice):
+    """A GPU's kernels."""
+
+    def __init__(self, torch_device: torch.device) -> None:
+        TorchDevice.__init__(self, torch_device)
+
+    def executor(self) -> LayerExecutor:
+        """Layers run one by one."""
+        return EagerExecutor()
+
+
+def loaded(folder: Path, device: type[TorchDevice], quantize: Any = None) -> LoadedModel:
+    """A checkpoint in float32 on such a device."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(choice.KINDS, "cpu", lambda on, kernels, stated, *, automatic: (device(on), stated))
+        return load_model(folder, device=CPU, dtype=torch.float32, quantization=quantize)
