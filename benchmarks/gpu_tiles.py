@@ -15,6 +15,7 @@ import triton
 
 from benchmarks.gpu_stages import Measured, Sizes, layer_products, weight_of
 from benchmarks.gpu_timing import copies, per_launch
+from vlmserve.kernels.triton.norm import TritonNorm
 from vlmserve.kernels.triton.products import PROGRAMS, TritonProduct
 from vlmserve.kernels.triton.stored import block_of, unsupported_reason
 from vlmserve.kernels.triton.tuned import LARGE_BLOCK, Shape, Tiling
@@ -25,9 +26,13 @@ COMPILING = {"cuda": 16, "cpu": 1}
 """Tilings that are compiled at once; Triton's interpreter has one state for all threads."""
 REPEATS = 5
 LEAST_GAIN = 1.03
-"""A tiling that is faster than the rule's by less is not worth a line."""
+"""What is faster than what is taken without a line by less is not worth one."""
+BY_LIBRARY = 16
+"""Beyond so many rows, the device's library may be faster than any tiling."""
 SHARED_BYTES = 220 * 1024
 """Of a multiprocessor of an H100 or H200, which the tiles on their way to one program have to fit into."""
+SUMMED = ("output", "down")
+"""Products that residuals are added to."""
 Failures = dict[str, str]
 
 
@@ -56,15 +61,18 @@ def candidates(rule: Tiling, shape: Shape, rows: int) -> Iterator[Tiling]:
                 yield tiles
 
 
-def search(products: Sequence[TritonProduct], x: torch.Tensor, deadline: float) -> dict[str, Any] | None:
-    """The fastest of the tilings for some rows which give the rule's results within rounding. None if time ran out
-    before any was tried beside the rule's.
+def search(
+    products: Sequence[TritonProduct], x: torch.Tensor, residual: torch.Tensor | None, deadline: float
+) -> dict[str, Any] | None:
+    """The fastest of the tilings for some rows which give the rule's results within rounding, beside the library where
+    rows are many. None if time ran out before any was tried beside the rule's.
 
-    products: copies of one, which calls take turns over, see `copies`.
+    products: copies of one, which calls take turns over, see `copies`. residual: added to the results; an RMSNorm
+    follows on those. The library leaves both to a launch that tilings do without.
     """
     first, device = products[0], x.device
     rule = first.tiling(len(x), device)
-    expected = first.few(x, tiles=rule)
+    expected = first.few(x, residual, rule)
     others = [tiles for tiles in candidates(rule, first.shape(len(x)), len(x)) if tiles != rule]
     failed: Failures = {}
 
@@ -72,16 +80,18 @@ def search(products: Sequence[TritonProduct], x: torch.Tensor, deadline: float) 
         """Whether one compiles in time, and its results are those of the rule."""
         if time.perf_counter() > deadline:
             return False
-        return _tried(tiles, failed, lambda: _compare(first.few(x, tiles=tiles), expected))
+        return _tried(tiles, failed, lambda: _compare(first.few(x, residual, tiles), expected))
 
     with ThreadPoolExecutor(COMPILING[device.type]) as pool:
         right = [tiles for tiles, ok in zip(others, pool.map(is_right, others), strict=True) if ok]
     times: dict[Tiling, float] = {}
 
     def measure(tiles: Tiling) -> None:
-        times[tiles] = per_launch([partial(one.few, x, tiles=tiles) for one in products], device, REPEATS).seconds
+        calls = [partial(one.few, x, residual, tiles) for one in products]
+        times[tiles] = per_launch(calls, device, REPEATS).seconds
 
     measure(rule)
+    library = None if len(x) <= BY_LIBRARY else per_launch(_by_library(products, x, residual), device, REPEATS).seconds
     for tiles in right:
         if time.perf_counter() > deadline:
             break
@@ -94,10 +104,34 @@ def search(products: Sequence[TritonProduct], x: torch.Tensor, deadline: float) 
         "microseconds": times[best] * 1e6,
         "rule": rule,
         "rule_microseconds": times[rule] * 1e6,
+        "library_microseconds": None if library is None else library * 1e6,
         "tried": len(times),
         "untried": 1 + len(others) - len(times) - len(failed),
         "failed": failed,
     }
+
+
+def _by_library(
+    products: Sequence[TritonProduct], x: torch.Tensor, residual: torch.Tensor | None
+) -> list[Callable[[], object]]:
+    if residual is None:
+        return [partial(one.many, x) for one in products]
+    norm = TritonNorm(torch.ones_like(residual[0]), None, 1e-5)
+    return [partial(_normed_sum, one, x, residual, norm) for one in products]
+
+
+def _normed_sum(product: TritonProduct, x: torch.Tensor, residual: torch.Tensor, norm: TritonNorm) -> object:
+    return norm.of_sum(product.many(x), residual)
+
+
+def line(product: TritonProduct, rows: int, found: dict[str, Any]) -> tuple[Shape, Tiling | None] | None:
+    """What `tuned.py` is to say of a product; None: what is taken without a line is as fast."""
+    library, rule = found["library_microseconds"], found["rule_microseconds"]
+    taken = rule if library is None or product.are_few(rows) else library
+    fastest = min(found["microseconds"], found["microseconds"] if library is None else library)
+    if taken <= LEAST_GAIN * fastest:
+        return None
+    return product.shape(rows), None if fastest == library else found["best"]
 
 
 def _compare(results: torch.Tensor, expected: torch.Tensor) -> None:
@@ -119,7 +153,7 @@ def tiles(device: torch.device, sizes: Sizes, folder: Path) -> Measured:
     """The fastest tiling of each of a layer's products, and the lines for `kernels/triton/tuned.py`. What decides
     decodes of one request comes first: few rows, few bits, large weights."""
     deadline = time.perf_counter() + SECONDS[device.type]
-    found: dict[Shape, Tiling] = {}
+    lines: dict[Shape, Tiling | None] = {}
     left_out: list[str] = []
     largest_first = sorted(layer_products(sizes.config).items(), key=lambda item: -item[1][0] * item[1][1])
     for rows, bits in itertools.product(sizes.rows[:1] + sizes.rows[-2:-1], (4, 16, 8)):
@@ -135,12 +169,13 @@ def tiles(device: torch.device, sizes: Sizes, folder: Path) -> Measured:
                 continue
             product = TritonProduct(weight, dtype=sizes.dtype, activation=epilogue.activation, gated=epilogue.gated)
             x = torch.randn(rows, inputs, device=device, dtype=sizes.dtype)
-            result = search(copies(product, product.num_bytes, device), x, deadline)
+            residual = torch.randn(rows, outputs, device=device, dtype=sizes.dtype) if name in SUMMED else None
+            result = search(copies(product, product.num_bytes, device), x, residual, deadline)
             if result is None:
                 left_out.append(label)
                 continue
             yield label, result
-            if result["rule_microseconds"] > LEAST_GAIN * result["microseconds"]:
-                found[product.shape(rows)] = result["best"]
-                yield "lines", [f"{shape}: {best}," for shape, best in found.items()]
+            if (found := line(product, rows, result)) is not None:
+                lines[found[0]] = found[1]
+                yield "lines", [f"{shape}: {best}," for shape, best in lines.items()]
     yield "left_out", left_out

@@ -168,10 +168,10 @@ class Linear(Weight):
         product = self._deferring
         return None if product is None else product.deferring(x, residual, norm)
 
-    @property
-    def completes_norms(self) -> bool:
-        """Whether norms may be left to this product."""
-        return self._deferring is not None
+    def completes_norms(self, rows: int) -> bool:
+        """Whether norms of so many rows may be left to this product."""
+        product = self._deferring
+        return product is not None and product.completes(rows)
 
     @property
     def _deferring(self) -> DeferringProduct | None:

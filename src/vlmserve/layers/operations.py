@@ -119,8 +119,12 @@ class DeferredNorm:
 class DeferringProduct(Protocol):
     """A `Product` that may leave a norm behind it to the next one, and completes one that was left to it."""
 
+    def completes(self, rows: int) -> bool:
+        """Whether it completes norms of so many rows."""
+        ...
+
     def complete(self, x: DeferredNorm) -> Tensor:
-        """The product of normed rows, of which none has an adapter."""
+        """The product of normed rows, of which none has an adapter. As many rows as it `completes`."""
         ...
 
     def deferring(self, x: Tensor, residual: Tensor, norm: Norm) -> DeferredNorm | None:

@@ -63,10 +63,9 @@ class NextNorm(NamedTuple):
         """None: there is no norm."""
         return None if norm is None else cls(norm, reader)
 
-    @property
-    def may_be_left(self) -> bool:
-        """Whether the reader can complete it."""
-        return self.norm.kernel is not None and self.reader is not None and self.reader.completes_norms
+    def may_be_left(self, rows: int) -> bool:
+        """Whether the reader can complete it for so many rows."""
+        return self.norm.kernel is not None and self.reader is not None and self.reader.completes_norms(rows)
 
 
 class DecoderLayer(nn.Module):
@@ -166,7 +165,7 @@ class DecoderLayer(nn.Module):
     ) -> LayerRows:
         """x and what a block adds to it whose last layer is `linear`, with the norm that follows where the device
         computes that on the way."""
-        if following is not None and output_norm is None and following.may_be_left:
+        if following is not None and output_norm is None and following.may_be_left(len(x)):
             assert following.norm.kernel is not None
             deferred = linear.deferring(inputs, x, following.norm.kernel)
             if deferred is not None:

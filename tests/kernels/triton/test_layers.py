@@ -31,7 +31,7 @@ from tests.paged import PagedRun
 from vlmserve.config import QuantizationConfig
 from vlmserve.devices.torch_device import TorchDevice
 from vlmserve.kernels.triton import attention, products
-from vlmserve.kernels.triton.products import MOST_ROWS
+from vlmserve.kernels.triton.products import MOST_ROWS, TritonProduct
 from vlmserve.layers.adapters import AdapterRows, Change, LowRank
 from vlmserve.layers.norm import LayerNorm, RMSNorm
 from vlmserve.layers.operations import arrange_layers
@@ -248,6 +248,17 @@ def test_sums_of_many_rows_are_normed_where_they_are_made(
     layer = ["library", "attend_rows", "library", "norm_rows", "library", "activate_rows", "library", "norm_rows"]
     taken = layer_launches(loaded(folder, InterpretedDevice), launches, 3)
     assert list(map(by_library, taken)) == [["norm_rows", *layer], layer]
+
+
+def test_norms_are_not_left_to_the_library(folder: Path, launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where only some products multiply so many rows themselves."""
+    model = loaded(folder, InterpretedDevice)
+    gates = [layer.mlp.gate_up_proj._stored for layer in model.layers]
+    completes = TritonProduct.are_few
+    monkeypatch.setattr(TritonProduct, "are_few", lambda self, rows: self not in gates and completes(self, rows))
+    layer = [*ATTENTION, "multiply", "norm_rows", "library", "activate_rows", "multiply"]
+    taken = [[name for name in names if name != "add_parts"] for names in layer_launches(model, launches, 3)]
+    assert list(map(by_library, taken)) == [["norm_rows", *layer], [*layer, "norm_rows"]]
 
 
 @pytest.mark.parametrize("most_rows", [1, MOST_ROWS])

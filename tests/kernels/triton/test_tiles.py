@@ -44,20 +44,20 @@ def test_the_fastest_of_those_that_are_right_is_found(monkeypatch: pytest.Monkey
     monkeypatch.setattr(gpu_tiles, "candidates", lambda *_: [wrong, large, right])
     few = TritonProduct.few
 
-    def spoiled(self: TritonProduct, x: torch.Tensor, *, tiles: Tiling) -> torch.Tensor:
+    def spoiled(self: TritonProduct, x: torch.Tensor, residual: None, tiles: Tiling) -> torch.Tensor:
         if tiles == large:
             raise OutOfResources(2**20, 2**18, "shared memory")
-        return few(self, x, None, tiles) + (1.0 if tiles == wrong else 0.0)
+        return few(self, x, residual, tiles) + (1.0 if tiles == wrong else 0.0)
 
     monkeypatch.setattr(TritonProduct, "few", spoiled)
     times = iter([3.0, 2.0, 3.0, 3.0])
     monkeypatch.setattr(gpu_tiles, "per_launch", lambda *_: Launch(next(times)))
-    result = gpu_tiles.search([product], torch.randn(1, 256), time.perf_counter() + 1000)
+    result = gpu_tiles.search([product], torch.randn(1, 256), None, time.perf_counter() + 1000)
     assert result is not None
     assert (result["best"], result["microseconds"], result["rule_microseconds"]) == (right, 2e6, 3e6)
     assert list(result["failed"]) == [str(tuple(wrong)), str(tuple(large))]
     assert (result["tried"], result["untried"]) == (2, 0)
-    assert gpu_tiles.search([product], torch.randn(1, 256), time.perf_counter()) is None
+    assert gpu_tiles.search([product], torch.randn(1, 256), None, time.perf_counter()) is None
 
 
 def test_what_was_tried_until_time_ran_out_is_kept(monkeypatch: pytest.MonkeyPatch, product: TritonProduct) -> None:
@@ -73,9 +73,49 @@ def test_what_was_tried_until_time_ran_out_is_kept(monkeypatch: pytest.MonkeyPat
         return Launch(taken)
 
     monkeypatch.setattr(gpu_tiles, "per_launch", per_launch)
-    result = gpu_tiles.search([product], torch.randn(1, 256), deadline)
+    result = gpu_tiles.search([product], torch.randn(1, 256), None, deadline)
     assert result is not None
     assert (result["best"], result["tried"], result["untried"]) == (one, 2, 1)
+
+
+@pytest.mark.parametrize(
+    ("rule", "library", "other", "expected"),
+    [
+        (3.0, 2.0, 4.0, "nothing"),
+        (3.0, 2.0, 1.0, "the other"),
+        (3.0, 2.0, 1.96, "nothing"),
+        (1.0, 2.0, 3.0, "the rule"),
+    ],
+)
+@pytest.mark.parametrize("residual", [False, True])
+def test_tilings_are_measured_beside_the_library(
+    monkeypatch: pytest.MonkeyPatch, rule: float, library: float, other: float, expected: str, residual: bool
+) -> None:
+    product = TritonProduct(torch.randn(256, 256, dtype=torch.float16), dtype=torch.float16)
+    x, added = torch.randn(20, 256).half(), torch.randn(20, 256).half() if residual else None
+    assert not product.are_few(20)
+    tiles = product.tiling(20, CPU)._replace(warps=2)
+    monkeypatch.setattr(gpu_tiles, "candidates", lambda *_: [tiles])
+    called = []
+    for name in ("few", "many"):
+        method = getattr(TritonProduct, name)
+        monkeypatch.setattr(TritonProduct, name, lambda *args, to=method: called.append(to.__name__) or to(*args))
+    times = iter([rule, library, other])
+
+    def per_launch(calls: Sequence[Callable[[], object]], *_: object) -> Launch:
+        called.clear()
+        calls[0]()
+        by_library.append("many" in called)
+        return Launch(next(times))
+
+    by_library: list[bool] = []
+    monkeypatch.setattr(gpu_tiles, "per_launch", per_launch)
+    result = gpu_tiles.search([product], x, added, time.perf_counter() + 1000)
+    assert result is not None
+    assert by_library == [False, True, False]
+    shape = product.shape(20)
+    lines = {"nothing": None, "the other": (shape, tiles), "the rule": (shape, product.tiling(20, CPU))}
+    assert gpu_tiles.line(product, 20, result) == lines[expected]
 
 
 @pytest.mark.parametrize("shape", [(28672, 4096), (6144, 4096), (4096, 4096), (4096, 14336)])
@@ -126,7 +166,7 @@ def test_all_products_are_searched_and_lines_can_be_read_back(
     read = eval("{" + "".join(report.pop("lines")) + "}", vars(products))
     assert len(report) == 4 * 3 * 1
     assert next(iter(report)) == "gate and up, 4 bits, 1 rows", "the largest weight of the fewest bits first"
-    assert all(isinstance(tiles, Tiling) for tiles in read.values())
+    assert all(tiles is None or isinstance(tiles, Tiling) for tiles in read.values())
     assert len(read) >= 9
 
 
@@ -141,6 +181,19 @@ def test_what_was_measured_is_taken_for_numbers_of_16_bits(monkeypatch: pytest.M
     assert half.tiling(9, CPU) == tiling(16, 0, 64, 256, 9)
     assert single.tiling(3, CPU) == tiling(32, 0, 64, 256, 3, item_bytes=4)
     torch.testing.assert_close(half(x.half()), expected, atol=2e-3, rtol=2e-3)
+
+
+def test_what_was_measured_says_whether_the_library_multiplies(monkeypatch: pytest.MonkeyPatch) -> None:
+    product = TritonProduct(torch.randn(64, 256).half(), dtype=torch.float16)
+    by_rule = [product.are_few(rows) for rows in (16, 17, 64, 65)]
+    assert by_rule == [True, False, False, False]
+    tiles = Tiling(64, 64, 64, 2, 4, 3)
+    monkeypatch.setattr(products, "tuned_tilings", lambda on: {product.shape(16): None, product.shape(64): tiles})
+    measured = TritonProduct(torch.randn(64, 256).half(), dtype=torch.float16)
+    assert [measured.are_few(rows) for rows in (8, 9, 16, 17, 33, 64)] == [True, False, False, False, True, True]
+    assert not measured.are_few(65), "as many rows as were measured"
+    single = TritonProduct(torch.randn(64, 256), dtype=torch.float32)
+    assert single.are_few(16), "in 16 bits"
 
 
 @pytest.mark.parametrize("bits", [4, 8, 16])

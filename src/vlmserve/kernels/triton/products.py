@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cache
 from typing import ClassVar
 
@@ -78,8 +79,8 @@ def _is_wide(out_features: int) -> bool:
 
 
 @cache
-def tuned_tilings(device: torch.device) -> dict[Shape, Tiling]:
-    """What was measured on GPUs of this kind."""
+def tuned_tilings(device: torch.device) -> Mapping[Shape, Tiling | None]:
+    """What was measured on GPUs of this kind, see `TUNED`."""
     return TUNED.get(torch.cuda.get_device_name(device), {}) if device.type == "cuda" else {}
 
 
@@ -231,6 +232,7 @@ class TritonProduct:
         self._rounds_inputs = quantized is not None and (quantized.bits, quantized.input_bits) == (8, 8)
         self._width = self._out_features // 2 if gated else self._out_features
         self._tilings: dict[tuple[int, torch.device], Tiling] = {}
+        self._few: dict[int, bool] = {}
 
     @property
     def num_bytes(self) -> int:
@@ -262,16 +264,16 @@ class TritonProduct:
         added = None if residual is None else residual.reshape(-1, self._width)
         if adapters is not None and (adapters.rank is None or not adapters.active):
             adapters = None
-        if self._are_few(len(flat)):
+        if self.are_few(len(flat)):
             result = self.few(flat, added, adapters=adapters)
         else:
-            result = self._many(flat, added, adapters)
+            result = self.many(flat, added, adapters)
         return result.view(*x.shape[:-1], self._width)
 
     def deferring(self, x: Tensor, residual: Tensor, norm: Norm) -> DeferredNorm | None:
         """See `DeferringProduct`. float16 has no room for numbers that are not scaled yet."""
         alone = self._activation is None and not self._gated and self._dtype == self._output_dtype != torch.float16
-        few = self.defers_norms and self._are_few(len(x)) and len(x) > 0
+        few = self.defers_norms and self.are_few(len(x)) and len(x) > 0
         if not (alone and few and isinstance(norm, TritonNorm) and norm.only_scales):
             return None
         tiles = self.tiling(len(x), x.device)
@@ -281,12 +283,30 @@ class TritonProduct:
         rows = self.few(x, residual, tiles, norm_behind=(norm.weight, weighted, squares))
         return DeferredNorm(rows, weighted, squares, norm, norm.eps)
 
+    def completes(self, rows: int) -> bool:
+        """See `DeferringProduct`."""
+        return self.are_few(rows)
+
     def complete(self, x: DeferredNorm) -> Tensor:
         """See `DeferringProduct`."""
-        return self.few(x) if self._are_few(len(x.rows)) else self(x.normed)
+        return self.few(x)
 
-    def _are_few(self, rows: int) -> bool:
-        return rows <= most_rows(self._stored.bits, self._out_features)
+    def are_few(self, rows: int) -> bool:
+        """Whether `multiply` is faster than the library, as measured, or else by rule."""
+        if rows > MOST_ROWS:
+            return False
+        if rows not in self._few:
+            shape = self.shape(rows)
+            measured = self._measured
+            if shape in measured and rows <= shape.tokens:
+                self._few[rows] = measured[shape] is not None
+            else:
+                self._few[rows] = rows <= most_rows(shape.bits, shape.out_features)
+        return self._few[rows]
+
+    @property
+    def _measured(self) -> Mapping[Shape, Tiling | None]:
+        return tuned_tilings(self._stored.values.device) if self._dtype.itemsize == 2 else {}
 
     def shape(self, rows: int) -> Shape:
         """By which tilings for so many rows are looked up."""
@@ -299,8 +319,7 @@ class TritonProduct:
         if (rows, device) not in self._tilings:
             shape = self.shape(rows)
             item_bytes = self._dtype.itemsize
-            measured = tuned_tilings(device).get(shape) if item_bytes == 2 else None
-            self._tilings[rows, device] = measured or tiling(
+            self._tilings[rows, device] = self._measured.get(shape) or tiling(
                 *shape[:4],
                 rows,
                 item_bytes=item_bytes,
@@ -385,7 +404,8 @@ class TritonProduct:
             )  # fmt: skip
         return out
 
-    def _many(self, x: Tensor, residual: Tensor | None, adapters: LinearAdapters | None = None) -> Tensor:
+    def many(self, x: Tensor, residual: Tensor | None = None, adapters: LinearAdapters | None = None) -> Tensor:
+        """The product of many rows ``[rows, in_features]``, see `few`."""
         if residual is not None and adapters is None and self._library_adds(residual):
             return self._expanded(x, residual)
         if self._rounds_inputs:

@@ -61,7 +61,7 @@ class Shape(NamedTuple):
     tokens: int
 
 
-TUNED: dict[str, dict[Shape, Tiling]] = {
+TUNED: dict[str, dict[Shape, Tiling | None]] = {
     "NVIDIA H200": {
         Shape(bits=4, group=32, out_features=6144, in_features=4096, tokens=8): Tiling(
             outputs=32, tokens=8, inputs=64, splits=2, warps=4, stages=3
@@ -80,4 +80,4 @@ TUNED: dict[str, dict[Shape, Tiling]] = {
         ),
     },
 }
-"""By the names that torch gives GPUs."""
+"""By the names that torch gives GPUs. None: the device's library is faster, for as many rows as a tile has at most."""
