@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from benchmarks.gpu_stages import BLOCK_SIZE, Measured, Sizes, fill, layer_products, weight_of
-from benchmarks.gpu_timing import copies, per_launch, seconds_of
+from benchmarks.gpu_timing import Call, copies, per_launch, seconds_of
 from vlmserve.devices.choice import open_device
 from vlmserve.kernels import torch_int4
 from vlmserve.kernels.attention import AttentionSpec, BatchMetadata
@@ -27,6 +27,8 @@ from vlmserve.quant.methods.rtn import round_to_nearest
 LEVELS = Levels(1 / 255, (0.5,) * 3, (0.25,) * 3)
 TOWER_HEADS, TOWER_HEAD = 16, 80
 """Of Qwen2.5-VL."""
+TILE_HEADS, TILE_HEAD, TILE_TOKENS = 16, 64, 577
+"""Of LLaVA-1.5, whose towers take torch's attention."""
 
 
 Report = dict[str, float | str]
@@ -37,6 +39,7 @@ def pieces(device: torch.device, sizes: Sizes, folder: Path) -> Measured:
     tiny = device.type == "cpu"
     yield "pixels", pixels(device, sizes, 56 if tiny else 1008)
     yield "tower", tower(device, sizes, (6, 3) if tiny else (4096, 1024, 2304, 576))
+    yield "tiles", tile_attention(device, sizes, 10 if tiny else TILE_TOKENS)
     yield "offload", offload(device, sizes, 2 if tiny else 128)
     yield "chunks", chunks(device, sizes, 48 if tiny else 16384)
     yield "products", products(device, sizes)
@@ -71,6 +74,23 @@ def tower(device: torch.device, sizes: Sizes, lengths: tuple[int, ...]) -> Repor
         products = sum(map(layer.products, lengths))
         report |= taken.named(f"microseconds, {name}")
         report[f"tflop_s, {name}"] = 2 * products / taken.seconds / 1e12
+    return report
+
+
+def tile_attention(device: torch.device, sizes: Sizes, tokens: int) -> Report:
+    """Attention of a layer over images of one size: as towers of tiles take it, and by the kernel for images of several
+    sizes."""
+    on, dtype = open_device(device, "auto", sizes.dtype, automatic=False)
+    layer = EncoderAttention(TILE_HEADS * TILE_HEAD, TILE_HEADS, dtype=dtype)
+    layer.arrange(on)
+    report: Report = {}
+    for images in (1, 8):
+        qkv = torch.randn(images, tokens, 3 * TILE_HEADS * TILE_HEAD, device=device, dtype=dtype)
+        calls: dict[str, Call] = {"": partial(layer, qkv)}
+        if (kernels := layer.range_kernels) is not None:
+            calls[", by ranges"] = partial(kernels.attend, qkv.flatten(0, 1), Ranges.of([tokens] * images, device))
+        for name, call in calls.items():
+            report |= per_launch([call], device, sizes.repeats).named(f"microseconds, {images} images{name}")
     return report
 
 

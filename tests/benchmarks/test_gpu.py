@@ -167,7 +167,7 @@ def test_all_stages_take_at_most_nine_minutes() -> None:
 
 def test_pieces_are_measured_one_by_one(tmp_path: Path) -> None:
     report = dict(gpu_pieces.pieces(CPU, gpu_stages.TINY, tmp_path))
-    assert set(report) == {"pixels", "tower", "offload", "chunks", "products"}
+    assert set(report) == {"pixels", "tower", "tiles", "offload", "chunks", "products"}
     assert all(number > 0 for piece in report.values() for number in piece.values())
 
 
