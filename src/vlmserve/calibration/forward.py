@@ -14,7 +14,8 @@ from vlmserve.devices.device import Device, LayerExecutor, LayerStack
 from vlmserve.kernels.attention import LayerCache
 from vlmserve.layers.attention import StepContext
 from vlmserve.models.cross import CrossStateEncoder
-from vlmserve.models.decoder import Decoder, DecoderLayer
+from vlmserve.models.decoder import Decoder
+from vlmserve.models.decoder_layer import DecoderLayer
 from vlmserve.models.image_rows import LayerFeatures, add_features, place_images
 from vlmserve.models.protocols import LanguageModel, LoadedModel, VisionEncoder
 from vlmserve.quant.calibration import Observer

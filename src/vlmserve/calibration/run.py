@@ -22,7 +22,7 @@ from vlmserve.config import QuantizationConfig
 from vlmserve.devices.choice import open_device
 from vlmserve.errors import ConfigurationError
 from vlmserve.layers.linear import Linear, MergedLinear
-from vlmserve.models.decoder import DecoderLayer
+from vlmserve.models.decoder_layer import DecoderLayer
 from vlmserve.models.folding import CROSS_KV, layer_folds
 from vlmserve.models.identity import weights_digest
 from vlmserve.models.quantized import QuantizedFolder, Saving

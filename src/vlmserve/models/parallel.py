@@ -21,7 +21,8 @@ from vlmserve.layers.parallel import (
     scaled,
     shares,
 )
-from vlmserve.models.decoder import Decoder, DecoderLayer
+from vlmserve.models.decoder import Decoder
+from vlmserve.models.decoder_layer import DecoderLayer
 from vlmserve.models.spec import ArchSpec
 
 

@@ -17,15 +17,23 @@ MAX_SIZE = 16384
 
 
 @triton.jit
-def normed(x, weight_ptr, bias_ptr, eps, columns, SIZE: tl.constexpr, HAS_BIAS: tl.constexpr):
-    """RMSNorm of a row in float32, LayerNorm where there is a bias. x is 0 behind its `SIZE` elements."""
-    inside = columns < SIZE
-    weight = tl.load(weight_ptr + columns, inside, 0.0).to(tl.float32)
+def load_factors(weight_ptr, bias_ptr, columns, SIZE: tl.constexpr, HAS_BIAS: tl.constexpr):
+    """Weights and biases of a norm, in float32; without a bias the weights twice."""
+    weight = tl.load(weight_ptr + columns, columns < SIZE, 0.0).to(tl.float32)
+    bias = weight
     if HAS_BIAS:
-        x = tl.where(inside, x - tl.sum(x, 0) / SIZE, 0.0)
+        bias = tl.load(bias_ptr + columns, columns < SIZE, 0.0).to(tl.float32)
+    return weight, bias
+
+
+@triton.jit
+def normed(x, weight, bias, eps, columns, SIZE: tl.constexpr, HAS_BIAS: tl.constexpr):
+    """RMSNorm of a row in float32, LayerNorm where there is a bias. x is 0 behind its `SIZE` elements."""
+    if HAS_BIAS:
+        x = tl.where(columns < SIZE, x - tl.sum(x, 0) / SIZE, 0.0)
     result = x * tl.rsqrt(tl.sum(x * x, 0) / SIZE + eps) * weight
     if HAS_BIAS:
-        result += tl.load(bias_ptr + columns, inside, 0.0).to(tl.float32)
+        result += bias
     return result
 
 
@@ -49,14 +57,19 @@ def norm_rows(
     x = tl.load(x_ptr + row // heads * stride_token + row % heads * stride_head + columns, inside, 0.0).to(tl.float32)
     if HAS_RESIDUAL:
         residual = tl.load(residual_ptr + row * SIZE + columns, inside, 0.0).to(tl.float32)
+    # All that is read is on its way before the first sum over a row, for which warps wait.
     if HAS_FIRST:
-        x = normed(x, first_weight_ptr, first_bias_ptr, first_eps, columns, SIZE, FIRST_HAS_BIAS)
+        first_weight, first_bias = load_factors(first_weight_ptr, first_bias_ptr, columns, SIZE, FIRST_HAS_BIAS)
+    if HAS_NORM:
+        weight, bias = load_factors(weight_ptr, bias_ptr, columns, SIZE, HAS_BIAS)
+    if HAS_FIRST:
+        x = normed(x, first_weight, first_bias, first_eps, columns, SIZE, FIRST_HAS_BIAS)
     if HAS_RESIDUAL:
         sums = (x + residual).to(sums_ptr.dtype.element_ty)
         tl.store(sums_ptr + row * SIZE + columns, sums, inside)
         x = sums.to(tl.float32)
     if HAS_NORM:
-        result = normed(x, weight_ptr, bias_ptr, eps, columns, SIZE, HAS_BIAS)
+        result = normed(x, weight, bias, eps, columns, SIZE, HAS_BIAS)
         tl.store(out_ptr + row * SIZE + columns, result.to(out_ptr.dtype.element_ty), inside)
 
 
