@@ -7,8 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from vlmserve.config import EngineConfig, MediaConfig, ServerConfig, check_names, parse_size, read_settings
+from vlmserve.config import EngineConfig, MediaConfig, ServerConfig
 from vlmserve.errors import ConfigurationError
+from vlmserve.settings import check_names, parse_size, read_settings
 
 
 @pytest.mark.parametrize(

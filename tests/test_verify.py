@@ -14,8 +14,9 @@ from PIL import Image
 from tests.blip import make_blip
 from tests.checkpoints import change_config, make_llava, make_text_model
 from vlmserve.cli.verify import run_verify
-from vlmserve.config import EngineConfig, read_settings
+from vlmserve.config import EngineConfig
 from vlmserve.errors import ConfigurationError, UnsupportedModelError
+from vlmserve.settings import read_settings
 from vlmserve.verify import Answer, Ours, Theirs, compare
 
 CPU = torch.device("cpu")

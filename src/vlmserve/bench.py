@@ -18,7 +18,7 @@ import msgspec
 import torch
 from torch import nn
 
-from vlmserve.config import EngineConfig, MediaConfig, read_settings
+from vlmserve.config import EngineConfig, MediaConfig
 from vlmserve.devices.choice import type_for_torch
 from vlmserve.engine.engine import Engine
 from vlmserve.engine.loading import load
@@ -26,6 +26,7 @@ from vlmserve.errors import ConfigurationError
 from vlmserve.layers.linear import Embedding, Weight
 from vlmserve.models.decoder import Decoder
 from vlmserve.models.protocols import LoadedModel
+from vlmserve.settings import read_settings
 from vlmserve.types import EngineRequest, ImageInput, Prompt, SamplingParams
 
 WARM_UP_STEPS = 3

@@ -2,31 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import logging
-import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Annotated, Any, Literal, Self, TypeVar, get_args, get_origin
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import (
-    BaseModel,
     BeforeValidator,
-    ConfigDict,
     Field,
-    SecretStr,
-    ValidationError,
-    ValidationInfo,
     field_validator,
     model_validator,
 )
-from pydantic.fields import FieldInfo
-from pydantic_core import ErrorDetails
 
-from vlmserve import vllm_flags
 from vlmserve.cores import media_threads
-from vlmserve.errors import ConfigurationError
 from vlmserve.logs import LogFormat
-from vlmserve.validation import did_you_mean, problem_text, value_text
+from vlmserve.settings import ByteSize, Settings, parse_json, read_settings
 
 logger = logging.getLogger(__name__)
 
@@ -35,33 +24,6 @@ MAX_FPS = 1000
 """Frames of a second of video that anybody may ask for."""
 MAX_STOP_STRINGS = 256
 """Strings that end an answer, of which the server's own limit may allow fewer."""
-
-_UNITS = {"": 1, "b": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
-_UNITS |= {f"{unit}ib": 1024**power for power, unit in enumerate("kmgt", start=1)}
-_UNITS |= {f"{unit}b": 1000**power for power, unit in enumerate("kmgt", start=1)}
-
-
-def parse_size(value: Any) -> Any:
-    """Bytes of a size as people write it: ``4GiB``, ``512 MB``, ``1.5g``, ``1048576``.
-
-    Raises ValueError for text that is no size; passes values that are not text through.
-    """
-    if not isinstance(value, str):
-        return value
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", value)
-    if match is None or match[2].lower() not in _UNITS:
-        raise ValueError(f"{value!r} is not a size; write a number with a unit, like 4GiB or 512MB")
-    return int(float(match[1]) * _UNITS[match[2].lower()])
-
-
-def parse_json(value: Any) -> Any:
-    """The value that a text is in JSON. Raises ValueError for any other text; passes what is not text through."""
-    if not isinstance(value, str):
-        return value
-    try:
-        return json.loads(value)
-    except ValueError as error:
-        raise ValueError(f"{value!r} is not JSON ({error})") from None
 
 
 def check_cache_type(value: Any) -> Any:
@@ -73,133 +35,12 @@ def check_cache_type(value: Any) -> Any:
     return value
 
 
-ByteSize = Annotated[int, BeforeValidator(parse_size), Field(ge=0)]
 Device = Annotated[str, Field(pattern=r"^(auto|cpu|mps|cuda(:\d+)?)$")]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 KVCacheDType = Annotated[Literal["auto", "int8"], BeforeValidator(check_cache_type)]
 ModelImplementation = Literal["auto", "vlmserve", "transformers"]
 ToolCallParser = Literal["auto", "hermes", "llama3_json", "mistral", "qwen3_xml", "qwen3_coder"]
 ReasoningParser = Literal["auto", "none", "qwen3", "glm45", "deepseek_r1", "mistral"]
-
-
-def parse_list(text: str) -> list[Any]:
-    """The entries of a list that is written as JSON or with commas. Raises ValueError for broken JSON."""
-    if not text.lstrip().startswith("["):
-        return [entry.strip() for entry in text.split(",") if entry.strip()]
-    try:
-        entries: list[Any] = json.loads(text)
-    except ValueError as error:
-        raise ValueError(f'{text!r} is not a JSON list ({error}); write a,b or ["a", "b"]') from None
-    return entries
-
-
-OLD_NAMES: Mapping[str, str] = {
-    "swap_memory": "kv_offload_memory",
-    "picture_cache_memory": "image_cache_memory",
-    "quantize_overrides": "quantize_layers",
-}
-"""Names that settings had in the last release, which still work in this one, and those that they have now."""
-
-
-def renamed(old: str, new: str) -> str:
-    """The notice about the old name of a setting. old, new: as they are written there."""
-    return f"{old} is now called {new}; the old name will stop working in the next release"
-
-
-class Settings(BaseModel):
-    """Base of all settings: immutable, unknown keys are errors, and a text may stand for any value."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    @model_validator(mode="before")
-    @classmethod
-    def _from_old_names(cls, values: Any) -> Any:
-        """Values under the names of the last release, with a warning in the log."""
-        if not isinstance(values, Mapping):
-            return values
-        current = dict(values)
-        for old in values.keys() & OLD_NAMES.keys():
-            new = OLD_NAMES[old]
-            if new in cls.model_fields:
-                if new in values:
-                    raise ValueError(f"{old} is the old name of {new}; give only {new}")
-                logger.warning("%s", renamed(old, new))
-                current[new] = current.pop(old)
-        return current
-
-    @field_validator("*", mode="before")
-    @classmethod
-    def _from_text(cls, value: Any, info: ValidationInfo) -> Any:
-        """Lists and choices of numbers as environment variables and files write them, which pydantic does not read.
-
-        Pydantic would also take yes and no for the numbers 1 and 0.
-        """
-        parts = annotation_parts(cls.model_fields[str(info.field_name)])
-        if isinstance(value, bool) and bool not in parts:
-            raise ValueError("write a value; true and false are not allowed here")
-        if not isinstance(value, str):
-            return value
-        if any(get_origin(part) is tuple for part in parts):
-            return parse_list(value)
-        numbers = {str(choice): choice for part in parts if get_origin(part) is Literal for choice in get_args(part)}
-        return numbers.get(value, value)
-
-
-def annotation_parts(field: FieldInfo) -> tuple[Any, ...]:
-    """A field's type and all types that it is made of: of ``tuple[int, ...] | None`` the union, the tuple, int…"""
-
-    def parts(annotation: Any) -> list[Any]:
-        inner = () if get_origin(annotation) is Literal else get_args(annotation)
-        return [annotation, *(part for one in inner for part in parts(one))]
-
-    return tuple(parts(field.annotation))
-
-
-def is_secret(field: FieldInfo) -> bool:
-    """Whether a setting's value is never shown: it is a SecretStr, or its field is marked ``repr=False``."""
-    return SecretStr in annotation_parts(field) or not field.repr
-
-
-SettingsT = TypeVar("SettingsT", bound=Settings)
-
-
-def read_settings(kind: type[SettingsT], values: Mapping[str, Any], spelling: Callable[[str], str] = str) -> SettingsT:
-    """Settings from values that a person gave; `spelling` turns a field's name into what that person wrote.
-
-    Raises ConfigurationError: one line that names every wrong value and says what it should be.
-    """
-    try:
-        return kind(**values)
-    except ValidationError as error:
-        problems = [_problem(kind, problem, spelling) for problem in error.errors(include_url=False)]
-        raise ConfigurationError("; ".join(problems)) from None
-
-
-def check_names(names: Iterable[str], kinds: Sequence[type[Settings]]) -> None:
-    """Raise ConfigurationError, which says what was probably meant, for names that no field of these settings has."""
-    known = {name for kind in kinds for name in kind.model_fields}
-    if unknown := [name for name in names if OLD_NAMES.get(name, name) not in known]:
-        problems = [f"there is no option {name}{vllm_flags.hint(name, known, str)}" for name in unknown]
-        raise ConfigurationError("; ".join(problems))
-
-
-def _problem(kind: type[Settings], problem: ErrorDetails, spelling: Callable[[str], str]) -> str:
-    """What is wrong with one value, beginning with its name and the value unless it is secret."""
-    text = problem_text(problem)
-    if not problem["loc"]:  # it is not about one of them
-        return text
-    name, *path = map(str, problem["loc"])
-    field = kind.model_fields.get(name)
-    if field is None:
-        return f"there is no setting {name}{did_you_mean(name, kind.model_fields, spelling)}"
-    wanted = f" ({field.description.rstrip('.')})" if field.description else ""
-    if is_secret(field):
-        return f"{spelling(name)}: the value is not valid; it is secret and not shown{wanted}"
-    if problem["type"] == "extra_forbidden":
-        known = {key for part in annotation_parts(field) for key in getattr(part, "model_fields", ())}
-        return f"{spelling(name)}: there is no key {'.'.join(path)}{did_you_mean(path[-1], known)}{wanted}"
-    place = " ".join((spelling(name), *path))
-    return f"{place} {value_text(problem['input'])}: {text}{wanted}"
 
 
 Scheme = Literal["none", "int8", "int4"]

@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, TypedDict
 
 import msgspec
 
-from vlmserve.config import EngineConfig, MediaConfig, OfflineConfig, check_names, read_settings
+from vlmserve.config import EngineConfig, MediaConfig, OfflineConfig
 from vlmserve.errors import AnswerError, InvalidRequestError, InvalidRequestsError
 from vlmserve.offline import LoRARequest, Prepared
 from vlmserve.outputs import RequestOutput
 from vlmserve.sampling_params import Grammar
+from vlmserve.settings import check_names, read_settings
 from vlmserve.types import Prompt, SamplingParams
 
 if TYPE_CHECKING:

@@ -11,11 +11,12 @@ from torch import Tensor
 
 from vlmserve.adapters.location import is_xlora
 from vlmserve.adapters.mixture import Mixture
-from vlmserve.config import EngineConfig, MediaConfig, read_settings
+from vlmserve.config import EngineConfig, MediaConfig
 from vlmserve.engine.engine import Engine
 from vlmserve.errors import ConfigurationError
 from vlmserve.frontend.requests import RequestPreparer
 from vlmserve.models.hub import resolve_model
+from vlmserve.settings import read_settings
 from vlmserve.types import EngineRequest, SamplingParams
 
 _NAME = "routing"

@@ -14,13 +14,14 @@ import msgspec
 import torch
 from torch import Tensor
 
-from vlmserve.config import EngineConfig, MediaConfig, read_settings
+from vlmserve.config import EngineConfig, MediaConfig
 from vlmserve.devices.choice import type_for_torch
 from vlmserve.engine.engine import Engine
 from vlmserve.engine.loading import load
 from vlmserve.errors import UnsupportedModelError
 from vlmserve.frontend.requests import RequestPreparer
 from vlmserve.models.registry import read_json
+from vlmserve.settings import read_settings
 from vlmserve.types import EngineRequest, Prompt, SamplingParams
 
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.5, torch.float16: 0.1}

@@ -24,13 +24,14 @@ from vlmserve.calibration.quality import Comparison, quality_samples
 from vlmserve.calibration.questions import read_questions
 from vlmserve.calibration.samples import of_text
 from vlmserve.cli import app
-from vlmserve.config import MediaConfig, QuantizationConfig, read_settings
+from vlmserve.config import MediaConfig, QuantizationConfig
 from vlmserve.errors import ConfigurationError
 from vlmserve.frontend.requests import RequestPreparer
 from vlmserve.models.hub import resolve_model
 from vlmserve.models.protocols import LoadedModel
 from vlmserve.models.quantized import save_quantized
 from vlmserve.models.registry import load_model
+from vlmserve.settings import read_settings
 from vlmserve.types import Prompt
 
 GROUPS_FIT: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}

@@ -18,11 +18,12 @@ from tests.models.test_families import FAMILIES, make
 from tests.paged import PagedRun
 from vlmserve.calibration.forward import encode_images
 from vlmserve.calibration.run import Calibration, Result
-from vlmserve.config import MediaConfig, QuantizationConfig, QuantizeMethod, read_settings
+from vlmserve.config import MediaConfig, QuantizationConfig, QuantizeMethod
 from vlmserve.errors import ConfigurationError
 from vlmserve.frontend.requests import RequestPreparer
 from vlmserve.models.quantized import save_quantized
 from vlmserve.models.registry import load_model
+from vlmserve.settings import read_settings
 from vlmserve.types import Prompt
 
 CPU = torch.device("cpu")

@@ -14,13 +14,14 @@ from transformers import AutoModelForCausalLM
 
 from tests.checkpoints import change_tensors, make_llama, make_llava
 from tests.paged import PagedRun
-from vlmserve.config import EngineConfig, QuantizationConfig, read_settings
+from vlmserve.config import EngineConfig, QuantizationConfig
 from vlmserve.errors import ConfigurationError
 from vlmserve.kernels.extension import supported_isas
 from vlmserve.layers.linear import Linear, TiedEmbedding
 from vlmserve.models.registry import load_model
 from vlmserve.quant.methods.rtn import round_to_nearest
 from vlmserve.quant.model import quantize
+from vlmserve.settings import read_settings
 
 CPU = torch.device("cpu")
 KERNELS = ["torch", *(["native"] if supported_isas() else [])]

@@ -24,13 +24,13 @@ from rich.progress import Progress
 
 from vlmserve.calibration.quantizing import quantize_checkpoint
 from vlmserve.calibration.settings import QuantizeConfig
-from vlmserve.config import read_settings
 from vlmserve.engine.calibrated import Job
 from vlmserve.engine.child import exit_with_parent
 from vlmserve.engine.loading import set_threads
 from vlmserve.engine.messages import Failure
 from vlmserve.errors import ConfigurationError, VLMServeError
 from vlmserve.logs import set_up_logging
+from vlmserve.settings import read_settings
 
 logger = logging.getLogger(__name__)
 

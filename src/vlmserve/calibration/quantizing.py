@@ -13,11 +13,12 @@ from vlmserve.calibration.mixed import choose_bits
 from vlmserve.calibration.prompts import calibration_prompts
 from vlmserve.calibration.run import Calibration
 from vlmserve.calibration.settings import QuantizeConfig
-from vlmserve.config import MediaConfig, read_settings
+from vlmserve.config import MediaConfig
 from vlmserve.errors import ConfigurationError
 from vlmserve.frontend.requests import RequestPreparer
 from vlmserve.models.estimate import MemoryEstimate
 from vlmserve.models.quantized import Saving, save_quantized
+from vlmserve.settings import read_settings
 
 
 def quantize_checkpoint(

@@ -7,15 +7,8 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
-from vlmserve.config import (
-    ByteSize,
-    QuantizationConfig,
-    QuantizeMethod,
-    Scheme,
-    Settings,
-    check_overrides,
-    read_settings,
-)
+from vlmserve.config import QuantizationConfig, QuantizeMethod, Scheme, check_overrides
+from vlmserve.settings import ByteSize, Settings, read_settings
 
 
 class QuantizeConfig(Settings):

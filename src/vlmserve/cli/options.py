@@ -22,8 +22,8 @@ from vlmserve.cli.help import HELP_ALL_PARAMETER
 from vlmserve.cli.messages import FAILED, WRONG_USE, report
 from vlmserve.cli.sources import CONFIG, WORKER, Found, Origin, Origins, described_workers, read_sources
 from vlmserve.cli.spellings import WRITTEN
-from vlmserve.config import Settings, is_secret, read_settings
 from vlmserve.errors import ConfigurationError, VLMServeError
+from vlmserve.settings import Settings, is_secret, read_settings
 
 SHORT = {"model": ("-m",)}
 

@@ -11,7 +11,7 @@ from pydantic.fields import FieldInfo
 from vlmserve import vllm_flags as vllm
 from vlmserve.cli.fields import SECTIONS, flag, is_switch, plain_value, toml, type_name, variable
 from vlmserve.cli.sources import OTHER_VARIABLES
-from vlmserve.config import is_secret
+from vlmserve.settings import is_secret
 
 EntryT = TypeVar("EntryT", vllm.Unused, vllm.Missing)
 

@@ -20,8 +20,8 @@ from typing import Any, Literal, NamedTuple
 from vlmserve import vllm_flags as vllm
 from vlmserve.cli.fields import PREFIX, SECTIONS, section_of, toml, variable
 from vlmserve.cli.messages import note
-from vlmserve.config import OLD_NAMES, renamed
 from vlmserve.errors import ConfigurationError
+from vlmserve.settings import OLD_NAMES, renamed
 
 CONFIG = "VLMSERVE_CONFIG"
 WORKER = "VLMSERVE_WORKER"

@@ -17,8 +17,8 @@ import typer.core
 from vlmserve.cli.fields import flag
 from vlmserve.cli.help import HelpfulCommand
 from vlmserve.cli.messages import WRONG_USE, note, report
-from vlmserve.config import OLD_NAMES, parse_list, renamed
 from vlmserve.errors import ConfigurationError
+from vlmserve.settings import OLD_NAMES, parse_list, renamed
 from vlmserve.vllm_flags import FLAGS, VALUES, Entry, Missing, Renamed, Unused
 
 WRITTEN = "vlmserve.written"

@@ -7,7 +7,8 @@ from typing import Literal
 
 from pydantic import Field
 
-from vlmserve.config import EngineConfig, MediaConfig, ServerConfig, Settings
+from vlmserve.config import EngineConfig, MediaConfig, ServerConfig
+from vlmserve.settings import Settings
 
 PolicyName = Literal["affinity", "least-loaded", "round-robin"]
 

@@ -16,7 +16,7 @@ import ray
 from ray import serve
 from ray.serve.config import AutoscalingConfig, AutoscalingContext, AutoscalingPolicy
 
-from vlmserve.config import EngineConfig, MediaConfig, ServerConfig, Settings, check_names, read_settings
+from vlmserve.config import EngineConfig, MediaConfig, ServerConfig
 from vlmserve.errors import VLMServeError
 from vlmserve.scaleout.member import GatewayLaunch, WorkerLaunch
 from vlmserve.scaleout.messages import LOAD_PATH, TOKEN_HEADER, Load
@@ -24,6 +24,7 @@ from vlmserve.scaleout.ray.membership import Membership
 from vlmserve.scaleout.scaling import workers_wanted
 from vlmserve.scaleout.settings import GatewayConfig
 from vlmserve.scaleout.storage import check_shared, refuse_local
+from vlmserve.settings import Settings, check_names, read_settings
 
 _EXTRA_GRACE = 10.0
 """Seconds that a process gets to end after its requests have."""
