@@ -168,10 +168,10 @@ class Linear(Weight):
         product = self._deferring
         return None if product is None else product.deferring(x, residual, norm)
 
-    def completes_norms(self, rows: int) -> bool:
-        """Whether norms of so many rows may be left to this product."""
+    def completes_norms(self, rows: Tensor) -> bool:
+        """Whether the norm of such rows may be left to this product."""
         product = self._deferring
-        return product is not None and product.completes(rows)
+        return product is not None and product.completes(len(rows))
 
     @property
     def _deferring(self) -> DeferringProduct | None:

@@ -91,7 +91,7 @@ def normed_sum(
 ) -> NormedRows:
     """As `added`, and a norm of the sum."""
     sums = summed(block, x, norm, output_norm)
-    return NormedRows(sums, norm(sums)) if isinstance(sums, Tensor) else sums
+    return sums if isinstance(sums, NormedRows) else NormedRows(sums, norm(sums))
 
 
 def summed(
@@ -106,7 +106,7 @@ def summed(
 
 def rows_of(x: Tensor | NormedRows) -> Tensor:
     """Without the norm that follows."""
-    return x if isinstance(x, Tensor) else x.rows
+    return x.rows if isinstance(x, NormedRows) else x
 
 
 class NormOfEachHead(nn.Module):

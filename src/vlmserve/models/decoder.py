@@ -16,6 +16,7 @@ from vlmserve.kernels.transfers import to_device
 from vlmserve.layers.adapters import AdapterRows
 from vlmserve.layers.attention import StepContext
 from vlmserve.layers.linear import Bias, Embedding, Linear, MergedLinear, OutputLinear, TiedEmbedding
+from vlmserve.layers.operations import DeferredNorm, NormedRows
 from vlmserve.layers.rope import Rope, RopeSpec, RopeTables
 from vlmserve.models.decoder_layer import DecoderLayer, LayerRows, NextNorm, make_norm
 from vlmserve.models.image_rows import LayerFeatures, add_features
@@ -280,9 +281,9 @@ class Decoder(nn.Module):
         rows: LayerRows = x
         for layer, cache, following in zip(layers, caches[first:last], followings, strict=False):
             rows = layer(rows, cache, step, wanted, following)
-        if not isinstance(rows, Tensor):
+        if isinstance(rows, NormedRows | DeferredNorm):
             return rows.normed
-        return rows if final is None or not len(rows) else final.norm(rows)
+        return rows if final is None or (wanted is not None and not len(wanted)) else final.norm(rows)
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """``[rows, hidden_size]`` to float32 ``[rows, vocab_size]``; out: contiguous memory that it may take."""

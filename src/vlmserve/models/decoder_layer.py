@@ -55,8 +55,8 @@ class NextNorm(NamedTuple):
         """None: there is no norm."""
         return None if norm is None else cls(norm, reader)
 
-    def may_be_left(self, rows: int) -> bool:
-        """Whether the reader can complete it for so many rows."""
+    def may_be_left(self, rows: Tensor) -> bool:
+        """Whether the reader can complete it for such rows."""
         return self.norm.kernel is not None and self.reader is not None and self.reader.completes_norms(rows)
 
 
@@ -125,7 +125,7 @@ class DecoderLayer(nn.Module):
         attended = self.self_attn.attended(normed, cache, step)
         if wanted is not None:
             rows, attended = rows[wanted], attended[wanted]
-            if isinstance(normed, Tensor):
+            if not isinstance(normed, DeferredNorm):
                 normed = normed[wanted]
             if not len(wanted):
                 return rows
@@ -141,7 +141,7 @@ class DecoderLayer(nn.Module):
             to_cross = NextNorm.of(self.cross_norm, None)
             sums = self._ended(output, attended, rows, output_norm, to_cross)
             rows, normed = _rows_and_inputs(sums, self.cross_norm)
-            assert isinstance(normed, Tensor)
+            assert not isinstance(normed, DeferredNorm)
             cross = partial(self.cross_attn, normed, cross=step.metadata.cross)
             crossed = self._summed(cross, rows, self.cross_output_norm, to_mlp)
             rows, normed = _rows_and_inputs(crossed, self.mlp_norm)
@@ -157,7 +157,7 @@ class DecoderLayer(nn.Module):
     ) -> LayerRows:
         """x and what a block adds to it whose last layer is `linear`, with the norm that follows where the device
         computes that on the way."""
-        if following is not None and output_norm is None and following.may_be_left(len(x)):
+        if following is not None and output_norm is None and following.may_be_left(x):
             assert following.norm.kernel is not None
             deferred = linear.deferring(inputs, x, following.norm.kernel)
             if deferred is not None:
@@ -177,9 +177,11 @@ class DecoderLayer(nn.Module):
 
 def _rows_and_inputs(x: LayerRows, norm: RMSNorm | LayerNorm | None) -> tuple[Tensor, Tensor | DeferredNorm]:
     """The rows to add to, and what the next block takes: those that `norm` makes of them, if there is one."""
-    if isinstance(x, Tensor):
-        return x, x if norm is None else norm(x)
-    return x.rows, x.normed if isinstance(x, NormedRows) else x
+    if isinstance(x, NormedRows):
+        return x.rows, x.normed
+    if isinstance(x, DeferredNorm):
+        return x.rows, x
+    return x, x if norm is None else norm(x)
 
 
 def make_norm(spec: NormSpec, size: int, *, dtype: torch.dtype, device: torch.device) -> RMSNorm | LayerNorm:
