@@ -53,7 +53,8 @@ BYTES_ON_THEIR_WAY = 2**15
 TB/s and 0.7 to 1 microseconds that is 23 to 33 KB for each of 132."""
 BYTES_OF_ONE_PROGRAM = 3 * 2**14
 """The same where each multiprocessor has one program, which has nobody to take its turn while it waits. The tilings of
-plain weights that were the fastest on an H200 have as many."""
+plain weights that were the fastest on an H200 have as many. Weights of 4 bits have `BYTES_ON_THEIR_WAY`: shared memory
+bounds their products, and each stage fills one more tile with zeros behind the last one."""
 MOST_ON_THEIR_WAY = 11
 """Tiles."""
 PARTS_OUTPUTS = 256
@@ -112,20 +113,18 @@ def tiling(
     divided = large or _small(bits, tokens, inputs, *sizes)
     programs = cdiv(out_features, divided.outputs) * divided.splits
     alone = programs * cdiv(rows, divided.tokens) <= multiprocessors
-    for count in range(_stages(divided, bits, programs, alone=alone), 2, -1):
-        deeper = divided._replace(stages=count)
-        # Four warps that multiply one tile on an H100 have one tile more than others.
-        most = deeper if not alone or divided.divides_inputs(bits) else deeper._replace(stages=count + 1)
-        if most.shared_bytes(bits, item_bytes) <= (2 * shared if alone else shared):
-            return deeper
-    return divided
+    stages = _stages(divided, bits, programs, alone=alone)
+    deeper = (divided._replace(stages=count) for count in range(stages, 2, -1))
+    if divided.divides_inputs(bits) and alone:
+        shared *= 2
+    return next((one for one in deeper if one.shared_bytes(bits, item_bytes) <= shared), divided)
 
 
 def _stages(divided: Tiling, bits: int, programs: int, *, alone: bool) -> int:
     """Of the pipeline of a product: one tile is computed, one waits for its place, and the others are on their way. So
     two stages have none on its way, for which several programs of a multiprocessor take turns. alone: whether each
     multiprocessor has one program at most."""
-    of_program = BYTES_OF_ONE_PROGRAM if alone else BYTES_ON_THEIR_WAY * PROGRAMS // programs
+    of_program = BYTES_OF_ONE_PROGRAM if alone and bits != 4 else BYTES_ON_THEIR_WAY * PROGRAMS // programs
     tile = divided.outputs * divided.inputs * divided.parts(bits) * bits // 8
     many = programs >= 2 * PROGRAMS
     if not divided.divides_inputs(bits):
