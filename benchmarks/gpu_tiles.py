@@ -43,7 +43,7 @@ def candidates(rule: Tiling, shape: Shape, rows: int) -> Iterator[Tiling]:
     depths = {block, max(block, LARGE_BLOCK)} if block else {rule.inputs, 2 * rule.inputs}
     widths = (rule.tokens, 2 * rule.tokens) if rows > rule.tokens else (rule.tokens,)
     for outputs, tokens, inputs, splits, stages in itertools.product(
-        (32, 64, 128, 256), widths, sorted(depths), (1, 2, 4, 8), sorted({rule.stages, 2, 4})
+        (32, 64, 128, 256), widths, sorted(depths), (1, 2, 4, 8), sorted({rule.stages, 2, 3, 4, 5})
     ):
         programs = -(-shape.out_features // outputs) * -(-rows // tokens) * splits
         # Parts are added by another launch, which does not pay where there are programs enough.
@@ -151,12 +151,13 @@ def _tried(tiles: Tiling, failed: Failures, work: Callable[[], object]) -> bool:
 
 def tiles(device: torch.device, sizes: Sizes, folder: Path) -> Measured:
     """The fastest tiling of each of a layer's products, and the lines for `kernels/triton/tuned.py`. What decides
-    decodes of one request comes first: few rows, few bits, large weights."""
+    decodes of one request comes first, then what decides those of 64; large weights before small ones."""
     deadline = time.perf_counter() + SECONDS[device.type]
     lines: dict[Shape, Tiling | None] = {}
     left_out: list[str] = []
     largest_first = sorted(layer_products(sizes.config).items(), key=lambda item: -item[1][0] * item[1][1])
-    for rows, bits in itertools.product(sizes.rows[:1] + sizes.rows[-2:-1], (4, 16, 8)):
+    few, many = sizes.rows[0], sizes.rows[-2]
+    for rows, bits in dict.fromkeys([(few, 4), (few, 16), (many, 16), (many, 4), (few, 8), (many, 8)]):
         for name, (outputs, inputs, epilogue) in largest_first:
             label = f"{name}, {bits} bits, {rows} rows"
             if time.perf_counter() > deadline:
