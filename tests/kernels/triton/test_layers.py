@@ -108,7 +108,7 @@ def test_a_decoder_by_the_kernels_gives_the_logits_of_torchs_operations(folder: 
 
 @pytest.mark.parametrize("family", [(Qwen3ForCausalLM, Qwen3Config), (Gemma3ForCausalLM, Gemma3TextConfig)])
 def test_heads_are_normed_on_the_way(family: Any, tmp_path: Path) -> None:
-    folder = make_text_model(tmp_path, *family)
+    folder = make_text_model(tmp_path, *family, num_hidden_layers=2)
     models = [loaded(folder, device) for device in (InterpretedDevice, TorchDevice)]
     for model in models:
         torch.manual_seed(0)
@@ -268,7 +268,9 @@ def test_norms_of_what_blocks_make_take_no_launches(
     """Those before and behind a sum are one launch."""
     monkeypatch.setattr(products, "MOST_ROWS", most_rows)
     product, gates = (["multiply"], []) if most_rows > 1 else (["library"], ["activate_rows"])
-    model = loaded(make_text_model(tmp_path, Gemma3ForCausalLM, Gemma3TextConfig), InterpretedDevice)
+    model = loaded(
+        make_text_model(tmp_path, Gemma3ForCausalLM, Gemma3TextConfig, num_hidden_layers=2), InterpretedDevice
+    )
     layer = [*product, "attend_rows", *product, "norm_rows", *product, *gates, *product, "norm_rows"]
     taken = [[name for name in names if name != "add_parts"] for names in layer_launches(model, launches, 3)]
     assert list(map(by_library, taken)) == [["norm_rows", *layer], *[layer] * (len(model.layers) - 1)]
@@ -289,7 +291,7 @@ def test_sums_and_norms_give_the_logits_of_torchs_operations(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: Any, config: Any, most_rows: int
 ) -> None:
     monkeypatch.setattr(products, "MOST_ROWS", most_rows)
-    folder, results = make_text_model(tmp_path, family, config), []
+    folder, results = make_text_model(tmp_path, family, config, num_hidden_layers=2), []
     for device in (InterpretedDevice, TorchDevice):
         model = loaded(folder, device)
         torch.manual_seed(0)
