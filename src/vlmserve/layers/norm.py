@@ -13,7 +13,22 @@ from vlmserve.layers.linear import empty_parameter
 from vlmserve.layers.operations import Layer, Norm, NormedRows, Operations, SummingNorm
 
 
-class RMSNorm(Layer):
+class Normalization(Layer):
+    """A norm by the device's kernel, once it is arranged.
+
+    kernel: None: torch's operations. summing: the kernel if it adds residuals on its way.
+    """
+
+    kernel: Norm | None = None
+    summing: SummingNorm | None = None
+
+    def _compute_by(self, kernel: Norm | None) -> None:
+        self.kernel = kernel
+        # Found out once: to ask takes longer than to launch a kernel.
+        self.summing = kernel if isinstance(kernel, SummingNorm) else None
+
+
+class RMSNorm(Normalization):
     """Root mean square normalization, computed in float32 (https://arxiv.org/abs/1910.07467).
 
     offset: is added to the weights, in float32. shard: what the weights are of more of them; None: all.
@@ -26,16 +41,10 @@ class RMSNorm(Layer):
         self.weight = empty_parameter(size, dtype=dtype, device=device)
         self.eps = eps
         self.offset = offset
-        self._kernel: Norm | None = None
-
-    @property
-    def kernel(self) -> Norm | None:
-        """The device's; None: torch's operations."""
-        return self._kernel
 
     def forward(self, x: Tensor) -> Tensor:
-        if self._kernel is not None:
-            return self._kernel(x)
+        if self.kernel is not None:
+            return self.kernel(x)
         size = (x.shape[-1],)
         if self.offset:
             return F.rms_norm(x.float(), size, self.weight.float() + self.offset, self.eps).to(x.dtype)
@@ -43,10 +52,10 @@ class RMSNorm(Layer):
 
     def arrange(self, operations: Operations) -> None:
         """See `Layer.arrange`."""
-        self._kernel = operations.norm(self.weight.data, None, self.eps, self.offset)
+        self._compute_by(operations.norm(self.weight.data, None, self.eps, self.offset))
 
 
-class LayerNorm(Layer):
+class LayerNorm(Normalization):
     """Layer normalization with scale and shift (https://arxiv.org/abs/1607.06450)."""
 
     def __init__(self, size: int, eps: float, *, dtype: torch.dtype, device: torch.device) -> None:
@@ -54,54 +63,48 @@ class LayerNorm(Layer):
         self.weight = empty_parameter(size, dtype=dtype, device=device)
         self.bias = empty_parameter(size, dtype=dtype, device=device)
         self.eps = eps
-        self._kernel: Norm | None = None
-
-    @property
-    def kernel(self) -> Norm | None:
-        """The device's; None: torch's operations."""
-        return self._kernel
 
     def forward(self, x: Tensor) -> Tensor:
-        if self._kernel is not None:
-            return self._kernel(x)
+        if self.kernel is not None:
+            return self.kernel(x)
         return F.layer_norm(x, (x.shape[-1],), self.weight, self.bias, self.eps)
 
     def arrange(self, operations: Operations) -> None:
         """See `Layer.arrange`."""
-        self._kernel = operations.norm(self.weight.data, self.bias.data, self.eps)
+        self._compute_by(operations.norm(self.weight.data, self.bias.data, self.eps))
 
 
 Block = Callable[[Tensor | None], Tensor]
 """What it returns goes into a sum: it takes the residual to add, None where another one adds it."""
 
 
-def added(block: Block, x: Tensor, output_norm: RMSNorm | LayerNorm | None) -> Tensor:
+def added(block: Block, x: Tensor, output_norm: Normalization | None) -> Tensor:
     """x plus what a block returns, normed where there is a norm for that."""
     if output_norm is None:
         return block(x)
-    kernel = output_norm.kernel
-    if isinstance(kernel, SummingNorm):
-        return kernel.plus(block(None), x)
+    if output_norm.summing is not None:
+        return output_norm.summing.plus(block(None), x)
     output: Tensor = x + output_norm(block(None))
     return output
 
 
-def normed_sum(
-    block: Block, x: Tensor, norm: RMSNorm | LayerNorm, output_norm: RMSNorm | LayerNorm | None = None
-) -> NormedRows:
+def normed_sum(block: Block, x: Tensor, norm: Normalization, output_norm: Normalization | None = None) -> NormedRows:
     """As `added`, and a norm of the sum."""
     sums = summed(block, x, norm, output_norm)
     return sums if isinstance(sums, NormedRows) else NormedRows(sums, norm(sums))
 
 
 def summed(
-    block: Block, x: Tensor, norm: RMSNorm | LayerNorm | None, output_norm: RMSNorm | LayerNorm | None = None
+    block: Block, x: Tensor, norm: Normalization | None, output_norm: Normalization | None = None
 ) -> Tensor | NormedRows:
     """As `added`, and a norm of the sum where one follows that the device computes on the way."""
-    kernel, first = norm and norm.kernel, output_norm and output_norm.kernel
-    if isinstance(kernel, SummingNorm) and (output_norm is None or isinstance(first, SummingNorm)):
-        return kernel.of_sum(block(None), x, first)
-    return added(block, x, output_norm)
+    if norm is None or norm.summing is None:
+        return added(block, x, output_norm)
+    if output_norm is None:
+        return norm.summing.of_sum(block(None), x)
+    if output_norm.summing is None:
+        return added(block, x, output_norm)
+    return norm.summing.of_sum(block(None), x, output_norm.summing)
 
 
 def rows_of(x: Tensor | NormedRows) -> Tensor:

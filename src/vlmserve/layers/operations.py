@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -71,8 +71,7 @@ class Product(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class NormedRows:
+class NormedRows(NamedTuple):
     """Rows, and what a norm makes of them, shaped alike."""
 
     rows: Tensor

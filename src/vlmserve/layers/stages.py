@@ -63,6 +63,7 @@ def in_parts(compute: Callable[..., T], products: int, budget: StageBudget, *inp
     while done < rows:
         while not (count := budget.take(rows - done, products, budget.rows)):
             yield
-        parts.append(compute(*(whole[done : done + count] for whole in inputs)))
+        some = inputs if count == rows else [whole[done : done + count] for whole in inputs]
+        parts.append(compute(*some))
         done += count
     return parts

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from vlmserve.kernels.attention import AttentionBackend, LayerCache
 from vlmserve.layers.attention import Attention, CrossAttention, HeadNorm, StepContext
 from vlmserve.layers.linear import GatedLinear, Linear
-from vlmserve.layers.norm import Block, LayerNorm, NormOfEachHead, NormOfRow, RMSNorm, summed
+from vlmserve.layers.norm import Block, LayerNorm, Normalization, NormOfEachHead, NormOfRow, RMSNorm, summed
 from vlmserve.layers.operations import DeferredNorm, NormedRows
 from vlmserve.models.spec import ArchSpec, NormSpec
 
@@ -47,11 +47,11 @@ class MLP(nn.Module):
 class NextNorm(NamedTuple):
     """The norm that follows on a block. reader: the only layer that takes what it makes; None: there are others."""
 
-    norm: RMSNorm | LayerNorm
+    norm: Normalization
     reader: Linear | None
 
     @classmethod
-    def of(cls, norm: RMSNorm | LayerNorm | None, reader: Linear | None) -> NextNorm | None:
+    def of(cls, norm: Normalization | None, reader: Linear | None) -> NextNorm | None:
         """None: there is no norm."""
         return None if norm is None else cls(norm, reader)
 
@@ -152,7 +152,7 @@ class DecoderLayer(nn.Module):
         linear: Linear,
         inputs: Tensor,
         x: Tensor,
-        output_norm: RMSNorm | LayerNorm | None,
+        output_norm: Normalization | None,
         following: NextNorm | None,
     ) -> LayerRows:
         """x and what a block adds to it whose last layer is `linear`, with the norm that follows where the device
@@ -165,7 +165,7 @@ class DecoderLayer(nn.Module):
         return self._summed(partial(linear, inputs), x, output_norm, following)
 
     def _summed(
-        self, block: Block, x: Tensor, output_norm: RMSNorm | LayerNorm | None, following: NextNorm | None
+        self, block: Block, x: Tensor, output_norm: Normalization | None, following: NextNorm | None
     ) -> Tensor | NormedRows:
         """As `_ended`, of any block."""
         if self._post_norm:
@@ -175,7 +175,7 @@ class DecoderLayer(nn.Module):
         return summed(block, x, None if following is None else following.norm, output_norm)
 
 
-def _rows_and_inputs(x: LayerRows, norm: RMSNorm | LayerNorm | None) -> tuple[Tensor, Tensor | DeferredNorm]:
+def _rows_and_inputs(x: LayerRows, norm: Normalization | None) -> tuple[Tensor, Tensor | DeferredNorm]:
     """The rows to add to, and what the next block takes: those that `norm` makes of them, if there is one."""
     if isinstance(x, NormedRows):
         return x.rows, x.normed

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from vlmserve.errors import ModelLoadError, UnsupportedModelError
 from vlmserve.layers.encoder_attention import EncoderAttention
 from vlmserve.layers.linear import Embedding, Linear, MergedLinear, empty_parameter
-from vlmserve.layers.norm import LayerNorm, RMSNorm, normed_sum, rows_of, summed
+from vlmserve.layers.norm import LayerNorm, Normalization, RMSNorm, normed_sum, rows_of, summed
 from vlmserve.layers.stages import StageBudget, Stages, by_rows
-from vlmserve.models.vision.staged import AnyNorm, StagedLayer, TowerRows, with_following
+from vlmserve.models.vision.staged import StagedLayer, TowerRows, with_following
 
 DEFAULTS: Mapping[str, Any] = {
     "hidden_size": 768,
@@ -182,7 +182,7 @@ class ClipLayer(StagedLayer):
         return self.self_attn.qkv_proj.products, self.self_attn.out_proj.products + mlp
 
     @property
-    def first_norm(self) -> AnyNorm:
+    def first_norm(self) -> Normalization:
         """See `StagedLayer.first_norm`."""
         return self.layer_norm1
 
@@ -191,7 +191,7 @@ class ClipLayer(StagedLayer):
         output: Tensor = self.self_attn.qkv_proj(normed)
         return output
 
-    def behind(self, attended: Tensor, x: Tensor, following: AnyNorm | None) -> TowerRows:
+    def behind(self, attended: Tensor, x: Tensor, following: Normalization | None) -> TowerRows:
         """See `StagedLayer.behind`."""
         sums = normed_sum(partial(self.self_attn.out_proj, attended), x, self.layer_norm2)
         return summed(partial(self.mlp, sums.normed), sums.rows, following)

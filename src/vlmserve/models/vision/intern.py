@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from vlmserve.errors import UnsupportedModelError
 from vlmserve.layers.linear import empty_parameter
-from vlmserve.layers.norm import LayerNorm, RMSNorm
+from vlmserve.layers.norm import LayerNorm, Normalization, RMSNorm
 from vlmserve.layers.stages import StageBudget, Stages, by_rows
 from vlmserve.models.vision.clip import ClipLayer, ClipSpec, PatchEmbedding
-from vlmserve.models.vision.staged import AnyNorm, TowerRows, through_layers
+from vlmserve.models.vision.staged import TowerRows, through_layers
 
 KINDS = ("internvl_vision",)
 DEFAULTS: Mapping[str, Any] = {
@@ -104,7 +104,7 @@ class InternLayer(ClipLayer):
         query, key, value = qkv.chunk(3, -1)
         return torch.cat((self.q_norm(query.contiguous()), self.k_norm(key.contiguous()), value), -1)
 
-    def behind(self, attended: Tensor, x: Tensor, following: AnyNorm | None) -> TowerRows:
+    def behind(self, attended: Tensor, x: Tensor, following: Normalization | None) -> TowerRows:
         """See `StagedLayer.behind`."""
         x = torch.addcmul(x, self.lambda_1, self.self_attn.out_proj(attended))
         return torch.addcmul(x, self.lambda_2, self.mlp(self.layer_norm2(x)))

@@ -17,11 +17,11 @@ from vlmserve.errors import ModelLoadError
 from vlmserve.kernels.ranges import Ranges
 from vlmserve.layers.encoder_attention import EncoderAttention
 from vlmserve.layers.linear import GatedLinear, Linear, MergedLinear
-from vlmserve.layers.norm import RMSNorm, normed_sum, rows_of, summed
+from vlmserve.layers.norm import Normalization, RMSNorm, normed_sum, rows_of, summed
 from vlmserve.layers.stages import StageBudget, Stages, by_rows
 from vlmserve.models.vision.clip import ClipSpec, PatchEmbedding
 from vlmserve.models.vision.rotation import patch_angles, rotated
-from vlmserve.models.vision.staged import AnyNorm, TowerRows, before_norm, ends_by_rows, with_following
+from vlmserve.models.vision.staged import TowerRows, before_norm, ends_by_rows, with_following
 
 KINDS = ("pixtral",)
 DEFAULTS: Mapping[str, Any] = {
@@ -101,7 +101,7 @@ class PixtralLayer(nn.Module):
         return length * sum(self._products) + self.attention.attention.products(length)
 
     def in_stages(
-        self, x: TowerRows, layout: PixtralLayout, budget: StageBudget, following: AnyNorm | None
+        self, x: TowerRows, layout: PixtralLayout, budget: StageBudget, following: Normalization | None
     ) -> Stages[TowerRows]:
         """The patches of images, ``[patches, hidden_size]``, to the same; x and following as of
         `StagedLayer.in_stages`."""
@@ -120,7 +120,7 @@ class PixtralLayer(nn.Module):
     def _rotated(self, normed: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         return rotated(self.attention.attention, self.attention.qkv_proj(normed), cos, sin)
 
-    def _behind(self, attended: Tensor, x: Tensor, following: AnyNorm | None) -> TowerRows:
+    def _behind(self, attended: Tensor, x: Tensor, following: Normalization | None) -> TowerRows:
         sums = normed_sum(partial(self.attention.o_proj, attended), x, self.ffn_norm)
         return summed(partial(self.feed_forward, sums.normed), sums.rows, following)
 

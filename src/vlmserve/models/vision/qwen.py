@@ -21,13 +21,13 @@ from vlmserve.kernels.ranges import Ranges
 from vlmserve.kernels.transfers import to_device
 from vlmserve.layers.encoder_attention import EncoderAttention
 from vlmserve.layers.linear import GatedLinear, Linear, MergedLinear, empty_parameter
-from vlmserve.layers.norm import RMSNorm, normed_sum, rows_of, summed
+from vlmserve.layers.norm import Normalization, RMSNorm, normed_sum, rows_of, summed
 from vlmserve.layers.operations import Layer, Operations
 from vlmserve.layers.stages import StageBudget, Stages, by_rows, run_stages
 from vlmserve.models.vision.mergers import ConvolvingMerger, PatchMerger, tower_norm
 from vlmserve.models.vision.qwen_spec import QwenVisionSpec
 from vlmserve.models.vision.rotation import patch_angles, rotated
-from vlmserve.models.vision.staged import AnyNorm, StagedVision, TowerRows, before_norm, ends_by_rows, with_following
+from vlmserve.models.vision.staged import StagedVision, TowerRows, before_norm, ends_by_rows, with_following
 from vlmserve.types import TowerInputs
 
 
@@ -198,7 +198,7 @@ class VisionLayer(nn.Module):
         return sum(lengths) * sum(self._products) + pairs
 
     def in_stages(
-        self, x: TowerRows, layout: Layout, ranges: Ranges, budget: StageBudget, following: AnyNorm | None
+        self, x: TowerRows, layout: Layout, ranges: Ranges, budget: StageBudget, following: Normalization | None
     ) -> Stages[TowerRows]:
         """``[patches, hidden_size]`` to the same; x and following as of `StagedLayer.in_stages`."""
         before, behind = self._products
@@ -213,7 +213,7 @@ class VisionLayer(nn.Module):
         """Multiplications for each patch, before and behind attention."""
         return self.attn.qkv.products, self.attn.proj.products + self.mlp.products
 
-    def _behind(self, attended: Tensor, x: Tensor, following: AnyNorm | None) -> TowerRows:
+    def _behind(self, attended: Tensor, x: Tensor, following: Normalization | None) -> TowerRows:
         sums = normed_sum(partial(self.attn.proj, attended), x, self.norm2)
         return summed(partial(self.mlp, sums.normed), sums.rows, following)
 

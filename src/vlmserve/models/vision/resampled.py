@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from vlmserve.errors import InvalidImageError, ModelLoadError
 from vlmserve.layers.encoder_attention import EncoderAttention
 from vlmserve.layers.linear import Linear, empty_parameter
-from vlmserve.layers.norm import LayerNorm, normed_sum, summed
+from vlmserve.layers.norm import LayerNorm, Normalization, normed_sum, summed
 from vlmserve.layers.stages import StageBudget, Stages, by_rows
 from vlmserve.models.vision.clip import ClipSpec, PatchEmbedding
-from vlmserve.models.vision.staged import AnyNorm, StagedLayer, StagedVision, TowerRows, through_layers
+from vlmserve.models.vision.staged import StagedLayer, StagedVision, TowerRows, through_layers
 from vlmserve.types import TowerInputs
 
 NORM_EPS = 1e-6
@@ -122,7 +122,7 @@ class TowerLayer(StagedLayer):
         return self.attn.in_proj.products, self.attn.out_proj.products + mlp
 
     @property
-    def first_norm(self) -> AnyNorm:
+    def first_norm(self) -> Normalization:
         """See `StagedLayer.first_norm`."""
         return self.ln_1
 
@@ -130,7 +130,7 @@ class TowerLayer(StagedLayer):
         """See `StagedLayer.before`."""
         return self.attn.qkv(normed)
 
-    def behind(self, attended: Tensor, x: Tensor, following: AnyNorm | None) -> TowerRows:
+    def behind(self, attended: Tensor, x: Tensor, following: Normalization | None) -> TowerRows:
         """See `StagedLayer.behind`."""
         sums = normed_sum(partial(self.attn.out_proj, attended), x, self.ln_2)
         return summed(partial(self.mlp, sums.normed), sums.rows, following)

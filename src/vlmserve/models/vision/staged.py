@@ -11,18 +11,19 @@ import torch
 from torch import Tensor, nn
 
 from vlmserve.layers.encoder_attention import EncoderAttention
-from vlmserve.layers.norm import LayerNorm, RMSNorm, rows_of
+from vlmserve.layers.norm import Normalization, rows_of
 from vlmserve.layers.operations import NormedRows
 from vlmserve.layers.stages import StageBudget, Stages, by_rows, in_parts, run_stages
 from vlmserve.types import TowerInputs
 
-AnyNorm: TypeAlias = "RMSNorm | LayerNorm"
 TowerRows: TypeAlias = "Tensor | NormedRows"
 """What a layer gets and gives, with or without its norm."""
 L = TypeVar("L")
 
 
-def before_norm(x: TowerRows, norm: AnyNorm, compute: Callable[..., Tensor]) -> tuple[Callable[..., Tensor], Tensor]:
+def before_norm(
+    x: TowerRows, norm: Normalization, compute: Callable[..., Tensor]
+) -> tuple[Callable[..., Tensor], Tensor]:
     """What computes the first part of a layer, which takes normed rows, and what it computes it of: the norm is part of
     it, unless the layer before has computed that."""
     if isinstance(x, NormedRows):
@@ -30,7 +31,9 @@ def before_norm(x: TowerRows, norm: AnyNorm, compute: Callable[..., Tensor]) -> 
     return lambda rows, *others: compute(norm(rows), *others), x
 
 
-def with_following(layers: Iterable[L], norm_of: Callable[[L], AnyNorm]) -> Iterator[tuple[L, AnyNorm | None]]:
+def with_following(
+    layers: Iterable[L], norm_of: Callable[[L], Normalization]
+) -> Iterator[tuple[L, Normalization | None]]:
     """Each layer, and the norm with which the next one begins; None: it is the last one."""
     these = list(layers)
     return itertools.zip_longest(these, map(norm_of, these[1:]))
@@ -52,7 +55,7 @@ class StagedLayer(nn.Module):
     """A layer of a transformer: what is done to each token before and behind attention over all tokens of an image."""
 
     @property
-    def first_norm(self) -> AnyNorm:
+    def first_norm(self) -> Normalization:
         """Of what the layer gets."""
         raise NotImplementedError
 
@@ -60,7 +63,7 @@ class StagedLayer(nn.Module):
         """``[tokens, size]`` to queries, keys and values side by side, ``[tokens, 3 * size]``."""
         raise NotImplementedError
 
-    def behind(self, attended: Tensor, x: Tensor, following: AnyNorm | None) -> TowerRows:
+    def behind(self, attended: Tensor, x: Tensor, following: Normalization | None) -> TowerRows:
         """What attention gave and what the layer got, ``[tokens, size]`` each, to what the layer gives, with the norm
         that follows or without it."""
         raise NotImplementedError
@@ -79,16 +82,17 @@ class StagedLayer(nn.Module):
         """Multiplications for an image of that many tokens."""
         return length * sum(self.token_products) + self.full_attention.products(length)
 
-    def in_stages(self, x: TowerRows, budget: StageBudget, following: AnyNorm | None = None) -> Stages[TowerRows]:
+    def in_stages(self, x: TowerRows, budget: StageBudget, following: Normalization | None = None) -> Stages[TowerRows]:
         """``[images, tokens, size]`` to the same. x: with `first_norm`, if it is not a tensor. following: a norm that
         the layer may compute as well."""
         before, behind = self.token_products
-        shape = rows_of(x).shape
-        compute, rows = before_norm(x, self.first_norm, self.before)
-        qkv = yield from by_rows(compute, before, budget, rows.flatten(0, 1))
+        shape, rows = rows_of(x).shape, rows_of(x).flatten(0, 1)
+        compute, inputs = before_norm(x, self.first_norm, self.before)
+        inputs = rows if inputs is x else inputs.flatten(0, 1)
+        qkv = yield from by_rows(compute, before, budget, inputs)
         attended = yield from self.full_attention.in_stages(qkv.view(*shape[:2], -1), budget)
         rest = partial(self.behind, following=following)
-        output = yield from ends_by_rows(rest, behind, budget, attended.flatten(0, 1), rows_of(x).flatten(0, 1))
+        output = yield from ends_by_rows(rest, behind, budget, attended.flatten(0, 1), rows)
         if isinstance(output, Tensor):
             return output.view(shape)
         return NormedRows(output.rows.view(shape), output.normed.view(shape))
