@@ -98,13 +98,10 @@ def summed(
     block: Block, x: Tensor, norm: Normalization | None, output_norm: Normalization | None = None
 ) -> Tensor | NormedRows:
     """As `added`, and a norm of the sum where one follows that the device computes on the way."""
-    if norm is None or norm.summing is None:
+    first = None if output_norm is None else output_norm.summing
+    if norm is None or norm.summing is None or (first is None and output_norm is not None):
         return added(block, x, output_norm)
-    if output_norm is None:
-        return norm.summing.of_sum(block(None), x)
-    if output_norm.summing is None:
-        return added(block, x, output_norm)
-    return norm.summing.of_sum(block(None), x, output_norm.summing)
+    return norm.summing.of_sum(block(None), x, first)
 
 
 def rows_of(x: Tensor | NormedRows) -> Tensor:
