@@ -30,12 +30,12 @@ from benchmarks import gpu_decode, gpu_images, gpu_pieces, gpu_stages, gpu_targe
 from benchmarks.gpu_stages import Measured, Sizes
 
 LIMITS = {
-    "bandwidth": 25,
+    "bandwidth": 20,
     "checks": 110,
     "products": 40,
     "attention": 35,
     "decode": 100,
-    "images": 60,
+    "images": 65,
     "memory": 35,
     "pieces": 40,
     "tiles": 75,

@@ -93,8 +93,7 @@ def random_model(device: torch.device, sizes: Sizes, scheme: str, *, eager: bool
     executor: LayerExecutor = EagerExecutor() if eager else on.executor()
     modules = nn.Module()
     modules.language_model = decoder = Decoder(spec, backend, executor, dtype=dtype, device=device)
-    few = QuantizationConfig(scheme="int4", group_size=128 if spec.hidden_size % 128 == 0 else 32)
-    random_weights(modules, on, None if scheme == "none" else few)
+    random_weights(modules, on, None if scheme == "none" else four_bits(spec.hidden_size))
     return LoadedModel(
         architecture="random", language_model=decoder, vision=None, image_token_id=None, end_token_ids=frozenset(),
         max_position=spec.max_position, dtype=dtype, device=on, backend=backend, num_parameters=0,
@@ -102,8 +101,13 @@ def random_model(device: torch.device, sizes: Sizes, scheme: str, *, eager: bool
     )  # fmt: skip
 
 
+def four_bits(hidden_size: int) -> QuantizationConfig:
+    """Groups of 128, or of 32 where inputs are not whole groups."""
+    return QuantizationConfig(scheme="int4", group_size=128 if hidden_size % 128 == 0 else 32)
+
+
 def random_weights(modules: nn.Module, on: Device, quantization: QuantizationConfig | None = None) -> None:
-    """Fill all weights with small random numbers, and hand them to the device."""
+    """Fill all weights with small random numbers, and hand them to the device. quantization: of the language model."""
     generator = torch.Generator(device=on.torch_device).manual_seed(0)
     for parameter in modules.parameters():
         parameter.data.normal_(std=0.02, generator=generator)

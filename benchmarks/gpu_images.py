@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.gpu_decode import no_grammars, random_weights
+from benchmarks.gpu_decode import four_bits, no_grammars, random_weights
 from benchmarks.gpu_stages import BLOCK_SIZE, Measured, Sizes
 from benchmarks.gpu_timing import release, wait
 from benchmarks.gpu_work import prompt_work, tower_work
@@ -100,6 +100,8 @@ SHAPES: dict[str, tuple[Config, int]] = {
     ),
 }
 """Configurations, and the width and height of images in pixels."""
+PAGES = {"Qwen2.5-VL-7B": 1008}
+"""Width and height of an image of a page, as far as that model takes pixels by default."""
 TINY_SHAPES: dict[str, tuple[Config, int]] = {
     "LLaVA-1.5-7B": (_llava(_layers(64, 128, 2, 4, 2, 256), _tower(32, 64, 2, 2, 16, 4)), 16),
     "Qwen2.5-VL-7B": (
@@ -107,18 +109,32 @@ TINY_SHAPES: dict[str, tuple[Config, int]] = {
         40,
     ),
 }
+TINY_PAGES = {"Qwen2.5-VL-7B": 80}
+PAGE, FOUR_BITS = ", page", ", 4 bits"
+"""Of which only a first and a second look are measured."""
+MOST_LOOKS = 10
+"""Repeats of those."""
 
 
 def images(device: torch.device, sizes: Sizes, folder: Path) -> Measured:
     """Images a second of the tower, requests a second that bring an image each, and the time to the first token of a
     request with a new image, and with one whose blocks are cached; what tower and prompts have to read and to
-    multiply."""
-    for name, (config, size) in (TINY_SHAPES if sizes.dtype == torch.float32 else SHAPES).items():
-        yield name, _Looks(_random_model(device, sizes, config), size).measure(sizes.repeats)
+    multiply. Those looks also at a page, and with language models in 4 bits, which read less for the second one."""
+    shapes, pages = (TINY_SHAPES, TINY_PAGES) if sizes.dtype == torch.float32 else (SHAPES, PAGES)
+    few = min(sizes.repeats, MOST_LOOKS)
+    for name, (config, size) in shapes.items():
+        model = _random_model(device, sizes, config)
+        yield name, _Looks(model, size).measure(sizes.repeats)
+        if name in pages:
+            yield name + PAGE, _Looks(model, pages[name]).looks(few)
+        del model
+        release(device)
+    for name, (config, size) in shapes.items():
+        yield name + FOUR_BITS, _Looks(_random_model(device, sizes, config, "int4"), size).looks(few)
         release(device)
 
 
-def _random_model(device: torch.device, sizes: Sizes, config: Config) -> LoadedModel:
+def _random_model(device: torch.device, sizes: Sizes, config: Config, scheme: str = "none") -> LoadedModel:
     on, dtype = open_device(device, "auto", sizes.dtype, automatic=False)
     [architecture] = config["architectures"]
     family = vision_family(architecture, config)
@@ -128,7 +144,7 @@ def _random_model(device: torch.device, sizes: Sizes, config: Config) -> LoadedM
     backend = on.attention(spec.attention, dtype, bidirectional=spec.bidirectional is not None)
     description = Description(Path(), config, text_config, architecture)
     modules, decoder, vision, _ = description.build(spec, backend, on.executor(), dtype=dtype, device=device)
-    random_weights(modules, on)
+    random_weights(modules, on, None if scheme == "none" else four_bits(spec.hidden_size))
     return LoadedModel(
         architecture=architecture, language_model=decoder, vision=vision, image_token_id=5, end_token_ids=frozenset(),
         max_position=spec.max_position, dtype=dtype, device=on, backend=backend, num_parameters=0,
@@ -159,7 +175,7 @@ class _Looks:
         """Medians."""
         decoder = self._model.language_model
         assert isinstance(decoder, Decoder)
-        report: dict[str, Any] = {"embeddings": self._count}
+        report: dict[str, Any] = {}
         for count in (1, AT_ONCE):
             report[f"work_{count}"] = {
                 "tower": tower_work(self._model, self._pixels.shape, count).report(),
@@ -167,11 +183,15 @@ class _Looks:
             }
             report[f"images_s_{count}"] = count / self._median(lambda n=count: self._step(n, requests=False), repeats)  # type: ignore[misc]
             report[f"requests_s_{count}"] = count / self._median(lambda n=count: self._step(n), repeats)  # type: ignore[misc]
-        report["first_look_ms"] = self._median(lambda: self._step(1), repeats) * 1e3
+        return report | self.looks(repeats)
+
+    def looks(self, repeats: int) -> dict[str, Any]:
+        """Medians of first and second looks at one image."""
+        first = self._median(lambda: self._step(1), repeats)
         # The blocks up to the image's end are there already.
         cached = -(-(TEXT_TOKENS + self._count) // BLOCK_SIZE) * BLOCK_SIZE
-        report["second_look_ms"] = self._median(lambda: self._step(1, cached=cached), repeats) * 1e3
-        return report
+        second = self._median(lambda: self._step(1, cached=cached), repeats)
+        return {"embeddings": self._count, "first_look_ms": first * 1e3, "second_look_ms": second * 1e3}
 
     @staticmethod
     def _median(step: Any, repeats: int) -> float:

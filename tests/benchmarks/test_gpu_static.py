@@ -19,4 +19,4 @@ def test_decodes_are_captured_and_submitted_ahead(tmp_path: Path, static_devices
 
 
 def test_images_arrive_at_their_places(tmp_path: Path) -> None:
-    assert len(dict(gpu_images.images(CPU, gpu_stages.TINY, tmp_path))) == 2
+    assert len(dict(gpu_images.images(CPU, gpu_stages.TINY, tmp_path))) == 5
