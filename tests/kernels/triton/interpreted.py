@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from vlmserve.devices import choice
 from vlmserve.devices.cuda import TritonDevice
 from vlmserve.devices.device import EagerExecutor, LayerExecutor
 from vlmserve.devices.torch_device import TorchDevice
+from vlmserve.layers.norm import Normalization
 from vlmserve.models.protocols import LoadedModel
 from vlmserve.models.registry import load_model
 
@@ -34,3 +36,13 @@ def loaded(folder: Path, device: type[TorchDevice], quantize: Any = None) -> Loa
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(choice.KINDS, "cpu", lambda on, kernels, stated, *, automatic: (device(on), stated))
         return load_model(folder, device=CPU, dtype=torch.float32, quantization=quantize)
+
+
+def randomize_norms(model: nn.Module, device: type[TorchDevice]) -> None:
+    """Give all norms the same random weights and biases each time. device: on which it was loaded."""
+    torch.manual_seed(0)
+    for module in model.modules():
+        if isinstance(module, Normalization):
+            for parameter in module.parameters():
+                parameter.data.uniform_(-1, 1)
+            module.arrange(device(CPU))

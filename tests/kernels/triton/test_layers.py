@@ -25,7 +25,7 @@ from triton import knobs
 from triton.runtime.interpreter import GridExecutor
 
 from tests.checkpoints import make_llama, make_text_model
-from tests.kernels.triton.interpreted import CPU, InterpretedDevice
+from tests.kernels.triton.interpreted import CPU, InterpretedDevice, randomize_norms
 from tests.kernels.triton.interpreted import loaded as loaded_model
 from tests.paged import PagedRun
 from vlmserve.config import QuantizationConfig
@@ -33,7 +33,7 @@ from vlmserve.devices.torch_device import TorchDevice
 from vlmserve.kernels.triton import attention, products
 from vlmserve.kernels.triton.products import MOST_ROWS, TritonProduct
 from vlmserve.layers.adapters import AdapterRows, Change, LowRank
-from vlmserve.layers.norm import LayerNorm, RMSNorm
+from vlmserve.layers.norm import RMSNorm
 from vlmserve.layers.operations import arrange_layers
 from vlmserve.models.vision.qwen import VisionMLP
 from vlmserve.models.vision.qwen_spec import QwenVisionSpec
@@ -294,12 +294,7 @@ def test_sums_and_norms_give_the_logits_of_torchs_operations(
     folder, results = make_text_model(tmp_path, family, config, num_hidden_layers=2), []
     for device in (InterpretedDevice, TorchDevice):
         model = loaded(folder, device)
-        torch.manual_seed(0)
-        for module in model.modules():
-            if isinstance(module, RMSNorm | LayerNorm):
-                for parameter in module.parameters():
-                    parameter.data.uniform_(-1, 1)
-                module.arrange(device(CPU))
+        randomize_norms(model, device)
         results.append(logits(model, [[5, 9, 11], [7, 4]], [[2, 1], [1, 1]]))
     for our, their in zip(*results, strict=True):
         torch.testing.assert_close(our, their, atol=1e-4, rtol=1e-3)

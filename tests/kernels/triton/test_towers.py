@@ -12,10 +12,9 @@ import torch
 from torch import Tensor
 
 from tests.checkpoints import make_internvl, make_llava, make_mistral3, make_qwen_vl
-from tests.kernels.triton.interpreted import CPU, InterpretedDevice, loaded
+from tests.kernels.triton.interpreted import InterpretedDevice, loaded, randomize_norms
 from vlmserve.devices.torch_device import TorchDevice
 from vlmserve.kernels.triton.norm import TritonNorm
-from vlmserve.layers.norm import LayerNorm, RMSNorm
 from vlmserve.layers.stages import StageBudget
 from vlmserve.models.protocols import VisionEncoder
 from vlmserve.models.vision.pixtral import PixtralLayer
@@ -41,12 +40,7 @@ def tower(folder: Path, device: type[TorchDevice]) -> VisionEncoder:
     """With random weights of norms."""
     vision = loaded(folder, device).vision
     assert isinstance(vision, torch.nn.Module)
-    torch.manual_seed(0)
-    for module in vision.modules():
-        if isinstance(module, RMSNorm | LayerNorm):
-            for parameter in module.parameters():
-                parameter.data.uniform_(-1, 1)
-            module.arrange(device(CPU))
+    randomize_norms(vision, device)
     return vision
 
 
