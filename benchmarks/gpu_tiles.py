@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +17,7 @@ import triton
 from benchmarks.gpu_stages import Measured, Sizes, layer_products, weight_of
 from benchmarks.gpu_timing import copies, per_launch
 from vlmserve.kernels.triton.norm import TritonNorm
-from vlmserve.kernels.triton.products import PROGRAMS, TritonProduct
+from vlmserve.kernels.triton.products import MOST_PLAIN_ROWS, PROGRAMS, TritonProduct
 from vlmserve.kernels.triton.stored import block_of, unsupported_reason
 from vlmserve.kernels.triton.tuned import LARGE_BLOCK, Shape, Tiling
 
@@ -27,8 +28,6 @@ COMPILING = {"cuda": 16, "cpu": 1}
 REPEATS = 5
 LEAST_GAIN = 1.03
 """What is faster than what is taken without a line by less is not worth one."""
-BY_LIBRARY = 16
-"""Beyond so many rows, the device's library may be faster than any tiling."""
 SHARED_BYTES = 220 * 1024
 """Of a multiprocessor of an H100 or H200, which the tiles on their way to one program have to fit into."""
 SUMMED = ("output", "down")
@@ -91,7 +90,9 @@ def search(
         times[tiles] = per_launch(calls, device, REPEATS).seconds
 
     measure(rule)
-    library = None if len(x) <= BY_LIBRARY else per_launch(_by_library(products, x, residual), device, REPEATS).seconds
+    library = None
+    if len(x) > MOST_PLAIN_ROWS:
+        library = per_launch(_by_library(products, x, residual), device, REPEATS).seconds
     for tiles in right:
         if time.perf_counter() > deadline:
             break
@@ -126,12 +127,11 @@ def _normed_sum(product: TritonProduct, x: torch.Tensor, residual: torch.Tensor,
 
 def line(product: TritonProduct, rows: int, found: dict[str, Any]) -> tuple[Shape, Tiling | None] | None:
     """What `tuned.py` is to say of a product; None: what is taken without a line is as fast."""
-    library, rule = found["library_microseconds"], found["rule_microseconds"]
-    taken = rule if library is None or product.are_few(rows) else library
-    fastest = min(found["microseconds"], found["microseconds"] if library is None else library)
-    if taken <= LEAST_GAIN * fastest:
+    library, best = found["library_microseconds"] or math.inf, found["microseconds"]
+    taken = found["rule_microseconds"] if product.are_few(rows) else library
+    if taken <= LEAST_GAIN * min(best, library):
         return None
-    return product.shape(rows), None if fastest == library else found["best"]
+    return product.shape(rows), None if library < best else found["best"]
 
 
 def _compare(results: torch.Tensor, expected: torch.Tensor) -> None:

@@ -78,7 +78,7 @@ static unsigned long long captures;
 static __thread Stream *captured;  // by this thread
 static __thread int relaxed;       // its captures allow everything
 
-// Launches of kernels, of graphs, nodes of the last captured graph, copies, waits of the host, nanoseconds that the device was busy.
+// Launches of kernels, of graphs, nodes of the last graph that was launched, copies, waits of the host, nanoseconds that the device was busy.
 void null_gpu_counts(int64_t *out) { memcpy(out, counts, sizeof counts); }
 
 static Stream *stream_of(const void *handle) { return (uintptr_t)handle < 16 ? &default_stream : (Stream *)handle; }
@@ -367,7 +367,7 @@ cudaError_t cudaStreamBeginCapture(cudaStream_t handle, enum cudaStreamCaptureMo
 
 cudaError_t cudaStreamEndCapture(cudaStream_t handle, cudaGraph_t *graph) {
     Graph *result = malloc(sizeof *result);
-    counts[NODES] = result->nodes = stream_of(handle)->nodes;
+    result->nodes = stream_of(handle)->nodes;
     stream_of(handle)->capturing = 0;
     captured = NULL;
     *graph = (cudaGraph_t)result;
@@ -409,6 +409,7 @@ cudaError_t cudaGraphInstantiateWithFlags(cudaGraphExec_t *executable, cudaGraph
 
 cudaError_t cudaGraphLaunch(cudaGraphExec_t executable, cudaStream_t stream) {
     __sync_fetch_and_add(&counts[GRAPHS], 1);
+    counts[NODES] = ((Graph *)executable)->nodes;
     enqueue(stream, ((Graph *)executable)->nodes * kernel_time, graph_time, "graph");
     return cudaSuccess;
 }

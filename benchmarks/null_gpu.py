@@ -47,7 +47,7 @@ def load():
 
 
 class Counts(NamedTuple):
-    """What was launched and waited for. nodes: of the last captured graph. busy: nanoseconds of the device."""
+    """What was launched and waited for. nodes: of the last graph that was launched. busy: nanoseconds of the device."""
 
     launches: int
     graphs: int

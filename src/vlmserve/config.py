@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self, get_args
 
-from pydantic import (
-    BeforeValidator,
-    Field,
-    field_validator,
-    model_validator,
-)
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from vlmserve.cores import media_threads
 from vlmserve.logs import LogFormat
 from vlmserve.settings import ByteSize, Settings, parse_json, read_settings
-
-logger = logging.getLogger(__name__)
 
 BUILT_IN_MODEL = "pixie"
 MAX_FPS = 1000

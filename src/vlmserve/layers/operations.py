@@ -89,8 +89,8 @@ class SummingNorm(Protocol):
         ...
 
     def of_sum(self, x: Tensor, residual: Tensor, first: Norm | None = None) -> NormedRows:
-        """x plus a residual, and the norm of that. first: another one of the same device, which
-        norms x before."""
+        """x plus a residual, and the norm of that. first: another norm of the same device, which x
+        goes through before."""
         ...
 
 

@@ -53,8 +53,9 @@ BYTES_ON_THEIR_WAY = 2**15
 TB/s and 0.7 to 1 microseconds that is 23 to 33 KB for each of 132."""
 BYTES_OF_ONE_PROGRAM = 3 * 2**14
 """The same where each multiprocessor has one program, which has nobody to take its turn while it waits. The tilings of
-plain weights that were the fastest on an H200 have as many. Weights of 4 bits have `BYTES_ON_THEIR_WAY`: shared memory
-bounds their products, and each stage fills one more tile with zeros behind the last one."""
+plain weights that were the fastest on an H200 have about as many. Weights of 4 bits have `BYTES_ON_THEIR_WAY`: such
+products take shared memory longer than reading takes, and each stage fills one more tile with zeros behind the last
+one."""
 MOST_ON_THEIR_WAY = 11
 """Tiles."""
 PARTS_OUTPUTS = 256

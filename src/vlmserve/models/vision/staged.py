@@ -82,7 +82,7 @@ class StagedLayer(nn.Module):
         """Multiplications for an image of that many tokens."""
         return length * sum(self.token_products) + self.full_attention.products(length)
 
-    def in_stages(self, x: TowerRows, budget: StageBudget, following: Normalization | None = None) -> Stages[TowerRows]:
+    def in_stages(self, x: TowerRows, budget: StageBudget, following: Normalization | None) -> Stages[TowerRows]:
         """``[images, tokens, size]`` to the same. x: with `first_norm`, if it is not a tensor. following: a norm that
         the layer may compute as well."""
         before, behind = self.token_products
