@@ -393,7 +393,9 @@ class ServerConfig(Settings):
         None, ge=1, description="Longest answer that a request may ask for; default: up to the end of the context."
     )
     max_wait: float = Field(600.0, ge=0, description="Seconds after which a waiting request is refused; 0: never.")
-    max_header_bytes: ByteSize = Field(64 * 1024, description="Largest size of the headers of a request.")
+    max_header_bytes: ByteSize = Field(
+        64 * 1024, description="Maximum size of a request's headers, and of its trailers and chunk extensions."
+    )
     head_timeout: float = Field(20.0, gt=0, description="Seconds in which the headers of a request must arrive.")
     body_timeout: float = Field(30.0, gt=0, description="Seconds that a client may pause while it sends a body.")
     engine_silence: float = Field(

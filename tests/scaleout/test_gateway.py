@@ -10,10 +10,12 @@ from collections import Counter
 
 import httpx
 import openai
+import psutil
 import pytest
 from PIL import Image
 
 from tests.scaleout.processes import TOKEN, Cluster
+from tests.server.test_attacks import send_chunked
 from tests.server.test_batches import content, finished, line, start
 from vlmserve.config import ServerConfig
 from vlmserve.scaleout.door import BEAT
@@ -178,6 +180,16 @@ def test_requests_need_a_key(cluster):
     assert httpx.post(f"{cluster.url}/v1/chat/completions", json={"messages": QUESTION}).status_code == 401
     assert httpx.get(f"{cluster.url}/v1/nothing", headers={"x-api-key": "alice-key"}).status_code == 404
     assert httpx.get(f"{cluster.url}/v1/completions", headers={"x-api-key": "alice-key"}).status_code == 405
+
+
+def test_gateways_and_workers_limit_trailers(cluster):
+    [worker, url], *_ = cluster.workers.values()
+    for process, address in ((cluster.gateway, cluster.url), (worker, url)):
+        memory = psutil.Process(process._process.pid).memory_info
+        before = memory().rss
+        num_sent, _ = send_chunked(address, "/health", b"0\r\n", b"a: b\r\n" * 170_000)
+        assert num_sent < 40
+        assert memory().rss - before < 100_000_000
 
 
 def test_workers_answer_gateways_alone(cluster):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import json
 import socket
 from collections.abc import Callable, Iterator
@@ -113,6 +114,45 @@ def ask_and_leave(server: ServerProcess, path: str, content: bytes) -> None:
     with socket.create_connection((urlsplit(server.url).hostname, urlsplit(server.url).port)) as connection:
         head = f"POST {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
         connection.sendall(f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content)
+
+
+FRAMING = {
+    "many trailers": (b"0\r\n", b"a: b\r\n"),
+    "a long trailer": (b"0\r\na: ", b"b"),
+    "a long trailer name": (b"0\r\n", b"a"),
+    "a long extension": (b"1;", b"a"),
+    "many extensions": (b"", b"1;" + b"a" * 1000 + b"\r\na\r\n"),
+}
+"""How a chunked body begins, and what it repeats."""
+
+
+@pytest.mark.parametrize("path", ["/health", "/v1/chat/completions"])
+@pytest.mark.parametrize(("begin", "repeated"), FRAMING.values(), ids=FRAMING.keys())
+def test_endless_trailers_and_extensions_are_rejected(
+    server: ServerProcess, begin: bytes, repeated: bytes, path: str
+) -> None:
+    piece = repeated * (MB // len(repeated))
+    with server.watched(max_seconds=3, max_growth=100 * MB):
+        num_sent, answer = send_chunked(server.url, path, begin, piece)
+    assert num_sent < 40
+    # Linux may discard an answer that is followed by a reset.
+    assert answer == b"" or int(answer.split()[1]) in ((200, 431) if path == "/health" else (431,))
+
+
+def send_chunked(url: str, path: str, begin: bytes, piece: bytes, count: int = 40) -> tuple[int, bytes]:
+    """Send a chunked body until the server closes the connection: the number of pieces sent, and the answer."""
+    with socket.create_connection((urlsplit(url).hostname, urlsplit(url).port), timeout=60) as connection:
+        method = "GET" if path == "/health" else "POST"
+        head = f"{method} {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+        connection.sendall(f"{head}Transfer-Encoding: chunked\r\n\r\n".encode() + begin)
+        for number in range(count):
+            try:
+                connection.sendall(piece)
+            except ConnectionError:
+                with contextlib.suppress(ConnectionError):
+                    return number, connection.recv(65536)
+                return number, b""
+    return count, b""
 
 
 def shown(data: bytes, kind: str) -> dict[str, Any]:

@@ -151,6 +151,60 @@ def test_a_head_that_is_too_long_is_431(bounded, complete):
     assert headers["connection"] == "close"
 
 
+def chunked(*lines: bytes, path: str = "/v1/chat/completions") -> bytes:
+    head = [
+        b"POST " + path.encode() + b" HTTP/1.1",
+        b"Host: x",
+        b"Content-Type: application/json",
+        b"Connection: close",
+    ]
+    return b"\r\n".join([*head, b"Transfer-Encoding: chunked", b"", *lines])
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        [b"0", *[b"a: b"] * 20_000],
+        [b"1;" + b"a" * 50_000],
+        [line for _ in range(10) for line in (b"1;" + b"a" * 1000, b"a")],
+    ],
+)
+def test_too_many_trailers_or_extensions_are_431(bounded, lines):
+    status, headers, error = parsed(exchange_slowly(bounded, chunked(b""), b"\r\n".join(lines)))
+    assert (status, error["code"]) == (431, "trailers_too_large")
+    assert headers["connection"] == "close"
+
+
+def exchange_slowly(live: LiveServer, head: bytes, rest: bytes) -> bytes:
+    """What comes back until the server closes the connection. The rest arrives after the head."""
+    host, port = urlsplit(live.url).netloc.split(":")
+    with socket.create_connection((host, int(port)), timeout=30) as connection:
+        connection.sendall(head)
+        time.sleep(0.1)
+        connection.sendall(rest)
+        return b"".join(iter(lambda: connection.recv(65536), b""))
+
+
+def test_small_chunks_with_trailers_are_read(bounded):
+    content = json.dumps({"messages": QUESTION, "max_tokens": 1, "user": "x" * 9000}).encode()
+    lines = [line for byte in content for line in (b"1;a=b", bytes([byte]))]
+    answer = exchange(bounded, chunked(*lines, b"0", b"Host: evil.example", b"X-Request-Id: trailer", b"", b""))
+    assert answer.startswith(b"HTTP/1.1 200 ")
+    assert b"x-request-id: req-" in answer
+
+
+def test_a_client_with_its_answer_must_end_its_body(bounded):
+    head = chunked(b"1", b"a", b"", path="/health").replace(b"Connection: close\r\n", b"")
+    assert exchange(bounded, head, then=b"1\r\na\r\n", pause=0.05).startswith(b"HTTP/1.1 405 ")
+
+
+def test_several_host_headers_are_rejected(bounded):
+    head = b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\nHost: evil.example\r\nConnection: close\r\n\r\n"
+    status, _, error = parsed(exchange(bounded, head))
+    assert (status, error["code"]) == (400, "invalid_http")
+    assert "Host" in error["message"]
+
+
 def test_what_is_no_http_is_400_in_the_usual_form(bounded):
     status, headers, error = parsed(exchange(bounded, b"\x16\x03\x01hello\r\n\r\n"))
     assert (status, error["code"]) == (400, "invalid_http")

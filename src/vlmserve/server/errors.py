@@ -140,6 +140,12 @@ def head_too_large(max_bytes: int) -> RefusedError:
     return RefusedError(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, message, "head_too_large")
 
 
+def framing_too_large(max_bytes: int) -> RefusedError:
+    """For a chunked body with too many bytes of trailers and chunk extensions."""
+    message = f"Trailers and chunk extensions of the request are larger than the limit of {max_bytes} bytes"
+    return RefusedError(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, message, "trailers_too_large")
+
+
 def internal_error_response() -> Response:
     """For a bug: the log has the traceback, the client does not."""
     message = "Something went wrong inside the server; its log says what"

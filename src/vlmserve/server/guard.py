@@ -81,14 +81,17 @@ class Guard:
             await self._app(scope, receive, send_with_headers)
 
     def _check_head(self, scope: Scope) -> None:
-        """Raises RefusedError for a version of HTTP without headers (505), and for a head over the limit (431), which
-        the protocol takes if it comes in one piece."""
+        """Raises RefusedError for a version of HTTP without headers (505), for several Host headers (400), and for a
+        head over the limit (431), which the protocol accepts if it arrives in one piece."""
         if scope["http_version"] not in _VERSIONS:
             message = f"HTTP/{scope['http_version']} is not supported; use HTTP/1.1"
             raise RefusedError(HTTPStatus.HTTP_VERSION_NOT_SUPPORTED, message, "http_version_not_supported")
         size = len(scope["raw_path"]) + len(scope["query_string"])
         if size + sum(len(name) + len(value) + len(b": \r\n") for name, value in scope["headers"]) > self._max_head:
             raise head_too_large(self._max_head)
+        if sum(name == b"host" for name, _ in scope["headers"]) > 1:
+            message = "The request has several Host headers; send one"
+            raise RefusedError(HTTPStatus.BAD_REQUEST, message, "invalid_http")
 
     def _authenticate(self, scope: Scope) -> Account | None:
         """The request's account; None where no key is needed. Raises RefusedError (401)."""

@@ -15,7 +15,7 @@ from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from vlmserve.config import ServerConfig
-from vlmserve.server.errors import RefusedError, error_response, head_too_large
+from vlmserve.server.errors import RefusedError, error_response, framing_too_large, head_too_large
 
 _KEEP_ALIVE = 75
 """Seconds that an idle connection stays open; longer than what usual load balancers keep theirs."""
@@ -29,6 +29,8 @@ _FIRST_PROBE, _NEXT_PROBE = 0.1, 5.0
 """Seconds between checks whether a client that sends no more still reads."""
 _OLD_GRACE = 1.0
 """Seconds that a client with HTTP/1.0 gets, since it cannot be checked."""
+_CHUNK_FRAMING = 20
+"""Bytes around a chunk that count toward no limit: a size of up to 16 digits and two line ends."""
 
 
 class WebServer:
@@ -80,8 +82,10 @@ class WebServer:
 
 
 class _Protocol(HttpToolsProtocol):
-    """A connection on which a request's head must be short and arrive in time, and whose errors have the form of all
-    others."""
+    """A connection that limits the size and time of heads, and the size of trailers and chunk extensions.
+
+    Its errors have the same form as all others.
+    """
 
     def __init__(self, *arguments: Any, head_timeout: float, max_head: int, **more: Any) -> None:
         super().__init__(*arguments, **more)
@@ -90,6 +94,8 @@ class _Protocol(HttpToolsProtocol):
         self._in_body = False
         self._head_bytes = 0
         """Of a head that is not yet complete."""
+        self._framing_bytes = 0
+        """Trailers and chunk extensions of the current body, without the usual framing of chunks."""
         self._deadline: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -101,9 +107,16 @@ class _Protocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        if not self._in_body:
+        if self._in_body:
+            self._framing_bytes += len(data)
+        else:
             self._head_bytes += len(data)
         super().data_received(data)
+        if self._framing_bytes > self._max_head:
+            self._refuse(framing_too_large(self._max_head))
+        if self._in_body and self.cycle.response_complete:
+            self._expect_head()  # the client still sends a body although it has its answer
+            return
         if self._in_body or not self._head_bytes:
             self._expect_nothing()
             return
@@ -111,13 +124,26 @@ class _Protocol(HttpToolsProtocol):
         if self._head_bytes > self._max_head:
             self._refuse(head_too_large(self._max_head))
 
+    def on_header(self, name: bytes, value: bytes) -> None:
+        # Trailers are dropped: the headers of a request that is being answered must not change.
+        if not self._in_body:
+            super().on_header(name, value)
+
     def on_headers_complete(self) -> None:
         self._in_body = True
         self._head_bytes = 0
         super().on_headers_complete()
 
+    def on_chunk_header(self) -> None:
+        self._framing_bytes = max(0, self._framing_bytes - _CHUNK_FRAMING)
+
+    def on_body(self, body: bytes) -> None:
+        self._framing_bytes = max(0, self._framing_bytes - len(body))
+        super().on_body(body)
+
     def on_message_complete(self) -> None:
         self._in_body = False
+        self._framing_bytes = 0
         super().on_message_complete()
 
     def eof_received(self) -> bool:  # type: ignore[override]
@@ -168,7 +194,13 @@ class _Protocol(HttpToolsProtocol):
     def _refuse(self, error: RefusedError) -> None:
         """The last response on this connection, unless there is one on its way."""
         cycle: RequestResponseCycle | None = self.cycle
-        if (cycle is None or cycle.response_complete or not cycle.response_started) and not self.transport.is_closing():
+        if cycle is not None and self._in_body:
+            may_answer = not cycle.response_started
+            cycle.disconnected = True  # this is its answer
+            cycle.message_event.set()
+        else:
+            may_answer = cycle is None or cycle.response_complete or not cycle.response_started
+        if may_answer and not self.transport.is_closing():
             response = error_response(error)
             head = [
                 f"HTTP/1.1 {error.status.value} {error.status.phrase}".encode(),
