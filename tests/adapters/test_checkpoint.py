@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import time
 
 import pytest
 import torch
@@ -52,6 +54,14 @@ def _put(key, *shape, value=0.0):
     return _edit_tensors(lambda tensors: tensors.__setitem__(key, torch.full(shape, value)))
 
 
+def _both(first, second):
+    def edit(folder):
+        first(folder)
+        second(folder)
+
+    return edit
+
+
 BAD = {
     "no config": (lambda folder: (folder / "adapter_config.json").unlink(), "adapter_config.json cannot be read"),
     "broken config": (lambda folder: (folder / "adapter_config.json").write_text("{"), "not valid JSON"),
@@ -62,6 +72,25 @@ BAD = {
     "unknown field": (_edit_config(use_new_thing=True), "use_new_thing is not supported"),
     "changed base": (_edit_config(init_lora_weights="pissa"), "init_lora_weights 'pissa' changes the base model"),
     "bad pattern": (_edit_config(rank_pattern={"(": 4}), "no regular expression"),
+    "pattern with lookahead": (_edit_config(alpha_pattern={"(?=q)q": 4}), "alpha_pattern: .* lookaround"),
+    "long pattern": (_edit_config(rank_pattern={"a" * 501: 4}), "has 501 characters; at most 500"),
+    "huge pattern": (_edit_config(rank_pattern={r"\w{500}": 4}), "is too large"),
+    "set operators": (_edit_config(rank_pattern={"[a&&b]": 4}), "no regular expression"),
+    "rank 0": (_edit_config(r=0), "r is 0; a rank is at least 1"),
+    "rank 0 by pattern": (_edit_config(rank_pattern={"q_proj": 0}), r"rank_pattern\['q_proj'\] is 0"),
+    "infinite rank": (_edit_config(r=float("inf")), "does not describe an adapter"),
+    "huge alpha": (_edit_config(lora_alpha=1e30), r"lora_alpha is 1e\+30; allowed are"),
+    "NaN alpha": (_edit_config(lora_alpha=float("nan")), "lora_alpha is nan"),
+    "NaN alpha by pattern": (_edit_config(alpha_pattern={"q": float("nan")}), "alpha_pattern.* is nan"),
+    "patterns in a list": (_edit_config(rank_pattern=["q_proj"]), "does not describe an adapter"),
+    "tokens of no list": (_edit_config(trainable_token_indices={"embed": 1}), "does not describe an adapter"),
+    "deep config": (lambda folder: (folder / "adapter_config.json").write_text("[" * 10**5), "not valid JSON"),
+    "infinity": (_put(f"{Q}.lora_A.weight", 4, 48, value=float("inf")), "not finite"),
+    "huge values": (_put(f"{Q}.lora_B.weight", 48, 4, value=1e30), "holds values beyond 65504"),
+    "huge values when scaled": (
+        _both(_put(f"{Q}.lora_B.weight", 48, 4, value=100.0), _edit_config(lora_alpha=60000)),
+        "lora_B times its scale holds values beyond",
+    ),
     "rank of the config": (_edit_config(r=5), r"has shape \(4, .*it would be \(5, "),
     "large rank": (_edit_config(r=9), "rank is 9, and at most 8 is allowed; --max-lora-rank"),
     "nan": (_put(f"{Q}.lora_A.weight", 4, 48, value=float("nan")), "not finite"),
@@ -123,6 +152,33 @@ def test_scales_are_those_of_peft():
     assert config.scale_of("model.layers.0.k_proj") == 0.5
     assert config.scale_of("model.layers.1.mlp.up") == 0.75
     assert LoraConfig.parse({"r": 16, "lora_alpha": 4, "use_rslora": True}).scale_of("x") == 1
+
+
+@pytest.mark.parametrize("pattern", [r"(?:\w+\.?)+x", "(a|aa)+$", r"(.*)*(.*)*(.*)*z", r"([a-z.0-9_]+)*#"])
+def test_a_backtracking_pattern_takes_linear_time(pattern):
+    """Python's re would need minutes for each name."""
+    config = LoraConfig.parse({"rank_pattern": {pattern: 2}, "alpha_pattern": {pattern: 2}})
+    began = time.thread_time()
+    for layer in range(50):
+        assert config.rank_of(f"model.{'a' * 40}.layers.{layer}.self_attn.q_proj") == 8
+        assert config.scale_of(f"model.{'a' * 40}.layers.{layer}.self_attn.q_proj") == 1
+    assert time.thread_time() - began < 5
+
+
+@pytest.mark.parametrize(
+    "pattern", ["q_proj", r"layers\.[0-3]\..*", ".*q_proj", "^model.layers.1.*", "a|.*b", "(?i:Q_PROJ)", "$"]
+)
+@pytest.mark.parametrize("name", ["q_proj", "model.layers.1.self_attn.q_proj", "x.aq_proj", "model.b", "a", "ba", ""])
+def test_patterns_match_as_in_peft(pattern, name):
+    expected = 2 if re.match(rf"(.*\.)?({pattern})$", name) else 8
+    assert LoraConfig.parse({"rank_pattern": {pattern: 2}}).rank_of(name) == expected
+
+
+def test_many_slow_patterns_are_refused(monkeypatch):
+    monkeypatch.setattr("vlmserve.adapters.patterns.MAX_SECONDS", 0.5)
+    slow = {rf"\w{{200}}{number}": 4 for number in range(100)}
+    with pytest.raises(AdapterError, match="rank_pattern: its patterns take longer than"):
+        LoraConfig.parse({"rank_pattern": slow})
 
 
 def test_the_digest_covers_configuration_and_every_value(base, tmp_path):

@@ -59,6 +59,14 @@ def served(tmp_path_factory):
     write_adapter(base / "outside", 9)
     write_adapter(base / "fixed", 8)
     (base / "allowed" / "link").symlink_to(base / "outside")
+    write_adapter(base / "allowed" / "linked", 9)
+    write_mixture(base / "allowed" / "linked-mixture")
+    for weights in (
+        base / "allowed" / "linked" / "adapter_model.safetensors",
+        next((base / "allowed" / "linked-mixture").glob("*/adapter_model.safetensors")),
+    ):
+        weights.unlink()
+        weights.symlink_to(base / "outside" / "adapter_model.safetensors")
     (base / "allowed" / "broken").mkdir()
     (base / "allowed" / "broken" / "adapter_config.json").write_text("{}")
     keys = {name: add_key(base / "keys", name, admin=admin) for name, admin in (("user", False), ("admin", True))}
@@ -99,6 +107,9 @@ def test_admins_load_replace_and_unload(served):
         ({"lora_name": "x", "lora_path": "/etc"}, 400, "not inside"),
         ({"lora_name": "x", "lora_path": "link"}, 400, "not inside"),
         ({"lora_name": "x", "lora_path": "."}, 400, "not inside"),
+        ({"lora_name": "x", "lora_path": "a\0b"}, 400, "null byte"),
+        ({"lora_name": "x", "lora_path": "y" * 4000}, 400, "cannot be a path"),
+        ({"lora_name": "x", "lora_path": "linked"}, 400, "links to outside"),
         ({"lora_name": "x", "lora_path": "nothing"}, 400, "no folder"),
         ({"lora_name": "x", "lora_path": "broken"}, 400, "it has no adapter_model.safetensors"),
         ({"lora_name": "tiny", "lora_path": "adapter-0"}, 400, "the model itself"),
@@ -132,6 +143,30 @@ def test_a_broken_adapter_in_the_folder_is_an_error_of_its_requests(served):
     response = served.post("/v1/chat/completions", model="broken", messages=QUESTION)
     assert (response.status_code, response.json()["error"]["code"]) == (400, "invalid_adapter")
     assert served.ask("tiny")
+
+
+@pytest.mark.parametrize("name", ["linked", "linked-mixture"])
+def test_an_adapter_with_links_to_outside_is_rejected(served, name):
+    response = served.post("/v1/chat/completions", model=name, messages=QUESTION)
+    assert response.status_code == 400, response.text
+    assert "links to outside" in response.json()["error"]["message"]
+
+
+def test_a_failed_load_is_repeated_only_for_new_files(served):
+    """Reading files takes the engine's time, and every request may name them."""
+    reads = []
+    adapters = served.live.service.adapters
+    broken = served.folder / "broken" / "adapter_config.json"
+    original = type(adapters)._check_files
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(adapters), "_check_files", lambda self, *args: (reads.append(1), original(self, *args)))
+        for _ in range(3):
+            assert served.post("/v1/chat/completions", model="broken", messages=QUESTION).status_code == 400
+        assert len(reads) <= 1
+        broken.write_text('{"r": 4}')
+        assert served.post("/v1/chat/completions", model="broken", messages=QUESTION).status_code == 400
+    assert 1 <= len(reads) <= 2
+    broken.write_text("{}")
 
 
 def test_the_folder_is_watched(served):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -19,7 +19,8 @@ from blake3 import blake3
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from vlmserve.adapters.location import CONFIG, WEIGHTS, read_object
+from vlmserve.adapters.location import CONFIG, MAX_VALUE, WEIGHTS, read_object
+from vlmserve.adapters.patterns import ModulePatterns
 from vlmserve.errors import AdapterError
 
 PICKLE = "adapter_model.bin"
@@ -68,17 +69,21 @@ _INITIAL = (None, True, False, "gaussian", "eva", "orthogonal")
 """Ways to initialize an adapter that leave the base model as it is."""
 
 
+_NO_RANKS, _NO_ALPHAS = ModulePatterns("rank_pattern", {}), ModulePatterns("alpha_pattern", {})
+
+
 @dataclass(frozen=True)
 class LoraConfig:
-    """An ``adapter_config.json``. tokens: whose embeddings are trained, by module; of the embeddings under ""."""
+    """An ``adapter_config.json``."""
 
     rank: int = 8
     alpha: float = 8
     rslora: bool = False
     dora: bool = False
-    rank_pattern: Mapping[str, int] = field(default_factory=dict)
-    alpha_pattern: Mapping[str, float] = field(default_factory=dict)
+    rank_pattern: ModulePatterns = _NO_RANKS
+    alpha_pattern: ModulePatterns = _NO_ALPHAS
     tokens: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    """Tokens whose embeddings are trained, by module; those of the embeddings have the key ""."""
     fan_in_fan_out: bool = False
     tied: bool = False
     base: str = ""
@@ -101,30 +106,29 @@ class LoraConfig:
         known = _REFUSED.keys() | _ONLY_TRAINING | _READ
         if unknown := sorted(name for name, value in content.items() if value and name not in known):
             raise AdapterError(f"{CONFIG}: {', '.join(unknown)} is not supported")
-        tokens = content.get("trainable_token_indices") or {}
         try:
             return cls(
-                rank=int(content.get("r", 8)),
-                alpha=float(content.get("lora_alpha", 8)),
+                rank=_rank("r", content.get("r", 8)),
+                alpha=_alpha("lora_alpha", content.get("lora_alpha", 8)),
                 rslora=bool(content.get("use_rslora")),
                 dora=bool(content.get("use_dora")),
-                rank_pattern={str(key): int(rank) for key, rank in (content.get("rank_pattern") or {}).items()},
-                alpha_pattern={str(key): float(alpha) for key, alpha in (content.get("alpha_pattern") or {}).items()},
-                tokens=tokens if isinstance(tokens, Mapping) else {"": [int(token) for token in tokens]},
+                rank_pattern=_patterns("rank_pattern", content.get("rank_pattern"), _rank),
+                alpha_pattern=_patterns("alpha_pattern", content.get("alpha_pattern"), _alpha),
+                tokens=_tokens(content.get("trainable_token_indices") or {}),
                 fan_in_fan_out=bool(content.get("fan_in_fan_out")),
                 tied=bool(content.get("ensure_weight_tying")),
                 base=str(content.get("base_model_name_or_path") or ""),
             )
-        except (TypeError, ValueError, AttributeError) as error:
+        except (TypeError, ValueError, OverflowError, AttributeError) as error:
             raise AdapterError(f"{CONFIG} does not describe an adapter: {error}") from error
 
     def rank_of(self, module: str) -> int:
         """The rank of a module's adapter, by its name in the base model."""
-        return int(_by_pattern(self.rank_pattern, module, self.rank))
+        return int(self.rank_pattern.value(module, self.rank))
 
     def scale_of(self, module: str) -> float:
-        """What a module's second factor is multiplied with."""
-        rank, alpha = self.rank_of(module), _by_pattern(self.alpha_pattern, module, self.alpha)
+        """The factor of a module's second low-rank matrix."""
+        rank, alpha = self.rank_of(module), self.alpha_pattern.value(module, self.alpha)
         return alpha / math.sqrt(rank) if self.rslora else alpha / rank
 
     def tokens_of(self, module: str) -> Sequence[int]:
@@ -184,14 +188,13 @@ class AdapterCheckpoint:
         raise AdapterError(f"{key} is a tensor that vlmserve does not know")
 
     def read(self, key: str) -> Tensor:
-        """A tensor, float32. Raises AdapterError if a value is not finite or the file is broken."""
+        """A tensor, float32. Raises AdapterError for a broken file and for values as `check_values` does."""
         try:
             with safe_open(self._path, framework="pt") as file:
                 tensor: Tensor = file.get_tensor(key).float()
         except (SafetensorError, OSError) as error:
             raise AdapterError(f"{self._path} is broken: {error}") from error
-        if not bool(torch.isfinite(tensor).all()):
-            raise AdapterError(f"{key} holds values that are not finite")
+        check_values(key, tensor)
         return tensor
 
     def digest(self) -> bytes:
@@ -209,11 +212,32 @@ class AdapterCheckpoint:
         return hasher.digest()
 
 
-def _by_pattern(patterns: Mapping[str, float], module: str, default: float) -> float:
-    for pattern, value in patterns.items():
-        try:
-            if re.match(rf"(.*\.)?({pattern})$", module):
-                return value
-        except re.error as error:
-            raise AdapterError(f"{CONFIG}: {pattern!r} is no regular expression: {error}") from error
-    return default
+def check_values(name: str, tensor: Tensor) -> None:
+    """Raises AdapterError for values that are not finite or beyond `MAX_VALUE`."""
+    if not bool(torch.isfinite(tensor).all()):
+        raise AdapterError(f"{name} holds values that are not finite")
+    if tensor.numel() and float(tensor.abs().max()) > MAX_VALUE:
+        raise AdapterError(f"{name} holds values beyond {MAX_VALUE:g}, which is the largest that is allowed")
+
+
+def _rank(name: str, value: Any) -> int:
+    if (rank := int(value)) < 1:
+        raise AdapterError(f"{CONFIG}: {name} is {value!r:.50}; a rank is at least 1")
+    return rank
+
+
+def _alpha(name: str, value: Any) -> float:
+    alpha = float(value)
+    if not abs(alpha) <= MAX_VALUE:
+        raise AdapterError(f"{CONFIG}: {name} is {value!r:.50}; allowed are {-MAX_VALUE:g} to {MAX_VALUE:g}")
+    return alpha
+
+
+def _patterns(field: str, content: Any, number: Callable[[str, Any], float]) -> ModulePatterns:
+    values = {str(key): number(f"{field}[{key!r:.50}]", value) for key, value in (content or {}).items()}
+    return ModulePatterns(f"{CONFIG}: {field}", values)
+
+
+def _tokens(content: Any) -> Mapping[str, Sequence[int]]:
+    by_module = content if isinstance(content, Mapping) else {"": content}
+    return {str(module): [int(token) for token in tokens] for module, tokens in by_module.items()}

@@ -15,6 +15,8 @@ XLORA_CONFIG, XLORA_WEIGHTS = "xlora_config.json", "xlora_classifier.safetensors
 """What mistral.rs calls the files of an X-LoRA checkpoint."""
 MAX_CONFIG_BYTES = 2**20
 MAX_NAME = 200
+MAX_VALUE = 65504.0
+"""Largest magnitude of alphas and weights: that of float16. Trained adapters stay far below it."""
 DEEPEST = 3
 """Folders below an X-LoRA checkpoint's in which adapters are looked for."""
 _BUILT_IN = Path(__file__).resolve().parent.parent / BUILT_IN_MODEL / "adapters"
@@ -58,7 +60,7 @@ def read_object(folder: Path, file: str) -> Mapping[str, Any]:
         content = json.loads(path.read_text("utf-8"))
     except OSError as error:
         raise AdapterError(f"{folder} is not an adapter: {file} cannot be read ({error.strerror})") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise AdapterError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(content, dict):
         raise AdapterError(f"{path} does not hold a JSON object")
@@ -73,6 +75,7 @@ def holds_adapter(folder: Path) -> bool:
 def files_of(folder: Path) -> list[Path]:
     """The files of an adapter, there or not, and those of adapters in folders inside of it, which X-LoRA mixes."""
     files = [folder / name for name in (CONFIG, WEIGHTS, XLORA_CONFIG, XLORA_WEIGHTS)]
+    files += sorted(folder.glob("*order*.json"))
     for depth in range(1, DEEPEST + 1):
         files += sorted(path for name in (CONFIG, WEIGHTS) for path in folder.glob("*/" * depth + name))
     return files

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from vlmserve.adapters.checkpoint import AdapterCheckpoint, Kind
+from vlmserve.adapters.checkpoint import AdapterCheckpoint, Kind, check_values
 from vlmserve.adapters.mixture import Mixture
 from vlmserve.errors import AdapterError
 from vlmserve.layers.adapters import Change, LowRank, PreparedChange, TableChange
@@ -208,7 +208,9 @@ class AdapterReader:
         down, up = (
             self._read(group.tensors[kind]) for kind in (("table_down", "table_up") if table else ("down", "up"))
         )
-        return down.flatten(1), up.flatten(1) * self._config.scale_of(group.name)
+        scaled = up.flatten(1) * self._config.scale_of(group.name)
+        check_values(f"{group.name}: lora_B times its scale", scaled)
+        return down.flatten(1), scaled
 
     def table(self, group: Group) -> TableChange:
         """What is changed in a table of embeddings."""
@@ -219,7 +221,7 @@ class AdapterReader:
             if "magnitude" in group.tensors:
                 # The table as a product's weight has its entries for inputs.
                 norm = (self._model.base_weight(group.place.name) + (up @ down).T).norm(dim=0)
-                factor = (self._read(group.tensors["magnitude"]) / norm).to(device)
+                factor = self._factor(group, norm).to(device)
             low_rank = down.T.contiguous().to(device, dtype), up.to(device, dtype)
         if "tokens" in group.tensors:
             places = torch.tensor(list(self._config.tokens_of(group.name)), dtype=torch.int64, device=device)
@@ -229,6 +231,12 @@ class AdapterReader:
         if "weight" in group.tensors:
             weight = self._read(group.tensors["weight"]).to(device, dtype)
         return TableChange(low_rank, factor, rows, weight)
+
+    def _factor(self, group: Group, norm: Tensor) -> Tensor:
+        """DoRA's factor of each output. norm: of the changed weight."""
+        factor = self._read(group.tensors["magnitude"]) / norm
+        check_values(f"{group.name}: lora_magnitude_vector divided by the weight's norm", factor)
+        return factor
 
     def tied_head(self, group: Group, table: TableChange) -> Change | None:
         """What a change of tied embeddings changes in the output head: trained tokens always, as PEFT has it, and a
@@ -247,7 +255,7 @@ class AdapterReader:
             down, up = self.low_rank(group)
             if "magnitude" in tensors:
                 norm = (self._model.base_weight(place.name) + up @ down).norm(dim=1)
-                factor = self._read(tensors["magnitude"]) / norm
+                factor = self._factor(group, norm)
             if "up_bias" in tensors:
                 shift = self._read(tensors["up_bias"]) * self._config.scale_of(group.name)
             parts = (LowRank(down, up, place.start),)

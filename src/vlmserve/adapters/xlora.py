@@ -18,7 +18,7 @@ from blake3 import blake3
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from vlmserve.adapters.checkpoint import AdapterCheckpoint
+from vlmserve.adapters.checkpoint import AdapterCheckpoint, check_values
 from vlmserve.adapters.lora import Adapter, AdapterReader, Group
 from vlmserve.adapters.mixture import Mixture
 from vlmserve.adapters.xlora_config import XLoraConfig, XLoraFolder
@@ -127,8 +127,7 @@ def _read_classifier(files: XLoraFolder, model: AdaptableModel, num_layers: int)
                 if (match := _CLASSIFIER.search(key)) is None:
                     raise AdapterError(f"{weights.name}: {key} is no tensor of a classifier that vlmserve knows")
                 tensor = file.get_tensor(key).float()
-                if not bool(torch.isfinite(tensor).all()):
-                    raise AdapterError(f"{weights.name}: {key} holds values that are not finite")
+                check_values(f"{weights.name}: {key}", tensor)
                 number = 2**31 if match[3] else int(match[1] or match[2])
                 found.setdefault(number, {})[match[4]] = tensor
     except (SafetensorError, OSError) as error:

@@ -11,7 +11,7 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from vlmserve.adapters.location import CONFIG, DEEPEST, WEIGHTS, XLORA_CONFIG, XLORA_WEIGHTS, read_object
+from vlmserve.adapters.location import CONFIG, DEEPEST, MAX_VALUE, WEIGHTS, XLORA_CONFIG, XLORA_WEIGHTS, read_object
 from vlmserve.errors import AdapterError
 
 MAX_ADAPTERS = 64
@@ -79,7 +79,7 @@ class XLoraConfig:
                 pass_value=None if value is None else float(value),
                 weight=float(content.get("global_scaling_weight", 1.0)),
             )
-        except (TypeError, ValueError, KeyError) as error:
+        except (TypeError, ValueError, OverflowError, KeyError) as error:
             raise AdapterError(f"{file} does not describe an X-LoRA model: {error}") from error
         config._check(file)
         return config
@@ -97,8 +97,8 @@ class XLoraConfig:
             ("xlora_depth", self.depth >= 1, "at least 1"),
             ("softmax_temperature", math.isfinite(self.temperature) and self.temperature > 0, "above 0"),
             ("top_k_lora", self.top_k is None or 1 <= self.top_k <= len(self.names), f"1 to {len(self.names)}"),
-            ("scaling_pass_value", math.isfinite(self.pass_value or 0.0), "finite"),
-            ("global_scaling_weight", math.isfinite(self.weight), "finite"),
+            ("scaling_pass_value", abs(self.pass_value or 0.0) <= MAX_VALUE, f"{-MAX_VALUE:g} to {MAX_VALUE:g}"),
+            ("global_scaling_weight", abs(self.weight) <= MAX_VALUE, f"{-MAX_VALUE:g} to {MAX_VALUE:g}"),
         ]:
             if not holds:
                 raise AdapterError(f"{file}: {name} must be {what}")

@@ -6,10 +6,11 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from vlmserve.adapters.location import check_name, files_of, holds_adapter, read_module
+from vlmserve.adapters.location import CONFIG, WEIGHTS, check_name, files_of, holds_adapter, is_xlora, read_module
+from vlmserve.adapters.xlora_config import XLoraFolder
 from vlmserve.config import EngineConfig, ServerConfig
 from vlmserve.errors import (
     AdapterError,
@@ -54,6 +55,8 @@ class Adapters:
         # Of those from the folder: their files when they were loaded, and when these were looked at.
         self._seen: dict[str, Signature] = {}
         self._checked: dict[str, float] = {}
+        self._failed: dict[str, tuple[Signature, str]] = {}
+        """Adapters in the folder that could not be loaded: their files then, and why."""
         self._locks: dict[str, asyncio.Lock] = {}
         self._restoring: asyncio.Future[None] | None = None
 
@@ -89,6 +92,7 @@ class Adapters:
             folder = self._in_folder(name)
             if folder is None:
                 self._pools.pop(name, None)
+                self._failed.pop(name, None)
                 if self._seen.pop(name, None) is not None and name in client.adapters:
                     await client.unload_adapter(name)
                 self._check_served(client, name)
@@ -96,11 +100,17 @@ class Adapters:
             signature = _signature(folder)
             if name in client.adapters and self._seen.get(name) == signature:
                 return
+            known = self._failed.get(name)
+            if known is not None and known[0] == signature and name not in client.adapters:
+                raise AdapterError(known[1])
             try:
+                self._check_files(folder, name)
                 await client.load_adapter(name, str(folder), self._pools.get(name))
                 self._seen[name] = signature
+                self._failed.pop(name, None)
             except AdapterError as error:
                 if name not in client.adapters:
+                    self._failed[name] = signature, str(error)
                     raise
                 # Files that are being replaced may not fit together yet.
                 logger.warning("adapter %s stays as it was: %s", name, error)
@@ -186,11 +196,26 @@ class Adapters:
         """A folder inside of `folder`. Raises AdapterError for any other."""
         if self.folder is None:
             raise AdapterError("adapters are loaded only from the folder of --lora-folder, and none is set")
-        folder = (self.folder / path).resolve()
-        inside = folder != self.folder and folder.is_relative_to(self.folder)
-        if not inside or not all(file.resolve().is_relative_to(self.folder) for file in files_of(folder)):
-            raise AdapterError(f"{path!r:.200} is not inside the folder of --lora-folder")
+        try:
+            folder = (self.folder / path).resolve()
+            if folder == self.folder or not folder.is_relative_to(self.folder):
+                raise AdapterError(f"{path!r:.200} is not inside the folder of --lora-folder")
+            self._check_files(folder, path)
+        except (OSError, ValueError) as error:  # too long, or a NUL
+            raise AdapterError(f"{path!r:.60} cannot be a path: {error!s:.40}") from error
         return folder
+
+    def _check_files(self, folder: Path, name: str) -> None:
+        """Raises AdapterError for an adapter whose files are links to outside of `self.folder`. name: the caller's."""
+        self._check_inside(files_of(folder), name)
+        if holds_adapter(folder) and is_xlora(folder):
+            mixed = XLoraFolder.find(folder).adapters
+            self._check_inside([path / file for path in mixed for file in (CONFIG, WEIGHTS)], name)
+
+    def _check_inside(self, files: Iterable[Path], name: str) -> None:
+        assert self.folder is not None
+        if not all(file.resolve().is_relative_to(self.folder) for file in files):
+            raise AdapterError(f"{name!r:.60} has files that are links to outside of the folder of --lora-folder")
 
     def _check_served(self, client: EngineClient, name: str) -> None:
         if name not in client.adapters:
