@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self, get_args
 
@@ -48,6 +49,19 @@ def check_overrides(overrides: tuple[str, ...]) -> tuple[str, ...]:
         if not pattern or scheme not in get_args(Scheme):
             raise ValueError(f"write PATTERN=SCHEME with the scheme {', '.join(get_args(Scheme))}, not {override}")
     return overrides
+
+
+_ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://(\*|(\*\.)?[^\s/*?#@]+(:\*)?)?/?", re.IGNORECASE)
+
+
+def check_origins(origins: tuple[str, ...]) -> tuple[str, ...]:
+    """Raises ValueError for what can be no browser's ``Origin`` header."""
+    for origin in origins:
+        if not _ORIGIN.fullmatch(origin):
+            raise ValueError(
+                f"{origin!r} matches no origin; write https://example.com, https://*.example.com or app://*"
+            )
+    return origins
 
 
 class QuantizationConfig(Settings):
@@ -376,7 +390,7 @@ class ServerConfig(Settings):
     )
     protect_metrics: bool = Field(False, description="Require a key for /metrics and /live as well.")
     cors_origins: tuple[str, ...] = Field(
-        (), description="Origins whose web pages may use the server, like https://chat.example.com; * allows all."
+        (), description="Origins whose web pages may use the server, like https://*.example.com; * allows all."
     )
     allowed_hosts: tuple[str, ...] = Field(
         (),
@@ -385,7 +399,7 @@ class ServerConfig(Settings):
     )
     allowed_origins: tuple[str, ...] = Field(
         (),
-        description="Origins, beside its own and those of cors_origins, whose requests are answered; * allows all. "
+        description="Additional origins whose requests are answered, like moz-extension://*; * allows all. "
         "Default: none on a server without keys, all on one with keys.",
     )
     log_prompts: bool = Field(False, description="Log the text of prompts, without images.")
@@ -446,3 +460,5 @@ class ServerConfig(Settings):
     batch_lease: float = Field(
         15.0, gt=0, le=3600, description="Seconds until another server goes on with the batches of one that died."
     )
+
+    _check_origins = field_validator("cors_origins", "allowed_origins")(check_origins)

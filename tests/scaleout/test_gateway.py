@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import gzip
 import io
 import json
 import time
@@ -180,6 +181,18 @@ def test_requests_need_a_key(cluster):
     assert httpx.post(f"{cluster.url}/v1/chat/completions", json={"messages": QUESTION}).status_code == 401
     assert httpx.get(f"{cluster.url}/v1/nothing", headers={"x-api-key": "alice-key"}).status_code == 404
     assert httpx.get(f"{cluster.url}/v1/completions", headers={"x-api-key": "alice-key"}).status_code == 405
+
+
+def test_a_gateway_reads_compressed_bodies_and_corrects_paths(http):
+    body = json.dumps({"model": "tiny", "max_tokens": 1, "messages": QUESTION}).encode()
+    headers = {"content-type": "application/json", "content-encoding": "gzip"}
+    packed = gzip.compress(b"\xef\xbb\xbf" + body)
+    assert http.post("/v1/chat/completions/", content=packed, headers=headers).status_code == 200
+    bomb = gzip.compress(bytes(200_001))
+    assert http.post("/v1/chat/completions", content=bomb, headers=headers).status_code == 413
+    assert http.get("/v1/models/").json()["data"][0]["id"] == "tiny"
+    assert "use /v1/messages" in http.get("/messages").json()["error"]["message"]
+    assert http.put("/v1/files").headers["allow"] == "GET, HEAD, POST"
 
 
 def test_gateways_and_workers_limit_trailers(cluster):

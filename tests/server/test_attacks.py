@@ -6,6 +6,7 @@ import base64
 import contextlib
 import json
 import socket
+import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -153,6 +154,16 @@ def send_chunked(url: str, path: str, begin: bytes, piece: bytes, count: int = 4
                     return number, connection.recv(65536)
                 return number, b""
     return count, b""
+
+
+def test_compressed_bombs_are_inflated_within_the_limit(server: ServerProcess) -> None:
+    packer = zlib.compressobj(9, wbits=31)
+    bomb = b"".join(packer.compress(bytes(10 * MB)) for _ in range(20)) + packer.flush()
+    headers = JSON | {"content-encoding": "gzip"}
+    with server.watched(max_seconds=5, max_growth=400 * MB), ThreadPoolExecutor(4) as pool:
+        url = f"{server.url}/v1/chat/completions"
+        answers = list(pool.map(lambda _: httpx.post(url, content=bomb, headers=headers, timeout=60), range(4)))
+    assert [answer.status_code for answer in answers] == [413] * 4
 
 
 def shown(data: bytes, kind: str) -> dict[str, Any]:

@@ -234,15 +234,17 @@ ORIGIN = "https://chat.example"
 
 @pytest.fixture(scope="module")
 def with_cors(folder):
-    with LiveServer(folder, server={"api_key": ("plain",), "cors_origins": (ORIGIN,)}) as server:
+    origins = (ORIGIN, "moz-extension://*")
+    with LiveServer(folder, server={"api_key": ("plain",), "cors_origins": origins}) as server:
         yield server
 
 
-def preflight(server: LiveServer, origin: str) -> httpx.Response:
+def preflight(server: LiveServer, origin: str, **more: str) -> httpx.Response:
     headers = {
         "Origin": origin,
         "Access-Control-Request-Method": "POST",
         "Access-Control-Request-Headers": "authorization, content-type, x-stainless-os",
+        **more,
     }
     return httpx.options(f"{server.url}/v1/chat/completions", headers=headers)
 
@@ -254,6 +256,16 @@ def test_a_preflight_of_an_allowed_page_needs_no_key(with_cors):
     assert "POST" in response.headers["access-control-allow-methods"]
     assert "authorization" in response.headers["access-control-allow-headers"].lower()
     assert "access-control-allow-credentials" not in response.headers
+
+
+def test_a_preflight_for_a_private_network_is_allowed(with_cors):
+    private = {"Access-Control-Request-Private-Network": "true"}
+    for origin in (ORIGIN, "moz-extension://6f1c"):
+        response = preflight(with_cors, origin, **private)
+        assert response.status_code == 200
+        assert response.headers["access-control-allow-private-network"] == "true"
+        assert response.headers["access-control-allow-origin"] == origin
+    assert preflight(with_cors, "https://evil.example", **private).status_code == 400
 
 
 def test_other_pages_are_not_allowed(with_cors):

@@ -10,8 +10,10 @@ from starlette.datastructures import Headers
 
 from tests.server.live import QUESTION, LiveServer
 from vlmserve.config import ServerConfig
+from vlmserve.errors import ConfigurationError
 from vlmserve.server.errors import RefusedError
 from vlmserve.server.origins import Origins
+from vlmserve.settings import read_settings
 
 BODY = {"model": "tiny", "messages": QUESTION, "max_tokens": 1}
 
@@ -74,6 +76,34 @@ def test_origins() -> None:
     assert allows(host=host, origin="app://notes", allowed_origins=("app://notes",))
     assert allows(host=host, origin="https://chat.example", cors_origins=("https://chat.example/",))
     assert not allows(host=host, origin="https://chat.example.evil", cors_origins=("https://chat.example",))
+
+
+@pytest.mark.parametrize(
+    ("setting", "matching", "other"),
+    [
+        (
+            "moz-extension://*",
+            ["moz-extension://6f1c-4a2b", "moz-extension://"],
+            ["https://6f1c", "moz-extension-x://a"],
+        ),
+        ("https://*.Example.com", ["https://a.example.com", "https://a.b.example.com"], ["https://example.com"]),
+        ("http://app:*", ["http://app:3000", "http://app"], ["http://app:x", "http://app.evil.example:3000"]),
+        ("https://a.example:8443/", ["https://a.example:8443"], ["https://a.example", "https://aXexample:8443"]),
+        ("null", ["null"], ["https://null"]),
+    ],
+)
+@pytest.mark.parametrize("name", ["allowed_origins", "cors_origins"])
+def test_origins_may_be_patterns(name: str, setting: str, matching: list[str], other: list[str]) -> None:
+    assert all(allows(host="x", origin=origin, **{name: (setting,)}) for origin in matching)
+    assert not any(allows(host="x", origin=origin, **{name: (setting,)}) for origin in other)
+
+
+@pytest.mark.parametrize(
+    "origin", ["moz-extension:*", "example.com", "https://*x.com", "https://a.example/page", "*.com"]
+)
+def test_origins_that_can_never_match_are_rejected(origin: str) -> None:
+    with pytest.raises(ConfigurationError, match="matches no origin"):
+        read_settings(ServerConfig, {"allowed_origins": [origin]})
 
 
 def test_a_page_of_a_stranger_uploads_and_asks_nothing(folder) -> None:

@@ -21,7 +21,7 @@ from vlmserve.scaleout.keys import RequestKey, request_key
 from vlmserve.scaleout.messages import OWNER_HEADER, PROMPT_HEADER, ROUTE_HEADER, SEED_HEADER, TENANT_HEADER
 from vlmserve.scaleout.router import Route, Router
 from vlmserve.scaleout.upstream import Answer, UpstreamError
-from vlmserve.server.body import content_type, read_body
+from vlmserve.server.body import content_type, read_body, skip_byte_order_mark
 from vlmserve.server.connection import add_note, note_error, request_id_of
 from vlmserve.server.errors import error_body, messages_error_body
 from vlmserve.server.guard import TENANT, account_of
@@ -97,6 +97,7 @@ class Proxy:
             if self._path == "/v1/files":
                 most = min(gateway.config.max_file_bytes + 64 * 1024, gateway.config.body_memory)
             self._body = await read_body(request, most, share, gateway.config.body_timeout)
+            skip_byte_order_mark(self._body)
         began = time.perf_counter()
         self._fields = await self._read_fields()
         self._is_of_a_model = self._fields is not None and self._path in _OF_A_MODEL

@@ -32,7 +32,9 @@ from vlmserve.server.front import Front
 from vlmserve.server.guard import Guard
 from vlmserve.server.live import LiveStats, LiveView
 from vlmserve.server.openapi import Operation, document, routes
+from vlmserve.server.origins import origin_pattern
 from vlmserve.server.page import page_routes
+from vlmserve.server.paths import OnePath
 from vlmserve.server.routes.adapters import load_adapter, unload_adapter
 from vlmserve.server.routes.chat import chat_completions
 from vlmserve.server.routes.completions import completions
@@ -104,12 +106,15 @@ def assemble(front: Front, served: Sequence[Route]) -> Starlette:
         # Outside of all others: a browser's preflight has no key, and it shows a page no error without these headers.
         cors = Middleware(
             CORSMiddleware,
-            allow_origins=config.cors_origins,
+            allow_origins=[origin for origin in config.cors_origins if origin == "*"],
+            allow_origin_regex=origin_pattern(config.cors_origins) or None,
+            allow_private_network=True,
             allow_methods=("GET", "POST", "DELETE"),
             allow_headers=("*",),
             expose_headers=("x-request-id", "retry-after", *RATE_LIMIT_HEADERS),
         )
         middleware.insert(0, cors)
+    middleware.insert(0, Middleware(OnePath))
     app = Starlette(
         routes=[*served, Route("/openapi.json", show_document), *pages],
         middleware=middleware,

@@ -11,7 +11,9 @@ from http import HTTPStatus
 from starlette.requests import ClientDisconnect, Request
 
 from vlmserve.server.errors import RefusedError
+from vlmserve.server.inflate import check_encoding, inflate
 
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 MIN_RATE = 500
 """Lowest average rate of a body, in bytes a second, as in Apache's RequestReadTimeout."""
 _DROP_TIMEOUT = 2.0
@@ -65,7 +67,15 @@ async def read_json_body(request: Request, max_bytes: int, share: BodyShare, pau
     kind = content_type(request)
     if kind != "application/json" and not kind.endswith("+json"):
         raise wrong_content_type("application/json", kind)
-    return await read_body(request, max_bytes, share, pause)
+    body = await read_body(request, max_bytes, share, pause)
+    skip_byte_order_mark(body)
+    return body
+
+
+def skip_byte_order_mark(body: bytearray) -> None:
+    """Delete the UTF-8 byte order mark that some programs on Windows write before JSON."""
+    if body.startswith(_BYTE_ORDER_MARK):
+        del body[: len(_BYTE_ORDER_MARK)]
 
 
 def content_type(request: Request) -> str:
@@ -80,15 +90,21 @@ def wrong_content_type(wanted: str, kind: str) -> RefusedError:
 
 
 async def read_body(request: Request, max_bytes: int, share: BodyShare, pause: float = 30.0) -> bytearray:
-    """The body of a request.
+    """The body of a request, inflated if it is compressed.
 
-    Raises RefusedError for one over `max_bytes`, declared or not, one that does not fit beside the others, or one
-    that pauses for `pause` seconds or drips.
+    Raises RefusedError for a body over `max_bytes`, declared or not, compressed or inflated. Raises it as well for a
+    body that does not fit into the memory for all, that pauses for `pause` seconds or drips, or that has an unknown
+    encoding.
     """
     expects_continue = "expect" in request.headers
     declared = request.headers.get("content-length", "")
     spare = 2 * max_bytes
     refusal = _too_large(max_bytes) if declared.isdecimal() and int(declared) > max_bytes else None
+    coding = ""
+    try:
+        coding = check_encoding(request.headers.get("content-encoding", ""))
+    except RefusedError as error:
+        refusal = error
     body = bytearray()
     more = True
     latest, received = time.monotonic() + pause, 0
@@ -116,7 +132,17 @@ async def read_body(request: Request, max_bytes: int, share: BodyShare, pause: f
             share.give_back()
     if refusal is not None:
         raise refusal
-    return body
+    return await _inflated(body, coding, max_bytes, share) if coding else body
+
+
+async def _inflated(body: bytearray, coding: str, max_bytes: int, share: BodyShare) -> bytearray:
+    content = bytearray()
+    async for piece in inflate(body, coding):
+        if len(content) + len(piece) > max_bytes:
+            raise _too_large(max_bytes)
+        share.need(len(piece))
+        content += piece
+    return content
 
 
 async def drop_body(request: Request, max_bytes: int) -> None:

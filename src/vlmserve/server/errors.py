@@ -22,6 +22,7 @@ from vlmserve.errors import (
     UnknownModelError,
     VLMServeError,
 )
+from vlmserve.server.paths import OLLAMA, methods_at, not_found_message
 
 _MESSAGES_PATH = "/v1/messages"
 _MESSAGES_KINDS = {
@@ -130,8 +131,13 @@ def error_response(error: VLMServeError, path: str = "") -> Response:
     headers = error.headers if isinstance(error, RefusedError) else {}
     if status in (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE):
         headers = {**headers, "Retry-After": retry_after(error)}
-    body = messages_error_body(error) if path.startswith(_MESSAGES_PATH) else error_body(error)
-    return json_response(body, status, headers)
+    return json_response(_body_at(path, error), status, headers)
+
+
+def _body_at(path: str, error: VLMServeError) -> dict[str, Any]:
+    if path.startswith(_MESSAGES_PATH):
+        return messages_error_body(error)
+    return {"error": str(error)} if path.startswith(OLLAMA) else error_body(error)
 
 
 def head_too_large(max_bytes: int) -> RefusedError:
@@ -167,16 +173,15 @@ async def handle_vlmserve_error(request: Request, error: Exception) -> Response:
 
 
 async def handle_http_exception(request: Request, error: Exception) -> Response:
-    """Exception handler for routes and methods that do not exist."""
+    """Exception handler for paths and methods that do not exist."""
     assert isinstance(error, HTTPException)
-    status = HTTPStatus(error.status_code)
-    message = {
-        HTTPStatus.NOT_FOUND: f"There is no {request.url.path} here; /openapi.json lists what there is",
-        HTTPStatus.METHOD_NOT_ALLOWED: f"{request.url.path} does not take {request.method}",
-    }.get(status, str(error.detail))
-    code = {HTTPStatus.NOT_FOUND: "not_found", HTTPStatus.METHOD_NOT_ALLOWED: "method_not_allowed"}.get(
-        status, "http_error"
-    )
-    response = error_response(RefusedError(status, message, code), request.url.path)
-    response.headers.update(error.headers or {})
-    return response
+    path, status = request.scope["path"], HTTPStatus(error.status_code)
+    headers = dict(error.headers or {})
+    if status is HTTPStatus.NOT_FOUND:
+        message, code = not_found_message(path, request.app.routes), "not_found"
+    elif status is HTTPStatus.METHOD_NOT_ALLOWED:
+        headers["Allow"] = ", ".join(methods_at(path, request.app.routes))
+        message, code = f"{path} does not take {request.method}; use {headers['Allow']}", "method_not_allowed"
+    else:
+        message, code = str(error.detail), "http_error"
+    return error_response(RefusedError(status, message, code, headers=headers), path)

@@ -7,7 +7,9 @@ names itself in ``Origin``; or its own name is made to lead to the server (DNS r
 from __future__ import annotations
 
 import ipaddress
+import re
 import socket
+from collections.abc import Iterable
 from http import HTTPStatus
 from urllib.parse import urlsplit
 
@@ -34,7 +36,7 @@ class Origins:
         own = (config.host, socket.gethostname())
         self._hosts = {name.lower().rstrip(".") for name in (*own, *config.allowed_hosts)}
         self._suffixes = tuple(name[1:] for name in self._hosts if name.startswith("*.")) + _PRIVATE
-        self._origins = {origin.lower().rstrip("/") for origin in (*config.allowed_origins, *config.cors_origins)}
+        self._origins = re.compile(origin_pattern((*config.allowed_origins, *config.cors_origins)))
 
     def check(self, headers: Headers) -> None:
         """Check a request's ``Host`` and ``Origin``; one that has neither is no browser's."""
@@ -45,12 +47,15 @@ class Origins:
                 "host_not_allowed",
             )
         origin = headers.get("origin", "").lower()
-        if origin and not self._any_origin and origin not in self._origins and _host_of(origin) != host:
+        if origin and not self._any_origin and not self._is_known(origin, host):
             raise _refused(
                 f"Pages of the origin {origin!r:.200} may not use this server; --cors-origins lets them read answers, "
                 "--allowed-origins allows other programs that send this origin",
                 "origin_not_allowed",
             )
+
+    def _is_known(self, origin: str, host: str) -> bool:
+        return _host_of(origin) == host or self._origins.fullmatch(origin) is not None
 
     def _is_allowed(self, host: str) -> bool:
         name = _name(host)
@@ -58,6 +63,24 @@ class Origins:
             return False
         # A name without a dot cannot be registered either: localhost, a container's, a machine's.
         return "." not in name or name in self._hosts or name.endswith(self._suffixes) or _is_address(name)
+
+
+def origin_pattern(origins: Iterable[str]) -> str:
+    """A regular expression for the origins of a setting, in lower case, without its ``*`` for all origins.
+
+    ``scheme://*`` means all origins with that scheme, ``*.example.com`` all subdomains, and ``:*`` any port.
+    """
+    return "|".join(map(_one_pattern, filter("*".__ne__, origins)))
+
+
+def _one_pattern(origin: str) -> str:
+    scheme, separator, host = origin.lower().partition("://")
+    host = host.rstrip("/")
+    if host == "*":
+        return f"{re.escape(scheme)}://[^/]*"
+    name, port = (host[:-2], r"(?::\d+)?") if host.endswith(":*") else (host, "")
+    subdomain = r"(?:[^/:@]+\.)" if name.startswith("*.") else ""
+    return re.escape(f"{scheme}{separator}") + subdomain + re.escape(name.removeprefix("*.")) + port
 
 
 def _host_of(origin: str) -> str | None:

@@ -1,0 +1,73 @@
+"""Paths as clients write them: which of them mean the same, and what to say about unknown ones."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable, Mapping, Sequence
+
+from starlette.routing import BaseRoute, Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+_SLASHES = re.compile("/{2,}")
+_SHOWN = 60
+"""Characters of an unknown path that an error repeats."""
+_SIMILARITY = 0.85
+"""`difflib`'s ratio from which a known path is suggested for an unknown one."""
+_API = "/v1"
+OLLAMA = "/api/"
+"""Beginning of the paths of Ollama's API."""
+_INSTEAD_OF_OLLAMA: Mapping[str, str] = {
+    "chat": "/v1/chat/completions",
+    "generate": "/v1/completions",
+    "tags": "/v1/models",
+    "ps": "/v1/models",
+    "show": "/v1/models/{name}",
+    "version": "/version",
+}
+
+
+class OnePath:
+    """Middleware: treats repeated slashes as one, and ignores a slash at the end."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        path = scope.get("path", "")
+        if path.endswith("/") or "//" in path:
+            scope["path"] = _SLASHES.sub("/", path).rstrip("/") or "/"
+        await self._app(scope, receive, send)
+
+
+def methods_at(path: str, routes: Iterable[BaseRoute]) -> list[str]:
+    """All methods that the routes of a path take, in alphabetical order."""
+    found: set[str] = set()
+    for route in routes:
+        if isinstance(route, Route) and route.path_regex.match(path):
+            found |= route.methods or set()
+    return sorted(found)
+
+
+def not_found_message(path: str, routes: Sequence[BaseRoute]) -> str:
+    """Says that nothing is at a path, and what the client probably wanted."""
+    shown = path if len(path) <= _SHOWN else f"{path[:_SHOWN]}…"
+    if path.startswith(OLLAMA):
+        instead = _INSTEAD_OF_OLLAMA.get(path.removeprefix(OLLAMA), _API)
+        return f"There is no {shown} here: Ollama's API is not supported; use OpenAI's at {instead}"
+    known = [route for route in routes if isinstance(route, Route)]
+    if (prefixed := _with_right_prefix(path, known)) is not None:
+        return f"There is no {shown} here; use {prefixed}"
+    close = difflib.get_close_matches(path, [route.path for route in known if "{" not in route.path], 1, _SIMILARITY)
+    if close:
+        return f"There is no {shown} here; did you mean {close[0]}?"
+    return f"There is no {shown} here; /openapi.json lists all paths"
+
+
+def _with_right_prefix(path: str, routes: Sequence[Route]) -> str | None:
+    """The known path that `path` becomes with ``/v1`` in front, or without a prefix such as ``/v1`` or ``/openai``."""
+    starts = [match.start() for match in re.finditer("/", path)][1:]
+    for candidate in (_API + path, *(path[start:] for start in starts), *(_API + path[start:] for start in starts)):
+        if any(route.path_regex.match(candidate) for route in routes):
+            return candidate if len(candidate) <= _SHOWN else f"{candidate[:_SHOWN]}…"
+    return None
