@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import os
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +18,7 @@ from typing import Any, Literal, Self, TypeVar, Unpack, overload
 
 from vlmserve.cancellation import run_in_thread
 from vlmserve.config import BUILT_IN_MODEL
-from vlmserve.errors import InvalidRequestError, UnavailableError, UnknownModelError, VLMServeError
+from vlmserve.errors import ForkError, InvalidRequestError, UnavailableError, VLMServeError
 from vlmserve.frontend.client import EngineClient, EngineStream
 from vlmserve.offline import Generation, LoRARequest, OfflineRequest, Prepared, check_lengths
 from vlmserve.offline_calls import (
@@ -35,6 +36,7 @@ from vlmserve.offline_calls import (
     is_prompt,
     set_up,
 )
+from vlmserve.offline_engine import AdapterNames
 from vlmserve.outputs import RequestOutput
 from vlmserve.types import SamplingParams
 
@@ -49,7 +51,8 @@ class AsyncLLM:
     task that is cancelled ends its requests in the engine.
 
     Raises ConfigurationError for an unknown or impossible option; `start` and the first call raise ModelLoadError for a
-    checkpoint that cannot be served. Every call raises EngineDeadError once the engine's process has died.
+    checkpoint that cannot be served. Every call raises EngineDeadError once the engine's process has died, ForkError in
+    a fork of the process that started it, and UnavailableError in another event loop.
     """
 
     def __init__(self, model: str = BUILT_IN_MODEL, **options: Any) -> None:
@@ -61,7 +64,8 @@ class AsyncLLM:
         self._preparing = asyncio.Semaphore(self._setup.media.threads)
         self._ids = itertools.count()
         self._starting: asyncio.Future[EngineClient] | None = None
-        self._adapter_paths: dict[str, str] = {}
+        self._process_id = os.getpid()
+        self._adapters = AdapterNames()
         self._adapter_lock = asyncio.Lock()
         self._closed = False
 
@@ -223,6 +227,7 @@ class AsyncLLM:
             cache_salt=cache_salt,
             mm_processor_kwargs=mm_processor_kwargs,
         )
+        self._check()
         adapter = "" if lora_request is None else await self._load_adapter(lora_request)
         try:
             prepared = await run_in_thread(self._threads, partial(call.prepare_for, adapter, messages))
@@ -234,13 +239,13 @@ class AsyncLLM:
         async with self._streams(request) as [stream]:
             sent = 0
             async for _ in _taken(stream, generation):
-                while sent < len(generation.pieces):
-                    piece, thought = generation.pieces[sent], generation.thoughts[sent]
+                while sent < len(generation.said):
+                    said = generation.said[sent]
                     sent += 1
-                    if thought and on_thought is not None:
-                        on_thought(thought)
-                    if piece:
-                        yield piece
+                    if said.thought and on_thought is not None:
+                        on_thought(said.thought)
+                    if said.text:
+                        yield said.text
         if generation.error is not None:
             raise VLMServeError(generation.error)
 
@@ -314,15 +319,29 @@ class AsyncLLM:
 
     async def _client(self) -> EngineClient:
         """The engine's process, which is started if need be."""
-        if self._closed:
-            raise UnavailableError("the AsyncLLM is closed")
+        self._check()
         if self._starting is None:
+            self._process_id = os.getpid()
             self._starting = asyncio.ensure_future(self._start())
         try:
             return await asyncio.shield(self._starting)
         except VLMServeError:
             self._starting = None  # another call may try again
             raise
+
+    def _check(self) -> None:
+        """Raise ForkError in a fork of the process that started the engine, UnavailableError where calls must fail."""
+        if self._closed:
+            raise UnavailableError("the AsyncLLM is closed")
+        if self._starting is None:
+            return
+        if self._process_id != os.getpid():
+            raise ForkError(
+                f"process {self._process_id} started this AsyncLLM and cannot share it with its fork {os.getpid()}; "
+                "create an AsyncLLM in each process"
+            )
+        if self._starting.get_loop() is not asyncio.get_running_loop():
+            raise UnavailableError("this AsyncLLM belongs to another event loop; create an AsyncLLM in each event loop")
 
     async def _start(self) -> EngineClient:
         client = await EngineClient.start(self.config, self._setup.folder)
@@ -348,17 +367,13 @@ class AsyncLLM:
                 stream.close()
 
     async def _load_adapter(self, wanted: LoRARequest) -> str:
-        """The name of an adapter that is served now. Raises AdapterError, UnknownModelError."""
+        """The name under which the engine serves an adapter. Raises AdapterError, UnknownModelError."""
         client = await self._client()
-        name, path = wanted.lora_name, wanted.lora_path
         async with self._adapter_lock:
-            served = client.adapters.get(name)
-            if path and self._adapter_paths.get(name, served and served.path) != path:
-                await client.load_adapter(name, path)
-                self._adapter_paths[name] = path
-            elif served is None:
-                message = f"there is no adapter {name!r:.100} here; give its lora_path"
-                raise UnknownModelError(message, param="lora_request")
+            name, is_served = self._adapters.find(wanted, {one.name: one.path for one in client.adapters.values()})
+            if not is_served:
+                await client.load_adapter(name, wanted.lora_path)
+            self._adapters.loaded(wanted, name)
         return name
 
 

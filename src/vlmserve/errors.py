@@ -156,6 +156,10 @@ class EngineDeadError(VLMServeError):
     """The engine process ended, so the request cannot be answered."""
 
 
+class ForkError(VLMServeError):
+    """A forked process used an `LLM` or `AsyncLLM` of its parent."""
+
+
 class UnavailableError(VLMServeError):
     """The server is loading, restarting its engine or closing; the same request may succeed later or elsewhere.
 

@@ -10,16 +10,16 @@ print(result.text)
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from functools import cached_property, partial
+from functools import partial
 from itertools import repeat
-from typing import TYPE_CHECKING, Any, Literal, Unpack, cast, overload
+from typing import TYPE_CHECKING, Any, Literal, Self, Unpack, cast, overload
 
 from vlmserve.config import BUILT_IN_MODEL
-from vlmserve.errors import InvalidRequestError, UnknownModelError, VLMServeError
-from vlmserve.offline import LoRARequest, OfflineBatch, OfflineRequests
+from vlmserve.errors import InvalidRequestError, VLMServeError
+from vlmserve.offline import LoRARequest
+from vlmserve.offline_batch import OfflineBatch
 from vlmserve.offline_calls import (
     Adapters,
     Call,
@@ -35,13 +35,12 @@ from vlmserve.offline_calls import (
     is_prompt,
     set_up,
 )
+from vlmserve.offline_engine import SharedEngine
 from vlmserve.outputs import RequestOutput
 from vlmserve.types import SamplingParams
 
 if TYPE_CHECKING:
     from vlmserve.engine.protocol import VLMEngine
-
-_LOAD_INTERVAL = 0.002
 
 
 class LLM:
@@ -52,21 +51,30 @@ class LLM:
     ``max_images=4``, ``prepare_ahead=64``…). `default_sampling_params` is what calls without sampling parameters use:
     the checkpoint's own.
 
+    Several threads may use one LLM: the engine batches their requests. A process that is forked from one with a loaded
+    LLM needs an LLM of its own; calls raise ForkError there. `close` gives back the memory, and so does deleting the
+    last reference.
+
     Raises ConfigurationError for an unknown or impossible option, ModelLoadError for a checkpoint that cannot be
-    served. Not thread-safe: use one LLM from one thread.
+    served.
     """
 
     def __init__(self, model: str = BUILT_IN_MODEL, **options: Any) -> None:
         # Callers wait for whole answers: with images first, requests generate together.
         setup = set_up(model, {"encoder_step_share": math.inf, **options})
-        self.config, self._folder, self._preparer = setup.engine, setup.folder, setup.preparer
+        self.config, self._preparer = setup.engine, setup.preparer
         self.default_sampling_params = setup.params
         self._setup = setup
         self._prompts = Prompts(setup.preparer)
-        self._adapter_paths: dict[str, str] = {}
+        self._engine = SharedEngine(setup.engine, setup.folder, setup.preparer)
         if self.config.load == "eager":
             self.load()
-        self._requests = OfflineRequests(lambda: self.engine, setup.preparer)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     @property
     def template_settings(self) -> frozenset[str]:
@@ -77,14 +85,17 @@ class LLM:
         """Load the model now if it is not loaded. Raises ModelLoadError and ConfigurationError."""
         assert self.engine is not None
 
-    @cached_property
-    def engine(self) -> VLMEngine:
-        """The engine with its model. With ``load="lazy"`` its first use loads it, and raises what that raises."""
-        from vlmserve.engine import create_engine
+    def close(self) -> None:
+        """Give back the model's memory. Requests that are not finished, and later calls, raise UnavailableError."""
+        self._engine.close()
 
-        engine = create_engine(self.config, self._folder)
-        self._preparer.fit(engine.info)
-        return engine
+    @property
+    def engine(self) -> VLMEngine:
+        """The engine with its model. With ``load="lazy"`` its first use loads it, and raises what that raises.
+
+        Use it from one thread, while no other call of this LLM runs.
+        """
+        return self._engine.engine
 
     @overload
     def chat(
@@ -286,30 +297,30 @@ class LLM:
             cache_salt=cache_salt,
             mm_processor_kwargs=mm_processor_kwargs,
         )
-        adapter = "" if lora_request is None else self._load_adapter(lora_request)
+        adapter = "" if lora_request is None else self._engine.load_adapter(lora_request)
         try:
             prepared = call.prepare_for(adapter, messages)
         except InvalidRequestError as error:
             error.locate()
             raise
-        request = self._requests.add(prepared, params)
+        request = self._engine.add(prepared, params)
         [generation] = request.generations
         try:
             sent = 0
-            while generation.finish_reason is None or sent < len(generation.pieces):
-                if sent == len(generation.pieces):
-                    self._requests.step()
+            while generation.finish_reason is None or sent < len(generation.said):
+                if sent == len(generation.said):
+                    self._engine.step()
                     continue
-                piece, thought = generation.pieces[sent], generation.thoughts[sent]
+                said = generation.said[sent]
                 sent += 1
-                if thought and on_thought is not None:
-                    on_thought(thought)
-                if piece:
-                    yield piece
+                if said.thought and on_thought is not None:
+                    on_thought(said.thought)
+                if said.text:
+                    yield said.text
             if generation.error is not None:
                 raise VLMServeError(generation.error)
         finally:
-            self._requests.forget([request])
+            self._engine.forget([request])
 
     def _adapters_of(self, wanted: Adapters, items: Iterable[Any]) -> Iterable[str]:
         """The names of the adapters that answer each of the items, all of them served.
@@ -318,23 +329,8 @@ class LLM:
         """
         several = adapters_of(wanted, items)
         if several is not None:
-            return ["" if one is None else self._load_adapter(one) for one in several]
-        return repeat("" if wanted is None else self._load_adapter(cast(LoRARequest, wanted)))
-
-    def _load_adapter(self, wanted: LoRARequest) -> str:
-        """The name of an adapter that is served now. Raises AdapterError, UnknownModelError."""
-        served = {adapter.name: adapter.path for adapter in self.engine.adapters}
-        name, path = wanted.lora_name, wanted.lora_path
-        if path and self._adapter_paths.get(name, served.get(name)) != path:
-            self.engine.load_adapter(0, name, path)
-            while not (finished := self.engine.finished_loads()):
-                time.sleep(_LOAD_INTERVAL)
-            if finished[0].error is not None:
-                raise finished[0].error
-            self._adapter_paths[name] = path
-        elif name not in served:
-            raise UnknownModelError(f"there is no adapter {name!r:.100} here; give its lora_path", param="lora_request")
-        return name
+            return ["" if one is None else self._engine.load_adapter(one) for one in several]
+        return repeat("" if wanted is None else self._engine.load_adapter(cast(LoRARequest, wanted)))
 
     def _answer(
         self,
@@ -347,6 +343,7 @@ class LLM:
         is_one: bool = False,
     ) -> Any:
         """What `chat` and `generate` return. is_one: whether the caller gave one item and no list."""
+        self._engine.check()
         call.check_options()
         params, names = call.params_of(self.default_sampling_params, items), adapters(items)
         if call.on_error == "raise" and isinstance(items, Sequence):
@@ -356,7 +353,7 @@ class LLM:
             total = len(items) if isinstance(items, Sequence) else None
             with _progress(total, use_tqdm) as advance:
                 batch = OfflineBatch(
-                    self._requests,
+                    self._engine,
                     (
                         (partial(call.prepare_for, adapter, item), param)
                         for item, param, adapter in zip(items, params, names, strict=False)

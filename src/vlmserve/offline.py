@@ -1,20 +1,11 @@
-"""Requests of a caller in this process: prepared ahead within bounds, answered together, returned in order."""
+"""Requests of callers in this process, and what becomes of them."""
 
 from __future__ import annotations
 
-import itertools
-import signal
-import threading
-from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
-from vlmserve.config import OfflineConfig
 from vlmserve.engine.admission import check_length
-from vlmserve.errors import InvalidRequestError, InvalidRequestsError
 from vlmserve.outputs import CompletionOutput, RequestOutput, logprobs_by_id
 from vlmserve.types import (
     EngineOutput,
@@ -28,7 +19,6 @@ from vlmserve.types import (
 )
 
 if TYPE_CHECKING:
-    from vlmserve.engine.protocol import VLMEngine
     from vlmserve.frontend.reasoning import AnswerText, Said
     from vlmserve.frontend.requests import RequestPreparer
 
@@ -62,14 +52,16 @@ class Prepared(NamedTuple):
 
 @dataclass(eq=False)
 class Generation:
-    """One answer in the engine and the text that it has brought so far."""
+    """One answer in the engine and the text that it has brought so far.
+
+    The thread that steps the engine writes it while the caller's thread reads it, so `finish_reason` is set last.
+    """
 
     request_id: str
     params: SamplingParams
     answer_text: AnswerText
     token_ids: list[int] = field(default_factory=list)
-    pieces: list[str] = field(default_factory=list)
-    thoughts: list[str] = field(default_factory=list)
+    said: list[Said] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None
     error: str | None = None
@@ -82,20 +74,20 @@ class Generation:
         """Add a step's output. Text after a stop string is dropped."""
         self.num_cached_tokens, self.num_images_encoded = output.cached_tokens, output.images_encoded
         self.prompt_logprobs = self.prompt_logprobs or output.prompt_logprobs
-        self._say(self.answer_text.push(output.token_ids))
+        self.said.append(self.answer_text.push(output.token_ids))
         count = self.answer_text.num_tokens - len(self.token_ids)
         self.token_ids += output.token_ids[:count]
         self.logprobs += (output.logprobs or [])[:count]
         if self.answer_text.stopped:
             self.finish_reason = "stop"
         elif output.finish_reason is not None:
-            self._say(self.answer_text.finish())
-            self.finish_reason = "stop" if self.answer_text.stopped else output.finish_reason
+            self.said.append(self.answer_text.finish())
             self.stop_token_id, self.error = output.stop_token_id, output.error
+            self.finish_reason = "stop" if self.answer_text.stopped else output.finish_reason
 
-    def _say(self, said: Said) -> None:
-        self.pieces.append(said.text)
-        self.thoughts.append(said.thought)
+    def fail(self, error: str) -> None:
+        """End the answer because its outputs cannot be used."""
+        self.error, self.finish_reason = error, "error"
 
     @property
     def likelihood(self) -> float:
@@ -136,6 +128,11 @@ class OfflineRequest:
         return any(one.token_ids or one.finish_reason is not None for one in self.generations)
 
     @property
+    def num_tokens(self) -> int:
+        """Tokens of all answers so far."""
+        return sum(len(one.token_ids) for one in self.generations)
+
+    @property
     def finished(self) -> bool:
         return all(one.finish_reason is not None for one in self.generations)
 
@@ -168,14 +165,14 @@ class OfflineRequest:
             logprobs = [logprobs_by_id(one, self._token_bytes) for one in generation.logprobs]
         return CompletionOutput(
             index,
-            "".join(generation.pieces),
+            "".join(said.text for said in generation.said),
             generation.token_ids,
             generation.finish_reason,
             generation.stop_reason,
             generation.error,
             logprobs,
             self.params.grammar,
-            "".join(generation.thoughts) or None,
+            "".join(said.thought for said in generation.said) or None,
         )
 
 
@@ -183,222 +180,3 @@ def check_lengths(prepared: Prepared, params: SamplingParams, info: ModelInfo) -
     """Raise InvalidRequestError for an answer that would be longer than what the context has left after the prompt."""
     for name, wanted in (("max_tokens", params.max_tokens), ("min_tokens", params.min_tokens)):
         check_length(name, wanted or 0, prepared.prompt, info)
-
-
-class OfflineRequests:
-    """The requests that callers in this process have in the engine. engine: gets it, and loads its model if need be."""
-
-    def __init__(self, engine: Callable[[], VLMEngine], preparer: RequestPreparer) -> None:
-        self._engine = engine
-        self._preparer = preparer
-        self._generations: dict[str, Generation] = {}
-        self._ids = itertools.count()
-
-    def add(self, prepared: Prepared, params: SamplingParams) -> OfflineRequest:
-        """Queue all answers to a prompt, or none if it is refused. Raises what the engine does."""
-        engine = self._engine()
-        check_lengths(prepared, params, engine.info)
-        request = OfflineRequest(f"offline-{next(self._ids)}", prepared, params, self._preparer)
-        try:
-            for one, generation in zip(request.requests, request.generations, strict=True):
-                engine.add(one)
-                self._generations[generation.request_id] = generation
-        except BaseException:
-            self.forget([request])
-            raise
-        return request
-
-    def step(self) -> int:
-        """One step of the engine; its outputs go to all unfinished requests, suspended streams included.
-
-        Returns the number of new tokens.
-        """
-        num_tokens, stopped = 0, []
-        with _interrupts_held_back():
-            for output in self._engine().step():
-                generation = self._generations.get(output.request_id)
-                if generation is None:
-                    continue
-                num_tokens += len(output.token_ids)
-                generation.take(output)
-                if generation.finish_reason is not None and output.finish_reason is None:
-                    stopped.append(output.request_id)
-            self._engine().abort(stopped)
-        return num_tokens
-
-    def forget(self, requests: Sequence[OfflineRequest]) -> None:
-        """Abort what has not finished, and drop all of it."""
-        generations = [generation for request in requests for generation in request.generations]
-        if not generations:
-            return
-        with _interrupts_held_back():
-            self._engine().abort([one.request_id for one in generations if one.finish_reason is None])
-            for generation in generations:
-                self._generations.pop(generation.request_id, None)
-
-
-@dataclass(eq=False)
-class _Job:
-    """One of a list. num_bytes: of its prompt, once it is prepared."""
-
-    number: int
-    params: SamplingParams
-    num_bytes: int | None = None
-    request: OfflineRequest | None = None
-    outcome: RequestOutput | InvalidRequestError | None = None
-
-    @property
-    def is_ahead(self) -> bool:
-        """Whether it waits for its turn."""
-        return self.request is None or not self.request.has_begun
-
-
-class OfflineBatch:
-    """Answers to a list, of which no more is prepared ahead than `bounds` says.
-
-    items: what prepares each of them, in a worker thread, and its params. window: how many may be under way or wait for
-    an earlier one; None: any number, as the caller keeps all results anyway. raises: whether to end with an error if
-    something is wrong with any of them. name: adds an item's place to an error. advance: called after each step
-    how many requests have finished, and of new tokens.
-    """
-
-    def __init__(
-        self,
-        requests: OfflineRequests,
-        items: Iterator[tuple[Callable[[], Prepared], SamplingParams]],
-        *,
-        bounds: OfflineConfig,
-        num_threads: int,
-        window: int | None,
-        raises: bool,
-        name: Callable[[Exception, int], None],
-        advance: Callable[[int, int], None],
-    ) -> None:
-        self._requests, self._items, self._bounds = requests, items, bounds
-        self._num_threads, self._window, self._raises = num_threads, window, raises
-        self._name, self._advance = name, advance
-        self._count = self._largest = 0
-        self._exhausted = False
-        self._unyielded: deque[_Job] = deque()
-        self._preparing: deque[tuple[_Job, Future[Prepared]]] = deque()
-        self._running: list[_Job] = []
-        self._errors: list[InvalidRequestError] = []
-
-    def results(self) -> Generator[RequestOutput | InvalidRequestError, None, None]:
-        """In order, each as soon as it and all before it have ended. Closing the iterator ends all requests.
-
-        Raises InvalidRequestError, or InvalidRequestsError for several, if it is to.
-        """
-        executor = ThreadPoolExecutor(self._num_threads, "prepare")
-        try:
-            while True:
-                self._fill(executor)
-                self._admit(wait=not self._running)
-                if self._errors:
-                    self._fail(executor)
-                while self._unyielded and self._unyielded[0].outcome is not None:
-                    outcome = self._unyielded.popleft().outcome
-                    assert outcome is not None
-                    yield outcome
-                if self._running:
-                    self._step()
-                elif self._exhausted and not self._unyielded:
-                    return
-        finally:
-            executor.shutdown(wait=True, cancel_futures=True)
-            self._requests.forget([job.request for job in self._running if job.request is not None])
-
-    def _fill(self, executor: ThreadPoolExecutor) -> None:
-        """Have as many prepared as the bounds allow."""
-        while not self._exhausted:
-            ahead = [job for job, _ in self._preparing] + [job for job in self._running if job.is_ahead]
-            known = [job.num_bytes for job in ahead if job.num_bytes is not None]
-            self._largest = max([self._largest, *known])
-            # What is not yet prepared is taken to be as large as the largest before.
-            num_bytes = sum(known) + self._largest * (len(ahead) - len(known))
-            most = self._bounds.prepare_ahead if self._largest else self._num_threads
-            if ahead and (len(ahead) >= most or num_bytes >= self._bounds.prepare_ahead_memory):
-                return
-            if self._window is not None and len(self._unyielded) >= self._window:
-                return
-            found = next(self._items, None)
-            if found is None:
-                self._exhausted = True
-                return
-            prepare, params = found
-            job = _Job(self._count, params)
-            self._count += 1
-            self._unyielded.append(job)
-            self._preparing.append((job, executor.submit(_measured, prepare, job)))
-
-    def _admit(self, *, wait: bool) -> None:
-        """Give the engine what is prepared, in order, so that seeds do not depend on which is prepared first.
-
-        wait: for the first one.
-        """
-        while self._preparing and (wait or self._preparing[0][1].done()):
-            job, future = self._preparing.popleft()
-            wait = False
-            try:
-                job.request = self._requests.add(future.result(), job.params)
-                self._running.append(job)
-            except Exception as error:
-                self._name(error, job.number)
-                if not isinstance(error, InvalidRequestError):
-                    raise
-                job.outcome = error
-                self._errors += [error] if self._raises else []
-
-    def _step(self) -> None:
-        num_tokens = self._requests.step()
-        num_finished = 0
-        for job in self._running:
-            if job.request is not None and job.request.finished:
-                job.outcome, finished, job.request = job.request.result(), job.request, None
-                self._requests.forget([finished])
-                num_finished += 1
-        self._running = [job for job in self._running if job.request is not None]
-        self._advance(num_finished, num_tokens)
-
-    def _fail(self, executor: ThreadPoolExecutor) -> None:
-        """Look for what else is wrong, answer nothing more, and raise."""
-        while True:
-            self._requests.forget([job.request for job in self._running if job.request is not None])
-            self._running.clear()
-            self._unyielded.clear()
-            if self._window is None:
-                self._fill(executor)
-            if not self._preparing:
-                break
-            self._admit(wait=True)
-        raise self._errors[0] if len(self._errors) == 1 else InvalidRequestsError(self._errors)
-
-
-def _measured(prepare: Callable[[], Prepared], job: _Job) -> Prepared:
-    prepared = prepare()
-    job.num_bytes = prepared.num_bytes
-    return prepared
-
-
-@contextmanager
-def _interrupts_held_back() -> Iterator[None]:
-    """Raise KeyboardInterrupt after the block, not in it: an engine left in the middle of a step is of no use."""
-    if (
-        threading.current_thread() is not threading.main_thread()
-        or signal.getsignal(signal.SIGINT) is not signal.default_int_handler
-    ):
-        yield
-        return
-    interrupted = False
-
-    def remember(_signal: int, _frame: object) -> None:
-        nonlocal interrupted
-        interrupted = True
-
-    signal.signal(signal.SIGINT, remember)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-    if interrupted:
-        raise KeyboardInterrupt
