@@ -34,9 +34,9 @@ from vlmserve.offline_calls import (
     adapters_of,
     is_conversation,
     is_prompt,
-    set_up,
 )
 from vlmserve.offline_engine import AdapterNames
+from vlmserve.offline_options import LLMOptions, set_up
 from vlmserve.outputs import RequestOutput
 from vlmserve.types import SamplingParams
 
@@ -55,7 +55,7 @@ class AsyncLLM:
     a fork of the process that started it, and UnavailableError in another event loop.
     """
 
-    def __init__(self, model: str = BUILT_IN_MODEL, **options: Any) -> None:
+    def __init__(self, model: str = BUILT_IN_MODEL, **options: Unpack[LLMOptions]) -> None:
         self._setup = set_up(model, options)
         self.config, self.default_sampling_params = self._setup.engine, self._setup.params
         self._prompts = Prompts(self._setup.preparer)

@@ -33,9 +33,9 @@ from vlmserve.offline_calls import (
     adapters_of,
     is_conversation,
     is_prompt,
-    set_up,
 )
 from vlmserve.offline_engine import SharedEngine
+from vlmserve.offline_options import LLMOptions, set_up
 from vlmserve.outputs import RequestOutput
 from vlmserve.types import SamplingParams
 
@@ -59,9 +59,9 @@ class LLM:
     served.
     """
 
-    def __init__(self, model: str = BUILT_IN_MODEL, **options: Any) -> None:
+    def __init__(self, model: str = BUILT_IN_MODEL, **options: Unpack[LLMOptions]) -> None:
         # Callers wait for whole answers: with images first, requests generate together.
-        setup = set_up(model, {"encoder_step_share": math.inf, **options})
+        setup = set_up(model, options, {"encoder_step_share": math.inf})
         self.config, self._preparer = setup.engine, setup.preparer
         self.default_sampling_params = setup.params
         self._setup = setup

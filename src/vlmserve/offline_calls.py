@@ -1,4 +1,4 @@
-"""What callers in this process ask for: options of a model, prompts, and what becomes of answers with a schema."""
+"""What callers in this process ask for: prompts, and what becomes of answers with a schema."""
 
 from __future__ import annotations
 
@@ -7,17 +7,14 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import repeat
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, TypedDict, TypeGuard
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict, TypeGuard
 
 import msgspec
 
-from vlmserve.config import EngineConfig, MediaConfig, OfflineConfig
 from vlmserve.errors import AnswerError, InvalidRequestError, InvalidRequestsError
 from vlmserve.offline import LoRARequest, Prepared
 from vlmserve.outputs import RequestOutput
 from vlmserve.sampling_params import Grammar
-from vlmserve.settings import check_names, read_settings
 from vlmserve.types import Prompt, SamplingParams
 
 if TYPE_CHECKING:
@@ -31,11 +28,6 @@ Adapters: TypeAlias = LoRARequest | Sequence[LoRARequest | None] | None
 OnError: TypeAlias = Literal["raise", "return"]
 Outcome: TypeAlias = RequestOutput | InvalidRequestError
 
-UNBOUNDED_QUEUE = 2**31
-"""Offline, all requests come from one caller who waits for them, so the queue needs no limit."""
-WINDOWS = 4
-"""Finished results may wait for an earlier, slow one, up to this many times the running requests."""
-
 
 class ChatOptions(TypedDict, total=False):
     """Further options of `LLM.chat`, which describes them."""
@@ -45,42 +37,6 @@ class ChatOptions(TypedDict, total=False):
     cache_salt: str | None
     mm_processor_kwargs: Mapping[str, Any] | None
     lora_request: Adapters
-
-
-class Setup(NamedTuple):
-    """A model's settings and what prepares its prompts. folder: of its checkpoint. params: the checkpoint's own."""
-
-    engine: EngineConfig
-    media: MediaConfig
-    offline: OfflineConfig
-    folder: Path
-    params: SamplingParams
-    preparer: RequestPreparer
-
-    @property
-    def window(self) -> int:
-        """Results of a stream that may be under way or wait for an earlier one."""
-        return WINDOWS * (self.engine.max_num_seqs + self.offline.prepare_ahead)
-
-
-def set_up(model: str, options: dict[str, Any]) -> Setup:
-    """What the options of `LLM` say. Raises ConfigurationError, CheckpointNotFoundError."""
-    from vlmserve.frontend.defaults import default_sampling
-    from vlmserve.frontend.requests import RequestPreparer
-    from vlmserve.models.hub import resolve_model
-
-    check_names(options, (EngineConfig, MediaConfig, OfflineConfig))
-    named = {
-        kind: {name: options[name] for name in options if name in kind.model_fields}
-        for kind in (MediaConfig, OfflineConfig)
-    }
-    rest = {name: value for name, value in options.items() if not any(name in own for own in named.values())}
-    media = read_settings(MediaConfig, named[MediaConfig])
-    offline = read_settings(OfflineConfig, named[OfflineConfig])
-    engine = read_settings(EngineConfig, {"max_waiting": UNBOUNDED_QUEUE, **rest, "model": model})
-    folder = resolve_model(engine.model, engine.revision, engine.mmproj)
-    preparer = RequestPreparer(folder, media, engine.model_impl, engine.chat_template, engine=engine)
-    return Setup(engine, media, offline, folder, default_sampling(folder), preparer)
 
 
 @dataclass(frozen=True)

@@ -152,10 +152,14 @@ def read_settings(kind: type[SettingsT], values: Mapping[str, Any], spelling: Ca
         raise ConfigurationError("; ".join(problems)) from None
 
 
-def check_names(names: Iterable[str], kinds: Sequence[type[Settings]]) -> None:
-    """Raise ConfigurationError, which says what was probably meant, for names that no field of these settings has."""
+def check_names(names: Iterable[str], kinds: Sequence[type[Settings]], others: Iterable[str] = ()) -> None:
+    """Raise ConfigurationError, which says what was probably meant, for names that no field of these settings has.
+
+    others: names that are allowed besides.
+    """
     known = {name for kind in kinds for name in kind.model_fields}
     if unknown := [name for name in names if OLD_NAMES.get(name, name) not in known]:
+        known.update(others)
         problems = [f"there is no option {name}{vllm_flags.hint(name, known, str)}" for name in unknown]
         raise ConfigurationError("; ".join(problems))
 

@@ -157,6 +157,9 @@ _UNUSED: Mapping[tuple[str, ...], Unused] = {
     ("--enable-auto-tool-choice", "--exclude-tools-when-tool-choice-none"): Unused(
         "Models may call a request's tools; with tool_choice none the prompt does not describe them.", is_switch=True
     ),
+    ("--trust-remote-code",): Unused(
+        "Code from a checkpoint is never run; `vlmserve models` lists the supported models.", is_switch=True
+    ),
     ("--enable-reasoning",): Unused(
         "Thoughts are apart from answers unless --reasoning-parser is none.", is_switch=True
     ),
@@ -221,10 +224,6 @@ _HUB = "Set HF_HOME for the folder of downloads and HF_TOKEN for the token; --re
 _CONFIG = "Change config.json in a copy of the model's folder."
 _SPECULATION = "Speculative decoding is not supported."
 _MISSING: Mapping[tuple[str, ...], Missing] = {
-    ("--trust-remote-code",): Missing(
-        "Code from a checkpoint is never run, so leave it out: models that need it elsewhere may be served all the "
-        "same (`vlmserve models`)."
-    ),
     ("--code-revision",): Missing("Code from a checkpoint is never run; --revision names the version of its files."),
     ("--tokenizer", "--tokenizer-revision", "--skip-tokenizer-init"): Missing(_TOKENIZER),
     ("--download-dir", "--hf-token", "--ignore-patterns"): Missing(_HUB),

@@ -158,8 +158,8 @@ def test_a_list_under_another_name_is_json_or_has_commas(monkeypatch, value):
 def test_a_command_without_the_setting_does_not_know_vllms_name_for_it():
     line = Spelling(set(), {"--seed"}, set(), 0).read(["--gpu-memory-utilization", "0.5"])
     assert line.words == ["--gpu-memory-utilization", "0.5"]
-    with pytest.raises(ConfigurationError, match="--trust-remote-code"):
-        Spelling(set(), {"--seed"}, set(), 0).read(["--trust-remote-code"])
+    with pytest.raises(ConfigurationError, match="--tokenizer"):
+        Spelling(set(), {"--seed"}, set(), 0).read(["--tokenizer"])
 
 
 def test_other_commands_know_vllms_names_too():
