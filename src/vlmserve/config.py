@@ -412,6 +412,9 @@ class ServerConfig(Settings):
     )
     head_timeout: float = Field(20.0, gt=0, description="Seconds in which the headers of a request must arrive.")
     body_timeout: float = Field(30.0, gt=0, description="Seconds that a client may pause while it sends a body.")
+    stream_ping_interval: float = Field(
+        15.0, ge=0, description="Seconds of silence in a stream after which a comment line is sent; 0: never."
+    )
     engine_silence: float = Field(
         10.0, gt=0, description="Seconds without a heartbeat of the engine after which /ready answers 503."
     )

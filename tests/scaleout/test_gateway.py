@@ -18,6 +18,7 @@ from PIL import Image
 from tests.scaleout.processes import TOKEN, Cluster
 from tests.server.test_attacks import send_chunked
 from tests.server.test_batches import content, finished, line, start
+from tests.server.test_streams import PATHS, num_pings, stream
 from vlmserve.config import ServerConfig
 from vlmserve.scaleout.door import BEAT
 from vlmserve.scaleout.member import GatewayLaunch
@@ -249,6 +250,16 @@ def test_limits_of_a_key_hold(cluster):
     assert [answer.status_code for answer in answers] == [200, 200, 429]
     assert answers[-1].headers["retry-after"]
     assert answers[-1].json()["error"]["code"] == "rate_limit_exceeded"
+
+
+def test_streams_through_a_gateway_ping_before_the_first_token(folder):
+    pings = {"stream_ping_interval": 0.1}
+    with Cluster(folder, 1, engine={"mock_ttft": 0.6}, server=pings, front=pings) as running:
+        for path, fields in PATHS.items():
+            text = stream(running, path, **fields)
+            assert num_pings(text, path) >= 3
+            assert "data: {" in text
+        assert httpx.post(f"{running.url}/v1/completions", json={"prompt": 1, "stream": True}).status_code == 400
 
 
 def test_a_gateway_without_workers_says_so(folder):

@@ -21,12 +21,20 @@ from vlmserve.scaleout.keys import RequestKey, request_key
 from vlmserve.scaleout.messages import OWNER_HEADER, PROMPT_HEADER, ROUTE_HEADER, SEED_HEADER, TENANT_HEADER
 from vlmserve.scaleout.router import Route, Router
 from vlmserve.scaleout.upstream import Answer, UpstreamError
-from vlmserve.server.body import content_type, read_body, skip_byte_order_mark
-from vlmserve.server.connection import add_note, note_error, request_id_of
+from vlmserve.server.body import BodyShare, content_type, read_body, skip_byte_order_mark
+from vlmserve.server.connection import (
+    add_note,
+    cancel,
+    disconnected,
+    note_error,
+    request_id_of,
+    unless_disconnected,
+)
 from vlmserve.server.errors import error_body, messages_error_body
 from vlmserve.server.guard import TENANT, account_of
 from vlmserve.server.history import owner_of
 from vlmserve.server.routes.events import event, named_event
+from vlmserve.server.streams import begin_in_time
 
 GENERATING = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"})
 """Paths of requests that an engine answers."""
@@ -86,10 +94,12 @@ class Proxy:
         """Of the model or adapter that the request names."""
         self._may_be_absent = False
         """Whether a worker has just failed that may be about to leave."""
+        self.streams = False
+        """Whether the client wants a stream, once the body is read."""
         self.is_kept = False
         """Whether the answer may be stored, so that it is to be stored as failed if its worker dies."""
 
-    async def read(self, share: Any) -> None:
+    async def read(self, share: BodyShare) -> None:
         """Read the body. Raises VLMServeError."""
         gateway, request = self.gateway, self._request
         if request.method == "POST":
@@ -101,6 +111,7 @@ class Proxy:
         began = time.perf_counter()
         self._fields = await self._read_fields()
         self._is_of_a_model = self._fields is not None and self._path in _OF_A_MODEL
+        self.streams = self._fields is not None and self._path in GENERATING and self._fields.get("stream") is True
         self._name = self._fields.get("model") if self._fields is not None and self._is_of_a_model else None
         self._read_seconds = time.perf_counter() - began
 
@@ -281,7 +292,7 @@ class _Stream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         sender = asyncio.ensure_future(self._send_all(send))
-        watcher = asyncio.ensure_future(_disconnected(receive))
+        watcher = asyncio.ensure_future(disconnected(receive))
         try:
             await asyncio.wait((sender, watcher), return_when=asyncio.FIRST_COMPLETED)
             if not sender.done():
@@ -289,9 +300,7 @@ class _Stream(Response):
                 raise ClientDisconnect
             sender.result()
         finally:
-            sender.cancel()
-            watcher.cancel()
-            await asyncio.gather(sender, watcher, return_exceptions=True)
+            await cancel(sender, watcher)
             self._route.abandon()
             await self._stack.aclose()
 
@@ -332,12 +341,19 @@ async def forward(request: Request) -> Response:
         proxy = Proxy(gateway, request)
         share = stack.enter_context(gateway.bodies.share())
         await proxy.read(share)
-        response = await _unless_disconnected(request, proxy)
-        is_needed = proxy.is_kept and isinstance(response, _Stream)
-        if not is_needed or gateway.bodies.used > gateway.bodies.capacity // 2:
-            proxy.drop_body()
-            share.give_back()
+        interval = gateway.config.stream_ping_interval
+        response = await begin_in_time(request, _answer(request, proxy, share), lambda: proxy.streams, interval)
         return _Held(response, stack.pop_all())
+
+
+async def _answer(request: Request, proxy: Proxy, share: BodyShare) -> Response:
+    gateway = proxy.gateway
+    response = await unless_disconnected(request, proxy.answer())
+    is_needed = proxy.is_kept and isinstance(response, _Stream)
+    if not is_needed or gateway.bodies.used > gateway.bodies.capacity // 2:
+        proxy.drop_body()
+        share.give_back()
+    return response
 
 
 class _Held(Response):
@@ -351,27 +367,6 @@ class _Held(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with self._stack:
             await self._response(scope, receive, send)
-
-
-async def _unless_disconnected(request: Request, proxy: Proxy) -> Response:
-    """The answer; raises ClientDisconnect as soon as the client has left."""
-    asking = asyncio.ensure_future(proxy.answer())
-    watcher = asyncio.ensure_future(_disconnected(request.receive))
-    try:
-        await asyncio.wait((asking, watcher), return_when=asyncio.FIRST_COMPLETED)
-        if not asking.done():
-            raise ClientDisconnect
-        return asking.result()
-    finally:
-        watcher.cancel()
-        if not asking.done():
-            asking.cancel()
-        await asyncio.gather(asking, watcher, return_exceptions=True)
-
-
-async def _disconnected(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
 
 
 def _is_events(answer: Answer) -> bool:

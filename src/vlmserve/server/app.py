@@ -19,10 +19,9 @@ from starlette.routing import Route
 from vlmserve.config import ServerConfig
 from vlmserve.errors import EngineDeadError, VLMServeError
 from vlmserve.server.accounts import RATE_LIMIT_HEADERS
-from vlmserve.server.connection import RequestLog, note_error
+from vlmserve.server.connection import RequestLog
 from vlmserve.server.debug import show_caches
 from vlmserve.server.errors import (
-    error_code,
     handle_http_exception,
     handle_vlmserve_error,
     json_response,
@@ -48,6 +47,7 @@ from vlmserve.server.schema.messages import CountRequest, MessageAnswer, Message
 from vlmserve.server.schema.models import Health, LoadAdapterRequest, ModelCard, ModelList, UnloadAdapterRequest
 from vlmserve.server.schema.tokens import Detokenized, DetokenizeRequest, Tokenized, TokenizeRequest
 from vlmserve.server.service import Phase, Service
+from vlmserve.server.streams import note_failure
 
 
 def operations(config: ServerConfig) -> list[Operation]:
@@ -217,8 +217,5 @@ async def show_live(request: Request) -> Response:
 async def count_and_handle_error(request: Request, error: Exception) -> Response:
     """Exception handler for `VLMServeError`."""
     assert isinstance(error, VLMServeError)
-    front: Front = request.app.state.front
-    code = error_code(error)
-    front.metrics.count_error(code)
-    note_error(request.scope, code)
+    note_failure(request.scope, error)
     return await handle_vlmserve_error(request, error)

@@ -1,20 +1,18 @@
-"""HTTP connections: disconnected clients, request ids, and the access log."""
+"""Requests on their connections: disconnected clients, request ids, and the access log."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import re
 import secrets
 import time
-from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from vlmserve.server.errors import internal_error_response
@@ -52,7 +50,7 @@ async def unless_disconnected(request: Request, work: Coroutine[Any, Any, Result
 
     async def watch() -> None:
         nonlocal left
-        await _disconnect(request.receive)
+        await disconnected(request.receive)
         if working:
             left = True
             worker.cancel()
@@ -79,48 +77,17 @@ async def unless_disconnected(request: Request, work: Coroutine[Any, Any, Result
             watcher.cancel()
 
 
-async def _disconnect(receive: Receive) -> None:
+async def disconnected(receive: Receive) -> None:
+    """Until the client has left. The body must have been read."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
-async def _cancel(*tasks: asyncio.Future[Any]) -> None:
+async def cancel(*tasks: asyncio.Future[Any]) -> None:
+    """Cancel tasks, and wait until they have ended."""
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
-
-
-class EventStream(Response):
-    """Server-sent events. The generator and `resources` close when the client disconnects, also between events."""
-
-    media_type = "text/event-stream"
-
-    def __init__(self, events: AsyncGenerator[bytes, None], resources: contextlib.ExitStack) -> None:
-        self._events = events
-        self._resources = resources
-        # X-Accel-Buffering tells nginx to pass every event on at once.
-        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-        super().__init__(None, headers=headers)
-        del self.headers["content-length"]
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        sender = asyncio.ensure_future(self._send_all(send))
-        watcher = asyncio.ensure_future(_disconnect(receive))
-        try:
-            await asyncio.wait((sender, watcher), return_when=asyncio.FIRST_COMPLETED)
-            if not sender.done():
-                raise ClientDisconnect
-            sender.result()
-        finally:
-            await _cancel(sender, watcher)
-            await self._events.aclose()
-            self._resources.close()
-
-    async def _send_all(self, send: Send) -> None:
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        async for event in self._events:
-            await send({"type": "http.response.body", "body": event, "more_body": True})
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 def _shown(path: str) -> str:

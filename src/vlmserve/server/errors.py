@@ -24,7 +24,7 @@ from vlmserve.errors import (
 )
 from vlmserve.server.paths import OLLAMA, methods_at, not_found_message
 
-_MESSAGES_PATH = "/v1/messages"
+MESSAGES_PATH = "/v1/messages"
 _MESSAGES_KINDS = {
     HTTPStatus.BAD_REQUEST: "invalid_request_error",
     HTTPStatus.UNAUTHORIZED: "authentication_error",
@@ -135,7 +135,7 @@ def error_response(error: VLMServeError, path: str = "") -> Response:
 
 
 def _body_at(path: str, error: VLMServeError) -> dict[str, Any]:
-    if path.startswith(_MESSAGES_PATH):
+    if path.startswith(MESSAGES_PATH):
         return messages_error_body(error)
     return {"error": str(error)} if path.startswith(OLLAMA) else error_body(error)
 

@@ -19,7 +19,7 @@ from vlmserve.engine.admission import check_length
 from vlmserve.errors import InvalidRequestError
 from vlmserve.frontend.client import EngineClient
 from vlmserve.server.body import BodyShare
-from vlmserve.server.connection import EventStream, note, unless_disconnected
+from vlmserve.server.connection import note, unless_disconnected
 from vlmserve.server.errors import json_response
 from vlmserve.server.generation import Generation, GenerationRequest, start_generation
 from vlmserve.server.guard import account_of, salt_of
@@ -29,6 +29,7 @@ from vlmserve.server.routes.reading import read_parsed
 from vlmserve.server.schema.sampling import SamplingRequest
 from vlmserve.server.service import Service
 from vlmserve.server.spans import record_generation, record_preparation, trace_of
+from vlmserve.server.streams import EventStream, begin_in_time
 from vlmserve.server.waiting import limit_preparation, limit_wait
 from vlmserve.types import ModelInfo
 
@@ -56,6 +57,8 @@ class Dialect(ABC, Generic[Body]):
     """The operation's name in OpenTelemetry's conventions."""
     content_field: str = "messages"
     """Of the body, where the prompt comes from."""
+    streams: bool = False
+    """Whether the request wants a stream, once its body is read."""
 
     @abstractmethod
     def num_answers(self, body: Body) -> int:
@@ -85,6 +88,13 @@ class Dialect(ABC, Generic[Body]):
 async def answer(request: Request, dialect: Dialect[Body]) -> Response:
     """Answer a request. Errors before the first byte are HTTP statuses; later ones are the stream's last event."""
     service: Service = request.app.state.service
+    # A gateway sends the first byte itself: until a token comes, another worker may answer.
+    interval = service.config.stream_ping_interval if hop_of(request.scope) is None else 0
+    return await begin_in_time(request, _answer(request, dialect), lambda: dialect.streams, interval)
+
+
+async def _answer(request: Request, dialect: Dialect[Body]) -> Response:
+    service: Service = request.app.state.service
     service.check_serving()
     account = account_of(request)
     trace = trace_of(request)
@@ -95,6 +105,7 @@ async def answer(request: Request, dialect: Dialect[Body]) -> Response:
         stack.callback(dialect.close)
         async with _share(service, background=background) as share:
             body = await read_parsed(request, dialect.kind, share)
+            dialect.streams = bool(body.stream)
             if service.config.log_prompts:
                 log_prompt(request, body)
             if (salt := salt_of(request, body.cache_salt)) != (body.cache_salt or ""):
@@ -123,7 +134,8 @@ async def answer(request: Request, dialect: Dialect[Body]) -> Response:
             stack.callback(lambda: account.charge(generation.usage.completion_tokens))
         stack.enter_context(limit_wait(client, generation, arrived, max_wait))
         if body.stream:
-            return EventStream(dialect.events(body, generation), stack.pop_all())
+            interval = service.config.stream_ping_interval
+            return EventStream(dialect.events(body, generation), stack.pop_all(), interval)
         return json_response(await unless_disconnected(request, dialect.complete(body, generation)))
 
 

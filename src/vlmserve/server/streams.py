@@ -1,0 +1,179 @@
+"""Responses of server-sent events, which say something at regular intervals even while there is nothing to say.
+
+Proxies and clients close connections that stay silent: nginx after 60 s, Node's fetch after 300 s.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.types import Message, Receive, Scope, Send
+
+from vlmserve.errors import VLMServeError
+from vlmserve.server.connection import cancel, disconnected, note_error
+from vlmserve.server.errors import MESSAGES_PATH, error_code, error_response
+
+if TYPE_CHECKING:
+    from vlmserve.server.front import Front
+
+EVENTS = "text/event-stream"
+_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+"""The second one tells nginx to pass on every event at once."""
+_COMMENT = b": the answer is on its way\n\n"
+"""Clients skip lines that begin with a colon."""
+_PING = b'event: ping\ndata: {"type":"ping"}\n\n'
+"""The same in Anthropic's API."""
+_RESPONSES_PATH = "/v1/responses"
+
+
+def _ping_at(path: str) -> bytes:
+    return _PING if path.startswith(MESSAGES_PATH) else _COMMENT
+
+
+def _error_event(path: str, body: bytes) -> bytes:
+    """The event that ends a stream of the API at `path`. body: of the error response that the stream replaces."""
+    if path.startswith(MESSAGES_PATH):
+        return b"event: error\ndata: " + body + b"\n\n"
+    if path.startswith(_RESPONSES_PATH):
+        error = msgspec.json.decode(body)["error"]
+        fields = {name: error.get(name) for name in ("code", "message", "param")}
+        data = msgspec.json.encode({"type": "error", **fields, "sequence_number": 0})
+        return b"event: error\ndata: " + data + b"\n\n"
+    return b"data: " + body + b"\n\n"
+
+
+class EventStream(Response):
+    """Server-sent events. The generator and `resources` close when the client disconnects, also between events.
+
+    The stream sends a comment or, in Anthropic's API, a ping after `interval` seconds without an event (0: never).
+    """
+
+    media_type = EVENTS
+
+    def __init__(
+        self, events: AsyncGenerator[bytes, None], resources: contextlib.ExitStack, interval: float = 0
+    ) -> None:
+        self._events = events
+        self._resources = resources
+        self._interval = interval
+        self._latest = time.monotonic()
+        """When the latest event was sent."""
+        self._lock = asyncio.Lock()
+        """Held while something is sent."""
+        super().__init__(None, headers=_HEADERS)
+        del self.headers["content-length"]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        sender = asyncio.ensure_future(self._send_all(send))
+        watcher = asyncio.ensure_future(disconnected(receive))
+        try:
+            while not await self._wait(sender, watcher):
+                await self._ping(send, _ping_at(scope["path"]))
+            if not sender.done():
+                raise ClientDisconnect
+            sender.result()
+        finally:
+            await cancel(sender, watcher)
+            await self._events.aclose()
+            self._resources.close()
+
+    async def _wait(self, *tasks: asyncio.Future[Any]) -> bool:
+        """Whether one of the tasks ended before the stream was silent for `interval` seconds."""
+        left = max(0.0, self._latest + self._interval - time.monotonic()) if self._interval else None
+        done, _ = await asyncio.wait(tasks, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+        return bool(done)
+
+    async def _ping(self, send: Send, ping: bytes) -> None:
+        async with self._lock:
+            if time.monotonic() - self._latest >= self._interval:
+                await send({"type": "http.response.body", "body": ping, "more_body": True})
+                self._latest = time.monotonic()
+
+    async def _send_all(self, send: Send) -> None:
+        async with self._lock:
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        async for event in self._events:
+            async with self._lock:
+                await send({"type": "http.response.body", "body": event, "more_body": True})
+                self._latest = time.monotonic()
+        async with self._lock:
+            self._latest = float("inf")
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def begin_in_time(
+    request: Request, answering: Coroutine[Any, Any, Response], streams: Callable[[], bool], interval: float
+) -> Response:
+    """The response that `answering` returns, or a stream that begins after `interval` seconds and continues with it.
+
+    streams: whether the request wants a stream of events, once that is known. interval: 0: wait for the response.
+    """
+    if not interval:
+        return await answering
+    asking = asyncio.ensure_future(answering)
+    try:
+        while not asking.done():
+            await asyncio.wait((asking,), timeout=interval)
+            if not asking.done() and streams():
+                return _EarlyStream(asking, interval)
+    except BaseException:
+        await cancel(asking)
+        raise
+    return asking.result()
+
+
+class _EarlyStream(Response):
+    """A stream that sends pings until the response is there, and then its events, or its error as an event."""
+
+    media_type = EVENTS
+
+    def __init__(self, asking: asyncio.Future[Response], interval: float) -> None:
+        self._asking = asking
+        self._interval = interval
+        super().__init__(None, headers=_HEADERS)
+        del self.headers["content-length"]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        path: str = scope["path"]
+        try:
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            while not self._asking.done():
+                await send({"type": "http.response.body", "body": _ping_at(path), "more_body": True})
+                await asyncio.wait((self._asking,), timeout=self._interval)
+        except BaseException:
+            await cancel(self._asking)
+            raise
+        try:
+            response = self._asking.result()
+        except VLMServeError as error:
+            note_failure(scope, error)
+            response = error_response(error, path)
+
+        async def send_rest(message: Message) -> None:
+            if message["type"] == "http.response.body":
+                await send(message)
+
+        async def send_error(message: Message) -> None:
+            if message["type"] == "http.response.body":
+                await send({**message, "body": _error_event(path, message["body"])})
+
+        await response(scope, receive, send_rest if _is_stream(response) else send_error)
+
+
+def _is_stream(response: Response) -> bool:
+    return response.headers.get("content-type", "").startswith(EVENTS)
+
+
+def note_failure(scope: Scope, error: VLMServeError) -> None:
+    """Count an error that ends a request, and remember it for the log."""
+    front: Front = scope["app"].state.front
+    code = error_code(error)
+    front.metrics.count_error(code)
+    note_error(scope, code)
