@@ -135,7 +135,7 @@ def test_a_template_that_refuses_system_messages_has_the_user_say_it(tmp_path):
     template = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}" + CHATML_PARTS
     preparer = preparer_for(tmp_path, template)
     text = preparer.decode(preparer.chat(CALLS, tools=USE).token_ids)
-    assert text.index("How is the weather?") < text.index("Of a city.")
+    assert text.index("Of a city.") < text.index("How is the weather?")
 
 
 FORMS = {"hermes": QWEN, "llama3_json": LLAMA, "mistral": MISTRAL}

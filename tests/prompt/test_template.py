@@ -6,7 +6,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from tests.prompt.tokenizers_for_tests import CHATML_PARTS, CHATML_STRINGS, LLAVA_STYLE
 from vlmserve.errors import InvalidRequestError, ModelLoadError
 from vlmserve.prompt.checkpoint import LLAVA_TEMPLATE
-from vlmserve.prompt.template import ChatTemplate, ImagePart, Message
+from vlmserve.prompt.template import ChatTemplate, ImagePart, Message, Role, ToolCall
 
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
 CONVERSATION = [
@@ -18,7 +18,8 @@ CONVERSATION = [
 FEATURES = (
     "{{ bos_token }}{% set ns = namespace(count=0) %}\n"
     "{% for message in messages %}\n"
-    "    {% if loop.index0 == 0 and message['role'] == 'system' %}{% continue %}{% endif %}\n"
+    "    {% if loop.index0 == 0 and message['role'] == 'system' %}{{ message.content }};{% continue %}"
+    "{% endif %}\n"
     "    {% set ns.count = ns.count + 1 %}\n"
     "{% generation %}{{ ns.count }}: {{ message.content | tojson }}{% endgeneration %}\n"
     "{% endfor %}{{ strftime_now('%Y') }} {{ tools is none }} {{ add_generation_prompt }}"
@@ -67,24 +68,9 @@ def test_a_template_with_a_default_for_images_has_its_own() -> None:
     theirs, _ = render_jinja_template(
         conversations=[[_as_parts(message) for message in messages]], chat_template=source, **SPECIAL
     )
-    assert template.takes_images
     assert template.render(messages) == theirs[0] == "<look><image></look>What is this?"
     named = ChatTemplate(source, {**SPECIAL, "image_token": "<image>"}, "<image>")
     assert named.render(messages) == "<image>What is this?", "what the tokenizer names counts, as in transformers"
-
-
-@pytest.mark.parametrize(
-    ("source", "strings", "parts", "images"),
-    [
-        (LLAVA_STYLE, False, True, True),
-        (CHATML_STRINGS, True, False, False),
-        (CHATML_PARTS, True, True, True),
-        ("{% for m in messages %}{% for c in m.content %}{{ c.text }}{% endfor %}{% endfor %}", False, True, False),
-    ],
-)
-def test_the_form_that_a_template_takes_is_found_out(source: str, strings: bool, parts: bool, images: bool) -> None:
-    template = ChatTemplate(source, SPECIAL, "<image>")
-    assert (template.takes_strings, template.takes_parts, template.takes_images) == (strings, parts, images)
 
 
 def test_in_string_templates_an_image_is_its_placeholder() -> None:
@@ -118,9 +104,9 @@ def test_settings_cannot_replace_what_is_the_requests(name: str) -> None:
 
 
 def test_a_template_that_raises_refuses_the_request() -> None:
-    source = "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system here') }}{% endif %}"
+    source = "{% for m in messages %}{% if m.role == 'assistant' %}{{ raise_exception('no answers here') }}{% endif %}"
     template = ChatTemplate(source + "{{ m.content }}{% endfor %}", SPECIAL, None)
-    with pytest.raises(InvalidRequestError, match="no system here") as caught:
+    with pytest.raises(InvalidRequestError, match="no answers here") as caught:
         template.render(CONVERSATION)
     assert caught.value.param == "messages"
 
@@ -140,3 +126,124 @@ def test_a_template_cannot_leave_the_sandbox() -> None:
 def test_a_template_that_does_not_compile_is_refused() -> None:
     with pytest.raises(ModelLoadError, match="compile"):
         ChatTemplate("{% for %}", SPECIAL, None)
+
+
+GEMMA = """{{ bos_token }}{%- if messages[0]['role'] == 'system' -%}
+    {%- if messages[0]['content'] is string -%}{%- set first = messages[0]['content'] + '\n\n' -%}
+    {%- else -%}{%- set first = messages[0]['content'][0]['text'] + '\n\n' -%}{%- endif -%}
+    {%- set turns = messages[1:] -%}
+{%- else -%}{%- set first = '' -%}{%- set turns = messages -%}{%- endif -%}
+{%- for message in turns -%}
+    {%- if (message['role'] == 'user') != (loop.index0 % 2 == 0) -%}
+        {{ raise_exception('roles must alternate') }}
+    {%- endif -%}
+    {{ '<turn>' + message['role'] + '\n' + (first if loop.first else '') }}
+    {%- if message['content'] is string -%}{{ message['content'] | trim }}
+    {%- else -%}{%- for item in message['content'] -%}
+        {%- if item['type'] == 'image' -%}<image>{%- else -%}{{ item['text'] | trim }}{%- endif -%}
+    {%- endfor -%}{%- endif -%}
+    {{ '</turn>\n' }}
+{%- endfor -%}{%- if add_generation_prompt -%}{{ '<turn>assistant\n' }}{%- endif -%}"""
+MISTRAL = """{{- bos_token }}
+{%- if messages[0]['role'] == 'system' %}
+    {%- if messages[0]['content'] is string %}{%- set system = messages[0]['content'] %}
+    {%- else %}{%- set system = messages[0]['content'][0]['text'] %}{%- endif %}
+    {%- set turns = messages[1:] %}
+{%- else %}{%- set system = 'Default.' %}{%- set turns = messages %}{%- endif %}
+{{- '[SYS]' + system + '[/SYS]' }}
+{%- for message in turns %}
+    {%- if message['role'] == 'user' %}
+        {%- if message['content'] is string %}{{- '[INST]' + message['content'] + '[/INST]' }}
+        {%- else %}{{- '[INST]' }}{%- for block in message['content'] %}
+            {%- if block['type'] == 'text' %}{{- block['text'] }}{%- else %}{{- '<image>' }}{%- endif %}
+        {%- endfor %}{{- '[/INST]' }}{%- endif %}
+    {%- elif message['role'] == 'system' %}{{- '[SYS]' + message['content'] + '[/SYS]' }}
+    {%- elif message['role'] == 'assistant' %}
+        {%- if message['content'] is string %}{{- message['content'] + eos_token }}
+        {%- else %}{{- message['content'][0]['text'] + eos_token }}{%- endif %}
+    {%- else %}{{- raise_exception('Only user, system and assistant roles are supported!') }}{%- endif %}
+{%- endfor %}"""
+QWEN = """{%- macro written(content) %}{%- if content is string %}{{- content }}{%- else %}
+    {%- for item in content %}{%- if 'text' in item %}{{- item.text }}{%- else %}{{- '<image>' }}{%- endif %}
+    {%- endfor %}
+{%- endif %}{%- endmacro %}
+{%- if not messages | selectattr('role', 'equalto', 'user') | list %}
+    {{- raise_exception('No user query found.') }}
+{%- endif %}
+{%- for message in messages %}
+    {%- if message.role == 'system' and not loop.first %}
+        {{- raise_exception('System message must be first.') }}
+    {%- endif %}
+    {{- '<|im_start|>' + message.role + '\n' + written(message.content) | trim + '<|im_end|>\n' }}
+{%- endfor %}{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n<think>\n' }}{%- endif %}"""
+NO_SYSTEM = """{%- for m in messages %}{%- if m.role == 'system' %}{{ raise_exception('no system here') }}{%- endif %}
+{{- m.role + ': ' + m.content + '\n' }}{%- endfor %}"""
+TEMPLATES = {"gemma": GEMMA, "mistral": MISTRAL, "qwen": QWEN, "no system": NO_SYSTEM}
+"""The constructs in which published templates lose or reject text."""
+CHATS = {
+    "two systems": ["system", "system", "user"],
+    "one in between": ["system", "user", "assistant", "system", "user"],
+    "one only in between": ["user", "assistant", "system", "user"],
+    "one at the end": ["user", "assistant", "user", "system"],
+    "systems only": ["system", "system"],
+    "two of the user": ["user", "user", "assistant", "assistant", "user"],
+}
+
+
+@pytest.mark.parametrize("source", TEMPLATES.values(), ids=TEMPLATES)
+@pytest.mark.parametrize("roles", CHATS.values(), ids=CHATS)
+@pytest.mark.parametrize("count", [1, 2])
+def test_every_text_of_every_role_is_shown(source: str, roles: list[Role], count: int) -> None:
+    messages = [
+        Message(role, tuple(f"text {number}.{part}" for part in range(count)), is_string=count == 1)
+        for number, role in enumerate(roles)
+    ]
+    text = ChatTemplate(source, SPECIAL, "<image>").render(messages)
+    for message in messages:
+        for part in message.parts:
+            assert text.count(str(part)) == 1
+
+
+@pytest.mark.parametrize("source", TEMPLATES.values(), ids=TEMPLATES)
+@pytest.mark.parametrize("role", ["system", "user"])
+def test_empty_texts_are_accepted(source: str, role: Role) -> None:
+    template = ChatTemplate(source, SPECIAL, "<image>")
+    question = Message("user", ("Hi",), is_string=True)
+    empty = Message(role, ("",), is_string=True)
+    assert "Hi" in template.render([empty, question])
+    assert template.render([Message(role, ("",)), question]) == template.render([empty, question])
+
+
+def test_joined_systems_are_one_first_message() -> None:
+    messages = [Message(role, (text,), True) for role, text in (("user", "a"), ("system", "b"), ("system", "c"))]
+    assert (
+        ChatTemplate(QWEN, SPECIAL, None)
+        .render(messages)
+        .startswith("<|im_start|>system\nb\n\nc<|im_end|>\n<|im_start|>user\na<|im_end|>\n")
+    )
+    assert ChatTemplate(NO_SYSTEM, SPECIAL, None).render(messages) == "user: b\n\nc\n\na\n"
+
+
+def test_images_of_system_messages_keep_their_order() -> None:
+    messages = [Message("user", (ImagePart(), "a")), Message("system", (ImagePart(), "b")), Message("user", ("c",))]
+    text = ChatTemplate(GEMMA, SPECIAL, "<image>").render(messages)
+    assert text.count("<image>") == 2
+    assert text.index("a") < text.rindex("<image>") < text.index("b")
+
+
+@pytest.mark.parametrize("name", ["reasoning_content", "reasoning", "thinking"])
+def test_templates_read_reasoning_under_their_name(name: str) -> None:
+    source = "{% for m in messages %}{{ m.role }}: {% if m." + name + " %}({{ m." + name + " }}) {% endif %}"
+    template = ChatTemplate(source + "{{ m.content }};{% endfor %}", SPECIAL, None)
+    messages = [Message("user", ("Hi",)), Message("assistant", ("Yes.",), reasoning="Hm.")]
+    assert template.render(messages) == "user: Hi;assistant: (Hm.) Yes.;"
+
+
+def test_text_moves_into_reasoning_before_calls() -> None:
+    source = (
+        "{% for m in messages %}{% if m.tool_calls and m.content and m.thinking %}{{ raise_exception('both') }}"
+        "{% endif %}{{ m.thinking }}|{{ m.content }};{% endfor %}"
+    )
+    answer = Message("assistant", ("Look.",), tool_calls=(ToolCall("1", "f", {}),), reasoning="Hm.")
+    text = ChatTemplate(source, SPECIAL, None).render([Message("user", ("Hi",)), answer])
+    assert text == "|Hi;Hm.\n\nLook.|;"

@@ -75,8 +75,6 @@ def test_a_form_instead_of_json(live):
         ({"messages": [{"role": "wizard", "content": "hi"}]}, "'user'", "messages[0].role"),
         ({"messages": [*QUESTION, {"content": "hi"}]}, "missing", "messages[1].role"),
         ({"messages": [{"role": "user"}]}, "content is missing", "messages[0]"),
-        ({"messages": [{"role": "user", "content": ""}]}, "empty", "messages[0].content"),
-        ({"messages": [{"role": "user", "content": []}]}, "empty", "messages[0].content"),
         ({"messages": [{"role": "user", "content": 5}]}, "a string or a list", "messages[0].content"),
         ({"messages": [{"role": "user", "content": [{"type": "audio"}]}]}, "'image_url'", "messages[0].content[0]"),
         (

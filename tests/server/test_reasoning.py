@@ -117,11 +117,12 @@ def test_several_answers_have_their_own_thoughts(mock):
 def test_whoever_wants_no_thoughts_gets_none(mock):
     kept, left_out = chat(mock), chat(mock, without=True)
     assert left_out.choices[0].message.content == kept.choices[0].message.content
-    assert "reasoning" not in left_out.choices[0].message.to_dict()
+    assert left_out.choices[0].message.reasoning is None
     assert left_out.usage == kept.usage
     for off in ({"chat_template_kwargs": {"enable_thinking": False}}, {"reasoning_effort": "none"}):
         answer = mock.ask(**off).json()
-        assert "reasoning_content" not in answer["choices"][0]["message"]
+        message = answer["choices"][0]["message"]
+        assert message["reasoning_content"] is message["reasoning"] is None
         assert answer["usage"]["completion_tokens_details"] == {"reasoning_tokens": 0}
 
 
@@ -286,7 +287,7 @@ def num_prompt_tokens(server: LiveServer, answer: dict[str, Any]) -> int:
 def test_thoughts_that_are_sent_back_are_shown_by_templates_that_know_them(mock):
     plain = {"role": "assistant", "content": "Red."}
     without = num_prompt_tokens(mock, plain)
-    for name in ("reasoning_content", "reasoning"):
+    for name in ("reasoning_content", "reasoning", "thinking"):
         assert num_prompt_tokens(mock, plain | {name: "It looks red."}) > without
     assert num_prompt_tokens(mock, plain | {"reasoning": None, "reasoning_details": []}) == without
 

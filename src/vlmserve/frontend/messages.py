@@ -13,7 +13,7 @@ from vlmserve.errors import InvalidRequestError
 from vlmserve.media.budget import BUDGET_FIELDS, NO_BUDGET, ImageBudget
 from vlmserve.media.sources import DocumentSource, ImageSource, is_url
 from vlmserve.media.videos import VideoSource
-from vlmserve.prompt.template import ImagePart, Message, Part, Role, ToolCall, VideoPart
+from vlmserve.prompt.template import REASONING_FIELDS, ImagePart, Message, Part, Role, ToolCall, VideoPart
 from vlmserve.types import MAX_CACHE_SALT, MediaKind
 
 _ROLES: dict[str, Role] = {
@@ -135,8 +135,6 @@ def parse_messages(messages: Any, *, allow_local: bool) -> tuple[list[Message], 
         reasoning = _reasoning(message, place) if role == "assistant" else None
         content = _with_incomplete_calls(content, [call.text for call in sent if isinstance(call, _IncompleteCall)])
         if isinstance(content, str):
-            if not content and role not in ("assistant", "tool"):
-                raise InvalidRequestError(f"{place}.content must not be empty", param=f"{place}.content")
             check_unicode(content, f"{place}.content")
             turn = Message(role, (content,), is_string=True, tool_calls=calls, reasoning=reasoning)
         else:
@@ -147,8 +145,8 @@ def parse_messages(messages: Any, *, allow_local: bool) -> tuple[list[Message], 
 
 
 def _reasoning(message: Mapping[str, Any], place: str) -> str | None:
-    """What the assistant thought, under either of the names that answers have it."""
-    for name in ("reasoning_content", "reasoning"):
+    """The assistant's reasoning, under any of the names that clients send."""
+    for name in REASONING_FIELDS:
         text = message.get(name)
         if text is None:
             continue
@@ -280,8 +278,6 @@ def _role(message: Mapping[str, Any], place: str) -> Role:
 def _parts(content: Any, place: str, media: list[Medium], allow_local: bool) -> tuple[Part, ...]:
     if not isinstance(content, Sequence) or isinstance(content, bytes):
         raise InvalidRequestError(f"{place} must be a string or a list of parts", param=place)
-    if not content:
-        raise InvalidRequestError(f"{place} must not be empty", param=place)
     parts: list[Part] = []
     for index, part in enumerate(content):
         at = f"{place}[{index}]"
@@ -309,7 +305,7 @@ def _parts(content: Any, place: str, media: list[Medium], allow_local: bool) -> 
             raise InvalidRequestError(
                 f"{at}.type must be text, image_url, video_url, video or file, not {kind!r:.100}", param=f"{at}.type"
             )
-    return tuple(parts)
+    return tuple(parts) or ("",)
 
 
 def _text(part: Mapping[str, Any], place: str) -> str:

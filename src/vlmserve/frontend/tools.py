@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Self
 
 from vlmserve.errors import InvalidRequestError
 from vlmserve.frontend.tool_arguments import ArgumentsReader, JSONArguments
-from vlmserve.prompt.template import ChatTemplate, ImagePart, Message, Part, Role, VideoPart
+from vlmserve.prompt.template import ChatTemplate, ImagePart, Message, Part, VideoPart
 from vlmserve.sampling.schemas import UNBOUNDED, JSONBounds, any_object, guided_schema
 from vlmserve.types import Grammar
 
@@ -186,19 +186,14 @@ def for_template(
 ) -> Sequence[Message]:
     """Messages with calls, results and instructions as a chat template takes them. use: what the model may call."""
     if not form.native:
-        return _with_instructions(messages, form, use, takes_system=template.takes_system)
+        return _with_instructions(messages, form, use)
     if not template.shows_images_in_results:
         messages = _with_images_after(messages)
     return messages if form.call_id_length is None else _with_short_ids(messages, form.call_id_length)
 
 
-def _with_instructions(
-    messages: Sequence[Message], form: ToolForm, use: ToolUse | None, *, takes_system: bool
-) -> list[Message]:
-    """Messages for a chat template that knows no functions: calls, results and instructions as ordinary text.
-
-    takes_system: whether the template takes a message of the system; else the user says how to call.
-    """
+def _with_instructions(messages: Sequence[Message], form: ToolForm, use: ToolUse | None) -> list[Message]:
+    """Messages for a chat template that knows no functions: calls, results and instructions as ordinary text."""
     turns: list[Message] = []
     after_result = False
     for message in messages:
@@ -214,9 +209,7 @@ def _with_instructions(
         else:
             turns.append(message)
         after_result = message.role == "tool"
-    if use is None:
-        return turns
-    return _instructed(turns, _instructions(form, use), "system" if takes_system else "user")
+    return turns if use is None else _instructed(turns, _instructions(form, use))
 
 
 def _with_images_after(messages: Sequence[Message]) -> list[Message]:
@@ -290,11 +283,11 @@ def _instructions(form: ToolForm, use: ToolUse) -> str:
     )
 
 
-def _instructed(turns: list[Message], text: str, role: Role) -> list[Message]:
-    """The turns with instructions at the end of the first one, if it is of that role, or before them all."""
+def _instructed(turns: list[Message], text: str) -> list[Message]:
+    """The turns with instructions at the end of the first system message, or in one before all turns."""
     first = turns[0]
-    if first.role != role:
-        return [Message(role, (text,), is_string=True), *turns]
+    if first.role != "system":
+        return [Message("system", (text,), is_string=True), *turns]
     if first.is_string:
         return [replace(first, parts=("\n\n".join([*map(str, first.parts), text]),)), *turns[1:]]
     return [replace(first, parts=(*first.parts, f"\n\n{text}")), *turns[1:]]

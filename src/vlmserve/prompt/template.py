@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import datetime
 import json
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
@@ -20,10 +21,14 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from vlmserve.errors import ConfigurationError, InvalidRequestError, ModelLoadError
+from vlmserve.prompt.probes import Probes
 
-_PROBE = "vlmserveprobe"
 _OURS = ("messages", "tools", "documents", "add_generation_prompt")
 """Variables that only the request itself sets."""
+REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
+"""Names under which chat templates, and clients, have the reasoning of an earlier answer."""
+_BREAK = "\n\n"
+"""Goes between messages that are joined."""
 Role = Literal["system", "user", "assistant", "tool"]
 
 
@@ -87,8 +92,8 @@ def read_template(source: str) -> str:
 class ChatTemplate:
     """A compiled chat template.
 
-    Templates differ in the content they expect: a string, or a list of typed parts. Which of them this one takes is
-    found out once by rendering a probe; messages are then written in a form that it takes, the caller's own if it can.
+    Templates differ in the roles and the content that they show. `Probes` finds out once what this template shows, and
+    messages are then arranged so that all of their text is shown.
     Raises ModelLoadError for a template that does not compile.
     """
 
@@ -115,7 +120,7 @@ class ChatTemplate:
         except jinja2.TemplateError as error:
             raise ModelLoadError(f"the checkpoint's chat template does not compile: {error}") from error
         self.source = source
-        self._knows_reasoning = "reasoning_content" in source
+        self._reasoning_names = tuple(name for name in REASONING_FIELDS if re.search(rf"\b{name}\b", source))
         self._variables = dict(special_tokens)
         self.settings = frozenset(known - {*_OURS, *environment.globals, *special_tokens, "image_token"})
         """Names of what a request may set, such as ``enable_thinking``."""
@@ -123,13 +128,9 @@ class ChatTemplate:
         self._video_token = video_token
         if image_token is not None and not sets_image_token:
             self._variables.setdefault("image_token", image_token)
-        self.takes_strings = self._probe(_PROBE) is not None
-        self.takes_parts = self._probe([{"type": "text", "text": _PROBE}]) is not None
-        with_image = self._probe([{"type": "image"}, {"type": "text", "text": _PROBE}])
-        self.takes_system = self._probe_system()
-        self.takes_images = bool(self.takes_parts and image_token and with_image and with_image.count(image_token) == 1)
-        self._moves_images = self.takes_images and not self._probe_order()
-        self.shows_images_in_results = self.takes_images and self._probe_result()
+        self._probes = Probes(lambda chat: self._render(chat, add_generation_prompt=True), image_token)
+        self.shows_images_in_results = self._probes.shows_images_in_results
+        self._splits_thoughts = self._probes.takes_thoughts_with_calls(self._reasoning_names)
 
     def render(
         self,
@@ -152,7 +153,7 @@ class ChatTemplate:
                 )
         chat = [
             {**_beside_content(message), **self._reasoning(message), "content": self._content(message)}
-            for message in messages
+            for message in self._arranged(messages)
         ]
         try:
             return self._render(chat, add_generation_prompt=add_generation_prompt, tools=tools, settings=settings or {})
@@ -162,20 +163,58 @@ class ChatTemplate:
                 param="messages",
             ) from error
 
+    def _arranged(self, messages: Sequence[Message]) -> Sequence[Message]:
+        """Messages in an order of roles of which the template shows every text."""
+        if not self._places_systems(messages):
+            messages = self._with_one_system(messages)
+        if not self._probes.takes_neighbours:
+            messages = _joined(messages)
+        return messages if self._splits_thoughts else [_with_thoughts_first(message) for message in messages]
+
+    def _places_systems(self, messages: Sequence[Message]) -> bool:
+        """Whether the template shows all system messages where they are."""
+        places = [place for place, message in enumerate(messages) if message.role == "system"]
+        if not places:
+            return True
+        if len(places) == len(messages):
+            return self._probes.takes_lone_system and (len(places) == 1 or self._probes.takes_systems)
+        return self._probes.takes_systems or (self._probes.takes_system and places == [0])
+
+    def _with_one_system(self, messages: Sequence[Message]) -> list[Message]:
+        """Messages with the text of all system messages in the first one, or in the user's where there is none. A
+        system message with an image, which has to keep its order, becomes the user's."""
+        others = [
+            replace(message, role="user") if message.role == "system" else message
+            for message in messages
+            if message.role != "system" or _has_media(message)
+        ]
+        texts = [message for message in messages if message.role == "system" and not _has_media(message)]
+        if not texts:
+            return others
+        system = texts[0]
+        for message in texts[1:]:
+            system = _followed(system, message)
+        has_user = any(message.role == "user" for message in others)
+        if self._probes.takes_system and has_user:
+            return [system, *others]
+        instructions = replace(system, role="user")
+        if others and others[0].role == "user":
+            return [_followed(instructions, others[0]), *others[1:]]
+        return [instructions, *others]
+
     def _reasoning(self, message: Message) -> dict[str, str]:
-        known = self._knows_reasoning and message.reasoning is not None
-        return {"reasoning_content": message.reasoning or ""} if known else {}
+        return {} if message.reasoning is None else dict.fromkeys(self._reasoning_names, message.reasoning)
 
     def _content(self, message: Message) -> str | list[dict[str, str]]:
-        has_image = any(not isinstance(part, str) for part in message.parts)
-        if message.is_string and self.takes_strings:
-            return "".join(part for part in message.parts if isinstance(part, str))
-        if self.takes_images or (self.takes_parts and not has_image):
+        """The message's content in a form of which the template shows all."""
+        form = self._probes.form(message.role)
+        if _has_media(message) and self._probes.takes_images:
             return [_typed(self._text(part) if self._is_text(part) else part) for part in message.parts]
         texts = [self._text(part) for part in message.parts]
-        if self.takes_parts and not self.takes_strings:
-            return [{"type": "text", "text": text} for text in texts]
-        return "\n".join(texts)
+        if form.parts and not form.strings:
+            return [_typed(text) for text in texts]
+        text = ("\n" if _has_media(message) else form.separator).join(texts)
+        return [_typed(text)] if form.one_part and not form.strings else text
 
     def _text(self, part: Part) -> str:
         if isinstance(part, str):
@@ -184,48 +223,7 @@ class ChatTemplate:
 
     def _is_text(self, part: Part) -> bool:
         """Whether an image is written into the text by its placeholder."""
-        return self._moves_images and isinstance(part, ImagePart) and part.inline
-
-    def _probe(self, content: Any) -> str | None:
-        try:
-            text = self._render([{"role": "user", "content": content}], add_generation_prompt=True)
-        except Exception:  # whatever it raises, it does not take this form
-            return None
-        shows_it = _PROBE in text.casefold()
-        shows_structure = not isinstance(content, str) and ("'type'" in text or '"type"' in text)
-        return text if shows_it and not shows_structure else None
-
-    def _probe_order(self) -> bool:
-        """Whether an image between two texts is shown there."""
-        words = {"type": "text", "text": _PROBE}
-        text = self._probe([words, {"type": "image"}, words]) or ""
-        return all(_PROBE in side.casefold() for side in text.partition(self._image_token or _PROBE)[::2])
-
-    def _probe_system(self) -> bool:
-        """Whether a message of the system may come first."""
-        content: Any = _PROBE if self.takes_strings else [{"type": "text", "text": _PROBE}]
-        question: Any = "?" if self.takes_strings else [{"type": "text", "text": "?"}]
-        chat = [{"role": "system", "content": content}, {"role": "user", "content": question}]
-        try:
-            return _PROBE in self._render(chat, add_generation_prompt=True).casefold()
-        except Exception:  # whatever it raises, it does not take this role
-            return False
-
-    def _probe_result(self) -> bool:
-        """Whether an image that a function has given back is shown where it stands."""
-        question: Any = "?" if self.takes_strings else [{"type": "text", "text": "?"}]
-        call = ToolCall("000000000", "f", {})
-        result = Message("tool", (ImagePart(), _PROBE), tool_call_id=call.id, name=call.name)
-        chat = [
-            {"role": "user", "content": question},
-            {**_beside_content(Message("assistant", (), tool_calls=(call,))), "content": ""},
-            {**_beside_content(result), "content": [_typed(part) for part in result.parts]},
-        ]
-        try:
-            text = self._render(chat, add_generation_prompt=True)
-        except Exception:  # whatever it raises, it does not take this form
-            return False
-        return text.count(self._image_token or "") == 1 and _PROBE in text.casefold()
+        return self._probes.moves_images and isinstance(part, ImagePart) and part.inline
 
     def _render(
         self,
@@ -245,6 +243,41 @@ class ChatTemplate:
                 "documents": None,
             }
         )
+
+
+def _has_media(message: Message) -> bool:
+    return any(not isinstance(part, str) for part in message.parts)
+
+
+def _followed(first: Message, second: Message) -> Message:
+    """Two messages as one of the first one's role."""
+    if not any(first.parts) or not any(second.parts):
+        parts = first.parts if any(first.parts) else second.parts
+    elif isinstance(first.parts[-1], str) and isinstance(second.parts[0], str):
+        parts = (*first.parts[:-1], f"{first.parts[-1]}{_BREAK}{second.parts[0]}", *second.parts[1:])
+    else:
+        parts = (*first.parts, *second.parts)
+    thoughts = [message.reasoning for message in (first, second) if message.reasoning is not None]
+    return replace(first, parts=parts, tool_calls=second.tool_calls, reasoning=_BREAK.join(thoughts) or None)
+
+
+def _joined(messages: Sequence[Message]) -> list[Message]:
+    """Messages in which those of the user, and of the assistant, alternate."""
+    turns: list[Message] = []
+    for message in messages:
+        last = turns[-1] if turns else None
+        if last is not None and last.role == message.role != "tool" and not last.tool_calls:
+            turns[-1] = _followed(last, message)
+        else:
+            turns.append(message)
+    return turns
+
+
+def _with_thoughts_first(message: Message) -> Message:
+    """An answer that calls functions with its text at the end of its reasoning, if it has both."""
+    if message.reasoning is None or not message.tool_calls or not any(message.parts) or _has_media(message):
+        return message
+    return replace(message, parts=("",), reasoning=_BREAK.join((message.reasoning, *map(str, message.parts))))
 
 
 def _typed(part: Part) -> dict[str, str]:

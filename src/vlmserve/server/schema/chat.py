@@ -102,15 +102,15 @@ class ChatRequest(PromptRequest, ChoicesRequest):
 
 
 class AnswerMessage(msgspec.Struct):
-    """What the model said, and which functions it wants to be called, left out if there are none. reasoning_content,
-    reasoning: what it thought before, under both names that vLLM has had for it; left out if it is not told apart."""
+    """The model's answer. tool_calls: left out if there are none. reasoning_content, reasoning: the reasoning
+    before the answer, under both names that clients read; null if there is none."""
 
     content: str | None
     role: str = "assistant"
     refusal: None = None
     tool_calls: list[AnswerToolCall] | msgspec.UnsetType = msgspec.UNSET
-    reasoning_content: str | msgspec.UnsetType = msgspec.UNSET
-    reasoning: str | msgspec.UnsetType = msgspec.UNSET
+    reasoning_content: str | None = None
+    reasoning: str | None = None
 
 
 class AnswerChoice(msgspec.Struct):

@@ -170,8 +170,8 @@ Content = Annotated[
 
 class Message(RequestModel):
     """One turn of a conversation. name, and what clients send back of an answer besides its text, calls and thoughts,
-    are accepted and change nothing. reasoning_content, reasoning: thoughts, which chat templates that know them may
-    show to the model again."""
+    are accepted and change nothing. reasoning_content, reasoning, thinking: one text, the reasoning before the answer,
+    which chat templates that know it may show to the model again."""
 
     role: Annotated[
         Literal["system", "user", "assistant", "tool"],
@@ -183,6 +183,7 @@ class Message(RequestModel):
     annotations: list[Any] | None = None
     reasoning: str | None = None
     reasoning_content: str | None = None
+    thinking: str | None = None
     reasoning_details: list[Any] | None = None
     thinking_blocks: list[Any] | None = None
     provider_specific_fields: dict[str, Any] | None = None
@@ -203,7 +204,7 @@ def conversation(messages: Sequence[Message]) -> list[dict[str, Any]]:
     fields = {"role", "content", "tool_calls", "tool_call_id"}
     return [
         message.model_dump(include=fields, exclude_none=True)
-        | thoughts_of(message.reasoning_content or message.reasoning)
+        | thoughts_of(message.reasoning_content or message.reasoning or message.thinking)
         for message in messages
     ]
 
