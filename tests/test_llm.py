@@ -11,7 +11,9 @@ import weakref
 from pathlib import Path
 from shutil import copytree
 
+import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 from tests.mock_checkpoint import IMAGE_TOKEN_ID, make_mock_checkpoint
@@ -89,6 +91,29 @@ def test_an_image_is_the_same_as_object_path_bytes_and_data_url(llm, image):
     assert len(set(text_of(results))) == 1
     opened = llm.chat(ask("What is this?", Image.open(io.BytesIO(data))), GREEDY, use_tqdm=False)
     assert opened[0].prompt_token_ids == results[0].prompt_token_ids
+
+
+def test_arrays_and_other_names_of_parts_are_images_too(llm, image):
+    opened = Image.open(image)
+    array = np.asarray(opened)
+    tensor = torch.from_numpy(array.copy()).permute(2, 0, 1) / 255
+    parts = [
+        {"type": "image", "image": opened},
+        {"type": "image", "image": array},
+        {"type": "image", "image": tensor},
+        {"type": "image_pil", "image_pil": opened},
+        {"type": "image_url", "image_url": {"url": opened}},
+    ]
+    question = {"type": "text", "text": "What is this?"}
+    results = llm.chat([[{"role": "user", "content": [part, question]}] for part in parts], GREEDY, use_tqdm=False)
+    assert len(set(text_of(results))) == 1
+    files = [{"type": "image", "path": str(image)}, {"type": "image", "url": image.as_uri()}]
+    results = llm.chat([[{"role": "user", "content": [files[0], question]}]], GREEDY, use_tqdm=False)
+    assert results[0].text == llm.chat(ask("What is this?", image), GREEDY, use_tqdm=False)[0].text
+    with pytest.raises(InvalidRequestError, match=r"allowed.media.path"):
+        llm.chat([[{"role": "user", "content": [files[1], question]}]], GREEDY, use_tqdm=False)
+    prompts = [{"prompt": "a <image>", "multi_modal_data": {"image": one}} for one in (opened, array, tensor, [array])]
+    assert len({tuple(one.outputs[0].token_ids) for one in llm.generate(prompts, GREEDY, use_tqdm=False)}) == 1
 
 
 def test_another_image_changes_the_answer(llm, image):

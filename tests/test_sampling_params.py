@@ -2,10 +2,12 @@ from __future__ import annotations
 
 import math
 
+import msgspec
 import numpy as np
 import pytest
 
 from vlmserve.errors import InvalidRequestError
+from vlmserve.sampling_params import GuidedDecodingParams, StructuredOutputsParams
 from vlmserve.types import MAX_BIASES, Grammar, SamplingParams
 
 
@@ -102,3 +104,53 @@ def test_only_penalties_that_look_at_something_penalize():
     assert not SamplingParams(logit_bias={5: 1.0}).penalizes
     for params in ({"repetition_penalty": 2.0}, {"frequency_penalty": -1}, {"presence_penalty": 0.5}):
         assert SamplingParams(**params, repeat_last_n=64).penalizes
+
+
+SCHEMA = {"type": "object", "properties": {"colour": {"type": "string"}}}
+
+
+@pytest.mark.parametrize("name", ["structured_outputs", "guided_decoding"])
+def test_vllms_formats_become_grammars(name):
+    class Theirs:
+        """vLLM's own object, which has more fields."""
+
+        json = SCHEMA
+        regex = choice = grammar = json_object = whitespace_pattern = None
+
+    for form, grammar in [
+        (StructuredOutputsParams(json=SCHEMA), Grammar.json(SCHEMA)),
+        (GuidedDecodingParams(regex="a+"), Grammar.regex("a+")),
+        ({"choice": ["a", "b"]}, Grammar.choice(["a", "b"])),
+        ({"grammar": "start: /a/"}, Grammar.lark("start: /a/")),
+        ({"json_object": True}, Grammar.json_object()),
+        (Theirs(), Grammar.json(SCHEMA)),
+    ]:
+        params = SamplingParams(**{name: form})
+        assert params == SamplingParams(grammar=grammar)
+        assert msgspec.msgpack.decode(msgspec.msgpack.encode(params), type=SamplingParams) == params
+    for wrong in ({}, {"json": SCHEMA, "regex": "a"}, "json", {"jason": SCHEMA}):
+        with pytest.raises(InvalidRequestError, match=f"{name} must have one of json, regex") as caught:
+            SamplingParams(**{name: wrong})
+        assert caught.value.param == name
+    with pytest.raises(InvalidRequestError, match=f"either grammar or {name}"):
+        SamplingParams(**{name: {"regex": "a"}, "grammar": Grammar.regex("a")})
+
+
+def test_vllms_defaults_are_accepted():
+    params = {"skip_special_tokens": True, "detokenize": True, "bad_words": [], "logits_processors": None, "top_k": -1}
+    assert SamplingParams(**params) == SamplingParams()
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({"temprature": 0.5}, "has no parameter temprature; did you mean temperature?"),
+        ({"max_token": 5}, "did you mean max_tokens?"),
+        ({"zzz": 1}, "has no parameter zzz$"),
+        ({"detokenize": False}, "takes no other detokenize than True; leave it out"),
+        ({"logits_processors": [print]}, "takes no other logits_processors than None"),
+    ],
+)
+def test_a_misspelt_parameter_is_explained(params, message):
+    with pytest.raises(TypeError, match=message):
+        SamplingParams(**params)

@@ -16,7 +16,12 @@ if TYPE_CHECKING:
     from vlmserve.llm import LLM
     from vlmserve.offline import LoRARequest
     from vlmserve.outputs import CompletionOutput, Logprob, RequestOutput
-    from vlmserve.sampling_params import Grammar, SamplingParams
+    from vlmserve.sampling_params import (
+        Grammar,
+        GuidedDecodingParams,
+        SamplingParams,
+        StructuredOutputsParams,
+    )
 
 if "torch" not in sys.modules:  # else it is too late: the engine warns
     bound_spinning(os.environ)
@@ -28,10 +33,12 @@ __all__ = [
     "AsyncLLM",
     "CompletionOutput",
     "Grammar",
+    "GuidedDecodingParams",
     "LoRARequest",
     "Logprob",
     "RequestOutput",
     "SamplingParams",
+    "StructuredOutputsParams",
     "__version__",
     "confidence",
     "original_box",
@@ -49,6 +56,8 @@ _HOMES = {
     "Logprob": "vlmserve.outputs",
     "RequestOutput": "vlmserve.outputs",
     "Grammar": "vlmserve.sampling_params",
+    "GuidedDecodingParams": "vlmserve.sampling_params",
+    "StructuredOutputsParams": "vlmserve.sampling_params",
     "SamplingParams": "vlmserve.sampling_params",
 }
 

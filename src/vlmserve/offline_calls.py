@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict, TypeGuard
 import msgspec
 
 from vlmserve.errors import AnswerError, InvalidRequestError, InvalidRequestsError
+from vlmserve.media.arrays import frames_of
 from vlmserve.offline import LoRARequest, Prepared
 from vlmserve.outputs import RequestOutput
 from vlmserve.sampling_params import Grammar
@@ -227,6 +228,7 @@ class Prompts:
                 f'multi_modal_data must be a dict with "image" or "video", got {known}', param="prompt"
             )
         images, videos = data.get("image", []), data.get("video", [])
+        videos = [frames_of(one) for one in videos] if isinstance(videos, list | tuple) else frames_of(videos)
         if isinstance(videos, list | tuple) and videos and not any(isinstance(one, _FILES) for one in videos):
             videos = [videos]  # the frames of one
         return _listed(images), _listed(videos)

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
 from vlmserve.config import MAX_STOP_STRINGS
 from vlmserve.errors import InvalidRequestError
+from vlmserve.validation import did_you_mean
 
 MAX_SEED = 2**63 - 1
 GrammarKind = Literal["json_schema", "json_object", "regex", "choice", "lark"]
@@ -75,7 +78,79 @@ class Grammar(msgspec.Struct, frozen=True):
         return self.kind in ("json_schema", "json_object")
 
 
-class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+@dataclass(frozen=True)
+class StructuredOutputsParams:
+    """The format of an answer in vLLM's form, of which one field is set; `Grammar` has more.
+
+    json: a JSON schema as a dict or text, or a pydantic model. regex: fits the whole answer. choice: texts to choose
+    from. grammar: in llguidance's dialect of Lark, or in GBNF. json_object: any JSON object.
+    """
+
+    json: Any = None
+    regex: str | None = None
+    choice: Sequence[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+
+
+GuidedDecodingParams = StructuredOutputsParams
+"""vLLM's older name."""
+
+
+def grammar_of(wanted: Any, param: str) -> Grammar:
+    """The format that `StructuredOutputsParams`, a dict with its fields, or vLLM's own object asks for.
+
+    Raises InvalidRequestError unless it asks for exactly one.
+    """
+    read = wanted.get if isinstance(wanted, Mapping) else partial(getattr, wanted)
+    makers: dict[str, Callable[[Any], Grammar]] = {
+        "json": Grammar.json,
+        "regex": Grammar.regex,
+        "choice": Grammar.choice,
+        "grammar": Grammar.lark,
+        "json_object": lambda _: Grammar.json_object(),
+    }
+    found = {name: value for name in makers if (value := read(name, None))}
+    if len(found) != 1:
+        raise InvalidRequestError(
+            f"{param} must have one of {', '.join(makers)}, like {{'json': schema}}, got {wanted!r:.100}", param=param
+        )
+    [(name, value)] = found.items()
+    return makers[name](value)
+
+
+_VLLM_DEFAULTS: Mapping[str, Any] = {
+    "detokenize": True,
+    "skip_special_tokens": True,
+    "spaces_between_special_tokens": True,
+    "include_stop_str_in_output": False,
+    "truncate_prompt_tokens": None,
+    "bad_words": None,
+    "allowed_token_ids": None,
+    "logits_processors": None,
+    "extra_args": None,
+}
+"""Parameters of vLLM that `SamplingParams` may lack, and the values that change nothing."""
+
+
+class _NamedParams(type(msgspec.Struct)):  # type: ignore[misc]
+    """Explains unknown names, and drops parameters of vLLM that have their default."""
+
+    if not TYPE_CHECKING:
+
+        def __call__(cls, *args, **values):
+            unknown = [name for name in values if name not in cls.__struct_fields__]
+            for name in unknown:
+                if name not in _VLLM_DEFAULTS:
+                    close = did_you_mean(name, cls.__struct_fields__)
+                    raise TypeError(f"{cls.__name__} has no parameter {name}{close}")
+                value, default = values.pop(name), _VLLM_DEFAULTS[name]
+                if value != default and (value or default):
+                    raise TypeError(f"{cls.__name__} takes no other {name} than {default}; leave it out")
+            return super().__call__(*args, **values)
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, metaclass=_NamedParams):
     """How tokens are sampled, which logprobs are returned, and when generation ends.
 
     n: answers to each prompt. best_of: answers that are sampled, of which the `n` with the highest mean log probability
@@ -97,7 +172,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     max_tokens: None means up to the context's end. min_tokens: end tokens are impossible before that many.
     ignore_eos: keep going after the model's own end tokens.
     grammar: the format of the answer. It ends where the grammar is complete, with `min_tokens` and `ignore_eos`
-    only if nothing can follow there.
+    only if nothing can follow there. structured_outputs, guided_decoding: the same in vLLM's form, a
+    `StructuredOutputsParams` or a dict; they become `grammar`.
     Raises InvalidRequestError, naming the field, for a value out of range or of another type.
     """
 
@@ -124,8 +200,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     max_tokens: int | None = None
     min_tokens: int = 0
     grammar: Grammar | None = None
+    structured_outputs: Any = None
+    guided_decoding: Any = None
 
     def __post_init__(self) -> None:
+        self._read_vllms_form()
         self._check_types()
 
         def check(holds: bool, param: str, rule: str) -> None:
@@ -159,6 +238,18 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         check(self.max_tokens is None or self.min_tokens <= self.max_tokens, "min_tokens", "at most max_tokens")
         check(len(self.stop) <= MAX_STOP_STRINGS, "stop", f"at most {MAX_STOP_STRINGS} strings")
         check(all(self.stop), "stop", "made of non-empty strings")
+
+    def _read_vllms_form(self) -> None:
+        if self.top_k == -1:  # vLLM's word for off
+            msgspec.structs.force_setattr(self, "top_k", 0)
+        for name in ("structured_outputs", "guided_decoding"):
+            wanted = getattr(self, name)
+            if wanted is None:
+                continue
+            if self.grammar is not None:
+                raise InvalidRequestError(f"give either grammar or {name}", param=name)
+            msgspec.structs.force_setattr(self, "grammar", grammar_of(wanted, name))
+            msgspec.structs.force_setattr(self, name, None)
 
     def _check_types(self) -> None:
         """Also make tuples of what may be given in other ways."""

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from vlmserve.config import MAX_FPS
 from vlmserve.errors import InvalidRequestError
+from vlmserve.media.arrays import frames_of
 from vlmserve.media.budget import BUDGET_FIELDS, NO_BUDGET, ImageBudget
 from vlmserve.media.sources import DocumentSource, ImageSource, is_url
 from vlmserve.media.videos import VideoSource
@@ -24,6 +25,8 @@ _ROLES: dict[str, Role] = {
     "tool": "tool",
 }
 
+_LOCAL_IMAGES = ("image", "image_pil")
+"""Parts that only a caller in this process may give."""
 MAX_DEPTH = 100
 """Of JSON that calls and descriptions of functions hold."""
 
@@ -286,8 +289,8 @@ def _parts(content: Any, place: str, media: list[Medium], allow_local: bool) -> 
         kind = part.get("type")
         if kind == "text":
             parts.append(_text(part, at))
-        elif kind == "image_url" or (kind == "image" and allow_local):
-            place_of, image = _url(part, kind, at, allow_local) if kind == "image_url" else _image(part, at)
+        elif kind == "image_url" or (kind in _LOCAL_IMAGES and allow_local):
+            place_of, image = _url(part, kind, at, allow_local) if kind == "image_url" else _image(part, kind, at)
             media.append(Medium("image", place_of, image, _budget(part, at), is_local=allow_local))
             parts.append(ImagePart())
         elif kind in ("video_url", "video"):
@@ -316,20 +319,25 @@ def _text(part: Mapping[str, Any], place: str) -> str:
     return text
 
 
-def _url(part: Mapping[str, Any], kind: str, place: str, allow_local: bool) -> tuple[str, str]:
+def _url(part: Mapping[str, Any], kind: str, place: str, allow_local: bool) -> tuple[str, Any]:
     value, place = part.get(kind), f"{place}.{kind}"
     if isinstance(value, Mapping):
         value, place = value.get("url"), f"{place}.url"
-    if allow_local and isinstance(value, str) and value:
+    if allow_local and not _is_nothing(value):
         return place, value
     return place, check_remote(value, place)
 
 
-def _image(part: Mapping[str, Any], place: str) -> tuple[str, ImageSource]:
-    source = part.get("image")
-    if source is None or source == "":
-        raise InvalidRequestError(f"{place}.image must be an image, a path or a URL", param=f"{place}.image")
-    return f"{place}.image", source
+def _image(part: Mapping[str, Any], kind: str, place: str) -> tuple[str, ImageSource]:
+    """An image of a caller in this process, under vLLM's names or those of transformers' templates."""
+    name = next((name for name in (kind, "image", "url", "path") if not _is_nothing(part.get(name))), None)
+    if name is None:
+        raise InvalidRequestError(f"{place}.{kind} must be an image, a path or a URL", param=f"{place}.{kind}")
+    return f"{place}.{name}", part[name]
+
+
+def _is_nothing(source: object) -> bool:
+    return source is None or (isinstance(source, str | bytes) and not source)
 
 
 def _file(part: Mapping[str, Any], place: str) -> tuple[str, str]:
@@ -360,7 +368,7 @@ def _pages(part: Mapping[str, Any], place: str) -> str | None:
 
 def _video(part: Mapping[str, Any], place: str, allow_local: bool) -> tuple[str, VideoSource]:
     """A file, for callers in this process, or the list of a video's frames."""
-    source, place = part.get("video"), f"{place}.video"
+    source, place = frames_of(part.get("video")), f"{place}.video"
     if isinstance(source, list | tuple) and source:
         if not allow_local:
             for index, frame in enumerate(source):
@@ -368,7 +376,7 @@ def _video(part: Mapping[str, Any], place: str, allow_local: bool) -> tuple[str,
         return place, list(source)
     if not allow_local:
         raise InvalidRequestError(f"{place} must be a list of the URLs of frames; a file is a video_url", param=place)
-    if source is None or isinstance(source, list | tuple) or source == "":
+    if isinstance(source, list | tuple) or _is_nothing(source):
         raise InvalidRequestError(f"{place} must be a list of frames, a path or a URL", param=place)
     return place, source
 

@@ -8,15 +8,15 @@ import threading
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
-import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
 from vlmserve.cancellation import check_cancelled
 from vlmserve.config import MediaConfig
 from vlmserve.errors import ImageFetchError, InvalidImageError, InvalidRequestError
+from vlmserve.media.arrays import image_of
 from vlmserve.media.cache import ImageCache
 from vlmserve.media.decoding import DecodingMemory, decoding_bytes
 from vlmserve.media.fetch import fetch_file
@@ -34,8 +34,8 @@ from vlmserve.media.local_files import read_allowed_file
 from vlmserve.media.processor import ImageProcessor
 from vlmserve.types import ImageInput, ImageSize, MediaKind
 
-ImageSource: TypeAlias = Image.Image | str | os.PathLike[str] | bytes | npt.NDArray[np.uint8]
-"""A PIL image, a URL (http, https, data), a path, a file's bytes, or a uint8 array [height, width(, channels)]."""
+ImageSource: TypeAlias = Image.Image | str | os.PathLike[str] | bytes | npt.NDArray[Any]
+"""A PIL image, a URL (http, https, data), a path, a file's bytes, or an array or tensor (see `arrays.image_of`)."""
 
 DocumentSource: TypeAlias = str | os.PathLike[str] | bytes
 """A URL, a path, or a file's bytes."""
@@ -88,7 +88,7 @@ def open_image(source: ImageSource, preprocessing: Preprocessing, limits: MediaC
         data = read_source(source, limits)
         key = image_key(data, preprocessing.fingerprint, salt)
         return Opened(key, len(data), partial(_decoded, data, limits, preprocessing.reduction))
-    opened = source if isinstance(source, Image.Image) else _from_array(source)
+    opened = source if isinstance(source, Image.Image) else image_of(source)
     with _OPENED_LOCKS[id(opened) // 64 % len(_OPENED_LOCKS)]:
         load_image(opened, limits)
         key = pil_image_key(opened, preprocessing.fingerprint, salt)
@@ -172,14 +172,3 @@ def _existing(source: str | os.PathLike[str], invalid: type[InvalidRequestError]
     except (OSError, ValueError, RuntimeError) as error:  # a name that is too long, has a null byte, or ~nobody
         problem = f"{source!r:.200} is not the path of a file: {error}"
     raise invalid(problem)
-
-
-def _from_array(array: npt.NDArray[np.uint8]) -> Image.Image:
-    if not isinstance(array, np.ndarray):
-        raise InvalidImageError(f"an image cannot come from a {type(array).__name__}")
-    is_image = array.ndim == 2 or (array.ndim == 3 and array.shape[2] in (3, 4))
-    if array.dtype != np.uint8 or not is_image or array.size == 0:
-        raise InvalidImageError(
-            f"an array must be uint8 [height, width] or [height, width, 3 or 4], not {array.dtype} {list(array.shape)}"
-        )
-    return Image.fromarray(array)
