@@ -1,4 +1,4 @@
-"""Processes that decode files: PDF documents, HEIC and AVIF images."""
+"""Processes that decode files: documents, videos, images."""
 
 from __future__ import annotations
 
@@ -49,6 +49,17 @@ def captured(monkeypatch: pytest.MonkeyPatch, answer: str) -> Iterator[None]:
     script = os.fspath(Path(isolated_worker.__file__))
     with monkeypatch.context() as patch:
         patch.setattr(fork_server, "_COMMAND", [sys.executable, "-c", _CAPTURED, script, answer])
+        fork_server.end_servers()
+        yield
+    fork_server.end_servers()
+
+
+@contextlib.contextmanager
+def without_module(monkeypatch: pytest.MonkeyPatch, name: str) -> Iterator[None]:
+    """Decoding processes that start in the block cannot import a module."""
+    code = f"import sys, runpy; sys.modules[{name!r}] = None; runpy.run_path(sys.argv[1], run_name='__main__')"
+    with monkeypatch.context() as patch:
+        patch.setattr(fork_server, "_COMMAND", [sys.executable, "-c", code, fork_server._COMMAND[-1]])
         fork_server.end_servers()
         yield
     fork_server.end_servers()

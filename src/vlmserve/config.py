@@ -298,6 +298,15 @@ class MediaConfig(Settings):
         100_000_000, ge=1, description="Largest number of pixels of a video: all its frames together, after resizing."
     )
     max_decoded_frames: int = Field(20_000, ge=1, description="Largest number of frames in a video file.")
+    max_frame_pixels: int = Field(
+        40_000_000, ge=1, description="Maximum number of pixels of a video file's frame (default 40000000, above 8K)."
+    )
+    video_timeout: float = Field(
+        60.0, gt=0, description="Maximum time to read and decode one video file, in seconds (default 60)."
+    )
+    video_memory: ByteSize = Field(
+        1024**3, ge=64 * 1024**2, description="Maximum memory of a process that decodes a video (default 1 GiB)."
+    )
     max_documents: int = Field(4, ge=0, description="Largest number of documents in a request.")
     max_document_bytes: ByteSize = Field(64 * 1024**2, description="Largest size of a document's file.")
     max_document_pages: int = Field(
@@ -312,6 +321,12 @@ class MediaConfig(Settings):
     )
     document_memory: ByteSize = Field(
         512 * 1024**2, ge=64 * 1024**2, description="Memory of a process that renders a document."
+    )
+    media_processes: int = Field(
+        8, ge=1, le=1024, description="Maximum number of requests whose documents and videos are decoded at once."
+    )
+    client_media_processes: int = Field(
+        6, ge=1, le=1024, description="The same for the requests of one client: a key, or without keys an address."
     )
     mm_processor_kwargs: Annotated[ProcessorOverrides, BeforeValidator(parse_json)] = Field(
         ProcessorOverrides(),

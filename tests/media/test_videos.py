@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import io
-import sys
 from collections.abc import Sequence
 from fractions import Fraction
 from pathlib import Path
@@ -21,6 +20,7 @@ from transformers.video_utils import VideoMetadata
 from tests.media import glm_videos
 from tests.media.images_for_tests import encoded, noise
 from tests.normalized import normalized
+from tests.rendering import without_module
 from vlmserve.config import MediaConfig, ProcessorOverrides
 from vlmserve.errors import (
     ImageFetchError,
@@ -339,7 +339,7 @@ def test_a_file_that_was_filmed_sideways_stands_upright() -> None:
     ("limits", "message"),
     [
         ({"max_decoded_frames": 5}, "more than 5 frames"),
-        ({"max_image_pixels": 3000}, "frames have 64 x 48 pixels; at most 3,000"),
+        ({"max_frame_pixels": 3000}, "frames have 64 x 48 pixels; at most 3,000"),
         ({"max_video_pixels": 5000}, "more than 5,000 in all"),
     ],
 )
@@ -378,7 +378,6 @@ def test_lists_of_other_files_are_not_opened(data: bytes) -> None:
 
 
 def test_without_the_library_only_files_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "av", None)
-    with pytest.raises(InvalidVideoError, match=r"extra \[video\]"):
+    with without_module(monkeypatch, "av"), pytest.raises(InvalidVideoError, match=r"extra \[video\]"):
         prepare(b"\0\0\0\x20ftypisom")
     assert prepare(FRAMES).num_tokens

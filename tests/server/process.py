@@ -42,6 +42,17 @@ class ServerProcess:
         finally:
             self._process.kill()
 
+    def decoders(self) -> list[psutil.Process]:
+        """Processes in which the server has a file open."""
+        found = []
+        for child in psutil.Process(self._process.pid).children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                parent = child.parent()
+                lines = [" ".join(process.cmdline()) for process in (child, parent) if process is not None]
+                if all("isolated_worker" in line for line in lines) and child.status() != psutil.STATUS_ZOMBIE:
+                    found.append(child)
+        return found
+
     @property
     def memory(self) -> int:
         """Bytes that the server's process has resident."""

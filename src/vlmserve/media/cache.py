@@ -11,9 +11,13 @@ from concurrent.futures import CancelledError, Future
 
 import msgspec
 
+from vlmserve.cancellation import check_cancelled
 from vlmserve.errors import InvalidRequestError
 from vlmserve.media.decoding import DecodingMemory
 from vlmserve.types import ImageInput
+
+_POLL_INTERVAL = 0.1
+"""Seconds between checks whether a client that waits for another's image is still connected."""
 
 
 class ImageCacheStats(msgspec.Struct, frozen=True):
@@ -65,10 +69,15 @@ class ImageCache:
                 raise
             finally:
                 self._release(key, own)
-            try:
-                failure = found.exception()
-            except CancelledError:
-                continue
+            while True:
+                check_cancelled()
+                try:
+                    failure = found.exception(_POLL_INTERVAL)
+                    break
+                except TimeoutError:
+                    continue
+                except CancelledError:
+                    return self.get(key, prepare)
             if failure is not None:
                 raise copy.copy(failure)
             with self._lock:

@@ -32,7 +32,7 @@ _LAST_TIMEOUT = 5.0
 _KILLED = 9
 """The status of a process of which the server can no longer tell."""
 
-FileKind: TypeAlias = Literal["pdf", "image"]
+FileKind: TypeAlias = Literal["pdf", "image", "video"]
 
 
 class ForkServer:

@@ -149,4 +149,10 @@ def _error_of(timeout: float, reason: str, detail: str) -> Exception:
             return too_slow(timeout)
         case "memory":
             return InvalidImageError("the image is broken, or takes too much memory to decode")
+        case "crash":
+            return InvalidImageError("the image is broken: it crashed the process that decoded it")
+        case "killed":
+            return InvalidImageError(
+                "the process that decoded the image was killed, perhaps for lack of memory; send a smaller one"
+            )
     return OSError(detail or "it cannot be decoded")

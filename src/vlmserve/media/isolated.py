@@ -21,11 +21,25 @@ from vlmserve.media.fork_server import FileKind, ForkServer, fork_for
 _POLL_INTERVAL = 0.05
 """Seconds between checks whether anybody still waits for the file."""
 _CHUNK = 1024**2
+_REASONS = {
+    -signal.SIGXCPU: "slow",
+    -signal.SIGKILL: "killed",
+    -signal.SIGTERM: "killed",
+    **dict.fromkeys((-signal.SIGABRT, -signal.SIGTRAP, -signal.SIGILL), "memory"),
+}
+"""What the exit status of a process means. Libraries that cannot allocate memory abort or trap."""
 _LONGEST_LINE = 4096
 
 ErrorOf: TypeAlias = Callable[[str, str], Exception]
-"""The exception to raise, of a reason and what a library says of the file. Reasons are those of `isolated_worker.py`,
-which has "broken" and "memory" for all files, and "slow"."""
+"""Makes the exception to raise from a reason and a library's message.
+
+Every kind of file has the reasons "broken", "slow" (time limit), "memory" (memory limit), "crash" (the library crashed)
+and "killed" (something else ended the process). Decoders add their own.
+"""
+
+_PATIENCE = 1.0
+"""Seconds of waiting for a process after which its priority drops, so that short work overtakes it."""
+_NICENESS = 10
 
 
 class Answer(msgspec.Struct):
@@ -48,6 +62,8 @@ class IsolatedProcess:
     def __init__(self, kind: FileKind, seconds: float, error_of: ErrorOf) -> None:
         self.error_of = error_of
         self._seconds_left = seconds
+        self._waited = 0.0
+        self._is_nice = False
         self._received = bytearray()
         stdin, self._input = os.pipe()
         self._output, stdout = os.pipe()
@@ -70,12 +86,16 @@ class IsolatedProcess:
         """What the process says of the file."""
         self._write(json.dumps({"num_bytes": len(data), **settings}).encode() + b"\n")
         self._write(data)
-        return self._answer(answer)
+        return self.receive(answer)
 
     def ask(self, line: str, answer: type[AnswerType]) -> AnswerType:
         """What the process answers to a line, which pixels may follow."""
+        self.send(line)
+        return self.receive(answer)
+
+    def send(self, line: str) -> None:
+        """Send a line, whose answer `receive` returns. The process works on it meanwhile."""
         self._write(f"{line}\n".encode())
-        return self._answer(answer)
 
     def read(self, size: int) -> bytearray:
         """So many bytes of pixels."""
@@ -105,8 +125,8 @@ class IsolatedProcess:
             os.close(self._output)
             self._input = self._output = -1
 
-    def _answer(self, kind: type[AnswerType]) -> AnswerType:
-        """The next line that the process writes."""
+    def receive(self, kind: type[AnswerType]) -> AnswerType:
+        """Return the next line that the process writes."""
         while b"\n" not in self._received:
             if len(self._received) > _LONGEST_LINE:
                 raise self.error_of("broken", "")
@@ -141,15 +161,26 @@ class IsolatedProcess:
         began = time.monotonic()
         while not poll.poll(_POLL_INTERVAL * 1000):
             check_cancelled()
-            if time.monotonic() - began > self._seconds_left:
+            waited = time.monotonic() - began
+            if waited > self._seconds_left:
                 raise self.error_of("slow", "")
-        self._seconds_left -= time.monotonic() - began
+            if self._waited + waited > _PATIENCE:
+                self._yield_to_others()
+        waited = time.monotonic() - began
+        self._waited += waited
+        self._seconds_left -= waited
         check_cancelled()
 
+    def _yield_to_others(self) -> None:
+        """Lower the priority of the process, once."""
+        if not self._is_nice:
+            self._is_nice = True
+            with contextlib.suppress(OSError):  # it has ended
+                os.setpriority(os.PRIO_PROCESS, self.pid, _NICENESS)
+
     def _ended(self) -> Exception:
-        """What it means that the process ended by itself."""
-        slow = (-signal.SIGXCPU, -signal.SIGKILL)  # the soft and the hard limit of time
-        return self.error_of("slow" if self._server.end(self.pid) in slow else "memory", "")
+        """Explain why the process ended by itself."""
+        return self.error_of(_REASONS.get(self._server.end(self.pid), "crash"), "")
 
 
 def _abandon(server: ForkServer, pid: int, *pipes: int) -> None:

@@ -81,11 +81,19 @@ def _error_of(limits: MediaConfig, reason: str, _: str) -> VLMServeError:
             return InvalidDocumentError("the document is encrypted; save it without a password")
         case "slow":
             return DocumentTooLargeError(
-                f"the document takes longer than {limits.document_timeout:g} s to render; choose fewer of its pages"
+                f"the document takes longer than {limits.document_timeout:g} s to render (--document-timeout); "
+                "choose fewer of its pages"
             )
         case "memory":
             return DocumentTooLargeError(
-                f"the document is broken, or takes more than {limits.document_memory:,} bytes of memory to render"
+                f"the document is broken, or takes more than {limits.document_memory:,} bytes of memory to render "
+                "(--document-memory)"
+            )
+        case "crash":
+            return InvalidDocumentError("the document is broken: it crashed the process that rendered it")
+        case "killed":
+            return InvalidDocumentError(
+                "the process that rendered the document was killed, perhaps for lack of memory; choose fewer pages"
             )
         case "size":
             return InvalidDocumentError("the page has no size")

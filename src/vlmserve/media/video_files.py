@@ -1,75 +1,113 @@
-"""Video files to frames, through FFmpeg's libraries (PyAV, the extra ``video``), which are loaded when one comes."""
+"""Video files to frames, through FFmpeg's libraries (PyAV, the extra ``video``) in a process for each file."""
 
 from __future__ import annotations
 
-import io
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
 from PIL import Image
 
-from vlmserve.cancellation import check_cancelled
 from vlmserve.config import MediaConfig
-from vlmserve.errors import InvalidVideoError, VideoTooLargeError
+from vlmserve.errors import InvalidVideoError, VideoTooLargeError, VLMServeError
+from vlmserve.media.decoding import DecodingMemory, frame_bytes
 from vlmserve.media.heif import heif_format
+from vlmserve.media.isolated import Answer, IsolatedProcess
 
 CONTAINERS = {"mov": (4, b"ftyp"), "matroska": (0, b"\x1aE\xdf\xa3"), "avi": (8, b"AVI ")}
-"""FFmpeg's names of file formats, and where in a file which bytes tell them. It must not guess: some of the formats
-that it knows are lists of other files, on this machine or the network, and it would open them."""
+"""FFmpeg's names of file formats, with the place and the bytes that identify each. FFmpeg must not guess: some formats
+are lists of other files, on this machine or the network, and it would open them."""
 _FORMATS = {**CONTAINERS, "gif": (0, b"GIF8")}
-"""All that are read as videos: an animation may be a video or a document, as the request says."""
-_SAFE = {"protocol_whitelist": "", "format_whitelist": ",".join(_FORMATS)}
+"""All formats that are read as videos: the request says whether an animation is a video or a document."""
+_LARGEST_PADDING = 1024
+"""Bytes of a row after its pixels."""
 
 
-@dataclass(frozen=True)
-class Sampled:
-    """What was taken of a file. indices: of the frames. seconds: when each is shown. rate: how many of those that were
-    taken are a second. frames: upright RGB images, decoded as they are asked for. num_pixels: of each frame."""
-
-    indices: Sequence[int]
-    seconds: Sequence[float]
-    rate: float
-    num_pixels: int
-    frames: Iterator[Image.Image]
+class _Opened(Answer):
+    frames: int = 0
+    rate: float = 0.0
+    width: int = 0
+    height: int = 0
 
 
-@contextmanager
-def sample_file(data: bytes, sample: Callable[[int, float], Sequence[int]], limits: MediaConfig) -> Iterator[Sampled]:
-    """Some of the frames of an MP4, MOV, WebM, Matroska, AVI or GIF file.
+class _Frame(Answer):
+    width: int = 0
+    height: int = 0
+    stride: int = 0
+    rotation: float = 0.0
 
-    sample: which ones, of so many, with so many a second. Raises InvalidVideoError for a file that cannot be read, also
-    while frames are asked for, and VideoTooLargeError for too many frames or pixels.
+
+class VideoFile:
+    """An MP4, MOV, WebM, Matroska, AVI or GIF file, open in a process with limited memory and time.
+
+    The methods raise InvalidVideoError for a file that cannot be read, VideoTooLargeError for one that takes too much
+    time or memory or has too many frames or pixels, and CancelledWorkError. Close the file then, and at the end.
     """
-    try:
-        import av
-    except ImportError as error:
-        raise InvalidVideoError(
-            "videos are only read as lists of frames here; for files, install vlmserve with the extra [video]"
-        ) from error
-    container_format = _format_of(data, _FORMATS)
-    if container_format is None:
-        raise InvalidVideoError("the data is not a video in a supported format (MP4, MOV, WebM, Matroska, AVI, GIF)")
-    try:
-        with av.open(io.BytesIO(data), format=container_format, options=dict(_SAFE)) as container:
-            if not container.streams.video:
-                raise InvalidVideoError("the file has no video, only audio")
-            stream = container.streams.video[0]
-            # As many videos are decoded at once as there are threads for it.
-            stream.codec_context.thread_count = 1
-            check_frame(stream.width, stream.height, limits)
-            count = _count(container, stream, limits)
-            rate = float(stream.average_rate or stream.guessed_rate or 0)
-            if count == 0 or rate <= 0:
-                raise InvalidVideoError(f"the video has {count} frames, {rate:g} a second")
-            indices = sample(count, rate)
-            container.seek(0)
-            frames = _decoded(container, stream, indices, limits)
-            seconds = [index / rate for index in indices]
-            yield Sampled(indices, seconds, len(indices) / count * rate, stream.width * stream.height, frames)
-    except av.error.FFmpegError as error:
-        raise InvalidVideoError(f"the video is broken: {error}") from error
+
+    num_frames: int
+    rate: float
+    """Frames per second."""
+
+    def __init__(self, data: bytes, limits: MediaConfig) -> None:
+        container = _format_of(data, _FORMATS)
+        if container is None:
+            raise InvalidVideoError(
+                "the data is not a video in a supported format (MP4, MOV, WebM, Matroska, AVI, GIF)"
+            )
+        self._limits = limits
+        self._asked: int | None = None
+        self._process = IsolatedProcess("video", limits.video_timeout, partial(_error_of, limits))
+        settings = {
+            "format": container,
+            "memory": limits.video_memory + len(data),
+            "seconds": math.ceil(limits.video_timeout) + 1,
+            "max_frames": limits.max_decoded_frames,
+            "max_pixels": limits.max_frame_pixels,
+        }
+        try:
+            opened = self._process.open(data, settings, _Opened)
+            self.num_frames, self.rate = opened.frames, opened.rate
+            if not 1 <= self.num_frames <= limits.max_decoded_frames or not 0 < self.rate < math.inf:
+                raise InvalidVideoError(f"the video has {self.num_frames} frames, {self.rate:g} a second")
+        except BaseException:
+            self.close()
+            raise
+
+    def ask(self, number: int) -> None:
+        """Start to decode a frame, from 0, which `frame` returns. Ascending numbers decode each frame once."""
+        if self._asked is None:
+            self._process.send(str(number))
+            self._asked = number
+
+    @contextmanager
+    def frame(self, number: int, memory: DecodingMemory, ahead: int | None = None) -> Iterator[Image.Image]:
+        """The upright RGB image of a frame, which takes its share of the memory while the block runs.
+
+        ahead: the frame that is asked for next; the process decodes it during the block.
+        """
+        self.ask(number)
+        assert self._asked == number
+        answer = self._process.receive(_Frame)
+        width, height = answer.width, answer.height
+        if (
+            min(width, height) < 1
+            or width * height > self._limits.max_frame_pixels
+            or not 3 * width <= answer.stride <= 3 * width + _LARGEST_PADDING
+        ):
+            raise _error_of(self._limits, "broken", "")
+        with memory.share(frame_bytes(width * height)):
+            pixels = self._process.read(answer.stride * height)
+            self._asked = None
+            if ahead is not None:
+                self.ask(ahead)
+            image = Image.frombytes("RGB", (width, height), pixels, "raw", ("RGB", answer.stride))
+            del pixels
+            yield image.rotate(answer.rotation, expand=True) if answer.rotation else image
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.close()
 
 
 def container_of(data: bytes) -> str | None:
@@ -83,42 +121,39 @@ def _format_of(data: bytes, formats: Mapping[str, tuple[int, bytes]]) -> str | N
     return next((name for name, (at, mark) in formats.items() if data.startswith(mark, at)), None)
 
 
-def check_frame(width: int, height: int, limits: MediaConfig) -> None:
-    """Raises VideoTooLargeError for frames with more pixels than an image may have."""
-    if width * height > limits.max_image_pixels:
-        raise VideoTooLargeError(
-            f"the video's frames have {width:,} x {height:,} pixels; at most {limits.max_image_pixels:,} are allowed"
-        )
-
-
-def _count(container: Any, stream: Any, limits: MediaConfig) -> int:
-    """How many frames a stream has, without decoding any: what its header says may be wrong."""
-    count = 0
-    for packet in container.demux(stream):
-        count += packet.size > 0
-        if count > limits.max_decoded_frames:
-            raise VideoTooLargeError(f"the video has more than {limits.max_decoded_frames:,} frames")
-    return count
-
-
-def _decoded(container: Any, stream: Any, indices: Sequence[int], limits: MediaConfig) -> Iterator[Image.Image]:
-    """The frames with those ascending numbers."""
-    wanted = list(indices)[::-1]
-    image = None
-    for number, frame in enumerate(container.decode(stream)):
-        check_cancelled()
-        if number < wanted[-1]:
-            continue
-        check_frame(frame.width, frame.height, limits)
-        image = frame.to_image()
-        if frame.rotation:
-            image = image.rotate(frame.rotation, expand=True)
-        while wanted and wanted[-1] == number:
-            wanted.pop()
-            yield image
-        if not wanted:
-            return
-    if image is None:
-        raise InvalidVideoError("the video is broken: none of its frames could be decoded")
-    # A packet need not be a frame that is shown.
-    yield from [image] * len(wanted)
+def _error_of(limits: MediaConfig, reason: str, detail: str) -> VLMServeError:
+    match reason:
+        case "missing":
+            return InvalidVideoError(
+                "videos are only read as lists of frames here; for files, install vlmserve with the extra [video]"
+            )
+        case "no video":
+            return InvalidVideoError("the file has no video, only audio")
+        case "no frames":
+            return InvalidVideoError("the video is broken: none of its frames could be decoded")
+        case "too many frames":
+            return VideoTooLargeError(
+                f"the video has more than {limits.max_decoded_frames:,} frames (--max-decoded-frames); cut it"
+            )
+        case "too large":
+            return VideoTooLargeError(
+                f"the video's frames have {detail.replace(' ', ' x ')} pixels; "
+                f"at most {limits.max_frame_pixels:,} are allowed (--max-frame-pixels)"
+            )
+        case "slow":
+            return VideoTooLargeError(
+                f"the video takes longer than {limits.video_timeout:g} s to decode (--video-timeout); "
+                "send a shorter or smaller one"
+            )
+        case "memory":
+            return VideoTooLargeError(
+                f"the video is broken, or decoding it takes more than {limits.video_memory:,} bytes of memory "
+                "(--video-memory)"
+            )
+        case "killed":
+            return InvalidVideoError(
+                "the process that decoded the video was killed, perhaps for lack of memory; send a smaller video"
+            )
+        case "crash":
+            return InvalidVideoError("the video is broken: the decoder crashed")
+    return InvalidVideoError(f"the video is broken: {detail or 'it cannot be decoded'}")

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from PIL import Image
-
 from vlmserve.config import MediaConfig
 from vlmserve.media.cache import ImageCache
-from vlmserve.media.decoding import DecodingMemory, frame_bytes
+from vlmserve.media.decoding import DecodingMemory
 from vlmserve.media.images import DecodedImage
 from vlmserve.media.keys import frame_key, video_key
 from vlmserve.media.processor import ImageProcessor
 from vlmserve.media.sources import ImageSource, Opened, process_image
-from vlmserve.media.video_files import sample_file
+from vlmserve.media.video_files import VideoFile
 from vlmserve.media.videos import open_frames
 from vlmserve.types import ImageInput
 
@@ -55,7 +52,7 @@ class FrameReader:
     def __init__(self, limits: MediaConfig, salt: str = "") -> None:
         self._limits = limits
         self._salt = salt
-        self._file: _File | None = None
+        self._opened: tuple[bytes, VideoFile] | None = None
 
     def of_list(self, frames: Sequence[ImageSource], processor: ImageProcessor, fps: float) -> FrameSequence:
         """A video of which every frame is an image, `fps` a second. Raises as `open_frames` does."""
@@ -66,67 +63,39 @@ class FrameReader:
     def of_file(
         self, data: bytes, processor: ImageProcessor, sample: Callable[[int, float], Sequence[int]]
     ) -> FrameSequence:
-        """Frames of a file, none of which is decoded yet. sample: as `sample_file` takes it. Raises as that does."""
-        duration = 0.0
+        """Frames of a file, none of which is decoded yet. Raises as `VideoFile` does.
 
-        def choose(count: int, rate: float) -> Sequence[int]:
-            nonlocal duration
-            duration = count / rate
-            return sample(count, rate)
-
-        with sample_file(data, choose, self._limits) as sampled:
-            indices, seconds = tuple(sampled.indices), sampled.seconds
+        sample: chooses frames from the number of frames and the frames per second.
+        """
         digest = video_key([data], b"", self._salt)
+        file = self._open(data, digest)
+        indices = sample(file.num_frames, file.rate)
         frames = []
-        for place, index in enumerate(indices):
-            decoded = partial(self._decoded, data, digest, indices, place)
+        for index in indices:
+            decoded = partial(self._decoded, data, digest, index)
             frames.append(Frame(Opened(frame_key(digest, index, processor.fingerprint), 0, decoded), processor))
-        return FrameSequence(frames, seconds, duration)
+        return FrameSequence(frames, [index / file.rate for index in indices], file.num_frames / file.rate)
 
     def close(self) -> None:
         """Let go of the file."""
-        file, self._file = self._file, None
-        if file is not None:
-            file.close()
+        opened, self._opened = self._opened, None
+        if opened is not None:
+            opened[1].close()
+
+    def _open(self, data: bytes, digest: bytes) -> VideoFile:
+        if self._opened is not None and self._opened[0] == digest:
+            return self._opened[1]
+        self.close()
+        file = VideoFile(data, self._limits)
+        self._opened = digest, file
+        return file
 
     @contextlib.contextmanager
-    def _decoded(
-        self, data: bytes, digest: bytes, indices: tuple[int, ...], place: int, memory: DecodingMemory
-    ) -> Iterator[DecodedImage]:
-        file = self._file
-        if file is None or file.holds != (digest, indices) or file.place > place:
-            self.close()
-            file = self._file = _File(data, digest, indices, self._limits)
-        with memory.share(frame_bytes(file.num_pixels)):
-            try:
-                image = file.frame(place)
-            except BaseException:
-                self._file = None
-                raise
-            yield DecodedImage.whole(image)
-
-
-class _File:
-    """An open file, whose frames at `indices` are decoded in order. place: of the next one among these."""
-
-    def __init__(self, data: bytes, digest: bytes, indices: tuple[int, ...], limits: MediaConfig) -> None:
-        self.holds = digest, indices
-        self.place = 0
-        self._stack = contextlib.ExitStack()
-        sampled = self._stack.enter_context(sample_file(data, lambda *_: indices, limits))
-        self.num_pixels, self._frames = sampled.num_pixels, sampled.frames
-
-    def frame(self, place: int) -> Image.Image:
-        """A frame that has not been passed yet. What the decoder raises becomes the error of `sample_file`."""
+    def _decoded(self, data: bytes, digest: bytes, index: int, memory: DecodingMemory) -> Iterator[DecodedImage]:
+        file = self._open(data, digest)
         try:
-            for _ in range(place - self.place):
-                next(self._frames)
-            image = next(self._frames)
+            with file.frame(index, memory) as image:
+                yield DecodedImage.whole(image)
         except BaseException:
-            self._stack.__exit__(*sys.exc_info())
+            self.close()  # the process may have ended
             raise
-        self.place = place + 1
-        return image
-
-    def close(self) -> None:
-        self._stack.close()

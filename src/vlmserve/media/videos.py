@@ -9,6 +9,7 @@ import os
 import time
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import zip_longest
 from typing import Any, Self, TypeAlias
 
 import numpy as np
@@ -19,13 +20,13 @@ from vlmserve.errors import ImageFetchError, InvalidVideoError, VideoTooLargeErr
 from vlmserve.media.any_size import AnySizeProcessor, pixel_bounds
 from vlmserve.media.budget import ImageBudget
 from vlmserve.media.cache import ImageCache
-from vlmserve.media.decoding import DecodingMemory, frame_bytes
+from vlmserve.media.decoding import DecodingMemory
 from vlmserve.media.frame_times import FrameTimes
 from vlmserve.media.images import DecodedImage
 from vlmserve.media.keys import video_key
 from vlmserve.media.processor import whole_view
 from vlmserve.media.sources import ImageSource, Opened, Preprocessing, open_image, read_source
-from vlmserve.media.video_files import sample_file
+from vlmserve.media.video_files import VideoFile
 from vlmserve.types import ImageInput, ImageSize, Pixels
 
 VideoSource: TypeAlias = ImageSource | Sequence[ImageSource]
@@ -234,13 +235,22 @@ def prepare_video(
     key = video_key([data], processor.fingerprint, salt)
 
     def prepare() -> ImageInput:
-        with sample_file(data, processor.timing.sample, limits) as sampled:
-            frames = (DecodedImage.whole(frame) for frame in sampled.frames)
-            with cache.decoding.share(frame_bytes(sampled.num_pixels)):
-                pixels, size = processor.process(frames, len(sampled.indices), limits)
-        return processor.finish(key, pixels, size, sampled.rate, sampled.seconds)
+        with contextlib.closing(VideoFile(data, limits)) as file:
+            indices = processor.timing.sample(file.num_frames, file.rate)
+            file.ask(indices[0])
+            with contextlib.closing(_frames_of(file, indices, cache.decoding)) as frames:
+                pixels, size = processor.process(frames, len(indices), limits)
+            rate = len(indices) / file.num_frames * file.rate
+        return processor.finish(key, pixels, size, rate, [index / file.rate for index in indices])
 
     return cache.get(key, prepare)
+
+
+def _frames_of(file: VideoFile, indices: Sequence[int], memory: DecodingMemory) -> Generator[DecodedImage, None, None]:
+    """Frames of a file, each of which takes its share of the memory until the next one is asked for."""
+    for index, ahead in zip_longest(indices, indices[1:]):
+        with file.frame(index, memory, ahead) as image:
+            yield DecodedImage.whole(image)
 
 
 def read_video(source: Any, limits: MediaConfig) -> bytes:

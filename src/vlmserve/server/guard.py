@@ -14,6 +14,7 @@ from vlmserve.server.accounts import Account
 from vlmserve.server.body import drop_body
 from vlmserve.server.connection import add_note, note_error
 from vlmserve.server.errors import RefusedError, error_code, error_response, head_too_large
+from vlmserve.server.fair_queue import client
 from vlmserve.server.front import Front
 from vlmserve.server.history import OWNER
 from vlmserve.server.keys import salted
@@ -66,6 +67,7 @@ class Guard:
                 if scope["path"] not in _PROBES:
                     self._origins.check(Headers(scope=scope))
                 account = self._authenticate(scope)
+                client.set(scope.get(OWNER) or (scope.get("client") or ("",))[0])
                 if scope["method"] == "POST":
                     await self._check_open(scope, receive)
                     if account is not None:

@@ -33,6 +33,7 @@ from vlmserve.server.adapters import Adapters
 from vlmserve.server.body import BodyMemory
 from vlmserve.server.collectors import RunningEngine
 from vlmserve.server.errors import RefusedError
+from vlmserve.server.fair_queue import FairQueue
 from vlmserve.server.metrics import ServerMetrics
 from vlmserve.server.schema.base import BodyLimits
 from vlmserve.storage.store import open_store
@@ -168,7 +169,8 @@ class Service:
         self._text_workers = ThreadPoolExecutor(2, "prepare-text")
         self._image_workers = ThreadPoolExecutor(media.threads, "prepare-images")
         self._fetch_workers = ThreadPoolExecutor(4 * media.threads, "prepare-remote")
-        self._document_workers = ThreadPoolExecutor(media.threads, "prepare-documents")
+        self._file_workers = ThreadPoolExecutor(media.media_processes, "prepare-files")
+        self._file_queue = FairQueue(media.media_processes, media.client_media_processes)
 
     def open(self, client: EngineClient, preparer: Preparer, defaults: SamplingParams | None = None) -> None:
         """Begin to serve. preparer: knows the engine's limits. defaults: what requests that say nothing about sampling
@@ -212,7 +214,7 @@ class Service:
             self._text_workers,
             self._image_workers,
             self._fetch_workers,
-            self._document_workers,
+            self._file_workers,
         ):
             pool.shutdown(wait=False, cancel_futures=True)
         if self.store is not None:
@@ -402,8 +404,10 @@ class Service:
         )
         if not shown and tools is None and sum(map(_num_characters, messages)) <= _SHORT_TEXT:
             return prepare()
+        workers = self._workers(shown)
         try:
-            return await run_in_thread(self._workers(shown), prepare)
+            async with self._file_queue.turn() if workers is self._file_workers else contextlib.nullcontext():
+                return await run_in_thread(workers, prepare)
         except MemoryError:
             raise RefusedError(
                 HTTPStatus.REQUEST_ENTITY_TOO_LARGE, "There is not enough memory for these images", "out_of_memory"
@@ -412,11 +416,15 @@ class Service:
     def _workers(self, shown: Sequence[Mapping[str, Any]]) -> ThreadPoolExecutor:
         """The threads that prepare a conversation with these parts: what takes long keeps nobody waiting that does
         not."""
-        if any(part["type"] == "file" for part in shown):
-            return self._document_workers
+        if any(part["type"] in _FILES for part in shown):
+            return self._file_workers
         if any(not url.startswith("data:") for part in shown for url in _urls(part)):
             return self._fetch_workers
         return self._image_workers if shown else self._text_workers
+
+
+_FILES = frozenset({"file", "video_url"})
+"""Types of parts that are decoded in processes of their own."""
 
 
 def _num_characters(message: Mapping[str, Any]) -> int:

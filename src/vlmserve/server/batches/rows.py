@@ -17,6 +17,7 @@ from vlmserve.errors import VLMServeError
 from vlmserve.server.accounts import Account
 from vlmserve.server.app import count_and_handle_error
 from vlmserve.server.connection import RequestLog
+from vlmserve.server.fair_queue import client
 from vlmserve.server.guard import ACCOUNT, TENANT
 from vlmserve.server.history import OWNER
 from vlmserve.server.routes.answering import BACKGROUND
@@ -131,5 +132,6 @@ class Rows:
             else:
                 chunks.append(message.get("body", b""))
 
+        client.set(f"batches of {batch.owner}")
         await self._app(scope, receive, send)
         return RowAnswer(start["status"], Headers(raw=start["headers"])["x-request-id"], b"".join(chunks))

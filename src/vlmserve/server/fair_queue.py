@@ -1,0 +1,61 @@
+"""A queue that shares slow work fairly among clients."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+from collections import Counter, OrderedDict, deque
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+client: contextvars.ContextVar[str] = contextvars.ContextVar("client", default="")
+"""Who sent the current request: the owner of its key, or without keys its address."""
+
+
+class FairQueue:
+    """Limits how much work runs at once, in total and for each client. For one event loop.
+
+    The next to run is the client with the least running work; one client's requests run in order of arrival.
+    """
+
+    def __init__(self, capacity: int, per_client: int) -> None:
+        self._capacity = capacity
+        self._per_client = per_client
+        self._running: Counter[str] = Counter()
+        self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
+
+    @asynccontextmanager
+    async def turn(self) -> AsyncIterator[None]:
+        """Wait until work of the current `client` may run, and count it while the block runs."""
+        name = client.get()
+        granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(name, deque()).append(granted)
+        self._grant()
+        try:
+            await granted
+            yield
+        finally:
+            if granted.done() and not granted.cancelled():
+                self._running[name] -= 1
+                self._running += Counter()  # drops clients without work
+            else:
+                self._forget(name, granted)
+            self._grant()
+
+    def _grant(self) -> None:
+        while self._running.total() < self._capacity:
+            name = min(self._waiting, key=lambda name: self._running[name], default=None)
+            if name is None or self._running[name] >= self._per_client:
+                return
+            granted = self._waiting[name][0]
+            self._forget(name, granted)
+            if not granted.cancelled():
+                granted.set_result(None)
+                self._running[name] += 1
+
+    def _forget(self, name: str, granted: asyncio.Future[None]) -> None:
+        queue = self._waiting.get(name)
+        if queue is not None and granted in queue:
+            queue.remove(granted)
+            if not queue:
+                del self._waiting[name]

@@ -1,0 +1,75 @@
+"""Slow work is shared fairly among clients."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+from vlmserve.server.fair_queue import FairQueue, client
+
+
+async def _start(queue: FairQueue, name: str, log: list[str], release: asyncio.Event) -> asyncio.Task[None]:
+    async def work() -> None:
+        client.set(name)
+        async with queue.turn():
+            log.append(name)
+            await release.wait()
+
+    task = asyncio.create_task(work())
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    return task
+
+
+def run(check: Callable[[asyncio.Event], Awaitable[None]]) -> None:
+    async def main() -> None:
+        await check(asyncio.Event())
+
+    asyncio.run(main())
+
+
+def test_one_client_leaves_room_for_others() -> None:
+    async def check(release: asyncio.Event) -> None:
+        log: list[str] = []
+        queue = FairQueue(4, 3)
+        tasks = [await _start(queue, "many", log, release) for _ in range(10)]
+        assert log == ["many"] * 3
+        tasks.append(await _start(queue, "one", log, release))
+        assert log == ["many"] * 3 + ["one"]
+        release.set()
+        await asyncio.gather(*tasks)
+        assert log.count("many") == 10
+
+    run(check)
+
+
+def test_client_with_least_running_work_is_next() -> None:
+    async def check(release: asyncio.Event) -> None:
+        log: list[str] = []
+        queue = FairQueue(2, 2)
+        first, second = asyncio.Event(), asyncio.Event()
+        tasks = [await _start(queue, "a", log, one) for one in (first, second)]
+        tasks += [await _start(queue, name, log, release) for name in ("a", "a", "b")]
+        first.set()
+        await asyncio.sleep(0.01)
+        assert log == ["a", "a", "b"]
+        second.set()
+        release.set()
+        await asyncio.gather(*tasks)
+
+    run(check)
+
+
+def test_cancelled_work_frees_its_place() -> None:
+    async def check(release: asyncio.Event) -> None:
+        log: list[str] = []
+        queue = FairQueue(1, 1)
+        running, waiting = [await _start(queue, "a", log, release) for _ in range(2)]
+        waiting.cancel()
+        running.cancel()
+        await asyncio.gather(running, waiting, return_exceptions=True)
+        release.set()
+        await (await _start(queue, "b", log, release))
+        assert log == ["a", "b"]
+
+    run(check)

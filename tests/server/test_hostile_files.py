@@ -1,0 +1,159 @@
+"""Files that take long to decode: the server stays responsive, and other clients' files are decoded meanwhile."""
+
+from __future__ import annotations
+
+import base64
+import io
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from fractions import Fraction
+from typing import Any
+
+import httpx
+import pytest
+from PIL import Image
+
+from tests.media.documents_for_tests import page, pdf_file, slow, square
+from tests.media.images_for_tests import encoded, noise
+from tests.mock_checkpoint import make_mock_checkpoint
+from tests.server.live import wait_until
+from tests.server.process import ServerProcess
+from tests.server.test_attacks import ask
+
+TIMEOUT = 10
+"""Seconds after which the server gives up on a file. Without the limit each would take minutes."""
+SOON = 5.0
+"""Seconds in which an honest request is answered while hostile files are decoded. An idle machine needs far less."""
+Part = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    folder = make_mock_checkpoint(tmp_path_factory.mktemp("checkpoint"), context=100_000)
+    limits = ("--num-workers", "2", "--video-timeout", str(TIMEOUT), "--document-timeout", str(TIMEOUT))
+    with ServerProcess(folder, *limits) as running:
+        for part in HONEST.values():
+            assert ask(running, question(part)).status_code == 200
+        yield running
+
+
+def url_of(data: bytes, kind: str) -> str:
+    return f"data:{kind};base64,{base64.b64encode(data).decode()}"
+
+
+def file_part(data: bytes) -> Part:
+    return {"type": "file", "file": {"file_data": url_of(data, "application/octet-stream")}}
+
+
+def video_part(data: bytes) -> Part:
+    return {"type": "video_url", "video_url": {"url": url_of(data, "video/mp4")}}
+
+
+def question(part: Part, salt: str = "honest") -> Part:
+    return {"messages": [{"role": "user", "content": [part]}], "cache_salt": salt, "max_tokens": 1}
+
+
+def film(size: tuple[int, int], count: int) -> bytes:
+    """An MP4 file whose frames repeat one encoded frame, so that large ones take few bytes."""
+    av = pytest.importorskip("av")
+    if "libx264" not in av.codecs_available:
+        pytest.skip("PyAV has no encoder for H.264 here")
+    file = io.BytesIO()
+    with av.open(file, "w", format="mp4") as container:
+        stream = container.add_stream("libx264", rate=30)
+        stream.width, stream.height, stream.pix_fmt = *size, "yuv420p"
+        stream.options = {"preset": "ultrafast", "x264-params": "keyint=100000:threads=1:bframes=0"}
+        frame = av.VideoFrame.from_image(Image.new("RGB", size, "gray"))
+        packets = []
+        for number in range(3):
+            frame.pts = number
+            packets += stream.encode(frame)
+        packets += stream.encode()
+        for number in range(count):
+            packet = av.Packet(bytes(packets[min(number, 2)]))
+            packet.pts = packet.dts = number
+            packet.time_base, packet.stream, packet.is_keyframe = Fraction(1, 30), stream, number == 0
+            container.mux(packet)
+    return file.getvalue()
+
+
+HONEST = {
+    "image": {"type": "image_url", "image_url": {"url": url_of(encoded(noise(60, 40)), "image/png")}},
+    "document": file_part(pdf_file([page(square("1 0 0"))])),
+}
+
+
+def hostile(kind: str) -> Part:
+    """A small file that takes minutes to decode."""
+    if kind == "document":
+        return file_part(slow())
+    data = film((7680, 4320), 19_000)
+    assert len(data) < 1_000_000
+    return video_part(data)
+
+
+def attack(kind: str, part: Part, route: str) -> tuple[str, Part]:
+    """Path and body of a request with a hostile file."""
+    messages = question(part)["messages"]
+    match route:
+        case "chat":
+            return "/v1/chat/completions", question(part, "hostile")
+        case "tokenize":
+            return "/tokenize", {"messages": messages}
+        case "responses":
+            assert kind == "document"
+            item = {"role": "user", "content": [{"type": "input_file", **part["file"]}]}
+            return "/v1/responses", {"input": [item], "store": False}
+    assert kind == "document"
+    data = part["file"]["file_data"].partition(",")[2]
+    source = {"type": "base64", "media_type": "application/pdf", "data": data}
+    block = {"type": "document", "source": source}
+    return f"/v1/{route}", {"messages": [{"role": "user", "content": [block]}], "max_tokens": 1}
+
+
+@pytest.mark.parametrize(
+    ("kind", "routes"),
+    [
+        ("video", ["chat", "chat", "tokenize", "tokenize"]),
+        ("document", ["chat", "tokenize", "responses", "messages"]),
+    ],
+)
+def test_hostile_files_hold_up_nobody(server: ServerProcess, kind: str, routes: list[str]) -> None:
+    part = hostile(kind)
+    with server.watched(max_seconds=60, max_growth=1_200_000_000), ThreadPoolExecutor(4) as pool:
+
+        def send(number: int, route: str) -> httpx.Response:
+            path, body = attack(kind, part, route)
+            if "cache_salt" in body:
+                body["cache_salt"] = str(number)
+            return ask(server, body, path)
+
+        began = time.monotonic()
+        attacks = [pool.submit(send, number, route) for number, route in enumerate(routes)]
+        wait_until(lambda: len(server.decoders()) >= 2)  # equal files are decoded once
+        time.sleep(1)
+        for number, one in enumerate(HONEST.values()):
+            for path, body in (("/health", None), ("/v1/chat/completions", question(one, f"new {number}"))):
+                asked = time.monotonic()
+                answer = httpx.get(server.url + path) if body is None else ask(server, body, path)
+                assert answer.status_code == 200
+                assert time.monotonic() - asked < SOON, path
+            assert server.decoders(), "the attack is over"
+        assert max((decoder.memory_info().rss for decoder in server.decoders()), default=0) < 1_300_000_000
+        answers = [one.result() for one in attacks]
+    assert time.monotonic() - began < 4 * TIMEOUT + 20
+    for answer in answers:
+        assert answer.status_code == 400
+        assert f"longer than {TIMEOUT} s" in answer.text
+
+
+@pytest.mark.parametrize("kind", ["video", "document"])
+def test_client_that_leaves_ends_its_process(server: ServerProcess, kind: str) -> None:
+    path, body = attack(kind, hostile(kind), "chat")
+    with ThreadPoolExecutor(1) as pool:
+        leaving = pool.submit(httpx.post, server.url + path, json=body, timeout=3)
+        wait_until(lambda: bool(server.decoders()))
+        with pytest.raises(httpx.ReadTimeout):
+            leaving.result()
+    wait_until(lambda: not server.decoders(), timeout=3)
