@@ -74,7 +74,7 @@ def test_several_prompts_and_answers_are_numbered_prompt_by_prompt(live):
         ({"prompt": "a" * 100_000}, "prompt", "at most"),
         ({"prompt": "<image>"}, "prompt", "image"),
         ({"prompt": PROMPT, "suffix": "and so on"}, "suffix", "not supported"),
-        ({"prompt": PROMPT, "messages": QUESTION}, "messages", "not a field"),
+        ({"prompt": PROMPT, "messages": QUESTION}, "messages", "not supported"),
         ({"prompt": PROMPT, "max_tokens": 0}, "max_tokens", "greater than or equal to 1"),
     ],
 )

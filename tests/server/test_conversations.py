@@ -81,7 +81,7 @@ def test_wrong_requests_are_refused_by_name(keeping):
         return response.status_code, response.json()["error"]["param"]
 
     conversation = keeping.openai.conversations.create()
-    assert post("", {"item": []}) == (400, "item")
+    assert post("", {"meta_data": {}}) == (400, "meta_data")
     assert post("", {"items": [user("x")] * 21}) == (400, "items")
     assert post("", {"items": [{"role": "user"}]}) == (400, "items[0].content")
     assert post("", {"metadata": {"a": "x" * 513}}) == (400, "metadata.a")
@@ -90,7 +90,7 @@ def test_wrong_requests_are_refused_by_name(keeping):
     assert post("/%00", {"metadata": {}}) == (404, "conversation")
     bad = httpx.get(f"{keeping.url}/v1/conversations/{conversation.id}/items?after=msg_none")
     assert (bad.status_code, bad.json()["error"]["param"]) == (400, "after")
-    assert httpx.get(f"{keeping.url}/v1/conversations/{conversation.id}?x=1").status_code == 400
+    assert httpx.get(f"{keeping.url}/v1/conversations/{conversation.id}?before=x").status_code == 400
 
 
 @IN_BOTH_KINDS

@@ -144,7 +144,7 @@ def test_wrong_forms_are_refused_kindly(keeping):
     for status, param, form in (
         (400, "purpose", {"files": file}),
         (400, "purpose", {"files": file, "data": {"purpose": "fine-tune"}}),
-        (400, "colour", {"files": file, "data": {"purpose": "vision", "colour": "red"}}),
+        (400, "purposes", {"files": file, "data": {"purpose": "vision", "purposes": "red"}}),
         (400, "file", {"files": {"image": ("a.png", png("red"))}, "data": {"purpose": "vision"}}),
         (400, "file", {"files": {"purpose": (None, "vision")}}),
         (400, None, {"files": [("file", ("a.png", b"x")), ("file", ("b.png", b"y"))], "data": {"purpose": "vision"}}),

@@ -340,7 +340,7 @@ def history(call: Any, *answer: Any) -> list[Any]:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"thread": {"type": "create"}}, "thread is not supported here"),
+        ({"thread": {"type": "create"}}, "thread: This field is not supported here"),
         ({"tools": [], "tool_choice": ANY}, "tool_choice requires a call, but there are no tools"),
         ({"tool_choice": {"type": "tool", "name": "fly"}}, "tool_choice names 'fly'"),
         ({"tool_choice": {"type": "tool"}}, "tool_choice.name: Field is missing"),

@@ -369,7 +369,7 @@ CALL = {"type": "function_call", "call_id": "c", "name": "stop", "arguments": "{
         ({"tools": [TOOLS[1], TOOLS[1]]}, "tools[1].name", "two tools"),
         ({"tools": [TOOLS[1], {"type": "function", **BROKEN["function"]}]}, "tools[1].parameters", "foo"),
         ({"tools": [{**STOP, "strict": True, "parameters": {"not": {}}}]}, "tools[0].parameters", "not"),
-        ({"tools": [{**STOP, "defer_loading": True}]}, "tools[0].defer_loading", "no such field"),
+        ({"tools": [{**STOP, "stricts": True}]}, "tools[0].stricts", "did you mean strict?"),
         ({"tools": [], "tool_choice": "required"}, "tool_choice", "no tools"),
         ({"tools": [], "tool_choice": STOP}, "tool_choice", "no tools"),
         ({"tool_choice": {"type": "function", "name": "fly"}}, "tool_choice", "'fly'"),

@@ -286,7 +286,8 @@ def test_responses_at_once_in_one_conversation_lose_nothing(keeping):
         ({"max_output_tokens": 0}, 400, "max_output_tokens", "1"),
         ({"metadata": {"a": 1}}, 400, "metadata.a", "string"),
         ({"metadata": {str(number): "" for number in range(17)}}, 400, "metadata", "16"),
-        ({"messages": []}, 400, "messages", "misspelt"),
+        ({"messages": [{"role": "user", "content": "hi"}]}, 400, "messages", "not supported"),
+        ({"max_tokens": 5}, 400, "max_tokens", "did you mean max_output_tokens?"),
         ({"model": "other"}, 404, "model", "other"),
     ],
 )  # fmt: skip

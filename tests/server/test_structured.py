@@ -135,7 +135,7 @@ def test_an_answer_that_is_cut_says_length_and_the_client_notices(live):
         ({"guided_grammar": "\U0006e179 root"}, "GBNF", "guided_grammar"),
         ({"structured_outputs": {}}, "one of", "structured_outputs"),
         ({"structured_outputs": {"regex": "["}}, "regex", "structured_outputs.regex"),
-        ({"structured_outputs": {"structural_tag": "x"}}, "no such field", "structured_outputs.structural_tag"),
+        ({"structured_outputs": {"structural_tag": "x"}}, "not supported", "structured_outputs.structural_tag"),
         ({"guided_regex": "a", "use_beam_search": True, "temperature": 0}, "beam", "guided_regex"),
         ({"guided_regex": "a", "guided_choice": ["a"]}, "both", "guided_choice"),
         ({"response_format": {"type": "json_object"}, "guided_regex": "a"}, "both", "guided_regex"),

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
 import msgspec
 from pydantic import (
@@ -16,15 +19,27 @@ from pydantic import (
     ValidationError,
     model_validator,
 )
-from pydantic_core import CoreSchema
+from pydantic_core import CoreSchema, PydanticCustomError
 
 from vlmserve.errors import InvalidRequestError
 from vlmserve.frontend.messages import MAX_DEPTH, is_too_deep
+
+logger = logging.getLogger(__name__)
 
 MAX_COUNT = 2**31 - 1
 """The largest number that anybody may want to count to."""
 MAX_FIELDS = 1000
 """Fields of an object whose fields are known."""
+MAX_LOGGED = 1000
+"""Unknown names that are logged while the server runs."""
+_LONGEST_NAME = 40
+"""Characters of a name that may be a known one, misspelt."""
+_SHORTEST_MISSPELT = 6
+"""Letters of a name in which one wrong character is noticed. Shorter names too often differ in one on purpose."""
+_SHOWN_NAME = 100
+"""Characters of an unknown name that are logged."""
+_EMPTY: tuple[Any, ...] = ([], {}, "")
+"""Values that ask for nothing."""
 _STRING = re.compile(rb'"[^"]*"')
 _NO_BACKSLASH = re.compile(rb"[^\\]")
 _WINDOW = 1024**2
@@ -61,19 +76,90 @@ def _fail_fast(schema: Any) -> None:
             _fail_fast(inner)
 
 
-class RequestModel(BaseModel):
-    """Base of what clients send: JSON types are not converted, unknown fields are errors, null means absent."""
+_logged: set[tuple[str, str]] = set()
 
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, hide_input_in_errors=True)
+
+def log_once(kind: str, name: str, line: str) -> None:
+    """Log that `line` happens to `name`, unless this was logged before for this kind and name."""
+    key = (kind, name[:_SHOWN_NAME])
+    if key not in _logged and len(_logged) < MAX_LOGGED:
+        _logged.add(key)
+        logger.info("%s %r %s (logged once)", *key, line)
+
+
+def _field_error(name: str, message: str) -> PydanticCustomError:
+    """An error about a field that an object has and its class lacks."""
+    return PydanticCustomError("field", "{message}", {"message": message, "field": name[:_SHOWN_NAME]})
+
+
+def _misspellings(name: str) -> Iterator[str]:
+    """The name's letters, and these without one of them: names that differ in one character have one in common."""
+    letters = name.replace("_", "").replace("-", "").lower()
+    yield letters
+    if len(letters) >= _SHORTEST_MISSPELT:
+        for place in range(len(letters)):
+            yield letters[:place] + letters[place + 1 :]
+
+
+class RequestModel(BaseModel):
+    """Base of what clients send: JSON types are not converted, null means absent, unknown fields are ignored.
+
+    A field that is not supported and would change the answer is an error, and so is a misspelt field.
+    """
+
+    model_config = ConfigDict(strict=True, extra="ignore", frozen=True, hide_input_in_errors=True)
+
+    neutral_values: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
+    """Fields that would change the answer and are not supported, and the values with which they change nothing."""
+    ignored_fields: ClassVar[frozenset[str]] = frozenset()
+    """Fields that never change an answer. They are not logged."""
+    other_names: ClassVar[Mapping[str, str]] = {}
+    """Names that other servers have for fields, and the names here."""
 
     @model_validator(mode="before")
     @classmethod
-    def _null_is_absent(cls, value: Any) -> Any:
+    def _check_fields(cls, value: Any) -> Any:
+        """Drop null and unknown fields. Raises InvalidRequestError for unsupported and misspelt fields."""
         if not isinstance(value, dict):
             return value
         if len(value) > MAX_FIELDS:
             raise ValueError(f"Input has more than {MAX_FIELDS} fields")
-        return {key: field for key, field in value.items() if field is not None}
+        known = cls._known_fields()
+        kept = {name: field for name, field in value.items() if field is not None and name in known}
+        if len(kept) < len(value):
+            for name, field in value.items():
+                if field is not None and name not in known:
+                    cls._check_unknown(name, field)
+        return kept
+
+    @classmethod
+    def _check_unknown(cls, name: str, value: Any) -> None:
+        if name in cls.neutral_values:
+            if value not in (*cls.neutral_values[name], *_EMPTY):
+                raise _field_error(name, "This field is not supported here; leave it out")
+        elif name not in cls.ignored_fields:
+            meant = cls.other_names.get(name) or cls._meant(name)
+            if meant is not None:
+                raise _field_error(name, f"There is no such field; did you mean {meant}?")
+            log_once("Field", f"{cls.__name__}.{name}", "is unknown and ignored")
+
+    @classmethod
+    @functools.cache
+    def _known_fields(cls) -> frozenset[str]:
+        return frozenset(field.alias or name for name, field in cls.model_fields.items())
+
+    @classmethod
+    def _meant(cls, name: str) -> str | None:
+        if len(name) > _LONGEST_NAME:
+            return None
+        spellings = cls._spellings()
+        return next((spellings[spelling] for spelling in _misspellings(name) if spelling in spellings), None)
+
+    @classmethod
+    @functools.cache
+    def _spellings(cls) -> Mapping[str, str]:
+        """Known fields by their `_misspellings`."""
+        return {spelling: name for name in sorted(cls._known_fields()) for spelling in _misspellings(name)}
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
@@ -109,7 +195,6 @@ Body = TypeVar("Body", bound=RequestModel)
 
 _MESSAGES = {
     "missing": "Field is missing",
-    "extra_forbidden": "There is no such field",
     "too_short": "Input should not be empty",
     "model_type": "Input should be an object",
 }
@@ -178,8 +263,11 @@ def validate(kind: type[Body], value: dict[str, Any]) -> Body:
     try:
         return kind.model_validate(value)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_context=False)[0]
-        path = _path(first["loc"])
+        first = error.errors(include_url=False)[0]
+        location = first["loc"]
+        if first["type"] == "field":
+            location = (*location, first["ctx"]["field"])
+        path = _path(location)
         message = _MESSAGES.get(first["type"], first["msg"].removeprefix("Value error, "))
         raise InvalidRequestError(f"{path}: {message}" if path else message, param=path or None) from None
 

@@ -16,33 +16,16 @@ from vlmserve.frontend.tools import ToolUse
 from vlmserve.server.schema.base import MAX_COUNT
 from vlmserve.server.schema.content import Message, PromptRequest, ReasoningEffort, TemplateSettings, effort_settings
 from vlmserve.server.schema.logprobs import ChoiceLogprobs
-from vlmserve.server.schema.sampling import ChoicesRequest
+from vlmserve.server.schema.sampling import NEUTRAL_VALUES, ChoicesRequest
 from vlmserve.server.schema.tools import MAX_TOOLS, AnswerToolCall, DeltaToolCall, Tool, ToolChoice, tool_use
 from vlmserve.server.schema.usage import Usage
 from vlmserve.types import ImageSize
 
-_IGNORED_FIELDS = frozenset(
-    {
-        "metadata",
-        "prompt_cache_key",
-        "prompt_cache_retention",
-        "safety_identifier",
-        "guided_decoding_backend",
-        "service_tier",
-        "store",
-        "user",
-    }
-)
-
 _NEUTRAL_VALUES: Mapping[str, tuple[Any, ...]] = {
-    "audio": (),
+    **NEUTRAL_VALUES,
     "echo": (False,),
     "function_call": ("none", "auto"),
-    "functions": ([],),
-    "modalities": (["text"],),
-    "prediction": (),
-    "verbosity": (),
-    "web_search_options": (),
+    "functions": (),
 }
 
 
@@ -50,7 +33,6 @@ class ChatRequest(PromptRequest, ChoicesRequest):
     """The body of ``POST /v1/chat/completions``."""
 
     neutral_values: ClassVar[Mapping[str, tuple[Any, ...]]] = _NEUTRAL_VALUES
-    ignored_fields: ClassVar[frozenset[str]] = _IGNORED_FIELDS
     content_fields: ClassVar[tuple[str, ...]] = ("messages",)
 
     messages: Annotated[list[Message], Field(min_length=1)]

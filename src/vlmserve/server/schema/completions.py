@@ -10,13 +10,17 @@ from pydantic import Discriminator, Field, Tag
 
 from vlmserve.server.schema.base import MAX_COUNT
 from vlmserve.server.schema.logprobs import CompletionLogprobs
-from vlmserve.server.schema.sampling import ChoicesRequest
+from vlmserve.server.schema.sampling import NEUTRAL_VALUES, ChoicesRequest
 from vlmserve.server.schema.usage import Usage
 
 MAX_PROMPTS = 128
 
 _NEUTRAL_VALUES: Mapping[str, tuple[Any, ...]] = {
-    "suffix": ("",),
+    **NEUTRAL_VALUES,
+    "messages": (),
+    "prompt_embeds": (),
+    "suffix": (),
+    "tools": (),
 }
 
 TokenId = Annotated[int, Field(ge=0, le=MAX_COUNT)]

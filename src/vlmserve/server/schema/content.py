@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from typing import Annotated, Any, Literal, Self
+from collections.abc import Collection, Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BeforeValidator, Field, Tag, model_validator
 
@@ -83,9 +83,27 @@ class Budget(RequestModel):
     max_tokens: Count | None = None
 
 
+_PROCESSOR_SETTINGS = (
+    "crop_size",
+    "do_pan_and_scan",
+    "do_resize",
+    "images_kwargs",
+    "max_dynamic_patch",
+    "max_image_size",
+    "min_dynamic_patch",
+    "num_crops",
+    "num_frames",
+    "size",
+    "videos_kwargs",
+)
+"""Settings of transformers' processors that requests cannot change here."""
+
+
 class ProcessorKwargs(Budget):
     """What holds for all images and videos of a request that say nothing themselves, under vLLM's name. fps: of
     videos."""
+
+    neutral_values: ClassVar[Mapping[str, tuple[Any, ...]]] = dict.fromkeys(_PROCESSOR_SETTINGS, ())
 
     fps: float | None = Field(None, gt=0, le=MAX_FPS)
 

@@ -18,7 +18,7 @@ Purpose = Literal["vision", "user_data", "assistants", "batch"]
 class FileRequest(RequestModel):
     """The fields beside the file in ``POST /v1/files``, which are all text."""
 
-    model_config = ConfigDict(strict=False, extra="forbid", frozen=True, hide_input_in_errors=True)
+    model_config = ConfigDict(strict=False, extra="ignore", frozen=True, hide_input_in_errors=True)
 
     purpose: Purpose
     lifetime: int | None = Field(None, alias="expires_after[seconds]", ge=3600, le=2592000)

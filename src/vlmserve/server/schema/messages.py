@@ -12,18 +12,19 @@ from vlmserve.frontend.tools import Function, ToolUse
 from vlmserve.server.schema.base import MAX_COUNT, JSONObject, RequestModel, by_type
 from vlmserve.server.schema.blocks import ChatMessages, System, Turn
 from vlmserve.server.schema.content import PromptRequest, thinking_settings
-from vlmserve.server.schema.sampling import SamplingRequest
+from vlmserve.server.schema.sampling import IGNORED_FIELDS, NEUTRAL_VALUES, OTHER_NAMES, SamplingRequest
 from vlmserve.server.schema.structured import MessagesFormat, either_grammar
 from vlmserve.server.schema.tools import MAX_TOOLS, FunctionName, NamedTool, tool_use
 from vlmserve.types import Grammar, ImageSize
 
-_IGNORED_FIELDS = frozenset({"cache_control", "metadata", "service_tier"})
 _NEUTRAL_VALUES: Mapping[str, tuple[Any, ...]] = {
     "container": (),
-    "context_management": (),
-    "mcp_servers": ([],),
+    "logprobs": (False,),
+    "mcp_servers": (),
     "thread": (),
+    "top_logprobs": (0,),
 }
+_IGNORED_FIELDS = frozenset({"betas", "cache_control", "context_management", "diagnostics"})
 
 
 ThinkingDisplay = Literal["summarized", "omitted"] | None
@@ -155,6 +156,8 @@ class PromptFields(PromptRequest):
 class OutputConfig(RequestModel):
     """How the answer is written."""
 
+    ignored_fields: ClassVar[frozenset[str]] = frozenset({"effort", "task_budget"})
+
     format: MessagesFormat | None = None
 
 
@@ -169,8 +172,9 @@ class CountRequest(PromptFields):
 class MessagesRequest(PromptFields, SamplingRequest):
     """The body of ``POST /v1/messages``."""
 
-    neutral_values: ClassVar[Mapping[str, tuple[Any, ...]]] = _NEUTRAL_VALUES
-    ignored_fields: ClassVar[frozenset[str]] = _IGNORED_FIELDS
+    neutral_values: ClassVar[Mapping[str, tuple[Any, ...]]] = {**NEUTRAL_VALUES, **_NEUTRAL_VALUES}
+    ignored_fields: ClassVar[frozenset[str]] = IGNORED_FIELDS | _IGNORED_FIELDS
+    other_names: ClassVar[Mapping[str, str]] = {**OTHER_NAMES, "max_completion_tokens": "max_tokens"}
     content_fields: ClassVar[tuple[str, ...]] = ("messages", "system")
 
     max_tokens: int | None = Field(None, ge=1, le=MAX_COUNT, description="Default: a fifth of the context.")

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Literal, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Literal, TypeVar
 
 import msgspec
 from pydantic import ConfigDict, Field
@@ -18,7 +18,8 @@ from vlmserve.storage.items import Page
 class Query(RequestModel):
     """Query parameters of a URL, where all values are text. None unless a subclass has some."""
 
-    model_config = ConfigDict(strict=False, extra="forbid", frozen=True, hide_input_in_errors=True)
+    model_config = ConfigDict(strict=False, extra="ignore", frozen=True, hide_input_in_errors=True)
+    neutral_values: ClassVar[Mapping[str, tuple[Any, ...]]] = {"before": ()}
 
 
 class ItemsQuery(Query):

@@ -14,48 +14,43 @@ from vlmserve.server.schema.base import MAX_COUNT, RequestModel
 from vlmserve.server.schema.content import PromptRequest, ReasoningEffort, TemplateSettings, effort_settings
 from vlmserve.server.schema.items import Includable, Input, Metadata
 from vlmserve.server.schema.response_tools import FunctionTool, ResponseToolChoice, response_tool_use
-from vlmserve.server.schema.sampling import SamplingRequest
+from vlmserve.server.schema.sampling import IGNORED_FIELDS, NEUTRAL_VALUES, OTHER_NAMES, SamplingRequest
 from vlmserve.server.schema.structured import OutputFormat, either_grammar, output_grammar
 from vlmserve.server.schema.tools import MAX_TOOLS
 from vlmserve.server.schema.usage import Usage
 from vlmserve.types import Grammar, ImageSize
 
-_IGNORED_FIELDS = frozenset(
-    {
-        "prompt_cache_key",
-        "prompt_cache_options",
-        "prompt_cache_retention",
-        "safety_identifier",
-        "service_tier",
-        "user",
-    }
-)
-
 _NEUTRAL_VALUES: Mapping[str, tuple[Any, ...]] = {
-    "access_programs": (),
+    **NEUTRAL_VALUES,
     "background": (False,),
-    "background_options": (),
-    "context_management": ([],),
-    "image": (),
-    "moderation": (),
+    "logprobs": (False,),
+    "messages": (),
     "prompt": (),
 }
 
 
+_OTHER_NAMES: Mapping[str, str] = {
+    **dict.fromkeys([*OTHER_NAMES, "max_tokens", "max_completion_tokens"], "max_output_tokens"),
+    "reasoning_effort": "reasoning.effort",
+}
+
+
 class Reasoning(RequestModel):
-    """How a model thinks before it answers. effort: for models whose chat template knows it, none also for
-    those that know enable_thinking. summary and generate_summary change nothing: thoughts are not summarized here."""
+    """How a model reasons before it answers. effort: for models whose chat template knows it, none also for those that
+    know enable_thinking. summary has no effect: reasoning is not summarized."""
+
+    ignored_fields: ClassVar[frozenset[str]] = frozenset({"context", "generate_summary", "mode"})
 
     effort: ReasoningEffort | None = None
-    summary: Literal["auto", "concise", "detailed"] | None = None
-    generate_summary: Literal["auto", "concise", "detailed"] | None = None
+    summary: Annotated[str, Field(max_length=64)] | None = None
 
 
 class TextConfig(RequestModel):
-    """How the answer is written. verbosity: only as much as the model says by itself."""
+    """How the answer is written."""
+
+    ignored_fields: ClassVar[frozenset[str]] = frozenset({"verbosity"})
 
     format: OutputFormat | None = None
-    verbosity: Literal["medium"] | None = None
 
 
 class ConversationRef(RequestModel):
@@ -68,7 +63,8 @@ class ResponsesRequest(PromptRequest, SamplingRequest):
     """The body of ``POST /v1/responses``."""
 
     neutral_values: ClassVar[Mapping[str, tuple[Any, ...]]] = _NEUTRAL_VALUES
-    ignored_fields: ClassVar[frozenset[str]] = _IGNORED_FIELDS
+    ignored_fields: ClassVar[frozenset[str]] = IGNORED_FIELDS | {"context_management"}
+    other_names: ClassVar[Mapping[str, str]] = _OTHER_NAMES
     content_fields: ClassVar[tuple[str, ...]] = ("input",)
 
     input: Input = Field(default_factory=list, description="A text, or items.")

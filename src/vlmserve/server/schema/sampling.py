@@ -15,23 +15,61 @@ from vlmserve.types import MAX_BIASES, MAX_CACHE_SALT, BeamSearch, Grammar, Samp
 
 MAX_CHOICES = 16
 
-_NEUTRAL_VALUES: Mapping[str, tuple[Any, ...]] = {
-    "allowed_token_ids": ([],),
-    "bad_words": ([],),
+NEUTRAL_VALUES: Mapping[str, tuple[Any, ...]] = {
+    "allowed_token_ids": (),
+    "audio": (),
+    "bad_words": (),
     "best_of": (1,),
+    "chat_template": (),
+    "documents": (),
+    "dry_multiplier": (0,),
+    "dynatemp_range": (0,),
     "early_stopping": (False,),
     "include_stop_str_in_output": (False,),
     "length_penalty": (1,),
+    "logits_processors": (),
+    "media_io_kwargs": (),
+    "mirostat": (0,),
+    "modalities": (["text"],),
     "n": (1,),
     "prompt_logprobs": (),
     "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
     "skip_special_tokens": (True,),
+    "smoothing_factor": (0,),
     "spaces_between_special_tokens": (True,),
+    "tfs_z": (1,),
+    "top_a": (0,),
+    "top_n_sigma": (0, -1),
     "truncate_prompt_tokens": (),
+    "typical_p": (1,),
     "use_beam_search": (False,),
+    "web_search_options": (),
+    "xtc_probability": (0,),
 }
-"""Of vLLM's fields, whatever the API; those that an API does have are its own."""
+"""Fields of other servers, for each API that has no field of this name."""
+IGNORED_FIELDS = frozenset(
+    {
+        "client_metadata",
+        "guided_decoding_backend",
+        "inference_geo",
+        "metadata",
+        "models",
+        "prediction",
+        "prompt_cache_key",
+        "prompt_cache_options",
+        "prompt_cache_retention",
+        "safety_identifier",
+        "service_tier",
+        "speed",
+        "store",
+        "user",
+        "verbosity",
+    }
+)
+"""Fields of other servers that never change an answer."""
+OTHER_NAMES = {"max_length": "max_tokens", "max_new_tokens": "max_tokens", "n_predict": "max_tokens"}
+"""Names that other servers have for fields."""
 
 
 class StreamOptions(RequestModel):
@@ -63,10 +101,9 @@ def _by_token_id(value: Any) -> Any:
 class SamplingRequest(RequestModel):
     """A body that asks for generated text."""
 
-    neutral_values: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
-    """Fields that are not supported, and the values with which they change nothing."""
-    ignored_fields: ClassVar[frozenset[str]] = frozenset()
-    """Fields that never change an answer."""
+    neutral_values: ClassVar[Mapping[str, tuple[Any, ...]]] = NEUTRAL_VALUES
+    ignored_fields: ClassVar[frozenset[str]] = IGNORED_FIELDS
+    other_names: ClassVar[Mapping[str, str]] = OTHER_NAMES
     content_fields: ClassVar[tuple[str, ...]] = ()
     """Fields that hold what is shown and said."""
 
@@ -127,24 +164,6 @@ class SamplingRequest(RequestModel):
         max_length=MAX_CACHE_SALT,
         description="Nothing that is cached is shared with requests of another salt, or of none.",
     )
-
-    @model_validator(mode="before")
-    @classmethod
-    def _check_other_fields(cls, value: Any) -> Any:
-        """Drop what changes nothing; unsupported fields are told apart from unknown ones."""
-        if not isinstance(value, dict):
-            return value
-        kept = {}
-        neutral_values = {**_NEUTRAL_VALUES, **cls.neutral_values}
-        for name, field in value.items():
-            if name in cls.model_fields:
-                kept[name] = field
-            elif name in neutral_values:
-                if field is not None and field not in neutral_values[name]:
-                    raise InvalidRequestError(f"{name} is not supported here; leave it out", param=name)
-            elif name not in cls.ignored_fields:
-                raise InvalidRequestError(f"{name} is not a field of this request; is it misspelt?", param=name)
-        return kept
 
     @property
     def includes_usage(self) -> bool:

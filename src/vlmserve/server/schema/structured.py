@@ -6,7 +6,7 @@ https://platform.openai.com/docs/guides/structured-outputs
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 import msgspec
 from pydantic import BeforeValidator, Field, Tag, model_validator
@@ -66,6 +66,8 @@ ResponseFormat = Annotated[
 
 class StructuredOutputs(RequestModel):
     """One format of answers, as vLLM writes it."""
+
+    neutral_values: ClassVar[Mapping[str, tuple[Any, ...]]] = {"structural_tag": ()}
 
     json_: Annotated[Schema | None, Field(alias="json")] = None
     json_object: bool = False

@@ -1,0 +1,163 @@
+"""Unknown fields: ignored and logged once, unless they are misspelt or would change the answer."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from vlmserve.errors import InvalidRequestError
+from vlmserve.server.schema import base
+from vlmserve.server.schema.base import RequestModel, validate
+from vlmserve.server.schema.chat import ChatRequest
+from vlmserve.server.schema.completions import CompletionRequest
+from vlmserve.server.schema.messages import CountRequest, MessagesRequest
+from vlmserve.server.schema.responses import ResponsesRequest
+
+HINTS = {
+    "betas": ["x"],
+    "client_metadata": {"a": "b"},
+    "context_management": None,
+    "diagnostics": {"previous_message_id": None},
+    "inference_geo": "us",
+    "made_up": {"deeply": ["nested"]},
+    "speed": "fast",
+    "verbosity": "low",
+}
+CALL = {
+    "id": "1",
+    "type": "function",
+    "extra_content": {"google": {"thought_signature": "x"}},
+    "provider_specific_fields": {"a": 1},
+    "function": {"name": "look", "arguments": "{}", "provider_specific_fields": {"a": 1}},
+}
+CHAT = {
+    "messages": [
+        {
+            "role": "user",
+            "content": [{"type": "text", "text": "hi", "cache_control": {"type": "ephemeral"}, "mood": 1}],
+        },
+        {"role": "assistant", "content": None, "tool_calls": [CALL], "audio_tokens": 0, "mood": "good"},
+        {"role": "tool", "tool_call_id": "1", "content": "x", "cache_control": {"type": "ephemeral"}},
+    ],
+    "tools": [
+        {
+            "type": "function",
+            "cache_control": {"type": "ephemeral"},
+            "function": {"name": "look", "defer_loading": True, "cache_control": None},
+        }
+    ],
+    "stream_options": {"chunk_size": 5},
+}
+MESSAGES = {
+    "messages": [{"role": "user", "content": [{"type": "text", "text": "hi", "mood": 1}], "id": "x"}],
+    "system": [{"type": "text", "text": "x", "scope": "global"}],
+    "tools": [{"name": "look", "input_schema": {"type": "object"}, "caller": "x", "hidden": False}],
+}
+RESPONSES = {
+    "input": [
+        {"role": "user", "content": [{"type": "input_text", "text": "hi", "mood": 1}], "internal": {}},
+        {"type": "function_call", "call_id": "1", "name": "look", "arguments": "{}", "namespace": "x", "caller": {}},
+    ],
+    "tools": [{"type": "function", "name": "look", "defer_loading": True, "output_schema": {}}],
+    "reasoning": {"context": "auto"},
+    "text": {"verbosity": "low"},
+}
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_logged_yet(monkeypatch):
+    monkeypatch.setattr(base, "_logged", set())
+
+
+@pytest.mark.parametrize(
+    ("kind", "body"),
+    [
+        (ChatRequest, CHAT),
+        (CompletionRequest, {"prompt": "hi"}),
+        (MessagesRequest, MESSAGES),
+        (CountRequest, MESSAGES),
+        (ResponsesRequest, RESPONSES),
+    ],
+)
+def test_unknown_fields_are_ignored_everywhere(kind, body):
+    assert validate(kind, {**body, **HINTS}) == validate(kind, body)
+
+
+def test_unknown_field_is_logged_once(caplog):
+    with caplog.at_level(logging.INFO, "vlmserve"):
+        for _ in range(3):
+            validate(ChatRequest, {"messages": [{"role": "user", "content": "hi", "mood": "good"}], "colour": 1})
+    lines = [record.getMessage() for record in caplog.records]
+    assert len(lines) == 2
+    assert any("'ChatRequest.colour'" in line for line in lines)
+    assert any("'Message.mood'" in line for line in lines)
+
+
+def test_logged_names_are_bounded(caplog):
+    with caplog.at_level(logging.INFO, "vlmserve"):
+        for start in range(0, 4000, 500):
+            fields = {f"{number}{'x' * 1000}": 1 for number in range(start, start + 500)}
+            validate(ChatRequest, {"messages": [{"role": "user", "content": "hi"}], **fields})
+    assert len(base._logged) == len(caplog.records) == base.MAX_LOGGED
+    assert max(len(record.getMessage()) for record in caplog.records) < 250
+
+
+def test_null_is_accepted_for_any_field():
+    fields = dict.fromkeys([*ChatRequest.neutral_values, "temprature", "made_up"])
+    assert validate(ChatRequest, {"messages": [{"role": "user", "content": "hi"}], **fields})
+
+
+@pytest.mark.parametrize(
+    ("wrong", "meant"),
+    [
+        ("temprature", "temperature"),
+        ("temperatur", "temperature"),
+        ("tempreature", "temperature"),
+        ("Temperature", "temperature"),
+        ("max_token", "max_tokens"),
+        ("maxTokens", "max_tokens"),
+        ("top-p", "top_p"),
+        ("presence_penality", "presence_penalty"),
+        ("n_predict", "max_tokens"),
+    ],
+)
+def test_misspelt_field_names_the_right_one(wrong, meant):
+    with pytest.raises(InvalidRequestError, match=rf"^{wrong}: .*did you mean {meant}\?") as caught:
+        validate(ChatRequest, {"messages": [{"role": "user", "content": "hi"}], wrong: 1})
+    assert caught.value.param == wrong
+
+
+def test_misspelt_nested_field_is_named_with_its_place():
+    with pytest.raises(InvalidRequestError, match=r"^messages\[0\]\.tool_calls_id: .*did you mean tool_call_id\?"):
+        validate(ChatRequest, {"messages": [{"role": "user", "content": "hi", "tool_calls_id": "x"}]})
+
+
+@pytest.mark.parametrize(
+    ("kind", "field", "value"),
+    [
+        (ChatRequest, "audio", {"voice": "alloy"}),
+        (ChatRequest, "modalities", ["text", "audio"]),
+        (ChatRequest, "web_search_options", {"search_context_size": "low"}),
+        (ChatRequest, "mirostat", 2),
+        (ChatRequest, "documents", [{"text": "x"}]),
+        (CompletionRequest, "suffix", "x"),
+        (CompletionRequest, "tools", [{"type": "function"}]),
+        (MessagesRequest, "mcp_servers", [{"name": "x"}]),
+        (MessagesRequest, "container", "x"),
+        (MessagesRequest, "logprobs", True),
+        (ResponsesRequest, "background", True),
+        (ResponsesRequest, "prompt", {"id": "x"}),
+    ],
+)
+def test_unsupported_field_that_matters_is_rejected(kind, field, value):
+    body = {
+        ChatRequest: CHAT,
+        CompletionRequest: {"prompt": "x"},
+        MessagesRequest: MESSAGES,
+        ResponsesRequest: RESPONSES,
+    }
+    with pytest.raises(InvalidRequestError, match=f"^{field}: This field is not supported here") as caught:
+        validate(kind, {**body[kind], field: value})
+    assert caught.value.param == field
+    assert isinstance(validate(kind, {**body[kind], field: []}), RequestModel)
