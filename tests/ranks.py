@@ -98,6 +98,11 @@ class RankThreads:
         """See `Followers.watched`."""
         return []
 
+    @property
+    def silence(self) -> float:
+        """See `Followers.silence`."""
+        return 0.0
+
     def check(self) -> None:
         """See `Followers.check`."""
 

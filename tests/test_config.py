@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -105,3 +107,8 @@ def test_other_settings_do_not_take_the_old_names_of_a_section():
     check_names(["swap_memory"], (EngineConfig,))
     with pytest.raises(ConfigurationError, match="swap_memory"):
         check_names(["swap_memory"], (MediaConfig,))
+
+
+def test_infinite_settings_survive_json():
+    config = EngineConfig(encoder_step_share=math.inf)
+    assert EngineConfig.model_validate_json(config.model_dump_json()) == config

@@ -165,6 +165,9 @@ class EngineConfig(Settings):
         le=64,
         description="Processes that share the model, each on a device of its own or with a part of the cores.",
     )
+    rank_timeout: float = Field(
+        60.0, ge=0, description="Seconds without a heartbeat of a rank after which the engine fails; 0: never."
+    )
     max_model_len: int | None = Field(None, ge=1, description="Context limit; default: the model's own.")
     block_size: int = Field(16, ge=1, le=256, description="Tokens in a KV block.")
     kv_cache_memory: ByteSize | None = Field(None, description="Memory for the KV cache, like 4GiB; default: measured.")

@@ -86,7 +86,7 @@ def renamed(old: str, new: str) -> str:
 class Settings(BaseModel):
     """Base of all settings: immutable, unknown keys are errors, and a text may stand for any value."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings")
 
     @model_validator(mode="before")
     @classmethod

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +53,8 @@ def test_a_server_of_two_ranks(checkpoint: Path) -> None:
     expected = [result.text for result in LLM(str(checkpoint), **SETTINGS).chat(CONVERSATIONS, params, use_tqdm=False)]
     assert expected[0] != expected[1]
     server_settings = {"restart_backoff": 1}
-    with serving(checkpoint, engine="real", tensor_parallel_size=2, server=server_settings, **SETTINGS) as server:
+    settings = {**SETTINGS, "tensor_parallel_size": 2, "rank_timeout": 8}
+    with serving(checkpoint, engine="real", server=server_settings, **settings) as server:
         assert answers(server) == expected
         assert 'ranks="2"' in server.metrics()
         assert 'process_resident_memory_bytes{model_name="ranks0",process="rank 1"}' in server.metrics()
@@ -63,11 +65,22 @@ def test_a_server_of_two_ranks(checkpoint: Path) -> None:
         assert answers(server) == expected
         rank, engine = rank_of(server), server.engine()
         asking = Asking(server.url, max_tokens=400)
-        rank.kill()
+        rank.send_signal(signal.SIGSTOP)
         asking.join(60)
         assert asking.error["code"] == "engine_dead"
-        assert "rank 1 ended by signal 9" in asking.error["message"]
-        wait_until(lambda: not engine.is_running())
+        assert "rank 1 did not respond for" in asking.error["message"]
+        wait_until(lambda: not engine.is_running() and not rank.is_running())
+
+
+def test_a_stopped_rank_is_an_error_of_the_llm(checkpoint: Path) -> None:
+    llm = LLM(str(checkpoint), tensor_parallel_size=2, rank_timeout=3, **SETTINGS)
+    params = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
+    [rank] = [child for child in psutil.Process().children() if "vlmserve.engine.rank" in child.cmdline()]
+    rank.send_signal(signal.SIGSTOP)
+    with pytest.raises(EngineDeadError, match=r"rank 1 did not respond for \d+ s and was killed \(--rank-timeout\)"):
+        llm.chat(CONVERSATIONS, params, use_tqdm=False)
+    psutil.wait_procs([rank], 10)
+    assert not rank.is_running()
 
 
 def test_why_a_rank_cannot_start_is_said(checkpoint: Path, tmp_path: Path) -> None:

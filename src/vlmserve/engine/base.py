@@ -27,6 +27,11 @@ class BaseEngine:
         """See `VLMEngine.watched`. None, unless a subclass needs other processes."""
         return ()
 
+    @property
+    def silence(self) -> float:
+        """See `VLMEngine.silence`."""
+        return 0.0
+
     def check(self) -> None:
         """See `VLMEngine.check`."""
 

@@ -196,6 +196,10 @@ class Engine(BaseEngine):
     def watched(self) -> Sequence[int]:
         return () if self._followers is None else self._followers.watched
 
+    @property
+    def silence(self) -> float:
+        return 0.0 if self._followers is None else self._followers.silence
+
     def check(self) -> None:
         if self._followers is not None:
             self._followers.check()

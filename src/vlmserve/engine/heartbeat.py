@@ -1,7 +1,7 @@
 """How the engine's process shows that it is alive: a message every second, which says how long its step takes.
 
 A thread of its own sends it, since a step may take long where the model is large. A process that is stopped or cannot
-run sends none.
+run sends none. The message also says for how long one of the other ranks has been silent.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+from collections.abc import Callable
 
 import msgspec
 import zmq
@@ -20,9 +21,10 @@ _QUEUE = 4
 
 
 class Beat(msgspec.Struct, frozen=True):
-    """step_seconds: how long the step loop has been at the same step; 0 while it has nothing to do."""
-
     step_seconds: float
+    """How long the step loop has been at the same step; 0 while it has nothing to do."""
+    rank_silence: float = 0.0
+    """Seconds without a heartbeat of one of the other ranks."""
 
 
 class StepClock:
@@ -47,10 +49,16 @@ class StepClock:
 
 
 class Heartbeat:
-    """Sends beats until it is closed. endpoint: of the engine's messages."""
+    """Sends beats until it is closed. endpoint: of the engine's messages. rank_silence: see `Beat`."""
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str, clock: StepClock) -> None:
-        self._clock = clock
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        endpoint: str,
+        clock: StepClock,
+        rank_silence: Callable[[], float] = lambda: 0.0,
+    ) -> None:
+        self._clock, self._rank_silence = clock, rank_silence
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._beat, args=(context, endpoint), daemon=True)
         self._thread.start()
@@ -67,7 +75,7 @@ class Heartbeat:
             socket.connect(beat_endpoint(endpoint))
             while True:
                 with contextlib.suppress(zmq.Again):  # no reader; the next heartbeat replaces this one
-                    socket.send(msgspec.msgpack.encode(Beat(self._clock.seconds)), zmq.NOBLOCK)
+                    socket.send(msgspec.msgpack.encode(Beat(self._clock.seconds, self._rank_silence())), zmq.NOBLOCK)
                 if self._over.wait(INTERVAL):
                     return
 

@@ -261,7 +261,7 @@ def load_and_serve(
         return 1
     _send(socket, Ready(engine.info, engine.stats(), time.monotonic() - began, engine.adapters))
     clock = StepClock()
-    heartbeat = Heartbeat(context, endpoint, clock)
+    heartbeat = Heartbeat(context, endpoint, clock, lambda: engine.silence)
     try:
         serve_engine(engine, socket, clock)
     except Exception as error:

@@ -29,6 +29,11 @@ class VLMEngine(Protocol):
         """Files that become readable when `check` may raise."""
         ...
 
+    @property
+    def silence(self) -> float:
+        """Seconds without a heartbeat of a process that the engine needs. Any thread may ask."""
+        ...
+
     def check(self) -> None:
         """Raises EngineDeadError if a process that the engine needs has ended."""
         ...

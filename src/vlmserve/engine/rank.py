@@ -18,6 +18,7 @@ from vlmserve.devices.ranks import join, meeting_place
 from vlmserve.engine.child import exit_with_parent
 from vlmserve.engine.loading import cache_sizes, load, rank_device
 from vlmserve.engine.messages import Failure
+from vlmserve.engine.rank_beats import beat
 from vlmserve.engine.shared_frames import receive_frames
 from vlmserve.errors import VLMServeError
 from vlmserve.frames import Buffer, unpack
@@ -35,10 +36,11 @@ _PARENT_ENDS = 1.0
 
 
 class RankLaunch(msgspec.Struct, frozen=True):
-    """The process's settings, one line of JSON. channel: the file of its socket. directory: where ranks meet."""
+    """The process's settings, one line of JSON. channel, beats: files. directory: where ranks meet."""
 
     rank: int
     channel: int
+    beats: int
     directory: str
     config: str
     folder: str
@@ -64,6 +66,7 @@ def main() -> int:
     set_up_logging(launch.log_format, f"rank {launch.rank}", launch.log_level)
     directory = Path(launch.directory)
     threading.Thread(target=exit_with_parent, args=(directory,), daemon=True).start()
+    threading.Thread(target=beat, args=(launch.beats,), daemon=True).start()
     config = EngineConfig.model_validate_json(launch.config)
     with socket.socket(fileno=launch.channel) as channel:
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import select
 import shutil
 import socket
@@ -24,6 +25,7 @@ from vlmserve.engine.child import child_environment, socket_directory
 from vlmserve.engine.loading import rank_device, set_threads
 from vlmserve.engine.messages import Failure
 from vlmserve.engine.rank import STARTED, RankLaunch
+from vlmserve.engine.rank_beats import RankBeats, RankWatch
 from vlmserve.engine.shared_frames import send_frames
 from vlmserve.errors import ConfigurationError, EngineDeadError, VLMServeError
 from vlmserve.frames import Frames
@@ -41,7 +43,8 @@ _THEIRS = "--model-impl transformers"
 class RankProcesses:
     """Starts one process for each rank but 0, and ends them. A `Followers`. ranks: as rank 0 sees them.
 
-    The processes also end when this one does, or when this object is garbage. Raises ConfigurationError for settings
+    A rank without a heartbeat for `EngineConfig.rank_timeout` seconds is killed. The processes also end when this one
+    does, or when this object is garbage. Raises ConfigurationError for settings
     that several ranks do not have, or with which a rank cannot start; EngineDeadError if one dies while it starts.
     """
 
@@ -55,7 +58,8 @@ class RankProcesses:
             calibrated_copy(config, folder)  # before ranks wait for each other
         directory = socket_directory()
         self._processes = [_Process(config, folder, directory, rank) for rank in range(1, size)]
-        self._close = weakref.finalize(self, _end, self._processes, directory)
+        self._watch = RankWatch([one.beats for one in self._processes], config.rank_timeout, _Killer(self._processes))
+        self._close = weakref.finalize(self, _end, self._processes, self._watch, directory)
         with self.explained():
             for process in self._processes:
                 process.wait_until_started()
@@ -88,6 +92,11 @@ class RankProcesses:
         """See `Followers.watched`."""
         return [process.channel.fileno() for process in self._processes]
 
+    @property
+    def silence(self) -> float:
+        """See `Followers.silence`."""
+        return self._watch.silence
+
     def check(self) -> None:
         """See `Followers.check`."""
         if not self._close.alive:
@@ -105,7 +114,8 @@ class RankProcesses:
         """Why a rank ended; None: all go on."""
         end = time.monotonic() + _GRACE
         while time.monotonic() < end:
-            for process in self._processes:
+            # The others end because of a rank that was killed.
+            for process in sorted(self._processes, key=lambda process: process.hang is None):
                 if (reason := process.reason()) is not None:
                     return reason
             time.sleep(0.02)
@@ -117,10 +127,14 @@ class _Process:
 
     def __init__(self, config: EngineConfig, folder: Path, directory: Path, rank: int) -> None:
         self.rank = rank
+        self.beats = RankBeats()
+        self.hang: str | None = None
+        """Why it was killed."""
         self.channel, theirs = socket.socketpair()
         launch = RankLaunch(
             rank=rank,
             channel=theirs.fileno(),
+            beats=self.beats.theirs,
             directory=str(directory),
             config=config.model_dump_json(),
             folder=str(folder),
@@ -133,9 +147,10 @@ class _Process:
                 stdin=subprocess.PIPE,
                 stdout=_STDERR,
                 env=child_environment(),
-                pass_fds=[theirs.fileno()],
+                pass_fds=[theirs.fileno(), self.beats.theirs],
                 process_group=0,
             )
+        os.close(self.beats.theirs)
         assert self.process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # `wait_until_started` finds out
             self.process.stdin.write(msgspec.json.encode(launch) + b"\n")
@@ -150,6 +165,8 @@ class _Process:
         """Why it ended; None: it runs."""
         if (code := self.process.poll()) is None:
             return None
+        if self.hang is not None:
+            return EngineDeadError(self.hang)
         said = b""
         with contextlib.suppress(ConnectionResetError):  # it has not read all that it was sent
             while part := self.channel.recv(65536):
@@ -161,7 +178,21 @@ class _Process:
         return EngineDeadError(f"rank {self.rank} ended {how}")
 
 
-def _end(processes: Sequence[_Process], directory: Path) -> None:
+class _Killer:
+    """Kills a rank that hangs, so that exchanges with it fail. It may be stopped, and obeys no other signal."""
+
+    def __init__(self, processes: Sequence[_Process]) -> None:
+        self._processes = processes
+
+    def __call__(self, index: int, silence: float) -> None:
+        process = self._processes[index]
+        process.hang = f"rank {process.rank} did not respond for {silence:.0f} s and was killed (--rank-timeout)"
+        logger.error("%s", process.hang)
+        process.process.kill()
+
+
+def _end(processes: Sequence[_Process], watch: RankWatch, directory: Path) -> None:
+    watch.close()
     for one in processes:
         if one.process.stdin is not None:
             one.process.stdin.close()

@@ -14,7 +14,8 @@ _PATIENCE = 2 * INTERVAL
 
 
 class HeartbeatListener:
-    """silence: seconds without a beat. step_seconds: how long the step loop had been at its step at the last one."""
+    """silence: seconds without a beat of the engine or one of its ranks. step_seconds: how long the step loop had been
+    at its step at the last beat."""
 
     def __init__(self, context: zmq.asyncio.Context, endpoint: str) -> None:
         self.silence = self.step_seconds = 0.0
@@ -32,7 +33,8 @@ class HeartbeatListener:
                 # Not by the clock: while this process itself is suspended, no heartbeat arrives.
                 self.silence += _PATIENCE
             else:
-                self.silence, self.step_seconds = 0.0, msgspec.msgpack.decode(frame, type=Beat).step_seconds
+                beat = msgspec.msgpack.decode(frame, type=Beat)
+                self.silence, self.step_seconds = beat.rank_silence, beat.step_seconds
 
     def close(self) -> None:
         self._socket.close()

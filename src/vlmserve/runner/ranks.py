@@ -46,6 +46,11 @@ class Followers(Protocol):
         """Files that become readable when one of them has ended."""
         ...
 
+    @property
+    def silence(self) -> float:
+        """Seconds without a heartbeat of one of them."""
+        ...
+
     def check(self) -> None:
         """Raises EngineDeadError if one of them has ended."""
         ...
