@@ -77,7 +77,13 @@ def test_every_api_is_there(http):
     tokens = http.post("/tokenize", json={"prompt": "one two"}).json()["tokens"]
     assert http.post("/detokenize", json={"tokens": tokens}).json()["prompt"] == "one two"
     assert http.get("/v1/models").json()["data"][0]["id"] == "tiny"
-    assert http.get("/v1/models/tiny").json()["max_model_len"] == 4096
+    card = http.get("/v1/models/tiny").json()
+    assert card["max_model_len"] == card["context_length"] == 4096
+    assert card["capabilities"] == ["completion", "vision", "tools"]
+    anthropic = http.get("/v1/models", headers={"anthropic-version": "2023-06-01"}).json()
+    assert anthropic["data"][0]["capabilities"]["image_input"] == {"supported": True}
+    assert http.get("/ping").json() == {"status": "ok"}
+    assert http.get("/tokenizer_info").json()["chat_template"]
     assert http.get("/ready").status_code == http.get("/health").status_code == 200
     assert "/v1/responses" in http.get("/openapi.json").json()["paths"]
     assert http.get("/").status_code == 200

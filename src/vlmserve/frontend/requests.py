@@ -80,6 +80,7 @@ class RequestPreparer:
         files = read_prompt_files(folder)
         template = files.chat_template if chat_template is None else read_template(chat_template)
         self._media = media
+        self._folder = folder
         self.max_prompt_len: int | None = None
         """Tokens that fit into a prompt, once the engine has said so; None: any number."""
         self.image_cache = ImageCache(media.image_cache_memory, media.decode_memory)
@@ -140,6 +141,16 @@ class RequestPreparer:
                 "refused; raise it"
             )
 
+    def tokenizer_info(self) -> dict[str, Any]:
+        """The checkpoint's tokenizer_config.json, with the chat template and special tokens in use."""
+        template = None if self._template is None else self._template.source
+        return {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            **read_json(self._folder / "tokenizer_config.json"),
+            **self.tokenizer.special_tokens,
+            "chat_template": template,
+        }
+
     @property
     def supports_images(self) -> bool:
         """Whether the model takes images."""
@@ -159,6 +170,11 @@ class RequestPreparer:
     def can_chat(self) -> bool:
         """Whether there is a way to write a conversation as a prompt."""
         return self._template is not None or self._one_image is not None
+
+    @property
+    def takes_tools(self) -> bool:
+        """Whether a request may have tools."""
+        return self._template is not None
 
     @property
     def template_settings(self) -> frozenset[str]:

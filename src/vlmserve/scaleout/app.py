@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Awaitable, Callable
 
 import msgspec
@@ -18,7 +19,9 @@ from vlmserve.scaleout.metrics import exposition
 from vlmserve.scaleout.proxy import forward
 from vlmserve.server.app import assemble, operations, show_version
 from vlmserve.server.errors import json_response, retry_after
-from vlmserve.server.schema.models import Health, ModelCard, ModelList
+from vlmserve.server.routes.models import is_for_anthropic
+from vlmserve.server.schema.cards import ModelCard, model_card, model_list
+from vlmserve.server.schema.models import Health
 
 Endpoint = Callable[[Request], Awaitable[Response]]
 
@@ -29,6 +32,7 @@ def create_app(gateway: Gateway) -> Starlette:
         "/v1/models": list_models,
         "/v1/models/{name:path}": show_model,
         "/health": health,
+        "/ping": health,
         "/ready": ready,
         "/version": show_version,
         "/metrics": show_metrics,
@@ -43,13 +47,15 @@ def create_app(gateway: Gateway) -> Starlette:
     return app
 
 
-def _cards(gateway: Gateway) -> list[ModelCard]:
+def _cards(request: Request) -> list[ModelCard]:
+    gateway: Gateway = request.app.state.gateway
+    card_of = functools.partial(model_card, for_anthropic=is_for_anthropic(request))
     cards = []
     for model in gateway.models.values():
         facts = model.facts
-        cards += [ModelCard(name, facts.created, facts.max_model_len) for name in facts.names]
+        cards += [card_of(name, facts.created, facts.abilities) for name in facts.names]
         for name, adapter in model.adapters.items():
-            card = ModelCard(name, facts.created, facts.max_model_len)
+            card = card_of(name, facts.created, facts.abilities)
             card.parent = facts.names[0]
             card.root = adapter.root or msgspec.UNSET
             card.mixes = list(adapter.mixes) or msgspec.UNSET
@@ -59,7 +65,7 @@ def _cards(gateway: Gateway) -> list[ModelCard]:
 
 async def list_models(request: Request) -> Response:
     """The models of all workers, under each of their names."""
-    return json_response(ModelList(_cards(request.app.state.gateway)))
+    return json_response(model_list(_cards(request)))
 
 
 async def show_model(request: Request) -> Response:
@@ -67,7 +73,7 @@ async def show_model(request: Request) -> Response:
     gateway: Gateway = request.app.state.gateway
     name = request.path_params["name"]
     own, _ = gateway.model(name)
-    card = next((card for card in _cards(gateway) if card.id in (name, own)), None)
+    card = next((card for card in _cards(request) if card.id in (name, own)), None)
     if card is None:
         raise UnknownModelError(f"There is no model {name!r:.100} here", param="model")
     return json_response(card)

@@ -57,7 +57,7 @@ _LOOK = 0.05
 """Seconds between looks at whether the worker still takes requests."""
 _MOST_MESSAGES = 10_000
 """That wait for a gateway which does not read them; what is too much is left out."""
-_OPEN_PATHS = frozenset({"/health", "/ready", "/version", "/metrics"})
+_OPEN_PATHS = frozenset({"/health", "/ping", "/ready", "/version", "/metrics"})
 """Probes and metrics, for whoever watches the worker itself."""
 
 
@@ -171,7 +171,7 @@ class Door:
 
     def _hello(self) -> Hello:
         service = self._service
-        stats, info = service.engine_stats(), service.info
+        stats = service.engine_stats()
         phase = service.phase
         worker = WorkerInfo(
             self._id,
@@ -187,8 +187,8 @@ class Door:
             name: AdapterFacts() if adapter is None else AdapterFacts(adapter.digest, tuple(adapter.mixes))
             for name, adapter in service.adapter_infos()
         }
-        longest = info.max_model_len if info else None
-        facts = ModelFacts(service.model_names, service.created, longest, adapters, self._made.now(adapters))
+        made = self._made.now(adapters)
+        facts = ModelFacts(service.model_names, service.created, service.abilities, adapters, made)
         return Hello(worker, facts)
 
     async def _feed(self, gateway: str) -> AsyncGenerator[bytes, None]:

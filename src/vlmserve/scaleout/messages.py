@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 from vlmserve.scaleout.changes import Change
+from vlmserve.server.schema.cards import Abilities
 
 
 class WorkerInfo(msgspec.Struct, frozen=True):
@@ -96,7 +97,8 @@ class ModelFacts(msgspec.Struct, frozen=True):
 
     names: tuple[str, ...]
     created: int
-    max_model_len: int | None
+    abilities: Abilities | None
+    """None while the model loads."""
     adapters: dict[str, AdapterFacts] = {}
     changes: tuple[Change, ...] = ()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from importlib import metadata
 from typing import Any
 
@@ -39,12 +39,14 @@ from vlmserve.server.routes.chat import chat_completions
 from vlmserve.server.routes.completions import completions
 from vlmserve.server.routes.history import HISTORY_OPERATIONS
 from vlmserve.server.routes.messages import count_tokens, messages
-from vlmserve.server.routes.tokens import detokenize, tokenize
+from vlmserve.server.routes.models import list_models, show_model
+from vlmserve.server.routes.tokens import detokenize, show_tokenizer, tokenize
+from vlmserve.server.schema.cards import ModelCard, ModelList
 from vlmserve.server.schema.chat import ChatCompletion, ChatRequest
 from vlmserve.server.schema.completions import Completion, CompletionRequest
 from vlmserve.server.schema.errors import MessagesErrorAnswer
 from vlmserve.server.schema.messages import CountRequest, MessageAnswer, MessagesRequest, TokenCount
-from vlmserve.server.schema.models import Health, LoadAdapterRequest, ModelCard, ModelList, UnloadAdapterRequest
+from vlmserve.server.schema.models import Health, LoadAdapterRequest, UnloadAdapterRequest
 from vlmserve.server.schema.tokens import Detokenized, DetokenizeRequest, Tokenized, TokenizeRequest
 from vlmserve.server.service import Phase, Service
 from vlmserve.server.streams import note_failure
@@ -67,11 +69,13 @@ def operations(config: ServerConfig) -> list[Operation]:
         *HISTORY_OPERATIONS,
         Operation("POST", "/tokenize", tokenize, TokenizeRequest, answer=Tokenized),
         Operation("POST", "/detokenize", detokenize, DetokenizeRequest, answer=Detokenized),
+        Operation("GET", "/tokenizer_info", show_tokenizer, answer=dict[str, Any]),
         Operation("GET", "/v1/models", list_models, answer=ModelList),
         Operation("GET", "/v1/models/{name:path}", show_model, answer=ModelCard),
         Operation("POST", "/v1/load_lora_adapter", load_adapter, LoadAdapterRequest, answer="text/plain"),
         Operation("POST", "/v1/unload_lora_adapter", unload_adapter, UnloadAdapterRequest, answer="text/plain"),
         Operation("GET", "/health", health, answer=Health, errors=Health),
+        Operation("GET", "/ping", ping, answer=Health, errors=Health),
         Operation("GET", "/ready", ready, answer=Health, errors=Health),
         Operation("GET", "/version", show_version, answer=dict[str, str]),
         Operation("GET", "/metrics", show_metrics, answer="text/plain"),
@@ -133,42 +137,17 @@ def version() -> str:
         return "unknown"
 
 
-def _card(service: Service, name: str) -> ModelCard:
-    info = service.info
-    return ModelCard(name, service.created, info.max_model_len if info else None)
-
-
-def _adapter_cards(service: Service) -> Iterator[ModelCard]:
-    for name, info in service.adapter_infos():
-        card = _card(service, name)
-        card.parent = service.model_name
-        card.root = msgspec.UNSET if info is None else info.digest
-        card.mixes = info.mixes if info is not None and info.mixes else msgspec.UNSET
-        yield card
-
-
-async def list_models(request: Request) -> Response:
-    """The model that is served, under each of its names, and its adapters."""
-    service: Service = request.app.state.service
-    own = [_card(service, name) for name in service.model_names]
-    return json_response(ModelList([*own, *_adapter_cards(service)]))
-
-
-async def show_model(request: Request, name: str) -> Response:
-    """One model by name."""
-    service: Service = request.app.state.service
-    service.check_model(name)
-    if not service.is_own_name(name):
-        return json_response(next(card for card in _adapter_cards(service) if card.id == name))
-    return json_response(_card(service, name if name in service.model_names else service.model_name))
-
-
 async def health(request: Request) -> Response:
     """Whether the server should keep running: 503 with the reason until its model is loaded, and during shutdown.
 
     200 also while the engine is restarted: killing the server would only take longer.
     """
     return _state(request.app.state.service, fine=("asleep", "serving", "restarting"))
+
+
+async def ping(request: Request) -> Response:
+    """The same as /health, at the path that SageMaker asks."""
+    return await health(request)
 
 
 async def ready(request: Request) -> Response:

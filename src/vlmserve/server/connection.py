@@ -33,7 +33,7 @@ _FIELDS = "vlmserve.fields"
 _REQUEST_ID_KEY = "vlmserve.request_id"
 _WATCH_AFTER = 0.02
 """Seconds of work after which the connection is watched for a disconnect."""
-_PROBES = ("/health", "/ready", "/metrics", "/live")
+_PROBES = ("/health", "/ping", "/ready", "/metrics", "/live")
 """Paths that are polled, and not logged."""
 
 Result = TypeVar("Result")

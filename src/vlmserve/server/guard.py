@@ -21,11 +21,11 @@ from vlmserve.server.keys import salted
 from vlmserve.server.origins import Origins
 from vlmserve.server.page import ASSETS
 
-OPEN_PATHS = frozenset({"/", "/health", "/ready", "/version"})
+OPEN_PATHS = frozenset({"/", "/health", "/ping", "/ready", "/version"})
 """Paths that need no key: those that load balancers poll, and the page, which asks for a key itself."""
 METRICS_PATHS = frozenset({"/metrics", "/live"})
 """Paths that need a key with --protect-metrics."""
-_PROBES = frozenset({"/health", "/ready", "/version"})
+_PROBES = frozenset({"/health", "/ping", "/ready", "/version"})
 """Paths that answer under any host name, for load balancers."""
 _VERSIONS = ("1.0", "1.1")
 TENANT = "vlmserve.tenant"

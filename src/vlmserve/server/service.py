@@ -25,7 +25,7 @@ from vlmserve.errors import (
     VLMServeError,
 )
 from vlmserve.frontend.client import EngineClient
-from vlmserve.frontend.reasoning import AnswerText
+from vlmserve.frontend.reasoning import AnswerText, Reasoning
 from vlmserve.frontend.tools import ToolForm, ToolUse
 from vlmserve.media.cache import ImageCache, ImageCacheStats
 from vlmserve.server.accounts import KeyRing
@@ -36,6 +36,7 @@ from vlmserve.server.errors import RefusedError
 from vlmserve.server.fair_queue import FairQueue
 from vlmserve.server.metrics import ServerMetrics
 from vlmserve.server.schema.base import BodyLimits
+from vlmserve.server.schema.cards import Abilities, Input
 from vlmserve.storage.store import open_store
 from vlmserve.types import AdapterInfo, EngineStats, Grammar, ModelInfo, Prompt, SamplingParams, Thoughts
 
@@ -59,8 +60,18 @@ class Preparer(Protocol):
 
     tool_form: ToolForm
 
+    reasoning: Reasoning | None
+
+    @property
+    def supports_images(self) -> bool: ...
+
     @property
     def supports_videos(self) -> bool: ...
+
+    @property
+    def takes_tools(self) -> bool: ...
+
+    def tokenizer_info(self) -> dict[str, Any]: ...
 
     @property
     def template_settings(self) -> Collection[str]: ...
@@ -251,6 +262,25 @@ class Service:
     def info(self) -> ModelInfo | None:
         """The model; None while it is loading."""
         return None if self._client is None else self._client.info
+
+    @property
+    def abilities(self) -> Abilities | None:
+        """What the model can do; None while it loads."""
+        info, preparer = self.info, self._preparer
+        if info is None or preparer is None:
+            return None
+        inputs: list[Input] = ["text"]
+        inputs += ["image", "file"] if preparer.supports_images else []
+        inputs += ["video"] if preparer.supports_videos else []
+        longest = min(info.max_model_len, self.config.max_output_tokens or info.max_model_len)
+        return Abilities(
+            info.max_model_len,
+            info.max_prompt_len,
+            longest,
+            tuple(inputs),
+            tools=preparer.takes_tools,
+            reasons=preparer.reasoning is not None,
+        )
 
     @property
     def supports_videos(self) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -48,3 +50,11 @@ async def detokenize(request: Request) -> Response:
         return json_response(
             Detokenized(await service.prepare_text(lambda preparer: preparer.decode(tokens), len(tokens)))
         )
+
+
+async def show_tokenizer(request: Request) -> Response:
+    """The checkpoint's tokenizer_config.json, with the chat template in use."""
+    service: Service = request.app.state.service
+    service.check_serving()
+    await service.wake()
+    return json_response(await asyncio.to_thread(service.preparer.tokenizer_info))

@@ -1,4 +1,4 @@
-"""What is served, and how it is."""
+"""Adapters that are loaded and unloaded, and the server's health."""
 
 from __future__ import annotations
 
@@ -9,21 +9,6 @@ from pydantic import Field
 
 from vlmserve.adapters.location import MAX_NAME
 from vlmserve.server.schema.base import RequestModel
-
-
-class ModelCard(msgspec.Struct):
-    """An entry of ``/v1/models``. max_model_len: prompt and answer together, in tokens; null while loading. Of an
-    adapter, parent: the model that it adapts; root: the digest of its content, once it is loaded; mixes: the adapters
-    that X-LoRA mixes now."""
-
-    id: str
-    created: int
-    max_model_len: int | None
-    object: str = "model"
-    owned_by: str = "vlmserve"
-    parent: str | msgspec.UnsetType = msgspec.UNSET
-    root: str | msgspec.UnsetType = msgspec.UNSET
-    mixes: list[str] | msgspec.UnsetType = msgspec.UNSET
 
 
 class LoadAdapterRequest(RequestModel):
@@ -49,13 +34,6 @@ class UnloadAdapterRequest(RequestModel):
     model: str | None = None
     mixture: Annotated[str, Field(max_length=MAX_NAME)] | None = None
     lora_int_id: int | None = None
-
-
-class ModelList(msgspec.Struct):
-    """``/v1/models``."""
-
-    data: list[ModelCard]
-    object: str = "list"
 
 
 class Health(msgspec.Struct, omit_defaults=True):

@@ -1,0 +1,49 @@
+"""``/v1/models``: what is served."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from vlmserve.server.errors import json_response
+from vlmserve.server.schema.cards import ModelCard, model_card, model_list
+from vlmserve.server.service import Service
+
+
+def is_for_anthropic(request: Request) -> bool:
+    """Whether a client of Anthropic's API asks: the two APIs share the path ``/v1/models``."""
+    return "anthropic-version" in request.headers
+
+
+def _card(request: Request, name: str) -> ModelCard:
+    service: Service = request.app.state.service
+    return model_card(name, service.created, service.abilities, for_anthropic=is_for_anthropic(request))
+
+
+def _adapter_cards(request: Request) -> Iterator[ModelCard]:
+    service: Service = request.app.state.service
+    for name, info in service.adapter_infos():
+        card = _card(request, name)
+        card.parent = service.model_name
+        card.root = msgspec.UNSET if info is None else info.digest
+        card.mixes = info.mixes if info is not None and info.mixes else msgspec.UNSET
+        yield card
+
+
+async def list_models(request: Request) -> Response:
+    """The model that is served, under each of its names, and its adapters."""
+    service: Service = request.app.state.service
+    own = [_card(request, name) for name in service.model_names]
+    return json_response(model_list([*own, *_adapter_cards(request)]))
+
+
+async def show_model(request: Request, name: str) -> Response:
+    """One model by name."""
+    service: Service = request.app.state.service
+    service.check_model(name)
+    if not service.is_own_name(name):
+        return json_response(next(card for card in _adapter_cards(request) if card.id == name))
+    return json_response(_card(request, name if name in service.model_names else service.model_name))

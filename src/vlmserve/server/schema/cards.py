@@ -1,0 +1,141 @@
+"""What ``/v1/models`` says of a model, in the fields that clients of several servers read.
+
+``max_model_len`` is vLLM's; ``context_length``, ``architecture``, ``supported_parameters`` and ``top_provider`` are
+OpenRouter's; ``capabilities`` is Ollama's list, or Anthropic's object for clients of that API; ``type``,
+``display_name``, ``created_at``, ``max_input_tokens`` and ``max_tokens`` are Anthropic's.
+"""
+
+from __future__ import annotations
+
+import datetime
+from typing import Any, Literal
+
+import msgspec
+
+from vlmserve.server.schema.chat import ChatRequest
+
+_OPENROUTER_PARAMETERS = (
+    "temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty",
+    "max_tokens", "stop", "seed", "logit_bias", "logprobs", "top_logprobs", "response_format", "structured_outputs",
+    "tools", "tool_choice", "parallel_tool_calls", "reasoning_effort", "include_reasoning",
+)  # fmt: skip
+_OF_TOOLS = frozenset({"tools", "tool_choice", "parallel_tool_calls"})
+_OF_REASONING = frozenset({"reasoning_effort", "include_reasoning"})
+
+Input = Literal["text", "image", "video", "file"]
+
+
+class Abilities(msgspec.Struct, frozen=True):
+    """What a loaded model can do."""
+
+    max_model_len: int
+    """Prompt and answer together, in tokens."""
+    max_prompt_len: int
+    max_output_len: int
+    inputs: tuple[Input, ...]
+    """OpenRouter's names; "file" means documents."""
+    tools: bool
+    reasons: bool
+
+
+class Architecture(msgspec.Struct):
+    """Kinds of input and output, as OpenRouter names them."""
+
+    modality: str
+    input_modalities: tuple[Input, ...]
+    output_modalities: tuple[str, ...] = ("text",)
+
+
+class TopProvider(msgspec.Struct):
+    """Limits of the server, as OpenRouter names them."""
+
+    context_length: int
+    max_completion_tokens: int
+    is_moderated: bool = False
+
+
+class ModelCard(msgspec.Struct):
+    """An entry of ``/v1/models``. Fields about abilities are null while the model loads."""
+
+    id: str
+    name: str
+    display_name: str
+    created: int
+    created_at: str
+    max_model_len: int | None = None
+    """Prompt and answer together, in tokens."""
+    context_length: int | None = None
+    max_input_tokens: int | None = None
+    max_tokens: int | None = None
+    architecture: Architecture | None = None
+    supported_parameters: list[str] | None = None
+    capabilities: list[str] | dict[str, Any] | None = None
+    top_provider: TopProvider | None = None
+    object: str = "model"
+    type: str = "model"
+    lifecycle: str = "active"
+    owned_by: str = "vlmserve"
+    parent: str | msgspec.UnsetType = msgspec.UNSET
+    """Of an adapter: the model that it adapts."""
+    root: str | msgspec.UnsetType = msgspec.UNSET
+    """Of an adapter: the digest of its content, once it is loaded."""
+    mixes: list[str] | msgspec.UnsetType = msgspec.UNSET
+    """Of an X-LoRA checkpoint: the adapters that it mixes."""
+
+
+class ModelList(msgspec.Struct):
+    """``/v1/models``: one page, which has all models."""
+
+    data: list[ModelCard]
+    first_id: str | None
+    last_id: str | None
+    object: str = "list"
+    has_more: bool = False
+
+
+def model_list(cards: list[ModelCard]) -> ModelList:
+    """The page of all these models."""
+    return ModelList(cards, cards[0].id if cards else None, cards[-1].id if cards else None)
+
+
+def model_card(name: str, created: int, abilities: Abilities | None, *, for_anthropic: bool = False) -> ModelCard:
+    """The entry of a model. abilities: None while it loads. for_anthropic: with Anthropic's ``capabilities``."""
+    when = datetime.datetime.fromtimestamp(created, datetime.UTC).isoformat().replace("+00:00", "Z")
+    card = ModelCard(name, name, name, created, when)
+    if abilities is None:
+        return card
+    card.max_model_len = card.context_length = abilities.max_model_len
+    card.max_input_tokens, card.max_tokens = abilities.max_prompt_len, abilities.max_output_len
+    card.architecture = Architecture(f"{'+'.join(abilities.inputs)}->text", abilities.inputs)
+    card.top_provider = TopProvider(abilities.max_model_len, abilities.max_output_len)
+    lacking = (frozenset() if abilities.tools else _OF_TOOLS) | (frozenset() if abilities.reasons else _OF_REASONING)
+    known = ChatRequest.model_fields.keys() - lacking
+    card.supported_parameters = [name for name in _OPENROUTER_PARAMETERS if name in known]
+    card.capabilities = _as_anthropic(abilities) if for_anthropic else _as_ollama(abilities)
+    return card
+
+
+def _as_ollama(abilities: Abilities) -> list[str]:
+    has = {"vision": "image" in abilities.inputs, "tools": abilities.tools, "thinking": abilities.reasons}
+    return ["completion", *(name for name, is_there in has.items() if is_there)]
+
+
+def _as_anthropic(abilities: Abilities) -> dict[str, Any]:
+    has = {
+        "batch": False,
+        "citations": False,
+        "code_execution": False,
+        "context_management": False,
+        "image_input": "image" in abilities.inputs,
+        "pdf_input": "file" in abilities.inputs,
+        "server_tools": False,
+        "structured_outputs": True,
+    }
+    reasons = {"supported": abilities.reasons}
+    levels = {level: {"supported": False} for level in ("low", "medium", "high", "max")}
+    types = {"adaptive": reasons, "enabled": reasons, "disabled": {"supported": True}}
+    return {
+        **{name: {"supported": is_there} for name, is_there in has.items()},
+        "thinking": {**reasons, "types": types},
+        "effort": {"supported": False, **levels},
+    }
