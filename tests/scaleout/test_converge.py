@@ -91,7 +91,7 @@ class Worker:
             wake=_nothing,
             bodies=BodyMemory(2**20),
             engine_stats=EngineStats,
-            info=None,
+            abilities=None,
             phase="serving",
             created=1,
             num_answers=0,
