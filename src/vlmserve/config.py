@@ -422,7 +422,9 @@ class ServerConfig(Settings):
     )
     log_prompts: bool = Field(False, description="Log the text of prompts, without images.")
     max_output_tokens: int | None = Field(
-        None, ge=1, description="Longest answer that a request may ask for; default: up to the end of the context."
+        None,
+        ge=1,
+        description="Maximum answer length, in tokens; higher request limits are lowered (default: context).",
     )
     max_wait: float = Field(600.0, ge=0, description="Seconds after which a waiting request is refused; 0: never.")
     max_header_bytes: ByteSize = Field(

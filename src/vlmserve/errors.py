@@ -6,7 +6,7 @@ A message says what was wrong and what to do about it. Only the server turns the
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Self
 
 MAX_SHOWN_ERRORS = 20
 """How many of several errors their common message shows."""
@@ -78,6 +78,19 @@ class PromptTooLongError(InvalidRequestError):
     """The prompt does not fit into the model's context or into the KV cache."""
 
     code = "context_length_exceeded"
+
+    @classmethod
+    def of(cls, num_tokens: int, max_prompt_len: int, *, param: str, exact: bool = True) -> Self:
+        """The error in the words that clients recognize, in order to shorten the conversation.
+
+        num_tokens: tokens of the prompt; with `exact` false, the prompt has more.
+        """
+        count = num_tokens if exact else f"more than {num_tokens}"
+        return cls(
+            f"This model's maximum context length is {max_prompt_len + 1} tokens. However, your request has {count} "
+            "input tokens, images included. Shorten it",
+            param=param,
+        )
 
 
 class InvalidImageError(InvalidRequestError):

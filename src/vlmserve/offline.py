@@ -5,13 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
-from vlmserve.engine.admission import check_length
 from vlmserve.outputs import CompletionOutput, RequestOutput, logprobs_by_id
 from vlmserve.types import (
     EngineOutput,
     EngineRequest,
     FinishReason,
-    ModelInfo,
     Prompt,
     SamplingParams,
     TokenLogprobs,
@@ -174,9 +172,3 @@ class OfflineRequest:
             self.params.grammar,
             "".join(said.thought for said in generation.said) or None,
         )
-
-
-def check_lengths(prepared: Prepared, params: SamplingParams, info: ModelInfo) -> None:
-    """Raise InvalidRequestError for an answer that would be longer than what the context has left after the prompt."""
-    for name, wanted in (("max_tokens", params.max_tokens), ("min_tokens", params.min_tokens)):
-        check_length(name, wanted or 0, prepared.prompt, info)

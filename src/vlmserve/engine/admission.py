@@ -21,10 +21,7 @@ def check_request(request: EngineRequest, info: ModelInfo, unfinished: Container
     if not prompt.token_ids:
         raise InvalidRequestError("the prompt is empty", param="prompt")
     if len(prompt.token_ids) > info.max_prompt_len:
-        raise PromptTooLongError(
-            f"the prompt has {len(prompt.token_ids)} tokens, images included, and at most {info.max_prompt_len} fit",
-            param="messages",
-        )
+        raise PromptTooLongError.of(len(prompt.token_ids), info.max_prompt_len, param="messages")
     if prompt.num_images and not info.supports_images:
         raise TooManyImagesError("this model takes no images; send text only", param="messages")
     end = 0
@@ -37,17 +34,17 @@ def check_request(request: EngineRequest, info: ModelInfo, unfinished: Container
     _check_params(request.params, info.vocab_size, max_logprobs)
 
 
-def check_length(field: str, wanted: int, prompt: Prompt, info: ModelInfo) -> None:
-    """Check that as many tokens as a request's field asks for fit into the context after its prompt.
+def check_min_tokens(wanted: int, prompt: Prompt, info: ModelInfo) -> None:
+    """Check that the shortest allowed answer fits into the context after a prompt. Raises InvalidRequestError.
 
-    Raises InvalidRequestError. `check_request` refuses prompts that leave no space at all.
+    `max_tokens` needs no check: the engine ends an answer with the context.
     """
     num_tokens, context = len(prompt.token_ids), info.max_prompt_len + 1
     if num_tokens < context < num_tokens + wanted:
         raise InvalidRequestError(
-            f"{field} is {wanted}, but after the prompt's {num_tokens} tokens, images included, the context of "
-            f"{context} has {context - num_tokens} left; ask for at most that many, or leave {field} out",
-            param=field,
+            f"min_tokens is {wanted}, but the prompt of {num_tokens} tokens leaves {context - num_tokens} of the "
+            f"context of {context}; lower min_tokens",
+            param="min_tokens",
         )
 
 

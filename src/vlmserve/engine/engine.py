@@ -430,11 +430,7 @@ class Engine(BaseEngine):
         if known is None:
             return None
         if len(request.prompt.token_ids) >= self._max_mixed_len:
-            raise PromptTooLongError(
-                f"the prompt has {len(request.prompt.token_ids)} tokens, images included, and with X-LoRA, which takes "
-                f"twice the cache, at most {self._max_mixed_len - 1} fit",
-                param="messages",
-            )
+            raise PromptTooLongError.of(len(request.prompt.token_ids), self._max_mixed_len - 1, param="messages")
         return root_key(identity, adapter=known, salt=request.cache_salt)
 
     def _check_times(self, prompt: Prompt) -> None:

@@ -332,9 +332,7 @@ class RequestPreparer:
         if self._one_image is not None:
             raise InvalidRequestError("this model takes one image with each request", param="prompt")
         if self.max_prompt_len is not None and len(token_ids) > self.max_prompt_len:
-            raise PromptTooLongError(
-                f"the prompt has {len(token_ids):,} tokens; at most {self.max_prompt_len:,} fit", param="prompt"
-            )
+            raise PromptTooLongError.of(len(token_ids), self.max_prompt_len, param="prompt")
         return self._expand(list(token_ids), [], [], "")
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:

@@ -159,19 +159,14 @@ class Tokenizer:
         if size <= max_tokens * _USUAL_CHARACTERS:
             return
         if size > max_tokens * _MOST_CHARACTERS and size > max_tokens * self._longest_token:
-            raise PromptTooLongError(
-                f"the prompt has {size:,} characters; at most {max_tokens:,} tokens fit, which is less",
-                param="messages",
-            )
+            raise PromptTooLongError.of(size // self._longest_token, max_tokens, param="messages", exact=False)
         count = 0
         for text in texts:
             for start in range(0, len(text), _PIECE):
                 check_cancelled()
                 count += len(self._plain_start.encode_batch_fast([text[start : start + _PIECE]])[0])
                 if count > max_tokens * _EXCESS:
-                    raise PromptTooLongError(
-                        f"the prompt has more than {count:,} tokens; at most {max_tokens:,} fit", param="messages"
-                    )
+                    raise PromptTooLongError.of(count, max_tokens, param="messages", exact=False)
 
     @cached_property
     def _longest_token(self) -> int:

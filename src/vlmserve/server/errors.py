@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from http import HTTPStatus
 from typing import Any
@@ -17,6 +18,7 @@ from vlmserve.errors import (
     InvalidRequestError,
     NotFoundError,
     OverloadedError,
+    PromptTooLongError,
     StorageFullError,
     UnavailableError,
     UnknownModelError,
@@ -40,6 +42,10 @@ _MESSAGES_KINDS = {
 """https://docs.anthropic.com/en/api/errors"""
 _MESSAGES_DETAILS = {"thread": {"error_code": "thread_unsupported_request"}}
 """By refused fields, details with which Anthropic's clients retry without them."""
+
+
+_CONTEXT = re.compile(r"context length is (?P<context>\d+) tokens.* has (?:more than )?(?P<sent>\d+) input tokens")
+"""In the message of `PromptTooLongError`."""
 
 
 class RefusedError(VLMServeError):
@@ -115,8 +121,15 @@ def messages_error_body(error: VLMServeError) -> dict[str, Any]:
     kind = _MESSAGES_KINDS.get(status_of(error), "api_error")
     place = getattr(error, "param", None)
     message = str(error) if place is None or place in str(error) else f"{place}: {error}"
+    if isinstance(error, PromptTooLongError):
+        counts = _CONTEXT.search(message)
+        message = f"prompt is too long: {message if counts is None else _counted(counts)}"
     details = {"details": _MESSAGES_DETAILS[place]} if place in _MESSAGES_DETAILS else {}
     return {"type": "error", "error": {"type": kind, "message": message, **details}}
+
+
+def _counted(counts: re.Match[str]) -> str:
+    return f"{counts['sent']} tokens > {int(counts['context']) - 1} maximum"
 
 
 def retry_after(error: VLMServeError) -> str:
@@ -131,7 +144,9 @@ def error_response(error: VLMServeError, path: str = "") -> Response:
     headers = error.headers if isinstance(error, RefusedError) else {}
     if status in (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE):
         headers = {**headers, "Retry-After": retry_after(error)}
-    return json_response(_body_at(path, error), status, headers)
+    body = msgspec.json.encode(_body_at(path, error))
+    # LiteLLM searches the body for '"code": "context_length_exceeded"', with the blank.
+    return json_response(msgspec.Raw(msgspec.json.format(body, indent=0)), status, headers)
 
 
 def _body_at(path: str, error: VLMServeError) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from vlmserve.config import ServerConfig
-from vlmserve.engine.admission import check_length
+from vlmserve.engine.admission import check_min_tokens
 from vlmserve.errors import InvalidRequestError
 from vlmserve.frontend.client import EngineClient
 from vlmserve.server.body import BodyShare
@@ -31,7 +31,6 @@ from vlmserve.server.service import Service
 from vlmserve.server.spans import record_generation, record_preparation, trace_of
 from vlmserve.server.streams import EventStream, begin_in_time
 from vlmserve.server.waiting import limit_preparation, limit_wait
-from vlmserve.types import ModelInfo
 
 if TYPE_CHECKING:
     from vlmserve.server.tracing import Trace
@@ -42,8 +41,6 @@ BACKGROUND = "vlmserve.background"
 """The key in a request's ASGI scope of whether it gives way to others, and may wait for any time."""
 _PRIORITY = 1
 """Of requests in the background; that of others is 0."""
-_LIMITS = ("max_completion_tokens", "max_tokens", "max_output_tokens", "min_tokens")
-"""Fields in which an API has the length of an answer."""
 _STOP_STRINGS = ("stop", "stop_sequences")
 """Fields in which an API has strings that end an answer."""
 
@@ -165,8 +162,9 @@ async def _start_generation(
     started = time.monotonic()
     try:
         try:
-            request = _bounded(await dialect.ask(service, body), body, service.config.max_output_tokens)
-            _check_lengths(request, body, client.info)
+            request = _bounded(await dialect.ask(service, body), service.config.max_output_tokens)
+            for prompt in request.prompts:
+                check_min_tokens(body.min_tokens, prompt, client.info)
         finally:
             if trace is not None:
                 record_preparation(trace, time.monotonic() - started)
@@ -176,15 +174,6 @@ async def _start_generation(
     except InvalidRequestError as error:
         dialect.reword(error)
         raise
-
-
-def _check_lengths(request: GenerationRequest, body: SamplingRequest, info: ModelInfo) -> None:
-    """Raises InvalidRequestError if the request asks for a longer answer than the context has left after a prompt. An
-    answer whose length the request does not set ends where the context does."""
-    for field in _LIMITS:
-        wanted = getattr(body, field, None) or 0
-        for prompt in request.prompts:
-            check_length(field, wanted, prompt, info)
 
 
 def _report(request: Request, dialect: Dialect[Body], generation: Generation, trace: Trace | None) -> None:
@@ -211,14 +200,12 @@ def _check_stop(body: SamplingRequest, config: ServerConfig) -> None:
             )
 
 
-def _bounded(request: GenerationRequest, body: SamplingRequest, most: int | None) -> GenerationRequest:
-    """The same with answers of at most so many tokens. Raises InvalidRequestError if the request says more."""
+def _bounded(request: GenerationRequest, most: int | None) -> GenerationRequest:
+    """The request with answers of at most `most` tokens. Raises InvalidRequestError if its `min_tokens` is more."""
     if most is None:
         return request
-    for field in _LIMITS:
-        wanted = getattr(body, field, None)
-        if wanted is not None and wanted > most:
-            raise InvalidRequestError(f"{field} is {wanted}; an answer has at most {most} tokens here", param=field)
+    if request.params.min_tokens > most:
+        raise InvalidRequestError(f"min_tokens: answers have at most {most} tokens here", param="min_tokens")
     limit = request.params.max_tokens
     params = msgspec.structs.replace(request.params, max_tokens=most if limit is None else min(limit, most))
     return dataclasses.replace(request, params=params)

@@ -151,8 +151,10 @@ class ResponsesDialect(Dialect[ResponsesRequest]):
             messages = await with_files(service, self._owner, turns.messages, share)
             if body.truncation == "disabled" or service.info is None:
                 return await prepare(messages)
-            left = service.info.max_prompt_len + 1 - (body.max_output_tokens or 1)
-            return await fitting(prepare, messages, max(1, left))
+            context = service.info.max_prompt_len + 1
+            # Clients often ask for more than the whole context: half of it stays for the prompt.
+            left = context - min(body.max_output_tokens or 1, context // 2)
+            return await fitting(prepare, messages, left)
         except InvalidRequestError as error:
             turns.reword(error)
             raise
