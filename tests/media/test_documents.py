@@ -232,7 +232,7 @@ def test_broken_image_files_are_refused_kindly(format: str) -> None:
         (b"<svg xmlns='http://www.w3.org/2000/svg'/>", "SVG drawing"),
         (b"PK\x03\x04word/document.xml", "documents are PDF files"),
         (b"\0\0\0\x18ftypmp42" + b"\0" * 100, "video, not a document; send it as a video_url"),
-        ("data:text/plain;base64,eA==", "holds text/plain, not a document"),
+        ("data:text/plain;base64,eA==", "documents are PDF files"),
         ("/nowhere/a.pdf", "there is no file"),
         ("http://127.0.0.1/a.pdf", "not a public address"),
     ],

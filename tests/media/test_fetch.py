@@ -1,7 +1,10 @@
 from __future__ import annotations
 
+import gzip
 import http.server
 import threading
+import tracemalloc
+import zlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -226,9 +229,59 @@ def test_a_body_shorter_than_announced_is_refused(site: Site) -> None:
         fetch_file(site.url("/short", send(Content_Length=str(len(IMAGE) + 5))), limits())
 
 
-def test_compressed_bodies_are_refused(site: Site) -> None:
-    with pytest.raises(ImageFetchError, match="compressed"):
-        fetch_file(site.url("/gzip", send(Content_Encoding="gzip")), limits())
+def test_bodies_that_are_compressed_unasked_are_inflated(site: Site) -> None:
+    for name, body in (
+        ("gzip", gzip.compress(IMAGE)),
+        ("X-GZIP", gzip.compress(IMAGE)),
+        ("deflate", zlib.compress(IMAGE)),
+    ):
+        assert fetch_file(site.url("/zip", send(body, Content_Encoding=name)), limits()) == IMAGE
+    with pytest.raises(ImageFetchError, match="truncated"):
+        fetch_file(site.url("/zip", send(gzip.compress(IMAGE)[:-9], Content_Encoding="gzip")), limits())
+    with pytest.raises(ImageFetchError, match="gzip encoding is broken"):
+        fetch_file(site.url("/zip", send(IMAGE, Content_Encoding="gzip")), limits())
+    with pytest.raises(ImageFetchError, match="encoding 'br'"):
+        fetch_file(site.url("/zip", send(IMAGE, Content_Encoding="br")), limits())
+
+
+def test_compressed_bomb_stops_at_the_limit(site: Site) -> None:
+    bomb = gzip.compress(bytes(400_000_000), 1)
+    url = site.url("/bomb", send(bomb, Content_Encoding="gzip"))
+    tracemalloc.start()
+    with pytest.raises(ImageTooLargeError):
+        fetch_file(url, limits(max_image_bytes=1_000_000))
+    assert tracemalloc.get_traced_memory()[1] < 20_000_000
+    tracemalloc.stop()
+
+
+@pytest.mark.parametrize(
+    ("path", "asked"),
+    [
+        ("/日本 語.png?größe=1 2", "/%E6%97%A5%E6%9C%AC%20%E8%AA%9E.png?gr%C3%B6%C3%9Fe=1%202"),
+        ("/a%20b.png?x=%2B+1", "/a%20b.png?x=%2B+1"),
+        ("/a.png#part", "/a.png"),
+    ],
+)
+def test_urls_are_percent_encoded(site: Site, path: str, asked: str) -> None:
+    url = site.url(asked, send())
+    root = url[: -len(asked)]
+    assert fetch_file(f" {root}{path}\n", limits()) == IMAGE
+    assert site.asked[-1] == asked
+
+
+def test_redirects_in_utf_8_are_followed(site: Site) -> None:
+    site.url("/%C3%BC%20x", send())
+    location = "/ü x".encode().decode("latin-1")  # as http.server writes bytes
+    assert fetch_file(site.url("/utf", send(b"", 302, Location=location)), limits()) == IMAGE
+
+
+@pytest.mark.parametrize("host", ["\uff11\uff12\uff17.0.0.1", "\u24dbocalhost", "127\u30020\u30020\u30021"])
+def test_hosts_in_other_letters_are_checked_all_the_same(site: Site, host: str) -> None:
+    asked = len(site.asked)
+    url = site.url("/inside", send(), host=host)
+    with pytest.raises(ImageFetchError, match="not a public address"):
+        fetch_file(url, MediaConfig())
+    assert len(site.asked) == asked
 
 
 @pytest.mark.parametrize("where", ["head", "body"])
@@ -280,8 +333,9 @@ def test_an_answer_that_is_not_http_is_reported(site: Site) -> None:
 
 @pytest.mark.parametrize(
     "url",
-    ["http://", "http:///a.png", "http://127.0.0.1:99999/", "http://[::1/", "http://127.0.0.1/a b", "http://a\nb/",
-     "http://127.0.0.1:0/", "http://user:password@127.0.0.1/a.png", "http://日本.example/", "http:127.0.0.1"],
+    ["http://", "http:///a.png", "http://127.0.0.1:99999/", "http://[::1/", "http://127.0.0.1 /a", "http://a\nb/",
+     "http://127.0.0.1:0/", "http://user:password@127.0.0.1/a.png", "http://日..本/", "http://a/\ud800",
+     "http:127.0.0.1"],
 )  # fmt: skip
 def test_malformed_urls_are_refused(url: str) -> None:
     with pytest.raises(ImageFetchError, match="URL"):

@@ -120,7 +120,7 @@ def test_several_images_in_a_file_are_pages(format: str) -> None:
     data = several(format)
     expected = opened_here(data)
     assert expected.n_frames == 3
-    with pytest.raises(InvalidImageError, match=f"the {format} file is an animation of 3 frames"):
+    with pytest.raises(InvalidImageError, match=r"HEIC file has 3 images|AVIF file is an animation of 3 frames"):
         decode_image(data, LIMITS)
     assert media_type_of(data, LIMITS) == f"image/{format.lower()}"
     assert is_document(data, LIMITS)

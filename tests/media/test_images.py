@@ -3,6 +3,9 @@ from __future__ import annotations
 import base64
 import io
 import tracemalloc
+from collections.abc import Callable
+from typing import get_args
+from urllib.parse import quote
 
 import numpy as np
 import pytest
@@ -10,10 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from tests.media.images_for_tests import encoded, exif_rotated, noise, png_header
+from tests.media.images_for_tests import encoded, exif_rotated, noise, orientation_exif, png_header
 from vlmserve.config import MediaConfig
 from vlmserve.errors import ImageTooLargeError, InvalidImageError
+from vlmserve.media.files import is_document, media_type_of
 from vlmserve.media.images import FORMATS, decode_data_url, decode_image
+from vlmserve.types import MediaKind
 
 LIMITS = MediaConfig()
 
@@ -62,6 +67,18 @@ def test_a_broken_page_behind_the_first_is_no_page() -> None:
     following = start + 2 + 12 * int.from_bytes(data[start : start + 2], "little")
     data[following : following + 4] = (len(data) - 3).to_bytes(4, "little")
     assert decode_image(bytes(data), LIMITS).image.tobytes() == page.tobytes()
+
+
+def test_first_picture_of_a_phones_jpeg_is_the_image() -> None:
+    image = noise(40, 30)
+    options = {"save_all": True, "append_images": [Image.new("RGB", (40, 30), "blue")], "quality": 95}
+    data = encoded(image, "MPO", **options)
+    shown = np.asarray(decode_image(data, LIMITS).image).astype(int)
+    assert np.abs(shown - np.asarray(image)).mean() < 4
+    assert media_type_of(data, LIMITS) == "image/jpeg"
+    assert not is_document(data, LIMITS)
+    turned = encoded(image, "MPO", **options, exif=orientation_exif(6))
+    assert decode_image(turned, LIMITS).size == (30, 40)
 
 
 def test_images_are_turned_upright() -> None:
@@ -153,14 +170,14 @@ def test_data_urls_are_decoded(header: str) -> None:
     [
         ("data:image/png;base64", "malformed"),
         ("data:image/png,%89PNG", "not base64"),
-        ("data:text/html;base64,AAAA", "text/html"),
-        ("data:image/png;base64,AAA", "valid base64"),
-        ("data:image/png;base64,AA A", "valid base64"),
         ("data:image/png;base64,AAAA!!!!", "valid base64"),
+        ("data:image/png;base64,A", "valid base64"),
+        ("data:image/png;base64,AAA%", "valid base64"),
+        ("data:image/png;base64,AAA%zz", "valid base64"),
+        ("data:image/png;base64,AAAA%80%80%80%80", "valid base64"),
+        ("data:a;base64,data:a;base64,data:a;base64,AAAA", "valid base64"),
         ("data:image/png;base64,AA==AAAA", "valid base64"),
         ("data:image/png;base64,AAA===", "valid base64"),
-        ("data:image/png;base64,AAA\n", "valid base64"),
-        ("data:image/png;base64,_-__", "valid base64"),
         ("data:image/png;base64,AAAé", "valid base64"),
         ("data:image/png;base64,AAA\ud800", "valid base64"),
         ("data:image/png;base64,AAAA=AAA", "valid base64"),
@@ -170,6 +187,46 @@ def test_data_urls_are_decoded(header: str) -> None:
 def test_malformed_data_urls_are_refused(url: str, message: str) -> None:
     with pytest.raises(InvalidImageError, match=message):
         decode_data_url(url, LIMITS)
+
+
+def wrapped(text: str) -> str:
+    return "\r\n".join(text[at : at + 20] for at in range(0, len(text), 20)) + "\r\n"
+
+
+FORMS: dict[str, Callable[[str], str]] = {
+    "line breaks": lambda text: wrapped(text).replace("\r", ""),
+    "CRLF": wrapped,
+    "blanks": lambda text: f" {text[:7]} {text[7:]}\t",
+    "no padding": lambda text: text.rstrip("="),
+    "URL-safe": lambda text: text.replace("+", "-").replace("/", "_"),
+    "URL-safe without padding": lambda text: text.replace("+", "-").replace("/", "_").rstrip("="),
+    "percent-encoded": lambda text: quote(text, safe=""),
+    "percent-encoded line breaks": lambda text: quote(wrapped(text), safe=""),
+    "a data URL inside": lambda text: f"data:image/jpeg;base64,{text}",
+    "a wrapped data URL inside": lambda text: f"data:image/jpeg;base64,{wrapped(text)}",
+}
+"""Base64 as real clients write it."""
+
+
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS.keys())
+def test_base64_is_decoded_forgivingly(form: Callable[[str], str]) -> None:
+    for size in range(251, 256):
+        data = bytes(range(size, 0, -1))
+        text = base64.b64encode(data).decode()
+        assert decode_data_url("data:image/png;base64," + form(text), LIMITS) == data
+        with pytest.raises(ImageTooLargeError, match=f"{size} bytes; at most {size - 1}"):
+            decode_data_url("data:image/png;base64," + form(text), MediaConfig(max_image_bytes=size - 1))
+        assert decode_data_url("data:;base64," + form(text), MediaConfig(max_image_bytes=size)) == data
+
+
+@pytest.mark.parametrize(
+    "media_type",
+    ["text/plain", "binary/octet-stream", "application/x-pdf", "video/mp4", "text/html", "*/*"],
+)
+def test_content_decides_and_not_the_media_type(media_type: str) -> None:
+    data = encoded(noise(5, 4))
+    for kind in get_args(MediaKind):
+        assert decode_data_url(_data_url(data, f"data:{media_type};base64,"), LIMITS, kind) == data
 
 
 @given(data=st.binary(max_size=20))

@@ -238,7 +238,7 @@ def test_a_video_that_comes_again_is_not_prepared_again() -> None:
         (noise(9, 9), {}, InvalidVideoError, "cannot come from a Image"),
         (b"", {}, InvalidVideoError, "not a video in a supported format"),
         ("/nowhere.mp4", {}, InvalidVideoError, "no file /nowhere.mp4"),
-        ("data:image/png;base64,AAAA", {}, InvalidVideoError, "holds image/png, not a video"),
+        ("data:image/png;base64,AAAA", {}, InvalidVideoError, "not a video in a supported format"),
         (b"\0" * 100, {"max_video_bytes": 99}, VideoTooLargeError, "the video's file has 100 bytes; at most 99"),
     ],
 )

@@ -16,6 +16,7 @@ from PIL import Image
 from vlmserve.cancellation import check_cancelled
 from vlmserve.config import MediaConfig
 from vlmserve.errors import ImageTooLargeError, InvalidImageError
+from vlmserve.media.png import without_metadata
 
 _BYTES_PER_PIXEL = {"JPEG": 12, "MPO": 12}
 _MOST_BYTES_PER_PIXEL = 16
@@ -90,11 +91,13 @@ def too_slow(timeout: float) -> InvalidImageError:
 class LimitedFile(io.BytesIO):
     """A file in memory from which Pillow reads an image for as long as that may take and somebody waits for it.
 
+    PNG files are read without their metadata.
+
     Decoders read in blocks of 64 KiB or less. Reading raises InvalidImageError and CancelledWorkError.
     """
 
     def __init__(self, data: bytes, timeout: float) -> None:
-        super().__init__(data)
+        super().__init__(without_metadata(data))
         self._timeout = timeout
         self._reads = 0
         self.restart()

@@ -12,7 +12,8 @@ import ipaddress
 import socket
 import ssl
 import time
-from collections.abc import Iterable
+import zlib
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from urllib.parse import urljoin, urlsplit
@@ -22,10 +23,15 @@ import httpcore
 from vlmserve.config import MediaConfig
 from vlmserve.errors import ImageFetchError
 from vlmserve.media.kinds import check_num_bytes
+from vlmserve.media.urls import ascii_host, ascii_url
 from vlmserve.types import MediaKind
 
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
 _HEADERS = (("User-Agent", "vlmserve"), ("Accept", "image/*,video/*,*/*;q=0.5"), ("Accept-Encoding", "identity"))
+_GZIP_OR_ZLIB = 47
+"""zlib's `wbits` for both formats, told by their headers."""
+_INFLATED_AT_ONCE = 1024**2
+"""Bytes."""
 _NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
 _GLOBAL_UNICAST = ipaddress.IPv6Network("2000::/3")
 """What is assigned at all: https://www.iana.org/assignments/ipv6-address-space"""
@@ -44,7 +50,7 @@ def fetch_file(url: str, limits: MediaConfig, kind: MediaKind = "image") -> byte
     backend = _GuardedBackend(limits, time.monotonic() + limits.fetch_timeout)
     with httpcore.ConnectionPool(ssl_context=_ssl_context(), network_backend=backend) as pool:
         for _ in range(limits.max_redirects + 1):
-            _check_url(url)
+            url = _checked_url(url)
             try:
                 target = _get(pool, url, limits, kind)
             except httpcore.TimeoutException as error:
@@ -66,38 +72,69 @@ def _redirected(url: str, target: str) -> str:
         raise _failed(url, f"it redirects to a malformed URL ({error})") from error
 
 
+def _location(response: httpcore.Response) -> str:
+    """Where an answer redirects to; some servers write it in UTF-8 instead of encoding it."""
+    value = next(value for name, value in response.headers if name.lower() == b"location")
+    try:
+        return value.decode()
+    except UnicodeDecodeError:
+        return value.decode("latin-1")
+
+
 def _get(pool: httpcore.ConnectionPool, url: str, limits: MediaConfig, kind: MediaKind) -> bytes | str:
     """The body, or where the answer redirects to."""
     timeouts = dict.fromkeys(("connect", "read", "write", "pool"), limits.fetch_timeout)
     with pool.stream("GET", url, headers=_HEADERS, extensions={"timeout": timeouts}) as response:
         headers = {name.lower(): value.decode("latin-1") for name, value in response.headers}
         if response.status in _REDIRECTS and b"location" in headers:
-            return headers[b"location"]
+            return _location(response)
         if response.status != 200:
             raise _failed(url, f"the server answered {response.status}")
-        if headers.get(b"content-encoding", "identity") != "identity":
-            raise _failed(url, "the server sent it compressed, although it was asked not to")
         length = headers.get(b"content-length", "")
         check_num_bytes(int(length) if length.isdecimal() else 0, limits, kind)
         body = bytearray()
-        for chunk in response.iter_stream():
+        for chunk in _inflated(url, response.iter_stream(), headers.get(b"content-encoding", "")):
             body += chunk
             check_num_bytes(len(body), limits, kind)
         return bytes(body)
 
 
-def _check_url(url: str) -> None:
+def _inflated(url: str, chunks: Iterable[bytes], encoding: str) -> Iterator[bytes]:
+    """The content of a body, a bounded piece at a time. Some servers compress although they are asked not to."""
+    name = encoding.strip().lower()
+    if name in ("", "identity"):
+        yield from chunks
+        return
+    if name not in ("gzip", "x-gzip", "deflate"):
+        raise _failed(url, f"the server sent it in the encoding {encoding[:40]!r}, although it was asked not to")
+    inflating = zlib.decompressobj(_GZIP_OR_ZLIB)
     try:
+        for chunk in chunks:
+            while chunk and not inflating.eof:
+                yield inflating.decompress(chunk, _INFLATED_AT_ONCE)
+                chunk = inflating.unconsumed_tail
+        yield inflating.flush(_INFLATED_AT_ONCE)
+    except zlib.error as error:
+        raise _failed(url, f"its {name} encoding is broken: {error}") from error
+    if not inflating.eof:
+        raise _failed(url, f"its {name} encoding is truncated")
+
+
+def _checked_url(url: str) -> str:
+    """A URL in ASCII. Raises ImageFetchError for one that cannot be fetched."""
+    try:
+        url = ascii_url(url)
         parts = urlsplit(url)
-        port_is_valid = parts.port is None or parts.port > 0
-    except ValueError as error:
+        is_valid = bool(parts.hostname) and (parts.port is None or parts.port > 0)
+    except ValueError as error:  # so are errors of IDNA and of halves of characters
         raise ImageFetchError(f"the image's URL is malformed: {error}") from error
     if parts.scheme not in ("http", "https"):
         raise ImageFetchError(f"images are fetched over http and https, not {parts.scheme or 'a local path'!r}")
-    if not parts.hostname or not port_is_valid or not url.isascii() or any(char <= " " for char in url):
+    if not is_valid or any(char <= " " for char in parts.netloc):
         raise ImageFetchError("the image's URL is malformed")
     if "@" in parts.netloc:
         raise ImageFetchError("the image's URL must not contain a user name or password")
+    return url
 
 
 def _failed(url: str, reason: str) -> ImageFetchError:
@@ -179,7 +216,7 @@ class _DeadlineStream(httpcore.NetworkStream):
 
 
 def _hosts(names: Iterable[str]) -> frozenset[str]:
-    return frozenset(name.lower().strip("[]") for name in names)
+    return frozenset(ascii_host(name.strip("[]")).lower() for name in names)
 
 
 def is_public(address: str) -> bool:

@@ -1,4 +1,4 @@
-"""What images, videos and documents have each of their own: errors, limits of bytes, types of data URLs."""
+"""What differs between images, videos and documents: errors, limits of bytes, examples of data URLs."""
 
 from __future__ import annotations
 
@@ -18,20 +18,16 @@ from vlmserve.types import MediaKind
 
 
 class _Kind(NamedTuple):
-    """invalid, too_large: what is raised. types: beginnings of media types that a data URL may name."""
-
     invalid: type[InvalidRequestError]
     too_large: type[InvalidRequestError]
     example: str
-    types: tuple[str, ...]
+    """Beginning of a data URL, for errors."""
 
 
 KINDS: dict[MediaKind, _Kind] = {
-    "image": _Kind(InvalidImageError, ImageTooLargeError, "data:image/png", ("image/",)),
-    "video": _Kind(InvalidVideoError, VideoTooLargeError, "data:video/mp4", ("video/", "image/gif")),
-    "document": _Kind(
-        InvalidDocumentError, DocumentTooLargeError, "data:application/pdf", ("application/pdf", "image/")
-    ),
+    "image": _Kind(InvalidImageError, ImageTooLargeError, "data:image/png"),
+    "video": _Kind(InvalidVideoError, VideoTooLargeError, "data:video/mp4"),
+    "document": _Kind(InvalidDocumentError, DocumentTooLargeError, "data:application/pdf"),
 }
 
 

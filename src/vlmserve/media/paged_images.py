@@ -10,7 +10,7 @@ from vlmserve.config import MediaConfig
 from vlmserve.errors import DocumentTooLargeError, InvalidImageError, VLMServeError
 from vlmserve.media.decoding import DecodingMemory, LimitedFile, check_scans, decoding_bytes
 from vlmserve.media.images import DecodedImage, check_num_pixels, load_image, open_file, upright
-from vlmserve.media.pages import page_frames
+from vlmserve.media.pages import has_several, page_frames
 
 
 class PagedImage:
@@ -60,6 +60,8 @@ class PagedImage:
         self._image.close()
 
     def _num_frames(self) -> int:
+        if not has_several(self._image):
+            return 1
         try:
             return int(getattr(self._image, "n_frames", 1))
         except VLMServeError:

@@ -22,7 +22,11 @@ def check_single(image: Image.Image) -> None:
             raise InvalidImageError(
                 f'the TIFF file has {number} pages; send it as a part of type "file", or each page as an image'
             )
-    elif getattr(image, "is_animated", False):
+    elif has_several(image):
+        if image.format == "HEIF":
+            raise InvalidImageError(
+                f'the HEIC file has {getattr(image, "n_frames", 0):,} images; send it as a part of type "file"'
+            )
         # Of a GIF, counting them takes a pass over the file.
         frames = "" if image.format == "GIF" else f" of {getattr(image, 'n_frames', 0):,} frames"
         raise InvalidImageError(
@@ -34,9 +38,19 @@ def check_single(image: Image.Image) -> None:
 def has_several(image: Image.Image) -> bool:
     """Whether an opened file has several pages or is an animation. Only headers are read.
 
-    Raises InvalidImageError for a TIFF whose pages cannot be found.
+    The later pictures of an MPO file, as phones write them, are previews, depth or other views of the first.
+    Raises InvalidImageError for a file whose pages or frames cannot be found.
     """
-    return len(page_frames(image, 1)) > 1 if image.format == "TIFF" else bool(getattr(image, "is_animated", False))
+    if image.format == "TIFF":
+        return len(page_frames(image, 1)) > 1
+    if image.format == "MPO":
+        return False
+    try:
+        return bool(getattr(image, "is_animated", False))
+    except VLMServeError:
+        raise
+    except Exception as error:  # Pillow's readers raise anything on broken data
+        raise InvalidImageError(f"the image is broken: {error}") from error
 
 
 def page_frames(image: Image.Image, most: int) -> list[int]:
