@@ -8,6 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from vlmserve.cores import bound_spinning
+from vlmserve.folders import name_hub_folder
 
 if TYPE_CHECKING:
     from vlmserve.async_llm import AsyncLLM
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
 if "torch" not in sys.modules:  # else it is too late: the engine warns
     bound_spinning(os.environ)
+name_hub_folder(os.environ)
 
 __version__ = "0.1.0"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -70,6 +71,31 @@ def test_tables_give_columns(tmp_path: Path) -> None:
     assert first.id == "1"
     assert first.images == (str(tmp_path / "a.png"), str(tmp_path / "b.png"))
     assert second == Row("z", (), {"size": 4})
+
+
+def test_a_byte_order_mark_belongs_to_no_row(tmp_path: Path) -> None:
+    request = '{"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {"messages": []}}'
+    for name, text in [
+        ("rows.csv", "id,image\na,a.png\n"),
+        ("rows.jsonl", '{"id": "a", "image": "a.png"}\n'),
+        ("requests.jsonl", f"{request}\n"),
+        ("rows.txt", "a\n"),
+    ]:
+        (tmp_path / name).write_text(text, "utf-8")
+        plain = read_rows(str(tmp_path / name))
+        (tmp_path / name).write_text(text, "utf-8-sig")
+        assert read_rows(str(tmp_path / name)) == plain
+        assert plain[0].id == "a"
+
+
+@pytest.mark.parametrize("name", ["Image", "IMAGE", " image ", "Images"])
+def test_names_of_columns_may_have_capitals(tmp_path: Path, name: str) -> None:
+    (tmp_path / "rows.csv").write_text(f"ID,{name},Product\nx,a.png,cup\n")
+    [row] = read_rows(str(tmp_path / "rows.csv"))
+    assert row == Row("x", (str(tmp_path / "a.png"),), {name: "a.png", "Product": "cup"})
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"Custom_ID": "x", name: ["a.png", "b.png"]}))
+    [row] = read_rows(str(tmp_path / "rows.jsonl"))
+    assert (row.id, len(row.images)) == ("x", 2)
 
 
 @pytest.mark.parametrize(

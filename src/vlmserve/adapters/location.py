@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from vlmserve.config import BUILT_IN_MODEL
 from vlmserve.errors import AdapterError, ConfigurationError
+from vlmserve.folders import expanded
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 XLORA_CONFIG, XLORA_WEIGHTS = "xlora_config.json", "xlora_classifier.safetensors"
@@ -95,7 +96,7 @@ def check_name(name: str) -> None:
 def find_adapter(path: str) -> Path:
     """The folder of an adapter. path: a folder, ``pixie/`` and the name of one of the built-in model's, or a repository
     id of the hub, which is downloaded unless it is in the cache. Raises AdapterError if there is none."""
-    folder = Path(path).expanduser()
+    folder = expanded(path)
     if folder.is_dir():
         return folder
     model, _, name = path.partition("/")

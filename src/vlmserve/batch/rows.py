@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import codecs
 import csv
 import glob
 import mimetypes
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from string import Formatter
@@ -16,11 +17,13 @@ from blake3 import blake3
 
 from vlmserve.config import MediaConfig
 from vlmserve.errors import ConfigurationError, InvalidRequestError
+from vlmserve.folders import expanded
 from vlmserve.frontend.wire import DOCUMENT_ENDINGS, URL_SCHEMES, medium_part
 from vlmserve.server.schema.batches import BatchLine, read_line
 
 IMAGE_COLUMNS = ("image", "images")
-"""Columns that name a row's images."""
+"""Columns that name a row's images, in any case."""
+_ID_COLUMNS = ("id", "custom_id")
 _MORE_ENDINGS = (".heic", ".heif", ".avif", ".webp")
 """Of images that not every system knows by name."""
 _FIELDS = Formatter()
@@ -45,9 +48,11 @@ def read_rows(source: str) -> list[Row]:
     .jsonl file may hold requests in OpenAI's batch form instead: all of its lines, or none.
 
     A column "id" or "custom_id" is the row's id, which is its number otherwise, from 1; "image" or "images" names its
-    images. Raises ConfigurationError for a source that cannot be read, or in which two rows have the same id.
+    images. Names of columns may have capitals.
+
+    Raises ConfigurationError for a source that cannot be read, or in which two rows have the same id.
     """
-    path = Path(source).expanduser()
+    path = expanded(source)
     if path.is_dir():
         rows = [Row(str(file.relative_to(path)), (str(file),)) for file in sorted(path.rglob("*")) if _is_shown(file)]
     elif path.is_file():
@@ -124,10 +129,15 @@ def _read_csv(path: Path) -> Iterator[dict[str, Any]]:
             yield {name: value or "" for name, value in columns.items()}
 
 
+def _json_lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """The lines that are not empty, by number. A byte order mark at the beginning is skipped."""
+    for number, line in enumerate(path.read_bytes().removeprefix(codecs.BOM_UTF8).splitlines(), 1):
+        if line.strip():
+            yield number, line
+
+
 def _read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
-    for number, line in enumerate(path.read_bytes().splitlines(), 1):
-        if not line.strip():
-            continue
+    for number, line in _json_lines(path):
         try:
             yield msgspec.json.decode(line, type=dict[str, Any])
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -141,25 +151,30 @@ def _holds_requests(path: Path) -> bool:
 
 
 def _read_requests(path: Path) -> Iterator[Row]:
-    for number, line in enumerate(path.read_bytes().splitlines(), 1):
-        if line.strip():
-            try:
-                request = read_line(line)
-            except InvalidRequestError as error:
-                raise ConfigurationError(f"{path}: line {number}: {error}") from None
-            yield Row(request.custom_id, request=request)
+    for number, line in _json_lines(path):
+        try:
+            request = read_line(line)
+        except InvalidRequestError as error:
+            raise ConfigurationError(f"{path}: line {number}: {error}") from None
+        yield Row(request.custom_id, request=request)
 
 
 def _row(path: Path, number: int, columns: dict[str, Any]) -> Row:
-    id_ = next((columns[name] for name in ("id", "custom_id") if columns.get(name) not in (None, "")), number)
+    ids = _named(columns, _ID_COLUMNS)
+    id_ = next((columns[name] for name in ids if columns[name] not in (None, "")), number)
     images: list[str] = []
-    for name in IMAGE_COLUMNS:
-        value = columns.get(name) or []
+    for name in _named(columns, IMAGE_COLUMNS):
+        value = columns[name] or []
         named = [value] if isinstance(value, str) else value
         if not isinstance(named, list) or not all(isinstance(one, str) for one in named):
             raise ConfigurationError(f"{path}: row {number}: {name!r} must be a path or URL, or a list of them")
-        images += [one if one.startswith(URL_SCHEMES) else str(path.parent / Path(one).expanduser()) for one in named]
-    return Row(str(id_), tuple(images), {name: columns[name] for name in columns if name not in ("id", "custom_id")})
+        images += [one if one.startswith(URL_SCHEMES) else str(path.parent / expanded(one)) for one in named]
+    return Row(str(id_), tuple(images), {name: columns[name] for name in columns if name not in ids})
+
+
+def _named(columns: dict[str, Any], names: Sequence[str]) -> list[str]:
+    """The columns of these names, which may have capitals and blanks around them, in the order of `names`."""
+    return [column for name in names for column in columns if column.strip().lower() == name]
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from typing import Any
 
 from vlmserve.calibration.samples import Sample, of_conversation, of_text
 from vlmserve.errors import ConfigurationError, InvalidRequestError
+from vlmserve.folders import expanded
 from vlmserve.frontend.requests import RequestPreparer
 from vlmserve.loadtest.dataset import Entry, read_entries
 from vlmserve.perplexity import python_manual
@@ -41,7 +42,7 @@ def calibration_prompts(
     ConfigurationError for a source that cannot be read, and for a prompt that the model cannot take.
     """
     if source is not None:
-        path = Path(source).expanduser()
+        path = expanded(source)
         folder = path.is_dir()
         samples = _of_folder(path, preparer) if folder else file_samples(path, preparer, "--calibration")
         return _weighted(take(samples, num_tokens), 1.0)

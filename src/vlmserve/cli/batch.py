@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Self
@@ -109,6 +110,6 @@ def _question(rows: Sequence[Row], prompt: str | None, system: str | None, schem
 
 def _grammar(path: Path) -> Grammar:
     try:
-        return Grammar.json(msgspec.json.decode(path.read_bytes(), type=dict[str, Any]))
+        return Grammar.json(msgspec.json.decode(path.read_bytes().removeprefix(codecs.BOM_UTF8), type=dict[str, Any]))
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ConfigurationError(f"--schema {path}: {error}; the file must hold a JSON schema") from None

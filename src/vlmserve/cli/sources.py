@@ -21,6 +21,7 @@ from vlmserve import vllm_flags as vllm
 from vlmserve.cli.fields import PREFIX, SECTIONS, section_of, toml, variable
 from vlmserve.cli.messages import note
 from vlmserve.errors import ConfigurationError
+from vlmserve.folders import expanded
 from vlmserve.settings import OLD_NAMES, renamed
 
 CONFIG = "VLMSERVE_CONFIG"
@@ -91,7 +92,7 @@ def described_workers(path: Path | None, environ: Mapping[str, str]) -> list[str
 def _file(path: Path | None, environ: Mapping[str, str]) -> tuple[Path | None, str]:
     """The file with settings if there is one, and what names it."""
     if path is None and environ.get(CONFIG):
-        return Path(environ[CONFIG]).expanduser(), CONFIG
+        return expanded(environ[CONFIG]), CONFIG
     return path, "--config"
 
 

@@ -22,6 +22,7 @@ from vlmserve.config import EngineConfig
 from vlmserve.engine.child import child_environment
 from vlmserve.engine.messages import Failure
 from vlmserve.errors import ConfigurationError, ModelLoadError
+from vlmserve.folders import expanded
 from vlmserve.logs import LogFormat, log_format_in_use
 from vlmserve.models.files import WEIGHT_FILES
 from vlmserve.models.gguf.pair import language_model
@@ -125,7 +126,7 @@ def _settings(config: EngineConfig) -> dict[str, Any]:
 def _digest(folder: Path, settings: dict[str, Any]) -> str:
     """A name for all that a copy depends on."""
     named = settings["calibration"]
-    data = None if named is None else Path(named).expanduser()
+    data = None if named is None else expanded(named)
     # What comes along is drawn by this package, and Python's manual.
     origin = platform.python_version() if data is None else _data_digest(data).hex()
     files = sorted(folder.iterdir()) if folder.is_dir() else []

@@ -18,6 +18,7 @@ from blake3 import blake3
 from torch import Tensor
 from torch.nn import functional as F
 
+from vlmserve.folders import cache_folder
 from vlmserve.kernels.cpu_native import PackedLinear
 from vlmserve.kernels.extension import extension
 
@@ -39,7 +40,7 @@ def is_as_fast_as_torch(isa: str, dtype: torch.dtype, cpuinfo: Path = Path("/pro
     result is kept in ``$XDG_CACHE_HOME/vlmserve/kernels.json`` (default: ``~/.cache``), so that a later start on this
     processor, with this build and this torch, chooses the same.
     """
-    file = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "vlmserve" / "kernels.json"
+    file = cache_folder() / "kernels.json"
     key = f"{isa} {dtype} {_machine(cpuinfo)}"
     known = _read(file)
     if key not in known:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import mimetypes
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import msgspec
 
 from vlmserve.errors import ConfigurationError
+from vlmserve.folders import expanded
 from vlmserve.loadtest.images import data_url
 from vlmserve.loadtest.settings import WorkloadConfig
 
@@ -53,9 +55,9 @@ def read_entries(path: Path, flag: str) -> list[Entry]:
 
     Raises ConfigurationError for a file that cannot be read or is broken.
     """
-    path = path.expanduser()
+    path = expanded(path)
     try:
-        lines = path.read_bytes().splitlines()
+        lines = path.read_bytes().removeprefix(codecs.BOM_UTF8).splitlines()
     except OSError as error:
         raise ConfigurationError(f"{flag} {path}: the file cannot be read: {error.strerror}") from None
     entries = [_entry(path, f"{flag} {path}", number, line) for number, line in enumerate(lines, 1) if line.strip()]

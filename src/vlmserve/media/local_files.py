@@ -9,6 +9,7 @@ from urllib.parse import unquote, urlsplit
 
 from vlmserve.config import MediaConfig
 from vlmserve.errors import ImageFetchError
+from vlmserve.folders import expanded
 from vlmserve.media.kinds import check_num_bytes, max_bytes
 from vlmserve.types import MediaKind
 
@@ -32,7 +33,7 @@ def read_allowed_file(url: str, limits: MediaConfig, kind: MediaKind = "image") 
         raise ImageFetchError(f"the {kind}'s URL is malformed: {error}") from None
     if parts.netloc not in ("", "localhost") or not named.is_absolute() or parts.query or parts.fragment:
         raise ImageFetchError(f"the {kind}'s URL is malformed; write file:///folder/name")
-    root = Path(limits.allowed_media_path).expanduser().resolve()
+    root = expanded(limits.allowed_media_path).resolve()
     try:
         path = named.resolve()
     except (OSError, RuntimeError, ValueError):  # a loop of links, or a null byte

@@ -16,6 +16,7 @@ from PIL import Image
 from vlmserve.cancellation import check_cancelled
 from vlmserve.config import MediaConfig
 from vlmserve.errors import ImageFetchError, InvalidImageError, InvalidRequestError
+from vlmserve.folders import expanded
 from vlmserve.media.arrays import image_of
 from vlmserve.media.cache import ImageCache
 from vlmserve.media.decoding import DecodingMemory, decoding_bytes
@@ -165,10 +166,10 @@ def read_source(source: str | os.PathLike[str] | bytes, limits: MediaConfig, kin
 
 def _existing(source: str | os.PathLike[str], invalid: type[InvalidRequestError]) -> Path:
     try:
-        path = Path(source).expanduser()
+        path = expanded(source)
         if path.is_file():
             return path
         problem = f"{path} is not a file" if path.exists() else f"there is no file {path}"
-    except (OSError, ValueError, RuntimeError) as error:  # a name that is too long, has a null byte, or ~nobody
+    except (OSError, ValueError) as error:  # a name that is too long, or has a null byte
         problem = f"{source!r:.200} is not the path of a file: {error}"
     raise invalid(problem)

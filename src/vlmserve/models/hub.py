@@ -10,6 +10,7 @@ from typing import Any
 
 from vlmserve.config import BUILT_IN_MODEL
 from vlmserve.errors import CheckpointNotFoundError, ConfigurationError, MissingWeightsError
+from vlmserve.folders import expanded
 from vlmserve.models.gguf.choice import GGUF, choose_files
 from vlmserve.models.gguf.header import is_gguf, read_header, require_gguf
 from vlmserve.models.gguf.mmproj import ARCHITECTURE
@@ -37,7 +38,7 @@ def resolve_model(name: str, revision: str | None = None, mmproj: str | None = N
     has no weights in safetensors or PyTorch's files, ModelLoadError for a broken GGUF file or two that do not belong
     together, ConfigurationError for a vision tower beside a checkpoint that is no GGUF file.
     """
-    folder = _built_in_folder() if name == BUILT_IN_MODEL else Path(name).expanduser()
+    folder = _built_in_folder() if name == BUILT_IN_MODEL else expanded(name)
     if folder.is_dir():
         return _in_folder(folder, name, mmproj)
     if name == BUILT_IN_MODEL:
@@ -78,7 +79,7 @@ def _checked_file(path: Path, name: str, mmproj: str | None) -> Path:
         )
     if mmproj is None:
         return header.path
-    tower = Path(mmproj).expanduser()
+    tower = expanded(mmproj)
     if not tower.is_file():
         raise CheckpointNotFoundError(f"--mmproj {mmproj}: there is no such file")
     return make_pair(header.path, tower)

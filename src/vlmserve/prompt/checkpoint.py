@@ -139,7 +139,7 @@ def _special_tokens(*sources: Mapping[str, Any]) -> dict[str, str]:
 def _chat_template(folder: Path, tokenizer_config: Mapping[str, Any]) -> str | None:
     template: Any = None
     if (folder / "chat_template.jinja").is_file():
-        return (folder / "chat_template.jinja").read_text(encoding="utf-8")
+        return (folder / "chat_template.jinja").read_text(encoding="utf-8-sig")
     for source in (
         read_json(folder / "chat_template.json"),
         read_json(folder / "processor_config.json"),

@@ -16,7 +16,7 @@ def read_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(path.read_text(encoding="utf-8-sig"))
     except (ValueError, OSError) as error:
         raise ModelLoadError(f"{path} cannot be read: {error}") from error
     if not isinstance(value, dict):

@@ -82,7 +82,7 @@ def read_template(source: str) -> str:
     if "{" in source:
         return source
     try:
-        return Path(source).read_text("utf-8")
+        return Path(source).read_text("utf-8-sig")
     except OSError as error:
         raise ConfigurationError(f"--chat-template {source}: the file cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:

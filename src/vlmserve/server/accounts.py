@@ -14,6 +14,7 @@ from typing import Protocol
 
 from vlmserve.config import ServerConfig
 from vlmserve.errors import ConfigurationError
+from vlmserve.folders import expanded
 from vlmserve.server.errors import RefusedError
 from vlmserve.server.keys import MAX_KEY_LENGTH, StoredKey, read_keys, store
 
@@ -202,7 +203,7 @@ class KeyRing:
         """The keys of the settings; None if there are none and no key is needed."""
         if not config.api_key and config.api_keys_file is None:
             return None
-        return cls(config.api_key, None if config.api_keys_file is None else Path(config.api_keys_file).expanduser())
+        return cls(config.api_key, None if config.api_keys_file is None else expanded(config.api_keys_file))
 
     def find(self, key: str) -> Account | None:
         """The account of a key. Compares with every key, so that timing reveals none."""

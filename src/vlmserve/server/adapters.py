@@ -20,6 +20,7 @@ from vlmserve.errors import (
     UnknownModelError,
     VLMServeError,
 )
+from vlmserve.folders import expanded
 from vlmserve.frontend.client import EngineClient
 from vlmserve.types import AdapterInfo
 
@@ -40,7 +41,7 @@ class Adapters:
 
     def __init__(self, engine: EngineConfig, server: ServerConfig) -> None:
         """Raises ConfigurationError for a folder that is none, or without --enable-lora."""
-        self.folder = None if server.lora_folder is None else Path(server.lora_folder).expanduser().resolve()
+        self.folder = None if server.lora_folder is None else expanded(server.lora_folder).resolve()
         if self.folder is not None and not engine.enable_lora:
             raise ConfigurationError("--lora-folder needs --enable-lora")
         if self.folder is not None and not self.folder.is_dir():

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable
@@ -15,6 +14,7 @@ from typing import ParamSpec, TypeVar
 
 from vlmserve.config import ServerConfig
 from vlmserve.errors import ConfigurationError, OverloadedError, StorageError
+from vlmserve.folders import data_folder, expanded
 from vlmserve.storage.batches import Batches
 from vlmserve.storage.conversations import Conversations
 from vlmserve.storage.database import Database
@@ -97,9 +97,8 @@ def open_store(config: ServerConfig) -> Store | None:
         case "memory":
             return Store(_MEMORY, config)
         case None:
-            path = Path(config.storage_path).expanduser() if config.storage_path else _default_path()
             try:
-                return Store(f"sqlite:///{path.absolute()}", config)
+                return Store(f"sqlite:///{_path(config).absolute()}", config)
             except ConfigurationError as error:
                 if config.storage_path:
                     raise
@@ -109,6 +108,10 @@ def open_store(config: ServerConfig) -> Store | None:
             return Store(url, config)
 
 
-def _default_path() -> Path:
-    folder = os.environ.get("XDG_DATA_HOME")
-    return Path(folder or "~/.local/share").expanduser() / "vlmserve" / "history.db"
+def _path(config: ServerConfig) -> Path:
+    if config.storage_path:
+        return expanded(config.storage_path)
+    folder = data_folder()
+    if folder is None:
+        raise ConfigurationError("this user has no home; --storage-path names a file for them")
+    return folder / "history.db"

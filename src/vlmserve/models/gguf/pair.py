@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import atexit
 import json
-import os
 import shutil
 import tempfile
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import NamedTuple
 from blake3 import blake3
 
 from vlmserve.errors import ModelLoadError
+from vlmserve.folders import cache_folder
 from vlmserve.models.gguf.config import read_config
 from vlmserve.models.gguf.header import read_header
 from vlmserve.models.gguf.mmproj import full_config, media_settings
@@ -69,11 +69,11 @@ def make_pair(model: Path, mmproj: Path) -> Path:
     contents = {name: json.dumps(content, indent=2) for name, content in files.items()}
     name = blake3(json.dumps(contents).encode()).hexdigest(length=16)
     try:
-        place = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "vlmserve" / "gguf"
+        place = cache_folder() / "gguf"
         place.mkdir(parents=True, exist_ok=True)
         return _write(place / name, contents)
-    except (OSError, RuntimeError):
-        # Nothing may be written but temporary files, or there is no home.
+    except OSError:
+        # Nothing may be written but temporary files.
         place = Path(tempfile.mkdtemp(prefix="vlmserve-gguf-"))
         atexit.register(shutil.rmtree, place, ignore_errors=True)
         return _write(place / name, contents)

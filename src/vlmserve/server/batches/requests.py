@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -105,7 +106,8 @@ def read_requests(data: bytes, endpoint: str, most: int) -> Requests:
 
 
 def _lines(data: bytes) -> Iterator[tuple[int, int]]:
-    start = 0
+    """Where lines begin and end. A byte order mark at the beginning belongs to none."""
+    start = len(codecs.BOM_UTF8) if data.startswith(codecs.BOM_UTF8) else 0
     while start < len(data):
         end = data.find(b"\n", start)
         end = len(data) if end < 0 else end

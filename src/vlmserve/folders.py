@@ -1,0 +1,52 @@
+"""Where files of this user are, also for users without a home, like those of many containers."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+import tempfile
+from collections.abc import MutableMapping
+from functools import cache
+from pathlib import Path
+
+
+def expanded(path: str | os.PathLike[str]) -> Path:
+    """A path with the home for ``~``. Without a home it stays as it is, unlike with `Path.expanduser`, which raises."""
+    return Path(os.path.expanduser(path))
+
+
+def data_folder() -> Path | None:
+    """vlmserve's folder for data to keep, in ``XDG_DATA_HOME`` or ``~/.local/share``. None without a home."""
+    return _own_folder("XDG_DATA_HOME", "~/.local/share")
+
+
+def cache_folder() -> Path:
+    """vlmserve's folder for files that can be made again, in ``XDG_CACHE_HOME`` or ``~/.cache``.
+
+    Without a home it is in the folder for temporary files.
+    """
+    return _own_folder("XDG_CACHE_HOME", "~/.cache") or _temporary_folder()
+
+
+def name_hub_folder(environ: MutableMapping[str, str]) -> None:
+    """Without a home, have Hugging Face's library use a temporary folder instead of one called ``~``."""
+    if os.path.expanduser("~") == "~" and not environ.keys() & {"HF_HOME", "XDG_CACHE_HOME"}:
+        environ["HF_HOME"] = str(cache_folder() / "huggingface")
+
+
+def _own_folder(variable: str, default: str) -> Path | None:
+    place = os.path.expanduser(os.environ.get(variable) or default)
+    return None if place.startswith("~") else Path(place) / "vlmserve"
+
+
+@cache
+def _temporary_folder() -> Path:
+    """The same for all processes of the user, unless another user has taken the name."""
+    folder = Path(tempfile.gettempdir()) / f"vlmserve-{os.geteuid()}"
+    with contextlib.suppress(OSError):  # a file or a broken link has that name
+        folder.mkdir(mode=0o700, exist_ok=True)
+        found = folder.lstat()
+        if stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o077:
+            return folder
+    return Path(tempfile.mkdtemp(prefix="vlmserve-"))
