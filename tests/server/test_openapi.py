@@ -7,11 +7,13 @@ import itertools
 import os
 from collections import Counter
 
+import httpx
 import hypothesis
+import jsonschema
 import pytest
 from hypothesis.errors import Unsatisfiable
 
-from tests.server.live import LiveServer, wait_until
+from tests.server.live import QUESTION, LiveServer, wait_until
 
 CASES = int(os.environ.get("OPENAPI_CASES", "200"))
 """Of all operations together."""
@@ -28,6 +30,39 @@ def schema(server):
     import schemathesis  # a second, which no other test process needs
 
     return schemathesis.openapi.from_url(f"{server.url}/openapi.json")
+
+
+def test_optional_fields_may_be_null(server) -> None:
+    document = httpx.get(f"{server.url}/openapi.json").json()
+    body = document["paths"]["/v1/chat/completions"]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    components = {"components": document["components"]}
+    optional = body["properties"].keys() - set(body["required"])
+    assert len(optional) > 20
+    for name in optional:
+        jsonschema.validate(None, {**components, **body["properties"][name]})
+        assert server.ask(max_tokens=1, **({} if name == "max_tokens" else {name: None})).status_code == 200
+    nested = document["components"]["schemas"]["StreamOptions"]["properties"]["include_usage"]
+    jsonschema.validate(None, {**components, **nested})
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate(None, {**components, **body["properties"]["messages"]})
+    assert server.ask(messages=None).status_code == 400
+
+
+@pytest.mark.parametrize(
+    ("path", "field", "others"),
+    [
+        ("/v1/chat/completions", "top_logprobs", {"messages": QUESTION, "logprobs": True}),
+        ("/v1/completions", "logprobs", {"prompt": "one"}),
+    ],
+)
+def test_logprobs_have_their_maximum(server, path, field, others) -> None:
+    document = httpx.get(f"{server.url}/openapi.json").json()
+    body = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    [most] = [choice["maximum"] for choice in body["properties"][field]["anyOf"] if "maximum" in choice]
+    assert most == server.service.max_logprobs
+    for count, status in ((most, 200), (most + 1, 400)):
+        request = {**others, "max_tokens": 1, field: count}
+        assert httpx.post(f"{server.url}{path}", json=request, timeout=60).status_code == status
 
 
 def test_every_answer_is_one_that_the_document_describes(server, schema) -> None:

@@ -112,6 +112,12 @@ class Gateway:
         """ "serving", "leaving" or "closing" (`Front.phase`)."""
         return self._phase
 
+    @property
+    def max_logprobs(self) -> int | None:
+        """The most logprobs that all models give; None while no model is known."""
+        known = [model.facts.abilities for model in self.models.values()]
+        return min((one.max_logprobs for one in known if one is not None), default=None)
+
     def problem(self) -> VLMServeError | None:
         """Why no request can be answered now."""
         if self._phase == "closing":

@@ -97,12 +97,12 @@ def assemble(front: Front, served: Sequence[Route]) -> Starlette:
     access log and errors."""
     config = front.config
 
-    @functools.cache
-    def described() -> bytes:
-        return msgspec.json.encode(document(version(), operations(config)))
+    @functools.lru_cache(1)
+    def described(max_logprobs: int | None) -> bytes:
+        return msgspec.json.encode(document(version(), operations(config), max_logprobs))
 
     async def show_document(request: Request) -> Response:
-        return Response(described(), media_type="application/json")
+        return Response(described(front.max_logprobs), media_type="application/json")
 
     pages = page_routes() if config.enable_page else []
     middleware = [Middleware(RequestLog, service=front), Middleware(Guard, service=front)]

@@ -31,6 +31,10 @@ class Front(Protocol):
     def metrics(self) -> ErrorCounter: ...
 
     @property
+    def max_logprobs(self) -> int | None:
+        """The most logprobs that a request may ask for; None while no engine is known."""
+
+    @property
     def phase(self) -> str: ...
 
     def problem(self) -> VLMServeError | None:

@@ -57,13 +57,16 @@ def _called(endpoint: Endpoint) -> Callable[[Request], Awaitable[Response]]:
     return with_path
 
 
-def document(version: str, operations: Iterable[Operation]) -> Schema:
-    """The OpenAPI document of these operations."""
+def document(version: str, operations: Iterable[Operation], max_logprobs: int | None = None) -> Schema:
+    """The OpenAPI document of these operations. max_logprobs: the engine's limit, if it is known."""
     components: dict[str, Schema] = {}
     paths: dict[str, Schema] = {}
     for one in operations:
         place = paths.setdefault(re.sub(r":path}", "}", one.path), {})
-        place[one.method.lower()] = _described(one, components)
+        place[one.method.lower()] = described = _described(one, components)
+        if max_logprobs is not None:
+            for content in described.get("requestBody", {"content": {}})["content"].values():
+                _limit_logprobs(content["schema"], max_logprobs)
     return {
         "openapi": "3.1.0",
         "info": {"title": "vlmserve", "version": version},
@@ -115,6 +118,15 @@ def _body_content(body: type[BaseModel] | Schema, components: dict[str, Schema])
     schema = body.model_json_schema(ref_template=_COMPONENTS + "{model}")
     components.update(schema.pop("$defs", {}))
     return {"application/json": {"schema": schema}}
+
+
+def _limit_logprobs(body: Schema, most: int) -> None:
+    """Set the maximum of all fields that are numbers of logprobs."""
+    for name, field in body.get("properties", {}).items():
+        if name.endswith("logprobs"):
+            for choice in field.get("anyOf", [field]):
+                if choice.get("type") == "integer":
+                    choice["maximum"] = most
 
 
 def _answer_schema(kind: Any, components: dict[str, Schema]) -> Schema:

@@ -277,6 +277,7 @@ class Service:
             info.max_model_len,
             info.max_prompt_len,
             longest,
+            self.max_logprobs,
             tuple(inputs),
             tools=preparer.takes_tools,
             reasons=preparer.reasoning is not None,

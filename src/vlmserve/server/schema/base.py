@@ -16,6 +16,7 @@ from pydantic import (
     ConfigDict,
     Discriminator,
     GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
     ValidationError,
     model_validator,
 )
@@ -101,6 +102,15 @@ def _misspellings(name: str) -> Iterator[str]:
             yield letters[:place] + letters[place + 1 :]
 
 
+def _or_null(schema: dict[str, Any]) -> dict[str, Any]:
+    """The JSON schema of a value that may be null as well."""
+    null = {"type": "null"}
+    if null in schema.get("anyOf", ()):
+        return schema
+    about: dict[str, Any] = {key: schema[key] for key in ("title", "description", "default") if key in schema}
+    return {"anyOf": [{key: part for key, part in schema.items() if key not in about}, null], **about}
+
+
 class RequestModel(BaseModel):
     """Base of what clients send: JSON types are not converted, null means absent, unknown fields are ignored.
 
@@ -160,6 +170,16 @@ class RequestModel(BaseModel):
     def _spellings(cls) -> Mapping[str, str]:
         """Known fields by their `_misspellings`."""
         return {spelling: name for name in sorted(cls._known_fields()) for spelling in _misspellings(name)}
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        """Let every optional field be null, as `_null_is_absent` does."""
+        schema = handler.resolve_ref_schema(handler(core_schema))
+        required = schema.get("required", ())
+        for name, field in schema.get("properties", {}).items():
+            if name not in required:
+                schema["properties"][name] = _or_null(field)
+        return schema
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:

@@ -32,6 +32,7 @@ class Abilities(msgspec.Struct, frozen=True):
     """Prompt and answer together, in tokens."""
     max_prompt_len: int
     max_output_len: int
+    max_logprobs: int
     inputs: tuple[Input, ...]
     """OpenRouter's names; "file" means documents."""
     tools: bool
