@@ -129,8 +129,8 @@ async def test_what_is_wrong_is_raised_or_returned_in_its_place(llm, tmp_path):
         await llm.chat(ask("a"), lora_request=LoRARequest("nobody"))
     with pytest.raises(InvalidRequestError, match="one lora_request"):
         await llm.chat([ask("a"), ask("b")], lora_request=[None])
-    with pytest.raises(InvalidRequestError, match="max_tokens"):
-        await llm.generate("a", SamplingParams(max_tokens=10**6))
+    with pytest.raises(InvalidRequestError, match="min_tokens"):
+        await llm.generate("a", SamplingParams(min_tokens=10**6))
     with pytest.raises(ConfigurationError, match="there is no option colour"):
         AsyncLLM("pixie", colour="red")
 

@@ -623,3 +623,9 @@ def test_prompt_logprobs_come_for_each_token_but_the_first_and_those_of_images(l
     for place, (token_id, one) in enumerate(zip(result.prompt_token_ids, told, strict=True)):
         assert (one is None) == (place == 0 or token_id == IMAGE_TOKEN_ID)
         assert one is None or next(iter(one)) == token_id
+
+
+def test_truncated_prompts_keep_their_end(llm):
+    [whole] = llm.generate(["one two three four"], GREEDY)
+    [cut] = llm.generate(["one two three four"], SamplingParams(temperature=0, truncate_prompt_tokens=2))
+    assert cut.prompt_token_ids == whole.prompt_token_ids[-2:]

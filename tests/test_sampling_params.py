@@ -24,6 +24,11 @@ from vlmserve.types import MAX_BIASES, Grammar, SamplingParams
         {"repeat_last_n": -2},
         {"logprobs": -1},
         {"prompt_logprobs": -1},
+        {"allowed_token_ids": []},
+        {"bad_words": [""]},
+        {"bad_words": ["x"] * 1025},
+        {"logprob_token_ids": [5]},
+        {"truncate_prompt_tokens": 0},
         {"logit_bias": {5: 100.5}},
         {"logit_bias": {5: math.nan}},
         {"logit_bias": {-5: 1.0}},
@@ -137,7 +142,8 @@ def test_vllms_formats_become_grammars(name):
 
 
 def test_vllms_defaults_are_accepted():
-    params = {"skip_special_tokens": True, "detokenize": True, "bad_words": [], "logits_processors": None, "top_k": -1}
+    params = {"skip_special_tokens": True, "detokenize": True, "bad_words": [], "logits_processors": None}
+    params |= {"top_k": -1, "seed": -1, "bad_words": None, "allowed_token_ids": None}
     assert SamplingParams(**params) == SamplingParams()
 
 

@@ -18,10 +18,9 @@ from typing import Any, Literal, Self, TypeVar, Unpack, overload
 
 from vlmserve.cancellation import run_in_thread
 from vlmserve.config import BUILT_IN_MODEL
-from vlmserve.engine.admission import check_min_tokens
 from vlmserve.errors import ForkError, InvalidRequestError, UnavailableError, VLMServeError
 from vlmserve.frontend.client import EngineClient, EngineStream
-from vlmserve.offline import Generation, LoRARequest, OfflineRequest, Prepared
+from vlmserve.offline import Generation, LoRARequest, OfflineRequest, Prepared, fitted
 from vlmserve.offline_calls import (
     Adapters,
     Call,
@@ -354,7 +353,7 @@ class AsyncLLM:
         return client
 
     async def _request(self, prepared: Prepared, params: SamplingParams) -> OfflineRequest:
-        check_min_tokens(params.min_tokens, prepared.prompt, (await self._client()).info)
+        prepared = fitted(prepared, params, (await self._client()).info)
         return OfflineRequest(f"async-{next(self._ids)}", prepared, params, self._setup.preparer)
 
     @contextlib.asynccontextmanager

@@ -5,11 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
+from vlmserve.engine.admission import check_min_tokens
 from vlmserve.outputs import CompletionOutput, RequestOutput, logprobs_by_id
+from vlmserve.prompt.expand import truncate
 from vlmserve.types import (
     EngineOutput,
     EngineRequest,
     FinishReason,
+    ModelInfo,
     Prompt,
     SamplingParams,
     TokenLogprobs,
@@ -79,7 +82,8 @@ class Generation:
         if self.answer_text.stopped:
             self.finish_reason = "stop"
         elif output.finish_reason is not None:
-            self.said.append(self.answer_text.finish())
+            keeps_end = self.params.include_stop_str_in_output
+            self.said.append(self.answer_text.finish(output.stop_token_id if keeps_end else None))
             self.stop_token_id, self.error = output.stop_token_id, output.error
             self.finish_reason = "stop" if self.answer_text.stopped else output.finish_reason
 
@@ -114,7 +118,7 @@ class OfflineRequest:
         self.requests: list[EngineRequest] = []
         self.generations: list[Generation] = []
         for index in range(params.num_samples):
-            own = params.without_model().of_sample(index, ranked=ranked)
+            own = preparer.with_bad_words(params.without_model()).of_sample(index, ranked=ranked)
             own_id = f"{request_id}-{index}" if several else request_id
             adapter = prepared.adapter
             self.requests.append(EngineRequest(own_id, prepared.prompt, own, prepared.cache_salt, adapter=adapter))
@@ -172,3 +176,10 @@ class OfflineRequest:
             self.params.grammar,
             "".join(said.thought for said in generation.said) or None,
         )
+
+
+def fitted(prepared: Prepared, params: SamplingParams, info: ModelInfo) -> Prepared:
+    """The prompt with as many tokens as the parameters say. Raises InvalidRequestError if the answer does not fit."""
+    prompt = truncate(prepared.prompt, params.truncate_prompt_tokens, info.max_prompt_len)
+    check_min_tokens(params.min_tokens, prompt, info)
+    return prepared._replace(prompt=prompt)

@@ -17,9 +17,8 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from vlmserve.config import EngineConfig
-from vlmserve.engine.admission import check_min_tokens
 from vlmserve.errors import ForkError, UnavailableError, UnknownModelError
-from vlmserve.offline import Generation, LoRARequest, OfflineRequest, Prepared
+from vlmserve.offline import Generation, LoRARequest, OfflineRequest, Prepared, fitted
 from vlmserve.types import SamplingParams
 
 if TYPE_CHECKING:
@@ -105,7 +104,7 @@ class SharedEngine:
 
     def add(self, prepared: Prepared, params: SamplingParams) -> OfflineRequest:
         """Queue all answers to a prompt, or none if the engine rejects one. Raises what the engine does."""
-        check_min_tokens(params.min_tokens, prepared.prompt, self.engine.info)
+        prepared = fitted(prepared, params, self.engine.info)
         request = OfflineRequest(f"offline-{next(self._ids)}", prepared, params, self._preparer)
         try:
             with interrupts_held_back(), self._change() as engine:

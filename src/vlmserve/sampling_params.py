@@ -21,6 +21,12 @@ MAX_BIASES = 4096
 """Tokens that a request may have a bias for."""
 MAX_NGRAM = 1024
 """Tokens of an n-gram that must not be repeated."""
+MAX_BAD_WORDS = 1024
+"""Words that a request may forbid."""
+MAX_BAD_WORD = 256
+"""Characters of a forbidden word."""
+MAX_LOGPROB_TOKEN_IDS = 128
+"""Tokens whose logprobs a request may ask for by their ids, as in vLLM."""
 MAX_SAMPLES = 1024
 """Answers to one prompt."""
 
@@ -121,12 +127,6 @@ def grammar_of(wanted: Any, param: str) -> Grammar:
 
 _VLLM_DEFAULTS: Mapping[str, Any] = {
     "detokenize": True,
-    "skip_special_tokens": True,
-    "spaces_between_special_tokens": True,
-    "include_stop_str_in_output": False,
-    "truncate_prompt_tokens": None,
-    "bad_words": None,
-    "allowed_token_ids": None,
     "logits_processors": None,
     "extra_args": None,
 }
@@ -163,12 +163,18 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     no_repeat_ngram_size: no so many tokens in a row come twice, counting the prompt, where an image is no token; 0:
     they may. no_repeat_ngram_window: only those that begin among so many of the latest tokens count; -1: all. Where a
     grammar allows nothing else, a token may repeat them.
+    allowed_token_ids: the only tokens that an answer may have, end tokens included; None: all. A grammar may end.
+    bad_words: texts that an answer must not have, with or without a space before them.
+    logprob_token_ids: tokens whose logprobs are returned in the place of the likeliest; needs `logprobs`.
     logprobs: how many alternatives are returned with each token; 0: only the token's own logprob; None: no logprobs.
     prompt_logprobs: the same for the tokens of the prompt, all of which are computed then, cached or not.
     thinking_token_budget: the thoughts that an answer begins with are ended after so many tokens, 0: it has none; None:
     they may take any number. Only for prompts of conversations, and models whose thoughts are told from answers.
     seed: makes a request reproducible whatever else is in the batch; None draws one.
     stop: a string, or several, that end the answer and are not part of it. stop_token_ids: token ids that do the same.
+    include_stop_str_in_output: the text has the stop string or token that ended it. Before `min_tokens`, stop strings
+    have no effect. skip_special_tokens: the text has no special tokens. spaces_between_special_tokens: no effect.
+    truncate_prompt_tokens: number of tokens at the prompt's end that the model reads; -1: as many as fit; None: all.
     max_tokens: None means up to the context's end. min_tokens: end tokens are impossible before that many.
     ignore_eos: keep going after the model's own end tokens.
     grammar: the format of the answer. It ends where the grammar is complete, with `min_tokens` and `ignore_eos`
@@ -202,6 +208,15 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     grammar: Grammar | None = None
     structured_outputs: Any = None
     guided_decoding: Any = None
+    allowed_token_ids: Sequence[int] | None = None
+    bad_words: Sequence[str] = ()
+    bad_token_ids: tuple[tuple[int, ...], ...] = ()
+    """The token ids of `bad_words`, which the tokenizer's owner fills in."""
+    logprob_token_ids: Sequence[int] | None = None
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    truncate_prompt_tokens: int | None = None
 
     def __post_init__(self) -> None:
         self._read_vllms_form()
@@ -238,10 +253,20 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         check(self.max_tokens is None or self.min_tokens <= self.max_tokens, "min_tokens", "at most max_tokens")
         check(len(self.stop) <= MAX_STOP_STRINGS, "stop", f"at most {MAX_STOP_STRINGS} strings")
         check(all(self.stop), "stop", "made of non-empty strings")
+        check(self.allowed_token_ids is None or bool(self.allowed_token_ids), "allowed_token_ids", "a non-empty list")
+        check(len(self.bad_words) <= MAX_BAD_WORDS, "bad_words", f"at most {MAX_BAD_WORDS} words")
+        words = f"made of words of 1 to {MAX_BAD_WORD} characters"
+        check(all(0 < len(word) <= MAX_BAD_WORD and word.strip() for word in self.bad_words), "bad_words", words)
+        has_both = self.logprob_token_ids is None or self.logprobs is not None
+        check(has_both, "logprob_token_ids", "left out unless logprobs is set")
+        kept = self.truncate_prompt_tokens
+        check(kept is None or kept == -1 or kept >= 1, "truncate_prompt_tokens", "-1 (what fits), or 1 or more")
 
     def _read_vllms_form(self) -> None:
         if self.top_k == -1:  # vLLM's word for off
             msgspec.structs.force_setattr(self, "top_k", 0)
+        if self.seed == -1:  # vLLM's word for none
+            msgspec.structs.force_setattr(self, "seed", None)
         for name in ("structured_outputs", "guided_decoding"):
             wanted = getattr(self, name)
             if wanted is None:
@@ -269,9 +294,19 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         stop = (self.stop,) if isinstance(self.stop, str) else () if self.stop is None else self.stop
         if not isinstance(stop, Sequence) or not all(isinstance(one, str) for one in stop):
             refuse("stop", "a string or a list of strings")
-        ids = () if self.stop_token_ids is None else self.stop_token_ids
-        if isinstance(ids, str | bytes) or not isinstance(ids, Sequence) or not all(map(_is_token_id, ids)):
-            refuse("stop_token_ids", "a list of token ids")
+        words = (self.bad_words,) if isinstance(self.bad_words, str) else self.bad_words or ()
+        if not isinstance(words, Sequence) or not all(isinstance(one, str) for one in words):
+            refuse("bad_words", "a list of strings")
+        for name in ("stop_token_ids", "allowed_token_ids", "logprob_token_ids"):
+            ids = getattr(self, name)
+            if ids is None:
+                continue
+            if isinstance(ids, str | bytes) or not isinstance(ids, Sequence) or not all(map(_is_token_id, ids)):
+                refuse(name, "a list of token ids")
+            msgspec.structs.force_setattr(self, name, tuple(ids))
+        for name in ("include_stop_str_in_output", "skip_special_tokens", "spaces_between_special_tokens"):
+            if not isinstance(getattr(self, name), bool):
+                refuse(name, "True or False")
         biases: Any = self.logit_bias
         if not isinstance(biases, Mapping):
             refuse("logit_bias", "a dict of numbers by token ids")
@@ -279,7 +314,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         if grammar is not None and not isinstance(grammar, Grammar):
             refuse("grammar", "a Grammar, like Grammar.json(schema) or Grammar.regex(pattern)")
         msgspec.structs.force_setattr(self, "stop", tuple(stop))
-        msgspec.structs.force_setattr(self, "stop_token_ids", tuple(ids))
+        msgspec.structs.force_setattr(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
+        msgspec.structs.force_setattr(self, "bad_words", tuple(words))
 
     def _check_biases(self) -> None:
         if len(self.logit_bias) > MAX_BIASES:
@@ -338,7 +374,16 @@ _NUMBERS: dict[str, tuple[type[int] | type[float], bool]] = {
         (int, False),
     ),
     **dict.fromkeys(
-        ("best_of", "logprobs", "prompt_logprobs", "thinking_token_budget", "seed", "max_tokens"), (int, True)
+        (
+            "best_of",
+            "logprobs",
+            "prompt_logprobs",
+            "thinking_token_budget",
+            "seed",
+            "max_tokens",
+            "truncate_prompt_tokens",
+        ),
+        (int, True),
     ),
     **dict.fromkeys(
         ("temperature", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty"),

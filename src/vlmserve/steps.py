@@ -165,7 +165,7 @@ class RequestFailure(msgspec.Struct, frozen=True):
     the reason in `message`. "out_of_memory": the device had too little for it.
     """
 
-    kind: Literal["not_finite", "grammar", "out_of_memory"]
+    kind: Literal["not_finite", "no_token", "grammar", "out_of_memory"]
     message: str = ""
 
 

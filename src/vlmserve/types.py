@@ -334,7 +334,8 @@ class EngineOutput(msgspec.Struct, frozen=True):
     when the request first ran. images_encoded: images that went through the vision tower for its sake so far.
     timings: with the first token, for those who abort it before its end, and with the last output.
     error_param: the field of the request whose fault an error is, if it is one's. beams: what a beam search found, the
-    best first; a search has one output, whose other fields are those of the best answer.
+    best first; a search has one output, whose other fields are those of the best answer. stop_logprobs: of the end
+    token, if logprobs were asked for.
     """
 
     request_id: str
@@ -349,6 +350,7 @@ class EngineOutput(msgspec.Struct, frozen=True):
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     error_param: str | None = None
     beams: list[BeamAnswer] | None = None
+    stop_logprobs: TokenLogprobs | None = None
 
 
 class AdapterInfo(msgspec.Struct, frozen=True):

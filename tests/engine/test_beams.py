@@ -178,3 +178,22 @@ def test_beams_attend_to_an_image_by_cross_attention(tmp_path: Path) -> None:
     alone = [searched(engine_for(oracle), [prompt], 3)[0] for prompt in prompts]
     assert searched(engine_for(oracle, block_size=2), prompts, 3) == alone
     assert len({tuple(answer) for answers in alone for answer in answers}) == 6
+
+
+def test_beams_have_allowed_tokens_and_no_bad_words(llama: Oracle) -> None:
+    prompt, width = llama.prompt(3, 16), 3
+    [free] = searched(engine_for(llama), [prompt], width)
+    allowed, bad = list(range(4, 60)), [[free[0][0]], free[1][1:3]]
+
+    def found(**params) -> list[list[int]]:
+        engine = engine_for(llama)
+        engine.add(request("a", prompt, width, **params))
+        return [answer.token_ids for answer in finished(engine)["a"].beams or ()]
+
+    def theirs(**settings) -> list[list[int]]:
+        ids = torch.tensor([prompt.token_ids])
+        own = {"num_beams": width, "num_return_sequences": width, "do_sample": False, "max_new_tokens": NEW_TOKENS}
+        return llama.model.generate(input_ids=ids, **own, **settings)[:, len(prompt.token_ids) :].tolist()
+
+    assert found(allowed_token_ids=allowed) == theirs(prefix_allowed_tokens_fn=lambda *_: allowed)
+    assert found(bad_token_ids=bad) == theirs(bad_words_ids=bad)

@@ -100,6 +100,8 @@ PARAMS: dict[str, dict[str, Any]] = {
     "biases": {"temperature": 0.0, "logit_bias": {7: 3.0, 9: -100.0}, "presence_penalty": 0.5},
     "logprobs": {"logprobs": 3, "prompt_logprobs": 1},
     "n-grams": {"no_repeat_ngram_size": 2, "no_repeat_ngram_window": 20},
+    "allowed tokens": {"allowed_token_ids": tuple(range(20, 90)), "logprobs": 2, "logprob_token_ids": (5, 30)},
+    "bad words": {"bad_token_ids": ((31,), *((first, 40) for first in range(20, 90)))},
     "end tokens": {"temperature": 3.0, "stop_token_ids": tuple(range(100, 140)), "min_tokens": 6},
 }
 

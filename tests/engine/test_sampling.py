@@ -266,3 +266,61 @@ def test_min_p_top_k_and_seed_draw_the_same_with_and_without_logprobs(folder, mo
     assert all(
         math.isfinite(one.logprob) for output in run(engine, texts, {**plain, "logprobs": 2}) for one in output.logprobs
     )
+
+
+def restricted_by_hand(model, prompt: list[int], allowed: list[int], bad: list[list[int]]) -> list[int]:
+    answer: list[int] = []
+    for _ in range(NEW_TOKENS):
+        logits = model(torch.tensor([prompt + answer])).logits[0, -1]
+        kept = [
+            token
+            for token in allowed
+            if not any(token == word[-1] and [*answer, token][-len(word) :] == word for word in bad)
+        ]
+        answer.append(kept[int(logits[kept].argmax())])
+    return answer
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_allowed_tokens_and_bad_words_change_no_other_request(folder, model, theirs, schedule):
+    texts, plain = prompts(model), theirs()
+    every = list(range(model.config.vocab_size))
+    half = every[::2]
+    bad = [plain[1][:1], plain[1][1:3], plain[2][1:3], plain[3][:3]]
+    params = [
+        {},
+        {"bad_token_ids": bad},
+        {"allowed_token_ids": half},
+        {"allowed_token_ids": half, "bad_token_ids": bad},
+    ]
+    outputs = [output.token_ids for output in run(engine_for(folder, **schedule), texts, *params)]
+    for number, (prompt, output) in enumerate(zip(texts, outputs, strict=True)):
+        own = params[number % 4]
+        expected = restricted_by_hand(model, prompt, own.get("allowed_token_ids", every), own.get("bad_token_ids", []))
+        assert output == expected
+    assert outputs[0] == plain[0]
+    assert outputs[1] != plain[1]
+
+
+def test_logprobs_of_named_tokens_are_returned(folder, model):
+    [plain] = run(engine_for(folder), prompts(model)[:1], {"logprobs": 20})
+    wanted = [*(token for token, _ in plain.logprobs[0].top[5:8]), 3]
+    [output] = run(engine_for(folder), prompts(model)[:1], {"logprobs": 0, "logprob_token_ids": wanted})
+    assert output.token_ids == plain.token_ids
+    for one in output.logprobs:
+        assert sorted(token for token, _ in one.top) == sorted(wanted)
+    known, found = dict(plain.logprobs[0].top), dict(output.logprobs[0].top)
+    assert [found[token] for token in wanted[:3]] == pytest.approx([known[token] for token in wanted[:3]], abs=1e-5)
+
+
+def test_no_allowed_token_fails_one_request(folder, model):
+    engine = engine_for(folder)
+    own = {"allowed_token_ids": [7], "min_tokens": 2, "stop_token_ids": [7], "max_tokens": 4}
+    for number, params in enumerate(({"max_tokens": 4}, own)):
+        engine.add(EngineRequest(str(number), Prompt([5, 6]), SamplingParams(temperature=0, ignore_eos=True, **params)))
+    ended = {}
+    while engine.has_work():
+        ended |= {output.request_id: output for output in engine.step() if output.finish_reason is not None}
+    assert (ended["1"].finish_reason, ended["1"].error_param) == ("error", "allowed_token_ids")
+    assert ended["0"].finish_reason == "length"

@@ -173,3 +173,34 @@ def test_what_was_decoded_is_shown_up_to_what_is_held(ids):
         assert detokenizer.num_decoded - len(shown) < len("images")
     shown += detokenizer.finish()
     assert detokenizer.num_shown == len(shown) == detokenizer.num_decoded
+
+
+def test_special_tokens_are_shown_where_asked_for(tokenizer: Tokenizer) -> None:
+    if not tokenizer.special_ids:
+        pytest.skip("this tokenizer has none")
+    special = min(tokenizer.special_ids)
+    ids = [*tokenizer.encode("blue", add_special_tokens=False), special, special]
+    shown = Detokenizer(tokenizer, shown_ids=tokenizer.special_ids)
+    text = "".join(shown.push([id_]) for id_ in ids) + shown.finish()
+    assert text.count(tokenizer.token(special) or "?") == 2
+    stopped = Detokenizer(tokenizer, [tokenizer.token(special) or "?"], tokenizer.special_ids)
+    assert "".join(stopped.push([id_]) for id_ in ids).rstrip() == tokenizer.decode(ids).rstrip()
+    assert stopped.stopped
+
+
+def test_stop_strings_are_kept_where_asked_for(letters: Tokenizer) -> None:
+    ids = letters.encode("one two three", add_special_tokens=False)
+    kept = Detokenizer(letters, ["two"], keeps_stop=True)
+    assert "".join(kept.push([id_]) for id_ in ids) + kept.finish() == "one two"
+    assert kept.stop_string == "two"
+    end = Detokenizer(letters, ["x"])
+    assert end.push(ids[:3]) + end.finish(ids[3]) == letters.decode(ids[:4])
+    assert end.num_tokens == 3
+
+
+def test_stop_strings_have_no_effect_before_min_tokens(letters: Tokenizer) -> None:
+    ids = letters.encode("aXaXaX", add_special_tokens=False)
+    late = Detokenizer(letters, ["aX"], min_tokens=len(ids) - 1)
+    assert "".join(late.push([id_]) for id_ in ids) + late.finish() == "aXaX"
+    never = Detokenizer(letters, ["aX"], min_tokens=len(ids))
+    assert "".join(never.push([id_]) for id_ in ids) + never.finish() == "aXaXaX"

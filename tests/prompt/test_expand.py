@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from vlmserve.errors import InvalidRequestError
-from vlmserve.prompt.expand import expand_placeholders
-from vlmserve.types import ImageInput
+from vlmserve.prompt.expand import expand_placeholders, truncate
+from vlmserve.types import ImageInput, ImageSpan, Prompt
 
 IMAGE = 9
 
@@ -38,3 +38,15 @@ def test_text_stays_as_it_is() -> None:
 def test_as_many_placeholders_as_images(ids: list[int], num_images: int) -> None:
     with pytest.raises(InvalidRequestError, match="placeholder"):
         expand_placeholders(ids, IMAGE, [image_of(1)] * num_images)
+
+
+def test_a_truncated_prompt_keeps_its_end() -> None:
+    prompt = Prompt([5, 6, 7, 8, 8, 9], (ImageSpan(image_of(2), start=3),))
+    kept = truncate(prompt, 4, 99)
+    assert (kept.token_ids, [span.start for span in kept.images]) == ([7, 8, 8, 9], [1])
+    assert truncate(prompt, None, 2) is prompt
+    assert truncate(prompt, 6, 2) is prompt
+    assert truncate(prompt, -1, 5).token_ids == [6, 7, 8, 8, 9]
+    with pytest.raises(InvalidRequestError, match="leaves out an image") as caught:
+        truncate(prompt, 2, 99)
+    assert caught.value.param == "truncate_prompt_tokens"

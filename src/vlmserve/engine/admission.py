@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Container
 
 from vlmserve.errors import InvalidRequestError, PromptTooLongError, TooManyImagesError
+from vlmserve.sampling_params import MAX_LOGPROB_TOKEN_IDS
 from vlmserve.types import EngineRequest, ImageSpan, ModelInfo, Prompt, SamplingParams
 
 
@@ -54,11 +55,16 @@ def _check_params(params: SamplingParams, vocab_size: int, max_logprobs: int) ->
             raise InvalidRequestError(
                 f"{name} must be at most {max_logprobs} here, got {count}; --max-logprobs sets how many", param=name
             )
-    unknown = max(params.logit_bias, default=0)
-    if unknown >= vocab_size:
+    if len(params.logprob_token_ids or ()) > MAX_LOGPROB_TOKEN_IDS:
         raise InvalidRequestError(
-            f"token id {unknown} in logit_bias is not in the vocabulary of {vocab_size}", param="logit_bias"
+            f"logprob_token_ids must have at most {MAX_LOGPROB_TOKEN_IDS} token ids", param="logprob_token_ids"
         )
+    for name in ("logit_bias", "allowed_token_ids", "logprob_token_ids"):
+        unknown = max(getattr(params, name) or (), default=0)
+        if unknown >= vocab_size:
+            raise InvalidRequestError(
+                f"token id {unknown} in {name} is not in the vocabulary of {vocab_size}", param=name
+            )
 
 
 def _check_text(span: ImageSpan, prompt: Prompt) -> None:

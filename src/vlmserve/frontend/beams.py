@@ -9,7 +9,7 @@ import msgspec
 
 from vlmserve.errors import InvalidRequestError, VLMServeError
 from vlmserve.frontend.client import EngineClient
-from vlmserve.types import BeamSearch, EngineOutput, EngineRequest, SamplingParams
+from vlmserve.types import MAX_BIASES, BeamSearch, EngineOutput, EngineRequest, SamplingParams
 
 
 class BeamStream:
@@ -45,6 +45,7 @@ def start_beam_search(
     """
     _check_params(request.params)
     needed = search.num_choices(len(search.end_token_ids(request.params, client.info.end_token_ids)))
+    needed += len(request.params.bad_token_ids)
     if needed > max_logprobs:
         raise InvalidRequestError(
             f"a search of {search.width} beams needs {needed} alternatives of each token, and at most "
@@ -81,10 +82,15 @@ async def _search(client: EngineClient, request: EngineRequest, num_answers: int
 
 def _check_params(params: SamplingParams) -> None:
     """Raises InvalidRequestError, naming the field, for what a search has no use for."""
+    if len(params.allowed_token_ids or ()) > MAX_BIASES:
+        raise InvalidRequestError(
+            f"allowed_token_ids must have at most {MAX_BIASES} token ids with use_beam_search",
+            param="allowed_token_ids",
+        )
     neutral = SamplingParams(temperature=0)
     fields = (
         "logit_bias", "repetition_penalty", "frequency_penalty", "presence_penalty", "no_repeat_ngram_size",
-        "logprobs", "prompt_logprobs", "thinking_token_budget", "stop",
+        "logprobs", "prompt_logprobs", "logprob_token_ids", "thinking_token_budget", "stop",
     )  # fmt: skip
     if params.grammar is not None:
         source = params.grammar.source

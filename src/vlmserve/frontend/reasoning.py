@@ -167,16 +167,17 @@ class AnswerText:
             said, self._waiting = self._waiting + said, []
         return Said(thought, self._stripped(self._text.push(said)) if said else "")
 
-    def finish(self) -> Said:
-        """What was held back. Nothing may be pushed afterwards."""
+    def finish(self, end_token_id: int | None = None) -> Said:
+        """What was held back. Nothing may be pushed afterwards. end_token_id: as of `Detokenizer.finish`."""
         is_inside = self._thinking is not None and self._thinking.is_inside
         thought = self._end_thoughts() if is_inside else ""
         said, self._waiting = self._text.push(self._waiting), []
-        return Said(thought, self._stripped(said + self._text.finish()))
+        return Said(thought, self._stripped(said + self._text.finish(end_token_id)))
 
     def _think(self, thinking: Thinking, token_id: int) -> str:
         """New text of thoughts for a token of them."""
         self.num_reasoning_tokens += len(self._waiting) + 1
+        self._text.num_tokens_before = self.num_reasoning_tokens
         self._waiting = []
         thinking.append(token_id)
         if thinking.is_over:

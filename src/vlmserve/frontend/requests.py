@@ -363,11 +363,32 @@ class RequestPreparer:
     ) -> AnswerText:
         """What makes text of one answer, with the request's stop strings. thoughts: that it may begin with. shown_ids:
         control tokens to show."""
-        text = Detokenizer(self.tokenizer, params.stop, shown_ids)
+        shown_ids = shown_ids if params.skip_special_tokens else self.tokenizer.special_ids
+        text = Detokenizer(
+            self.tokenizer,
+            params.stop,
+            shown_ids,
+            min_tokens=params.min_tokens,
+            keeps_stop=params.include_stop_str_in_output,
+        )
         if thoughts is None:
             return AnswerText(text)
         strips = params.grammar is None or params.grammar.source == "tools"
-        return AnswerText(text, Detokenizer(self.tokenizer), Thinking.of(thoughts, params), strips=strips)
+        thought = Detokenizer(self.tokenizer, shown_ids=frozenset() if params.skip_special_tokens else shown_ids)
+        return AnswerText(text, thought, Thinking.of(thoughts, params), strips=strips)
+
+    def with_bad_words(self, params: SamplingParams) -> SamplingParams:
+        """Parameters with the token ids of their bad words, as a word of its own and inside of one."""
+        if not params.bad_words:
+            return params
+        words: dict[tuple[int, ...], None] = {}
+        for word in params.bad_words:
+            check_unicode(word, "bad_words")
+            for prefix in ("", " "):
+                ids = self.tokenizer.encode(prefix + word.lstrip(), add_special_tokens=False)
+                if ids:
+                    words[tuple(ids)] = None
+        return msgspec.structs.replace(params, bad_token_ids=tuple(words))
 
     def check_grammar(self, grammar: Grammar, tools: ToolUse | None = None) -> None:
         """Compile a grammar, as the engine will. tools: those that it holds calls to.

@@ -25,11 +25,21 @@ class Detokenizer:
     """Turns one answer's token ids into text.
 
     stop: strings that end the answer. The text before the one that is completed first is returned; of several completed
-    by the same character, the longest counts.
+    by the same character, the longest counts. min_tokens: tokens in which no stop string counts. keeps_stop: whether
+    the completed stop string is returned, too.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = (), shown_ids: frozenset[int] = frozenset()) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        stop: Sequence[str] = (),
+        shown_ids: frozenset[int] = frozenset(),
+        *,
+        min_tokens: int = 0,
+        keeps_stop: bool = False,
+    ) -> None:
         """shown_ids: control tokens that are text here."""
+        self._min_tokens, self._keeps_stop = min_tokens, keeps_stop
         self._special_ids = tokenizer.special_ids - shown_ids
         self._decoder = _make_decoder(tokenizer)
         self._stops = [_StopString(string) for string in stop]
@@ -39,6 +49,8 @@ class Detokenizer:
         """Characters that the tokens so far stand for, and those of them that were returned."""
         self.num_tokens = 0
         """Tokens of the answer: all that came up to the one that completed a stop string."""
+        self.num_tokens_before = 0
+        """Tokens of the reasoning before the answer."""
         self.stop_string: str | None = None
         """The stop string that was completed; nothing follows it."""
 
@@ -74,11 +86,16 @@ class Detokenizer:
         self.num_decoded += len(new)
         return self._emit(self._before_stop(new))
 
-    def finish(self) -> str:
-        """What was held back for a stop string that did not come. Nothing may be pushed afterwards."""
+    def finish(self, end_token_id: int | None = None) -> str:
+        """What was held back for a stop string that did not come. Nothing may be pushed afterwards.
+
+        end_token_id: the token that ended the answer, if its text is part of the answer.
+        """
         if self.stopped:
             return ""
-        rest = self._decoder.finish()
+        is_shown = end_token_id is not None and end_token_id not in self._special_ids
+        rest = self._decoder.push(end_token_id) if end_token_id is not None and is_shown else ""
+        rest += self._decoder.finish()
         self.num_decoded += len(rest)
         rest = self._before_stop(rest) if self._stops else rest
         return self._emit(rest + self._release(len(self._held)))
@@ -92,10 +109,10 @@ class Detokenizer:
     def _before_stop(self, new: str) -> str:
         for position, character in enumerate(new, start=1):
             completed = [stop.string for stop in self._stops if stop.advance(character)]
-            if completed:
+            if completed and self.num_tokens_before + self.num_tokens > self._min_tokens:
                 self.stop_string = max(completed, key=len)
                 self._held.extend(new[:position])
-                return self._release(len(self._held) - len(self.stop_string))
+                return self._release(len(self._held) - (0 if self._keeps_stop else len(self.stop_string)))
         self._held.extend(new)
         return self._release(len(self._held) - max(stop.matched for stop in self._stops))
 
@@ -117,7 +134,7 @@ class _StopString:
             self._fallback.append(length + 1 if string[length] == character else 0)
 
     def advance(self, character: str) -> bool:
-        while self.matched and self.string[self.matched] != character:
+        while self.matched and (self.matched == len(self.string) or self.string[self.matched] != character):
             self.matched = self._fallback[self.matched - 1]
         if self.string[self.matched] == character:
             self.matched += 1
@@ -253,5 +270,5 @@ class _WindowDecoder:
         return self._pending_text().rstrip(_REPLACEMENT)
 
     def _pending_text(self) -> str:
-        before = self._tokenizer.decode(self._shown)
-        return self._tokenizer.decode(self._shown + self._pending)[len(before) :]
+        before = self._tokenizer.decode(self._shown, skip_special_tokens=False)
+        return self._tokenizer.decode(self._shown + self._pending, skip_special_tokens=False)[len(before) :]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import msgspec
+
 from vlmserve.errors import InvalidRequestError
 from vlmserve.types import ImageInput, ImageSpan, MediaKind, Prompt
 
@@ -54,3 +56,22 @@ def expand_placeholders(
         else:
             expanded.append(token_id)
     return Prompt(expanded, tuple(spans))
+
+
+def truncate(prompt: Prompt, wanted: int | None, most: int) -> Prompt:
+    """The last tokens of a prompt. wanted: how many; None: all; -1: `most`, which is what fits.
+
+    Raises InvalidRequestError if that leaves out an image or a part of one.
+    """
+    if wanted is None:
+        return prompt
+    cut = len(prompt.token_ids) - (most if wanted == -1 else wanted)
+    if cut <= 0:
+        return prompt
+    if any(span.start < cut for span in prompt.images):
+        raise InvalidRequestError(
+            f"truncate_prompt_tokens {wanted} leaves out an image of the prompt; raise it, or send fewer images",
+            param="truncate_prompt_tokens",
+        )
+    images = tuple(msgspec.structs.replace(span, start=span.start - cut) for span in prompt.images)
+    return msgspec.structs.replace(prompt, token_ids=prompt.token_ids[cut:], images=images)

@@ -9,6 +9,7 @@ import msgspec
 import numpy as np
 
 from vlmserve.models.protocols import LanguageModel
+from vlmserve.sampling.bad_words import BadWords
 from vlmserve.sampling.grammar import Allowed, Matcher
 from vlmserve.sampling.logits_processor import LogitsProcessor
 from vlmserve.sampling.ngrams import RepeatedNgrams
@@ -34,6 +35,7 @@ class RequestState:
     adapter: the digest of its adapter; empty: none.
     matcher: where its answer stands in its grammar. logits_processor: its biases and penalties. ngrams: those that it
     must not repeat. thinking: where it stands in its thoughts, which no grammar holds for; None: it has none.
+    permitted: ``[vocabulary]``, the tokens that it may have at all; None: all. bad_words: words that it must not have.
     num_scored: leading tokens of the prompt whose logprobs are known, while some are asked for that are not; else None.
     """
 
@@ -42,6 +44,7 @@ class RequestState:
         "_max_short_len",
         "_shortest_answer",
         "adapter",
+        "bad_words",
         "bidirectional_spans",
         "block_table",
         "cross_key",
@@ -55,6 +58,7 @@ class RequestState:
         "num_prompt_tokens",
         "num_scored",
         "params",
+        "permitted",
         "request_id",
         "scaling_table",
         "seed",
@@ -89,6 +93,11 @@ class RequestState:
         self.ngrams: RepeatedNgrams | None = None
         if size := self.params.no_repeat_ngram_size:
             self.ngrams = RepeatedNgrams(self._text_tokens([_IMAGE]), size, self.params.no_repeat_ngram_window)
+        self.bad_words = BadWords(self.params.bad_token_ids) if self.params.bad_token_ids else None
+        self.permitted: Allowed | None = None
+        if self.params.allowed_token_ids is not None:
+            self.permitted = np.zeros(model.vocab_size, np.bool_)
+            self.permitted[[*self.params.allowed_token_ids, *(self.end_token_ids if self.matcher else ())]] = True
         self._first_position = model.first_position(self.num_prompt_tokens)
         self._max_short_len = model.max_short_len
         has_images = bool(self.images) or self.cross_key is not None
@@ -123,8 +132,9 @@ class RequestState:
                 allowed[start_id] = may_think and allowed.any()
             elif not may_think:
                 banned |= {start_id}
-        if self.ngrams is not None:
-            banned |= self._repeating(allowed)
+        if self.permitted is not None:
+            allowed = self.permitted if allowed is None else allowed & self.permitted
+        banned |= self._unwanted(allowed)
         return SamplingRow(self.params, self.seed, num_generated, banned, self.logits_processor, allowed)
 
     @property
@@ -172,13 +182,14 @@ class RequestState:
                 self.scaling_table = array("i")
             self.scaling_table.extend(scheduled.new_scaling_block_ids)
 
-    def _repeating(self, allowed: Allowed | None) -> frozenset[int]:
-        """Tokens that would repeat an n-gram; none where a grammar allows nothing else."""
-        assert self.ngrams is not None
-        repeating = self.ngrams.repeating()
-        if allowed is not None and repeating and np.count_nonzero(allowed) == np.count_nonzero(allowed[[*repeating]]):
+    def _unwanted(self, allowed: Allowed | None) -> frozenset[int]:
+        """Tokens that would repeat an n-gram or complete a bad word; none where nothing else is allowed."""
+        unwanted = _NOTHING_BANNED if self.ngrams is None else self.ngrams.repeating()
+        if self.bad_words is not None:
+            unwanted |= self.bad_words.completing(self.token_ids[self.num_prompt_tokens :])
+        if allowed is not None and unwanted and np.count_nonzero(allowed) == np.count_nonzero(allowed[[*unwanted]]):
             return _NOTHING_BANNED
-        return repeating
+        return unwanted
 
     def _text_tokens(self, instead: Sequence[int] = ()) -> list[int]:
         """The prompt without the tokens of images. instead: what stands for an image."""

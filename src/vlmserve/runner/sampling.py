@@ -54,6 +54,7 @@ def can_draw_later(batch: Sequence[ScheduledRequest]) -> bool:
         request.num_sampled <= 1
         and not request.draft_token_ids
         and request.state.matcher is None
+        and request.state.permitted is None
         and request.state.forced is None
         and request.state.params.logprobs is None
         for request in batch
@@ -82,7 +83,8 @@ def _sample_once(
     if raw is not None:
         chosen = [tokens[index] or 0 for index in asking]
         num_top = [states[index].params.logprobs or 0 for index in asking]
-        for index, scores in zip(asking, token_logprobs(raw, chosen, num_top), strict=True):
+        wanted = [states[index].params.logprob_token_ids for index in asking]
+        for index, scores in zip(asking, token_logprobs(raw, chosen, num_top, wanted), strict=True):
             if tokens[index] is not None:
                 output.logprobs[states[index].request_id].append(scores)
     return tokens
@@ -97,7 +99,7 @@ def _append(state: RequestState, token: int | None, output: ModelRunnerOutput) -
         elif matcher is not None and matcher.error is not None:
             output.failures[request_id] = RequestFailure("grammar", matcher.error)
         else:
-            output.failures[request_id] = RequestFailure("not_finite")
+            output.failures[request_id] = RequestFailure("not_finite" if state.permitted is None else "no_token")
         return False
     output.token_ids[request_id].append(token)
     if token in state.end_token_ids:

@@ -10,16 +10,26 @@ from torch import Tensor
 from vlmserve.types import TokenLogprobs
 
 
-def token_logprobs(logits: Tensor, token_ids: Sequence[int], num_top: Sequence[int]) -> list[TokenLogprobs]:
+def token_logprobs(
+    logits: Tensor,
+    token_ids: Sequence[int],
+    num_top: Sequence[int],
+    wanted: Sequence[Sequence[int] | None] | None = None,
+) -> list[TokenLogprobs]:
     """One for each row of float32 ``[rows, vocabulary]`` logits.
 
     token_ids: one of each row. num_top: how many of the likeliest tokens each row asks for; those that are equally
-    likely come in the order of their ids.
+    likely come in the order of their ids. wanted: the tokens that a row asks for instead.
     """
     scores = logits.log_softmax(-1)
     chosen = scores.gather(1, torch.tensor(token_ids, device=logits.device).unsqueeze(1))
     ranks = ((scores > chosen).sum(-1, dtype=torch.int32) + 1).tolist()
     tops = _top(scores, min(max(num_top, default=0), logits.shape[1]))
+    for row, ids in enumerate(wanted or ()):
+        if ids is not None:
+            own = torch.tensor(ids, device=logits.device)
+            tops[row] = _in_order(scores[row, own].tolist(), list(ids))
+            num_top = [*num_top[:row], len(ids), *num_top[row + 1 :]]
     return [
         TokenLogprobs(token_id, score, rank, tuple(top[:count]))
         for token_id, score, rank, top, count in zip(

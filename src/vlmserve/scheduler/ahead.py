@@ -34,6 +34,6 @@ def _depends_on_tokens(request: Request) -> bool:
     """Whether the next token has to be known to compute the one after it, or asked for as it is computed."""
     params = request.params
     depends = params.grammar is not None or params.penalizes or params.logprobs is not None
-    depends = depends or params.no_repeat_ngram_size > 0
+    depends = depends or params.no_repeat_ngram_size > 0 or any(len(word) > 1 for word in params.bad_token_ids)
     depends = depends or (params.thinking_token_budget is not None and request.thoughts is not None)
     return depends or request.max_short_len is not None or request.prompt_logprobs is not None

@@ -25,6 +25,9 @@ def extend_answer(request: Request, output: ModelRunnerOutput) -> EngineOutput:
     reason = output.finish_reasons.get(request_id, reason)
     error, error_param = _error(request, output) if output.failures else (None, None)
     logprobs = output.logprobs.get(request_id)
+    stop_logprobs = None
+    if logprobs is not None and stop_token_id is not None:
+        stop_logprobs = logprobs[len(new)]
     prompt_logprobs, request.prompt_logprobs = request.prompt_logprobs, None
     return EngineOutput(
         request_id,
@@ -37,6 +40,7 @@ def extend_answer(request: Request, output: ModelRunnerOutput) -> EngineOutput:
         logprobs=None if logprobs is None else logprobs[: len(new)],
         prompt_logprobs=prompt_logprobs,
         error_param=error_param,
+        stop_logprobs=stop_logprobs,
     )
 
 
@@ -47,6 +51,8 @@ def _error(request: Request, output: ModelRunnerOutput) -> tuple[str | None, str
         return None, None
     if failure.kind == "not_finite":
         return "the model's output is not a number; try another dtype (--dtype float32)", None
+    if failure.kind == "no_token":
+        return "no token of allowed_token_ids may come next; allow more tokens", "allowed_token_ids"
     if failure.kind == "out_of_memory":
         return "the device has too little memory for it; send fewer or smaller images, or a shorter prompt", None
     source = None if request.params.grammar is None else request.params.grammar.source

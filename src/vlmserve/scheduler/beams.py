@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple, Self
 
+from vlmserve.sampling.bad_words import BadWords
 from vlmserve.types import BeamAnswer, BeamSearch, EngineOutput, EngineRequest, FinishReason, SamplingParams
 
 Choices = Sequence[tuple[int, float]]
@@ -34,8 +35,18 @@ class Ended(NamedTuple):
 class Beams:
     """The state of a search. Feed `advance` with choices for each of `running` until it is `done`."""
 
-    def __init__(self, search: BeamSearch, end_token_ids: frozenset[int], max_tokens: int, min_tokens: int = 0) -> None:
+    def __init__(
+        self,
+        search: BeamSearch,
+        end_token_ids: frozenset[int],
+        max_tokens: int,
+        min_tokens: int = 0,
+        bad_words: Sequence[Sequence[int]] = (),
+        allowed: Sequence[int] | None = None,
+    ) -> None:
         self._search = search
+        self._bad_words, self._num_bad = BadWords(bad_words), len(bad_words)
+        self._allowed = allowed
         self.end_token_ids = end_token_ids
         self._max_tokens, self._min_tokens = max_tokens, min_tokens
         self.running = [Beam((), 0.0)]
@@ -49,23 +60,27 @@ class Beams:
         assert request.beams is not None
         params = request.params
         ends = request.beams.end_token_ids(params, model_end_token_ids)
-        return cls(request.beams, ends, min(params.max_tokens or most, most), params.min_tokens)
+        most = min(params.max_tokens or most, most)
+        return cls(request.beams, ends, most, params.min_tokens, params.bad_token_ids, params.allowed_token_ids)
 
     @property
     def num_choices(self) -> int:
-        """See `BeamSearch.num_choices`."""
-        return self._search.num_choices(len(self.end_token_ids))
+        """See `BeamSearch.num_choices`; each bad word may take one."""
+        return self._search.num_choices(len(self.end_token_ids)) + self._num_bad
 
     def advance(self, choices: Sequence[Choices]) -> None:
         """Go one token further. choices: of each running beam, `num_choices` or all there are."""
         width = self._search.width
         length = len(self.running[0].token_ids) + 1
+        bad = [self._bad_words.completing(list(beam.token_ids)) for beam in self.running]
         candidates = [
             Beam((*beam.token_ids, token_id), beam.logprob + logprob, place)
             for place, (beam, own) in enumerate(zip(self.running, choices, strict=True))
             for token_id, logprob in own
             if length > self._min_tokens or token_id not in self.end_token_ids
         ]
+        # Like a grammar, a list of allowed tokens wins over bad words.
+        candidates = [beam for beam in candidates if beam.token_ids[-1] not in bad[beam.parent]] or candidates
         best = sorted(candidates, key=lambda beam: -beam.logprob)[: self.num_choices]
         at_the_end = length == self._max_tokens
         ending = [beam for beam in best[:width] if at_the_end or beam.token_ids[-1] in self.end_token_ids]
@@ -84,7 +99,9 @@ class Beams:
     @property
     def params(self) -> SamplingParams:
         """Of the requests that compute a beam's next logprobs."""
-        return SamplingParams(temperature=0, ignore_eos=True, logprobs=self.num_choices)
+        return SamplingParams(
+            temperature=0, ignore_eos=True, logprobs=self.num_choices, logprob_token_ids=self._allowed
+        )
 
     def answers(self) -> list[BeamAnswer]:
         """The best answers, the best first, once the search is done."""

@@ -88,8 +88,12 @@ class OutputStream(Protocol):
 class Answer:
     """One of a request's answers, while it is generated."""
 
-    def __init__(self, index: int, stream: OutputStream, text: AnswerText, record: AnswerRecord) -> None:
+    def __init__(
+        self, index: int, stream: OutputStream, text: AnswerText, record: AnswerRecord, *, keeps_end: bool = False
+    ) -> None:
+        """keeps_end: whether the text has the token that ends it."""
         self.index = index
+        self._keeps_end = keeps_end
         self.num_tokens = 0
         self.num_cached_tokens = 0
         self.num_images_encoded = 0
@@ -161,7 +165,7 @@ class Answer:
                 for _ in range(self._text.num_reasoning_tokens - thoughts):
                     self._held.pop()
         if output.finish_reason is not None:
-            said.append(self._text.finish())
+            said.append(self._text.finish(output.stop_token_id if self._keeps_end else None))
         return Said("".join(one.thought for one in said), "".join(one.text for one in said))
 
     def _shown(self, finish_reason: str | None) -> tuple[OffsetLogprobs, ...]:
@@ -328,6 +332,7 @@ async def start_generation(
 
     Raises what `EngineClient.submit` does, and InvalidRequestError for a broken grammar.
     """
+    request = replace(request, params=service.preparer.with_bad_words(request.params))
     grammar, tools = request.params.grammar, request.tools
     if grammar is not None:
         await service.check_grammar(grammar, tools)
@@ -355,6 +360,7 @@ async def start_generation(
             stream,
             service.preparer.answer_text(params, prompt.thoughts, shown_ids),
             AnswerRecord(service.metrics, arrived, len(prompt.token_ids)),
+            keeps_end=params.include_stop_str_in_output,
         )
         for number, (stream, (prompt, params)) in enumerate(zip(streams, samples, strict=True))
     ]
