@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+from vlmserve.prompt.template_limits import TemplateLimitError
+
 _MARK = "vlmserveprobe"
 _CALL = {"id": "000000000", "type": "function", "function": {"name": "f", "arguments": {}}}
 Chat = list[dict[str, Any]]
@@ -91,6 +93,8 @@ class Probes:
         """The rendered text if it has so many marks, and not the structure of the messages."""
         try:
             text = self._render(chat)
+        except TemplateLimitError:
+            raise
         except Exception:  # whatever it raises, it does not take these messages
             return None
         is_list = any(isinstance(message["content"], list) for message in chat)

@@ -18,10 +18,10 @@ import jinja2
 from jinja2 import meta, nodes
 from jinja2.ext import Extension
 from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from vlmserve.errors import ConfigurationError, InvalidRequestError, ModelLoadError
 from vlmserve.prompt.probes import Probes
+from vlmserve.prompt.template_limits import LimitedEnvironment, limited
 
 _OURS = ("messages", "tools", "documents", "add_generation_prompt")
 """Variables that only the request itself sets."""
@@ -107,8 +107,9 @@ class ChatTemplate:
         """image_token, video_token: what the template writes for an image and for a video."""
         environment = _environment()
         try:
-            self._template = environment.from_string(source)
-            parsed = environment.parse(source)
+            with limited():
+                self._template = environment.from_string(source)
+                parsed = environment.parse(source)
             known = meta.find_undeclared_variables(parsed)
             # A template may have a default of its own, such as the placeholder with tokens around it.
             sets_image_token = any(
@@ -117,8 +118,8 @@ class ChatTemplate:
             self.knows_tools = "tools" in known
             # Each rendering copies them, and jinja keeps them in layers that are slow to copy.
             self._template.globals = dict(self._template.globals)
-        except jinja2.TemplateError as error:
-            raise ModelLoadError(f"the checkpoint's chat template does not compile: {error}") from error
+        except (jinja2.TemplateError, RecursionError, SyntaxError, OverflowError, ValueError) as error:
+            raise ModelLoadError(f"the checkpoint's chat template does not compile: {error!s:.80}") from error
         self.source = source
         self._reasoning_names = tuple(name for name in REASONING_FIELDS if re.search(rf"\b{name}\b", source))
         self._variables = dict(special_tokens)
@@ -233,16 +234,17 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None = None,
         settings: Mapping[str, Any] = MappingProxyType({}),
     ) -> str:
-        return self._template.render(
-            **{
-                **{name: value for name, value in settings.items() if name in self.settings},
-                **self._variables,
-                "messages": messages,
-                "add_generation_prompt": add_generation_prompt,
-                "tools": tools,
-                "documents": None,
-            }
-        )
+        with limited():
+            return self._template.render(
+                **{
+                    **{name: value for name, value in settings.items() if name in self.settings},
+                    **self._variables,
+                    "messages": messages,
+                    "add_generation_prompt": add_generation_prompt,
+                    "tools": tools,
+                    "documents": None,
+                }
+            )
 
 
 def _has_media(message: Message) -> bool:
@@ -313,13 +315,14 @@ class _GenerationBlocks(Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
-def _environment() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(
+def _environment() -> LimitedEnvironment:
+    environment = LimitedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlocks, "jinja2.ext.loopcontrols"]
     )
     environment.filters["tojson"] = _tojson
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = _strftime_now
+    environment.guard()
     return environment
 
 

@@ -1,0 +1,301 @@
+"""Limits of what rendering a chat template may take: CPU time, and bytes of the values that it makes.
+
+A checkpoint's template is a program of a stranger. Jinja's sandbox keeps it from reaching outside, but not from looping
+or from making texts of gigabytes. Each operation that could make a large value is checked before it runs.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+from jinja2 import nodes, pass_context
+from jinja2.runtime import Context
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.visitor import NodeTransformer
+
+from vlmserve.errors import ModelLoadError
+
+MAX_SECONDS = 5.0
+"""CPU time of one rendering."""
+MAX_VALUE_BYTES = 64 * 2**20
+"""Memory of one text or list, and of the rendered text."""
+MAX_TOTAL_BYTES = 2**30
+"""Memory of all values that one rendering makes, whether it keeps them or not."""
+MAX_SOURCE = 2**20
+"""Characters of a template."""
+_MAX_NUMBER = 10_000
+"""Largest width or indent."""
+_MAX_FORMAT = 10_000
+"""Characters of a format string."""
+_LOOK = 16
+"""Operations between two looks at the time."""
+_MAX_BITS = 100_000
+"""Of an integer."""
+
+_CHARGE, _MEASURE, _CONCAT = "vlmserve_charge", "vlmserve_measure", "vlmserve_concat"
+_UNBOUNDED = ("pprint", "urlize", "wordwrap", "xmlattr", "striptags", "slice", "batch")
+"""Filters that chat templates do not need and whose work does not follow from the size of what they take."""
+_SIZED = ("center", "ljust", "rjust", "zfill", "indent", "expandtabs", "truncate", "round", "tojson")
+"""Filters and methods that take a width."""
+_BRACES = re.compile(r"\{[^{}]*[{}]")
+_LONG_NUMBER = re.compile(r"\d{5,}")
+_WIDE = re.compile(r"%[-+ #0]*(?:\([^)%]*\))?[-+ #0]*(?:\d{5,}|\*|\d*\.(?:\d{5,}|\*))")
+
+
+_PLAIN = (str, bool, int, float, type(None))
+
+
+class TemplateLimitError(ModelLoadError):
+    """A template that takes more than one of the limits."""
+
+
+class _Budget:
+    """What is left for one rendering."""
+
+    def __init__(self) -> None:
+        self._end = time.thread_time() + MAX_SECONDS
+        self._bytes = MAX_TOTAL_BYTES
+        self._operations = 0
+
+    def charge(self, num_bytes: int) -> None:
+        """Raises TemplateLimitError when time or memory is used up."""
+        self._bytes -= num_bytes
+        if self._bytes < 0:
+            raise TemplateLimitError(f"the chat template makes more than {MAX_TOTAL_BYTES // 2**20:,} MiB of text")
+        self._operations += 1
+        if self._operations % _LOOK == 0 and time.thread_time() > self._end:
+            raise TemplateLimitError(f"the chat template takes longer than {MAX_SECONDS:.0f} s")
+
+
+_budget: ContextVar[_Budget] = ContextVar("budget of a template")
+
+
+@contextmanager
+def limited() -> Iterator[None]:
+    """Compile or render a template within the limits."""
+    token = _budget.set(_Budget())
+    try:
+        yield
+    finally:
+        _budget.reset(token)
+
+
+def _check(num_bytes: int) -> None:
+    """Raises TemplateLimitError if one value takes so many bytes."""
+    if num_bytes > MAX_VALUE_BYTES:
+        raise TemplateLimitError(f"the chat template makes a value of more than {MAX_VALUE_BYTES // 2**20} MiB")
+
+
+def _size(value: Any) -> int:
+    """Bytes of a value, where what it holds several times counts as often."""
+    if type(value) in _PLAIN:
+        return sys.getsizeof(value)
+    known: dict[int, int] = {}
+
+    def size(one: Any) -> int:
+        if isinstance(one, str | bytes | int):
+            return sys.getsizeof(one)
+        if not isinstance(one, list | tuple | dict | set | frozenset):
+            return 64
+        if id(one) not in known:
+            known[id(one)] = 64
+            inner = (*one.keys(), *one.values()) if isinstance(one, dict) else one
+            known[id(one)] = 64 + sum(map(size, inner))
+        return known[id(one)]
+
+    return size(value)
+
+
+def _made(value: Any) -> Any:
+    """The value, charged and checked."""
+    size = _size(value)
+    _check(size)
+    _budget.get().charge(size)
+    return value
+
+
+def _check_arguments(name: str, value: Any, others: tuple[Any, ...], keywords: Mapping[str, Any]) -> None:
+    """Check a filter's or method's arguments before it runs. value: what it works on."""
+    arguments = (*others, *keywords.values())
+    numbers = [abs(one) for one in arguments if isinstance(one, int)]
+    widest = max(numbers, default=0)
+    if name in _SIZED and widest > _MAX_NUMBER:
+        raise TemplateLimitError(f"the chat template calls {name} with a number above {_MAX_NUMBER:,}")
+    size, others_size = _size(value), _size(arguments)
+    _check(size + others_size)
+    if name in ("format", "format_map"):
+        _check_format(str(value), others_size)
+    elif name in ("indent", "expandtabs"):
+        lines = str(value).count("\t" if name == "expandtabs" else "\n")
+        _check(size + lines * max(widest, others_size))
+    elif name == "tojson":
+        _check(size * (1 + widest))
+    elif name == "replace":
+        _check(size + str(value).count(str(arguments[0]) if arguments else "") * others_size)
+    elif name == "join":
+        joined, separator = (arguments, size) if isinstance(value, str) else ([value], others_size)
+        _check(size + others_size + sum(map(_length, joined)) * separator)
+    elif name == "translate":
+        _check(_length(value) * others_size)
+
+
+def _length(value: Any) -> int:
+    return len(value) if hasattr(value, "__len__") else _MAX_NUMBER
+
+
+def _check_format(text: str, num_bytes: int) -> None:
+    """num_bytes: of what the format string shows."""
+    if len(text) > _MAX_FORMAT:
+        raise TemplateLimitError(f"the chat template has a format string of more than {_MAX_FORMAT:,} characters")
+    braces = (field for field in _BRACES.findall(text) if ":" in field)
+    if any(field.endswith("{") or _LONG_NUMBER.search(field) for field in braces) or _WIDE.search(text):
+        raise TemplateLimitError("the chat template has a format string with a width above 9,999 or a computed one")
+    _check((text.count("%") + text.count("{")) * (num_bytes + _MAX_NUMBER))
+
+
+def _guarded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """A filter within the limits."""
+    takes_context = hasattr(function, "jinja_pass_arg")
+
+    @functools.wraps(function)
+    def call(*arguments: Any, **keywords: Any) -> Any:
+        value, *others = arguments[1:] if takes_context else arguments
+        _budget.get().charge(0)
+        _check_arguments(name, value, tuple(others), keywords)
+        return _made(function(*arguments, **keywords))
+
+    return call
+
+
+@pass_context  # so that jinja does not run it while it compiles
+def _charge(_: Context, num_bytes: int) -> None:
+    _budget.get().charge(num_bytes)
+
+
+@pass_context
+def _measure(_: Context, value: Any) -> Any:
+    return _made(value)
+
+
+@pass_context
+def _concat(_: Context, values: list[Any]) -> str:
+    _check(_size(values))
+    return str(_made("".join(map(str, values))))
+
+
+class _Charges(NodeTransformer):
+    """Has a template's code charge for bodies that run again and again, for texts that it joins and lists it makes."""
+
+    def visit_For(self, node: nodes.For) -> nodes.Node:
+        return self._body(node)
+
+    def visit_Macro(self, node: nodes.Macro) -> nodes.Node:
+        return self._body(node)
+
+    def visit_CallBlock(self, node: nodes.CallBlock) -> nodes.Node:
+        return self._body(node)
+
+    def visit_Output(self, node: nodes.Output) -> nodes.Node:
+        self.generic_visit(node)
+        node.nodes = [
+            one if isinstance(one, nodes.TemplateData | nodes.Const) else _filter(one, _MEASURE) for one in node.nodes
+        ]
+        return node
+
+    def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
+        self.generic_visit(node)
+        return _filter(nodes.List(node.nodes, lineno=node.lineno), _CONCAT)
+
+    def visit_List(self, node: nodes.List) -> nodes.Node:
+        return self._measured(node)
+
+    def visit_Dict(self, node: nodes.Dict) -> nodes.Node:
+        return self._measured(node)
+
+    def visit_Tuple(self, node: nodes.Tuple) -> nodes.Node:
+        return self._measured(node) if node.ctx == "load" else node
+
+    def _body(self, node: nodes.For | nodes.Macro | nodes.CallBlock) -> nodes.Node:
+        text = sum(len(data.data) for data in node.find_all(nodes.TemplateData))
+        self.generic_visit(node)
+        number = nodes.Const(64 + 4 * text, lineno=node.lineno)
+        node.body.insert(0, nodes.ExprStmt(_filter(number, _CHARGE), lineno=node.lineno))
+        return node
+
+    def _measured(self, node: nodes.Expr) -> nodes.Node:
+        self.generic_visit(node)
+        return _filter(node, _MEASURE)
+
+
+def _filter(node: nodes.Expr, name: str) -> nodes.Filter:
+    return nodes.Filter(node, name, [], [], None, None, lineno=node.lineno)
+
+
+class LimitedEnvironment(ImmutableSandboxedEnvironment):
+    """Jinja's sandbox within the limits. Templates compile and render within `limited`."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options, optimized=False)
+        self.intercepted_binops = frozenset(("+", "*", "**", "%"))
+        for name in _UNBOUNDED:
+            del self.filters[name]
+        del self.globals["lipsum"]
+
+    def guard(self) -> None:
+        """Hold all filters to the limits."""
+        self.filters.update({name: _guarded(name, function) for name, function in self.filters.items()})
+        self.filters.update({_CHARGE: _charge, _MEASURE: _measure, _CONCAT: _concat})
+
+    def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
+        if len(source) > MAX_SOURCE:
+            raise TemplateLimitError(f"the chat template has {len(source):,} characters; at most {MAX_SOURCE:,} fit")
+        tree = super()._parse(source, name, filename)
+        _Charges().visit(tree)
+        tree.set_environment(self)
+        return tree
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        """Compute within the limits."""
+        if operator == "+" and type(left) is str and type(right) is str:
+            size = sys.getsizeof(left) + sys.getsizeof(right)
+            _check(size)
+            _budget.get().charge(size)
+            return left + right
+        _budget.get().charge(0)
+        integers = isinstance(left, int) and isinstance(right, int)
+        if operator == "%" and isinstance(left, str):
+            _check_format(left, _size(right))
+        elif operator == "*" and integers:
+            _check_bits(left.bit_length() + right.bit_length())
+        elif operator == "*":
+            for value, count in ((left, right), (right, left)):
+                if isinstance(count, int) and not isinstance(value, int | float):
+                    _check(_size(value) * max(0, count))
+        elif operator == "**" and integers:
+            _check_bits(left.bit_length() * max(0, right))
+        elif operator == "+":
+            _check(_size(left) + _size(right))
+        return _made(super().call_binop(context, operator, left, right))
+
+    def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
+        """Call within the limits. The names are jinja's, so that no keyword of a template is one of them."""
+        _budget.get().charge(0)
+        method = getattr(__obj, "__wrapped__", __obj)
+        owner = getattr(method, "__self__", None)
+        if isinstance(owner, str | bytes):
+            _check_arguments(method.__name__, owner, args, kwargs)
+        else:
+            _check(_size((args, kwargs)))
+        return _made(super().call(__context, __obj, *args, **kwargs))
+
+
+def _check_bits(bits: int) -> None:
+    if bits > _MAX_BITS:
+        raise TemplateLimitError(f"the chat template computes an integer of more than {_MAX_BITS:,} bits")

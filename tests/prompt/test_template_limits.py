@@ -1,0 +1,98 @@
+"""Templates of strangers: what they may take of the machine."""
+
+from __future__ import annotations
+
+import time
+import tracemalloc
+
+import pytest
+
+from vlmserve.errors import InvalidRequestError, ModelLoadError
+from vlmserve.prompt import template_limits
+from vlmserve.prompt.template import ChatTemplate, Message
+
+SHOWS = "{% for m in messages %}{{ m.content }}{% endfor %}"
+NESTED = "{% for a in range(100000) %}{% for b in range(100000) %}"
+DOUBLES = "{% set ns = namespace(x='ab', y=['a']) %}{% for i in range(99) %}{% set ns."
+ATTACKS = {
+    "nested loops": NESTED + "x{% endfor %}{% endfor %}",
+    "nested loops of long text": NESTED + "x" * 10_000 + "{% endfor %}{% endfor %}",
+    "loops without output": NESTED + "{% endfor %}{% endfor %}",
+    "loops in a set block": "{% set s %}" + NESTED + "x{% endfor %}{% endfor %}{% endset %}",
+    "macros": "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(200) }}",
+    "callers": "{% macro f(n) %}" + NESTED + "{{ caller() }}{% endfor %}{% endfor %}{% endmacro %}"
+    "{% call f(1) %}" + "x" * 1000 + "{% endcall %}",
+    "doubled by +": DOUBLES + "x = ns.x + ns.x %}{% endfor %}",
+    "doubled by ~": DOUBLES + "x = ns.x ~ ns.x %}{% endfor %}",
+    "doubled by %": DOUBLES + "x = '%s%s' % (ns.x, ns.x) %}{% endfor %}",
+    "doubled by format": DOUBLES + "x = '{0}{0}'.format(ns.x) %}{% endfor %}",
+    "doubled by format_map": DOUBLES + "x = '{a}{a}'.format_map({'a': ns.x}) %}{% endfor %}",
+    "doubled by the format filter": DOUBLES + "x = '%s%s'|format(ns.x, ns.x) %}{% endfor %}",
+    "doubled by replace": DOUBLES + "x = ns.x|replace('a', ns.x) %}{% endfor %}",
+    "doubled by the replace method": DOUBLES + "x = ns.x.replace('a', ns.x) %}{% endfor %}",
+    "doubled by join": DOUBLES + "x = ns.x.join([ns.x] * 3) %}{% endfor %}",
+    "doubled by the join filter": DOUBLES + "x = [ns.x, ns.x]|join(ns.x) %}{% endfor %}",
+    "doubled by indent": DOUBLES + "x = ('\n' ~ ns.x)|indent(ns.x ~ ns.x, true) ~ '\n' %}{% endfor %}",
+    "doubled by a macro": "{% macro f(s) %}{{ s }}{{ s }}{% endmacro %}" + DOUBLES + "x = f(ns.x) %}{% endfor %}",
+    "doubled by a set block": "{% set ns = namespace(x='ab') %}{% for i in range(99) %}"
+    "{% set s %}{{ ns.x }}{{ ns.x }}{% endset %}{% set ns.x = s %}{% endfor %}",
+    "nested lists": DOUBLES + "y = [ns.y, ns.y] %}{% endfor %}{{ ns.y }}",
+    "nested tuples": DOUBLES + "y = (ns.y, ns.y) %}{% endfor %}{{ ns.y|tojson }}",
+    "nested objects": DOUBLES + "y = {'a': ns.y, 'b': ns.y} %}{% endfor %}{{ ns.y|string }}",
+    "nested objects by dict": DOUBLES + "y = dict(a=ns.y, b=ns.y) %}{% endfor %}{{ ns.y ~ '' }}",
+    "a repeated string": "{{ 'a' * 10000000000 }}",
+    "a repeated list": "{% set x = [1] * 10000000000 %}",
+    "repeated the other way round": "{{ 10000000000 * 'a' }}",
+    "a power": "{{ 10 ** 10000000000 }}",
+    "squares": DOUBLES.replace("x='ab'", "x=3") + "x = ns.x * ns.x %}{% endfor %}",
+    "a width": "{{ '{:9999999999}'.format(1) }}",
+    "a computed width": "{{ '{:{}}'.format(1, 9999999999) }}",
+    "a width after %": "{{ '%9999999999d' % 1 }}",
+    "a precision after %": "{{ '%.9999999999f' % 1 }}",
+    "a computed width after %": "{{ '%*d' % (9999999999, 1) }}",
+    "a width of a named value": "{{ '%(a)9999999999d' % {'a': 1} }}",
+    "center": "{{ 'a'|center(9999999999) }}",
+    "the center method": "{{ 'a'.center(9999999999) }}",
+    "ljust": "{{ 'a'.ljust(9999999999) }}",
+    "zfill": "{{ 'a'.zfill(9999999999) }}",
+    "expandtabs": "{{ '\t'.expandtabs(9999999999) }}",
+    "indent": "{{ ('a\n' * 100000)|indent(10000) }}",
+    "JSON": "{{ ([1] * 100000)|tojson(indent=10000) }}",
+    "lipsum": "{{ lipsum(n=100000000) }}",
+    "slices": "{{ [1]|slice(1000000000)|list }}",
+    "mapped": "{{ range(100000)|map('center', 9999)|join }}",
+    "a long source": "a" * 2**21,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("attack", ATTACKS)
+@pytest.mark.parametrize("when", ["at load", "in a request"])
+def test_a_hostile_template_is_stopped(attack, when, monkeypatch):
+    """Without limits each takes minutes or gigabytes. In a request: what the probes at load do not reach."""
+    monkeypatch.setattr(template_limits, "MAX_SECONDS", 0.5)
+    monkeypatch.setattr(template_limits, "MAX_TOTAL_BYTES", 2**26)
+    monkeypatch.setattr(template_limits, "MAX_VALUE_BYTES", 2**22)
+    source = SHOWS + ATTACKS[attack]
+    if when == "in a request":
+        source = SHOWS + "{% if messages|length == 9 %}" + ATTACKS[attack] + "{% endif %}"
+    tracemalloc.start()
+    began = time.thread_time()
+    try:
+        with pytest.raises((ModelLoadError, InvalidRequestError), match="chat template"):
+            ChatTemplate(source, {}, None).render([Message("user", ("Hi",), is_string=True)] * 9)
+        assert time.thread_time() - began < 20
+        assert tracemalloc.get_traced_memory()[1] < 2**28
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_long_conversation_is_within_the_limits():
+    source = (
+        "{% set ns = namespace(text='') %}{% macro show(m) %}<{{ m.role }}>{{ m.content|trim }}\n{% endmacro %}"
+        "{% for m in messages %}{% set ns.text = ns.text + show(m) %}{% endfor %}"
+        "{{ ns.text ~ '%s|{:>5}'|format('x') }}{{ 'a,b'.split(',')|join('-') }}{{ 99999|string }}{{ 4|default(99999) }}"
+    )
+    messages = [Message("user", ("word " * 100,), is_string=True)] * 500
+    text = ChatTemplate(source, {}, None).render(messages)
+    assert text.startswith("<user>word word")
+    assert text.endswith("x|{:>5}a-b999994")
