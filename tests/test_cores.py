@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from vlmserve import cores
+from vlmserve.cgroups import ControlGroups
 from vlmserve.config import EngineConfig, MediaConfig
 from vlmserve.cores import bound_spinning, engine_threads, media_threads, spinning_is_bounded, usable_cores
 from vlmserve.engine.loading import load, set_threads
@@ -33,19 +34,19 @@ def group(tmp_path: Path, line: str) -> Path:
 
 
 def test_without_limits_all_cores_that_the_process_is_bound_to(tmp_path: Path) -> None:
-    assert usable_cores(tmp_path, tmp_path / "none") == 8
+    assert usable_cores(ControlGroups(tmp_path, tmp_path / "none")) == 8
 
 
 @pytest.mark.parametrize(("quota", "expected"), [("200000 100000", 2), ("250000 100000", 3), ("max 100000", 8)])
 def test_a_container_of_version_2_has_what_it_is_given(tmp_path: Path, quota: str, expected: int) -> None:
     limit(tmp_path, cpu_max=quota)
-    assert usable_cores(tmp_path, group(tmp_path, "0::/\n")) == expected
+    assert usable_cores(ControlGroups(tmp_path, group(tmp_path, "0::/\n"))) == expected
 
 
 def test_a_limit_of_an_outer_group_holds(tmp_path: Path) -> None:
     limit(tmp_path / "outer", cpu_max="300000 100000\n")
     limit(tmp_path / "outer" / "inner", cpu_max="max 100000\n")
-    assert usable_cores(tmp_path, group(tmp_path, "0::/outer/inner\n")) == 3
+    assert usable_cores(ControlGroups(tmp_path, group(tmp_path, "0::/outer/inner\n"))) == 3
 
 
 @pytest.mark.parametrize(("quota", "expected"), [("150000", 2), ("-1", 8)])
@@ -53,7 +54,10 @@ def test_version_1(tmp_path: Path, quota: str, expected: int) -> None:
     limit(tmp_path / "cpu" / "docker" / "x")
     (tmp_path / "cpu" / "docker" / "x" / "cpu.cfs_quota_us").write_text(quota)
     (tmp_path / "cpu" / "docker" / "x" / "cpu.cfs_period_us").write_text("100000\n")
-    assert usable_cores(tmp_path, group(tmp_path, "4:memory:/docker/y\n3:cpu,cpuacct:/docker/x\n")) == expected
+    assert (
+        usable_cores(ControlGroups(tmp_path, group(tmp_path, "4:memory:/docker/y\n3:cpu,cpuacct:/docker/x\n")))
+        == expected
+    )
 
 
 @pytest.mark.parametrize(

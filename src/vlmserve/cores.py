@@ -17,6 +17,8 @@ import os
 from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 
+from vlmserve.cgroups import ControlGroups, read
+
 SHARED_BY_ALL = 4
 """Up to so many cores, leaving one free costs more than sharing it."""
 SPIN_VARIABLE = "GOMP_SPINCOUNT"
@@ -41,40 +43,23 @@ def spinning_is_bounded(environment: Mapping[str, str]) -> bool:
     return spins.isdecimal() and int(spins) <= MAX_SPINS  # not "infinite", "30k"
 
 
-def usable_cores(cgroups: Path = Path("/sys/fs/cgroup"), process: Path = Path("/proc/self/cgroup")) -> int:
-    """Logical cores that this process may run on at a time: those it is bound to, and what its container is given.
-
-    cgroups: where control groups are mounted, of version 1 or 2; process: the file that says in which ones this is.
-    """
+def usable_cores(groups: ControlGroups | None = None) -> int:
+    """Logical cores that this process may run on at a time: those it is bound to, and those its container is given."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    # The group inside a container may look like the root, and limits of outer groups hold as well.
-    folders = {cgroups, cgroups / "cpu"}
-    for line in _read(process).splitlines():
-        _, controllers, path = line.split(":", 2)
-        if controllers == "" or "cpu" in controllers.split(","):
-            root = cgroups if controllers == "" else cgroups / "cpu"
-            group = root / path.lstrip("/")
-            folders |= {folder for folder in (group, *group.parents) if folder.is_relative_to(root)}
-    return min([cores, *(math.ceil(quota) for folder in folders if (quota := _quota(folder)))])
+    quotas = (_quota(folder) for folder in (groups or ControlGroups()).folders("cpu"))
+    return min([cores, *(math.ceil(quota) for quota in quotas if quota is not None)])
 
 
 def _quota(folder: Path) -> float | None:
     """Cores that a control group is given, if it is limited."""
-    allowed, _, period = _read(folder / "cpu.max").partition(" ")
+    allowed, _, period = read(folder / "cpu.max").partition(" ")
     if not allowed:
-        allowed, period = _read(folder / "cpu.cfs_quota_us"), _read(folder / "cpu.cfs_period_us")
+        allowed, period = read(folder / "cpu.cfs_quota_us"), read(folder / "cpu.cfs_period_us")
     try:
         quota = int(allowed) / int(period)
     except ValueError:  # "max", or no such file
         return None
     return quota if quota > 0 else None
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text().strip()
-    except OSError:
-        return ""
 
 
 def engine_threads(cores: int | None = None, threads_per_core: int | None = None) -> int:

@@ -11,8 +11,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import msgspec
-import psutil
 
+from vlmserve.memory import free_memory, total_memory
 from vlmserve.models.names import BYTES, KV_SHARE, MODELS
 
 EXTRAS = {
@@ -86,10 +86,10 @@ def _processor_name() -> str:
 
 
 def _memory() -> Iterator[Finding]:
-    memory = psutil.virtual_memory()
-    yield Finding("memory", f"{_gib(memory.total)}, {_gib(memory.available)} of it free")
-    yield Finding("parameters", f"on the CPU: {_sizes(memory.available)}")
-    yield Finding("models", f"that fit on the CPU: {_models(memory.available)}")
+    free = free_memory()
+    yield Finding("memory", f"{_gib(total_memory())}, {_gib(free)} of it free")
+    yield Finding("parameters", f"on the CPU: {_sizes(free)}")
+    yield Finding("models", f"that fit on the CPU: {_models(free)}")
 
 
 def _gpus() -> Iterator[Finding]:

@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, cast
 
-import psutil
 import torch
 from torch import Tensor
 
@@ -27,6 +26,7 @@ from vlmserve.kernels.torch_sampling import Draw
 from vlmserve.layers.attention import StepContext
 from vlmserve.layers.operations import EncoderKernel, Epilogue, Norm, Product, RotationKernel, Table
 from vlmserve.layers.products import ReorderedProduct, torch_linear
+from vlmserve.memory import free_memory
 
 logger = logging.getLogger(__name__)
 
@@ -86,7 +86,7 @@ class CpuDevice(TorchDevice):
 
     def expected_cache(self, fraction: float, weights: int) -> int:
         """See `Device.expected_cache`."""
-        return int((psutil.virtual_memory().available - weights) * CACHE_SHARE)
+        return int((free_memory() - weights) * CACHE_SHARE)
 
 
 def can_reorder(dtype: torch.dtype, device: torch.device) -> bool:

@@ -1,0 +1,62 @@
+"""Main memory that this process may still take: what the machine has free, within the limit of its container.
+
+psutil is imported when it is needed, because every command reads the settings, whose package this module belongs to.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from vlmserve.cgroups import ControlGroups, read
+
+_UNLIMITED = 2**60
+"""Bytes. Version 1 of control groups writes a number near 2**63 where there is no limit."""
+_CACHED = ("inactive_file", "active_file", "slab_reclaimable")
+"""Counters of memory that the kernel takes back when a process needs it."""
+
+
+def free_memory(groups: ControlGroups | None = None) -> int:
+    """Bytes of main memory that this process may still take."""
+    import psutil
+
+    available: int = psutil.virtual_memory().available
+    return min([available, *(max(0, limit - used) for limit, used in _limits(groups))])
+
+
+def total_memory(groups: ControlGroups | None = None) -> int:
+    """Bytes of main memory that this process may take in all: those of the machine, or its container's limit."""
+    import psutil
+
+    total: int = psutil.virtual_memory().total
+    return min([total, *(limit for limit, _ in _limits(groups))])
+
+
+def num_killed(groups: ControlGroups | None = None) -> int:
+    """How many processes the kernel has killed for want of memory, in this container or, if larger, on the machine."""
+    folders = (groups or ControlGroups()).folders("memory")
+    files = [folder / name for folder in folders for name in ("memory.events", "memory.oom_control")]
+    return max(_counters(path).get("oom_kill", 0) for path in (Path("/proc/vmstat"), *files))
+
+
+def _limits(groups: ControlGroups | None) -> list[tuple[int, int]]:
+    """Limits of this process's control groups with the bytes that each group uses."""
+    found = []
+    for folder in (groups or ControlGroups()).folders("memory"):
+        limit = _number(folder / "memory.max") or _number(folder / "memory.limit_in_bytes")
+        used = _number(folder / "memory.current") or _number(folder / "memory.usage_in_bytes")
+        if limit is not None and limit < _UNLIMITED:
+            counters = _counters(folder / "memory.stat")
+            cached = sum(counters.get(f"total_{name}", counters.get(name, 0)) for name in _CACHED)
+            found.append((limit, max(0, (used or 0) - cached)))
+    return found
+
+
+def _number(path: Path) -> int | None:
+    text = read(path)
+    return int(text) if text.isdecimal() else None
+
+
+def _counters(path: Path) -> dict[str, int]:
+    """Lines of a name and a number."""
+    pairs = (line.split() for line in read(path).splitlines())
+    return {pair[0]: int(pair[1]) for pair in pairs if len(pair) == 2 and pair[1].isdecimal()}
