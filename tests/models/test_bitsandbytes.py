@@ -90,7 +90,7 @@ def test_4_bits_become_plain(tmp_path: Path, caplog: pytest.LogCaptureFixture) -
     for kernels in KERNELS:
         with caplog.at_level(logging.INFO):
             torch.testing.assert_close(logits(folders[0], kernels), expected, atol=1e-4, rtol=0)
-        assert "quantized checkpoint: 0 layers stay packed, 7 became torch.float32" in caplog.text
+        assert "quantized checkpoint: 0 layers stay quantized, 7 are dequantized to torch.float32" in caplog.text
     with pytest.raises(ConfigurationError, match="quantized already"):
         load_model(folders[0], device=CPU, dtype=torch.float32, quantization=QuantizationConfig(scheme="int8"))
 

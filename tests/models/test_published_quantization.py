@@ -405,7 +405,7 @@ def test_one_line_says_what_stayed_packed(tmp_path: Path, caplog: pytest.LogCapt
     with caplog.at_level(logging.INFO):
         actual = logits(folder)
     (line,) = [record.getMessage() for record in caplog.records if "quantized checkpoint" in record.getMessage()]
-    assert line == "quantized checkpoint: 7 layers stay packed, 1 became torch.float32"
+    assert line == "quantized checkpoint: 7 layers stay quantized, 1 are dequantized to torch.float32"
     # Older ones have their settings in a file of their own.
     (folder / "config.json").write_text((plain / "config.json").read_text())
     with pytest.raises(MissingWeightsError):

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import logging
+import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -16,10 +17,11 @@ from transformers import LlamaForCausalLM
 
 from tests.checkpoints import change_config, change_tensors, make_llama, make_llava, rename_tensors
 from tests.paged import PagedRun
+from vlmserve.config import QuantizationConfig
 from vlmserve.errors import MissingWeightsError, ModelLoadError
 from vlmserve.models import files, weights
 from vlmserve.models.protocols import LoadedModel
-from vlmserve.models.registry import load_model
+from vlmserve.models.registry import load_model, return_free_memory
 from vlmserve.models.weights import canonical_name
 
 
@@ -197,3 +199,23 @@ def test_damaged_checkpoints_say_what_is_wrong(
     damage(folder)
     with pytest.raises(error, match=message):
         load(folder)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux counts the peak of memory")
+@pytest.mark.parametrize("scheme", ["int8", "int4"])
+def test_quantizing_never_holds_the_plain_model(tmp_path: Path, scheme: Literal["int8", "int4"]) -> None:
+    folder = make_llama(tmp_path, hidden_size=1008, intermediate_size=4032, num_hidden_layers=8, dtype=torch.bfloat16)
+    plain = (folder / "model.safetensors").stat().st_size
+    quantization = QuantizationConfig(scheme=scheme)
+    return_free_memory()
+    before = memory_in_use("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts from here
+    model = load_model(folder, device=torch.device("cpu"), dtype=torch.bfloat16, quantization=quantization)
+    assert model.weight_bytes < 0.6 * plain
+    assert memory_in_use("VmHWM") - before < model.weight_bytes + 0.5 * plain
+
+
+def memory_in_use(key: str) -> int:
+    """Bytes of this process: VmRSS now, VmHWM at their peak."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{key}:"))

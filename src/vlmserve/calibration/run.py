@@ -261,7 +261,7 @@ class Calibration:
         prefix = f"{DECODER}layers.{index}."
         layer = cast(DecoderLayer, self._decoder.layers[index])
         self._load(lambda name: name.startswith(prefix))
-        self._decoder.deinterleave_layer(layer)
+        self._decoder.deinterleave(layer.self_attn.qkv_proj)
         return layer
 
     def _layer_targets(self, index: int) -> dict[str, Target]:

@@ -116,16 +116,11 @@ class Decoder(nn.Module):
             )
         self.cross_states = None
 
-    def deinterleave(self) -> None:
-        """Once weights are loaded: bring the rows of queries and keys into the order in which `apply_rope` pairs them,
-        where the family pairs neighbours."""
-        for layer in self.layers:
-            self.deinterleave_layer(cast(DecoderLayer, layer))
-
-    def deinterleave_layer(self, layer: DecoderLayer) -> None:
-        """As `deinterleave`, of one layer."""
-        for own, spec, rope in self._interleaved():
-            if own is layer:
+    def deinterleave(self, module: nn.Module) -> None:
+        """Bring the rows of queries and keys into the order in which `apply_rope` pairs them, if the family pairs
+        neighbours. module: has its weights; other modules than projections of queries and keys are left alone."""
+        for layer, spec, rope in self._interleaved():
+            if layer.self_attn.qkv_proj is module:
                 order = torch.arange(spec.head_size)
                 order[: rope.size] = order[: rope.size].view(-1, 2).T.flatten()
                 heads = spec.num_heads + spec.num_kv_heads
@@ -133,10 +128,6 @@ class Decoder(nn.Module):
                 rotated = rows[: heads * spec.head_size].view(heads, -1)
                 rotated.copy_(rotated[:, order].clone())
                 layer.self_attn.qkv_proj.reorder(rows.to(self.device))
-
-    def interleaved(self) -> list[nn.Module]:
-        """The layers whose rows `deinterleave` is about to move."""
-        return [layer.self_attn.qkv_proj for layer, _, _ in self._interleaved()]
 
     def _interleaved(self) -> Iterator[tuple[DecoderLayer, AttentionSpec, RopeSpec]]:
         for layer, spec, rope in zip(self.layers, self.spec.attention, self.spec.ropes, strict=True):

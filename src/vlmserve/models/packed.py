@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -25,14 +25,16 @@ def load_packed(
     model: nn.Module,
     layouts: Sequence[Layout],
     operations: Operations,
+    settle: Callable[[nn.Module], None],
     input_bits: int | None = None,
 ) -> set[str]:
-    """Give layers the weights that the checkpoint holds in few bits. Returns the names of parameters that it filled.
+    """Give layers their quantized weights from the checkpoint. Returns the names of parameters that it filled.
 
-    layouts: the ways in which it holds them. input_bits: see `Weight.quantize`. A layer stays packed where those
-    operations multiply with all of it as it is, and gets plain weights in the model's type elsewhere. Raises
-    MissingWeightsError for a layer of which a part is missing, ModelLoadError for tensors that do not belong together
-    or to the model, UnsupportedModelError for a kind that is not implemented.
+    A layer stays quantized where `operations` can multiply its weights as they are; elsewhere its weights are
+    dequantized to the model's type. layouts: the formats of the checkpoint's weights. settle: is called with each
+    layer that has all its parameters. input_bits: see `Weight.quantize`. Raises MissingWeightsError for a layer that
+    lacks a tensor, ModelLoadError for tensors that do not fit each other or the model, UnsupportedModelError for a
+    format that is not implemented.
     """
     reader = _Reader(checkpoint, layouts)
     merge_as_stored(model, {reader.weight_name(name) for name in checkpoint.names})
@@ -60,6 +62,8 @@ def load_packed(
             kept += 1
             del slots
             module.quantize(joined, input_bits)
+            if not any(module_slots(path, module)):
+                settle(module)
             continue
         plain += 1
         dtype = module.dtype
@@ -67,7 +71,12 @@ def load_packed(
             values = weight.dequantize() if isinstance(weight, QuantizedWeight) else weight
             slots[name].copy_(values.view(slots[name].shape))
             filled.add(name)
-    logger.info("quantized checkpoint: %d layers stay packed, %d became %s", kept, plain, dtype if plain else "plain")
+    logger.info(
+        "quantized checkpoint: %d layers stay quantized, %d are dequantized to %s",
+        kept,
+        plain,
+        dtype if plain else "plain",
+    )
     return filled
 
 
@@ -83,14 +92,13 @@ def load_blocks(
     checkpoint: Checkpoint,
     model: nn.Module,
     operations: Operations,
-    *,
-    unsettled: Collection[nn.Module],
+    settle: Callable[[nn.Module], None],
     input_bits: int | None = None,
 ) -> None:
-    """Give layers the weights that a GGUF file holds in a form that kernels compute with.
+    """Give layers the quantized weights of a GGUF file that the kernels multiply as they are.
 
-    Each is stored by `operations` before the next one is read, but for those of `unsettled`, whose rows have yet to be
-    put into order. Left as they are: those that the kernels do not know. input_bits: see `Weight.quantize`.
+    Other layers are left to `Checkpoint.load`. settle: is called with each layer that has all its parameters, before
+    the next one is read. input_bits: see `Weight.quantize`.
     """
     merge_as_stored(model, checkpoint.names)
     for path, module in model.named_modules():
@@ -113,8 +121,8 @@ def load_blocks(
         joined = _joined(weights) if len(weights) == len(names) else None
         if joined is not None and operations.multiplies(joined):
             module.quantize(joined) if isinstance(module, Embedding) else module.quantize(joined, input_bits)
-            if module not in unsettled:
-                module.arrange(operations)
+            if not any(module_slots(path, module)):
+                settle(module)
 
 
 def _whole_shape(slot: Tensor, cut: Cut | None) -> list[int]:

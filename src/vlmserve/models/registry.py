@@ -23,7 +23,8 @@ from vlmserve.devices.choice import open_device, type_for_torch
 from vlmserve.devices.device import EagerExecutor, LayerExecutor
 from vlmserve.errors import ConfigurationError, MissingWeightsError, ModelLoadError, UnsupportedModelError
 from vlmserve.kernels.attention import AttentionBackend
-from vlmserve.layers.operations import arrange_layers
+from vlmserve.layers.linear import Weight
+from vlmserve.layers.operations import Layer, arrange_layers
 from vlmserve.layers.parallel import Ranks
 from vlmserve.models.adaptable import AdaptableModel
 from vlmserve.models.cross import CrossStateEncoder, make_text_encoder
@@ -42,7 +43,7 @@ from vlmserve.models.vision_families import VISION_FAMILIES, VisionFamily
 from vlmserve.models.weights import Checkpoint, canonical_name
 from vlmserve.quant.formats.stored import OLD_FILES, stored_layouts
 from vlmserve.quant.memory import weight_bytes
-from vlmserve.quant.model import log_expected_memory, quantize
+from vlmserve.quant.model import Quantizer, log_expected_memory
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +54,8 @@ ARCHITECTURES = {
 }
 OTHER_NAMES = {other: family.architecture for family in FAMILIES.values() for other in family.also}
 META = torch.device("meta")
+LARGE_BYTES = 1024**2
+"""Bytes of a layer whose loading may leave behind so much freed memory that it is returned to the system at once."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -141,13 +144,26 @@ def _load(
     as_files_say = packed or language_model(folder) is not None
     logs = logger.isEnabledFor(logging.INFO)
     expected = log_expected_memory(model, on, quantization) if logs and not as_files_say else None
-    filled = load_packed(checkpoint, model, layouts, on, input_bits) if packed else set()
+    quantizer = None if quantization is None else Quantizer(model, quantization)
+
+    def settle(module: nn.Module) -> None:
+        """Bring a module that has its weights into the form in which the device keeps it, before more is read."""
+        decoder.deinterleave(module)
+        if quantizer is not None:
+            quantizer.quantize(module)
+        # Layers of towers may depend on each other (`Linear.widen_for`), and the order of `arrange_layers` respects it.
+        if isinstance(module, Layer) and module in in_decoder:
+            module.arrange(on)
+        if isinstance(module, Weight) and module.num_bytes > LARGE_BYTES:
+            return_free_memory()
+
+    in_decoder = set(decoder.modules())
+    filled = load_packed(checkpoint, model, layouts, on, settle, input_bits) if packed else set()
     if language_model(folder) is not None and on.keeps_packed and dtype != torch.float32 and quantization is None:
-        load_blocks(checkpoint, model, on, unsettled=decoder.interleaved(), input_bits=input_bits)
-    checkpoint.load(model, filled=filled)
-    decoder.deinterleave()
-    if quantization is not None:
-        quantize(model, quantization)
+        load_blocks(checkpoint, model, on, settle, input_bits)
+    checkpoint.load(model, filled=filled, settle=settle)
+    if quantizer is not None:
+        quantizer.log()
     arrange_layers(model, on)
     return_free_memory()
     size = weight_bytes(model)

@@ -114,15 +114,23 @@ class Checkpoint:
             names.setdefault(path, []).append(key)
         return names
 
-    def load(self, model: nn.Module, *, filled: Collection[str] = ()) -> None:
+    def load(
+        self,
+        model: nn.Module,
+        *,
+        filled: Collection[str] = (),
+        settle: Callable[[nn.Module], None] = lambda module: None,
+    ) -> None:
         """Fill the model's parameters, converting to their type and device.
 
-        filled: names of those that have their values already. Peak memory is the model and a small window of the file.
-        Raises MissingWeightsError naming tensors that the model needs and no file has, ModelLoadError for one of
-        another shape.
+        filled: names of parameters that have their values already. settle: is called with each module as soon as all
+        its parameters are filled; it may replace them, so that the peak of memory is what stays of the model, one
+        module and a small window of the file. Raises MissingWeightsError naming tensors that the model needs and no
+        file has, ModelLoadError for a tensor of another shape.
         """
         merge_as_stored(model, self.names)
-        slots = {name: slot for name, slot in weight_slots(model) if name not in filled}
+        waiting = Waiting(model, filled, settle)
+        slots = waiting.slots
         missing = [name for name in slots if name not in self._keys]
         if missing:
             more = f" and {len(missing) - 4} more" if len(missing) > 4 else ""
@@ -134,12 +142,38 @@ class Checkpoint:
         if unused:
             logger.debug("%d tensors of %s are not used: %s", len(unused), self.folder, ", ".join(unused))
         by_file: dict[Path, list[tuple[str, str]]] = {}
-        for name in self._keys:
+        for name, (path, key) in self._keys.items():
             if name in slots:
-                path, key = self._keys[name]
                 by_file.setdefault(path, []).append((name, key))
+        cuts = weight_cuts(model)
         for path, keys in by_file.items():
-            _copy_file(path, keys, slots, weight_cuts(model))
+            _copy_file(path, keys, waiting, cuts)
+
+
+class Waiting:
+    """Parameters that are not filled yet, and the modules that wait for them."""
+
+    def __init__(self, model: nn.Module, filled: Collection[str], settle: Callable[[nn.Module], None]) -> None:
+        """filled: names of parameters that have their values. settle: is told of each module that waits no more."""
+        self.slots: dict[str, Tensor] = {}
+        """Memory of the parameters by canonical name."""
+        self._settle = settle
+        self._owners: dict[str, nn.Module] = {}
+        self._names: dict[nn.Module, set[str]] = {}
+        for path, module in model.named_modules():
+            for name, slot in module_slots(path, module):
+                if name not in filled:
+                    self.slots[name] = slot
+                    self._owners[name] = module
+                    self._names.setdefault(module, set()).add(name)
+
+    def fill(self, name: str) -> None:
+        """Note that a parameter has its values."""
+        del self.slots[name]
+        module = self._owners.pop(name)
+        self._names[module].remove(name)
+        if not self._names[module]:
+            self._settle(module)
 
 
 def merge_as_stored(model: nn.Module, names: Collection[str]) -> None:
@@ -211,8 +245,8 @@ class _Piece(NamedTuple):
     target: int
 
 
-def _copy_file(path: Path, keys: list[tuple[str, str]], slots: Mapping[str, Tensor], cuts: Mapping[str, Cut]) -> None:
-    pieces = list(_pieces(path, keys, slots, cuts))[::-1]
+def _copy_file(path: Path, keys: list[tuple[str, str]], waiting: Waiting, cuts: Mapping[str, Cut]) -> None:
+    pieces = list(_pieces(path, keys, waiting.slots, cuts))[::-1]
     while pieces:
         copied = 0
         with open_weights(path) as file:
@@ -220,9 +254,11 @@ def _copy_file(path: Path, keys: list[tuple[str, str]], slots: Mapping[str, Tens
                 name, key, first, last, target = pieces.pop()
                 rows = file.get_slice(key)[first:last]
                 own = cuts[name].narrowed(rows) if name in cuts else rows
-                slots[name][target : target + last - first].copy_(own)
+                waiting.slots[name][target : target + last - first].copy_(own)
                 copied += rows.nbytes
-                del rows
+                del rows, own
+                if not pieces or pieces[-1].name != name:
+                    waiting.fill(name)
 
 
 def _pieces(

@@ -24,16 +24,33 @@ BITS: dict[Scheme, int] = {"int8": 8, "int4": 4}
 HEADS = ("lm_head", "embed_tokens")
 
 
-def quantize(model: nn.Module, config: QuantizationConfig) -> dict[str, int]:
-    """Quantize a loaded model's linear layers in place. Returns how many bits each of them has now.
+class Quantizer:
+    """Quantizes a model's linear layers in place, one after the other, as soon as each has its weights.
 
-    Raises ConfigurationError for an override that fits no layer, and for groups that are divided among ranks.
+    Raises ConfigurationError for an override that fits no layer.
     """
-    chosen = {name: (module, bits) for name, module, bits in choose_layers(model, config)}
-    rest = sum(own_bytes(module) for name, module in model.named_modules() if name not in chosen)
-    before = after = 0
-    for name, (module, bits) in chosen.items():
-        before += own_bytes(module)
+
+    def __init__(self, model: nn.Module, config: QuantizationConfig) -> None:
+        """model: its weights need not be loaded."""
+        self._config = config
+        self._chosen = {module: (name, bits) for name, module, bits in choose_layers(model, config)}
+        self._before = sum(map(own_bytes, model.modules()))
+        self._saved = 0
+
+    @property
+    def bits(self) -> dict[str, int]:
+        """The bits of each layer that is quantized, by the layer's name."""
+        return dict(self._chosen.values())
+
+    def quantize(self, module: nn.Module) -> None:
+        """Quantize a module whose weights are loaded, if it is one of the chosen layers.
+
+        Raises ConfigurationError for groups that are divided among ranks.
+        """
+        if not isinstance(module, Linear | TiedEmbedding) or module not in self._chosen:
+            return
+        config, (name, bits) = self._config, self._chosen[module]
+        before = own_bytes(module)
         # A patch embedding has the shape of a convolution.
         weight = module.weight.data.flatten(1)
         split = module if isinstance(module, RowParallelLinear) else None
@@ -50,16 +67,18 @@ def quantize(model: nn.Module, config: QuantizationConfig) -> dict[str, int]:
         if config.rounds_inputs and bits == 8 and module.weight.ndim == 2:
             rounded = dataclasses.replace(rounded, input_bits=8)
         module.quantize(rounded)
-        after += own_bytes(module)
-    widths = {name: bits for name, (_, bits) in chosen.items()}
-    logger.info(
-        "weights: %.1f MB before quantization, %.1f MB after; %d layers have 8 bits, %d have 4",
-        (before + rest) / 1e6,
-        (after + rest) / 1e6,
-        sum(width == 8 for width in widths.values()),
-        sum(width == 4 for width in widths.values()),
-    )
-    return widths
+        self._saved += before - own_bytes(module)
+
+    def log(self) -> None:
+        """Log what the quantization of all layers saved."""
+        widths = list(self.bits.values())
+        logger.info(
+            "weights: %.1f MB before quantization, %.1f MB after; %d layers have 8 bits, %d have 4",
+            self._before / 1e6,
+            (self._before - self._saved) / 1e6,
+            widths.count(8),
+            widths.count(4),
+        )
 
 
 def expected_memory(model: nn.Module, device: Device, config: QuantizationConfig | None) -> int:

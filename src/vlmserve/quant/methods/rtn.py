@@ -10,8 +10,8 @@ from torch import Tensor
 from vlmserve.kernels.quantized import QuantizedWeight
 from vlmserve.quant.grid import Grid
 
-ELEMENTS_AT_ONCE = 4 * 1024**2
-"""Rounding takes several times as much memory as float32 weights."""
+ELEMENTS_AT_ONCE = 1024**2
+"""Weights that are rounded together: rounding takes several times the memory of float32 weights."""
 
 
 def round_to_nearest(
@@ -25,11 +25,16 @@ def round_to_nearest(
 ) -> QuantizedWeight:
     """Quantize ``[out_features, in_features]``. See `Grid.fit`."""
     rows = max(1, ELEMENTS_AT_ONCE // max(1, weight.shape[1]))
-    parts = []
-    for some in torch.split(weight.detach(), rows):
-        values = some.float()
-        grid = Grid.fit(
-            values, bits=bits, group_size=group_size, symmetric=symmetric, zero_points=zero_points, largest=largest
+    values = torch.empty(weight.shape, dtype=torch.uint8, device=weight.device)
+    grids = []
+    for some, target in zip(torch.split(weight.detach(), rows), torch.split(values, rows), strict=True):
+        floats = some.float()
+        grids.append(
+            Grid.fit(
+                floats, bits=bits, group_size=group_size, symmetric=symmetric, zero_points=zero_points, largest=largest
+            )
         )
-        parts.append(grid.weight(grid.values(values)))
-    return parts[0] if len(parts) == 1 else QuantizedWeight.join(parts)
+        target.copy_(grids[-1].values(floats))
+    scales = torch.cat([grid.scales for grid in grids])
+    minimums = torch.cat([grid.minimums for grid in grids])
+    return Grid(bits, grids[0].group_size, scales, minimums).weight(values)
