@@ -361,7 +361,7 @@ CALL = {"type": "function_call", "call_id": "c", "name": "stop", "arguments": "{
 @pytest.mark.parametrize(
     ("fields", "param", "words"),
     [
-        ({"tools": [{"type": "web_search"}]}, "tools[0]", "'web_search' are not supported here, only functions"),
+        ({"tools": [{"type": "web_search"}], "tool_choice": {"type": "web_search"}}, "tool_choice", "'web_search' are"),
         ({"tools": [TOOLS[0], {"type": "mcp", "server_label": "x"}]}, "tools[1]", "'mcp'"),
         ({"tools": [NESTED[0]]}, "tools[0]", "beside type"),
         ({"tools": [{"type": "function", "name": "a b"}]}, "tools[0].name", "pattern"),

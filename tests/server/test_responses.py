@@ -260,7 +260,7 @@ def test_responses_at_once_in_one_conversation_lose_nothing(keeping):
          400, "input[0].content[0].file_data", "not valid base64"),
         ({"input": [{"role": "user", "content": [{"type": "input_file"}]}]}, 400, "input[0].content[0]", "file_url"),
         ({"input": [{"role": "user", "content": [{"type": "input_audio"}]}]}, 400, "input[0].content[0]", "input_text"),
-        ({"input": [{"type": "web_search_call"}]}, 400, "input[0]", "'web_search_call' are not supported"),
+        ({"input": [{"type": "computer_call"}]}, 400, "input[0]", "'computer_call' are not supported"),
         ({"input": [{"role": "tool", "content": "x"}]}, 400, "input[0].role", "user"),
         ({"input": ""}, 400, "input", "not be empty"),
         ({"input": []}, 400, None, "input is missing"),

@@ -15,6 +15,7 @@ from vlmserve.frontend.tool_parser import ContentDelta, Event, ThoughtDelta, Too
 from vlmserve.server.errors import json_response, messages_error_body
 from vlmserve.server.generation import Generation, GenerationRequest, TextDelta
 from vlmserve.server.guard import salt_of
+from vlmserve.server.history import owner_of, with_files
 from vlmserve.server.routes.answering import Dialect, answer
 from vlmserve.server.routes.events import named_event
 from vlmserve.server.routes.reading import read
@@ -25,6 +26,7 @@ from vlmserve.server.schema.messages import (
     MessagesRequest,
     MessageUsage,
     OutputTokensDetails,
+    PromptFields,
     TextContent,
     ThinkingContent,
     TokenCount,
@@ -32,6 +34,7 @@ from vlmserve.server.schema.messages import (
 )
 from vlmserve.server.service import Service
 from vlmserve.server.tool_calls import AnswerReader
+from vlmserve.types import Prompt
 
 Block = ThinkingContent | TextContent | ToolUseContent
 """Of an answer."""
@@ -43,7 +46,8 @@ class MessagesDialect(Dialect[MessagesRequest]):
     kind = MessagesRequest
     id_prefix = "msg_"
 
-    def __init__(self) -> None:
+    def __init__(self, owner: str) -> None:
+        self._owner = owner
         self._chat = ChatMessages("", ())
         self._reader = AnswerReader()
 
@@ -59,13 +63,7 @@ class MessagesDialect(Dialect[MessagesRequest]):
         params = self._reader.expect(service.preparer.tool_form, tools, params)
         cache_salt = body.cache_salt or ""
         self._chat = body.chat()
-        prompt = await service.prepare(
-            self._chat.messages,
-            cache_salt,
-            tools=tools,
-            template_settings=body.template_settings(service.preparer.template_settings),
-            mm_processor_kwargs=body.processor_kwargs,
-        )
+        prompt = await _prompt(service, body, self._chat, self._owner, cache_salt)
         self._chat.messages.clear()  # their images are prepared, and an answer may take long
         return GenerationRequest([prompt], params, 1, cache_salt, tools=tools)
 
@@ -202,7 +200,18 @@ def _usage(generation: Generation) -> MessageUsage:
 
 async def messages(request: Request) -> Response:
     """The route."""
-    return await answer(request, MessagesDialect())
+    return await answer(request, MessagesDialect(owner_of(request)))
+
+
+async def _prompt(service: Service, body: PromptFields, chat: ChatMessages, owner: str, cache_salt: str) -> Prompt:
+    with service.bodies.share() as share:
+        return await service.prepare(
+            await with_files(service, owner, chat.messages, share),
+            cache_salt,
+            tools=body.tool_use,
+            template_settings=body.template_settings(service.preparer.template_settings),
+            mm_processor_kwargs=body.processor_kwargs,
+        )
 
 
 async def count_tokens(request: Request) -> Response:
@@ -212,13 +221,7 @@ async def count_tokens(request: Request) -> Response:
         service.check_model(body.model)
         chat = body.chat()
         try:
-            prompt = await service.prepare(
-                chat.messages,
-                salt_of(request, None),
-                tools=body.tool_use,
-                template_settings=body.template_settings(service.preparer.template_settings),
-                mm_processor_kwargs=body.processor_kwargs,
-            )
+            prompt = await _prompt(service, body, chat, owner_of(request), salt_of(request, None))
         except InvalidRequestError as error:
             chat.reword(error)
             raise

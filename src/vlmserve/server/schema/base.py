@@ -80,12 +80,12 @@ def _fail_fast(schema: Any) -> None:
 _logged: set[tuple[str, str]] = set()
 
 
-def log_once(kind: str, name: str, line: str) -> None:
-    """Log that `line` happens to `name`, unless this was logged before for this kind and name."""
+def log_once(kind: str, name: str, line: str, level: int = logging.INFO) -> None:
+    """Log what happens to something of a kind, unless this was logged before. `MAX_LOGGED` bounds the memory."""
     key = (kind, name[:_SHOWN_NAME])
     if key not in _logged and len(_logged) < MAX_LOGGED:
         _logged.add(key)
-        logger.info("%s %r %s (logged once)", *key, line)
+        logger.log(level, "%s %r %s (logged once)", *key, line)
 
 
 def _field_error(name: str, message: str) -> PydanticCustomError:
@@ -124,7 +124,9 @@ class RequestModel(BaseModel):
     ignored_fields: ClassVar[frozenset[str]] = frozenset()
     """Fields that never change an answer. They are not logged."""
     other_names: ClassVar[Mapping[str, str]] = {}
-    """Names that other servers have for fields, and the names here."""
+    """Names that other servers have for fields, and the names that errors suggest."""
+    renamed_fields: ClassVar[Mapping[str, str]] = {}
+    """Names that other servers have for fields, and the names here. Both are accepted."""
 
     @model_validator(mode="before")
     @classmethod
@@ -134,6 +136,9 @@ class RequestModel(BaseModel):
             return value
         if len(value) > MAX_FIELDS:
             raise ValueError(f"Input has more than {MAX_FIELDS} fields")
+        for theirs, ours in cls.renamed_fields.items():
+            if theirs in value:
+                value = {ours: value[theirs], **{name: field for name, field in value.items() if name != theirs}}
         known = cls._known_fields()
         kept = {name: field for name, field in value.items() if field is not None and name in known}
         if len(kept) < len(value):

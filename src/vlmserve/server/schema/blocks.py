@@ -5,15 +5,16 @@ https://docs.anthropic.com/en/api/messages
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field, Tag, model_validator
+from pydantic import BeforeValidator, Field, Tag, model_validator
 
 from vlmserve.errors import InvalidRequestError
 from vlmserve.media.budget import BUDGET_FIELDS
-from vlmserve.server.schema.base import JSONObject, RequestModel, by_type, text_or_list
+from vlmserve.server.schema.base import JSONObject, RequestModel, by_type, log_once, text_or_list
 from vlmserve.server.schema.content import Budget, Pages, thoughts_of
 
 _PATH = re.compile(r"(?:messages|tools)\[\d+\](?:\.\w+|\[\d+\])*")
@@ -31,9 +32,11 @@ _OWN_FIELDS: Mapping[str, str] = {
 
 
 class Block(RequestModel):
-    """A part of a message. cache_control is accepted and changes nothing: all that can be cached is."""
+    """A part of a message."""
 
-    cache_control: dict[str, Any] | None = None
+    ignored_fields: ClassVar[frozenset[str]] = frozenset(
+        {"cache_control", "caller", "citations", "encrypted_content", "signature"}
+    )
 
 
 class TextBlock(Block):
@@ -41,7 +44,6 @@ class TextBlock(Block):
 
     type: Literal["text"]
     text: str
-    citations: Annotated[list[Any], Field(max_length=0)] | None = None
 
     def parts(self) -> list[dict[str, Any]]:
         """The same as OpenAI writes it."""
@@ -63,17 +65,28 @@ class URLSource(RequestModel):
     url: str
 
 
+class UploadedSource(RequestModel):
+    """A file that was uploaded to /v1/files."""
+
+    type: Literal["file"]
+    file_id: str
+
+
 class ImageBlock(Block, Budget):
     """An image."""
 
     type: Literal["image"]
     source: Annotated[
-        Annotated[Base64Source, Tag("<base64>")] | Annotated[URLSource, Tag("<url>")],
-        by_type("base64", "url"),
+        Annotated[Base64Source, Tag("<base64>")]
+        | Annotated[URLSource, Tag("<url>")]
+        | Annotated[UploadedSource, Tag("<file>")],
+        by_type("base64", "url", "file"),
     ]
 
     def parts(self) -> list[dict[str, Any]]:
         """The same as OpenAI writes it."""
+        if isinstance(self.source, UploadedSource):
+            return [{"type": "file", "file": {"file_id": self.source.file_id}, **_budget(self)}]
         if isinstance(self.source, URLSource):
             url = self.source.url
         else:
@@ -94,34 +107,57 @@ class TextSource(RequestModel):
     data: str
 
 
-class Citations(RequestModel):
-    """Whether an answer says which part of a document it is about: never."""
+class ContentSource(RequestModel):
+    """A document of text and images."""
 
-    enabled: Literal[False] = False
+    type: Literal["content"]
+    content: Annotated[
+        Annotated[str, Tag("<text>")]
+        | Annotated[
+            list[
+                Annotated[
+                    Annotated[TextBlock, Tag("<text>")] | Annotated[ImageBlock, Tag("<image>")],
+                    by_type("text", "image"),
+                ]
+            ],
+            Tag("<list>"),
+        ],
+        text_or_list("blocks"),
+    ]
 
 
 class DocumentBlock(Block, Budget):
-    """A document: of a PDF each page is an image. title and context come before it as text."""
+    """A document: of a PDF each page is an image. title and context come before it as text.
+
+    Answers have no citations.
+    """
 
     type: Literal["document"]
     source: Annotated[
         Annotated[Base64Source, Tag("<base64>")]
         | Annotated[URLSource, Tag("<url>")]
-        | Annotated[TextSource, Tag("<text>")],
-        by_type("base64", "url", "text"),
+        | Annotated[TextSource, Tag("<text>")]
+        | Annotated[ContentSource, Tag("<content>")]
+        | Annotated[UploadedSource, Tag("<file>")],
+        by_type("base64", "url", "text", "content", "file"),
     ]
     title: str | None = None
     context: str | None = None
-    citations: Citations | None = None
     pages: Pages = None
 
     def parts(self) -> list[dict[str, Any]]:
         """The same as OpenAI writes it."""
         source = self.source
         texts = [text for text in (self.title, self.context) if text]
-        if isinstance(source, TextSource):
-            return [{"type": "text", "text": "\n\n".join([*texts, source.data])}]
-        if isinstance(source, URLSource):
+        if isinstance(source, ContentSource) and isinstance(source.content, list):
+            shown = [part for block in source.content for part in block.parts()]
+            return [*({"type": "text", "text": text} for text in texts), *shown]
+        if isinstance(source, TextSource | ContentSource):
+            text = source.data if isinstance(source, TextSource) else str(source.content)
+            return [{"type": "text", "text": "\n\n".join([*texts, text])}]
+        if isinstance(source, UploadedSource):
+            file = {"file_id": source.file_id}
+        elif isinstance(source, URLSource):
             file = {"file_url": source.url}
         else:
             file = {"file_data": f"data:{source.media_type};base64,{source.data}"}
@@ -130,14 +166,49 @@ class DocumentBlock(Block, Budget):
         return [*({"type": "text", "text": text} for text in texts), document]
 
 
+class SearchResultBlock(Block):
+    """What a search of the client's found. The model sees it as text."""
+
+    type: Literal["search_result"]
+    source: str
+    title: str
+    content: list[TextBlock]
+
+    def parts(self) -> list[dict[str, Any]]:
+        """The same as OpenAI writes it."""
+        texts = [self.title, self.source, *(block.text for block in self.content)]
+        return [{"type": "text", "text": "\n".join(texts)}]
+
+
+class ToolReferenceBlock(Block):
+    """The name of a tool that a search for tools found. The prompt describes all tools anyway."""
+
+    type: Literal["tool_reference"]
+    tool_name: str
+
+    def parts(self) -> list[dict[str, Any]]:
+        """The same as OpenAI writes it."""
+        return [{"type": "text", "text": self.tool_name}]
+
+
+class CompactionBlock(Block):
+    """A summary of an earlier part of the conversation."""
+
+    type: Literal["compaction"]
+    content: str | None = None
+
+    def parts(self) -> list[dict[str, Any]]:
+        """The same as OpenAI writes it."""
+        return [{"type": "text", "text": self.content}] if self.content else []
+
+
 class ToolUseBlock(Block):
-    """A call of a tool. caller is accepted and changes nothing: here it is always the model itself."""
+    """A call of a tool."""
 
     type: Literal["tool_use"]
     id: str
     name: Annotated[str, Field(min_length=1)]
     input: JSONObject
-    caller: dict[str, Any] | None = None
 
     def call(self) -> dict[str, Any]:
         """The same as OpenAI writes it, with the arguments as an object."""
@@ -145,12 +216,10 @@ class ToolUseBlock(Block):
 
 
 class ThinkingBlock(Block):
-    """What was thought before an answer, which chat templates that know thoughts may show to the model again. signature
-    is accepted and changes nothing."""
+    """What was thought before an answer, which chat templates that know thoughts may show to the model again."""
 
     type: Literal["thinking"]
     thinking: str
-    signature: str | None = None
 
 
 class RedactedThinkingBlock(Block):
@@ -163,8 +232,10 @@ class RedactedThinkingBlock(Block):
 ShownBlock = Annotated[
     Annotated[TextBlock, Tag("<text>")]
     | Annotated[ImageBlock, Tag("<image>")]
-    | Annotated[DocumentBlock, Tag("<document>")],
-    by_type("text", "image", "document"),
+    | Annotated[DocumentBlock, Tag("<document>")]
+    | Annotated[SearchResultBlock, Tag("<search_result>")]
+    | Annotated[ToolReferenceBlock, Tag("<tool_reference>")],
+    by_type("text", "image", "document", "search_result", "tool_reference"),
 ]
 
 
@@ -179,6 +250,32 @@ class ToolResultBlock(Block):
     is_error: bool = False
 
 
+_LEFT_OUT = frozenset(
+    {
+        "bash_code_execution_tool_result",
+        "code_execution_tool_result",
+        "container_upload",
+        "fallback",
+        "mcp_tool_result",
+        "mcp_tool_use",
+        "server_tool_use",
+        "text_editor_code_execution_tool_result",
+        "tool_search_tool_result",
+        "web_fetch_tool_result",
+        "web_search_tool_result",
+    }
+)
+"""Types of blocks about tools that another server ran."""
+
+
+def _as_known(block: Any) -> Any:
+    kind = block.get("type") if isinstance(block, dict) else None
+    if not isinstance(kind, str) or kind not in _LEFT_OUT:
+        return block
+    log_once("Blocks of type", kind, "cannot be shown to the model and are left out", logging.WARNING)
+    return {"type": "redacted_thinking", "data": ""}  # keeps the numbers of the other blocks
+
+
 ContentBlock = Annotated[
     Annotated[TextBlock, Tag("<text>")]
     | Annotated[ImageBlock, Tag("<image>")]
@@ -186,9 +283,26 @@ ContentBlock = Annotated[
     | Annotated[ToolUseBlock, Tag("<tool_use>")]
     | Annotated[ToolResultBlock, Tag("<tool_result>")]
     | Annotated[ThinkingBlock, Tag("<thinking>")]
-    | Annotated[RedactedThinkingBlock, Tag("<redacted_thinking>")],
-    by_type("text", "image", "document", "tool_use", "tool_result", "thinking", "redacted_thinking"),
+    | Annotated[RedactedThinkingBlock, Tag("<redacted_thinking>")]
+    | Annotated[SearchResultBlock, Tag("<search_result>")]
+    | Annotated[ToolReferenceBlock, Tag("<tool_reference>")]
+    | Annotated[CompactionBlock, Tag("<compaction>")],
+    by_type(
+        "text",
+        "image",
+        "document",
+        "tool_use",
+        "tool_result",
+        "thinking",
+        "redacted_thinking",
+        "search_result",
+        "tool_reference",
+        "compaction",
+    ),
+    BeforeValidator(_as_known),
 ]
+_Said = TextBlock | ImageBlock | DocumentBlock | SearchResultBlock | ToolReferenceBlock | CompactionBlock
+"""Blocks that the model sees as text and images."""
 
 
 System = Annotated[Annotated[str, Tag("<text>")] | Annotated[list[TextBlock], Tag("<list>")], text_or_list("blocks")]
@@ -196,9 +310,9 @@ System = Annotated[Annotated[str, Tag("<text>")] | Annotated[list[TextBlock], Ta
 
 
 class Turn(RequestModel):
-    """One turn of a conversation. The assistant calls tools, and the user has their results."""
+    """One turn of a conversation. The assistant calls tools, and the user has their results. The system has text."""
 
-    role: Literal["user", "assistant"]
+    role: Literal["user", "assistant", "system"]
     content: Annotated[
         Annotated[str, Tag("<text>")] | Annotated[list[ContentBlock], Field(min_length=1), Tag("<list>")],
         text_or_list("blocks"),
@@ -207,10 +321,12 @@ class Turn(RequestModel):
     @model_validator(mode="after")
     def _says_what_its_role_may(self) -> Self:
         for index, block in enumerate(self.content if isinstance(self.content, list) else ()):
-            if isinstance(block, ToolUseBlock | ThinkingBlock | RedactedThinkingBlock) and self.role != "assistant":
+            if isinstance(block, ToolUseBlock | ThinkingBlock) and self.role != "assistant":
                 raise ValueError(f"content[{index}] is a {block.type}, which belongs in a message of the assistant")
             if isinstance(block, ToolResultBlock) and self.role != "user":
                 raise ValueError(f"content[{index}] is a tool_result, which belongs in a message of the user")
+            if isinstance(block, ImageBlock | DocumentBlock) and self.role == "system":
+                raise ValueError(f"content[{index}] is a {block.type}, which belongs in a message of the user")
         return self
 
 
@@ -236,29 +352,29 @@ class ChatMessages:
             if turn.role == "assistant":
                 self._add_answer(place, blocks)
             else:
-                self._add_question(place, blocks)
+                self._add_question(place, blocks, turn.role)
 
     def _add_answer(self, place: str, blocks: Sequence[tuple[str, ContentBlock]]) -> None:
-        said = [(at, block) for at, block in blocks if isinstance(block, TextBlock | ImageBlock | DocumentBlock)]
+        said = [(at, block) for at, block in blocks if isinstance(block, _Said)]
         calls = [(at, block.call()) for at, block in blocks if isinstance(block, ToolUseBlock)]
         texts = [block.text for _, block in said if isinstance(block, TextBlock)]
         content = "".join(texts) if len(texts) == len(said) else _placed_parts(said)
         thoughts = "\n\n".join(block.thinking for _, block in blocks if isinstance(block, ThinkingBlock))
         self._add(place, "assistant", content, calls, **thoughts_of(thoughts))
 
-    def _add_question(self, place: str, blocks: Sequence[tuple[str, ContentBlock]]) -> None:
+    def _add_question(self, place: str, blocks: Sequence[tuple[str, ContentBlock]], role: str) -> None:
         """Each result is a message, and so is the text before, between and after them."""
         said: list[Placed] = []
         for at, block in blocks:
-            if isinstance(block, TextBlock | ImageBlock | DocumentBlock):
+            if isinstance(block, _Said):
                 said += _placed_parts([(at, block)])
             elif isinstance(block, ToolResultBlock):
                 if said:
-                    self._add(place, "user", said)
+                    self._add(place, role, said)
                     said = []
                 self._add(at, "tool", _result(at, block), tool_call_id=block.tool_use_id)
         if said:
-            self._add(place, "user", said)
+            self._add(place, role, said)
 
     def _add(
         self, place: str, role: str, content: str | Sequence[Placed], calls: Sequence[Placed] = (), **fields: str
@@ -295,7 +411,7 @@ class ChatMessages:
         return path
 
 
-def _placed_parts(blocks: Sequence[tuple[str, TextBlock | ImageBlock | DocumentBlock]]) -> list[Placed]:
+def _placed_parts(blocks: Sequence[tuple[str, _Said]]) -> list[Placed]:
     """What blocks are as OpenAI writes them, each after the place of its block."""
     return [(place, part) for place, block in blocks for part in block.parts()]
 

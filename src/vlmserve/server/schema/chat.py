@@ -17,7 +17,17 @@ from vlmserve.server.schema.base import MAX_COUNT
 from vlmserve.server.schema.content import Message, PromptRequest, ReasoningEffort, TemplateSettings, effort_settings
 from vlmserve.server.schema.logprobs import ChoiceLogprobs
 from vlmserve.server.schema.sampling import NEUTRAL_VALUES, ChoicesRequest
-from vlmserve.server.schema.tools import MAX_TOOLS, AnswerToolCall, DeltaToolCall, Tool, ToolChoice, tool_use
+from vlmserve.server.schema.tools import (
+    MAX_TOOLS,
+    AllowedTools,
+    AnswerToolCall,
+    DeltaToolCall,
+    Tool,
+    ToolChoice,
+    allowed_tool_use,
+    offered,
+    tool_use,
+)
 from vlmserve.server.schema.usage import Usage
 from vlmserve.types import ImageSize
 
@@ -38,7 +48,7 @@ class ChatRequest(PromptRequest, ChoicesRequest):
     messages: Annotated[list[Message], Field(min_length=1)]
     max_completion_tokens: int | None = Field(None, ge=1, le=MAX_COUNT, description="Default: a fifth of the context.")
     max_tokens: int | None = Field(None, ge=1, le=MAX_COUNT, description="The older name of max_completion_tokens.")
-    tools: list[Tool] = Field(
+    tools: Annotated[list[Tool], offered("function")] = Field(
         default_factory=list, max_length=MAX_TOOLS, description="Functions that the model may call."
     )
     tool_choice: ToolChoice | None = Field(None, description="none, auto, required or a function. Default: auto.")
@@ -67,6 +77,10 @@ class ChatRequest(PromptRequest, ChoicesRequest):
     def tool_use(self) -> ToolUse | None:
         """How an answer may use tools; None if it may not. Raises InvalidRequestError, naming the field."""
         functions = [tool.function.function for tool in self.tools]
+        if isinstance(self.tool_choice, AllowedTools):
+            allowed = self.tool_choice.allowed_tools
+            names = [tool.function.name for tool in allowed.tools]
+            return allowed_tool_use(functions, names, allowed.mode, self.parallel_tool_calls)
         return tool_use(functions, self.tool_choice, self.parallel_tool_calls)
 
     def template_settings(self, known: Collection[str]) -> dict[str, Any]:

@@ -53,6 +53,13 @@ class TextPart(ChatPart):
     text: str
 
 
+def _refusal_as_text(part: Any) -> Any:
+    """The model sees as text what the assistant said instead of an answer."""
+    if isinstance(part, dict) and part.get("type") == "refusal":
+        return {"type": "text", "text": part.get("refusal")}
+    return part
+
+
 class ImageURL(RequestModel):
     """Where an image is: a data URL or an http(s) URL. detail: with "low", models that cut images get it whole, and
     models of any size get it small; others get it as always."""
@@ -179,6 +186,7 @@ Part = Annotated[
     | Annotated[VideoPart, Tag("<video>")]
     | Annotated[FilePart, Tag("<file>")],
     by_type("text", "image_url", "video_url", "video", "file"),
+    BeforeValidator(_refusal_as_text),
 ]
 Content = Annotated[
     Annotated[str, Tag("<text>")] | Annotated[list[Part], Tag("<list>")],

@@ -3,13 +3,15 @@ writes them."""
 
 from __future__ import annotations
 
+import json
+import logging
 import uuid
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 
-from vlmserve.server.schema.base import RequestModel, by_type, text_or_list
+from vlmserve.server.schema.base import RequestModel, by_type, log_once, text_or_list
 from vlmserve.server.schema.content import Budget, Pages
 
 MAX_ITEMS = 4096
@@ -102,8 +104,9 @@ Part = Annotated[
 ResultPart = Annotated[
     Annotated[InputText, Tag("<input_text>")]
     | Annotated[InputImage, Tag("<input_image>")]
-    | Annotated[InputFile, Tag("<input_file>")],
-    by_type("input_text", "input_image", "input_file"),
+    | Annotated[InputFile, Tag("<input_file>")]
+    | Annotated[OutputText, Tag("<output_text>")],
+    by_type("input_text", "input_image", "input_file", "output_text"),
 ]
 CallId = Annotated[str, Field(min_length=1, max_length=256)]
 
@@ -281,11 +284,46 @@ def _item_kind(value: Any) -> str:
     return f"<{kind or 'message'}>"
 
 
+_LEFT_OUT = frozenset(
+    {
+        "additional_tools",
+        "code_interpreter_call",
+        "compaction",
+        "compaction_summary",
+        "compaction_trigger",
+        "file_search_call",
+        "image_generation_call",
+        "mcp_list_tools",
+        "tool_search_call",
+        "tool_search_output",
+        "web_search_call",
+    }
+)
+"""Types of items with nothing that another server's model can read."""
+
+
+def _as_known(item: dict[str, Any]) -> dict[str, Any]:
+    """An item of another server in the form of an item that is known here."""
+    kind = item.get("type")
+    if kind == "custom_tool_call":
+        others = {name: field for name, field in item.items() if name != "input"}
+        return {**others, "type": "function_call", "arguments": json.dumps({"input": item.get("input", "")})}
+    if kind == "custom_tool_call_output":
+        return {**item, "type": "function_call_output"}
+    if isinstance(kind, str) and kind in _LEFT_OUT:
+        log_once("Items of type", kind, "cannot be shown to the model and are left out", logging.WARNING)
+        return {"type": "reasoning"}  # keeps the numbers of the other items
+    return item
+
+
 def _known_kind(*kinds: str) -> BeforeValidator:
-    """Refuse items of other types by name."""
+    """Reject items of other types by name."""
 
     def check(value: Any) -> Any:
-        if isinstance(value, dict) and _item_kind(value)[1:-1] not in kinds:
+        if not isinstance(value, dict):
+            return value
+        value = _as_known(value)
+        if _item_kind(value)[1:-1] not in kinds:
             raise ValueError(
                 f"Items of type {value['type']!r:.60} are not supported here, only {', '.join(kinds[:-1])} and "
                 f"{kinds[-1]}"

@@ -14,7 +14,7 @@ from vlmserve.server.schema.blocks import ChatMessages, System, Turn
 from vlmserve.server.schema.content import PromptRequest, thinking_settings
 from vlmserve.server.schema.sampling import IGNORED_FIELDS, NEUTRAL_VALUES, OTHER_NAMES, SamplingRequest
 from vlmserve.server.schema.structured import MessagesFormat, either_grammar
-from vlmserve.server.schema.tools import MAX_TOOLS, FunctionName, NamedTool, tool_use
+from vlmserve.server.schema.tools import MAX_TOOLS, FunctionName, NamedTool, offered, tool_use
 from vlmserve.types import Grammar, ImageSize
 
 _NEUTRAL_VALUES: Mapping[str, tuple[Any, ...]] = {
@@ -32,8 +32,11 @@ ThinkingDisplay = Literal["summarized", "omitted"] | None
 
 
 class CustomTool(RequestModel):
-    """A tool that the client has. cache_control and eager_input_streaming are accepted and change nothing: all that can
-    be cached is, and inputs are streamed as they come. input_examples: shown to the model with the schema."""
+    """A tool that the client has. input_examples: shown to the model with the schema."""
+
+    ignored_fields: ClassVar[frozenset[str]] = frozenset(
+        {"allowed_callers", "cache_control", "defer_loading", "eager_input_streaming"}
+    )
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")]
     input_schema: JSONObject
@@ -41,21 +44,6 @@ class CustomTool(RequestModel):
     type: Literal["custom"] = "custom"
     strict: bool = False
     input_examples: list[JSONObject] = Field(default_factory=list)
-    cache_control: dict[str, Any] | None = None
-    eager_input_streaming: bool | None = None
-    defer_loading: Literal[False] = False
-    allowed_callers: list[Literal["direct"]] | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _is_the_clients_own(cls, value: Any) -> Any:
-        kind = value.get("type") if isinstance(value, dict) else None
-        if isinstance(kind, str) and kind != "custom":
-            raise ValueError(
-                f"Tools of type {kind!r:.100} are not supported here, only those that the client describes and runs "
-                "itself: leave type out, and send name, description and input_schema"
-            )
-        return value
 
     @property
     def function(self) -> Function:
@@ -118,7 +106,7 @@ class PromptFields(PromptRequest):
 
     messages: Annotated[list[Turn], Field(min_length=1)]
     system: System = ""
-    tools: list[CustomTool] = Field(
+    tools: Annotated[list[CustomTool], offered("custom")] = Field(
         default_factory=list, max_length=MAX_TOOLS, description="Tools that the model may call."
     )
     tool_choice: (
@@ -161,14 +149,6 @@ class OutputConfig(RequestModel):
     format: MessagesFormat | None = None
 
 
-class CountRequest(PromptFields):
-    """The body of ``POST /v1/messages/count_tokens``."""
-
-    model: str | None = None
-    output_config: OutputConfig | None = None
-    cache_control: dict[str, Any] | None = None
-
-
 class MessagesRequest(PromptFields, SamplingRequest):
     """The body of ``POST /v1/messages``."""
 
@@ -201,6 +181,15 @@ class MessagesRequest(PromptFields, SamplingRequest):
         if self.messages[-1].role == "assistant":
             raise ValueError("The last message should be the user's: answers that are begun cannot be continued here")
         return self
+
+
+class CountRequest(PromptFields):
+    """The body of ``POST /v1/messages/count_tokens``: that of ``/v1/messages``. Only the prompt counts."""
+
+    ignored_fields: ClassVar[frozenset[str]] = MessagesRequest.ignored_fields | MessagesRequest.model_fields.keys()
+
+    model: str | None = None
+    output_config: OutputConfig | None = None
 
 
 class OutputTokensDetails(msgspec.Struct):

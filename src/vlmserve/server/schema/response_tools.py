@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
-from vlmserve.errors import InvalidRequestError
 from vlmserve.frontend.tools import ToolUse
 from vlmserve.server.schema.base import RequestModel
-from vlmserve.server.schema.tools import MAX_TOOLS, FunctionDefinition, FunctionName, NamedTool, tool_use
+from vlmserve.server.schema.tools import (
+    MAX_TOOLS,
+    FunctionDefinition,
+    FunctionName,
+    NamedTool,
+    allowed_tool_use,
+    choice_kind,
+    tool_use,
+)
 
 
 class Flat(RequestModel):
-    """Something of a function, beside its type. OpenAI's other tools are refused by name, and so is what is written as
-    in chat completions."""
+    """A function, or its name. Tools of other types are rejected, and so is the form of chat completions."""
 
     type: Literal["function"]
 
@@ -51,19 +56,12 @@ class AllowedTools(RequestModel):
     tools: Annotated[list[NamedFunction], Field(min_length=1, max_length=MAX_TOOLS)]
 
 
-def _choice_kind(value: Any) -> str | None:
-    if isinstance(value, str):
-        return "<word>"
-    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
-    return "<allowed>" if kind == "allowed_tools" else "<named>" if isinstance(kind, str) else None
-
-
 ResponseToolChoice = Annotated[
     Annotated[Literal["none", "auto", "required"], Tag("<word>")]
     | Annotated[NamedFunction, Tag("<named>")]
     | Annotated[AllowedTools, Tag("<allowed>")],
     Discriminator(
-        _choice_kind,
+        choice_kind,
         custom_error_type="tool_choice",
         custom_error_message="Input should be 'none', 'auto', 'required', or an object of type function or "
         "allowed_tools",
@@ -81,10 +79,4 @@ def response_tool_use(
         return tool_use(functions, NamedTool(type="function", function=choice), parallel)
     if isinstance(choice, str):
         return tool_use(functions, choice, parallel)
-    allowed = frozenset(tool.name for tool in choice.tools)
-    if unknown := sorted(allowed - {tool.name for tool in tools}):
-        raise InvalidRequestError(
-            f"tool_choice allows {unknown[0]!r:.100}, which is not among the tools", param="tool_choice"
-        )
-    use = tool_use(functions, choice.mode, parallel)
-    return None if use is None else dataclasses.replace(use, allowed=allowed)
+    return allowed_tool_use(functions, [tool.name for tool in choice.tools], choice.mode, parallel)

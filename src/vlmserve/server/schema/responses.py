@@ -16,7 +16,7 @@ from vlmserve.server.schema.items import Includable, Input, Metadata
 from vlmserve.server.schema.response_tools import FunctionTool, ResponseToolChoice, response_tool_use
 from vlmserve.server.schema.sampling import IGNORED_FIELDS, NEUTRAL_VALUES, OTHER_NAMES, SamplingRequest
 from vlmserve.server.schema.structured import OutputFormat, either_grammar, output_grammar
-from vlmserve.server.schema.tools import MAX_TOOLS
+from vlmserve.server.schema.tools import MAX_TOOLS, offered
 from vlmserve.server.schema.usage import Usage
 from vlmserve.types import Grammar, ImageSize
 
@@ -85,7 +85,7 @@ class ResponsesRequest(PromptRequest, SamplingRequest):
         None, ge=0, le=MAX_COUNT, description="With logprobs: number of likeliest tokens to return at each position."
     )
     text: TextConfig = TextConfig()
-    tools: list[FunctionTool] = Field(
+    tools: Annotated[list[FunctionTool], offered("function")] = Field(
         default_factory=list, max_length=MAX_TOOLS, description="Functions that the model may call."
     )
     tool_choice: ResponseToolChoice = Field("auto", description="none, auto, required, a function, or allowed_tools.")

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+import logging
+from collections.abc import Collection, Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
-from pydantic import Discriminator, Field, Tag
+from pydantic import BeforeValidator, Discriminator, Field, Tag
 
 from vlmserve.errors import InvalidRequestError
 from vlmserve.frontend.tools import Function, ToolUse
-from vlmserve.server.schema.base import JSONObject, RequestModel
+from vlmserve.server.schema.base import JSONObject, RequestModel, log_once
 
 MAX_TOOLS = 128
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
@@ -50,16 +52,37 @@ class NamedTool(RequestModel):
     function: FunctionName
 
 
-def _choice_kind(value: Any) -> str | None:
-    return "<word>" if isinstance(value, str) else "<named>" if isinstance(value, dict | NamedTool) else None
+def choice_kind(value: Any) -> str | None:
+    """The tag of a `tool_choice`."""
+    if isinstance(value, str):
+        return "<word>"
+    kind = value.get("type", "") if isinstance(value, dict) else getattr(value, "type", None)
+    return "<allowed>" if kind == "allowed_tools" else "<named>" if isinstance(kind, str) else None
+
+
+class AllowedFunctions(RequestModel):
+    """The functions that may be called. mode: whether the answer has to call one of them."""
+
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedTool], Field(min_length=1, max_length=MAX_TOOLS)]
+
+
+class AllowedTools(RequestModel):
+    """The functions that may be called. The prompt describes all functions, so that it stays the same."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedFunctions
 
 
 ToolChoice = Annotated[
-    Annotated[Literal["none", "auto", "required"], Tag("<word>")] | Annotated[NamedTool, Tag("<named>")],
+    Annotated[Literal["none", "auto", "required"], Tag("<word>")]
+    | Annotated[NamedTool, Tag("<named>")]
+    | Annotated[AllowedTools, Tag("<allowed>")],
     Discriminator(
-        _choice_kind,
+        choice_kind,
         custom_error_type="tool_choice",
-        custom_error_message="Input should be 'none', 'auto', 'required', or an object that names a function",
+        custom_error_message="Input should be 'none', 'auto', 'required', or an object of type function or "
+        "allowed_tools",
     ),
 ]
 
@@ -101,6 +124,36 @@ def tool_use(functions: Sequence[Function], choice: str | NamedTool | None, para
     if choice == "none":
         return None
     return ToolUse(tuple(functions), must_call=choice == "required", parallel=parallel)
+
+
+def allowed_tool_use(
+    functions: Sequence[Function], names: Collection[str], mode: Literal["auto", "required"], parallel: bool
+) -> ToolUse | None:
+    """How an answer may use some of the tools. Raises InvalidRequestError as `tool_use` does."""
+    if unknown := sorted(set(names) - {function.name for function in functions}):
+        raise InvalidRequestError(
+            f"tool_choice allows {unknown[0]!r:.100}, which is not among the tools", param="tool_choice"
+        )
+    use = tool_use(functions, mode, parallel)
+    return None if use is None else dataclasses.replace(use, allowed=frozenset(names))
+
+
+def offered(kind: str) -> BeforeValidator:
+    """Leave out tools that only another server runs, and log each of their types once. Functions are checked later."""
+
+    def offer(tools: Any) -> Any:
+        if not isinstance(tools, list):
+            return tools
+        kept = []
+        for tool in tools:
+            other = tool.get("type", kind) if isinstance(tool, dict) else kind
+            if isinstance(other, str) and other not in (kind, "function"):
+                log_once("Tools of type", other, "cannot be offered to the model and are left out", logging.WARNING)
+            else:
+                kept.append(tool)
+        return kept
+
+    return BeforeValidator(offer)
 
 
 class FunctionCall(msgspec.Struct, omit_defaults=True):
