@@ -188,7 +188,7 @@ def test_no_more_frames_are_shown_than_fit(llava: Path, film: bytes) -> None:
     [
         (video_url(b"no video at all"), "not a video in a supported format"),
         (video_url(bytes(4) + b"ftypisom" + bytes(50)), "broken|frames"),
-        (video_url(encoded(noise(9, 9)), "image/png"), "holds image/png, not a video"),
+        (video_url(encoded(noise(9, 9)), "image/png"), "not a video in a supported format"),
         ({**LISTED, "max_tokens": 1}, "max_tokens is 1, but for this model an image has at least"),
     ],
 )

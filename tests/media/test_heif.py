@@ -26,7 +26,7 @@ from vlmserve.errors import CancelledWorkError, ImageTooLargeError, InvalidImage
 from vlmserve.media import fork_server, isolated
 from vlmserve.media.decoding import DecodingMemory
 from vlmserve.media.files import is_document, media_type_of
-from vlmserve.media.heif import HeifImage
+from vlmserve.media.image_process import ImageProcess
 from vlmserve.media.images import decode_image
 from vlmserve.media.paged_images import PagedImage
 from vlmserve.media.processor import to_rgb
@@ -135,7 +135,7 @@ def test_several_images_in_a_file_are_pages(format: str) -> None:
 
 
 def test_the_image_that_a_file_names_comes_first() -> None:
-    image = HeifImage(several("HEIF"), "HEIF", LIMITS)
+    image = ImageProcess(several("HEIF"), "HEIF", LIMITS)
     expected = opened_here(several("HEIF"))
     assert image.tell() == expected.tell() == 2
     np.testing.assert_array_equal(np.asarray(image), np.asarray(expected))
@@ -186,7 +186,7 @@ def test_broken_files_get_the_errors_of_the_libraries(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["plain", "AVIF"])
 def test_size_is_checked_before_anything_is_decoded(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(HeifImage, "load", None)
+    monkeypatch.setattr(ImageProcess, "load", None)
     with pytest.raises(ImageTooLargeError, match="64 x 48 pixels; at most 3,071"):
         decode_image(FILES[name], MediaConfig(max_image_pixels=64 * 48 - 1))
     with pytest.raises(ImageTooLargeError, match="bytes"):
@@ -253,7 +253,7 @@ def test_what_a_captured_process_answers_is_not_believed(monkeypatch: pytest.Mon
 
 
 def test_a_decoder_that_crashes_is_about_the_image(monkeypatch: pytest.MonkeyPatch) -> None:
-    image = HeifImage(FILES["wide"], "HEIF", LIMITS)
+    image = ImageProcess(FILES["wide"], "HEIF", LIMITS)
     os.kill(image._process.pid, signal.SIGSEGV)
     with pytest.raises(InvalidImageError, match="broken: it crashed the process"):
         image.load()
@@ -275,7 +275,7 @@ def test_a_fork_server_that_was_ended_is_replaced() -> None:
 def test_images_share_a_server_and_no_process() -> None:
     decode_image(FILES["plain"], LIMITS)
     servers = {server.pid for server in fork_servers()}
-    images = [HeifImage(FILES["plain"], "HEIF", LIMITS), HeifImage(FILES["AVIF"], "AVIF", LIMITS)]
+    images = [ImageProcess(FILES["plain"], "HEIF", LIMITS), ImageProcess(FILES["AVIF"], "AVIF", LIMITS)]
     assert len({image._process.pid for image in images}) == 2
     with ThreadPoolExecutor(4) as threads:
         sizes = list(threads.map(lambda _: decode_image(FILES["plain"], LIMITS).size, range(12)))
@@ -289,7 +289,7 @@ def test_images_share_a_server_and_no_process() -> None:
 def test_a_process_knows_no_secrets_and_its_limits_are_those_of_the_image(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLMSERVE_API_KEY", "secret")
     fork_server.end_servers()
-    image = HeifImage(FILES["plain"], "HEIF", LIMITS)
+    image = ImageProcess(FILES["plain"], "HEIF", LIMITS)
     worker = psutil.Process(image._process.pid)
     assert "VLMSERVE_API_KEY" not in worker.environ()
     if sys.platform == "linux":
@@ -312,7 +312,7 @@ def test_a_cancelled_image_ends_its_process() -> None:
     event = threading.Event()
     token = cancellation._cancelled.set(event)
     try:
-        image = HeifImage(FILES["wide"], "HEIF", LIMITS)
+        image = ImageProcess(FILES["wide"], "HEIF", LIMITS)
         event.set()
         with pytest.raises(CancelledWorkError):
             image.load()

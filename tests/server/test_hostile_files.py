@@ -78,6 +78,16 @@ def film(size: tuple[int, int], count: int) -> bytes:
     return file.getvalue()
 
 
+def animation(size: tuple[int, int], count: int) -> bytes:
+    """A WebP file that repeats one frame."""
+    frames = [Image.new("RGB", size, colour) for colour in ("red", "blue")]
+    data = encoded(frames[0], "WEBP", save_all=True, append_images=frames[1:], lossless=True, method=0)
+    first = data.index(b"ANMF")
+    frame = data[first : first + 8 + int.from_bytes(data[first + 4 : first + 8], "little")]
+    body = data[8:first] + frame * count
+    return b"RIFF" + len(body).to_bytes(4, "little") + body
+
+
 HONEST = {
     "image": {"type": "image_url", "image_url": {"url": url_of(encoded(noise(60, 40)), "image/png")}},
     "document": file_part(pdf_file([page(square("1 0 0"))])),
@@ -88,6 +98,8 @@ def hostile(kind: str) -> Part:
     """A small file that takes minutes to decode."""
     if kind == "document":
         return file_part(slow())
+    if kind == "animation":
+        return {**file_part(animation((6000, 6000), 19_000)), "pages": "19000"}
     data = film((7680, 4320), 19_000)
     assert len(data) < 1_000_000
     return video_part(data)
@@ -117,6 +129,7 @@ def attack(kind: str, part: Part, route: str) -> tuple[str, Part]:
     [
         ("video", ["chat", "chat", "tokenize", "tokenize"]),
         ("document", ["chat", "tokenize", "responses", "messages"]),
+        ("animation", ["chat", "chat", "chat", "tokenize"]),
     ],
 )
 def test_hostile_files_hold_up_nobody(server: ServerProcess, kind: str, routes: list[str]) -> None:

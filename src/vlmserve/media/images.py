@@ -18,7 +18,7 @@ from vlmserve.errors import (
 )
 from vlmserve.media.base64_text import decoded_base64, plain_base64
 from vlmserve.media.decoding import LimitedFile, check_scans
-from vlmserve.media.heif import HeifImage, heif_format
+from vlmserve.media.image_process import ImageProcess, heif_format
 from vlmserve.media.kinds import KINDS, check_num_bytes, max_bytes
 from vlmserve.media.pages import check_single
 from vlmserve.types import MediaKind
@@ -144,7 +144,7 @@ def open_file(file: LimitedFile, limits: MediaConfig) -> Image.Image:
     heif = heif_format(data)
     image: Image.Image
     try:
-        image = HeifImage(data, heif, limits) if heif else Image.open(file, formats=FORMATS)
+        image = ImageProcess(data, heif, limits) if heif else Image.open(file, formats=FORMATS)
     except VLMServeError:
         raise
     except UnidentifiedImageError as error:
@@ -162,8 +162,17 @@ def load_image(image: Image.Image, limits: MediaConfig) -> None:
     check_num_pixels(image, limits)
     if isinstance(file := getattr(image, "fp", None), LimitedFile):
         file.restart()
+    _checked(image.load)
+
+
+def decode_process(image: ImageProcess) -> None:
+    """Let a process decode its image, which `load_image` then reads. Raises as `decode_image` does."""
+    _checked(image.decode)
+
+
+def _checked(decode: Callable[[], object]) -> None:
     try:
-        image.load()
+        decode()
     except VLMServeError:
         raise
     except Exception as error:  # Pillow's decoders raise anything on broken data

@@ -14,6 +14,9 @@ _THREADS = 4
 """That decode one image."""
 _ORIENTATION = 0x0112
 """EXIF tag of how the camera was held."""
+_ANIMATIONS = ("GIF", "WEBP", "PNG")
+_PIXEL_BYTES = {"I;16": 2}
+"""Bytes of a pixel in modes in which a band is not one byte."""
 _BAND = 2**17
 """Pixels that are packed at once: few enough to stay in a core's cache."""
 
@@ -81,11 +84,14 @@ class _AVIF:
     """Read by Pillow."""
 
     def __init__(self, data: bytes) -> None:
-        from PIL import AvifImagePlugin
-
-        self._image = AvifImagePlugin.AvifImageFile(io.BytesIO(data))
+        self._image = self._opened(data)
         self.count, self.number = self._image.n_frames, self._image.tell()
         self.size, self.mode = self._image.size, self._image.mode
+
+    def _opened(self, data: bytes) -> Any:
+        from PIL import AvifImagePlugin
+
+        return AvifImagePlugin.AvifImageFile(io.BytesIO(data))
 
     def go_to(self, number: int) -> None:
         self._image.seek(number)
@@ -96,10 +102,40 @@ class _AVIF:
 
     def decode(self) -> tuple[int, Iterable[bytes | memoryview]]:
         self._image.load()
-        self.size = width, height = self._image.size
+        return self._packed(self._image)
+
+    def _packed(self, image: Any) -> tuple[int, Iterable[bytes]]:
+        self.size, self.mode = image.size, image.mode
+        width, height = image.size
         rows = max(1, _BAND // width)
-        bands = (self._image.crop((0, top, width, min(top + rows, height))) for top in range(0, height, rows))
-        return width * len(self._image.getbands()), (band.tobytes() for band in bands)
+        bands = (image.crop((0, top, width, min(top + rows, height))).tobytes() for top in range(0, height, rows))
+        return width * _PIXEL_BYTES.get(image.mode, len(image.getbands())), bands
+
+
+class _Animation(_AVIF):
+    """Frames of a GIF, WebP or PNG file, read by Pillow. They are sent in a mode without a palette."""
+
+    def _opened(self, data: bytes) -> Any:
+        from PIL import Image
+
+        return Image.open(io.BytesIO(data), formats=_ANIMATIONS)
+
+    def __init__(self, data: bytes) -> None:
+        super().__init__(data)
+        self.mode = "RGB"
+
+    def go_to(self, number: int) -> None:
+        super().go_to(number)
+        self.mode = "RGB"
+
+    def decode(self) -> tuple[int, Iterable[bytes | memoryview]]:
+        self._image.load()
+        image = self._image
+        if image.info.get("transparency") is not None:
+            image = image.convert("RGBA")
+        elif image.mode in ("1", "P"):
+            image = image.convert("RGB")
+        return self._packed(image)
 
 
 class ImageDecoder:
@@ -112,7 +148,8 @@ class ImageDecoder:
         Image.new("RGB", (1, 1)).tobytes()
         Image.Exif().load(b"Exif\0\0II*\0\x08\0\0\0\0\0")
         AvifImagePlugin.DEFAULT_MAX_THREADS = _THREADS
-        self._formats: dict[str, type[_Opened]] = {"AVIF": _AVIF}
+        self._formats: dict[str, type[_Opened]] = {"AVIF": _AVIF, **dict.fromkeys(_ANIMATIONS, _Animation)}
+        Image.preinit()
         try:
             import pillow_heif
         except ImportError:
@@ -126,7 +163,7 @@ class ImageDecoder:
         self._settings = settings
         if settings["format"] not in self._formats:
             raise RefusedError("missing")
-        self._allow(0)
+        self._allow(settings["num_pixels"] * settings["pixel_memory"])
         try:
             self._file = self._formats[settings["format"]](data)
         except (SyntaxError, IndexError, TypeError, struct.error) as error:  # those that say it is another format
@@ -135,10 +172,10 @@ class ImageDecoder:
 
     def answer(self, line: str) -> Answer:
         """The fields of an image, and its pixels if it is decoded."""
+        self._allow(math.prod(self._file.size) * self._settings["pixel_memory"])
         if line:
             self._file.go_to(int(line))
             return self._fields(), ()
-        self._allow(math.prod(self._file.size) * self._settings["pixel_memory"])
         stride, pixels = self._file.decode()
         return {**self._fields(), "stride": stride}, pixels
 

@@ -1,4 +1,5 @@
-"""HEIC images, through libheif (pillow-heif, the extra ``documents``), and AVIF, each in a process of its own."""
+"""Images that are decoded in a process for each file: HEIC through libheif (pillow-heif, the extra ``documents``), AVIF
+and animations through Pillow."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from typing import Any
 from PIL import Image, UnidentifiedImageError
 
 from vlmserve.config import MediaConfig
-from vlmserve.errors import InvalidImageError
+from vlmserve.errors import DocumentTooLargeError, InvalidImageError
 from vlmserve.media.decoding import bytes_per_pixel, too_slow
 from vlmserve.media.isolated import Answer, IsolatedProcess
 
@@ -46,24 +47,28 @@ class _Opened(_Shown):
     shown: int = 0
 
 
-class HeifImage(Image.Image):
-    """An image, or several, in a file of which nothing but the header is read. format: "HEIF" or "AVIF".
+class ImageProcess(Image.Image):
+    """An image, or several, in a file of which nothing but the header is read.
 
-    Its process is ended when the only image is decoded, when something fails, and by `close`. Like Pillow's own images
-    from files, it is for one thread at a time, and decoding raises OSError for what is broken.
+    format: "HEIF", "AVIF", "GIF", "WEBP" or "PNG". num_pixels: of the image where they are known and opening needs
+    memory for them. The process is ended when the only image is decoded, when something fails, and by `close`. Like
+    Pillow's own images from files, it is for one thread at a time, and decoding raises OSError for what is broken.
     Raises UnidentifiedImageError, OSError, InvalidImageError, UnavailableError and CancelledWorkError.
     """
 
-    def __init__(self, data: bytes, format: str, limits: MediaConfig) -> None:
+    def __init__(self, data: bytes, format: str, limits: MediaConfig, num_pixels: int = 0) -> None:
         super().__init__()
         self.format = format
         self._limits = limits
         self._is_loaded = False
-        self._process = IsolatedProcess("image", limits.decode_timeout, partial(_error_of, limits.decode_timeout))
+        self._is_document = False
+        self._decoded: _Shown | None = None
+        self._process = IsolatedProcess("image", limits.decode_timeout, partial(_error_of, limits, False))
         settings = {
             "format": format,
-            "memory": _MEMORY,
+            "memory": _MEMORY + len(data),
             "pixel_memory": bytes_per_pixel(format),
+            "num_pixels": num_pixels,
             "seconds": math.ceil(limits.decode_timeout) + 1,
         }
         try:
@@ -76,6 +81,12 @@ class HeifImage(Image.Image):
         except BaseException:
             self._process.close()
             raise
+
+    def share_time(self) -> None:
+        """All images of the file together may take the time for a document, instead of each the time for an image."""
+        self._is_document = True
+        self._process.error_of = partial(_error_of, self._limits, True)
+        self._process.allow(self._limits.document_timeout)
 
     @property
     def is_animated(self) -> bool:
@@ -94,25 +105,39 @@ class HeifImage(Image.Image):
             self._take(self._ask(str(frame)))
             self._number, self._is_loaded = frame, False
 
-    def load(self) -> Any:
-        """Decode the image, within the time for one."""
-        if not self._is_loaded:
+    def decode(self) -> None:
+        """Let the process decode the image, within the time for one. `load` reads the pixels."""
+        if self._is_loaded or self._decoded is not None:
+            return
+        if not self._is_document:
             self._process.allow(self._limits.decode_timeout)
-            shown = self._ask("")
+        shown = self._ask("")
+        try:
+            if shown.width * shown.height > self._limits.max_image_pixels:
+                raise OSError("it is larger than its header says")
+            self._take(shown)
+            row = self.width * _BYTES[self.mode]
+            if not row <= shown.stride <= row + _LARGEST_PADDING:
+                raise OSError("what the decoder says of it makes no sense")
+        except BaseException:
+            self._process.close()
+            raise
+        self._decoded = shown
+
+    def load(self) -> Any:
+        """Decode the image and read its pixels."""
+        if not self._is_loaded:
+            self.decode()
+            assert self._decoded is not None
+            stride, self._decoded = self._decoded.stride, None
             try:
-                if shown.width * shown.height > self._limits.max_image_pixels:
-                    raise OSError("it is larger than its header says")
-                self._take(shown)
-                row = self.width * _BYTES[self.mode]
-                if not row <= shown.stride <= row + _LARGEST_PADDING:
-                    raise OSError("what the decoder says of it makes no sense")
-                pixels = self._process.read(shown.stride * self.height)
+                pixels = self._process.read(stride * self.height)
             except BaseException:
                 self._process.close()
                 raise
             if not self.is_animated:
                 self._process.close()
-            self.im = Image.frombytes(self.mode, self.size, pixels, "raw", (self.mode, shown.stride)).im
+            self.im = Image.frombytes(self.mode, self.size, pixels, "raw", (self.mode, stride)).im
             self._is_loaded = True
         return super().load()
 
@@ -137,7 +162,7 @@ class HeifImage(Image.Image):
         self.info["exif"], self._exif = exif.tobytes(), None
 
 
-def _error_of(timeout: float, reason: str, detail: str) -> Exception:
+def _error_of(limits: MediaConfig, is_document: bool, reason: str, detail: str) -> Exception:
     match reason:
         case "missing":
             return InvalidImageError(
@@ -146,7 +171,12 @@ def _error_of(timeout: float, reason: str, detail: str) -> Exception:
         case "unidentified":
             return UnidentifiedImageError(detail)
         case "slow":
-            return too_slow(timeout)
+            if is_document:
+                return DocumentTooLargeError(
+                    f"the document takes longer than {limits.document_timeout:g} s to decode "
+                    "(--document-timeout); choose fewer of its pages"
+                )
+            return too_slow(limits.decode_timeout)
         case "memory":
             return InvalidImageError("the image is broken, or takes too much memory to decode")
         case "crash":
