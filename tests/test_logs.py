@@ -70,10 +70,24 @@ def test_a_logger_that_is_kept_silent_remains_so():
     assert objects_of("logging.getLogger('a').propagate = False\nlogging.getLogger('a').info('b')") == []
 
 
-def test_text_is_what_it_was():
-    program = "logging.warning('%s', 'seen', extra={'fields': {'a': 1}})"
-    [line] = lines_of(program, "text")
-    assert re.fullmatch(r"\d\d:\d\d:\d\d engine seen", line)
+@pytest.mark.parametrize(
+    ("log_format", "line"),
+    [
+        ("text", r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d WARNING engine seen"),
+        ("short", r"\d\d:\d\d:\d\d engine seen"),
+    ],
+)
+def test_text_has_the_time_and_the_message(log_format, line):
+    program = "logging.warning('%s', 'seen', extra={'fields': {'a': 1}})\nassert log_format_in_use() == "
+    [written] = lines_of(f"{program}{log_format!r}", log_format)
+    assert re.fullmatch(line, written)
+
+
+def test_the_lowest_level_is_settable():
+    program = "import logging\nfrom vlmserve.logs import *\nset_up_logging('short', level=level_number('warning'))\n"
+    program += "logging.info('not this'); logging.warning('this')"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert re.fullmatch(r"\S+ this\n", done.stderr)
 
 
 def test_what_cannot_be_written_as_json_is_written_as_text():

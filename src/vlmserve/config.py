@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, Self, get_args
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from vlmserve.cores import media_threads
-from vlmserve.logs import LogFormat
+from vlmserve.logs import LogFormat, LogLevel
 from vlmserve.settings import ByteSize, Settings, parse_json, read_settings
 
 BUILT_IN_MODEL = "pixie"
@@ -392,7 +392,10 @@ class ServerConfig(Settings):
     )
     stats_interval: float = Field(10.0, ge=0, description="Seconds between statistics in the log while busy; 0: none.")
     access_log: bool = Field(True, description="Log each request, except those for health, metrics and the live view.")
-    log_format: LogFormat = Field("text", description="Format of the log: text, or json with one object per line.")
+    log_format: LogFormat = Field(
+        "text", description="Format of log lines: text (date, level), short (time only) or json."
+    )
+    log_level: LogLevel = Field("info", description="Lowest level of log lines: debug, info, warning or error.")
     otlp_traces_endpoint: str | None = Field(
         None, description="Send OpenTelemetry traces of requests to this URL, like http://localhost:4318/v1/traces."
     )

@@ -13,7 +13,13 @@ import types
 from datetime import UTC, datetime
 from typing import Any, Literal
 
-LogFormat = Literal["text", "json"]
+LogFormat = Literal["text", "short", "json"]
+LogLevel = Literal["debug", "info", "warning", "error"]
+_TEXT_FORMATS = {
+    "text": ("%(asctime)s %(levelname)s {process}%(message)s", "%Y-%m-%d %H:%M:%S"),
+    "short": ("%(asctime)s {process}%(message)s", "%H:%M:%S"),
+}
+"""Formats of a line and of its time."""
 
 
 class JsonFormatter(logging.Formatter):
@@ -41,6 +47,15 @@ class JsonFormatter(logging.Formatter):
         return json.dumps(line, default=str)
 
 
+class TextFormatter(logging.Formatter):
+    """A line for people: date, time and level, or in short the time alone."""
+
+    def __init__(self, log_format: Literal["text", "short"], process: str) -> None:
+        line, time = _TEXT_FORMATS[log_format]
+        self.log_format = log_format
+        super().__init__(line.format(process="" if process == "server" else f"{process} "), time)
+
+
 class _WithoutHandlers(logging.Logger):
     """Leaves its records to the root logger, although the library that it belongs to has a handler for them. One that
     is kept silent, without a handler, remains so."""
@@ -65,10 +80,8 @@ def set_up_logging(log_format: LogFormat, process: str = "server", level: int = 
 
     process: "server", whose text lines do not name it, or another one.
     """
-    name = "" if process == "server" else f"{process} "
     handler = logging.StreamHandler()
-    text = logging.Formatter(f"%(asctime)s {name}%(message)s", datefmt="%H:%M:%S")
-    handler.setFormatter(JsonFormatter(process) if log_format == "json" else text)
+    handler.setFormatter(JsonFormatter(process) if log_format == "json" else TextFormatter(log_format, process))
     logging.basicConfig(level=level, handlers=[handler])
     # Nothing in a line asks for these, and each of them costs every line something.
     logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
@@ -78,8 +91,17 @@ def set_up_logging(log_format: LogFormat, process: str = "server", level: int = 
 
 def log_format_in_use() -> LogFormat:
     """How this process logs."""
-    handlers = logging.getLogger().handlers
-    return "json" if any(isinstance(handler.formatter, JsonFormatter) for handler in handlers) else "text"
+    for handler in logging.getLogger().handlers:
+        if isinstance(handler.formatter, JsonFormatter):
+            return "json"
+        if isinstance(handler.formatter, TextFormatter):
+            return handler.formatter.log_format
+    return "text"
+
+
+def level_number(level: LogLevel) -> int:
+    """The level as `logging` counts it."""
+    return logging.getLevelNamesMapping()[level.upper()]
 
 
 def _catch_other_lines() -> None:

@@ -173,7 +173,7 @@ def test_image_budgets_reach_workers_and_image_sizes_come_back(http):
     [
         ({"model": "other", "messages": QUESTION}, 404, "model_not_found"),
         ({"messages": QUESTION, "temperature": -1}, 400, "invalid_request"),
-        ({"messages": QUESTION, "nonsense": 1}, 400, "invalid_request"),
+        ({"messages": QUESTION, "temprature": 1}, 400, "invalid_request"),
         ({"messages": [{"role": "user", "content": "x" * 300_000}]}, 413, "body_too_large"),
         ({"messages": [{"role": "user", "content": "red " * 6000}]}, 400, "context_length_exceeded"),
         ([], 400, "invalid_request"),

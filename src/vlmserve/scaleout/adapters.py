@@ -56,7 +56,7 @@ async def _change(request: Request, kind: type[LoadAdapterRequest] | type[Unload
     if not failed:
         return PlainTextResponse(next(one.said for one in outcomes if one.status == HTTPStatus.OK))
     error = _error(failed, len(outcomes))
-    note_error(request.scope, error.code)
+    note_error(request.scope, error.code, str(error))
     report = {one.worker: "ok" if one not in failed else one.said for one in outcomes}
     return json_response({**error_body(error), "workers": report}, error.status)
 

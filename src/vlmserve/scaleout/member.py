@@ -23,7 +23,7 @@ import msgspec
 from vlmserve.config import EngineConfig, MediaConfig, ServerConfig
 from vlmserve.errors import VLMServeError
 from vlmserve.garbage import freeze_loaded_objects
-from vlmserve.logs import LogFormat, set_up_logging
+from vlmserve.logs import level_number, set_up_logging
 from vlmserve.scaleout.settings import GatewayConfig
 
 if TYPE_CHECKING:
@@ -50,7 +50,6 @@ class WorkerLaunch(msgspec.Struct, frozen=True, tag="worker"):
     engine: str
     media: str
     server: str
-    log_format: LogFormat = "text"
 
 
 class GatewayLaunch(msgspec.Struct, frozen=True, tag="gateway"):
@@ -61,7 +60,6 @@ class GatewayLaunch(msgspec.Struct, frozen=True, tag="gateway"):
     server: str
     gateway: str
     takes_over: bool = False
-    log_format: LogFormat = "text"
 
 
 class Up(msgspec.Struct, frozen=True, tag="up"):
@@ -85,7 +83,9 @@ def main() -> int:
     """The process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # sent to whole process groups; the parent says when to stop
     launch = msgspec.json.decode(sys.stdin.buffer.readline(), type=Launch)
-    set_up_logging(launch.log_format, "worker" if isinstance(launch, WorkerLaunch) else "gateway")
+    server = ServerConfig.model_validate_json(launch.server)
+    process = "worker" if isinstance(launch, WorkerLaunch) else "gateway"
+    set_up_logging(server.log_format, process, level_number(server.log_level))
     try:
         if isinstance(launch, WorkerLaunch):
             threading.Thread(target=_exit_with_parent, daemon=True).start()

@@ -265,7 +265,7 @@ class Proxy:
         """The last event of a stream whose worker has ended it. first: at least the first event."""
         self.gateway.metrics.broken.inc()
         error = UnavailableError(f"The worker that was answering is gone ({reason}); send the request again")
-        note_error(self._request.scope, "worker_lost")
+        note_error(self._request.scope, "worker_lost", reason)
         if self._path == "/v1/messages":
             return named_event(messages_error_body(error))
         if self._path == "/v1/responses":
@@ -353,7 +353,16 @@ async def _answer(request: Request, proxy: Proxy, share: BodyShare) -> Response:
     if not is_needed or gateway.bodies.used > gateway.bodies.capacity // 2:
         proxy.drop_body()
         share.give_back()
+    if response.status_code >= HTTPStatus.BAD_REQUEST:
+        _note_error(request, bytes(response.body))
     return response
+
+
+def _note_error(request: Request, body: bytes) -> None:
+    """Have the log say why a worker did not answer a request. body: of its error, in the form of any API."""
+    with contextlib.suppress(msgspec.DecodeError, KeyError, TypeError):
+        error = msgspec.json.decode(body)["error"]
+        note_error(request.scope, str(error.get("code") or error["type"]), str(error["message"]))
 
 
 class _Held(Response):

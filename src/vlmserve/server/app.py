@@ -19,7 +19,7 @@ from starlette.routing import Route
 from vlmserve.config import ServerConfig
 from vlmserve.errors import EngineDeadError, VLMServeError
 from vlmserve.server.accounts import RATE_LIMIT_HEADERS
-from vlmserve.server.connection import RequestLog
+from vlmserve.server.connection import RequestLog, note
 from vlmserve.server.debug import show_caches
 from vlmserve.server.errors import (
     handle_http_exception,
@@ -142,7 +142,7 @@ async def health(request: Request) -> Response:
 
     200 also while the engine is restarted: killing the server would only take longer.
     """
-    return _state(request.app.state.service, fine=("asleep", "serving", "restarting"))
+    return _state(request, fine=("asleep", "serving", "restarting"))
 
 
 async def ping(request: Request) -> Response:
@@ -155,11 +155,13 @@ async def ready(request: Request) -> Response:
     service: Service = request.app.state.service
     silence = service.silence()
     if service.phase == "serving" and silence is not None:
+        note(request, str(silence))
         return json_response(Health("unresponsive", str(silence)), 503, {"Retry-After": retry_after(silence)})
-    return _state(service, fine=("asleep", "serving"))
+    return _state(request, fine=("asleep", "serving"))
 
 
-def _state(service: Service, fine: Collection[Phase]) -> Response:
+def _state(request: Request, fine: Collection[Phase]) -> Response:
+    service: Service = request.app.state.service
     phase, problem = service.phase, service.problem()
     if isinstance(problem, EngineDeadError):
         phase_shown, good = "dead", False
@@ -167,11 +169,10 @@ def _state(service: Service, fine: Collection[Phase]) -> Response:
         phase_shown, good = "ok" if phase == "serving" else phase, problem is None or phase in fine
     reason = None if problem is None or phase == "asleep" else str(problem)
     state = Health(phase_shown, reason)
-    return (
-        json_response(state)
-        if good or problem is None
-        else json_response(state, 503, {"Retry-After": retry_after(problem)})
-    )
+    if good or problem is None:
+        return json_response(state)
+    note(request, str(problem))
+    return json_response(state, 503, {"Retry-After": retry_after(problem)})
 
 
 async def show_version(request: Request) -> Response:

@@ -34,7 +34,7 @@ _REQUEST_ID_KEY = "vlmserve.request_id"
 _WATCH_AFTER = 0.02
 """Seconds of work after which the connection is watched for a disconnect."""
 _PROBES = ("/health", "/ping", "/ready", "/metrics", "/live")
-"""Paths that are polled, and not logged."""
+"""Paths that are polled. They are logged when they fail, once for each status in succession."""
 
 Result = TypeVar("Result")
 
@@ -90,9 +90,9 @@ async def cancel(*tasks: asyncio.Future[Any]) -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def _shown(path: str) -> str:
-    """A path as it may stand in a log: on one line, and short."""
-    return (path if path.isprintable() else ascii(path))[:200]
+def _shown(text: str) -> str:
+    """A path or an error as it may stand in a log: on one line, and short."""
+    return (text if text.isprintable() else ascii(text))[:200]
 
 
 def note(request: Request, text: str, **fields: str | int) -> None:
@@ -106,9 +106,11 @@ def add_note(scope: Scope, text: str, **fields: str | int) -> None:
     scope[_FIELDS].update(fields)
 
 
-def note_error(scope: Scope, code: str) -> None:
-    """Remember the code of the request's error for the log."""
-    scope[_FIELDS]["error"] = code
+def note_error(scope: Scope, code: str, reason: str) -> None:
+    """Remember the code of the request's error and its message for the log."""
+    reason = _shown(reason)
+    scope[_FIELDS].update(error=code, reason=reason)
+    scope[_NOTES].append(f"{code}: {reason}")
 
 
 def request_id_of(request: Request) -> str:
@@ -125,6 +127,8 @@ class RequestLog:
         self._app = app
         self._metrics = service.metrics
         self._tracing = service.tracing
+        self._probed: dict[str, int] = {}
+        """The latest status of each path that is polled."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -163,9 +167,17 @@ class RequestLog:
                 await internal_error_response()(scope, receive, send_with_id)
         finally:
             status = status or CLIENT_CLOSED_REQUEST
-            _log_access(scope, status, time.monotonic() - started, request_id, notes, fields)
+            level = logging.DEBUG if self._is_routine(scope["path"], status) else logging.INFO
+            _log_access(level, scope, status, time.monotonic() - started, request_id, notes, fields)
             if trace is not None:
                 _end_trace(trace, scope, status, request_id, fields)
+
+    def _is_routine(self, path: str, status: int) -> bool:
+        """Whether a poller got what it usually gets."""
+        if path not in _PROBES:
+            return False
+        before, self._probed[path] = self._probed.get(path, HTTPStatus.OK), status
+        return status in (HTTPStatus.OK, before)
 
     def _log_bug(self, scope: Scope, request_id: str, fields: Mapping[str, str | int]) -> None:
         self._metrics.count_error("internal_error")
@@ -179,14 +191,19 @@ class RequestLog:
 
 
 def _log_access(
-    scope: Scope, status: int, seconds: float, request_id: str, notes: Sequence[str], fields: Mapping[str, str | int]
+    level: int,
+    scope: Scope,
+    status: int,
+    seconds: float,
+    request_id: str,
+    notes: Sequence[str],
+    fields: Mapping[str, str | int],
 ) -> None:
     client = scope["client"][0] if scope.get("client") else "-"
     path = _shown(scope["path"])
-    routine = status == HTTPStatus.OK and path in _PROBES
     about = {"client": client, "method": scope["method"], "path": path, "status": status, "seconds": round(seconds, 6)}
     access_log.log(
-        logging.DEBUG if routine else logging.INFO,
+        level,
         "%s %s %s %d in %.3f s, %s%s",
         client,
         scope["method"],

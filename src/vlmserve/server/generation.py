@@ -243,7 +243,7 @@ class Generation:
         }
         if self.failure is not None:
             text += f", failed: {self.failure}"
-            fields["error"] = error_code(self.failure)
+            fields["error"], fields["reason"] = error_code(self.failure), str(self.failure)
         return text, fields
 
     def close(self) -> None:

@@ -77,7 +77,7 @@ class Guard:
             except VLMServeError as error:
                 code = error_code(error)
                 self._service.metrics.count_error(code)
-                note_error(scope, code)
+                note_error(scope, code, str(error))
                 await error_response(error, scope["path"])(scope, receive, send_with_headers)
                 return
             await self._app(scope, receive, send_with_headers)

@@ -23,7 +23,7 @@ from vlmserve.engine.process import EngineProcess
 from vlmserve.errors import ConfigurationError
 from vlmserve.frontend.defaults import default_sampling
 from vlmserve.garbage import freeze_loaded_objects
-from vlmserve.logs import log_format_in_use, set_up_logging
+from vlmserve.logs import level_number, log_format_in_use, set_up_logging
 from vlmserve.models.hub import resolve_model
 from vlmserve.server.activity import activity_log
 from vlmserve.types import ModelInfo
@@ -60,7 +60,7 @@ def serve(engine: EngineConfig, media: MediaConfig, server: ServerConfig, member
     The port opens before the model is loaded, with a `/health` that says so. membership: None for a server of its own.
     Raises ConfigurationError if the address cannot be had, ModelLoadError if the model cannot be loaded.
     """
-    set_up_logging(server.log_format)
+    set_up_logging(server.log_format, level=level_number(server.log_level))
     for chatty in ("uvicorn.error", "httpx", *(() if server.access_log else ("vlmserve.access",))):
         logging.getLogger(chatty).setLevel(logging.WARNING)
     raise_file_limit()

@@ -176,4 +176,4 @@ def note_failure(scope: Scope, error: VLMServeError) -> None:
     front: Front = scope["app"].state.front
     code = error_code(error)
     front.metrics.count_error(code)
-    note_error(scope, code)
+    note_error(scope, code, str(error))
