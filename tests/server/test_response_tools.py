@@ -290,6 +290,7 @@ def test_a_loop_that_is_too_long_is_cut_before_what_a_user_says(live):
         if (response := httpx.post(
             f"{live.url}/v1/responses", json={"input": turns[start:], **fields}, timeout=60
         )).status_code == 200
+        and response.json()["usage"]["input_tokens"] + 400 <= 2048
     )  # fmt: skip
     assert cut.usage.input_tokens == longest.json()["usage"]["input_tokens"] < 2048
 
@@ -362,7 +363,6 @@ CALL = {"type": "function_call", "call_id": "c", "name": "stop", "arguments": "{
     ("fields", "param", "words"),
     [
         ({"tools": [{"type": "web_search"}], "tool_choice": {"type": "web_search"}}, "tool_choice", "'web_search' are"),
-        ({"tools": [TOOLS[0], {"type": "mcp", "server_label": "x"}]}, "tools[1]", "'mcp'"),
         ({"tools": [NESTED[0]]}, "tools[0]", "beside type"),
         ({"tools": [{"type": "function", "name": "a b"}]}, "tools[0].name", "pattern"),
         ({"tools": [{"type": "function"}]}, "tools[0].name", "missing"),
@@ -390,7 +390,7 @@ CALL = {"type": "function_call", "call_id": "c", "name": "stop", "arguments": "{
         ({"input": [QUESTION, {"type": "function_call", "name": "stop", "arguments": ""}]},
          "input[1].call_id", "missing"),
         ({"input": [QUESTION, CALL, returned("c", 5)]}, "input[2].output", "string or a list"),
-        ({"input": [QUESTION, CALL, returned("c", [{"type": "output_text", "text": "x"}])]},
+        ({"input": [QUESTION, CALL, returned("c", [{"type": "refusal", "refusal": "x"}])]},
          "input[2].output[0]", "input_text"),
         ({"input": [QUESTION, CALL, returned("c", [{"type": "input_image", "image_url": "x"}])]},
          "input[2].output[0].image_url", "http"),
