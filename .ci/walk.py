@@ -40,6 +40,7 @@ PAGES = ("README.md", "docs/start.md", "docs/python.md", "docs/serving.md", "exa
 CHECKS = {
     "make serve": "",
     ".venv/bin/vlmserve ask examples/shapes.png": r"(?i)\bred\b",
+    "from vlmserve import LLM": r"(?i)\b(3|three)\b",
     ".venv/bin/vlmserve ask --url": r"(?i)\bred\b",
     "curl -s http://127.0.0.1:8000/v1/chat/completions": r'(?i)"content":\s*"[^"]*\b(3|three)\b',
     ".venv/bin/vlmserve chat": r"(?i)\bred\b",

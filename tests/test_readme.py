@@ -93,16 +93,6 @@ def test_links_to_files_lead_somewhere(path):
     assert [link for link in links if not (path.parent / link).exists()] == []
 
 
-def test_decisions_have_one_form_and_are_in_the_index():
-    folder = ROOT / "docs" / "decisions"
-    pages = [path for path in sorted(folder.glob("*.md")) if path.name != "README.md"]
-    index = (folder / "README.md").read_text(encoding="utf-8")
-    for path in pages:
-        headings = re.findall(r"^## (.+)$", path.read_text(encoding="utf-8"), re.MULTILINE)
-        assert headings == ["Context", "Decision", "Consequences"], path.name
-        assert f"[{path.name}]({path.name})" in index, path.name
-
-
 @pytest.mark.parametrize(
     "path", [ROOT / "CONTRIBUTING.md", ROOT / "docs" / "architecture.md"], ids=lambda path: path.name
 )

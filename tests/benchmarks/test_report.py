@@ -1,0 +1,69 @@
+"""The pages of results hold what benchmarks/results says."""
+
+from __future__ import annotations
+
+import json
+import re
+import xml.dom.minidom
+from pathlib import Path
+
+import pytest
+
+from benchmarks import report
+
+
+def _without_marks(text: str) -> str:
+    """A page without the marks that depend on later commits."""
+    return re.sub(rf", ({report.STALE}|{report.CURRENT})$", "", text, flags=re.MULTILINE)
+
+
+def test_pages_agree_with_results() -> None:
+    files = report.files()
+    differing = [
+        str(path.relative_to(report.ROOT))
+        for path, text in files.items()
+        if not path.is_file() or _without_marks(path.read_text("utf-8")) != _without_marks(text)
+    ]
+    assert differing == [], "write them with: python -m benchmarks.report"
+    pages = {*report.PAGES.glob("*.md"), *report.PAGES.glob("*.svg")}
+    assert pages == {path for path in files if path != report.README}
+
+
+def test_results_name_known_machines_and_suites() -> None:
+    machines, suites = report.settings("machines"), report.settings("suites")
+    for result in report.results():
+        assert result.machine in machines
+        assert result.suite in suites
+        assert result.weights in ("published", "random", "")
+        assert all(len(row) == len(result.columns) for row in result.rows), result.path
+        assert set(result.plot) <= set(result.columns)
+
+
+def test_suites_depend_on_existing_files() -> None:
+    for suite in report.settings("suites").values():
+        assert [name for name in suite["files"] if not (report.ROOT / name).exists()] == []
+
+
+def test_changed_value_changes_the_page(tmp_path: Path) -> None:
+    first = report.results()[0]
+    changed = first._replace(rows=[["other", *row[1:]] for row in first.rows])
+    stale = {first.path: False}
+    assert report.page(first.suite, [changed], stale) != report.page(first.suite, [first], stale)
+
+
+def test_unknown_revision_is_stale() -> None:
+    result = report.results()[0]
+    assert report.is_stale(result._replace(path=Path("a/b/2026-01-01-0000000.json")), ["README.md"])
+
+
+def test_result_of_another_name_fails(tmp_path: Path) -> None:
+    path = tmp_path / "suite/machine/today.json"
+    path.parent.mkdir(parents=True)
+    path.write_text(json.dumps({}))
+    with pytest.raises(ValueError, match="DATE-REVISION"):
+        report.results(tmp_path)
+
+
+def test_plot_is_valid_svg() -> None:
+    drawn = report.bars([("a <b>", 0.5), ("c", 2)], "d & e", line=1)
+    assert len(xml.dom.minidom.parseString(drawn).getElementsByTagName("rect")) == 3
