@@ -279,13 +279,16 @@ class FakeServer(BaseHTTPRequestHandler):
     """Answers the number of images it got, in pieces; thinks about the question "hard", refuses "bad"."""
 
     bodies: list[dict[str, object]]
+    paths: list[str]
 
     def do_GET(self) -> None:
+        self.paths.append(self.path)
         self._send(200, json.dumps({"data": [{"id": "far-away"}]}))
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
         self.bodies.append(body)
+        self.paths.append(self.path)
         content = body["messages"][-1]["content"]
         if content[-1]["text"] == "bad":
             error = {"message": "that was bad", "param": "messages[0].content[1].image_url.url"}
@@ -312,7 +315,7 @@ class FakeServer(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def server() -> Iterator[ThreadingHTTPServer]:
-    FakeServer.bodies = []
+    FakeServer.bodies, FakeServer.paths = [], []
     server = ThreadingHTTPServer(("127.0.0.1", 0), FakeServer)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
@@ -322,12 +325,14 @@ def server() -> Iterator[ThreadingHTTPServer]:
     server.server_close()
 
 
-@pytest.mark.parametrize("end", ["", "/", "/v1", "/v1/"])
+@pytest.mark.parametrize("end", ["", "/", "/v1", "/v1/", "/team/a", "/team/a/v1/"])
 def test_ask_can_ask_a_server(server, image, end):
     url = f"http://127.0.0.1:{server.server_port}{end}"
     result = run("ask", "--url", url, image, "https://example.com/b.png", "How many?")
     assert (result.exit_code, result.stdout) == (0, "2 images\n")
     [body] = FakeServer.bodies
+    prefix = "/team/a/v1" if "team" in end else "/v1"
+    assert FakeServer.paths == [f"{prefix}/models", f"{prefix}/chat/completions"]
     assert (body["model"], body["stream"], body["temperature"]) == ("far-away", True, 0)
     first, second, _ = body["messages"][0]["content"]
     assert first["image_url"]["url"].startswith("data:image/png;base64,iVBOR")
@@ -360,7 +365,7 @@ def test_a_servers_refusal_is_shown_with_the_file_that_it_is_about(server, image
 def test_no_server_at_the_url_is_one_line():
     result = run("ask", "--url", "http://127.0.0.1:9", "hello")
     assert (result.exit_code, result.stderr.count("\n")) == (1, 1)
-    assert "no server at http://127.0.0.1:9" in result.stderr
+    assert "no server at http://127.0.0.1:9/v1/models" in result.stderr
 
 
 # eval

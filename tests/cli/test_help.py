@@ -125,13 +125,17 @@ def test_a_wrong_line_is_one_line_that_says_what_is_right(line, message):
         (
             "ask --url http://127.0.0.1:9 hello",
             1,
-            "there is no server at http://127.0.0.1:9: connection refused",
+            "there is no server at http://127.0.0.1:9/v1/models: connection refused",
         ),
-        ("ask --url nonsense hello", 1, "there is no server at nonsense: write a URL like http://127.0.0.1:8000"),
+        (
+            "ask --url nonsense hello",
+            1,
+            "there is no server at nonsense/v1/models: write a URL like http://127.0.0.1:8000",
+        ),
         (
             "loadtest http://127.0.0.1:9",
             1,
-            "there is no server at http://127.0.0.1:9: 127.0.0.1:9 refused the",
+            "there is no server at http://127.0.0.1:9/v1/models: 127.0.0.1:9 refused the",
         ),
         ("serve --port 0 --storage-path {binary}/x.db", 2, "the history {binary}/x.db cannot be made: "),
         ("keys list --api-keys-file nope.jsonl", 2, "the keys in nope.jsonl cannot be read: No such file"),

@@ -55,8 +55,11 @@ def answer(tokens: int = 2, prompt_tokens: int = 5) -> bytes:
 
 
 @contextlib.asynccontextmanager
-async def scripted(answering: Answering | None = None, tls: ssl.SSLContext | None = None) -> AsyncIterator[Scripted]:
-    """A server on a free port. answering: what it writes to a completion, by default a good stream of two tokens."""
+async def scripted(
+    answering: Answering | None = None, tls: ssl.SSLContext | None = None, prefix: str = ""
+) -> AsyncIterator[Scripted]:
+    """A server on a free port. answering: what it writes to a completion, by default a good stream of two tokens.
+    prefix: beginning of the paths that it answers."""
     server: Scripted
     serving: list[asyncio.Task[None]] = []
 
@@ -71,13 +74,13 @@ async def scripted(answering: Answering | None = None, tls: ssl.SSLContext | Non
                 path = head.split(" ")[1]
                 length = int(head.lower().partition("content-length: ")[2].partition("\r\n")[0] or 0)
                 body = await reader.readexactly(length)
-                if path.endswith("completions"):
+                if path.startswith(f"{prefix}/v1/") and path.endswith("completions"):
                     server.asked.append(json.loads(body))
                     if answering is None:
                         writer.write(answer())
                     else:
                         await answering(head, body, writer)
-                elif path == "/v1/models":
+                elif path == f"{prefix}/v1/models":
                     writer.write(plain("200 OK", json.dumps(MODELS).encode()))
                 else:
                     writer.write(plain("404 Not Found", b"{}"))

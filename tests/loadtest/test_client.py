@@ -63,6 +63,13 @@ async def test_events_with_carriage_returns_and_comments_are_read():
         assert (await ask(server.url)).text == "a"
 
 
+async def test_events_without_content_are_skipped():
+    nothing = [b"", {"choices": None}, {"choices": None, "usage": None}]
+    events = [*nothing, piece("a"), *nothing, piece(None, finish_reason="stop")]
+    async with scripted(writes(stream(*events, b"[DONE]"))) as server:
+        assert (await ask(server.url)).text == "a"
+
+
 @pytest.mark.parametrize(
     ("status", "body", "expected"),
     [

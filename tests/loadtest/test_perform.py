@@ -256,6 +256,15 @@ async def test_settings_that_do_not_go_together_are_refused(options, words):
             await run(server.url, **options)
 
 
+@pytest.mark.parametrize("end", ["", "/", "/v1", "/v1/"])
+async def test_paths_of_urls_are_kept(end):
+    async with scripted(prefix="/team/a") as server:
+        report = await run(f"{server.url}/team/a{end}")
+        assert report.num_good == 6
+        with pytest.raises(TargetError, match="/team/b/v1/models lists no model"):
+            await run(f"{server.url}/team/b/v1")
+
+
 async def test_what_cannot_be_tested_says_why():
     async with scripted() as server:
         url = server.url
@@ -265,5 +274,5 @@ async def test_what_cannot_be_tested_says_why():
         with pytest.raises(TargetError, match="a key, please"):
             await run(server.url)
     async with scripted(writes(stream(piece("a"), event({"error": {}})))) as server:
-        with pytest.raises(TargetError, match="refused a short request"):
+        with pytest.raises(TargetError, match="/v1/chat/completions rejected a short request"):
             await run(server.url)

@@ -17,6 +17,7 @@ from vlmserve.errors import ConfigurationError
 from vlmserve.server.accounts import Account, Bucket, KeyRing, duration
 from vlmserve.server.errors import RefusedError
 from vlmserve.server.keys import add_key, read_keys, remove_key, salted, store
+from vlmserve.storage.store import open_store
 
 
 @pytest.fixture
@@ -105,6 +106,28 @@ def test_commands_add_list_and_remove(tmp_path):
     assert "alice" not in run("list")
     run("remove", "alice", exit_code=2)
     run("add", "no spaces", exit_code=2)
+
+
+def test_adding_a_key_warns_of_the_history_of_its_name(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    history = tmp_path / "vlmserve" / "history.db"
+
+    def added(name: str, *arguments: str) -> str:
+        path = str(tmp_path / f"keys-{len(list(tmp_path.iterdir()))}")
+        result = CliRunner().invoke(app, ["keys", "add", name, "--api-keys-file", path, *arguments])
+        assert result.exit_code == 0, result.output
+        return result.stderr
+
+    assert "earlier key" not in added("alice")
+    assert not history.exists()
+    store = open_store(ServerConfig())
+    store.conversations.create("key alice", "conv_1", {}, [])
+    store.close()
+    assert "An earlier key alice has stored" in added("alice")
+    assert "earlier key" not in added("bob")
+    assert "earlier key" not in added("alice", "--storage-url", "none")
+    assert "An earlier key alice has stored" in added("alice", "--storage-path", str(history))
+    assert "is unknown" in added("alice", "--storage-url", "nonsense://x")
 
 
 def test_a_ring_finds_plain_and_stored_keys_and_nothing_else(tmp_path):

@@ -44,6 +44,14 @@ def add(
         str | None, typer.Option(help="Keys with the same salt share cached prompts; default: keys share nothing.")
     ] = None,
     admin: Annotated[bool, typer.Option("--admin", help="The key may load and unload adapters.")] = False,
+    storage_url: Annotated[
+        str | None,
+        typer.Option(metavar="URL", envvar="VLMSERVE_STORAGE_URL", help="The server's database."),
+    ] = None,
+    storage_path: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", envvar="VLMSERVE_STORAGE_PATH", help="The server's SQLite file."),
+    ] = None,
 ) -> None:
     """Add a key and print it; only its hash is stored."""
     from vlmserve.server.keys import add_key
@@ -59,6 +67,28 @@ def add(
     )
     typer.echo(key)
     typer.echo(f"This is the only time that it is shown. Its hash is in {api_keys_file}.", err=True)
+    _warn_of_history(name, storage_url, storage_path)
+
+
+def _warn_of_history(name: str, storage_url: str | None, storage_path: str | None) -> None:
+    """Say so if a removed key of this name has left something behind: a history belongs to the name."""
+    from vlmserve.cli.messages import note
+    from vlmserve.config import ServerConfig
+    from vlmserve.errors import ConfigurationError, StorageError
+    from vlmserve.server.accounts import owner_of_key
+    from vlmserve.storage.store import has_history
+
+    config = ServerConfig.model_validate({"storage_url": storage_url, "storage_path": storage_path})
+    try:
+        found = has_history(config, owner_of_key(name))
+    except (ConfigurationError, StorageError) as error:
+        note(f"Whether an earlier key {name} has stored anything is unknown: {error}")
+        return
+    if found:
+        note(
+            f"An earlier key {name} has stored responses or files, and the new key can read them; "
+            "to avoid this, choose another name"
+        )
 
 
 @keys.command("list", cls=HelpfulCommand)

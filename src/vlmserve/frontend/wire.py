@@ -30,6 +30,7 @@ def connect(url: str, model: str | None = None, connections: int | None = None) 
     import httpx
 
     base = url.rstrip("/").removesuffix("/v1")
+    asked = f"{base}/v1/models"
     key = os.environ.get("VLMSERVE_API_KEY", "").partition(",")[0]
     client = httpx.Client(
         base_url=f"{base}/v1",
@@ -40,10 +41,13 @@ def connect(url: str, model: str | None = None, connections: int | None = None) 
     try:
         response = client.get("/models")
     except (httpx.HTTPError, httpx.InvalidURL) as error:
-        raise VLMServeError(f"there is no server at {url}: {connection_problem(error)}") from error
+        raise VLMServeError(f"there is no server at {asked}: {connection_problem(error)}") from error
     if response.status_code != 200:
-        raise VLMServeError(error_text(response))
-    return client, model or response.json()["data"][0]["id"]
+        raise VLMServeError(f"{asked}: {error_text(response)}")
+    try:
+        return client, model or str(response.json()["data"][0]["id"])
+    except (ValueError, LookupError, TypeError):
+        raise VLMServeError(f"{asked} lists no model; give --model, or the URL of an OpenAI-compatible API") from None
 
 
 def medium_part(place: str, pages: str | None = None) -> dict[str, Any]:

@@ -40,7 +40,7 @@ class _Usage(msgspec.Struct):
 
 
 class _Chunk(msgspec.Struct):
-    choices: list[_Choice] = []
+    choices: list[_Choice] | None = None
     usage: _Usage | None = None
     error: msgspec.Raw = _NOTHING
 
@@ -115,6 +115,8 @@ class Answer:
             raise RequestFailedError("broken stream", "the stream ended before the answer was complete")
 
     def _event(self, data: bytes, now: float) -> None:
+        if not data and self._streams:  # some servers keep connections open in this way
+            return
         if data == b"[DONE]":
             self.is_whole = True
             return
@@ -130,7 +132,7 @@ class Answer:
             self.num_prompt_tokens = chunk.usage.prompt_tokens
             if chunk.usage.prompt_tokens_details is not None:
                 self.cached_tokens = chunk.usage.prompt_tokens_details.cached_tokens
-        for choice in chunk.choices:
+        for choice in chunk.choices or ():
             self._choice(choice, now)
 
     def _choice(self, choice: _Choice, now: float) -> None:

@@ -132,7 +132,10 @@ class Client:
     def __init__(
         self, url: str, *, headers: Sequence[tuple[str, str]] = (), timeout: float = 600.0, insecure: bool = False
     ) -> None:
-        """url: scheme, host and port. timeout: seconds of a whole request. Raises ConfigurationError for no URL."""
+        """url: scheme, host and port, and a path before all others. timeout: seconds of a whole request.
+
+        Raises ConfigurationError for anything that is not a URL.
+        """
         parts = urlsplit(url)
         try:
             port = parts.port
@@ -141,6 +144,7 @@ class Client:
         if parts.scheme not in ("http", "https") or not parts.hostname or port == 0:
             raise ConfigurationError(f"{url!r} is not the URL of a server; write one like http://127.0.0.1:8000")
         self._host, self._port = parts.hostname, port or (443 if parts.scheme == "https" else 80)
+        self._prefix = parts.path.rstrip("/")
         self._ssl = _tls(insecure) if parts.scheme == "https" else None
         self._timeout = timeout
         self._idle: list[_Connection] = []
@@ -153,7 +157,7 @@ class Client:
     def request(self, method: str, path: str, body: Sequence[bytes] = ()) -> list[bytes]:
         """The bytes of a request. body: in parts, which are not copied."""
         length = sum(map(len, body))
-        line = f"{method} {path} HTTP/1.1\r\n".encode()
+        line = f"{method} {self._prefix}{path} HTTP/1.1\r\n".encode()
         return [b"%s%sContent-Length: %d\r\n\r\n" % (line, self._head, length), *body]
 
     async def send(self, request: Sequence[bytes], sink: Sink) -> int:

@@ -68,7 +68,7 @@ async def open_target(config: TestConfig) -> Target:
     client = Client(url, headers=headers, timeout=settings.request_timeout, insecure=settings.insecure)
     control = Client(url, headers=headers, timeout=_CONTROL_TIMEOUT, insecure=settings.insecure)
     model, max_model_len = await _find_model(control, settings.model, url)
-    form, notes = await _probe(client, settings, model)
+    form, notes = await _probe(client, settings, model, url)
     target = Target(url, client, control, form, model, max_model_len, notes=notes)
     target.has_metrics = await _status(control, "/metrics") == 200
     if config.workload.dataset_path is None:
@@ -102,9 +102,9 @@ async def _find_model(client: Client, wanted: str | None, url: str) -> tuple[str
     try:
         status, body = await client.fetch("GET", "/v1/models")
     except RequestFailedError as error:
-        raise TargetError(f"there is no server at {url}: {error}") from None
+        raise TargetError(f"there is no server at {url}/v1/models: {error}") from None
     if status in (401, 403):
-        raise TargetError(f"{url} needs a key ({http_failure(status, body)}); give --api-key")
+        raise TargetError(f"{url}/v1/models needs a key ({http_failure(status, body)}); give --api-key")
     models: list[dict[str, Any]] = []
     if status == 200:
         try:
@@ -118,7 +118,7 @@ async def _find_model(client: Client, wanted: str | None, url: str) -> tuple[str
     return wanted or str(chosen and chosen.get("id")), length if isinstance(length, int) else None
 
 
-async def _probe(client: Client, settings: TargetConfig, model: str) -> tuple[RequestFormat, list[str]]:
+async def _probe(client: Client, settings: TargetConfig, model: str, url: str) -> tuple[RequestFormat, list[str]]:
     """How the server can be asked: with as many of the useful extensions as it takes."""
     notes = []
     wanted = settings.ignore_eos
@@ -138,7 +138,8 @@ async def _probe(client: Client, settings: TargetConfig, model: str) -> tuple[Re
         if answer.num_tokens is None:
             notes.append("The server does not count tokens: pieces of the answers are counted instead.")
         return form, notes
-    raise TargetError(f"the server refused a short request: {error and error.reason}: {error}")
+    address = f"{url}{settings.endpoint}"
+    raise TargetError(f"{address} rejected a short request: {error and error.reason}: {error}")
 
 
 async def ask_once(client: Client, form: RequestFormat, text: str, *, max_tokens: int) -> Answer:

@@ -21,7 +21,6 @@ from vlmserve.cancellation import check_cancelled
 from vlmserve.errors import InvalidRequestError, ModelLoadError, PromptTooLongError, UnsupportedModelError
 from vlmserve.models.gguf.pair import language_model
 from vlmserve.prompt.checkpoint import read_prompt_files
-from vlmserve.prompt.completeness import check_added, check_complete
 from vlmserve.prompt.convert import CONVERTERS
 from vlmserve.prompt.files import PromptFiles
 from vlmserve.prompt.gguf import read_tokenizer
@@ -94,27 +93,19 @@ class Tokenizer:
 
     @classmethod
     def from_folder(cls, folder: Path, files: PromptFiles | None = None) -> Tokenizer:
-        """Read the tokenizer of a checkpoint's folder or GGUF file.
-
-        Raises ModelLoadError if there is none, or a part of it is missing.
-        """
+        """Read the tokenizer of a checkpoint's folder or GGUF file. Raises ModelLoadError if there is none."""
         files = files or read_prompt_files(folder)
         if (file := language_model(folder)) is not None:
-            return cls._complete(read_tokenizer(file), files, file)
+            return cls(read_tokenizer(file), files)
         path = folder / "tokenizer.json"
         if not path.is_file():
-            return cls._complete(_converted(folder, files), files, folder)
+            return cls(_converted(folder, files), files)
         try:
-            return cls._complete(tokenizers.Tokenizer.from_file(str(path)), files, path)
+            return cls(tokenizers.Tokenizer.from_file(str(path)), files)
         except ModelLoadError:
             raise
         except Exception as error:  # the library raises bare Exceptions
             raise ModelLoadError(f"{path} cannot be read: {error}") from error
-
-    @classmethod
-    def _complete(cls, backend: tokenizers.Tokenizer, files: PromptFiles, place: Path) -> Tokenizer:
-        check_complete(backend, files, str(place))
-        return cls(backend, files)
 
     @property
     def vocab_size(self) -> int:
@@ -258,14 +249,12 @@ def _complete(backend: tokenizers.Tokenizer, files: PromptFiles) -> None:
     """Add the tokens that only tokenizer_config.json knows. Whether BOS and EOS are added, tokenizer.json decides."""
     known = {token.content for token in backend.get_added_tokens_decoder().values()}
     declared = files.tokenizer_config.get("added_tokens_decoder") or {}
-    missing, ids = [], []
-    for id_, entry in sorted(declared.items(), key=lambda item: int(item[0])):
+    missing = []
+    for _, entry in sorted(declared.items(), key=lambda item: int(item[0])):
         if isinstance(entry, dict) and entry.get("content") and entry["content"] not in known:
             flags = {name: entry[name] for name in ("lstrip", "rstrip", "normalized", "single_word") if name in entry}
             missing.append(AddedToken(entry["content"], special=bool(entry.get("special", False)), **flags))
-            ids.append(int(id_))
     backend.add_tokens(missing)
-    check_added(backend, zip(ids, (token.content for token in missing), strict=True))
     known |= {token.content for token in missing}
     named = [token for token in files.special_tokens.values() if token not in known]
     backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in named])

@@ -84,7 +84,7 @@ class Account:
 
     def __init__(self, key: StoredKey, clock: Clock = time.monotonic, owner: str = "") -> None:
         self.key = key
-        self.owner = owner or f"key {key.name}"
+        self.owner = owner or owner_of_key(key.name)
         self.num_running = 0
         self._requests = Bucket(key.requests_per_minute, clock) if key.requests_per_minute else None
         self._tokens = Bucket(key.tokens_per_minute, clock) if key.tokens_per_minute else None
@@ -239,6 +239,11 @@ class KeyRing:
         known = {account.key: account for account in self._stored}
         self._stored = [known.get(key) or Account(key, self._clock) for key in keys]
         logger.info("Read %d API keys from %s", len(keys), self._path)
+
+
+def owner_of_key(name: str) -> str:
+    """The owner of the history of a key in a file. A new key with the name of a removed one continues its history."""
+    return f"key {name}"
 
 
 def _owner(key: str) -> str:

@@ -22,6 +22,7 @@ from vlmserve.storage.files import Files
 from vlmserve.storage.limits import Limits
 from vlmserve.storage.responses import Responses
 from vlmserve.storage.retention import Retention
+from vlmserve.storage.tables import has_rows_of
 
 logger = logging.getLogger(__name__)
 
@@ -106,6 +107,27 @@ def open_store(config: ServerConfig) -> Store | None:
                 return None
         case url:
             return Store(url, config)
+
+
+def has_history(config: ServerConfig, owner: str) -> bool:
+    """Whether the history that the settings name, if it exists, has anything of an owner. Raises ConfigurationError and
+    StorageError."""
+    match config.storage_url:
+        case "none" | "memory":
+            return False
+        case None:
+            path = _path(config)
+            if not path.is_file():
+                return False
+            url = f"sqlite:///{path.absolute()}"
+        case url:
+            pass
+    database = Database(url, 1)
+    try:
+        with database.read() as connection:
+            return has_rows_of(connection, owner)
+    finally:
+        database.close()
 
 
 def _path(config: ServerConfig) -> Path:

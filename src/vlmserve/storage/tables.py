@@ -254,3 +254,12 @@ LEAN_SETTINGS = ("PRAGMA secure_delete = OFF", "PRAGMA auto_vacuum = INCREMENTAL
 """With which deleting writes little. Those above are told again afterwards."""
 EMPTY_WAL = "PRAGMA wal_checkpoint(TRUNCATE)"
 """Until then, what was deleted is still in SQLite's log of changes, and the file has not shrunk."""
+
+
+def has_rows_of(connection: Connection, owner: str) -> bool:
+    """Whether anything in the database belongs to an owner."""
+    kinds = (conversations, responses, files, batches)
+    return any(
+        connection.execute(select(kind.c.owner).where(kind.c.owner == owner).limit(1)).first() is not None
+        for kind in kinds
+    )
