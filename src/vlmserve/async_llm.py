@@ -230,7 +230,7 @@ class AsyncLLM:
         self._check()
         adapter = "" if lora_request is None else await self._load_adapter(lora_request)
         try:
-            prepared = await run_in_thread(self._threads, partial(call.prepare_for, adapter, messages))
+            prepared = await run_in_thread(self._threads, partial(call.prepare_for, adapter, messages, params))
             request = await self._request(prepared, params)
         except InvalidRequestError as error:
             error.locate()
@@ -303,7 +303,7 @@ class AsyncLLM:
                 name = "" if adapter is None else await self._load_adapter(adapter)
                 async with self._preparing:
                     await self._client()
-                    prepared = await run_in_thread(self._threads, partial(call.prepare_for, name, item))
+                    prepared = await run_in_thread(self._threads, partial(call.prepare_for, name, item, params))
                     await place.fill(prepared.num_bytes)
                 request = await self._request(prepared, params)
                 del prepared

@@ -203,7 +203,10 @@ class EngineConfig(Settings):
         128 * 1024, description="Largest size of a schema, regular expression or grammar."
     )
     max_grammar_seconds: float = Field(
-        2.0, gt=0, description="Largest processor time to compile a schema, regular expression or grammar."
+        2.0, gt=0, description="Maximum CPU time to compile a schema, regular expression or grammar (default 2 s)."
+    )
+    max_grammar_memory: ByteSize = Field(
+        256 * 1024**2, description="Maximum memory to compile a schema, regular expression or grammar."
     )
     json_max_digits: int = Field(
         15,

@@ -299,7 +299,7 @@ class LLM:
         )
         adapter = "" if lora_request is None else self._engine.load_adapter(lora_request)
         try:
-            prepared = call.prepare_for(adapter, messages)
+            prepared = call.prepare_for(adapter, messages, params)
         except InvalidRequestError as error:
             error.locate()
             raise
@@ -355,7 +355,7 @@ class LLM:
                 batch = OfflineBatch(
                     self._engine,
                     (
-                        (partial(call.prepare_for, adapter, item), param)
+                        (partial(call.prepare_for, adapter, item, param), param)
                         for item, param, adapter in zip(items, params, names, strict=False)
                     ),
                     bounds=self._setup.offline,

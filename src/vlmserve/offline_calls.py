@@ -48,6 +48,7 @@ class Call:
     kind: str
     prepare: Callable[[Any], Prepared]
     check: Callable[[Any], None]
+    check_grammar: Callable[[Grammar], None]
     sampling_params: Params
     on_error: OnError
     schema: Any = None
@@ -57,8 +58,10 @@ class Call:
         if self.on_error not in ("raise", "return"):
             raise InvalidRequestError(f"on_error must be raise or return, got {self.on_error!r}", param="on_error")
 
-    def prepare_for(self, adapter: str, item: Any) -> Prepared:
-        """An item that an adapter answers."""
+    def prepare_for(self, adapter: str, item: Any, params: SamplingParams) -> Prepared:
+        """Prepare an item that an adapter answers, and check the grammar of the answer."""
+        if params.grammar is not None:
+            self.check_grammar(params.grammar)
         return self.prepare(item)._replace(adapter=adapter)
 
     def params_of(self, default: SamplingParams, items: Iterable[Any]) -> Iterable[SamplingParams]:
@@ -175,11 +178,27 @@ class Prompts:
             )
             return Prepared(prompt, salt)
 
-        return Call("conversations", prepare, self._preparer.check_files, sampling_params, on_error, schema)
+        preparer = self._preparer
+        return Call(
+            "conversations",
+            prepare,
+            preparer.check_files,
+            preparer.check_grammar,
+            sampling_params,
+            on_error,
+            schema,
+        )
 
     def text_call(self, sampling_params: Params, on_error: OnError) -> Call:
         """What `LLM.generate` is asked for."""
-        return Call("prompts", self._text_prompt, self._check_prompt, sampling_params, on_error)
+        return Call(
+            "prompts",
+            self._text_prompt,
+            self._check_prompt,
+            self._preparer.check_grammar,
+            sampling_params,
+            on_error,
+        )
 
     def _text_prompt(self, prompt: TextPrompt) -> Prepared:
         from vlmserve.frontend.messages import check_cache_salt

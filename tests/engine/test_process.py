@@ -35,13 +35,20 @@ from vlmserve.engine.messages import (
 )
 from vlmserve.engine.process import EngineProcess, serve_engine
 from vlmserve.errors import InvalidRequestError
+from vlmserve.prompt.tokenizer import Tokenizer
+from vlmserve.sampling.grammar import GrammarCompiler
 from vlmserve.types import BlockMap, EngineOutput, EngineRequest, EngineSnapshot, EngineStats, Prompt
+
+
+def read_no_tokenizer() -> Tokenizer:
+    raise AssertionError("no request has a grammar")
 
 
 class CountingEngine(BaseEngine):
     """Answers every request with one token a step, for as many steps as its prompt says."""
 
     def __init__(self) -> None:
+        self._grammars = GrammarCompiler(read_no_tokenizer, max_bytes=1000, cache_size=1)
         self.left: dict[str, int] = {}
         self.polled = 0
         self.broken = False

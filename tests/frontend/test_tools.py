@@ -17,6 +17,7 @@ from vlmserve.errors import InvalidRequestError
 from vlmserve.frontend.requests import RequestPreparer
 from vlmserve.frontend.tool_parser import ContentDelta, Event, ToolCallDelta, ToolCallStart, ToolParser
 from vlmserve.frontend.tools import Function, ToolUse
+from vlmserve.sampling.grammar import GrammarCompiler, Matcher
 from vlmserve.types import Grammar, SamplingParams
 
 PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
@@ -189,9 +190,13 @@ def test_space_before_a_call_is_no_text(native):
         assert read(ToolParser(form, USE, anywhere=True), list(text)) == ("", [("stop", "{}")])
 
 
+def matcher_of(preparer: RequestPreparer, grammar: Grammar) -> Matcher:
+    return GrammarCompiler(lambda: preparer.tokenizer, max_bytes=10_000, cache_size=1).matcher(grammar)
+
+
 def follow(preparer: RequestPreparer, grammar: Grammar, text: str) -> str:
     """How much of a text a grammar takes, and what may come then."""
-    matcher = preparer.grammars.matcher(grammar)
+    matcher = matcher_of(preparer, grammar)
     tokenizer = preparer.tokenizer
     ids = tokenizer.encode(text, add_special_tokens=False)
     for place, token in enumerate(ids):
@@ -230,7 +235,7 @@ def test_the_control_token_of_calls_begins_one_and_is_shown(tmp_path):
     preparer = preparer_for(tmp_path, MISTRAL, sentencepiece())
     token = preparer.tokenizer.token_id("[TOOL_CALLS]")
     form = preparer.tool_form
-    matcher = preparer.grammars.matcher(form.grammar(ToolUse(USE.functions, must_call=True), None))
+    matcher = matcher_of(preparer, form.grammar(ToolUse(USE.functions, must_call=True), None))
     assert token in np.flatnonzero(matcher.allowed(frozenset({2}), may_end=True))
     assert preparer.answer_text(SamplingParams(), shown_ids=form.shown_ids).push([token]).text == "[TOOL_CALLS]"
     assert preparer.answer_text(SamplingParams()).push([token]).text == ""

@@ -322,11 +322,3 @@ def test_long_chains_of_references_do_not_end_the_process(tmp_path: Path, gramma
         if not len(allowed):
             break
         matcher.advance(int(allowed[0]))
-
-
-def test_a_grammar_that_takes_long_to_compile_is_refused(tmp_path: Path) -> None:
-    tokenizer = Tokenizer.from_folder(write_checkpoint(tmp_path, byte_level()))
-    compiler = GrammarCompiler(lambda: tokenizer, max_bytes=128 * 1024, cache_size=2, max_seconds=1e-9)
-    with pytest.raises(InvalidRequestError, match="to compile") as caught:
-        compiler.matcher(Grammar.regex("[a-z]+"))
-    assert caught.value.param == "grammar"

@@ -8,14 +8,21 @@ from vlmserve.config import EngineConfig
 from vlmserve.engine.admission import check_request
 from vlmserve.engine.protocol import FinishedLoad
 from vlmserve.errors import AdapterError, ConfigurationError, OverloadedError, UnknownModelError
+from vlmserve.sampling.grammar import GrammarCompiler
 from vlmserve.types import AdapterInfo, EngineRequest, ModelInfo
 
 
 class BaseEngine:
-    """The part of a `VLMEngine` that does not depend on how answers are made. Subclasses set both attributes."""
+    """The part of a `VLMEngine` that does not depend on how answers are made. Subclasses set all attributes."""
 
     _config: EngineConfig
     _info: ModelInfo
+    _grammars: GrammarCompiler
+
+    @property
+    def grammars(self) -> GrammarCompiler:
+        """See `VLMEngine.grammars`."""
+        return self._grammars
 
     @property
     def info(self) -> ModelInfo:

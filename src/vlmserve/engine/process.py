@@ -23,6 +23,7 @@ import zmq
 from vlmserve.config import EngineConfig
 from vlmserve.engine import create_engine
 from vlmserve.engine.child import child_environment, exit_with_parent, socket_directory
+from vlmserve.engine.compiling import CompilingRequests
 from vlmserve.engine.heartbeat import Heartbeat, StepClock
 from vlmserve.engine.messages import (
     Abort,
@@ -55,6 +56,7 @@ logger = logging.getLogger(__name__)
 
 _MAX_MESSAGES_PER_STEP = 512
 _LOAD_POLL_MS = 20
+_COMPILE_POLL_MS = 2
 _LINGER_MS = 30_000
 """Time for the last message to get out: a parent that still loads its own libraries has yet to listen."""
 _STDERR = 2
@@ -140,18 +142,20 @@ def serve_engine(engine: VLMEngine, socket: zmq.Socket[bytes], clock: StepClock 
     clock: notes when the loop begins and ends a step.
     """
     clock = clock or StepClock()
+    compiling = CompilingRequests(engine.grammars)
     wakes = zmq.Poller()
     for one in (socket, *engine.watched):
         wakes.register(one, zmq.POLLIN)
     while True:
         clock.end()
         # Blocks while idle: nothing is polled, and the parent's death ends the process from another thread.
-        # Adapters are read by a thread, which has no socket to say so.
-        awake = wakes.poll(0 if engine.has_work() else _LOAD_POLL_MS if engine.is_loading else None)
+        # Threads read adapters and compile grammars. They have no socket to report on.
+        idle = _COMPILE_POLL_MS if compiling else _LOAD_POLL_MS if engine.is_loading else None
+        awake = wakes.poll(0 if engine.has_work() else idle)
         clock.begin()
         if any(one is not socket for one, _ in awake):
             engine.check()
-        accepted: list[str] = []
+        accepted = _add(engine, compiling.release(), socket)
         aborted = False
         for _ in range(_MAX_MESSAGES_PER_STEP):
             try:
@@ -160,8 +164,9 @@ def serve_engine(engine: VLMEngine, socket: zmq.Socket[bytes], clock: StepClock 
                 break
             match decode_to_engine([frame.buffer for frame in frames]):
                 case Add(requests):
-                    accepted += _add(engine, requests, socket)
+                    accepted += _add(engine, compiling.hold(requests), socket)
                 case Abort(request_ids):
+                    compiling.abort(request_ids)
                     engine.abort(request_ids)
                     aborted = True
                 case Inspect():
@@ -173,6 +178,7 @@ def serve_engine(engine: VLMEngine, socket: zmq.Socket[bytes], clock: StepClock 
                 case UnloadAdapter(number, name):
                     _answer(engine, socket, number, partial(engine.unload_adapter, name))
                 case Shutdown():
+                    compiling.close()
                     return
         for number, error in engine.finished_loads():
             _send(socket, AdapterDone(number, None if error is None else Failure.of(error), engine.adapters))

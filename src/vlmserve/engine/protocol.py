@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 from vlmserve.errors import VLMServeError
+from vlmserve.sampling.grammar import GrammarCompiler
 from vlmserve.types import AdapterInfo, BlockMap, EngineOutput, EngineRequest, EngineSnapshot, EngineStats, ModelInfo
 
 
@@ -22,6 +23,11 @@ class VLMEngine(Protocol):
     @property
     def info(self) -> ModelInfo:
         """What is loaded."""
+        ...
+
+    @property
+    def grammars(self) -> GrammarCompiler:
+        """Compiles grammars for `add`, in any thread. `add` waits for a grammar that was not compiled before."""
         ...
 
     @property

@@ -48,9 +48,9 @@ from vlmserve.prompt.one_image import one_image_prompts, only_text
 from vlmserve.prompt.template import ChatTemplate, Message, ToolCall, read_template
 from vlmserve.prompt.tokenizer import Tokenizer
 from vlmserve.prompt.untrusted import Quotation
-from vlmserve.sampling.grammar import GrammarCompiler
 from vlmserve.sampling.schemas import JSONBounds
 from vlmserve.sampling.thoughts import Thinking
+from vlmserve.sampling.trials import GrammarTrials, SlowGrammarError
 from vlmserve.types import Grammar, ImageInput, ModelInfo, Prompt, SamplingParams, Thoughts
 
 _SMALL_IMAGE = (64, 64)
@@ -105,13 +105,8 @@ class RequestPreparer:
         )
         engine = engine or EngineConfig.model_validate({})
         self._encoder_cache_memory = engine.encoder_cache_memory
-        self.grammars = GrammarCompiler(
-            lambda: self.tokenizer,
-            max_bytes=engine.max_grammar_bytes,
-            cache_size=engine.grammar_cache,
-            max_seconds=engine.max_grammar_seconds,
-            bounds=JSONBounds.of(engine),
-        )
+        self.trials = GrammarTrials(folder, engine)
+        """Compiles grammars under limits, and keeps none of them."""
         self.tool_form = replace(
             choose_form(self._template, self.tokenizer, engine.tool_call_parser), bounds=JSONBounds.of(engine)
         )
@@ -390,16 +385,24 @@ class RequestPreparer:
                     words[tuple(ids)] = None
         return msgspec.structs.replace(params, bad_token_ids=tuple(words))
 
-    def check_grammar(self, grammar: Grammar, tools: ToolUse | None = None) -> None:
-        """Compile a grammar, as the engine will. tools: those that it holds calls to.
+    def knows_grammar(self, grammar: Grammar) -> bool:
+        """Whether `check_grammar` passes at once."""
+        return self.trials.passed(grammar)
 
-        Raises InvalidRequestError that says what is wrong, and in which of the tools.
+    def check_grammar(self, grammar: Grammar, tools: ToolUse | None = None, *, quick: bool = False) -> None:
+        """Compile a grammar in a process with limits. tools: those whose calls obey it. quick: wait briefly only.
+
+        Raises InvalidRequestError that says what is wrong, and in which of the tools; SlowGrammarError, a subclass, for
+        a grammar that takes too long.
         """
         try:
-            self.grammars.matcher(grammar)
-        except InvalidRequestError:
+            self.trials.check(grammar, quick=quick)
+        except InvalidRequestError as error:
+            is_slow = isinstance(error, SlowGrammarError)
+            if quick and is_slow:
+                raise
             for one in [] if tools is None else self.tool_form.blame(tools):
-                self.grammars.matcher(one)
+                self.trials.check(one, quick=quick or is_slow)
             raise
 
     def _with_one_image(self, text: str, images: Sequence[Medium], salt: str, *, param: str) -> Prompt:

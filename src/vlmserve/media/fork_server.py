@@ -32,13 +32,15 @@ _LAST_TIMEOUT = 5.0
 _KILLED = 9
 """The status of a process of which the server can no longer tell."""
 
-FileKind: TypeAlias = Literal["pdf", "image", "video"]
+FileKind: TypeAlias = Literal["pdf", "image", "video", "grammar"]
+ServerKey: TypeAlias = tuple[FileKind, str]
+"""Kind, and what its decoder is made with; empty for the decoders of files."""
 
 
 class ForkServer:
     """Forks processes that decode files of one kind. Thread-safe. Raises UnavailableError if it cannot start."""
 
-    def __init__(self, kind: FileKind) -> None:
+    def __init__(self, kind: FileKind, setup: str = "") -> None:
         self._lock = threading.Lock()
         self._abandoned: deque[int] = deque()
         self._socket, theirs = socket.socketpair()
@@ -55,7 +57,7 @@ class ForkServer:
                     start_new_session=True,
                 )
             path = [os.path.abspath(entry) for entry in sys.path]
-            self._socket.sendall(json.dumps({"kind": kind, "path": path}).encode() + b"\n")
+            self._socket.sendall(json.dumps({"kind": kind, "setup": setup, "path": path}).encode() + b"\n")
         except OSError as error:
             self._socket.close()
             raise UnavailableError(f"no process could be started to decode files: {error}") from error
@@ -100,31 +102,40 @@ class ForkServer:
 
 
 _lock = threading.Lock()
-_servers: dict[FileKind, ForkServer] = {}
+_servers: dict[ServerKey, ForkServer] = {}
 
 
-def fork_for(kind: FileKind, stdin: int, stdout: int) -> tuple[ForkServer, int]:
+def fork_for(kind: FileKind, stdin: int, stdout: int, setup: str = "") -> tuple[ForkServer, int]:
     """A new process, and the server that has forked it. Raises UnavailableError."""
+    key = (kind, setup)
     for _ in range(2):  # one that was ended from outside is replaced
         with _lock:
-            server = _servers.get(kind)
+            server = _servers.get(key)
             if server is None:
-                server = _servers[kind] = ForkServer(kind)
+                server = _servers[key] = ForkServer(kind, setup)
         try:
             return server, server.fork(stdin, stdout)
         except OSError:
             with _lock:
-                if _servers.get(kind) is server:
-                    del _servers[kind]
+                if _servers.get(key) is server:
+                    del _servers[key]
             server.close()
     raise UnavailableError("no process could be started to decode the file")
+
+
+def end_server(kind: FileKind, setup: str) -> None:
+    """End one server of this process, if it runs."""
+    with _lock:
+        server = _servers.pop((kind, setup), None)
+    if server is not None:
+        server.close()
 
 
 @atexit.register
 def end_servers() -> None:
     """End all servers of this process. The next file starts one again."""
     with _lock:
-        ended = [_servers.pop(kind) for kind in list(_servers)]
+        ended = [_servers.pop(key) for key in list(_servers)]
     for server in ended:
         server.close()
 

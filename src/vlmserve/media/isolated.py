@@ -59,7 +59,7 @@ class IsolatedProcess:
     may wait, all together.
     """
 
-    def __init__(self, kind: FileKind, seconds: float, error_of: ErrorOf) -> None:
+    def __init__(self, kind: FileKind, seconds: float, error_of: ErrorOf, setup: str = "") -> None:
         self.error_of = error_of
         self._seconds_left = seconds
         self._waited = 0.0
@@ -68,7 +68,7 @@ class IsolatedProcess:
         stdin, self._input = os.pipe()
         self._output, stdout = os.pipe()
         try:
-            self._server, self.pid = fork_for(kind, stdin, stdout)
+            self._server, self.pid = fork_for(kind, stdin, stdout, setup)
         except BaseException:
             os.close(self._input)
             os.close(self._output)

@@ -26,6 +26,7 @@ _DECODERS = {
     "pdf": ("vlmserve.media.isolated_pdf", "PDFDecoder"),
     "image": ("vlmserve.media.isolated_images", "ImageDecoder"),
     "video": ("vlmserve.media.isolated_video", "VideoDecoder"),
+    "grammar": ("vlmserve.sampling.isolated_grammar", "GrammarDecoder"),
 }
 """Module and class of each kind of file. They are imported once the parent has sent its `sys.path`."""
 _LONGEST_LINE = 300
@@ -76,13 +77,13 @@ def _fork(decoder: Decoder | RefusedError, pipes: list[int]) -> int:
     return pid
 
 
-def _load(kind: str) -> Decoder | RefusedError:
-    """A decoder, or the reason why there is none."""
+def _load(kind: str, setup: str) -> Decoder | RefusedError:
+    """A decoder, or the reason why there is none. setup: argument of a decoder that takes one."""
     from vlmserve.media.isolated_limits import RefusedError
 
     module, name = _DECODERS[kind]
     try:
-        decoder: Decoder = getattr(import_module(module), name)()
+        decoder: Decoder = getattr(import_module(module), name)(*([setup] if setup else []))
     except RefusedError as refusal:
         return refusal
     return decoder
@@ -96,7 +97,7 @@ def main() -> None:
             return
         settings = json.loads(first)
         sys.path[:] = settings["path"]
-        decoder = _load(settings["kind"])
+        decoder = _load(settings["kind"], settings["setup"])
         gc.freeze()  # or else collecting garbage copies what processes share
         running = set()
         while True:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -259,10 +258,13 @@ class Matcher:
 
 
 class GrammarCompiler:
-    """Makes matchers, and keeps the `cache_size` grammars used last. Thread-safe; reads the tokenizer when first used.
+    """Makes matchers, and keeps the `cache_size` grammars used last. Reads the tokenizer when first used.
 
-    vocab_size: of the model; None: of the tokenizer. max_bytes: of a grammar's text. max_seconds: of processor time to
-    compile it; None: any. bounds: of what JSON schemas leave open.
+    Thread-safe, and holds no lock while a grammar compiles. It sets no limits of time and memory: `GrammarTrials` tries
+    a grammar under limits first.
+
+    vocab_size: of the model; None: of the tokenizer. max_bytes: of a grammar's text. bounds: of what JSON schemas leave
+    open.
     """
 
     def __init__(
@@ -272,22 +274,26 @@ class GrammarCompiler:
         max_bytes: int,
         cache_size: int,
         vocab_size: int | None = None,
-        max_seconds: float | None = None,
         bounds: JSONBounds = UNBOUNDED,
     ) -> None:
         self._bounds = bounds
         self._tokenizer = tokenizer
         self._max_bytes = max_bytes
-        self._max_seconds = max_seconds
         self._cache_size = cache_size
         self._vocab_size = vocab_size
         self._compiled: OrderedDict[tuple[str, str, bool], LLMatcher] = OrderedDict()
         self._lock = threading.Lock()
+        self._vocabulary_lock = threading.Lock()
+
+    def is_ready(self, grammar: Grammar) -> bool:
+        """Whether `matcher` need not compile the grammar."""
+        with self._lock:
+            return (grammar.kind, grammar.text, grammar.strict) in self._compiled
 
     def matcher(self, grammar: Grammar) -> Matcher:
         """A matcher at the beginning of an answer; cheap for a grammar that was compiled before.
 
-        Raises InvalidRequestError, naming the grammar's source, if it is broken, too large or too complex.
+        Raises InvalidRequestError, naming the grammar's source, if it is broken or too large.
         """
         if len(grammar.text.encode(errors="replace")) > self._max_bytes:
             raise InvalidRequestError(
@@ -296,15 +302,22 @@ class GrammarCompiler:
         key = (grammar.kind, grammar.text, grammar.strict)
         with self._lock:
             compiled = self._compiled.get(key)
-            if compiled is None:
-                compiled = self._compiled[key] = self._compile(grammar)
-                if len(self._compiled) > self._cache_size:
-                    self._compiled.popitem(last=False)
+        if compiled is None:
+            compiled = self._compile(grammar)
+        with self._lock:
+            self._compiled[key] = compiled
             self._compiled.move_to_end(key)
-            return Matcher(compiled.deep_copy(), self._vocabulary, closes=grammar.is_json)
+            if len(self._compiled) > self._cache_size:
+                self._compiled.popitem(last=False)
+        return Matcher(compiled.deep_copy(), self._vocabulary, closes=grammar.is_json)
+
+    @property
+    def _vocabulary(self) -> Vocabulary:
+        with self._vocabulary_lock:
+            return self._read_vocabulary
 
     @cached_property
-    def _vocabulary(self) -> Vocabulary:
+    def _read_vocabulary(self) -> Vocabulary:
         tokenizer = self._tokenizer()
         return Vocabulary.of(tokenizer, self._vocab_size or tokenizer.vocab_size)
 
@@ -314,33 +327,31 @@ class GrammarCompiler:
         except InvalidRequestError as error:
             error.param = grammar.source
             raise
-        # llguidance follows references by recursion, and a stack that overflows ends the process.
-        compiled, seconds = _in_deep_stack(
-            lambda: _compiled(grammar, vocabulary, self._bounds), _STACK_PER_BYTE * self._max_bytes
-        )
-        if self._max_seconds is not None and seconds > self._max_seconds:
-            raise InvalidRequestError(
-                f"{grammar.source} took {seconds:.1f} s to compile; at most {self._max_seconds:g} s are allowed, "
-                "make it simpler",
-                param=grammar.source,
-            )
-        return compiled
+        stack = stack_size(self._max_bytes)
+        try:
+            return in_deep_stack(lambda: compile_grammar(grammar, vocabulary, self._bounds), stack)
+        except ValueError as error:
+            raise InvalidRequestError(f"{grammar.source}: {error}", param=grammar.source) from None
 
 
-def _in_deep_stack(work: Callable[[], Result], num_bytes: int) -> tuple[Result, float]:
-    """What `work` returns, in a thread with a stack of that size, of which only what is used takes memory, and the
-    processor time that it took. Raises what it does."""
-    outcome: Future[tuple[Result, float]] = Future()
+def stack_size(num_bytes: int) -> int:
+    """Bytes of stack to compile a grammar of that many bytes. llguidance follows references by recursion, and a stack
+    that overflows ends the process."""
+    return max(_LEAST_STACK, _STACK_PER_BYTE * num_bytes // _PAGE * _PAGE)
+
+
+def in_deep_stack(work: Callable[[], Result], num_bytes: int) -> Result:
+    """Return what `work` returns, in a thread with a stack of that size. Only the used part takes memory."""
+    outcome: Future[Result] = Future()
 
     def run() -> None:
-        began = time.thread_time()
         try:
-            outcome.set_result((work(), time.thread_time() - began))
+            outcome.set_result(work())
         except BaseException as error:
             outcome.set_exception(error)
 
     with _STACK_LOCK:
-        usual = threading.stack_size(max(_LEAST_STACK, num_bytes // _PAGE * _PAGE))
+        usual = threading.stack_size(num_bytes)
         try:
             thread = threading.Thread(target=run, name="compile-grammar", daemon=True)
             thread.start()
@@ -352,22 +363,23 @@ def _in_deep_stack(work: Callable[[], Result], num_bytes: int) -> tuple[Result, 
         thread.join()
 
 
-def _compiled(grammar: Grammar, vocabulary: Vocabulary, bounds: JSONBounds) -> LLMatcher:
+def compile_grammar(grammar: Grammar, vocabulary: Vocabulary, bounds: JSONBounds) -> LLMatcher:
+    """Compile a grammar. Raises ValueError that says what is wrong with it."""
     from llguidance import LLMatcher, LLParserLimits
 
     try:
         text = source_text(grammar, bounds)
         limits = LLParserLimits(**_LIMITS)
         compiled = LLMatcher(vocabulary.tokenizer, text, log_level=0, limits=limits)
-        if not compiled.is_error():
-            # What is too complex from the beginning on shows only here.
-            probe = compiled.deep_copy()
-            probe.compute_bitmask()
-            compiled = probe if probe.is_error() else compiled
     except ValueError as error:
-        raise InvalidRequestError(f"{grammar.source}: {_message(str(error))}", param=grammar.source) from None
+        raise ValueError(_message(str(error))) from None
+    if not compiled.is_error():
+        # What is too complex from the beginning on shows only here.
+        probe = compiled.deep_copy()
+        probe.compute_bitmask()
+        compiled = probe if probe.is_error() else compiled
     if compiled.is_error():
-        raise InvalidRequestError(f"{grammar.source}: {_message(compiled.get_error())}", param=grammar.source)
+        raise ValueError(_message(compiled.get_error()))
     return compiled
 
 

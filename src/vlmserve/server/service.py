@@ -28,6 +28,7 @@ from vlmserve.frontend.client import EngineClient
 from vlmserve.frontend.reasoning import AnswerText, Reasoning
 from vlmserve.frontend.tools import ToolForm, ToolUse
 from vlmserve.media.cache import ImageCache, ImageCacheStats
+from vlmserve.sampling.trials import SlowGrammarError
 from vlmserve.server.accounts import KeyRing
 from vlmserve.server.adapters import Adapters
 from vlmserve.server.body import BodyMemory
@@ -45,6 +46,8 @@ if TYPE_CHECKING:
 
 Phase = Literal["asleep", "loading", "serving", "restarting", "closing"]
 Result = TypeVar("Result")
+_GRAMMAR_PROCESSES = 4
+_SLOW_GRAMMAR_PROCESSES = 1
 _SHORT_TEXT = 2000
 """Characters that are a prompt sooner than another thread would have begun."""
 _MOST_SHOWN = 5
@@ -87,7 +90,9 @@ class Preparer(Protocol):
         mm_processor_kwargs: Mapping[str, Any] | None = None,
     ) -> Prompt: ...
 
-    def check_grammar(self, grammar: Grammar, tools: ToolUse | None = None) -> None: ...
+    def knows_grammar(self, grammar: Grammar) -> bool: ...
+
+    def check_grammar(self, grammar: Grammar, tools: ToolUse | None = None, *, quick: bool = False) -> None: ...
 
     def text(self, text: str) -> Prompt: ...
 
@@ -180,6 +185,9 @@ class Service:
         # A slow image must not hold up text, nor a slow host the images that are here already.
         self._body_workers = ThreadPoolExecutor(1, "parse-bodies")
         self._text_workers = ThreadPoolExecutor(2, "prepare-text")
+        # Each of these threads waits for a process that compiles.
+        self._grammar_workers = ThreadPoolExecutor(_GRAMMAR_PROCESSES, "check-grammars")
+        self._slow_grammar_workers = ThreadPoolExecutor(_SLOW_GRAMMAR_PROCESSES, "check-slow-grammars")
         self._image_workers = ThreadPoolExecutor(media.threads, "prepare-images")
         self._fetch_workers = ThreadPoolExecutor(4 * media.threads, "prepare-remote")
         self._file_workers = ThreadPoolExecutor(media.media_processes, "prepare-files")
@@ -225,6 +233,8 @@ class Service:
         for pool in (
             self._body_workers,
             self._text_workers,
+            self._grammar_workers,
+            self._slow_grammar_workers,
             self._image_workers,
             self._fetch_workers,
             self._file_workers,
@@ -402,10 +412,16 @@ class Service:
         return await run_in_thread(self._text_workers, functools.partial(make, self.preparer))
 
     async def check_grammar(self, grammar: Grammar, tools: ToolUse | None = None) -> None:
-        """Compile a grammar in a worker thread, where one that takes long keeps nobody waiting, as it would in the
-        engine. Raises what the preparer does."""
+        """Find out whether the engine may compile a grammar. Slow grammars wait for each other, and nothing else waits
+        for them. Raises what the preparer does."""
         check = functools.partial(self.preparer.check_grammar, grammar, tools)
-        await run_in_thread(self._text_workers, check)
+        if self.preparer.knows_grammar(grammar):
+            check()
+            return
+        try:
+            await run_in_thread(self._grammar_workers, functools.partial(check, quick=True))
+        except SlowGrammarError:
+            await run_in_thread(self._slow_grammar_workers, check)
 
     async def prepare(
         self,

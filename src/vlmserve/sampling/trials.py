@@ -1,0 +1,109 @@
+"""Find out whether a grammar compiles within limits of time and memory, in processes that can be killed."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import OrderedDict
+from dataclasses import asdict
+from pathlib import Path
+
+from vlmserve.config import EngineConfig
+from vlmserve.errors import InvalidRequestError, UnavailableError
+from vlmserve.media.fork_server import end_server
+from vlmserve.media.isolated import Answer, IsolatedProcess
+from vlmserve.sampling.schemas import JSONBounds
+from vlmserve.types import Grammar
+
+QUICK_SECONDS = 0.2
+"""Wait for a grammar before it counts as slow. Ordinary grammars take 1% to 10% of this."""
+_PATIENCE = 5
+"""Maximum ratio of the time that a trial waits to the CPU time that it may take: other processes compute too."""
+
+
+class SlowGrammarError(InvalidRequestError):
+    """A grammar takes longer than the caller waits. A longer wait may show that it compiles."""
+
+
+class _Verdict(Answer):
+    fault: str = ""
+
+
+class GrammarTrials:
+    """Compiles grammars in isolated processes with the tokenizer of one checkpoint, and keeps the verdicts.
+
+    Thread-safe. No lock is held while a grammar compiles.
+    """
+
+    def __init__(self, folder: Path, config: EngineConfig) -> None:
+        self._folder = str(folder.resolve())
+        self._config = config
+        self._bounds = asdict(JSONBounds.of(config))
+        self._lock = threading.Lock()
+        self._verdicts: OrderedDict[tuple[str, str, bool], str] = OrderedDict()
+        weakref.finalize(self, end_server, "grammar", self._folder)
+
+    def passed(self, grammar: Grammar) -> bool:
+        """Whether a grammar has compiled before."""
+        with self._lock:
+            return self._verdicts.get((grammar.kind, grammar.text, grammar.strict)) == ""
+
+    def check(self, grammar: Grammar, *, quick: bool = False) -> None:
+        """Compile a grammar unless its verdict is known. quick: give up after `QUICK_SECONDS`.
+
+        Raises InvalidRequestError, naming the grammar's source, if it is broken, too large or too complex;
+        SlowGrammarError, a subclass, if it takes too long; UnavailableError if no process can be started;
+        CancelledWorkError.
+        """
+        source = grammar.source
+        data = grammar.text.encode(errors="replace")
+        if len(data) > self._config.max_grammar_bytes:
+            raise InvalidRequestError(
+                f"{source} is longer than {self._config.max_grammar_bytes:,} bytes, the server's limit", param=source
+            )
+        key = (grammar.kind, grammar.text, grammar.strict)
+        with self._lock:
+            fault = self._verdicts.get(key)
+        if fault is None:
+            fault = self._try(grammar, data, quick=quick)
+            with self._lock:
+                self._verdicts[key] = fault
+                self._verdicts.move_to_end(key)
+                if len(self._verdicts) > self._config.grammar_cache:
+                    self._verdicts.popitem(last=False)
+        if fault:
+            raise InvalidRequestError(f"{source}: {fault}", param=source)
+
+    def _try(self, grammar: Grammar, data: bytes, *, quick: bool) -> str:
+        """What is wrong with a grammar; empty if it compiles."""
+        seconds = self._config.max_grammar_seconds
+        settings = {
+            "kind": grammar.kind,
+            "strict": grammar.strict,
+            "bounds": self._bounds,
+            "seconds": seconds,
+            "memory": self._config.max_grammar_memory,
+        }
+        wait = QUICK_SECONDS if quick else seconds * _PATIENCE
+        process = IsolatedProcess(
+            "grammar", wait, lambda reason, detail: self._error(grammar, reason, detail), self._folder
+        )
+        try:
+            return process.open(data, settings, _Verdict).fault
+        finally:
+            process.close()
+
+    def _error(self, grammar: Grammar, reason: str, detail: str) -> Exception:
+        source = grammar.source
+        match reason:
+            case "slow":
+                limit = f"{self._config.max_grammar_seconds:g} s"
+                return SlowGrammarError(f"{source} takes more than {limit} to compile: make it simpler", param=source)
+            case "memory":
+                limit = f"{self._config.max_grammar_memory / 1024**2:,.0f} MiB"
+                return InvalidRequestError(
+                    f"{source} takes more than {limit} of memory to compile: make it simpler", param=source
+                )
+            case "killed":
+                return UnavailableError(f"the process that compiled {source} was killed: send the request again")
+        return InvalidRequestError(f"{source}: {detail or 'it is too complex to compile'}", param=source)

@@ -1,0 +1,106 @@
+"""Grammars that would compile for too long, or with too much memory."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from tests.prompt.tokenizers_for_tests import byte_level, write_checkpoint
+from vlmserve.cancellation import run_in_thread
+from vlmserve.config import EngineConfig
+from vlmserve.engine.compiling import CompilingRequests
+from vlmserve.errors import InvalidRequestError
+from vlmserve.prompt.tokenizer import Tokenizer
+from vlmserve.sampling.grammar import GrammarCompiler
+from vlmserve.sampling.trials import GrammarTrials, SlowGrammarError
+from vlmserve.types import EngineRequest, Grammar, Prompt, SamplingParams
+
+ENDLESS = Grammar.json({"allOf": [{"type": "string", "pattern": f"^.*a{number}.*$"} for number in range(20)]})
+"""llguidance compiles this without end, and takes 150 MiB more memory each second."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("trials"), byte_level())
+
+
+def trials(folder: Path, **settings) -> GrammarTrials:
+    return GrammarTrials(folder, EngineConfig.model_validate({"max_grammar_seconds": 1, **settings}))
+
+
+def test_endless_grammar_is_killed(folder):
+    began = time.monotonic()
+    with pytest.raises(SlowGrammarError, match="grammar takes more than 1 s to compile") as refusal:
+        trials(folder).check(ENDLESS)
+    assert refusal.value.param == "grammar"
+    assert time.monotonic() - began < 60
+
+
+def test_large_grammar_is_killed(folder):
+    with pytest.raises(InvalidRequestError, match="more than 32 MiB of memory"):
+        trials(folder, max_grammar_seconds=30, max_grammar_memory=32 * 1024**2).check(ENDLESS)
+
+
+def test_small_grammar_passes_while_others_compile(folder):
+    tried = trials(folder, max_grammar_seconds=30)
+    tried.check(Grammar.regex("warm"))
+
+    def check_endless() -> None:
+        with pytest.raises(InvalidRequestError):
+            tried.check(ENDLESS)
+
+    slow = threading.Thread(target=check_endless, daemon=True)
+    slow.start()
+    for number in range(3):
+        grammar = Grammar.regex(f"[a-z]{{{number + 1}}}")
+        assert not tried.passed(grammar)
+        tried.check(grammar)
+        assert tried.passed(grammar)
+    assert slow.is_alive()
+    slow.join(60)
+
+
+async def test_cancelled_caller_frees_its_thread(folder):
+    tried = trials(folder, max_grammar_seconds=60, max_grammar_memory=3 * 1024**3)
+    with ThreadPoolExecutor(1) as pool:
+        check = asyncio.ensure_future(run_in_thread(pool, lambda: tried.check(ENDLESS)))
+        await asyncio.sleep(0.3)
+        check.cancel()
+        await asyncio.wait_for(run_in_thread(pool, lambda: None), 10)
+
+
+def test_verdict_is_kept_without_its_source(folder):
+    tried = trials(folder)
+    broken = Grammar("regex", "(", source="guided_regex")
+    for grammar in (broken, Grammar("regex", "(", source="structured_outputs.regex")):
+        with pytest.raises(InvalidRequestError, match=rf"^{grammar.source}: (.|\n)*unclosed group") as refusal:
+            tried.check(grammar)
+        assert refusal.value.param == grammar.source
+        tried._folder = "/nowhere"  # the second verdict needs no process
+
+
+def test_requests_wait_for_their_grammars_only(folder):
+    grammars = GrammarCompiler(lambda: Tokenizer.from_folder(folder), max_bytes=1000, cache_size=4)
+    compiling = CompilingRequests(grammars)
+
+    def request(name: str, pattern: str | None) -> EngineRequest:
+        grammar = None if pattern is None else Grammar.regex(pattern)
+        return EngineRequest(name, Prompt([1]), SamplingParams(grammar=grammar))
+
+    ready = compiling.hold([request("plain", None), request("a", "a+"), request("dropped", "b+")])
+    assert [one.request_id for one in ready] == ["plain"]
+    compiling.abort(["dropped"])
+    released: list[EngineRequest] = []
+    deadline = time.monotonic() + 30
+    while compiling and time.monotonic() < deadline:
+        released += compiling.release()
+        time.sleep(0.01)
+    assert [one.request_id for one in released] == ["a"]
+    assert grammars.is_ready(Grammar.regex("a+"))
+    assert [one.request_id for one in compiling.hold([request("again", "a+")])] == ["again"]
+    compiling.close()

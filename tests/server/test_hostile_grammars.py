@@ -1,0 +1,65 @@
+"""Requests whose grammars compile without end."""
+
+from __future__ import annotations
+
+import json
+import threading
+
+import httpx
+import pytest
+
+from tests.server.live import QUESTION, LiveServer
+
+ENDLESS = {"allOf": [{"type": "string", "pattern": f"^.*a{number}.*$"} for number in range(20)]}
+_FUNCTION = {"name": "f", "parameters": {"type": "object", "properties": {"a": ENDLESS}, "required": ["a"]}}
+BODIES = {
+    "/v1/chat/completions": [
+        {"messages": QUESTION, "response_format": {"type": "json_schema", "json_schema": {"schema": ENDLESS}}},
+        {"messages": QUESTION, "tools": [{"type": "function", "function": _FUNCTION}], "tool_choice": "required"},
+    ],
+    "/v1/completions": [{"prompt": "a", "guided_json": ENDLESS}],
+    "/v1/responses": [
+        {"input": "a", "text": {"format": {"type": "json_schema", "name": "x", "schema": ENDLESS}}},
+    ],
+    "/v1/messages": [
+        {
+            "messages": QUESTION,
+            "max_tokens": 5,
+            "tools": [{"name": "f", "input_schema": _FUNCTION["parameters"]}],
+            "tool_choice": {"type": "any"},
+        },
+    ],
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def server(folder):
+    with LiveServer(folder, engine={"max_grammar_seconds": 1}) as running:
+        yield running
+
+
+def test_endless_grammars_hold_up_no_other_request(server):
+    server.ask(guided_choice=["warm"])
+    refusals: list[httpx.Response] = []
+
+    def attack(path: str, body: dict) -> None:
+        refusals.append(httpx.post(f"{server.url}{path}", json={"model": "tiny", **body}, timeout=120))
+
+    attacks = [
+        threading.Thread(target=attack, args=(path, body)) for path, bodies in BODIES.items() for body in bodies * 2
+    ]
+    for thread in attacks:
+        thread.start()
+    for number in range(3):
+        # Every honest grammar is new, so none of them is answered from what is kept.
+        body = {"model": "tiny", "messages": QUESTION, "guided_choice": [f"fine {number}"]}
+        answer = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=8)
+        assert answer.json()["choices"][0]["message"]["content"] == f"fine {number}"
+        assert httpx.get(f"{server.url}/health", timeout=4).status_code == 200
+    assert any(thread.is_alive() for thread in attacks)
+    for thread in attacks:
+        thread.join(120)
+    assert len(refusals) == len(attacks)
+    for refusal in refusals:
+        assert refusal.status_code == 400, refusal.text
+        assert "to compile: make it simpler" in json.dumps(refusal.json())
