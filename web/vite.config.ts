@@ -1,5 +1,5 @@
 import { createHash } from "node:crypto";
-import { readdirSync, readFileSync, writeFileSync } from "node:fs";
+import { copyFileSync, mkdirSync, readdirSync, readFileSync, writeFileSync } from "node:fs";
 import { join, relative, resolve, sep } from "node:path";
 import react from "@vitejs/plugin-react";
 import { defineConfig, type Plugin } from "vite";
@@ -12,7 +12,23 @@ function sources(): string[] {
   const inside = readdirSync(join(here, "src"), { recursive: true, withFileTypes: true })
     .filter((entry) => entry.isFile())
     .map((entry) => relative(here, join(entry.parentPath, entry.name)).split(sep).join("/"));
-  return [...inside, "index.html", "package.json", "package-lock.json", "tsconfig.json", "vite.config.ts"].sort();
+  const reference = readdirSync(join(here, "reference")).map((name) => `reference/${name}`);
+  return [...inside, ...reference, "index.html", "package.json", "package-lock.json", "tsconfig.json", "vite.config.ts"].sort();
+}
+
+/** Copies the API reference: Swagger UI and the files that start it. */
+function reference(): Plugin {
+  return {
+    name: "reference",
+    closeBundle() {
+      const target = join(built, "reference");
+      mkdirSync(target, { recursive: true });
+      for (const name of ["index.html", "start.js"]) copyFileSync(join(here, "reference", name), join(target, name));
+      const swagger = join(here, "node_modules/swagger-ui-dist");
+      for (const name of ["swagger-ui-bundle.js", "swagger-ui-bundle.js.LICENSE.txt", "swagger-ui.css", "LICENSE", "NOTICE"])
+        copyFileSync(join(swagger, name), join(target, name));
+    },
+  };
 }
 
 /** Writes which sources the built files belong to. */
@@ -29,7 +45,7 @@ function digest(): Plugin {
 
 export default defineConfig({
   base: "./",
-  plugins: [react(), digest()],
+  plugins: [react(), reference(), digest()],
   build: {
     outDir: built,
     emptyOutDir: true,

@@ -13,8 +13,8 @@ from tests.server.live import QUESTION, LiveServer, wait_until
 from tests.server.test_bad_input import data_url, png, with_images
 from vlmserve.server.keys import add_key
 
-OPEN = ("/", "/health", "/ready", "/version", "/metrics")
-CLOSED = ("/v1/models", "/v1/models/tiny", "/openapi.json", "/debug/cache", "/v1/nothing")
+OPEN = ("/", "/health", "/ready", "/version", "/openapi.json", "/docs", "/metrics")
+CLOSED = ("/v1/models", "/v1/models/tiny", "/debug/cache", "/v1/nothing")
 
 
 @pytest.fixture(scope="module")

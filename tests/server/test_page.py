@@ -28,6 +28,7 @@ def assets() -> list[str]:
 def test_the_built_page_belongs_to_the_sources():
     """If not, `make web` builds it."""
     names = [path.relative_to(WEB).as_posix() for path in (WEB / "src").rglob("*") if path.is_file()]
+    names += [f"reference/{path.name}" for path in (WEB / "reference").iterdir()]
     names += ["index.html", "package.json", "package-lock.json", "tsconfig.json", "vite.config.ts"]
     digest = hashlib.sha256()
     for name in sorted(names):
@@ -36,7 +37,9 @@ def test_the_built_page_belongs_to_the_sources():
 
 
 def test_the_page_is_small_and_brings_the_licences_of_what_it_is_built_on():
-    assert sum(path.stat().st_size for path in BUILT.rglob("*") if path.is_file()) < 720_000
+    sizes = {path: path.stat().st_size for path in BUILT.rglob("*") if path.is_file()}
+    assert sum(size for path, size in sizes.items() if path.parent.name != "reference") < 720_000
+    assert sum(sizes.values()) < 2_700_000
     licences = (BUILT / "licences.md").read_text(encoding="utf-8")
     assert all(
         f"## {name} - " in licences for name in ("react", "react-dom", "react-markdown", "uplot", "lucide-react")
@@ -97,3 +100,17 @@ def test_it_can_be_turned_off(folder):
     with LiveServer(folder, server={"enable_page": False}) as server:
         assert get(server, "/").status_code == 404
         assert get(server, f"/assets/{assets()[0]}").status_code == 404
+
+
+def test_reference_loads_everything_from_the_server(live):
+    shown = get(live, "/docs")
+    assert (shown.status_code, shown.headers["content-type"]) == (200, "text/html; charset=utf-8")
+    assert "default-src 'self'" in shown.headers["content-security-policy"]
+    assert not re.search(r"<script[^>]*>[^<]|<style|style=|\son\w+=", shown.text)
+    loaded = re.findall(r'(?:src|href)="([^"]+)"', shown.text)
+    assert loaded == ["./docs/swagger-ui.css", "./docs/swagger-ui-bundle.js", "./docs/start.js"]
+    for address in loaded:
+        assert get(live, address.removeprefix(".")).status_code == 200
+    assert '"./openapi.json"' in get(live, "/docs/start.js").text
+    assert get(live, "/openapi.json").json()["openapi"].startswith("3.")
+    assert get(live, "/docs/other.js").status_code == 404

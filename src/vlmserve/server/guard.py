@@ -19,10 +19,10 @@ from vlmserve.server.front import Front
 from vlmserve.server.history import OWNER
 from vlmserve.server.keys import salted
 from vlmserve.server.origins import Origins
-from vlmserve.server.page import ASSETS
+from vlmserve.server.page import ASSETS, REFERENCE
 
-OPEN_PATHS = frozenset({"/", "/health", "/ping", "/ready", "/version"})
-"""Paths that need no key: those that load balancers poll, and the page, which asks for a key itself."""
+OPEN_PATHS = frozenset({"/", "/health", "/openapi.json", "/ping", "/ready", "/version", REFERENCE})
+"""Paths that need no key: probes of load balancers, the OpenAPI document, and pages, which ask for a key."""
 METRICS_PATHS = frozenset({"/metrics", "/live"})
 """Paths that need a key with --protect-metrics."""
 _PROBES = frozenset({"/health", "/ping", "/ready", "/version"})

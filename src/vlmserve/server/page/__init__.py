@@ -1,6 +1,6 @@
-"""The chat page and the live view, as ``web/`` builds them: a document at ``/`` and what it loads from ``/assets/``.
+"""The pages that ``web/`` builds: chat and the live view at ``/``, and the API reference at ``/docs``.
 
-The page is a client of the public API like any other and knows nothing else of the server.
+Each page is a client of the public API like any other and knows nothing else of the server.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-ASSETS = "/assets/"
-"""Where paths begin that everybody may load: they are the same on every server."""
+REFERENCE = "/docs"
+ASSETS = ("/assets/", REFERENCE + "/")
+"""Prefixes of paths that need no key: their files are the same on every server."""
 
 _POLICY = "; ".join(
     (
@@ -37,12 +38,33 @@ _COMPRESSED = ("text/", "application/json", "image/svg+xml")
 
 
 def page_routes() -> list[Route]:
-    """The routes of the page."""
-    return [Route("/", _show_document), Route(ASSETS + "{name}", _show_asset)]
+    """The routes of the pages."""
+    return [
+        Route("/", _show_document),
+        Route("/assets/{name}", _show_asset),
+        Route(REFERENCE, _show_reference),
+        Route(REFERENCE + "/{name}", _show_reference_file),
+    ]
 
 
 async def _show_document(request: Request) -> Response:
-    content, packed = _read("index.html")
+    return _checked(request, "text/html", "index.html")
+
+
+async def _show_reference(request: Request) -> Response:
+    return _checked(request, "text/html", "reference", "index.html")
+
+
+async def _show_reference_file(request: Request) -> Response:
+    name = request.path_params["name"]
+    if name not in _names("reference"):
+        raise HTTPException(404)
+    return _checked(request, mimetypes.guess_type(name)[0] or "text/plain", "reference", name)
+
+
+def _checked(request: Request, kind: str, *parts: str) -> Response:
+    """A built file that browsers ask for again and get only if it changed."""
+    content, packed = _read(*parts)
     tag = f'"{hashlib.sha256(content).hexdigest()[:32]}"'
     headers = {
         "Cache-Control": "no-cache",
@@ -52,12 +74,12 @@ async def _show_document(request: Request) -> Response:
     }
     if request.headers.get("if-none-match") == tag:
         return Response(status_code=304, headers=headers)
-    return _response(request, content, packed, "text/html", headers)
+    return _response(request, content, packed, kind, headers)
 
 
 async def _show_asset(request: Request) -> Response:
     name = request.path_params["name"]
-    if name not in _asset_names():
+    if name not in _names("assets"):
         raise HTTPException(404)
     content, packed = _read("assets", name)
     # The name holds a digest of the content, which therefore never changes.
@@ -77,8 +99,8 @@ def _built() -> Traversable:
 
 
 @functools.cache
-def _asset_names() -> frozenset[str]:
-    return frozenset(entry.name for entry in (_built() / "assets").iterdir())
+def _names(folder: str) -> frozenset[str]:
+    return frozenset(entry.name for entry in (_built() / folder).iterdir())
 
 
 @functools.cache
