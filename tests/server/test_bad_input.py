@@ -143,7 +143,6 @@ def test_a_form_instead_of_json(live):
         ({"logit_bias": {"100000": 1}}, "not in the vocabulary", "logit_bias"),
         ({"logit_bias": [5]}, "dictionary", "logit_bias"),
         ({"logit_bias": {str(number): 1 for number in range(5000)}}, "at most 4096", "logit_bias"),
-        ({"bad_words": ["damn"]}, "not supported", "bad_words"),
         ({"skip_special_tokens": False}, "not supported", "skip_special_tokens"),
         ({"presence_penalty": 2.5}, "between -2 and 2", "presence_penalty"),
         ({"frequency_penalty": -3}, "between -2 and 2", "frequency_penalty"),

@@ -13,8 +13,8 @@ from vlmserve.frontend.reasoning import AnswerText
 from vlmserve.prompt.detokenize import Detokenizer, token_bytes
 from vlmserve.prompt.files import PromptFiles
 from vlmserve.prompt.tokenizer import Tokenizer
-from vlmserve.server.generation import Answer, TextDelta
-from vlmserve.types import EngineOutput, TokenLogprobs
+from vlmserve.server.generation import Answer, GenerationRequest, TextDelta
+from vlmserve.types import EngineOutput, SamplingParams, TokenLogprobs
 
 FILES = PromptFiles(model_type="", tokenizer_config={}, special_tokens={}, image_token_id=None, chat_template=None)
 TOKENIZER = Tokenizer(byte_level(), FILES)
@@ -57,8 +57,10 @@ def answered(tokens: list[int], cuts: list[int], stop: list[str]) -> tuple[list[
         done += len(part)
         outputs.append(EngineOutput("a", part, "length" if done == len(tokens) else None, logprobs=logprobs))
 
+    asked = GenerationRequest([], SamplingParams())
+
     async def collect() -> tuple[list[TextDelta], Answer]:
-        answer: Any = Answer(0, Stream(outputs), AnswerText(Detokenizer(TOKENIZER, stop)), Record())  # type: ignore[arg-type]
+        answer: Any = Answer(0, Stream(outputs), AnswerText(Detokenizer(TOKENIZER, stop)), Record(), asked)  # type: ignore[arg-type]
         return [delta async for delta in answer.deltas()], answer
 
     return asyncio.run(collect())

@@ -58,6 +58,11 @@ def expand_placeholders(
     return Prompt(expanded, tuple(spans))
 
 
+def last_tokens(token_ids: list[int], wanted: int | None, most: int) -> list[int]:
+    """The last of some tokens. wanted: how many; None: all; -1: `most`."""
+    return token_ids if wanted is None else token_ids[-(most if wanted == -1 else wanted) :]
+
+
 def truncate(prompt: Prompt, wanted: int | None, most: int) -> Prompt:
     """The last tokens of a prompt. wanted: how many; None: all; -1: `most`, which is what fits.
 
@@ -65,8 +70,8 @@ def truncate(prompt: Prompt, wanted: int | None, most: int) -> Prompt:
     """
     if wanted is None:
         return prompt
-    cut = len(prompt.token_ids) - (most if wanted == -1 else wanted)
-    if cut <= 0:
+    cut = len(prompt.token_ids) - len(last_tokens(prompt.token_ids, wanted, most))
+    if cut == 0:
         return prompt
     if any(span.start < cut for span in prompt.images):
         raise InvalidRequestError(

@@ -49,6 +49,10 @@ class GenerationRequest:
     beams: BeamSearch | None = None
     tools: ToolUse | None = None
     num_samples: int = 1
+    generates: bool = True
+    """Whether answers have any tokens; False only computes the prompts."""
+    every_token: bool = False
+    """Whether logprobs of all of an answer's tokens are wanted: of reasoning, stop strings and end tokens, too."""
 
     def params_of(self, index: int) -> SamplingParams:
         """The params of sample number `index`: with a seed each gets its own, and choosing from several takes their
@@ -75,6 +79,8 @@ class TextDelta:
     stop_string: str | None = None
     logprobs: tuple[OffsetLogprobs, ...] = ()
     thought: str = ""
+    token_ids: tuple[int, ...] = ()
+    """The tokens since the last delta, end token included."""
 
 
 class OutputStream(Protocol):
@@ -89,11 +95,11 @@ class Answer:
     """One of a request's answers, while it is generated."""
 
     def __init__(
-        self, index: int, stream: OutputStream, text: AnswerText, record: AnswerRecord, *, keeps_end: bool = False
+        self, index: int, stream: OutputStream, text: AnswerText, record: AnswerRecord, request: GenerationRequest
     ) -> None:
-        """keeps_end: whether the text has the token that ends it."""
         self.index = index
-        self._keeps_end = keeps_end
+        self._request = request
+        self._new_ids: list[int] = []
         self.num_tokens = 0
         self.num_cached_tokens = 0
         self.num_images_encoded = 0
@@ -118,6 +124,11 @@ class Answer:
                     raise VLMServeError(message)
                 self.num_cached_tokens, self.num_images_encoded = output.cached_tokens, output.images_encoded
                 self.prompt_logprobs = self.prompt_logprobs or output.prompt_logprobs
+                if not self._request.generates:
+                    self.finish_reason = "length"
+                    self._record.end("length")
+                    yield TextDelta(self.index, "", "length")
+                    return
                 thought, text = self._push(output)
                 stop_string = self._text.stop_string
                 ended = output.stop_token_id is not None and stop_string is None
@@ -128,7 +139,8 @@ class Answer:
                     self._record.end(finish_reason)
                 if text or thought or finish_reason is not None:
                     shown = self._shown(finish_reason)
-                    yield TextDelta(self.index, text, finish_reason, stop_string, shown, thought)
+                    new_ids, self._new_ids = tuple(self._new_ids), []
+                    yield TextDelta(self.index, text, finish_reason, stop_string, shown, thought, new_ids)
                 if finish_reason is not None:
                     return
         except VLMServeError:
@@ -153,24 +165,33 @@ class Answer:
         return self._text.num_reasoning_tokens
 
     def _push(self, output: EngineOutput) -> Said:
-        """What can be shown now."""
+        """The text that can be shown."""
+        before = self._text.num_tokens
         if output.logprobs is None:
             said = [self._text.push(output.token_ids)]
         else:
             said = []
             for token_id, logprobs in zip(output.token_ids, output.logprobs, strict=True):
                 offset, thoughts = self._text.num_decoded, self._text.num_reasoning_tokens
+                if not (self._text.stopped and self._request.every_token):
+                    self._held.append(OffsetLogprobs(logprobs, offset))
                 said.append(self._text.push([token_id]))
-                self._held.append(OffsetLogprobs(logprobs, offset))
-                for _ in range(self._text.num_reasoning_tokens - thoughts):
-                    self._held.pop()
+                if not self._request.every_token:
+                    for _ in range(self._text.num_reasoning_tokens - thoughts):
+                        self._held.pop()
+        self._new_ids += output.token_ids[: self._text.num_tokens - before]
         if output.finish_reason is not None:
-            said.append(self._text.finish(output.stop_token_id if self._keeps_end else None))
+            keeps_end = self._request.params.include_stop_str_in_output
+            said.append(self._text.finish(output.stop_token_id if keeps_end else None))
+        if output.stop_token_id is not None and not self._text.stopped:
+            self._new_ids.append(output.stop_token_id)
+            if self._request.every_token and output.stop_logprobs is not None:
+                self._held.append(OffsetLogprobs(output.stop_logprobs, self._text.num_decoded))
         return Said("".join(one.thought for one in said), "".join(one.text for one in said))
 
     def _shown(self, finish_reason: str | None) -> tuple[OffsetLogprobs, ...]:
         """The logprobs of the tokens of all text so far that were not output before; none of a stop string's tokens."""
-        if finish_reason is not None and self._text.stop_string is None:
+        if self._request.every_token or (finish_reason is not None and self._text.stop_string is None):
             count = len(self._held)
         else:
             count = sum(held.offset < self._text.num_shown for held in self._held)
@@ -303,6 +324,7 @@ def _joined(deltas: Sequence[TextDelta]) -> TextDelta:
         text="".join(delta.text for delta in deltas),
         thought="".join(delta.thought for delta in deltas),
         logprobs=tuple(logprobs for delta in deltas for logprobs in delta.logprobs),
+        token_ids=tuple(token_id for delta in deltas for token_id in delta.token_ids),
     )
 
 
@@ -360,7 +382,7 @@ async def start_generation(
             stream,
             service.preparer.answer_text(params, prompt.thoughts, shown_ids),
             AnswerRecord(service.metrics, arrived, len(prompt.token_ids)),
-            keeps_end=params.include_stop_str_in_output,
+            request,
         )
         for number, (stream, (prompt, params)) in enumerate(zip(streams, samples, strict=True))
     ]

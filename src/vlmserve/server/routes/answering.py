@@ -18,6 +18,7 @@ from vlmserve.config import ServerConfig
 from vlmserve.engine.admission import check_min_tokens
 from vlmserve.errors import InvalidRequestError
 from vlmserve.frontend.client import EngineClient
+from vlmserve.prompt.expand import truncate
 from vlmserve.server.body import BodyShare
 from vlmserve.server.connection import note, unless_disconnected
 from vlmserve.server.errors import json_response
@@ -163,6 +164,9 @@ async def _start_generation(
     try:
         try:
             request = _bounded(await dialect.ask(service, body), service.config.max_output_tokens)
+            most = client.info.max_prompt_len
+            prompts = [truncate(prompt, body.truncate_prompt_tokens, most) for prompt in request.prompts]
+            request = dataclasses.replace(request, prompts=prompts)
             for prompt in request.prompts:
                 check_min_tokens(body.min_tokens, prompt, client.info)
         finally:

@@ -28,7 +28,13 @@ from vlmserve.server.schema.chat import (
     Delta,
 )
 from vlmserve.server.schema.content import conversation
-from vlmserve.server.schema.logprobs import ChoiceLogprobs, check_top_logprobs, choice_logprobs
+from vlmserve.server.schema.logprobs import (
+    ChoiceLogprobs,
+    TokenNames,
+    check_top_logprobs,
+    choice_logprobs,
+    prompt_logprobs,
+)
 from vlmserve.server.schema.tools import AnswerToolCall, DeltaToolCall, FunctionCall
 from vlmserve.server.service import Service
 from vlmserve.server.tool_calls import AnswerReader
@@ -51,7 +57,7 @@ class ChatDialect(Dialect[ChatRequest]):
     async def ask(self, service: Service, body: ChatRequest) -> GenerationRequest:
         check_top_logprobs(body.top_logprobs, service.max_logprobs)
         params = body.sampling_params(service.defaults, body.token_limit, service.default_limit)
-        if body.wants_confidence:
+        if body.wants_confidence and not body.return_token_ids:
             self._confidences = AnswerConfidences(service.preparer.token_bytes)
         cache_salt = body.cache_salt or ""
         tools = body.tool_use
@@ -67,11 +73,20 @@ class ChatDialect(Dialect[ChatRequest]):
                 template_settings=settings,
                 mm_processor_kwargs=body.processor_kwargs,
             )
-        return GenerationRequest([prompt], params, body.n, cache_salt, body.beams, tools, body.num_samples)
+        return GenerationRequest(
+            [prompt],
+            params,
+            body.n,
+            cache_salt,
+            body.beams,
+            tools,
+            body.num_samples,
+            every_token=body.return_token_ids,
+        )
 
     async def complete(self, body: ChatRequest, generation: Generation) -> ChatCompletion:
-        choices = [self._choice(answer, _logprobs(body, answer, generation)) for answer in await generation.finished()]
-        return ChatCompletion(
+        choices = [self._choice(body, answer, generation) for answer in await generation.finished()]
+        completion = ChatCompletion(
             generation.id,
             generation.created,
             generation.model,
@@ -79,6 +94,12 @@ class ChatDialect(Dialect[ChatRequest]):
             generation.usage,
             image_sizes=generation.image_sizes,
         )
+        if body.prompt_logprobs is not None:
+            names = TokenNames(generation.token_bytes, body.return_tokens_as_token_ids)
+            completion.prompt_logprobs = prompt_logprobs(generation.prompt_logprobs(0), names)
+        if body.return_token_ids:
+            completion.prompt_token_ids = generation.request.prompts[0].token_ids
+        return completion
 
     async def events(self, body: ChatRequest, generation: Generation) -> AsyncGenerator[bytes, None]:
         def chunk(choices: list[ChunkChoice]) -> bytes:
@@ -90,21 +111,34 @@ class ChatDialect(Dialect[ChatRequest]):
 
         try:
             beginning = Delta("assistant", None if self._reader.expects_calls else "")
-            yield b"".join(chunk([ChunkChoice(answer.index, beginning)]) for answer in generation.answers)
+            begun = ChatChunk(generation.id, generation.created, generation.model, [])
+            if body.return_token_ids:
+                begun.prompt_token_ids = generation.request.prompts[0].token_ids
+            begun.usage = usage_until_now(body.stream_options, generation)
+            for answer in generation.answers:
+                begun.choices = [ChunkChoice(answer.index, beginning)]
+                yield event(begun)
+                begun.prompt_token_ids = msgspec.UNSET
+            unsent: dict[int, list[int]] = {}
             async with contextlib.aclosing(generation.deltas()) as text_deltas:
                 async for text_delta in text_deltas:
                     events = b""
                     deltas = [_delta(new) for new in self._reader.read(text_delta)]
                     if text_delta.logprobs and all(delta.reasoning for delta in deltas):
                         deltas.append(Delta(content=""))
+                    if body.return_token_ids:
+                        unsent.setdefault(text_delta.index, []).extend(text_delta.token_ids)
                     first = next((place for place, delta in enumerate(deltas) if not delta.reasoning), -1)
                     for place, delta in enumerate(deltas):
                         logprobs = _logprobs(body, text_delta, generation) if place == first else None
-                        events += chunk([ChunkChoice(text_delta.index, delta, logprobs=logprobs)])
+                        token_ids = unsent.pop(text_delta.index, msgspec.UNSET)
+                        events += chunk([ChunkChoice(text_delta.index, delta, logprobs=logprobs, token_ids=token_ids)])
                     confidence = self._confidence(text_delta)
                     if text_delta.finish_reason is not None:
                         reason = self._finish_reason(text_delta)
-                        events += chunk([ChunkChoice(text_delta.index, Delta(), reason, confidence=confidence)])
+                        token_ids = unsent.pop(text_delta.index, msgspec.UNSET)
+                        last = ChunkChoice(text_delta.index, Delta(), reason, None, confidence, token_ids)
+                        events += chunk([last])
                     if events:
                         yield events
             if body.includes_usage:
@@ -118,7 +152,7 @@ class ChatDialect(Dialect[ChatRequest]):
         called = text_delta.finish_reason == "stop" and self._reader.has_called(text_delta.index)
         return "tool_calls" if called else text_delta.finish_reason or ""
 
-    def _choice(self, answer: TextDelta, logprobs: ChoiceLogprobs | None) -> AnswerChoice:
+    def _choice(self, body: ChatRequest, answer: TextDelta, generation: Generation) -> AnswerChoice:
         """An answer as a whole."""
         text: list[str] = []
         thoughts: list[str] = []
@@ -139,7 +173,14 @@ class ChatDialect(Dialect[ChatRequest]):
             message.reasoning_content = message.reasoning = "".join(thoughts)
         if calls:
             message.tool_calls = calls
-        return AnswerChoice(answer.index, message, self._finish_reason(answer), logprobs, self._confidence(answer))
+        return AnswerChoice(
+            answer.index,
+            message,
+            self._finish_reason(answer),
+            _logprobs(body, answer, generation),
+            self._confidence(answer),
+            list(answer.token_ids) if body.return_token_ids else msgspec.UNSET,
+        )
 
     def _confidence(self, delta: TextDelta) -> Any:
         """That of an answer that ends with this delta, if it is asked for. Each delta is read once."""
@@ -161,7 +202,10 @@ def _delta(new: Event) -> Delta:
 def _logprobs(body: ChatRequest, text_delta: TextDelta, generation: Generation) -> ChoiceLogprobs | None:
     if not body.logprobs:
         return None
-    return choice_logprobs((token.logprobs for token in text_delta.logprobs), generation.token_bytes)
+    return choice_logprobs(
+        (token.logprobs for token in text_delta.logprobs),
+        TokenNames(generation.token_bytes, body.return_tokens_as_token_ids),
+    )
 
 
 async def chat_completions(request: Request) -> Response:

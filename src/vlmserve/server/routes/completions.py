@@ -10,12 +10,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from vlmserve.errors import VLMServeError
+from vlmserve.prompt.expand import last_tokens, truncate
 from vlmserve.server.errors import error_body
 from vlmserve.server.generation import Generation, GenerationRequest, TextDelta
 from vlmserve.server.routes.answering import Dialect, answer
 from vlmserve.server.routes.events import DONE, event, usage_until_now
 from vlmserve.server.schema.completions import Completion, CompletionChoice, CompletionRequest
-from vlmserve.server.schema.logprobs import CompletionLogprobs, offsets_in
+from vlmserve.server.schema.logprobs import CompletionLogprobs, TokenNames, offsets_in, prompt_logprobs
 from vlmserve.server.service import Preparer, Service
 from vlmserve.types import Prompt
 
@@ -42,14 +43,23 @@ class CompletionDialect(Dialect[CompletionRequest]):
         return body.num_running * len(body.prompts)
 
     async def ask(self, service: Service, body: CompletionRequest) -> GenerationRequest:
-        params = body.sampling_params(service.defaults, body.max_tokens, service.default_limit)
+        generates = body.max_tokens != 0
+        limit = body.max_tokens if generates else 1  # the engine has to compute a token
+        params = body.sampling_params(service.defaults, limit, service.default_limit)
+        kept, most = body.truncate_prompt_tokens, service.client.info.max_prompt_len
 
         def prepare(preparer: Preparer) -> list[Prompt]:
             prompts = [
-                preparer.text(prompt) if isinstance(prompt, str) else preparer.tokens(prompt) for prompt in body.prompts
+                preparer.text(prompt) if isinstance(prompt, str) else preparer.tokens(last_tokens(prompt, kept, most))
+                for prompt in body.prompts
             ]
+            whole = prompts
+            prompts = [truncate(prompt, kept, most) for prompt in whole]
             if body.echo:
-                texts = [prompt if isinstance(prompt, str) else preparer.decode(prompt) for prompt in body.prompts]
+                texts = [
+                    wanted if isinstance(wanted, str) and prompt is one else preparer.decode(prompt.token_ids)
+                    for wanted, one, prompt in zip(body.prompts, whole, prompts, strict=True)
+                ]
                 self._echoes = [
                     Echo(text, prompt.token_ids)
                     for text, prompt in zip(texts, prompts, strict=True)
@@ -59,7 +69,14 @@ class CompletionDialect(Dialect[CompletionRequest]):
 
         prompts = await service.prepare_text(prepare, sum(map(len, body.prompts)))
         return GenerationRequest(
-            prompts, params, body.n, body.cache_salt or "", body.beams, num_samples=body.num_samples
+            prompts,
+            params,
+            body.n,
+            body.cache_salt or "",
+            body.beams,
+            num_samples=body.num_samples,
+            generates=generates,
+            every_token=body.return_token_ids,
         )
 
     async def complete(self, body: CompletionRequest, generation: Generation) -> Completion:
@@ -88,17 +105,25 @@ class CompletionDialect(Dialect[CompletionRequest]):
         """A delta of an answer, with the prompt before the first one if `echo` is set."""
         echo = self._echoes[delta.index] if self._echoes else Echo("", [])
         logprobs = None
+        names = TokenNames(generation.token_bytes, body.return_tokens_as_token_ids)
         if body.logprobs is not None:
-            logprobs, token_bytes = CompletionLogprobs(), generation.token_bytes
+            logprobs = CompletionLogprobs()
             if begins and self._echoes:
-                offsets = offsets_in(echo.text, map(token_bytes, echo.token_ids))
-                prompt_logprobs = generation.prompt_logprobs(delta.index)
-                for token_id, scores, offset in zip(echo.token_ids, prompt_logprobs, offsets, strict=True):
-                    logprobs.add(token_id, scores, offset, token_bytes)
+                offsets = offsets_in(echo.text, map(generation.token_bytes, echo.token_ids))
+                scored = generation.prompt_logprobs(delta.index)
+                for token_id, scores, offset in zip(echo.token_ids, scored, offsets, strict=True):
+                    logprobs.add(token_id, scores, offset, names)
             for one in delta.logprobs:
-                logprobs.add(one.logprobs.token_id, one.logprobs, len(echo.text) + one.offset, token_bytes)
+                logprobs.add(one.logprobs.token_id, one.logprobs, len(echo.text) + one.offset, names)
         text = echo.text + delta.text if begins else delta.text
-        return CompletionChoice(delta.index, text, delta.finish_reason, logprobs)
+        choice = CompletionChoice(delta.index, text, delta.finish_reason, logprobs)
+        if begins and body.prompt_logprobs is not None:
+            choice.prompt_logprobs = prompt_logprobs(generation.prompt_logprobs(delta.index), names)
+        if body.return_token_ids:
+            choice.token_ids = list(delta.token_ids)
+            if begins:
+                choice.prompt_token_ids = generation.request.prompts[delta.index // body.n].token_ids
+        return choice
 
 
 async def completions(request: Request) -> Response:

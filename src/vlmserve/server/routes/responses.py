@@ -19,7 +19,7 @@ from vlmserve.server.generation import Generation, GenerationRequest, TextDelta
 from vlmserve.server.history import file_ids, fitting, kept_items, needed_store, owner_of, read_items, with_files
 from vlmserve.server.routes.answering import Dialect, answer
 from vlmserve.server.routes.response_writer import ResponseWriter
-from vlmserve.server.schema.logprobs import check_top_logprobs, choice_logprobs
+from vlmserve.server.schema.logprobs import TokenNames, check_top_logprobs, choice_logprobs
 from vlmserve.server.schema.responses import ResponseObject, ResponsesRequest
 from vlmserve.server.service import Service
 from vlmserve.server.tool_calls import AnswerReader
@@ -214,7 +214,7 @@ class ResponsesDialect(Dialect[ResponsesRequest]):
 def _logprobs(body: ResponsesRequest, delta: TextDelta, generation: Generation) -> list[dict[str, Any]]:
     if body.wanted_logprobs is None:
         return []
-    tokens = choice_logprobs((token.logprobs for token in delta.logprobs), generation.token_bytes)
+    tokens = choice_logprobs((token.logprobs for token in delta.logprobs), TokenNames(generation.token_bytes))
     return [msgspec.to_builtins(token) for token in tokens.content]
 
 

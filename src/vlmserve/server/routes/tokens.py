@@ -28,12 +28,13 @@ async def tokenize(request: Request) -> Response:
                     messages,
                     salt_of(request, None),
                     add_generation_prompt=body.add_generation_prompt,
+                    tools=body.tool_use,
                     template_settings=body.chat_template_kwargs,
                     mm_processor_kwargs=body.processor_kwargs,
                 )
             tokens = prompt.token_ids
         else:
-            text = body.prompt or ""
+            text = body.text
             tokens = await service.prepare_text(
                 lambda preparer: preparer.encode(text, add_special_tokens=body.add_special_tokens), len(text)
             )

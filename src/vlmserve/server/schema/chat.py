@@ -15,7 +15,7 @@ from vlmserve.errors import InvalidRequestError
 from vlmserve.frontend.tools import ToolUse
 from vlmserve.server.schema.base import MAX_COUNT
 from vlmserve.server.schema.content import Message, PromptRequest, ReasoningEffort, TemplateSettings, effort_settings
-from vlmserve.server.schema.logprobs import ChoiceLogprobs
+from vlmserve.server.schema.logprobs import ChoiceLogprobs, PromptLogprobs
 from vlmserve.server.schema.sampling import NEUTRAL_VALUES, ChoicesRequest
 from vlmserve.server.schema.tools import (
     MAX_TOOLS,
@@ -118,6 +118,7 @@ class AnswerChoice(msgspec.Struct):
     finish_reason: str
     logprobs: ChoiceLogprobs | None = None
     confidence: Any = msgspec.UNSET
+    token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
 
 
 class ChatCompletion(msgspec.Struct):
@@ -130,6 +131,8 @@ class ChatCompletion(msgspec.Struct):
     usage: Usage
     object: str = "chat.completion"
     image_sizes: list[ImageSize] | msgspec.UnsetType = msgspec.UNSET
+    prompt_logprobs: PromptLogprobs | msgspec.UnsetType = msgspec.UNSET
+    prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
 
 
 class Delta(msgspec.Struct, omit_defaults=True):
@@ -150,6 +153,7 @@ class ChunkChoice(msgspec.Struct):
     finish_reason: str | None = None
     logprobs: ChoiceLogprobs | None = None
     confidence: Any = msgspec.UNSET
+    token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
 
 
 class ChatChunk(msgspec.Struct):
@@ -163,3 +167,4 @@ class ChatChunk(msgspec.Struct):
     usage: Usage | msgspec.UnsetType | None = msgspec.UNSET
     object: str = "chat.completion.chunk"
     image_sizes: list[ImageSize] | msgspec.UnsetType = msgspec.UNSET
+    prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET

@@ -9,8 +9,8 @@ import msgspec
 from pydantic import Discriminator, Field, Tag
 
 from vlmserve.server.schema.base import MAX_COUNT
-from vlmserve.server.schema.logprobs import CompletionLogprobs
-from vlmserve.server.schema.sampling import NEUTRAL_VALUES, ChoicesRequest
+from vlmserve.server.schema.logprobs import CompletionLogprobs, PromptLogprobs
+from vlmserve.server.schema.sampling import NEUTRAL_VALUES, ChoicesRequest, TokenId
 from vlmserve.server.schema.usage import Usage
 
 MAX_PROMPTS = 128
@@ -23,7 +23,6 @@ _NEUTRAL_VALUES: Mapping[str, tuple[Any, ...]] = {
     "tools": (),
 }
 
-TokenId = Annotated[int, Field(ge=0, le=MAX_COUNT)]
 TokenIds = Annotated[list[TokenId], Field(min_length=1)]
 Text = Annotated[str, Field(min_length=1)]
 
@@ -59,7 +58,9 @@ class CompletionRequest(ChoicesRequest):
     content_fields: ClassVar[tuple[str, ...]] = ("prompt",)
 
     prompt: Prompts
-    max_tokens: int | None = Field(None, ge=1, le=MAX_COUNT, description="Default: a fifth of the context.")
+    max_tokens: int | None = Field(
+        None, ge=0, le=MAX_COUNT, description="0: nothing is generated. Default: a fifth of the context."
+    )
     echo: bool = Field(False, description="Whether answers begin with the prompt.")
 
     logprobs: int | None = Field(
@@ -75,7 +76,7 @@ class CompletionRequest(ChoicesRequest):
 
     @property
     def wanted_prompt_logprobs(self) -> int | None:
-        return self.logprobs if self.echo else None
+        return self.logprobs if self.echo and self.prompt_logprobs is None else self.prompt_logprobs
 
     @property
     def prompts(self) -> list[str | list[int]]:
@@ -88,12 +89,15 @@ class CompletionRequest(ChoicesRequest):
 
 
 class CompletionChoice(msgspec.Struct):
-    """One answer, or what is new of it."""
+    """One answer, or the new part of it. prompt_logprobs, prompt_token_ids, token_ids: left out unless asked for."""
 
     index: int
     text: str
     finish_reason: str | None
     logprobs: CompletionLogprobs | None = None
+    prompt_logprobs: PromptLogprobs | msgspec.UnsetType = msgspec.UNSET
+    prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+    token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
 
 
 class Completion(msgspec.Struct):

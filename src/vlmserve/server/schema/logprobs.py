@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 import msgspec
 
@@ -11,6 +12,53 @@ from vlmserve.types import TokenLogprobs
 
 TokenBytes = Callable[[int], bytes]
 """The bytes that a token stands for, by its id."""
+
+
+@dataclass(frozen=True)
+class TokenNames:
+    """How responses write tokens. as_ids: by their ids instead of their text."""
+
+    token_bytes: TokenBytes
+    as_ids: bool = False
+
+    def text(self, token_id: int) -> str:
+        """With replacement characters for bytes that are no text alone."""
+        return _by_id(token_id) if self.as_ids else self.token_bytes(token_id).decode(errors="replace")
+
+    def key(self, token_id: int) -> str:
+        """Different for different bytes."""
+        return _by_id(token_id) if self.as_ids else _as_key(self.token_bytes(token_id))
+
+
+def _by_id(token_id: int) -> str:
+    return f"token_id:{token_id}"
+
+
+class PromptLogprob(msgspec.Struct):
+    """How likely a token of the prompt was, or a token in its place. rank: 1 for the likeliest token."""
+
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[int, PromptLogprob] | None]
+"""The tokens of a prompt and their alternatives by token id; null for the first token and for images."""
+
+
+def prompt_logprobs(logprobs: Iterable[TokenLogprobs | None], names: TokenNames) -> PromptLogprobs:
+    """In vLLM's form."""
+
+    def entry(token_id: int, logprob: float, rank: int) -> PromptLogprob:
+        return PromptLogprob(max(logprob, _LEAST), rank, names.text(token_id))
+
+    def entries(token: TokenLogprobs) -> dict[int, PromptLogprob]:
+        others = {other: entry(other, score, rank) for rank, (other, score) in enumerate(token.top, start=1)}
+        return others | {token.token_id: entry(token.token_id, token.logprob, token.rank)}
+
+    return [None if token is None else entries(token) for token in logprobs]
+
+
 _LEAST = -9999.0
 """What OpenAI writes for a token that could not come; JSON has no infinity."""
 
@@ -42,12 +90,11 @@ def check_top_logprobs(wanted: int | None, most: int) -> None:
         raise InvalidRequestError(f"top_logprobs must be at most {most} here", param="top_logprobs")
 
 
-def choice_logprobs(logprobs: Iterable[TokenLogprobs], token_bytes: TokenBytes) -> ChoiceLogprobs:
+def choice_logprobs(logprobs: Iterable[TokenLogprobs], names: TokenNames) -> ChoiceLogprobs:
     """In the form of chat completions."""
 
     def alternative(token_id: int, logprob: float) -> Alternative:
-        written = token_bytes(token_id)
-        return Alternative(written.decode(errors="replace"), max(logprob, _LEAST), list(written))
+        return Alternative(names.text(token_id), max(logprob, _LEAST), list(names.token_bytes(token_id)))
 
     content = []
     for token in logprobs:
@@ -66,15 +113,15 @@ class CompletionLogprobs(msgspec.Struct):
     top_logprobs: list[dict[str, float] | None] = []
     text_offset: list[int] = []
 
-    def add(self, token_id: int, logprobs: TokenLogprobs | None, offset: int, token_bytes: TokenBytes) -> None:
+    def add(self, token_id: int, logprobs: TokenLogprobs | None, offset: int, names: TokenNames) -> None:
         """One more token."""
-        self.tokens.append(_as_key(token_bytes(token_id)))
+        self.tokens.append(names.key(token_id))
         self.token_logprobs.append(None if logprobs is None else max(logprobs.logprob, _LEAST))
         self.text_offset.append(offset)
         if logprobs is None:
             self.top_logprobs.append(None)
             return
-        alternatives = {_as_key(token_bytes(other)): max(score, _LEAST) for other, score in reversed(logprobs.top)}
+        alternatives = {names.key(other): max(score, _LEAST) for other, score in reversed(logprobs.top)}
         alternatives = dict(reversed(alternatives.items()))
         alternatives.setdefault(self.tokens[-1], max(logprobs.logprob, _LEAST))
         self.top_logprobs.append(alternatives)

@@ -8,24 +8,22 @@ from typing import Annotated, Any, ClassVar, Self
 from pydantic import BeforeValidator, Field, model_validator
 
 from vlmserve.errors import InvalidRequestError
-from vlmserve.sampling_params import MAX_NGRAM
+from vlmserve.sampling_params import MAX_BAD_WORDS, MAX_LOGPROB_TOKEN_IDS, MAX_NGRAM
 from vlmserve.server.schema.base import MAX_COUNT, RequestModel
 from vlmserve.server.schema.structured import Choices, ResponseFormat, Schema, StructuredOutputs, wanted_grammar
 from vlmserve.types import MAX_BIASES, MAX_CACHE_SALT, BeamSearch, Grammar, SamplingParams
 
 MAX_CHOICES = 16
+TokenId = Annotated[int, Field(ge=0, le=MAX_COUNT)]
 
 NEUTRAL_VALUES: Mapping[str, tuple[Any, ...]] = {
-    "allowed_token_ids": (),
     "audio": (),
-    "bad_words": (),
     "best_of": (1,),
     "chat_template": (),
     "documents": (),
     "dry_multiplier": (0,),
     "dynatemp_range": (0,),
     "early_stopping": (False,),
-    "include_stop_str_in_output": (False,),
     "length_penalty": (1,),
     "logits_processors": (),
     "media_io_kwargs": (),
@@ -35,13 +33,10 @@ NEUTRAL_VALUES: Mapping[str, tuple[Any, ...]] = {
     "prompt_logprobs": (),
     "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
-    "skip_special_tokens": (True,),
     "smoothing_factor": (0,),
-    "spaces_between_special_tokens": (True,),
     "tfs_z": (1,),
     "top_a": (0,),
     "top_n_sigma": (0, -1),
-    "truncate_prompt_tokens": (),
     "typical_p": (1,),
     "use_beam_search": (False,),
     "web_search_options": (),
@@ -146,12 +141,24 @@ class SamplingRequest(RequestModel):
     thinking_token_budget: int | None = Field(
         None, ge=0, le=MAX_COUNT, description="Thoughts are ended after so many tokens. Default: any number."
     )
-    seed: int | None = None
+    seed: Annotated[int | None, BeforeValidator(lambda seed: None if seed == -1 else seed)] = Field(
+        None, description="Makes answers reproducible; -1: none."
+    )
     stop: Annotated[list[str], BeforeValidator(_as_list)] = Field(
         default_factory=list, description="A string or a list of them."
     )
-    stop_token_ids: list[Annotated[int, Field(ge=0, le=MAX_COUNT)]] = Field(default_factory=list, max_length=256)
+    stop_token_ids: list[TokenId] = Field(default_factory=list, max_length=256)
+    include_stop_str_in_output: bool = Field(False, description="Whether the text has the stop string or token.")
     ignore_eos: bool = False
+    allowed_token_ids: list[TokenId] | None = Field(None, description="The only tokens that answers may have.")
+    bad_words: list[str] = Field(
+        default_factory=list, max_length=MAX_BAD_WORDS, description="Texts that answers must not have."
+    )
+    skip_special_tokens: bool = Field(True, description="Whether the text has no special tokens.")
+    spaces_between_special_tokens: bool = Field(True, description="Has no effect.")
+    truncate_prompt_tokens: int | None = Field(
+        None, ge=-1, le=MAX_COUNT, description="Only the prompt's last tokens are read; -1: as many as fit."
+    )
     min_tokens: int = Field(0, ge=0, le=MAX_COUNT)
     response_format: ResponseFormat | None = Field(None, description="The format of the answer: text or JSON.")
     structured_outputs: StructuredOutputs | None = Field(None, description="The same in vLLM's form.")
@@ -183,6 +190,11 @@ class SamplingRequest(RequestModel):
     @property
     def wanted_prompt_logprobs(self) -> int | None:
         """The same for the tokens of the prompt."""
+        return None
+
+    @property
+    def wanted_logprob_ids(self) -> list[int] | None:
+        """The tokens whose logprobs are returned in the place of the likeliest."""
         return None
 
     @property
@@ -220,6 +232,13 @@ class SamplingRequest(RequestModel):
             max_tokens=max(default_limit, self.min_tokens) if limit is None else limit,
             min_tokens=self.min_tokens,
             grammar=self.grammar(),
+            allowed_token_ids=self.allowed_token_ids or None,
+            bad_words=self.bad_words,
+            logprob_token_ids=self.wanted_logprob_ids,
+            include_stop_str_in_output=self.include_stop_str_in_output,
+            skip_special_tokens=self.skip_special_tokens,
+            spaces_between_special_tokens=self.spaces_between_special_tokens,
+            truncate_prompt_tokens=self.truncate_prompt_tokens,
         )
 
     def grammar(self) -> Grammar | None:
@@ -246,11 +265,32 @@ class ChoicesRequest(SamplingRequest):
     )
     length_penalty: float = Field(1, ge=-10, le=10, description="More than 1 prefers longer answers of a search.")
     early_stopping: bool = Field(False, description="End a search as soon as enough answers have ended.")
+    prompt_logprobs: int | None = Field(
+        None,
+        ge=0,
+        le=MAX_COUNT,
+        description="Return the logprobs of the prompt's tokens and this many alternatives.",
+    )
+    logprob_token_ids: list[TokenId] = Field(
+        default_factory=list,
+        max_length=MAX_LOGPROB_TOKEN_IDS,
+        description="With logprobs: return those of these tokens instead of the likeliest.",
+    )
+    return_token_ids: bool = Field(
+        False, description="Return the token ids of prompt and answer, and with logprobs those of every token."
+    )
+    return_tokens_as_token_ids: bool = Field(False, description="Tokens of logprobs are named token_id:ID.")
 
     @model_validator(mode="after")
     def _fields_fit_together(self) -> Self:
         if self.num_running < self.n:
             raise InvalidRequestError(f"best_of must be at least n, which is {self.n}", param="best_of")
+        if self.logprob_token_ids and self.wanted_logprobs is None:
+            raise InvalidRequestError("logprob_token_ids needs logprobs", param="logprob_token_ids")
+        if self.stream and self.prompt_logprobs is not None:
+            raise InvalidRequestError(
+                "prompt_logprobs cannot be streamed; leave out prompt_logprobs or stream", param="prompt_logprobs"
+            )
         if self.use_beam_search:
             return self
         for name, neutral in (("length_penalty", 1), ("early_stopping", False)):
@@ -263,6 +303,14 @@ class ChoicesRequest(SamplingRequest):
                 param="best_of",
             )
         return self
+
+    @property
+    def wanted_prompt_logprobs(self) -> int | None:
+        return self.prompt_logprobs
+
+    @property
+    def wanted_logprob_ids(self) -> list[int] | None:
+        return self.logprob_token_ids or None
 
     @property
     def num_running(self) -> int:
