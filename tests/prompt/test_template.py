@@ -247,3 +247,21 @@ def test_text_moves_into_reasoning_before_calls() -> None:
     answer = Message("assistant", ("Look.",), tool_calls=(ToolCall("1", "f", {}),), reasoning="Hm.")
     text = ChatTemplate(source, SPECIAL, None).render([Message("user", ("Hi",)), answer])
     assert text == "|Hi;Hm.\n\nLook.|;"
+
+
+@pytest.mark.parametrize(
+    "source", [*TEMPLATES.values(), CHATML_STRINGS, CHATML_PARTS], ids=[*TEMPLATES, "strings", "parts"]
+)
+@pytest.mark.parametrize("content", [("It is a",), ("It is", " a")])
+def test_a_continued_message_ends_the_prompt(source: str, content: tuple[str, ...]) -> None:
+    messages = [Message("user", ("What is this?",), True), Message("assistant", content, len(content) == 1)]
+    template = ChatTemplate(source, SPECIAL, "<image>")
+    text = template.render(messages, continue_final_message=True)
+    assert text.endswith(content[-1])
+    assert template.render(messages, add_generation_prompt=False).startswith(text)
+
+
+def test_a_message_that_is_not_shown_cannot_be_continued() -> None:
+    template = ChatTemplate("{{ messages[0].content }}", SPECIAL, None)
+    with pytest.raises(InvalidRequestError, match="cannot be continued"):
+        template.render([Message("user", ("Hi",)), Message("assistant", ("It",))], continue_final_message=True)

@@ -71,11 +71,11 @@ def test_several_prompts_and_answers_are_numbered_prompt_by_prompt(live):
         ({"prompt": [3, "a"]}, "prompt[1]", "valid integer"),
         ({"prompt": [-1]}, "prompt[0]", "greater than or equal to 0"),
         ({"prompt": [10**6]}, "prompt", "not in the vocabulary"),
-        ({"prompt": "a" * 100_000}, "prompt", "at most"),
+        ({"prompt": "a" * 100_000}, "prompt", "maximum context length"),
         ({"prompt": "<image>"}, "prompt", "image"),
         ({"prompt": PROMPT, "suffix": "and so on"}, "suffix", "not supported"),
         ({"prompt": PROMPT, "messages": QUESTION}, "messages", "not supported"),
-        ({"prompt": PROMPT, "max_tokens": 0}, "max_tokens", "greater than or equal to 1"),
+        ({"prompt": PROMPT, "max_tokens": -1}, "max_tokens", "greater than or equal to 0"),
     ],
 )
 def test_bad_prompts_are_refused_by_name(live, fields, param, message):
@@ -109,8 +109,8 @@ def test_tokens_become_text_again(live):
 @pytest.mark.parametrize(
     ("path", "fields", "message"),
     [
-        ("/tokenize", {}, "either prompt or messages"),
-        ("/tokenize", {"prompt": "a", "messages": QUESTION}, "either prompt or messages"),
+        ("/tokenize", {}, "one of prompt, content and messages"),
+        ("/tokenize", {"prompt": "a", "messages": QUESTION}, "one of prompt, content and messages"),
         ("/detokenize", {"tokens": [10**6]}, "tokens[0] is 1000000"),
         ("/detokenize", {"tokens": [1, "a"]}, "tokens[1]"),
         ("/detokenize", {"tokens": [1], "model": "other"}, "no model 'other'"),

@@ -89,7 +89,6 @@ def test_an_answer_fits_the_form_that_is_asked_for(real):
     ("fields", "status", "kind", "message"),
     [
         ({"messages": []}, 400, "invalid_request_error", "messages"),
-        ({"messages": [*ASK, {"role": "assistant", "content": "It"}]}, 400, "invalid_request_error", "continued"),
         ({"temperature": -1}, 400, "invalid_request_error", "temperature"),
         ({"n": 2}, 400, "invalid_request_error", "n: This field is not supported"),
         ({"use_beam_search": True}, 400, "invalid_request_error", "use_beam_search: This field is not supported"),

@@ -66,9 +66,7 @@ def chunks(server: LiveServer, path: str, **fields: Any) -> list[dict[str, Any]]
 def test_chat_returns_token_ids_of_prompt_and_answer(tiny):
     answer = chat(tiny, return_token_ids=True, logprobs=True, return_tokens_as_token_ids=True)
     [choice] = answer["choices"]
-    assert tokenizer.decode(answer["prompt_token_ids"]).endswith("assistant:") or answer["usage"][
-        "prompt_tokens"
-    ] == len(answer["prompt_token_ids"])
+    assert len(answer["prompt_token_ids"]) == answer["usage"]["prompt_tokens"]
     assert len(choice["token_ids"]) == 8
     names = [token["token"] for token in choice["logprobs"]["content"]]
     assert names == [f"token_id:{token_id}" for token_id in choice["token_ids"]]
@@ -190,3 +188,68 @@ def test_tokenize_takes_tools_and_content(tiny):
     assert count(content=PROMPT) == count(prompt=PROMPT)
     assert count(messages=MESSAGES, tools=[tool]) > count(messages=MESSAGES) + 5
     assert post(tiny, "/tokenize", {"content": "a", "prompt": "b"}).status_code == 400
+
+
+BEGUN = [*MESSAGES, {"role": "assistant", "content": "The answer is"}]
+
+
+def num_prompt_tokens(server: LiveServer, **fields: Any) -> int:
+    return chat(server, max_tokens=1, **fields)["usage"]["prompt_tokens"]
+
+
+def test_an_answer_that_has_begun_is_continued(tiny, tokenizer):
+    prompt = "user: Hello there\nassistant: The answer is"
+    continued = chat(tiny, messages=BEGUN, return_token_ids=True)
+    assert tokenizer.decode(continued["prompt_token_ids"]).strip() == prompt
+    for fields in (
+        {"continue_final_message": True},
+        {"continue_final_message": True, "add_generation_prompt": False},
+        {"tools": [], "tool_choice": "none"},
+    ):
+        same = chat(tiny, messages=BEGUN, **fields)
+        assert same["choices"][0]["message"]["content"] == continued["choices"][0]["message"]["content"]
+    parts = [{"type": "text", "text": "The answer is"}]
+    assert num_prompt_tokens(tiny, messages=[*MESSAGES, {"role": "assistant", "content": parts}]) == len(
+        continued["prompt_token_ids"]
+    )
+    streamed = chunks(tiny, "/v1/chat/completions", messages=BEGUN)
+    text = "".join(one["choices"][0]["delta"].get("content", "") for one in streamed)
+    assert text == continued["choices"][0]["message"]["content"]
+
+
+def test_neutral_values_begin_a_new_answer(tiny, tokenizer):
+    def prompt(**fields: Any) -> str:
+        return tokenizer.decode(chat(tiny, messages=BEGUN, return_token_ids=True, **fields)["prompt_token_ids"])
+
+    whole = "user: Hello there\nassistant: The answer is\nassistant:"
+    assert prompt(continue_final_message=False).strip() == whole
+    assert prompt(add_generation_prompt=True).strip() == whole
+    assert prompt(add_generation_prompt=False).strip() == whole.removesuffix("\nassistant:")
+    assert prompt(response_format={"type": "json_object"}).strip() == whole
+    assert num_prompt_tokens(tiny, continue_final_message=False) == num_prompt_tokens(tiny)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"messages": MESSAGES}, "messages[0]"),
+        ({"messages": [*MESSAGES, {"role": "assistant", "content": ""}]}, "messages[1]"),
+        ({"add_generation_prompt": True}, "continue_final_message"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+    ],
+)
+def test_what_cannot_be_continued_is_an_error(tiny, fields, param):
+    refusal = post(tiny, "/v1/chat/completions", {"messages": BEGUN, "continue_final_message": True, **fields})
+    assert (refusal.status_code, refusal.json()["error"]["param"]) == (400, param)
+
+
+def test_messages_continue_the_assistants_last_turn(tiny, tokenizer):
+    body = {"model": "tiny", "messages": BEGUN, "max_tokens": 8, "temperature": 1.0, "seed": 3, "ignore_eos": True}
+    answer = post(tiny, "/v1/messages", body)
+    assert answer.status_code == 200, answer.text
+    said = chat(tiny, messages=BEGUN)["choices"][0]["message"]["content"]
+    assert answer.json()["content"] == [{"type": "text", "text": said}]
+    count = post(tiny, "/v1/messages/count_tokens", {"model": "tiny", "messages": BEGUN}).json()["input_tokens"]
+    assert count == answer.json()["usage"]["input_tokens"] + answer.json()["usage"]["cache_read_input_tokens"]
+    tokens = post(tiny, "/tokenize", {"messages": BEGUN, "continue_final_message": True}).json()
+    assert tokens["count"] == count

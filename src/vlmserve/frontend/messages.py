@@ -147,6 +147,16 @@ def parse_messages(messages: Any, *, allow_local: bool) -> tuple[list[Message], 
     return parsed, media
 
 
+def check_begun(messages: Sequence[Message]) -> None:
+    """Raises InvalidRequestError if the last message is no answer that can be continued."""
+    last, place = messages[-1], f"messages[{len(messages) - 1}]"
+    text = last.parts[-1]
+    if last.role != "assistant" or last.tool_calls or not isinstance(text, str) or not text:
+        raise InvalidRequestError(
+            "continue_final_message needs an assistant message that ends with text as the last message", param=place
+        )
+
+
 def _reasoning(message: Mapping[str, Any], place: str) -> str | None:
     """The assistant's reasoning, under any of the names that clients send."""
     for name in REASONING_FIELDS:

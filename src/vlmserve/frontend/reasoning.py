@@ -58,9 +58,12 @@ class Reasoning:
     end_id: int
     blank_ids: tuple[int, ...] = ()
 
-    def after(self, prompt: str) -> Thoughts | None:
+    def after(self, prompt: str, begun_answer: str | None = None) -> Thoughts | None:
         """The thoughts of answers to a prompt, which is what a chat template has written; None if it has ended them
-        already, as templates do where thinking is switched off."""
+        already, as templates do where thinking is switched off. begun_answer: the text that the answer continues."""
+        if begun_answer is not None:
+            is_inside = begun_answer.rfind(self.form.start) > begun_answer.rfind(self.form.end)
+            return Thoughts(self.start_id, self.end_id, begun=True) if is_inside else None
         written = prompt.rstrip()
         if written.endswith(self.form.end):
             return None

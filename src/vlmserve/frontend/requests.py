@@ -22,7 +22,7 @@ from vlmserve.errors import (
     TooManyImagesError,
 )
 from vlmserve.frontend.documents import with_pages
-from vlmserve.frontend.messages import Medium, check_remote, check_unicode, parse_messages, with_kwargs
+from vlmserve.frontend.messages import Medium, check_begun, check_remote, check_unicode, parse_messages, with_kwargs
 from vlmserve.frontend.processors import (
     image_processor,
     server_budget,
@@ -181,6 +181,7 @@ class RequestPreparer:
         messages: Sequence[Any],
         *,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         allow_local: bool = False,
         cache_salt: str = "",
         tools: ToolUse | None = None,
@@ -195,10 +196,14 @@ class RequestPreparer:
         never for what came over HTTP. cache_salt: of the request; images are only shared with requests of the same one.
         tools: that the model may call. template_settings: values that the chat template may know by name.
         mm_processor_kwargs: the budget of all images and the fps of all videos that say nothing themselves.
+        continue_final_message: the answer continues the last message, which is the assistant's and has text;
+        add_generation_prompt then has no effect.
         Raises InvalidRequestError, naming the place in `messages`, or one of its subclasses for an image and for text
         that is far too long; CancelledWorkError.
         """
         parsed, media = parse_messages(messages, allow_local=allow_local)
+        if continue_final_message:
+            check_begun(parsed)
         media = with_kwargs(media, mm_processor_kwargs)
         self._check_length(
             _texts(
@@ -212,13 +217,16 @@ class RequestPreparer:
             parsed, media = with_pages(parsed, media, documents, self._media)
             if self._videos_as_images is not None:
                 parsed, media = self._videos_as_images.show(parsed, media, frames, self.max_prompt_len)
-            return self._conversation(parsed, media, add_generation_prompt, cache_salt, tools, template_settings)
+            return self._conversation(
+                parsed, media, add_generation_prompt, continue_final_message, cache_salt, tools, template_settings
+            )
 
     def _conversation(
         self,
         parsed: Sequence[Message],
         media: Sequence[Medium],
         add_generation_prompt: bool,
+        continue_final_message: bool,
         cache_salt: str,
         tools: ToolUse | None,
         template_settings: Mapping[str, Any] | None,
@@ -227,6 +235,8 @@ class RequestPreparer:
         images = [medium for medium in media if medium.kind == "image"]
         videos = [medium for medium in media if medium.kind == "video"]
         if self._one_image is not None:
+            if continue_final_message:
+                raise InvalidRequestError("this model cannot continue answers", param="continue_final_message")
             if tools is not None:
                 raise InvalidRequestError("this model cannot call functions; leave tools out", param="tools")
             return self._with_one_image(only_text(parsed), images, cache_salt, param="messages")
@@ -247,10 +257,12 @@ class RequestPreparer:
             add_generation_prompt=add_generation_prompt,
             tools=described,
             settings=template_settings and quoted_json(template_settings, quotation),
+            continue_final_message=continue_final_message,
         )
         _check_shown(text, self.tokenizer.image_mark, len(images), "images")
         _check_shown(text, self.tokenizer.video_token, len(videos), "videos")
-        thoughts = None if self.reasoning is None else self.reasoning.after(text)
+        begun = str(parsed[-1].parts[-1]) if continue_final_message else None
+        thoughts = None if self.reasoning is None else self.reasoning.after(text, begun)
         text = self.tokenizer.write_media(text)
         # Like transformers: its processors add what the template leaves out, its tokenizers do not.
         ids = self.tokenizer.encode_quoted(text, quotation, add_special_tokens=self.supports_images)

@@ -22,6 +22,7 @@ from jinja2.parser import Parser
 from vlmserve.errors import ConfigurationError, InvalidRequestError, ModelLoadError
 from vlmserve.prompt.probes import Probes
 from vlmserve.prompt.template_limits import LimitedEnvironment, limited
+from vlmserve.prompt.untrusted import END_MARK
 
 _OURS = ("messages", "tools", "documents", "add_generation_prompt")
 """Variables that only the request itself sets."""
@@ -140,9 +141,11 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
         settings: Mapping[str, Any] | None = None,
+        continue_final_message: bool = False,
     ) -> str:
         """The prompt's text. tools: functions, as OpenAI describes them, for a template that `knows_tools`. settings:
-        values by name; those that are not among the template's `settings` have no effect.
+        values by name; those that are not among the template's `settings` have no effect. continue_final_message: the
+        prompt ends with the text of the last message.
 
         Raises InvalidRequestError if the template refuses the messages, and for settings of what is not theirs to set.
         """
@@ -152,17 +155,33 @@ class ChatTemplate:
                     f"chat_template_kwargs cannot set {name}, which the request itself sets",
                     param="chat_template_kwargs",
                 )
+        if continue_final_message:
+            messages = [*messages[:-1], _with_end(messages[-1])]
         chat = [
             {**_beside_content(message), **self._reasoning(message), "content": self._content(message)}
             for message in self._arranged(messages)
         ]
         try:
-            return self._render(chat, add_generation_prompt=add_generation_prompt, tools=tools, settings=settings or {})
+            text = self._render(
+                chat,
+                add_generation_prompt=add_generation_prompt and not continue_final_message,
+                tools=tools,
+                settings=settings or {},
+            )
         except Exception as error:  # a template can fail with any error that its expressions can raise
             raise InvalidRequestError(
                 f"the model's chat template does not accept these messages: {error}{_without_a_call(messages)}",
                 param="messages",
             ) from error
+        if not continue_final_message:
+            return text
+        before, mark, _ = text.rpartition(END_MARK)
+        if not mark:
+            raise InvalidRequestError(
+                "the model's chat template does not show the last message, so that it cannot be continued",
+                param="continue_final_message",
+            )
+        return before
 
     def _arranged(self, messages: Sequence[Message]) -> Sequence[Message]:
         """Messages in an order of roles of which the template shows every text."""
@@ -245,6 +264,12 @@ class ChatTemplate:
                     "documents": None,
                 }
             )
+
+
+def _with_end(message: Message) -> Message:
+    """The message with a mark after its text."""
+    *parts, last = message.parts
+    return replace(message, parts=(*parts, f"{last}{END_MARK}"))
 
 
 def _has_media(message: Message) -> bool:

@@ -14,6 +14,8 @@ from collections.abc import Iterable, Iterator
 from vlmserve.cancellation import check_cancelled
 
 _OPEN, _CLOSE = "\U000ffff0", "\U000ffff1"
+END_MARK = _OPEN + _CLOSE
+"""A code of nothing: no quoted text has it, so that it can mark a place in a template's text."""
 _CODE = re.compile(f"{_OPEN}([0-9]+){_CLOSE}")
 _WINDOW = 16384
 """Characters that are searched at a time: no other thread runs meanwhile."""

@@ -69,6 +69,8 @@ class ChatDialect(Dialect[ChatRequest]):
             prompt = await service.prepare(
                 messages,
                 cache_salt,
+                add_generation_prompt=body.add_generation_prompt is not False,
+                continue_final_message=body.continues(messages[-1], tools),
                 tools=tools,
                 template_settings=settings,
                 mm_processor_kwargs=body.processor_kwargs,

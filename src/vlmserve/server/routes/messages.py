@@ -20,6 +20,7 @@ from vlmserve.server.routes.answering import Dialect, answer
 from vlmserve.server.routes.events import named_event
 from vlmserve.server.routes.reading import read
 from vlmserve.server.schema.blocks import ChatMessages
+from vlmserve.server.schema.content import check_continuation
 from vlmserve.server.schema.messages import (
     CountRequest,
     MessageAnswer,
@@ -63,6 +64,8 @@ class MessagesDialect(Dialect[MessagesRequest]):
         params = self._reader.expect(service.preparer.tool_form, tools, params)
         cache_salt = body.cache_salt or ""
         self._chat = body.chat()
+        if self._chat.ends_with_answer:
+            check_continuation(body.grammar(), tools)
         prompt = await _prompt(service, body, self._chat, self._owner, cache_salt)
         self._chat.messages.clear()  # their images are prepared, and an answer may take long
         return GenerationRequest([prompt], params, 1, cache_salt, tools=tools)
@@ -208,6 +211,7 @@ async def _prompt(service: Service, body: PromptFields, chat: ChatMessages, owne
         return await service.prepare(
             await with_files(service, owner, chat.messages, share),
             cache_salt,
+            continue_final_message=chat.ends_with_answer,
             tools=body.tool_use,
             template_settings=body.template_settings(service.preparer.template_settings),
             mm_processor_kwargs=body.processor_kwargs,

@@ -28,6 +28,7 @@ async def tokenize(request: Request) -> Response:
                     messages,
                     salt_of(request, None),
                     add_generation_prompt=body.add_generation_prompt,
+                    continue_final_message=body.continue_final_message,
                     tools=body.tool_use,
                     template_settings=body.chat_template_kwargs,
                     mm_processor_kwargs=body.processor_kwargs,

@@ -354,6 +354,11 @@ class ChatMessages:
             else:
                 self._add_question(place, blocks, turn.role)
 
+    @property
+    def ends_with_answer(self) -> bool:
+        """Whether the last message is the assistant's, which the answer continues."""
+        return bool(self.messages) and self.messages[-1]["role"] == "assistant"
+
     def _add_answer(self, place: str, blocks: Sequence[tuple[str, ContentBlock]]) -> None:
         said = [(at, block) for at, block in blocks if isinstance(block, _Said)]
         calls = [(at, block.call()) for at, block in blocks if isinstance(block, ToolUseBlock)]

@@ -14,7 +14,15 @@ from pydantic import Field, model_validator
 from vlmserve.errors import InvalidRequestError
 from vlmserve.frontend.tools import ToolUse
 from vlmserve.server.schema.base import MAX_COUNT
-from vlmserve.server.schema.content import Message, PromptRequest, ReasoningEffort, TemplateSettings, effort_settings
+from vlmserve.server.schema.content import (
+    Message,
+    PromptRequest,
+    ReasoningEffort,
+    TemplateSettings,
+    can_continue,
+    check_continuation,
+    effort_settings,
+)
 from vlmserve.server.schema.logprobs import ChoiceLogprobs, PromptLogprobs
 from vlmserve.server.schema.sampling import NEUTRAL_VALUES, ChoicesRequest
 from vlmserve.server.schema.tools import (
@@ -62,6 +70,15 @@ class ChatRequest(PromptRequest, ChoicesRequest):
     )
     include_reasoning: bool = Field(True, description="Whether thoughts are returned, where the model has some.")
 
+    add_generation_prompt: bool | None = Field(
+        None, description="Whether the prompt ends with the beginning of a new answer. Default: yes."
+    )
+    continue_final_message: bool | None = Field(
+        None,
+        description="Whether the answer continues the last message. Default: if that is text of the assistant, and "
+        "add_generation_prompt, response_format and a required tool call are absent.",
+    )
+
     logprobs: bool = Field(False, description="Return the logprob of each token.")
     top_logprobs: int | None = Field(
         None, ge=0, le=MAX_COUNT, description="With logprobs: number of likeliest tokens to return at each position."
@@ -72,6 +89,20 @@ class ChatRequest(PromptRequest, ChoicesRequest):
         if self.top_logprobs and not self.logprobs:
             raise InvalidRequestError("top_logprobs needs logprobs to be true", param="top_logprobs")
         return self
+
+    def continues(self, last: dict[str, Any], tools: ToolUse | None) -> bool:
+        """Whether the answer continues the last message. Raises InvalidRequestError where that is impossible."""
+        if self.continue_final_message:
+            if self.add_generation_prompt:
+                raise InvalidRequestError(
+                    "continue_final_message and add_generation_prompt cannot both be true",
+                    param="continue_final_message",
+                )
+            check_continuation(self.grammar(), tools)
+            return True
+        if self.continue_final_message is not None or self.add_generation_prompt is not None:
+            return False
+        return can_continue(last) and self.grammar() is None and not (tools is not None and tools.must_call)
 
     @property
     def tool_use(self) -> ToolUse | None:

@@ -8,8 +8,11 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import BeforeValidator, Field, Tag, model_validator
 
 from vlmserve.config import MAX_FPS
+from vlmserve.errors import InvalidRequestError
+from vlmserve.frontend.tools import ToolUse
 from vlmserve.server.schema.base import MAX_COUNT, JSONObject, RequestModel, by_type, text_or_list
 from vlmserve.server.schema.tools import SentToolCall
+from vlmserve.types import Grammar
 
 
 class ChatPart(RequestModel):
@@ -223,6 +226,26 @@ class Message(RequestModel):
         if isinstance(value, dict) and value.get("content") is None and value.get("role") != "assistant":
             raise ValueError("content is missing")
         return value
+
+
+def can_continue(message: dict[str, Any]) -> bool:
+    """Whether an answer can continue a message: the assistant's, which ends with text."""
+    content = message["content"]
+    end = content[-1].get("text") if isinstance(content, list) and content else content
+    return message["role"] == "assistant" and bool(end) and not message.get("tool_calls")
+
+
+def check_continuation(grammar: Grammar | None, tools: ToolUse | None) -> None:
+    """Raises InvalidRequestError for a format of the whole answer, of which a part exists already."""
+    if grammar is not None:
+        raise InvalidRequestError(
+            f"{grammar.source} is the format of a whole answer; leave it out to continue the last message",
+            param=grammar.source,
+        )
+    if tools is not None and tools.must_call:
+        raise InvalidRequestError(
+            "tool_choice must be auto or none to continue the last message, which is text", param="tool_choice"
+        )
 
 
 def conversation(messages: Sequence[Message]) -> list[dict[str, Any]]:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
-from pydantic import Field, Tag, model_validator
+from pydantic import Field, Tag
 
 from vlmserve.frontend.tools import Function, ToolUse
 from vlmserve.server.schema.base import MAX_COUNT, JSONObject, RequestModel, by_type
@@ -175,12 +175,6 @@ class MessagesRequest(PromptFields, SamplingRequest):
         """The answer's format, in this API's words or in others'."""
         wanted = self.output_config.format
         return either_grammar(None if wanted is None else wanted.grammar, super().grammar())
-
-    @model_validator(mode="after")
-    def _ends_with_a_question(self) -> Self:
-        if self.messages[-1].role == "assistant":
-            raise ValueError("The last message should be the user's: answers that are begun cannot be continued here")
-        return self
 
 
 class CountRequest(PromptFields):

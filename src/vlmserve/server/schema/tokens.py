@@ -26,6 +26,7 @@ class TokenizeRequest(PromptRequest):
     messages: Annotated[list[Message], Field(min_length=1)] | None = None
     add_special_tokens: bool = True
     add_generation_prompt: bool = True
+    continue_final_message: bool = False
     chat_template_kwargs: TemplateSettings = None
     return_token_strs: bool = False
 
