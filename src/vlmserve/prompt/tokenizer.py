@@ -146,6 +146,10 @@ class Tokenizer:
         add_special_tokens = add_special_tokens and not (bos and text.startswith(bos))
         return _ids(self._backend, text, add_special_tokens=add_special_tokens)
 
+    def encode_inside(self, text: str) -> list[int]:
+        """Token ids of text that follows other text. Nothing in it is a control token."""
+        return _ids(self._plain_continuing, text)
+
     def check_length(self, texts: Iterable[str], max_tokens: int) -> None:
         """Refuse text that is far too long for a prompt of `max_tokens`, in a time that depends on `max_tokens` only.
 

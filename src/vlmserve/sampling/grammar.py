@@ -91,7 +91,7 @@ class Vocabulary:
             tokens[id_] = SPECIAL + (texts[id_] or "").encode()
         # One more, which no model knows: when an answer may end is decided here, not there.
         tokens += [b""] * (size - len(tokens)) + [b"<end of answer>"]
-        source = _Tokens(tokens, [*special, size], size)
+        source = _Tokens(tokens, [*special, size], size, tokenizer.encode_inside)
         ordinary = {token: id_ for id_, token in enumerate(tokens) if token and id_ not in {*special, size}}
         spaced = [id_ for token, id_ in ordinary.items() if token.startswith(b" ") and len(token) > 1]
         spaces = [id_ for id_, token in enumerate(tokens) if token == b" "]
@@ -108,18 +108,33 @@ class Vocabulary:
 
 
 class _Tokens:
-    """What llguidance wants to know of a vocabulary."""
+    """A vocabulary as llguidance asks for it.
+
+    encode: the tokenizer's own encoding of text within an answer.
+    """
 
     bos_token_id = None
 
-    def __init__(self, tokens: list[bytes], special: list[int], end: int) -> None:
+    def __init__(self, tokens: list[bytes], special: list[int], end: int, encode: Callable[[str], list[int]]) -> None:
         self.tokens = tokens
         self.special_token_ids = special
         self.eos_token_id = end
+        self._special = frozenset(special)
+        self._encode = encode
         self._ids = {token: id_ for id_, token in enumerate(tokens) if token}
 
     def __call__(self, text: bytes) -> list[int]:
-        """Token ids of a text, the longest tokens first; used for messages only."""
+        """Return the token ids of text that the grammar forces. The model has seen the tokenizer's own encoding."""
+        try:
+            ids = self._encode(text.decode())
+        except UnicodeDecodeError:
+            return self._longest_first(text)
+        if self._special.isdisjoint(ids) and b"".join(self.tokens[id_] for id_ in ids) == text:
+            return ids
+        return self._longest_first(text)
+
+    def _longest_first(self, text: bytes) -> list[int]:
+        """Return token ids for parts of characters, and for text that the tokenizer changes."""
         ids = []
         while text:
             length = next((n for n in range(min(len(text), 32), 0, -1) if text[:n] in self._ids), 1)
