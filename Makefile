@@ -15,7 +15,7 @@ TEST_WORKERS := --numprocesses $$(($$(getconf _NPROCESSORS_ONLN) + 1)) --maxproc
 
 INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: help serve test check lint types sanitize bench web docs format wheel release clean
+.PHONY: help serve test check lint types sanitize bench agents web docs format wheel release clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -53,6 +53,12 @@ web: ## Build the page that the server shows; needs Node 20.19 or newer
 		"the repository: only who changes web/ builds it again." >&2; exit 1; }
 	@cd web && npm ci --no-fund --no-audit && npm run build
 
+agents: tests/clients/node_modules/.package-lock.json ## Install the coding agents that tests run; needs Node 20
+
+tests/clients/node_modules/.package-lock.json: tests/clients/package.json
+	@command -v npm > /dev/null || { echo "make agents needs Node.js with npm, 20 or newer" >&2; exit 1; }
+	@cd tests/clients && npm install --no-package-lock --no-fund --no-audit --no-progress
+
 docs: $(VENV)/.docs ## Build the documentation's pages into site
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 
@@ -67,7 +73,7 @@ release: ## Commit and tag a release with its notes: make release VERSION=1.2.3
 	@$(PYTHON) .ci/release.py "$(VERSION)"
 
 clean: ## Remove the virtual environment and what tools left behind
-	rm -rf $(VENV) build dist site web/node_modules src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) build dist site web/node_modules tests/clients/node_modules src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \

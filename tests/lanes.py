@@ -15,6 +15,7 @@ _SLOW = {
     "batch": "run",
     "benchmarks": "gpu soak",
     "calibration": "cache quality run",
+    "clients": "coding_agents",
     "devices": "cpu",
     "engine": """beams blip drafts families gemma3 image_budget moondream ocr original_families parity process
         quantized_cache quantized_images qwen_chat qwen_vl ranks sampling static_parity static_qwen_vl
