@@ -8,11 +8,13 @@ import pytest
 import torch
 
 from tests.mock_checkpoint import make_mock_checkpoint
-from vlmserve import LLM
+from vlmserve import LLM, AsyncLLM, SamplingParams
 from vlmserve.errors import ConfigurationError, InvalidRequestError
 from vlmserve.offline_options import KINDS, LLMOptions, VLLMOptions
 from vlmserve.settings import annotation_parts
 from vlmserve.vllm_flags import VALUES, entry_called
+
+ASK = [{"role": "user", "content": "Hello"}]
 
 
 @pytest.mark.parametrize(
@@ -119,6 +121,51 @@ def test_editors_know_vllms_options(mock_folder):
 def test_what_is_no_conversation_is_refused_with_an_example(mock_llm, messages):
     with pytest.raises(InvalidRequestError, match=r'messages must be a list of messages, like \[\{"role": "user"'):
         mock_llm.chat(messages, use_tqdm=False)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda llm: llm.chat(ASK, sampling_param=1), "chat.. has no argument sampling_param; did you mean"),
+        (lambda llm: llm.chat(ASK, tools=[{}]), "chat.. has no argument tools; serve the model"),
+        (lambda llm: llm.generate(prompt_token_ids=[1], prompts=None), 'give the prompt as {"prompt_token_ids"'),
+        (lambda llm: llm.generate("a", use_tdqm=False), "no argument use_tdqm; did you mean use_tqdm"),
+    ],
+)
+def test_misspelt_arguments_are_explained(mock_llm, call, message):
+    with pytest.raises(TypeError, match=message):
+        call(mock_llm)
+
+
+def test_misspelt_arguments_of_async_ones_are_explained():
+    with pytest.raises(TypeError, match=r"chat\(\) has no argument sampling_param; did you mean sampling_params"):
+        AsyncLLM.__new__(AsyncLLM).chat(ASK, sampling_param=1)
+
+
+def test_arguments_of_vllm_may_be_none(mock_llm):
+    assert mock_llm.chat(ASK, use_tqdm=False, tools=None, chat_template=None)[0].text
+
+
+def test_methods_that_are_missing_are_explained(mock_llm):
+    with pytest.raises(AttributeError, match="LLM has no embed: models generate text here; use chat"):
+        mock_llm.embed("a")
+    with pytest.raises(AttributeError, match="no attribute 'generat'; did you mean generate"):
+        mock_llm.generat("a")
+    assert not hasattr(mock_llm, "encode")
+
+
+def test_the_tokenizer_is_transformers_own(mock_llm):
+    [result] = mock_llm.generate("hello", SamplingParams(max_tokens=4), use_tqdm=False)
+    tokenizer = mock_llm.get_tokenizer()
+    assert tokenizer.decode(result.outputs[0].token_ids) == result.text
+    assert tokenizer.encode("hello") == result.prompt_token_ids
+
+
+def test_reprs_are_short(mock_llm):
+    [result] = mock_llm.generate("hello " * 60, SamplingParams(max_tokens=40), use_tqdm=False)
+    assert len(repr(result)) < 700
+    assert repr(result.text) in repr(result)
+    assert repr(result.outputs[0]).startswith("CompletionOutput(text=")
 
 
 @pytest.fixture(scope="module")

@@ -29,9 +29,11 @@ from vlmserve.offline_calls import (
     OnError,
     Outcome,
     Params,
+    ParsedModel,
     Prompts,
     TextPrompt,
     adapters_of,
+    check_arguments,
     is_conversation,
     is_prompt,
 )
@@ -41,6 +43,7 @@ from vlmserve.outputs import RequestOutput
 from vlmserve.types import SamplingParams
 
 Result = TypeVar("Result")
+Model = TypeVar("Model", bound=ParsedModel)
 
 
 class AsyncLLM:
@@ -110,6 +113,18 @@ class AsyncLLM:
         sampling_params: Params = None,
         *,
         stream: Literal[False] = False,
+        on_error: Literal["raise"] = "raise",
+        schema: type[Model],
+        **options: Unpack[ChatOptions],
+    ) -> Coroutine[Any, Any, list[Model]]: ...
+
+    @overload
+    def chat(
+        self,
+        messages: Conversation | Iterable[Conversation],
+        sampling_params: Params = None,
+        *,
+        stream: Literal[False] = False,
         on_error: OnError = "raise",
         schema: Any = None,
         **options: Unpack[ChatOptions],
@@ -140,6 +155,7 @@ class AsyncLLM:
         cache_salt: str | None = None,
         mm_processor_kwargs: Mapping[str, Any] | None = None,
         lora_request: Adapters = None,
+        **others: Any,
     ) -> Any:
         """Answer one conversation or many, as `LLM.chat` does. Returns a coroutine, or with `stream` an asynchronous
         iterator of the results in order.
@@ -149,6 +165,7 @@ class AsyncLLM:
         """
         from vlmserve.frontend.messages import check_conversations
 
+        check_arguments(AsyncLLM.chat, others)
         check_conversations(messages)
         call = self._prompts.chat_call(
             sampling_params,
@@ -193,8 +210,10 @@ class AsyncLLM:
         stream: bool = False,
         on_error: OnError = "raise",
         lora_request: Adapters = None,
+        **others: Any,
     ) -> Any:
         """Continue one prompt or many, as `LLM.generate` does. For the rest see `chat`."""
+        check_arguments(AsyncLLM.generate, others)
         call = self._prompts.text_call(sampling_params, on_error)
         if is_prompt(prompts):
             return self._answer(call, lora_request, [prompts], stream=stream, is_one=True)

@@ -14,10 +14,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from functools import partial
 from itertools import repeat
-from typing import TYPE_CHECKING, Any, Literal, Self, Unpack, cast, overload
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, Unpack, cast, overload
 
 from vlmserve.config import BUILT_IN_MODEL
-from vlmserve.errors import InvalidRequestError, VLMServeError
+from vlmserve.errors import InvalidRequestError, ModelLoadError, VLMServeError
 from vlmserve.offline import LoRARequest
 from vlmserve.offline_batch import OfflineBatch
 from vlmserve.offline_calls import (
@@ -28,9 +28,11 @@ from vlmserve.offline_calls import (
     OnError,
     Outcome,
     Params,
+    ParsedModel,
     Prompts,
     TextPrompt,
     adapters_of,
+    check_arguments,
     is_conversation,
     is_prompt,
 )
@@ -38,9 +40,15 @@ from vlmserve.offline_engine import SharedEngine
 from vlmserve.offline_options import LLMOptions, set_up
 from vlmserve.outputs import RequestOutput
 from vlmserve.types import SamplingParams
+from vlmserve.validation import did_you_mean
 
 if TYPE_CHECKING:
     from vlmserve.engine.protocol import VLMEngine
+
+Model = TypeVar("Model", bound=ParsedModel)
+
+_OF_VLLM = "encode embed classify score reward beam_search apply_model collective_rpc sleep wake_up".split()
+"""Methods of vLLM's that there are none of here."""
 
 
 class LLM:
@@ -80,6 +88,21 @@ class LLM:
     def template_settings(self) -> frozenset[str]:
         """Names of what `chat_template_kwargs` can set."""
         return self._preparer.template_settings
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _OF_VLLM:
+            raise AttributeError(f"LLM has no {name}: models generate text here; use chat, generate or stream")
+        raise AttributeError(f"LLM has no attribute {name!r}{did_you_mean(name, dir(type(self)))}")
+
+    def get_tokenizer(self) -> Any:
+        """The checkpoint's tokenizer as transformers loads it. Raises ModelLoadError if transformers cannot."""
+        from transformers import AutoTokenizer
+
+        try:
+            return AutoTokenizer.from_pretrained(self._setup.folder, local_files_only=True)
+        except Exception as error:  # transformers raises anything
+            message = f"transformers cannot load the tokenizer of {self.config.model}: {error}"
+            raise ModelLoadError(message) from error
 
     def load(self) -> None:
         """Load the model now if it is not loaded. Raises ModelLoadError and ConfigurationError."""
@@ -143,6 +166,32 @@ class LLM:
         sampling_params: Params = None,
         use_tqdm: bool = True,
         *,
+        stream: Literal[False] = False,
+        on_error: Literal["raise"] = "raise",
+        schema: type[Model],
+        **options: Unpack[ChatOptions],
+    ) -> list[Model]: ...
+
+    @overload
+    def chat(
+        self,
+        messages: Conversation | Iterable[Conversation],
+        sampling_params: Params = None,
+        use_tqdm: bool = True,
+        *,
+        stream: Literal[True],
+        on_error: Literal["raise"] = "raise",
+        schema: type[Model],
+        **options: Unpack[ChatOptions],
+    ) -> Iterator[Model]: ...
+
+    @overload
+    def chat(
+        self,
+        messages: Conversation | Iterable[Conversation],
+        sampling_params: Params = None,
+        use_tqdm: bool = True,
+        *,
         stream: bool = False,
         on_error: OnError = "raise",
         schema: Any,
@@ -163,6 +212,7 @@ class LLM:
         cache_salt: str | None = None,
         mm_processor_kwargs: Mapping[str, Any] | None = None,
         lora_request: Adapters = None,
+        **others: Any,
     ) -> Any:
         """Answer one conversation (a list of messages) or many (a list of lists); results are in the same order.
 
@@ -194,6 +244,7 @@ class LLM:
         """
         from vlmserve.frontend.messages import check_conversations
 
+        check_arguments(LLM.chat, others)
         check_conversations(messages)
         call = self._prompts.chat_call(
             sampling_params,
@@ -254,6 +305,7 @@ class LLM:
         stream: bool = False,
         on_error: OnError = "raise",
         lora_request: Adapters = None,
+        **others: Any,
     ) -> Any:
         """Continue one prompt or many, without a chat template; results are in the same order.
 
@@ -262,6 +314,7 @@ class LLM:
         the dicts may have a "cache_salt" and "mm_processor_kwargs". A video is a file or a list of frames; a list of
         `PIL.Image.Image` or arrays is one video, any other list several. For the rest see `chat`.
         """
+        check_arguments(LLM.generate, others)
         call = self._prompts.text_call(sampling_params, on_error)
         adapters = partial(self._adapters_of, lora_request)
         if is_prompt(prompts):

@@ -6,8 +6,9 @@ import json
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from inspect import signature
 from itertools import repeat
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict, TypeGuard
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, TypedDict, TypeGuard
 
 import msgspec
 
@@ -17,6 +18,7 @@ from vlmserve.offline import LoRARequest, Prepared
 from vlmserve.outputs import RequestOutput
 from vlmserve.sampling_params import Grammar
 from vlmserve.types import Prompt, SamplingParams
+from vlmserve.validation import did_you_mean
 
 if TYPE_CHECKING:
     from vlmserve.frontend.requests import RequestPreparer
@@ -38,6 +40,34 @@ class ChatOptions(TypedDict, total=False):
     cache_salt: str | None
     mm_processor_kwargs: Mapping[str, Any] | None
     lora_request: Adapters
+
+
+class ParsedModel(Protocol):
+    """A class of pydantic's models."""
+
+    @classmethod
+    def model_validate_json(cls, json_data: str) -> Any: ...
+
+
+def check_arguments(method: Callable[..., Any], others: Mapping[str, Any]) -> None:
+    """Raise TypeError, which says what was probably meant, for arguments that a method lacks. None means nothing."""
+    known = [name for name in signature(method).parameters if name not in ("self", "others")]
+    for name, value in others.items():
+        if value is not None and name not in _HARMLESS:
+            instead = _INSTEAD.get(name) or did_you_mean(name, known)
+            raise TypeError(f"{method.__name__}() has no argument {name}{instead}")
+
+
+_HARMLESS = ("use_tqdm", "priority")
+"""Arguments of other methods or libraries that change no answer."""
+_INSTEAD: Mapping[str, str] = {
+    "chat_template": "; give chat_template to LLM",
+    "prompt_token_ids": '; give the prompt as {"prompt_token_ids": [...]}',
+    "multi_modal_data": '; give the prompt as {"prompt": text, "multi_modal_data": {...}}',
+    "images": '; give the prompt as {"prompt": text, "multi_modal_data": {"image": images}}',
+    "tools": "; serve the model to call tools",
+}
+"""What to write instead of arguments that other libraries, or older versions of vLLM, have."""
 
 
 @dataclass(frozen=True)

@@ -99,6 +99,7 @@ class LLMOptions(VLLMOptions, total=False):
     lora_memory: ByteCount
     max_lora_rank: int
     tensor_parallel_size: int
+    rank_timeout: float
     max_model_len: int | None
     block_size: int
     kv_cache_memory: ByteCount | None
@@ -115,6 +116,7 @@ class LLMOptions(VLLMOptions, total=False):
     max_logprobs: int
     max_grammar_bytes: ByteCount
     max_grammar_seconds: float
+    max_grammar_memory: ByteCount
     json_max_digits: int
     json_max_length: int
     json_max_items: int
@@ -136,6 +138,9 @@ class LLMOptions(VLLMOptions, total=False):
     max_video_frames: int
     max_video_pixels: int
     max_decoded_frames: int
+    max_frame_pixels: int
+    video_timeout: float
+    video_memory: ByteCount
     max_documents: int
     max_document_bytes: ByteCount
     max_document_pages: int
@@ -143,6 +148,8 @@ class LLMOptions(VLLMOptions, total=False):
     page_dpi: float
     document_timeout: float
     document_memory: ByteCount
+    media_processes: int
+    client_media_processes: int
     mm_processor_kwargs: Mapping[str, Any]
     fetch_timeout: float
     max_redirects: int

@@ -9,6 +9,9 @@ from typing import Any
 
 from vlmserve.types import FinishReason, Grammar, ImageSize, TokenLogprobs
 
+_SHOWN_CHARACTERS = 200
+"""Characters of a text that a repr shows."""
+
 
 @dataclass(frozen=True)
 class Logprob:
@@ -39,6 +42,12 @@ class CompletionOutput:
     logprobs: list[dict[int, Logprob]] | None = None
     grammar: Grammar | None = None
     reasoning_content: str | None = None
+
+    def __repr__(self) -> str:
+        """The fields that people look at; others are attributes."""
+        shown = {"text": _short(self.text), "finish_reason": self.finish_reason, "tokens": len(self.token_ids)}
+        shown |= {name: value for name in ("stop_reason", "error") if (value := getattr(self, name)) is not None}
+        return f"CompletionOutput({', '.join(f'{name}={value!r}' for name, value in shown.items())})"
 
     @property
     def cumulative_logprob(self) -> float | None:
@@ -84,6 +93,13 @@ class RequestOutput:
     finished: bool = True
     image_sizes: list[ImageSize] = field(default_factory=list)
 
+    def __repr__(self) -> str:
+        """The answers and the beginning of the prompt; other fields are attributes."""
+        return (
+            f"RequestOutput(request_id={self.request_id!r}, prompt={_short(self.prompt)!r}, "
+            f"prompt_tokens={len(self.prompt_token_ids)}, outputs={self.outputs!r})"
+        )
+
     @property
     def text(self) -> str:
         """The text of the first answer."""
@@ -93,6 +109,10 @@ class RequestOutput:
     def parsed(self) -> Any:
         """`CompletionOutput.parsed` of the first answer."""
         return self.outputs[0].parsed
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}…"
 
 
 def logprobs_by_id(logprobs: TokenLogprobs, token_bytes: Callable[[int], bytes]) -> dict[int, Logprob]:
