@@ -10,8 +10,11 @@ from pathlib import Path
 
 import psutil
 import pytest
+from PIL import Image
 
 from vlmserve.media import fork_server, isolated_worker
+from vlmserve.media.decoding import DecodingMemory
+from vlmserve.media.pdf import PDFProcess
 
 _CAPTURED = """
 import os, runpy, sys
@@ -63,3 +66,9 @@ def without_module(monkeypatch: pytest.MonkeyPatch, name: str) -> Iterator[None]
         fork_server.end_servers()
         yield
     fork_server.end_servers()
+
+
+def page_image(process: PDFProcess, number: int) -> Image.Image:
+    """A page of an open PDF."""
+    with process.rendered(number, DecodingMemory(sys.maxsize)) as image:
+        return image

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -90,7 +92,7 @@ def test_memory_is_shared_in_order_of_arrival_and_never_exceeded() -> None:
         for number, size in enumerate((500, 30, 30, 50)):
             threads.append(threading.Thread(target=take, args=(number, size)))
             threads[-1].start()
-            while len(memory._queue) <= number:
+            while len(memory._large.queue) <= number:
                 time.sleep(0.001)
         assert order == []  # what is larger than all there is waits to be alone, and the others behind it
     for thread in threads:
@@ -99,6 +101,41 @@ def test_memory_is_shared_in_order_of_arrival_and_never_exceeded() -> None:
     assert sorted(order) == [0, 1, 2, 3]
     assert most <= 100
     assert memory.used == 0
+
+
+def test_small_images_never_wait_for_large_ones() -> None:
+    memory = DecodingMemory(800, slots=2)
+    with contextlib.ExitStack() as stack:
+        for size in (101, 101):
+            stack.enter_context(memory.share(size))
+        waiting = threading.Thread(target=lambda: contextlib.ExitStack().enter_context(memory.share(800)), daemon=True)
+        waiting.start()
+        while not memory._large.queue:
+            time.sleep(0.001)
+        for _ in range(2):
+            stack.enter_context(memory.share(100))
+        assert memory.used == 402
+        assert waiting.is_alive()
+    waiting.join(20)
+    assert not waiting.is_alive()
+
+
+def test_no_more_images_are_decoded_at_once_than_slots() -> None:
+    memory, running, most = DecodingMemory(8000, slots=2), [0], [0]
+    lock = threading.Lock()
+
+    def decode(_: int) -> None:
+        with memory.share(1):
+            with lock:
+                running[0] += 1
+                most[0] = max(most[0], running[0])
+            time.sleep(0.01)
+            with lock:
+                running[0] -= 1
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(decode, range(20)))
+    assert most == [2]
 
 
 def test_who_waits_for_memory_may_leave() -> None:
@@ -120,7 +157,7 @@ def test_who_waits_for_memory_may_leave() -> None:
         thread.join(20)
         assert failure
     with memory.share(100):
-        assert memory.used == 100
+        assert memory.used == 75, "a quarter is reserved for small images"
 
 
 def test_pixels_are_those_of_pillow() -> None:

@@ -13,6 +13,7 @@ from PIL import Image, TiffImagePlugin
 
 from tests.media.documents_for_tests import page, pdf_file, slow, square
 from tests.media.images_for_tests import encoded, noise
+from tests.rendering import page_image
 from vlmserve.config import MediaConfig
 from vlmserve.errors import (
     DocumentTooLargeError,
@@ -61,7 +62,7 @@ def as_shown(image: Image.Image) -> np.ndarray:
 
 def pages_as_images(data: bytes, limits: MediaConfig = LIMITS) -> list[Image.Image]:
     with contextlib.closing(PDFProcess(data, limits)) as process:
-        return [process.render(number) for number in range(process.num_pages)]
+        return [page_image(process, number) for number in range(process.num_pages)]
 
 
 def multi_page(images: list[Image.Image], format: str, **options: Any) -> bytes:
@@ -243,7 +244,7 @@ def test_what_is_no_document_is_refused(data: Any, message: str) -> None:
 
 
 def test_pages_are_counted_without_being_rendered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(PDFProcess, "render", None)
+    monkeypatch.setattr(PDFProcess, "rendered", None)
     assert count_pages(PDF, LIMITS) == 4
     assert count_pages(multi_page([noise(9, 9)] * 5, "TIFF"), LIMITS) == 5
 

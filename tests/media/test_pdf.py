@@ -30,7 +30,7 @@ from tests.media.documents_for_tests import (
     slow,
     square,
 )
-from tests.rendering import captured, rendering
+from tests.rendering import captured, page_image, rendering
 from vlmserve import cancellation
 from vlmserve.config import MediaConfig
 from vlmserve.errors import CancelledWorkError, DocumentTooLargeError, InvalidDocumentError, InvalidRequestError
@@ -44,7 +44,7 @@ GOOD = pdf_file([page(square("1 0 0")), page(square("0 0 1"), (100, 400)), page(
 def rendered(data: bytes, number: int = 0, **limits: Any) -> np.ndarray:
     process = PDFProcess(data, MediaConfig(**limits))
     try:
-        return np.asarray(process.render(number))
+        return np.asarray(page_image(process, number))
     finally:
         process.close()
 
@@ -162,7 +162,7 @@ def test_ended_process_says_what_ended_it(number: int, error: type[Exception], m
     process = PDFProcess(GOOD, LIMITS)
     os.kill(process.process.pid, number)
     with pytest.raises(error, match=message):
-        process.render(0)
+        page_image(process, 0)
     assert not rendering()
 
 
@@ -186,7 +186,7 @@ def test_an_image_that_swells_stays_within_the_memory() -> None:
     start = worker.memory_info().vms
     watcher.start()
     with contextlib.suppress(DocumentTooLargeError):  # or else the page comes without the image
-        process.render(0)
+        page_image(process, 0)
     process.close()
     watcher.join()
     if sys.platform == "linux":
@@ -198,7 +198,7 @@ def test_ten_thousand_pages_are_counted_and_shown_one_by_one() -> None:
     data = pdf_file([page("", (20, 10 + number % 7)) for number in range(10_000)])
     process = PDFProcess(data, LIMITS)
     assert process.num_pages == 10_000
-    assert process.render(9_999).size == (40, 2 * (10 + 9_999 % 7))
+    assert page_image(process, 9_999).size == (40, 2 * (10 + 9_999 % 7))
     process.close()
     assert not rendering()
 
@@ -210,7 +210,7 @@ def test_a_page_that_nobody_waits_for_is_not_drawn_to_its_end(monkeypatch: pytes
     token = cancellation._cancelled.set(event)
     try:
         with pytest.raises(CancelledWorkError):
-            process.render(0)
+            page_image(process, 0)
     finally:
         cancellation._cancelled.reset(token)
     assert not rendering()

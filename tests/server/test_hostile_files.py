@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import io
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
+from functools import cache
 from typing import Any
 
 import httpx
@@ -21,7 +23,7 @@ from tests.server.live import wait_until
 from tests.server.process import ServerProcess
 from tests.server.test_attacks import ask
 
-TIMEOUT = 10
+TIMEOUT = 8
 """Seconds after which the server gives up on a file. Without the limit each would take minutes."""
 SOON = 5.0
 """Seconds in which an honest request is answered while hostile files are decoded. An idle machine needs far less."""
@@ -94,12 +96,13 @@ HONEST = {
 }
 
 
+@cache
 def hostile(kind: str) -> Part:
     """A small file that takes minutes to decode."""
     if kind == "document":
         return file_part(slow())
     if kind == "animation":
-        return {**file_part(animation((6000, 6000), 19_000)), "pages": "19000"}
+        return {**file_part(animation((4000, 4000), 19_000)), "pages": "19000"}
     data = film((7680, 4320), 19_000)
     assert len(data) < 1_000_000
     return video_part(data)
@@ -170,3 +173,30 @@ def test_client_that_leaves_ends_its_process(server: ServerProcess, kind: str) -
         with pytest.raises(httpx.ReadTimeout):
             leaving.result()
     wait_until(lambda: not server.decoders(), timeout=3)
+
+
+def test_large_images_hold_up_no_small_one(server: ServerProcess) -> None:
+    # More requests than threads that decode, each with images that take seconds.
+    large = Image.new("RGB", (5000, 5000))
+    parts = []
+    for number in range(4):
+        large.putpixel((0, 0), (number, 0, 0))
+        url = url_of(encoded(large, "WEBP", lossless=True, method=0), "image/webp")
+        parts.append({"type": "image_url", "image_url": {"url": url}})
+    with ThreadPoolExecutor(4) as pool:
+
+        def send(number: int) -> None:
+            body = {**question(parts[0], str(number)), "messages": [{"role": "user", "content": parts}]}
+            with contextlib.suppress(httpx.ReadTimeout):
+                httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=8)
+
+        began = time.monotonic()
+        attacks = [pool.submit(send, number) for number in range(4)]
+        time.sleep(2)
+        asked = time.monotonic()
+        assert ask(server, question(HONEST["image"], "during")).status_code == 200
+        assert time.monotonic() - asked < SOON
+        assert not any(attack.done() for attack in attacks)
+        for attack in attacks:
+            attack.result()
+    assert time.monotonic() - began < 30

@@ -83,7 +83,7 @@ class RequestPreparer:
         self._folder = folder
         self.max_prompt_len: int | None = None
         """Tokens that fit into a prompt, once the engine has said so; None: any number."""
-        self.image_cache = ImageCache(media.image_cache_memory, media.decode_memory)
+        self.image_cache = ImageCache(media.image_cache_memory, media.decode_memory, media.threads)
         self._page_counts = PageCounts()
         self.tokenizer = Tokenizer.from_folder(folder, files)
         self._blind = _NO_TOWER if folder.is_file() else ""

@@ -36,8 +36,8 @@ class ImageCache:
     Keys cover the preprocessing, and a video is an image like any other.
     """
 
-    def __init__(self, capacity_bytes: int, decode_memory: int = sys.maxsize) -> None:
-        self.decoding = DecodingMemory(decode_memory)
+    def __init__(self, capacity_bytes: int, decode_memory: int = sys.maxsize, decode_slots: int = sys.maxsize) -> None:
+        self.decoding = DecodingMemory(decode_memory, decode_slots)
         self._capacity_bytes = capacity_bytes
         self._lock = threading.Lock()
         self._images: OrderedDict[bytes, ImageInput] = OrderedDict()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import re
+import sys
 import threading
 import time
 from collections import deque
@@ -24,6 +25,8 @@ _MOST_BYTES_PER_PIXEL = 16
 becomes white; a progressive JPEG keeps all coefficients."""
 _POLL_INTERVAL = 0.1
 """Seconds between checks whether a client that waits for memory is still connected."""
+_SMALL_IMAGE, _SMALL_SHARE = 8, 4
+"""Divisors of the capacity: the largest image that counts as small, and the share that is reserved for small ones."""
 _FREE_SCANS = 16
 """Scans that a JPEG of the largest allowed size may have. Encoders write up to 13; a smaller one may have more."""
 _MOST_SCANS = 1000
@@ -33,14 +36,40 @@ _SHORT_READ, _SHORT_READS = 4096, 256
 _MARKER = re.compile(rb"\xff([^\x00\x01\xd0-\xd8\xff])")
 
 
-class DecodingMemory:
-    """Bounds the memory of all images that are decoded and resized at once, in order of arrival. Thread-safe."""
+class _Lane:
+    """Images of one kind, which are decoded in order of arrival."""
 
-    def __init__(self, capacity: int) -> None:
+    def __init__(self, capacity: int, slots: int) -> None:
         self.capacity = capacity
-        self.used = 0
+        self.slots = slots
+        self.used = self.running = 0
+        self.queue: deque[object] = deque()
+
+    def takes(self, queued: object, num_bytes: int) -> bool:
+        """Whether it is an image's turn, and there is room for it."""
+        is_next = self.queue[0] is queued and self.running < self.slots
+        return is_next and self.used + num_bytes <= self.capacity
+
+
+class DecodingMemory:
+    """Limits the memory of all images that are decoded and resized at once, and how many these are. Thread-safe.
+
+    Images that take at most an eighth of the capacity have a quarter of it to themselves, so that large ones, which
+    take seconds, never delay them. slots: threads that may decode at once in each of these two lanes.
+    """
+
+    def __init__(self, capacity: int, slots: int = sys.maxsize) -> None:
+        self.capacity = capacity
         self._changed = threading.Condition()
-        self._queue: deque[object] = deque()
+        reserved = capacity // _SMALL_SHARE
+        self._largest_small = capacity // _SMALL_IMAGE
+        self._small = _Lane(reserved, slots)
+        self._large = _Lane(capacity - reserved, slots)
+
+    @property
+    def used(self) -> int:
+        """Bytes that are taken."""
+        return self._small.used + self._large.used
 
     @contextlib.contextmanager
     def share(self, num_bytes: int) -> Iterator[None]:
@@ -48,23 +77,26 @@ class DecodingMemory:
 
         Raises CancelledWorkError when nobody waits for the image any more.
         """
-        num_bytes = min(num_bytes, self.capacity)
+        lane = self._small if num_bytes <= self._largest_small else self._large
+        num_bytes = min(num_bytes, lane.capacity)
         queued = object()
         with self._changed:
-            self._queue.append(queued)
+            lane.queue.append(queued)
             try:
-                while self._queue[0] is not queued or self.used + num_bytes > self.capacity:
+                while not lane.takes(queued, num_bytes):
                     self._changed.wait(_POLL_INTERVAL)
                     check_cancelled()
-                self.used += num_bytes
+                lane.used += num_bytes
+                lane.running += 1
             finally:
-                self._queue.remove(queued)
+                lane.queue.remove(queued)
                 self._changed.notify_all()
         try:
             yield
         finally:
             with self._changed:
-                self.used -= num_bytes
+                lane.used -= num_bytes
+                lane.running -= 1
                 self._changed.notify_all()
 
 

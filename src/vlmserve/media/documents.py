@@ -15,7 +15,7 @@ from blake3 import blake3
 from vlmserve.config import MediaConfig
 from vlmserve.errors import DocumentTooLargeError, InvalidDocumentError, InvalidImageError, InvalidRequestError
 from vlmserve.media.cache import ImageCache
-from vlmserve.media.decoding import DecodingMemory, frame_bytes
+from vlmserve.media.decoding import DecodingMemory
 from vlmserve.media.images import DecodedImage
 from vlmserve.media.keys import page_key
 from vlmserve.media.paged_images import PagedImage
@@ -131,12 +131,12 @@ class DocumentReader:
                 yield image
             return
         assert isinstance(document, PDFProcess)
-        with memory.share(frame_bytes(self._limits.max_page_pixels)):
-            try:
-                yield DecodedImage.whole(document.render(page.number))
-            except BaseException:
-                self.close()  # it may have ended
-                raise
+        try:
+            with document.rendered(page.number, memory) as image:
+                yield DecodedImage.whole(image)
+        except BaseException:
+            self.close()  # it may have ended
+            raise
 
     def close(self) -> None:
         """End what is open."""

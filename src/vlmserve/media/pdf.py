@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+from collections.abc import Iterator
 from functools import partial
 
 from PIL import Image
 
 from vlmserve.config import MediaConfig
 from vlmserve.errors import DocumentTooLargeError, InvalidDocumentError, VLMServeError
+from vlmserve.media.decoding import DecodingMemory, frame_bytes
 from vlmserve.media.isolated import Answer, IsolatedProcess
 
 _LONGEST_SIDE = 30_000
@@ -53,18 +56,23 @@ class PDFProcess:
             self.close()
             raise
 
-    def render(self, number: int) -> Image.Image:
-        """The page with that number, from 0, in RGB. Raises as opening does; then the process has ended."""
+    @contextlib.contextmanager
+    def rendered(self, number: int, memory: DecodingMemory) -> Iterator[Image.Image]:
+        """The page with that number, from 0, in RGB, which takes its share of the memory while the block runs.
+
+        Raises as opening does; then the process has ended.
+        """
         try:
             page = self.process.ask(str(number), _Page)
             width, height = page.width, page.height
             if min(width, height) < 1 or width * height > max(self._limits.max_page_pixels, _LONGEST_SIDE):
                 raise _error_of(self._limits, "broken", "")
-            pixels = self.process.read(width * height * 3)
+            with memory.share(frame_bytes(width * height)):
+                pixels = self.process.read(width * height * 3)
+                yield Image.frombuffer("RGB", (width, height), pixels, "raw", "RGB", 0, 1)
         except BaseException:
             self.close()
             raise
-        return Image.frombuffer("RGB", (width, height), pixels, "raw", "RGB", 0, 1)
 
     def close(self) -> None:
         """End the process."""

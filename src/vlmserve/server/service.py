@@ -189,7 +189,9 @@ class Service:
         # Each of these threads waits for a process that compiles.
         self._grammar_workers = ThreadPoolExecutor(_GRAMMAR_PROCESSES, "check-grammars")
         self._slow_grammar_workers = ThreadPoolExecutor(_SLOW_GRAMMAR_PROCESSES, "check-slow-grammars")
-        self._image_workers = ThreadPoolExecutor(media.threads, "prepare-images")
+        image_requests = _IMAGE_REQUESTS * media.threads
+        self._image_workers = ThreadPoolExecutor(image_requests, "prepare-images")
+        self._image_queue = FairQueue(image_requests, image_requests * 3 // 4)
         self._fetch_workers = ThreadPoolExecutor(4 * media.threads, "prepare-remote")
         self._file_workers = ThreadPoolExecutor(media.media_processes, "prepare-files")
         self._file_queue = FairQueue(media.media_processes, media.client_media_processes)
@@ -458,12 +460,18 @@ class Service:
             return prepare()
         workers = self._workers(shown)
         try:
-            async with self._file_queue.turn() if workers is self._file_workers else contextlib.nullcontext():
+            async with self._turn(workers):
                 return await run_in_thread(workers, prepare)
         except MemoryError:
             raise RefusedError(
                 HTTPStatus.REQUEST_ENTITY_TOO_LARGE, "There is not enough memory for these images", "out_of_memory"
             ) from None
+
+    def _turn(self, workers: ThreadPoolExecutor) -> contextlib.AbstractAsyncContextManager[None]:
+        """Wait for threads in which one client could leave none to others."""
+        if workers is self._file_workers:
+            return self._file_queue.turn()
+        return self._image_queue.turn() if workers is self._image_workers else contextlib.nullcontext()
 
     def _workers(self, shown: Sequence[Mapping[str, Any]]) -> ThreadPoolExecutor:
         """The threads that prepare a conversation with these parts: what takes long keeps nobody waiting that does
@@ -475,6 +483,8 @@ class Service:
         return self._image_workers if shown else self._text_workers
 
 
+_IMAGE_REQUESTS = 16
+"""Requests with images that are prepared at once, for each thread that decodes; most wait for such a thread."""
 _FILES = frozenset({"file", "video_url"})
 """Types of parts that are decoded in processes of their own."""
 
