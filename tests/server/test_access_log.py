@@ -1,4 +1,4 @@
-"""What the log says of each request."""
+"""Lines of the access log."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ``/v1/models`` and its neighbours say of a model."""
+"""``/v1/models``, ``/ping`` and ``/tokenizer_info``."""
 
 from __future__ import annotations
 

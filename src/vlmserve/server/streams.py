@@ -1,4 +1,4 @@
-"""Responses of server-sent events, which say something at regular intervals even while there is nothing to say.
+"""Streams of server-sent events that send pings while they have no event.
 
 Proxies and clients close connections that stay silent: nginx after 60 s, Node's fetch after 300 s.
 """
@@ -38,7 +38,7 @@ def _ping_at(path: str) -> bytes:
 
 
 def _error_event(path: str, body: bytes) -> bytes:
-    """The event that ends a stream of the API at `path`. body: of the error response that the stream replaces."""
+    """The event that ends a stream of the API at `path`. body: the error as a response would have it."""
     if path.startswith(MESSAGES_PATH):
         return b"event: error\ndata: " + body + b"\n\n"
     if path.startswith(_RESPONSES_PATH):

@@ -1,4 +1,4 @@
-"""``/v1/models``: what is served."""
+"""``/v1/models``: models and adapters that this server has."""
 
 from __future__ import annotations
 

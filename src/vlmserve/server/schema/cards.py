@@ -1,4 +1,4 @@
-"""What ``/v1/models`` says of a model, in the fields that clients of several servers read.
+"""Entries of ``/v1/models``, in the fields that clients of several servers read.
 
 ``max_model_len`` is vLLM's; ``context_length``, ``architecture``, ``supported_parameters`` and ``top_provider`` are
 OpenRouter's; ``capabilities`` is Ollama's list, or Anthropic's object for clients of that API; ``type``,
@@ -26,7 +26,7 @@ Input = Literal["text", "image", "video", "file"]
 
 
 class Abilities(msgspec.Struct, frozen=True):
-    """What a loaded model can do."""
+    """Limits and abilities of a loaded model."""
 
     max_model_len: int
     """Prompt and answer together, in tokens."""
@@ -77,11 +77,11 @@ class ModelCard(msgspec.Struct):
     lifecycle: str = "active"
     owned_by: str = "vlmserve"
     parent: str | msgspec.UnsetType = msgspec.UNSET
-    """Of an adapter: the model that it adapts."""
+    """The model that an adapter adapts."""
     root: str | msgspec.UnsetType = msgspec.UNSET
-    """Of an adapter: the digest of its content, once it is loaded."""
+    """The digest of an adapter's content, once the adapter is loaded."""
     mixes: list[str] | msgspec.UnsetType = msgspec.UNSET
-    """Of an X-LoRA checkpoint: the adapters that it mixes."""
+    """The adapters that an X-LoRA checkpoint mixes."""
 
 
 class ModelList(msgspec.Struct):
