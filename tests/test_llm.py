@@ -629,3 +629,15 @@ def test_truncated_prompts_keep_their_end(llm):
     [whole] = llm.generate(["one two three four"], GREEDY)
     [cut] = llm.generate(["one two three four"], SamplingParams(temperature=0, truncate_prompt_tokens=2))
     assert cut.prompt_token_ids == whole.prompt_token_ids[-2:]
+
+
+def test_chat_continues_the_last_message(llm):
+    begun = [*ask("What is this?"), {"role": "assistant", "content": "It is a"}]
+    [continued] = llm.chat([begun], GREEDY, continue_final_message=True)
+    [closed] = llm.chat([begun], GREEDY, add_generation_prompt=False)
+    assert continued.prompt.endswith("It is a")
+    assert closed.prompt.startswith(continued.prompt)
+    with pytest.raises(InvalidRequestError, match="continue_final_message"):
+        llm.chat([ask("What is this?")], GREEDY, continue_final_message=True)
+    with pytest.raises(InvalidRequestError, match="whole answer"):
+        llm.chat([begun], GREEDY, schema={"type": "object"}, continue_final_message=True)

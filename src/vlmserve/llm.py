@@ -208,6 +208,7 @@ class LLM:
         on_error: OnError = "raise",
         schema: Any = None,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         cache_salt: str | None = None,
         mm_processor_kwargs: Mapping[str, Any] | None = None,
@@ -231,7 +232,8 @@ class LLM:
         or instances of the model. An answer that is none, because its limit of tokens cut it off, is an AnswerError,
         which is raised, or is in the place of a result. `SamplingParams(grammar=Grammar.json(schema))` returns
         `RequestOutput` with the same objects in `parsed`.
-        add_generation_prompt: whether the prompt ends with the beginning of an answer (True). chat_template_kwargs:
+        add_generation_prompt: whether the prompt ends with the beginning of an answer (True). continue_final_message:
+        whether the answer continues the last message, which is text of the assistant (False). chat_template_kwargs:
         values that the model's chat template may know by name, such as ``enable_thinking``. cache_salt: nothing that is
         cached is shared with requests of another salt, or of none. mm_processor_kwargs: the budget of all images that
         say nothing themselves, such as ``{"max_pixels": 500_000, "max_tokens": 512}``, and the ``fps`` of videos.
@@ -251,6 +253,7 @@ class LLM:
             on_error,
             schema=schema,
             add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
             chat_template_kwargs=chat_template_kwargs,
             cache_salt=cache_salt,
             mm_processor_kwargs=mm_processor_kwargs,
@@ -327,6 +330,7 @@ class LLM:
         sampling_params: SamplingParams | None = None,
         *,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         cache_salt: str | None = None,
         mm_processor_kwargs: Mapping[str, Any] | None = None,
@@ -335,7 +339,8 @@ class LLM:
     ) -> Iterator[str]:
         """Yield the text of the answer to one conversation as it is generated. Closing the iterator ends the request.
 
-        add_generation_prompt, chat_template_kwargs, cache_salt, mm_processor_kwargs, lora_request: as in `chat`.
+        add_generation_prompt, continue_final_message, chat_template_kwargs, cache_salt, mm_processor_kwargs,
+        lora_request: as in `chat`.
         on_thought: gets the text of what the model thinks before it answers, as it is generated. Raises as `chat` does,
         and VLMServeError if the request fails while it runs, when the iterator is advanced.
         """
@@ -346,6 +351,7 @@ class LLM:
             params,
             "raise",
             add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
             chat_template_kwargs=chat_template_kwargs,
             cache_salt=cache_salt,
             mm_processor_kwargs=mm_processor_kwargs,

@@ -36,6 +36,7 @@ class ChatOptions(TypedDict, total=False):
     """Further options of `LLM.chat`, which describes them."""
 
     add_generation_prompt: bool
+    continue_final_message: bool
     chat_template_kwargs: Mapping[str, Any] | None
     cache_salt: str | None
     mm_processor_kwargs: Mapping[str, Any] | None
@@ -185,6 +186,7 @@ class Prompts:
         *,
         schema: Any = None,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         cache_salt: str | None = None,
         mm_processor_kwargs: Mapping[str, Any] | None = None,
@@ -196,11 +198,17 @@ class Prompts:
             raise InvalidRequestError("chat_template_kwargs must be a dict", param="chat_template_kwargs")
         salt = check_cache_salt(cache_salt)
         with_kwargs((), mm_processor_kwargs)
+        given = [sampling_params] if isinstance(sampling_params, SamplingParams) else sampling_params or ()
+        if continue_final_message and (schema is not None or any(one.grammar is not None for one in given)):
+            raise InvalidRequestError(
+                "continue_final_message cannot be combined with the format of a whole answer", param="schema"
+            )
 
         def prepare(conversation: Any) -> Prepared:
             prompt = self._preparer.chat(
                 conversation,
                 add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
                 allow_local=True,
                 cache_salt=salt,
                 template_settings=chat_template_kwargs,
