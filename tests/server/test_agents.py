@@ -177,6 +177,32 @@ def test_allowed_tools_of_chat(live):
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "tool_choice")
 
 
+def test_older_functions_are_tools(live, prompts):
+    turns = [
+        HI,
+        {"role": "assistant", "content": None, "function_call": {"name": "look", "arguments": "{}"}},
+        {"role": "function", "name": "look", "content": "red"},
+    ]
+    body = {"messages": turns, "functions": [LOOK], "function_call": {"name": "look"}, "max_tokens": 300}
+    [choice] = post(live, "chat/completions", **body)["choices"]
+    assert choice["finish_reason"] == "function_call"
+    assert choice["message"]["function_call"]["name"] == "look"
+    assert "tool_calls" not in choice["message"]
+    [_, call, result] = prompts[0]
+    assert (call["tool_calls"][0]["function"]["name"], call["tool_calls"][0]["id"]) == ("look", result["tool_call_id"])
+    assert result["role"] == "tool"
+    client = live.openai.chat.completions
+    chunks = list(client.create(model="tiny", stream=True, **body))
+    calls = [chunk.choices[0].delta.function_call for chunk in chunks if chunk.choices[0].delta.function_call]
+    assert (calls[0].name, "".join(call.arguments for call in calls)) == (
+        "look",
+        choice["message"]["function_call"]["arguments"],
+    )
+    assert chunks[-1].choices[0].finish_reason == "function_call"
+    [choice] = post(live, "chat/completions", **{**body, "function_call": "none"})["choices"]
+    assert choice["finish_reason"] != "function_call"
+
+
 def test_refusal_part_is_text(live, prompts):
     said = [{"type": "refusal", "refusal": "No."}]
     post(live, "chat/completions", messages=[HI, {"role": "assistant", "content": said}, HI], max_tokens=5)

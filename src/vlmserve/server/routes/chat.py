@@ -49,6 +49,7 @@ class ChatDialect(Dialect[ChatRequest]):
     def __init__(self, owner: str = "") -> None:
         self._owner = owner
         self._reader = AnswerReader()
+        self._uses_functions = False
         self._confidences: AnswerConfidences | None = None
 
     def num_answers(self, body: ChatRequest) -> int:
@@ -61,6 +62,7 @@ class ChatDialect(Dialect[ChatRequest]):
             self._confidences = AnswerConfidences(service.preparer.token_bytes)
         cache_salt = body.cache_salt or ""
         tools = body.tool_use
+        self._uses_functions = body.uses_functions
         self._reader.shows_thoughts = body.include_reasoning
         params = self._reader.expect(service.preparer.tool_form, tools, params, body.n)
         with service.bodies.share() as share:
@@ -125,7 +127,7 @@ class ChatDialect(Dialect[ChatRequest]):
             async with contextlib.aclosing(generation.deltas()) as text_deltas:
                 async for text_delta in text_deltas:
                     events = b""
-                    deltas = [_delta(new) for new in self._reader.read(text_delta)]
+                    deltas = [self._delta(new) for new in self._reader.read(text_delta)]
                     if text_delta.logprobs and all(delta.reasoning for delta in deltas):
                         deltas.append(Delta(content=""))
                     if body.return_token_ids:
@@ -150,9 +152,25 @@ class ChatDialect(Dialect[ChatRequest]):
             generation.failure = error
             yield event(error_body(error))
 
+    def _delta(self, new: Event) -> Delta:
+        match new:
+            case ThoughtDelta(text):
+                return Delta(reasoning_content=text, reasoning=text)
+            case ContentDelta(text):
+                return Delta(content=text)
+            case ToolCallStart(index, id_, name):
+                function = FunctionCall("", name)
+                call = DeltaToolCall(index, function, id_, "function")
+            case ToolCallDelta(index, arguments):
+                function = FunctionCall(arguments)
+                call = DeltaToolCall(index, function)
+        return Delta(function_call=function) if self._uses_functions else Delta(tool_calls=[call])
+
     def _finish_reason(self, text_delta: TextDelta) -> str:
         called = text_delta.finish_reason == "stop" and self._reader.has_called(text_delta.index)
-        return "tool_calls" if called else text_delta.finish_reason or ""
+        if not called:
+            return text_delta.finish_reason or ""
+        return "function_call" if self._uses_functions else "tool_calls"
 
     def _choice(self, body: ChatRequest, answer: TextDelta, generation: Generation) -> AnswerChoice:
         """An answer as a whole."""
@@ -173,7 +191,9 @@ class ChatDialect(Dialect[ChatRequest]):
         message = AnswerMessage("".join(text) if text or not calls else None)
         if thoughts:
             message.reasoning_content = message.reasoning = "".join(thoughts)
-        if calls:
+        if calls and self._uses_functions:
+            message.function_call = calls[0].function
+        elif calls:
             message.tool_calls = calls
         return AnswerChoice(
             answer.index,
@@ -187,18 +207,6 @@ class ChatDialect(Dialect[ChatRequest]):
     def _confidence(self, delta: TextDelta) -> Any:
         """That of an answer that ends with this delta, if it is asked for. Each delta is read once."""
         return msgspec.UNSET if self._confidences is None else self._confidences.read(delta)
-
-
-def _delta(new: Event) -> Delta:
-    match new:
-        case ThoughtDelta(text):
-            return Delta(reasoning_content=text, reasoning=text)
-        case ContentDelta(text):
-            return Delta(content=text)
-        case ToolCallStart(index, id_, name):
-            return Delta(tool_calls=[DeltaToolCall(index, FunctionCall("", name), id_, "function")])
-        case ToolCallDelta(index, arguments):
-            return Delta(tool_calls=[DeltaToolCall(index, FunctionCall(arguments))])
 
 
 def _logprobs(body: ChatRequest, text_delta: TextDelta, generation: Generation) -> ChoiceLogprobs | None:

@@ -6,10 +6,10 @@ Responses are msgspec structs: one is encoded for every token of every stream.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import Annotated, Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 import msgspec
-from pydantic import Field, model_validator
+from pydantic import Discriminator, Field, Tag, model_validator
 
 from vlmserve.errors import InvalidRequestError
 from vlmserve.frontend.tools import ToolUse
@@ -30,6 +30,10 @@ from vlmserve.server.schema.tools import (
     AllowedTools,
     AnswerToolCall,
     DeltaToolCall,
+    FunctionCall,
+    FunctionDefinition,
+    FunctionName,
+    NamedTool,
     Tool,
     ToolChoice,
     allowed_tool_use,
@@ -42,8 +46,6 @@ from vlmserve.types import ImageSize
 _NEUTRAL_VALUES: Mapping[str, tuple[Any, ...]] = {
     **NEUTRAL_VALUES,
     "echo": (False,),
-    "function_call": ("none", "auto"),
-    "functions": (),
 }
 
 
@@ -61,6 +63,16 @@ class ChatRequest(PromptRequest, ChoicesRequest):
     )
     tool_choice: ToolChoice | None = Field(None, description="none, auto, required or a function. Default: auto.")
     parallel_tool_calls: bool = Field(True, description="Whether an answer may call more than one function.")
+    functions: list[FunctionDefinition] = Field(
+        default_factory=list, max_length=MAX_TOOLS, description="The older form of tools."
+    )
+    function_call: (
+        Annotated[
+            Annotated[Literal["none", "auto"], Tag("<word>")] | Annotated[FunctionName, Tag("<named>")],
+            Discriminator(lambda value: "<word>" if isinstance(value, str) else "<named>"),
+        ]
+        | None
+    ) = Field(None, description="The older form of tool_choice.")
 
     chat_template_kwargs: TemplateSettings = None
     reasoning_effort: ReasoningEffort | None = Field(
@@ -105,8 +117,17 @@ class ChatRequest(PromptRequest, ChoicesRequest):
         return can_continue(last) and self.grammar() is None and not (tools is not None and tools.must_call)
 
     @property
+    def uses_functions(self) -> bool:
+        """Whether tools and calls have their older form."""
+        return bool(self.functions) and not self.tools
+
+    @property
     def tool_use(self) -> ToolUse | None:
         """How an answer may use tools; None if it may not. Raises InvalidRequestError, naming the field."""
+        if self.uses_functions:
+            wanted = self.function_call
+            choice = NamedTool(type="function", function=wanted) if isinstance(wanted, FunctionName) else wanted
+            return tool_use([function.function for function in self.functions], choice, parallel=False)
         functions = [tool.function.function for tool in self.tools]
         if isinstance(self.tool_choice, AllowedTools):
             allowed = self.tool_choice.allowed_tools
@@ -136,6 +157,8 @@ class AnswerMessage(msgspec.Struct):
     role: str = "assistant"
     refusal: None = None
     tool_calls: list[AnswerToolCall] | msgspec.UnsetType = msgspec.UNSET
+    function_call: FunctionCall | msgspec.UnsetType = msgspec.UNSET
+    """The call in its older form, if the request has `functions`."""
     reasoning_content: str | None = None
     reasoning: str | None = None
 
@@ -172,6 +195,7 @@ class Delta(msgspec.Struct, omit_defaults=True):
     role: str | None = None
     content: str | None = None
     tool_calls: list[DeltaToolCall] | None = None
+    function_call: FunctionCall | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
 

@@ -11,7 +11,7 @@ from vlmserve.config import MAX_FPS
 from vlmserve.errors import InvalidRequestError
 from vlmserve.frontend.tools import ToolUse
 from vlmserve.server.schema.base import MAX_COUNT, JSONObject, RequestModel, by_type, text_or_list
-from vlmserve.server.schema.tools import SentToolCall
+from vlmserve.server.schema.tools import CalledFunction, SentToolCall
 from vlmserve.types import Grammar
 
 
@@ -203,7 +203,7 @@ class Message(RequestModel):
     which chat templates that know it may show to the model again."""
 
     role: Annotated[
-        Literal["system", "user", "assistant", "tool"],
+        Literal["system", "user", "assistant", "tool", "function"],
         BeforeValidator(lambda role: "system" if role == "developer" else role),
     ]
     content: Content = ""
@@ -219,6 +219,7 @@ class Message(RequestModel):
     cache_control: dict[str, Any] | None = None
     tool_calls: list[SentToolCall] | None = None
     tool_call_id: str | None = None
+    function_call: CalledFunction | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -251,11 +252,30 @@ def check_continuation(grammar: Grammar | None, tools: ToolUse | None) -> None:
 def conversation(messages: Sequence[Message]) -> list[dict[str, Any]]:
     """Messages as `RequestPreparer.chat` takes them."""
     fields = {"role", "content", "tool_calls", "tool_call_id"}
+    messages = _with_tool_calls(messages)
     return [
         message.model_dump(include=fields, exclude_none=True)
         | thoughts_of(message.reasoning_content or message.reasoning or message.thinking)
         for message in messages
     ]
+
+
+def _with_tool_calls(messages: Sequence[Message]) -> Sequence[Message]:
+    """Messages in which tool calls and their results replace the older ``function_call`` and role ``function``."""
+    if not any(message.function_call or message.role == "function" for message in messages):
+        return messages
+    shown: list[Message] = []
+    call_id = "call_0"
+    for index, message in enumerate(messages):
+        if message.function_call is not None and not message.tool_calls:
+            call_id = f"call_{index}"
+            message = message.model_copy(
+                update={"tool_calls": [SentToolCall(id=call_id, function=message.function_call)]}
+            )
+        elif message.role == "function":
+            message = message.model_copy(update={"role": "tool", "tool_call_id": call_id})
+        shown.append(message)
+    return shown
 
 
 def thoughts_of(text: str | None) -> dict[str, str]:
