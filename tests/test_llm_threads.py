@@ -90,7 +90,7 @@ def test_threads_mix_lists_streams_and_mistakes(llm):
                 assert [one.text for one in results] == prompts
             else:
                 with pytest.raises(InvalidRequestError, match=r"conversations\[1\]"):
-                    llm.chat([ask(texts[0]), ask("")], GREEDY, use_tqdm=False)
+                    llm.chat([ask(texts[0]), [{"role": "wizard", "content": "a"}]], GREEDY, use_tqdm=False)
                 next(llm.stream(ask("begun"), ENDLESS))  # abandoned
                 next(llm.chat(map(ask, texts), ENDLESS, use_tqdm=False, stream=True)) if thread == 7 else None
 
@@ -365,3 +365,13 @@ def test_an_async_one_raises_in_forks_and_other_loops(folder):
                 assert "started this AsyncLLM and cannot share it" in said, said
 
     asyncio.run(main())
+
+
+def test_a_running_event_loop_may_use_it(folder):
+    """As cells of a notebook do."""
+
+    async def cell() -> None:
+        with LLM(str(folder), engine="mock") as llm, LLM(str(folder), engine="mock") as other:
+            assert answer(llm, "question") == answer(other, "question")
+
+    asyncio.run(cell())

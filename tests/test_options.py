@@ -142,8 +142,11 @@ def test_misspelt_arguments_of_async_ones_are_explained():
         AsyncLLM.__new__(AsyncLLM).chat(ASK, sampling_param=1)
 
 
-def test_arguments_of_vllm_may_be_none(mock_llm):
-    assert mock_llm.chat(ASK, use_tqdm=False, tools=None, chat_template=None)[0].text
+def test_harmless_arguments_of_vllm_are_accepted(mock_llm):
+    harmless = {"tools": None, "continue_final_message": False, "chat_template_content_format": "openai"}
+    assert mock_llm.chat(ASK, use_tqdm=False, **harmless)[0].text
+    assert mock_llm.generate({"prompt": "a", "multi_modal_uuids": {"image": "b"}}, use_tqdm=False)[0].text
+    assert mock_llm.get_default_sampling_params() == mock_llm.default_sampling_params
 
 
 def test_methods_that_are_missing_are_explained(mock_llm):

@@ -94,6 +94,10 @@ class LLM:
             raise AttributeError(f"LLM has no {name}: models generate text here; use chat, generate or stream")
         raise AttributeError(f"LLM has no attribute {name!r}{did_you_mean(name, dir(type(self)))}")
 
+    def get_default_sampling_params(self) -> SamplingParams:
+        """The checkpoint's own parameters, which calls without any use."""
+        return self.default_sampling_params
+
     def get_tokenizer(self) -> Any:
         """The checkpoint's tokenizer as transformers loads it. Raises ModelLoadError if transformers cannot."""
         from transformers import AutoTokenizer

@@ -51,15 +51,17 @@ class ParsedModel(Protocol):
 
 
 def check_arguments(method: Callable[..., Any], others: Mapping[str, Any]) -> None:
-    """Raise TypeError, which says what was probably meant, for arguments that a method lacks. None means nothing."""
+    """Raise TypeError, which says what was probably meant, for arguments that a method lacks. Defaults pass."""
     known = [name for name in signature(method).parameters if name not in ("self", "others")]
     for name, value in others.items():
-        if value is not None and name not in _HARMLESS:
+        if value is not _DEFAULTS.get(name) and name not in _HARMLESS:
             instead = _INSTEAD.get(name) or did_you_mean(name, known)
             raise TypeError(f"{method.__name__}() has no argument {name}{instead}")
 
 
-_HARMLESS = ("use_tqdm", "priority")
+_DEFAULTS: Mapping[str, object] = {"continue_final_message": False}
+"""What arguments of vLLM are where nobody asks for anything; None for all others."""
+_HARMLESS = ("use_tqdm", "priority", "chat_template_content_format")
 """Arguments of other methods or libraries that change no answer."""
 _INSTEAD: Mapping[str, str] = {
     "chat_template": "; give chat_template to LLM",
@@ -270,7 +272,7 @@ class Prompts:
             raise InvalidRequestError(
                 f"a prompt is a text, a dict or a list of token ids, not {type(prompt).__name__}", param="prompt"
             )
-        unknown = set(prompt) - {"prompt", "prompt_token_ids", "multi_modal_data", "mm_processor_kwargs", "cache_salt"}
+        unknown = set(prompt) - _PROMPT_KEYS
         if unknown or ("prompt" in prompt) == ("prompt_token_ids" in prompt):
             raise InvalidRequestError(
                 'a prompt is a text or a dict with either "prompt" or "prompt_token_ids", and with "multi_modal_data" '
@@ -298,6 +300,10 @@ class Prompts:
             self._preparer.check_sources(named + [(f"videos[{index}]", video) for index, video in enumerate(videos)])
 
 
+_PROMPT_KEYS = frozenset(
+    ("prompt", "prompt_token_ids", "multi_modal_data", "mm_processor_kwargs", "cache_salt", "multi_modal_uuids")
+)
+"""Keys of a prompt that is a dict. vLLM's uuids of media have no effect: media are known by their content."""
 _FILES = (str, bytes, os.PathLike, list, tuple)
 """What in a list of videos is one of them, and not a frame: a file, or a list of frames."""
 
