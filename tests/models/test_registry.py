@@ -84,8 +84,11 @@ def test_end_tokens_come_from_the_first_file_that_names_them(
         ("\xff\xfe", "not"),
         ("[1, 2]", "does not hold a JSON object"),
         ("{}", "model_type"),
-        ('{"architectures": ["LlamaForCausalLM"], "hidden_size": "wide"}', "does not describe a model"),
-        ('{"architectures": ["LlamaForCausalLM"], "num_attention_heads": 0}', "does not describe a model"),
+        ('{"architectures": ["LlamaForCausalLM"], "hidden_size": "wide"}', "hidden_size is .wide.; it must be"),
+        (
+            '{"architectures": ["LlamaForCausalLM"], "num_attention_heads": 0}',
+            "num_attention_heads is 0; allowed are 1 to",
+        ),
         ('{"architectures": ["LlavaForConditionalGeneration"], "text_config": "llama"}', "text_config"),
     ],
 )

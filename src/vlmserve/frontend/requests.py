@@ -40,6 +40,7 @@ from vlmserve.media.images import DecodedImage
 from vlmserve.media.sources import ImageSource, check_source, prepare_image, source_name
 from vlmserve.media.video_frames import Frame, FrameReader
 from vlmserve.media.videos import VideoSource, prepare_video
+from vlmserve.models.sizes import broken
 from vlmserve.prompt.checkpoint import read_prompt_files
 from vlmserve.prompt.detokenize import Detokenizer, token_bytes
 from vlmserve.prompt.expand import check_placeholders, expand_placeholders
@@ -77,6 +78,17 @@ class RequestPreparer:
         *,
         engine: EngineConfig | None = None,
     ) -> None:
+        with broken(folder):
+            self._set_up(folder, media, implementation, chat_template, engine or EngineConfig.model_validate({}))
+
+    def _set_up(
+        self,
+        folder: Path,
+        media: MediaConfig,
+        implementation: ModelImplementation,
+        chat_template: str | None,
+        engine: EngineConfig,
+    ) -> None:
         files = read_prompt_files(folder)
         template = files.chat_template if chat_template is None else read_template(chat_template)
         self._media = media
@@ -103,7 +115,6 @@ class RequestPreparer:
             if template is not None
             else None
         )
-        engine = engine or EngineConfig.model_validate({})
         self._encoder_cache_memory = engine.encoder_cache_memory
         self.trials = GrammarTrials(folder, engine)
         """Compiles grammars under limits, and keeps none of them."""

@@ -80,9 +80,15 @@ def weight_files(folder: Path) -> list[Path]:
         if index.is_file():
             try:
                 weight_map: dict[str, str] = json.loads(index.read_text("utf-8"))["weight_map"]
-                return [folder / name for name in sorted(set(weight_map.values()))]
-            except (ValueError, KeyError, AttributeError, TypeError) as error:
+                named = sorted(set(weight_map.values()))
+                outside = [name for name in named if Path(name).is_absolute() or ".." in Path(name).parts]
+            except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
                 raise ModelLoadError(f"{index} is not an index of weight files") from error
+            if outside:
+                raise ModelLoadError(f"{index} names {outside[0]!r:.60}, which is outside of the checkpoint's folder")
+            if any("\0" in name for name in named):
+                raise ModelLoadError(f"{index} names a file with a NUL in its name")
+            return [folder / name for name in named]
     for names in (("model.safetensors",), ("*.safetensors",), ("pytorch_model.bin",), ("*.bin", "*.pth")):
         if files := sorted(path for name in names for path in folder.glob(name) if path.name != "training_args.bin"):
             return files

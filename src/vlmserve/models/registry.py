@@ -37,6 +37,7 @@ from vlmserve.models.identity import model_identity
 from vlmserve.models.packed import load_blocks, load_packed
 from vlmserve.models.parallel import share_of, split_decoder
 from vlmserve.models.protocols import LoadedModel, VisionEncoder
+from vlmserve.models.sizes import broken, check_parameters, check_sizes
 from vlmserve.models.spec import ArchSpec
 from vlmserve.models.transformers_backend import TransformersCheckpoint, TransformersModel
 from vlmserve.models.vision_families import VISION_FAMILIES, VisionFamily
@@ -87,25 +88,28 @@ def load_model(
     """
     if quantization is not None and not quantization.wanted:
         quantization = None
-    if ranks is not None:
-        try:
-            return _load(folder, device, dtype, kernels, quantization, input_bits, quantized_cache, ranks)
-        except UnsupportedModelError as error:
-            raise UnsupportedModelError(f"{error}; --model-impl transformers runs on one device only") from None
-    if implementation == "transformers":
-        return _load_with_transformers(folder, device, dtype, kernels, quantization, input_bits, quantized_cache)
-    try:
-        return _load(folder, device, dtype, kernels, quantization, input_bits, quantized_cache)
-    except UnsupportedModelError as error:
-        if implementation == "vlmserve" or language_model(folder) is not None:
-            raise
-        logger.info("vlmserve has no implementation: %s", error)
-        try:
+    with broken(folder):
+        if ranks is not None:
+            try:
+                return _load(folder, device, dtype, kernels, quantization, input_bits, quantized_cache, ranks)
+            except UnsupportedModelError as error:
+                raise UnsupportedModelError(f"{error}; --model-impl transformers runs on one device only") from None
+        if implementation == "transformers":
             return _load_with_transformers(folder, device, dtype, kernels, quantization, input_bits, quantized_cache)
-        except MissingWeightsError:
-            raise
-        except ModelLoadError as other:
-            raise UnsupportedModelError(f"{error}; by --model-impl transformers: {other}") from other
+        try:
+            return _load(folder, device, dtype, kernels, quantization, input_bits, quantized_cache)
+        except UnsupportedModelError as error:
+            if implementation == "vlmserve" or language_model(folder) is not None:
+                raise
+            logger.info("vlmserve has no implementation: %s", error)
+            try:
+                return _load_with_transformers(
+                    folder, device, dtype, kernels, quantization, input_bits, quantized_cache
+                )
+            except MissingWeightsError:
+                raise
+            except ModelLoadError as other:
+                raise UnsupportedModelError(f"{error}; by --model-impl transformers: {other}") from other
 
 
 def _load(
@@ -134,13 +138,14 @@ def _load(
         backend = on.attention(own.attention, wanted, bidirectional=bidirectional, quantized_cache=quantized_cache)
         # Programs and graphs hold no exchange between ranks.
         executor = on.executor() if ranks is None else EagerExecutor()
+        # Of the whole model, whatever part of it is here.
+        whole = description.build(spec, backend, dtype=wanted, device=META).modules
+        num_parameters = sum(parameter.numel() for parameter in whole.parameters())
+        check_parameters(num_parameters, checkpoint.files(), folder)
+        del whole
         model, decoder, vision, cross = description.build(
             spec, backend, executor, dtype=wanted, device=device, ranks=ranks
         )
-        # Of the whole model, whatever part of it is here.
-        whole = model if ranks is None else description.build(spec, backend, dtype=wanted, device=META).modules
-    num_parameters = sum(parameter.numel() for parameter in whole.parameters())
-    del whole
     as_files_say = packed or language_model(folder) is not None
     logs = logger.isEnabledFor(logging.INFO)
     expected = log_expected_memory(model, on, quantization) if logs and not as_files_say else None
@@ -214,6 +219,7 @@ class Description:
     def read(cls, folder: Path) -> Description:
         """Raises ModelLoadError for a broken configuration, UnsupportedModelError for an unknown architecture."""
         config = read_config(read_header(folder)) if folder.is_file() else read_json(folder / "config.json")
+        check_sizes(config, folder if folder.is_file() else folder / "config.json")
         architecture = _architecture(config)
         vision = vision_family(architecture, config)
         return cls(folder, config, config if vision is None else vision.text_config(config), architecture)
@@ -336,6 +342,7 @@ def _load_with_transformers(
     for flag, value in (("--quantize", quantization), ("--input-bits", input_bits)):
         if value is not None:
             raise ConfigurationError(f"{flag} is for vlmserve's own implementations; this model runs by transformers'")
+    check_sizes(read_json(folder / "config.json"), folder / "config.json")
     checkpoint = TransformersCheckpoint(folder)
     config = checkpoint.config
     stated = dtype or config.dtype or Checkpoint(folder, str).dtype()
@@ -379,7 +386,7 @@ def read_json(path: Path) -> dict[str, Any]:
         content = json.loads(path.read_text("utf-8"))
     except OSError as error:
         raise ModelLoadError(f"{path} cannot be read: {error.strerror}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ModelLoadError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(content, dict):
         raise ModelLoadError(f"{path} does not hold a JSON object")

@@ -1,0 +1,67 @@
+"""Bounds on the numbers of a checkpoint's configuration, checked before memory is taken."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from vlmserve.errors import ModelLoadError, VLMServeError
+
+_LARGEST: Mapping[str, int] = {
+    "vocab_size": 2**24, "padded_vocab_size": 2**24, "hidden_size": 2**20, "n_embd": 2**20, "intermediate_size": 2**24,
+    "ffn_hidden_size": 2**24, "num_hidden_layers": 4096, "num_layers": 4096, "n_layer": 4096, "depth": 4096,
+    "num_attention_heads": 2**14, "n_head": 2**14, "num_key_value_heads": 2**14, "num_heads": 2**14, "head_dim": 2**14,
+    "max_position_embeddings": 2**40, "n_positions": 2**40, "embed_dim": 2**20, "patch_size": 2**12,
+    "image_size": 2**16, "num_channels": 64,
+}  # fmt: skip
+"""Largest values of settings that are sizes, by name; the smallest is 1, and null means a default."""
+_FACTORS = ("rms_norm_eps", "layer_norm_eps", "norm_epsilon", "layer_norm_epsilon", "rope_theta")
+"""Settings that are positive numbers."""
+_PARAMETERS_PER_BYTE = 16
+"""More than any format of weights has."""
+_SLACK = 2**26
+"""Parameters that a model may have in any case."""
+
+
+def check_sizes(config: Mapping[str, Any], source: Path) -> None:
+    """Raises ModelLoadError for a size that no model has. source: for messages."""
+    for name, value in config.items():
+        if isinstance(value, Mapping):
+            check_sizes(value, source)
+        elif value is None:
+            continue
+        elif name in _LARGEST:
+            sizes = value if isinstance(value, list) else [value]
+            if not all(isinstance(size, int) and not isinstance(size, bool) for size in sizes):
+                raise ModelLoadError(f"{source}: {name} is {value!r:.40}; it must be a whole number")
+            if not all(0 < size <= _LARGEST[name] for size in sizes):
+                raise ModelLoadError(f"{source}: {name} is {value!r:.40}; allowed are 1 to {_LARGEST[name]:,}")
+        elif name in _FACTORS and not (isinstance(value, int | float) and value > 0 and math.isfinite(value)):
+            raise ModelLoadError(f"{source}: {name} is {value!r:.40}; it must be a number above 0")
+
+
+def check_parameters(count: int, files: Iterable[Path], source: Path) -> None:
+    """Raises ModelLoadError if a model has far more parameters than its weight files can hold. source: for messages."""
+    stored = sum(file.stat().st_size for file in files)
+    if count > _SLACK + stored * _PARAMETERS_PER_BYTE:
+        raise ModelLoadError(
+            f"{source} describes {count:,} parameters, and the weight files have only {stored:,} bytes"
+        )
+
+
+@contextmanager
+def broken(path: Path) -> Iterator[None]:
+    """Raises ModelLoadError for what a checkpoint with files that are broken, or contradict each other, makes code
+    raise."""
+    try:
+        yield
+    except (VLMServeError, MemoryError):
+        raise
+    except Exception as error:
+        said = str(error).partition("\n")[0]
+        raise ModelLoadError(
+            f"{path} cannot be loaded: a file is broken or does not fit the others ({type(error).__name__}: {said:.80})"
+        ) from error
