@@ -174,7 +174,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     stop: a string, or several, that end the answer and are not part of it. stop_token_ids: token ids that do the same.
     include_stop_str_in_output: the text has the stop string or token that ended it. Before `min_tokens`, stop strings
     have no effect. skip_special_tokens: the text has no special tokens. spaces_between_special_tokens: no effect.
-    truncate_prompt_tokens: number of tokens at the prompt's end that the model reads; -1: as many as fit; None: all.
+    truncate_prompt_tokens: how many tokens the model reads from the prompt's end; -1: as many as fit; None: all.
     max_tokens: None means up to the context's end. min_tokens: end tokens are impossible before that many.
     ignore_eos: keep going after the model's own end tokens.
     grammar: the format of the answer. It ends where the grammar is complete, with `min_tokens` and `ignore_eos`

@@ -184,7 +184,7 @@ class ChatTemplate:
         return before
 
     def _arranged(self, messages: Sequence[Message]) -> Sequence[Message]:
-        """Messages in an order of roles of which the template shows every text."""
+        """Messages with their roles in an order that the template shows completely."""
         if not self._places_systems(messages):
             messages = self._with_one_system(messages)
         if not self._probes.takes_neighbours:
@@ -226,7 +226,7 @@ class ChatTemplate:
         return {} if message.reasoning is None else dict.fromkeys(self._reasoning_names, message.reasoning)
 
     def _content(self, message: Message) -> str | list[dict[str, str]]:
-        """The message's content in a form of which the template shows all."""
+        """The message's content in a form that the template shows completely."""
         form = self._probes.form(message.role)
         if _has_media(message) and self._probes.takes_images:
             return [_typed(self._text(part) if self._is_text(part) else part) for part in message.parts]
