@@ -301,7 +301,9 @@ class FakeServer(BaseHTTPRequestHandler):
         if content[-1]["text"] == "hard":
             events = [{"choices": [{"delta": {"reasoning_content": thought}}]} for thought in ("Hm", "m.")] + events
         events = [{"choices": [{"delta": {"role": "assistant"}}]}, *events, {"choices": [], "usage": {}}]
-        self._send(200, "".join(f"data: {json.dumps(event)}\n\n" for event in events) + "data: [DONE]\n\n")
+        events.insert(1, {"choices": None})
+        written = ["", *map(json.dumps, events), "[DONE]"]
+        self._send(200, "".join(f"data: {event}\n\n" for event in written))
 
     def _send(self, status: int, text: str) -> None:
         self.send_response(status)

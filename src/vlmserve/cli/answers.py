@@ -112,12 +112,12 @@ class ServerAnswers:
 def _deltas(lines: Iterator[str], on_thought: Callable[[str], None] | None) -> Iterator[str]:
     for line in lines:
         data = line.removeprefix("data:").strip()
-        if not line.startswith("data:") or data == "[DONE]":
+        if not line.startswith("data:") or data in ("", "[DONE]"):
             continue
         event = json.loads(data)
         if "error" in event:
             raise VLMServeError(event["error"]["message"])
-        for choice in event["choices"]:
+        for choice in event.get("choices") or ():
             if on_thought is not None and (thought := choice["delta"].get("reasoning_content")):
                 on_thought(thought)
             if text := choice["delta"].get("content"):
