@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -49,10 +50,12 @@ from vlmserve.prompt.one_image import one_image_prompts, only_text
 from vlmserve.prompt.template import ChatTemplate, Message, ToolCall, read_template
 from vlmserve.prompt.tokenizer import Tokenizer
 from vlmserve.prompt.untrusted import Quotation
-from vlmserve.sampling.schemas import JSONBounds
+from vlmserve.sampling.schemas import JSONBounds, relaxed_keywords
 from vlmserve.sampling.thoughts import Thinking
 from vlmserve.sampling.trials import GrammarTrials, SlowGrammarError
 from vlmserve.types import Grammar, ImageInput, ModelInfo, Prompt, SamplingParams, Thoughts
+
+logger = logging.getLogger(__name__)
 
 _SMALL_IMAGE = (64, 64)
 _NO_TOWER = ": it is a GGUF file without a vision tower; if that has a file of its own, give it with --mmproj"
@@ -418,8 +421,11 @@ class RequestPreparer:
         Raises InvalidRequestError that says what is wrong, and in which of the tools; SlowGrammarError, a subclass, for
         a grammar that takes too long.
         """
+        is_new = not self.trials.passed(grammar)
         try:
             self.trials.check(grammar, quick=quick)
+            if is_new:
+                _log_relaxed([grammar] if tools is None else self.tool_form.blame(tools))
         except InvalidRequestError as error:
             is_slow = isinstance(error, SlowGrammarError)
             if quick and is_slow:
@@ -528,6 +534,13 @@ class RequestPreparer:
         if isinstance(medium.source, Page):
             return medium.source.prepare(processor, self.image_cache)
         return prepare_image(medium.source, processor, self._media, self.image_cache, salt=salt)
+
+
+def _log_relaxed(grammars: Iterable[Grammar]) -> None:
+    """Log the keywords that answers need not obey."""
+    for grammar in grammars:
+        if grammar.kind == "json_schema" and not grammar.strict and (keywords := relaxed_keywords(grammar.text)):
+            logger.warning("%s: not enforced: %s (strict would reject them)", grammar.source, ", ".join(keywords))
 
 
 def _texts(*values: Any) -> Iterator[str]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from vlmserve.config import EngineConfig
+from vlmserve.sampling.dialects import readable
 
 WHITESPACE = r"[ ]|\r?\n[ \t]{0,64}"
 """Between the parts of JSON: what people and json.dumps write. A model that is lost writes whitespace without end."""
@@ -32,13 +33,59 @@ class JSONBounds:
 UNBOUNDED = JSONBounds()
 
 
+_ANY = "any JSON value"
+_ANY_VALUE = {"$ref": "#/$defs/any%20JSON%20value"}
+
+
 def any_object(bounds: JSONBounds) -> dict[str, Any]:
     """A schema that every JSON object fits."""
-    value = {"$ref": "#/$defs/value"}
+    return guided_schema({"type": "object"}, strict=True, bounds=bounds)
+
+
+def relaxed_keywords(text: str) -> list[str]:
+    """Keywords of a schema that compiles, which answers need not obey unless it is strict."""
+    return sorted(readable(read_schema(text), 0, strict=False)[1])
+
+
+def _with_any_value(schema: dict[str, Any], bounds: JSONBounds) -> dict[str, Any]:
+    """The same with bounded values wherever a schema allows any value."""
+    if bounds == UNBOUNDED:
+        return schema
+    opened = _opened(schema)
+    if opened == schema:
+        return schema
     kinds: list[dict[str, Any]] = [{"type": kind} for kind in ("string", "number", "boolean", "null")]
-    kinds += [{"type": "array", "items": value}, {"type": "object", "additionalProperties": value}]
-    schema = {"type": "object", "additionalProperties": value, "$defs": {"value": {"anyOf": kinds}}}
-    return guided_schema(schema, strict=True, bounds=bounds)
+    kinds += [{"type": "array", "items": _ANY_VALUE}, {"type": "object", "additionalProperties": _ANY_VALUE}]
+    value = {_ANY: {"anyOf": kinds}}
+    if "$ref" in opened and "$defs" not in opened:
+        return {**opened, "$defs": value}
+    return {**opened, "$defs": {**opened.get("$defs", {}), **value}}
+
+
+def _opened(schema: Any) -> Any:
+    """The same with a reference wherever any value may stand. Conditions stay as they are."""
+    if schema is True:
+        return _ANY_VALUE
+    if not isinstance(schema, dict):
+        return schema
+    opened = dict(schema)
+    for name in _NAMED_SCHEMAS:
+        if isinstance(schema.get(name), dict):
+            opened[name] = {key: _opened(inner) for key, inner in schema[name].items()}
+    for name in _LISTED_SCHEMAS:
+        if isinstance(schema.get(name), list):
+            opened[name] = [_opened(inner) for inner in schema[name]]
+    for name in ("items", "additionalProperties"):
+        if isinstance(schema.get(name), dict) or schema.get(name) is True:
+            opened[name] = _opened(schema[name])
+    if not schema.keys() & _SHAPING:
+        return {**opened, **_ANY_VALUE}
+    kinds = schema["type"] if isinstance(schema.get("type"), list) else [schema.get("type")]
+    if "array" in kinds and not schema.keys() & {"items", "prefixItems", "enum", "const"}:
+        opened["items"] = _ANY_VALUE
+    if "object" in kinds and not schema.keys() & {"properties", *_OTHER_PROPERTIES, "enum", "const"}:
+        opened["additionalProperties"] = _ANY_VALUE
+    return opened
 
 
 def guided_schema(schema: Mapping[str, Any], *, strict: bool, bounds: JSONBounds) -> dict[str, Any]:
@@ -52,8 +99,9 @@ def guided_schema(schema: Mapping[str, Any], *, strict: bool, bounds: JSONBounds
     """
     options = {"whitespace_pattern": WHITESPACE, "lenient": not strict, "coerce_one_of": not strict}
     try:
+        schema, _ = readable(schema, 10**bounds.digits - 1, strict=strict)
         combines = any(map(_combines, _schemas(schema)))
-        followed = _bounded(schema if combines else _closed(schema), bounds)
+        followed = _bounded(schema if combines else _with_any_value(_closed(schema), bounds), bounds)
         return {**followed, "x-guidance": options}
     except RecursionError:
         raise ValueError("the schema is nested too deeply") from None
@@ -63,6 +111,13 @@ _NAMED_SCHEMAS = ("properties", "$defs", "definitions", "patternProperties", "de
 _LISTED_SCHEMAS = ("anyOf", "oneOf", "allOf", "prefixItems", "items")
 _SCHEMAS = ("items", "additionalProperties", "contains", "propertyNames", "if", "then", "else")
 _OTHER_PROPERTIES = ("additionalProperties", "unevaluatedProperties", "patternProperties")
+_SHAPING = frozenset(
+    {"type", "enum", "const", "$ref", "anyOf", "oneOf", "allOf", "not", "if", "properties", "required", "items"}
+    | {"prefixItems", "pattern", "format", "minLength", "maxLength", "minItems", "maxItems", "minimum", "maximum"}
+    | {"exclusiveMinimum", "exclusiveMaximum", "multipleOf", "contains", "uniqueItems", "dependentRequired"}
+    | {"dependentSchemas", "propertyNames", "minProperties", "maxProperties", *_OTHER_PROPERTIES}
+)
+"""Keywords that say something of the value."""
 _MORE_OF_THE_SAME = ("$ref", "anyOf", "oneOf", "allOf", "if", "dependentSchemas")
 
 

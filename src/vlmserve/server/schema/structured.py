@@ -33,9 +33,10 @@ class TextFormat(RequestModel):
 
 
 class ObjectFormat(RequestModel):
-    """Any JSON object."""
+    """Any JSON object, or one that fits a schema, as llama.cpp, Together and Fireworks write it."""
 
     type: Literal["json_object"]
+    schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
 
 
 class NamedSchema(RequestModel):
@@ -111,7 +112,7 @@ OutputFormat = Annotated[
 def output_grammar(output: TextFormat | ObjectFormat | FlatSchemaFormat | None) -> Grammar | None:
     """The grammar of a ``text.format``."""
     if isinstance(output, ObjectFormat):
-        return Grammar("json_object", source="text.format")
+        return _object_grammar(output, "text.format")
     if isinstance(output, FlatSchemaFormat):
         return _grammar("json_schema", output.schema_, "text.format.schema", output.strict)
     return None
@@ -135,7 +136,7 @@ def wanted_grammar(
     not sent. Raises InvalidRequestError for more than one grammar, naming the second."""
     found: list[Grammar] = []
     if isinstance(response_format, ObjectFormat):
-        found.append(Grammar("json_object", source="response_format"))
+        found.append(_object_grammar(response_format, "response_format"))
     elif isinstance(response_format, SchemaFormat):
         wanted = response_format.json_schema
         source = "response_format.json_schema.schema"
@@ -169,6 +170,12 @@ def wanted_grammar(
             f"an answer cannot obey both {found[0].source} and {found[1].source}; leave one out", param=found[1].source
         )
     return found[0] if found else None
+
+
+def _object_grammar(wanted: ObjectFormat, source: str) -> Grammar:
+    if wanted.schema_ is None:
+        return Grammar("json_object", source=source)
+    return _grammar("json_schema", wanted.schema_, f"{source}.schema", strict=False)
 
 
 def _grammar(kind: GrammarKind, value: Any, source: str, strict: bool = True) -> Grammar:

@@ -1,0 +1,118 @@
+"""JSON schemas as clients write them, changed into schemas with the same meaning that llguidance reads."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+from urllib.parse import quote
+
+_DRAFTS = {
+    "draft-04": "http://json-schema.org/draft-04/schema#",
+    "draft-06": "http://json-schema.org/draft-06/schema#",
+    "draft-07": "http://json-schema.org/draft-07/schema#",
+    "2019-09": "https://json-schema.org/draft/2019-09/schema",
+    "2020-12": "https://json-schema.org/draft/2020-12/schema",
+}
+_VALUES = frozenset({"const", "enum", "default", "examples", "example"})
+"""Keywords whose values are no schemas."""
+_NAMES = frozenset({"properties", "$defs", "definitions", "patternProperties", "dependentSchemas"})
+_COUNTS = frozenset({"minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"})
+_COMBINING = frozenset({"$ref", "allOf", "anyOf", "oneOf", "if", "dependentSchemas"})
+_IGNORED = frozenset(
+    {"not", "contains", "if", "dependentRequired", "dependentSchemas", "propertyNames", "unevaluatedProperties"}
+    | {"unevaluatedItems", "uniqueItems"}
+)
+"""Keywords that llguidance cannot follow."""
+_UNREADABLE = re.compile(r"\(\?<?[=!]|\\[1-9]|\\k<")
+"""Look-around and back references, for which no automaton exists."""
+_FRAGMENT = "#/~%!$&'()*+,;=:@?-._"
+"""Characters that a reference within a document may contain."""
+
+
+def readable(schema: Any, largest: int, *, strict: bool) -> tuple[Any, set[str]]:
+    """Return a schema that llguidance reads, and the keywords that answers need not obey.
+
+    largest: maximum absolute value of numbers that the schema does not bound; 0: none. strict: keep keywords that
+    llguidance rejects.
+    """
+    relaxed: set[str] = set()
+    return _Reader(largest, strict, relaxed).read(schema), relaxed
+
+
+class _Reader:
+    def __init__(self, largest: int, strict: bool, relaxed: set[str]) -> None:
+        self._largest = largest
+        self._strict = strict
+        self._relaxed = relaxed
+
+    def read(self, schema: Any) -> Any:
+        if isinstance(schema, list):
+            return [self.read(one) for one in schema]
+        if not isinstance(schema, dict):
+            return schema
+        read: dict[str, Any] = {}
+        for name, value in schema.items():
+            if name in _VALUES:
+                read[name] = value
+            elif value is None:
+                continue  # generators write null for a keyword that is unset
+            elif name in _NAMES and isinstance(value, dict):
+                read[name] = {key: self.read(one) for key, one in value.items()}
+            else:
+                self._keyword(read, name, value)
+        self._properties(read)
+        return read
+
+    def _keyword(self, read: dict[str, Any], name: str, value: Any) -> None:
+        if not self._strict and name in _IGNORED and value is not False:
+            self._relaxed.add(name)
+        if name == "$schema" and isinstance(value, str):
+            draft = next((uri for part, uri in _DRAFTS.items() if part in value), None)
+            if draft is not None:
+                read[name] = draft
+        elif name == "$ref" and isinstance(value, str) and value.startswith("#"):
+            read[name] = quote(value, safe=_FRAGMENT)
+        elif name == "type" and value == "any":
+            return
+        elif name in _COUNTS and isinstance(value, float) and value.is_integer():
+            read[name] = int(value)
+        elif name == "pattern" and isinstance(value, str):
+            self._pattern(read, value)
+        elif not self._is_outer(name, value):
+            read[name] = self.read(value)
+
+    def _pattern(self, read: dict[str, Any], pattern: str) -> None:
+        pattern = pattern.replace("[^]", r"[\s\S]")
+        pattern = re.sub(r"\\c([A-Za-z])", lambda match: rf"\x{ord(match[1]) % 32:02x}", pattern)
+        if self._strict or not _UNREADABLE.search(pattern.replace(r"\\", "")):
+            read["pattern"] = pattern
+        else:
+            self._relaxed.add("pattern")
+
+    def _is_outer(self, name: str, value: Any) -> bool:
+        """Whether a bound allows more than the server's limit of digits, which then takes its place."""
+        if not self._largest or not isinstance(value, int | float) or isinstance(value, bool):
+            return False
+        if name in ("minimum", "exclusiveMinimum"):
+            return value <= -self._largest
+        return name in ("maximum", "exclusiveMaximum") and value >= self._largest
+
+    def _properties(self, read: dict[str, Any]) -> None:
+        is_single = not any(name in read for name in _COMBINING)
+        if is_single and read.get("unevaluatedProperties") is False and "additionalProperties" not in read:
+            del read["unevaluatedProperties"]
+            read["additionalProperties"] = False
+        elif not self._strict and read.get("unevaluatedProperties") is False:
+            self._relaxed.add("unevaluatedProperties")
+        properties, required = read.get("properties"), read.get("required")
+        if not (is_single and isinstance(properties, dict) and isinstance(required, list)):
+            return
+        missing = [name for name in required if isinstance(name, str) and name not in properties]
+        if not missing or "patternProperties" in read:
+            return
+        others = read.get("additionalProperties", True)
+        if others is not False:
+            read["properties"] = {**properties, **dict.fromkeys(missing, others)}
+        elif not self._strict:
+            self._relaxed.add("required")
+            read["required"] = [name for name in required if name not in missing]

@@ -1,0 +1,109 @@
+"""Schemas as pydantic, zod and people write them."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+
+from tests.prompt.tokenizers_for_tests import byte_level, write_checkpoint
+from tests.sampling.test_grammar import compiler, walk
+from vlmserve.errors import InvalidRequestError
+from vlmserve.prompt.tokenizer import Tokenizer
+from vlmserve.sampling.grammar import GrammarCompiler
+from vlmserve.sampling.schemas import JSONBounds, relaxed_keywords
+from vlmserve.types import Grammar
+
+BOUNDS = JSONBounds(15, 20, 3)
+
+
+def holding(schema: Any, **others: Any) -> dict[str, Any]:
+    return {"type": "object", "properties": {"a": schema}, "required": ["a"], **others}
+
+
+DRAFT_7 = "https://json-schema.org/draft-07/schema#"
+NAMED = {"type": "object", "properties": {"a": {"$ref": "#/$defs/Of<int>"}}, "$defs": {"Of<int>": {"type": "boolean"}}}
+EXACT: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {
+    "any character": (holding({"type": "string", "pattern": "^[^]{2}$"}), holding({"minLength": 2, "maxLength": 2})),
+    "control character": (holding({"type": "string", "pattern": r"^\cA$"}), holding({"const": "\x01"})),
+    "int64": (holding({"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1}), None),
+    "float32": (holding({"type": "number", "minimum": -3.4028235e38, "maximum": 3.4028235e38}), None),
+    "float64": (holding({"type": "number", "minimum": -1.797e308, "maximum": 1.797e308}), None),
+    "one side": (holding({"type": "number", "minimum": 0, "maximum": 1e30}), None),
+    "unnamed property": (holding({"type": "boolean"}, required=["a", "b"]), None),
+    "float count": (holding({"type": "string", "minLength": 1.0, "maxLength": 3.0}), None),
+    "draft 7": (holding({"type": "boolean"}, **{"$schema": DRAFT_7}), holding({"type": "boolean"})),
+    "reference": (NAMED, holding({"type": "boolean"}, required=[])),
+    "null keywords": (holding({"type": "boolean"}, required=None, description=None), {"type": "object"}),
+    "no properties": ({"type": "object", "properties": None}, {"type": "object"}),
+    "any": (holding({"type": "any"}), holding({})),
+    "true": (holding(True), None),
+    "no items": (holding({"type": "array"}), None),
+    "no schema": (holding({}), None),
+    "root": ({}, None),
+    "unevaluated": (holding({"type": "boolean"}, unevaluatedProperties=False), None),
+}
+"""Schema as sent, and a readable one with the same meaning where jsonschema does not read the first."""
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory) -> Tokenizer:
+    folder: Path = tmp_path_factory.mktemp("dialects")
+    return Tokenizer.from_folder(write_checkpoint(folder, byte_level()))
+
+
+@pytest.fixture(scope="module")
+def grammars(tokenizer) -> GrammarCompiler:
+    return compiler(tokenizer, bounds=BOUNDS)
+
+
+def answers(grammars: GrammarCompiler, tokenizer: Tokenizer, grammar: Grammar, count: int = 6) -> list[Any]:
+    texts = [walk(grammars, tokenizer, grammar, seed) for seed in range(count)]
+    ended = [json.loads(text) for text in texts if text is not None]
+    assert ended
+    return ended
+
+
+def numbers_in(value: Any) -> list[float]:
+    if isinstance(value, dict | list):
+        return [number for one in (value.values() if isinstance(value, dict) else value) for number in numbers_in(one)]
+    return [value] if isinstance(value, int | float) else []
+
+
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("name", EXACT)
+def test_answers_fit_what_clients_write(grammars, tokenizer, name, strict):
+    schema, meaning = EXACT[name]
+    for answer in answers(grammars, tokenizer, Grammar.json(schema, strict=strict)):
+        jsonschema.validate(answer, schema if meaning is None else meaning)
+        assert all(math.isfinite(number) and abs(number) < 10**15 for number in numbers_in(answer))
+
+
+ZOD_4_EMAIL = r"^(?!\.)(?!.*\.\.)([A-Za-z0-9_'+\-\.]*)[A-Za-z0-9_+-]@([A-Za-z0-9][A-Za-z0-9\-]*\.)+[A-Za-z]{2,}$"
+RELAXED = {
+    "pattern": holding({"type": "string", "pattern": r"^(?=.*\d).+$"}),
+    "pattern of zod": holding({"type": "string", "format": "email", "pattern": ZOD_4_EMAIL}),
+    "pattern that repeats": holding({"type": "string", "pattern": r"^(a)\1$"}),
+    "not": holding({"type": "integer", "not": {"const": 1}}),
+    "contains": holding({"type": "array", "items": {"type": "integer"}, "contains": {"const": 1}}),
+    "dependentRequired": holding({"type": "boolean"}, dependentRequired={"a": ["b"]}),
+    "propertyNames": {"type": "object", "additionalProperties": {"type": "null"}, "propertyNames": {"minLength": 1}},
+    "if": holding({"type": "boolean"}, **{"if": {}, "then": {}}),
+}
+
+
+@pytest.mark.parametrize("name", RELAXED)
+def test_loose_schema_relaxes_one_keyword(grammars, tokenizer, name):
+    schema, keyword = RELAXED[name], name.partition(" ")[0]
+    assert relaxed_keywords(json.dumps(schema)) == [keyword]
+    assert all(isinstance(answer, dict) for answer in answers(grammars, tokenizer, Grammar.json(schema, strict=False)))
+    with pytest.raises(InvalidRequestError, match=f"look-around|backreferences|{keyword}"):
+        grammars.matcher(Grammar.json(schema, strict=True))
+
+
+def test_exact_schemas_relax_nothing():
+    assert not any(relaxed_keywords(json.dumps(schema)) for schema, _ in EXACT.values())
