@@ -16,7 +16,9 @@ from pathlib import Path
 
 CHANGELOG = Path("CHANGELOG.md")
 VERSION = r"(\d+)\.(\d+)\.(\d+)"
-UNRELEASED = "## [Unreleased]\n"
+CHANGES = Path("changes")
+"""A file of one line for each change since the last release."""
+FIRST_SECTION = re.compile(r"^## \[", re.MULTILINE)
 PLACES = {
     Path("src/vlmserve/__init__.py"): r'(?m)^(__version__ = ")[^"]+(")$',
     Path("CITATION.cff"): r"(?m)^(version: )\S+()$",
@@ -50,6 +52,15 @@ def notes(changelog: str, title: str) -> str:
     return match[1].strip() + "\n"
 
 
+def fragments() -> list[Path]:
+    """Files of changes. Raises ReleaseError if one has not exactly one line."""
+    found = sorted(path for path in CHANGES.glob("*.md") if path.name != "README.md")
+    for path in found:
+        if len(path.read_text("utf-8").strip().splitlines()) != 1:
+            raise ReleaseError(f"{path} must have one line")
+    return found
+
+
 def check(version: str) -> None:
     """Raises ReleaseError unless the tree is clean and the version is newer than the newest tag."""
     if git("status", "--porcelain"):
@@ -72,14 +83,26 @@ def release(version: str) -> None:
     number(version)
     check(version)
     changelog = CHANGELOG.read_text("utf-8")
-    text = notes(changelog, "Unreleased")
     today = datetime.now(UTC).date().isoformat()
+    changes = fragments()
+    if f"## [{version}]\n" in changelog:
+        changelog = changelog.replace(f"## [{version}]\n", f"## [{version}] - {today}\n", 1)
+    elif changes:
+        changelog = FIRST_SECTION.sub(f"## [{version}] - {today}\n\n## [", changelog, count=1)
+    else:
+        raise ReleaseError(f"{CHANGES} has no changes")
+    lines = "".join(f"- {path.read_text('utf-8').strip()}\n" for path in changes)
+    head = f"## [{version}] - {today}\n\n"
+    changelog = changelog.replace(head, head + lines + ("\n" if lines else ""), 1)
+    text = notes(changelog, version)
     for path, pattern in PLACES.items():
         substitute(path, pattern, version)
     for path, pattern in DATED.items():
         substitute(path, pattern, today)
-    CHANGELOG.write_text(changelog.replace(UNRELEASED, f"{UNRELEASED}\n## [{version}] - {today}\n", 1), "utf-8")
-    git("commit", "--quiet", "--message", f"Release {version}", "--", str(CHANGELOG), *map(str, PLACES))
+    CHANGELOG.write_text(changelog, "utf-8")
+    for path in changes:
+        path.unlink()
+    git("commit", "--quiet", "--message", f"Release {version}", "--", str(CHANGELOG), *map(str, [*PLACES, *changes]))
     # Titles of sections are no comments of git's.
     git("tag", "--annotate", "--cleanup=verbatim", f"v{version}", "--message", f"vlmserve {version}\n\n{text}")
     print(f"v{version} is tagged. This publishes it:\n\n    git push --atomic origin HEAD v{version}")

@@ -12,7 +12,7 @@ import yaml
 
 ROOT = Path(__file__).parent.parent
 SCRIPT = ROOT / ".ci/release.py"
-CHANGELOG = "# Changelog\n\n## [Unreleased]\n\n### Added\n\n- Something.\n\n## [0.1.0] - 2026-01-01\n\n- The first.\n"
+CHANGELOG = "# Changelog\n\n## [0.1.0] - 2026-01-01\n\n- The first.\n"
 FILES = ("src/vlmserve/__init__.py", "CITATION.cff", "deploy/helm/vlmserve/Chart.yaml")
 
 
@@ -30,6 +30,9 @@ def repository(tmp_path: Path) -> Path:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)
     (tmp_path / "CHANGELOG.md").write_text(CHANGELOG, "utf-8")
+    (tmp_path / "changes").mkdir()
+    (tmp_path / "changes/README.md").write_text("How to write changes.\n", "utf-8")
+    (tmp_path / "changes/flag.md").write_text("Something.\n", "utf-8")
     git(tmp_path, "init", "--quiet")
     for name, value in {"user.name": "A", "user.email": "a@example.com", "commit.gpgsign": "false"}.items():
         git(tmp_path, "config", name, value)
@@ -49,13 +52,14 @@ def test_a_release_has_its_version_everywhere_and_its_notes(repository: Path) ->
     assert citation["version"] == chart["appVersion"] == "0.2.0"
     changelog = (repository / "CHANGELOG.md").read_text("utf-8")
     assert changelog.startswith(
-        f"# Changelog\n\n## [Unreleased]\n\n## [0.2.0] - {citation['date-released']}\n\n### Added"
+        f"# Changelog\n\n## [0.2.0] - {citation['date-released']}\n\n- Something.\n\n## [0.1.0] - 2026-01-01\n"
     )
-    assert release(repository, "--notes", "0.2.0").stdout == "### Added\n\n- Something.\n"
+    assert sorted(path.name for path in (repository / "changes").iterdir()) == ["README.md"]
+    assert release(repository, "--notes", "0.2.0").stdout == "- Something.\n"
     tagged = git(repository, "for-each-ref", "--format=%(contents)", "refs/tags/v0.2.0")
-    assert tagged.startswith("vlmserve 0.2.0\n\n### Added\n\n- Something.")
+    assert tagged.startswith("vlmserve 0.2.0\n\n- Something.")
     again = release(repository, "0.3.0")
-    assert (again.returncode, again.stderr) == (1, "No release: CHANGELOG.md says nothing under [Unreleased]\n")
+    assert (again.returncode, again.stderr) == (1, "No release: changes has no changes\n")
 
 
 @pytest.mark.parametrize(
@@ -72,3 +76,18 @@ def test_changes_that_are_not_committed_are_not_released(repository: Path) -> No
     (repository / "new.txt").write_text("new", "utf-8")
     done = release(repository, "0.2.0")
     assert (done.returncode, "not committed" in done.stderr) == (1, True)
+
+
+def test_change_of_two_lines_fails(repository: Path) -> None:
+    (repository / "changes/flag.md").write_text("One.\nTwo.\n", "utf-8")
+    git(repository, "commit", "--quiet", "--all", "--message", "Two lines")
+    done = release(repository, "0.2.0")
+    assert (done.returncode, "must have one line" in done.stderr) == (1, True)
+
+
+def test_section_without_date_gets_released(repository: Path) -> None:
+    text = "# Changelog\n\n## [0.2.0]\n\n- Planned.\n"
+    (repository / "CHANGELOG.md").write_text(text, "utf-8")
+    git(repository, "commit", "--quiet", "--all", "--message", "Plan")
+    assert release(repository, "0.2.0").returncode == 0
+    assert release(repository, "--notes", "0.2.0").stdout == "- Something.\n\n- Planned.\n"
