@@ -51,16 +51,14 @@ class ParsedModel(Protocol):
 
 
 def check_arguments(method: Callable[..., Any], others: Mapping[str, Any]) -> None:
-    """Raise TypeError, which says what was probably meant, for arguments that a method lacks. Defaults pass."""
+    """Raise TypeError, which says what was probably meant, for arguments that a method lacks. None passes."""
     known = [name for name in signature(method).parameters if name not in ("self", "others")]
     for name, value in others.items():
-        if value is not _DEFAULTS.get(name) and name not in _HARMLESS:
+        if value is not None and name not in _HARMLESS:
             instead = _INSTEAD.get(name) or did_you_mean(name, known)
             raise TypeError(f"{method.__name__}() has no argument {name}{instead}")
 
 
-_DEFAULTS: Mapping[str, object] = {"continue_final_message": False}
-"""What arguments of vLLM are where nobody asks for anything; None for all others."""
 _HARMLESS = ("use_tqdm", "priority", "chat_template_content_format")
 """Arguments of other methods or libraries that change no answer."""
 _INSTEAD: Mapping[str, str] = {
