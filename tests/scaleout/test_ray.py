@@ -154,6 +154,17 @@ def test_a_cluster_answers(cluster):
     assert blocks["large"] == 2 * blocks["small"]
 
 
+def test_a_cluster_of_one_machine_listens_on_loopback(cluster):
+    """The gateway at --host, which is 127.0.0.1 by default; workers and Ray on 127.0.0.1."""
+    listening = set()
+    for process in cluster.family():
+        with contextlib.suppress(psutil.Error):  # it has ended meanwhile
+            found = [one.laddr.ip for one in process.net_connections("inet") if one.status == psutil.CONN_LISTEN]
+            listening |= {(ip.removeprefix("::ffff:"), " ".join(process.cmdline())[:60]) for ip in found}
+    assert len(listening) > 5
+    assert [one for one in listening if one[0] != "127.0.0.1"] == []
+
+
 def test_a_killed_worker_is_avoided_and_replaced(cluster):
     wait_for(cluster.url)
     victim = next(process for process, has_engine in members(cluster) if has_engine)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import ray
 from ray import serve
+from ray._private import ray_constants, services
 
 from vlmserve.config import EngineConfig, MediaConfig, ServerConfig
 from vlmserve.cores import usable_cores
@@ -32,6 +33,7 @@ _SETTINGS = {
 _OBJECT_STORE = 100 * 1024**2
 """Bytes; nothing of a request is put there."""
 _EXTRA_GRACE = 10.0
+_LOOPBACK = ("127.0.0.1", "localhost")
 
 
 def up(kinds: Sequence[WorkerKind], server: ServerConfig, gateway: GatewayConfig) -> None:
@@ -137,8 +139,9 @@ def _stopped() -> Iterator[threading.Event]:
 
 @contextlib.contextmanager
 def _local_ray(cores: int) -> Iterator[None]:
-    """A Ray of its own, on this machine alone."""
+    """A Ray of its own, on this machine alone, which no other machine can reach."""
     os.environ.update({name: value for name, value in _SETTINGS.items() if name not in os.environ})
+    _keep_to_loopback()
     ray.init(
         address="local", num_cpus=max(2, cores), include_dashboard=False, object_store_memory=_OBJECT_STORE,
         namespace=NAMESPACE, logging_level="WARNING",
@@ -149,9 +152,38 @@ def _local_ray(cores: int) -> Iterator[None]:
         ray.shutdown()
 
 
+def _keep_to_loopback() -> None:
+    """Have Ray, and the processes that it starts, listen at 127.0.0.1 only, as it does by default on macOS and Windows.
+
+    By default on Linux its processes listen at the machine's address or at all of them.
+    """
+    os.environ[ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR] = "0"
+    ray_constants.ENABLE_RAY_CLUSTER = False
+
+
+def _is_on_loopback(address: str) -> bool:
+    """Whether a Ray to join is one that only this machine reaches, as `up` starts it."""
+    found = services.find_gcs_addresses() if address == "auto" else {address}
+    places = [one.rpartition(":") for one in found]
+    if not places or not all(host in _LOOPBACK and port.isdecimal() for host, _, port in places):
+        return False
+    own = ray.util.get_node_ip_address()
+    return not any(_answers(own, int(port)) for _, _, port in places)
+
+
+def _answers(host: str, port: int) -> bool:
+    try:
+        socket.create_connection((host, port), timeout=1).close()
+    except OSError:
+        return False
+    return True
+
+
 @contextlib.contextmanager
 def _joined(address: str) -> Iterator[None]:
     os.environ.update({name: value for name, value in _SETTINGS.items() if name not in os.environ})
+    if _is_on_loopback(address):
+        _keep_to_loopback()
     try:
         ray.init(address=address, namespace=NAMESPACE, logging_level="WARNING")
     except (ConnectionError, RuntimeError, ValueError) as error:

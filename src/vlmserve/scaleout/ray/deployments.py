@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 import ray
 from ray import serve
+from ray.serve._private import replica as serve_replica
 from ray.serve.config import AutoscalingConfig, AutoscalingContext, AutoscalingPolicy
 
 from vlmserve.config import EngineConfig, MediaConfig, ServerConfig
@@ -48,10 +49,21 @@ def worker_launch(name: str, token: str, engine: str, media: str, server: str) -
     return WorkerLaunch(name, token, engine, media, inner.model_dump_json())
 
 
+def _keep_to_own_address() -> None:
+    """Have Serve's port for calls between replicas, which opens after this, listen at the node's address only.
+
+    Serve has no setting for it and listens at all addresses.
+    """
+    add_port = serve_replica.add_port_to_grpc_server
+    own = str(ray.util.get_node_ip_address())
+    serve_replica.add_port_to_grpc_server = lambda server, address: add_port(server, address.replace("[::]", own))
+
+
 class _Replica:
     """What Serve starts, watches and ends. Requests go to the process's own address."""
 
     def __init__(self, membership: Membership, grace: float) -> None:
+        _keep_to_own_address()
         self.membership = membership
         self._grace = grace
 
