@@ -34,6 +34,7 @@ lint: $(VENV)/.dev ## Check style, types and the direction of imports
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports
+	@$(BIN)/python .ci/prose.py
 
 types: $(VENV)/.dev ## Check types for each version of Python
 	@for version in 3.11 3.12 3.13; do echo "Python $$version" && $(BIN)/mypy --python-version $$version; done
