@@ -47,6 +47,13 @@ def test_images_and_videos_stand_where_they_were_put(preparer: RequestPreparer) 
     assert prompt.images[0].image.key == prompt.images[2].image.key
 
 
+def test_uuid_of_an_image_names_no_other_image(preparer: RequestPreparer) -> None:
+    first, second = (data_url(encoded(noise(60, 60, seed=seed))) for seed in (1, 2))
+    prompt = preparer.chat([user({**first, "uuid": "same"}, {**second, "uuid": "same"}, {**first, "uuid": "other"})])
+    keys = [span.image.key for span in prompt.images]
+    assert keys[0] == keys[2] != keys[1]
+
+
 def test_a_file_comes_as_a_url_and_in_this_process_as_a_path(preparer: RequestPreparer, tmp_path: Path) -> None:
     data = video_file(COLOURS)
     url = "data:video/mp4;base64," + base64.b64encode(data).decode()

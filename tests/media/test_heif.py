@@ -218,7 +218,7 @@ def test_a_decoder_that_hangs_delays_nobody_else(monkeypatch: pytest.MonkeyPatch
         hanging = threads.submit(decode)
         wait_until(rendering)
         with monkeypatch.context() as patch:
-            patch.setattr(isolated, "fork_for", lambda kind, stdin, stdout: (other, other.fork(stdin, stdout)))
+            patch.setattr(isolated, "fork_for", lambda kind, stdin, stdout, setup: (other, other.fork(stdin, stdout)))
             assert decode_image(FILES["plain"], LIMITS).size == (64, 48)
         assert not hanging.done()
         event.set()
