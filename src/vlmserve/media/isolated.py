@@ -23,6 +23,7 @@ _POLL_INTERVAL = 0.05
 _CHUNK = 1024**2
 _REASONS = {
     -signal.SIGXCPU: "slow",
+    -signal.SIGPROF: "slow",
     -signal.SIGKILL: "killed",
     -signal.SIGTERM: "killed",
     **dict.fromkeys((-signal.SIGABRT, -signal.SIGTRAP, -signal.SIGILL), "memory"),

@@ -6,6 +6,7 @@ These processes have the vocabulary of one checkpoint. `trials.py` starts them.
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from vlmserve.sampling.grammar import Vocabulary, compile_grammar, in_deep_stack
 from vlmserve.sampling.schemas import UNBOUNDED, JSONBounds
 from vlmserve.types import Grammar
 
+_NICENESS = 10
 _EXAMPLES = (Grammar.json({"type": "object"}), Grammar.regex("a+"), Grammar.lark('root ::= "a"'))
 """Grammars of all kinds. Compiling them imports what each kind needs before the first fork."""
 
@@ -39,7 +41,11 @@ class GrammarDecoder:
         """Return the fault of a grammar; empty if it compiles."""
         stack = stack_size(len(data))
         limit("RLIMIT_AS", address_space() + settings["memory"] + stack)
-        limit_cpu(settings["seconds"])
+        if settings["quick"]:
+            signal.setitimer(signal.ITIMER_PROF, settings["seconds"])  # SIGPROF ends the process
+        else:
+            os.nice(_NICENESS)  # quick grammars overtake slow ones
+            limit_cpu(settings["seconds"])
         grammar = Grammar(settings["kind"], data.decode(), settings["strict"])
         bounds = msgspec.convert(settings["bounds"], JSONBounds)
         try:

@@ -16,8 +16,8 @@ from vlmserve.sampling.schemas import JSONBounds
 from vlmserve.types import Grammar
 
 QUICK_SECONDS = 0.2
-"""Wait for a grammar before it counts as slow. Ordinary grammars take 1% to 10% of this."""
-_PATIENCE = 5
+"""CPU time of a grammar before it counts as slow. Ordinary grammars take 1% to 10% of this."""
+_PATIENCE = 10
 """Maximum ratio of the time that a trial waits to the CPU time that it may take: other processes compute too."""
 
 
@@ -76,12 +76,13 @@ class GrammarTrials:
 
     def _try(self, grammar: Grammar, data: bytes, *, quick: bool) -> str:
         """What is wrong with a grammar; empty if it compiles."""
-        seconds = self._config.max_grammar_seconds
+        seconds = QUICK_SECONDS if quick else self._config.max_grammar_seconds
         settings = {
             "kind": grammar.kind,
             "strict": grammar.strict,
             "bounds": self._bounds,
             "seconds": seconds,
+            "quick": quick,
             "memory": self._config.max_grammar_memory,
         }
         wait = QUICK_SECONDS if quick else seconds * _PATIENCE
