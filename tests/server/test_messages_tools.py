@@ -86,13 +86,14 @@ class Script:
     def __init__(self, text: str) -> None:
         self._rest = text
         self.num_tokens = self.num_decoded = self.num_shown = self.num_reasoning_tokens = 0
+        self.stopped = False
 
     def push(self, token_ids: list[int]) -> Said:
         self.num_tokens += len(token_ids)
         text, self._rest = self._rest[:5], self._rest[5:]
         return Said("", text)
 
-    def finish(self) -> Said:
+    def finish(self, end_token_id: int | None = None) -> Said:
         return Said("", self._rest)
 
 
