@@ -211,6 +211,14 @@ async def test_it_shows_what_the_engine_holds_to_all_who_ask(start):
     await client.close()
 
 
+async def test_engine_killed_for_memory_says_so(start, monkeypatch):
+    client = await start(process=True)
+    monkeypatch.setattr("vlmserve.engine.process.num_killed", lambda: 10**9)
+    os.kill(client.pid, signal.SIGKILL)
+    await client.wait_until_dead()
+    assert "memory ran out" in client.death
+
+
 async def test_asking_an_engine_that_is_gone_or_going_fails(start):
     client = await start(process=True, mock_tpot=60)
     await client.submit(request())

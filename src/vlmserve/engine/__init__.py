@@ -19,6 +19,11 @@ def create_engine(config: EngineConfig, folder: Path | None = None) -> VLMEngine
         from vlmserve.engine.mock import MockEngine
 
         return MockEngine(config, folder)
+    from vlmserve.models.footprint import check_memory
+    from vlmserve.models.hub import resolve_model
+
+    folder = resolve_model(config.model, config.revision, config.mmproj) if folder is None else folder
+    check_memory(config, folder)  # before torch, which takes seconds to import
     from vlmserve.engine.engine import Engine
 
     return Engine(config, folder)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,7 +20,7 @@ from vlmserve.engine.calibrated import calibrated_copy
 from vlmserve.errors import ConfigurationError
 from vlmserve.layers.parallel import Ranks
 from vlmserve.models.hub import resolve_model
-from vlmserve.models.protocols import LoadedModel
+from vlmserve.models.protocols import LanguageModel, LoadedModel
 from vlmserve.models.registry import load_model
 from vlmserve.runner.memory import num_kv_blocks, run_largest_encoding, run_largest_step
 
@@ -53,10 +54,27 @@ def load(config: EngineConfig, folder: Path | None = None, ranks: Ranks | None =
         implementation=config.model_impl,
         quantized_cache=config.kv_cache_dtype == "int8",
         ranks=ranks,
+        check=partial(check_lengths, config),
     )
     if config.enforce_eager:
         model.device.enforce_eager()
     return model
+
+
+def check_lengths(config: EngineConfig, language_model: LanguageModel, max_position: int) -> None:
+    """Raises ConfigurationError for a context that the model or the KV cache that the settings ask for cannot hold.
+
+    max_position: of the model, in tokens.
+    """
+    length = context_length(config, max_position)
+    if config.kv_cache_memory and config.max_model_len is not None:
+        block_bytes = language_model.cache_bytes_per_block(config.block_size) * config.tensor_parallel_size
+        tokens = config.kv_cache_memory // block_bytes * config.block_size
+        if tokens < length:
+            raise ConfigurationError(
+                f"--kv-cache-memory holds {tokens:,} tokens, fewer than --max-model-len {length:,}: set it to "
+                f"{-(-length // config.block_size) * block_bytes:,} or more, or --max-model-len to less"
+            )
 
 
 def rank_device(config: EngineConfig, rank: int) -> torch.device:

@@ -50,6 +50,7 @@ from vlmserve.engine.protocol import VLMEngine
 from vlmserve.errors import ConfigurationError, EngineDeadError, ModelLoadError, VLMServeError
 from vlmserve.garbage import freeze_loaded_objects
 from vlmserve.logs import LogFormat, log_format_in_use, set_up_logging
+from vlmserve.memory import num_killed
 from vlmserve.types import EngineRequest
 
 logger = logging.getLogger(__name__)
@@ -79,6 +80,7 @@ class EngineProcess:
         self._process = process
         self._directory = directory
         self.endpoint = _endpoint(directory)
+        self._killed_before = num_killed()
 
     @classmethod
     def launch(cls, config: EngineConfig, folder: Path | None = None) -> EngineProcess:
@@ -117,6 +119,11 @@ class EngineProcess:
     def returncode(self) -> int | None:
         """The exit code, negative for a signal; None while it runs."""
         return self._process.poll()
+
+    @property
+    def ran_out_of_memory(self) -> bool:
+        """Whether the kernel killed the child, or another process meanwhile, for want of memory."""
+        return self.returncode == -signal.SIGKILL and num_killed() > self._killed_before
 
     def wait(self, timeout: float | None = None) -> int:
         """Block until the child is gone. Raises subprocess.TimeoutExpired."""

@@ -51,6 +51,10 @@ _LOAD_NOTICE = 10.0
 _EXIT_TIMEOUT = 5.0
 _LAST_WORDS = 1.0
 """Seconds to wait for the message that says why the engine process exited."""
+_OUT_OF_MEMORY = (
+    "The kernel killed the engine process because memory ran out: free some, or set --quantize int4, a smaller "
+    "--max-model-len or a smaller model (vlmserve doctor names those that fit)"
+)
 
 
 class EngineStream:
@@ -411,6 +415,8 @@ class EngineClient:
                 error = await asyncio.wait_for(asyncio.shield(self._last_words), _LAST_WORDS)
         if error is None and self._hang is not None:
             error = EngineDeadError(self._hang)
+        if error is None and self._process.ran_out_of_memory:
+            error = EngineDeadError(_OUT_OF_MEMORY)
         if error is None:
             how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
             error = EngineDeadError(f"The engine process {how}")

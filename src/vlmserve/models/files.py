@@ -1,4 +1,7 @@
-"""The files that tensors are in: safetensors, GGUF, or PyTorch's pickles, of which nothing but tensors is read."""
+"""The files that tensors are in: safetensors, GGUF, or PyTorch's pickles, of which nothing but tensors is read.
+
+torch is imported when a file is opened, not before.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +9,16 @@ import json
 import pickle
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
-import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
 
 from vlmserve.errors import MissingWeightsError, ModelLoadError
 from vlmserve.models.gguf.header import is_gguf, read_header
 from vlmserve.models.gguf.pair import read_pair
-from vlmserve.models.gguf.tensors import GGUFFile
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 SAFETENSORS_INDEX = "model.safetensors.index.json"
 INDEX_NAMES = (SAFETENSORS_INDEX, "pytorch_model.bin.index.json")
@@ -52,6 +55,8 @@ def open_weights(path: Path) -> WeightFile:
         if path.suffix in PICKLES:
             return _PickledFile(path)
         if is_gguf(path):
+            from vlmserve.models.gguf.tensors import GGUFFile
+
             return GGUFFile(path)
         file: WeightFile = safe_open(path, framework="pt")
         return file
@@ -62,7 +67,11 @@ def open_weights(path: Path) -> WeightFile:
             f"{path} holds more than tensors, which could run code when loaded, or is broken; "
             "convert it to safetensors where you trust it (transformers: model.save_pretrained)"
         ) from error
-    except (SafetensorError, RuntimeError, EOFError) as error:
+    except (SafetensorError, RuntimeError, EOFError, MemoryError) as error:
+        if isinstance(error, MemoryError) or "Cannot allocate memory" in str(error):
+            raise ModelLoadError(
+                f"there is not enough memory to map {path}: free some, or choose a smaller model (vlmserve doctor)"
+            ) from error
         raise ModelLoadError(f"{path} is broken or truncated: {error}") from error
 
 
@@ -99,6 +108,8 @@ class _PickledFile:
     """Tensors of a PyTorch file, mapped where the file's format allows."""
 
     def __init__(self, path: Path) -> None:
+        import torch
+
         try:
             content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         except RuntimeError as error:
@@ -112,6 +123,8 @@ class _PickledFile:
 
     @staticmethod
     def _named(content: dict[Any, Any]) -> Iterator[tuple[str, Tensor]]:
+        from torch import Tensor
+
         for name, tensor in content.items():
             if isinstance(name, str) and isinstance(tensor, Tensor):
                 yield name, tensor

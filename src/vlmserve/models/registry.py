@@ -8,7 +8,7 @@ import json
 import logging
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -36,7 +36,7 @@ from vlmserve.models.gguf.pair import language_model
 from vlmserve.models.identity import model_identity
 from vlmserve.models.packed import load_blocks, load_packed
 from vlmserve.models.parallel import share_of, split_decoder
-from vlmserve.models.protocols import LoadedModel, VisionEncoder
+from vlmserve.models.protocols import LanguageModel, LoadedModel, VisionEncoder
 from vlmserve.models.sizes import broken, check_parameters, check_sizes
 from vlmserve.models.spec import ArchSpec
 from vlmserve.models.transformers_backend import TransformersCheckpoint, TransformersModel
@@ -55,6 +55,8 @@ ARCHITECTURES = {
 }
 OTHER_NAMES = {other: family.architecture for family in FAMILIES.values() for other in family.also}
 META = torch.device("meta")
+Check = Callable[[LanguageModel, int], None]
+"""Raises ConfigurationError for settings that do not fit a language model with a longest context in tokens."""
 LARGE_BYTES = 1024**2
 """Bytes of a layer whose loading may leave behind so much freed memory that it is returned to the system at once."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -71,6 +73,7 @@ def load_model(
     implementation: ModelImplementation = "auto",
     quantized_cache: bool = False,
     ranks: Ranks | None = None,
+    check: Check = lambda language_model, max_position: None,
 ) -> LoadedModel:
     """Load a checkpoint in Hugging Face layout, a GGUF file, or the folder of a pair of them.
 
@@ -81,7 +84,7 @@ def load_model(
     a GGUF file has in 4 bits does on devices that keep it so, unless float32 is asked for, which is exact.
     input_bits: what native kernels keep of inputs beside weights that are packed already, 8 or 16; None: as these say.
     quantized_cache: keys and values are stored in 8 bits. ranks: load the part of the decoder that is this one's; None:
-    all of it.
+    all of it. check: is called before weights are read, with the decoder and the longest context, and may raise.
     Raises ModelLoadError for a broken configuration or file, UnsupportedModelError for an architecture or option that
     is not implemented, MissingWeightsError for absent files or tensors, ConfigurationError for a model that these ranks
     cannot share.
@@ -91,13 +94,13 @@ def load_model(
     with broken(folder):
         if ranks is not None:
             try:
-                return _load(folder, device, dtype, kernels, quantization, input_bits, quantized_cache, ranks)
+                return _load(folder, device, dtype, kernels, quantization, input_bits, quantized_cache, check, ranks)
             except UnsupportedModelError as error:
                 raise UnsupportedModelError(f"{error}; --model-impl transformers runs on one device only") from None
         if implementation == "transformers":
             return _load_with_transformers(folder, device, dtype, kernels, quantization, input_bits, quantized_cache)
         try:
-            return _load(folder, device, dtype, kernels, quantization, input_bits, quantized_cache)
+            return _load(folder, device, dtype, kernels, quantization, input_bits, quantized_cache, check)
         except UnsupportedModelError as error:
             if implementation == "vlmserve" or language_model(folder) is not None:
                 raise
@@ -120,6 +123,7 @@ def _load(
     quantization: QuantizationConfig | None,
     input_bits: int | None,
     quantized_cache: bool,
+    check: Check,
     ranks: Ranks | None = None,
 ) -> LoadedModel:
     description = Description.read(folder)
@@ -146,6 +150,7 @@ def _load(
         model, decoder, vision, cross = description.build(
             spec, backend, executor, dtype=wanted, device=device, ranks=ranks
         )
+    check(decoder, spec.max_position)
     as_files_say = packed or language_model(folder) is not None
     logs = logger.isEnabledFor(logging.INFO)
     expected = log_expected_memory(model, on, quantization) if logs and not as_files_say else None

@@ -1,0 +1,163 @@
+"""Memory that a checkpoint will take on a CPU, from the headers of its files. Imports no torch.
+
+An engine asks before it imports anything large, so that a model that does not fit costs seconds and no memory.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from vlmserve.config import EngineConfig, Scheme
+from vlmserve.errors import ModelLoadError, VLMServeError
+from vlmserve.memory import free_memory
+from vlmserve.models.files import PICKLES, weight_files
+from vlmserve.models.gguf.header import is_gguf, read_header
+from vlmserve.models.gguf.pair import language_model
+from vlmserve.models.names import BYTES
+
+LIBRARIES = 320 * 2**20
+"""Bytes that an engine's process takes for Python, torch and the smallest caches, whatever the model."""
+_KEPT_4 = {2, 3, 12}
+"""GGUF types whose tensors stay in 4 bits: Q4_0, Q4_1, Q4_K."""
+_KEPT_8 = {6, 7, 8, 13, 14}
+"""GGUF types whose tensors stay in 8 bits: Q5_0, Q5_1, Q8_0, Q5_K, Q6_K."""
+_BYTES_4, _BYTES_8 = BYTES["int4"], 1.125
+"""Bytes of a weight in 4 and 8 bits, with scale and minimum of a group of 32 weights."""
+_HEADS = re.compile(r"(^|\.)(lm_head|output|embed_out)\.weight$")
+_TABLES = re.compile(r"(embed_tokens|token_embd|word_embeddings|wte|tok_embeddings)\.weight$")
+_OUTSIDE = re.compile(r"vision|visual|projector|connector|image|(^|\.)(v|mm)\.|patch|position|wpe")
+"""Names of tensors outside of the language model, which are not quantized by default."""
+
+_GPU_FILES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
+"""Files of the drivers of NVIDIA's and AMD's GPUs, and of either in WSL."""
+_LONGEST_HEADER = 100 * 10**6
+"""Bytes that the safetensors format allows for a header."""
+
+logger = logging.getLogger(__name__)
+
+
+class Stored(NamedTuple):
+    """A tensor in a checkpoint's files."""
+
+    name: str
+    shape: tuple[int, ...]
+    kind: int | None = None
+    """Its GGUF type; None in other files."""
+
+    @property
+    def num_weights(self) -> int:
+        return math.prod(self.shape)
+
+
+class Footprint(NamedTuple):
+    """Bytes of main memory."""
+
+    weights: int
+    """The weights once they are loaded."""
+    largest: int
+    """The largest tensor as it is read, which is held beside the loaded weights."""
+
+    @property
+    def peak(self) -> int:
+        """What loading needs, libraries included."""
+        return self.weights + self.largest + LIBRARIES
+
+
+def footprint(folder: Path, scheme: Scheme, *, vision: bool = False, plain_bytes: int = 2) -> Footprint:
+    """What a checkpoint will take with ``--quantize scheme``.
+
+    folder: in Hugging Face layout, or a GGUF file. vision: whether the tower is quantized too. plain_bytes: of a weight
+    that is not quantized. Raises what `weight_files` raises, and ModelLoadError for a broken GGUF file.
+    """
+    if _is_quantized(folder) or any(path.suffix in PICKLES for path in weight_files(folder)):
+        # Without their contents, the files are the best guess.
+        return Footprint(sum(path.stat().st_size for path in weight_files(folder)), 0)
+    tensors = [tensor for path in weight_files(folder) for tensor in _tensors(path)]
+    tied = not any(_HEADS.search(tensor.name) for tensor in tensors)
+    sizes = (_bytes_each(tensor, scheme, tied, vision, plain_bytes) * tensor.num_weights for tensor in tensors)
+    largest = max((tensor.num_weights * plain_bytes for tensor in tensors if scheme != "none"), default=0)
+    return Footprint(round(sum(sizes)), largest)
+
+
+def check_memory(config: EngineConfig, folder: Path) -> None:
+    """Raises ModelLoadError, saying what would fit, for a model that cannot be loaded into main memory.
+
+    Files that cannot be read are left to the loader, which says what is wrong with them.
+    """
+    if config.calibrates or not _loads_into_main_memory(config):
+        return
+    plain_bytes = 4 if config.dtype == "float32" else 2
+    quantization = config.quantization
+    try:
+        needed = footprint(folder, quantization.scheme, vision=quantization.vision, plain_bytes=plain_bytes).peak
+    except (VLMServeError, OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        logger.debug("the memory that %s needs is unknown: %r", folder, error)
+        return
+    free = free_memory()
+    if needed <= free:
+        return
+    said = f"{config.model} needs {_gb(needed)} of memory to load, and {_gb(free)} are free"
+    schemes: tuple[Scheme, ...] = ("int8", "int4")
+    if quantization.scheme == "none" and not _is_quantized(folder) and language_model(folder) is None:
+        for scheme in schemes:
+            if (other := footprint(folder, scheme).peak) <= free:
+                raise ModelLoadError(f"{said}; with --quantize {scheme} it needs {_gb(other)}")
+    raise ModelLoadError(f"{said}: free some, or choose a smaller model (vlmserve doctor names those that fit)")
+
+
+def _loads_into_main_memory(config: EngineConfig) -> bool:
+    """Whether weights go to the CPU, as far as that is known without torch."""
+    if config.device != "auto":
+        return config.device == "cpu"
+    return sys.platform == "linux" and not any(Path(path).exists() for path in _GPU_FILES)
+
+
+def _bytes_each(tensor: Stored, scheme: Scheme, tied: bool, vision: bool, plain_bytes: int) -> float:
+    """Bytes of each weight of a tensor."""
+    matrix = len(tensor.shape) > 1
+    if scheme == "none":
+        kept = _BYTES_4 if tensor.kind in _KEPT_4 else _BYTES_8 if tensor.kind in _KEPT_8 else plain_bytes
+        return kept if matrix and plain_bytes < 4 else plain_bytes
+    if not matrix or (_OUTSIDE.search(tensor.name) and not vision):
+        return plain_bytes
+    if _TABLES.search(tensor.name):
+        return BYTES["int8"] if tied else plain_bytes
+    return BYTES["int8" if _HEADS.search(tensor.name) else scheme]
+
+
+def _tensors(path: Path) -> Iterator[Stored]:
+    if is_gguf(path):
+        for info in read_header(path).tensors.values():
+            if info.path == path:
+                yield Stored(info.name, info.shape, info.type)
+        return
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(min(length, _LONGEST_HEADER)))
+    for name, entry in header.items():
+        if name != "__metadata__":
+            yield Stored(name, tuple(entry["shape"]))
+
+
+def _is_quantized(folder: Path) -> bool:
+    """Whether a checkpoint in Hugging Face layout holds quantized weights."""
+    path = folder / "config.json"
+    if not path.is_file():
+        return False
+    config = json.loads(path.read_text("utf-8"))
+    return any(
+        part.get(key)
+        for part in (config, config.get("text_config") or {})
+        for key in ("quantization_config", "compression_config")
+    )
+
+
+def _gb(size: int) -> str:
+    return f"{size / 1e9:.1f} GB"

@@ -1,0 +1,113 @@
+"""Memory that a model will take, and models that do not fit."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+import torch
+
+from tests.checkpoints import make_llama, make_llava
+from tests.gguf_files import write_gguf
+from vlmserve.config import EngineConfig, QuantizationConfig, Scheme
+from vlmserve.engine import create_engine
+from vlmserve.errors import ConfigurationError, ModelLoadError
+from vlmserve.models import footprint as module
+from vlmserve.models.footprint import LIBRARIES, check_memory, footprint
+from vlmserve.models.registry import load_model
+from vlmserve.models.weights import Checkpoint
+
+SIZES: dict[str, Any] = {"hidden_size": 384, "intermediate_size": 1536, "vocab_size": 4096, "dtype": torch.bfloat16}
+
+
+@pytest.mark.parametrize("scheme", get_args(Scheme))
+@pytest.mark.parametrize("tied", [True, False])
+def test_footprint_is_what_loading_leaves(tmp_path: Path, scheme: Scheme, tied: bool) -> None:
+    folder = make_llama(tmp_path, tie_word_embeddings=tied, **SIZES)
+    quantization = QuantizationConfig(scheme=scheme)
+    model = load_model(folder, device=torch.device("cpu"), dtype=torch.bfloat16, quantization=quantization)
+    assert footprint(folder, scheme).weights == pytest.approx(model.weight_bytes, rel=0.05)
+
+
+def test_towers_stay_plain(tmp_path: Path) -> None:
+    folder = make_llava(tmp_path)
+    plain, text, whole = (footprint(folder, *args[:1], vision=args[1]).weights for args in CASES)
+    assert whole < text < plain
+
+
+CASES: list[tuple[Scheme, bool]] = [("none", False), ("int8", False), ("int8", True)]
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q8_0", "F16"])
+def test_gguf_tensors_keep_their_bits(tmp_path: Path, kind: str) -> None:
+    folder = make_llama(tmp_path / "plain", **SIZES)
+    file = write_gguf(folder, tmp_path / "model.gguf", types=kind)
+    model = load_model(file, device=torch.device("cpu"), dtype=None)
+    assert footprint(file, "none").weights == pytest.approx(model.weight_bytes, rel=0.1)
+
+
+def free(monkeypatch: pytest.MonkeyPatch, size: float) -> None:
+    monkeypatch.setattr(module, "free_memory", lambda: int(size))
+
+
+def test_model_that_does_not_fit_names_what_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = make_llama(tmp_path, **SIZES)
+    plain, int8, int4 = (footprint(folder, scheme) for scheme in ("none", "int8", "int4"))
+    config = EngineConfig(model=str(folder), device="cpu")
+    free(monkeypatch, plain.peak)
+    check_memory(config, folder)
+    monkeypatch.setattr(module, "LIBRARIES", 0)
+    big = module.Footprint(10**10, 0)
+    monkeypatch.setattr(module, "footprint", lambda _, scheme, **__: {"none": big, "int8": int8, "int4": int4}[scheme])
+    free(monkeypatch, int8.peak)
+    with pytest.raises(ModelLoadError, match=r"needs 10\.0 GB .* free; with --quantize int8 it needs"):
+        check_memory(config, folder)
+    free(monkeypatch, int4.peak)
+    with pytest.raises(ModelLoadError, match="with --quantize int4"):
+        check_memory(config, folder)
+    free(monkeypatch, int4.peak - 1)
+    with pytest.raises(ModelLoadError, match="a smaller model"):
+        check_memory(config, folder)
+
+
+def test_engines_ask_before_they_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = make_llama(tmp_path)
+    free(monkeypatch, LIBRARIES)
+    with pytest.raises(ModelLoadError, match="of memory to load"):
+        create_engine(EngineConfig(model=str(folder), device="cpu"))
+
+
+def test_models_for_gpus_are_not_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = make_llama(tmp_path)
+    free(monkeypatch, 0)
+    check_memory(EngineConfig(model=str(folder), device="cuda"), folder)
+
+
+def test_broken_files_are_left_to_the_loader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = make_llama(tmp_path)
+    (folder / "model.safetensors").write_bytes(b"\xff" * 100)
+    free(monkeypatch, 0)
+    check_memory(EngineConfig(model=str(folder), device="cpu"), folder)
+
+
+def test_footprint_needs_no_torch() -> None:
+    code = "import sys, vlmserve.models.footprint; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"max_model_len": 10**6}, "--max-model-len 1000000 is more"),
+        ({"max_model_len": 128, "kv_cache_memory": 16384}, "--kv-cache-memory holds .* fewer than --max-model-len 128"),
+    ],
+)
+def test_wrong_lengths_are_told_before_loading(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, int], message: str
+) -> None:
+    monkeypatch.setattr(Checkpoint, "load", lambda *_, **__: pytest.fail("weights were read"))
+    with pytest.raises(ConfigurationError, match=message):
+        create_engine(EngineConfig(model=str(make_llama(tmp_path)), device="cpu", **settings))
