@@ -17,7 +17,7 @@ from vlmserve.errors import CheckpointNotFoundError
 from vlmserve.layers.linear import Linear, TiedEmbedding, Weight
 from vlmserve.models.hub import resolve_model
 from vlmserve.models.names import MODELS, NamedModel, markdown, repository_of
-from vlmserve.quant.model import Quantizer
+from vlmserve.quant.model import quantize
 
 LLAMA = {"model_type": "llama", "num_attention_heads": 32, "tie_word_embeddings": False}
 PUBLISHED = {
@@ -77,9 +77,7 @@ def test_memory_is_what_quantization_leaves(scheme: str) -> None:
         torch.nn.init.normal_(weight)
     layer, head, vision = 1024 * 2048, 4096 * 1024, 1024 * 512
     model = NamedModel("small", "", True, layer + head + vision, head, vision)
-    quantizer = Quantizer(modules, QuantizationConfig(scheme=scheme))
-    for module in list(modules.modules()):
-        quantizer.quantize(module)
+    quantize(modules, QuantizationConfig(scheme=scheme))
     stored = sum(module.num_bytes for module in modules.modules() if isinstance(module, Weight))
     assert stored == pytest.approx(model.memory(scheme), rel=0.01)
 

@@ -20,7 +20,7 @@ from vlmserve.kernels.extension import supported_isas
 from vlmserve.layers.linear import Linear, TiedEmbedding
 from vlmserve.models.registry import load_model
 from vlmserve.quant.methods.rtn import round_to_nearest
-from vlmserve.quant.model import Quantizer
+from vlmserve.quant.model import quantize
 from vlmserve.settings import read_settings
 
 CPU = torch.device("cpu")
@@ -82,13 +82,6 @@ def small_model() -> nn.Module:
     for parameter in model.parameters():
         nn.init.normal_(parameter)
     return model
-
-
-def quantize(model: nn.Module, config: QuantizationConfig) -> dict[str, int]:
-    quantizer = Quantizer(model, config)
-    for module in list(model.modules()):
-        quantizer.quantize(module)
-    return quantizer.bits
 
 
 LAYERS = [f"language_model.layers.{index}.{name}" for index in range(2) for name in ("q", "down_proj")]

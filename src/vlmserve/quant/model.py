@@ -81,6 +81,15 @@ class Quantizer:
         )
 
 
+def quantize(model: nn.Module, config: QuantizationConfig) -> dict[str, int]:
+    """Quantize a loaded model's linear layers in place. Returns the bits of each, by name. Raises as `Quantizer`."""
+    quantizer = Quantizer(model, config)
+    for module in model.modules():
+        quantizer.quantize(module)
+    quantizer.log()
+    return quantizer.bits
+
+
 def expected_memory(model: nn.Module, device: Device, config: QuantizationConfig | None) -> int:
     """Bytes that a model's weights will take on a device; config: None if they stay plain.
 
