@@ -221,7 +221,7 @@ def test_ollamas_fields(live, caplog, monkeypatch):
     monkeypatch.setattr(live.client, "submit_together", spy)
     fields = {"num_ctx": 8192, "keep_alive": "5m", "options": {"num_gpu": 1}}
     with caplog.at_level(logging.INFO, "vlmserve"):
-        post(live, "chat/completions", messages=[HI], max_tokens=3, repeat_penalty=1.5, **fields)
+        post(live, "chat/completions", messages=[HI], max_tokens=3, repeat_penalty=1.5, grammar="", **fields)
     assert seen == [1.5]
     lines = "\n".join(record.getMessage() for record in caplog.records)
     assert all(lines.count(f"'ChatRequest.{name}'") == 1 for name in fields)

@@ -73,6 +73,8 @@ def test_responses_are_parsed_as_well(either):
         {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}},
         {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "strict": True, "schema": SCHEMA}}},
         {"response_format": {"type": "json_object", "schema": SCHEMA}},
+        {"response_format": {"type": "json_schema", "schema": SCHEMA}},
+        {"json_schema": SCHEMA},
         {"guided_json": SCHEMA},
         {"guided_json": json.dumps(SCHEMA)},
         {"structured_outputs": {"json": SCHEMA}},
@@ -91,6 +93,7 @@ def test_every_spelling_of_a_schema_holds(either, fields):
         ({"guided_choice": ["yes", "no"]}, "yes|no"),
         ({"structured_outputs": {"choice": ["yes", "no"]}}, "yes|no"),
         ({"guided_grammar": 'start: "<" /[a-z]{2}/ ">"'}, "<[a-z]{2}>"),
+        ({"grammar": 'root ::= "x" [0-9]'}, "x[0-9]"),
         ({"structured_outputs": {"grammar": 'root ::= "x" [0-9]'}}, "x[0-9]"),
     ],
 )

@@ -6,6 +6,8 @@ import re
 from typing import Any
 from urllib.parse import quote
 
+from llguidance import LLMatcher, grammar_from
+
 _DRAFTS = {
     "draft-04": "http://json-schema.org/draft-04/schema#",
     "draft-06": "http://json-schema.org/draft-06/schema#",
@@ -23,10 +25,27 @@ _IGNORED = frozenset(
     | {"unevaluatedItems", "uniqueItems"}
 )
 """Keywords that llguidance cannot follow."""
-_UNREADABLE = re.compile(r"\(\?<?[=!]|\\[1-9]|\\k<")
-"""Look-around and back references, for which no automaton exists."""
+_CLASS = re.compile(r"\\.|\[(?:\\.|[^\]\\])*\]", re.DOTALL)
+"""An escaped character, or a class of characters of ECMA-262."""
+_LONGEST_PATTERN = 1000
+"""Characters of a pattern whose classes are translated: `_CLASS` takes quadratic time."""
 _FRAGMENT = "#/~%!$&'()*+,;=:@?-._"
 """Characters that a reference within a document may contain."""
+
+
+def _is_readable(pattern: str) -> bool:
+    """Whether llguidance reads a regular expression; it has no look-around and no back references."""
+    return not LLMatcher.validate_grammar(grammar_from("regex", pattern))
+
+
+def _escape_brackets(found: re.Match[str]) -> str:
+    """Escape brackets in a class, which would begin another class within it."""
+    text = found[0]
+    return (
+        text
+        if text[0] == "\\" or "[:" in text
+        else "[" + re.sub(r"(\\.)|\[", lambda m: m[1] or r"\[", text[1:], flags=re.DOTALL)
+    )
 
 
 def readable(schema: Any, largest: int, *, strict: bool) -> tuple[Any, set[str]]:
@@ -84,7 +103,9 @@ class _Reader:
     def _pattern(self, read: dict[str, Any], pattern: str) -> None:
         pattern = pattern.replace("[^]", r"[\s\S]")
         pattern = re.sub(r"\\c([A-Za-z])", lambda match: rf"\x{ord(match[1]) % 32:02x}", pattern)
-        if self._strict or not _UNREADABLE.search(pattern.replace(r"\\", "")):
+        if len(pattern) <= _LONGEST_PATTERN:
+            pattern = _CLASS.sub(_escape_brackets, pattern)
+        if self._strict or _is_readable(pattern):
             read["pattern"] = pattern
         else:
             self._relaxed.add("pattern")

@@ -138,7 +138,10 @@ class RequestModel(BaseModel):
             raise ValueError(f"Input has more than {MAX_FIELDS} fields")
         for theirs, ours in cls.renamed_fields.items():
             if theirs in value:
-                value = {ours: value[theirs], **{name: field for name, field in value.items() if name != theirs}}
+                sent = value[theirs]
+                value = {name: field for name, field in value.items() if name != theirs}
+                if sent != "":  # an empty grammar is none
+                    value = {ours: sent, **value}
         known = cls._known_fields()
         kept = {name: field for name, field in value.items() if field is not None and name in known}
         if len(kept) < len(value):

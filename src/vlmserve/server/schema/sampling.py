@@ -99,7 +99,11 @@ class SamplingRequest(RequestModel):
     neutral_values: ClassVar[Mapping[str, tuple[Any, ...]]] = NEUTRAL_VALUES
     ignored_fields: ClassVar[frozenset[str]] = IGNORED_FIELDS
     other_names: ClassVar[Mapping[str, str]] = OTHER_NAMES
-    renamed_fields: ClassVar[Mapping[str, str]] = {"repeat_penalty": "repetition_penalty"}
+    renamed_fields: ClassVar[Mapping[str, str]] = {
+        "repeat_penalty": "repetition_penalty",
+        "json_schema": "guided_json",
+        "grammar": "guided_grammar",
+    }
     content_fields: ClassVar[tuple[str, ...]] = ()
     """Fields that hold what is shown and said."""
 

@@ -55,6 +55,14 @@ class SchemaFormat(RequestModel):
     type: Literal["json_schema"]
     json_schema: NamedSchema
 
+    @model_validator(mode="before")
+    @classmethod
+    def _take_flat_form(cls, value: Any) -> Any:
+        """Nest a schema that stands beside the type, as llama.cpp and Together write it."""
+        if isinstance(value, dict) and "json_schema" not in value and "schema" in value:
+            return {"type": value.get("type"), "json_schema": {k: v for k, v in value.items() if k != "type"}}
+        return value
+
 
 _FORMAT = by_type("text", "json_object", "json_schema")
 ResponseFormat = Annotated[
