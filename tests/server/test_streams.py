@@ -64,14 +64,14 @@ def test_streams_ping_before_the_first_token(silent, path):
     assert num_pings(stream(silent, path), path) >= 3
 
 
-@pytest.mark.parametrize("path", set(PATHS) - {"/v1/completions"})
+@pytest.mark.parametrize("path", sorted(set(PATHS) - {"/v1/completions"}))
 def test_streams_ping_while_the_prompt_is_prepared(slow_preparation, path):
     text = stream(slow_preparation, path)
     assert num_pings(text.partition('data: {"')[0] if path != "/v1/messages" else text, path) >= 3
     assert "data: {" in text
 
 
-@pytest.mark.parametrize("path", set(PATHS) - {"/v1/completions"})
+@pytest.mark.parametrize("path", sorted(set(PATHS) - {"/v1/completions"}))
 def test_late_errors_are_events(slow_preparation, path):
     field = "input" if path == "/v1/responses" else "messages"
     wrong = "wrong" if field == "input" else [{"role": "user", "content": "wrong"}]
