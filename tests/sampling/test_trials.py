@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -15,9 +17,10 @@ from vlmserve.cancellation import run_in_thread
 from vlmserve.config import EngineConfig
 from vlmserve.engine.compiling import CompilingRequests
 from vlmserve.errors import InvalidRequestError
+from vlmserve.media.isolated import IsolatedProcess
 from vlmserve.prompt.tokenizer import Tokenizer
 from vlmserve.sampling.grammar import GrammarCompiler
-from vlmserve.sampling.trials import GrammarTrials, SlowGrammarError
+from vlmserve.sampling.trials import QUICK_SECONDS, GrammarTrials, SlowGrammarError
 from vlmserve.types import EngineRequest, Grammar, Prompt, SamplingParams
 
 ENDLESS = Grammar.json({"allOf": [{"type": "string", "pattern": f"^.*a{number}.*$"} for number in range(20)]})
@@ -63,6 +66,20 @@ def test_small_grammar_passes_while_others_compile(folder):
         assert tried.passed(grammar)
     assert slow.is_alive()
     slow.join(60)
+
+
+def test_quick_grammar_may_wait_for_a_core(folder, monkeypatch):
+    class Paused(IsolatedProcess):
+        def __init__(self, *arguments):
+            super().__init__(*arguments)
+            os.kill(self.pid, signal.SIGSTOP)
+            threading.Timer(3 * QUICK_SECONDS, os.kill, (self.pid, signal.SIGCONT)).start()
+
+    tried = trials(folder)
+    tried.check(Grammar.regex("warm"))
+    monkeypatch.setattr("vlmserve.sampling.trials.IsolatedProcess", Paused)
+    tried.check(Grammar.regex("quick"), quick=True)
+    assert tried.passed(Grammar.regex("quick"))
 
 
 async def test_cancelled_caller_frees_its_thread(folder):

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from typing import Any, cast
 
+from vlmserve.config import EngineConfig, MediaConfig, ServerConfig
+from vlmserve.sampling.trials import SlowGrammarError
 from vlmserve.server.fair_queue import FairQueue, client
+from vlmserve.server.service import Service
+from vlmserve.types import Grammar
 
 
 async def _start(queue: FairQueue, name: str, log: list[str], release: asyncio.Event) -> asyncio.Task[None]:
@@ -73,3 +78,44 @@ def test_cancelled_work_frees_its_place() -> None:
         assert log == ["a", "b"]
 
     run(check)
+
+
+def test_clients_with_equal_work_take_turns() -> None:
+    async def check(release: asyncio.Event) -> None:
+        log: list[str] = []
+        queue = FairQueue(1, 1)
+        tasks = [await _start(queue, "many", log, release) for _ in range(6)]
+        tasks.append(await _start(queue, "one", log, release))
+        release.set()
+        await asyncio.gather(*tasks)
+        assert log.index("one") == 2
+
+    run(check)
+
+
+def test_slow_grammars_of_clients_take_turns() -> None:
+    class Preparer:
+        def knows_grammar(self, grammar: Grammar) -> bool:
+            return False
+
+        def check_grammar(self, grammar: Grammar, tools: object = None, *, quick: bool = False) -> None:
+            if quick:
+                raise SlowGrammarError("slow")
+
+    async def main() -> None:
+        service = Service(EngineConfig(), MediaConfig(), ServerConfig())
+        service._preparer = cast(Any, Preparer())
+        done: list[str] = []
+
+        async def ask(name: str, number: int) -> None:
+            client.set(name)
+            await service.check_grammar(Grammar.regex(f"{name}{number}"))
+            done.append(name)
+
+        try:
+            await asyncio.gather(*(ask("many", number) for number in range(40)), ask("one", 0))
+        finally:
+            service.close()
+        assert done.index("one") < 20
+
+    asyncio.run(main())

@@ -85,9 +85,8 @@ class GrammarTrials:
             "quick": quick,
             "memory": self._config.max_grammar_memory,
         }
-        wait = QUICK_SECONDS if quick else seconds * _PATIENCE
         process = IsolatedProcess(
-            "grammar", wait, lambda reason, detail: self._error(grammar, reason, detail), self._folder
+            "grammar", seconds * _PATIENCE, lambda reason, detail: self._error(grammar, reason, detail), self._folder
         )
         try:
             return process.open(data, settings, _Verdict).fault

@@ -15,7 +15,8 @@ client: contextvars.ContextVar[str] = contextvars.ContextVar("client", default="
 class FairQueue:
     """Limits how much work runs at once, in total and for each client. For one event loop.
 
-    The next to run is the client with the least running work; one client's requests run in order of arrival.
+    The next to run is the client with the least running work. Clients with equally much take turns; one client's
+    requests run in order of arrival.
     """
 
     def __init__(self, capacity: int, per_client: int) -> None:
@@ -48,6 +49,7 @@ class FairQueue:
             if name is None or self._running[name] >= self._per_client:
                 return
             granted = self._waiting[name][0]
+            self._waiting.move_to_end(name)
             self._forget(name, granted)
             if not granted.cancelled():
                 granted.set_result(None)

@@ -188,7 +188,9 @@ class Service:
         self._text_workers = ThreadPoolExecutor(2, "prepare-text")
         # Each of these threads waits for a process that compiles.
         self._grammar_workers = ThreadPoolExecutor(_GRAMMAR_PROCESSES, "check-grammars")
+        self._grammar_queue = FairQueue(_GRAMMAR_PROCESSES, _GRAMMAR_PROCESSES - 1)
         self._slow_grammar_workers = ThreadPoolExecutor(_SLOW_GRAMMAR_PROCESSES, "check-slow-grammars")
+        self._slow_grammar_queue = FairQueue(_SLOW_GRAMMAR_PROCESSES, _SLOW_GRAMMAR_PROCESSES)
         image_requests = _IMAGE_REQUESTS * media.threads
         self._image_workers = ThreadPoolExecutor(image_requests, "prepare-images")
         self._image_queue = FairQueue(image_requests, image_requests * 3 // 4)
@@ -415,16 +417,20 @@ class Service:
         return await run_in_thread(self._text_workers, functools.partial(make, self.preparer))
 
     async def check_grammar(self, grammar: Grammar, tools: ToolUse | None = None) -> None:
-        """Find out whether the engine may compile a grammar. Slow grammars wait for each other, and nothing else waits
-        for them. Raises what the preparer does."""
+        """Find out whether the engine may compile a grammar. Raises what the preparer does.
+
+        Only slow grammars wait for slow grammars, and clients take turns.
+        """
         check = functools.partial(self.preparer.check_grammar, grammar, tools)
         if self.preparer.knows_grammar(grammar):
             check()
             return
         try:
-            await run_in_thread(self._grammar_workers, functools.partial(check, quick=True))
+            async with self._grammar_queue.turn():
+                await run_in_thread(self._grammar_workers, functools.partial(check, quick=True))
         except SlowGrammarError:
-            await run_in_thread(self._slow_grammar_workers, check)
+            async with self._slow_grammar_queue.turn():
+                await run_in_thread(self._slow_grammar_workers, check)
 
     async def prepare(
         self,
