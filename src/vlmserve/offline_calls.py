@@ -79,7 +79,7 @@ class Call:
     kind: str
     prepare: Callable[[Any], Prepared]
     check: Callable[[Any], None]
-    check_grammar: Callable[[Grammar], None]
+    check_grammar: Callable[[Grammar], object]
     sampling_params: Params
     on_error: OnError
     schema: Any = None

@@ -6,6 +6,7 @@ import json
 import re
 from enum import StrEnum
 
+import httpx
 import jsonschema
 import openai
 import pytest
@@ -159,6 +160,33 @@ def test_a_strict_schema_is_refused_where_a_loose_one_is_followed_as_far_as_it_g
     wanted["json_schema"]["strict"] = True
     param = "response_format.json_schema.schema"
     refused(live.ask(response_format=wanted), 400, "uniqueItems", param=param, code="invalid_request")
+
+
+LOOSE = {"type": "object", "properties": {"a": {"type": "integer", "not": {"const": 1}}}, "propertyNames": {}}
+FORM = {"type": "json_schema", "name": "x", "schema": LOOSE}
+RELAXING_BODIES = {
+    "chat/completions": {"messages": QUESTION, "response_format": {"type": "json_schema", "json_schema": FORM}},
+    "completions": {"prompt": "a", "response_format": {"type": "json_object", "schema": LOOSE}},
+    "responses": {"input": "a", "text": {"format": FORM}},
+    "messages": {"messages": QUESTION, "max_tokens": 9, "tools": [{"name": "f", "input_schema": LOOSE}]},
+}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", RELAXING_BODIES)
+def test_header_names_keywords_not_enforced(live, path, stream):
+    body = {"model": "tiny", "stream": stream, **RELAXING_BODIES[path]}
+    for _ in range(2):  # the second grammar comes from the cache
+        answer = httpx.post(f"{live.url}/v1/{path}", json=body, timeout=60)
+        assert answer.status_code == 200, answer.text
+        assert answer.headers["x-vlmserve-not-enforced"] == "not, propertyNames"
+    assert "x-vlmserve-not-enforced" not in live.ask(guided_json=SCHEMA).headers
+
+
+def test_log_names_keywords_not_enforced(live, caplog):
+    schema = {**LOOSE, "title": "logged"}
+    live.ask(response_format={"type": "json_object", "schema": schema})
+    assert "response_format.schema: not enforced: not, propertyNames (strict would reject them)" in caplog.messages
 
 
 def test_log_probabilities_come_with_every_token_and_the_answer_still_fits(real):

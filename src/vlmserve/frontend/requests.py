@@ -415,8 +415,10 @@ class RequestPreparer:
         """Whether `check_grammar` passes at once."""
         return self.trials.passed(grammar)
 
-    def check_grammar(self, grammar: Grammar, tools: ToolUse | None = None, *, quick: bool = False) -> None:
-        """Compile a grammar in a process with limits. tools: those whose calls obey it. quick: wait briefly only.
+    def check_grammar(self, grammar: Grammar, tools: ToolUse | None = None, *, quick: bool = False) -> list[str]:
+        """Compile a grammar in a process with limits, and return the schema keywords that answers need not obey.
+
+        tools: the tools whose calls obey the grammar. quick: wait only briefly.
 
         Raises InvalidRequestError that says what is wrong, and in which of the tools; SlowGrammarError, a subclass, for
         a grammar that takes too long.
@@ -424,8 +426,6 @@ class RequestPreparer:
         is_new = not self.trials.passed(grammar)
         try:
             self.trials.check(grammar, quick=quick)
-            if is_new:
-                _log_relaxed([grammar] if tools is None else self.tool_form.blame(tools))
         except InvalidRequestError as error:
             is_slow = isinstance(error, SlowGrammarError)
             if quick and is_slow:
@@ -433,6 +433,12 @@ class RequestPreparer:
             for one in [] if tools is None else self.tool_form.blame(tools):
                 self.trials.check(one, quick=quick or is_slow)
             raise
+        grammars = [grammar] if tools is None else self.tool_form.blame(tools)
+        relaxed = {one.source: relaxed_keywords(one.text) for one in grammars if _is_loose(one)}
+        for source, keywords in relaxed.items() if is_new else ():
+            if keywords:
+                logger.warning("%s: not enforced: %s (strict would reject them)", source, ", ".join(keywords))
+        return sorted(set().union(*relaxed.values()))
 
     def _with_one_image(self, text: str, images: Sequence[Medium], salt: str, *, param: str) -> Prompt:
         assert self._one_image is not None
@@ -536,11 +542,8 @@ class RequestPreparer:
         return prepare_image(medium.source, processor, self._media, self.image_cache, salt=salt)
 
 
-def _log_relaxed(grammars: Iterable[Grammar]) -> None:
-    """Log the keywords that answers need not obey."""
-    for grammar in grammars:
-        if grammar.kind == "json_schema" and not grammar.strict and (keywords := relaxed_keywords(grammar.text)):
-            logger.warning("%s: not enforced: %s (strict would reject them)", grammar.source, ", ".join(keywords))
+def _is_loose(grammar: Grammar) -> bool:
+    return grammar.kind == "json_schema" and not grammar.strict
 
 
 def _texts(*values: Any) -> Iterator[str]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
+import json
 import re
 from typing import Any
 from urllib.parse import quote
-
-from llguidance import LLMatcher, grammar_from
 
 _DRAFTS = {
     "draft-04": "http://json-schema.org/draft-04/schema#",
@@ -29,13 +30,18 @@ _CLASS = re.compile(r"\\.|\[(?:\\.|[^\]\\])*\]", re.DOTALL)
 """An escaped character, or a class of characters of ECMA-262."""
 _LONGEST_PATTERN = 1000
 """Characters of a pattern whose classes are translated: `_CLASS` takes quadratic time."""
+_FORMATS = frozenset({"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"})
+_UNREADABLE = re.compile(r"\(\?<?[=!]|\\[1-9]|\\k<")
+"""Look-around and back references, for which no automaton exists."""
+_MAX_COMPARED = 32
+"""Maximum number of schemas that are compared in pairs."""
+_LONGEST_CHECKED = 2000
+"""Characters of a pattern that is parsed to find out whether llguidance reads it."""
+_KEPT_PATTERNS = 1024
+_SLOW_PATTERN = re.compile(r"(\\[pP].*){8}|\(\?[a-zA-Z]*i", re.DOTALL)
+"""Many classes of Unicode, which take long to parse."""
 _FRAGMENT = "#/~%!$&'()*+,;=:@?-._"
 """Characters that a reference within a document may contain."""
-
-
-def _is_readable(pattern: str) -> bool:
-    """Whether llguidance reads a regular expression; it has no look-around and no back references."""
-    return not LLMatcher.validate_grammar(grammar_from("regex", pattern))
 
 
 def _escape_brackets(found: re.Match[str]) -> str:
@@ -93,10 +99,16 @@ class _Reader:
             read[name] = quote(value, safe=_FRAGMENT)
         elif name == "type" and value == "any":
             return
+        elif name == "oneOf" and isinstance(value, list):
+            if not self._strict and not _are_disjoint(value):
+                self._relaxed.add(name)
+            read[name] = self.read(value)
         elif name in _COUNTS and isinstance(value, float) and value.is_integer():
             read[name] = int(value)
         elif name == "pattern" and isinstance(value, str):
             self._pattern(read, value)
+        elif name == "format" and not self._strict and value not in _FORMATS:
+            self._relaxed.add(name)
         elif not self._is_outer(name, value):
             read[name] = self.read(value)
 
@@ -137,3 +149,58 @@ class _Reader:
         elif not self._strict:
             self._relaxed.add("required")
             read["required"] = [name for name in required if name not in missing]
+
+
+@functools.lru_cache(_KEPT_PATTERNS)
+def _is_readable(pattern: str) -> bool:
+    """Whether llguidance reads a pattern. Long and slow patterns count as readable; compiling them shows the fault."""
+    from llguidance import LLMatcher
+
+    if len(pattern) > _LONGEST_CHECKED or _SLOW_PATTERN.search(pattern):
+        return not _UNREADABLE.search(pattern.replace(r"\\", ""))
+    schema = {"type": "string", "pattern": pattern}
+    return not LLMatcher.validate_grammar(LLMatcher.grammar_from_json_schema(schema))
+
+
+def _are_disjoint(schemas: list[Any]) -> bool:
+    """Whether no value fits two of the schemas, as far as their types, constants and required properties show."""
+    if len(schemas) > _MAX_COMPARED:
+        return False
+    return all(_differ(one, other) for one, other in itertools.combinations(schemas, 2))
+
+
+def _differ(one: Any, other: Any) -> bool:
+    """Whether two schemas have different constants, types, or schemas of a property that both require."""
+    if not (isinstance(one, dict) and isinstance(other, dict)):
+        return False
+    values, others = _constants(one), _constants(other)
+    if values is not None and others is not None:
+        return values.isdisjoint(others)
+    kinds, other_kinds = _kinds(one), _kinds(other)
+    if kinds and other_kinds and kinds.isdisjoint(other_kinds):
+        return True
+    if not kinds == other_kinds == {"object"}:
+        return False
+    properties, other_properties = one.get("properties"), other.get("properties")
+    if not (isinstance(properties, dict) and isinstance(other_properties, dict)):
+        return False
+    shared = properties.keys() & other_properties.keys() & _required(one) & _required(other)
+    return any(_differ(properties[name], other_properties[name]) for name in shared)
+
+
+def _constants(schema: dict[str, Any]) -> set[str] | None:
+    """The values that a schema lists, as JSON; None if it lists none."""
+    values = [schema["const"]] if "const" in schema else schema.get("enum")
+    return {json.dumps(value, sort_keys=True) for value in values} if isinstance(values, list) else None
+
+
+def _kinds(schema: dict[str, Any]) -> set[str]:
+    """The types that a schema allows; empty if it names none."""
+    kinds = schema.get("type")
+    named = {kind for kind in (kinds if isinstance(kinds, list) else [kinds]) if isinstance(kind, str)}
+    return named | {"integer"} if "number" in named else named
+
+
+def _required(schema: dict[str, Any]) -> set[str]:
+    names = schema.get("required")
+    return {name for name in names if isinstance(name, str)} if isinstance(names, list) else set()

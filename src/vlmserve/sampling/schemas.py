@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from vlmserve.sampling.dialects import readable
 
 WHITESPACE = r"[ ]|\r?\n[ \t]{0,64}"
 """Between the parts of JSON: what people and json.dumps write. A model that is lost writes whitespace without end."""
+_KEPT_SCHEMAS = 256
 _DECIMALS = 9
 """Digits after the decimal point of a number that a schema does not bound."""
 
@@ -42,9 +44,10 @@ def any_object(bounds: JSONBounds) -> dict[str, Any]:
     return guided_schema({"type": "object"}, strict=True, bounds=bounds)
 
 
-def relaxed_keywords(text: str) -> list[str]:
+@functools.lru_cache(_KEPT_SCHEMAS)
+def relaxed_keywords(text: str) -> tuple[str, ...]:
     """Keywords of a schema that compiles, which answers need not obey unless it is strict."""
-    return sorted(readable(read_schema(text), 0, strict=False)[1])
+    return tuple(sorted(readable(read_schema(text), 0, strict=False)[1]))
 
 
 def _with_any_value(schema: dict[str, Any], bounds: JSONBounds) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from starlette.routing import Route
 from vlmserve.config import ServerConfig
 from vlmserve.errors import EngineDeadError, VLMServeError
 from vlmserve.server.accounts import RATE_LIMIT_HEADERS
-from vlmserve.server.connection import RequestLog, note
+from vlmserve.server.connection import RELAXED_HEADER, RequestLog, note
 from vlmserve.server.debug import show_caches
 from vlmserve.server.errors import (
     handle_http_exception,
@@ -115,7 +115,7 @@ def assemble(front: Front, served: Sequence[Route]) -> Starlette:
             allow_private_network=True,
             allow_methods=("GET", "POST", "DELETE"),
             allow_headers=("*",),
-            expose_headers=("x-request-id", "retry-after", *RATE_LIMIT_HEADERS),
+            expose_headers=("x-request-id", "retry-after", RELAXED_HEADER, *RATE_LIMIT_HEADERS),
         )
         middleware.insert(0, cors)
     middleware.insert(0, Middleware(OnePath))

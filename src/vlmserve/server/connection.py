@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 access_log = logging.getLogger("vlmserve.access")
 logger = logging.getLogger(__name__)
 
+RELAXED_HEADER = "x-vlmserve-not-enforced"
+"""Names the schema keywords that an answer need not obey."""
 CLIENT_CLOSED_REQUEST = 499
 """The status in the log for a client that disconnected, as nginx writes it."""
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")

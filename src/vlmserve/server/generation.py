@@ -215,8 +215,11 @@ class Generation:
         generation_id: str,
         first_request_ids: Sequence[str],
         adapter: str = "",
+        relaxed: Sequence[str] = (),
     ) -> None:
         self.id = generation_id
+        self.relaxed = relaxed
+        """Schema keywords that the answers need not obey."""
         self.first_request_ids = first_request_ids
         self.created = int(time.time())
         self.model = adapter or service.model_name
@@ -356,8 +359,7 @@ async def start_generation(
     """
     request = replace(request, params=service.preparer.with_bad_words(request.params))
     grammar, tools = request.params.grammar, request.tools
-    if grammar is not None:
-        await service.check_grammar(grammar, tools)
+    relaxed = [] if grammar is None else await service.check_grammar(grammar, tools)
     shown_ids = frozenset() if tools is None else service.preparer.tool_form.shown_ids
     samples = [(prompt, request.params_of(index)) for prompt in request.prompts for index in range(request.num_samples)]
     engine_requests = [
@@ -389,4 +391,4 @@ async def start_generation(
     first_request_ids = [
         sent.request_id for sent in engine_requests[:: 1 if request.beams is None else request.num_answers]
     ]
-    return Generation(service, request, answers, generation_id, first_request_ids, adapter)
+    return Generation(service, request, answers, generation_id, first_request_ids, adapter, relaxed)

@@ -93,7 +93,7 @@ class Preparer(Protocol):
 
     def knows_grammar(self, grammar: Grammar) -> bool: ...
 
-    def check_grammar(self, grammar: Grammar, tools: ToolUse | None = None, *, quick: bool = False) -> None: ...
+    def check_grammar(self, grammar: Grammar, tools: ToolUse | None = None, *, quick: bool = False) -> list[str]: ...
 
     def text(self, text: str) -> Prompt: ...
 
@@ -416,21 +416,20 @@ class Service:
             return make(self.preparer)
         return await run_in_thread(self._text_workers, functools.partial(make, self.preparer))
 
-    async def check_grammar(self, grammar: Grammar, tools: ToolUse | None = None) -> None:
-        """Find out whether the engine may compile a grammar. Raises what the preparer does.
+    async def check_grammar(self, grammar: Grammar, tools: ToolUse | None = None) -> list[str]:
+        """Find out whether the engine may compile a grammar. Returns and raises what the preparer does.
 
         Only slow grammars wait for slow grammars, and clients take turns.
         """
         check = functools.partial(self.preparer.check_grammar, grammar, tools)
         if self.preparer.knows_grammar(grammar):
-            check()
-            return
+            return check()
         try:
             async with self._grammar_queue.turn():
-                await run_in_thread(self._grammar_workers, functools.partial(check, quick=True))
+                return await run_in_thread(self._grammar_workers, functools.partial(check, quick=True))
         except SlowGrammarError:
             async with self._slow_grammar_queue.turn():
-                await run_in_thread(self._slow_grammar_workers, check)
+                return await run_in_thread(self._slow_grammar_workers, check)
 
     async def prepare(
         self,

@@ -20,7 +20,7 @@ from vlmserve.errors import InvalidRequestError
 from vlmserve.frontend.client import EngineClient
 from vlmserve.prompt.expand import truncate
 from vlmserve.server.body import BodyShare
-from vlmserve.server.connection import note, unless_disconnected
+from vlmserve.server.connection import RELAXED_HEADER, note, unless_disconnected
 from vlmserve.server.errors import json_response
 from vlmserve.server.generation import Generation, GenerationRequest, start_generation
 from vlmserve.server.guard import account_of, salt_of
@@ -133,8 +133,12 @@ async def _answer(request: Request, dialect: Dialect[Body]) -> Response:
         stack.enter_context(limit_wait(client, generation, arrived, max_wait))
         if body.stream:
             interval = service.config.stream_ping_interval
-            return EventStream(dialect.events(body, generation), stack.pop_all(), interval)
-        return json_response(await unless_disconnected(request, dialect.complete(body, generation)))
+            response: Response = EventStream(dialect.events(body, generation), stack.pop_all(), interval)
+        else:
+            response = json_response(await unless_disconnected(request, dialect.complete(body, generation)))
+        if generation.relaxed:
+            response.headers[RELAXED_HEADER] = ", ".join(generation.relaxed)
+        return response
 
 
 @contextlib.asynccontextmanager
