@@ -83,6 +83,9 @@ class Tokenizer:
         self._forbidden_ids = self._control_ids - {_unknown_id(backend, files)}
         self.control_tokens = ControlTokens(added[id_].content for id_ in self._control_ids)
         self._added_pattern = _pattern(list(added.values()))
+        self._visible = {token.content: id_ for id_, token in added.items() if token.content and not token.special}
+        visible = "|".join(map(re.escape, sorted(self._visible, key=len, reverse=True)))
+        self._visible_pattern = re.compile(f"({visible})") if visible else None
         self._longest_added = max((len(token.content) for token in added.values()), default=0)
         self._plain_start = self._plain_variant(continuing=False)
         self._plain_continuing = self._plain_variant(continuing=True)
@@ -147,8 +150,14 @@ class Tokenizer:
         return _ids(self._backend, text, add_special_tokens=add_special_tokens)
 
     def encode_inside(self, text: str) -> list[int]:
-        """Token ids of text that follows other text. Nothing in it is a control token."""
-        return _ids(self._plain_continuing, text)
+        """Token ids of text that follows other text. Added tokens that are not special stand for their text."""
+        if self._visible_pattern is None:
+            return _ids(self._plain_continuing, text)
+        ids: list[int] = []
+        for part in filter(None, self._visible_pattern.split(text)):
+            added = self._visible.get(part)
+            ids += _ids(self._plain_continuing, part) if added is None else [added]
+        return ids
 
     def check_length(self, texts: Iterable[str], max_tokens: int) -> None:
         """Refuse text that is far too long for a prompt of `max_tokens`, in a time that depends on `max_tokens` only.
