@@ -68,6 +68,12 @@ def test_small_grammar_passes_while_others_compile(folder):
     slow.join(60)
 
 
+def test_object_with_too_many_properties_fails_before_the_engine(folder):
+    schema = {"type": "object", "properties": {f"p{number}": {"type": "string"} for number in range(1000)}}
+    with pytest.raises(InvalidRequestError, match=r"grammar: (.|\n)*2000"):
+        trials(folder, max_grammar_seconds=30).check(Grammar.json(schema))
+
+
 def test_quick_grammar_may_wait_for_a_core(folder, monkeypatch):
     class Paused(IsolatedProcess):
         def __init__(self, *arguments):

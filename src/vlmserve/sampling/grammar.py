@@ -43,6 +43,8 @@ _CHECK_EVERY = 32
 _CHECK_AGAIN_AFTER = 8
 """Tokens until the next search where no end was found."""
 _LONGEST_END = 4096
+_MOST_FORCED = 8
+"""Tokens of forced text to try after a grammar has compiled."""
 _LONGEST_MESSAGE = 600
 """Characters of llguidance's that an error repeats."""
 
@@ -389,9 +391,11 @@ def compile_grammar(grammar: Grammar, vocabulary: Vocabulary, bounds: JSONBounds
     except ValueError as error:
         raise ValueError(_message(str(error))) from None
     if not compiled.is_error():
-        # What is too complex from the beginning on shows only here.
+        # Two limits apply only to a mask and to the state after the forced text, as "{" of an object.
         probe = compiled.deep_copy()
         probe.compute_bitmask()
+        if not probe.is_error():
+            probe.try_consume_tokens(probe.compute_ff_tokens()[:_MOST_FORCED])
         compiled = probe if probe.is_error() else compiled
     if compiled.is_error():
         raise ValueError(_message(compiled.get_error()))
