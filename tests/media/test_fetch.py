@@ -231,8 +231,8 @@ def test_a_body_shorter_than_announced_is_refused(site: Site) -> None:
 
 def test_bodies_that_are_compressed_unasked_are_inflated(site: Site) -> None:
     for name, body in (
-        ("gzip", gzip.compress(IMAGE)),
-        ("X-GZIP", gzip.compress(IMAGE)),
+        ("gzip", gzip.compress(IMAGE, mtime=0)),
+        ("X-GZIP", gzip.compress(IMAGE, mtime=0)),
         ("deflate", zlib.compress(IMAGE)),
     ):
         assert fetch_file(site.url("/zip", send(body, Content_Encoding=name)), limits()) == IMAGE
