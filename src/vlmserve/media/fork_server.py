@@ -91,13 +91,17 @@ class ForkServer:
             self._process.wait()
 
     def _ask(self, line: bytes, *files: int) -> int:
-        socket.send_fds(self._socket, [line], files)
-        answer = bytearray()
-        while not answer.endswith(b"\n"):
-            received = self._socket.recv(64)
-            if not received:
-                raise ConnectionResetError("the process that starts others has ended")
-            answer += received
+        try:
+            socket.send_fds(self._socket, [line], files)
+            answer = bytearray()
+            while not answer.endswith(b"\n"):
+                received = self._socket.recv(64)
+                if not received:
+                    raise ConnectionResetError("the process that starts others has ended")
+                answer += received
+        except OSError:
+            self._socket.close()  # a late answer must not be read as the next one
+            raise
         return int(answer)
 
 

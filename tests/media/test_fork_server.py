@@ -1,0 +1,37 @@
+"""The process that forks others, when it answers late."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+
+import pytest
+
+from vlmserve.media import fork_server
+from vlmserve.media.fork_server import ForkServer
+
+_LATE = """
+import os, time
+os.read(0, 65536)
+while os.read(0, 64):
+    time.sleep(0.4)
+    os.write(0, b"12345\\n")
+"""
+
+
+def test_late_answer_is_never_read_as_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fork_server, "_COMMAND", [sys.executable, "-c", _LATE])
+    server = ForkServer("pdf")
+    try:
+        time.sleep(0.3)  # it has read its settings
+        server._socket.settimeout(0.1)
+        assert server.end(1) == -9
+        time.sleep(0.5)  # the answer is there by now
+        reading, writing = os.pipe()
+        with pytest.raises(OSError, match="descriptor"):
+            server.fork(reading, writing)
+        os.close(reading)
+        os.close(writing)
+    finally:
+        server.close()
