@@ -15,7 +15,7 @@ from tests.sampling.test_grammar import compiler, walk
 from vlmserve.errors import InvalidRequestError
 from vlmserve.prompt.tokenizer import Tokenizer
 from vlmserve.sampling.grammar import GrammarCompiler
-from vlmserve.sampling.schemas import JSONBounds, relaxed_keywords
+from vlmserve.sampling.schemas import JSONBounds, guided_schema, relaxed_keywords
 from vlmserve.types import Grammar
 
 BOUNDS = JSONBounds(15, 20, 3)
@@ -128,3 +128,54 @@ def test_exact_schemas_relax_nothing():
 )
 def test_disjoint_one_of_is_enforced(schemas):
     assert not relaxed_keywords(json.dumps({"oneOf": schemas}))
+
+
+def accepts(grammars: GrammarCompiler, tokenizer: Tokenizer, grammar: Grammar, answer: Any) -> bool:
+    matcher = grammars.matcher(grammar)
+    for character in json.dumps(answer, separators=(",", ":")):
+        token = tokenizer.token_id(character)
+        if not matcher.allowed(frozenset({2}), may_end=True)[token]:
+            return False
+        matcher.advance(token)
+    return matcher.complete
+
+
+def optional(**properties: Any) -> dict[str, Any]:
+    return {"type": "object", "properties": properties}
+
+
+INTEGER = {"type": "integer"}
+FIRST, SECOND = ({**optional(**{name: INTEGER}), "required": [name]} for name in "ab")
+SHORT = {"type": "string", "maxLength": 2}
+
+
+@pytest.mark.parametrize(
+    ("schema", "answer", "fits"),
+    [
+        ({"anyOf": [FIRST, SECOND]}, {"a": 1, "b": 2}, True),
+        ({"anyOf": [FIRST, SECOND]}, {"b": 2, "a": 1}, True),
+        ({"anyOf": [FIRST, SECOND]}, {"b": 2}, True),
+        ({"anyOf": [FIRST, SECOND]}, {"a": 1, "c": 2}, False),
+        ({"anyOf": [FIRST, SECOND]}, {}, False),
+        (holding({"anyOf": [FIRST, SECOND]}), {"a": {"a": 1, "b": 2}}, True),
+        ({"anyOf": [optional(a=SHORT), optional(a={"type": "string"}, b=INTEGER)]}, {"a": "x", "b": 2}, True),
+        ({"anyOf": [optional(k={"const": 1}, a=INTEGER), optional(k={"const": 2}, b=INTEGER)]},
+         {"k": 1, "a": 1, "b": 2}, False),
+        ({"anyOf": [FIRST, {**SECOND, "additionalProperties": False}]}, {"a": 1, "b": 2}, False),
+        ({"oneOf": [FIRST, SECOND]}, {"a": 1, "b": 2}, False),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_loose_any_of_combines_objects(grammars, tokenizer, schema, answer, fits):
+    grammar = Grammar.json(schema, strict=False)
+    assert accepts(grammars, tokenizer, grammar, answer) is fits
+    for one in answers(grammars, tokenizer, grammar):
+        jsonschema.validate(one, {"anyOf": schema["oneOf"]} if "oneOf" in schema else schema)
+
+
+def test_nested_any_of_grows_slowly():
+    schema: dict[str, Any] = SECOND
+    for _ in range(30):
+        schema = {"anyOf": [optional(a=schema), SECOND]}
+    guided = guided_schema(schema, strict=False, bounds=BOUNDS)
+    assert len(json.dumps(guided)) < 5 * len(json.dumps(schema))

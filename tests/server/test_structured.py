@@ -162,6 +162,18 @@ def test_a_strict_schema_is_refused_where_a_loose_one_is_followed_as_far_as_it_g
     refused(live.ask(response_format=wanted), 400, "uniqueItems", param=param, code="invalid_request")
 
 
+def test_schema_true_is_the_empty_schema(live):
+    texts = []
+    for schema in (True, {}):
+        wanted = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+        response = live.ask(response_format=wanted, seed=1, max_tokens=30)
+        assert response.status_code == 200, response.text
+        texts.append(response.json()["choices"][0]["message"]["content"])
+    assert texts[0] == texts[1]
+    wanted["json_schema"]["schema"] = False
+    refused(live.ask(response_format=wanted), 400, "no value fits", param="response_format.json_schema.schema")
+
+
 LOOSE = {"type": "object", "properties": {"a": {"type": "integer", "not": {"const": 1}}}, "propertyNames": {}}
 FORM = {"type": "json_schema", "name": "x", "schema": LOOSE}
 RELAXING_BODIES = {

@@ -184,8 +184,13 @@ def _differ(one: Any, other: Any) -> bool:
     properties, other_properties = one.get("properties"), other.get("properties")
     if not (isinstance(properties, dict) and isinstance(other_properties, dict)):
         return False
-    shared = properties.keys() & other_properties.keys() & _required(one) & _required(other)
-    return any(_differ(properties[name], other_properties[name]) for name in shared)
+    required = _required(one) & _required(other)
+    return contradict(*({name: own[name] for name in own.keys() & required} for own in (properties, other_properties)))
+
+
+def contradict(properties: dict[str, Any], others: dict[str, Any]) -> bool:
+    """Whether no value fits both schemas of a property that two objects share."""
+    return any(_differ(properties[name], others[name]) for name in properties.keys() & others.keys())
 
 
 def _constants(schema: dict[str, Any]) -> set[str] | None:

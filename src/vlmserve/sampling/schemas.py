@@ -9,13 +9,15 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from vlmserve.config import EngineConfig
-from vlmserve.sampling.dialects import readable
+from vlmserve.sampling.dialects import contradict, readable
 
 WHITESPACE = r"[ ]|\r?\n[ \t]{0,64}"
 """Between the parts of JSON: what people and json.dumps write. A model that is lost writes whitespace without end."""
 _KEPT_SCHEMAS = 256
 _DECIMALS = 9
 """Digits after the decimal point of a number that a schema does not bound."""
+_MAX_COMBINED = 8
+"""Maximum number of objects in an ``anyOf`` that an answer may combine: each gets the properties of the others."""
 
 
 @dataclass(frozen=True)
@@ -96,15 +98,18 @@ def guided_schema(schema: Mapping[str, Any], *, strict: bool, bounds: JSONBounds
     bounds: of what the schema leaves open.
 
     Objects have the properties that the schema names, and others only where it speaks of them: else a model that has
-    said all could go on with properties that it makes up. Schemas that are put together from several for one object
-    mean what they say, since each of them alone knows only some of the properties.
+    said all could go on with properties that it makes up. Unless strict, an answer can have the properties of several
+    objects of an anyOf. Schemas that are put together from several for one object mean what they say, since each of
+    them alone knows only some of the properties.
     Raises ValueError for one that is nested too deeply.
     """
     options = {"whitespace_pattern": WHITESPACE, "lenient": not strict, "coerce_one_of": not strict}
     try:
         schema, _ = readable(schema, 10**bounds.digits - 1, strict=strict)
         combines = any(map(_combines, _schemas(schema)))
-        followed = _bounded(schema if combines else _with_any_value(_closed(schema), bounds), bounds)
+        followed = _bounded(
+            schema if combines else _with_any_value(_closed(schema, combine=not strict), bounds), bounds
+        )
         return {**followed, "x-guidance": options}
     except RecursionError:
         raise ValueError("the schema is nested too deeply") from None
@@ -149,23 +154,54 @@ def _combines(schema: Mapping[str, Any]) -> bool:
     return several or "if" in schema or ("properties" in schema and any(name in schema for name in _MORE_OF_THE_SAME))
 
 
-def _closed(schema: Any) -> Any:
-    """The same without properties that it does not name."""
+def _closed(schema: Any, *, combine: bool) -> Any:
+    """Return the schema without properties that it does not name.
+
+    combine: let an answer have the properties of several objects of an ``anyOf``. Within such an ``anyOf`` this does
+    not hold for another one: the schema would grow exponentially.
+    """
     if not isinstance(schema, dict):
         return schema
+    combine_here = combine and _has_open_objects(schema.get("anyOf"))
+    inner_too = combine and not combine_here
     closed = dict(schema)
     for name in _NAMED_SCHEMAS:
         if isinstance(schema.get(name), dict):
-            closed[name] = {key: _closed(inner) for key, inner in schema[name].items()}
+            closed[name] = {key: _closed(inner, combine=inner_too) for key, inner in schema[name].items()}
     for name in _LISTED_SCHEMAS:
         if isinstance(schema.get(name), list):
-            closed[name] = [_closed(inner) for inner in schema[name]]
+            closed[name] = [_closed(inner, combine=inner_too) for inner in schema[name]]
     for name in _SCHEMAS:
         if isinstance(schema.get(name), dict):
-            closed[name] = _closed(schema[name])
-    if "properties" in schema and not any(name in schema for name in _OTHER_PROPERTIES):
+            closed[name] = _closed(schema[name], combine=inner_too)
+    if _is_open_object(schema):
         closed["additionalProperties"] = False
+    if combine_here:
+        closed["anyOf"] = _combinable(closed["anyOf"])
     return closed
+
+
+def _is_open_object(schema: Any) -> bool:
+    """Whether a schema names properties and does not say which others there may be."""
+    if not isinstance(schema, dict) or not isinstance(schema.get("properties"), dict):
+        return False
+    return not any(name in schema for name in _OTHER_PROPERTIES)
+
+
+def _has_open_objects(schemas: Any) -> bool:
+    return isinstance(schemas, list) and len(schemas) <= _MAX_COMBINED and all(map(_is_open_object, schemas))
+
+
+def _combinable(schemas: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return closed objects, each with the properties of those that do not contradict it."""
+    combinable = []
+    for schema in schemas:
+        properties = schema["properties"]
+        for other in schemas:
+            if not contradict(schema["properties"], other["properties"]):
+                properties = properties | other["properties"] | properties  # its own come first and stay as they are
+        combinable.append({**schema, "properties": properties})
+    return combinable
 
 
 def read_schema(text: str) -> dict[str, Any]:

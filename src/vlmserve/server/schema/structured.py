@@ -36,7 +36,7 @@ class ObjectFormat(RequestModel):
     """Any JSON object, or one that fits a schema, as llama.cpp, Together and Fireworks write it."""
 
     type: Literal["json_object"]
-    schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
+    schema_: Annotated[Schema | None, Field(alias="schema")] = None
 
 
 class NamedSchema(RequestModel):
@@ -45,7 +45,7 @@ class NamedSchema(RequestModel):
 
     name: str | None = None
     description: str | None = None
-    schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
+    schema_: Annotated[Schema | None, Field(alias="schema")] = None
     strict: bool = False
 
 
@@ -101,7 +101,7 @@ class MessagesFormat(RequestModel):
     """The same in Anthropic's API, where keywords that cannot be followed are always refused."""
 
     type: Literal["json_schema"]
-    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+    schema_: Annotated[Schema, Field(alias="schema")]
 
     @property
     def grammar(self) -> Grammar:
