@@ -50,6 +50,10 @@ class EngineThread(EngineProcess):
     def returncode(self) -> int | None:
         return self._code
 
+    @property
+    def ran_out_of_memory(self) -> bool:
+        return False
+
     def wait(self, timeout: float | None = None) -> int:
         if not self._gone.wait(timeout):
             raise subprocess.TimeoutExpired("engine", timeout or 0)
