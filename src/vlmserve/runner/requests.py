@@ -186,7 +186,8 @@ class RequestState:
         """Tokens that would repeat an n-gram or complete a bad word; none where nothing else is allowed."""
         unwanted = _NOTHING_BANNED if self.ngrams is None else self.ngrams.repeating()
         if self.bad_words is not None:
-            unwanted |= self.bad_words.completing(self.token_ids[self.num_prompt_tokens :])
+            first = max(self.num_prompt_tokens, len(self.token_ids) - self.bad_words.longest)
+            unwanted |= self.bad_words.completing(self.token_ids[first:])
         if allowed is not None and unwanted and np.count_nonzero(allowed) == np.count_nonzero(allowed[[*unwanted]]):
             return _NOTHING_BANNED
         return unwanted
