@@ -55,7 +55,7 @@ def make_image(num_tokens=4, key=b"k" * 32) -> ImageInput:
 
 def test_a_prompt_as_long_as_the_context_is_refused_and_one_shorter_by_a_token_runs(engine):
     longest = engine.info.max_prompt_len
-    with pytest.raises(PromptTooLongError, match=f"{longest + 1} tokens.*at most {longest}"):
+    with pytest.raises(PromptTooLongError, match=f"{longest + 1} tokens.*has {longest + 1} input tokens"):
         engine.add(request(tokens=[5] * (longest + 1)))
     engine.add(request(tokens=[5] * longest))
     assert finish(engine) == {"a": "length"}

@@ -72,8 +72,7 @@ def test_a_written_checkpoint_takes_what_was_expected(tmp_path: Path) -> None:
 
 
 def test_the_cache_gets_what_weights_leave(monkeypatch: pytest.MonkeyPatch, families: dict[str, Path]) -> None:
-    memory = type("Memory", (), {"available": 1000})
-    monkeypatch.setattr("vlmserve.devices.cpu.psutil.virtual_memory", lambda: memory)
+    monkeypatch.setattr("vlmserve.devices.cpu.free_memory", lambda: 1000)
     estimate = MemoryEstimate(families["llama"], CPU)
     assert (estimate.cache(200, 0.9), estimate.cache(2000, 0.9)) == (400, 0)
 

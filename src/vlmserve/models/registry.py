@@ -142,14 +142,14 @@ def _load(
         backend = on.attention(own.attention, wanted, bidirectional=bidirectional, quantized_cache=quantized_cache)
         # Programs and graphs hold no exchange between ranks.
         executor = on.executor() if ranks is None else EagerExecutor()
-        # Of the whole model, whatever part of it is here.
-        whole = description.build(spec, backend, dtype=wanted, device=META).modules
-        num_parameters = sum(parameter.numel() for parameter in whole.parameters())
-        check_parameters(num_parameters, checkpoint.files(), folder)
-        del whole
         model, decoder, vision, cross = description.build(
             spec, backend, executor, dtype=wanted, device=device, ranks=ranks
         )
+        # Of the whole model, whatever part of it is here. On a CPU its pages take no memory before weights are read.
+        whole = model if ranks is None else description.build(spec, backend, dtype=wanted, device=META).modules
+        num_parameters = sum(parameter.numel() for parameter in whole.parameters())
+        check_parameters(num_parameters, checkpoint.files(), folder)
+        del whole
     check(decoder, spec.max_position)
     as_files_say = packed or language_model(folder) is not None
     logs = logger.isEnabledFor(logging.INFO)

@@ -20,6 +20,8 @@ _VALUES = frozenset({"const", "enum", "default", "examples", "example"})
 """Keywords whose values are no schemas."""
 _NAMES = frozenset({"properties", "$defs", "definitions", "patternProperties", "dependentSchemas"})
 _COUNTS = frozenset({"minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"})
+_LEAST_NUMBERS = frozenset({"minimum", "exclusiveMinimum"})
+NUMBER_BOUNDS = (*sorted(_LEAST_NUMBERS), "maximum", "exclusiveMaximum")
 _COMBINING = frozenset({"$ref", "allOf", "anyOf", "oneOf", "if", "dependentSchemas"})
 _IGNORED = frozenset(
     {"not", "contains", "if", "dependentRequired", "dependentSchemas", "propertyNames", "unevaluatedProperties"}
@@ -76,7 +78,10 @@ class _Reader:
         if not isinstance(schema, dict):
             return schema
         read: dict[str, Any] = {}
+        outer = self._outer_bounds(schema)
         for name, value in schema.items():
+            if name in outer:
+                continue
             if name in _VALUES:
                 read[name] = value
             elif value is None:
@@ -109,7 +114,7 @@ class _Reader:
             self._pattern(read, value)
         elif name == "format" and not self._strict and value not in _FORMATS:
             self._relaxed.add(name)
-        elif not self._is_outer(name, value):
+        else:
             read[name] = self.read(value)
 
     def _pattern(self, read: dict[str, Any], pattern: str) -> None:
@@ -122,13 +127,18 @@ class _Reader:
         else:
             self._relaxed.add("pattern")
 
-    def _is_outer(self, name: str, value: Any) -> bool:
-        """Whether a bound allows more than the server's limit of digits, which then takes its place."""
-        if not self._largest or not isinstance(value, int | float) or isinstance(value, bool):
-            return False
-        if name in ("minimum", "exclusiveMinimum"):
-            return value <= -self._largest
-        return name in ("maximum", "exclusiveMaximum") and value >= self._largest
+    def _outer_bounds(self, schema: dict[str, Any]) -> set[str]:
+        """Bounds of numbers beyond the server's limit of digits, which then takes their place.
+
+        None if the schema allows only numbers beyond that limit.
+        """
+        numbers = {name: value for name in NUMBER_BOUNDS if isinstance(value := schema.get(name), int | float)}
+        largest = self._largest
+        below = {name for name, value in numbers.items() if value <= -largest}
+        above = {name for name, value in numbers.items() if value >= largest}
+        if not largest or above & _LEAST_NUMBERS or below - _LEAST_NUMBERS:
+            return set()
+        return below | above
 
     def _properties(self, read: dict[str, Any]) -> None:
         is_single = not any(name in read for name in _COMBINING)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from vlmserve.config import EngineConfig
-from vlmserve.sampling.dialects import contradict, readable
+from vlmserve.sampling.dialects import NUMBER_BOUNDS, contradict, readable
 
 WHITESPACE = r"[ ]|\r?\n[ \t]{0,64}"
 """Between the parts of JSON: what people and json.dumps write. A model that is lost writes whitespace without end."""
@@ -127,9 +127,6 @@ _SHAPING = frozenset(
 )
 """Keywords that say something of the value."""
 _MORE_OF_THE_SAME = ("$ref", "anyOf", "oneOf", "allOf", "if", "dependentSchemas")
-
-
-_NUMBER_BOUNDS = ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum")
 
 
 def _schemas(schema: Any) -> Iterator[Mapping[str, Any]]:
@@ -251,7 +248,7 @@ def _bounded(schema: Any, bounds: JSONBounds) -> Any:
 
 
 def _number_bounds(schema: Mapping[str, Any], digits: int, *, decimals: bool) -> dict[str, Any]:
-    own = [schema[name] for name in _NUMBER_BOUNDS if isinstance(schema.get(name), int | float)]
+    own = [schema[name] for name in NUMBER_BOUNDS if isinstance(schema.get(name), int | float)]
     largest = 10**digits - 1
     bounds: dict[str, Any] = {}
     if all(abs(value) <= largest for value in own):
