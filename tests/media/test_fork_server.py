@@ -8,8 +8,13 @@ import time
 
 import pytest
 
+from tests.rendering import fork_servers
+from vlmserve.config import EngineConfig
 from vlmserve.media import fork_server
 from vlmserve.media.fork_server import ForkServer
+from vlmserve.models.hub import resolve_model
+from vlmserve.sampling.trials import GrammarTrials
+from vlmserve.types import Grammar
 
 _LATE = """
 import os, time
@@ -35,3 +40,15 @@ def test_late_answer_is_never_read_as_the_next(monkeypatch: pytest.MonkeyPatch) 
         os.close(writing)
     finally:
         server.close()
+
+
+def test_dropped_trials_end_their_server_without_a_lock() -> None:
+    folder = resolve_model("pixie")
+    trials = GrammarTrials(folder, EngineConfig())
+    trials.check(Grammar.json('{"type": "integer"}'))
+    before = {process.pid for process in fork_servers()}
+    with fork_server._lock:  # as where a collection begins while a server starts
+        del trials
+    GrammarTrials(folder, EngineConfig()).check(Grammar.json('{"type": "boolean"}'))
+    assert len(before) == 1
+    assert not before & {process.pid for process in fork_servers()}

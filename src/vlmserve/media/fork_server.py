@@ -107,10 +107,13 @@ class ForkServer:
 
 _lock = threading.Lock()
 _servers: dict[ServerKey, ForkServer] = {}
+_retired: deque[ServerKey] = deque()
+"""Servers that no object needs any more."""
 
 
 def fork_for(kind: FileKind, stdin: int, stdout: int, setup: str = "") -> tuple[ForkServer, int]:
     """A new process, and the server that has forked it. Raises UnavailableError."""
+    _end_retired()
     key = (kind, setup)
     for _ in range(2):  # one that was ended from outside is replaced
         with _lock:
@@ -127,12 +130,19 @@ def fork_for(kind: FileKind, stdin: int, stdout: int, setup: str = "") -> tuple[
     raise UnavailableError("no process could be started to decode the file")
 
 
-def end_server(kind: FileKind, setup: str) -> None:
-    """End one server of this process, if it runs."""
+def retire_server(kind: FileKind, setup: str) -> None:
+    """Have a server ended before the next process is forked. Takes no lock and does not wait, as a finalizer must."""
+    _retired.append((kind, setup))
+
+
+def _end_retired() -> None:
+    ended = []
     with _lock:
-        server = _servers.pop((kind, setup), None)
-    if server is not None:
-        server.close()
+        while _retired:
+            ended.append(_servers.pop(_retired.popleft(), None))
+    for server in ended:
+        if server is not None:
+            server.close()
 
 
 @atexit.register
@@ -149,6 +159,7 @@ def _forget_servers() -> None:
     global _lock
     _lock = threading.Lock()
     _servers.clear()
+    _retired.clear()
 
 
 os.register_at_fork(after_in_child=_forget_servers)
