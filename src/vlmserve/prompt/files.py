@@ -10,11 +10,18 @@ from typing import Any
 
 from vlmserve.errors import ModelLoadError
 
+MAX_JSON_BYTES = 64 * 2**20
+"""Size of a file of settings."""
+
 
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file, empty if the file does not exist. Raises ModelLoadError for anything else."""
     if not path.is_file():
         return {}
+    if (size := path.stat().st_size) > MAX_JSON_BYTES:
+        raise ModelLoadError(
+            f"{path.name} has {size // 2**20:,} MiB; at most {MAX_JSON_BYTES // 2**20} MiB are supported"
+        )
     try:
         value = json.loads(path.read_text(encoding="utf-8-sig"))
     except (ValueError, RecursionError, OSError) as error:

@@ -24,6 +24,7 @@ from vlmserve.prompt.checkpoint import read_prompt_files
 from vlmserve.prompt.convert import CONVERTERS
 from vlmserve.prompt.files import PromptFiles
 from vlmserve.prompt.gguf import read_tokenizer
+from vlmserve.prompt.tokenizer_limits import check_count, check_sizes, check_tokenizer
 from vlmserve.prompt.untrusted import ControlTokens, Quotation, find_all
 
 TOOL_MARKS = frozenset({"<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<tools>", "</tools>"})
@@ -100,14 +101,19 @@ class Tokenizer:
         files = files or read_prompt_files(folder)
         if (file := language_model(folder)) is not None:
             return cls(read_tokenizer(file), files)
+        check_sizes(folder)
         path = folder / "tokenizer.json"
         if not path.is_file():
             return cls(_converted(folder, files), files)
         try:
-            return cls(tokenizers.Tokenizer.from_file(str(path)), files)
+            data = path.read_bytes()
+            check_tokenizer(data)
+            return cls(tokenizers.Tokenizer.from_buffer(data), files)
         except ModelLoadError:
             raise
-        except Exception as error:  # the library raises bare Exceptions
+        except BaseException as error:  # the library raises bare Exceptions
+            if not (isinstance(error, Exception) or _is_panic(error)):
+                raise
             raise ModelLoadError(f"{path} cannot be read: {error}") from error
 
     @property
@@ -177,7 +183,7 @@ class Tokenizer:
         for text in texts:
             for start in range(0, len(text), _PIECE):
                 check_cancelled()
-                count += len(self._plain_start.encode_batch_fast([text[start : start + _PIECE]])[0])
+                count += len(_encoding(self._plain_start, text[start : start + _PIECE]))
                 if count > max_tokens * _EXCESS:
                     raise PromptTooLongError.of(count, max_tokens, param="messages", exact=False)
 
@@ -254,14 +260,32 @@ class Tokenizer:
 
 
 def _ids(encoder: tokenizers.Tokenizer, text: str, *, add_special_tokens: bool = False) -> list[int]:
-    # Unlike `encode` it releases the GIL, and it makes no offsets, which take memory.
-    return list(encoder.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
+    return list(_encoding(encoder, text, add_special_tokens=add_special_tokens).ids)
+
+
+def _encoding(encoder: tokenizers.Tokenizer, text: str, *, add_special_tokens: bool = False) -> tokenizers.Encoding:
+    """Raises InvalidRequestError if a pattern of the tokenizer gives up."""
+    try:
+        # Unlike `encode` it releases the GIL, and it makes no offsets, which take memory.
+        return encoder.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
+    except BaseException as error:
+        if not _is_panic(error):
+            raise
+        raise InvalidRequestError(
+            f"the model's tokenizer fails for this text; send another text ({error})", param="messages"
+        ) from None
+
+
+def _is_panic(error: BaseException) -> bool:
+    """Whether the Rust code of the tokenizers library failed. It raises a class that cannot be imported."""
+    return type(error).__name__ == "PanicException"
 
 
 def _complete(backend: tokenizers.Tokenizer, files: PromptFiles) -> None:
     """Add the tokens that only tokenizer_config.json knows. Whether BOS and EOS are added, tokenizer.json decides."""
     known = {token.content for token in backend.get_added_tokens_decoder().values()}
     declared = files.tokenizer_config.get("added_tokens_decoder") or {}
+    check_count(len(declared), "tokenizer_config.json")
     missing = []
     for _, entry in sorted(declared.items(), key=lambda item: int(item[0])):
         if isinstance(entry, dict) and entry.get("content") and entry["content"] not in known:

@@ -1,0 +1,217 @@
+"""How much work a tokenizer's pattern may take. The tokenizers library matches patterns by backtracking (Oniguruma).
+
+`check_pattern` reads the pattern's syntax and rejects it if a failing match could take more than linear time at one
+position of a text. A whole text then takes at most quadratic time. Patterns of published tokenizers pass.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+MAX_PATTERN = 10_000
+"""Characters of a pattern."""
+_MAX_CHOICES = 1000
+"""Ways through the bounded parts of one alternative."""
+_MAX_SIZE = 10_000
+"""Characters of a pattern whose bounded repeats are written out."""
+_MAX_DEPTH = 20
+"""Nested groups and classes."""
+
+_ESCAPE = re.compile(
+    r"\\(?:[pP]\{[^{}]*\}|x\{[\da-fA-F ]*\}|x[\da-fA-F]{1,2}|u[\da-fA-F]{4}|c.|[^1-9gkKXyY])", re.DOTALL
+)
+"""An escape of one character or an anchor. It excludes backreferences, calls of groups and text segments."""
+_ANCHORS = frozenset({"^", "$", r"\b", r"\B", r"\A", r"\z", r"\Z", r"\G"})
+_GROUP = re.compile(r"\((?:\?(?P<look><?[=!])|\?>|\?<[A-Za-z_]\w*>|\?[im-]*:|\?(?P<options>[im-]+)\)|(?!\?))")
+_BOUNDS = re.compile(r"\{(?:(\d{1,6})(,?)(\d{1,6})?|,(\d{1,6}))\}")
+
+
+class PatternError(ValueError):
+    """A pattern whose work has no small bound. The message is a clause about the pattern."""
+
+
+class _Part(NamedTuple):
+    """A part of a pattern.
+
+    With ``n`` as the length of the text, the part ends in ``choices * n**paths`` ways, and trying all ways takes
+    ``n**degree`` steps.
+    """
+
+    paths: int = 0
+    degree: int = 0
+    choices: int = 1
+    size: int = 1
+    may_be_empty: bool = False
+    """Matches at any place."""
+    consumes: bool = True
+    """Matches no empty text."""
+
+
+_ANCHOR = _Part(size=0, consumes=False)
+
+
+def check_pattern(pattern: str) -> bool:
+    """Return whether each match has at least one character.
+
+    Raises PatternError for a pattern that may take more than quadratic time, or that has unknown syntax.
+    """
+    if len(pattern) > MAX_PATTERN:
+        raise PatternError(f"has {len(pattern):,} characters (at most {MAX_PATTERN:,})")
+    parser = _Parser(pattern)
+    part = parser.alternatives(0)
+    if parser.at < len(pattern):
+        raise PatternError("has a ) without a (")
+    return part.consumes
+
+
+class _Parser:
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.at = 0
+
+    def alternatives(self, depth: int) -> _Part:
+        """Read up to the end of the group."""
+        if depth > _MAX_DEPTH:
+            raise PatternError(f"nests groups more than {_MAX_DEPTH} deep")
+        start = self.at
+        parts = [self._sequence(depth)]
+        while self.text.startswith("|", self.at):
+            self.at += 1
+            parts.append(self._sequence(depth))
+        letters = self.text[start : self.at].casefold().split("|")
+        is_class = all(map(str.isalnum, letters)) and len("".join(letters)) == len(set(letters)) == len(parts)
+        return _Part(
+            paths=max(part.paths for part in parts),
+            degree=max(part.degree for part in parts),
+            choices=1 if is_class else sum(part.choices for part in parts),
+            size=sum(part.size for part in parts),
+            may_be_empty=any(part.may_be_empty for part in parts),
+            consumes=all(part.consumes for part in parts),
+        )
+
+    def _sequence(self, depth: int) -> _Part:
+        paths = degree = skipped = size = 0
+        choices, may_be_empty, consumes = 1, True, False
+        while self.at < len(self.text) and self.text[self.at] not in "|)":
+            part = self._repeated(depth)
+            # A part that may be empty never makes the sequence fail. A later part that fails tries all ways to it.
+            skipped = max(skipped, part.degree)
+            degree = max(degree, skipped)
+            if not part.may_be_empty:
+                degree = max(degree, paths + skipped)
+                if degree > 1 or choices > _MAX_CHOICES:
+                    raise PatternError("may take very long: one repeat follows or contains another")
+            paths += part.paths
+            choices = min(choices * part.choices, _MAX_CHOICES + 1)
+            size += part.size
+            may_be_empty = may_be_empty and part.may_be_empty
+            consumes = consumes or part.consumes
+        if size > _MAX_SIZE:
+            raise PatternError(f"repeats more than {_MAX_SIZE:,} characters")
+        return _Part(paths, degree, choices, size, may_be_empty, consumes)
+
+    def _repeated(self, depth: int) -> _Part:
+        part = self._atom(depth)
+        while (bounds := self._bounds()) is not None:
+            part = _repeat(part, *bounds)
+        return part
+
+    def _bounds(self) -> tuple[int, int | None] | None:
+        """Read the repeat at this place, if there is one: minimum and maximum, None for no maximum."""
+        sign = self.text[self.at : self.at + 1]
+        if sign and sign in "*+?":
+            self.at += 1
+            if self.text[self.at : self.at + 1] in ("?", "+"):  # lazy, possessive
+                self.at += 1
+            return int(sign == "+"), 1 if sign == "?" else None
+        found = _BOUNDS.match(self.text, self.at)
+        if found is None:
+            return None
+        self.at = found.end()
+        low, comma, high, only_high = found.groups()
+        if only_high is not None:
+            return 0, int(only_high)
+        if high is not None and not comma:
+            raise PatternError("has a repeat that cannot be read")
+        return int(low), int(high) if high is not None else None if comma else int(low)
+
+    def _atom(self, depth: int) -> _Part:
+        char = self.text[self.at]
+        if char == "[":
+            self._class(depth)
+            return _Part()
+        if char == "(":
+            return self._group(depth)
+        if char == "\\":
+            return _ANCHOR if self._escape() in _ANCHORS else _Part()
+        if char in "*+?":
+            raise PatternError("has a repeat of nothing")
+        self.at += 1
+        return _ANCHOR if char in _ANCHORS else _Part()
+
+    def _group(self, depth: int) -> _Part:
+        found = _GROUP.match(self.text, self.at)
+        if found is None:
+            raise PatternError("has a group of an unknown kind")
+        self.at = found.end()
+        part = self.alternatives(depth + 1)
+        if found["options"] is not None:  # they hold for the rest of the group, with its other alternatives
+            return part
+        if not self.text.startswith(")", self.at):
+            raise PatternError("has a ( without a )")
+        self.at += 1
+        if found["look"] is None:
+            return part
+        if "<" in found["look"] and part.paths:
+            raise PatternError("looks behind for a text of any length")
+        return _Part(degree=max(part.degree, part.paths), size=part.size, consumes=False)
+
+    def _escape(self) -> str:
+        found = _ESCAPE.match(self.text, self.at)
+        if found is None:
+            raise PatternError(f"has {self.text[self.at : self.at + 2]}, which is not supported")
+        self.at = found.end()
+        return found[0]
+
+    def _class(self, depth: int) -> None:
+        """Skip a class, with the classes in it."""
+        if depth > _MAX_DEPTH:
+            raise PatternError(f"nests classes more than {_MAX_DEPTH} deep")
+        self.at += 1
+        if self.text.startswith("^", self.at):
+            self.at += 1
+        if self.text.startswith("]", self.at):
+            self.at += 1
+        while self.at < len(self.text):
+            char = self.text[self.at]
+            if char == "]":
+                self.at += 1
+                return
+            if char == "[":
+                self._class(depth + 1)
+            elif char == "\\":
+                self._escape()
+            else:
+                self.at += 1
+        raise PatternError("has a [ without a ]")
+
+
+def _repeat(part: _Part, low: int, high: int | None) -> _Part:
+    """Repeat `part` `low` to `high` times."""
+    if high is not None:
+        low, high = sorted((low, high))
+    most = low if high is None else high
+    size = part.size * max(most, 1)
+    if size > _MAX_SIZE:
+        raise PatternError(f"repeats more than {_MAX_SIZE:,} characters")
+    varies = part.paths > 0 or part.choices > 1 or part.may_be_empty
+    part = part._replace(may_be_empty=low == 0 or part.may_be_empty, consumes=low > 0 and part.consumes)
+    if (low, high) in ((0, 1), (1, 1)):
+        return part._replace(choices=part.choices + (low == 0))
+    ways = part.choices**most * (most - low + 1) if part.choices == 1 or most <= 10 else _MAX_CHOICES + 1
+    if high is not None and part.paths == 0 and ways <= _MAX_CHOICES:
+        return part._replace(choices=ways, size=size)
+    # Text may be divided among the times in exponentially many ways if each time takes it in several.
+    degree = part.degree + (1 if part.degree else 0)
+    return part._replace(paths=2 if varies else 1, degree=degree, choices=1, size=size)
