@@ -21,11 +21,12 @@ CHANGES = Path("changes")
 FIRST_SECTION = re.compile(r"^## \[", re.MULTILINE)
 PLACES = {
     Path("src/vlmserve/__init__.py"): r'(?m)^(__version__ = ")[^"]+(")$',
-    Path("CITATION.cff"): r"(?m)^(version: )\S+()$",
     Path("deploy/helm/vlmserve/Chart.yaml"): r'(?m)^(appVersion: ")[^"]+(")$',
 }
 """Where the version is written, beside the changelog: what is before it and after it."""
-DATED = {Path("CITATION.cff"): r"(?m)^(date-released: )\S+()$"}
+CITATION = Path("CITATION.cff")
+CITED = r"(?m)^(version: )\S+(?:\ndate-released: \S+)?()$"
+"""The version in `CITATION`, with the date that every release but the first finds there."""
 
 
 class ReleaseError(Exception):
@@ -97,12 +98,12 @@ def release(version: str) -> None:
     text = notes(changelog, version)
     for path, pattern in PLACES.items():
         substitute(path, pattern, version)
-    for path, pattern in DATED.items():
-        substitute(path, pattern, today)
+    substitute(CITATION, CITED, f"{version}\ndate-released: {today}")
     CHANGELOG.write_text(changelog, "utf-8")
     for path in changes:
         path.unlink()
-    git("commit", "--quiet", "--message", f"Release {version}", "--", str(CHANGELOG), *map(str, [*PLACES, *changes]))
+    changed = [CHANGELOG, *PLACES, CITATION, *changes]
+    git("commit", "--quiet", "--message", f"Release {version}", "--", *map(str, changed))
     # Titles of sections are no comments of git's.
     git("tag", "--annotate", "--cleanup=verbatim", f"v{version}", "--message", f"vlmserve {version}\n\n{text}")
     print(f"v{version} is tagged. This publishes it:\n\n    git push --atomic origin HEAD v{version}")

@@ -93,7 +93,7 @@ def test_settings_cannot_be_changed_afterwards() -> None:
 
 def test_the_old_name_of_a_setting_still_works_and_is_warned_of(caplog):
     assert EngineConfig(swap_memory="1GiB").kv_offload_memory == 2**30
-    assert "swap_memory is now called kv_offload_memory" in caplog.text
+    assert "swap_memory is a former name of kv_offload_memory" in caplog.text
 
 
 def test_a_setting_under_both_of_its_names_is_refused():

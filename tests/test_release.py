@@ -85,6 +85,24 @@ def test_change_of_two_lines_fails(repository: Path) -> None:
     assert (done.returncode, "must have one line" in done.stderr) == (1, True)
 
 
+def test_each_release_dates_the_citation(repository: Path) -> None:
+    before = yaml.safe_load((repository / "CITATION.cff").read_text("utf-8"))
+    for version in ("0.2.0", "0.3.0"):
+        (repository / "changes/flag.md").write_text("Something.\n", "utf-8")
+        git(repository, "add", ".")
+        git(repository, "commit", "--quiet", "--allow-empty", "--message", "Change")
+        assert release(repository, version).returncode == 0
+        cited = yaml.safe_load((repository / "CITATION.cff").read_text("utf-8"))
+        assert before.keys() | {"date-released"} == cited.keys()
+        assert cited["version"] == version
+
+
+def test_citation_has_no_date_before_its_release() -> None:
+    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text("utf-8"))
+    dated = f"## [{cited['version']}] - {cited.get('date-released')}" in (ROOT / "CHANGELOG.md").read_text("utf-8")
+    assert dated == ("date-released" in cited)
+
+
 def test_section_without_date_gets_released(repository: Path) -> None:
     text = "# Changelog\n\n## [0.2.0]\n\n- Planned.\n"
     (repository / "CHANGELOG.md").write_text(text, "utf-8")

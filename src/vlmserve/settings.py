@@ -75,12 +75,12 @@ OLD_NAMES: Mapping[str, str] = {
     "picture_cache_memory": "image_cache_memory",
     "quantize_overrides": "quantize_layers",
 }
-"""Names that settings had in the last release, which still work in this one, and those that they have now."""
+"""Former names of settings, which still work, and their current names."""
 
 
 def renamed(old: str, new: str) -> str:
-    """The notice about the old name of a setting. old, new: as they are written there."""
-    return f"{old} is now called {new}; the old name will stop working in the next release"
+    """Return the warning about a former name. old, new: as the user writes them."""
+    return f"{old} is a former name of {new}; use {new}"
 
 
 class Settings(BaseModel):
@@ -91,7 +91,7 @@ class Settings(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _from_old_names(cls, values: Any) -> Any:
-        """Values under the names of the last release, with a warning in the log."""
+        """Read values under former names, with a warning in the log."""
         if not isinstance(values, Mapping):
             return values
         current = dict(values)

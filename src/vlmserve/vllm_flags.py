@@ -180,7 +180,8 @@ _UNUSED: Mapping[tuple[str, ...], Unused] = {
     ("--enable-chunked-prefill",): Unused("Long prompts are always computed in chunks.", is_switch=True),
     ("--async-scheduling", "--no-async-scheduling"): Unused("Scheduling has one mode.", is_switch=True),
     ("--scheduling-policy",): Unused(
-        "Requests are served in order of arrival.", ("fcfs",), otherwise="requests have no priorities"
+        "Requests run in order of arrival; rows of /v1/batches run after them.", ("fcfs",),
+        otherwise="requests set no priority; only rows of /v1/batches have a lower priority",
     ),
     ("--max-parallel-loading-workers",): Unused("Weights are mapped into memory, not read by workers."),
     ("--use-tqdm-on-load", "--no-use-tqdm-on-load"): Unused("No progress bar is shown while loading.", is_switch=True),
@@ -208,7 +209,9 @@ _UNUSED: Mapping[tuple[str, ...], Unused] = {
     ),
     ("--prefix-caching-hash-algo",): Unused("Blocks have blake3 digests of their content as keys."),
     ("--mm-processor-cache-type",): Unused("Prepared images are kept in the server's memory."),
-    ("--skip-mm-profiling",): Unused("Nothing is profiled when the server starts.", is_switch=True),
+    ("--skip-mm-profiling",): Unused(
+        "Only --kv-cache-memory skips the measurement of a largest step on a GPU.", is_switch=True
+    ),
     ("--collect-detailed-traces",): Unused("Traces always have all details."),
     ("--show-hidden-metrics-for-version",): Unused("No metrics are hidden."),
     ("--enable-prompt-tokens-details",): Unused("`usage` always has these details.", is_switch=True),
@@ -239,14 +242,13 @@ _MISSING: Mapping[tuple[str, ...], Missing] = {
      "--middleware"): Missing(_PROXY),
     ("--root-path",): Missing("Let the proxy in front of the server strip the prefix of the path."),
     ("--h11-max-header-count",): Missing("--max-header-bytes bounds the headers of a request."),
-    ("--disable-fastapi-docs",): Missing("There is only /openapi.json, which describes the routes."),
+    ("--disable-fastapi-docs",): Missing("--enable-page covers /docs and the web page; /openapi.json is always there."),
     ("--media-io-kwargs",): Missing("--mm-processor-kwargs takes fps, and --max-video-frames bounds the frames."),
     ("--interleave-mm-strings", "--enable-mm-embeds", "--enable-prompt-embeds", "--mm-encoder-tp-mode",
      "--mm-encoder-attn-backend", "--mm-encoder-only", "--video-pruning-rate", "--io-processor-plugin",
      "--limit-mm-data-per-prompt"): Missing("Images and videos have settings of their own: --max-images and others."),
-    ("--logprobs-mode", "--return-tokens-as-token-ids"): Missing(
-        "Logprobs have one form; --max-logprobs bounds how many."
-    ),
+    ("--logprobs-mode",): Missing("Log probabilities are always those of the model, before biases and temperature."),
+    ("--return-tokens-as-token-ids",): Missing("Set return_tokens_as_token_ids in each request."),
     ("--num-gpu-blocks-override",): Missing("--kv-cache-memory sets the size of the KV cache."),
     ("--cpu-offload-gb",): Missing("Weights stay on one device; --quantize int8 or int4 reduces their size."),
     ("--no-enable-chunked-prefill",): Missing(

@@ -165,7 +165,5 @@ def test_the_old_name_of_concurrency_still_works(monkeypatch):
     monkeypatch.setattr(module, "run_bench", lambda *arguments, **_: asked.append(arguments[2]))
     result = run("bench", "--at-once", "2", "--concurrency", "3", width=200)
     assert (result.exit_code, asked) == (0, [(3, 2)])
-    assert (
-        result.stderr == "Note: --at-once is now called --concurrency; the old name goes away with the next release\n"
-    )
+    assert result.stderr == "Note: --at-once is a former name of --concurrency; use --concurrency\n"
     assert "--at-once" not in run("bench", "--help").stdout

@@ -381,7 +381,7 @@ def test_yes_and_no_are_no_numbers_and_no_texts(name, value):
         read_settings(ServerConfig, {name: value})
 
 
-def test_old_names_of_settings_still_work_and_say_what_they_are_called_now(write):
+def test_former_names_of_settings_work_and_name_the_current(write):
     path = write('[engine]\nswap_memory = "2GiB"\n')
     for arguments, variables, written in (
         (["--swap-memory", "2GiB"], {}, "--swap-memory"),
@@ -391,7 +391,7 @@ def test_old_names_of_settings_still_work_and_say_what_they_are_called_now(write
     ):
         given = give(*arguments, **variables)
         assert (given.kv_offload_memory, given.origins["kv_offload_memory"]) == (2 * 2**30, written)
-        assert f"{written} is now called " in given.stderr
+        assert f"{written} is a former name of " in given.stderr
 
 
 def test_the_old_and_the_new_name_of_a_setting_are_refused_together(write):

@@ -15,6 +15,7 @@ from tests.models.test_hub import answer_with, checkpoint
 from vlmserve.config import QuantizationConfig
 from vlmserve.errors import CheckpointNotFoundError
 from vlmserve.layers.linear import Linear, TiedEmbedding, Weight
+from vlmserve.models.catalogue import catalogue
 from vlmserve.models.hub import resolve_model
 from vlmserve.models.names import MODELS, NamedModel, markdown, repository_of
 from vlmserve.quant.model import quantize
@@ -76,7 +77,7 @@ def test_memory_is_what_quantization_leaves(scheme: str) -> None:
     for weight in modules.parameters():
         torch.nn.init.normal_(weight)
     layer, head, vision = 1024 * 2048, 4096 * 1024, 1024 * 512
-    model = NamedModel("small", "", True, layer + head + vision, head, vision)
+    model = NamedModel("small", "", "text", layer + head + vision, head, vision)
     quantize(modules, QuantizationConfig(scheme=scheme))
     stored = sum(module.num_bytes for module in modules.modules() if isinstance(module, Weight))
     assert stored == pytest.approx(model.memory(scheme), rel=0.01)
@@ -105,6 +106,20 @@ def test_names_are_unique_and_have_their_size() -> None:
         stated = number * {"m": 1e6, "b": 1e9}[unit]
         assert stated * 0.9 < model.parameters < stated * 1.3, model.name
         assert model.memory("int4") < model.memory("int8") < model.memory("bfloat16") == 2 * model.parameters
+
+
+FAMILIES = {
+    "smolvlm2": "SmolVLM", "qwen3-vl": "Qwen3VL", "qwen2.5-vl": "Qwen2_5_VL", "qwen2-vl": "Qwen2VL", "gemma3": "Gemma3",
+    "glm-ocr": "GlmOcr", "paddleocr-vl": "PaddleOCRVL", "llava-1.5": "Llava",
+}  # fmt: skip
+"""Architectures of short names that take images, without `ForConditionalGeneration`."""
+
+
+def test_short_names_take_what_families_take() -> None:
+    takes = {entry.architecture: entry.takes for entry in catalogue()}
+    for model in MODELS:
+        family = None if model.name == "gemma3:1b" else FAMILIES.get(model.name.partition(":")[0])
+        assert model.takes == (takes[f"{family}ForConditionalGeneration"] if family else "text"), model.name
 
 
 def test_a_short_name_is_downloaded_from_its_repository(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Who may ask, how much, from where, and what the log says of it."""
+"""Keys, limits, origins and the log."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from tests.server.live import QUESTION, LiveServer, wait_until
 from tests.server.test_bad_input import data_url, png, with_images
 from vlmserve.server.keys import add_key
 
-OPEN = ("/", "/health", "/ready", "/version", "/openapi.json", "/docs", "/metrics")
+OPEN = ("/", "/health", "/ping", "/ready", "/version", "/openapi.json", "/docs", "/docs/start.js", "/metrics")
+"""Probes, public descriptions and pages, and metrics without --protect-metrics."""
 CLOSED = ("/v1/models", "/v1/models/tiny", "/debug/cache", "/v1/nothing")
 
 
@@ -48,7 +49,7 @@ def ask(server: LiveServer, key: str, **fields) -> httpx.Response:
 
 
 @pytest.mark.parametrize("path", OPEN)
-def test_what_load_balancers_ask_needs_no_key(guarded, path):
+def test_open_paths_need_no_key(guarded, path):
     assert httpx.get(guarded.url + path).status_code == 200
 
 

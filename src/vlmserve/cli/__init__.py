@@ -19,6 +19,7 @@ from vlmserve.cli.spellings import SettingsCommand
 from vlmserve.config import BUILT_IN_MODEL, EngineConfig, MediaConfig, Quantize, Scheme, ServerConfig
 from vlmserve.errors import ConfigurationError
 from vlmserve.loadtest.settings import GoalConfig, LoadConfig, TargetConfig, TestConfig, WorkloadConfig
+from vlmserve.settings import renamed
 
 app = group(help="Serve vision-language models over an OpenAI-compatible API.")
 evaluations = group(help="Measure how well a model answers.")
@@ -265,7 +266,7 @@ def bench(
     from vlmserve.cli.bench import run_bench
 
     if at_once:
-        note("--at-once is now called --concurrency; the old name goes away with the next release")
+        note(renamed("--at-once", "--concurrency"))
     concurrencies = (*(concurrency or ()), *(at_once or ())) or (1, 16, 64)
     run_bench(engine, _schemes(scheme), concurrencies, json, every=all_kernels, compare=compare)
 

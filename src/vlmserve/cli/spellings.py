@@ -25,7 +25,7 @@ WRITTEN = "vlmserve.written"
 """Where a command's context keeps which flags were typed, by the field's name."""
 
 OLD_FLAGS = {flag(old): flag(new) for old, new in OLD_NAMES.items()} | {"--pictures": "--images"}
-"""Flags of the last release, and what they are called now."""
+"""Former flags, which still work, and their current names."""
 
 
 @dataclass

@@ -245,7 +245,12 @@ VISION_FAMILIES: dict[str, VisionFamily] = {
         "Idefics3ForConditionalGeneration", "llama", _idefics3, IDEFICS3_IMAGE_TOKEN_ID, models="Idefics 3, SmolVLM 1"
     ),
     "smolvlm": VisionFamily(
-        "SmolVLMForConditionalGeneration", "llama", _idefics3, IDEFICS3_IMAGE_TOKEN_ID, models="SmolVLM 1 and 2"
+        "SmolVLMForConditionalGeneration",
+        "llama",
+        _idefics3,
+        IDEFICS3_IMAGE_TOKEN_ID,
+        models="SmolVLM 1 and 2",
+        videos=True,
     ),
     "qwen_vl": VisionFamily(
         "QWenLMHeadModel", "qwen", _qwen_vl, 151859, section="visual", models="Qwen-VL, Qwen-VL-Chat"

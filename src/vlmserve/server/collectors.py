@@ -30,7 +30,7 @@ Stats = TypeVar("Stats")
 class StatMetric(Generic[Stats]):
     """A number among some statistics. A counter's name goes without its ``_total``.
 
-    old_name: what it was called in the last release; it is shown under that name as well.
+    old_name: a former name, under which `/metrics` shows it as well.
     """
 
     kind: Literal["gauge", "counter"]
