@@ -101,8 +101,8 @@ def bandwidth(device: torch.device, sizes: Sizes, folder: Path) -> Measured:
 
 def checks(device: torch.device, sizes: Sizes, folder: Path) -> Measured:
     """The kernels against float64, and pixie's answers against those of a CPU."""
-    # Most of the time goes by compiling, a kernel for each case: several processes do it side by side.
-    processes = str(min(8, os.cpu_count() or 1))
+    # Compiling takes most of the time, so each core has a process.
+    processes = str(os.cpu_count() or 1)
     marks = ["-m", "gpu", "-n", processes, "--dist", "load"] if device.type == "cuda" else ["-k", "norms"]
     command = [*pytest_command(), *marks, "tests/kernels/triton", "tests/devices"]
     lines = []

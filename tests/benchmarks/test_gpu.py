@@ -95,6 +95,20 @@ def test_what_was_measured_before_an_error_is_written(tmp_path: Path, monkeypatc
     assert json.loads((tmp_path / "result.json").read_text()) == {"first": 1}
 
 
+def test_checks_use_every_core(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    commands: list[list[str]] = []
+
+    def started(command: list[str], **_: object) -> None:
+        commands.append(command)
+        raise InterruptedError
+
+    monkeypatch.setattr(gpu_stages.os, "cpu_count", lambda: 16)
+    monkeypatch.setattr(gpu_stages.subprocess, "Popen", started)
+    with pytest.raises(InterruptedError):
+        next(gpu_stages.checks(torch.device("cuda"), gpu_stages.TINY, tmp_path))
+    assert commands[0][commands[0].index("-n") + 1] == "16"
+
+
 def test_the_tests_for_a_gpu_start_without_plugins_that_they_do_not_need(tmp_path: Path) -> None:
     (tmp_path / "test_one.py").write_text("def test_one(): pass")
     settings = ["-c", "pyproject.toml", "--noconftest", "-p", "no:asyncio", "-p", "no:schemathesis"]

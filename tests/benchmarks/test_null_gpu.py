@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -92,6 +95,34 @@ def test_the_host_may_not_wait_nor_allocate_while_it_captures(
 def test_addresses_of_the_host_are_refused(library: ctypes.CDLL) -> None:
     value, text = ctypes.c_void_p(), ctypes.create_string_buffer(16)
     assert library.cuPointerGetAttribute(ctypes.byref(value), 3, text) != 0
+
+
+RESERVED_BY_GRAPHS = """
+import json, torch
+from vlmserve.devices.cuda import CudaCapture
+
+device = torch.device("cuda")
+
+def run():
+    large = torch.ones(2**26, dtype=torch.uint8, device=device) + 1
+    return large[:8].clone()
+
+capture, kept, reserved = CudaCapture(device), [], []
+for _ in range(4):
+    kept.append(capture(run))
+    reserved.append(torch.cuda.memory_reserved())
+print(json.dumps(reserved))
+"""
+
+
+@pytest.mark.skipif(torch.version.cuda is None, reason="this torch is not built for CUDA")
+def test_graphs_reuse_the_memory_of_others(tmp_path: Path) -> None:
+    seen = null_gpu.environment(null_gpu.build(tmp_path))
+    run = subprocess.run(
+        [sys.executable, "-c", RESERVED_BY_GRAPHS], env=seen, capture_output=True, text=True, check=True
+    )
+    first, *others = json.loads(run.stdout)
+    assert others == [first] * 3
 
 
 @pytest.mark.skipif(torch.version.cuda is not None, reason="this torch is built for CUDA")

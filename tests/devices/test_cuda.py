@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import importlib.util
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import numpy as np
@@ -240,6 +242,56 @@ def test_a_clock_measures_what_the_device_computes() -> None:
     clock.mark()
     computed, nothing = clock.seconds()
     assert computed > nothing >= 0
+
+
+class Streams:
+    """Stands in for CUDA's streams and captures. ends_badly: the end of a capture raises."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.current: object = "default"
+        self.captured: list[tuple[object, object]] = []
+        self.ends_badly = False
+        cuda = torch.cuda
+        monkeypatch.setattr(cuda, "Stream", lambda device: SimpleNamespace(wait_stream=lambda other: None))
+        monkeypatch.setattr(cuda, "current_stream", lambda device: SimpleNamespace(wait_stream=lambda other: None))
+        monkeypatch.setattr(cuda, "CUDAGraph", lambda: SimpleNamespace(replay=lambda: None))
+        monkeypatch.setattr(cuda, "graph_pool_handle", object)
+        monkeypatch.setattr(cuda, "stream", self.on)
+        monkeypatch.setattr(cuda, "graph", self.graph)
+
+    @contextmanager
+    def on(self, stream: object) -> Iterator[None]:
+        before, self.current = self.current, stream
+        try:
+            yield
+        finally:
+            self.current = before
+
+    @contextmanager
+    def graph(self, graph: object, *, pool: object, stream: object, capture_error_mode: str) -> Iterator[None]:
+        self.captured.append((stream, pool))
+        before, self.current = self.current, stream
+        yield
+        if self.ends_badly:
+            raise RuntimeError("CUDA error: out of memory")
+        self.current = before
+
+
+def test_captures_share_one_stream_and_one_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    streams, capture = Streams(monkeypatch), CudaCapture(GPU)
+    for _ in range(3):
+        capture(lambda: torch.ones(1))
+    assert len(streams.captured) == 3
+    assert len(set(map(id, (stream for stream, _ in streams.captured)))) == 1
+    assert len(set(map(id, (pool for _, pool in streams.captured)))) == 1
+
+
+def test_a_capture_that_fails_restores_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    streams = Streams(monkeypatch)
+    streams.ends_badly = True
+    with pytest.raises(RuntimeError, match="out of memory"):
+        CudaCapture(GPU)(lambda: torch.ones(1))
+    assert streams.current == "default"
 
 
 @pytest.mark.gpu

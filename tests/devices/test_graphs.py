@@ -101,10 +101,15 @@ def test_other_steps_run_layer_by_layer(kind: str) -> None:
     assert executor.num_captured == 0
 
 
-def test_nothing_more_is_captured_once_memory_has_run_out(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    "error",
+    [torch.OutOfMemoryError("1 GiB"), torch.AcceleratorError("CUDA error: out of memory")],
+    ids=["allocator", "instantiation"],
+)
+def test_captures_end_once_memory_runs_out(caplog: pytest.LogCaptureFixture, error: Exception) -> None:
     def capture(run: Callable[[], Tensor]) -> Callable[[], Tensor]:
         if executor.num_captured:
-            raise torch.OutOfMemoryError
+            raise error
         return repeat_by_calls(run)
 
     captures = Captures(capture)
@@ -118,6 +123,16 @@ def test_nothing_more_is_captured_once_memory_has_run_out(caplog: pytest.LogCapt
     assert [record.getMessage().split(":")[0] for record in caplog.records if record.levelname == "WARNING"] == [
         "memory ran out while a step of 2 rows was captured as a graph"
     ]
+
+
+def test_other_errors_of_a_capture_are_raised() -> None:
+    def capture(run: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+    executor, lengths = GraphExecutor(Captures(capture)), torch.tensor([2, 3])
+    executor.run(layers, torch.ones(2, 3), CACHES, step(Plan(), lengths))
+    with pytest.raises(torch.AcceleratorError):
+        executor.run(layers, torch.ones(2, 3), CACHES, step(Plan(), lengths))
 
 
 def test_adapters_are_part_of_a_step_as_far_as_it_launches_others() -> None:

@@ -29,7 +29,7 @@ def limited(monkeypatch: pytest.MonkeyPatch, most: int) -> None:
 
     def checked(self: ModelRunner, batch: Any, *wanted: Any) -> torch.Tensor:
         if len(batch.token_ids) > most:
-            raise torch.OutOfMemoryError(f"{len(batch.token_ids)} tokens")
+            raise torch.AcceleratorError("CUDA error: out of memory")
         return hidden(self, batch, *wanted)
 
     monkeypatch.setattr(ModelRunner, "_hidden", checked)
@@ -107,7 +107,7 @@ def test_an_image_that_is_too_large_fails_alone(
 
     def checked(self: ImageEncoder, image: ImageInput) -> torch.Tensor:
         if image.key == large:
-            raise torch.OutOfMemoryError("an image")
+            raise RuntimeError("Triton Error [CUDA]: out of memory")
         return pixels(self, image)
 
     with monkeypatch.context() as patch:

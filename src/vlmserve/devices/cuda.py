@@ -349,21 +349,27 @@ class CudaCapture:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._pool: Any = None
+
+    @cached_property
+    def _stream(self) -> torch.cuda.Stream:
+        """The stream of all captures: graphs of a pool reuse memory only if the same stream allocated it."""
+        return torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+
+    @cached_property
+    def _pool(self) -> Any:
+        return torch.cuda.graph_pool_handle()
 
     def __call__(self, run: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        # Once beforehand: what is compiled or allocated in a first call cannot be captured.
-        stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-        stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(stream):
+        current, graph = torch.cuda.current_stream(self._device), torch.cuda.CUDAGraph()
+        self._stream.wait_stream(current)
+        # This also restores the current stream if the capture fails to end, which `torch.cuda.graph` does not.
+        with torch.cuda.stream(self._stream):
+            # Run once before: a capture cannot record what the first call compiles or allocates.
             run()
-        torch.cuda.current_stream(self._device).wait_stream(stream)
-        if self._pool is None:
-            self._pool = torch.cuda.graph_pool_handle()
-        graph = torch.cuda.CUDAGraph()
-        # Other threads may go on: those that read adapters allocate memory, and those that exchange wait for events.
-        with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
-            result = run()
+            current.wait_stream(self._stream)
+            # Other threads may allocate memory and wait for events meanwhile.
+            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+                result = run()
 
         def again() -> Tensor:
             graph.replay()

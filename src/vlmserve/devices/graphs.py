@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from vlmserve.devices.device import EagerExecutor, LaidOutTower, LayerExecutor, LayerStack
+from vlmserve.devices.out_of_memory import is_out_of_memory
 from vlmserve.kernels.attention import LayerCache
 from vlmserve.layers.attention import StepContext
 
@@ -99,7 +100,9 @@ class Captures:
         """See `Capture`; None if memory runs out, after which nothing more is captured. what: it is, for the log."""
         try:
             repeat = self._capture(run)
-        except torch.OutOfMemoryError:
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
             self.is_on = False
             logger.warning(
                 "memory ran out while %s was captured as a graph: nothing more is captured, which makes steps slower; "

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from vlmserve.devices.device import Device, LaidOutTower
+from vlmserve.devices.out_of_memory import is_out_of_memory
 from vlmserve.layers.parallel import Ranks
 from vlmserve.layers.stages import StageBudget
 from vlmserve.models.protocols import LoadedModel, TileEncoder, VisionEncoder
@@ -171,8 +172,8 @@ class ImageEncoder:
         given_up: list[bytes] = []
         try:
             yield given_up
-        except torch.OutOfMemoryError as error:
-            if self._model.ranks is not None:
+        except RuntimeError as error:
+            if self._model.ranks is not None or not is_out_of_memory(error):
                 raise
             logger.warning("The vision tower ran out of memory, with %d images: %s", len(keys), error)
             given_up += keys

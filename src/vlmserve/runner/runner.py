@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from vlmserve.devices.device import Clock
+from vlmserve.devices.out_of_memory import is_out_of_memory
 from vlmserve.kernels.torch_sampling import DrawLater
 from vlmserve.models.image_rows import place_images
 from vlmserve.models.protocols import LoadedModel
@@ -210,9 +211,9 @@ class ModelRunner:
             if self._adapters is not None:
                 self._adapters.use_for_samples()
             logits = self._logits(hidden[batch.sampled_rows] if wanted is None else hidden)
-        except torch.OutOfMemoryError as error:
-            if self.model.ranks is not None:
-                raise  # the others go on with what this rank has no memory for
+        except RuntimeError as error:
+            if self.model.ranks is not None or not is_out_of_memory(error):
+                raise  # other ranks continue with the step that this rank has no memory for
             logger.warning("A step of %d tokens ran out of memory: %s", len(batch.token_ids), error)
             return None
         return Run(batch, hidden, logits, later, sampled, sums)
