@@ -149,6 +149,7 @@ def test_opencode_calls_a_tool_and_continues(server, tmp_path):
         OPENCODE_DISABLE_MODELS_FETCH="1",
         OPENCODE_DISABLE_DEFAULT_PLUGINS="1",
         OPENCODE_DISABLE_LSP_DOWNLOAD="1",
+        npm_config_offline="true",  # else each start asks npm for the types of plugins
     )
     models = {"tiny": {"name": "tiny", "tool_call": True, "limit": {"context": 1_000_000, "output": 4096}}}
     provider = {
@@ -176,6 +177,7 @@ def test_qwen_code_calls_a_tool_and_continues(server, tmp_path):
         OPENAI_BASE_URL=f"{server.url}/v1",
         OPENAI_API_KEY="x",
         OPENAI_MODEL="tiny",
+        QWEN_CODE_NO_RELAUNCH="true",  # else Node starts twice, for a larger heap
     )
     settings = {
         "general": {"enableAutoUpdate": False},
