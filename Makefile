@@ -15,10 +15,10 @@ TEST_WORKERS := --numprocesses $$(($$(getconf _NPROCESSORS_ONLN) + 1)) --maxproc
 
 INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: help serve test check lint types sanitize bench agents web docs format wheel release clean
+.PHONY: help serve test check lint types sanitize bench agents test-clients web docs format wheel release clean
 
 help: ## Show this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 serve: $(VENV)/.core ## Start the server; flags go in ARGS="--port 8001"
 	@exec $(BIN)/vlmserve serve $(ARGS)
@@ -59,6 +59,9 @@ agents: tests/clients/node_modules/.package-lock.json ## Install the coding agen
 tests/clients/node_modules/.package-lock.json: tests/clients/package.json
 	@command -v npm > /dev/null || { echo "make agents needs Node.js with npm, 20 or newer" >&2; exit 1; }
 	@cd tests/clients && npm install --no-package-lock --no-fund --no-audit --no-progress
+
+test-clients: $(VENV)/.dev ## Run client libraries with pixie, each in its own environment; names go in ARGS="openai"
+	@$(BIN)/python -m tests.clients.run $(ARGS)
 
 docs: $(VENV)/.docs ## Build the documentation's pages into site
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
