@@ -1,8 +1,9 @@
-"""Work in threads that stops when nobody waits for its result any more."""
+"""Work in threads: who asked for it, and whether anybody still waits for its result."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import contextvars
 import threading
 from collections.abc import Callable
@@ -13,6 +14,8 @@ from vlmserve.errors import CancelledWorkError
 
 Result = TypeVar("Result")
 
+client: contextvars.ContextVar[str] = contextvars.ContextVar("client", default="")
+"""Who sent the current request: the owner of its key, or without keys its address."""
 _cancelled: contextvars.ContextVar[threading.Event | None] = contextvars.ContextVar("cancelled", default=None)
 
 
@@ -23,23 +26,34 @@ def check_cancelled() -> None:
         raise CancelledWorkError("the result is no longer needed")
 
 
-async def run_in_thread(executor: Executor, work: Callable[[], Result]) -> Result:
-    """What `work` returns, in a thread of `executor`. Raises what it does.
+async def run_in_thread(
+    executor: Executor, work: Callable[[], Result], ended: Callable[[], None] = lambda: None
+) -> Result:
+    """What `work` returns, in a thread of `executor`. Raises what it does. `work` sees the caller's context variables.
 
     If the caller is cancelled, work that has not begun never begins, and work that runs stops at its next
-    `check_cancelled`.
+    `check_cancelled`. ended: called in the event loop once the thread is free.
     """
     event = threading.Event()
 
     def run() -> Result:
-        token = _cancelled.set(event)
-        try:
-            check_cancelled()
-            return work()
-        finally:
-            _cancelled.reset(token)
+        _cancelled.set(event)
+        check_cancelled()
+        return work()
+
+    loop = asyncio.get_running_loop()
+
+    def tell(_: object) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(ended)
 
     try:
-        return await asyncio.get_running_loop().run_in_executor(executor, run)
+        future = executor.submit(contextvars.copy_context().run, run)
+    except BaseException:
+        ended()
+        raise
+    future.add_done_callback(tell)
+    try:
+        return await asyncio.wrap_future(future)
     finally:
         event.set()

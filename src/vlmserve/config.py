@@ -334,6 +334,12 @@ class MediaConfig(Settings):
     client_media_processes: int = Field(
         6, ge=1, le=1024, description="The same for the requests of one client: a key, or without keys an address."
     )
+    media_fetches: int = Field(
+        64, ge=1, le=1024, description="Maximum number of requests whose remote images are fetched at once."
+    )
+    client_media_fetches: int = Field(
+        16, ge=1, le=1024, description="The same for the requests of one client: a key, or without keys an address."
+    )
     mm_processor_kwargs: Annotated[ProcessorOverrides, BeforeValidator(parse_json)] = Field(
         ProcessorOverrides(),
         description="Overrides for the checkpoint's processor, as JSON: min_pixels, max_pixels, max_tokens and fps.",

@@ -150,6 +150,8 @@ class LLMOptions(VLLMOptions, total=False):
     document_memory: ByteCount
     media_processes: int
     client_media_processes: int
+    media_fetches: int
+    client_media_fetches: int
     mm_processor_kwargs: Mapping[str, Any]
     fetch_timeout: float
     max_redirects: int

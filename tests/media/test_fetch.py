@@ -1,16 +1,19 @@
 from __future__ import annotations
 
+import contextvars
 import gzip
 import http.server
 import threading
 import tracemalloc
 import zlib
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
 from tests.media.images_for_tests import encoded, noise
+from vlmserve.cancellation import client
 from vlmserve.config import MediaConfig
 from vlmserve.errors import ImageFetchError, ImageTooLargeError
 from vlmserve.media import fetch
@@ -362,3 +365,33 @@ def test_a_name_that_is_not_found_and_one_that_is_inside_give_one_message(monkey
             fetch_file("http://db.corp.example/", MediaConfig())
         messages.append(str(caught.value))
     assert messages[0] == messages[1]
+
+
+def test_slow_names_of_one_client_delay_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    over, waiting = threading.Event(), threading.Semaphore(0)
+
+    def resolve(host: str, port: int, *_: Any) -> list[Any]:
+        if host == "slow":
+            waiting.release()
+            over.wait(60)
+        return [(0, 0, 0, "", (host, port))]
+
+    monkeypatch.setattr(fetch.socket, "getaddrinfo", resolve)
+    lookups = fetch._Lookups(capacity=4, per_client=3)
+
+    def find(name: str, host: str, timeout: float) -> list[Any]:
+        client.set(name)
+        return lookups.find(host, 80, timeout)
+
+    with ThreadPoolExecutor(10) as threads:
+        slow = [threads.submit(contextvars.Context().run, find, "many", "slow", 0.5) for _ in range(10)]
+        for _ in range(3):
+            assert waiting.acquire(timeout=20)
+        assert contextvars.Context().run(find, "one", "quick", 20)
+        for one in slow:
+            with pytest.raises(TimeoutError):
+                one.result(20)
+        assert contextvars.Context().run(find, "one", "quick", 20), "abandoned lookups still count"
+        assert not waiting.acquire(blocking=False), "at most three run"
+        over.set()
+        assert contextvars.Context().run(find, "many", "quick", 20)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, cast
 
+from vlmserve.cancellation import client
 from vlmserve.config import EngineConfig, MediaConfig, ServerConfig
 from vlmserve.sampling.trials import SlowGrammarError
-from vlmserve.server.fair_queue import FairQueue, client
+from vlmserve.server.fair_queue import FairQueue
 from vlmserve.server.service import Service
 from vlmserve.types import Grammar
 
@@ -16,9 +19,12 @@ from vlmserve.types import Grammar
 async def _start(queue: FairQueue, name: str, log: list[str], release: asyncio.Event) -> asyncio.Task[None]:
     async def work() -> None:
         client.set(name)
-        async with queue.turn():
+        assert await queue.acquire() == name
+        try:
             log.append(name)
             await release.wait()
+        finally:
+            queue.release(name)
 
     task = asyncio.create_task(work())
     await asyncio.sleep(0)
@@ -80,6 +86,27 @@ def test_cancelled_work_frees_its_place() -> None:
     run(check)
 
 
+def test_abandoned_work_counts_until_its_thread_is_free() -> None:
+    async def check(release: asyncio.Event) -> None:
+        log: list[str] = []
+        over = threading.Event()
+        queue = FairQueue(1, 1)
+        with ThreadPoolExecutor(2) as threads:
+            leaving = asyncio.create_task(queue.run(threads, over.wait))
+            await asyncio.sleep(0.05)
+            leaving.cancel()
+            await asyncio.gather(leaving, return_exceptions=True)
+            release.set()
+            task = await _start(queue, "next", log, release)
+            await asyncio.sleep(0.05)
+            assert log == []
+            over.set()
+            await task
+            assert log == ["next"]
+
+    run(check)
+
+
 def test_clients_with_equal_work_take_turns() -> None:
     async def check(release: asyncio.Event) -> None:
         log: list[str] = []
@@ -117,5 +144,35 @@ def test_slow_grammars_of_clients_take_turns() -> None:
         finally:
             service.close()
         assert done.index("one") < 20
+
+    asyncio.run(main())
+
+
+def test_slow_urls_of_one_client_delay_no_other() -> None:
+    over = threading.Event()
+
+    class Preparer:
+        def chat(self, messages: list[dict[str, Any]], **_: object) -> str:
+            if messages[0]["content"][0]["image_url"]["url"].endswith("slow"):
+                over.wait(60)
+            return client.get()
+
+    async def main() -> None:
+        service = Service(EngineConfig(), MediaConfig(), ServerConfig())
+        service._preparer = cast(Any, Preparer())
+
+        async def ask(name: str, url: str) -> object:
+            client.set(name)
+            part = {"type": "image_url", "image_url": {"url": f"http://example.com/{url}"}}
+            return await service.prepare([{"role": "user", "content": [part]}])
+
+        slow = [asyncio.create_task(ask("many", "slow")) for _ in range(200)]
+        try:
+            assert await asyncio.wait_for(asyncio.create_task(ask("one", "quick")), 20) == "one"
+            assert not any(task.done() for task in slow)
+        finally:
+            over.set()
+            await asyncio.gather(*slow)
+            service.close()
 
     asyncio.run(main())

@@ -11,8 +11,10 @@ import functools
 import ipaddress
 import socket
 import ssl
+import threading
 import time
 import zlib
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -20,6 +22,7 @@ from urllib.parse import urljoin, urlsplit
 
 import httpcore
 
+from vlmserve.cancellation import client
 from vlmserve.config import MediaConfig
 from vlmserve.errors import ImageFetchError
 from vlmserve.media.kinds import check_num_bytes
@@ -32,6 +35,8 @@ _GZIP_OR_ZLIB = 47
 """zlib's `wbits` for both formats, told by their headers."""
 _INFLATED_AT_ONCE = 1024**2
 """Bytes."""
+_LOOKUPS, _CLIENT_LOOKUPS = 128, 32
+"""Host names that are resolved at once, in total and for each client; one may take longer than its fetch."""
 _NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
 _GLOBAL_UNICAST = ipaddress.IPv6Network("2000::/3")
 """What is assigned at all: https://www.iana.org/assignments/ipv6-address-space"""
@@ -238,16 +243,44 @@ def is_public(address: str) -> bool:
 
 def _resolve(host: str, port: int, timeout: float) -> list[str]:
     """The addresses of a host; none for one that is not found."""
-    # getaddrinfo knows no timeout, so it waits in a thread of its own.
-    pending = _resolver().submit(socket.getaddrinfo, host, port, 0, socket.SOCK_STREAM)
     try:
-        found = pending.result(timeout)
+        found = _lookups().find(host, port, timeout)
     except TimeoutError as error:
-        pending.cancel()
         raise httpcore.ConnectTimeout(str(error)) from error
     except (OSError, UnicodeError):
         return []
     return list(dict.fromkeys(str(entry[4][0]) for entry in found))
+
+
+class _Lookups:
+    """Resolves host names in threads, because getaddrinfo has no timeout. One client leaves threads to others."""
+
+    def __init__(self, capacity: int, per_client: int) -> None:
+        self._threads = ThreadPoolExecutor(capacity, "resolve")
+        self._per_client = per_client
+        self._running: Counter[str] = Counter()
+        self._changed = threading.Condition()
+
+    def find(self, host: str, port: int, timeout: float) -> list[Any]:
+        """What `socket.getaddrinfo` returns and raises. Raises TimeoutError."""
+        deadline = time.monotonic() + timeout
+        name = client.get()
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._running[name] < self._per_client, timeout):
+                raise TimeoutError
+            self._running[name] += 1
+        pending = self._threads.submit(socket.getaddrinfo, host, port, 0, socket.SOCK_STREAM)
+        pending.add_done_callback(lambda _: self._ended(name))
+        try:
+            return pending.result(deadline - time.monotonic())
+        finally:
+            pending.cancel()
+
+    def _ended(self, name: str) -> None:
+        with self._changed:
+            self._running[name] -= 1
+            self._running += Counter()  # drops clients without lookups
+            self._changed.notify_all()
 
 
 def _remaining(deadline: float) -> float:
@@ -258,8 +291,8 @@ def _remaining(deadline: float) -> float:
 
 
 @functools.cache
-def _resolver() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(max_workers=8, thread_name_prefix="resolve")
+def _lookups() -> _Lookups:
+    return _Lookups(_LOOKUPS, _CLIENT_LOOKUPS)
 
 
 @functools.cache

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import contextvars
 from collections import Counter, OrderedDict, deque
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import Callable
+from concurrent.futures import Executor
+from functools import partial
 
-client: contextvars.ContextVar[str] = contextvars.ContextVar("client", default="")
-"""Who sent the current request: the owner of its key, or without keys its address."""
+from vlmserve.cancellation import Result, client, run_in_thread
 
 
 class FairQueue:
@@ -25,23 +24,36 @@ class FairQueue:
         self._running: Counter[str] = Counter()
         self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
 
-    @asynccontextmanager
-    async def turn(self) -> AsyncIterator[None]:
-        """Wait until work of the current `client` may run, and count it while the block runs."""
+    async def run(self, executor: Executor, work: Callable[[], Result]) -> Result:
+        """Wait for the current client's turn, then run `work` in a thread as `run_in_thread` does.
+
+        Work of a caller that leaves counts until its thread is free.
+        """
+        name = await self.acquire()
+        return await run_in_thread(executor, work, partial(self.release, name))
+
+    async def acquire(self) -> str:
+        """Wait until work of the current client may run. Returns the client's name for `release`."""
         name = client.get()
         granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(name, deque()).append(granted)
         self._grant()
         try:
             await granted
-            yield
-        finally:
-            if granted.done() and not granted.cancelled():
-                self._running[name] -= 1
-                self._running += Counter()  # drops clients without work
-            else:
+        except asyncio.CancelledError:
+            if granted.cancelled():
                 self._forget(name, granted)
-            self._grant()
+                self._grant()
+            else:
+                self.release(name)
+            raise
+        return name
+
+    def release(self, name: str) -> None:
+        """End a client's turn."""
+        self._running[name] -= 1
+        self._running += Counter()  # drops clients without work
+        self._grant()
 
     def _grant(self) -> None:
         while self._running.total() < self._capacity:

@@ -9,12 +9,12 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from vlmserve.cancellation import client
 from vlmserve.errors import VLMServeError
 from vlmserve.server.accounts import Account
 from vlmserve.server.body import drop_body
 from vlmserve.server.connection import add_note, note_error
 from vlmserve.server.errors import RefusedError, error_code, error_response, head_too_large
-from vlmserve.server.fair_queue import client
 from vlmserve.server.front import Front
 from vlmserve.server.history import OWNER
 from vlmserve.server.keys import salted

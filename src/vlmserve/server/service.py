@@ -193,10 +193,14 @@ class Service:
         self._slow_grammar_queue = FairQueue(_SLOW_GRAMMAR_PROCESSES, _SLOW_GRAMMAR_PROCESSES)
         image_requests = _IMAGE_REQUESTS * media.threads
         self._image_workers = ThreadPoolExecutor(image_requests, "prepare-images")
-        self._image_queue = FairQueue(image_requests, image_requests * 3 // 4)
-        self._fetch_workers = ThreadPoolExecutor(4 * media.threads, "prepare-remote")
+        self._fetch_workers = ThreadPoolExecutor(media.media_fetches, "prepare-remote")
         self._file_workers = ThreadPoolExecutor(media.media_processes, "prepare-files")
-        self._file_queue = FairQueue(media.media_processes, media.client_media_processes)
+        self._queues = {
+            self._image_workers: FairQueue(image_requests, image_requests * 3 // 4),
+            self._fetch_workers: FairQueue(media.media_fetches, media.client_media_fetches),
+            self._file_workers: FairQueue(media.media_processes, media.client_media_processes),
+        }
+        """Queues of threads in which one client could leave none to others."""
 
     def open(self, client: EngineClient, preparer: Preparer, defaults: SamplingParams | None = None) -> None:
         """Begin to serve. preparer: knows the engine's limits. defaults: what requests that say nothing about sampling
@@ -425,11 +429,9 @@ class Service:
         if self.preparer.knows_grammar(grammar):
             return check()
         try:
-            async with self._grammar_queue.turn():
-                return await run_in_thread(self._grammar_workers, functools.partial(check, quick=True))
+            return await self._grammar_queue.run(self._grammar_workers, functools.partial(check, quick=True))
         except SlowGrammarError:
-            async with self._slow_grammar_queue.turn():
-                return await run_in_thread(self._slow_grammar_workers, check)
+            return await self._slow_grammar_queue.run(self._slow_grammar_workers, check)
 
     async def prepare(
         self,
@@ -465,18 +467,13 @@ class Service:
             return prepare()
         workers = self._workers(shown)
         try:
-            async with self._turn(workers):
-                return await run_in_thread(workers, prepare)
+            if (queue := self._queues.get(workers)) is not None:
+                return await queue.run(workers, prepare)
+            return await run_in_thread(workers, prepare)
         except MemoryError:
             raise RefusedError(
                 HTTPStatus.REQUEST_ENTITY_TOO_LARGE, "There is not enough memory for these images", "out_of_memory"
             ) from None
-
-    def _turn(self, workers: ThreadPoolExecutor) -> contextlib.AbstractAsyncContextManager[None]:
-        """Wait for threads in which one client could leave none to others."""
-        if workers is self._file_workers:
-            return self._file_queue.turn()
-        return self._image_queue.turn() if workers is self._image_workers else contextlib.nullcontext()
 
     def _workers(self, shown: Sequence[Mapping[str, Any]]) -> ThreadPoolExecutor:
         """The threads that prepare a conversation with these parts: what takes long keeps nobody waiting that does

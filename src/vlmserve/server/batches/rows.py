@@ -13,11 +13,11 @@ from starlette.middleware import Middleware
 from starlette.routing import Route
 from starlette.types import Message
 
+from vlmserve.cancellation import client
 from vlmserve.errors import VLMServeError
 from vlmserve.server.accounts import Account
 from vlmserve.server.app import count_and_handle_error
 from vlmserve.server.connection import RequestLog
-from vlmserve.server.fair_queue import client
 from vlmserve.server.guard import ACCOUNT, TENANT
 from vlmserve.server.history import OWNER
 from vlmserve.server.routes.answering import BACKGROUND
