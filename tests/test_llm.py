@@ -594,7 +594,8 @@ def test_a_lazy_model_is_loaded_by_its_first_use(folder, monkeypatch):
 
 
 def test_images_are_not_held_back_unless_the_caller_says_so(folder):
-    assert LLM(str(folder), engine="mock", load="lazy").config.encoder_step_share == math.inf
+    config = LLM(str(folder), engine="mock", load="lazy").config
+    assert (config.encoder_step_share, config.step_seconds) == (math.inf, math.inf)
     assert LLM(str(folder), engine="mock", load="lazy", encoder_step_share=0.5).config.encoder_step_share == 0.5
 
 

@@ -191,8 +191,13 @@ class EngineConfig(Settings):
     encoder_step_share: float = Field(
         0.8,
         gt=0,
-        description="Time that a step may spend on images while requests generate, as a share of the rest of the step, "
-        "and at least 20 ms if several requests wait for images; inf encodes every image at once.",
+        description="Time for images while requests generate, as a share of the rest of the step, at least 20 ms if "
+        "several requests wait for images; inf: step_seconds alone limits it (default 0.8).",
+    )
+    step_seconds: float = Field(
+        0.25,
+        gt=0,
+        description="Time that one step may spend on images, and on prompts, in seconds; inf: no limit (default 0.25).",
     )
     encoder_cache_memory: ByteSize = Field(256 * 1024**2, description="Memory for the cache of image embeddings.")
     max_waiting: int = Field(

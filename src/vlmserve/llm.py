@@ -69,7 +69,7 @@ class LLM:
 
     def __init__(self, model: str = BUILT_IN_MODEL, **options: Unpack[LLMOptions]) -> None:
         # Callers wait for whole answers: with images first, requests generate together.
-        setup = set_up(model, options, {"encoder_step_share": math.inf})
+        setup = set_up(model, options, {"encoder_step_share": math.inf, "step_seconds": math.inf})
         self.config, self._preparer = setup.engine, setup.preparer
         self.default_sampling_params = setup.params
         self._setup = setup

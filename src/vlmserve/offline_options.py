@@ -111,6 +111,7 @@ class LLMOptions(VLLMOptions, total=False):
     max_num_batched_tokens: int
     max_encoded_images: int | None
     encoder_step_share: float
+    step_seconds: float
     encoder_cache_memory: ByteCount
     max_waiting: int
     max_logprobs: int

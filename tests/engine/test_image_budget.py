@@ -12,6 +12,7 @@ from tests.blip import BlipOracle
 from tests.checkpoints import make_llava_next
 from tests.engine.test_parity import MIXED, NEW_TOKENS, Oracle, engine_for, generate, llava_oracle, tight_cache
 from tests.moondream import Moondream
+from tests.scheduler.made_up import FixedLimits
 from vlmserve.config import MediaConfig
 from vlmserve.devices.cpu import CpuDevice
 from vlmserve.engine.engine import Engine
@@ -43,7 +44,7 @@ def small_stages(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def bounded(engine: Engine, budget: float) -> Engine:
-    engine._scheduler.encoder_budget = lambda _: budget
+    engine._scheduler.limits = FixedLimits(budget)
     return engine
 
 

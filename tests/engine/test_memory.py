@@ -12,6 +12,7 @@ from tests.checkpoints import make_llama
 from tests.engine.test_overlap import answers, request
 from tests.engine.test_parity import Oracle, engine_for, llava  # noqa: F401
 from tests.engine.test_structured import engine_of, run
+from tests.scheduler.made_up import FixedLimits
 from vlmserve.engine.engine import Engine
 from vlmserve.runner.encoder import ImageEncoder
 from vlmserve.runner.runner import ModelRunner
@@ -99,7 +100,7 @@ def test_an_image_that_is_too_large_fails_alone(
     engine = engine_for(llava)
     outputs: dict[str, list[EngineOutput]] = {"decoding": [], "0": [], "1": [], "2": []}
     if in_steps:
-        engine._scheduler.encoder_budget = lambda _: 1000.0
+        engine._scheduler.limits = FixedLimits(1000.0)
         decoding = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
         engine.add(EngineRequest("decoding", llava.prompt(9, 5), decoding))
         collect(engine, outputs)

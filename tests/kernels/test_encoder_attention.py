@@ -86,8 +86,22 @@ def test_pictures_do_not_see_each_other() -> None:
     torch.testing.assert_close(encoder_attention(qkv, 2)[1:2], alone, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.usefixtures("isa")
+def test_some_queries_equal_rows_of_all(dtype: torch.dtype) -> None:
+    qkv = random_qkv(2, 150, 3, 16, dtype)
+    whole = encoder_attention(qkv, 3)
+    for first, last in ((0, 1), (0, 96), (7, 39), (96, 150), (149, 150), (3, 3)):
+        assert torch.equal(encoder_attention(qkv, 3, slice(first, last)), whole[:, first:last])
+
+
 def test_no_pictures_give_no_outputs() -> None:
     assert encoder_attention(torch.empty(0, 5, 24), 2).shape == (0, 5, 8)
+
+
+def test_queries_with_gaps_are_rejected() -> None:
+    with pytest.raises(ValueError, match="consecutive"):
+        encoder_attention(torch.zeros(1, 4, 24), 1, slice(0, 4, 2))
 
 
 @pytest.mark.parametrize(

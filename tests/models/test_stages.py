@@ -102,16 +102,26 @@ def test_embeddings_are_the_same_in_stages_of_any_size(name: str, tmp_path: Path
         assert max(steps[2]) < products / 2, "patches of one tile, or the pooling of one image, are one stage"
 
 
+@pytest.mark.parametrize("queries", [1, 3, 10, 14, 47, 90])
 @torch.inference_mode()
-def test_all_heads_alone_are_all_heads_together() -> None:
+def test_attention_in_parts_equals_attention_at_once(queries: int) -> None:
     attention = EncoderAttention(48, 3, dtype=torch.float32)
     qkv = torch.randn(3, 10, 144)
-    one = attention.products(10) // 3
-    for heads, steps in ((1, 9), (2, 5), (4, 3), (7, 2), (9, 1)):
-        budget = StageBudget(0)
-        attended, made = made_in(attention.in_stages(qkv, budget), budget, heads * one)
-        assert len(made) == steps
-        torch.testing.assert_close(attended, attention(qkv))
+    one = attention.products(10) // 30
+    budget = StageBudget(0)
+    attended, made = made_in(attention.in_stages(qkv, budget), budget, queries * one)
+    assert made == [queries * one] * (90 // queries) + [90 % queries * one] * (90 % queries > 0)
+    torch.testing.assert_close(attended, attention(qkv))
+
+
+@torch.inference_mode()
+def test_one_head_of_a_large_image_takes_several_stages() -> None:
+    attention = EncoderAttention(16, 1, dtype=torch.float32)
+    qkv = torch.randn(1, 700, 48)
+    budget = StageBudget(0, least=96 * 700, rows=96)
+    attended, made = made_in(attention.in_stages(qkv, budget), budget, attention.products(700) / 7)
+    assert len(made) == 7
+    torch.testing.assert_close(attended, attention(qkv))
 
 
 def test_stages_are_as_large_as_the_budget_allows() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from types import SimpleNamespace
 
 import numpy as np
@@ -67,6 +68,24 @@ def scheduler(
         prefix_caching=prefix_caching,
         window=window,
     )
+
+
+class FixedLimits:
+    """`StepLimits` without a clock. macs: of the tower while requests generate; others: while none does."""
+
+    def __init__(self, macs: float = math.inf, *, others: float = math.inf, tokens: float = math.inf) -> None:
+        self.macs, self.others, self.tokens = macs, others, tokens
+        self.asked: list[int] = []
+
+    def tower_macs(self, num_waiting: int, *, generating: bool) -> float:
+        """See `StepLimits.tower_macs`. Notes `num_waiting` of steps in which requests generate."""
+        if generating:
+            self.asked.append(num_waiting)
+        return self.macs if generating else self.others
+
+    def prompt_tokens(self, *, shared: bool) -> float:
+        """See `StepLimits.prompt_tokens`."""
+        return self.tokens if shared else math.inf
 
 
 def request_states(*, bidirectional=None, max_short_len=None) -> RequestStates:

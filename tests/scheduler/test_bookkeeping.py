@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.scheduler.made_up import BLOCK, END, cross_input, image, request, request_states, scheduler
+from tests.scheduler.made_up import BLOCK, END, FixedLimits, cross_input, image, request, request_states, scheduler
 from vlmserve.runner.requests import ScheduledRequest
 from vlmserve.steps import ModelRunnerOutput, SchedulerOutput
 
@@ -128,7 +128,8 @@ def test_no_block_leaks_or_holds_another_requests_content_and_every_request_ends
     num_blocks, budget, seqs, encoder_bytes, max_images, prefix_caching, _, window = sizes
     s = scheduler(*sizes)
     s.propose_drafts = None if drafts is None else lambda request: drafts[request.num_prompt_tokens % 2 :]
-    s.encoder_budget = None if encoder_budget is None else lambda _: encoder_budget
+    if encoder_budget is not None:
+        s.limits = FixedLimits(encoder_budget, others=7 * encoder_budget, tokens=3)
     states = request_states(bidirectional=bidirectional, max_short_len=max_short_len)
     contents = Contents()
     capacity = num_blocks * BLOCK

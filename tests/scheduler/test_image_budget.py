@@ -4,8 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from tests.scheduler.made_up import cross_input, finish, image, plan, request, run, sampled, scheduler
-from vlmserve.scheduler.encoder_budget import FIRST_STEP_SECONDS, SEVERAL_SECONDS, EncoderBudget
+from tests.scheduler.made_up import (
+    FixedLimits,
+    cross_input,
+    finish,
+    image,
+    plan,
+    request,
+    run,
+    sampled,
+    scheduler,
+)
 from vlmserve.scheduler.scheduler import Scheduler
 from vlmserve.steps import ModelRunnerOutput, RequestFailure, SchedulerOutput
 
@@ -13,7 +22,7 @@ from vlmserve.steps import ModelRunnerOutput, RequestFailure, SchedulerOutput
 def busy_scheduler(budget: float, **settings) -> Scheduler:
     """One in which a request generates, and steps may make so many multiplications; an image's embedding takes 10."""
     s = scheduler(**settings)
-    s.encoder_budget = lambda _: budget
+    s.limits = FixedLimits(budget)
     s.add(request("text", 3, max_tokens=1000))
     run(s)
     return s
@@ -50,12 +59,64 @@ def test_what_fits_is_encoded_at_once_and_what_is_left_goes_to_the_next_image():
     assert (step.images_to_encode, encoded(step)) == ([], [(2, None), (3, 30)])
 
 
-def test_without_anybody_who_generates_there_is_no_bound():
+def test_limits_without_generating_requests_are_their_own():
     s = scheduler()
-    s.encoder_budget = lambda _: 1
+    s.limits = FixedLimits(1, others=25)
     s.add(request("a", 10, images=[(image(1, 4), 2)]))
-    step, _ = run(s)
-    assert (len(step.images_to_encode), step.encodings) == (1, [])
+    assert [encoded(run(s)[0]) for _ in range(2)] == [[(1, 25)], [(1, None)]]
+
+
+def test_a_stream_gets_a_token_between_all_pieces():
+    s = busy_scheduler(10)
+    s.add(request("photo", 120, images=[(image(1, 100), 2)]))
+    for _ in range(99):
+        step, outputs = run(s)
+        assert encoded(step) == [(1, 10)]
+        assert [one.request_id for one in outputs] == ["text"]
+    assert encoded(run(s)[0]) == [(1, None)]
+
+
+def test_a_short_request_finishes_between_pieces():
+    s = scheduler()
+    s.limits = FixedLimits(10, others=25)
+    s.add(request("photo", 120, images=[(image(1, 100), 2)]))
+    run(s)
+    s.add(request("short", 10, max_tokens=2))
+    assert [[one.request_id for one in run(s)[1]] for _ in range(2)] == [["short"], ["short"]]
+
+
+def test_images_finish_in_order_of_arrival():
+    s = scheduler(max_encoded_images=4)
+    s.limits = FixedLimits(20, others=20)
+    for number in range(1, 5):
+        s.add(request(str(number), 12, images=[(image(number, 10), 1)], max_tokens=1))
+    first_tokens = {}
+    for step in range(1, 100):
+        for output in run(s)[1]:
+            first_tokens[output.request_id] = step
+        if not len(s):
+            break
+    # Each image takes five steps.
+    assert first_tokens == {"1": 5, "2": 10, "3": 15, "4": 20}
+
+
+def test_prompts_finish_in_order_of_arrival():
+    s = scheduler()
+    s.limits = FixedLimits(tokens=8)
+    for name in "abc":
+        s.add(request(name, 16, max_tokens=1, token=ord(name)))
+    steps = [[one.request_id for one in run(s)[1]] for _ in range(5)]
+    assert steps == [[], ["a"], [], ["b"], ["c"]], "the last one is alone"
+
+
+def test_a_prompt_beside_a_stream_takes_several_steps():
+    s = busy_scheduler(10)
+    s.limits = FixedLimits(tokens=8)
+    s.add(request("long", 30))
+    assert [plan(run(s)[0]) for _ in range(4)] == [[("text", 1), ("long", 8)]] * 3 + [[("text", 1), ("long", 6)]]
+    s.abort(["text", "long"])
+    s.add(request("alone", 30))
+    assert plan(run(s)[0]) == [("alone", 30)]
 
 
 def test_once_nobody_generates_an_image_is_finished_at_once():
@@ -153,7 +214,7 @@ def test_cross_attention_states_wait_for_their_image():
 
 def test_a_prompts_last_token_that_needs_an_image_is_planned_with_the_steps_own_budget():
     s = scheduler(num_blocks=3, budget=2, seqs=2, encoder_bytes=8, max_encoded_images=1)
-    s.encoder_budget = lambda _: 1
+    s.limits = FixedLimits(1)
     s.add(request("text", 2))
     run(s)
     for name in ("a", "b"):
@@ -192,54 +253,22 @@ def test_cross_attention_states_that_were_never_computed_are_not_evicted(aborted
     assert s.images.cache.num_pinned == 0
 
 
-def test_a_budget_is_a_share_of_the_time_that_steps_take():
-    budget = EncoderBudget(0.5)
-    assert budget(1) == float("inf"), "the tower's rate is not known"
-    budget.encoded(1000, 2.0)
-    assert budget(1) == pytest.approx(0.5 * FIRST_STEP_SECONDS * 500)
-    budget.generated(8.0)
-    assert budget(1) == pytest.approx(2000)
-    budget.generated(4.0)
-    assert 1000 < budget(1) < 2000
-    budget.encoded(0, 3.0)
-    assert budget.seconds_per_product == 0.002
-    assert EncoderBudget(float("inf"))(1) == float("inf")
-
-
-def test_a_budget_is_a_length_of_time_while_several_requests_wait_for_images():
-    budget = EncoderBudget(0.5)
-    assert budget(2) == float("inf"), "the tower's rate is not known"
-    budget.encoded(1_000_000, 1.0)
-    budget.generated(0.001)
-    assert budget(1) == pytest.approx(500)
-    assert budget(2) == budget(9) == pytest.approx(1_000_000 * SEVERAL_SECONDS)
-    for _ in range(1000):
-        budget.generated(1.0)
-    assert budget(2) == budget(1) == pytest.approx(500_000, rel=0.01), "the share is more"
-
-
 def test_requests_that_wait_for_images_are_counted():
     s = busy_scheduler(15)
-    asked = []
-
-    def budget(num_waiting: int) -> float:
-        asked.append(num_waiting)
-        return 15
-
-    s.encoder_budget = budget
+    s.limits = limits = FixedLimits(15)
     s.add(request("a", 10, images=[(image(1, 4), 2)]))
     s.add(request("b", 10, images=[(image(2, 4), 2)]))
     s.add(request("long", 10))
     for _ in range(7):
         run(s)
     # The first step admits them, each image takes three. `long` has no image.
-    assert asked == [0, 2, 2, 1, 1, 1, 0]
+    assert limits.asked == [0, 2, 2, 1, 1, 1, 0]
 
 
 def test_no_output_of_a_runner_is_needed_for_an_image_alone():
     s = busy_scheduler(15)
     s.abort(["text"])
-    s.encoder_budget = lambda _: 15
+    s.limits = FixedLimits(15)
     s.add(request("a", 10, images=[(image(1, 4), 0)]))
     step = s.schedule()
     assert s.update(step, ModelRunnerOutput(token_ids={"a": [7]}))[0].token_ids == [7]

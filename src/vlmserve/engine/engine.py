@@ -31,10 +31,10 @@ from vlmserve.runner.runner import ModelRunner, RunningStep
 from vlmserve.sampling.sampler import draw_seed
 from vlmserve.scheduler.adapters import AdapterScheduler
 from vlmserve.scheduler.beams import Beams
-from vlmserve.scheduler.encoder_budget import EncoderBudget
 from vlmserve.scheduler.images import ImageScheduler
 from vlmserve.scheduler.request import Request
 from vlmserve.scheduler.scheduler import Scheduler
+from vlmserve.scheduler.step_limits import MeasuredLimits
 from vlmserve.steps import ModelRunnerOutput, RunTimings, SchedulerOutput
 from vlmserve.types import (
     KEY_BYTES,
@@ -172,9 +172,9 @@ class Engine(BaseEngine):
         )
         if self._adapters is not None:
             self._adapters.follow(self._scheduler)
-        self._encoder_budget = EncoderBudget(config.encoder_step_share)
-        self._encoder_budget.encoded(*self._runner.warm_up())
-        self._scheduler.encoder_budget = self._encoder_budget
+        self._limits = MeasuredLimits(config.encoder_step_share, config.step_seconds)
+        self._limits.encoded(*self._runner.warm_up())
+        self._scheduler.limits = self._limits
         self._info = ModelInfo(
             name=config.model,
             architecture=model.architecture,
@@ -262,7 +262,7 @@ class Engine(BaseEngine):
         prompt_tokens = self._note_progress(step, output, planned, ran)
         self._costs.computed(prompt_tokens, output.timings.model)
         self._costs.copied(step.block_copies, output.timings.transfer)
-        self._record_encoder_times(output, prompt_tokens)
+        self._note_times(step, output.timings, prompt_tokens)
         requests = self._scheduler.requests
         ran_requests = [requests[request_id] for request_id in output.token_ids]
         answered = {request.answer_id: request for request in ran_requests}
@@ -354,11 +354,14 @@ class Engine(BaseEngine):
                 request.answered = ran
         return prompt_tokens
 
-    def _record_encoder_times(self, output: ModelRunnerOutput, prompt_tokens: int) -> None:
-        timings = output.timings
-        self._encoder_budget.encoded(timings.products, timings.vision)
-        if output.token_ids and not prompt_tokens:
-            self._encoder_budget.generated(timings.build + timings.model + timings.sample)
+    def _note_times(self, step: SchedulerOutput, timings: RunTimings, prompt_tokens: int) -> None:
+        self._limits.encoded(timings.products, timings.vision)
+        seconds = timings.build + timings.model + timings.sample
+        generating = sum(one.num_tokens for one in step.requests) > prompt_tokens
+        if prompt_tokens:
+            self._limits.prefilled(prompt_tokens, seconds, generating=generating)
+        elif generating:
+            self._limits.generated(seconds)
 
     def _tower_products(self, image: ImageInput) -> int:
         return 0 if self._vision is None else self._vision.products(image.pixels.shape, image.tiling)

@@ -266,16 +266,22 @@ class NativeNorm:
         return output
 
 
-def encoder_attention(qkv: Tensor, num_heads: int) -> Tensor:
-    """Full attention within each image: ``[images, tokens, 3 * size]``, queries before keys before values, to
-    ``[images, tokens, size]``. The size of a head must be one that `can_pack` takes."""
+def encoder_attention(qkv: Tensor, num_heads: int, queries: slice = slice(None)) -> Tensor:
+    """Full attention within each image.
+
+    ``[images, tokens, 3 * size]``, queries before keys before values, to ``[images, queries, size]``. queries: the rows
+    to compute, without step. The size of a head must be one that `can_pack` takes.
+    """
     images, length, width = qkv.shape
     size = width // 3
     head_size = size // num_heads
     if 3 * num_heads * head_size != width or not can_pack(head_size, qkv.dtype):
         raise ValueError(f"{num_heads} heads of {qkv.dtype} cannot share {width} features")
     qkv = qkv.contiguous()
-    output = torch.empty(images, length, size, dtype=qkv.dtype)
+    first, last, step = queries.indices(length)
+    if step != 1:
+        raise ValueError(f"queries must be consecutive, not every {step}")
+    output = torch.empty(images, max(0, last - first), size, dtype=qkv.dtype)
     if output.numel():
         extension().encoder_attention(
             qkv.data_ptr(),
@@ -284,6 +290,8 @@ def encoder_attention(qkv: Tensor, num_heads: int) -> Tensor:
             length,
             num_heads,
             head_size,
+            first,
+            last,
             head_size**-0.5,
             DTYPES[qkv.dtype],
             torch.get_num_threads(),

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vlmserve.kernels.ranges import RangeKernels, Ranges
-from vlmserve.layers.operations import EncoderKernel, Layer, Operations, RotationKernel
+from vlmserve.layers.operations import ALL_QUERIES, EncoderKernel, Layer, Operations, RotationKernel
 from vlmserve.layers.stages import StageBudget, Stages
 
 
@@ -39,21 +39,21 @@ class EncoderAttention(Layer):
         return 2 * length**2 * self.num_heads * self.head_size
 
     def in_stages(self, qkv: Tensor, budget: StageBudget) -> Stages[Tensor]:
-        """`forward` in stages of so many images and heads of one image."""
+        """`forward` in stages: images, heads of one image, or some queries of one head."""
         images, length, _ = qkv.shape
-        products, heads = self.products(length) // self.num_heads, images * self.num_heads
-        while not (count := budget.take(heads, products)):
+        queries, products = images * self.num_heads * length, 2 * length * self.head_size
+        while not (count := budget.take(queries, products, budget.rows)):
             yield
-        if count == heads:
+        if count == queries:
             return self._kernel(qkv)
         output = qkv.new_empty(images, length, self.num_heads * self.head_size)
         done = 0
         while True:
-            self._attend_heads(qkv, output, done, done + count)
+            self._attend_queries(qkv, output, done, done + count)
             done += count
-            if done == heads:
+            if done == queries:
                 return output
-            while not (count := budget.take(heads - done, products)):
+            while not (count := budget.take(queries - done, products, budget.rows)):
                 yield
 
     def over_ranges(self, qkv: Tensor, ranges: Ranges, budget: StageBudget) -> Stages[Tensor]:
@@ -69,20 +69,26 @@ class EncoderAttention(Layer):
             yield
         return self.range_kernels.attend(qkv, ranges)
 
-    def _attend_heads(self, qkv: Tensor, output: Tensor, start: int, end: int) -> None:
-        """Heads ``start <= i < end``, counted image by image: all of an image in one call, the others one by one."""
+    def _attend_queries(self, qkv: Tensor, output: Tensor, start: int, end: int) -> None:
+        """Compute queries ``start <= i < end``, counted head by head and image by image.
+
+        One call computes whole images; each other call computes one head.
+        """
         images, length, _ = qkv.shape
         inputs = qkv.view(images, length, 3, self.num_heads, self.head_size)
         outputs = output.view(images, length, self.num_heads, self.head_size)
         while start < end:
-            image, head = divmod(start, self.num_heads)
-            whole = 0 if head else (end - start) // self.num_heads
+            place, query = divmod(start, length)
+            image, head = divmod(place, self.num_heads)
+            whole = 0 if head or query else (end - start) // (self.num_heads * length)
             if whole:
                 output[image : image + whole] = self._kernel(qkv[image : image + whole])
-                start += whole * self.num_heads
-            else:
-                outputs[image, :, head] = self._head_kernel(inputs[image, :, :, head].reshape(1, length, -1))[0]
-                start += 1
+                start += whole * self.num_heads * length
+                continue
+            last = min(length, query + end - start)
+            of_head = inputs[image, :, :, head].reshape(1, length, -1)
+            outputs[image, query:last, head] = self._head_kernel(of_head, queries=slice(query, last))[0]
+            start += last - query
 
     def arrange(self, operations: Operations) -> None:
         """See `Layer.arrange`."""
@@ -93,7 +99,7 @@ class EncoderAttention(Layer):
         self.range_kernels = operations.encoder_ranges(self.num_heads, self.head_size, self._dtype)
 
 
-def _attend(qkv: Tensor, num_heads: int) -> Tensor:
+def _attend(qkv: Tensor, num_heads: int, queries: slice = ALL_QUERIES) -> Tensor:
     images, length, _ = qkv.shape
     query, key, value = qkv.view(images, length, 3, num_heads, -1).permute(2, 0, 3, 1, 4)
-    return F.scaled_dot_product_attention(query, key, value).transpose(1, 2).flatten(2)
+    return F.scaled_dot_product_attention(query[:, :, queries], key, value).transpose(1, 2).flatten(2)

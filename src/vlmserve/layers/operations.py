@@ -20,8 +20,17 @@ from vlmserve.layers.adapters import LinearAdapters
 
 Norm = Callable[[Tensor], Tensor]
 """``[..., size]`` to the same."""
-EncoderKernel = Callable[[Tensor], Tensor]
-"""``[images, tokens, 3 * size]`` to ``[images, tokens, size]``, see `EncoderAttention`."""
+ALL_QUERIES = slice(None)
+
+
+class EncoderKernel(Protocol):
+    """Full attention within each image, see `EncoderAttention`."""
+
+    def __call__(self, qkv: Tensor, *, queries: slice = ALL_QUERIES) -> Tensor:
+        """``[images, tokens, 3 * size]`` to ``[images, queries, size]``. queries: the rows to compute, without step."""
+        ...
+
+
 RotationKernel = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Queries, keys and values ``[rows, 3 * size]``, cosines and sines, float32 ``[rows, 1, head_size / 2]``, to the first,
 rotated in place."""

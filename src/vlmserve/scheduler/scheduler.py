@@ -27,6 +27,7 @@ from vlmserve.scheduler.images import ImageScheduler
 from vlmserve.scheduler.priority import enter_first, enter_last
 from vlmserve.scheduler.request import Request
 from vlmserve.scheduler.searches import Search
+from vlmserve.scheduler.step_limits import StepLimits
 from vlmserve.steps import ModelRunnerOutput, SchedulerOutput
 from vlmserve.types import EngineOutput
 
@@ -37,9 +38,8 @@ ProposeDrafts = Callable[[Request], Sequence[int]]
 class Scheduler:
     """Owns the requests, their blocks by `blocks`, and their images by `images`.
 
-    propose_drafts: asked for each request that decodes; an accepted draft saves a step. encoder_budget:
-    asked for each step in which requests decode: how many multiplications the vision tower may make in it, if so many
-    requests with images lack some of their prompts.
+    propose_drafts: asked for each request that decodes; an accepted draft saves a step. limits: asked once for each
+    step; None: only `max_num_batched_tokens` limits it.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Scheduler:
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.propose_drafts: ProposeDrafts | None = None
-        self.encoder_budget: Callable[[int], float] | None = None
+        self.limits: StepLimits | None = None
         self.num_preemptions = 0
         self.prefix_queried_tokens = 0
         self.prefix_cached_tokens = 0
@@ -279,9 +279,12 @@ class Scheduler:
     def _schedule_running(self, step: SchedulerOutput) -> int:
         """Chunks for the running requests; returns the budget that is left."""
         # The last token of a prompt, which may need an image, is scheduled like a token that was generated.
-        bound = self.encoder_budget if any(request.num_uncomputed == 1 for request in self.running) else None
-        self.images.begin_step(math.inf if bound is None else bound(self._num_waiting_for_images))
+        generating = any(request.num_uncomputed == 1 for request in self.running)
+        limits, waiting = self.limits, self._num_waiting_for_images
+        self.images.begin_step(math.inf if limits is None else limits.tower_macs(waiting, generating=generating))
         budget = self._schedule_decodes(step, self._max_num_batched_tokens)
+        if limits is not None:
+            budget = int(min(budget, limits.prompt_tokens(shared=len(self._requests) > 1)))
         for request in self.running[:]:  # more are admitted meanwhile
             if request.num_uncomputed > 1 and budget > 0:
                 budget = self._schedule_waiting(step, budget, above=request.priority)

@@ -100,7 +100,8 @@ struct EncoderAttention {
     // The queries `first <= query < last` of a head.
     void attend(long image, long head, long first, long last) {
         qkv = static_cast<const Stored*>(args.qkv) + image * args.length * 3 * width + head * args.head_size;
-        y = static_cast<Stored*>(args.y) + image * args.length * width + head * args.head_size;
+        // Query `args.first` has the first row of the output.
+        y = static_cast<Stored*>(args.y) + (image * (args.last - args.first) - args.first) * width + head * args.head_size;
         rearrange_keys();
         rearrange_values();
         for (; first < last; first += TILE) {
@@ -228,11 +229,12 @@ struct EncoderAttention {
 template <class Format, class Stored>
 void attend_encoder(const EncoderAttentionArgs& args) {
     // A head is one item, unless there are more threads than heads.
-    long heads = args.images * args.heads, tiles = (args.length + TILE - 1) / TILE;
+    long heads = args.images * args.heads, tiles = (args.last - args.first + TILE - 1) / TILE;
     long parts = smaller(tiles, (args.threads + heads - 1) / heads), items = heads * parts;
     each_in_turn(args.threads, items, [&](long item, int thread) {
         long head = item / parts, part = item % parts;
-        long first = tiles * part / parts * TILE, last = smaller(args.length, tiles * (part + 1) / parts * TILE);
+        long first = args.first + tiles * part / parts * TILE;
+        long last = smaller(args.last, args.first + tiles * (part + 1) / parts * TILE);
         EncoderAttention<Format, Stored>(args, thread).attend(head / args.heads, head % args.heads, first, last);
     });
 }

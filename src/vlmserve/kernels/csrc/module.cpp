@@ -274,7 +274,7 @@ PyObject* sampling(PyObject*, PyObject* const* values, Py_ssize_t count) {
 }
 
 PyObject* encoder_attention(PyObject*, PyObject* const* values, Py_ssize_t count) {
-    Arguments from(values, count, 9);
+    Arguments from(values, count, 11);
     EncoderAttentionArgs args;
     args.qkv = from.address();
     args.y = from.address();
@@ -283,6 +283,8 @@ PyObject* encoder_attention(PyObject*, PyObject* const* values, Py_ssize_t count
     args.length = from.integer();
     args.heads = from.integer();
     args.head_size = from.integer();
+    args.first = from.integer();
+    args.last = from.integer();
     args.scale = from.number();
     args.dtype = static_cast<int>(from.integer());
     args.threads = static_cast<int>(from.integer());
@@ -290,7 +292,7 @@ PyObject* encoder_attention(PyObject*, PyObject* const* values, Py_ssize_t count
         args.scratch = scratch(selected->encoder_attention_scratch(args));
         if (!args.scratch) return PyErr_NoMemory();
     }
-    long work = args.images * args.heads * args.length * args.length * args.head_size / 8;
+    long work = args.images * args.heads * (args.last - args.first) * args.length * args.head_size / 8;
     return run(from, work, [&] { selected->encoder_attention(args); });
 }
 

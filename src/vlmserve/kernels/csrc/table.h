@@ -148,10 +148,11 @@ constexpr long MAX_BUFFERS = 16, MAX_PLANS = 8;
 
 struct EncoderAttentionArgs {
     const void* qkv;  // [images, length, 3, heads, head_size] contiguous
-    void* y;          // [images, length, heads, head_size] contiguous
+    void* y;          // [images, last - first, heads, head_size] contiguous
     void* scratch;    // `encoder_attention_scratch` bytes
     long images, length, heads, head_size;
-    float scale;  // of scores, above 0
+    long first, last;  // queries of each image: first <= query < last
+    float scale;       // of scores, above 0
     int dtype, threads;
 };
 
