@@ -1,4 +1,4 @@
-"""Write docs/results from benchmarks/results: a page with tables and a plot for each suite, and the README's figures.
+"""Write docs/results from benchmarks/results: a page with tables and a plot for each suite, and the README's plot.
 
     python -m benchmarks.report            write the pages
     python -m benchmarks.report --stale    list results whose files changed since they were measured
@@ -164,15 +164,18 @@ def plot(suite: str, found: Sequence[Result]) -> str | None:
 
 
 def summary(found: Sequence[Result]) -> str:
-    """The README's table of ratios."""
-    machines = settings("machines")
-    rows = [
-        [one["what"], machines[result.machine]["short"], f"{one['ratio']}x", one["than"],
-         f"[{result.date}](docs/results/{result.suite}.md)"]
-        for result in found
-        for one in result.summary
-    ]  # fmt: skip
-    return "\n".join(table(["Workload", "Machine", "Ratio", "Compared with", "Measured"], rows)) + "\n"
+    """The README's plot of ratios, with its range, dates, machines and pages."""
+    shown = [result for result in found if result.summary]
+    ratios = [one["ratio"] for result in shown for one in result.summary]
+    dates = sorted({result.date for result in shown})
+    machines, suites = settings("machines"), settings("suites")
+    names = dict.fromkeys(machines[result.machine]["short"] for result in shown)
+    pages = dict.fromkeys(f"[{suites[result.suite]['title']}](docs/results/{result.suite}.md)" for result in shown)
+    return (
+        f"![Rate of vlmserve divided by the rate of another engine: {min(ratios)}x to {max(ratios)}x]"
+        "(docs/results/comparison.svg)\n\n"
+        f"Measured {' to '.join(dict.fromkeys([dates[0], dates[-1]]))} on {' and '.join(names)}: {', '.join(pages)}.\n"
+    )
 
 
 def comparison(found: Sequence[Result]) -> str:

@@ -77,6 +77,10 @@ def test_groups_of_help_exist():
     assert {"Server", "Media"} <= set(named)
 
 
+def test_readme_has_800_to_900_words():
+    assert 800 <= len((ROOT / "README.md").read_text(encoding="utf-8").split()) <= 900
+
+
 def test_there_are_commands_to_check():
     assert {"serve", "ask", "chat", "models", "eval"} <= {words[0] for words in commands()}
 

@@ -1,4 +1,4 @@
-"""Makes the images of the page that the README shows, with a real server and the built-in model.
+"""Make the images of the page that the documents show, with a real server and the built-in model.
 
     python web/screenshots.py           those that the documents show, into docs/images
     python web/screenshots.py FOLDER    all, to look at what has changed
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import io
 import json
 import re
 import subprocess
@@ -19,6 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
+from PIL import Image, ImageDraw
 from playwright.sync_api import Browser, Page, sync_playwright
 
 ROOT = Path(__file__).parents[1]
@@ -27,9 +29,15 @@ sys.path.insert(0, str(ROOT))
 from tests.web.browser import ARGUMENTS, find_chromium
 from tests.web.page import answer_of, ask, draw
 
-DESKTOP = {"width": 1200, "height": 820}
+DESKTOP = {"width": 1200, "height": 980}
 PHONE = {"width": 390, "height": 780}
 SHAPES = ROOT / "examples/shapes.png"
+INSPECTION = {
+    "How many red circles are there?": "2",
+    "Where is the green triangle?": "top right",
+    "What is in the bottom right corner?": "a yellow triangle",
+}
+"""Questions about `parts` with the right answers."""
 IMAGES = ROOT / "docs/images"
 SHOWN = {f"{view}-{look}" for view in ("chat", "live") for look in ("light", "dark", "phone")} | {"draw-phone"}
 
@@ -101,6 +109,29 @@ def opened(browser: Browser, url: str, scheme: str, size: dict[str, int]) -> Pag
     return page
 
 
+def parts() -> dict[str, str | bytes]:
+    """Draw a tray with six parts; return the file as Playwright describes it."""
+    image = Image.new("RGB", (480, 360), "#e9ecf1")
+    draw = ImageDraw.Draw(image)
+    for left, top in ((40, 34), (198, 138)):
+        draw.ellipse((left, top, left + 84, top + 84), fill="#d81e28")
+    for left, top in ((200, 36), (42, 246)):
+        draw.rectangle((left, top, left + 80, top + 80), fill="#1f46d2")
+    for top, colour in ((32, "#1e9e3a"), (244, "#ffe000")):
+        draw.polygon([(398, top), (446, top + 84), (350, top + 84)], fill=colour)
+    written = io.BytesIO()
+    image.save(written, "PNG")
+    return {"name": "parts.png", "mimeType": "image/png", "buffer": written.getvalue()}
+
+
+def inspect(page: Page, questions: int) -> None:
+    """Ask the first questions of `INSPECTION`. Raises ValueError for a wrong answer."""
+    for number, (question, right) in enumerate(list(INSPECTION.items())[:questions]):
+        ask(page, question, *([] if number else [parts()]))
+        if (answer := answer_of(page, number).strip()) != right:
+            raise ValueError(f"{question} {answer}")
+
+
 def main(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
 
@@ -118,16 +149,13 @@ def main(folder: Path) -> None:
             draw(page)
             shoot(page, f"draw-{suffix}")
             page.get_by_role("button", name="Close").click()
-            ask(page, "Describe the image.", SHAPES)
-            answer_of(page, 0)
-            ask(page, "What colour is the circle?")
-            answer_of(page, 1)
+            inspect(page, questions=1 if size == PHONE else len(INSPECTION))
             shoot(page, f"chat-{suffix}")
             page.get_by_role("button", name="Settings").click()
             shoot(page, f"settings-{suffix}")
             page.get_by_role("button", name="Done").click()
             page.route("**/v1/chat/completions", lambda route: route.abort())
-            ask(page, "How many shapes are there?")
+            ask(page, "Describe the image.")
             page.get_by_text("cannot be reached").first.wait_for()
             shoot(page, f"error-{suffix}")
             page.unroute("**/v1/chat/completions")

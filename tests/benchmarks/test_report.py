@@ -67,3 +67,12 @@ def test_result_of_another_name_fails(tmp_path: Path) -> None:
 def test_plot_is_valid_svg() -> None:
     drawn = report.bars([("a <b>", 0.5), ("c", 2)], "d & e", line=1)
     assert len(xml.dom.minidom.parseString(drawn).getElementsByTagName("rect")) == 3
+
+
+def test_summary_gives_range_dates_and_pages() -> None:
+    found = [one for one in report.results() if one.summary]
+    text = report.summary(found)
+    ratios = [one["ratio"] for result in found for one in result.summary]
+    assert f"{min(ratios)}x to {max(ratios)}x" in text
+    assert f"{min(one.date for one in found)} to {max(one.date for one in found)}" in text
+    assert all(f"docs/results/{result.suite}.md" in text for result in found)
