@@ -5,6 +5,10 @@ from __future__ import annotations
 import logging
 
 import pytest
+from anthropic.types.beta import message_create_params as beta_message_params
+from openai.types import completion_create_params as completion_params
+from openai.types.chat import completion_create_params as chat_params
+from openai.types.responses import response_create_params as response_params
 
 from vlmserve.errors import InvalidRequestError
 from vlmserve.server.schema import base
@@ -118,14 +122,83 @@ def test_null_is_accepted_for_any_field():
         ("max_token", "max_tokens"),
         ("maxTokens", "max_tokens"),
         ("top-p", "top_p"),
+        ("top_pp", "top_p"),
+        ("stops", "stop"),
+        ("tempature", "temperature"),
+        ("tepmerature", "temperature"),
         ("presence_penality", "presence_penalty"),
+        ("frequencyPenality", "frequency_penalty"),
         ("n_predict", "max_tokens"),
+        ("max_new_token", "max_tokens"),
+        ("stop_sequence", "stop"),
+        ("stop_sequences", "stop"),
+        ("random_seed", "seed"),
     ],
 )
 def test_misspelt_field_names_the_right_one(wrong, meant):
     with pytest.raises(InvalidRequestError, match=rf"^{wrong}: .*did you mean {meant}\?") as caught:
         validate(ChatRequest, {"messages": [{"role": "user", "content": "hi"}], wrong: 1})
     assert caught.value.param == wrong
+
+
+def test_stop_sequence_is_misspelt_in_messages():
+    with pytest.raises(InvalidRequestError, match=r"^stop_sequence: .*did you mean stop_sequences"):
+        validate(MessagesRequest, {**MESSAGES, "stop_sequence": ["x"]})
+
+
+OF_OTHER_SERVERS = """
+add_bos_token agent_id auto_max_new_tokens banned_strings banned_tokens bootstrap_host cache_prompt chat_id
+citation_options context_length_exceeded_behavior conversation_id custom_params data_parallel_rank debug deferred
+details disable_search do_sample dry_base dry_penalty_last_n dynatemp_exponent ebnf enable_search enable_thinking
+extra_body fallbacks features files format generation_prompt grammar_lazy grammar_triggers id_slot image_data images
+incremental_output input_ids instruction_template keep_alive litellm_metadata lora lora_path max_context_length
+max_image_size message_id min_k min_keep min_new_tokens mirostat_lr mirostat_tau mode n_ctx n_indent n_keep n_probs
+num_ctx num_gpu options params parse_tool_calls penalize_nl plugins post_sampling_probs prefix preserved_tokens preset
+priority prompt_mode prompt_truncate_len provider raw raw_output reasoning reasoning_format regex rep_pen request_id
+response_fields return_full_text return_hidden_states return_images return_progress return_related_questions rid route
+run_id safe_prompt samplers search_mode search_parameters separate_reasoning session_id session_params stop_regex
+stream_mode stream_reasoning suffix system tags task temperature_last template think thinking thinking_budget thread_id
+timings_per_token top_n_tokens trace transforms translation_options truncate usage user_id vllm_xargs watermark
+workspace_id xtc_threshold
+""".split()
+
+
+def misspelt(kind, body):
+    """Whether a body is rejected for a misspelt field."""
+    try:
+        validate(kind, body)
+    except InvalidRequestError as error:
+        return "did you mean" in str(error)
+    return False
+
+
+@pytest.mark.parametrize(
+    ("kind", "body", "sdk"),
+    [
+        (ChatRequest, {"messages": [{"role": "user", "content": "hi"}]}, chat_params.CompletionCreateParamsBase),
+        (CompletionRequest, {"prompt": "hi"}, completion_params.CompletionCreateParamsBase),
+        (MessagesRequest, MESSAGES, beta_message_params.MessageCreateParamsBase),
+        (ResponsesRequest, RESPONSES, response_params.ResponseCreateParamsBase),
+    ],
+)
+def test_fields_of_clients_are_not_misspelt(kind, body, sdk):
+    for name in {*OF_OTHER_SERVERS, *sdk.__annotations__} - body.keys():
+        assert not misspelt(kind, {**body, name: {"x": 1}}), name
+
+
+@pytest.mark.parametrize("name", ["context", "contents"])
+def test_unknown_field_beside_the_one_it_resembles_is_ignored(name):
+    turn = {"role": "assistant", "content": "hi"}
+    messages = [{"role": "user", "content": "hi"}]
+    plain = validate(ChatRequest, {"messages": [*messages, turn]})
+    assert validate(ChatRequest, {"messages": [*messages, {**turn, name: {"x": 1}}]}) == plain
+
+
+def test_many_unknown_fields_are_not_all_compared(monkeypatch):
+    compared = []
+    monkeypatch.setattr(base.Spellings, "meant", lambda self, name: compared.append(name))
+    validate(ChatRequest, {"messages": [{"role": "user", "content": "hi"}], **{f"made_up_{n}": 1 for n in range(900)}})
+    assert len(compared) == base._MOST_MISSPELT
 
 
 def test_misspelt_nested_field_is_named_with_its_place():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, TypeVar
 
@@ -24,6 +24,7 @@ from pydantic_core import CoreSchema, PydanticCustomError
 
 from vlmserve.errors import InvalidRequestError
 from vlmserve.frontend.messages import MAX_DEPTH, is_too_deep
+from vlmserve.server.schema.spelling import Spellings
 
 logger = logging.getLogger(__name__)
 
@@ -33,10 +34,8 @@ MAX_FIELDS = 1000
 """Fields of an object whose fields are known."""
 MAX_LOGGED = 1000
 """Unknown names that are logged while the server runs."""
-_LONGEST_NAME = 40
-"""Characters of a name that may be a known one, misspelt."""
-_SHORTEST_MISSPELT = 6
-"""Letters of a name in which one wrong character is noticed. Shorter names too often differ in one on purpose."""
+_MOST_MISSPELT = 32
+"""Unknown fields of an object whose spelling is checked."""
 _SHOWN_NAME = 100
 """Characters of an unknown name that are logged."""
 _EMPTY: tuple[Any, ...] = ([], {}, "")
@@ -93,15 +92,6 @@ def _field_error(name: str, message: str) -> PydanticCustomError:
     return PydanticCustomError("field", "{message}", {"message": message, "field": name[:_SHOWN_NAME]})
 
 
-def _misspellings(name: str) -> Iterator[str]:
-    """The name's letters, and these without one of them: names that differ in one character have one in common."""
-    letters = name.replace("_", "").replace("-", "").lower()
-    yield letters
-    if len(letters) >= _SHORTEST_MISSPELT:
-        for place in range(len(letters)):
-            yield letters[:place] + letters[place + 1 :]
-
-
 def _or_null(schema: dict[str, Any]) -> dict[str, Any]:
     """The JSON schema of a value that may be null as well."""
     null = {"type": "null"}
@@ -145,21 +135,22 @@ class RequestModel(BaseModel):
         known = cls._known_fields()
         kept = {name: field for name, field in value.items() if field is not None and name in known}
         if len(kept) < len(value):
-            for name, field in value.items():
-                if field is not None and name not in known:
-                    cls._check_unknown(name, field)
+            ignored = known | cls.ignored_fields
+            unknown = [name for name, field in value.items() if field is not None and name not in ignored]
+            for number, name in enumerate(unknown):
+                meant = cls._spellings().meant(name) if number < _MOST_MISSPELT else cls.other_names.get(name)
+                cls._check_unknown(name, value[name], None if meant in kept else meant)
         return kept
 
     @classmethod
-    def _check_unknown(cls, name: str, value: Any) -> None:
+    def _check_unknown(cls, name: str, value: Any, meant: str | None) -> None:
         if name in cls.neutral_values:
             if value not in (*cls.neutral_values[name], *_EMPTY):
                 raise _field_error(name, "This field is not supported here; leave it out")
-        elif name not in cls.ignored_fields:
-            meant = cls.other_names.get(name) or cls._meant(name)
-            if meant is not None:
-                raise _field_error(name, f"There is no such field; did you mean {meant}?")
-            log_once("Field", f"{cls.__name__}.{name}", "is unknown and ignored")
+            return
+        if meant is not None:
+            raise _field_error(name, f"There is no such field; did you mean {meant}?")
+        log_once("Field", f"{cls.__name__}.{name}", "is unknown and ignored")
 
     @classmethod
     @functools.cache
@@ -167,17 +158,9 @@ class RequestModel(BaseModel):
         return frozenset(field.alias or name for name, field in cls.model_fields.items())
 
     @classmethod
-    def _meant(cls, name: str) -> str | None:
-        if len(name) > _LONGEST_NAME:
-            return None
-        spellings = cls._spellings()
-        return next((spellings[spelling] for spelling in _misspellings(name) if spelling in spellings), None)
-
-    @classmethod
     @functools.cache
-    def _spellings(cls) -> Mapping[str, str]:
-        """Known fields by their `_misspellings`."""
-        return {spelling: name for name in sorted(cls._known_fields()) for spelling in _misspellings(name)}
+    def _spellings(cls) -> Spellings:
+        return Spellings({**cls.other_names, **{name: name for name in sorted(cls._known_fields())}})
 
     @classmethod
     def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:

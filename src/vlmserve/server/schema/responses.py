@@ -14,7 +14,13 @@ from vlmserve.server.schema.base import MAX_COUNT, RequestModel
 from vlmserve.server.schema.content import PromptRequest, ReasoningEffort, TemplateSettings, effort_settings
 from vlmserve.server.schema.items import Includable, Input, Metadata
 from vlmserve.server.schema.response_tools import FunctionTool, ResponseToolChoice, response_tool_use
-from vlmserve.server.schema.sampling import IGNORED_FIELDS, NEUTRAL_VALUES, OTHER_NAMES, SamplingRequest
+from vlmserve.server.schema.sampling import (
+    IGNORED_FIELDS,
+    LIMIT_NAMES,
+    NEUTRAL_VALUES,
+    OTHER_NAMES,
+    SamplingRequest,
+)
 from vlmserve.server.schema.structured import OutputFormat, either_grammar, output_grammar
 from vlmserve.server.schema.tools import MAX_TOOLS, offered
 from vlmserve.server.schema.usage import Usage
@@ -30,7 +36,8 @@ _NEUTRAL_VALUES: Mapping[str, tuple[Any, ...]] = {
 
 
 _OTHER_NAMES: Mapping[str, str] = {
-    **dict.fromkeys([*OTHER_NAMES, "max_tokens", "max_completion_tokens"], "max_output_tokens"),
+    **OTHER_NAMES,
+    **dict.fromkeys((*LIMIT_NAMES, "max_tokens", "max_completion_tokens"), "max_output_tokens"),
     "reasoning_effort": "reasoning.effort",
 }
 

@@ -63,8 +63,14 @@ IGNORED_FIELDS = frozenset(
     }
 )
 """Fields of other servers that never change an answer."""
-OTHER_NAMES = {"max_length": "max_tokens", "max_new_tokens": "max_tokens", "n_predict": "max_tokens"}
-"""Names that other servers have for fields."""
+LIMIT_NAMES = ("max_length", "max_new_tokens", "max_tokens_to_sample", "n_predict")
+"""Names that other servers use for the longest answer."""
+OTHER_NAMES: Mapping[str, str] = {
+    **dict.fromkeys(LIMIT_NAMES, "max_tokens"),
+    **dict.fromkeys(("stop_sequences", "stop_strings", "stop_words"), "stop"),
+    "random_seed": "seed",
+}
+"""Names that other servers use for fields."""
 
 
 class StreamOptions(RequestModel):
