@@ -108,6 +108,23 @@ def test_files_of_the_package_exist(path):
     assert absent <= {"utils.py", "adapters/", "runner/ranks.py"}
 
 
+def test_architecture_names_every_top_level_module():
+    package = ROOT / "src" / "vlmserve"
+    modules = {path.name for path in package.glob("*.py")} - {"__init__.py", "__main__.py"}
+    folders = {f"{path.parent.name}/" for path in package.glob("*/__init__.py")}
+    named = set(re.findall(r"`([a-z_]+(?:\.py|/))`", (ROOT / "docs/architecture.md").read_text(encoding="utf-8")))
+    assert (modules | folders) - named == set()
+
+
+def test_guides_have_at_most_900_words():
+    guides = re.findall(
+        r": ([a-z-]+\.md)", (ROOT / "mkdocs.yml").read_text().split("  - Guides:")[1].split("  - Reference:")[0]
+    )
+    words = {name: len((ROOT / "docs" / name).read_text(encoding="utf-8").split()) for name in guides}
+    assert len(words) > 15
+    assert {name: count for name, count in words.items() if count > 900} == {}
+
+
 def anchors(path: Path) -> set[str]:
     """The anchors of a page's headings, as GitHub makes them."""
     text = re.sub(r"```.*?```", "", path.read_text(encoding="utf-8"), flags=re.DOTALL)
