@@ -42,13 +42,16 @@ def test_late_answer_is_never_read_as_the_next(monkeypatch: pytest.MonkeyPatch) 
         server.close()
 
 
-def test_dropped_trials_end_their_server_without_a_lock() -> None:
+def test_last_owner_ends_a_server_without_a_lock() -> None:
     folder = resolve_model("pixie")
-    trials = GrammarTrials(folder, EngineConfig())
-    trials.check(Grammar.json('{"type": "integer"}'))
-    before = {process.pid for process in fork_servers()}
+    first, second = GrammarTrials(folder, EngineConfig()), GrammarTrials(folder, EngineConfig())
+    first.check(Grammar.json('{"type": "integer"}'))
+    servers = fork_servers()
+    assert len(servers) == 1
+    del first
+    second.check(Grammar.json('{"type": "boolean"}'))
+    assert fork_servers() == servers
     with fork_server._lock:  # as where a collection begins while a server starts
-        del trials
-    GrammarTrials(folder, EngineConfig()).check(Grammar.json('{"type": "boolean"}'))
-    assert len(before) == 1
-    assert not before & {process.pid for process in fork_servers()}
+        del second
+    fork_server._end_disowned()  # as before the next process is forked
+    assert fork_servers() == []

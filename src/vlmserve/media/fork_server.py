@@ -13,7 +13,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections import deque
+from collections import Counter, deque
 from pathlib import Path
 from typing import Literal, TypeAlias
 
@@ -107,13 +107,15 @@ class ForkServer:
 
 _lock = threading.Lock()
 _servers: dict[ServerKey, ForkServer] = {}
-_retired: deque[ServerKey] = deque()
-"""Servers that no object needs any more."""
+_owners: Counter[ServerKey] = Counter()
+"""How many objects need a server."""
+_disowned: deque[ServerKey] = deque()
+"""A server for each owner that has gone since the last process was forked."""
 
 
 def fork_for(kind: FileKind, stdin: int, stdout: int, setup: str = "") -> tuple[ForkServer, int]:
     """A new process, and the server that has forked it. Raises UnavailableError."""
-    _end_retired()
+    _end_disowned()
     key = (kind, setup)
     for _ in range(2):  # one that was ended from outside is replaced
         with _lock:
@@ -130,16 +132,26 @@ def fork_for(kind: FileKind, stdin: int, stdout: int, setup: str = "") -> tuple[
     raise UnavailableError("no process could be started to decode the file")
 
 
-def retire_server(kind: FileKind, setup: str) -> None:
-    """Have a server ended before the next process is forked. Takes no lock and does not wait, as a finalizer must."""
-    _retired.append((kind, setup))
+def own_server(kind: FileKind, setup: str) -> None:
+    """Add an owner of a server. The server lives until its last owner disowns it."""
+    with _lock:
+        _owners[kind, setup] += 1
 
 
-def _end_retired() -> None:
+def disown_server(kind: FileKind, setup: str) -> None:
+    """Remove an owner when the next process is forked. Takes no lock and does not wait, as a finalizer must."""
+    _disowned.append((kind, setup))
+
+
+def _end_disowned() -> None:
     ended = []
     with _lock:
-        while _retired:
-            ended.append(_servers.pop(_retired.popleft(), None))
+        while _disowned:
+            key = _disowned.popleft()
+            _owners[key] -= 1
+            if not _owners[key]:
+                del _owners[key]
+                ended.append(_servers.pop(key, None))
     for server in ended:
         if server is not None:
             server.close()
@@ -159,7 +171,6 @@ def _forget_servers() -> None:
     global _lock
     _lock = threading.Lock()
     _servers.clear()
-    _retired.clear()
 
 
 os.register_at_fork(after_in_child=_forget_servers)

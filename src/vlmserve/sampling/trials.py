@@ -10,7 +10,7 @@ from pathlib import Path
 
 from vlmserve.config import EngineConfig
 from vlmserve.errors import InvalidRequestError, UnavailableError
-from vlmserve.media.fork_server import retire_server
+from vlmserve.media.fork_server import disown_server, own_server
 from vlmserve.media.isolated import Answer, IsolatedProcess
 from vlmserve.sampling.schemas import JSONBounds
 from vlmserve.types import Grammar
@@ -41,7 +41,8 @@ class GrammarTrials:
         self._bounds = asdict(JSONBounds.of(config))
         self._lock = threading.Lock()
         self._verdicts: OrderedDict[tuple[str, str, bool], str] = OrderedDict()
-        weakref.finalize(self, retire_server, "grammar", self._folder)
+        own_server("grammar", self._folder)
+        weakref.finalize(self, disown_server, "grammar", self._folder)
 
     def passed(self, grammar: Grammar) -> bool:
         """Whether a grammar has compiled before."""
