@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -37,9 +38,11 @@ class Command:
 
     def __init__(self, *arguments: str) -> None:
         command = [sys.executable, "-m", "vlmserve", *arguments]
+        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115
         self._process = subprocess.Popen(
             command,
             stdout=subprocess.PIPE,
+            stderr=self._log,
             text=True,
             process_group=0,
             # Ray asks for its token by default only where it looks for a cluster by itself.
@@ -59,6 +62,10 @@ class Command:
                 return line.split("is ready: ")[1].split()[0]
         raise AssertionError(f"it ended with {self._process.wait()}: {self.lines}")
 
+    def log(self) -> str:
+        self._log.seek(0)
+        return self._log.read()
+
     def family(self) -> list[psutil.Process]:
         return psutil.Process(self._process.pid).children(recursive=True)
 
@@ -76,6 +83,7 @@ class Command:
         """Interrupt it as Ctrl-C does."""
         self._process.send_signal(signal.SIGINT)
         self._process.communicate(timeout=60)
+        print(self.log(), file=sys.stderr)
         return self._process.returncode
 
 
@@ -200,6 +208,21 @@ def test_a_second_gateway_serves_the_same_workers_and_is_replaced_by_a_third(clu
             assert third.url == gateway.url
             assert gateway.wait() == 0
             assert ask(gateway.url).status_code == 200
+
+
+def test_requests_go_on_after_rays_head(cluster):
+    """Ray ends its processes a minute after its head unless each of them has the setting."""
+    limit = "RAY_gcs_rpc_server_reconnect_timeout_s"
+    wait_for(cluster.url)
+    own = {process.name(): process for process in cluster.family()}
+    assert [own[name].environ().get(limit) for name in ("gcs_server", "raylet")] == ["86400"] * 2
+    own["gcs_server"].kill()
+    deadline = time.monotonic() + 60
+    while "ERROR cluster Ray's head ended" not in cluster.log():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    assert {ask(cluster.url).status_code for _ in range(5)} == {200}
+    assert up(cluster.url) == ["large-0", "small-0"]
 
 
 def test_the_files_for_deployments_describe_applications():

@@ -15,13 +15,16 @@ from vlmserve import errors
 from vlmserve.errors import ModelLoadError, VLMServeError
 from vlmserve.scaleout.member import HANDED_OVER, Launch, News, Up
 
+MODULE = "vlmserve.scaleout.member"
+"""The command line of each worker and gateway names it."""
+
 
 class MemberProcess:
     """A process that was started. It must be closed; it also ends when its parent does."""
 
     def __init__(self, launch: Launch) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "vlmserve.scaleout.member"],
+            [sys.executable, "-P", "-m", MODULE],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             process_group=0,  # Ctrl-C in a terminal goes to the parent alone, which has it drain first

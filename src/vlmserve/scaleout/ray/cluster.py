@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import signal
 import socket
@@ -16,12 +17,16 @@ from ray._private import ray_constants, services
 from vlmserve.config import EngineConfig, MediaConfig, ServerConfig
 from vlmserve.cores import usable_cores
 from vlmserve.errors import ConfigurationError
+from vlmserve.logs import level_number, set_up_logging
 from vlmserve.scaleout.member import GatewayLaunch, WorkerLaunch
+from vlmserve.scaleout.ray import head
 from vlmserve.scaleout.ray.deployments import gateway_application, worker_application, worker_launch
 from vlmserve.scaleout.ray.directory import NAMESPACE
 from vlmserve.scaleout.ray.membership import Membership
 from vlmserve.scaleout.settings import GatewayConfig, WorkerKind
 from vlmserve.scaleout.storage import check_local, check_shared, refuse_local
+
+logger = logging.getLogger(__name__)
 
 _SETTINGS = {
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -29,10 +34,13 @@ _SETTINGS = {
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_worker_niceness": "0",  # else all other processes of the machine come before the engines
     "RAY_task_events_report_interval_ms": "0",  # else Ray's head keeps what it knows of the latest 100,000 calls
+    "RAY_gcs_rpc_server_reconnect_timeout_s": "86400",  # else Ray ends all members a minute after its head
 }
 _OBJECT_STORE = 100 * 1024**2
 """Bytes; nothing of a request is put there."""
 _EXTRA_GRACE = 10.0
+_LOOK = 0.5
+"""Seconds between two looks at the processes that a command started."""
 _LOOPBACK = ("127.0.0.1", "localhost")
 
 
@@ -41,6 +49,7 @@ def up(kinds: Sequence[WorkerKind], server: ServerConfig, gateway: GatewayConfig
 
     Raises ConfigurationError if the port is taken, ModelLoadError if a model cannot be loaded.
     """
+    set_up_logging(server.log_format, "cluster", level_number(server.log_level))
     check_local([kind.server for kind in kinds for _ in range(kind.count)])
     check_port(server)
     cores, workers = usable_cores(), sum(kind.count for kind in kinds)
@@ -55,7 +64,7 @@ def up(kinds: Sequence[WorkerKind], server: ServerConfig, gateway: GatewayConfig
             )
             for kind in kinds
         ]  # fmt: skip
-        with _serve():
+        with _serve(server.shutdown_grace + _EXTRA_GRACE):
             serve.run_many(
                 [
                     serve.RunTarget(application, name=f"workers {kind.name}", route_prefix=None)
@@ -66,7 +75,7 @@ def up(kinds: Sequence[WorkerKind], server: ServerConfig, gateway: GatewayConfig
             handle = serve.run(front, name="gateway", route_prefix=None)
             url = handle.remote().result()
             print(f"vlmserve is ready: {url} ({workers} workers with {models})", flush=True)
-            stopped.wait()
+            _wait_for_stop(stopped)
 
 
 def join_as_worker(engine: EngineConfig, media: MediaConfig, server: ServerConfig, *, name: str, address: str) -> None:
@@ -107,8 +116,16 @@ def check_port(server: ServerConfig) -> None:
     bind(server).close()
 
 
+def _wait_for_stop(stopped: threading.Event) -> None:
+    while not stopped.wait(_LOOK):
+        if head.has_ended():
+            logger.error("Ray's head ended: requests go on, but workers that end are not replaced; restart the cluster")
+            stopped.wait()
+            return
+
+
 def _wait(member: Membership, stopped: threading.Event, grace: float) -> None:
-    while not stopped.wait(0.5):
+    while not stopped.wait(_LOOK):
         if member.was_replaced:
             print(f"another gateway has taken over {member.url}", flush=True)
             return
@@ -149,7 +166,9 @@ def _local_ray(cores: int) -> Iterator[None]:
     try:
         yield
     finally:
+        left = head.family() if head.has_ended() else []  # Ray's agents wait for their head
         ray.shutdown()
+        head.kill(left)
 
 
 def _keep_to_loopback() -> None:
@@ -199,10 +218,13 @@ def _joined(address: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _serve() -> Iterator[None]:
-    """Ray Serve without an HTTP server of its own."""
+def _serve(grace: float) -> Iterator[None]:
+    """Ray Serve without an HTTP server of its own. Requests get `grace` seconds to finish."""
     serve.start(proxy_location="Disabled")
     try:
         yield
     finally:
-        serve.shutdown()
+        if head.has_ended():
+            head.drain_members(grace)
+        else:
+            serve.shutdown()

@@ -1,0 +1,53 @@
+"""The head of a Ray that this process started, and a cluster whose head has ended.
+
+The head cannot be started again. Its state is in its memory, and nodes end when they find a new head.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import signal
+from collections.abc import Sequence
+
+import psutil
+import ray._private.worker as ray_worker
+from ray._private import ray_constants
+
+from vlmserve.scaleout.launch import MODULE
+
+logger = logging.getLogger(__name__)
+
+_KILL_GRACE = 5.0
+"""Seconds until a killed process is gone."""
+
+
+def has_ended() -> bool:
+    """Return whether the process of Ray's head has ended."""
+    node = ray_worker._global_node
+    return node is not None and any(kind == ray_constants.PROCESS_TYPE_GCS_SERVER for kind, _ in node.dead_processes())
+
+
+def drain_members(grace: float) -> None:
+    """Let workers and gateways finish their requests, for at most `grace` seconds. Ray Serve cannot without a head."""
+    members = []
+    for process in family():
+        with contextlib.suppress(psutil.Error):  # it has ended
+            if MODULE in process.cmdline():
+                process.send_signal(signal.SIGTERM)
+                members.append(process)
+    _, left = psutil.wait_procs(members, timeout=grace)
+    if left:
+        logger.warning("%d processes did not end within %g s", len(left), grace)
+
+
+def family() -> list[psutil.Process]:
+    """The processes that this one started, and theirs."""
+    return list(psutil.Process().children(recursive=True))
+
+
+def kill(processes: Sequence[psutil.Process]) -> None:
+    for process in processes:
+        with contextlib.suppress(psutil.Error):  # it has ended
+            process.kill()
+    psutil.wait_procs(processes, timeout=_KILL_GRACE)
