@@ -214,6 +214,23 @@ def test_empty_texts_are_accepted(source: str, role: Role) -> None:
     assert template.render([Message(role, ("",)), question]) == template.render([empty, question])
 
 
+@pytest.mark.parametrize("before", [(), ("system",)], ids=["alone", "system"])
+def test_assistant_first_is_rejected_by_its_rule(before: tuple[Role, ...]) -> None:
+    messages = [Message(role, (role,), True) for role in (*before, "assistant", "user")]
+    with pytest.raises(InvalidRequestError, match=r"alternate user/assistant: send a user message before") as caught:
+        ChatTemplate(GEMMA, SPECIAL, "<image>").render(messages)
+    assert len(str(caught.value)) <= 140
+    for source in (MISTRAL, QWEN):
+        assert "assistant" in ChatTemplate(source, SPECIAL, "<image>").render(messages)
+
+
+def test_other_faults_keep_the_template_message() -> None:
+    source = "{% for m in messages %}{% if m.tool_calls %}{{ raise_exception('no calls') }}{% endif %}{{ m.content }}"
+    messages = [Message("assistant", ("a",), tool_calls=(ToolCall("1", "f", {}),)), Message("user", ("b",))]
+    with pytest.raises(InvalidRequestError, match="does not accept these messages: no calls"):
+        ChatTemplate(source + "{% endfor %}", SPECIAL, None).render(messages)
+
+
 def test_joined_systems_are_one_first_message() -> None:
     messages = [Message(role, (text,), True) for role, text in (("user", "a"), ("system", "b"), ("system", "c"))]
     assert (

@@ -64,6 +64,10 @@ class Probes:
         form = self._forms[role]
         return form if form.strings or form.one_part else self._forms["user"]
 
+    def takes_assistant_first(self) -> bool:
+        """Whether the template renders a conversation that begins with the assistant."""
+        return self._shows_turns("assistant", "user")
+
     def takes_thoughts_with_calls(self, names: Sequence[str]) -> bool:
         """Whether the template renders an answer with text, reasoning under these names, and a call."""
         thoughts = dict.fromkeys(names, _mark(1))

@@ -169,6 +169,12 @@ class ChatTemplate:
                 settings=settings or {},
             )
         except Exception as error:  # a template can fail with any error that its expressions can raise
+            if _begins_with_assistant(messages) and not self._probes.takes_assistant_first():
+                raise InvalidRequestError(
+                    "the model's chat template wants roles to alternate user/assistant: send a user message before "
+                    "the first assistant message",
+                    param="messages",
+                ) from error
             raise InvalidRequestError(
                 f"the model's chat template does not accept these messages: {error}{_without_a_call(messages)}",
                 param="messages",
@@ -270,6 +276,10 @@ def _with_end(message: Message) -> Message:
     """The message with a mark after its text."""
     *parts, last = message.parts
     return replace(message, parts=(*parts, f"{last}{END_MARK}"))
+
+
+def _begins_with_assistant(messages: Sequence[Message]) -> bool:
+    return next((message.role for message in messages if message.role != "system"), None) == "assistant"
 
 
 def _has_media(message: Message) -> bool:
