@@ -64,7 +64,7 @@ class StaticAttention(TorchReference):
     def attend_rotated(
         self,
         qkv: Tensor,
-        rope: RotaryRows,
+        rope: RotaryRows | None,
         cache: LayerCache,
         spec: AttentionSpec,
         metadata: BatchMetadata,
@@ -73,6 +73,8 @@ class StaticAttention(TorchReference):
         """See `RotatingBackend.attend_rotated`."""
         heads = qkv.view(len(qkv), -1, spec.head_size)
         query, key, value = heads.split([spec.num_heads, spec.num_kv_heads, spec.num_kv_heads], 1)
+        if rope is None:
+            return self.attend(query, key, value, cache, spec, metadata, plan)
         cos, sin = (part if rope.positions is None else part[rope.positions] for part in (rope.cos, rope.sin))
         size = cos.shape[1]
 
@@ -243,7 +245,6 @@ class StaticDevice(CpuDevice):
         layers: Sequence[AttentionSpec],
         dtype: torch.dtype,
         *,
-        bidirectional: bool = False,
         quantized_cache: bool = False,
     ) -> AttentionBackend:
         """See `Device.attention`."""

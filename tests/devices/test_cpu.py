@@ -76,7 +76,6 @@ def test_the_native_backend_serves_all_layers_or_none() -> None:
     assert isinstance(device.attention([PLAIN, WITH_SINKS], torch.float32), TorchReference)
     windowed = AttentionSpec(4, 2, 16, 0.25, window=8)
     assert isinstance(device.attention([windowed], torch.float32), CpuAttention)
-    assert isinstance(device.attention([windowed], torch.float32, bidirectional=True), TorchReference)
 
 
 @built

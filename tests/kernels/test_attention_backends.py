@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -16,7 +15,7 @@ from hypothesis import strategies as st
 from tests.attending import CHUNKS, CPU, Bidirectional, Chunk, attend, attention_specs, naive_attention
 from tests.paged import BlockTables
 from vlmserve.kernels.attention import AttentionBackend, AttentionSpec, LayerCache
-from vlmserve.kernels.cpu_attention import CpuAttention, unsupported_reason
+from vlmserve.kernels.cpu_attention import CpuAttention
 from vlmserve.kernels.extension import supported_isas
 from vlmserve.kernels.torch_reference import TorchReference
 from vlmserve.models.registry import return_free_memory
@@ -73,8 +72,6 @@ def test_rows_that_see_what_comes_after_them_equal_naive_attention(
     block_size: int,
 ) -> None:
     chunks, bidirectional = drawn
-    if unsupported_reason(spec, torch.float32, CPU, bidirectional=True) is not None and kind is CpuAttention:
-        spec = replace(spec, window=None)
     output, expected = attend(kind(), chunks, spec, block_size, bidirectional=bidirectional)
     torch.testing.assert_close(output.double(), expected, atol=2e-5, rtol=1e-5)
 

@@ -1,4 +1,4 @@
-"""Images whose tokens attend to each other in both directions: the torch backend beside attention in float64."""
+"""Images whose tokens attend to each other in both directions, compared with attention in float64."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ import torch
 from torch import Tensor
 
 from tests.attending import CPU
+from tests.native import built
 from tests.paged import BlockTables
 from vlmserve.kernels import torch_reference
-from vlmserve.kernels.attention import AttentionSpec, BidirectionalRows
-from vlmserve.kernels.cpu_attention import unsupported_reason
-from vlmserve.kernels.extension import supported_isas
+from vlmserve.kernels.attention import AttentionBackend, AttentionSpec, BidirectionalRows
+from vlmserve.kernels.cpu_attention import CpuAttention
 from vlmserve.kernels.torch_reference import TorchReference
+
+every_backend = pytest.mark.parametrize("kind", [TorchReference, pytest.param(CpuAttention, marks=built)])
 
 SPEC = AttentionSpec(num_heads=4, num_kv_heads=2, head_size=8, scale=0.5)
 # Of each sequence: tokens in the cache before, new ones, and where its images lie.
@@ -44,16 +46,21 @@ def naive(query: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, imag
     return torch.stack(rows)
 
 
+@every_backend
 @pytest.mark.parametrize("window", [None, 3, 10])
 @pytest.mark.parametrize("soft_cap", [None, 2.0])
 @pytest.mark.parametrize("rows_per_mask", [4, 256])
 def test_rows_attend_to_their_own_image_and_what_came_before(
-    window: int | None, soft_cap: float | None, rows_per_mask: int, monkeypatch: pytest.MonkeyPatch
+    kind: type[AttentionBackend],
+    window: int | None,
+    soft_cap: float | None,
+    rows_per_mask: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(torch_reference, "ROWS_PER_MASK", rows_per_mask)
     torch.manual_seed(0)
     spec = replace(SPEC, window=window, soft_cap=soft_cap)
-    backend = TorchReference()
+    backend = kind()
     contexts = [before + new for before, new, _ in SEQUENCES]
     blocks = BlockTables(contexts, 4)
     cache = backend.allocate(blocks.num_blocks, 4, spec, torch.float32, CPU)
@@ -85,11 +92,3 @@ def test_rows_attend_to_their_own_image_and_what_came_before(
         for query, key, value, (before, _, images) in zip(queries, keys, values, SEQUENCES, strict=True)
     ]
     torch.testing.assert_close(output, torch.cat(expected).float(), atol=1e-5, rtol=1e-5)
-
-
-@pytest.mark.skipif(not supported_isas(), reason="the native kernels were not built")
-def test_the_native_kernels_say_that_they_cannot_beside_a_window() -> None:
-    sliding = replace(SPEC, window=3)
-    assert unsupported_reason(sliding, torch.float32, CPU) is None
-    assert unsupported_reason(SPEC, torch.float32, CPU, bidirectional=True) is None
-    assert "later ones" in str(unsupported_reason(sliding, torch.float32, CPU, bidirectional=True))

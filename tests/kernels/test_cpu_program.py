@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import gc
+import logging
 import re
 import weakref
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +15,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import vlmserve
-from tests.checkpoints import make_llama, make_text_model
+from tests.blip import make_blip
+from tests.checkpoints import make_gemma3, make_llama, make_qwen_vl
+from tests.models.test_families import FAMILIES, make
 from tests.native import built
 from tests.paged import PagedRun
 from vlmserve.config import QuantizationConfig
@@ -23,10 +27,11 @@ from vlmserve.devices import cpu
 from vlmserve.devices.cpu import ProgramExecutor
 from vlmserve.kernels import cpu_program
 from vlmserve.kernels.attention import LayerCache
-from vlmserve.kernels.cpu_native import NativeNorm, PackedLinear
+from vlmserve.kernels.cpu_native import NativeHeadsNorm, NativeNorm, PackedLinear
 from vlmserve.kernels.cpu_program import (
     INPUT,
     LINEAR,
+    NORM,
     OUTPUT,
     NotRecordable,
     Operation,
@@ -35,6 +40,7 @@ from vlmserve.kernels.cpu_program import (
     assign_buffers,
 )
 from vlmserve.layers.attention import StepContext
+from vlmserve.layers.operations import NormedHeads
 from vlmserve.layers.rope import RopeTables
 from vlmserve.models.decoder import Decoder
 from vlmserve.models.registry import load_model
@@ -95,12 +101,34 @@ def test_a_program_gives_what_its_kernels_give_one_by_one(
 
 
 @built
-def test_layers_that_need_torch_go_on_without_a_program(tmp_path: Path) -> None:
-    """Norms of heads lie between rows of others."""
-    folder = make_text_model(tmp_path, Qwen3ForCausalLM, Qwen3Config)
-    decoder = load_decoder(folder, torch.float32)
-    assert program_of(decoder, decoder.allocate_cache(3, 16)) is None
-    assert logits(decoder, [[40, 1, 5]]).isfinite().all()
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_family_runs_as_one_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    folder = make(tmp_path, name)
+    counts = [[40, 1, 5], [1, 0, 9], [1, 0, 1]]
+    decoder = load_decoder(folder, torch.bfloat16)
+    assert program_of(decoder, decoder.allocate_cache(3, 16)) is not None
+    at_once = logits(decoder, counts)
+    monkeypatch.setattr(cpu, "_record", lambda *args: None)
+    assert torch.equal(logits(load_decoder(folder, torch.bfloat16), counts), at_once)
+
+
+@built
+@pytest.mark.parametrize(
+    "make_model", [partial(make_qwen_vl, kind="qwen3_vl"), make_gemma3], ids=["qwen3_vl", "gemma3"]
+)
+def test_language_models_of_vision_families_run_as_one_program(
+    tmp_path: Path, make_model: Callable[[Path], Path]
+) -> None:
+    decoder = load_decoder(make_model(tmp_path), torch.bfloat16)
+    assert program_of(decoder, decoder.allocate_cache(3, 16)) is not None
+
+
+@built
+def test_cross_attention_runs_kernel_by_kernel(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    decoder = load_decoder(make_blip(tmp_path), torch.float32)
+    with caplog.at_level(logging.INFO, "vlmserve"):
+        assert program_of(decoder, decoder.allocate_cache(3, 16)) is None
+    assert "decodes small models more slowly (no kernel for cross-attention)" in caplog.text
 
 
 @built
@@ -134,6 +162,10 @@ def test_what_does_not_fit_a_kernel_is_not_recorded() -> None:
         NativeNorm(torch.ones(9), None, 1e-5)(recording.input)
     with pytest.raises(NotRecordable, match="bfloat16"):
         PackedLinear(torch.ones(4, 8).bfloat16())(recording.input)
+    in_place = NativeHeadsNorm([NormedHeads(0, torch.ones(2, 4), 1e-5, centered=False)], torch.float32)
+    in_place(recording.input)
+    with pytest.raises(NotRecordable, match="input"):
+        recording.finish(NativeNorm(torch.ones(8), None, 1e-5)(recording.input))
     for operation in (torch.relu, lambda x: x + 1, lambda x: x.float(), lambda x: x[0]):
         with pytest.raises(NotRecordable):
             operation(recording.input)
@@ -149,6 +181,8 @@ def networks(draw: st.DrawFn) -> tuple[list[Operation], list[int]]:
     for target in range(1, draw(st.integers(2, 20))):
         # A value that nobody reads would have no last use; kernels leave none.
         source = draw(st.integers(max(0, target - 4), target - 1))
+        if source > 0 and draw(st.integers(0, 3)) == 0:
+            operations.append(Operation(NORM, source, source))
         width = draw(st.sampled_from([8, 16]))
         alike = [value for value in range(target) if widths[value] == width]
         residual = draw(st.sampled_from([-1, *alike]))
@@ -166,7 +200,8 @@ def test_no_value_is_written_over_before_its_last_use(network: tuple[list[Operat
     for wanted, operation in zip(operations, assigned, strict=True):
         assert held[operation.source] == wanted.source
         assert held[operation.residual] == wanted.residual
-        assert operation.target not in (INPUT, operation.source)
+        assert operation.target != INPUT
+        assert (operation.target == operation.source) == (wanted.target == wanted.source)
         assert buffer_widths[operation.target] == widths[wanted.target]
         held[operation.target] = wanted.target
     assert held[OUTPUT] == len(widths) - 1

@@ -98,8 +98,6 @@ def test_every_backend_equals_naive_attention(
 @pytest.mark.parametrize("window", [None, 200])
 def test_rows_that_see_what_comes_after_them_equal_naive_attention(kind: Kind, window: int | None) -> None:
     spec = replace(PLAIN, window=window)
-    if unsupported_reason(spec, torch.float32, CPU, bidirectional=True) is not None and kind is CpuAttention:
-        spec = PLAIN
     output, expected = attend(
         kind(quantized_cache=True),
         [(3, 1), (0, 300), (300, 30)],

@@ -85,9 +85,7 @@ class Calibration:
         with description.errors():
             spec = description.spec(checkpoint)
             self._device, dtype = open_device(device, kernels, description.dtype(checkpoint), automatic=True)
-            backend = self._device.attention(
-                spec.attention, dtype, bidirectional=spec.bidirectional is not None, quantized_cache=False
-            )
+            backend = self._device.attention(spec.attention, dtype, quantized_cache=False)
             self._executor = OneLayer()
             parts = description.build(spec, backend, self._executor, dtype=dtype, device=device)
         self._model, self._decoder = parts.modules, parts.language_model

@@ -17,14 +17,30 @@ from vlmserve.kernels import cpu_sampling
 from vlmserve.kernels.attention import AttentionBackend, AttentionSpec, LayerCache
 from vlmserve.kernels.choice import choose_kernels, multiplies_bfloat16
 from vlmserve.kernels.cpu_attention import CpuAttention, unsupported_reason
-from vlmserve.kernels.cpu_native import NativeNorm, PackedLinear, can_pack, encoder_attention, rotate_heads
-from vlmserve.kernels.cpu_program import NotRecordable, Program, Recording
+from vlmserve.kernels.cpu_native import (
+    NativeHeadsNorm,
+    NativeNorm,
+    PackedLinear,
+    can_pack,
+    encoder_attention,
+    rotate_heads,
+)
+from vlmserve.kernels.cpu_program import NotRecordable, Program, Recording, Unknown
 from vlmserve.kernels.extension import DTYPES
 from vlmserve.kernels.quantized import QuantizedWeight
 from vlmserve.kernels.torch_decodes import BUCKET_COST
 from vlmserve.kernels.torch_sampling import Draw
 from vlmserve.layers.attention import StepContext
-from vlmserve.layers.operations import EncoderKernel, Epilogue, Norm, Product, RotationKernel, Table
+from vlmserve.layers.operations import (
+    EncoderKernel,
+    Epilogue,
+    HeadsNorm,
+    Norm,
+    NormedHeads,
+    Product,
+    RotationKernel,
+    Table,
+)
 from vlmserve.layers.products import ReorderedProduct, torch_linear
 from vlmserve.memory import free_memory
 
@@ -142,8 +158,12 @@ class NativeCpuDevice(CpuDevice):
         return can_pack(weight.shape[1], dtype)
 
     def norm(self, weight: Tensor, bias: Tensor | None, eps: float, offset: float = 0.0) -> Norm | None:
-        """See `Operations.norm`. The native kernel knows no offset."""
-        return None if offset else NativeNorm(weight, bias, eps)
+        """See `Operations.norm`."""
+        return NativeNorm(weight, bias, eps, offset)
+
+    def heads_norm(self, parts: Sequence[NormedHeads], dtype: torch.dtype) -> HeadsNorm | None:
+        """See `Operations.heads_norm`."""
+        return NativeHeadsNorm(parts, dtype)
 
     def encoder_attention(self, num_heads: int, head_size: int, dtype: torch.dtype) -> EncoderKernel | None:
         """See `Operations.encoder_attention`."""
@@ -158,15 +178,14 @@ class NativeCpuDevice(CpuDevice):
         layers: Sequence[AttentionSpec],
         dtype: torch.dtype,
         *,
-        bidirectional: bool = False,
         quantized_cache: bool = False,
     ) -> AttentionBackend:
         """See `Device.attention`. The native backend where it serves all layers."""
-        asked = partial(unsupported_reason, bidirectional=bidirectional, quantized_cache=quantized_cache)
+        asked = partial(unsupported_reason, quantized_cache=quantized_cache)
         reasons = (asked(spec, dtype, self.torch_device) for spec in layers)
         if (reason := next(filter(None, reasons), None)) is not None:
             logger.info("attention: torch (%s)", reason)
-            return super().attention(layers, dtype, bidirectional=bidirectional, quantized_cache=quantized_cache)
+            return super().attention(layers, dtype, quantized_cache=quantized_cache)
         return CpuAttention(quantized_cache=quantized_cache)
 
     def executor(self) -> LayerExecutor:
@@ -211,10 +230,10 @@ class ProgramExecutor:
 
 def _record(layers: LayerStack, x: Tensor, caches: Sequence[LayerCache], step: StepContext) -> Program | None:
     recording = Recording(x.shape[1], x.dtype)
-    nothing: Any = None
-    context = StepContext(nothing, [cast(Any, recording.rope(rope.size)) for rope in step.ropes], nothing)
+    unknown: Any = Unknown("cross-attention")
+    context = StepContext(unknown, [cast(Any, recording.rope(rope.size)) for rope in step.ropes], unknown)
     try:
         return recording.finish(layers(recording.input, caches, context))
     except NotRecordable as error:
-        logger.info("layers: a call for each kernel, because of %s", error)
+        logger.info("layers: one call per kernel, which decodes small models more slowly (no kernel for %s)", error)
         return None

@@ -315,7 +315,6 @@ class TritonDevice(CudaDevice):
         layers: Sequence[AttentionSpec],
         dtype: torch.dtype,
         *,
-        bidirectional: bool = False,
         quantized_cache: bool = False,
     ) -> AttentionBackend:
         """See `Device.attention`. The backend in Triton where it serves all layers."""
@@ -323,7 +322,7 @@ class TritonDevice(CudaDevice):
 
         if (reason := unsupported_reason(layers, dtype)) is not None:
             logger.info("attention: torch (%s)", reason)
-            return super().attention(layers, dtype, bidirectional=bidirectional, quantized_cache=quantized_cache)
+            return super().attention(layers, dtype, quantized_cache=quantized_cache)
         logger.info("attention: triton")
         return TritonAttention(quantized_cache=quantized_cache)
 

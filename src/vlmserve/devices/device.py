@@ -119,13 +119,9 @@ class Device(Operations, Protocol):
         layers: Sequence[AttentionSpec],
         dtype: torch.dtype,
         *,
-        bidirectional: bool = False,
         quantized_cache: bool = False,
     ) -> AttentionBackend:
-        """The backend that serves all of these layers.
-
-        bidirectional: whether some tokens attend to later ones. quantized_cache: keys and values are stored in 8 bits.
-        """
+        """The backend that serves all of these layers. quantized_cache: it stores 8-bit keys and values."""
         ...
 
     def executor(self) -> LayerExecutor:

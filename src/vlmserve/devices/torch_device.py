@@ -25,7 +25,16 @@ from vlmserve.kernels.quantized import QuantizedWeight
 from vlmserve.kernels.ranges import RangeKernels
 from vlmserve.kernels.torch_reference import TorchReference
 from vlmserve.kernels.torch_sampling import Draw, DrawLater
-from vlmserve.layers.operations import EncoderKernel, Epilogue, Norm, Product, RotationKernel, Table
+from vlmserve.layers.operations import (
+    EncoderKernel,
+    Epilogue,
+    HeadsNorm,
+    Norm,
+    NormedHeads,
+    Product,
+    RotationKernel,
+    Table,
+)
 from vlmserve.layers.products import torch_linear, torch_table
 from vlmserve.levels import Levels
 
@@ -91,6 +100,10 @@ class TorchDevice:
         """See `Operations.norm`."""
         return None
 
+    def heads_norm(self, parts: Sequence[NormedHeads], dtype: torch.dtype) -> HeadsNorm | None:
+        """See `Operations.heads_norm`."""
+        return None
+
     def encoder_attention(self, num_heads: int, head_size: int, dtype: torch.dtype) -> EncoderKernel | None:
         """See `Operations.encoder_attention`."""
         return None
@@ -108,7 +121,6 @@ class TorchDevice:
         layers: Sequence[AttentionSpec],
         dtype: torch.dtype,
         *,
-        bidirectional: bool = False,
         quantized_cache: bool = False,
     ) -> AttentionBackend:
         """See `Device.attention`."""

@@ -177,7 +177,7 @@ class RotatingBackend(AttentionBackend, Protocol):
     def attend_rotated(
         self,
         qkv: Tensor,
-        rope: RotaryRows,
+        rope: RotaryRows | None,
         cache: LayerCache,
         spec: AttentionSpec,
         metadata: BatchMetadata,
@@ -188,6 +188,7 @@ class RotatingBackend(AttentionBackend, Protocol):
 
         Element ``i`` of a head pairs with ``i + size / 2`` of those that are rotated; what follows them stays as it
         is.
+        rope: None: nothing is rotated.
         """
         ...
 

@@ -22,15 +22,9 @@ MAX_HEAD_SIZE = 512
 
 
 def unsupported_reason(
-    spec: AttentionSpec,
-    dtype: torch.dtype,
-    device: torch.device,
-    *,
-    bidirectional: bool = False,
-    quantized_cache: bool = False,
+    spec: AttentionSpec, dtype: torch.dtype, device: torch.device, *, quantized_cache: bool = False
 ) -> str | None:
-    """Why the native kernels cannot serve a layer, None if they can. bidirectional: of batches with bidirectional
-    rows."""
+    """Why the native kernels cannot serve a layer, None if they can."""
     if not supported_isas():
         return "the native kernels were not built"
     if device.type != "cpu":
@@ -41,8 +35,6 @@ def unsupported_reason(
         return f"a head of {spec.head_size} elements is not made of pairs"
     if spec.head_size > MAX_HEAD_SIZE:
         return f"a head of {spec.head_size} elements is larger than {MAX_HEAD_SIZE}"
-    if bidirectional and spec.window is not None:
-        return "beside a window they let no token attend to later ones"
     if spec.sinks is not None:
         return "they know no attention sinks"
     if spec.num_heads % spec.num_kv_heads:
@@ -95,18 +87,19 @@ class CpuAttention:
         self, metadata: BatchMetadata, block_size: int, layers: Sequence[AttentionSpec], dtype: torch.dtype
     ) -> CpuPlan:
         """Addresses and sizes of the batch."""
-        starts_of, contexts_of, tables = _without_bidirectional_rows(metadata)
+        starts_of, contexts_of, tables, ahead_of = _without_bidirectional_rows(metadata)
         tables = tables.to(torch.int32)
         tensors = (
             starts_of.to(torch.int32).contiguous(),
             contexts_of.to(torch.int32).contiguous(),
             tables if tables.stride(1) == 1 else tables.contiguous(),
             metadata.slot_mapping.to(torch.int64).contiguous(),
+            ahead_of,
         )
-        starts, contexts, blocks, slots = (tensor.data_ptr() for tensor in tensors)
+        starts, contexts, blocks, slots, ahead = (tensor.data_ptr() for tensor in tensors)
         return CpuPlan(
             tensors=tensors,
-            addresses=(starts, contexts, blocks, slots),
+            addresses=(starts, contexts, blocks, slots, ahead),
             num_sequences=len(tensors[1]),
             num_tokens=tensors[3].shape[0],
             table_stride=tensors[2].stride(0),
@@ -132,7 +125,7 @@ class CpuAttention:
     def attend_rotated(
         self,
         qkv: Tensor,
-        rope: RotaryRows,
+        rope: RotaryRows | None,
         cache: LayerCache,
         spec: AttentionSpec,
         metadata: BatchMetadata,
@@ -143,17 +136,17 @@ class CpuAttention:
             return _record(qkv, rope, cache, spec)
         if qkv.stride(1) != 1:
             qkv = qkv.contiguous()
-        cos, sin, positions = rope
         query, stride, size = qkv.data_ptr(), qkv.stride(0), qkv.element_size()
         key = query + spec.num_heads * spec.head_size * size
         value = key + spec.num_kv_heads * spec.head_size * size
-        places = 0 if positions is None else positions.data_ptr()
-        addresses = (query, key, value, cos.data_ptr(), sin.data_ptr(), places)
-        return self._run(addresses, (stride, stride, stride, 2 * cos.shape[1]), qkv.dtype, cache, spec, plan)
+        tables = (0, 0, 0) if rope is None else tuple(0 if rows is None else rows.data_ptr() for rows in rope)
+        rope_size = 0 if rope is None else 2 * rope.cos.shape[1]
+        addresses = (query, key, value, *tables)
+        return self._run(addresses, (stride, stride, stride, rope_size), qkv.dtype, cache, spec, plan)
 
     def _run(
         self,
-        addresses: tuple[int, int, int, int, int, int],
+        addresses: tuple[int, ...],
         strides: tuple[int, int, int, int],
         dtype: torch.dtype,
         cache: LayerCache,
@@ -188,21 +181,24 @@ class CpuAttention:
         return output
 
 
-def _without_bidirectional_rows(metadata: BatchMetadata) -> tuple[Tensor, Tensor, Tensor]:
-    """Query starts, context lengths and block tables of a causal batch.
+def _without_bidirectional_rows(metadata: BatchMetadata) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Query starts, context lengths and block tables of a causal batch, and how many positions ahead of its own the row
+    of each sequence sees, int32; empty: none.
 
     A bidirectional row becomes a sequence of its own that ends where the row's reach does. All keys and values are
     written before any are read, so that it does not matter who writes them.
     """
     if not metadata.bidirectional:
-        return metadata.query_starts, metadata.context_lens, metadata.block_tables
-    starts, contexts, owners = [0], [], []
+        none = torch.empty(0, dtype=torch.int32)
+        return metadata.query_starts, metadata.context_lens, metadata.block_tables, none
+    starts, contexts, owners, aheads = [0], [], [], []
 
-    def add(sequence: int, last: int, context: int) -> None:
+    def add(sequence: int, last: int, context: int, ahead: int = 0) -> None:
         if last > starts[-1]:
             starts.append(last)
             contexts.append(context)
             owners.append(sequence)
+            aheads.append(ahead)
 
     end = 0
     for sequence, (length, context) in enumerate(zip(metadata.query_lens, metadata.host_context_lens, strict=True)):
@@ -210,13 +206,14 @@ def _without_bidirectional_rows(metadata: BatchMetadata) -> tuple[Tensor, Tensor
         for _, first, last, reach in (rows for rows in metadata.bidirectional if rows.sequence == sequence):
             add(sequence, first, context - (end - first))
             for row in range(first, last):
-                add(sequence, row + 1, reach)
+                add(sequence, row + 1, reach, reach - (context - (end - row - 1)))
         add(sequence, end, context)
-    return torch.tensor(starts), torch.tensor(contexts), metadata.block_tables[owners]
+    ahead_of = torch.tensor(aheads, dtype=torch.int32)
+    return torch.tensor(starts), torch.tensor(contexts), metadata.block_tables[owners], ahead_of
 
 
 def _record(qkv: Recorded, rope: object, cache: LayerCache, spec: AttentionSpec) -> Tensor:
-    assert isinstance(rope, RecordedRope)
+    assert rope is None or isinstance(rope, RecordedRope)
     dtype = cache.keys.dtype if cache.scales is None else qkv.recording.dtype
     qkv.expect((spec.num_heads + 2 * spec.num_kv_heads) * spec.head_size, dtype)
     return qkv.recording.add(
@@ -230,11 +227,11 @@ def _record(qkv: Recorded, rope: object, cache: LayerCache, spec: AttentionSpec)
         kv_heads=spec.num_kv_heads,
         head_size=spec.head_size,
         block_size=cache.block_size,
-        rope_size=rope.size,
+        rope_size=0 if rope is None else rope.size,
         window=spec.window or 0,
         scale=spec.scale,
         soft_cap=spec.soft_cap or 0.0,
-        rope=rope.number,
+        rope=-1 if rope is None else rope.number,
     )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -11,6 +13,7 @@ from vlmserve.kernels.extension import DTYPES, extension
 from vlmserve.kernels.pages import allocate
 from vlmserve.kernels.quantized import QuantizedWeight
 from vlmserve.layers.adapters import Change, LinearAdapters
+from vlmserve.layers.operations import NormedHeads
 
 ACTIVATIONS = {
     "silu": 1,
@@ -233,37 +236,117 @@ class PackedLinear:
 
 
 class NativeNorm:
-    """RMSNorm, or LayerNorm where there is a bias, over the last axis; weight and bias: ``[size]``."""
+    """RMSNorm, or LayerNorm where there is a bias, over the last axis. An `AddingNorm`.
 
-    __slots__ = ("_bias", "_dtype", "_eps", "_norm", "_weight")
+    weight, bias: ``[size]``, of the type that is normed. offset: added to the weight, in float32.
+    """
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, eps: float) -> None:
+    __slots__ = ("_bias", "_eps", "_norm", "_size", "_weight", "dtype")
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, eps: float, offset: float = 0.0) -> None:
         self._norm = extension().norm
-        self._weight, self._bias, self._eps = weight, bias, eps
-        self._dtype = DTYPES[weight.dtype]
+        self._weight, self._bias, self._eps = weight.float() + offset, None if bias is None else bias.float(), eps
+        self._size, self.dtype = len(weight), weight.dtype
 
     def __call__(self, x: Tensor) -> Tensor:
         """``[..., size]`` to the same."""
-        size = self._weight.shape[0]
+        return self._compute(x, None)
+
+    def plus(self, x: Tensor, residual: Tensor) -> Tensor:
+        """See `AddingNorm.plus`."""
+        return self._compute(x, residual)
+
+    def _compute(self, x: Tensor, residual: Tensor | None) -> Tensor:
+        size = self._size
         if isinstance(x, Recorded):
-            x.expect(size, self._weight.dtype)
-            return x.recording.add(NORM, x, size, weight=self._weight, bias=self._bias, in_features=size, eps=self._eps)
-        if x.shape[-1] != size or x.dtype != self._weight.dtype:
-            raise ValueError(f"{tuple(x.shape)} of {x.dtype} does not fit a norm over {size} {self._weight.dtype}")
+            x.expect(size, self.dtype)
+            assert residual is None or isinstance(residual, Recorded)
+            return x.recording.add(
+                NORM,
+                x,
+                size,
+                residual=residual,
+                weight=self._weight,
+                bias=self._bias,
+                in_features=size,
+                groups=1,
+                centered=int(self._bias is not None),
+                eps=self._eps,
+            )
+        for rows in (x,) if residual is None else (x, residual):
+            if rows.shape != x.shape or x.shape[-1] != size or rows.dtype != self.dtype:
+                raise ValueError(f"{tuple(rows.shape)} of {rows.dtype} does not fit a norm over {size} {self.dtype}")
         x = x.contiguous()
+        residual = None if residual is None else residual.contiguous()
         output = torch.empty_like(x)
         self._norm(
             x.data_ptr(),
             self._weight.data_ptr(),
             0 if self._bias is None else self._bias.data_ptr(),
+            0 if residual is None else residual.data_ptr(),
             output.data_ptr(),
             x.numel() // size,
+            1,
             size,
+            size,
+            0,
             self._eps,
-            self._dtype,
+            int(self._bias is not None),
+            DTYPES[self.dtype],
             torch.get_num_threads(),
         )
         return output
+
+
+class NativeHeadsNorm:
+    """Norms heads of rows ``[tokens, width]`` in place. A `HeadsNorm`."""
+
+    __slots__ = ("_dtype", "_norm", "_parts")
+
+    def __init__(self, parts: Sequence[NormedHeads], dtype: torch.dtype) -> None:
+        self._norm = extension().norm
+        self._parts, self._dtype = tuple(parts), dtype
+
+    def __call__(self, rows: Tensor) -> None:
+        """See `HeadsNorm`."""
+        for part in self._parts:
+            groups, size = part.weight.shape
+            if isinstance(rows, Recorded):
+                rows.expect(rows.width, self._dtype)
+                rows.recording.add(
+                    NORM,
+                    rows,
+                    rows.width,
+                    in_place=True,
+                    weight=part.weight,
+                    bias=part.bias,
+                    in_features=size,
+                    first=part.first,
+                    groups=groups,
+                    weight_stride=size,
+                    centered=int(part.centered),
+                    eps=part.eps,
+                )
+                continue
+            if rows.dtype != self._dtype or rows.stride(1) != 1 or part.first + groups * size > rows.shape[1]:
+                raise ValueError(f"{tuple(rows.shape)} of {rows.dtype} has no {groups} heads of {size} {self._dtype}")
+            start = rows.data_ptr() + part.first * rows.element_size()
+            self._norm(
+                start,
+                part.weight.data_ptr(),
+                0 if part.bias is None else part.bias.data_ptr(),
+                0,
+                start,
+                len(rows),
+                groups,
+                size,
+                rows.stride(0),
+                size,
+                part.eps,
+                int(part.centered),
+                DTYPES[self._dtype],
+                torch.get_num_threads(),
+            )
 
 
 def encoder_attention(qkv: Tensor, num_heads: int, queries: slice = slice(None)) -> Tensor:

@@ -1,8 +1,8 @@
 """All layers of a decoder as one call of the native kernels (csrc/program.h).
 
 A decoder's layers run once with a `Recorded` value in place of a tensor: native kernels that meet one note down what
-they would compute. The notes are a `Program`, which does the same for any batch. Whatever else touches a recorded
-value, like an operation of torch, raises `NotRecordable`: such layers go on as they are, one call a kernel.
+they would compute. The notes are a `Program`, which does the same for any batch. Anything else that touches a recorded
+value, like an operation of torch, raises `NotRecordable`: such layers call one kernel after the other.
 """
 
 from __future__ import annotations
@@ -28,11 +28,12 @@ MAX_BUFFERS, MAX_PLANS = 16, 8
 @dataclass(frozen=True, slots=True)
 class CpuPlan:
     """What all layers of a step pass to the kernels. tensors: own the memory at `addresses`, which are those of
-    the query starts, context lengths, block tables and slots. table_stride: elements from one block table to the next.
+    the query starts, context lengths, block tables, slots and, where windows need it, positions that queries see ahead.
+    table_stride: elements from one block table to the next.
     """
 
     tensors: tuple[Tensor, ...]
-    addresses: tuple[int, int, int, int]
+    addresses: tuple[int, int, int, int, int]
     num_sequences: int
     num_tokens: int
     table_stride: int
@@ -55,6 +56,10 @@ class Operation:
     bias: int = 0
     in_features: int = 0
     out_features: int = 0
+    first: int = 0
+    groups: int = 0
+    weight_stride: int = 0
+    centered: int = 0
     activation: int = 0
     gated: int = 0
     weight_bits: int = 0
@@ -73,11 +78,11 @@ class Operation:
     window: int = 0
     scale: float = 0.0
     soft_cap: float = 0.0
-    rope: int = 0
+    rope: int = -1
     plan: int = 0
     adapters: int = 0
 
-    LAYOUT = struct.Struct("14qd9q2d3q")
+    LAYOUT = struct.Struct("18qd9q2d3q")
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +102,16 @@ def _refuse(*_: object, **__: object) -> NoReturn:
     raise NotRecordable("an operation of torch")
 
 
+class Unknown:
+    """Stands for what a program gets only when it runs. reason: why a layer that looks at it cannot be recorded."""
+
+    def __init__(self, reason: str) -> None:
+        self._reason = reason
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise NotRecordable(self._reason)
+
+
 class Recorded:
     """Stands for a ``[tokens, width]`` tensor that a program will compute."""
 
@@ -109,7 +124,7 @@ class Recorded:
             raise NotRecordable(f"{self.width} features of {self.recording.dtype} where {width} of {dtype} are taken")
 
     def __getattr__(self, name: str) -> NoReturn:
-        raise NotRecordable(f"an access to {name!r}")
+        raise NotRecordable(f"an operation of torch ({name})")
 
     __torch_function__: Any = classmethod(_refuse)
     __add__ = __radd__ = __mul__ = __rmul__ = __sub__ = __truediv__ = __getitem__ = __neg__ = _refuse
@@ -139,23 +154,35 @@ class Recording:
         return RecordedRope(self._num_ropes - 1, size)
 
     def add(
-        self, kind: int, source: Recorded, width: int, *, residual: Recorded | None = None, **fields: Any
+        self,
+        kind: int,
+        source: Recorded,
+        width: int,
+        *,
+        residual: Recorded | None = None,
+        in_place: bool = False,
+        **fields: Any,
     ) -> Tensor:
-        """Record an operation; fields: those of `Operation`, tensors where it has addresses. Returns its result."""
+        """Record an operation and return its result. fields: of `Operation`, with tensors in place of addresses.
+
+        in_place: the result takes the place of the source.
+        """
         for name, value in fields.items():
             if isinstance(value, Tensor):
                 self._kept.append(value)
                 fields[name] = value.data_ptr()
             elif value is None:
                 fields[name] = 0
-        operation = Operation(kind, source.number, len(self._widths), **fields)
+        target = source.number if in_place else len(self._widths)
+        operation = Operation(kind, source.number, target, **fields)
         if residual is not None:
             operation.residual = residual.number
         if kind == ATTENTION:
             shape = operation.heads, operation.kv_heads, operation.head_size, operation.block_size, operation.window
             operation.plan = self._plans.setdefault(shape, len(self._plans))
         self._operations.append(operation)
-        self._widths.append(width)
+        if not in_place:
+            self._widths.append(width)
         return cast(Tensor, Recorded(self, operation.target, width))
 
     def finish(self, output: Tensor) -> Program:
@@ -170,7 +197,10 @@ class Recording:
 def assign_buffers(
     operations: Sequence[Operation], widths: Sequence[int], output: int
 ) -> tuple[list[Operation], list[int]]:
-    """Operations on buffers instead of values, and the buffers' widths: a value's place is free after its last use."""
+    """Operations on buffers instead of values, and the buffers' widths: a value's place is free after its last use.
+
+    Raises NotRecordable where an operation would change the input in place: that memory is the caller's.
+    """
     last_use = {}
     for index, operation in enumerate(operations):
         last_use[operation.source] = last_use[operation.residual] = index
@@ -181,10 +211,15 @@ def assign_buffers(
     for index, operation in enumerate(operations):
         width = widths[operation.target]
         over = {value for value in (operation.source, operation.residual) if last_use[value] == index}
-        if operation.target == output:
+        if operation.target == operation.source:
+            place = places[operation.source]
+            over.discard(operation.source)
+            if place == INPUT:
+                raise NotRecordable("a change of the input")
+        elif operation.target == output:
             place = OUTPUT
         elif operation.residual in over - {operation.source} and places[operation.residual] > OUTPUT:
-            # A product may be written over what is added to it.
+            # A result may be written over its residual.
             place = places[operation.residual]
             over.remove(operation.residual)
         else:

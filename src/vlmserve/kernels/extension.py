@@ -7,15 +7,29 @@ addresses and sizes, which costs a call less than torch's dispatcher would; shap
 from __future__ import annotations
 
 import importlib
+import logging
 from types import ModuleType
 
 import torch
 
-_native: ModuleType | None
-try:
-    _native = importlib.import_module("vlmserve.kernels._native")
-except ImportError:
-    _native = None
+logger = logging.getLogger(__name__)
+
+INTERFACE = 2
+"""Version of the functions' arguments, as csrc/module.cpp has it."""
+
+
+def _load() -> ModuleType | None:
+    try:
+        native = importlib.import_module("vlmserve.kernels._native")
+    except ImportError:
+        return None
+    if getattr(native, "interface", None) != INTERFACE:
+        logger.warning("ignoring outdated native kernels; rebuild them: python setup.py build_ext --inplace")
+        return None
+    return native
+
+
+_native = _load()
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 """How the extension names the types that it computes."""

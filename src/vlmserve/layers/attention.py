@@ -18,12 +18,13 @@ from vlmserve.kernels.attention import (
     HeadNorms,
     LayerCache,
     NormingBackend,
+    RotaryRows,
     RotatingBackend,
 )
 from vlmserve.layers.adapters import AdapterRows
 from vlmserve.layers.linear import Linear, MergedLinear
-from vlmserve.layers.norm import RMSNorm
-from vlmserve.layers.operations import DeferredNorm
+from vlmserve.layers.norm import LayerNorm, NormOfEachHead, NormOfRow, RMSNorm
+from vlmserve.layers.operations import DeferredNorm, HeadsNorm, Layer, NormedHeads, Operations
 from vlmserve.layers.rope import RopeTables, apply_rope
 
 HeadNorm = Callable[[int], nn.Module]
@@ -43,7 +44,7 @@ class StepContext:
     adapters: AdapterRows | None = None
 
 
-class Attention(nn.Module):
+class Attention(Layer):
     """Projections and attention through one layer's cache: `attended`, and then `o_proj`."""
 
     def __init__(
@@ -63,10 +64,11 @@ class Attention(nn.Module):
         super().__init__()
         self.spec = spec
         self.backend = backend
-        self._rotating = backend if isinstance(backend, RotatingBackend) and rope is not None else None
+        self._rotating = backend if isinstance(backend, RotatingBackend) else None
         self._norming = backend if isinstance(backend, NormingBackend) else None
         self._rope = rope
         self._head_norms: HeadNorms | None = None
+        self._heads_norm: HeadsNorm | None = None
         query_size, kv_size = spec.num_heads * spec.head_size, spec.num_kv_heads * spec.head_size
         parts = {"q_proj": query_size, "k_proj": kv_size, "v_proj": kv_size}
         self.qkv_proj = MergedLinear(hidden_size, parts, bias=qkv_bias, dtype=dtype, device=device)
@@ -75,22 +77,36 @@ class Attention(nn.Module):
         if head_norm is not None:
             self.q_norm, self.k_norm = head_norm(spec.num_heads), head_norm(spec.num_kv_heads)
 
+    def arrange(self, operations: Operations) -> None:
+        """See `Layer.arrange`. Norms have their weights by then."""
+        sizes = [self.spec.num_heads, self.spec.num_kv_heads]
+        parts, first = [], 0
+        for norm, heads in zip((self.q_norm, self.k_norm), sizes, strict=True):
+            if (part := _normed_heads(norm, first, heads)) is not None:
+                parts.append(part)
+            first += heads * self.spec.head_size
+        if len(parts) == len(sizes):
+            self._heads_norm = operations.heads_norm(parts, self.qkv_proj.dtype)
+
     def attended(self, x: Tensor | DeferredNorm, cache: LayerCache, step: StepContext) -> Tensor:
         """``[tokens, hidden_size]``, normed or with the norm left to the projection, to what heads make of values, side
         by side, for `o_proj`."""
         qkv = self.qkv_proj.of_normed(x)
         if self._norming is not None and step.query_scale is None and self._norms_each_head:
-            norms, rope = self._norms(), None if self._rope is None else step.ropes[self._rope].rows
+            norms, rope = self._norms(), self._rows(step)
             return self._norming.attend_normed(qkv, norms, rope, cache, self.spec, step.metadata, step.plan)
-        if self.q_norm is not None:
+        if self._heads_norm is not None:
+            self._heads_norm(qkv)
+        elif self.q_norm is not None:
             qkv = self._normed(qkv)
         if step.query_scale is not None:
             qkv[:, : self.spec.num_heads * self.spec.head_size] *= step.query_scale
         if self._rotating is None:
             return self._attend(qkv, cache, step)
-        assert self._rope is not None
-        rows = step.ropes[self._rope].rows
-        return self._rotating.attend_rotated(qkv, rows, cache, self.spec, step.metadata, step.plan)
+        return self._rotating.attend_rotated(qkv, self._rows(step), cache, self.spec, step.metadata, step.plan)
+
+    def _rows(self, step: StepContext) -> RotaryRows | None:
+        return None if self._rope is None else step.ropes[self._rope].rows
 
     @property
     def _norms_each_head(self) -> bool:
@@ -125,6 +141,21 @@ class Attention(nn.Module):
         query, key = both[:, : spec.num_heads], both[:, spec.num_heads :]
         value = qkv[:, spec.num_heads + spec.num_kv_heads :]
         return self.backend.attend(query, key, value, cache, spec, step.metadata, step.plan)
+
+
+def _normed_heads(norm: nn.Module | None, first: int, heads: int) -> NormedHeads | None:
+    """The heads that a module norms, from element `first` of a row on; None: no kernel computes it."""
+    if type(norm) is RMSNorm:
+        weight = (norm.weight.data.float() + norm.offset).expand(heads, -1).contiguous()
+        return NormedHeads(first, weight, norm.eps, centered=False)
+    if type(norm) is LayerNorm:
+        weight, bias = (tensor.data.float().expand(heads, -1).contiguous() for tensor in (norm.weight, norm.bias))
+        return NormedHeads(first, weight, norm.eps, centered=True, bias=bias)
+    if type(norm) is NormOfEachHead:
+        return NormedHeads(first, norm.weight.data.float().contiguous(), norm.eps, centered=True)
+    if type(norm) is NormOfRow:
+        return NormedHeads(first, (norm.weight.data.float() + norm.offset)[None], norm.eps, centered=False)
+    return None
 
 
 class CrossAttention(nn.Module):

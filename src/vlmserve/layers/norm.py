@@ -10,21 +10,23 @@ from torch import Tensor, nn
 
 from vlmserve.layers.cut import Shard
 from vlmserve.layers.linear import empty_parameter
-from vlmserve.layers.operations import Layer, Norm, NormedRows, Operations, SummingNorm
+from vlmserve.layers.operations import AddingNorm, Layer, Norm, NormedRows, Operations, SummingNorm
 
 
 class Normalization(Layer):
     """A norm by the device's kernel, once it is arranged.
 
-    kernel: None: torch's operations. summing: the kernel if it adds residuals on its way.
+    kernel: None: torch's operations. adding, summing: the kernel if it is one of these.
     """
 
     kernel: Norm | None = None
+    adding: AddingNorm | None = None
     summing: SummingNorm | None = None
 
     def _compute_by(self, kernel: Norm | None) -> None:
         self.kernel = kernel
         # Found out once: to ask takes longer than to launch a kernel.
+        self.adding = kernel if isinstance(kernel, AddingNorm) else None
         self.summing = kernel if isinstance(kernel, SummingNorm) else None
 
 
@@ -82,8 +84,8 @@ def added(block: Block, x: Tensor, output_norm: Normalization | None) -> Tensor:
     """x plus what a block returns, normed where there is a norm for that."""
     if output_norm is None:
         return block(x)
-    if output_norm.summing is not None:
-        return output_norm.summing.plus(block(None), x)
+    if output_norm.adding is not None:
+        return output_norm.adding.plus(block(None), x)
     output: Tensor = x + output_norm(block(None))
     return output
 

@@ -6,7 +6,7 @@ as its kernels multiply it. No layer asks what kind of device that is.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, runtime_checkable
 
@@ -31,9 +31,26 @@ class EncoderKernel(Protocol):
         ...
 
 
+HeadsNorm = Callable[[Tensor], None]
+"""Norms heads of ``[tokens, (heads + 2 * kv_heads) * head_size]``, queries before keys before values, in place."""
 RotationKernel = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Queries, keys and values ``[rows, 3 * size]``, cosines and sines, float32 ``[rows, 1, head_size / 2]``, to the first,
 rotated in place."""
+
+
+@dataclass(frozen=True, slots=True)
+class NormedHeads:
+    """Neighbouring heads of a row, each normed by itself."""
+
+    first: int
+    """The first element of a row."""
+    weight: Tensor
+    """float32 ``[heads, size]``."""
+    eps: float
+    centered: bool
+    """Subtract the mean, as LayerNorm does."""
+    bias: Tensor | None = None
+    """As `weight`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,14 +105,19 @@ class NormedRows(NamedTuple):
 
 
 @runtime_checkable
-class SummingNorm(Protocol):
-    """A `Norm` that adds residuals on its way. All tensors are ``[..., size]``, of one type."""
+class AddingNorm(Protocol):
+    """A `Norm` that adds a residual to its result. All tensors are ``[..., size]``, of one type."""
 
     def __call__(self, x: Tensor) -> Tensor: ...
 
     def plus(self, x: Tensor, residual: Tensor) -> Tensor:
         """The norm of x, plus a residual."""
         ...
+
+
+@runtime_checkable
+class SummingNorm(AddingNorm, Protocol):
+    """An `AddingNorm` that also norms sums."""
 
     def of_sum(self, x: Tensor, residual: Tensor, first: Norm | None = None) -> NormedRows:
         """x plus a residual, and the norm of that. first: another norm of the same device, which x
@@ -174,6 +196,10 @@ class Operations(Protocol):
     def norm(self, weight: Tensor, bias: Tensor | None, eps: float, offset: float = 0.0) -> Norm | None:
         """RMSNorm, or LayerNorm where there is a bias; weight and bias: ``[size]``. offset: added to the weight, in
         float32. None: torch's operations."""
+        ...
+
+    def heads_norm(self, parts: Sequence[NormedHeads], dtype: torch.dtype) -> HeadsNorm | None:
+        """Norms of heads in place. None: torch's operations."""
         ...
 
     def encoder_attention(self, num_heads: int, head_size: int, dtype: torch.dtype) -> EncoderKernel | None:

@@ -138,8 +138,7 @@ def _load(
         stated = dtype or description.dtype(checkpoint)
         on, wanted = open_device(device, kernels, stated, automatic=dtype is None)
         own = spec if ranks is None else share_of(spec, ranks)
-        bidirectional = spec.bidirectional is not None
-        backend = on.attention(own.attention, wanted, bidirectional=bidirectional, quantized_cache=quantized_cache)
+        backend = on.attention(own.attention, wanted, quantized_cache=quantized_cache)
         # Programs and graphs hold no exchange between ranks.
         executor = on.executor() if ranks is None else EagerExecutor()
         model, decoder, vision, cross = description.build(
@@ -360,7 +359,7 @@ def _load_with_transformers(
     model = TransformersModel(theirs, choose, sample)
     if quantized_cache:
         # Not sooner: its logits were compared with transformers' own.
-        model.backend = choose(model.attention, bidirectional=model.bidirectional is not None, quantized_cache=True)
+        model.backend = choose(model.attention, quantized_cache=True)
     logger.info("%s runs by transformers' implementation, which is slower than vlmserve's own", type(theirs).__name__)
     return LoadedModel(
         architecture=type(theirs).__name__,

@@ -16,7 +16,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -125,10 +125,8 @@ def _attending(attend: Attend, windows: list[int] | None = None) -> Iterator[Non
         _masked.reset(tokens[1])
 
 
-class ChooseBackend(Protocol):
-    """Chooses what serves all layers. bidirectional: whether some tokens attend to later ones."""
-
-    def __call__(self, layers: Sequence[AttentionSpec], *, bidirectional: bool) -> AttentionBackend: ...
+ChooseBackend = Callable[[Sequence[AttentionSpec]], AttentionBackend]
+"""The backend that serves all of these layers."""
 
 
 class _Finished:
@@ -171,8 +169,7 @@ class TransformersModel:
         self.hidden_size = self.image_width = int(self._embeddings.weight.shape[1])
         self.bidirectional: Bidirectional | None = None
         self.attention = self._find_attention()
-        self._choose_backend = backend
-        self.backend = backend(self.attention, bidirectional=False)
+        self.backend = backend(self.attention)
 
     def _find_attention(self) -> tuple[AttentionSpec, ...]:
         """The attention of each layer, observed in a pass over two tokens."""
@@ -324,7 +321,6 @@ class TransformersModel:
                 BidirectionalRows(0, first, last - 1, last)
                 for first, last in bidirectional_spans([span], len(ids), ahead)
             ]
-            self.backend = self._choose_backend(self.attention, bidirectional=ahead is not None)
             metadata, _ = _metadata([(0, len(ids))], len(ids), device, rows)
             with choices.replay([(0, len(ids))]):
                 hidden = self.forward(embeddings, positions, metadata, self.allocate_cache(1, len(ids)), features)

@@ -266,18 +266,20 @@ inline void test_gathered_rows(WeightKind kind, int dtype) {
 
 inline void test_norm(int dtype, long rows, long size, bool bias) {
     Random random(static_cast<std::uint64_t>(size));
-    Numbers x(dtype, rows * size, random, 3), weight(dtype, size, random), shift(dtype, size, random), y(dtype, rows * size);
+    Numbers x(dtype, rows * size, random, 3), weight(FLOAT32, size, random), shift(FLOAT32, size, random);
+    Numbers residual(dtype, rows * size, random), y(dtype, rows * size);
     const double eps = 1e-5;
     Case results(std::string(bias ? "LayerNorm" : "RMSNorm") + " over " + std::to_string(size) + ", " + name_of(dtype));
-    NormArgs args = {x.data(), weight.data(), bias ? shift.data() : nullptr, y.data(), rows, size,
-                     static_cast<float>(eps), dtype, 2};
+    NormArgs args = {x.data(), static_cast<const float*>(weight.data()), bias ? static_cast<const float*>(shift.data()) : nullptr,
+                     bias ? residual.data() : nullptr, y.data(), rows, 1, size, size, 0, static_cast<float>(eps), bias, dtype, 2};
     kernels->norm(args);
     for (long row = 0; row < rows; ++row) {
         double mean = 0, variance = 0;
         for (long i = 0; i < size && bias; ++i) mean += x[row * size + i] / static_cast<double>(size);
         for (long i = 0; i < size; ++i) variance += std::pow(x[row * size + i] - mean, 2) / static_cast<double>(size);
         for (long i = 0; i < size; ++i) {
-            double expected = (x[row * size + i] - mean) / std::sqrt(variance + eps) * weight[i] + (bias ? shift[i] : 0);
+            double expected = (x[row * size + i] - mean) / std::sqrt(variance + eps) * weight[i];
+            if (bias) expected += shift[i] + residual[row * size + i];
             // A row of one: what is left of it is rounding.
             double allowed = size == 1 ? 1e-3 : 2e-5 * (1 + std::fabs(expected));
             results.compare(y[row * size + i], expected, allowed + (dtype == FLOAT32 ? 0 : std::fabs(expected) * 0x1p-8));

@@ -167,13 +167,13 @@ void attend_tiles(const AttentionArgs& args, const Geometry& at, const Item& ite
     long units = args.head_size / Format::PAIR, before = position_of(args, at, item.sequence, 0);
     for (long block = 0; block < num_blocks(item.rows, Format::BLOCK); ++block) {
         long first = block_start(item.rows, block, Format::BLOCK), rows = block_start(item.rows, block + 1, Format::BLOCK) - first;
-        long oldest = first_visible(args, before + (item.first_row + first) / at.group);
+        long oldest = first_visible(args, item.sequence, before + (item.first_row + first) / at.group);
         long newest = before + (item.first_row + first + rows - 1) / at.group;
         long from = larger(chunk, at.tile_of(args, oldest)), to = smaller(end, at.tile_of(args, newest) + 1);
         if (from >= to) continue;
         long place = row + first;
         Meeting<Format> meeting{args, at, space.query + place * units, tiles + (from - chunk), to - from, later, num_later,
-                                before, item.first_row + first, space.totals + place * at.columns,
+                                item.sequence, before, item.first_row + first, space.totals + place * at.columns,
                                 space.sums + place * LANES, space.highest + place, space.query_scales + place};
         with_rows<Format::BLOCK>(rows, [&](auto count) { meet<Format, decltype(count)::value>(meeting); });
     }

@@ -64,7 +64,7 @@ struct Meeting {
     long num_tiles;
     const Tile<Format>* later;  // tiles of the next chunk, to be asked for
     long num_later;
-    long before, first_row;  // tokens before the sequence's first row; the first row of this block
+    long sequence, before, first_row;  // `before`: tokens before the sequence's first row; the first row of this block
     float *totals, *sums, *highest;
     const float* query_scales;
 };
@@ -137,7 +137,8 @@ template <class Format>
 INLINE float weigh(const Meeting<Format>& with, long row, float* scores, typename Format::Input* probabilities,
                    float* value_scales) {
     const AttentionArgs& args = with.args;
-    long position = with.before + (with.first_row + row) / with.at.group, oldest = first_visible(args, position);
+    long position = with.before + (with.first_row + row) / with.at.group;
+    long oldest = first_visible(args, with.sequence, position);
     float scale = args.soft_cap > 0 ? args.scale / args.soft_cap : args.scale * LOG2_E;
     if (Format::QUANTIZED) scale *= with.query_scales[row];
     f32v most = broadcast(LOWEST);

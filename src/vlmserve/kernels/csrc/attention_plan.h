@@ -63,8 +63,11 @@ INLINE long position_of(const AttentionArgs& args, const Geometry& at, long sequ
     return args.context_lens[sequence] - new_tokens(args, sequence) + row / at.group;
 }
 
-INLINE long first_visible(const AttentionArgs& args, long position) {
-    return args.window > 0 ? larger(0, position - args.window + 1) : 0;
+// The first position that a row sees whose last one is `position`.
+INLINE long first_visible(const AttentionArgs& args, long sequence, long position) {
+    if (args.window <= 0) return 0;
+    if (args.ahead) position -= args.ahead[sequence];
+    return larger(0, position - args.window + 1);
 }
 
 // All items before cutting, those with the most work first, as far as that is cheap to know: prompts come last in a
@@ -80,7 +83,7 @@ INLINE void each_item(const AttentionArgs& args, const Geometry& at, Visit visit
             long heads = args.kv_heads * (group + 1) / head_groups - kv_head;
             for (long part = parts - 1; part >= 0; --part) {
                 long first = rows * part / parts, last = rows * (part + 1) / parts;
-                long low = at.tile_of(args, first_visible(args, position_of(args, at, sequence, first)));
+                long low = at.tile_of(args, first_visible(args, sequence, position_of(args, at, sequence, first)));
                 long high = at.tile_of(args, position_of(args, at, sequence, last - 1)) + 1;
                 visit(Item{sequence, kv_head, heads, first, last - first, low, high, 1, 0});
             }

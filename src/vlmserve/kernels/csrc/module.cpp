@@ -16,6 +16,9 @@ const Kernels* selected = nullptr;
 // Calls with less work than this keep Python's lock: taking it back could take longer than the work.
 constexpr long LONG_WORK = 1L << 24;
 
+// Changes whenever arguments do, see kernels/extension.py.
+constexpr long INTERFACE = 2;
+
 // Arguments as they come: every one is an integer, an address among them, except where `number` is called.
 class Arguments {
 public:
@@ -180,22 +183,23 @@ PyObject* linear(PyObject*, PyObject* const* values, Py_ssize_t count) {
 }
 
 PyObject* norm(PyObject*, PyObject* const* values, Py_ssize_t count) {
-    Arguments from(values, count, 9);
+    Arguments from(values, count, 14);
     NormArgs args;
     args.x = from.address();
-    args.weight = from.address();
-    args.bias = from.address();
+    args.weight = static_cast<const float*>(from.address());
+    args.bias = static_cast<const float*>(from.address());
+    args.residual = from.address();
     args.y = from.address();
-    args.rows = from.integer();
-    args.size = from.integer();
+    for (long* size : {&args.rows, &args.groups, &args.size, &args.stride, &args.weight_stride}) *size = from.integer();
     args.eps = from.number();
+    args.centered = static_cast<int>(from.integer());
     args.dtype = static_cast<int>(from.integer());
     args.threads = static_cast<int>(from.integer());
-    return run(from, args.rows * args.size, [&] { selected->norm(args); });
+    return run(from, args.rows * args.groups * args.size, [&] { selected->norm(args); });
 }
 
 PyObject* attention(PyObject*, PyObject* const* values, Py_ssize_t count) {
-    Arguments from(values, count, 30);
+    Arguments from(values, count, 31);
     AttentionArgs args;
     args.query = from.address();
     args.key = from.address();
@@ -211,6 +215,7 @@ PyObject* attention(PyObject*, PyObject* const* values, Py_ssize_t count) {
     args.context_lens = static_cast<const std::int32_t*>(from.address());
     args.block_tables = static_cast<const std::int32_t*>(from.address());
     args.slots = static_cast<const std::int64_t*>(from.address());
+    args.ahead = static_cast<const std::int32_t*>(from.address());
     for (long* size : {&args.sequences, &args.tokens, &args.heads, &args.kv_heads, &args.head_size, &args.block_size,
                        &args.table_stride, &args.query_stride, &args.key_stride, &args.value_stride, &args.rope_size,
                        &args.window})
@@ -228,7 +233,7 @@ PyObject* attention(PyObject*, PyObject* const* values, Py_ssize_t count) {
 }
 
 PyObject* program(PyObject*, PyObject* const* values, Py_ssize_t count) {
-    Arguments from(values, count, 19);
+    Arguments from(values, count, 20);
     ProgramArgs args;
     args.operations = static_cast<const Operation*>(from.address());
     args.widths = static_cast<const long*>(from.address());
@@ -239,6 +244,7 @@ PyObject* program(PyObject*, PyObject* const* values, Py_ssize_t count) {
     args.context_lens = static_cast<const std::int32_t*>(from.address());
     args.block_tables = static_cast<const std::int32_t*>(from.address());
     args.slots = static_cast<const std::int64_t*>(from.address());
+    args.ahead = static_cast<const std::int32_t*>(from.address());
     args.row_slots = static_cast<const std::int32_t*>(from.address());
     args.scalings = static_cast<const float*>(from.address());
     args.scaling_stride = from.integer();
@@ -335,5 +341,7 @@ PyMODINIT_FUNC PyInit__native() {
     const Kernels* found[MOST_ISAS];
     supported(found);
     selected = found[0];
-    return PyModule_Create(&definition);
+    PyObject* module = PyModule_Create(&definition);
+    if (module && PyModule_AddIntConstant(module, "interface", INTERFACE)) Py_CLEAR(module);
+    return module;
 }

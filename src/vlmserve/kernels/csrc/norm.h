@@ -6,12 +6,15 @@
 
 namespace {
 
+// The vector `group` of a row.
 template <class T>
-void norm_row(const NormArgs& args, long row) {
-    const T* x = static_cast<const T*>(args.x) + row * args.size;
-    T* y = static_cast<T*>(args.y) + row * args.size;
-    const T* weight = static_cast<const T*>(args.weight);
-    const T* bias = static_cast<const T*>(args.bias);
+void norm_vector(const NormArgs& args, long row, long group) {
+    const long place = row * args.stride + group * args.size;
+    const T* x = static_cast<const T*>(args.x) + place;
+    const T* residual = args.residual ? static_cast<const T*>(args.residual) + place : nullptr;
+    T* y = static_cast<T*>(args.y) + place;
+    const float* weight = args.weight + group * args.weight_stride;
+    const float* bias = args.bias ? args.bias + group * args.weight_stride : nullptr;
     f32v squares{}, sums{};
     for (long i = 0; i < args.size; i += LANES) {
         f32v value = load_some(x + i, smaller(LANES, args.size - i));
@@ -19,7 +22,7 @@ void norm_row(const NormArgs& args, long row) {
         squares += value * value;
     }
     float mean = 0, variance = sum(squares) / static_cast<float>(args.size);
-    if (bias) {
+    if (args.centered) {
         mean = sum(sums) / static_cast<float>(args.size);
         // A second pass: the difference of two large numbers would be no variance.
         f32v deviations{};
@@ -37,17 +40,18 @@ void norm_row(const NormArgs& args, long row) {
         long count = smaller(LANES, args.size - i);
         f32v value = (load_some(x + i, count) - mean) * scale * load_some(weight + i, count);
         if (bias) value += load_some(bias + i, count);
+        if (residual) value += load_some(residual + i, count);
         store_some(y + i, value, count);
     }
 }
 
 void norm(const NormArgs& args) {
-    each_range(args.threads, args.rows, 2 * args.size, [&](long first, long last, int) {
-        for (long row = first; row < last; ++row)
+    each_range(args.threads, args.rows * args.groups, 2 * args.size, [&](long first, long last, int) {
+        for (long i = first; i < last; ++i)
             if (args.dtype == FLOAT32)
-                norm_row<float>(args, row);
+                norm_vector<float>(args, i / args.groups, i % args.groups);
             else
-                norm_row<bf16>(args, row);
+                norm_vector<bf16>(args, i / args.groups, i % args.groups);
     });
 }
 

@@ -86,14 +86,20 @@ private:
     }
 
     NormArgs norm_args(const Operation& op) const {
+        long offset = op.first * (args_.dtype == FLOAT32 ? 4 : 2);
         NormArgs args;
-        args.x = buffers_[op.source];
-        args.weight = op.weight;
-        args.bias = op.bias;
-        args.y = buffers_[op.target];
+        args.x = buffers_[op.source] + offset;
+        args.weight = static_cast<const float*>(op.weight);
+        args.bias = static_cast<const float*>(op.bias);
+        args.residual = op.residual < 0 ? nullptr : buffers_[op.residual] + offset;
+        args.y = buffers_[op.target] + offset;
         args.rows = args_.tokens;
+        args.groups = op.groups;
         args.size = op.in;
+        args.stride = args_.widths[op.source];
+        args.weight_stride = op.weight_stride;
         args.eps = static_cast<float>(op.eps);
+        args.centered = static_cast<int>(op.centered);
         args.dtype = args_.dtype;
         args.threads = args_.threads;
         return args;
@@ -144,9 +150,10 @@ private:
         args.query = qkv;
         args.key = qkv + op.heads * op.head_size * element;
         args.value = qkv + (op.heads + op.kv_heads) * op.head_size * element;
-        args.cos = static_cast<const float*>(args_.ropes[3 * op.rope]);
-        args.sin = static_cast<const float*>(args_.ropes[3 * op.rope + 1]);
-        args.positions = static_cast<const std::int64_t*>(args_.ropes[3 * op.rope + 2]);
+        bool rotates = op.rope >= 0;
+        args.cos = rotates ? static_cast<const float*>(args_.ropes[3 * op.rope]) : nullptr;
+        args.sin = rotates ? static_cast<const float*>(args_.ropes[3 * op.rope + 1]) : nullptr;
+        args.positions = rotates ? static_cast<const std::int64_t*>(args_.ropes[3 * op.rope + 2]) : nullptr;
         args.keys = op.keys;
         args.values = op.values;
         args.scales = static_cast<float*>(op.scales);
@@ -155,6 +162,7 @@ private:
         args.context_lens = args_.context_lens;
         args.block_tables = args_.block_tables;
         args.slots = args_.slots;
+        args.ahead = args_.ahead;
         args.scratch = nullptr;
         args.sequences = args_.sequences;
         args.tokens = args_.tokens;

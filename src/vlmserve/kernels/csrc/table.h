@@ -66,13 +66,16 @@ struct LinearArgs {
     const LinearArgs* next = nullptr;  // the product that follows; null: not known
 };
 
+// y = norm(x) + residual. A row holds `groups` vectors side by side, each normed by itself.
 struct NormArgs {
-    const void* x;       // [rows, size] contiguous
-    const void* weight;  // [size]
-    const void* bias;    // [size] for LayerNorm, null for RMSNorm
-    void* y;             // [rows, size] contiguous
-    long rows, size;
+    const void* x;         // [rows, groups, size] of `dtype`, `stride` elements from row to row
+    const float* weight;   // [groups, size], or [size] for all groups if `weight_stride` is 0
+    const float* bias;     // as the weight, or null
+    const void* residual;  // as y, or null
+    void* y;               // as x; may be x itself
+    long rows, groups, size, stride, weight_stride;
     float eps;
+    int centered;  // subtract the mean, as LayerNorm does
     int dtype, threads;
 };
 
@@ -96,6 +99,8 @@ struct AttentionArgs {
     const std::int32_t* context_lens;
     const std::int32_t* block_tables;  // `table_stride` elements from sequence to sequence
     const std::int64_t* slots;         // [tokens]: block * block_size + offset into the block
+    const std::int32_t* ahead;         // [sequences]: positions from a sequence's token to the last one it sees, which
+                                       // `context_lens` includes and `window` does not; null: 0
     void* scratch;                     // `attention_scratch(args)` bytes
     long sequences, tokens, heads, kv_heads, head_size, block_size, table_stride;
     long query_stride, key_stride, value_stride;
@@ -110,21 +115,24 @@ enum OperationKind : long { NORM = 0, LINEAR = 1, ATTENTION = 2 };
 // One operation of a program, in words of eight bytes. Operands are numbers of buffers.
 struct Operation {
     long kind, source, target;
-    long residual;                          // of products; -1: none. It may be the target
+    long residual;                          // of norms and products; -1: none. It may be the target
     const void *weight, *bias;              // of norms and products, as their arguments have them
     long in, out;                           // of products; of norms, `in` is the size
+    long first, groups, weight_stride;      // of norms: from which element of a row on, and as their arguments have them
+    long centered;
     long activation, gated, weight_bits, group, minimums, input_bits;
     double eps;                             // of norms
     void *keys, *values, *scales;           // of attention, as the rest
     long heads, kv_heads, head_size, block_size, rope_size, window;
     double scale, soft_cap;
-    long rope;  // which cosines and sines
+    long rope;  // which cosines and sines; -1: none
     long plan;  // operations of equal shapes share one; numbered in order of first use
     const Adapters* adapters;  // of products; null: none ever
 };
 
-// Operations over buffers of a row a token, one after another. Sources are not targets; all is of `dtype`. The source
-// of attention is queries, keys and values side by side.
+// Operations over buffers of a row a token, one after another, all of `dtype`. Only norms without a residual may have the
+// source as their target; elements that they do not norm stay. The source of attention is queries, keys and values side by
+// side.
 struct ProgramArgs {
     const Operation* operations;
     const long* widths;         // of buffers, in elements; the first is the input, the second the output
@@ -135,6 +143,7 @@ struct ProgramArgs {
     const std::int32_t* context_lens;
     const std::int32_t* block_tables;
     const std::int64_t* slots;
+    const std::int32_t* ahead;
     const std::int32_t* row_slots;  // [tokens]: as in LinearArgs; null: no row has an adapter
     const float* scalings;  // as in LinearArgs
     long scaling_stride;

@@ -164,7 +164,7 @@ class TritonAttention(TorchReference):
     def attend_rotated(
         self,
         qkv: Tensor,
-        rope: RotaryRows,
+        rope: RotaryRows | None,
         cache: LayerCache,
         spec: AttentionSpec,
         metadata: BatchMetadata,
