@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import json
 import logging
 from typing import Any
 
@@ -17,6 +19,10 @@ LOOK = {"name": "look", "description": "Look.", "parameters": {"type": "object",
 CUSTOM = {"name": "look", "input_schema": {"type": "object", "properties": {}}, "defer_loading": True}
 HI = {"role": "user", "content": "hi"}
 LARK = {"type": "grammar", "syntax": "lark", "definition": "start: /.+/"}
+
+DEEP: list[Any] = []
+for _ in range(200):
+    DEEP = [DEEP]
 
 
 @pytest.fixture(scope="module")
@@ -160,6 +166,90 @@ def test_items_of_other_servers_are_accepted(live, prompts):
     [_, patch, done, look, red] = prompts[0]
     assert patch["tool_calls"][0]["function"] == {"name": "apply_patch", "arguments": '{"input": "a\\nb"}'}
     assert (done["content"], look["tool_calls"][0]["id"], red["content"]) == ("done", "2", "red")
+
+
+SCREEN = f"data:image/png;base64,{base64.b64encode(png()).decode()}"
+CALLS = [
+    {"type": "local_shell_call", "id": "ls", "call_id": "1", "status": "completed",
+     "action": {"type": "exec", "command": ["ls"], "env": {}}},
+    {"type": "local_shell_call_output", "id": "1", "output": "a.py"},
+    {"type": "shell_call", "call_id": "2", "action": {"commands": ["pwd"]}, "status": "completed"},
+    {"type": "shell_call_output", "call_id": "2", "output": [{"stdout": "/x", "stderr": "", "outcome": {}}]},
+    {"type": "apply_patch_call", "call_id": "3", "operation": {"type": "delete_file", "path": "a"}},
+    {"type": "apply_patch_call_output", "call_id": "3", "status": "completed", "output": None},
+    {"type": "computer_call", "call_id": "4", "actions": [{"type": "screenshot"}], "pending_safety_checks": []},
+    {"type": "computer_call_output", "call_id": "4", "output": {"type": "computer_screenshot", "image_url": SCREEN}},
+    {"type": "mcp_call", "id": "mcp_1", "server_label": "s", "name": "find", "arguments": '{"q": 1}', "output": "y"},
+    {"type": "mcp_call", "id": "mcp_2", "server_label": "s", "name": "find", "arguments": "", "error": {"code": 7}},
+    {"type": "code_interpreter_call", "id": "ci", "code": "print(1)", "container_id": "c", "status": "completed",
+     "outputs": [{"type": "logs", "logs": "1"}, {"type": "image", "url": "x"}]},
+    {"type": "file_search_call", "id": "fs", "queries": ["x"], "results": [{"filename": "a.md", "text": "red"}]},
+]  # fmt: skip
+
+
+def test_calls_of_other_servers_keep_their_text(live, prompts):
+    post(live, "responses", input=[HI, *CALLS, HI], store=False)
+    called = [message["tool_calls"][0] for message in prompts[0] if message.get("tool_calls")]
+    results = [message for message in prompts[0] if message["role"] == "tool"]
+    assert [call["id"] for call in called] == [result["tool_call_id"] for result in results]
+    assert [(call["function"]["name"], json.loads(call["function"]["arguments"])) for call in called] == [
+        ("local_shell", {"type": "exec", "command": ["ls"], "env": {}}),
+        ("shell", {"commands": ["pwd"]}),
+        ("apply_patch", {"type": "delete_file", "path": "a"}),
+        ("computer", {"actions": [{"type": "screenshot"}]}),
+        ("find", {"q": 1}),
+        ("find", {}),
+        ("code_interpreter", {"code": "print(1)"}),
+        ("file_search", {"queries": ["x"]}),
+    ]
+    texts = [result["content"] for result in results if isinstance(result["content"], str)]
+    assert texts == ["a.py", "/x", "", "y", '{"code": 7}', "1", "a.md\nred"]
+    assert results[3]["content"][0]["type"] == "image_url"
+
+
+def test_stored_calls_of_other_servers_are_shown_again(live, prompts):
+    items = [{"type": "message", **HI}, *CALLS]
+    conversation = httpx.post(f"{live.url}/v1/conversations", json={"items": items}, timeout=30).json()
+    post(live, "responses", input="x", conversation=conversation["id"])
+    post(live, "responses", input=[HI, *CALLS, HI], store=False)
+    without_ids = [[{**message, "tool_calls": 0, "tool_call_id": 0} for message in prompt] for prompt in prompts]
+    assert without_ids[0][:-1] == without_ids[1][:-1]
+
+
+def test_unknown_items_are_left_out_and_logged_once(live, prompts, caplog, monkeypatch):
+    monkeypatch.setattr(base, "_logged", set())
+    items = [{"type": "program", "call_id": "1", "code": "x"}, {"type": "program_output", "call_id": "1"},
+             {"type": "agent_message", **HI}]  # fmt: skip
+    with caplog.at_level(logging.WARNING, "vlmserve"):
+        for _ in range(2):
+            post(live, "responses", input=items, store=False)
+    assert prompts[0] == [{"role": "user", "content": "hi"}]
+    lines = [record.getMessage() for record in caplog.records]
+    assert [line.split("'")[1] for line in lines] == ["program", "program_output", "agent_message"]
+
+
+@pytest.mark.parametrize(
+    "kind", ["custom_tool_call", "local_shell_call", "apply_patch_call", "mcp_call", "file_search_call"]
+)
+@pytest.mark.parametrize("wrong", [7, [], {}, [[7]], {"a": None}, DEEP], ids=lambda wrong: str(wrong)[:9])
+def test_malformed_items_are_client_errors_or_shown(live, kind, wrong):
+    names = ("name", "call_id", "action", "operation", "input", "arguments", "output", "error", "queries", "results")
+    item = {"type": kind, **dict.fromkeys(names, wrong)}
+    for fields in (item, {**item, "name": "x", "call_id": "1", "arguments": "{}", "output": "x"}):
+        body = {"input": [HI, fields], "store": False}
+        answer = httpx.post(f"{live.url}/v1/responses", json=body, timeout=30)
+        assert answer.status_code in (200, 400), answer.text
+
+
+def test_input_of_unknown_items_alone_is_rejected(live):
+    answer = httpx.post(f"{live.url}/v1/responses", json={"input": [{"type": "program"}], "store": False}, timeout=30)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "input")
+    assert "nothing that the model can read" in answer.json()["error"]["message"]
+
+
+def test_empty_input_is_an_empty_question(live, prompts):
+    post(live, "responses", input="", store=False)
+    assert prompts[0] == [{"role": "user", "content": ""}]
 
 
 def test_allowed_tools_of_chat(live):

@@ -396,7 +396,7 @@ CALL = {"type": "function_call", "call_id": "c", "name": "stop", "arguments": "{
          "input[2].output[0].image_url", "http"),
         ({"input": [QUESTION, CALL, returned("c", [{"type": "input_file", "file_data": "x"}])]},
          "input[2].output[0].file_data", "not valid base64"),
-        ({"input": [QUESTION, {"type": "computer_call", "id": "x"}]}, "input[1]", "'computer_call'"),
+        ({"input": [QUESTION, {"type": "computer_call", "id": "x"}]}, "input[1].call_id", "missing"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_is_refused_by_name(live, fields, param, words):

@@ -23,7 +23,7 @@ class Turns:
     message, and so are the thoughts before them; calls that were cut off are left out.
 
     before, new: items as they are kept, of earlier turns and of this request, which errors speak of.
-    Raises InvalidRequestError for what a function returned whose call is not among the items before it.
+    Raises InvalidRequestError without any message, and for an output whose call is not among the items before it.
     """
 
     def __init__(self, instructions: str | None, before: Sequence[Item], new: Sequence[Item]) -> None:
@@ -39,6 +39,8 @@ class Turns:
             self._add_item(item, _EARLIER)
         for index, item in enumerate(new):
             self._add_item(item, f"input[{index}]")
+        if not self.messages:
+            raise InvalidRequestError("input has nothing that the model can read; add a message", param="input")
 
     def reword(self, error: InvalidRequestError) -> None:
         """Let an error about the messages speak of the items."""
@@ -64,6 +66,12 @@ class Turns:
                 self._check_called(item, source)
                 content = _content(item["output"])
                 self._add({"role": "tool", "tool_call_id": item["call_id"], "content": content}, source)
+            case "mcp_call":
+                self._add_call({**item, "call_id": item["id"]}, source)
+                self._add(
+                    {"role": "tool", "tool_call_id": item["id"], "content": item["output"] or item["error"] or ""},
+                    source,
+                )
             case "reasoning":
                 self._thoughts += "".join(part["text"] for part in item["content"])
             case _:

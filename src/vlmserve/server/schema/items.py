@@ -3,16 +3,15 @@ writes them."""
 
 from __future__ import annotations
 
-import json
-import logging
 import uuid
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 
-from vlmserve.server.schema.base import RequestModel, by_type, log_once, text_or_list
+from vlmserve.server.schema.base import RequestModel, by_type, text_or_list
 from vlmserve.server.schema.content import Budget, Pages
+from vlmserve.server.schema.foreign_items import as_known, as_message
 
 MAX_ITEMS = 4096
 """Items in one request."""
@@ -176,6 +175,32 @@ class OutputItem(RequestModel):
         }
 
 
+class McpCallItem(RequestModel):
+    """A call that another server ran, with its output or its error."""
+
+    type: Literal["mcp_call"]
+    name: Annotated[str, Field(min_length=1)]
+    arguments: str
+    output: str | None = None
+    error: str | None = None
+    server_label: str | None = None
+    id: str | None = None
+    status: str | None = None
+
+    def stored(self) -> dict[str, Any]:
+        """Return the item to store and show, with a new id."""
+        return {
+            "id": _new_id("mcp"),
+            "type": self.type,
+            "status": "completed",
+            "name": self.name,
+            "arguments": self.arguments,
+            "output": self.output,
+            "error": self.error,
+            "server_label": self.server_label,
+        }
+
+
 class ReasoningText(RequestModel):
     """A piece of what was thought."""
 
@@ -273,8 +298,6 @@ def _stored_part(part: Part) -> dict[str, Any]:
 
 
 def _as_items(value: Any) -> Any:
-    if value == "":
-        raise ValueError("Input should not be empty")
     return [{"role": "user", "content": value}] if isinstance(value, str) else value
 
 
@@ -284,51 +307,19 @@ def _item_kind(value: Any) -> str:
     return f"<{kind or 'message'}>"
 
 
-_LEFT_OUT = frozenset(
-    {
-        "additional_tools",
-        "code_interpreter_call",
-        "compaction",
-        "compaction_summary",
-        "compaction_trigger",
-        "file_search_call",
-        "image_generation_call",
-        "mcp_list_tools",
-        "tool_search_call",
-        "tool_search_output",
-        "web_search_call",
-    }
-)
-"""Types of items with nothing that another server's model can read."""
-
-
-def _as_known(item: dict[str, Any]) -> dict[str, Any]:
-    """An item of another server in the form of an item that is known here."""
-    kind = item.get("type")
-    if kind == "custom_tool_call":
-        others = {name: field for name, field in item.items() if name != "input"}
-        return {**others, "type": "function_call", "arguments": json.dumps({"input": item.get("input", "")})}
-    if kind == "custom_tool_call_output":
-        return {**item, "type": "function_call_output"}
-    if isinstance(kind, str) and kind in _LEFT_OUT:
-        log_once("Items of type", kind, "cannot be shown to the model and are left out", logging.WARNING)
-        return {"type": "reasoning"}  # keeps the numbers of the other items
-    return item
-
-
 def _known_kind(*kinds: str) -> BeforeValidator:
-    """Reject items of other types by name."""
+    """Take items of other types in a known form. Reject references, by name, unless they are among the types."""
 
     def check(value: Any) -> Any:
         if not isinstance(value, dict):
             return value
-        value = _as_known(value)
-        if _item_kind(value)[1:-1] not in kinds:
-            raise ValueError(
-                f"Items of type {value['type']!r:.60} are not supported here, only {', '.join(kinds[:-1])} and "
-                f"{kinds[-1]}"
-            )
-        return value
+        value = as_known(value)
+        kind = _item_kind(value)[1:-1]
+        if kind in kinds:
+            return value
+        if kind == "item_reference" or not isinstance(value["type"], str):
+            raise ValueError(f"Items of type {value['type']!r:.60} are not supported here")
+        return as_message(value)
 
     return BeforeValidator(check)
 
@@ -337,9 +328,10 @@ _Item = (
     Annotated[MessageItem, Tag("<message>")]
     | Annotated[CallItem, Tag("<function_call>")]
     | Annotated[OutputItem, Tag("<function_call_output>")]
+    | Annotated[McpCallItem, Tag("<mcp_call>")]
     | Annotated[ReasoningItem, Tag("<reasoning>")]
 )
-_KINDS = ("message", "function_call", "function_call_output", "reasoning")
+_KINDS = ("message", "function_call", "function_call_output", "mcp_call", "reasoning")
 InputItem = Annotated[Annotated[_Item, Discriminator(_item_kind)], _known_kind(*_KINDS)]
 InputItems = Annotated[
     list[
