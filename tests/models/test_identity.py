@@ -18,8 +18,11 @@ from vlmserve.engine.engine import Engine
 from vlmserve.kernels.attention import LayerCache
 from vlmserve.kernels.cpu_attention import CpuAttention
 from vlmserve.kernels.torch_reference import TorchReference
+from vlmserve.models import identity as identity_module
 from vlmserve.models.hub import resolve_model
 from vlmserve.models.identity import WHOLE_BYTES, cache_identity, model_identity, weights_digest
+from vlmserve.models.registry import Description
+from vlmserve.models.weights import Checkpoint
 from vlmserve.types import EngineRequest, Prompt, SamplingParams
 
 BLOCK = LayerCache(torch.zeros(4, 2, 16, 8), torch.zeros(4, 2, 16, 8), 16)
@@ -182,3 +185,20 @@ def test_engines_share_block_keys_if_and_only_if_they_have_the_same_model(tmp_pa
 
 def test_the_built_in_model_has_an_identity():
     assert len(identity(resolve_model("pixie"))) == 32
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "gguf"])
+def test_loading_hashes_tensors_as_it_reads_them(folder, tmp_path, monkeypatch, kind):
+    if kind == "gguf":
+        folder = write_gguf(folder, tmp_path / "model.gguf")
+    monkeypatch.setattr(identity_module, "WHOLE_BYTES", 2048)
+    monkeypatch.setattr(identity_module, "MAPPED_BYTES", 4096)
+    expected, description = weights_digest(folder), Description.read(folder)
+    checkpoint = Checkpoint(folder, description.rename)
+    spec = description.spec(checkpoint)
+    cpu = torch.device("cpu")
+    checkpoint.load(description.build(spec, TorchReference(), dtype=torch.float32, device=cpu).modules)
+    maps = []
+    monkeypatch.setattr(identity_module.mmap, "mmap", lambda *args, **options: maps.append(args))
+    assert weights_digest(folder, checkpoint.digests) == expected
+    assert not maps, "tensors were read again"

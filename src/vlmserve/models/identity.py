@@ -1,6 +1,7 @@
 """What a model is: 32 bytes that cover everything its states depend on besides the tokens.
 
-Files are not read in full, which would take seconds. Of each tensor of more than `WHOLE_BYTES`, windows of
+Files are not read in full, which would take seconds, and a loader that reads them anyway hashes each tensor on the way
+(`TensorDigests`), so that no page is read twice. Of each tensor of more than `WHOLE_BYTES`, windows of
 `WINDOW_BYTES` are read so close together that every row of the tensor, and every piece of `LONGEST_STEP` bytes, has at
 least one whole window. Training, merging and quantizing change whole rows, so they change the digest. Names of folders
 and files, the order of tensors and their division into files do not.
@@ -16,7 +17,7 @@ import zipfile
 from collections.abc import Iterator, Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -57,12 +58,13 @@ def model_identity(
     dtype: torch.dtype,
     quantization: QuantizationConfig | None,
     input_bits: int | None = None,
+    digests: TensorDigests | None = None,
 ) -> bytes:
     """The digest of a checkpoint and of how it is computed.
 
     folder: a checkpoint in Hugging Face layout, or a GGUF file. implementation: "vlmserve" or "transformers"; the
     version of both packages counts, too. dtype: of the computation. quantization: at load, None if there is none.
-    input_bits: beside weights that are packed already, if set.
+    input_bits: beside weights that are packed already, if set. digests: of tensors that were read already.
     Two checkpoints with the same content have the same identity wherever they are. Raises what `weight_files` raises.
     """
     parts = {
@@ -72,7 +74,7 @@ def model_identity(
         "quantization": None if quantization is None else quantization.model_dump(mode="json"),
         "input_bits": input_bits,
         "config": _configuration(folder),
-        "weights": weights_digest(folder).hex(),
+        "weights": weights_digest(folder, digests).hex(),
     }
     return blake3(json.dumps(parts, sort_keys=True).encode()).digest()
 
@@ -93,18 +95,64 @@ def cache_identity(model: bytes, backend: AttentionBackend, layers: Sequence[Lay
     return blake3(json.dumps(layout).encode()).digest()
 
 
-def weights_digest(folder: Path) -> bytes:
-    """A digest of the names, types, shapes and sampled values of all tensors."""
-    digests: dict[str, bytes] = {}
+def weights_digest(folder: Path, digests: TensorDigests | None = None) -> bytes:
+    """A digest of the names, types, shapes and sampled values of all tensors.
+
+    digests: of tensors that were read already, which are not read again.
+    """
+    digests = digests or TensorDigests()
+    found: dict[str, bytes] = {}
     for path in weight_files(folder):
         if path.suffix in PICKLES:
-            digests[f"pickle {_pickle_digest(path).hex()}"] = b""
+            found[f"pickle {_pickle_digest(path).hex()}"] = b""
         else:
-            digests |= _file_digests(path)
+            found |= digests.of_file(path)
     hasher = blake3()
-    for name in sorted(digests):
-        hasher.update(json.dumps(name).encode() + digests[name])
+    for name in sorted(found):
+        hasher.update(json.dumps(name).encode() + found[name])
     return hasher.digest()
+
+
+class TensorDigests:
+    """Digests of tensors in files, each taken while its pages are in memory anyway."""
+
+    def __init__(self) -> None:
+        self._files: dict[Path, dict[str, _TensorDigest]] = {}
+
+    def read(self, path: Path, name: str, share: float = 1.0) -> None:
+        """Hash a tensor, or as much of it as was read. name: as the file has it. Files of PyTorch are left out."""
+        if path.suffix not in PICKLES and (tensor := self._tensors(path).get(name)) is not None:
+            tensor.advance(share)
+
+    def of_file(self, path: Path) -> dict[str, bytes]:
+        """Digests of all tensors of a file by name, after hashing what was not read."""
+        return {name: tensor.finish() for name, tensor in self._tensors(path).items()}
+
+    def _tensors(self, path: Path) -> dict[str, _TensorDigest]:
+        if path not in self._files:
+            self._files[path] = {tensor.name: _TensorDigest(path, tensor) for tensor in stored_tensors(path)}
+        return self._files[path]
+
+
+class _TensorDigest:
+    """The digest of one tensor, which grows with what was read of it."""
+
+    def __init__(self, path: Path, tensor: StoredTensor) -> None:
+        self._path, self._tensor = path, tensor
+        self._hasher = blake3(tensor.description.encode())
+        self._windows = _windows(path, tensor.start, tensor.end, tensor.row)
+        self._hashed = 0
+
+    def advance(self, share: float) -> None:
+        # Each item has the windows of at most `MAPPED_BYTES` of the file.
+        wanted = math.inf if share >= 1 else share * (self._tensor.end - self._tensor.start)
+        while self._hashed < wanted and (windows := next(self._windows, None)) is not None:
+            self._hasher.update(windows)
+            self._hashed += MAPPED_BYTES
+
+    def finish(self) -> bytes:
+        self.advance(1.0)
+        return self._hasher.digest()
 
 
 def stored_tensors(path: Path) -> Iterator[StoredTensor]:
@@ -162,16 +210,6 @@ def _without_origin(config: Any) -> Any:
     return config
 
 
-def _file_digests(path: Path) -> Iterator[tuple[str, bytes]]:
-    """Names of a file's tensors with their digests."""
-    with path.open("rb") as file:
-        for tensor in stored_tensors(path):
-            hasher = blake3(tensor.description.encode())
-            for window in _windows(file, tensor.start, tensor.end, tensor.row):
-                hasher.update(window)
-            yield tensor.name, hasher.digest()
-
-
 def _pickle_digest(path: Path) -> bytes:
     """Of PyTorch's archives, the checksums of all members and windows; of older files, everything."""
     hasher = blake3()
@@ -182,18 +220,16 @@ def _pickle_digest(path: Path) -> bytes:
             # The folder inside is named after the file.
             name = member.filename.partition("/")[2]
             hasher.update(json.dumps([name, member.CRC, member.file_size]).encode())
-    with path.open("rb") as file:
-        for window in _windows(file, 0, path.stat().st_size, SHORTEST_STEP):
-            hasher.update(window)
+    for window in _windows(path, 0, path.stat().st_size, SHORTEST_STEP):
+        hasher.update(window)
     return hasher.digest()
 
 
-def _windows(file: BinaryIO, start: int, end: int, row: int) -> Iterator[bytes]:
+def _windows(path: Path, start: int, end: int, row: int) -> Iterator[bytes]:
     """Sampled bytes of a range of a file, in order; all of them if they are few. row: see `StoredTensor`."""
     size = end - start
     if size <= WHOLE_BYTES:
-        file.seek(start)
-        yield file.read(size)
+        yield _bytes_at(path, start, size)
         return
     # So that any `row` bytes in a row hold a whole window; columns are met in turn, as the windows move on by the row.
     step = min(max(row, SHORTEST_STEP), LONGEST_STEP) - WINDOW_BYTES
@@ -203,8 +239,17 @@ def _windows(file: BinaryIO, start: int, end: int, row: int) -> Iterator[bytes]:
         position = start + first * step
         aligned = position // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
         length = position - aligned + (count - 1) * step + WINDOW_BYTES
-        with mmap.mmap(file.fileno(), length, offset=aligned, access=mmap.ACCESS_READ) as mapped:
-            shape, strides = (count, WINDOW_BYTES), (step, 1)
-            yield np.ndarray(shape, np.uint8, mapped, position - aligned, strides).tobytes()
-    file.seek(end - WINDOW_BYTES)
-    yield file.read(WINDOW_BYTES)
+        shape, strides = (count, WINDOW_BYTES), (step, 1)
+        with (
+            path.open("rb") as file,
+            mmap.mmap(file.fileno(), length, offset=aligned, access=mmap.ACCESS_READ) as mapped,
+        ):
+            windows = np.ndarray(shape, np.uint8, mapped, position - aligned, strides).tobytes()
+        yield windows
+    yield _bytes_at(path, end - WINDOW_BYTES, WINDOW_BYTES)
+
+
+def _bytes_at(path: Path, position: int, size: int) -> bytes:
+    with path.open("rb") as file:
+        file.seek(position)
+        return file.read(size)

@@ -170,6 +170,8 @@ class _Reader:
                 found: dict[str, Tensor] = {
                     part: self.checkpoint.read(layer + part).to(device) for part in parts if layer + part in names
                 }
+                for part in found:
+                    self.checkpoint.hash(layer + part)
                 try:
                     return layout.read(found)
                 except ModelLoadError as error:

@@ -191,7 +191,12 @@ def _load(
         num_parameters=num_parameters,
         weight_bytes=size,
         identity=model_identity(
-            folder, implementation="vlmserve", dtype=wanted, quantization=quantization, input_bits=input_bits
+            folder,
+            implementation="vlmserve",
+            dtype=wanted,
+            quantization=quantization,
+            input_bits=input_bits,
+            digests=checkpoint.digests,
         ),
         cross=cross,
         adaptable=AdaptableModel(model, checkpoint, layouts, quantization, wanted, device)

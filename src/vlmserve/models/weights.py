@@ -17,8 +17,9 @@ from vlmserve.kernels.quantized import QuantizedWeight
 from vlmserve.layers.cut import Cut, Shard
 from vlmserve.layers.linear import MergedLinear
 from vlmserve.layers.norm import NormOfEachHead
-from vlmserve.models.files import open_weights, weight_files
+from vlmserve.models.files import WeightFile, open_weights, weight_files
 from vlmserve.models.gguf.tensors import GGUFFile
+from vlmserve.models.identity import TensorDigests
 
 logger = logging.getLogger(__name__)
 
@@ -71,6 +72,8 @@ class Checkpoint:
     def __init__(self, folder: Path, rename: Rename = canonical_name) -> None:
         """rename: from a tensor's name in the files to its canonical one."""
         self.folder = folder
+        self.digests = TensorDigests()
+        """Of the tensors whose values a model has taken."""
         self._rename = rename
         self._keys: dict[str, tuple[Path, str]] = {}
         for path in weight_files(folder):
@@ -97,7 +100,16 @@ class Checkpoint:
         """A tensor of a GGUF file as it is there; None if it does not have the form of a `QuantizedWeight`."""
         path, key = self._keys[name]
         with open_weights(path) as file:
-            return file.quantized(key) if isinstance(file, GGUFFile) else None
+            weight = file.quantized(key) if isinstance(file, GGUFFile) else None
+        if weight is not None:
+            self.hash(name)
+        return weight
+
+    def hash(self, name: str) -> None:
+        """Add a tensor to `digests` while its pages are in memory."""
+        path, key = self._keys[name]
+        with open_weights(path) as file:
+            _hash(file, path, key, self.digests)
 
     def dtype(self) -> torch.dtype:
         """The floating point type of the first tensor that has one in which models compute."""
@@ -147,7 +159,7 @@ class Checkpoint:
                 by_file.setdefault(path, []).append((name, key))
         cuts = weight_cuts(model)
         for path, keys in by_file.items():
-            _copy_file(path, keys, waiting, cuts)
+            _copy_file(path, keys, waiting, cuts, self.digests)
 
 
 class Waiting:
@@ -245,20 +257,29 @@ class _Piece(NamedTuple):
     target: int
 
 
-def _copy_file(path: Path, keys: list[tuple[str, str]], waiting: Waiting, cuts: Mapping[str, Cut]) -> None:
+def _copy_file(
+    path: Path, keys: list[tuple[str, str]], waiting: Waiting, cuts: Mapping[str, Cut], digests: TensorDigests
+) -> None:
     pieces = list(_pieces(path, keys, waiting.slots, cuts))[::-1]
     while pieces:
         copied = 0
         with open_weights(path) as file:
             while pieces and copied < MAPPED_BYTES:
                 name, key, first, last, target = pieces.pop()
-                rows = file.get_slice(key)[first:last]
+                whole = file.get_slice(key)
+                rows = whole[first:last]
                 own = cuts[name].narrowed(rows) if name in cuts else rows
                 waiting.slots[name][target : target + last - first].copy_(own)
                 copied += rows.nbytes
+                _hash(file, path, key, digests, last / whole.get_shape()[0])
                 del rows, own
                 if not pieces or pieces[-1].name != name:
                     waiting.fill(name)
+
+
+def _hash(file: WeightFile, path: Path, key: str, digests: TensorDigests, share: float = 1.0) -> None:
+    for source, name in file.stored(key) if isinstance(file, GGUFFile) else [(path, key)]:
+        digests.read(source, name, share)
 
 
 def _pieces(

@@ -102,6 +102,11 @@ class GGUFFile:
         source = self._sources[name]
         return _Rows(source.shape, functools.partial(_read, source))
 
+    def stored(self, name: str) -> list[tuple[Path, str]]:
+        """The stored tensors that a tensor consists of: their files, and their names there."""
+        source = self._sources[name]
+        return [(part.info.path, part.info.name) for part in (source, *source.behind, *source.frames)]
+
     def quantized(self, name: str) -> QuantizedWeight | None:
         """A tensor as it is in the file, exactly; None if its type does not have the form of a `QuantizedWeight`."""
         source = self._sources[name]
