@@ -29,7 +29,7 @@ def check_cancelled() -> None:
 async def run_in_thread(
     executor: Executor, work: Callable[[], Result], ended: Callable[[], None] = lambda: None
 ) -> Result:
-    """What `work` returns, in a thread of `executor`. Raises what it does. `work` sees the caller's context variables.
+    """Run `work` in a thread of `executor`, with the context variables of the caller. Returns and raises what it does.
 
     If the caller is cancelled, work that has not begun never begins, and work that runs stops at its next
     `check_cancelled`. ended: called in the event loop once the thread is free.

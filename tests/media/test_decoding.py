@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import io
+import struct
 import threading
 import time
+import warnings
+import zlib
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 from PIL import Image
 
-from tests.media.images_for_tests import encoded, noise
+from tests.media.images_for_tests import MadeWhenAsked, encoded, noise
+from tests.rendering import rendering
 from vlmserve import cancellation
 from vlmserve.config import MediaConfig
 from vlmserve.errors import CancelledWorkError, ImageTooLargeError, InvalidImageError
@@ -46,13 +51,6 @@ def test_what_only_looks_like_scans_is_none() -> None:
     expected = np.asarray(decode_image(honest, LIMITS).image)
     for data in (inside, behind):
         np.testing.assert_array_equal(np.asarray(decode_image(data, LIMITS).image), expected)
-
-
-def test_scans_of_a_jpeg_in_a_tiff_file_are_bounded_too() -> None:
-    honest = encoded(noise(40, 30), "TIFF", compression="jpeg")
-    assert decode_image(honest, LIMITS).size == (40, 30)
-    with pytest.raises(ImageTooLargeError, match="scans"):
-        decode_image(honest + b"\xff\xda" * 100, LIMITS)
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -138,6 +136,27 @@ def test_no_more_images_are_decoded_at_once_than_slots() -> None:
     assert most == [2]
 
 
+@pytest.mark.parametrize("isolated", [False, True])
+def test_next_image_is_of_the_client_with_the_fewest_running(isolated: bool) -> None:
+    memory, over, order = DecodingMemory(800, slots=2), threading.Event(), []
+
+    def decode(name: str) -> None:
+        cancellation.client.set(name)
+        with memory.share(10, isolated=isolated):
+            order.append(name)
+            over.wait(20)
+
+    lane = memory._isolated if isolated else memory._small
+    with ThreadPoolExecutor(10) as pool:
+        for name in ["many"] * 6 + ["one", "one"]:
+            pool.submit(contextvars.Context().run, decode, name)
+        while len(order) + len(lane.queue) < 8:
+            time.sleep(0.001)
+        over.set()
+    assert order.index("one") < 4
+    assert not isolated or order[:3].count("many") == 2, "one client leaves processes to others"
+
+
 def test_who_waits_for_memory_may_leave() -> None:
     memory, event = DecodingMemory(100), threading.Event()
     failure: list[BaseException] = []
@@ -166,3 +185,79 @@ def test_pixels_are_those_of_pillow() -> None:
         image = decode_image(data, MediaConfig())
         with Image.open(io.BytesIO(data)) as theirs:
             np.testing.assert_array_equal(np.asarray(image.image.convert("RGB")), np.asarray(theirs.convert("RGB")))
+
+
+def segments(marker: int, content: bytes, count: int) -> bytes:
+    """A JPEG with so many of these segments."""
+    data = encoded(noise(40, 30), "JPEG")
+    return data[:2] + (bytes([0xFF, marker]) + (2 + len(content)).to_bytes(2, "big") + content) * count + data[2:]
+
+
+def with_chunks(count: int) -> bytes:
+    """A PNG with so many empty pieces of its pixels."""
+    data = encoded(noise(40, 30))
+    at = data.index(b"IDAT") - 4
+    return data[:at] + (bytes(4) + b"IDAT" + zlib.crc32(b"IDAT").to_bytes(4, "big")) * count + data[at:]
+
+
+def with_blocks(count: int) -> bytes:
+    """A GIF whose pixels are followed by so many blocks of one byte."""
+    return encoded(noise(40, 30).convert("P"), "GIF")[:-2] + b"\1\0" * count + b"\0\x3b"
+
+
+def with_runs(count: int) -> bytes:
+    """A BMP of so many runs of one pixel, which Pillow decodes in Python."""
+    runs, colors = b"\1\0" * count + b"\0\1", bytes(1024)
+    header = struct.pack("<IiiHHIIiiII", 40, 4000, 2500, 1, 8, 1, len(runs), 0, 0, 256, 0)
+    start = 14 + len(header) + len(colors)
+    return b"BM" + struct.pack("<IHHI", start + len(runs), 0, 0, start) + header + colors + runs
+
+
+SLOW = MadeWhenAsked(
+    {
+        "JPEG of empty segments": lambda: segments(0xE5, b"", 2_000_000),
+        "JPEG of comments": lambda: segments(0xFE, b"", 2_000_000),
+        "JPEG of EXIF": lambda: segments(0xE1, b"Exif\0\0" + bytes(100), 100_000),
+        "JPEG of tables": lambda: segments(0xDB, b"\0" + b"\1" * 64, 250_000),
+        "JPEG of scans": lambda: with_scans(encoded(Image.new("RGB", (4000, 3000)), "JPEG", progressive=True), 60),
+        "PNG of empty chunks": lambda: with_chunks(1_000_000),
+        "GIF of blocks": lambda: with_blocks(4_000_000),
+        "BMP of runs": lambda: with_runs(4_000_000),
+        "WebP": lambda: encoded(Image.new("RGB", (5000, 5000)), "WEBP", lossless=True, method=0),
+        "TIFF of pages": lambda: tiff_pages(20_000),
+    }
+)
+
+
+def tiff_pages(count: int) -> bytes:
+    """A TIFF whose only page comes so many times."""
+    data = bytearray(encoded(noise(40, 30), "TIFF"))
+    start = int.from_bytes(data[4:8], "little")
+    size = 2 + 12 * int.from_bytes(data[start : start + 2], "little")
+    page = bytes(data[start : start + size])
+    at = len(data)
+    data[4:8] = at.to_bytes(4, "little")
+    for number in range(count):
+        following = at + (number + 1) * (size + 4) if number + 1 < count else 0
+        data += page + following.to_bytes(4, "little")
+    return bytes(data)
+
+
+@pytest.mark.parametrize("name", SLOW)
+def test_slow_files_take_the_time_of_another_process(name: str) -> None:
+    data = SLOW[name]
+    decode_image(encoded(noise(9, 9), "GIF"), MediaConfig())  # the process that forks others runs
+    used = time.process_time()
+    with contextlib.suppress(InvalidImageError):
+        decode_image(data, MediaConfig(decode_timeout=1))
+    assert time.process_time() - used < 0.5
+    assert not rendering()
+
+
+@pytest.mark.parametrize("format", ["JPEG", "PNG", "WEBP"])
+def test_large_exif_data_is_not_read(format: str) -> None:
+    tags = [struct.pack("<HHII", tag, 7, 9000, 0) for tag in range(5000)]
+    exif = b"Exif\0\0II*\0\x08\0\0\0" + len(tags).to_bytes(2, "little") + b"".join(tags)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert decode_image(encoded(noise(40, 30), format, exif=exif), MediaConfig()).size == (40, 30)

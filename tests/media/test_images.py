@@ -38,7 +38,7 @@ def test_other_formats_are_not_images() -> None:
     ("format", "message"),
     [
         ("TIFF", "the TIFF file has 3 pages; send it as a part of type"),
-        ("GIF", "the GIF file is an animation; send one frame"),
+        ("GIF", "the GIF file is an animation of 3 frames"),
         ("WEBP", "the WEBP file is an animation of 3 frames"),
         ("PNG", "the PNG file is an animation of 3 frames"),
     ],

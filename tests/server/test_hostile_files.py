@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import io
+import struct
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +19,7 @@ from PIL import Image
 
 from tests.media.documents_for_tests import page, pdf_file, slow, square
 from tests.media.images_for_tests import encoded, noise
+from tests.media.test_decoding import with_scans
 from tests.mock_checkpoint import make_mock_checkpoint
 from tests.server.live import wait_until
 from tests.server.process import ServerProcess
@@ -90,6 +92,19 @@ def animation(size: tuple[int, int], count: int) -> bytes:
     return b"RIFF" + len(body).to_bytes(4, "little") + body
 
 
+def pages_of_scans(count: int, scans: int) -> bytes:
+    """A TIFF file whose pages are one progressive JPEG with a scan that is repeated."""
+    jpeg = encoded(Image.new("RGB", (4000, 3900)), "JPEG", progressive=True)
+    jpeg = with_scans(jpeg, scans)
+    tags = [(256, 4000), (257, 3900), (258, 8), (259, 7), (262, 6), (273, 8), (277, 3), (278, 3900), (279, len(jpeg))]
+    data = b"II*\0" + (8 + len(jpeg)).to_bytes(4, "little") + jpeg
+    for number in range(count):
+        page = len(tags).to_bytes(2, "little") + b"".join(struct.pack("<HHII", tag, 4, 1, value) for tag, value in tags)
+        following = len(data) + len(page) + 4 if number + 1 < count else 0
+        data += page + following.to_bytes(4, "little")
+    return data
+
+
 HONEST = {
     "image": {"type": "image_url", "image_url": {"url": url_of(encoded(noise(60, 40)), "image/png")}},
     "document": file_part(pdf_file([page(square("1 0 0"))])),
@@ -101,6 +116,8 @@ def hostile(kind: str) -> Part:
     """A small file that takes minutes to decode."""
     if kind == "document":
         return file_part(slow())
+    if kind == "pages":
+        return file_part(pages_of_scans(32, 90))
     if kind == "animation":
         return {**file_part(animation((4000, 4000), 19_000)), "pages": "19000"}
     data = film((7680, 4320), 19_000)
@@ -133,6 +150,7 @@ def attack(kind: str, part: Part, route: str) -> tuple[str, Part]:
         ("video", ["chat", "chat", "tokenize", "tokenize"]),
         ("document", ["chat", "tokenize", "responses", "messages"]),
         ("animation", ["chat", "chat", "chat", "tokenize"]),
+        ("pages", ["chat", "tokenize", "chat"]),
     ],
 )
 def test_hostile_files_hold_up_nobody(server: ServerProcess, kind: str, routes: list[str]) -> None:

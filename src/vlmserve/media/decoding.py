@@ -1,25 +1,22 @@
-"""What decoding an image may cost: memory beside others, time, and the passes of a progressive JPEG."""
+"""Limits of memory and time for decoding images."""
 
 from __future__ import annotations
 
 import contextlib
 import io
-import re
+import itertools
 import sys
 import threading
 import time
-from collections import deque
+from collections import Counter
 from collections.abc import Iterator
 
-import numpy as np
 from PIL import Image
 
-from vlmserve.cancellation import check_cancelled
-from vlmserve.config import MediaConfig
-from vlmserve.errors import ImageTooLargeError, InvalidImageError
-from vlmserve.media.png import without_metadata
+from vlmserve.cancellation import check_cancelled, client
+from vlmserve.errors import InvalidImageError
 
-_BYTES_PER_PIXEL = {"JPEG": 12, "MPO": 12}
+_BYTES_PER_PIXEL = {"JPEG": 12}
 _MOST_BYTES_PER_PIXEL = 16
 """At the worst moment of decoding, turning and converting, measured: WebP keeps four copies, as does transparency that
 becomes white; a progressive JPEG keeps all coefficients."""
@@ -27,35 +24,61 @@ _POLL_INTERVAL = 0.1
 """Seconds between checks whether a client that waits for memory is still connected."""
 _SMALL_IMAGE, _SMALL_SHARE = 8, 4
 """Divisors of the capacity: the largest image that counts as small, and the share that is reserved for small ones."""
-_FREE_SCANS = 16
-"""Scans that a JPEG of the largest allowed size may have. Encoders write up to 13; a smaller one may have more."""
-_MOST_SCANS = 1000
-_MOST_MARKERS = 65536
-_SCAN = b"\xff\xda"
 _SHORT_READ, _SHORT_READS = 4096, 256
-_MARKER = re.compile(rb"\xff([^\x00\x01\xd0-\xd8\xff])")
+
+
+class _Waiting:
+    """An image that waits for its turn."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self.num_bytes = num_bytes
+        self.client = client.get()
 
 
 class _Lane:
-    """Images of one kind, which are decoded in order of arrival."""
+    """Images of one kind. The next to be decoded is of the client with the fewest running; equal clients take turns."""
 
-    def __init__(self, capacity: int, slots: int) -> None:
+    def __init__(self, capacity: int, slots: int, per_client: int) -> None:
         self.capacity = capacity
-        self.slots = slots
-        self.used = self.running = 0
-        self.queue: deque[object] = deque()
+        self.used = 0
+        self.queue: list[_Waiting] = []
+        self._slots = slots
+        self._per_client = per_client
+        self._running: Counter[str] = Counter()
+        self._last_turn: dict[str, int] = {}
+        self._turns = itertools.count(1)
 
-    def takes(self, queued: object, num_bytes: int) -> bool:
+    def takes(self, image: _Waiting) -> bool:
         """Whether it is an image's turn, and there is room for it."""
-        is_next = self.queue[0] is queued and self.running < self.slots
-        return is_next and self.used + num_bytes <= self.capacity
+        return (
+            self._running.total() < self._slots
+            and self.used + image.num_bytes <= self.capacity
+            and self._running[image.client] < self._per_client
+            and image is min(self.queue, key=self._order)
+        )
+
+    def _order(self, image: _Waiting) -> tuple[int, int]:
+        return self._running[image.client], self._last_turn.get(image.client, 0)
+
+    def begin(self, image: _Waiting) -> None:
+        self.used += image.num_bytes
+        self._running[image.client] += 1
+        self._last_turn[image.client] = next(self._turns)
+
+    def end(self, image: _Waiting) -> None:
+        self.used -= image.num_bytes
+        self._running[image.client] -= 1
+        self._running += Counter()  # drops clients without images
+        if not self._running[image.client] and all(other.client != image.client for other in self.queue):
+            del self._last_turn[image.client]
 
 
 class DecodingMemory:
     """Limits the memory of all images that are decoded and resized at once, and how many these are. Thread-safe.
 
     Images that take at most an eighth of the capacity have a quarter of it to themselves, so that large ones, which
-    take seconds, never delay them. slots: threads that may decode at once in each of these two lanes.
+    take seconds, never delay them. Images in processes of their own take additional memory, as much as large ones.
+    slots: threads that may decode at once in each lane; twice as many for processes, at most half by one client.
     """
 
     def __init__(self, capacity: int, slots: int = sys.maxsize) -> None:
@@ -63,40 +86,38 @@ class DecodingMemory:
         self._changed = threading.Condition()
         reserved = capacity // _SMALL_SHARE
         self._largest_small = capacity // _SMALL_IMAGE
-        self._small = _Lane(reserved, slots)
-        self._large = _Lane(capacity - reserved, slots)
+        self._small = _Lane(reserved, slots, slots)
+        self._large = _Lane(capacity - reserved, slots, slots)
+        self._isolated = _Lane(capacity - reserved, 2 * slots, slots)
 
     @property
     def used(self) -> int:
         """Bytes that are taken."""
-        return self._small.used + self._large.used
+        return self._small.used + self._large.used + self._isolated.used
 
     @contextlib.contextmanager
-    def share(self, num_bytes: int) -> Iterator[None]:
+    def share(self, num_bytes: int, *, isolated: bool = False) -> Iterator[None]:
         """Wait for so many bytes, and give them back at the end. What is larger than all there is waits to be alone.
 
-        Raises CancelledWorkError when nobody waits for the image any more.
+        isolated: a process decodes the image. Raises CancelledWorkError when nobody waits for the image any more.
         """
-        lane = self._small if num_bytes <= self._largest_small else self._large
-        num_bytes = min(num_bytes, lane.capacity)
-        queued = object()
+        lane = self._isolated if isolated else self._small if num_bytes <= self._largest_small else self._large
+        image = _Waiting(min(num_bytes, lane.capacity))
         with self._changed:
-            lane.queue.append(queued)
+            lane.queue.append(image)
             try:
-                while not lane.takes(queued, num_bytes):
+                while not lane.takes(image):
                     self._changed.wait(_POLL_INTERVAL)
                     check_cancelled()
-                lane.used += num_bytes
-                lane.running += 1
+                lane.begin(image)
             finally:
-                lane.queue.remove(queued)
+                lane.queue.remove(image)
                 self._changed.notify_all()
         try:
             yield
         finally:
             with self._changed:
-                lane.used -= num_bytes
-                lane.running -= 1
+                lane.end(image)
                 self._changed.notify_all()
 
 
@@ -123,13 +144,11 @@ def too_slow(timeout: float) -> InvalidImageError:
 class LimitedFile(io.BytesIO):
     """A file in memory from which Pillow reads an image for as long as that may take and somebody waits for it.
 
-    PNG files are read without their metadata.
-
     Decoders read in blocks of 64 KiB or less. Reading raises InvalidImageError and CancelledWorkError.
     """
 
     def __init__(self, data: bytes, timeout: float) -> None:
-        super().__init__(without_metadata(data))
+        super().__init__(data)
         self._timeout = timeout
         self._reads = 0
         self.restart()
@@ -150,55 +169,3 @@ class LimitedFile(io.BytesIO):
         check_cancelled()
         if time.monotonic() > self._deadline:
             raise too_slow(self._timeout)
-
-
-def check_scans(data: bytes, image: Image.Image, limits: MediaConfig) -> None:
-    """Raises ImageTooLargeError for a JPEG with so many scans that decoding it would take far longer than others.
-
-    Each scan of a progressive JPEG is a pass over all its pixels, however few bytes it has. A TIFF file may hold JPEGs,
-    one for each strip.
-    """
-    pieces = 1
-    if image.format == "TIFF":
-        if image.info.get("compression") not in ("jpeg", "tiff_jpeg"):
-            return
-        pieces = max(1, len(getattr(image, "tile", ())), _num_strips(image))
-    elif image.format not in ("JPEG", "MPO"):
-        return
-    most = min(_MOST_SCANS, _FREE_SCANS * max(1, limits.max_image_pixels // (image.width * image.height)))
-    # An upper bound first, since following the markers takes longer.
-    scans = _most_scans(data)
-    if scans > most and image.format != "TIFF":
-        scans = _num_scans(data, most)
-    if scans > most * pieces:
-        raise ImageTooLargeError(
-            f"the image is a progressive JPEG with more than {most} scans; save it again as an ordinary JPEG"
-        )
-
-
-def _most_scans(data: bytes) -> int:
-    """How often two bytes of a file look like the beginning of a scan."""
-    array = np.frombuffer(data, np.uint8)
-    marks = np.flatnonzero(array[:-1] == _SCAN[0])
-    return int(np.count_nonzero(array[marks + 1] == _SCAN[1]))
-
-
-def _num_strips(image: Image.Image) -> int:
-    """Strips or tiles of a TIFF file; each is a JPEG."""
-    tags = getattr(image, "tag_v2", {})
-    offsets = tags.get(273) or tags.get(324) or ()
-    return len(offsets) if isinstance(offsets, tuple) else 1
-
-
-def _num_scans(data: bytes, most: int) -> int:
-    """Scans of a JPEG file up to its end, or more than `most`."""
-    scans, at = 0, 2
-    for _ in range(_MOST_MARKERS):
-        found = _MARKER.search(data, at)
-        if found is None or found[1] == b"\xd9":
-            return scans
-        scans += found[0] == _SCAN
-        if scans > most:
-            return scans
-        at = found.end() + max(2, int.from_bytes(data[found.end() : found.end() + 2], "big"))
-    return most + 1

@@ -262,7 +262,7 @@ class _Lookups:
         self._changed = threading.Condition()
 
     def find(self, host: str, port: int, timeout: float) -> list[Any]:
-        """What `socket.getaddrinfo` returns and raises. Raises TimeoutError."""
+        """Call `socket.getaddrinfo`. Raises OSError, UnicodeError and TimeoutError."""
         deadline = time.monotonic() + timeout
         name = client.get()
         with self._changed:

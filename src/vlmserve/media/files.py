@@ -30,7 +30,7 @@ def media_type_of(data: bytes, limits: MediaConfig) -> str:
         return _VIDEOS[container]
     try:
         with contextlib.closing(open_any(data, limits)) as image:
-            return f"image/{'jpeg' if image.format == 'MPO' else (image.format or '').lower()}"
+            return f"image/{(image.format or '').lower()}"
     except InvalidImageError as error:
         raise InvalidImageError(
             f"{error}; documents are PDF files, videos MP4, MOV, WebM, Matroska or AVI files"

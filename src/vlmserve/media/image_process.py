@@ -1,5 +1,5 @@
-"""Images that are decoded in a process for each file: HEIC through libheif (pillow-heif, the extra ``documents``), AVIF
-and animations through Pillow."""
+"""Images that are decoded in a process for each file: HEIC through libheif (pillow-heif, the extra ``documents``),
+others through Pillow."""
 
 from __future__ import annotations
 
@@ -18,8 +18,13 @@ _HEIF = frozenset({b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1"
 _AVIF = frozenset({b"avif", b"avis"})
 _ORIENTATION = 0x0112
 """EXIF tag of how the camera was held."""
-_BYTES = {"L": 1, "LA": 2, "La": 2, "RGB": 3, "RGBA": 4, "RGBa": 4, "I;16": 2}
-"""Of a pixel, by Pillow's modes in which these images come."""
+_BYTES = {
+    "L": 1,
+    **dict.fromkeys(("LA", "La", "I;16", "I;16B", "I;16L"), 2),
+    **dict.fromkeys(("RGB", "YCbCr", "LAB", "HSV"), 3),
+    **dict.fromkeys(("RGBA", "RGBa", "RGBX", "CMYK", "I", "F"), 4),
+}
+"""Bytes of a pixel, by Pillow's modes in which these images come."""
 _LARGEST_PADDING = 1024
 """Bytes of a row after its pixels."""
 _MEMORY = 256 * 1024**2
@@ -50,7 +55,7 @@ class _Opened(_Shown):
 class ImageProcess(Image.Image):
     """An image, or several, in a file of which nothing but the header is read.
 
-    format: "HEIF", "AVIF", "GIF", "WEBP" or "PNG". num_pixels: of the image where they are known and opening needs
+    format: "HEIF", "AVIF" or one of `images.FORMATS`. num_pixels: of the image where they are known and opening needs
     memory for them. The process is ended when the only image is decoded, when something fails, and by `close`. Like
     Pillow's own images from files, it is for one thread at a time, and decoding raises OSError for what is broken.
     Raises UnidentifiedImageError, OSError, InvalidImageError, UnavailableError and CancelledWorkError.
@@ -69,6 +74,7 @@ class ImageProcess(Image.Image):
             "memory": _MEMORY + len(data),
             "pixel_memory": bytes_per_pixel(format),
             "num_pixels": num_pixels,
+            "max_images": limits.max_decoded_frames,
             "seconds": math.ceil(limits.decode_timeout) + 1,
         }
         try:

@@ -16,23 +16,29 @@ from vlmserve.errors import (
     InvalidImageError,
     VLMServeError,
 )
+from vlmserve.media import jpeg, png
 from vlmserve.media.base64_text import decoded_base64, plain_base64
-from vlmserve.media.decoding import LimitedFile, check_scans
+from vlmserve.media.decoding import LimitedFile
+from vlmserve.media.exif import orientation_exif, orientation_in
 from vlmserve.media.image_process import ImageProcess, heif_format
 from vlmserve.media.kinds import KINDS, check_num_bytes, max_bytes
 from vlmserve.media.pages import check_single
 from vlmserve.types import MediaKind
 
 FORMATS: tuple[str, ...] = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
-_SIGNATURES = {
-    b"\x89PNG\r\n\x1a\n": "PNG",
-    b"\xff\xd8\xff": "JPEG",
-    b"RIFF": "WebP",
+_HERE = ("PNG", "JPEG", "WEBP")
+"""Formats whose ordinary files are decoded in this process, which is faster: they bound time and memory by pixels."""
+_ISOLATED = {
     b"GIF8": "GIF",
     b"BM": "BMP",
     b"II*\0": "TIFF",
     b"MM\0*": "TIFF",
+    b"II+\0": "TIFF",
+    b"MM\0+": "TIFF",
 }
+_SIGNATURES = {png.SIGNATURE: "PNG", jpeg.SIGNATURE: "JPEG", b"RIFF": "WebP", **_ISOLATED}
+_LARGE_WEBP = 4_000_000
+"""Pixels. Pillow decodes WebP without releasing the GIL, so larger ones would stop all other threads for long."""
 _HEAD = 1024
 """Bytes in which a file that is no image says what it is."""
 _ORIENTATION = 0x0112
@@ -130,21 +136,56 @@ def open_any(data: bytes, limits: MediaConfig) -> Image.Image:
     check_num_bytes(len(data), limits)
     if not data:
         raise InvalidImageError("the image is empty (0 bytes)")
-    image = open_file(LimitedFile(data, limits.decode_timeout), limits)
-    check_scans(data, image, limits)
+    return open_file(data, limits)
+
+
+def open_file(data: bytes, limits: MediaConfig) -> Image.Image:
+    """An image, or the first of several in a file, of which nothing but the header is read. Raises as `decode_image`
+    does, but not for several."""
+    image = _opened(lambda: _open(data, limits), data, limits)
+    try:
+        check_num_pixels(image, limits)
+        num_pixels = image.width * image.height
+        is_slow = image.format == "WEBP" and num_pixels > _LARGE_WEBP
+        is_slow = is_slow or (image.format == "JPEG" and jpeg.has_many_scans(data, num_pixels, limits))
+    except BaseException:
+        image.close()
+        raise
+    return in_process(image, data, limits) if is_slow else image
+
+
+def in_process(image: Image.Image, data: bytes, limits: MediaConfig) -> Image.Image:
+    """An opened image in a process of its own, unless it is in one. Raises as `decode_image` does."""
+    if isinstance(image, ImageProcess):
+        return image
+    image.close()
+    format, num_pixels = image.format or "", image.width * image.height
+    return _opened(lambda: ImageProcess(data, format, limits, num_pixels), data, limits)
+
+
+def _open(data: bytes, limits: MediaConfig) -> Image.Image:
+    isolated = heif_format(data) or next((name for mark, name in _ISOLATED.items() if data.startswith(mark)), None)
+    if isolated is not None:
+        return ImageProcess(data, isolated, limits)
+    plain: bytes | None = data
+    if data.startswith(png.SIGNATURE):
+        plain = png.without_metadata(data)
+    elif data.startswith(jpeg.SIGNATURE):
+        plain = jpeg.without_metadata(data)
+    if plain is None:
+        return ImageProcess(data, "PNG" if data.startswith(png.SIGNATURE) else "JPEG", limits)
+    if Image.MAX_IMAGE_PIXELS is not None and limits.max_image_pixels > Image.MAX_IMAGE_PIXELS:
+        Image.MAX_IMAGE_PIXELS = limits.max_image_pixels  # Pillow's own limit, which it checks before ours
+    image = Image.open(LimitedFile(plain, limits.decode_timeout), formats=_HERE)
+    if image.format == "WEBP":
+        image.info["exif"] = orientation_exif(orientation_in(image.info.get("exif", b""), image.info.get("xmp", b"")))
     return image
 
 
-def open_file(file: LimitedFile, limits: MediaConfig) -> Image.Image:
-    """An image, or the first of several in a file, of which nothing but the header is read. Raises as `decode_image`
-    does, but not for several."""
-    if Image.MAX_IMAGE_PIXELS is not None and limits.max_image_pixels > Image.MAX_IMAGE_PIXELS:
-        Image.MAX_IMAGE_PIXELS = limits.max_image_pixels  # Pillow's own limit, which it checks before ours
-    data = file.getvalue()
-    heif = heif_format(data)
-    image: Image.Image
+def _opened(open: Callable[[], Image.Image], data: bytes, limits: MediaConfig) -> Image.Image:
+    """The image that `open` returns. Turns what libraries raise into this project's errors."""
     try:
-        image = ImageProcess(data, heif, limits) if heif else Image.open(file, formats=FORMATS)
+        return open()
     except VLMServeError:
         raise
     except UnidentifiedImageError as error:
@@ -153,8 +194,6 @@ def open_file(file: LimitedFile, limits: MediaConfig) -> Image.Image:
         raise ImageTooLargeError(f"the image has more than {limits.max_image_pixels:,} pixels") from error
     except Exception as error:  # Pillow's readers raise anything on broken headers
         raise InvalidImageError(f"the image is broken: {error}") from error
-    check_num_pixels(image, limits)
-    return image
 
 
 def load_image(image: Image.Image, limits: MediaConfig) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import math
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 from vlmserve.media.isolated_limits import Answer, RefusedError, address_space, limit, limit_cpu
@@ -14,9 +14,11 @@ _THREADS = 4
 """That decode one image."""
 _ORIENTATION = 0x0112
 """EXIF tag of how the camera was held."""
-_ANIMATIONS = ("GIF", "WEBP", "PNG")
-_PIXEL_BYTES = {"I;16": 2}
+_PIXEL_BYTES = {"I;16": 2, "I;16B": 2, "I;16L": 2, "I": 4, "F": 4, "RGBX": 4}
 """Bytes of a pixel in modes in which a band is not one byte."""
+_SUBFILE_TYPE = 254
+_NO_PAGE = 0b101
+"""Bits of a TIFF's NewSubfileType: a smaller version of another page, or a mask of one (TIFF 6.0, page 36)."""
 _BAND = 2**17
 """Pixels that are packed at once: few enough to stay in a core's cache."""
 
@@ -29,7 +31,7 @@ class _Opened(Protocol):
     size: tuple[int, int]
     mode: str
 
-    def __init__(self, data: bytes) -> None: ...
+    def __init__(self, data: bytes, most: int) -> None: ...
 
     def go_to(self, number: int) -> None:
         """Show another image."""
@@ -47,7 +49,7 @@ class _Opened(Protocol):
 class _HEIC:
     """Read by libheif."""
 
-    def __init__(self, data: bytes) -> None:
+    def __init__(self, data: bytes, most: int) -> None:
         import pillow_heif
         from PIL import Image
 
@@ -80,31 +82,44 @@ class _HEIC:
         return stride, [pixels[:num_bytes]]
 
 
-class _AVIF:
-    """Read by Pillow."""
+class _PillowFile:
+    """Read by Pillow. Images are sent in a mode without a palette."""
 
-    def __init__(self, data: bytes) -> None:
-        self._image = self._opened(data)
-        self.count, self.number = self._image.n_frames, self._image.tell()
-        self.size, self.mode = self._image.size, self._image.mode
+    formats: tuple[str, ...] = ("BMP", "GIF", "PNG", "WEBP")
 
-    def _opened(self, data: bytes) -> Any:
-        from PIL import AvifImagePlugin
+    def __init__(self, data: bytes, most: int) -> None:
+        self._image = self._opened(io.BytesIO(data))
+        self._numbers: Sequence[int] = self._found(most)
+        self.count, self.number = len(self._numbers), 0
+        self._show()
 
-        return AvifImagePlugin.AvifImageFile(io.BytesIO(data))
+    def _opened(self, file: io.BytesIO) -> Any:
+        from PIL import Image
+
+        return Image.open(file, formats=self.formats)
+
+    def _found(self, most: int) -> Sequence[int]:
+        """Pillow's numbers of the images."""
+        return range(getattr(self._image, "n_frames", 1))
+
+    def _show(self) -> None:
+        self.size, self.mode = self._image.size, "RGB"
 
     def go_to(self, number: int) -> None:
-        self._image.seek(number)
-        self.number, self.size, self.mode = number, self._image.size, self._image.mode
+        self._image.seek(self._numbers[number])
+        self.number = number
+        self._show()
 
     def orientation(self) -> object:
         return self._image.getexif().get(_ORIENTATION)
 
     def decode(self) -> tuple[int, Iterable[bytes | memoryview]]:
         self._image.load()
-        return self._packed(self._image)
-
-    def _packed(self, image: Any) -> tuple[int, Iterable[bytes]]:
+        image = self._image
+        if image.info.get("transparency") is not None or (image.mode in ("PA", "P") and "A" in image.palette.mode):
+            image = image.convert("RGBA")
+        elif image.mode in ("1", "P"):
+            image = image.convert("RGB")
         self.size, self.mode = image.size, image.mode
         width, height = image.size
         rows = max(1, _BAND // width)
@@ -112,30 +127,54 @@ class _AVIF:
         return width * _PIXEL_BYTES.get(image.mode, len(image.getbands())), bands
 
 
-class _Animation(_AVIF):
-    """Frames of a GIF, WebP or PNG file, read by Pillow. They are sent in a mode without a palette."""
+class _AVIF(_PillowFile):
+    def _opened(self, file: io.BytesIO) -> Any:
+        from PIL import AvifImagePlugin
 
-    def _opened(self, data: bytes) -> Any:
-        from PIL import Image
+        return AvifImagePlugin.AvifImageFile(file)
 
-        return Image.open(io.BytesIO(data), formats=_ANIMATIONS)
 
-    def __init__(self, data: bytes) -> None:
-        super().__init__(data)
-        self.mode = "RGB"
+class _JPEG(_PillowFile):
+    """The first picture of a file. Pillow's `open` would also take later ones for images of the file."""
 
-    def go_to(self, number: int) -> None:
-        super().go_to(number)
-        self.mode = "RGB"
+    def _opened(self, file: io.BytesIO) -> Any:
+        from PIL import JpegImagePlugin
 
-    def decode(self) -> tuple[int, Iterable[bytes | memoryview]]:
-        self._image.load()
-        image = self._image
-        if image.info.get("transparency") is not None:
-            image = image.convert("RGBA")
-        elif image.mode in ("1", "P"):
-            image = image.convert("RGB")
-        return self._packed(image)
+        return JpegImagePlugin.JpegImageFile(file)
+
+
+class _TIFF(_PillowFile):
+    """Pages, without smaller versions and masks of them."""
+
+    formats = ("TIFF",)
+
+    def _found(self, most: int) -> Sequence[int]:
+        """Up to one more page than `most`."""
+        pages, number = [0], 1
+        while len(pages) <= most and number < 2 * most and self._reaches(number):
+            kind = self._image.tag_v2.get(_SUBFILE_TYPE)
+            if not (isinstance(kind, int) and kind & _NO_PAGE):
+                pages.append(number)
+            number += 1
+        self._image.seek(0)
+        return pages
+
+    def _reaches(self, number: int) -> bool:
+        try:
+            self._image.seek(number)
+        except MemoryError:
+            raise
+        except Exception:  # Pillow raises anything for a broken page, with which the file ends
+            return False
+        return True
+
+
+_FORMATS: dict[str, type[_Opened]] = {
+    "AVIF": _AVIF,
+    "JPEG": _JPEG,
+    "TIFF": _TIFF,
+    **dict.fromkeys(_PillowFile.formats, _PillowFile),
+}
 
 
 class ImageDecoder:
@@ -148,7 +187,8 @@ class ImageDecoder:
         Image.new("RGB", (1, 1)).tobytes()
         Image.Exif().load(b"Exif\0\0II*\0\x08\0\0\0\0\0")
         AvifImagePlugin.DEFAULT_MAX_THREADS = _THREADS
-        self._formats: dict[str, type[_Opened]] = {"AVIF": _AVIF, **dict.fromkeys(_ANIMATIONS, _Animation)}
+        Image.MAX_IMAGE_PIXELS = None  # the parent looks at the size before anything is decoded
+        self._formats = dict(_FORMATS)
         Image.preinit()
         try:
             import pillow_heif
@@ -160,13 +200,16 @@ class ImageDecoder:
 
     def open(self, data: bytes, settings: dict[str, Any]) -> dict[str, Any]:
         """The number of images, and the fields of the first that is shown."""
+        from PIL import UnidentifiedImageError
+
         self._settings = settings
         if settings["format"] not in self._formats:
             raise RefusedError("missing")
         self._allow(settings["num_pixels"] * settings["pixel_memory"])
         try:
-            self._file = self._formats[settings["format"]](data)
-        except (SyntaxError, IndexError, TypeError, struct.error) as error:  # those that say it is another format
+            self._file = self._formats[settings["format"]](data, settings["max_images"])
+        except (UnidentifiedImageError, SyntaxError, IndexError, TypeError, struct.error) as error:
+            # Pillow's and libheif's ways to say that it is another format.
             raise RefusedError("unidentified") from error
         return {"images": self._file.count, "shown": self._file.number, **self._fields()}
 

@@ -21,6 +21,7 @@ from vlmserve.media.arrays import image_of
 from vlmserve.media.cache import ImageCache
 from vlmserve.media.decoding import DecodingMemory, decoding_bytes
 from vlmserve.media.fetch import fetch_file
+from vlmserve.media.image_process import ImageProcess
 from vlmserve.media.images import (
     DecodedImage,
     decode_data_url,
@@ -102,7 +103,10 @@ def _decoded(
     data: bytes, limits: MediaConfig, reduction: Callable[[tuple[int, int]], float], memory: DecodingMemory
 ) -> Iterator[DecodedImage]:
     check_cancelled()
-    with contextlib.closing(open_header(data, limits)) as image, memory.share(decoding_bytes(image)):
+    with (
+        contextlib.closing(open_header(data, limits)) as image,
+        memory.share(decoding_bytes(image), isolated=isinstance(image, ImageProcess)),
+    ):
         yield decode_opened(image, limits, reduction)
 
 
