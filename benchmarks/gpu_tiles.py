@@ -42,7 +42,7 @@ def candidates(rule: Tiling, shape: Shape, rows: int) -> Iterator[Tiling]:
     depths = {block, max(block, LARGE_BLOCK)} if block else {rule.inputs, 2 * rule.inputs}
     widths = (rule.tokens, 2 * rule.tokens) if rows > rule.tokens else (rule.tokens,)
     for outputs, tokens, inputs, splits, stages in itertools.product(
-        (32, 64, 128, 256), widths, sorted(depths), (1, 2, 4, 8), sorted({rule.stages, 2, 3, 4, 5})
+        (16, 32, 64, 128, 256), widths, sorted(depths), (1, 2, 4, 8), sorted({rule.stages, 2, 3, 4, 5})
     ):
         programs = -(-shape.out_features // outputs) * -(-rows // tokens) * splits
         # Parts are added by another launch, which does not pay where there are programs enough.

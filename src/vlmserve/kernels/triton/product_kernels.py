@@ -83,8 +83,9 @@ def groups_of_4_bits(
             high_x = tl.load(x_at + done + HALF, inside & there[:, None], 0.0)
         packed = tl.reshape(packed, (OUTPUTS, BLOCKS, HALF))
         low, high = dequantized(packed, scales, minimums, high_scales, high_minimums, DTYPE, ASSEMBLY)
-        sums = dot(tl.reshape(low, (OUTPUTS, WIDTH)), low_x, sums)
-        sums = dot(tl.reshape(high, (OUTPUTS, WIDTH)), high_x, sums)
+        # Sums of a tile start at zero. With sums of all tiles, ptxas serializes the tensor cores (C7515).
+        products = dot(tl.reshape(low, (OUTPUTS, WIDTH)), low_x, tl.zeros((OUTPUTS, TOKENS), tl.float32))
+        sums += dot(tl.reshape(high, (OUTPUTS, WIDTH)), high_x, products)
     return sums
 
 

@@ -63,6 +63,12 @@ class Shape(NamedTuple):
 
 TUNED: dict[str, dict[Shape, Tiling | None]] = {
     "NVIDIA H200": {
+        Shape(bits=4, group=128, out_features=6144, in_features=4096, tokens=8): Tiling(
+            outputs=16, tokens=8, inputs=128, splits=1, warps=4, stages=3
+        ),
+        Shape(bits=4, group=128, out_features=4096, in_features=14336, tokens=8): Tiling(
+            outputs=32, tokens=8, inputs=128, splits=2, warps=8, stages=3
+        ),
         Shape(bits=4, group=32, out_features=6144, in_features=4096, tokens=8): Tiling(
             outputs=32, tokens=8, inputs=64, splits=2, warps=4, stages=3
         ),
