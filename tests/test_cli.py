@@ -24,10 +24,11 @@ from tests.checkpoints import change_config
 from tests.mock_checkpoint import make_mock_checkpoint
 from vlmserve import LLM, SamplingParams
 from vlmserve.cli import app
-from vlmserve.cli.answers import ServerAnswers
+from vlmserve.cli.answers import ServerAnswers, _deltas
 from vlmserve.cli.chat import TerminalChat
 from vlmserve.cli.options import command
 from vlmserve.config import EngineConfig, MediaConfig, ProcessorOverrides, ServerConfig
+from vlmserve.errors import VLMServeError
 
 GREEDY = SamplingParams(temperature=0)
 
@@ -362,6 +363,34 @@ def test_a_servers_refusal_is_shown_with_the_file_that_it_is_about(server, image
     shown = run("chat", "--url", url, stdin="bad\nHow many?\n").stdout
     assert "that was bad" in shown
     assert "0 images" in shown
+
+
+@pytest.mark.parametrize(
+    ("lines", "words"),
+    [
+        (["<html>Sign in</html>"], "answered without a stream of events; give the URL of an OpenAI-compatible API"),
+        ([], "answered without a stream of events"),
+        (["data: <html>"], "sent an event that is no chat completion chunk: <html>"),
+        (["data: 7"], "no chat completion chunk"),
+        (["data: " + "[" * 100_000], "no chat completion chunk"),
+        (['data: {"choices": [{"delta": 7}]}'], "no chat completion chunk"),
+        (['data: {"error": "overheated"}'], "overheated"),
+        (['data: {"error": {"message": "overheated"}}'], "overheated"),
+    ],
+)
+def test_stream_of_another_kind_is_an_error(lines, words):
+    with pytest.raises(VLMServeError, match=re.escape(words)):
+        list(_deltas("http://127.0.0.1:9", iter(lines), None))
+
+
+def test_deltas_without_text_are_skipped():
+    events = [
+        '{"choices": null}',
+        '{"choices": [{"delta": null}]}',
+        '{"choices": [{"delta": {"content": "a"}}]}',
+        "[DONE]",
+    ]
+    assert list(_deltas("", iter(["", ": ping", *(f"data: {event}" for event in events)]), None)) == ["a"]
 
 
 def test_no_server_at_the_url_is_one_line():

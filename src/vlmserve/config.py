@@ -51,12 +51,15 @@ def check_overrides(overrides: tuple[str, ...]) -> tuple[str, ...]:
     return overrides
 
 
-_ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://(\*|(\*\.)?[^\s/*?#@]+(:\*)?)?/?", re.IGNORECASE)
+_ORIGIN = re.compile(r"\*|null|file:///?|[a-z][a-z0-9+.-]*://(\*|(\*\.)?[^\s/*?#@]+(:\*)?)/?", re.IGNORECASE)
+_SCHEME = re.compile(r"(?!file:)[a-z][a-z0-9+.-]*:/*", re.IGNORECASE)
 
 
 def check_origins(origins: tuple[str, ...]) -> tuple[str, ...]:
     """Raises ValueError for what can be no browser's ``Origin`` header."""
     for origin in origins:
+        if _SCHEME.fullmatch(origin):
+            raise ValueError(f"{origin!r} has no host; write {origin.rstrip('/')}//* for all hosts")
         if not _ORIGIN.fullmatch(origin):
             raise ValueError(
                 f"{origin!r} matches no origin; write https://example.com, https://*.example.com or app://*"

@@ -39,7 +39,7 @@ def served(answer: Any) -> Iterator[str]:
             self._send(*answer(json.loads(self.rfile.read(int(self.headers["Content-Length"])))))
 
         def _send(self, status: int, headers: dict[str, str], body: Any) -> None:
-            data = json.dumps(body).encode()
+            data = body if isinstance(body, bytes) else json.dumps(body).encode()
             self.send_response(status)
             for name, value in {**headers, "Content-Length": str(len(data))}.items():
                 self.send_header(name, value)
@@ -141,6 +141,49 @@ def test_requests_are_sent_as_they_are() -> None:
     assert sent[0] == {"model": "gpt", "messages": [], "top_k": 3}
     assert sent[1]["model"] == "m"
     assert sent[3]["model"] == "mine"
+
+
+CHOICE = {"message": {"content": "x"}, "finish_reason": "stop"}
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"<html>Sign in</html>",
+        b"",
+        b"\xff",
+        b"[" * 100_000,
+        [],
+        {},
+        {"choices": []},
+        {"choices": [7]},
+        {"choices": [{"message": {"content": [1]}}]},
+        {"choices": [CHOICE], "usage": {"prompt_tokens": "many"}},
+    ],
+    ids=lambda body: str(body)[:20],
+)
+@pytest.mark.parametrize("url", ["/v1/chat/completions", "/v1/responses"])
+def test_answer_of_another_kind_is_the_error_of_its_row(url: str, body: Any) -> None:
+    def answer(sent: dict[str, Any]) -> tuple[int, dict[str, str], Any]:
+        return (200, {"Content-Type": "text/html"}, body) if sent.get("seed") == 1 else said("fine")
+
+    with served(answer) as server:
+        results = dict(ServerAnswers(server, None, 2).answer([line("a", url, seed=1), line("b")]))
+    assert results[1] == Result("fine", "stop", "", 5, 1)
+    assert results[0].error.startswith(f"{server}{url} answered 200 with text/html, not an answer of this API")
+
+
+def test_rows_of_a_foreign_server_fail_in_words(tmp_path: Path) -> None:
+    source, output = tmp_path / "requests.jsonl", tmp_path / "out.jsonl"
+    source.write_text(
+        json.dumps({"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {}}) + "\n"
+    )
+    with served(lambda _: (200, {"Content-Type": "text/html"}, b"<html>")) as url:
+        result = CliRunner().invoke(app, ["batch", str(source), "--url", url, "--output", str(output)])
+    assert (result.exit_code, type(result.exception)) == (1, SystemExit)
+    [row] = map(json.loads, output.read_text().splitlines())
+    assert row["id"] == "a"
+    assert "answered 200 with text/html" in row["error"]
 
 
 def test_requests_are_answered_by_the_engine_in_this_process(tmp_path: Path) -> None:

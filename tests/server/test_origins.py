@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 
 import httpx
@@ -104,6 +105,17 @@ def test_origins_may_be_patterns(name: str, setting: str, matching: list[str], o
 def test_origins_that_can_never_match_are_rejected(origin: str) -> None:
     with pytest.raises(ConfigurationError, match="matches no origin"):
         read_settings(ServerConfig, {"allowed_origins": [origin]})
+
+
+@pytest.mark.parametrize("origin", ["chrome-extension://", "HTTPS://", "app:///", "https:"])
+def test_origins_without_a_host_are_rejected(origin: str) -> None:
+    pattern = f"{origin.rstrip('/')}//*"
+    with pytest.raises(ConfigurationError, match=f"has no host; write {re.escape(pattern)} for all hosts"):
+        read_settings(ServerConfig, {"allowed_origins": [origin]})
+    assert read_settings(ServerConfig, {"allowed_origins": [pattern, "file://"]}).allowed_origins == (
+        pattern,
+        "file://",
+    )
 
 
 def test_a_page_of_a_stranger_uploads_and_asks_nothing(folder) -> None:

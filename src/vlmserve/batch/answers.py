@@ -171,7 +171,7 @@ class ServerAnswers:
                 time.sleep(pause)
                 continue
             if response.status_code == 200:
-                return _result(response.json())
+                return _result(path, response)
             if response.status_code in (401, 403):
                 raise VLMServeError(error_text(response))
             if last or response.status_code not in (429, 502, 503, 504):
@@ -196,17 +196,68 @@ def _response_format(grammar: Grammar) -> dict[str, Any]:
     return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema, "strict": grammar.strict}}
 
 
-def _result(body: dict[str, Any]) -> Result:
-    usage = body.get("usage") or {}
-    if body.get("object") == "response":
-        parts = [part for item in body["output"] if item["type"] == "message" for part in item.get("content") or ()]
-        text = "".join(part.get("text", "") for part in parts)
-        tokens = usage.get("input_tokens", 0), usage.get("output_tokens", 0)
-        return Result(text, "stop" if body["status"] == "completed" else "length", "", *tokens)
-    choice = body["choices"][0]
-    text = choice["message"]["content"] if "message" in choice else choice["text"]
-    tokens = usage.get("prompt_tokens", 0), usage.get("completion_tokens", 0)
-    return Result(text or "", choice["finish_reason"] or "stop", "", *tokens)
+class _Usage(msgspec.Struct):
+    """Tokens, under the names of both APIs."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    input_tokens: int = 0
+    output_tokens: int = 0
+
+
+class _Message(msgspec.Struct):
+    content: str | None = None
+
+
+class _Choice(msgspec.Struct):
+    message: _Message | None = None
+    text: str | None = None
+    finish_reason: str | None = None
+
+
+class _Completion(msgspec.Struct):
+    """An answer of ``/v1/chat/completions`` or ``/v1/completions``."""
+
+    choices: list[_Choice]
+    usage: _Usage | None = None
+
+    def result(self) -> Result:
+        choice, usage = self.choices[0], self.usage or _Usage()
+        text = choice.text if choice.message is None else choice.message.content
+        return Result(text or "", choice.finish_reason or "stop", "", usage.prompt_tokens, usage.completion_tokens)
+
+
+class _Part(msgspec.Struct):
+    text: str = ""
+
+
+class _Item(msgspec.Struct):
+    type: str
+    content: list[_Part] | None = None
+
+
+class _Response(msgspec.Struct):
+    """An answer of ``/v1/responses``."""
+
+    output: list[_Item]
+    status: str
+    usage: _Usage | None = None
+
+    def result(self) -> Result:
+        usage = self.usage or _Usage()
+        text = "".join(part.text for item in self.output if item.type == "message" for part in item.content or ())
+        reason = "stop" if self.status == "completed" else "length"
+        return Result(text, reason, "", usage.input_tokens, usage.output_tokens)
+
+
+def _result(path: str, response: Any) -> Result:
+    """Read a body with status 200."""
+    kind: type[_Response] | type[_Completion] = _Response if path == "/responses" else _Completion
+    try:
+        return msgspec.json.decode(response.content, type=kind).result()
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, IndexError) as error:
+        sent = response.headers.get("content-type", "no content type")
+        return Result(error=f"{response.url} answered 200 with {sent:.40}, not an answer of this API: {error!s:.80}")
 
 
 def _seconds(text: str | None) -> float | None:

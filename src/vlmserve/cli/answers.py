@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Protocol
+
+import msgspec
 
 from vlmserve.config import EngineConfig, MediaConfig
 from vlmserve.errors import VLMServeError
@@ -104,24 +105,54 @@ class ServerAnswers:
                 if response.status_code != 200:
                     response.read()
                     raise VLMServeError(_named(error_text(response), _error_param(response), messages))
-                yield from _deltas(response.iter_lines(), on_thought)
+                yield from _deltas(self._url, response.iter_lines(), on_thought)
         except httpx.HTTPError as error:
             raise VLMServeError(f"the server at {self._url} did not answer: {error}") from error
 
 
-def _deltas(lines: Iterator[str], on_thought: Callable[[str], None] | None) -> Iterator[str]:
+class _Delta(msgspec.Struct):
+    content: str | None = None
+    reasoning_content: str | None = None
+
+
+class _Choice(msgspec.Struct):
+    delta: _Delta | None = None
+
+
+class _Error(msgspec.Struct):
+    message: str
+
+
+class _Event(msgspec.Struct):
+    """A chunk of a chat completion, or what ended the stream."""
+
+    choices: list[_Choice] | None = None
+    error: _Error | str | None = None
+
+
+def _deltas(url: str, lines: Iterator[str], on_thought: Callable[[str], None] | None) -> Iterator[str]:
+    """Yield the text of a stream. Raises VLMServeError for an error in it, and for anything but events."""
+    is_stream = False
     for line in lines:
         data = line.removeprefix("data:").strip()
-        if not line.startswith("data:") or data in ("", "[DONE]"):
+        if not line.startswith("data:") or data == "":
             continue
-        event = json.loads(data)
-        if "error" in event:
-            raise VLMServeError(event["error"]["message"])
-        for choice in event.get("choices") or ():
-            if on_thought is not None and (thought := choice["delta"].get("reasoning_content")):
-                on_thought(thought)
-            if text := choice["delta"].get("content"):
-                yield text
+        is_stream = True
+        if data == "[DONE]":
+            continue
+        try:
+            event = msgspec.json.decode(data, type=_Event)
+        except (msgspec.MsgspecError, RecursionError):
+            raise VLMServeError(f"{url} sent an event that is no chat completion chunk: {data:.60}") from None
+        if event.error is not None:
+            raise VLMServeError(event.error if isinstance(event.error, str) else event.error.message)
+        for delta in (choice.delta for choice in event.choices or () if choice.delta is not None):
+            if on_thought is not None and delta.reasoning_content:
+                on_thought(delta.reasoning_content)
+            if delta.content:
+                yield delta.content
+    if not is_stream:
+        raise VLMServeError(f"{url} answered without a stream of events; give the URL of an OpenAI-compatible API")
 
 
 def _error_param(response: Any) -> str:
