@@ -452,6 +452,10 @@ class ServerConfig(Settings):
     )
     head_timeout: float = Field(20.0, gt=0, description="Seconds in which the headers of a request must arrive.")
     body_timeout: float = Field(30.0, gt=0, description="Seconds that a client may pause while it sends a body.")
+    send_timeout: float = Field(120.0, gt=0, description="Seconds that a client may pause while it reads an answer.")
+    max_connections: int = Field(
+        8192, ge=1, description="Open connections; a new one closes the one that waits longest for a request."
+    )
     stream_ping_interval: float = Field(
         15.0, ge=0, description="Seconds of silence in a stream after which a comment line is sent; 0: never."
     )

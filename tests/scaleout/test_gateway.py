@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import gzip
 import io
+import itertools
 import json
+import socket
 import time
 from collections import Counter
+from urllib.parse import urlsplit
 
 import httpx
 import openai
@@ -38,9 +42,10 @@ def image_url(color: str) -> str:
 def cluster(folder, tmp_path_factory):
     history = tmp_path_factory.mktemp("history") / "history.db"
     limited = tmp_path_factory.mktemp("keys") / "keys.jsonl"
-    keys = {"api_key": ["alice-key", "bob-key"], "api_keys_file": str(limited), "max_body_bytes": 200_000}
+    slow = {"head_timeout": 2, "body_timeout": 2}
+    keys = {"api_key": ["alice-key", "bob-key"], "api_keys_file": str(limited), "max_body_bytes": 200_000, **slow}
     key, stored = add_key(limited, "carol", requests_per_minute=2), add_key(limited, "dave")
-    with Cluster(folder, 2, server={"storage_url": None, "storage_path": str(history)}, front=keys) as running:
+    with Cluster(folder, 2, server={"storage_url": None, "storage_path": str(history), **slow}, front=keys) as running:
         running.limited_key, running.stored_key, running.keys_file = key, stored, str(limited)
         yield running
 
@@ -210,6 +215,33 @@ def test_gateways_and_workers_limit_trailers(cluster):
         num_sent, _ = send_chunked(address, "/health", b"0\r\n", b"a: b\r\n" * 170_000)
         assert num_sent < 40
         assert memory().rss - before < 100_000_000
+
+
+def test_gateways_and_workers_reject_dripping_requests(cluster):
+    [_, worker], *_ = cluster.workers.values()
+    post = b"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+    authorized = b"Authorization: Bearer alice-key\r\nX-Vlmserve-Cluster: " + TOKEN.encode() + b"\r\n"
+    begun = (post + b"X-Slow: ", post + authorized + b"Content-Length: 5000\r\n\r\n")
+    with contextlib.ExitStack() as stack:
+        open_ones = set()
+        for address, data in itertools.product((cluster.url, worker), begun):
+            url = urlsplit(address)
+            one = stack.enter_context(socket.create_connection((url.hostname, url.port), timeout=0.05))
+            one.sendall(data)
+            open_ones.add(one)
+        deadline = time.monotonic() + 40
+        while open_ones:
+            assert time.monotonic() < deadline
+            for one in list(open_ones):
+                with contextlib.suppress(TimeoutError):
+                    try:
+                        one.sendall(b" ")
+                        answer = one.recv(65536)
+                    except ConnectionError:
+                        answer = b""
+                    assert answer == b"" or answer.startswith(b"HTTP/1.1 408 ")
+                    open_ones.remove(one)
+    assert httpx.get(f"{cluster.url}/health").status_code == 200
 
 
 def test_workers_answer_gateways_alone(cluster):

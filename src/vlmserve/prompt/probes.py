@@ -65,7 +65,7 @@ class Probes:
         return form if form.strings or form.one_part else self._forms["user"]
 
     def takes_assistant_first(self) -> bool:
-        """Whether the template renders a conversation that begins with the assistant."""
+        """Return whether the template renders a conversation that begins with the assistant."""
         return self._shows_turns("assistant", "user")
 
     def takes_thoughts_with_calls(self, names: Sequence[str]) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncGenerator, Iterator
 from http import HTTPStatus
 
 from starlette.requests import ClientDisconnect, Request
@@ -18,6 +18,9 @@ MIN_RATE = 500
 """Lowest average rate of a body, in bytes a second, as in Apache's RequestReadTimeout."""
 _DROP_TIMEOUT = 2.0
 """Seconds to continue reading a body that is refused."""
+_BRISK_PATIENCE = 5.0
+_BRISK_RATE = 10 * 1024**2
+"""A body gives way when memory is short once it takes longer than these seconds plus its bytes at this rate."""
 
 
 class BodyMemory:
@@ -26,6 +29,8 @@ class BodyMemory:
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self.used = 0
+        self.arriving: set[BodyShare] = set()
+        """Shares of bodies whose next bytes are awaited."""
 
     @contextlib.contextmanager
     def share(self) -> Iterator[BodyShare]:
@@ -36,20 +41,56 @@ class BodyMemory:
         finally:
             share.give_back()
 
+    def make_room(self, num_bytes: int) -> bool:
+        """Reject slow bodies, the largest first, until `num_bytes` are free. Returns whether they are free."""
+        if self.used + num_bytes <= self.capacity:
+            return True
+        slow = sorted((share for share in self.arriving if share.is_slow), key=lambda share: share.taken)
+        while slow and self.used + num_bytes > self.capacity:
+            slow.pop().reject()
+        return self.used + num_bytes <= self.capacity
+
 
 class BodyShare:
     """The share of one body in the memory for all."""
 
     def __init__(self, memory: BodyMemory) -> None:
         self._memory = memory
-        self._taken = 0
+        self.taken = 0
+        self._began = time.monotonic()
+        self._waiting: asyncio.Timeout | None = None
+        self.is_rejected = False
+        """Another body has got the memory of this one."""
+
+    @property
+    def is_slow(self) -> bool:
+        """The body gives way when memory is short."""
+        return time.monotonic() - self._began > _BRISK_PATIENCE + self.taken / _BRISK_RATE
+
+    @contextlib.asynccontextmanager
+    async def arrives(self, seconds: float) -> AsyncGenerator[None, None]:
+        """Wait for more of the body. Raises TimeoutError, also for a body that is rejected meanwhile."""
+        async with asyncio.timeout(seconds) as self._waiting:
+            self._memory.arriving.add(self)
+            try:
+                yield
+            finally:
+                self._memory.arriving.discard(self)
+
+    def reject(self) -> None:
+        """Give the memory of a slow body to others."""
+        self.is_rejected = True
+        self.give_back()
+        self._memory.arriving.discard(self)
+        if self._waiting is not None and not self._waiting.expired():
+            self._waiting.reschedule(asyncio.get_running_loop().time())
 
     def take(self, num_bytes: int) -> bool:
         """Take more bytes, if they are free. Returns whether they were."""
-        if self._memory.used + num_bytes > self._memory.capacity:
+        if not self._memory.make_room(num_bytes):
             return False
         self._memory.used += num_bytes
-        self._taken += num_bytes
+        self.taken += num_bytes
         return True
 
     def need(self, num_bytes: int) -> None:
@@ -58,8 +99,8 @@ class BodyShare:
             raise _no_room()
 
     def give_back(self) -> None:
-        self._memory.used -= self._taken
-        self._taken = 0
+        self._memory.used -= self.taken
+        self.taken = 0
 
 
 async def read_json_body(request: Request, max_bytes: int, share: BodyShare, pause: float = 30.0) -> bytearray:
@@ -93,8 +134,8 @@ async def read_body(request: Request, max_bytes: int, share: BodyShare, pause: f
     """The body of a request, inflated if it is compressed.
 
     Raises RefusedError for a body over `max_bytes`, declared or not, compressed or inflated. Raises it as well for a
-    body that does not fit into the memory for all, that pauses for `pause` seconds or drips, or that has an unknown
-    encoding.
+    body that does not fit into the memory for all, that is slow while others need this memory, that pauses for `pause`
+    seconds or drips, or that has an unknown encoding.
     """
     expects_continue = "expect" in request.headers
     declared = request.headers.get("content-length", "")
@@ -111,10 +152,13 @@ async def read_body(request: Request, max_bytes: int, share: BodyShare, pause: f
     # Many clients read no answer before they have sent everything: up to as much again is read and dropped.
     while more and spare >= 0 and not (refusal and expects_continue):
         try:
-            async with asyncio.timeout(min(pause, latest + received / MIN_RATE - time.monotonic())):
+            async with share.arrives(min(pause, latest + received / MIN_RATE - time.monotonic())):
                 message = await request.receive()
         except TimeoutError:
-            raise RefusedError(HTTPStatus.REQUEST_TIMEOUT, "The body stopped arriving", "body_timeout") from None
+            if not share.is_rejected:
+                raise RefusedError(HTTPStatus.REQUEST_TIMEOUT, "The body stopped arriving", "body_timeout") from None
+        if share.is_rejected:
+            raise _no_room()
         if message["type"] == "http.disconnect":
             raise ClientDisconnect
         chunk, more = message.get("body", b""), message.get("more_body", False)

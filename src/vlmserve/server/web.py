@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import resource
 import socket
 from collections.abc import Generator
 from http import HTTPStatus
@@ -29,6 +30,8 @@ _FIRST_PROBE, _NEXT_PROBE = 0.1, 5.0
 """Seconds between checks whether a client that sends no more still reads."""
 _OLD_GRACE = 1.0
 """Seconds that a client with HTTP/1.0 gets, since it cannot be checked."""
+_CONNECTION_FILES = 2
+"""Open files that a connection may need: a gateway also has one to a worker."""
 _CHUNK_FRAMING = 20
 """Bytes around a chunk that count toward no limit: a size of up to 16 digits and two line ends."""
 
@@ -46,7 +49,11 @@ class WebServer:
             app,
             # uvicorn takes any callable that makes a protocol.
             http=functools.partial(  # type: ignore[arg-type]
-                _Protocol, head_timeout=limits.head_timeout, max_head=limits.max_header_bytes
+                _Protocol,
+                head_timeout=limits.head_timeout,
+                send_timeout=limits.send_timeout,
+                max_head=limits.max_header_bytes,
+                waiting=_Waiting(limits.max_connections),
             ),
             ws="none",
             log_config=None,
@@ -81,14 +88,45 @@ class WebServer:
             await self._task
 
 
+class _Waiting:
+    """Connections that wait for a request or the rest of one, longest first. They give way to new connections."""
+
+    def __init__(self, max_connections: int) -> None:
+        files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        no_limit = files == resource.RLIM_INFINITY
+        self.max_connections = max_connections if no_limit else min(max_connections, files // _CONNECTION_FILES)
+        self._connections: dict[_Protocol, None] = {}
+
+    def add(self, connection: _Protocol) -> None:
+        self.discard(connection)
+        self._connections[connection] = None
+
+    def discard(self, connection: _Protocol) -> None:
+        self._connections.pop(connection, None)
+
+    def drop_one(self) -> bool:
+        """Close the connection that waits longest. Returns whether there was one."""
+        for connection in self._connections:
+            self.discard(connection)
+            connection.transport.abort()  # its peer may not read what is left
+            return True
+        return False
+
+
 class _Protocol(HttpToolsProtocol):
-    """A connection that limits the size and time of heads, and the size of trailers and chunk extensions.
+    """A connection that limits the size and time of heads, the size of trailers and chunk extensions, and pauses of a
+    client that reads an answer.
 
     Its errors have the same form as all others.
     """
 
-    def __init__(self, *arguments: Any, head_timeout: float, max_head: int, **more: Any) -> None:
+    def __init__(
+        self, *arguments: Any, head_timeout: float, send_timeout: float, max_head: int, waiting: _Waiting, **more: Any
+    ) -> None:
         super().__init__(*arguments, **more)
+        self._waiting = waiting
+        self._send_timeout = send_timeout
+        self._unread: asyncio.TimerHandle | None = None
         self._head_timeout = head_timeout
         self._max_head = max_head
         self._in_body = False
@@ -100,11 +138,42 @@ class _Protocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        if len(self.connections) > self._waiting.max_connections and not self._waiting.drop_one():
+            message = "Too many connections are in use; try again later"
+            self._refuse(RefusedError(HTTPStatus.SERVICE_UNAVAILABLE, message, "overloaded"))
+        self._waiting.add(self)
         self._expect_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
+        self._waiting.discard(self)
         self._expect_nothing()
+        self.resume_writing()
         super().connection_lost(exc)
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self.cycle.response_complete:  # else the next request of a pipeline has begun
+            self._waiting.add(self)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._expect_reading()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._unread is not None:
+            self._unread.cancel()
+            self._unread = None
+
+    def _expect_reading(self) -> None:
+        unread = self.transport.get_write_buffer_size()
+        self._unread = self.loop.call_later(self._send_timeout, self._check_reading, unread)
+
+    def _check_reading(self, before: int) -> None:
+        if self.transport.get_write_buffer_size() < before:
+            self._expect_reading()
+        else:
+            self.transport.abort()
 
     def data_received(self, data: bytes) -> None:
         if self._in_body:
@@ -142,6 +211,7 @@ class _Protocol(HttpToolsProtocol):
         super().on_body(body)
 
     def on_message_complete(self) -> None:
+        self._waiting.discard(self)
         self._in_body = False
         self._framing_bytes = 0
         super().on_message_complete()
