@@ -352,6 +352,16 @@ class MediaConfig(Settings):
         ProcessorOverrides(),
         description="Overrides for the checkpoint's processor, as JSON: min_pixels, max_pixels, max_tokens and fps.",
     )
+    image_seconds: float = Field(
+        5.0,
+        ge=0,
+        description="Maximum time to encode one image, in seconds, which limits its size; 0: no limit (default 5).",
+    )
+    video_seconds: float = Field(
+        20.0,
+        ge=0,
+        description="The same for all frames of a video, or all pages of a document (default 20).",
+    )
     fetch_timeout: float = Field(10.0, gt=0, description="Seconds to fetch one image, or one video and its frames.")
     max_redirects: int = Field(3, ge=0, description="Redirects to follow for one image or video.")
     allowed_media_domains: tuple[str, ...] = Field(

@@ -154,6 +154,8 @@ class LLMOptions(VLLMOptions, total=False):
     media_fetches: int
     client_media_fetches: int
     mm_processor_kwargs: Mapping[str, Any]
+    image_seconds: float
+    video_seconds: float
     fetch_timeout: float
     max_redirects: int
     allowed_media_domains: Sequence[str]

@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from vlmserve.image_cost import ImageCost
 from vlmserve.levels import Levels
 from vlmserve.sampling_params import MAX_BIASES as MAX_BIASES
 from vlmserve.sampling_params import MAX_SEED as MAX_SEED
@@ -388,6 +389,8 @@ class ModelInfo(msgspec.Struct, frozen=True):
     """What an embedding of an image takes in the encoder cache."""
     tensor_parallel_size: int = 1
     """How many ranks share the model."""
+    image_cost: ImageCost | None = None
+    """Time of the vision tower on this machine; None: all images have one size, or it is not known."""
 
 
 class EngineStats(msgspec.Struct, frozen=True):

@@ -68,7 +68,7 @@ def test_another_processor_and_another_type_are_tried_on_their_own(
     cpuinfo.write_text(cpuinfo.read_text().replace("One", "Two"))
     seconds[:] = [2.0, 1.0]
     assert not start(cpuinfo)
-    assert len(trials._read(file)) == 3
+    assert len(trials.KNOWN.facts) == 3
 
 
 def test_a_broken_file_is_written_anew(
@@ -97,4 +97,4 @@ def test_where_nothing_can_be_written_each_start_tries(
 
 def test_a_real_trial_answers(file: Path) -> None:
     assert trials.is_as_fast_as_torch.__wrapped__("avx2", torch.float32) in (True, False)
-    assert len(trials._read(file)) == 1
+    assert len(trials.KNOWN.facts) == 1

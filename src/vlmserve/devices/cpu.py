@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -11,7 +12,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from vlmserve.devices.device import LayerExecutor, LayerStack
+from vlmserve.devices.device import Clock, HostClock, LayerExecutor, LayerStack
 from vlmserve.devices.torch_device import TorchDevice
 from vlmserve.kernels import cpu_sampling
 from vlmserve.kernels.attention import AttentionBackend, AttentionSpec, LayerCache
@@ -82,6 +83,11 @@ class CpuDevice(TorchDevice):
     stage_products = 2**28
     stage_rows = 96
     bucket_cost = BUCKET_COST
+
+    def work_clock(self) -> Clock:
+        """See `Device.work_clock`. Processor time of this process, divided among its threads."""
+        threads = torch.get_num_threads()
+        return HostClock(lambda: time.process_time() / threads)
 
     def linear(
         self, weight: Tensor | QuantizedWeight, bias: Tensor | None, epilogue: Epilogue, dtype: torch.dtype

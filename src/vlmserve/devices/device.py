@@ -165,6 +165,10 @@ class Device(Operations, Protocol):
         """A clock that starts now."""
         ...
 
+    def work_clock(self) -> Clock:
+        """A clock that starts now and, where it can, counts no time in which other processes computed."""
+        ...
+
     def cache_budget(self, fraction: float, largest_step: Callable[[], None], reserved: int = 0) -> int:
         """Bytes that the KV cache may take, once the model is loaded; may be negative.
 
@@ -205,12 +209,14 @@ class EagerTower:
 class HostClock:
     """For devices that compute synchronously. A `Clock`."""
 
-    def __init__(self) -> None:
-        self._marks = [time.perf_counter()]
+    def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
+        """now: returns the time in seconds."""
+        self._now = now
+        self._marks = [now()]
 
     def mark(self) -> None:
         """See `Clock.mark`."""
-        self._marks.append(time.perf_counter())
+        self._marks.append(self._now())
 
     def seconds(self) -> list[float]:
         """See `Clock.seconds`."""

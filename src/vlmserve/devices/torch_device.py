@@ -166,6 +166,10 @@ class TorchDevice:
         """See `Device.clock`."""
         return HostClock()
 
+    def work_clock(self) -> Clock:
+        """See `Device.work_clock`."""
+        return self.clock()
+
     def cache_budget(self, fraction: float, largest_step: Callable[[], None], reserved: int = 0) -> int:
         """See `Device.cache_budget`."""
         raise NotImplementedError

@@ -20,6 +20,7 @@ from vlmserve.config import EngineConfig
 from vlmserve.engine.adapters import AdapterLoading
 from vlmserve.engine.base import BaseEngine
 from vlmserve.engine.grammars import grammar_compiler
+from vlmserve.engine.image_speed import image_cost
 from vlmserve.engine.loading import cache_sizes, load
 from vlmserve.engine.protocol import FinishedLoad
 from vlmserve.errors import ConfigurationError, InvalidRequestError, PromptTooLongError, UnknownModelError
@@ -173,7 +174,8 @@ class Engine(BaseEngine):
         if self._adapters is not None:
             self._adapters.follow(self._scheduler)
         self._limits = MeasuredLimits(config.encoder_step_share, config.step_seconds)
-        self._limits.encoded(*self._runner.warm_up())
+        warm_up = self._runner.warm_up()
+        self._limits.encoded(*warm_up)
         self._scheduler.limits = self._limits
         self._info = ModelInfo(
             name=config.model,
@@ -190,6 +192,7 @@ class Engine(BaseEngine):
             gpu_uuid=model.device.gpu_uuid,
             image_token_bytes=self._image_token_bytes,
             tensor_parallel_size=config.tensor_parallel_size,
+            image_cost=image_cost(model, self._identity, *warm_up),
         )
 
     @property
@@ -262,7 +265,7 @@ class Engine(BaseEngine):
         prompt_tokens = self._note_progress(step, output, planned, ran)
         self._costs.computed(prompt_tokens, output.timings.model)
         self._costs.copied(step.block_copies, output.timings.transfer)
-        self._note_times(step, output.timings, prompt_tokens)
+        self._limits.ran(step, output.timings, prompt_tokens)
         requests = self._scheduler.requests
         ran_requests = [requests[request_id] for request_id in output.token_ids]
         answered = {request.answer_id: request for request in ran_requests}
@@ -353,15 +356,6 @@ class Engine(BaseEngine):
             if not request.answered and scheduled.request_id in output.token_ids:
                 request.answered = ran
         return prompt_tokens
-
-    def _note_times(self, step: SchedulerOutput, timings: RunTimings, prompt_tokens: int) -> None:
-        self._limits.encoded(timings.products, timings.vision)
-        seconds = timings.build + timings.model + timings.sample
-        generating = sum(one.num_tokens for one in step.requests) > prompt_tokens
-        if prompt_tokens:
-            self._limits.prefilled(prompt_tokens, seconds, generating=generating)
-        elif generating:
-            self._limits.generated(seconds)
 
     def _tower_products(self, image: ImageInput) -> int:
         return 0 if self._vision is None else self._vision.products(image.pixels.shape, image.tiling)

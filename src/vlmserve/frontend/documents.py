@@ -10,16 +10,21 @@ from vlmserve.errors import InvalidRequestError, TooManyImagesError
 from vlmserve.frontend.messages import Medium, replace_media
 from vlmserve.media.documents import DocumentReader
 from vlmserve.media.sources import source_name
+from vlmserve.media.usual_sizes import UsualSizes
 from vlmserve.prompt.template import ImagePart, Message, Part
 
 
 def with_pages(
-    messages: Sequence[Message], media: Sequence[Medium], reader: DocumentReader, limits: MediaConfig
+    messages: Sequence[Message],
+    media: Sequence[Medium],
+    reader: DocumentReader,
+    limits: MediaConfig,
+    usual: UsualSizes | None = None,
 ) -> tuple[list[Message], list[Medium]]:
     """The same conversation with images of pages in the place of documents. Pages are rendered when they are prepared.
 
-    media: of all parts that are no text, in order. Raises TooManyImagesError for too many documents, and as
-    `DocumentReader.pages` does, naming the place.
+    media: of all parts that are no text, in order. usual: sizes by what pages cost; None: any. Raises
+    TooManyImagesError for too many documents, and as `DocumentReader.pages` does, naming the place.
     """
     count = sum(medium.kind == "document" for medium in media)
     if count > limits.max_documents:
@@ -33,6 +38,9 @@ def with_pages(
         nonlocal left
         pages = _pages(document, reader, left)
         left -= len(pages)
+        if usual is not None:
+            budget = usual.for_images(document.budget, len(pages))
+            pages = [replace(page, budget=budget) for page in pages]
         return [ImagePart()] * len(pages), pages
 
     return replace_media(messages, media, "document", expand)

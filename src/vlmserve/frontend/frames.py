@@ -12,12 +12,21 @@ from vlmserve.media.cache import ImageCache
 from vlmserve.media.frame_forms import FrameForm
 from vlmserve.media.processor import ImageProcessor
 from vlmserve.media.sources import source_name
+from vlmserve.media.usual_sizes import UsualSizes
 from vlmserve.media.video_frames import FrameReader, FrameSequence
 from vlmserve.media.videos import read_video
 from vlmserve.prompt.template import ImagePart, Message, Part
 
 _WORDS = 16
 """Tokens that the text before a frame may take."""
+
+
+@dataclass(frozen=True)
+class FrameLimits:
+    """Limits on the number of frames. max_prompt_len: in tokens; None: any. usual: sizes by cost; None: any."""
+
+    max_prompt_len: int | None = None
+    usual: UsualSizes | None = None
 
 
 @dataclass(frozen=True)
@@ -30,19 +39,19 @@ class VideosAsImages:
     cache: ImageCache
 
     def show(
-        self, messages: Sequence[Message], media: Sequence[Medium], reader: FrameReader, max_prompt_len: int | None
+        self, messages: Sequence[Message], media: Sequence[Medium], reader: FrameReader, limits: FrameLimits
     ) -> tuple[list[Message], list[Medium]]:
         """The same conversation with images of frames in the place of videos. All but the first frame of each are
         decoded when they are prepared.
 
-        media: of all parts that are no text, in order. max_prompt_len: tokens that fit; None: any number. Raises
-        VideoTooLargeError for more frames than fit, and as `FrameReader` does, naming the place.
+        media: of all parts that are no text, in order. Raises VideoTooLargeError for more frames than fit, and as
+        `FrameReader` does, naming the place.
         """
         count = sum(medium.kind == "video" for medium in media)
 
         def expand(video: Medium) -> tuple[list[Part], list[Medium]]:
             try:
-                taken = self._taken(video, reader, max_prompt_len, count)
+                taken = self._taken(video, reader, limits, count)
             except InvalidRequestError as error:
                 error.param = error.param or video.place
                 error.source = error.source or source_name(video.source)
@@ -55,13 +64,13 @@ class VideosAsImages:
 
         return replace_media(messages, media, "video", expand)
 
-    def _taken(self, video: Medium, reader: FrameReader, max_prompt_len: int | None, num_videos: int) -> FrameSequence:
+    def _taken(self, video: Medium, reader: FrameReader, limits: FrameLimits, num_videos: int) -> FrameSequence:
         """The frames that a video becomes: of a file for which the request says no fps, as many as leave half of the
         prompt to all else."""
         processor = self.processor.within(replace(video.budget, low_detail=True))
         if isinstance(video.source, list | tuple):
             taken = reader.of_list(video.source, processor, video.fps or self.form.fps)
-            return self._checked(taken, max_prompt_len)
+            return self._checked(taken, limits.max_prompt_len)
         data = read_video(video.source, self.limits)
 
         def take(most: int) -> FrameSequence:
@@ -69,9 +78,12 @@ class VideosAsImages:
 
         taken = take(self.limits.max_video_frames)
         if video.fps is not None:
-            return self._checked(taken, max_prompt_len)
-        room = None if max_prompt_len is None else max_prompt_len // 2 // num_videos
+            return self._checked(taken, limits.max_prompt_len)
+        room = None if limits.max_prompt_len is None else limits.max_prompt_len // 2 // num_videos
         most = max(1, self._most(taken, room)[0])
+        if limits.usual is not None:
+            area = taken.frames[0].prepare(self.cache).pixels.size // 3
+            most = int(min(most, limits.usual.max_groups(area)))
         return taken if len(taken.frames) <= most else take(most)
 
     def _checked(self, taken: FrameSequence, room: int | None) -> FrameSequence:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from vlmserve.config import MAX_FPS
@@ -59,14 +59,7 @@ def with_kwargs(media: Sequence[Medium], kwargs: Any) -> list[Medium]:
             f"{place} must be an object with {', '.join(known)}, not {unknown[0]!r:.100}", param=place
         )
     default, fps = _budget(kwargs, place), _fps(kwargs, place)
-    return [
-        replace(
-            medium,
-            budget=ImageBudget.of(asdict(medium.budget), default, low_detail=medium.budget.low_detail),
-            fps=medium.fps or fps,
-        )
-        for medium in media
-    ]
+    return [replace(medium, budget=medium.budget.or_else(default), fps=medium.fps or fps) for medium in media]
 
 
 def replace_media(
@@ -399,7 +392,7 @@ def _budget(fields: Mapping[str, Any], place: str) -> ImageBudget:
                 f"{place}.{name} must be a positive whole number, not {value!r:.100}", param=f"{place}.{name}"
             )
     url = fields.get("image_url")
-    return ImageBudget.of(fields, low_detail=isinstance(url, Mapping) and url.get("detail") == "low")
+    return ImageBudget.of(fields, url.get("detail") if isinstance(url, Mapping) else None)
 
 
 def _fps(part: Mapping[str, Any], place: str) -> float | None:

@@ -23,6 +23,7 @@ from vlmserve.errors import (
     TooManyImagesError,
 )
 from vlmserve.frontend.documents import with_pages
+from vlmserve.frontend.frames import FrameLimits
 from vlmserve.frontend.messages import Medium, check_begun, check_remote, check_unicode, parse_messages, with_kwargs
 from vlmserve.frontend.processors import (
     image_processor,
@@ -35,10 +36,12 @@ from vlmserve.frontend.quoting import quoted_json, quoted_message
 from vlmserve.frontend.reasoning import AnswerText, choose_reasoning
 from vlmserve.frontend.tool_forms import choose_form
 from vlmserve.frontend.tools import ToolUse, for_template
+from vlmserve.media.budget import NO_BUDGET
 from vlmserve.media.cache import ImageCache
 from vlmserve.media.documents import DocumentReader, Page, PageCounts
 from vlmserve.media.images import DecodedImage
 from vlmserve.media.sources import ImageSource, check_source, prepare_image, source_name
+from vlmserve.media.usual_sizes import UsualSizes
 from vlmserve.media.video_frames import Frame, FrameReader
 from vlmserve.media.videos import VideoSource, prepare_video
 from vlmserve.models.sizes import broken
@@ -98,6 +101,8 @@ class RequestPreparer:
         self._folder = folder
         self.max_prompt_len: int | None = None
         """Tokens that fit into a prompt, once the engine has said so; None: any number."""
+        self._usual: UsualSizes | None = None
+        """Sizes by what images cost, once the engine has said so."""
         self.image_cache = ImageCache(media.image_cache_memory, media.decode_memory, media.threads)
         self._page_counts = PageCounts()
         self.tokenizer = Tokenizer.from_folder(folder, files)
@@ -139,6 +144,10 @@ class RequestPreparer:
         """Take over the engine's limits. Raises ConfigurationError if not even a small image fits into its encoder
         cache."""
         self.max_prompt_len = info.max_prompt_len
+        self._usual = UsualSizes.of(self._media, info.image_cost)
+        if self._processor is not None and self._usual is not None:
+            usual = self._processor.within(self._usual.for_images(NO_BUDGET))
+            logger.info("Images: %s", self._usual.described(limits=usual is not self._processor))
         if self._processor is None or self._encoder_cache_memory >= _LARGE_ENCODER_CACHE:
             return
         _, placeholders = self._processor.prepare(DecodedImage.whole(Image.new("RGB", _SMALL_IMAGE)))
@@ -228,9 +237,10 @@ class RequestPreparer:
         documents = DocumentReader(self._media, self._page_counts, cache_salt)
         frames = FrameReader(self._media, cache_salt)
         with contextlib.closing(documents), contextlib.closing(frames):
-            parsed, media = with_pages(parsed, media, documents, self._media)
+            parsed, media = with_pages(parsed, media, documents, self._media, self._usual)
             if self._videos_as_images is not None:
-                parsed, media = self._videos_as_images.show(parsed, media, frames, self.max_prompt_len)
+                limits = FrameLimits(self.max_prompt_len, self._usual)
+                parsed, media = self._videos_as_images.show(parsed, media, frames, limits)
             return self._conversation(
                 parsed, media, add_generation_prompt, continue_final_message, cache_salt, tools, template_settings
             )
@@ -533,10 +543,12 @@ class RequestPreparer:
             return medium.source.prepare(self.image_cache)
         if medium.kind == "video":
             assert self._video_processor is not None
-            videos = self._video_processor.within(medium.budget, medium.fps)
+            fps = medium.fps or self._media.mm_processor_kwargs.fps
+            videos = self._video_processor.within(medium.budget, fps, self._usual)
             return prepare_video(medium.source, videos, self._media, self.image_cache, salt=salt)
         assert self._processor is not None
-        processor = self._processor.within(medium.budget)
+        budget = medium.budget if self._usual is None else self._usual.for_images(medium.budget)
+        processor = self._processor.within(budget)
         if isinstance(medium.source, Page):
             return medium.source.prepare(processor, self.image_cache)
         return prepare_image(medium.source, processor, self._media, self.image_cache, salt=salt)

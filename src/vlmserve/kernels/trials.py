@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import os
 import platform
 import re
 import statistics
@@ -12,18 +10,17 @@ from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
-import msgspec
 import torch
 from blake3 import blake3
 from torch import Tensor
 from torch.nn import functional as F
 
-from vlmserve.folders import cache_folder
 from vlmserve.kernels.cpu_native import PackedLinear
-from vlmserve.kernels.extension import extension
+from vlmserve.kernels.extension import extension, supported_isas
+from vlmserve.remembered import Remembered
 
-logger = logging.getLogger(__name__)
-
+KNOWN = Remembered("kernels.json", bool)
+CPUINFO = Path("/proc/cpuinfo")
 SIZE = 1024
 """Input and output features of the product that is tried."""
 ROWS = (1, 256)
@@ -33,20 +30,14 @@ ENOUGH_SECONDS = 0.05
 
 
 @cache
-def is_as_fast_as_torch(isa: str, dtype: torch.dtype, cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
+def is_as_fast_as_torch(isa: str, dtype: torch.dtype, cpuinfo: Path = CPUINFO) -> bool:
     """Whether products by the selected kernels take no longer than torch's, with few rows and with many.
 
     isa: the instruction set that is selected. dtype: of inputs and weights. The trial takes some milliseconds. Its
     result is kept in ``$XDG_CACHE_HOME/vlmserve/kernels.json`` (default: ``~/.cache``), so that a later start on this
     processor, with this build and this torch, chooses the same.
     """
-    file = cache_folder() / "kernels.json"
-    key = f"{isa} {dtype} {_machine(cpuinfo)}"
-    known = _read(file)
-    if key not in known:
-        known[key] = _try(dtype)
-        _write(file, known)
-    return known[key]
+    return KNOWN.get(f"{isa} {dtype} {machine(cpuinfo)}", lambda: _try(dtype))
 
 
 def _try(dtype: torch.dtype) -> bool:
@@ -71,40 +62,19 @@ def _seconds(product: Callable[[Tensor], Tensor], x: Tensor) -> float:
     return statistics.median(times)
 
 
-def _machine(cpuinfo: Path) -> str:
+def machine(cpuinfo: Path = CPUINFO) -> str:
     """A digest of the processor, the kernels' build and torch's, and the number of threads."""
     try:
         lines = cpuinfo.read_text()
     except OSError:  # not Linux
         lines = ""
     processor = sorted(set(re.findall(r"^(?:model name|flags|Features|CPU (?:implementer|part))\s*:.*$", lines, re.M)))
-    built = Path(str(extension().__file__)).stat()
+    built = Path(str(extension().__file__)).stat() if supported_isas() else None
     facts = (
         *processor,
         platform.processor(),
         torch.__version__,
-        built.st_size,
-        built.st_mtime_ns,
+        built and (built.st_size, built.st_mtime_ns),
         torch.get_num_threads(),
     )
     return blake3(repr(facts).encode()).hexdigest(16)
-
-
-def _read(file: Path) -> dict[str, bool]:
-    try:
-        return msgspec.json.decode(file.read_bytes(), type=dict[str, bool])
-    except FileNotFoundError:
-        return {}
-    except (OSError, msgspec.DecodeError) as error:
-        logger.warning("%s cannot be read (%s): kernels are tried again", file, error)
-        return {}
-
-
-def _write(file: Path, known: dict[str, bool]) -> None:
-    unfinished = file.with_suffix(f".{os.getpid()}")
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        unfinished.write_bytes(msgspec.json.format(msgspec.json.encode(known)))
-        unfinished.replace(file)
-    except OSError as error:
-        logger.info("which kernels are faster is not remembered: %s", error)

@@ -17,7 +17,7 @@ from blake3 import blake3
 from vlmserve.config import ProcessorOverrides
 from vlmserve.errors import ConfigurationError, InvalidImageError, InvalidRequestError
 from vlmserve.levels import Levels
-from vlmserve.media.budget import NO_BUDGET, ImageBudget
+from vlmserve.media.budget import HIGH_DETAIL, NO_BUDGET, ImageBudget
 from vlmserve.media.images import DecodedImage
 from vlmserve.media.processor import (
     CLIP_LEVELS,
@@ -110,7 +110,8 @@ class AnySizeProcessor(PixelProcessor):
     def within(self, budget: ImageBudget) -> Self:
         """The same for images of a smaller budget. Raises InvalidRequestError for a larger one; any `max_tokens` is
         none."""
-        if budget == NO_BUDGET:
+        budget = budget.settled(self._recipe.min_pixels, self._recipe.max_pixels if self._recipe.resize else 0)
+        if budget in (NO_BUDGET, HIGH_DETAIL):
             return self
         if not self._recipe.resize:
             raise InvalidRequestError("images keep their size for this model; leave the budget of this image out")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from vlmserve.errors import InvalidRequestError
@@ -20,23 +20,43 @@ class ImageBudget:
     min_pixels, max_pixels: of the area that the image has for the model: once it is resized, all tiles together.
     Models of few sizes come as close to min_pixels as they can. max_tokens: in the prompt; of a video, for each frame
     of its embeddings. low_detail: low detail is enough: models that cut images get it whole, those that take any size
-    get it small.
+    get it small. high_detail: as large as the server allows.
     """
 
     min_pixels: int | None = None
     max_pixels: int | None = None
     max_tokens: int | None = None
     low_detail: bool = False
+    high_detail: bool = False
+    usual_pixels: int | None = None
+    """Maximum area unless the budget has an upper bound of its own; an image never gets less than the model needs."""
 
     @classmethod
-    def of(
-        cls, fields: Mapping[str, Any], default: ImageBudget | None = None, *, low_detail: bool = False
-    ) -> ImageBudget:
-        """What an image says of itself, and for the rest what its request says of all."""
-        own = {name: fields.get(name) for name in BUDGET_FIELDS}
-        if default is not None:
-            own |= {name: getattr(default, name) for name in BUDGET_FIELDS if own[name] is None}
-        return cls(**own, low_detail=low_detail)
+    def of(cls, fields: Mapping[str, Any], detail: str | None = None) -> ImageBudget:
+        """The bounds in a request's fields. detail: OpenAI's field beside the image's URL."""
+        bounds = {name: fields.get(name) for name in BUDGET_FIELDS}
+        return cls(**bounds, low_detail=detail == "low", high_detail=detail in ("high", "original"))
+
+    def or_else(self, default: ImageBudget) -> ImageBudget:
+        """The same, with bounds of `default` where it has none."""
+        return replace(self, **{name: getattr(default, name) for name in BUDGET_FIELDS if getattr(self, name) is None})
+
+    @property
+    def is_open(self) -> bool:
+        """True if nothing bounds the size from above, so that the server chooses the usual one."""
+        return not (self.low_detail or self.high_detail or self.max_pixels or self.max_tokens)
+
+    def settled(self, least: int, most: int) -> ImageBudget:
+        """The same with the usual size as `max_pixels`.
+
+        least, most: pixels of the smallest and the largest image that the model takes.
+        """
+        if self.usual_pixels is None:
+            return self
+        # Whole squares or tiles leave room for twice the least area that was asked for.
+        pixels = max(self.usual_pixels, least, 2 * (self.min_pixels or 0))
+        bound = pixels if self.is_open and pixels < most else self.max_pixels
+        return replace(self, max_pixels=bound, usual_pixels=None)
 
     def allows(self, pixels: int, tokens: int) -> bool:
         """Whether an image may be so large and take so many tokens."""
@@ -108,3 +128,4 @@ class ImageBudget:
 
 
 NO_BUDGET = ImageBudget()
+HIGH_DETAIL = ImageBudget(high_detail=True)

@@ -58,6 +58,7 @@ class CropProcessor(PixelProcessor):
         """The same for images that become fewer crops. Raises InvalidRequestError for a budget that excludes a single
         one, or asks for more than there are."""
         recipe = self._recipe
+        budget = budget.settled(recipe.size**2, recipe.max_pixels or self._most_pixels)
         budget.check_least(recipe.size**2, self._num_tokens)
         budget.check_most(self._most_pixels)
         if budget.low_detail and (budget.min_pixels or 0) <= recipe.size**2:

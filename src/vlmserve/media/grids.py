@@ -81,6 +81,7 @@ class GridProcessor(PixelProcessor):
         """The same for images of fewer tiles, or more. Raises InvalidRequestError for a budget that excludes a single
         one, or asks for more than there are."""
         recipe, area = self._recipe, self._recipe.tile**2
+        budget = budget.settled(area, recipe.most * area)
         budget.check_least(area, self._num_tokens(1))
         most = max(count for count in range(1, recipe.most + 1) if self._fits(count, budget))
         budget.check_most(most * area)

@@ -192,6 +192,7 @@ class FixedSizeProcessor(PixelProcessor):
 
     def within(self, budget: ImageBudget) -> Self:
         """This one: all images have the same size. Raises InvalidRequestError for a budget that excludes it."""
+        budget = budget.settled(self.height * self.width, self.height * self.width)
         budget.check_least(self.height * self.width, self.num_tokens)
         budget.check_most(self.height * self.width)
         return self

@@ -75,10 +75,11 @@ class RowProcessor(PixelProcessor):
         """The same for images of that budget. Raises InvalidRequestError for one that excludes a single square, or asks
         for more than the longest edge allows."""
         recipe = self._recipe
+        largest = _squares(recipe.longest, recipe.side) ** 2 * recipe.side**2
+        budget = budget.settled(recipe.side**2, recipe.budget.max_pixels or largest)
         budget.check_least(recipe.side**2, _num_tokens(1, 1))
         if budget.low_detail and budget.max_pixels is None:
             budget = replace(budget, max_pixels=max(LOW_DETAIL_PIXELS, recipe.side**2, budget.min_pixels or 0))
-        largest = _squares(recipe.longest, recipe.side) ** 2 * recipe.side**2
         budget.check_most(min(largest, recipe.budget.max_pixels or largest))
         bounded = replace(recipe, budget=recipe.budget.narrowed(budget))
         if bounded == recipe:

@@ -72,6 +72,7 @@ class AnyResolutionProcessor(PixelProcessor):
     def within(self, budget: ImageBudget) -> Self:
         """The same for images of fewer tiles. Raises InvalidRequestError for a budget that excludes a single one, or
         asks for more than there are."""
+        budget = budget.settled(self._tile**2, max(map(math.prod, self._resolutions), default=self._tile**2))
         budget.check_least(self._tile**2, self._side**2 + 1)
         allowed = [size for size in self._resolutions if budget.allows(math.prod(size), self._most_tokens(size))]
         budget.check_most(max(map(math.prod, allowed), default=self._tile**2))
@@ -220,6 +221,7 @@ class SplitProcessor(PixelProcessor):
         """The same for images of fewer tiles. Raises InvalidRequestError for a budget that excludes a single one, or
         asks for more than there are."""
         recipe, least = self._recipe, self._recipe.tile**2
+        budget = budget.settled(least, self._most_pixels)
         budget.check_least(least, self._written(0, 0).num_tokens)
         budget.check_most(self._most_pixels)
         if not recipe.split:

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from blake3 import blake3
 
 from vlmserve.errors import InvalidImageError, UnsupportedModelError
-from vlmserve.media.budget import NO_BUDGET, ImageBudget
+from vlmserve.media.budget import HIGH_DETAIL, NO_BUDGET, ImageBudget
 from vlmserve.media.images import DecodedImage
 from vlmserve.media.processor import ImageProcessor, Placeholders, View, to_rgb, whole_view
 from vlmserve.media.transformers_budget import edge_of, largest_area, low_detail, settings_within, view_of
@@ -70,7 +70,7 @@ class TransformersProcessor(ImageProcessor):
         budget.check_limit(largest_area(self._processor.image_processor, self._budget) or sys.maxsize)
         if budget.low_detail:
             budget = low_detail(self._processor.image_processor, self._budget, budget)
-        if budget == NO_BUDGET:
+        if budget in (NO_BUDGET, HIGH_DETAIL):
             return self
         bound = copy(self)
         bound._budget = replace(self._budget.narrowed(budget), low_detail=budget.low_detail)

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from itertools import zip_longest
 from typing import Any, Self, TypeAlias
 
+import msgspec
 import numpy as np
 from blake3 import blake3
 
@@ -26,6 +27,7 @@ from vlmserve.media.images import DecodedImage
 from vlmserve.media.keys import video_key
 from vlmserve.media.processor import whole_view
 from vlmserve.media.sources import ImageSource, Opened, Preprocessing, open_image, read_source
+from vlmserve.media.usual_sizes import UsualSizes
 from vlmserve.media.video_files import VideoFile
 from vlmserve.types import ImageInput, ImageSize, Pixels
 
@@ -109,7 +111,7 @@ class VideoProcessor:
     """Preprocesses videos for one checkpoint. fingerprint: 32-byte digest of all that decides pixels and positions.
 
     bounds: pixels that all frames have together at least and at most; None: each frame has bounds of its own alone.
-    times: writes when frames are shown; None: their positions tell it.
+    times: writes when frames are shown; None: their positions tell it. usual: sizes by what frames cost; None: any.
     """
 
     def __init__(
@@ -118,13 +120,18 @@ class VideoProcessor:
         timing: Timing,
         bounds: tuple[int, int] | None = None,
         times: FrameTimes | None = None,
+        usual: UsualSizes | None = None,
     ) -> None:
         self._frames = frames
         self.timing = timing
         self._bounds = bounds
         self._times = times
+        self._usual = usual
         written = None if times is None else (times.begin, times.end, times.behind)
-        described = json.dumps(["videos v3", asdict(timing), bounds, written], sort_keys=True).encode()
+        facts: list[Any] = ["videos v3", asdict(timing), bounds, written]
+        if usual is not None:
+            facts.append([*msgspec.structs.astuple(usual.cost), usual.video_seconds])
+        described = json.dumps(facts, sort_keys=True).encode()
         self.fingerprint = blake3(frames.fingerprint + described).digest()
 
     @classmethod
@@ -162,13 +169,18 @@ class VideoProcessor:
         )
         return cls(frames, timing, bounds, times)
 
-    def within(self, budget: ImageBudget, fps: float | None) -> VideoProcessor:
+    def within(self, budget: ImageBudget, fps: float | None, usual: UsualSizes | None = None) -> VideoProcessor:
         """The same with frames of a smaller budget, and other `Timing.fps`.
 
+        usual: limits the area of frames unless `budget` does, and the number of frames unless there are `fps`.
         Raises InvalidRequestError for a budget that is larger.
         """
         timing = self.timing if fps is None else replace(self.timing, fps=fps, by_length=False)
-        return VideoProcessor(self._frames.within(budget), timing, self._bounds, self._times)
+        if usual is not None and fps is None:
+            most = min(timing.max_frames, timing.depth * usual.max_groups())
+            timing = replace(timing, max_frames=int(most))
+        usual = usual if budget.is_open else None
+        return VideoProcessor(self._frames.within(budget), timing, self._bounds, self._times, usual)
 
     def reduction(self, size: tuple[int, int]) -> float:
         """As that of `AnySizeProcessor`."""
@@ -184,6 +196,8 @@ class VideoProcessor:
         `AnySizeProcessor.process` does.
         """
         processor = self._frames
+        if self._usual is not None:
+            processor = processor.within(self._usual.frame_budget(math.ceil(num_frames / self.timing.depth)))
         if self._bounds is not None:
             processor = processor.for_video(num_frames, self.timing.depth, self._bounds)
         first = next(frames)

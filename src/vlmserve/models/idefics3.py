@@ -87,6 +87,11 @@ class Idefics3Vision(StagedVision):
         side *= max(1, spec.image_size // side)
         return 1, spec.num_channels, side, side
 
+    @property
+    def larger_shape(self) -> tuple[int, ...]:  # type: ignore[override]
+        """See `VisionEncoder.larger_shape`."""
+        return 4, *self.example_shape[1:]
+
     def products(self, shape: tuple[int, ...], tiling: TowerInputs | None = None) -> int:
         """See `VisionEncoder.products`."""
         patches = (shape[2] // self.vision_model.spec.patch_size) ** 2

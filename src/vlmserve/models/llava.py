@@ -103,6 +103,11 @@ class LlavaVision(TileVision):
         spec = self.vision_tower.spec
         return 1, spec.num_channels, spec.image_size, spec.image_size
 
+    @property
+    def larger_shape(self) -> tuple[int, ...]:  # type: ignore[override]
+        """See `VisionEncoder.larger_shape`."""
+        return 4, *self.example_shape[1:]
+
     def products(self, shape: tuple[int, ...], tiling: TowerInputs | None = None) -> int:
         """See `VisionEncoder.products`."""
         return shape[0] * (self.vision_tower.products + self._embeddings_of_tile * self.multi_modal_projector.products)

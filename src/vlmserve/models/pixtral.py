@@ -108,6 +108,12 @@ class PixtralVision(StagedVision):
         """See `VisionEncoder.example_shape`. 64 embeddings."""
         return 1, self.vision_tower.spec.num_channels, 8 * self._side, 8 * self._side
 
+    @property
+    def larger_shape(self) -> tuple[int, ...]:  # type: ignore[override]
+        """See `VisionEncoder.larger_shape`."""
+        tiles, channels, height, width = self.example_shape
+        return tiles, channels, 2 * height, 2 * width
+
     def products(self, shape: tuple[int, ...], tiling: TowerInputs | None = None) -> int:
         """See `VisionEncoder.products`."""
         embeddings = (shape[2] // self._side) * (shape[3] // self._side)

@@ -27,6 +27,11 @@ class VisionEncoder(Protocol):
         """Of the pixels of a small image; None: only the model's own processor can make one."""
         ...
 
+    @property
+    def larger_shape(self) -> tuple[int, ...] | None:
+        """Shape of the pixels of a larger image; None: all images have one size, or there is no example."""
+        ...
+
     def check(self, shape: tuple[int, ...], num_tokens: int, tiling: TowerInputs | None = None) -> None:
         """Check that pixels ``[tiles, channels, height, width]`` of that shape become that many embeddings.
 

@@ -42,6 +42,7 @@ class TransformersVision:
             )
 
     example_shape = None
+    larger_shape = None
 
     def encode(self, pixels: list[Tensor], tilings: Sequence[TowerInputs | None] = ()) -> list[Tensor]:
         """Encodes one image after another, since models differ in how they take several. NaN for one that fails."""

@@ -261,6 +261,12 @@ class QwenVisionTower(StagedVision):
         side = 8 * self.spec.patch_size * self.spec.merge
         return 1, self.spec.num_channels, side, side
 
+    @property
+    def larger_shape(self) -> tuple[int, ...]:  # type: ignore[override]
+        """See `VisionEncoder.larger_shape`."""
+        tiles, channels, height, width = self.example_shape
+        return tiles, channels, 2 * height, 2 * width
+
     def products(self, shape: tuple[int, ...], tiling: TowerInputs | None = None) -> int:
         """See `VisionEncoder.products`."""
         spec = self.spec

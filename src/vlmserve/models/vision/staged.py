@@ -109,6 +109,8 @@ def through_layers(layers: Iterable[StagedLayer], x: Tensor, budget: StageBudget
 class StagedVision(nn.Module):
     """The part of a `VisionEncoder` that follows from its stages."""
 
+    larger_shape: tuple[int, ...] | None = None
+
     def in_stages(
         self, pixels: list[Tensor], tilings: Sequence[TowerInputs | None], budget: StageBudget
     ) -> Stages[list[Tensor]]:

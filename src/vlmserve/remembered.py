@@ -1,0 +1,66 @@
+"""Facts that are measured once and kept in a file of the user's cache folder."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Generic, TypeVar
+
+import msgspec
+
+from vlmserve.folders import cache_folder
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T", bool, float)
+MAX_FACTS = 256
+"""Facts of a file; beyond them, the file forgets the oldest."""
+
+
+class Remembered(Generic[T]):
+    """Facts of one type by a key that names all they depend on. name: of the file."""
+
+    def __init__(self, name: str, kind: type[T]) -> None:
+        self._name = name
+        self._kind: type[T] = kind
+
+    def get(self, key: str, measure: Callable[[], T]) -> T:
+        """Return a fact from the file, or measure it and add it.
+
+        Processes that measure at the same time agree: the first one to write decides.
+        """
+        if (known := self.facts.get(key)) is not None:
+            return known
+        value = measure()
+        facts = self.facts
+        if (known := facts.get(key)) is not None:
+            return known
+        facts[key] = value
+        self._write(dict(list(facts.items())[-MAX_FACTS:]))
+        return value
+
+    @property
+    def facts(self) -> dict[str, T]:
+        """All facts of the file."""
+        try:
+            return msgspec.json.decode(self._file.read_bytes(), type=dict[str, self._kind])  # type: ignore[name-defined]
+        except FileNotFoundError:
+            return {}
+        except (OSError, msgspec.DecodeError) as error:
+            logger.warning("%s cannot be read (%s): vlmserve measures again", self._file, error)
+            return {}
+
+    @property
+    def _file(self) -> Path:
+        return cache_folder() / self._name
+
+    def _write(self, facts: dict[str, T]) -> None:
+        unfinished = self._file.with_suffix(f".{os.getpid()}")
+        try:
+            unfinished.parent.mkdir(parents=True, exist_ok=True)
+            unfinished.write_bytes(msgspec.json.format(msgspec.json.encode(facts)))
+            unfinished.replace(self._file)
+        except OSError as error:
+            logger.info("%s is not remembered: %s", self._name, error)
