@@ -40,6 +40,16 @@ def test_every_way_of_quantizing_is_measured_at_every_number_of_requests(tmp_pat
         assert min(figure.rate, figure.milliseconds, figure.of_bandwidth, figure.of_flops) > 0
 
 
+def test_slow_prompts_leave_steps_to_measure(tmp_path: Path) -> None:
+    folder = make_llama(tmp_path)
+    config = EngineConfig(
+        model=str(folder), device="cpu", kv_cache_memory="16MiB", step_seconds=1e-6, max_num_batched_tokens=16
+    )
+    sizes = {"prompt_len": 9, "long_prompt_len": 40, "steps": 2}
+    report = bench(config, folder, schemes=("none",), at_once=(12,), **sizes)
+    assert [(figure.what, figure.at_once) for figure in report.figures] == [("prefill", 1), ("decode", 12)]
+
+
 def test_kernels_are_compared_in_the_same_type(tmp_path: Path) -> None:
     folder = make_llama(tmp_path, dtype=torch.bfloat16)
     config = EngineConfig(model=str(folder), device="cpu", kv_cache_memory="16MiB")

@@ -120,7 +120,9 @@ def bench(
     limits = info = None
     for scheme, kind in itertools.product(schemes, kernels or (config.kernels,)):
         progress(f"{scheme}: loading")
-        settings = config.model_copy(update={"quantize": scheme, "kernels": kind, "enable_prefix_caching": False})
+        # A limit on the time of prompts in a step would let the first requests end before the last ones begin.
+        update = {"quantize": scheme, "kernels": kind, "enable_prefix_caching": False, "step_seconds": math.inf}
+        settings = config.model_copy(update=update)
         model = load(settings, folder)
         if model.cross is not None:
             raise ConfigurationError("bench measures models that read their images as part of the prompt")
@@ -130,13 +132,16 @@ def bench(
         engine = Engine.from_model(settings, model)
         info = engine.info
         label = f"{scheme}, {kind}"
-        rounds = Rounds(engine, model, limits, scheme, steps)
+        rounds = Rounds(engine, model, limits, scheme)
         longest = min(long_prompt_len, info.max_prompt_len - 1)
         progress(f"{label}: a prompt of {longest} tokens")
         figures.append(rounds.prefill(longest))
         for count in at_once:
             progress(f"{label}: {count} at once")
-            figures.append(rounds.decode(count, min(prompt_len, longest - steps - WARM_UP_STEPS)))
+            # Requests that decode take a token each of the budget.
+            prompt_steps = math.ceil(count * prompt_len / max(settings.max_num_batched_tokens - count, 1))
+            answer = prompt_steps + WARM_UP_STEPS + steps
+            figures.append(rounds.decode(count, min(prompt_len, longest - answer), answer))
         if model.vision is not None:
             progress(f"{label}: an image")
             figures.append(rounds.vision(noise_image(folder)))
@@ -151,9 +156,9 @@ def bench(
 class Rounds:
     """Rounds of requests through one engine."""
 
-    def __init__(self, engine: Engine, model: LoadedModel, limits: Limits, scheme: str, steps: int) -> None:
-        """scheme: how the weights are quantized, for the figures. steps: how many are measured of each kind."""
-        self._engine, self._model, self._limits, self._scheme, self._steps = engine, model, limits, scheme, steps
+    def __init__(self, engine: Engine, model: LoadedModel, limits: Limits, scheme: str) -> None:
+        """scheme: how the weights are quantized, for the figures."""
+        self._engine, self._model, self._limits, self._scheme = engine, model, limits, scheme
         self._kernels = model.device.kernels
         self._random = random.Random(0)
         language_model = model.language_model
@@ -180,9 +185,9 @@ class Rounds:
         pairs = length * (length + 1) // 2
         return self._figure("prefill", 1, length, statistics.median(seconds), self._weight_bytes, length, pairs)
 
-    def decode(self, count: int, length: int) -> Figure:
-        """Steps in which each of `count` requests generates a token after `length` tokens and more."""
-        self._add(count, length, WARM_UP_STEPS + self._steps)
+    def decode(self, count: int, length: int, answer: int) -> Figure:
+        """Measure steps in which each of `count` requests generates a token. length, answer: tokens of each request."""
+        self._add(count, length, answer)
         seconds = []
         before = time.perf_counter()
         for outputs in self._outputs():
