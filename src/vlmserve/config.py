@@ -156,6 +156,12 @@ class EngineConfig(Settings):
         description="Memory for weights, like 3GiB: each layer gets as many bits as fit, by what fewer would cost. "
         "Calibrates at the first start, and keeps the result.",
     )
+    weights_cache: str | None = Field(
+        None, description="Folder for packed weights, which later starts map; default: in vlmserve's cache folder."
+    )
+    weights_cache_size: ByteSize = Field(
+        32 * 1024**3, description="Maximum size of the folder for packed weights; 0: keep none (default 32 GiB)."
+    )
     enable_lora: bool = Field(False, description="Serve LoRA adapters of the model.")
     lora_modules: tuple[str, ...] = Field((), description="Adapters to load at start, as NAME=PATH or JSON.")
     max_loras: int = Field(8, ge=1, le=256, description="Largest number of adapters in one batch.")

@@ -18,7 +18,7 @@ from vlmserve.kernels.attention import AttentionBackend, AttentionSpec, LayerCac
 from vlmserve.kernels.cpu_attention import CpuAttention
 from vlmserve.kernels.extension import supported_isas
 from vlmserve.kernels.torch_reference import TorchReference
-from vlmserve.models.registry import return_free_memory
+from vlmserve.memory import return_free_memory
 
 BACKENDS = {
     "torch": TorchReference,

@@ -22,9 +22,9 @@ from vlmserve.calibration.settings import QuantizeConfig
 from vlmserve.config import QuantizationConfig, Scheme
 from vlmserve.errors import ConfigurationError
 from vlmserve.layers.linear import Weight
+from vlmserve.memory import return_free_memory
 from vlmserve.models.estimate import MemoryEstimate
 from vlmserve.models.folding import CROSS_KV
-from vlmserve.models.registry import return_free_memory
 from vlmserve.quant.calibration import Observer, Target
 from vlmserve.quant.memory import StoredSizes
 from vlmserve.quant.methods.rtn import round_to_nearest

@@ -22,11 +22,11 @@ from vlmserve.config import QuantizationConfig
 from vlmserve.devices.choice import open_device
 from vlmserve.errors import ConfigurationError
 from vlmserve.layers.linear import Linear, MergedLinear
+from vlmserve.memory import return_free_memory
 from vlmserve.models.decoder_layer import DecoderLayer
 from vlmserve.models.folding import CROSS_KV, layer_folds
 from vlmserve.models.identity import weights_digest
 from vlmserve.models.quantized import QuantizedFolder, Saving
-from vlmserve.models.registry import return_free_memory
 from vlmserve.models.weights import TEXT_ENCODER, merge_as_stored, module_slots, weight_names, weight_slots
 from vlmserve.quant.calibration import Observer, Outcome, Target, quantize_layers
 from vlmserve.quant.methods.rtn import round_to_nearest

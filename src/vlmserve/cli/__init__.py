@@ -345,6 +345,18 @@ def quantize(
     run_quantize(engine, how, out)
 
 
+@app.command(cls=SettingsCommand)
+@command(("weights_cache", "weights_cache_size"))
+def cache(
+    engine: EngineConfig,
+    clear: Annotated[bool, typer.Option("--clear", help="Remove all packed weights.")] = False,
+) -> None:
+    """Show the packed weights that starts on a CPU keep for the next one, or remove them."""
+    from vlmserve.cli.cache import show_cache
+
+    show_cache(engine, clear=clear)
+
+
 @app.command(cls=HelpfulCommand)
 @command()
 def doctor(

@@ -104,7 +104,7 @@ class CpuDevice(TorchDevice):
     def cache_budget(self, fraction: float, largest_step: Callable[[], None], reserved: int = 0) -> int:
         """See `Device.cache_budget`. A share of what is free, whatever `fraction` says; pages that are never written
         take no memory, so nothing is reserved."""
-        return self.expected_cache(fraction, 0)
+        return self.expected_cache(fraction, self.mapped_bytes)
 
     def expected_cache(self, fraction: float, weights: int) -> int:
         """See `Device.expected_cache`."""

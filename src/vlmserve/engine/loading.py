@@ -22,6 +22,7 @@ from vlmserve.layers.parallel import Ranks
 from vlmserve.models.hub import resolve_model
 from vlmserve.models.protocols import LanguageModel, LoadedModel
 from vlmserve.models.registry import load_model
+from vlmserve.models.weights_cache import WeightsCache
 from vlmserve.runner.memory import num_kv_blocks, run_largest_encoding, run_largest_step
 
 logger = logging.getLogger(__name__)
@@ -55,6 +56,7 @@ def load(config: EngineConfig, folder: Path | None = None, ranks: Ranks | None =
         quantized_cache=config.kv_cache_dtype == "int8",
         ranks=ranks,
         check=partial(check_lengths, config),
+        cache=WeightsCache.at(config.weights_cache, config.weights_cache_size),
     )
     if config.enforce_eager:
         model.device.enforce_eager()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -51,12 +51,13 @@ class PackedLinear:
         "_input_bits",
         "_linear",
         "_minimums",
-        "_packed",
         "dtype",
         "in_features",
         "out_features",
         "output_dtype",
         "output_features",
+        "packed",
+        "settings",
     )
 
     def __init__(
@@ -69,23 +70,46 @@ class PackedLinear:
         gated: bool = False,
         float_output: bool = False,
     ) -> None:
-        self.out_features, self.in_features = weight.shape
-        self.output_features = self.out_features // 2 if gated else self.out_features
-        self.dtype = dtype or (weight.dtype if isinstance(weight, Tensor) else torch.float32)
-        self.output_dtype = torch.float32 if float_output else self.dtype
-        if not can_pack(self.in_features, self.dtype) or (gated and self.out_features % 2):
-            raise ValueError(f"a weight {tuple(weight.shape)} of {self.dtype} cannot be packed")
-        self._dtype = DTYPES[self.dtype]
-        self._activation = 0 if activation is None else ACTIVATIONS[activation]
-        self._gated = int(gated)
-        self._bias = bias
-        self._linear = extension().linear
-        self._bits = self._group_size = self._input_bits = self._minimums = 0
+        out_features, in_features = weight.shape
+        dtype = dtype or (weight.dtype if isinstance(weight, Tensor) else torch.float32)
+        if not can_pack(in_features, dtype) or (gated and out_features % 2):
+            raise ValueError(f"a weight {tuple(weight.shape)} of {dtype} cannot be packed")
+        settings = {
+            "out_features": out_features,
+            "in_features": in_features,
+            "dtype": DTYPES[dtype],
+            "activation": 0 if activation is None else ACTIVATIONS[activation],
+            "gated": int(gated),
+            "float_output": int(float_output),
+            **dict.fromkeys(("bits", "group_size", "input_bits", "minimums"), 0),
+        }
         if isinstance(weight, QuantizedWeight):
-            self._bits, self._input_bits = weight.bits, weight.input_bits
-            self._group_size = 0 if weight.has_scales_of_outputs else weight.group_size
-            self._minimums = int(weight.bits == 4 or not weight.is_symmetric)
-        self._packed = self._pack(weight)
+            settings["bits"], settings["input_bits"] = weight.bits, weight.input_bits
+            settings["group_size"] = 0 if weight.has_scales_of_outputs else weight.group_size
+            settings["minimums"] = int(weight.bits == 4 or not weight.is_symmetric)
+        self._set(settings, bias)
+        self.packed = self._pack(weight)
+
+    @classmethod
+    def restored(cls, settings: Mapping[str, int], packed: Tensor, bias: Tensor | None) -> PackedLinear:
+        """The weight with these `settings`, from the memory that `packed` was. bias: ``[out_features]``."""
+        linear = cls.__new__(cls)
+        linear._set(settings, bias)
+        linear.packed = packed
+        return linear
+
+    def _set(self, settings: Mapping[str, int], bias: Tensor | None) -> None:
+        self.settings = dict(settings)
+        self.out_features, self.in_features = settings["out_features"], settings["in_features"]
+        self._gated = settings["gated"]
+        self.output_features = self.out_features // 2 if self._gated else self.out_features
+        self._dtype = settings["dtype"]
+        self.dtype = next(dtype for dtype, number in DTYPES.items() if number == self._dtype)
+        self.output_dtype = torch.float32 if settings["float_output"] else self.dtype
+        self._activation, self._bias = settings["activation"], bias
+        self._bits, self._group_size = settings["bits"], settings["group_size"]
+        self._input_bits, self._minimums = settings["input_bits"], settings["minimums"]
+        self._linear = extension().linear
 
     def _pack(self, weight: Tensor | QuantizedWeight) -> Tensor:
         num_tiles = -(-self.output_features // (TILE // 2 if self._gated else TILE))
@@ -123,7 +147,7 @@ class PackedLinear:
     @property
     def num_bytes(self) -> int:
         """Memory of the packed weight."""
-        return self._packed.nbytes
+        return self.packed.nbytes
 
     def pack_change(self, change: Change) -> NativeChange:
         """See `PacksChanges`."""
@@ -167,7 +191,7 @@ class PackedLinear:
                 scalings, columns = adapters.scalings.data_ptr(), adapters.scalings.shape[1]
         self._linear(
             x.data_ptr(),
-            self._packed.data_ptr(),
+            self.packed.data_ptr(),
             0 if self._bias is None else self._bias.data_ptr(),
             0 if residual is None else residual.data_ptr(),
             output.data_ptr(),
@@ -203,7 +227,7 @@ class PackedLinear:
             x,
             self.output_features,
             residual=residual,
-            weight=self._packed,
+            weight=self.packed,
             bias=self._bias,
             in_features=self.in_features,
             out_features=self.out_features,
@@ -221,7 +245,7 @@ class PackedLinear:
         indices = indices.contiguous()
         output = torch.empty(len(indices), self.in_features, dtype=self.dtype)
         extension().gather(
-            self._packed.data_ptr(),
+            self.packed.data_ptr(),
             indices.data_ptr(),
             output.data_ptr(),
             len(indices),

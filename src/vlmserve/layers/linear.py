@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -36,6 +37,16 @@ from vlmserve.layers.products import torch_linear, torch_table
 def empty_parameter(*shape: int, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
     """Memory for a weight, its pages untouched until the loader writes them."""
     return nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class KeptWeight:
+    """A weight as its device stores it, for a layer that need not arrange it again."""
+
+    product: Product
+    bits: int | None
+    input_order: Tensor | None = None
+    order: Tensor | None = None
 
 
 class Weight(Layer):
@@ -85,6 +96,25 @@ class Weight(Layer):
         self._quantized = dataclasses.replace(weight, order=None)
         self._input_order = weight.order
         self.bits = weight.bits
+        del self.weight
+
+    @property
+    def matrix_shape(self) -> tuple[int, int]:
+        """Outputs and inputs."""
+        return self.out_features, self.in_features
+
+    @property
+    def is_stored(self) -> bool:
+        """True once the device stores the weight in its own form."""
+        return self._stored is not None
+
+    def kept(self) -> KeptWeight | None:
+        """The stored weight; None if inputs or outputs are padded for it."""
+        return None if self._stored is None else KeptWeight(self._stored, self.bits, self._input_order)
+
+    def restore(self, kept: KeptWeight) -> None:
+        """Take a stored weight in place of the empty one."""
+        self.bits, self._input_order = kept.bits, kept.input_order
         del self.weight
 
     def adapt(self, rows: AdapterRows) -> None:
@@ -230,6 +260,16 @@ class Linear(Weight):
                 self._deferring_product = self._product
             self._drop()
 
+    def kept(self) -> KeptWeight | None:
+        """See `Weight.kept`."""
+        kept = super().kept()
+        return None if kept is None or self._padding is not None else dataclasses.replace(kept, order=self.order)
+
+    def restore(self, kept: KeptWeight) -> None:
+        """See `Weight.restore`."""
+        super().restore(kept)
+        self._product, self.order = kept.product, kept.order
+
     @property
     def _stored(self) -> Product | None:
         return self._product
@@ -339,6 +379,25 @@ class Embedding(Layer):
             self._table = operations.table(self._quantized, self.dtype)
             self._quantized = None
 
+    @property
+    def matrix_shape(self) -> tuple[int, int]:
+        """Vectors and their size."""
+        return self.count, self.size
+
+    @property
+    def is_stored(self) -> bool:
+        """True once the device stores the table in its own form."""
+        return self._table is not None
+
+    def kept(self) -> KeptWeight | None:
+        """See `Weight.kept`."""
+        return None if self._table is None else KeptWeight(self._table, None)
+
+    def restore(self, kept: KeptWeight) -> None:
+        """See `Weight.restore`."""
+        self._table = cast(Table, kept.product)
+        del self.weight
+
     def adapt_table(self, rows: AdapterRows) -> None:
         """Have slots for adapters, which those rows are about."""
         self.table_adapters = TableAdapters(rows)
@@ -385,6 +444,11 @@ class TiedEmbedding(Weight):
         if self._table is None:
             self._table = operations.table(self._matrix(), self.dtype)
             self._drop()
+
+    def restore(self, kept: KeptWeight) -> None:
+        """See `Weight.restore`."""
+        super().restore(kept)
+        self._table = cast(Table, kept.product)
 
     @property
     def _stored(self) -> Product | None:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import ctypes
 import difflib
 import json
 import logging
 import re
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -23,18 +21,16 @@ from vlmserve.devices.choice import open_device, type_for_torch
 from vlmserve.devices.device import EagerExecutor, LayerExecutor
 from vlmserve.errors import ConfigurationError, MissingWeightsError, ModelLoadError, UnsupportedModelError
 from vlmserve.kernels.attention import AttentionBackend
-from vlmserve.layers.linear import Weight
-from vlmserve.layers.operations import Layer, arrange_layers
 from vlmserve.layers.parallel import Ranks
 from vlmserve.models.adaptable import AdaptableModel
 from vlmserve.models.cross import CrossStateEncoder, make_text_encoder
 from vlmserve.models.decoder import Decoder
 from vlmserve.models.families import FAMILIES, Family, decoder_family, decoder_spec
+from vlmserve.models.filling import Filling
 from vlmserve.models.gguf.config import read_config
 from vlmserve.models.gguf.header import read_header
 from vlmserve.models.gguf.pair import language_model
 from vlmserve.models.identity import model_identity
-from vlmserve.models.packed import load_blocks, load_packed
 from vlmserve.models.parallel import share_of, split_decoder
 from vlmserve.models.protocols import LanguageModel, LoadedModel, VisionEncoder
 from vlmserve.models.sizes import broken, check_parameters, check_sizes
@@ -42,9 +38,10 @@ from vlmserve.models.spec import ArchSpec
 from vlmserve.models.transformers_backend import TransformersCheckpoint, TransformersModel
 from vlmserve.models.vision_families import VISION_FAMILIES, VisionFamily
 from vlmserve.models.weights import Checkpoint, canonical_name
+from vlmserve.models.weights_cache import WeightsCache
 from vlmserve.quant.formats.stored import OLD_FILES, stored_layouts
 from vlmserve.quant.memory import weight_bytes
-from vlmserve.quant.model import Quantizer, log_expected_memory
+from vlmserve.quant.model import log_expected_memory
 
 logger = logging.getLogger(__name__)
 
@@ -57,8 +54,6 @@ OTHER_NAMES = {other: family.architecture for family in FAMILIES.values() for ot
 META = torch.device("meta")
 Check = Callable[[LanguageModel, int], None]
 """Raises ConfigurationError for settings that do not fit a language model with a longest context in tokens."""
-LARGE_BYTES = 1024**2
-"""Bytes of a layer whose loading may leave behind so much freed memory that it is returned to the system at once."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -74,6 +69,7 @@ def load_model(
     quantized_cache: bool = False,
     ranks: Ranks | None = None,
     check: Check = lambda language_model, max_position: None,
+    cache: WeightsCache | None = None,
 ) -> LoadedModel:
     """Load a checkpoint in Hugging Face layout, a GGUF file, or the folder of a pair of them.
 
@@ -85,6 +81,7 @@ def load_model(
     input_bits: what native kernels keep of inputs beside weights that are packed already, 8 or 16; None: as these say.
     quantized_cache: keys and values are stored in 8 bits. ranks: load the part of the decoder that is this one's; None:
     all of it. check: is called before weights are read, with the decoder and the longest context, and may raise.
+    cache: packed weights of earlier starts.
     Raises ModelLoadError for a broken configuration or file, UnsupportedModelError for an architecture or option that
     is not implemented, MissingWeightsError for absent files or tensors, ConfigurationError for a model that these ranks
     cannot share.
@@ -100,7 +97,7 @@ def load_model(
         if implementation == "transformers":
             return _load_with_transformers(folder, device, dtype, kernels, quantization, input_bits, quantized_cache)
         try:
-            return _load(folder, device, dtype, kernels, quantization, input_bits, quantized_cache, check)
+            return _load(folder, device, dtype, kernels, quantization, input_bits, quantized_cache, check, cache=cache)
         except UnsupportedModelError as error:
             if implementation == "vlmserve" or language_model(folder) is not None:
                 raise
@@ -125,6 +122,7 @@ def _load(
     quantized_cache: bool,
     check: Check,
     ranks: Ranks | None = None,
+    cache: WeightsCache | None = None,
 ) -> LoadedModel:
     description = Description.read(folder)
     config, text_config = description.config, description.text_config
@@ -150,31 +148,19 @@ def _load(
         check_parameters(num_parameters, checkpoint.files(), folder)
         del whole
     check(decoder, spec.max_position)
-    as_files_say = packed or language_model(folder) is not None
+    blocks = language_model(folder) is not None
     logs = logger.isEnabledFor(logging.INFO)
-    expected = log_expected_memory(model, on, quantization) if logs and not as_files_say else None
-    quantizer = None if quantization is None else Quantizer(model, quantization)
-
-    def settle(module: nn.Module) -> None:
-        """Bring a module that has its weights into the form in which the device keeps it, before more is read."""
-        decoder.deinterleave(module)
-        if quantizer is not None:
-            quantizer.quantize(module)
-        # Layers of towers may depend on each other (`Linear.widen_for`), and the order of `arrange_layers` respects it.
-        if isinstance(module, Layer) and module in in_decoder:
-            module.arrange(on)
-        if isinstance(module, Weight) and module.num_bytes > LARGE_BYTES:
-            return_free_memory()
-
-    in_decoder = set(decoder.modules())
-    filled = load_packed(checkpoint, model, layouts, on, settle, input_bits) if packed else set()
-    if language_model(folder) is not None and on.keeps_packed and dtype != torch.float32 and quantization is None:
-        load_blocks(checkpoint, model, on, settle, input_bits)
-    checkpoint.load(model, filled=filled, settle=settle)
-    if quantizer is not None:
-        quantizer.log()
-    arrange_layers(model, on)
-    return_free_memory()
+    expected = log_expected_memory(model, on, quantization) if logs and not packed and not blocks else None
+    identity = Filling(
+        checkpoint,
+        on,
+        wanted,
+        layouts,
+        keeps_blocks=blocks and on.keeps_packed and dtype != torch.float32 and quantization is None,
+        quantization=quantization,
+        input_bits=input_bits,
+        cache=cache if ranks is None else None,
+    ).fill(model, decoder)
     size = weight_bytes(model)
     said = "" if expected is None else f"; {expected / 1e6:.1f} MB were expected"
     logger.info("weights: %.1f MB in memory%s", size / 1e6, said)
@@ -190,14 +176,7 @@ def _load(
         backend=backend,
         num_parameters=num_parameters,
         weight_bytes=size,
-        identity=model_identity(
-            folder,
-            implementation="vlmserve",
-            dtype=wanted,
-            quantization=quantization,
-            input_bits=input_bits,
-            digests=checkpoint.digests,
-        ),
+        identity=identity,
         cross=cross,
         adaptable=AdaptableModel(model, checkpoint, layouts, quantization, wanted, device)
         if cross is None and ranks is None
@@ -380,13 +359,6 @@ def _load_with_transformers(
         weight_bytes=sum(parameter.nbytes for parameter in theirs.parameters()),
         identity=model_identity(folder, implementation="transformers", dtype=wanted, quantization=None),
     )
-
-
-def return_free_memory() -> None:
-    """Give what loading has freed back to the system, where the C library (glibc) would keep it: a third of the memory
-    of a model that was quantized to 4 bits."""
-    if sys.platform == "linux" and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
-        trim(0)
 
 
 def read_json(path: Path) -> dict[str, Any]:

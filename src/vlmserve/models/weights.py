@@ -73,7 +73,7 @@ class Checkpoint:
         """rename: from a tensor's name in the files to its canonical one."""
         self.folder = folder
         self.digests = TensorDigests()
-        """Of the tensors whose values a model has taken."""
+        """Digests of tensors whose values a model has taken."""
         self._rename = rename
         self._keys: dict[str, tuple[Path, str]] = {}
         for path in weight_files(folder):

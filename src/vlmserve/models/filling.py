@@ -1,0 +1,109 @@
+"""Weights into an empty model: from the checkpoint, or from packed weights that an earlier start kept."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from vlmserve.config import QuantizationConfig
+from vlmserve.devices.device import Device
+from vlmserve.layers.linear import Weight
+from vlmserve.layers.operations import Layer, arrange_layers
+from vlmserve.memory import return_free_memory
+from vlmserve.models.decoder import Decoder
+from vlmserve.models.identity import model_identity
+from vlmserve.models.packed import load_blocks, load_packed
+from vlmserve.models.packed_model import pack_model, restore_model
+from vlmserve.models.weights import Checkpoint, merge_as_stored
+from vlmserve.models.weights_cache import WeightsCache, source_parts
+from vlmserve.quant.formats.layout import Layout
+from vlmserve.quant.model import Quantizer
+
+LARGE_BYTES = 1024**2
+"""Bytes of a layer whose loading may leave behind so much freed memory that it is returned to the system at once."""
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Filling:
+    """How a model gets its weights."""
+
+    checkpoint: Checkpoint
+    device: Device
+    dtype: torch.dtype
+    layouts: Sequence[Layout] = ()
+    """Formats of a quantized checkpoint."""
+    keeps_blocks: bool = False
+    """Whether quantized weights of a GGUF file stay as they are."""
+    quantization: QuantizationConfig | None = None
+    input_bits: int | None = None
+    cache: WeightsCache | None = None
+
+    def fill(self, model: nn.Module, decoder: Decoder) -> bytes:
+        """Fill a model and arrange its layers. decoder: its language model. Returns its `model_identity`."""
+        cache = self.cache if self.device.torch_device.type == "cpu" and self.device.keeps_packed else None
+        if cache is None or not cache.limit:
+            return self._read(model, decoder)
+        path = cache.path({**self._parts(), "blocks": self.keeps_blocks})
+        if (found := cache.read(path)) is not None:
+            try:
+                merge_as_stored(model, self.checkpoint.names)
+                restore_model(model, found.packed, self.device)
+            except ValueError as error:
+                logger.warning("weights cache: ignoring %s (%s)", path, error)
+            else:
+                self.device.mapped_bytes += found.num_bytes
+                return found.identity
+        identity = self._read(model, decoder)
+        if (packed := pack_model(model)) is not None:
+            cache.write_later(path, packed, identity, self.checkpoint.folder.name)
+        return identity
+
+    def _parts(self) -> dict[str, object]:
+        return source_parts(
+            self.checkpoint.folder,
+            kernels=self.device.kernels,
+            dtype=self.dtype,
+            quantization=self.quantization,
+            input_bits=self.input_bits,
+        )
+
+    def _read(self, model: nn.Module, decoder: Decoder) -> bytes:
+        checkpoint, device = self.checkpoint, self.device
+        quantizer = None if self.quantization is None else Quantizer(model, self.quantization)
+        in_decoder = set(decoder.modules())
+
+        def settle(module: nn.Module) -> None:
+            """Bring a module that has its weights into the form in which the device keeps it, before more is read."""
+            decoder.deinterleave(module)
+            if quantizer is not None:
+                quantizer.quantize(module)
+            # Layers of towers may depend on each other (`Linear.widen_for`), and `arrange_layers` respects their order.
+            if isinstance(module, Layer) and module in in_decoder:
+                module.arrange(device)
+            if isinstance(module, Weight) and module.num_bytes > LARGE_BYTES:
+                return_free_memory()
+
+        filled: set[str] = set()
+        if self.layouts:
+            filled = load_packed(checkpoint, model, self.layouts, device, settle, self.input_bits)
+        if self.keeps_blocks:
+            load_blocks(checkpoint, model, device, settle, self.input_bits)
+        checkpoint.load(model, filled=filled, settle=settle)
+        if quantizer is not None:
+            quantizer.log()
+        arrange_layers(model, device)
+        return_free_memory()
+        return model_identity(
+            checkpoint.folder,
+            implementation="vlmserve",
+            dtype=self.dtype,
+            quantization=self.quantization,
+            input_bits=self.input_bits,
+            digests=checkpoint.digests,
+        )

@@ -1,0 +1,269 @@
+"""Packed weights in files, which the next start maps instead of reading and packing the checkpoint again.
+
+A file holds one model: a fixed prefix, a JSON header and the tensors. Its name is a digest of everything that the
+packed weights depend on: the checkpoint's files, the settings, the kernels and vlmserve's version. Processes that map
+one file share its memory. A file is written under another name and renamed. When files exceed the limit, the least
+recently used are removed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import mmap
+import os
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from blake3 import blake3
+from torch import Tensor
+
+from vlmserve.config import QuantizationConfig
+from vlmserve.folders import cache_folder, expanded
+from vlmserve.kernels import extension
+from vlmserve.models.files import weight_files
+from vlmserve.models.packed_model import PackedModel
+
+FORMAT = 1
+"""Version of the files."""
+SMALLEST_MODEL = 128 * 2**20
+"""Bytes of packed weights from which on a file is written: smaller models load as fast from their checkpoints."""
+SUFFIX = ".weights"
+
+_MAGIC = b"vlmserve"
+_PREFIX = len(_MAGIC) + 8 + 32
+"""Bytes before the header: the magic number, the header's length, and a digest of header and samples."""
+_ALIGNMENT = 64
+_SAMPLE, _SAMPLE_STEP = 64, 2**20
+"""Bytes of each sample of the tensors, and from one to the next."""
+_DTYPES = {str(dtype): dtype for dtype in (torch.uint8, torch.bfloat16, torch.float16, torch.float32, torch.int64)}
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class CachedModel:
+    """A model as it was found. identity: its `model_identity`."""
+
+    packed: PackedModel
+    identity: bytes
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class CacheFile:
+    """What `vlmserve cache` shows of a file. used: time of the last start that read it, in seconds since 1970."""
+
+    path: Path
+    model: str
+    num_bytes: int
+    used: float
+
+
+class WeightsCache:
+    """Files of packed weights in a folder. limit: of all of them together, in bytes; 0: none are read or written."""
+
+    def __init__(self, folder: Path, limit: int) -> None:
+        self.folder, self.limit = folder, limit
+
+    @classmethod
+    def at(cls, folder: str | None, limit: int) -> WeightsCache:
+        """The cache in that folder, or where this user's is."""
+        return cls(cache_folder() / "weights" if folder is None else expanded(folder), limit)
+
+    def path(self, parts: Mapping[str, Any]) -> Path:
+        """The file for packed weights that depend on these parts."""
+        text = json.dumps(dict(parts), sort_keys=True)
+        return self.folder / (blake3(text.encode()).hexdigest(length=16) + SUFFIX)
+
+    def read(self, path: Path) -> CachedModel | None:
+        """The model in a file; None if there is none. A broken or foreign file is ignored with a line in the log."""
+        try:
+            with path.open("rb") as file:
+                status = os.fstat(file.fileno())
+                if status.st_uid not in (os.geteuid(), 0):
+                    raise ValueError("it belongs to another user")
+                found = _map(file.fileno(), status.st_size)
+            os.utime(path)
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            logger.warning("weights cache: ignoring %s (%s)", path, error)
+            return None
+        logger.info("weights: %.1f MB mapped from the cache %s", found.num_bytes / 1e6, path)
+        return found
+
+    def write_later(self, path: Path, packed: PackedModel, identity: bytes, model: str) -> threading.Thread | None:
+        """Begin to write a model in a thread. None: it is too small or too large to be kept."""
+        size = sum(tensor.nbytes for tensor in packed.tensors.values())
+        if not SMALLEST_MODEL <= size <= self.limit:
+            return None
+        thread = threading.Thread(
+            target=self._write, args=(path, packed, identity, model, size), name="weights-cache", daemon=True
+        )
+        thread.start()
+        return thread
+
+    def files(self) -> list[CacheFile]:
+        """All files, the last used first."""
+        found = []
+        for path in self._paths(SUFFIX):
+            with contextlib.suppress(OSError, ValueError, KeyError):
+                status = path.stat()
+                with path.open("rb") as file:
+                    header = json.loads(file.read(_header_bytes(file.read(_PREFIX))))
+                found.append(CacheFile(path, header["model"], status.st_size, status.st_mtime))
+        return sorted(found, key=lambda file: -file.used)
+
+    def clear(self) -> int:
+        """Remove all files. Returns their bytes."""
+        return self._shrink_to(0)
+
+    def _write(self, path: Path, packed: PackedModel, identity: bytes, model: str, size: int) -> None:
+        temporary = path.with_suffix(f".{os.getpid()}.writing")
+        started = time.monotonic()
+        try:
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._remove_unfinished()
+            self._shrink_to(self.limit - size)
+            with temporary.open("wb") as file:
+                os.chmod(temporary, 0o600)
+                for piece in _pieces(packed, identity, model):
+                    file.write(piece)
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(path)
+        except OSError as error:
+            logger.warning("weights cache: cannot keep %s: %s (--weights-cache-size 0 keeps none)", path, error)
+            with contextlib.suppress(OSError):
+                temporary.unlink()
+            return
+        seconds = time.monotonic() - started
+        logger.info("weights cache: kept %.1f MB for the next start in %s (%.1f s)", size / 1e6, path, seconds)
+
+    def _shrink_to(self, limit: int) -> int:
+        """Remove files until the others have at most so many bytes, those least recently used first."""
+        files = sorted(((path.stat(), path) for path in self._paths(SUFFIX)), key=lambda file: file[0].st_mtime)
+        total = sum(status.st_size for status, _ in files)
+        removed = 0
+        for status, path in files:
+            if total - removed <= limit:
+                break
+            path.unlink(missing_ok=True)
+            removed += status.st_size
+        return removed
+
+    def _remove_unfinished(self) -> None:
+        for path in self._paths(".writing"):
+            writer = path.suffixes[-2].lstrip(".")
+            if not writer.isdecimal() or not _is_running(int(writer)):
+                path.unlink(missing_ok=True)
+
+    def _paths(self, suffix: str) -> list[Path]:
+        return [path for path in self.folder.glob(f"*{suffix}") if path.is_file()]
+
+
+def source_parts(
+    folder: Path, *, kernels: str, dtype: torch.dtype, quantization: QuantizationConfig | None, input_bits: int | None
+) -> dict[str, Any]:
+    """The inputs of packed weights: files of weights by inode, size and times, other files by content."""
+    files = {}
+    for path in weight_files(folder):
+        status = path.stat()
+        files[path.name] = [
+            status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
+        ]  # fmt: skip
+    configs = sorted(folder.glob("*.json")) if folder.is_dir() else []
+    return {
+        "format": FORMAT,
+        "version": version("vlmserve"),
+        "kernels": [kernels, _extension_digest()],
+        "dtype": str(dtype),
+        "quantization": None if quantization is None else quantization.model_dump(mode="json"),
+        "input_bits": input_bits,
+        "files": files,
+        "configs": {path.name: blake3(path.read_bytes()).hexdigest() for path in configs},
+    }
+
+
+@cache
+def _extension_digest() -> str:
+    """Of the compiled kernels, whose order of weights a build may change."""
+    path = extension.extension().__file__
+    return "" if path is None else blake3(Path(path).read_bytes()).hexdigest()
+
+
+def _is_running(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def _raw(tensor: Tensor) -> Tensor:
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+def _pieces(packed: PackedModel, identity: bytes, model: str) -> Iterator[bytes | memoryview]:
+    """The contents of a file, in order."""
+    tensors, position = {}, 0
+    for name, tensor in packed.tensors.items():
+        tensors[name] = [str(tensor.dtype), list(tensor.shape), position, tensor.nbytes]
+        position += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
+    header = {"identity": identity.hex(), "model": model, "records": packed.records, "tensors": tensors}
+    text = json.dumps({**header, "size": position}).encode()
+    text += b" " * (-(_PREFIX + len(text)) % mmap.PAGESIZE)
+    digest = blake3(text)
+    for tensor in packed.tensors.values():
+        _add_samples(digest, _raw(tensor))
+    yield _MAGIC + len(text).to_bytes(8, "little") + digest.digest()
+    yield text
+    for tensor in packed.tensors.values():
+        yield _raw(tensor).numpy().data
+        yield bytes(-tensor.nbytes % _ALIGNMENT)
+
+
+def _add_samples(digest: blake3, raw: Tensor) -> None:
+    for start in range(0, len(raw), _SAMPLE_STEP):
+        digest.update(raw[start : start + _SAMPLE].numpy().data)
+    digest.update(raw[-_SAMPLE:].numpy().data)
+
+
+def _header_bytes(prefix: bytes) -> int:
+    """Length of the header. Raises ValueError for another kind of file."""
+    if len(prefix) < _PREFIX or not prefix.startswith(_MAGIC):
+        raise ValueError("it is no file of packed weights")
+    return int.from_bytes(prefix[len(_MAGIC) : len(_MAGIC) + 8], "little")
+
+
+def _map(descriptor: int, size: int) -> CachedModel:
+    """Raises ValueError for a broken file."""
+    prefix = os.pread(descriptor, _PREFIX, 0)
+    length = _header_bytes(prefix)
+    start = _PREFIX + length
+    text = os.pread(descriptor, min(length, size), _PREFIX)
+    header = json.loads(text)
+    if size != start + header["size"]:
+        raise ValueError("it is incomplete")
+    # Private, so that processes share the pages and none changes the file.
+    memory = torch.frombuffer(mmap.mmap(descriptor, size, access=mmap.ACCESS_COPY), dtype=torch.uint8)
+    digest = blake3(text)
+    tensors = {}
+    for name, (dtype, shape, offset, num_bytes) in header["tensors"].items():
+        raw = memory[start + offset : start + offset + num_bytes]
+        _add_samples(digest, raw)
+        tensors[name] = raw.view(_DTYPES[dtype]).view(shape)
+    if digest.digest() != prefix[-32:]:
+        raise ValueError("its contents were changed")
+    return CachedModel(PackedModel(tensors, header["records"]), bytes.fromhex(header["identity"]), header["size"])

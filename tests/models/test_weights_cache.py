@@ -1,0 +1,189 @@
+"""Packed weights in files: the same model at the next start, and nothing worse than a slow start for broken files."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.checkpoints import make_llama, make_qwen_vl
+from tests.gguf_files import write_gguf
+from tests.models.test_decoder import paged_run, token_sequences
+from tests.native import built
+from vlmserve.cli.cache import show_cache
+from vlmserve.config import EngineConfig, QuantizationConfig
+from vlmserve.models import filling, weights_cache
+from vlmserve.models.protocols import LoadedModel
+from vlmserve.models.registry import load_model
+from vlmserve.models.weights import Checkpoint
+from vlmserve.models.weights_cache import SUFFIX, WeightsCache
+
+pytestmark = built
+
+
+def start(folder: Path, cache: WeightsCache | None, scheme: str = "none", **options: Any) -> LoadedModel:
+    return load_model(
+        folder,
+        device=torch.device("cpu"),
+        dtype=torch.bfloat16,
+        kernels="native",
+        quantization=QuantizationConfig(scheme=scheme, group_size=32),  # type: ignore[arg-type]
+        cache=cache,
+        **options,
+    )
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> WeightsCache:
+    """A cache that keeps small models, and has written each before `start` returns."""
+    monkeypatch.setattr(weights_cache, "SMALLEST_MODEL", 0)
+    write_later = WeightsCache.write_later
+
+    def write(self: WeightsCache, *args: Any) -> None:
+        if (thread := write_later(self, *args)) is not None:
+            thread.join()
+
+    monkeypatch.setattr(WeightsCache, "write_later", write)
+    return WeightsCache(tmp_path / "cache", 2**30)
+
+
+def refuse(*_: object, **__: object) -> None:
+    raise AssertionError("the checkpoint was read")
+
+
+def logits(model: LoadedModel) -> torch.Tensor:
+    return torch.cat(paged_run(model, token_sequences(200, [30, 1, 12])).finish([9, 9, 9]))
+
+
+def llama_in_blocks(folder: Path) -> Path:
+    return write_gguf(make_llama(folder, hidden_size=96, intermediate_size=96), folder / "model.gguf", types="Q4_0")
+
+
+@pytest.mark.parametrize(
+    ("make", "scheme"),
+    [(make_llama, "none"), (make_llama, "int4"), (lambda folder: make_llama(folder, attention_bias=True), "int8"),
+     (llama_in_blocks, "none"), (lambda folder: make_qwen_vl(folder, "qwen3_vl"), "int8")],
+    ids=["bfloat16", "int4", "int8 with biases", "gguf", "vision"],
+)  # fmt: skip
+def test_next_start_maps_the_same_model(
+    tmp_path: Path, cache: WeightsCache, monkeypatch: pytest.MonkeyPatch, make: Callable[[Path], Path], scheme: str
+) -> None:
+    folder = make(tmp_path / "model")
+    first = start(folder, cache, scheme)
+    assert len(cache.files()) == 1
+    monkeypatch.setattr(Checkpoint, "load", refuse)
+    monkeypatch.setattr(filling, "model_identity", refuse)
+    second = start(folder, cache, scheme)
+    assert torch.equal(logits(second), logits(first))
+    assert second.identity == first.identity
+    assert second.weight_bytes == first.weight_bytes
+    assert second.device.mapped_bytes >= second.weight_bytes > first.device.mapped_bytes == 0
+    if first.vision is not None and second.vision is not None:
+        names = dict(first.vision.named_modules())  # type: ignore[attr-defined]
+        assert names.keys() == dict(second.vision.named_modules()).keys()  # type: ignore[attr-defined]
+
+
+def truncated(path: Path) -> None:
+    os.truncate(path, path.stat().st_size - 1)
+
+
+def changed(path: Path) -> None:
+    contents = bytearray(path.read_bytes())
+    contents[-1:] = bytes([contents[-1] ^ 1])
+    path.write_bytes(contents)
+
+
+def changed_header(path: Path) -> None:
+    path.write_bytes(path.read_bytes().replace(b'"shape', b'"shipe').replace(b'"bits": ', b'"bots": '))
+
+
+@pytest.mark.parametrize(
+    "breaking",
+    [truncated, changed, changed_header, lambda path: path.write_bytes(b"{}"), lambda path: path.write_bytes(b"")],
+    ids=["truncated", "changed", "changed header", "other kind", "empty"],
+)
+def test_broken_file_is_ignored(
+    tmp_path: Path, cache: WeightsCache, caplog: pytest.LogCaptureFixture, breaking: Callable[[Path], object]
+) -> None:
+    folder = make_llama(tmp_path / "model")
+    expected = logits(start(folder, cache))
+    (file,) = cache.folder.glob("*" + SUFFIX)
+    good = file.read_bytes()
+    breaking(file)
+    assert torch.equal(logits(start(folder, cache)), expected)
+    assert sum("weights cache: ignoring" in line for line in caplog.messages) == 1
+    assert file.read_bytes() == good
+
+
+def test_another_users_file_is_ignored(
+    tmp_path: Path, cache: WeightsCache, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = make_llama(tmp_path / "model")
+    start(folder, cache)
+    (file,) = cache.files()
+    os.chown(file.path, 12345, -1) if os.geteuid() == 0 else monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    assert cache.read(file.path) is None
+    assert "belongs to another user" in caplog.text
+
+
+def test_changed_checkpoint_or_setting_reads_again(tmp_path: Path, cache: WeightsCache) -> None:
+    folder = make_llama(tmp_path / "model")
+    first = start(folder, cache)
+    start(folder, cache, "int8")
+    assert len(cache.files()) == 2
+    make_llama(folder, seed=1)
+    assert start(folder, cache).identity != first.identity
+    assert len(cache.files()) == 3
+
+
+def test_full_disk_only_logs(
+    tmp_path: Path, cache: WeightsCache, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    start(make_llama(tmp_path / "model"), cache)
+    assert "cannot keep" in caplog.text
+    assert "No space left" in caplog.text
+    assert list(cache.folder.iterdir()) == []
+
+
+def test_limit_removes_least_recently_used(tmp_path: Path, cache: WeightsCache) -> None:
+    folder = make_llama(tmp_path / "model")
+    start(folder, cache)
+    (first,) = cache.files()
+    os.utime(first.path, (1, 1))
+    small = WeightsCache(cache.folder, first.num_bytes * 3 // 2)
+    (small.folder / f"{'0' * 32}.999999999.writing").write_bytes(b"left by a process that was killed")
+    start(folder, small, "int8")
+    (kept,) = small.folder.iterdir()
+    assert kept != first.path
+    start(folder, WeightsCache(cache.folder, 1000), "int4")
+    assert list(small.folder.iterdir()) == [kept], "larger than the limit"
+    assert small.clear() > 0
+    assert small.files() == []
+
+
+def test_limit_of_zero_reads_and_writes_nothing(tmp_path: Path, cache: WeightsCache) -> None:
+    start(make_llama(tmp_path / "model"), WeightsCache(cache.folder, 0))
+    assert not cache.folder.exists()
+
+
+def test_command_shows_and_clears(tmp_path: Path, cache: WeightsCache, capsys: pytest.CaptureFixture[str]) -> None:
+    start(make_llama(tmp_path / "model"), cache)
+    (file,) = cache.files()
+    engine = EngineConfig(weights_cache=str(cache.folder))
+    show_cache(engine, clear=False)
+    shown = capsys.readouterr().out
+    assert file.model == "model"
+    assert "model" in shown
+    assert file.path.name in shown
+    show_cache(engine, clear=True)
+    assert "removed" in capsys.readouterr().out
+    assert cache.files() == []
