@@ -44,6 +44,7 @@ def test_late_answer_is_never_read_as_the_next(monkeypatch: pytest.MonkeyPatch) 
 
 def test_last_owner_ends_a_server_without_a_lock() -> None:
     folder = resolve_model("pixie")
+    fork_server.end_servers()
     first, second = GrammarTrials(folder, EngineConfig()), GrammarTrials(folder, EngineConfig())
     first.check(Grammar.json('{"type": "integer"}'))
     servers = fork_servers()

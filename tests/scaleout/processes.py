@@ -49,6 +49,7 @@ class Cluster:
         gateway: Any = None,
         front: Any = None,
         own: Any = None,
+        media: Any = None,
         fresh: bool = False,
     ) -> None:
         """own: settings of the server, by the name of the worker that has them. fresh: processes have yet to import
@@ -59,6 +60,7 @@ class Cluster:
             **{"port": 0, "served_model_name": "tiny", "storage_url": "none", "stats_interval": 0, **(server or {})}
         )
         self._front = ServerConfig(port=0, **(front or {}))
+        self._media = MediaConfig(**(media or {}))
         self._gateway = GatewayConfig(**(gateway or {}))
         self._count = workers
         self._own = own or {}
@@ -89,7 +91,7 @@ class Cluster:
     def start_worker(self, name: str, stack: contextlib.ExitStack | None = None) -> MemberProcess:
         server = self._server.model_copy(update=self._own.get(name, {}))
         launch = WorkerLaunch(
-            name, TOKEN, self._engine.model_dump_json(), MediaConfig().model_dump_json(), server.model_dump_json()
+            name, TOKEN, self._engine.model_dump_json(), self._media.model_dump_json(), server.model_dump_json()
         )
         return self.start(launch, stack)
 

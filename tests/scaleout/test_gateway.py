@@ -11,6 +11,7 @@ import json
 import socket
 import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from urllib.parse import urlsplit
 
 import httpx
@@ -19,7 +20,9 @@ import psutil
 import pytest
 from PIL import Image
 
+from tests.media.documents_for_tests import exponential, page, pdf_file, square
 from tests.scaleout.processes import TOKEN, Cluster
+from tests.server.live import wait_until
 from tests.server.test_attacks import send_chunked
 from tests.server.test_batches import content, finished, line, start
 from tests.server.test_streams import PATHS, num_pings, stream
@@ -334,3 +337,25 @@ def test_a_conversation_goes_on_where_another_gateway_has_sent_it(cluster):
         assert len(set(began)) == 2
         time.sleep(2 * BEAT)
         assert [worker(here, number, "an answer", "and then?") for number in range(8)] == began
+
+
+def test_hostile_documents_of_one_client_hold_up_no_other(folder):
+    part = {"type": "file", "file": {"file_data": base64.b64encode(exponential()).decode()}}
+    media = {"document_timeout": 3, "media_processes": 2, "client_media_processes": 1}
+    keys = {"api_key": ["alice-key", "bob-key"]}
+    honest = {"type": "file", "file": {"file_data": base64.b64encode(pdf_file([page(square("1 0 0"))])).decode()}}
+    with Cluster(folder, 1, media=media, front=keys) as running, ThreadPoolExecutor(6) as threads:
+
+        def ask(key: str, part: dict, salt: str) -> httpx.Response:
+            body = {"messages": [{"role": "user", "content": [part]}], "cache_salt": salt, "max_tokens": 1}
+            headers = {"authorization": f"Bearer {key}"}
+            return httpx.post(f"{running.url}/v1/chat/completions", json=body, headers=headers, timeout=120)
+
+        assert ask("bob-key", honest, "first").status_code == 200
+        hostile = [threads.submit(ask, "alice-key", part, str(number)) for number in range(6)]
+        wait_until(lambda: any(one.done() for one in hostile))
+        assert ask("bob-key", honest, "during").status_code == 200
+        assert httpx.get(f"{running.url}/health", timeout=20).status_code == 200
+        assert not all(one.done() for one in hostile)
+        for one in hostile:
+            assert (one.result().status_code, one.result().json()["error"]["code"]) == (400, "document_too_large")

@@ -1,4 +1,4 @@
-"""Structure of JPEG files: segments that decoding does not need, and scans, each of which takes time."""
+"""JPEG files without the segments that decoding does not need. Also counts scans, because each takes time."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def without_metadata(data: bytes) -> bytes | None:
 
 
 def has_many_scans(data: bytes, num_pixels: int, limits: MediaConfig) -> bool:
-    """Whether a file has more scans than encoders write. Each is a pass over all pixels, however few bytes it has.
+    """Tell whether a file has more scans than encoders write. Each is a pass over all pixels, however few bytes it has.
 
     Raises ImageTooLargeError for so many scans that decoding the file would take far longer than others.
     """
@@ -99,5 +99,5 @@ def _num_scans(data: bytes, most: int) -> int:
 
 
 def _end(data: bytes, found: re.Match[bytes]) -> int:
-    """Where the segment of a marker ends."""
+    """The end of a marker's segment."""
     return found.end() + max(2, int.from_bytes(data[found.end() : found.end() + 2], "big"))

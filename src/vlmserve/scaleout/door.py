@@ -22,6 +22,7 @@ from vlmserve.scaleout.lost import store_lost
 from vlmserve.scaleout.making import MadeChanges
 from vlmserve.scaleout.messages import (
     ADAPTERS_PATH,
+    CLIENT_HEADER,
     FEED_PATH,
     LOAD_PATH,
     LOST_PATH,
@@ -118,6 +119,8 @@ class Door:
     async def _pass(self, scope: Scope, receive: Receive, send: Send, headers: Headers) -> None:
         """A request, as if it came from the client itself."""
         scope[OWNER] = headers.get(OWNER_HEADER, "")
+        if address := headers.get(CLIENT_HEADER):
+            scope["client"] = address, 0
         if tenant := headers.get(TENANT_HEADER):
             scope[TENANT] = bytes.fromhex(tenant)
         gateway, _, number = headers.get(ROUTE_HEADER, "").partition(".")

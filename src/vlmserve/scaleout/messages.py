@@ -74,6 +74,8 @@ PROMPT_HEADER = "x-vlmserve-prompt"
 """What a gateway calls a request's prompt: digests in hexadecimal, with commas between, of its last segment and of its
 images."""
 OWNER_HEADER, TENANT_HEADER, SEED_HEADER = "x-vlmserve-owner", "x-vlmserve-tenant", "x-vlmserve-seed"
+CLIENT_HEADER = "x-vlmserve-client"
+"""The address of a gateway's client."""
 
 
 class LostResponse(msgspec.Struct, frozen=True):

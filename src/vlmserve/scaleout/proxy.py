@@ -18,7 +18,14 @@ from starlette.types import Receive, Scope, Send
 from vlmserve.errors import OverloadedError, UnavailableError
 from vlmserve.scaleout.gateway import Gateway
 from vlmserve.scaleout.keys import RequestKey, request_key
-from vlmserve.scaleout.messages import OWNER_HEADER, PROMPT_HEADER, ROUTE_HEADER, SEED_HEADER, TENANT_HEADER
+from vlmserve.scaleout.messages import (
+    CLIENT_HEADER,
+    OWNER_HEADER,
+    PROMPT_HEADER,
+    ROUTE_HEADER,
+    SEED_HEADER,
+    TENANT_HEADER,
+)
 from vlmserve.scaleout.router import Route, Router
 from vlmserve.scaleout.upstream import Answer, UpstreamError
 from vlmserve.server.body import BodyShare, content_type, read_body, skip_byte_order_mark
@@ -250,6 +257,8 @@ class Proxy:
         headers = [(name, given[name]) for name in _PASSED_ON if name in given]
         headers += [("x-request-id", request_id_of(self._request)), (ROUTE_HEADER, f"{self.gateway.id}.{number}")]
         headers += [(SEED_HEADER, str(self._seed)), (OWNER_HEADER, owner_of(self._request))]
+        if client := self._request.client:
+            headers.append((CLIENT_HEADER, client.host))
         if tenant := self._request.scope.get(TENANT):
             headers.append((TENANT_HEADER, tenant.hex()))
         if self._key.segments:

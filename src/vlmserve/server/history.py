@@ -8,7 +8,6 @@ from typing import Any
 
 from starlette.requests import Request
 
-from vlmserve.config import MediaConfig
 from vlmserve.errors import InvalidRequestError, NotFoundError, PromptTooLongError
 from vlmserve.media.budget import BUDGET_FIELDS
 from vlmserve.media.files import is_document
@@ -90,7 +89,7 @@ async def with_files(service: Service, owner: str, messages: Sequence[Message], 
             return part
         if file_id not in urls:
             try:
-                urls[file_id] = await _data_url(needed_store(service), owner, file_id, share, service.media)
+                urls[file_id] = await _data_url(service, owner, file_id, share)
             except InvalidRequestError as error:
                 error.param = place
                 raise
@@ -115,20 +114,22 @@ async def with_files(service: Service, owner: str, messages: Sequence[Message], 
     return shown
 
 
-async def _data_url(store: Store, owner: str, file_id: str, share: BodyShare, limits: MediaConfig) -> tuple[str, str]:
+async def _data_url(service: Service, owner: str, file_id: str, share: BodyShare) -> tuple[str, str]:
     """The type of a file's part, and its content."""
+    store = needed_store(service)
     file = await store.run(store.files.get, owner, file_id)
     family = file.media_type.partition("/")[0]
     if family not in ("image", "video") and file.media_type != "application/pdf":
         raise InvalidRequestError(f"The file {file_id} is of {file.media_type}: no image, document or video")
     share.need(file.num_bytes * 4 // 3)
 
+    data = await store.run(store.files.content, owner, file_id)
+
     def read() -> tuple[str, str]:
-        data = store.files.content(owner, file_id)
-        kind = "file" if is_document(data, limits) else f"{family}_url"
+        kind = "file" if is_document(data, service.media) else f"{family}_url"
         return kind, f"data:{file.media_type};base64,{base64.b64encode(data).decode()}"
 
-    return await store.run(read)
+    return await service.look_at_file(read)
 
 
 def file_ids(items: Sequence[Message]) -> list[str]:

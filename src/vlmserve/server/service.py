@@ -433,6 +433,10 @@ class Service:
         except SlowGrammarError:
             return await self._slow_grammar_queue.run(self._slow_grammar_workers, check)
 
+    async def look_at_file(self, work: Callable[[], Result]) -> Result:
+        """Run `work`, which may take as long as to open a file, in a thread that prepares images."""
+        return await self._queues[self._image_workers].run(self._image_workers, work)
+
     async def prepare(
         self,
         messages: list[dict[str, Any]],

@@ -42,15 +42,17 @@ async def upload_file(request: Request) -> Response:
         most = min(service.config.max_file_bytes, service.bodies.capacity // _COPIES - _FORM_BYTES)
         data, filename, fields = await _read_form(request, most, share)
 
-        def create() -> File:
-            media_type = JSON_LINES if fields.purpose == "batch" else media_type_of(data, service.media)
-            if media_type.startswith("video/") and not service.supports_videos:
-                raise InvalidVideoError("this model takes no videos; upload images", param="file")
+        def create(media_type: str) -> File:
             new_id = f"file-{uuid.uuid4().hex}"
             return store.files.create(owner, new_id, data, filename, fields.purpose, media_type, fields.lifetime)
 
         try:
-            return json_response(_shown(await store.run(create)))
+            media_type = JSON_LINES
+            if fields.purpose != "batch":
+                media_type = await service.look_at_file(lambda: media_type_of(data, service.media))
+            if media_type.startswith("video/") and not service.supports_videos:
+                raise InvalidVideoError("this model takes no videos; upload images", param="file")
+            return json_response(_shown(await store.run(create, media_type)))
         except InvalidRequestError as error:
             error.param = error.param or "file"
             raise

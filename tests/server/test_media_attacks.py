@@ -1,0 +1,127 @@
+"""Files that take long to decode, on the ways to the server that are not chat: uploads, batches, and in `LLM`."""
+
+from __future__ import annotations
+
+import base64
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from tests.media.documents_for_tests import exponential, page, pdf_file, square
+from tests.media.images_for_tests import encoded, noise
+from tests.media.test_decoding import with_blocks, with_runs
+from tests.rendering import rendering
+from tests.server.live import LiveServer
+from tests.server.test_batches import content, finished, line, start
+from tests.server.test_chat import about, data_url
+from vlmserve import LLM, SamplingParams
+from vlmserve.errors import DocumentTooLargeError, InvalidImageError
+from vlmserve.server import history
+from vlmserve.server.routes import files
+
+LIMIT = 2
+"""Seconds after which a file is given up. Without a limit each would take minutes."""
+LIMITS = {"document_timeout": LIMIT, "decode_timeout": LIMIT, "page_dpi": 36, "num_workers": 2}
+SOON = 20.0
+"""Seconds in which others are answered on a busy machine."""
+
+
+@pytest.fixture(scope="module")
+def server(folder, tmp_path_factory):
+    path = tmp_path_factory.mktemp("history") / "history.db"
+    with LiveServer(folder, server={"storage_url": f"sqlite:///{path}"}, media=LIMITS) as running:
+        yield running
+
+
+def file_part(data: bytes) -> dict[str, Any]:
+    return {"type": "file", "file": {"file_data": base64.b64encode(data).decode()}}
+
+
+def image_part(data: bytes) -> dict[str, Any]:
+    return {"type": "image_url", "image_url": {"url": "data:image/x;base64," + base64.b64encode(data).decode()}}
+
+
+@pytest.mark.parametrize("module", [files, history], ids=["uploads", "uses of uploads"])
+def test_files_that_are_slow_to_open_do_not_block_the_history(server, monkeypatch, module) -> None:
+    name = "media_type_of" if module is files else "is_document"
+    original, over, opening = getattr(module, name), threading.Event(), threading.Semaphore(0)
+    image = encoded(noise(40, 30))
+    known = server.openai.files.create(file=("a.png", image), purpose="user_data")
+
+    def open_slowly(data: bytes, limits: Any) -> Any:
+        opening.release()
+        over.wait(60)
+        return original(data, limits)
+
+    monkeypatch.setattr(module, name, open_slowly)
+    with ThreadPoolExecutor(8) as threads:
+        if module is files:
+            slow = [threads.submit(server.openai.files.create, file=("a.png", image), purpose="user_data")] * 8
+        else:
+            messages = [{"role": "user", "content": [{"type": "file", "file": {"file_id": known.id}}]}]
+            slow = [threads.submit(server.post, {"messages": messages}) for _ in range(8)]
+        try:
+            assert opening.acquire(timeout=SOON)
+            assert server.openai.with_options(timeout=SOON).files.retrieve(known.id).id == known.id
+        finally:
+            over.set()
+        for one in slow:
+            one.result(60)
+
+
+def test_upload_that_is_slow_to_open_is_rejected_in_time(server) -> None:
+    began = time.monotonic()
+    with pytest.raises(Exception, match=f"longer than {LIMIT} s"):
+        server.openai.files.create(file=("a.gif", with_blocks(9_000_000)), purpose="user_data")
+    assert time.monotonic() - began < SOON
+    assert not rendering()
+
+
+@pytest.mark.parametrize(
+    ("data", "part", "words"),
+    [(exponential, file_part, "document takes longer"), (lambda: with_runs(6_000_000), image_part, "takes longer")],
+    ids=["document", "image"],
+)
+def test_hostile_rows_of_a_batch_hold_up_nobody(server, data, part, words) -> None:
+    messages = [{"role": "user", "content": [part(data())]}]
+    rows = [{**line(f"row {number}", messages=messages, cache_salt=str(number))} for number in range(4)]
+    batch = start(server.openai, rows)
+    began = time.monotonic()
+    for path in range(3):
+        answer = server.post({"messages": about(data_url(("red", "green", "blue")[path])), "max_tokens": 1})
+        assert answer.status_code == 200
+    assert time.monotonic() - began < SOON
+    ended = finished(server.openai, batch.id)
+    assert (ended.status, ended.request_counts.failed) == ("completed", 4)
+    errors = content(server.openai, ended.error_file_id)
+    assert all(words in error["response"]["body"]["error"]["message"] for error in errors)
+    assert not rendering()
+
+
+@pytest.mark.parametrize(
+    ("data", "part", "error"),
+    [
+        (exponential, file_part, DocumentTooLargeError),
+        (lambda: with_runs(6_000_000), image_part, InvalidImageError),
+    ],
+    ids=["document", "image"],
+)
+def test_hostile_file_of_one_thread_delays_no_other(folder, data, part, error) -> None:
+    one = SamplingParams(max_tokens=1)
+    honest = [{"role": "user", "content": [file_part(pdf_file([page(square("1 0 0"))]))]}]
+    hostile = [{"role": "user", "content": [part(data())]}]
+    with LLM(str(folder), engine="mock", document_timeout=5, decode_timeout=5, page_dpi=36) as llm:
+        llm.chat(honest, one, use_tqdm=False)
+        with ThreadPoolExecutor(1) as threads:
+            attack = threads.submit(llm.chat, hostile, one, use_tqdm=False)
+            while not rendering():
+                assert not attack.done()
+                time.sleep(0.01)
+            assert len(llm.chat(honest, one, use_tqdm=False)) == 1
+            assert not attack.done()
+            with pytest.raises(error, match="longer than 5 s"):
+                attack.result(60)
+    assert not rendering()
