@@ -7,6 +7,7 @@ step in which it was. So whatever a step takes from anywhere else than static me
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,8 +22,15 @@ from tests.static_ranges import StaticRanges
 from vlmserve.devices import choice
 from vlmserve.devices.cpu import CpuDevice
 from vlmserve.devices.cuda import CudaDevice
-from vlmserve.devices.device import AllocateCache, LayerExecutor, LayerStack, TowerExecutor
-from vlmserve.devices.graphs import Captures, GraphExecutor, TowerGraphs, captured_rows, repeat_by_calls
+from vlmserve.devices.device import AllocateCache, CaptureTime, LayerExecutor, LayerStack, TowerExecutor
+from vlmserve.devices.graphs import (
+    Captures,
+    GraphExecutor,
+    TowerGraphs,
+    captured_decodes,
+    captured_rows,
+    repeat_by_calls,
+)
 from vlmserve.devices.offload import HostBlocks, PinnedBlocks, block_bytes
 from vlmserve.devices.pixels import PixelRing
 from vlmserve.devices.staging import Staging
@@ -58,7 +66,7 @@ class StaticAttention(TorchReference):
         captured = captured_rows(len(metadata.slot_mapping), metadata.num_decodes) is not None
         if captured and not metadata.bidirectional:
             decodes = metadata.num_decodes if metadata.decodes is None else None
-            return StaticPlan((decodes, len(metadata.query_lens)), None)
+            return StaticPlan((decodes, len(metadata.query_lens), metadata.block_tables.shape), None)
         return StaticPlan(None, super().prepare(metadata, block_size, layers, dtype))
 
     def attend_rotated(
@@ -165,9 +173,11 @@ class StaticDraw:
 
 
 class StaticDevice(CpuDevice):
-    """A CPU that runs steps as a GPU does, one ahead. `executors` are those that it has given out."""
+    """A CPU that runs steps as a GPU does, one ahead. `executors` are those that it has given out. warms_up: whether
+    engines capture steps at start."""
 
     padding_blocks = 1
+    warms_up = False
 
     def __init__(self, torch_device: torch.device) -> None:
         super().__init__(torch_device)
@@ -225,6 +235,14 @@ class StaticDevice(CpuDevice):
     def enforce_eager(self) -> None:
         """See `Device.enforce_eager`."""
         self._captures.is_on = False
+
+    def decode_sizes(self, most: int) -> list[int]:
+        """See `Device.decode_sizes`."""
+        return captured_decodes(most) if self.warms_up and self._captures.is_on else []
+
+    def capturing(self, time: CaptureTime) -> AbstractContextManager[None]:
+        """See `Device.capturing`."""
+        return self._captures.at(time)
 
     def tower_executor(self) -> TowerExecutor:
         """See `Device.tower_executor`."""

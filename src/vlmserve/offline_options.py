@@ -82,6 +82,7 @@ class LLMOptions(VLLMOptions, total=False):
     chat_template: str | None
     kernels: str
     enforce_eager: bool
+    max_warm_up_seconds: float
     quantize: Quantize
     quantize_group_size: Literal[32, 64, 128]
     quantize_symmetric: bool

@@ -21,6 +21,7 @@ from vlmserve.devices.graphs import (
     Captures,
     GraphExecutor,
     TowerGraphs,
+    captured_decodes,
     captured_rows,
     captured_sequences,
     captured_width,
@@ -175,7 +176,33 @@ def test_the_graphs_that_were_used_last_are_kept() -> None:
     assert executor.num_captured == MOST_GRAPHS
 
 
+def test_graphs_captured_at_start_are_kept() -> None:
+    captures = Captures(repeat_by_calls)
+    executor, lengths = GraphExecutor(captures), torch.tensor([2, 3])
+    with captures.at("first"):
+        executor.run(layers, torch.ones(2, 3), CACHES, step(Plan("kept"), lengths))
+    assert executor.num_captured == 1
+    for number in range(MOST_GRAPHS + 5):
+        for _ in range(2):
+            executor.run(layers, torch.ones(2, 3), CACHES, step(Plan(number), lengths))
+    assert executor.num_captured == MOST_GRAPHS + 1
+    lengths += 1
+    x = torch.full((2, 3), 5.0)
+    assert torch.equal(executor.run(layers, x, CACHES, step(Plan("kept"), lengths)), x * lengths[:, None])
+
+
+def test_steps_at_start_do_not_count_as_repeated() -> None:
+    captures = Captures(repeat_by_calls)
+    executor, lengths = GraphExecutor(captures), torch.tensor([2, 3])
+    with captures.at("never"):
+        for _ in range(3):
+            executor.run(layers, torch.ones(2, 3), CACHES, step(Plan(), lengths))
+    executor.run(layers, torch.ones(2, 3), CACHES, step(Plan(), lengths))
+    assert executor.num_captured == 0
+
+
 def test_batches_of_decodes_come_in_few_sizes() -> None:
+    assert captured_decodes(40) == [48, 32, 16, 8, 4, 2, 1]
     assert [captured_rows(count, count) for count in (1, 2, 3, 5, 8, 9, 16, 17, 500, 512, 513)] == [
         1, 2, 4, 8, 8, 16, 16, 32, 512, 512, None,
     ]  # fmt: skip

@@ -6,6 +6,7 @@ import importlib.util
 import logging
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import cached_property
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -14,8 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vlmserve.devices.device import AllocateCache, Clock, LayerExecutor, TowerExecutor
-from vlmserve.devices.graphs import Captures, GraphExecutor, TowerGraphs, captured_rows
+from vlmserve.devices.device import AllocateCache, CaptureTime, Clock, LayerExecutor, TowerExecutor
+from vlmserve.devices.graphs import Captures, GraphExecutor, TowerGraphs, captured_decodes, captured_rows
 from vlmserve.devices.offload import HostBlocks, PinnedBlocks, block_bytes
 from vlmserve.devices.pixels import PixelRing
 from vlmserve.devices.staging import Staging
@@ -341,6 +342,14 @@ class TritonDevice(CudaDevice):
     def enforce_eager(self) -> None:
         """See `Device.enforce_eager`."""
         self._captures.is_on = False
+
+    def decode_sizes(self, most: int) -> list[int]:
+        """See `Device.decode_sizes`."""
+        return captured_decodes(most) if self._captures.is_on else []
+
+    def capturing(self, time: CaptureTime) -> AbstractContextManager[None]:
+        """See `Device.capturing`."""
+        return self._captures.at(time)
 
 
 class CudaCapture:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from itertools import pairwise
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -18,6 +19,8 @@ from vlmserve.layers.attention import StepContext
 from vlmserve.layers.operations import Operations
 from vlmserve.levels import Levels
 
+CaptureTime = Literal["repeated", "first", "never"]
+"""When a device captures the layers of a step: when it comes again, when it first comes, or never."""
 AllocateCache = Callable[[int, torch.device], Sequence[LayerCache]]
 """So many blocks of the KV cache of all layers, on that device."""
 LayerStack = Callable[[Tensor, Sequence[LayerCache], StepContext], Tensor]
@@ -156,6 +159,14 @@ class Device(Operations, Protocol):
 
     def enforce_eager(self) -> None:
         """Capture no graphs from here on."""
+        ...
+
+    def decode_sizes(self, most: int) -> list[int]:
+        """Sizes of batches of up to `most` decodes to capture at start, the largest one first."""
+        ...
+
+    def capturing(self, time: CaptureTime) -> AbstractContextManager[None]:
+        """A context in which steps are captured at this time. Those that are captured at "first" are never dropped."""
         ...
 
     def logits_buffer(self, rows: int, vocab_size: int) -> Tensor | None:

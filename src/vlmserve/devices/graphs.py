@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from vlmserve.devices.device import EagerExecutor, LaidOutTower, LayerExecutor, LayerStack
+from vlmserve.devices.device import CaptureTime, EagerExecutor, LaidOutTower, LayerExecutor, LayerStack
 from vlmserve.devices.out_of_memory import is_out_of_memory
 from vlmserve.kernels.attention import LayerCache
 from vlmserve.layers.attention import StepContext
@@ -54,6 +55,12 @@ def captured_rows(num_rows: int, num_decodes: int) -> int | None:
     return -(-num_rows // ROWS_OF_A_STEP) * ROWS_OF_A_STEP
 
 
+def captured_decodes(most: int) -> list[int]:
+    """Padded sizes of batches of 1 to `most` decodes, in descending order."""
+    sizes = {captured_rows(count, count) for count in range(1, most + 1)}
+    return sorted((size for size in sizes if size is not None), reverse=True)
+
+
 def captured_sequences(num_sequences: int) -> int:
     """To how many sequences a step of decodes and chunks is padded to be captured, by some of no rows."""
     return _padded(num_sequences, 4)
@@ -89,11 +96,13 @@ Capture = Callable[[Callable[[], Tensor]], Callable[[], Tensor]]
 class Captures:
     """How a device captures, for as long as there is memory for it.
 
-    is_on: whether anything more is captured. What was captured before is still repeated.
+    is_on: whether anything more is captured. What was captured before is still repeated. time: when the layers of a
+    step are captured.
     """
 
     def __init__(self, capture: Capture) -> None:
         self.is_on = True
+        self.time: CaptureTime = "repeated"
         self._capture = capture
 
     def __call__(self, run: Callable[[], Tensor], what: str) -> Callable[[], Tensor] | None:
@@ -111,6 +120,15 @@ class Captures:
             return None
         logger.debug("captured %s", what)
         return repeat
+
+    @contextmanager
+    def at(self, time: CaptureTime) -> Iterator[None]:
+        """See `Device.capturing`."""
+        self.time = time
+        try:
+            yield
+        finally:
+            self.time = "repeated"
 
 
 def repeat_by_calls(run: Callable[[], Tensor]) -> Callable[[], Tensor]:
@@ -138,6 +156,8 @@ class _Graph(NamedTuple):
 class GraphExecutor:
     """Captures the layers of a step the second time that it comes, and repeats it from then on. A `LayerExecutor`.
 
+    It keeps all graphs that were captured at start, and the most recently used other ones.
+
     A step is the same if all that it reads has the same shapes and addresses. Adapters are among what it reads: others
     of the same ranks may be in the slots. Steps of other sizes than `captured_rows`, with factors of queries, with
     cross-attention or with adapters that no kernel computes run layer by layer.
@@ -145,27 +165,41 @@ class GraphExecutor:
 
     def __init__(self, captures: Captures) -> None:
         self._captures = captures
+        self._kept: dict[Hashable, _Graph] = {}
         self._graphs: OrderedDict[Hashable, _Graph | None] = OrderedDict()
 
     @property
     def num_captured(self) -> int:
         """Graphs that are kept."""
-        return sum(graph is not None for graph in self._graphs.values())
+        return len(self._kept) + sum(graph is not None for graph in self._graphs.values())
 
     def run(self, layers: LayerStack, x: Tensor, caches: Sequence[LayerCache], step: StepContext) -> Tensor:
         """See `LayerExecutor.run`. The result is valid until the next step."""
         key = _key(x, caches, step)
         if key is None:
             return layers(x, caches, step)
-        if key not in self._graphs:
-            self._remember(key, None)
-            return layers(x, caches, step)
-        graph = self._graphs[key] or self._captured(layers, x, caches, step)
+        graph = self._kept.get(key) or self._repeated(key, layers, x, caches, step)
         if graph is None:
             return layers(x, caches, step)
-        self._remember(key, graph)
         graph.x.copy_(x)
         return graph.repeat()
+
+    def _repeated(
+        self, key: Hashable, layers: LayerStack, x: Tensor, caches: Sequence[LayerCache], step: StepContext
+    ) -> _Graph | None:
+        """The graph of a step that was not captured at start; None: its layers are to be called."""
+        if self._captures.time == "never":
+            return None
+        if self._captures.time == "first":
+            graph = self._captured(layers, x, caches, step)
+            if graph is not None:
+                self._kept[key] = graph
+            return graph
+        graph = None
+        if key in self._graphs:
+            graph = self._graphs[key] or self._captured(layers, x, caches, step)
+        self._remember(key, graph)
+        return graph
 
     def for_part(self) -> LayerExecutor:
         """See `LayerExecutor.for_part`. Steps with images are not repeated."""
@@ -283,7 +317,8 @@ def _key(x: Tensor, caches: Sequence[LayerCache], step: StepContext) -> Hashable
         return None
     if captured_rows(len(x), metadata.num_decodes) != len(x):
         return None
-    tensors = [metadata.query_starts, metadata.context_lens, metadata.block_tables, metadata.slot_mapping]
+    # Plans say whether the width of block tables matters.
+    tensors = [metadata.query_starts, metadata.context_lens, metadata.slot_mapping]
     tensors += [] if metadata.decodes is None else [metadata.decodes]
     tensors += [tensor for rope in step.ropes for tensor in rope.sources]
     tensors.append(caches[0].keys)
@@ -291,7 +326,8 @@ def _key(x: Tensor, caches: Sequence[LayerCache], step: StepContext) -> Hashable
     if adapters is not None:
         layout = adapters.layout
         tensors += [adapters.rows.slots, *([] if adapters.scalings is None else [adapters.scalings])]
-    return plan_key, layout, x.shape, tuple((tensor.data_ptr(), tensor.shape) for tensor in tensors)
+    places = tuple((tensor.data_ptr(), tensor.shape) for tensor in tensors)
+    return plan_key, layout, x.shape, metadata.block_tables.data_ptr(), places
 
 
 def _afresh(step: StepContext) -> StepContext:

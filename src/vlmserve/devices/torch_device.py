@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from vlmserve.devices.device import (
     AllocateCache,
+    CaptureTime,
     Clock,
     EagerExecutor,
     EagerTower,
@@ -158,6 +160,14 @@ class TorchDevice:
 
     def enforce_eager(self) -> None:
         """See `Device.enforce_eager`."""
+
+    def decode_sizes(self, most: int) -> list[int]:
+        """See `Device.decode_sizes`."""
+        return []
+
+    def capturing(self, time: CaptureTime) -> AbstractContextManager[None]:
+        """See `Device.capturing`."""
+        return nullcontext()
 
     def logits_buffer(self, rows: int, vocab_size: int) -> Tensor | None:
         """See `Device.logits_buffer`."""

@@ -29,6 +29,7 @@ from vlmserve.models.protocols import LoadedModel
 from vlmserve.runner.adapters import Observer, RunnerAdapters
 from vlmserve.runner.ranks import Followers, LeadingRunner
 from vlmserve.runner.runner import ModelRunner, RunningStep
+from vlmserve.runner.warm_up import warm_up_steps
 from vlmserve.sampling.sampler import draw_seed
 from vlmserve.scheduler.adapters import AdapterScheduler
 from vlmserve.scheduler.beams import Beams
@@ -177,6 +178,14 @@ class Engine(BaseEngine):
         warm_up = self._runner.warm_up()
         self._limits.encoded(*warm_up)
         self._scheduler.limits = self._limits
+        if followers is None:
+            warm_up_steps(
+                self._runner,
+                max_num_seqs=config.max_num_seqs,
+                max_num_batched_tokens=config.max_num_batched_tokens,
+                max_model_len=max_model_len,
+                seconds=config.max_warm_up_seconds,
+            )
         self._info = ModelInfo(
             name=config.model,
             architecture=model.architecture,

@@ -23,7 +23,7 @@ from vlmserve.models.hub import resolve_model
 from vlmserve.models.protocols import LanguageModel, LoadedModel
 from vlmserve.models.registry import load_model
 from vlmserve.models.weights_cache import WeightsCache
-from vlmserve.runner.memory import num_kv_blocks, run_largest_encoding, run_largest_step
+from vlmserve.runner.memory import num_kv_blocks, run_largest_encoding, run_largest_step, run_longest_step
 
 logger = logging.getLogger(__name__)
 
@@ -138,6 +138,10 @@ def _cache_budget(config: EngineConfig, model: LoadedModel, max_model_len: int) 
         return config.kv_cache_memory // config.tensor_parallel_size
 
     def largest_step() -> None:
+        if model.device.decode_sizes(1):
+            run_longest_step(
+                model, num_seqs=config.max_num_seqs, max_model_len=max_model_len, block_size=config.block_size
+            )
         run_largest_encoding(
             model,
             num_tokens=config.max_num_batched_tokens,

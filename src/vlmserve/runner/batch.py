@@ -132,7 +132,8 @@ class BatchBuilder:
             if is_mixed:
                 padding_counts += [0] * (captured_sequences(len(counts) + 1) - len(counts) - 1)
             width = max(width, *map(self._num_blocks, padding_counts), 1)
-            width = captured_width(width, is_mixed=is_mixed)
+            if not decodes_only:
+                width = captured_width(width, is_mixed=is_mixed)
         self._reserve(num_tokens + padding, len(counts) + len(padding_counts), width)
         for row, table in enumerate(tables):
             kept, written = self._rows[row]
@@ -152,28 +153,33 @@ class BatchBuilder:
             context_lens, counts = context_lens + padding_counts, counts + padding_counts
             token_ids, slots = self._token_ids[: num_tokens + padding], self._slots[: num_tokens + padding]
         in_grids = self._positions[: num_tokens + padding]
+        num_positions = 0
         if any(map(_has_grid, others)):
             in_grids = _grid_positions(scheduled, in_grids)
+            num_positions = int(in_grids.max()) + 1
+            if decodes_only and (in_grids == in_grids[0]).all():
+                in_grids = in_grids[0]  # as in steps without images, so that one graph serves both
         starts = np.concatenate(([0], np.cumsum(counts))).astype(np.int32)
-        arrays: list[np.ndarray] = [starts, np.asarray(context_lens, np.int32), self._tables[: len(counts), :width]]
-        arrays += [slots, token_ids, in_grids]
+        arrays: list[np.ndarray] = [starts, np.asarray(context_lens, np.int32), slots, token_ids, in_grids]
         if is_mixed:
             arrays.append(np.asarray([num_decodes], np.int32))
         runs: Sequence[Run] = ()
         if adapters:
             runs, adapted = slots_of_rows((*adapters, *[-1] * len(padding_counts)), tuple(counts))
             arrays.append(adapted)
-        # Those rows that are drawn from come last: their number is no part of the shapes of a padded batch.
-        arrays.append(_sampled_rows(scheduled, ends))
+        # The size of what comes from here on does not move what a captured step of decodes reads: it finds the tables
+        # at the same address however wide they are, and the number of sampled rows is no part of its shapes.
+        arrays += [self._tables[: len(counts), :width], _sampled_rows(scheduled, ends)]
         pending = scheduled[0].pending
         if pending:
             # What failed in the step before has drawn nothing, and is computed in vain.
             sources = [drawn.get(state.request_id, 0) for state in states]
             arrays.append(np.asarray(sources + [0] * padding, np.int64))
         uploaded = iter(self._device.upload([*arrays, *further]))
-        query_starts, contexts, block_tables, slot_mapping, tokens, places = itertools.islice(uploaded, 6)
+        query_starts, contexts, slot_mapping, tokens, places = itertools.islice(uploaded, 5)
         decodes = next(uploaded) if is_mixed else None
         row_slots = RowSlots(runs, next(uploaded)) if adapters else None
+        block_tables = next(uploaded)
         metadata = BatchMetadata(
             query_starts=query_starts,
             context_lens=contexts,
@@ -183,7 +189,7 @@ class BatchBuilder:
             host_context_lens=context_lens,
             num_decodes=num_decodes + (len(padding_counts) if decodes_only else 0),
             bidirectional=_bidirectional_rows(scheduled, ends) if others else [],
-            num_positions=int(in_grids.max()) + 1 if in_grids.ndim > 1 else 0,
+            num_positions=num_positions,
             cross=self._cross_rows(scheduled, ends) if has_cross else [],
             decodes=decodes,
         )

@@ -7,6 +7,7 @@ import math
 import torch
 
 from vlmserve.devices.device import LaidOutTower
+from vlmserve.devices.graphs import captured_sequences
 from vlmserve.errors import ConfigurationError
 from vlmserve.kernels.attention import BatchMetadata
 from vlmserve.models.protocols import LoadedModel
@@ -51,6 +52,31 @@ def run_largest_step(
         min_ps=[0.0] * rows,
         numbers=[0.5] * rows,
     )
+
+
+@torch.inference_mode()
+def run_longest_step(model: LoadedModel, *, num_seqs: int, max_model_len: int, block_size: int) -> None:
+    """Run a small step whose lengths on the host are the largest, so that the device allocates what depends on them:
+    memory for splits of contexts, and rotary tables. Captured steps keep reading both.
+
+    All sequences but the last one decode. The device reads that they have a few tokens.
+    """
+    language_model, device = model.language_model, model.device.torch_device
+    num_decodes = captured_sequences(num_seqs + 1) - 1
+    lens = [*[1] * num_decodes, 2]
+    longest = [max_model_len] * len(lens)
+    metadata = BatchMetadata(
+        query_starts=torch.tensor([0, *lens]).cumsum(0).int().to(device),
+        context_lens=torch.tensor(lens, dtype=torch.int32, device=device),
+        block_tables=torch.zeros(len(lens), 1, dtype=torch.int32, device=device),
+        slot_mapping=torch.zeros(sum(lens), dtype=torch.int64, device=device),
+        query_lens=lens,
+        host_context_lens=longest,
+        num_decodes=num_decodes,
+        decodes=torch.tensor([num_decodes], dtype=torch.int32, device=device),
+    )
+    rows = torch.zeros(sum(lens), dtype=torch.int64, device=device)
+    language_model.forward(language_model.embed(rows), rows, metadata, language_model.allocate_cache(1, block_size))
 
 
 @torch.inference_mode()

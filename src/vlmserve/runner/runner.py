@@ -91,7 +91,8 @@ class ModelRunner:
     """Owns the model, the KV cache's tensors, the embeddings of images, and the states of requests. All that it knows
     of requests comes from the steps that it runs.
 
-    make_matcher: makes a matcher of a request's grammar, which was compiled before.
+    make_matcher: makes a matcher of a request's grammar, which was compiled before. padding_block: the KV block after
+    all others, which rows that only pad a batch write to, where the device pads.
     """
 
     def __init__(
@@ -105,9 +106,10 @@ class ModelRunner:
     ) -> None:
         """adapters: the model's slots for them; None: it has none."""
         self.model = model
+        self.block_size = block_size
+        self.padding_block = num_blocks
         self._adapters = adapters
         self._requests = RequestStates(model.language_model, make_matcher)
-        # The block behind all others belongs to rows that only pad a batch.
         self._images = ImageEncoder(model, adapters)
         self._batches = BatchBuilder(block_size, model.device, num_blocks, self._images.embeddings)
         self._scaling_batches = BatchBuilder(

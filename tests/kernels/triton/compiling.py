@@ -170,7 +170,9 @@ def attention_cases() -> Iterator[Case]:
         **dict.fromkeys(("query_norm_ptr", "key_norm_ptr"), "*bf16"),
         **dict.fromkeys(("positions_ptr", "slots_ptr"), "*i64"),
         **dict.fromkeys(("tables_ptr", "starts_ptr", "contexts_ptr", "reach_ptr", "decodes_ptr"), "*i32"),
+        **dict.fromkeys(("items_ptr", "joins_ptr"), "*i32"),
         **dict.fromkeys(("num_decodes", "num_sequences", "table_stride", "query_stride", "splits"), "i32"),
+        **dict.fromkeys(("decodes", "extra"), "i32"),
         **dict.fromkeys(("scale", "soft_cap", "eps"), "fp32"),
     }
     plain = {"WINDOW": 0, "PART": 128} | dict.fromkeys(
@@ -197,12 +199,16 @@ def attention_cases() -> Iterator[Case]:
                 "HEADS": 32, "KV_HEADS": 8, "HEAD": head, "HEAD_BLOCK": head, "BLOCK_SIZE": 16,
                 "ROWS": tiles.rows, "KEYS": tiles.keys, "STAGES": ATTENTION_STAGES, "ASSEMBLY": True,
                 "ROTATED": 0 if chunks else head,
-                **dict.fromkeys(("WRITES", "HAS_POSITIONS", "HAS_NORMS"), not chunks), **plain, **further,
+                **dict.fromkeys(("ITEMS", "WRITES", "HAS_POSITIONS", "HAS_NORMS"), not chunks), **plain, **further,
             },
             warps=tiles.warps,
         )  # fmt: skip
     constants = {"HEADS": 32, "HEAD": 128, "HEAD_BLOCK": 128, "WINDOW": 0, "SINKS": False, "PART": 128, **split}
-    yield Case("combining of decodes", attention_kernels.combine, types, constants, 2)
+    yield Case("combining beside chunks", attention_kernels.combine, types, {**constants, "ITEMS": False}, 2)
+    alone = dict.fromkeys(split, False)
+    yield Case("combining of decodes", attention_kernels.combine, types, {**constants, **alone, "ITEMS": True}, 2)
+    dividing = {"DECODES": 256, "WINDOW": 1024, "PART": 128}
+    yield Case("dividing of decodes", attention_kernels.divide_decodes, types, dividing, 1)
 
 
 def tower_cases() -> Iterator[Case]:

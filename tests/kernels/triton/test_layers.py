@@ -30,7 +30,7 @@ from tests.kernels.triton.interpreted import loaded as loaded_model
 from tests.paged import PagedRun
 from vlmserve.config import QuantizationConfig
 from vlmserve.devices.torch_device import TorchDevice
-from vlmserve.kernels.triton import attention, products
+from vlmserve.kernels.triton import products
 from vlmserve.kernels.triton.products import MOST_ROWS, TritonProduct
 from vlmserve.layers.adapters import AdapterRows, Change, LowRank
 from vlmserve.layers.norm import RMSNorm
@@ -181,28 +181,23 @@ def layer_launches(model: Any, launches: Launches, context: int) -> list[list[st
     return taken
 
 
-ATTENTION = ["multiply", "attend_rows"]
+ATTENTION = ["multiply", "attend_rows", "combine"]
 OUTPUT, MLP = ["multiply"], ["multiply", "multiply"]
 
 
-@pytest.mark.parametrize(("context", "adding"), [(16, []), (17, ["combine"])])
-def test_a_layer_of_decodes_takes_five_launches_or_six(
-    folder: Path, launches: Launches, context: int, adding: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Six where a context is split, which is of few tokens here. The first norm and the last one have launches."""
-    monkeypatch.setattr(attention, "PART", 16)
+def test_a_layer_of_decodes_takes_six_launches(folder: Path, launches: Launches) -> None:
+    """The first norm and the last one have launches of their own."""
     model = loaded(folder, InterpretedDevice)
-    taken = [[name for name in names if name != "add_parts"] for names in layer_launches(model, launches, context)]
-    layer = [*ATTENTION, *adding, *OUTPUT, *MLP]
+    taken = [[name for name in names if name != "add_parts"] for names in layer_launches(model, launches, 16)]
+    layer = [*ATTENTION, *OUTPUT, *MLP]
     assert taken == [["norm_rows", *layer], [*layer, "norm_rows"]]
 
 
-def test_many_decodes_are_rotated_by_a_launch(
-    folder: Path, launches: Launches, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(attention, "MANY_HEADS", 2)
-    for names in layer_launches(loaded(folder, InterpretedDevice), launches, 3):
-        assert names[names.index("rotate_and_write") + 1] == "attend_rows"
+def test_a_step_of_decodes_divides_its_work_once(folder: Path, launches: Launches) -> None:
+    model = loaded(folder, InterpretedDevice)
+    logits(model, [[5], [7]], [[1, 1]])
+    assert launches.names.count("divide_decodes") == 1
+    assert "rotate_and_write" not in launches.names
 
 
 def test_products_that_reorder_their_inputs_get_normed_ones(folder: Path, launches: Launches) -> None:

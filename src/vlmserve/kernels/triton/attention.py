@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
@@ -16,9 +16,12 @@ from vlmserve.kernels.triton.attention_kernels import (
     CHUNK_SPLIT,
     CHUNK_SPLITS,
     FEW_QUERIES,
+    ITEM,
+    JOIN,
     MAX_SPLITS,
     attend_rows,
     combine,
+    divide_decodes,
 )
 from vlmserve.kernels.triton.host_math import cdiv, next_power_of_2
 from vlmserve.kernels.triton.rope import rotate_into_cache
@@ -29,14 +32,19 @@ STAGES = 5
 """Of the pipeline, which has some for loads of block tables. With fewer, no keys are on their way while others are
 multiplied."""
 PART, LARGE_PART = 128, 256
-"""Tokens of a part of a decode's context: more of them where each of a GPU's multiprocessors has several programs
-anyway. On an H200, by large parts 256 decodes over 1,100 tokens with 8 heads of keys took 8% less time, 64 of them 5%
-less, and one a fifth more, with a kernel that added the parts in the same launch; not measured with this one."""
+"""Minimum tokens of a split of a decode's context: more beside chunks if a batch has `MANY_HEADS`."""
 MANY_HEADS = 512
-"""Heads of keys of all decodes, from which parts are large."""
-SPLITS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 14, 16, 20, 24, 28, 32)
-"""Numbers of parts that decodes are launched for. Programs without a part take time, too, and each number is a graph of
-its own."""
+"""KV heads of all decodes."""
+PROGRAMS = 256
+"""Programs that decodes are split for beyond one for each decode and KV head: about two for each multiprocessor of an
+H200. More programs share the work more evenly, but each one costs time."""
+UNEVEN_PROGRAMS = range(385, 641)
+"""Programs that an H200 takes in one round and a small rest. Two splits of each decode are faster there: the measured
+times are in `benchmarks/results`."""
+MOST_EXTRA = 128
+"""Maximum number of splits of one context in a batch of decodes alone."""
+LEAST_ITEMS = 1024
+"""Items to allocate memory for: with more memory in use, captured steps would have to be captured again."""
 MOST_SPLIT_CHUNKS = 4
 """Chunks of a batch whose contexts are split. More of them have programs enough, and would take much memory."""
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -78,23 +86,32 @@ def tile(spec: AttentionSpec, *, chunks: bool, quantized: bool = False) -> Atten
     return AttentionTile(rows, 64, 2 if quantized else 4)
 
 
+class Work(NamedTuple):
+    """The result of `divide_decodes`. items: int32 ``[decodes + extra, ITEM]``. joins: int32 ``[extra, JOIN]``."""
+
+    items: Tensor
+    joins: Tensor
+
+
 @dataclass(frozen=True, slots=True)
 class TritonPlan:
-    """What layers of a step share.
+    """Data that the layers of a step share."""
 
-    splits: parts that the longest context which is split may be divided into. part: see `attend_rows`. split_chunks:
-    whether contexts of chunks are. sums, largest: memory for these parts, see `attend_rows`. reach: int32
-    ``[tokens]``, up to where each row sees; None: up to itself. capture_key: what a captured step depends on beside the
-    addresses and shapes of its tensors; None: the step cannot be captured.
-    """
-
+    work: Mapping[int, Work]
+    """By window, or 0: how contexts are split in a batch of decodes alone; empty for other batches."""
     splits: int
+    """Maximum number of splits of a context in other batches."""
     part: int
+    """Tokens of a split, see `attend_rows`."""
     split_chunks: bool
+    """The kernel splits contexts of chunks."""
     sums: Tensor
+    """Memory for splits, see `attend_rows`; so is `largest`."""
     largest: Tensor
     reach: Tensor | None
+    """int32 ``[tokens]``, the end of the positions that each row sees; None: its own is the last one."""
     capture_key: Hashable
+    """Identifies a captured step, together with addresses and shapes of tensors; None: the step cannot be captured."""
 
 
 class TritonAttention(TorchReference):
@@ -114,38 +131,66 @@ class TritonAttention(TorchReference):
         self.decode_tile: AttentionTile | None = None
         """Of batches of decodes alone, instead of `tile`'s: for measuring which is the fastest."""
         self._sums = self._largest = torch.empty(0)
+        self._work: dict[int, Work] = {}
         self._sinks: dict[tuple[float, ...], Tensor] = {}
 
     def prepare(  # type: ignore[override]
         self, metadata: BatchMetadata, block_size: int, layers: Sequence[AttentionSpec], dtype: torch.dtype
     ) -> TritonPlan:
-        """Memory for the parts of decodes, and how far bidirectional rows see."""
-        device = metadata.slot_mapping.device
-        is_mixed = metadata.decodes is not None
+        """Split the contexts of decodes, allocate memory for splits, and note how far bidirectional rows see."""
+        is_mixed, reach = metadata.decodes is not None, _reach(metadata)
+        if metadata.num_decodes == len(metadata.query_lens) and not is_mixed and reach is None:
+            return self._prepare_decodes(metadata, layers)
         decodes = len(metadata.query_lens) if is_mixed else metadata.num_decodes
         heads = decodes * min((spec.num_kv_heads for spec in layers), default=0)
         splits, part = 0, LARGE_PART if heads >= MANY_HEADS else PART
         if metadata.num_decodes:
             longest = max(metadata.host_context_lens[: metadata.num_decodes])
             needed = min(MAX_SPLITS.value, cdiv(longest, part))
-            # Steps with chunks come in more kinds, and few numbers of parts are to come.
-            splits = next_power_of_2(needed) if is_mixed else next(count for count in SPLITS if count >= needed)
+            # Each number of splits is a graph of its own.
+            splits = next_power_of_2(needed)
         split_chunks = _splits_chunks(metadata)
         part_rows = _part_rows(metadata, splits_decodes=True, splits_chunks=split_chunks)
         if split_chunks:
             splits = max(splits, CHUNK_SPLITS.value)
-        parts = part_rows * splits * max((spec.num_heads for spec in layers), default=0)
-        width = max((_head_block(spec) for spec in layers), default=0)
-        if parts * width > self._sums.numel() or self._sums.device != device:
-            # Captured steps keep what they were captured with.
-            self._sums = torch.empty(parts * width, device=device)
-            self._largest = torch.empty(parts * 2, device=device)
+        self._reserve(part_rows * splits, layers, metadata.slot_mapping.device)
         kind = "mixed" if is_mixed else metadata.num_decodes
-        capture_key = (splits, part, split_chunks, kind, len(metadata.query_lens))
-        reach = _reach(metadata)
-        return TritonPlan(
-            splits, part, split_chunks, self._sums, self._largest, reach, capture_key if reach is None else None
-        )
+        width = metadata.block_tables.shape[1]
+        capture_key = (splits, part, split_chunks, kind, len(metadata.query_lens), width) if reach is None else None
+        return TritonPlan({}, splits, part, split_chunks, self._sums, self._largest, reach, capture_key)
+
+    def _prepare_decodes(self, metadata: BatchMetadata, layers: Sequence[AttentionSpec]) -> TritonPlan:
+        """Launches and grids depend on the number of decodes alone, so one graph serves all lengths."""
+        device, decodes = metadata.slot_mapping.device, metadata.num_decodes
+        kv_heads = min((spec.num_kv_heads for spec in layers), default=1)
+        extra = 2 * decodes if decodes * kv_heads in UNEVEN_PROGRAMS else cdiv(PROGRAMS, kv_heads)
+        extra = min(MOST_EXTRA, extra)
+        self._reserve(decodes + extra, layers, device)
+        work = {spec.window or 0: self._work_of(spec.window or 0, decodes + extra, extra, device) for spec in layers}
+        for window, (items, joins) in work.items():
+            divide_decodes[(1,)](
+                metadata.context_lens, items, joins, decodes, extra, metadata.block_tables.stride(0),
+                DECODES=next_power_of_2(decodes), WINDOW=window, PART=PART, num_warps=1,
+            )  # fmt: skip
+        # Captured steps read the items of each new step, so these have to be where they were.
+        places = tuple(tensor.data_ptr() for one in work.values() for tensor in one)
+        return TritonPlan(work, 1, PART, False, self._sums, self._largest, None, ("decodes", decodes, extra, places))
+
+    def _work_of(self, window: int, num_items: int, num_joins: int, device: torch.device) -> Work:
+        """The same memory in each step, where captured steps read it."""
+        kept = self._work.get(window)
+        if kept is None or len(kept.items) < num_items or kept.items.device != device:
+            shapes = (max(num_items, LEAST_ITEMS), ITEM.value), (MOST_EXTRA, JOIN.value)
+            kept = self._work[window] = Work(*(torch.zeros(s, dtype=torch.int32, device=device) for s in shapes))
+        return Work(kept.items[:num_items], kept.joins[:num_joins])
+
+    def _reserve(self, parts: int, layers: Sequence[AttentionSpec], device: torch.device) -> None:
+        """Allocate memory for splits. Captured steps keep the memory that they were captured with."""
+        parts *= max((spec.num_heads for spec in layers), default=0)
+        size = parts * max((_head_block(spec) for spec in layers), default=0)
+        if size > self._sums.numel() or 2 * parts > self._largest.numel() or self._sums.device != device:
+            self._sums = torch.empty(size, device=device)
+            self._largest = torch.empty(parts * 2, device=device)
 
     def attend(
         self,
@@ -203,9 +248,8 @@ class TritonAttention(TorchReference):
         if qkv.stride(1) != 1:
             qkv = qkv.contiguous()
         slots = metadata.slot_mapping
-        alone = metadata.num_decodes == len(qkv) and metadata.decodes is None and plan.reach is None
-        # Where many decode, a launch is little beside what each program would do again.
-        writes = self.writes and alone and plan.part != LARGE_PART
+        work = plan.work.get(spec.window or 0)
+        writes = self.writes and work is not None
         query = qkv if writes else rotate_into_cache(qkv, rope, cache, spec, slots, norms)
         cos, sin, positions = (query, query, None) if rope is None else rope
         output = torch.empty((len(qkv), spec.num_heads * spec.head_size), dtype=qkv.dtype, device=qkv.device)
@@ -221,9 +265,12 @@ class TritonAttention(TorchReference):
             blocks += chunk_rows // (tiles.rows // group) + sequences - decodes
         elif self.decode_tile is not None:
             tiles = self.decode_tile
+        grid = (blocks, spec.num_kv_heads, max(1, plan.splits))
+        if work is not None:
+            grid = (spec.num_kv_heads, len(work.items), 1)
         head_block = _head_block(spec)
         sinks = output if spec.sinks is None else self._sinks_on(spec.sinks, query.device)
-        attend_rows[(blocks, spec.num_kv_heads, max(1, plan.splits))](
+        attend_rows[grid](
             query,
             cache.keys,
             cache.values,
@@ -237,6 +284,7 @@ class TritonAttention(TorchReference):
             plan.sums,
             plan.largest,
             metadata.query_starts if metadata.decodes is None else metadata.decodes,
+            metadata.query_starts if work is None else work.items,
             cos,
             sin,
             slots if positions is None else positions,
@@ -266,6 +314,7 @@ class TritonAttention(TorchReference):
             SPLIT_CHUNKS=plan.split_chunks,
             MIXED=is_mixed,
             PART=plan.part,
+            ITEMS=work is not None,
             WRITES=writes,
             ROTATED=0 if rope is None or not writes else 2 * cos.shape[1],
             HAS_POSITIONS=positions is not None and writes,
@@ -273,8 +322,11 @@ class TritonAttention(TorchReference):
             ASSEMBLY=has_assembly(query.device),
             num_warps=tiles.warps,
         )
-        splits_decodes = plan.splits > 1 or spec.sinks is not None
-        part_rows = _part_rows(metadata, splits_decodes=splits_decodes, splits_chunks=plan.split_chunks)
+        if work is not None:
+            part_rows = len(work.joins)
+        else:
+            splits_decodes = plan.splits > 1 or spec.sinks is not None
+            part_rows = _part_rows(metadata, splits_decodes=splits_decodes, splits_chunks=plan.split_chunks)
         if part_rows:
             combine[(part_rows, spec.num_heads)](
                 plan.sums,
@@ -284,6 +336,7 @@ class TritonAttention(TorchReference):
                 sinks,
                 output,
                 metadata.query_starts if metadata.decodes is None else metadata.decodes,
+                metadata.query_starts if work is None else work.joins,
                 decodes,
                 sequences,
                 max(1, plan.splits),
@@ -295,6 +348,7 @@ class TritonAttention(TorchReference):
                 SPLIT_CHUNKS=plan.split_chunks,
                 MIXED=is_mixed,
                 PART=plan.part,
+                ITEMS=work is not None,
                 num_warps=2,
             )
         return output

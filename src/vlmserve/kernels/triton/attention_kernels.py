@@ -1,10 +1,15 @@
 """Attention over the paged cache of `torch_cache`, for a flat batch of decodes and prompt chunks in one launch.
 
 A program computes the query heads that share one head of keys, for one decode or for some rows of a chunk, packed into
-one tile. The context of a decode is split among programs by its length, into larger parts where there are many decodes;
-`combine` adds the parts in order. So are contexts of chunks of few rows, where a batch has few chunks, and these alone
-would leave most of a GPU idle. Where all rows are decodes, programs norm and rotate their queries themselves, and those
-of the newest tokens norm and rotate keys, and write keys and values into the cache before they read them there.
+one tile. Few programs would leave most of a GPU idle, so long contexts are split among programs, and `combine` adds the
+splits in order:
+
+- If all rows are decodes, `divide_decodes` splits their contexts by the work of the whole batch, into at most `extra`
+  more splits than there are decodes. So one grid fits all lengths, and most contexts of a large batch have one split.
+  Programs norm and rotate their queries themselves. The program with the newest token norms and rotates its key, and
+  writes key and value into the cache before it reads them there.
+- Beside chunks, the context of a decode is split by its own length.
+- Contexts of chunks of few rows are split if a batch has few chunks.
 """
 
 from __future__ import annotations
@@ -35,6 +40,14 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 def first_key(position, WINDOW: tl.constexpr):
     """The first position that a query sees."""
     return tl.maximum(position - WINDOW + 1, 0) if WINDOW > 0 else 0
+
+
+ITEM = tl.constexpr(8)
+"""Numbers of an item: sequence, first key, end of keys, context, offset of the block table, and three unused ones."""
+JOIN = tl.constexpr(4)
+"""Numbers of a join: sequence, first item, number of items, and an unused one."""
+FILLED = tl.constexpr(128)
+"""Items or joins that are cleared at a time."""
 
 
 @triton.jit
@@ -138,78 +151,141 @@ def over_keys(
     return total, largest, weight
 
 
+@Kernel
+@triton.jit(do_not_specialize=["decodes", "extra", "table_stride"])
+def divide_decodes(
+    contexts_ptr, items_ptr, joins_ptr, decodes, extra, table_stride, DECODES: tl.constexpr, WINDOW: tl.constexpr,
+    PART: tl.constexpr, DEPENDENT: tl.constexpr = False,
+):  # fmt: skip
+    """Divide the contexts of a batch of decodes into items of about the same size, with one program.
+
+    items_ptr: int32 ``[decodes + extra, ITEM]``, the items of a decode one after the other; the others have no keys.
+    joins_ptr: int32 ``[extra, JOIN]``, which items belong to one decode, for decodes with several; the others have no
+    items. DECODES: a power of two that is not less than `decodes`. PART: an item has a multiple of so many tokens.
+    """
+    wait_for_previous(DEPENDENT)
+    numbers = tl.arange(0, DECODES)
+    context = tl.load(contexts_ptr + numbers, numbers < decodes, 0)
+    low = first_key(context - 1, WINDOW)
+    seen = context - low
+    # Rounding up adds less than one item to each decode, so all items fit.
+    size = tl.maximum(tl.cdiv(tl.cdiv(tl.sum(seen, 0), extra), PART), 1) * PART
+    counts = tl.cdiv(seen, size)
+    ends = tl.cumsum(counts, 0)
+    firsts = ends - counts
+    for split in range(0, tl.max(counts, 0)):
+        item_ptr = items_ptr + (firsts + split) * ITEM
+        begin, there = low + split * size, split < counts
+        tl.store(item_ptr, numbers, there)
+        tl.store(item_ptr + 1, begin, there)
+        tl.store(item_ptr + 2, tl.minimum(begin + size, context), there)
+        tl.store(item_ptr + 3, context, there)
+        tl.store(item_ptr + 4, numbers * table_stride, there)
+    is_split = (counts > 1).to(tl.int32)
+    joined = tl.cumsum(is_split, 0)
+    join_ptr = joins_ptr + (joined - 1) * JOIN
+    tl.store(join_ptr, numbers, is_split == 1)
+    tl.store(join_ptr + 1, firsts, is_split == 1)
+    tl.store(join_ptr + 2, counts, is_split == 1)
+    num_items, num_joins = tl.max(ends, 0), tl.max(joined, 0)
+    for start in range(num_items, decodes + extra, FILLED):
+        unused = start + tl.arange(0, FILLED)
+        tl.store(items_ptr + unused * ITEM + 1, 0, unused < decodes + extra)
+        tl.store(items_ptr + unused * ITEM + 2, 0, unused < decodes + extra)
+    for start in range(num_joins, extra, FILLED):
+        unused = start + tl.arange(0, FILLED)
+        tl.store(joins_ptr + unused * JOIN + 2, 0, unused < extra)
+
+
 # Numbers that change from step to step are no constants: a kernel is compiled once, not for each kind of number.
 @Kernel
 @triton.jit(do_not_specialize=["num_decodes", "num_sequences", "table_stride"])
 def attend_rows(
     query_ptr, keys_ptr, values_ptr, scales_ptr, tables_ptr, starts_ptr, contexts_ptr, reach_ptr, sinks_ptr, out_ptr,
-    sums_ptr, largest_ptr, decodes_ptr, cos_ptr, sin_ptr, positions_ptr, slots_ptr, query_norm_ptr, key_norm_ptr,
-    num_decodes, num_sequences, table_stride, query_stride, scale, soft_cap, eps, HEADS: tl.constexpr,
+    sums_ptr, largest_ptr, decodes_ptr, items_ptr, cos_ptr, sin_ptr, positions_ptr, slots_ptr, query_norm_ptr,
+    key_norm_ptr, num_decodes, num_sequences, table_stride, query_stride, scale, soft_cap, eps, HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr, HEAD: tl.constexpr, HEAD_BLOCK: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr,
     REACH: tl.constexpr, QUANTIZED: tl.constexpr, STAGES: tl.constexpr, SPLIT_CHUNKS: tl.constexpr,
-    MIXED: tl.constexpr, PART: tl.constexpr, WRITES: tl.constexpr, ROTATED: tl.constexpr,
+    MIXED: tl.constexpr, PART: tl.constexpr, ITEMS: tl.constexpr, WRITES: tl.constexpr, ROTATED: tl.constexpr,
     HAS_POSITIONS: tl.constexpr, HAS_NORMS: tl.constexpr, ASSEMBLY: tl.constexpr, DEPENDENT: tl.constexpr = False,
 ):  # fmt: skip
-    """Programs ``[decodes + blocks of chunk rows, kv_heads, splits]``. PART: tokens of a part of a decode, unless it is
-    the last one or there are more than `MAX_SPLITS`. MIXED: the number of decodes is read on the device, and there may
-    be more programs than blocks. WRITES: all rows are decodes, of which query_ptr has queries, keys and values as they
-    are before `rotate_and_write`; else queries alone, rotated, and their keys and values are in the cache.
+    """Programs ``[decodes + blocks of chunk rows, kv_heads, splits]``; with ITEMS, ``[kv_heads, items]``, so that
+    programs without keys start last.
+
+    PART: tokens of a part of a decode, unless it is the last one or there are more than `MAX_SPLITS`. MIXED: the number
+    of decodes is read on the device, and there may be more programs than blocks. ITEMS: all rows are decodes, see
+    `divide_decodes`. WRITES: with ITEMS, query_ptr has queries, keys and values as they are before `rotate_and_write`;
+    else queries alone, rotated, and their keys and values are in the cache.
 
     sums_ptr, largest_ptr: where parts go, float32 ``[part rows, heads, splits, HEAD_BLOCK]``, and ``[part rows, heads,
     splits, 2]``, their largest score and their weight. Part rows are the decodes', then, with SPLIT_CHUNKS,
-    `FEW_QUERIES` of each chunk.
+    `FEW_QUERIES` of each chunk; with ITEMS they are the items.
     """
     GROUP: tl.constexpr = HEADS // KV_HEADS
     QUERIES: tl.constexpr = ROWS // GROUP
     wait_for_previous(DEPENDENT)
     if MIXED:
         num_decodes = tl.load(decodes_ptr)
-    block, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    block, kv_head, split = tl.program_id(1 if ITEMS else 0), tl.program_id(0 if ITEMS else 1), tl.program_id(2)
     rows = tl.arange(0, ROWS)
     columns = tl.arange(0, HEAD_BLOCK)
-    if WRITES:
-        slot = tl.load(slots_ptr + block)
-        turn = tl.load(positions_ptr + block) if HAS_POSITIONS else block.to(tl.int64)
-    if block < num_decodes:
-        sequence, first = block, 0
+    if ITEMS:
+        item_ptr = items_ptr + block * ITEM
+        sequence, low, high = tl.load(item_ptr), tl.load(item_ptr + 1), tl.load(item_ptr + 2)
+        context, table = tl.load(item_ptr + 3), tl.load(item_ptr + 4)
+        if low >= high:
+            return
+        begin, row, part_row = sequence, rows // GROUP, block
+        valid = rows < GROUP
+        position = context - 1 + row
+        limit = tl.where(valid, high, 0)
+        is_split = (low > first_key(context - 1, WINDOW)) | (high < context)
+        tables_ptr += table
     else:
-        sequence, first_block = find_chunk(starts_ptr, block - num_decodes, num_decodes, num_sequences, QUERIES)
-        first = (block - num_decodes - first_block) * QUERIES
-    begin = tl.load(starts_ptr + sequence)
-    new = tl.load(starts_ptr + sequence + 1) - begin
-    context = tl.load(contexts_ptr + sequence)
-    row = first + rows // GROUP
-    valid = (rows < QUERIES * GROUP) & (row < new)
-    position = context - new + row
-    limit = position + 1
-    if REACH:
-        limit = tl.maximum(limit, tl.load(reach_ptr + begin + row, valid, 0))
-    limit = tl.where(valid, limit, 0)
-    low = first_key(context - new + first, WINDOW)
-    high = tl.max(limit, 0)
-    # What all rows of the sequence see is divided, so that its parts are the same for each block of them.
-    all_low = first_key(context - new, WINDOW)
-    seen = context - all_low
-    is_decode = block < num_decodes
-    # One part is the whole, to the bit, but for how weights of sinks are rounded.
-    is_split = is_decode & (SINKS | (tl.num_programs(2) > 1))
-    size = split_size(seen, PART)
-    if SPLIT_CHUNKS:
-        is_split = is_split | (new <= FEW_QUERIES)
-        size = tl.where(is_decode, size, chunk_split_size(seen))
-    part_low = all_low + split * size
-    nothing = tl.where(is_split, part_low >= context, (split > 0) | (low >= high))
-    if nothing:
-        return
-    low = tl.where(is_split, tl.maximum(low, part_low), low)
-    high = tl.where(is_split, tl.minimum(high, part_low + size), high)
+        if block < num_decodes:
+            sequence, first = block, 0
+        else:
+            sequence, first_block = find_chunk(starts_ptr, block - num_decodes, num_decodes, num_sequences, QUERIES)
+            first = (block - num_decodes - first_block) * QUERIES
+        begin = tl.load(starts_ptr + sequence)
+        new = tl.load(starts_ptr + sequence + 1) - begin
+        context = tl.load(contexts_ptr + sequence)
+        row = first + rows // GROUP
+        valid = (rows < QUERIES * GROUP) & (row < new)
+        position = context - new + row
+        limit = position + 1
+        if REACH:
+            limit = tl.maximum(limit, tl.load(reach_ptr + begin + row, valid, 0))
+        limit = tl.where(valid, limit, 0)
+        low = first_key(context - new + first, WINDOW)
+        high = tl.max(limit, 0)
+        # Divide the keys that all rows of the sequence see, so that all blocks of rows have the same parts.
+        all_low = first_key(context - new, WINDOW)
+        seen = context - all_low
+        is_decode = block < num_decodes
+        # One part is the whole, to the bit, but for how weights of sinks are rounded.
+        is_split = is_decode & (SINKS | (tl.num_programs(2) > 1))
+        size = split_size(seen, PART)
+        if SPLIT_CHUNKS:
+            is_split = is_split | (new <= FEW_QUERIES)
+            size = tl.where(is_decode, size, chunk_split_size(seen))
+        part_low = all_low + split * size
+        nothing = tl.where(is_split, part_low >= context, (split > 0) | (low >= high))
+        if nothing:
+            return
+        low = tl.where(is_split, tl.maximum(low, part_low), low)
+        high = tl.where(is_split, tl.minimum(high, part_low + size), high)
+        part_row = tl.where(is_decode, sequence, num_decodes + (sequence - num_decodes) * FEW_QUERIES)
+        tables_ptr += sequence.to(tl.int64) * table_stride
     heads = kv_head * GROUP + rows % GROUP
     first_place = begin.to(tl.int64) * (HEADS * HEAD)
     places = ((row * HEADS + heads) * HEAD)[:, None] + columns[None, :]
     inside = valid[:, None] & (columns < HEAD)[None, :]
     if WRITES:
-        token_ptr = query_ptr + block.to(tl.int64) * query_stride
+        slot = tl.load(slots_ptr + sequence)
+        turn = tl.load(positions_ptr + sequence) if HAS_POSITIONS else sequence.to(tl.int64)
+        token_ptr = query_ptr + sequence.to(tl.int64) * query_stride
         own = kv_head + tl.arange(0, 1)
         of_heads = (heads * HEAD)[:, None] + columns[None, :]
         keys_at = ((HEADS + own) * HEAD)[:, None] + columns[None, :]
@@ -239,12 +315,10 @@ def attend_rows(
     else:
         query = tl.load(query_ptr + first_place + places, inside, 0.0)
     total, largest, weight = over_keys(
-        query, keys_ptr, values_ptr, scales_ptr, tables_ptr + sequence.to(tl.int64) * table_stride, position, limit,
-        low, high, columns, kv_head, scale, soft_cap, KV_HEADS, HEAD, HEAD_BLOCK, BLOCK_SIZE, ROWS, KEYS, WINDOW,
-        CAPPED, QUANTIZED, STAGES, ASSEMBLY,
+        query, keys_ptr, values_ptr, scales_ptr, tables_ptr, position, limit, low, high, columns, kv_head, scale,
+        soft_cap, KV_HEADS, HEAD, HEAD_BLOCK, BLOCK_SIZE, ROWS, KEYS, WINDOW, CAPPED, QUANTIZED, STAGES, ASSEMBLY,
     )  # fmt: skip
     if is_split:
-        part_row = tl.where(is_decode, sequence, num_decodes + (sequence - num_decodes) * FEW_QUERIES)
         first_part = part_row.to(tl.int64) * HEADS * tl.num_programs(2) + split
         parts = (row * HEADS + heads) * tl.num_programs(2)
         sums_at = sums_ptr + first_part * HEAD_BLOCK
@@ -266,43 +340,51 @@ def attend_rows(
 @Kernel
 @triton.jit(do_not_specialize=["num_decodes", "num_sequences", "splits"])
 def combine(
-    sums_ptr, largest_ptr, starts_ptr, contexts_ptr, sinks_ptr, out_ptr, decodes_ptr, num_decodes, num_sequences,
-    splits, HEADS: tl.constexpr, HEAD: tl.constexpr, HEAD_BLOCK: tl.constexpr, WINDOW: tl.constexpr,
+    sums_ptr, largest_ptr, starts_ptr, contexts_ptr, sinks_ptr, out_ptr, decodes_ptr, joins_ptr, num_decodes,
+    num_sequences, splits, HEADS: tl.constexpr, HEAD: tl.constexpr, HEAD_BLOCK: tl.constexpr, WINDOW: tl.constexpr,
     SINKS: tl.constexpr, SPLIT_CHUNKS: tl.constexpr, MIXED: tl.constexpr, PART: tl.constexpr,
-    DEPENDENT: tl.constexpr = False,
+    ITEMS: tl.constexpr, DEPENDENT: tl.constexpr = False,
 ):  # fmt: skip
-    """Add the parts of one part row and head, in order. splits: parts that there is room for. MIXED, PART: see
-    `attend_rows`."""
+    """Add the parts of one part row and head, in order; with ITEMS, the items of one join. splits: parts that there is
+    room for. MIXED, PART: see `attend_rows`."""
     wait_for_previous(DEPENDENT)
     if MIXED:
         num_decodes = tl.load(decodes_ptr)
     part_row, head = tl.program_id(0), tl.program_id(1)
     columns = tl.arange(0, HEAD_BLOCK)
     sequence, row = part_row, 0
-    if SPLIT_CHUNKS:
-        behind = part_row - num_decodes
-        sequence = tl.where(behind < 0, part_row, num_decodes + behind // FEW_QUERIES)
-        row = tl.where(behind < 0, 0, behind % FEW_QUERIES)
-    if MIXED:
-        behind_all = sequence >= num_sequences if SPLIT_CHUNKS else part_row >= num_decodes
-        if behind_all:
+    if ITEMS:
+        join_ptr = joins_ptr + part_row * JOIN
+        begin, first_part, count = tl.load(join_ptr), tl.load(join_ptr + 1), tl.load(join_ptr + 2)
+        if count == 0:
             return
-    begin = tl.load(starts_ptr + sequence)
-    new = tl.load(starts_ptr + sequence + 1) - begin
-    if (row >= new) | (new > FEW_QUERIES):
-        return
-    context = tl.load(contexts_ptr + sequence)
-    seen = context - first_key(context - new, WINDOW)
-    size = split_size(seen, PART)
-    if SPLIT_CHUNKS:
-        size = tl.where(part_row < num_decodes, size, chunk_split_size(seen))
-    count = tl.cdiv(seen, size)
+        first_place, step = first_part.to(tl.int64) * HEADS + head, HEADS
+    else:
+        if SPLIT_CHUNKS:
+            behind = part_row - num_decodes
+            sequence = tl.where(behind < 0, part_row, num_decodes + behind // FEW_QUERIES)
+            row = tl.where(behind < 0, 0, behind % FEW_QUERIES)
+        if MIXED:
+            behind_all = sequence >= num_sequences if SPLIT_CHUNKS else part_row >= num_decodes
+            if behind_all:
+                return
+        begin = tl.load(starts_ptr + sequence)
+        new = tl.load(starts_ptr + sequence + 1) - begin
+        if (row >= new) | (new > FEW_QUERIES):
+            return
+        context = tl.load(contexts_ptr + sequence)
+        seen = context - first_key(context - new, WINDOW)
+        size = split_size(seen, PART)
+        if SPLIT_CHUNKS:
+            size = tl.where(part_row < num_decodes, size, chunk_split_size(seen))
+        count = tl.cdiv(seen, size)
+        first_place, step = (part_row.to(tl.int64) * HEADS + head) * splits, 1
     total = tl.zeros((HEAD_BLOCK,), tl.float32)
     largest = tl.load(sinks_ptr + head) * LOG2_E if SINKS else float("-inf")
     weight = 1.0 if SINKS else 0.0
     for first in range(0, count, COMBINED):
         part = first + tl.arange(0, COMBINED)
-        parts = (part_row.to(tl.int64) * HEADS + head) * splits + part
+        parts = first_place + part * step
         part_largest = tl.load(largest_ptr + parts * 2, part < count, float("-inf"))
         part_weight = tl.load(largest_ptr + parts * 2 + 1, part < count, 0.0)
         sums = tl.load(sums_ptr + parts[:, None] * HEAD_BLOCK + columns[None, :], (part < count)[:, None], 0.0)

@@ -1,0 +1,105 @@
+"""Compiles kernels and captures graphs at start, so that no request waits for them."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from functools import partial
+
+from vlmserve.runner.memory import run_longest_step
+from vlmserve.runner.runner import ModelRunner
+from vlmserve.steps import CachedRequest, NewRequest, SchedulerOutput
+from vlmserve.types import SamplingParams
+
+logger = logging.getLogger(__name__)
+
+PROMPT_ROWS = (8, 16, 32, 64, 128, 192, 512, 1024, 2048)
+"""Rows of chunks with different kernels or tilings: by Triton up to 128, by the library from there on."""
+MIXED_ROWS = 512
+"""Maximum rows of chunks beside decodes that are warmed up."""
+_PROGRESS_SECONDS = 5.0
+
+
+def warm_up_steps(
+    runner: ModelRunner, *, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int, seconds: float
+) -> None:
+    """Run steps of each kind, and capture batches of decodes of each size, until `seconds` are over.
+
+    The steps write to the padding block only. Devices that capture nothing run none of them. Ranks run none either:
+    they would have to capture together.
+    """
+    sizes = runner.model.device.decode_sizes(max_num_seqs)
+    if not sizes or not seconds or runner.model.ranks is not None:
+        return
+    started = reported = time.monotonic()
+    logger.info("warm-up: compiling kernels and capturing graphs of %d batch sizes, up to %g s", len(sizes), seconds)
+    run_longest_step(runner.model, num_seqs=max_num_seqs, max_model_len=max_model_len, block_size=runner.block_size)
+    most = min(max_num_batched_tokens, max_model_len) - 1
+    # The largest graph first, whose memory the others reuse, then small batches, which come first.
+    steps: list[Callable[[], None]] = [
+        partial(_decode, runner, size, -(-max_model_len // runner.block_size)) for size in (sizes[0], *sizes[:0:-1])
+    ]
+    steps += [
+        partial(_prefill, runner, rows, beside)
+        for rows in PROMPT_ROWS
+        if rows <= most
+        for beside in (0, 1)
+        if not beside or rows <= MIXED_ROWS
+    ]
+    done = 0
+    for done, step in enumerate(steps, 1):
+        step()
+        taken = time.monotonic() - started
+        if taken > seconds:
+            break
+        if time.monotonic() - reported > _PROGRESS_SECONDS:
+            reported = time.monotonic()
+            logger.info("warm-up: %d of %d steps in %.0f s", done, len(steps), taken)
+    level = logging.INFO if done == len(steps) else logging.WARNING
+    logger.log(level, "warm-up: ran %d of %d steps in %.1f s", done, len(steps), time.monotonic() - started)
+
+
+def _decode(runner: ModelRunner, size: int, blocks: int) -> None:
+    """Capture a batch of `size` decodes, and submit the next step before it ends, as the engine does.
+
+    blocks: of the first one's table, the most that there can be, so that memory for uploads grows before captures.
+    """
+    requests = [_request(runner, number, 1, blocks if number == 0 else 1) for number in range(size)]
+    with runner.model.device.capturing("first"):
+        first = runner.submit(SchedulerOutput(new_requests=requests))
+        following = [CachedRequest(request.request_id, 1, 1) for request in requests]
+        second = runner.submit(SchedulerOutput(cached_requests=following))
+        first.result()
+        second.result()
+    _finish(runner, requests)
+
+
+def _prefill(runner: ModelRunner, rows: int, beside: int) -> None:
+    """Run a prompt of `rows` tokens, less one for each decode `beside` it."""
+    requests = [_request(runner, number, 1) for number in range(beside)]
+    requests.append(_request(runner, beside, rows - beside))
+    with runner.model.device.capturing("never"):
+        runner.submit(SchedulerOutput(new_requests=requests)).result()
+    _finish(runner, requests)
+
+
+def _finish(runner: ModelRunner, requests: list[NewRequest]) -> None:
+    runner.submit(SchedulerOutput(finished_request_ids=[request.request_id for request in requests])).result()
+
+
+def _request(runner: ModelRunner, number: int, num_tokens: int, blocks: int = 1) -> NewRequest:
+    """A request whose tokens all have the padding block."""
+    blocks = max(blocks, num_tokens // runner.block_size + 1)
+    return NewRequest(
+        request_id=f"warm-up {number}",
+        start=0,
+        num_tokens=num_tokens,
+        num_prompt_tokens=num_tokens,
+        token_ids=[0] * num_tokens,
+        block_ids=[runner.padding_block] * blocks,
+        params=SamplingParams(temperature=0, max_tokens=2, ignore_eos=True),
+        seed=0,
+        max_len=num_tokens + 2,
+        end_token_ids=[],
+    )
