@@ -139,7 +139,7 @@ class RequestModel(BaseModel):
             unknown = [name for name, field in value.items() if field is not None and name not in ignored]
             for number, name in enumerate(unknown):
                 meant = cls._spellings().meant(name) if number < _MOST_MISSPELT else cls.other_names.get(name)
-                cls._check_unknown(name, value[name], None if meant in kept else meant)
+                cls._check_unknown(name, value[name], meant)
         return kept
 
     @classmethod

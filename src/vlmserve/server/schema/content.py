@@ -202,6 +202,8 @@ class Message(RequestModel):
     are accepted and change nothing. reasoning_content, reasoning, thinking: one text, the reasoning before the answer,
     which chat templates that know it may show to the model again."""
 
+    ignored_fields: ClassVar[frozenset[str]] = frozenset({"context"})  # Azure OpenAI adds it to answers
+
     role: Annotated[
         Literal["system", "user", "assistant", "tool", "function"],
         BeforeValidator(lambda role: "system" if role == "developer" else role),
