@@ -15,16 +15,17 @@ from vlmserve.layers.linear import Weight
 from vlmserve.layers.operations import Layer, arrange_layers
 from vlmserve.memory import return_free_memory
 from vlmserve.models.decoder import Decoder
-from vlmserve.models.identity import model_identity
+from vlmserve.models.identity import model_identity, stored_bytes
 from vlmserve.models.packed import load_blocks, load_packed
 from vlmserve.models.packed_model import pack_model, restore_model
+from vlmserve.models.progress import LoadingProgress
 from vlmserve.models.weights import Checkpoint, merge_as_stored
 from vlmserve.models.weights_cache import WeightsCache, source_parts
 from vlmserve.quant.formats.layout import Layout
 from vlmserve.quant.model import Quantizer
 
 LARGE_BYTES = 1024**2
-"""Bytes of a layer whose loading may leave behind so much freed memory that it is returned to the system at once."""
+"""Bytes of a layer. After a larger one, freed memory is returned to the system at once."""
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +40,7 @@ class Filling:
     layouts: Sequence[Layout] = ()
     """Formats of a quantized checkpoint."""
     keeps_blocks: bool = False
-    """Whether quantized weights of a GGUF file stay as they are."""
+    """True: quantized weights of a GGUF file stay quantized."""
     quantization: QuantizationConfig | None = None
     input_bits: int | None = None
     cache: WeightsCache | None = None
@@ -90,11 +91,13 @@ class Filling:
                 return_free_memory()
 
         filled: set[str] = set()
-        if self.layouts:
-            filled = load_packed(checkpoint, model, self.layouts, device, settle, self.input_bits)
-        if self.keeps_blocks:
-            load_blocks(checkpoint, model, device, settle, self.input_bits)
-        checkpoint.load(model, filled=filled, settle=settle)
+        with LoadingProgress(stored_bytes(checkpoint.folder)) as progress:
+            checkpoint.digests.on_read = progress.advance
+            if self.layouts:
+                filled = load_packed(checkpoint, model, self.layouts, device, settle, self.input_bits)
+            if self.keeps_blocks:
+                load_blocks(checkpoint, model, device, settle, self.input_bits)
+            checkpoint.load(model, filled=filled, settle=settle)
         if quantizer is not None:
             quantizer.log()
         arrange_layers(model, device)

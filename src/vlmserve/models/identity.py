@@ -14,7 +14,7 @@ import json
 import math
 import mmap
 import zipfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -117,12 +117,14 @@ class TensorDigests:
     """Digests of tensors in files, each taken while its pages are in memory anyway."""
 
     def __init__(self) -> None:
+        self.on_read: Callable[[int], None] = lambda num_bytes: None
+        """Is told how many more bytes were read."""
         self._files: dict[Path, dict[str, _TensorDigest]] = {}
 
     def read(self, path: Path, name: str, share: float = 1.0) -> None:
         """Hash a tensor, or as much of it as was read. name: as the file has it. Files of PyTorch are left out."""
         if path.suffix not in PICKLES and (tensor := self._tensors(path).get(name)) is not None:
-            tensor.advance(share)
+            self.on_read(tensor.advance(share))
 
     def of_file(self, path: Path) -> dict[str, bytes]:
         """Digests of all tensors of a file by name, after hashing what was not read."""
@@ -141,14 +143,18 @@ class _TensorDigest:
         self._path, self._tensor = path, tensor
         self._hasher = blake3(tensor.description.encode())
         self._windows = _windows(path, tensor.start, tensor.end, tensor.row)
-        self._hashed = 0
+        self._hashed = self._read = 0
 
-    def advance(self, share: float) -> None:
+    def advance(self, share: float) -> int:
+        """Hash as much as was read. Returns the bytes that were read since the last call."""
+        size = self._tensor.end - self._tensor.start
         # Each item has the windows of at most `MAPPED_BYTES` of the file.
-        wanted = math.inf if share >= 1 else share * (self._tensor.end - self._tensor.start)
+        wanted = math.inf if share >= 1 else share * size
         while self._hashed < wanted and (windows := next(self._windows, None)) is not None:
             self._hasher.update(windows)
             self._hashed += MAPPED_BYTES
+        before, self._read = self._read, max(self._read, round(share * size))
+        return self._read - before
 
     def finish(self) -> bytes:
         self.advance(1.0)

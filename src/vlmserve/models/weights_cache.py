@@ -35,7 +35,7 @@ from vlmserve.models.packed_model import PackedModel
 FORMAT = 1
 """Version of the files."""
 SMALLEST_MODEL = 128 * 2**20
-"""Bytes of packed weights from which on a file is written: smaller models load as fast from their checkpoints."""
+"""Minimum bytes of packed weights in a file: smaller models load as fast from their checkpoints."""
 SUFFIX = ".weights"
 
 _MAGIC = b"vlmserve"
@@ -60,7 +60,7 @@ class CachedModel:
 
 @dataclass(frozen=True)
 class CacheFile:
-    """What `vlmserve cache` shows of a file. used: time of the last start that read it, in seconds since 1970."""
+    """A file, as `vlmserve cache` shows it. used: time of the last start that read it, in seconds since 1970."""
 
     path: Path
     model: str
@@ -150,7 +150,7 @@ class WeightsCache:
         logger.info("weights cache: kept %.1f MB for the next start in %s (%.1f s)", size / 1e6, path, seconds)
 
     def _shrink_to(self, limit: int) -> int:
-        """Remove files until the others have at most so many bytes, those least recently used first."""
+        """Remove the least recently used files until at most `limit` bytes are left. Returns the removed bytes."""
         files = sorted(((path.stat(), path) for path in self._paths(SUFFIX)), key=lambda file: file[0].st_mtime)
         total = sum(status.st_size for status, _ in files)
         removed = 0
@@ -196,7 +196,7 @@ def source_parts(
 
 @cache
 def _extension_digest() -> str:
-    """Of the compiled kernels, whose order of weights a build may change."""
+    """A digest of the compiled kernels: each build may order packed weights differently."""
     path = extension.extension().__file__
     return "" if path is None else blake3(Path(path).read_bytes()).hexdigest()
 

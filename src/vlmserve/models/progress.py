@@ -1,0 +1,76 @@
+"""How much of a checkpoint was read: a bar on a terminal, elsewhere a line in the log every 10 s."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from contextlib import ExitStack
+from typing import Self
+
+LINE_SECONDS = 10.0
+"""Seconds from one line of the log to the next."""
+SMALLEST_BAR = 256 * 2**20
+"""Bytes of a checkpoint from which on a terminal gets a bar."""
+
+logger = logging.getLogger(__name__)
+
+
+class LoadingProgress:
+    """Counts the bytes that were read of `total`."""
+
+    def __init__(self, total: int) -> None:
+        self._total, self._done = total, 0
+        self._started = self._said = time.monotonic()
+        self._bar = Bar(total) if sys.stderr.isatty() and total >= SMALLEST_BAR else None
+        self._exits = ExitStack()
+
+    def __enter__(self) -> Self:
+        if self._bar is not None:
+            self._exits.enter_context(self._bar)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._exits.close()
+
+    def advance(self, num_bytes: int) -> None:
+        """Count bytes that were read and prepared."""
+        self._done += num_bytes
+        if self._bar is not None:
+            self._bar.advance(num_bytes)
+            return
+        now = time.monotonic()
+        if now - self._said >= LINE_SECONDS:
+            self._said = now
+            logger.info(progress_text(self._done, self._total, now - self._started))
+
+
+class Bar:
+    """A bar on the terminal with bytes, rate and time left, which disappears at the end."""
+
+    def __init__(self, total: int) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
+
+        columns = ("loading weights", BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+        self._progress = Progress(*columns, console=Console(stderr=True), transient=True)
+        self._task = self._progress.add_task("", total=total)
+
+    def __enter__(self) -> Self:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._progress.stop()
+
+    def advance(self, num_bytes: int) -> None:
+        """Move on by so many bytes."""
+        self._progress.advance(self._task, num_bytes)
+
+
+def progress_text(done: int, total: int, seconds: float) -> str:
+    """A line for the log. seconds: since the first byte."""
+    rate = done / max(seconds, 1e-3)
+    left = max(0, total - done) / max(rate, 1.0)
+    share = f"{done / 1e9:.2f} of {total / 1e9:.2f} GB"
+    return f"loading weights: {share}, {rate / 1e6:.0f} MB/s, {left:.0f} s left"
