@@ -239,7 +239,10 @@ class EngineConfig(Settings):
     json_max_items: int = Field(
         1000, ge=0, le=100_000, description="Items of an array that a JSON schema does not bound; 0: any number."
     )
-    grammar_cache: int = Field(64, ge=1, description="Number of compiled grammars to keep.")
+    grammar_cache: int = Field(64, ge=1, description="Maximum number of compiled grammars to keep (default 64).")
+    grammar_cache_memory: ByteSize = Field(
+        512 * 1024**2, description="Maximum memory of compiled grammars to keep (default 512 MiB)."
+    )
     tool_call_parser: ToolCallParser = Field(
         "auto",
         description="Form of tool calls: hermes, llama3_json, mistral, qwen3_xml or qwen3_coder; auto reads it from "

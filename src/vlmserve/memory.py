@@ -42,6 +42,13 @@ def return_free_memory() -> None:
         trim(0)
 
 
+def resident_memory() -> int:
+    """Bytes of this process in main memory."""
+    import psutil
+
+    return int(psutil.Process().memory_info().rss)
+
+
 def num_killed(groups: ControlGroups | None = None) -> int:
     """How many processes the kernel has killed for want of memory, in this container or, if larger, on the machine."""
     folders = (groups or ControlGroups()).folders("memory")

@@ -78,6 +78,8 @@ class NewRequest(msgspec.Struct, frozen=True):
     adapter: bytes = b""
     scaling_block_ids: list[int] = []
     thoughts: Thoughts | None = None
+    client: str = ""
+    """Who sent it, see `EngineRequest`."""
 
 
 class CachedRequest(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -187,7 +189,8 @@ class ModelRunnerOutput(msgspec.Struct):
     """The output of a step, by request.
 
     token_ids: for each request whose newest token was computed, the sampled tokens: accepted drafts, and one more;
-    fewer if the answer ended. An end token is the last one. logprobs: one for each token, where they are asked for.
+    fewer if the answer ended. An end token is the last one. A request whose grammar is slow has its tokens in the
+    output of a later step instead. logprobs: one for each token, where they are asked for.
     prompt_logprobs: of the prompt's next tokens, where they are asked for; None for those of images.
     finish_reasons: of answers that their grammar has finished: "stop" where nothing can follow, "length" where the
     answer was closed because few tokens were left. failures: requests that cannot continue. scalings: of each adapter

@@ -288,6 +288,8 @@ class EngineRequest(msgspec.Struct, frozen=True, eq=False):
     beams: BeamSearch | None = None
     adapter: str = ""
     priority: int = 0
+    client: str = ""
+    """Who sent it. Clients share the time for grammars fairly."""
 
 
 class RequestTimings(msgspec.Struct, frozen=True):

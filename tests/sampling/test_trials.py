@@ -121,9 +121,13 @@ def test_requests_wait_for_their_grammars_only(folder):
     released: list[EngineRequest] = []
     deadline = time.monotonic() + 30
     while compiling and time.monotonic() < deadline:
-        released += compiling.release()
+        released += [one.request for one in compiling.release()]
         time.sleep(0.01)
     assert [one.request_id for one in released] == ["a"]
-    assert grammars.is_ready(Grammar.regex("a+"))
+    assert grammars.is_known(Grammar.regex("a+"))
     assert [one.request_id for one in compiling.hold([request("again", "a+")])] == ["again"]
+    assert not compiling.hold([request("broken", "(")])
+    while not (broken := compiling.release()) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert isinstance(broken[0].error, InvalidRequestError)
     compiling.close()

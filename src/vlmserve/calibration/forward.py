@@ -21,9 +21,8 @@ from vlmserve.models.protocols import LanguageModel, LoadedModel, VisionEncoder
 from vlmserve.quant.calibration import Observer
 from vlmserve.runner.batch import BatchBuilder
 from vlmserve.runner.requests import RequestState, ScheduledRequest
-from vlmserve.sampling.grammar import Matcher
 from vlmserve.steps import NewRequest
-from vlmserve.types import CrossInput, Grammar, Prompt, SamplingParams
+from vlmserve.types import CrossInput, Prompt, SamplingParams
 
 BLOCK_SIZE = 16
 TOKENS_AT_ONCE = 2048
@@ -180,11 +179,7 @@ def _scheduled(decoder: LanguageModel, prompt: Prompt, number: int, block_ids: r
         images=tuple(span.placement for span in prompt.images),
         cross_key=None if prompt.cross is None else key_of(prompt.cross),
     )
-    return ScheduledRequest(RequestState(request, decoder, _no_grammar), 0, length, [], 0)
-
-
-def _no_grammar(grammar: Grammar) -> Matcher:
-    raise AssertionError("prompts of calibration have no grammar")
+    return ScheduledRequest(RequestState(request, decoder), 0, length, [], 0)
 
 
 def encode_images(

@@ -1,12 +1,21 @@
-"""Requests whose grammars compile in a thread while the engine steps."""
+"""Requests whose grammars compile in threads while the engine steps."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
+from typing import NamedTuple
 
+from vlmserve.errors import VLMServeError
 from vlmserve.sampling.grammar import GrammarCompiler, Matcher
 from vlmserve.types import EngineRequest
+
+
+class Released(NamedTuple):
+    """A request whose grammar was compiled, or the error of a broken grammar."""
+
+    request: EngineRequest
+    error: VLMServeError | None
 
 
 class CompilingRequests:
@@ -14,7 +23,6 @@ class CompilingRequests:
 
     def __init__(self, grammars: GrammarCompiler) -> None:
         self._grammars = grammars
-        self._executor = ThreadPoolExecutor(1, "compile-grammars")
         self._held: list[tuple[EngineRequest, Future[Matcher]]] = []
 
     def __bool__(self) -> bool:
@@ -25,17 +33,17 @@ class CompilingRequests:
         ready = []
         for request in requests:
             grammar = request.params.grammar
-            if grammar is None or self._grammars.is_ready(grammar):
+            if grammar is None or self._grammars.is_known(grammar):
                 ready.append(request)
             else:
-                self._held.append((request, self._executor.submit(self._grammars.matcher, grammar)))
+                self._held.append((request, self._grammars.begin(grammar, request.client)))
         return ready
 
-    def release(self) -> list[EngineRequest]:
-        """Return the requests whose grammars have compiled. Adding a request repeats the error of a broken grammar."""
-        done = [request for request, compiled in self._held if compiled.done()]
+    def release(self) -> list[Released]:
+        """Return the requests whose grammars have compiled or are broken."""
+        done = [(request, compiled) for request, compiled in self._held if compiled.done()]
         self._held = [(request, compiled) for request, compiled in self._held if not compiled.done()]
-        return done
+        return [Released(request, _error(compiled)) for request, compiled in done]
 
     def abort(self, request_ids: Sequence[str]) -> None:
         """Drop requests."""
@@ -46,5 +54,12 @@ class CompilingRequests:
         self._held = [held for held in self._held if held[0].request_id not in dropped]
 
     def close(self) -> None:
-        """Stop compiling."""
-        self._executor.shutdown(wait=False, cancel_futures=True)
+        """Cancel what has not begun to compile."""
+        self.abort([request.request_id for request, _ in self._held])
+
+
+def _error(compiled: Future[Matcher]) -> VLMServeError | None:
+    error = compiled.exception()
+    if error is not None and not isinstance(error, VLMServeError):
+        raise error
+    return error

@@ -59,8 +59,8 @@ logger = logging.getLogger(__name__)
 
 USUAL_TOKENS = 2048
 """Of the requests that the log counts, prompt and answer together."""
-_LOAD_WAIT = 0.05
-"""Seconds that an engine without other work waits for an adapter, before it looks whether it got other work."""
+_WAIT = 0.05
+"""Seconds that an engine without other work waits for a grammar or an adapter before it looks for other work."""
 
 
 @dataclass(slots=True)
@@ -152,9 +152,9 @@ class Engine(BaseEngine):
         self._overlaps = model.device.draw_later is not None and followers is None
         sizes = (num_blocks, num_host_blocks, config.block_size)
         if followers is None:
-            self._runner = ModelRunner(model, *sizes, self._grammars.matcher, slots)
+            self._runner = ModelRunner(model, *sizes, self._grammars.begin, slots)
         else:
-            self._runner = LeadingRunner(model, *sizes, self._grammars.matcher, followers)
+            self._runner = LeadingRunner(model, *sizes, self._grammars.begin, followers)
         self._followers = followers
         self._scheduler = Scheduler(
             cache=self._cache,
@@ -225,12 +225,12 @@ class Engine(BaseEngine):
         adapter = self._adapter(request.adapter)
         if adapter is not None and adapter.vision:
             request = msgspec.structs.replace(request, prompt=_with_adapter(request.prompt, adapter.digest))
-        seed, grammar = request.params.seed, request.params.grammar
+        seed = request.params.seed
         first_position = self._first_position(len(request.prompt.token_ids))
         # Keys and values depend on the positions at which they were computed.
         identity = self._identity + (b" from %d" % first_position if first_position else b"")
-        if grammar is not None:
-            self._grammars.matcher(grammar)  # refuses what cannot be compiled; the runner makes one of its own
+        if request.params.grammar is not None:
+            self._grammars.check(request.params.grammar)
         digest = b"" if adapter is None else adapter.digest
         scaling_root = self._scaling_root(request, adapter, identity)
         max_len = self._max_len if scaling_root is None else self._max_mixed_len
@@ -271,17 +271,12 @@ class Engine(BaseEngine):
         ran = time.perf_counter()
         if is_ahead:
             self._scheduler.forget_ended(step, output)
-        prompt_tokens = self._note_progress(step, output, planned, ran)
+        prompt_tokens = self._note_progress(step, output, planned)
         self._costs.computed(prompt_tokens, output.timings.model)
         self._costs.copied(step.block_copies, output.timings.transfer)
         self._limits.ran(step, output.timings, prompt_tokens)
-        requests = self._scheduler.requests
-        ran_requests = [requests[request_id] for request_id in output.token_ids]
-        answered = {request.answer_id: request for request in ran_requests}
-        outputs = self._unanswerable()
-        outputs += [_with_timings(answered[one.request_id], one, ran) for one in self._scheduler.update(step, output)]
+        outputs = self._unanswerable() + self._update(step, output, ran)
         self._prompt_tokens += prompt_tokens
-        self._generation_tokens += sum(_num_tokens(one) for one in outputs)
         self._images_encoded += len(step.images_to_encode) + sum(one.products is None for one in step.encodings)
         self._steps += 1
         if self._adapters is not None:
@@ -292,11 +287,24 @@ class Engine(BaseEngine):
         self.timings = StepTimings(max(0.0, planned - started) + ended - ran, output.timings)
         return outputs
 
+    def _update(self, step: SchedulerOutput, output: ModelRunnerOutput, ran: float) -> list[EngineOutput]:
+        """Apply the output of a step that ended at the time `ran`."""
+        requests = self._scheduler.requests
+        ran_requests = [requests[request_id] for request_id in output.token_ids if request_id in requests]
+        for request in ran_requests:
+            request.answered = request.answered or ran
+        answered = {request.answer_id: request for request in ran_requests}
+        outputs = [_with_timings(answered[one.request_id], one, ran) for one in self._scheduler.update(step, output)]
+        self._generation_tokens += sum(_num_tokens(one) for one in outputs)
+        return outputs
+
     def _without_work(self) -> list[EngineOutput]:
-        """Requests wait for an adapter that is being read, or cannot be."""
+        """Requests wait for a slow grammar, or for an adapter that is being read or cannot be."""
         outputs = self._unanswerable()
+        if not outputs:
+            outputs = self._update(SchedulerOutput(), self._runner.collect(_WAIT), time.perf_counter())
         if self._adapters is not None and not outputs:
-            self._adapters.store.wait(_LOAD_WAIT)
+            self._adapters.store.wait(_WAIT)
         return outputs
 
     def _unanswerable(self) -> list[EngineOutput]:
@@ -343,9 +351,8 @@ class Engine(BaseEngine):
             return super().unload_adapter(name)
         self._adapters.store.unload(name)
 
-    def _note_progress(self, step: SchedulerOutput, output: ModelRunnerOutput, planned: float, ran: float) -> int:
-        """Record when requests first ran, had an image encoded and had their first token. Returns how many prompt
-        tokens the step computed."""
+    def _note_progress(self, step: SchedulerOutput, output: ModelRunnerOutput, planned: float) -> int:
+        """Record when requests first ran and had an image encoded. Returns how many prompt tokens the step computed."""
         requests = self._scheduler.requests
         for key in step.encoded_keys:
             for request_id in self._scheduler.images.cache.holders(key):
@@ -362,8 +369,6 @@ class Engine(BaseEngine):
             elif request.answered:
                 continue
             request.started = request.started or planned
-            if not request.answered and scheduled.request_id in output.token_ids:
-                request.answered = ran
         return prompt_tokens
 
     def _tower_products(self, image: ImageInput) -> int:

@@ -28,5 +28,6 @@ def grammar_compiler(config: EngineConfig, folder: Path | None, vocab_size: int)
         vocab_size=vocab_size,
         max_bytes=config.max_grammar_bytes,
         cache_size=config.grammar_cache,
+        cache_bytes=config.grammar_cache_memory,
         bounds=JSONBounds.of(config),
     )

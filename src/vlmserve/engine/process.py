@@ -23,7 +23,7 @@ import zmq
 from vlmserve.config import EngineConfig
 from vlmserve.engine import create_engine
 from vlmserve.engine.child import child_environment, exit_with_parent, socket_directory
-from vlmserve.engine.compiling import CompilingRequests
+from vlmserve.engine.compiling import CompilingRequests, Released
 from vlmserve.engine.heartbeat import Heartbeat, StepClock
 from vlmserve.engine.messages import (
     Abort,
@@ -162,7 +162,7 @@ def serve_engine(engine: VLMEngine, socket: zmq.Socket[bytes], clock: StepClock 
         clock.begin()
         if any(one is not socket for one, _ in awake):
             engine.check()
-        accepted = _add(engine, compiling.release(), socket)
+        accepted = _add_released(engine, compiling.release(), socket)
         aborted = False
         for _ in range(_MAX_MESSAGES_PER_STEP):
             try:
@@ -222,6 +222,14 @@ def _add(engine: VLMEngine, requests: list[EngineRequest], socket: zmq.Socket[by
         else:
             accepted.append(request.request_id)
     return accepted
+
+
+def _add_released(engine: VLMEngine, released: list[Released], socket: zmq.Socket[bytes]) -> list[str]:
+    """Queue requests whose grammars have compiled. Returns and sends what `_add` does."""
+    for request, error in released:
+        if error is not None:
+            _send(socket, Failed(request.request_id, Failure.of(error)))
+    return _add(engine, [request for request, error in released if error is None], socket)
 
 
 def main() -> int:

@@ -18,7 +18,7 @@ class FinishedLoad(NamedTuple):
 
 
 class VLMEngine(Protocol):
-    """A synchronous, single-threaded engine: no event loop, socket or thread of its own."""
+    """A synchronous engine without an event loop or socket. One thread at a time may call it."""
 
     @property
     def info(self) -> ModelInfo:
@@ -27,7 +27,7 @@ class VLMEngine(Protocol):
 
     @property
     def grammars(self) -> GrammarCompiler:
-        """Compiles grammars for `add`, in any thread. `add` waits for a grammar that was not compiled before."""
+        """Compiles grammars, in any thread. `add` compiles a grammar that is not known."""
         ...
 
     @property

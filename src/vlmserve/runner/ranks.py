@@ -11,8 +11,9 @@ import msgspec
 from vlmserve.frames import Frames, pack
 from vlmserve.layers.parallel import Ranks
 from vlmserve.models.protocols import LoadedModel
-from vlmserve.runner.requests import MakeMatcher, ScheduledRequest
+from vlmserve.runner.requests import ScheduledRequest
 from vlmserve.runner.runner import ModelRunner, Run, RunningStep
+from vlmserve.sampling.guide import MakeMatcher
 from vlmserve.steps import ModelRunnerOutput, NewRequest, SchedulerOutput
 from vlmserve.types import Grammar, SamplingParams
 
@@ -87,6 +88,12 @@ class LeadingRunner(ModelRunner):
 
         return RunningStep(finish)
 
+    def collect(self, timeout: float) -> ModelRunnerOutput:
+        """See `ModelRunner.collect`."""
+        output = super().collect(timeout)
+        self._sampled = {**self._sampled, **output.token_ids}
+        return output
+
 
 class FollowingRunner(ModelRunner):
     """The runner of another rank: it computes what rank 0 computes, and is told which tokens that samples."""
@@ -112,5 +119,5 @@ def _unsampled(request: NewRequest) -> NewRequest:
     return msgspec.structs.replace(request, params=kept, thoughts=None)
 
 
-def _no_matcher(grammar: Grammar) -> NoReturn:
+def _no_matcher(grammar: Grammar, client: str) -> NoReturn:
     raise AssertionError("only rank 0 has grammars")

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 import numpy as np
 
 from vlmserve.models.protocols import LanguageModel
 from vlmserve.sampling.bad_words import BadWords
-from vlmserve.sampling.grammar import Allowed, Matcher
+from vlmserve.sampling.grammar import Allowed
+from vlmserve.sampling.guide import ComputeMask, Guide, Guides, MakeMatcher
 from vlmserve.sampling.logits_processor import LogitsProcessor
 from vlmserve.sampling.ngrams import RepeatedNgrams
 from vlmserve.sampling.sampler import SamplingRow
 from vlmserve.sampling.thoughts import Thinking
 from vlmserve.steps import CachedRequest, NewRequest, SchedulerOutput
-from vlmserve.types import Grammar, ImagePlacement, bidirectional_spans
-
-MakeMatcher = Callable[[Grammar], Matcher]
+from vlmserve.types import ImagePlacement, bidirectional_spans
 
 _NOTHING_BANNED: frozenset[int] = frozenset()
 _IMAGE = -1
@@ -33,7 +32,7 @@ class RequestState:
     ``first <= i < last`` that attend to each other in both directions. is_plain_text: whether it has no images, and its
     positions count its tokens.
     adapter: the digest of its adapter; empty: none.
-    matcher: where its answer stands in its grammar. logits_processor: its biases and penalties. ngrams: those that it
+    guide: follows its grammar; None: it has none. logits_processor: its biases and penalties. ngrams: those that it
     must not repeat. thinking: where it stands in its thoughts, which no grammar holds for; None: it has none.
     permitted: ``[vocabulary]``, the tokens that it may have at all; None: all. bad_words: words that it must not have.
     num_scored: leading tokens of the prompt whose logprobs are known, while some are asked for that are not; else None.
@@ -42,17 +41,17 @@ class RequestState:
     __slots__ = (
         "_first_position",
         "_max_short_len",
-        "_shortest_answer",
+        "_vocab_size",
         "adapter",
         "bad_words",
         "bidirectional_spans",
         "block_table",
         "cross_key",
         "end_token_ids",
+        "guide",
         "images",
         "is_plain_text",
         "logits_processor",
-        "matcher",
         "max_len",
         "ngrams",
         "num_prompt_tokens",
@@ -66,7 +65,8 @@ class RequestState:
         "token_ids",
     )
 
-    def __init__(self, request: NewRequest, model: LanguageModel, make_matcher: MakeMatcher) -> None:
+    def __init__(self, request: NewRequest, model: LanguageModel, guides: Guides | None = None) -> None:
+        """guides: for requests with grammars."""
         self.request_id = request.request_id
         self.token_ids = list(request.token_ids)
         self.num_prompt_tokens = request.num_prompt_tokens
@@ -82,11 +82,11 @@ class RequestState:
         self.bidirectional_spans = bidirectional_spans(request.images, self.num_prompt_tokens, model.bidirectional)
         scores_prompt = self.params.prompt_logprobs is not None and self.num_prompt_tokens > 1
         self.num_scored = 1 if scores_prompt else None
-        self.matcher = None if self.params.grammar is None else make_matcher(self.params.grammar)
         self.thinking = Thinking.of(request.thoughts, self.params)
-        self._shortest_answer = 0
-        if self.thinking is not None and self.matcher is not None:
-            self._shortest_answer = self.matcher.shortest()
+        self.guide: Guide | None = None
+        if self.params.grammar is not None and guides is not None:
+            measures = self.thinking is not None
+            self.guide = guides.start(self.params.grammar, request.client, self._next_mask(), measures=measures)
         self.logits_processor: LogitsProcessor | None = None
         if self.params.logit_bias or self.params.penalizes:
             self.logits_processor = LogitsProcessor(self.params, self._text_tokens())
@@ -97,7 +97,8 @@ class RequestState:
         self.permitted: Allowed | None = None
         if self.params.allowed_token_ids is not None:
             self.permitted = np.zeros(model.vocab_size, np.bool_)
-            self.permitted[[*self.params.allowed_token_ids, *(self.end_token_ids if self.matcher else ())]] = True
+            self.permitted[[*self.params.allowed_token_ids, *(self.end_token_ids if self.guide else ())]] = True
+        self._vocab_size = model.vocab_size
         self._first_position = model.first_position(self.num_prompt_tokens)
         self._max_short_len = model.max_short_len
         has_images = bool(self.images) or self.cross_key is not None
@@ -121,9 +122,9 @@ class RequestState:
             return SamplingRow(self.params, self.seed, num_generated, forced=forced)
         may_end = num_generated >= self.params.min_tokens
         banned, allowed = _NOTHING_BANNED, None
-        if self.matcher is not None and not self.is_thinking:
-            allowed = self.matcher.allowed(self.end_token_ids, may_end=may_end, left=self._left)
-        elif self.matcher is not None or not may_end:
+        if self.guide is not None and not self.is_thinking:
+            allowed = self._allowed(self.guide)
+        elif self.guide is not None or not may_end:
             banned = self.end_token_ids
         if self.thinking is not None and self.thinking.is_before:
             start_id = self.thinking.thoughts.start_id
@@ -148,15 +149,19 @@ class RequestState:
         return None if self.thinking is None else self.thinking.forced(self._left, self._shortest_answer)
 
     @property
+    def _shortest_answer(self) -> int:
+        return 0 if self.guide is None else self.guide.shortest
+
+    @property
     def _left(self) -> int:
         """Tokens that may still come."""
         return self.max_len - len(self.token_ids)
 
-    def settle(self, token_id: int) -> int:
-        """A token that was chosen, or the one that has to come instead, so that its grammar can be completed."""
-        if self.matcher is None or (self.thinking is not None and self.thinking.takes(token_id)):
-            return token_id
-        return self.matcher.settle(token_id)
+    def settles(self, token_id: int) -> bool:
+        """Return whether the guide decides about a sampled token."""
+        if self.guide is None or not self.guide.searches:
+            return False
+        return self.thinking is None or not self.thinking.takes(token_id)
 
     def append(self, token_id: int) -> None:
         """A new token of the answer."""
@@ -169,8 +174,24 @@ class RequestState:
         if self.thinking is not None:
             is_thought = self.thinking.takes(token_id)
             self.thinking.append(token_id)
-        if self.matcher is not None and not is_thought:
-            self.matcher.advance(token_id)
+        if self.guide is not None:
+            if not is_thought:
+                self.guide.advance(token_id)
+            mask = None if self.guide.finished or self._left <= 0 else self._next_mask()
+            if mask is not None:
+                self.guide.expect(mask)
+
+    def _next_mask(self) -> ComputeMask | None:
+        """Return a function that computes the mask of the next token; None if the grammar does not hold for it."""
+        if self.is_thinking:
+            return None
+        ends, left = self.end_token_ids, self._left
+        may_end = len(self.token_ids) - self.num_prompt_tokens >= self.params.min_tokens
+        return lambda matcher: matcher.allowed(ends, may_end=may_end, left=left)
+
+    def _allowed(self, guide: Guide) -> Allowed:
+        mask = guide.allowed
+        return np.zeros(self._vocab_size, np.bool_) if mask is None else mask
 
     def set_blocks(self, scheduled: CachedRequest) -> None:
         """Update the block table from a step."""
@@ -221,7 +242,7 @@ class RequestStates:
 
     def __init__(self, model: LanguageModel, make_matcher: MakeMatcher) -> None:
         self._model = model
-        self._make_matcher = make_matcher
+        self._guides = Guides(make_matcher)
         self._states: dict[str, RequestState] = {}
         self._has_adapters = False
 
@@ -241,9 +262,11 @@ class RequestStates:
         """
         states = self._states
         for request_id in step.finished_request_ids:
-            del states[request_id]
+            guide = states.pop(request_id).guide
+            if guide is not None:
+                guide.close()
         for new in step.new_requests:
-            states[new.request_id] = RequestState(new, self._model, self._make_matcher)
+            states[new.request_id] = RequestState(new, self._model, self._guides)
             self._has_adapters = self._has_adapters or bool(new.adapter)
         for cached in step.cached_requests:
             if cached.new_block_ids:

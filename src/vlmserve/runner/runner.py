@@ -21,8 +21,9 @@ from vlmserve.runner.batch import Batch, BatchBuilder, OtherMemory
 from vlmserve.runner.encoder import ImageEncoder
 from vlmserve.runner.kv import KVTensors
 from vlmserve.runner.prompt_logprobs import score_prompts
-from vlmserve.runner.requests import MakeMatcher, RequestStates, ScheduledRequest
-from vlmserve.runner.sampling import append_drawn, can_draw_later, sample_tokens
+from vlmserve.runner.requests import RequestStates, ScheduledRequest
+from vlmserve.runner.sampling import TokenSampler, append_drawn, can_draw_later
+from vlmserve.sampling.guide import MakeMatcher
 from vlmserve.sampling.sampler import changes_of, filters_of
 from vlmserve.steps import ModelRunnerOutput, RequestFailure, RunTimings, SchedulerOutput
 
@@ -91,8 +92,8 @@ class ModelRunner:
     """Owns the model, the KV cache's tensors, the embeddings of images, and the states of requests. All that it knows
     of requests comes from the steps that it runs.
 
-    make_matcher: makes a matcher of a request's grammar, which was compiled before. padding_block: the KV block after
-    all others, which rows that only pad a batch write to, where the device pads.
+    make_matcher: starts a matcher of a request's grammar. padding_block: the KV block after all others, which rows that
+    only pad a batch write to, where the device pads.
     """
 
     def __init__(
@@ -110,6 +111,7 @@ class ModelRunner:
         self.padding_block = num_blocks
         self._adapters = adapters
         self._requests = RequestStates(model.language_model, make_matcher)
+        self._sampler = TokenSampler(model.device.draw, model.device.torch_device)
         self._images = ImageEncoder(model, adapters)
         self._batches = BatchBuilder(block_size, model.device, num_blocks, self._images.embeddings)
         self._scaling_batches = BatchBuilder(
@@ -133,6 +135,14 @@ class ModelRunner:
             return RunningStep(_raising(error))
 
     @torch.inference_mode()
+    def collect(self, timeout: float) -> ModelRunnerOutput:
+        """Return tokens that earlier steps could not sample, because grammars were slow. timeout: seconds to wait for
+        one of them."""
+        output = ModelRunnerOutput()
+        self._sampler.collect(timeout, output)
+        return output
+
+    @torch.inference_mode()
     def _launch(self, step: SchedulerOutput) -> Callable[[], ModelRunnerOutput]:
         """Start a step; what is returned waits for its output."""
         device = self.model.device
@@ -145,6 +155,7 @@ class ModelRunner:
         products = self._images.run(step)
         clock.mark()
         output = ModelRunnerOutput()
+        self._sampler.drop(step.finished_request_ids)
         scheduled = self._requests.update(step)
         scheduled = _fail(output, scheduled, [request for request in scheduled if self._images.lacks_any(request)])
         run = self._compute(scheduled, clock) if scheduled else None
@@ -176,7 +187,7 @@ class ModelRunner:
         """Sample the step's tokens. Where the device draws them later, what is returned waits for them."""
         device = self.model.device
         if run.later is None:
-            sample_tokens(run.logits, scheduled, output, device.draw)
+            self._sampler.sample(run.logits, scheduled, output)
             return None
         drawn = run.later.launch(run.logits, run.batch.further)
         self._drawn = drawn if run.sampled else self._drawn

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Iterable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,42 +13,125 @@ from torch import Tensor
 from vlmserve.kernels.torch_sampling import Draw
 from vlmserve.kernels.transfers import to_device
 from vlmserve.runner.requests import RequestState, ScheduledRequest
+from vlmserve.sampling.guide import Guide
 from vlmserve.sampling.logprobs import token_logprobs
 from vlmserve.sampling.sampler import sample
 from vlmserve.steps import ModelRunnerOutput, RequestFailure
 
+_PATIENCE = 0.005
+"""Seconds that a step waits for grammars. Ordinary masks are computed by then."""
 
-def sample_tokens(logits: Tensor, batch: Sequence[ScheduledRequest], output: ModelRunnerOutput, draw: Draw) -> None:
-    """Sample the next tokens of each request, and append them to the requests' states and to `output`.
 
-    logits: float32 ``[rows, vocabulary]``, `num_sampled` rows of each request in order; overwritten.
-    draw: the device's.
+class _Row(NamedTuple):
+    """A row of logits to sample from. place: its number in the logits of the step; None: the logits are `kept`."""
 
-    A draft is accepted if it equals the token that is sampled in its place; then the row after it is sampled as well.
-    Rows are sampled in rounds, one row of each request in each, because penalties, grammars and random numbers depend
-    on the tokens before. So answers are the same with and without drafts.
+    state: RequestState
+    place: int | None = None
+    drafts: Sequence[int] = ()
+    kept: Tensor | None = None
+
+    @property
+    def pending(self) -> Future[Any] | None:
+        """Work of its grammar that is not done."""
+        return None if self.state.guide is None else self.state.guide.pending
+
+
+class TokenSampler:
+    """Samples the next tokens of requests.
+
+    A row whose grammar is slow keeps its logits in host memory and gets its token in a later step, so other requests do
+    not wait. A request has at most one such row.
     """
-    first = 0
-    going: list[tuple[int, ScheduledRequest]] = []
-    for request in batch:
-        if request.num_sampled:
-            going.append((first, request))
-            output.token_ids[request.state.request_id] = []
-            if request.state.params.logprobs is not None:
-                output.logprobs[request.state.request_id] = []
-        first += request.num_sampled
-    depth = 0
-    while going:
-        all_rows = len(going) == len(logits)
-        rows = logits if all_rows else logits[to_device(torch.tensor([row + depth for row, _ in going]), logits.device)]
-        tokens = _sample_once(rows, [request.state for _, request in going], output, draw)
+
+    def __init__(self, draw: Draw, device: torch.device) -> None:
+        """draw: samples on that device."""
+        self._draw, self._device = draw, device
+        self._late: dict[str, _Row] = {}
+
+    def drop(self, request_ids: Iterable[str]) -> None:
+        """Forget late rows of requests."""
+        for request_id in request_ids:
+            self._late.pop(request_id, None)
+
+    def sample(self, logits: Tensor, batch: Sequence[ScheduledRequest], output: ModelRunnerOutput) -> None:
+        """Sample the next tokens of each request and of late rows. Append them to the requests' states and to `output`.
+
+        logits: float32 ``[rows, vocabulary]``, `num_sampled` rows of each request in order; overwritten.
+
+        A draft is accepted if it equals the token that is sampled in its place; then the row after it is sampled as
+        well. Rows are sampled in rounds, one row of each request in each, because penalties, grammars and random
+        numbers depend on the tokens before. So answers are the same with and without drafts.
+        """
+        self.drop(request.state.request_id for request in batch)  # preempted since; their logits are here again
+        first = 0
+        rows: list[_Row] = []
+        for request in batch:
+            if request.num_sampled:
+                rows.append(_Row(request.state, first, request.draft_token_ids))
+            first += request.num_sampled
+        deadline = time.monotonic() + _PATIENCE
+        _wait(rows, deadline)
+        rows += [row for row in self._late.values() if row.pending is None]
+        while rows:
+            rows = self._round(rows, logits, output, deadline)
+
+    def collect(self, timeout: float, output: ModelRunnerOutput) -> None:
+        """Sample late rows. timeout: seconds to wait until one of them is ready."""
+        pending = [row.pending for row in self._late.values()]
+        if all(pending):
+            wait(filter(None, pending), timeout, FIRST_COMPLETED)
+        rows = [row for row in self._late.values() if row.pending is None]
+        if rows:
+            self._round(rows, None, output, time.monotonic() + _PATIENCE)
+
+    def _round(
+        self, rows: Sequence[_Row], logits: Tensor | None, output: ModelRunnerOutput, deadline: float
+    ) -> list[_Row]:
+        """Sample a token of each row. Returns the rows after drafts that were right."""
+        _wait(rows, deadline)
+        ready = []
+        for row in rows:
+            if row.pending is None:
+                ready.append(row)
+            elif row.place is not None and logits is not None:
+                self._keep(row.state, logits[row.place], output)
+        if not ready:
+            return []
+        own = self._gather(ready, logits)
+        searching = [index for index, row in enumerate(ready) if row.state.guide and row.state.guide.searches]
+        raw = dict(zip(searching, own[searching], strict=True)) if searching else {}
+        asking = [index for index, row in enumerate(ready) if row.state.params.logprobs is not None]
+        raw_asked = own[asking] if asking else None  # sampling overwrites them
+        drawn = sample(own, [row.state.sampling_row() for row in ready], self._draw)
+        tokens, undecided = _settle(ready, drawn, deadline)
+        if raw_asked is not None:
+            _add_logprobs(raw_asked, asking, ready, tokens, undecided, output)
         drafted = []
-        for (row, request), token in zip(going, tokens, strict=True):
-            continues = _append(request.state, token, output)
-            if continues and depth < len(request.draft_token_ids) and request.draft_token_ids[depth] == token:
-                drafted.append((row, request))
-        going = drafted
-        depth += 1
+        for index, (row, token) in enumerate(zip(ready, tokens, strict=True)):
+            if index in undecided:
+                self._keep(row.state, raw[index], output)
+                continue
+            self._late.pop(row.state.request_id, None)
+            goes_on = _append(row.state, token, output)
+            if goes_on and row.place is not None and row.drafts and row.drafts[0] == token:
+                drafted.append(_Row(row.state, row.place + 1, row.drafts[1:]))
+        return drafted
+
+    def _keep(self, state: RequestState, logits: Tensor, output: ModelRunnerOutput) -> None:
+        """Sample from ``[vocabulary]`` logits later. Logits after an accepted draft are computed again instead."""
+        if state.request_id not in output.token_ids:
+            self._late[state.request_id] = _Row(state, kept=logits.to("cpu", copy=True))
+
+    def _gather(self, rows: Sequence[_Row], logits: Tensor | None) -> Tensor:
+        """Return ``[rows, vocabulary]`` logits; `logits` itself if it has exactly these rows."""
+        places = [row.place for row in rows if row.place is not None]
+        kept = [to_device(row.kept, self._device) for row in rows if row.kept is not None]
+        late = [torch.stack(kept)] if kept else []
+        if logits is None or not places:
+            return late[0]
+        if len(places) < len(logits):
+            logits = logits[to_device(torch.tensor(places), logits.device)]
+        return torch.cat([logits, *late]) if late else logits
 
 
 def can_draw_later(batch: Sequence[ScheduledRequest]) -> bool:
@@ -53,7 +139,7 @@ def can_draw_later(batch: Sequence[ScheduledRequest]) -> bool:
     return all(
         request.num_sampled <= 1
         and not request.draft_token_ids
-        and request.state.matcher is None
+        and request.state.guide is None
         and request.state.permitted is None
         and request.state.forced is None
         and request.state.params.logprobs is None
@@ -64,51 +150,76 @@ def can_draw_later(batch: Sequence[ScheduledRequest]) -> bool:
 def append_drawn(tokens: Sequence[int], drawn: Sequence[ScheduledRequest], output: ModelRunnerOutput) -> None:
     """Append tokens that were drawn later, one of each request in order, to their states and to `output`."""
     for request, token in zip(drawn, tokens, strict=True):
-        output.token_ids[request.state.request_id] = []
         _append(request.state, None if token < 0 else token, output)
 
 
-def _sample_once(
-    logits: Tensor, states: Sequence[RequestState], output: ModelRunnerOutput, draw: Draw
-) -> list[int | None]:
-    """A token for each row, and its logprobs where they are asked for."""
-    asking = [index for index, state in enumerate(states) if state.params.logprobs is not None]
-    raw = logits[asking] if asking else None  # sampling overwrites them
-    rows = [state.sampling_row() for state in states]
-    drawn = sample(logits, rows, draw)
-    tokens = [
-        token if token is None or state.matcher is None else state.settle(token)
-        for token, state in zip(drawn, states, strict=True)
-    ]
-    if raw is not None:
-        chosen = [tokens[index] or 0 for index in asking]
-        num_top = [states[index].params.logprobs or 0 for index in asking]
-        wanted = [states[index].params.logprob_token_ids for index in asking]
-        for index, scores in zip(asking, token_logprobs(raw, chosen, num_top, wanted), strict=True):
+def _wait(rows: Iterable[_Row], deadline: float) -> None:
+    """Wait for the grammars of rows."""
+    pending = [work for row in rows if (work := row.pending) is not None]
+    if pending:
+        wait(pending, max(0.0, deadline - time.monotonic()))
+
+
+def _settle(
+    rows: Sequence[_Row], drawn: Sequence[int | None], deadline: float
+) -> tuple[list[int | None], frozenset[int]]:
+    """Replace tokens that would keep an answer from being completed.
+
+    Also returns the rows that have to wait longer for this decision.
+    """
+    tokens = list(drawn)
+    searching: dict[int, Guide] = {}
+    for index, (row, token) in enumerate(zip(rows, drawn, strict=True)):
+        if token is not None and row.state.guide is not None and row.state.settles(token):
+            row.state.guide.settle(token)
+            searching[index] = row.state.guide
+    _wait([rows[index] for index in searching], deadline)
+    undecided = frozenset(index for index, guide in searching.items() if guide.pending is not None)
+    for index in searching.keys() - undecided:
+        tokens[index] = searching[index].settled
+    return tokens, undecided
+
+
+def _add_logprobs(
+    logits: Tensor,
+    asking: Sequence[int],
+    rows: Sequence[_Row],
+    tokens: Sequence[int | None],
+    undecided: frozenset[int],
+    output: ModelRunnerOutput,
+) -> None:
+    """Output the logprobs of tokens. asking: the rows that `logits` belong to."""
+    params = [rows[index].state.params for index in asking]
+    chosen = [tokens[index] or 0 for index in asking]
+    num_top = [one.logprobs or 0 for one in params]
+    wanted = [one.logprob_token_ids for one in params]
+    for index, scores in zip(asking, token_logprobs(logits, chosen, num_top, wanted), strict=True):
+        if index not in undecided:
+            logprobs = output.logprobs.setdefault(rows[index].state.request_id, [])
             if tokens[index] is not None:
-                output.logprobs[states[index].request_id].append(scores)
-    return tokens
+                logprobs.append(scores)
 
 
 def _append(state: RequestState, token: int | None, output: ModelRunnerOutput) -> bool:
     """Append a sampled token; None: no token could be sampled. Returns whether another one may follow."""
-    request_id, matcher = state.request_id, state.matcher
+    request_id, guide = state.request_id, state.guide
+    tokens = output.token_ids.setdefault(request_id, [])
     if token is None:
-        if matcher is not None and matcher.finished:
+        if guide is not None and guide.finished:
             output.finish_reasons[request_id] = "stop"
-        elif matcher is not None and matcher.error is not None:
-            output.failures[request_id] = RequestFailure("grammar", matcher.error)
+        elif guide is not None and guide.error is not None:
+            output.failures[request_id] = RequestFailure("grammar", guide.error)
         else:
             output.failures[request_id] = RequestFailure("not_finite" if state.permitted is None else "no_token")
         return False
-    output.token_ids[request_id].append(token)
+    tokens.append(token)
     if token in state.end_token_ids:
         return False
     state.append(token)
-    if matcher is not None and not state.is_thinking:
-        if matcher.cut and matcher.complete:
+    if guide is not None and not state.is_thinking:
+        if guide.cut_off:
             output.finish_reasons[request_id] = "length"
-        elif matcher.finished:
+        elif guide.finished:
             output.finish_reasons[request_id] = "stop"
         return request_id not in output.finish_reasons
     return True

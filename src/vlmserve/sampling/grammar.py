@@ -6,6 +6,7 @@ text of: what a grammar allows and what a client reads are the same. Imports no 
 
 from __future__ import annotations
 
+import hashlib
 import json
 import threading
 from collections import OrderedDict
@@ -13,15 +14,17 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from vlmserve.errors import InvalidRequestError
+from vlmserve.memory import resident_memory
 from vlmserve.prompt.detokenize import byte_rule
 from vlmserve.prompt.tokenizer import Tokenizer
 from vlmserve.sampling.closing import ClosingTokens
+from vlmserve.sampling.fair_workers import FairWorkers
 from vlmserve.sampling.schemas import UNBOUNDED, JSONBounds, any_object, guided_schema, read_schema
 from vlmserve.types import Grammar
 
@@ -45,6 +48,11 @@ _CHECK_AGAIN_AFTER = 8
 _LONGEST_END = 4096
 _MOST_FORCED = 8
 """Tokens of forced text to try after a grammar has compiled."""
+_COMPILE_THREADS = 3
+"""A client leaves at least one of them to others."""
+_MAX_KNOWN = 8192
+_BYTES_PER_CHARACTER = 128
+"""Least memory of a compiled grammar for each character of its text."""
 _LONGEST_MESSAGE = 600
 """Characters of llguidance's that an error repeats."""
 
@@ -225,11 +233,19 @@ class Matcher:
             self.error = None if self._over else "no token of the model goes on from here"
         return bits[: vocabulary.size]
 
+    @property
+    def searches(self) -> bool:
+        """True if `settle` may search for an end of the answer. The search can be slow."""
+        return self._end is not None and not self.cut
+
     def settle(self, token_id: int) -> int:
-        """A token that was allowed and chosen; if the answer could not be completed behind it with the tokens that are
-        left, the first token of its end instead."""
-        entered = None if self._end is None or self.cut else self._entered(token_id)
+        """Return an allowed token that was sampled, or the first token of the answer's end if the remaining tokens
+        would not suffice to complete the answer after it."""
+        entered = self._entered(token_id) if self.searches else None
         if self._end is None or entered is None:
+            return token_id
+        if self._end and token_id == self._end[0]:
+            self._next_end = self._end[1:]
             return token_id
         after = self._matcher.deep_copy()
         if not after.consume_token(entered):  # it ends the answer
@@ -274,14 +290,16 @@ class Matcher:
         self._end = end if left <= 4 * self._longest_end + _NEAR else None
 
 
+class _Compiled(NamedTuple):
+    matcher: LLMatcher
+    num_bytes: int
+
+
 class GrammarCompiler:
-    """Makes matchers, and keeps the `cache_size` grammars used last. Reads the tokenizer when first used.
+    """Makes matchers, and keeps the grammars used last. Reads the tokenizer when first used.
 
     Thread-safe, and holds no lock while a grammar compiles. It sets no limits of time and memory: `GrammarTrials` tries
     a grammar under limits first.
-
-    vocab_size: of the model; None: of the tokenizer. max_bytes: of a grammar's text. bounds: of what JSON schemas leave
-    open.
     """
 
     def __init__(
@@ -290,25 +308,46 @@ class GrammarCompiler:
         *,
         max_bytes: int,
         cache_size: int,
+        cache_bytes: int = 2**63,
         vocab_size: int | None = None,
         bounds: JSONBounds = UNBOUNDED,
     ) -> None:
+        """max_bytes: maximum size of a grammar's text. cache_size, cache_bytes: maximum number and size of grammars to
+        keep. vocab_size: token ids of the model (None: of the tokenizer). bounds: limits for JSON without its own."""
         self._bounds = bounds
         self._tokenizer = tokenizer
         self._max_bytes = max_bytes
-        self._cache_size = cache_size
+        self._cache_size, self._cache_bytes = cache_size, cache_bytes
         self._vocab_size = vocab_size
-        self._compiled: OrderedDict[tuple[str, str, bool], LLMatcher] = OrderedDict()
+        self._compiled: OrderedDict[bytes, _Compiled] = OrderedDict()
+        self._known: OrderedDict[bytes, None] = OrderedDict()
+        """Keys of grammars that have compiled, kept or not."""
         self._lock = threading.Lock()
         self._vocabulary_lock = threading.Lock()
+        self._workers = FairWorkers("compile-grammars", _COMPILE_THREADS, per_client=_COMPILE_THREADS - 1)
 
-    def is_ready(self, grammar: Grammar) -> bool:
-        """Whether `matcher` need not compile the grammar."""
+    def is_known(self, grammar: Grammar) -> bool:
+        """Return whether the grammar has compiled before."""
         with self._lock:
-            return (grammar.kind, grammar.text, grammar.strict) in self._compiled
+            return _key(grammar) in self._known
+
+    def check(self, grammar: Grammar) -> None:
+        """Raise what `matcher` raises. This compiles only grammars that are not known."""
+        if not self.is_known(grammar):
+            self.matcher(grammar)
+
+    def begin(self, grammar: Grammar, client: str = "") -> Future[Matcher]:
+        """Return what `matcher` returns, immediately for a kept grammar. Others compile in threads that clients share
+        fairly."""
+        compiled = self._find(grammar)
+        if compiled is None:
+            return self._workers.submit(client, lambda: self.matcher(grammar))
+        ready: Future[Matcher] = Future()
+        ready.set_result(self._matcher(grammar, compiled))
+        return ready
 
     def matcher(self, grammar: Grammar) -> Matcher:
-        """A matcher at the beginning of an answer; cheap for a grammar that was compiled before.
+        """Return a matcher at the beginning of an answer; cheap for a grammar that is kept.
 
         Raises InvalidRequestError, naming the grammar's source, if it is broken or too large.
         """
@@ -316,17 +355,39 @@ class GrammarCompiler:
             raise InvalidRequestError(
                 f"{grammar.source} is longer than {self._max_bytes:,} bytes, the server's limit", param=grammar.source
             )
-        key = (grammar.kind, grammar.text, grammar.strict)
+        compiled = self._find(grammar)
+        if compiled is None:
+            resident = resident_memory()
+            matcher = self._compile(grammar)
+            num_bytes = max(resident_memory() - resident, _BYTES_PER_CHARACTER * len(grammar.text))
+            compiled = _Compiled(matcher, num_bytes)
+            self._keep(grammar, compiled)
+        return self._matcher(grammar, compiled)
+
+    def _matcher(self, grammar: Grammar, compiled: _Compiled) -> Matcher:
+        return Matcher(compiled.matcher.deep_copy(), self._vocabulary, closes=grammar.is_json)
+
+    def _find(self, grammar: Grammar) -> _Compiled | None:
+        key = _key(grammar)
         with self._lock:
             compiled = self._compiled.get(key)
-        if compiled is None:
-            compiled = self._compile(grammar)
+            if compiled is not None:
+                self._compiled.move_to_end(key)
+        return compiled
+
+    def _keep(self, grammar: Grammar, compiled: _Compiled) -> None:
+        key = _key(grammar)
         with self._lock:
+            self._known[key] = None
+            if len(self._known) > _MAX_KNOWN:
+                self._known.popitem(last=False)
             self._compiled[key] = compiled
-            self._compiled.move_to_end(key)
-            if len(self._compiled) > self._cache_size:
+            while len(self._compiled) > self._cache_size or self._kept_bytes > self._cache_bytes:
                 self._compiled.popitem(last=False)
-        return Matcher(compiled.deep_copy(), self._vocabulary, closes=grammar.is_json)
+
+    @property
+    def _kept_bytes(self) -> int:
+        return sum(compiled.num_bytes for compiled in self._compiled.values())
 
     @property
     def _vocabulary(self) -> Vocabulary:
@@ -349,6 +410,11 @@ class GrammarCompiler:
             return in_deep_stack(lambda: compile_grammar(grammar, vocabulary, self._bounds), stack)
         except ValueError as error:
             raise InvalidRequestError(f"{grammar.source}: {error}", param=grammar.source) from None
+
+
+def _key(grammar: Grammar) -> bytes:
+    text = grammar.text.encode(errors="replace")
+    return hashlib.blake2b(text, digest_size=32, person=f"{grammar.kind} {grammar.strict:d}".encode()).digest()
 
 
 def stack_size(num_bytes: int) -> int:

@@ -29,7 +29,7 @@ class Request:
     num_cached: prompt tokens found in the prefix cache when it first ran; None before.
     bidirectional_spans: tokens ``first <= i < last`` that attend to each other in both directions, so that they are
     computed in one step; in order.
-    adapter: the digest of its adapter; empty: none. priority: see `EngineRequest`.
+    adapter: the digest of its adapter; empty: none. priority, client: see `EngineRequest`.
     num_encoded: images encoded for it. cross, cross_key: its cross-attention input and the key of its states, if any.
     scalings: of each adapter that X-LoRA mixes for it, added up over the tokens that were computed; none without.
     seed: of its random numbers. max_len: the most tokens of prompt and answer together.
@@ -51,6 +51,7 @@ class Request:
         "arrived",
         "arrived_at",
         "bidirectional_spans",
+        "client",
         "cross",
         "cross_key",
         "end_token_ids",
@@ -94,6 +95,7 @@ class Request:
         self.answer_id = request.request_id
         self.params = request.params
         self.priority = request.priority
+        self.client = request.client
         self.seed = seed
         self.adapter = adapter
         self.token_ids = list(request.prompt.token_ids)
@@ -179,6 +181,7 @@ class Request:
             adapter=self.adapter,
             scaling_block_ids=block_ids[1] if len(block_ids) > 1 else [],
             thoughts=self.thoughts,
+            client=self.client,
         )
 
     def next_token(self) -> CachedRequest:

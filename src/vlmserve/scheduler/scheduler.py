@@ -119,7 +119,7 @@ class Scheduler:
             self._preempt(self.running.pop())
             budget = self._schedule_running(step)
         self._schedule_waiting(step, budget)
-        while not step.makes_progress and self.waiting and self.running:
+        while not step.makes_progress and self.waiting and self._only_beams_run:
             # All that run are beams that wait for others, which need the blocks.
             self._preempt(self.running.pop())
             if self.adapters is not None:
@@ -184,36 +184,42 @@ class Scheduler:
             if (mixing := self._requests.get(request_id)) is not None:
                 mixing.add_scalings(sums)
         outputs = []
+        late = output.token_ids.keys() - {scheduled.request_id for scheduled in step.requests}
         for scheduled in step.requests:
             request = self._requests.get(scheduled.request_id)
             if request is None:
                 continue  # a beam of a search that has failed
             end = scheduled.start + scheduled.num_tokens
+            drafts = step.draft_token_ids.get(request.request_id, ())
             sampled = output.token_ids.get(request.request_id)
-            if sampled is None:
-                self._set_computed(request, end)
+            # Accepted drafts are those after which another token was sampled.
+            end -= len(drafts) - max(0, len(sampled or ()) - 1)
+            if sampled is not None and request.answer_id not in self._searches:
+                outputs.append(self._extend(request, output, end))
                 continue
-            if (search := self._searches.get(request.answer_id)) is not None:
-                self._set_computed(request, end)
-                outputs += self._extend_search(request, search, output)
-                continue
-            length = len(request.token_ids)
-            answer = extend_answer(request, output)
-            if drafts := step.draft_token_ids.get(request.request_id):
-                # Accepted are those after which another token was sampled.
-                end -= len(drafts) - max(0, len(sampled) - 1)
             self._set_computed(request, end)
-            if answer.finish_reason is not None:
-                failure = output.failures.get(request.request_id)
-                if failure is not None and failure.kind != "grammar":
-                    self.blocks.discard_contents(request)
-                self._remove(request)
-                if failure is not None and failure.kind == "out_of_memory":
-                    self.images.forget(request)
-            elif request.max_short_len is not None and length <= request.max_short_len < len(request.token_ids):
-                self._recompute_as_long(request)
-            outputs.append(answer)
+            if sampled is not None:
+                outputs += self._extend_search(request, self._searches[request.answer_id], output)
+        for request_id in late:
+            if (late_request := self._known(request_id)) is not None:
+                outputs.append(self._extend(late_request, output, late_request.num_computed))
         return outputs
+
+    def _extend(self, request: Request, output: ModelRunnerOutput, num_computed: int) -> EngineOutput:
+        """Append sampled tokens to a request. It may end with them, or become long."""
+        length = len(request.token_ids)
+        answer = extend_answer(request, output)
+        self._set_computed(request, num_computed)
+        if answer.finish_reason is not None:
+            failure = output.failures.get(request.request_id)
+            if failure is not None and failure.kind != "grammar":
+                self.blocks.discard_contents(request)
+            self._remove(request)
+            if failure is not None and failure.kind == "out_of_memory":
+                self.images.forget(request)
+        elif request.max_short_len is not None and length <= request.max_short_len < len(request.token_ids):
+            self._recompute_as_long(request)
+        return answer
 
     def _extend_search(self, request: Request, search: Search, output: ModelRunnerOutput) -> list[EngineOutput]:
         """Enter the choices that follow on a beam. Returns the search's output if it has ended."""
@@ -263,6 +269,11 @@ class Scheduler:
     def _is_stuck(self) -> bool:
         """Whether a running request has tokens to compute, as those have that cannot run for want of room."""
         return any(request.num_uncomputed for request in self.running)
+
+    @property
+    def _only_beams_run(self) -> bool:
+        """True if beams run and nothing else. Other requests without tokens to compute wait for their grammars."""
+        return bool(self.running) and all(request.answer_id in self._searches for request in self.running)
 
     def _set_computed(self, request: Request, num_computed: int) -> None:
         """That many of a request's tokens are in the KV cache now."""
@@ -460,7 +471,7 @@ class Scheduler:
             self.adapters.release(request)
 
     def _preempt(self, request: Request) -> None:
-        waits_for_others = request.num_uncomputed == 0
+        waits_for_others = request.num_uncomputed == 0 and request.answer_id in self._searches
         if request.num_uncomputed <= 1:
             self.blocks.register_tail(request, request.num_computed)
         self._release(request)
@@ -472,8 +483,9 @@ class Scheduler:
         """Compute a request again from its first token on, because it exceeds `max_short_len` now."""
         self._release(request)
         request.reset_block_keys()
-        self.running.remove(request)
-        enter_first(self.waiting, request)
+        if request in self.running:  # not preempted since its logits were computed
+            self.running.remove(request)
+            enter_first(self.waiting, request)
 
     def _remove(self, request: Request) -> None:
         self._release(request)

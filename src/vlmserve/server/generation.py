@@ -12,6 +12,7 @@ from typing import NamedTuple, Protocol
 
 import msgspec
 
+from vlmserve.cancellation import client as sender
 from vlmserve.errors import InvalidRequestError, VLMServeError
 from vlmserve.frontend.beams import start_beam_search
 from vlmserve.frontend.client import EngineClient
@@ -364,7 +365,13 @@ async def start_generation(
     samples = [(prompt, request.params_of(index)) for prompt in request.prompts for index in range(request.num_samples)]
     engine_requests = [
         EngineRequest(
-            f"{generation_id}-{number}", prompt, params, request.cache_salt, adapter=adapter, priority=priority
+            f"{generation_id}-{number}",
+            prompt,
+            params,
+            request.cache_salt,
+            adapter=adapter,
+            priority=priority,
+            client=sender.get(),
         )
         for number, (prompt, params) in enumerate(samples)
     ]

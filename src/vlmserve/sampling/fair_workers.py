@@ -1,0 +1,108 @@
+"""Threads that share slow work fairly among clients. Imports no torch."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, NamedTuple, TypeVar
+
+_IDLE_SECONDS = 5.0
+"""A thread without work ends after this time."""
+_MAX_IDLE_CLIENTS = 1024
+"""Clients without work whose used time is kept."""
+Result = TypeVar("Result")
+
+
+class _Work(NamedTuple):
+    future: Future[Any]
+    run: Callable[[], Any]
+    cost: float
+
+
+class FairWorkers:
+    """Runs work of the client that used the least time first, and of this client the cheapest work first.
+
+    Threads start with the first work and end when they are idle.
+    """
+
+    def __init__(self, name: str, threads: int, per_client: int | None = None) -> None:
+        """per_client: maximum number of threads that one client occupies (default: all)."""
+        self._name = name
+        self._threads = threads
+        self._per_client = per_client or threads
+        self._changed = threading.Condition()
+        self._waiting: dict[str, list[_Work]] = {}
+        self._running: Counter[str] = Counter()
+        self._used: dict[str, float] = {}
+        """Seconds that each client used."""
+        self._served = 0.0
+        """Seconds that the client served last had used. A client that returns after a pause starts from here."""
+        self._num_threads = self._num_idle = 0
+
+    def submit(self, client: str, run: Callable[[], Result], cost: float = 0.0) -> Future[Result]:
+        """Queue work. cost: seconds that it probably takes, compared only with other work of the client."""
+        future: Future[Result] = Future()
+        with self._changed:
+            if client not in self._waiting and not self._running[client]:
+                self._used[client] = max(self._used.get(client, 0.0), self._served)
+            self._waiting.setdefault(client, []).append(_Work(future, run, cost))
+            self._changed.notify()
+            num_waiting = sum(map(len, self._waiting.values()))
+            if num_waiting > self._num_idle and self._num_threads < self._threads:
+                self._num_threads += 1
+                threading.Thread(target=self._serve, name=self._name, daemon=True).start()
+        return future
+
+    def _serve(self) -> None:
+        while (taken := self._take()) is not None:
+            client, work = taken
+            began = time.perf_counter()
+            if work.future.set_running_or_notify_cancel():
+                try:
+                    result = work.run()
+                except BaseException as error:
+                    work.future.set_exception(error)
+                else:
+                    work.future.set_result(result)
+            self._note(client, time.perf_counter() - began)
+            del taken, work  # an idle thread keeps no results alive
+
+    def _take(self) -> tuple[str, _Work] | None:
+        """Wait for work that may run. None: there was none for a while."""
+        with self._changed:
+            self._num_idle += 1
+            try:
+                if not self._changed.wait_for(self._has_turn, _IDLE_SECONDS):
+                    self._num_threads -= 1
+                    return None
+            finally:
+                self._num_idle -= 1
+            client = min(filter(self._may_run, self._waiting), key=self._used.__getitem__)
+            queue = self._waiting[client]
+            work = min(queue, key=lambda work: work.cost)
+            queue.remove(work)
+            if not queue:
+                del self._waiting[client]
+            self._running[client] += 1
+            self._served = max(self._served, self._used[client])
+            return client, work
+
+    def _has_turn(self) -> bool:
+        return any(map(self._may_run, self._waiting))
+
+    def _may_run(self, client: str) -> bool:
+        return self._running[client] < self._per_client
+
+    def _note(self, client: str, seconds: float) -> None:
+        with self._changed:
+            self._used[client] += seconds
+            self._running[client] -= 1
+            self._running += Counter()  # drops clients without work
+            if self._waiting:
+                self._changed.notify()
+            if len(self._used) > _MAX_IDLE_CLIENTS:
+                busy = self._waiting.keys() | self._running.keys()
+                self._used = {name: used for name, used in self._used.items() if name in busy}

@@ -1,0 +1,149 @@
+"""The grammar of one answer, followed without holding up a step. Imports no torch."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+from vlmserve.cores import usable_cores
+from vlmserve.errors import InvalidRequestError
+from vlmserve.sampling.fair_workers import FairWorkers
+from vlmserve.sampling.grammar import Allowed, Matcher
+from vlmserve.types import Grammar
+
+_MAX_THREADS = 8
+Result = TypeVar("Result")
+ComputeMask = Callable[[Matcher], Allowed]
+MakeMatcher = Callable[[Grammar, str], Future[Matcher]]
+"""Starts a matcher of a grammar for a client."""
+
+
+class Guide:
+    """Follows an answer's grammar. `FairWorkers` compute masks and search for ends of answers, one task at a time.
+
+    Nothing else may be called while there is `pending` work, except `close`.
+    """
+
+    def __init__(
+        self,
+        started: Future[Matcher],
+        workers: FairWorkers,
+        client: str,
+        first: ComputeMask | None,
+        *,
+        measures: bool,
+    ) -> None:
+        """started: the matcher, when the grammar has compiled. first: computes the first mask (None: no mask yet).
+        measures: find out how many tokens the shortest answer takes."""
+        self._workers, self._client = workers, client
+        self._started = started
+        self._seconds = 0.0
+        self._matcher: Matcher | None = None
+        self._mask: Future[Allowed | None] | None = None
+        self._settled: Future[int] | None = None
+        self._start_error: str | None = None
+        self.shortest = 0
+        """Tokens of the shortest answer; 0 if nobody needs to know."""
+        self.finished = False
+        """True if nothing can follow. Valid even while work is pending."""
+        self.cut_off = False
+        """True if the answer is complete because it was closed early. Valid even while work is pending."""
+
+        def prepare(matcher: Matcher) -> Allowed | None:
+            self.shortest = matcher.shortest() if measures else 0
+            return None if first is None else self._compute(matcher, first)
+
+        def begin(started: Future[Matcher]) -> None:
+            if started.cancelled():
+                return
+            error = started.exception()
+            if error is None:
+                self._matcher = matcher = started.result()
+                self._mask = self._submit(lambda: prepare(matcher))
+            else:
+                self._start_error = str(error) if isinstance(error, InvalidRequestError) else repr(error)
+
+        started.add_done_callback(begin)
+
+    @property
+    def pending(self) -> Future[Any] | None:
+        """The work that the next token waits for."""
+        if self._mask is None:
+            return self._started if self._start_error is None else None
+        return next((work for work in (self._mask, self._settled) if work is not None and not work.done()), None)
+
+    @property
+    def allowed(self) -> Allowed | None:
+        """The current mask; None if there is an `error`. Masks computed during reasoning have no meaning."""
+        return None if self._mask is None else self._mask.result()
+
+    @property
+    def error(self) -> str | None:
+        """Why no token can follow."""
+        return self._start_error if self._matcher is None else self._matcher.error
+
+    @property
+    def searches(self) -> bool:
+        """True if `settle` decides about the current token."""
+        return self._settled is not None or (self._matcher is not None and self._matcher.searches)
+
+    def settle(self, token_id: int) -> None:
+        """Begin to find the token that takes the place of a sampled one, see `Matcher.settle`."""
+        matcher = self._matcher
+        if self._settled is None and matcher is not None:
+            self._settled = self._submit(lambda: matcher.settle(token_id))
+
+    @property
+    def settled(self) -> int | None:
+        """The result of `settle`; None if it was not called for the current token."""
+        return None if self._settled is None else self._settled.result()
+
+    def advance(self, token_id: int) -> None:
+        """Enter a token that was allowed."""
+        matcher = self._matcher
+        assert matcher is not None
+        self._settled = None
+        matcher.advance(token_id)
+        self.finished = matcher.finished
+        self.cut_off = matcher.cut and matcher.complete
+
+    def expect(self, compute: ComputeMask) -> None:
+        """Begin to compute the mask of the next token."""
+        matcher = self._matcher
+        assert matcher is not None
+        self._mask = self._submit(lambda: self._compute(matcher, compute))
+
+    def _compute(self, matcher: Matcher, compute: ComputeMask) -> Allowed:
+        mask = compute(matcher)
+        self.finished = matcher.finished
+        return mask
+
+    def close(self) -> None:
+        """Drop work that has not begun."""
+        for work in (self._started, self._mask, self._settled):
+            if work is not None:
+                work.cancel()
+
+    def _submit(self, run: Callable[[], Result]) -> Future[Result]:
+        def timed() -> Result:
+            began = time.perf_counter()
+            try:
+                return run()
+            finally:
+                self._seconds += time.perf_counter() - began
+
+        return self._workers.submit(self._client, timed, cost=self._seconds)
+
+
+class Guides:
+    """Makes guides, which share threads on half of the cores."""
+
+    def __init__(self, make_matcher: MakeMatcher) -> None:
+        self._make_matcher = make_matcher
+        self._workers = FairWorkers("grammar-masks", min(_MAX_THREADS, max(1, usable_cores() // 2)))
+
+    def start(self, grammar: Grammar, client: str, first: ComputeMask | None, *, measures: bool) -> Guide:
+        """Return a guide at the beginning of an answer; see `Guide`."""
+        return Guide(self._make_matcher(grammar, client), self._workers, client, first, measures=measures)

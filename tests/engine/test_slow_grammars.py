@@ -1,0 +1,131 @@
+"""Grammars whose masks and ends take long to compute."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.checkpoints import make_llama
+from tests.engine.test_structured import PERSON, engine_of, mixed, request_of, run, tokens
+from vlmserve.engine.engine import Engine
+from vlmserve.sampling.grammar import Matcher
+from vlmserve.types import EngineRequest, Grammar
+
+LIMIT = 60
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_llama(tmp_path_factory.mktemp("llama"))
+
+
+def answer(engine: Engine, request: EngineRequest) -> list[int]:
+    """Step the engine until a request has ended."""
+    engine.add(request)
+    found: list[int] = []
+    deadline = time.monotonic() + LIMIT
+    while time.monotonic() < deadline:
+        for output in engine.step():
+            if output.request_id == request.request_id:
+                found += output.token_ids
+                if output.finish_reason is not None:
+                    return found
+    raise AssertionError("the request did not end")
+
+
+@pytest.fixture
+def blocked(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Masks of answers with a limit of 77 tokens wait for this event."""
+    release = threading.Event()
+    allowed = Matcher.allowed
+
+    def wait(self: Matcher, *ends: Any, left: int | None = None, **options: Any) -> Any:
+        if left == 77:
+            release.wait(LIMIT)
+        return allowed(self, *ends, left=left, **options)
+
+    monkeypatch.setattr(Matcher, "allowed", wait)
+    yield release
+    release.set()
+
+
+def test_slow_mask_holds_up_no_other_request(folder: Path, blocked: threading.Event) -> None:
+    request = request_of("slow", Grammar.json(PERSON), max_tokens=77)
+    blocked.set()
+    expected = tokens(run(engine_of(folder), [request])["slow"])
+    blocked.clear()
+    engine = engine_of(folder)
+    engine.add(request)
+    answer(engine, request_of("plain", None, max_tokens=10))
+    assert engine.inspect().requests[0].num_tokens == 20
+    blocked.set()
+    outputs = []
+    while engine.has_work():
+        outputs += engine.step()
+    assert tokens(outputs) == expected
+    assert outputs[-1].finish_reason is not None
+    assert outputs[0].timings is not None
+
+
+def test_request_with_a_slow_mask_can_be_aborted(folder: Path, blocked: threading.Event) -> None:
+    engine = engine_of(folder)
+    used = engine.stats().kv_blocks_used
+    engine.add(request_of("slow", Grammar.json(PERSON), max_tokens=77))
+    engine.step()
+    engine.abort(["slow"])
+    again = request_of("slow", None, max_tokens=10)
+    blocked.set()
+    assert len(answer(engine, again)) == 10
+    assert engine.stats().kv_blocks_used == used
+    assert not engine.has_work()
+
+
+@pytest.mark.parametrize("settings", [{}, {"kv_cache_memory": "tight", "max_model_len": 160}])
+def test_answers_of_later_steps_are_the_same(
+    folder: Path, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    requests = [*mixed(60), request_of("cut", Grammar.json(PERSON), 3, max_tokens=25, logprobs=2)]
+    plain = engine_of(folder)
+    expected = {name: tokens(outputs) for name, outputs in run(plain, requests).items()}
+    if settings:
+        settings = {**settings, "kv_cache_memory": 12 * plain.info.kv_cache_bytes // plain.stats().kv_blocks_total}
+    monkeypatch.setattr("vlmserve.runner.sampling._PATIENCE", 0.0)
+    engine = engine_of(folder, **settings)
+    outputs = run(engine, requests)
+    assert {name: tokens(parts) for name, parts in outputs.items()} == expected
+    assert sum(len(part.logprobs or ()) for part in outputs["cut"]) == len(expected["cut"])
+    assert not settings or engine.stats().preemptions > 0
+
+
+def test_evicted_grammar_compiles_outside_of_the_step(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = engine_of(folder, grammar_cache=1)
+    threads = []
+    compile_one = engine.grammars._compile
+
+    def record(grammar: Grammar) -> Any:
+        threads.append(threading.current_thread())
+        return compile_one(grammar)
+
+    for number in range(3):
+        engine.add(request_of(f"r{number}", Grammar.choice([f"word {number}"])))
+    monkeypatch.setattr(engine.grammars, "_compile", record)
+    while engine.has_work():
+        engine.step()
+    assert len(threads) >= 2
+    assert threading.current_thread() not in threads
+
+
+def test_grammars_to_keep_are_limited_by_their_memory(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = engine_of(folder, grammar_cache_memory=5000)
+    monkeypatch.setattr("vlmserve.sampling.grammar.resident_memory", lambda: 0)
+    grammars = [Grammar.choice([letter * 8]) for letter in "abcdef"]
+    for grammar in grammars:
+        engine.grammars.check(grammar)
+    kept = list(engine.grammars._compiled.values())
+    assert 1 <= len(kept) < len(grammars)
+    assert sum(one.num_bytes for one in kept) <= 5000
+    assert all(map(engine.grammars.is_known, grammars))
