@@ -412,6 +412,9 @@ class EngineStats(msgspec.Struct, frozen=True):
     """Spent in steps, all of which run something."""
     vision_seconds: float = 0.0
     """Those of them in which images were encoded."""
+    images_in_progress: int = 0
+    image_seconds_left: float = 0.0
+    """Expected time of the vision tower for the images in progress."""
     prefix_queried_tokens: int = 0
     """Prompt tokens of requests that have started."""
     prefix_cached_tokens: int = 0

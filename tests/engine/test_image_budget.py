@@ -131,6 +131,25 @@ def test_images_of_requests_that_leave_are_given_up(llava, prompts, expected):
     assert_nothing_is_left(engine)
 
 
+def test_stats_tell_how_long_images_still_take(llava, prompts):
+    engine = bounded(engine_for(llava, enable_prefix_caching=False), 50_000)
+    engine._limits.seconds_per_mac = 1e-4
+    params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+    engine.add(EngineRequest("text", Prompt([5, 6, 7]), params))
+    engine.step()
+    engine.add(EngineRequest("image", prompts[0], params))
+    left = []
+    for _ in range(2):
+        engine.step()
+        stats = engine.stats()
+        left.append(stats.image_seconds_left)
+        assert stats.images_in_progress == 1
+    assert left[0] - left[1] == pytest.approx(50_000 * 1e-4)
+    engine.abort(["image"])
+    engine.step()
+    assert (engine.stats().images_in_progress, engine.stats().image_seconds_left) == (0, 0)
+
+
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("kind", ["caption", "question"])
 def test_blips_tokens_are_those_of_transformers(tmp_path: Path, kind: str):

@@ -109,6 +109,17 @@ def test_prompts_finish_in_order_of_arrival():
     assert steps == [[], ["a"], [], ["b"], ["c"]], "the last one is alone"
 
 
+def test_a_short_prompt_does_not_wait_for_a_long_one():
+    s = scheduler(budget=8)
+    s.add(request("long", 200, max_tokens=1))
+    s.add(request("equal", 180, max_tokens=1, token=2))
+    run(s)
+    s.add(request("short", 6, max_tokens=1, token=3))
+    assert plan(run(s)[0]) == [("long", 4), ("equal", 2), ("short", 2)]
+    ended = [one.request_id for one in finish(s)]
+    assert ended == ["short", "long", "equal"]
+
+
 def test_a_prompt_beside_a_stream_takes_several_steps():
     s = busy_scheduler(10)
     s.limits = FixedLimits(tokens=8)

@@ -49,6 +49,12 @@ def test_everything_that_happened_is_in_it():
     )
 
 
+@pytest.mark.parametrize(("count", "text"), [(1, "encoding 1 image, about 12 s left"), (2, "encoding 2 images,")])
+def test_images_in_progress_are_in_it(count: int, text: str):
+    after = EngineStats(num_running=3, steps=9, images_in_progress=count, image_seconds_left=12.3)
+    assert text in activity_line(IDLE, after, 1.0)
+
+
 def test_what_did_not_happen_is_left_out():
     line = activity_line(IDLE, EngineStats(num_running=1, kv_blocks_total=200, steps=8), 1.0)
     assert line == "1 running, 0 waiting | prompt 0.0 tokens/s, generation 0.0 tokens/s | KV cache 0% used"

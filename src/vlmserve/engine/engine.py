@@ -397,6 +397,8 @@ class Engine(BaseEngine):
             steps=self._steps,
             step_seconds=self._step_seconds,
             vision_seconds=self._vision_seconds,
+            images_in_progress=len(self._scheduler.images.unfinished),
+            image_seconds_left=self._limits.tower_seconds(sum(self._scheduler.images.unfinished.values())),
             prefix_queried_tokens=self._scheduler.prefix_queried_tokens,
             prefix_cached_tokens=self._scheduler.prefix_cached_tokens,
             kv_blocks_cached=self._cache.pool.num_cached,

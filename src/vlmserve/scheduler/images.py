@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from vlmserve.cache.encoder import EncoderCache
 from vlmserve.scheduler.request import Request
@@ -44,6 +44,11 @@ class ImageScheduler:
         self._dropped: list[bytes] = []
         self._budget = math.inf
         self._num_begun = 0
+
+    @property
+    def unfinished(self) -> Mapping[bytes, float]:
+        """Images in progress by key, and the MACs that each lacks."""
+        return self._unfinished
 
     def begin_step(self, budget: float) -> None:
         """Plan another step. budget: multiplications that the tower may make in it."""

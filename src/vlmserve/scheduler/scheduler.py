@@ -3,13 +3,15 @@
 First come, first served among requests of the same priority: they are admitted in order of arrival, except those whose
 prefix another one is computing, which others overtake. Decodes go first, prompts fill what is left of the token budget
 in order of admission, and the request admitted last gives up its blocks when blocks run out. What of them is still in
-memory when it runs again is not computed again, and the outcome is the same either way.
+memory when it runs again is not computed again, and the outcome is the same either way. A long prompt leaves half of
+the budget to much shorter ones.
 
 Requests of lower priority (a larger number) are admitted and get tokens after all others, and are preempted for them.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -33,6 +35,10 @@ from vlmserve.types import EngineOutput
 
 ProposeDrafts = Callable[[Request], Sequence[int]]
 """Proposes draft tokens, ids of the vocabulary, that may follow a request's newest token; none without a proposal."""
+
+
+MUCH_SHORTER = 8
+"""A prompt is much shorter than another if it has at most this fraction of its tokens."""
 
 
 class Scheduler:
@@ -299,8 +305,16 @@ class Scheduler:
         for request in self.running[:]:  # more are admitted meanwhile
             if request.num_uncomputed > 1 and budget > 0:
                 budget = self._schedule_waiting(step, budget, above=request.priority)
-                budget -= self._schedule_chunk(step, request, self.blocks.allocate(request, budget))
+                most = budget - self._reserved(request, budget)
+                budget -= self._schedule_chunk(step, request, self.blocks.allocate(request, most))
         return budget
+
+    def _reserved(self, request: Request, budget: int) -> int:
+        """Tokens of a prompt's budget for much shorter prompts that came later, which delay it only a little."""
+        longest = request.num_uncomputed // MUCH_SHORTER
+        later = itertools.chain(self.running[self.running.index(request) + 1 :], self.waiting)
+        lengths = (one.num_uncomputed for one in later if one.priority == request.priority)
+        return min(budget // 2, sum(length for length in lengths if 1 < length <= longest))
 
     @property
     def _num_waiting_for_images(self) -> int:
@@ -406,7 +420,7 @@ class Scheduler:
             if not self._admit(request, found):
                 self.waiting.appendleft(request)
                 break
-            budget -= self._schedule_chunk(step, request, budget)
+            budget -= self._schedule_chunk(step, request, budget - self._reserved(request, budget))
         self.waiting.extendleft(reversed(deferred))
         return budget
 

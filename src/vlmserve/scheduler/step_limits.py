@@ -85,6 +85,10 @@ class MeasuredLimits(StepLimits):
         self._average_per_token = smooth(self._average_per_token, latest)
         self.seconds_per_token = min(latest, self._average_per_token)
 
+    def tower_seconds(self, macs: float) -> float:
+        """Time of the tower for that many MACs; 0 if it was never measured."""
+        return macs * (self.seconds_per_mac or 0.0)
+
     def tower_macs(self, num_waiting: int, *, generating: bool) -> float:
         if not self.seconds_per_mac:
             return math.inf

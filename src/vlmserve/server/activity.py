@@ -38,6 +38,9 @@ def activity_line(before: EngineStats, after: EngineStats, seconds: float) -> st
     ):
         if queries:
             parts.append(f"{name} hits {_percent(hits, queries)}")
+    if after.images_in_progress:
+        images = "1 image" if after.images_in_progress == 1 else f"{after.images_in_progress} images"
+        parts.append(f"encoding {images}, about {after.image_seconds_left:.0f} s left")
     if preemptions := since("preemptions"):
         parts.append(f"{preemptions} preempted")
     offloaded, loaded = since("blocks_offloaded"), since("blocks_loaded")
