@@ -41,6 +41,8 @@ class Result(NamedTuple):
     versions: Mapping[str, str]
     columns: Sequence[str]
     rows: Sequence[Sequence[Any]]
+    exact: bool = True
+    """Whether the code that ran was that of the revision; else the revision is the closest known commit."""
     notes: str = ""
     plot: Sequence[str] = ()
     """Columns with numbers that the suite's plot shows."""
@@ -113,10 +115,12 @@ def page(suite: str, found: Sequence[Result], stale: Mapping[Path, bool]) -> str
         lines += [f"## {result.title}", ""]
         lines += table(result.columns, result.rows)
         lines += ["", *([result.notes, ""] if result.notes else [])]
+        place = "at" if result.exact else "near"
+        state = STALE if stale[result.path] else CURRENT
         facts = [
             ("Model", f"{result.model}, {result.weights} weights" if result.weights else result.model),
             ("Machine", machines[result.machine]["name"]),
-            ("Measured", f"{result.date} at revision {result.revision}, {STALE if stale[result.path] else CURRENT}"),
+            ("Measured", f"{result.date} {place} revision {result.revision}, {state}"),
             ("Versions", ", ".join(f"{name} {version}" for name, version in result.versions.items())),
             ("Command", f"`{result.command}`"),
         ]
@@ -194,6 +198,7 @@ def index(found: Sequence[Result]) -> str:
     machines = settings("machines")
     lines = ["# Results", "", "`python -m benchmarks.report` writes these pages from `benchmarks/results`.", ""]
     lines += ["A result is *stale* when a file that it depends on changed after its revision.", ""]
+    lines += ["*Near* a revision: the run recorded no revision, and this commit is the closest to its date.", ""]
     lines += [f"- [{about['title']}]({suite}.md)" for suite, about in settings("suites").items()]
     rates = [[one["name"], one["memory_gb_s"], one["gflop_s"]] for one in machines.values()]
     lines += ["", "## Machines", "", *table(["Machine", "Memory, GB/s", "GEMM, GFLOP/s"], rates)]

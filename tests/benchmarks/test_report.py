@@ -76,3 +76,10 @@ def test_summary_gives_range_dates_and_pages() -> None:
     assert f"{min(ratios)}x to {max(ratios)}x" in text
     assert f"{min(one.date for one in found)} to {max(one.date for one in found)}" in text
     assert all(f"docs/results/{result.suite}.md" in text for result in found)
+
+
+def test_page_says_which_revisions_are_approximate() -> None:
+    first = report.results()[0]
+    for exact, word in ((True, "at"), (False, "near")):
+        text = report.page(first.suite, [first._replace(exact=exact)], {first.path: False})
+        assert f"{first.date} {word} revision {first.revision}" in text
