@@ -130,7 +130,7 @@ class EngineConfig(Settings):
     max_warm_up_seconds: float = Field(
         120.0,
         ge=0,
-        description="GPUs: maximum time at start to compile kernels and capture CUDA graphs; 0: none (default 120 s).",
+        description="Maximum time at start for first steps, compiling and CUDA graphs; 0: none (default 120 s).",
     )
     quantize: Quantize = Field(
         "none", description="Quantize weights at load to 8 or 4 bits; w8a8 rounds inputs to 8 bits as well."

@@ -383,6 +383,10 @@ class ModelInfo(msgspec.Struct, frozen=True):
     """The longest prompt that can ever run: what the context and the KV cache allow."""
     kv_cache_bytes: int
     supports_images: bool
+    kv_cache_tokens: int = 0
+    """Tokens that the KV cache holds."""
+    weight_bytes: int = 0
+    """Memory of the weights."""
     end_token_ids: list[int] = []
     """Tokens that end an answer."""
     gpu_uuid: str | None = None

@@ -197,6 +197,8 @@ class Engine(BaseEngine):
             max_prompt_len=self._max_len - 1,
             kv_cache_bytes=num_blocks * block_bytes * config.tensor_parallel_size,
             supports_images=model.vision is not None,
+            kv_cache_tokens=num_blocks * config.block_size,
+            weight_bytes=model.weight_bytes * config.tensor_parallel_size,
             end_token_ids=sorted(model.end_token_ids),
             gpu_uuid=model.device.gpu_uuid,
             image_token_bytes=self._image_token_bytes,

@@ -11,7 +11,7 @@ from typing import Self
 LINE_SECONDS = 10.0
 """Seconds from one line of the log to the next."""
 SMALLEST_BAR = 256 * 2**20
-"""Bytes of a checkpoint from which on a terminal gets a bar."""
+"""Minimum bytes of a checkpoint for a bar on a terminal."""
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +64,7 @@ class Bar:
         self._progress.stop()
 
     def advance(self, num_bytes: int) -> None:
-        """Move on by so many bytes."""
+        """Add bytes that were read."""
         self._progress.advance(self._task, num_bytes)
 
 

@@ -1,4 +1,4 @@
-"""Compiles kernels and captures graphs at start, so that no request waits for them."""
+"""Runs first steps, compiles kernels and captures graphs at start, so that no request waits for them."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ logger = logging.getLogger(__name__)
 
 PROMPT_ROWS = (8, 16, 32, 64, 128, 192, 512, 1024, 2048)
 """Rows of chunks with different kernels or tilings: by Triton up to 128, by the library from there on."""
+FIRST_ROWS = (64, 1)
+"""Rows of the prompts that run where nothing is captured: they touch all weights and start the threads."""
 MIXED_ROWS = 512
 """Maximum rows of chunks beside decodes that are warmed up."""
 _PROGRESS_SECONDS = 5.0
@@ -26,16 +28,21 @@ def warm_up_steps(
 ) -> None:
     """Run steps of each kind, and capture batches of decodes of each size, until `seconds` are over.
 
-    The steps write to the padding block only. Devices that capture nothing run none of them. Ranks run none either:
-    they would have to capture together.
+    The steps write to the padding block only. Devices that capture nothing run `FIRST_ROWS`. Ranks run none: they
+    would have to capture together. Models with cross-attention run none: they need an image.
     """
+    if not seconds or runner.model.ranks is not None or runner.model.cross is not None:
+        return
+    most = min(max_num_batched_tokens, max_model_len) - 1
     sizes = runner.model.device.decode_sizes(max_num_seqs)
-    if not sizes or not seconds or runner.model.ranks is not None:
+    if not sizes:
+        for rows in FIRST_ROWS:
+            if rows <= most:
+                _prefill(runner, rows, 0)
         return
     started = reported = time.monotonic()
     logger.info("warm-up: compiling kernels and capturing graphs of %d batch sizes, up to %g s", len(sizes), seconds)
     run_longest_step(runner.model, num_seqs=max_num_seqs, max_model_len=max_model_len, block_size=runner.block_size)
-    most = min(max_num_batched_tokens, max_model_len) - 1
     # The largest graph first, whose memory the others reuse, then small batches, which come first.
     steps: list[Callable[[], None]] = [
         partial(_decode, runner, size, -(-max_model_len // runner.block_size)) for size in (sizes[0], *sizes[:0:-1])
@@ -89,7 +96,8 @@ def _finish(runner: ModelRunner, requests: list[NewRequest]) -> None:
 
 
 def _request(runner: ModelRunner, number: int, num_tokens: int, blocks: int = 1) -> NewRequest:
-    """A request whose tokens all have the padding block."""
+    """A request whose tokens all have the padding block; without one, the first block, which nobody owns at start."""
+    block = runner.padding_block if runner.model.device.padding_blocks else 0
     blocks = max(blocks, num_tokens // runner.block_size + 1)
     return NewRequest(
         request_id=f"warm-up {number}",
@@ -97,7 +105,7 @@ def _request(runner: ModelRunner, number: int, num_tokens: int, blocks: int = 1)
         num_tokens=num_tokens,
         num_prompt_tokens=num_tokens,
         token_ids=[0] * num_tokens,
-        block_ids=[runner.padding_block] * blocks,
+        block_ids=[block] * blocks,
         params=SamplingParams(temperature=0, max_tokens=2, ignore_eos=True),
         seed=0,
         max_len=num_tokens + 2,

@@ -306,5 +306,11 @@ def _announce(line: str, url: str, model: str) -> None:
 
 
 def ready_line(url: str, model: str, info: ModelInfo) -> str:
-    """What is printed when requests are answered."""
-    return f"vlmserve is ready: {url} (model {model}, {info.device}, {info.dtype})"
+    """The line that says that requests are answered: address, model, weights and KV cache."""
+    facts = [f"model {model}", info.device, info.dtype]
+    if info.weight_bytes:
+        bits = 8 * info.weight_bytes / max(1, info.num_parameters)
+        facts.append(f"weights {info.weight_bytes / 1e9:.2f} GB at {bits:.1f} bits")
+    if info.kv_cache_tokens:
+        facts.append(f"KV cache {info.kv_cache_tokens:,} tokens")
+    return f"vlmserve is ready: {url} ({', '.join(facts)})"
