@@ -146,3 +146,8 @@ def test_the_newcomers_walk_checks_every_block_of_its_pages():
     for block in blocks:
         if block.language == "python":
             compile(block.text, block.start, "exec")
+
+
+def test_every_image_is_shown():
+    text = "".join(path.read_text(encoding="utf-8") for path in DOCUMENTS)
+    assert [path.name for path in (ROOT / "docs/images").iterdir() if f"images/{path.name}" not in text] == []
