@@ -87,7 +87,7 @@ def tile(spec: AttentionSpec, *, chunks: bool, quantized: bool = False) -> Atten
 
 
 class Work(NamedTuple):
-    """The result of `divide_decodes`. items: int32 ``[decodes + extra, ITEM]``. joins: int32 ``[extra, JOIN]``."""
+    """The result of `divide_decodes`. items: int32 ``[decodes + extra, ITEM]``. joins: int32 ``[most joins, JOIN]``."""
 
     items: Tensor
     joins: Tensor
@@ -166,10 +166,13 @@ class TritonAttention(TorchReference):
         extra = 2 * decodes if decodes * kv_heads in UNEVEN_PROGRAMS else cdiv(PROGRAMS, kv_heads)
         extra = min(MOST_EXTRA, extra)
         self._reserve(decodes + extra, layers, device)
-        work = {spec.window or 0: self._work_of(spec.window or 0, decodes + extra, extra, device) for spec in layers}
+        most_joins = min(decodes, extra)
+        work = {
+            spec.window or 0: self._work_of(spec.window or 0, decodes + extra, most_joins, device) for spec in layers
+        }
         for window, (items, joins) in work.items():
             divide_decodes[(1,)](
-                metadata.context_lens, items, joins, decodes, extra, metadata.block_tables.stride(0),
+                metadata.context_lens, items, joins, decodes, extra, most_joins, metadata.block_tables.stride(0),
                 DECODES=next_power_of_2(decodes), WINDOW=window, PART=PART, num_warps=1,
             )  # fmt: skip
         # Captured steps read the items of each new step, so these have to be where they were.

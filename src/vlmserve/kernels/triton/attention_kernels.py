@@ -152,16 +152,16 @@ def over_keys(
 
 
 @Kernel
-@triton.jit(do_not_specialize=["decodes", "extra", "table_stride"])
+@triton.jit(do_not_specialize=["decodes", "extra", "most_joins", "table_stride"])
 def divide_decodes(
-    contexts_ptr, items_ptr, joins_ptr, decodes, extra, table_stride, DECODES: tl.constexpr, WINDOW: tl.constexpr,
-    PART: tl.constexpr, DEPENDENT: tl.constexpr = False,
+    contexts_ptr, items_ptr, joins_ptr, decodes, extra, most_joins, table_stride, DECODES: tl.constexpr,
+    WINDOW: tl.constexpr, PART: tl.constexpr, DEPENDENT: tl.constexpr = False,
 ):  # fmt: skip
     """Divide the contexts of a batch of decodes into items of about the same size, with one program.
 
     items_ptr: int32 ``[decodes + extra, ITEM]``, the items of a decode one after the other; the others have no keys.
-    joins_ptr: int32 ``[extra, JOIN]``, which items belong to one decode, for decodes with several; the others have no
-    items. DECODES: a power of two that is not less than `decodes`. PART: an item has a multiple of so many tokens.
+    joins_ptr: int32 ``[most_joins, JOIN]``, which items belong to one decode, for decodes with several; the others have
+    no items. DECODES: a power of two that is not less than `decodes`. PART: an item has a multiple of so many tokens.
     """
     wait_for_previous(DEPENDENT)
     numbers = tl.arange(0, DECODES)
@@ -192,9 +192,9 @@ def divide_decodes(
         unused = start + tl.arange(0, FILLED)
         tl.store(items_ptr + unused * ITEM + 1, 0, unused < decodes + extra)
         tl.store(items_ptr + unused * ITEM + 2, 0, unused < decodes + extra)
-    for start in range(num_joins, extra, FILLED):
+    for start in range(num_joins, most_joins, FILLED):
         unused = start + tl.arange(0, FILLED)
-        tl.store(joins_ptr + unused * JOIN + 2, 0, unused < extra)
+        tl.store(joins_ptr + unused * JOIN + 2, 0, unused < most_joins)
 
 
 # Numbers that change from step to step are no constants: a kernel is compiled once, not for each kind of number.
