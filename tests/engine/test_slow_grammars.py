@@ -71,6 +71,25 @@ def test_slow_mask_holds_up_no_other_request(folder: Path, blocked: threading.Ev
     assert outputs[0].timings is not None
 
 
+def test_quick_masks_need_no_other_thread(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads = []
+    allowed = Matcher.allowed
+
+    def record(self: Matcher, *ends: Any, **options: Any) -> Any:
+        threads.append(threading.current_thread())
+        return allowed(self, *ends, **options)
+
+    monkeypatch.setattr(Matcher, "allowed", record)
+    monkeypatch.setattr("vlmserve.sampling.guide._QUICK_SECONDS", 60.0)
+    run(engine_of(folder), [request_of("quick", Grammar.regex("[a-z]{20}"), max_tokens=30)])
+    assert threads[0] is not threading.current_thread()
+    assert threads[-1] is threading.current_thread()
+    threads.clear()
+    monkeypatch.setattr("vlmserve.sampling.guide._QUICK_SECONDS", 0.0)
+    run(engine_of(folder), [request_of("slow", Grammar.regex("[a-z]{20}"), max_tokens=30)])
+    assert threading.current_thread() not in threads
+
+
 def test_request_with_a_slow_mask_can_be_aborted(folder: Path, blocked: threading.Event) -> None:
     engine = engine_of(folder)
     used = engine.stats().kv_blocks_used

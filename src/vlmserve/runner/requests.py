@@ -179,7 +179,7 @@ class RequestState:
                 self.guide.advance(token_id)
             mask = None if self.guide.finished or self._left <= 0 else self._next_mask()
             if mask is not None:
-                self.guide.expect(mask)
+                self.guide.expect(mask, self._left)
 
     def _next_mask(self) -> ComputeMask | None:
         """Return a function that computes the mask of the next token; None if the grammar does not hold for it."""

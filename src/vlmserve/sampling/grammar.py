@@ -45,7 +45,9 @@ _CHECK_EVERY = 32
 """Tokens between two searches for the shortest end of the answer, while many tokens are left."""
 _CHECK_AGAIN_AFTER = 8
 """Tokens until the next search where no end was found."""
-_LONGEST_END = 4096
+_SHORT_END = 32
+_LONGEST_END = 1024
+"""Tokens of an end to search for. Each takes up to a millisecond."""
 _MOST_FORCED = 8
 """Tokens of forced text to try after a grammar has compiled."""
 _COMPILE_THREADS = 3
@@ -238,6 +240,11 @@ class Matcher:
         """True if `settle` may search for an end of the answer. The search can be slow."""
         return self._end is not None and not self.cut
 
+    @property
+    def has_short_end(self) -> bool:
+        """True if a short end of the answer is known."""
+        return self._end is not None and len(self._end) <= _SHORT_END
+
     def settle(self, token_id: int) -> int:
         """Return an allowed token that was sampled, or the first token of the answer's end if the remaining tokens
         would not suffice to complete the answer after it."""
@@ -276,12 +283,16 @@ class Matcher:
         place = np.flatnonzero(self._vocabulary.spaced == token_id)
         return int(self._vocabulary.bare[place[0]]) if len(place) else token_id
 
-    def _find_end(self, left: int) -> None:
-        """Find the answer's end if few tokens are left; else now and then, to know how many an end takes."""
-        self._left = left
+    def search_is_due(self, left: int | None) -> bool:
+        """Return whether `allowed` searches for an end of the answer: near the limit, and sometimes before it."""
+        if not self._closes or left is None or self.cut or self._end is not None:
+            return False
         near = left <= 4 * self._longest_end + _NEAR
-        wait = _CHECK_EVERY if not near else _CHECK_AGAIN_AFTER if self._has_none else 0
-        if self.cut or self._end is not None or self._unseen < wait:
+        return self._unseen >= (_CHECK_EVERY if not near else _CHECK_AGAIN_AFTER if self._has_none else 0)
+
+    def _find_end(self, left: int) -> None:
+        self._left = left
+        if not self.search_is_due(left):
             return
         end = self._vocabulary.closing.path(self._matcher, min(left, _LONGEST_END))
         self._unseen = 0

@@ -16,6 +16,12 @@ from vlmserve.types import Grammar
 _MAX_THREADS = 8
 Result = TypeVar("Result")
 ComputeMask = Callable[[Matcher], Allowed]
+_QUICK_SECONDS = 0.001
+"""CPU time of quick work. An ordinary mask takes a fifth of this, as long as to wake a thread."""
+_FIRST_QUICK = 2
+"""Quick tasks in a row after which the caller's thread computes."""
+_MORE_QUICK = 4
+"""Factor of this number after each slow task."""
 MakeMatcher = Callable[[Grammar, str], Future[Matcher]]
 """Starts a matcher of a grammar for a client."""
 
@@ -40,6 +46,8 @@ class Guide:
         self._workers, self._client = workers, client
         self._started = started
         self._seconds = 0.0
+        self._num_quick = 0
+        self._enough_quick = _FIRST_QUICK
         self._matcher: Matcher | None = None
         self._mask: Future[Allowed | None] | None = None
         self._settled: Future[int] | None = None
@@ -61,7 +69,7 @@ class Guide:
             error = started.exception()
             if error is None:
                 self._matcher = matcher = started.result()
-                self._mask = self._submit(lambda: prepare(matcher))
+                self._mask = self._workers.submit(self._client, lambda: prepare(matcher))
             else:
                 self._start_error = str(error) if isinstance(error, InvalidRequestError) else repr(error)
 
@@ -93,7 +101,7 @@ class Guide:
         """Begin to find the token that takes the place of a sampled one, see `Matcher.settle`."""
         matcher = self._matcher
         if self._settled is None and matcher is not None:
-            self._settled = self._submit(lambda: matcher.settle(token_id))
+            self._settled = self._submit(lambda: matcher.settle(token_id), inline=matcher.has_short_end)
 
     @property
     def settled(self) -> int | None:
@@ -109,11 +117,11 @@ class Guide:
         self.finished = matcher.finished
         self.cut_off = matcher.cut and matcher.complete
 
-    def expect(self, compute: ComputeMask) -> None:
-        """Begin to compute the mask of the next token."""
+    def expect(self, compute: ComputeMask, left: int) -> None:
+        """Begin to compute the mask of the next token. left: tokens that may still come."""
         matcher = self._matcher
         assert matcher is not None
-        self._mask = self._submit(lambda: self._compute(matcher, compute))
+        self._mask = self._submit(lambda: self._compute(matcher, compute), inline=not matcher.search_is_due(left))
 
     def _compute(self, matcher: Matcher, compute: ComputeMask) -> Allowed:
         mask = compute(matcher)
@@ -126,23 +134,38 @@ class Guide:
             if work is not None:
                 work.cancel()
 
-    def _submit(self, run: Callable[[], Result]) -> Future[Result]:
+    def _submit(self, run: Callable[[], Result], *, inline: bool = False) -> Future[Result]:
+        """inline: compute at once if this answer's tasks were quick."""
+
         def timed() -> Result:
-            began = time.perf_counter()
+            began = time.thread_time()
             try:
                 return run()
             finally:
-                self._seconds += time.perf_counter() - began
+                self._note(time.thread_time() - began)
 
-        return self._workers.submit(self._client, timed, cost=self._seconds)
+        if not inline or self._num_quick < self._enough_quick:
+            return self._workers.submit(self._client, timed, cost=self._seconds)
+        done: Future[Result] = Future()
+        done.set_result(timed())
+        return done
+
+    def _note(self, seconds: float) -> None:
+        self._seconds += seconds
+        if seconds < _QUICK_SECONDS:
+            self._num_quick += 1
+        else:
+            self._num_quick = 0
+            self._enough_quick *= _MORE_QUICK
 
 
 class Guides:
-    """Makes guides, which share threads on half of the cores."""
+    """Makes guides, which share threads on half of the cores. A client leaves at least one thread to others."""
 
     def __init__(self, make_matcher: MakeMatcher) -> None:
         self._make_matcher = make_matcher
-        self._workers = FairWorkers("grammar-masks", min(_MAX_THREADS, max(1, usable_cores() // 2)))
+        threads = min(_MAX_THREADS, max(2, usable_cores() // 2))
+        self._workers = FairWorkers("grammar-masks", threads, per_client=threads - 1)
 
     def start(self, grammar: Grammar, client: str, first: ComputeMask | None, *, measures: bool) -> Guide:
         """Return a guide at the beginning of an answer; see `Guide`."""
