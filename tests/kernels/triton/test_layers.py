@@ -240,7 +240,8 @@ def test_sums_of_many_rows_are_normed_where_they_are_made(
     folder: Path, launches: Launches, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(products, "MOST_ROWS", 1)
-    layer = ["library", "attend_rows", "library", "norm_rows", "library", "activate_rows", "library", "norm_rows"]
+    gates = ["library", "activate_rows", "library"]
+    layer = ["library", "attend_rows", "combine", "library", "norm_rows", *gates, "norm_rows"]
     taken = layer_launches(loaded(folder, InterpretedDevice), launches, 3)
     assert list(map(by_library, taken)) == [["norm_rows", *layer], layer]
 
@@ -266,7 +267,7 @@ def test_norms_of_what_blocks_make_take_no_launches(
     model = loaded(
         make_text_model(tmp_path, Gemma3ForCausalLM, Gemma3TextConfig, num_hidden_layers=2), InterpretedDevice
     )
-    layer = [*product, "attend_rows", *product, "norm_rows", *product, *gates, *product, "norm_rows"]
+    layer = [*product, "attend_rows", "combine", *product, "norm_rows", *product, *gates, *product, "norm_rows"]
     taken = [[name for name in names if name != "add_parts"] for names in layer_launches(model, launches, 3)]
     assert list(map(by_library, taken)) == [["norm_rows", *layer], *[layer] * (len(model.layers) - 1)]
 
