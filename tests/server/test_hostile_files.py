@@ -218,3 +218,14 @@ def test_large_images_hold_up_no_small_one(server: ServerProcess) -> None:
         for attack in attacks:
             attack.result()
     assert time.monotonic() - began < 30
+
+
+def test_memory_of_large_images_is_returned(server: ServerProcess) -> None:
+    images = [encoded(Image.new("RGB", (7000, 6000), color), "PNG", compress_level=1) for color in ("red", "blue")]
+    parts = [{"type": "image_url", "image_url": {"url": url_of(image, "image/png")}} for image in images]
+    before = server.memory
+    for number in range(3):
+        with ThreadPoolExecutor(2) as pool:
+            bodies = [question(part, f"round {number}") for part in parts]
+            assert [answer.status_code for answer in pool.map(lambda body: ask(server, body), bodies)] == [200] * 2
+        wait_until(lambda: server.memory < before + 150_000_000, timeout=30)

@@ -24,6 +24,11 @@ class FairQueue:
         self._running: Counter[str] = Counter()
         self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
 
+    @property
+    def running(self) -> int:
+        """How much work runs."""
+        return self._running.total()
+
     async def run(self, executor: Executor, work: Callable[[], Result]) -> Result:
         """Wait for the current client's turn, then run `work` in a thread as `run_in_thread` does.
 

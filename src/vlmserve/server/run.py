@@ -33,7 +33,8 @@ if TYPE_CHECKING:
 
     from vlmserve.frontend.client import EngineClient
     from vlmserve.frontend.requests import RequestPreparer
-    from vlmserve.server.service import Preparer, Service
+    from vlmserve.server.preparer import Preparer
+    from vlmserve.server.service import Service
     from vlmserve.server.web import WebServer
 
 logger = logging.getLogger(__name__)

@@ -7,10 +7,10 @@ import contextlib
 import functools
 import itertools
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import msgspec
 
@@ -25,9 +25,8 @@ from vlmserve.errors import (
     VLMServeError,
 )
 from vlmserve.frontend.client import EngineClient
-from vlmserve.frontend.reasoning import AnswerText, Reasoning
-from vlmserve.frontend.tools import ToolForm, ToolUse
-from vlmserve.media.cache import ImageCache, ImageCacheStats
+from vlmserve.frontend.tools import ToolUse
+from vlmserve.media.cache import ImageCacheStats
 from vlmserve.sampling.trials import SlowGrammarError
 from vlmserve.server.accounts import KeyRing
 from vlmserve.server.adapters import Adapters
@@ -35,11 +34,13 @@ from vlmserve.server.body import BodyMemory
 from vlmserve.server.collectors import RunningEngine
 from vlmserve.server.errors import RefusedError
 from vlmserve.server.fair_queue import FairQueue
+from vlmserve.server.idle_memory import IdleMemory
 from vlmserve.server.metrics import ServerMetrics
+from vlmserve.server.preparer import Preparer
 from vlmserve.server.schema.base import BodyLimits
 from vlmserve.server.schema.cards import Abilities, Input
 from vlmserve.storage.store import open_store
-from vlmserve.types import AdapterInfo, EngineStats, Grammar, ModelInfo, Prompt, SamplingParams, Thoughts
+from vlmserve.types import AdapterInfo, EngineStats, Grammar, ModelInfo, Prompt, SamplingParams
 
 if TYPE_CHECKING:
     from vlmserve.server.tracing import Tracing
@@ -54,64 +55,6 @@ _MOST_SHOWN = 5
 """Adapters that an error names."""
 _SHARE_OF_AN_ANSWER = 0.2
 """Of the context, if a request sets no limit."""
-
-
-class Preparer(Protocol):
-    """Makes prompts; see `vlmserve.frontend.requests.RequestPreparer`. Called from worker threads."""
-
-    image_cache: ImageCache
-
-    tool_form: ToolForm
-
-    reasoning: Reasoning | None
-
-    @property
-    def supports_images(self) -> bool: ...
-
-    @property
-    def supports_videos(self) -> bool: ...
-
-    @property
-    def takes_tools(self) -> bool: ...
-
-    def tokenizer_info(self) -> dict[str, Any]: ...
-
-    @property
-    def template_settings(self) -> Collection[str]: ...
-
-    def chat(
-        self,
-        messages: Sequence[Any],
-        *,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        cache_salt: str = "",
-        tools: ToolUse | None = None,
-        template_settings: Mapping[str, Any] | None = None,
-        mm_processor_kwargs: Mapping[str, Any] | None = None,
-    ) -> Prompt: ...
-
-    def knows_grammar(self, grammar: Grammar) -> bool: ...
-
-    def check_grammar(self, grammar: Grammar, tools: ToolUse | None = None, *, quick: bool = False) -> list[str]: ...
-
-    def text(self, text: str) -> Prompt: ...
-
-    def tokens(self, token_ids: Sequence[int]) -> Prompt: ...
-
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
-
-    def decode(self, token_ids: Sequence[int]) -> str: ...
-
-    def token_bytes(self, token_id: int, /) -> bytes: ...
-
-    def token_texts(self, token_ids: Sequence[int]) -> list[str]: ...
-
-    def with_bad_words(self, params: SamplingParams) -> SamplingParams: ...
-
-    def answer_text(
-        self, params: SamplingParams, thoughts: Thoughts | None = None, shown_ids: frozenset[int] = frozenset()
-    ) -> AnswerText: ...
 
 
 def open_tracing(endpoint: str | None) -> Tracing | None:
@@ -201,6 +144,7 @@ class Service:
             self._file_workers: FairQueue(media.media_processes, media.client_media_processes),
         }
         """Queues of threads in which one client could leave none to others."""
+        self._memory = IdleMemory(self._text_workers, lambda: any(queue.running for queue in self._queues.values()))
 
     def open(self, client: EngineClient, preparer: Preparer, defaults: SamplingParams | None = None) -> None:
         """Begin to serve. preparer: knows the engine's limits. defaults: what requests that say nothing about sampling
@@ -239,6 +183,7 @@ class Service:
 
     def close(self) -> None:
         """Let go of the worker threads, the traces and the history. The client belongs to the caller."""
+        self._memory.close()
         for pool in (
             self._body_workers,
             self._text_workers,
@@ -435,7 +380,13 @@ class Service:
 
     async def look_at_file(self, work: Callable[[], Result]) -> Result:
         """Run `work`, which may take as long as to open a file, in a thread that prepares images."""
-        return await self._queues[self._image_workers].run(self._image_workers, work)
+        return await self._run_media(self._image_workers, work)
+
+    async def _run_media(self, workers: ThreadPoolExecutor, work: Callable[[], Result]) -> Result:
+        try:
+            return await self._queues[workers].run(workers, work)
+        finally:
+            self._memory.worked()
 
     async def prepare(
         self,
@@ -471,8 +422,8 @@ class Service:
             return prepare()
         workers = self._workers(shown)
         try:
-            if (queue := self._queues.get(workers)) is not None:
-                return await queue.run(workers, prepare)
+            if workers in self._queues:
+                return await self._run_media(workers, prepare)
             return await run_in_thread(workers, prepare)
         except MemoryError:
             raise RefusedError(

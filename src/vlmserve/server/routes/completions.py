@@ -13,11 +13,12 @@ from vlmserve.errors import VLMServeError
 from vlmserve.prompt.expand import last_tokens, truncate
 from vlmserve.server.errors import error_body
 from vlmserve.server.generation import Generation, GenerationRequest, TextDelta
+from vlmserve.server.preparer import Preparer
 from vlmserve.server.routes.answering import Dialect, answer
 from vlmserve.server.routes.events import DONE, event, usage_until_now
 from vlmserve.server.schema.completions import Completion, CompletionChoice, CompletionRequest
 from vlmserve.server.schema.logprobs import CompletionLogprobs, TokenNames, offsets_in, prompt_logprobs
-from vlmserve.server.service import Preparer, Service
+from vlmserve.server.service import Service
 from vlmserve.types import Prompt
 
 
