@@ -303,6 +303,15 @@ def test_a_closed_one_raises_and_ends_the_calls_of_threads(folder):
         answer(other, "question")
 
 
+@pytest.fixture
+def no_other_collection():
+    """`gc.collect` does nothing while another thread collects."""
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("no_other_collection")
 @pytest.mark.parametrize("closes", [True, False], ids=["closed", "deleted"])
 def test_its_memory_is_given_back(tmp_path, closes):
     llm = LLM(str(make_llama(tmp_path)), dtype="float32", device="cpu", kv_cache_memory="1MiB")

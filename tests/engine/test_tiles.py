@@ -8,11 +8,9 @@ import base64
 import importlib
 import io
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -52,6 +50,7 @@ from tests.engine.image_parity import (
     user,
 )
 from tests.engine.test_parity import NEW_TOKENS, engine_for, generate, tight_cache
+from tests.module_stubs import replaced_modules
 from tests.normalized import normalized
 from vlmserve import LLM, SamplingParams
 from vlmserve.kernels.extension import supported_isas
@@ -105,7 +104,7 @@ class WithoutVideos(InternVLProcessor):
 def pixtral_processor() -> Any:
     """transformers' class, which takes a function from a module that needs torchvision; another one has it, too."""
     replaced = {"transformers.models.pixtral.image_processing_pixtral": image_processing_pil_pixtral}
-    with mock.patch.dict(sys.modules, replaced):
+    with replaced_modules(replaced):
         return importlib.import_module("transformers.models.pixtral.processing_pixtral").PixtralProcessor
 
 

@@ -242,13 +242,14 @@ async def test_asking_an_engine_that_is_gone_or_going_fails(start):
 
 async def test_closing_lets_running_requests_finish_within_the_grace(start):
     client = await start(mock_tpot=0.01)
-    task = asyncio.ensure_future(tokens_of(client, request(max_tokens=20)))
-    await until(lambda: client.stats.num_running == 1)
+    answer = client.generate(request(max_tokens=50))
+    first = await anext(answer)
     closing = asyncio.ensure_future(client.close(grace=60))
     await asyncio.sleep(0)
     with pytest.raises(UnavailableError):
         await client.submit(request("late"))
-    assert len(await task) == 20
+    rest = [token async for output in answer for token in output.token_ids]
+    assert len(first.token_ids) + len(rest) == 50
     await closing
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import functools
 import importlib
-import sys
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
-from unittest import mock
+
+from tests.module_stubs import replaced_modules
 
 _MODULES = ("torchvision", "torchvision.transforms", "torchvision.transforms.v2")
 
@@ -17,7 +17,7 @@ _MODULES = ("torchvision", "torchvision.transforms", "torchvision.transforms.v2"
 def module() -> Any:
     stubs = {name: ModuleType(name) for name in _MODULES}
     stubs[_MODULES[-1]].functional = ModuleType("functional")  # type: ignore[attr-defined]
-    with mock.patch.dict(sys.modules, stubs):
+    with replaced_modules(stubs):
         return importlib.import_module("transformers.models.glm46v.video_processing_glm46v")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import importlib
 import io
 import json
 import unicodedata
@@ -274,8 +275,7 @@ def test_without_the_library_an_error_names_the_extra(
     def fail(*args: Any) -> None:
         raise ImportError("no sentencepiece")
 
-    from transformers import convert_slow_tokenizer
-
+    convert_slow_tokenizer = importlib.import_module("transformers.convert_slow_tokenizer")
     monkeypatch.setattr(convert_slow_tokenizer, "requires_backends", fail)
     with pytest.raises(ModelLoadError, match=r"install vlmserve\[sentencepiece\]"):
         convert.chatglm(chatglm(tmp_path, sentencepiece_model))
