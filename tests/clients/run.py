@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[2]
 ENVIRONMENTS = ROOT / "build/clients"
 IMAGE = ROOT / "examples/shapes.png"
 QUESTION = "What colour is the circle?"
-INSTALL_TIMEOUT, LIGHT_INSTALL_TIMEOUT, JOB_TIMEOUT = 600.0, 300.0, 120.0
+INSTALL_TIMEOUT, LIGHT_INSTALL_TIMEOUT, JOB_TIMEOUT = 600.0, 300.0, 240.0
 """Seconds."""
 COLOUR = r"(?i)\b(red|green|blue|yellow)\b"
 """An answer that a schema restricts; pixie may choose any of these colours."""
@@ -50,6 +50,10 @@ JOBS = {
     "pydantic-ai": Job(("pydantic-ai-slim[openai]",), "examples/pydantic_ai_agent.py", prints=COLOUR),
     "anthropic": Job(("anthropic",), "tests/clients/jobs/anthropic_sdk.py", light=True),
     "openai-agents": Job(("openai-agents",), "tests/clients/jobs/openai_agents.py"),
+    "docling": Job(
+        ("docling-slim[convert-core,format-markdown,format-pdf]", "packaging", "torch==2.13.0"),
+        "tests/clients/jobs/docling_pipeline.py",
+    ),
     "ai-sdk": Job(
         ("ai@6.0.326", "@ai-sdk/openai-compatible@2.0.92", "zod@4.6.7"), "tests/clients/jobs/ai_sdk.mjs", light=True
     ),

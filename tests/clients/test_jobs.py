@@ -15,6 +15,11 @@ def test_job_has_its_script(job):
     assert (ROOT / job.script).is_file()
 
 
+def test_docling_uses_the_projects_torch():
+    [torch] = [package for package in JOBS["docling"].packages if package.startswith("torch==")]
+    assert torch in (ROOT / "constraints.txt").read_text().splitlines()
+
+
 @pytest.fixture
 def outcome(monkeypatch):
     """Run the light jobs without a server. Give each the error of its name, and return the exit status."""
