@@ -100,6 +100,23 @@ def test_images_finish_in_order_of_arrival():
     assert first_tokens == {"1": 5, "2": 10, "3": 15, "4": 20}
 
 
+def test_a_small_image_does_not_wait_for_a_huge_one():
+    s = scheduler(num_blocks=400)
+    s.limits = FixedLimits(20, others=20)
+    s.add(request("huge", 600, images=[(image(1, 500), 1)], max_tokens=1))
+    run(s)
+    s.add(request("small", 6, images=[(image(2, 4), 1)], max_tokens=1))
+    steps = []
+    for _ in range(6):
+        step, outputs = run(s)
+        steps.append((encoded(step), len(step.images_to_encode), [one.request_id for one in outputs]))
+    # The small image needs 40 MACs: it is admitted in the first step and then gets half of each.
+    assert steps[0] == ([(1, 20)], 0, [])
+    assert steps[1:3] == [([(1, 10), (2, 10)], 0, [])] * 2
+    assert [ended for *_, ended in steps].count(["small"]) == 1
+    assert steps[-1][0] == [(1, 20)]
+
+
 def test_prompts_finish_in_order_of_arrival():
     s = scheduler()
     s.limits = FixedLimits(tokens=8)

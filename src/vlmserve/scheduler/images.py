@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from vlmserve.cache.encoder import EncoderCache
 from vlmserve.scheduler.request import Request
+from vlmserve.scheduler.shares import reserved
+from vlmserve.scheduler.step_limits import StepLimits
 from vlmserve.steps import CrossStates, ImageEncoding, SchedulerOutput
 from vlmserve.types import CrossInput, ImageInput
 
@@ -44,16 +46,28 @@ class ImageScheduler:
         self._dropped: list[bytes] = []
         self._budget = math.inf
         self._num_begun = 0
+        # MACs of images that running requests need next; known while there are unfinished ones.
+        self._wanted: dict[bytes, float] = {}
 
     @property
     def unfinished(self) -> Mapping[bytes, float]:
         """Images in progress by key, and the MACs that each lacks."""
         return self._unfinished
 
-    def begin_step(self, budget: float) -> None:
-        """Plan another step. budget: multiplications that the tower may make in it."""
-        self._budget = budget
+    def begin_step(self, limits: StepLimits | None, running: Sequence[Request]) -> None:
+        """Plan another step. limits: of all steps; None: there are none."""
+        # The last token of a prompt, which may need an image, is scheduled like a token that was generated.
+        generating = any(request.num_uncomputed == 1 for request in running)
+        waiting = sum(request.num_uncomputed > 1 and request.has_images for request in running)
+        self._budget = math.inf if limits is None else limits.tower_macs(waiting, generating=generating)
         self._num_begun = 0
+        known, self._wanted = self._wanted, {}
+        for request in running if self._unfinished else ():
+            for image in request.images_for(request.num_computed, request.num_prompt_tokens)[:1]:
+                if image.key in self._unfinished:
+                    self._wanted[image.key] = self._unfinished[image.key]
+                elif image.key not in self.cache:
+                    self._wanted[image.key] = known.get(image.key) or self._products(image)
 
     def end_step(self, step: SchedulerOutput) -> None:
         """The step is planned and will run."""
@@ -174,9 +188,9 @@ class ImageScheduler:
             self._budget -= products
             step.images_to_encode.append(image)
             return True
-        step.encodings.append(ImageEncoding(image.key, int(self._budget), image))
-        self._unfinished[image.key] = products - int(self._budget)
-        self._budget = 0
+        some = self._share(products)
+        step.encodings.append(ImageEncoding(image.key, some, image))
+        self._unfinished[image.key] = products - some
         return False
 
     def _go_on(self, step: SchedulerOutput, key: bytes) -> bool:
@@ -190,10 +204,16 @@ class ImageScheduler:
             step.encodings.append(ImageEncoding(key, None))
             return True
         if self._budget >= 1:
-            self._unfinished[key] = missing - int(self._budget)
-            step.encodings.append(ImageEncoding(key, int(self._budget)))
-            self._budget = 0
+            some = self._share(missing)
+            self._unfinished[key] = missing - some
+            step.encodings.append(ImageEncoding(key, some))
         return False
+
+    def _share(self, missing: float) -> int:
+        """Take MACs of the step's budget for an image that lacks more: all, or what it does not leave to others."""
+        some = max(1, int(self._budget - reserved(missing, self._wanted.values(), self._budget)))
+        self._budget = max(0, self._budget - some)
+        return some
 
     def _unpin_image(self, request: Request, key: bytes, num_computed: int) -> None:
         """Unpin an image unless the first `num_computed` tokens end in the middle of it.

@@ -3,8 +3,8 @@
 First come, first served among requests of the same priority: they are admitted in order of arrival, except those whose
 prefix another one is computing, which others overtake. Decodes go first, prompts fill what is left of the token budget
 in order of admission, and the request admitted last gives up its blocks when blocks run out. What of them is still in
-memory when it runs again is not computed again, and the outcome is the same either way. A long prompt leaves half of
-the budget to much shorter ones.
+memory when it runs again is not computed again, and the outcome is the same either way. A long prompt or image leaves
+half of a step to much shorter ones.
 
 Requests of lower priority (a larger number) are admitted and get tokens after all others, and are preempted for them.
 """
@@ -29,16 +29,13 @@ from vlmserve.scheduler.images import ImageScheduler
 from vlmserve.scheduler.priority import enter_first, enter_last
 from vlmserve.scheduler.request import Request
 from vlmserve.scheduler.searches import Search
+from vlmserve.scheduler.shares import reserved
 from vlmserve.scheduler.step_limits import StepLimits
 from vlmserve.steps import ModelRunnerOutput, SchedulerOutput
 from vlmserve.types import EngineOutput
 
 ProposeDrafts = Callable[[Request], Sequence[int]]
 """Proposes draft tokens, ids of the vocabulary, that may follow a request's newest token; none without a proposal."""
-
-
-MUCH_SHORTER = 8
-"""A prompt is much shorter than another if it has at most this fraction of its tokens."""
 
 
 class Scheduler:
@@ -295,13 +292,10 @@ class Scheduler:
 
     def _schedule_running(self, step: SchedulerOutput) -> int:
         """Chunks for the running requests; returns the budget that is left."""
-        # The last token of a prompt, which may need an image, is scheduled like a token that was generated.
-        generating = any(request.num_uncomputed == 1 for request in self.running)
-        limits, waiting = self.limits, self._num_waiting_for_images
-        self.images.begin_step(math.inf if limits is None else limits.tower_macs(waiting, generating=generating))
+        self.images.begin_step(self.limits, self.running)
         budget = self._schedule_decodes(step, self._max_num_batched_tokens)
-        if limits is not None:
-            budget = int(min(budget, limits.prompt_tokens(shared=len(self._requests) > 1)))
+        if self.limits is not None:
+            budget = int(min(budget, self.limits.prompt_tokens(shared=len(self._requests) > 1)))
         for request in self.running[:]:  # more are admitted meanwhile
             if request.num_uncomputed > 1 and budget > 0:
                 budget = self._schedule_waiting(step, budget, above=request.priority)
@@ -310,16 +304,12 @@ class Scheduler:
         return budget
 
     def _reserved(self, request: Request, budget: int) -> int:
-        """Tokens of a prompt's budget for much shorter prompts that came later, which delay it only a little."""
-        longest = request.num_uncomputed // MUCH_SHORTER
+        """Tokens of a prompt's budget for much shorter prompts that came later, unless it ends in this step."""
+        if request.num_uncomputed <= budget:
+            return 0
         later = itertools.chain(self.running[self.running.index(request) + 1 :], self.waiting)
-        lengths = (one.num_uncomputed for one in later if one.priority == request.priority)
-        return min(budget // 2, sum(length for length in lengths if 1 < length <= longest))
-
-    @property
-    def _num_waiting_for_images(self) -> int:
-        """Running requests with images whose prompts are not computed."""
-        return sum(request.num_uncomputed > 1 and request.has_images for request in self.running)
+        lengths = [one.num_uncomputed for one in later if one.priority == request.priority and one.num_uncomputed > 1]
+        return int(reserved(request.num_uncomputed, lengths, budget))
 
     def _has_to_give_way(self, waiting: Request) -> bool:
         """Whether something runs that has a lower priority than a request that waits."""
