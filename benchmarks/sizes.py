@@ -1,0 +1,264 @@
+"""Models of published sizes with random weights: seconds to ready, peak memory, and speed, compared with llama.cpp.
+
+    python -m benchmarks.sizes --shapes qwen3-0.6b qwen3-vl-2b --json report.json
+    python -m benchmarks.sizes --shapes llama-8b --gguf Q4_0 Q8_0
+
+Checkpoints are written tensor by tensor, so that the largest need little memory. Each system runs in a process of its
+own, one after the other; vlmserve starts twice, the second time from its cache of packed weights. llama.cpp reads the
+same GGUF files, and is left out where llama-cpp-python is not installed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import dataclasses
+import io
+import json
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.command import keep
+from benchmarks.peers import is_installed, version
+from benchmarks.random_models import RANDOM_MODELS
+from benchmarks.sizes_files import write_checkpoint, write_gguf
+
+TEXT_KEYS = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A published model. sizes: of `TEXT_KEYS`. config: other fields of its config. vision: fields of a tower."""
+
+    model_class: str
+    sizes: tuple[int, int, int, int, int]
+    config: Mapping[str, Any]
+    vision: Mapping[str, Any] | None = None
+
+    @property
+    def text(self) -> dict[str, Any]:
+        """Fields of the language model's config."""
+        return {**dict(zip(TEXT_KEYS, self.sizes, strict=True)), **self.config}
+
+
+_QWEN = {"head_dim": 128, "vocab_size": 151936, "max_position_embeddings": 32768}
+_TOWER = {"depth": 24, "hidden_size": 1024, "intermediate_size": 4096, "num_heads": 16, "out_hidden_size": 2048}
+SHAPES = {
+    "tiny": Shape("LlamaForCausalLM", (64, 128, 2, 4, 2), {"vocab_size": 2048, "max_position_embeddings": 2048}),
+    "tiny-vl": Shape(
+        "Qwen3VLForConditionalGeneration",
+        (64, 128, 3, 4, 2),
+        {"head_dim": 16, "vocab_size": 2048, "max_position_embeddings": 4096},
+        {"depth": 3, "hidden_size": 64, "intermediate_size": 128, "num_heads": 4, "out_hidden_size": 64},
+    ),
+    "qwen3-0.6b": Shape("Qwen3ForCausalLM", (1024, 3072, 28, 16, 8), {**_QWEN, "tie_word_embeddings": True}),
+    "llama-1b": Shape(
+        "LlamaForCausalLM",
+        (2048, 8192, 16, 32, 8),
+        {"vocab_size": 128256, "max_position_embeddings": 32768, "tie_word_embeddings": True},
+    ),
+    "qwen3-4b": Shape("Qwen3ForCausalLM", (2560, 9728, 36, 32, 8), {**_QWEN, "tie_word_embeddings": True}),
+    "llama-8b": Shape(
+        "LlamaForCausalLM", (4096, 14336, 32, 32, 8), {"vocab_size": 128256, "max_position_embeddings": 8192}
+    ),
+    "qwen3-vl-2b": Shape("Qwen3VLForConditionalGeneration", (2048, 6144, 28, 16, 8), _QWEN, _TOWER),
+}
+COLUMNS = (
+    "System", "Ready, s", "Second start, s", "Peak at ready, MB", "Prompt, tokens/s", "Decode, tokens/s",
+    "Four users, s", "Photo, s",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a process measures. vision: it also asks about a photo. only_start: nothing after the start."""
+
+    system: str
+    model: str
+    options: Mapping[str, Any]
+    vocabulary: int
+    vision: bool
+    prompt_tokens: int
+    answer_tokens: int
+    photo_size: tuple[int, int]
+    only_start: bool = False
+
+
+def measure(job: Job) -> dict[str, float | None]:
+    """Load the model of a job and time it, in this process."""
+    measured = _Llama(job) if job.system == "llama.cpp" else _Vlmserve(job)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
+    print("ready", file=sys.stderr, flush=True)
+    if job.only_start:
+        return {"peak": peak}
+
+    def seconds(count: int, answer: int, first: int) -> float:
+        prompts = [
+            [(first + 7 * user + 31 * i) % job.vocabulary for i in range(job.prompt_tokens)] for user in range(count)
+        ]
+        started = time.perf_counter()
+        measured.generate(prompts, answer)
+        return time.perf_counter() - started
+
+    seconds(1, 2, 1)
+    prompt = seconds(1, 1, 2)
+    whole = seconds(1, 1 + job.answer_tokens, 3)
+    return {
+        "peak": peak,
+        "prompt": job.prompt_tokens / prompt,
+        "decode": job.answer_tokens / max(whole - prompt, 1e-6),
+        "users": seconds(4, 1, 4),
+        "photo": measured.photo() if job.vision else None,
+    }
+
+
+class _Vlmserve:
+    def __init__(self, job: Job) -> None:
+        from vlmserve import LLM
+
+        self._job = job
+        self._llm = LLM(job.model, kv_cache_memory="512MiB", enable_prefix_caching=False, **job.options)
+        self._llm.load()
+
+    def generate(self, prompts: Sequence[list[int]], answer: int) -> None:
+        from vlmserve import SamplingParams
+
+        params = SamplingParams(temperature=0, max_tokens=answer, ignore_eos=True)
+        self._llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
+
+    def photo(self) -> float:
+        import numpy as np
+        from PIL import Image
+
+        from vlmserve import SamplingParams
+
+        width, height = self._job.photo_size
+        pixels = np.random.default_rng(0).integers(0, 256, (height, width, 3), dtype=np.uint8)
+        file = io.BytesIO()
+        Image.fromarray(pixels).save(file, "JPEG")
+        url = "data:image/jpeg;base64," + base64.b64encode(file.getvalue()).decode()
+        parts = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "What is this?"}]
+        started = time.perf_counter()
+        self._llm.chat([{"role": "user", "content": parts}], SamplingParams(max_tokens=1), use_tqdm=False)
+        return time.perf_counter() - started
+
+
+class _Llama:
+    def __init__(self, job: Job) -> None:
+        from llama_cpp import Llama
+
+        threads = os.cpu_count()
+        self._llama = Llama(job.model, n_ctx=2048, n_threads=threads, n_threads_batch=threads, verbose=False)
+
+    def generate(self, prompts: Sequence[list[int]], answer: int) -> None:
+        for prompt in prompts:
+            tokens = self._llama.generate(prompt, temp=0.0, repeat_penalty=1.0, reset=True)
+            for _ in range(answer):
+                next(tokens)
+
+    def photo(self) -> None:
+        """It has no tower."""
+
+
+def run_job(job: Job) -> dict[str, Any]:
+    """The figures of a job, from a process of its own. Raises RuntimeError with the end of its log if it fails."""
+    started = time.perf_counter()
+    command = [sys.executable, "-m", "benchmarks.sizes", "--job", json.dumps(job.__dict__)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    assert process.stdout is not None
+    log, ready = [], 0.0
+    for line in process.stderr:
+        log.append(line)
+        if line == "ready\n":
+            ready = time.perf_counter() - started
+    answer = process.stdout.read()
+    if process.wait():
+        raise RuntimeError(f"{job.system} ended with status {process.returncode}:\n{''.join(log[-20:])}")
+    return {"ready": ready, **json.loads(answer)}
+
+
+def rows(name: str, options: argparse.Namespace, folder: Path) -> Iterator[list[Any]]:
+    """A row of the report for each system on one shape."""
+    shape = SHAPES[name]
+    common = {
+        "vocabulary": shape.text["vocab_size"],
+        "prompt_tokens": options.prompt_tokens,
+        "answer_tokens": options.answer_tokens,
+        "photo_size": tuple(options.photo_size),
+    }
+    checkpoint = folder / name
+    write_checkpoint(checkpoint, shape.model_class, shape.text, shape.vision, RANDOM_MODELS["qwen3-vl"])
+    for scheme in options.quantize:
+        settings = {"quantize": scheme, "dtype": "bfloat16", "weights_cache": str(folder / "cache")}
+        job = Job("vlmserve", str(checkpoint), settings, vision=shape.vision is not None, **common)
+        yield _row(f"{name}, vlmserve {scheme}", job)
+    for kind in options.gguf if shape.vision is None else ():
+        file = write_gguf(folder / f"{name}-{kind}.gguf", checkpoint, kind)
+        settings = {"weights_cache": str(folder / "cache")}
+        job = Job("vlmserve", str(file), settings, vision=False, **common)
+        yield _row(f"{name}, vlmserve {kind}", job)
+        if is_installed("llama-cpp-python"):
+            job = Job("llama.cpp", str(file), {}, vision=False, **common)
+            yield _row(f"{name}, llama.cpp {kind}", job)
+        file.unlink()
+
+
+def _row(name: str, job: Job) -> list[Any]:
+    figures = run_job(job)
+    second = run_job(dataclasses.replace(job, only_start=True))["ready"]
+    found = (figures["ready"], second, *(figures[key] for key in ("peak", "prompt", "decode", "users", "photo")))
+    return [name, *("" if value is None else round(value, 2 if value < 10 else 1) for value in found)]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure shapes and show a table."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.sizes", description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["qwen3-0.6b", "qwen3-vl-2b", "llama-8b"])
+    parser.add_argument("--quantize", nargs="*", default=["none", "int4"], help="schemes of vlmserve")
+    parser.add_argument("--gguf", nargs="*", default=["Q4_0", "Q8_0"], help="types of GGUF files")
+    parser.add_argument("--prompt-tokens", type=int, default=256)
+    parser.add_argument("--answer-tokens", type=int, default=32)
+    parser.add_argument("--photo-size", type=int, nargs=2, default=(1024, 768), metavar=("WIDTH", "HEIGHT"))
+    parser.add_argument("--folder", type=Path, help="where checkpoints are written; default: a temporary folder")
+    parser.add_argument("--json", type=Path, help="also write the report to this file")
+    parser.add_argument("--job", type=json.loads, help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    if options.job is not None:
+        answers = os.fdopen(os.dup(1), "w")
+        os.dup2(2, 1)  # output of libraries must not mix with the answer
+        print(json.dumps(measure(Job(**options.job))), file=answers, flush=True)
+        return
+    with tempfile.TemporaryDirectory(prefix="vlmserve-sizes-", dir=options.folder) as place:
+        found = [row for name in options.shapes for row in rows(name, options, Path(place))]
+    table = Table(*COLUMNS)
+    for row in found:
+        table.add_row(*map(str, row))
+    Console().print(table)
+    packages = ["vlmserve", "torch", *(["llama-cpp-python"] if is_installed("llama-cpp-python") else [])]
+    report = {
+        "title": "Models of published sizes",
+        "command": " ".join(["python -m benchmarks.sizes", *(arguments or sys.argv[1:])]),
+        "model": ", ".join(options.shapes),
+        "weights": "random",
+        "versions": {package: version(package) for package in packages},
+        "columns": list(COLUMNS),
+        "rows": found,
+        "plot": ["Decode, tokens/s"],
+    }
+    keep(report, options)
+
+
+if __name__ == "__main__":
+    main()

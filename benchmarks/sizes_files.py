@@ -1,0 +1,171 @@
+"""Checkpoints with random weights, written tensor by tensor: safetensors by transformers' names, and GGUF files."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.random_models import RandomModel
+
+BLOCK = 2**22
+"""Random values that are made once, and written again and again."""
+
+
+def write_checkpoint(
+    folder: Path, model_class: str, text: Mapping[str, Any], vision: Mapping[str, Any] | None, tokens: RandomModel
+) -> None:
+    """A bfloat16 checkpoint in Hugging Face layout with pixie's tokenizer. tokens: of a model with images."""
+    import transformers
+
+    folder.mkdir(parents=True)
+
+    def save(folder: Path, ids: Mapping[str, int]) -> None:
+        name = model_class.removesuffix("ForCausalLM").removesuffix("ForConditionalGeneration")
+        fields: dict[str, Any] = dict(text)
+        if vision is not None:
+            rope = {"rope_type": "default", "rope_theta": 5e6, "mrope_section": _sections(text["head_dim"])}
+            layers = [vision["depth"] // 4, vision["depth"] // 2, vision["depth"] - 1]
+            fields = {
+                "text_config": {**text, "rope_parameters": rope, "tie_word_embeddings": True},
+                "vision_config": {**vision, "deepstack_visual_indexes": layers},
+                "tie_word_embeddings": True,
+                "image_token_id": ids["<|image_pad|>"],
+                "video_token_id": ids["<|video_pad|>"],
+                "vision_start_token_id": ids["<|vision_start|>"],
+                "vision_end_token_id": ids["<|vision_end|>"],
+            }
+        config = getattr(transformers, f"{name}Config")(**fields)
+        config.architectures = [model_class]
+        config.dtype = torch.bfloat16
+        config.save_pretrained(folder)
+        with torch.device("meta"):
+            model = getattr(transformers, model_class)(config)
+        tied = "lm_head.weight" if config.tie_word_embeddings else None
+        shapes = {key: tuple(value.shape) for key, value in model.state_dict().items() if key != tied}
+        _write_safetensors(folder / "model.safetensors", shapes)
+
+    RandomModel(save, tokens.tokens, tokens.image, tokens.settings, tokens.processor).write(folder)
+
+
+def write_gguf(path: Path, checkpoint: Path, kind: str) -> Path:
+    """A GGUF file of the shape of a text checkpoint, its matrices in blocks of type Q4_0 or Q8_0."""
+    import gguf
+
+    config = json.loads((checkpoint / "config.json").read_text())
+    name = config["model_type"]
+    architecture = {"llama": gguf.MODEL_ARCH.LLAMA, "qwen3": gguf.MODEL_ARCH.QWEN3}[name]
+    names = gguf.get_tensor_name_map(architecture, config["num_hidden_layers"])
+    writer = gguf.GGUFWriter(path, name)
+    _add_metadata(writer, config)
+    _add_tokenizer(writer, checkpoint, config["vocab_size"])
+    quantized = gguf.GGMLQuantizationType[kind]
+    _, block_bytes = gguf.GGML_QUANT_SIZES[quantized]
+    infos = []
+    for key, (shape, _) in _entries(checkpoint / "model.safetensors").items():
+        stored = names.get_name(key, try_suffixes=(".weight", ".bias"))
+        assert stored is not None, key
+        size = 4 * math.prod(shape) if len(shape) == 1 else math.prod(shape) // 32 * block_bytes
+        plain = gguf.GGMLQuantizationType.F32
+        writer.add_tensor_info(
+            stored, shape, np.dtype(np.float32), size, raw_dtype=plain if len(shape) == 1 else quantized
+        )
+        infos.append((shape, size))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    blocks = _quantized_blocks(block_bytes)
+    for shape, size in infos:
+        if len(shape) == 1:
+            writer.write_tensor_data(np.ones(shape, np.float32))
+        else:
+            writer.write_tensor_data(np.resize(blocks, size))
+    writer.close()
+    return path
+
+
+def _sections(head_dim: int) -> list[int]:
+    """Frequencies for frames, rows and columns, shared as in Qwen3-VL: 24, 20 and 20 of 64."""
+    others = head_dim // 2 * 20 // 64
+    return [head_dim // 2 - 2 * others, others, others]
+
+
+def _quantized_blocks(block_bytes: int) -> np.ndarray:
+    """Some blocks of random values, each with a small float16 scale at its beginning."""
+    random = np.random.default_rng(0)
+    blocks = random.integers(0, 256, (2**15, block_bytes), dtype=np.uint8)
+    blocks[:, :2] = (random.uniform(0.5, 1, (len(blocks), 1)) * 2e-3).astype(np.float16).view(np.uint8)
+    return blocks.reshape(-1)
+
+
+def _add_metadata(writer: Any, config: Mapping[str, Any]) -> None:
+    head = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_key_length(head)
+    writer.add_value_length(head)
+    writer.add_rope_dimension_count(head)
+    writer.add_rope_freq_base(10000.0)
+    writer.add_layer_norm_rms_eps(1e-6)
+    writer.add_vocab_size(config["vocab_size"])
+
+
+def _add_tokenizer(writer: Any, checkpoint: Path, size: int) -> None:
+    model = json.loads((checkpoint / "tokenizer.json").read_text())["model"]
+    tokens = sorted(model["vocab"], key=model["vocab"].get)
+    tokens += [f"[PAD{number}]" for number in range(len(tokens), size)]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("default")
+    writer.add_token_list(tokens)
+    writer.add_token_types([1] * len(tokens))
+    writer.add_token_merges([pair if isinstance(pair, str) else " ".join(pair) for pair in model["merges"]])
+    writer.add_bos_token_id(0)
+    writer.add_eos_token_id(0)
+    writer.add_chat_template((checkpoint / "chat_template.jinja").read_text())
+
+
+def _entries(path: Path) -> dict[str, tuple[tuple[int, ...], int]]:
+    """Shape and bytes of each tensor of a safetensors file."""
+    with path.open("rb") as file:
+        header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+    return {
+        name: (tuple(entry["shape"]), entry["data_offsets"][1] - entry["data_offsets"][0])
+        for name, entry in header.items()
+        if name != "__metadata__"
+    }
+
+
+def _write_safetensors(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, shape in shapes.items():
+        start, end = end, end + 2 * math.prod(shape)
+        header[name] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    torch.manual_seed(0)
+    block = (torch.randn(BLOCK) * 0.02).bfloat16().view(torch.int16).numpy().tobytes()
+    one = torch.ones(1, dtype=torch.bfloat16).view(torch.int16).numpy().tobytes()
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for name, shape in shapes.items():
+            is_norm = "norm" in name and name.endswith("weight")
+            for piece in _repeated(one * 1024 if is_norm else block, 2 * math.prod(shape)):
+                file.write(piece)
+
+
+def _repeated(block: bytes, size: int) -> Iterator[memoryview]:
+    """So many bytes of a block, over and over."""
+    view = memoryview(block)
+    while size > 0:
+        yield view[:size]
+        size -= len(block)
