@@ -93,6 +93,8 @@ RELAXED = {
     "pattern of zod": holding({"type": "string", "format": "email", "pattern": ZOD_4_EMAIL}),
     "pattern that repeats": holding({"type": "string", "pattern": r"^(a)\1$"}),
     "pattern that is broken": holding({"type": "string", "pattern": "[]"}),
+    "pattern that is long and broken": holding({"type": "string", "pattern": "a" * 50_000 + "("}),
+    "pattern that is slow and broken": holding({"type": "string", "pattern": "(?i)[a-z]x["}),
     "pattern with a word boundary": holding({"type": "string", "pattern": r"\bword\b"}),
     "pattern with an unknown property": holding({"type": "string", "pattern": r"\p{Foo}"}),
     "format": holding({"type": "string", "format": "phone"}),
@@ -163,6 +165,11 @@ SHORT = {"type": "string", "maxLength": 2}
          {"k": 1, "a": 1, "b": 2}, False),
         ({"anyOf": [FIRST, {**SECOND, "additionalProperties": False}]}, {"a": 1, "b": 2}, False),
         ({"oneOf": [FIRST, SECOND]}, {"a": 1, "b": 2}, False),
+        ({"anyOf": [{"$ref": "#/$defs/x~1 y"}, {"$ref": "#/$defs/second", "description": "b"}],
+          "$defs": {"x/ y": FIRST, "second": {"$ref": "#/definitions/b"}}, "definitions": {"b": SECOND}},
+         {"a": 1, "b": 2}, True),
+        ({"anyOf": [optional(**{f"p{number}": SHORT}) for number in range(12)]}, {"p11": "a", "p0": "b"}, True),
+        ({"anyOf": [optional(**{f"p{number}": INTEGER}) for number in range(12)]}, {"p11": 1}, True),
     ],
     ids=str,
 )  # fmt: skip
@@ -171,6 +178,18 @@ def test_loose_any_of_combines_objects(grammars, tokenizer, schema, answer, fits
     assert accepts(grammars, tokenizer, grammar, answer) is fits
     for one in answers(grammars, tokenizer, grammar):
         jsonschema.validate(one, {"anyOf": schema["oneOf"]} if "oneOf" in schema else schema)
+
+
+def test_endless_reference_in_any_of_is_kept():
+    endless = {"$ref": "#/$defs/a"}
+    guided = guided_schema({"anyOf": [endless, SECOND], "$defs": {"a": endless}}, strict=False, bounds=BOUNDS)
+    assert guided["anyOf"][0] == endless
+
+
+def test_any_of_large_objects_stays_as_large():
+    objects = [optional(**{f"p{number}_{index}": INTEGER for index in range(90)}) for number in range(8)]
+    guided = guided_schema({"anyOf": objects}, strict=False, bounds=BOUNDS)
+    assert [len(one["properties"]) for one in guided["anyOf"]] == [90] * 8
 
 
 def test_nested_any_of_grows_slowly():

@@ -301,7 +301,7 @@ def literal(text: str) -> str:
 def guided(schema: dict[str, Any], strict: bool, source: str, bounds: JSONBounds) -> dict[str, Any]:
     """A schema as grammars take it. source: the field that has it. Raises InvalidRequestError."""
     try:
-        return guided_schema(schema, strict=strict, bounds=bounds)
+        return guided_schema(schema, strict=strict, bounds=bounds, combine=False)
     except ValueError as error:
         raise InvalidRequestError(f"{source}: {error}", param=source) from None
 

@@ -37,8 +37,8 @@ _UNREADABLE = re.compile(r"\(\?<?[=!]|\\[1-9]|\\k<")
 """Look-around and back references, for which no automaton exists."""
 _MAX_COMPARED = 32
 """Maximum number of schemas that are compared in pairs."""
-_LONGEST_CHECKED = 2000
-"""Characters of a pattern that is parsed to find out whether llguidance reads it."""
+_LONGEST_CHECKED = 16_384
+"""Characters of a pattern that llguidance parses to find out whether it is readable. This takes up to 0.1 s."""
 _KEPT_PATTERNS = 1024
 _SLOW_PATTERN = re.compile(r"(\\[pP].*){8}|\(\?[a-zA-Z]*i", re.DOTALL)
 """Many classes of Unicode, which take long to parse."""
@@ -163,13 +163,30 @@ class _Reader:
 
 @functools.lru_cache(_KEPT_PATTERNS)
 def _is_readable(pattern: str) -> bool:
-    """Whether llguidance reads a pattern. Long and slow patterns count as readable; compiling them shows the fault."""
+    """Return whether llguidance reads a pattern. For long and slow patterns, this is a guess."""
     from llguidance import LLMatcher
 
     if len(pattern) > _LONGEST_CHECKED or _SLOW_PATTERN.search(pattern):
-        return not _UNREADABLE.search(pattern.replace(r"\\", ""))
+        return not (_UNREADABLE.search(pattern.replace(r"\\", "")) or _is_unclosed(pattern))
     schema = {"type": "string", "pattern": pattern}
     return not LLMatcher.validate_grammar(LLMatcher.grammar_from_json_schema(schema))
+
+
+def _is_unclosed(pattern: str) -> bool:
+    """Return whether a group, class or escape of a pattern has no end, or a group no beginning."""
+    depth, in_class, is_escaped = 0, False, False
+    for character in pattern:
+        if is_escaped or character == "\\":
+            is_escaped = not is_escaped
+        elif in_class:
+            in_class = character != "]"
+        elif character == "[":
+            in_class = True
+        elif character in "()":
+            depth += 1 if character == "(" else -1
+            if depth < 0:
+                return True
+    return depth > 0 or in_class or is_escaped
 
 
 def _are_disjoint(schemas: list[Any]) -> bool:

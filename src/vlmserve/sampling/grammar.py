@@ -459,14 +459,24 @@ def in_deep_stack(work: Callable[[], Result], num_bytes: int) -> Result:
 
 def compile_grammar(grammar: Grammar, vocabulary: Vocabulary, bounds: JSONBounds) -> LLMatcher:
     """Compile a grammar. Raises ValueError that says what is wrong with it."""
-    from llguidance import LLMatcher, LLParserLimits
-
     try:
         text = source_text(grammar, bounds)
-        limits = LLParserLimits(**_LIMITS)
-        compiled = LLMatcher(vocabulary.tokenizer, text, log_level=0, limits=limits)
+        try:
+            return _compiled(text, vocabulary)
+        except ValueError:
+            simple = source_text(grammar, bounds, combine=False)
+            if simple == text:
+                raise
+            return _compiled(simple, vocabulary)
     except ValueError as error:
         raise ValueError(_message(str(error))) from None
+
+
+def _compiled(text: str, vocabulary: Vocabulary) -> LLMatcher:
+    from llguidance import LLMatcher, LLParserLimits
+
+    limits = LLParserLimits(**_LIMITS)
+    compiled = LLMatcher(vocabulary.tokenizer, text, log_level=0, limits=limits)
     if not compiled.is_error():
         # Two limits apply only to a mask and to the state after the forced text, as "{" of an object.
         probe = compiled.deep_copy()
@@ -475,12 +485,15 @@ def compile_grammar(grammar: Grammar, vocabulary: Vocabulary, bounds: JSONBounds
             probe.try_consume_tokens(probe.compute_ff_tokens()[:_MOST_FORCED])
         compiled = probe if probe.is_error() else compiled
     if compiled.is_error():
-        raise ValueError(_message(compiled.get_error()))
+        raise ValueError(compiled.get_error())
     return compiled
 
 
-def source_text(grammar: Grammar, bounds: JSONBounds) -> str:
-    """A grammar as llguidance writes it. bounds: for JSON schemas. Raises ValueError for what is none."""
+def source_text(grammar: Grammar, bounds: JSONBounds, *, combine: bool = True) -> str:
+    """Return a grammar as llguidance writes it. bounds, combine: for JSON schemas, see `guided_schema`.
+
+    Raises ValueError for a text that is no grammar.
+    """
     from llguidance import LLMatcher, regex_to_lark
     from llguidance.gbnf_to_lark import any_to_lark
 
@@ -488,7 +501,7 @@ def source_text(grammar: Grammar, bounds: JSONBounds) -> str:
         case "json_object":
             return LLMatcher.grammar_from_json_schema(any_object(bounds))
         case "json_schema":
-            schema = guided_schema(read_schema(grammar.text), strict=grammar.strict, bounds=bounds)
+            schema = guided_schema(read_schema(grammar.text), strict=grammar.strict, bounds=bounds, combine=combine)
             return LLMatcher.grammar_from_json_schema(schema)
         case "regex":
             # As in JavaScript and JSON schemas, a digit is one of ten.

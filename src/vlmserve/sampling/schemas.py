@@ -7,6 +7,7 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Self
+from urllib.parse import unquote
 
 from vlmserve.config import EngineConfig
 from vlmserve.sampling.dialects import NUMBER_BOUNDS, contradict, readable
@@ -16,8 +17,14 @@ WHITESPACE = r"[ ]|\r?\n[ \t]{0,64}"
 _KEPT_SCHEMAS = 256
 _DECIMALS = 9
 """Digits after the decimal point of a number that a schema does not bound."""
-_MAX_COMBINED = 8
+_MAX_COMBINED = 32
 """Maximum number of objects in an ``anyOf`` that an answer may combine: each gets the properties of the others."""
+_MAX_COMBINED_PROPERTIES = 256
+"""Maximum number of properties of all these objects together. More properties take long to compile."""
+_MAX_REFERENCES = 8
+"""Maximum number of references from an object of an ``anyOf`` to its definition."""
+_DESCRIBING = frozenset({"$ref", "title", "description", "default", "examples", "deprecated"})
+"""Keywords beside which a reference means the same as its target."""
 
 
 @dataclass(frozen=True)
@@ -93,14 +100,17 @@ def _opened(schema: Any) -> Any:
     return opened
 
 
-def guided_schema(schema: Mapping[str, Any], *, strict: bool, bounds: JSONBounds) -> dict[str, Any]:
-    """A JSON schema as llguidance is to follow it. strict: keywords that cannot be followed are refused, not ignored.
-    bounds: of what the schema leaves open.
+def guided_schema(
+    schema: Mapping[str, Any], *, strict: bool, bounds: JSONBounds, combine: bool = True
+) -> dict[str, Any]:
+    """Return a JSON schema for llguidance.
 
-    Objects have the properties that the schema names, and others only where it speaks of them: else a model that has
-    said all could go on with properties that it makes up. Unless strict, an answer can have the properties of several
-    objects of an anyOf. Schemas that are put together from several for one object mean what they say, since each of
-    them alone knows only some of the properties.
+    strict: reject keywords that llguidance does not know instead of ignoring them. bounds: limits for values without
+    their own. combine: let an answer have the properties of several objects of an ``anyOf``, unless strict.
+
+    Objects have the properties that the schema names, and others only if it speaks of them. Otherwise a model could
+    invent properties without end. Schemas that combine several schemas for one object stay as they are, because each
+    part knows only some of the properties.
     Raises ValueError for one that is nested too deeply.
     """
     options = {"whitespace_pattern": WHITESPACE, "lenient": not strict, "coerce_one_of": not strict}
@@ -108,7 +118,8 @@ def guided_schema(schema: Mapping[str, Any], *, strict: bool, bounds: JSONBounds
         schema, _ = readable(schema, 10**bounds.digits - 1, strict=strict)
         combines = any(map(_combines, _schemas(schema)))
         followed = _bounded(
-            schema if combines else _with_any_value(_closed(schema, combine=not strict), bounds), bounds
+            schema if combines else _with_any_value(_closed(schema, schema, combine=combine and not strict), bounds),
+            bounds,
         )
         return {**followed, "x-guidance": options}
     except RecursionError:
@@ -151,31 +162,55 @@ def _combines(schema: Mapping[str, Any]) -> bool:
     return several or "if" in schema or ("properties" in schema and any(name in schema for name in _MORE_OF_THE_SAME))
 
 
-def _closed(schema: Any, *, combine: bool) -> Any:
+def _closed(schema: Any, root: Mapping[str, Any], *, combine: bool) -> Any:
     """Return the schema without properties that it does not name.
 
-    combine: let an answer have the properties of several objects of an ``anyOf``. Within such an ``anyOf`` this does
-    not hold for another one: the schema would grow exponentially.
+    root: the schema that references begin at. combine: let an answer have the properties of several objects of an
+    ``anyOf``. Within such an ``anyOf``, another one is not combined: the schema would grow exponentially.
     """
     if not isinstance(schema, dict):
         return schema
-    combine_here = combine and _has_open_objects(schema.get("anyOf"))
+    choices = _targets(schema.get("anyOf"), root) if combine else []
+    combine_here = bool(choices) and all(map(_is_open_object, choices))
     inner_too = combine and not combine_here
     closed = dict(schema)
     for name in _NAMED_SCHEMAS:
         if isinstance(schema.get(name), dict):
-            closed[name] = {key: _closed(inner, combine=inner_too) for key, inner in schema[name].items()}
+            closed[name] = {key: _closed(inner, root, combine=inner_too) for key, inner in schema[name].items()}
     for name in _LISTED_SCHEMAS:
         if isinstance(schema.get(name), list):
-            closed[name] = [_closed(inner, combine=inner_too) for inner in schema[name]]
+            closed[name] = [_closed(inner, root, combine=inner_too) for inner in schema[name]]
     for name in _SCHEMAS:
         if isinstance(schema.get(name), dict):
-            closed[name] = _closed(schema[name], combine=inner_too)
+            closed[name] = _closed(schema[name], root, combine=inner_too)
     if _is_open_object(schema):
         closed["additionalProperties"] = False
     if combine_here:
-        closed["anyOf"] = _combinable(closed["anyOf"])
+        combinable = _combinable([_closed(choice, root, combine=False) for choice in choices])
+        if sum(len(one["properties"]) for one in combinable) <= _MAX_COMBINED_PROPERTIES:
+            closed["anyOf"] = combinable
     return closed
+
+
+def _targets(schemas: Any, root: Mapping[str, Any]) -> list[Any]:
+    """Return the schemas of an ``anyOf``, each reference replaced by its target; none if there are too many."""
+    if not isinstance(schemas, list) or len(schemas) > _MAX_COMBINED:
+        return []
+    return [_target(schema, root) for schema in schemas]
+
+
+def _target(schema: Any, root: Mapping[str, Any]) -> Any:
+    for _ in range(_MAX_REFERENCES):
+        if not isinstance(schema, dict) or "$ref" not in schema or schema.keys() - _DESCRIBING:
+            break
+        pointer = schema["$ref"]
+        if not isinstance(pointer, str) or not pointer.startswith("#/"):
+            break
+        schema = root
+        for part in unquote(pointer[2:]).split("/"):
+            name = part.replace("~1", "/").replace("~0", "~")
+            schema = schema.get(name) if isinstance(schema, dict) else None
+    return schema
 
 
 def _is_open_object(schema: Any) -> bool:
@@ -183,10 +218,6 @@ def _is_open_object(schema: Any) -> bool:
     if not isinstance(schema, dict) or not isinstance(schema.get("properties"), dict):
         return False
     return not any(name in schema for name in _OTHER_PROPERTIES)
-
-
-def _has_open_objects(schemas: Any) -> bool:
-    return isinstance(schemas, list) and len(schemas) <= _MAX_COMBINED and all(map(_is_open_object, schemas))
 
 
 def _combinable(schemas: list[dict[str, Any]]) -> list[dict[str, Any]]:
