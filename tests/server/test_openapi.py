@@ -98,3 +98,10 @@ def test_every_answer_is_one_that_the_document_describes(server, schema) -> None
     assert statuses.keys() >= {200, 400, 404}
     assert statuses[200] > 5
     wait_until(lambda: server.client.num_unfinished == 0)
+
+
+def test_summaries_differ_and_fit_a_line(server) -> None:
+    paths = httpx.get(f"{server.url}/openapi.json").json()["paths"]
+    found = [one["summary"] for place in paths.values() for one in place.values()]
+    assert len(set(found)) == len(found) > 30
+    assert max(map(len, found)) <= 90

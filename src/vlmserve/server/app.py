@@ -138,7 +138,7 @@ def version() -> str:
 
 
 async def health(request: Request) -> Response:
-    """Whether the server should keep running: 503 with the reason until its model is loaded, and during shutdown.
+    """Return 200 while the server should keep running, else 503 with the reason.
 
     200 also while the engine is restarted: killing the server would only take longer.
     """
@@ -146,12 +146,12 @@ async def health(request: Request) -> Response:
 
 
 async def ping(request: Request) -> Response:
-    """The same as /health, at the path that SageMaker asks."""
+    """Return the same as /health, for SageMaker."""
     return await health(request)
 
 
 async def ready(request: Request) -> Response:
-    """200 when requests are answered, even if the first one has to load the model, else 503 with the reason."""
+    """Return 200 while requests are answered, else 503 with the reason."""
     service: Service = request.app.state.service
     silence = service.silence()
     if service.phase == "serving" and silence is not None:
@@ -176,12 +176,12 @@ def _state(request: Request, fine: Collection[Phase]) -> Response:
 
 
 async def show_version(request: Request) -> Response:
-    """The version of vlmserve."""
+    """Return the version of vlmserve."""
     return json_response({"version": version()})
 
 
 async def show_metrics(request: Request) -> Response:
-    """All metrics for Prometheus; those of the engine while there is one."""
+    """Return metrics for Prometheus; engine metrics only while an engine runs."""
     service: Service = request.app.state.service
     await service.metrics.refresh()
     page, content_type = service.metrics.exposition(request.headers.get("accept", ""))
@@ -189,7 +189,7 @@ async def show_metrics(request: Request) -> Response:
 
 
 async def show_live(request: Request) -> Response:
-    """What the engine does now, and how long answers took in the last minutes."""
+    """Return the engine's work and recent answer times."""
     view: LiveView = request.app.state.live
     return json_response(await view.stats())
 

@@ -23,7 +23,7 @@ _PATIENCE = 60.0
 
 
 async def show_caches(request: Request) -> Response:
-    """The route."""
+    """Show the contents of the caches and unfinished requests."""
     service: Service = request.app.state.service
     client = service.client
     try:

@@ -92,8 +92,8 @@ def _described(one: Operation, components: dict[str, Schema]) -> Schema:
         "operationId": one.endpoint.__name__,
         "summary": (inspect.getdoc(one.endpoint) or "").split("\n")[0],
         "responses": {
-            "200": {"description": "What was asked for.", "content": content},
-            "default": {"description": "Why it was not done.", "content": error},
+            "200": {"description": "The answer.", "content": content},
+            "default": {"description": "The error.", "content": error},
         },
     }
     parameters = [

@@ -16,7 +16,7 @@ from vlmserve.server.service import Service
 
 
 async def load_adapter(request: Request) -> Response:
-    """Load a LoRA adapter out of the server's folder, or replace one; by itself, or among those that X-LoRA mixes."""
+    """Load or replace a LoRA adapter, by itself or in an X-LoRA mixture."""
     service: Service = request.app.state.service
     check_admin(request)
     async with read(request, LoadAdapterRequest) as body:
@@ -24,7 +24,7 @@ async def load_adapter(request: Request) -> Response:
 
 
 async def unload_adapter(request: Request) -> Response:
-    """Serve a LoRA adapter no more, or mix it no more. Requests that have begun with it go on with it."""
+    """Unload a LoRA adapter; running requests keep it."""
     service: Service = request.app.state.service
     check_admin(request)
     async with read(request, UnloadAdapterRequest) as body:

@@ -18,7 +18,7 @@ from vlmserve.storage.batches import Batch
 
 
 async def create_batch(request: Request) -> Response:
-    """Have the requests in a file answered."""
+    """Answer the requests of a file with low priority."""
     service: Service = request.app.state.service
     store, owner = needed_store(service), owner_of(request)
     tenant: bytes = request.scope.get(TENANT, b"")
@@ -46,7 +46,7 @@ async def create_batch(request: Request) -> Response:
 
 
 async def list_batches(request: Request) -> Response:
-    """A page of the batches, newest first."""
+    """List batches, one page, newest first."""
     query, store = read_query(request, BatchesQuery), needed_store(request.app.state.service)
     batches, has_more = await store.run(store.batches.list, owner_of(request), query.page)
     shown = [BatchObject.of(batch) for batch in batches]
@@ -54,14 +54,14 @@ async def list_batches(request: Request) -> Response:
 
 
 async def show_batch(request: Request, batch_id: str) -> Response:
-    """A batch."""
+    """Get a batch with its progress."""
     read_query(request, Query)
     store = needed_store(request.app.state.service)
     return json_response(BatchObject.of(await store.run(store.batches.get, owner_of(request), batch_id)))
 
 
 async def cancel_batch(request: Request, batch_id: str) -> Response:
-    """End a batch with the results that it has."""
+    """End a batch and keep its results."""
     read_query(request, Query)
     service: Service = request.app.state.service
     store = needed_store(service)

@@ -219,5 +219,5 @@ def _logprobs(body: ChatRequest, text_delta: TextDelta, generation: Generation) 
 
 
 async def chat_completions(request: Request) -> Response:
-    """The route."""
+    """Answer a conversation with images, videos and documents."""
     return await answer(request, ChatDialect(owner_of(request)))

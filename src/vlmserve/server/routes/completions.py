@@ -128,5 +128,5 @@ class CompletionDialect(Dialect[CompletionRequest]):
 
 
 async def completions(request: Request) -> Response:
-    """The route."""
+    """Continue a text or token ids without a chat template."""
     return await answer(request, CompletionDialect())

@@ -31,7 +31,7 @@ Result = TypeVar("Result")
 
 
 async def create_conversation(request: Request) -> Response:
-    """A new conversation."""
+    """Create a conversation."""
     store = needed_store(request.app.state.service)
     owner, new_id = owner_of(request), f"conv_{uuid.uuid4().hex}"
 
@@ -42,7 +42,7 @@ async def create_conversation(request: Request) -> Response:
 
 
 async def show_conversation(request: Request, conversation_id: str) -> Response:
-    """A conversation without its items."""
+    """Get a conversation without its items."""
     read_query(request, Query)
     store = needed_store(request.app.state.service)
     return json_response(_shown(await store.run(store.conversations.get, owner_of(request), conversation_id)))
@@ -59,7 +59,7 @@ async def update_conversation(request: Request, conversation_id: str) -> Respons
 
 
 async def delete_conversation(request: Request, conversation_id: str) -> Response:
-    """Delete a conversation, its items and the responses that were made in it."""
+    """Delete a conversation, its items and its responses."""
     read_query(request, Query)
     store = needed_store(request.app.state.service)
     await store.run(store.conversations.delete, owner_of(request), conversation_id)
@@ -67,7 +67,7 @@ async def delete_conversation(request: Request, conversation_id: str) -> Respons
 
 
 async def list_conversation_items(request: Request, conversation_id: str) -> Response:
-    """A page of a conversation's items."""
+    """List a conversation's items, one page."""
     query, store = read_query(request, ItemsQuery), needed_store(request.app.state.service)
     items, has_more = await store.run(
         store.conversations.items, owner_of(request), conversation_id, query.page, PAGE_BYTES
@@ -90,7 +90,7 @@ async def add_conversation_items(request: Request, conversation_id: str) -> Resp
 
 
 async def show_conversation_item(request: Request, conversation_id: str, item_id: str) -> Response:
-    """One item of a conversation."""
+    """Get one item of a conversation."""
     read_query(request, ItemQuery)
     store = needed_store(request.app.state.service)
     return json_response(await store.run(store.conversations.item, owner_of(request), conversation_id, item_id))

@@ -35,7 +35,7 @@ _COPIES = 3
 
 
 async def upload_file(request: Request) -> Response:
-    """Keep an image, a video, a document, or the requests of a batch."""
+    """Store an image, a video, a document, or the requests of a batch."""
     service: Service = request.app.state.service
     store, owner = needed_store(service), owner_of(request)
     with service.bodies.share() as share:
@@ -59,14 +59,14 @@ async def upload_file(request: Request) -> Response:
 
 
 async def list_files(request: Request) -> Response:
-    """A page of the files, newest first."""
+    """List files, one page, newest first."""
     query, store = read_query(request, FilesQuery), needed_store(request.app.state.service)
     files, has_more = await store.run(store.files.list, owner_of(request), query.page, query.purpose)
     return json_response(list_page([_shown(file) for file in files], [file.id for file in files], has_more))
 
 
 async def show_file(request: Request, file_id: str) -> Response:
-    """A file without its content."""
+    """Get a file's description without its content."""
     read_query(request, Query)
     store = needed_store(request.app.state.service)
     return json_response(_shown(await store.run(store.files.get, owner_of(request), file_id)))
@@ -81,7 +81,7 @@ async def delete_file(request: Request, file_id: str) -> Response:
 
 
 async def show_content(request: Request, file_id: str) -> Response:
-    """The content of a file."""
+    """Get the content of a file."""
     read_query(request, Query)
     service: Service = request.app.state.service
     store, owner, share = needed_store(service), owner_of(request), BodyShare(service.bodies)

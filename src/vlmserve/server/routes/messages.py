@@ -202,7 +202,7 @@ def _usage(generation: Generation) -> MessageUsage:
 
 
 async def messages(request: Request) -> Response:
-    """The route."""
+    """Answer a conversation in the form of Anthropic's API."""
     return await answer(request, MessagesDialect(owner_of(request)))
 
 
@@ -219,7 +219,7 @@ async def _prompt(service: Service, body: PromptFields, chat: ChatMessages, owne
 
 
 async def count_tokens(request: Request) -> Response:
-    """How many tokens a conversation's prompt would have, images and tools included."""
+    """Count the tokens of a conversation's prompt, with images and tools."""
     service: Service = request.app.state.service
     async with read(request, CountRequest) as body:
         service.check_model(body.model)

@@ -34,14 +34,14 @@ def _adapter_cards(request: Request) -> Iterator[ModelCard]:
 
 
 async def list_models(request: Request) -> Response:
-    """The model that is served, under each of its names, and its adapters."""
+    """List the model under each of its names, and its adapters."""
     service: Service = request.app.state.service
     own = [_card(request, name) for name in service.model_names]
     return json_response(model_list([*own, *_adapter_cards(request)]))
 
 
 async def show_model(request: Request, name: str) -> Response:
-    """One model by name."""
+    """Describe one model or adapter."""
     service: Service = request.app.state.service
     service.check_model(name)
     if not service.is_own_name(name):

@@ -230,5 +230,5 @@ def _shown_format(body: ResponsesRequest) -> dict[str, Any]:
 
 
 async def create_response(request: Request) -> Response:
-    """Answer a text or items, after earlier turns."""
+    """Answer a text or items, and store the response."""
     return await answer(request, ResponsesDialect(request.app.state.service, owner_of(request)))

@@ -15,7 +15,7 @@ PAGE_BYTES = 16 * 1024**2
 
 
 async def show_response(request: Request, response_id: str) -> Response:
-    """A response."""
+    """Get a stored response."""
     read_query(request, ResponseQuery)
     store = needed_store(request.app.state.service)
     return json_response(await store.run(store.responses.get, owner_of(request), response_id))
@@ -30,7 +30,7 @@ async def delete_response(request: Request, response_id: str) -> Response:
 
 
 async def list_input_items(request: Request, response_id: str) -> Response:
-    """The input items of a response's own request."""
+    """List the input items of a response's request."""
     query = read_query(request, ItemsQuery)
     store = needed_store(request.app.state.service)
     items, has_more = await store.run(store.responses.inputs, owner_of(request), response_id, query.page, PAGE_BYTES)
@@ -38,7 +38,7 @@ async def list_input_items(request: Request, response_id: str) -> Response:
 
 
 async def cancel_response(request: Request, response_id: str) -> Response:
-    """Always an error: nothing runs in the background."""
+    """Fail: no response runs in the background."""
     store = needed_store(request.app.state.service)
     await store.run(store.responses.get, owner_of(request), response_id)
     raise InvalidRequestError(

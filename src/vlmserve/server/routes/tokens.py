@@ -17,7 +17,7 @@ from vlmserve.server.service import Service
 
 
 async def tokenize(request: Request) -> Response:
-    """The tokens of a text, or of a conversation's whole prompt."""
+    """Return the tokens of a text or of a conversation's prompt."""
     service: Service = request.app.state.service
     async with read(request, TokenizeRequest) as body:
         service.check_model(body.model)
@@ -44,7 +44,7 @@ async def tokenize(request: Request) -> Response:
 
 
 async def detokenize(request: Request) -> Response:
-    """The text of tokens."""
+    """Return the text of tokens."""
     service: Service = request.app.state.service
     async with read(request, DetokenizeRequest) as body:
         service.check_model(body.model)
@@ -55,7 +55,7 @@ async def detokenize(request: Request) -> Response:
 
 
 async def show_tokenizer(request: Request) -> Response:
-    """The checkpoint's tokenizer_config.json, with the chat template in use."""
+    """Return the checkpoint's tokenizer_config.json with the chat template in use."""
     service: Service = request.app.state.service
     service.check_serving()
     await service.wake()
