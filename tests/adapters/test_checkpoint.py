@@ -143,6 +143,22 @@ def test_a_huge_tensor_is_refused_by_its_header(base, tmp_path):
         engine.adapter_store.load("huge", tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("limit", "message"),
+    [
+        ("location.MAX_HEADER_BYTES", r"safetensors has a header of [\d,]+ bytes; at most 2 are supported"),
+        ("checkpoint.MAX_TENSORS", r"safetensors has [\d,]+ tensors; at most 2 are supported"),
+        ("checkpoint.MAX_KEY", r"has [\d,]+ characters; a tensor's name has at most 2"),
+    ],
+)
+def test_many_tensors_and_long_names_are_rejected(base, monkeypatch, limit, message):
+    folder, _ = base
+    AdapterCheckpoint(folder / "good")
+    monkeypatch.setattr(f"vlmserve.adapters.{limit}", 2)
+    with pytest.raises(AdapterError, match=message):
+        AdapterCheckpoint(folder / "good")
+
+
 def test_scales_are_those_of_peft():
     config = LoraConfig.parse(
         {"r": 8, "lora_alpha": 4, "rank_pattern": {"q_proj": 2, ".*q_proj": 3}, "alpha_pattern": {"layers.1.mlp.up": 6}}

@@ -19,12 +19,16 @@ from blake3 import blake3
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from vlmserve.adapters.location import CONFIG, MAX_VALUE, WEIGHTS, read_object
+from vlmserve.adapters.location import CONFIG, MAX_VALUE, WEIGHTS, check_header, read_object
 from vlmserve.adapters.patterns import ModulePatterns
 from vlmserve.errors import AdapterError
 
 PICKLE = "adapter_model.bin"
 FLOATS = {"F64", "F32", "F16", "BF16"}
+MAX_TENSORS = 150_000
+"""Tensors of an adapter. Large mixtures of experts need about 90,000."""
+MAX_KEY = 1000
+"""Characters of a tensor's name."""
 
 Kind = Literal[
     "down", "up", "up_bias", "magnitude", "weight", "bias", "base_weight", "table_down", "table_up", "tokens"
@@ -163,9 +167,13 @@ class AdapterCheckpoint:
             raise AdapterError(f"{folder} cannot be read: {reason}{hint}")
         self.layers: dict[str, dict[Kind, str]] = {}
         self.shapes: dict[str, list[int]] = {}
+        check_header(self._path)
         try:
             with safe_open(self._path, framework="pt") as file:
-                for key in file.keys():  # noqa: SIM118
+                keys = file.keys()
+                if len(keys) > MAX_TENSORS:
+                    raise AdapterError(f"{WEIGHTS} has {len(keys):,} tensors; at most {MAX_TENSORS:,} are supported")
+                for key in keys:
                     part = file.get_slice(key)
                     if part.get_dtype() not in FLOATS:
                         raise AdapterError(f"{key} has values of type {part.get_dtype()}, which no adapter has")
@@ -177,6 +185,8 @@ class AdapterCheckpoint:
             raise AdapterError(f"{self._path} holds no tensors")
 
     def _enter(self, key: str) -> None:
+        if len(key) > MAX_KEY:
+            raise AdapterError(f"{key[:40]}… has {len(key):,} characters; a tensor's name has at most {MAX_KEY:,}")
         name = key.removeprefix("base_model.model.")
         for pattern, kind in _KINDS:
             if match := re.search(pattern, name):

@@ -15,6 +15,8 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 XLORA_CONFIG, XLORA_WEIGHTS = "xlora_config.json", "xlora_classifier.safetensors"
 """What mistral.rs calls the files of an X-LoRA checkpoint."""
 MAX_CONFIG_BYTES = 2**20
+MAX_HEADER_BYTES = 32 * 2**20
+"""Names, types and shapes of an adapter's tensors. Large mixtures of experts need about half of this."""
 MAX_NAME = 200
 MAX_VALUE = 65504.0
 """Largest magnitude of alphas and weights: that of float16. Trained adapters stay far below it."""
@@ -66,6 +68,18 @@ def read_object(folder: Path, file: str) -> Mapping[str, Any]:
     if not isinstance(content, dict):
         raise AdapterError(f"{path} does not hold a JSON object")
     return content
+
+
+def check_header(path: Path) -> None:
+    """Raises AdapterError for a safetensors file whose header is very large, before it is parsed."""
+    try:
+        with path.open("rb") as file:
+            size = int.from_bytes(file.read(8), "little")
+        whole = path.stat().st_size
+    except OSError as error:
+        raise AdapterError(f"{path} cannot be read: {error.strerror}") from error
+    if MAX_HEADER_BYTES < size <= whole:
+        raise AdapterError(f"{path.name} has a header of {size:,} bytes; at most {MAX_HEADER_BYTES:,} are supported")
 
 
 def holds_adapter(folder: Path) -> bool:

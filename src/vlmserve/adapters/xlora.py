@@ -19,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from vlmserve.adapters.checkpoint import AdapterCheckpoint, check_values
+from vlmserve.adapters.location import check_header
 from vlmserve.adapters.lora import Adapter, AdapterReader, Group
 from vlmserve.adapters.mixture import Mixture
 from vlmserve.adapters.xlora_config import XLoraConfig, XLoraFolder
@@ -121,6 +122,7 @@ def _read_classifier(files: XLoraFolder, model: AdaptableModel, num_layers: int)
     if config.hidden_size != hidden_size:
         raise AdapterError(f"hidden_size is {config.hidden_size}, and this model's is {hidden_size}")
     found: dict[int, dict[str, Tensor]] = {}
+    check_header(weights)
     try:
         with safe_open(weights, framework="pt") as file:
             for key in file.keys():  # noqa: SIM118

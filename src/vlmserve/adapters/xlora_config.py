@@ -11,7 +11,16 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from vlmserve.adapters.location import CONFIG, DEEPEST, MAX_VALUE, WEIGHTS, XLORA_CONFIG, XLORA_WEIGHTS, read_object
+from vlmserve.adapters.location import (
+    CONFIG,
+    DEEPEST,
+    MAX_VALUE,
+    WEIGHTS,
+    XLORA_CONFIG,
+    XLORA_WEIGHTS,
+    check_header,
+    read_object,
+)
 from vlmserve.errors import AdapterError
 
 MAX_ADAPTERS = 64
@@ -214,6 +223,7 @@ def _holds_adapter(folder: Path) -> bool:
     """Whether a folder holds an adapter. PEFT writes the classifier a second time where adapters would be."""
     if not (folder / CONFIG).is_file() or not (folder / WEIGHTS).is_file():
         return (folder / CONFIG).is_file()
+    check_header(folder / WEIGHTS)
     try:
         with safe_open(folder / WEIGHTS, framework="numpy") as file:
             return not any(CLASSIFIER in key for key in file.keys())  # noqa: SIM118
