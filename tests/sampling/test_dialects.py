@@ -93,7 +93,7 @@ RELAXED = {
     "pattern of zod": holding({"type": "string", "format": "email", "pattern": ZOD_4_EMAIL}),
     "pattern that repeats": holding({"type": "string", "pattern": r"^(a)\1$"}),
     "pattern that is broken": holding({"type": "string", "pattern": "[]"}),
-    "pattern that is long and broken": holding({"type": "string", "pattern": "a" * 50_000 + "("}),
+    "pattern that is long and broken": holding({"type": "string", "pattern": "a" * 9000 + "("}),
     "pattern that is slow and broken": holding({"type": "string", "pattern": "(?i)[a-z]x["}),
     "pattern with a word boundary": holding({"type": "string", "pattern": r"\bword\b"}),
     "pattern with an unknown property": holding({"type": "string", "pattern": r"\p{Foo}"}),
