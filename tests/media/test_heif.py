@@ -23,7 +23,7 @@ from tests.server.live import wait_until
 from vlmserve import cancellation
 from vlmserve.config import MediaConfig
 from vlmserve.errors import CancelledWorkError, ImageTooLargeError, InvalidImageError
-from vlmserve.media import fork_server, isolated
+from vlmserve.media import fork_server, image_process, isolated
 from vlmserve.media.decoding import DecodingMemory
 from vlmserve.media.files import is_document, media_type_of
 from vlmserve.media.image_process import ImageProcess
@@ -318,4 +318,31 @@ def test_a_cancelled_image_ends_its_process() -> None:
             image.load()
     finally:
         cancellation._cancelled.reset(token)
+    assert not rendering()
+
+
+@pytest.mark.parametrize(
+    ("number", "message"),
+    [
+        (signal.SIGKILL, "was killed, perhaps for lack of memory"),
+        (signal.SIGXCPU, "takes longer than 30 s"),
+        (signal.SIGABRT, "too much memory"),
+        (signal.SIGSEGV, "crashed the process"),
+    ],
+)
+def test_ended_process_says_what_ended_it(number: int, message: str) -> None:
+    image = ImageProcess(encoded(noise(64, 48), "GIF"), "GIF", LIMITS)
+    os.kill(image._process.pid, number)
+    with pytest.raises(InvalidImageError, match=message):
+        image.load()
+    assert not rendering()
+
+
+@pytest.mark.parametrize("format", ["GIF", "TIFF"])
+def test_lack_of_memory_is_named(format: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = encoded(Image.new("RGB", (6000, 4000)), format, **({"compression": "tiff_lzw"} if format == "TIFF" else {}))
+    monkeypatch.setattr(image_process, "_MEMORY", 40 * 1024**2)
+    monkeypatch.setattr(image_process, "bytes_per_pixel", lambda format: 0)
+    with pytest.raises(InvalidImageError, match="too much memory"):
+        decode_image(data, LIMITS)
     assert not rendering()

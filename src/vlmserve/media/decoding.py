@@ -138,7 +138,9 @@ def frame_bytes(num_pixels: int) -> int:
 
 def too_slow(timeout: float) -> InvalidImageError:
     """What is raised for an image that takes more than so many seconds."""
-    return InvalidImageError(f"the image takes longer than {timeout:g} s to decode; send a smaller one")
+    return InvalidImageError(
+        f"the image takes longer than {timeout:g} s to decode (--decode-timeout); send a smaller one"
+    )
 
 
 class LimitedFile(io.BytesIO):

@@ -57,8 +57,9 @@ def _decode(decoder: Decoder | RefusedError, stdin: BinaryIO, out: BinaryIO) -> 
         _write(out, {"error": refusal.reason, "detail": refusal.detail})
     except MemoryError:
         _write(out, {"error": "memory"})
-    except Exception as error:  # libraries raise anything on broken data
-        _write(out, {"error": "broken", "detail": str(error)[:LONGEST_DETAIL]})
+    except Exception as error:  # libraries raise anything on broken data, and some for want of memory
+        reason = "memory" if "memory" in str(error).lower() else "broken"
+        _write(out, {"error": reason, "detail": str(error)[:LONGEST_DETAIL]})
 
 
 def _fork(decoder: Decoder | RefusedError, pipes: list[int]) -> int:
