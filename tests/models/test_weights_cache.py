@@ -141,13 +141,17 @@ def test_changed_checkpoint_or_setting_reads_again(tmp_path: Path, cache: Weight
     assert len(cache.files()) == 3
 
 
+@pytest.mark.parametrize("seen", ["before", "while writing"])
 def test_full_disk_only_logs(
-    tmp_path: Path, cache: WeightsCache, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, cache: WeightsCache, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, seen: str
 ) -> None:
     def full(descriptor: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(os, "fsync", full)
+    if seen == "before":
+        monkeypatch.setattr(weights_cache, "SPARED_BYTES", 2**60)
+    else:
+        monkeypatch.setattr(os, "fsync", full)
     start(make_llama(tmp_path / "model"), cache)
     assert "cannot keep" in caplog.text
     assert "No space left" in caplog.text

@@ -9,10 +9,12 @@ recently used are removed.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import logging
 import mmap
 import os
+import shutil
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -36,6 +38,8 @@ FORMAT = 1
 """Version of the files."""
 SMALLEST_MODEL = 128 * 2**20
 """Minimum bytes of packed weights in a file: smaller models load as fast from their checkpoints."""
+SPARED_BYTES = 2**30
+"""Bytes of the disk that are left to others."""
 SUFFIX = ".weights"
 
 _MAGIC = b"vlmserve"
@@ -134,6 +138,8 @@ class WeightsCache:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._remove_unfinished()
             self._shrink_to(self.limit - size)
+            if shutil.disk_usage(self.folder).free < size + SPARED_BYTES:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             with temporary.open("wb") as file:
                 os.chmod(temporary, 0o600)
                 for piece in _pieces(packed, identity, model):
