@@ -17,7 +17,7 @@ from vlmserve.config import EngineConfig
 from vlmserve.engine import create_engine
 from vlmserve.engine.protocol import VLMEngine
 from vlmserve.errors import InvalidRequestError, OverloadedError, PromptTooLongError, TooManyImagesError
-from vlmserve.types import EngineOutput, EngineRequest, ImageInput, ImageSpan, Prompt, SamplingParams
+from vlmserve.types import EngineOutput, EngineRequest, Grammar, ImageInput, ImageSpan, Prompt, SamplingParams
 
 MakeEngine = Callable[..., VLMEngine]
 
@@ -375,6 +375,27 @@ def test_logprobs_are_the_same_each_time_and_change_no_token(engine):
     assert [token for output in asked[0] for token in output.token_ids] == plain
     once, again = ([one.top for output in outputs for one in output.logprobs] for outputs in asked)
     assert [[token for token, _ in top] for top in once] == [[token for token, _ in top] for top in again]
+
+
+def test_answers_have_allowed_tokens_only(engine):
+    params = {"max_tokens": 12, "ignore_eos": True, "temperature": 0.0}
+    answer = tokens_of(engine, request_of(**params))
+    allowed = [answer[0], 20, 21]
+    assert set(tokens_of(engine, request_of(allowed_token_ids=allowed, **params))) <= set(allowed)
+    guided = request_of(grammar=Grammar.regex("[a-z]{1,200}"), **params)
+    [one, *_] = tokens_of(engine, guided)
+    guided = request_of(grammar=Grammar.regex("[a-z]{1,200}"), allowed_token_ids=[one], **params)
+    assert set(tokens_of(engine, guided)) == {one}
+
+
+def test_answers_have_no_bad_words(engine):
+    params = {"max_tokens": 12, "ignore_eos": True, "temperature": 0.0}
+    answer = tokens_of(engine, request_of(**params))
+    for word in ([answer[0]], answer[1:3]):
+        other = tokens_of(engine, request_of(bad_token_ids=[word], **params))
+        assert not any(other[place : place + len(word)] == word for place in range(len(other)))
+    only = request_of(bad_token_ids=[[answer[0]]], allowed_token_ids=[answer[0]], **params)
+    assert set(tokens_of(engine, only)) == {answer[0]}
 
 
 def test_penalties_and_biases_are_accepted(engine):

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 from blake3 import blake3
 
 from vlmserve.cache.blocks import BlockPool
@@ -21,7 +22,8 @@ from vlmserve.engine.grammars import grammar_compiler
 from vlmserve.errors import CheckpointNotFoundError
 from vlmserve.prompt.checkpoint import read_prompt_files
 from vlmserve.prompt.files import read_json
-from vlmserve.sampling.grammar import Matcher
+from vlmserve.sampling.bad_words import BadWords
+from vlmserve.sampling.grammar import Allowed, Matcher
 from vlmserve.sampling.thoughts import Thinking
 from vlmserve.scheduler.beams import Beams
 from vlmserve.types import (
@@ -44,6 +46,9 @@ _WORDS = (
     "triangle star image shows there is are on left right top bottom middle of and with next to above below dog cat"
 )
 _DEFAULT_CONTEXT = 4096
+_MAX_SKIPPED = 256
+"""Tokens of its own that an answer skips because they must not come."""
+_NO_TOKEN = "no token of allowed_token_ids may come next; allow more tokens"
 _MAX_SLEEP = 0.01
 """Seconds a step may sleep when nothing is due, so that adds and aborts are noticed."""
 
@@ -52,8 +57,9 @@ class _Answer:
     """One unfinished request. due: when its first token may come; all times are those of `time.monotonic`."""
 
     __slots__ = (
-        "added", "added_at", "closing", "digest", "due", "first", "length", "matcher", "max_tokens", "num_images",
-        "num_thoughts", "produced", "request", "shortest", "started", "thinking", "tokens", "vocab_size",
+        "added", "added_at", "bad_words", "closing", "digest", "due", "first", "length", "matcher", "max_tokens",
+        "num_images", "num_thoughts", "permitted", "produced", "recent", "request", "shortest", "started",
+        "thinking", "tokens", "vocab_size",
     )  # fmt: skip
 
     def __init__(
@@ -74,6 +80,10 @@ class _Answer:
         thoughts = request.prompt.thoughts
         self.thinking = Thinking.of(thoughts, request.params)
         self.num_thoughts = 2 + digest[-2] % 12
+        allowed = request.params.allowed_token_ids
+        self.permitted = None if allowed is None else frozenset(allowed)
+        self.bad_words = BadWords(request.params.bad_token_ids)
+        self.recent: deque[int] = deque(maxlen=self.bad_words.longest)
         self.shortest = 0 if matcher is None or thoughts is None else matcher.shortest()
         self.max_tokens = min(max_tokens, request.params.max_tokens or max_tokens)
         self.num_images = request.prompt.num_images
@@ -94,16 +104,36 @@ class _Answer:
         if self.matcher is not None:
             return self._advance_by(self.matcher, eos_token_ids)
         params = self.request.params
-        if self.produced >= self.length and not params.ignore_eos and eos_token_ids:
-            return self._output([], "stop", min(eos_token_ids))
-        token = next(self.tokens)
-        if token in params.stop_token_ids:
-            if self.produced >= params.min_tokens:
-                return self._output([], "stop", token)
-            token = next((t for t in itertools.islice(self.tokens, 256) if t not in params.stop_token_ids), token)
+        ends = [id_ for id_ in sorted(eos_token_ids) if self.permitted is None or id_ in self.permitted]
+        if self.produced >= self.length and not params.ignore_eos and ends:
+            return self._output([], "stop", ends[0])
+        can_stop = self.produced >= params.min_tokens
+        token = self._word(frozenset() if can_stop else frozenset(params.stop_token_ids))
+        if token is None:
+            return self._failure(_NO_TOKEN, "allowed_token_ids")
+        if token in params.stop_token_ids and can_stop:
+            return self._output([], "stop", token)
         self.produced += 1
         finish_reason: FinishReason | None = "length" if self.produced >= self.max_tokens else None
         return self._output([token], finish_reason)
+
+    def _word(self, banned: frozenset[int]) -> int | None:
+        """Return the next token of its own that may come, or any token that may; None if there is none."""
+        unwanted = self.bad_words.completing(list(self.recent))
+        permitted = [] if self.permitted is None else sorted(self.permitted - banned)
+        skipped = banned | unwanted
+        for token in itertools.islice(self.tokens, _MAX_SKIPPED):
+            if token not in skipped and (self.permitted is None or token in self.permitted):
+                return token
+        if self.permitted is None:
+            return next(token for token in range(self.vocab_size) if token not in skipped)
+        # As in the real engine, allowed tokens win over bad words.
+        return next((token for token in permitted if token not in unwanted), permitted[0] if permitted else None)
+
+    def _failure(self, error: str, param: str | None) -> EngineOutput:
+        return EngineOutput(
+            self.request.request_id, [], "error", error=error, images_encoded=self.num_images, error_param=param
+        )
 
     def _thought(self, thinking: Thinking) -> int | None:
         """A word of its thoughts or a marker of them; None if it has none."""
@@ -116,7 +146,9 @@ class _Answer:
             token = thinking.thoughts.start_id
         elif token is None:
             is_done = thinking.num_tokens >= self.num_thoughts
-            token = thinking.thoughts.end_id if is_done else next(self.tokens)
+            token = thinking.thoughts.end_id if is_done else self._word(frozenset())
+            if token is None:
+                token = thinking.thoughts.end_id
         thinking.append(token)
         return token
 
@@ -124,6 +156,7 @@ class _Answer:
         self, token_ids: list[int], finish_reason: FinishReason | None, stop_token_id: int | None = None
     ) -> EngineOutput:
         params = self.request.params
+        self.recent.extend(token_ids)
         logprobs = prompt_logprobs = None
         if params.logprobs is not None:
             logprobs = [_logprobs(token_id, params.logprobs, self.vocab_size) for token_id in token_ids]
@@ -153,16 +186,13 @@ class _Answer:
         ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else eos_token_ids)
         left = self.max_tokens - self.produced
         allowed = matcher.allowed(ends, may_end=self.produced >= params.min_tokens, left=left)
-        possible = np.flatnonzero(allowed)
         if matcher.error is not None:
-            return EngineOutput(
-                self.request.request_id,
-                [],
-                "error",
-                error=matcher.error,
-                images_encoded=self.num_images,
-                error_param=None if params.grammar is None else params.grammar.source,
-            )
+            return self._failure(matcher.error, None if params.grammar is None else params.grammar.source)
+        possible = self._possible(allowed, ends)
+        if len(possible) < np.count_nonzero(allowed):
+            if not len(possible):
+                return self._failure(_NO_TOKEN, "allowed_token_ids")
+            allowed = np.isin(np.arange(len(allowed)), possible)
         end = next((id_ for id_ in sorted(ends) if id_ < len(allowed) and allowed[id_]), None)
         token = next(self.tokens)
         has_more = self.produced < self.length and allowed[token]
@@ -185,6 +215,14 @@ class _Answer:
         elif matcher.finished:
             finish_reason = "stop"
         return self._output([token], finish_reason)
+
+    def _possible(self, allowed: Allowed, ends: frozenset[int]) -> npt.NDArray[np.int64]:
+        """Return the tokens of a mask that are permitted and complete no bad word; bad words if all others do."""
+        possible = np.flatnonzero(allowed)
+        if self.permitted is not None:
+            possible = possible[np.isin(possible, [*self.permitted, *ends])]
+        wanted = possible[~np.isin(possible, list(self.bad_words.completing(list(self.recent))))]
+        return wanted if len(wanted) else possible
 
     def timings(self, now: float, *, ended: bool) -> RequestTimings:
         """What it spent its time on until `now`, when it had its first token or ended."""
