@@ -312,7 +312,8 @@ class MediaConfig(Settings):
     max_image_bytes: ByteSize = Field(20 * 1024**2, description="Largest size of an image file.")
     max_image_pixels: int = Field(64_000_000, ge=1, description="Largest number of pixels of an image.")
     decode_memory: ByteSize = Field(
-        2 * 1024**3, description="Memory for images that are decoded at the same time; others wait."
+        2 * 1024**3,
+        description="Memory for images that are decoded at once, and as much again in processes; others wait.",
     )
     decode_timeout: float = Field(30.0, gt=0, description="Seconds that decoding one image may take.")
     max_videos: int = Field(4, ge=0, description="Largest number of videos in a request.")

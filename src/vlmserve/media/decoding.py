@@ -137,7 +137,7 @@ def frame_bytes(num_pixels: int) -> int:
 
 
 def too_slow(timeout: float) -> InvalidImageError:
-    """What is raised for an image that takes more than so many seconds."""
+    """The error of an image that takes more than `timeout` seconds."""
     return InvalidImageError(
         f"the image takes longer than {timeout:g} s to decode (--decode-timeout); send a smaller one"
     )
