@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,7 +22,7 @@ from rich.table import Table
 
 from benchmarks.command import model_parser, run
 from benchmarks.engine import save_random_llama
-from vlmserve.bench import Figure, Rounds, measure_limits
+from vlmserve.bench import Figure, Rounds, answer_length, measure_limits
 from vlmserve.config import EngineConfig
 from vlmserve.engine.engine import Engine
 from vlmserve.engine.loading import load
@@ -39,10 +40,11 @@ def save_long_llama(folder: Path) -> Path:
 
 
 def measure(options: argparse.Namespace, folder: Path, console: Console) -> dict[str, Any]:
-    engines = {kind: _engine(options, folder, kind) for kind in options.kv_cache_dtype}
+    configs = {kind: _config(options, folder, kind) for kind in options.kv_cache_dtype}
+    engines = {kind: _engine(config, folder) for kind, config in configs.items()}
     [dtype] = {model.dtype for _, model in engines.values()}
     limits = measure_limits(next(model for _, model in engines.values()))
-    rounds = {kind: Rounds(*engine, limits, "none", options.steps) for kind, engine in engines.items()}
+    rounds = {kind: Rounds(*engine, limits, "none") for kind, engine in engines.items()}
     plan = [
         (count, length) for count in options.at_once for length in options.lengths if count * length <= options.most
     ]
@@ -53,7 +55,8 @@ def measure(options: argparse.Namespace, folder: Path, console: Console) -> dict
             for count, length in plan:
                 progress.update(task, description=f"{count} with {length} tokens")
                 for kind, taken in rounds.items():
-                    figures.setdefault((kind, count, length), []).append(taken.decode(count, length))
+                    answer = answer_length(configs[kind], count, length, options.steps)
+                    figures.setdefault((kind, count, length), []).append(taken.decode(count, length, answer))
                     progress.advance(task)
     shortest: dict[tuple[str, int], float] = {}
     rows: list[dict[str, Any]] = []
@@ -76,11 +79,14 @@ def measure(options: argparse.Namespace, folder: Path, console: Console) -> dict
     }
 
 
-def _engine(options: argparse.Namespace, folder: Path, kv_cache_dtype: str) -> tuple[Engine, LoadedModel]:
-    config = EngineConfig(
+def _config(options: argparse.Namespace, folder: Path, kv_cache_dtype: str) -> EngineConfig:
+    return EngineConfig(
         model=str(folder), device=options.device, dtype=options.dtype, kv_cache_memory=options.kv_cache_memory,
-        kv_cache_dtype=kv_cache_dtype, enable_prefix_caching=False,
+        kv_cache_dtype=kv_cache_dtype, enable_prefix_caching=False, step_seconds=math.inf,
     )  # fmt: skip
+
+
+def _engine(config: EngineConfig, folder: Path) -> tuple[Engine, LoadedModel]:
     model = load(config, folder)
     return Engine.from_model(config, model), model
 

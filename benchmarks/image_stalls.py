@@ -6,8 +6,8 @@
 8 streams generate. Meanwhile a request arrives every so many seconds. Three ways take turns in one process:
 
 - text: the requests' prompts are texts of as many tokens as an image and its question have;
-- at once: they are images that nobody has seen, each encoded whole in one step (`--encoder-step-share inf`);
-- bounded: the same, within the default bound.
+- at once: they are new images, each encoded whole in one step (`--encoder-step-share inf --step-seconds inf`);
+- bounded: the same, within the default limits.
 
 Reported are medians over the repeats: the streams' inter-token latencies, tokens and images a second until everything
 is answered, and when requests that arrive have their first token.
@@ -40,6 +40,8 @@ from vlmserve.models.registry import load_model
 from vlmserve.types import KEY_BYTES, EngineRequest, ImageSpan, Prompt, SamplingParams
 
 WAYS = ("text", "at once", "bounded")
+LIMITS = ("encoder_step_share", "step_seconds")
+"""Settings that limit the images of a step."""
 QUESTION = 16
 """Tokens of text behind each image."""
 
@@ -82,7 +84,7 @@ class Bench:
             settings["max_num_batched_tokens"] = options.chunk
         self.engines = {
             way: Engine.from_model(
-                EngineConfig(**settings, **({"encoder_step_share": float("inf")} if way == "at once" else {})),
+                EngineConfig(**settings, **(dict.fromkeys(LIMITS, float("inf")) if way == "at once" else {})),
                 self.model,
             )
             for way in WAYS

@@ -138,9 +138,7 @@ def bench(
         figures.append(rounds.prefill(longest))
         for count in at_once:
             progress(f"{label}: {count} at once")
-            # Requests that decode take a token each of the budget.
-            prompt_steps = math.ceil(count * prompt_len / max(settings.max_num_batched_tokens - count, 1))
-            answer = prompt_steps + WARM_UP_STEPS + steps
+            answer = answer_length(settings, count, prompt_len, steps)
             figures.append(rounds.decode(count, min(prompt_len, longest - answer), answer))
         if model.vision is not None:
             progress(f"{label}: an image")
@@ -151,6 +149,13 @@ def bench(
         info.name, info.device, info.dtype, torch.get_num_threads(), str(torch.__version__), info.num_parameters,
         limits, figures,
     )  # fmt: skip
+
+
+def answer_length(config: EngineConfig, count: int, prompt_len: int, steps: int) -> int:
+    """Tokens of each answer, so that `count` requests decode together for that many steps after a warm-up."""
+    # Requests that decode take a token each of the budget while others compute their prompts.
+    prompt_steps = math.ceil(count * prompt_len / max(config.max_num_batched_tokens - count, 1))
+    return prompt_steps + WARM_UP_STEPS + steps
 
 
 class Rounds:
