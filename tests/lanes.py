@@ -24,14 +24,14 @@ _SLOW = {
     "kernels": "attention_backends cpu_attention cpu_program other_processors",
     "kernels/triton": "attention compiled emulated layers products sampling",
     "loadtest": "command perform",
-    "media": "heif pdf processor",
+    "media": "decoding heif pdf processor",
     "models": "blip families gguf llava published published_quantization stages tiles",
     "pixie": "skills",
     "sampling": "sampler",
     "scaleout": "absence engines faults gateway handover limits ray simulated",
     "server": """adapters attacks bad_input batch_faults batches caching conversations crash debug documents files
-        fuzz guard limits live load messages messages_tools metrics openapi ranks reasoning response_tools responses run
-        sampling structured supervision tools tracing""",
+        fuzz guard hostile_files limits live load media_attacks messages messages_tools metrics openapi ranks reasoning
+        response_tools responses run sampling structured supervision tools tracing""",
     "storage": "store",
     "training/pixie": "train",
     "web": "accessibility batches_view chat live_view thoughts",
