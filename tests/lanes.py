@@ -25,8 +25,9 @@ _SLOW = {
     "kernels/triton": "attention compiled emulated layers products sampling",
     "loadtest": "command perform",
     "media": "decoding heif pdf processor",
-    "models": "blip families gguf llava published published_quantization stages tiles",
+    "models": "blip broken_checkpoints families gguf llava published published_quantization stages tiles",
     "pixie": "skills",
+    "prompt": "template_limits",
     "sampling": "sampler",
     "scaleout": "absence engines faults gateway handover limits ray simulated",
     "server": """adapters attacks bad_input batch_faults batches caching conversations crash debug documents files

@@ -1,4 +1,4 @@
-"""What the garbage collector still scans in a server."""
+"""Objects that the garbage collector of a server scans."""
 
 from __future__ import annotations
 
