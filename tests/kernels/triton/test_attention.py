@@ -110,6 +110,14 @@ def test_decodes_are_split_by_the_work_of_the_batch(
     assert max(sizes) < work / extra + 16
 
 
+@pytest.mark.parametrize(("decodes", "extra"), [(1, 32), (32, 32), (64, 128), (128, 32)])
+def test_decodes_get_more_splits_where_a_round_is_uneven(decodes: int, extra: int) -> None:
+    backend, blocks, spec = TritonAttention(), BlockTables([20] * decodes, 16), AttentionSpec(32, 8, 128, 1.0)
+    metadata = blocks.metadata([(number, 19, 1) for number in range(decodes)])
+    plan = backend.prepare(metadata, 16, [spec], torch.float32)
+    assert len(plan.work[0].items) == decodes + extra
+
+
 def test_few_splits_leave_most_contexts_whole(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (("PART", 16), ("PROGRAMS", 4)):
         monkeypatch.setattr(attention, name, value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from triton.runtime.interpreter import GridExecutor
 from tests.checkpoints import make_llama, make_text_model
 from tests.kernels.triton.interpreted import CPU, InterpretedDevice, randomize_norms
 from tests.kernels.triton.interpreted import loaded as loaded_model
-from tests.paged import PagedRun
+from tests.paged import BlockTables, PagedRun
 from vlmserve.config import QuantizationConfig
 from vlmserve.devices.torch_device import TorchDevice
 from vlmserve.kernels.triton import products
@@ -37,6 +38,7 @@ from vlmserve.layers.norm import RMSNorm
 from vlmserve.layers.operations import arrange_layers
 from vlmserve.models.vision.qwen import VisionMLP
 from vlmserve.models.vision.qwen_spec import QwenVisionSpec
+from vlmserve.runner.memory import run_longest_step
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="the kernels are not interpreted where there is a GPU"
@@ -198,6 +200,23 @@ def test_a_step_of_decodes_divides_its_work_once(folder: Path, launches: Launche
     logits(model, [[5], [7]], [[1, 1]])
     assert launches.names.count("divide_decodes") == 1
     assert "rotate_and_write" not in launches.names
+
+
+def test_the_longest_step_allocates_all_that_lengths_need(folder: Path) -> None:
+    """Memory for splits and rotary tables is part of the memory profile, and captured steps keep reading both."""
+    model = loaded_model(folder, InterpretedDevice)
+    decoder: Any = model.language_model
+    run_longest_step(model, num_seqs=3, max_model_len=1500, block_size=16)
+    backend, table = decoder.backend, decoder.ropes[0].upto(1500)[0]
+    splits = backend._sums
+    blocks = BlockTables([1500] * 4, 16)
+    for chunks in ([(0, 1498, 1), (1, 1498, 1), (2, 1490, 9)], [(0, 1498, 1)], [(3, 1400, 64)]):
+        metadata = blocks.metadata(chunks)
+        if len(chunks) > 1:
+            metadata = replace(metadata, decodes=torch.tensor([metadata.num_decodes], dtype=torch.int32))
+        backend.prepare(metadata, 16, decoder.spec.attention, torch.float32)
+        assert backend._sums is splits
+    assert decoder.ropes[0].upto(1500)[0] is table
 
 
 def test_products_that_reorder_their_inputs_get_normed_ones(folder: Path, launches: Launches) -> None:
