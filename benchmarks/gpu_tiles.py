@@ -58,6 +58,8 @@ def candidates(rule: Tiling, shape: Shape, rows: int) -> Iterator[Tiling]:
             tile_bytes = inputs * parts * (outputs * shape.bits // 8 + 2 * tokens)
             if enough and divided and deep and (stages - 1) * tile_bytes <= SHARED_BYTES:
                 yield tiles
+                if shape.bits == 8 and not divides:
+                    yield tiles._replace(restarts=True)
 
 
 def search(

@@ -6,6 +6,8 @@ Runs as a process of its own, because kernels that are interpreted cannot be com
 
 from __future__ import annotations
 
+import contextlib
+import io
 import itertools
 import json
 import re
@@ -19,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 import triton.language as tl
+from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -90,7 +93,7 @@ def product_cases() -> Iterator[Case]:
         tiles = tiling(bits, group, out_features, 4096, rows, item_bytes=item_bytes)
         gates = out_features == 28672
         further = f" in groups of {group}" if group < 128 else " in float32" if item_bytes == 4 else ""
-        yield Case(
+        product = Case(
             f"{rows} x 4096 x {out_features} of {bits} bits{further}",
             product_kernels.multiply,
             {
@@ -102,7 +105,8 @@ def product_cases() -> Iterator[Case]:
                 "BLOCK": block_of(group, 4096) if bits == 4 else 0,
                 "GROUPS": block_of(group, 4096) // group if bits == 4 else 1,
                 "PARTS": tiles.parts(bits), "SPLITS": tiles.splits, "KEEPS_SUMS": tiles.splits > 1,
-                "STAGES": tiles.stages, "EVEN": True, "ACTIVATION": "silu" if gates else "", "GATED": gates,
+                "STAGES": tiles.stages, "EVEN": True, "RESTARTS": False,
+                "ACTIVATION": "silu" if gates else "", "GATED": gates,
                 "HAS_BIAS": False, "HAS_RESIDUAL": not gates, "HAS_NORM": not gates and (rows == 1 or bits < 16),
                 "COLUMNS": 128 if gates else 0, "ASSEMBLY": True,
             },
@@ -110,6 +114,11 @@ def product_cases() -> Iterator[Case]:
             weights=tiles.outputs * tiles.inputs * tiles.parts(bits) if item_bytes == 2 else 0,
             tiles_bytes=[tiles._replace(stages=tiles.stages + more).shared_bytes(bits, item_bytes) for more in (0, 1)],
         )  # fmt: skip
+        yield product
+        if (rows, bits, out_features) == (64, 8, 4096):
+            constants = {**product.constants, "RESTARTS": True}
+            # With as few warps, sums do not fit into registers.
+            yield product._replace(name=f"restarting {product.name}", constants=constants, warps=2 * tiles.warps)
     yield Case(
         "sum of parts",
         product_kernels.add_parts,
@@ -298,7 +307,11 @@ def compiled(case: Case, arch: int) -> dict[str, Any]:
     constants = {(names.index(name),): value for name, value in of_kernel.items()}
     source = ASTSource(function, signature, constants, attributes)
     options = {"num_warps": case.warps, "num_stages": case.stages, **({"launch_pdl": True} if dependent else {})}
-    result = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+    log = io.StringIO()
+    with knobs.nvidia.scope(), knobs.compilation.scope(), contextlib.redirect_stdout(log):
+        knobs.nvidia.dump_ptxas_log = True
+        knobs.compilation.always_compile = True  # a cached result has no log
+        result = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(result.asm["cubin"])
         file.flush()
@@ -315,6 +328,8 @@ def compiled(case: Case, arch: int) -> dict[str, Any]:
             for parameter in function.params
             if not (parameter.do_not_specialize or parameter.is_constexpr)
         ],
+        # ptxas warns of tensor cores that wait for each other by C7510 and the numbers after it.
+        "serialized": re.findall(r"\(C75\d+\)", log.getvalue()),
         "registers": int(_field(usage, r"REG:(\d+)")),
         # What is spilled once, before a loop or behind it, takes no time to speak of.
         "spilled": sum(text.startswith(("LDL", "STL")) for text in round_of_weights),

@@ -67,6 +67,16 @@ def test_few_rows_equal_float64(device: torch.device, kind: str, rows: int) -> N
     assert_near(product(x.to(device), residual.to(device)), expected + residual.double(), torch.float16)
 
 
+@pytest.mark.parametrize("kind", ["plain", "8 bits"])
+def test_sums_of_tiles_may_restart(device: torch.device, kind: str) -> None:
+    torch.manual_seed(0)
+    weight, numbers = made(kind, 70, 96, device)
+    x = torch.randn(20, 96).half()
+    tiles = Tiling(128, 32, 32, 1, 4, 2, restarts=True)
+    result = TritonProduct(weight, dtype=torch.float16).few(x.to(device), tiles=tiles)
+    assert_near(result, x.double() @ numbers.T, torch.float16)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("warps", "splits"), [(2, 1), (4, 1), (8, 2), (2, 5)])
 def test_warps_divide_inputs(device: torch.device, kind: str, warps: int, splits: int) -> None:

@@ -93,10 +93,11 @@ def groups_of_4_bits(
 def whole_rows(
     x_ptr, weight_ptr, scales_ptr, outputs, tokens, rows, first, last, stride_x, in_features, out_features,
     OUTPUTS: tl.constexpr, TOKENS: tl.constexpr, INPUTS: tl.constexpr, EVEN: tl.constexpr, BITS: tl.constexpr,
-    STAGES: tl.constexpr, ASSEMBLY: tl.constexpr,
+    STAGES: tl.constexpr, RESTARTS: tl.constexpr, ASSEMBLY: tl.constexpr,
 ):  # fmt: skip
     """Float32 sums ``[OUTPUTS, TOKENS]`` over tiles of INPUTS inputs, ``first <= tile < last``, of plain weights or of
-    8 bits with a scale for each output. EVEN: the inputs are whole tiles."""
+    8 bits with a scale for each output. EVEN: the inputs are whole tiles. RESTARTS: sums of each tile of 8-bit weights
+    start at zero, so that ptxas does not serialize the tensor cores (C7515). Triton would undo that without scales."""
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty
     inputs = tl.arange(0, INPUTS)
     sums = tl.zeros((OUTPUTS, TOKENS), tl.float32)
@@ -104,6 +105,8 @@ def whole_rows(
     weights_at = weight_ptr + outputs.to(tl.int64)[:, None] * in_features + inputs[None, :]
     x_at = x_ptr + tokens[None, :] * stride_x + inputs[:, None]
     inside = tokens[None, :] < rows
+    if RESTARTS:
+        scales = tl.load(scales_ptr + outputs).to(tl.float32)[:, None]
     for tile in tl.range(first, last, num_stages=STAGES):
         done = tile * INPUTS
         if EVEN:
@@ -113,8 +116,12 @@ def whole_rows(
             there = inputs < in_features - done
             stored = tl.load(weights_at + done, there[None, :], 0)
             x = tl.load(x_at + done, inside & there[:, None], 0.0)
-        sums = dot(signed_bytes(stored, DTYPE, ASSEMBLY) if BITS == 8 else stored, x, sums)
-    if BITS == 8:
+        weights = signed_bytes(stored, DTYPE, ASSEMBLY) if BITS == 8 else stored
+        if RESTARTS:
+            sums += dot(weights, x, tl.zeros((OUTPUTS, TOKENS), tl.float32)) * scales
+        else:
+            sums = dot(weights, x, sums)
+    if BITS == 8 and not RESTARTS:
         sums *= tl.load(scales_ptr + outputs).to(tl.float32)[:, None]
     return sums
 
@@ -179,8 +186,9 @@ def multiply(
     weighted_ptr, squares_ptr, rows, stride_x, in_features, out_features, x_columns, eps, OUTPUTS: tl.constexpr,
     TOKENS: tl.constexpr, INPUTS: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr, GROUPS: tl.constexpr,
     PARTS: tl.constexpr, SPLITS: tl.constexpr, KEEPS_SUMS: tl.constexpr, STAGES: tl.constexpr, EVEN: tl.constexpr,
-    COLUMNS: tl.constexpr, ASSEMBLY: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr,
-    HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_NORM: tl.constexpr, DEPENDENT: tl.constexpr = False,
+    RESTARTS: tl.constexpr, COLUMNS: tl.constexpr, ASSEMBLY: tl.constexpr, ACTIVATION: tl.constexpr,
+    GATED: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_NORM: tl.constexpr,
+    DEPENDENT: tl.constexpr = False,
 ):  # fmt: skip
     """`OUTPUTS` outputs of `TOKENS` rows a program, over one of `SPLITS` parts of the inputs.
 
@@ -188,7 +196,7 @@ def multiply(
     side, as many by each warp. KEEPS_SUMS: sums go to sums_ptr, float32 ``[SPLITS, rows, out_features]``, from where
     `add_parts` or `add_changes` takes them; there is only one part otherwise. COLUMNS: where x is what an RMSNorm has
     yet to divide by the root mean square of each row, at least as many as x_squares_ptr has, float32
-    ``[rows, x_columns]``; else 0. HAS_NORM: such a norm follows, see `defer_norm`.
+    ``[rows, x_columns]``; else 0. HAS_NORM: such a norm follows, see `defer_norm`. RESTARTS: see `whole_rows`.
     """
     first_output = tl.program_id(0) * OUTPUTS
     outputs = first_output + tl.arange(0, OUTPUTS)
@@ -226,7 +234,7 @@ def multiply(
     else:
         sums = whole_rows(
             x_ptr, weight_ptr, scales_ptr, outputs, tokens, rows, first, last, stride_x, in_features, out_features,
-            OUTPUTS, TOKENS, INPUTS, EVEN, BITS, STAGES, ASSEMBLY,
+            OUTPUTS, TOKENS, INPUTS, EVEN, BITS, STAGES, RESTARTS, ASSEMBLY,
         )  # fmt: skip
     if COLUMNS > 0:
         if not AHEAD:

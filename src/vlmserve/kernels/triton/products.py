@@ -395,6 +395,7 @@ class TritonProduct:
             SPLITS=tiles.splits,
             KEEPS_SUMS=keeps_sums,
             STAGES=tiles.stages,
+            RESTARTS=tiles.restarts and stored.bits == 8,
             EVEN=self._in_features % (tiles.inputs if side_by_side == 1 else whole_rounds) == 0,
             COLUMNS=0 if deferred is None else next_power_of_2(deferred.squares.shape[1]),
             ASSEMBLY=self._assembly,

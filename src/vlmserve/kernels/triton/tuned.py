@@ -24,6 +24,8 @@ class Tiling(NamedTuple):
     splits: int
     warps: int
     stages: int
+    restarts: bool = False
+    """Sums of each tile of 8-bit weights start at zero, which ptxas pipelines and which takes more registers."""
 
     def divides_inputs(self, bits: int) -> bool:
         """Whether a program's warps divide its inputs, weights having so many bits: a small tile gives them nothing
