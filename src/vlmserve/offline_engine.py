@@ -105,6 +105,8 @@ class SharedEngine:
     def add(self, prepared: Prepared, params: SamplingParams) -> OfflineRequest:
         """Queue all answers to a prompt, or none if the engine rejects one. Raises what the engine does."""
         prepared = fitted(prepared, params, self.engine.info)
+        if params.grammar is not None:
+            self.engine.grammars.check(params.grammar)  # compile without the turn, so other threads proceed
         request = OfflineRequest(f"offline-{next(self._ids)}", prepared, params, self._preparer)
         try:
             with interrupts_held_back(), self._change() as engine:

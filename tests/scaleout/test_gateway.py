@@ -25,6 +25,7 @@ from tests.scaleout.processes import TOKEN, Cluster
 from tests.server.live import wait_until
 from tests.server.test_attacks import send_chunked
 from tests.server.test_batches import content, finished, line, start
+from tests.server.test_hostile_grammars import ENDLESS
 from tests.server.test_streams import PATHS, num_pings, stream
 from vlmserve.config import ServerConfig
 from vlmserve.scaleout.door import BEAT
@@ -71,6 +72,18 @@ def test_answers_come_whole_and_in_pieces(alice):
     text = "".join(piece.choices[0].delta.content or "" for piece in pieces)
     assert text == whole.choices[0].message.content
     assert whole.usage.prompt_tokens > 0
+
+
+def test_endless_grammars_hold_up_no_other_request(http):
+    schema = {"type": "json_schema", "json_schema": {"schema": ENDLESS}}
+    body = {"model": "tiny", "messages": QUESTION, "max_tokens": 5}
+    with ThreadPoolExecutor(1) as pool:
+        attack = pool.submit(http.post, "/v1/chat/completions", json={**body, "response_format": schema}, timeout=120)
+        answer = http.post("/v1/chat/completions", json={**body, "guided_choice": ["fine"]}, timeout=30)
+        assert answer.json()["choices"][0]["message"]["content"] == "fine"
+        assert not attack.done()
+        assert attack.result().status_code == 400
+    assert "to compile: make it simpler" in attack.result().text
 
 
 def test_every_api_is_there(http):

@@ -9,6 +9,10 @@ import httpx
 import pytest
 
 from tests.server.live import QUESTION, LiveServer
+from tests.server.test_batches import content, finished, line, start
+from vlmserve.errors import InvalidRequestError
+from vlmserve.llm import LLM
+from vlmserve.types import Grammar, SamplingParams
 
 ENDLESS = {"allOf": [{"type": "string", "pattern": f"^.*a{number}.*$"} for number in range(20)]}
 _FUNCTION = {"name": "f", "parameters": {"type": "object", "properties": {"a": ENDLESS}, "required": ["a"]}}
@@ -33,9 +37,16 @@ BODIES = {
 
 
 @pytest.fixture(scope="module")
-def server(folder):
-    with LiveServer(folder, engine={"max_grammar_seconds": 1}) as running:
+def server(folder, tmp_path_factory):
+    history = {"storage_url": f"sqlite:///{tmp_path_factory.mktemp('history') / 'history.db'}"}
+    with LiveServer(folder, engine={"max_grammar_seconds": 1}, server=history) as running:
         yield running
+
+
+@pytest.fixture(scope="module")
+def llm(folder):
+    with LLM(str(folder), engine="mock", max_grammar_seconds=1) as loaded:
+        yield loaded
 
 
 def test_endless_grammars_hold_up_no_other_request(server):
@@ -63,3 +74,33 @@ def test_endless_grammars_hold_up_no_other_request(server):
     for refusal in refusals:
         assert refusal.status_code == 400, refusal.text
         assert "to compile: make it simpler" in json.dumps(refusal.json())
+
+
+def test_endless_grammars_of_batches_fail_alone(server):
+    lines = [line("endless", guided_json=ENDLESS), line("fine", guided_choice=["fine"])]
+    batch = finished(server.openai, start(server.openai, lines).id)
+    [answer] = content(server.openai, batch.output_file_id)
+    assert answer["response"]["body"]["choices"][0]["message"]["content"] == "fine"
+    [refusal] = content(server.openai, batch.error_file_id)
+    assert refusal["custom_id"] == "endless"
+    assert "to compile: make it simpler" in json.dumps(refusal)
+
+
+def test_endless_grammars_hold_up_no_thread_of_an_llm(llm):
+    errors: list[str] = []
+
+    def attack() -> None:
+        with pytest.raises(InvalidRequestError) as refusal:
+            llm.chat(QUESTION, SamplingParams(grammar=Grammar.json(ENDLESS)), use_tqdm=False)
+        errors.append(str(refusal.value))
+
+    llm.chat(QUESTION, SamplingParams(grammar=Grammar.choice(["warm"])), use_tqdm=False)
+    attacks = [threading.Thread(target=attack) for _ in range(3)]
+    for thread in attacks:
+        thread.start()
+    [result] = llm.chat(QUESTION, SamplingParams(grammar=Grammar.choice(["fine"])), use_tqdm=False)
+    assert result.text == "fine"
+    assert any(thread.is_alive() for thread in attacks)
+    for thread in attacks:
+        thread.join(120)
+    assert ["to compile: make it simpler" in error for error in errors] == [True] * 3
