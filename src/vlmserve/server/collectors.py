@@ -130,6 +130,13 @@ ENGINE_METRICS: tuple[StatMetric[EngineStats], ...] = (
         lambda s: s.encoder_cache_pinned,
         old_name="encoder_cache_pinned_pictures",
     ),
+    StatMetric("gauge", "images_in_progress", "Images that are being encoded.", lambda s: s.images_in_progress),
+    StatMetric(
+        "gauge",
+        "image_seconds_left",
+        "Expected seconds of the vision tower for the images in progress.",
+        lambda s: s.image_seconds_left,
+    ),
     StatMetric("gauge", "lora_adapters_served", "Adapters that are served.", lambda s: s.adapters_served),
     StatMetric("gauge", "lora_adapters_loaded", "Adapters in memory.", lambda s: s.adapters_loaded),
     StatMetric("gauge", "lora_adapters_active", "Adapters of running requests.", lambda s: s.adapters_active),
