@@ -93,6 +93,8 @@ class LLMOptions(VLLMOptions, total=False):
     quantize_layers: Sequence[str]
     input_bits: Literal[8, 16] | None
     weight_memory: ByteCount | None
+    weights_cache: str | None
+    weights_cache_size: ByteCount
     enable_lora: bool
     lora_modules: Sequence[str]
     max_loras: int
@@ -123,6 +125,7 @@ class LLMOptions(VLLMOptions, total=False):
     json_max_length: int
     json_max_items: int
     grammar_cache: int
+    grammar_cache_memory: ByteCount
     tool_call_parser: ToolCallParser
     reasoning_parser: ReasoningParser
     seed: int
