@@ -179,6 +179,33 @@ def test_who_waits_for_memory_may_leave() -> None:
         assert memory.used == 75, "a quarter is reserved for small images"
 
 
+def test_client_is_forgotten_after_cancelled_images() -> None:
+    memory, event = DecodingMemory(100), threading.Event()
+
+    def wait() -> None:
+        cancellation.client.set("leaving")
+        cancellation._cancelled.set(event)
+        with contextlib.suppress(CancelledWorkError), memory.share(50):
+            pass
+
+    def decode(stack: contextlib.ExitStack, name: str) -> None:
+        cancellation.client.set(name)
+        stack.enter_context(memory.share(30))
+
+    with contextlib.ExitStack() as others, contextlib.ExitStack() as running:
+        contextvars.Context().run(decode, others, "staying")
+        contextvars.Context().run(decode, running, "leaving")
+        thread = threading.Thread(target=wait)
+        thread.start()
+        while not memory._large.queue:
+            time.sleep(0.001)
+        running.close()
+        event.set()
+        thread.join(20)
+        assert memory._large._last_turn.keys() == {"staying"}
+    assert not memory._large._last_turn
+
+
 def test_pixels_are_those_of_pillow() -> None:
     for format in FORMATS:
         data = encoded(noise(64, 48), format)

@@ -69,8 +69,16 @@ class _Lane:
         self.used -= image.num_bytes
         self._running[image.client] -= 1
         self._running += Counter()  # drops clients without images
-        if not self._running[image.client] and all(other.client != image.client for other in self.queue):
-            del self._last_turn[image.client]
+        self._forget_idle(image.client)
+
+    def leave(self, image: _Waiting) -> None:
+        """Remove an image from the queue, whether it has begun or was cancelled."""
+        self.queue.remove(image)
+        self._forget_idle(image.client)
+
+    def _forget_idle(self, name: str) -> None:
+        if not self._running[name] and all(other.client != name for other in self.queue):
+            self._last_turn.pop(name, None)
 
 
 class DecodingMemory:
@@ -111,7 +119,7 @@ class DecodingMemory:
                     check_cancelled()
                 lane.begin(image)
             finally:
-                lane.queue.remove(image)
+                lane.leave(image)
                 self._changed.notify_all()
         try:
             yield
