@@ -130,7 +130,7 @@ class EngineConfig(Settings):
     max_warm_up_seconds: float = Field(
         120.0,
         ge=0,
-        description="Maximum time at start for first steps, compiling and CUDA graphs; 0: none (default 120 s).",
+        description="Maximum time at start for first steps, compiling and CUDA graphs, in seconds; 0: none.",
     )
     quantize: Quantize = Field(
         "none", description="Quantize weights at load to 8 or 4 bits; w8a8 rounds inputs to 8 bits as well."
@@ -165,7 +165,7 @@ class EngineConfig(Settings):
         None, description="Folder for packed weights, which later starts map; default: in vlmserve's cache folder."
     )
     weights_cache_size: ByteSize = Field(
-        32 * 1024**3, description="Maximum size of the folder for packed weights; 0: keep none (default 32 GiB)."
+        32 * 1024**3, description="Maximum size of the folder for packed weights; 0: keep none."
     )
     enable_lora: bool = Field(False, description="Serve LoRA adapters of the model.")
     lora_modules: tuple[str, ...] = Field((), description="Adapters to load at start, as NAME=PATH or JSON.")
@@ -206,12 +206,12 @@ class EngineConfig(Settings):
         0.8,
         gt=0,
         description="Time for images while requests generate, as a share of the rest of the step, at least 20 ms if "
-        "several requests wait for images; inf: step_seconds alone limits it (default 0.8).",
+        "several requests wait for images; inf: only --step-seconds limits it.",
     )
     step_seconds: float = Field(
         0.25,
         gt=0,
-        description="Time that one step may spend on images, and on prompts, in seconds; inf: no limit (default 0.25).",
+        description="Time that one step may spend on images, and on prompts, in seconds; inf: no limit.",
     )
     encoder_cache_memory: ByteSize = Field(256 * 1024**2, description="Memory for the cache of image embeddings.")
     max_waiting: int = Field(
@@ -222,7 +222,7 @@ class EngineConfig(Settings):
         128 * 1024, description="Largest size of a schema, regular expression or grammar."
     )
     max_grammar_seconds: float = Field(
-        2.0, gt=0, description="Maximum CPU time to compile a schema, regular expression or grammar (default 2 s)."
+        2.0, gt=0, description="Maximum CPU time to compile a schema, regular expression or grammar."
     )
     max_grammar_memory: ByteSize = Field(
         256 * 1024**2, description="Maximum memory to compile a schema, regular expression or grammar."
@@ -239,10 +239,8 @@ class EngineConfig(Settings):
     json_max_items: int = Field(
         1000, ge=0, le=100_000, description="Items of an array that a JSON schema does not bound; 0: any number."
     )
-    grammar_cache: int = Field(64, ge=1, description="Maximum number of compiled grammars to keep (default 64).")
-    grammar_cache_memory: ByteSize = Field(
-        512 * 1024**2, description="Maximum memory of compiled grammars to keep (default 512 MiB)."
-    )
+    grammar_cache: int = Field(64, ge=1, description="Maximum number of compiled grammars to keep.")
+    grammar_cache_memory: ByteSize = Field(512 * 1024**2, description="Maximum memory of compiled grammars to keep.")
     tool_call_parser: ToolCallParser = Field(
         "auto",
         description="Form of tool calls: hermes, llama3_json, mistral, qwen3_xml or qwen3_coder; auto reads it from "
@@ -328,13 +326,11 @@ class MediaConfig(Settings):
     )
     max_decoded_frames: int = Field(20_000, ge=1, description="Largest number of frames in a video file.")
     max_frame_pixels: int = Field(
-        40_000_000, ge=1, description="Maximum number of pixels of a video file's frame (default 40000000, above 8K)."
+        40_000_000, ge=1, description="Maximum number of pixels of a video file's frame; the default is above 8K."
     )
-    video_timeout: float = Field(
-        60.0, gt=0, description="Maximum time to read and decode one video file, in seconds (default 60)."
-    )
+    video_timeout: float = Field(60.0, gt=0, description="Maximum time to read and decode one video file, in seconds.")
     video_memory: ByteSize = Field(
-        1024**3, ge=64 * 1024**2, description="Maximum memory of a process that decodes a video (default 1 GiB)."
+        1024**3, ge=64 * 1024**2, description="Maximum memory of a process that decodes a video."
     )
     max_documents: int = Field(4, ge=0, description="Largest number of documents in a request.")
     max_document_bytes: ByteSize = Field(64 * 1024**2, description="Largest size of a document's file.")
@@ -370,12 +366,12 @@ class MediaConfig(Settings):
     image_seconds: float = Field(
         5.0,
         ge=0,
-        description="Maximum time to encode one image, in seconds, which limits its size; 0: no limit (default 5).",
+        description="Maximum time to encode one image, in seconds, which limits its size; 0: no limit.",
     )
     video_seconds: float = Field(
         20.0,
         ge=0,
-        description="The same for all frames of a video, or all pages of a document (default 20).",
+        description="The same for all frames of a video, or all pages of a document.",
     )
     fetch_timeout: float = Field(10.0, gt=0, description="Seconds to fetch one image, or one video and its frames.")
     max_redirects: int = Field(3, ge=0, description="Redirects to follow for one image or video.")

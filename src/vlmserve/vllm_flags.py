@@ -184,7 +184,7 @@ _UNUSED: Mapping[tuple[str, ...], Unused] = {
         otherwise="requests set no priority; only rows of /v1/batches have a lower priority",
     ),
     ("--max-parallel-loading-workers",): Unused("Weights are mapped into memory, not read by workers."),
-    ("--use-tqdm-on-load", "--no-use-tqdm-on-load"): Unused("No progress bar is shown while loading.", is_switch=True),
+    ("--use-tqdm-on-load", "--no-use-tqdm-on-load"): Unused("Loading always shows its progress.", is_switch=True),
     ("--load-format",): Unused(
         "The format of weights is recognized by their files.", ("auto", "safetensors", "pt", "bitsandbytes", "gguf"),
         otherwise="weights are safetensors, PyTorch's files or .gguf, which are recognized by their files",

@@ -351,7 +351,7 @@ def cache(
     engine: EngineConfig,
     clear: Annotated[bool, typer.Option("--clear", help="Remove all packed weights.")] = False,
 ) -> None:
-    """Show the packed weights that starts on a CPU keep for the next one, or remove them."""
+    """Show or remove packed weights, which make later starts on a CPU faster."""
     from vlmserve.cli.cache import show_cache
 
     show_cache(engine, clear=clear)

@@ -26,7 +26,7 @@ _XMP = b"http://ns.adobe.com/xap/1.0/\0"
 
 
 def without_metadata(data: bytes) -> bytes | None:
-    """Drop comments, profiles, previews and later pictures, and keep of EXIF and XMP the orientation.
+    """Drop comments, profiles, previews and later pictures, and all of EXIF and XMP but the orientation.
 
     The rest is not checked. Returns None for a file with more than 4,096 segments.
     """
@@ -63,7 +63,7 @@ def without_metadata(data: bytes) -> bytes | None:
 def has_many_scans(data: bytes, num_pixels: int, limits: MediaConfig) -> bool:
     """Tell whether a file has more scans than encoders write. Each is a pass over all pixels, however few bytes it has.
 
-    Raises ImageTooLargeError for so many scans that decoding the file would take far longer than others.
+    Raises ImageTooLargeError for a file with too many scans, which would take far longer to decode than others.
     """
     most = min(_MOST_SCANS, _FREE_SCANS * max(1, limits.max_image_pixels // max(1, num_pixels)))
     # An upper bound first, since following the markers takes longer.

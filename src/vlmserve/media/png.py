@@ -25,7 +25,7 @@ _HEADER_END = 33
 def without_metadata(data: bytes) -> bytes | None:
     """Drop ancillary chunks that decide no pixels, or are too short or large or have a wrong checksum.
 
-    Of EXIF and XMP the orientation is kept. The rest is not checked. Returns None for a file with more than 16,384
+    Only the orientation of EXIF and XMP is kept. The rest is not checked. Returns None for a file with more than 16,384
     chunks.
     """
     pieces: list[bytes | memoryview] = []

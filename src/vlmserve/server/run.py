@@ -311,7 +311,8 @@ def ready_line(url: str, model: str, info: ModelInfo) -> str:
     facts = [f"model {model}", info.device, info.dtype]
     if info.weight_bytes:
         bits = 8 * info.weight_bytes / max(1, info.num_parameters)
-        facts.append(f"weights {info.weight_bytes / 1e9:.2f} GB at {bits:.1f} bits")
+        size = f"{info.weight_bytes / 1e9:.2f} GB" if info.weight_bytes >= 1e8 else f"{info.weight_bytes / 1e6:.0f} MB"
+        facts.append(f"weights {size} at {bits:.1f} bits")
     if info.kv_cache_tokens:
         facts.append(f"KV cache {info.kv_cache_tokens:,} tokens")
     return f"vlmserve is ready: {url} ({', '.join(facts)})"

@@ -161,7 +161,7 @@ def divide_decodes(
 
     items_ptr: int32 ``[decodes + extra, ITEM]``, the items of a decode one after the other; the others have no keys.
     joins_ptr: int32 ``[most_joins, JOIN]``, which items belong to one decode, for decodes with several; the others have
-    no items. DECODES: a power of two that is not less than `decodes`. PART: an item has a multiple of so many tokens.
+    no items. DECODES: a power of two that is not less than `decodes`. PART: tokens of an item are a multiple of it.
     """
     wait_for_previous(DEPENDENT)
     numbers = tl.arange(0, DECODES)
