@@ -164,7 +164,7 @@ def test_limit_removes_least_recently_used(tmp_path: Path, cache: WeightsCache) 
     (first,) = cache.files()
     os.utime(first.path, (1, 1))
     small = WeightsCache(cache.folder, first.num_bytes * 3 // 2)
-    (small.folder / f"{'0' * 32}.999999999.writing").write_bytes(b"left by a process that was killed")
+    (small.folder / f"{'0' * 32}.999999999.writing").write_bytes(b"vlmserve, killed while it wrote")
     start(folder, small, "int8")
     (kept,) = small.folder.iterdir()
     assert kept != first.path
@@ -172,6 +172,46 @@ def test_limit_removes_least_recently_used(tmp_path: Path, cache: WeightsCache) 
     assert list(small.folder.iterdir()) == [kept], "larger than the limit"
     assert small.clear() > 0
     assert small.files() == []
+
+
+def test_foreign_files_are_kept(tmp_path: Path, cache: WeightsCache) -> None:
+    cache.folder.mkdir()
+    magic, digest = weights_cache._MAGIC, "0" * 32
+    outside = tmp_path / "outside"
+    outside.write_bytes(magic)
+    foreign = {
+        "yolov4.weights": magic,
+        "notes.1.writing": magic,
+        f"{digest}0.weights": magic,
+        f"{digest}.weights": b"of another program",
+        f"{digest}.1.writing": b"of another program",
+    }
+    for name, contents in foreign.items():
+        (cache.folder / name).write_bytes(contents)
+    (cache.folder / f"{'1' * 32}.weights").symlink_to(outside)
+    start(make_llama(tmp_path / "model"), cache)
+    (file,) = cache.files()
+    assert cache.clear() == file.num_bytes
+    assert {path.name for path in cache.folder.iterdir()} == {*foreign, f"{'1' * 32}.weights"}
+
+
+def test_clearing_survives_removed_files(cache: WeightsCache, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache.folder.mkdir()
+    paths = [cache.folder / f"{digit * 32}.weights" for digit in "012"]
+    for path in paths:
+        path.write_bytes(weights_cache._MAGIC)
+    look_up = Path.stat
+
+    def and_remove(path: Path, **options: bool) -> os.stat_result:
+        """Another process removes a file after its first look-up."""
+        found = look_up(path, **options)
+        if path == paths[1]:
+            path.unlink()
+        return found
+
+    monkeypatch.setattr(Path, "stat", and_remove)
+    assert cache.clear() == 2 * len(weights_cache._MAGIC)
+    assert list(cache.folder.iterdir()) == []
 
 
 def test_limit_of_zero_reads_and_writes_nothing(tmp_path: Path, cache: WeightsCache) -> None:

@@ -14,7 +14,9 @@ import json
 import logging
 import mmap
 import os
+import re
 import shutil
+import stat
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -42,6 +44,8 @@ SPARED_BYTES = 2**30
 """Bytes of the disk that are left to others."""
 SUFFIX = ".weights"
 
+_NAME = re.compile(r"[0-9a-f]{32}\.weights")
+_UNFINISHED = re.compile(r"[0-9a-f]{32}\.\w+\.writing", re.ASCII)
 _MAGIC = b"vlmserve"
 _PREFIX = len(_MAGIC) + 8 + 32
 """Bytes before the header: the magic number, the header's length, and a digest of header and samples."""
@@ -119,9 +123,8 @@ class WeightsCache:
     def files(self) -> list[CacheFile]:
         """All files, the last used first."""
         found = []
-        for path in self._paths(SUFFIX):
+        for path, status in self._own(_NAME):
             with contextlib.suppress(OSError, ValueError, KeyError):
-                status = path.stat()
                 with path.open("rb") as file:
                     header = json.loads(file.read(_header_bytes(file.read(_PREFIX))))
                 found.append(CacheFile(path, header["model"], status.st_size, status.st_mtime))
@@ -157,10 +160,10 @@ class WeightsCache:
 
     def _shrink_to(self, limit: int) -> int:
         """Remove the least recently used files until at most `limit` bytes are left. Returns the removed bytes."""
-        files = sorted(((path.stat(), path) for path in self._paths(SUFFIX)), key=lambda file: file[0].st_mtime)
-        total = sum(status.st_size for status, _ in files)
+        files = sorted(self._own(_NAME), key=lambda file: file[1].st_mtime)
+        total = sum(status.st_size for _, status in files)
         removed = 0
-        for status, path in files:
+        for path, status in files:
             if total - removed <= limit:
                 break
             path.unlink(missing_ok=True)
@@ -168,13 +171,21 @@ class WeightsCache:
         return removed
 
     def _remove_unfinished(self) -> None:
-        for path in self._paths(".writing"):
+        for path, _ in self._own(_UNFINISHED):
             writer = path.suffixes[-2].lstrip(".")
             if not writer.isdecimal() or not _is_running(int(writer)):
                 path.unlink(missing_ok=True)
 
-    def _paths(self, suffix: str) -> list[Path]:
-        return [path for path in self.folder.glob(f"*{suffix}") if path.is_file()]
+    def _own(self, name: re.Pattern[str]) -> list[tuple[Path, os.stat_result]]:
+        """Files that a cache wrote. The folder may hold files of other programs: their names or first bytes differ."""
+        found = []
+        for path in self.folder.glob("*"):
+            if name.fullmatch(path.name):
+                with contextlib.suppress(OSError):  # another process removed it, or it belongs to another user
+                    status = path.lstat()
+                    if stat.S_ISREG(status.st_mode) and _starts_with_magic(path):
+                        found.append((path, status))
+        return found
 
 
 def source_parts(
@@ -215,6 +226,12 @@ def _is_running(process: int) -> bool:
     except PermissionError:
         return True
     return True
+
+
+def _starts_with_magic(path: Path) -> bool:
+    """Whether a file is one of a cache. An empty file is, too: its writer was killed."""
+    with path.open("rb") as file:
+        return _MAGIC.startswith(file.read(len(_MAGIC)))
 
 
 def _raw(tensor: Tensor) -> Tensor:
