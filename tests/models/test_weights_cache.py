@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from tests.native import built
 from vlmserve.cli.cache import show_cache
 from vlmserve.config import EngineConfig, QuantizationConfig
 from vlmserve.models import filling, weights_cache
+from vlmserve.models.packed_model import PackedModel
 from vlmserve.models.protocols import LoadedModel
 from vlmserve.models.registry import load_model
 from vlmserve.models.weights import Checkpoint
@@ -126,9 +128,61 @@ def test_another_users_file_is_ignored(
     folder = make_llama(tmp_path / "model")
     start(folder, cache)
     (file,) = cache.files()
+    os.chmod(file.path, 0o602)
+    assert cache.read(file.path) is None
+    assert "every user can write to it" in caplog.text
     os.chown(file.path, 12345, -1) if os.geteuid() == 0 else monkeypatch.setattr(os, "geteuid", lambda: 12345)
     assert cache.read(file.path) is None
     assert "belongs to another user" in caplog.text
+
+
+def test_folder_of_every_user_is_rejected(
+    tmp_path: Path, cache: WeightsCache, caplog: pytest.LogCaptureFixture
+) -> None:
+    cache.folder.mkdir()
+    cache.folder.chmod(0o777)
+    start(make_llama(tmp_path / "model"), cache)
+    assert list(cache.folder.iterdir()) == []
+    assert [line for line in caplog.messages if "weights cache" in line] == [
+        f"weights cache: off, since every user can write to {cache.folder} (chmod o-w)"
+    ]
+
+
+def test_writing_follows_no_links(tmp_path: Path, cache: WeightsCache, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache.folder.mkdir()
+    victim = tmp_path / "victim"
+    victim.write_text("precious")
+    path = cache.path({})
+    names = iter(["taken", "free"])
+    monkeypatch.setattr(tempfile, "_get_candidate_names", lambda: names)
+    for name in (os.getpid(), "taken"):
+        path.with_suffix(f".{name}.writing").symlink_to(victim)
+    written = []
+
+    def seen(descriptor: int) -> None:
+        (file,) = (file for file in cache.folder.glob("*.writing") if not file.is_symlink())
+        written.append(file.stat().st_mode & 0o777)
+
+    monkeypatch.setattr(os, "fsync", seen)
+    cache.write_later(path, PackedModel({"a": torch.zeros(4)}, {}), b"identity", "model")
+    assert written == [0o600]
+    assert path.exists()
+    assert victim.read_text() == "precious"
+
+
+def test_unfinished_files_of_running_writers_are_kept(cache: WeightsCache) -> None:
+    """Writers in other containers may have the process number of this one, or one that is unknown here."""
+    cache.folder.mkdir()
+    path = cache.path({})
+    for killed in (os.getpid(), 999999999):
+        path.with_suffix(f".{killed}.writing").write_bytes(weights_cache._MAGIC)
+    with cache._unfinished(path) as file:
+        file.write(weights_cache._MAGIC)
+        file.flush()
+        cache._remove_unfinished()
+        (unfinished,) = cache.folder.iterdir()
+        assert os.path.samestat(unfinished.stat(), os.fstat(file.fileno()))
+    assert list(cache.folder.iterdir()) == [path]
 
 
 def test_changed_checkpoint_or_setting_reads_again(tmp_path: Path, cache: WeightsCache) -> None:

@@ -48,7 +48,7 @@ class Filling:
     def fill(self, model: nn.Module, decoder: Decoder) -> bytes:
         """Fill a model and arrange its layers. decoder: its language model. Returns its `model_identity`."""
         cache = self.cache if self.device.torch_device.type == "cpu" and self.device.keeps_packed else None
-        if cache is None or not cache.limit:
+        if cache is None or not cache.is_usable():
             return self._read(model, decoder)
         path = cache.path({**self._parts(), "blocks": self.keeps_blocks})
         if (found := cache.read(path)) is not None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import json
 import logging
 import mmap
@@ -17,6 +18,7 @@ import os
 import re
 import shutil
 import stat
+import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -24,7 +26,7 @@ from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from blake3 import blake3
@@ -92,6 +94,17 @@ class WeightsCache:
         text = json.dumps(dict(parts), sort_keys=True)
         return self.folder / (blake3(text.encode()).hexdigest(length=16) + SUFFIX)
 
+    def is_usable(self) -> bool:
+        """Tell whether the folder may be used. It may not if every user can write to it, which is logged.
+
+        A folder may belong to a group, such as that of a shared volume: files of its other users are ignored.
+        """
+        with contextlib.suppress(FileNotFoundError):
+            if self.limit and self.folder.stat().st_mode & stat.S_IWOTH:
+                logger.warning("weights cache: off, since every user can write to %s (chmod o-w)", self.folder)
+                return False
+        return self.limit > 0
+
     def read(self, path: Path) -> CachedModel | None:
         """The model in a file; None if there is none. A broken or foreign file is ignored with a line in the log."""
         try:
@@ -99,6 +112,8 @@ class WeightsCache:
                 status = os.fstat(file.fileno())
                 if status.st_uid not in (os.geteuid(), 0):
                     raise ValueError("it belongs to another user")
+                if status.st_mode & stat.S_IWOTH:
+                    raise ValueError("every user can write to it")
                 found = _map(file.fileno(), status.st_size)
             os.utime(path)
         except FileNotFoundError:
@@ -135,7 +150,6 @@ class WeightsCache:
         return self._shrink_to(0)
 
     def _write(self, path: Path, packed: PackedModel, identity: bytes, model: str, size: int) -> None:
-        temporary = path.with_suffix(f".{os.getpid()}.writing")
         started = time.monotonic()
         try:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -143,20 +157,30 @@ class WeightsCache:
             self._shrink_to(self.limit - size)
             if shutil.disk_usage(self.folder).free < size + SPARED_BYTES:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            with temporary.open("wb") as file:
-                os.chmod(temporary, 0o600)
+            with self._unfinished(path) as file:
                 for piece in _pieces(packed, identity, model):
                     file.write(piece)
                 file.flush()
                 os.fsync(file.fileno())
-            temporary.replace(path)
         except OSError as error:
             logger.warning("weights cache: cannot keep %s: %s (--weights-cache-size 0 keeps none)", path, error)
-            with contextlib.suppress(OSError):
-                temporary.unlink()
             return
         seconds = time.monotonic() - started
         logger.info("weights cache: kept %.1f MB for the next start in %s (%.1f s)", size / 1e6, path, seconds)
+
+    @contextlib.contextmanager
+    def _unfinished(self, path: Path) -> Iterator[BinaryIO]:
+        """A new file that gets the name `path` at the end. It is locked, so that no other process removes it."""
+        descriptor, name = tempfile.mkstemp(prefix=f"{path.stem}.", suffix=".writing", dir=self.folder)
+        with os.fdopen(descriptor, "wb") as file:
+            try:
+                _lock(descriptor)
+                yield file
+                os.replace(name, path)
+            except BaseException:
+                with contextlib.suppress(OSError):
+                    os.unlink(name)
+                raise
 
     def _shrink_to(self, limit: int) -> int:
         """Remove the least recently used files until at most `limit` bytes are left. Returns the removed bytes."""
@@ -171,10 +195,11 @@ class WeightsCache:
         return removed
 
     def _remove_unfinished(self) -> None:
+        """Remove files of killed processes. Writers hold locks, which also work between containers."""
         for path, _ in self._own(_UNFINISHED):
-            writer = path.suffixes[-2].lstrip(".")
-            if not writer.isdecimal() or not _is_running(int(writer)):
-                path.unlink(missing_ok=True)
+            with contextlib.suppress(OSError), path.open("r+b") as file:
+                if _lock(file.fileno()):  # a writer locks its file before the magic number is in it
+                    path.unlink()
 
     def _own(self, name: re.Pattern[str]) -> list[tuple[Path, os.stat_result]]:
         """Files that a cache wrote. The folder may hold files of other programs: their names or first bytes differ."""
@@ -218,20 +243,18 @@ def _extension_digest() -> str:
     return "" if path is None else blake3(Path(path).read_bytes()).hexdigest()
 
 
-def _is_running(process: int) -> bool:
+def _lock(descriptor: int) -> bool:
+    """Lock a file. False: another process has locked it, or the file system has no locks."""
     try:
-        os.kill(process, 0)
-    except ProcessLookupError:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
         return False
-    except PermissionError:
-        return True
     return True
 
 
 def _starts_with_magic(path: Path) -> bool:
-    """Whether a file is one of a cache. An empty file is, too: its writer was killed."""
     with path.open("rb") as file:
-        return _MAGIC.startswith(file.read(len(_MAGIC)))
+        return file.read(len(_MAGIC)) == _MAGIC
 
 
 def _raw(tensor: Tensor) -> Tensor:
