@@ -279,10 +279,8 @@ def kernels() -> str:
     return "static"
 
 
-@pytest.fixture(scope="module", autouse=True)
-def static_devices() -> Iterator[list[StaticDevice]]:
-    """In modules that import this, all models run on such devices, which are in the list. Some step of theirs has to be
-    captured."""
+def replace_cpus(patch: pytest.MonkeyPatch) -> list[StaticDevice]:
+    """Have models run on static devices instead of CPUs. Returns the devices in use."""
     devices: list[StaticDevice] = []
 
     def opened(
@@ -291,8 +289,16 @@ def static_devices() -> Iterator[list[StaticDevice]]:
         devices.append(kind_of_device(torch_device))
         return devices[-1], stated
 
+    patch.setitem(choice.KINDS, "cpu", opened)
+    return devices
+
+
+@pytest.fixture(scope="module", autouse=True)
+def static_devices() -> Iterator[list[StaticDevice]]:
+    """In modules that import this, all models run on such devices, which are in the list. Some step of theirs has to be
+    captured."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(choice.KINDS, "cpu", opened)
+        devices = replace_cpus(patch)
         yield devices
     assert any(executor.num_captured for device in devices for executor in device.executors)
     assert any(device.num_ahead for device in devices)

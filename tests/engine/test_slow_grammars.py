@@ -11,8 +11,10 @@ import pytest
 
 from tests.checkpoints import make_llama
 from tests.engine.test_structured import PERSON, engine_of, mixed, request_of, run, tokens
+from tests.static_device import replace_cpus
 from vlmserve.engine.engine import Engine
 from vlmserve.sampling.grammar import Matcher
+from vlmserve.steps import SchedulerOutput
 from vlmserve.types import EngineRequest, Grammar
 
 LIMIT = 60
@@ -69,6 +71,47 @@ def test_slow_mask_holds_up_no_other_request(folder: Path, blocked: threading.Ev
     assert tokens(outputs) == expected
     assert outputs[-1].finish_reason is not None
     assert outputs[0].timings is not None
+
+
+@pytest.mark.parametrize("samples_asynchronously", [False, True])
+def test_plain_requests_do_not_starve_grammars(
+    folder: Path, samples_asynchronously: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if samples_asynchronously:
+        replace_cpus(monkeypatch)
+    allowed = Matcher.allowed
+
+    def slow(self: Matcher, *ends: Any, **options: Any) -> Any:
+        time.sleep(0.02)
+        return allowed(self, *ends, **options)
+
+    monkeypatch.setattr(Matcher, "allowed", slow)
+    monkeypatch.setattr("vlmserve.sampling.guide._QUICK_SECONDS", 0.0)
+    engine = engine_of(folder)
+    engine.add(request_of("grammar", Grammar.regex("[a-z]{8}")))
+    num_plain, plain_runs, ended = 0, False, False
+    deadline = time.monotonic() + LIMIT
+    while not ended and time.monotonic() < deadline:
+        if not plain_runs:
+            engine.add(request_of(f"plain {num_plain}", None, ignore_eos=True))
+            num_plain, plain_runs = num_plain + 1, True
+        for output in engine.step():
+            ends = output.finish_reason is not None
+            ended = ended or (ends and output.request_id == "grammar")
+            plain_runs = plain_runs and not (ends and output.request_id != "grammar")
+    assert ended
+
+
+def test_steps_without_tokens_sample_late_rows(folder: Path, blocked: threading.Event) -> None:
+    engine = engine_of(folder)
+    engine.add(request_of("slow", Grammar.json(PERSON), max_tokens=77))
+    assert engine.step() == []
+    blocked.set()
+    deadline = time.monotonic() + LIMIT
+    sampled: dict[str, list[int]] = {}
+    while not sampled and time.monotonic() < deadline:
+        sampled = engine._runner.submit(SchedulerOutput()).result().token_ids
+    assert len(sampled["slow"]) == 1
 
 
 def test_quick_masks_need_no_other_thread(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

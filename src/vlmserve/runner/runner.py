@@ -157,12 +157,15 @@ class ModelRunner:
         output = ModelRunnerOutput()
         self._sampler.drop(step.finished_request_ids)
         scheduled = self._requests.update(step)
+        # Requests with late rows were preempted since; this step computes their logits again.
+        self._sampler.drop(request.state.request_id for request in scheduled)
         scheduled = _fail(output, scheduled, [request for request in scheduled if self._images.lacks_any(request)])
         run = self._compute(scheduled, clock) if scheduled else None
         while scheduled and run is None:
             scheduled = _fail(output, scheduled, [_costliest(scheduled)])
             run = self._compute(scheduled, None) if scheduled else None
         if run is None:
+            self._sampler.collect(0.0, output)
             transfer, vision, *_ = clock.seconds()
             output.timings = RunTimings(transfer=transfer, vision=vision, products=products)
             return lambda: output
@@ -184,11 +187,13 @@ class ModelRunner:
     def _sample(
         self, run: Run, scheduled: list[ScheduledRequest], output: ModelRunnerOutput
     ) -> Callable[[], list[int]] | None:
-        """Sample the step's tokens. Where the device draws them later, what is returned waits for them."""
+        """Sample the step's tokens, and late rows. Return a function that waits for tokens that the device samples
+        asynchronously."""
         device = self.model.device
         if run.later is None:
             self._sampler.sample(run.logits, scheduled, output)
             return None
+        self._sampler.collect(0.0, output)
         drawn = run.later.launch(run.logits, run.batch.further)
         self._drawn = drawn if run.sampled else self._drawn
         self._drawn_rows = {request.state.request_id: row for row, request in enumerate(run.sampled)}

@@ -50,8 +50,9 @@ class TokenSampler:
 
     def drop(self, request_ids: Iterable[str]) -> None:
         """Forget late rows of requests."""
-        for request_id in request_ids:
-            self._late.pop(request_id, None)
+        if self._late:
+            for request_id in request_ids:
+                self._late.pop(request_id, None)
 
     def sample(self, logits: Tensor, batch: Sequence[ScheduledRequest], output: ModelRunnerOutput) -> None:
         """Sample the next tokens of each request and of late rows. Append them to the requests' states and to `output`.
@@ -62,7 +63,6 @@ class TokenSampler:
         well. Rows are sampled in rounds, one row of each request in each, because penalties, grammars and random
         numbers depend on the tokens before. So answers are the same with and without drafts.
         """
-        self.drop(request.state.request_id for request in batch)  # preempted since; their logits are here again
         first = 0
         rows: list[_Row] = []
         for request in batch:
@@ -77,6 +77,8 @@ class TokenSampler:
 
     def collect(self, timeout: float, output: ModelRunnerOutput) -> None:
         """Sample late rows. timeout: seconds to wait until one of them is ready."""
+        if not self._late:
+            return
         pending = [row.pending for row in self._late.values()]
         if all(pending):
             wait(filter(None, pending), timeout, FIRST_COMPLETED)
