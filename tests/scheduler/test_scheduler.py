@@ -25,6 +25,15 @@ def test_requests_are_served_in_order_of_arrival():
     assert plan(run(s)[0]) == [("big", 12)], "a small one must not overtake a big one that waits for blocks"
 
 
+@pytest.mark.parametrize(("seqs", "num_tokens"), [(1, 32), (2, 24), (3, 16)])
+def test_prompts_leave_tokens_to_admissible_requests(seqs, num_tokens):
+    s = scheduler(budget=32, seqs=seqs)
+    s.add(request("long", 200))
+    for number in range(12):
+        s.add(request(f"short {number}", 8, token=number))
+    assert plan(run(s)[0])[0] == ("long", num_tokens)
+
+
 def test_who_was_admitted_last_is_preempted_and_computed_again():
     s = scheduler(num_blocks=5, budget=100)
     first, second = request("first", 4, max_tokens=9), request("second", 4, max_tokens=9)

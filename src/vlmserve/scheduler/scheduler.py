@@ -1,10 +1,9 @@
-"""Which requests run in a step, with how many tokens, which images are encoded, and which requests are preempted.
+"""Plans each step: which requests run, with how many tokens, which images are encoded, which requests are preempted.
 
-First come, first served among requests of the same priority: they are admitted in order of arrival, except those whose
-prefix another one is computing, which others overtake. Decodes go first, prompts fill what is left of the token budget
-in order of admission, and the request admitted last gives up its blocks when blocks run out. What of them is still in
-memory when it runs again is not computed again, and the outcome is the same either way. A long prompt or image leaves
-half of a step to much shorter ones.
+Requests of the same priority are admitted in order of arrival, but a request waits while another one computes its
+prefix. Decodes go first; prompts fill the rest of the token budget in order of admission. A long prompt or image leaves
+half of a step to much shorter ones. When blocks run out, the request admitted last is preempted. It computes again only
+what has left memory, and its answer stays the same.
 
 Requests of lower priority (a larger number) are admitted and get tokens after all others, and are preempted for them.
 """
@@ -39,11 +38,7 @@ ProposeDrafts = Callable[[Request], Sequence[int]]
 
 
 class Scheduler:
-    """Owns the requests, their blocks by `blocks`, and their images by `images`.
-
-    propose_drafts: asked for each request that decodes; an accepted draft saves a step. limits: asked once for each
-    step; None: only `max_num_batched_tokens` limits it.
-    """
+    """Owns the requests, their `blocks` and their `images`."""
 
     def __init__(
         self,
@@ -66,6 +61,7 @@ class Scheduler:
         self.running: list[Request] = []
         self.propose_drafts: ProposeDrafts | None = None
         self.limits: StepLimits | None = None
+        """Limits of each step; None: only `max_num_batched_tokens`."""
         self.num_preemptions = 0
         self.prefix_queried_tokens = 0
         self.prefix_cached_tokens = 0
@@ -304,10 +300,11 @@ class Scheduler:
         return budget
 
     def _reserved(self, request: Request, budget: int) -> int:
-        """Tokens of a prompt's budget for much shorter prompts that came later, unless it ends in this step."""
+        """Return tokens of a prompt's budget to leave to much shorter prompts that came later and may run."""
         if request.num_uncomputed <= budget:
             return 0
-        later = itertools.chain(self.running[self.running.index(request) + 1 :], self.waiting)
+        may_run = itertools.islice(self.waiting, max(0, self._max_num_seqs - len(self.running)))
+        later = itertools.chain(self.running[self.running.index(request) + 1 :], may_run)
         lengths = [one.num_uncomputed for one in later if one.priority == request.priority and one.num_uncomputed > 1]
         return int(reserved(request.num_uncomputed, lengths, budget))
 
