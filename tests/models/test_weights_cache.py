@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
+import re
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -100,15 +102,24 @@ def changed(path: Path) -> None:
     path.write_bytes(contents)
 
 
-def changed_header(path: Path) -> None:
-    path.write_bytes(path.read_bytes().replace(b'"shape', b'"shipe').replace(b'"bits": ', b'"bots": '))
+def changed_shape(path: Path) -> None:
+    """A shape that does not fit the tensor."""
+    path.write_bytes(re.sub(rb'(bfloat16", \[)\d', rb"\g<1>9", path.read_bytes(), count=1))
+
+
+def changed_length(path: Path) -> None:
+    """A header that is larger than the file, and than any length."""
+    contents = bytearray(path.read_bytes())
+    contents[8:16] = b"\xff" * 8
+    path.write_bytes(contents)
 
 
 @pytest.mark.parametrize(
     "breaking",
-    [truncated, changed, changed_header, lambda path: path.write_bytes(b"{}"), lambda path: path.write_bytes(b"")],
-    ids=["truncated", "changed", "changed header", "other kind", "empty"],
-)
+    [truncated, changed, changed_shape, changed_length, lambda path: path.write_bytes(b"{}"),
+     lambda path: path.write_bytes(b"")],
+    ids=["truncated", "changed", "changed shape", "changed length", "other kind", "empty"],
+)  # fmt: skip
 def test_broken_file_is_ignored(
     tmp_path: Path, cache: WeightsCache, caplog: pytest.LogCaptureFixture, breaking: Callable[[Path], object]
 ) -> None:
@@ -117,9 +128,39 @@ def test_broken_file_is_ignored(
     (file,) = cache.folder.glob("*" + SUFFIX)
     good = file.read_bytes()
     breaking(file)
+    assert not cache.files() or breaking in (changed, truncated), "a broken header was shown"
     assert torch.equal(logits(start(folder, cache)), expected)
     assert sum("weights cache: ignoring" in line for line in caplog.messages) == 1
     assert file.read_bytes() == good
+
+
+def test_file_of_another_checkpoint_is_ignored(
+    tmp_path: Path, cache: WeightsCache, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = make_llama(tmp_path / "model")
+    start(folder, cache)
+    (first,) = cache.files()
+    contents = first.path.read_bytes()
+    first.path.unlink()
+    make_llama(folder, seed=1)
+    identity = start(folder, cache).identity
+    (second,) = cache.files()
+    second.path.write_bytes(contents)
+    assert start(folder, cache).identity == identity
+    assert "written for another checkpoint" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "header", [[], {}, {"model": 1}, {"key": "a", "size": 0, "tensors": {"a": ["b", -1, 0, 2**70]}}]
+)
+def test_forged_header_is_ignored(cache: WeightsCache, header: object) -> None:
+    """The digest of a header that somebody made is right."""
+    cache.folder.mkdir()
+    path, text = cache.path({}), json.dumps(header).encode()
+    digest = weights_cache.blake3(text).digest()
+    path.write_bytes(weights_cache._MAGIC + len(text).to_bytes(8, "little") + digest + text)
+    assert cache.read(path) is None
+    assert all(isinstance(file.model, str) for file in cache.files())
 
 
 def test_another_users_file_is_ignored(

@@ -1,9 +1,9 @@
 """Packed weights in files, which the next start maps instead of reading and packing the checkpoint again.
 
-A file holds one model: a fixed prefix, a JSON header and the tensors. Its name is a digest of everything that the
-packed weights depend on: the checkpoint's files, the settings, the kernels and vlmserve's version. Processes that map
-one file share its memory. A file is written under another name and renamed. When files exceed the limit, the least
-recently used are removed.
+A file holds one model: a fixed prefix, a JSON header and the tensors. Its name, which the header repeats, is a digest
+of everything that the packed weights depend on: the checkpoint's files, the settings, the kernels and vlmserve's
+version. Processes that map one file share its memory. A file is written under another name and renamed. When files
+exceed the limit, the least recently used are removed.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from vlmserve.kernels import extension
 from vlmserve.models.files import weight_files
 from vlmserve.models.packed_model import PackedModel
 
-FORMAT = 1
+FORMAT = 2
 """Version of the files."""
 SMALLEST_MODEL = 128 * 2**20
 """Minimum bytes of packed weights in a file: smaller models load as fast from their checkpoints."""
@@ -50,10 +50,14 @@ _NAME = re.compile(r"[0-9a-f]{32}\.weights")
 _UNFINISHED = re.compile(r"[0-9a-f]{32}\.\w+\.writing", re.ASCII)
 _MAGIC = b"vlmserve"
 _PREFIX = len(_MAGIC) + 8 + 32
-"""Bytes before the header: the magic number, the header's length, and a digest of header and samples."""
+"""Bytes before the header: the magic number, the header's length, and its digest."""
+_LARGEST_HEADER = 64 * 2**20
+"""Maximum bytes of a header."""
 _ALIGNMENT = 64
 _SAMPLE, _SAMPLE_STEP = 64, 2**20
 """Bytes of each sample of the tensors, and from one to the next."""
+_BROKEN = (OSError, ValueError, LookupError, TypeError, AttributeError, RuntimeError, OverflowError)
+"""Errors of reading a broken file."""
 _DTYPES = {str(dtype): dtype for dtype in (torch.uint8, torch.bfloat16, torch.float16, torch.float32, torch.int64)}
 
 logger = logging.getLogger(__name__)
@@ -114,11 +118,11 @@ class WeightsCache:
                     raise ValueError("it belongs to another user")
                 if status.st_mode & stat.S_IWOTH:
                     raise ValueError("every user can write to it")
-                found = _map(file.fileno(), status.st_size)
+                found = _map(file.fileno(), status.st_size, path.stem)
             os.utime(path)
         except FileNotFoundError:
             return None
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except _BROKEN as error:
             logger.warning("weights cache: ignoring %s (%s)", path, error)
             return None
         logger.info("weights: %.1f MB mapped from the cache %s", found.num_bytes / 1e6, path)
@@ -139,10 +143,9 @@ class WeightsCache:
         """All files, the last used first."""
         found = []
         for path, status in self._own(_NAME):
-            with contextlib.suppress(OSError, ValueError, KeyError):
-                with path.open("rb") as file:
-                    header = json.loads(file.read(_header_bytes(file.read(_PREFIX))))
-                found.append(CacheFile(path, header["model"], status.st_size, status.st_mtime))
+            with contextlib.suppress(*_BROKEN), path.open("rb") as file:
+                header, _ = _header(file.fileno(), status.st_size)
+                found.append(CacheFile(path, str(header["model"]), status.st_size, status.st_mtime))
         return sorted(found, key=lambda file: -file.used)
 
     def clear(self) -> int:
@@ -158,7 +161,7 @@ class WeightsCache:
             if shutil.disk_usage(self.folder).free < size + SPARED_BYTES:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             with self._unfinished(path) as file:
-                for piece in _pieces(packed, identity, model):
+                for piece in _pieces(packed, identity, model, path.stem):
                     file.write(piece)
                 file.flush()
                 os.fsync(file.fileno())
@@ -261,19 +264,25 @@ def _raw(tensor: Tensor) -> Tensor:
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
-def _pieces(packed: PackedModel, identity: bytes, model: str) -> Iterator[bytes | memoryview]:
-    """The contents of a file, in order."""
-    tensors, position = {}, 0
+def _pieces(packed: PackedModel, identity: bytes, model: str, key: str) -> Iterator[bytes | memoryview]:
+    """The contents of a file, in order. key: its name, which depends on the checkpoint and the settings."""
+    tensors, position, samples = {}, 0, blake3()
     for name, tensor in packed.tensors.items():
         tensors[name] = [str(tensor.dtype), list(tensor.shape), position, tensor.nbytes]
         position += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
-    header = {"identity": identity.hex(), "model": model, "records": packed.records, "tensors": tensors}
-    text = json.dumps({**header, "size": position}).encode()
+        _add_samples(samples, _raw(tensor))
+    header = {
+        "key": key,
+        "identity": identity.hex(),
+        "model": model,
+        "records": packed.records,
+        "tensors": tensors,
+        "samples": samples.hexdigest(),
+        "size": position,
+    }
+    text = json.dumps(header).encode()
     text += b" " * (-(_PREFIX + len(text)) % mmap.PAGESIZE)
-    digest = blake3(text)
-    for tensor in packed.tensors.values():
-        _add_samples(digest, _raw(tensor))
-    yield _MAGIC + len(text).to_bytes(8, "little") + digest.digest()
+    yield _MAGIC + len(text).to_bytes(8, "little") + blake3(text).digest()
     yield text
     for tensor in packed.tensors.values():
         yield _raw(tensor).numpy().data
@@ -286,30 +295,35 @@ def _add_samples(digest: blake3, raw: Tensor) -> None:
     digest.update(raw[-_SAMPLE:].numpy().data)
 
 
-def _header_bytes(prefix: bytes) -> int:
-    """Length of the header. Raises ValueError for another kind of file."""
+def _header(descriptor: int, size: int) -> tuple[dict[str, Any], int]:
+    """The header of a file of that size, and where the tensors start. Raises ValueError for a broken file."""
+    prefix = os.pread(descriptor, _PREFIX, 0)
     if len(prefix) < _PREFIX or not prefix.startswith(_MAGIC):
         raise ValueError("it is no file of packed weights")
-    return int.from_bytes(prefix[len(_MAGIC) : len(_MAGIC) + 8], "little")
+    length = int.from_bytes(prefix[len(_MAGIC) : len(_MAGIC) + 8], "little")
+    if length > min(size - _PREFIX, _LARGEST_HEADER):
+        raise ValueError("it is incomplete")
+    text = os.pread(descriptor, length, _PREFIX)
+    if blake3(text).digest() != prefix[-32:]:
+        raise ValueError("its contents were changed")
+    header: dict[str, Any] = json.loads(text)
+    return header, _PREFIX + length
 
 
-def _map(descriptor: int, size: int) -> CachedModel:
-    """Raises ValueError for a broken file."""
-    prefix = os.pread(descriptor, _PREFIX, 0)
-    length = _header_bytes(prefix)
-    start = _PREFIX + length
-    text = os.pread(descriptor, min(length, size), _PREFIX)
-    header = json.loads(text)
+def _map(descriptor: int, size: int, key: str) -> CachedModel:
+    """Raises an error of `_BROKEN` for a broken file, and for one that was written under another key."""
+    header, start = _header(descriptor, size)
+    if header["key"] != key:
+        raise ValueError("it was written for another checkpoint")
     if size != start + header["size"]:
         raise ValueError("it is incomplete")
     # Private, so that processes share the pages and none changes the file.
     memory = torch.frombuffer(mmap.mmap(descriptor, size, access=mmap.ACCESS_COPY), dtype=torch.uint8)
-    digest = blake3(text)
-    tensors = {}
+    samples, tensors = blake3(), {}
     for name, (dtype, shape, offset, num_bytes) in header["tensors"].items():
         raw = memory[start + offset : start + offset + num_bytes]
-        _add_samples(digest, raw)
+        _add_samples(samples, raw)
         tensors[name] = raw.view(_DTYPES[dtype]).view(shape)
-    if digest.digest() != prefix[-32:]:
+    if samples.hexdigest() != header["samples"]:
         raise ValueError("its contents were changed")
     return CachedModel(PackedModel(tensors, header["records"]), bytes.fromhex(header["identity"]), header["size"])
