@@ -6,9 +6,11 @@ import errno
 import json
 import os
 import re
+import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,7 +27,7 @@ from vlmserve.models.packed_model import PackedModel
 from vlmserve.models.protocols import LoadedModel
 from vlmserve.models.registry import load_model
 from vlmserve.models.weights import Checkpoint
-from vlmserve.models.weights_cache import SUFFIX, WeightsCache
+from vlmserve.models.weights_cache import SUFFIX, WeightsCache, source_parts
 
 pytestmark = built
 
@@ -236,6 +238,50 @@ def test_changed_checkpoint_or_setting_reads_again(tmp_path: Path, cache: Weight
     assert len(cache.files()) == 3
 
 
+def test_another_mount_maps_the_same_file(tmp_path: Path, cache: WeightsCache, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = make_llama(tmp_path / "model")
+    start(folder, cache)
+    look_up = Path.stat
+
+    def elsewhere(path: Path, **options: bool) -> SimpleNamespace:
+        found = look_up(path, **options)
+        fields = {name: getattr(found, name) for name in dir(found) if name.startswith("st_")}
+        return SimpleNamespace(**{**fields, "st_dev": found.st_dev + 1})
+
+    monkeypatch.setattr(Path, "stat", elsewhere)
+    monkeypatch.setattr(Checkpoint, "load", refuse)
+    start(folder, cache)
+
+
+def test_edited_code_reads_again(tmp_path: Path, cache: WeightsCache, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, paths = make_llama(tmp_path / "model"), set()
+    for edited in ("none", "devices", "kernels", "layers", "models", "quant"):
+        for package in ("devices", "kernels", "layers", "models", "quant"):
+            code = tmp_path / edited / package / "deep" / "code.py"
+            code.parent.mkdir(parents=True)
+            code.write_text("new" if package == edited else "old")
+        monkeypatch.setattr(weights_cache, "_PACKAGE", tmp_path / edited)
+        parts = source_parts(folder, kernels="avx2", dtype=torch.bfloat16, quantization=None, input_bits=None)
+        paths.add(cache.path(parts))
+    assert len(paths) == 6
+
+
+def test_digest_of_code_reads_this_package() -> None:
+    assert (weights_cache._PACKAGE / "models" / "weights_cache.py").samefile(weights_cache.__file__)
+    assert all(any((weights_cache._PACKAGE / name).glob("*.py")) for name in weights_cache._PACKING)
+
+
+def test_read_only_folder_is_mapped(tmp_path: Path, cache: WeightsCache, monkeypatch: pytest.MonkeyPatch) -> None:
+    def read_only(*_: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    folder = make_llama(tmp_path / "model")
+    start(folder, cache)
+    monkeypatch.setattr(os, "utime", read_only)
+    monkeypatch.setattr(Checkpoint, "load", refuse)
+    start(folder, cache)
+
+
 @pytest.mark.parametrize("seen", ["before", "while writing"])
 def test_full_disk_only_logs(
     tmp_path: Path, cache: WeightsCache, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, seen: str
@@ -251,6 +297,25 @@ def test_full_disk_only_logs(
     assert "cannot keep" in caplog.text
     assert "No space left" in caplog.text
     assert list(cache.folder.iterdir()) == []
+
+
+def test_full_disk_keeps_other_files(
+    tmp_path: Path, cache: WeightsCache, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = make_llama(tmp_path / "model")
+    start(folder, cache)
+    (first,) = cache.files()
+    small = WeightsCache(cache.folder, first.num_bytes * 3 // 2)
+    usage = shutil.disk_usage(tmp_path)
+    free = weights_cache.SPARED_BYTES - first.num_bytes
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=free))
+    start(folder, small, "int8")
+    assert "cannot keep" in caplog.text
+    assert small.files() == [first]
+    free += first.num_bytes  # removing the first file makes room
+    start(folder, small, "int8")
+    (second,) = small.files()
+    assert second.path != first.path
 
 
 def test_limit_removes_least_recently_used(tmp_path: Path, cache: WeightsCache) -> None:

@@ -2,8 +2,8 @@
 
 A file holds one model: a fixed prefix, a JSON header and the tensors. Its name, which the header repeats, is a digest
 of everything that the packed weights depend on: the checkpoint's files, the settings, the kernels and vlmserve's
-version. Processes that map one file share its memory. A file is written under another name and renamed. When files
-exceed the limit, the least recently used are removed.
+code. Processes that map one file share its memory. A file is written under another name and renamed. When files exceed
+the limit, the least recently used are removed.
 """
 
 from __future__ import annotations
@@ -46,6 +46,9 @@ SPARED_BYTES = 2**30
 """Bytes of the disk that are left to others."""
 SUFFIX = ".weights"
 
+_PACKAGE = Path(__file__).parents[1]
+_PACKING = ("devices", "kernels", "layers", "models", "quant")
+"""Folders of code that packed weights depend on."""
 _NAME = re.compile(r"[0-9a-f]{32}\.weights")
 _UNFINISHED = re.compile(r"[0-9a-f]{32}\.\w+\.writing", re.ASCII)
 _MAGIC = b"vlmserve"
@@ -59,6 +62,8 @@ _SAMPLE, _SAMPLE_STEP = 64, 2**20
 _BROKEN = (OSError, ValueError, LookupError, TypeError, AttributeError, RuntimeError, OverflowError)
 """Errors of reading a broken file."""
 _DTYPES = {str(dtype): dtype for dtype in (torch.uint8, torch.bfloat16, torch.float16, torch.float32, torch.int64)}
+
+_Found = tuple[Path, os.stat_result]
 
 logger = logging.getLogger(__name__)
 
@@ -119,12 +124,13 @@ class WeightsCache:
                 if status.st_mode & stat.S_IWOTH:
                     raise ValueError("every user can write to it")
                 found = _map(file.fileno(), status.st_size, path.stem)
-            os.utime(path)
         except FileNotFoundError:
             return None
         except _BROKEN as error:
             logger.warning("weights cache: ignoring %s (%s)", path, error)
             return None
+        with contextlib.suppress(OSError):  # the folder may be read-only
+            os.utime(path)
         logger.info("weights: %.1f MB mapped from the cache %s", found.num_bytes / 1e6, path)
         return found
 
@@ -150,16 +156,17 @@ class WeightsCache:
 
     def clear(self) -> int:
         """Remove all files. Returns their bytes."""
-        return self._shrink_to(0)
+        return _remove(self._surplus(0))
 
     def _write(self, path: Path, packed: PackedModel, identity: bytes, model: str, size: int) -> None:
         started = time.monotonic()
         try:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._remove_unfinished()
-            self._shrink_to(self.limit - size)
-            if shutil.disk_usage(self.folder).free < size + SPARED_BYTES:
+            surplus = self._surplus(self.limit - size)
+            if shutil.disk_usage(self.folder).free + _total(surplus) < size + SPARED_BYTES:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            _remove(surplus)
             with self._unfinished(path) as file:
                 for piece in _pieces(packed, identity, model, path.stem):
                     file.write(piece)
@@ -185,17 +192,14 @@ class WeightsCache:
                     os.unlink(name)
                 raise
 
-    def _shrink_to(self, limit: int) -> int:
-        """Remove the least recently used files until at most `limit` bytes are left. Returns the removed bytes."""
+    def _surplus(self, limit: int) -> list[_Found]:
+        """The least recently used files, without which at most `limit` bytes are left."""
         files = sorted(self._own(_NAME), key=lambda file: file[1].st_mtime)
-        total = sum(status.st_size for _, status in files)
-        removed = 0
-        for path, status in files:
-            if total - removed <= limit:
-                break
-            path.unlink(missing_ok=True)
-            removed += status.st_size
-        return removed
+        total, count = _total(files), 0
+        while total > limit and count < len(files):
+            total -= files[count][1].st_size
+            count += 1
+        return files[:count]
 
     def _remove_unfinished(self) -> None:
         """Remove files of killed processes. Writers hold locks, which also work between containers."""
@@ -204,7 +208,7 @@ class WeightsCache:
                 if _lock(file.fileno()):  # a writer locks its file before the magic number is in it
                     path.unlink()
 
-    def _own(self, name: re.Pattern[str]) -> list[tuple[Path, os.stat_result]]:
+    def _own(self, name: re.Pattern[str]) -> list[_Found]:
         """Files that a cache wrote. The folder may hold files of other programs: their names or first bytes differ."""
         found = []
         for path in self.folder.glob("*"):
@@ -219,18 +223,22 @@ class WeightsCache:
 def source_parts(
     folder: Path, *, kernels: str, dtype: torch.dtype, quantization: QuantizationConfig | None, input_bits: int | None
 ) -> dict[str, Any]:
-    """The inputs of packed weights: files of weights by inode, size and times, other files by content."""
+    """The inputs of packed weights: files of weights by inode, size and times, other files by content.
+
+    The device's number is no part of it: each mount of a container's file system may have another.
+    """
     files = {}
     for path in weight_files(folder):
         status = path.stat()
         files[path.name] = [
-            status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
+            status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
         ]  # fmt: skip
     configs = sorted(folder.glob("*.json")) if folder.is_dir() else []
     return {
         "format": FORMAT,
         "version": version("vlmserve"),
         "kernels": [kernels, _extension_digest()],
+        "code": _code_digest(_PACKAGE),
         "dtype": str(dtype),
         "quantization": None if quantization is None else quantization.model_dump(mode="json"),
         "input_bits": input_bits,
@@ -244,6 +252,28 @@ def _extension_digest() -> str:
     """A digest of the compiled kernels: each build may order packed weights differently."""
     path = extension.extension().__file__
     return "" if path is None else blake3(Path(path).read_bytes()).hexdigest()
+
+
+@cache
+def _code_digest(package: Path) -> str:
+    """A digest of the Python code that packs weights, so that an edit makes older files unused."""
+    digest = blake3()
+    for folder in _PACKING:
+        for path in sorted((package / folder).rglob("*.py")):
+            contents = path.read_bytes()
+            digest.update(f"{path.relative_to(package)} {len(contents)}\n".encode() + contents)
+    return digest.hexdigest()
+
+
+def _total(files: list[_Found]) -> int:
+    return sum(status.st_size for _, status in files)
+
+
+def _remove(files: list[_Found]) -> int:
+    """Remove files. Returns their bytes."""
+    for path, _ in files:
+        path.unlink(missing_ok=True)
+    return _total(files)
 
 
 def _lock(descriptor: int) -> bool:
