@@ -191,6 +191,12 @@ def test_folder_of_every_user_is_rejected(
     ]
 
 
+def test_start_survives_impossible_folders(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "file").write_text("no folder")
+    start(make_llama(tmp_path / "model"), WeightsCache(tmp_path / "file" / "cache", 2**30))
+    assert "weights cache: ignoring" in caplog.text
+
+
 def test_writing_follows_no_links(tmp_path: Path, cache: WeightsCache, monkeypatch: pytest.MonkeyPatch) -> None:
     cache.folder.mkdir()
     victim = tmp_path / "victim"

@@ -108,7 +108,7 @@ class WeightsCache:
 
         A folder may belong to a group, such as that of a shared volume: files of its other users are ignored.
         """
-        with contextlib.suppress(FileNotFoundError):
+        with contextlib.suppress(OSError):  # reading and writing log what is wrong
             if self.limit and self.folder.stat().st_mode & stat.S_IWOTH:
                 logger.warning("weights cache: off, since every user can write to %s (chmod o-w)", self.folder)
                 return False
@@ -295,7 +295,7 @@ def _raw(tensor: Tensor) -> Tensor:
 
 
 def _pieces(packed: PackedModel, identity: bytes, model: str, key: str) -> Iterator[bytes | memoryview]:
-    """The contents of a file, in order. key: its name, which depends on the checkpoint and the settings."""
+    """The contents of a file, in order. key: its name without the suffix."""
     tensors, position, samples = {}, 0, blake3()
     for name, tensor in packed.tensors.items():
         tensors[name] = [str(tensor.dtype), list(tensor.shape), position, tensor.nbytes]
