@@ -133,6 +133,52 @@ def test_quick_masks_need_no_other_thread(folder: Path, monkeypatch: pytest.Monk
     assert threading.current_thread() not in threads
 
 
+def run_with_failure(engine: Engine) -> str:
+    """Run a JSON request that fails, and others that end. Returns its error."""
+    others = [request_of("regex", Grammar.regex("[a-z]{8}")), request_of("plain", None)]
+    outputs = run(engine, [request_of("json", Grammar.json(PERSON), max_tokens=77), *others])
+    [error] = [output.error for output in outputs["json"] if output.error is not None]
+    assert outputs["json"][-1].finish_reason == "error"
+    assert all(outputs[other.request_id][-1].finish_reason in ("stop", "length") for other in others)
+    assert not engine.has_work()
+    return error
+
+
+@pytest.mark.parametrize("quick_seconds", [0.0, 60.0])
+@pytest.mark.parametrize("method", ["allowed", "settle", "advance"])
+def test_exceptions_of_a_grammar_fail_its_request(
+    folder: Path, method: str, quick_seconds: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num_calls = 0
+    run_method = getattr(Matcher, method)
+
+    def fail(self: Matcher, *values: Any, **options: Any) -> Any:
+        nonlocal num_calls
+        num_calls += self._closes
+        if num_calls >= 6 and self._closes:
+            raise MemoryError
+        return run_method(self, *values, **options)
+
+    monkeypatch.setattr("vlmserve.sampling.guide._QUICK_SECONDS", quick_seconds)
+    monkeypatch.setattr(Matcher, method, fail)
+    assert "log" in run_with_failure(engine_of(folder))
+
+
+def test_missing_threads_fail_one_request(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    start = threading.Thread.start
+    num_failed = 0
+
+    def fail(thread: threading.Thread) -> None:
+        nonlocal num_failed
+        if thread.name == "grammar-masks" and not num_failed:
+            num_failed += 1
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", fail)
+    assert "too few threads" in run_with_failure(engine_of(folder))
+
+
 def test_request_with_a_slow_mask_can_be_aborted(folder: Path, blocked: threading.Event) -> None:
     engine = engine_of(folder)
     used = engine.stats().kv_blocks_used

@@ -7,6 +7,7 @@ from concurrent.futures import wait
 
 import pytest
 
+from vlmserve.errors import UnavailableError
 from vlmserve.sampling.fair_workers import FairWorkers
 
 
@@ -71,3 +72,22 @@ def test_idle_threads_end(monkeypatch: pytest.MonkeyPatch) -> None:
             thread.join(10)
             assert not thread.is_alive()
     assert workers.submit("a", lambda: 2).result(10) == 2
+
+
+def test_work_survives_failed_thread_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    workers = FairWorkers("test", 2)
+    release = threading.Event()
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", fail)
+        alone = workers.submit("a", lambda: "never")
+    assert isinstance(alone.exception(10), UnavailableError)
+    first = workers.submit("a", lambda: release.wait(10))
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", fail)
+        second = workers.submit("a", lambda: "second")
+    release.set()
+    assert first.result(10)
+    assert second.result(10) == "second"

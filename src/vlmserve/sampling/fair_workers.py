@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, NamedTuple, TypeVar
+
+from vlmserve.errors import UnavailableError
+
+logger = logging.getLogger(__name__)
 
 _IDLE_SECONDS = 5.0
 """A thread without work ends after this time."""
@@ -25,7 +30,7 @@ class _Work(NamedTuple):
 class FairWorkers:
     """Runs work of the client that used the least time first, and of this client the cheapest work first.
 
-    Threads start with the first work and end when they are idle.
+    Threads start with the first work and end when they are idle. Work fails if the system allows no thread at all.
     """
 
     def __init__(self, name: str, threads: int, per_client: int | None = None) -> None:
@@ -51,10 +56,20 @@ class FairWorkers:
             self._waiting.setdefault(client, []).append(_Work(future, run, cost))
             self._changed.notify()
             num_waiting = sum(map(len, self._waiting.values()))
-            if num_waiting > self._num_idle and self._num_threads < self._threads:
-                self._num_threads += 1
-                threading.Thread(target=self._serve, name=self._name, daemon=True).start()
+            if num_waiting > self._num_idle and self._num_threads < self._threads and not self._start_thread():
+                del self._waiting[client]
+                future.set_exception(UnavailableError("the server has too few threads; retry later"))
         return future
+
+    def _start_thread(self) -> bool:
+        """Start a thread if the system allows one more. Returns whether at least one thread runs."""
+        self._num_threads += 1
+        try:
+            threading.Thread(target=self._serve, name=self._name, daemon=True).start()
+        except Exception:
+            self._num_threads -= 1
+            logger.warning("Thread %s did not start", self._name, exc_info=True)
+        return self._num_threads > 0
 
     def _serve(self) -> None:
         while (taken := self._take()) is not None:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from vlmserve.cores import usable_cores
-from vlmserve.errors import InvalidRequestError
+from vlmserve.errors import VLMServeError
 from vlmserve.sampling.fair_workers import FairWorkers
 from vlmserve.sampling.grammar import Allowed, Matcher
 from vlmserve.types import Grammar
+
+logger = logging.getLogger(__name__)
 
 _MAX_THREADS = 8
 Result = TypeVar("Result")
@@ -29,7 +32,7 @@ MakeMatcher = Callable[[Grammar, str], Future[Matcher]]
 class Guide:
     """Follows an answer's grammar. `FairWorkers` compute masks and search for ends of answers, one task at a time.
 
-    Nothing else may be called while there is `pending` work, except `close`.
+    Nothing else may be called while there is `pending` work, except `close`. Exceptions become an `error`.
     """
 
     def __init__(
@@ -51,7 +54,8 @@ class Guide:
         self._matcher: Matcher | None = None
         self._mask: Future[Allowed | None] | None = None
         self._settled: Future[int] | None = None
-        self._start_error: str | None = None
+        self._failure: str | None = None
+        """Why the answer cannot follow its grammar, unless the matcher knows."""
         self.shortest = 0
         """Tokens of the shortest answer; 0 if nobody needs to know."""
         self.finished = False
@@ -66,12 +70,11 @@ class Guide:
         def begin(started: Future[Matcher]) -> None:
             if started.cancelled():
                 return
-            error = started.exception()
-            if error is None:
+            try:
                 self._matcher = matcher = started.result()
                 self._mask = self._workers.submit(self._client, lambda: prepare(matcher))
-            else:
-                self._start_error = str(error) if isinstance(error, InvalidRequestError) else repr(error)
+            except BaseException as error:
+                self._fail(error)
 
         started.add_done_callback(begin)
 
@@ -79,18 +82,18 @@ class Guide:
     def pending(self) -> Future[Any] | None:
         """The work that the next token waits for."""
         if self._mask is None:
-            return self._started if self._start_error is None else None
+            return self._started if self._failure is None else None
         return next((work for work in (self._mask, self._settled) if work is not None and not work.done()), None)
 
     @property
     def allowed(self) -> Allowed | None:
         """The current mask; None if there is an `error`. Masks computed during reasoning have no meaning."""
-        return None if self._mask is None else self._mask.result()
+        return None if self._mask is None or self._failure is not None else self._result(self._mask)
 
     @property
     def error(self) -> str | None:
         """Why no token can follow."""
-        return self._start_error if self._matcher is None else self._matcher.error
+        return self._failure if self._failure is not None or self._matcher is None else self._matcher.error
 
     @property
     def searches(self) -> bool:
@@ -105,20 +108,25 @@ class Guide:
 
     @property
     def settled(self) -> int | None:
-        """The result of `settle`; None if it was not called for the current token."""
-        return None if self._settled is None else self._settled.result()
+        """The result of `settle`; None if there is an `error`, or `settle` was not called for the current token."""
+        return None if self._settled is None else self._result(self._settled)
 
     def advance(self, token_id: int) -> None:
         """Enter a token that was allowed."""
         matcher = self._matcher
         assert matcher is not None
         self._settled = None
-        matcher.advance(token_id)
-        self.finished = matcher.finished
-        self.cut_off = matcher.cut and matcher.complete
+        try:
+            matcher.advance(token_id)
+            self.finished = matcher.finished
+            self.cut_off = matcher.cut and matcher.complete
+        except Exception as error:
+            self._fail(error)
 
     def expect(self, compute: ComputeMask, left: int) -> None:
         """Begin to compute the mask of the next token. left: tokens that may still come."""
+        if self._failure is not None:
+            return
         matcher = self._matcher
         assert matcher is not None
         self._mask = self._submit(lambda: self._compute(matcher, compute), inline=not matcher.search_is_due(left))
@@ -147,8 +155,26 @@ class Guide:
         if not inline or self._num_quick < self._enough_quick:
             return self._workers.submit(self._client, timed, cost=self._seconds)
         done: Future[Result] = Future()
-        done.set_result(timed())
+        try:
+            done.set_result(timed())
+        except Exception as error:
+            done.set_exception(error)
         return done
+
+    def _result(self, work: Future[Result]) -> Result | None:
+        """Return the result of work that is done; None if it failed."""
+        error = work.exception()
+        if error is None:
+            return work.result()
+        self._fail(error)
+        return None
+
+    def _fail(self, error: BaseException) -> None:
+        if isinstance(error, VLMServeError):
+            self._failure = str(error)
+        else:
+            logger.error("The grammar of a request failed", exc_info=error)
+            self._failure = "unexpected error, see the server's log"
 
     def _note(self, seconds: float) -> None:
         self._seconds += seconds

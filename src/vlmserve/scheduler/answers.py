@@ -56,4 +56,4 @@ def _error(request: Request, output: ModelRunnerOutput) -> tuple[str | None, str
     if failure.kind == "out_of_memory":
         return "the device has too little memory for it; send fewer or smaller images, or a shorter prompt", None
     source = None if request.params.grammar is None else request.params.grammar.source
-    return f"no token fits the grammar any more: {failure.message}", source
+    return f"the answer cannot follow its grammar: {failure.message}", source
