@@ -141,7 +141,7 @@ def _random_model(device: torch.device, sizes: Sizes, config: Config, scheme: st
     assert family is not None
     text_config = family.text_config(config)
     spec = replace(decoder_spec(text_config), bidirectional=family.bidirectional)
-    backend = on.attention(spec.attention, dtype, bidirectional=spec.bidirectional is not None)
+    backend = on.attention(spec.attention, dtype)
     description = Description(Path(), config, text_config, architecture)
     modules, decoder, vision, _ = description.build(spec, backend, on.executor(), dtype=dtype, device=device)
     random_weights(modules, on, None if scheme == "none" else four_bits(spec.hidden_size))

@@ -211,7 +211,7 @@ class EngineConfig(Settings):
     step_seconds: float = Field(
         0.25,
         gt=0,
-        description="Time that one step may spend on images, and on prompts, in seconds; inf: no limit.",
+        description="Time that one step on a CPU may spend on images, and on prompts, in seconds; inf: no limit.",
     )
     encoder_cache_memory: ByteSize = Field(256 * 1024**2, description="Memory for the cache of image embeddings.")
     max_waiting: int = Field(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -128,7 +129,7 @@ def llama(tmp_path_factory) -> Oracle:
 
 
 def engine_for(oracle: Oracle, **settings) -> Engine:
-    settings = {"kv_cache_memory": "64MiB", "dtype": "float32", "device": "cpu", **settings}
+    settings = {"kv_cache_memory": "64MiB", "dtype": "float32", "device": "cpu", "step_seconds": math.inf, **settings}
     return Engine(EngineConfig(model=str(oracle.folder), **settings), oracle.folder)
 
 

@@ -19,9 +19,10 @@ from tests.checkpoints import change_config, change_tensors, make_llama, make_ll
 from tests.paged import PagedRun
 from vlmserve.config import QuantizationConfig
 from vlmserve.errors import MissingWeightsError, ModelLoadError
+from vlmserve.memory import return_free_memory
 from vlmserve.models import files, weights
 from vlmserve.models.protocols import LoadedModel
-from vlmserve.models.registry import load_model, return_free_memory
+from vlmserve.models.registry import load_model
 from vlmserve.models.weights import canonical_name
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import re
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -82,7 +83,7 @@ def test_upload_that_is_slow_to_open_is_rejected_in_time(server) -> None:
 
 @pytest.mark.parametrize(
     ("data", "part", "words"),
-    [(exponential, file_part, "document takes longer"), (lambda: with_runs(6_000_000), image_part, "takes longer")],
+    [(exponential, file_part, r"longer|bytes of memory"), (lambda: with_runs(6_000_000), image_part, "takes longer")],
     ids=["document", "image"],
 )
 def test_hostile_rows_of_a_batch_hold_up_nobody(server, data, part, words) -> None:
@@ -97,7 +98,7 @@ def test_hostile_rows_of_a_batch_hold_up_nobody(server, data, part, words) -> No
     ended = finished(server.openai, batch.id)
     assert (ended.status, ended.request_counts.failed) == ("completed", 4)
     errors = content(server.openai, ended.error_file_id)
-    assert all(words in error["response"]["body"]["error"]["message"] for error in errors)
+    assert all(re.search(words, error["response"]["body"]["error"]["message"]) for error in errors)
     assert not rendering()
 
 
@@ -122,6 +123,6 @@ def test_hostile_file_of_one_thread_delays_no_other(folder, data, part, error) -
                 time.sleep(0.01)
             assert len(llm.chat(honest, one, use_tqdm=False)) == 1
             assert not attack.done()
-            with pytest.raises(error, match="longer than 5 s"):
+            with pytest.raises(error, match=r"longer than 5 s|bytes of memory"):
                 attack.result(60)
     assert not rendering()

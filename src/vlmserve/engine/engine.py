@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -174,7 +175,9 @@ class Engine(BaseEngine):
         )
         if self._adapters is not None:
             self._adapters.follow(self._scheduler)
-        self._limits = MeasuredLimits(config.encoder_step_share, config.step_seconds)
+        # GPUs compute whole prompts in less time, and first measurements there include compiling.
+        on_cpu = model.device.torch_device.type == "cpu"
+        self._limits = MeasuredLimits(config.encoder_step_share, config.step_seconds if on_cpu else math.inf)
         warm_up = self._runner.warm_up()
         self._limits.encoded(*warm_up)
         self._scheduler.limits = self._limits

@@ -262,7 +262,7 @@ inline void test_encoder_attention(int dtype, long images, long length, long hea
     kernels->encoder_attention(args);
     // A third of the queries alone, in memory of just their size, gives the same numbers.
     args.first = length / 3;
-    args.last = larger(args.first + 1, 2 * length / 3);
+    args.last = std::max(args.first + 1, 2 * length / 3);
     long some = args.last - args.first;
     Numbers part(dtype, images * some * width);
     args.y = part.data();

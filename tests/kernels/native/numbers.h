@@ -122,7 +122,7 @@ public:
     Case& operator=(const Case&) = delete;
 
     void compare(double actual, double expected, double allowed) {
-        double ratio = std::fabs(actual - expected) / allowed;
+        double ratio = actual == expected ? 0 : std::fabs(actual - expected) / allowed;
         if (!(ratio <= worst_)) worst_ = ratio;
         ++compared_;
         if (ratio <= 1 || failures_++ > 0) return;
