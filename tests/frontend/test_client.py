@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import signal
 
 import pytest
+import zmq
 
 from tests.engine_thread import EngineThread
 from tests.mock_checkpoint import make_mock_checkpoint
@@ -21,7 +23,7 @@ from vlmserve.errors import (
     PromptTooLongError,
     UnavailableError,
 )
-from vlmserve.frontend.client import EngineClient, EngineStream
+from vlmserve.frontend.client import EngineClient, EngineStream, KeptContext
 from vlmserve.types import EngineOutput, EngineRequest, Prompt, RequestTimings, SamplingParams, TokenLogprobs
 
 
@@ -238,6 +240,19 @@ async def test_asking_an_engine_that_is_gone_or_going_fails(start):
     await client.close()
     with pytest.raises(EngineDeadError):
         await client.inspect()
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.filterwarnings("error")
+def test_collecting_a_client_that_was_not_closed_waits_for_nothing():
+    class Client:
+        def __init__(self) -> None:
+            self.context = KeptContext()
+            self.socket = self.context.socket(zmq.PAIR)
+            self.own = self  # a cycle, which only the garbage collector frees
+
+    Client()
+    gc.collect()
 
 
 async def test_closing_lets_running_requests_finish_within_the_grace(start):

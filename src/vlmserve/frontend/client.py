@@ -128,12 +128,23 @@ class EngineStream:
         self._news.set()
 
 
+class KeptContext(zmq.asyncio.Context):
+    """A context that only `term` terminates.
+
+    ZeroMQ terminates a context once its sockets are closed. The garbage collector may find a client that was never
+    closed, and finalize the context before the sockets: it would wait for them in whatever thread collects.
+    """
+
+    def __del__(self) -> None:
+        pass
+
+
 class EngineClient:
     """Owns an engine process and talks to it from one event loop. Make one with `start`, and close it."""
 
     def __init__(self, process: EngineProcess) -> None:
         self._process = process
-        self._context = zmq.asyncio.Context()
+        self._context = KeptContext()
         self._socket = self._context.socket(zmq.PAIR)
         self._socket.set(zmq.LINGER, 0)
         self._streams: dict[str, EngineStream] = {}
