@@ -15,9 +15,10 @@ from benchmarks.gpu_stages import BLOCK_SIZE, Measured, Sizes, fill, layer_produ
 from benchmarks.gpu_timing import Call, copies, per_launch, seconds_of
 from vlmserve.devices.choice import open_device
 from vlmserve.kernels import torch_int4
-from vlmserve.kernels.attention import AttentionSpec, BatchMetadata
+from vlmserve.kernels.attention import BatchMetadata
 from vlmserve.kernels.quantized import QuantizedWeight
 from vlmserve.kernels.ranges import Ranges
+from vlmserve.layer_specs import AttentionSpec
 from vlmserve.layers.encoder_attention import EncoderAttention
 from vlmserve.layers.operations import NO_EPILOGUE
 from vlmserve.layers.stages import StageBudget, run_stages

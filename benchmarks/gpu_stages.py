@@ -24,15 +24,9 @@ from torch import Tensor
 
 from benchmarks.gpu_timing import copies, per_launch, seconds_of
 from vlmserve.devices.choice import open_device
-from vlmserve.kernels.attention import (
-    AttentionBackend,
-    AttentionSpec,
-    BatchMetadata,
-    LayerCache,
-    RotaryRows,
-    RotatingBackend,
-)
+from vlmserve.kernels.attention import AttentionBackend, BatchMetadata, LayerCache, RotaryRows, RotatingBackend
 from vlmserve.kernels.quantized import QuantizedWeight
+from vlmserve.layer_specs import AttentionSpec
 from vlmserve.layers.operations import Epilogue
 from vlmserve.quant.methods.rtn import round_to_nearest
 

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.paged import BlockTables
-from vlmserve.kernels.attention import AttentionBackend, AttentionSpec, BidirectionalRows, LayerCache
+from vlmserve.kernels.attention import AttentionBackend, BidirectionalRows, LayerCache
+from vlmserve.layer_specs import AttentionSpec
 
 Chunk = tuple[int, int]  # tokens in the cache before this step, new tokens
 

@@ -43,7 +43,16 @@ def test_a_model_answers_without_torchs_compiler_and_transformers():
 
 
 @pytest.mark.parametrize(
-    "module", ["vlmserve.llm", "vlmserve.frontend.requests", "vlmserve.frontend.client", "vlmserve.scaleout.app"]
+    "module",
+    [
+        "vlmserve.layer_specs",
+        "vlmserve.models.spec",
+        "vlmserve.gguf.pair",
+        "vlmserve.llm",
+        "vlmserve.frontend.requests",
+        "vlmserve.frontend.client",
+        "vlmserve.scaleout.app",
+    ],
 )
 def test_the_frontend_does_not_load_torch(module):
     assert "torch" not in loaded(f"import {module}")

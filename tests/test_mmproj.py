@@ -28,9 +28,9 @@ from tests.mmproj_files import write_pair
 from tests.ocr_checkpoints import make_glm_ocr, make_paddleocr
 from vlmserve import LLM, SamplingParams
 from vlmserve.cli import app
-from vlmserve.models.gguf.header import FLOAT32, read_header
-from vlmserve.models.gguf.pair import make_pair
-from vlmserve.models.gguf.tensors import GGUFFile
+from vlmserve.gguf.header import FLOAT32, read_header
+from vlmserve.gguf.pair import make_pair
+from vlmserve.models.gguf_tensors import GGUFFile
 from vlmserve.models.registry import load_model
 from vlmserve.models.vision.qwen import QwenVisionTower
 

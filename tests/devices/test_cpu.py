@@ -18,10 +18,10 @@ from vlmserve.devices import cpu
 from vlmserve.devices.choice import open_device
 from vlmserve.devices.cpu import CpuDevice, NativeCpuDevice
 from vlmserve.devices.device import EagerExecutor
-from vlmserve.kernels.attention import AttentionSpec
 from vlmserve.kernels.cpu_attention import CpuAttention
 from vlmserve.kernels.extension import selected_isa, supported_isas
 from vlmserve.kernels.torch_reference import TorchReference
+from vlmserve.layer_specs import AttentionSpec
 from vlmserve.models.registry import load_model
 
 CPU = torch.device("cpu")

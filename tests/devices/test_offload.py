@@ -12,8 +12,9 @@ from tests.lazy_stream import LazyStream
 from vlmserve.devices import offload
 from vlmserve.devices.offload import PinnedBlocks, PlainBlocks, block_bytes
 from vlmserve.devices.pixels import PixelRing
-from vlmserve.kernels.attention import AttentionSpec, LayerCache
+from vlmserve.kernels.attention import LayerCache
 from vlmserve.kernels.torch_reference import TorchReference
+from vlmserve.layer_specs import AttentionSpec
 
 CPU = torch.device("cpu")
 SPECS = [AttentionSpec(2, 1, 6, 1.0), AttentionSpec(2, 2, 5, 1.0)]

@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 
 from tests.attending import CHUNKS, CPU, Bidirectional, Chunk, attend, attention_specs, naive_attention
 from tests.paged import BlockTables
-from vlmserve.kernels.attention import AttentionBackend, AttentionSpec, LayerCache
+from vlmserve.kernels.attention import AttentionBackend, LayerCache
 from vlmserve.kernels.cpu_attention import CpuAttention
 from vlmserve.kernels.extension import supported_isas
 from vlmserve.kernels.torch_reference import TorchReference
+from vlmserve.layer_specs import AttentionSpec
 from vlmserve.memory import return_free_memory
 
 BACKENDS = {

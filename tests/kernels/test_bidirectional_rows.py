@@ -12,9 +12,10 @@ from tests.attending import CPU
 from tests.native import built
 from tests.paged import BlockTables
 from vlmserve.kernels import torch_reference
-from vlmserve.kernels.attention import AttentionBackend, AttentionSpec, BidirectionalRows
+from vlmserve.kernels.attention import AttentionBackend, BidirectionalRows
 from vlmserve.kernels.cpu_attention import CpuAttention
 from vlmserve.kernels.torch_reference import TorchReference
+from vlmserve.layer_specs import AttentionSpec
 
 every_backend = pytest.mark.parametrize("kind", [TorchReference, pytest.param(CpuAttention, marks=built)])
 

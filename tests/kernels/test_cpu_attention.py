@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from tests.attending import CHUNKS, CPU, Chunk, attend, attention_specs
 from tests.native import built
 from tests.paged import BlockTables
-from vlmserve.kernels.attention import AttentionSpec, RotaryRows
+from vlmserve.kernels.attention import RotaryRows
 from vlmserve.kernels.cpu_attention import CpuAttention, unsupported_reason
 from vlmserve.kernels.torch_reference import TorchReference
+from vlmserve.layer_specs import AttentionSpec
 from vlmserve.layers.rope import Rope, RopeTables, apply_rope
 
 DTYPES = (torch.float32, torch.bfloat16)

@@ -17,9 +17,10 @@ from tests.kernels.test_attention_backends import PLAIN, every_backend
 from tests.kernels.test_cpu_attention import DTYPES, HEAD_SIZES, SMOL, either_dtype
 from tests.native import built
 from tests.paged import BlockTables
-from vlmserve.kernels.attention import AttentionBackend, AttentionSpec, RotaryRows
+from vlmserve.kernels.attention import AttentionBackend, RotaryRows
 from vlmserve.kernels.cpu_attention import CpuAttention, unsupported_reason
 from vlmserve.kernels.torch_reference import TorchReference
+from vlmserve.layer_specs import AttentionSpec
 from vlmserve.layers.rope import Rope, RopeTables, apply_rope
 
 Kind = Callable[..., AttentionBackend]

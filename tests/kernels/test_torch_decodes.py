@@ -9,9 +9,9 @@ import torch
 
 from tests.attending import CPU, attend
 from tests.paged import BlockTables
-from vlmserve.kernels.attention import AttentionSpec
 from vlmserve.kernels.torch_decodes import _cut_by_length, plan_decodes
 from vlmserve.kernels.torch_reference import TorchReference
+from vlmserve.layer_specs import AttentionSpec
 
 SPEC = AttentionSpec(4, 2, 8, 8**-0.5)
 BLOCK = 16

@@ -10,7 +10,8 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from vlmserve.errors import ModelLoadError, UnsupportedModelError
-from vlmserve.layers.rope import Rope, RopeSpec, RopeTables, apply_rope
+from vlmserve.layer_specs import FACTORS_OF_PAIRS, SCALINGS, RopeSpec
+from vlmserve.layers.rope import Rope, RopeTables, apply_rope, frequencies
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -33,8 +34,8 @@ def test_queries_and_keys_turn_as_in_transformers(scaling: dict[str, Any]) -> No
     cos, sin = LlamaRotaryEmbedding(config)(query, positions[None])
     expected, _ = apply_rotary_pos_emb(query.transpose(0, 1)[None], query.transpose(0, 1)[None], cos, sin)
 
-    frequencies = RopeSpec.from_config(32, 5e4, scaling, 2048).frequencies(torch.device("cpu"))
-    rotated = apply_rope(query, RopeTables(Rope(frequencies), positions, 8192, torch.float32))
+    rope = Rope.of(RopeSpec.from_config(32, 5e4, scaling, 2048), torch.device("cpu"))
+    rotated = apply_rope(query, RopeTables(rope, positions, 8192, torch.float32))
     torch.testing.assert_close(rotated, expected[0].transpose(0, 1), atol=2e-5, rtol=0)
 
 
@@ -66,3 +67,22 @@ def test_other_scalings_are_refused_by_name(scaling: dict[str, Any]) -> None:
 def test_an_incomplete_scaling_says_what_it_lacks() -> None:
     with pytest.raises(ModelLoadError, match="low_freq_factor"):
         RopeSpec.from_config(8, 1e4, {"rope_type": "llama3", "factor": 2.0}, 2048)
+
+
+def test_factors_must_be_as_many_as_pairs() -> None:
+    with pytest.raises(ModelLoadError, match="3 RoPE factors for 4 pairs"):
+        RopeSpec.from_config(8, 1e4, {"rope_type": "factors", "factors": [1.0, 2.0, 3.0]}, 2048)
+
+
+@pytest.mark.parametrize("scaling", SCALINGS)
+def test_every_scaling_has_frequencies_and_required_parameters(scaling: str) -> None:
+    parameters = {name: [2.0] * 4 if name in FACTORS_OF_PAIRS else 2.0 for name in SCALINGS[scaling]}
+    if scaling == "llama3":
+        parameters["high_freq_factor"] = 4.0
+    spec = RopeSpec.from_config(8, 1e4, {"rope_type": scaling, **parameters}, 2048)
+    for long in (False, True):
+        assert frequencies(spec, torch.device("cpu"), long=long).isfinite().all()
+    for name in SCALINGS[scaling]:
+        others = {key: value for key, value in parameters.items() if key != name}
+        with pytest.raises(ModelLoadError, match=name):
+            RopeSpec.from_config(8, 1e4, {"rope_type": scaling, **others}, 2048)

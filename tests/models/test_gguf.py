@@ -21,13 +21,13 @@ from tests.oracles.rounded_inputs import DOTS
 from vlmserve.config import QuantizationConfig
 from vlmserve.errors import MissingWeightsError, ModelLoadError, UnsupportedModelError, VLMServeError
 from vlmserve.frontend.defaults import default_sampling
+from vlmserve.gguf.config import ARCHITECTURES, read_config
+from vlmserve.gguf.header import read_header
 from vlmserve.kernels.cpu_native import PackedLinear
 from vlmserve.kernels.extension import selected_isa
 from vlmserve.layers.linear import Linear
 from vlmserve.models import weights
-from vlmserve.models.gguf.config import ARCHITECTURES, read_config
-from vlmserve.models.gguf.header import read_header
-from vlmserve.models.gguf.tensors import UNPACK, GGUFFile
+from vlmserve.models.gguf_tensors import UNPACK, GGUFFile
 from vlmserve.models.hub import resolve_model
 from vlmserve.models.protocols import LoadedModel
 from vlmserve.models.quantized import save_quantized
@@ -522,6 +522,6 @@ def test_other_versions_are_refused(path: Path, version: bytes, reason: str) -> 
 
 
 def test_without_the_package_it_is_named(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vlmserve.models.gguf.header.find_spec", lambda name: None)
+    monkeypatch.setattr("vlmserve.gguf.header.find_spec", lambda name: None)
     with pytest.raises(ModelLoadError, match=r"pip install 'vlmserve\[gguf\]'"):
         resolve_model(str(path))

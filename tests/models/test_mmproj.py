@@ -32,9 +32,9 @@ from vlmserve.errors import (
     VLMServeError,
 )
 from vlmserve.frontend.requests import RequestPreparer
-from vlmserve.models.gguf.choice import Choice, choose_files
-from vlmserve.models.gguf.header import read_header
-from vlmserve.models.gguf.pair import language_model, make_pair, read_pair
+from vlmserve.gguf.choice import Choice, choose_files
+from vlmserve.gguf.header import read_header
+from vlmserve.gguf.pair import language_model, make_pair, read_pair
 from vlmserve.models.hub import resolve_model
 from vlmserve.models.identity import model_identity
 from vlmserve.models.quantized import save_quantized

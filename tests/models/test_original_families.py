@@ -13,7 +13,8 @@ from tests.models.test_decoder import assert_equal, load, paged_run, token_seque
 from tests.oracles.original_decoders import ChatGLM, OriginalDecoder, Qwen
 from tests.original_checkpoints import make_chatglm, make_qwen
 from vlmserve.errors import UnsupportedModelError
-from vlmserve.layers.rope import RopeSpec
+from vlmserve.layer_specs import RopeSpec
+from vlmserve.layers.rope import stages
 from vlmserve.models.registry import load_model
 
 pytestmark = pytest.mark.usefixtures("kernels")
@@ -78,9 +79,9 @@ def test_the_base_grows_whenever_the_prompt_outgrows_twice_as_much() -> None:
     spec = RopeSpec.from_config(8, 10000.0, parameters, 256)
     lengths = [1, 32, 33, 64, 65, 128, 129, 256]
     assert [spec.level(length) for length in lengths] == [0, 0, 1, 1, 2, 2, 3, 3]
-    stages = spec.stages(torch.device("cpu"))
-    assert [start for start, _ in stages] == [0, 256, 512, 768]
-    for alpha, (_, frequencies) in zip([1, 3, 7, 15], stages, strict=True):
+    found = stages(spec, torch.device("cpu"))
+    assert [start for start, _ in found] == [0, 256, 512, 768]
+    for alpha, (_, frequencies) in zip([1, 3, 7, 15], found, strict=True):
         base = 10000 * alpha ** (8 / 6)
         torch.testing.assert_close(frequencies, torch.tensor([base ** (-2 * i / 8) for i in range(4)]))
 

@@ -15,11 +15,11 @@ from torch import Tensor
 from vlmserve.adapters.checkpoint import AdapterCheckpoint
 from vlmserve.adapters.lora import layer_changes
 from vlmserve.errors import AdapterError, ConfigurationError
+from vlmserve.gguf.pair import language_model
 from vlmserve.kernels.torch_reference import TorchReference
 from vlmserve.layers.adapters import Change, TableChange
 from vlmserve.models.adaptable import EMBEDDINGS, HEAD, AdaptableModel
 from vlmserve.models.files import INDEX_NAMES, SAFETENSORS_INDEX, WEIGHT_FILES
-from vlmserve.models.gguf.pair import language_model
 from vlmserve.models.registry import Description
 from vlmserve.models.weights import Checkpoint, merge_as_stored
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from vlmserve.devices.device import Clock, HostClock, LayerExecutor, LayerStack
 from vlmserve.devices.torch_device import TorchDevice
 from vlmserve.kernels import cpu_sampling
-from vlmserve.kernels.attention import AttentionBackend, AttentionSpec, LayerCache
+from vlmserve.kernels.attention import AttentionBackend, LayerCache
 from vlmserve.kernels.choice import choose_kernels, multiplies_bfloat16
 from vlmserve.kernels.cpu_attention import CpuAttention, unsupported_reason
 from vlmserve.kernels.cpu_native import (
@@ -31,6 +31,7 @@ from vlmserve.kernels.extension import DTYPES
 from vlmserve.kernels.quantized import QuantizedWeight
 from vlmserve.kernels.torch_decodes import BUCKET_COST
 from vlmserve.kernels.torch_sampling import Draw
+from vlmserve.layer_specs import AttentionSpec
 from vlmserve.layers.attention import StepContext
 from vlmserve.layers.operations import (
     EncoderKernel,

@@ -23,11 +23,12 @@ from vlmserve.devices.staging import Staging
 from vlmserve.devices.streams import CudaCopyStream
 from vlmserve.devices.torch_device import TorchDevice
 from vlmserve.kernels import torch_float8, torch_int4
-from vlmserve.kernels.attention import AttentionBackend, AttentionSpec, LayerCache
+from vlmserve.kernels.attention import AttentionBackend, LayerCache
 from vlmserve.kernels.blocks import allocate_zeros
 from vlmserve.kernels.quantized import QuantizedWeight
 from vlmserve.kernels.ranges import RangeKernels
 from vlmserve.kernels.torch_sampling import DrawLater
+from vlmserve.layer_specs import AttentionSpec
 from vlmserve.layers.operations import Epilogue, Norm, Product, Table
 from vlmserve.layers.products import QuantizedProduct
 from vlmserve.levels import Levels

@@ -22,11 +22,12 @@ from vlmserve.devices.device import (
 from vlmserve.devices.offload import HostBlocks, PlainBlocks
 from vlmserve.devices.pixels import Normalizer
 from vlmserve.kernels import torch_sampling
-from vlmserve.kernels.attention import AttentionBackend, AttentionSpec, LayerCache
+from vlmserve.kernels.attention import AttentionBackend, LayerCache
 from vlmserve.kernels.quantized import QuantizedWeight
 from vlmserve.kernels.ranges import RangeKernels
 from vlmserve.kernels.torch_reference import TorchReference
 from vlmserve.kernels.torch_sampling import Draw, DrawLater
+from vlmserve.layer_specs import AttentionSpec
 from vlmserve.layers.operations import (
     EncoderKernel,
     Epilogue,

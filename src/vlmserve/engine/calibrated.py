@@ -23,9 +23,9 @@ from vlmserve.engine.child import child_environment
 from vlmserve.engine.messages import Failure
 from vlmserve.errors import ConfigurationError, ModelLoadError
 from vlmserve.folders import expanded
+from vlmserve.gguf.pair import language_model
 from vlmserve.logs import LogFormat, log_format_in_use
 from vlmserve.models.files import WEIGHT_FILES
-from vlmserve.models.gguf.pair import language_model
 from vlmserve.models.identity import metadata_digest, weights_digest
 from vlmserve.models.registry import Description
 from vlmserve.quant.calibration import ALGORITHM

@@ -6,9 +6,9 @@ import logging
 from pathlib import Path
 
 from vlmserve.errors import InvalidRequestError
-from vlmserve.models.gguf.config import sampling_settings
-from vlmserve.models.gguf.header import read_header
-from vlmserve.models.gguf.pair import language_model
+from vlmserve.gguf.config import sampling_settings
+from vlmserve.gguf.header import read_header
+from vlmserve.gguf.pair import language_model
 from vlmserve.prompt.files import read_json
 from vlmserve.types import SamplingParams
 

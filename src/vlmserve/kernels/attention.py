@@ -15,6 +15,8 @@ from typing import NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from vlmserve.layer_specs import AttentionSpec
+
 
 class BidirectionalRows(NamedTuple):
     """Query rows ``first <= row < last`` of a batch, all of one sequence, attend to its positions before `reach`, which
@@ -61,21 +63,6 @@ class BatchMetadata:
     num_positions: int = 0
     cross: Sequence[CrossRows] = ()
     decodes: Tensor | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class AttentionSpec:
-    """What a layer's attention computes. Sizes in elements; `window`: how many positions a token attends to, itself
-    included (None: all); `soft_cap` bounds scores to ``soft_cap * tanh(score / soft_cap)`` (None: off); `sinks`:
-    attention sinks, one score a head that takes a share of the softmax (None: off)."""
-
-    num_heads: int
-    num_kv_heads: int
-    head_size: int
-    scale: float
-    window: int | None = None
-    soft_cap: float | None = None
-    sinks: tuple[float, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)

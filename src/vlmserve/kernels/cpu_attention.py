@@ -11,10 +11,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from vlmserve.kernels.attention import AttentionSpec, BatchMetadata, LayerCache, RotaryRows
+from vlmserve.kernels.attention import BatchMetadata, LayerCache, RotaryRows
 from vlmserve.kernels.blocks import allocate_zeros, clear_blocks, copy_blocks
 from vlmserve.kernels.cpu_program import ATTENTION, CpuPlan, Recorded, RecordedRope
 from vlmserve.kernels.extension import DTYPES, extension, supported_isas
+from vlmserve.layer_specs import AttentionSpec
 
 LANES = 16
 """Tokens of a tile: a block takes whole ones, so its size had better be a multiple of this."""

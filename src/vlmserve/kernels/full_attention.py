@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vlmserve.kernels.attention import AttentionSpec, BatchMetadata, LayerCache
+from vlmserve.kernels.attention import BatchMetadata, LayerCache
+from vlmserve.layer_specs import AttentionSpec
 
 
 class FullAttention:

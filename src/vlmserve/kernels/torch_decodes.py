@@ -15,9 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vlmserve.kernels.attention import AttentionSpec, BatchMetadata, LayerCache
+from vlmserve.kernels.attention import BatchMetadata, LayerCache
 from vlmserve.kernels.torch_cache import cache_rows, gather
 from vlmserve.kernels.torch_scores import attention_scores, attention_weights, needs_scores
+from vlmserve.layer_specs import AttentionSpec
 
 BUCKET_COST = 512
 """What another bucket of decodes costs on a CPU, in padding tokens: some ten operator calls against the copying and

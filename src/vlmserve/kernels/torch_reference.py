@@ -14,11 +14,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vlmserve.kernels.attention import AttentionSpec, BatchMetadata, BidirectionalRows, LayerCache
+from vlmserve.kernels.attention import BatchMetadata, BidirectionalRows, LayerCache
 from vlmserve.kernels.blocks import allocate_zeros, clear_blocks, copy_blocks
 from vlmserve.kernels.torch_cache import cache_rows, gather, write
 from vlmserve.kernels.torch_decodes import BUCKET_COST, GATHERED_ELEMENTS, DecodePlan, attend_decodes, plan_decodes
 from vlmserve.kernels.torch_scores import attention_scores, attention_weights, needs_scores
+from vlmserve.layer_specs import AttentionSpec
 
 # Query rows of a prompt chunk that share one mask: bounds the mask's memory and skips keys that no row attends to.
 ROWS_PER_MASK = 256

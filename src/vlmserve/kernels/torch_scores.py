@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from vlmserve.kernels.attention import AttentionSpec
+from vlmserve.layer_specs import AttentionSpec
 
 
 def needs_scores(spec: AttentionSpec) -> bool:

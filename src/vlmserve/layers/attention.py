@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from vlmserve.kernels.attention import (
     AttentionBackend,
-    AttentionSpec,
     BatchMetadata,
     CrossRows,
     HeadNorms,
@@ -21,6 +20,7 @@ from vlmserve.kernels.attention import (
     RotaryRows,
     RotatingBackend,
 )
+from vlmserve.layer_specs import AttentionSpec
 from vlmserve.layers.adapters import AdapterRows
 from vlmserve.layers.linear import Linear, MergedLinear
 from vlmserve.layers.norm import LayerNorm, NormOfEachHead, NormOfRow, RMSNorm

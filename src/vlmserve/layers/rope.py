@@ -3,136 +3,36 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from vlmserve.errors import ModelLoadError, UnsupportedModelError
 from vlmserve.kernels.attention import RotaryRows
+from vlmserve.layer_specs import RopeSpec
 
 FIRST_POSITIONS = 1024
+"""Positions that tables start with on a CPU; they grow."""
 CAPTURED_POSITIONS = 2**15
-"""Likewise on other devices than a CPU, where a captured step is lost when its tables move: longer contexts are few."""
+"""The same on other devices, where a captured step is lost when its tables move: longer contexts are rare."""
 
 
-@dataclass(frozen=True, slots=True)
-class RopeSpec:
-    """How positions rotate queries and keys.
-
-    size: elements of a head that are rotated, from its first on. theta: the base of the wavelengths. scaling: one of
-    `SCALINGS`, with its parameters as config.json names them. interleaved: a checkpoint's element ``2 i`` pairs with
-    ``2 i + 1``, not ``i`` with ``i + size / 2``.
-    """
-
-    size: int
-    theta: float
-    scaling: str = "default"
-    parameters: Mapping[str, Any] = field(default_factory=dict)
-    max_position: int = 0
-    interleaved: bool = False
-
-    @classmethod
-    def from_config(
-        cls,
-        head_size: int,
-        theta: float,
-        parameters: Mapping[str, Any],
-        max_position: int,
-        *,
-        part: float = 1.0,
-        interleaved: bool = False,
-    ) -> RopeSpec:
-        """From ``rope_scaling`` (older checkpoints) or ``rope_parameters`` (transformers 5) of a config.json.
-
-        part: of a head that is rotated, unless the parameters say. Raises UnsupportedModelError for a scaling that is
-        not implemented, ModelLoadError for one that is incomplete.
-        """
-        kind = parameters.get("rope_type") or parameters.get("type") or "default"
-        kind = {"su": "longrope", "mrope": "default"}.get(kind, kind)
-        if kind not in SCALINGS:
-            raise UnsupportedModelError(f"RoPE scaling {kind!r} is not supported; known are {', '.join(SCALINGS)}")
-        size = int(head_size * parameters.get("partial_rotary_factor", part))
-        theta = parameters.get("rope_theta", theta)
-        read = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
-        # What stands there, too, and is not about how positions rotate.
-        others = {"max_position_embeddings", "llama_4_scaling_beta"}
-        rest = {name: value for name, value in parameters.items() if name not in read | others and value is not None}
-        spec = cls(size, theta, kind, rest, max_position, interleaved)
-        try:
-            spec.frequencies(torch.device("cpu"))
-            spec.frequencies(torch.device("cpu"), long=True)
-        except KeyError as error:
-            raise ModelLoadError(f"config.json: RoPE scaling {kind!r} lacks {error.args[0]!r}") from error
-        return spec
-
-    def frequencies(self, device: torch.device, *, long: bool = False, stretch: float = 1.0) -> Tensor:
-        """Radians a position, float32 ``[size / 2]``; long: of sequences beyond `switch`; stretch: of the base."""
-        exponents = torch.arange(0, self.size, 2, device=device).float() / self.size
-        return SCALINGS[self.scaling](self, (self.theta * stretch) ** exponents, long)
-
-    def stages(self, device: torch.device) -> list[tuple[int, Tensor]]:
-        """From which row of the tables on by which frequencies: each stage has rows of its own."""
-        stages = [(0, self.frequencies(device))]
-        if self.switch is not None:
-            stages.append((self.switch, self.frequencies(device, long=True)))
-        for level in range(1, self.levels):
-            stretch = (2 ** (level + 1) - 1) ** (self.size / (self.size - 2))
-            stages.append((level * self.max_position, self.frequencies(device, stretch=stretch)))
-        return stages
-
-    @property
-    def levels(self) -> int:
-        """How many sets of frequencies there are, by the length of prompts."""
-        return self.level(self.max_position) + 1
-
-    def level(self, prompt_len: int) -> int:
-        """How often the trained context doubles until a prompt of that length fits, where that makes a difference."""
-        if self.scaling != "prompt_ntk":
-            return 0
-        return ((prompt_len - 1) // self.original_context).bit_length()
-
-    @property
-    def context(self) -> int:
-        """Positions of the longest sequence."""
-        # Linear scaling stretches the trained context, which such configs still state unstretched.
-        return int(self.max_position * self.parameters["factor"]) if self.scaling == "linear" else self.max_position
-
-    @property
-    def switch(self) -> int | None:
-        """Sequences of more tokens than this have other frequencies than shorter ones; None: all have the same."""
-        return self.original_context if self.scaling == "longrope" else None
-
-    @property
-    def original_context(self) -> int:
-        """Positions that the model was trained on before it was stretched."""
-        return int(self.parameters.get("original_max_position_embeddings") or self.max_position)
-
-    @property
-    def attention_factor(self) -> float:
-        """What cosines and sines are multiplied with."""
-        if (stated := self.parameters.get("attention_factor")) is not None:
-            return float(stated)
-        if self.scaling == "yarn":
-            mscale, mscale_all_dim = (self.parameters.get(name) for name in ("mscale", "mscale_all_dim"))
-            if mscale and mscale_all_dim:
-                return _yarn_scale(self.factor, mscale) / _yarn_scale(self.factor, mscale_all_dim)
-            return _yarn_scale(self.factor, 1.0)
-        if self.scaling == "longrope" and self.factor > 1:
-            return math.sqrt(1 + math.log(self.factor) / math.log(self.original_context))
-        return 1.0
-
-    @property
-    def factor(self) -> float:
-        """By how much the context is stretched."""
-        return float(self.parameters.get("factor") or self.max_position / self.original_context)
+def frequencies(spec: RopeSpec, device: torch.device, *, long: bool = False, stretch: float = 1.0) -> Tensor:
+    """Radians per position, float32 ``[size / 2]``. long: of sequences beyond `switch`; stretch: factor of the base."""
+    exponents = torch.arange(0, spec.size, 2, device=device).float() / spec.size
+    return _FREQUENCIES[spec.scaling](spec, (spec.theta * stretch) ** exponents, long)
 
 
-def _yarn_scale(factor: float, mscale: float) -> float:
-    return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
+def stages(spec: RopeSpec, device: torch.device) -> list[tuple[int, Tensor]]:
+    """First row of the tables and frequencies of each stage; each stage counts its positions from 0."""
+    found = [(0, frequencies(spec, device))]
+    if spec.switch is not None:
+        found.append((spec.switch, frequencies(spec, device, long=True)))
+    for level in range(1, spec.levels):
+        stretch = (2 ** (level + 1) - 1) ** (spec.size / (spec.size - 2))
+        found.append((level * spec.max_position, frequencies(spec, device, stretch=stretch)))
+    return found
 
 
 def _default(spec: RopeSpec, wavelengths: Tensor, long: bool) -> Tensor:
@@ -170,27 +70,23 @@ def _yarn(spec: RopeSpec, wavelengths: Tensor, long: bool) -> Tensor:
 
 def _longrope(spec: RopeSpec, wavelengths: Tensor, long: bool) -> Tensor:
     """https://arxiv.org/abs/2402.13753: a factor for each pair, others for sequences beyond the original context."""
-    return _divided(spec, wavelengths, spec.parameters["long_factor" if long else "short_factor"])
+    return _divided(wavelengths, spec.parameters["long_factor" if long else "short_factor"])
 
 
 def _factors(spec: RopeSpec, wavelengths: Tensor, long: bool) -> Tensor:
     """A factor for each pair, whatever they were computed by: so GGUF files have them."""
-    return _divided(spec, wavelengths, spec.parameters["factors"])
+    return _divided(wavelengths, spec.parameters["factors"])
 
 
-def _divided(spec: RopeSpec, wavelengths: Tensor, factors: Sequence[float]) -> Tensor:
-    if len(factors) != spec.size // 2:
-        raise ModelLoadError(f"config.json: {len(factors)} RoPE factors for {spec.size // 2} pairs")
+def _divided(wavelengths: Tensor, factors: Sequence[float]) -> Tensor:
     return 1.0 / (torch.tensor(factors, dtype=torch.float32, device=wavelengths.device) * wavelengths)
 
 
-SCALINGS: dict[str, Callable[[RopeSpec, Tensor, bool], Tensor]] = {
+_FREQUENCIES: dict[str, Callable[[RopeSpec, Tensor, bool], Tensor]] = {
     "default": _default,
-    # Its base grows with the length of the prompt, see `RopeSpec.stages`.
     "prompt_ntk": _default,
     "linear": _linear,
     "llama3": _llama3,
-    # It differs from no scaling only beyond the trained context, which no request can reach.
     "dynamic": _default,
     "yarn": _yarn,
     "longrope": _longrope,
@@ -214,7 +110,7 @@ class Rope:
         sections: Sequence[int] = (),
         in_turn: bool = False,
     ) -> None:
-        """frequencies: float32 ``[size / 2]``. stages: as `RopeSpec.stages`, without the first. sections: how many of
+        """frequencies: float32 ``[size / 2]``. stages: as `stages`, without the first. sections: how many of
         them rotate by frames, rows and columns: the first so many by frames, and so on, or in_turn: every third by
         rows and columns until these have theirs, all others by frames."""
         self.frequencies = frequencies
@@ -226,11 +122,11 @@ class Rope:
     @classmethod
     def of(cls, spec: RopeSpec, device: torch.device) -> Rope:
         """The tables of a spec."""
-        (_, frequencies), *stages = spec.stages(device)
+        (_, first), *others = stages(spec, device)
         return cls(
-            frequencies,
+            first,
             attention_factor=spec.attention_factor,
-            stages=stages,
+            stages=others,
             sections=spec.parameters.get("mrope_section", ()),
             in_turn=bool(spec.parameters.get("mrope_interleaved")),
         )

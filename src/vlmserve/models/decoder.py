@@ -11,13 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from vlmserve.devices.device import EagerExecutor, LayerExecutor
-from vlmserve.kernels.attention import AttentionBackend, AttentionSpec, BatchMetadata, LayerCache
+from vlmserve.kernels.attention import AttentionBackend, BatchMetadata, LayerCache
 from vlmserve.kernels.transfers import to_device
+from vlmserve.layer_specs import AttentionSpec, RopeSpec
 from vlmserve.layers.adapters import AdapterRows
 from vlmserve.layers.attention import StepContext
 from vlmserve.layers.linear import Bias, Embedding, Linear, MergedLinear, OutputLinear, TiedEmbedding
 from vlmserve.layers.operations import DeferredNorm, NormedRows
-from vlmserve.layers.rope import Rope, RopeSpec, RopeTables
+from vlmserve.layers.rope import Rope, RopeTables
 from vlmserve.models.decoder_layer import DecoderLayer, LayerRows, NextNorm, make_norm
 from vlmserve.models.image_rows import LayerFeatures, add_features
 from vlmserve.models.spec import ArchSpec

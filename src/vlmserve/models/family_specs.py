@@ -8,8 +8,7 @@ from dataclasses import replace
 from typing import Any, Final
 
 from vlmserve.errors import ModelLoadError, UnsupportedModelError
-from vlmserve.kernels.attention import AttentionSpec
-from vlmserve.layers.rope import RopeSpec
+from vlmserve.layer_specs import AttentionSpec, RopeSpec
 from vlmserve.models.spec import ArchSpec, Config, HeadNormSpec, NormSpec, QueryGrowth
 
 GPT: Final[Mapping[str, Any]] = {"gated": False, "qkv_bias": True, "output_bias": True, "mlp_bias": True}

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, Protocol, Self
 from safetensors import SafetensorError, safe_open
 
 from vlmserve.errors import MissingWeightsError, ModelLoadError
-from vlmserve.models.gguf.header import is_gguf, read_header
-from vlmserve.models.gguf.pair import read_pair
+from vlmserve.gguf.header import is_gguf, read_header
+from vlmserve.gguf.pair import read_pair
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -55,7 +55,7 @@ def open_weights(path: Path) -> WeightFile:
         if path.suffix in PICKLES:
             return _PickledFile(path)
         if is_gguf(path):
-            from vlmserve.models.gguf.tensors import GGUFFile
+            from vlmserve.models.gguf_tensors import GGUFFile
 
             return GGUFFile(path)
         file: WeightFile = safe_open(path, framework="pt")

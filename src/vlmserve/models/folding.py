@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from vlmserve.kernels.attention import AttentionSpec
+from vlmserve.layer_specs import AttentionSpec
 from vlmserve.models.decoder_layer import DecoderLayer
 from vlmserve.models.spec import ArchSpec
 from vlmserve.quant.calibration import Fold

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import cast
 
 from vlmserve.errors import ConfigurationError
-from vlmserve.kernels.attention import AttentionSpec
+from vlmserve.layer_specs import AttentionSpec
 from vlmserve.layers.attention import Attention, CrossAttention
 from vlmserve.layers.cut import Shard, Share
 from vlmserve.layers.linear import OutputLinear

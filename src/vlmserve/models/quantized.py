@@ -16,12 +16,12 @@ from torch import Tensor, nn
 
 from vlmserve.config import QuantizationConfig
 from vlmserve.errors import ConfigurationError
+from vlmserve.gguf.pair import INDEX as PAIR_INDEX
+from vlmserve.gguf.pair import language_model
 from vlmserve.kernels.quantized import QuantizedWeight
 from vlmserve.kernels.torch_reference import TorchReference
 from vlmserve.layers.linear import Linear
 from vlmserve.models.files import INDEX_NAMES, SAFETENSORS_INDEX, WEIGHT_FILES
-from vlmserve.models.gguf.pair import INDEX as PAIR_INDEX
-from vlmserve.models.gguf.pair import language_model
 from vlmserve.models.identity import stored_bytes, stored_tensors
 from vlmserve.models.registry import Description
 from vlmserve.models.weights import Checkpoint, merge_as_stored, weight_names

@@ -20,6 +20,9 @@ from vlmserve.config import ModelImplementation, QuantizationConfig
 from vlmserve.devices.choice import open_device, type_for_torch
 from vlmserve.devices.device import EagerExecutor, LayerExecutor
 from vlmserve.errors import ConfigurationError, MissingWeightsError, ModelLoadError, UnsupportedModelError
+from vlmserve.gguf.config import read_config
+from vlmserve.gguf.header import read_header
+from vlmserve.gguf.pair import language_model
 from vlmserve.kernels.attention import AttentionBackend
 from vlmserve.layers.parallel import Ranks
 from vlmserve.models.adaptable import AdaptableModel
@@ -27,9 +30,6 @@ from vlmserve.models.cross import CrossStateEncoder, make_text_encoder
 from vlmserve.models.decoder import Decoder
 from vlmserve.models.families import FAMILIES, Family, decoder_family, decoder_spec
 from vlmserve.models.filling import Filling
-from vlmserve.models.gguf.config import read_config
-from vlmserve.models.gguf.header import read_header
-from vlmserve.models.gguf.pair import language_model
 from vlmserve.models.identity import model_identity
 from vlmserve.models.parallel import share_of, split_decoder
 from vlmserve.models.protocols import LanguageModel, LoadedModel, VisionEncoder

@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from vlmserve.kernels.attention import AttentionSpec
-from vlmserve.layers.rope import RopeSpec
+from vlmserve.layer_specs import AttentionSpec, RopeSpec
 from vlmserve.types import Bidirectional
 
 Config = Mapping[str, Any]

@@ -1,10 +1,9 @@
 """Language models that transformers implements and vlmserve does not: its code over our paged KV cache.
 
-transformers lets attention be replaced in all models that keep to its interface
-(https://huggingface.co/docs/transformers/attention_interface): what a layer would attend over goes into our cache, and
-so the rest of the engine, from batches of many sequences to prefix hits, is as with every other model. What cannot work
-this way (state besides keys and values, attention that is not by the interface) is found before anything is served:
-a few sequences are computed in pieces and side by side, and their logits compared with transformers' own.
+transformers lets models replace attention (https://huggingface.co/docs/transformers/attention_interface). Our attention
+reads and writes the paged cache, so batches of many sequences and prefix hits work as with every other model.
+A check at load finds models with other state or other attention: it computes a few sequences in pieces and side by
+side, and compares the logits with transformers' own.
 """
 
 from __future__ import annotations
@@ -25,7 +24,8 @@ from PIL import Image
 from torch import Tensor, nn
 
 from vlmserve.errors import MissingWeightsError, ModelLoadError, UnsupportedModelError
-from vlmserve.kernels.attention import AttentionBackend, AttentionSpec, BatchMetadata, BidirectionalRows, LayerCache
+from vlmserve.kernels.attention import AttentionBackend, BatchMetadata, BidirectionalRows, LayerCache
+from vlmserve.layer_specs import AttentionSpec
 from vlmserve.layers.adapters import AdapterRows
 from vlmserve.media.images import DecodedImage
 from vlmserve.media.transformers_processor import TransformersProcessor

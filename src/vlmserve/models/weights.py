@@ -18,7 +18,7 @@ from vlmserve.layers.cut import Cut, Shard
 from vlmserve.layers.linear import MergedLinear
 from vlmserve.layers.norm import NormOfEachHead
 from vlmserve.models.files import WeightFile, open_weights, weight_files
-from vlmserve.models.gguf.tensors import GGUFFile
+from vlmserve.models.gguf_tensors import GGUFFile
 from vlmserve.models.identity import TensorDigests
 
 logger = logging.getLogger(__name__)

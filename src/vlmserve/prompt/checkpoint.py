@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from vlmserve.models.gguf.pair import language_model
+from vlmserve.gguf.pair import language_model
 from vlmserve.prompt import gguf
 from vlmserve.prompt.files import PromptFiles, read_json
 

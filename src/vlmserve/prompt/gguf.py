@@ -12,8 +12,8 @@ import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 
 from vlmserve.errors import ModelLoadError, UnsupportedModelError
-from vlmserve.models.gguf.config import CONTROL, end_token_ids, sampling_settings
-from vlmserve.models.gguf.header import Header, read_header
+from vlmserve.gguf.config import CONTROL, end_token_ids, sampling_settings
+from vlmserve.gguf.header import Header, read_header
 from vlmserve.prompt.files import PromptFiles
 
 logger = logging.getLogger(__name__)

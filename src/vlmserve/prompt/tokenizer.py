@@ -19,7 +19,7 @@ from tokenizers import AddedToken
 
 from vlmserve.cancellation import check_cancelled
 from vlmserve.errors import InvalidRequestError, ModelLoadError, PromptTooLongError, UnsupportedModelError
-from vlmserve.models.gguf.pair import language_model
+from vlmserve.gguf.pair import language_model
 from vlmserve.prompt.checkpoint import read_prompt_files
 from vlmserve.prompt.convert import CONVERTERS
 from vlmserve.prompt.files import PromptFiles

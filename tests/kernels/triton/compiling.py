@@ -25,7 +25,6 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from vlmserve.kernels.attention import AttentionSpec
 from vlmserve.kernels.triton import (
     adapter_kernels,
     attention_kernels,
@@ -44,6 +43,7 @@ from vlmserve.kernels.triton.attention import STAGES as ATTENTION_STAGES
 from vlmserve.kernels.triton.attention import tile
 from vlmserve.kernels.triton.products import MOST_ROWS, PARTS_OUTPUTS, tiling
 from vlmserve.kernels.triton.stored import block_of
+from vlmserve.layer_specs import AttentionSpec
 
 EVERYWHERE = re.compile(
     r"1 x 4096 x 28672 of [48]|attention of chunks, heads of 128, .*reach$|attention of images, .* 32 keys|rotary .* 8"

@@ -11,11 +11,12 @@ from triton import knobs
 
 from tests.attending import Bidirectional, Chunk, attend, naive_attention
 from tests.paged import BlockTables
-from vlmserve.kernels.attention import AttentionBackend, AttentionSpec, HeadNorms, RotaryRows, RotatingBackend
+from vlmserve.kernels.attention import AttentionBackend, HeadNorms, RotaryRows, RotatingBackend
 from vlmserve.kernels.torch_reference import TorchReference
 from vlmserve.kernels.triton import attention, attention_kernels
 from vlmserve.kernels.triton.attention import AttentionTile, TritonAttention, unsupported_reason
 from vlmserve.kernels.triton.attention_kernels import CHUNK_SPLIT, FEW_QUERIES
+from vlmserve.layer_specs import AttentionSpec
 
 PLAIN = AttentionSpec(4, 2, 8, 8**-0.5)
 MIXED: list[Chunk] = [(15, 1), (0, 1), (0, 18), (5, 9)]

@@ -12,13 +12,13 @@ from triton import knobs
 
 from tests.attending import attend
 from tests.kernels.triton.test_products import BITS, KINDS, made_for_bfloat16
-from vlmserve.kernels.attention import AttentionSpec
 from vlmserve.kernels.ranges import Ranges
 from vlmserve.kernels.triton import shared_memory
 from vlmserve.kernels.triton.attention import TritonAttention
 from vlmserve.kernels.triton.encoder import TritonRanges
 from vlmserve.kernels.triton.norm import TritonNorm
 from vlmserve.kernels.triton.products import TritonProduct, tiling
+from vlmserve.layer_specs import AttentionSpec
 from vlmserve.layers.activation import activation
 
 if knobs.runtime.interpret:

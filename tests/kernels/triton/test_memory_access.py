@@ -11,10 +11,10 @@ from triton.runtime import driver
 
 from tests.attending import attend
 from tests.kernels.triton.test_products import BITS, made_for_bfloat16
-from vlmserve.kernels.attention import AttentionSpec
 from vlmserve.kernels.triton import shared_memory
 from vlmserve.kernels.triton.attention import TritonAttention
 from vlmserve.kernels.triton.products import TritonProduct, tiling
+from vlmserve.layer_specs import AttentionSpec
 
 if knobs.runtime.interpret:
     pytest.skip("the interpreter counts nothing", allow_module_level=True)

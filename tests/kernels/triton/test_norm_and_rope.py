@@ -9,11 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vlmserve.kernels.attention import AttentionSpec, HeadNorms, LayerCache, RotaryRows
+from vlmserve.kernels.attention import HeadNorms, LayerCache, RotaryRows
 from vlmserve.kernels.torch_cache import write
 from vlmserve.kernels.torch_reference import TorchReference
 from vlmserve.kernels.triton.norm import MAX_SIZE, TritonNorm
 from vlmserve.kernels.triton.rope import rotate_into_cache
+from vlmserve.layer_specs import AttentionSpec
 
 
 def norms_and_exact(size: int, layer: bool, device: torch.device) -> tuple[TritonNorm, Callable[[Tensor], Tensor]]:

@@ -9,7 +9,7 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from vlmserve.kernels.attention import AttentionSpec, BatchMetadata, HeadNorms, LayerCache, RotaryRows
+from vlmserve.kernels.attention import BatchMetadata, HeadNorms, LayerCache, RotaryRows
 from vlmserve.kernels.torch_reference import TorchReference
 from vlmserve.kernels.transfers import to_device
 from vlmserve.kernels.triton.attention_kernels import (
@@ -26,6 +26,7 @@ from vlmserve.kernels.triton.attention_kernels import (
 from vlmserve.kernels.triton.host_math import cdiv, next_power_of_2
 from vlmserve.kernels.triton.rope import rotate_into_cache
 from vlmserve.kernels.triton.unpacking import has_assembly
+from vlmserve.layer_specs import AttentionSpec
 
 MAX_HEAD_SIZE = 256
 STAGES = 5

@@ -11,10 +11,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vlmserve.kernels.attention import AttentionSpec, HeadNorms, LayerCache, RotaryRows
+from vlmserve.kernels.attention import HeadNorms, LayerCache, RotaryRows
 from vlmserve.kernels.triton.dependent import wait_for_previous
 from vlmserve.kernels.triton.host_math import next_power_of_2
 from vlmserve.kernels.triton.launching import Kernel
+from vlmserve.layer_specs import AttentionSpec
 
 
 @triton.jit

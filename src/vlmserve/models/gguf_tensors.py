@@ -16,10 +16,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from vlmserve.errors import ModelLoadError, UnsupportedModelError
+from vlmserve.gguf.config import Architecture, Metadata, architecture_of
+from vlmserve.gguf.header import Header, TensorInfo, read_header
+from vlmserve.gguf.mmproj import ARCHITECTURE, Stored, checkpoint_tensors
 from vlmserve.kernels.quantized import QuantizedWeight
-from vlmserve.models.gguf.config import Architecture, Metadata, architecture_of
-from vlmserve.models.gguf.header import Header, TensorInfo, read_header
-from vlmserve.models.gguf.mmproj import ARCHITECTURE, Stored, checkpoint_tensors
 
 Bytes = NDArray[np.uint8]
 

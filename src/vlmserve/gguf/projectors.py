@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from vlmserve.errors import ModelLoadError
-from vlmserve.models.gguf.clip import Clip, Config, Names, Projector
-from vlmserve.models.gguf.qwen_projectors import QWEN_PROJECTORS
+from vlmserve.gguf.clip import Clip, Config, Names, Projector
+from vlmserve.gguf.qwen_projectors import QWEN_PROJECTORS
 
 
 def _clip_names(tower: str) -> Names:

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
 from vlmserve.errors import ConfigurationError, ModelLoadError, UnsupportedModelError
-from vlmserve.models.gguf.clip import Clip, Config, Projector
-from vlmserve.models.gguf.header import Header, TensorInfo
-from vlmserve.models.gguf.projectors import PROJECTORS
+from vlmserve.gguf.clip import Clip, Config, Projector
+from vlmserve.gguf.header import Header, TensorInfo
+from vlmserve.gguf.projectors import PROJECTORS
 
 ARCHITECTURE = "clip"
 """What all such files name as their architecture, whichever tower they have."""

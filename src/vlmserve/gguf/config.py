@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from vlmserve.errors import ModelLoadError, UnsupportedModelError
-from vlmserve.models.gguf.header import Header
+from vlmserve.gguf.header import Header
 
 Config = dict[str, Any]
 

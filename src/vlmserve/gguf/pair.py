@@ -17,9 +17,9 @@ from blake3 import blake3
 
 from vlmserve.errors import ModelLoadError
 from vlmserve.folders import cache_folder
-from vlmserve.models.gguf.config import read_config
-from vlmserve.models.gguf.header import read_header
-from vlmserve.models.gguf.mmproj import full_config, media_settings
+from vlmserve.gguf.config import read_config
+from vlmserve.gguf.header import read_header
+from vlmserve.gguf.mmproj import full_config, media_settings
 
 INDEX = "gguf.json"
 """The file that names the two."""

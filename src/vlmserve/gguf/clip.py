@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vlmserve.errors import ModelLoadError
-from vlmserve.models.gguf.header import Header, TensorInfo
+from vlmserve.gguf.header import Header, TensorInfo
 
 Config = dict[str, Any]
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 
-from vlmserve.models.gguf.clip import Clip, Config, Names, Projector
+from vlmserve.gguf.clip import Clip, Config, Names, Projector
 
 
 def _qwen_names(*names: tuple[str, str]) -> Names:

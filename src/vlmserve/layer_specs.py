@@ -1,0 +1,167 @@
+"""The attention, RoPE and cache group of one decoder layer. No torch: the frontend reads these values."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from vlmserve.errors import ModelLoadError, UnsupportedModelError
+
+
+@dataclass(frozen=True, slots=True)
+class CacheGroup:
+    """Layers whose cache is allocated, freed and hit together.
+
+    "full" layers keep all tokens, "window" layers those within `window` positions, "state" layers a state of fixed size
+    for each sequence.
+    """
+
+    kind: Literal["full", "window", "state"]
+    window: int | None = None
+    """Positions that a token attends to, itself included. None unless `kind` is "window"."""
+
+
+FULL = CacheGroup("full")
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionSpec:
+    """Attention of one layer. Sizes in elements."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    scale: float
+    window: int | None = None
+    """Positions that a token attends to, itself included. None: all."""
+    soft_cap: float | None = None
+    """Scores become ``soft_cap * tanh(score / soft_cap)``. None: they stay."""
+    sinks: tuple[float, ...] | None = None
+    """Attention sinks: for each head a score that takes a share of the softmax."""
+    shares_with: int | None = None
+    """An earlier layer whose keys and values this layer reads. None: it has its own."""
+
+    @property
+    def group(self) -> CacheGroup:
+        return FULL if self.window is None else CacheGroup("window", self.window)
+
+
+def cache_groups(layers: Iterable[AttentionSpec]) -> tuple[CacheGroup, ...]:
+    """The distinct groups of layers that have a cache of their own, in the order of layers."""
+    return tuple(dict.fromkeys(layer.group for layer in layers if layer.shares_with is None))
+
+
+SCALINGS: Mapping[str, tuple[str, ...]] = {
+    "default": (),
+    "prompt_ntk": (),
+    "linear": ("factor",),
+    "llama3": ("low_freq_factor", "high_freq_factor", "factor"),
+    "dynamic": (),
+    "yarn": (),
+    "longrope": ("short_factor", "long_factor"),
+    "factors": ("factors",),
+}
+"""The parameters that each RoPE scaling requires. "prompt_ntk" changes the base with the length of the prompt.
+"dynamic" differs from "default" only beyond the trained context, which no request reaches."""
+FACTORS_OF_PAIRS = frozenset({"short_factor", "long_factor", "factors"})
+
+
+@dataclass(frozen=True, slots=True)
+class RopeSpec:
+    """How positions rotate queries and keys (RoPE)."""
+
+    size: int
+    """Elements of a head that are rotated, from its first on."""
+    theta: float
+    """Base of the wavelengths."""
+    scaling: str = "default"
+    """A key of `SCALINGS`."""
+    parameters: Mapping[str, Any] = field(default_factory=dict)
+    """Parameters of the scaling, by their names in config.json."""
+    max_position: int = 0
+    interleaved: bool = False
+    """A checkpoint's element ``2 i`` pairs with ``2 i + 1``, not ``i`` with ``i + size / 2``."""
+
+    @classmethod
+    def from_config(
+        cls,
+        head_size: int,
+        theta: float,
+        parameters: Mapping[str, Any],
+        max_position: int,
+        *,
+        part: float = 1.0,
+        interleaved: bool = False,
+    ) -> RopeSpec:
+        """From ``rope_scaling`` (older checkpoints) or ``rope_parameters`` (transformers 5) of a config.json.
+
+        part: fraction of a head that is rotated, unless the parameters say. Raises UnsupportedModelError for an unknown
+        scaling, ModelLoadError for an incomplete one.
+        """
+        kind = parameters.get("rope_type") or parameters.get("type") or "default"
+        kind = {"su": "longrope", "mrope": "default"}.get(kind, kind)
+        if kind not in SCALINGS:
+            raise UnsupportedModelError(f"RoPE scaling {kind!r} is not supported; known are {', '.join(SCALINGS)}")
+        size = int(head_size * parameters.get("partial_rotary_factor", part))
+        theta = parameters.get("rope_theta", theta)
+        read = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
+        others = {"max_position_embeddings", "llama_4_scaling_beta"}  # not about rotation
+        rest = {name: value for name, value in parameters.items() if name not in read | others and value is not None}
+        for name in SCALINGS[kind]:
+            if name not in rest:
+                raise ModelLoadError(f"config.json: RoPE scaling {kind!r} lacks {name!r}")
+            if name in FACTORS_OF_PAIRS and len(rest[name]) != size // 2:
+                raise ModelLoadError(f"config.json: {len(rest[name])} RoPE factors for {size // 2} pairs")
+        return cls(size, theta, kind, rest, max_position, interleaved)
+
+    @property
+    def levels(self) -> int:
+        """How many sets of frequencies there are, by the length of prompts."""
+        return self.level(self.max_position) + 1
+
+    def level(self, prompt_len: int) -> int:
+        """How often the trained context doubles until a prompt of this length fits. 0 unless the base changes."""
+        if self.scaling != "prompt_ntk":
+            return 0
+        return ((prompt_len - 1) // self.original_context).bit_length()
+
+    @property
+    def context(self) -> int:
+        """Positions of the longest sequence."""
+        # Linear scaling stretches the trained context, which such configs still state unstretched.
+        return int(self.max_position * self.parameters["factor"]) if self.scaling == "linear" else self.max_position
+
+    @property
+    def switch(self) -> int | None:
+        """Sequences of more tokens than this have different frequencies. None: all have the same."""
+        return self.original_context if self.scaling == "longrope" else None
+
+    @property
+    def original_context(self) -> int:
+        """Positions that the model was trained on before the context was stretched."""
+        return int(self.parameters.get("original_max_position_embeddings") or self.max_position)
+
+    @property
+    def attention_factor(self) -> float:
+        """Factor of cosines and sines."""
+        if (stated := self.parameters.get("attention_factor")) is not None:
+            return float(stated)
+        if self.scaling == "yarn":
+            mscale, mscale_all_dim = (self.parameters.get(name) for name in ("mscale", "mscale_all_dim"))
+            if mscale and mscale_all_dim:
+                return _yarn_scale(self.factor, mscale) / _yarn_scale(self.factor, mscale_all_dim)
+            return _yarn_scale(self.factor, 1.0)
+        if self.scaling == "longrope" and self.factor > 1:
+            return math.sqrt(1 + math.log(self.factor) / math.log(self.original_context))
+        return 1.0
+
+    @property
+    def factor(self) -> float:
+        """By how much the context is stretched."""
+        return float(self.parameters.get("factor") or self.max_position / self.original_context)
+
+
+def _yarn_scale(factor: float, mscale: float) -> float:
+    return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
