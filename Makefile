@@ -15,7 +15,7 @@ TEST_WORKERS := --numprocesses $$(($$(getconf _NPROCESSORS_ONLN) + 1)) --maxproc
 
 INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: help serve test check lint types sanitize bench agents test-clients web docs format wheel release clean
+.PHONY: help serve test check lint types sanitize coverage mutations bench agents test-clients web docs format wheel release clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -46,6 +46,12 @@ sanitize: $(VENV)/.dev ## Test the native kernels under AddressSanitizer and UBS
 	@cd build/sanitized && VLMSERVE_SANITIZE=1 ../../$(BIN)/python setup.py --quiet build_ext --inplace --force
 	@LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)" \
 		ASAN_OPTIONS=detect_leaks=0 PYTHONPATH=build/sanitized/src $(BIN)/python -m pytest tests/kernels $(ARGS)
+
+coverage: $(VENV)/.coverage ## Run the tests and report which lines and branches of Python and C++ they reach
+	@$(BIN)/python -m benchmarks.coverage $(ARGS)
+
+mutations: $(VENV)/.coverage ## Check that tests notice random faults; flags go in ARGS="--count 20"
+	@$(BIN)/python -m benchmarks.mutations $(ARGS)
 
 bench: $(VENV)/.peers ## Compare with other servers' engines; flags go in ARGS="--repeats 5"
 	@$(BIN)/python -m benchmarks.peers $(ARGS)
@@ -101,6 +107,10 @@ $(VENV)/.dev: $(VENV)/.core
 $(VENV)/.docs: docs/requirements.txt | $(BIN)/python
 	@echo "Installing what builds the documentation into $(VENV) ..."
 	@$(INSTALL) --requirement docs/requirements.txt
+	@touch $@
+
+$(VENV)/.coverage: $(VENV)/.dev benchmarks/coverage.txt
+	@$(INSTALL) --requirement benchmarks/coverage.txt
 	@touch $@
 
 # One that cannot be installed here is left out of the comparison.

@@ -45,6 +45,8 @@ FLAGS = ["-std=c++17", "-O3", "-g0", "-fvisibility=hidden", "-fno-math-errno", "
 FLAGS += ["-fstrict-overflow", "-fno-wrapv"]
 if os.environ.get("VLMSERVE_SANITIZE"):
     FLAGS += ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-fno-omit-frame-pointer", "-O1"]
+if os.environ.get("VLMSERVE_COVERAGE"):
+    FLAGS += ["--coverage", "-fprofile-abs-path", "-fprofile-update=prefer-atomic", "-O1"]
 THREADS = ["-pthread"]
 
 
@@ -114,7 +116,7 @@ class BuildKernels(build_ext):
         self.compiler.link_shared_object(
             [*module, *(name for objects in built.values() for name in objects)],
             self.get_ext_fullpath(ext.name),
-            extra_postargs=[*THREADS, *(flag for flag in FLAGS if "sanitize=" in flag)],
+            extra_postargs=[*THREADS, *(flag for flag in FLAGS if "sanitize=" in flag or flag == "--coverage")],
             target_lang="c++",
         )
 
