@@ -56,7 +56,7 @@ class Mutation(NamedTuple):
     """The mutated module."""
 
 
-def _annotated(tree: ast.AST) -> set[tuple[int, int]]:
+def annotated(tree: ast.AST) -> set[tuple[int, int]]:
     """Lines and columns in annotations, which are not evaluated."""
     places = set()
     for node in ast.walk(tree):
@@ -74,7 +74,7 @@ def _operators(path: Path) -> list[list[tuple[str, int, int]]]:
     from cosmic_ray.ast import ast_nodes, get_ast_from_path
     from cosmic_ray.plugins import get_operator, operator_names
 
-    skipped = _annotated(ast.parse(path.read_text("utf-8")))
+    skipped = annotated(ast.parse(path.read_text("utf-8")))
     nodes = list(ast_nodes(get_ast_from_path(path)))
     found = defaultdict(list)
     for name in operator_names():

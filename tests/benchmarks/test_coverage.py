@@ -1,0 +1,28 @@
+"""Counts of covered lines, from the reports of coverage.py and gcovr."""
+
+from __future__ import annotations
+
+from benchmarks.coverage import Counts, native_counts, python_counts, rows
+
+
+def _file(statements: int, lines: int, branches: int, covered: int) -> dict[str, dict[str, int]]:
+    numbers = (statements, lines, branches, covered)
+    return {
+        "summary": dict(
+            zip(("num_statements", "covered_lines", "num_branches", "covered_branches"), numbers, strict=True)
+        )
+    }
+
+
+def test_files_are_summed_by_package() -> None:
+    files = {
+        "src/vlmserve/cache/keys.py": _file(10, 9, 4, 2),
+        "src/vlmserve/cache/blocks.py": _file(20, 20, 6, 6),
+        "src/vlmserve/llm.py": _file(5, 1, 0, 0),
+    }
+    assert python_counts({"files": files}) == {"cache": Counts(30, 29, 10, 8), "llm.py": Counts(5, 1, 0, 0)}
+
+
+def test_rows_give_percentages_without_division_by_zero() -> None:
+    native = native_counts({"line_total": 8, "line_covered": 6, "branch_total": 0, "branch_covered": 0})
+    assert rows([("kernels/csrc", native)]) == [["kernels/csrc", 8, 75.0, 0, 0.0]]
