@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import itertools
 import os
 from collections import Counter
 
@@ -11,7 +9,6 @@ import httpx
 import hypothesis
 import jsonschema
 import pytest
-from hypothesis.errors import Unsatisfiable
 
 from tests.server.live import QUESTION, LiveServer, wait_until
 
@@ -77,7 +74,11 @@ def test_every_answer_is_one_that_the_document_describes(server, schema) -> None
     operations = [found.ok() for found in schema.get_all_operations()]
     assert len(operations) > 20
     statuses: Counter[int] = Counter()
-    for operation, mode in itertools.product(operations, schemathesis.GenerationMode):
+    # Any string is a path, so that only a body and a query can be wrong.
+    modes = {True: [*schemathesis.GenerationMode], False: [schemathesis.GenerationMode.POSITIVE]}
+    cases = [(one, mode) for one in operations for mode in modes[bool(one.body) or bool(one.query)]]
+    assert len(operations) < len(cases) < 2 * len(operations)
+    for operation, mode in cases:
 
         @hypothesis.given(case=operation.as_strategy(generation_mode=mode))
         @hypothesis.settings(
@@ -91,10 +92,7 @@ def test_every_answer_is_one_that_the_document_describes(server, schema) -> None
             statuses[response.status_code] += 1
             case.validate_response(response, checks=conformance)
 
-        # Where there is nothing to say, there is nothing wrong to say.
-        silent = [Unsatisfiable] if mode is schemathesis.GenerationMode.NEGATIVE else []
-        with contextlib.suppress(*silent):
-            answers_as_described()
+        answers_as_described()
     assert statuses.keys() >= {200, 400, 404}
     assert statuses[200] > 5
     wait_until(lambda: server.client.num_unfinished == 0)
