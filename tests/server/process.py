@@ -5,15 +5,18 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import subprocess
-import sys
+import socket
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import httpx
 import psutil
+
+from tests.forking import ForkedProcess
+from tests.server import program
 
 MAX_PAUSE = 0.5
 """Seconds within which /health answers, whatever others ask. Only those count in which the server's process computes,
@@ -24,12 +27,10 @@ class ServerProcess:
     """The command ``vlmserve serve`` with a mock engine. Use as a context manager."""
 
     def __init__(self, folder: Path, *flags: str) -> None:
-        command = [sys.executable, "-m", "vlmserve", "serve", str(folder), "--engine", "mock", "--port", "0", *flags]
-        self._command = [*command, "--storage-url", "none"]
+        self._arguments = ["serve", str(folder), "--engine", "mock", "--port", "0", "--storage-url", "none", *flags]
 
     def __enter__(self) -> ServerProcess:
-        self._process = subprocess.Popen(self._command, stdout=subprocess.PIPE, text=True)
-        assert self._process.stdout is not None
+        self._process = ForkedProcess(program.command, self._arguments)
         line = self._process.stdout.readline()
         self.url = line.split()[3]
         assert self.url.startswith("http://"), line
@@ -40,7 +41,15 @@ class ServerProcess:
         try:
             self._process.wait(20)
         finally:
-            self._process.kill()
+            self._process.close()
+
+    @contextlib.contextmanager
+    def sending(self, path: str, content: bytes) -> Iterator[socket.socket]:
+        """Send a request, and hang up at the end of the block."""
+        with socket.create_connection((urlsplit(self.url).hostname, urlsplit(self.url).port)) as connection:
+            head = f"POST {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+            connection.sendall(f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content)
+            yield connection
 
     def decoders(self) -> list[psutil.Process]:
         """Processes in which the server has a file open."""

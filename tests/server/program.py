@@ -20,5 +20,12 @@ def run(engine: dict[str, Any], server: dict[str, Any]) -> None:
         sys.exit(1)
 
 
+def command(arguments: list[str]) -> None:
+    """Run the command ``vlmserve``."""
+    from vlmserve.cli import app  # which the frontend does without
+
+    app(arguments, prog_name="vlmserve")
+
+
 if __name__ == "__main__":
     run(*json.loads(sys.argv[1]))
