@@ -15,7 +15,7 @@ from benchmarks.gpu_stages import BLOCK_SIZE, Measured, Sizes, fill, layer_produ
 from benchmarks.gpu_timing import Call, copies, per_launch, seconds_of
 from vlmserve.devices.choice import open_device
 from vlmserve.kernels import torch_int4
-from vlmserve.kernels.attention import BatchMetadata
+from vlmserve.kernels.attention import AttentionContext, BatchMetadata
 from vlmserve.kernels.quantized import QuantizedWeight
 from vlmserve.kernels.ranges import Ranges
 from vlmserve.layer_specs import AttentionSpec
@@ -144,7 +144,9 @@ def chunks(device: torch.device, sizes: Sizes, context: int) -> Report:
             plans[", not split"] = dataclasses.replace(plan, split_chunks=False, splits=1)  # type: ignore[type-var]
         for name, own in plans.items():
             taken = per_launch(
-                [partial(backend.attend, *parts, turn, spec, metadata, own) for turn in turns], device, sizes.repeats
+                [partial(backend.attend, *parts, AttentionContext(turn, spec, metadata, own)) for turn in turns],
+                device,
+                sizes.repeats,
             )
             report |= taken.named(f"{rows} rows over {context}{name}")
     return report

@@ -24,7 +24,14 @@ from torch import Tensor
 
 from benchmarks.gpu_timing import copies, per_launch, seconds_of
 from vlmserve.devices.choice import open_device
-from vlmserve.kernels.attention import AttentionBackend, BatchMetadata, LayerCache, RotaryRows, RotatingBackend
+from vlmserve.kernels.attention import (
+    AttentionBackend,
+    AttentionContext,
+    BatchMetadata,
+    LayerCache,
+    RotaryRows,
+    RotatingBackend,
+)
 from vlmserve.kernels.quantized import QuantizedWeight
 from vlmserve.layer_specs import AttentionSpec
 from vlmserve.layers.operations import Epilogue
@@ -222,7 +229,9 @@ def _attention_of_decodes(
         attend = partial(backend.attend_rotated, qkv, RotaryRows(cos, sin, None))
     read = streams * context * backend.block_bytes(BLOCK_SIZE, spec, dtype) // BLOCK_SIZE
     turns = copies(cache, read, device)
-    taken = per_launch([partial(attend, turn, spec, metadata, plan) for turn in turns], device, repeats)
+    taken = per_launch(
+        [partial(attend, AttentionContext(turn, spec, metadata, plan)) for turn in turns], device, repeats
+    )
     return taken.named("microseconds") | {"read_gb_s": read / taken.seconds / 1e9}
 
 

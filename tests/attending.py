@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.paged import BlockTables
-from vlmserve.kernels.attention import AttentionBackend, BidirectionalRows, LayerCache
+from vlmserve.kernels.attention import AttentionBackend, AttentionContext, BidirectionalRows, LayerCache
 from vlmserve.layer_specs import AttentionSpec
 
 Chunk = tuple[int, int]  # tokens in the cache before this step, new tokens
@@ -111,7 +111,9 @@ def attend(
 
         computing = backend if new or filled_by is None else filled_by
         plan = computing.prepare(metadata, block_size, [spec], dtype)
-        output = computing.attend(rows(queries), rows(keys), rows(values), cache, spec, metadata, plan)
+        output = computing.attend(
+            rows(queries), rows(keys), rows(values), AttentionContext(cache, spec, metadata, plan)
+        )
     expected = [
         naive_attention(q[before:], as_stored(k, cache), as_stored(v, cache), spec, seen)
         for (before, _), q, k, v, seen in zip(

@@ -34,7 +34,7 @@ from vlmserve.devices.graphs import (
 from vlmserve.devices.offload import HostBlocks, PinnedBlocks, block_bytes
 from vlmserve.devices.pixels import PixelRing
 from vlmserve.devices.staging import Staging
-from vlmserve.kernels.attention import AttentionBackend, BatchMetadata, LayerCache, RotaryRows
+from vlmserve.kernels.attention import AttentionBackend, AttentionContext, BatchMetadata, LayerCache, RotaryRows
 from vlmserve.kernels.quantized import QuantizedWeight
 from vlmserve.kernels.ranges import RangeKernels
 from vlmserve.kernels.torch_cache import write
@@ -74,16 +74,13 @@ class StaticAttention(TorchReference):
         self,
         qkv: Tensor,
         rope: RotaryRows | None,
-        cache: LayerCache,
-        spec: AttentionSpec,
-        metadata: BatchMetadata,
-        plan: object,
+        context: AttentionContext,
     ) -> Tensor:
-        """See `RotatingBackend.attend_rotated`."""
+        spec = context.spec
         heads = qkv.view(len(qkv), -1, spec.head_size)
         query, key, value = heads.split([spec.num_heads, spec.num_kv_heads, spec.num_kv_heads], 1)
         if rope is None:
-            return self.attend(query, key, value, cache, spec, metadata, plan)
+            return self.attend(query, key, value, context)
         cos, sin = (part if rope.positions is None else part[rope.positions] for part in (rope.cos, rope.sin))
         size = cos.shape[1]
 
@@ -92,22 +89,19 @@ class StaticAttention(TorchReference):
             c, s = cos[:, None].to(x.dtype), sin[:, None].to(x.dtype)
             return torch.cat((first * c - second * s, second * c + first * s, rest), -1)
 
-        return self.attend(rotated(query), rotated(key), value, cache, spec, metadata, plan)
+        return self.attend(rotated(query), rotated(key), value, context)
 
     def attend(
         self,
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        cache: LayerCache,
-        spec: AttentionSpec,
-        metadata: BatchMetadata,
-        plan: object,
+        context: AttentionContext,
     ) -> Tensor:
-        """See `AttentionBackend.attend`."""
+        cache, spec, metadata, plan = context
         assert isinstance(plan, StaticPlan)
         if plan.capture_key is None:
-            return super().attend(query, key, value, cache, spec, metadata, plan.others)
+            return super().attend(query, key, value, AttentionContext(cache, spec, metadata, plan.others))
         size, kv_heads = cache.block_size, spec.num_kv_heads
         slots, starts = metadata.slot_mapping, metadata.query_starts
         rows_of_batch = torch.arange(len(query), dtype=starts.dtype)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from tests.attending import CHUNKS, CPU, Bidirectional, Chunk, attend, attention_specs, naive_attention
 from tests.paged import BlockTables
-from vlmserve.kernels.attention import AttentionBackend, LayerCache
+from vlmserve.kernels.attention import AttentionBackend, AttentionContext, LayerCache
 from vlmserve.kernels.cpu_attention import CpuAttention
 from vlmserve.kernels.extension import supported_isas
 from vlmserve.kernels.torch_reference import TorchReference
@@ -124,7 +124,7 @@ def test_layers_with_different_windows_share_a_step(kind: Kind) -> None:
     for spec in specs:
         cache = backend.allocate(blocks.num_blocks, 4, spec, torch.float32, CPU)
         query, key, value = torch.randn(20, 2, 8), torch.randn(20, 1, 8), torch.randn(20, 1, 8)
-        output = backend.attend(query, key, value, cache, spec, metadata, plan)
+        output = backend.attend(query, key, value, AttentionContext(cache, spec, metadata, plan))
         torch.testing.assert_close(output.double(), naive_attention(query, key, value, spec), atol=2e-5, rtol=1e-5)
 
 
@@ -136,7 +136,7 @@ def written(backend: AttentionBackend, blocks: BlockTables, seed: int) -> LayerC
     metadata = blocks.metadata([(0, 0, length)])
     query, key, value = torch.randn(length, 4, 8), torch.randn(length, 2, 8), torch.randn(length, 2, 8)
     plan = backend.prepare(metadata, blocks.block_size, [PLAIN], torch.float32)
-    backend.attend(query, key, value, cache, PLAIN, metadata, plan)
+    backend.attend(query, key, value, AttentionContext(cache, PLAIN, metadata, plan))
     return cache
 
 

@@ -12,7 +12,7 @@ from tests.attending import CPU
 from tests.native import built
 from tests.paged import BlockTables
 from vlmserve.kernels import torch_reference
-from vlmserve.kernels.attention import AttentionBackend, BidirectionalRows
+from vlmserve.kernels.attention import AttentionBackend, AttentionContext, BidirectionalRows
 from vlmserve.kernels.cpu_attention import CpuAttention
 from vlmserve.kernels.torch_reference import TorchReference
 from vlmserve.layer_specs import AttentionSpec
@@ -86,7 +86,10 @@ def test_rows_attend_to_their_own_image_and_what_came_before(
             for tensors in (queries, keys, values)
         )
         output = backend.attend(
-            query, key, value, cache, spec, metadata, backend.prepare(metadata, 4, [spec], torch.float32)
+            query,
+            key,
+            value,
+            AttentionContext(cache, spec, metadata, backend.prepare(metadata, 4, [spec], torch.float32)),
         )
     expected = [
         naive(query[before:], key, value, spec, images)

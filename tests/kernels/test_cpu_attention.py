@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tests.attending import CHUNKS, CPU, Chunk, attend, attention_specs
 from tests.native import built
 from tests.paged import BlockTables
-from vlmserve.kernels.attention import RotaryRows
+from vlmserve.kernels.attention import AttentionContext, RotaryRows
 from vlmserve.kernels.cpu_attention import CpuAttention, unsupported_reason
 from vlmserve.kernels.torch_reference import TorchReference
 from vlmserve.layer_specs import AttentionSpec
@@ -99,7 +99,7 @@ def test_what_is_no_number_stays_with_the_sequence_that_has_it(dtype: torch.dtyp
     query, key, value = (torch.randn(40, heads, 64).to(dtype) for heads in (9, 3, 3))
     value[3, 1, 5] = float("nan")
     output = backend.attend(
-        query, key, value, cache, SMOL, metadata, backend.prepare(metadata, 16, [SMOL], dtype)
+        query, key, value, AttentionContext(cache, SMOL, metadata, backend.prepare(metadata, 16, [SMOL], dtype))
     ).view(40, 9, 64)
     assert output[3:20, 3:6, 5].isnan().all()
     output[3:20, 3:6, 5] = 0
@@ -146,10 +146,10 @@ def test_turning_on_the_way_is_turning_before(
         query, key, _ = rotated.split((spec.num_heads, spec.num_kv_heads, spec.num_kv_heads), 1)
         value = qkv.view(len(positions), -1, spec.head_size)[:, -spec.num_kv_heads :]
         plan = backend.prepare(metadata, 16, [spec], dtype)
-        expected = backend.attend(query, key, value, caches[0], spec, metadata, plan)
+        expected = backend.attend(query, key, value, AttentionContext(caches[0], spec, metadata, plan))
         cos, sin, _ = tables.rows
         rope = RotaryRows(cos[positions], sin[positions], None) if own_rows else tables.rows
-        actual = backend.attend_rotated(qkv, rope, caches[1], spec, metadata, plan)
+        actual = backend.attend_rotated(qkv, rope, AttentionContext(caches[1], spec, metadata, plan))
     assert torch.equal(caches[0].values, caches[1].values)
     torch.testing.assert_close(caches[1].keys, caches[0].keys, atol=1e-6, rtol=2**-7)
     # A product and its sum may be rounded once or twice, and then to either side, in queries and in keys: a score is
@@ -181,11 +181,11 @@ def test_slices_of_wider_rows_are_read_where_they_are() -> None:
     outputs = []
     for parts in ((query, key, value), tuple(part.contiguous() for part in (query, key, value))):
         cache = backend.allocate(blocks.num_blocks, 16, SMOL, torch.float32, CPU)
-        outputs.append(backend.attend(*parts, cache, SMOL, metadata, plan))
+        outputs.append(backend.attend(*parts, AttentionContext(cache, SMOL, metadata, plan)))
     spread_out = torch.randn(30, 9, 128)[..., ::2]
     spread_out.copy_(query)
     cache = backend.allocate(blocks.num_blocks, 16, SMOL, torch.float32, CPU)
-    outputs.append(backend.attend(spread_out, key, value, cache, SMOL, metadata, plan))
+    outputs.append(backend.attend(spread_out, key, value, AttentionContext(cache, SMOL, metadata, plan)))
     assert torch.equal(outputs[0], outputs[1])
     assert torch.equal(outputs[0], outputs[2])
 
@@ -201,10 +201,7 @@ def test_a_cache_of_another_type_is_refused() -> None:
             torch.zeros(1, 9, 64),
             torch.zeros(1, 3, 64),
             torch.zeros(1, 3, 64),
-            cache,
-            SMOL,
-            metadata,
-            backend.prepare(metadata, 16, [SMOL], torch.float32),
+            AttentionContext(cache, SMOL, metadata, backend.prepare(metadata, 16, [SMOL], torch.float32)),
         )
 
 

@@ -17,7 +17,7 @@ from tests.kernels.test_attention_backends import PLAIN, every_backend
 from tests.kernels.test_cpu_attention import DTYPES, HEAD_SIZES, SMOL, either_dtype
 from tests.native import built
 from tests.paged import BlockTables
-from vlmserve.kernels.attention import AttentionBackend, RotaryRows
+from vlmserve.kernels.attention import AttentionBackend, AttentionContext, RotaryRows
 from vlmserve.kernels.cpu_attention import CpuAttention, unsupported_reason
 from vlmserve.kernels.torch_reference import TorchReference
 from vlmserve.layer_specs import AttentionSpec
@@ -79,7 +79,7 @@ def test_the_largest_head_does_not_overflow() -> None:
     query, key = signs.expand(40, 2, 512).contiguous(), signs.expand(40, 1, 512).contiguous()
     value = torch.arange(1, 41.0)[:, None, None].expand(40, 1, 512).contiguous()
     plan = backend.prepare(metadata, 16, [spec], torch.float32)
-    output = backend.attend(query, key, value, cache, spec, metadata, plan)
+    output = backend.attend(query, key, value, AttentionContext(cache, spec, metadata, plan))
     # All scores are equal and as large as they can be.
     means = torch.arange(1, 41.0).cumsum(0) / torch.arange(1, 41.0)
     torch.testing.assert_close(output, means[:, None].expand(40, 1024), atol=1e-3, rtol=1e-3)
@@ -129,7 +129,7 @@ def test_what_is_stored_does_not_depend_on_how_a_prompt_is_cut(kind: Kind, dtype
             rows = [
                 torch.cat([x[first:last], x[:20]]) if len(chunks) > 1 else x[first:last] for x in (query, key, value)
             ]
-            outputs.append(backend.attend(*rows, cache, SMOL, metadata, plan)[: last - first])
+            outputs.append(backend.attend(*rows, AttentionContext(cache, SMOL, metadata, plan))[: last - first])
         stored.append(([tensor[blocks.tables[0]] for tensor in cache.tensors], torch.cat(outputs)))
     for tensors, output in stored[1:]:
         assert all(torch.equal(one, other) for one, other in zip(tensors, stored[0][0], strict=True))
@@ -177,7 +177,7 @@ def test_what_is_no_number_stays_with_the_sequence_that_has_it(kind: Kind, dtype
     value[3, 1, 5] = float("nan")
     key[23, 0, 1] = float("inf")
     plan = backend.prepare(metadata, 16, [SMOL], dtype)
-    output = backend.attend(query, key, value, cache, SMOL, metadata, plan).view(40, 9, 64)
+    output = backend.attend(query, key, value, AttentionContext(cache, SMOL, metadata, plan)).view(40, 9, 64)
     assert output[3:20, 3:6].isnan().all()
     assert output[23:, :3].isnan().all()
     output[:20, 3:6] = 0
@@ -198,9 +198,11 @@ def test_turning_on_the_way_is_turning_before(dtype: torch.dtype) -> None:
     heads = qkv.view(60, 15, 64)
     rotated = apply_rope(heads[:, :12].float(), tables).to(dtype)
     caches = [backend.allocate(blocks.num_blocks, 16, SMOL, dtype, CPU) for _ in range(2)]
-    expected = backend.attend(rotated[:, :9], rotated[:, 9:], heads[:, 12:], caches[0], SMOL, metadata, plan)
+    expected = backend.attend(
+        rotated[:, :9], rotated[:, 9:], heads[:, 12:], AttentionContext(caches[0], SMOL, metadata, plan)
+    )
     assert isinstance(backend, CpuAttention)
-    actual = backend.attend_rotated(qkv, RotaryRows(*tables.rows), caches[1], SMOL, metadata, plan)
+    actual = backend.attend_rotated(qkv, RotaryRows(*tables.rows), AttentionContext(caches[1], SMOL, metadata, plan))
     assert torch.equal(caches[0].values, caches[1].values)
     # What is rounded to one side here may be to the other one there.
     assert (caches[0].keys.int() - caches[1].keys.int()).abs().max() <= 1

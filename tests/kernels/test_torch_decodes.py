@@ -9,6 +9,7 @@ import torch
 
 from tests.attending import CPU, attend
 from tests.paged import BlockTables
+from vlmserve.kernels.attention import AttentionContext
 from vlmserve.kernels.torch_decodes import _cut_by_length, plan_decodes
 from vlmserve.kernels.torch_reference import TorchReference
 from vlmserve.layer_specs import AttentionSpec
@@ -81,6 +82,6 @@ def test_a_number_that_is_none_reaches_its_own_sequence_only() -> None:
     query, key, value = torch.randn(2, 4, 8), torch.randn(2, 2, 8), torch.randn(2, 2, 8)
     value[0, 0, 3] = torch.nan
     plan = backend.prepare(metadata, BLOCK, [SPEC], torch.float32)
-    output = backend.attend(query, key, value, cache, SPEC, metadata, plan)
+    output = backend.attend(query, key, value, AttentionContext(cache, SPEC, metadata, plan))
     assert output[0].isnan().any()
     assert not output[1].isnan().any()

@@ -85,6 +85,16 @@ class LayerCache:
         return [self.keys, self.values] if self.scales is None else [self.keys, self.values, self.scales]
 
 
+class AttentionContext(NamedTuple):
+    """All that attention of one layer reads in one step besides the rows of tokens."""
+
+    cache: LayerCache
+    spec: AttentionSpec
+    metadata: BatchMetadata
+    plan: object
+    """Result of `AttentionBackend.prepare`."""
+
+
 class RotaryRows(NamedTuple):
     """How queries and keys are rotated (RoPE).
 
@@ -145,10 +155,7 @@ class AttentionBackend(Protocol):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        cache: LayerCache,
-        spec: AttentionSpec,
-        metadata: BatchMetadata,
-        plan: object,
+        context: AttentionContext,
     ) -> Tensor:
         """Write `key` and `value` (``[tokens, kv_heads, head_size]``) into their slots, then attend.
 
@@ -165,10 +172,7 @@ class RotatingBackend(AttentionBackend, Protocol):
         self,
         qkv: Tensor,
         rope: RotaryRows | None,
-        cache: LayerCache,
-        spec: AttentionSpec,
-        metadata: BatchMetadata,
-        plan: object,
+        context: AttentionContext,
     ) -> Tensor:
         """As `attend`, from rows ``[tokens, (heads + 2 * kv_heads) * head_size]`` of queries, keys and values whose
         queries and keys are still to be rotated.
@@ -189,10 +193,7 @@ class NormingBackend(RotatingBackend, Protocol):
         qkv: Tensor,
         norms: HeadNorms,
         rope: RotaryRows | None,
-        cache: LayerCache,
-        spec: AttentionSpec,
-        metadata: BatchMetadata,
-        plan: object,
+        context: AttentionContext,
     ) -> Tensor:
         """As `attend_rotated`, from rows whose queries and keys are still to be normed. rope: None: nothing is
         rotated."""

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from vlmserve.kernels.attention import BatchMetadata, LayerCache, RotaryRows
+from vlmserve.kernels.attention import AttentionContext, BatchMetadata, LayerCache, RotaryRows
 from vlmserve.kernels.blocks import allocate_zeros, clear_blocks, copy_blocks
 from vlmserve.kernels.cpu_program import ATTENTION, CpuPlan, Recorded, RecordedRope
 from vlmserve.kernels.extension import DTYPES, extension, supported_isas
@@ -112,27 +112,20 @@ class CpuAttention:
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        cache: LayerCache,
-        spec: AttentionSpec,
-        metadata: BatchMetadata,
-        plan: object,
+        context: AttentionContext,
     ) -> Tensor:
-        """See `AttentionBackend.attend`."""
         query, key, value = _heads_together(query), _heads_together(key), _heads_together(value)
         addresses = (query.data_ptr(), key.data_ptr(), value.data_ptr(), 0, 0, 0)
         strides = (query.stride(0), key.stride(0), value.stride(0), 0)
-        return self._run(addresses, strides, query.dtype, cache, spec, plan)
+        return self._run(addresses, strides, query.dtype, context)
 
     def attend_rotated(
         self,
         qkv: Tensor,
         rope: RotaryRows | None,
-        cache: LayerCache,
-        spec: AttentionSpec,
-        metadata: BatchMetadata,
-        plan: object,
+        context: AttentionContext,
     ) -> Tensor:
-        """See `RotatingBackend.attend_rotated`."""
+        cache, spec, *_ = context
         if isinstance(qkv, Recorded):
             return _record(qkv, rope, cache, spec)
         if qkv.stride(1) != 1:
@@ -143,17 +136,16 @@ class CpuAttention:
         tables = (0, 0, 0) if rope is None else tuple(0 if rows is None else rows.data_ptr() for rows in rope)
         rope_size = 0 if rope is None else 2 * rope.cos.shape[1]
         addresses = (query, key, value, *tables)
-        return self._run(addresses, (stride, stride, stride, rope_size), qkv.dtype, cache, spec, plan)
+        return self._run(addresses, (stride, stride, stride, rope_size), qkv.dtype, context)
 
     def _run(
         self,
         addresses: tuple[int, ...],
         strides: tuple[int, int, int, int],
         dtype: torch.dtype,
-        cache: LayerCache,
-        spec: AttentionSpec,
-        plan: object,
+        context: AttentionContext,
     ) -> Tensor:
+        cache, spec, _, plan = context
         assert isinstance(plan, CpuPlan)
         if cache.scales is None and cache.keys.dtype != dtype:
             raise ValueError(f"queries of {dtype} do not fit a cache of {cache.keys.dtype}")

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vlmserve.kernels.attention import BatchMetadata, LayerCache
+from vlmserve.kernels.attention import AttentionContext, BatchMetadata, LayerCache
 from vlmserve.layer_specs import AttentionSpec
 
 
@@ -44,15 +44,13 @@ class FullAttention:
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        cache: LayerCache,
-        spec: AttentionSpec,
-        metadata: BatchMetadata,
-        plan: object,
+        context: AttentionContext,
     ) -> Tensor:
         """``[tokens, heads, head_size]`` and keys and values to ``[tokens, heads * head_size]``."""
+        spec = context.spec
         output = torch.empty_like(query)
         end = 0
-        for length in metadata.query_lens:
+        for length in context.metadata.query_lens:
             rows = slice(end, end + length)
             end += length
             output[rows] = F.scaled_dot_product_attention(

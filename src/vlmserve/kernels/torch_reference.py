@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vlmserve.kernels.attention import BatchMetadata, BidirectionalRows, LayerCache
+from vlmserve.kernels.attention import AttentionContext, BatchMetadata, BidirectionalRows, LayerCache
 from vlmserve.kernels.blocks import allocate_zeros, clear_blocks, copy_blocks
 from vlmserve.kernels.torch_cache import cache_rows, gather, write
 from vlmserve.kernels.torch_decodes import BUCKET_COST, GATHERED_ELEMENTS, DecodePlan, attend_decodes, plan_decodes
@@ -124,12 +124,9 @@ class TorchReference:
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        cache: LayerCache,
-        spec: AttentionSpec,
-        metadata: BatchMetadata,
-        plan: object,
+        context: AttentionContext,
     ) -> Tensor:
-        """See `AttentionBackend.attend`."""
+        cache, spec, metadata, plan = context
         layer = cast(StepPlan, plan)[spec]
         key, value = write(cache, 0, key, layer.write), write(cache, 1, value, layer.write)
 

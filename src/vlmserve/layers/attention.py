@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from vlmserve.kernels.attention import (
     AttentionBackend,
+    AttentionContext,
     BatchMetadata,
     CrossRows,
     HeadNorms,
@@ -92,9 +93,10 @@ class Attention(Layer):
         """``[tokens, hidden_size]``, normed or with the norm left to the projection, to what heads make of values, side
         by side, for `o_proj`."""
         qkv = self.qkv_proj.of_normed(x)
+        context = AttentionContext(cache, self.spec, step.metadata, step.plan)
         if self._norming is not None and step.query_scale is None and self._norms_each_head:
             norms, rope = self._norms(), self._rows(step)
-            return self._norming.attend_normed(qkv, norms, rope, cache, self.spec, step.metadata, step.plan)
+            return self._norming.attend_normed(qkv, norms, rope, context)
         if self._heads_norm is not None:
             self._heads_norm(qkv)
         elif self.q_norm is not None:
@@ -102,8 +104,8 @@ class Attention(Layer):
         if step.query_scale is not None:
             qkv[:, : self.spec.num_heads * self.spec.head_size] *= step.query_scale
         if self._rotating is None:
-            return self._attend(qkv, cache, step)
-        return self._rotating.attend_rotated(qkv, self._rows(step), cache, self.spec, step.metadata, step.plan)
+            return self._attend(qkv, step, context)
+        return self._rotating.attend_rotated(qkv, self._rows(step), context)
 
     def _rows(self, step: StepContext) -> RotaryRows | None:
         return None if self._rope is None else step.ropes[self._rope].rows
@@ -131,7 +133,7 @@ class Attention(Layer):
         key.copy_(self.k_norm(key))
         return qkv
 
-    def _attend(self, qkv: Tensor, cache: LayerCache, step: StepContext) -> Tensor:
+    def _attend(self, qkv: Tensor, step: StepContext, context: AttentionContext) -> Tensor:
         spec = self.spec
         qkv = qkv.view(qkv.shape[0], -1, spec.head_size)
         # Queries and keys lie side by side and are rotated together.
@@ -140,7 +142,7 @@ class Attention(Layer):
             both = apply_rope(both, step.ropes[self._rope])
         query, key = both[:, : spec.num_heads], both[:, spec.num_heads :]
         value = qkv[:, spec.num_heads + spec.num_kv_heads :]
-        return self.backend.attend(query, key, value, cache, spec, step.metadata, step.plan)
+        return self.backend.attend(query, key, value, context)
 
 
 def _normed_heads(norm: nn.Module | None, first: int, heads: int) -> NormedHeads | None:

@@ -24,7 +24,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from vlmserve.errors import MissingWeightsError, ModelLoadError, UnsupportedModelError
-from vlmserve.kernels.attention import AttentionBackend, BatchMetadata, BidirectionalRows, LayerCache
+from vlmserve.kernels.attention import AttentionBackend, AttentionContext, BatchMetadata, BidirectionalRows, LayerCache
 from vlmserve.layer_specs import AttentionSpec
 from vlmserve.layers.adapters import AdapterRows
 from vlmserve.media.images import DecodedImage
@@ -248,7 +248,7 @@ class TransformersModel:
         layers = zip(caches, self.attention, strict=True)
 
         def attend(query: Tensor, key: Tensor, value: Tensor, _: object) -> Tensor:
-            return self.backend.attend(query, key, value, *next(layers), metadata, plan)
+            return self.backend.attend(query, key, value, AttentionContext(*next(layers), metadata, plan))
 
         with _attending(attend):
             hidden = self._hidden(embeddings, positions, features)

@@ -11,7 +11,7 @@ from triton import knobs
 
 from tests.attending import Bidirectional, Chunk, attend, naive_attention
 from tests.paged import BlockTables
-from vlmserve.kernels.attention import AttentionBackend, HeadNorms, RotaryRows, RotatingBackend
+from vlmserve.kernels.attention import AttentionBackend, AttentionContext, HeadNorms, RotaryRows, RotatingBackend
 from vlmserve.kernels.torch_reference import TorchReference
 from vlmserve.kernels.triton import attention, attention_kernels
 from vlmserve.kernels.triton.attention import AttentionTile, TritonAttention, unsupported_reason
@@ -164,7 +164,7 @@ def test_a_decode_gets_the_same_beside_others_of_its_splits(device: torch.device
     def attended(rows: list[int]) -> torch.Tensor:
         metadata = blocks.metadata([(row, lengths[row] - 1, 1) for row in rows], device)
         plan = backend.prepare(metadata, 16, [spec], torch.float32)
-        return backend.attend(query[rows], key[rows], value[rows], cache, spec, metadata, plan)
+        return backend.attend(query[rows], key[rows], value[rows], AttentionContext(cache, spec, metadata, plan))
 
     together = attended([0, 1, 2])
     for row in range(3):
@@ -185,7 +185,9 @@ def test_a_sequence_that_only_pads_changes_nothing(device: torch.device, padding
         metadata = blocks.metadata(batch, device)
         rows = len(metadata.slot_mapping)
         plan = backend.prepare(metadata, 16, [PLAIN], torch.float32)
-        outputs.append(backend.attend(query[:rows], key[:rows], value[:rows], cache, PLAIN, metadata, plan)[:40])
+        outputs.append(
+            backend.attend(query[:rows], key[:rows], value[:rows], AttentionContext(cache, PLAIN, metadata, plan))[:40]
+        )
     assert torch.equal(*outputs)
 
 
@@ -217,7 +219,9 @@ def test_the_number_of_decodes_may_be_read_on_the_device(
         count = len(metadata.slot_mapping)
         plan = backend.prepare(metadata, 16, [spec], torch.float32)
         assert plan.split_chunks == split
-        output = backend.attend(query[:count], key[:count], value[:count], cache, spec, metadata, plan)
+        output = backend.attend(
+            query[:count], key[:count], value[:count], AttentionContext(cache, spec, metadata, plan)
+        )
         outputs.append(output[:rows])
     assert torch.equal(*outputs)
 
@@ -231,7 +235,7 @@ def test_rotating_on_the_way_gives_the_same(device: torch.device) -> None:
     plan = backend.prepare(metadata, 4, [PLAIN], torch.float32)
     qkv, angles = torch.randn(20, 64), torch.randn(20, 4)
     rope = RotaryRows(angles.cos().to(device), angles.sin().to(device), None)
-    output = backend.attend_rotated(qkv.to(device), rope, cache, PLAIN, metadata, plan)
+    output = backend.attend_rotated(qkv.to(device), rope, AttentionContext(cache, PLAIN, metadata, plan))
     heads = qkv.view(20, 8, 8).double()
     first, second = heads[:, :6, :4], heads[:, :6, 4:]
     cos, sin = angles.double().cos()[:, None], angles.double().sin()[:, None]
@@ -267,7 +271,9 @@ def test_decodes_that_write_keys_give_what_those_give_whose_keys_are_written(
             tensor.copy_(values)
         if cache.scales is not None:
             cache.scales.fill_(0.01)
-        results.append([backend._attend(qkv, rope, cache, spec, metadata, plan, norms), *cache.tensors])
+        results.append(
+            [backend._attend(qkv, rope, AttentionContext(cache, spec, metadata, plan), norms), *cache.tensors]
+        )
     # Each kernel adds squares in an order of its own.
     bound = 0.0 if norms is None else 1e-5
     for ours, theirs in zip(*results, strict=True):
@@ -325,7 +331,7 @@ def test_queries_of_another_type_than_the_cache_are_refused(device: torch.device
     plan = backend.prepare(metadata, 4, [PLAIN], torch.float16)
     rows = [torch.zeros(2, heads, 8, dtype=torch.float16, device=device) for heads in (4, 2, 2)]
     with pytest.raises(ValueError, match="do not fit"):
-        backend.attend(*rows, cache, PLAIN, metadata, plan)
+        backend.attend(*rows, AttentionContext(cache, PLAIN, metadata, plan))
 
 
 @pytest.mark.parametrize("everything", [False, True])

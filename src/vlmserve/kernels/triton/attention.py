@@ -9,7 +9,7 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from vlmserve.kernels.attention import BatchMetadata, HeadNorms, LayerCache, RotaryRows
+from vlmserve.kernels.attention import AttentionContext, BatchMetadata, HeadNorms, RotaryRows
 from vlmserve.kernels.torch_reference import TorchReference
 from vlmserve.kernels.transfers import to_device
 from vlmserve.kernels.triton.attention_kernels import (
@@ -201,51 +201,37 @@ class TritonAttention(TorchReference):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        cache: LayerCache,
-        spec: AttentionSpec,
-        metadata: BatchMetadata,
-        plan: object,
+        context: AttentionContext,
     ) -> Tensor:
-        """See `AttentionBackend.attend`."""
         qkv = torch.cat((query.flatten(1), key.flatten(1), value.flatten(1)), 1)
-        return self._attend(qkv, None, cache, spec, metadata, plan)
+        return self._attend(qkv, None, context)
 
     def attend_rotated(
         self,
         qkv: Tensor,
         rope: RotaryRows | None,
-        cache: LayerCache,
-        spec: AttentionSpec,
-        metadata: BatchMetadata,
-        plan: object,
+        context: AttentionContext,
     ) -> Tensor:
-        """See `RotatingBackend.attend_rotated`."""
-        return self._attend(qkv, rope, cache, spec, metadata, plan)
+        return self._attend(qkv, rope, context)
 
     def attend_normed(
         self,
         qkv: Tensor,
         norms: HeadNorms,
         rope: RotaryRows | None,
-        cache: LayerCache,
-        spec: AttentionSpec,
-        metadata: BatchMetadata,
-        plan: object,
+        context: AttentionContext,
     ) -> Tensor:
-        """See `NormingBackend.attend_normed`."""
-        return self._attend(qkv, rope, cache, spec, metadata, plan, norms)
+        return self._attend(qkv, rope, context, norms)
 
     def _attend(
         self,
         qkv: Tensor,
         rope: RotaryRows | None,
-        cache: LayerCache,
-        spec: AttentionSpec,
-        metadata: BatchMetadata,
-        plan: object,
+        context: AttentionContext,
         norms: HeadNorms | None = None,
     ) -> Tensor:
         """rope, norms: None: nothing is rotated or normed."""
+        cache, spec, metadata, plan = context
         assert isinstance(plan, TritonPlan)
         if cache.scales is None and cache.keys.dtype != qkv.dtype:
             raise ValueError(f"queries of {qkv.dtype} do not fit a cache of {cache.keys.dtype}")
