@@ -127,13 +127,7 @@ def chunks(device: torch.device, sizes: Sizes, context: int) -> Report:
     turns = copies(cache, sum(tensor.nbytes for tensor in cache.tensors), device)
     report: Report = {}
     for rows in (8, 32):
-        tables = torch.arange(blocks, dtype=torch.int32, device=device)[None]
-        positions = torch.arange(context - rows, context, device=device)
-        metadata = BatchMetadata(
-            query_starts=torch.tensor([0, rows], dtype=torch.int32, device=device),
-            context_lens=torch.tensor([context], dtype=torch.int32, device=device),
-            block_tables=tables, slot_mapping=positions, query_lens=[rows], host_context_lens=[context], num_decodes=0,
-        )  # fmt: skip
+        metadata = BatchMetadata.of_chunks([(context - rows, context)], [range(blocks)], BLOCK_SIZE, device)
         plan = backend.prepare(metadata, BLOCK_SIZE, [spec], dtype)
         parts = [
             torch.randn(rows, heads, spec.head_size, device=device, dtype=dtype)

@@ -276,17 +276,8 @@ def fill(cache: LayerCache) -> None:
 
 def _decodes(streams: int, context: int, device: torch.device) -> BatchMetadata:
     each = -(-context // BLOCK_SIZE)
-    tables = torch.arange(streams * each, dtype=torch.int32, device=device).view(streams, each)
-    slots = tables[:, (context - 1) // BLOCK_SIZE].long() * BLOCK_SIZE + (context - 1) % BLOCK_SIZE
-    return BatchMetadata(
-        query_starts=torch.arange(streams + 1, dtype=torch.int32, device=device),
-        context_lens=torch.full((streams,), context, dtype=torch.int32, device=device),
-        block_tables=tables,
-        slot_mapping=slots,
-        query_lens=[1] * streams,
-        host_context_lens=[context] * streams,
-        num_decodes=streams,
-    )
+    tables = [range(first, first + each) for first in range(0, streams * each, each)]
+    return BatchMetadata.of_chunks([(context - 1, context)] * streams, tables, BLOCK_SIZE, device)
 
 
 def memory(device: torch.device, sizes: Sizes, folder: Path) -> Measured:

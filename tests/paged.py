@@ -30,25 +30,10 @@ class BlockTables:
     def metadata(self, chunks: Sequence[tuple[int, int, int]], device: torch.device | None = None) -> BatchMetadata:
         """Of a batch of chunks ``(sequence, tokens in the cache before, new tokens)``, decodes first. device: where it
         lies; None: on the CPU."""
-        query_lens = [new for _, _, new in chunks]
-        context_lens = [before + new for _, before, new in chunks]
-        width = max(-(-context // self.block_size) for context in context_lens)
-        tables = [(self.tables[sequence] + [0] * width)[:width] for sequence, _, _ in chunks]
-        slots = [
-            self.tables[sequence][token // self.block_size] * self.block_size + token % self.block_size
-            for sequence, before, new in chunks
-            for token in range(before, before + new)
-        ]
-        decodes = next((i for i, length in enumerate(query_lens) if length > 1), len(query_lens))
-        return BatchMetadata(
-            query_starts=torch.tensor([0, *query_lens]).cumsum(0).int().to(device),
-            context_lens=torch.tensor(context_lens, dtype=torch.int32, device=device),
-            block_tables=torch.tensor(tables, dtype=torch.int32, device=device),
-            slot_mapping=torch.tensor(slots, device=device),
-            query_lens=query_lens,
-            host_context_lens=context_lens,
-            num_decodes=decodes,
-        )
+        spans = [(before, before + new) for _, before, new in chunks]
+        width = max(-(-end // self.block_size) for _, end in spans)
+        tables = [self.tables[sequence][:width] for sequence, _, _ in chunks]
+        return BatchMetadata.of_chunks(spans, tables, self.block_size, device)
 
 
 class PagedRun:

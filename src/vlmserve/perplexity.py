@@ -67,7 +67,7 @@ def perplexity(
         offset = decoder.first_position(len(positions))
         if short is not None and len(positions) > short:
             offset = short
-        metadata = _one_sequence(positions, num_blocks)
+        metadata = BatchMetadata.of_chunks([(0, len(positions))], [range(num_blocks)], BLOCK_SIZE, positions.device)
         hidden = decoder.forward(decoder.embed(tokens[:-1]), positions + offset, metadata, caches)
         for first in range(0, len(hidden), ROWS_AT_ONCE):
             targets = tokens[1 + first : 1 + first + ROWS_AT_ONCE]
@@ -80,16 +80,3 @@ def perplexity(
 def _loss(logits: Tensor, targets: Tensor) -> float:
     losses = logits.logsumexp(-1) - logits.gather(1, targets[:, None]).squeeze(1)
     return float(losses.double().sum()) if losses.device.type == "cpu" else float(losses.sum())
-
-
-def _one_sequence(positions: Tensor, num_blocks: int) -> BatchMetadata:
-    length, device = len(positions), positions.device
-    return BatchMetadata(
-        query_starts=torch.tensor([0, length], dtype=torch.int32, device=device),
-        context_lens=torch.tensor([length], dtype=torch.int32, device=device),
-        block_tables=torch.arange(num_blocks, dtype=torch.int32, device=device)[None],
-        slot_mapping=positions,
-        query_lens=[length],
-        host_context_lens=[length],
-        num_decodes=int(length == 1),
-    )

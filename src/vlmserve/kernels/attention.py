@@ -8,10 +8,12 @@ token ``t`` is in slot ``block_tables[s, t // block_size] * block_size + t % blo
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, runtime_checkable
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -41,28 +43,69 @@ class CrossRows(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class BatchMetadata:
-    """Where each token of a flat batch belongs. Sequences with one new token (decodes) come first.
-
-    query_starts: int32 ``[sequences + 1]``. context_lens: int32 ``[sequences]``, tokens in the cache after this step.
-    block_tables: int32 ``[sequences, max_blocks]``, rows padded with 0. slot_mapping: int64 ``[tokens]``. All on the
-    model's device. query_lens and host_context_lens are the same lengths as Python ints, so that nobody needs to
-    synchronize with the device to know them. num_decodes: how many leading sequences have one query row. decodes: int32
-    ``[1]``, the same on the device, where a step that the device may have captured has longer sequences as well.
-    bidirectional: rows that attend to later ones, in order. num_positions: one more than the highest one, where
-    positions do not count tokens. cross: what each sequence attends to, where the model has cross-attention.
-    """
+    """The sequence and cache slot of each token of a flat batch. Sequences with one new token (decodes) come first.
+    Tensors lie on the model's device."""
 
     query_starts: Tensor
+    """int32 ``[sequences + 1]``."""
     context_lens: Tensor
+    """int32 ``[sequences]``, tokens in the cache after this step."""
     block_tables: Tensor
+    """int32 ``[sequences, max_blocks]``, rows padded with 0."""
     slot_mapping: Tensor
+    """int64 ``[tokens]``."""
     query_lens: list[int]
     host_context_lens: list[int]
+    """`context_lens`, readable without synchronizing with the device."""
     num_decodes: int
+    """Leading sequences with one query row."""
     bidirectional: Sequence[BidirectionalRows] = ()
+    """Rows that attend to later ones, in order."""
     num_positions: int = 0
+    """Highest position plus 1, where positions do not count tokens."""
     cross: Sequence[CrossRows] = ()
     decodes: Tensor | None = None
+    """int32 ``[1]``, `num_decodes` of a step with chunks that the device may have captured."""
+
+    @classmethod
+    def of_chunks(
+        cls,
+        chunks: Sequence[tuple[int, int]],
+        tables: Sequence[Sequence[int]],
+        block_size: int,
+        device: torch.device | None = None,
+    ) -> BatchMetadata:
+        """From the positions ``start <= i < end`` of each sequence's new tokens, decodes first, and its block ids."""
+        counts, context_lens = [end - start for start, end in chunks], [end for _, end in chunks]
+        padded = np.zeros((len(tables), max(map(len, tables))), np.int32)
+        for row, table in zip(padded, tables, strict=True):
+            row[: len(table)] = table
+        positions, slots = np.empty((2, sum(counts)), np.int64)
+        place_tokens(counts, context_lens, padded, block_size, positions, slots)
+        return cls(
+            query_starts=torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int32, device=device),
+            context_lens=torch.tensor(context_lens, dtype=torch.int32, device=device),
+            block_tables=torch.from_numpy(padded).to(device),
+            slot_mapping=torch.from_numpy(slots).to(device),
+            query_lens=counts,
+            host_context_lens=context_lens,
+            num_decodes=next((row for row, count in enumerate(counts) if count > 1), len(counts)),
+        )
+
+
+def place_tokens(
+    counts: Sequence[int],
+    context_lens: Sequence[int],
+    tables: np.ndarray,
+    block_size: int,
+    positions: np.ndarray,
+    slots: np.ndarray,
+) -> None:
+    """Write the position and the cache slot of each new token. counts: new tokens of each sequence."""
+    owner = np.repeat(np.arange(len(counts)), counts)
+    np.subtract(np.arange(len(owner)), (np.cumsum(counts) - context_lens)[owner], out=positions)
+    np.multiply(tables[owner, positions // block_size], block_size, out=slots, dtype=np.int64)
+    slots += positions % block_size
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)

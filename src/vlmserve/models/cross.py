@@ -82,21 +82,8 @@ class CrossStateEncoder:
         device = text_encoder.device
         token_ids = torch.tensor([token_id for text in texts for token_id in text], device=device)
         positions = torch.cat([torch.arange(length, device=device) for length in lengths])
-        metadata = replace(_without_cache(lengths, device), cross=cross)
+        chunks, tables = [(0, length) for length in lengths], [[0]] * len(lengths)  # nothing is cached
+        metadata = replace(BatchMetadata.of_chunks(chunks, tables, max(lengths), device), cross=cross)
         caches = text_encoder.allocate_cache(0, 1)
         hidden = text_encoder.forward(text_encoder.embed(token_ids), positions, metadata, caches)
         return [hidden[end - length : end] for length, end in zip(lengths, ends, strict=True)]
-
-
-def _without_cache(lengths: list[int], device: torch.device) -> BatchMetadata:
-    """A batch of whole sequences without a KV cache."""
-    nothing = torch.empty(0, dtype=torch.int64, device=device)
-    return BatchMetadata(
-        query_starts=torch.tensor([0, *lengths], device=device).cumsum(0).int(),
-        context_lens=torch.tensor(lengths, dtype=torch.int32, device=device),
-        block_tables=nothing.int()[None].expand(len(lengths), 0),
-        slot_mapping=nothing,
-        query_lens=lengths,
-        host_context_lens=lengths,
-        num_decodes=0,
-    )

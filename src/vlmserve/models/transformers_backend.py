@@ -12,7 +12,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -396,20 +396,9 @@ def _metadata(
     bidirectional: Sequence[BidirectionalRows] = (),
 ) -> tuple[BatchMetadata, Tensor]:
     """A batch of the tokens from `first` to `last` of each sequence, whose only block has its number; and positions."""
-    lens = [last - first for first, last in spans]
     positions = torch.cat([torch.arange(first, last) for first, last in spans])
-    blocks = torch.arange(len(spans))
-    metadata = BatchMetadata(
-        query_starts=torch.tensor([0, *lens], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(device),
-        context_lens=torch.tensor([last for _, last in spans], dtype=torch.int32, device=device),
-        block_tables=blocks[:, None].to(device, torch.int32),
-        slot_mapping=(blocks.repeat_interleave(torch.tensor(lens)) * block_size + positions).to(device),
-        query_lens=lens,
-        host_context_lens=[last for _, last in spans],
-        num_decodes=len(spans) if max(lens) == 1 else 0,
-        bidirectional=bidirectional,
-    )
-    return metadata, positions.to(device)
+    metadata = BatchMetadata.of_chunks(spans, [[block] for block in range(len(spans))], block_size, device)
+    return replace(metadata, bidirectional=bidirectional), positions.to(device)
 
 
 @dataclass(frozen=True)

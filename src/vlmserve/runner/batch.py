@@ -15,7 +15,7 @@ from torch import Tensor
 from vlmserve.devices.device import Device
 from vlmserve.devices.graphs import captured_sequences, captured_width
 from vlmserve.devices.staging import Staging
-from vlmserve.kernels.attention import BatchMetadata, BidirectionalRows, CrossRows
+from vlmserve.kernels.attention import BatchMetadata, BidirectionalRows, CrossRows, place_tokens
 from vlmserve.layers.adapters import RowSlots, Run, slots_of_rows
 from vlmserve.models.grid_positions import grid_positions
 from vlmserve.models.image_rows import ImageRows
@@ -140,11 +140,8 @@ class BatchBuilder:
             if kept is not table or written != len(table):
                 self._keep_table(row, table)
         ends = np.cumsum(counts)
-        owner = np.repeat(np.arange(len(counts)), counts)
         positions, slots = self._positions[:num_tokens], self._slots[:num_tokens]
-        np.subtract(np.arange(num_tokens), (ends - context_lens)[owner], out=positions)
-        np.multiply(self._tables[owner, positions // self._block_size], self._block_size, out=slots, dtype=np.int64)
-        slots += positions % self._block_size
+        place_tokens(counts, context_lens, self._tables, self._block_size, positions, slots)
         if others and any(offsets := [state.position_offset for state in states]):
             positions += np.repeat(offsets, counts)
         token_ids, image_rows = self._write_tokens(scheduled, num_tokens)

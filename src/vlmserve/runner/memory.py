@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
+import numpy as np
 import torch
 
 from vlmserve.devices.device import LaidOutTower
@@ -25,23 +27,13 @@ def run_largest_step(
     language_model, device = model.language_model, model.device.torch_device
     lens = [max_model_len] * (num_tokens // max_model_len)
     lens += [rest] if (rest := num_tokens - sum(lens)) else []
-    positions = torch.cat([torch.arange(length) for length in lens])
+    positions = torch.cat([torch.arange(length) for length in lens]).to(device)
     blocks_each = -(-max(lens) // block_size)
-    tables = torch.arange(len(lens) * blocks_each, dtype=torch.int32).view(len(lens), blocks_each)
-    owner = torch.repeat_interleave(torch.arange(len(lens)), torch.tensor(lens))
-    slots = tables[owner, positions // block_size].long() * block_size + positions % block_size
-    metadata = BatchMetadata(
-        query_starts=torch.tensor([0, *lens]).cumsum(0).int().to(device),
-        context_lens=torch.tensor(lens, dtype=torch.int32, device=device),
-        block_tables=tables.to(device),
-        slot_mapping=slots.to(device),
-        query_lens=lens,
-        host_context_lens=lens,
-        num_decodes=lens.count(1),
-    )
+    tables = np.arange(len(lens) * blocks_each).reshape(len(lens), blocks_each)
+    metadata = BatchMetadata.of_chunks([(0, length) for length in lens], tables.tolist(), block_size, device)
     token_ids = torch.zeros(num_tokens, dtype=torch.int64, device=device)
-    caches = language_model.allocate_cache(tables.numel(), block_size)
-    hidden = language_model.forward(language_model.embed(token_ids), positions.to(device), metadata, caches)
+    caches = language_model.allocate_cache(tables.size, block_size)
+    hidden = language_model.forward(language_model.embed(token_ids), positions, metadata, caches)
     rows = min(num_rows, num_tokens)
     out = model.device.logits_buffer(rows, language_model.vocab_size)
     model.device.draw(
@@ -64,15 +56,10 @@ def run_longest_step(model: LoadedModel, *, num_seqs: int, max_model_len: int, b
     language_model, device = model.language_model, model.device.torch_device
     num_decodes = captured_sequences(num_seqs + 1) - 1
     lens = [*[1] * num_decodes, 2]
-    longest = [max_model_len] * len(lens)
-    metadata = BatchMetadata(
-        query_starts=torch.tensor([0, *lens]).cumsum(0).int().to(device),
-        context_lens=torch.tensor(lens, dtype=torch.int32, device=device),
-        block_tables=torch.zeros(len(lens), 1, dtype=torch.int32, device=device),
-        slot_mapping=torch.zeros(sum(lens), dtype=torch.int64, device=device),
-        query_lens=lens,
-        host_context_lens=longest,
-        num_decodes=num_decodes,
+    tables = [[0] * -(-2 // block_size)] * len(lens)
+    metadata = replace(
+        BatchMetadata.of_chunks([(0, length) for length in lens], tables, block_size, device),
+        host_context_lens=[max_model_len] * len(lens),
         decodes=torch.tensor([num_decodes], dtype=torch.int32, device=device),
     )
     rows = torch.zeros(sum(lens), dtype=torch.int64, device=device)
