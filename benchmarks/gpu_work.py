@@ -26,7 +26,7 @@ class Work(NamedTuple):
 
 def decode_work(decoder: Decoder, streams: int, context: float, block_size: int) -> Work:
     """A step that gives each of some requests a token. context: tokens whose keys and values each of them reads."""
-    cached = context * decoder.cache_bytes_per_block(block_size) / block_size
+    cached = decoder.cache_bytes(block_size).read(context)
     multiplied = _products(decoder) + context * _attended(decoder)
     return Work(_read(decoder) + round(streams * cached), round(2 * streams * multiplied))
 

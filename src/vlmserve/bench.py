@@ -176,7 +176,7 @@ class Rounds:
         self._layer_products = products - self._head_products
         # Of a query with a key, and of its weight with a value.
         self._pair_products = 2 * sum(spec.num_heads * spec.head_size for spec in language_model.spec.attention)
-        self._kv_bytes_per_token = language_model.cache_bytes_per_block(16) / 16
+        self._cache_bytes = language_model.cache_bytes(16)
 
     def prefill(self, length: int) -> Figure:
         """One long prompt, in as many steps as the token budget cuts it into."""
@@ -200,7 +200,7 @@ class Rounds:
             if outputs == count:
                 seconds.append(now - before)
             before = now
-        moved = self._weight_bytes + count * length * self._kv_bytes_per_token
+        moved = self._weight_bytes + count * self._cache_bytes.read(length)
         pairs = count * length
         return self._figure("decode", count, count, statistics.median(seconds[WARM_UP_STEPS:]), moved, count, pairs)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -48,9 +48,43 @@ class AttentionSpec:
         return FULL if self.window is None else CacheGroup("window", self.window)
 
 
-def cache_groups(layers: Iterable[AttentionSpec]) -> tuple[CacheGroup, ...]:
-    """The distinct groups of layers that have a cache of their own, in the order of layers."""
-    return tuple(dict.fromkeys(layer.group for layer in layers if layer.shares_with is None))
+@dataclass(frozen=True, slots=True)
+class CacheBytes:
+    """Bytes of a sequence's cache, by its tokens."""
+
+    block_size: int
+    """Tokens of a block."""
+    groups: Mapping[CacheGroup, int]
+    """Bytes of one block over all layers of a group."""
+
+    @classmethod
+    def of(
+        cls, layers: Iterable[AttentionSpec], block_size: int, block_bytes: Callable[[AttentionSpec], int]
+    ) -> CacheBytes:
+        """block_bytes: bytes of one block of a layer that has its own cache."""
+        groups: dict[CacheGroup, int] = {}
+        for layer in layers:
+            if layer.shares_with is None:
+                groups[layer.group] = groups.get(layer.group, 0) + block_bytes(layer)
+        return cls(block_size, groups)
+
+    @property
+    def block(self) -> int:
+        """Bytes of one block over all layers."""
+        return sum(self.groups.values())
+
+    def held(self, num_tokens: int) -> int:
+        """Bytes of the blocks that hold this number of tokens. Every group holds every token."""
+        return -(-num_tokens // self.block_size) * self.block
+
+    def fitting(self, num_bytes: int) -> int:
+        """Tokens that fit, in whole blocks."""
+        return num_bytes // self.block * self.block_size
+
+    def read(self, num_tokens: int) -> float:
+        """Bytes that the newest token of a sequence attends to. Window layers read their window."""
+        tokens = ((min(num_tokens, group.window or num_tokens), size) for group, size in self.groups.items())
+        return sum(count * size for count, size in tokens) / self.block_size
 
 
 SCALINGS: Mapping[str, tuple[str, ...]] = {

@@ -205,7 +205,7 @@ def test_cache_size_is_told_and_allocated_alike(llama: Path) -> None:
     caches = model.allocate_cache(5, 16)
     assert len(caches) == 3
     allocated = sum(tensor.nbytes for cache in caches for tensor in (cache.keys, cache.values))
-    assert allocated == 5 * model.cache_bytes_per_block(16)
+    assert allocated == 5 * model.cache_bytes(16).block
 
 
 def test_bfloat16_stays_near_float32(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from tests.checkpoints import make_llama, make_llava, make_mistral3
 from vlmserve.devices.cpu import CpuDevice
 from vlmserve.errors import ConfigurationError
 from vlmserve.kernels.attention import BatchMetadata
+from vlmserve.layer_specs import FULL, CacheBytes
 from vlmserve.models.protocols import LoadedModel
 from vlmserve.models.registry import load_model
 from vlmserve.runner.memory import num_kv_blocks, run_largest_encoding, run_largest_step
@@ -72,7 +73,7 @@ def test_the_largest_step_has_all_tokens_and_rows_and_no_longer_sequences(
 
 
 def test_no_more_blocks_than_full_contexts_fill() -> None:
-    sizes = {"bytes_per_block": 100, "block_size": 16, "max_model_len": 40, "max_num_seqs": 3}
+    sizes = {"of_tokens": CacheBytes(16, {FULL: 100}), "max_model_len": 40, "max_num_seqs": 3}
     assert num_kv_blocks(budget=10**6, **sizes) == 3 * 3
     assert num_kv_blocks(budget=450, **sizes) == 4
     with pytest.raises(ConfigurationError, match="the KV cache has 0 bytes and a block of 16 tokens needs 100"):

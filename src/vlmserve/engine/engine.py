@@ -109,12 +109,12 @@ class Engine(BaseEngine):
     ) -> None:
         """followers: all other ranks; None: there are none."""
         language_model = model.language_model
-        block_bytes, num_blocks, num_host_blocks, max_model_len = cache_sizes(config, model)
+        of_tokens, num_blocks, num_host_blocks, max_model_len = cache_sizes(config, model)
         length = min(USUAL_TOKENS, max_model_len)
         logger.info(
             "KV cache: %d blocks of %d tokens, %s, %d bytes a token; %.1f MB for 1,000, room for %d requests of %d",
-            num_blocks, config.block_size, _cache_type(config, model), block_bytes // config.block_size,
-            block_bytes / config.block_size / 1e3, num_blocks // -(-length // config.block_size), length,
+            num_blocks, config.block_size, _cache_type(config, model), of_tokens.block // config.block_size,
+            of_tokens.block / config.block_size / 1e3, num_blocks // -(-length // config.block_size), length,
         )  # fmt: skip
         self._config = config
         self._grammars = grammar_compiler(config, folder, language_model.vocab_size)
@@ -198,7 +198,7 @@ class Engine(BaseEngine):
             device=str(model.device),
             num_parameters=model.num_parameters,
             max_prompt_len=self._max_len - 1,
-            kv_cache_bytes=num_blocks * block_bytes * config.tensor_parallel_size,
+            kv_cache_bytes=num_blocks * of_tokens.block * config.tensor_parallel_size,
             supports_images=model.vision is not None,
             kv_cache_tokens=num_blocks * config.block_size,
             weight_bytes=model.weight_bytes * config.tensor_parallel_size,

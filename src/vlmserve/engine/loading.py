@@ -18,6 +18,7 @@ from vlmserve.devices.ranks import device_of_rank
 from vlmserve.engine.base import context_length
 from vlmserve.engine.calibrated import calibrated_copy
 from vlmserve.errors import ConfigurationError
+from vlmserve.layer_specs import CacheBytes
 from vlmserve.layers.parallel import Ranks
 from vlmserve.models.hub import resolve_model
 from vlmserve.models.protocols import LanguageModel, LoadedModel
@@ -70,12 +71,11 @@ def check_lengths(config: EngineConfig, language_model: LanguageModel, max_posit
     """
     length = context_length(config, max_position)
     if config.kv_cache_memory and config.max_model_len is not None:
-        block_bytes = language_model.cache_bytes_per_block(config.block_size) * config.tensor_parallel_size
-        tokens = config.kv_cache_memory // block_bytes * config.block_size
-        if tokens < length:
+        sizes, ranks = language_model.cache_bytes(config.block_size), config.tensor_parallel_size
+        if (tokens := sizes.fitting(config.kv_cache_memory // ranks)) < length:
             raise ConfigurationError(
                 f"--kv-cache-memory holds {tokens:,} tokens, fewer than --max-model-len {length:,}: set it to "
-                f"{-(-length // config.block_size) * block_bytes:,} or more, or --max-model-len to less"
+                f"{sizes.held(length) * ranks:,} or more, or --max-model-len to less"
             )
 
 
@@ -100,15 +100,13 @@ def set_threads(wanted: int | None, num_ranks: int = 1) -> None:
 
 
 class CacheSizes(NamedTuple):
-    """Sizes of the KV cache on each rank.
+    """Sizes of the KV cache on each rank."""
 
-    block_bytes: of a block. blocks, host_blocks: how many there are. max_model_len: the longest context in tokens.
-    """
-
-    block_bytes: int
+    of_tokens: CacheBytes
     blocks: int
     host_blocks: int
     max_model_len: int
+    """The longest context in tokens."""
 
 
 def cache_sizes(config: EngineConfig, model: LoadedModel) -> CacheSizes:
@@ -117,19 +115,18 @@ def cache_sizes(config: EngineConfig, model: LoadedModel) -> CacheSizes:
     Raises ConfigurationError if not even one fits, and for settings that want longer contexts than the model has.
     """
     num_ranks = config.tensor_parallel_size
-    block_bytes = model.language_model.cache_bytes_per_block(config.block_size)
+    of_tokens = model.language_model.cache_bytes(config.block_size)
     max_model_len = context_length(config, model.max_position)
     blocks = num_kv_blocks(
         budget=_cache_budget(config, model, max_model_len),
-        bytes_per_block=block_bytes,
-        block_size=config.block_size,
+        of_tokens=of_tokens,
         max_model_len=max_model_len,
         max_num_seqs=config.max_num_seqs,
         tables=2 if config.enable_lora else 1,
     )
     # Evicted blocks are found again by the keys of the prefix cache only.
     offloaded = config.kv_offload_memory // num_ranks if config.enable_prefix_caching else 0
-    return CacheSizes(block_bytes, blocks, offloaded // block_bytes, max_model_len)
+    return CacheSizes(of_tokens, blocks, offloaded // of_tokens.block, max_model_len)
 
 
 def _cache_budget(config: EngineConfig, model: LoadedModel, max_model_len: int) -> int:

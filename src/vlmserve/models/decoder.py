@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from vlmserve.devices.device import EagerExecutor, LayerExecutor
 from vlmserve.kernels.attention import AttentionBackend, BatchMetadata, LayerCache
 from vlmserve.kernels.transfers import to_device
-from vlmserve.layer_specs import AttentionSpec, RopeSpec
+from vlmserve.layer_specs import AttentionSpec, CacheBytes, RopeSpec
 from vlmserve.layers.adapters import AdapterRows
 from vlmserve.layers.attention import StepContext
 from vlmserve.layers.linear import Bias, Embedding, Linear, MergedLinear, OutputLinear, TiedEmbedding
@@ -183,9 +183,11 @@ class Decoder(nn.Module):
             for attention in self.spec.attention
         ]
 
-    def cache_bytes_per_block(self, block_size: int) -> int:
-        """What one block costs over all layers, keys and values together."""
-        return sum(self.backend.block_bytes(block_size, attention, self.dtype) for attention in self.spec.attention)
+    def cache_bytes(self, block_size: int) -> CacheBytes:
+        """Bytes of the KV cache of all layers."""
+        return CacheBytes.of(
+            self.spec.attention, block_size, lambda spec: self.backend.block_bytes(block_size, spec, self.dtype)
+        )
 
     def compute_cross_states(self, states: Tensor) -> Tensor:
         """``[states, cross_size]`` to what `CrossRows.states` are."""

@@ -41,7 +41,7 @@ class MemoryEstimate:
     @property
     def token_bytes(self) -> float:
         """Of the keys and values of a token."""
-        return self._decoder.cache_bytes_per_block(BLOCK_SIZE) / BLOCK_SIZE
+        return self._decoder.cache_bytes(BLOCK_SIZE).block / BLOCK_SIZE
 
     def weights(self, config: QuantizationConfig | None) -> int:
         """Bytes of the weights; config: how they are quantized; None: they are not."""

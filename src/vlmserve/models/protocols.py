@@ -11,6 +11,7 @@ from torch import Tensor
 
 from vlmserve.devices.device import Device
 from vlmserve.kernels.attention import AttentionBackend, BatchMetadata, LayerCache
+from vlmserve.layer_specs import CacheBytes
 from vlmserve.layers.adapters import AdapterRows
 from vlmserve.layers.parallel import Ranks
 from vlmserve.layers.stages import StageBudget, Stages
@@ -140,8 +141,8 @@ class LanguageModel(Protocol):
         """The KV cache of all layers, on the model's device or another one."""
         ...
 
-    def cache_bytes_per_block(self, block_size: int) -> int:
-        """What one block costs over all layers, keys and values together."""
+    def cache_bytes(self, block_size: int) -> CacheBytes:
+        """Bytes of the KV cache of all layers."""
         ...
 
     def forward(

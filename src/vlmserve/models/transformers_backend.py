@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from vlmserve.errors import MissingWeightsError, ModelLoadError, UnsupportedModelError
 from vlmserve.kernels.attention import AttentionBackend, AttentionContext, BatchMetadata, BidirectionalRows, LayerCache
-from vlmserve.layer_specs import AttentionSpec
+from vlmserve.layer_specs import AttentionSpec, CacheBytes
 from vlmserve.layers.adapters import AdapterRows
 from vlmserve.media.images import DecodedImage
 from vlmserve.media.transformers_processor import TransformersProcessor
@@ -229,9 +229,11 @@ class TransformersModel:
             self.backend.allocate(num_blocks, block_size, spec, self._model.dtype, place) for spec in self.attention
         ]
 
-    def cache_bytes_per_block(self, block_size: int) -> int:
-        """What one block costs over all layers, keys and values together."""
-        return sum(self.backend.block_bytes(block_size, spec, self._model.dtype) for spec in self.attention)
+    def cache_bytes(self, block_size: int) -> CacheBytes:
+        """Bytes of the KV cache of all layers."""
+        return CacheBytes.of(
+            self.attention, block_size, lambda spec: self.backend.block_bytes(block_size, spec, self._model.dtype)
+        )
 
     def forward(
         self,

@@ -12,6 +12,7 @@ from vlmserve.devices.device import LaidOutTower
 from vlmserve.devices.graphs import captured_sequences
 from vlmserve.errors import ConfigurationError
 from vlmserve.kernels.attention import BatchMetadata
+from vlmserve.layer_specs import CacheBytes
 from vlmserve.models.protocols import LoadedModel
 
 
@@ -86,19 +87,18 @@ def run_largest_encoding(model: LoadedModel, *, num_tokens: int, num_images: int
     tower.encode(images, [None] * len(images))
 
 
-def num_kv_blocks(
-    *, budget: int, bytes_per_block: int, block_size: int, max_model_len: int, max_num_seqs: int, tables: int = 1
-) -> int:
+def num_kv_blocks(*, budget: int, of_tokens: CacheBytes, max_model_len: int, max_num_seqs: int, tables: int = 1) -> int:
     """Blocks that fit into `budget` bytes, at most as many as `max_num_seqs` full contexts can fill, each of which has
     so many tables.
 
     Raises ConfigurationError if not even one block and the token after it fit.
     """
-    useful = tables * max_num_seqs * -(-max_model_len // block_size)
-    blocks = min(budget // bytes_per_block, useful)
+    useful = tables * max_num_seqs * -(-max_model_len // of_tokens.block_size)
+    blocks = min(budget // of_tokens.block, useful)
     if blocks < 1:
         raise ConfigurationError(
-            f"the KV cache has {max(budget, 0):,} bytes and a block of {block_size} tokens needs {bytes_per_block:,}; "
+            f"the KV cache has {max(budget, 0):,} bytes and a block of {of_tokens.block_size} tokens needs "
+            f"{of_tokens.block:,}; "
             "free memory, set --kv-cache-memory, or take a smaller model or dtype"
         )
     return blocks
