@@ -24,12 +24,12 @@ from vlmserve.adapters.lora import Adapter
 from vlmserve.config import QuantizationConfig
 from vlmserve.devices.choice import open_device
 from vlmserve.devices.device import Device, EagerExecutor, LayerExecutor
+from vlmserve.families.registry import decoder_spec
 from vlmserve.layers.adapters import Change, LowRank
 from vlmserve.layers.linear import MergedLinear, Weight
 from vlmserve.layers.operations import arrange_layers
 from vlmserve.models.adaptable import AdaptableModel
 from vlmserve.models.decoder import Decoder
-from vlmserve.models.families import decoder_spec
 from vlmserve.models.protocols import LoadedModel
 from vlmserve.models.weights import Checkpoint
 from vlmserve.quant.memory import weight_bytes

@@ -16,11 +16,11 @@ from benchmarks.gpu_stages import BLOCK_SIZE, Measured, Sizes
 from benchmarks.gpu_timing import release, wait
 from benchmarks.gpu_work import prompt_work, tower_work
 from vlmserve.devices.choice import open_device
+from vlmserve.families.registry import decoder_spec
 from vlmserve.levels import Levels
 from vlmserve.models.decoder import Decoder
-from vlmserve.models.families import decoder_spec
 from vlmserve.models.protocols import LoadedModel
-from vlmserve.models.registry import Description, vision_family
+from vlmserve.models.registry import Description
 from vlmserve.quant.memory import weight_bytes
 from vlmserve.runner.runner import ModelRunner
 from vlmserve.steps import NewRequest, SchedulerOutput
@@ -136,17 +136,15 @@ def images(device: torch.device, sizes: Sizes, folder: Path) -> Measured:
 
 def _random_model(device: torch.device, sizes: Sizes, config: Config, scheme: str = "none") -> LoadedModel:
     on, dtype = open_device(device, "auto", sizes.dtype, automatic=False)
-    [architecture] = config["architectures"]
-    family = vision_family(architecture, config)
-    assert family is not None
-    text_config = family.text_config(config)
-    spec = replace(decoder_spec(text_config), bidirectional=family.bidirectional)
+    description = Description.of(Path(), config)
+    assert description.vision is not None
+    spec = replace(decoder_spec(description.text_config), bidirectional=description.vision.bidirectional)
     backend = on.attention(spec.attention, dtype)
-    description = Description(Path(), config, text_config, architecture)
     modules, decoder, vision, _ = description.build(spec, backend, on.executor(), dtype=dtype, device=device)
     random_weights(modules, on, None if scheme == "none" else four_bits(spec.hidden_size))
     return LoadedModel(
-        architecture=architecture, language_model=decoder, vision=vision, image_token_id=5, end_token_ids=frozenset(),
+        architecture=description.architecture, language_model=decoder, vision=vision, image_token_id=5,
+        end_token_ids=frozenset(),
         max_position=spec.max_position, dtype=dtype, device=on, backend=backend, num_parameters=0,
         weight_bytes=weight_bytes(modules), identity=b"",
     )  # fmt: skip

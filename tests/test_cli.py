@@ -437,13 +437,12 @@ def test_the_package_runs_as_a_module():
 
 
 def test_models_lists_all_families_as_the_documentation_does():
-    from vlmserve.models.families import FAMILIES
-    from vlmserve.models.registry import ARCHITECTURES
+    from vlmserve.families.registry import LANGUAGE_FAMILIES, architectures
 
     assert "pixie" in run("models").stdout
     table = run("models", "--markdown").stdout
-    assert all(f"| {name} |" in table for name in ARCHITECTURES.values())
-    assert all(family.models in table for family in FAMILIES.values())
+    assert all(f"| {name} |" in table for name in architectures())
+    assert all(family.models in table for family in LANGUAGE_FAMILIES.values())
     names, families = table.split("\n\n")
     assert "| qwen3-vl:2b | Qwen/Qwen3-VL-2B-Instruct |" in names
     assert names in Path("docs/models.md").read_text("utf-8")

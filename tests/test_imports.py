@@ -46,7 +46,7 @@ def test_a_model_answers_without_torchs_compiler_and_transformers():
     "module",
     [
         "vlmserve.layer_specs",
-        "vlmserve.models.spec",
+        "vlmserve.families.registry",
         "vlmserve.gguf.pair",
         "vlmserve.llm",
         "vlmserve.frontend.requests",

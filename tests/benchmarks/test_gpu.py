@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from benchmarks import gpu, gpu_decode, gpu_images, gpu_pieces, gpu_stages
+from vlmserve.families.registry import decoder_spec
 from vlmserve.kernels.torch_reference import TorchReference
-from vlmserve.models.families import decoder_spec
-from vlmserve.models.registry import Description, vision_family
+from vlmserve.models.registry import Description
 
 CPU = torch.device("cpu")
 
@@ -160,12 +160,8 @@ def test_published_shapes_are_those_of_the_models() -> None:
     """Without their memory."""
     counts = {}
     for name, (config, _) in gpu_images.SHAPES.items():
-        [architecture] = config["architectures"]
-        family = vision_family(architecture, config)
-        assert family is not None
-        text_config = family.text_config(config)
-        spec, backend = decoder_spec(text_config), TorchReference()
-        description = Description(Path(), config, text_config, architecture)
+        description = Description.of(Path(), config)
+        spec, backend = decoder_spec(description.text_config), TorchReference()
         parts = description.build(spec, backend, dtype=torch.bfloat16, device=torch.device("meta"))
         counts[name] = round(sum(parameter.numel() for parameter in parts.modules.parameters()) / 1e9, 1)
     assert counts == {"LLaVA-1.5-7B": 7.1, "Qwen2.5-VL-7B": 8.3}

@@ -27,8 +27,6 @@ from vlmserve.engine.messages import Add, decode_to_engine, encode
 from vlmserve.errors import InvalidImageError, UnsupportedModelError
 from vlmserve.kernels.extension import supported_isas
 from vlmserve.models.transformers_vision import TransformersVision
-from vlmserve.models.vision_families import VISION_FAMILIES
-from vlmserve.prompt.checkpoint import OWN_PREPROCESSING
 from vlmserve.types import EngineRequest, FurtherInputs
 
 NEW_TOKENS = 8
@@ -352,9 +350,3 @@ def test_an_image_that_its_model_cannot_take_ends_its_own_request_alone(
 def test_models_that_put_no_image_into_prompts_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModelError, match="no placeholder token for images"):
         LLM(str(make_blip(tmp_path)), model_impl="transformers")
-
-
-def test_both_sides_know_for_which_models_there_is_code_of_our_own() -> None:
-    """The frontend, which must do without torch, has a list of its own."""
-    own = {name for name, family in VISION_FAMILIES.items() if family.section is None}
-    assert own - {"blip_vqa"} == OWN_PREPROCESSING, "BLIP's two architectures share a model type"

@@ -17,7 +17,7 @@ from vlmserve.prompt.tokenizer import Tokenizer
 from vlmserve.sampling.thoughts import Thinking
 from vlmserve.types import SamplingParams
 
-FILES = PromptFiles(model_type="", tokenizer_config={}, special_tokens={}, image_token_id=None, chat_template=None)
+FILES = PromptFiles(tokenizer_config={}, special_tokens={}, image_token_id=None, chat_template=None)
 
 
 def tokenizer_with(*markers: str) -> Tokenizer:

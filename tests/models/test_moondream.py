@@ -14,14 +14,13 @@ from tests.moondream import SETTINGS, TEXT, TOKENS, VISION, Moondream, make_moon
 from tests.normalized import normalized, of_levels, processed
 from tests.oracles.moondream import MoondreamOracle
 from vlmserve.errors import InvalidImageError, MissingWeightsError, UnsupportedModelError
+from vlmserve.families.registry import VISION_FAMILIES, decoder_spec
 from vlmserve.media.budget import ImageBudget
 from vlmserve.media.crops import CropProcessor
 from vlmserve.media.images import DecodedImage
-from vlmserve.models.families import decoder_spec
 from vlmserve.models.protocols import LoadedModel
 from vlmserve.models.registry import load_model
 from vlmserve.models.vision.moondream import MoondreamSpec
-from vlmserve.models.vision_families import VISION_FAMILIES
 
 pytestmark = pytest.mark.usefixtures("kernels")
 

@@ -16,8 +16,8 @@ from tests.static_ranges import use_ranges
 from vlmserve.config import QuantizationConfig
 from vlmserve.devices.device import LaidOutTower
 from vlmserve.errors import InvalidImageError, ModelLoadError, UnsupportedModelError
-from vlmserve.models.pixtral import PixtralVision
 from vlmserve.models.quantized import save_quantized
+from vlmserve.models.vision.pixtral import PixtralVision
 
 pytestmark = pytest.mark.usefixtures("kernels")
 

@@ -17,11 +17,10 @@ from tests import published_glm_ocr, published_internvl, published_ministral3, p
 from tests.normalized import normalized
 from vlmserve.config import MediaConfig
 from vlmserve.errors import InvalidRequestError, ModelLoadError
+from vlmserve.families.spec import QueryGrowth
 from vlmserve.frontend.requests import RequestPreparer
 from vlmserve.kernels.torch_reference import TorchReference
 from vlmserve.models.registry import Description
-from vlmserve.models.spec import QueryGrowth
-from vlmserve.models.vision_families import VISION_FAMILIES
 from vlmserve.models.weights import Checkpoint, merge_as_stored, weight_slots
 from vlmserve.prompt.checkpoint import read_prompt_files
 
@@ -284,8 +283,7 @@ def test_features_for_more_layers_than_there_are_are_refused(folders: Callable[[
     folder = folders("Qwen3-VL-2B-Instruct")
     config = Description.read(folder).config
     text = {**config["text_config"], "num_hidden_layers": 2}
-    text_config = VISION_FAMILIES["qwen3_vl"].text_config({**config, "text_config": text})
-    description = Description(folder, config, text_config, "Qwen3VLForConditionalGeneration")
+    description = Description.of(folder, {**config, "text_config": text})
     with pytest.raises(ModelLoadError, match=r"3 layers .deepstack_visual_indexes., and the decoder has 2"):
         description.spec(Checkpoint(folder, description.rename))
 

@@ -17,9 +17,9 @@ from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
 
 from tests.static_ranges import use_ranges
 from vlmserve.errors import InvalidImageError
+from vlmserve.families.registry import VISION_FAMILIES
 from vlmserve.models.vision import qwen
 from vlmserve.models.vision.qwen import QwenVisionSpec, QwenVisionTower
-from vlmserve.models.vision_families import VISION_FAMILIES
 from vlmserve.models.weights import weight_slots
 
 CPU = torch.device("cpu")

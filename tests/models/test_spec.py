@@ -25,15 +25,13 @@ from transformers import (
 )
 
 from vlmserve.errors import ModelLoadError, UnsupportedModelError
-from vlmserve.models.families import FAMILIES, decoder_spec
-from vlmserve.models.llava import IMAGE_TOKEN_ID, VISION_DEFAULTS
+from vlmserve.families.registry import LANGUAGE_FAMILIES, VISION_FAMILIES, decoder_spec
 from vlmserve.models.vision.clip import ClipSpec
 from vlmserve.models.vision.intern import InternSpec
+from vlmserve.models.vision.llava import VISION_DEFAULTS
 from vlmserve.models.vision.pixtral import PixtralSpec
 from vlmserve.models.vision.qwen_spec import QwenVisionSpec
 from vlmserve.models.vision.siglip import IDEFICS3_DEFAULTS, IDEFICS3_KINDS
-from vlmserve.models.vision_families import VISION_FAMILIES
-from vlmserve.prompt.checkpoint import DEFAULT_IMAGE_TOKEN_IDS
 
 
 @pytest.mark.parametrize(
@@ -43,7 +41,7 @@ def test_an_empty_config_means_what_transformers_presumes(config_class: type[Any
     config = config_class()
     complete = config.to_dict()
     assert decoder_spec({"model_type": config.model_type}) == decoder_spec(complete)
-    assert FAMILIES[config.model_type].defaults["eos_token_id"] == complete.get("eos_token_id")
+    assert LANGUAGE_FAMILIES[config.model_type].defaults["eos_token_id"] == complete.get("eos_token_id")
 
 
 def test_an_empty_vision_config_means_what_transformers_presumes() -> None:
@@ -54,7 +52,6 @@ def test_a_llava_config_without_parts_means_what_transformers_presumes() -> None
     config = LlavaConfig()
     assert ClipSpec.from_config(VISION_DEFAULTS) == ClipSpec.from_config(config.vision_config.to_dict())
     assert decoder_spec({}) == decoder_spec(config.text_config.to_dict())
-    assert config.image_token_id == IMAGE_TOKEN_ID
 
 
 @pytest.mark.parametrize("config_class", [Idefics3Config, SmolVLMConfig])
@@ -97,7 +94,6 @@ def test_an_empty_config_of_an_ocr_model_means_what_transformers_presumes(config
 def test_placeholders_that_configs_do_not_name_are_those_of_transformers(config_class: type[Any]) -> None:
     config = config_class()
     assert VISION_FAMILIES[config.model_type].placeholder({}) == config.image_token_id
-    assert DEFAULT_IMAGE_TOKEN_IDS[config.model_type] == config.image_token_id
 
 
 def test_no_window_can_be_asked_for() -> None:

@@ -13,7 +13,7 @@ from vlmserve.prompt.detokenize import Detokenizer, token_bytes
 from vlmserve.prompt.files import PromptFiles
 from vlmserve.prompt.tokenizer import Tokenizer
 
-NO_FILES = PromptFiles(model_type="", tokenizer_config={}, special_tokens={}, image_token_id=None, chat_template=None)
+NO_FILES = PromptFiles(tokenizer_config={}, special_tokens={}, image_token_id=None, chat_template=None)
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 

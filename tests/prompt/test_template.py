@@ -5,7 +5,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from tests.prompt.tokenizers_for_tests import CHATML_PARTS, CHATML_STRINGS, LLAVA_STYLE
 from vlmserve.errors import InvalidRequestError, ModelLoadError
-from vlmserve.prompt.checkpoint import LLAVA_TEMPLATE
+from vlmserve.families.llava import TEMPLATE
 from vlmserve.prompt.template import ChatTemplate, ImagePart, Message, Role, ToolCall
 
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
@@ -53,7 +53,7 @@ def test_strings_render_as_in_transformers(source: str) -> None:
 
 
 def test_our_llava_format_is_that_of_published_llava_checkpoints() -> None:
-    ours, theirs = (ChatTemplate(source, SPECIAL, "<image>") for source in (LLAVA_TEMPLATE, LLAVA_STYLE))
+    ours, theirs = (ChatTemplate(source, SPECIAL, "<image>") for source in (TEMPLATE, LLAVA_STYLE))
     assert ours.render(CONVERSATION) == theirs.render(CONVERSATION)
 
 

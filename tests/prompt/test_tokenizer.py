@@ -95,7 +95,6 @@ def _word_level_tokenizer() -> Tokenizer:
     from vlmserve.prompt.files import PromptFiles
 
     files = PromptFiles(
-        model_type="llava",
         tokenizer_config={},
         special_tokens={"unk_token": "<unk>"},
         image_token_id=SPECIAL.index("<image>"),

@@ -18,6 +18,7 @@ from vlmserve.config import ProcessorOverrides
 from vlmserve.errors import ConfigurationError, InvalidImageError, InvalidRequestError
 from vlmserve.levels import Levels
 from vlmserve.media.budget import HIGH_DETAIL, NO_BUDGET, ImageBudget
+from vlmserve.media.image_files import ImageFiles
 from vlmserve.media.images import DecodedImage
 from vlmserve.media.processor import (
     CLIP_LEVELS,
@@ -106,6 +107,11 @@ class AnySizeProcessor(PixelProcessor):
         at most where nothing says; None: those of the kind of processor that the settings name. Raises
         ConfigurationError for overrides that leave no size."""
         return cls(_recipe(settings, overrides or ProcessorOverrides(), bounds), exact_pixels=exact_pixels)
+
+    @classmethod
+    def from_files(cls, files: ImageFiles) -> Self:
+        overrides = files.media.mm_processor_kwargs
+        return cls.from_settings(files.settings, exact_pixels=files.exact_pixels, overrides=overrides)
 
     def within(self, budget: ImageBudget) -> Self:
         """The same for images of a smaller budget. Raises InvalidRequestError for a larger one; any `max_tokens` is
@@ -230,14 +236,13 @@ def pixel_bounds(settings: dict[str, Any], defaults: tuple[int, int]) -> tuple[i
     return int(least), int(most)
 
 
-def kind_of(settings: dict[str, Any]) -> AnySizeKind | None:
-    """Of the processor that settings name; None: it is not one of these."""
+def _kind_of(settings: dict[str, Any]) -> AnySizeKind:
     name = str(settings.get("image_processor_type"))
-    return next((kind for prefix, kind in KINDS.items() if name.startswith(prefix)), None)
+    return next((kind for prefix, kind in KINDS.items() if name.startswith(prefix)), AnySizeKind())
 
 
 def _recipe(settings: dict[str, Any], overrides: ProcessorOverrides, defaults: tuple[int, int] | None) -> AnySizeRecipe:
-    kind = kind_of(settings) or AnySizeKind()
+    kind = _kind_of(settings)
     values = {
         **CLIP_LEVELS,
         "do_resize": True,

@@ -22,6 +22,7 @@ from PIL import Image
 from vlmserve.errors import UnsupportedModelError
 from vlmserve.levels import Levels
 from vlmserve.media.budget import ImageBudget
+from vlmserve.media.image_files import ImageFiles
 from vlmserve.media.images import DecodedImage
 from vlmserve.media.processor import PixelProcessor, Placeholders, View, to_rgb, whole_view
 from vlmserve.types import Pixels
@@ -53,6 +54,10 @@ class CropProcessor(PixelProcessor):
         self._exact_pixels = exact_pixels
         self._set_recipe(_recipe(config))
         self.levels = Levels(1 / 255, (0.5,) * 3, (0.5,) * 3)
+
+    @classmethod
+    def from_files(cls, files: ImageFiles) -> Self:
+        return cls(files.config, exact_pixels=files.exact_pixels)
 
     def within(self, budget: ImageBudget) -> Self:
         """The same for images that become fewer crops. Raises InvalidRequestError for a budget that excludes a single

@@ -17,6 +17,7 @@ from blake3 import blake3
 from vlmserve.errors import ModelLoadError, UnsupportedModelError
 from vlmserve.levels import Levels
 from vlmserve.media.budget import ImageBudget
+from vlmserve.media.image_files import ImageFiles
 from vlmserve.media.images import DecodedImage
 from vlmserve.media.processor import (
     CLIP_LEVELS,
@@ -76,6 +77,12 @@ class GridProcessor(PixelProcessor):
         self._exact_pixels = exact_pixels
         self._set_recipe(recipe)
         self.levels = Levels(recipe.rescale, recipe.mean, recipe.std)
+
+    @classmethod
+    def from_files(cls, files: ImageFiles) -> Self:
+        around = files.token_id("start_image_token", "<img>"), files.token_id("end_image_token", "</img>")
+        count = files.processor_config.get("image_seq_length")
+        return cls(files.config, files.settings, around, tile_tokens=count, exact_pixels=files.exact_pixels)
 
     def within(self, budget: ImageBudget) -> Self:
         """The same for images of fewer tiles, or more. Raises InvalidRequestError for a budget that excludes a single

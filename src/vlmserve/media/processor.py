@@ -20,6 +20,7 @@ from PIL import Image
 from vlmserve.errors import UnsupportedModelError
 from vlmserve.levels import Levels
 from vlmserve.media.budget import ImageBudget
+from vlmserve.media.image_files import ImageFiles
 from vlmserve.media.images import DecodedImage
 from vlmserve.types import Pixels, TowerInputs
 
@@ -82,19 +83,6 @@ class Placeholders(NamedTuple):
     grid: tuple[int, int, int] | None = None
     tiling: TowerInputs | None = None
     text: tuple[tuple[int, int], ...] = ()
-
-
-def implied_settings(config: dict[str, Any]) -> dict[str, Any]:
-    """What the first Qwen-VL's code does with images, whose checkpoints say only their size; empty for others."""
-    visual = config.get("visual")
-    if not isinstance(visual, dict):
-        return {}
-    side = visual.get("image_size", 448)
-    return {
-        "image_processor_type": "CLIPImageProcessor",
-        "size": {"height": side, "width": side},
-        "do_center_crop": False,
-    }
 
 
 class ImageProcessor(Protocol):
@@ -189,6 +177,10 @@ class FixedSizeProcessor(PixelProcessor):
         described = json.dumps(["pixels v2", exact_pixels, asdict(self._recipe)], sort_keys=True)
         self.fingerprint = blake3(described.encode()).digest()
         self.levels = Levels(self._recipe.rescale, self._recipe.mean, self._recipe.std)
+
+    @classmethod
+    def from_files(cls, files: ImageFiles) -> Self:
+        return cls(files.config, files.settings, exact_pixels=files.exact_pixels)
 
     def within(self, budget: ImageBudget) -> Self:
         """This one: all images have the same size. Raises InvalidRequestError for a budget that excludes it."""

@@ -17,6 +17,7 @@ from vlmserve.errors import ModelLoadError, UnsupportedModelError
 from vlmserve.levels import Levels
 from vlmserve.media.any_size import LOW_DETAIL_PIXELS
 from vlmserve.media.budget import NO_BUDGET, ImageBudget
+from vlmserve.media.image_files import ImageFiles
 from vlmserve.media.images import DecodedImage
 from vlmserve.media.processor import (
     CLIP_LEVELS,
@@ -70,6 +71,14 @@ class RowProcessor(PixelProcessor):
         recipe = _recipe(settings, _side(config, sizes or {}))
         self._set_recipe(recipe)
         self.levels = Levels(recipe.rescale, recipe.mean, recipe.std)
+
+    @classmethod
+    def from_files(cls, files: ImageFiles) -> Self:
+        sizes = files.processor_config
+        row_end = files.token_id("image_break_token", sizes.get("image_break_token", "[IMG_BREAK]"))
+        image_end = files.token_id("image_end_token", sizes.get("image_end_token", "[IMG_END]"))
+        ends, exact = (row_end, image_end), files.exact_pixels
+        return cls(files.config, files.settings, ends, sizes=sizes, exact_pixels=exact)
 
     def within(self, budget: ImageBudget) -> Self:
         """The same for images of that budget. Raises InvalidRequestError for one that excludes a single square, or asks

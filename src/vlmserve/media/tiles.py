@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import asdict, dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NamedTuple, Self
 
 import numpy as np
@@ -20,6 +20,7 @@ from PIL import Image
 from vlmserve.errors import ModelLoadError, UnsupportedModelError
 from vlmserve.levels import Levels
 from vlmserve.media.budget import NO_BUDGET, ImageBudget
+from vlmserve.media.image_files import ImageFiles
 from vlmserve.media.images import DecodedImage
 from vlmserve.media.processor import (
     FixedSizeProcessor,
@@ -68,6 +69,10 @@ class AnyResolutionProcessor(PixelProcessor):
             )
         self._exact_pixels = exact_pixels
         self._set_resolutions(_resolutions(values.get("image_grid_pinpoints"), tile))
+
+    @classmethod
+    def from_files(cls, files: ImageFiles) -> Self:
+        return cls(files.config, files.settings, exact_pixels=files.exact_pixels)
 
     def within(self, budget: ImageBudget) -> Self:
         """The same for images of fewer tiles. Raises InvalidRequestError for a budget that excludes a single one, or
@@ -217,6 +222,12 @@ class SplitProcessor(PixelProcessor):
         self.levels = Levels(self._recipe.rescale, self._recipe.mean, self._recipe.std)
         self._written = lru_cache(256)(self._write)
 
+    @classmethod
+    def from_files(cls, files: ImageFiles) -> Self:
+        count = files.processor_config.get("image_seq_len")
+        words = SplitWords.of(files)
+        return cls(files.config, files.settings, words, tile_tokens=count, exact_pixels=files.exact_pixels)
+
     def within(self, budget: ImageBudget) -> Self:
         """The same for images of fewer tiles. Raises InvalidRequestError for a budget that excludes a single one, or
         asks for more than there are."""
@@ -321,17 +332,32 @@ class SplitProcessor(PixelProcessor):
 
 @dataclass(frozen=True)
 class SplitWords:
-    """How a checkpoint of Idefics3's kind writes an image.
-
-    encode: text to token ids. image_token: the placeholder. around: the token that begins and ends an image's parts.
-    whole: the token before the one that shows all of it.
-    """
+    """How a checkpoint of Idefics3's kind writes an image."""
 
     encode: Callable[[str], Sequence[int]]
     image_token: str
+    """The placeholder."""
     image_token_id: int
     around: str
+    """The token before each tile and after the last one."""
     whole: str
+    """The token before the tile with the whole image."""
+
+    @classmethod
+    def of(cls, files: ImageFiles) -> Self:
+        """Raises ModelLoadError for a tokenizer without the token around tiles."""
+        tokenizer = files.tokenizer
+        assert tokenizer.image_token is not None
+        assert tokenizer.image_token_id is not None
+        around, named = "<fake_token_around_image>", tokenizer.special_tokens
+        files.token_id("fake_image_token", around)
+        return cls(
+            encode=partial(tokenizer.encode, add_special_tokens=False),
+            image_token=tokenizer.image_token,
+            image_token_id=tokenizer.image_token_id,
+            around=named.get("fake_image_token", around),
+            whole=named.get("global_image_token", "<global-img>"),
+        )
 
     def tokens(self, rows: int, columns: int) -> Sequence[int]:
         """Token ids of an image of so many tiles, 0 of both if it is one, with one placeholder for each tile."""

@@ -1,12 +1,12 @@
-"""The table of supported families, made from the tables that load them."""
+"""The table of supported families."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from vlmserve.models.families import FAMILIES
-from vlmserve.models.vision_families import VISION_FAMILIES, VisionFamily
+from vlmserve.families.family import VisionFamily
+from vlmserve.families.registry import LANGUAGE_FAMILIES, VISION_FAMILIES
 
 HEADINGS = ("Models", "Architecture", "Takes", "With")
 
@@ -30,8 +30,8 @@ def catalogue() -> Iterator[Entry]:
         # Those without a placeholder attend to their image by cross-attention.
         options = _options(family.text_type, adapters=family.image_token_id is not None)
         yield Entry(family.models, family.architecture, _takes(family), options)
-    for name, language in FAMILIES.items():
-        if language.models:
+    for name, language in LANGUAGE_FAMILIES.items():
+        if language.architecture is not None:
             yield Entry(language.models, language.architecture, "text", _options(name))
 
 
@@ -49,4 +49,4 @@ def _takes(family: VisionFamily) -> str:
 
 def _options(text_type: str, *, adapters: bool = True) -> str:
     options = ["int8", "int4"] + ["LoRA"] * adapters
-    return ", ".join(options + ["sliding window"] * ("sliding_window" in FAMILIES[text_type].defaults))
+    return ", ".join(options + ["sliding window"] * ("sliding_window" in LANGUAGE_FAMILIES[text_type].defaults))

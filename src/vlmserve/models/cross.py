@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from vlmserve.errors import InvalidRequestError, ModelLoadError, PromptTooLongError
+from vlmserve.families.spec import ArchSpec
 from vlmserve.kernels.attention import BatchMetadata, CrossRows
 from vlmserve.kernels.full_attention import FullAttention
 from vlmserve.models.decoder import Decoder
-from vlmserve.models.spec import ArchSpec
 from vlmserve.types import CrossInput
 
 

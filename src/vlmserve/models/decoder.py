@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from vlmserve.devices.device import EagerExecutor, LayerExecutor
+from vlmserve.families.spec import ArchSpec
 from vlmserve.kernels.attention import AttentionBackend, BatchMetadata, LayerCache
 from vlmserve.kernels.transfers import to_device
 from vlmserve.layer_specs import AttentionSpec, CacheBytes, RopeSpec
@@ -21,7 +22,6 @@ from vlmserve.layers.operations import DeferredNorm, NormedRows
 from vlmserve.layers.rope import Rope, RopeTables
 from vlmserve.models.decoder_layer import DecoderLayer, LayerRows, NextNorm, make_norm
 from vlmserve.models.image_rows import LayerFeatures, add_features
-from vlmserve.models.spec import ArchSpec
 from vlmserve.types import Bidirectional
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from vlmserve.families.spec import ArchSpec
 from vlmserve.layer_specs import AttentionSpec
 from vlmserve.models.decoder_layer import DecoderLayer
-from vlmserve.models.spec import ArchSpec
 from vlmserve.quant.calibration import Fold
 
 QKV, OUT, GATE_UP, UP, DOWN = (

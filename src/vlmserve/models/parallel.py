@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import cast
 
 from vlmserve.errors import ConfigurationError
+from vlmserve.families.spec import ArchSpec
 from vlmserve.layer_specs import AttentionSpec
 from vlmserve.layers.attention import Attention, CrossAttention
 from vlmserve.layers.cut import Shard, Share
@@ -23,7 +24,6 @@ from vlmserve.layers.parallel import (
 )
 from vlmserve.models.decoder import Decoder
 from vlmserve.models.decoder_layer import DecoderLayer
-from vlmserve.models.spec import ArchSpec
 
 
 def share_of(spec: ArchSpec, ranks: Ranks) -> ArchSpec:

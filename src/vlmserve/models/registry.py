@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import logging
-import re
+import pkgutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -20,6 +19,9 @@ from vlmserve.config import ModelImplementation, QuantizationConfig
 from vlmserve.devices.choice import open_device, type_for_torch
 from vlmserve.devices.device import EagerExecutor, LayerExecutor
 from vlmserve.errors import ConfigurationError, MissingWeightsError, ModelLoadError, UnsupportedModelError
+from vlmserve.families.family import LanguageFamily, VisionFamily, rename
+from vlmserve.families.registry import architecture, decoder_spec, language_family, vision_family
+from vlmserve.families.spec import ArchSpec
 from vlmserve.gguf.config import read_config
 from vlmserve.gguf.header import read_header
 from vlmserve.gguf.pair import language_model
@@ -28,15 +30,12 @@ from vlmserve.layers.parallel import Ranks
 from vlmserve.models.adaptable import AdaptableModel
 from vlmserve.models.cross import CrossStateEncoder, make_text_encoder
 from vlmserve.models.decoder import Decoder
-from vlmserve.models.families import FAMILIES, Family, decoder_family, decoder_spec
 from vlmserve.models.filling import Filling
 from vlmserve.models.identity import model_identity
 from vlmserve.models.parallel import share_of, split_decoder
 from vlmserve.models.protocols import LanguageModel, LoadedModel, VisionEncoder
 from vlmserve.models.sizes import broken, check_parameters, check_sizes
-from vlmserve.models.spec import ArchSpec
 from vlmserve.models.transformers_backend import TransformersCheckpoint, TransformersModel
-from vlmserve.models.vision_families import VISION_FAMILIES, VisionFamily
 from vlmserve.models.weights import Checkpoint, canonical_name
 from vlmserve.models.weights_cache import WeightsCache
 from vlmserve.quant.formats.stored import OLD_FILES, stored_layouts
@@ -45,12 +44,6 @@ from vlmserve.quant.model import log_expected_memory
 
 logger = logging.getLogger(__name__)
 
-# Architectures as config.json names them, by the model type that it gives with them.
-ARCHITECTURES = {
-    **{name: family.architecture for name, family in FAMILIES.items()},
-    **{name: family.architecture for name, family in VISION_FAMILIES.items()},
-}
-OTHER_NAMES = {other: family.architecture for family in FAMILIES.values() for other in family.also}
 META = torch.device("meta")
 Check = Callable[[LanguageModel, int], None]
 """Raises ConfigurationError for settings that do not fit a language model with a longest context in tokens."""
@@ -196,21 +189,29 @@ class Parts(NamedTuple):
 
 @dataclass(frozen=True)
 class Description:
-    """What a checkpoint's config.json or GGUF file says. folder: or that file. text_config: of its language model."""
+    """What a checkpoint's config.json or GGUF file says."""
 
     folder: Path
+    """Or the GGUF file."""
     config: Mapping[str, Any]
     text_config: Mapping[str, Any]
+    """Settings of the language model."""
     architecture: str
+    vision: VisionFamily | None
 
     @classmethod
     def read(cls, folder: Path) -> Description:
         """Raises ModelLoadError for a broken configuration, UnsupportedModelError for an unknown architecture."""
         config = read_config(read_header(folder)) if folder.is_file() else read_json(folder / "config.json")
         check_sizes(config, folder if folder.is_file() else folder / "config.json")
-        architecture = _architecture(config)
-        vision = vision_family(architecture, config)
-        return cls(folder, config, config if vision is None else vision.text_config(config), architecture)
+        return cls.of(folder, config)
+
+    @classmethod
+    def of(cls, folder: Path, config: Mapping[str, Any]) -> Description:
+        """As `read`, with a config.json that was read."""
+        vision = vision_family(config)
+        text_config = config if vision is None else vision.text_config(config)
+        return cls(folder, config, text_config, architecture(config), vision)
 
     @classmethod
     def read_plain(cls, folder: Path) -> Description:
@@ -232,13 +233,12 @@ class Description:
     @property
     def image_token_id(self) -> int | None:
         """The placeholder, if the model takes images. Raises ModelLoadError for one that is no token."""
-        family = vision_family(self.architecture, self.config)
-        return None if family is None else family.placeholder(self.config)
+        return None if self.vision is None else self.vision.placeholder(self.config)
 
     @property
-    def family(self) -> Family:
+    def family(self) -> LanguageFamily:
         """Of the language model. Raises UnsupportedModelError for an unknown one."""
-        return decoder_family(self.text_config)
+        return language_family(self.text_config)
 
     @property
     def quantization(self) -> Mapping[str, Any] | None:
@@ -263,14 +263,11 @@ class Description:
 
     def rename(self, name: str) -> str:
         """From a tensor's name in the files to its canonical one."""
-        vision = vision_family(self.architecture, self.config)
-        for pattern, replacement in () if vision is None else vision.names:
-            name = re.sub(pattern, replacement, name)
-        return canonical_name(name, self.family.rename)
+        return canonical_name(rename(name, () if self.vision is None else self.vision.names), self.family.rename)
 
     def spec(self, checkpoint: Checkpoint) -> ArchSpec:
         """The decoder's shape, its embeddings tied or not as the checkpoint has them."""
-        family = vision_family(self.architecture, self.config)
+        family = self.vision
         spec = decoder_spec(self.text_config)
         if self.text_config is not self.config:
             # Where a model is nested, whether its embeddings are tied is for the whole to say.
@@ -296,24 +293,19 @@ class Description:
         modules.language_model = decoder = Decoder(own, backend, executor, dtype=dtype, device=device)
         if ranks is not None:
             split_decoder(decoder, spec, ranks)
-        family = vision_family(self.architecture, self.config)
+        family = self.vision
         if family is None:
             return Parts(modules, decoder, None, None)
-        vision = family.build(self.config, spec.hidden_size, dtype=dtype, device=device)
-        for name, module in vision.modules.items():
+        tower = pkgutil.resolve_name(family.tower)(self.config, spec.hidden_size, dtype=dtype, device=device)
+        named = tower.named_children() if family.tower_name is None else [(family.tower_name, tower)]
+        for name, module in named:
             modules.add_module(name, module)
         if not spec.cross_size:
-            return Parts(modules, decoder, vision.encoder, None)
+            return Parts(modules, decoder, tower, None)
         text_encoder = None
-        if family.reads:
+        if family.reads_question:
             modules.text_encoder = text_encoder = make_text_encoder(spec, dtype=dtype, device=device)
-        return Parts(modules, decoder, vision.encoder, CrossStateEncoder(decoder, text_encoder))
-
-
-def vision_family(architecture: str, config: Mapping[str, Any]) -> VisionFamily | None:
-    """The row of a checkpoint with a vision tower; None for a language model."""
-    families = (family for family in VISION_FAMILIES.values() if family.architecture == architecture)
-    return next((family for family in families if family.section is None or family.section in config), None)
+        return Parts(modules, decoder, tower, CrossStateEncoder(decoder, text_encoder))
 
 
 def _load_with_transformers(
@@ -374,24 +366,6 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def _architecture(config: Mapping[str, Any]) -> str:
-    named = config.get("architectures")
-    candidates = list(named) if isinstance(named, list) else []
-    if not candidates:
-        if "model_type" not in config:
-            raise ModelLoadError("config.json names neither architectures nor a model_type")
-        candidates = [ARCHITECTURES.get(config["model_type"], str(config["model_type"]))]
-    for candidate in (OTHER_NAMES.get(name, name) for name in candidates):
-        if candidate in ARCHITECTURES.values():
-            return str(candidate)
-    supported = sorted({*ARCHITECTURES.values()})
-    near = difflib.get_close_matches(str(candidates[0]), supported, cutoff=0.7)
-    hint = f", {' and '.join(near)} would be" if near else ""
-    raise UnsupportedModelError(
-        f"architecture {candidates[0]!r} is not supported{hint}; all that are: {', '.join(supported)}"
-    )
-
-
 def _tie_as_stored(spec: ArchSpec, text_config: Mapping[str, Any], checkpoint: Checkpoint) -> ArchSpec:
     """The spec with embeddings tied or not as the files have them, where the config is wrong about it."""
     head, embeddings = "language_model.lm_head.weight", "language_model.embed_tokens.weight"
@@ -405,8 +379,8 @@ def _tie_as_stored(spec: ArchSpec, text_config: Mapping[str, Any], checkpoint: C
 def _end_token_ids(folder: Path, config: Mapping[str, Any], text_config: Mapping[str, Any]) -> frozenset[int]:
     path = folder / "generation_config.json"
     generation_config = read_json(path) if path.is_file() else {}
-    family = decoder_family(text_config)
-    further = frozenset(family.ends({**family.defaults, **text_config}))
+    family = language_family(text_config)
+    further = frozenset(family.more_ends({**family.defaults, **text_config}))
     for source in (generation_config, config, text_config, family.defaults):
         ids = source.get(family.end_token)
         if ids is not None:

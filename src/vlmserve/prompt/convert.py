@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import base64
 import binascii
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -61,10 +60,6 @@ def chatglm(folder: Path) -> tokenizers.Tokenizer:
         raise ModelLoadError(f"{folder}/tokenizer_config.json does not declare {' and '.join(prefix)}")
     tokenizer.post_processor = processors.TemplateProcessing(single=[*prefix, "$A"], special_tokens=ids)
     return tokenizer
-
-
-CONVERTERS: dict[str, Callable[[Path], tokenizers.Tokenizer]] = {"qwen": qwen, "chatglm": chatglm}
-"""By model type."""
 
 
 def read_ranks(path: Path) -> dict[bytes, int]:

@@ -33,27 +33,27 @@ def read_json(path: Path) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class PromptFiles:
-    """The parts of a checkpoint that decide how prompts are written.
+    """The parts of a checkpoint that decide how prompts are written."""
 
-    special_tokens: by name, ``bos_token`` and the like, and the model's own, like ``image_token``.
-    image_token_id, video_token_id: the placeholders' ids, None for a model that takes no images, or no videos.
-    image_ends: ids of the tokens around an image's placeholders, where chat templates write the first alone, and the
-    rest, with empty lines around it, follows from it; None: they write the placeholder.
-    frame_ends: ids of the tokens around each frame of a video whose times are text; chat templates write them once
-    around the placeholder, if they are not those of images, and they are left out there. None: times are no text.
-    frames_are_images: the tokens in and around frames are those of images, and times stand behind them.
-    has_own_preprocessing: whether what makes pixels of images for this kind of model is our own.
-    chat_template: jinja source, None if there is none.
-    """
-
-    model_type: str
     tokenizer_config: Mapping[str, Any]
     special_tokens: Mapping[str, str]
+    """By name: ``bos_token`` and the like, and the model's own, such as ``image_token``."""
     image_token_id: int | None
+    """The placeholder of an image."""
     chat_template: str | None
+    """Jinja source."""
     end_token_ids: frozenset[int] = field(default=frozenset())
     video_token_id: int | None = None
+    """The placeholder of a video."""
     image_ends: tuple[int, int] | None = None
+    """Tokens around an image's placeholders, if chat templates write only the first of the two. The rest, with empty
+    lines around it, follows from it."""
     frame_ends: tuple[int, int] | None = None
+    """Tokens around each frame of a video whose times are text. Chat templates write them once around the placeholder,
+    unless they are an image's."""
     frames_are_images: bool = False
+    """Frames have the tokens of images, and times follow them."""
+    converter: str | None = None
+    """Path of the function that reads a tokenizer without tokenizer.json, see `Family.tokenizer`."""
     has_own_preprocessing: bool = True
+    """vlmserve makes the pixels, not Transformers' processor."""

@@ -91,7 +91,6 @@ def read_prompt_files(path: Path) -> PromptFiles:
     ids = {f"{name}_token": _special_id(header, key) for name, key in _SPECIAL.items()}
     template = header.values.get("tokenizer.chat_template")
     return PromptFiles(
-        model_type=header.architecture,
         tokenizer_config={},
         special_tokens={name: tokens[id_] for name, id_ in ids.items() if id_ is not None and id_ < len(tokens)},
         image_token_id=None,

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import pkgutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from vlmserve.errors import InvalidRequestError, ModelLoadError
+from vlmserve.families.registry import vision_family
 from vlmserve.prompt.template import Message
 from vlmserve.types import CrossInput, ImageInput, ImageSpan, Prompt
 
@@ -64,18 +66,31 @@ class MoondreamPrompts:
 
 
 def one_image_prompts(config: Mapping[str, Any]) -> OneImagePrompts | None:
-    """How the model of a config.json is prompted, None for one that holds conversations.
+    """How the model of a config.json is prompted; None for one that holds conversations.
 
-    Raises ModelLoadError for a config whose first token is none.
+    Raises ModelLoadError for a config whose first token is no token id.
     """
-    kind = config.get("model_type")
-    if kind == "moondream1":
-        return MoondreamPrompts(_token_id(_part(_part(config, "config"), "tokenizer"), "bos_id", 50256))
-    if kind != "blip":
+    family = vision_family(config)
+    if family is None or family.prompts is None:
         return None
-    begin = _token_id(_part(config, "text_config"), "bos_token_id", 30522)
-    answers = "BlipForQuestionAnswering" in (config.get("architectures") or ())
-    return QuestionPrompts(begin) if answers else CaptionPrompts(begin)
+    prompts: OneImagePrompts = pkgutil.resolve_name(family.prompts)(config)
+    return prompts
+
+
+def moondream(config: Mapping[str, Any]) -> MoondreamPrompts:
+    return MoondreamPrompts(_token_id(_part(_part(config, "config"), "tokenizer"), "bos_id", 50256))
+
+
+def blip_captions(config: Mapping[str, Any]) -> CaptionPrompts:
+    return CaptionPrompts(_blip_begin(config))
+
+
+def blip_questions(config: Mapping[str, Any]) -> QuestionPrompts:
+    return QuestionPrompts(_blip_begin(config))
+
+
+def _blip_begin(config: Mapping[str, Any]) -> int:
+    return _token_id(_part(config, "text_config"), "bos_token_id", 30522)
 
 
 def _part(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:

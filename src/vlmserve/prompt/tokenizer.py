@@ -8,6 +8,7 @@ without one (sentencepiece alone) is converted by transformers or, where its tok
 from __future__ import annotations
 
 import json
+import pkgutil
 import re
 from collections.abc import Iterable, Sequence
 from functools import cached_property
@@ -21,7 +22,6 @@ from vlmserve.cancellation import check_cancelled
 from vlmserve.errors import InvalidRequestError, ModelLoadError, PromptTooLongError, UnsupportedModelError
 from vlmserve.gguf.pair import language_model
 from vlmserve.prompt.checkpoint import read_prompt_files
-from vlmserve.prompt.convert import CONVERTERS
 from vlmserve.prompt.files import PromptFiles
 from vlmserve.prompt.gguf import read_tokenizer
 from vlmserve.prompt.tokenizer_limits import check_count, check_sizes, check_tokenizer
@@ -346,8 +346,9 @@ def _replace_values(node: Any, key: str, old: str, new: str) -> None:
 
 
 def _converted(folder: Path, files: PromptFiles) -> tokenizers.Tokenizer:
-    if files.model_type in CONVERTERS:
-        return CONVERTERS[files.model_type](folder)
+    if files.converter is not None:
+        tokenizer: tokenizers.Tokenizer = pkgutil.resolve_name(files.converter)(folder)
+        return tokenizer
     if "auto_map" in files.tokenizer_config:
         raise UnsupportedModelError(
             f"the tokenizer of {folder} is code of its own, which is never run: convert it to a tokenizer.json "

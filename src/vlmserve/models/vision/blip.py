@@ -28,11 +28,6 @@ DEFAULTS: Mapping[str, Any] = {
 }
 
 
-def blip_vision_spec(config: Mapping[str, Any]) -> ClipSpec:
-    """From a ``vision_config``. Raises UnsupportedModelError for other towers, ModelLoadError for impossible sizes."""
-    return ClipSpec.from_config({**config, "num_channels": 3}, ("blip_vision_model",), DEFAULTS)
-
-
 class BlipEmbeddings(nn.Module):
     """Images to tokens: the class token, then the patches row by row, each with its position."""
 
@@ -59,6 +54,15 @@ class BlipTower(StagedVision):
         layers = [ClipLayer(spec, dtype=dtype, device=device) for _ in range(spec.num_layers)]
         self.encoder = nn.ModuleDict({"layers": nn.ModuleList(layers)})
         self.post_layernorm = LayerNorm(spec.hidden_size, spec.norm_eps, dtype=dtype, device=device)
+
+    @classmethod
+    def from_config(
+        cls, config: Mapping[str, Any], hidden_size: int, *, dtype: torch.dtype, device: torch.device
+    ) -> BlipTower:
+        spec = ClipSpec.from_config(
+            {**(config.get("vision_config") or {}), "num_channels": 3}, ("blip_vision_model",), DEFAULTS
+        )
+        return cls(spec, dtype=dtype, device=device)
 
     def check(self, shape: tuple[int, ...], num_tokens: int, tiling: TowerInputs | None = None) -> None:
         """Check that pixels of a shape become that many features; raises InvalidImageError if they do not."""

@@ -18,8 +18,8 @@ from vlmserve.errors import InvalidImageError, UnsupportedModelError
 from vlmserve.layers.linear import empty_parameter
 from vlmserve.layers.norm import LayerNorm
 from vlmserve.layers.stages import StageBudget, Stages, by_rows
-from vlmserve.models.llava import Projector
 from vlmserve.models.vision.clip import ClipLayer, ClipSpec, PatchEmbedding
+from vlmserve.models.vision.llava import Projector
 from vlmserve.models.vision.staged import StagedVision, through_layers
 from vlmserve.types import TowerInputs
 
@@ -119,6 +119,12 @@ class MoondreamTower(StagedVision):
             dtype=dtype,
             device=device,
         )
+
+    @classmethod
+    def from_config(
+        cls, config: Mapping[str, Any], hidden_size: int, *, dtype: torch.dtype, device: torch.device
+    ) -> MoondreamTower:
+        return cls(MoondreamSpec.from_config(config, hidden_size), dtype=dtype, device=device)
 
     def check(self, shape: tuple[int, ...], num_tokens: int, tiling: TowerInputs | None = None) -> None:
         """Check that pixels of a shape become that many embeddings; raises InvalidImageError if they do not."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, NamedTuple, cast
@@ -236,6 +236,13 @@ class QwenVisionTower(StagedVision):
         self.deepstack_merger_list = nn.ModuleList(
             PatchMerger(spec, norms_squares=True, dtype=dtype, device=device) for _ in spec.deepstack
         )
+
+    @classmethod
+    def from_config(
+        cls, config: Mapping[str, Any], hidden_size: int, *, dtype: torch.dtype, device: torch.device
+    ) -> QwenVisionTower:
+        spec = QwenVisionSpec.from_config(config.get("vision_config") or {}, hidden_size)
+        return cls(spec, dtype=dtype, device=device)
 
     def check(self, shape: tuple[int, ...], num_tokens: int, tiling: TowerInputs | None = None) -> None:
         """Check that pixels ``[frames, channels, height, width]`` become that many embeddings.

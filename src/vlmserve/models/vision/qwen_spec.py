@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from vlmserve.errors import ModelLoadError, UnsupportedModelError
+from vlmserve.families.qwen3_vl import deepstack_layers
 
 Config = Mapping[str, Any]
 
@@ -74,11 +75,6 @@ class QwenVisionSpec:
     @property
     def head_size(self) -> int:
         return self.hidden_size // self.num_heads
-
-
-def deepstack_layers(config: Config) -> tuple[int, ...]:
-    """Of Qwen3-VL's ``vision_config``: see `QwenVisionSpec.deepstack`."""
-    return tuple(config.get("deepstack_visual_indexes", (8, 16, 24)))
 
 
 def _common(config: Config, *, layers: int = 32, patch_size: int = 14) -> dict[str, Any]:

@@ -204,6 +204,12 @@ class ResampledVision(StagedVision):
         self.ln_post = LayerNorm(size, NORM_EPS, dtype=dtype, device=device)
         self.proj = empty_parameter(size, size, dtype=dtype, device=device)
 
+    @classmethod
+    def from_config(
+        cls, config: Mapping[str, Any], hidden_size: int, *, dtype: torch.dtype, device: torch.device
+    ) -> ResampledVision:
+        return cls(ResampledSpec.from_config(config["visual"], hidden_size), dtype=dtype, device=device)
+
     def check(self, shape: tuple[int, ...], num_tokens: int, tiling: TowerInputs | None = None) -> None:
         """Check that pixels of a shape become that many embeddings; raises InvalidImageError if they do not."""
         tower = self.spec.tower

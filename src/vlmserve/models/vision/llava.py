@@ -27,7 +27,6 @@ VISION_DEFAULTS: Mapping[str, Any] = {
     "image_size": 336,
     "patch_size": 14,
 }
-IMAGE_TOKEN_ID = 32000
 
 
 class Projector(nn.Module):

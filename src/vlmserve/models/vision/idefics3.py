@@ -18,7 +18,6 @@ from vlmserve.models.vision.siglip import IDEFICS3_DEFAULTS, IDEFICS3_KINDS, Sig
 from vlmserve.models.vision.staged import StagedVision
 from vlmserve.types import TowerInputs
 
-IMAGE_TOKEN_ID = 128257
 TILES_AT_ONCE = 16
 """An image may have many tiles, and some images are encoded together; this bounds the memory that takes."""
 

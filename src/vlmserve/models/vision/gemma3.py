@@ -22,7 +22,6 @@ from vlmserve.models.vision.siglip import SIGLIP_DEFAULTS, SiglipTower
 from vlmserve.models.vision.staged import TileVision
 from vlmserve.types import TowerInputs
 
-IMAGE_TOKEN_ID = 262144
 TOKENS_PER_IMAGE = 256
 
 

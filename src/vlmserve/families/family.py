@@ -1,0 +1,149 @@
+"""What the module of a family declares."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from vlmserve.errors import ModelLoadError
+from vlmserve.families.spec import ArchSpec, Config
+from vlmserve.types import Bidirectional
+
+Names = Sequence[tuple[str, str]]
+"""Regular expressions for tensor names and their replacements, applied in order."""
+Template = Callable[[Config, Config], str | None]
+"""The chat template for a config.json and a generation_config.json."""
+
+_COMMON: Names = (
+    (r"\.input_layernorm\.", ".attention_norm."),
+    (r"\.post_attention_layernorm\.", ".mlp_norm."),
+)
+
+
+def rename(name: str, names: Names) -> str:
+    for pattern, replacement in names:
+        name = re.sub(pattern, replacement, name)
+    return name
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """Models with the same ``model_type`` in config.json. Paths to code are ``package.module:name``, so that the
+    frontend does not import torch."""
+
+    model_type: str
+    chat_template: Template | None = None
+    """For checkpoints without a template."""
+    tokenizer: str | None = None
+    """Reads the tokenizer of a folder without tokenizer.json (`prompt.convert`)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LanguageFamily(Family):
+    """A decoder, by itself or inside a vision-language model."""
+
+    defaults: Config
+    """Defaults of Transformers' config class, which published config.json files leave out."""
+    build: Callable[[Config], ArchSpec]
+    """From a config with `defaults`."""
+    architecture: str | None = None
+    """``architectures`` of config.json; None: only inside vision-language models."""
+    other_architectures: tuple[str, ...] = ()
+    names: Names = ()
+    """From tensor names of checkpoints to names of the decoder here."""
+    end_token: str = "eos_token_id"
+    """Field of config.json with the tokens that end an answer."""
+    more_ends: Callable[[Config], Collection[int]] = lambda config: ()
+    """Tokens that end an answer, too, although no file says so."""
+    models: str = ""
+    """Well-known models."""
+
+    def rename(self, name: str) -> str:
+        """From a tensor's name in the language model of a checkpoint to its name here."""
+        return rename(name, (*self.names, *_COMMON))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VisionFamily(Family):
+    """A vision-language model."""
+
+    name: str = ""
+    """Of the family, if its `model_type` belongs to another one as well."""
+    architecture: str
+    matches: Callable[[Config], bool] | None = None
+    """Tells the family from another one with the same `architecture`."""
+    text_type: str
+    """``model_type`` of a language model whose config has none."""
+    text_fields: Callable[[Config], Config] = lambda config: {}
+    """Settings of the language model from other parts of config.json."""
+    tied: bool = False
+    """Default of ``tie_word_embeddings``."""
+    bidirectional: Bidirectional | None = None
+    """Prompt tokens that attend to each other in both directions."""
+    names: Names = ()
+    """From tensor names of checkpoints to names of the modules here."""
+
+    tower: str
+    """Makes the `VisionEncoder` from the config, the decoder's width, ``dtype=`` and ``device=``."""
+    tower_name: str | None = None
+    """Name of the tower in tensor names; None: tensors have the names of its children."""
+    reads_question: bool = False
+    """An encoder reads the question with the image."""
+
+    image_processor: str
+    """Makes the `ImageProcessor` from `ImageFiles` where ``image_processor_type`` names no other one."""
+    image_processor_types: tuple[str, ...] = ()
+    """Prefixes of each ``image_processor_type`` that `image_processor` implements."""
+    image_settings: Callable[[Config], Config] = lambda config: {}
+    """Settings of the image processor for checkpoints without such a file."""
+
+    image_token_id: int | None
+    """Default placeholder of an image; None: no token stands for an image."""
+    config_placeholder: Callable[[Config], object] = lambda config: config.get(
+        "image_token_index", config.get("image_token_id")
+    )
+    """The placeholder that config.json names."""
+    video_token_id: int | None = None
+    """Default placeholder of a video."""
+    image_ends: Mapping[str, int] = field(default_factory=dict)
+    """Tokens before and after an image, as config.json names them, where chat templates write only the first."""
+    frame_ends: Mapping[str, int] = field(default_factory=dict)
+    """Tokens before and after each video frame, as config.json names them, where times of frames are text."""
+    frames_are_images: bool = False
+    """Video frames have the tokens of images."""
+    prompts: str | None = None
+    """Makes `OneImagePrompts` from config.json, for models without conversations."""
+    videos: bool = False
+    models: str = ""
+    """Well-known models."""
+
+    @property
+    def key(self) -> str:
+        return self.name or self.model_type
+
+    def text_config(self, config: Config) -> Config:
+        """Settings of the language model, with its ``model_type``. Raises ModelLoadError for a broken config."""
+        nested = config.get("text_config")
+        if nested is None:
+            nested = config if "hidden_size" in config else {}
+        if not isinstance(nested, Mapping):
+            raise ModelLoadError("config.json: text_config is not an object")
+        own_type = nested.get("model_type") if nested is not config else None
+        return {**nested, **self.text_fields(config), "model_type": own_type or self.text_type}
+
+    def placeholder(self, config: Config) -> int | None:
+        """The token that stands for an image. Raises ModelLoadError if config.json names something else."""
+        if self.image_token_id is None:
+            return None
+        found = self.config_placeholder(config)
+        token_id = self.image_token_id if found is None else found
+        if not isinstance(token_id, int):
+            raise ModelLoadError(f"config.json: image_token_index is {token_id!r}, not a token id")
+        return token_id
+
+
+def vision_section(config: Config) -> Config:
+    """``vision_config``, empty if there is none."""
+    section = config.get("vision_config")
+    return section if isinstance(section, Mapping) else {}

@@ -1,0 +1,62 @@
+"""Gemma 3 (https://arxiv.org/abs/2503.19786)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from vlmserve.families.family import LanguageFamily, VisionFamily
+from vlmserve.families.gemma import GEMMA2, SANDWICH_NAMES, gemma2
+from vlmserve.families.spec import ArchSpec, Config, HeadNormSpec, NormSpec, layer_windows
+from vlmserve.layer_specs import RopeSpec
+
+_TEXT: Config = {
+    **GEMMA2,
+    "vocab_size": 262208,
+    "max_position_embeddings": 131072,
+    "final_logit_softcapping": None,
+    "attn_logit_softcapping": None,
+    "rope_theta": 1e6,
+    "rope_local_base_freq": 1e4,
+    "rope_scaling": None,
+    "sliding_window_pattern": 6,
+}
+
+
+def _gemma3(config: Config) -> ArchSpec:
+    windows = layer_windows(config, lambda layer: (layer + 1) % config["sliding_window_pattern"] != 0)
+    head_norm = HeadNormSpec("head", NormSpec(config["rms_norm_eps"], offset=1.0))
+    return gemma2(config, windows, ropes=_ropes(config, windows), head_norm=head_norm)
+
+
+def _ropes(config: Config, windows: Sequence[int | None]) -> list[RopeSpec]:
+    """Window layers have a smaller base and are not scaled."""
+    by_kind = config.get("rope_parameters") or {}
+    everywhere = by_kind.get("full_attention") or {"rope_theta": config["rope_theta"], **(config["rope_scaling"] or {})}
+    nearby = by_kind.get("sliding_attention") or {"rope_theta": config["rope_local_base_freq"]}
+    head_size, positions = config["head_dim"], config["max_position_embeddings"]
+    full, sliding = (RopeSpec.from_config(head_size, 1e4, parameters, positions) for parameters in (everywhere, nearby))
+    return [full if window is None else sliding for window in windows]
+
+
+FAMILIES = (
+    LanguageFamily(
+        model_type="gemma3_text",
+        architecture="Gemma3ForCausalLM",
+        defaults=_TEXT,
+        build=_gemma3,
+        names=SANDWICH_NAMES,
+        models="Gemma 3 1B",
+    ),
+    VisionFamily(
+        model_type="gemma3",
+        architecture="Gemma3ForConditionalGeneration",
+        text_type="gemma3_text",
+        tied=True,
+        bidirectional="images",
+        tower="vlmserve.models.vision.gemma3:Gemma3Vision",
+        image_processor="vlmserve.media.processor:FixedSizeProcessor.from_files",
+        image_token_id=262144,
+        image_ends={"boi_token_index": 255999, "eoi_token_index": 256000},
+        models="Gemma 3 4B and larger",
+    ),
+)

@@ -1,0 +1,40 @@
+"""Llama and models with its layers."""
+
+from __future__ import annotations
+
+from vlmserve.families.family import LanguageFamily
+from vlmserve.families.spec import ArchSpec, Config, usual_spec
+
+LLAMA: Config = {
+    "vocab_size": 32000,
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": None,
+    "head_dim": None,
+    "hidden_act": "silu",
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+    "mlp_bias": False,
+    "eos_token_id": 2,
+}
+
+
+def _llama(config: Config) -> ArchSpec:
+    bias = config.get("attention_bias", False)
+    return usual_spec(config, qkv_bias=bias, output_bias=bias, mlp_bias=config.get("mlp_bias", False))
+
+
+FAMILIES = (
+    LanguageFamily(
+        model_type="llama",
+        architecture="LlamaForCausalLM",
+        defaults=LLAMA,
+        build=_llama,
+        models="Llama 1 to 3.3, Vicuna, Yi, SmolLM 1 and 2",
+    ),
+)

@@ -1,0 +1,78 @@
+"""Mistral, Ministral 3, and Mistral Small 3, which merges squares of patches of Pixtral's tower."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from vlmserve.families.family import LanguageFamily, VisionFamily
+from vlmserve.families.llama import LLAMA
+from vlmserve.families.pixtral import PIXTRAL_IMAGES
+from vlmserve.families.spec import ArchSpec, Config, QueryGrowth, rope_parameters, same_window, usual_spec
+
+_MISTRAL: Config = {
+    **LLAMA,
+    "intermediate_size": 14336,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 4096 * 32,
+    "sliding_window": 4096,
+}
+_MINISTRAL3: Config = {
+    **_MISTRAL,
+    "vocab_size": 131072,
+    "num_hidden_layers": 34,
+    "head_dim": 128,
+    "max_position_embeddings": 262144,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1e6,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "factor": 16.0,
+        "original_max_position_embeddings": 16384,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "llama_4_scaling_beta": 0.1,
+    },
+    "sliding_window": None,
+}
+
+
+def _mistral(config: Config) -> ArchSpec:
+    return usual_spec(config, windows=same_window(config))
+
+
+def _ministral3(config: Config) -> ArchSpec:
+    spec = _mistral(config)
+    beta = rope_parameters(config).get("llama_4_scaling_beta")
+    rope = spec.ropes[0]
+    assert rope is not None
+    return spec if beta is None else replace(spec, query_growth=QueryGrowth(rope.original_context, beta))
+
+
+FAMILIES = (
+    LanguageFamily(
+        model_type="mistral",
+        architecture="MistralForCausalLM",
+        defaults=_MISTRAL,
+        build=_mistral,
+        models="Mistral, Zephyr",
+    ),
+    LanguageFamily(
+        model_type="ministral3",
+        architecture="Ministral3ForCausalLM",
+        defaults=_MINISTRAL3,
+        build=_ministral3,
+        models="Ministral 3, language model only",
+    ),
+    VisionFamily(
+        model_type="mistral3",
+        architecture="Mistral3ForConditionalGeneration",
+        text_type="mistral",
+        tower="vlmserve.models.vision.pixtral:PixtralVision.merging",
+        image_token_id=10,
+        **PIXTRAL_IMAGES,
+        tied=True,
+        models="Mistral Small 3.1 and 3.2, Ministral 3",
+    ),
+)

@@ -1,0 +1,40 @@
+"""Qwen 2 and 2.5."""
+
+from __future__ import annotations
+
+from vlmserve.families.family import LanguageFamily
+from vlmserve.families.llama import LLAMA
+from vlmserve.families.spec import ArchSpec, Config, layer_windows, usual_spec
+
+QWEN: Config = {
+    **LLAMA,
+    "vocab_size": 151936,
+    "intermediate_size": 22016,
+    "num_key_value_heads": 32,
+    "max_position_embeddings": 32768,
+    "use_sliding_window": False,
+    "sliding_window": 4096,
+    "max_window_layers": 28,
+    "eos_token_id": None,
+}
+
+
+def qwen2(config: Config) -> ArchSpec:
+    return usual_spec(config, windows=qwen_windows(config), qkv_bias=True)
+
+
+def qwen_windows(config: Config) -> list[int | None]:
+    if not config["use_sliding_window"]:
+        return [None] * config["num_hidden_layers"]
+    return layer_windows(config, lambda layer: layer >= config["max_window_layers"])
+
+
+FAMILIES = (
+    LanguageFamily(
+        model_type="qwen2",
+        architecture="Qwen2ForCausalLM",
+        defaults=QWEN,
+        build=qwen2,
+        models="Qwen 2 and 2.5",
+    ),
+)

@@ -1,0 +1,24 @@
+"""Qwen 3."""
+
+from __future__ import annotations
+
+from vlmserve.families.family import LanguageFamily
+from vlmserve.families.qwen2 import QWEN, qwen_windows
+from vlmserve.families.spec import ArchSpec, Config, HeadNormSpec, NormSpec, usual_spec
+
+QWEN3: Config = {**QWEN, "head_dim": 128}
+
+
+def qwen3(config: Config) -> ArchSpec:
+    return usual_spec(
+        config,
+        windows=qwen_windows(config),
+        qkv_bias=config["attention_bias"],
+        output_bias=config["attention_bias"],
+        head_norm=HeadNormSpec("head", NormSpec(config["rms_norm_eps"])),
+    )
+
+
+FAMILIES = (
+    LanguageFamily(model_type="qwen3", architecture="Qwen3ForCausalLM", defaults=QWEN3, build=qwen3, models="Qwen 3"),
+)

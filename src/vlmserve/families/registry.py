@@ -1,0 +1,125 @@
+"""All families, found by importing every module of this package."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import pkgutil
+from collections.abc import Iterator
+
+from vlmserve import families
+from vlmserve.errors import ModelLoadError, UnsupportedModelError
+from vlmserve.families.family import Family, LanguageFamily, VisionFamily
+from vlmserve.families.spec import ArchSpec, Config
+
+LANGUAGE_FAMILIES: dict[str, LanguageFamily] = {}
+"""By ``model_type``."""
+VISION_FAMILIES: dict[str, VisionFamily] = {}
+"""By `VisionFamily.key`."""
+OTHER_FAMILIES: dict[str, Family] = {}
+"""Models that only the Transformers backend runs, by ``model_type``."""
+
+FIXED_SIZE = "vlmserve.media.processor:FixedSizeProcessor.from_files"
+"""The image processor of checkpoints that no family's `image_processor_types` name."""
+DEFAULT_FAMILY = "llama"
+"""Of configs without a ``model_type``, such as those of the first LLaVA checkpoints."""
+
+
+def register(family: Family) -> None:
+    """Add a family. A later one replaces an earlier one of the same name."""
+    if isinstance(family, VisionFamily):
+        VISION_FAMILIES[family.key] = family
+    elif isinstance(family, LanguageFamily):
+        LANGUAGE_FAMILIES[family.model_type] = family
+    else:
+        OTHER_FAMILIES[family.model_type] = family
+
+
+def language_family(config: Config) -> LanguageFamily:
+    """The family of a text config. Raises UnsupportedModelError for an unknown one."""
+    name = config.get("model_type", DEFAULT_FAMILY)
+    if name not in LANGUAGE_FAMILIES:
+        raise UnsupportedModelError(
+            f"language model type {name!r} is not supported; supported are {', '.join(sorted(LANGUAGE_FAMILIES))}"
+        )
+    return LANGUAGE_FAMILIES[name]
+
+
+def decoder_spec(config: Config) -> ArchSpec:
+    """The spec of a text config: all of config.json, or its ``text_config``.
+
+    Raises UnsupportedModelError for a family or option that is not implemented, ModelLoadError for impossible sizes.
+    """
+    family = language_family(config)
+    return family.build({**family.defaults, **config})
+
+
+def vision_family(config: Config) -> VisionFamily | None:
+    """The family of a config.json with a vision tower; None for a language model and for unknown models."""
+    found = _known_architecture(config)
+    fitting = [family for family in VISION_FAMILIES.values() if family.architecture == found]
+    special = (family for family in fitting if family.matches is not None and family.matches(config))
+    return next(special, next((family for family in fitting if family.matches is None), None))
+
+
+def image_processor_path(kind: str | None, family: VisionFamily | None) -> str:
+    """What makes the image processor of a checkpoint. kind: its ``image_processor_type``.
+
+    The family decides where the checkpoint names none. A kind that no family claims is one of fixed size.
+    """
+    if kind is None and family is not None:
+        return family.image_processor
+    named = (own for own in VISION_FAMILIES.values() if str(kind).startswith(own.image_processor_types))
+    return next((own.image_processor for own in named), FIXED_SIZE)
+
+
+def family_of(config: Config) -> Family | None:
+    """The family of a config.json; None for unknown models."""
+    name = str(config.get("model_type"))
+    return vision_family(config) or LANGUAGE_FAMILIES.get(name) or OTHER_FAMILIES.get(name)
+
+
+def architecture(config: Config) -> str:
+    """The architecture of a config.json. Raises UnsupportedModelError for an unknown one, ModelLoadError for none."""
+    if found := _known_architecture(config):
+        return found
+    if not config.get("architectures") and "model_type" not in config:
+        raise ModelLoadError("config.json names neither architectures nor a model_type")
+    name = _named_architectures(config)[0]
+    supported = architectures()
+    near = difflib.get_close_matches(name, supported, cutoff=0.7)
+    hint = f", {' and '.join(near)} would be" if near else ""
+    raise UnsupportedModelError(f"architecture {name!r} is not supported{hint}; all that are: {', '.join(supported)}")
+
+
+def architectures() -> list[str]:
+    return sorted({family.architecture for family in _implemented() if family.architecture is not None})
+
+
+def _implemented() -> Iterator[LanguageFamily | VisionFamily]:
+    yield from LANGUAGE_FAMILIES.values()
+    yield from VISION_FAMILIES.values()
+
+
+def _known_architecture(config: Config) -> str | None:
+    others = {
+        other: family.architecture for family in LANGUAGE_FAMILIES.values() for other in family.other_architectures
+    }
+    known = architectures()
+    return next((name for name in (others.get(n, n) for n in _named_architectures(config)) if name in known), None)
+
+
+def _named_architectures(config: Config) -> list[str]:
+    """``architectures`` of config.json, or else that of its ``model_type``. Never empty."""
+    named = config.get("architectures")
+    if isinstance(named, list) and named:
+        return [str(name) for name in named]
+    kind = config.get("model_type")
+    own = (family.architecture for family in _implemented() if family.model_type == kind)
+    return [next((name for name in own if name is not None), str(kind))]
+
+
+for _module in pkgutil.iter_modules(families.__path__):
+    if _module.name != "registry":
+        for _family in getattr(importlib.import_module(f"{families.__name__}.{_module.name}"), "FAMILIES", ()):
+            register(_family)

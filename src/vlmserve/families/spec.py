@@ -1,0 +1,174 @@
+"""The shape of one decoder, and how a config.json with the usual names becomes one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+from vlmserve.errors import ModelLoadError, UnsupportedModelError
+from vlmserve.layer_specs import AttentionSpec, RopeSpec
+from vlmserve.types import Bidirectional
+
+Config = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class NormSpec:
+    eps: float
+    layer: bool = False
+    """LayerNorm with a bias, not RMSNorm."""
+    offset: float = 0.0
+    """Added to the stored weights."""
+
+
+@dataclass(frozen=True, slots=True)
+class HeadNormSpec:
+    """Norm of queries and keys before RoPE."""
+
+    over: Literal["head", "each head", "row"]
+    """"head": each head, with shared weights. "each head": with its own weights. "row": all heads of a token."""
+    norm: NormSpec
+    bias: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class QueryGrowth:
+    """Factor of queries at positions beyond `context`: ``log(position) / log(context)`` (Qwen), or with `beta`
+    ``1 + beta * ln(1 + floor(position / context))`` (Llama 4)."""
+
+    context: int
+    beta: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ArchSpec:
+    """The shape of one decoder. Sizes in elements."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    attention: tuple[AttentionSpec, ...]
+    """One entry a layer."""
+    ropes: tuple[RopeSpec | None, ...]
+    """One entry a layer; None: no rotary embedding."""
+    norm: NormSpec
+    activation: str
+    tied_embeddings: bool
+    max_position: int
+    norms: Literal["pre", "output", "sandwich", "post"] = "pre"
+    """"pre": before attention and MLP. "output": after each, before the residual is added. "sandwich": both.
+    "post": after the residual is added, with no norm after the last layer."""
+    head_norm: HeadNormSpec | None = None
+    parallel: bool = False
+    """Attention and MLP read the same normed input."""
+    gated: bool = True
+    """The MLP multiplies its activation by a second projection."""
+    qkv_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+    head_bias: bool = False
+    head_transform: bool = False
+    """A dense layer, the activation and a norm come before the output head."""
+    cross_size: int = 0
+    """Width of the states that every layer attends to by cross-attention, between attention and MLP; 0: none."""
+    bidirectional: Bidirectional | None = None
+    """Prompt tokens that attend to each other in both directions."""
+    learned_positions: int = 0
+    """Rows of the position embedding table; 0: none."""
+    query_growth: QueryGrowth | None = None
+    embedding_norm: bool = False
+    """Embeddings are normed after positions are added."""
+    embedding_scale: float = 1.0
+    deepstack: int = 0
+    """Number of first layers that get image features added to their outputs, see `LayerFeatures`."""
+    logit_cap: float | None = None
+    """Bounds logits as `AttentionSpec.soft_cap` bounds scores."""
+
+
+GPT: Final[Mapping[str, Any]] = {"gated": False, "qkv_bias": True, "output_bias": True, "mlp_bias": True}
+"""Fields of `ArchSpec` for GPT-2's blocks."""
+
+
+def usual_spec(config: Config, **differences: Any) -> ArchSpec:
+    """The spec of a config.json with the usual names.
+
+    differences: fields of `ArchSpec`; windows, scale and soft_cap of `AttentionSpec`; rope_part and interleaved of
+    `RopeSpec`. Raises ModelLoadError for heads that do not fit.
+    """
+    hidden_size, num_heads = config["hidden_size"], config["num_attention_heads"]
+    num_kv_heads = config.get("num_key_value_heads") or num_heads
+    if num_heads % num_kv_heads or not (config.get("head_dim") or hidden_size % num_heads == 0):
+        raise ModelLoadError(
+            f"config.json: {num_heads} attention heads do not fit {num_kv_heads} key-value heads or width {hidden_size}"
+        )
+    head_size = config.get("head_dim") or hidden_size // num_heads
+    layers = config["num_hidden_layers"]
+    windows = differences.pop("windows", [None] * layers)
+    scale = differences.pop("scale", head_size**-0.5)
+    soft_cap = differences.pop("soft_cap", None)
+    rope_part, interleaved = differences.pop("rope_part", 1.0), differences.pop("interleaved", False)
+    ropes = differences.pop("ropes", None)
+    if ropes is None:
+        ropes = [usual_rope(config, head_size, part=rope_part, interleaved=interleaved)] * layers
+    values: dict[str, Any] = {
+        "norm": NormSpec(config.get("rms_norm_eps", 1e-6)),
+        "activation": config.get("hidden_act"),
+        "tied_embeddings": bool(config["tie_word_embeddings"]),
+        "max_position": next((rope.context for rope in ropes if rope), config["max_position_embeddings"]),
+        **differences,
+    }
+    return ArchSpec(
+        vocab_size=config["vocab_size"],
+        hidden_size=hidden_size,
+        intermediate_size=config["intermediate_size"],
+        attention=tuple(
+            AttentionSpec(num_heads, num_kv_heads, head_size, scale, window, soft_cap) for window in windows
+        ),
+        ropes=tuple(ropes),
+        **values,
+    )
+
+
+def usual_rope(config: Config, head_size: int, *, part: float = 1.0, interleaved: bool = False) -> RopeSpec:
+    """part: share of each head that is rotated, unless the config has ``partial_rotary_factor``."""
+    parameters = dict(rope_parameters(config))
+    if "original_max_position_embeddings" in config:
+        parameters.setdefault("original_max_position_embeddings", config["original_max_position_embeddings"])
+    return RopeSpec.from_config(
+        head_size,
+        config["rope_theta"],
+        parameters,
+        config["max_position_embeddings"],
+        part=config.get("partial_rotary_factor", part),
+        interleaved=interleaved,
+    )
+
+
+def rope_parameters(config: Config) -> Config:
+    return config.get("rope_scaling") or config.get("rope_parameters") or {}
+
+
+def with_sections(config: Config, sections: list[int], **parameters: Any) -> Config:
+    """The config with M-RoPE. sections: unless the config has ``mrope_section``; parameters: override the config's."""
+    return {**config, "rope_scaling": {"mrope_section": sections, **rope_parameters(config), **parameters}}
+
+
+def layer_windows(config: Config, slides: Callable[[int], bool]) -> list[int | None]:
+    """The window of each layer. slides: which layers have one, unless the config has ``layer_types``."""
+    layers = range(config["num_hidden_layers"])
+    kinds = config.get("layer_types") or ["sliding_attention" if slides(layer) else "" for layer in layers]
+    return [config["sliding_window"] if kind == "sliding_attention" else None for kind in kinds]
+
+
+def same_window(config: Config) -> list[int | None]:
+    return [config["sliding_window"]] * config["num_hidden_layers"]
+
+
+def require(config: Config, needed: Mapping[str, tuple[Any, str]]) -> None:
+    """Raise UnsupportedModelError unless settings have these values. needed: the value, and what others mean."""
+    for name, (wanted, meaning) in needed.items():
+        if (config.get(name) or None) != (wanted or None):
+            raise UnsupportedModelError(
+                f"config.json: {name} is {config.get(name)!r} ({meaning}), which is not supported"
+            )

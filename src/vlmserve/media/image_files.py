@@ -1,0 +1,50 @@
+"""What a checkpoint's files say about its images, from which a family's image processor is made."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from vlmserve.config import MediaConfig
+from vlmserve.errors import ModelLoadError
+
+
+class ImageTokens(Protocol):
+    """The part of a tokenizer that image processors use."""
+
+    @property
+    def special_tokens(self) -> Mapping[str, str]: ...
+    @property
+    def image_token(self) -> str | None: ...
+    @property
+    def image_token_id(self) -> int | None: ...
+    def token_id(self, token: str) -> int | None: ...
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
+
+
+@dataclass(frozen=True)
+class ImageFiles:
+    config: dict[str, Any]
+    """config.json."""
+    settings: dict[str, Any]
+    """preprocessor_config.json, or the section of the image processor."""
+    processor_config: dict[str, Any]
+    """processor_config.json."""
+    tokenizer: ImageTokens
+    media: MediaConfig
+
+    @property
+    def exact_pixels(self) -> bool:
+        return self.media.exact_pixels
+
+    def token_id(self, name: str, usual: str) -> int:
+        """Id of a token beside images. usual: its text if the tokenizer has no token of that name.
+
+        Raises ModelLoadError for a token that is not in the vocabulary.
+        """
+        token = self.tokenizer.special_tokens.get(name, usual)
+        token_id = self.tokenizer.token_id(token)
+        if token_id is None:
+            raise ModelLoadError(f"the tokenizer has no token {token}, which is needed beside images")
+        return token_id
