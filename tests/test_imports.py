@@ -14,10 +14,14 @@ SLOW = ("torch", "transformers", "starlette", "uvicorn", "numpy", "zmq", "PIL", 
 
 
 def loaded(code: str) -> set[str]:
-    """The modules that a fresh interpreter has loaded after `code`."""
-    report = "\nimport json, sys\nprint(json.dumps(sorted({name.partition('.')[0] for name in sys.modules})))"
+    """The packages that a fresh interpreter has loaded after `code`."""
+    return {name.partition(".")[0] for name in modules_after(code)}
+
+
+def modules_after(code: str) -> list[str]:
+    report = "\nimport json, sys\nprint(json.dumps(sorted(sys.modules)))"
     run = subprocess.run([sys.executable, "-c", code + report], capture_output=True, text=True, timeout=60, check=True)
-    return set(json.loads(run.stdout.splitlines()[-1]))
+    return list(json.loads(run.stdout.splitlines()[-1]))
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["serve", "--help"], ["ask", "--help"], ["version"]])
@@ -56,6 +60,14 @@ def test_a_model_answers_without_torchs_compiler_and_transformers():
 )
 def test_the_frontend_does_not_load_torch(module):
     assert "torch" not in loaded(f"import {module}")
+
+
+@pytest.mark.parametrize(("module", "most"), [("vlmserve.families.registry", 60), ("vlmserve.frontend.requests", 135)])
+def test_the_frontend_loads_few_modules(module: str, most: int) -> None:
+    """A family's module costs little, its tower and image processor are loaded when a checkpoint needs them."""
+    own = [name for name in modules_after(f"import {module}") if name.startswith("vlmserve.")]
+    assert 0 < len(own) <= most
+    assert not {name for name in own if name.startswith("vlmserve.models.vision")}
 
 
 def test_every_public_name_is_there():

@@ -87,11 +87,7 @@ _BLIP: Final[dict[str, Any]] = {
 
 FAMILIES = (
     LanguageFamily(
-        model_type="blip_text_model",
-        defaults=_TEXT,
-        build=_bert_decoder,
-        names=_TEXT_NAMES,
-        end_token="sep_token_id",
+        model_type="blip_text_model", defaults=_TEXT, build=_bert_decoder, names=_TEXT_NAMES, end_token="sep_token_id"
     ),
     VisionFamily(
         architecture="BlipForConditionalGeneration",

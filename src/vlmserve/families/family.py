@@ -1,4 +1,4 @@
-"""What the module of a family declares."""
+"""The values that the modules of families declare."""
 
 from __future__ import annotations
 
@@ -15,10 +15,7 @@ Names = Sequence[tuple[str, str]]
 Template = Callable[[Config, Config], str | None]
 """The chat template for a config.json and a generation_config.json."""
 
-_COMMON: Names = (
-    (r"\.input_layernorm\.", ".attention_norm."),
-    (r"\.post_attention_layernorm\.", ".mlp_norm."),
-)
+_COMMON: Names = ((r"\.input_layernorm\.", ".attention_norm."), (r"\.post_attention_layernorm\.", ".mlp_norm."))
 
 
 def rename(name: str, names: Names) -> str:
@@ -69,7 +66,7 @@ class VisionFamily(Family):
     """A vision-language model."""
 
     name: str = ""
-    """Of the family, if its `model_type` belongs to another one as well."""
+    """Name of the family, if another one has the same `model_type`."""
     architecture: str
     matches: Callable[[Config], bool] | None = None
     """Tells the family from another one with the same `architecture`."""

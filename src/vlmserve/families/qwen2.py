@@ -31,10 +31,6 @@ def qwen_windows(config: Config) -> list[int | None]:
 
 FAMILIES = (
     LanguageFamily(
-        model_type="qwen2",
-        architecture="Qwen2ForCausalLM",
-        defaults=QWEN,
-        build=qwen2,
-        models="Qwen 2 and 2.5",
+        model_type="qwen2", architecture="Qwen2ForCausalLM", defaults=QWEN, build=qwen2, models="Qwen 2 and 2.5"
     ),
 )

@@ -22,7 +22,7 @@ OTHER_FAMILIES: dict[str, Family] = {}
 FIXED_SIZE = "vlmserve.media.processor:FixedSizeProcessor.from_files"
 """The image processor of checkpoints that no family's `image_processor_types` name."""
 DEFAULT_FAMILY = "llama"
-"""Of configs without a ``model_type``, such as those of the first LLaVA checkpoints."""
+"""Family of a config without a ``model_type``, as the first LLaVA checkpoints have it."""
 
 
 def register(family: Family) -> None:
@@ -63,7 +63,7 @@ def vision_family(config: Config) -> VisionFamily | None:
 
 
 def image_processor_path(kind: str | None, family: VisionFamily | None) -> str:
-    """What makes the image processor of a checkpoint. kind: its ``image_processor_type``.
+    """Path of the image processor for a checkpoint. kind: its ``image_processor_type``.
 
     The family decides where the checkpoint names none. A kind that no family claims is one of fixed size.
     """
@@ -110,7 +110,7 @@ def _known_architecture(config: Config) -> str | None:
 
 
 def _named_architectures(config: Config) -> list[str]:
-    """``architectures`` of config.json, or else that of its ``model_type``. Never empty."""
+    """``architectures`` of config.json, or else the architecture of its ``model_type``. Never empty."""
     named = config.get("architectures")
     if isinstance(named, list) and named:
         return [str(name) for name in named]

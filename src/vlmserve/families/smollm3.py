@@ -43,10 +43,6 @@ def _smollm3(config: Config) -> ArchSpec:
 
 FAMILIES = (
     LanguageFamily(
-        model_type="smollm3",
-        architecture="SmolLM3ForCausalLM",
-        defaults=_SMOLLM3,
-        build=_smollm3,
-        models="SmolLM 3",
+        model_type="smollm3", architecture="SmolLM3ForCausalLM", defaults=_SMOLLM3, build=_smollm3, models="SmolLM 3"
     ),
 )

@@ -1,4 +1,4 @@
-"""What a checkpoint's files say about its images, from which a family's image processor is made."""
+"""The files of a checkpoint that describe its images."""
 
 from __future__ import annotations
 

@@ -189,7 +189,7 @@ class Parts(NamedTuple):
 
 @dataclass(frozen=True)
 class Description:
-    """What a checkpoint's config.json or GGUF file says."""
+    """A checkpoint's config.json or GGUF file, and its family."""
 
     folder: Path
     """Or the GGUF file."""

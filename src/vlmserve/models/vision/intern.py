@@ -159,7 +159,7 @@ class InternProjector(Projector):
 
 
 class InternVision(StagedVision):
-    """Tower and projector of a config; modules are named as the family renames those of checkpoints.
+    """Tower and projector. Modules have the names that `families/internvl.py` gives them.
 
     Raises UnsupportedModelError for a tower, activation or selection of features that is not implemented,
     ModelLoadError for impossible sizes.

@@ -211,7 +211,7 @@ class PixtralTower(nn.Module):
 
 
 class MergingProjector(Projector):
-    """`Projector` of squares of patches, each of which is normed before all become one row."""
+    """`Projector` of squares of patches. It norms each patch, then merges the square into one row."""
 
     def __init__(
         self, size: int, merge: int, output_size: int, act: str, norm_eps: float, *, bias: bool, dtype: torch.dtype,
