@@ -28,8 +28,8 @@ from tests.mmproj_files import write_pair
 from tests.ocr_checkpoints import make_glm_ocr, make_paddleocr
 from vlmserve import LLM, SamplingParams
 from vlmserve.cli import app
-from vlmserve.gguf.header import FLOAT32, read_header
 from vlmserve.gguf.pair import make_pair
+from vlmserve.gguf_header import FLOAT32, read_header
 from vlmserve.models.gguf_tensors import GGUFFile
 from vlmserve.models.registry import load_model
 from vlmserve.models.vision.qwen import QwenVisionTower

@@ -20,9 +20,10 @@ from tests.native import built
 from tests.oracles.rounded_inputs import DOTS
 from vlmserve.config import QuantizationConfig
 from vlmserve.errors import MissingWeightsError, ModelLoadError, UnsupportedModelError, VLMServeError
+from vlmserve.families.registry import LANGUAGE_FAMILIES
 from vlmserve.frontend.defaults import default_sampling
-from vlmserve.gguf.config import ARCHITECTURES, read_config
-from vlmserve.gguf.header import read_header
+from vlmserve.gguf.config import read_config
+from vlmserve.gguf_header import read_header
 from vlmserve.kernels.cpu_native import PackedLinear
 from vlmserve.kernels.extension import selected_isa
 from vlmserve.layers.linear import Linear
@@ -130,7 +131,8 @@ def test_every_architecture_is_tested() -> None:
         # Of PaddleOCR-VL, with which it is tested.
         "paddleocr": "llama",
     }
-    assert {called.get(name, name) for name in ARCHITECTURES} <= tested
+    known = {name for family in LANGUAGE_FAMILIES.values() for name in family.gguf}
+    assert {called.get(name, name) for name in known} <= tested
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -522,6 +524,6 @@ def test_other_versions_are_refused(path: Path, version: bytes, reason: str) -> 
 
 
 def test_without_the_package_it_is_named(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vlmserve.gguf.header.find_spec", lambda name: None)
+    monkeypatch.setattr("vlmserve.gguf_header.find_spec", lambda name: None)
     with pytest.raises(ModelLoadError, match=r"pip install 'vlmserve\[gguf\]'"):
         resolve_model(str(path))

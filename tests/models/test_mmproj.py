@@ -33,8 +33,8 @@ from vlmserve.errors import (
 )
 from vlmserve.frontend.requests import RequestPreparer
 from vlmserve.gguf.choice import Choice, choose_files
-from vlmserve.gguf.header import read_header
 from vlmserve.gguf.pair import language_model, make_pair, read_pair
+from vlmserve.gguf_header import read_header
 from vlmserve.models.hub import resolve_model
 from vlmserve.models.identity import model_identity
 from vlmserve.models.quantized import save_quantized

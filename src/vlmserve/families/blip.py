@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from vlmserve.families.family import LanguageFamily, Names, VisionFamily, vision_section
-from vlmserve.families.spec import GPT, ArchSpec, Config, NormSpec, usual_spec
+from vlmserve.families.family import LanguageFamily, VisionFamily, vision_section
+from vlmserve.families.spec import GPT, ArchSpec, Config, Names, NormSpec, usual_spec
 
 _TEXT: Config = {
     "vocab_size": 30524,

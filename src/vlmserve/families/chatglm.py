@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from vlmserve.families.family import LanguageFamily, Names
-from vlmserve.families.spec import ArchSpec, Config, NormSpec, require, usual_spec
+from vlmserve.families.family import LanguageFamily
+from vlmserve.families.spec import ArchSpec, Config, Names, NormSpec, require, usual_spec
 
 _CHATGLM: Config = {
     "padded_vocab_size": 65024,

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
 from vlmserve.errors import ModelLoadError
-from vlmserve.families.spec import ArchSpec, Config
+from vlmserve.families.gguf import GGUFText, GGUFTower
+from vlmserve.families.spec import ArchSpec, Config, Names
 from vlmserve.types import Bidirectional
 
-Names = Sequence[tuple[str, str]]
-"""Regular expressions for tensor names and their replacements, applied in order."""
 Template = Callable[[Config, Config], str | None]
 """The chat template for a config.json and a generation_config.json."""
 
@@ -49,6 +48,8 @@ class LanguageFamily(Family):
     other_architectures: tuple[str, ...] = ()
     names: Names = ()
     """From tensor names of checkpoints to names of the decoder here."""
+    gguf: Mapping[str, GGUFText] = field(default_factory=dict)
+    """By ``general.architecture`` of GGUF files."""
     end_token: str = "eos_token_id"
     """Field of config.json with the tokens that end an answer."""
     more_ends: Callable[[Config], Collection[int]] = lambda config: ()
@@ -80,6 +81,8 @@ class VisionFamily(Family):
     """Prompt tokens that attend to each other in both directions."""
     names: Names = ()
     """From tensor names of checkpoints to names of the modules here."""
+    gguf: Mapping[str, GGUFTower] = field(default_factory=dict)
+    """By ``clip.projector_type`` of GGUF files."""
 
     tower: str
     """Makes the `VisionEncoder` from the config, the decoder's width, ``dtype=`` and ``device=``."""

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from vlmserve.errors import UnsupportedModelError
-from vlmserve.families.family import LanguageFamily, Names
+from vlmserve.families.family import LanguageFamily
+from vlmserve.families.gguf import GGUFText, Metadata
 from vlmserve.families.llama import LLAMA
-from vlmserve.families.spec import ArchSpec, Config, NormSpec, layer_windows, usual_spec
+from vlmserve.families.spec import ArchSpec, Config, Names, NormSpec, layer_windows, usual_spec
 
 _GEMMA: Config = {
     **LLAMA,
@@ -69,14 +70,47 @@ def gemma2(config: Config, windows: list[int | None], **differences: Any) -> Arc
     )
 
 
+def gemma2_traits(metadata: Metadata, *, largest: int) -> Config:
+    """largest: number of layers of the one model whose attention scale is not that of a head."""
+    return {
+        "attention_bias": False,
+        "query_pre_attn_scalar": _query_scalar(metadata, largest=largest),
+        "sliding_window": metadata.get("attention.sliding_window"),
+        "attn_logit_softcapping": metadata.get("attn_logit_softcapping"),
+        "final_logit_softcapping": metadata.get("final_logit_softcapping"),
+    }
+
+
+def _query_scalar(metadata: Metadata, *, largest: int) -> float:
+    """Scores are divided by its root. Files do not state it."""
+    if (scale := metadata.get("attention.scale")) is not None:
+        return float(scale) ** -2
+    if metadata["block_count"] == largest:
+        return float(metadata["embedding_length"] / metadata["attention.head_count"])
+    return float(metadata["attention.key_length"])
+
+
+def _gemma2_traits(metadata: Metadata) -> Config:
+    metadata["attention.sliding_window"]
+    return gemma2_traits(metadata, largest=46)
+
+
 FAMILIES = (
-    LanguageFamily(model_type="gemma", architecture="GemmaForCausalLM", defaults=_GEMMA, build=gemma, models="Gemma"),
+    LanguageFamily(
+        model_type="gemma",
+        architecture="GemmaForCausalLM",
+        defaults=_GEMMA,
+        build=gemma,
+        gguf={"gemma": GGUFText(lambda metadata: {"attention_bias": False}, norm_offset=1.0)},
+        models="Gemma",
+    ),
     LanguageFamily(
         model_type="gemma2",
         architecture="Gemma2ForCausalLM",
         defaults=GEMMA2,
         build=lambda config: gemma2(config, layer_windows(config, lambda layer: layer % 2 == 0)),
         names=SANDWICH_NAMES,
+        gguf={"gemma2": GGUFText(_gemma2_traits, norm_offset=1.0)},
         models="Gemma 2",
     ),
 )

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from vlmserve.families.family import LanguageFamily, VisionFamily
-from vlmserve.families.gemma import GEMMA2, SANDWICH_NAMES, gemma2
+from vlmserve.families.gemma import GEMMA2, SANDWICH_NAMES, gemma2, gemma2_traits
+from vlmserve.families.gguf import Clip, GGUFText, GGUFTower, Metadata, clip_names, clip_scale, siglip_vision
 from vlmserve.families.spec import ArchSpec, Config, HeadNormSpec, NormSpec, layer_windows
 from vlmserve.layer_specs import RopeSpec
 
@@ -38,6 +39,47 @@ def _ropes(config: Config, windows: Sequence[int | None]) -> list[RopeSpec]:
     return [full if window is None else sliding for window in windows]
 
 
+def _text_traits(metadata: Metadata) -> Config:
+    layers, window = metadata["block_count"], metadata.get("attention.sliding_window")
+    slides = metadata.array("attention.sliding_window_pattern")
+    if not slides:
+        every = metadata.get("attention.sliding_window_pattern", 6)
+        slides = [(layer + 1) % every != 0 for layer in range(layers)]
+    return {
+        **gemma2_traits(metadata, largest=62),
+        "layer_types": ["sliding_attention" if window and slide else "full_attention" for slide in slides],
+        "rope_theta": metadata.get("rope.freq_base", 1e6),
+        "rope_local_base_freq": metadata.get("rope.freq_base_swa", 1e4),
+    }
+
+
+def _image_processor(clip: Clip) -> Config:
+    size = {"height": clip["image_size"], "width": clip["image_size"]}
+    return {"image_processor_type": "Gemma3ImageProcessor", "size": size}
+
+
+_TOWER = GGUFTower(
+    vision=siglip_vision("siglip_vision_model"),
+    settings=_image_processor,
+    names=(
+        *clip_names("vision_tower"),
+        (r"mm\.input_projection\.weight", "multi_modal_projector.mm_input_projection_weight"),
+        (r"mm\.soft_emb_norm\.weight", "multi_modal_projector.mm_soft_emb_norm.weight"),
+    ),
+    output="mm.input_projection.weight",
+    axis=1,
+    # The number of embeddings is that of the published checkpoints unless the file has a factor.
+    more=lambda clip: {"mm_tokens_per_image": (clip["image_size"] // clip["patch_size"] // clip_scale(clip, 4)) ** 2},
+    text_types={"gemma3": "gemma3_text"},
+    tokens={
+        "image_token_id": "<image_soft_token>",
+        "boi_token_index": "<start_of_image>",
+        "eoi_token_index": "<end_of_image>",
+    },
+    else_unknown=True,
+    norm_offset=1.0,
+)
+
 FAMILIES = (
     LanguageFamily(
         model_type="gemma3_text",
@@ -45,6 +87,7 @@ FAMILIES = (
         defaults=_TEXT,
         build=_gemma3,
         names=SANDWICH_NAMES,
+        gguf={"gemma3": GGUFText(_text_traits, norm_offset=1.0)},
         models="Gemma 3 1B",
     ),
     VisionFamily(
@@ -57,6 +100,7 @@ FAMILIES = (
         image_processor="vlmserve.media.processor:FixedSizeProcessor.from_files",
         image_token_id=262144,
         image_ends={"boi_token_index": 255999, "eoi_token_index": 256000},
+        gguf={"gemma3": _TOWER},
         models="Gemma 3 4B and larger",
     ),
 )

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from vlmserve.families.family import LanguageFamily, Names
+from vlmserve.families.family import LanguageFamily
+from vlmserve.families.gguf import GGUFText, Metadata, with_sections
 from vlmserve.families.llama import LLAMA
-from vlmserve.families.spec import ArchSpec, Config, usual_spec
+from vlmserve.families.spec import ArchSpec, Config, Names, usual_spec
 
 GLM4_NAMES: Names = (
     (r"\.post_self_attn_layernorm\.", ".attention_output_norm."),
@@ -28,14 +29,27 @@ def _glm(config: Config, **differences: str) -> ArchSpec:
     return usual_spec(config, rope_part=0.5, interleaved=True, qkv_bias=config["attention_bias"], **differences)
 
 
+def _glm4_traits(metadata: Metadata) -> Config:
+    """Files of vision-language models have sections."""
+    return with_sections(metadata) if metadata.sections else {}
+
+
 FAMILIES = (
-    LanguageFamily(model_type="glm", architecture="GlmForCausalLM", defaults=_GLM, build=_glm, models="GLM-4 9B (-hf)"),
+    LanguageFamily(
+        model_type="glm",
+        architecture="GlmForCausalLM",
+        defaults=_GLM,
+        build=_glm,
+        gguf={"chatglm": GGUFText(merged_gate=True)},
+        models="GLM-4 9B (-hf)",
+    ),
     LanguageFamily(
         model_type="glm4",
         architecture="Glm4ForCausalLM",
         defaults=_GLM,
         build=lambda config: _glm(config, norms="sandwich"),
         names=GLM4_NAMES,
+        gguf={"glm4": GGUFText(_glm4_traits, halved=True, merged_gate=True, has_sections=True)},
         models="GLM-4-0414",
     ),
 )

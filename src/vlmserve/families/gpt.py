@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from vlmserve.errors import UnsupportedModelError
-from vlmserve.families.family import LanguageFamily, Names
+from vlmserve.families.family import LanguageFamily
+from vlmserve.families.gguf import GGUFText, Metadata
 from vlmserve.families.llama import LLAMA
-from vlmserve.families.spec import GPT, ArchSpec, Config, NormSpec, same_window, usual_spec
+from vlmserve.families.spec import GPT, ArchSpec, Config, Names, NormSpec, same_window, usual_spec
 
 _MLP_NAMES: Names = ((r"\.mlp\.c_fc\.", ".mlp.up_proj."), (r"\.mlp\.c_proj\.", ".mlp.down_proj."))
 GPT_NAMES: Names = (
@@ -88,6 +89,26 @@ def _starcoder2(config: Config) -> ArchSpec:
     )
 
 
+def _bigcode_traits(metadata: Metadata) -> Config:
+    return {
+        "n_embd": metadata["embedding_length"],
+        "n_head": metadata["attention.head_count"],
+        "n_layer": metadata["block_count"],
+        "n_inner": metadata["feed_forward_length"],
+        "n_positions": metadata["context_length"],
+        "layer_norm_epsilon": metadata["attention.layer_norm_epsilon"],
+        "multi_query": metadata.get("attention.head_count_kv") == 1,
+    }
+
+
+def _starcoder2_traits(metadata: Metadata) -> Config:
+    return {
+        "norm_epsilon": metadata["attention.layer_norm_epsilon"],
+        "use_bias": metadata.has("attn_q.bias"),
+        "sliding_window": metadata.get("attention.sliding_window") or None,
+    }
+
+
 FAMILIES = (
     LanguageFamily(
         model_type="gpt_bigcode",
@@ -95,6 +116,7 @@ FAMILIES = (
         defaults=_BIGCODE,
         build=_gpt_bigcode,
         names=GPT_NAMES,
+        gguf={"starcoder": GGUFText(_bigcode_traits)},
         models="StarCoder, SantaCoder",
     ),
     LanguageFamily(
@@ -103,6 +125,7 @@ FAMILIES = (
         defaults=_STARCODER2,
         build=_starcoder2,
         names=_MLP_NAMES,
+        gguf={"starcoder2": GGUFText(_starcoder2_traits)},
         models="StarCoder 2",
     ),
 )

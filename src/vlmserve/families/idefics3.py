@@ -5,7 +5,24 @@ from __future__ import annotations
 from typing import Any, Final
 
 from vlmserve.families.family import VisionFamily
+from vlmserve.families.gguf import Clip, GGUFTower, clip_names, clip_scale, siglip_vision
+from vlmserve.families.spec import Config
 
+
+def _image_processor(clip: Clip) -> Config:
+    """Images are resized to four tiles a side where the file does not say, as in the published checkpoints."""
+    tile = clip["image_size"]
+    longest = {"longest_edge": clip.get("preproc_image_size", 4 * tile)}
+    return {"image_processor_type": "Idefics3ImageProcessor", "size": longest, "max_image_size": {"longest_edge": tile}}
+
+
+_TOWER = GGUFTower(
+    vision=siglip_vision("idefics3_vision"),
+    settings=_image_processor,
+    names=(*clip_names("vision_model"), (r"mm\.model\.fc\.weight", "connector.modality_projection.proj.weight")),
+    output="mm.model.fc.weight",
+    more=lambda clip: {"scale_factor": clip_scale(clip, 2)},
+)
 _IDEFICS3: Final[dict[str, Any]] = {
     "text_type": "llama",
     "tower": "vlmserve.models.vision.idefics3:Idefics3Vision",
@@ -19,6 +36,7 @@ FAMILIES = (
         architecture="Idefics3ForConditionalGeneration",
         **_IDEFICS3,
         image_processor_types=("Idefics3", "SmolVLM"),
+        gguf={"idefics3": _TOWER},
         models="Idefics 3, SmolVLM 1",
     ),
     VisionFamily(

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from vlmserve.families.family import LanguageFamily
+from vlmserve.families.gguf import GGUFText, Metadata
 from vlmserve.families.spec import ArchSpec, Config, usual_spec
 
 LLAMA: Config = {
@@ -29,12 +32,19 @@ def _llama(config: Config) -> ArchSpec:
     return usual_spec(config, qkv_bias=bias, output_bias=bias, mlp_bias=config.get("mlp_bias", False))
 
 
+def _gguf_traits(metadata: Metadata) -> dict[str, Any]:
+    """Files of Mistral's models have the same architecture; the first model has a window."""
+    window = metadata.get("attention.sliding_window")
+    return {"model_type": "mistral", "sliding_window": window} if window else {}
+
+
 FAMILIES = (
     LanguageFamily(
         model_type="llama",
         architecture="LlamaForCausalLM",
         defaults=LLAMA,
         build=_llama,
+        gguf={"llama": GGUFText(_gguf_traits, interleaved=True)},
         models="Llama 1 to 3.3, Vicuna, Yi, SmolLM 1 and 2",
     ),
 )

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+from vlmserve.errors import ModelLoadError
 from vlmserve.families.family import VisionFamily
+from vlmserve.families.gguf import Clip, GGUFTower, clip_names, clip_sizes
 from vlmserve.families.spec import Config
 
 TEMPLATE = (
@@ -21,6 +23,55 @@ def _template(config: Config, generation_config: Config) -> str:
     return TEMPLATE
 
 
+def _vision(clip: Clip) -> Config:
+    gelu = clip.header.values.get("clip.use_gelu", False)
+    return {**clip_sizes(clip), "model_type": "clip_vision_model", "hidden_act": "gelu" if gelu else "quick_gelu"}
+
+
+def _more(clip: Clip) -> Config:
+    """The file has no layers above those that count, unless it says which these are."""
+    config = {"vision_feature_layer": clip.array("feature_layer") or -1, "vision_feature_select_strategy": "default"}
+    return {**config, "model_type": "llava_next", **_resolutions(clip)} if _cuts_images(clip) else config
+
+
+def _image_processor(clip: Clip) -> Config:
+    size = clip["image_size"]
+    crop = {"height": size, "width": size}
+    settings = {"image_processor_type": "CLIPImageProcessor", "size": {"shortest_edge": size}, "crop_size": crop}
+    if not _cuts_images(clip):
+        return settings
+    return {**settings, "image_processor_type": "LlavaNextImageProcessor", **_resolutions(clip)}
+
+
+def _cuts_images(clip: Clip) -> bool:
+    """Whether it is LLaVA 1.6's."""
+    return bool(clip.get("mm_patch_merge_type") == "spatial_unpad")
+
+
+def _resolutions(clip: Clip) -> Config:
+    """Heights and widths; the file has each width before its height."""
+    edges = clip.array("image_grid_pinpoints")
+    if not edges or len(edges) % 2:
+        raise ModelLoadError(
+            f"{clip.header.path}: clip.vision.image_grid_pinpoints is not a list of widths and heights"
+        )
+    return {"image_grid_pinpoints": [[height, width] for width, height in zip(edges[::2], edges[1::2], strict=True)]}
+
+
+_TOWER = GGUFTower(
+    vision=_vision,
+    settings=_image_processor,
+    names=(
+        *clip_names("vision_tower"),
+        (r"mm\.0\.(\w+)", r"multi_modal_projector.linear_1.\1"),
+        (r"mm\.2\.(\w+)", r"multi_modal_projector.linear_2.\1"),
+        (r"(model|v)\.image_newline", "image_newline"),
+    ),
+    output="mm.2.weight",
+    more=_more,
+    else_unknown=True,
+)
+
 FAMILIES = (
     VisionFamily(
         model_type="llava",
@@ -30,6 +81,7 @@ FAMILIES = (
         image_processor="vlmserve.media.processor:FixedSizeProcessor.from_files",
         image_token_id=32000,
         chat_template=_template,
+        gguf={"mlp": _TOWER},
         models="LLaVA 1.5, pixie",
     ),
     VisionFamily(

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from vlmserve.errors import ModelLoadError, UnsupportedModelError
 from vlmserve.families.family import LanguageFamily, VisionFamily
+from vlmserve.families.gguf import GGUFText, Metadata, rope_scaling
 from vlmserve.families.llama import LLAMA
 from vlmserve.families.pixtral import PIXTRAL_IMAGES
 from vlmserve.families.spec import ArchSpec, Config, QueryGrowth, rope_parameters, same_window, usual_spec
@@ -50,6 +52,22 @@ def _ministral3(config: Config) -> ArchSpec:
     return spec if beta is None else replace(spec, query_growth=QueryGrowth(rope.original_context, beta))
 
 
+def _gguf_traits(metadata: Metadata) -> Config:
+    """Without growing queries it is Mistral Small 3, whose layers are Llama's."""
+    growth = metadata.get("attention.temperature_scale")
+    if not growth:
+        return {"model_type": "llama"}
+    scaling = rope_scaling(metadata)
+    if scaling is None:
+        raise ModelLoadError(f"{metadata.header.path} lacks mistral3.rope.scaling.type, which tells where queries grow")
+    original = scaling["original_max_position_embeddings"]
+    if metadata.get("attention.temperature_length", original) != original:
+        raise UnsupportedModelError(
+            f"{metadata.header.path}: queries that grow from another length on than {original} are not supported"
+        )
+    return {"rope_scaling": {**scaling, "llama_4_scaling_beta": growth}}
+
+
 FAMILIES = (
     LanguageFamily(
         model_type="mistral",
@@ -63,6 +81,7 @@ FAMILIES = (
         architecture="Ministral3ForCausalLM",
         defaults=_MINISTRAL3,
         build=_ministral3,
+        gguf={"mistral3": GGUFText(_gguf_traits, interleaved=True)},
         models="Ministral 3, language model only",
     ),
     VisionFamily(

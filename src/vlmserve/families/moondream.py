@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from vlmserve.families.family import LanguageFamily, Names, VisionFamily
+from vlmserve.families.family import LanguageFamily, VisionFamily
 from vlmserve.families.llama import LLAMA
 from vlmserve.families.phi import PHI_MLP_NAMES
-from vlmserve.families.spec import GPT, ArchSpec, Config, NormSpec, usual_spec
+from vlmserve.families.spec import GPT, ArchSpec, Config, Names, NormSpec, usual_spec
 
 _TEXT: Config = {
     **LLAMA,

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from vlmserve.families.family import LanguageFamily, Names
+from vlmserve.errors import UnsupportedModelError
+from vlmserve.families.family import LanguageFamily
+from vlmserve.families.gguf import GGUFText, Metadata
 from vlmserve.families.llama import LLAMA
-from vlmserve.families.spec import ArchSpec, Config, HeadNormSpec, NormSpec, usual_spec
+from vlmserve.families.spec import ArchSpec, Config, HeadNormSpec, Names, NormSpec, usual_spec
 
 _OLMO2: Config = {**LLAMA, "vocab_size": 50304, "rms_norm_eps": 1e-5, "eos_token_id": 50279}
 _NAMES: Names = (
@@ -23,6 +25,12 @@ def _olmo2(config: Config) -> ArchSpec:
     )
 
 
+def _olmo2_traits(metadata: Metadata) -> Config:
+    if metadata.get("attention.sliding_window"):
+        raise UnsupportedModelError(f"{metadata.header.path}: OLMo with windows (OLMo 3) is not supported")
+    return {}
+
+
 FAMILIES = (
     LanguageFamily(
         model_type="olmo2",
@@ -30,6 +38,7 @@ FAMILIES = (
         defaults=_OLMO2,
         build=_olmo2,
         names=_NAMES,
+        gguf={"olmo2": GGUFText(_olmo2_traits)},
         models="OLMo 2",
     ),
 )

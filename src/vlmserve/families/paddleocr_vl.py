@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from vlmserve.families.family import LanguageFamily, Names, VisionFamily
+import math
+
+from vlmserve.families.family import LanguageFamily, VisionFamily
+from vlmserve.families.gguf import Clip, GGUFText, GGUFTower, Metadata
+from vlmserve.families.gguf import with_sections as gguf_sections
 from vlmserve.families.llama import LLAMA
-from vlmserve.families.qwen2_vl import QWEN_TOWER
-from vlmserve.families.spec import ArchSpec, Config, usual_spec, with_sections
+from vlmserve.families.qwen2_vl import QWEN_TOWER, qwen_images
+from vlmserve.families.spec import ArchSpec, Config, Names, usual_spec, with_sections
 
 _TEXT: Config = {
     **LLAMA,
@@ -44,8 +48,69 @@ def _paddleocr_vl(config: Config) -> ArchSpec:
     return usual_spec(with_sections(config, [16, 24, 24]), qkv_bias=bias, output_bias=bias, mlp_bias=bias)
 
 
+def _gguf_traits(metadata: Metadata) -> Config:
+    return {**gguf_sections(metadata), "use_bias": metadata.has("attn_q.bias")}
+
+
+_VISION = "visual.vision_model"
+_LAYER = rf"{_VISION}.encoder.layers.\1"
+_GGUF_NAMES: Names = (
+    (r"v\.patch_embd\.(\w+)", rf"{_VISION}.embeddings.patch_embedding.\1"),
+    (r"v\.position_embd\.weight", f"{_VISION}.embeddings.position_embedding.weight"),
+    (r"v\.post_ln\.(\w+)", rf"{_VISION}.post_layernorm.\1"),
+    (r"v\.blk\.(\d+)\.ln([12])\.(\w+)", rf"{_LAYER}.layer_norm\2.\3"),
+    (r"v\.blk\.(\d+)\.attn_([qkv])\.(\w+)", rf"{_LAYER}.self_attn.\2_proj.\3"),
+    (r"v\.blk\.(\d+)\.attn_out\.(\w+)", rf"{_LAYER}.self_attn.out_proj.\2"),
+    (r"v\.blk\.(\d+)\.ffn_up\.(\w+)", rf"{_LAYER}.mlp.fc1.\2"),
+    (r"v\.blk\.(\d+)\.ffn_down\.(\w+)", rf"{_LAYER}.mlp.fc2.\2"),
+    (r"mm\.input_norm\.(\w+)", r"mlp_AR.pre_norm.\1"),
+    (r"mm\.([12])\.(\w+)", r"mlp_AR.linear_\1.\2"),
+)
+
+
+def _vision(clip: Clip) -> Config:
+    """Files say how large an image may be instead of the size that their position embeddings are for."""
+    side = math.isqrt(clip.tensor("v.position_embd.weight").shape[0])
+    return {
+        "model_type": "paddleocr_vl_vision",
+        "num_hidden_layers": clip["block_count"],
+        "num_attention_heads": clip["attention.head_count"],
+        "hidden_size": clip["embedding_length"],
+        "intermediate_size": clip.intermediate_size,
+        "image_size": side * clip["patch_size"],
+        "patch_size": clip["patch_size"],
+        "spatial_merge_size": clip.get("spatial_merge_size", 2),
+        "layer_norm_eps": clip["attention.layer_norm_epsilon"],
+        "hidden_act": "gelu_pytorch_tanh",
+    }
+
+
+def _image_processor(clip: Clip) -> Config:
+    own = qwen_images(147384, 2822400)(clip)
+    return {**own, "image_processor_type": "PaddleOCRVLImageProcessor", "temporal_patch_size": 1}
+
+
+_TOWER = GGUFTower(
+    vision=_vision,
+    settings=_image_processor,
+    names=_GGUF_NAMES,
+    output="mm.2.weight",
+    text_types={"paddleocr": "paddleocr_vl_text"},
+    tokens={
+        "image_token_id": "<|IMAGE_PLACEHOLDER|>",
+        "vision_start_token_id": "<|IMAGE_START|>",
+        "vision_end_token_id": "<|IMAGE_END|>",
+    },
+    swaps=False,
+)
+
 FAMILIES = (
-    LanguageFamily(model_type="paddleocr_vl_text", defaults=_TEXT, build=_paddleocr_vl),
+    LanguageFamily(
+        model_type="paddleocr_vl_text",
+        defaults=_TEXT,
+        build=_paddleocr_vl,
+        gguf={"paddleocr": GGUFText(_gguf_traits, has_sections=True)},
+    ),
     VisionFamily(
         model_type="paddleocr_vl",
         architecture="PaddleOCRVLForConditionalGeneration",
@@ -55,6 +120,7 @@ FAMILIES = (
         **QWEN_TOWER,
         image_processor_types=("PaddleOCRVL",),
         image_token_id=100295,
+        gguf={"paddleocr": _TOWER},
         models="PaddleOCR-VL",
     ),
 )

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from vlmserve.families.family import LanguageFamily, Names
+from vlmserve.families.family import LanguageFamily
+from vlmserve.families.gguf import GGUFText, Metadata
 from vlmserve.families.llama import LLAMA
-from vlmserve.families.spec import GPT, ArchSpec, Config, HeadNormSpec, NormSpec, same_window, usual_spec
+from vlmserve.families.spec import GPT, ArchSpec, Config, HeadNormSpec, Names, NormSpec, same_window, usual_spec
 
 PHI_MLP_NAMES: Names = ((r"\.mlp\.fc1\.", ".mlp.up_proj."), (r"\.mlp\.fc2\.", ".mlp.down_proj."))
 _NAMES: Names = (
@@ -53,6 +54,18 @@ def _phi3(config: Config) -> ArchSpec:
     return usual_spec(config, windows=same_window(config))
 
 
+def _phi_traits(metadata: Metadata) -> Config:
+    return {"layer_norm_eps": metadata["attention.layer_norm_epsilon"]}
+
+
+def _phi3_traits(metadata: Metadata) -> Config:
+    return {
+        "sliding_window": metadata.get("attention.sliding_window") or None,
+        "original_max_position_embeddings": metadata.get("rope.scaling.original_context_length")
+        or metadata["context_length"],
+    }
+
+
 FAMILIES = (
     LanguageFamily(
         model_type="phi",
@@ -60,9 +73,15 @@ FAMILIES = (
         defaults=_PHI,
         build=_phi,
         names=_NAMES,
+        gguf={"phi2": GGUFText(_phi_traits)},
         models="Phi 1, 1.5 and 2",
     ),
     LanguageFamily(
-        model_type="phi3", architecture="Phi3ForCausalLM", defaults=_PHI3, build=_phi3, models="Phi 3, 3.5 and 4"
+        model_type="phi3",
+        architecture="Phi3ForCausalLM",
+        defaults=_PHI3,
+        build=_phi3,
+        gguf={"phi3": GGUFText(_phi3_traits, merged_gate=True)},
+        models="Phi 3, 3.5 and 4",
     ),
 )

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from vlmserve.families.family import LanguageFamily, Names, VisionFamily
+from vlmserve.families.family import LanguageFamily, VisionFamily
 from vlmserve.families.gpt import GPT_NAMES
 from vlmserve.families.llama import LLAMA
-from vlmserve.families.spec import ArchSpec, Config, NormSpec, QueryGrowth, usual_spec
+from vlmserve.families.spec import ArchSpec, Config, Names, NormSpec, QueryGrowth, usual_spec
 from vlmserve.layer_specs import RopeSpec
 
 _QWEN: Config = {

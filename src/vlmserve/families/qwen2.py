@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from vlmserve.families.family import LanguageFamily
+from vlmserve.families.gguf import GGUFText, with_sections
 from vlmserve.families.llama import LLAMA
 from vlmserve.families.spec import ArchSpec, Config, layer_windows, usual_spec
 
@@ -31,6 +32,12 @@ def qwen_windows(config: Config) -> list[int | None]:
 
 FAMILIES = (
     LanguageFamily(
-        model_type="qwen2", architecture="Qwen2ForCausalLM", defaults=QWEN, build=qwen2, models="Qwen 2 and 2.5"
+        model_type="qwen2",
+        architecture="Qwen2ForCausalLM",
+        defaults=QWEN,
+        build=qwen2,
+        # Without its tower, Qwen2-VL is Qwen 2.
+        gguf={"qwen2": GGUFText(), "qwen2vl": GGUFText(with_sections, has_sections=True)},
+        models="Qwen 2 and 2.5",
     ),
 )

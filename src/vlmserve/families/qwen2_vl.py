@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Final
 
 from vlmserve.families.family import LanguageFamily, VisionFamily
+from vlmserve.families.gguf import Clip, GGUFTower
 from vlmserve.families.qwen2 import QWEN, qwen2
-from vlmserve.families.spec import Config
+from vlmserve.families.spec import Config, Names
 
 QWEN_TOWER: Final[dict[str, Any]] = {
     "tower": "vlmserve.models.vision.qwen:QwenVisionTower.from_config",
     "tower_name": "visual",
     "image_processor": "vlmserve.media.any_size:AnySizeProcessor.from_files",
 }
-"""Fields of a `VisionFamily` with a tower like Qwen2-VL's."""
+"""Config of a `VisionFamily` with a tower like Qwen2-VL's."""
 QWEN_TOKENS: Final[dict[str, Any]] = {"image_token_id": 151655, "video_token_id": 151656, "videos": True}
 _TEXT: Config = {
     **QWEN,
@@ -28,6 +32,101 @@ _TEXT: Config = {
     "max_window_layers": 80,
 }
 
+_MERGER: Names = (
+    (r"v\.post_ln\.(\w+)", r"visual.merger.ln_q.\1"),
+    (r"mm\.([02])\.(\w+)", r"visual.merger.mlp.\1.\2"),
+)
+GGUF_TOKENS = {
+    "image_token_id": "<|image_pad|>",
+    "video_token_id": "<|video_pad|>",
+    "vision_start_token_id": "<|vision_start|>",
+    "vision_end_token_id": "<|vision_end|>",
+}
+
+
+def qwen_names(*names: tuple[str, str]) -> Names:
+    """Of Qwen-VL's towers. names: those that not all have."""
+    return (
+        (r"v\.patch_embd\.weight(\.1)?", "visual.patch_embed.proj.weight"),
+        (r"v\.blk\.(\d+)\.ln([12])\.(\w+)", r"visual.blocks.\1.norm\2.\3"),
+        (r"v\.blk\.(\d+)\.attn_(?:qkv|[qkv])\.(\w+)", r"visual.blocks.\1.attn.qkv.\2"),
+        (r"v\.blk\.(\d+)\.attn_out\.(\w+)", r"visual.blocks.\1.attn.proj.\2"),
+        *names,
+    )
+
+
+def qwen_mlp(up: str, down: str, gate: str = "") -> Names:
+    """gate: empty for one without gates."""
+    parts = {"up": up, "down": down, **({"gate": gate} if gate else {})}
+    return tuple((rf"v\.blk\.(\d+)\.ffn_{old}\.(\w+)", rf"visual.blocks.\1.mlp.{new}.\2") for old, new in parts.items())
+
+
+def qwen_sizes(clip: Clip) -> Config:
+    return {
+        "depth": clip["block_count"],
+        "num_heads": clip["attention.head_count"],
+        "patch_size": clip["patch_size"],
+        "spatial_merge_size": clip.get("spatial_merge_size", 2),
+        "temporal_patch_size": 2,
+    }
+
+
+def qwen_images(least: int, most: int) -> Callable[[Clip], Config]:
+    """least, most: pixels of an image where the file does not say, those of the published checkpoints."""
+
+    def settings(clip: Clip) -> Config:
+        return {
+            "image_processor_type": "Qwen2VLImageProcessor",
+            "patch_size": clip["patch_size"],
+            "merge_size": clip.get("spatial_merge_size", 2),
+            "temporal_patch_size": 2,
+            "min_pixels": clip.get("image_min_pixels", least),
+            "max_pixels": clip.get("image_max_pixels", most),
+        }
+
+    return settings
+
+
+def _qwen2_vision(clip: Clip) -> Config:
+    """Its ``hidden_size`` is the decoder's."""
+    width = clip["embedding_length"]
+    # Rounded up, so that the product with the width is not less.
+    ratio = math.nextafter(clip.intermediate_size / width, math.inf)
+    output = clip.tensor("mm.2.weight").shape[0]
+    sizes = {"embed_dim": width, "hidden_size": output, "mlp_ratio": ratio}
+    return {**qwen_sizes(clip), **sizes, "model_type": "qwen2_vl", "hidden_act": "quick_gelu"}
+
+
+def _qwen25_vision(clip: Clip) -> Config:
+    every, layers = clip["n_wa_pattern"], clip["block_count"]
+    return {
+        **qwen_sizes(clip),
+        "model_type": "qwen2_5_vl",
+        "hidden_size": clip["embedding_length"],
+        "intermediate_size": clip.intermediate_size,
+        "out_hidden_size": clip.tensor("mm.2.weight").shape[0],
+        "hidden_act": "silu",
+        "window_size": clip.get("window_size", 112),
+        "fullatt_block_indexes": list(range(every - 1, layers, every)),
+        "tokens_per_second": 2,
+    }
+
+
+_TOWER = GGUFTower(
+    vision=_qwen2_vision,
+    settings=qwen_images(56 * 56, 28 * 28 * 16384),
+    names=qwen_names(*qwen_mlp("fc1", "fc2"), *_MERGER),
+    output="mm.2.weight",
+    text_types={"qwen2vl": "qwen2_vl_text"},
+    tokens=GGUF_TOKENS,
+)
+_TOWER25 = replace(
+    _TOWER,
+    vision=_qwen25_vision,
+    names=qwen_names(*qwen_mlp("up_proj", "down_proj", "gate_proj"), *_MERGER),
+    text_types={"qwen2vl": "qwen2_5_vl_text"},
+)
+
 FAMILIES = (
     LanguageFamily(model_type="qwen2_vl_text", defaults=_TEXT, build=qwen2),
     LanguageFamily(model_type="qwen2_5_vl_text", defaults=_TEXT, build=qwen2),
@@ -38,6 +137,7 @@ FAMILIES = (
         **QWEN_TOWER,
         image_processor_types=("Qwen2",),
         **QWEN_TOKENS,
+        gguf={"qwen2vl_merger": _TOWER},
         models="Qwen2-VL",
     ),
     VisionFamily(
@@ -46,6 +146,7 @@ FAMILIES = (
         text_type="qwen2_5_vl_text",
         **QWEN_TOWER,
         **QWEN_TOKENS,
+        gguf={"qwen2.5vl_merger": _TOWER25},
         models="Qwen2.5-VL",
     ),
 )

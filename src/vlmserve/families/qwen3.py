@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from vlmserve.families.family import LanguageFamily
+from vlmserve.families.gguf import GGUFText, with_sections
 from vlmserve.families.qwen2 import QWEN, qwen_windows
 from vlmserve.families.spec import ArchSpec, Config, HeadNormSpec, NormSpec, usual_spec
 
@@ -20,5 +21,13 @@ def qwen3(config: Config) -> ArchSpec:
 
 
 FAMILIES = (
-    LanguageFamily(model_type="qwen3", architecture="Qwen3ForCausalLM", defaults=QWEN3, build=qwen3, models="Qwen 3"),
+    LanguageFamily(
+        model_type="qwen3",
+        architecture="Qwen3ForCausalLM",
+        defaults=QWEN3,
+        build=qwen3,
+        # Without its tower, Qwen3-VL is Qwen 3.
+        gguf={"qwen3": GGUFText(), "qwen3vl": GGUFText(with_sections, has_sections=True)},
+        models="Qwen 3",
+    ),
 )

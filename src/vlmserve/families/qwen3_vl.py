@@ -5,10 +5,19 @@ from __future__ import annotations
 from dataclasses import replace
 
 from vlmserve.errors import ModelLoadError
-from vlmserve.families.family import LanguageFamily, Names, VisionFamily, vision_section
-from vlmserve.families.qwen2_vl import QWEN_TOKENS, QWEN_TOWER
+from vlmserve.families.family import LanguageFamily, VisionFamily, vision_section
+from vlmserve.families.gguf import Clip, GGUFTower
+from vlmserve.families.qwen2_vl import (
+    GGUF_TOKENS,
+    QWEN_TOKENS,
+    QWEN_TOWER,
+    qwen_images,
+    qwen_mlp,
+    qwen_names,
+    qwen_sizes,
+)
 from vlmserve.families.qwen3 import QWEN3, qwen3
-from vlmserve.families.spec import ArchSpec, Config, with_sections
+from vlmserve.families.spec import ArchSpec, Config, Names, with_sections
 
 
 def deepstack_layers(vision_config: Config) -> tuple[int, ...]:
@@ -34,6 +43,47 @@ _NAMES: Names = (
     (r"(visual\.(?:merger|deepstack_merger_list\.\d+))\.linear_fc2\.", r"\1.mlp.2."),
 )
 
+_MERGERS: Names = (
+    (r"v\.patch_embd\.bias", "visual.patch_embed.proj.bias"),
+    (r"v\.position_embd\.weight", "visual.pos_embed.weight"),
+    (r"v\.post_ln\.(\w+)", r"visual.merger.norm.\1"),
+    (r"mm\.0\.(\w+)", r"visual.merger.linear_fc1.\1"),
+    (r"mm\.2\.(\w+)", r"visual.merger.linear_fc2.\1"),
+    (r"v\.deepstack\.(\d+)\.norm\.(\w+)", r"visual.deepstack_merger_list.\1.norm.\2"),
+    (r"v\.deepstack\.(\d+)\.fc([12])\.(\w+)", r"visual.deepstack_merger_list.\1.linear_fc\2.\3"),
+)
+
+
+def _vision(clip: Clip) -> Config:
+    return {
+        **qwen_sizes(clip),
+        "model_type": "qwen3_vl",
+        "hidden_size": clip["embedding_length"],
+        "intermediate_size": clip.intermediate_size,
+        "out_hidden_size": clip.tensor("mm.2.weight").shape[0],
+        "hidden_act": "gelu_pytorch_tanh",
+        "num_position_embeddings": clip.tensor("v.position_embd.weight").shape[0],
+        "deepstack_visual_indexes": clip.deepstack_layers,
+    }
+
+
+def _videos(clip: Clip) -> Config:
+    """The published bounds are those of all frames of a video together."""
+    settings = qwen_images(64 * 64, 24 * 1024 * 1024)(clip)
+    return {**settings, "image_processor_type": None, "video_processor_type": "Qwen3VLVideoProcessor"}
+
+
+_TOWER = GGUFTower(
+    vision=_vision,
+    settings=qwen_images(256 * 256, 4096 * 4096),
+    videos=_videos,
+    names=qwen_names(*qwen_mlp("linear_fc1", "linear_fc2"), *_MERGERS),
+    output="mm.2.weight",
+    text_types={"qwen3vl": "qwen3_vl_text"},
+    tokens=GGUF_TOKENS,
+    swaps=False,
+)
+
 FAMILIES = (
     LanguageFamily(
         model_type="qwen3_vl_text",
@@ -49,6 +99,7 @@ FAMILIES = (
         **QWEN_TOWER,
         **QWEN_TOKENS,
         frame_ends={"vision_start_token_id": 151652, "vision_end_token_id": 151653},
+        gguf={"qwen3vl_merger": _TOWER},
         models="Qwen3-VL 2B to 32B",
     ),
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from vlmserve.families.family import LanguageFamily
+from vlmserve.families.gguf import GGUFText
 from vlmserve.families.llama import LLAMA
 from vlmserve.families.spec import ArchSpec, Config, layer_windows, usual_rope, usual_spec
 
@@ -43,6 +44,11 @@ def _smollm3(config: Config) -> ArchSpec:
 
 FAMILIES = (
     LanguageFamily(
-        model_type="smollm3", architecture="SmolLM3ForCausalLM", defaults=_SMOLLM3, build=_smollm3, models="SmolLM 3"
+        model_type="smollm3",
+        architecture="SmolLM3ForCausalLM",
+        defaults=_SMOLLM3,
+        build=_smollm3,
+        gguf={"smollm3": GGUFText(interleaved=True)},
+        models="SmolLM 3",
     ),
 )

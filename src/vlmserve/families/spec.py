@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
@@ -11,6 +11,8 @@ from vlmserve.layer_specs import AttentionSpec, RopeSpec
 from vlmserve.types import Bidirectional
 
 Config = Mapping[str, Any]
+Names = Sequence[tuple[str, str]]
+"""Regular expressions for tensor names and their replacements, applied in order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +89,7 @@ class ArchSpec:
 
 
 GPT: Final[Mapping[str, Any]] = {"gated": False, "qkv_bias": True, "output_bias": True, "mlp_bias": True}
-"""Fields of `ArchSpec` for GPT-2's blocks."""
+"""Config of `ArchSpec` for GPT-2's blocks."""
 
 
 def usual_spec(config: Config, **differences: Any) -> ArchSpec:

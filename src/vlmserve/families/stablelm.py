@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from vlmserve.families.family import LanguageFamily
+from vlmserve.families.gguf import GGUFText, Metadata
 from vlmserve.families.llama import LLAMA
 from vlmserve.families.spec import ArchSpec, Config, HeadNormSpec, NormSpec, usual_spec
 
@@ -33,6 +34,15 @@ def _stablelm(config: Config) -> ArchSpec:
     )
 
 
+def _stablelm_traits(metadata: Metadata) -> Config:
+    return {
+        "layer_norm_eps": metadata["attention.layer_norm_epsilon"],
+        "use_qkv_bias": metadata.has("attn_q.bias"),
+        "qk_layernorm": metadata.has("attn_q_norm.weight"),
+        "use_parallel_residual": not metadata.has("ffn_norm.weight"),
+    }
+
+
 FAMILIES = (
     LanguageFamily(
         model_type="stablelm",
@@ -40,6 +50,7 @@ FAMILIES = (
         defaults=_STABLELM,
         build=_stablelm,
         names=((r"\.([qk])_layernorm\.norms\.", r".\1_norm."),),
+        gguf={"stablelm": GGUFText(_stablelm_traits)},
         models="StableLM 1 and 2",
     ),
 )

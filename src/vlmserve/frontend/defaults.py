@@ -7,8 +7,8 @@ from pathlib import Path
 
 from vlmserve.errors import InvalidRequestError
 from vlmserve.gguf.config import sampling_settings
-from vlmserve.gguf.header import read_header
 from vlmserve.gguf.pair import language_model
+from vlmserve.gguf_header import read_header
 from vlmserve.prompt.files import read_json
 from vlmserve.types import SamplingParams
 

@@ -8,7 +8,7 @@ from pathlib import PurePosixPath
 from typing import NamedTuple
 
 from vlmserve.errors import CheckpointNotFoundError
-from vlmserve.gguf.header import PART
+from vlmserve.gguf_header import PART
 
 GGUF = ".gguf"
 _PROJECTOR = "mmproj"

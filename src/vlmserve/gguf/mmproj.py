@@ -9,9 +9,11 @@ from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
 from vlmserve.errors import ConfigurationError, ModelLoadError, UnsupportedModelError
-from vlmserve.gguf.clip import Clip, Config, Projector
-from vlmserve.gguf.header import Header, TensorInfo
-from vlmserve.gguf.projectors import PROJECTORS
+from vlmserve.families.family import VisionFamily
+from vlmserve.families.gguf import Clip, GGUFTower
+from vlmserve.families.registry import VISION_FAMILIES
+from vlmserve.families.spec import Config
+from vlmserve.gguf_header import Header, TensorInfo
 
 ARCHITECTURE = "clip"
 """What all such files name as their architecture, whichever tower they have."""
@@ -32,9 +34,11 @@ class Stored(NamedTuple):
     heads: int = 0
 
 
-def projector_of(header: Header) -> Projector:
-    """Raises ConfigurationError for a file that is none with a vision tower, UnsupportedModelError for a projector that
-    is not implemented."""
+def tower_family(header: Header) -> tuple[VisionFamily, GGUFTower]:
+    """The family of a file with a vision tower.
+
+    Raises ConfigurationError for another file, UnsupportedModelError for an unknown projector.
+    """
     if header.architecture != ARCHITECTURE:
         raise ConfigurationError(
             f"--mmproj {header.path} holds a language model ({header.architecture or 'of no architecture'}), not a "
@@ -46,11 +50,12 @@ def projector_of(header: Header) -> Projector:
     ):
         raise UnsupportedModelError(f"--mmproj {header.path} hears and does not see: audio is not supported")
     name = values.get("clip.vision.projector_type") or values.get("clip.projector_type") or DEFAULT_TYPE
-    if name not in PROJECTORS:
+    known = {kind: (family, tower) for family in VISION_FAMILIES.values() for kind, tower in family.gguf.items()}
+    if name not in known:
         raise UnsupportedModelError(
-            f"--mmproj {header.path}: projector type {name!r} is not supported; supported are {', '.join(PROJECTORS)}"
+            f"--mmproj {header.path}: projector type {name!r} is not supported; supported are {', '.join(known)}"
         )
-    return PROJECTORS[name]
+    return known[name]
 
 
 def full_config(header: Header, model: Header, text: Config) -> Config:
@@ -58,18 +63,18 @@ def full_config(header: Header, model: Header, text: Config) -> Config:
 
     Raises ModelLoadError for what is missing or makes no sense, and for files that do not belong together.
     """
-    projector, clip = projector_of(header), Clip(header)
+    (family, tower), clip = tower_family(header), Clip(header)
     _check_sizes(clip)
-    _check_pair(projector, clip, model, text)
+    _check_pair(family, tower, clip, model, text)
     try:
         return {
-            "model_type": projector.model_type,
+            "model_type": family.model_type,
             "dtype": text["dtype"],
             "tie_word_embeddings": text["tie_word_embeddings"],
-            "text_config": {**text, "model_type": projector.text_types.get(model.architecture, text["model_type"])},
-            "vision_config": projector.vision(clip),
-            **_token_ids(projector, model),
-            **projector.more(clip),
+            "text_config": {**text, "model_type": tower.text_types.get(model.architecture, text["model_type"])},
+            "vision_config": tower.vision(clip),
+            **_token_ids(family, tower, model),
+            **tower.more(clip),
         }
     except (KeyError, TypeError, ValueError, IndexError, ZeroDivisionError) as error:
         raise ModelLoadError(f"{header.path} does not describe a vision tower: {error!r}") from error
@@ -77,9 +82,9 @@ def full_config(header: Header, model: Header, text: Config) -> Config:
 
 def media_settings(header: Header) -> dict[str, Config]:
     """What the files for preprocessing would say, by their names. Raises ModelLoadError for what is missing."""
-    clip, projector = Clip(header), projector_of(header)
+    clip, (_, tower) = Clip(header), tower_family(header)
     levels = {f"image_{name}": clip.array(f"image_{name}") for name in ("mean", "std")}
-    kinds = {"preprocessor_config.json": projector.settings, "video_preprocessor_config.json": projector.videos}
+    kinds = {"preprocessor_config.json": tower.settings, "video_preprocessor_config.json": tower.videos}
     given = {name: values for name, values in levels.items() if values}
     return {name: {**settings(clip), **given} for name, settings in kinds.items() if settings is not None}
 
@@ -90,13 +95,13 @@ def _check_sizes(clip: Clip) -> None:
             raise ModelLoadError(f"{clip.header.path}: clip.vision.{key} is {size!r}")
 
 
-def _check_pair(projector: Projector, clip: Clip, model: Header, text: Config) -> None:
-    if projector.text_types and model.architecture not in projector.text_types:
+def _check_pair(family: VisionFamily, tower: GGUFTower, clip: Clip, model: Header, text: Config) -> None:
+    if tower.text_types and model.architecture not in tower.text_types:
         raise ModelLoadError(
-            f"--mmproj {clip.header.path} is the vision tower of a {projector.model_type} model, and {model.path} is "
+            f"--mmproj {clip.header.path} is the vision tower of a {family.model_type} model, and {model.path} is "
             f"of architecture {model.architecture}: give the mmproj file that was made of the same model"
         )
-    width = clip.tensor(projector.output).shape[projector.axis]
+    width = clip.tensor(tower.output).shape[tower.axis]
     if width != text["hidden_size"]:
         raise ModelLoadError(
             f"--mmproj {clip.header.path} makes embeddings of {width} values, and those of {model.path} have "
@@ -110,16 +115,16 @@ def _check_pair(projector: Projector, clip: Clip, model: Header, text: Config) -
         )
 
 
-def _token_ids(projector: Projector, model: Header) -> Config:
+def _token_ids(family: VisionFamily, tower: GGUFTower, model: Header) -> Config:
     tokens = model.array("tokenizer.ggml.tokens")
-    ids = {name: tokens.index(token) for name, token in projector.tokens.items() if token in tokens}
-    if "image_token_id" not in ids and projector.else_unknown:
+    ids = {name: tokens.index(token) for name, token in tower.tokens.items() if token in tokens}
+    if "image_token_id" not in ids and tower.else_unknown:
         unknown = model.values.get(UNKNOWN_TOKEN, 0 if model.values.get("tokenizer.ggml.model") == "llama" else None)
         ids["image_token_id"] = unknown
-    for name, token in projector.tokens.items():
+    for name, token in tower.tokens.items():
         if ids.get(name) is None:
             raise ModelLoadError(
-                f"{model.path} has no token {token}, which {projector.model_type} models need for images: give the "
+                f"{model.path} has no token {token}, which {family.model_type} models need for images: give the "
                 "language model that the mmproj file belongs to"
             )
     return ids
@@ -130,32 +135,32 @@ def checkpoint_tensors(header: Header) -> Iterator[tuple[str, Stored]]:
 
     Raises UnsupportedModelError for one that has none.
     """
-    projector = projector_of(header)
-    swapped = projector.swaps and _is_swapped(Clip(header))
+    family, tower = tower_family(header)
+    swapped = tower.swaps and _is_swapped(Clip(header))
     found: dict[str, list[TensorInfo]] = {}
     for name, info in header.tensors.items():
         plain = _swap(name) if swapped else name
-        new = next((re.sub(old, new, plain) for old, new in projector.names if re.fullmatch(old, plain)), None)
+        new = next((re.sub(old, new, plain) for old, new in tower.names if re.fullmatch(old, plain)), None)
         if new is None:
             raise UnsupportedModelError(
-                f"{header.path}: no {projector.model_type} model that is supported has a tensor {name}"
+                f"{header.path}: no {family.model_type} model that is supported has a tensor {name}"
             )
         if new:
             found.setdefault(new, []).append(info)
     layers = {layer: place for place, layer in enumerate(Clip(header).deepstack_layers)}
     for name, infos in found.items():
         place = re.sub(r"(deepstack_merger_list)\.(\d+)", lambda match: f"{match[1]}.{layers[int(match[2])]}", name)
-        stored = _stored(place, infos, projector)
-        pairs = projector.interleaved and place.endswith((".q_proj.weight", ".k_proj.weight"))
+        stored = _stored(place, infos, tower)
+        pairs = tower.interleaved and place.endswith((".q_proj.weight", ".k_proj.weight"))
         yield place, stored._replace(heads=Clip(header)["attention.head_count"]) if pairs else stored
 
 
-def _stored(name: str, infos: list[TensorInfo], projector: Projector) -> Stored:
+def _stored(name: str, infos: list[TensorInfo], tower: GGUFTower) -> Stored:
     if name.endswith("patch_embed.proj.weight"):
         return Stored(tuple(sorted(infos, key=lambda info: info.name)), "frames")
     if len(infos) > 1:
         return Stored(tuple(sorted(infos, key=lambda info: "qkv".index(info.name.split("attn_")[1][0]))))
-    added = -projector.norm_offset if name.endswith("soft_emb_norm.weight") else 0.0
+    added = -tower.norm_offset if name.endswith("soft_emb_norm.weight") else 0.0
     shape: tuple[int, ...] | None = None
     if name.endswith(("cls_token", "embeddings.position_embeddings")):
         width = infos[0].shape[-1]

@@ -18,8 +18,8 @@ from blake3 import blake3
 from vlmserve.errors import ModelLoadError
 from vlmserve.folders import cache_folder
 from vlmserve.gguf.config import read_config
-from vlmserve.gguf.header import read_header
 from vlmserve.gguf.mmproj import full_config, media_settings
+from vlmserve.gguf_header import read_header
 
 INDEX = "gguf.json"
 """The file that names the two."""

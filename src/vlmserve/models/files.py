@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, Protocol, Self
 from safetensors import SafetensorError, safe_open
 
 from vlmserve.errors import MissingWeightsError, ModelLoadError
-from vlmserve.gguf.header import is_gguf, read_header
 from vlmserve.gguf.pair import read_pair
+from vlmserve.gguf_header import is_gguf, read_header
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -16,8 +16,8 @@ from typing import NamedTuple
 
 from vlmserve.config import EngineConfig, Scheme
 from vlmserve.errors import ModelLoadError, VLMServeError
-from vlmserve.gguf.header import is_gguf, read_header
 from vlmserve.gguf.pair import language_model
+from vlmserve.gguf_header import is_gguf, read_header
 from vlmserve.memory import free_memory
 from vlmserve.models.files import PICKLES, weight_files
 from vlmserve.models.names import BYTES

@@ -16,9 +16,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from vlmserve.errors import ModelLoadError, UnsupportedModelError
-from vlmserve.gguf.config import Architecture, Metadata, architecture_of
-from vlmserve.gguf.header import Header, TensorInfo, read_header
+from vlmserve.families.gguf import GGUFText, Metadata
+from vlmserve.gguf.config import text_family
 from vlmserve.gguf.mmproj import ARCHITECTURE, Stored, checkpoint_tensors
+from vlmserve.gguf_header import Header, TensorInfo, read_header
 from vlmserve.kernels.quantized import QuantizedWeight
 
 Bytes = NDArray[np.uint8]
@@ -192,7 +193,7 @@ def _checked_sources(header: Header) -> dict[str, _Source]:
         _check(info, header)
     if header.architecture == ARCHITECTURE:
         return {name: _of_checkpoint(stored) for name, stored in checkpoint_tensors(header)}
-    return dict(_sources(header, architecture_of(header)))
+    return dict(_sources(header, text_family(header)[1]))
 
 
 def _of_checkpoint(stored: Stored) -> _Source:
@@ -208,7 +209,7 @@ def _of_checkpoint(stored: Stored) -> _Source:
     return _Source(first, rows, added=stored.added, behind=behind, reshaped=stored.shape)
 
 
-def _sources(header: Header, architecture: Architecture) -> Iterator[tuple[str, _Source]]:
+def _sources(header: Header, architecture: GGUFText) -> Iterator[tuple[str, _Source]]:
     """Tensors by the names that they have here. Raises UnsupportedModelError for one that has none."""
     num_layers = Metadata(header).num_layers
     for name, info in header.tensors.items():

@@ -12,9 +12,9 @@ from vlmserve.config import BUILT_IN_MODEL
 from vlmserve.errors import CheckpointNotFoundError, ConfigurationError, MissingWeightsError
 from vlmserve.folders import expanded
 from vlmserve.gguf.choice import GGUF, choose_files
-from vlmserve.gguf.header import is_gguf, read_header, require_gguf
 from vlmserve.gguf.mmproj import ARCHITECTURE
 from vlmserve.gguf.pair import make_pair
+from vlmserve.gguf_header import is_gguf, read_header, require_gguf
 from vlmserve.models.names import is_short, repository_of, suggestion
 
 _FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.tiktoken"]

@@ -25,7 +25,7 @@ from blake3 import blake3
 from torch import Tensor
 
 from vlmserve.config import QuantizationConfig
-from vlmserve.gguf.header import is_gguf, read_header
+from vlmserve.gguf_header import is_gguf, read_header
 from vlmserve.kernels.attention import AttentionBackend, LayerCache
 from vlmserve.models.files import PICKLES, weight_files
 from vlmserve.quant.formats.stored import OLD_FILES

@@ -23,8 +23,8 @@ from vlmserve.families.family import LanguageFamily, VisionFamily, rename
 from vlmserve.families.registry import architecture, decoder_spec, language_family, vision_family
 from vlmserve.families.spec import ArchSpec
 from vlmserve.gguf.config import read_config
-from vlmserve.gguf.header import read_header
 from vlmserve.gguf.pair import language_model
+from vlmserve.gguf_header import read_header
 from vlmserve.kernels.attention import AttentionBackend
 from vlmserve.layers.parallel import Ranks
 from vlmserve.models.adaptable import AdaptableModel

@@ -13,7 +13,7 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 
 from vlmserve.errors import ModelLoadError, UnsupportedModelError
 from vlmserve.gguf.config import CONTROL, end_token_ids, sampling_settings
-from vlmserve.gguf.header import Header, read_header
+from vlmserve.gguf_header import Header, read_header
 from vlmserve.prompt.files import PromptFiles
 
 logger = logging.getLogger(__name__)
