@@ -12,8 +12,9 @@ from pathlib import Path
 
 import msgspec
 
+from vlmserve.families.family import BYTES, KV_SHARE
 from vlmserve.memory import free_memory, total_memory
-from vlmserve.models.names import BYTES, KV_SHARE, MODELS
+from vlmserve.models.names import MODELS
 
 EXTRAS = {
     "gguf": ("gguf", ".gguf files"),

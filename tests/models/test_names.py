@@ -14,10 +14,11 @@ from tests import published_glm_ocr, published_paddleocr
 from tests.models.test_hub import answer_with, checkpoint
 from vlmserve.config import QuantizationConfig
 from vlmserve.errors import CheckpointNotFoundError
+from vlmserve.families.family import NamedModel
 from vlmserve.layers.linear import Linear, TiedEmbedding, Weight
 from vlmserve.models.catalogue import catalogue
 from vlmserve.models.hub import resolve_model
-from vlmserve.models.names import MODELS, NamedModel, markdown, repository_of
+from vlmserve.models.names import MODELS, markdown, repository_of, rows
 from vlmserve.quant.model import quantize
 
 LLAMA = {"model_type": "llama", "num_attention_heads": 32, "tie_word_embeddings": False}
@@ -56,7 +57,7 @@ def test_parameters_are_those_of_the_published_configuration(name: str) -> None:
     head = text.embed_tokens.weight.numel()
     layers = sum(parameter.numel() for parameter in text.parameters()) - head
     total = sum(parameter.numel() for parameter in model.parameters())
-    assert named(name)[3:] == (total, head, total - layers - head)
+    assert named(name)[2:] == (total, head, total - layers - head)
 
 
 NAMES = {
@@ -77,7 +78,7 @@ def test_memory_is_what_quantization_leaves(scheme: str) -> None:
     for weight in modules.parameters():
         torch.nn.init.normal_(weight)
     layer, head, vision = 1024 * 2048, 4096 * 1024, 1024 * 512
-    model = NamedModel("small", "", "text", layer + head + vision, head, vision)
+    model = NamedModel("small", "", layer + head + vision, head, vision)
     quantize(modules, QuantizationConfig(scheme=scheme))
     stored = sum(module.num_bytes for module in modules.modules() if isinstance(module, Weight))
     assert stored == pytest.approx(model.memory(scheme), rel=0.01)
@@ -96,7 +97,7 @@ def test_parameters_are_those_of_the_published_tensors(
     sizes = {tensor: math.prod(shape) for tensor, shape in shapes().items() if not tensor.startswith(unused)}
     kept = ("visual.", "mlp_AR.", "embed_tokens.")
     outside = sum(size for tensor, size in sizes.items() if any(part in tensor for part in kept))
-    assert named(name)[3:] == (sum(sizes.values()), sizes["lm_head.weight"], outside)
+    assert named(name)[2:] == (sum(sizes.values()), sizes["lm_head.weight"], outside)
 
 
 def test_names_are_unique_and_have_their_size() -> None:
@@ -117,9 +118,9 @@ FAMILIES = {
 
 def test_short_names_take_what_families_take() -> None:
     takes = {entry.architecture: entry.takes for entry in catalogue()}
-    for model in MODELS:
-        family = None if model.name == "gemma3:1b" else FAMILIES.get(model.name.partition(":")[0])
-        assert model.takes == (takes[f"{family}ForConditionalGeneration"] if family else "text"), model.name
+    for name, _, taken, *_ in rows():
+        family = None if name == "gemma3:1b" else FAMILIES.get(name.partition(":")[0])
+        assert taken == (takes[f"{family}ForConditionalGeneration"] if family else "text"), name
 
 
 def test_a_short_name_is_downloaded_from_its_repository(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

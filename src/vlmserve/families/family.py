@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from vlmserve.errors import ModelLoadError
 from vlmserve.families.gguf import GGUFText, GGUFTower
@@ -14,6 +15,10 @@ from vlmserve.types import Bidirectional
 Template = Callable[[Config, Config], str | None]
 """The chat template for a config.json and a generation_config.json."""
 
+BYTES = {"bfloat16": 2.0, "int8": 1.0, "int4": 0.625}
+"""Bytes of a weight. int4 has a scale and a minimum of 16 bits each for 32 weights."""
+KV_SHARE = 0.25
+"""Fraction of free memory for the KV cache, images and everything else."""
 _COMMON: Names = ((r"\.input_layernorm\.", ".attention_norm."), (r"\.post_attention_layernorm\.", ".mlp_norm."))
 
 
@@ -21,6 +26,31 @@ def rename(name: str, names: Names) -> str:
     for pattern, replacement in names:
         name = re.sub(pattern, replacement, name)
     return name
+
+
+class NamedModel(NamedTuple):
+    """A short name of a model on the Hugging Face hub. Numbers of weights are those of the published checkpoint."""
+
+    name: str
+    repository: str
+    """With weights in bfloat16."""
+    parameters: int
+    """All weights, tied ones once."""
+    head: int
+    """Weights of the output head, which has at least 8 bits."""
+    kept: int = 0
+    """Weights that stay in 16 bits: tower, projector, and an embedding table that is not tied to the head."""
+
+    def memory(self, weights: str) -> int:
+        """Bytes of the weights. weights: a key of `BYTES`."""
+        layers = self.parameters - self.head - self.kept
+        if weights == "bfloat16":
+            return round(self.parameters * BYTES["bfloat16"])
+        return round(layers * BYTES[weights] + self.head * BYTES["int8"] + self.kept * BYTES["bfloat16"])
+
+    def fits(self, free: int, weights: str) -> bool:
+        """Whether `free` bytes hold the weights and leave `KV_SHARE` to the KV cache."""
+        return self.memory(weights) <= free * (1 - KV_SHARE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +61,9 @@ class Family:
     model_type: str
     chat_template: Template | None = None
     """For checkpoints without a template."""
+    models: str = ""
+    """Well-known models."""
+    short_names: tuple[NamedModel, ...] = ()
     tokenizer: str | None = None
     """Reads the tokenizer of a folder without tokenizer.json (`prompt.convert`)."""
 
@@ -54,8 +87,10 @@ class LanguageFamily(Family):
     """Field of config.json with the tokens that end an answer."""
     more_ends: Callable[[Config], Collection[int]] = lambda config: ()
     """Tokens that end an answer, too, although no file says so."""
-    models: str = ""
-    """Well-known models."""
+
+    @property
+    def takes(self) -> str:
+        return "text"
 
     def rename(self, name: str) -> str:
         """From a tensor's name in the language model of a checkpoint to its name here."""
@@ -115,8 +150,12 @@ class VisionFamily(Family):
     prompts: str | None = None
     """Makes `OneImagePrompts` from config.json, for models without conversations."""
     videos: bool = False
-    models: str = ""
-    """Well-known models."""
+
+    @property
+    def takes(self) -> str:
+        if self.image_token_id is None:
+            return "text, one image"
+        return "text, images, videos" if self.videos else "text, images"
 
     @property
     def key(self) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from vlmserve.families.family import LanguageFamily, VisionFamily
+from vlmserve.families.family import LanguageFamily, NamedModel, VisionFamily
 from vlmserve.families.gemma import GEMMA2, SANDWICH_NAMES, gemma2, gemma2_traits
 from vlmserve.families.gguf import Clip, GGUFText, GGUFTower, Metadata, clip_names, clip_scale, siglip_vision
 from vlmserve.families.spec import ArchSpec, Config, HeadNormSpec, NormSpec, layer_windows
@@ -89,6 +89,7 @@ FAMILIES = (
         names=SANDWICH_NAMES,
         gguf={"gemma3": GGUFText(_text_traits, norm_offset=1.0)},
         models="Gemma 3 1B",
+        short_names=(NamedModel("gemma3:1b", "google/gemma-3-1b-it", 999885952, 301989888),),
     ),
     VisionFamily(
         model_type="gemma3",
@@ -102,5 +103,10 @@ FAMILIES = (
         image_ends={"boi_token_index": 255999, "eoi_token_index": 256000},
         gguf={"gemma3": _TOWER},
         models="Gemma 3 4B and larger",
+        short_names=(
+            NamedModel("gemma3:4b", "google/gemma-3-4b-it", 4300079472, 671252480, 419816304),
+            NamedModel("gemma3:12b", "google/gemma-3-12b-it", 12187325040, 1006878720, 421290864),
+            NamedModel("gemma3:27b", "google/gemma-3-27b-it", 27432406640, 1409630208, 423060336),
+        ),
     ),
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from vlmserve.families.family import LanguageFamily, VisionFamily
+from vlmserve.families.family import LanguageFamily, NamedModel, VisionFamily
 from vlmserve.families.gguf import Clip, GGUFTower
 from vlmserve.families.glm import GLM4_NAMES
 from vlmserve.families.llama import LLAMA
@@ -96,5 +96,6 @@ FAMILIES = (
         frames_are_images=True,
         gguf={"glm4v": _TOWER},
         models="GLM-OCR",
+        short_names=(NamedModel("glm-ocr:0.9b", "zai-org/GLM-OCR", 1107405824, 91226112, 525346304),),
     ),
 )

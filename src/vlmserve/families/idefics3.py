@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from vlmserve.families.family import VisionFamily
+from vlmserve.families.family import NamedModel, VisionFamily
 from vlmserve.families.gguf import Clip, GGUFTower, clip_names, clip_scale, siglip_vision
 from vlmserve.families.spec import Config
 
@@ -45,5 +45,10 @@ FAMILIES = (
         **_IDEFICS3,
         videos=True,
         models="SmolVLM 1 and 2",
+        short_names=(
+            NamedModel("smolvlm2:256m", "HuggingFaceTB/SmolVLM2-256M-Video-Instruct", 256484928, 28385280, 121896192),
+            NamedModel("smolvlm2:500m", "HuggingFaceTB/SmolVLM2-500M-Video-Instruct", 507482304, 47308800, 145538304),
+            NamedModel("smolvlm2:2.2b", "HuggingFaceTB/SmolVLM2-2.2B-Instruct", 2246784880, 100925440, 535146352),
+        ),
     ),
 )

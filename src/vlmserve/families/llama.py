@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from vlmserve.families.family import LanguageFamily
+from vlmserve.families.family import LanguageFamily, NamedModel
 from vlmserve.families.gguf import GGUFText, Metadata
 from vlmserve.families.spec import ArchSpec, Config, usual_spec
 
@@ -46,5 +46,13 @@ FAMILIES = (
         build=_llama,
         gguf={"llama": GGUFText(_gguf_traits, interleaved=True)},
         models="Llama 1 to 3.3, Vicuna, Yi, SmolLM 1 and 2",
+        short_names=(
+            NamedModel("smollm2:135m", "HuggingFaceTB/SmolLM2-135M-Instruct", 134515008, 28311552),
+            NamedModel("smollm2:360m", "HuggingFaceTB/SmolLM2-360M-Instruct", 361821120, 47185920),
+            NamedModel("smollm2:1.7b", "HuggingFaceTB/SmolLM2-1.7B-Instruct", 1711376384, 100663296),
+            NamedModel("llama3.2:1b", "meta-llama/Llama-3.2-1B-Instruct", 1235814400, 262668288),
+            NamedModel("llama3.2:3b", "meta-llama/Llama-3.2-3B-Instruct", 3212749824, 394002432),
+            NamedModel("llama3.1:8b", "meta-llama/Llama-3.1-8B-Instruct", 8030261248, 525336576, 525336576),
+        ),
     ),
 )

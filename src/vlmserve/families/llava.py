@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from vlmserve.errors import ModelLoadError
-from vlmserve.families.family import VisionFamily
+from vlmserve.families.family import NamedModel, VisionFamily
 from vlmserve.families.gguf import Clip, GGUFTower, clip_names, clip_sizes
 from vlmserve.families.spec import Config
 
@@ -83,6 +83,10 @@ FAMILIES = (
         chat_template=_template,
         gguf={"mlp": _TOWER},
         models="LLaVA 1.5, pixie",
+        short_names=(
+            NamedModel("llava-1.5:7b", "llava-hf/llava-1.5-7b-hf", 7063427072, 131334144, 455821312),
+            NamedModel("llava-1.5:13b", "llava-hf/llava-1.5-13b-hf", 13351494656, 164167680, 499142656),
+        ),
     ),
     VisionFamily(
         model_type="llava_next",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from vlmserve.errors import ModelLoadError, UnsupportedModelError
-from vlmserve.families.family import LanguageFamily, VisionFamily
+from vlmserve.families.family import LanguageFamily, NamedModel, VisionFamily
 from vlmserve.families.gguf import GGUFText, Metadata, rope_scaling
 from vlmserve.families.llama import LLAMA
 from vlmserve.families.pixtral import PIXTRAL_IMAGES
@@ -75,6 +75,7 @@ FAMILIES = (
         defaults=_MISTRAL,
         build=_mistral,
         models="Mistral, Zephyr",
+        short_names=(NamedModel("mistral:7b", "mistralai/Mistral-7B-Instruct-v0.3", 7248023552, 134217728, 134217728),),
     ),
     LanguageFamily(
         model_type="ministral3",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from vlmserve.families.family import LanguageFamily, VisionFamily
+from vlmserve.families.family import LanguageFamily, NamedModel, VisionFamily
 from vlmserve.families.gguf import Clip, GGUFText, GGUFTower, Metadata
 from vlmserve.families.gguf import with_sections as gguf_sections
 from vlmserve.families.llama import LLAMA
@@ -122,5 +122,6 @@ FAMILIES = (
         image_token_id=100295,
         gguf={"paddleocr": _TOWER},
         models="PaddleOCR-VL",
+        short_names=(NamedModel("paddleocr-vl:0.9b", "PaddlePaddle/PaddleOCR-VL", 943350384, 105906176, 582602352),),
     ),
 )

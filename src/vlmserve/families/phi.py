@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from vlmserve.families.family import LanguageFamily
+from vlmserve.families.family import LanguageFamily, NamedModel
 from vlmserve.families.gguf import GGUFText, Metadata
 from vlmserve.families.llama import LLAMA
 from vlmserve.families.spec import GPT, ArchSpec, Config, HeadNormSpec, Names, NormSpec, same_window, usual_spec
@@ -83,5 +83,6 @@ FAMILIES = (
         build=_phi3,
         gguf={"phi3": GGUFText(_phi3_traits, merged_gate=True)},
         models="Phi 3, 3.5 and 4",
+        short_names=(NamedModel("phi4-mini:3.8b", "microsoft/Phi-4-mini-instruct", 3836021760, 614596608),),
     ),
 )

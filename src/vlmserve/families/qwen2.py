@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from vlmserve.families.family import LanguageFamily
+from vlmserve.families.family import LanguageFamily, NamedModel
 from vlmserve.families.gguf import GGUFText, with_sections
 from vlmserve.families.llama import LLAMA
 from vlmserve.families.spec import ArchSpec, Config, layer_windows, usual_spec
@@ -39,5 +39,10 @@ FAMILIES = (
         # Without its tower, Qwen2-VL is Qwen 2.
         gguf={"qwen2": GGUFText(), "qwen2vl": GGUFText(with_sections, has_sections=True)},
         models="Qwen 2 and 2.5",
+        short_names=(
+            NamedModel("qwen2.5:0.5b", "Qwen/Qwen2.5-0.5B-Instruct", 494032768, 136134656),
+            NamedModel("qwen2.5:1.5b", "Qwen/Qwen2.5-1.5B-Instruct", 1543714304, 233373696),
+            NamedModel("qwen2.5:7b", "Qwen/Qwen2.5-7B-Instruct", 7615616512, 544997376, 544997376),
+        ),
     ),
 )

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Final
 
-from vlmserve.families.family import LanguageFamily, VisionFamily
+from vlmserve.families.family import LanguageFamily, NamedModel, VisionFamily
 from vlmserve.families.gguf import Clip, GGUFTower
 from vlmserve.families.qwen2 import QWEN, qwen2
 from vlmserve.families.spec import Config, Names
@@ -139,6 +139,10 @@ FAMILIES = (
         **QWEN_TOKENS,
         gguf={"qwen2vl_merger": _TOWER},
         models="Qwen2-VL",
+        short_names=(
+            NamedModel("qwen2-vl:2b", "Qwen/Qwen2-VL-2B-Instruct", 2208985600, 233373696, 665271296),
+            NamedModel("qwen2-vl:7b", "Qwen/Qwen2-VL-7B-Instruct", 8291375616, 544997376, 1220756480),
+        ),
     ),
     VisionFamily(
         model_type="qwen2_5_vl",
@@ -148,5 +152,10 @@ FAMILIES = (
         **QWEN_TOKENS,
         gguf={"qwen2.5vl_merger": _TOWER25},
         models="Qwen2.5-VL",
+        short_names=(
+            NamedModel("qwen2.5-vl:3b", "Qwen/Qwen2.5-VL-3B-Instruct", 3754622976, 311164928, 668684288),
+            NamedModel("qwen2.5-vl:7b", "Qwen/Qwen2.5-VL-7B-Instruct", 8292166656, 544997376, 1221547520),
+            NamedModel("qwen2.5-vl:32b", "Qwen/Qwen2.5-VL-32B-Instruct", 33452718336, 778567680, 1467409664),
+        ),
     ),
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from vlmserve.errors import ModelLoadError
-from vlmserve.families.family import LanguageFamily, VisionFamily, vision_section
+from vlmserve.families.family import LanguageFamily, NamedModel, VisionFamily, vision_section
 from vlmserve.families.gguf import Clip, GGUFTower
 from vlmserve.families.qwen2_vl import (
     GGUF_TOKENS,
@@ -101,5 +101,11 @@ FAMILIES = (
         frame_ends={"vision_start_token_id": 151652, "vision_end_token_id": 151653},
         gguf={"qwen3vl_merger": _TOWER},
         models="Qwen3-VL 2B to 32B",
+        short_names=(
+            NamedModel("qwen3-vl:2b", "Qwen/Qwen3-VL-2B-Instruct", 2127532032, 311164928, 406957056),
+            NamedModel("qwen3-vl:4b", "Qwen/Qwen3-VL-4B-Instruct", 4437815808, 388956160, 415347712),
+            NamedModel("qwen3-vl:8b", "Qwen/Qwen3-VL-8B-Instruct", 8767123696, 622329856, 1198718192),
+            NamedModel("qwen3-vl:32b", "Qwen/Qwen3-VL-32B-Instruct", 33357390064, 777912320, 1373179120),
+        ),
     ),
 )

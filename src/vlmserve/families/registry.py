@@ -7,7 +7,7 @@ import importlib
 import pkgutil
 from collections.abc import Iterator
 
-from vlmserve import families
+from vlmserve import families as package
 from vlmserve.errors import ModelLoadError, UnsupportedModelError
 from vlmserve.families.family import Family, LanguageFamily, VisionFamily
 from vlmserve.families.spec import ArchSpec, Config
@@ -93,12 +93,13 @@ def architecture(config: Config) -> str:
 
 
 def architectures() -> list[str]:
-    return sorted({family.architecture for family in _implemented() if family.architecture is not None})
+    return sorted({family.architecture for family in families() if family.architecture is not None})
 
 
-def _implemented() -> Iterator[LanguageFamily | VisionFamily]:
-    yield from LANGUAGE_FAMILIES.values()
+def families() -> Iterator[LanguageFamily | VisionFamily]:
+    """The implemented families, vision-language models first."""
     yield from VISION_FAMILIES.values()
+    yield from LANGUAGE_FAMILIES.values()
 
 
 def _known_architecture(config: Config) -> str | None:
@@ -115,11 +116,11 @@ def _named_architectures(config: Config) -> list[str]:
     if isinstance(named, list) and named:
         return [str(name) for name in named]
     kind = config.get("model_type")
-    own = (family.architecture for family in _implemented() if family.model_type == kind)
+    own = (family.architecture for family in families() if family.model_type == kind)
     return [next((name for name in own if name is not None), str(kind))]
 
 
-for _module in pkgutil.iter_modules(families.__path__):
+for _module in pkgutil.iter_modules(package.__path__):
     if _module.name != "registry":
-        for _family in getattr(importlib.import_module(f"{families.__name__}.{_module.name}"), "FAMILIES", ()):
+        for _family in getattr(importlib.import_module(f"{package.__name__}.{_module.name}"), "FAMILIES", ()):
             register(_family)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from vlmserve.families.family import LanguageFamily
+from vlmserve.families.family import LanguageFamily, NamedModel
 from vlmserve.families.gguf import GGUFText
 from vlmserve.families.llama import LLAMA
 from vlmserve.families.spec import ArchSpec, Config, layer_windows, usual_rope, usual_spec
@@ -50,5 +50,6 @@ FAMILIES = (
         build=_smollm3,
         gguf={"smollm3": GGUFText(interleaved=True)},
         models="SmolLM 3",
+        short_names=(NamedModel("smollm3:3b", "HuggingFaceTB/SmolLM3-3B", 3075098624, 262668288),),
     ),
 )

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from vlmserve.families.family import VisionFamily
-from vlmserve.families.registry import LANGUAGE_FAMILIES, VISION_FAMILIES
+from vlmserve.families.family import LanguageFamily, VisionFamily
+from vlmserve.families.registry import LANGUAGE_FAMILIES, families
 
 HEADINGS = ("Models", "Architecture", "Takes", "With")
 
@@ -26,13 +26,9 @@ class Entry(NamedTuple):
 
 def catalogue() -> Iterator[Entry]:
     """All families: those that take images, then language models."""
-    for family in VISION_FAMILIES.values():
-        # Those without a placeholder attend to their image by cross-attention.
-        options = _options(family.text_type, adapters=family.image_token_id is not None)
-        yield Entry(family.models, family.architecture, _takes(family), options)
-    for name, language in LANGUAGE_FAMILIES.items():
-        if language.architecture is not None:
-            yield Entry(language.models, language.architecture, "text", _options(name))
+    for family in families():
+        if family.architecture is not None:
+            yield Entry(family.models, family.architecture, family.takes, _options(family))
 
 
 def markdown() -> str:
@@ -41,12 +37,13 @@ def markdown() -> str:
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
-def _takes(family: VisionFamily) -> str:
-    if family.image_token_id is None:
-        return "text, one image"
-    return "text, images, videos" if family.videos else "text, images"
-
-
-def _options(text_type: str, *, adapters: bool = True) -> str:
-    options = ["int8", "int4"] + ["LoRA"] * adapters
-    return ", ".join(options + ["sliding window"] * ("sliding_window" in LANGUAGE_FAMILIES[text_type].defaults))
+def _options(family: LanguageFamily | VisionFamily) -> str:
+    options = ["int8", "int4"]
+    if isinstance(family, VisionFamily):
+        # Models without a placeholder attend to their image by cross-attention, which takes no adapters.
+        options += ["LoRA"] * (family.image_token_id is not None)
+        defaults = LANGUAGE_FAMILIES[family.text_type].defaults
+    else:
+        options += ["LoRA"]
+        defaults = family.defaults
+    return ", ".join(options + ["sliding window"] * ("sliding_window" in defaults))

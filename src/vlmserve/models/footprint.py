@@ -16,11 +16,11 @@ from typing import NamedTuple
 
 from vlmserve.config import EngineConfig, Scheme
 from vlmserve.errors import ModelLoadError, VLMServeError
+from vlmserve.families.family import BYTES
 from vlmserve.gguf.pair import language_model
 from vlmserve.gguf_header import is_gguf, read_header
 from vlmserve.memory import free_memory
 from vlmserve.models.files import PICKLES, weight_files
-from vlmserve.models.names import BYTES
 
 LIBRARIES = 320 * 2**20
 """Bytes that an engine's process takes for Python, torch and the smallest caches, whatever the model."""
