@@ -16,7 +16,7 @@ Template = Callable[[Config, Config], str | None]
 """The chat template for a config.json and a generation_config.json."""
 
 BYTES = {"bfloat16": 2.0, "int8": 1.0, "int4": 0.625}
-"""Bytes of a weight. int4 has a scale and a minimum of 16 bits each for 32 weights."""
+"""Bytes of a weight. int4 has a 16-bit scale and a 16-bit minimum for 32 weights."""
 KV_SHARE = 0.25
 """Fraction of free memory for the KV cache, images and everything else."""
 _COMMON: Names = ((r"\.input_layernorm\.", ".attention_norm."), (r"\.post_attention_layernorm\.", ".mlp_norm."))
@@ -29,7 +29,7 @@ def rename(name: str, names: Names) -> str:
 
 
 class NamedModel(NamedTuple):
-    """A short name of a model on the Hugging Face hub. Numbers of weights are those of the published checkpoint."""
+    """A short name of a model on the Hugging Face hub, and the weights of its published checkpoint."""
 
     name: str
     repository: str
@@ -39,7 +39,7 @@ class NamedModel(NamedTuple):
     head: int
     """Weights of the output head, which has at least 8 bits."""
     kept: int = 0
-    """Weights that stay in 16 bits: tower, projector, and an embedding table that is not tied to the head."""
+    """16-bit weights even if quantized: tower, projector, and an embedding table that is not tied to the head."""
 
     def memory(self, weights: str) -> int:
         """Bytes of the weights. weights: a key of `BYTES`."""
@@ -49,7 +49,7 @@ class NamedModel(NamedTuple):
         return round(layers * BYTES[weights] + self.head * BYTES["int8"] + self.kept * BYTES["bfloat16"])
 
     def fits(self, free: int, weights: str) -> bool:
-        """Whether `free` bytes hold the weights and leave `KV_SHARE` to the KV cache."""
+        """Return whether `free` bytes hold the weights and leave `KV_SHARE` to the KV cache."""
         return self.memory(weights) <= free * (1 - KV_SHARE)
 
 

@@ -71,7 +71,7 @@ def gemma2(config: Config, windows: list[int | None], **differences: Any) -> Arc
 
 
 def gemma2_traits(metadata: Metadata, *, largest: int) -> Config:
-    """largest: number of layers of the one model whose attention scale is not that of a head."""
+    """largest: number of layers of the one model whose attention scale does not follow from the head size."""
     return {
         "attention_bias": False,
         "query_pre_attn_scalar": _query_scalar(metadata, largest=largest),

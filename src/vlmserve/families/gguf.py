@@ -1,7 +1,7 @@
 """Metadata of GGUF files, and how files of a family differ from its checkpoints in Hugging Face layout.
 
-Files hold what llama.cpp's conversion writes and its ``tools/mtmd/clip.cpp`` reads
-(https://github.com/ggml-org/llama.cpp). What they lack is taken from the published checkpoints.
+llama.cpp's conversion writes the files, and its ``tools/mtmd/clip.cpp`` reads them
+(https://github.com/ggml-org/llama.cpp). Settings that a file lacks come from the published checkpoints.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class GGUFText:
     """How GGUF files of a language model differ from its checkpoints."""
 
     traits: Callable[[Metadata], Config] = lambda metadata: {}
-    """Config of config.json beside those that all files have."""
+    """Fields of config.json that only this architecture has."""
     interleaved: bool = False
     """Rows of queries and keys are in the order in which neighbours pair."""
     halved: bool = False
@@ -98,7 +98,7 @@ class GGUFTower:
     text_types: Mapping[str, str] = field(default_factory=dict)
     """``model_type`` of the language model by the architecture of its file; empty: all fit."""
     tokens: Mapping[str, str] = field(default_factory=lambda: {"image_token_id": "<image>"})
-    """Config of config.json with tokens, the placeholder first, and the texts of these tokens."""
+    """Fields of config.json with tokens, the placeholder first, and the texts of these tokens."""
     else_unknown: bool = False
     """Without that placeholder, the unknown token is one: ordinary text never becomes it."""
     interleaved: bool = False

@@ -12,7 +12,7 @@ PIXTRAL_IMAGES: Final[dict[str, Any]] = {
     "image_processor": "vlmserve.media.rows:RowProcessor.from_files",
     "image_processor_types": ("Pixtral",),
 }
-"""Config of a `VisionFamily` whose images are rows of patches."""
+"""Fields of a `VisionFamily` whose images are rows of patches."""
 
 _LAYER = r"vision_tower.transformer.layers.\1"
 _NAMES: Names = (

@@ -17,7 +17,7 @@ QWEN_TOWER: Final[dict[str, Any]] = {
     "tower_name": "visual",
     "image_processor": "vlmserve.media.any_size:AnySizeProcessor.from_files",
 }
-"""Config of a `VisionFamily` with a tower like Qwen2-VL's."""
+"""Fields of a `VisionFamily` with a tower like Qwen2-VL's."""
 QWEN_TOKENS: Final[dict[str, Any]] = {"image_token_id": 151655, "video_token_id": 151656, "videos": True}
 _TEXT: Config = {
     **QWEN,

@@ -89,7 +89,7 @@ class ArchSpec:
 
 
 GPT: Final[Mapping[str, Any]] = {"gated": False, "qkv_bias": True, "output_bias": True, "mlp_bias": True}
-"""Config of `ArchSpec` for GPT-2's blocks."""
+"""Fields of `ArchSpec` for GPT-2's blocks."""
 
 
 def usual_spec(config: Config, **differences: Any) -> ArchSpec:

@@ -141,7 +141,6 @@ class Decoder(nn.Module):
 
     @property
     def image_width(self) -> int:
-        """See `LanguageModel.image_width`."""
         return self.spec.hidden_size * (1 + self.spec.deepstack)
 
     @property

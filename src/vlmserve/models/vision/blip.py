@@ -74,11 +74,9 @@ class BlipTower(StagedVision):
 
     @property
     def example_shape(self) -> tuple[int, ...]:
-        """See `VisionEncoder.example_shape`."""
         return 1, 3, self.spec.image_size, self.spec.image_size
 
     def products(self, shape: tuple[int, ...], tiling: TowerInputs | None = None) -> int:
-        """See `VisionEncoder.products`."""
         layers = sum(layer.products(self.spec.num_patches + 1) for layer in self._layers())
         return self.spec.num_patches * self.embeddings.patch_embedding.products + layers
 

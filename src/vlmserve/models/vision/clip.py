@@ -172,27 +172,22 @@ class ClipLayer(StagedLayer):
 
     @property
     def full_attention(self) -> EncoderAttention:
-        """See `StagedLayer.full_attention`."""
         return self.self_attn.attention
 
     @cached_property
     def token_products(self) -> tuple[int, int]:
-        """See `StagedLayer.token_products`."""
         mlp = self.mlp.fc1.products + self.mlp.fc2.products
         return self.self_attn.qkv_proj.products, self.self_attn.out_proj.products + mlp
 
     @property
     def first_norm(self) -> Normalization:
-        """See `StagedLayer.first_norm`."""
         return self.layer_norm1
 
     def before(self, normed: Tensor) -> Tensor:
-        """See `StagedLayer.before`."""
         output: Tensor = self.self_attn.qkv_proj(normed)
         return output
 
     def behind(self, attended: Tensor, x: Tensor, following: Normalization | None) -> TowerRows:
-        """See `StagedLayer.behind`."""
         sums = normed_sum(partial(self.self_attn.out_proj, attended), x, self.layer_norm2)
         return summed(partial(self.mlp, sums.normed), sums.rows, following)
 

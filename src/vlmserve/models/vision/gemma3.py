@@ -83,16 +83,13 @@ class Gemma3Vision(TileVision):
 
     @property
     def example_shape(self) -> tuple[int, ...]:
-        """See `VisionEncoder.example_shape`."""
         spec = self.vision_tower.spec
         return 1, spec.num_channels, spec.image_size, spec.image_size
 
     def products(self, shape: tuple[int, ...], tiling: TowerInputs | None = None) -> int:
-        """See `VisionEncoder.products`."""
         return self.vision_tower.products(self.vision_tower.spec.num_patches) + self.multi_modal_projector.products
 
     def tiles_in_stages(self, tiles: Tensor, budget: StageBudget) -> Stages[Tensor]:
-        """See `TileVision.tiles_in_stages`."""
         patches = yield from self.vision_tower.in_stages(tiles, budget)
         projector = self.multi_modal_projector
         return (yield from by_rows(projector, projector.products, budget, patches))

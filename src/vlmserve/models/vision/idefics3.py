@@ -80,7 +80,6 @@ class Idefics3Vision(StagedVision):
 
     @property
     def example_shape(self) -> tuple[int, ...]:
-        """See `VisionEncoder.example_shape`."""
         spec = self.vision_model.spec
         side = spec.patch_size * self.connector.merge
         side *= max(1, spec.image_size // side)
@@ -88,11 +87,9 @@ class Idefics3Vision(StagedVision):
 
     @property
     def larger_shape(self) -> tuple[int, ...]:  # type: ignore[override]
-        """See `VisionEncoder.larger_shape`."""
         return 4, *self.example_shape[1:]
 
     def products(self, shape: tuple[int, ...], tiling: TowerInputs | None = None) -> int:
-        """See `VisionEncoder.products`."""
         patches = (shape[2] // self.vision_model.spec.patch_size) ** 2
         return shape[0] * (self.vision_model.products(patches) + self.connector.products(patches))
 

@@ -104,7 +104,6 @@ class InternLayer(ClipLayer):
             self.k_norm = RMSNorm(size, _HEAD_NORM_EPS, dtype=dtype, device=device)
 
     def before(self, normed: Tensor) -> Tensor:
-        """See `StagedLayer.before`."""
         qkv = super().before(normed)
         if self.q_norm is None or self.k_norm is None:
             return qkv
@@ -112,7 +111,6 @@ class InternLayer(ClipLayer):
         return torch.cat((self.q_norm(query.contiguous()), self.k_norm(key.contiguous()), value), -1)
 
     def behind(self, attended: Tensor, x: Tensor, following: Normalization | None) -> TowerRows:
-        """See `StagedLayer.behind`."""
         x = torch.addcmul(x, self.lambda_1, self.self_attn.out_proj(attended))
         return torch.addcmul(x, self.lambda_2, self.mlp(self.layer_norm2(x)))
 
@@ -205,17 +203,14 @@ class InternVision(StagedVision):
 
     @property
     def example_shape(self) -> tuple[int, ...]:
-        """See `VisionEncoder.example_shape`."""
         spec = self.vision_tower.spec
         return 1, spec.num_channels, spec.image_size, spec.image_size
 
     @property
     def larger_shape(self) -> tuple[int, ...]:  # type: ignore[override]
-        """See `VisionEncoder.larger_shape`."""
         return 4, *self.example_shape[1:]
 
     def products(self, shape: tuple[int, ...], tiling: TowerInputs | None = None) -> int:
-        """See `VisionEncoder.products`."""
         return shape[0] * (self.vision_tower.products + self._embeddings_of_tile * self.multi_modal_projector.products)
 
     def in_stages(

@@ -98,21 +98,17 @@ class LlavaVision(TileVision):
 
     @property
     def example_shape(self) -> tuple[int, ...]:
-        """See `VisionEncoder.example_shape`."""
         spec = self.vision_tower.spec
         return 1, spec.num_channels, spec.image_size, spec.image_size
 
     @property
     def larger_shape(self) -> tuple[int, ...]:  # type: ignore[override]
-        """See `VisionEncoder.larger_shape`."""
         return 4, *self.example_shape[1:]
 
     def products(self, shape: tuple[int, ...], tiling: TowerInputs | None = None) -> int:
-        """See `VisionEncoder.products`."""
         return shape[0] * (self.vision_tower.products + self._embeddings_of_tile * self.multi_modal_projector.products)
 
     def tiles_in_stages(self, tiles: Tensor, budget: StageBudget) -> Stages[Tensor]:
-        """See `TileVision.tiles_in_stages`."""
         features = yield from self.vision_tower.in_stages(tiles, budget)
         rows = features[:, self.skipped_tokens :].flatten(0, 1)
         embeddings = yield from by_rows(self.multi_modal_projector, self.multi_modal_projector.products, budget, rows)

@@ -86,7 +86,6 @@ class ConvolvingMerger(nn.Module):
         self.products = sum(layer.products for layer in (self.downsample, self.proj, self.gate_up_proj, self.down_proj))
 
     def forward(self, x: Tensor) -> Tensor:
-        """See `PatchMerger.forward`."""
         convolved = self.downsample(self.post_layernorm(x))
         output: Tensor = self.down_proj(self.gate_up_proj(F.gelu(self.post_projection_norm(self.proj(convolved)))))
         return output

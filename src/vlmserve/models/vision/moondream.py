@@ -142,16 +142,13 @@ class MoondreamTower(StagedVision):
 
     @property
     def example_shape(self) -> tuple[int, ...]:
-        """See `VisionEncoder.example_shape`."""
         return 1, self.spec.layers.num_channels, *self._plane((1, 1))
 
     @property
     def larger_shape(self) -> tuple[int, ...]:  # type: ignore[override]
-        """See `VisionEncoder.larger_shape`."""
         return 1, self.spec.layers.num_channels, *self._plane((2, 2))
 
     def products(self, shape: tuple[int, ...], tiling: TowerInputs | None = None) -> int:
-        """See `VisionEncoder.products`."""
         rows, columns = self._layout(shape)
         patches = self.spec.layers.num_patches
         crop = patches * self.patch_embedding.products + sum(block.products(patches) for block in self._layers())

@@ -309,12 +309,10 @@ class PixtralVision(StagedVision):
 
     @property
     def larger_shape(self) -> tuple[int, ...]:  # type: ignore[override]
-        """See `VisionEncoder.larger_shape`."""
         tiles, channels, height, width = self.example_shape
         return tiles, channels, 2 * height, 2 * width
 
     def products(self, shape: tuple[int, ...], tiling: TowerInputs | None = None) -> int:
-        """See `VisionEncoder.products`."""
         embeddings = (shape[2] // self._side) * (shape[3] // self._side)
         patches = embeddings * self._merge**2
         return self.vision_tower.products(patches) + embeddings * self.multi_modal_projector.products
@@ -327,11 +325,9 @@ class PixtralVision(StagedVision):
         return (yield from self._projected(states, pixels, budget))
 
     def lay_out(self, shapes: Sequence[tuple[int, ...]]) -> PixtralLayout:
-        """See `LaidOutTower.lay_out`."""
         return self.vision_tower.lay_out([(height, width) for *_, height, width in shapes], self._device)
 
     def encode_laid_out(self, pixels: Sequence[Tensor], layout: PixtralLayout) -> Tensor:
-        """See `LaidOutTower.encode_laid_out`."""
         return run_stages(self._laid_out(pixels, layout, StageBudget()))
 
     def _laid_out(self, pixels: Sequence[Tensor], layout: PixtralLayout, budget: StageBudget) -> Stages[Tensor]:

@@ -270,12 +270,10 @@ class QwenVisionTower(StagedVision):
 
     @property
     def larger_shape(self) -> tuple[int, ...]:  # type: ignore[override]
-        """See `VisionEncoder.larger_shape`."""
         tiles, channels, height, width = self.example_shape
         return tiles, channels, 2 * height, 2 * width
 
     def products(self, shape: tuple[int, ...], tiling: TowerInputs | None = None) -> int:
-        """See `VisionEncoder.products`."""
         spec = self.spec
         deep, down, across = -(-shape[0] // spec.frames), shape[2] // spec.patch_size, shape[3] // spec.patch_size
         windows = [spec.merge**2 * len(window) for window in self._windows((deep, down, across))]
@@ -304,14 +302,12 @@ class QwenVisionTower(StagedVision):
         return images
 
     def lay_out(self, shapes: Sequence[tuple[int, ...]]) -> Layouts:
-        """See `LaidOutTower.lay_out`."""
         size = self.spec.patch_size
         grids = [(-(-frames // self.spec.frames), down // size, across // size) for frames, _, down, across in shapes]
         of_images = [self._layout(grid) for grid in grids]
         return Layouts(grids, of_images, Layout.join(of_images))
 
     def encode_laid_out(self, pixels: Sequence[Tensor], layout: Layouts) -> Tensor:
-        """See `LaidOutTower.encode_laid_out`."""
         return run_stages(self._encode(pixels, layout, StageBudget()))
 
     def _layers(self) -> Iterable[VisionLayer]:

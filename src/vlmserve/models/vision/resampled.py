@@ -112,26 +112,21 @@ class TowerLayer(StagedLayer):
 
     @property
     def full_attention(self) -> EncoderAttention:
-        """See `StagedLayer.full_attention`."""
         return self.attn.attention
 
     @cached_property
     def token_products(self) -> tuple[int, int]:
-        """See `StagedLayer.token_products`."""
         mlp = self.mlp.c_fc.products + self.mlp.c_proj.products
         return self.attn.in_proj.products, self.attn.out_proj.products + mlp
 
     @property
     def first_norm(self) -> Normalization:
-        """See `StagedLayer.first_norm`."""
         return self.ln_1
 
     def before(self, normed: Tensor) -> Tensor:
-        """See `StagedLayer.before`."""
         return self.attn.qkv(normed)
 
     def behind(self, attended: Tensor, x: Tensor, following: Normalization | None) -> TowerRows:
-        """See `StagedLayer.behind`."""
         sums = normed_sum(partial(self.attn.out_proj, attended), x, self.ln_2)
         return summed(partial(self.mlp, sums.normed), sums.rows, following)
 
@@ -223,12 +218,10 @@ class ResampledVision(StagedVision):
 
     @property
     def example_shape(self) -> tuple[int, ...]:
-        """See `VisionEncoder.example_shape`."""
         tower = self.spec.tower
         return 1, tower.num_channels, tower.image_size, tower.image_size
 
     def products(self, shape: tuple[int, ...], tiling: TowerInputs | None = None) -> int:
-        """See `VisionEncoder.products`."""
         patches = self.spec.tower.num_patches
         layers = sum(layer.products(patches) for layer in self._layers())
         return patches * self.conv1.products + layers + self._pool_products

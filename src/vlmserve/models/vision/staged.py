@@ -114,11 +114,9 @@ class StagedVision(nn.Module):
     def in_stages(
         self, pixels: list[Tensor], tilings: Sequence[TowerInputs | None], budget: StageBudget
     ) -> Stages[list[Tensor]]:
-        """See `VisionEncoder.in_stages`."""
         raise NotImplementedError
 
     def encode(self, pixels: list[Tensor], tilings: Sequence[TowerInputs | None] = ()) -> list[Tensor]:
-        """See `VisionEncoder.encode`."""
         return run_stages(self.in_stages(pixels, tilings, StageBudget())) if pixels else []
 
 
@@ -143,5 +141,4 @@ class TileVision(StagedVision):
         return self.arranged(list(torch.split(embeddings, [len(image) for image in pixels])), tilings)
 
     def encode_tiles(self, tiles: Tensor) -> Tensor:
-        """See `TileEncoder.encode_tiles`."""
         return run_stages(self.tiles_in_stages(tiles, StageBudget()))
