@@ -49,7 +49,8 @@ def _paddleocr_vl(config: Config) -> ArchSpec:
 
 
 def _gguf_traits(metadata: Metadata) -> Config:
-    return {**gguf_sections(metadata), "use_bias": metadata.has("attn_q.bias")}
+    """Without its tower, it is Llama."""
+    return {"model_type": "llama", **gguf_sections(metadata), "use_bias": metadata.has("attn_q.bias")}
 
 
 _VISION = "visual.vision_model"
