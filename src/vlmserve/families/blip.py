@@ -81,7 +81,6 @@ _BLIP: Final[dict[str, Any]] = {
     "names": _NAMES,
     "tower": "vlmserve.models.vision.blip:BlipTower.from_config",
     "tower_name": "vision_tower",
-    "image_processor": "vlmserve.media.processor:FixedSizeProcessor.from_files",
     "image_token_id": None,
 }
 

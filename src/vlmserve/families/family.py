@@ -12,6 +12,8 @@ from vlmserve.families.gguf import GGUFText, GGUFTower
 from vlmserve.families.spec import ArchSpec, Config, Names
 from vlmserve.types import Bidirectional
 
+FIXED_SIZE = "vlmserve.media.processor:FixedSizeProcessor.from_files"
+"""The image processor for any ``image_processor_type`` that no family names."""
 Template = Callable[[Config, Config], str | None]
 """The chat template for a config.json and a generation_config.json."""
 
@@ -126,7 +128,7 @@ class VisionFamily(Family):
     reads_question: bool = False
     """An encoder reads the question with the image."""
 
-    image_processor: str
+    image_processor: str = FIXED_SIZE
     """Makes the `ImageProcessor` from `ImageFiles` where ``image_processor_type`` names no other one."""
     image_processor_types: tuple[str, ...] = ()
     """Prefixes of each ``image_processor_type`` that `image_processor` implements."""

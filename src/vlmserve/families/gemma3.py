@@ -98,7 +98,6 @@ FAMILIES = (
         tied=True,
         bidirectional="images",
         tower="vlmserve.models.vision.gemma3:Gemma3Vision",
-        image_processor="vlmserve.media.processor:FixedSizeProcessor.from_files",
         image_token_id=262144,
         image_ends={"boi_token_index": 255999, "eoi_token_index": 256000},
         gguf={"gemma3": _TOWER},

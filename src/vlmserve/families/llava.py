@@ -78,7 +78,6 @@ FAMILIES = (
         architecture="LlavaForConditionalGeneration",
         text_type="llama",
         tower="vlmserve.models.vision.llava:LlavaVision",
-        image_processor="vlmserve.media.processor:FixedSizeProcessor.from_files",
         image_token_id=32000,
         chat_template=_template,
         gguf={"mlp": _TOWER},

@@ -109,7 +109,6 @@ FAMILIES = (
         text_type="qwen",
         tower="vlmserve.models.vision.resampled:ResampledVision.from_config",
         tower_name="visual",
-        image_processor="vlmserve.media.processor:FixedSizeProcessor.from_files",
         image_settings=_image_settings,
         image_token_id=151859,
         config_placeholder=_placeholder,

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from vlmserve import families as package
 from vlmserve.errors import ModelLoadError, UnsupportedModelError
-from vlmserve.families.family import Family, LanguageFamily, VisionFamily
+from vlmserve.families.family import FIXED_SIZE, Family, LanguageFamily, VisionFamily
 from vlmserve.families.spec import ArchSpec, Config
 
 LANGUAGE_FAMILIES: dict[str, LanguageFamily] = {}
@@ -19,8 +19,6 @@ VISION_FAMILIES: dict[str, VisionFamily] = {}
 OTHER_FAMILIES: dict[str, Family] = {}
 """Models that only the Transformers backend runs, by ``model_type``."""
 
-FIXED_SIZE = "vlmserve.media.processor:FixedSizeProcessor.from_files"
-"""The image processor of checkpoints that no family's `image_processor_types` name."""
 DEFAULT_FAMILY = "llama"
 """Family of a config without a ``model_type``, as the first LLaVA checkpoints have it."""
 
