@@ -441,7 +441,7 @@ def test_no_cut_is_overlooked(path: Path) -> None:
 @pytest.mark.parametrize(
     ("metadata", "message"),
     [
-        ({"general.architecture": "mamba"}, "architecture 'mamba' is not supported; supported are llama, mistral3"),
+        ({"general.architecture": "mamba"}, "architecture 'mamba' is not supported; supported are chatglm, gemma"),
         ({"llama.expert_count": 8}, "mixtures of experts"),
         ({"llama.attention.value_length": 16}, "not as long as keys"),
         ({"llama.attention.head_count": [8, 4]}, "layers differ in attention.head_count"),

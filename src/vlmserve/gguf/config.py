@@ -27,7 +27,7 @@ def text_family(header: Header) -> tuple[LanguageFamily, GGUFText]:
     if header.architecture not in known:
         raise UnsupportedModelError(
             f"{header.path}: GGUF architecture {header.architecture!r} is not supported; "
-            f"supported are {', '.join(known)}"
+            f"supported are {', '.join(sorted(known))}"
         )
     return known[header.architecture]
 

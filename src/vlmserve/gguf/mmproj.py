@@ -53,7 +53,7 @@ def tower_family(header: Header) -> tuple[VisionFamily, GGUFTower]:
     known = {kind: (family, tower) for family in VISION_FAMILIES.values() for kind, tower in family.gguf.items()}
     if name not in known:
         raise UnsupportedModelError(
-            f"--mmproj {header.path}: projector type {name!r} is not supported; supported are {', '.join(known)}"
+            f"--mmproj {header.path}: projector type {name!r} is not supported; supported are {', '.join(sorted(known))}"
         )
     return known[name]
 
