@@ -111,7 +111,7 @@ def test_an_image_without_its_vision_tower_is_refused_with_what_to_do(files: Fil
         (
             {"projector_type": "resampler"},
             UnsupportedModelError,
-            r"'resampler' is not supported; supported are mlp, qwen2",
+            r"'resampler' is not supported; supported are gemma3, glm4v",
         ),
         ({"has_vision_encoder": False, "has_audio_encoder": True}, UnsupportedModelError, "audio is not supported"),
         ({"vision.block_count": None}, ModelLoadError, r"lacks clip\.vision\.block_count"),

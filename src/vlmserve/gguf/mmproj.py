@@ -52,8 +52,9 @@ def tower_family(header: Header) -> tuple[VisionFamily, GGUFTower]:
     name = values.get("clip.vision.projector_type") or values.get("clip.projector_type") or DEFAULT_TYPE
     known = {kind: (family, tower) for family in VISION_FAMILIES.values() for kind, tower in family.gguf.items()}
     if name not in known:
+        supported = ", ".join(sorted(known))
         raise UnsupportedModelError(
-            f"--mmproj {header.path}: projector type {name!r} is not supported; supported are {', '.join(sorted(known))}"
+            f"--mmproj {header.path}: projector type {name!r} is not supported; supported are {supported}"
         )
     return known[name]
 
