@@ -14,6 +14,7 @@ import msgspec
 
 from tests.forking import ForkedProcess
 from vlmserve.config import EngineConfig, MediaConfig, ServerConfig
+from vlmserve.scaleout import absence
 from vlmserve.scaleout.launch import MemberProcess
 from vlmserve.scaleout.member import GatewayLaunch, Launch, WorkerLaunch, main
 from vlmserve.scaleout.settings import GatewayConfig
@@ -21,8 +22,9 @@ from vlmserve.scaleout.settings import GatewayConfig
 TOKEN = "a token of the test"
 
 
-def run_member() -> None:
+def run_member(patience: float) -> None:
     """What the module of members does as a program."""
+    absence.PATIENCE = patience
     os.setpgrp()
     os._exit(main())
 
@@ -30,8 +32,8 @@ def run_member() -> None:
 class ForkedMember(MemberProcess):
     """One that has imported everything already."""
 
-    def __init__(self, launch: Launch) -> None:
-        self._process = ForkedProcess(run_member, text=False)
+    def __init__(self, launch: Launch, patience: float) -> None:
+        self._process = ForkedProcess(run_member, patience, text=False)
         self._lock = threading.Lock()
         self._write(msgspec.json.encode(launch))
 
@@ -50,11 +52,11 @@ class Cluster:
         front: Any = None,
         own: Any = None,
         media: Any = None,
-        fresh: bool = False,
+        patience: float = absence.PATIENCE,
     ) -> None:
-        """own: settings of the server, by the name of the worker that has them. fresh: processes have yet to import
-        everything, as outside of tests."""
-        self._member = MemberProcess if fresh else ForkedMember
+        """own: settings of the server, by the name of the worker that has them. patience: seconds for which requests
+        wait for a worker."""
+        self._patience = patience
         self._engine = EngineConfig(**{"model": str(folder), "engine": "mock", **(engine or {})})
         self._server = ServerConfig(
             **{"port": 0, "served_model_name": "tiny", "storage_url": "none", "stats_interval": 0, **(server or {})}
@@ -84,7 +86,7 @@ class Cluster:
         self._stack.close()
 
     def start(self, launch: Any, stack: contextlib.ExitStack | None = None) -> MemberProcess:
-        process = self._member(launch)
+        process = ForkedMember(launch, self._patience)
         (stack or self._stack).callback(process.close)
         return process
 

@@ -47,7 +47,8 @@ def test_a_worker_is_expected_for_a_while_after_the_last_one_has_left():
 
 @pytest.fixture(scope="module")
 def single(folder):
-    with Cluster(folder, 1, engine={"mock_ttft": 0.1, "mock_tpot": 0.002}, fresh=True) as running:
+    # A worker takes longer to start on a busy machine.
+    with Cluster(folder, 1, engine={"mock_ttft": 0.1, "mock_tpot": 0.002}, patience=60) as running:
         yield running
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import statistics
 
 import pytest
@@ -16,6 +17,7 @@ WORKERS = 40
 def outcome_of():
     made = {}
 
+    @functools.cache
     def run(workload: str, **setup: object) -> Outcome:
         if workload not in made:
             rate = 0.7 * WORKERS / {"mixed": 0.96, "images": 1.33, "fresh": 0.74}[workload]

@@ -115,9 +115,11 @@ class LiveServer:
 def wait_until(condition: Callable[[], bool], timeout: float = 60) -> None:
     """Poll a condition; fails the test when it does not come true."""
     limit = time.monotonic() + timeout
+    pause = 0.005  # seconds; what is asked often may take the processor time that it waits for
     while not condition():
         assert time.monotonic() < limit, "it never came true"
-        time.sleep(0.005)
+        time.sleep(pause)
+        pause = min(0.05, 1.2 * pause)
 
 
 @contextlib.contextmanager

@@ -237,7 +237,11 @@ def _judge(rate: float, outcome: Outcome, bad: int, wanted: float) -> Trial:
 
 @contextlib.contextmanager
 def _no_garbage_collection() -> Iterator[None]:
-    """A collection stops the clock of all streams; what a test leaves behind is freed by counting references."""
+    """A collection stops the clock of all streams; what a test leaves behind is freed by counting references.
+
+    Objects that the caller has frozen stay frozen.
+    """
+    is_frozen = gc.get_freeze_count() > 0
     gc.collect()
     gc.freeze()
     gc.disable()
@@ -245,4 +249,5 @@ def _no_garbage_collection() -> Iterator[None]:
         yield
     finally:
         gc.enable()
-        gc.unfreeze()
+        if not is_frozen:
+            gc.unfreeze()
