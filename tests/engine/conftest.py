@@ -6,7 +6,10 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.static_device import replace_cpus
 from vlmserve.frames import pack, unpack
+from vlmserve.kernels.choice import VARIABLE
+from vlmserve.kernels.extension import supported_isas
 from vlmserve.runner.runner import ModelRunner, RunningStep
 from vlmserve.steps import ModelRunnerOutput, SchedulerOutput
 
@@ -23,3 +26,16 @@ def messages() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ModelRunner, "submit", submit_message)
         yield
+
+
+@pytest.fixture(params=["torch", *(["native"] if supported_isas() else [])])
+def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The kernels of every model that the test loads. "static" is the data flow of a GPU, see `tests.static_device`."""
+    if request.param != "static":
+        monkeypatch.setenv(VARIABLE, request.param)
+        yield request.param
+        return
+    monkeypatch.delenv(VARIABLE, raising=False)
+    devices = replace_cpus(monkeypatch)
+    yield request.param
+    assert any(executor.num_captured for device in devices for executor in device.executors)

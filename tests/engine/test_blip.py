@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from tests.blip import CLASSES, TEXT, BlipOracle
-from tests.engine.test_parity import assert_no_further, engine_for, first_logits, generate, tight_cache, with_budgets
+from tests.engine.kinds import with_budgets
+from tests.engine.test_parity import assert_answers, assert_no_further, engine_for, first_logits, generate, tight_cache
 from tests.normalized import normalized
 from vlmserve.errors import InvalidImageError, InvalidRequestError, PromptTooLongError
 from vlmserve.types import CrossInput, EngineRequest, ImageInput, Prompt, SamplingParams
@@ -38,9 +39,7 @@ def test_tokens_are_those_of_transformers(
 ) -> None:
     assert len({tuple(answer) for answer in expected}) == len(ASKED), "answers that are alike would prove little"
     engine = engine_for(oracle, block_size=4, max_num_batched_tokens=budget)
-    assert [generate(engine, [prompt])[0] for prompt in prompts[:4]] == expected[:4]
-    assert generate(engine, prompts) == expected
-    assert generate(engine, prompts[::-1]) == expected[::-1]
+    assert_answers(engine, prompts, expected)
 
 
 def test_preempted_requests_give_the_same(oracle: BlipOracle, prompts: list[Prompt], expected: list[list[int]]) -> None:

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from tests.checkpoints import make_llama
+from tests.engine.kinds import by_kernels
 from tests.engine.test_parity import Oracle, engine_for, generate, text_oracle, tight_cache
 from tests.engine.test_structured import PERSON, engine_of, mixed, request_of, run, tokens
 from tests.models.test_families import make
 from vlmserve.engine.engine import Engine
-from vlmserve.kernels.extension import supported_isas
 from vlmserve.scheduler.request import Request
 from vlmserve.types import EngineOutput, EngineRequest, Grammar, Prompt, SamplingParams
 
@@ -41,29 +41,33 @@ def oracle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return text_oracle(make(tmp_path_factory.mktemp("family"), request.param))
 
 
-@pytest.mark.usefixtures("kernels")
-@pytest.mark.parametrize(
-    ("kernels", "right"),
-    [*([("native", right) for right in (0.0, 0.6, 1.0)] if supported_isas() else []), ("torch", 0.6)],
-    indirect=["kernels"],
+@pytest.fixture(scope="module")
+def prompts(oracle: Oracle) -> list[Prompt]:
+    return [oracle.prompt(seed, length) for seed, length in enumerate(LENGTHS)]
+
+
+@pytest.fixture(scope="module")
+def expected(oracle: Oracle, prompts: list[Prompt]) -> list[list[int]]:
+    guesses = generate(engine_for(oracle), prompts)
+    return [oracle.greedy(prompt, guess=guess) for prompt, guess in zip(prompts, guesses, strict=True)]
+
+
+@by_kernels(
+    "schedule, right",
+    native=[("batched", 0.6), ("chunked", 0.0), ("chunked", 1.0), ("preempted", 0.6)],
+    torch=[("preempted", 0.6)],
 )
-def test_greedy_tokens_are_those_of_transformers(oracle: Oracle, right: float) -> None:
-    prompts = [oracle.prompt(seed, length) for seed, length in enumerate(LENGTHS)]
-    plain = engine_for(oracle, block_size=4)
-    answers = generate(plain, prompts)
-    expected = [oracle.greedy(prompt, guess=answer) for prompt, answer in zip(prompts, answers, strict=True)]
-    propose = proposing(
-        [prompt.token_ids + answer for prompt, answer in zip(prompts, expected, strict=True)], right=right
-    )
-    assert answers == expected
-    for engine in (
-        engine_for(oracle, block_size=4),
-        engine_for(oracle, max_num_batched_tokens=9),
-        tight_cache(oracle, prompts, max_num_batched_tokens=100),
-    ):
-        engine._scheduler.propose_drafts = propose
-        assert generate(engine, prompts) == expected
-        assert generate(engine, prompts[::-1]) == expected[::-1], "what was cached on the way is right"
+def test_greedy_tokens_are_those_of_transformers(
+    oracle: Oracle, prompts: list[Prompt], expected: list[list[int]], schedule: str, right: float
+) -> None:
+    if schedule == "preempted":
+        engine = tight_cache(oracle, prompts, max_num_batched_tokens=100)
+    else:
+        engine = engine_for(oracle, block_size=4, max_num_batched_tokens=9 if schedule == "chunked" else 2048)
+    known = [prompt.token_ids + answer for prompt, answer in zip(prompts, expected, strict=True)]
+    engine._scheduler.propose_drafts = proposing(known, right=right)
+    assert generate(engine, prompts) == expected
+    assert generate(engine, prompts[::-1]) == expected[::-1], "what was cached on the way is right"
 
 
 def whole(outputs: list[EngineOutput]) -> tuple[Any, ...]:
@@ -111,8 +115,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return make_llama(tmp_path_factory.mktemp("llama"))
 
 
-@pytest.mark.parametrize("right", [0.7, 1.0])
-@pytest.mark.parametrize("kind", PARAMS)
+@pytest.mark.parametrize(("kind", "right"), [*((kind, 0.7) for kind in PARAMS), ("seeded", 1.0), ("logprobs", 1.0)])
 def test_sampled_answers_are_the_same(folder: Any, kind: str, right: float) -> None:
     params = {"max_tokens": 40, "ignore_eos": True, **PARAMS[kind]}
     requests = [request_of(f"{kind} {seed}", None, seed, **params) for seed in range(6)]

@@ -38,8 +38,8 @@ def prompts(oracle: Oracle) -> list[Prompt]:
 
 
 def check_tokens(oracle: Oracle, prompts: list[Prompt], kernels: str) -> None:
-    """Those of transformers, in chunks, preempted and with what is cached. With one kind of kernels also alone, and in
-    each of these conditions by itself."""
+    """Those of transformers in chunks, preempted and with what is cached. Native kernels also answer some alone, and
+    all in one batch of short chunks."""
     tight = tight_cache(oracle, prompts, max_num_batched_tokens=100)
     answers = generate(tight, prompts)
     expected = [oracle.greedy(prompt, guess=answer) for prompt, answer in zip(prompts, answers, strict=True)]
@@ -50,12 +50,10 @@ def check_tokens(oracle: Oracle, prompts: list[Prompt], kernels: str) -> None:
     if kernels == "torch" and supported_isas():
         assert generate(tight, prompts[1:4]) == expected[1:4]
         return
-    assert generate(tight, prompts[::-1]) == expected[::-1]
-    engine = engine_for(oracle, block_size=4)
-    assert [generate(engine, [prompt])[0] for prompt in prompts[:4]] == expected[:4]
+    engine = engine_for(oracle, block_size=4, max_num_batched_tokens=9)
+    assert [generate(engine, [prompt])[0] for prompt in prompts[:2]] == expected[:2]
     assert generate(engine, prompts) == expected
-    assert generate(engine, prompts[::-1]) == expected[::-1]
-    assert generate(engine_for(oracle, max_num_batched_tokens=9), prompts) == expected
+    assert engine.stats().prefix_cached_tokens > 0
 
 
 @torch.inference_mode()

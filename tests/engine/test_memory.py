@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.checkpoints import make_llama
+from tests.engine.kinds import by_kernels, with_kernels
 from tests.engine.test_overlap import answers, request
 from tests.engine.test_parity import Oracle, engine_for, llava  # noqa: F401
 from tests.engine.test_structured import engine_of, run
@@ -42,6 +43,7 @@ def collect(engine: Engine, outputs: dict[str, list[EngineOutput]]) -> None:
         outputs[output.request_id].append(output)
 
 
+@with_kernels("native", "static")
 def test_a_long_prompt_fails_and_those_that_decode_go_on(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     short, long = [request("a"), request("bb", 9)], request("ccc", 100)
     expected = answers(run(engine_of(folder), short))
@@ -60,6 +62,7 @@ def test_a_long_prompt_fails_and_those_that_decode_go_on(folder: Path, monkeypat
     assert engine.stats().kv_blocks_used == 0
 
 
+@with_kernels("native", "static")
 def test_prompts_that_failed_leave_no_cached_blocks(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     one = request("a", 64)
     expected = answers(run(engine_of(folder), [one]))
@@ -71,6 +74,7 @@ def test_prompts_that_failed_leave_no_cached_blocks(folder: Path, monkeypatch: p
     assert engine.stats().prefix_cached_tokens == 0
 
 
+@with_kernels("native", "static")
 def test_the_newest_of_many_decodes_fails(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     requests = [request("x" * (1 + number), 5) for number in range(4)]
     expected = answers(run(engine_of(folder), requests))
@@ -88,7 +92,7 @@ def test_the_newest_of_many_decodes_fails(folder: Path, monkeypatch: pytest.Monk
     assert {name: found[name] for name in ("x", "xx", "xxx")} == {name: expected[name] for name in ("x", "xx", "xxx")}
 
 
-@pytest.mark.parametrize("in_steps", [False, True])
+@by_kernels("in_steps", native=[False, True], static=[False, True])
 def test_an_image_that_is_too_large_fails_alone(
     llava: Oracle,  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,

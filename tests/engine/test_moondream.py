@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.engine.test_parity import engine_for, first_logits, generate, tight_cache, with_budgets
+from tests.engine.kinds import with_budgets
+from tests.engine.test_parity import assert_answers, engine_for, first_logits, generate, tight_cache
 from tests.moondream import BEGIN, TOKENS, Moondream
 from vlmserve.types import ImageSpan, Prompt
 
@@ -36,9 +37,7 @@ def test_tokens_are_the_oracles(
 ) -> None:
     assert len({tuple(answer) for answer in expected}) == len(ASKED), "answers that are alike would prove little"
     engine = engine_for(moondream, block_size=4, max_num_batched_tokens=budget)
-    assert [generate(engine, [prompt])[0] for prompt in prompts[:4]] == expected[:4]
-    assert generate(engine, prompts) == expected
-    assert generate(engine, prompts[::-1]) == expected[::-1]
+    assert_answers(engine, prompts, expected)
     assert engine.stats().prefix_cached_tokens > 0
 
 

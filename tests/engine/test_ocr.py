@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from tests.engine.image_parity import CONVERSATIONS, Oracle, check_a_further_turn, check_bfloat16, open_oracle, user
-from tests.engine.test_parity import NEW_TOKENS, engine_for, first_logits, generate, tight_cache, with_budgets
+from tests.engine.kinds import with_budgets
+from tests.engine.test_parity import NEW_TOKENS, assert_answers, engine_for, first_logits, generate, tight_cache
 from tests.normalized import normalized
 from tests.ocr_checkpoints import BOUNDS, load_processor, make_glm_ocr, make_paddleocr, rows_of
 from vlmserve import LLM, SamplingParams
@@ -74,9 +75,7 @@ def test_tokens_are_those_of_transformers(
 ) -> None:
     assert len({tuple(answer) for answer in expected}) > 6, "answers that are alike would prove little"
     engine = engine_for(oracle, block_size=4, max_num_batched_tokens=budget)
-    assert [generate(engine, [prompt])[0] for prompt in prompts[:4]] == expected[:4]
-    assert generate(engine, prompts) == expected
-    assert generate(engine_for(oracle, block_size=4), prompts[::-1]) == expected[::-1]
+    assert_answers(engine, prompts, expected)
 
 
 def test_preempted_requests_give_the_same(oracle: Oracle, prompts: list[Prompt], expected: list[list[int]]) -> None:

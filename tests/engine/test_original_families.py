@@ -14,7 +14,8 @@ import pytest
 import torch
 from PIL import Image
 
-from tests.engine.test_parity import NEW_TOKENS, engine_for, generate, tight_cache, with_budgets
+from tests.engine.kinds import with_budgets
+from tests.engine.test_parity import NEW_TOKENS, assert_answers, engine_for, generate, tight_cache
 from tests.normalized import normalized
 from tests.oracles.original_decoders import ChatGLM, OriginalDecoder, Qwen
 from tests.oracles.qwen_vl_vision import QwenVLVision
@@ -114,9 +115,7 @@ def test_tokens_are_those_of_the_architecture(
 ) -> None:
     assert len({tuple(answer) for answer in expected}) > 5, "answers that are alike would prove little"
     engine = engine_for(oracle, block_size=4, max_num_batched_tokens=budget)
-    assert [generate(engine, [prompt])[0] for prompt in prompts[:4]] == expected[:4]
-    assert generate(engine, prompts) == expected
-    assert generate(engine, prompts[::-1]) == expected[::-1]
+    assert_answers(engine, prompts, expected)
     assert engine.stats().prefix_cached_tokens > 0
 
 

@@ -6,7 +6,7 @@ import functools
 import hashlib
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -16,27 +16,19 @@ import torch
 from transformers import AutoModelForCausalLM, LlavaForConditionalGeneration, MistralConfig, MistralForCausalLM
 
 from tests.checkpoints import make_llama, make_llava, make_text_model
+from tests.engine.kinds import by_kernels, with_kernels
 from tests.normalized import normalized
 from vlmserve.config import EngineConfig
+from vlmserve.devices import choice
+from vlmserve.devices.cpu import open_cpu
 from vlmserve.engine.engine import Engine
 from vlmserve.kernels.choice import VARIABLE
-from vlmserve.kernels.extension import supported_isas
 from vlmserve.types import EngineRequest, ImageInput, ImageSpan, Prompt, SamplingParams
 from vlmserve.verify import record_logits
 
 pytestmark = pytest.mark.usefixtures("native_kernels")
 
 NEW_TOKENS = 12
-
-
-def with_budgets(test: Callable[..., None]) -> Callable[..., None]:
-    """Runs it with two budgets of tokens in a step. What is scheduled does not depend on the kernels, so torch's
-    get one budget where there are native ones, which cuts some prompts."""
-    small_and_large = [(kind, budget) for kind in ("native" if supported_isas() else "torch",) for budget in (9, 2048)]
-    pairs = [*small_and_large, *([("torch", 30)] if supported_isas() else [])]
-    return pytest.mark.usefixtures("kernels")(
-        pytest.mark.parametrize(("kernels", "budget"), pairs, indirect=["kernels"])(test)
-    )
 
 
 @dataclass
@@ -141,12 +133,12 @@ def tight_cache(oracle: Oracle, prompts: list[Prompt], **settings) -> Engine:
 
 def bytes_of_4(folder: Path) -> int:
     """What a block of 4 tokens takes."""
-    return _bytes_of_4(folder, os.environ.get(VARIABLE))
+    return _bytes_of_4(folder, os.environ.get(VARIABLE), choice.KINDS["cpu"] is open_cpu)
 
 
 @functools.cache
-def _bytes_of_4(folder: Path, kernels: str | None) -> int:
-    """kernels: those that the environment names, whose blocks differ."""
+def _bytes_of_4(folder: Path, kernels: str | None, on_cpu: bool) -> int:
+    """kernels: those that the environment names, whose blocks differ; on_cpu: False for a static device."""
     config = EngineConfig(model=str(folder), kv_cache_memory="64MiB", dtype="float32", device="cpu", block_size=4)
     probe = Engine(config, folder)
     return probe.info.kv_cache_bytes // probe.stats().kv_blocks_total
@@ -164,6 +156,13 @@ def generate(engine: Engine, prompts: list[Prompt], **params) -> list[list[int]]
             answers[output.request_id] += output.token_ids
     assert engine.stats().kv_blocks_used == 0
     return list(answers.values())
+
+
+def assert_answers(engine: Engine, prompts: list[Prompt], expected: list[list[int]]) -> None:
+    """The answers are as expected alone, in a batch, and with what is cached."""
+    assert [generate(engine, [prompt])[0] for prompt in prompts[:2]] == expected[:2]
+    assert generate(engine, prompts) == expected
+    assert generate(engine, prompts[::-1]) == expected[::-1]
 
 
 def first_logits(engine: Engine, prompts: Sequence[Prompt]) -> torch.Tensor:
@@ -200,42 +199,45 @@ def test_random_checkpoints_give_answers_that_differ(expected):
     assert len({tuple(answer) for answer in expected}) > 12, "or these tests would prove little"
 
 
-@pytest.mark.usefixtures("kernels")
-def test_each_request_alone_gives_transformers_tokens(llava, expected):
+@by_kernels("count", native=[16], torch=[4])
+def test_each_request_alone_gives_transformers_tokens(llava, expected, count):
     engine = engine_for(llava)
-    assert [generate(engine, [prompt])[0] for prompt in mixed_prompts(llava)] == expected
+    assert [generate(engine, [prompt])[0] for prompt in mixed_prompts(llava)[:count]] == expected[:count]
 
 
-@pytest.mark.usefixtures("kernels")
-@pytest.mark.parametrize(
-    "settings",
-    [
-        pytest.param({}, id="one batch"),
-        pytest.param({"max_num_batched_tokens": 7}, id="chunks of 7 tokens"),
-        pytest.param({"max_num_batched_tokens": 64, "max_num_seqs": 3}, id="three at a time"),
-        pytest.param({"max_encoded_images": 1, "max_num_batched_tokens": 50}, id="one image a step"),
-        pytest.param({"block_size": 1}, id="blocks of one token"),
-        pytest.param({"block_size": 5}, id="blocks of five tokens"),
-    ],
-)
+ONE_BATCH = pytest.param({}, id="one batch")
+CHUNKS = pytest.param({"max_num_batched_tokens": 7}, id="chunks of 7 tokens")
+ODD_BLOCKS = pytest.param({"block_size": 5, "max_num_batched_tokens": 50}, id="blocks of five tokens")
+SCHEDULES = [
+    ONE_BATCH,
+    CHUNKS,
+    ODD_BLOCKS,
+    pytest.param({"max_num_batched_tokens": 64, "max_num_seqs": 3}, id="three at a time"),
+    pytest.param({"max_encoded_images": 1, "max_num_batched_tokens": 50}, id="one image a step"),
+    pytest.param({"block_size": 1}, id="blocks of one token"),
+]
+
+
+@by_kernels("settings", native=SCHEDULES, torch=[ONE_BATCH, ODD_BLOCKS], static=[CHUNKS, ODD_BLOCKS])
 def test_sixteen_mixed_requests_give_transformers_tokens(llava, expected, settings):
     assert generate(engine_for(llava, **settings), mixed_prompts(llava)) == expected
 
 
-@pytest.mark.usefixtures("kernels")
-@pytest.mark.parametrize("budget", [100, 2048])
+@by_kernels("budget", native=[100, 2048], torch=[100], static=[100])
 def test_preempted_requests_give_transformers_tokens(llava, expected, budget):
     engine = tight_cache(llava, mixed_prompts(llava), max_num_batched_tokens=budget)
     assert generate(engine, mixed_prompts(llava)) == expected
     assert engine.stats().preemptions > 0
 
 
+@with_kernels("native", "static")
 def test_a_tiny_encoder_cache_gives_the_same_tokens(llava, expected):
     hidden = llava.model.config.text_config.hidden_size
     engine = engine_for(llava, encoder_cache_memory=llava.image_tokens * hidden * 4)
     assert generate(engine, mixed_prompts(llava)) == expected
 
 
+@with_kernels("native", "static")
 def test_requests_that_join_and_leave_at_any_step_change_nothing(llava, expected):
     engine = engine_for(llava, max_num_batched_tokens=40)
     prompts = mixed_prompts(llava)
@@ -256,7 +258,7 @@ def test_requests_that_join_and_leave_at_any_step_change_nothing(llava, expected
     assert engine.stats().kv_blocks_used == 0
 
 
-@pytest.mark.usefixtures("kernels")
+@with_kernels("native", "torch", "static")
 def test_logits_are_within_a_ten_thousandth(llava, monkeypatch):
     engine = engine_for(llava, max_num_batched_tokens=50)
     runner = engine._runner
@@ -285,7 +287,7 @@ def test_logits_are_within_a_ten_thousandth(llava, monkeypatch):
         torch.testing.assert_close(torch.stack(seen[str(number)]), expected, atol=1e-4, rtol=0)
 
 
-@pytest.mark.usefixtures("kernels")
+@with_kernels("native", "static")
 def test_a_text_model_gives_transformers_tokens(llama):
     prompts = [llama.prompt(seed, length) for seed, length in enumerate([1, 2, 15, 16, 17, 40, 3])]
     answers = generate(engine_for(llama), prompts)
@@ -294,6 +296,7 @@ def test_a_text_model_gives_transformers_tokens(llama):
     assert generate(engine_for(llama, max_num_batched_tokens=7), prompts) == expected
 
 
+@with_kernels("native", "static")
 def test_seeded_sampling_is_the_same_alone_batched_and_preempted(llava):
     prompts = mixed_prompts(llava)
     params = {"temperature": 0.9, "top_p": 0.95, "seed": 1234}
@@ -315,7 +318,7 @@ def test_the_same_prompt_with_another_image_gives_another_answer(llava):
     assert first != second
 
 
-@pytest.mark.parametrize(("budget", "prefix_caching"), [(7, True), (64, False), (2048, True)])
+@by_kernels("budget, prefix_caching", native=[(7, True), (64, False), (2048, True)], static=[(64, True)])
 def test_tokens_are_the_same_cold_and_warm_with_and_without_a_prefix_cache(llava, expected, budget, prefix_caching):
     engine = engine_for(
         llava,
@@ -335,18 +338,18 @@ def test_prefix_hits_under_constant_eviction_and_preemption_change_nothing(llava
     prompts = mixed_prompts(llava)
     engine = tight_cache(llava, prompts, max_num_batched_tokens=100)
     twice = [answer for answer in expected for _ in range(2)]
-    for _ in range(3):
+    for _ in range(2):
         assert generate(engine, [prompt for prompt in prompts for _ in range(2)]) == twice
     assert engine.stats().preemptions > 0
     assert engine.stats().prefix_cached_tokens > 0
 
 
 @pytest.mark.usefixtures("saving_pays")
-@pytest.mark.parametrize("budget", [7, 100])
+@by_kernels("budget", native=[7, 100], static=[100])
 def test_requests_whose_blocks_were_swapped_to_the_host_give_transformers_tokens(llava, expected, budget):
     prompts = mixed_prompts(llava)
     engine = tight_cache(llava, prompts, max_num_batched_tokens=budget, kv_offload_memory="64MiB")
-    for _ in range(3):
+    for _ in range(2):
         assert generate(engine, prompts) == expected
     stats = engine.stats()
     assert stats.preemptions > 0
@@ -354,8 +357,7 @@ def test_requests_whose_blocks_were_swapped_to_the_host_give_transformers_tokens
     assert stats.blocks_loaded > 0
 
 
-@pytest.mark.usefixtures("saving_pays")
-@pytest.mark.usefixtures("kernels")
+@pytest.mark.usefixtures("saving_pays", "kernels")
 def test_a_host_pool_of_a_few_blocks_gives_transformers_tokens(llava, expected):
     prompts = mixed_prompts(llava)
     engine = tight_cache(llava, prompts, kv_offload_memory=5 * bytes_of_4(llava.folder))
@@ -379,8 +381,12 @@ def mistral(tmp_path_factory) -> Oracle:
     return text_oracle(make_text_model(folder, MistralForCausalLM, MistralConfig, sliding_window=10))
 
 
-@pytest.mark.usefixtures("kernels")
-@pytest.mark.parametrize("settings", [{}, {"max_num_batched_tokens": 7}, {"enable_prefix_caching": False}])
+@by_kernels(
+    "settings",
+    native=[{}, {"max_num_batched_tokens": 7}, {"enable_prefix_caching": False}],
+    torch=[{"max_num_batched_tokens": 7}],
+    static=[{}],
+)
 def test_a_sliding_window_frees_blocks_and_gives_transformers_tokens(mistral, settings):
     prompts = [mistral.prompt(seed, length) for seed, length in enumerate([1, 9, 10, 11, 40, 63])]
     engine = engine_for(mistral, block_size=4, **settings)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.checkpoints import make_gemma3, make_llama
+from tests.engine.kinds import by_kernels
 from tests.engine.test_gemma3 import CONVERSATIONS, GREEDY
 from tests.engine.test_parity import (
     Oracle,
@@ -49,12 +50,12 @@ ALONE: dict[Any, list[list[int]]] = {}
 """What `alone` has found, since several tests ask for the same."""
 
 
-@pytest.mark.usefixtures("kernels")
-@pytest.mark.parametrize(
-    "settings",
-    [{}, {"block_size": 4, "max_num_batched_tokens": 7}, {"block_size": 5, "max_num_batched_tokens": 50}],
-    ids=["batched", "chunked", "odd blocks"],
-)
+BATCHED = pytest.param({}, id="batched")
+CHUNKED = pytest.param({"block_size": 4, "max_num_batched_tokens": 7}, id="chunked")
+ODD_BLOCKS = pytest.param({"block_size": 5, "max_num_batched_tokens": 50}, id="odd blocks")
+
+
+@by_kernels("settings", native=[BATCHED, CHUNKED, ODD_BLOCKS], torch=[ODD_BLOCKS])
 def test_tokens_do_not_depend_on_the_batch(llava: Oracle, settings: dict[str, Any]) -> None:
     prompts = mixed_prompts(llava)
     expected = alone(llava, prompts)

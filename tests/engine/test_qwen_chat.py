@@ -24,7 +24,7 @@ from transformers.processing_utils import ProcessorMixin
 
 from tests.at_once import chat_at_once
 from tests.checkpoints import QWEN3_VIDEO_PIXELS, QWEN_CLASSES, QWEN_PIXELS, QWEN_TEMPLATE, make_qwen_vl
-from tests.engine.test_parity import with_budgets
+from tests.engine.kinds import with_budgets
 from tests.media.images_for_tests import encoded, noise
 from tests.models.test_qwen_vision import patches
 from tests.normalized import normalized
@@ -301,7 +301,9 @@ def test_answers_about_videos_are_those_of_transformers(
     again = llm.chat(conversations, GREEDY, use_tqdm=False)
     assert tokens(again) == expected_of_videos
     assert all(result.num_cached_tokens > 0 and result.num_images_encoded == 0 for result in again)
-    alone = oracle.llm(max_num_batched_tokens=budget)
+    if budget != 2048:
+        return
+    alone = oracle.llm()
     assert [tokens(alone.chat(asked, GREEDY, use_tqdm=False))[0] for asked in conversations] == expected_of_videos
 
 

@@ -21,7 +21,8 @@ from transformers import (
 )
 
 from tests.checkpoints import TEXT, write_tokenizer
-from tests.engine.test_parity import NEW_TOKENS, engine_for, first_logits, generate, tight_cache, with_budgets
+from tests.engine.kinds import by_kernels, with_kernels
+from tests.engine.test_parity import NEW_TOKENS, assert_answers, engine_for, first_logits, generate, tight_cache
 from tests.models.test_qwen_vision import QWEN2, QWEN3, QWEN25, patches
 from tests.normalized import normalized
 from tests.saved_models import save_model
@@ -136,15 +137,13 @@ def expected(oracle: Oracle, prompts: list[Prompt]) -> list[list[int]]:
     return [oracle.greedy(prompt, guess) for prompt, guess in zip(prompts, guesses, strict=True)]
 
 
-@with_budgets
+@by_kernels("budget", native=(9, 2048), torch=(30,), static=(30,))
 def test_tokens_are_those_of_transformers(
     oracle: Oracle, prompts: list[Prompt], expected: list[list[int]], budget: int
 ) -> None:
     assert len({tuple(answer) for answer in expected}) > 5, "answers that are alike would prove little"
     engine = engine_for(oracle, block_size=4, max_num_batched_tokens=budget)
-    assert [generate(engine, [prompt])[0] for prompt in prompts[:4]] == expected[:4]
-    assert generate(engine, prompts) == expected
-    assert generate(engine, prompts[::-1]) == expected[::-1]
+    assert_answers(engine, prompts, expected)
 
 
 @pytest.mark.usefixtures("kernels")
@@ -155,6 +154,7 @@ def test_logits_are_those_of_transformers(oracle: Oracle, prompts: list[Prompt])
     torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-4)
 
 
+@with_kernels("native", "static")
 def test_preempted_requests_give_the_same(oracle: Oracle, prompts: list[Prompt], expected: list[list[int]]) -> None:
     tight = tight_cache(oracle, prompts, max_num_batched_tokens=100)
     assert generate(tight, prompts) == expected

@@ -12,11 +12,12 @@ import torch
 from transformers import AutoModelForCausalLM, LlavaForConditionalGeneration
 
 from tests.checkpoints import make_llama, make_llava
+from tests.engine.kinds import by_kernels, with_kernels
 from vlmserve.config import EngineConfig
 from vlmserve.engine.engine import Engine
 from vlmserve.types import EngineOutput, EngineRequest, ImageInput, ImageSpan, Prompt, SamplingParams, TokenLogprobs
 
-NEW_TOKENS = 24
+NEW_TOKENS = 16
 SCHEDULES = [
     pytest.param({}, id="one batch"),
     pytest.param({"max_num_batched_tokens": 7}, id="chunks of 7 tokens"),
@@ -106,11 +107,17 @@ PENALTIES = [
     ),
 ]
 """As requests have them, and as transformers has."""
-PREEMPTED = pytest.param(None, id="preempted")
 
 
-@pytest.mark.parametrize(("params", "settings"), PENALTIES)
-@pytest.mark.parametrize("schedule", [*SCHEDULES, PREEMPTED])
+# Penalties are applied to one request's logits in any schedule: each schedule has a penalty of its own, and a preempted
+# request, which must count its answer again, has all.
+CASES = [
+    *((*penalty, schedule.values[0]) for penalty, schedule in zip(PENALTIES, SCHEDULES, strict=False)),
+    *((*penalty, None) for penalty in PENALTIES),
+]
+
+
+@by_kernels("params, settings, schedule", native=CASES, static=CASES[-4:])
 def test_greedy_answers_with_penalties_are_transformers(folder, model, theirs, params, settings, schedule):
     engine = tight(folder) if schedule is None else engine_for(folder, **schedule)
     expected = theirs(**settings)
@@ -130,7 +137,7 @@ def greedy_by_hand(model, prompt: list[int], last_n: int, frequency: float, pres
     return answer
 
 
-@pytest.mark.parametrize("last_n", [5, 1000])
+@by_kernels("last_n", native=[5, 1000], static=[5])
 def test_frequency_and_presence_count_the_answer_alone_even_after_a_preemption(folder, model, last_n):
     params = {"frequency_penalty": 0.7, "presence_penalty": 1.1, "repeat_last_n": last_n}
     expected = [greedy_by_hand(model, prompt, last_n, 0.7, 1.1) for prompt in prompts(model)]
@@ -168,14 +175,10 @@ MIXED = [
 ]
 
 
-@pytest.mark.parametrize(
-    "schedule",
-    [
-        *SCHEDULES,
-        pytest.param({"tight": True}, id="preempted"),
-        pytest.param({"tight": True, "max_num_batched_tokens": 6}, id="preempted in chunks"),
-    ],
-)
+PREEMPTED_IN_CHUNKS = pytest.param({"tight": True, "max_num_batched_tokens": 6}, id="preempted in chunks")
+
+
+@by_kernels("schedule", native=[*SCHEDULES, PREEMPTED_IN_CHUNKS], static=[SCHEDULES[0], PREEMPTED_IN_CHUNKS])
 def test_logprobs_are_those_of_transformers_logits_before_all_edits(folder, model, schedule):
     schedule = dict(schedule)
     preempts = schedule.pop("tight", False)
@@ -199,6 +202,7 @@ def test_logprobs_are_those_of_transformers_logits_before_all_edits(folder, mode
             assert output.prompt_logprobs is None
 
 
+@with_kernels("native", "static")
 def test_prompts_that_are_cached_are_computed_again_where_their_logprobs_are_asked_for(folder, model):
     engine = engine_for(folder, block_size=4)
     prompt = prompts(model)[3]
@@ -210,6 +214,7 @@ def test_prompts_that_are_cached_are_computed_again_where_their_logprobs_are_ask
     assert run(engine, [prompt], {})[0].cached_tokens > 0
 
 
+@with_kernels("native", "static")
 def test_long_prompts_are_scored_in_pieces(folder, model, monkeypatch):
     monkeypatch.setattr("vlmserve.runner.prompt_logprobs._MAX_LOGITS", 3 * model.config.vocab_size)
     prompt = prompts(model)[3]
@@ -255,6 +260,7 @@ def test_images_have_no_logprobs_and_do_not_count_as_said(tmp_path):
         said.append(token)
 
 
+@with_kernels("native", "static")
 def test_min_p_top_k_and_seed_draw_the_same_with_and_without_logprobs(folder, model):
     texts = prompts(model)
     plain = {"temperature": 1.5, "seed": 5, "top_k": 40, "min_p": 0.01}
@@ -282,7 +288,7 @@ def restricted_by_hand(model, prompt: list[int], allowed: list[int], bad: list[l
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@by_kernels("schedule", native=SCHEDULES, static=SCHEDULES[:1])
 def test_allowed_tokens_and_bad_words_change_no_other_request(folder, model, theirs, schedule):
     texts, plain = prompts(model), theirs()
     every = list(range(model.config.vocab_size))

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import pytest
 
+from tests.engine.kinds import by_kernels
 from vlmserve.config import EngineConfig, MediaConfig
 from vlmserve.engine.engine import Engine
 from vlmserve.frontend.requests import RequestPreparer
@@ -17,7 +18,6 @@ from vlmserve.pixie.drawing import draw_scene
 from vlmserve.pixie.scenes import sample_scene
 from vlmserve.types import EngineRequest, Prompt, SamplingParams
 
-NUM_REQUESTS = 240
 SIDE = 160
 QUESTIONS = ("Describe the picture.", "How many objects are there?", "What is in the picture?")
 GREEDY = SamplingParams(temperature=0, max_tokens=24)
@@ -55,7 +55,8 @@ def prompts() -> list[Prompt]:
     return asked
 
 
-def answered_alone(prompts: list[Prompt]) -> list[Case]:
+@pytest.fixture(scope="module")
+def cases(prompts: list[Prompt]) -> list[Case]:
     alone = engine(max_num_seqs=1, enable_prefix_caching=False, kv_cache_memory="64MiB")
     found = []
     for number, prompt in enumerate(prompts):
@@ -67,23 +68,12 @@ def answered_alone(prompts: list[Prompt]) -> list[Case]:
     return found
 
 
-@pytest.fixture(scope="module")
-def cases(prompts) -> list[Case]:
-    return answered_alone(prompts)
-
-
-@pytest.fixture
-def num_requests() -> int:
-    """Of each seed."""
-    return NUM_REQUESTS // 2
-
-
 def test_the_images_make_the_answers(cases):
     assert len({tuple(case.answer) for case in cases[:12]}) == 12, "or a mix-up could go unseen"
 
 
 @pytest.mark.usefixtures("saving_pays")
-@pytest.mark.parametrize("seed", [0, 1])
+@by_kernels("seed, num_requests", native=[(0, 120), (1, 80)], static=[(0, 40)])
 def test_every_answer_is_the_one_that_the_request_gets_alone(cases, seed, num_requests):
     random_ = random.Random(seed)
     probe = engine(kv_cache_memory="64MiB", block_size=4)

@@ -49,7 +49,7 @@ from tests.engine.image_parity import (
     shown,
     user,
 )
-from tests.engine.test_parity import NEW_TOKENS, engine_for, generate, tight_cache
+from tests.engine.test_parity import NEW_TOKENS, assert_answers, engine_for, generate, tight_cache
 from tests.module_stubs import replaced_modules
 from tests.normalized import normalized
 from vlmserve import LLM, SamplingParams
@@ -195,12 +195,8 @@ def test_tokens_are_those_of_transformers(
         assert generate(engine, prompts) == expected
         assert generate(engine, prompts[::-1]) == expected[::-1]
         return
-    engine = engine_for(oracle, block_size=4)
-    assert [generate(engine, [prompt])[0] for prompt in prompts[:3]] == expected[:3]
-    assert generate(engine, prompts) == expected
-    assert generate(engine_for(oracle, block_size=4), prompts[::-1]) == expected[::-1]
+    assert_answers(engine_for(oracle, block_size=4), prompts, expected)
     assert generate(engine_for(oracle, block_size=4, max_num_batched_tokens=9), prompts) == expected
-    assert generate(engine_for(oracle, enable_prefix_caching=False, max_encoded_images=1), prompts) == expected
 
 
 def test_an_encoder_cache_for_one_image_is_enough(
@@ -208,7 +204,8 @@ def test_an_encoder_cache_for_one_image_is_enough(
 ) -> None:
     largest = max(span.image.num_embeddings for prompt in prompts for span in prompt.images)
     size = largest * oracle.model.config.text_config.hidden_size * 4
-    assert generate(engine_for(oracle, encoder_cache_memory=size), prompts) == expected
+    settings = {"encoder_cache_memory": size, "enable_prefix_caching": False, "max_encoded_images": 1}
+    assert generate(engine_for(oracle, **settings), prompts) == expected
 
 
 @pytest.mark.usefixtures("native_kernels")
@@ -303,8 +300,8 @@ def test_an_image_of_low_detail_is_another_one(oracle: Oracle, monkeypatch: pyte
     assert engine.stats().images_encoded == 8, "no cache takes one for the other"
     assert [generate(engine, [prompt])[0] for prompt in low] == expected_low
     assert engine.stats().images_encoded == 8, "and each is found again"
-    alone = engine_for(oracle, block_size=4, max_num_batched_tokens=9)
-    assert [generate(alone, [prompt])[0] for prompt in low] == expected_low
+    chunked = engine_for(oracle, block_size=4, max_num_batched_tokens=9)
+    assert generate(chunked, low) == expected_low
 
 
 def test_a_further_turn_finds_the_images_of_the_first(oracle: Oracle) -> None:

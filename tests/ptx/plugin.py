@@ -2,7 +2,8 @@
 
 Tests of the engine by the data flow of a GPU (`tests.static_device`) run by these kernels, in recorded graphs.
 
-python -m pytest -p tests.ptx.plugin tests/kernels/triton tests/engine/test_static_*.py tests/adapters/test_captured.py
+python -m pytest -p tests.ptx.plugin tests/kernels/triton tests/engine/test_captures.py tests/adapters/test_captured.py
+python -m pytest -p tests.ptx.plugin tests/engine -k static
 """
 
 from __future__ import annotations

@@ -20,8 +20,7 @@ pytestmark = [
 FOLDER = Path(__file__).parent
 TESTS = FOLDER.parents[1]
 ENGINE = {
-    "engine/test_static_parity.py": "contexts_that_grow or beside_prompts",
-    "engine/test_static_qwen_vl.py": "towers_are_captured and qwen2_5_vl",
+    "engine/test_captures.py": "contexts_that_grow or beside_prompts or (towers_are_captured and qwen2_5_vl)",
     "adapters/test_captured.py": "rows_of_captured_steps",
 }
 """Tests by the data flow of a GPU, and some of each."""
