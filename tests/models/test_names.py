@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
 
-from tests import published_glm_ocr, published_paddleocr
 from tests.models.test_hub import answer_with, checkpoint
+from tests.published import tensor_shapes
 from vlmserve.config import QuantizationConfig
 from vlmserve.errors import CheckpointNotFoundError
 from vlmserve.families.family import NamedModel
@@ -85,16 +84,16 @@ def test_memory_is_what_quantization_leaves(scheme: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "shapes", "unused"),
+    ("name", "published", "unused"),
     [
-        ("glm-ocr:0.9b", published_glm_ocr.tensor_shapes, "model.language_model.layers.16."),
-        ("paddleocr-vl:0.9b", published_paddleocr.tensor_shapes, "visual.vision_model.head."),
+        ("glm-ocr:0.9b", "GLM-OCR", "model.language_model.layers.16."),
+        ("paddleocr-vl:0.9b", "PaddleOCR-VL", "visual.vision_model.head."),
     ],
 )
-def test_parameters_are_those_of_the_published_tensors(
-    name: str, shapes: Callable[[], dict[str, tuple[int, ...]]], unused: str
-) -> None:
-    sizes = {tensor: math.prod(shape) for tensor, shape in shapes().items() if not tensor.startswith(unused)}
+def test_parameters_are_those_of_the_published_tensors(name: str, published: str, unused: str) -> None:
+    sizes = {
+        tensor: math.prod(shape) for tensor, shape in tensor_shapes(published).items() if not tensor.startswith(unused)
+    }
     kept = ("visual.", "mlp_AR.", "embed_tokens.")
     outside = sum(size for tensor, size in sizes.items() if any(part in tensor for part in kept))
     assert named(name)[2:] == (sum(sizes.values()), sizes["lm_head.weight"], outside)

@@ -13,8 +13,8 @@ import pytest
 import torch
 from PIL import Image
 
-from tests import published_glm_ocr, published_internvl, published_ministral3, published_paddleocr, published_qwen3_vl
 from tests.normalized import normalized
+from tests.published import chat_template, tensor_shapes, write_published
 from vlmserve.config import MediaConfig
 from vlmserve.errors import InvalidRequestError, ModelLoadError
 from vlmserve.families.spec import QueryGrowth
@@ -44,7 +44,6 @@ class Family:
     of tensors. parts: of a question; None is the image. text: before and behind the image's ids. images: sizes, and
     what `show` is given. black: what a black pixel becomes. written: by users, which has none of `ids`."""
 
-    module: Any
     image_id: int
     end_ids: set[int]
     spec: dict[str, Any]
@@ -79,7 +78,6 @@ def rows(size: tuple[int, int]) -> Shown:
 
 FAMILIES = {
     "GLM-OCR": Family(
-        module=published_glm_ocr,
         image_id=59280,
         end_ids={59246, 59253},
         spec={"tied_embeddings": False, "max_position": 131072},
@@ -94,7 +92,6 @@ FAMILIES = {
         show=patches(28, 59280),
     ),
     "InternVL3-1B-hf": Family(
-        module=published_internvl,
         image_id=151667,
         end_ids={151645},
         spec={"tied_embeddings": False, "max_position": 32768},
@@ -106,7 +103,6 @@ FAMILIES = {
         ids={151665, 151666, 151667},
     ),
     "Ministral-3-3B-Instruct-2512-BF16": Family(
-        module=published_ministral3,
         image_id=10,
         end_ids={2},
         spec={"tied_embeddings": True, "max_position": 262144, "query_growth": QueryGrowth(16384, 0.1)},
@@ -118,8 +114,7 @@ FAMILIES = {
         ids={10, 12, 13},
     ),
     "PaddleOCR-VL": Family(
-        module=published_paddleocr,
-        image_id=published_paddleocr.IMAGE,
+        image_id=100295,
         end_ids={2},
         spec={"tied_embeddings": False, "max_position": 131072},
         rope=(128, 500000, [16, 24, 24]),
@@ -127,11 +122,10 @@ FAMILIES = {
         parts=(None, "OCR:"),
         text=("<|begin_of_sentence|>User: <|IMAGE_START|>", "<|IMAGE_END|>OCR:\nAssistant:\n"),
         images={(640, 480): (1, 17, 23), (100, 20): (1, 7, 31), (3200, 2400): (1, 51, 69)},
-        show=patches(28, published_paddleocr.IMAGE),
+        show=patches(28, 100295),
         black=-1.0,
     ),
     "Qwen3-VL-2B-Instruct": Family(
-        module=published_qwen3_vl,
         image_id=151655,
         end_ids={151643, 151645},
         spec={"deepstack": 3, "tied_embeddings": True, "max_position": 262144},
@@ -155,7 +149,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
     def folder(name: str) -> Path:
         if name not in made:
-            made[name] = FAMILIES[name].module.write_published(tmp_path_factory.mktemp("published"))
+            made[name] = write_published(tmp_path_factory.mktemp("published"), name)
         return made[name]
 
     return folder
@@ -187,7 +181,7 @@ def test_every_tensor_has_its_place_and_every_place_its_tensor(folders: Callable
     assert family.image_width in (None, getattr(parts.language_model, "image_width", None))
     merge_as_stored(parts.modules, checkpoint.names)
     slots = dict(weight_slots(parts.modules))
-    published = {checkpoint.canonical(name): shape for name, shape in family.module.tensor_shapes().items()}
+    published = {checkpoint.canonical(name): shape for name, shape in tensor_shapes(name).items()}
     unused = {name for name in published if family.is_unused(name)}
     assert slots.keys() | unused == checkpoint.names
     assert {name: tuple(slot.shape) for name, slot in slots.items()} == {
@@ -205,7 +199,7 @@ def test_ministral_has_no_attention_factor_and_may_have_the_names_of_transformer
     checkpoint = Checkpoint(folder, description.rename)
     ropes = description.spec(checkpoint).ropes
     assert {rope.attention_factor for rope in ropes if rope is not None} == {1.0}
-    names = published_ministral3.tensor_shapes()
+    names = tensor_shapes("Ministral-3-3B-Instruct-2512-BF16")
     flat = (f"model.{name.replace('language_model.model.', 'language_model.')}" for name in names)
     assert {checkpoint.canonical(name) for name in flat} == checkpoint.names
 
@@ -264,7 +258,7 @@ def test_frames_of_glm_ocrs_videos_are_images_before_their_times(
     assert len(prompt.images) == 5
     image = "<|begin_of_image|><|image|><|end_of_image|>"
     branch = "{%- elif part.type == 'video' -%}" + image.replace("image", "video")
-    template = published_glm_ocr.TEMPLATE.replace(image, image + branch)
+    template = chat_template("GLM-OCR").replace(image, image + branch)
     preparer = RequestPreparer(folders("GLM-OCR"), MediaConfig(), chat_template=template)
     prompt = preparer.chat([{"role": "user", "content": content}], allow_local=True)
     [span] = prompt.images
