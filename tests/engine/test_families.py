@@ -38,22 +38,27 @@ def prompts(oracle: Oracle) -> list[Prompt]:
 
 
 def check_tokens(oracle: Oracle, prompts: list[Prompt], kernels: str) -> None:
-    """Those of transformers in chunks, preempted and with what is cached. Native kernels also answer some alone, and
-    all in one batch of short chunks."""
-    tight = tight_cache(oracle, prompts, max_num_batched_tokens=100)
-    answers = generate(tight, prompts)
+    """Those of transformers in chunks and with what is cached. With native kernels also preempted, and some alone."""
+    if kernels == "torch" and supported_isas():
+        check_few(oracle, prompts[4:])
+        return
+    engine = engine_for(oracle, block_size=4, max_num_batched_tokens=9)
+    answers = [*(generate(engine, [prompt])[0] for prompt in prompts[:2]), *generate(engine, prompts[2:])]
     expected = [oracle.greedy(prompt, guess=answer) for prompt, answer in zip(prompts, answers, strict=True)]
     assert len({tuple(answer) for answer in expected}) > 4, "answers that are alike would prove little"
     assert answers == expected
+    tight = tight_cache(oracle, prompts, max_num_batched_tokens=100)
+    assert generate(tight, prompts) == expected
     # Where all layers have a short window, all requests fit.
     assert tight.stats().preemptions > 0 or tight._runner.model.language_model.window is not None
-    if kernels == "torch" and supported_isas():
-        assert generate(tight, prompts[1:4]) == expected[1:4]
-        return
-    engine = engine_for(oracle, block_size=4, max_num_batched_tokens=9)
-    assert [generate(engine, [prompt])[0] for prompt in prompts[:2]] == expected[:2]
-    assert generate(engine, prompts) == expected
-    assert engine.stats().prefix_cached_tokens > 0
+    assert generate(tight, prompts[::-1]) == expected[::-1]
+
+
+def check_few(oracle: Oracle, prompts: list[Prompt]) -> None:
+    engine = engine_for(oracle, block_size=4, max_num_batched_tokens=30)
+    answers = generate(engine, prompts)
+    assert answers == [oracle.greedy(prompt, guess=answer) for prompt, answer in zip(prompts, answers, strict=True)]
+    assert generate(engine, prompts[:1]) == answers[:1]
 
 
 @torch.inference_mode()
