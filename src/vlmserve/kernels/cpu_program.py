@@ -10,7 +10,8 @@ from __future__ import annotations
 import struct
 from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, fields, replace
+from operator import attrgetter
 from typing import Any, NoReturn, cast
 
 import torch
@@ -83,6 +84,10 @@ class Operation:
     adapters: int = 0
 
     LAYOUT = struct.Struct("18qd9q2d3q")
+
+
+# `dataclasses.astuple` copies each value and takes most of the time that it takes to record a program.
+_VALUES = attrgetter(*(field.name for field in fields(Operation)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,7 +248,7 @@ class Program:
     ) -> None:
         """kept: the tensors that own the memory at the operations' addresses."""
         self._program: Callable[..., None] = extension().program
-        self._table = array("q", b"".join(Operation.LAYOUT.pack(*astuple(operation)) for operation in operations))
+        self._table = array("q", b"".join(Operation.LAYOUT.pack(*_VALUES(operation)) for operation in operations))
         self._widths = array("q", widths)
         self._count = len(operations)
         self._dtype = dtype

@@ -15,7 +15,8 @@ import math
 import mmap
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
-from importlib.metadata import version
+from functools import cache
+from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -69,7 +70,7 @@ def model_identity(
     """
     parts = {
         "implementation": implementation,
-        "versions": {package: version(package) for package in {"vlmserve", implementation}},
+        "versions": {package: package_version(package) for package in {"vlmserve", implementation}},
         "dtype": str(dtype),
         "quantization": None if quantization is None else quantization.model_dump(mode="json"),
         "input_bits": input_bits,
@@ -77,6 +78,12 @@ def model_identity(
         "weights": weights_digest(folder, digests).hex(),
     }
     return blake3(json.dumps(parts, sort_keys=True).encode()).digest()
+
+
+@cache
+def package_version(package: str) -> str:
+    """The version of an installed package. `metadata.version` parses a file at each call."""
+    return metadata.version(package)
 
 
 def cache_identity(model: bytes, backend: AttentionBackend, layers: Sequence[LayerCache]) -> bytes:

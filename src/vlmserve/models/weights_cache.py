@@ -24,7 +24,6 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -36,6 +35,7 @@ from vlmserve.config import QuantizationConfig
 from vlmserve.folders import cache_folder, expanded
 from vlmserve.kernels import extension
 from vlmserve.models.files import weight_files
+from vlmserve.models.identity import package_version
 from vlmserve.models.packed_model import PackedModel
 
 FORMAT = 2
@@ -236,7 +236,7 @@ def source_parts(
     configs = sorted(folder.glob("*.json")) if folder.is_dir() else []
     return {
         "format": FORMAT,
-        "version": version("vlmserve"),
+        "version": package_version("vlmserve"),
         "kernels": [kernels, _extension_digest()],
         "code": _code_digest(_PACKAGE),
         "dtype": str(dtype),
