@@ -20,7 +20,8 @@ def by_kernels(
     The schedule does not depend on the kernels. So the native kernels, which are the fastest, run all values, and the
     others run those that reach code of their own. Where there are no native kernels, torch's run all values.
     """
-    chosen = {"native": native, "torch": torch, "static": static} if supported_isas() else {"torch": native}
+    chosen = {"native": native, "torch": torch} if supported_isas() else {"torch": native}
+    chosen["static"] = static
     cases = [_case(kind, value) for kind, values in chosen.items() for value in values]
     return _parametrized(f"kernels, {names}", cases)
 

@@ -1,8 +1,7 @@
 """Checkpoints as they are published, without weights: their configurations, special tokens and chat templates, and the
 header of their tensors.
 
-Each folder here has the files of one repository as the repository, its model card or transformers document them, and
-two files of our own:
+Each folder has the files of one repository, as its model card or transformers documents them, and two more:
 
 - `tensors.json`: the shape of each tensor by its name. ``{0-23}`` in a name stands for each of these numbers.
 - `tokens.json`: the tokens beside the vocabulary's words, from `first_id` on, and which of them are `plain` text.
