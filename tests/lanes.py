@@ -17,8 +17,9 @@ _SLOW = {
     "calibration": "cache quality run",
     "clients": "coding_agents",
     "devices": "cpu",
-    "engine": """beams blip drafts families gemma3 image_budget moondream ocr original_families parity process
-        quantized_cache quantized_images qwen_chat qwen_vl ranks sampling stress structured thoughts tiles transformers_backend transformers_images""",
+    "engine": """beams blip captures drafts families gemma3 image_budget moondream ocr original_families parity process
+        quantized_cache quantized_images qwen_chat qwen_vl ranks sampling stress structured thoughts tiles
+        transformers_backend transformers_images""",
     "frontend": "beams client xml_tools",
     "kernels": "attention_backends cpu_attention cpu_program other_processors",
     "kernels/triton": "attention compiled emulated layers products sampling",
