@@ -12,6 +12,9 @@ namespace {
 template <class Format>
 void gather_as(const void* packed, const std::int64_t* ids, void* y, long count, long in, WeightForm form, int threads) {
     auto* rows = static_cast<typename Format::Element*>(y);
+#if defined(INTEGER_INPUTS)
+    if (form.bits == SUPERBLOCKS) return gather_superblocks(packed, ids, rows, count, in, threads);
+#endif
     if (form.bits)
         gather_quantized(static_cast<const u8*>(packed), ids, rows, count, in, form, threads);
     else
@@ -27,6 +30,10 @@ void gather(const void* packed, const std::int64_t* ids, void* y, long count, lo
         gather_as<BFloat16>(packed, ids, y, count, in, form, threads);
 }
 
+#if !defined(INTEGER_INPUTS)
+constexpr decltype(Kernels::pack_superblocks) pack_superblocks = nullptr;
+#endif
+
 }  // namespace
 
 #define QUOTED(name) #name
@@ -36,7 +43,7 @@ void gather(const void* packed, const std::int64_t* ids, void* y, long count, lo
 
 extern const Kernels TABLE_OF(VLMSERVE_ISA);
 const Kernels TABLE_OF(VLMSERVE_ISA) = {
-    NAME_OF(VLMSERVE_ISA), pack, pack_quantized, gather, linear_scratch, linear, norm,
+    NAME_OF(VLMSERVE_ISA), pack, pack_quantized, pack_superblocks, gather, linear_scratch, linear, norm,
     attention_scratch, attention, encoder_attention_scratch, encoder_attention, rotation, program_scratch,
     program, sampling_scratch, sampling,
 };

@@ -17,7 +17,7 @@ const Kernels* selected = nullptr;
 constexpr long LONG_WORK = 1L << 24;
 
 // Changes whenever arguments do, see kernels/extension.py.
-constexpr long INTERFACE = 2;
+constexpr long INTERFACE = 3;
 
 // Arguments as they come: every one is an integer, an address among them, except where `number` is called.
 class Arguments {
@@ -133,6 +133,20 @@ PyObject* pack_quantized(PyObject*, PyObject* const* values, Py_ssize_t count) {
     int gated = static_cast<int>(from.integer()), threads = static_cast<int>(from.integer());
     return run(from, out * in,
                [&] { selected->pack_quantized(weight, scales, minimums, packed, out, in, bits, group, gated, threads); });
+}
+
+PyObject* has_superblocks(PyObject*, PyObject*) { return PyBool_FromLong(selected->pack_superblocks != nullptr); }
+
+PyObject* pack_superblocks(PyObject*, PyObject* const* values, Py_ssize_t count) {
+    Arguments from(values, count, 9);
+    const auto* blocks = static_cast<const std::uint8_t*>(from.address());
+    auto* packed = static_cast<std::uint8_t*>(from.address());
+    long out = from.integer(), in = from.integer();
+    int kind = static_cast<int>(from.integer());
+    long first_tile = from.integer(), offset = from.integer();
+    int gated = static_cast<int>(from.integer()), threads = static_cast<int>(from.integer());
+    return run(from, out * in,
+               [&] { selected->pack_superblocks(blocks, packed, out, in, kind, first_tile, offset, gated, threads); });
 }
 
 PyObject* gather(PyObject*, PyObject* const* values, Py_ssize_t count) {
@@ -320,8 +334,10 @@ PyMethodDef methods[] = {
     {"supported_isas", supported_isas, METH_NOARGS, "Instruction sets that this processor runs, the best first."},
     {"selected_isa", selected_isa, METH_NOARGS, "The instruction set whose kernels are used."},
     {"select_isa", select_isa, METH_O, "Use the kernels of an instruction set."},
+    {"has_superblocks", has_superblocks, METH_NOARGS, "Whether the kernels multiply superblock weights."},
     FAST(pack, "weight, packed, out, in, dtype, gated, threads"),
     FAST(pack_quantized, "weight, scales, minimums, packed, out, in, bits, group, gated, threads"),
+    FAST(pack_superblocks, "blocks, packed, out, in, kind, first_tile, offset, gated, threads"),
     FAST(gather, "packed, ids, y, count, in, dtype, bits, group, minimums, threads"),
     FAST(linear, "The fields of LinearArgs in order, without scratch and shrunk."),
     FAST(norm, "The fields of NormArgs in order."),

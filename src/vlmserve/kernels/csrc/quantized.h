@@ -14,6 +14,9 @@
 #else
 #include "quantized_float.h"
 #endif
+#if defined(INTEGER_INPUTS)
+#include "superblocks.h"
+#endif
 
 namespace {
 
@@ -201,6 +204,9 @@ typedef WideGroupRows<8> ByteGroupRows;
 // Calls `work` with rows as a weight takes them.
 template <class Work>
 auto with_prepared(const LinearArgs& args, Work work) {
+#if defined(INTEGER_INPUTS)
+    if (args.weight_bits == SUPERBLOCKS) return work(SuperblockRows(args));
+#endif
     if (args.weight_bits == 4) return args.input_bits == 8 ? work(GroupRows<4>(args)) : work(WideGroupRows<4>(args));
     if (args.group) return args.input_bits == 8 ? work(ByteGroupRows(args)) : work(WideGroupRows<8>(args));
     return args.input_bits == 8 ? work(ByteRows(args)) : work(Int8Rows(args));
@@ -220,6 +226,9 @@ long weight_scratch(const LinearArgs& args) {
 
 // What `pack` or `pack_quantized` made of a weight.
 long packed_bytes(const LinearArgs& args) {
+#if defined(INTEGER_INPUTS)
+    if (args.weight_bits == SUPERBLOCKS) return TileTable(args.weight).offset(num_tiles(args.out, args.gated));
+#endif
     WeightForm form(args);
     long element = args.dtype == FLOAT32 ? 4 : 2, plain = TILE * args.in * element;
     return num_tiles(args.out, args.gated) * (args.weight_bits ? form.tile_bytes(form.padded(args.in)) : plain);

@@ -53,6 +53,42 @@ INLINE i32v dot_bytes(i32v sum, u8v weights, std::int32_t inputs) {
 #endif
 }
 
+// Sums of products of weights of few bits with inputs of 8 bits; what they are multiplied with.
+typedef i32v Partial, Factor;
+
+// So many quads have sums of 32 bits.
+constexpr int most_quads(int) { return 1024; }
+
+INLINE void read_in_turn() {}
+INLINE void add_at_once(Partial&) {}
+
+// weights: up to 127.
+INLINE Partial add_quad(Partial sum, u8v weights, std::int32_t inputs) { return dot_bytes(sum, weights, inputs); }
+
+INLINE i32v add_scaled(i32v sum, Partial partial, Factor factor) { return sum + partial * factor; }
+
+// A byte of each lane, signed or not.
+template <bool SIGNED>
+INLINE Factor factor_of(u32v word, int byte) {
+    return SIGNED ? bit_cast<i32v>(word << (24 - 8 * byte)) >> 24 : bit_cast<i32v>(word >> (8 * byte) & 255u);
+}
+
+// Sums of the inputs of COUNT groups.
+template <long COUNT>
+struct InputSums {
+    std::int32_t sums[COUNT];
+
+    void set(const std::int32_t* from) { __builtin_memcpy(sums, from, sizeof sums); }
+};
+
+// The products of each lane's bytes, one for each group, with the groups' sums.
+template <bool SIGNED, int WORDS>
+INLINE i32v multiply_sums(const u32v (&words)[WORDS], const InputSums<4 * WORDS>& sums) {
+    i32v total{};
+    for (int i = 0; i < 4 * WORDS; ++i) total += factor_of<SIGNED>(words[i / 4], i % 4) * sums.sums[i];
+    return total;
+}
+
 // Row `place` of a block of `count` rows, whose quads lie side by side. Returns what its inputs were multiplied with.
 template <class T>
 float split_row(const T* x, long in, long padded, Quad* quads, float* scales, std::int32_t* sums, long place, long count) {

@@ -44,6 +44,59 @@ INLINE void add_at_once(V& sum) {
     asm("" : "+v"(sum));
 }
 
+// Sums of products of weights of few bits with inputs of 8 bits, two in each lane; what they are multiplied with.
+typedef i16v Partial, Factor;
+
+// So many quads of weights up to `most` have sums of 16 bits.
+constexpr int most_quads(int most) { return 32767 / (2 * 127 * most); }
+
+INLINE Partial add_quad(Partial sum, u8v weights, std::int32_t inputs) {
+    return sum + multiply_bytes(weights, in_all_lanes(inputs));
+}
+
+INLINE i32v add_scaled(i32v sum, Partial partial, Factor factor) { return sum + multiply_pairs(partial, factor); }
+
+// A byte of each lane, signed or not, as both of a pair.
+template <bool SIGNED>
+INLINE Factor factor_of(u32v word, int byte) {
+    const std::int32_t order = SIGNED ? 0x00800080 | byte << 8 | byte << 24 : static_cast<std::int32_t>(0x80008000 | byte | byte << 16);
+    i32v lanes = i32v{} + order;
+    for (int i = 0; i < LANES; ++i) lanes[i] += (SIGNED ? 0x04000400 : 0x00040004) * (i % 4);
+#if defined(__AVX512F__)
+    i16v pairs = bit_cast<i16v>(_mm512_shuffle_epi8(bit_cast<__m512i>(word), bit_cast<__m512i>(lanes)));
+#else
+    i16v pairs = bit_cast<i16v>(_mm256_shuffle_epi8(bit_cast<__m256i>(word), bit_cast<__m256i>(lanes)));
+#endif
+    return SIGNED ? pairs >> 8 : pairs;
+}
+
+// Sums of the inputs of COUNT groups: of each four, those of the first and third side by side, then of the others.
+template <long COUNT>
+struct InputSums {
+    std::int32_t pairs[COUNT / 2];
+
+    void set(const std::int32_t* sums) {
+        for (long i = 0; i < COUNT / 2; ++i) {
+            const std::int32_t* first = sums + i / 2 * 4 + i % 2;
+            pairs[i] = static_cast<std::int32_t>(static_cast<std::uint32_t>(first[0] & 0xffff) | static_cast<std::uint32_t>(first[2]) << 16);
+        }
+    }
+};
+
+// The products of each lane's bytes, one for each group, with the groups' sums.
+template <bool SIGNED, int WORDS>
+INLINE i32v multiply_sums(const u32v (&words)[WORDS], const InputSums<4 * WORDS>& sums) {
+    i32v total{};
+#pragma GCC unroll 4
+    for (int i = 0; i < WORDS; ++i) {
+        i16v odd = bit_cast<i16v>(words[i]) >> 8, even = (bit_cast<i16v>(words[i]) << 8) >> 8;
+        if (!SIGNED) even &= static_cast<std::int16_t>(255);
+        total += multiply_pairs(even, in_all_lanes(sums.pairs[2 * i]));
+        total += multiply_pairs(odd, in_all_lanes(sums.pairs[2 * i + 1]));
+    }
+    return total;
+}
+
 template <class T>
 float split_row(const T* x, long in, long padded, Quad* quads, float* scales, std::int32_t* sums, long place, long count) {
     float most = largest_size(x, in);

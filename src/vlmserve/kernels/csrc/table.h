@@ -5,6 +5,9 @@
 
 enum DType : int { FLOAT32 = 0, BFLOAT16 = 1 };
 
+// `weight_bits` of weights that `pack_superblocks` packs: each tile says its own.
+constexpr int SUPERBLOCKS = 1;
+
 // A part of an adapter's second factor: what it adds to panels of 16 of a product's outputs.
 struct AdapterPart {
     const void* weights;  // for each panel [count / 2][16][2] of bfloat16, or [count][16] of float32
@@ -52,7 +55,7 @@ struct LinearArgs {
     void* scratch;         // `linear_scratch` bytes
     long rows, in, out, x_stride, y_stride;
     int dtype, activation, gated, float_output, threads;
-    int weight_bits;  // 8, 4, or 0 for weights of `dtype`
+    int weight_bits;  // 8, 4, SUPERBLOCKS, or 0 for weights of `dtype`
     int group;        // how many inputs share a scale, a multiple of 16; 0: all of them, with 8 bits
     int minimums;     // with 8 bits in groups: whether these have minimums, as those of 4 bits always do
     int input_bits;   // beside few bits, what inputs are rounded to where they are: 16, or 8 if there is a kernel for it
@@ -192,6 +195,9 @@ struct Kernels {
     void (*pack)(const void* weight, void* packed, long out, long in, int dtype, int gated, int threads);
     void (*pack_quantized)(const std::uint8_t* weight, const float* scales, const float* minimums, std::uint8_t* packed, long out,
                            long in, int bits, long group, int gated, int threads);
+    // See superblocks_layout.h; null: no products with such weights.
+    void (*pack_superblocks)(const std::uint8_t* blocks, std::uint8_t* packed, long out, long in, int kind, long first_tile,
+                             long offset, int gated, int threads);
     // Bits, group and minimums: as in LinearArgs.
     void (*gather)(const void* packed, const std::int64_t* ids, void* y, long count, long in, int dtype, int bits, long group,
                    int minimums, int threads);
