@@ -227,7 +227,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.sizes", description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["qwen3-0.6b", "qwen3-vl-2b", "llama-8b"])
     parser.add_argument("--quantize", nargs="*", default=["none", "int4"], help="schemes of vlmserve")
-    parser.add_argument("--gguf", nargs="*", default=["Q4_0", "Q8_0"], help="types of GGUF files")
+    parser.add_argument(
+        "--gguf", nargs="*", default=["Q4_0", "Q8_0"], help="types of GGUF files, or mixtures: Q4_K_M, Q5_K_M"
+    )
     parser.add_argument("--prompt-tokens", type=int, default=256)
     parser.add_argument("--answer-tokens", type=int, default=32)
     parser.add_argument("--photo-size", type=int, nargs=2, default=(1024, 768), metavar=("WIDTH", "HEIGHT"))

@@ -15,6 +15,10 @@ from benchmarks.random_models import RandomModel
 
 BLOCK = 2**22
 """Random values that are made once, and written again and again."""
+MIXTURES = {"Q4_K_M": ("Q4_K", "Q6_K"), "Q5_K_M": ("Q5_K", "Q6_K")}
+"""Types of most matrices, and of those that get more bits."""
+_SCALES = {"Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
+"""Where blocks have float16 numbers; others have one at their beginning."""
 
 
 def write_checkpoint(
@@ -54,7 +58,7 @@ def write_checkpoint(
 
 
 def write_gguf(path: Path, checkpoint: Path, kind: str) -> Path:
-    """A GGUF file of the shape of a text checkpoint, its matrices in blocks of type Q4_0 or Q8_0."""
+    """A GGUF file of the shape of a text checkpoint, its matrices in blocks of a type or of a mixture (`MIXTURES`)."""
     import gguf
 
     config = json.loads((checkpoint / "config.json").read_text())
@@ -64,29 +68,39 @@ def write_gguf(path: Path, checkpoint: Path, kind: str) -> Path:
     writer = gguf.GGUFWriter(path, name)
     _add_metadata(writer, config)
     _add_tokenizer(writer, checkpoint, config["vocab_size"])
-    quantized = gguf.GGMLQuantizationType[kind]
-    _, block_bytes = gguf.GGML_QUANT_SIZES[quantized]
     infos = []
     for key, (shape, _) in _entries(checkpoint / "model.safetensors").items():
         stored = names.get_name(key, try_suffixes=(".weight", ".bias"))
         assert stored is not None, key
-        size = 4 * math.prod(shape) if len(shape) == 1 else math.prod(shape) // 32 * block_bytes
-        plain = gguf.GGMLQuantizationType.F32
-        writer.add_tensor_info(
-            stored, shape, np.dtype(np.float32), size, raw_dtype=plain if len(shape) == 1 else quantized
-        )
-        infos.append((shape, size))
+        of_tensor = "F32" if len(shape) == 1 else _type_of(stored, kind, config["num_hidden_layers"])
+        raw_type = gguf.GGMLQuantizationType[of_tensor]
+        count, block_bytes = gguf.GGML_QUANT_SIZES[raw_type]
+        size = math.prod(shape) // count * block_bytes
+        writer.add_tensor_info(stored, shape, np.dtype(np.float32), size, raw_dtype=raw_type)
+        infos.append((shape, of_tensor, size))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
-    blocks = _quantized_blocks(block_bytes)
-    for shape, size in infos:
-        if len(shape) == 1:
+    blocks = {of_tensor: _quantized_blocks(of_tensor) for _, of_tensor, _ in infos if of_tensor != "F32"}
+    for shape, of_tensor, size in infos:
+        if of_tensor == "F32":
             writer.write_tensor_data(np.ones(shape, np.float32))
         else:
-            writer.write_tensor_data(np.resize(blocks, size))
+            writer.write_tensor_data(np.resize(blocks[of_tensor], size))
     writer.close()
     return path
+
+
+def _type_of(name: str, kind: str, num_layers: int) -> str:
+    """The type of a matrix, as llama.cpp chooses it: a mixture has more bits for the head and for some layers."""
+    if kind not in MIXTURES:
+        return kind
+    most, more = MIXTURES[kind]
+    if name.startswith(("token_embd", "output")):
+        return "Q6_K"
+    layer = int(name.split(".")[1])
+    outer = layer < num_layers // 8 or layer >= 7 * num_layers // 8
+    return more if ("attn_v" in name or "ffn_down" in name) and (outer or layer % 3 == 2) else most
 
 
 def _sections(head_dim: int) -> list[int]:
@@ -95,11 +109,16 @@ def _sections(head_dim: int) -> list[int]:
     return [head_dim // 2 - 2 * others, others, others]
 
 
-def _quantized_blocks(block_bytes: int) -> np.ndarray:
-    """Some blocks of random values, each with a small float16 scale at its beginning."""
+def _quantized_blocks(kind: str) -> np.ndarray:
+    """Some blocks of random values, each with small float16 scales."""
+    import gguf
+
     random = np.random.default_rng(0)
-    blocks = random.integers(0, 256, (2**15, block_bytes), dtype=np.uint8)
-    blocks[:, :2] = (random.uniform(0.5, 1, (len(blocks), 1)) * 2e-3).astype(np.float16).view(np.uint8)
+    size, num_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
+    blocks = random.integers(0, 256, (2**20 // size, num_bytes), dtype=np.uint8)
+    for place in _SCALES.get(kind, (0,)):
+        scales = random.uniform(0.5, 1, (len(blocks), 1)) * (2e-3 if size == 32 else 4e-5)
+        blocks[:, place : place + 2] = scales.astype(np.float16).view(np.uint8)
     return blocks.reshape(-1)
 
 

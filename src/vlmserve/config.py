@@ -154,7 +154,7 @@ class EngineConfig(Settings):
     input_bits: Literal[8, 16] | None = Field(
         None,
         description="Bits of inputs beside weights of GGUF files and other quantized checkpoints, with the "
-        "native kernels; 8 makes prompts faster. Default: what the checkpoint says.",
+        "native kernels; 8 makes prompts faster. Default: by format.",
     )
     weight_memory: ByteSize | None = Field(
         None,

@@ -34,6 +34,7 @@ from vlmserve.kernels.torch_sampling import Draw
 from vlmserve.layer_specs import AttentionSpec
 from vlmserve.layers.attention import StepContext
 from vlmserve.layers.operations import (
+    AnyWeight,
     EncoderKernel,
     Epilogue,
     HeadsNorm,
@@ -48,6 +49,8 @@ from vlmserve.memory import free_memory
 
 logger = logging.getLogger(__name__)
 
+SUPERBLOCK_ISAS = ("avx2",)
+"""Instruction sets that multiply GGUF's superblocks as they are: others have the kernels, which nobody measured."""
 CACHE_SHARE = 0.5
 """Share of the memory that is free after loading; the rest is for activations and other processes."""
 
@@ -90,15 +93,13 @@ class CpuDevice(TorchDevice):
         threads = torch.get_num_threads()
         return HostClock(lambda: time.process_time() / threads)
 
-    def linear(
-        self, weight: Tensor | QuantizedWeight, bias: Tensor | None, epilogue: Epilogue, dtype: torch.dtype
-    ) -> Product:
+    def linear(self, weight: AnyWeight, bias: Tensor | None, epilogue: Epilogue, dtype: torch.dtype) -> Product:
         """See `Operations.linear`."""
-        if not isinstance(weight, QuantizedWeight) and can_reorder(dtype, weight.device):
+        if isinstance(weight, Tensor) and can_reorder(dtype, weight.device):
             return ReorderedProduct(weight, bias, epilogue)
         return torch_linear(weight, bias, epilogue, dtype)
 
-    def table(self, weight: Tensor | QuantizedWeight, dtype: torch.dtype) -> Table:
+    def table(self, weight: AnyWeight, dtype: torch.dtype) -> Table:
         """See `Operations.table`. oneDNN cannot give back single rows, so a plain table stays as it is."""
         return torch_linear(weight, None, Epilogue(float_output=True), dtype)
 
@@ -138,9 +139,11 @@ class NativeCpuDevice(CpuDevice):
         """See `Operations.multiplies`."""
         return weight.is_supported or weight.is_in_byte_groups
 
-    def linear(
-        self, weight: Tensor | QuantizedWeight, bias: Tensor | None, epilogue: Epilogue, dtype: torch.dtype
-    ) -> Product:
+    def multiplies_superblocks(self, input_bits: int | None) -> bool:
+        """See `Operations.multiplies_superblocks`. Inputs get 8 bits, as in llama.cpp."""
+        return input_bits != 16 and self.kernels in SUPERBLOCK_ISAS
+
+    def linear(self, weight: AnyWeight, bias: Tensor | None, epilogue: Epilogue, dtype: torch.dtype) -> Product:
         """See `Operations.linear`."""
         if not self._can_pack(weight, dtype):
             return super().linear(weight, bias, epilogue, dtype)
@@ -153,13 +156,13 @@ class NativeCpuDevice(CpuDevice):
             float_output=epilogue.float_output,
         )
 
-    def table(self, weight: Tensor | QuantizedWeight, dtype: torch.dtype) -> Table:
+    def table(self, weight: AnyWeight, dtype: torch.dtype) -> Table:
         """See `Operations.table`."""
         if not self._can_pack(weight, dtype):
             return super().table(weight, dtype)
         return PackedLinear(weight, dtype=dtype, float_output=True)
 
-    def _can_pack(self, weight: Tensor | QuantizedWeight, dtype: torch.dtype) -> bool:
+    def _can_pack(self, weight: AnyWeight, dtype: torch.dtype) -> bool:
         if isinstance(weight, QuantizedWeight) and not self.multiplies(weight):
             return False
         return can_pack(weight.shape[1], dtype)

@@ -27,9 +27,10 @@ from vlmserve.kernels.attention import AttentionBackend, LayerCache
 from vlmserve.kernels.blocks import allocate_zeros
 from vlmserve.kernels.quantized import QuantizedWeight
 from vlmserve.kernels.ranges import RangeKernels
+from vlmserve.kernels.superblocks import SuperblockWeight
 from vlmserve.kernels.torch_sampling import DrawLater
 from vlmserve.layer_specs import AttentionSpec
-from vlmserve.layers.operations import Epilogue, Norm, Product, Table
+from vlmserve.layers.operations import AnyWeight, Epilogue, Norm, Product, Table
 from vlmserve.layers.products import QuantizedProduct
 from vlmserve.levels import Levels
 
@@ -139,9 +140,7 @@ class CudaDevice(TorchDevice):
             return in_features
         return -(-in_features // PADDED_INPUTS) * PADDED_INPUTS
 
-    def linear(
-        self, weight: Tensor | QuantizedWeight, bias: Tensor | None, epilogue: Epilogue, dtype: torch.dtype
-    ) -> Product:
+    def linear(self, weight: AnyWeight, bias: Tensor | None, epilogue: Epilogue, dtype: torch.dtype) -> Product:
         """See `Operations.linear`. torch's product of 4 bits where it can compute a layer."""
         if not isinstance(weight, QuantizedWeight):
             return super().linear(weight, bias, epilogue, dtype)
@@ -154,7 +153,7 @@ class CudaDevice(TorchDevice):
         logger.info("a product of %s: expanded in each step (%s)", tuple(weight.shape), reason)
         return QuantizedProduct(weight, bias, epilogue, dtype, block_elements=BLOCK_ELEMENTS)
 
-    def table(self, weight: Tensor | QuantizedWeight, dtype: torch.dtype) -> Table:
+    def table(self, weight: AnyWeight, dtype: torch.dtype) -> Table:
         """See `Operations.table`."""
         if isinstance(weight, QuantizedWeight) and weight.is_float8:
             by_rows = self._multiplies_float8_rows
@@ -267,13 +266,13 @@ class TritonDevice(CudaDevice):
         """See `Device.draw_later`."""
         return self.draw
 
-    def linear(
-        self, weight: Tensor | QuantizedWeight, bias: Tensor | None, epilogue: Epilogue, dtype: torch.dtype
-    ) -> Product:
+    def linear(self, weight: AnyWeight, bias: Tensor | None, epilogue: Epilogue, dtype: torch.dtype) -> Product:
         """See `Operations.linear`."""
         from vlmserve.kernels.triton.products import TritonProduct
         from vlmserve.kernels.triton.stored import unsupported_reason
 
+        if isinstance(weight, SuperblockWeight):
+            return super().linear(weight, bias, epilogue, dtype)
         if (reason := unsupported_reason(weight, epilogue.activation)) is not None:
             logger.info("a product of %s: torch (%s)", tuple(weight.shape), reason)
             return super().linear(weight, bias, epilogue, dtype)
@@ -286,12 +285,12 @@ class TritonDevice(CudaDevice):
             float_output=epilogue.float_output,
         )
 
-    def table(self, weight: Tensor | QuantizedWeight, dtype: torch.dtype) -> Table:
+    def table(self, weight: AnyWeight, dtype: torch.dtype) -> Table:
         """See `Operations.table`."""
         from vlmserve.kernels.triton.products import TritonProduct
         from vlmserve.kernels.triton.stored import unsupported_reason
 
-        if unsupported_reason(weight, None) is not None:
+        if isinstance(weight, SuperblockWeight) or unsupported_reason(weight, None) is not None:
             return super().table(weight, dtype)
         return TritonProduct(weight, dtype=dtype, float_output=True)
 

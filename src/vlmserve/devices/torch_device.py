@@ -29,6 +29,7 @@ from vlmserve.kernels.torch_reference import TorchReference
 from vlmserve.kernels.torch_sampling import Draw, DrawLater
 from vlmserve.layer_specs import AttentionSpec
 from vlmserve.layers.operations import (
+    AnyWeight,
     EncoderKernel,
     Epilogue,
     HeadsNorm,
@@ -86,17 +87,19 @@ class TorchDevice:
         """See `Operations.multiplies`."""
         return weight.is_supported
 
+    def multiplies_superblocks(self, input_bits: int | None) -> bool:
+        """See `Operations.multiplies_superblocks`."""
+        return False
+
     def product_inputs(self, in_features: int, dtype: torch.dtype) -> int:
         """See `Operations.product_inputs`."""
         return in_features
 
-    def linear(
-        self, weight: Tensor | QuantizedWeight, bias: Tensor | None, epilogue: Epilogue, dtype: torch.dtype
-    ) -> Product:
+    def linear(self, weight: AnyWeight, bias: Tensor | None, epilogue: Epilogue, dtype: torch.dtype) -> Product:
         """See `Operations.linear`."""
         return torch_linear(weight, bias, epilogue, dtype)
 
-    def table(self, weight: Tensor | QuantizedWeight, dtype: torch.dtype) -> Table:
+    def table(self, weight: AnyWeight, dtype: torch.dtype) -> Table:
         """See `Operations.table`."""
         return torch_table(weight, dtype)
 

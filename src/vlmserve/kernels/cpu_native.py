@@ -12,6 +12,7 @@ from vlmserve.kernels.cpu_program import LINEAR, NORM, Recorded
 from vlmserve.kernels.extension import DTYPES, extension
 from vlmserve.kernels.pages import allocate
 from vlmserve.kernels.quantized import QuantizedWeight
+from vlmserve.kernels.superblocks import SUPERBLOCK, SuperblockWeight
 from vlmserve.layers.adapters import Change, LinearAdapters
 from vlmserve.layers.operations import NormedHeads
 
@@ -25,6 +26,12 @@ ACTIVATIONS = {
     "relu": 5,
 }
 """Activations that a product applies on its way out, by their Hugging Face names."""
+
+
+_SUPERBLOCKS = 1
+"""The `bits` by which the kernels know superblocks, whose tiles say their own."""
+_TILE_ALIGNMENT = 64
+"""Bytes that the offsets of superblocks' tiles are multiples of."""
 
 
 def can_pack(in_features: int, dtype: torch.dtype) -> bool:
@@ -62,7 +69,7 @@ class PackedLinear:
 
     def __init__(
         self,
-        weight: Tensor | QuantizedWeight,
+        weight: Tensor | QuantizedWeight | SuperblockWeight,
         bias: Tensor | None = None,
         *,
         dtype: torch.dtype | None = None,
@@ -87,8 +94,13 @@ class PackedLinear:
             settings["bits"], settings["input_bits"] = weight.bits, weight.input_bits
             settings["group_size"] = 0 if weight.has_scales_of_outputs else weight.group_size
             settings["minimums"] = int(weight.bits == 4 or not weight.is_symmetric)
+        if isinstance(weight, SuperblockWeight):
+            settings["bits"], settings["input_bits"] = _SUPERBLOCKS, 8
         self._set(settings, bias)
-        self.packed = self._pack(weight)
+        if isinstance(weight, SuperblockWeight):
+            self.packed = self._pack_superblocks(weight)
+        else:
+            self.packed = self._pack(weight)
 
     @classmethod
     def restored(cls, settings: Mapping[str, int], packed: Tensor, bias: Tensor | None) -> PackedLinear:
@@ -142,6 +154,35 @@ class PackedLinear:
             self._gated,
             torch.get_num_threads(),
         )
+        return packed
+
+    def _pack_superblocks(self, weight: SuperblockWeight) -> Tensor:
+        """Packs the outputs of one type after another, after a table of the tiles."""
+        if not weight.fills_tiles or (self._gated and len(weight.parts) > 1):
+            raise ValueError(f"types of {[len(part.blocks) for part in weight.parts]} outputs do not fill tiles")
+        features = TILE // 2 if self._gated else TILE
+        tiles = [-(-len(part.blocks) // (1 + self._gated) // features) for part in weight.parts]
+        offset = -(-8 * (sum(tiles) + 1) // _TILE_ALIGNMENT) * _TILE_ALIGNMENT
+        superblocks = self.in_features // SUPERBLOCK * TILE
+        sizes = [count * superblocks * part.blocks.shape[2] for count, part in zip(tiles, weight.parts, strict=True)]
+        packed = allocate(offset + sum(sizes), torch.uint8)
+        first_tile = 0
+        for part, count, size in zip(weight.parts, tiles, sizes, strict=True):
+            if len(part.blocks) != count * TILE:
+                packed[offset : offset + size] = 0
+            blocks = part.blocks.contiguous()
+            extension().pack_superblocks(
+                blocks.data_ptr(),
+                packed.data_ptr(),
+                len(blocks),
+                self.in_features,
+                part.kind,
+                first_tile,
+                offset,
+                self._gated,
+                torch.get_num_threads(),
+            )
+            first_tile, offset = first_tile + count, offset + size
         return packed
 
     @property

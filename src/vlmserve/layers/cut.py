@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from vlmserve.kernels.quantized import QuantizedWeight
+from vlmserve.kernels.superblocks import SuperblockWeight
 
 
 class Share(NamedTuple):
@@ -59,6 +60,11 @@ class Cut:
         if self.columns is None or rows.ndim < 2:
             return rows
         return rows[:, self.columns.first : self.columns.last]
+
+    def of_superblocks(self, weight: SuperblockWeight) -> SuperblockWeight | None:
+        """A part of a whole weight; None if the cut divides a superblock."""
+        own = weight[torch.cat([torch.arange(first, last) for first, last in self.pieces])]
+        return own if self.columns is None else own.inputs(self.columns.first, self.columns.last)
 
     def of(self, weight: Tensor | QuantizedWeight) -> Tensor | QuantizedWeight:
         """A part of a whole weight: quantized as that is, or plain, float32, where the cut divides a group."""

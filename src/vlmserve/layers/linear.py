@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vlmserve.kernels.quantized import QuantizedWeight
+from vlmserve.kernels.superblocks import SuperblockWeight
 from vlmserve.layers.adapters import (
     AdapterRows,
     Change,
@@ -21,6 +22,7 @@ from vlmserve.layers.adapters import (
 )
 from vlmserve.layers.cut import Shard
 from vlmserve.layers.operations import (
+    AnyWeight,
     DeferredNorm,
     DeferringProduct,
     Epilogue,
@@ -70,7 +72,7 @@ class Weight(Layer):
         self.bits: int | None = None
         self.adapters: LinearAdapters | None = None
         self._device = device
-        self._quantized: QuantizedWeight | None = None
+        self._quantized: QuantizedWeight | SuperblockWeight | None = None
         self._input_order: Tensor | None = None
 
     @property
@@ -87,14 +89,16 @@ class Weight(Layer):
             return self._quantized.num_bytes
         return self.in_features * self.out_features * self.dtype.itemsize
 
-    def quantize(self, weight: QuantizedWeight, input_bits: int | None = None) -> None:
+    def quantize(self, weight: QuantizedWeight | SuperblockWeight, input_bits: int | None = None) -> None:
         """Take a quantized weight instead of the plain one. input_bits: to keep of inputs, if other than it says."""
-        if input_bits is not None:
-            weight = dataclasses.replace(weight, input_bits=input_bits)
-        if self.makes_logits and weight.bits == 8:
-            weight = dataclasses.replace(weight, input_bits=16)
-        self._quantized = dataclasses.replace(weight, order=None)
-        self._input_order = weight.order
+        if isinstance(weight, QuantizedWeight):
+            if input_bits is not None:
+                weight = dataclasses.replace(weight, input_bits=input_bits)
+            if self.makes_logits and weight.bits == 8:
+                weight = dataclasses.replace(weight, input_bits=16)
+            self._input_order = weight.order
+            weight = dataclasses.replace(weight, order=None)
+        self._quantized = weight
         self.bits = weight.bits
         del self.weight
 
@@ -143,7 +147,7 @@ class Weight(Layer):
         """The weight as the device stores it, once it is arranged."""
         raise NotImplementedError
 
-    def _matrix(self) -> Tensor | QuantizedWeight:
+    def _matrix(self) -> AnyWeight:
         return self.weight.data.flatten(1) if self._quantized is None else self._quantized
 
     def _drop(self) -> None:
@@ -359,7 +363,7 @@ class Embedding(Layer):
         self.weight = empty_parameter(count, size, dtype=dtype, device=device)
         self.count, self.size, self.dtype = count, size, dtype
         self.table_adapters: TableAdapters | None = None
-        self._quantized: QuantizedWeight | None = None
+        self._quantized: QuantizedWeight | SuperblockWeight | None = None
         self._table: Table | None = None
 
     @property
@@ -368,7 +372,7 @@ class Embedding(Layer):
         stored = self._table or self._quantized
         return self.count * self.size * self.dtype.itemsize if stored is None else stored.num_bytes
 
-    def quantize(self, weight: QuantizedWeight) -> None:
+    def quantize(self, weight: QuantizedWeight | SuperblockWeight) -> None:
         """Take a quantized table instead of the plain one."""
         self._quantized = weight
         del self.weight

@@ -15,9 +15,12 @@ from torch import Tensor, nn
 
 from vlmserve.kernels.quantized import QuantizedWeight
 from vlmserve.kernels.ranges import RangeKernels
+from vlmserve.kernels.superblocks import SuperblockWeight
 from vlmserve.layers.activation import activation
 from vlmserve.layers.adapters import LinearAdapters
 
+AnyWeight = Tensor | QuantizedWeight | SuperblockWeight
+"""``[out_features, in_features]``."""
 Norm = Callable[[Tensor], Tensor]
 """``[..., size]`` to the same."""
 ALL_QUERIES = slice(None)
@@ -178,18 +181,20 @@ class Operations(Protocol):
         """Whether its kernels multiply with a weight as it is."""
         ...
 
+    def multiplies_superblocks(self, input_bits: int | None) -> bool:
+        """Whether its kernels multiply with a `SuperblockWeight`. input_bits: what was asked for; None: nothing."""
+        ...
+
     def product_inputs(self, in_features: int, dtype: torch.dtype) -> int:
         """How many inputs a product with a plain weight is to have, which is faster with zeros among them than without;
         at least `in_features`."""
         ...
 
-    def linear(
-        self, weight: Tensor | QuantizedWeight, bias: Tensor | None, epilogue: Epilogue, dtype: torch.dtype
-    ) -> Product:
+    def linear(self, weight: AnyWeight, bias: Tensor | None, epilogue: Epilogue, dtype: torch.dtype) -> Product:
         """Store a weight ``[out_features, in_features]`` and its bias ``[out_features]``. dtype: of inputs."""
         ...
 
-    def table(self, weight: Tensor | QuantizedWeight, dtype: torch.dtype) -> Table:
+    def table(self, weight: AnyWeight, dtype: torch.dtype) -> Table:
         """Store an embedding table ``[count, size]`` that is the output head as well. dtype: of rows and inputs."""
         ...
 

@@ -8,9 +8,10 @@ from torch import Tensor
 
 from vlmserve.kernels.choice import multiplies_bfloat16
 from vlmserve.kernels.quantized import QuantizedWeight
+from vlmserve.kernels.superblocks import SuperblockWeight
 from vlmserve.layers.activation import activation
 from vlmserve.layers.adapters import LinearAdapters
-from vlmserve.layers.operations import NO_EPILOGUE, Epilogue
+from vlmserve.layers.operations import NO_EPILOGUE, AnyWeight, Epilogue
 
 PACKING_ROWS = 64
 """Any number of rows from here on gives the arrangement that is fastest for few and for many rows."""
@@ -193,9 +194,11 @@ class QuantizedProduct(TorchProduct):
 
 
 def torch_linear(
-    weight: Tensor | QuantizedWeight, bias: Tensor | None, epilogue: Epilogue, dtype: torch.dtype
+    weight: AnyWeight, bias: Tensor | None, epilogue: Epilogue, dtype: torch.dtype
 ) -> PlainProduct | QuantizedProduct:
     """A product that any device of torch's computes, an `UpcastProduct` where it helps. See `Operations.linear`."""
+    if isinstance(weight, SuperblockWeight):
+        weight = weight.dequantize().to(dtype)
     device = weight.values.device if isinstance(weight, QuantizedWeight) else weight.device
     slow = device.type == "cpu" and dtype == torch.bfloat16 and not multiplies_bfloat16()
     if isinstance(weight, QuantizedWeight):
@@ -203,8 +206,10 @@ def torch_linear(
     return (UpcastProduct if slow else PlainProduct)(weight, bias, epilogue)
 
 
-def torch_table(weight: Tensor | QuantizedWeight, dtype: torch.dtype) -> PlainProduct | QuantizedProduct:
+def torch_table(weight: AnyWeight, dtype: torch.dtype) -> PlainProduct | QuantizedProduct:
     """A table that any device of torch's computes. See `Operations.table`."""
+    if isinstance(weight, SuperblockWeight):
+        weight = weight.dequantize().to(dtype)
     epilogue = Epilogue(float_output=True)
     if isinstance(weight, QuantizedWeight):
         return QuantizedProduct(weight, None, epilogue, dtype)

@@ -21,6 +21,7 @@ from vlmserve.gguf.config import text_family
 from vlmserve.gguf.mmproj import ARCHITECTURE, Stored, checkpoint_tensors
 from vlmserve.gguf_header import Header, TensorInfo, read_header
 from vlmserve.kernels.quantized import QuantizedWeight
+from vlmserve.kernels.superblocks import KIND_BITS, SuperblockRows, SuperblockWeight
 
 Bytes = NDArray[np.uint8]
 
@@ -114,6 +115,20 @@ class GGUFFile:
         parts = [_quantized(part) for part in (source, *source.behind)]
         whole = [part for part in parts if part is not None]
         return QuantizedWeight.join(whole) if len(whole) == len(parts) else None
+
+    def superblocks(self, name: str) -> SuperblockWeight | None:
+        """A tensor as it is in the file; None if it does not consist of superblocks."""
+        source = self._sources[name]
+        sources = (source, *source.behind)
+        if any(part.info.type not in KIND_BITS or len(part.info.shape) != 2 or part.frames for part in sources):
+            return None
+        rows = [torch.from_numpy(_bytes(part, 0, None)) for part in sources]
+        return SuperblockWeight.join(
+            [
+                SuperblockWeight((SuperblockRows(part.info.type, raw.view(len(raw), -1, _type_size(part.info))),))
+                for part, raw in zip(sources, rows, strict=True)
+            ]
+        )
 
 
 def _quantized(source: _Source) -> QuantizedWeight | None:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from vlmserve.errors import MissingWeightsError, ModelLoadError
 from vlmserve.kernels.quantized import QuantizedWeight
+from vlmserve.kernels.superblocks import SuperblockWeight
 from vlmserve.layers.cut import Cut
 from vlmserve.layers.linear import Embedding, GatedLinear, Linear, TiedEmbedding
 from vlmserve.layers.operations import Operations
@@ -109,6 +110,10 @@ def load_blocks(
         names = weight_names(path, module)
         if not checkpoint.names.issuperset(names) or (isinstance(module, GatedLinear) and module.bias is not None):
             continue
+        if operations.multiplies_superblocks(input_bits) and _take_superblocks(checkpoint, path, module, names):
+            if not any(module_slots(path, module)):
+                settle(module)
+            continue
         slots, cuts = dict(module_slots(path, module)), module_cuts(path, module)
         # Loading what is plain says what is wrong with other shapes.
         weights = [
@@ -123,6 +128,30 @@ def load_blocks(
             module.quantize(joined) if isinstance(module, Embedding) else module.quantize(joined, input_bits)
             if not any(module_slots(path, module)):
                 settle(module)
+
+
+def _take_superblocks(
+    checkpoint: Checkpoint, path: str, module: Linear | TiedEmbedding | Embedding, names: Sequence[str]
+) -> bool:
+    """Whether a layer's weights are superblocks that the layer took as they are."""
+    slots, cuts = dict(module_slots(path, module)), module_cuts(path, module)
+    weights = []
+    for name in names:
+        weight, cut = checkpoint.superblocks(name), cuts.get(name)
+        if weight is None or list(weight.shape) != _whole_shape(slots[name], cut):
+            return False
+        own = weight if cut is None else cut.of_superblocks(weight)
+        if own is None:
+            return False
+        weights.append(own)
+    del slots
+    joined = SuperblockWeight.join(weights)
+    if not joined.fills_tiles or (isinstance(module, GatedLinear) and len(joined.parts) > 1):
+        return False
+    for name in names:
+        checkpoint.hash(name)
+    module.quantize(joined)
+    return True
 
 
 def _whole_shape(slot: Tensor, cut: Cut | None) -> list[int]:

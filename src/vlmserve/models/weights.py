@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from vlmserve.errors import MissingWeightsError, ModelLoadError
 from vlmserve.kernels.quantized import QuantizedWeight
+from vlmserve.kernels.superblocks import SuperblockWeight
 from vlmserve.layers.cut import Cut, Shard
 from vlmserve.layers.linear import MergedLinear
 from vlmserve.layers.norm import NormOfEachHead
@@ -104,6 +105,12 @@ class Checkpoint:
         if weight is not None:
             self.hash(name)
         return weight
+
+    def superblocks(self, name: str) -> SuperblockWeight | None:
+        """A tensor of a GGUF file as it is there; None if it does not consist of superblocks."""
+        path, key = self._keys[name]
+        with open_weights(path) as file:
+            return file.superblocks(key) if isinstance(file, GGUFFile) else None
 
     def hash(self, name: str) -> None:
         """Add a tensor to `digests` while its pages are in memory."""

@@ -5,6 +5,7 @@
 #include "attention_cases.h"
 #include "products.h"
 #include "sampling_cases.h"
+#include "superblock_cases.h"
 #include "thread_cases.h"
 
 int main(int count, char** arguments) {
@@ -23,6 +24,7 @@ int main(int count, char** arguments) {
     test_products();
     for (int dtype : {FLOAT32, BFLOAT16})
         for (const WeightKind& kind : {PLAIN, INT8, INT4, GROUPS, GROUPS_WITH_MINIMUMS}) test_gathered_rows(kind, dtype);
+    test_superblocks();
     test_norms();
     test_attention();
     test_sampling();
