@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import threading
+from concurrent.futures import wait
 
 import pytest
 from tokenizers import Tokenizer
@@ -12,7 +14,7 @@ from vlmserve.config import EngineConfig
 from vlmserve.engine import mock
 from vlmserve.engine.mock import MockEngine
 from vlmserve.errors import CheckpointNotFoundError, ConfigurationError
-from vlmserve.types import EngineRequest, Prompt, SamplingParams
+from vlmserve.types import EngineRequest, Grammar, Prompt, SamplingParams
 
 
 @pytest.fixture(scope="module")
@@ -139,3 +141,46 @@ def test_a_folder_without_a_tokenizer_is_a_clear_error(tmp_path):
 def test_a_context_beyond_the_models_is_a_clear_error(folder):
     with pytest.raises(ConfigurationError, match="max-model-len"):
         MockEngine(EngineConfig(engine="mock", max_model_len=10**6), folder)
+
+
+def test_evicted_grammar_compiles_outside_of_the_step(folder, monkeypatch):
+    engine = MockEngine(EngineConfig(engine="mock", grammar_cache=1), folder)
+    for grammar in (Grammar.choice(["one"]), Grammar.choice(["two"])):
+        engine.grammars.check(grammar)  # as the engine process does before it adds a request
+    release, threads = threading.Event(), []
+    compile_one = engine.grammars._compile
+
+    def record(grammar: Grammar):
+        threads.append(threading.current_thread())
+        assert release.wait(60)
+        return compile_one(grammar)
+
+    monkeypatch.setattr(engine.grammars, "_compile", record)
+    params = SamplingParams(temperature=0, grammar=Grammar.choice(["one"]))
+    engine.add(EngineRequest("held", Prompt([5, 6]), params))
+    add(engine, "plain")
+    outputs = [output for _ in range(9) for output in engine.step()]
+    assert {output.request_id for output in outputs} == {"plain"}
+    release.set()
+    while engine.has_work():
+        outputs += engine.step()
+    assert outputs[-1].request_id == "held"
+    assert outputs[-1].finish_reason == "stop"
+    assert threading.current_thread() not in threads
+
+
+def test_aborted_request_frees_the_grammar_threads(folder, monkeypatch):
+    engine = MockEngine(EngineConfig(engine="mock", grammar_cache=1), folder)
+    grammars = [Grammar.choice([str(number)]) for number in range(9)]
+    for grammar in grammars:
+        engine.grammars.check(grammar)
+    release, compiled = threading.Event(), []
+    monkeypatch.setattr(engine.grammars, "_compile", lambda grammar: compiled.append(grammar) or release.wait(60))
+    names = [f"r{number}" for number in range(8)]
+    for name, grammar in zip(names, grammars, strict=False):
+        engine.add(EngineRequest(name, Prompt([5, 6]), SamplingParams(grammar=grammar)))
+    futures = [engine._unfinished[name].compiled for name in names]
+    engine.abort(names)
+    release.set()
+    wait(futures, 60)
+    assert len(compiled) < len(names)

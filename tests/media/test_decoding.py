@@ -14,13 +14,14 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-from PIL import Image
+from PIL import Image, JpegImagePlugin
 
 from tests.media.images_for_tests import MadeWhenAsked, encoded, noise
 from tests.rendering import rendering
 from vlmserve import cancellation
 from vlmserve.config import MediaConfig
 from vlmserve.errors import CancelledWorkError, ImageTooLargeError, InvalidImageError
+from vlmserve.media import jpeg
 from vlmserve.media.decoding import DecodingMemory
 from vlmserve.media.images import FORMATS, decode_image
 
@@ -288,3 +289,27 @@ def test_large_exif_data_is_not_read(format: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert decode_image(encoded(noise(40, 30), format, exif=exif), MediaConfig()).size == (40, 30)
+
+
+HIDDEN = {
+    "in a reserved segment": lambda exif: segments(0xF3, exif, 1),
+    "after an early end": lambda exif: b"\xff\xd8\xff\xd9" + exif + segments(0xE0, b"JFIF\0", 1)[2:],
+    "before a cut": lambda exif: b"\xff\xd8" + exif + b"\xff\xdb\0",
+}
+
+
+@pytest.mark.parametrize("place", HIDDEN)
+def test_hidden_metadata_is_not_read_in_this_process(place: str) -> None:
+    content = b"Exif\0\0II*\0\x08\0\0\0" + bytes(6)
+    data = HIDDEN[place](b"\xff\xe1" + (2 + len(content)).to_bytes(2, "big") + content)
+    assert "exif" in read_by_pillow(data)
+    plain = jpeg.without_metadata(data)
+    assert plain is None or "exif" not in read_by_pillow(plain)
+
+
+def read_by_pillow(data: bytes) -> set[str]:
+    """Names of the metadata that Pillow reads, even if it rejects the file."""
+    image = JpegImagePlugin.JpegImageFile.__new__(JpegImagePlugin.JpegImageFile)
+    with contextlib.suppress(SyntaxError):
+        JpegImagePlugin.JpegImageFile.__init__(image, io.BytesIO(data))
+    return set(map(str, image.info))

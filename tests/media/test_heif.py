@@ -326,23 +326,41 @@ def test_a_cancelled_image_ends_its_process() -> None:
     [
         (signal.SIGKILL, "was killed, perhaps for lack of memory"),
         (signal.SIGXCPU, "takes longer than 30 s"),
-        (signal.SIGABRT, "too much memory"),
+        (signal.SIGABRT, "takes more than its pixels and 256 MiB"),
         (signal.SIGSEGV, "crashed the process"),
     ],
 )
 def test_ended_process_says_what_ended_it(number: int, message: str) -> None:
     image = ImageProcess(encoded(noise(64, 48), "GIF"), "GIF", LIMITS)
     os.kill(image._process.pid, number)
-    with pytest.raises(InvalidImageError, match=message):
+    with pytest.raises((InvalidImageError, ImageTooLargeError), match=message):
         image.load()
     assert not rendering()
 
 
-@pytest.mark.parametrize("format", ["GIF", "TIFF"])
+LARGE = MadeWhenAsked(
+    {
+        "GIF": lambda: encoded(Image.new("RGB", (6000, 4000)), "GIF"),
+        "TIFF": lambda: encoded(Image.new("RGB", (6000, 4000)), "TIFF", compression="tiff_lzw"),
+        "WEBP": lambda: encoded(Image.new("RGB", (6000, 4000)), "WEBP", method=0),
+        "AVIF": lambda: encoded(Image.new("RGB", (6000, 4000)), "AVIF", speed=10),
+        "HEIF": lambda: heic(Image.new("RGB", (6000, 4000)), quality=30),
+    }
+)
+
+
+@pytest.mark.parametrize("format", LARGE)
 def test_lack_of_memory_is_named(format: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    data = encoded(Image.new("RGB", (6000, 4000)), format, **({"compression": "tiff_lzw"} if format == "TIFF" else {}))
+    data = LARGE[format]
     monkeypatch.setattr(image_process, "_MEMORY", 40 * 1024**2)
     monkeypatch.setattr(image_process, "bytes_per_pixel", lambda format: 0)
-    with pytest.raises(InvalidImageError, match="too much memory"):
+    with pytest.raises(ImageTooLargeError, match="takes more than its pixels and 40 MiB of memory, the limit"):
         decode_image(data, LIMITS)
     assert not rendering()
+
+
+@pytest.mark.parametrize("format", LARGE)
+def test_broken_file_is_not_blamed_on_memory(format: str) -> None:
+    data = LARGE[format]
+    with pytest.raises(InvalidImageError):
+        decode_image(data[: len(data) * 2 // 3], LIMITS)

@@ -22,6 +22,7 @@ from tests.models.test_decoder import paged_run, token_sequences
 from tests.native import built
 from vlmserve.cli.cache import show_cache
 from vlmserve.config import EngineConfig, QuantizationConfig
+from vlmserve.errors import ConfigurationError
 from vlmserve.models import filling, weights_cache
 from vlmserve.models.packed_model import PackedModel
 from vlmserve.models.protocols import LoadedModel
@@ -397,3 +398,16 @@ def test_command_shows_and_clears(tmp_path: Path, cache: WeightsCache, capsys: p
     show_cache(engine, clear=True)
     assert "removed" in capsys.readouterr().out
     assert cache.files() == []
+
+
+def test_clearing_a_read_only_folder_says_so(
+    tmp_path: Path, cache: WeightsCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read_only(path: Path, **_: bool) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+
+    start(make_llama(tmp_path / "model"), cache)
+    (file,) = cache.files()
+    monkeypatch.setattr(Path, "unlink", read_only)
+    with pytest.raises(ConfigurationError, match=f"cannot remove {file.path}: Read-only file system"):
+        show_cache(EngineConfig(weights_cache=str(cache.folder)), clear=True)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 import time
 import tracemalloc
 
 import pytest
 
+from vlmserve import cancellation
 from vlmserve.errors import InvalidRequestError, ModelLoadError
 from vlmserve.prompt import template_limits
 from vlmserve.prompt.template import ChatTemplate, Message
@@ -96,3 +98,44 @@ def test_a_long_conversation_is_within_the_limits():
     text = ChatTemplate(source, {}, None).render(messages)
     assert text.startswith("<user>word word")
     assert text.endswith("x|{:>5}a-b999994")
+
+
+WHEN_LONG = SHOWS + "{% if messages|length == 9 %}" + ATTACKS["loops without output"] + "{% endif %}"
+
+
+def turns(count: int) -> list[Message]:
+    return [Message("user", ("Hi",), is_string=True)] * count
+
+
+def test_slow_rendering_is_told_from_a_quick_one(monkeypatch):
+    monkeypatch.setattr(template_limits, "MAX_SECONDS", 0.5)
+    template = ChatTemplate(WHEN_LONG, {}, None)
+    with template_limits.only_quick():
+        assert "Hi" in template.render(turns(2))
+        with pytest.raises(template_limits.SlowRenderingError):
+            template.render(turns(9))
+    with pytest.raises(InvalidRequestError, match="takes longer than 0.5 s"):
+        template.render(turns(9))
+
+
+def test_template_that_times_out_repeatedly_gets_less_time(monkeypatch, caplog):
+    monkeypatch.setattr(template_limits, "MAX_SECONDS", 0.3)
+    monkeypatch.setattr(template_limits, "REDUCED_SECONDS", 0.1)
+    template = ChatTemplate(WHEN_LONG, {}, None)
+    for seconds in (0.3, 0.3, 0.3, 0.1, 0.1):
+        with pytest.raises(InvalidRequestError, match=f"takes longer than {seconds} s"):
+            template.render(turns(9))
+    assert "Hi" in template.render(turns(2))
+    assert caplog.text.count("several times") == 1
+
+
+def test_slow_rendering_stops_for_a_client_that_left(monkeypatch):
+    monkeypatch.setattr(template_limits, "MAX_SECONDS", 60.0)
+    template, left = ChatTemplate(WHEN_LONG, {}, None), threading.Event()
+    token = cancellation._cancelled.set(left)
+    try:
+        threading.Timer(0.2, left.set).start()
+        with pytest.raises(InvalidRequestError, match="no longer needed"):
+            template.render(turns(9))
+    finally:
+        cancellation._cancelled.reset(token)

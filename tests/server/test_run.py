@@ -116,7 +116,7 @@ def test_the_frontend_never_imports_torch(folder):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_lets_running_answers_finish_and_refuses_new_ones(folder, number):
+def test_a_signal_lets_running_answers_finish_and_refuses_new_ones(folder, number, capfd):
     with serving(folder, mock_tpot=0.02) as server:
         engine = server.engine()
         asking = Asking(server.url, max_tokens=60)
@@ -130,6 +130,7 @@ def test_a_signal_lets_running_answers_finish_and_refuses_new_ones(folder, numbe
         assert asking.lines[-1] == "data: [DONE]"
         assert server.process.wait(60) == 0
         assert not engine.is_running()
+    assert f"Stopping: got {number.name}" in capfd.readouterr().err
 
 
 def test_answers_that_outlast_the_grace_end_with_an_error(folder):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import resource
 import socket
 import time
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ import psutil
 import pytest
 
 from tests.server.live import QUESTION, LiveServer, wait_until
-from vlmserve.server import body
+from vlmserve.server import body, web
 
 MOST = 12
 BODY = 200_000
@@ -65,6 +66,26 @@ def test_waiting_connections_give_way(live: LiveServer, data: bytes) -> None:
         wait_until(lambda: sum(map(is_closed, opened)) >= 2 * MOST)
         assert is_closed(opened[0])
         assert not is_closed(opened[-1])
+
+
+def test_idle_connections_give_way_to_uploads(live: LiveServer) -> None:
+    asked, count = b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n", MOST // 3
+    with connections(live, count, post(1000) + b"{") as uploads, connections(live, count, asked) as opened:
+        assert all(one.recv(65536).startswith(b"HTTP/1.1 200") for one in opened)
+        *idle, busy_again = opened
+        busy_again.sendall(post(1000))
+        assert live.ask(max_tokens=1).status_code == 200
+        with connections(live, MOST - 2 * count + len(idle)):
+            wait_until(lambda: all(map(is_closed, idle)))
+            assert not any(map(is_closed, [*uploads, busy_again]))
+
+
+def test_lower_limit_of_connections_is_logged(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (1000, 1000))
+    assert web._Waiting(400).max_connections == 400
+    assert caplog.text == ""
+    assert web._Waiting(600).max_connections == 500
+    assert "--max-connections 600: 500 are possible, because the process may open 1000 files" in caplog.text
 
 
 def test_connections_with_a_request_do_not_give_way(folder: Path) -> None:

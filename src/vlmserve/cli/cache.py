@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from vlmserve.config import EngineConfig
+from vlmserve.errors import ConfigurationError
 from vlmserve.models.weights_cache import WeightsCache
 
 
@@ -17,7 +18,14 @@ def show_cache(engine: EngineConfig, *, clear: bool) -> None:
     cache = WeightsCache.at(engine.weights_cache, engine.weights_cache_size)
     console = Console(highlight=False)
     if clear:
-        console.print(f"{cache.clear() / 1e6:,.1f} MB removed from {cache.folder}", soft_wrap=True)
+        try:
+            removed = cache.clear()
+        except OSError as error:
+            reason = error.strerror or str(error)
+            raise ConfigurationError(
+                f"cannot remove {error.filename or cache.folder}: {reason}; run as its owner, or make the folder writable"
+            ) from error
+        console.print(f"{removed / 1e6:,.1f} MB removed from {cache.folder}", soft_wrap=True)
         return
     files = cache.files()
     total = sum(file.num_bytes for file in files)

@@ -7,6 +7,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Iterable
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from pathlib import Path
 
 import msgspec
@@ -57,9 +58,9 @@ class _Answer:
     """One unfinished request. due: when its first token may come; all times are those of `time.monotonic`."""
 
     __slots__ = (
-        "added", "added_at", "bad_words", "closing", "digest", "due", "first", "length", "matcher", "max_tokens",
-        "num_images", "num_thoughts", "permitted", "produced", "recent", "request", "shortest", "started",
-        "thinking", "tokens", "vocab_size",
+        "added", "added_at", "bad_words", "closing", "compiled", "digest", "due", "first", "length", "matcher",
+        "max_tokens", "num_images", "num_thoughts", "permitted", "produced", "recent", "request", "shortest",
+        "started", "thinking", "tokens", "vocab_size",
     )  # fmt: skip
 
     def __init__(
@@ -69,10 +70,12 @@ class _Answer:
         digest: bytes,
         max_tokens: int,
         vocab_size: int,
-        matcher: Matcher | None,
+        compiled: Future[Matcher] | None,
         closing: list[int],
     ) -> None:
-        self.digest, self.matcher, self.closing = digest, matcher, closing
+        self.digest, self.closing = digest, closing
+        self.compiled = compiled
+        self.matcher: Matcher | None = None
         walk = [words[byte % len(words)] for byte in digest]
         self.request = request
         self.tokens = itertools.cycle(itertools.chain.from_iterable(walk))
@@ -84,7 +87,7 @@ class _Answer:
         self.permitted = None if allowed is None else frozenset(allowed)
         self.bad_words = BadWords(request.params.bad_token_ids)
         self.recent: deque[int] = deque(maxlen=self.bad_words.longest)
-        self.shortest = 0 if matcher is None or thoughts is None else matcher.shortest()
+        self.shortest = 0
         self.max_tokens = min(max_tokens, request.params.max_tokens or max_tokens)
         self.num_images = request.prompt.num_images
         self.vocab_size = vocab_size
@@ -93,8 +96,19 @@ class _Answer:
         self.due = self.started = 0.0
         self.first: float | None = None
 
+    @property
+    def is_compiling(self) -> bool:
+        """Whether a thread compiles the grammar."""
+        return self.compiled is not None and not self.compiled.done()
+
     def advance(self, eos_token_ids: frozenset[int]) -> EngineOutput:
-        """Produce one token, or end."""
+        """Produce one token, or end. The grammar must have compiled."""
+        if self.compiled is not None and self.matcher is None:
+            if (error := self.compiled.exception()) is not None:
+                params = self.request.params
+                return self._failure(str(error), None if params.grammar is None else params.grammar.source)
+            self.matcher = self.compiled.result()
+            self.shortest = 0 if self.thinking is None else self.matcher.shortest()
         if self.thinking is not None and not self.thinking.is_over:
             token = self._thought(self.thinking)
             if token is not None:
@@ -284,13 +298,15 @@ class MockEngine(BaseEngine):
     def add(self, request: EngineRequest) -> None:
         self._check(request, self._unfinished, len(self._waiting), len(self._running))
         grammar = request.params.grammar
+        if grammar is not None:
+            self._grammars.check(grammar)
         answer = _Answer(
             request,
             self._words,
             self._digest(request),
             self._info.max_model_len - len(request.prompt.token_ids),
             self._info.vocab_size,
-            None if grammar is None else self._grammars.matcher(grammar),
+            None if grammar is None else self._grammars.begin(grammar, request.client),
             self._closing,
         )
         self._unfinished[request.request_id] = answer
@@ -308,7 +324,7 @@ class MockEngine(BaseEngine):
         now = time.monotonic()
         outputs = []
         for answer in list(self._running.values()):
-            if answer.due > now + self._config.mock_tpot / 2:
+            if answer.due > now + self._config.mock_tpot / 2 or answer.is_compiling:
                 continue
             output = answer.advance(self._eos_token_ids) if answer.request.beams is None else self._search(answer)
             self._generation_tokens += len(output.token_ids)
@@ -319,11 +335,24 @@ class MockEngine(BaseEngine):
             if ended:
                 del self._running[output.request_id], self._unfinished[output.request_id]
             outputs.append(output)
+        if not outputs:
+            self._wait_for_grammar()
         self._step_seconds += time.monotonic() - began
         return outputs
 
+    def _wait_for_grammar(self) -> None:
+        """Wait briefly while running requests have nothing but grammars to wait for."""
+        compiling = [answer.compiled for answer in self._running.values() if answer.compiled and answer.is_compiling]
+        if compiling and len(compiling) == len(self._running):
+            wait(compiling, _MAX_SLEEP, FIRST_COMPLETED)
+
     def abort(self, request_ids: Iterable[str]) -> None:
-        aborted = {request_id for request_id in request_ids if self._unfinished.pop(request_id, None) is not None}
+        aborted = set()
+        for request_id in request_ids:
+            if (answer := self._unfinished.pop(request_id, None)) is not None:
+                aborted.add(request_id)
+                if answer.compiled is not None:
+                    answer.compiled.cancel()
         waiting = aborted - self._running.keys()
         for request_id in aborted - waiting:
             del self._running[request_id]

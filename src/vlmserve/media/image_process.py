@@ -10,7 +10,7 @@ from typing import Any
 from PIL import Image, UnidentifiedImageError
 
 from vlmserve.config import MediaConfig
-from vlmserve.errors import DocumentTooLargeError, InvalidImageError
+from vlmserve.errors import DocumentTooLargeError, ImageTooLargeError, InvalidImageError
 from vlmserve.media.decoding import bytes_per_pixel, too_slow
 from vlmserve.media.isolated import Answer, IsolatedProcess
 
@@ -184,7 +184,10 @@ def _error_of(limits: MediaConfig, is_document: bool, reason: str, detail: str) 
                 )
             return too_slow(limits.decode_timeout)
         case "memory":
-            return InvalidImageError("the image is broken, or takes too much memory to decode")
+            return ImageTooLargeError(
+                f"decoding the image takes more than its pixels and {_MEMORY // 2**20} MiB of memory, the limit; "
+                "send a smaller one"
+            )
         case "crash":
             return InvalidImageError("the image is broken: it crashed the process that decoded it")
         case "killed":

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import math
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
-from vlmserve.media.isolated_limits import Answer, RefusedError, address_space, limit, limit_cpu
+from vlmserve.media.isolated_limits import Answer, RefusedError, address_space, limit, limit_cpu, peak_address_space
 
 _THREADS = 4
 """That decode one image."""
@@ -19,6 +20,8 @@ _PIXEL_BYTES = {"I;16": 2, "I;16B": 2, "I;16L": 2, "I": 4, "F": 4, "RGBX": 4}
 _SUBFILE_TYPE = 254
 _NO_PAGE = 0b101
 """Bits of a TIFF's NewSubfileType: a smaller version of another page, or a mask of one (TIFF 6.0, page 36)."""
+_LARGEST_PIXEL = 8
+"""Bytes of a pixel in the largest array that a decoder allocates."""
 _BAND = 2**17
 """Pixels that are packed at once: few enough to stay in a core's cache."""
 
@@ -205,9 +208,10 @@ class ImageDecoder:
         self._settings = settings
         if settings["format"] not in self._formats:
             raise RefusedError("missing")
-        self._allow(settings["num_pixels"] * settings["pixel_memory"])
+        kind = self._formats[settings["format"]]
         try:
-            self._file = self._formats[settings["format"]](data, settings["max_images"])
+            with self._allowed(settings["num_pixels"]):
+                self._file = kind(data, settings["max_images"])
         except (UnidentifiedImageError, SyntaxError, IndexError, TypeError, struct.error) as error:
             # Pillow's and libheif's ways to say that it is another format.
             raise RefusedError("unidentified") from error
@@ -215,17 +219,26 @@ class ImageDecoder:
 
     def answer(self, line: str) -> Answer:
         """The fields of an image, and its pixels if it is decoded."""
-        self._allow(math.prod(self._file.size) * self._settings["pixel_memory"])
-        if line:
-            self._file.go_to(int(line))
-            return self._fields(), ()
-        stride, pixels = self._file.decode()
+        with self._allowed(math.prod(self._file.size)):
+            if line:
+                self._file.go_to(int(line))
+                return self._fields(), ()
+            stride, pixels = self._file.decode()
         return {**self._fields(), "stride": stride}, pixels
 
-    def _allow(self, memory: int) -> None:
-        """Bytes beyond what is always allowed, and the time for one image."""
-        limit("RLIMIT_AS", address_space() + self._settings["memory"] + memory, for_good=False)
+    @contextlib.contextmanager
+    def _allowed(self, num_pixels: int) -> Iterator[None]:
+        """Allow memory and time for an image of that size. Raises MemoryError instead of an error that follows from
+        a lack of memory, of which some libraries say only that they cannot decode."""
+        most = address_space() + self._settings["memory"] + num_pixels * self._settings["pixel_memory"]
+        limit("RLIMIT_AS", most, for_good=False)
         limit_cpu(self._settings["seconds"] * _THREADS)
+        try:
+            yield
+        except Exception as error:
+            if most - peak_address_space() < num_pixels * _LARGEST_PIXEL:
+                raise MemoryError from error
+            raise
 
     def _fields(self) -> dict[str, Any]:
         try:

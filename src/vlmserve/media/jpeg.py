@@ -22,24 +22,28 @@ _MARKER = re.compile(rb"\xff([^\x00\x01\xd0-\xd8\xff])")
 _SCAN_CODE, _END_CODE, _COMMENT_CODE, _EXIF_CODE = 0xDA, 0xD9, 0xFE, 0xE1
 _METADATA_CODES = frozenset({*range(0xE0, 0xF0), _COMMENT_CODE}) - {0xE0, 0xEE}
 """Application segments, except JFIF and Adobe, which decide colors."""
+_UNKNOWN_CODES = frozenset({0xC8, *range(0xF0, 0xFE)})
+"""Reserved segments. Pillow does not skip their content, so that it may find other segments in it."""
 _XMP = b"http://ns.adobe.com/xap/1.0/\0"
 
 
 def without_metadata(data: bytes) -> bytes | None:
     """Drop comments, profiles, previews and later pictures, and all of EXIF and XMP but the orientation.
 
-    The rest is not checked. Returns None for a file with more than 4,096 segments.
+    The rest is not checked. Returns None for a file with more than 4,096 segments, or with a reserved one.
     """
     pieces = [data[:2]]
     exif = xmp = b""
-    dropped, at = False, 2
+    dropped, at, end = False, 2, len(data)
     for _ in range(_MOST_SEGMENTS):
         found = _MARKER.search(data, at)
-        if found is None:
-            return data
-        code = found[1][0]
-        if code in (_SCAN_CODE, _END_CODE):
+        if found is None or (code := found[1][0]) == _SCAN_CODE:
             break
+        if code == _END_CODE:  # Pillow also reads segments after an early end
+            end = found.end()
+            break
+        if code in _UNKNOWN_CODES:
+            return None
         at = _end(data, found)
         if code not in _METADATA_CODES:
             pieces.append(data[found.start() : at])
@@ -52,12 +56,12 @@ def without_metadata(data: bytes) -> bytes | None:
             exif = exif or content
     else:
         return None
-    if not dropped:
+    if not dropped and end == len(data):
         return data
     if (orientation := orientation_in(exif, xmp)) != 1:
         content = orientation_exif(orientation)
         pieces.append(bytes([0xFF, _EXIF_CODE]) + (2 + len(content)).to_bytes(2, "big") + content)
-    return b"".join([*pieces, data[found.start() :]])
+    return b"".join([*pieces, data[at:end]])
 
 
 def has_many_scans(data: bytes, num_pixels: int, limits: MediaConfig) -> bool:

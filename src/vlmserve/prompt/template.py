@@ -21,7 +21,7 @@ from jinja2.parser import Parser
 
 from vlmserve.errors import ConfigurationError, InvalidRequestError, ModelLoadError
 from vlmserve.prompt.probes import Probes
-from vlmserve.prompt.template_limits import LimitedEnvironment, limited
+from vlmserve.prompt.template_limits import LimitedEnvironment, SlowRenderingError, TemplateLimitError, TemplateLimits
 from vlmserve.prompt.untrusted import END_MARK
 
 _OURS = ("messages", "tools", "documents", "add_generation_prompt")
@@ -107,8 +107,9 @@ class ChatTemplate:
     ) -> None:
         """image_token, video_token: what the template writes for an image and for a video."""
         environment = _environment()
+        self._limits = TemplateLimits()
         try:
-            with limited():
+            with self._limits.apply():
                 self._template = environment.from_string(source)
                 parsed = environment.parse(source)
             known = meta.find_undeclared_variables(parsed)
@@ -147,7 +148,8 @@ class ChatTemplate:
         values by name; those that are not among the template's `settings` have no effect. continue_final_message: the
         prompt ends with the text of the last message.
 
-        Raises InvalidRequestError if the template refuses the messages, and for settings of what is not theirs to set.
+        Raises InvalidRequestError if the template refuses the messages, and for settings of what is not theirs to set;
+        SlowRenderingError within `only_quick`.
         """
         for name in settings or ():
             if name in _OURS or name in self._variables:
@@ -168,8 +170,11 @@ class ChatTemplate:
                 tools=tools,
                 settings=settings or {},
             )
+        except SlowRenderingError:
+            raise
         except Exception as error:  # a template can fail with any error that its expressions can raise
-            if _begins_with_assistant(messages) and not self._probes.takes_assistant_first():
+            is_refused = not isinstance(error, TemplateLimitError)
+            if is_refused and _begins_with_assistant(messages) and not self._probes.takes_assistant_first():
                 raise InvalidRequestError(
                     "the model's chat template wants roles to alternate user/assistant: send a user message before "
                     "the first assistant message",
@@ -259,7 +264,7 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None = None,
         settings: Mapping[str, Any] = MappingProxyType({}),
     ) -> str:
-        with limited():
+        with self._limits.apply():
             return self._template.render(
                 **{
                     **{name: value for name, value in settings.items() if name in self.settings},

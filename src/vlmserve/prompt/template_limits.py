@@ -7,6 +7,7 @@ or from making texts of gigabytes. Each operation that could make a large value 
 from __future__ import annotations
 
 import functools
+import logging
 import re
 import sys
 import time
@@ -20,10 +21,19 @@ from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
+from vlmserve.cancellation import check_cancelled
 from vlmserve.errors import ModelLoadError
+
+logger = logging.getLogger(__name__)
 
 MAX_SECONDS = 5.0
 """CPU time of one rendering."""
+REDUCED_SECONDS = 0.5
+"""The same of a template that has taken `MAX_SECONDS` several times. Long conversations take 0.05 s."""
+QUICK_SECONDS = 0.05
+"""CPU time of a rendering that may hold up others."""
+_FULL_TRIES = 3
+"""Renderings that may reach `MAX_SECONDS`."""
 MAX_VALUE_BYTES = 64 * 2**20
 """Memory of one text or list, and of the rendered text."""
 MAX_TOTAL_BYTES = 2**30
@@ -56,11 +66,21 @@ class TemplateLimitError(ModelLoadError):
     """A template that takes more than one of the limits."""
 
 
+class TemplateTimeError(TemplateLimitError):
+    """A template that takes too long."""
+
+
+class SlowRenderingError(TemplateLimitError):
+    """A rendering that is not quick, see `only_quick`."""
+
+
 class _Budget:
     """What is left for one rendering."""
 
-    def __init__(self) -> None:
-        self._end = time.thread_time() + MAX_SECONDS
+    def __init__(self, seconds: float) -> None:
+        self._is_quick = _only_quick.get() and seconds > QUICK_SECONDS
+        self._seconds = QUICK_SECONDS if self._is_quick else seconds
+        self._end = time.thread_time() + self._seconds
         self._bytes = MAX_TOTAL_BYTES
         self._operations = 0
 
@@ -70,21 +90,51 @@ class _Budget:
         if self._bytes < 0:
             raise TemplateLimitError(f"the chat template makes more than {MAX_TOTAL_BYTES // 2**20:,} MiB of text")
         self._operations += 1
-        if self._operations % _LOOK == 0 and time.thread_time() > self._end:
-            raise TemplateLimitError(f"the chat template takes longer than {MAX_SECONDS:.0f} s")
+        if self._operations % _LOOK:
+            return
+        check_cancelled()
+        if time.thread_time() > self._end:
+            if self._is_quick:
+                raise SlowRenderingError("the chat template takes long")
+            raise TemplateTimeError(f"the chat template takes longer than {self._seconds:g} s")
 
 
 _budget: ContextVar[_Budget] = ContextVar("budget of a template")
+_only_quick: ContextVar[bool] = ContextVar("only quick renderings", default=False)
 
 
 @contextmanager
-def limited() -> Iterator[None]:
-    """Compile or render a template within the limits."""
-    token = _budget.set(_Budget())
+def only_quick() -> Iterator[None]:
+    """Raise SlowRenderingError in renderings that take more than `QUICK_SECONDS`. They may be repeated without this."""
+    token = _only_quick.set(True)
     try:
         yield
     finally:
-        _budget.reset(token)
+        _only_quick.reset(token)
+
+
+class TemplateLimits:
+    """The limits of one template. It gets less time after it has used all of it several times."""
+
+    def __init__(self) -> None:
+        self._num_timeouts = 0
+
+    @contextmanager
+    def apply(self) -> Iterator[None]:
+        """Compile or render the template within the limits."""
+        is_trusted = self._num_timeouts < _FULL_TRIES
+        token = _budget.set(_Budget(MAX_SECONDS if is_trusted else min(REDUCED_SECONDS, MAX_SECONDS)))
+        try:
+            yield
+        except TemplateTimeError:
+            self._num_timeouts += 1
+            if self._num_timeouts == _FULL_TRIES:
+                logger.warning(
+                    "The chat template took longer than %g s several times; it gets %g s", MAX_SECONDS, REDUCED_SECONDS
+                )
+            raise
+        finally:
+            _budget.reset(token)
 
 
 def _check(num_bytes: int) -> None:
@@ -239,7 +289,7 @@ def _filter(node: nodes.Expr, name: str) -> nodes.Filter:
 
 
 class LimitedEnvironment(ImmutableSandboxedEnvironment):
-    """Jinja's sandbox within the limits. Templates compile and render within `limited`."""
+    """Jinja's sandbox within the limits. Templates compile and render within `TemplateLimits`."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options, optimized=False)

@@ -53,11 +53,12 @@ class FairWorkers:
         with self._changed:
             if client not in self._waiting and not self._running[client]:
                 self._used[client] = max(self._used.get(client, 0.0), self._served)
-            self._waiting.setdefault(client, []).append(_Work(future, run, cost))
+            work = _Work(future, run, cost)
+            self._waiting.setdefault(client, []).append(work)
             self._changed.notify()
             num_waiting = sum(map(len, self._waiting.values()))
             if num_waiting > self._num_idle and self._num_threads < self._threads and not self._start_thread():
-                del self._waiting[client]
+                self._remove(client, work)
                 future.set_exception(UnavailableError("the server has too few threads; retry later"))
         return future
 
@@ -96,14 +97,17 @@ class FairWorkers:
             finally:
                 self._num_idle -= 1
             client = min(filter(self._may_run, self._waiting), key=self._used.__getitem__)
-            queue = self._waiting[client]
-            work = min(queue, key=lambda work: work.cost)
-            queue.remove(work)
-            if not queue:
-                del self._waiting[client]
+            work = min(self._waiting[client], key=lambda work: work.cost)
+            self._remove(client, work)
             self._running[client] += 1
             self._served = max(self._served, self._used[client])
             return client, work
+
+    def _remove(self, client: str, work: _Work) -> None:
+        queue = self._waiting[client]
+        queue.remove(work)
+        if not queue:
+            del self._waiting[client]
 
     def _has_turn(self) -> bool:
         return any(map(self._may_run, self._waiting))

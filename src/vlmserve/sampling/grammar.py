@@ -25,6 +25,7 @@ from vlmserve.prompt.detokenize import byte_rule
 from vlmserve.prompt.tokenizer import Tokenizer
 from vlmserve.sampling.closing import ClosingTokens
 from vlmserve.sampling.fair_workers import FairWorkers
+from vlmserve.sampling.faults import fault_of, shortened
 from vlmserve.sampling.schemas import UNBOUNDED, JSONBounds, any_object, guided_schema, read_schema
 from vlmserve.types import Grammar
 
@@ -55,8 +56,6 @@ _COMPILE_THREADS = 3
 _MAX_KNOWN = 8192
 _BYTES_PER_CHARACTER = 128
 """Least memory of a compiled grammar for each character of its text."""
-_LONGEST_MESSAGE = 600
-"""Characters of llguidance's that an error repeats."""
 
 _STACK_PER_BYTE = 4096
 """Bytes of stack for each byte of a grammar; measured are up to 700."""
@@ -212,7 +211,7 @@ class Matcher:
         packed = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
         bits = np.unpackbits(packed, count=vocabulary.size + 1, bitorder="little").view(np.bool_)
         if self._matcher.is_error():
-            self.error = _message(self._matcher.get_error())
+            self.error = shortened(self._matcher.get_error())
             bits[:] = False
             return bits[: vocabulary.size]
         bits[vocabulary.size] = False
@@ -272,7 +271,7 @@ class Matcher:
         self._unseen += 1
         self._end, self._next_end = self._end[1:] if self.cut and self._end else self._next_end, None
         if entered is not None and not self._matcher.consume_token(entered):
-            self.error = _message(self._matcher.get_error())
+            self.error = shortened(self._matcher.get_error())
 
     def _entered(self, token_id: int) -> int | None:
         """The token as the grammar counts it; None for a first space, which the text does not have."""
@@ -469,7 +468,7 @@ def compile_grammar(grammar: Grammar, vocabulary: Vocabulary, bounds: JSONBounds
                 raise
             return _compiled(simple, vocabulary)
     except ValueError as error:
-        raise ValueError(_message(str(error))) from None
+        raise ValueError(fault_of(grammar, str(error))) from None
 
 
 def _compiled(text: str, vocabulary: Vocabulary) -> LLMatcher:
@@ -519,8 +518,3 @@ def source_text(grammar: Grammar, bounds: JSONBounds, *, combine: bool = True) -
             except Exception as error:  # its reader of GBNF has errors of its own, and stumbles over some texts
                 raise ValueError(f"the grammar cannot be read as GBNF: {error}") from None
             return LLMatcher.grammar_from_lark(lark)
-
-
-def _message(text: str) -> str:
-    text = text.replace("<non-verbose/>", "").strip()
-    return text if len(text) <= _LONGEST_MESSAGE else f"{text[:_LONGEST_MESSAGE]}…"

@@ -275,17 +275,18 @@ def stop_on_signals(kill: Callable[[], None]) -> asyncio.Event:
     loop = asyncio.get_running_loop()
     first = 0.0
 
-    def handle() -> None:
+    def handle(number: signal.Signals) -> None:
         nonlocal first
         if not stop.is_set():
             first = loop.time()
+            logger.info("Stopping: got %s", number.name)
             stop.set()
         elif loop.time() - first > SIGNAL_ECHO:
             kill()
             os._exit(1)
 
     for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, handle)
+        loop.add_signal_handler(number, handle, number)
     return stop
 
 

@@ -27,6 +27,7 @@ from vlmserve.errors import (
 from vlmserve.frontend.client import EngineClient
 from vlmserve.frontend.tools import ToolUse
 from vlmserve.media.cache import ImageCacheStats
+from vlmserve.prompt.template_limits import SlowRenderingError, only_quick
 from vlmserve.sampling.trials import SlowGrammarError
 from vlmserve.server.accounts import KeyRing
 from vlmserve.server.adapters import Adapters
@@ -49,6 +50,9 @@ Phase = Literal["asleep", "loading", "serving", "restarting", "closing"]
 Result = TypeVar("Result")
 _GRAMMAR_PROCESSES = 4
 _SLOW_GRAMMAR_PROCESSES = 1
+_TEXT_THREADS = 3
+_SLOW_TEXT_THREADS = 2
+"""For prompts whose chat template takes long."""
 _SHORT_TEXT = 2000
 """Characters that are a prompt sooner than another thread would have begun."""
 _MOST_SHOWN = 5
@@ -128,7 +132,10 @@ class Service:
         )
         # A slow image must not hold up text, nor a slow host the images that are here already.
         self._body_workers = ThreadPoolExecutor(1, "parse-bodies")
-        self._text_workers = ThreadPoolExecutor(2, "prepare-text")
+        self._text_workers = ThreadPoolExecutor(_TEXT_THREADS, "prepare-text")
+        self._text_queue = FairQueue(_TEXT_THREADS, _TEXT_THREADS - 1)
+        self._slow_text_workers = ThreadPoolExecutor(_SLOW_TEXT_THREADS, "prepare-slow-text")
+        self._slow_text_queue = FairQueue(_SLOW_TEXT_THREADS, 1)
         # Each of these threads waits for a process that compiles.
         self._grammar_workers = ThreadPoolExecutor(_GRAMMAR_PROCESSES, "check-grammars")
         self._grammar_queue = FairQueue(_GRAMMAR_PROCESSES, _GRAMMAR_PROCESSES - 1)
@@ -187,6 +194,7 @@ class Service:
         for pool in (
             self._body_workers,
             self._text_workers,
+            self._slow_text_workers,
             self._grammar_workers,
             self._slow_grammar_workers,
             self._image_workers,
@@ -363,7 +371,7 @@ class Service:
         does."""
         if size <= _SHORT_TEXT:
             return make(self.preparer)
-        return await run_in_thread(self._text_workers, functools.partial(make, self.preparer))
+        return await self._text_queue.run(self._text_workers, functools.partial(make, self.preparer))
 
     async def check_grammar(self, grammar: Grammar, tools: ToolUse | None = None) -> list[str]:
         """Find out whether the engine may compile a grammar. Returns and raises what the preparer does.
@@ -399,7 +407,10 @@ class Service:
         template_settings: Mapping[str, Any] | None = None,
         mm_processor_kwargs: Mapping[str, Any] | None = None,
     ) -> Prompt:
-        """The prompt of a conversation, made in a worker thread. Takes and raises what the preparer does."""
+        """The prompt of a conversation, made in a worker thread. Takes and raises what the preparer does.
+
+        Only slow renderings wait for slow renderings, and clients take turns.
+        """
         assert self._preparer is not None
         shown = [
             part
@@ -418,17 +429,29 @@ class Service:
             template_settings=template_settings,
             mm_processor_kwargs=mm_processor_kwargs,
         )
-        if not shown and tools is None and sum(map(_num_characters, messages)) <= _SHORT_TEXT:
-            return prepare()
-        workers = self._workers(shown)
+        is_short = not shown and tools is None and sum(map(_num_characters, messages)) <= _SHORT_TEXT
         try:
-            if workers in self._queues:
-                return await self._run_media(workers, prepare)
-            return await run_in_thread(workers, prepare)
+            try:
+                return await self._prepare_quickly(prepare, None if is_short else self._workers(shown))
+            except SlowRenderingError:
+                return await self._slow_text_queue.run(self._slow_text_workers, prepare)
         except MemoryError:
             raise RefusedError(
                 HTTPStatus.REQUEST_ENTITY_TOO_LARGE, "There is not enough memory for these images", "out_of_memory"
             ) from None
+
+    async def _prepare_quickly(self, prepare: Callable[[], Prompt], workers: ThreadPoolExecutor | None) -> Prompt:
+        """Prepare in a thread, or here without `workers`. Raises SlowRenderingError if the chat template is slow."""
+
+        def quickly() -> Prompt:
+            with only_quick():
+                return prepare()
+
+        if workers is None:
+            return quickly()
+        if workers in self._queues:
+            return await self._run_media(workers, quickly)
+        return await self._text_queue.run(workers, quickly)
 
     def _workers(self, shown: Sequence[Mapping[str, Any]]) -> ThreadPoolExecutor:
         """The threads that prepare a conversation with these parts: what takes long keeps nobody waiting that does

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import itertools
+import logging
 import resource
 import socket
 from collections.abc import Generator
@@ -17,6 +19,8 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 
 from vlmserve.config import ServerConfig
 from vlmserve.server.errors import RefusedError, error_response, framing_too_large, head_too_large
+
+logger = logging.getLogger(__name__)
 
 _KEEP_ALIVE = 75
 """Seconds that an idle connection stays open; longer than what usual load balancers keep theirs."""
@@ -89,28 +93,42 @@ class WebServer:
 
 
 class _Waiting:
-    """Connections that wait for a request or the rest of one, longest first. They give way to new connections."""
+    """Connections that wait for a request or the rest of one, longest first. They give way to new connections.
+
+    Connections that are idle after a request give way first. Others may have begun to send a request.
+    """
 
     def __init__(self, max_connections: int) -> None:
         files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        no_limit = files == resource.RLIM_INFINITY
-        self.max_connections = max_connections if no_limit else min(max_connections, files // _CONNECTION_FILES)
-        self._connections: dict[_Protocol, None] = {}
+        most = max_connections if files == resource.RLIM_INFINITY else files // _CONNECTION_FILES
+        self.max_connections = min(max_connections, most)
+        if most < max_connections:
+            text = "--max-connections %d: %d are possible, because the process may open %d files (ulimit -n)"
+            logger.warning(text, max_connections, most, files)
+        self._idle: dict[_Protocol, None] = {}
+        self._begun: dict[_Protocol, None] = {}
 
-    def add(self, connection: _Protocol) -> None:
+    def add(self, connection: _Protocol, *, idle: bool = False) -> None:
         self.discard(connection)
-        self._connections[connection] = None
+        (self._idle if idle else self._begun)[connection] = None
+
+    def begin(self, connection: _Protocol) -> None:
+        """Note that an idle connection sends a request."""
+        if connection in self._idle:
+            self.add(connection)
 
     def discard(self, connection: _Protocol) -> None:
-        self._connections.pop(connection, None)
+        self._idle.pop(connection, None)
+        self._begun.pop(connection, None)
 
     def drop_one(self) -> bool:
         """Close the connection that waits longest. Returns whether there was one."""
-        for connection in self._connections:
-            self.discard(connection)
-            connection.transport.abort()  # its peer may not read what is left
-            return True
-        return False
+        connection = next(itertools.chain(self._idle, self._begun), None)
+        if connection is None:
+            return False
+        self.discard(connection)
+        connection.transport.abort()  # its peer may not read what is left
+        return True
 
 
 class _Protocol(HttpToolsProtocol):
@@ -153,7 +171,7 @@ class _Protocol(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         super().on_response_complete()
         if self.cycle.response_complete:  # else the next request of a pipeline has begun
-            self._waiting.add(self)
+            self._waiting.add(self, idle=not (self._in_body or self._head_bytes))
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -176,6 +194,7 @@ class _Protocol(HttpToolsProtocol):
             self.transport.abort()
 
     def data_received(self, data: bytes) -> None:
+        self._waiting.begin(self)
         if self._in_body:
             self._framing_bytes += len(data)
         else:

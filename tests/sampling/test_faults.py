@@ -1,0 +1,46 @@
+"""Errors of broken regular expressions: one sentence that names the field."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tests.prompt.tokenizers_for_tests import byte_level, write_checkpoint
+from vlmserve.errors import InvalidRequestError
+from vlmserve.prompt.tokenizer import Tokenizer
+from vlmserve.sampling.grammar import GrammarCompiler
+from vlmserve.types import Grammar
+
+
+def name(**fields: object) -> Grammar:
+    """A strict schema with one string."""
+    schema = {"type": "object", "properties": {"name": {"type": "string", **fields}}, "required": ["name"]}
+    return Grammar.json(schema)
+
+
+LOOK_AROUND = "look-around is not supported; write it without (?=, (?!, (?<= and (?<!"
+FAULTS = [
+    (name(pattern="^(?!foo).*$"), f"properties.name.pattern '^(?!foo).*$': {LOOK_AROUND}"),
+    (name(pattern="(?<=a)b"), f"properties.name.pattern '(?<=a)b': {LOOK_AROUND}"),
+    (Grammar.json({"anyOf": [{"type": "null"}, {"type": "string", "pattern": "(?=a)"}]}), "anyOf.1.pattern '(?=a)'"),
+    (Grammar.json({"type": "object", "patternProperties": {"(?!a).": {}}}), "patternProperties '(?!a).'"),
+    (name(pattern="^(a)\\1$"), r"backreferences are not supported; repeat the group in place of \1"),
+    (name(pattern="("), "properties.name.pattern '(': unclosed group; correct the expression"),
+    (Grammar.regex("^(?!foo).*$"), f"grammar: '^(?!foo).*$': {LOOK_AROUND}"),
+    (Grammar.regex("[" * 99), f"grammar: '{'[' * 40}…': unclosed character class; correct the expression"),
+]
+
+
+@pytest.fixture(scope="module")
+def grammars(tmp_path_factory: pytest.TempPathFactory) -> GrammarCompiler:
+    tokenizer = Tokenizer.from_folder(write_checkpoint(tmp_path_factory.mktemp("faults"), byte_level()))
+    return GrammarCompiler(lambda: tokenizer, max_bytes=10_000, cache_size=1)
+
+
+@pytest.mark.parametrize(("grammar", "message"), FAULTS, ids=lambda value: getattr(value, "text", value)[:20])
+def test_broken_pattern_is_named_in_one_line(grammars: GrammarCompiler, grammar: Grammar, message: str) -> None:
+    with pytest.raises(InvalidRequestError, match=re.escape(message)) as refusal:
+        grammars.matcher(grammar)
+    assert "\n" not in str(refusal.value)
+    assert len(str(refusal.value)) <= 200

@@ -1,0 +1,58 @@
+"""A chat template that takes long for some conversations, and other conversations meanwhile."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.prompt.test_template_limits import WHEN_LONG
+from tests.server.live import QUESTION, LiveServer
+from vlmserve.prompt import template_limits
+
+SLOW = [{"role": "user" if place % 2 == 0 else "assistant", "content": "Hi"} for place in range(9)]
+TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    copy = Path(shutil.copytree(folder, tmp_path_factory.mktemp("hostile") / "model"))
+    (copy / "chat_template.jinja").write_text(WHEN_LONG)
+    config = json.loads((copy / "tokenizer_config.json").read_text())
+    config.pop("chat_template", None)
+    (copy / "tokenizer_config.json").write_text(json.dumps(config))
+    with LiveServer(copy) as running:
+        yield running
+
+
+def test_slow_renderings_hold_up_no_other_request(server: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(template_limits, "MAX_SECONDS", 2.0)
+    monkeypatch.setattr(template_limits, "REDUCED_SECONDS", 1.0)
+    refusals: list[httpx.Response] = []
+    bodies = [{"messages": SLOW}, {"messages": SLOW, "tools": [TOOL]}, {"messages": [*SLOW[:8], long_text()]}]
+
+    def attack(body: dict) -> None:
+        refusals.append(httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=120))
+
+    attacks = [threading.Thread(target=attack, args=(body,)) for body in bodies * 3]
+    for thread in attacks:
+        thread.start()
+    honest = [{"messages": QUESTION}, {"messages": QUESTION, "tools": [TOOL]}, {"messages": [long_text()]}]
+    for body in honest:
+        assert server.post({**body, "max_tokens": 1}).status_code == 200
+        assert httpx.get(f"{server.url}/health", timeout=30).status_code == 200
+    assert len(refusals) < len(attacks) - 1  # honest requests waited for no slow one
+    for thread in attacks:
+        thread.join(120)
+    assert [refusal.status_code for refusal in refusals] == [400] * len(attacks)
+    assert all("takes longer than" in refusal.text for refusal in refusals)
+
+
+def long_text() -> dict[str, str]:
+    """A message that is prepared in a thread."""
+    return {"role": "user", "content": "word " * 600}
