@@ -100,7 +100,7 @@ def test_a_long_conversation_is_within_the_limits():
     assert text.endswith("x|{:>5}a-b999994")
 
 
-WHEN_LONG = SHOWS + "{% if messages|length == 9 %}" + ATTACKS["loops without output"] + "{% endif %}"
+WHEN_LONG = SHOWS + "{% if messages|length >= 9 %}" + ATTACKS["loops without output"] + "{% endif %}"
 
 
 def turns(count: int) -> list[Message]:
@@ -114,7 +114,7 @@ def test_slow_rendering_is_told_from_a_quick_one(monkeypatch):
         assert "Hi" in template.render(turns(2))
         with pytest.raises(template_limits.SlowRenderingError):
             template.render(turns(9))
-    with pytest.raises(InvalidRequestError, match="takes longer than 0.5 s"):
+    with pytest.raises(InvalidRequestError, match=r"takes longer than 0\.5 s"):
         template.render(turns(9))
 
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 
 import httpx
 import pytest
 
+from tests.mock_checkpoint import make_mock_checkpoint
 from tests.prompt.test_template_limits import WHEN_LONG
 from tests.server.live import QUESTION, LiveServer
 from vlmserve.prompt import template_limits
@@ -20,13 +18,10 @@ TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": 
 
 
 @pytest.fixture(scope="module")
-def server(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
-    copy = Path(shutil.copytree(folder, tmp_path_factory.mktemp("hostile") / "model"))
-    (copy / "chat_template.jinja").write_text(WHEN_LONG)
-    config = json.loads((copy / "tokenizer_config.json").read_text())
-    config.pop("chat_template", None)
-    (copy / "tokenizer_config.json").write_text(json.dumps(config))
-    with LiveServer(copy) as running:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    folder = make_mock_checkpoint(tmp_path_factory.mktemp("hostile"), context=10_000)
+    (folder / "chat_template.jinja").write_text(WHEN_LONG)
+    with LiveServer(folder) as running:
         yield running
 
 

@@ -80,7 +80,9 @@ def test_idle_connections_give_way_to_uploads(live: LiveServer) -> None:
             assert not any(map(is_closed, [*uploads, busy_again]))
 
 
-def test_lower_limit_of_connections_is_logged(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_lower_limit_of_connections_is_logged(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _: (1000, 1000))
     assert web._Waiting(400).max_connections == 400
     assert caplog.text == ""

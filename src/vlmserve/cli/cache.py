@@ -23,7 +23,7 @@ def show_cache(engine: EngineConfig, *, clear: bool) -> None:
         except OSError as error:
             reason = error.strerror or str(error)
             raise ConfigurationError(
-                f"cannot remove {error.filename or cache.folder}: {reason}; run as its owner, or make the folder writable"
+                f"cannot remove {error.filename or cache.folder}: {reason}; make the folder writable"
             ) from error
         console.print(f"{removed / 1e6:,.1f} MB removed from {cache.folder}", soft_wrap=True)
         return

@@ -98,7 +98,7 @@ class _Answer:
 
     @property
     def is_compiling(self) -> bool:
-        """Whether a thread compiles the grammar."""
+        """True while a thread compiles the grammar."""
         return self.compiled is not None and not self.compiled.done()
 
     def advance(self, eos_token_ids: frozenset[int]) -> EngineOutput:

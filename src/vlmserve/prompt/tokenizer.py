@@ -24,6 +24,7 @@ from vlmserve.gguf.pair import language_model
 from vlmserve.prompt.checkpoint import read_prompt_files
 from vlmserve.prompt.files import PromptFiles
 from vlmserve.prompt.gguf import read_tokenizer
+from vlmserve.prompt.text_time import SHORT_TEXT, check_time, is_quadratic
 from vlmserve.prompt.tokenizer_limits import check_count, check_sizes, check_tokenizer
 from vlmserve.prompt.untrusted import ControlTokens, Quotation, find_all
 
@@ -153,16 +154,16 @@ class Tokenizer:
         """Token ids of `text`, control tokens in it included. A beginning token is never put before another one."""
         bos = self.special_tokens.get("bos_token")
         add_special_tokens = add_special_tokens and not (bos and text.startswith(bos))
-        return _ids(self._backend, text, add_special_tokens=add_special_tokens)
+        return self._ids(self._backend, text, add_special_tokens=add_special_tokens)
 
     def encode_inside(self, text: str) -> list[int]:
         """Token ids of text that follows other text. Added tokens that are not special stand for their text."""
         if self._visible_pattern is None:
-            return _ids(self._plain_continuing, text)
+            return self._ids(self._plain_continuing, text)
         ids: list[int] = []
         for part in filter(None, self._visible_pattern.split(text)):
             added = self._visible.get(part)
-            ids += _ids(self._plain_continuing, part) if added is None else [added]
+            ids += self._ids(self._plain_continuing, part) if added is None else [added]
         return ids
 
     def check_length(self, texts: Iterable[str], max_tokens: int) -> None:
@@ -181,6 +182,7 @@ class Tokenizer:
             raise PromptTooLongError.of(size // self._longest_token, max_tokens, param="messages", exact=False)
         count = 0
         for text in texts:
+            self._check_time(self._plain_start, text)
             for start in range(0, len(text), _PIECE):
                 check_cancelled()
                 count += len(_encoding(self._plain_start, text[start : start + _PIECE]))
@@ -225,7 +227,7 @@ class Tokenizer:
             return []
         plain = quotation.unquote(text)
         encoder = self._plain_start if first else self._plain_continuing
-        ids = _ids(encoder, plain)
+        ids = self._ids(encoder, plain)
         if self._forbidden_ids.isdisjoint(ids):
             return ids
         # Some vocabularies hold a control token as an ordinary word; its characters one by one are not that word.
@@ -234,11 +236,26 @@ class Tokenizer:
         for cut in sorted(cuts | {len(plain)}):
             check_cancelled()
             encoder = self._plain_start if first and done == 0 else self._plain_continuing
-            ids += _ids(encoder, plain[done:cut])
+            ids += self._ids(encoder, plain[done:cut])
             done = cut
         if not self._forbidden_ids.isdisjoint(ids):
             raise InvalidRequestError("the text contains a control token of the model", param="messages")
         return ids
+
+    def _ids(self, encoder: tokenizers.Tokenizer, text: str, *, add_special_tokens: bool = False) -> list[int]:
+        self._check_time(encoder, text)
+        return list(_encoding(encoder, text, add_special_tokens=add_special_tokens).ids)
+
+    def _check_time(self, encoder: tokenizers.Tokenizer, text: str) -> None:
+        if len(text) > SHORT_TEXT and self._is_quadratic:
+            check_time(lambda piece: _encoding(encoder, piece), text)
+
+    @cached_property
+    def _is_quadratic(self) -> bool:
+        try:
+            return is_quadratic(lambda run: _encoding(self._plain_start, run))
+        except InvalidRequestError:  # a pattern gives up
+            return True
 
     def _plain_variant(self, *, continuing: bool) -> tokenizers.Tokenizer:
         """The same model blind to added tokens; `continuing` for text that is not the beginning of a prompt."""
@@ -257,10 +274,6 @@ class Tokenizer:
             if framed[start : start + len(plain)] == plain:
                 return framed[:start], framed[start + len(plain) :]
         return [], []
-
-
-def _ids(encoder: tokenizers.Tokenizer, text: str, *, add_special_tokens: bool = False) -> list[int]:
-    return list(_encoding(encoder, text, add_special_tokens=add_special_tokens).ids)
 
 
 def _encoding(encoder: tokenizers.Tokenizer, text: str, *, add_special_tokens: bool = False) -> tokenizers.Encoding:

@@ -1,4 +1,4 @@
-"""What is wrong with a grammar, in words for its author."""
+"""Explain the faults of grammars to their authors."""
 
 from __future__ import annotations
 

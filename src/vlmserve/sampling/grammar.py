@@ -14,16 +14,18 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from vlmserve.cores import usable_cores
 from vlmserve.errors import InvalidRequestError
 from vlmserve.memory import resident_memory
 from vlmserve.prompt.detokenize import byte_rule
 from vlmserve.prompt.tokenizer import Tokenizer
 from vlmserve.sampling.closing import ClosingTokens
+from vlmserve.sampling.deep_stack import in_deep_stack, stack_size
 from vlmserve.sampling.fair_workers import FairWorkers
 from vlmserve.sampling.faults import fault_of, shortened
 from vlmserve.sampling.schemas import UNBOUNDED, JSONBounds, any_object, guided_schema, read_schema
@@ -51,19 +53,16 @@ _LONGEST_END = 1024
 """Tokens of an end to search for. Each takes up to a millisecond."""
 _MOST_FORCED = 8
 """Tokens of forced text to try after a grammar has compiled."""
-_COMPILE_THREADS = 3
+_COMPILE_THREADS = max(2, min(3, usable_cores()))
 """A client leaves at least one of them to others."""
+LARGE_GRAMMAR = 4096
+"""Bytes of a grammar that compiles with less priority. Small grammars overtake it on busy cores."""
+NICENESS = 10
+"""Added to the nice value of threads and processes that compile large grammars."""
 _MAX_KNOWN = 8192
 _BYTES_PER_CHARACTER = 128
 """Least memory of a compiled grammar for each character of its text."""
 
-_STACK_PER_BYTE = 4096
-"""Bytes of stack for each byte of a grammar; measured are up to 700."""
-_LEAST_STACK = 16 * 1024**2
-_PAGE = 65536
-_STACK_LOCK = threading.Lock()
-"""The size of stacks is that of the whole process."""
-Result = TypeVar("Result")
 
 Allowed = npt.NDArray[np.bool_]
 
@@ -417,7 +416,8 @@ class GrammarCompiler:
             raise
         stack = stack_size(self._max_bytes)
         try:
-            return in_deep_stack(lambda: compile_grammar(grammar, vocabulary, self._bounds), stack)
+            niceness = NICENESS if len(grammar.text) > LARGE_GRAMMAR else 0
+            return in_deep_stack(lambda: compile_grammar(grammar, vocabulary, self._bounds), stack, niceness)
         except ValueError as error:
             raise InvalidRequestError(f"{grammar.source}: {error}", param=grammar.source) from None
 
@@ -425,35 +425,6 @@ class GrammarCompiler:
 def _key(grammar: Grammar) -> bytes:
     text = grammar.text.encode(errors="replace")
     return hashlib.blake2b(text, digest_size=32, person=f"{grammar.kind} {grammar.strict:d}".encode()).digest()
-
-
-def stack_size(num_bytes: int) -> int:
-    """Bytes of stack to compile a grammar of that many bytes. llguidance follows references by recursion, and a stack
-    that overflows ends the process."""
-    return max(_LEAST_STACK, _STACK_PER_BYTE * num_bytes // _PAGE * _PAGE)
-
-
-def in_deep_stack(work: Callable[[], Result], num_bytes: int) -> Result:
-    """Return what `work` returns, in a thread with a stack of that size. Only the used part takes memory."""
-    outcome: Future[Result] = Future()
-
-    def run() -> None:
-        try:
-            outcome.set_result(work())
-        except BaseException as error:
-            outcome.set_exception(error)
-
-    with _STACK_LOCK:
-        usual = threading.stack_size(num_bytes)
-        try:
-            thread = threading.Thread(target=run, name="compile-grammar", daemon=True)
-            thread.start()
-        finally:
-            threading.stack_size(usual)
-    try:
-        return outcome.result()
-    finally:
-        thread.join()
 
 
 def compile_grammar(grammar: Grammar, vocabulary: Vocabulary, bounds: JSONBounds) -> LLMatcher:

@@ -15,11 +15,11 @@ import msgspec
 from vlmserve.errors import InvalidRequestError, ModelLoadError
 from vlmserve.media.isolated_limits import Answer, RefusedError, address_space, limit, limit_cpu
 from vlmserve.prompt.tokenizer import Tokenizer
-from vlmserve.sampling.grammar import Vocabulary, compile_grammar, in_deep_stack, stack_size
+from vlmserve.sampling.deep_stack import in_deep_stack, stack_size
+from vlmserve.sampling.grammar import LARGE_GRAMMAR, NICENESS, Vocabulary, compile_grammar
 from vlmserve.sampling.schemas import UNBOUNDED, JSONBounds
 from vlmserve.types import Grammar
 
-_NICENESS = 10
 _EXAMPLES = (Grammar.json({"type": "object"}), Grammar.regex("a+"), Grammar.lark('root ::= "a"'))
 """Grammars of all kinds. Compiling them imports what each kind needs before the first fork."""
 
@@ -41,10 +41,11 @@ class GrammarDecoder:
         """Return the fault of a grammar; empty if it compiles."""
         stack = stack_size(len(data))
         limit("RLIMIT_AS", address_space() + settings["memory"] + stack)
+        if not settings["quick"] or len(data) > LARGE_GRAMMAR:
+            os.nice(NICENESS)  # small and quick grammars overtake others
         if settings["quick"]:
             signal.setitimer(signal.ITIMER_PROF, settings["seconds"])  # SIGPROF ends the process
         else:
-            os.nice(_NICENESS)  # quick grammars overtake slow ones
             limit_cpu(settings["seconds"])
         grammar = Grammar(settings["kind"], data.decode(), settings["strict"])
         bounds = msgspec.convert(settings["bounds"], JSONBounds)

@@ -90,9 +90,12 @@ class GrammarTrials:
             "grammar", seconds * _PATIENCE, lambda reason, detail: self._error(grammar, reason, detail), self._folder
         )
         try:
-            return process.open(data, settings, _Verdict).fault
-        finally:
+            fault = process.open(data, settings, _Verdict).fault
+        except BaseException:
             process.close()
+            raise
+        process.release()
+        return fault
 
     def _error(self, grammar: Grammar, reason: str, detail: str) -> Exception:
         source = grammar.source

@@ -16,6 +16,7 @@ import msgspec
 
 from vlmserve.cancellation import run_in_thread
 from vlmserve.config import EngineConfig, MediaConfig, ServerConfig
+from vlmserve.cores import usable_cores
 from vlmserve.errors import (
     ConfigurationError,
     EngineDeadError,
@@ -48,7 +49,7 @@ if TYPE_CHECKING:
 
 Phase = Literal["asleep", "loading", "serving", "restarting", "closing"]
 Result = TypeVar("Result")
-_GRAMMAR_PROCESSES = 4
+_GRAMMAR_PROCESSES = max(2, min(4, usable_cores()))
 _SLOW_GRAMMAR_PROCESSES = 1
 _TEXT_THREADS = 3
 _SLOW_TEXT_THREADS = 2

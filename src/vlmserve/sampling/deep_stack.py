@@ -1,0 +1,54 @@
+"""Threads with large stacks, for libraries that follow nested input by recursion."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TypeVar
+
+_STACK_PER_BYTE = 4096
+"""Bytes of stack for each byte of a grammar; measured are up to 700."""
+_LEAST_STACK = 16 * 1024**2
+_PAGE = 65536
+_STACK_LOCK = threading.Lock()
+"""The size of stacks is that of the whole process."""
+Result = TypeVar("Result")
+
+
+def stack_size(num_bytes: int) -> int:
+    """Bytes of stack to compile a grammar of that many bytes. llguidance follows references by recursion, and a stack
+    that overflows ends the process."""
+    return max(_LEAST_STACK, _STACK_PER_BYTE * num_bytes // _PAGE * _PAGE)
+
+
+def in_deep_stack(work: Callable[[], Result], num_bytes: int, niceness: int = 0) -> Result:
+    """Return what `work` returns, in a thread with a stack of that size. Only the used part takes memory.
+
+    niceness: added to the nice value of the thread, where threads have their own (Linux).
+    """
+    outcome: Future[Result] = Future()
+
+    def run() -> None:
+        try:
+            if niceness and sys.platform == "linux":
+                thread_id = threading.get_native_id()
+                nice = os.getpriority(os.PRIO_PROCESS, thread_id)
+                os.setpriority(os.PRIO_PROCESS, thread_id, nice + niceness)
+            outcome.set_result(work())
+        except BaseException as error:
+            outcome.set_exception(error)
+
+    with _STACK_LOCK:
+        usual = threading.stack_size(num_bytes)
+        try:
+            thread = threading.Thread(target=run, name="compile-grammar", daemon=True)
+            thread.start()
+        finally:
+            threading.stack_size(usual)
+    try:
+        return outcome.result()
+    finally:
+        thread.join()
