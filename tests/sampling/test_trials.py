@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -13,13 +14,17 @@ from pathlib import Path
 import pytest
 
 from tests.prompt.tokenizers_for_tests import byte_level, write_checkpoint
+from tests.rendering import rendering
+from tests.server.live import wait_until
 from vlmserve.cancellation import run_in_thread
 from vlmserve.config import EngineConfig
 from vlmserve.engine.compiling import CompilingRequests
 from vlmserve.errors import InvalidRequestError
+from vlmserve.media.fork_server import ForkServer
 from vlmserve.media.isolated import IsolatedProcess
 from vlmserve.prompt.tokenizer import Tokenizer
-from vlmserve.sampling.grammar import GrammarCompiler
+from vlmserve.sampling.deep_stack import in_deep_stack, stack_size
+from vlmserve.sampling.grammar import NICENESS, GrammarCompiler
 from vlmserve.sampling.trials import QUICK_SECONDS, GrammarTrials, SlowGrammarError
 from vlmserve.types import EngineRequest, Grammar, Prompt, SamplingParams
 
@@ -131,3 +136,40 @@ def test_requests_wait_for_their_grammars_only(folder):
         time.sleep(0.01)
     assert isinstance(broken[0].error, InvalidRequestError)
     compiling.close()
+
+
+def test_small_grammars_overtake_large_ones(folder, monkeypatch):
+    nice: dict[int, int] = {}
+
+    class Watched(IsolatedProcess):
+        def open(self, data, *arguments):
+            answer = super().open(data, *arguments)
+            nice[len(data)] = os.getpriority(os.PRIO_PROCESS, self.pid)
+            return answer
+
+    monkeypatch.setattr("vlmserve.sampling.trials.IsolatedProcess", Watched)
+    tried, large = trials(folder), Grammar.choice([f"word {number}" for number in range(1000)])
+    for grammar in (Grammar.regex("small"), large):
+        tried.check(grammar, quick=grammar.kind == "regex")
+    own = os.getpriority(os.PRIO_PROCESS, 0)
+    assert nice == {5: own, len(large.text): min(19, own + NICENESS)}
+
+
+def test_verdict_does_not_wait_for_the_end_of_its_process(folder, monkeypatch):
+    tried = trials(folder)
+    tried.check(Grammar.regex("first"))
+    with monkeypatch.context() as patch:
+        patch.setattr(ForkServer, "end", lambda *_: pytest.fail("waited"))
+        tried.check(Grammar.regex("second"))
+    assert tried.passed(Grammar.regex("second"))
+    wait_until(lambda: not rendering())
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads have no priority of their own")
+def test_large_grammars_compile_with_less_priority_in_the_engine():
+    def nice() -> int:
+        return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+    own = nice()
+    assert in_deep_stack(nice, stack_size(0), NICENESS) == min(19, own + NICENESS)
+    assert in_deep_stack(nice, stack_size(0)) == nice() == own

@@ -26,15 +26,15 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
 
 
 def test_slow_renderings_hold_up_no_other_request(server: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(template_limits, "MAX_SECONDS", 2.0)
-    monkeypatch.setattr(template_limits, "REDUCED_SECONDS", 1.0)
+    monkeypatch.setattr(template_limits, "MAX_SECONDS", 0.6)
+    monkeypatch.setattr(template_limits, "REDUCED_SECONDS", 0.4)
     refusals: list[httpx.Response] = []
     bodies = [{"messages": SLOW}, {"messages": SLOW, "tools": [TOOL]}, {"messages": [*SLOW[:8], long_text()]}]
 
     def attack(body: dict) -> None:
-        refusals.append(httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=120))
+        refusals.append(httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=300))
 
-    attacks = [threading.Thread(target=attack, args=(body,)) for body in bodies * 3]
+    attacks = [threading.Thread(target=attack, args=(body,)) for body in bodies * 2]
     for thread in attacks:
         thread.start()
     honest = [{"messages": QUESTION}, {"messages": QUESTION, "tools": [TOOL]}, {"messages": [long_text()]}]
@@ -43,7 +43,7 @@ def test_slow_renderings_hold_up_no_other_request(server: LiveServer, monkeypatc
         assert httpx.get(f"{server.url}/health", timeout=30).status_code == 200
     assert len(refusals) < len(attacks) - 1  # honest requests waited for no slow one
     for thread in attacks:
-        thread.join(120)
+        thread.join(300)
     assert [refusal.status_code for refusal in refusals] == [400] * len(attacks)
     assert all("takes longer than" in refusal.text for refusal in refusals)
 

@@ -159,3 +159,10 @@ def parts(connection: socket.socket, size: int = 2**20) -> Iterator[bytes]:
     with contextlib.suppress(ConnectionError):
         while data := connection.recv(size):
             yield data
+
+
+def test_upgrade_to_another_protocol_is_refused_quietly(live: LiveServer, caplog: pytest.LogCaptureFixture) -> None:
+    for asked in (b"CONNECT a:443 HTTP/1.1\r\nHost: a\r\n\r\n", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"):
+        with connections(live, 1, asked) as [one]:
+            assert b"".join(parts(one)).startswith(b"HTTP/1.1 400")
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]

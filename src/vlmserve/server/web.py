@@ -202,7 +202,7 @@ class _Protocol(HttpToolsProtocol):
         super().data_received(data)
         if self._framing_bytes > self._max_head:
             self._refuse(framing_too_large(self._max_head))
-        if self._in_body and self.cycle.response_complete:
+        if self._in_body and self.cycle is not None and self.cycle.response_complete:
             self._expect_head()  # the client still sends a body although it has its answer
             return
         if self._in_body or not self._head_bytes:

@@ -1,0 +1,99 @@
+"""Requests that arrive at once."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import json
+import threading
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import pytest
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from tests.server.live import QUESTION, LiveServer
+from tests.server.test_slow_clients import connections
+from vlmserve.cancellation import client
+from vlmserve.server.entrance import _PER_ROUND, Entrance
+from vlmserve.server.service import Service
+
+
+def of(name: str, make: Callable[[], Coroutine[Any, Any, None]]) -> asyncio.Task[None]:
+    """Start a task of a client."""
+    context = contextvars.copy_context()
+    context.run(client.set, name)
+    return asyncio.get_running_loop().create_task(make(), context=context)
+
+
+async def test_others_run_between_requests() -> None:
+    entrance, order = Entrance(), []
+
+    async def request(name: str) -> None:
+        await entrance.enter()
+        order.append(name)
+
+    flood = [of("flood", lambda: request("flood")) for _ in range(50)]
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert len(order) < 4 * _PER_ROUND
+    await of("honest", lambda: request("honest"))
+    assert order.index("honest") < len(flood) // 2
+    await asyncio.gather(*flood)
+    assert order.count("flood") == len(flood)
+
+
+async def test_request_that_leaves_gives_its_turn_away() -> None:
+    entrance, begun = Entrance(), []
+
+    async def request(number: int) -> None:
+        await entrance.enter()
+        begun.append(number)
+
+    tasks = [of("a", lambda number=number: request(number)) for number in range(30)]
+    await asyncio.sleep(0)
+    for task in tasks[10:20]:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    assert sorted(begun) == [*range(10), *range(20, 30)]
+    await asyncio.sleep(0.01)
+    assert not entrance._is_due
+
+
+def test_health_is_answered_between_many_requests(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """/health comes when the first of many requests is prepared."""
+    prepared: list[int] = []
+    prepared_before: list[int] = []
+    count, body = 150, json.dumps({"messages": QUESTION, "max_tokens": 1}).encode()
+    head = "POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+    asked = f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
+
+    def watch(app: ASGIApp, _: Service) -> ASGIApp:
+        async def watched(scope: Scope, receive: Receive, send: Send) -> None:
+            await app(scope, receive, send)
+            if scope["path"] == "/health":
+                prepared_before.append(len(prepared))
+
+        return watched
+
+    with LiveServer(folder, wrap=watch) as live, connections(live, 1) as [health]:
+        chat = live.service.preparer.chat
+
+        def prepare(*arguments: Any, **options: Any) -> Any:
+            if not prepared:
+                health.sendall(b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
+            prepared.append(1)
+            return chat(*arguments, **options)
+
+        monkeypatch.setattr(live.service.preparer, "chat", prepare)
+        release = threading.Event()
+        live._loop.call_soon_threadsafe(release.wait, 60)
+        with connections(live, count, asked) as opened:
+            release.set()
+            for one in [health, *opened]:
+                one.settimeout(60)
+                assert one.recv(15) == b"HTTP/1.1 200 OK"
+        assert len(prepared) == count
+        [before] = prepared_before
+        assert before < count / 2
