@@ -24,7 +24,6 @@ from transformers.processing_utils import ProcessorMixin
 
 from tests.at_once import chat_at_once
 from tests.checkpoints import QWEN3_VIDEO_PIXELS, QWEN_CLASSES, QWEN_PIXELS, QWEN_TEMPLATE, make_qwen_vl
-from tests.engine.kinds import with_budgets
 from tests.media.images_for_tests import encoded, noise
 from tests.models.test_qwen_vision import patches
 from tests.normalized import normalized
@@ -224,7 +223,8 @@ def _patches(pixels: np.ndarray, config: Any) -> torch.Tensor:
     return patches(torch.tensor(pixels), config)[0]
 
 
-@with_budgets
+# Kernels are compared with torch's in test_qwen_vl.
+@pytest.mark.parametrize("budget", [9, 2048])
 def test_answers_are_those_of_transformers(oracle: Oracle, expected: list[list[int]], budget: int) -> None:
     assert len({tuple(answer) for answer in expected}) == len(expected), "answers that are alike would prove little"
     llm = oracle.llm(max_num_batched_tokens=budget)
@@ -291,7 +291,7 @@ def expected_of_videos(oracle: Oracle) -> list[list[int]]:
     return answers
 
 
-@with_budgets
+@pytest.mark.parametrize("budget", [9, 2048])
 def test_answers_about_videos_are_those_of_transformers(
     oracle: Oracle, expected_of_videos: list[list[int]], budget: int
 ) -> None:

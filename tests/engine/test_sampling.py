@@ -214,7 +214,6 @@ def test_prompts_that_are_cached_are_computed_again_where_their_logprobs_are_ask
     assert run(engine, [prompt], {})[0].cached_tokens > 0
 
 
-@with_kernels("native", "static")
 def test_long_prompts_are_scored_in_pieces(folder, model, monkeypatch):
     monkeypatch.setattr("vlmserve.runner.prompt_logprobs._MAX_LOGITS", 3 * model.config.vocab_size)
     prompt = prompts(model)[3]
