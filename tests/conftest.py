@@ -90,7 +90,7 @@ def pytest_handlecrashitem(crashitem: str, report: pytest.TestReport) -> None:
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     """Name the tests whose process died, and what makes the fast lane slow."""
-    if config.cache is not None and not hasattr(config, "workerinput"):
+    if getattr(config, "cache", None) is not None and not hasattr(config, "workerinput"):
         config.cache.set("vlmserve/died", CRASHED)  # .ci/tests.py warns of them
     for name in CRASHED:
         terminalreporter.write_line(f"The process of {name} died; the test was run again.")

@@ -6,18 +6,20 @@ vectors of 8 floats. Those with AVX-512 are only read by the compiler where the 
 
 from __future__ import annotations
 
+import hashlib
 import os
 import platform
 import runpy
 import shutil
 import subprocess
-from collections.abc import Iterable
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.built import FOLDER
 from vlmserve.kernels.extension import supported_isas
 
 ROOT = Path(__file__).parents[2]
@@ -39,8 +41,17 @@ def settings() -> dict[str, Any]:
         return runpy.run_path(str(ROOT / "setup.py"))
 
 
-def build(compiler: str, folder: Path, flags: list[str], isas: dict[str, list[str]], link: Iterable[str] = ()) -> Path:
-    """The program for some instruction sets, each with flags of its own."""
+def build(compiler: str, folder: Path, flags: list[str], isas: dict[str, list[str]], link: Sequence[str] = ()) -> Path:
+    """The program for some instruction sets, each with its own flags.
+
+    Builds it once for each version of the sources, the compiler and the flags. folder: for object files.
+    """
+    version = hashlib.sha256(repr((run([compiler, "--version"]), flags, isas, link)).encode())
+    for source in sorted([*SOURCES.iterdir(), *MAIN.parent.iterdir()]):
+        version.update(source.name.encode() + source.read_bytes())
+    program = FOLDER / f"native-{version.hexdigest()[:16]}"
+    if program.exists():
+        return program
     # Optimized less than what is installed: that takes a seventh of the time.
     common = [compiler, *flags, "-Og", "-pthread", "-c"]
     commands = {
@@ -56,8 +67,10 @@ def build(compiler: str, folder: Path, flags: list[str], isas: dict[str, list[st
 
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         objects = list(pool.map(compiled, commands))
-    program = folder / "compare"
-    run([compiler, *objects, "-pthread", *link, "-o", str(program)])
+    run([compiler, *objects, "-pthread", *link, "-o", str(folder / "compare")])
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    shutil.move(folder / "compare", program.with_suffix(f".{os.getpid()}"))
+    program.with_suffix(f".{os.getpid()}").rename(program)
     return program
 
 
@@ -83,7 +96,7 @@ def arm_program(settings: dict[str, Any], tmp_path_factory: pytest.TempPathFacto
             pytest.skip(f"{tool} is not installed (Debian: apt-get install {package})")
     isas = settings["MACHINES"]["aarch64"]
     assert tuple(isas) == ARM_ISAS
-    return build(ARM_COMPILER, tmp_path_factory.mktemp("aarch64"), settings["FLAGS"], isas, link=["-static"])
+    return build(ARM_COMPILER, tmp_path_factory.mktemp("aarch64"), settings["FLAGS"], isas, link=("-static",))
 
 
 @pytest.mark.parametrize("isa", ARM_ISAS)

@@ -21,14 +21,19 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def emulator(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """What is compiled ends as text for the emulator, so no other cache may get it."""
-    from tests import static_device
+def emulator(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Use the emulator for all tests of the process.
+
+    Triton caches text for the emulator in place of binaries, in a folder of its own. Its keys cover the kernel's
+    source, the constants, the architecture and the compiler.
+    """
+    from tests import built, static_device
     from tests.ptx.device import EmulatedDevice
     from tests.ptx.driver import emulated
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TRITON_CACHE_DIR", str(tmp_path_factory.mktemp("triton")))
+        patch.setenv("TRITON_CACHE_DIR", str(built.FOLDER / "ptx"))
+        patch.setenv("TRITON_STORE_BINARY_ONLY", "1")
         patch.setattr(static_device, "kind_of_device", EmulatedDevice)
         with emulated(request.config.getoption("arch")):
             yield

@@ -7,43 +7,27 @@ Runs as a process of its own, because kernels that are interpreted cannot be com
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import io
-import itertools
 import json
+import os
 import re
+import struct
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 import triton
-import triton.language as tl
 from triton import knobs
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from triton.compiler import ASTSource, make_backend
+from triton.runtime.cache import get_cache_key
 
-from vlmserve.kernels.triton import (
-    adapter_kernels,
-    attention_kernels,
-    byte_products,
-    encoder,
-    expanding,
-    gated,
-    norm,
-    product_kernels,
-    rope,
-    sampling,
-    sampling_kernels,
-)
-from vlmserve.kernels.triton.adapters import OUTPUTS, RANKS, STAGES, division
-from vlmserve.kernels.triton.attention import STAGES as ATTENTION_STAGES
-from vlmserve.kernels.triton.attention import tile
-from vlmserve.kernels.triton.products import MOST_ROWS, PARTS_OUTPUTS, tiling
-from vlmserve.kernels.triton.stored import block_of
-from vlmserve.layer_specs import AttentionSpec
+from tests.built import FOLDER
+from tests.kernels.triton.cases import Case, all_cases
 
 EVERYWHERE = re.compile(
     r"1 x 4096 x 28672 of [48]|attention of chunks, heads of 128, .*reach$|attention of images, .* 32 keys|rotary .* 8"
@@ -52,249 +36,23 @@ EVERYWHERE = re.compile(
 most registers. The others are for sm_90 alone, since each takes two seconds."""
 OF_MEMORY = re.compile(r"(LD|ST|ATOM|RED|UTMA|UBLKCP|EXIT)(?!S)(?!C)")
 """Instructions that read or write memory which others write, or end a program."""
+INSTRUCTION_BYTES = 16
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 
-class Case(NamedTuple):
-    """A kernel and how it is called. types: of arguments that are no constants. weights: of one round of the innermost
-    loop, or of a program that has none. tiles_bytes: of shared memory that its tiling
-    counts with, and with one tile more."""
+class Binary(NamedTuple):
+    """What the compiler makes of a case. code: of its instructions. log: ptxas's."""
 
-    name: str
-    kernel: Any
-    types: dict[str, str]
-    constants: dict[str, Any]
-    warps: int
-    stages: int = 3
-    weights: int = 0
-    tiles_bytes: Sequence[int] = ()
+    code: bytes
+    shared: int
+    log: str
 
 
-def product_cases() -> Iterator[Case]:
-    pointers = {
-        "x_ptr": "*bf16",
-        "scales_ptr": "*fp16",
-        "minimums_ptr": "*fp16",
-        "bias_ptr": "*bf16",
-        "residual_ptr": "*bf16",
-        "out_ptr": "*bf16",
-        "norm_ptr": "*bf16",
-        "weighted_ptr": "*bf16",
-        **dict.fromkeys(("sums_ptr", "x_squares_ptr", "squares_ptr"), "*fp32"),
-    }
-    numbers = dict.fromkeys(("rows", "stride_x", "in_features", "out_features", "x_columns"), "i32")
-    # Two of Mistral-7B's products: attention's outputs, gates and ups, with the norm between them. float32 fills shared
-    # memory most.
-    kinds = itertools.product(((4, "*u8"), (8, "*u8"), (16, "*bf16")), (1, 64), (4096, 28672), ("*bf16",), (128,))
-    in_float32 = itertools.product(((4, "*u8"), (8, "*u8")), (1,), (4096,), ("*fp32",), (128,))
-    small_groups = itertools.product(((4, "*u8"),), (1, 64), (4096, 28672), ("*bf16",), (32,))
-    for (bits, weight), rows, out_features, x, group in itertools.chain(kinds, in_float32, small_groups):
-        item_bytes = 2 if x == "*bf16" else 4
-        tiles = tiling(bits, group, out_features, 4096, rows, item_bytes=item_bytes)
-        gates = out_features == 28672
-        further = f" in groups of {group}" if group < 128 else " in float32" if item_bytes == 4 else ""
-        product = Case(
-            f"{rows} x 4096 x {out_features} of {bits} bits{further}",
-            product_kernels.multiply,
-            {
-                **pointers, **dict.fromkeys(("x_ptr", "bias_ptr", "residual_ptr", "out_ptr"), x), "weight_ptr": weight,
-                **numbers, "eps": "fp32", "scales_ptr": "*fp16" if bits == 4 else "*fp32",
-            },
-            {
-                "OUTPUTS": tiles.outputs, "TOKENS": tiles.tokens, "INPUTS": tiles.inputs, "BITS": bits,
-                "BLOCK": block_of(group, 4096) if bits == 4 else 0,
-                "GROUPS": block_of(group, 4096) // group if bits == 4 else 1,
-                "PARTS": tiles.parts(bits), "SPLITS": tiles.splits, "KEEPS_SUMS": tiles.splits > 1,
-                "STAGES": tiles.stages, "EVEN": True, "RESTARTS": False,
-                "ACTIVATION": "silu" if gates else "", "GATED": gates,
-                "HAS_BIAS": False, "HAS_RESIDUAL": not gates, "HAS_NORM": not gates and (rows == 1 or bits < 16),
-                "COLUMNS": 128 if gates else 0, "ASSEMBLY": True,
-            },
-            warps=tiles.warps,
-            weights=tiles.outputs * tiles.inputs * tiles.parts(bits) if item_bytes == 2 else 0,
-            tiles_bytes=[tiles._replace(stages=tiles.stages + more).shared_bytes(bits, item_bytes) for more in (0, 1)],
-        )  # fmt: skip
-        yield product
-        if (rows, bits, out_features) == (64, 8, 4096):
-            constants = {**product.constants, "RESTARTS": True}
-            # With as few warps, sums do not fit into registers.
-            yield product._replace(name=f"restarting {product.name}", constants=constants, warps=2 * tiles.warps)
-    yield Case(
-        "sum of parts",
-        product_kernels.add_parts,
-        {**pointers, **numbers},
-        {
-            "OUTPUTS": PARTS_OUTPUTS, "SPLITS": 4, "ACTIVATION": "", "GATED": False, "HAS_BIAS": False,
-            "HAS_RESIDUAL": True, "HAS_NORM": True,
-        },
-        warps=4,
-    )  # fmt: skip
-
-
-def expanding_cases() -> Iterator[Case]:
-    types = {"packed_ptr": "*u8", "scales_ptr": "*fp16", "minimums_ptr": "*fp16", "out_ptr": "*bf16"}
-    types |= dict.fromkeys(("out_features", "in_features", "blocks", "stride"), "i32")
-    tile = {"OUTPUTS": expanding.OUTPUTS, "ASSEMBLY": True}
-    weights = expanding.OUTPUTS * expanding.BYTES
-    for group in (32, 128):
-        block = block_of(group, 4096)
-        constants = {**tile, "BLOCK": block, "GROUPS": block // group, "BLOCKS": 2 * expanding.BYTES // block}
-        name = f"expansion of 4 bits in groups of {group}"
-        yield Case(name, expanding.expand_groups, types, constants, 4, weights=2 * weights)
-    constants = {**tile, "INPUTS": expanding.BYTES}
-    types["scales_ptr"] = "*fp32"
-    yield Case("expansion of 8 bits", expanding.expand_rows, types, constants, 4, weights=weights)
-
-
-def adapter_cases() -> Iterator[Case]:
-    """Adapters of Mistral-7B's gates and ups, and for many rows everything that there may be."""
-    types = {
-        **dict.fromkeys(("x_ptr", "bias_ptr", "residual_ptr", "out_ptr"), "*bf16"),
-        **dict.fromkeys(("inner_ptr", "sums_ptr", "scalings_ptr"), "*fp32"),
-        "table_ptr": "*i64",
-        "slots_ptr": "*i32",
-        **dict.fromkeys(("rows", "stride_x", "in_features", "out_features", "rank", "slot_stride", "columns"), "i32"),
-    }
-    for rows in (1, 1000):
-        many, (tokens, inputs, splits) = rows > MOST_ROWS, division(rows, 4096, torch.bfloat16)
-        shrinking = {
-            "TOKENS": tokens, "INPUTS": inputs, "SPLITS": splits, "STAGES": STAGES, "EVEN": True, "SCALED": many,
-            "RANKS": RANKS,
-        }  # fmt: skip
-        yield Case(f"first factors of {rows}", adapter_kernels.shrink, types, shrinking, max(2, tokens // 8))
-        adding = {
-            "OUTPUTS": OUTPUTS, "TOKENS": tokens, "SPLITS": 1, "INNER_SPLITS": splits, "DTYPE": tl.bfloat16,
-            "RANKS": RANKS, "BIASED": many, "ACTIVATION": "silu", "GATED": True, "HAS_BIAS": False,
-            "HAS_RESIDUAL": many,
-        }  # fmt: skip
-        sums = {"sums_ptr": "*bf16"} if many else {}
-        warps = max(4, tokens // 4)
-        yield Case(f"second factors of {rows}", adapter_kernels.add_changes, {**types, **sums}, adding, warps)
-
-
-def attention_cases() -> Iterator[Case]:
-    types = {
-        **dict.fromkeys(("query_ptr", "keys_ptr", "values_ptr", "out_ptr"), "*bf16"),
-        **dict.fromkeys(("scales_ptr", "sinks_ptr", "sums_ptr", "largest_ptr", "cos_ptr", "sin_ptr"), "*fp32"),
-        **dict.fromkeys(("query_norm_ptr", "key_norm_ptr"), "*bf16"),
-        **dict.fromkeys(("positions_ptr", "slots_ptr"), "*i64"),
-        **dict.fromkeys(("tables_ptr", "starts_ptr", "contexts_ptr", "reach_ptr", "decodes_ptr"), "*i32"),
-        **dict.fromkeys(("items_ptr", "joins_ptr"), "*i32"),
-        **dict.fromkeys(("num_decodes", "num_sequences", "table_stride", "query_stride", "splits"), "i32"),
-        **dict.fromkeys(("decodes", "extra", "most_joins"), "i32"),
-        **dict.fromkeys(("scale", "soft_cap", "eps"), "fp32"),
-    }
-    plain = {"WINDOW": 0, "PART": 128} | dict.fromkeys(
-        ("CAPPED", "SINKS", "REACH", "QUANTIZED", "SPLIT_CHUNKS", "MIXED"), False
-    )
-    everything = {"WINDOW": 1024, "CAPPED": True, "SINKS": True, "REACH": True}
-    split = {"SPLIT_CHUNKS": True, "MIXED": True}
-    for head, chunks, further in (
-        (128, False, {}),
-        (128, False, {"QUANTIZED": True}),
-        (128, True, everything),
-        (128, True, split),
-        (64, False, {**everything, "REACH": False}),
-        (256, True, {}),
-    ):
-        tiles = tile(AttentionSpec(32, 8, head, 1.0), chunks=chunks, quantized="QUANTIZED" in further)
-        stored = {"keys_ptr": "*i8", "values_ptr": "*i8"} if "QUANTIZED" in further else {}
-        kind = "".join(f", {name.lower()}" for name in further)
-        yield Case(
-            f"attention of {'chunks' if chunks else 'decodes'}, heads of {head}{kind}",
-            attention_kernels.attend_rows,
-            {**types, **stored},
-            {
-                "HEADS": 32, "KV_HEADS": 8, "HEAD": head, "HEAD_BLOCK": head, "BLOCK_SIZE": 16,
-                "ROWS": tiles.rows, "KEYS": tiles.keys, "STAGES": ATTENTION_STAGES, "ASSEMBLY": True,
-                "ROTATED": 0 if chunks else head,
-                **dict.fromkeys(("ITEMS", "WRITES", "HAS_POSITIONS", "HAS_NORMS"), not chunks), **plain, **further,
-            },
-            warps=tiles.warps,
-        )  # fmt: skip
-    constants = {"HEADS": 32, "HEAD": 128, "HEAD_BLOCK": 128, "WINDOW": 0, "SINKS": False, "PART": 128, **split}
-    yield Case("combining beside chunks", attention_kernels.combine, types, {**constants, "ITEMS": False}, 2)
-    alone = dict.fromkeys(split, False)
-    yield Case("combining of decodes", attention_kernels.combine, types, {**constants, **alone, "ITEMS": True}, 2)
-    dividing = {"DECODES": 256, "WINDOW": 1024, "PART": 128}
-    yield Case("dividing of decodes", attention_kernels.divide_decodes, types, dividing, 1)
-
-
-def tower_cases() -> Iterator[Case]:
-    types = {"qkv_ptr": "*bf16", "out_ptr": "*bf16", "blocks_ptr": "*i32", "scale": "fp32", "stride": "i32"}
-    types |= dict.fromkeys(("cos_ptr", "sin_ptr"), "*fp32")
-    # Qwen2.5-VL's heads, in windows and without, the latter on GPUs of much shared memory and of less.
-    for rows, shared in ((64, 0), (128, 0), (128, encoder.LARGE_BYTES)):
-        tiles = encoder.tile(rows, torch.bfloat16, shared)
-        constants = {"HEADS": 16, "HEAD": 80, "HEAD_BLOCK": 128, "ROWS": rows, "KEYS": tiles.keys}
-        yield Case(
-            f"attention of images, {rows} rows by {tiles.keys} keys", encoder.attend_ranges, types,
-            {**constants, "STAGES": tiles.stages}, tiles.warps,
-        )  # fmt: skip
-    constants = {"HEADS": 32, "HALF": 40, "HEADS_BLOCK": 32, "HALF_BLOCK": 64}
-    yield Case("rotation of patches", encoder.rotate_rows, types, constants, 4)
-
-
-def byte_cases() -> Iterator[Case]:
-    pointers = {"x_ptr": "*i8", "x_scales_ptr": "*fp32", "weight_ptr": "*u8", "scales_ptr": "*fp32"}
-    pointers |= {"bias_ptr": "*bf16", "out_ptr": "*bf16"}
-    numbers = dict.fromkeys(("rows", "width", "out_features", "groups", "stride"), "i32")
-    constants = {"ROWS": 64, "OUTPUTS": 128, "GROUP": 128, "STAGES": 3, "HAS_BIAS": False}
-    yield Case("product of bytes", byte_products.multiply_bytes, {**pointers, **numbers}, constants, 4)
-    rounding = {"x_ptr": "*bf16", "values_ptr": "*i8", "scales_ptr": "*fp32", **numbers}
-    yield Case("rounding of inputs", byte_products.round_rows, rounding, {"GROUP": 128, "COUNT": 8}, 4)
-
-
-def other_cases() -> Iterator[Case]:
-    half = dict.fromkeys(("x_ptr", "weight_ptr", "bias_ptr", "residual_ptr", "out_ptr", "sums_ptr"), "*bf16")
-    numbers = dict.fromkeys(("heads", "stride_token", "stride_head", "width"), "i32")
-    constants = {"SIZE": 4096, "BLOCK": 4096, "HAS_RESIDUAL": True, "HAS_NORM": True, "HAS_BIAS": False}
-    first = dict.fromkeys(("first_weight_ptr", "first_bias_ptr"), "*bf16")
-    rows = {**half, **first, **numbers, "eps": "fp32", "first_eps": "fp32"}
-    for has_first in (False, True):
-        either = {**constants, "HAS_FIRST": has_first, "FIRST_HAS_BIAS": False}
-        yield Case(f"norm of a sum{' of norms' if has_first else ''}", norm.norm_rows, rows, either, 8)
-    constants = {"ACTIVATION": "silu", "GATED": True, "HAS_RESIDUAL": False, "BLOCK": 1024}
-    yield Case("gates", gated.activate_rows, {**half, **numbers}, constants, 4)
-    pointers = {
-        **dict.fromkeys(("qkv_ptr", "query_ptr", "keys_ptr", "values_ptr", "query_norm_ptr", "key_norm_ptr"), "*bf16"),
-        **dict.fromkeys(("cos_ptr", "sin_ptr", "scales_ptr"), "*fp32"),
-        **dict.fromkeys(("positions_ptr", "slots_ptr"), "*i64"),
-        "stride": "i32",
-        "eps": "fp32",
-    }
-    shape = {
-        "HEADS": 32,
-        "KV_HEADS": 8,
-        "HEAD": 128,
-        "ROTATED": 128,
-        "BLOCK_SIZE": 16,
-        "HEADS_BLOCK": 32,
-        "KV_BLOCK": 8,
-    }
-    for quantized in (False, True):
-        stored = {"keys_ptr": "*i8", "values_ptr": "*i8"} if quantized else {}
-        constants = {**shape, "HEAD_BLOCK": 128, "HAS_POSITIONS": True, "HAS_NORMS": True, "QUANTIZED": quantized}
-        name = "rotary positions" + (" in 8 bits" if quantized else "")
-        yield Case(name, rope.rotate_and_write, {**pointers, **stored}, constants, 4)
-    drawing = {
-        **dict.fromkeys(("logits_ptr", "options_ptr", "places_ptr", "maxima_ptr"), "*fp32"),
-        **dict.fromkeys(("tokens_ptr", "groups_ptr"), "*i32"),
-        "numbers_ptr": "*fp64",
-    }
-    sizes = dict.fromkeys(("vocabulary", "stride", "count"), "i32")
-    constants = {"BLOCK": sampling.BLOCK, "GROUP": sampling.GROUP}
-    yield Case("drawing", sampling_kernels.draw_rows, {**drawing, **sizes}, constants, sampling.WARPS)
-    changing = {"logits_ptr": "*fp32", "entries_ptr": "*i64", "changes_ptr": "*fp32", **sizes}
-    yield Case("penalties", sampling_kernels.change_logits, changing, {"BLOCK": 256}, 4)
-
-
-def compiled(case: Case, arch: int) -> dict[str, Any]:
-    """Compile a case and measure it; where a GPU has them, for launches while the kernel before runs."""
+def source_of(case: Case, arch: int) -> tuple[ASTSource, dict[str, Any]]:
+    """What is compiled, and the compiler's options."""
     function = case.kernel.function
     names = function.arg_names
-    dependent = arch >= 90 and "DEPENDENT" in names
-    of_kernel = {**case.constants, **({"DEPENDENT": dependent} if "DEPENDENT" in names else {})}
+    of_kernel = {**case.constants, **({"DEPENDENT": is_dependent(case, arch)} if "DEPENDENT" in names else {})}
     signature = {name: "constexpr" if name in of_kernel else case.types[name] for name in names}
     sizes = ("in_features", "out_features", "stride_x", "stride", "vocabulary", "width", "stride_token", "stride_head")
     sizes += ("rank", "query_stride")
@@ -305,37 +63,78 @@ def compiled(case: Case, arch: int) -> dict[str, Any]:
         if name.endswith("_ptr") or name in sizes
     }
     constants = {(names.index(name),): value for name, value in of_kernel.items()}
+    options = {"num_warps": case.warps, "num_stages": case.stages}
     source = ASTSource(function, signature, constants, attributes)
-    options = {"num_warps": case.warps, "num_stages": case.stages, **({"launch_pdl": True} if dependent else {})}
+    return source, {**options, "launch_pdl": True} if is_dependent(case, arch) else options
+
+
+def is_dependent(case: Case, arch: int) -> bool:
+    """Whether it is launched while the kernel before runs, as it is where a GPU has such launches."""
+    return arch >= 90 and "DEPENDENT" in case.kernel.function.arg_names
+
+
+def compiled(source: ASTSource, options: dict[str, Any], target: GPUTarget) -> Binary:
     log = io.StringIO()
     with knobs.nvidia.scope(), knobs.compilation.scope(), contextlib.redirect_stdout(log):
         knobs.nvidia.dump_ptxas_log = True
         knobs.compilation.always_compile = True  # a cached result has no log
-        result = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(result.asm["cubin"])
+        result = triton.compile(source, target=target, options=options)
+    return Binary(code_of(result.asm["cubin"]), int(result.metadata.shared), log.getvalue())
+
+
+def code_of(cubin: bytes) -> bytes:
+    """The only section of an ELF file that has instructions."""
+    (headers,) = struct.unpack_from("<Q", cubin, 0x28)
+    size, count, of_names = struct.unpack_from("<HHH", cubin, 0x3A)
+    sections = [struct.unpack_from("<IIQQQQ", cubin, headers + size * number) for number in range(count)]
+    names = sections[of_names][4]
+    [(start, length)] = [
+        (start, length) for name, _, _, _, start, length in sections if cubin.startswith(b".text.", names + name)
+    ]
+    return cubin[start : start + length]
+
+
+def disassembled(codes: Sequence[bytes], arch: int) -> list[list[str]]:
+    """The instructions of each code; the addresses that they jump to count from its start.
+
+    All are disassembled at once, because nvdisasm takes half a second to start."""
+    with tempfile.NamedTemporaryFile(suffix=".bin") as file:
+        file.write(b"".join(codes))
         file.flush()
-        usage = _output("cuobjdump", "-res-usage", file.name)
-        code = _output("nvdisasm", "-c", "-ndf", file.name)
-    found, _ = instructions(code)
+        kind = f"SM{arch}a" if arch >= 90 else f"SM{arch}"
+        command = [TOOLS / "nvdisasm", "-b", kind, file.name]
+        text = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+    every = re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?(.*?)\s*;", text, re.MULTILINE)
+    assert len(every) * INSTRUCTION_BYTES == sum(map(len, codes))
+    results, first = [], 0
+    for code in codes:
+        start, count = first * INSTRUCTION_BYTES, len(code) // INSTRUCTION_BYTES
+        found = [
+            re.sub(r"(?<= )0x([0-9a-f]+)$", lambda target, start=start: hex(int(target[1], 16) - start), one)
+            if one.startswith("BRA")
+            else one
+            for one in every[first : first + count]
+        ]
+        # Programs are filled up behind their end.
+        while found[-1] == "NOP":
+            found.pop()
+        results.append(found)
+        first += count
+    return results
+
+
+def measured(case: Case, binary: Binary, found: list[str]) -> dict[str, Any]:
+    """What tests look at of a binary and its instructions."""
     waits = next((place for place, text in enumerate(found) if text.startswith("ACQBULK")), None)
-    round_of_weights = innermost_loop(code) or found
-    first = min(loops(code), default=(0, -1))
+    round_of_weights = innermost_loop(found) or found
+    first = min(loops(found), default=(0, -1))
     first_loop = found[first[0] : first[1] + 1]
     return {
-        "specialized": [
-            parameter.name
-            for parameter in function.params
-            if not (parameter.do_not_specialize or parameter.is_constexpr)
-        ],
         # ptxas warns of tensor cores that wait for each other by C7510 and the numbers after it.
-        "serialized": re.findall(r"\(C75\d+\)", log.getvalue()),
-        "registers": int(_field(usage, r"REG:(\d+)")),
+        "serialized": re.findall(r"\(C75\d+\)", binary.log),
         # What is spilled once, before a loop or behind it, takes no time to speak of.
         "spilled": sum(text.startswith(("LDL", "STL")) for text in round_of_weights),
-        "shared": int(result.metadata.shared),
-        "tiles_bytes": case.tiles_bytes,
-        "dependent": dependent,
+        "shared": binary.shared,
         "before_waiting": None if waits is None else [text for text in found[:waits] if OF_MEMORY.match(text)],
         # Copies to shared memory that need not have ended when the program waits for others.
         "on_their_way": max(
@@ -354,48 +153,22 @@ def compiled(case: Case, arch: int) -> dict[str, Any]:
     }
 
 
-def _output(tool: str, *arguments: str) -> str:
-    return subprocess.run([TOOLS / tool, *arguments], capture_output=True, text=True, check=True, timeout=60).stdout
-
-
-def _field(text: str, pattern: str) -> str:
-    found = re.search(pattern, text)
-    assert found is not None, text
-    return found[1]
-
-
-def instructions(code: str) -> tuple[list[str], dict[str, int]]:
-    """The instructions of a disassembly, and which of them labels stand before."""
-    found: list[str] = []
-    labels: dict[str, int] = {}
-    for line in code.splitlines():
-        if label := re.match(r"^(\.L_x_\d+):", line):
-            labels[label[1]] = len(found)
-        elif instruction := re.match(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?(.*?)\s*;", line):
-            found.append(instruction[1])
-    # Programs are filled up behind their end.
-    while found[-1] == "NOP":
-        found.pop()
-    return found, labels
-
-
-def loops(code: str) -> list[tuple[int, int]]:
+def loops(found: list[str]) -> list[tuple[int, int]]:
     """The first and the last of each run of instructions that ends with a jump back to its start."""
-    found, labels = instructions(code)
     runs = []
     for end, text in enumerate(found):
-        target = re.search(r"BRA.*`\((\.L_x_\d+)\)", text)
-        if target and labels.get(target[1], end) < end:
-            runs.append((labels[target[1]], end))
+        target = re.search(r"^BRA.* 0x([0-9a-f]+)$", text)
+        if target and (start := int(target[1], 16) // INSTRUCTION_BYTES) < end:
+            runs.append((start, end))
     return runs
 
 
-def innermost_loop(code: str) -> list[str]:
+def innermost_loop(found: list[str]) -> list[str]:
     """The longest loop that has no other one inside."""
-    runs = loops(code)
+    runs = loops(found)
     inner = [run for run in runs if not any(run[0] <= other[0] and other[1] < run[1] for other in runs)]
     first, last = max(inner, key=lambda run: run[1] - run[0], default=(0, -1))
-    return instructions(code)[0][first : last + 1]
+    return found[first : last + 1]
 
 
 def load_distances(loop: list[str]) -> list[float]:
@@ -419,18 +192,59 @@ def _bytes(instruction: str, kind: str) -> int:
     return {"128": 16, "64": 8, "U16": 2, "U8": 1, "S8": 1}[width[1]] if width else 4
 
 
-def main() -> None:
-    architectures = [int(argument) for argument in sys.argv[1:]]
-    results: dict[int, dict[str, dict[str, Any]]] = {arch: {} for arch in architectures}
-    kinds = (product_cases, adapter_cases, expanding_cases, attention_cases, tower_cases, byte_cases, other_cases)
-    for case in itertools.chain.from_iterable(cases() for cases in kinds):
-        for arch in architectures:
-            if arch != 90 and not EVERYWHERE.match(case.name):
+class Results:
+    """What was measured for an architecture. Files keep it from one run to the next, each under a hash of all that it
+    was made from: the kernel, its constants, the compiler and this file."""
+
+    def __init__(self, arch: int) -> None:
+        self._arch = arch
+        self._target = GPUTarget("cuda", arch, 32)
+        self._backend = make_backend(self._target)
+        self._folder = FOLDER / "compiled"
+        self._folder.mkdir(parents=True, exist_ok=True)
+
+    def of(self, cases: Sequence[Case]) -> dict[str, dict[str, Any]]:
+        """By the names of cases."""
+        results: dict[str, dict[str, Any]] = {}
+        fresh: list[tuple[Case, Path, Binary]] = []
+        for case in cases:
+            source, options = source_of(case, self._arch)
+            file = self._folder / f"{self._key(case, source, options)}.json"
+            if file.exists():
+                results[case.name] = json.loads(file.read_text())
                 continue
             try:
-                results[arch][case.name] = compiled(case, arch)
+                fresh.append((case, file, compiled(source, options, self._target)))
             except triton.errors.TritonError as error:
-                results[arch][case.name] = {"error": str(error)}
+                results[case.name] = {"error": str(error)}
+        codes = [binary.code for _, _, binary in fresh]
+        for (case, file, binary), found in zip(fresh, disassembled(codes, self._arch) if codes else [], strict=True):
+            results[case.name] = measured(case, binary, found)
+            unfinished = file.with_suffix(f".{os.getpid()}")
+            unfinished.write_text(json.dumps(results[case.name]))
+            unfinished.rename(file)
+        return {case.name: {**results[case.name], **self._known(case)} for case in cases}
+
+    def _key(self, case: Case, source: ASTSource, options: dict[str, Any]) -> str:
+        of_kernel = get_cache_key(source, self._backend, self._backend.parse_options(options), {})
+        return hashlib.sha256(f"{of_kernel} {case.weights} {Path(__file__).read_text()}".encode()).hexdigest()
+
+    def _known(self, case: Case) -> dict[str, Any]:
+        """What takes no compiler."""
+        parameters = case.kernel.function.params
+        return {
+            "specialized": [one.name for one in parameters if not (one.do_not_specialize or one.is_constexpr)],
+            "dependent": is_dependent(case, self._arch),
+            "tiles_bytes": case.tiles_bytes,
+        }
+
+
+def main() -> None:
+    cases = all_cases()
+    results = {
+        arch: Results(arch).of([case for case in cases if arch == 90 or EVERYWHERE.match(case.name)])
+        for arch in map(int, sys.argv[1:])
+    }
     json.dump(results, sys.stdout)
 
 

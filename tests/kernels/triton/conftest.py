@@ -34,6 +34,17 @@ def device(request: pytest.FixtureRequest) -> torch.device:
     return torch.device(request.param)
 
 
+@pytest.fixture(autouse=True)
+def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter runs programs one after the other, and most of those for splits of decodes have nothing to do."""
+    from triton import knobs
+
+    from vlmserve.kernels.triton import attention
+
+    if knobs.runtime.interpret:
+        monkeypatch.setattr(attention, "PROGRAMS", 8)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def language_patched_once() -> Iterator[None]:
     """The interpreter replaces the functions of Triton's language for each launch, and looks for them again wherever

@@ -103,7 +103,7 @@ def test_each_kind_of_change_equals_float64(device: torch.device, name: str) -> 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("splits", [1, 2])
-def test_rows_of_several_adapters_and_of_none_share_a_product(
+def test_mixed_adapter_rows_share_a_matmul(
     device: torch.device, kind: str, splits: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.manual_seed(splits)

@@ -11,7 +11,7 @@ from torch import Tensor
 from triton import knobs
 
 from tests.attending import attend
-from tests.kernels.triton.test_products import BITS, KINDS, made_for_bfloat16
+from tests.kernels.triton.test_products import BITS, made_for_bfloat16
 from vlmserve.kernels.ranges import Ranges
 from vlmserve.kernels.triton import shared_memory
 from vlmserve.kernels.triton.attention import TritonAttention
@@ -30,15 +30,28 @@ def assert_near(result: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(result.cpu().double(), expected, atol=1.5e-2, rtol=1e-2)
 
 
-@pytest.mark.parametrize(("kind", "group"), [*((kind, 128) for kind in KINDS), ("4 bits", 32)])
 @pytest.mark.parametrize(
-    ("rows", "shape"),
-    [(1, (28672, 4096)), (100, (28672, 4096)), (9, (4096, 4096)), (32, (4096, 4096)), (64, (4096, 4096))],
+    ("rows", "gated", "kind", "group"),
+    [
+        (1, True, "plain", 128),
+        (9, False, "plain", 128),
+        (1, True, "8 bits", 128),
+        (32, False, "8 bits", 128),
+        (100, True, "8 bits", 128),
+        (1, True, "4 bits", 128),
+        (32, False, "4 bits", 128),
+        (64, False, "4 bits", 128),
+        (9, False, "4 bits", 32),
+        (100, True, "4 bits", 32),
+    ],
 )
-def test_tiles_of_a_7b_model(device: torch.device, kind: str, group: int, rows: int, shape: tuple[int, int]) -> None:
-    """On fewer outputs and inputs, so that the last program has not as many of them."""
+def test_tiles_of_a_7b_model(device: torch.device, rows: int, gated: bool, kind: str, group: int) -> None:
+    """On fewer outputs and inputs, so that the last tile is not full.
+
+    Each number of rows has its own tile. Warps divide the inputs of small tiles.
+    """
     torch.manual_seed(rows)
-    gated = shape[0] > shape[1]
+    shape = (28672 if gated else 4096, 4096)
     weight, numbers = made_for_bfloat16(kind, 300, 1152, device, group)
     x, residual = torch.randn(rows, 1152).bfloat16(), torch.randn(rows, 150 if gated else 300).bfloat16()
     product = TritonProduct(weight, dtype=torch.bfloat16, activation="silu" if gated else None, gated=gated)
@@ -50,7 +63,7 @@ def test_tiles_of_a_7b_model(device: torch.device, kind: str, group: int, rows: 
     assert_near(product.few(x.to(device), residual.to(device), tiles=tiles), expected + residual.double())
 
 
-@pytest.mark.parametrize(("kind", "rows"), [*((kind, 1) for kind in KINDS), ("4 bits", 9), ("4 bits", 64)])
+@pytest.mark.parametrize(("kind", "rows"), [("8 bits", 1), ("4 bits", 9), ("4 bits", 64)])
 def test_norms_between_products_of_a_7b_model(device: torch.device, kind: str, rows: int) -> None:
     torch.manual_seed(rows)
     first, first_numbers = made_for_bfloat16(kind, 384, 1152, device)
@@ -69,18 +82,15 @@ def test_norms_between_products_of_a_7b_model(device: torch.device, kind: str, r
     assert_near(products[1].complete(deferred), normed @ second_numbers.T)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_many_rows(device: torch.device, kind: str) -> None:
+def test_many_rows(device: torch.device) -> None:
     torch.manual_seed(0)
-    weight, numbers = made_for_bfloat16(kind, 300, 256, device)
+    weight, numbers = made_for_bfloat16("4 bits", 300, 256, device)
     bias, x = torch.randn(300).bfloat16(), torch.randn(130, 256).bfloat16()
     result = TritonProduct(weight, bias.to(device), dtype=torch.bfloat16)(x.to(device))
     assert_near(result, x.double() @ numbers.T + bias.double())
 
 
-@pytest.mark.parametrize(
-    ("head_size", "quantized"), [(64, False), (80, False), (128, False), (256, False), (80, True), (128, True)]
-)
+@pytest.mark.parametrize(("head_size", "quantized"), [(64, False), (256, False), (80, True), (128, True)])
 def test_attention(device: torch.device, head_size: int, quantized: bool) -> None:
     spec = AttentionSpec(32, 8, head_size, head_size**-0.5)
     backend = TritonAttention(quantized_cache=quantized)
@@ -103,7 +113,7 @@ def test_sliding_windows_of_decodes(device: torch.device) -> None:
     assert (output.double() - expected).abs().max() < 0.03
 
 
-@pytest.mark.parametrize("size", [64, 72, 80, 128])
+@pytest.mark.parametrize("size", [64, 80, 128])
 def test_attention_of_images(device: torch.device, size: int) -> None:
     torch.manual_seed(size)
     lengths = [150, 64, 5] if size != 64 else [64, 30]

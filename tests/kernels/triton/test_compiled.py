@@ -12,6 +12,9 @@ import pytest
 
 from vlmserve.kernels.triton.shared_memory import RESERVED_BYTES
 
+SECONDS = 1500
+"""For a machine that is busy and has compiled nothing yet."""
+pytestmark = pytest.mark.timeout(SECONDS + 60)
 LEAST_SHARED_BYTES = 99 * 1024
 """Of the GPUs that the kernels are compiled for, that a program may have: an RTX 3090, 4090 or 5090, an L4 or L40S."""
 ARCHITECTURES = {80: "A100", 90: "H100 and H200", 100: "B200"}
@@ -37,7 +40,7 @@ def all_kernels() -> dict[str, dict[str, dict[str, Any]]]:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=SECONDS,
         check=False,
     )
     assert run.returncode == 0, run.stderr

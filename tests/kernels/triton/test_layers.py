@@ -97,7 +97,7 @@ def logits(model: Any, sequences: list[list[int]], steps: list[list[int]]) -> li
 
 
 @pytest.mark.parametrize("bits", [None, "int8", "int4"])
-def test_a_decoder_by_the_kernels_gives_the_logits_of_torchs_operations(folder: Path, bits: str | None) -> None:
+def test_decoder_logits_equal_torch(folder: Path, bits: str | None) -> None:
     quantization = None if bits is None else QuantizationConfig(scheme=bits)
     ours, theirs = (loaded(folder, device, quantization) for device in (InterpretedDevice, TorchDevice))
     assert ours.backend.name == "triton"

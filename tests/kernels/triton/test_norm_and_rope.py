@@ -102,7 +102,7 @@ def stored(cache: LayerCache, which: int, slots: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("rotated_size", [0, 8, 12])
 @pytest.mark.parametrize(("by_position", "normed"), [(True, False), (False, False), (True, True)])
-def test_queries_are_rotated_and_keys_and_values_written(
+def test_rotary_kernel_writes_keys_and_values(
     device: torch.device, rotated_size: int, by_position: bool, normed: bool
 ) -> None:
     torch.manual_seed(rotated_size)

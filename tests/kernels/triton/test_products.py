@@ -110,7 +110,7 @@ def test_large_tiles_of_4_bits(device: torch.device, group: int, dtype: torch.dt
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("act", "rows"), [("silu", 150), ("gelu_pytorch_tanh", 2)])
-def test_gates_biases_and_residuals_are_part_of_a_product(device: torch.device, kind: str, act: str, rows: int) -> None:
+def test_matmul_adds_gates_biases_and_residuals(device: torch.device, kind: str, act: str, rows: int) -> None:
     torch.manual_seed(0)
     weight, numbers = made(kind, 36, 64, device)
     bias, x, residual = torch.randn(36).half(), torch.randn(rows, 64).half(), torch.randn(rows, 18).half()
@@ -365,7 +365,7 @@ def test_the_assembly_of_bytes_adds_up_to_signed_numbers() -> None:
         assert (half + offset).item() == byte - 128
 
 
-def test_many_rows_are_rounded_to_8_bits_beside_weights_of_8_where_that_is_asked_for(device: torch.device) -> None:
+def test_many_rows_use_8_bit_inputs_when_asked(device: torch.device) -> None:
     torch.manual_seed(0)
     weight, _ = made("8 bits", 70, 200, device)
     weight = dataclasses.replace(weight, input_bits=8)
