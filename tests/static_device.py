@@ -64,7 +64,7 @@ class StaticAttention(TorchReference):
         self, metadata: BatchMetadata, block_size: int, layers: Sequence[AttentionSpec], dtype: torch.dtype
     ) -> StaticPlan:
         """See `AttentionBackend.prepare`."""
-        captured = captured_rows(len(metadata.slot_mapping), metadata.num_decodes) is not None
+        captured = captured_rows(metadata.slot_mapping.shape[1], metadata.num_decodes) is not None
         if captured and not metadata.bidirectional:
             decodes = metadata.num_decodes if metadata.decodes is None else None
             return StaticPlan((decodes, len(metadata.query_lens), metadata.block_tables.shape), None)
@@ -103,10 +103,10 @@ class StaticAttention(TorchReference):
         if plan.capture_key is None:
             return super().attend(query, key, value, AttentionContext(cache, spec, metadata, plan.others))
         size, kv_heads = cache.block_size, spec.num_kv_heads
-        slots, starts = metadata.slot_mapping, metadata.query_starts
+        slots, starts = metadata.slots_of(spec), metadata.query_starts
         rows_of_batch = torch.arange(len(query), dtype=starts.dtype)
         sequences = torch.searchsorted(starts, rows_of_batch, right=True) - 1
-        tables = metadata.block_tables.long()[sequences]
+        tables = metadata.tables_of(spec).long()[sequences]
         rows = (slots // size * kv_heads * size + slots % size)[:, None] + torch.arange(kv_heads) * size
         write(cache, 0, key, rows.view(-1))
         write(cache, 1, value, rows.view(-1))

@@ -7,11 +7,14 @@ request until it is finished; the scheduler sends only what is new.
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeAlias
 
 import msgspec
 
 from vlmserve.types import ImageInput, ImagePlacement, SamplingParams, Thoughts, TokenLogprobs
+
+BlockIds: TypeAlias = tuple[tuple[int, ...], ...]
+"""KV blocks by cache group, as many in each; empty: no group has any."""
 
 
 class BlockCopy(NamedTuple):
@@ -54,47 +57,52 @@ class ImageEncoding(msgspec.Struct, frozen=True):
 
 
 class NewRequest(msgspec.Struct, frozen=True):
-    """A request that the runner does not know yet, and the tokens ``start <= i < start + num_tokens`` of it to compute.
-
-    token_ids: of the prompt, and of the part of an answer that a beam extends. block_ids: of the KV blocks of its first
-    tokens; those before `start` are computed. scaling_block_ids: likewise of its scaling pass, which computes the same
-    tokens before the step's other pass; none if it has no such pass. seed: of its random numbers. max_len: of prompt
-    and answer together. end_token_ids: tokens that end its answer. cross_key: of the `CrossStates` that it attends to.
-    adapter: the digest of its adapter, which has a slot whenever the request is in a step. thoughts: see `Prompt`.
-    """
+    """A request that the runner does not know yet. The step computes its tokens ``start <= i < start + num_tokens``."""
 
     request_id: str
     start: int
+    """Tokens before it are computed: their keys and values are in the request's blocks."""
     num_tokens: int
     num_prompt_tokens: int
     token_ids: list[int]
-    block_ids: list[int]
+    """Tokens of the prompt, and of the part of an answer that a beam extends."""
+    block_ids: list[list[int]]
+    """KV blocks by cache group, as many in each."""
     params: SamplingParams
     seed: int
+    """Seed of its random numbers."""
     max_len: int
+    """Most tokens of prompt and answer together."""
     end_token_ids: list[int]
     images: tuple[ImagePlacement, ...] = ()
     cross_key: bytes | None = None
+    """Key of the `CrossStates` that it attends to."""
     adapter: bytes = b""
-    scaling_block_ids: list[int] = []
+    """Digest of its adapter, which has a slot whenever the request is in a step."""
+    scaling_block_ids: list[list[int]] = []
+    """`block_ids` of its scaling pass, which computes the same tokens before the step's other pass. Empty: no such
+    pass."""
     thoughts: Thoughts | None = None
+    """See `Prompt`."""
     client: str = ""
     """Who sent it, see `EngineRequest`."""
 
 
 class CachedRequest(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A request that the runner knows, and the tokens ``start <= i < start + num_tokens`` of it to compute.
+    """A request that the runner knows. The step computes its tokens ``start <= i < start + num_tokens``.
 
-    Tokens after those that the runner knows are drafts. new_block_ids: KV blocks to append to its block table. resumed:
-    it was preempted; `new_block_ids` are its whole block table. new_scaling_block_ids: likewise for its scaling pass.
+    Tokens that the runner does not know are drafts.
     """
 
     request_id: str
     start: int
     num_tokens: int
-    new_block_ids: tuple[int, ...] = ()
+    new_block_ids: BlockIds = ()
+    """KV blocks to append to its block tables."""
     resumed: bool = False
-    new_scaling_block_ids: tuple[int, ...] = ()
+    """It was preempted; `new_block_ids` are its whole block tables."""
+    new_scaling_block_ids: BlockIds = ()
+    """`new_block_ids` of its scaling pass."""
 
 
 class SchedulerOutput(msgspec.Struct):

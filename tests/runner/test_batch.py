@@ -12,9 +12,11 @@ from msgspec.structs import replace
 from tests.scheduler.made_up import BLOCK, image, request, request_states, sampled, scheduler
 from vlmserve.devices.staging import Staging
 from vlmserve.devices.torch_device import TorchDevice
+from vlmserve.layer_specs import FULL, CacheGroup
 from vlmserve.runner.batch import Batch, BatchBuilder
 from vlmserve.runner.requests import RequestStates, ScheduledRequest
 from vlmserve.scheduler.scheduler import Scheduler
+from vlmserve.steps import SchedulerOutput
 
 CPU = torch.device("cpu")
 
@@ -33,9 +35,12 @@ def assert_is(batch: Batch, scheduled: list[ScheduledRequest]) -> None:
     assert batch.token_ids.tolist() == [0 if token >= 50 else token for token in token_ids]
     assert batch.positions.tolist() == [number for one in scheduled for number in tokens_of(one)]
     assert metadata.slot_mapping.tolist() == [
-        one.state.block_table[number // BLOCK] * BLOCK + number % BLOCK
-        for one in scheduled
-        for number in tokens_of(one)
+        [
+            one.state.block_tables[group][number // BLOCK] * BLOCK + number % BLOCK
+            for one in scheduled
+            for number in tokens_of(one)
+        ]
+        for group in range(len(metadata.groups))
     ]
     assert metadata.query_starts.tolist() == [0, *np.cumsum(counts).tolist()]
     assert metadata.context_lens.tolist() == metadata.host_context_lens == contexts
@@ -43,19 +48,40 @@ def assert_is(batch: Batch, scheduled: list[ScheduledRequest]) -> None:
     assert metadata.num_decodes == counts.count(1)
     is_sampled = [number >= len(one.state.token_ids) - 1 for one in scheduled for number in tokens_of(one)]
     assert batch.sampled_rows.tolist() == np.flatnonzero(is_sampled).tolist()
-    assert len(metadata.block_tables) == len(counts)
-    for row, one in zip(metadata.block_tables.tolist(), scheduled, strict=True):
-        table = one.state.block_table.tolist()
-        assert row[: len(table)] == table
-        assert not any(row[len(table) :])
+    assert metadata.block_tables.shape[:2] == (len(metadata.groups), len(counts))
+    for group, rows in enumerate(metadata.block_tables.tolist()):
+        for row, one in zip(rows, scheduled, strict=True):
+            table = one.state.block_tables[group].tolist()
+            assert row[: len(table)] == table
+            assert not any(row[len(table) :])
+
+
+def with_a_second_group(step: SchedulerOutput) -> SchedulerOutput:
+    """The step with other blocks for a second cache group."""
+    return replace(
+        step,
+        new_requests=[
+            replace(new, block_ids=[*new.block_ids, [100 + block for block in new.block_ids[0]]])
+            for new in step.new_requests
+        ],
+        cached_requests=[
+            cached
+            if not cached.new_block_ids
+            else replace(
+                cached,
+                new_block_ids=(*cached.new_block_ids, tuple(100 + block for block in cached.new_block_ids[0])),
+            )
+            for cached in step.cached_requests
+        ],
+    )
 
 
 def run(
-    made_up: Scheduler, states: RequestStates, builder: BatchBuilder, *, padded: bool = False
+    made_up: Scheduler, states: RequestStates, builder: BatchBuilder, *, padded: bool = False, groups: int = 1
 ) -> tuple[Batch, list[ScheduledRequest]]:
     """The batch of the next step, after which every request has a token, or several where drafts are right."""
     step = made_up.schedule()
-    scheduled = states.update(step)
+    scheduled = states.update(step if groups == 1 else with_a_second_group(step))
     batch = builder.build(scheduled)
     if not padded:
         assert_is(batch, scheduled)
@@ -75,22 +101,24 @@ def run(
     prefix_caching=st.booleans(),
     aborted=st.sets(st.integers(0, 11), max_size=4),
     drafts=st.sampled_from([None, [7], [7, 7, 6, 7]]),
+    groups=st.integers(1, 2),
     data=st.data(),
 )
 def test_whatever_happened_before_a_batch_is_its_step(
     lengths: list[int], num_blocks: int, budget: int, prefix_caching: bool, aborted: set[int],
-    drafts: list[int] | None, data: st.DataObject,
+    drafts: list[int] | None, groups: int, data: st.DataObject,
 ) -> None:  # fmt: skip
     """Requests come and go, are preempted and are aborted, and some of their drafts are right."""
     made_up = scheduler(num_blocks=num_blocks, budget=budget, prefix_caching=prefix_caching)
     made_up.propose_drafts = drafts and (lambda request: drafts)
-    builder, states = BatchBuilder(BLOCK, TorchDevice(torch.device("cpu"))), request_states()
+    builder = BatchBuilder(BLOCK, TorchDevice(torch.device("cpu")), groups=(FULL, CacheGroup("window", 8))[:groups])
+    states = request_states()
     for number, length in enumerate(lengths):
         made_up.add(request(str(number), length, token=number + 1, max_tokens=5 + (7 * number) % 40))
     for number in range(400):
         if not len(made_up):
             break
-        run(made_up, states, builder)
+        run(made_up, states, builder, groups=groups)
         if number in aborted:
             made_up.abort([data.draw(st.sampled_from([str(number) for number in range(len(lengths))]))])
     assert not len(made_up)
@@ -181,9 +209,9 @@ def test_decodes_are_padded_by_sequences_of_one_token_in_a_block_of_their_own() 
         assert metadata.query_starts.tolist() == [0, 1, 2, 3, 4]
         assert metadata.context_lens.tolist() == metadata.host_context_lens
         assert metadata.host_context_lens[count:] == [1] * (4 - count)
-        assert metadata.slot_mapping[count:].tolist() == [77 * BLOCK] * (4 - count)
-        assert metadata.block_tables[count:, 0].tolist() == [77] * (4 - count)
-        assert metadata.block_tables.shape[1] == max(len(one.state.block_table) for one in scheduled)
+        assert metadata.slot_mapping[0, count:].tolist() == [77 * BLOCK] * (4 - count)
+        assert metadata.block_tables[0, count:, 0].tolist() == [77] * (4 - count)
+        assert metadata.block_tables.shape[2] == max(len(one.state.block_tables[0]) for one in scheduled)
         assert batch.positions[count:].tolist() == [0] * (4 - count)
         assert batch.sampled_rows.tolist() == list(range(count))
 
@@ -203,7 +231,7 @@ def test_decodes_and_chunks_are_padded_by_one_sequence_and_by_some_of_no_rows() 
     assert metadata.decodes is not None
     assert metadata.decodes.tolist() == [2]
     assert metadata.query_starts.tolist() == [0, 1, 2, 10, 12]
-    assert metadata.slot_mapping[10:].tolist() == [77 * BLOCK] * 2
+    assert metadata.slot_mapping[0, 10:].tolist() == [77 * BLOCK] * 2
     assert batch.sampled_rows.tolist() == [0, 1, 9]
     made_up.add(request("later", 9, token=4, max_tokens=2))
     batch, scheduled = run(made_up, states, builder, padded=True)
@@ -223,6 +251,6 @@ def test_chunks_are_padded_by_one_sequence_in_a_block_of_its_own() -> None:
     assert batch.is_repeatable
     assert (metadata.num_decodes, metadata.query_lens, metadata.host_context_lens) == (0, [5, 6, 1], [5, 6, 1])
     assert metadata.query_starts.tolist() == [0, 5, 11, 12]
-    assert metadata.slot_mapping[11:].tolist() == [77 * 2]
-    assert metadata.block_tables[2, 0] == 77
+    assert metadata.slot_mapping[0, 11:].tolist() == [77 * 2]
+    assert metadata.block_tables[0, 2, 0] == 77
     assert batch.sampled_rows.tolist() == [4, 10]

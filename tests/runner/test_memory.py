@@ -60,7 +60,7 @@ def test_the_largest_step_has_all_tokens_and_rows_and_no_longer_sequences(
     def record(self: Any, embeddings: Tensor, positions: Tensor, metadata: BatchMetadata, caches: Any) -> Tensor:
         assert len(embeddings) == num_tokens
         assert int(positions.max()) < max_model_len
-        assert len(set(metadata.slot_mapping.tolist())) == num_tokens, "each token has a slot of its own"
+        assert len(set(metadata.slot_mapping[0].tolist())) == num_tokens, "each token has a slot of its own"
         seen.append(metadata)
         return forward(self, embeddings, positions, metadata, caches)
 

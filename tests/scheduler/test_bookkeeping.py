@@ -82,7 +82,7 @@ class Contents:
 
 def tables_of(scheduled: ScheduledRequest) -> list:
     state = scheduled.state
-    return [state.block_table] if state.scaling_table is None else [state.block_table, state.scaling_table]
+    return [*state.block_tables, *state.scaling_tables]
 
 
 def sample(batch: list[ScheduledRequest], token: int) -> ModelRunnerOutput:

@@ -51,7 +51,7 @@ def test_who_was_admitted_last_is_preempted_and_computed_again():
     step, _ = run(s)
     assert plan(step) == [("second", len(generated))]
     assert [(again.new_block_ids, again.resumed) for again in step.cached_requests] == [
-        (tuple(second.block_table), True)
+        ((tuple(second.block_table),), True)
     ], "the runner knows it, but for its blocks"
 
 

@@ -171,7 +171,7 @@ def _scheduled(decoder: LanguageModel, prompt: Prompt, number: int, block_ids: r
         num_tokens=length,
         num_prompt_tokens=length,
         token_ids=list(prompt.token_ids),
-        block_ids=list(block_ids),
+        block_ids=[list(block_ids)],
         params=SamplingParams(),
         seed=0,
         max_len=length + 1,

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vlmserve.layer_specs import AttentionSpec
+from vlmserve.layer_specs import FULL, AttentionSpec, CacheGroup
 
 
 class BidirectionalRows(NamedTuple):
@@ -51,9 +51,9 @@ class BatchMetadata:
     context_lens: Tensor
     """int32 ``[sequences]``, tokens in the cache after this step."""
     block_tables: Tensor
-    """int32 ``[sequences, max_blocks]``, rows padded with 0."""
+    """int32 ``[groups, sequences, max_blocks]``, rows padded with 0."""
     slot_mapping: Tensor
-    """int64 ``[tokens]``."""
+    """int64 ``[groups, tokens]``."""
     query_lens: list[int]
     host_context_lens: list[int]
     """`context_lens`, readable without synchronizing with the device."""
@@ -66,6 +66,19 @@ class BatchMetadata:
     cross: Sequence[CrossRows] = ()
     decodes: Tensor | None = None
     """int32 ``[1]``, `num_decodes` of a step with chunks that the device may have captured."""
+    groups: Sequence[CacheGroup] = (FULL,)
+    """Groups that have block tables. Layers of other groups use the first group's."""
+
+    def tables_of(self, spec: AttentionSpec) -> Tensor:
+        """int32 ``[sequences, max_blocks]``."""
+        return self.block_tables[self._group_of(spec)]
+
+    def slots_of(self, spec: AttentionSpec) -> Tensor:
+        """int64 ``[tokens]``."""
+        return self.slot_mapping[self._group_of(spec)]
+
+    def _group_of(self, spec: AttentionSpec) -> int:
+        return self.groups.index(spec.group) if spec.group in self.groups else 0
 
     @classmethod
     def of_chunks(
@@ -75,12 +88,13 @@ class BatchMetadata:
         block_size: int,
         device: torch.device | None = None,
     ) -> BatchMetadata:
-        """From the positions ``start <= i < end`` of each sequence's new tokens, decodes first, and its block ids."""
+        """One group, from the positions ``start <= i < end`` of each sequence's new tokens, decodes first, and its
+        block ids."""
         counts, context_lens = [end - start for start, end in chunks], [end for _, end in chunks]
-        padded = np.zeros((len(tables), max(map(len, tables))), np.int32)
-        for row, table in zip(padded, tables, strict=True):
+        padded = np.zeros((1, len(tables), max(map(len, tables))), np.int32)
+        for row, table in zip(padded[0], tables, strict=True):
             row[: len(table)] = table
-        positions, slots = np.empty((2, sum(counts)), np.int64)
+        positions, slots = np.empty(sum(counts), np.int64), np.empty((1, sum(counts)), np.int64)
         place_tokens(counts, context_lens, padded, block_size, positions, slots)
         return cls(
             query_starts=torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int32, device=device),
@@ -101,10 +115,13 @@ def place_tokens(
     positions: np.ndarray,
     slots: np.ndarray,
 ) -> None:
-    """Write the position and the cache slot of each new token. counts: new tokens of each sequence."""
+    """Write the position ``[tokens]`` of each new token and its cache slots ``[groups, tokens]``.
+
+    counts: new tokens of each sequence. tables: ``[groups, sequences, max_blocks]``.
+    """
     owner = np.repeat(np.arange(len(counts)), counts)
     np.subtract(np.arange(len(owner)), (np.cumsum(counts) - context_lens)[owner], out=positions)
-    np.multiply(tables[owner, positions // block_size], block_size, out=slots, dtype=np.int64)
+    np.multiply(tables[:, owner, positions // block_size], block_size, out=slots, dtype=np.int64)
     slots += positions % block_size
 
 

@@ -88,13 +88,14 @@ class CpuAttention:
         self, metadata: BatchMetadata, block_size: int, layers: Sequence[AttentionSpec], dtype: torch.dtype
     ) -> CpuPlan:
         """Addresses and sizes of the batch."""
+        [slots_of] = metadata.slot_mapping
         starts_of, contexts_of, tables, ahead_of = _without_bidirectional_rows(metadata)
         tables = tables.to(torch.int32)
         tensors = (
             starts_of.to(torch.int32).contiguous(),
             contexts_of.to(torch.int32).contiguous(),
             tables if tables.stride(1) == 1 else tables.contiguous(),
-            metadata.slot_mapping.to(torch.int64).contiguous(),
+            slots_of.to(torch.int64).contiguous(),
             ahead_of,
         )
         starts, contexts, blocks, slots, ahead = (tensor.data_ptr() for tensor in tensors)
@@ -181,9 +182,10 @@ def _without_bidirectional_rows(metadata: BatchMetadata) -> tuple[Tensor, Tensor
     A bidirectional row becomes a sequence of its own that ends where the row's reach does. All keys and values are
     written before any are read, so that it does not matter who writes them.
     """
+    [tables] = metadata.block_tables
     if not metadata.bidirectional:
         none = torch.empty(0, dtype=torch.int32)
-        return metadata.query_starts, metadata.context_lens, metadata.block_tables, none
+        return metadata.query_starts, metadata.context_lens, tables, none
     starts, contexts, owners, aheads = [0], [], [], []
 
     def add(sequence: int, last: int, context: int, ahead: int = 0) -> None:
@@ -202,7 +204,7 @@ def _without_bidirectional_rows(metadata: BatchMetadata) -> tuple[Tensor, Tensor
                 add(sequence, row + 1, reach, reach - (context - (end - row - 1)))
         add(sequence, end, context)
     ahead_of = torch.tensor(aheads, dtype=torch.int32)
-    return torch.tensor(starts), torch.tensor(contexts), metadata.block_tables[owners], ahead_of
+    return torch.tensor(starts), torch.tensor(contexts), tables[owners], ahead_of
 
 
 def _record(qkv: Recorded, rope: object, cache: LayerCache, spec: AttentionSpec) -> Tensor:

@@ -134,7 +134,7 @@ def _splits(
     firsts = [_first_block(context, spec, block_size) for context in contexts]
     width = max(_num_blocks(context, spec, block_size) for context in contexts)
     context, first = (torch.tensor(values, device=device)[:, None] for values in (contexts, firsts))
-    tables = metadata.block_tables[torch.tensor(sequences, device=device)].long()
+    tables = metadata.tables_of(spec)[torch.tensor(sequences, device=device)].long()
     for begin in range(0, width, most_blocks):
         end = min(begin + most_blocks, width)
         columns = first + torch.arange(begin, end, device=device)

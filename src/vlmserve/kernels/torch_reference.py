@@ -239,7 +239,7 @@ def _plan_layer(
     metadata: BatchMetadata, block_size: int, spec: AttentionSpec, dtype: torch.dtype, decodes: DecodePlan
 ) -> LayerPlan:
     heads = spec.num_kv_heads
-    slots = metadata.slot_mapping
+    slots = metadata.slots_of(spec)
     device = slots.device
     first_row = (slots // block_size) * (heads * block_size) + slots % block_size
     write = (first_row[:, None] + torch.arange(heads, device=device) * block_size).view(-1)
@@ -257,14 +257,14 @@ def _plan_layer(
 
 def _plan_chunks(metadata: BatchMetadata, block_size: int, spec: AttentionSpec) -> list[PromptChunk]:
     chunks = []
-    start = metadata.num_decodes
+    start, tables = metadata.num_decodes, metadata.tables_of(spec)
     for sequence in range(metadata.num_decodes, len(metadata.query_lens)):
         length, context = metadata.query_lens[sequence], metadata.host_context_lens[sequence]
         key_start, gather = 0, None
         if length < context:
             oldest = 0 if spec.window is None else max(0, context - length - spec.window + 1)
             key_start = oldest // block_size * block_size
-            blocks = metadata.block_tables[sequence, key_start // block_size : -(-context // block_size)]
+            blocks = tables[sequence, key_start // block_size : -(-context // block_size)]
             gather = cache_rows(blocks.long()[None], spec.num_kv_heads)
         ahead = tuple(rows for rows in metadata.bidirectional if rows.sequence == sequence)
         past_window = spec.window is not None and context > spec.window

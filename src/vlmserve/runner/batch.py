@@ -16,6 +16,7 @@ from vlmserve.devices.device import Device
 from vlmserve.devices.graphs import captured_sequences, captured_width
 from vlmserve.devices.staging import Staging
 from vlmserve.kernels.attention import BatchMetadata, BidirectionalRows, CrossRows, place_tokens
+from vlmserve.layer_specs import FULL, CacheGroup
 from vlmserve.layers.adapters import RowSlots, Run, slots_of_rows
 from vlmserve.models.grid_positions import grid_positions
 from vlmserve.models.image_rows import ImageRows
@@ -84,20 +85,23 @@ class BatchBuilder:
         device: BatchDevice,
         padding_block: int = 0,
         cross_states: Mapping[bytes, Tensor] = _NO_STATES,
-        table_of: Callable[[RequestState], array[int]] = attrgetter("block_table"),
+        tables_of: Callable[[RequestState], list[array[int]]] = attrgetter("block_tables"),
+        groups: Sequence[CacheGroup] = (FULL,),
     ) -> None:
         """padding_block: which block rows that only pad a batch write to and read from. cross_states: by key, what is
-        in memory at each step. table_of: the KV blocks of a request's tokens."""
+        in memory at each step. tables_of: the KV blocks of a request's tokens by group. groups: those that have block
+        tables of their own."""
         self._cross_states = cross_states
-        self._table_of = table_of
+        self._tables_of, self._groups = tables_of, tuple(groups)
         self._block_size = block_size
         self._device = device
         self._padding_block = padding_block
-        self._padding_tables: dict[int, array[int]] = {}
-        self._token_ids, self._positions, self._slots = np.empty((3, 0), np.int64)
-        self._tables = np.zeros((0, 0), np.int32)
-        # Which table each row holds, and how many blocks of it.
-        self._rows: list[tuple[array[int] | None, int]] = []
+        self._padding_tables: dict[int, list[array[int]]] = {}
+        self._token_ids, self._positions = np.empty((2, 0), np.int64)
+        self._slots = np.empty((len(groups), 0), np.int64)
+        self._tables = np.zeros((len(groups), 0, 0), np.int32)
+        # Which tables each row holds, and how many blocks of them.
+        self._rows: list[tuple[list[array[int]] | None, int]] = []
 
     def build(
         self,
@@ -116,8 +120,8 @@ class BatchBuilder:
         context_lens = [request.start + request.num_tokens for request in scheduled]
         states = [request.state for request in scheduled]
         others = [state for state in states if not state.is_plain_text]
-        tables = [*map(self._table_of, states)]
-        num_tokens, width = sum(counts), max(map(len, tables))
+        tables = [*map(self._tables_of, states)]
+        num_tokens, width = sum(counts), max([len(groups[0]) for groups in tables])
         num_decodes = counts.count(1)
         has_cross = any([state.cross_key for state in others])
         padded = None if has_cross else self._device.padded_rows(num_tokens, num_decodes)
@@ -137,10 +141,10 @@ class BatchBuilder:
         self._reserve(num_tokens + padding, len(counts) + len(padding_counts), width)
         for row, table in enumerate(tables):
             kept, written = self._rows[row]
-            if kept is not table or written != len(table):
-                self._keep_table(row, table)
+            if kept is not table or written != len(table[0]):
+                self._keep_tables(row, table)
         ends = np.cumsum(counts)
-        positions, slots = self._positions[:num_tokens], self._slots[:num_tokens]
+        positions, slots = self._positions[:num_tokens], self._slots[:, :num_tokens]
         place_tokens(counts, context_lens, self._tables, self._block_size, positions, slots)
         if others and any(offsets := [state.position_offset for state in states]):
             positions += np.repeat(offsets, counts)
@@ -148,7 +152,7 @@ class BatchBuilder:
         if padding_counts:
             self._pad(num_tokens, len(counts), padding_counts)
             context_lens, counts = context_lens + padding_counts, counts + padding_counts
-            token_ids, slots = self._token_ids[: num_tokens + padding], self._slots[: num_tokens + padding]
+            token_ids, slots = self._token_ids[: num_tokens + padding], self._slots[:, : num_tokens + padding]
         in_grids = self._positions[: num_tokens + padding]
         num_positions = 0
         if any(map(_has_grid, others)):
@@ -166,7 +170,7 @@ class BatchBuilder:
             arrays.append(adapted)
         # The size of what comes from here on does not move what a captured step of decodes reads: it finds the tables
         # at the same address however wide they are, and the number of sampled rows is no part of its shapes.
-        arrays += [self._tables[: len(counts), :width], _sampled_rows(scheduled, ends)]
+        arrays += [self._tables[:, : len(counts), :width], _sampled_rows(scheduled, ends)]
         pending = scheduled[0].pending
         if pending:
             # What failed in the step before has drawn nothing, and is computed in vain.
@@ -189,6 +193,7 @@ class BatchBuilder:
             num_positions=num_positions,
             cross=self._cross_rows(scheduled, ends) if has_cross else [],
             decodes=decodes,
+            groups=self._groups,
         )
         return Batch(
             token_ids=tokens,
@@ -216,30 +221,34 @@ class BatchBuilder:
         """Sequences of so many rows each behind those of requests, in a block that is nobody's."""
         rows = slice(num_tokens, num_tokens + sum(counts))
         self._token_ids[rows] = self._positions[rows] = 0
-        self._slots[rows] = self._padding_block * self._block_size
+        self._slots[:, rows] = self._padding_block * self._block_size
         for row, count in enumerate(counts, num_sequences):
             blocks = self._num_blocks(count)
-            table = self._padding_tables.setdefault(blocks, array("i", [self._padding_block] * blocks))
-            self._keep_table(row, table)
+            if blocks not in self._padding_tables:
+                self._padding_tables[blocks] = [array("i", [self._padding_block] * blocks)] * len(self._groups)
+            self._keep_tables(row, self._padding_tables[blocks])
 
     def _reserve(self, num_tokens: int, num_rows: int, width: int) -> None:
         """Allocate memory for a batch of these sizes, with some to spare for larger ones."""
         if num_tokens > len(self._token_ids):
-            self._token_ids, self._positions, self._slots = np.empty((3, num_tokens * 5 // 4), np.int64)
-        rows, columns = self._tables.shape
+            self._token_ids, self._positions = np.empty((2, num_tokens * 5 // 4), np.int64)
+            self._slots = np.empty((len(self._groups), num_tokens * 5 // 4), np.int64)
+        _, rows, columns = self._tables.shape
         if num_rows > rows or width > columns:
             shape = max(rows, num_rows * 5 // 4), max(columns, width * 5 // 4 + 1)
-            self._tables = np.zeros(shape, np.int32)
+            self._tables = np.zeros((len(self._groups), *shape), np.int32)
             self._rows = [(None, 0)] * shape[0]
 
-    def _keep_table(self, row: int, table: array[int]) -> None:
-        """Write a block table's new blocks to a row. A preempted request has a new table."""
+    def _keep_tables(self, row: int, tables: list[array[int]]) -> None:
+        """Write the new blocks of a row's block tables. A preempted request has new tables."""
         owner, written = self._rows[row]
-        if owner is not table:
-            self._tables[row, len(table) :] = 0
+        length = len(tables[0])
+        if owner is not tables:
+            self._tables[:, row, length:] = 0
             written = 0
-        self._tables[row, written : len(table)] = table[written:]
-        self._rows[row] = table, len(table)
+        for group, table in enumerate(tables):
+            self._tables[group, row, written:length] = table[written:]
+        self._rows[row] = tables, length
 
     def _write_tokens(
         self, scheduled: Sequence[ScheduledRequest], num_tokens: int

@@ -27,10 +27,10 @@ _IMAGE = -1
 class RequestState:
     """A request's tokens, its KV blocks, and how its next token is sampled.
 
-    token_ids: prompt and answer. block_table: grows while the request keeps its blocks; after a preemption a new one
-    takes its place. scaling_table: likewise for its scaling pass; None: it has none. bidirectional_spans: tokens
-    ``first <= i < last`` that attend to each other in both directions. is_plain_text: whether it has no images, and its
-    positions count its tokens.
+    token_ids: prompt and answer. block_tables: by cache group; they grow while the request keeps its blocks, and new
+    ones take their place after a preemption. scaling_tables: `block_tables` of its scaling pass; empty: it has none.
+    bidirectional_spans: tokens ``first <= i < last`` that attend to each other in both directions. is_plain_text:
+    whether it has no images, and its positions count its tokens.
     adapter: the digest of its adapter; empty: none.
     guide: follows its grammar; None: it has none. logits_processor: its biases and penalties. ngrams: those that it
     must not repeat. thinking: where it stands in its thoughts, which no grammar holds for; None: it has none.
@@ -45,7 +45,7 @@ class RequestState:
         "adapter",
         "bad_words",
         "bidirectional_spans",
-        "block_table",
+        "block_tables",
         "cross_key",
         "end_token_ids",
         "guide",
@@ -59,7 +59,7 @@ class RequestState:
         "params",
         "permitted",
         "request_id",
-        "scaling_table",
+        "scaling_tables",
         "seed",
         "thinking",
         "token_ids",
@@ -70,8 +70,8 @@ class RequestState:
         self.request_id = request.request_id
         self.token_ids = list(request.token_ids)
         self.num_prompt_tokens = request.num_prompt_tokens
-        self.block_table = array("i", request.block_ids)
-        self.scaling_table = array("i", request.scaling_block_ids) if request.scaling_block_ids else None
+        self.block_tables = [array("i", blocks) for blocks in request.block_ids]
+        self.scaling_tables = [array("i", blocks) for blocks in request.scaling_block_ids]
         self.params = request.params
         self.seed = request.seed
         self.max_len = request.max_len
@@ -194,14 +194,14 @@ class RequestState:
         return np.zeros(self._vocab_size, np.bool_) if mask is None else mask
 
     def set_blocks(self, scheduled: CachedRequest) -> None:
-        """Update the block table from a step."""
+        """Update the block tables from a step."""
         if scheduled.resumed:
-            self.block_table = array("i")
-        self.block_table.extend(scheduled.new_block_ids)
-        if scheduled.new_scaling_block_ids:
-            if scheduled.resumed or self.scaling_table is None:
-                self.scaling_table = array("i")
-            self.scaling_table.extend(scheduled.new_scaling_block_ids)
+            self.block_tables = [array("i") for _ in self.block_tables]
+            self.scaling_tables = [array("i") for _ in self.scaling_tables]
+        new = zip(self.block_tables, scheduled.new_block_ids, strict=True)
+        scaling = zip(self.scaling_tables, scheduled.new_scaling_block_ids, strict=True)
+        for table, blocks in (*new, *scaling):
+            table.extend(blocks)
 
     def _unwanted(self, allowed: Allowed | None) -> frozenset[int]:
         """Tokens that would repeat an n-gram or complete a bad word; none where nothing else is allowed."""

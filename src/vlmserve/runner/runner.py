@@ -115,7 +115,7 @@ class ModelRunner:
         self._images = ImageEncoder(model, adapters)
         self._batches = BatchBuilder(block_size, model.device, num_blocks, self._images.embeddings)
         self._scaling_batches = BatchBuilder(
-            block_size, OtherMemory(model.device), num_blocks, table_of=attrgetter("scaling_table")
+            block_size, OtherMemory(model.device), num_blocks, tables_of=attrgetter("scaling_tables")
         )
         self._kv = KVTensors(model, num_blocks, num_host_blocks, block_size)
         # What the last step drew, at least one token, and which request each is of.
@@ -242,7 +242,7 @@ class ModelRunner:
         assert self._adapters is not None
         if not self._adapters.mixes:
             return None
-        mixed = [request for request in scheduled if request.state.scaling_table is not None]
+        mixed = [request for request in scheduled if request.state.scaling_tables]
         if not mixed:
             return None
         slots = self._adapters.slots_of_scaling_pass(mixed)

@@ -8,7 +8,7 @@ from array import array
 from vlmserve.cache.blocks import BlockPool
 from vlmserve.cache.keys import block_key, cross_attention_root, cross_key, touched_images
 from vlmserve.scheduler.block_table import BlockTable
-from vlmserve.steps import CachedRequest, NewRequest
+from vlmserve.steps import BlockIds, CachedRequest, NewRequest
 from vlmserve.types import (
     Bidirectional,
     EngineRequest,
@@ -171,7 +171,7 @@ class Request:
             num_tokens,
             num_prompt_tokens=self.num_prompt_tokens,
             token_ids=self.token_ids[:],
-            block_ids=block_ids[0],
+            block_ids=block_ids[:1],
             params=self.params.without_model(),
             seed=self.seed,
             max_len=self.max_len,
@@ -179,7 +179,7 @@ class Request:
             images=tuple(span.placement for span in self.image_spans),
             cross_key=self.cross_key,
             adapter=self.adapter,
-            scaling_block_ids=block_ids[1] if len(block_ids) > 1 else [],
+            scaling_block_ids=block_ids[1:],
             thoughts=self.thoughts,
             client=self.client,
         )
@@ -188,12 +188,13 @@ class Request:
         """The message that schedules the token which the step before gives, and which is not known yet."""
         return CachedRequest(self.request_id, len(self.token_ids), 1, *self._new_blocks())
 
-    def _new_blocks(self, resumed: bool = False) -> tuple[tuple[int, ...], bool, tuple[int, ...]]:
+    def _new_blocks(self, resumed: bool = False) -> tuple[BlockIds, bool, BlockIds]:
         """The last fields of a `CachedRequest`."""
         table = self.tables[0]
-        new = () if table.num_sent == len(table.blocks) else tuple(table.new_blocks())
-        scaling = tuple(self.tables[1].new_blocks()) if len(self.tables) > 1 else ()
-        return new, resumed, scaling
+        if table.num_sent == len(table.blocks):
+            return (), resumed, ()
+        new = tuple(tuple(table.new_blocks()) for table in self.tables)
+        return new[:1], resumed, new[1:]
 
     def grow(self, num_blocks: int, pool: BlockPool) -> None:
         """Take that many blocks for each table."""

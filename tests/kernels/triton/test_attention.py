@@ -98,7 +98,7 @@ def test_decodes_are_split_by_the_work_of_the_batch(
     items, joins = (tensor.tolist() for tensor in plan.work[window or 0])
     assert (len(items), len(joins)) == (len(lengths) + extra, min(len(lengths), extra))
     used = [item[:5] for item in items if item[1] < item[2]]
-    stride = metadata.block_tables.stride(0)
+    stride = metadata.block_tables.stride(1)
     for number, length in enumerate(lengths):
         own = [item for item in used if item[0] == number]
         starts = [max(0, length - window) if window else 0, *(item[2] for item in own)]
@@ -186,7 +186,7 @@ def test_a_sequence_that_only_pads_changes_nothing(device: torch.device) -> None
         cache = backend.allocate(blocks.num_blocks, 16, PLAIN, torch.float32, device)
         query, key, value = (torch.randn(47, heads, 8).to(device) for heads in (4, 2, 2))
         metadata = blocks.metadata(batch, device)
-        rows = len(metadata.slot_mapping)
+        rows = metadata.slot_mapping.shape[1]
         plan = backend.prepare(metadata, 16, [PLAIN], torch.float32)
         outputs.append(
             backend.attend(query[:rows], key[:rows], value[:rows], AttentionContext(cache, PLAIN, metadata, plan))[:40]
@@ -220,7 +220,7 @@ def test_decode_count_may_be_on_the_device(
         assert metadata.num_decodes == 2
         if padded:
             metadata = dataclasses.replace(metadata, decodes=torch.tensor([2], dtype=torch.int32, device=device))
-        count = len(metadata.slot_mapping)
+        count = metadata.slot_mapping.shape[1]
         plan = backend.prepare(metadata, 16, [spec], torch.float32)
         assert plan.split_chunks == split
         output = backend.attend(

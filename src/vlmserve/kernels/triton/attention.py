@@ -156,7 +156,7 @@ class TritonAttention(TorchReference):
             splits = max(splits, CHUNK_SPLITS.value)
         self._reserve(part_rows * splits, layers, metadata.slot_mapping.device)
         kind = "mixed" if is_mixed else metadata.num_decodes
-        width = metadata.block_tables.shape[1]
+        width = metadata.block_tables.shape[2]
         capture_key = (splits, part, split_chunks, kind, len(metadata.query_lens), width) if reach is None else None
         return TritonPlan({}, splits, part, split_chunks, self._sums, self._largest, reach, capture_key)
 
@@ -173,7 +173,7 @@ class TritonAttention(TorchReference):
         }
         for window, (items, joins) in work.items():
             divide_decodes[(1,)](
-                metadata.context_lens, items, joins, decodes, extra, most_joins, metadata.block_tables.stride(0),
+                metadata.context_lens, items, joins, decodes, extra, most_joins, metadata.block_tables.stride(1),
                 DECODES=next_power_of_2(decodes), WINDOW=window, PART=PART, num_warps=1,
             )  # fmt: skip
         # Captured steps read the items of each new step, so these have to be where they were.
@@ -237,7 +237,7 @@ class TritonAttention(TorchReference):
             raise ValueError(f"queries of {qkv.dtype} do not fit a cache of {cache.keys.dtype}")
         if qkv.stride(1) != 1:
             qkv = qkv.contiguous()
-        slots = metadata.slot_mapping
+        slots, tables = metadata.slots_of(spec), metadata.tables_of(spec)
         work = plan.work.get(spec.window or 0)
         writes = self.writes and work is not None
         query = qkv if writes else rotate_into_cache(qkv, rope, cache, spec, slots, norms)
@@ -265,7 +265,7 @@ class TritonAttention(TorchReference):
             cache.keys,
             cache.values,
             cache.keys if cache.scales is None else cache.scales,
-            metadata.block_tables,
+            tables,
             metadata.query_starts,
             metadata.context_lens,
             metadata.context_lens if plan.reach is None else plan.reach,
@@ -283,7 +283,7 @@ class TritonAttention(TorchReference):
             query if norms is None else norms.key,
             decodes,
             sequences,
-            metadata.block_tables.stride(0),
+            metadata.block_tables.stride(1),
             query.stride(0),
             spec.scale,
             spec.soft_cap or 1.0,
@@ -378,7 +378,7 @@ def _reach(metadata: BatchMetadata) -> Tensor | None:
     if not metadata.bidirectional:
         return None
     device = metadata.slot_mapping.device
-    reach = torch.zeros(len(metadata.slot_mapping), dtype=torch.int32)
+    reach = torch.zeros(metadata.slot_mapping.shape[1], dtype=torch.int32)
     for _, first, last, seen in metadata.bidirectional:
         reach[first:last] = seen
     return to_device(reach, device)
