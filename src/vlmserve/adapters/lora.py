@@ -52,7 +52,6 @@ class Adapter:
 
     @property
     def unpacked(self) -> bool:
-        """See `AdapterRows.unpacked`."""
         changes = (prepared.change for path, prepared in self.layers.items() if path.startswith(LAYERS))
         return any(change.adds or change.replaces for change in changes)
 

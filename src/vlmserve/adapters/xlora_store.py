@@ -27,7 +27,6 @@ class XLoraStore(AdapterStore):
         return self._scaling_passes.get(served.digest)
 
     def serve(self, name: str, folder: Path, adapter: Adapter) -> Served:
-        """See `AdapterStore.serve`."""
         served = super().serve(name, folder, adapter)
         if adapter.mixture is not None:
             of_base = adapter.mixture.of_scaling_pass is None
@@ -36,7 +35,6 @@ class XLoraStore(AdapterStore):
         return served
 
     def unload(self, name: str) -> None:
-        """See `AdapterStore.unload`."""
         super().unload(name)
         self._forget()
 

@@ -57,7 +57,6 @@ class LocalAnswers:
         self.name = self.llm.config.model
 
     def answer(self, asks: Sequence[Ask]) -> Iterator[tuple[int, Result]]:
-        """See `BatchAnswers.answer`."""
         read: list[tuple[int, Chat, dict[str, Any]]] = []
         for number, ask in enumerate(asks):
             try:
@@ -129,7 +128,6 @@ class ServerAnswers:
         self._concurrency = concurrency
 
     def answer(self, asks: Sequence[Ask]) -> Iterator[tuple[int, Result]]:
-        """See `BatchAnswers.answer`."""
         waiting = iter(enumerate(asks))
         running: dict[Future[Result], int] = {}
         with ThreadPoolExecutor(self._concurrency) as pool:

@@ -33,14 +33,12 @@ class _Bar(BatchProgress):
         self._failed = 0
 
     def begin(self, total: int, done: int) -> None:
-        """See `BatchProgress.begin`."""
         if done:
             note(f"continuing: {done:,} of {total:,} questions are answered already")
         self._task = self._progress.add_task("", total=total, completed=done, rate="")
         self._progress.start()
 
     def advance(self, result: Result) -> None:
-        """See `BatchProgress.advance`."""
         self._failed += bool(result.error)
         self._progress.advance(self._task)
         speed = self._progress.tasks[0].speed

@@ -94,7 +94,6 @@ class CpuDevice(TorchDevice):
         return HostClock(lambda: time.process_time() / threads)
 
     def linear(self, weight: AnyWeight, bias: Tensor | None, epilogue: Epilogue, dtype: torch.dtype) -> Product:
-        """See `Operations.linear`."""
         if isinstance(weight, Tensor) and can_reorder(dtype, weight.device):
             return ReorderedProduct(weight, bias, epilogue)
         return torch_linear(weight, bias, epilogue, dtype)
@@ -109,7 +108,6 @@ class CpuDevice(TorchDevice):
         return self.expected_cache(fraction, self.mapped_bytes)
 
     def expected_cache(self, fraction: float, weights: int) -> int:
-        """See `Device.expected_cache`."""
         return int((free_memory() - weights) * CACHE_SHARE)
 
 
@@ -136,7 +134,6 @@ class NativeCpuDevice(CpuDevice):
         return cpu_sampling.draw
 
     def multiplies(self, weight: QuantizedWeight) -> bool:
-        """See `Operations.multiplies`."""
         return weight.is_supported or weight.is_in_byte_groups
 
     def multiplies_superblocks(self, input_bits: int | None) -> bool:
@@ -144,7 +141,6 @@ class NativeCpuDevice(CpuDevice):
         return input_bits != 16 and self.kernels in SUPERBLOCK_ISAS
 
     def linear(self, weight: AnyWeight, bias: Tensor | None, epilogue: Epilogue, dtype: torch.dtype) -> Product:
-        """See `Operations.linear`."""
         if not self._can_pack(weight, dtype):
             return super().linear(weight, bias, epilogue, dtype)
         return PackedLinear(
@@ -157,7 +153,6 @@ class NativeCpuDevice(CpuDevice):
         )
 
     def table(self, weight: AnyWeight, dtype: torch.dtype) -> Table:
-        """See `Operations.table`."""
         if not self._can_pack(weight, dtype):
             return super().table(weight, dtype)
         return PackedLinear(weight, dtype=dtype, float_output=True)
@@ -168,19 +163,15 @@ class NativeCpuDevice(CpuDevice):
         return can_pack(weight.shape[1], dtype)
 
     def norm(self, weight: Tensor, bias: Tensor | None, eps: float, offset: float = 0.0) -> Norm | None:
-        """See `Operations.norm`."""
         return NativeNorm(weight, bias, eps, offset)
 
     def heads_norm(self, parts: Sequence[NormedHeads], dtype: torch.dtype) -> HeadsNorm | None:
-        """See `Operations.heads_norm`."""
         return NativeHeadsNorm(parts, dtype)
 
     def encoder_attention(self, num_heads: int, head_size: int, dtype: torch.dtype) -> EncoderKernel | None:
-        """See `Operations.encoder_attention`."""
         return partial(encoder_attention, num_heads=num_heads) if can_pack(head_size, dtype) else None
 
     def encoder_rotation(self, dtype: torch.dtype) -> RotationKernel | None:
-        """See `Operations.encoder_rotation`."""
         return rotate_heads if dtype in DTYPES else None
 
     def attention(
@@ -199,7 +190,6 @@ class NativeCpuDevice(CpuDevice):
         return CpuAttention(quantized_cache=quantized_cache)
 
     def executor(self) -> LayerExecutor:
-        """See `Device.executor`."""
         return ProgramExecutor()
 
     def logits_buffer(self, rows: int, vocab_size: int) -> Tensor | None:
@@ -216,7 +206,6 @@ class ProgramExecutor:
         self._recorded: tuple[weakref.ref[LayerCache], Program | None] | None = None
 
     def run(self, layers: LayerStack, x: Tensor, caches: Sequence[LayerCache], step: StepContext) -> Tensor:
-        """See `LayerExecutor.run`."""
         # A program has no place for factors of queries, nor for what adapters change beside its kernels.
         beside = step.adapters is not None and step.adapters.has_unpacked
         program = None if beside or step.query_scale is not None else self.program(layers, x, caches, step)
@@ -228,7 +217,6 @@ class ProgramExecutor:
         return program.run(x, ropes, step.plan, step.adapters.rows.slots, step.adapters.scalings)
 
     def for_part(self) -> LayerExecutor:
-        """See `LayerExecutor.for_part`."""
         return ProgramExecutor()
 
     def program(self, layers: LayerStack, x: Tensor, caches: Sequence[LayerCache], step: StepContext) -> Program | None:

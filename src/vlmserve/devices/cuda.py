@@ -113,7 +113,6 @@ class CudaDevice(TorchDevice):
 
     @property
     def gpu_uuid(self) -> str | None:
-        """See `Device.gpu_uuid`."""
         if torch.version.hip is not None:
             return None
         return f"GPU-{torch.cuda.get_device_properties(self.torch_device).uuid}"
@@ -154,7 +153,6 @@ class CudaDevice(TorchDevice):
         return QuantizedProduct(weight, bias, epilogue, dtype, block_elements=BLOCK_ELEMENTS)
 
     def table(self, weight: AnyWeight, dtype: torch.dtype) -> Table:
-        """See `Operations.table`."""
         if isinstance(weight, QuantizedWeight) and weight.is_float8:
             by_rows = self._multiplies_float8_rows
             return torch_float8.Float8Product(weight, None, Epilogue(float_output=True), dtype, by_rows=by_rows)
@@ -235,7 +233,6 @@ class CudaDevice(TorchDevice):
         return min(wanted, self._free_before) - peak - beside_torch - reserved
 
     def expected_cache(self, fraction: float, weights: int) -> int:
-        """See `Device.expected_cache`."""
         free, total = torch.cuda.mem_get_info(self.torch_device)
         return min(int(total * fraction), free) - weights
 
@@ -253,7 +250,6 @@ class TritonDevice(CudaDevice):
 
     @property
     def draw(self) -> TritonDraw:
-        """See `Device.draw`."""
         if self._draw is None:
             from vlmserve.kernels.triton.sampling import TritonDraw
 
@@ -263,11 +259,9 @@ class TritonDevice(CudaDevice):
 
     @property
     def draw_later(self) -> DrawLater | None:
-        """See `Device.draw_later`."""
         return self.draw
 
     def linear(self, weight: AnyWeight, bias: Tensor | None, epilogue: Epilogue, dtype: torch.dtype) -> Product:
-        """See `Operations.linear`."""
         from vlmserve.kernels.triton.products import TritonProduct
         from vlmserve.kernels.triton.stored import unsupported_reason
 
@@ -286,7 +280,6 @@ class TritonDevice(CudaDevice):
         )
 
     def table(self, weight: AnyWeight, dtype: torch.dtype) -> Table:
-        """See `Operations.table`."""
         from vlmserve.kernels.triton.products import TritonProduct
         from vlmserve.kernels.triton.stored import unsupported_reason
 
@@ -295,7 +288,6 @@ class TritonDevice(CudaDevice):
         return TritonProduct(weight, dtype=dtype, float_output=True)
 
     def norm(self, weight: Tensor, bias: Tensor | None, eps: float, offset: float = 0.0) -> Norm | None:
-        """See `Operations.norm`."""
         from vlmserve.kernels.triton.norm import MAX_SIZE, TritonNorm
 
         if len(weight) > MAX_SIZE:
@@ -303,7 +295,6 @@ class TritonDevice(CudaDevice):
         return TritonNorm(weight.float() + offset if offset else weight, bias, eps)
 
     def encoder_ranges(self, num_heads: int, head_size: int, dtype: torch.dtype) -> RangeKernels | None:
-        """See `Operations.encoder_ranges`."""
         from vlmserve.kernels.triton.encoder import TritonRanges, unsupported_reason
 
         if (reason := unsupported_reason(head_size, dtype)) is not None:
@@ -328,27 +319,21 @@ class TritonDevice(CudaDevice):
         return TritonAttention(quantized_cache=quantized_cache)
 
     def executor(self) -> LayerExecutor:
-        """See `Device.executor`."""
         return GraphExecutor(self._captures)
 
     def tower_executor(self) -> TowerExecutor:
-        """See `Device.tower_executor`."""
         return TowerGraphs(self._captures)
 
     def padded_rows(self, num_rows: int, num_decodes: int) -> int | None:
-        """See `Device.padded_rows`."""
         return captured_rows(num_rows, num_decodes) if self._captures.is_on else None
 
     def enforce_eager(self) -> None:
-        """See `Device.enforce_eager`."""
         self._captures.is_on = False
 
     def decode_sizes(self, most: int) -> list[int]:
-        """See `Device.decode_sizes`."""
         return captured_decodes(most) if self._captures.is_on else []
 
     def capturing(self, time: CaptureTime) -> AbstractContextManager[None]:
-        """See `Device.capturing`."""
         return self._captures.at(time)
 
 
@@ -401,12 +386,10 @@ class EventClock:
         self.mark()
 
     def mark(self) -> None:
-        """See `Clock.mark`."""
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self._device))
         self._events.append(event)
 
     def seconds(self) -> list[float]:
-        """See `Clock.seconds`."""
         self._events[-1].synchronize()
         return [before.elapsed_time(after) / 1e3 for before, after in pairwise(self._events)]

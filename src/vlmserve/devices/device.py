@@ -200,11 +200,9 @@ class EagerExecutor:
     """Runs layers one by one. A `LayerExecutor`."""
 
     def run(self, layers: LayerStack, x: Tensor, caches: Sequence[LayerCache], step: StepContext) -> Tensor:
-        """See `LayerExecutor.run`."""
         return layers(x, caches, step)
 
     def for_part(self) -> LayerExecutor:
-        """See `LayerExecutor.for_part`."""
         return self
 
 
@@ -212,11 +210,9 @@ class EagerTower:
     """Runs towers call by call. A `TowerExecutor`."""
 
     def run_images(self, tower: LaidOutTower, pixels: Sequence[Tensor]) -> Tensor | None:
-        """See `TowerExecutor.run_images`."""
         return None
 
     def run(self, encode: Callable[[Tensor], Tensor], tiles: Tensor) -> Tensor:
-        """See `TowerExecutor.run`."""
         return encode(tiles)
 
 
@@ -229,9 +225,7 @@ class HostClock:
         self._marks = [now()]
 
     def mark(self) -> None:
-        """See `Clock.mark`."""
         self._marks.append(self._now())
 
     def seconds(self) -> list[float]:
-        """See `Clock.seconds`."""
         return [after - before for before, after in pairwise(self._marks)]

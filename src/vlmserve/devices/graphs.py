@@ -123,7 +123,6 @@ class Captures:
 
     @contextmanager
     def at(self, time: CaptureTime) -> Iterator[None]:
-        """See `Device.capturing`."""
         self.time = time
         try:
             yield
@@ -250,7 +249,6 @@ class TowerGraphs:
         return sum(graph is not None for graph in (*self._graphs.values(), *self._images.values()))
 
     def run_images(self, tower: LaidOutTower, pixels: Sequence[Tensor]) -> Tensor | None:
-        """See `TowerExecutor.run_images`."""
         if sum(image.numel() for image in pixels) > MOST_PIXELS:
             return None
         key = tuple((image.shape, image.dtype) for image in pixels)
@@ -273,7 +271,6 @@ class TowerGraphs:
         return graph.repeat().clone()
 
     def run(self, encode: Callable[[Tensor], Tensor], tiles: Tensor) -> Tensor:
-        """See `TowerExecutor.run`."""
         if not 0 < len(tiles) <= MOST_TILES:
             return encode(tiles)
         parts: list[Tensor] = []

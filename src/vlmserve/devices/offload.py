@@ -39,12 +39,10 @@ class PlainBlocks:
         self._backend, self._layers, self._host = backend, layers, host
 
     def save(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """See `HostBlocks.save`."""
         for source, target in zip(self._layers, self._host, strict=True):
             self._backend.copy(source, target, torch.tensor(sources), torch.tensor(targets))
 
     def load(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """See `HostBlocks.load`."""
         for source, target in zip(self._host, self._layers, strict=True):
             self._backend.copy(source, target, torch.tensor(sources), torch.tensor(targets))
 
@@ -76,7 +74,6 @@ class PinnedBlocks:
         self._staged: list[_Staged] = []
 
     def save(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """See `HostBlocks.save`."""
         stream = self._stream
         for blocks, places in self._batches(sources, targets):
             staged = self._next()
@@ -92,7 +89,6 @@ class PinnedBlocks:
             staged.copied = stream.record()
 
     def load(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """See `HostBlocks.load`."""
         stream = self._stream
         for places, blocks in self._batches(sources, targets):
             staged = self._next()

@@ -25,17 +25,14 @@ class ProcessRanks:
         self.rank, self.size = rank, size
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """See `Ranks.sum`."""
         self._group.allreduce([tensor], dist.ReduceOp.SUM).wait()
         return tensor
 
     def largest(self, tensor: Tensor) -> Tensor:
-        """See `Ranks.largest`."""
         self._group.allreduce([tensor], dist.ReduceOp.MAX).wait()
         return tensor
 
     def gather(self, tensor: Tensor) -> list[Tensor]:
-        """See `Ranks.gather`."""
         parts = [torch.empty_like(tensor) for _ in range(self.size)]
         self._group.allgather([parts], [tensor]).wait()
         return parts

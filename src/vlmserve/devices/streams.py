@@ -59,26 +59,21 @@ class CudaCopyStream:
         return memory
 
     def copy(self, target: Tensor, source: Tensor) -> None:
-        """See `CopyStream.copy`."""
         with torch.cuda.stream(self._stream):
             target.copy_(source, non_blocking=True)
 
     def record(self) -> CopyEvent:
-        """See `CopyStream.record`."""
         event: torch.cuda.Event = self._stream.record_event()
         return event
 
     def record_computed(self) -> CopyEvent:
-        """See `CopyStream.record_computed`."""
         event: torch.cuda.Event = torch.cuda.current_stream(self._device).record_event()
         return event
 
     def wait(self, computed: CopyEvent) -> None:
-        """See `CopyStream.wait`."""
         assert isinstance(computed, torch.cuda.Event)
         self._stream.wait_event(computed)
 
     def let_compute_wait(self, copied: CopyEvent) -> None:
-        """See `CopyStream.let_compute_wait`."""
         assert isinstance(copied, torch.cuda.Event)
         torch.cuda.current_stream(self._device).wait_event(copied)

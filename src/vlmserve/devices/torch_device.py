@@ -66,61 +66,47 @@ class TorchDevice:
 
     @property
     def gpu_uuid(self) -> str | None:
-        """See `Device.gpu_uuid`."""
         return None
 
     @property
     def draw(self) -> Draw:
-        """See `Device.draw`."""
         return torch_sampling.draw
 
     @property
     def draw_later(self) -> DrawLater | None:
-        """See `Device.draw_later`."""
         return None
 
     def download(self, tensor: Tensor) -> Callable[[], list[int]]:
-        """See `Device.download`."""
         return tensor.tolist
 
     def multiplies(self, weight: QuantizedWeight) -> bool:
-        """See `Operations.multiplies`."""
         return weight.is_supported
 
     def multiplies_superblocks(self, input_bits: int | None) -> bool:
-        """See `Operations.multiplies_superblocks`."""
         return False
 
     def product_inputs(self, in_features: int, dtype: torch.dtype) -> int:
-        """See `Operations.product_inputs`."""
         return in_features
 
     def linear(self, weight: AnyWeight, bias: Tensor | None, epilogue: Epilogue, dtype: torch.dtype) -> Product:
-        """See `Operations.linear`."""
         return torch_linear(weight, bias, epilogue, dtype)
 
     def table(self, weight: AnyWeight, dtype: torch.dtype) -> Table:
-        """See `Operations.table`."""
         return torch_table(weight, dtype)
 
     def norm(self, weight: Tensor, bias: Tensor | None, eps: float, offset: float = 0.0) -> Norm | None:
-        """See `Operations.norm`."""
         return None
 
     def heads_norm(self, parts: Sequence[NormedHeads], dtype: torch.dtype) -> HeadsNorm | None:
-        """See `Operations.heads_norm`."""
         return None
 
     def encoder_attention(self, num_heads: int, head_size: int, dtype: torch.dtype) -> EncoderKernel | None:
-        """See `Operations.encoder_attention`."""
         return None
 
     def encoder_rotation(self, dtype: torch.dtype) -> RotationKernel | None:
-        """See `Operations.encoder_rotation`."""
         return None
 
     def encoder_ranges(self, num_heads: int, head_size: int, dtype: torch.dtype) -> RangeKernels | None:
-        """See `Operations.encoder_ranges`."""
         return None
 
     def attention(
@@ -130,23 +116,18 @@ class TorchDevice:
         *,
         quantized_cache: bool = False,
     ) -> AttentionBackend:
-        """See `Device.attention`."""
         return TorchReference(quantized_cache=quantized_cache, bucket_cost=self.bucket_cost)
 
     def executor(self) -> LayerExecutor:
-        """See `Device.executor`."""
         return EagerExecutor()
 
     def tower_executor(self) -> TowerExecutor:
-        """See `Device.tower_executor`."""
         return EagerTower()
 
     def upload(self, arrays: Sequence[np.ndarray]) -> list[Tensor]:
-        """See `Device.upload`."""
         return [torch.from_numpy(array).to(self.torch_device) for array in arrays]
 
     def upload_pixels(self, pixels: np.ndarray, dtype: torch.dtype, levels: Levels | None = None) -> Tensor:
-        """See `Device.upload_pixels`."""
         # Not from_numpy: it warns of read-only arrays, and images' pixels are read-only, since requests share them.
         if levels is None:
             return torch.tensor(pixels, device=self.torch_device, dtype=dtype)
@@ -155,42 +136,33 @@ class TorchDevice:
     def host_blocks(
         self, backend: AttentionBackend, layers: Sequence[LayerCache], count: int, allocate: AllocateCache
     ) -> HostBlocks:
-        """See `Device.host_blocks`."""
         return PlainBlocks(backend, layers, allocate(count, torch.device("cpu")))
 
     def padded_rows(self, num_rows: int, num_decodes: int) -> int | None:
-        """See `Device.padded_rows`."""
         return None
 
     def enforce_eager(self) -> None:
         """See `Device.enforce_eager`."""
 
     def decode_sizes(self, most: int) -> list[int]:
-        """See `Device.decode_sizes`."""
         return []
 
     def capturing(self, time: CaptureTime) -> AbstractContextManager[None]:
-        """See `Device.capturing`."""
         return nullcontext()
 
     def logits_buffer(self, rows: int, vocab_size: int) -> Tensor | None:
-        """See `Device.logits_buffer`."""
         return None
 
     def clock(self) -> Clock:
-        """See `Device.clock`."""
         return HostClock()
 
     def work_clock(self) -> Clock:
-        """See `Device.work_clock`."""
         return self.clock()
 
     def cache_budget(self, fraction: float, largest_step: Callable[[], None], reserved: int = 0) -> int:
-        """See `Device.cache_budget`."""
         raise NotImplementedError
 
     def expected_cache(self, fraction: float, weights: int) -> int:
-        """See `Device.expected_cache`."""
         raise NotImplementedError
 
 
@@ -206,5 +178,4 @@ class MpsDevice(TorchDevice):
         return int(torch.mps.recommended_max_memory() * fraction) - held - reserved
 
     def expected_cache(self, fraction: float, weights: int) -> int:
-        """See `Device.expected_cache`."""
         return int(torch.mps.recommended_max_memory() * fraction) - weights

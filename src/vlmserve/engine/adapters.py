@@ -73,7 +73,6 @@ class AdapterLoading:
         self.store.is_pending = scheduler.adapters.is_pending
 
     def begin(self, number: int, name: str, path: str, pool: Mapping[str, str] | None) -> None:
-        """See `VLMEngine.load_adapter`."""
         check_name(name)
         folder = find_adapter(path)
         self._loads.append(_Load(number, name, folder, self.store.read(folder, pool)))
@@ -84,7 +83,6 @@ class AdapterLoading:
         return bool(self._loads)
 
     def finish(self) -> list[FinishedLoad]:
-        """See `VLMEngine.finished_loads`."""
         ended = [load for load in self._loads if load.reading.done()]
         self._loads = [load for load in self._loads if load not in ended]
         finished = []

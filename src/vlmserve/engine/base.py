@@ -21,12 +21,10 @@ class BaseEngine:
 
     @property
     def grammars(self) -> GrammarCompiler:
-        """See `VLMEngine.grammars`."""
         return self._grammars
 
     @property
     def info(self) -> ModelInfo:
-        """See `VLMEngine.info`."""
         return self._info
 
     @property
@@ -36,7 +34,6 @@ class BaseEngine:
 
     @property
     def silence(self) -> float:
-        """See `VLMEngine.silence`."""
         return 0.0
 
     def check(self) -> None:
@@ -48,20 +45,16 @@ class BaseEngine:
         return []
 
     def load_adapter(self, number: int, name: str, path: str, pool: Mapping[str, str] | None = None) -> None:
-        """See `VLMEngine.load_adapter`."""
         raise AdapterError("no adapters are served here: start with --enable-lora")
 
     def finished_loads(self) -> list[FinishedLoad]:
-        """See `VLMEngine.finished_loads`."""
         return []
 
     @property
     def is_loading(self) -> bool:
-        """See `VLMEngine.is_loading`."""
         return False
 
     def unload_adapter(self, name: str) -> None:
-        """See `VLMEngine.unload_adapter`."""
         raise UnknownModelError(f"there is no adapter {name!r:.100} here", param="lora_name")
 
     def _check(self, request: EngineRequest, unfinished: Container[str], num_waiting: int, num_running: int) -> None:

@@ -69,14 +69,12 @@ class RankProcesses:
         logger.info("Tensor parallelism: %d ranks on %s", size, where)
 
     def send(self, frames: Frames) -> None:
-        """See `Followers.send`."""
         self.check()
         with self.explained():
             send_frames([process.channel for process in self._processes], frames)
 
     @contextlib.contextmanager
     def explained(self) -> Iterator[None]:
-        """See `Followers.explained`."""
         try:
             yield
         except BaseException as error:
@@ -89,16 +87,13 @@ class RankProcesses:
 
     @property
     def watched(self) -> Sequence[int]:
-        """See `Followers.watched`."""
         return [process.channel.fileno() for process in self._processes]
 
     @property
     def silence(self) -> float:
-        """See `Followers.silence`."""
         return self._watch.silence
 
     def check(self) -> None:
-        """See `Followers.check`."""
         if not self._close.alive:
             raise EngineDeadError("the engine's ranks have ended")
         if select.select(self.watched, [], [], 0)[0]:

@@ -91,7 +91,6 @@ class EncoderAttention(Layer):
             start += last - query
 
     def arrange(self, operations: Operations) -> None:
-        """See `Layer.arrange`."""
         for_heads = operations.encoder_attention
         self._kernel = for_heads(self.num_heads, self.head_size, self._dtype) or self._kernel
         self._head_kernel = for_heads(1, self.head_size, self._dtype) or self._head_kernel

@@ -229,7 +229,6 @@ class Linear(Weight):
         return torch_linear(weight, bias, self.epilogue, self.dtype)(x, residual)
 
     def prepare(self, change: Change) -> PreparedChange:
-        """See `Weight.prepare`."""
         return super().prepare(change if self._padding is None else self._padding.of_change(change))
 
     def widen_for(self, reader: Linear, operations: Operations) -> None:
@@ -265,12 +264,10 @@ class Linear(Weight):
             self._drop()
 
     def kept(self) -> KeptWeight | None:
-        """See `Weight.kept`."""
         kept = super().kept()
         return None if kept is None or self._padding is not None else dataclasses.replace(kept, order=self.order)
 
     def restore(self, kept: KeptWeight) -> None:
-        """See `Weight.restore`."""
         super().restore(kept)
         self._product, self.order = kept.product, kept.order
 
@@ -394,11 +391,9 @@ class Embedding(Layer):
         return self._table is not None
 
     def kept(self) -> KeptWeight | None:
-        """See `Weight.kept`."""
         return None if self._table is None else KeptWeight(self._table, None)
 
     def restore(self, kept: KeptWeight) -> None:
-        """See `Weight.restore`."""
         self._table = cast(Table, kept.product)
         del self.weight
 
@@ -444,13 +439,11 @@ class TiedEmbedding(Weight):
         return torch_table(weight, self.dtype)(x, residual)
 
     def arrange(self, operations: Operations) -> None:
-        """See `Layer.arrange`."""
         if self._table is None:
             self._table = operations.table(self._matrix(), self.dtype)
             self._drop()
 
     def restore(self, kept: KeptWeight) -> None:
-        """See `Weight.restore`."""
         super().restore(kept)
         self._table = cast(Table, kept.product)
 

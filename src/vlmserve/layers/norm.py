@@ -53,7 +53,6 @@ class RMSNorm(Normalization):
         return F.rms_norm(x, size, self.weight, self.eps)
 
     def arrange(self, operations: Operations) -> None:
-        """See `Layer.arrange`."""
         self._compute_by(operations.norm(self.weight.data, None, self.eps, self.offset))
 
 
@@ -72,7 +71,6 @@ class LayerNorm(Normalization):
         return F.layer_norm(x, (x.shape[-1],), self.weight, self.bias, self.eps)
 
     def arrange(self, operations: Operations) -> None:
-        """See `Layer.arrange`."""
         self._compute_by(operations.norm(self.weight.data, self.bias.data, self.eps))
 
 

@@ -129,7 +129,6 @@ class ParallelTiedEmbedding(TiedEmbedding):
         return self._ranks.sum(super().forward(rows).masked_fill(lacks[:, None], 0))
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
-        """See `TiedEmbedding.logits`."""
         return self._vocabulary.gathered(super().logits(hidden), self._ranks, out)
 
 
@@ -152,7 +151,6 @@ class ParallelOutputLinear(OutputLinear):
         self._ranks = ranks
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
-        """See `OutputLinear.logits`."""
         return self._vocabulary.gathered(super().logits(hidden), self._ranks, out)
 
 

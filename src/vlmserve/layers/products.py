@@ -72,7 +72,6 @@ class PlainProduct(TorchProduct):
         return self._weight.nbytes
 
     def rows(self, indices: Tensor) -> Tensor:
-        """See `Table`."""
         return F.embedding(indices, self._weight)
 
     def _multiply(self, x: Tensor) -> Tensor:
@@ -141,7 +140,6 @@ class QuantizedProduct(TorchProduct):
         return self._values.nbytes + self._scales.nbytes + self._minimums.nbytes
 
     def rows(self, indices: Tensor) -> Tensor:
-        """See `Table`."""
         if self._bits == 8:
             values = self._values[indices]
         else:

@@ -72,7 +72,6 @@ class ClusterLimits:
         return None if store is None else cls(store)
 
     async def refresh(self, account: Account) -> None:
-        """See `SharedLimits.refresh`."""
         is_limited = account.key.max_concurrency is not None
         if not account.buckets and not is_limited:
             return
