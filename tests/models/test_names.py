@@ -15,9 +15,9 @@ from vlmserve.config import QuantizationConfig
 from vlmserve.errors import CheckpointNotFoundError
 from vlmserve.families.family import NamedModel
 from vlmserve.layers.linear import Linear, TiedEmbedding, Weight
-from vlmserve.models.catalogue import catalogue
+from vlmserve.models.catalogue import family_rows, markdown, name_rows
 from vlmserve.models.hub import resolve_model
-from vlmserve.models.names import MODELS, markdown, repository_of, rows
+from vlmserve.models.names import MODELS, repository_of
 from vlmserve.quant.model import quantize
 
 LLAMA = {"model_type": "llama", "num_attention_heads": 32, "tie_word_embeddings": False}
@@ -116,8 +116,8 @@ FAMILIES = {
 
 
 def test_short_names_take_what_families_take() -> None:
-    takes = {entry.architecture: entry.takes for entry in catalogue()}
-    for name, _, taken, *_ in rows():
+    takes = {architecture: taken for _, architecture, taken, _ in family_rows()}
+    for name, _, taken, *_ in name_rows():
         family = None if name == "gemma3:1b" else FAMILIES.get(name.partition(":")[0])
         assert taken == (takes[f"{family}ForConditionalGeneration"] if family else "text"), name
 

@@ -7,22 +7,22 @@ from rich.console import Console
 from rich.table import Table
 
 from vlmserve.config import BUILT_IN_MODEL
-from vlmserve.models import catalogue, names
+from vlmserve.models import catalogue
 
 
 def show_models(*, as_markdown: bool) -> None:
     """Print the short names, then the families."""
     if as_markdown:
-        print(names.markdown(), catalogue.markdown(), sep="\n", end="")
+        print(catalogue.markdown(), end="")
         return
-    short = Table(*names.HEADINGS, box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    short = Table(*catalogue.NAME_HEADINGS, box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for column in short.columns[3:]:
         column.justify = "right"
-    for row in names.rows():
+    for row in catalogue.name_rows():
         short.add_row(*row)
-    families = Table(*catalogue.HEADINGS, box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    families = Table(*catalogue.FAMILY_HEADINGS, box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     families.columns[1].no_wrap = True
-    for entry in catalogue.catalogue():
+    for entry in catalogue.family_rows():
         families.add_row(*entry)
     console = Console(highlight=False)
     console.print(short)

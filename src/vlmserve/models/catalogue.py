@@ -1,49 +1,54 @@
-"""The table of supported families."""
+"""The tables of short names and of supported families."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Iterable, Sequence
 
-from vlmserve.families.family import LanguageFamily, VisionFamily
+from vlmserve.families.family import BYTES, LanguageFamily, VisionFamily
 from vlmserve.families.registry import LANGUAGE_FAMILIES, families
 
-HEADINGS = ("Models", "Architecture", "Takes", "With")
+NAME_HEADINGS = ("Name", "Repository", "Takes", "Billion parameters", *(f"GB in {weights}" for weights in BYTES))
+"""GB are 10^9 bytes of weights."""
+FAMILY_HEADINGS = ("Models", "Architecture", "Takes", "With")
 
 
-class Entry(NamedTuple):
-    """A row, in the order of `HEADINGS`.
+def name_rows() -> list[tuple[str, ...]]:
+    return [
+        (
+            model.name,
+            model.repository,
+            family.takes,
+            f"{model.parameters / 1e9:.2f}",
+            *(f"{model.memory(weights) / 1e9:.1f}" for weights in BYTES),
+        )
+        for family in families()
+        for model in family.short_names
+    ]
 
-    models: well-known names of the family. takes: what a prompt may hold. options: how weights can be quantized at
-    load, whether there can be LoRA adapters, and whether attention slides where a checkpoint asks for it.
-    """
 
-    models: str
-    architecture: str
-    takes: str
-    options: str
-
-
-def catalogue() -> Iterator[Entry]:
-    """All families: those that take images, then language models."""
-    for family in families():
-        if family.architecture is not None:
-            yield Entry(family.models, family.architecture, family.takes, _options(family))
+def family_rows() -> list[tuple[str, str, str, str]]:
+    return [
+        (family.models, family.architecture, family.takes, _options(family))
+        for family in families()
+        if family.architecture is not None
+    ]
 
 
 def markdown() -> str:
-    """The table as it stands in the documentation."""
-    lines = [HEADINGS, ("---",) * len(HEADINGS), *catalogue()]
+    """Both tables for the documentation."""
+    return f"{_table(NAME_HEADINGS, name_rows(), numbers=4)}\n{_table(FAMILY_HEADINGS, family_rows())}"
+
+
+def _table(headings: Sequence[str], rows: Iterable[Sequence[str]], numbers: int = 0) -> str:
+    lines = [headings, ("---",) * (len(headings) - numbers) + ("---:",) * numbers, *rows]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
 def _options(family: LanguageFamily | VisionFamily) -> str:
-    options = ["int8", "int4"]
-    if isinstance(family, VisionFamily):
-        # Models without a placeholder attend to their image by cross-attention, which takes no adapters.
-        options += ["LoRA"] * (family.image_token_id is not None)
-        defaults = LANGUAGE_FAMILIES[family.text_type].defaults
-    else:
-        options += ["LoRA"]
-        defaults = family.defaults
-    return ", ".join(options + ["sliding window"] * ("sliding_window" in defaults))
+    """Quantization at load, adapters, and sliding windows if a checkpoint asks for them."""
+    decoder = LANGUAGE_FAMILIES[family.text_type] if isinstance(family, VisionFamily) else family
+    # Cross-attention takes no adapters.
+    adapters = family.takes != "text, one image"
+    return ", ".join(
+        ["int8", "int4"] + ["LoRA"] * adapters + ["sliding window"] * ("sliding_window" in decoder.defaults)
+    )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 
-from vlmserve.families.family import BYTES
 from vlmserve.families.registry import families
 
 _SUGGESTED = 4
@@ -29,27 +28,3 @@ def suggestion(name: str) -> str:
     near = [known for known in _REPOSITORIES if known.startswith(f"{family}:")]
     near = near or difflib.get_close_matches(name, _REPOSITORIES, n=_SUGGESTED, cutoff=0.7)
     return f"; did you mean {' or '.join(near[:_SUGGESTED])}?" if near else ""
-
-
-HEADINGS = ("Name", "Repository", "Takes", "Billion parameters", *(f"GB in {weights}" for weights in BYTES))
-
-
-def rows() -> list[tuple[str, ...]]:
-    """The table as text, in the order of `HEADINGS`. GB: 10^9 bytes of weights."""
-    return [
-        (
-            model.name,
-            model.repository,
-            family.takes,
-            f"{model.parameters / 1e9:.2f}",
-            *(f"{model.memory(weights) / 1e9:.1f}" for weights in BYTES),
-        )
-        for family in families()
-        for model in family.short_names
-    ]
-
-
-def markdown() -> str:
-    """The table as it stands in the documentation."""
-    lines = [HEADINGS, ("---",) * 3 + ("---:",) * (len(HEADINGS) - 3), *rows()]
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
