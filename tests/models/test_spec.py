@@ -25,10 +25,10 @@ from transformers import (
 )
 
 from vlmserve.errors import ModelLoadError, UnsupportedModelError
+from vlmserve.families.llava import VISION
 from vlmserve.families.registry import LANGUAGE_FAMILIES, VISION_FAMILIES, decoder_spec
 from vlmserve.models.vision.clip import ClipSpec
 from vlmserve.models.vision.intern import InternSpec
-from vlmserve.models.vision.llava import VISION_DEFAULTS
 from vlmserve.models.vision.pixtral import PixtralSpec
 from vlmserve.models.vision.qwen_spec import QwenVisionSpec
 from vlmserve.models.vision.siglip import IDEFICS3_DEFAULTS, IDEFICS3_KINDS
@@ -50,7 +50,7 @@ def test_an_empty_vision_config_means_what_transformers_presumes() -> None:
 
 def test_a_llava_config_without_parts_means_what_transformers_presumes() -> None:
     config = LlavaConfig()
-    assert ClipSpec.from_config(VISION_DEFAULTS) == ClipSpec.from_config(config.vision_config.to_dict())
+    assert ClipSpec.from_config(VISION) == ClipSpec.from_config(config.vision_config.to_dict())
     assert decoder_spec({}) == decoder_spec(config.text_config.to_dict())
 
 

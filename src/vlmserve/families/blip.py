@@ -81,6 +81,7 @@ _BLIP: Final[dict[str, Any]] = {
     "names": _NAMES,
     "tower": "vlmserve.models.vision.blip:BlipTower.from_config",
     "tower_name": "vision_tower",
+    "vision_config": lambda config: {"model_type": "blip_vision_model", **vision_section(config)},
     "image_token_id": None,
 }
 

@@ -30,6 +30,12 @@ def rename(name: str, names: Names) -> str:
     return name
 
 
+def vision_section(config: Config) -> Config:
+    """``vision_config``, empty if there is none."""
+    section = config.get("vision_config")
+    return section if isinstance(section, Mapping) else {}
+
+
 class NamedModel(NamedTuple):
     """A short name of a model on the Hugging Face hub, and the weights of its published checkpoint."""
 
@@ -135,6 +141,10 @@ class VisionFamily(Family):
     image_settings: Callable[[Config], Config] = lambda config: {}
     """Settings of the image processor for checkpoints without such a file."""
 
+    vision_config: Callable[[Config], Config] = vision_section
+    """``vision_config`` of config.json with the family's own defaults."""
+    image_tokens: Callable[[Config], int | None] = lambda config: None
+    """Placeholders of an image of fixed size, if their number does not follow from the tower."""
     image_token_id: int | None
     """Default placeholder of an image; None: no token stands for an image."""
     config_placeholder: Callable[[Config], object] = lambda config: config.get(
@@ -182,9 +192,3 @@ class VisionFamily(Family):
         if not isinstance(token_id, int):
             raise ModelLoadError(f"config.json: image_token_index is {token_id!r}, not a token id")
         return token_id
-
-
-def vision_section(config: Config) -> Config:
-    """``vision_config``, empty if there is none."""
-    section = config.get("vision_config")
-    return section if isinstance(section, Mapping) else {}

@@ -10,6 +10,8 @@ from vlmserve.families.gguf import Clip, GGUFText, GGUFTower, Metadata, clip_nam
 from vlmserve.families.spec import ArchSpec, Config, HeadNormSpec, NormSpec, layer_windows
 from vlmserve.layer_specs import RopeSpec
 
+TOKENS_PER_IMAGE = 256
+"""Default of ``mm_tokens_per_image``."""
 _TEXT: Config = {
     **GEMMA2,
     "vocab_size": 262208,
@@ -98,6 +100,7 @@ FAMILIES = (
         tied=True,
         bidirectional="images",
         tower="vlmserve.models.vision.gemma3:Gemma3Vision",
+        image_tokens=lambda config: config.get("mm_tokens_per_image", TOKENS_PER_IMAGE),
         image_token_id=262144,
         image_ends={"boi_token_index": 255999, "eoi_token_index": 256000},
         gguf={"gemma3": _TOWER},

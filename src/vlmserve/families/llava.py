@@ -4,10 +4,20 @@
 from __future__ import annotations
 
 from vlmserve.errors import ModelLoadError
-from vlmserve.families.family import NamedModel, VisionFamily
+from vlmserve.families.family import NamedModel, VisionFamily, vision_section
 from vlmserve.families.gguf import Clip, GGUFTower, clip_names, clip_sizes
 from vlmserve.families.spec import Config
 
+VISION: Config = {
+    "model_type": "clip_vision_model",
+    "hidden_size": 1024,
+    "intermediate_size": 4096,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 16,
+    "image_size": 336,
+    "patch_size": 14,
+}
+"""LLaVA-1.5's tower, which its published configs leave out."""
 TEMPLATE = (
     "{% for message in messages %}"
     "{% if message.role != 'system' %}{{ message.role | upper }}: {% endif %}"
@@ -17,6 +27,10 @@ TEMPLATE = (
     "{% if add_generation_prompt %}ASSISTANT:{% endif %}"
 )
 """LLaVA-1.5's conversation format."""
+
+
+def _vision_config(config: Config) -> Config:
+    return vision_section(config) or VISION
 
 
 def _template(config: Config, generation_config: Config) -> str:
@@ -78,6 +92,7 @@ FAMILIES = (
         architecture="LlavaForConditionalGeneration",
         text_type="llama",
         tower="vlmserve.models.vision.llava:LlavaVision",
+        vision_config=_vision_config,
         image_token_id=32000,
         chat_template=_template,
         gguf={"mlp": _TOWER},
@@ -94,6 +109,7 @@ FAMILIES = (
         tower="vlmserve.models.vision.llava:LlavaNextVision",
         image_processor="vlmserve.media.tiles:AnyResolutionProcessor.from_files",
         image_processor_types=("LlavaNextImageProcessor",),
+        vision_config=_vision_config,
         image_token_id=32000,
         chat_template=_template,
         models="LLaVA 1.6 (Vicuna, Mistral)",

@@ -110,6 +110,7 @@ FAMILIES = (
         tower="vlmserve.models.vision.resampled:ResampledVision.from_config",
         tower_name="visual",
         image_settings=_image_settings,
+        image_tokens=lambda config: config["visual"].get("n_queries", 256),
         image_token_id=151859,
         config_placeholder=_placeholder,
         tokenizer=_TOKENIZER,

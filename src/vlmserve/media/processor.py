@@ -18,6 +18,8 @@ from blake3 import blake3
 from PIL import Image
 
 from vlmserve.errors import UnsupportedModelError
+from vlmserve.families.family import vision_section
+from vlmserve.families.registry import vision_family
 from vlmserve.levels import Levels
 from vlmserve.media.budget import ImageBudget
 from vlmserve.media.image_files import ImageFiles
@@ -68,9 +70,6 @@ _TOWERS: dict[str, dict[str, Any]] = {
 }
 """Vision towers' sizes where config.json does not say, how many tokens stand before the patches, and whether the first
 of all tokens is left out ("default") or kept ("full")."""
-GEMMA3_TOKENS = 256
-"""Embeddings of an image where Gemma 3's config does not say."""
-_LLAVA_TOWER = {"model_type": "clip_vision_model", "image_size": 336, "patch_size": 14}
 
 _MAX_INTERMEDIATE_PIXELS = 16_000_000
 """Resized images with more pixels are never made; only what is kept of them is computed."""
@@ -231,13 +230,12 @@ class FixedSizeProcessor(PixelProcessor):
         raise UnsupportedModelError("the image processor makes images of different sizes, which is not supported")
 
     def _count_tokens(self, config: dict[str, Any]) -> int:
-        if isinstance(config.get("visual"), dict):
-            return int(config["visual"].get("n_queries", 256))
-        vision = config.get("vision_config") or {}
-        if config.get("model_type") in ("llava", "llava_next") and not vision:
-            vision = _LLAVA_TOWER
-        own_kind = "blip_vision_model" if config.get("model_type") == "blip" else "clip_vision_model"
-        kind = vision.get("model_type", own_kind)
+        family = vision_family(config)
+        vision = vision_section(config) if family is None else family.vision_config(config)
+        own = None if family is None else family.image_tokens(config)
+        if own is not None and not vision:
+            return own
+        kind = vision.get("model_type", "clip_vision_model")
         if kind not in _TOWERS:
             raise UnsupportedModelError(f"the vision tower {kind!r} is not supported; supported: {', '.join(_TOWERS)}")
         tower = {**_TOWERS[kind], **vision}
@@ -246,8 +244,8 @@ class FixedSizeProcessor(PixelProcessor):
                 f"the image processor makes images of {self.height} x {self.width} pixels, "
                 f"but the vision tower reads {tower['image_size']} x {tower['image_size']}"
             )
-        if config.get("model_type") == "gemma3":
-            return int(config.get("mm_tokens_per_image", GEMMA3_TOKENS))
+        if own is not None:
+            return own
         strategy = config.get("vision_feature_select_strategy", tower.get("strategy", "default"))
         dropped = 1 if strategy == "default" else 0
         side = int(tower["image_size"]) // int(tower["patch_size"])

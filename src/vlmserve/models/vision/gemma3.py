@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vlmserve.errors import InvalidImageError, ModelLoadError
+from vlmserve.families.gemma3 import TOKENS_PER_IMAGE
 from vlmserve.layers.linear import empty_parameter
 from vlmserve.layers.norm import RMSNorm
 from vlmserve.layers.stages import StageBudget, Stages, by_rows
@@ -21,8 +22,6 @@ from vlmserve.models.vision.clip import ClipSpec
 from vlmserve.models.vision.siglip import SIGLIP_DEFAULTS, SiglipTower
 from vlmserve.models.vision.staged import TileVision
 from vlmserve.types import TowerInputs
-
-TOKENS_PER_IMAGE = 256
 
 
 class Gemma3Projector(nn.Module):

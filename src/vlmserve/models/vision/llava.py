@@ -11,22 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from vlmserve.errors import InvalidImageError, UnsupportedModelError
+from vlmserve.families.llava import VISION
 from vlmserve.layers.linear import Linear, empty_parameter
 from vlmserve.layers.stages import StageBudget, Stages, by_rows
 from vlmserve.models.vision.clip import ClipSpec, ClipTower
 from vlmserve.models.vision.staged import TileVision
 from vlmserve.types import Tiling, TowerInputs
-
-# LLaVA-1.5's tower and options, which its published configs partly leave out.
-VISION_DEFAULTS: Mapping[str, Any] = {
-    "model_type": "clip_vision_model",
-    "hidden_size": 1024,
-    "intermediate_size": 4096,
-    "num_hidden_layers": 24,
-    "num_attention_heads": 16,
-    "image_size": 336,
-    "patch_size": 14,
-}
 
 
 class Projector(nn.Module):
@@ -73,7 +63,7 @@ class LlavaVision(TileVision):
             raise UnsupportedModelError(f"vision_feature_select_strategy {strategy!r} is not supported")
         chosen = config.get("vision_feature_layer", -2)
         layers = [chosen] if isinstance(chosen, int) else list(chosen)
-        spec = ClipSpec.from_config(config.get("vision_config") or VISION_DEFAULTS)
+        spec = ClipSpec.from_config(config.get("vision_config") or VISION)
         self.vision_tower = ClipTower(spec, layers, dtype=dtype, device=device)
         self.multi_modal_projector = Projector(
             spec.hidden_size * len(layers),
