@@ -10,6 +10,8 @@ from typing import Any, Self
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from PIL import Image, ImageOps
 from torch import Tensor
 
@@ -63,6 +65,32 @@ def test_paths_of_a_family_lead_to_code(family: Family) -> None:
 def test_config_json_names_its_family(config: dict[str, Any], key: str | None) -> None:
     found = vision_family(config)
     assert (found and found.key) == key
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=3),
+    lambda values: st.lists(values, max_size=2) | st.dictionaries(st.sampled_from(["image_start_id", "x"]), values),
+    max_leaves=4,
+)
+FIELDS = {
+    "architectures": JSON | st.just(["QWenLMHeadModel"]) | st.just(["LlavaForConditionalGeneration"]),
+    "model_type": JSON | st.sampled_from(sorted({family.model_type for family in ALL})),
+    "visual": JSON,
+    "vision_config": JSON,
+    "image_token_id": JSON,
+    "image_token_index": JSON,
+}
+
+
+@given(config=st.fixed_dictionaries({}, optional=FIELDS))
+def test_untrusted_config_json_has_a_family_or_none(config: dict[str, Any]) -> None:
+    family = family_of(config)
+    if isinstance(family, VisionFamily):
+        try:
+            placeholder = family.placeholder(config)
+        except ModelLoadError:
+            return
+        assert placeholder is None or isinstance(placeholder, int)
 
 
 def test_names_of_language_models_are_found() -> None:

@@ -76,7 +76,9 @@ def _template(config: Config, generation_config: Config) -> str | None:
 def _placeholder(config: Config) -> object:
     """The token between those for an image's beginning and end."""
     begin = config["visual"].get("image_start_id")
-    return config.get("image_token_id") if begin is None else begin + 2
+    if begin is None:
+        return config.get("image_token_id")
+    return begin + 2 if isinstance(begin, int) else begin
 
 
 def _image_settings(config: Config) -> Config:
