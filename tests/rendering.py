@@ -37,13 +37,18 @@ def fork_servers() -> list[psutil.Process]:
     return servers
 
 
-def rendering() -> bool:
-    """Whether a file is open in a process that decodes it."""
+def renderers() -> list[psutil.Process]:
+    """Processes that have a file open."""
+    found = []
     for server in fork_servers():
         with contextlib.suppress(psutil.NoSuchProcess):
-            if any(child.status() != psutil.STATUS_ZOMBIE for child in server.children()):
-                return True
-    return False
+            found += [child for child in server.children() if child.status() != psutil.STATUS_ZOMBIE]
+    return found
+
+
+def rendering() -> bool:
+    """Whether a file is open in a process that decodes it."""
+    return bool(renderers())
 
 
 @contextlib.contextmanager

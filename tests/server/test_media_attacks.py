@@ -5,22 +5,21 @@ from __future__ import annotations
 import base64
 import re
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import openai
 import pytest
 
-from tests.media.documents_for_tests import exponential, page, pdf_file, square
+from tests.media.documents_for_tests import exponential, page, pdf_file, slow, square
 from tests.media.images_for_tests import encoded, noise
 from tests.media.test_decoding import with_blocks, with_runs
-from tests.rendering import rendering
-from tests.server.live import LiveServer
+from tests.rendering import renderers, rendering
+from tests.server.live import LiveServer, wait_until
 from tests.server.test_batches import content, finished, line, start
 from tests.server.test_chat import about, data_url
 from vlmserve import LLM, SamplingParams
-from vlmserve.errors import DocumentTooLargeError, InvalidImageError
+from vlmserve.errors import VLMServeError
 from vlmserve.server import history
 from vlmserve.server.routes import files
 
@@ -61,16 +60,16 @@ def test_files_that_are_slow_to_open_do_not_block_the_history(server, monkeypatc
     monkeypatch.setattr(module, name, open_slowly)
     with ThreadPoolExecutor(8) as threads:
         if module is files:
-            slow = [threads.submit(server.openai.files.create, file=("a.png", image), purpose="user_data")] * 8
+            late = [threads.submit(server.openai.files.create, file=("a.png", image), purpose="user_data")] * 8
         else:
             messages = [{"role": "user", "content": [{"type": "file", "file": {"file_id": known.id}}]}]
-            slow = [threads.submit(server.post, {"messages": messages}) for _ in range(8)]
+            late = [threads.submit(server.post, {"messages": messages}) for _ in range(8)]
         try:
             assert opening.acquire(timeout=PATIENCE)
             assert server.openai.with_options(timeout=PATIENCE).files.retrieve(known.id).id == known.id
         finally:
             over.set()
-        for one in slow:
+        for one in late:
             one.result(60)
 
 
@@ -100,27 +99,20 @@ def test_hostile_rows_of_a_batch_hold_up_nobody(server, data, part, words) -> No
     assert not rendering()
 
 
-@pytest.mark.parametrize(
-    ("data", "part", "error"),
-    [
-        (exponential, file_part, DocumentTooLargeError),
-        (lambda: with_runs(6_000_000), image_part, InvalidImageError),
-    ],
-    ids=["document", "image"],
-)
-def test_hostile_file_of_one_thread_delays_no_other(folder, data, part, error) -> None:
+def test_hostile_file_of_one_thread_delays_no_other(folder) -> None:
     one = SamplingParams(max_tokens=1)
-    honest = [{"role": "user", "content": [file_part(pdf_file([page(square("1 0 0"))]))]}]
-    hostile = [{"role": "user", "content": [part(data())]}]
-    with LLM(str(folder), engine="mock", document_timeout=5, decode_timeout=5, page_dpi=36) as llm:
+    honest, hostile = (
+        [{"role": "user", "content": [file_part(data)]}] for data in (pdf_file([page(square("1 0 0"))]), slow())
+    )
+    with LLM(str(folder), engine="mock", document_timeout=300, page_dpi=36) as llm:
         llm.chat(honest, one, use_tqdm=False)
         with ThreadPoolExecutor(1) as threads:
             attack = threads.submit(llm.chat, hostile, one, use_tqdm=False)
-            while not rendering():
-                assert not attack.done()
-                time.sleep(0.01)
+            wait_until(lambda: rendering() or attack.done())
             assert len(llm.chat(honest, one, use_tqdm=False)) == 1
             assert not attack.done()
-            with pytest.raises(error, match=r"longer than 5 s|bytes of memory"):
+            for process in renderers():
+                process.kill()
+            with pytest.raises(VLMServeError):
                 attack.result(60)
     assert not rendering()
