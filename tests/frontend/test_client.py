@@ -14,6 +14,7 @@ import zmq
 from tests.engine_thread import EngineThread
 from tests.mock_checkpoint import make_mock_checkpoint
 from vlmserve.config import EngineConfig
+from vlmserve.engine.messages import Accepted, encode
 from vlmserve.engine.process import EngineProcess
 from vlmserve.errors import (
     CheckpointNotFoundError,
@@ -289,3 +290,26 @@ async def test_a_load_error_is_raised_as_it_was(tmp_path):
 async def test_a_load_that_takes_too_long_is_given_up(folder):
     with pytest.raises(ModelLoadError, match="within 0 s"):
         await EngineClient.start(EngineConfig(engine="mock"), folder, timeout=0.0)
+
+
+async def test_many_messages_of_the_engine_hold_up_no_other_task(start, monkeypatch):
+    client = await start()
+    received, turns, over = 0, 0, asyncio.Event()
+    message = encode(Accepted([]))
+
+    async def receive():
+        nonlocal received
+        received += 1
+        if received > 1000:
+            over.set()
+            await asyncio.Event().wait()
+        return message
+
+    monkeypatch.setattr(client._socket, "recv_multipart", receive)
+    receiving = asyncio.create_task(client._receive())
+    while not over.is_set():
+        turns += 1
+        await asyncio.sleep(0)
+    receiving.cancel()
+    await client.close()
+    assert turns > 900

@@ -446,6 +446,7 @@ class EngineClient:
 
     async def _receive(self) -> None:
         while True:
+            await asyncio.sleep(0)  # receiving yields to no other task while messages wait
             frames = await self._socket.recv_multipart()
             match decode_from_engine(frames[0]):
                 case Outputs(outputs, stats):
