@@ -166,7 +166,7 @@ def test_aborting_a_search_frees_all_of_it(llama: Oracle, steps: int) -> None:
     engine.add(request("a", llama.prompt(0, 30), 2))
     assert finished(engine)["a"].finish_reason == "length"
     assert len(engine._runner._requests._states) <= 2
-    assert not engine._scheduler._searches
+    assert "a" not in engine._scheduler
 
 
 def test_a_search_whose_logits_are_nan_ends_with_an_error(llama: Oracle, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -84,7 +84,7 @@ def assert_nothing_is_left(engine: Engine, prompt: Prompt | None = None) -> None
     generate(engine, [prompt or Prompt([5, 6])])
     images = engine._runner._images
     assert images._unfinished == {}
-    assert images.embeddings.keys() == engine._scheduler.images.cache._sizes.keys()
+    assert images.embeddings.keys() == engine._images.cache._sizes.keys()
     assert engine.stats().encoder_cache_pinned == 0
 
 

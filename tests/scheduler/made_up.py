@@ -12,8 +12,10 @@ from vlmserve.cache.encoder import EncoderCache
 from vlmserve.cache.keys import root_key
 from vlmserve.cache.prefix import PrefixCache
 from vlmserve.runner.requests import RequestStates
-from vlmserve.scheduler.images import ImageScheduler
 from vlmserve.scheduler.request import Request
+from vlmserve.scheduler.resources.images import Images
+from vlmserve.scheduler.resources.memory import KVMemory
+from vlmserve.scheduler.resources.resource import Resource
 from vlmserve.scheduler.scheduler import Scheduler
 from vlmserve.steps import ModelRunnerOutput, SchedulerOutput
 from vlmserve.types import CrossInput, EngineOutput, EngineRequest, ImageInput, ImageSpan, Prompt, SamplingParams
@@ -49,25 +51,28 @@ def request(
     )
 
 
+class TestedScheduler(Scheduler):
+    """A scheduler whose resources tests look at."""
+
+    def __init__(self, memory: KVMemory, images: Images, *others: Resource, seqs: int, budget: int) -> None:
+        super().__init__((images, *others, memory), max_num_seqs=seqs, max_num_batched_tokens=budget)
+        self.memory, self.images, self.pool = memory, images, memory.pool
+
+
 def scheduler(
     num_blocks=100, budget=64, seqs=16, encoder_bytes=1000, max_encoded_images=4, prefix_caching=False,
-    host_blocks=0, window=None,
-) -> Scheduler:  # fmt: skip
-    return Scheduler(
-        cache=PrefixCache(BlockPool(num_blocks), BlockPool(host_blocks) if host_blocks else None),
-        images=ImageScheduler(
-            EncoderCache(encoder_bytes),
-            max_encoded_images=max_encoded_images,
-            image_token_bytes=1,
-            state_bytes=1,
-            products=lambda image: 10 * image.num_embeddings,
-        ),
-        block_size=BLOCK,
-        max_num_seqs=seqs,
-        max_num_batched_tokens=budget,
-        prefix_caching=prefix_caching,
-        window=window,
+    host_blocks=0, window=None, others=(),
+) -> TestedScheduler:  # fmt: skip
+    cache = PrefixCache(BlockPool(num_blocks), BlockPool(host_blocks) if host_blocks else None)
+    images = Images(
+        EncoderCache(encoder_bytes),
+        max_encoded_images=max_encoded_images,
+        image_token_bytes=1,
+        state_bytes=1,
+        macs=lambda image: 10 * image.num_embeddings,
     )
+    memory = KVMemory(cache, BLOCK, prefix_caching=prefix_caching, max_chunk=budget, window=window)
+    return TestedScheduler(memory, images, *others, seqs=seqs, budget=budget)
 
 
 class FixedLimits:

@@ -7,7 +7,8 @@ from types import SimpleNamespace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vlmserve.scheduler.adapters import AdapterScheduler
+from vlmserve.scheduler.resources.adapters import AdapterSlots
+from vlmserve.steps import AdapterLoad, SchedulerOutput
 
 
 class Memory:
@@ -23,51 +24,58 @@ class Memory:
         return digest != self._missing
 
 
+def loads(slots: AdapterSlots) -> list[AdapterLoad]:
+    """What the next step loads."""
+    step = SchedulerOutput(blocks_to_zero=[0])
+    slots.end_step(step)
+    return step.adapter_loads
+
+
 def request(number: int, adapter: str) -> SimpleNamespace:
     return SimpleNamespace(request_id=str(number), adapter=adapter.encode())
 
 
 def test_a_request_waits_for_a_slot_and_those_of_other_adapters_do_not():
-    slots = AdapterScheduler(1, Memory())
+    slots = AdapterSlots(1, Memory())
     first, other, base, same = request(0, "a"), request(1, "b"), request(2, ""), request(3, "a")
-    slots.begin_step()
-    assert slots.may_run(first)
-    slots.acquire(first)
-    assert slots.may_run(same), "nobody waits for its slot"
-    assert not slots.may_run(other)
-    assert slots.may_run(base)
-    assert not slots.may_run(same), "or it might keep the slot for ever"
+    slots.begin_step([], None)
+    assert slots.ready(first)
+    slots.acquire(first, [])
+    assert slots.ready(same), "nobody waits for its slot"
+    assert not slots.ready(other)
+    assert slots.ready(base)
+    assert not slots.ready(same), "or it might keep the slot for ever"
     slots.release(first)
-    slots.begin_step()
-    assert slots.may_run(other)
-    slots.acquire(other)
-    assert [load.digest for load in slots.take_loads()] == [b"b"], "what never ran need not be loaded"
+    slots.begin_step([], None)
+    assert slots.ready(other)
+    slots.acquire(other, [])
+    assert [load.digest for load in loads(slots)] == [b"b"], "what never ran need not be loaded"
 
 
 def test_an_adapter_that_is_not_in_memory_costs_nobody_a_slot():
-    slots = AdapterScheduler(1, Memory(missing=b"b"))
+    slots = AdapterSlots(1, Memory(missing=b"b"))
     first = request(0, "a")
-    slots.acquire(first)
-    slots.begin_step()
-    assert not slots.may_run(request(1, "b"))
-    assert slots.may_run(request(2, "a"))
+    slots.acquire(first, [])
+    slots.begin_step([], None)
+    assert not slots.ready(request(1, "b"))
+    assert slots.ready(request(2, "a"))
 
 
 @given(st.integers(1, 3), st.lists(st.tuples(st.integers(0, 5), st.integers(1, 4)), max_size=40))
 def test_all_requests_run_and_each_has_its_adapter_in_a_slot(num_slots, wanted):
     """wanted: an adapter and how many steps it runs for; 0 is the base model."""
-    slots = AdapterScheduler(num_slots, Memory())
+    slots = AdapterSlots(num_slots, Memory())
     waiting = [request(number, str(adapter or "")) for number, (adapter, _) in enumerate(wanted)]
     left = {str(number): steps for number, (_, steps) in enumerate(wanted)}
     running, held = [], {}
     for _ in range(5 * len(wanted) + 1):
-        slots.begin_step()
+        slots.begin_step([], None)
         for one in waiting[:]:
-            if slots.may_run(one):
+            if slots.ready(one):
                 waiting.remove(one)
-                slots.acquire(one)
+                slots.acquire(one, [])
                 running.append(one)
-        for load in slots.take_loads():
+        for load in loads(slots):
             held[load.slot] = load.digest
         assert len(held) <= num_slots
         assert all(one.adapter in held.values() for one in running if one.adapter)

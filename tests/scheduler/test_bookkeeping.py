@@ -198,7 +198,7 @@ def test_no_block_leaks_or_holds_another_requests_content_and_every_request_ends
         assert len(set(held)) == s.pool.num_used
         assert all(s.pool.ref_count(block) == held.count(block) for block in set(held))
         assert prefix_caching or len(held) == len(set(held))
-        assert s.blocks.cache.host is None or s.blocks.cache.host.num_used == 0
+        assert s.memory.cache.host is None or s.memory.cache.host.num_used == 0
         for running, table in tables:
             for block in set(table[running.num_computed // BLOCK :]):
                 assert s.pool.ref_count(block) == 1, "a block that is still written to is in one hand only"
@@ -228,7 +228,7 @@ def test_no_block_leaks_or_holds_another_requests_content_and_every_request_ends
         assert planned.makes_progress, "an engine with work must always make progress"
     assert not open_requests
     assert (s.pool.num_used, s.images.cache.num_pinned, len(s)) == (0, 0, 0)
-    assert not s.blocks._computing
+    assert not s.memory._computing
     if planned := s.images._dropped:
         assert {*planned} == {*unfinished}
     else:

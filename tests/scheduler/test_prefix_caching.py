@@ -16,7 +16,7 @@ def test_a_prompt_that_was_computed_before_is_found_but_for_its_last_token():
     step, (output,) = run(s)
     assert plan(step) == [("b", 1)], "the last token is computed again, for its logits"
     assert output.cached_tokens == 7
-    assert (s.prefix_cached_tokens, s.prefix_queried_tokens) == (7, 16)
+    assert (s.memory.cached_tokens, s.memory.queried_tokens) == (7, 16)
 
 
 def test_generated_tokens_are_found_in_the_next_turn():
@@ -113,7 +113,7 @@ def test_a_preempted_request_comes_back_from_the_host_without_computing_again():
         step, _ = run(s)
         computed += sum(scheduled.num_tokens for scheduled in step.requests)
     assert s.num_preemptions > 0
-    assert s.blocks.cache.num_loaded > 0
+    assert s.memory.cache.num_loaded > 0
     assert computed == 2 * (4 + 15), "every token was computed once"
 
 
@@ -174,4 +174,4 @@ def test_the_deepest_blocks_of_a_chain_are_evicted_first():
     finish(s)
     s.add(request("c", 13, max_tokens=1))
     run(s)
-    assert s.prefix_cached_tokens == 8
+    assert s.memory.cached_tokens == 8

@@ -178,10 +178,12 @@ class AdapterStore:
                 self._reading[digest] = self.read(served.folder, served.pool)
         return False
 
-    def wait(self, seconds: float) -> None:
-        """Return when an adapter that a request waits for has been read, after that time at the latest."""
-        if self._reading:
-            self._changed.wait(seconds)
+    def wait(self, seconds: float) -> bool:
+        """Wait until an adapter that a request waits for has been read. Return False at once if none is being read."""
+        if not self._reading:
+            return False
+        self._changed.wait(seconds)
+        return True
 
     def drop_orphans(self) -> None:
         """Drop what is served no more and that no unfinished request has."""
@@ -193,7 +195,7 @@ class AdapterStore:
             self._memory.pop(digest, None)
 
     def take_failures(self) -> dict[bytes, str]:
-        """`failures`, which the next request that needs such an adapter may see differently."""
+        """Return and forget `failures`: the next request that needs such an adapter tries again."""
         failures, self.failures = self.failures, {}
         return failures
 

@@ -7,6 +7,7 @@ the others are evicted when memory is needed, least recently used first.
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Mapping
 
 
 class EncoderCache:
@@ -15,6 +16,7 @@ class EncoderCache:
     def __init__(self, capacity_bytes: int) -> None:
         self.capacity_bytes = capacity_bytes
         self.used_bytes = 0
+        self._pinned_bytes = 0
         self._sizes: dict[bytes, int] = {}
         self._pins: dict[bytes, set[str]] = {}
         self._idle: OrderedDict[bytes, None] = OrderedDict()
@@ -29,11 +31,15 @@ class EncoderCache:
     def num_pinned(self) -> int:
         return len(self._pins)
 
+    def fits(self, sizes: Mapping[bytes, int]) -> bool:
+        """Return whether all images of these sizes fit if they are pinned."""
+        more = sum(size for key, size in sizes.items() if key not in self._pins)
+        return self._pinned_bytes + more <= self.capacity_bytes
+
     def make_room(self, size: int) -> list[bytes] | None:
         """Evict idle images until `size` more bytes fit. Returns the evicted keys, or None, evicting nothing, if
         they cannot fit beside what is pinned."""
-        pinned = self.used_bytes - sum(self._sizes[key] for key in self._idle)
-        if pinned + size > self.capacity_bytes:
+        if self._pinned_bytes + size > self.capacity_bytes:
             return None
         evicted = []
         while self.used_bytes + size > self.capacity_bytes:
@@ -56,7 +62,9 @@ class EncoderCache:
         if request_id in holders:
             return False
         holders.add(request_id)
-        self._idle.pop(key, None)
+        if key in self._idle:
+            del self._idle[key]
+            self._pinned_bytes += self._sizes[key]
         return True
 
     def holders(self, key: bytes) -> frozenset[str]:
@@ -77,3 +85,4 @@ class EncoderCache:
         if not holders:
             del self._pins[key]
             self._idle[key] = None
+            self._pinned_bytes -= self._sizes[key]

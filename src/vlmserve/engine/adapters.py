@@ -15,6 +15,7 @@ from vlmserve.config import EngineConfig
 from vlmserve.engine.protocol import FinishedLoad
 from vlmserve.errors import AdapterError, ConfigurationError
 from vlmserve.models.protocols import LoadedModel
+from vlmserve.scheduler.resources.adapters import AdapterSlots
 from vlmserve.scheduler.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
@@ -66,11 +67,10 @@ class AdapterLoading:
                 raise ConfigurationError(f"--lora-modules {module.name}={module.path}: {error}") from error
         return cls(store)
 
-    def follow(self, scheduler: Scheduler) -> None:
-        """Keep what its requests need."""
-        assert scheduler.adapters is not None
-        self.store.is_needed = scheduler.needs_adapter
-        self.store.is_pending = scheduler.adapters.is_pending
+    def follow(self, scheduler: Scheduler, slots: AdapterSlots) -> None:
+        """Keep the adapters that requests of a scheduler need."""
+        self.store.is_needed = lambda digest: any(one.adapter == digest for one in scheduler.requests.values())
+        self.store.is_pending = slots.is_pending
 
     def begin(self, number: int, name: str, path: str, pool: Mapping[str, str] | None) -> None:
         check_name(name)

@@ -32,10 +32,12 @@ from vlmserve.runner.ranks import Followers, LeadingRunner
 from vlmserve.runner.runner import ModelRunner, RunningStep
 from vlmserve.runner.warm_up import warm_up_steps
 from vlmserve.sampling.sampler import draw_seed
-from vlmserve.scheduler.adapters import AdapterScheduler
+from vlmserve.scheduler.ahead import forget_ended
 from vlmserve.scheduler.beams import Beams
-from vlmserve.scheduler.images import ImageScheduler
 from vlmserve.scheduler.request import Request
+from vlmserve.scheduler.resources.adapters import AdapterSlots
+from vlmserve.scheduler.resources.images import Images
+from vlmserve.scheduler.resources.memory import KVMemory
 from vlmserve.scheduler.scheduler import Scheduler
 from vlmserve.scheduler.step_limits import MeasuredLimits
 from vlmserve.steps import ModelRunnerOutput, RunTimings, SchedulerOutput
@@ -143,11 +145,11 @@ class Engine(BaseEngine):
             self._costs.worth_saving,
         )
         self._adapters = AdapterLoading.of(config, model)
-        slots = places = self._slots = None
+        slots = self._slots = self._adapter_slots = None
         if self._adapters is not None:
             store = self._adapters.store
             slots = self._slots = RunnerAdapters(model, config.max_loras, store.get)
-            places = AdapterScheduler(config.max_loras, store)
+            self._adapter_slots = AdapterSlots(config.max_loras, store)
         # Planned and submitted before the step before it has ended; see `Scheduler.schedule_ahead`.
         self._ahead: tuple[SchedulerOutput, float, RunningStep] | None = None
         self._overlaps = model.device.draw_later is not None and followers is None
@@ -157,24 +159,21 @@ class Engine(BaseEngine):
         else:
             self._runner = LeadingRunner(model, *sizes, self._grammars.begin, followers)
         self._followers = followers
-        self._scheduler = Scheduler(
-            cache=self._cache,
-            images=ImageScheduler(
-                EncoderCache(config.encoder_cache_memory),
-                max_encoded_images=config.max_encoded_images or model.device.images_per_step,
-                image_token_bytes=self._image_token_bytes,
-                state_bytes=self._state_bytes,
-                products=self._tower_products,
-            ),
-            block_size=config.block_size,
-            max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
-            prefix_caching=config.enable_prefix_caching,
-            window=language_model.window,
-            adapters=places,
+        chunk, window, caches = config.max_num_batched_tokens, language_model.window, config.enable_prefix_caching
+        self._memory = KVMemory(self._cache, config.block_size, prefix_caching=caches, max_chunk=chunk, window=window)
+        self._images = Images(
+            EncoderCache(config.encoder_cache_memory),
+            max_encoded_images=config.max_encoded_images or model.device.images_per_step,
+            image_token_bytes=self._image_token_bytes,
+            state_bytes=self._state_bytes,
+            macs=self._tower_products,
         )
-        if self._adapters is not None:
-            self._adapters.follow(self._scheduler)
+        adapters = () if self._adapter_slots is None else (self._adapter_slots,)
+        self._scheduler = Scheduler(
+            (self._images, *adapters, self._memory), max_num_seqs=config.max_num_seqs, max_num_batched_tokens=chunk
+        )
+        if self._adapters is not None and self._adapter_slots is not None:
+            self._adapters.follow(self._scheduler, self._adapter_slots)
         # GPUs compute whole prompts in less time, and first measurements there include compiling.
         on_cpu = model.device.torch_device.type == "cpu"
         self._limits = MeasuredLimits(config.encoder_step_share, config.step_seconds if on_cpu else math.inf)
@@ -275,12 +274,12 @@ class Engine(BaseEngine):
         output = running.result()
         ran = time.perf_counter()
         if is_ahead:
-            self._scheduler.forget_ended(step, output)
+            forget_ended(self._scheduler.requests, step, output)
         prompt_tokens = self._note_progress(step, output, planned)
         self._costs.computed(prompt_tokens, output.timings.model)
         self._costs.copied(step.block_copies, output.timings.transfer)
         self._limits.ran(step, output.timings, prompt_tokens)
-        outputs = self._unanswerable() + self._update(step, output, ran)
+        outputs = self._scheduler.end_failed() + self._update(step, output, ran)
         self._prompt_tokens += prompt_tokens
         self._images_encoded += len(step.images_to_encode) + sum(one.products is None for one in step.encodings)
         self._steps += 1
@@ -304,22 +303,13 @@ class Engine(BaseEngine):
         return outputs
 
     def _without_work(self) -> list[EngineOutput]:
-        """Requests wait for a slow grammar, or for an adapter that is being read or cannot be."""
-        outputs = self._unanswerable()
+        """Wait a short time for what requests wait for: a resource, or the mask of a slow grammar."""
+        outputs = self._scheduler.end_failed()
         if not outputs:
             outputs = self._update(SchedulerOutput(), self._runner.collect(_WAIT), time.perf_counter())
-        if self._adapters is not None and not outputs:
-            self._adapters.store.wait(_WAIT)
+        if not outputs:
+            self._scheduler.resources.wait(_WAIT)
         return outputs
-
-    def _unanswerable(self) -> list[EngineOutput]:
-        """Ends waiting requests whose adapter cannot be read again."""
-        if self._adapters is None or not self._adapters.store.failures:
-            return []
-        failures = self._adapters.store.take_failures()
-        failed = {one.answer_id: failures[one.adapter] for one in self._scheduler.waiting if one.adapter in failures}
-        self._scheduler.abort(failed)
-        return [EngineOutput(name, [], "error", error=reason, error_param="model") for name, reason in failed.items()]
 
     @property
     def adapter_store(self) -> AdapterStore:
@@ -360,7 +350,7 @@ class Engine(BaseEngine):
         """Record when requests first ran and had an image encoded. Returns how many prompt tokens the step computed."""
         requests = self._scheduler.requests
         for key in step.encoded_keys:
-            for request_id in self._scheduler.images.cache.holders(key):
+            for request_id in self._images.cache.holders(key):
                 request = requests[request_id]
                 request.started = request.started or planned
                 request.vision_started = request.vision_started or planned + output.timings.transfer
@@ -389,12 +379,12 @@ class Engine(BaseEngine):
 
     def stats(self) -> EngineStats:
         host = self._cache.host
-        store, places = None if self._adapters is None else self._adapters.store, self._scheduler.adapters
+        store, places = None if self._adapters is None else self._adapters.store, self._adapter_slots
         return EngineStats(
             num_running=len(self._scheduler.running),
             num_waiting=len(self._scheduler.waiting),
-            kv_blocks_total=self._scheduler.pool.num_blocks,
-            kv_blocks_used=self._scheduler.pool.num_used,
+            kv_blocks_total=self._cache.pool.num_blocks,
+            kv_blocks_used=self._cache.pool.num_used,
             prompt_tokens=self._prompt_tokens,
             generation_tokens=self._generation_tokens,
             preemptions=self._scheduler.num_preemptions,
@@ -402,21 +392,21 @@ class Engine(BaseEngine):
             steps=self._steps,
             step_seconds=self._step_seconds,
             vision_seconds=self._vision_seconds,
-            images_in_progress=len(self._scheduler.images.unfinished),
-            image_seconds_left=self._limits.tower_seconds(sum(self._scheduler.images.unfinished.values())),
-            prefix_queried_tokens=self._scheduler.prefix_queried_tokens,
-            prefix_cached_tokens=self._scheduler.prefix_cached_tokens,
+            images_in_progress=len(self._images.unfinished),
+            image_seconds_left=self._limits.tower_seconds(sum(self._images.unfinished.values())),
+            prefix_queried_tokens=self._memory.queried_tokens,
+            prefix_cached_tokens=self._memory.cached_tokens,
             kv_blocks_cached=self._cache.pool.num_cached,
             kv_evictions=self._cache.pool.num_evictions,
             host_blocks_total=0 if host is None else host.num_blocks,
             host_blocks_used=0 if host is None else host.num_cached,
             blocks_offloaded=self._cache.num_saved,
             blocks_loaded=self._cache.num_loaded,
-            encoder_queries=self._scheduler.images.queries,
-            encoder_hits=self._scheduler.images.hits,
-            encoder_cache_bytes=self._scheduler.images.cache.capacity_bytes,
-            encoder_cache_used_bytes=self._scheduler.images.cache.used_bytes,
-            encoder_cache_pinned=self._scheduler.images.cache.num_pinned,
+            encoder_queries=self._images.queries,
+            encoder_hits=self._images.hits,
+            encoder_cache_bytes=self._images.cache.capacity_bytes,
+            encoder_cache_used_bytes=self._images.cache.used_bytes,
+            encoder_cache_pinned=self._images.cache.num_pinned,
             adapters_served=0 if store is None else store.num_served,
             adapters_loaded=0 if store is None else store.num_loaded,
             adapters_active=0 if places is None else places.num_active,

@@ -2,32 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from vlmserve.cache.blocks import BlockPool
 from vlmserve.scheduler.request import Request
-from vlmserve.steps import CachedRequest, NewRequest
+from vlmserve.scheduler.resources.resource import Resources
+from vlmserve.steps import CachedRequest, ModelRunnerOutput, NewRequest, SchedulerOutput
 
 
 def plan_ahead(
-    step: Sequence[tuple[CachedRequest | NewRequest, Request]], pool: BlockPool, block_size: int
+    step: Sequence[tuple[CachedRequest | NewRequest, Request]], resources: Resources
 ) -> list[CachedRequest] | None:
-    """One more token for each request of a step that goes on if the step gives it no end token. None: its tokens decide
-    on what follows, too few blocks are free, or no request goes on.
+    """Plan one more token for each request of a step that continues unless the step gives it an end token.
 
-    Takes the blocks that the tokens need.
+    Takes what these tokens need. None: the next step depends on tokens of the step, there is too little room, or no
+    request continues.
     """
     for scheduled, request in step:
         whole = scheduled.start + scheduled.num_tokens == len(request.token_ids)
         if not whole or _depends_on_tokens(request):
             return None
-    going = [request for _, request in step if len(request.token_ids) + 1 < request.max_len]
-    growing = [one for one in going if len(one.token_ids) >= len(one.block_table) * block_size]
-    if not going or sum(len(one.tables) for one in growing) > pool.num_free:
+    following = [(one, one.num_uncomputed + 1) for _, one in step if len(one.token_ids) + 1 < one.max_len]
+    if not following or not resources.may_plan_ahead(following):
         return None
-    for request in growing:
-        request.grow(1, pool)
-    return [request.next_token() for request in going]
+    for request, num_tokens in following:
+        resources.grow(request, num_tokens)
+    return [request.next_token() for request, _ in following]
+
+
+def forget_ended(requests: Mapping[str, Request], step: SchedulerOutput, output: ModelRunnerOutput) -> None:
+    """Drop requests from a step that ended after it was planned. requests: the unfinished ones."""
+    ended = set()
+    for one in step.requests:
+        request = requests.get(one.request_id)
+        if request is None or not request.known_to_runner:  # a new request with the id of one that has ended
+            ended.add(one.request_id)
+    if ended:
+        step.cached_requests = [one for one in step.cached_requests if one.request_id not in ended]
+        step.new_requests = [one for one in step.new_requests if one.request_id not in ended]
+        for results in (output.token_ids, output.logprobs, output.prompt_logprobs, output.failures, output.scalings):
+            for request_id in ended:
+                results.pop(request_id, None)
 
 
 def _depends_on_tokens(request: Request) -> bool:

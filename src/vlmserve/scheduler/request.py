@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from array import array
 
-from vlmserve.cache.blocks import BlockPool
 from vlmserve.cache.keys import block_key, cross_attention_root, cross_key, touched_images
 from vlmserve.scheduler.block_table import BlockTable
 from vlmserve.steps import BlockIds, CachedRequest, NewRequest
@@ -30,6 +29,7 @@ class Request:
     bidirectional_spans: tokens ``first <= i < last`` that attend to each other in both directions, so that they are
     computed in one step; in order.
     adapter: the digest of its adapter; empty: none. priority, client: see `EngineRequest`.
+    num_limited: leading tokens whose chunks resources may limit; decodes after them need no more than memory.
     num_encoded: images encoded for it. cross, cross_key: its cross-attention input and the key of its states, if any.
     scalings: of each adapter that X-LoRA mixes for it, added up over the tokens that were computed; none without.
     seed: of its random numbers. max_len: the most tokens of prompt and answer together.
@@ -62,6 +62,7 @@ class Request:
         "num_cached",
         "num_computed",
         "num_encoded",
+        "num_limited",
         "num_prompt_tokens",
         "params",
         "priority",
@@ -128,6 +129,7 @@ class Request:
         self.end_token_ids = own_end | frozenset(self.params.stop_token_ids)
         wanted = max_len if self.params.max_tokens is None else self.num_prompt_tokens + self.params.max_tokens
         self.max_len = min(max_len, wanted)
+        self.num_limited = self.num_prompt_tokens if self.cross is None else self.max_len
 
     @property
     def block_table(self) -> array[int]:
@@ -195,11 +197,6 @@ class Request:
             return (), resumed, ()
         new = tuple(tuple(table.new_blocks()) for table in self.tables)
         return new[:1], resumed, new[1:]
-
-    def grow(self, num_blocks: int, pool: BlockPool) -> None:
-        """Take that many blocks for each table."""
-        for table in self.tables:
-            table.blocks.extend(pool.allocate(num_blocks))
 
     def fork(self, request_id: str, token_id: int) -> Request:
         """Another request with the same tokens and one more. It holds nothing, and the runner does not know it."""

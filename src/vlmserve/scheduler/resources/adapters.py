@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from vlmserve.scheduler.request import Request
-from vlmserve.steps import AdapterLoad
+from vlmserve.scheduler.resources.resource import Failed, Resource
+from vlmserve.scheduler.step_limits import StepLimits
+from vlmserve.steps import AdapterLoad, SchedulerOutput
 
 
 class AdapterSource(Protocol):
@@ -17,16 +20,24 @@ class AdapterSource(Protocol):
         ...
 
     def is_loaded(self, digest: bytes) -> bool:
-        """Whether an adapter is in memory; asks for it to be loaded if it is not."""
+        """Return whether an adapter is in memory. If not, ask for it to be loaded."""
+        ...
+
+    def take_failures(self) -> dict[bytes, str]:
+        """Return, once, why adapters cannot be loaded."""
+        ...
+
+    def wait(self, seconds: float) -> bool:
+        """Wait until an adapter has been read. Return False at once if none is being read."""
         ...
 
 
-class AdapterScheduler:
-    """Slots of adapters, by digest. An adapter keeps its slot while a running request needs it, and until another one
-    needs the slot.
+class AdapterSlots(Resource):
+    """Slots of adapters, by digest. An adapter keeps its slot while running requests need it, and until another
+    adapter needs the slot.
 
     A request whose adapter has no slot waits, and others overtake it. For its sake, the adapter with the fewest running
-    requests gets no more of those that came later, so that it gives up its slot at last.
+    requests gets no later requests, until it gives up its slot.
     """
 
     def __init__(self, num_slots: int, source: AdapterSource) -> None:
@@ -38,10 +49,11 @@ class AdapterScheduler:
         # Adapters that get no more requests in this step, and those that wait for their slots.
         self._draining: dict[bytes, bytes] = {}
         self._loads: list[AdapterLoad] = []
+        self._planning = False
 
     @property
     def num_active(self) -> int:
-        """Adapters that running requests have."""
+        """Adapters of running requests."""
         return len(self._users)
 
     @property
@@ -49,22 +61,23 @@ class AdapterScheduler:
         """Adapters that have a slot."""
         return frozenset(self._slots)
 
-    def begin_step(self) -> None:
-        """Plan another step: waiting requests are asked about in order of arrival."""
-        self._draining = {}
-        self._source.begin_step()
-
     def is_pending(self, digest: bytes) -> bool:
-        """Whether the next step that runs loads an adapter."""
+        """Return whether the next step that runs loads an adapter."""
         return any(load.digest == digest for load in self._loads)
 
-    def take_loads(self) -> list[AdapterLoad]:
-        """What the next step that runs has to load."""
-        loads, self._loads = self._loads, []
-        return loads
+    def begin_step(self, running: Sequence[Request], limits: StepLimits | None) -> None:
+        self._draining = {}
+        if not self._planning:
+            self._source.begin_step()
+        self._planning = True
 
-    def may_run(self, request: Request) -> bool:
-        """Whether a waiting request's adapter has a slot, or can have one now."""
+    def end_step(self, step: SchedulerOutput) -> None:
+        self._planning = False
+        if step.has_work:
+            step.adapter_loads, self._loads = self._loads, []
+
+    def ready(self, request: Request) -> bool:
+        """Return whether a request's adapter has a slot, or can have one. Ask in order of arrival."""
         digest = request.adapter
         if not digest:
             return True
@@ -80,8 +93,15 @@ class AdapterScheduler:
             self._draining[victim] = digest
         return False
 
-    def acquire(self, request: Request) -> None:
-        """A request that `may_run` runs: its adapter has a slot from the next step on."""
+    def acquire(self, request: Request, running: Sequence[Request]) -> bool:
+        self._hold(request)
+        return True
+
+    def fork(self, parent: Request, child: Request, *, first: bool) -> bool:
+        self._hold(child)
+        return True
+
+    def _hold(self, request: Request) -> None:
         digest = request.adapter
         if not digest:
             return
@@ -97,8 +117,7 @@ class AdapterScheduler:
         self._idle.pop(digest, None)
         self._users.setdefault(digest, set()).add(request.request_id)
 
-    def release(self, request: Request) -> None:
-        """A request runs no more; one that did not run stays as it is."""
+    def release(self, request: Request, *, resumes: bool = False) -> None:
         users = self._users.get(request.adapter)
         if users is None or request.request_id not in users:
             return
@@ -106,3 +125,10 @@ class AdapterScheduler:
         if not users:
             del self._users[request.adapter]
             self._idle[request.adapter] = None
+
+    def failed(self, waiting: Iterable[Request]) -> list[Failed]:
+        failures = self._source.take_failures()
+        return [Failed(one, failures[one.adapter], "model") for one in waiting if one.adapter in failures]
+
+    def wait(self, seconds: float) -> bool:
+        return self._source.wait(seconds)

@@ -1,0 +1,54 @@
+"""The order of requests, who is preempted, and what a long job leaves to short ones."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, MutableSequence, Sequence
+
+from vlmserve.scheduler.request import Request
+
+MUCH_SHORTER = 8
+"""A job is much shorter than another if it has at most this fraction of its work."""
+
+
+def enter_last(queue: MutableSequence[Request], request: Request) -> None:
+    """Put a request after all others of its priority."""
+    place = len(queue)
+    while place and queue[place - 1].priority > request.priority:
+        place -= 1
+    queue.insert(place, request)
+
+
+def enter_first(queue: MutableSequence[Request], request: Request) -> None:
+    """Put a request before all others of its priority."""
+    place = 0
+    while place < len(queue) and queue[place].priority < request.priority:
+        place += 1
+    queue.insert(place, request)
+
+
+def take_victim(running: list[Request]) -> Request:
+    """Remove the request to preempt: the last admitted of the lowest priority."""
+    return running.pop()
+
+
+def gives_way(running: Sequence[Request], waiting: Request) -> bool:
+    """Return whether the next victim has a lower priority than a waiting request."""
+    return bool(running) and waiting.priority < running[-1].priority
+
+
+def reserved(own: float, others: Iterable[float], budget: float) -> float:
+    """Return the part of a budget that a job leaves to much shorter ones, which delay it only a little: at most half.
+
+    own, others: work that each job lacks. Jobs of similar length leave each other nothing: they end in order.
+    """
+    return min(budget / 2, sum(work for work in others if work * MUCH_SHORTER <= own))
+
+
+def reserved_tokens(request: Request, running: list[Request], waiting: Iterable[Request], budget: int) -> int:
+    """Return tokens of a prompt's budget to leave to much shorter prompts that came later and may run."""
+    if request.num_uncomputed <= budget:
+        return 0
+    later = itertools.chain(running[running.index(request) + 1 :], waiting)
+    lengths = [one.num_uncomputed for one in later if one.priority == request.priority and one.num_uncomputed > 1]
+    return int(reserved(request.num_uncomputed, lengths, budget))

@@ -1,0 +1,112 @@
+"""The waiting and the running requests."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+
+from vlmserve.scheduler.policy import enter_first, enter_last, take_victim
+from vlmserve.scheduler.request import Request
+from vlmserve.scheduler.resources.resource import Resources
+from vlmserve.scheduler.searches import Search
+
+
+class Queues:
+    """Owns the unfinished requests and searches. Requests hold resources only while they run."""
+
+    def __init__(self, resources: Resources, max_num_seqs: int) -> None:
+        self.max_num_seqs = max_num_seqs
+        self.requests: dict[str, Request] = {}
+        self.searches: dict[str, Search] = {}
+        self.waiting: deque[Request] = deque()
+        self.running: list[Request] = []
+        """In order of priority and admission."""
+        self.num_preemptions = 0
+        self._resources = resources
+        # Finished requests that the runner has not dropped yet.
+        self._finished: list[str] = []
+
+    def known_to_runner(self, request_id: str) -> Request | None:
+        """Return an unfinished request that was part of a step. A new one may have the id of a finished one."""
+        request = self.requests.get(request_id)
+        return request if request is not None and request.known_to_runner else None
+
+    @property
+    def only_beams_run(self) -> bool:
+        """True if beams run and nothing else. Other requests without tokens to compute wait for their grammars."""
+        return bool(self.running) and all(request.answer_id in self.searches for request in self.running)
+
+    def add(self, request: Request) -> None:
+        self.requests[request.request_id] = request
+        enter_last(self.waiting, request)
+
+    def admit(self, request: Request) -> bool:
+        """Run a request that was taken from `waiting`. Return False if there is no room for it."""
+        if not self._resources.acquire(request, self.running):
+            return False
+        enter_last(self.running, request)
+        return True
+
+    def preempt(self) -> Request:
+        """Let a running request wait for room, unless it is a beam that waits for others. Return it."""
+        victim = take_victim(self.running)
+        waits_for_others = victim.num_uncomputed == 0 and victim.answer_id in self.searches
+        self._resources.release(victim, resumes=victim.num_uncomputed <= 1)
+        self.num_preemptions += 1
+        if not waits_for_others:
+            enter_first(self.waiting, victim)
+        return victim
+
+    def recompute_if_long(self, request: Request, length: int) -> None:
+        """Compute a request again from its first token on if it had `length` tokens and now exceeds
+        `max_short_len`."""
+        limit = request.max_short_len
+        if limit is None or not length <= limit < len(request.token_ids):
+            return
+        self._resources.release(request)
+        request.reset_block_keys()
+        if request in self.running:  # not preempted since its logits were computed
+            self.running.remove(request)
+            enter_first(self.waiting, request)
+
+    def fork(self, parent: Request, children: list[Request]) -> None:
+        """Let requests that extend a beam take its place. Children without room wait."""
+        place = self.running.index(parent) if parent in self.running else None
+        waits = False
+        for number, child in enumerate(children):
+            self.requests[child.request_id] = child
+            fits = place is not None and (number == 0 or len(self.running) <= self.max_num_seqs)
+            if place is None or not fits or not self._resources.fork(parent, child, first=number == 0):
+                enter_first(self.waiting, child)
+                waits = True
+                continue
+            self.running.insert(place + number, child)
+            self.recompute_if_long(child, len(parent.token_ids))
+        self.remove(parent, resumes=waits)
+
+    def remove(self, request: Request, *, resumes: bool = False) -> None:
+        """Drop a request. resumes: see `Resource.release`."""
+        self._resources.release(request, resumes=resumes)
+        del self.requests[request.request_id]
+        if request.known_to_runner:
+            self._finished.append(request.request_id)
+        for queue in (self.running, self.waiting):
+            if request in queue:
+                queue.remove(request)
+
+    def end_search(self, search: Search) -> None:
+        for member in search.members:
+            self.remove(member)
+        del self.searches[search.request_id]
+
+    def abort(self, request_ids: Iterable[str]) -> None:
+        for request_id in request_ids:
+            if (search := self.searches.get(request_id)) is not None:
+                self.end_search(search)
+            elif (request := self.requests.get(request_id)) is not None:
+                self.remove(request)
+
+    def take_finished(self) -> list[str]:
+        """Return, once, the finished requests that the runner has to drop."""
+        finished, self._finished = self._finished, []
+        return finished
