@@ -8,7 +8,7 @@ from pathlib import Path
 from benchmarks.adapters import main
 
 
-def test_each_engine_is_compared_with_the_one_without_adapters(tmp_path: Path) -> None:
+def test_engines_are_compared_with_and_without_adapters(tmp_path: Path) -> None:
     report = tmp_path / "report.json"
     main(
         ["--adapters", "2", "--streams", "3", "--steps", "3", "--turns", "2", "--prompt", "20", "--rank", "4",

@@ -29,7 +29,7 @@ def test_processes_are_measured_by_parts():
     assert row["gcs"] == 0
 
 
-def test_tokens_are_counted_by_the_metrics_of_the_gateway():
+def test_gateway_metrics_count_tokens():
     metrics = GatewayMetrics(list, lambda: 0)
     assert counts(metrics.text()) == {"prompt_tokens": 0, "cached_tokens": 0}
     for _ in range(2):

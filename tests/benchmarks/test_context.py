@@ -8,7 +8,7 @@ from pathlib import Path
 from benchmarks.context import main
 
 
-def test_each_context_is_measured_and_compared_with_the_shortest(tmp_path: Path) -> None:
+def test_contexts_are_compared_with_the_shortest(tmp_path: Path) -> None:
     report = tmp_path / "report.json"
     main(
         ["--model", "pixie", "--lengths", "20", "40", "--at-once", "1", "3", "--most", "100", "--steps", "2",

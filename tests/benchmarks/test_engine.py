@@ -26,7 +26,7 @@ def test_a_single_job_has_the_longest_lengths():
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_a_decode_reads_every_weight_but_a_separate_embedding(tied):
+def test_decode_reads_all_weights_except_embeddings(tied):
     from transformers import LlamaConfig, LlamaForCausalLM
 
     model = LlamaForCausalLM(

@@ -26,9 +26,7 @@ def test_without_a_gpu_nothing_is_measured(capsys: pytest.CaptureFixture[str], t
     assert not list(tmp_path.iterdir())
 
 
-def test_stages_are_processes_and_the_report_is_written_after_each(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_report_is_written_after_each_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     output = tmp_path / "report.json"
     written = []
     run_stage = gpu.run_stage
@@ -58,9 +56,7 @@ def test_stages_are_processes_and_the_report_is_written_after_each(
         ("print(subprocess.Popen(['sleep', '1000']).pid, flush=True); time.sleep(1000)", "took longer than 1 s"),
     ],
 )
-def test_a_stage_that_fails_keeps_what_it_measured_and_says_how_it_ended(
-    end: str, error: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_stage_keeps_its_measurements(end: str, error: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def command(name: str, result: Path, arguments: list[str]) -> list[str]:
         measured = f"open({str(result)!r}, 'w').write('{{\"copy_gb_s\": 1}}'); print('[bold]lost[/]', flush=True)"
         return [sys.executable, "-c", f"import os, signal, subprocess, sys, time; {measured}; {end}"]
@@ -109,7 +105,7 @@ def test_checks_use_every_core(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert commands[0][commands[0].index("-n") + 1] == "16"
 
 
-def test_the_tests_for_a_gpu_start_without_plugins_that_they_do_not_need(tmp_path: Path) -> None:
+def test_gpu_tests_start_without_unneeded_plugins(tmp_path: Path) -> None:
     (tmp_path / "test_one.py").write_text("def test_one(): pass")
     settings = ["-c", "pyproject.toml", "--noconftest", "-p", "no:asyncio", "-p", "no:schemathesis"]
     run = subprocess.run(

@@ -101,7 +101,7 @@ def test_shares_are_of_what_the_device_reaches(report: Report) -> None:
     assert row(report, "LLaVA-1.5-7B, 1 image").share == pytest.approx((4 / 4000 + 8 / 800) / 0.013)
 
 
-def test_on_another_gpu_one_stream_is_held_against_a_copy(report: Report) -> None:
+def test_unknown_gpu_is_compared_with_a_copy(report: Report) -> None:
     report["device"] = "NVIDIA H100 80GB HBM3"
     report["stages"]["bandwidth"]["copy_gb_s"] = 3000.0
     for rate, met in ((160.0, True), (159.0, False)):

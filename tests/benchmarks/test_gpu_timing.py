@@ -34,7 +34,7 @@ def test_copies_do_not_fit_into_the_caches(monkeypatch: pytest.MonkeyPatch) -> N
     assert len(copies(original, 10**6, CUDA)) == 1
 
 
-def test_what_cannot_be_captured_is_called_with_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_uncapturable_calls_run_with_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
     def cannot(*_: object) -> None:
         raise gpu_timing._CannotCaptureError("OutOfMemoryError: 1 GiB")
 
@@ -48,7 +48,7 @@ def test_what_cannot_be_captured_is_called_with_a_note(monkeypatch: pytest.Monke
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
-def test_on_a_gpu_calls_are_captured_and_those_that_wait_are_not() -> None:
+def test_waiting_calls_are_not_captured() -> None:
     x = torch.ones(1000, device=CUDA)
     launches = [per_launch([lambda: x + 1], CUDA, 3), per_launch([lambda: x.sum().item()], CUDA, 3)]
     launches.append(per_launch([lambda: x + 1], CUDA, 3))
@@ -57,7 +57,7 @@ def test_on_a_gpu_calls_are_captured_and_those_that_wait_are_not() -> None:
     assert float((x + 1).sum()) == 2000
 
 
-def test_work_is_two_operations_for_each_weight_and_all_bytes_that_are_read() -> None:
+def test_work_counts_operations_and_bytes() -> None:
     model = random_model(CPU, TINY, "none", eager=True)
     decoder = model.language_model
     assert isinstance(decoder, Decoder)

@@ -11,7 +11,7 @@ from benchmarks.image_reuse import image_file, main, reuse_workload, turns_workl
 
 
 @pytest.mark.parametrize(("share", "different"), [(0.0, 20), (0.3, 14), (0.9, 2)])
-def test_a_share_of_the_requests_is_about_the_image_before(share, different):
+def test_some_requests_reuse_the_previous_image(share, different):
     images = [conversation.turns[0][0] for conversation in reuse_workload(20, share, 32)]
     assert len(set(images)) == different
     changes = sum(one != other for one, other in itertools.pairwise(images))

@@ -7,12 +7,12 @@ import json
 from benchmarks.memory import Row, main
 
 
-def test_the_saving_is_of_the_most_frugal_contiguous_way():
+def test_saving_is_relative_to_best_contiguous_cache():
     assert Row("", paged=30, whole_context=1000, longest_answer=100, transformers=120).saving == 0.7
     assert Row("", paged=30, whole_context=1000, longest_answer=100, transformers=60).saving == 0.5
 
 
-def test_paging_takes_less_and_a_common_beginning_is_counted_once(tmp_path):
+def test_paging_counts_a_shared_prefix_once(tmp_path):
     report = tmp_path / "report.json"
     main(
         ["--tiny", "--requests", "8", "--prompt-lens", "8-64", "--answer-lens", "2-16", "--kv-cache-memory", "64MiB",

@@ -80,9 +80,7 @@ def test_graphs_launch_what_was_captured(library: ctypes.CDLL) -> None:
         assert counts(library).nodes == number, "not of the one that was captured last"
 
 
-def test_the_host_may_not_wait_nor_allocate_while_it_captures(
-    library: ctypes.CDLL, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_capture_rejects_waits_and_allocations(library: ctypes.CDLL, capfd: pytest.CaptureFixture[str]) -> None:
     stream, place, graph = stream_of(library), ctypes.c_void_p(), ctypes.c_void_p()
     assert library.cudaStreamBeginCapture(stream, 1) == 0
     assert library.cudaStreamSynchronize(stream) == CAPTURED

@@ -14,7 +14,7 @@ def samples(*engine_megabytes: float) -> list[Sample]:
     return [Sample(number, 100_000_000, int(1e6 * size)) for number, size in enumerate(engine_megabytes)]
 
 
-def test_growth_in_the_second_half_is_a_problem_and_in_the_first_is_not():
+def test_only_late_memory_growth_is_a_problem():
     assert problems(samples(100, 300, 400, 400, 410, 405), Counter(new=6), IDLE) == []
     (problem,) = problems(samples(100, 300, 400, 400, 410, 425), Counter(new=6), IDLE)
     assert problem == "the engine's memory grew by 25.0 MB in the second half"
@@ -27,7 +27,7 @@ def test_wrong_answers_and_held_blocks_are_problems():
     assert problems(samples(1, 1), Counter(), IDLE | {"kv_blocks": {"used": 3}})
 
 
-def test_a_real_server_answers_a_mix_of_requests_and_is_idle_at_the_end(tmp_path, capsys):
+def test_real_server_is_idle_after_mixed_requests(tmp_path, capsys):
     report = tmp_path / "report.json"
     main(["--requests", "120", "--concurrency", "8", "--json", str(report)])
     result = json.loads(report.read_text())

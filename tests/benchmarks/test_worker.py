@@ -12,7 +12,7 @@ from benchmarks.worker import Worker, start_workers
 SLEEPER = "tests.benchmarks.sleeper"
 
 
-def test_a_worker_does_what_it_is_asked_and_says_how_long_that_took(tmp_path: Path) -> None:
+def test_worker_reports_its_seconds(tmp_path: Path) -> None:
     with Worker("sleeper", SLEEPER, [], tmp_path / "log") as worker:
         assert worker.seconds_to_ready < 60
         assert worker.run(seconds=0.05) >= 0.05
@@ -25,7 +25,7 @@ def test_one_that_ends_is_an_error(tmp_path: Path) -> None:
         worker.run(seconds=-1)
 
 
-def test_one_that_does_not_start_is_reported_and_left_out(tmp_path: Path) -> None:
+def test_unstartable_worker_is_reported_and_skipped(tmp_path: Path) -> None:
     console = Console(record=True, width=200)
     with start_workers(SLEEPER, {"well": [], "unwell": ["broken"]}, tmp_path, console) as workers:
         assert [worker.name for worker in workers] == ["well"]

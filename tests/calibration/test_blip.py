@@ -216,7 +216,7 @@ def test_logits_move_less_than_by_rounding(
 
 
 @pytest.mark.parametrize(("oracle", "at"), [("caption", 1), ("question", 2)], indirect=["oracle"])
-def test_an_interrupted_run_goes_on_with_what_layers_attend_to(
+def test_interrupted_run_resumes_with_attended_inputs(
     oracle: BlipOracle, prompts: list[Prompt], tmp_path: Path, at: int
 ) -> None:
     config = QuantizationConfig(scheme="int4", method="gptq")

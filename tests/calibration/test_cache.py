@@ -66,7 +66,7 @@ def weights_of(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
 
 
-def test_a_process_makes_what_the_command_makes_and_the_next_start_finds_it(
+def test_process_output_is_reused_by_next_start(
     folder: Path, options: dict[str, Any], cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = EngineConfig(model=str(folder), **options)
@@ -83,7 +83,7 @@ def test_a_process_makes_what_the_command_makes_and_the_next_start_finds_it(
     assert answers[0] == answers[1]
 
 
-def test_gguf_files_are_calibrated_as_what_they_stand_for(
+def test_gguf_files_are_calibrated_dequantized(
     options: dict[str, Any], cache: Path, runs: list[calibrated.Job], tmp_path: Path
 ) -> None:
     folder = make_llama(tmp_path / "folder", **GROUPS_FIT)
@@ -175,7 +175,7 @@ def test_what_was_interrupted_goes_on(
 
 
 @pytest.mark.parametrize("full", ["before", "on the way"])
-def test_a_full_disk_is_an_error_that_says_what_to_do(
+def test_full_disk_error_names_a_remedy(
     folder: Path,
     options: dict[str, Any],
     cache: Path,
@@ -198,7 +198,7 @@ def test_a_full_disk_is_an_error_that_says_what_to_do(
     assert load(config).weight_bytes > 0
 
 
-def test_a_cache_that_cannot_be_written_is_an_error(
+def test_unwritable_cache_is_an_error(
     folder: Path, options: dict[str, Any], tmp_path: Path, runs: list[calibrated.Job], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").write_text("")
@@ -207,7 +207,7 @@ def test_a_cache_that_cannot_be_written_is_an_error(
         load(EngineConfig(model=str(folder), **options))
 
 
-def test_errors_of_the_process_are_those_of_the_engine(
+def test_process_errors_reach_the_engine(
     folder: Path, options: dict[str, Any], cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(calibrated, "_run", lambda job: calibrated.check_answer(process.attempt(job), 1))

@@ -57,7 +57,7 @@ def total(choices: dict[str, Choice], chosen: dict[str, Scheme]) -> tuple[int, f
 
 
 @given(choices, st.floats(0, 1))
-def test_the_budget_is_kept_and_the_error_is_near_the_least(choices: dict[str, Choice], share: float) -> None:
+def test_budget_holds_with_near_minimal_error(choices: dict[str, Choice], share: float) -> None:
     plain = sum(one.sizes["none"] for one in choices.values())
     budget = plain - int(share * (plain - plain // 4))
     size, error = total(choices, assign(choices, plain - budget))
@@ -109,7 +109,7 @@ def test_errors_are_those_of_the_layers_outputs(folder: Path, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("method", ["rtn", "gptq"])
-def test_a_written_model_fits_and_keeps_bits_where_they_count(folder: Path, tmp_path: Path, method: Any) -> None:
+def test_mixed_model_fits_and_keeps_important_bits(folder: Path, tmp_path: Path, method: Any) -> None:
     estimate = MemoryEstimate(folder, CPU)
     few, many = (estimate.weights(QuantizationConfig(scheme=scheme)) for scheme in ("int4", "int8"))
     budget = (few + 2 * many) // 3
@@ -134,7 +134,7 @@ def test_a_written_model_fits_and_keeps_bits_where_they_count(folder: Path, tmp_
     assert 4 in bits.values()
 
 
-def test_a_budget_that_is_too_small_says_by_how_much(folder: Path, tmp_path: Path) -> None:
+def test_small_budget_error_names_the_shortfall(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"the weights take at least .* MB more"):
         choose_bits(
             folder, tmp_path / "out", QuantizeConfig(weight_memory=1000), dict.fromkeys(PROMPTS, 1.0), "auto", nothing

@@ -41,7 +41,7 @@ def images(tmp_path: Path) -> Path:
     return folder
 
 
-def test_a_model_that_sees_gets_drawn_images_with_answers_and_text(pixie: RequestPreparer) -> None:
+def test_vision_model_gets_images_answers_and_text(pixie: RequestPreparer) -> None:
     prompts = calibration_prompts(None, pixie, 4000, 0.1)
     tokens = sum(len(prompt.token_ids) for prompt in prompts)
     assert 4000 <= tokens < 4700
@@ -65,7 +65,7 @@ def test_the_manual_counts_for_a_tenth_beside_conversations(pixie: RequestPrepar
 
 
 @pytest.mark.parametrize("kind", ["caption", "question", "moondream"])
-def test_a_model_of_one_image_and_one_text_gets_questions_with_answers(tmp_path: Path, kind: str) -> None:
+def test_single_image_model_gets_questions_with_answers(tmp_path: Path, kind: str) -> None:
     folder = make_moondream(tmp_path)[0] if kind == "moondream" else make_blip(tmp_path, kind)
     prompts = calibration_prompts(None, preparer_of(folder), 100, 0.1)
     assert set(prompts.values()) == {1.0}
@@ -77,7 +77,7 @@ def test_a_model_of_one_image_and_one_text_gets_questions_with_answers(tmp_path:
         assert all(len(prompt.token_ids) > 1 for prompt in prompts)
 
 
-def test_text_is_the_end_of_the_manual_which_perplexity_does_not_measure(tmp_path: Path) -> None:
+def test_calibration_text_is_disjoint_from_perplexity_text(tmp_path: Path) -> None:
     preparer = preparer_of(make_llama(tmp_path))
     prompts = calibration_prompts(None, preparer, 1200, 0.1)
     pieces = [preparer.tokens(piece).token_ids for piece in _pieces(preparer.encode(python_manual())[-1200:])]
@@ -89,7 +89,7 @@ def _pieces(ids: list[int]) -> list[list[int]]:
     return [ids[first : first + 512] for first in range(0, len(ids), 512)]
 
 
-def test_prompts_are_read_from_a_file_of_a_load_test(pixie: RequestPreparer, images: Path) -> None:
+def test_load_test_files_give_prompts(pixie: RequestPreparer, images: Path) -> None:
     lines = [
         {"prompt": "What is in the image?", "images": ["b.png"], "max_tokens": 5},
         {"messages": [{"role": "user", "content": "Hello"}]},
@@ -129,7 +129,7 @@ def test_what_cannot_be_used_is_named(
         calibration_prompts(str(source), pixie, 100, 0.1)
 
 
-def test_images_for_a_model_that_takes_none_are_refused(tmp_path: Path, images: Path) -> None:
+def test_text_model_rejects_images(tmp_path: Path, images: Path) -> None:
     with pytest.raises(ConfigurationError, match="takes no images"):
         calibration_prompts(str(images), preparer_of(make_llama(tmp_path / "model")), 100, 0.1)
 

@@ -92,7 +92,7 @@ def test_the_reference_is_computed_once(tmp_path: Path) -> None:
     assert found[0].divergence_error is None
 
 
-def test_perplexity_of_conversations_is_that_of_a_supervised_loss(tmp_path: Path) -> None:
+def test_conversation_perplexity_equals_supervised_loss(tmp_path: Path) -> None:
     folders = [make_llama(tmp_path / str(seed), seed=seed, num_hidden_layers=1) for seed in (0, 1)]
     turns = [("user", "What is a cat?"), ("assistant", "An animal."), ("user", "Why?"), ("assistant", "It moves.")]
     messages = [{"role": role, "content": content} for role, content in turns]
@@ -201,7 +201,7 @@ def test_the_command_prints_a_table_and_json(tmp_path: Path, monkeypatch: pytest
     assert drawing.read_text("utf-8").count("tokens a second") == 1
 
 
-def test_a_plot_has_each_model_once_in_each_panel_where_its_figures_are() -> None:
+def test_plot_shows_each_model_once_per_panel() -> None:
     points = [Point("plain", 100, 0.0, 50.0), Point("a <b>", 40, 0.03, 90.0), Point("c", 41, 0.0301, 91.0)]
     for measured, panels in ((points, 2), ([Point(one.name, one.megabytes, one.divergence) for one in points], 1)):
         root = ElementTree.fromstring(quality_plot(measured, "t"))

@@ -173,7 +173,7 @@ def test_tokens_of_images_can_count_less(tmp_path: Path) -> None:
     assert not torch.equal(one[name], less[name])
 
 
-def test_a_prompt_that_counts_twice_is_as_good_as_two(tmp_path: Path) -> None:
+def test_doubled_weight_equals_two_prompts(tmp_path: Path) -> None:
     folder = make_llama(tmp_path / "plain", **GROUPS_FIT)
     config = QuantizationConfig(scheme="int4", method="gptq")
     first, *others = PROMPTS
@@ -225,7 +225,7 @@ def test_an_interrupted_run_goes_on_where_it_was(
     assert {path.name for path in (tmp_path / "out").iterdir()} == {path.name for path in (base / "whole").iterdir()}
 
 
-def test_an_unfinished_folder_is_not_mixed_with_other_settings(tmp_path: Path) -> None:
+def test_unfinished_folder_rejects_other_settings(tmp_path: Path) -> None:
     folder = make_llama(tmp_path / "plain", **GROUPS_FIT)
     with pytest.raises(Interrupted):
         calibrate(folder, tmp_path / "out", QuantizationConfig(scheme="int4", method="gptq"), progress=interrupting(2))
@@ -235,7 +235,7 @@ def test_an_unfinished_folder_is_not_mixed_with_other_settings(tmp_path: Path) -
         calibrate(folder, tmp_path / "out", QuantizationConfig(scheme="int4", method="gptq"), random_prompts(seed=5))
 
 
-def test_a_folder_with_something_else_in_it_is_refused(tmp_path: Path) -> None:
+def test_unrelated_folder_is_rejected(tmp_path: Path) -> None:
     folder = make_llama(tmp_path / "plain", **GROUPS_FIT)
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine.txt").write_text("mine")
@@ -244,7 +244,7 @@ def test_a_folder_with_something_else_in_it_is_refused(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["mine.txt"]
 
 
-def test_a_model_that_makes_no_numbers_is_rounded_and_says_so(tmp_path: Path) -> None:
+def test_nan_model_is_rounded_with_a_warning(tmp_path: Path) -> None:
     folder = make_llama(tmp_path / "plain", **GROUPS_FIT)
 
     def break_norm(name: str, tensor: Tensor) -> tuple[str, Tensor]:
@@ -274,7 +274,7 @@ def test_inputs_that_are_always_zero_are_reported(tmp_path: Path) -> None:
     assert result.notes == ["language_model.layers.0.mlp.down_proj: 2 of 96 inputs were always zero"]
 
 
-def test_layers_with_rules_of_their_own_and_8_bits_beside_4(tmp_path: Path) -> None:
+def test_overrides_mix_8_and_4_bits(tmp_path: Path) -> None:
     folder = make_llama(tmp_path / "plain", **GROUPS_FIT, shard_size="60KB")
     overrides = {"*.layers.1.*": "int8", "*.down_proj": "none"}
     config = QuantizationConfig(scheme="int4", method="awq+gptq", overrides=overrides)

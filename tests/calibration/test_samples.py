@@ -55,7 +55,7 @@ def text_of(preparer: RequestPreparer, sample: Sample) -> str:
     return preparer.decode([sample.prompt.token_ids[place] for place in sample.counted])
 
 
-def test_of_pixie_what_it_was_trained_to_say_counts() -> None:
+def test_pixie_samples_count_trained_answers() -> None:
     preparer = preparer_of(resolve_model("pixie"))
     tokenizer = Tokenizer.from_file(str(resolve_model("pixie") / "tokenizer.json"))
     examples = [sample_example(seed) for seed in range(40)]
@@ -86,7 +86,7 @@ def test_what_transformers_masks_as_the_assistants_words_counts(tmp_path: Path, 
     assert len(sample.counted) > 20
 
 
-def test_of_text_all_but_the_first_token_and_images_counts() -> None:
+def test_text_samples_skip_first_token_and_images() -> None:
     preparer = preparer_of(resolve_model("pixie"))
     assert of_text(preparer.tokens([5, 6, 7])).counted == (1, 2)
     prompt = next(drawn_samples(preparer, 0)).prompt
@@ -95,7 +95,7 @@ def test_of_text_all_but_the_first_token_and_images_counts() -> None:
     assert len(of_text(prompt).counted) == len(prompt.token_ids) - 1 - prompt.num_image_tokens
 
 
-def test_of_one_image_and_one_text_the_answer_counts(tmp_path: Path) -> None:
+def test_single_image_samples_count_the_answer(tmp_path: Path) -> None:
     preparer = preparer_of(make_moondream(tmp_path)[0])
     samples = drawn_samples(preparer, 0)
     examples = (example for example in map(sample_example, range(100)) if len(example.scenes) == 1)
@@ -105,7 +105,7 @@ def test_of_one_image_and_one_text_the_answer_counts(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["caption", "question"])
-def test_an_image_that_adds_no_tokens_is_asked_about_several_times(tmp_path: Path, kind: str) -> None:
+def test_tokenless_images_get_several_questions(tmp_path: Path, kind: str) -> None:
     preparer = preparer_of(make_blip(tmp_path, kind))
     groups: dict[bytes, list[Sample]] = {}
     for _, sample in zip(range(24), drawn_samples(preparer, 0), strict=False):

@@ -109,7 +109,7 @@ def test_inputs_have_8_bits_where_kernels_round_them(folder: Path, smoothed: Pat
         assert decoder.layers[0].mlp.down_proj._product._input_bits == bits
 
 
-def test_it_is_a_checkpoint_of_8_bits_for_weights_and_inputs(smoothed: Path) -> None:
+def test_smoothquant_writes_w8a8_checkpoint(smoothed: Path) -> None:
     config = json.loads((smoothed / "config.json").read_text())["quantization_config"]
     assert (config["quant_method"], config["format"]) == ("compressed-tensors", "int-quantized")
     group = config["config_groups"]["group_0"]

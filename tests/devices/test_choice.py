@@ -25,7 +25,7 @@ def test_auto_takes_the_first_that_there_is(monkeypatch: pytest.MonkeyPatch) -> 
     assert find_device("auto") == torch.device("cpu")
 
 
-def test_kinds_and_kernels_that_there_are_not_are_refused() -> None:
+def test_unknown_kinds_and_kernels_are_rejected() -> None:
     with pytest.raises(ConfigurationError, match="implemented are cpu, cuda, mps"):
         open_device(torch.device("meta"), "auto", torch.float32, automatic=True)
     with pytest.raises(ConfigurationError, match="--kernels sse9: not available"):

@@ -42,7 +42,7 @@ WITH_SINKS = AttentionSpec(4, 2, 16, 0.25, sinks=(0.0,) * 4)
         (torch.bfloat16, torch.float32, torch.float32, torch.float32),
     ],
 )
-def test_a_cpu_computes_in_a_type_that_it_is_good_at(
+def test_cpu_default_dtype_is_fast(
     monkeypatch: pytest.MonkeyPatch,
     hardware: bool,
     native: bool,
@@ -58,7 +58,7 @@ def test_a_cpu_computes_in_a_type_that_it_is_good_at(
     assert device.kernels == ("avx2" if native else "torch")
 
 
-def test_torch_runs_where_it_is_asked_for_and_an_instruction_set_where_there_is_one() -> None:
+def test_requested_kernels_run() -> None:
     asked, _ = open_device(CPU, "torch", torch.float32, automatic=False)
     assert (type(asked), asked.kernels, asked.keeps_packed) == (CpuDevice, "torch", False)
     assert isinstance(asked.executor(), EagerExecutor)
@@ -99,7 +99,7 @@ def test_a_cache_takes_half_of_what_is_free(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize("kernels", ["torch", *supported_isas()])
-def test_no_layer_keeps_a_weight_beside_what_the_device_stores(tmp_path: Path, kernels: str) -> None:
+def test_layers_keep_no_second_weight(tmp_path: Path, kernels: str) -> None:
     model = load_model(make_llama(tmp_path), device=CPU, dtype=torch.float32, kernels=kernels)
     assert isinstance(model.language_model, torch.nn.Module)
     names = [name for name, _ in model.language_model.named_parameters() if name.endswith("proj.weight")]
@@ -108,7 +108,7 @@ def test_no_layer_keeps_a_weight_beside_what_the_device_stores(tmp_path: Path, k
 
 
 @pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="oneDNN's instruction sets of x86")
-def test_bfloat16_by_torch_computes_where_onednn_is_held_to_less_than_the_processor_has() -> None:
+def test_torch_bfloat16_works_with_restricted_onednn() -> None:
     program = """
 import torch
 from vlmserve.devices.cpu import CpuDevice

@@ -65,7 +65,7 @@ class Driver:
         (70, 0.9, 10 - 14 - 6 - 1 - 2),
     ],
 )
-def test_a_share_is_of_all_memory_and_covers_weights_activations_and_caches(
+def test_memory_fraction_covers_weights_activations_caches(
     monkeypatch: pytest.MonkeyPatch, beside: int, fraction: float, expected: int
 ) -> None:
     driver = Driver(monkeypatch, beside * GIB)
@@ -74,7 +74,7 @@ def test_a_share_is_of_all_memory_and_covers_weights_activations_and_caches(
     assert device.cache_budget(fraction, driver.step, reserved=2 * GIB) == expected * GIB
 
 
-def test_a_second_model_does_not_count_the_tensors_of_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_second_model_ignores_tensors_of_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
     driver = Driver(monkeypatch, 0)
     driver.held = 20 * GIB
     device = CudaDevice(GPU)
@@ -88,7 +88,7 @@ def test_too_little_free_memory_is_logged(monkeypatch: pytest.MonkeyPatch, caplo
     assert "30.0 of 80.0 GiB are free on cuda:1, less than --memory-fraction 0.9" in caplog.text
 
 
-def test_a_gpu_has_the_name_that_the_driver_gives_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_name_comes_from_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     Driver(monkeypatch, 0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=f"12-{device.index}"))
     assert CudaDevice(GPU).gpu_uuid == "GPU-12-1"
@@ -181,7 +181,7 @@ def test_float8_stays_where_a_gpu_multiplies_it(
     assert "a product of (16, 64): expanded from float8 (products of float8 need compute capability 8.9" in caplog.text
 
 
-def test_memory_of_host_blocks_is_registered_for_as_long_as_they_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_host_blocks_stay_registered_while_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
     Driver(monkeypatch, 0)
     registered: list[int] = []
     runtime = SimpleNamespace(
@@ -218,7 +218,7 @@ def test_kernels_are_launched_early_where_gpus_can(
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
-def test_uploads_arrive_whole_though_their_arrays_change_behind_them() -> None:
+def test_uploads_survive_changes_of_their_arrays() -> None:
     device = CudaDevice(torch.device("cuda"))
     values = np.arange(2**20)
     uploaded = []

@@ -57,7 +57,7 @@ def layers(x: Tensor, caches: object, context: StepContext) -> Tensor:
     return x * context.metadata.context_lens[:, None]
 
 
-def test_a_step_is_captured_when_it_comes_again_and_reads_new_numbers_in_old_places() -> None:
+def test_repeated_steps_are_captured_and_read_inputs() -> None:
     executor, lengths = GraphExecutor(Captures(repeat_by_calls)), torch.tensor([2, 3])
     for number in range(4):
         lengths.copy_(torch.tensor([number, number + 1]))
@@ -136,7 +136,7 @@ def test_other_errors_of_a_capture_are_raised() -> None:
         executor.run(layers, torch.ones(2, 3), CACHES, step(Plan(), lengths))
 
 
-def test_adapters_are_part_of_a_step_as_far_as_it_launches_others() -> None:
+def test_adapters_change_the_capture_key() -> None:
     executor, lengths, x = GraphExecutor(Captures(repeat_by_calls)), torch.tensor([2, 3]), torch.ones(2, 3)
     rows, slots = AdapterRows(2), torch.zeros(2, dtype=torch.int32)
     adapters = LinearAdapters(rows)
@@ -208,7 +208,7 @@ def test_batches_of_decodes_come_in_few_sizes() -> None:
     ]  # fmt: skip
 
 
-def test_chunks_come_in_few_sizes_with_decodes_or_without() -> None:
+def test_chunks_come_in_few_sizes() -> None:
     assert [captured_rows(count, 0) for count in (2, 8, 9, 20, 33, 100, 128)] == [8, 8, 16, 32, 64, 128, 128]
     assert [captured_rows(count, 0) for count in (129, 192, 608, 1000, 1024, 1025)] == [192, 192, 640, 1024, 1024, None]
     assert [captured_rows(count, 1) for count in (3, 20, 130, 512, 513)] == [8, 32, 192, 512, None]
@@ -217,7 +217,7 @@ def test_chunks_come_in_few_sizes_with_decodes_or_without() -> None:
     assert [captured_sequences(count) for count in (3, 4, 5, 9, 17, 100)] == [4, 4, 8, 16, 32, 112]
 
 
-def test_arrays_of_the_same_shapes_arrive_at_the_same_addresses() -> None:
+def test_equal_shapes_keep_their_addresses() -> None:
     staging = Staging(CPU, reserve=64)
     places = set()
     for number in range(5):
@@ -247,7 +247,7 @@ def test_rows_of_wider_arrays_are_uploaded() -> None:
     assert tensor.tolist() == [[5, 6], [10, 11]]
 
 
-def test_towers_are_captured_over_powers_of_two_of_tiles_and_see_new_ones_in_old_places() -> None:
+def test_towers_are_captured_by_tile_count() -> None:
     sizes: list[int] = []
 
     def encode(tiles: Tensor) -> Tensor:
@@ -277,7 +277,7 @@ class Tower:
         return torch.cat([image.sum(1) for image in pixels]) + layout
 
 
-def test_images_of_the_same_sizes_are_captured_and_see_new_pixels_in_old_places() -> None:
+def test_equal_image_sizes_are_captured_once() -> None:
     captures, tower = Captures(repeat_by_calls), Tower()
     executor = TowerGraphs(captures)
     for shapes in ([(2, 3)], [(2, 3), (4, 5)], [(4, 5), (2, 3)]):
@@ -294,7 +294,7 @@ def test_images_of_the_same_sizes_are_captured_and_see_new_pixels_in_old_places(
     assert [executor.run_images(tower, [torch.zeros(9, 3)]) for _ in range(3)] == [None] * 3
 
 
-def test_the_sizes_of_images_that_came_last_are_kept() -> None:
+def test_latest_image_sizes_are_kept() -> None:
     executor, tower = TowerGraphs(Captures(repeat_by_calls)), Tower()
     for number in range(1, MOST_SIZES + 5):
         for _ in range(2):

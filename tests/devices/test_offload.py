@@ -50,7 +50,7 @@ def test_blocks_come_back_as_they_were_saved(quantized: bool, lazy: bool, monkey
 
 
 @pytest.mark.parametrize("lazy", [False, True])
-def test_images_arrive_though_few_buffers_are_filled_in_turn(lazy: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_images_arrive_through_few_buffers(lazy: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vlmserve.devices.pixels.FIRST_BYTES", 64)
     stream = LazyStream(lazy=lazy)
     # The device computes nothing yet: nobody waits for a copy but the host, for memory.

@@ -22,7 +22,7 @@ KINDS = [
 
 @pytest.mark.parametrize("levels", KINDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_levels_become_the_floats_of_numpy_bit_for_bit(levels, dtype, monkeypatch):
+def test_pixel_normalization_equals_numpy_bitwise(levels, dtype, monkeypatch):
     monkeypatch.setattr(device_pixels, "BLOCK_ELEMENTS", 3 * 16 * 16 * 2)  # two of five tiles at a time
     draw = np.random.default_rng(0)
     pixels = np.stack([np.arange(256, dtype=np.uint8).reshape(16, 16)] * 3)[None].repeat(5, 0)

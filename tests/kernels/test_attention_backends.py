@@ -66,7 +66,7 @@ def chunks_with_wide_rows(draw: st.DrawFn) -> tuple[list[Chunk], list[list[Bidir
 @given(drawn=chunks_with_wide_rows(), spec=attention_specs(), block_size=st.sampled_from([1, 3, 4, 16]))
 @example(drawn=([(0, 6)], [[(0, 6, 6)]]), spec=PLAIN, block_size=4)
 @example(drawn=([(7, 1), (5, 9)], [[], [(0, 3, 8)]]), spec=PLAIN, block_size=4)
-def test_rows_that_see_what_comes_after_them_equal_naive_attention(
+def test_bidirectional_rows_equal_naive_attention(
     kind: Kind,
     drawn: tuple[list[Chunk], list[list[Bidirectional]]],
     spec: AttentionSpec,
@@ -78,7 +78,7 @@ def test_rows_that_see_what_comes_after_them_equal_naive_attention(
 
 
 @every_backend
-def test_many_rows_that_see_what_comes_after_them_equal_naive_attention(kind: Kind) -> None:
+def test_many_bidirectional_rows_equal_naive_attention(kind: Kind) -> None:
     output, expected = attend(
         kind(), [(3, 1), (0, 700), (300, 330)], PLAIN, 16, bidirectional=[[], [(0, 601, 602)], [(0, 5, 305)]]
     )
@@ -105,7 +105,7 @@ def test_decodes_of_very_different_lengths_equal_naive_attention(kind: Kind) -> 
 @pytest.mark.parametrize(
     "chunks", [[(90, 1)] * 5, [(90, 1)], [(0, 40)], [(30, 20)]], ids=["decodes", "decode", "prompt", "chunk"]
 )
-def test_bfloat16_keeps_large_scores_as_exact_as_its_inputs(kind: Kind, chunks: list[Chunk]) -> None:
+def test_bfloat16_scores_are_as_exact_as_inputs(kind: Kind, chunks: list[Chunk]) -> None:
     spec = AttentionSpec(6, 2, 64, 1.0)
     output, expected = attend(kind(), chunks, spec, 16, torch.bfloat16, spread=1.7)
     # Scores are around 20: rounded to bfloat16 they would be off by 0.06, and weights by 6%.
@@ -141,7 +141,7 @@ def written(backend: AttentionBackend, blocks: BlockTables, seed: int) -> LayerC
 
 
 @every_backend
-def test_copied_blocks_hold_the_same_tokens_and_cleared_ones_are_zero(kind: Kind) -> None:
+def test_blocks_are_copied_and_cleared(kind: Kind) -> None:
     backend = kind()
     blocks = BlockTables([64], 16)
     source, target = written(backend, blocks, 1), written(backend, blocks, 2)
@@ -162,14 +162,14 @@ def test_copied_blocks_hold_the_same_tokens_and_cleared_ones_are_zero(kind: Kind
 
 @every_backend
 @pytest.mark.parametrize(("block_size", "head_size"), [(16, 64), (8, 64), (24, 40)])
-def test_a_block_takes_what_it_is_said_to_take(kind: Kind, block_size: int, head_size: int) -> None:
+def test_block_bytes_equal_the_estimate(kind: Kind, block_size: int, head_size: int) -> None:
     backend, spec = kind(), AttentionSpec(4, 2, head_size, 1.0)
     cache = backend.allocate(5, block_size, spec, torch.bfloat16, CPU)
     assert cache.keys.nbytes + cache.values.nbytes == 5 * backend.block_bytes(block_size, spec, torch.bfloat16)
 
 
 @every_backend
-def test_a_cache_takes_memory_only_where_it_is_written(kind: Kind) -> None:
+def test_cache_memory_is_committed_when_written(kind: Kind) -> None:
     # An allocator that holds much free memory in one piece would clear and use it.
     freed = [np.ones(24 * 2**20, np.uint8) for _ in range(25)]
     kept = [bytes(5000) for _ in range(1000)]

@@ -51,7 +51,7 @@ def naive(query: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, imag
 @pytest.mark.parametrize("window", [None, 3, 10])
 @pytest.mark.parametrize("soft_cap", [None, 2.0])
 @pytest.mark.parametrize("rows_per_mask", [4, 256])
-def test_rows_attend_to_their_own_image_and_what_came_before(
+def test_rows_attend_to_own_image_and_earlier_tokens(
     kind: type[AttentionBackend],
     window: int | None,
     soft_cap: float | None,

@@ -55,7 +55,7 @@ def assert_close(actual: torch.Tensor, expected: torch.Tensor, spec: AttentionSp
 @example([(0, 1)], AttentionSpec(1, 1, 32, 1.0), 16, torch.bfloat16, 0)
 @example([(31, 1), (32, 1), (33, 2)], AttentionSpec(40, 2, 128, 0.1), 16, torch.bfloat16, 0)
 @pytest.mark.usefixtures("isa")
-def test_any_batch_equals_naive_attention_though_all_else_is_not_a_number(
+def test_any_batch_equals_naive_attention_amid_nans(
     chunks: list[Chunk], spec: AttentionSpec, block_size: int, dtype: torch.dtype, seed: int
 ) -> None:
     output, expected = attend(CpuAttention(), chunks, spec, block_size, dtype, junk=float("nan"), seed=seed)
@@ -91,7 +91,7 @@ def test_scores_far_apart_keep_the_weights_finite(dtype: torch.dtype) -> None:
 @built
 @either_dtype
 @pytest.mark.usefixtures("isa")
-def test_what_is_no_number_stays_with_the_sequence_that_has_it(dtype: torch.dtype) -> None:
+def test_nans_stay_within_their_sequence(dtype: torch.dtype) -> None:
     blocks = BlockTables([20, 20], 16)
     backend = CpuAttention()
     cache = backend.allocate(blocks.num_blocks, 16, SMOL, dtype, CPU)
@@ -170,7 +170,7 @@ def test_the_reference_gives_the_same(dtype: torch.dtype) -> None:
 
 
 @built
-def test_slices_of_wider_rows_are_read_where_they_are() -> None:
+def test_slices_of_wider_rows_are_read_in_place() -> None:
     torch.manual_seed(0)
     blocks = BlockTables([30], 16)
     backend = CpuAttention()

@@ -92,7 +92,7 @@ def test_gated_products_are_those_of_float64(product: Product, biased: bool) -> 
 @built
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.usefixtures("isa")
-def test_wide_inputs_of_many_rows_are_multiplied_a_chunk_at_a_time(dtype: torch.dtype) -> None:
+def test_wide_inputs_are_multiplied_in_chunks(dtype: torch.dtype) -> None:
     """More inputs than a chunk has, more rows than are cached, and as few as are multiplied in another way."""
     x, weight, bias, residual = Product(101, 1030, 70, dtype, 0).tensors()
     packed = PackedLinear(weight, bias)
@@ -125,7 +125,7 @@ def test_a_product_goes_where_it_is_told_to() -> None:
 @given(products)
 @settings(max_examples=20, deadline=None)
 @pytest.mark.usefixtures("isa")
-def test_rows_of_a_packed_weight_are_those_that_went_in(product: Product) -> None:
+def test_packed_weight_rows_equal_the_original(product: Product) -> None:
     _, weight, _, _ = product.tensors()
     ids = torch.arange(len(weight)).flip(0)
     assert torch.equal(PackedLinear(weight).rows(ids), weight[ids])
@@ -188,7 +188,7 @@ def test_quantized_products_are_those_of_the_dequantized_weight(
 @given(products, st.data())
 @settings(max_examples=20, deadline=None)
 @pytest.mark.usefixtures("isa")
-def test_rows_of_a_quantized_weight_are_the_dequantized_ones(product: Product, data: st.DataObject) -> None:
+def test_quantized_weight_rows_are_dequantized(product: Product, data: st.DataObject) -> None:
     weight = data.draw(quantized_weights(product.out_features, product.in_features))
     ids = torch.arange(product.out_features).flip(0)
     rows = PackedLinear(weight, dtype=product.dtype).rows(ids)
@@ -200,9 +200,7 @@ def test_rows_of_a_quantized_weight_are_the_dequantized_ones(product: Product, d
 @given(products, st.data(), st.booleans())
 @settings(max_examples=40, deadline=None)
 @pytest.mark.usefixtures("isa")
-def test_a_rows_product_is_the_same_whatever_else_is_in_the_batch(
-    product: Product, data: st.DataObject, quantized: bool
-) -> None:
+def test_row_results_do_not_depend_on_the_batch(product: Product, data: st.DataObject, quantized: bool) -> None:
     x, weight, bias, residual = product.tensors()
     if quantized:
         drawn = data.draw(quantized_weights(product.out_features, product.in_features))
@@ -238,7 +236,7 @@ def test_the_largest_products_add_up(rows: int, bits: int, group_size: int, valu
 @built
 @pytest.mark.parametrize("group_size", [32, 128, 320])
 @pytest.mark.usefixtures("isa")
-def test_inputs_of_8_bits_are_no_coarser_because_another_group_has_a_large_one(group_size: int) -> None:
+def test_outliers_do_not_coarsen_other_8_bit_groups(group_size: int) -> None:
     generator = torch.Generator().manual_seed(0)
     values = torch.randint(0, 256, (40, 320), generator=generator, dtype=torch.uint8)
     values[:, :128] = 128
@@ -253,7 +251,7 @@ def test_inputs_of_8_bits_are_no_coarser_because_another_group_has_a_large_one(g
 
 @built
 @pytest.mark.parametrize("group_size", [16, 32, 128, 320])
-def test_inputs_beside_8_bits_have_the_bits_that_the_weight_says(isa: str, group_size: int) -> None:
+def test_input_bits_follow_the_8_bit_weight(isa: str, group_size: int) -> None:
     generator = torch.Generator().manual_seed(0)
     values = torch.randint(0, 256, (40, 320), generator=generator, dtype=torch.uint8)
     scales = torch.full((40, -(-320 // group_size)), 2.0**-7)
@@ -349,7 +347,7 @@ def test_the_reference_can_be_forced(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not choose_kernels("auto", torch.float32)
 
 
-def test_without_the_extension_torch_serves_and_one_line_says_so(
+def test_missing_extension_falls_back_to_torch(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(extension, "_native", None)
@@ -365,9 +363,7 @@ def test_without_the_extension_torch_serves_and_one_line_says_so(
 
 @built
 @pytest.mark.parametrize("faster", [True, False])
-def test_unmeasured_kernels_run_only_where_they_are_not_slower_than_torch(
-    faster: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unmeasured_kernels_run_unless_slower_than_torch(faster: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     tried = []
 
     def faster_than_torch(isa: str, dtype: torch.dtype) -> bool:

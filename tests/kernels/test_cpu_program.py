@@ -79,7 +79,7 @@ def program_of(decoder: Decoder, caches: list[LayerCache]) -> Program | None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("overrides", [{}, {"attention_bias": True, "num_key_value_heads": 6}], ids=["plain", "biases"])
 @pytest.mark.parametrize("quantized_cache", [False, True], ids=["", "int8 cache"])
-def test_a_program_gives_what_its_kernels_give_one_by_one(
+def test_program_equals_its_kernels_run_separately(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     dtype: torch.dtype,
@@ -116,9 +116,7 @@ def test_every_family_runs_as_one_program(tmp_path: Path, monkeypatch: pytest.Mo
 @pytest.mark.parametrize(
     "make_model", [partial(make_qwen_vl, kind="qwen3_vl"), make_gemma3], ids=["qwen3_vl", "gemma3"]
 )
-def test_language_models_of_vision_families_run_as_one_program(
-    tmp_path: Path, make_model: Callable[[Path], Path]
-) -> None:
+def test_vision_families_decoders_run_as_one_program(tmp_path: Path, make_model: Callable[[Path], Path]) -> None:
     decoder = load_decoder(make_model(tmp_path), torch.bfloat16)
     assert program_of(decoder, decoder.allocate_cache(3, 16)) is not None
 
@@ -156,7 +154,7 @@ def test_a_program_keeps_no_cache_alive(tmp_path: Path) -> None:
 
 
 @built
-def test_what_does_not_fit_a_kernel_is_not_recorded() -> None:
+def test_unsupported_operations_are_not_recorded() -> None:
     recording = Recording(8, torch.float32)
     with pytest.raises(NotRecordable, match="8 features"):
         NativeNorm(torch.ones(9), None, 1e-5)(recording.input)
@@ -193,7 +191,7 @@ def networks(draw: st.DrawFn) -> tuple[list[Operation], list[int]]:
 
 @given(networks())
 @settings(max_examples=300, deadline=None)
-def test_no_value_is_written_over_before_its_last_use(network: tuple[list[Operation], list[int]]) -> None:
+def test_values_survive_until_their_last_use(network: tuple[list[Operation], list[int]]) -> None:
     operations, widths = network
     assigned, buffer_widths = assign_buffers(operations, widths, len(widths) - 1)
     held = {INPUT: 0, -1: -1}
@@ -207,7 +205,7 @@ def test_no_value_is_written_over_before_its_last_use(network: tuple[list[Operat
     assert held[OUTPUT] == len(widths) - 1
 
 
-def test_operations_are_laid_out_as_the_kernels_read_them() -> None:
+def test_operations_have_the_layout_of_the_kernels() -> None:
     table = (Path(vlmserve.__file__).parent / "kernels/csrc/table.h").read_text()
     body = re.search(r"struct Operation \{(.*?)\n\};", table, re.DOTALL)
     assert body is not None

@@ -69,7 +69,7 @@ def test_it_is_that_of_float64_for_real_towers(length: int, heads: int, head_siz
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.usefixtures("isa")
-def test_weights_far_from_each_other_and_scores_far_from_zero_stay_exact(dtype: torch.dtype) -> None:
+def test_extreme_scores_stay_exact(dtype: torch.dtype) -> None:
     qkv = random_qkv(1, 40, 1, 16, torch.float32)
     qkv[:, :, :16] *= 100
     qkv[:, 7, 16:32] += 50
@@ -114,7 +114,7 @@ def test_heads_that_do_not_fit_are_refused(qkv: Tensor, heads: int) -> None:
 
 
 @pytest.mark.parametrize(("dtype", "head_size"), [(torch.float32, 8), (torch.bfloat16, 8), (torch.bfloat16, 5)])
-def test_the_layer_gives_the_same_with_and_without_the_kernel(dtype: torch.dtype, head_size: int) -> None:
+def test_kernel_does_not_change_the_layer(dtype: torch.dtype, head_size: int) -> None:
     layer = EncoderAttention(3 * head_size, 3, dtype=dtype)
     qkv = random_qkv(2, 17, 3, head_size, dtype)
     plain = layer(qkv)
@@ -131,7 +131,7 @@ def test_the_layer_gives_the_same_with_and_without_the_kernel(dtype: torch.dtype
 )
 @settings(max_examples=40, deadline=None)
 @pytest.mark.usefixtures("isa")
-def test_queries_and_keys_are_rotated_and_values_are_not(
+def test_only_queries_and_keys_are_rotated(
     rows: int, heads: int, head_size: int, dtype: torch.dtype, seed: int
 ) -> None:
     qkv = random_qkv(1, rows, heads, head_size, dtype, seed)[0]

@@ -14,7 +14,7 @@ from vlmserve.kernels.pages import LARGE_PAGE, allocate
 
 
 @pytest.mark.parametrize("count", [0, 1, LARGE_PAGE // 2 - 1, LARGE_PAGE // 2, LARGE_PAGE + 3, 3 * LARGE_PAGE])
-def test_memory_can_be_written_and_read_to_its_end(count: int) -> None:
+def test_memory_is_usable_to_its_end(count: int) -> None:
     dtypes = [torch.bfloat16, torch.float32, torch.uint8] * 2
     weights = [allocate(count, dtype) for dtype in dtypes]
     gc.collect()
@@ -27,7 +27,7 @@ def test_memory_can_be_written_and_read_to_its_end(count: int) -> None:
 
 
 @pytest.mark.skipif(not hasattr(mmap, "MADV_HUGEPAGE"), reason="the system has no large pages")
-def test_whole_large_pages_are_asked_for_and_nothing_else() -> None:
+def test_only_whole_large_pages_are_requested() -> None:
     weight = allocate(2 * LARGE_PAGE + 4096, torch.uint8)
     assert weight.data_ptr() % LARGE_PAGE == 0
     asked = [size for start, size in advised() if start == weight.data_ptr()]
@@ -35,7 +35,7 @@ def test_whole_large_pages_are_asked_for_and_nothing_else() -> None:
 
 
 @pytest.mark.skipif(not hasattr(mmap, "MADV_HUGEPAGE"), reason="the system has no large pages")
-def test_small_ones_share_large_pages_that_are_given_back_with_the_last_of_them() -> None:
+def test_small_allocations_share_and_free_large_pages() -> None:
     weights = [allocate(LARGE_PAGE // 4 + 1, torch.uint8) for _ in range(96)]
     starts = sorted(weight.data_ptr() for weight in weights)
     assert all(start % 64 == 0 for start in starts)

@@ -48,7 +48,7 @@ def assert_close(actual: torch.Tensor, expected: torch.Tensor, spec: AttentionSp
 @example([(0, 1)], AttentionSpec(1, 1, 32, 1.0), 16, torch.bfloat16, 0)
 @example([(31, 1), (32, 1), (33, 2)], AttentionSpec(40, 2, 128, 0.1), 16, torch.float32, 0)
 @pytest.mark.usefixtures("isa")
-def test_any_batch_equals_naive_attention_though_all_other_scales_are_not_numbers(
+def test_any_batch_equals_naive_attention_amid_nan_scales(
     chunks: list[Chunk], spec: AttentionSpec, block_size: int, dtype: torch.dtype, seed: int
 ) -> None:
     output, expected = attend(native(), chunks, spec, block_size, dtype, junk=float("nan"), seed=seed)
@@ -97,7 +97,7 @@ def test_every_backend_equals_naive_attention(
 
 @every_backend
 @pytest.mark.parametrize("window", [None, 200])
-def test_rows_that_see_what_comes_after_them_equal_naive_attention(kind: Kind, window: int | None) -> None:
+def test_bidirectional_rows_equal_naive_attention(kind: Kind, window: int | None) -> None:
     spec = replace(PLAIN, window=window)
     output, expected = attend(
         kind(quantized_cache=True),
@@ -111,7 +111,7 @@ def test_rows_that_see_what_comes_after_them_equal_naive_attention(kind: Kind, w
 
 @every_backend
 @either_dtype
-def test_what_is_stored_does_not_depend_on_how_a_prompt_is_cut(kind: Kind, dtype: torch.dtype) -> None:
+def test_stored_values_do_not_depend_on_chunks(kind: Kind, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     blocks = BlockTables([50, 20], 16)
     query, key, value = (torch.randn(50, heads, 64).to(dtype) for heads in (9, 3, 3))
@@ -138,7 +138,7 @@ def test_what_is_stored_does_not_depend_on_how_a_prompt_is_cut(kind: Kind, dtype
 
 
 @every_backend
-def test_copied_blocks_hold_the_same_tokens_and_cleared_ones_are_zero(kind: Kind) -> None:
+def test_blocks_are_copied_and_cleared(kind: Kind) -> None:
     backend = kind(quantized_cache=True)
     blocks = BlockTables([64], 16)
     source, target = (backend.allocate(blocks.num_blocks, 16, PLAIN, torch.float32, CPU) for _ in range(2))
@@ -158,7 +158,7 @@ def test_copied_blocks_hold_the_same_tokens_and_cleared_ones_are_zero(kind: Kind
 @every_backend
 @pytest.mark.parametrize(("block_size", "head_size"), [(16, 64), (8, 64), (24, 40)])
 @either_dtype
-def test_a_block_takes_what_it_is_said_to_take(kind: Kind, block_size: int, head_size: int, dtype: torch.dtype) -> None:
+def test_block_bytes_equal_the_estimate(kind: Kind, block_size: int, head_size: int, dtype: torch.dtype) -> None:
     backend, spec = kind(quantized_cache=True), AttentionSpec(4, 2, head_size, 1.0)
     cache = backend.allocate(5, block_size, spec, dtype, CPU)
     block_bytes = backend.block_bytes(block_size, spec, dtype)
@@ -169,7 +169,7 @@ def test_a_block_takes_what_it_is_said_to_take(kind: Kind, block_size: int, head
 
 @every_backend
 @either_dtype
-def test_what_is_no_number_stays_with_the_sequence_that_has_it(kind: Kind, dtype: torch.dtype) -> None:
+def test_nans_stay_within_their_sequence(kind: Kind, dtype: torch.dtype) -> None:
     blocks, backend = BlockTables([20, 20], 16), kind(quantized_cache=True)
     cache = backend.allocate(blocks.num_blocks, 16, SMOL, dtype, CPU)
     metadata = blocks.metadata([(0, 0, 20), (1, 0, 20)])
@@ -220,7 +220,7 @@ def test_the_reference_gives_the_same(dtype: torch.dtype) -> None:
 
 
 @built
-def test_a_head_that_is_not_made_of_pairs_is_for_torch() -> None:
+def test_odd_head_sizes_run_in_torch() -> None:
     spec = AttentionSpec(2, 2, 7, 1.0)
     assert "pairs" in str(unsupported_reason(spec, torch.float32, CPU, quantized_cache=True))
     assert unsupported_reason(spec, torch.float32, CPU) is None

@@ -131,7 +131,7 @@ def test_inputs_that_are_no_numbers_stay_so() -> None:
 
 
 @built
-def test_a_packed_weight_has_the_bits_of_the_file() -> None:
+def test_packed_weight_keeps_the_bits_of_the_file() -> None:
     for kind in KINDS:
         weight = make([(kind, 256)], 2)
         table = 8 * (256 // 32 + 1)

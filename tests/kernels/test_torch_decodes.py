@@ -22,9 +22,7 @@ ROW = SPEC.num_kv_heads * BLOCK * SPEC.head_size
 
 @pytest.mark.parametrize("lens", [[3000, 5, 7, 9], [500] * 40, [3000] * 3, list(range(1, 400, 7))])
 @pytest.mark.parametrize("bucket_cost", [0, 512, 10**9])
-def test_what_is_gathered_at_a_time_grows_neither_with_the_batch_nor_with_the_context(
-    lens: list[int], bucket_cost: int
-) -> None:
+def test_gathered_memory_is_bounded(lens: list[int], bucket_cost: int) -> None:
     blocks = BlockTables(lens, BLOCK)
     metadata = blocks.metadata([(number, length - 1, 1) for number, length in enumerate(lens)])
     plan = plan_decodes(metadata, BLOCK, SPEC, bucket_cost=bucket_cost, gathered_elements=10 * ROW)
@@ -35,7 +33,7 @@ def test_what_is_gathered_at_a_time_grows_neither_with_the_batch_nor_with_the_co
         assert len(bucket.splits) == 1 or bucket.end - bucket.start == 1
 
 
-def test_decodes_are_padded_no_more_than_another_bucket_would_cost() -> None:
+def test_padding_costs_at_most_another_bucket() -> None:
     lens = [4000, *[16] * 60]
     blocks = BlockTables(lens, BLOCK)
     metadata = blocks.metadata([(number, length - 1, 1) for number, length in enumerate(lens)])
@@ -44,7 +42,7 @@ def test_decodes_are_padded_no_more_than_another_bucket_would_cost() -> None:
     assert gathered * BLOCK // SPEC.num_kv_heads <= sum(lens) + 512
 
 
-def test_decodes_are_padded_only_while_that_is_cheaper_than_another_bucket() -> None:
+def test_padding_is_cheaper_than_another_bucket() -> None:
     assert _cut_by_length([5, 9, 7], 512) == (None, [(0, 3)])
     order, bounds = _cut_by_length([5, 522, 7, 532], 512)
     assert (order, bounds) == ([3, 1, 2, 0], [(0, 2), (2, 4)])
@@ -64,7 +62,7 @@ def test_a_long_context_in_splits_equals_naive_attention(
     torch.testing.assert_close(output.double(), expected, atol=tolerance, rtol=tolerance)
 
 
-def test_sinks_take_the_same_share_however_a_context_is_cut() -> None:
+def test_sinks_do_not_depend_on_splits() -> None:
     spec = replace(SPEC, sinks=(1.0, -2.0, 5.0, 0.0))
     chunks = [(200, 1), (100, 1)]
     whole, _ = attend(TorchReference(), chunks, spec, BLOCK)
@@ -73,7 +71,7 @@ def test_sinks_take_the_same_share_however_a_context_is_cut() -> None:
     torch.testing.assert_close(in_splits.double(), expected, atol=1e-5, rtol=1e-5)
 
 
-def test_a_number_that_is_none_reaches_its_own_sequence_only() -> None:
+def test_nans_reach_only_their_own_sequence() -> None:
     torch.manual_seed(0)
     blocks = BlockTables([100, 100], BLOCK)
     backend = TorchReference(gathered_elements=2 * ROW)

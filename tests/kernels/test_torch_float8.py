@@ -23,7 +23,7 @@ def made(scales: torch.Tensor, kind: str = "cpu") -> QuantizedWeight:
 
 @pytest.mark.parametrize("by_rows", [False, True])
 @pytest.mark.parametrize("kind", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_the_product_is_that_of_rounded_inputs_and_the_weight(kind: str, by_rows: bool) -> None:
+def test_matmul_rounds_inputs_first(kind: str, by_rows: bool) -> None:
     if kind == "cuda" and not torch.cuda.is_available():
         pytest.skip("there is no CUDA device")
     torch.manual_seed(0)

@@ -42,7 +42,7 @@ def start(cpuinfo: Path, dtype: torch.dtype = torch.float32) -> bool:
     return trials.is_as_fast_as_torch.__wrapped__("avx2", dtype, cpuinfo)
 
 
-def test_kernels_must_be_as_fast_with_few_rows_and_with_many(file: Path, cpuinfo: Path, seconds: list[float]) -> None:
+def test_kernels_are_timed_with_few_and_many_rows(file: Path, cpuinfo: Path, seconds: list[float]) -> None:
     seconds[:] = [1.0, 2.0, 1.0, 0.5]
     assert not start(cpuinfo)
     file.unlink()
@@ -58,9 +58,7 @@ def test_a_later_start_does_not_try_again(faster: bool, file: Path, cpuinfo: Pat
     assert seconds == []
 
 
-def test_another_processor_and_another_type_are_tried_on_their_own(
-    file: Path, cpuinfo: Path, seconds: list[float]
-) -> None:
+def test_each_processor_and_dtype_has_its_trial(file: Path, cpuinfo: Path, seconds: list[float]) -> None:
     seconds[:] = [1.0, 2.0, 1.0, 2.0]
     assert start(cpuinfo)
     seconds[:] = [2.0, 1.0]

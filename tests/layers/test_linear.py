@@ -56,7 +56,7 @@ TOLERANCES = {torch.float32: {"atol": 1e-4, "rtol": 1e-4}, torch.bfloat16: {"ato
 @pytest.mark.parametrize(
     "kind", ["one row", "rows", "a batch", "a slice of a wider tensor", "a batch without its first rows", "no rows"]
 )
-def test_an_arranged_layer_gives_what_the_plain_one_gave(
+def test_prepared_layer_equals_plain_layer(
     kind: str, act: str | None, bias: bool, dtype: torch.dtype, device: Device
 ) -> None:
     linear = Linear(48, 33, bias=bias, dtype=dtype, device=CPU, act=act)
@@ -73,7 +73,7 @@ def test_an_arranged_layer_gives_what_the_plain_one_gave(
 @every_device
 @DTYPES
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
-def test_an_arranged_gated_layer_gives_what_the_plain_one_gave(bias: bool, dtype: torch.dtype, device: Device) -> None:
+def test_prepared_gated_layer_equals_plain_layer(bias: bool, dtype: torch.dtype, device: Device) -> None:
     gated = GatedLinear(48, {"gate_proj": 21, "up_proj": 21}, "silu", bias=bias, dtype=dtype, device=CPU)
     fill(gated)
     x = torch.randn(5, 48, dtype=dtype)
@@ -102,7 +102,7 @@ def test_an_arranged_table_gives_its_rows_and_logits(dtype: torch.dtype, device:
 
 
 @every_device
-def test_an_odd_number_of_bfloat16_inputs_is_multiplied_as_well(device: Device) -> None:
+def test_odd_bfloat16_input_sizes_work(device: Device) -> None:
     linear = Linear(47, 33, bias=False, dtype=torch.bfloat16, device=CPU)
     fill(linear)
     x = torch.randn(3, 47, dtype=torch.bfloat16)
@@ -148,7 +148,7 @@ class PaddingDevice(TorchDevice):
         (4096, torch.bfloat16, 4096),
     ],
 )
-def test_rows_of_a_gpus_products_begin_at_whole_16_bytes(inputs: int, dtype: torch.dtype, padded: int) -> None:
+def test_gpu_result_rows_are_16_byte_aligned(inputs: int, dtype: torch.dtype, padded: int) -> None:
     assert PaddingDevice().product_inputs(inputs, dtype) == padded
     assert TorchDevice(CPU).product_inputs(inputs, dtype) == inputs
 
@@ -163,7 +163,7 @@ def gated_mlp(*, bias: bool = True) -> tuple[GatedLinear, Linear]:
 
 
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
-def test_what_two_products_have_between_them_is_padded_once(bias: bool) -> None:
+def test_padding_between_two_matmuls_happens_once(bias: bool) -> None:
     first, second = gated_mlp(bias=bias)
     x, residual = torch.randn(2, 3, 32), torch.randn(2, 3, 32)
     expected = second(first(x), residual)
@@ -255,7 +255,7 @@ def sorted_weight(out_features: int, seed: int = 0) -> tuple[QuantizedWeight, Te
 
 
 @every_device
-def test_inputs_and_adapters_follow_the_order_of_a_weights_columns(device: Device) -> None:
+def test_inputs_and_adapters_follow_column_order(device: Device) -> None:
     random = torch.Generator().manual_seed(1)
     weight, plain = sorted_weight(40)
     linear = Linear(96, 40, bias=True, dtype=torch.float32, device=CPU)
@@ -281,7 +281,7 @@ def test_inputs_and_adapters_follow_the_order_of_a_weights_columns(device: Devic
     assert ((result - expected).norm(dim=1) < 0.02 * expected.norm(dim=1)).all()
 
 
-def test_weights_with_columns_in_an_order_are_cut_and_joined() -> None:
+def test_reordered_weights_are_sharded_and_joined() -> None:
     weight, plain = sorted_weight(40)
     torch.testing.assert_close(weight.dequantize(), plain.float())
     rows = Cut(40, ((8, 16), (32, 40))).of(weight)

@@ -26,9 +26,7 @@ def inputs(rows: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 @pytest.mark.parametrize("rows", [1, FEW_ROWS, FEW_ROWS + 1, 100])
-def test_bfloat16_products_are_the_same_with_and_without_instructions_for_them(
-    rows: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bfloat16_matmul_needs_no_bfloat16_instructions(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     computed = []
     product = torch.nn.functional.linear
     monkeypatch.setattr(products.F, "linear", lambda x, *rest: (computed.append(x.dtype), product(x, *rest))[1])
@@ -44,7 +42,7 @@ def test_bfloat16_products_are_the_same_with_and_without_instructions_for_them(
 
 
 @pytest.mark.parametrize(("has_them", "kind"), [(True, PlainProduct), (False, UpcastProduct)])
-def test_a_layer_that_is_not_arranged_knows_what_the_processor_multiplies(
+def test_plain_layer_knows_the_fast_dtype(
     has_them: bool, kind: type[PlainProduct], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(products, "multiplies_bfloat16", lambda: has_them)
@@ -57,7 +55,7 @@ def test_a_layer_that_is_not_arranged_knows_what_the_processor_multiplies(
 @pytest.mark.parametrize("block_rows", [1, 3, 7, 1000])
 @pytest.mark.parametrize("out_features", [1, 2, 13, 14])
 @pytest.mark.parametrize(("bits", "group_size"), [(8, 32), (4, 32), (4, 24)])
-def test_weights_of_few_bits_multiply_as_what_they_stand_for(
+def test_quantized_matmul_equals_dequantized_matmul(
     bits: int, group_size: int, out_features: int, block_rows: int, dtype: torch.dtype
 ) -> None:
     weight = quantized(out_features, bits, group_size=group_size)
@@ -73,7 +71,7 @@ def test_weights_of_few_bits_multiply_as_what_they_stand_for(
     assert torch.equal(product.rows(ids), weight.dequantize()[ids].to(dtype))
 
 
-def test_another_type_to_multiply_in_does_not_change_the_type_of_results() -> None:
+def test_matmul_dtype_keeps_the_result_dtype() -> None:
     weight = quantized(6, 8)
     product = QuantizedProduct(weight, None, NO_EPILOGUE, torch.bfloat16, compute=torch.float32)
     output = product(inputs(5, torch.bfloat16))
@@ -92,7 +90,7 @@ def test_epilogues_follow_the_product_whatever_the_weight_is(bits: int) -> None:
 
 
 @pytest.mark.parametrize("bits", [4, 8])
-def test_no_more_than_a_block_is_expanded_at_a_time(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_block_is_dequantized_at_a_time(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
     expanded = []
     product = torch.nn.functional.linear
 
@@ -107,7 +105,7 @@ def test_no_more_than_a_block_is_expanded_at_a_time(bits: int, monkeypatch: pyte
     assert sum(expanded) == 300 * IN_FEATURES
 
 
-def test_weights_of_4_bits_lie_two_in_a_byte() -> None:
+def test_two_4_bit_weights_share_a_byte() -> None:
     weight = quantized(64, 4, group_size=64)
     product = QuantizedProduct(weight, None, NO_EPILOGUE, torch.float32)
     assert product.num_bytes == 64 * IN_FEATURES // 2 + 2 * 64 * 4

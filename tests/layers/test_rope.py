@@ -53,7 +53,7 @@ def test_parameters_of_transformers_5_carry_the_base() -> None:
     assert RopeSpec.from_config(8, 1e4, {"rope_type": "default", "rope_theta": 7e5}, 2048).theta == 7e5
 
 
-def test_llama3_scaling_without_its_original_context_takes_the_config_s() -> None:
+def test_llama3_scaling_defaults_to_the_config_context() -> None:
     scaling = {key: value for key, value in LLAMA3.items() if key != "original_max_position_embeddings"}
     assert RopeSpec.from_config(8, 1e4, scaling, 4096).original_context == 4096
 

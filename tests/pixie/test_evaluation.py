@@ -80,7 +80,7 @@ def test_bad_calls_are_refused() -> None:
 
 
 @pytest.mark.parametrize("text_first", [False, True])
-def test_messages_hold_the_images_once_and_the_right_earlier_answers(text_first: bool) -> None:
+def test_messages_hold_images_once_with_earlier_answers(text_first: bool) -> None:
     scene = sample_scene(3, "one")
     turns = (("What is this?", "a red circle"), ("Where is it?", "top left"))
     messages = messages_of(Example("follow_up", (scene,), turns, "Be brief.", text_first), 1)
@@ -93,7 +93,7 @@ def test_messages_hold_the_images_once_and_the_right_earlier_answers(text_first:
     assert [messages[2]["content"], messages[3]["content"]] == ["a red circle", "Where is it?"]
 
 
-def test_the_card_takes_the_table_and_keeps_the_rest(tmp_path: Path) -> None:
+def test_card_update_replaces_only_the_table(tmp_path: Path) -> None:
     card = tmp_path / "README.md"
     card.write_text(CARD.read_text(encoding="utf-8"), encoding="utf-8")
     report = Report({task: TaskResult(asked=40, right=30 + n) for n, task in enumerate(TASKS)})

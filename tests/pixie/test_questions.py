@@ -48,7 +48,7 @@ def at_named_place(scene: Scene, question: str) -> list[Item]:
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_equal_seeds_give_equal_examples_of_the_wanted_task(task: str) -> None:
+def test_equal_seeds_give_equal_examples(task: str) -> None:
     for seed in range(30):
         example = sample_example(seed, task)
         assert example == sample_example(seed, task)
@@ -57,7 +57,7 @@ def test_equal_seeds_give_equal_examples_of_the_wanted_task(task: str) -> None:
         assert all(scene.kind in TASK_KINDS[task] for scene in example.scenes)
 
 
-def test_one_of_each_scene_kind_gets_only_tasks_that_suit_it() -> None:
+def test_scene_kinds_get_suitable_tasks() -> None:
     rng = random.Random(0)
     for seed in range(MANY):
         scene = sample_scene(seed)
@@ -119,7 +119,7 @@ def test_writings_are_read(task: str) -> None:
         assert answer == (scene.writing.colour if re.search("colou?r", question) else scene.writing.text)
 
 
-def test_where_answers_are_the_place_of_the_only_item_that_fits() -> None:
+def test_where_answers_name_the_only_matching_item() -> None:
     seen = set()
     for example in examples("where"):
         (scene,), ((question, answer),) = example.scenes, example.turns
@@ -160,13 +160,13 @@ def test_pairs_are_compared_rightly_and_both_ways() -> None:
     assert {"yes", "no", "the first", "the second", "the same number"} <= seen
 
 
-def test_a_pair_of_any_two_scenes_can_be_asked_about() -> None:
+def test_any_scene_pair_can_be_asked_about() -> None:
     rng = random.Random(1)
     for seed in range(0, 60, 2):
         assert len(pair(sample_scene(seed), sample_scene(seed + 1), rng).scenes) == 2
 
 
-def test_follow_ups_have_two_to_four_turns_that_refer_back() -> None:
+def test_follow_ups_refer_back_in_few_turns() -> None:
     for example in examples("follow_up"):
         (scene,) = example.scenes
         assert 2 <= len(example.turns) <= 4

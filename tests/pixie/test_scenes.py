@@ -20,7 +20,7 @@ def test_different_seeds_give_different_scenes() -> None:
 
 
 @pytest.mark.parametrize("kind", ["grid", "one", "number", "word"])
-def test_a_scene_of_a_kind_holds_what_it_says(kind: Kind) -> None:
+def test_scenes_hold_what_their_kind_says(kind: Kind) -> None:
     for seed in range(40):
         scene = sample_scene(seed, kind)
         assert scene.kind == kind
@@ -31,7 +31,7 @@ def test_a_scene_of_a_kind_holds_what_it_says(kind: Kind) -> None:
             assert scene.writing.text.isdigit() if kind == "number" else scene.writing.text.isupper()
 
 
-def test_items_of_a_grid_are_in_reading_order_inside_their_places() -> None:
+def test_grid_items_are_in_reading_order() -> None:
     for seed in range(60):
         scene = sample_scene(seed, "grid")
         places = [item.place for item in scene.items]
@@ -41,7 +41,7 @@ def test_items_of_a_grid_are_in_reading_order_inside_their_places() -> None:
             assert item.place == 3 * int(y * 3) + int(x * 3)
 
 
-def test_an_item_stands_out_from_its_background_in_the_drawn_image() -> None:
+def test_items_stand_out_from_their_background() -> None:
     for seed in range(40):
         scene = sample_scene(seed, "one")
         item = scene.items[0]

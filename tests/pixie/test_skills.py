@@ -48,7 +48,7 @@ def test_a_skill_comes_with_its_adapter(llm, skill, without, taught):
 
 
 @pytest.mark.parametrize("skill", [*SKILLS, ""])
-def test_the_mixture_keeps_each_skill_and_what_pixie_knows(llm, skill):
+def test_mixture_keeps_skills_and_knowledge(llm, skill):
     """Within one question."""
     first = HELD_OUT_SEEDS
     assert score(llm, skill, MIXTURE, first) >= score(llm, skill, skill, first) - 1 / COUNT
@@ -72,7 +72,7 @@ def test_a_change_of_adapters_is_seen_at_once(llm, tmp_path):
     assert right == again == "10" != without == base
 
 
-def test_questions_are_decided_by_their_seeds_and_have_the_answers_of_their_images():
+def test_seeded_questions_have_correct_answers():
     assert set(CORNERS) == set(SHAPES)
     for skill in SKILLS:
         for seed in (3, HELD_OUT_SEEDS + 3):

@@ -123,7 +123,7 @@ def test_a_barrier_that_is_missing_shows(backwards: bool) -> None:
     assert not np.array_equal(run(exchanged(""), NUMBERS, backwards=backwards), expected)
 
 
-def test_what_is_copied_arrives_when_it_is_waited_for() -> None:
+def test_asynchronous_copies_arrive_when_awaited() -> None:
     copy = """
     cp.async.ca.shared.global [%r6], [%rd3], 4;
     cp.async.commit_group;

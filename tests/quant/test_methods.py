@@ -44,7 +44,7 @@ def test_h_is_twice_the_mean_product_of_inputs() -> None:
     torch.testing.assert_close(statistics.largest, inputs.abs().amax(0))
 
 
-def test_a_row_of_weight_three_counts_like_three_rows() -> None:
+def test_weight_three_counts_like_three_rows() -> None:
     _, inputs = layer(rows=10)
     weighted, repeated = InputStatistics(256, dtype=F64), InputStatistics(256, dtype=F64)
     weighted.add(inputs, torch.tensor([1.0, 3.0] * 5))
@@ -53,7 +53,7 @@ def test_a_row_of_weight_three_counts_like_three_rows() -> None:
     torch.testing.assert_close(weighted.mean_magnitude, repeated.mean_magnitude)
 
 
-def test_rows_that_are_not_finite_are_left_out_and_counted() -> None:
+def test_non_finite_rows_are_skipped_and_counted() -> None:
     _, inputs = layer(rows=10)
     broken = inputs.clone()
     broken[3, 5], broken[7, 0] = torch.nan, torch.inf
@@ -72,7 +72,7 @@ def test_dividing_inputs_divides_what_was_observed() -> None:
     torch.testing.assert_close(statistics.largest, expected.largest)
 
 
-def test_the_error_of_outputs_is_that_of_the_outputs() -> None:
+def test_output_error_equals_measured_error() -> None:
     weight, inputs = layer()
     difference = 0.01 * weight.roll(1, 1)
     expected = 2 * (inputs @ difference.T).square().sum(1).mean()
@@ -107,7 +107,7 @@ def test_gptq_in_float32_is_nearly_as_good() -> None:
     assert errors[1] == pytest.approx(errors[0], rel=0.02)
 
 
-def test_an_input_that_was_never_seen_keeps_its_weight() -> None:
+def test_unseen_input_keeps_its_weight() -> None:
     weight, inputs = layer()
     inputs[:, [3, 77]] = 0
     grid = Grid.fit(weight, bits=4, group_size=32, symmetric=False)
@@ -130,7 +130,7 @@ def test_h_that_cannot_be_factorized_is_damped_more() -> None:
 
 
 @pytest.mark.parametrize("broken", [torch.nan, -1e9], ids=["nan", "negative"])
-def test_h_that_can_never_be_factorized_leaves_rounding_to_nearest(broken: float) -> None:
+def test_unfactorizable_hessian_falls_back_to_rounding(broken: float) -> None:
     weight, inputs = layer()
     h = observed(inputs).hessian
     h[1, 1] = broken
@@ -164,7 +164,7 @@ def test_awq_takes_the_best_of_the_published_factors(group_size: int, seed: int)
     assert losses[best] < ((inputs @ (plain.nearest(weight) - weight).T) ** 2).mean()
 
 
-def test_heads_that_attend_to_the_same_values_share_factors() -> None:
+def test_query_heads_of_a_group_share_factors() -> None:
     weight, inputs = layer()
     statistics = observed(inputs)
     factors = input_scales(
@@ -194,7 +194,7 @@ def test_factors_are_one_where_nothing_is_better() -> None:
 
 
 @pytest.mark.parametrize("symmetric", [True, False])
-def test_clipping_takes_the_best_of_all_ranges_for_each_group(symmetric: bool) -> None:
+def test_clipping_takes_the_best_range_per_group(symmetric: bool) -> None:
     weight, inputs = layer()
     weight[2, 40] = 9.0
     kind = GridKind(4, 32, symmetric)
@@ -212,9 +212,7 @@ def test_clipping_takes_the_best_of_all_ranges_for_each_group(symmetric: bool) -
 
 
 @pytest.mark.parametrize("symmetric", [True, False])
-def test_ends_of_ranges_move_to_where_whole_outputs_differ_least(
-    symmetric: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_range_ends_minimize_output_error(symmetric: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """As if outputs were computed anew for each move of each end of each group, one after another."""
     weight, inputs = layer()
     kind, hessian = GridKind(4, 32, symmetric), observed(inputs).hessian

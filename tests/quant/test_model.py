@@ -44,7 +44,7 @@ def rounded(name: str, weight: torch.Tensor, scheme: str) -> tuple[str, torch.Te
 @pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 @pytest.mark.parametrize("scheme", ["int8", "int4"])
-def test_a_quantized_model_computes_what_transformers_does_with_the_rounded_weights(
+def test_quantized_model_equals_transformers_on_rounded_weights(
     tmp_path: Path, scheme: str, tied: bool, kernels: str
 ) -> None:
     folder = make_llama(tmp_path, tie_word_embeddings=tied, attention_bias=True)
@@ -88,7 +88,7 @@ LAYERS = [f"language_model.layers.{index}.{name}" for index in range(2) for name
 TABLE = "language_model.embed_tokens"
 
 
-def test_heads_keep_8_bits_and_the_vision_tower_is_left_alone() -> None:
+def test_head_gets_8_bits_and_tower_none() -> None:
     assert quantize(small_model(), QuantizationConfig(scheme="int4")) == dict.fromkeys(LAYERS, 4) | {TABLE: 8}
     assert quantize(small_model(), QuantizationConfig(scheme="int8")) == dict.fromkeys([*LAYERS, TABLE], 8)
 
@@ -114,7 +114,7 @@ def test_the_last_override_that_fits_a_layer_counts() -> None:
     assert bits == {LAYERS[0]: 8, LAYERS[2]: 4, TABLE: 8, "vision_tower": 4}
 
 
-def test_an_override_that_fits_no_layer_is_an_error() -> None:
+def test_unmatched_override_is_an_error() -> None:
     config = QuantizationConfig(scheme="int4", overrides={"*.up_porj": "int8"})
     with pytest.raises(ConfigurationError, match="up_porj"):
         quantize(small_model(), config)

@@ -19,7 +19,7 @@ from vlmserve.quant.methods.rtn import round_to_nearest
     st.integers(0, 100),
 )
 @settings(max_examples=80, deadline=None)
-def test_no_weight_moves_further_than_to_the_nearest_value(
+def test_weights_move_to_the_nearest_value(
     out_features: int, in_features: int, bits: int, group_size: int, symmetric: bool, seed: int
 ) -> None:
     weight = torch.randn(out_features, in_features, generator=torch.Generator().manual_seed(seed))
@@ -33,7 +33,7 @@ def test_no_weight_moves_further_than_to_the_nearest_value(
     assert moved.numel() < 500 or moved.mean() <= 0.3
 
 
-def test_zero_points_are_values_and_no_weight_moves_more_than_half_a_step() -> None:
+def test_rounding_moves_weights_half_a_step() -> None:
     weight = torch.randn(40, 130, generator=torch.Generator().manual_seed(0)) + torch.linspace(-5, 5, 40)[:, None]
     quantized = round_to_nearest(weight, bits=4, group_size=32, symmetric=False, zero_points=True)
     zeros = -quantized.minimums / quantized.scales
@@ -46,7 +46,7 @@ def test_zero_points_are_values_and_no_weight_moves_more_than_half_a_step() -> N
 
 @pytest.mark.parametrize("symmetric", [True, False])
 @pytest.mark.parametrize("bits", [8, 4])
-def test_zero_stays_nearly_zero_and_an_empty_group_is_no_trouble(bits: int, symmetric: bool) -> None:
+def test_zero_and_empty_groups_survive_rounding(bits: int, symmetric: bool) -> None:
     weight = torch.zeros(2, 64)
     weight[1, 0] = 3.0
     restored = round_to_nearest(weight, bits=bits, group_size=32, symmetric=symmetric).dequantize()

@@ -180,7 +180,7 @@ def test_all_rows_may_have_one_adapter(device: torch.device) -> None:
     assert_near(result.flatten(0, 1), expected(x.flatten(0, 1), numbers, [2] * 6, changes))
 
 
-def test_what_is_loaded_anew_is_found_in_the_old_place(device: torch.device) -> None:
+def test_reloaded_adapters_keep_their_address(device: torch.device) -> None:
     """A captured step reads the table's memory, so no other may take its place."""
     torch.manual_seed(0)
     weight, numbers = made("plain", OUT, INPUTS, device)

@@ -86,7 +86,7 @@ def test_contexts_are_split_among_programs(device: torch.device) -> None:
 
 @pytest.mark.parametrize("window", [None, 50])
 @pytest.mark.parametrize("lengths", [[1], [700], [70, 3, 129], [20] * 9, [400, *[1] * 6]], ids=str)
-def test_decodes_are_split_by_the_work_of_the_batch(
+def test_decode_splits_follow_the_work_of_the_batch(
     device: torch.device, lengths: list[int], window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     extra, spec = 8, dataclasses.replace(PLAIN, window=window)
@@ -113,9 +113,7 @@ def test_decodes_are_split_by_the_work_of_the_batch(
 
 
 @pytest.mark.parametrize(("decodes", "extra"), [(1, 32), (32, 32), (64, 128), (128, 32)])
-def test_decodes_get_more_splits_where_a_round_is_uneven(
-    decodes: int, extra: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_uneven_rounds_get_more_decode_splits(decodes: int, extra: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "PROGRAMS", PROGRAMS)
     backend, blocks, spec = TritonAttention(), BlockTables([20] * decodes, 16), AttentionSpec(32, 8, 128, 1.0)
     metadata = blocks.metadata([(number, 19, 1) for number in range(decodes)])
@@ -152,7 +150,7 @@ def test_float16_is_as_exact_as_its_inputs(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("name", ["sinks", "window"])
-def test_a_decode_gets_the_same_beside_others_of_its_splits(device: torch.device, name: str) -> None:
+def test_decodes_equal_bitwise_alone_and_batched(device: torch.device, name: str) -> None:
     """Bit by bit: only the size of splits depends on others, here on none."""
     spec = SPECS[name]
     torch.manual_seed(0)
@@ -298,7 +296,7 @@ def test_steps_can_be_captured_unless_rows_are_bidirectional() -> None:
     assert key([(0, 0, 260), (1, 0, 2)]) != key([(0, 260, 1), (1, 0, 2)])
 
 
-def test_a_graph_is_not_replayed_when_its_items_moved(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_moved_items_invalidate_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "LEAST_ITEMS", 1)
     backend, blocks = TritonAttention(), BlockTables([20] * 8, 16)
     plans = []
@@ -310,7 +308,7 @@ def test_a_graph_is_not_replayed_when_its_items_moved(monkeypatch: pytest.Monkey
     assert keys[1] == keys[3]
 
 
-def test_steps_of_any_number_of_decodes_beside_chunks_are_captured_as_one() -> None:
+def test_mixed_steps_share_one_capture_key() -> None:
     backend, blocks = TritonAttention(), BlockTables([300, 4, 4, 40], 16)
     keys = []
     for decodes in (1, 2):
@@ -328,7 +326,7 @@ def test_what_the_kernels_do_not_serve_is_named() -> None:
     assert "float64" in str(unsupported_reason([PLAIN], torch.float64))
 
 
-def test_queries_of_another_type_than_the_cache_are_refused(device: torch.device) -> None:
+def test_queries_of_another_dtype_are_rejected(device: torch.device) -> None:
     backend, blocks = TritonAttention(), BlockTables([2], 4)
     cache = backend.allocate(blocks.num_blocks, 4, PLAIN, torch.float32, device)
     metadata = blocks.metadata([(0, 0, 2)], device)

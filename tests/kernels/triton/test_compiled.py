@@ -93,7 +93,7 @@ def test_products_spend_few_instructions_on_a_weight(kernels: dict[str, dict[str
     assert checked >= 2
 
 
-def test_products_load_scales_a_round_before_they_need_them(kernels: dict[str, dict[str, Any]]) -> None:
+def test_matmuls_load_scales_one_round_ahead(kernels: dict[str, dict[str, Any]]) -> None:
     """What is waited for within a round keeps the next weights from being fetched."""
     distances = {name: kernel["least_distance"] for name, kernel in kernels.items() if "of 4 bits" in name}
     distances = {name: distance for name, distance in distances.items() if name.startswith("1 x ")}
@@ -112,20 +112,20 @@ def test_tilings_know_their_shared_memory(all_kernels: dict[str, dict[str, dict[
             assert least <= kernel["shared"] <= most + RESERVED_BYTES, (arch, name)
 
 
-def test_what_is_no_product_fits_into_the_least_shared_memory(kernels: dict[str, dict[str, Any]]) -> None:
+def test_other_kernels_fit_the_smallest_shared_memory(kernels: dict[str, dict[str, Any]]) -> None:
     sizes = {name: kernel["shared"] for name, kernel in kernels.items() if " x " not in name}
     large = {name for name, size in sizes.items() if size > LEAST_SHARED_BYTES}
     assert large <= {"attention of images, 128 rows by 64 keys"}, "there is one by 32 keys for other GPUs"
 
 
-def test_keys_are_on_their_way_while_others_are_multiplied(kernels: dict[str, dict[str, Any]]) -> None:
+def test_keys_are_prefetched_during_attention(kernels: dict[str, dict[str, Any]]) -> None:
     """Those of a window are one tile."""
     counts = {name: kernel["on_their_way"] for name, kernel in kernels.items() if name.startswith("attention")}
     assert counts
     assert {name for name, count in counts.items() if not count} <= {"attention of images, 64 rows by 64 keys"}
 
 
-def test_weights_are_expanded_as_fast_as_memory_takes_them(all_kernels: dict[str, dict[str, dict[str, Any]]]) -> None:
+def test_dequantization_spends_few_instructions(all_kernels: dict[str, dict[str, dict[str, Any]]]) -> None:
     expanding = {name: kernel for name, kernel in all_kernels["90"].items() if name.startswith("expansion")}
     assert len(expanding) == 3
     assert {(kernel["widest_load"], kernel["widest_store"]) for kernel in expanding.values()} == {(16, 16)}
@@ -133,7 +133,7 @@ def test_weights_are_expanded_as_fast_as_memory_takes_them(all_kernels: dict[str
     assert {name: count for name, count in counts.items() if not 3 < count <= PER_EXPANDED_WEIGHT} == {}
 
 
-def test_the_likeliest_token_is_found_without_exchanges_among_threads(
+def test_greedy_sampling_exchanges_nothing_among_threads(
     all_kernels: dict[str, dict[str, dict[str, Any]]],
 ) -> None:
     """The first loop is over a whole row, whose threads compare theirs behind it."""
@@ -149,7 +149,7 @@ def test_kernels_that_are_launched_early_wait_first(kernels: dict[str, dict[str,
     assert {name: found for name, found in early.items() if found != []} == {}
 
 
-def test_kernels_of_a_decode_step_can_be_launched_early(all_kernels: dict[str, dict[str, dict[str, Any]]]) -> None:
+def test_decode_kernels_support_dependent_launch(all_kernels: dict[str, dict[str, dict[str, Any]]]) -> None:
     kernels = all_kernels["90"]
     assert not any(kernel["dependent"] for kernel in all_kernels["80"].values()), "an A100 has no such launches"
     late = {name for name, kernel in kernels.items() if not kernel["dependent"]}
@@ -157,7 +157,7 @@ def test_kernels_of_a_decode_step_can_be_launched_early(all_kernels: dict[str, d
     assert late == {*images, "rotation of patches", "product of bytes", "rounding of inputs"}
 
 
-def test_numbers_that_change_from_step_to_step_are_no_constants(kernels: dict[str, dict[str, Any]]) -> None:
+def test_changing_numbers_are_not_specialized(kernels: dict[str, dict[str, Any]]) -> None:
     """Else a 1 among them, or a multiple of 16, would have a kernel compiled anew while requests wait."""
     changing = {"num_decodes", "num_sequences", "table_stride", "splits", "rows", "count", "slot_stride", "columns"}
     changing |= {"decodes", "extra"}

@@ -57,7 +57,7 @@ def launches(kernel: Kernel, *all_arguments: tuple[Any, ...], **constants: Any) 
     return len(kernel.function.compiled) - before
 
 
-def test_what_is_compiled_for_a_kind_of_arguments_serves_all_of_it(kernel: Kernel) -> None:
+def test_equal_argument_kinds_share_a_binary(kernel: Kernel) -> None:
     x, other = torch.zeros(8), torch.ones(16)
     assert launches(kernel, (x, 32, 5), (other, 64, 1), (other, 160, 16)) == 1
     assert kernel.function.launched == [

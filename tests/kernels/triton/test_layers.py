@@ -134,7 +134,7 @@ def test_norms_have_offsets() -> None:
 
 
 @pytest.mark.parametrize("rows", [5, MOST_ROWS + 2])
-def test_a_towers_mlp_has_rows_of_whole_16_bytes(rows: int) -> None:
+def test_tower_mlp_rows_are_16_byte_aligned(rows: int) -> None:
     """With an adapter of one row."""
     torch.manual_seed(0)
     changes = [Change((LowRank(torch.randn(4, 32), torch.randn(18, 4), 18),)), Change(factor=torch.rand(32))]
@@ -231,10 +231,11 @@ def test_products_that_reorder_their_inputs_get_normed_ones(folder: Path, launch
 
 
 def test_norms_of_heads_take_no_launches(tmp_path: Path, launches: Launches) -> None:
-    model = loaded(make_text_model(tmp_path, Qwen3ForCausalLM, Qwen3Config), InterpretedDevice)
+    folder = make_text_model(tmp_path, Qwen3ForCausalLM, Qwen3Config, num_hidden_layers=2)
     layer = [*ATTENTION, *OUTPUT, *MLP]
-    taken = [[name for name in names if name != "add_parts"] for names in layer_launches(model, launches, 3)]
-    assert taken == [["norm_rows", *layer], *[layer] * (len(model.layers) - 2), [*layer, "norm_rows"]]
+    launched = layer_launches(loaded(folder, InterpretedDevice), launches, 3)
+    taken = [[name for name in names if name != "add_parts"] for names in launched]
+    assert taken == [["norm_rows", *layer], [*layer, "norm_rows"]]
 
 
 def test_adapters_of_a_product_take_two_launches(folder: Path, launches: Launches) -> None:
@@ -255,9 +256,7 @@ def by_library(names: list[str]) -> list[str]:
     return ["library" if "::" in name else name for name in names]
 
 
-def test_sums_of_many_rows_are_normed_where_they_are_made(
-    folder: Path, launches: Launches, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sums_of_many_rows_are_normed_once(folder: Path, launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(products, "MOST_ROWS", 1)
     gates = ["library", "activate_rows", "library"]
     layer = ["library", "attend_rows", "combine", "library", "norm_rows", *gates, "norm_rows"]
@@ -302,7 +301,7 @@ def test_norms_of_what_blocks_make_take_no_launches(
     ids=["norms before and behind", "norms behind", "parallel blocks", "layer norms"],
 )
 @pytest.mark.parametrize("most_rows", [1, MOST_ROWS])
-def test_sums_and_norms_give_the_logits_of_torchs_operations(
+def test_sums_and_norms_equal_torch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: Any, config: Any, most_rows: int
 ) -> None:
     monkeypatch.setattr(products, "MOST_ROWS", most_rows)

@@ -78,7 +78,7 @@ def test_norms_read_slices_of_wider_rows(device: torch.device) -> None:
     torch.testing.assert_close(result.cpu().double(), expected, atol=2e-3, rtol=2e-3)
 
 
-def test_no_rows_are_normed_to_none_and_rows_too_long_are_refused(device: torch.device) -> None:
+def test_norms_accept_no_rows_and_reject_long_ones(device: torch.device) -> None:
     norm, none = TritonNorm(torch.ones(8, device=device), None, 1e-6), torch.empty(0, 8, device=device)
     assert norm(none).shape == norm.of_sum(none, none).rows.shape == (0, 8)
     with pytest.raises(ValueError, match="larger than"):

@@ -183,7 +183,7 @@ def test_the_library_adds_a_residual_to_many_rows(
     assert len(finished) == launches
 
 
-def test_residuals_of_other_types_are_added_to_many_rows(device: torch.device) -> None:
+def test_residuals_may_have_another_dtype(device: torch.device) -> None:
     torch.manual_seed(0)
     weight, numbers = made("plain", 70, 64, device)
     x, residual = torch.randn(130, 64).half(), torch.randn(130, 70)
@@ -194,7 +194,7 @@ def test_residuals_of_other_types_are_added_to_many_rows(device: torch.device) -
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_many_rows_are_multiplied_by_blocks_of_large_weights(
+def test_large_weights_are_multiplied_in_blocks(
     device: torch.device, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(products, "EXPANDED_ELEMENTS", 30 * 64)
@@ -250,9 +250,7 @@ def test_a_norm_between_products_equals_float64(device: torch.device, kind: str,
     assert_near(behind.complete(deferred), F.silu(gate) * up, torch.float32)
 
 
-def test_norms_are_computed_by_themselves_where_products_cannot_complete_them(
-    device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unsupported_norms_are_not_deferred(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     weight, x, residual = torch.randn(48, 32), torch.randn(3, 32).to(device), torch.randn(3, 48).to(device)
     scaling = TritonNorm(torch.randn(48).to(device), None, 1e-5)
@@ -354,7 +352,7 @@ def test_selected_bytes_are_floats_of_the_integers(dtype: torch.dtype, magic: in
     assert [number for pair in pairs for number in halves(pair, dtype)] == [offset + integer for integer in integers]
 
 
-def test_the_assembly_of_bytes_adds_up_to_signed_numbers() -> None:
+def test_byte_assembly_gives_signed_numbers() -> None:
     """bfloat16: 128 + the low 7 bits, less 256 where the top bit is clear and less 128 where it is set."""
     for byte in range(256):
         kept = torch.tensor([0x4300 | byte & 0x7F], dtype=torch.int16).view(torch.bfloat16)

@@ -68,7 +68,7 @@ OPTIONS = [
 
 
 @pytest.mark.parametrize(("temperature", "top_k", "top_p", "min_p"), OPTIONS)
-def test_a_draw_is_where_the_cumulated_probability_passes_the_number(
+def test_samples_follow_the_cumulative_distribution(
     device: torch.device, temperature: float, top_k: int, top_p: float, min_p: float
 ) -> None:
     torch.manual_seed(0)
@@ -99,7 +99,7 @@ def test_filters_keep_what_the_reference_keeps(device: torch.device) -> None:
     assert np.abs(counts - shares.numpy()).max() <= 1 / 8 + 1e-6
 
 
-def test_tokens_that_tie_with_the_last_one_kept_are_kept(device: torch.device) -> None:
+def test_ties_with_the_last_kept_token_survive(device: torch.device) -> None:
     logits = torch.tensor([[0.0, 1.0, 1.0, 2.0, 1.0, -3.0]])
     numbers = [number / 6 for number in range(6)]
     rows = logits.expand(6, -1)
@@ -121,7 +121,7 @@ def test_a_tiny_temperature_does_not_overflow(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_rows_that_are_not_usable_fail_and_no_others(device: torch.device, temperature: float) -> None:
+def test_only_unusable_rows_fail(device: torch.device, temperature: float) -> None:
     logits = torch.zeros(4, VOCABULARY)
     logits[0, 250] = torch.nan
     logits[1] = -torch.inf

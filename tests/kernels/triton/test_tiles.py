@@ -39,7 +39,7 @@ def product() -> TritonProduct:
     return TritonProduct(torch.randn(64, 256), dtype=torch.float32)
 
 
-def test_the_fastest_of_those_that_are_right_is_found(monkeypatch: pytest.MonkeyPatch, product: TritonProduct) -> None:
+def test_fastest_correct_tiling_wins(monkeypatch: pytest.MonkeyPatch, product: TritonProduct) -> None:
     wrong, large, right = Tiling(32, 8, 32, 1, 2, 3), Tiling(128, 8, 64, 1, 2, 9), Tiling(64, 8, 32, 2, 2, 3)
     monkeypatch.setattr(gpu_tiles, "candidates", lambda *_: [wrong, large, right])
     few = TritonProduct.few
@@ -60,7 +60,7 @@ def test_the_fastest_of_those_that_are_right_is_found(monkeypatch: pytest.Monkey
     assert gpu_tiles.search([product], torch.randn(1, 256), None, time.perf_counter()) is None
 
 
-def test_what_was_tried_until_time_ran_out_is_kept(monkeypatch: pytest.MonkeyPatch, product: TritonProduct) -> None:
+def test_timeout_keeps_tried_tilings(monkeypatch: pytest.MonkeyPatch, product: TritonProduct) -> None:
     one, other = Tiling(32, 8, 32, 1, 2, 3), Tiling(64, 8, 32, 2, 2, 3)
     monkeypatch.setattr(gpu_tiles, "candidates", lambda *_: [one, other])
     deadline = time.perf_counter() + 1000
@@ -154,9 +154,7 @@ def test_the_search_ends_before_the_stage_does() -> None:
     assert gpu_tiles.SECONDS["cuda"] + 10 <= gpu.LIMITS["tiles"]
 
 
-def test_all_products_are_searched_and_lines_can_be_read_back(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: object
-) -> None:
+def test_all_matmuls_are_searched_and_parsed_back(monkeypatch: pytest.MonkeyPatch, tmp_path: object) -> None:
     monkeypatch.setattr(gpu_tiles, "candidates", lambda rule, *_: [rule._replace(outputs=32, warps=1)])
     monkeypatch.setattr(gpu_tiles, "LEAST_GAIN", 0.0)
     monkeypatch.setattr(gpu_tiles, "per_launch", lambda *_: Launch(1.0))
@@ -170,7 +168,7 @@ def test_all_products_are_searched_and_lines_can_be_read_back(
     assert len(read) >= 9
 
 
-def test_what_was_measured_is_taken_for_numbers_of_16_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_measured_tilings_serve_16_bit_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     weight, x = torch.randn(64, 256), torch.randn(3, 256)
     half, single = (TritonProduct(weight.to(dtype), dtype=dtype) for dtype in (torch.float16, torch.float32))
@@ -198,7 +196,7 @@ def test_what_was_measured_says_whether_the_library_multiplies(monkeypatch: pyte
 
 @pytest.mark.parametrize("bits", [4, 8, 16])
 @pytest.mark.parametrize("rows", [1, 16])
-def test_weights_are_on_their_way_to_programs_that_have_a_multiprocessor_each(bits: int, rows: int) -> None:
+def test_lone_programs_prefetch_enough_weights(bits: int, rows: int) -> None:
     """With two stages a program waits for each tile."""
     for out_features, in_features in ((4096, 4096), (4096, 14336), (3584, 18944), (2048, 8192)):
         tiles = tiling(bits, 128, out_features, in_features, rows)
@@ -227,7 +225,7 @@ def test_many_rows_are_read_beside_many_outputs(bits: int, rows: int) -> None:
 
 @pytest.mark.parametrize("multiprocessor", [100, 164, 228])
 @pytest.mark.parametrize("item_bytes", [2, 4])
-def test_rules_fit_into_the_shared_memory_of_each_gpu(multiprocessor: int, item_bytes: int) -> None:
+def test_rules_fit_shared_memory_of_each_gpu(multiprocessor: int, item_bytes: int) -> None:
     """In KiB: of an RTX 4090 or L40S, of an A100, and of an H100; two programs share it."""
     shared = multiprocessor * 512 - RESERVED_BYTES
     shapes = [(28672, 4096), (6144, 4096), (4096, 4096), (4096, 14336), (70, 128), (768, 3072), (151936, 2048)]

@@ -24,7 +24,7 @@ from vlmserve.models.hub import resolve_model
 from vlmserve.pixie.skills import SKILLS, sample_questions
 
 
-def test_adapters_and_the_classifier_over_them_are_trained_and_written(tmp_path):
+def test_adapters_and_classifier_are_trained_and_written(tmp_path):
     tokenizer = Tokenizer.from_file(str(resolve_model("pixie") / "tokenizer.json"))
     for skill in SKILLS:
         train_adapter(skill, tokenizer, tmp_path, steps=1, batch=2, count=4)
@@ -37,7 +37,7 @@ def test_adapters_and_the_classifier_over_them_are_trained_and_written(tmp_path)
         assert json.loads(content)["base_model_name_or_path"] == "pixie"
 
 
-def test_questions_of_a_row_are_computed_as_if_each_were_alone():
+def test_packed_questions_equal_questions_alone():
     tokenizer = Tokenizer.from_file(str(resolve_model("pixie") / "tokenizer.json"))
     model = base_model()
     rows = Questions(model.model, tokenizer, ["corners"], 8)

@@ -36,7 +36,7 @@ def test_unknown_weights_are_refused(tmp_path: Path) -> None:
         export(tmp_path, {"something.weight": torch.zeros(1)})
 
 
-def test_transformers_and_the_package_read_the_same_prompt_and_pixels(folder: Path) -> None:
+def test_export_equals_transformers_prompt_and_pixels(folder: Path) -> None:
     from transformers import AutoProcessor
 
     images = [draw_scene(sample_scene(seed)) for seed in range(2)]

@@ -42,7 +42,7 @@ def test_every_item_and_character_has_its_labels():
             assert len(np.unique(by_name["rank"])) == things + 1
 
 
-def test_the_last_rank_among_like_items_is_their_number_and_so_is_their_count():
+def test_ranks_and_counts_of_alike_items_agree():
     for seed in range(60):
         scene = sample_scene(seed, "grid")
         labels = {kind.name: row for kind, row in zip(LABELS, dense_labels(scene), strict=True)}
@@ -57,7 +57,7 @@ def test_the_last_rank_among_like_items_is_their_number_and_so_is_their_count():
                 assert set(labels[f"count of {kind}"][where]) == {labels[f"rank of {kind}"][where].max()}
 
 
-def test_branches_of_a_row_see_what_is_common_and_themselves():
+def test_branches_see_the_prefix_and_themselves():
     row = pack([([1, 2], [([5, 6], [False, True]), ([7], [True])]), ([], [([8, 9], [False, True])])])
     assert row["tokens"][:8].tolist() == [1, 2, 5, 6, 7, 8, 9, 0]
     assert row["positions"][:7].tolist() == [0, 1, 2, 3, 2, 0, 1]
@@ -79,7 +79,7 @@ def test_rows_come_with_the_images_of_their_placeholders(tokenizer, mixture):
         assert all(index < len(scenes) for index in images)
 
 
-def test_the_modules_that_are_trained_compute_what_the_exported_folder_computes(tmp_path, tokenizer):
+def test_trained_modules_equal_the_exported_model(tmp_path, tokenizer):
     torch.manual_seed(0)
     tower, decoder = Tower(), Decoder()
     scene = sample_scene(3, "grid")
@@ -132,7 +132,7 @@ def test_a_run_trains_saves_resumes_and_exports(tmp_path, monkeypatch, tokenizer
 
 
 @pytest.mark.parametrize(("hardware", "expected"), [(True, torch.bfloat16), (False, torch.float32)])
-def test_parameters_are_of_a_type_that_the_cpu_multiplies_fast(hardware, expected, monkeypatch):
+def test_parameters_have_the_fast_dtype(hardware, expected, monkeypatch):
     monkeypatch.setattr("training.pixie.precision.multiplies_bfloat16", lambda: hardware)
     layer = torch.nn.Linear(4, 4)
     before = {name: parameter.detach().clone() for name, parameter in layer.named_parameters()}
@@ -150,7 +150,7 @@ def test_parameters_are_of_a_type_that_the_cpu_multiplies_fast(hardware, expecte
         assert torch.is_autocast_enabled("cpu") == hardware
 
 
-def test_the_exported_tokenizer_is_the_one_that_was_trained_with(tmp_path, tokenizer):
+def test_exported_tokenizer_equals_the_trained_one(tmp_path, tokenizer):
     export_tokenizer(tmp_path, tokenizer)
     saved = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
     assert saved.get_vocab() == tokenizer.get_vocab()
