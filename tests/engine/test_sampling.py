@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, LlavaForConditionalGeneration
 
 from tests.checkpoints import make_llama, make_llava
 from tests.engine.kinds import by_kernels, with_kernels
+from tests.engine.test_parity import bytes_of_4
 from vlmserve.config import EngineConfig
 from vlmserve.engine.engine import Engine
 from vlmserve.types import EngineOutput, EngineRequest, ImageInput, ImageSpan, Prompt, SamplingParams, TokenLogprobs
@@ -51,9 +52,7 @@ def engine_for(folder: Path, **settings) -> Engine:
 
 def tight(folder: Path, **settings) -> Engine:
     """An engine whose cache holds the longest request and little more, so that requests are preempted."""
-    probe = engine_for(folder, block_size=4)
-    block_bytes = probe.info.kv_cache_bytes // probe.stats().kv_blocks_total
-    memory = ((40 + NEW_TOKENS) // 4 + 8) * block_bytes
+    memory = ((40 + NEW_TOKENS) // 4 + 8) * bytes_of_4(folder)
     return engine_for(folder, block_size=4, kv_cache_memory=memory, **settings)
 
 
@@ -117,7 +116,7 @@ CASES = [
 ]
 
 
-@by_kernels("params, settings, schedule", native=CASES, static=CASES[-4:])
+@by_kernels("params, settings, schedule", native=CASES, static=[CASES[-4], *CASES[-2:]])
 def test_greedy_answers_with_penalties_are_transformers(folder, model, theirs, params, settings, schedule):
     engine = tight(folder) if schedule is None else engine_for(folder, **schedule)
     expected = theirs(**settings)
@@ -178,7 +177,7 @@ MIXED = [
 PREEMPTED_IN_CHUNKS = pytest.param({"tight": True, "max_num_batched_tokens": 6}, id="preempted in chunks")
 
 
-@by_kernels("schedule", native=[*SCHEDULES, PREEMPTED_IN_CHUNKS], static=[SCHEDULES[0], PREEMPTED_IN_CHUNKS])
+@by_kernels("schedule", native=[*SCHEDULES, PREEMPTED_IN_CHUNKS], static=[PREEMPTED_IN_CHUNKS])
 def test_logprobs_are_those_of_transformers_logits_before_all_edits(folder, model, schedule):
     schedule = dict(schedule)
     preempts = schedule.pop("tight", False)

@@ -18,7 +18,6 @@ from tests.mock_checkpoint import make_mock_checkpoint
 from vlmserve.config import EngineConfig
 from vlmserve.engine.engine import Engine
 from vlmserve.errors import InvalidRequestError
-from vlmserve.kernels.extension import supported_isas
 from vlmserve.llm import LLM
 from vlmserve.types import EngineOutput, EngineRequest, Grammar, Prompt, SamplingParams
 
@@ -128,10 +127,14 @@ def test_a_gguf_model_obeys_too(folder, tmp_path):
         assert result.outputs[0].text in ("one way", "or another")
 
 
-def test_tokens_are_those_of_each_request_alone(folder, kernels):
-    # Grammars do not depend on the kernels; torch's are slow.
-    requests = mixed(30 if kernels == "torch" and supported_isas() else 120)
-    together = run(engine_of(folder), requests)
+@pytest.fixture(scope="module")
+def together(folder) -> dict[str, list[EngineOutput]]:
+    """The answers to `mixed` in one batch."""
+    return run(engine_of(folder), mixed())
+
+
+def test_tokens_are_those_of_each_request_alone(folder, together):
+    requests = mixed()
     one_by_one = engine_of(folder, enable_prefix_caching=False)
     for request in requests:
         alone = run(one_by_one, [request])[request.request_id]
@@ -140,14 +143,14 @@ def test_tokens_are_those_of_each_request_alone(folder, kernels):
 
 
 @pytest.mark.parametrize("swap", [0, "1MiB"])
-def test_preempted_requests_go_on_where_they_were(folder, swap, saving_pays):
-    expected = run(engine_of(folder), mixed())
-    block = engine_of(folder).info.kv_cache_bytes // engine_of(folder).stats().kv_blocks_total
+def test_preempted_requests_go_on_where_they_were(folder, together, swap, saving_pays):
+    probe = engine_of(folder)
+    block = probe.info.kv_cache_bytes // probe.stats().kv_blocks_total
     tight = engine_of(folder, kv_cache_memory=14 * block, max_model_len=160, kv_offload_memory=swap)
     outputs = run(tight, mixed())
     assert tight.stats().preemptions > 0
     assert {name: tokens(answer) for name, answer in outputs.items()} == {
-        name: tokens(answer) for name, answer in expected.items()
+        name: tokens(answer) for name, answer in together.items()
     }
 
 
