@@ -75,7 +75,7 @@ async def test_results_are_those_of_llm(llm, folder, images):
     assert await llm.chat([]) == []
 
 
-async def test_results_of_a_stream_come_in_order_from_an_iterator(llm):
+async def test_stream_results_come_in_order(llm):
     taken = 0
 
     def conversations():
@@ -111,7 +111,7 @@ async def test_calls_run_at_the_same_time(llm):
     assert [f"number {number}" in result.prompt for number, [result] in enumerate(results)] == [True] * 20
 
 
-async def test_what_is_wrong_is_raised_or_returned_in_its_place(llm, tmp_path):
+async def test_errors_are_raised_or_returned(llm, tmp_path):
     broken = tmp_path / "broken.png"
     broken.write_bytes(b"no image")
     conversations = [ask("a"), ask("b", broken), ask("c")]

@@ -28,7 +28,7 @@ def limits_measured_once() -> Iterator[None]:
         yield
 
 
-def test_every_way_of_quantizing_is_measured_at_every_number_of_requests(tmp_path: Path) -> None:
+def test_bench_measures_each_scheme_and_load(tmp_path: Path) -> None:
     folder = make_llava(tmp_path)
     config = EngineConfig(model=str(folder), device="cpu", kv_cache_memory="16MiB")
     report = bench(config, folder, schemes=("none", "int8"), at_once=(1, 3), prompt_len=9, long_prompt_len=40, steps=2)
@@ -84,7 +84,7 @@ def test_figures_count_what_is_moved_and_multiplied(tmp_path: Path) -> None:
     assert multiplied == pytest.approx(expected, rel=0.02)
 
 
-def test_it_runs_on_the_threads_that_are_asked_for(tmp_path: Path) -> None:
+def test_it_runs_on_the_threads_asked_for(tmp_path: Path) -> None:
     before = torch.get_num_threads()
     config = EngineConfig(model="", device="cpu", kv_cache_memory="16MiB", num_threads=2 if before == 1 else 1)
     try:
@@ -100,7 +100,7 @@ def test_limits_are_measured() -> None:
 
 
 @pytest.mark.parametrize(("hardware", "expected"), [(True, torch.bfloat16), (False, torch.float32)])
-def test_the_limit_of_products_is_that_of_the_type_that_is_computed(
+def test_product_limits_are_those_of_the_dtype(
     hardware: bool, expected: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A CPU that lacks instructions for bfloat16 would take minutes to multiply large matrices of it."""
@@ -112,7 +112,7 @@ def test_the_limit_of_products_is_that_of_the_type_that_is_computed(
     assert measured == [expected]
 
 
-def test_the_command_shows_a_table_and_keeps_the_figures(tmp_path: Path) -> None:
+def test_the_command_shows_a_table(tmp_path: Path) -> None:
     folder = make_llama(tmp_path / "model")
     path = tmp_path / "results" / "bench.json"
     arguments = ["bench", str(folder), "--scheme", "int4", "--concurrency", "2", "--kv-cache-memory", "16MiB"]

@@ -113,14 +113,14 @@ def test_flags_become_settings():
         (["--mm-processor-kwargs", '{"pixels": 9}'], ["--mm-processor-kwargs", "no key pixels", "max_pixels"]),
     ],
 )
-def test_wrong_values_are_one_line_that_names_the_flags(arguments, words):
+def test_wrong_values_name_their_flags(arguments, words):
     received = settings_of(*arguments)
     assert received["exit_code"] == 2
     assert received["stderr"].count("\n") == 1
     assert all(word in received["stderr"] for word in words)
 
 
-def test_every_setting_has_a_flag_with_its_description_as_help():
+def test_every_setting_has_a_described_flag():
     shown = re.sub(r"\s+", " ", run("serve", "--help-all").stdout)
     for settings in (EngineConfig, MediaConfig, ServerConfig):
         for name, field in settings.model_fields.items():
@@ -263,7 +263,7 @@ class InterruptedAnswers:
         raise KeyboardInterrupt
 
 
-def test_chat_keeps_the_half_of_an_answer_that_ctrl_c_stopped():
+def test_chat_keeps_answers_that_ctrl_c_stopped():
     lines = iter(["first", "second", "/quit"])
     answers = InterruptedAnswers()
     shown = io.StringIO()
@@ -355,7 +355,7 @@ def test_thoughts_are_shown_beside_the_answer(server):
     )
 
 
-def test_a_servers_refusal_is_shown_with_the_file_that_it_is_about(server, image):
+def test_a_server_error_names_its_file(server, image):
     url = f"http://127.0.0.1:{server.server_port}"
     result = run("ask", "--url", url, "bad")
     assert (result.exit_code, result.stderr) == (1, "Error: that was bad\n")
@@ -402,7 +402,7 @@ def test_no_server_at_the_url_is_one_line():
 # eval
 
 
-def test_eval_asks_held_out_questions_and_writes_the_card(tmp_path):
+def test_eval_writes_the_card(tmp_path):
     folder = make_mock_checkpoint(tmp_path)
     card = folder / "README.md"
     arguments = ["eval", "pixie", "--engine", "mock", "--model", folder, "--per-task", "1"]

@@ -47,7 +47,7 @@ def test_values_in_objects_and_arrays_keep_their_places():
     assert rounded == {"a": [0.5, {"b": 0.5**5}, [], {}], "c": 0.5**4, "d": 0.5**6}
 
 
-def test_chat_completions_of_a_server_are_read_by_their_bytes():
+def test_chat_completions_are_read_by_bytes():
     euro = "€".encode()
     tokens = [(b'{"a":"', 0.1), (euro[:1], 0.5), (euro[1:], 0.5), (b'!"}', 0.9)]
     wanted = {"a": pytest.approx(0.5 * 0.5 * 0.9)}
@@ -57,16 +57,16 @@ def test_chat_completions_of_a_server_are_read_by_their_bytes():
     assert confidence(SimpleNamespace(model_dump=lambda: {"choices": [one]})) == wanted
 
 
-def test_characters_that_are_spread_over_tokens_are_found_without_bytes():
+def test_split_characters_are_found_without_bytes():
     tokens = [('{"a":"', 0.1), ("\ufffd", 0.5), ("\ufffd", 0.4), ('"', 0.9), (',"b":1', 0.7), ("}", 0.3)]
     assert confidence(completion(tokens, '{"a":"€","b":1}')) == pytest.approx({"a": 0.5 * 0.4 * 0.9, "b": 0.7})
 
 
-def test_what_begins_with_the_space_of_a_word_is_found():
+def test_values_after_a_space_are_found():
     assert confidence(completion([(" 1", 0.7), ("2", 0.5)], "12")) == pytest.approx(0.35)
 
 
-def test_answers_of_a_model_and_of_its_server_have_the_same_confidences():
+def test_servers_give_the_same_confidences():
     schema = {
         "type": "object",
         "properties": {"colour": {"enum": ["red", "green", "blue"]}, "count": {"type": "integer", "maximum": 9}},
@@ -128,7 +128,7 @@ def leaves(value):
 
 
 @given(VALUES, st.booleans(), st.integers(1, 4), st.sampled_from([None, 2]))
-def test_any_json_has_a_probability_for_each_of_its_values(value, ascii_only, size, indent):
+def test_each_json_value_has_a_probability(value, ascii_only, size, indent):
     data = json.dumps(value, ensure_ascii=ascii_only, indent=indent).encode(errors="surrogatepass")
     data = data.decode(errors="replace").encode()
     value = json.loads(data)

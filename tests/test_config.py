@@ -68,7 +68,7 @@ def test_unknown_devices_are_errors(device: str) -> None:
         (ServerConfig, "max_body_bytes", "lots"),
     ],
 )
-def test_values_out_of_range_are_errors_that_name_the_field(settings, field: str, value: object) -> None:
+def test_out_of_range_values_name_their_field(settings, field: str, value: object) -> None:
     with pytest.raises(ValidationError, match=field):
         settings(**{field: value})
 
@@ -91,17 +91,17 @@ def test_settings_cannot_be_changed_afterwards() -> None:
         config.seed = 3
 
 
-def test_the_old_name_of_a_setting_still_works_and_is_warned_of(caplog):
+def test_an_old_setting_name_is_warned_of(caplog):
     assert EngineConfig(swap_memory="1GiB").kv_offload_memory == 2**30
     assert "swap_memory is a former name of kv_offload_memory" in caplog.text
 
 
-def test_a_setting_under_both_of_its_names_is_refused():
+def test_a_setting_under_both_names_is_rejected():
     with pytest.raises(ConfigurationError, match="swap_memory is the old name of kv_offload_memory"):
         read_settings(EngineConfig, {"swap_memory": 1, "kv_offload_memory": 1})
 
 
-def test_other_settings_do_not_take_the_old_names_of_a_section():
+def test_only_a_section_takes_old_names():
     with pytest.raises(ConfigurationError, match="there is no setting swap_memory"):
         read_settings(MediaConfig, {"swap_memory": 1})
     check_names(["swap_memory"], (EngineConfig,))

@@ -33,12 +33,12 @@ def group(tmp_path: Path, line: str) -> Path:
     return tmp_path / "cgroup"
 
 
-def test_without_limits_all_cores_that_the_process_is_bound_to(tmp_path: Path) -> None:
+def test_without_limits_all_bound_cores_count(tmp_path: Path) -> None:
     assert usable_cores(ControlGroups(tmp_path, tmp_path / "none")) == 8
 
 
 @pytest.mark.parametrize(("quota", "expected"), [("200000 100000", 2), ("250000 100000", 3), ("max 100000", 8)])
-def test_a_container_of_version_2_has_what_it_is_given(tmp_path: Path, quota: str, expected: int) -> None:
+def test_cgroup_2_limits_memory(tmp_path: Path, quota: str, expected: int) -> None:
     limit(tmp_path, cpu_max=quota)
     assert usable_cores(ControlGroups(tmp_path, group(tmp_path, "0::/\n"))) == expected
 
@@ -73,7 +73,7 @@ def test_images_get_few(logical: int, expected: int) -> None:
     assert MediaConfig(num_workers=5).threads == 5
 
 
-def test_the_engine_takes_what_it_is_told_or_fewer_than_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_engine_takes_available_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     before = torch.get_num_threads()
     try:
@@ -132,9 +132,7 @@ def test_what_the_caller_computes_with_spins_little() -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="torch brings another OpenMP along")
-def test_a_torch_that_was_there_first_is_warned_of(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_torch_imported_first_is_warned_of(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
     monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
     before = torch.get_num_threads()

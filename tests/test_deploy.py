@@ -33,7 +33,7 @@ def instructions(name: str) -> list[str]:
 STAGES = {line.rpartition(" AS ")[2] for line in instructions("FROM")}
 
 
-def test_the_dockerfile_copies_what_exists_and_is_not_ignored() -> None:
+def test_the_dockerfile_copies_existing_files() -> None:
     ignored = (DEPLOY / "Dockerfile.dockerignore").read_text("utf-8").splitlines()
     copied = [name for line in instructions("COPY") for name in line.split()[:-1]]
     assert "src" in copied
@@ -57,7 +57,7 @@ def test_images_do_not_run_as_root() -> None:
     assert "runAsUser: 10001" in TEMPLATES["statefulset.yaml"]
 
 
-def test_compose_builds_stages_that_exist_and_sets_what_exists() -> None:
+def test_compose_names_existing_stages_and_settings() -> None:
     for service in COMPOSE["services"].values():
         assert (DEPLOY / service["build"]["context"] / service["build"]["dockerfile"]).is_file()
         assert service["build"]["target"] in STAGES
@@ -85,7 +85,7 @@ def test_templates_balance_their_blocks() -> None:
         assert len(begun) == len(re.findall(r"\{\{-?\s*end\b", text)), name
 
 
-def test_values_fit_their_schema_and_every_value_is_in_it() -> None:
+def test_values_fit_their_schema() -> None:
     jsonschema.validate(VALUES, SCHEMA)
     assert SCHEMA["properties"].keys() - {"global"} == VALUES.keys()
     for wrong in ({"replicas": "two"}, {"modell": "pixie"}, {"settings": {"Max-Len": 1}}):

@@ -35,7 +35,7 @@ def test_models_that_fit_leave_memory_for_the_cache() -> None:
     assert sizes["bfloat16"] < sizes["int8"] < sizes["int4"]
 
 
-def test_short_names_are_listed_by_the_widest_weights_that_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_short_names_show_the_widest_fitting_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     memory = psutil.virtual_memory()._replace(available=6 * 10**9)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
     wide, narrow, narrowest = texts("models")[0].split("; ")
@@ -70,7 +70,7 @@ def test_gpus_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     assert texts("parameters")[-1].startswith("on this GPU: 40.3 billion in bfloat16")
 
 
-def test_a_cache_that_cannot_be_written_is_a_problem(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_an_unwritable_cache_is_a_problem(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setattr("os.access", lambda path, mode: False)
     [problem] = [finding.problem for finding in examine() if finding.topic == "downloads"]

@@ -52,7 +52,7 @@ def test_without_a_home_caches_are_temporary_and_private(homeless):
 
 
 @pytest.mark.parametrize("taken", ["open", "link", "file"])
-def test_a_temporary_folder_that_others_can_write_to_is_not_used(homeless, taken):
+def test_a_shared_temporary_folder_is_not_used(homeless, taken):
     usual = homeless / f"vlmserve-{os.geteuid()}"
     if taken == "open":
         usual.mkdir()
@@ -64,7 +64,7 @@ def test_a_temporary_folder_that_others_can_write_to_is_not_used(homeless, taken
     assert folders.cache_folder() not in (usual, homeless)
 
 
-def test_without_a_home_nothing_is_kept_and_the_log_says_so(homeless, caplog):
+def test_without_a_home_nothing_is_kept(homeless, caplog):
     assert open_store(ServerConfig.model_validate({})) is None
     [record] = caplog.records
     assert "are not kept: this user has no home; --storage-path names a file" in record.getMessage()

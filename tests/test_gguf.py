@@ -141,7 +141,7 @@ def test_a_published_model_gives_transformers_tokens(exact: LLM, monkeypatch: py
 
 @needs_published
 @built
-def test_a_published_model_knows_as_much_in_4_bits(exact: LLM) -> None:
+def test_a_published_model_keeps_knowledge_in_int4(exact: LLM) -> None:
     """Its logits are within a tenth of their spread of those by the file's own numbers."""
     packed = LLM(str(PUBLISHED), dtype="auto", kv_cache_memory="64MiB", max_model_len=512)
     scores = []
@@ -156,7 +156,7 @@ def test_a_published_model_knows_as_much_in_4_bits(exact: LLM) -> None:
 
 
 @needs_published
-def test_a_published_prompt_is_the_one_that_the_model_was_trained_with() -> None:
+def test_published_prompts_are_those_of_training() -> None:
     """Token ids as the model's own tokenizer.json gives them; digits are single."""
     from vlmserve.prompt.tokenizer import Tokenizer
 

@@ -24,7 +24,7 @@ def test_area_is_the_inverse_of_time(cost: ImageCost):
         assert cost.seconds(pixels) <= seconds * (1 + 1e-9) < cost.seconds(pixels + 1) * (1 + 2e-9)
 
 
-def test_images_of_one_size_have_no_cost_by_area():
+def test_one_image_size_gives_no_area_cost():
     assert ImageCost.of((1024, 500), (4096, 500), 1e-9) is None
     assert ImageCost.of((1024, 500), (1024, 900), 1e-9) is None
 

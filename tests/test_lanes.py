@@ -31,7 +31,7 @@ def left_out(fast: bool) -> set[str]:
     }
 
 
-def test_the_fast_lane_leaves_out_what_is_listed_and_all_of_it_exists() -> None:
+def test_the_fast_lane_leaves_out_listed_files() -> None:
     assert left_out(fast=True) == SLOW
 
 

@@ -81,7 +81,7 @@ def test_no_requests_give_no_results(llm):
     assert llm.generate([], use_tqdm=False) == []
 
 
-def test_an_image_is_the_same_as_object_path_bytes_and_data_url(llm, image):
+def test_every_form_of_an_image_is_equal(llm, image):
     import base64
 
     data = image.read_bytes()
@@ -93,7 +93,7 @@ def test_an_image_is_the_same_as_object_path_bytes_and_data_url(llm, image):
     assert opened[0].prompt_token_ids == results[0].prompt_token_ids
 
 
-def test_arrays_and_other_names_of_parts_are_images_too(llm, image):
+def test_arrays_are_images_under_any_name(llm, image):
     opened = Image.open(image)
     array = np.asarray(opened)
     tensor = torch.from_numpy(array.copy()).permute(2, 0, 1) / 255
@@ -142,7 +142,7 @@ def test_results_count_the_images_that_were_encoded(llm, image):
     assert [result.num_images_encoded for result in results] == [0, 1, 2]
 
 
-def test_an_image_that_comes_again_is_not_prepared_again(folder, image):
+def test_a_repeated_image_is_prepared_once(folder, image):
     for memory, misses in (("1MiB", 1), (0, 0)):
         llm = LLM(str(folder), engine="mock", image_cache_memory=memory)
         again = llm.chat([ask(f"question {number}", image) for number in range(8)], GREEDY, use_tqdm=False)
@@ -151,7 +151,7 @@ def test_an_image_that_comes_again_is_not_prepared_again(folder, image):
         assert (stats.misses, stats.hits) == (misses, 7 * misses)
 
 
-def test_salts_reach_the_engine_and_the_keys_of_images(llm, image, monkeypatch):
+def test_salts_reach_blocks_and_images(llm, image, monkeypatch):
     added = []
     monkeypatch.setattr(llm.engine, "add", lambda request, add=llm.engine.add: added.append(request) or add(request))
     seen = {"prompt": "a <image>", "multi_modal_data": {"image": image}}
@@ -166,7 +166,7 @@ def test_salts_reach_the_engine_and_the_keys_of_images(llm, image, monkeypatch):
 
 
 @pytest.mark.parametrize("salt", ["", "a" * 257, 5, b"bytes", "half \ud800"])
-def test_what_is_no_salt_is_refused_before_anything_runs(llm, salt):
+def test_a_wrong_salt_is_rejected_first(llm, salt):
     for run in (
         lambda: llm.generate(["a", {"prompt": "a", "cache_salt": salt}], GREEDY, use_tqdm=False),
         lambda: llm.chat(ask("a"), GREEDY, use_tqdm=False, cache_salt=salt),
@@ -191,7 +191,7 @@ def test_what_is_no_salt_is_refused_before_anything_runs(llm, salt):
         ("", "empty"),
     ],
 )
-def test_a_prompt_of_another_form_is_an_error_that_says_why(llm, prompt, message):
+def test_a_prompt_of_wrong_form_says_why(llm, prompt, message):
     with pytest.raises(InvalidRequestError, match=message):
         llm.generate(prompt, use_tqdm=False)
 
@@ -227,7 +227,7 @@ def broken(tmp_path) -> Path:
     return path
 
 
-def test_all_bad_inputs_are_reported_with_their_files_and_places(llm, image, broken):
+def test_bad_inputs_are_reported_with_files(llm, image, broken):
     url = "http://127.0.0.1:9/cat.jpg"
     conversations = [
         ask("good", image),
@@ -258,7 +258,7 @@ def test_missing_files_are_all_reported_before_anything_runs(llm):
     assert llm.engine.stats().steps == 0
 
 
-def test_the_others_are_answered_if_errors_are_to_be_returned(llm, image, broken):
+def test_returned_errors_spare_the_others(llm, image, broken):
     bad = ask("bad", broken)
     results = llm.chat([ask("a"), bad, ask("b", image), bad], GREEDY, use_tqdm=False, on_error="return")
     assert text_of([results[0], results[2]]) == text_of(llm.chat([ask("a"), ask("b", image)], GREEDY, use_tqdm=False))
@@ -269,13 +269,13 @@ def test_the_others_are_answered_if_errors_are_to_be_returned(llm, image, broken
         llm.chat([ask("a")], GREEDY, use_tqdm=False, on_error="ignore")
 
 
-def test_a_single_conversation_and_a_stream_name_the_file_too(llm, broken):
+def test_conversations_and_streams_name_the_file(llm, broken):
     for run in (lambda: llm.chat(ask("a", broken), use_tqdm=False), lambda: list(llm.stream(ask("a", broken)))):
         with pytest.raises(InvalidImageError, match=rf"^messages\[0\].content\[0\].image, {broken}: "):
             run()
 
 
-def test_results_stream_in_order_while_a_bounded_part_is_prepared(folder, image, monkeypatch):
+def test_streams_prepare_a_bounded_part(folder, image, monkeypatch):
     llm = LLM(str(folder), engine="mock", prepare_ahead=3, max_num_seqs=2, num_workers=2)
     prepared = []
     chat = llm._preparer.chat
@@ -313,7 +313,7 @@ def test_prepared_images_are_bounded_by_memory(folder, image):
     assert asked == 12
 
 
-def test_images_of_a_list_are_let_go_once_they_are_answered(folder, monkeypatch):
+def test_answered_images_of_a_list_are_freed(folder, monkeypatch):
     llm = LLM(str(folder), engine="mock", prepare_ahead=2, max_num_seqs=2, image_cache_memory=0, num_workers=1)
     images = []
     add = llm.engine.add
@@ -355,7 +355,7 @@ def test_several_answers_come_to_each_prompt(llm):
     assert result.outputs[0].logprobs is None
 
 
-def test_the_best_of_several_answers_are_those_with_the_highest_mean_logprob(llm):
+def test_best_of_takes_the_highest_mean_logprob(llm):
     several = SamplingParams(seed=5, n=6, max_tokens=6, logprobs=0)
     [everyone] = llm.generate("hello", several, use_tqdm=False)
     ranked = sorted(everyone.outputs, key=lambda one: -one.cumulative_logprob / len(one.token_ids))
@@ -383,7 +383,7 @@ def test_results_have_the_fields_that_vllm_has(llm, image):
     assert (stopped.outputs[0].token_ids, stopped.outputs[0].stop_reason) == ([first], second)
 
 
-def test_a_stop_string_is_one_string_and_the_reason(llm):
+def test_a_stop_string_is_the_reason(llm):
     [whole] = llm.generate("hello", GREEDY, use_tqdm=False)
     stop = whole.text[3:8]
     [cut] = llm.generate("hello", SamplingParams(temperature=0, stop=stop), use_tqdm=False)
@@ -435,13 +435,13 @@ def test_as_many_sampling_parameters_as_requests_are_wanted(llm):
     assert not llm.engine.has_work()
 
 
-def test_more_requests_than_a_server_would_queue_are_fine(folder):
+def test_llm_takes_more_requests_than_servers_queue(folder):
     llm = LLM(str(folder), engine="mock", max_num_seqs=64)
     results = llm.generate(["hello"] * 5000, SamplingParams(temperature=0, max_tokens=1), use_tqdm=False)
     assert len(results) == 5000
 
 
-def test_a_stop_string_ends_the_answer_and_the_request(llm):
+def test_a_stop_string_ends_the_request(llm):
     [whole] = llm.generate("hello", GREEDY, use_tqdm=False)
     words = whole.outputs[0].text.split()
     stop = next(word for word in words[1:] if word not in words[0])
@@ -481,7 +481,7 @@ def test_a_closed_stream_ends_its_request(llm):
     assert not llm.engine.has_work()
 
 
-def test_a_stream_goes_on_after_other_requests_ran_in_between(llm):
+def test_a_stream_continues_after_other_requests(llm):
     expected = list(llm.stream(ask("tell me more"), GREEDY))
     stream = llm.stream(ask("tell me more"), GREEDY)
     pieces = [next(stream)]
@@ -499,7 +499,7 @@ def interruptible():
 
 
 @pytest.mark.usefixtures("interruptible")
-def test_an_interrupt_ends_all_requests_after_the_step_and_leaves_the_engine_usable(llm, monkeypatch):
+def test_an_interrupt_leaves_the_engine_usable(llm, monkeypatch):
     step, after_the_signal = llm.engine.step, []
 
     def interrupted_step():
@@ -519,7 +519,7 @@ def test_an_interrupt_ends_all_requests_after_the_step_and_leaves_the_engine_usa
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_a_request_that_fails_while_it_runs_does_not_take_the_others_with_it(llm, monkeypatch):
+def test_a_failing_request_fails_alone(llm, monkeypatch):
     step = llm.engine.step
 
     def failing_step():
@@ -551,7 +551,7 @@ def test_without_parameters_the_checkpoint_decides_how_to_sample(folder, tmp_pat
     assert LLM(str(tmp_path), engine="mock").default_sampling_params == SamplingParams()
 
 
-def test_progress_is_shown_on_the_error_stream_and_can_be_turned_off(llm, capsys):
+def test_progress_is_shown_on_stderr(llm, capsys):
     llm.generate(["a", "b"], GREEDY)
     shown = capsys.readouterr()
     assert "2/2" in shown.err
@@ -575,12 +575,12 @@ def test_limits_on_images_are_options_too(folder):
         llm.chat(ask("hi", *[Image.new("RGB", (9, 9))] * 2), use_tqdm=False)
 
 
-def test_a_model_that_is_not_there_is_an_error():
+def test_a_missing_model_is_an_error():
     with pytest.raises(CheckpointNotFoundError, match="no/such"):
         LLM("./no/such/folder")
 
 
-def test_a_lazy_model_is_loaded_by_its_first_use(folder, monkeypatch):
+def test_first_use_loads_a_lazy_model(folder, monkeypatch):
     import vlmserve.engine
 
     loaded = []
@@ -593,13 +593,13 @@ def test_a_lazy_model_is_loaded_by_its_first_use(folder, monkeypatch):
     assert len(loaded) == 1
 
 
-def test_images_are_not_held_back_unless_the_caller_says_so(folder):
+def test_images_are_held_back_on_request_only(folder):
     config = LLM(str(folder), engine="mock", load="lazy").config
     assert (config.encoder_step_share, config.step_seconds) == (math.inf, math.inf)
     assert LLM(str(folder), engine="mock", load="lazy", encoder_step_share=0.5).config.encoder_step_share == 0.5
 
 
-def test_logprobs_come_for_each_token_by_id_the_chosen_one_first(llm):
+def test_logprobs_begin_with_the_chosen_token(llm):
     params = [SamplingParams(temperature=0, max_tokens=6, logprobs=count) for count in (0, 3)]
     alone, rivals = (result.outputs[0] for result in llm.generate(["hello"] * 2, params, use_tqdm=False))
     assert [list(told) for told in alone.logprobs] == [[token_id] for token_id in alone.token_ids]
@@ -616,7 +616,7 @@ def test_logprobs_come_for_each_token_by_id_the_chosen_one_first(llm):
     assert silent.outputs[0].logprobs is silent.outputs[0].cumulative_logprob is silent.prompt_logprobs is None
 
 
-def test_prompt_logprobs_come_for_each_token_but_the_first_and_those_of_images(llm, image):
+def test_prompt_logprobs_leave_out_images(llm, image):
     params = SamplingParams(temperature=0, max_tokens=2, prompt_logprobs=1)
     [result] = llm.chat(ask("What is this?", image), params, use_tqdm=False)
     told = result.prompt_logprobs

@@ -126,7 +126,7 @@ def test_a_thread_adds_requests_while_another_steps(folder):
         assert long.result(timeout=60)[0].outputs[0].finish_reason == "length"
 
 
-def test_a_failing_step_concerns_only_the_thread_that_ran_it(llm, monkeypatch):
+def test_a_failing_step_concerns_its_thread_only(llm, monkeypatch):
     step = llm.engine.step
     failures = iter([True])
 
@@ -205,7 +205,7 @@ def test_an_interrupt_ends_only_the_main_threads_requests(folder):
 
 
 @pytest.mark.usefixtures("interruptible")
-def test_a_handler_of_the_programs_own_runs_after_the_step(llm, monkeypatch):
+def test_own_signal_handlers_run_after_the_step(llm, monkeypatch):
     class Stop(BaseException):
         pass
 
@@ -228,7 +228,7 @@ def test_a_handler_of_the_programs_own_runs_after_the_step(llm, monkeypatch):
     assert not llm.engine.has_work()
 
 
-def test_a_generator_that_is_collected_during_a_step_is_ended_after_it(llm, monkeypatch):
+def test_a_generator_collected_in_a_step_ends_later(llm, monkeypatch):
     stream = llm.stream(ask("abandoned"), ENDLESS)
     next(stream)
     held, step, unfinished = [stream], llm.engine.step, []
@@ -283,7 +283,7 @@ def test_threads_get_the_adapters_that_they_ask_for(tmp_path):
     assert ids(adapters[0]) == expected[0]
 
 
-def test_a_closed_one_raises_and_ends_the_calls_of_threads(folder):
+def test_close_ends_the_calls_of_threads(folder):
     llm = LLM(str(folder), engine="mock", mock_tpot=0.002)
     with ThreadPoolExecutor(2) as pool:
         running = [pool.submit(llm.generate, "long", ENDLESS, use_tqdm=False) for _ in range(2)]
@@ -345,7 +345,7 @@ def in_fork(run) -> str:
 
 @pytest.mark.timeout(60)
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
-def test_a_fork_of_a_loaded_one_raises_at_its_first_use(folder, llm):
+def test_a_fork_of_a_loaded_model_raises(folder, llm):
     calls = [lambda: answer(llm, "question"), lambda: next(llm.stream(ask("question"))), lambda: llm.engine]
     for call in calls:
         said = in_fork(call)
@@ -357,7 +357,7 @@ def test_a_fork_of_a_loaded_one_raises_at_its_first_use(folder, llm):
 
 
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
-def test_an_async_one_raises_in_forks_and_other_loops(folder):
+def test_async_models_raise_in_other_loops(folder):
     async def use(llm: AsyncLLM) -> str:
         return (await llm.chat(ask("question"), GREEDY))[0].text
 

@@ -25,7 +25,7 @@ def objects_of(program: str) -> list[dict[str, object]]:
     return [json.loads(line) for line in lines_of(program)]
 
 
-def test_a_line_is_an_object_with_when_how_bad_who_and_what():
+def test_a_log_line_is_a_json_object():
     [line] = objects_of("logging.getLogger('vlmserve.eyes').warning('%d images', 3)")
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", str(line.pop("time")))
     assert line == {"level": "warning", "logger": "vlmserve.eyes", "process": "engine", "message": "3 images"}
@@ -61,7 +61,7 @@ def test_a_traceback_stays_within_its_line():
         ),
     ],
 )
-def test_what_would_be_written_beside_the_log_is_an_object_as_well(program, said):
+def test_warnings_are_json_objects_too(program, said):
     [line] = lines_of(program)
     assert said in json.dumps(json.loads(line))
 
@@ -90,12 +90,12 @@ def test_the_lowest_level_is_settable():
     assert re.fullmatch(r"\S+ this\n", done.stderr)
 
 
-def test_what_cannot_be_written_as_json_is_written_as_text():
+def test_unserializable_values_are_logged_as_text():
     record = logging.LogRecord("a", logging.INFO, "", 0, "broken \udc80", (), None)
     record.fields = {"path": "\udc80", "value": object()}
     line = json.loads(JsonFormatter("server").format(record))
     assert line["value"].startswith("<object")
 
 
-def test_a_process_that_has_set_up_nothing_logs_text():
+def test_an_unconfigured_process_logs_text():
     assert log_format_in_use() == "text"

@@ -32,7 +32,7 @@ def test_machine_without_containers_has_all_its_memory(tmp_path: Path) -> None:
     assert (free_memory(groups), total_memory(groups)) == (60 * GIB, 64 * GIB)
 
 
-def test_limit_of_version_2_leaves_out_the_page_cache(tmp_path: Path) -> None:
+def test_cgroup_2_usage_leaves_out_page_cache(tmp_path: Path) -> None:
     stat = f"anon {GIB}\ninactive_file {2 * GIB}\nactive_file {GIB // 2}\n"
     files = {"memory.max": f"{8 * GIB}\n", "memory.current": f"{4 * GIB}\n", "memory.stat": stat}
     groups = container(tmp_path, "0::/pod/x\n", "pod/x", **files)

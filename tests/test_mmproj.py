@@ -173,7 +173,7 @@ def test_videos_are_those_of_the_checkpoint(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("types", ["F16", "Q8_0"])
-def test_what_a_file_has_rounded_is_what_is_computed_with(tmp_path: Path, types: str) -> None:
+def test_rounded_file_values_are_computed_with(tmp_path: Path, types: str) -> None:
     folder = make_qwen_vl(tmp_path / "folder", "qwen2_vl")
     metadata = {f"clip.vision.{name}": value for name, value in UNSAID["qwen2_vl"].items()}
     files = write_pair(folder, tmp_path / "pair", "qwen2_vl", types=types, metadata=metadata)
@@ -195,7 +195,7 @@ def test_weights_of_four_bits_stay_packed(tmp_path: Path) -> None:
     assert loaded.vision.blocks[0].attn.qkv.bits == 4
 
 
-def test_llavas_first_files_have_neither_a_template_nor_a_token_for_images(tmp_path: Path) -> None:
+def test_first_llava_files_lack_template_and_token(tmp_path: Path) -> None:
     folder = make_llava(tmp_path / "folder")
     (folder / "tokenizer.json").write_text((folder / "tokenizer.json").read_text().replace("<image>", "<other>"))
     files = write_pair(folder, tmp_path / "pair", "llava", text_metadata={"tokenizer.chat_template": None})

@@ -118,7 +118,7 @@ def test_editors_know_vllms_options(mock_folder):
 @pytest.mark.parametrize(
     "messages", ["Hello", ["Hello", "Hi"], b"Hello", 5, None, {"role": "user", "content": "Hello"}], ids=str
 )
-def test_what_is_no_conversation_is_refused_with_an_example(mock_llm, messages):
+def test_wrong_conversations_are_rejected_with_an_example(mock_llm, messages):
     with pytest.raises(InvalidRequestError, match=r'messages must be a list of messages, like \[\{"role": "user"'):
         mock_llm.chat(messages, use_tqdm=False)
 

@@ -40,13 +40,13 @@ def test_it_is_that_of_transformers(tmp_path: Path, length: int, window: int) ->
     assert done[-1] == (sum(map(len, windows)), length)
 
 
-def test_a_text_without_a_second_token_is_an_error(tmp_path: Path) -> None:
+def test_a_one_token_text_is_an_error(tmp_path: Path) -> None:
     model = load_model(make_llama(tmp_path), device=CPU, dtype=torch.float32)
     with pytest.raises(InvalidRequestError, match="two tokens"):
         perplexity(model, [1])
 
 
-def test_every_python_brings_a_text_that_is_long_enough() -> None:
+def test_every_python_brings_a_long_text() -> None:
     assert len(python_manual()) > 300_000
 
 

@@ -139,7 +139,7 @@ def test_links_to_headings_lead_somewhere(path):
     assert [(file, to) for file, to in links if to not in anchors(path.parent / file if file else path)] == []
 
 
-def test_the_newcomers_walk_checks_every_block_of_its_pages():
+def test_the_walk_checks_every_block():
     walk = runpy.run_path(str(ROOT / ".ci" / "walk.py"))
     blocks = walk["blocks"](ROOT)
     assert [block.start for block in blocks] == list(walk["CHECKS"])

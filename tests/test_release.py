@@ -42,7 +42,7 @@ def repository(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_release_has_its_version_everywhere_and_its_notes(repository: Path) -> None:
+def test_a_release_has_its_version_and_notes(repository: Path) -> None:
     done = release(repository, "0.2.0")
     assert done.returncode == 0, done.stderr
     assert git(repository, "status", "--porcelain") == ""

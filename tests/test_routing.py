@@ -51,7 +51,7 @@ def test_scalings_of_all_tokens_are_those_of_peft(checkpoint):
     assert [part.kind for part in routing.parts()] == list(dict.fromkeys(routing.kinds))
 
 
-def test_the_plot_has_a_cell_for_each_adapter_and_token():
+def test_the_plot_has_all_adapters_and_tokens():
     routing = Routing(["a<b", "c"], ["x", "i", "i", "&"], ["prompt", "image", "image", "answer"],
                       [[0.2, 0.8], [0.5, 0.5], [0.7, 0.3], [-0.1, 1.1]], "&")  # fmt: skip
     root = ElementTree.fromstring(routing.to_svg())

@@ -36,7 +36,7 @@ from vlmserve.types import MAX_BIASES, Grammar, SamplingParams
         {"logit_bias": dict.fromkeys(range(MAX_BIASES + 1), 1.0)},
     ],
 )
-def test_a_value_out_of_range_is_refused_by_name(params):
+def test_an_out_of_range_value_is_named(params):
     [name] = params
     with pytest.raises(InvalidRequestError, match=f"^{name} must ") as caught:
         SamplingParams(**params)
@@ -91,7 +91,7 @@ def test_lists_none_and_numbers_of_numpy_are_taken():
         {"n": 3, "best_of": 2},
     ],
 )
-def test_a_value_of_another_type_is_refused_by_name(params):
+def test_a_wrong_type_is_rejected_by_name(params):
     name = list(params)[-1]
     with pytest.raises(InvalidRequestError, match=f"^{name} must ") as caught:
         SamplingParams(**params)

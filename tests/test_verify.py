@@ -46,12 +46,12 @@ def test_another_prompt_is_named_first(prompt: list[int]) -> None:
     assert comparison.prompt_place == (2 if len(prompt) == 3 else 1)
 
 
-def test_logits_too_far_apart_are_found_though_the_tokens_are_the_same() -> None:
+def test_far_logits_are_found_behind_equal_tokens() -> None:
     assert compare(answer([1], [3, 4], 3.2), answer([1], [3, 4]), 1e-3).verdict == "other logits"
     assert compare(answer([1], [3, 4], float("nan")), answer([1], [3, 4]), 1e-3).verdict == "other logits"
 
 
-def test_two_tokens_that_are_nearly_as_likely_may_be_taken_for_each_other() -> None:
+def test_nearly_as_likely_tokens_may_swap() -> None:
     ours, theirs = answer([1], [3, 4, 5]), answer([1], [3, 6, 7])
     theirs.logits[1] = ours.logits[1]
     theirs.logits[1, 6] = ours.logits[1, 4] + 1e-4
@@ -62,7 +62,7 @@ def test_two_tokens_that_are_nearly_as_likely_may_be_taken_for_each_other() -> N
     assert (comparison.verdict, comparison.place) == ("near tie", 1)
 
 
-def test_a_token_that_is_not_the_likeliest_is_no_near_tie() -> None:
+def test_an_unlikely_token_is_no_near_tie() -> None:
     theirs = answer([1], [3, 4])
     ours = msgspec.structs.replace(theirs, token_ids=[3, 6])
     assert compare(ours, theirs, 1e-3).verdict == "other tokens"

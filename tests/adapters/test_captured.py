@@ -91,7 +91,7 @@ def test_rows_of_captured_steps_have_their_adapters(
     assert captured(static_devices) == before, "the same graphs, whoever has which row"
 
 
-def test_what_is_loaded_later_is_found_by_graphs_from_before(
+def test_old_graphs_find_new_adapters(
     served: tuple[Path, dict[str, Oracle]],
     static_devices: list[StaticDevice],  # noqa: F811
     tmp_path: Path,
@@ -109,7 +109,7 @@ def test_what_is_loaded_later_is_found_by_graphs_from_before(
     assert graphs[1:] == graphs[1:2] * 3, "their ranks are the same"
 
 
-def test_steps_that_mix_adapters_are_captured_and_so_is_what_finds_their_scalings(
+def test_mixed_adapter_steps_are_captured(
     served: tuple[Path, dict[str, Oracle]],
     static_devices: list[StaticDevice],  # noqa: F811
 ) -> None:
@@ -120,7 +120,7 @@ def test_steps_that_mix_adapters_are_captured_and_so_is_what_finds_their_scaling
     check(engine, served[1], ["plain", "X-LoRA", ""])
 
 
-def test_of_long_prompts_the_last_layer_computes_the_rows_that_are_sampled_from(
+def test_the_last_layer_computes_sampled_rows(
     served: tuple[Path, dict[str, Oracle]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of those that are not captured."""

@@ -36,7 +36,7 @@ def test_each_conversation_is_answered_by_its_adapter(llm):
     assert "".join(model.stream(CONVERSATION, GREEDY, lora_request=requests[0])) == alone[1].text
 
 
-def test_another_path_under_the_same_name_is_another_adapter(llm):
+def test_another_path_is_another_adapter(llm):
     model, (first, second) = llm
     expected = model.chat([CONVERSATION], GREEDY, False, lora_request=second)[0].text
     moved = LoRARequest(first.lora_name, 1, second.lora_path)

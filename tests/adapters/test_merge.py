@@ -23,7 +23,7 @@ def bases(tmp_path_factory) -> tuple[Oracle, Oracle]:
 
 
 @pytest.mark.parametrize("case", [case for case in LLAVA_CASES if case != "bias of the second factor"])
-def test_a_merged_vision_language_model_gives_the_logits_of_peft(bases, tmp_path, case):
+def test_a_merged_vlm_gives_the_logits_of_peft(bases, tmp_path, case):
     oracle = bases[0]
     adapted = make_adapter(oracle.model, tmp_path / "adapter", **LLAVA_CASES[case])
     assert merge_adapter(oracle.folder, tmp_path / "adapter", tmp_path / "merged") > 0

@@ -96,18 +96,18 @@ def compare(engine: Engine, oracle: Oracle, adapter: str, prompt: Prompt, *, ato
 
 
 @pytest.mark.parametrize("case", LLAVA_CASES)
-def test_an_adapter_of_a_vision_language_model_gives_the_logits_of_peft(llava, case):
+def test_a_vlm_adapter_gives_pefts_logits(llava, case):
     oracle, _, engine, oracles = llava
     compare(engine, oracles[case], case, oracle.prompt(3, *PARTS[0]))
 
 
 @pytest.mark.parametrize("case", LLAMA_CASES)
-def test_an_adapter_of_tied_embeddings_gives_the_logits_of_peft(llama, case):
+def test_tied_embedding_adapters_give_pefts_logits(llama, case):
     oracle, _, engine, oracles = llama
     compare(engine, oracles[case], case, oracle.prompt(3, 40))
 
 
-def test_rows_of_a_prompt_that_are_not_sampled_from_end_at_the_last_attention(llama):
+def test_unsampled_rows_end_at_the_last_attention(llama):
     oracle, _, engine, oracles = llama
     rows: list[int] = []
     answers(engine, [("head", oracle.prompt(4, 40))])  # the first forward pass may record a program without rows
@@ -215,7 +215,7 @@ def test_names_of_all_releases_of_transformers_are_read(llava, tmp_path, prefix)
 
 
 @pytest.mark.parametrize("kind", ["int8", "int4", "gguf", "interleaved"])
-def test_adapters_of_other_bases_give_the_logits_of_peft_over_what_these_stand_for(tmp_path, kind):
+def test_adapters_of_other_bases_give_pefts_logits(tmp_path, kind):
     """An adapter by DoRA, whose factors depend on the weights of the base: of few bits, in a GGUF file, and with rows
     of queries and keys in another order."""
     settings = {"quantize": kind} if kind.startswith("int") and kind[-1].isdigit() else {}

@@ -74,7 +74,7 @@ def small(base):
 
 @given(st.lists(OPERATIONS, max_size=25))
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_requests_are_answered_by_what_their_name_stood_for_when_they_came(base, small, operations):
+def test_requests_keep_the_adapter_they_named(base, small, operations):
     _, folder, prompt, known = base
     engine, served, expected, found = small, {}, {}, {}
 
@@ -121,7 +121,7 @@ def test_requests_are_answered_by_what_their_name_stood_for_when_they_came(base,
     assert engine.stats().adapters_loaded == 0, "nobody has what is served no more"
 
 
-def test_many_adapters_with_few_in_memory_are_all_answered(base, tmp_path):
+def test_more_adapters_than_slots_are_answered(base, tmp_path):
     oracle, _, prompt, _ = base
     count = 200
     engine = engine_for(oracle, enable_lora=True, max_loras=4, max_cpu_loras=8)
@@ -137,7 +137,7 @@ def test_many_adapters_with_few_in_memory_are_all_answered(base, tmp_path):
         assert answers(alone, [("alone", prompt)], max_tokens=3) == [found[number]]
 
 
-def test_a_request_does_not_wait_for_an_adapter_that_another_one_needs(base, tmp_path):
+def test_requests_wait_for_no_other_requests_adapter(base, tmp_path):
     """A request for an adapter without a slot waits for one that runs; those behind it do not."""
     oracle, folder, prompt, _ = base
     engine = engine_for(oracle, enable_lora=True, max_loras=1)
@@ -152,7 +152,7 @@ def test_a_request_does_not_wait_for_an_adapter_that_another_one_needs(base, tmp
     assert order == ["runs", "overtakes", "waits"]
 
 
-def test_replaced_content_under_the_same_name_meets_no_old_blocks(base, tmp_path):
+def test_replaced_adapters_meet_no_old_blocks(base, tmp_path):
     oracle, folder, prompt, known = base
     engine = engine_for(oracle, enable_lora=True, block_size=4)
     for content in ("0", "1", "0"):
@@ -163,7 +163,7 @@ def test_replaced_content_under_the_same_name_meets_no_old_blocks(base, tmp_path
     assert engine.stats().prefix_cached_tokens > before, "the first content again is what was cached"
 
 
-def test_files_that_changed_behind_the_engine_fail_only_their_requests(base, tmp_path):
+def test_changed_files_fail_only_their_requests(base, tmp_path):
     oracle, folder, prompt, known = base
     engine = engine_for(oracle, enable_lora=True, max_loras=1, max_cpu_loras=1)
     shutil.copytree(folder / "adapter-0", tmp_path / "changed")
@@ -185,7 +185,7 @@ def test_files_that_changed_behind_the_engine_fail_only_their_requests(base, tmp
     assert engine.stats().kv_blocks_used == 0
 
 
-def test_settings_that_do_not_fit_are_refused_at_start(base):
+def test_settings_that_do_not_fit_are_rejected(base):
     oracle, folder, _, _ = base
     path = folder / "adapter-0"
     for options, message in [

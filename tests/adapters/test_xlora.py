@@ -98,7 +98,7 @@ def alone(llava):
     ],
     ids=["together", "in chunks", "with few slots", "by torch"],
 )
-def test_requests_are_answered_in_batches_as_they_are_alone(llava, alone, settings):
+def test_batched_answers_equal_those_alone(llava, alone, settings):
     oracle, folder, _, oracles = llava
     requests, expected = alone
     engine = engine_for(oracle, **{**SETTINGS, **settings})
@@ -111,7 +111,7 @@ def test_requests_are_answered_in_batches_as_they_are_alone(llava, alone, settin
     assert engine.stats().prefix_cached_tokens > before
 
 
-def test_a_request_that_is_preempted_is_answered_as_before(llava, alone):
+def test_a_preempted_request_is_answered_as_before(llava, alone):
     oracle, folder, _, oracles = llava
     requests, expected = alone
     probe = engine_for(oracle, block_size=4)
@@ -146,7 +146,7 @@ def test_beams_and_logprobs_of_prompts_follow_the_scalings(llava):
     assert engine.stats().kv_blocks_used == 0
 
 
-def test_blocks_of_a_scaling_pass_without_adapters_are_those_of_the_model(llava):
+def test_scaling_passes_share_the_models_blocks(llava):
     oracle, folder, _, _ = llava
     engine = engine_for(oracle, **SETTINGS, block_size=4)
     for name in ("softmax", "layerwise", "another scaling pass"):
@@ -183,7 +183,7 @@ def test_snapshots_have_the_shares_of_adapters(llava):
     assert shares == {"": [], "layerwise": pytest.approx(expected, abs=1e-5)}
 
 
-def test_a_prompt_that_fits_only_once_is_refused_with_xlora(llava):
+def test_xlora_needs_a_prompt_to_fit_twice(llava):
     oracle, folder, engine, _ = llava
     block_bytes = engine.info.kv_cache_bytes // engine.stats().kv_blocks_total
     engine = engine_for(oracle, **SETTINGS, kv_cache_memory=4 * block_bytes)
@@ -196,7 +196,7 @@ def test_a_prompt_that_fits_only_once_is_refused_with_xlora(llava):
 
 
 @pytest.mark.parametrize("kind", ["int8", "embeddings", "another order of layers"])
-def test_other_bases_give_the_logits_of_peft_over_what_these_stand_for(tmp_path, kind):
+def test_other_bases_give_pefts_logits(tmp_path, kind):
     """On weights of 8 bits, with adapters of embeddings, and where layers come in another order than Llama's."""
     if kind == "another order of layers":
         config = {"pad_token_id": 0}

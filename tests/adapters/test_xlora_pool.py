@@ -54,7 +54,7 @@ def change(engine, name, folder, pool) -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_what_is_left_is_computed_as_if_there_was_nothing_else(base, engine, case):
+def test_leftover_requests_are_computed_as_if_alone(base, engine, case):
     oracle, folder, made = base
     prompt = oracle.prompt(3, 30)
     change(engine, case, folder, None)
@@ -80,7 +80,7 @@ def test_another_adapter_takes_the_place_of_one(base, engine):
     compare(engine, replace(oracle, model=expected), case, prompt)
 
 
-def test_layers_keep_their_scalings_when_the_only_adapter_of_some_leaves(base, engine):
+def test_layers_keep_scalings_when_adapters_leave(base, engine):
     """PEFT would count other layers then, so its classifier says nothing for the one that is left out instead."""
     oracle, folder, _ = base
     adapters = [{"target_modules": ["v_proj", "up_proj"]}, {"target_modules": ["q_proj", "down_proj"]}]
@@ -105,7 +105,7 @@ def test_layers_keep_their_scalings_when_the_only_adapter_of_some_leaves(base, e
         ("other", {"0": ""}, "is no X-LoRA checkpoint"),
     ],
 )
-def test_what_the_classifier_does_not_allow_is_refused_and_changes_nothing(base, engine, case, pool, message):
+def test_impossible_classifier_changes_are_rejected(base, engine, case, pool, message):
     _, folder, _ = base
     change(engine, case, folder, None)
     before = engine.adapter_store[case]
@@ -115,7 +115,7 @@ def test_what_the_classifier_does_not_allow_is_refused_and_changes_nothing(base,
 
 
 @pytest.mark.parametrize("case", ["softmax", "another scaling pass"])
-def test_requests_keep_what_was_mixed_when_they_came_and_blocks_are_of_one_pool(base, case):
+def test_requests_keep_their_first_mix(base, case):
     oracle, folder, _ = base
     engine = engine_for(oracle, enable_lora=True, max_loras=3, block_size=4)
     prompt = oracle.prompt(7, 20)
@@ -150,7 +150,7 @@ def test_requests_keep_what_was_mixed_when_they_came_and_blocks_are_of_one_pool(
     assert engine.stats().adapters_loaded == 1, "of pools that nobody has nothing is kept"
 
 
-def test_a_pool_that_left_memory_is_read_again_as_it_was(base):
+def test_an_evicted_pool_is_read_again(base):
     oracle, folder, _ = base
     engine = engine_for(oracle, enable_lora=True, max_loras=1, max_cpu_loras=1)
     prompt = oracle.prompt(8, 20)

@@ -6,7 +6,7 @@ from vlmserve.cache.blocks import BlockPool
 from vlmserve.types import BlockMap
 
 
-def test_a_block_is_free_only_when_all_have_released_it():
+def test_a_block_is_free_after_all_released_it():
     pool = BlockPool(2)
     (block,) = pool.allocate(1)
     pool.share([block])
@@ -23,7 +23,7 @@ def test_taking_too_many_blocks_takes_none():
     assert pool.num_free == 3
 
 
-def test_a_map_shows_which_blocks_are_held_by_how_many_and_which_are_cached():
+def test_a_block_map_shows_holders_and_cached():
     pool = BlockPool(5)
     held, kept, let_go = pool.allocate(3)
     for block in (held, kept):
@@ -34,7 +34,7 @@ def test_a_map_shows_which_blocks_are_held_by_how_many_and_which_are_cached():
 
 
 @given(st.integers(1, 300), st.integers(1, 20), st.integers(0, 300))
-def test_a_map_of_many_blocks_has_few_cells_and_leaves_none_out(num_blocks, max_cells, num_held):
+def test_a_block_map_has_few_cells(num_blocks, max_cells, num_held):
     pool = BlockPool(num_blocks)
     pool.allocate(min(num_held, num_blocks))
     shown = pool.draw_map(max_cells)
@@ -44,7 +44,7 @@ def test_a_map_of_many_blocks_has_few_cells_and_leaves_none_out(num_blocks, max_
     assert max(shown.held) <= shown.blocks_per_cell
 
 
-def test_a_free_block_can_be_neither_released_nor_shared():
+def test_free_blocks_cannot_be_released_or_shared():
     pool = BlockPool(1)
     with pytest.raises(ValueError, match="free already"):
         pool.release([0])
@@ -53,7 +53,7 @@ def test_a_free_block_can_be_neither_released_nor_shared():
 
 
 @given(st.integers(1, 20), st.lists(st.tuples(st.integers(0, 2), st.integers(0, 10)), max_size=100))
-def test_the_pool_agrees_with_a_plain_count_of_holders(num_blocks, operations):
+def test_the_pool_agrees_with_plain_counts(num_blocks, operations):
     pool = BlockPool(num_blocks)
     held: list[int] = []
     for operation, number in operations:
@@ -76,7 +76,7 @@ def key(number: int) -> bytes:
     return bytes([number]) * 32
 
 
-def test_a_released_block_is_found_until_it_is_taken():
+def test_a_released_block_is_found_until_taken():
     pool = BlockPool(2)
     (block,) = pool.allocate(1)
     pool.register(block, key(1))
@@ -99,7 +99,7 @@ def test_the_block_released_longest_ago_is_evicted_first():
     assert pool.allocate(3) == [blocks[0], blocks[2], blocks[1]]
 
 
-def test_of_two_blocks_with_the_same_content_the_first_is_found():
+def test_the_first_of_equal_blocks_is_found():
     pool = BlockPool(2)
     first, second = pool.allocate(2)
     pool.register(first, key(1))
@@ -107,7 +107,7 @@ def test_of_two_blocks_with_the_same_content_the_first_is_found():
     assert pool.get(key(1)) == first
 
 
-def test_a_block_may_be_found_by_its_beginning_and_by_all_of_it():
+def test_a_block_may_have_two_keys():
     pool = BlockPool(1)
     (block,) = pool.allocate(1)
     pool.register(block, key(1))
@@ -124,7 +124,7 @@ def test_a_free_block_cannot_be_registered():
         BlockPool(1).register(0, key(3))
 
 
-def test_who_asked_for_it_hears_of_evictions_before_the_keys_are_gone():
+def test_evictions_are_told_before_keys_go():
     heard = []
     pool = BlockPool(1, on_evict=lambda block, keys: heard.append((block, list(keys), key(1) in pool)))
     pool.register(*pool.allocate(1), key(1))

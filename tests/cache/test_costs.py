@@ -15,7 +15,7 @@ def expensive() -> CostModel:
     return costs
 
 
-def test_blocks_are_worth_saving_if_two_copies_are_faster_than_computing():
+def test_saving_pays_if_two_copies_are_faster():
     costs = CostModel(block_size=16)
     assert costs.worth_saving(), "while nothing is known"
     costs.computed(1000, 1.0)
@@ -26,13 +26,13 @@ def test_blocks_are_worth_saving_if_two_copies_are_faster_than_computing():
     assert not costs.worth_saving()
 
 
-def test_a_step_with_few_prompt_tokens_says_nothing_about_the_price_of_one():
+def test_small_steps_say_nothing_about_prices():
     costs = CostModel(block_size=16)
     costs.computed(3, 1.0)
     assert costs.seconds_per_token is None
 
 
-def test_copies_within_the_device_say_nothing_about_the_price_of_one_to_the_host():
+def test_device_copies_say_nothing_about_host_prices():
     costs = CostModel(block_size=16)
     costs.copied([], 1.0)
     costs.copied([COPY], 1.0)
@@ -42,14 +42,14 @@ def test_copies_within_the_device_say_nothing_about_the_price_of_one_to_the_host
     assert costs.seconds_per_copy == 0.1
 
 
-def test_a_few_blocks_are_saved_though_it_does_not_pay_so_that_the_price_stays_known():
+def test_trial_saves_keep_the_price_known():
     costs = expensive()
     answers = [costs.worth_saving() for _ in range(3 * TRIAL_INTERVAL)]
     assert answers.count(True) == 3
     assert not any(answers[: TRIAL_INTERVAL - 1])
 
 
-def test_blocks_are_saved_again_once_copying_has_become_cheap():
+def test_blocks_are_saved_once_copies_are_cheap():
     costs = expensive()
     for _ in range(100 * TRIAL_INTERVAL):
         if costs.worth_saving():

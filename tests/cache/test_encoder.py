@@ -20,7 +20,7 @@ def test_the_least_recently_used_idle_image_goes_first():
     assert key(1) not in cache
 
 
-def test_a_pinned_image_stays_until_every_request_has_unpinned_it():
+def test_a_pinned_image_stays_until_all_unpinned():
     cache = EncoderCache(10)
     cache.add(key(0), 10)
     cache.pin(key(0), "a")
@@ -42,7 +42,7 @@ def test_an_image_without_room_is_refused():
     st.integers(5, 40),
     st.lists(st.tuples(st.sampled_from(["need", "pin", "unpin"]), st.integers(0, 7), st.integers(0, 2)), max_size=80),
 )
-def test_bytes_stay_within_the_bound_and_pinned_images_stay(capacity, operations):
+def test_encoder_cache_stays_within_its_bytes(capacity, operations):
     cache = EncoderCache(capacity)
     pins: dict[bytes, set[str]] = {}
     for operation, number, holder in operations:

@@ -21,26 +21,26 @@ def filled(num_blocks: int, num_host: int = 0, count: int = 3, **options) -> Pre
     return cache
 
 
-def test_a_run_of_keys_ends_at_the_first_unknown_one():
+def test_a_run_ends_at_an_unknown_key():
     cache = filled(4)
     keys = [KEYS[0], KEYS[1], KEYS[9], KEYS[2]]
     assert cache.find(keys, None, whole) == Hit(0, (Place(0, False), Place(1, False)))
 
 
-def test_with_a_window_only_the_blocks_in_sight_must_be_known():
+def test_windows_need_visible_blocks_only():
     cache = filled(4)
     keys = [KEYS[8], KEYS[9], KEYS[1], KEYS[2], KEYS[7]]
     assert cache.find(keys, None, lambda end: max(0, end - 2)) == Hit(2, (Place(1, False), Place(2, False)))
     assert cache.find(keys, None, lambda end: max(0, end - 3)) == Hit()
 
 
-def test_a_tail_is_found_only_behind_all_full_blocks():
+def test_a_tail_is_found_after_full_blocks():
     cache = filled(4)
     assert cache.find(KEYS[:2], KEYS[2], whole).tail == Place(2, False)
     assert cache.find([KEYS[0], KEYS[9]], KEYS[2], whole).tail is None
 
 
-def test_a_tail_is_copied_into_the_first_new_block_and_let_go():
+def test_a_tail_is_copied_into_a_new_block():
     cache = filled(5)
     hit = cache.find(KEYS[:2], KEYS[2], whole)
     blocks = cache.take(hit, KEYS[:2], 2)
@@ -49,7 +49,7 @@ def test_a_tail_is_copied_into_the_first_new_block_and_let_go():
     assert [cache.pool.ref_count(block) for block in (*blocks, 2)] == [1, 1, 1, 1, 0]
 
 
-def test_an_evicted_block_is_saved_once_and_loaded_on_a_hit():
+def test_an_evicted_block_is_saved_once():
     cache = filled(3, 3)
     blocks = cache.pool.allocate(3)
     assert [copy.kind for copy in cache.block_copies] == ["save"] * 3
@@ -73,7 +73,7 @@ def test_the_host_keeps_what_was_used_last():
     assert [key in cache.host for key in KEYS[:3]] == [True, True, False], "the deepest block was evicted first"
 
 
-def test_what_is_about_to_be_loaded_is_not_evicted_to_make_room():
+def test_blocks_to_load_are_not_evicted():
     cache = filled(2, 1, count=1)
     first = cache.pool.allocate(2)
     cache.pool.register(first[0], KEYS[5])
@@ -91,7 +91,7 @@ def test_nothing_is_saved_that_is_cheaper_to_compute():
     assert cache.block_copies == []
 
 
-def test_of_several_chains_only_what_all_have_is_found_and_none_is_evicted_for_another():
+def test_chains_find_what_all_have():
     """The second chain lacks its third block. Two blocks are free beside those that are found."""
     cache = PrefixCache(BlockPool(7))
     for key, block in zip((*KEYS[:3], *KEYS[5:7]), cache.pool.allocate(5), strict=True):
@@ -107,7 +107,7 @@ def test_of_several_chains_only_what_all_have_is_found_and_none_is_evicted_for_a
     assert cache.pool.num_free == 1
 
 
-def test_tails_are_found_in_all_chains_or_in_none():
+def test_tails_are_found_in_all_chains():
     cache = filled(6)
     assert [hit.tail for hit in cache.find_all([[], []], [KEYS[0], KEYS[1]], whole)] == [
         Place(0, False), Place(1, False),

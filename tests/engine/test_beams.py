@@ -123,7 +123,7 @@ def test_images_are_searched_about(llava: Oracle) -> None:
     assert engine.stats().images_encoded == 3
 
 
-def test_a_search_takes_a_step_for_each_token_and_computes_the_prompt_once(llama: Oracle) -> None:
+def test_a_beam_search_computes_the_prompt_once(llama: Oracle) -> None:
     engine = engine_for(llama, enable_prefix_caching=False)
     prompt = llama.prompt(0, 60)
     engine.add(request("a", prompt, 4))
@@ -169,7 +169,7 @@ def test_aborting_a_search_frees_all_of_it(llama: Oracle, steps: int) -> None:
     assert "a" not in engine._scheduler
 
 
-def test_a_search_whose_logits_are_nan_ends_with_an_error(llama: Oracle, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nan_logits_end_a_beam_search(llama: Oracle, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = engine_for(llama)
     engine.add(request("a", llama.prompt(0, 30), 3))
     engine.step()

@@ -63,7 +63,7 @@ def test_cross_states_may_come_and_go(oracle: BlipOracle, prompts: list[Prompt],
         generate(engine_for(oracle, encoder_cache_memory=largest - 1), prompts)
 
 
-def test_an_image_is_encoded_once_whatever_is_asked_about_it(oracle: BlipOracle) -> None:
+def test_an_image_is_encoded_once(oracle: BlipOracle) -> None:
     engine = engine_for(oracle)
     asked = [oracle.prompt(0, length, length) for length in (1, 4, 9)]
     assert generate(engine, asked) == [oracle.greedy(prompt) for prompt in asked]

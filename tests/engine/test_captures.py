@@ -22,7 +22,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Oracle:
     return text_oracle(make_llama(tmp_path_factory.mktemp("llama")))
 
 
-def test_short_prompts_and_ends_of_cached_ones_are_captured(
+def test_short_prompts_are_captured(
     llama: Oracle,
     static_devices: list[StaticDevice],  # noqa: F811
 ) -> None:
@@ -36,7 +36,7 @@ def test_short_prompts_and_ends_of_cached_ones_are_captured(
     assert static_devices[-1].executors[0].num_captured == 2
 
 
-def test_nothing_is_captured_where_it_is_not_to_be(
+def test_enforce_eager_captures_nothing(
     llama: Oracle,
     static_devices: list[StaticDevice],  # noqa: F811
 ) -> None:
@@ -91,7 +91,7 @@ def test_decodes_beside_prompts_are_captured(
 
 
 @pytest.mark.parametrize("kind", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
-def test_towers_are_captured_over_images_of_the_same_sizes(
+def test_towers_are_captured_for_equal_sizes(
     kind: str,
     static_devices: list[StaticDevice],  # noqa: F811
     tmp_path_factory: pytest.TempPathFactory,

@@ -105,7 +105,7 @@ def test_a_new_engine_has_nothing_to_do(engine):
     assert (stats.num_running, stats.num_waiting, stats.generation_tokens) == (0, 0, 0)
 
 
-def test_timings_come_with_the_first_token_and_with_the_end(engine):
+def test_timings_come_first_and_last(engine):
     outputs = run(engine, request_of(max_tokens=4, ignore_eos=True), request_of("b", max_tokens=1))
     first, *between, last = [output.timings for output in outputs["a"]]
     assert first.decode is None
@@ -116,7 +116,7 @@ def test_timings_come_with_the_first_token_and_with_the_end(engine):
     assert only.timings.decode == 0
 
 
-def test_timings_say_when_a_request_came_and_that_its_images_were_encoded_within_its_prefill(engine):
+def test_timings_cover_arrival_and_image_encoding(engine):
     before = time.time()
     [first, *_] = run(engine, image_request(0.7))["a"]
     timings = first.timings
@@ -134,13 +134,13 @@ def test_its_info_is_consistent(engine):
     assert info.supports_images
 
 
-def test_every_request_ends_with_exactly_one_finish_reason_and_nothing_after_it(engine):
+def test_every_request_has_one_finish_reason(engine):
     requests = [request_of(str(number), [5] * (number + 1), max_tokens=number + 1) for number in range(20)]
     for outputs in run(engine, *requests).values():
         assert [output.finish_reason is not None for output in outputs] == [False] * (len(outputs) - 1) + [True]
 
 
-def test_max_tokens_bounds_the_answer_which_ends_with_length(engine):
+def test_max_tokens_ends_with_length(engine):
     [*_, last] = outputs = run(engine, request_of(max_tokens=5, ignore_eos=True))["a"]
     assert sum(len(output.token_ids) for output in outputs) == 5
     assert (last.finish_reason, last.stop_token_id) == ("length", None)
@@ -156,7 +156,7 @@ def test_the_longest_prompt_gets_a_token(engine):
     assert len(tokens_of(engine, longest)) >= 1
 
 
-def test_a_stop_token_ends_the_answer_and_is_not_among_its_tokens(engine):
+def test_a_stop_token_is_not_in_the_answer(engine):
     tokens = tokens_of(engine, request_of(ignore_eos=True))
     stop = tokens[-1]
     [*_, last] = outputs = run(engine, request_of(ignore_eos=True, stop_token_ids=(stop,)))["a"]
@@ -184,7 +184,7 @@ def test_greedy_answers_depend_on_the_prompt_alone(engine):
     assert tokens_of(engine, request_of(tokens=[7, 6, 5], ignore_eos=True)) != alone
 
 
-def test_a_seed_reproduces_an_answer_and_another_changes_it(engine):
+def test_a_seed_reproduces_an_answer(engine):
     def ask(seed: int) -> list[int]:
         return tokens_of(engine, request_of(temperature=5.0, seed=seed, max_tokens=20, ignore_eos=True))
 
@@ -196,12 +196,12 @@ def test_another_image_gives_another_answer(engine):
     assert red == again != blue
 
 
-def test_images_for_a_model_that_cannot_see_are_refused(make):
+def test_text_models_reject_images(make):
     with pytest.raises(TooManyImagesError):
         make(supports_images=False).add(image_request(0.5))
 
 
-def test_refused_requests_name_the_reason_and_leave_nothing_behind(engine):
+def test_rejected_requests_leave_nothing_behind(engine):
     vocab_size, longest = engine.info.vocab_size, engine.info.max_prompt_len
     for error, bad in [
         (PromptTooLongError, request_of(tokens=[5] * (longest + 1))),
@@ -215,7 +215,7 @@ def test_refused_requests_name_the_reason_and_leave_nothing_behind(engine):
     assert run(engine, request_of())["a"]
 
 
-def test_an_id_in_use_is_refused_and_free_again_afterwards(engine):
+def test_an_id_in_use_is_rejected(engine):
     engine.add(request_of())
     with pytest.raises(InvalidRequestError):
         engine.add(request_of())
@@ -236,7 +236,7 @@ def test_a_full_queue_refuses_until_there_is_room(make):
     engine.add(request_of("c"))
 
 
-def test_a_burst_that_fits_the_batch_is_not_refused_before_the_first_step(make):
+def test_a_burst_that_fits_is_accepted(make):
     engine = make(max_num_seqs=4, max_waiting=1)
     for name in "abcde":
         engine.add(request_of(name))
@@ -244,7 +244,7 @@ def test_a_burst_that_fits_the_batch_is_not_refused_before_the_first_step(make):
         engine.add(request_of("f"))
 
 
-def test_no_more_requests_run_than_max_num_seqs_and_first_come_is_first_served(make):
+def test_max_num_seqs_bounds_running_requests(make):
     engine = make(max_num_seqs=2)
     for name in "abcd":
         engine.add(request_of(name, max_tokens=3, ignore_eos=True))
@@ -255,7 +255,7 @@ def test_no_more_requests_run_than_max_num_seqs_and_first_come_is_first_served(m
     assert finished == list("abcd")
 
 
-def test_an_aborted_request_is_gone_at_once_whether_it_ran_or_waited(make):
+def test_an_aborted_request_is_gone_at_once(make):
     engine = make(max_num_seqs=1)
     for name in "abc":
         engine.add(request_of(name, max_tokens=50, ignore_eos=True))
@@ -305,7 +305,7 @@ def test_what_joins_later_does_not_change_what_runs(engine):
     assert tokens == alone
 
 
-def test_a_look_inside_shows_every_unfinished_request_and_where_it_stands(make):
+def test_a_snapshot_shows_every_unfinished_request(make):
     engine = make(max_num_seqs=1)
     assert engine.inspect().requests == []
     engine.add(image_request(0.5, "a"))
@@ -330,7 +330,7 @@ def test_a_look_inside_shows_every_unfinished_request_and_where_it_stands(make):
     assert engine.inspect().requests == []
 
 
-def test_a_map_of_the_blocks_agrees_with_the_stats(make):
+def test_a_block_map_agrees_with_the_stats(make):
     engine = make()
     engine.add(request_of("a", range(5, 25), max_tokens=20, ignore_eos=True))
     while engine.stats().generation_tokens < 3:
@@ -343,7 +343,7 @@ def test_a_map_of_the_blocks_agrees_with_the_stats(make):
     assert sum(engine.map_blocks().held) == 0
 
 
-def test_logprobs_come_one_for_each_token_the_likeliest_in_order(engine):
+def test_logprobs_are_in_order_of_likelihood(engine):
     outputs = run(engine, request_of(logprobs=3, ignore_eos=True), request_of("b", logprobs=0), request_of("c"))
     for output in outputs["a"]:
         assert [one.token_id for one in output.logprobs] == output.token_ids
@@ -358,7 +358,7 @@ def test_logprobs_come_one_for_each_token_the_likeliest_in_order(engine):
     assert all(output.logprobs is None for output in outputs["c"])
 
 
-def test_prompt_logprobs_come_once_with_the_first_output_and_leave_images_out(engine):
+def test_prompt_logprobs_come_with_the_first_output(engine):
     image = image_request(0.4)
     params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, prompt_logprobs=2)
     first, *later = run(engine, EngineRequest("a", image.prompt, params))["a"]
@@ -369,7 +369,7 @@ def test_prompt_logprobs_come_once_with_the_first_output_and_leave_images_out(en
     assert all(output.prompt_logprobs is None for output in later)
 
 
-def test_logprobs_are_the_same_each_time_and_change_no_token(engine):
+def test_logprobs_change_no_token(engine):
     plain = tokens_of(engine, request_of(ignore_eos=True))
     asked = [run(engine, request_of(logprobs=2, prompt_logprobs=1, ignore_eos=True))["a"] for _ in range(2)]
     assert [token for output in asked[0] for token in output.token_ids] == plain
@@ -403,7 +403,7 @@ def test_penalties_and_biases_are_accepted(engine):
     assert len(tokens_of(engine, request_of(**penalties, logit_bias={5: 1.5, 6: -100}, ignore_eos=True))) == 8
 
 
-def test_what_cannot_be_told_or_biased_is_refused_by_name(make):
+def test_impossible_logprobs_and_biases_are_rejected(make):
     engine = make(max_logprobs=4)
     for name, params in [
         ("logprobs", {"logprobs": 5}),

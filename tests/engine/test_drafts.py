@@ -138,7 +138,7 @@ def test_right_drafts_save_a_step_each(folder: Any) -> None:
     assert drafting.stats().generation_tokens == 31
 
 
-def test_an_answer_ends_where_it_would_though_drafts_go_on(folder: Any) -> None:
+def test_an_answer_ends_in_spite_of_drafts(folder: Any) -> None:
     engine = engine_of(folder)
     request = request_of("a", None, temperature=0.0, max_tokens=12, ignore_eos=True)
     answer = tokens(run(engine, [request])["a"])
@@ -150,7 +150,7 @@ def test_an_answer_ends_where_it_would_though_drafts_go_on(folder: Any) -> None:
     assert (last.finish_reason, last.stop_token_id) == ("stop", answer[end])
 
 
-def test_a_failure_behind_a_right_draft_ends_the_request_after_it(folder: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_after_a_right_draft_ends_requests(folder: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = engine_of(folder)
     request = EngineRequest("a", Prompt([5] * 20), SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True))
     answer = tokens(run(engine, [request])["a"])

@@ -53,7 +53,7 @@ def make_image(num_tokens=4, key=b"k" * 32) -> ImageInput:
     return ImageInput(key, np.zeros((1, 3, 28, 28), np.float32), num_tokens)
 
 
-def test_a_prompt_as_long_as_the_context_is_refused_and_one_shorter_by_a_token_runs(engine):
+def test_a_prompt_must_leave_room_for_one_token(engine):
     longest = engine.info.max_prompt_len
     with pytest.raises(PromptTooLongError, match=f"{longest + 1} tokens.*has {longest + 1} input tokens"):
         engine.add(request(tokens=[5] * (longest + 1)))
@@ -78,14 +78,14 @@ def test_an_answer_ends_where_the_context_ends(folder):
         (request(tokens=[5, 10**6]), "token id 1000000 at position 1 is not in the vocabulary"),
     ],
 )
-def test_a_bad_prompt_is_refused_and_the_next_request_runs(engine, bad, message):
+def test_a_bad_prompt_spares_the_next_request(engine, bad, message):
     with pytest.raises(InvalidRequestError, match=message):
         engine.add(bad)
     engine.add(request())
     assert finish(engine) == {"a": "length"}
 
 
-def test_images_for_a_model_that_cannot_see_are_refused(engine):
+def test_text_models_reject_images(engine):
     with pytest.raises(TooManyImagesError, match="takes no"):
         engine.add(request(tokens=[5] * 8, images=[ImageSpan(make_image(), 0)]))
 
@@ -98,16 +98,14 @@ def test_images_for_a_model_that_cannot_see_are_refused(engine):
         [ImageSpan(make_image(num_tokens=0), 0)],
     ],
 )
-def test_images_that_do_not_fit_their_prompt_are_refused(llava_folder, spans):
+def test_images_that_do_not_fit_are_rejected(llava_folder, spans):
     engine = Engine(EngineConfig(model=str(llava_folder), **SETTINGS), llava_folder)
     with pytest.raises(InvalidRequestError, match="overlap or do not fit"):
         engine.add(request(tokens=[5] * 8, images=spans))
 
 
 @pytest.mark.parametrize(("size", "num_tokens", "message"), [(28, 9, "takes images of"), (42, 4, "9 embeddings")])
-def test_an_image_that_the_tower_cannot_take_is_refused_and_the_next_request_runs(
-    llava_folder, size, num_tokens, message
-):
+def test_a_bad_image_spares_the_next_request(llava_folder, size, num_tokens, message):
     engine = Engine(EngineConfig(model=str(llava_folder), **SETTINGS), llava_folder)
     wrong = ImageInput(b"k" * 32, np.zeros((1, 3, size, size), np.float32), num_tokens)
     with pytest.raises(InvalidImageError, match=message):
@@ -117,14 +115,14 @@ def test_an_image_that_the_tower_cannot_take_is_refused_and_the_next_request_run
 
 
 @pytest.mark.parametrize("text", [((1, 6),), ((2, 5),), ((9, 5),), ((3, 5), (1, 5)), ((1, 5), (1, 5)), ((-9, 5),)])
-def test_text_inside_an_image_that_is_not_in_the_prompt_is_refused(llava_folder, text):
+def test_text_outside_the_prompt_is_rejected(llava_folder, text):
     engine = Engine(EngineConfig(model=str(llava_folder), **SETTINGS), llava_folder)
     image = ImageInput(b"k" * 32, np.zeros((1, 3, 42, 42), np.float32), 9 + len(text), text=text)
     with pytest.raises(InvalidRequestError, match="text inside an image"):
         engine.add(request(tokens=[7, 5, 7, 5, *[7] * 8], images=[ImageSpan(image, 0)]))
 
 
-def test_text_inside_an_image_is_of_the_vocabulary_and_placeholders_need_not_be(llava_folder):
+def test_text_inside_images_is_of_the_vocabulary(llava_folder):
     engine = Engine(EngineConfig(model=str(llava_folder), **SETTINGS), llava_folder)
     for token, fits in ((5, True), (10**6, False)):
         image = ImageInput(b"k" * 32, np.zeros((1, 3, 42, 42), np.float32), 10, text=((4, token),))
@@ -155,7 +153,7 @@ def test_a_full_queue_is_refused_and_drains(folder):
     engine.add(request("d"))
 
 
-def test_aborting_gives_every_block_back_at_once_and_no_output_follows(engine):
+def test_aborts_free_every_block_at_once(engine):
     for name in "abc":
         engine.add(request(name, tokens=[5] * 50, max_tokens=50))
     engine.step()
@@ -183,7 +181,7 @@ def test_min_tokens_keeps_end_tokens_away(engine):
     assert end not in tokens[:3]
 
 
-def test_logits_of_nan_end_their_request_with_an_error_and_no_other(engine, monkeypatch):
+def test_nan_logits_end_their_request_only(engine, monkeypatch):
     original = engine._runner._logits
 
     def poisoned(batch):
@@ -202,7 +200,7 @@ def test_logits_of_nan_end_their_request_with_an_error_and_no_other(engine, monk
 
 
 @pytest.mark.parametrize("idle_steps", [0, 1])
-def test_nan_in_a_failed_request_does_not_reach_the_next_owner_of_its_blocks(folder, idle_steps):
+def test_nan_does_not_reach_a_blocks_next_owner(folder, idle_steps):
     engine = Engine(EngineConfig(model=str(folder), **SETTINGS, max_num_seqs=1, max_model_len=32), folder)
     assert engine.stats().kv_blocks_total == 2, "so that the second request must get the first one's blocks"
     decoder = engine._runner.model.language_model
@@ -235,7 +233,7 @@ def test_settings_that_cannot_work_say_what_to_do(folder):
         Engine(EngineConfig(model=str(folder), **SETTINGS, max_model_len=10**9), folder)
 
 
-def test_kv_memory_is_measured_where_it_is_not_given(folder):
+def test_kv_memory_is_measured_by_default(folder):
     engine = Engine(EngineConfig(model=str(folder), device="cpu", max_num_seqs=2, max_model_len=64), folder)
     assert engine.stats().kv_blocks_total == 2 * 4, "no more blocks than the running requests can fill"
 
@@ -251,7 +249,7 @@ def test_timings_cover_the_parts_of_a_step(engine):
     assert engine.timings.overhead > 0
 
 
-def test_requests_that_end_in_one_step_each_have_their_own_timings(engine):
+def test_requests_have_their_own_timings(engine):
     engine.add(request("early", max_tokens=3))
     engine.add(request("goes on", max_tokens=9))
     engine.step(), engine.step()

@@ -110,7 +110,7 @@ def test_ids_and_pixels_are_those_of_the_processor(oracle: Oracle) -> None:
     assert raw.token_ids == oracle.processor(text="a <start_of_image> b", images=[IMAGES[0]])["input_ids"][0]
 
 
-def test_tokens_around_images_that_users_write_are_only_words(oracle: Oracle) -> None:
+def test_written_image_tokens_are_words(oracle: Oracle) -> None:
     preparer = oracle.llm(load="lazy")._preparer
     words = " ".join(GEMMA3_NAMED.values())
     prompt = preparer.chat([user(words, IMAGES[0], words)], allow_local=True)

@@ -12,7 +12,7 @@ from vlmserve.engine import heartbeat
 from vlmserve.engine.heartbeat import Beat, Heartbeat, StepClock, beat_endpoint
 
 
-def test_beats_say_how_long_a_step_takes_until_they_end(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_heartbeats_say_how_long_steps_take(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(heartbeat, "INTERVAL", 0.01)
     endpoint, clock = f"ipc://{tmp_path}/engine", StepClock()
     with zmq.Context() as context, context.socket(zmq.PULL) as socket:

@@ -49,7 +49,7 @@ def test_the_cost_follows_the_macs_of_the_tower(name: str, tmp_path: Path):
     assert (cost.per_square == 0) == (name in ("llava", "idefics3", "internvl")), "tiles cost the same each"
 
 
-def test_images_of_one_size_have_no_cost_by_area(tmp_path: Path):
+def test_one_image_size_gives_no_area_cost(tmp_path: Path):
     make_blip(tmp_path)
     assert image_cost(load(tmp_path), b"model", 1024, 1.0) is None
 
@@ -61,7 +61,7 @@ def qwen(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
     return load(folder)
 
 
-def test_every_start_of_a_model_has_the_same_cost(qwen: LoadedModel):
+def test_every_start_has_the_same_cost(qwen: LoadedModel):
     first = image_cost(qwen, b"model", 1000, 1.0)
     assert image_cost(qwen, b"model", 1000, 7.0) == first
     assert image_cost(qwen, b"other", 1000, 7.0) != first

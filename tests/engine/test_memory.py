@@ -44,7 +44,7 @@ def collect(engine: Engine, outputs: dict[str, list[EngineOutput]]) -> None:
 
 
 @with_kernels("native", "static")
-def test_a_long_prompt_fails_and_those_that_decode_go_on(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_prompt_fails_alone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     short, long = [request("a"), request("bb", 9)], request("ccc", 100)
     expected = answers(run(engine_of(folder), short))
     engine = engine_of(folder)

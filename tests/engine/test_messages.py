@@ -90,7 +90,7 @@ def test_images_cross_a_socket_unchanged_beside_the_message(sockets):
         np.testing.assert_array_equal(got.image.pixels, sent.image.pixels)
 
 
-def test_how_an_image_lies_in_its_prompt_crosses_with_it():
+def test_the_layout_of_an_image_crosses():
     text = ((0, 5), (3, 6))
     image = ImageInput(b"k" * 32, np.zeros((3, 3, 2, 2), np.float32), 9, (1, 2, 3), 0.5, Tiling(1, 2, 3, 4), text)
     received = decode_to_engine(encode(Add([EngineRequest("a", Prompt([1] * 9, (ImageSpan(image, 0),)))])))
@@ -101,7 +101,7 @@ def test_how_an_image_lies_in_its_prompt_crosses_with_it():
     assert list(got.placement.runs(0, 9)) == [(1, 3, 0), (4, 9, 2)]
 
 
-def test_large_images_are_views_of_the_frames_and_not_copies():
+def test_large_images_are_views_of_frames():
     request = request_with_pictures()
     frames = encode(Add([request]))
     sent = request.prompt.images[1].image.pixels
@@ -111,7 +111,7 @@ def test_large_images_are_views_of_the_frames_and_not_copies():
     assert np.shares_memory(received.requests[0].prompt.images[1].image.pixels, sent)
 
 
-def test_arrays_that_are_not_plain_float32_memory_are_made_so():
+def test_arrays_become_plain_float32():
     pixels = np.arange(48, dtype=np.float64).reshape(1, 4, 4, 3).transpose(0, 3, 1, 2)
     prompt = Prompt([1, 2], (ImageSpan(ImageInput(b"k" * 32, pixels, 1), 0),))
     received = decode_to_engine(encode(Add([EngineRequest("a", prompt)])))
@@ -119,7 +119,7 @@ def test_arrays_that_are_not_plain_float32_memory_are_made_so():
     np.testing.assert_array_equal(received.requests[0].prompt.images[0].image.pixels, pixels)
 
 
-def test_images_that_requests_share_cross_once_and_are_shared_again():
+def test_shared_images_cross_once():
     request = request_with_pictures()
     sisters = [EngineRequest(name, request.prompt, cache_salt="s") for name in "abcd"]
     image = request.prompt.images[1].image
@@ -205,7 +205,7 @@ def test_messages_from_the_engine(message):
         errors.EngineDeadError("dead"),
     ],
 )
-def test_errors_keep_their_class_their_message_and_the_field_that_they_name(error):
+def test_errors_keep_class_message_and_field(error):
     again = Failure.of(error).error()
     assert type(again) is type(error)
     assert str(again) == str(error)

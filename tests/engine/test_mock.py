@@ -78,7 +78,7 @@ def test_tokens_come_at_the_speed_that_was_set(folder, clock):
     assert [after - before for before, after in itertools.pairwise(times)] == pytest.approx([0.25] * 4)
 
 
-def test_a_step_takes_as_long_for_many_as_for_one(folder, clock):
+def test_mock_steps_take_equally_long(folder, clock):
     engine = MockEngine(EngineConfig(engine="mock", mock_tpot=0.1), folder)
     for number in range(50):
         add(engine, str(number))
@@ -112,7 +112,7 @@ def test_a_finished_request_says_where_its_time_went(folder, clock):
     assert timings["b"].decode == pytest.approx(4 * 0.25)
 
 
-def test_a_long_first_wait_does_not_block_a_step_so_that_others_can_join_and_leave(folder, clock):
+def test_a_long_first_wait_blocks_no_step(folder, clock):
     engine = MockEngine(EngineConfig(engine="mock", mock_ttft=60.0), folder)
     add(engine)
     start = clock.now
@@ -122,7 +122,7 @@ def test_a_long_first_wait_does_not_block_a_step_so_that_others_can_join_and_lea
     assert not engine.has_work()
 
 
-def test_decoding_goes_on_while_another_request_waits_for_its_first_token(folder, clock):
+def test_decoding_continues_while_others_wait(folder, clock):
     engine = MockEngine(EngineConfig(engine="mock", mock_ttft=1.0, mock_tpot=0.1), folder)
     add(engine, "a", max_tokens=30)
     while not engine.step():
@@ -133,12 +133,12 @@ def test_decoding_goes_on_while_another_request_waits_for_its_first_token(folder
     assert gaps == pytest.approx([0.1] * len(gaps))
 
 
-def test_a_folder_without_a_tokenizer_is_a_clear_error(tmp_path):
+def test_a_folder_without_a_tokenizer_is_an_error(tmp_path):
     with pytest.raises(CheckpointNotFoundError, match=r"tokenizer\.json"):
         MockEngine(EngineConfig(engine="mock"), tmp_path)
 
 
-def test_a_context_beyond_the_models_is_a_clear_error(folder):
+def test_a_context_beyond_the_model_is_an_error(folder):
     with pytest.raises(ConfigurationError, match="max-model-len"):
         MockEngine(EngineConfig(engine="mock", max_model_len=10**6), folder)
 

@@ -41,7 +41,7 @@ def test_tokens_are_the_oracles(
     assert engine.stats().prefix_cached_tokens > 0
 
 
-def test_a_question_about_a_known_image_computes_what_the_blocks_lack_of_it(
+def test_a_known_image_computes_the_rest_only(
     moondream: Moondream, prompts: list[Prompt], expected: list[list[int]]
 ) -> None:
     """26 tokens see each other, 24 of them are in full blocks of 4."""
@@ -69,7 +69,7 @@ def test_few_images_at_a_time_give_the_same(
     assert generate(engine, prompts) == expected
 
 
-def test_what_stands_before_an_image_is_part_of_its_prefix(moondream: Moondream) -> None:
+def test_text_before_an_image_is_its_prefix(moondream: Moondream) -> None:
     """Tokens of the first block see the image and the words before it, so the block is not that of another."""
     _, image = moondream.make_image(0)
     _, other = moondream.make_image(1)

@@ -100,7 +100,7 @@ def test_a_prefix_hit_may_end_inside_an_image(oracle: Oracle, prompts: list[Prom
     assert engine.stats().prefix_cached_tokens - before == end
 
 
-def test_a_further_turn_finds_the_images_of_the_first(oracle: Oracle) -> None:
+def test_an_extra_turn_finds_the_first_images(oracle: Oracle) -> None:
     check_a_further_turn(oracle)
 
 
@@ -109,7 +109,7 @@ def test_bfloat16_is_within_its_own_rounding(oracle: Oracle, prompts: list[Promp
     check_bfloat16(oracle, prompts)
 
 
-def test_budgets_of_requests_and_of_the_server_are_those_of_the_processor(oracle: Oracle) -> None:
+def test_budgets_are_those_of_the_processor(oracle: Oracle) -> None:
     message = user((90, 50), "What?")
     count = oracle.model.config.vision_config.to_dict().get("temporal_patch_size", 1)
 

@@ -34,7 +34,7 @@ OF_THE_DEVICE = ("/kernels/torch_", "/devices/staging.py")
         ({}, True),
     ],
 )
-def test_a_step_of_decodes_takes_one_upload_and_waits_for_nothing(
+def test_a_decode_step_takes_one_upload(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     static_devices: list[StaticDevice],  # noqa: F811

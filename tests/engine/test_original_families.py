@@ -125,7 +125,7 @@ def test_preempted_requests_give_the_same(oracle: Oracle, prompts: list[Prompt],
     assert tight.stats().preemptions > 0
 
 
-def test_a_prompt_that_turns_otherwise_shares_nothing_with_its_beginning(tmp_path: Path) -> None:
+def test_prompts_of_other_ropes_share_no_prefix(tmp_path: Path) -> None:
     """A longer base makes other keys of the same tokens."""
     folder = make_qwen(tmp_path)
     oracle = Oracle(folder, Qwen(folder))
@@ -142,7 +142,7 @@ def test_a_prompt_that_turns_otherwise_shares_nothing_with_its_beginning(tmp_pat
     assert (oracle.decoder.logits(short.token_ids, prompt_len=60) - shortest).abs().max() > 0.1
 
 
-def test_the_same_prompt_with_another_image_gives_another_answer(tmp_path: Path) -> None:
+def test_another_image_gives_another_answer(tmp_path: Path) -> None:
     folder = make_qwen_vl(tmp_path, visual=SMALL)
     decoder = Qwen(folder)
     oracle = Oracle(folder, decoder, QwenVLVision(decoder.tensors, decoder.config["visual"]))
@@ -153,7 +153,7 @@ def test_the_same_prompt_with_another_image_gives_another_answer(tmp_path: Path)
     assert first != second
 
 
-def test_a_question_about_an_image_from_its_files_to_its_answer(tmp_path: Path) -> None:
+def test_image_question_from_files_to_answer(tmp_path: Path) -> None:
     """From the checkpoint's own files: tokenizer, template, image, tower and decoder."""
     folder = make_qwen_vl(
         write_tokenizer(tmp_path, takes_images=True),

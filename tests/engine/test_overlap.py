@@ -96,7 +96,7 @@ def test_a_cache_that_is_too_small_preempts(folder: Path) -> None:
     assert engine.stats().preemptions > 0
 
 
-def test_an_id_that_is_used_again_gets_no_token_of_the_request_before(folder: Path) -> None:
+def test_a_reused_id_gets_no_old_token(folder: Path) -> None:
     second = request("a", 9, seed=77, temperature=1.0)
     expected = answers(run(waiting(engine_of(folder)), [second]))
     engine = engine_of(folder)
@@ -122,9 +122,7 @@ def answers_of(engine: Engine, one: EngineRequest) -> dict[str, tuple[Any, ...]]
     return answers({one.request_id: outputs})
 
 
-def test_a_row_that_is_no_number_fails_alone_and_its_blocks_are_zeroed(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_nan_row_fails_alone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     requests = [request("a", max_tokens=9), request("bb", max_tokens=9)]
     expected = answers(run(waiting(engine_of(folder)), requests))
     engine = engine_of(folder)

@@ -238,7 +238,7 @@ def test_a_tiny_encoder_cache_gives_the_same_tokens(llava, expected):
 
 
 @with_kernels("native", "static")
-def test_requests_that_join_and_leave_at_any_step_change_nothing(llava, expected):
+def test_requests_that_join_and_leave_change_nothing(llava, expected):
     engine = engine_for(llava, max_num_batched_tokens=40)
     prompts = mixed_prompts(llava)
     answers: dict[str, list[int]] = {str(number): [] for number in range(len(prompts))}
@@ -297,7 +297,7 @@ def test_a_text_model_gives_transformers_tokens(llama):
 
 
 @with_kernels("native", "static")
-def test_seeded_sampling_is_the_same_alone_batched_and_preempted(llava):
+def test_seeded_sampling_is_the_same_batched(llava):
     prompts = mixed_prompts(llava)
     params = {"temperature": 0.9, "top_p": 0.95, "seed": 1234}
     by_itself = engine_for(llava, enable_prefix_caching=False)
@@ -309,7 +309,7 @@ def test_seeded_sampling_is_the_same_alone_batched_and_preempted(llava):
     assert generate(engine_for(llava), prompts, **{**params, "seed": 1235}) != alone
 
 
-def test_the_same_prompt_with_another_image_gives_another_answer(llava):
+def test_another_image_gives_another_answer(llava):
     one, other = llava.prompt(1, 3, "image", 5), llava.prompt(1, 3, "image", 5)
     other = Prompt(other.token_ids, (ImageSpan(llava.make_image(77), 3),))
     first, second = generate(engine_for(llava), [one, other])
@@ -319,7 +319,7 @@ def test_the_same_prompt_with_another_image_gives_another_answer(llava):
 
 
 @by_kernels("budget, prefix_caching", native=[(7, True), (64, False), (2048, True)], static=[(64, True)])
-def test_tokens_are_the_same_cold_and_warm_with_and_without_a_prefix_cache(llava, expected, budget, prefix_caching):
+def test_tokens_are_the_same_cold_and_warm(llava, expected, budget, prefix_caching):
     engine = engine_for(
         llava,
         max_num_batched_tokens=budget,
@@ -334,7 +334,7 @@ def test_tokens_are_the_same_cold_and_warm_with_and_without_a_prefix_cache(llava
     assert (engine.stats().prefix_cached_tokens > 0) == prefix_caching
 
 
-def test_prefix_hits_under_constant_eviction_and_preemption_change_nothing(llava, expected):
+def test_prefix_hits_under_eviction_change_nothing(llava, expected):
     prompts = mixed_prompts(llava)
     engine = tight_cache(llava, prompts, max_num_batched_tokens=100)
     twice = [answer for answer in expected for _ in range(2)]
@@ -346,7 +346,7 @@ def test_prefix_hits_under_constant_eviction_and_preemption_change_nothing(llava
 
 @pytest.mark.usefixtures("saving_pays")
 @by_kernels("budget", native=[7, 100], static=[100])
-def test_requests_whose_blocks_were_swapped_to_the_host_give_transformers_tokens(llava, expected, budget):
+def test_swapped_requests_give_transformers_tokens(llava, expected, budget):
     prompts = mixed_prompts(llava)
     engine = tight_cache(llava, prompts, max_num_batched_tokens=budget, kv_offload_memory="64MiB")
     for _ in range(2):
@@ -358,7 +358,7 @@ def test_requests_whose_blocks_were_swapped_to_the_host_give_transformers_tokens
 
 
 @pytest.mark.usefixtures("saving_pays", "kernels")
-def test_a_host_pool_of_a_few_blocks_gives_transformers_tokens(llava, expected):
+def test_a_tiny_host_pool_gives_transformers_tokens(llava, expected):
     prompts = mixed_prompts(llava)
     engine = tight_cache(llava, prompts, kv_offload_memory=5 * bytes_of_4(llava.folder))
     for _ in range(2):
@@ -366,7 +366,7 @@ def test_a_host_pool_of_a_few_blocks_gives_transformers_tokens(llava, expected):
     assert engine.stats().host_blocks_used == 5
 
 
-def test_equal_requests_at_once_share_a_prompt_and_give_transformers_tokens(llava, expected):
+def test_equal_requests_at_once_share_a_prompt(llava, expected):
     engine = engine_for(llava, block_size=4)
     for prompt, answer in zip(mixed_prompts(llava), expected, strict=True):
         before = engine.stats()
@@ -387,7 +387,7 @@ def mistral(tmp_path_factory) -> Oracle:
     torch=[{"max_num_batched_tokens": 7}],
     static=[{}],
 )
-def test_a_sliding_window_frees_blocks_and_gives_transformers_tokens(mistral, settings):
+def test_sliding_windows_free_blocks(mistral, settings):
     prompts = [mistral.prompt(seed, length) for seed, length in enumerate([1, 9, 10, 11, 40, 63])]
     engine = engine_for(mistral, block_size=4, **settings)
     first = generate(engine, prompts)
@@ -401,7 +401,7 @@ def test_a_sliding_window_frees_blocks_and_gives_transformers_tokens(mistral, se
     assert max(used[-5:-1]) <= 4, "10 positions touch at most 4 blocks of 4"
 
 
-def test_a_second_turn_finds_the_first_with_its_answer_and_its_image(llava):
+def test_a_second_turn_finds_the_first(llava):
     engine = engine_for(llava, block_size=4)
     first = llava.prompt(5, 6, "image", 9)
     (answer,) = generate(engine, [first])
@@ -415,7 +415,7 @@ def test_a_second_turn_finds_the_first_with_its_answer_and_its_image(llava):
     assert after.images_encoded == before.images_encoded
 
 
-def test_images_in_another_order_share_only_what_comes_before_them(llava):
+def test_reordered_images_share_the_text_before(llava):
     engine = engine_for(llava, block_size=4)
     one, other = llava.make_image(1), llava.make_image(2)
     text, placeholders = [5, 6, 7, 8], [llava.image_token] * llava.image_tokens

@@ -131,7 +131,7 @@ def peer():
     peer.close()
 
 
-def test_a_request_is_accepted_and_then_answered_step_by_step(peer):
+def test_a_request_is_answered_step_by_step(peer):
     peer.add("a", 2)
     assert peer.receive() == Accepted(["a"])
     assert peer.receive() == Outputs([EngineOutput("a", [1])], EngineStats(num_running=1))
@@ -148,7 +148,7 @@ def test_a_refusal_concerns_that_request_alone(peer):
     assert sum(isinstance(message, Outputs) for message in messages) == 3
 
 
-def test_requests_of_one_message_are_accepted_and_refused_each_on_its_own(peer):
+def test_requests_of_one_message_are_independent(peer):
     peer.send(Add([EngineRequest(name, Prompt([1])) for name in ("a", "b", "a", "c")]))
     failed, accepted, outputs = (peer.receive() for _ in range(3))
     assert isinstance(failed, Failed)
@@ -158,7 +158,7 @@ def test_requests_of_one_message_are_accepted_and_refused_each_on_its_own(peer):
     assert [output.request_id for output in outputs.outputs] == ["a", "b", "c"]
 
 
-def test_an_abort_takes_effect_within_a_step_and_updates_the_stats(peer):
+def test_an_abort_takes_effect_within_a_step(peer):
     peer.add("a", 60_000)
     while not isinstance(peer.receive(), Outputs):
         pass
@@ -168,7 +168,7 @@ def test_an_abort_takes_effect_within_a_step_and_updates_the_stats(peer):
     assert not peer.engine.left
 
 
-def test_it_tells_what_the_engine_holds_while_it_is_idle_and_while_it_works(peer):
+def test_memory_is_told_idle_and_at_work(peer):
     peer.send(Inspect())
     assert peer.receive() == Inspected(EngineSnapshot(EngineStats(), []))
     peer.send(MapBlocks())
@@ -225,7 +225,7 @@ class Child:
         return decode_from_engine(self.socket.recv())
 
 
-def test_the_process_says_what_it_loaded_and_exits_when_told(folder):
+def test_the_process_exits_when_told(folder):
     with Child(EngineConfig(engine="mock", model="tiny"), folder) as child:
         ready = child.receive()
         assert isinstance(ready, Ready)
@@ -234,7 +234,7 @@ def test_the_process_says_what_it_loaded_and_exits_when_told(folder):
         assert child.process.wait(60) == 0
 
 
-def test_a_load_error_travels_with_its_class_and_without_a_traceback(tmp_path, capfd):
+def test_a_load_error_travels_with_its_class(tmp_path, capfd):
     with Child(EngineConfig(engine="mock"), tmp_path) as child:
         fatal = child.receive()
         assert isinstance(fatal, Fatal)
@@ -244,7 +244,7 @@ def test_a_load_error_travels_with_its_class_and_without_a_traceback(tmp_path, c
     assert capfd.readouterr() == ("", "")
 
 
-def test_a_bug_while_loading_is_logged_with_its_traceback(tmp_path, capfd):
+def test_a_bug_while_loading_logs_its_traceback(tmp_path, capfd):
     (tmp_path / "tokenizer.json").write_text("not a tokenizer")
     with Child(EngineConfig(engine="mock"), tmp_path) as child:
         fatal = child.receive()
@@ -254,7 +254,7 @@ def test_a_bug_while_loading_is_logged_with_its_traceback(tmp_path, capfd):
     assert "Traceback" in capfd.readouterr().err
 
 
-def test_the_process_exits_when_the_parents_pipe_closes_also_in_the_middle_of_a_step(folder):
+def test_the_process_exits_with_its_parent(folder):
     with Child(EngineConfig(engine="mock", mock_tpot=30), folder) as child:
         assert isinstance(child.receive(), Ready)
         child.socket.send_multipart(encode(Add([EngineRequest("a", Prompt([5]))])))
@@ -274,7 +274,7 @@ def test_closing_kills_it_and_removes_its_folder(folder):
     assert not child.process._directory.exists()
 
 
-def test_the_process_keeps_few_products_unless_the_operator_says_otherwise(monkeypatch):
+def test_the_process_keeps_few_products(monkeypatch):
     monkeypatch.delenv("ONEDNN_PRIMITIVE_CACHE_CAPACITY", raising=False)
     monkeypatch.setenv("LRU_CACHE_CAPACITY", "1000")
     environment = child_environment()

@@ -98,7 +98,7 @@ def test_tokens_that_see_each_other_and_windows(tmp_path: Any) -> None:
         assert [answer.outputs[0].token_ids for answer in answers] == expected
 
 
-def test_models_of_transformers_are_compared_before_and_served_after(tmp_path: Any) -> None:
+def test_transformers_models_take_an_int8_cache(tmp_path: Any) -> None:
     oracle = text_oracle(make(tmp_path, "GPTNeoX"))
     prompts = [oracle.prompt(seed, length) for seed, length in enumerate((5, 33, 1, 64))]
     expected = alone(oracle, prompts)
@@ -107,9 +107,7 @@ def test_models_of_transformers_are_compared_before_and_served_after(tmp_path: A
     assert generate(engine, prompts) == expected
 
 
-def test_it_takes_less_memory_and_the_log_says_how_much(
-    tmp_path: Any, kernels: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_int8_cache_takes_less_memory(tmp_path: Any, kernels: str, caplog: pytest.LogCaptureFixture) -> None:
     oracle = text_oracle(make_llama(tmp_path))
     blocks, lines = [], []
     for kind in ({}, INT8):

@@ -203,7 +203,7 @@ def expected(oracle: Oracle) -> list[list[int]]:
     return [oracle.greedy(conversation) for conversation in CONVERSATIONS]
 
 
-def test_ids_pixels_and_grids_are_those_of_the_processor(oracle: Oracle) -> None:
+def test_ids_pixels_and_grids_equal_the_processor(oracle: Oracle) -> None:
     preparer = oracle.llm(load="lazy")._preparer
     for conversation in CONVERSATIONS:
         prompt, theirs = preparer.chat(conversation, allow_local=True), oracle.inputs(conversation)
@@ -234,7 +234,7 @@ def test_answers_are_those_of_transformers(oracle: Oracle, expected: list[list[i
     assert all(result.num_cached_tokens > 0 and result.num_images_encoded == 0 for result in again)
 
 
-def test_limits_of_a_request_and_of_the_server_are_those_of_the_processor(oracle: Oracle) -> None:
+def test_limits_are_those_of_the_processor(oracle: Oracle) -> None:
     llm = oracle.llm()
     image = IMAGES[2]
     wide, narrow = [user(image, "What?")], [user(image, "What?", max_pixels=600)]
@@ -257,7 +257,7 @@ def test_limits_of_a_request_and_of_the_server_are_those_of_the_processor(oracle
     ]
 
 
-def test_budgets_of_an_image_share_neither_blocks_nor_embeddings(oracle: Oracle) -> None:
+def test_image_budgets_share_no_cache(oracle: Oracle) -> None:
     """Even if they come to the same pixels: what is before the image is all that they share."""
     llm, image = oracle.llm(), IMAGES[2]
     asked = [[user("Look at this: ", image, "What?", max_tokens=most)] for most in (10, 11, 10)]
@@ -367,7 +367,7 @@ def test_preempted_requests_and_further_turns_keep_their_positions(
     assert tokens([result]) == [oracle.greedy_with_videos(result.prompt_token_ids, images, videos, "pvppv")]
 
 
-def test_a_video_that_spans_more_positions_than_the_model_has_is_refused(oracle: Oracle) -> None:
+def test_a_video_beyond_the_positions_is_rejected(oracle: Oracle) -> None:
     llm = oracle.llm()
     asked = [user(FRAMES[:12], "slow", fps=0.001)]
     if oracle.kind != "qwen2_5_vl":

@@ -172,7 +172,7 @@ def test_a_prefix_hit_may_end_inside_an_image(oracle: Oracle) -> None:
     assert span.start < engine.stats().prefix_cached_tokens - before < span.end
 
 
-def test_a_further_turn_finds_the_image_and_goes_on_behind_it(oracle: Oracle) -> None:
+def test_an_extra_turn_finds_the_image(oracle: Oracle) -> None:
     first = oracle.prompt(7, 6, (3, 4), 5)
     answer = oracle.greedy(first)
     second = oracle.prompt(8, 9, (2, 5), 4)

@@ -227,7 +227,7 @@ def test_groups_that_ranks_would_divide_are_refused(tmp_path: Path) -> None:
 # Everything else that an engine does
 
 
-def test_keys_and_values_of_8_bits_and_blocks_on_the_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_int8_cache_and_host_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CostModel, "worth_saving", lambda self: True)
     check(llava(tmp_path), kv_cache_dtype="int8", kv_offload_memory="8MiB")
 

@@ -137,7 +137,7 @@ def greedy_by_hand(model, prompt: list[int], last_n: int, frequency: float, pres
 
 
 @by_kernels("last_n", native=[5, 1000], static=[5])
-def test_frequency_and_presence_count_the_answer_alone_even_after_a_preemption(folder, model, last_n):
+def test_frequency_penalties_count_the_answer_alone(folder, model, last_n):
     params = {"frequency_penalty": 0.7, "presence_penalty": 1.1, "repeat_last_n": last_n}
     expected = [greedy_by_hand(model, prompt, last_n, 0.7, 1.1) for prompt in prompts(model)]
     for engine in (engine_for(folder), tight(folder)):
@@ -178,7 +178,7 @@ PREEMPTED_IN_CHUNKS = pytest.param({"tight": True, "max_num_batched_tokens": 6},
 
 
 @by_kernels("schedule", native=[*SCHEDULES, PREEMPTED_IN_CHUNKS], static=[PREEMPTED_IN_CHUNKS])
-def test_logprobs_are_those_of_transformers_logits_before_all_edits(folder, model, schedule):
+def test_logprobs_are_those_before_all_edits(folder, model, schedule):
     schedule = dict(schedule)
     preempts = schedule.pop("tight", False)
     engine = (tight if preempts else engine_for)(folder, **schedule)
@@ -202,7 +202,7 @@ def test_logprobs_are_those_of_transformers_logits_before_all_edits(folder, mode
 
 
 @with_kernels("native", "static")
-def test_prompts_that_are_cached_are_computed_again_where_their_logprobs_are_asked_for(folder, model):
+def test_prompt_logprobs_compute_cached_prompts_again(folder, model):
     engine = engine_for(folder, block_size=4)
     prompt = prompts(model)[3]
     run(engine, [prompt], {})
@@ -229,7 +229,7 @@ def test_long_prompts_are_scored_in_pieces(folder, model, monkeypatch):
     assert_told(told.prompt_logprobs[1:], prompt[1:], log_probabilities(model, prompt)[:-1], 2)
 
 
-def test_images_have_no_logprobs_and_do_not_count_as_said(tmp_path):
+def test_images_have_no_logprobs(tmp_path):
     folder = make_llava(tmp_path)
     model = LlavaForConditionalGeneration.from_pretrained(folder, dtype=torch.float32).eval()
     vision, image_token = model.config.vision_config, model.config.image_token_id
@@ -259,7 +259,7 @@ def test_images_have_no_logprobs_and_do_not_count_as_said(tmp_path):
 
 
 @with_kernels("native", "static")
-def test_min_p_top_k_and_seed_draw_the_same_with_and_without_logprobs(folder, model):
+def test_logprobs_do_not_change_sampling(folder, model):
     texts = prompts(model)
     plain = {"temperature": 1.5, "seed": 5, "top_k": 40, "min_p": 0.01}
     engine = engine_for(folder)
@@ -287,7 +287,7 @@ def restricted_by_hand(model, prompt: list[int], allowed: list[int], bad: list[l
 
 @torch.inference_mode()
 @by_kernels("schedule", native=SCHEDULES, static=SCHEDULES[:1])
-def test_allowed_tokens_and_bad_words_change_no_other_request(folder, model, theirs, schedule):
+def test_allowed_tokens_change_no_other_request(folder, model, theirs, schedule):
     texts, plain = prompts(model), theirs()
     every = list(range(model.config.vocab_size))
     half = every[::2]

@@ -68,7 +68,7 @@ def test_no_file_stays_open() -> None:
     ours.close()
 
 
-def test_a_message_that_is_cut_off_is_an_error() -> None:
+def test_a_truncated_message_is_an_error() -> None:
     ours, theirs = socket.socketpair()
     copy, inspected = socket.socketpair()
     send_frames([copy], [b"a message"])

@@ -74,7 +74,7 @@ def test_the_images_make_the_answers(cases):
 
 @pytest.mark.usefixtures("saving_pays")
 @by_kernels("seed, num_requests", native=[(0, 120), (1, 80)], static=[(0, 24)])
-def test_every_answer_is_the_one_that_the_request_gets_alone(cases, seed, num_requests):
+def test_every_answer_equals_the_one_alone(cases, seed, num_requests):
     random_ = random.Random(seed)
     probe = engine(kv_cache_memory="64MiB", block_size=4)
     block_bytes = probe.info.kv_cache_bytes // probe.stats().kv_blocks_total

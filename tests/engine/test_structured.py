@@ -160,7 +160,7 @@ def test_an_answer_that_is_cut_ends_with_length(folder):
     assert outputs[-1].finish_reason == "length"
 
 
-def test_an_answer_that_can_only_stop_stops_at_its_last_token(folder):
+def test_an_answer_stops_at_its_last_token(folder):
     [outputs] = run(engine_of(folder), [request_of("a", Grammar.choice(["ab"]), max_tokens=2)]).values()
     assert outputs[-1].finish_reason == "stop"
     assert outputs[-1].token_ids
@@ -168,7 +168,7 @@ def test_an_answer_that_can_only_stop_stops_at_its_last_token(folder):
 
 
 @pytest.mark.parametrize("params", [{"ignore_eos": True}, {"min_tokens": 60}])
-def test_whoever_wants_more_gets_it_as_far_as_the_grammar_goes(folder, params):
+def test_grammars_bound_min_tokens(folder, params):
     requests = [
         request_of("open", Grammar.regex("[a-z]*"), **params),
         request_of("shut", Grammar.choice(["ab"]), **params),
@@ -178,7 +178,7 @@ def test_whoever_wants_more_gets_it_as_far_as_the_grammar_goes(folder, params):
     assert outputs["shut"][-1].finish_reason == "stop"
 
 
-def test_a_grammar_that_grows_too_complex_ends_its_own_request_only(folder):
+def test_a_complex_grammar_ends_its_own_request_only(folder):
     bad = request_of("bad", Grammar.regex(r"[xy](((a{100}){100}){100}){100}"))
     outputs = run(engine_of(folder), [bad, request_of("good", Grammar.choice(["left"]))])
     assert outputs["bad"][-1].finish_reason == "error"
@@ -187,7 +187,7 @@ def test_a_grammar_that_grows_too_complex_ends_its_own_request_only(folder):
 
 
 @pytest.mark.parametrize("kind", ["real", "mock"])
-def test_a_broken_grammar_is_refused_and_a_good_request_afterwards_works(folder, tmp_path, kind):
+def test_a_broken_grammar_spares_the_next_request(folder, tmp_path, kind):
     llm = LLM(str(folder), **SETTINGS) if kind == "real" else LLM(str(make_mock_checkpoint(tmp_path)), engine="mock")
     with pytest.raises(InvalidRequestError, match="unclosed") as refusal:
         llm.generate("hello", SamplingParams(grammar=Grammar.regex("(")), False)
@@ -197,19 +197,19 @@ def test_a_broken_grammar_is_refused_and_a_good_request_afterwards_works(folder,
     assert result.outputs[0].text == "fine"
 
 
-def test_the_mock_engine_obeys_and_comes_to_an_end(tmp_path):
+def test_the_mock_engine_obeys_and_ends(tmp_path):
     llm = LLM(str(make_mock_checkpoint(tmp_path)), engine="mock")
     params = [SamplingParams(grammar=Grammar.json(PERSON), temperature=1.0, seed=seed) for seed in range(10)]
     for result in llm.generate(["hello"] * 10, params, False):
         jsonschema.validate(json.loads(result.outputs[0].text), PERSON)
 
 
-def test_the_large_vocabulary_of_a_padded_model_is_masked_to_its_end(folder):
+def test_padded_vocabularies_are_masked(folder):
     [outputs] = run(engine_of(folder), [request_of("a", Grammar.regex("[a-z]{40}"), temperature=100.0)]).values()
     assert outputs[-1].finish_reason == "stop"
 
 
-def test_where_a_grammar_allows_nothing_else_ngrams_are_repeated(llm):
+def test_grammars_may_force_repeated_ngrams(llm):
     guard = {"temperature": 1.0, "seed": 0, "no_repeat_ngram_size": 2}
     free, fixed = llm.generate(
         ["hello"] * 2, [SamplingParams(grammar=Grammar.regex(form), **guard) for form in ("[a-d]{12}", "a{12}")], False
@@ -226,7 +226,7 @@ class Shape(BaseModel):
     sizes: list[float]
 
 
-def test_answers_with_an_open_schema_are_complete_within_max_tokens(llm):
+def test_open_schemas_are_complete_within_max_tokens(llm):
     for seed in range(6):
         params = SamplingParams(temperature=1.5, seed=seed, max_tokens=60, logprobs=0, grammar=Grammar.json(Shape))
         [result] = llm.generate("A shape", params, use_tqdm=False)
@@ -252,7 +252,7 @@ def test_results_are_parsed_into_what_the_schema_was(llm):
     assert text.parsed is None
 
 
-def test_bounds_of_what_a_schema_leaves_open_are_settings(folder):
+def test_bounds_of_open_schemas_are_settings(folder):
     llm = LLM(str(folder), **SETTINGS, json_max_digits=2, json_max_items=1, json_max_length=3)
     properties = {"a": {"type": "array", "items": {"type": "integer"}}, "b": {"type": "string"}}
     schema = {"type": "object", "properties": properties, "required": ["a", "b"]}

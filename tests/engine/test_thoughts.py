@@ -60,7 +60,7 @@ def answer(llm: LLM, options: dict[str, Any] | None = None, **params: Any) -> Re
 
 @pytest.mark.parametrize("options", [{}, BEGUN], ids=["may begin", "begun"])
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 1.2, "seed": 3, "presence_penalty": 0.5}])
-def test_the_tokens_are_the_same_whether_thoughts_are_told_apart(llm, undivided, options, sampling):
+def test_separated_thoughts_have_the_same_tokens(llm, undivided, options, sampling):
     apart, together = answer(llm, options, **sampling), answer(undivided, options, **sampling)
     assert apart.prompt_token_ids == together.prompt_token_ids
     [one], [other] = apart.outputs, together.outputs
@@ -69,7 +69,7 @@ def test_the_tokens_are_the_same_whether_thoughts_are_told_apart(llm, undivided,
     assert (one.reasoning_content or one.text) == (other.text.strip() if options else other.text)
 
 
-def test_thoughts_that_never_end_are_all_that_there_is(llm):
+def test_endless_thoughts_are_the_whole_answer(llm):
     [one] = answer(llm, BEGUN).outputs
     assert one.text == ""
     assert one.reasoning_content
@@ -77,7 +77,7 @@ def test_thoughts_that_never_end_are_all_that_there_is(llm):
 
 
 @pytest.mark.parametrize("budget", [0, 1, 7])
-def test_a_budget_ends_them_and_the_model_goes_on_from_there(llm, undivided, budget):
+def test_a_budget_ends_thoughts_and_the_model_continues(llm, undivided, budget):
     _, end = markers(llm)
     free, held = answer(llm, BEGUN), answer(llm, BEGUN, thinking_token_budget=budget)
     [one] = held.outputs
@@ -135,7 +135,7 @@ def test_a_format_begins_after_them(llm, options):
         assert (free.text in ("yes", "no"), free.reasoning_content) == (True, None)
 
 
-def test_thoughts_that_never_end_leave_room_for_a_format(llm):
+def test_endless_thoughts_leave_room_for_formats(llm):
     [one] = answer(llm, BEGUN, grammar=Grammar.json(SCHEMA), max_tokens=60).outputs
     assert len(one.token_ids) <= 60
     jsonschema.validate(json.loads(one.text), SCHEMA)
@@ -178,7 +178,7 @@ def run(folder: Path, requests: list[EngineRequest], **settings: Any) -> tuple[d
     return tokens, engine
 
 
-def test_tokens_are_the_same_alone_together_in_chunks_and_preempted(folder, llm):
+def test_tokens_are_the_same_however_scheduled(folder, llm):
     requests = mixed(*markers(llm))
     together, engine = run(folder, requests)
     alone, _ = run(folder, requests, max_num_seqs=1, enable_prefix_caching=False)

@@ -235,7 +235,7 @@ def test_a_prefix_may_end_anywhere_in_an_image(
     assert len(inside) > 5 or engine._runner.model.language_model.window is not None
 
 
-def test_an_image_that_comes_again_is_found_and_no_other_is(oracle: Oracle) -> None:
+def test_only_a_repeated_image_is_found(oracle: Oracle) -> None:
     same, other = user((40, 30), "What is this?"), user((40, 30), "What is this?", seed=7)
     prompts = [oracle.prompt(message) for message in (same, other)]
     assert prompts[0].token_ids == prompts[1].token_ids
@@ -304,7 +304,7 @@ def test_an_image_of_low_detail_is_another_one(oracle: Oracle, monkeypatch: pyte
     assert generate(chunked, low) == expected_low
 
 
-def test_a_further_turn_finds_the_images_of_the_first(oracle: Oracle) -> None:
+def test_an_extra_turn_finds_the_first_images(oracle: Oracle) -> None:
     check_a_further_turn(oracle)
 
 

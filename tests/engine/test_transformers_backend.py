@@ -69,7 +69,7 @@ def test_bfloat16_is_within_its_own_rounding(oracle: Oracle, prompts: list[Promp
 
 
 @pytest.mark.parametrize("asked", [None, torch.bfloat16, torch.float16], ids=str)
-def test_a_cpu_that_computes_16_bits_slowly_takes_float32(
+def test_a_cpu_slow_in_16_bits_takes_float32(
     asked: torch.dtype | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Native kernels, which would compute bfloat16 well, have no part in transformers' layers."""
@@ -85,7 +85,7 @@ def engine(folder: Path, **settings: Any) -> Engine:
     return Engine(EngineConfig(model=str(folder), **settings), folder)
 
 
-def test_ours_is_preferred_and_the_log_says_which_it_is(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_our_implementation_is_preferred(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder = make_llama(tmp_path / "ours")
     prompts = [Prompt([5, 6, 7, 8])]
     with caplog.at_level(logging.INFO, "vlmserve"):
@@ -121,9 +121,7 @@ def test_conversations_work_as_with_every_model(tmp_path: Path) -> None:
         ("Lfm2", {"layer_types": ["conv", "full_attention", "conv"]}, "more than keys and values"),
     ],
 )
-def test_what_cannot_run_over_a_paged_cache_says_why(
-    tmp_path: Path, family: str, overrides: dict[str, Any], reason: str
-) -> None:
+def test_unpageable_models_say_why(tmp_path: Path, family: str, overrides: dict[str, Any], reason: str) -> None:
     with pytest.raises(UnsupportedModelError, match=f"is not supported.*--model-impl transformers: .*{reason}"):
         engine(make(tmp_path, family, **overrides))
 
@@ -144,14 +142,12 @@ def nearly_equal_experts(folder: Path) -> Path:
     return folder
 
 
-def test_experts_of_nearly_the_same_score_are_no_reason_to_refuse_a_model(tmp_path: Path) -> None:
+def test_near_ties_of_experts_are_accepted(tmp_path: Path) -> None:
     folder = nearly_equal_experts(tmp_path)
     assert len(generate(engine(folder, dtype="bfloat16"), [Prompt([5, 6, 7, 8])])) == 1
 
 
-def test_a_model_with_experts_that_computes_something_else_is_still_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_experts_with_wrong_logits_are_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = nearly_equal_experts(tmp_path)
     forward = TransformersModel.forward
 
@@ -163,7 +159,7 @@ def test_a_model_with_experts_that_computes_something_else_is_still_refused(
         engine(folder, dtype="bfloat16")
 
 
-def test_what_is_broken_or_asks_for_more_says_so(tmp_path: Path) -> None:
+def test_broken_transformers_models_say_so(tmp_path: Path) -> None:
     folder = make(tmp_path, "GPTNeoX")
     with pytest.raises(ConfigurationError, match="--quantize is for vlmserve's own"):
         load_model(folder, device=CPU, dtype=None, quantization=QuantizationConfig(scheme="int8"))
@@ -196,7 +192,7 @@ def test_bits_of_inputs_are_refused(tmp_path: Path) -> None:
         load_model(folder, device=CPU, dtype=torch.float32, input_bits=8, implementation="transformers")
 
 
-def test_a_context_ends_before_one_request_would_change_another(tmp_path: Path) -> None:
+def test_longrope_context_ends_at_its_original_length(tmp_path: Path) -> None:
     """Under transformers' longrope the longest sequence of a batch decides how all of them turn."""
     rope = {
         "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4,

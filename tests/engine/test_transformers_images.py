@@ -299,13 +299,13 @@ def test_prompts_and_tokens_are_those_of_transformers(oracle: Oracle, kernels: s
     assert preemptions > 0
 
 
-def test_a_model_of_another_family_is_found_by_itself(tmp_path: Path) -> None:
+def test_an_unknown_family_runs_by_transformers(tmp_path: Path) -> None:
     oracle = Oracle.of(make_vip_llava(tmp_path))
     llm = LLM(str(tmp_path), dtype="float32", kv_cache_memory="8MiB")
     assert answers(llm, [conversation(images) for images in IMAGES]) == oracle.answers
 
 
-def test_what_towers_take_beside_pixels_crosses_to_the_engine_process(tmp_path: Path) -> None:
+def test_extra_tower_inputs_cross_to_the_engine(tmp_path: Path) -> None:
     llm = LLM(str(make_aya_vision(tmp_path)), kv_cache_memory="8MiB")
     prompt = llm._preparer.chat(conversation(IMAGES[0]), allow_local=True)
     sent = decode_to_engine(encode(Add([EngineRequest("1", prompt, GREEDY)])))
@@ -318,7 +318,7 @@ def test_what_towers_take_beside_pixels_crosses_to_the_engine_process(tmp_path: 
     assert all(torch.equal(value, further[1][name]) for name, value in further[0].items())
 
 
-def test_pixels_that_were_made_for_another_code_are_refused(tmp_path: Path) -> None:
+def test_pixels_for_another_implementation_are_rejected(tmp_path: Path) -> None:
     folder = make_llava(tmp_path)
     ours = LLM(str(folder), kv_cache_memory="8MiB")
     theirs = LLM(str(folder), kv_cache_memory="8MiB", model_impl="transformers")
@@ -327,9 +327,7 @@ def test_pixels_that_were_made_for_another_code_are_refused(tmp_path: Path) -> N
         theirs.engine.add(EngineRequest("1", prompt, GREEDY))
 
 
-def test_an_image_that_its_model_cannot_take_ends_its_own_request_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_bad_image_ends_its_own_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     oracle = Oracle.of(make_vip_llava(tmp_path))
     llm = oracle.llm()
     look = llm.engine._runner.model.vision._model.get_image_features
@@ -347,6 +345,6 @@ def test_an_image_that_its_model_cannot_take_ends_its_own_request_alone(
     assert [result.outputs[0].token_ids for result in results[1:]] == oracle.answers
 
 
-def test_models_that_put_no_image_into_prompts_are_refused(tmp_path: Path) -> None:
+def test_models_without_image_tokens_are_rejected(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModelError, match="no placeholder token for images"):
         LLM(str(make_blip(tmp_path)), model_impl="transformers")

@@ -105,7 +105,7 @@ def test_8_bits_stay_packed(tmp_path: Path, kernels: str) -> None:
 
 
 @pytest.mark.parametrize("bits", [4, 8])
-def test_a_model_that_sees_has_its_tower_quantized_as_well(tmp_path: Path, bits: int) -> None:
+def test_a_vlm_has_its_tower_quantized(tmp_path: Path, bits: int) -> None:
     """All linear layers but the head are, unless the settings name them."""
     plain = make_llava(tmp_path / "plain", text=SHAPE, published_names=True)
 
@@ -169,7 +169,7 @@ def test_missing_tensors_are_named(tmp_path: Path, missing: str) -> None:
         logits(folder)
 
 
-def test_8_bits_without_their_scales_or_in_another_order() -> None:
+def test_8_bit_tensors_need_scales_in_order() -> None:
     parts, _ = oracle.bitsandbytes8(torch.randn(16, 64, generator=torch.Generator().manual_seed(0)))
     (layout,) = stored_layouts(BITS8)
     assert layout.needed == ("SCB",)

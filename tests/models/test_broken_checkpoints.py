@@ -158,7 +158,7 @@ def test_more_parameters_than_the_files_hold_are_rejected(folder, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["../other/model.safetensors", "/etc/passwd", "a/../../model.safetensors", "a\0b"])
-def test_an_index_may_not_name_files_outside_of_its_folder(folder, tmp_path, name):
+def test_an_index_names_no_outside_files(folder, tmp_path, name):
     shutil.copytree(folder, tmp_path / "copy")
     index = {"weight_map": {"lm_head.weight": name}}
     (tmp_path / "copy" / "model.safetensors.index.json").write_text(json.dumps(index))

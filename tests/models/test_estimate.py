@@ -77,7 +77,7 @@ def test_the_cache_gets_what_weights_leave(monkeypatch: pytest.MonkeyPatch, fami
     assert (estimate.cache(200, 0.9), estimate.cache(2000, 0.9)) == (400, 0)
 
 
-def test_the_log_says_what_is_expected_and_then_what_it_is(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_log_says_expected_and_actual_memory(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "vlmserve"):
         engine = Engine(EngineConfig(quantize="int4", kv_cache_memory=2**23))
     text = "\n".join(caplog.messages)
@@ -87,7 +87,7 @@ def test_the_log_says_what_is_expected_and_then_what_it_is(caplog: pytest.LogCap
     assert text.endswith(f"room for {engine.stats().kv_blocks_total * 16 // 2048} requests of 2048")
 
 
-def test_a_dry_run_shows_all_schemes_and_writes_nothing(families: dict[str, Path], tmp_path: Path) -> None:
+def test_a_dry_run_writes_nothing(families: dict[str, Path], tmp_path: Path) -> None:
     line = ["quantize", str(families["pixie"]), str(tmp_path / "out"), "--dry-run", "--bits", "4", "--group-size", "64"]
     result = CliRunner().invoke(app, line, env={"COLUMNS": "120"})
     assert result.exit_code == 0, result.output
@@ -102,7 +102,7 @@ def test_a_dry_run_shows_all_schemes_and_writes_nothing(families: dict[str, Path
     assert not list(tmp_path.iterdir())
 
 
-def test_a_dry_run_says_what_the_run_itself_would(families: dict[str, Path]) -> None:
+def test_a_dry_run_reports_what_runs_report(families: dict[str, Path]) -> None:
     line = ["quantize", str(families["llama"]), "--dry-run", "--bits", "4"]
     result = CliRunner().invoke(app, line, env={"COLUMNS": "300"})
     assert result.exit_code == 2

@@ -9,7 +9,7 @@ def scores(*rows: list[float]) -> torch.Tensor:
     return torch.tensor(rows)
 
 
-def test_a_pass_in_pieces_chooses_what_each_whole_sequence_chose() -> None:
+def test_a_pass_in_pieces_chooses_the_same_experts() -> None:
     choices = ExpertChoices()
     first, second = torch.rand(5, 8), torch.rand(3, 8)
     with choices.record():

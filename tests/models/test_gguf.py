@@ -156,7 +156,7 @@ def test_logits_equal_those_of_transformers(tmp_path: Path, name: str) -> None:
     assert Checkpoint(path, Description.read(path).family.rename).names == set(GGUFFile(path).keys())
 
 
-def test_the_text_part_of_glm_ocr_is_glm4_with_rows_in_another_order(tmp_path: Path) -> None:
+def test_glm_ocr_text_is_reordered_glm4(tmp_path: Path) -> None:
     rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.75, "mrope_section": [2, 2, 2]}
     folder = make(tmp_path / "folder", "glm4", rope_parameters=rope, num_nextn_predict_layers=1)
     metadata = {"glm4.rope.dimension_sections": [2, 2, 2, 0]}
@@ -191,7 +191,7 @@ def test_queries_that_grow_otherwise_are_refused(
         load(path)
 
 
-def test_mistral_small_3_has_the_architecture_of_ministral_3(tmp_path: Path) -> None:
+def test_mistral_small_3_is_like_ministral_3(tmp_path: Path) -> None:
     folder = make(tmp_path / "folder", "mistral with a window", sliding_window=None, head_dim=16)
     path = write_gguf(folder, tmp_path / "model.gguf", architecture=gguf.MODEL_ARCH.MISTRAL3)
     sequences = token_sequences(300, [40, 1, 23])
@@ -206,7 +206,7 @@ def test_mistral_small_3_has_the_architecture_of_ministral_3(tmp_path: Path) -> 
     ],
     ids=["gemma2", "gemma3"],
 )
-def test_what_files_leave_out_is_that_of_the_published_models(tmp_path: Path, name: str, options: Any) -> None:
+def test_missing_file_values_are_the_published_ones(tmp_path: Path, name: str, options: Any) -> None:
     folder = make(tmp_path / "folder", name, **options)
     left_out = ("attention.scale", "attention.sliding_window_pattern", "rope.freq_base_swa")
     path = write_gguf(folder, tmp_path / "model.gguf", metadata={f"{name}.{key}": None for key in left_out})
@@ -216,7 +216,7 @@ def test_what_files_leave_out_is_that_of_the_published_models(tmp_path: Path, na
 
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("kind", ["F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K"])
-def test_every_type_is_dequantized_exactly_where_float32_is_asked_for(tmp_path: Path, kind: str) -> None:
+def test_every_type_is_dequantized_exactly_in_float32(tmp_path: Path, kind: str) -> None:
     folder = make_llama(tmp_path / "folder", **BLOCKS)
     path = write_gguf(folder, tmp_path / "model.gguf", types=kind)
     assert len({info.type for info in read_header(path).tensors.values()}) == 2
@@ -238,7 +238,7 @@ def test_blocks_are_kept_as_they_are(tmp_path: Path, kind: str) -> None:
             assert packed.input_bits == 16, "or its products would be further from that than they need be"
 
 
-def test_a_weight_in_blocks_is_the_one_that_the_gguf_package_reads(tmp_path: Path) -> None:
+def test_weights_in_blocks_equal_the_gguf_package(tmp_path: Path) -> None:
     """Not only the same one in two ways: rows of queries and keys are moved, those of others are not."""
     folder = make_llama(tmp_path / "folder", **BLOCKS)
     path = write_gguf(folder, tmp_path / "model.gguf", types="Q4_K")
@@ -312,7 +312,7 @@ def test_tables_of_embeddings_stay_packed(tmp_path: Path, kind: str, tied: bool)
 
 
 @built
-def test_files_of_mixed_types_stay_packed_as_far_as_kernels_know_them(tmp_path: Path) -> None:
+def test_mixed_types_stay_packed_where_kernels_exist(tmp_path: Path) -> None:
     """Queries and keys have 4 bits, values 6. Where these are repacked, all get 8."""
     folder = make_llama(tmp_path / "folder", **BLOCKS)
     path = write_gguf(
@@ -335,7 +335,7 @@ def test_files_of_mixed_types_stay_packed_as_far_as_kernels_know_them(tmp_path: 
 
 @built
 @pytest.mark.parametrize("kind", ["Q4_K", "Q5_1", "Q6_K", "Q8_0"])
-def test_inputs_have_as_many_bits_as_are_asked_for(tmp_path: Path, kind: str) -> None:
+def test_inputs_have_the_bits_asked_for(tmp_path: Path, kind: str) -> None:
     folder = make_llama(tmp_path / "folder", **BLOCKS, tie_word_embeddings=False)
     path = write_gguf(folder, tmp_path / "model.gguf", types=kind)
     sequences = token_sequences(300, [21, 4])
@@ -368,7 +368,7 @@ def test_biases_beside_packed_weights_are_loaded(tmp_path: Path) -> None:
 
 
 @built
-def test_quantizing_at_load_takes_what_the_file_stands_for(tmp_path: Path) -> None:
+def test_quantize_at_load_takes_dequantized_weights(tmp_path: Path) -> None:
     folder = make_llama(tmp_path / "folder", **BLOCKS)
     path = write_gguf(folder, tmp_path / "model.gguf", types="Q4_0")
     config = QuantizationConfig(scheme="int8")
@@ -379,7 +379,7 @@ def test_quantizing_at_load_takes_what_the_file_stands_for(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("name", ["llama 3", "gemma2", "phi3", "glm4"])
-def test_a_quantized_copy_is_that_of_the_checkpoint_that_the_file_was_made_of(tmp_path: Path, name: str) -> None:
+def test_quantized_copies_equal_those_of_the_checkpoint(tmp_path: Path, name: str) -> None:
     folder = make(tmp_path / "folder", name, **BLOCKS)
     path = write_gguf(folder, tmp_path / "model.gguf")
     for source, out in ((folder, "of folder"), (path, "of file")):
@@ -404,7 +404,7 @@ def test_transformers_reads_a_quantized_copy(tmp_path: Path) -> None:
     assert relative_error(actual.finish([9])[0], expected) < 5e-3
 
 
-def test_the_type_of_the_weights_is_that_of_the_file(tmp_path: Path) -> None:
+def test_the_dtype_is_that_of_the_file(tmp_path: Path) -> None:
     folder = make_llama(tmp_path / "folder", **BLOCKS)
     for kind, expected in (("F32", "float32"), ("F16", "float16"), ("BF16", "bfloat16"), ("Q8_0", "bfloat16")):
         path = write_gguf(folder, tmp_path / f"{kind}.gguf", types=kind)
@@ -436,7 +436,7 @@ def path(tmp_path: Path) -> Path:
     return write_gguf(make_llama(tmp_path / "folder", **BLOCKS), tmp_path / "model.gguf", types="Q4_0")
 
 
-def test_a_file_is_found_and_another_one_is_refused(tmp_path: Path, path: Path) -> None:
+def test_a_file_that_is_no_gguf_is_rejected(tmp_path: Path, path: Path) -> None:
     assert resolve_model(str(path)) == path
     nameless = path.rename(tmp_path / "sha256-0123")
     assert resolve_model(str(nameless)) == nameless
@@ -524,7 +524,7 @@ def change_byte(path: Path, name: bytes, distance: int, value: int) -> None:
     path.write_bytes(content)
 
 
-def test_an_unknown_type_of_tensor_is_named_with_those_that_are_known(path: Path) -> None:
+def test_an_unknown_tensor_type_is_named(path: Path) -> None:
     # After the name come the number of axes, two of them, and the type.
     change_byte(path, b"blk.0.attn_v.weight", 4 + 2 * 8, 36)
     with pytest.raises(UnsupportedModelError, match=r"type 36 \(of blk\.0\.attn_v\.weight\).*F32, F16, Q4_0.*Q6_K"):

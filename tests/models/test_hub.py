@@ -57,7 +57,7 @@ def test_an_installation_without_pixie_says_so(monkeypatch: pytest.MonkeyPatch, 
 
 
 @pytest.mark.parametrize("name", ["./missing", "/missing/model", "~/missing-model", "../a/b", "missing/"])
-def test_a_path_that_does_not_exist_is_not_looked_for_on_the_hub(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_path_is_not_asked_of_hubs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = answer_with(monkeypatch, Path("unused"))
     with pytest.raises(CheckpointNotFoundError, match="there is no folder"):
         resolve_model(name)
@@ -85,9 +85,7 @@ def test_weights_in_another_format_are_named(tmp_path: Path) -> None:
         resolve_model(str(checkpoint(tmp_path, "config.json", "model.gguf")))
 
 
-def test_pytorch_s_files_are_downloaded_where_there_are_no_others(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_pytorch_files_are_downloaded_if_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     folder = checkpoint(tmp_path, "config.json", "pytorch_model.bin")
     assert resolve_model(str(folder)) == folder
     calls = answer_with(monkeypatch, folder)
@@ -125,12 +123,12 @@ def test_a_failed_download_says_what_to_do(monkeypatch: pytest.MonkeyPatch, erro
         resolve_model("owner/model", "v1")
 
 
-def test_a_name_that_is_nothing_says_what_names_are() -> None:
+def test_an_unknown_name_says_what_names_are() -> None:
     with pytest.raises(CheckpointNotFoundError, match="owner/name"):
         resolve_model("not a model!")
 
 
-def test_offline_without_a_copy_in_the_cache_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_offline_without_a_cached_copy_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     with pytest.raises(CheckpointNotFoundError, match="not in the local cache"):

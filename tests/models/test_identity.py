@@ -44,14 +44,14 @@ def edit_config(folder: Path, **values) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
 
 
-def test_the_same_model_in_another_folder_has_the_same_identity(folder, tmp_path):
+def test_identity_does_not_depend_on_the_folder(folder, tmp_path):
     copy = tmp_path / "elsewhere"
     shutil.copytree(folder, copy)
     edit_config(copy, _name_or_path="someone/else", transformers_version="5.99")
     assert identity(copy) == identity(folder)
 
 
-def test_tensors_may_be_divided_into_files_in_any_way(folder, tmp_path):
+def test_tensors_may_be_sharded_in_any_way(folder, tmp_path):
     assert weights_digest(make_llama(tmp_path / "shards", shard_size="20KB")) == weights_digest(folder)
 
 
@@ -128,7 +128,7 @@ def test_pickled_checkpoints_differ_by_their_tensors(tmp_path, old_format):
     assert len(seen) == 3
 
 
-def test_gguf_files_differ_by_their_tensors_and_their_metadata(folder, tmp_path):
+def test_gguf_identity_covers_tensors_and_metadata(folder, tmp_path):
     paths = [write_gguf(folder, tmp_path / "a.gguf"), write_gguf(folder, tmp_path / "b.gguf")]
     other = make_llama(tmp_path / "other", seed=1)
     paths.append(write_gguf(other, tmp_path / "c.gguf"))
@@ -166,7 +166,7 @@ def test_the_number_of_blocks_does_not_count():
     assert cache_identity(b"m", TorchReference(), [longer]) == cache_identity(b"m", TorchReference(), [BLOCK])
 
 
-def test_engines_share_block_keys_if_and_only_if_they_have_the_same_model(tmp_path):
+def test_block_keys_depend_on_the_model(tmp_path):
     def block_keys(folder: Path, name: str) -> frozenset[bytes]:
         config = EngineConfig(model=name, kv_cache_memory="1MiB", dtype="float32", device="cpu", block_size=4)
         engine = Engine(config, folder)

@@ -82,7 +82,7 @@ def test_pixels_that_are_no_tiles_are_refused(tmp_path: Path, shape: tuple[int, 
     ],
     ids=str,
 )
-def test_parts_that_are_not_implemented_are_refused_by_name(tmp_path: Path, fields: dict[str, Any], word: str) -> None:
+def test_unimplemented_parts_are_rejected_by_name(tmp_path: Path, fields: dict[str, Any], word: str) -> None:
     folder = make_internvl(tmp_path)
     change_config(folder, **fields)
     with pytest.raises(UnsupportedModelError, match=word):
@@ -97,7 +97,7 @@ def test_patches_that_cannot_be_merged_are_refused(tmp_path: Path) -> None:
 
 
 @torch.inference_mode()
-def test_a_quantized_copy_sees_as_a_model_quantized_at_load_does(tmp_path: Path) -> None:
+def test_quantized_copies_see_as_quantized_at_load(tmp_path: Path) -> None:
     folder = make_internvl(
         tmp_path / "plain", text={"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 8}
     )

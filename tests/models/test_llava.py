@@ -118,7 +118,7 @@ def test_layers_above_the_chosen_one_are_not_loaded(tmp_path: Path) -> None:
     assert whole.num_parameters - part.num_parameters == 3 * layer
 
 
-def test_a_picture_of_several_tiles_gives_all_their_tokens_in_order(tmp_path: Path) -> None:
+def test_tiles_give_their_tokens_in_order(tmp_path: Path) -> None:
     vision = load(make_llava(tmp_path)).vision
     assert vision is not None
     tiles = torch.randn(3, 3, 42, 42)
@@ -139,7 +139,7 @@ def test_a_picture_of_another_size_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("layer", [5, -6, [1, 7], []], ids=str)
-def test_a_feature_layer_that_the_tower_lacks_is_refused(tmp_path: Path, layer: Any) -> None:
+def test_a_missing_feature_layer_is_rejected(tmp_path: Path, layer: Any) -> None:
     folder = make_llava(tmp_path)
     change_config(folder, vision_feature_layer=layer)
     with pytest.raises(ModelLoadError, match="vision_feature_layer"):
@@ -155,9 +155,7 @@ def test_a_feature_layer_that_the_tower_lacks_is_refused(tmp_path: Path, layer: 
         ({"text_config": {"model_type": "gpt2"}}, "gpt2"),
     ],
 )
-def test_options_that_are_not_implemented_are_refused_by_name(
-    tmp_path: Path, fields: dict[str, Any], word: str
-) -> None:
+def test_unimplemented_options_are_rejected_by_name(tmp_path: Path, fields: dict[str, Any], word: str) -> None:
     folder = make_llava(tmp_path)
     change_config(folder, **fields)
     with pytest.raises(UnsupportedModelError, match=word):

@@ -82,7 +82,7 @@ def test_the_same_files_are_the_same_checkpoint(llava: Path, files: Files, tmp_p
     assert len({identity(folder), identity(mixed), identity(files.model)}) == 3
 
 
-def test_where_there_is_no_cache_a_temporary_folder_does(files: Files, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_temporary_folders_replace_a_missing_cache(files: Files, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null/nowhere")
     folder = resolve_model(str(files.model), mmproj=str(files.mmproj))
     assert "vlmserve-gguf-" in str(folder)
@@ -98,7 +98,7 @@ def test_a_folder_with_both_files_is_a_checkpoint(files: Files, tmp_path: Path) 
     assert resolve_model(str(tmp_path)) == tmp_path / "model-Q4_0.gguf"
 
 
-def test_an_image_without_its_vision_tower_is_refused_with_what_to_do(files: Files) -> None:
+def test_images_without_a_tower_are_rejected(files: Files) -> None:
     preparer = RequestPreparer(files.model, MediaConfig())
     with pytest.raises(TooManyImagesError, match=r"without a vision tower.*--mmproj"):
         preparer.chat(QUESTION, allow_local=True)
@@ -134,7 +134,7 @@ def test_what_a_vision_tower_says_wrongly_is_named(
         load_model(resolve_model(str(files.model), mmproj=str(mmproj)), device=CPU, dtype=torch.float32)
 
 
-def test_a_tower_of_glm_4v_is_refused_by_what_glm_ocr_has_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_glm_4v_tower_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     own = CONVERSIONS["glm_ocr"]
 
     def tensors(*checkpoint: Any) -> Iterator[tuple[str, torch.Tensor]]:
@@ -296,7 +296,7 @@ def test_the_vision_tower_is_the_nearest() -> None:
         ("F16", r"no \.gguf file of a language model for 'F16'"),
     ],
 )
-def test_what_fits_none_or_several_is_refused_with_what_there_is(wanted: str | None, words: str) -> None:
+def test_ambiguous_mmproj_choices_are_rejected(wanted: str | None, words: str) -> None:
     with pytest.raises(CheckpointNotFoundError, match=words):
         choose_files(REPOSITORY, wanted, "owner/name")
 
@@ -332,9 +332,7 @@ def unreachable(*arguments: Any, **options: Any) -> list[str]:
     raise httpx.ConnectError("no route")
 
 
-def test_where_the_hub_cannot_be_reached_the_cache_does(
-    files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unreachable_hub_falls_back_to_cache(files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "model-Q4_0.gguf").symlink_to(files.model)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(huggingface_hub.HfApi, "list_repo_files", unreachable)
@@ -342,7 +340,7 @@ def test_where_the_hub_cannot_be_reached_the_cache_does(
     assert resolve_model("owner/name:Q4_0") == tmp_path / "model-Q4_0.gguf"
 
 
-def test_a_repository_of_gguf_files_says_how_to_choose(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gguf_repositories_say_how_to_choose(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "config.json").write_text("{}")
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(huggingface_hub.HfApi, "list_repo_files", lambda *_, **__: REPOSITORY)

@@ -73,7 +73,7 @@ def test_names_may_come_without_the_outer_module(tmp_path: Path) -> None:
     assert torch.equal(with_it.language_model.embed(ids), without.language_model.embed(ids))
 
 
-def test_the_published_shape_is_what_an_empty_config_means() -> None:
+def test_an_empty_config_means_published_shapes() -> None:
     """The published config.json says nothing of it."""
     config: dict[str, Any] = {"architectures": ["HfMoondream"], "model_type": "moondream1", "config": {}}
     spec = decoder_spec(VISION_FAMILIES["moondream1"].text_config(config))

@@ -144,9 +144,7 @@ def test_a_folder_of_that_name_comes_first(monkeypatch: pytest.MonkeyPatch, tmp_
         ("something:9b", r"there is no model something:9b \(vlmserve models lists all names\)"),
     ],
 )
-def test_a_short_name_that_is_not_known_names_those_like_it(
-    name: str, message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unknown_short_name_suggests_others(name: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = answer_with(monkeypatch, OSError("not asked"))
     with pytest.raises(CheckpointNotFoundError, match=message):
         resolve_model(name)

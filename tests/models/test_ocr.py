@@ -88,7 +88,7 @@ def test_pixels_that_are_no_whole_squares_are_refused(folders: dict[str, Path], 
         ({"model_type": "glm_ocr_vision", "hidden_size": 28, "num_heads": 2}, ModelLoadError, "multiples of 4"),
     ],
 )
-def test_towers_that_are_not_implemented_or_impossible_are_refused(
+def test_unimplemented_towers_are_rejected(
     folders: dict[str, Path], tmp_path: Path, fields: dict[str, Any], error: type[Exception], word: str
 ) -> None:
     (tmp_path / "config.json").write_text((folders["GLM-OCR"] / "config.json").read_text())
@@ -99,7 +99,7 @@ def test_towers_that_are_not_implemented_or_impossible_are_refused(
 
 
 @torch.inference_mode()
-def test_a_quantized_copy_sees_as_a_model_quantized_at_load_does(folders: dict[str, Path], tmp_path: Path) -> None:
+def test_quantized_copies_see_as_quantized_at_load(folders: dict[str, Path], tmp_path: Path) -> None:
     config = QuantizationConfig(scheme="int8", vision=True)
     pixels = torch.randn(1, 3, 16, 24)
     for number, folder in enumerate(folders.values()):

@@ -59,7 +59,7 @@ def test_what_the_config_says_of_positions_matters(tmp_path: Path, trait: str) -
     assert_equal(paged_run(load(folder), [sequence]).finish([7]), [after.float()])
 
 
-def test_chatglm_has_the_context_that_it_was_trained_on(tmp_path: Path) -> None:
+def test_chatglm_has_its_trained_context(tmp_path: Path) -> None:
     assert load(make_chatglm(tmp_path, seq_length=384)).max_position == 384
 
 
@@ -68,13 +68,11 @@ def test_chatglm_has_the_context_that_it_was_trained_on(tmp_path: Path) -> None:
     [({}, 256), ({"use_dynamic_ntk": False}, 32), ({"max_position_embeddings": 16}, 32)],
     ids=["stretched", "as trained", "trained on more than it says"],
 )
-def test_qwen_goes_beyond_its_training_where_its_base_grows(
-    tmp_path: Path, fields: dict[str, Any], expected: int
-) -> None:
+def test_qwen_exceeds_its_trained_context(tmp_path: Path, fields: dict[str, Any], expected: int) -> None:
     assert load(make_qwen(tmp_path, **fields)).max_position == expected
 
 
-def test_the_base_grows_whenever_the_prompt_outgrows_twice_as_much() -> None:
+def test_the_base_grows_with_the_prompt() -> None:
     parameters = {"rope_type": "prompt_ntk", "original_max_position_embeddings": 32}
     spec = RopeSpec.from_config(8, 10000.0, parameters, 256)
     lengths = [1, 32, 33, 64, 65, 128, 129, 256]

@@ -77,7 +77,7 @@ def mistral3(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @torch.inference_mode()
-def test_pictures_of_several_sizes_go_through_the_layers_together_where_that_pays(mistral3: Path) -> None:
+def test_pictures_of_several_sizes_are_batched(mistral3: Path) -> None:
     vision = load(mistral3).vision
     assert isinstance(vision, PixtralVision)
     images = [torch.randn(1, 3, *size) for size in ((12, 18), (6, 6), (12, 18), (30, 12))]
@@ -122,7 +122,7 @@ def test_pixels_that_are_no_whole_squares_are_refused(mistral3: Path, shape: tup
         (make_pixtral, {"vision_feature_select_strategy": "default"}, "vision_feature_select_strategy"),
     ],
 )
-def test_parts_that_are_not_implemented_are_refused_by_name(
+def test_unimplemented_parts_are_rejected_by_name(
     tmp_path: Path, make: Make, fields: dict[str, Any], word: str
 ) -> None:
     folder = make(tmp_path)
@@ -146,7 +146,7 @@ def test_impossible_sizes_are_refused(tmp_path: Path, fields: dict[str, Any], wo
 
 
 @torch.inference_mode()
-def test_a_quantized_copy_sees_as_a_model_quantized_at_load_does(mistral3: Path, tmp_path: Path) -> None:
+def test_quantized_copies_see_as_quantized_at_load(mistral3: Path, tmp_path: Path) -> None:
     config = QuantizationConfig(scheme="int8", vision=True)
     save_quantized(mistral3, tmp_path / "saved", config)
     pixels = torch.randn(1, 3, 12, 18)

@@ -167,7 +167,7 @@ def text_of(preparer: RequestPreparer, ids: list[int]) -> str:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_every_tensor_has_its_place_and_every_place_its_tensor(folders: Callable[[str], Path], name: str) -> None:
+def test_published_tensors_match_the_models_slots(folders: Callable[[str], Path], name: str) -> None:
     family, folder = FAMILIES[name], folders(name)
     description = Description.read(folder)
     checkpoint = Checkpoint(folder, description.rename)
@@ -191,7 +191,7 @@ def test_every_tensor_has_its_place_and_every_place_its_tensor(folders: Callable
     assert read_prompt_files(folder).end_token_ids == family.end_ids
 
 
-def test_ministral_has_no_attention_factor_and_may_have_the_names_of_transformers_5(
+def test_ministral_may_have_names_of_transformers_5(
     folders: Callable[[str], Path],
 ) -> None:
     folder = folders("Ministral-3-3B-Instruct-2512-BF16")
@@ -204,7 +204,7 @@ def test_ministral_has_no_attention_factor_and_may_have_the_names_of_transformer
     assert {checkpoint.canonical(name) for name in flat} == checkpoint.names
 
 
-def test_the_position_embeddings_that_paddleocr_does_not_use_are_published(folders: Callable[[str], Path]) -> None:
+def test_paddleocr_publishes_unused_position_embeddings(folders: Callable[[str], Path]) -> None:
     folder = folders("PaddleOCR-VL")
     assert PACKING in Checkpoint(folder, Description.read(folder).rename).names
 
@@ -243,13 +243,13 @@ def test_what_users_write_is_no_image(preparers: Callable[[str], RequestPreparer
         assert prompt.token_ids.count(3) == 1
 
 
-def test_the_bounds_of_glm_ocrs_processor_count_an_image_twice(preparers: Callable[[str], RequestPreparer]) -> None:
+def test_glm_ocr_bounds_count_images_twice(preparers: Callable[[str], RequestPreparer]) -> None:
     image = {"type": "image", "image": Image.new("RGB", (640, 480)), "max_pixels": 9633792 // 2 + 1}
     with pytest.raises(InvalidRequestError, match=r"max_pixels is 4,816,897; .* this server's max_pixels, 4,816,896"):
         preparers("GLM-OCR").chat([{"role": "user", "content": [image]}], allow_local=True)
 
 
-def test_frames_of_glm_ocrs_videos_are_images_before_their_times(
+def test_glm_ocr_frames_precede_their_times(
     folders: Callable[[str], Path], preparers: Callable[[str], RequestPreparer]
 ) -> None:
     content = [{"type": "video", "video": [noise(320, 240)] * 5, "fps": 2}, {"type": "text", "text": "What?"}]
@@ -273,7 +273,7 @@ def test_frames_of_glm_ocrs_videos_are_images_before_their_times(
 # Qwen3-VL
 
 
-def test_features_for_more_layers_than_there_are_are_refused(folders: Callable[[str], Path]) -> None:
+def test_features_for_missing_layers_are_rejected(folders: Callable[[str], Path]) -> None:
     folder = folders("Qwen3-VL-2B-Instruct")
     config = Description.read(folder).config
     text = {**config["text_config"], "num_hidden_layers": 2}
@@ -306,7 +306,7 @@ def test_frames_of_a_video_stand_behind_their_times(preparers: Callable[[str], R
     assert 20_000 < rows * columns * 32**2 <= 40_000, "each frame has at most so many pixels"
 
 
-def test_tools_are_described_and_their_results_may_show_images(preparers: Callable[[str], RequestPreparer]) -> None:
+def test_tool_results_may_show_images(preparers: Callable[[str], RequestPreparer]) -> None:
     preparer = preparers("Qwen3-VL-2B-Instruct")
     assert preparer.tool_form.native
     call = {"id": "1", "type": "function", "function": {"name": "look", "arguments": "{}"}}

@@ -175,7 +175,7 @@ def desc_act(bits: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("bits", [4, 8])
-def test_groups_of_inputs_that_do_not_lie_side_by_side(tmp_path: Path, bits: int, kernels: str) -> None:
+def test_groups_of_scattered_inputs(tmp_path: Path, bits: int, kernels: str) -> None:
     plain = make_llama(tmp_path / "plain", **SHAPE, attention_bias=True)
     alone, uneven = "model.layers.1.self_attn.k_proj", "model.layers.1.mlp.down_proj"
 
@@ -216,7 +216,7 @@ def test_a_table_whose_inputs_were_sorted_is_plain(tmp_path: Path) -> None:
     check(folders, plain, "torch", None)
 
 
-def test_a_zero_point_of_zero_borrowed_from_its_neighbour() -> None:
+def test_a_zero_point_of_zero_borrows() -> None:
     """Subtracting one from whole words is undone by adding one to whole words, and by nothing else."""
     zeros = np.array([[0], [3], [0], [15], [7], [1], [0], [2]])
     values = np.random.default_rng(0).integers(0, 16, (8, 32))
@@ -336,7 +336,7 @@ def test_float8_with_one_scale_for_a_layer(tmp_path: Path, scale_name: str, inpu
     assert load_model(folders[0], device=CPU, dtype=None).dtype == torch.float32
 
 
-def test_projections_of_one_input_that_are_quantized_in_different_ways(tmp_path: Path) -> None:
+def test_projections_of_one_input_quantized_differently(tmp_path: Path) -> None:
     plain = make_llama(tmp_path / "plain", **SHAPE)
 
     def hold(layer: str, weight: Tensor) -> Held | None:
@@ -353,7 +353,7 @@ def test_projections_of_one_input_that_are_quantized_in_different_ways(tmp_path:
 
 
 @pytest.mark.parametrize("packed_zeros", [True, False])
-def test_groups_and_zero_points_of_compressed_tensors_in_other_forms(packed_zeros: bool) -> None:
+def test_compressed_tensors_groups_in_other_forms(packed_zeros: bool) -> None:
     """Groups whose inputs are told by an index, and zero points of the library's first releases, a byte each."""
     weight = torch.randn(16, 64, generator=torch.Generator().manual_seed(0))
     group_of = np.random.default_rng(0).permutation(np.arange(64) // 32)
@@ -428,7 +428,7 @@ def test_one_line_says_what_stayed_packed(tmp_path: Path, caplog: pytest.LogCapt
         ({"bits": 4}, "None, which is not supported"),
     ],
 )  # fmt: skip
-def test_unknown_kinds_are_named_with_those_that_are_supported(config: dict[str, Any], says: str) -> None:
+def test_unknown_kinds_are_named(config: dict[str, Any], says: str) -> None:
     with pytest.raises(UnsupportedModelError, match=says):
         stored_layouts(config)
 
@@ -473,7 +473,7 @@ def test_tensors_that_do_not_belong_together(part: str, value: Tensor) -> None:
         layout.read({**a_layer(), part: value})
 
 
-def test_a_weight_of_one_byte_without_its_scale_is_missing_something(tmp_path: Path) -> None:
+def test_a_float8_weight_needs_its_scale(tmp_path: Path) -> None:
     plain = make_llama(tmp_path / "plain", **SHAPE)
 
     def hold(layer: str, weight: Tensor) -> Held:

@@ -56,7 +56,7 @@ def logits(folder: Path, **options: Any) -> Tensor:
     ],
     ids=["int8", "int4", "zero points", "mixed"],
 )
-def test_a_saved_model_computes_what_one_that_is_quantized_at_load_does(
+def test_saved_models_equal_those_quantized_at_load(
     tmp_path: Path, config: QuantizationConfig, tied: bool, kernels: str
 ) -> None:
     folder = make_llama(
@@ -72,7 +72,7 @@ def test_a_saved_model_computes_what_one_that_is_quantized_at_load_does(
     assert sum(path.stat().st_size for path in (tmp_path / "saved").glob("*.safetensors")) >= saving.after
 
 
-def test_a_saved_model_that_sees_keeps_its_tower_and_all_other_files(tmp_path: Path) -> None:
+def test_a_saved_vlm_keeps_its_tower(tmp_path: Path) -> None:
     folder = make_llava(tmp_path / "plain", text=GROUPS_FIT, published_names=True)
     save_quantized(folder, tmp_path / "saved", QuantizationConfig(scheme="int8", vision=True))
     files = {path.name for path in folder.iterdir()}
@@ -159,7 +159,7 @@ def test_the_library_unpacks_zero_points(columns: int) -> None:
     torch.testing.assert_close(unpacked["weight"].float(), rounded.dequantize(), atol=1e-3, rtol=1e-2)
 
 
-def test_minimums_are_found_under_the_name_that_earlier_versions_wrote() -> None:
+def test_minimums_are_found_under_their_old_name() -> None:
     weight = round_to_nearest(
         torch.randn(21, 64, generator=torch.Generator().manual_seed(0)), bits=4, group_size=32, symmetric=False
     )
@@ -200,7 +200,7 @@ def quantized_llama(folder: Path, change: Any) -> Path:
     return folder / "saved"
 
 
-def test_bits_in_groups_that_no_kernel_knows_become_plain_weights(tmp_path: Path) -> None:
+def test_groups_without_kernels_are_dequantized(tmp_path: Path) -> None:
     layer = "model.layers.0.mlp.down_proj"
     expected = {}
 
@@ -269,14 +269,12 @@ def _other_shape(tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
         (_other_shape, ModelLoadError, "down_proj"),
     ],
 )
-def test_what_cannot_be_loaded_is_an_error_that_says_why(
-    tmp_path: Path, change: Any, error: type[Exception], says: str
-) -> None:
+def test_loading_errors_say_why(tmp_path: Path, change: Any, error: type[Exception], says: str) -> None:
     with pytest.raises(error, match=says):
         logits(quantized_llama(tmp_path, change))
 
 
-def test_what_cannot_be_saved_is_an_error_that_says_why(tmp_path: Path) -> None:
+def test_saving_errors_say_why(tmp_path: Path) -> None:
     folder = make_llama(tmp_path / "plain", **GROUPS_FIT)
     int8 = QuantizationConfig(scheme="int8")
     with pytest.raises(ConfigurationError, match="a new or an empty folder"):

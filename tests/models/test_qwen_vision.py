@@ -114,7 +114,7 @@ def test_pictures_do_not_see_each_other(towers: tuple[QwenVisionTower, nn.Module
 
 
 @torch.inference_mode()
-def test_pictures_of_several_sizes_go_through_the_layers_together_where_that_pays(
+def test_pictures_of_several_sizes_are_batched(
     towers: tuple[QwenVisionTower, nn.Module],
 ) -> None:
     ours, _ = towers

@@ -48,7 +48,7 @@ def test_the_placeholder_has_two_spellings(tmp_path: Path) -> None:
     assert load(folder).image_token_id == 7
 
 
-def test_an_architecture_follows_from_the_model_type_where_it_is_left_out(tmp_path: Path) -> None:
+def test_a_missing_architecture_follows_from_model_type(tmp_path: Path) -> None:
     folder = make_llama(tmp_path)
     change_config(folder, architectures=None)
     assert load(folder).architecture == "LlamaForCausalLM"
@@ -64,7 +64,7 @@ def test_an_architecture_follows_from_the_model_type_where_it_is_left_out(tmp_pa
         (None, {"eos_token_id": None}, {2}),
     ],
 )
-def test_end_tokens_come_from_the_first_file_that_names_them(
+def test_end_tokens_come_from_the_first_file(
     tmp_path: Path, generation: dict[str, Any] | None, config: dict[str, Any], expected: set[int]
 ) -> None:
     folder = make_llama(tmp_path)
@@ -127,7 +127,7 @@ def test_a_changed_type_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixtu
 
 
 @pytest.mark.parametrize("spelling", ["dtype", "torch_dtype", None])
-def test_the_stored_type_is_found_however_it_is_told(tmp_path: Path, spelling: str | None) -> None:
+def test_the_stored_type_is_found(tmp_path: Path, spelling: str | None) -> None:
     folder = make_llama(tmp_path)
     change_config(folder, dtype=None)
     if spelling is not None:

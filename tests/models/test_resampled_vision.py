@@ -68,7 +68,7 @@ def test_a_qwen_without_a_visual_section_sees_nothing(tmp_path: Path) -> None:
     assert (loaded.vision, loaded.image_token_id) == (None, None)
 
 
-def test_the_placeholder_lies_between_a_picture_s_beginning_and_its_end(tmp_path: Path) -> None:
+def test_placeholders_lie_between_image_ends(tmp_path: Path) -> None:
     assert load(make_qwen_vl(tmp_path, visual={"image_start_id": 500})).image_token_id == 502
 
 

@@ -14,7 +14,7 @@ from vlmserve.layers.encoder_attention import EncoderAttention
 from vlmserve.models.vision.rotation import patch_angles, rotate_heads, rotated
 
 
-def test_more_patches_than_are_rotated_at_once_are_rotated_as_the_formula_says() -> None:
+def test_many_patches_rotate_by_the_formula() -> None:
     rows, columns, heads, half = 20, 15, 3, 4
     row, column = torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij")
     frequencies = 1 / 100 ** (torch.arange(0, half, 2) / half)
@@ -34,7 +34,7 @@ def test_more_patches_than_are_rotated_at_once_are_rotated_as_the_formula_says()
 
 @built
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_kernels_of_the_device_rotate_where_it_has_them(dtype: torch.dtype) -> None:
+def test_device_kernels_rotate_if_there_are_any(dtype: torch.dtype) -> None:
     attention = EncoderAttention(24, 3, dtype=dtype)
     qkv, angles = torch.randn(9, 72).to(dtype), torch.randn(9, 1, 4)
     plain = rotated(attention, qkv.clone(), angles.cos(), angles.sin())

@@ -48,20 +48,20 @@ def test_an_empty_vision_config_means_what_transformers_presumes() -> None:
     assert ClipSpec.from_config({}) == ClipSpec.from_config(CLIPVisionConfig().to_dict())
 
 
-def test_a_llava_config_without_parts_means_what_transformers_presumes() -> None:
+def test_an_empty_llava_config_means_transformers_defaults() -> None:
     config = LlavaConfig()
     assert ClipSpec.from_config(VISION) == ClipSpec.from_config(config.vision_config.to_dict())
     assert decoder_spec({}) == decoder_spec(config.text_config.to_dict())
 
 
 @pytest.mark.parametrize("config_class", [Idefics3Config, SmolVLMConfig])
-def test_an_empty_config_of_a_splitting_model_means_what_transformers_presumes(config_class: type[Any]) -> None:
+def test_an_empty_splitting_config_means_transformers_defaults(config_class: type[Any]) -> None:
     vision = config_class().vision_config.to_dict()
     complete = ClipSpec.from_config(vision, IDEFICS3_KINDS, {})
     assert ClipSpec.from_config({}, IDEFICS3_KINDS, IDEFICS3_DEFAULTS) == complete
 
 
-def test_an_empty_config_of_internvl_means_what_transformers_presumes() -> None:
+def test_an_empty_internvl_config_means_transformers_defaults() -> None:
     config = InternVLConfig()
     complete = config.vision_config.to_dict()
     assert InternSpec.from_config({}) == InternSpec.from_config(complete)
@@ -70,13 +70,13 @@ def test_an_empty_config_of_internvl_means_what_transformers_presumes() -> None:
     assert family.tied == config.tie_word_embeddings
 
 
-def test_an_empty_config_of_pixtral_means_what_transformers_presumes() -> None:
+def test_an_empty_pixtral_config_means_transformers_defaults() -> None:
     assert PixtralSpec.from_config({}) == PixtralSpec.from_config(PixtralVisionConfig().to_dict())
     assert VISION_FAMILIES["mistral3"].tied == Mistral3Config().tie_word_embeddings
 
 
 @pytest.mark.parametrize("config_class", [GlmOcrConfig, PaddleOCRVLConfig])
-def test_an_empty_config_of_an_ocr_model_means_what_transformers_presumes(config_class: type[Any]) -> None:
+def test_an_empty_ocr_config_means_transformers_defaults(config_class: type[Any]) -> None:
     config = config_class()
     complete = config.vision_config.to_dict()
     kind = {"model_type": complete["model_type"]}
@@ -91,7 +91,7 @@ def test_an_empty_config_of_an_ocr_model_means_what_transformers_presumes(config
     [LlavaConfig, LlavaNextConfig, Idefics3Config, SmolVLMConfig, InternVLConfig, Mistral3Config, GlmOcrConfig,
      PaddleOCRVLConfig],
 )  # fmt: skip
-def test_placeholders_that_configs_do_not_name_are_those_of_transformers(config_class: type[Any]) -> None:
+def test_unnamed_placeholders_are_those_of_transformers(config_class: type[Any]) -> None:
     config = config_class()
     assert VISION_FAMILIES[config.model_type].placeholder({}) == config.image_token_id
 
@@ -101,7 +101,7 @@ def test_no_window_can_be_asked_for() -> None:
     assert {attention.window for attention in spec.attention} == {None}
 
 
-def test_linear_scaling_lengthens_the_context_and_llama3_states_it() -> None:
+def test_linear_rope_lengthens_the_context() -> None:
     linear = {"max_position_embeddings": 4096, "rope_scaling": {"type": "linear", "factor": 4.0}}
     assert decoder_spec(linear).max_position == 16384
     llama3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}

@@ -81,7 +81,7 @@ def made_in(stages: Stages[T], budget: StageBudget, products: float) -> tuple[T,
 
 @pytest.mark.parametrize("name", MAKERS)
 @torch.inference_mode()
-def test_embeddings_are_the_same_in_stages_of_any_size(name: str, tmp_path: Path) -> None:
+def test_stages_give_the_same_embeddings(name: str, tmp_path: Path) -> None:
     MAKERS[name](tmp_path)
     vision = load(tmp_path).vision
     assert vision is not None
@@ -115,7 +115,7 @@ def test_attention_in_parts_equals_attention_at_once(queries: int) -> None:
 
 
 @torch.inference_mode()
-def test_one_head_of_a_large_image_takes_several_stages() -> None:
+def test_a_large_heads_attention_takes_several_stages() -> None:
     attention = EncoderAttention(16, 1, dtype=torch.float32)
     qkv = torch.randn(1, 700, 48)
     budget = StageBudget(0, least=96 * 700, rows=96)

@@ -66,7 +66,7 @@ def test_llava_next_puts_tiles_together_as_transformers_does(tmp_path: Path, ove
 
 @torch.inference_mode()
 @pytest.mark.usefixtures("kernels")
-def test_llava_next_sees_a_picture_that_was_not_cut_as_transformers_does(tmp_path: Path) -> None:
+def test_llava_next_sees_whole_pictures_as_transformers(tmp_path: Path) -> None:
     folder = make_llava_next(tmp_path)
     theirs = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
     theirs.model.config.image_grid_pinpoints = [[0, 0]]  # no tiles but the first
@@ -90,7 +90,7 @@ def test_llava_next_sees_a_picture_that_was_not_cut_as_transformers_does(tmp_pat
 
 @torch.inference_mode()
 @pytest.mark.usefixtures("kernels")
-def test_rows_of_tiles_lie_beside_each_other_and_end_in_newlines(tmp_path: Path) -> None:
+def test_rows_of_tiles_end_in_newlines(tmp_path: Path) -> None:
     model = load(make_llava_next(tmp_path))
     vision: Any = model.vision
     pixels = torch.randn(7, 3, 16, 16)
@@ -129,7 +129,7 @@ def test_tiles_that_make_no_picture_are_refused(
         vision.check((count, 3, 16, 16), 52, tiling)
 
 
-def test_llava_next_with_class_tokens_in_its_tiles_is_refused(tmp_path: Path) -> None:
+def test_llava_next_with_class_tokens_is_rejected(tmp_path: Path) -> None:
     folder = make_llava_next(tmp_path)
     change_config(folder, vision_feature_select_strategy="full")
     with pytest.raises(UnsupportedModelError, match="'full' keeps a class token"):
@@ -187,7 +187,7 @@ def test_embeddings_of_tiles_equal_those_of_transformers(tmp_path: Path, overrid
     assert vision.encode([]) == []
 
 
-def test_names_with_and_without_a_prefix_mean_the_same_weights(tmp_path: Path) -> None:
+def test_prefixed_names_mean_the_same_weights(tmp_path: Path) -> None:
     folders = [make_idefics3(tmp_path / name) for name in ("with", "without")]
     rename_tensors(folders[1], lambda name: name.removeprefix("model."))
     models = [load(folder) for folder in folders]
@@ -220,7 +220,7 @@ SMALL = {"hidden_size": 32, "intermediate_size": 56, "num_hidden_layers": 1, "nu
         ({"text_config": {"model_type": "gpt2", "n_layer": 1, "n_embd": 32, "n_head": 4}}, "gpt2"),
     ],
 )
-def test_parts_that_are_not_implemented_are_refused_by_name(tmp_path: Path, fields: dict[str, Any], word: str) -> None:
+def test_unimplemented_parts_are_rejected_by_name(tmp_path: Path, fields: dict[str, Any], word: str) -> None:
     folder = make_idefics3(tmp_path)
     change_config(folder, **fields)
     with pytest.raises(UnsupportedModelError, match=word):
@@ -237,7 +237,7 @@ def test_towers_named_as_in_the_first_checkpoints_load(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("make", [make_llava_next, make_idefics3])
 @torch.inference_mode()
-def test_a_quantized_copy_sees_as_a_model_quantized_at_load_does(tmp_path: Path, make: Callable[..., Path]) -> None:
+def test_quantized_copies_see_as_quantized_at_load(tmp_path: Path, make: Callable[..., Path]) -> None:
     folder = make(tmp_path / "plain", text={"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 8})
     config = QuantizationConfig(scheme="int8", vision=True)
     save_quantized(folder, tmp_path / "saved", config)

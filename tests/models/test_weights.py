@@ -51,7 +51,7 @@ def logits(model: LoadedModel) -> torch.Tensor:
         ("model.multi_modal_projector.linear_2.bias", "multi_modal_projector.linear_2.bias"),
     ],
 )
-def test_every_layout_in_the_wild_has_one_canonical_name(name: str, canonical: str) -> None:
+def test_every_layout_has_one_canonical_name(name: str, canonical: str) -> None:
     assert canonical_name(name) == canonical
 
 
@@ -61,7 +61,7 @@ def test_shards_load_like_a_single_file(tmp_path: Path) -> None:
     assert torch.equal(logits(load(single)), logits(load(sharded)))
 
 
-def test_files_mapped_anew_for_every_tensor_load_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_mapped_per_tensor_load_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = make_llama(tmp_path)
     expected = logits(load(folder))
     opened = []
@@ -88,14 +88,14 @@ def test_missing_tensors_are_counted_and_named(tmp_path: Path) -> None:
         load(folder)
 
 
-def test_one_missing_part_of_a_merged_weight_is_noticed(tmp_path: Path) -> None:
+def test_a_missing_merged_part_is_noticed(tmp_path: Path) -> None:
     folder = make_llama(tmp_path)
     rename_tensors(folder, lambda name: None if name.endswith("layers.1.self_attn.k_proj.weight") else name)
     with pytest.raises(MissingWeightsError, match=r"lacks 1 of .*layers\.1\.self_attn\.k_proj\.weight$"):
         load(folder)
 
 
-def test_a_tensor_of_another_shape_is_named_with_both_shapes(tmp_path: Path) -> None:
+def test_a_wrong_shape_names_both_shapes(tmp_path: Path) -> None:
     folder = make_llama(tmp_path)
     change_tensors(folder, lambda name, tensor: (name, tensor[:-1] if "layers.2.mlp.down_proj" in name else tensor))
     with pytest.raises(ModelLoadError, match=r"layers\.2\.mlp\.down_proj\.weight has shape \[47, 80\].*\[48, 80\]"):

@@ -125,7 +125,7 @@ def test_whatever_happened_before_a_batch_is_its_step(
 
 
 @pytest.mark.parametrize("budget", [1, 2, 3, 4, 5, 7, 40])
-def test_text_inside_an_image_is_text_wherever_a_chunk_ends(budget: int) -> None:
+def test_text_inside_images_survives_chunks(budget: int) -> None:
     places = (0, 1, 4, 7, 8, 11)
     shown = replace(image(1, 12), text=tuple((place, 20 + place) for place in places))
     made_up = scheduler(budget=budget)
@@ -148,7 +148,7 @@ def test_text_inside_an_image_is_text_wherever_a_chunk_ends(budget: int) -> None
     assert tokens == [0 if position in taken else token for position, token in enumerate(seen.token_ids[:18])]
 
 
-def test_rows_of_an_image_say_whose_they_are_and_from_where() -> None:
+def test_image_rows_say_their_image_and_offset() -> None:
     made_up = scheduler(budget=6)
     one, two = image(1, 5), image(2, 3)
     made_up.add(seen := request("seen", 14, images=[(one, 2), (two, 9)]))
@@ -179,7 +179,7 @@ class StagingDevice(PaddingDevice):
         self.upload = Staging(self.torch_device, reserve=2**16).upload  # type: ignore[method-assign]
 
 
-def test_decodes_of_any_length_lie_at_the_same_addresses() -> None:
+def test_decodes_lie_at_the_same_addresses() -> None:
     device, places = StagingDevice(), set()
     builder = BatchBuilder(BLOCK, device, padding_block=77)
     for lengths in ((3, 2, 5), (60, 3, 2)):
@@ -194,7 +194,7 @@ def test_decodes_of_any_length_lie_at_the_same_addresses() -> None:
     assert len(places) == 1
 
 
-def test_decodes_are_padded_by_sequences_of_one_token_in_a_block_of_their_own() -> None:
+def test_decodes_are_padded_by_one_token_sequences() -> None:
     made_up = scheduler(budget=40)
     for number, length in enumerate((5, 9, 3)):
         made_up.add(request(str(number), length, token=number + 1, max_tokens=4))
@@ -216,7 +216,7 @@ def test_decodes_are_padded_by_sequences_of_one_token_in_a_block_of_their_own() 
         assert batch.sampled_rows.tolist() == list(range(count))
 
 
-def test_decodes_and_chunks_are_padded_by_one_sequence_and_by_some_of_no_rows() -> None:
+def test_mixed_batches_are_padded() -> None:
     made_up = scheduler(budget=16)
     builder = BatchBuilder(BLOCK, PaddingDevice(torch.device("cpu")), padding_block=77)
     states = request_states()
@@ -241,7 +241,7 @@ def test_decodes_and_chunks_are_padded_by_one_sequence_and_by_some_of_no_rows() 
     assert len(scheduled) == 4
 
 
-def test_chunks_are_padded_by_one_sequence_in_a_block_of_its_own() -> None:
+def test_chunks_are_padded_by_one_sequence() -> None:
     made_up = scheduler(budget=40)
     for number, length in enumerate((5, 6)):
         made_up.add(request(str(number), length, token=number + 1, max_tokens=1))

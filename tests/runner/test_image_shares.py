@@ -23,7 +23,7 @@ WIDTH = 3
 
 
 @given(st.lists(st.integers(0, 1000)), st.integers(1, 5))
-def test_every_image_belongs_to_one_rank_and_none_has_much_more_to_do(costs, count):
+def test_images_are_spread_evenly_over_ranks(costs, count):
     shares = divide(costs, count)
     assert sorted(index for share in shares for index in share) == list(range(len(costs)))
     loads = [sum(costs[index] for index in share) for share in shares]

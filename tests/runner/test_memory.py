@@ -50,7 +50,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
     ("num_tokens", "max_model_len", "lens"),
     [(50, 512, [50]), (50, 50, [50]), (50, 20, [20, 20, 10]), (41, 20, [20, 20, 1]), (3, 1, [1, 1, 1])],
 )
-def test_the_largest_step_has_all_tokens_and_rows_and_no_longer_sequences(
+def test_the_largest_step_has_all_tokens(
     model: LoadedModel, monkeypatch: pytest.MonkeyPatch, num_tokens: int, max_model_len: int, lens: list[int]
 ) -> None:
     device = Recorder()

@@ -35,7 +35,7 @@ def request(number: int, adapter: str) -> SimpleNamespace:
     return SimpleNamespace(request_id=str(number), adapter=adapter.encode())
 
 
-def test_a_request_waits_for_a_slot_and_those_of_other_adapters_do_not():
+def test_only_requests_without_a_slot_wait():
     slots = AdapterSlots(1, Memory())
     first, other, base, same = request(0, "a"), request(1, "b"), request(2, ""), request(3, "a")
     slots.begin_step([], None)
@@ -52,7 +52,7 @@ def test_a_request_waits_for_a_slot_and_those_of_other_adapters_do_not():
     assert [load.digest for load in loads(slots)] == [b"b"], "what never ran need not be loaded"
 
 
-def test_an_adapter_that_is_not_in_memory_costs_nobody_a_slot():
+def test_an_unloaded_adapter_takes_no_slot():
     slots = AdapterSlots(1, Memory(missing=b"b"))
     first = request(0, "a")
     slots.acquire(first, [])
@@ -62,7 +62,7 @@ def test_an_adapter_that_is_not_in_memory_costs_nobody_a_slot():
 
 
 @given(st.integers(1, 3), st.lists(st.tuples(st.integers(0, 5), st.integers(1, 4)), max_size=40))
-def test_all_requests_run_and_each_has_its_adapter_in_a_slot(num_slots, wanted):
+def test_running_requests_have_their_adapters_in_slots(num_slots, wanted):
     """wanted: an adapter and how many steps it runs for; 0 is the base model."""
     slots = AdapterSlots(num_slots, Memory())
     waiting = [request(number, str(adapter or "")) for number, (adapter, _) in enumerate(wanted)]

@@ -11,7 +11,7 @@ def prefixed(name: str, length: int, number: int = 1, size: int = 10, **options)
     return request(name, length, images=[(image(number, size), 1)], bidirectional="prefix", **options)
 
 
-def test_a_prefix_goes_over_the_budget_and_nothing_comes_beside_it():
+def test_a_prefix_over_the_budget_runs_alone():
     s = scheduler(budget=5)
     s.add(prefixed("a", 14))
     s.add(prefixed("b", 14, number=2))
@@ -20,7 +20,7 @@ def test_a_prefix_goes_over_the_budget_and_nothing_comes_beside_it():
     assert plan(run(s)[0]) == [("a", 1), ("b", 3)]
 
 
-def test_a_prefix_goes_on_with_the_prompt_as_far_as_the_budget_reaches():
+def test_a_prefix_chunk_continues_within_the_budget():
     s = scheduler(budget=13)
     s.add(prefixed("a", 40))
     assert plan(run(s)[0]) == [("a", 13)]
@@ -33,7 +33,7 @@ def test_a_prompt_without_an_image_is_cut_anywhere():
     assert plan(run(s)[0]) == [("a", 5)]
 
 
-def test_nothing_of_a_prefix_is_computed_before_its_image_can_be_encoded():
+def test_a_prefix_waits_for_its_image():
     s = scheduler(encoder_bytes=10, max_encoded_images=1)
     s.add(request("holds", 30, images=[(image(3, 10), 12)], max_tokens=1))
     s.add(prefixed("a", 14))
@@ -43,7 +43,7 @@ def test_nothing_of_a_prefix_is_computed_before_its_image_can_be_encoded():
     assert len(finish(s)) > 0
 
 
-def test_what_is_left_of_a_known_prefix_is_computed_in_one_step():
+def test_the_rest_of_prefixes_takes_one_step():
     """Blocks of 4 hold 8 of its 11 tokens."""
     s = scheduler(budget=2, prefix_caching=True)
     s.add(prefixed("a", 14))
@@ -59,20 +59,20 @@ def test_what_is_left_of_a_known_prefix_is_computed_in_one_step():
     assert s.requests["c"].num_cached == 8
 
 
-def test_the_key_of_a_prefixs_first_block_depends_on_all_of_it():
+def test_a_prefixs_first_key_covers_all():
     images = [(image(1, 10), 5), (image(2, 10), 5), (image(1, 9), 5)]
     for bidirectional, kinds in (("prefix", 3), ("images", 1), (None, 1)):
         requests = [request("a", 20, images=[one], bidirectional=bidirectional) for one in images]
         assert len({one.keys_of_full_blocks(one.tables[0], 1, 4)[0] for one in requests}) == kinds
 
 
-def test_a_chunk_ends_before_an_image_that_does_not_fit_and_takes_one_that_it_begins_with():
+def test_a_chunk_ends_before_a_span_too_long():
     s = scheduler(budget=5)
     s.add(request("a", 20, images=[(image(1, 6), 2), (image(2, 4), 11)], bidirectional="images"))
     assert [plan(run(s)[0]) for _ in range(5)] == [[("a", count)] for count in (2, 6, 3, 5, 4)]
 
 
-def test_what_is_left_of_a_known_image_is_computed_in_one_step():
+def test_the_rest_of_images_takes_one_step():
     """Blocks of 4 hold 6 of its 9 tokens behind 6 of text."""
     s = scheduler(budget=2, prefix_caching=True)
     one, other = (request(name, 20, images=[(image(1, 9), 6)], bidirectional="images") for name in ("a", "b"))
@@ -88,7 +88,7 @@ def _tail_key(one):
     return one.tail_key(one.tables[0], 6, 8)
 
 
-def test_the_key_of_a_tail_depends_on_what_its_tokens_see():
+def test_a_tail_key_covers_what_tokens_see():
     """Of a prompt that ends with a bidirectional span all but the last token is cached."""
     one, other = (request("a", 7, images=[(image(1, 3), 4)], bidirectional="prefix") for _ in range(2))
     other.token_ids[6] = 9

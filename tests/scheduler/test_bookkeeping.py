@@ -120,7 +120,7 @@ def sample(batch: list[ScheduledRequest], token: int) -> ModelRunnerOutput:
     st.sampled_from([None, [], [7], [7, 7, 7], [8, 8, 7, 8, 8, 8], [7] * 9]),
     st.sampled_from([None, 1, 9, 25, 1000]),
 )
-def test_no_block_leaks_or_holds_another_requests_content_and_every_request_ends(
+def test_no_block_leaks_or_holds_foreign_content(
     sizes, operations, bidirectional, max_short_len, drafts, encoder_budget
 ):
     if bidirectional is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.scheduler.made_up import cross_input, finish, plan, request, run, scheduler
 
 
-def test_equal_requests_share_their_states_and_others_the_image():
+def test_equal_requests_share_their_states():
     s = scheduler()
     for name, text in (("a", 0), ("b", 0), ("c", 3)):
         s.add(request(name, 5, cross=cross_input(1, 10, text)))
@@ -20,7 +20,7 @@ def test_equal_requests_share_their_states_and_others_the_image():
     assert s.images.cache.num_pinned == 0
 
 
-def test_an_image_that_is_known_is_not_evicted_for_states_computed_from_it():
+def test_states_do_not_evict_their_image():
     s = scheduler(encoder_bytes=20)
     s.add(request("a", 5, cross=cross_input(1, 10)))
     finish(s)
@@ -35,7 +35,7 @@ def test_an_image_that_is_known_is_not_evicted_for_states_computed_from_it():
     finish(s)
 
 
-def test_who_finds_no_room_waits_for_who_has_it():
+def test_requests_without_room_wait():
     s = scheduler(encoder_bytes=20)
     for number in (1, 2):
         s.add(request(str(number), 5, cross=cross_input(number, 10), max_tokens=2))
@@ -48,7 +48,7 @@ def test_who_finds_no_room_waits_for_who_has_it():
     assert s.images.cache.num_pinned == 0
 
 
-def test_one_that_is_aborted_or_preempted_lets_go_of_it():
+def test_aborted_or_preempted_requests_let_go():
     s = scheduler(num_blocks=4)
     for number in (1, 2):
         s.add(request(str(number), 4, cross=cross_input(number, 10), max_tokens=8))

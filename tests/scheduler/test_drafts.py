@@ -14,7 +14,7 @@ def drafting(drafts, **options):
 
 
 @pytest.mark.parametrize(("drafts", "new"), [([7, 7, 7], 4), ([7, 8, 7], 2), ([8, 7, 7], 1), ([], 1)])
-def test_drafts_that_are_right_and_one_more_token_are_new(drafts, new):
+def test_right_drafts_and_one_token_are_new(drafts, new):
     s = drafting(drafts)
     s.add(request("a", 6, max_tokens=50))
     run(s)
@@ -34,7 +34,7 @@ def test_only_blocks_of_accepted_tokens_are_found():
     assert s.pool.num_cached == 2, "one block of the prompt, and its tail"
 
 
-def test_an_end_token_ends_an_answer_whatever_was_drafted_behind_it():
+def test_end_tokens_end_answers_before_drafts():
     s = drafting([END, 5, 5])
     s.add(request("a", 6, max_tokens=50))
     run(s)
@@ -63,7 +63,7 @@ def test_drafts_leave_every_other_request_its_token():
     assert sorted(plan(run(s)[0])) == [("a", 3), ("b", 1), ("c", 1)]
 
 
-def test_drafts_take_no_block_that_another_request_may_need_soon():
+def test_drafts_take_no_block_others_need():
     s = drafting([7] * 9, num_blocks=6)
     for name in "ab":
         s.add(request(name, 4, max_tokens=50))
@@ -73,7 +73,7 @@ def test_drafts_take_no_block_that_another_request_may_need_soon():
     assert s.num_preemptions == 0
 
 
-def test_a_request_gets_long_only_by_its_last_token():
+def test_requests_get_long_by_their_last_token():
     """The tokens before that are computed as those of short ones, and drafts do not change the way."""
     s = drafting([7] * 6)
     s.add(request("a", 6, max_tokens=50, max_short_len=10))

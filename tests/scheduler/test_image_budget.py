@@ -32,7 +32,7 @@ def encoded(step: SchedulerOutput) -> list[tuple[int, int | None]]:
     return [(one.key[0], one.products) for one in step.encodings]
 
 
-def test_an_image_takes_as_many_steps_as_its_multiplications_do():
+def test_an_image_takes_steps_by_its_macs():
     s = busy_scheduler(15)
     s.add(request("a", 10, images=[(image(1, 4), 2)]))
     step, _ = run(s)
@@ -47,7 +47,7 @@ def test_an_image_takes_as_many_steps_as_its_multiplications_do():
     assert (plan(step), step.encoded_keys) == ([("text", 1), ("a", 1)], [])
 
 
-def test_what_fits_is_encoded_at_once_and_what_is_left_goes_to_the_next_image():
+def test_leftover_budget_goes_to_the_next_image():
     s = busy_scheduler(55)
     for number in (1, 2, 3):
         s.add(request(str(number), 8, images=[(image(number, 4), 2)]))
@@ -100,7 +100,7 @@ def test_images_finish_in_order_of_arrival():
     assert first_tokens == {"1": 5, "2": 10, "3": 15, "4": 20}
 
 
-def test_a_small_image_does_not_wait_for_a_huge_one():
+def test_small_images_do_not_wait_for_huge_ones():
     s = scheduler(num_blocks=400)
     s.limits = FixedLimits(20, others=20)
     s.add(request("huge", 600, images=[(image(1, 500), 1)], max_tokens=1))
@@ -126,7 +126,7 @@ def test_prompts_finish_in_order_of_arrival():
     assert steps == [[], ["a"], [], ["b"], ["c"]], "the last one is alone"
 
 
-def test_a_short_prompt_does_not_wait_for_a_long_one():
+def test_short_prompts_do_not_wait_for_long_ones():
     s = scheduler(budget=8)
     s.add(request("long", 200, max_tokens=1))
     s.add(request("equal", 180, max_tokens=1, token=2))
@@ -147,7 +147,7 @@ def test_a_prompt_beside_a_stream_takes_several_steps():
     assert plan(run(s)[0]) == [("alone", 30)]
 
 
-def test_once_nobody_generates_an_image_is_finished_at_once():
+def test_idle_engines_finish_images_at_once():
     s = busy_scheduler(1)
     s.add(request("a", 10, images=[(image(1, 4), 2)]))
     run(s)
@@ -157,7 +157,7 @@ def test_once_nobody_generates_an_image_is_finished_at_once():
     finish(s)
 
 
-def test_two_who_need_an_image_wait_for_the_same_one():
+def test_two_requests_wait_for_one_image():
     s = busy_scheduler(15)
     for name in ("a", "b"):
         s.add(request(name, 10, images=[(image(1, 4), 2)], token=ord(name)))
@@ -166,7 +166,7 @@ def test_two_who_need_an_image_wait_for_the_same_one():
     assert (s.images.queries, s.images.hits) == (2, 1)
 
 
-def test_an_image_that_nobody_needs_any_more_is_given_up():
+def test_an_image_nobody_needs_is_given_up():
     s = busy_scheduler(15)
     s.add(request("a", 10, images=[(image(1, 4), 2)]))
     run(s)
@@ -180,7 +180,7 @@ def test_an_image_that_nobody_needs_any_more_is_given_up():
     assert step.encodings[0].image is not None, "it begins anew"
 
 
-def test_an_image_that_is_given_up_and_asked_for_again_begins_anew_in_the_same_step():
+def test_a_given_up_image_may_restart_at_once():
     s = busy_scheduler(15)
     s.add(request("a", 10, images=[(image(1, 4), 2)]))
     run(s)
@@ -201,7 +201,7 @@ def test_an_image_that_another_one_needs_goes_on():
     assert (step.embeddings_to_evict, encoded(step)) == ([], [(1, 15)])
 
 
-def test_a_request_that_is_preempted_gives_its_image_up():
+def test_a_preempted_request_gives_up_its_image():
     s = busy_scheduler(1, num_blocks=6)
     s.add(request("a", 12, images=[(image(1, 4), 2)]))
     run(s)
@@ -240,7 +240,7 @@ def test_cross_attention_states_wait_for_their_image():
     assert s.images.cache.num_pinned == 0
 
 
-def test_a_prompts_last_token_that_needs_an_image_is_planned_with_the_steps_own_budget():
+def test_the_last_token_waits_for_the_encoder_budget():
     s = scheduler(num_blocks=3, budget=2, seqs=2, encoder_bytes=8, max_encoded_images=1)
     s.limits = FixedLimits(1)
     s.add(request("text", 2))
@@ -256,7 +256,7 @@ def test_a_prompts_last_token_that_needs_an_image_is_planned_with_the_steps_own_
     assert len(s) == 0
 
 
-def test_a_prompts_last_token_that_needs_an_image_is_planned_with_the_steps_own_number_of_images():
+def test_the_last_token_waits_for_the_image_limit():
     s = scheduler(num_blocks=5, budget=2, seqs=3, max_encoded_images=1)
     for name, number in (("a", 1), ("b", 2), ("c", 3)):
         s.add(request(name, 1, max_tokens=1, images=[(image(number, 1), 0)]))
@@ -267,7 +267,7 @@ def test_a_prompts_last_token_that_needs_an_image_is_planned_with_the_steps_own_
 
 
 @pytest.mark.parametrize("aborted", [["a"], ["b"], ["a", "b"]])
-def test_cross_attention_states_that_were_never_computed_are_not_evicted(aborted):
+def test_missing_cross_states_are_not_evicted(aborted):
     s = busy_scheduler(15)
     for name, text in (("a", 3), ("b", 2)):
         s.add(request(name, 5, cross=cross_input(1, 4, text)))
@@ -293,7 +293,7 @@ def test_requests_that_wait_for_images_are_counted():
     assert limits.asked == [0, 2, 2, 1, 1, 1, 0]
 
 
-def test_no_output_of_a_runner_is_needed_for_an_image_alone():
+def test_an_image_alone_needs_no_output():
     s = busy_scheduler(15)
     s.abort(["text"])
     s.limits = FixedLimits(15)

@@ -8,7 +8,7 @@ from tests.scheduler.made_up import finish, image, plan, request, run, scheduler
 from vlmserve.cache.keys import block_key
 
 
-def test_a_prompt_that_was_computed_before_is_found_but_for_its_last_token():
+def test_a_known_prompt_is_found_without_its_last():
     s = scheduler(prefix_caching=True)
     s.add(request("a", 8))
     finish(s)
@@ -38,7 +38,7 @@ def test_aborted_requests_leave_blocks_to_be_found():
     assert s.running[0].num_cached == 8
 
 
-def test_a_running_request_shares_its_full_blocks_and_its_last_one_is_copied():
+def test_running_requests_share_full_blocks():
     s = scheduler(prefix_caching=True)
     s.add(request("a", 11))
     run(s)
@@ -50,7 +50,7 @@ def test_a_running_request_shares_its_full_blocks_and_its_last_one_is_copied():
     assert plan(step) == [("a", 1), ("b", 1)]
 
 
-def test_equal_requests_at_once_wait_for_the_first_and_share_its_prompt():
+def test_equal_requests_wait_for_the_first():
     s = scheduler(prefix_caching=True)
     for name in "abc":
         s.add(request(name, 11, images=[(image(1, 4), 2)]))
@@ -63,7 +63,7 @@ def test_equal_requests_at_once_wait_for_the_first_and_share_its_prompt():
     assert s.pool.num_used == 2 + 3
 
 
-def test_a_request_does_not_wait_for_a_small_common_beginning():
+def test_requests_wait_for_no_small_common_prefix():
     s = scheduler(prefix_caching=True)
     s.add(request("a", 6))
     longer = request("b", 30)
@@ -72,7 +72,7 @@ def test_a_request_does_not_wait_for_a_small_common_beginning():
     assert plan(run(s)[0]) == [("a", 6), ("b", 30)]
 
 
-def test_who_waits_for_an_aborted_request_computes_for_itself():
+def test_waiters_of_aborted_requests_compute_themselves():
     s = scheduler(prefix_caching=True, budget=8)
     s.add(request("a", 30))
     s.add(request("b", 30))
@@ -82,7 +82,7 @@ def test_who_waits_for_an_aborted_request_computes_for_itself():
     assert s.running[0].num_cached == 8
 
 
-def test_later_requests_pass_one_that_waits_for_its_beginning():
+def test_later_requests_pass_a_waiting_one():
     s = scheduler(prefix_caching=True)
     for name, token in (("a", 1), ("b", 1), ("c", 2)):
         s.add(request(name, 20, token=token))
@@ -90,7 +90,7 @@ def test_later_requests_pass_one_that_waits_for_its_beginning():
     assert ("b", 1) in plan(run(s)[0])
 
 
-def test_evicted_blocks_fall_to_the_host_and_come_back_on_a_hit():
+def test_evicted_blocks_return_from_the_host():
     s = scheduler(num_blocks=4, host_blocks=10, prefix_caching=True)
     s.add(request("a", 11, max_tokens=1))
     finish(s)
@@ -104,7 +104,7 @@ def test_evicted_blocks_fall_to_the_host_and_come_back_on_a_hit():
     assert plan(step) == [("c", 1)]
 
 
-def test_a_preempted_request_comes_back_from_the_host_without_computing_again():
+def test_preempted_requests_return_from_the_host():
     s = scheduler(num_blocks=6, host_blocks=20, prefix_caching=True)
     s.add(request("a", 4, max_tokens=16))
     s.add(request("b", 4, token=2, max_tokens=16))
@@ -166,7 +166,7 @@ def test_an_image_behind_cached_blocks_is_not_encoded():
     assert step.images_to_encode == []
 
 
-def test_the_deepest_blocks_of_a_chain_are_evicted_first():
+def test_the_deepest_blocks_are_evicted_first():
     s = scheduler(num_blocks=4, prefix_caching=True)
     s.add(request("a", 13, max_tokens=1))
     finish(s)

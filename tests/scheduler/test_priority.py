@@ -12,7 +12,7 @@ def names(requests):
     return [one.request_id for one in requests]
 
 
-def test_what_waits_is_in_order_of_priority_and_then_of_arrival():
+def test_waiting_requests_are_ordered_by_priority():
     s = scheduler(seqs=1)
     s.add(request("running", 4))
     run(s)
@@ -21,7 +21,7 @@ def test_what_waits_is_in_order_of_priority_and_then_of_arrival():
     assert names(s.waiting) == ["a", "b", "c", "d", "e"]
 
 
-def test_a_request_takes_the_place_of_one_of_lower_priority():
+def test_requests_preempt_those_of_lower_priority():
     s = scheduler(seqs=2)
     first, second = (request(name, 4, priority=1, max_tokens=6) for name in ("first", "second"))
     s.add(first)
@@ -49,7 +49,7 @@ def test_blocks_are_taken_from_requests_of_lower_priority():
     assert names(s.waiting) == ["row"]
 
 
-def test_a_prompt_goes_before_the_rest_of_one_of_lower_priority():
+def test_prompts_precede_those_of_lower_priority():
     s = scheduler(budget=10)
     s.add(request("row", 25, priority=1))
     assert plan(run(s)[0]) == [("row", 10)]
@@ -58,7 +58,7 @@ def test_a_prompt_goes_before_the_rest_of_one_of_lower_priority():
     assert plan(run(s)[0])[0] == ("live", 1)
 
 
-def test_requests_of_the_same_priority_do_not_preempt_each_other():
+def test_equal_priorities_do_not_preempt():
     s = scheduler(seqs=1)
     s.add(request("a", 4, priority=1))
     run(s)
@@ -67,7 +67,7 @@ def test_requests_of_the_same_priority_do_not_preempt_each_other():
     assert s.num_preemptions == 0
 
 
-def test_a_step_is_not_planned_ahead_of_a_request_that_needs_the_place():
+def test_no_step_ahead_while_requests_need_room():
     s = scheduler(seqs=1)
     s.add(request("row", 4, priority=1, max_tokens=9))
     run(s)
@@ -86,7 +86,7 @@ def test_a_step_is_not_planned_ahead_of_a_request_that_needs_the_place():
     st.integers(1, 4),
 )
 @example([(16, 6, 1, 0), (1, 1, 0, 2), (5, 5, 1, 0), (1, 1, 0, 2), (13, 1, 0, 2)], False, 3)
-def test_nothing_is_lost_and_nobody_overtakes_a_higher_priority(arrivals, prefix_caching, seqs):
+def test_nobody_overtakes_a_higher_priority(arrivals, prefix_caching, seqs):
     s = scheduler(num_blocks=14, budget=12, seqs=seqs, prefix_caching=prefix_caching)
     todo = [
         (pause, request(f"{number}", length, token=number, max_tokens=most, priority=priority))

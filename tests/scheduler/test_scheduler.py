@@ -7,7 +7,7 @@ import pytest
 from tests.scheduler.made_up import END, image, plan, request, run, scheduler
 
 
-def test_decodes_go_first_and_prompt_chunks_fill_the_budget():
+def test_decodes_precede_prompt_chunks():
     s = scheduler(budget=10)
     s.add(request("a", 8))
     run(s)
@@ -34,7 +34,7 @@ def test_prompts_leave_tokens_to_admissible_requests(seqs, num_tokens):
     assert plan(run(s)[0])[0] == ("long", num_tokens)
 
 
-def test_who_was_admitted_last_is_preempted_and_computed_again():
+def test_the_last_admitted_is_preempted():
     s = scheduler(num_blocks=5, budget=100)
     first, second = request("first", 4, max_tokens=9), request("second", 4, max_tokens=9)
     s.add(first)
@@ -64,14 +64,14 @@ def test_an_end_token_ends_and_frees_everything():
     assert len(s) == 0
 
 
-def test_ignore_eos_keeps_the_end_token_but_stop_token_ids_still_stop():
+def test_stop_token_ids_stop_despite_ignore_eos():
     s = scheduler()
     s.add(request("a", 5, ignore_eos=True, stop_token_ids=(5,)))
     assert run(s, token=END)[1][0].token_ids == [END]
     assert run(s, token=5)[1][0].finish_reason == "stop"
 
 
-def test_a_chunk_ends_before_an_image_that_cannot_be_encoded_yet():
+def test_a_chunk_ends_before_an_image_not_encoded():
     s = scheduler(max_encoded_images=1)
     s.add(request("a", 20, images=[(image(1, 4), 2), (image(2, 4), 10)]))
     step, _ = run(s)
@@ -90,7 +90,7 @@ def test_equal_images_of_several_requests_are_encoded_once():
     assert len(step.images_to_encode) == 1
 
 
-def test_an_image_cut_by_a_chunk_stays_pinned_until_its_last_token():
+def test_a_cut_image_stays_pinned():
     s = scheduler(budget=7)
     s.add(request("a", 14, images=[(image(1, 6), 5)]))
     run(s)
@@ -99,7 +99,7 @@ def test_an_image_cut_by_a_chunk_stays_pinned_until_its_last_token():
     assert s.images.cache.num_pinned == 0
 
 
-def test_an_image_that_comes_twice_is_encoded_once_if_it_is_still_there():
+def test_a_repeated_image_is_encoded_once():
     s = scheduler(budget=7)
     s.add(request("a", 20, images=[(image(1, 4), 1), (image(1, 4), 12)]))
     run(s)
@@ -107,7 +107,7 @@ def test_an_image_that_comes_twice_is_encoded_once_if_it_is_still_there():
     assert step.images_to_encode == []
 
 
-def test_an_image_that_comes_twice_does_not_keep_out_the_one_between():
+def test_a_repeated_image_keeps_no_other_out():
     s = scheduler(encoder_bytes=8)
     s.add(request("a", 13, images=[(image(1, 4), 0), (image(2, 5), 4), (image(1, 4), 9)]))
     encoded = []
@@ -126,7 +126,7 @@ def test_aborting_frees_everything_at_once():
     assert s.schedule().requests == []
 
 
-def test_the_running_list_stays_in_order_of_arrival_through_preemptions():
+def test_running_requests_stay_in_arrival_order():
     s = scheduler(num_blocks=6, budget=100)
     names = [f"{number}" for number in range(6)]
     for name in names:

@@ -47,7 +47,7 @@ def test_image_time_has_a_minimum_while_several_wait():
 
 
 @pytest.mark.parametrize("generating", [True, False])
-def test_no_step_spends_more_time_on_images_than_its_limit(generating: bool):
+def test_no_step_exceeds_its_image_time(generating: bool):
     limits = MeasuredLimits(math.inf, 0.25)
     limits.encoded(4_000_000, 1.0)
     limits.generated(9.0)

@@ -15,7 +15,7 @@ def test_blocks_behind_the_window_are_free_again():
         run(s)
 
 
-def test_with_a_window_a_prompt_never_holds_more_than_the_window_and_a_chunk():
+def test_windowed_prompts_hold_window_and_chunk():
     s = scheduler(num_blocks=12, budget=8, window=8)
     s.add(request("a", 4, max_tokens=20))
     run(s)
@@ -27,7 +27,7 @@ def test_with_a_window_a_prompt_never_holds_more_than_the_window_and_a_chunk():
     assert max(held) <= 3 + 5, "ten for the whole prompt would not fit beside the first request"
 
 
-def test_of_prompts_with_a_window_that_all_lack_blocks_the_last_gives_way():
+def test_the_last_windowed_prompt_gives_way():
     s = scheduler(budget=8, window=8, max_encoded_images=1)
     s.add(request("a", 41, images=[(image(number, 1), 4 * number) for number in range(10)]))
     s.add(request("b", 41, token=2))
@@ -45,7 +45,7 @@ def test_of_prompts_with_a_window_that_all_lack_blocks_the_last_gives_way():
     assert {output.request_id for output in finish(s) if output.finish_reason} == {"a", "b"}
 
 
-def test_with_a_window_the_blocks_in_sight_are_enough_for_a_hit():
+def test_visible_blocks_are_enough_for_hits():
     s = scheduler(num_blocks=12, window=8, prefix_caching=True)
     s.add(request("a", 40, max_tokens=1))
     finish(s)
