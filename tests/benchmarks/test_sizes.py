@@ -27,11 +27,12 @@ def test_tiny_model_is_measured(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [report], "checkpoints are removed"
 
 
-@pytest.mark.parametrize("kind", ["Q4_0", "Q8_0"])
+@pytest.mark.parametrize("kind", ["Q4_0", "Q8_0", "Q4_K_M"])
 def test_gguf_file_of_a_shape_answers(tmp_path: Path, kind: str) -> None:
     pytest.importorskip("gguf")
     shape = SHAPES["tiny"]
-    write_checkpoint(tmp_path / "tiny", shape.model_class, shape.text, None, RANDOM_MODELS["qwen3-vl"])
+    text = {**shape.text, "hidden_size": 256, "intermediate_size": 256}
+    write_checkpoint(tmp_path / "tiny", shape.model_class, text, None, RANDOM_MODELS["qwen3-vl"])
     file = write_gguf(tmp_path / "tiny.gguf", tmp_path / "tiny", kind)
     figures = measure(Job("vlmserve", str(file), {"weights_cache_size": 0}, 2048, False, 16, 4, (64, 64)))
     assert figures["photo"] is None

@@ -205,7 +205,9 @@ def test_a_checkpoint_with_groups_that_ranks_divide(tmp_path: Path, monkeypatch:
     check(texts(tmp_path / "saved"), tight=False)
 
 
-@pytest.mark.parametrize(("types", "dtype"), [("Q8_0", "float32"), ("Q4_1", "bfloat16"), ("Q4_K", "float32")])
+@pytest.mark.parametrize(
+    ("types", "dtype"), [("Q8_0", "float32"), ("Q4_1", "bfloat16"), ("Q4_K", "float32"), ("Q6_K", "bfloat16")]
+)
 def test_gguf_files(tmp_path: Path, types: str, dtype: str) -> None:
     """In bfloat16, sums of two ranks are rounded otherwise: only the first tokens are far enough from all others."""
     folder = make_llama(tmp_path, **BLOCKS)

@@ -19,7 +19,6 @@ from tests.models.test_families import LONGROPE, SLIDING, YARN
 from tests.native import built
 from tests.oracles.rounded_inputs import DOTS
 from vlmserve.config import QuantizationConfig
-from vlmserve.devices.cpu import SUPERBLOCK_ISAS
 from vlmserve.errors import MissingWeightsError, ModelLoadError, UnsupportedModelError, VLMServeError
 from vlmserve.families.registry import LANGUAGE_FAMILIES
 from vlmserve.frontend.defaults import default_sampling
@@ -27,6 +26,7 @@ from vlmserve.gguf.config import read_config
 from vlmserve.gguf_header import read_header
 from vlmserve.kernels.cpu_native import PackedLinear
 from vlmserve.kernels.extension import selected_isa
+from vlmserve.kernels.isas import SUPERBLOCK_ISAS
 from vlmserve.layers.linear import Linear
 from vlmserve.models import weights
 from vlmserve.models.gguf_tensors import UNPACK, GGUFFile

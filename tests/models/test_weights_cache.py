@@ -71,11 +71,18 @@ def llama_in_blocks(folder: Path) -> Path:
     return write_gguf(make_llama(folder, hidden_size=96, intermediate_size=96), folder / "model.gguf", types="Q4_0")
 
 
+def llama_in_superblocks(folder: Path) -> Path:
+    """Its queries and keys have other bits than its values, which are part of the same product."""
+    types = {"attn_v": "Q6_K", "": "Q4_K"}
+    return write_gguf(make_llama(folder, hidden_size=256, intermediate_size=256), folder / "model.gguf", types=types)
+
+
 @pytest.mark.parametrize(
     ("make", "scheme"),
     [(make_llama, "none"), (make_llama, "int4"), (lambda folder: make_llama(folder, attention_bias=True), "int8"),
-     (llama_in_blocks, "none"), (lambda folder: make_qwen_vl(folder, "qwen3_vl"), "int8")],
-    ids=["bfloat16", "int4", "int8 with biases", "gguf", "vision"],
+     (llama_in_blocks, "none"), (llama_in_superblocks, "none"),
+     (lambda folder: make_qwen_vl(folder, "qwen3_vl"), "int8")],
+    ids=["bfloat16", "int4", "int8 with biases", "gguf", "superblocks", "vision"],
 )  # fmt: skip
 def test_next_start_maps_the_same_model(
     tmp_path: Path, cache: WeightsCache, monkeypatch: pytest.MonkeyPatch, make: Callable[[Path], Path], scheme: str

@@ -28,6 +28,7 @@ from vlmserve.kernels.cpu_native import (
 )
 from vlmserve.kernels.cpu_program import NotRecordable, Program, Recording, Unknown
 from vlmserve.kernels.extension import DTYPES
+from vlmserve.kernels.isas import SUPERBLOCK_ISAS
 from vlmserve.kernels.quantized import QuantizedWeight
 from vlmserve.kernels.torch_decodes import BUCKET_COST
 from vlmserve.kernels.torch_sampling import Draw
@@ -49,8 +50,6 @@ from vlmserve.memory import free_memory
 
 logger = logging.getLogger(__name__)
 
-SUPERBLOCK_ISAS = ("avx2",)
-"""Instruction sets that multiply GGUF's superblocks as they are: others have the kernels, which nobody measured."""
 CACHE_SHARE = 0.5
 """Share of the memory that is free after loading; the rest is for activations and other processes."""
 

@@ -1,0 +1,19 @@
+"""What instruction sets of the native kernels do, without torch."""
+
+from __future__ import annotations
+
+import importlib
+
+SUPERBLOCK_ISAS = ("avx2",)
+"""Instruction sets that multiply GGUF's superblocks as they are: others have the kernels, which nobody measured."""
+SUPERBLOCK_BYTES = {10: 84, 11: 110, 12: 144, 13: 176, 14: 210}
+"""Bytes of 256 weights, by GGUF's numbers of the types Q2_K to Q6_K."""
+
+
+def keeps_superblocks() -> bool:
+    """Whether the best kernels of this machine multiply superblocks as they are."""
+    try:
+        native = importlib.import_module("vlmserve.kernels._native")
+    except ImportError:
+        return False
+    return native.selected_isa() in SUPERBLOCK_ISAS
