@@ -43,7 +43,7 @@ CASES: list[tuple[Scheme, bool]] = [("none", False), ("int8", False), ("int8", T
 
 @pytest.mark.parametrize("kind", ["Q4_0", "Q8_0", "F16", "Q2_K", "Q4_K", "Q6_K"])
 def test_gguf_tensors_keep_their_bits(tmp_path: Path, kind: str) -> None:
-    folder = make_llama(tmp_path / "plain", **{**SIZES, "hidden_size": 512})
+    folder = make_llama(tmp_path / "plain", **{**SIZES, "hidden_size": 768})
     file = write_gguf(folder, tmp_path / "model.gguf", types=kind)
     model = load_model(file, device=torch.device("cpu"), dtype=None)
     assert footprint(file, "none").weights == pytest.approx(model.weight_bytes, rel=0.1)

@@ -74,7 +74,8 @@ def llama_in_blocks(folder: Path) -> Path:
 def llama_in_superblocks(folder: Path) -> Path:
     """Its queries and keys have other bits than its values, which are part of the same product."""
     types = {"attn_v": "Q6_K", "": "Q4_K"}
-    return write_gguf(make_llama(folder, hidden_size=256, intermediate_size=256), folder / "model.gguf", types=types)
+    make_llama(folder, hidden_size=256, intermediate_size=256, num_attention_heads=8)
+    return write_gguf(folder, folder / "model.gguf", types=types)
 
 
 @pytest.mark.parametrize(
