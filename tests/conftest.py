@@ -2,6 +2,7 @@
 
 import functools
 import gc
+import inspect
 import os
 import ssl
 from collections import Counter
@@ -14,6 +15,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import certifi
+import httpx
 import pytest
 import torch
 import typer.testing
@@ -139,6 +141,16 @@ def certificates_read_once() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ssl, "create_default_context", make_or_share)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def patient_clients() -> Iterator[None]:
+    """Requests of tests wait for a minute: httpx gives up after 5 s, which a busy machine may need."""
+    default = inspect.signature(httpx.request).parameters["timeout"].default
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("connect", "read", "write", "pool"):
+            patch.setattr(default, name, 60.0)
         yield
 
 

@@ -127,7 +127,10 @@ async def test_a_killed_worker_takes_only_what_it_had_begun(shared):
     streams = [Stream() for _ in range(50)]
     async with httpx.AsyncClient(timeout=60, limits=httpx.Limits(max_connections=50)) as client:
         tasks = [asyncio.ensure_future(ask(client, shared.url, n, s)) for n, s in enumerate(streams)]
-        await until(lambda: all(stream.chunks for stream in streams))
+        # At once: on a busy machine, the first ones end soon after the last ones begin.
+        while sum(stream.chunks > 0 for stream in streams) < 40:
+            assert not all(task.done() for task in tasks)
+            await asyncio.sleep(0.001)
         os.kill(shared.workers[name][0].pid, signal.SIGKILL)
         await asyncio.gather(*tasks)
     assert not [stream.failure for stream in streams if stream.failure]

@@ -278,7 +278,14 @@ def test_metrics_have_the_workers_names(cluster, http):
 
 
 def test_the_live_view_has_all_workers(cluster, http):
-    live = http.get("/live").json()
+    live = {}
+
+    def is_whole() -> bool:
+        """What takes a worker long to tell is missing."""
+        live.update(http.get("/live").json())
+        return all(one["engine"] and one["blocks"] for one in (live, *live["workers"].values()))
+
+    wait_until(is_whole)
     assert live["workers"].keys() == cluster.workers.keys()
     assert live["engine"]["kv_blocks_total"] == sum(
         one["engine"]["kv_blocks_total"] for one in live["workers"].values()

@@ -112,7 +112,7 @@ class LiveServer:
         return self.post({"model": "tiny", "messages": QUESTION, **fields})
 
 
-def wait_until(condition: Callable[[], bool], timeout: float = 60) -> None:
+def wait_until(condition: Callable[[], bool], timeout: float = 120) -> None:
     """Poll a condition; fails the test when it does not come true."""
     limit = time.monotonic() + timeout
     pause = 0.005  # seconds; what is asked often may take the processor time that it waits for

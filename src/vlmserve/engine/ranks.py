@@ -158,7 +158,7 @@ class _Process:
 
     def reason(self) -> VLMServeError | None:
         """Why it ended; None: it runs."""
-        if (code := self.process.poll()) is None:
+        if self.process.poll() is None and not self._is_ending():
             return None
         if self.hang is not None:
             return EngineDeadError(self.hang)
@@ -169,8 +169,21 @@ class _Process:
         if said := said.lstrip(STARTED):
             failure = msgspec.msgpack.decode(said, type=Failure)
             return Failure(failure.kind, f"rank {self.rank}: {failure.message}", failure.param).error()
+        try:
+            code = self.process.wait(_GRACE)
+        except subprocess.TimeoutExpired:
+            return EngineDeadError(f"rank {self.rank} has ended")
         how = f"by signal {-code}" if code < 0 else f"with code {code}"
         return EngineDeadError(f"rank {self.rank} ended {how}")
+
+    def _is_ending(self) -> bool:
+        """Tell whether it has said why it ends, or closed its channel. The process may need seconds more to exit."""
+        if not select.select([self.channel], [], [], 0)[0]:
+            return False
+        try:
+            return self.channel.recv(len(STARTED) + 1, socket.MSG_PEEK) != STARTED
+        except ConnectionResetError:
+            return True
 
 
 class _Killer:
