@@ -16,14 +16,14 @@ from vlmserve.gguf_header import Header, TensorInfo
 
 
 class Metadata:
-    """An architecture's values, without the prefix that they share. Raises ModelLoadError for one that is missing."""
+    """Values of a language model, without their common prefix. Raises ModelLoadError for a missing value."""
 
     def __init__(self, header: Header) -> None:
         self.header = header
         self._prefix = f"{header.architecture}."
 
     def get(self, key: str, default: Any = None) -> Any:
-        """A value. Raises UnsupportedModelError for one that differs between layers."""
+        """Raise UnsupportedModelError for a value that differs between layers."""
         if self._prefix + key not in self.header.arrays:
             return self.header.values.get(self._prefix + key, default)
         each = set(self.array(key))
@@ -41,7 +41,7 @@ class Metadata:
 
     @property
     def num_layers(self) -> int:
-        """Without those behind them that predict further tokens, which are not used."""
+        """Without the layers at the end that predict additional tokens (MTP)."""
         layers, further = self["block_count"], self.get("nextn_predict_layers", 0)
         if not isinstance(layers, int) or not isinstance(further, int):
             raise ModelLoadError(f"{self.header.path}: {layers!r} layers, {further!r} of them for further tokens")
@@ -49,11 +49,11 @@ class Metadata:
 
     @property
     def sections(self) -> list[int]:
-        """How many pairs of a head rotate by frames, by rows and by columns; a fourth section is for other models."""
+        """Pairs of a head that rotate by frames, rows and columns. Other models have a fourth section."""
         return self.array("rope.dimension_sections")[:3]
 
     def has(self, name: str) -> bool:
-        """Whether there is a tensor of that name, in the first layer if it is not one of the whole model."""
+        """Return whether the model or its first layer has the tensor."""
         return name in self.header.tensors or f"blk.0.{name}" in self.header.tensors
 
 
@@ -92,15 +92,14 @@ class GGUFTower:
     """Regular expressions for tensor names in the file and their names in checkpoints, the first match counts. An empty
     name leaves the tensor out."""
     output: str
-    """The weight with an axis of the width of embeddings."""
+    """Tensor whose size on `axis` is the decoder's width."""
     axis: int = 0
-    """This axis."""
     text_types: Mapping[str, str] = field(default_factory=dict)
     """``model_type`` of the language model by the architecture of its file; empty: all fit."""
     tokens: Mapping[str, str] = field(default_factory=lambda: {"image_token_id": "<image>"})
     """Fields of config.json with tokens, the placeholder first, and the texts of these tokens."""
     else_unknown: bool = False
-    """Without that placeholder, the unknown token is one: ordinary text never becomes it."""
+    """The unknown token serves as placeholder if the vocabulary has none: ordinary text never becomes it."""
     interleaved: bool = False
     """Rows of queries and keys are in the order in which neighbours pair."""
     norm_offset: float = 0.0
@@ -110,7 +109,7 @@ class GGUFTower:
 
 
 class Clip:
-    """The values of a tower, without the prefix that they share. Raises ModelLoadError for one that is missing."""
+    """Values of a tower, without their common prefix. Raises ModelLoadError for a missing value."""
 
     def __init__(self, header: Header) -> None:
         self.header = header
@@ -136,14 +135,14 @@ class Clip:
 
     @property
     def intermediate_size(self) -> int:
-        """Of the MLPs, by their weights: some conversions write another number."""
+        """Width of MLPs from their weights: some conversions write another number."""
         width = self["embedding_length"]
         shapes = [self.tensor(f"v.blk.0.ffn_{part}.weight").shape for part in ("up", "down")]
         return next((shape[0] for shape in shapes if shape[-1] == width), shapes[0][0])
 
     @property
     def deepstack_layers(self) -> list[int]:
-        """The layers whose outputs are merged too."""
+        """Layers with DeepStack mergers."""
         return [layer for layer, merged in enumerate(self.array("is_deepstack_layers")) if merged]
 
 
@@ -221,6 +220,6 @@ def rope_scaling(metadata: Metadata) -> Config | None:
 
 
 def _yarn_scales(metadata: Metadata) -> Config:
-    """Mistral's files say by how much attention grows with the context, relative to a growth of 1."""
+    """Mistral's files have the factor of attention relative to `mscale` 1."""
     relative = metadata.get("rope.scaling.yarn_log_multiplier")
     return {} if relative is None else {"mscale": 1.0, "mscale_all_dim": relative}

@@ -10,7 +10,7 @@ from vlmserve.families.spec import Config
 
 
 def _image_processor(clip: Clip) -> Config:
-    """Images are resized to four tiles a side where the file does not say, as in the published checkpoints."""
+    """Images are resized to four tiles a side unless the file has another size."""
     tile = clip["image_size"]
     longest = {"longest_edge": clip.get("preproc_image_size", 4 * tile)}
     return {"image_processor_type": "Idefics3ImageProcessor", "size": longest, "max_image_size": {"longest_edge": tile}}

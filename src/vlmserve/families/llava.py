@@ -43,7 +43,7 @@ def _vision(clip: Clip) -> Config:
 
 
 def _more(clip: Clip) -> Config:
-    """The file has no layers above those that count, unless it says which these are."""
+    """Without ``feature_layer``, the file has no layers after the selected one."""
     config = {"vision_feature_layer": clip.array("feature_layer") or -1, "vision_feature_select_strategy": "default"}
     return {**config, "model_type": "llava_next", **_resolutions(clip)} if _cuts_images(clip) else config
 
@@ -58,12 +58,12 @@ def _image_processor(clip: Clip) -> Config:
 
 
 def _cuts_images(clip: Clip) -> bool:
-    """Whether it is LLaVA 1.6's."""
+    """True for LLaVA 1.6."""
     return bool(clip.get("mm_patch_merge_type") == "spatial_unpad")
 
 
 def _resolutions(clip: Clip) -> Config:
-    """Heights and widths; the file has each width before its height."""
+    """Pairs of height and width; in the file, each width precedes its height."""
     edges = clip.array("image_grid_pinpoints")
     if not edges or len(edges) % 2:
         raise ModelLoadError(

@@ -70,7 +70,7 @@ _GGUF_NAMES: Names = (
 
 
 def _vision(clip: Clip) -> Config:
-    """Files say how large an image may be instead of the size that their position embeddings are for."""
+    """The file's ``image_size`` is a maximum, not the size of the position embedding table."""
     side = math.isqrt(clip.tensor("v.position_embd.weight").shape[0])
     return {
         "model_type": "paddleocr_vl_vision",

@@ -45,7 +45,7 @@ GGUF_TOKENS = {
 
 
 def qwen_names(*names: tuple[str, str]) -> Names:
-    """Of Qwen-VL's towers. names: those that not all have."""
+    """Tensor names of towers like Qwen2-VL's. names: additional ones."""
     return (
         (r"v\.patch_embd\.weight(\.1)?", "visual.patch_embed.proj.weight"),
         (r"v\.blk\.(\d+)\.ln([12])\.(\w+)", r"visual.blocks.\1.norm\2.\3"),
@@ -56,7 +56,7 @@ def qwen_names(*names: tuple[str, str]) -> Names:
 
 
 def qwen_mlp(up: str, down: str, gate: str = "") -> Names:
-    """gate: empty for one without gates."""
+    """gate: empty for an MLP without gate."""
     parts = {"up": up, "down": down, **({"gate": gate} if gate else {})}
     return tuple((rf"v\.blk\.(\d+)\.ffn_{old}\.(\w+)", rf"visual.blocks.\1.mlp.{new}.\2") for old, new in parts.items())
 
@@ -72,7 +72,7 @@ def qwen_sizes(clip: Clip) -> Config:
 
 
 def qwen_images(least: int, most: int) -> Callable[[Clip], Config]:
-    """least, most: pixels of an image where the file does not say, those of the published checkpoints."""
+    """least, most: bounds of an image in pixels, unless the file has its own."""
 
     def settings(clip: Clip) -> Config:
         return {
@@ -88,7 +88,7 @@ def qwen_images(least: int, most: int) -> Callable[[Clip], Config]:
 
 
 def _qwen2_vision(clip: Clip) -> Config:
-    """Its ``hidden_size`` is the decoder's."""
+    """``hidden_size`` is the decoder's width."""
     width = clip["embedding_length"]
     # Rounded up, so that the product with the width is not less.
     ratio = math.nextafter(clip.intermediate_size / width, math.inf)

@@ -68,7 +68,7 @@ def _vision(clip: Clip) -> Config:
 
 
 def _videos(clip: Clip) -> Config:
-    """The published bounds are those of all frames of a video together."""
+    """The bounds count all frames of a video together."""
     settings = qwen_images(64 * 64, 24 * 1024 * 1024)(clip)
     return {**settings, "image_processor_type": None, "video_processor_type": "Qwen3VLVideoProcessor"}
 

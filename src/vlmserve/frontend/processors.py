@@ -1,4 +1,4 @@
-"""How the checkpoint's images and videos become pixels, by what its files say."""
+"""Image and video processors of a checkpoint."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _SMALL_IMAGE = (64, 64)
 
 
 def transformers_processor(folder: Path, tokenizer: Tokenizer, media: MediaConfig) -> ImageProcessor:
-    """Of a model that runs by transformers' code. Raises UnsupportedModelError without a placeholder token."""
+    """Processor for the Transformers backend. Raises UnsupportedModelError without a placeholder token."""
     if tokenizer.image_token_id is None:
         raise UnsupportedModelError("it has no placeholder token for images, so it cannot run by transformers' code")
     budget = server_budget(media)
@@ -48,8 +48,8 @@ def transformers_processor(folder: Path, tokenizer: Tokenizer, media: MediaConfi
 
 
 def image_processor(folder: Path, tokenizer: Tokenizer, media: MediaConfig) -> ImageProcessor:
-    """Of a model of vlmserve. Raises ModelLoadError for a checkpoint without settings, ConfigurationError for a budget
-    that it cannot keep."""
+    """Processor for vlmserve's own model. Raises ModelLoadError for a checkpoint without settings, ConfigurationError
+    for a budget that it cannot keep."""
     processor = _own_processor(folder, tokenizer, media)
     if isinstance(processor, AnySizeProcessor):  # whose budget may be larger than the checkpoint's
         return processor
@@ -58,7 +58,7 @@ def image_processor(folder: Path, tokenizer: Tokenizer, media: MediaConfig) -> I
 
 
 def server_budget(media: MediaConfig) -> ImageBudget:
-    """Of every image."""
+    """The server's limits for every image."""
     return ImageBudget.of(media.mm_processor_kwargs.model_dump())
 
 
@@ -83,7 +83,7 @@ def _image_files(folder: Path, tokenizer: Tokenizer, media: MediaConfig) -> Imag
 
 @contextlib.contextmanager
 def _of_server() -> Iterator[None]:
-    """Errors about a budget are about the server's settings."""
+    """Turn errors about a budget into errors about the server's settings."""
     try:
         yield
     except InvalidRequestError as error:
@@ -91,7 +91,6 @@ def _of_server() -> Iterator[None]:
 
 
 def video_processor(folder: Path, tokenizer: Tokenizer, media: MediaConfig) -> VideoProcessor:
-    """Of a model that takes videos."""
     times = None
     if tokenizer.frame_ends is not None:
         encode = partial(tokenizer.encode, add_special_tokens=False)
@@ -110,7 +109,7 @@ def video_processor(folder: Path, tokenizer: Tokenizer, media: MediaConfig) -> V
 def videos_as_images(
     folder: Path, tokenizer: Tokenizer, media: MediaConfig, processor: ImageProcessor, cache: ImageCache
 ) -> VideosAsImages:
-    """Of a model that takes images and no videos. processor: of its images."""
+    """Videos for a model that takes only images. processor: the model's image processor."""
     fps = media.mm_processor_kwargs.fps
     settings = _settings(folder, "video_processor", "video_preprocessor_config.json", "preprocessor_config.json")
     form = SmolVLMFrames.from_settings(settings, fps) if isinstance(processor, SplitProcessor) else None
@@ -124,7 +123,7 @@ def videos_as_images(
 
 
 def _settings(folder: Path, section: str, *files: str) -> dict[str, Any]:
-    """A section of processor_config.json, or else the first of the files that older checkpoints have for it."""
+    """A section of processor_config.json, or else the first file of older checkpoints that exists."""
     settings = read_json(folder / "processor_config.json").get(section)
     if isinstance(settings, dict):
         return settings

@@ -16,7 +16,7 @@ Config = dict[str, Any]
 # Tokens that end a turn or a text, which not every file names as such.
 END_TOKENS = frozenset("<|eot_id|> <|eom_id|> <|im_end|> <|end|> <|endoftext|> <|end_of_text|> <end_of_turn>".split())
 CONTROL = 3
-"""The type of a token that no text is read as."""
+"""Type of control tokens."""
 
 _PLAIN_TYPES = {0: "float32", 1: "float16", 30: "bfloat16"}
 
@@ -33,7 +33,7 @@ def text_family(header: Header) -> tuple[LanguageFamily, GGUFText]:
 
 
 def read_config(header: Header) -> Config:
-    """What config.json would say.
+    """Make the config.json of a file.
 
     Raises ModelLoadError for missing values and those that make no sense, UnsupportedModelError for an architecture or
     option that is not implemented.
@@ -80,7 +80,7 @@ def _config(header: Header) -> Config:
 
 
 def end_token_ids(header: Header) -> frozenset[int]:
-    """Tokens that end an answer: those that the file names, and control tokens whose text says so."""
+    """Tokens that end an answer: the file names some, and the text of some control tokens tells."""
     named = (header.values.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom"))
     types = header.array("tokenizer.ggml.token_type")
     tokens = header.array("tokenizer.ggml.tokens") if types else []
@@ -93,7 +93,7 @@ def end_token_ids(header: Header) -> frozenset[int]:
 
 
 def sampling_settings(header: Header) -> Config:
-    """What generation_config.json would say about sampling."""
+    """The sampling settings of generation_config.json."""
     keys = {
         "temperature": "temp",
         "top_p": "top_p",
@@ -116,6 +116,6 @@ def _check_options(metadata: Metadata, text: GGUFText) -> None:
 
 
 def _dtype(header: Header) -> str:
-    """The type that the largest tensor has, bfloat16 if it is quantized."""
+    """The type of the largest tensor; bfloat16 if that is quantized."""
     largest = max(header.tensors.values(), key=lambda info: math.prod(info.shape))
     return _PLAIN_TYPES.get(largest.type, "bfloat16")

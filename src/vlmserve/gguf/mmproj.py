@@ -1,5 +1,4 @@
-"""The other GGUF file of a vision-language model, with its vision tower and projector, as the same model's files in
-Hugging Face layout say it. Imports no torch."""
+"""The GGUF file with a model's vision tower and projector, as files in Hugging Face layout. Imports no torch."""
 
 from __future__ import annotations
 
@@ -16,9 +15,9 @@ from vlmserve.families.spec import Config
 from vlmserve.gguf_header import Header, TensorInfo
 
 ARCHITECTURE = "clip"
-"""What all such files name as their architecture, whichever tower they have."""
+"""``general.architecture`` of all such files."""
 DEFAULT_TYPE = "mlp"
-"""Of files that name no projector: LLaVA's were the first."""
+"""Projector type of files that name none: LLaVA's were the first."""
 UNKNOWN_TOKEN = "tokenizer.ggml.unknown_token_id"
 
 
@@ -60,7 +59,7 @@ def tower_family(header: Header) -> tuple[VisionFamily, GGUFTower]:
 
 
 def full_config(header: Header, model: Header, text: Config) -> Config:
-    """What config.json would say of both files. model, text: the language model's file and config.
+    """Make the config.json of both files. model, text: the language model's file and config.
 
     Raises ModelLoadError for what is missing or makes no sense, and for files that do not belong together.
     """
@@ -82,7 +81,7 @@ def full_config(header: Header, model: Header, text: Config) -> Config:
 
 
 def media_settings(header: Header) -> dict[str, Config]:
-    """What the files for preprocessing would say, by their names. Raises ModelLoadError for what is missing."""
+    """Make the preprocessor files, by their names. Raises ModelLoadError for missing values."""
     clip, (_, tower) = Clip(header), tower_family(header)
     levels = {f"image_{name}": clip.array(f"image_{name}") for name in ("mean", "std")}
     kinds = {"preprocessor_config.json": tower.settings, "video_preprocessor_config.json": tower.videos}
@@ -132,7 +131,7 @@ def _token_ids(family: VisionFamily, tower: GGUFTower, model: Header) -> Config:
 
 
 def checkpoint_tensors(header: Header) -> Iterator[tuple[str, Stored]]:
-    """The file's tensors by the names that checkpoints in Hugging Face layout have for them.
+    """Yield the file's tensors with their names in Hugging Face layout.
 
     Raises UnsupportedModelError for one that has none.
     """

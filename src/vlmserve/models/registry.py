@@ -1,4 +1,4 @@
-"""From a checkpoint to a model in memory."""
+"""Load a checkpoint into memory."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ logger = logging.getLogger(__name__)
 
 META = torch.device("meta")
 Check = Callable[[LanguageModel, int], None]
-"""Raises ConfigurationError for settings that do not fit a language model with a longest context in tokens."""
+"""Gets a language model and its maximum context in tokens. Raises ConfigurationError for settings that do not fit."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -179,7 +179,7 @@ def _load(
 
 
 class Parts(NamedTuple):
-    """A model: all modules under the names that weights have, and what they are."""
+    """The modules of a model. `modules` holds all, under the names of weights."""
 
     modules: nn.Module
     language_model: Decoder
@@ -223,7 +223,7 @@ class Description:
 
     @contextmanager
     def errors(self) -> Iterator[None]:
-        """Raises ModelLoadError for errors in this block, which are those of the configuration."""
+        """Turn errors of this block, which the configuration causes, into ModelLoadError."""
         try:
             yield
         except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
@@ -237,12 +237,12 @@ class Description:
 
     @property
     def family(self) -> LanguageFamily:
-        """Of the language model. Raises UnsupportedModelError for an unknown one."""
+        """The family of the language model. Raises UnsupportedModelError for an unknown one."""
         return language_family(self.text_config)
 
     @property
     def quantization(self) -> Mapping[str, Any] | None:
-        """How the checkpoint is quantized; None if it is not. Raises ModelLoadError for settings that are no object."""
+        """Quantization settings of the checkpoint. Raises ModelLoadError for settings that are no object."""
         for config in (self.config, self.text_config):
             if found := config.get("quantization_config") or config.get("compression_config"):
                 if not isinstance(found, Mapping):
@@ -254,7 +254,7 @@ class Description:
         return None
 
     def dtype(self, checkpoint: Checkpoint) -> torch.dtype:
-        """The type in which the weights are meant to be computed with."""
+        """The data type that the checkpoint states, or else the type of its tensors."""
         for source in (self.config, self.text_config):
             for key in ("dtype", "torch_dtype"):
                 if (name := str(source.get(key)).removeprefix("torch.")) in DTYPES:
@@ -266,7 +266,7 @@ class Description:
         return canonical_name(rename(name, () if self.vision is None else self.vision.names), self.family.rename)
 
     def spec(self, checkpoint: Checkpoint) -> ArchSpec:
-        """The decoder's shape, its embeddings tied or not as the checkpoint has them."""
+        """The decoder's shape. The checkpoint's tensors decide whether embeddings are tied."""
         family = self.vision
         spec = decoder_spec(self.text_config)
         if self.text_config is not self.config:
@@ -287,7 +287,7 @@ class Description:
         device: torch.device,
         ranks: Ranks | None = None,
     ) -> Parts:
-        """The model without its weights. executor: see `Decoder`. ranks: that share the decoder."""
+        """Make the model without weights. executor: see `Decoder`. ranks: share the decoder."""
         modules = nn.Module()
         own = spec if ranks is None else share_of(spec, ranks)
         modules.language_model = decoder = Decoder(own, backend, executor, dtype=dtype, device=device)
@@ -367,7 +367,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def _tie_as_stored(spec: ArchSpec, text_config: Mapping[str, Any], checkpoint: Checkpoint) -> ArchSpec:
-    """The spec with embeddings tied or not as the files have them, where the config is wrong about it."""
+    """Correct `tied_embeddings` of a spec by the tensors, because some configs are wrong."""
     head, embeddings = "language_model.lm_head.weight", "language_model.embed_tokens.weight"
     if head not in checkpoint.names:
         return replace(spec, tied_embeddings=spec.tied_embeddings or bool(text_config.get("tie_word_embeddings")))
