@@ -72,6 +72,8 @@ class GGUFText:
     """Added to the weights of norms."""
     merged_gate: bool = False
     """``ffn_up`` holds gate and up projection."""
+    strips_space: bool = False
+    """Control tokens take the space after them along, although files do not say so."""
     has_sections: bool = False
     """M-RoPE: positions have rows and columns, which are equal in text."""
 

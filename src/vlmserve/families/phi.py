@@ -81,7 +81,7 @@ FAMILIES = (
         architecture="Phi3ForCausalLM",
         defaults=_PHI3,
         build=_phi3,
-        gguf={"phi3": GGUFText(_phi3_traits, merged_gate=True)},
+        gguf={"phi3": GGUFText(_phi3_traits, merged_gate=True, strips_space=True)},
         models="Phi 3, 3.5 and 4",
         short_names=(NamedModel("phi4-mini:3.8b", "microsoft/Phi-4-mini-instruct", 3836021760, 614596608),),
     ),

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from vlmserve import families as package
 from vlmserve.errors import ModelLoadError, UnsupportedModelError
 from vlmserve.families.family import FIXED_SIZE, Family, LanguageFamily, VisionFamily
+from vlmserve.families.gguf import GGUFText
 from vlmserve.families.spec import ArchSpec, Config
 
 LANGUAGE_FAMILIES: dict[str, LanguageFamily] = {}
@@ -58,6 +59,12 @@ def vision_family(config: Config) -> VisionFamily | None:
     fitting = [family for family in VISION_FAMILIES.values() if family.architecture == found]
     special = (family for family in fitting if family.matches is not None and family.matches(config))
     return next(special, next((family for family in fitting if family.matches is None), None))
+
+
+def gguf_family(name: str) -> tuple[LanguageFamily, GGUFText] | None:
+    """The family of GGUF files with that ``general.architecture``."""
+    found = ((family, family.gguf[name]) for family in LANGUAGE_FAMILIES.values() if name in family.gguf)
+    return next(found, None)
 
 
 def image_processor_path(kind: str | None, family: VisionFamily | None) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 from vlmserve.errors import ModelLoadError, UnsupportedModelError
 from vlmserve.families.family import LanguageFamily
 from vlmserve.families.gguf import GGUFText, Metadata, rope_scaling
-from vlmserve.families.registry import LANGUAGE_FAMILIES
+from vlmserve.families.registry import LANGUAGE_FAMILIES, gguf_family
 from vlmserve.gguf_header import Header
 
 Config = dict[str, Any]
@@ -23,13 +23,13 @@ _PLAIN_TYPES = {0: "float32", 1: "float16", 30: "bfloat16"}
 
 def text_family(header: Header) -> tuple[LanguageFamily, GGUFText]:
     """The family of a file with a language model. Raises UnsupportedModelError for an unknown architecture."""
-    known = {name: (family, text) for family in LANGUAGE_FAMILIES.values() for name, text in family.gguf.items()}
-    if header.architecture not in known:
+    if (found := gguf_family(header.architecture)) is None:
+        supported = sorted(name for family in LANGUAGE_FAMILIES.values() for name in family.gguf)
         raise UnsupportedModelError(
             f"{header.path}: GGUF architecture {header.architecture!r} is not supported; "
-            f"supported are {', '.join(sorted(known))}"
+            f"supported are {', '.join(supported)}"
         )
-    return known[header.architecture]
+    return found
 
 
 def read_config(header: Header) -> Config:

@@ -12,6 +12,7 @@ import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 
 from vlmserve.errors import ModelLoadError, UnsupportedModelError
+from vlmserve.families.registry import gguf_family
 from vlmserve.gguf.config import CONTROL, end_token_ids, sampling_settings
 from vlmserve.gguf_header import Header, read_header
 from vlmserve.prompt.files import PromptFiles
@@ -206,8 +207,8 @@ def _sentence_piece(header: Header, tokens: Sequence[_Token]) -> tokenizers.Toke
     else:
         tokenizer.normalizer = spaces
     tokenizer.decoder = decoders.Sequence(steps)
-    # Files do not say so, but Phi-3's markers of turns take the line break after them along.
-    _add_tokens(tokenizer, tokens, strips=header.architecture == "phi3")
+    family = gguf_family(header.architecture)
+    _add_tokens(tokenizer, tokens, strips=family is not None and family[1].strips_space)
     _frame(tokenizer, header, tokens, begins=True)
     return tokenizer
 
