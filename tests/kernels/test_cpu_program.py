@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 import vlmserve
 from tests.blip import make_blip
 from tests.checkpoints import make_gemma3, make_llama, make_qwen_vl
+from tests.gguf_files import write_gguf
 from tests.models.test_families import FAMILIES, make
 from tests.native import built
 from tests.paged import PagedRun
@@ -98,6 +99,21 @@ def test_program_equals_its_kernels_run_separately(
     monkeypatch.setattr(cpu, "_record", lambda *args: None)
     one_by_one = load_decoder(folder, dtype, quantize, quantized_cache=quantized_cache)
     assert torch.equal(logits(one_by_one, counts), at_once)
+
+
+@built
+def test_superblocks_run_as_one_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = {"hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 8}
+    folder = make_llama(tmp_path / "folder", **sizes)
+    path = write_gguf(folder, tmp_path / "model.gguf", types={"attn_v": "Q6_K", "": "Q4_K"})
+    programs, counts = [], [[40, 1, 5], [1, 0, 9], [1, 0, 1]]
+    record = cpu._record
+    monkeypatch.setattr(cpu, "_record", lambda *args: programs.append(record(*args)) or programs[-1])
+    at_once = logits(load_decoder(path, torch.bfloat16), counts)
+    assert len(programs) == 1
+    assert programs[0] is not None
+    monkeypatch.setattr(cpu, "_record", lambda *args: None)
+    assert torch.equal(logits(load_decoder(path, torch.bfloat16), counts), at_once)
 
 
 @built

@@ -15,6 +15,7 @@ from tests.native import built
 from vlmserve.kernels.cpu_native import PackedLinear
 from vlmserve.kernels.extension import extension
 from vlmserve.kernels.superblocks import KIND_BITS, SUPERBLOCK, SuperblockRows, SuperblockWeight
+from vlmserve.layers.adapters import AdapterRows, Change, LinearAdapters, LowRank, PreparedChange
 from vlmserve.layers.cut import Cut, Share
 
 KINDS = tuple(KIND_BITS)
@@ -118,6 +119,25 @@ def test_embedding_rows_are_exact(kind: int, dtype: torch.dtype) -> None:
     expected = weight.dequantize()[ids]
     torch.testing.assert_close(
         PackedLinear(weight, dtype=dtype).rows(ids).float(), expected.to(dtype).float(), atol=1e-6, rtol=2**-8
+    )
+
+
+@built
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_have_the_sums_of_their_adapters(dtype: torch.dtype) -> None:
+    linear, rows = PackedLinear(make([(12, 64), (14, 32)], 1), dtype=dtype), AdapterRows(1)
+    generator = torch.Generator().manual_seed(5)
+    part = LowRank(torch.randn(5, 256, generator=generator) / 16, torch.randn(96, 5, generator=generator), 0)
+    adapters = LinearAdapters(rows)
+    adapters.set(0, PreparedChange(Change(), linear.pack_change(Change((part,)).to(dtype, torch.device("cpu")))))
+    x = torch.randn(9, 256, generator=generator).to(dtype)
+    plain = linear(x, adapters=adapters)
+    rows.set([-1, 0, -1], [2, 5, 2])
+    adapted = linear(x, adapters=adapters)
+    assert torch.equal(adapted[[0, 1, 7, 8]], plain[[0, 1, 7, 8]])
+    added = (x.float() @ part.down.T @ part.up.T)[2:7]
+    torch.testing.assert_close(
+        (adapted - plain)[2:7].float(), added, atol=1e-4 if dtype == torch.float32 else 0.1, rtol=0
     )
 
 
