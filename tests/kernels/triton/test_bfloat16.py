@@ -92,7 +92,7 @@ def test_many_rows(device: torch.device) -> None:
 
 @pytest.mark.parametrize(("head_size", "quantized"), [(64, False), (256, False), (80, True), (128, True)])
 def test_attention(device: torch.device, head_size: int, quantized: bool) -> None:
-    spec = AttentionSpec(32, 8, head_size, head_size**-0.5)
+    spec = AttentionSpec(8, 2, head_size, head_size**-0.5)
     backend = TritonAttention(quantized_cache=quantized)
     output, expected = attend(backend, [(400, 1), (37, 1), (90, 70)], spec, 16, torch.bfloat16, device=device)
     assert (output.double() - expected).abs().max() < 0.03

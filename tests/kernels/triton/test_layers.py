@@ -206,17 +206,17 @@ def test_the_longest_step_allocates_all_that_lengths_need(folder: Path) -> None:
     """Memory for splits and rotary tables is part of the memory profile, and captured steps keep reading both."""
     model = loaded_model(folder, InterpretedDevice)
     decoder: Any = model.language_model
-    run_longest_step(model, num_seqs=3, max_model_len=1500, block_size=16)
-    backend, table = decoder.backend, decoder.ropes[0].upto(1500)[0]
+    run_longest_step(model, num_seqs=3, max_model_len=700, block_size=16)
+    backend, table = decoder.backend, decoder.ropes[0].upto(700)[0]
     splits = backend._sums
-    blocks = BlockTables([1500] * 4, 16)
-    for chunks in ([(0, 1498, 1), (1, 1498, 1), (2, 1490, 9)], [(0, 1498, 1)], [(3, 1400, 64)]):
+    blocks = BlockTables([700] * 4, 16)
+    for chunks in ([(0, 698, 1), (1, 698, 1), (2, 690, 9)], [(0, 698, 1)], [(3, 600, 64)]):
         metadata = blocks.metadata(chunks)
         if len(chunks) > 1:
             metadata = replace(metadata, decodes=torch.tensor([metadata.num_decodes], dtype=torch.int32))
         backend.prepare(metadata, 16, decoder.spec.attention, torch.float32)
         assert backend._sums is splits
-    assert decoder.ropes[0].upto(1500)[0] is table
+    assert decoder.ropes[0].upto(700)[0] is table
 
 
 def test_products_that_reorder_their_inputs_get_normed_ones(folder: Path, launches: Launches) -> None:
