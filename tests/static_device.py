@@ -217,9 +217,7 @@ class StaticDevice(CpuDevice):
         uploaded = self._pixels.upload(pixels)
         return uploaded.to(dtype) if levels is None else self._normalize(uploaded, levels, dtype)
 
-    def host_blocks(
-        self, backend: AttentionBackend, layers: Sequence[LayerCache], count: int, allocate: AllocateCache
-    ) -> HostBlocks:
+    def host_blocks(self, layers: Sequence[LayerCache], count: int, allocate: AllocateCache) -> HostBlocks:
         """See `Device.host_blocks`."""
         return PinnedBlocks(layers, torch.zeros(count, block_bytes(layers), dtype=torch.uint8), self._copies)
 

@@ -31,7 +31,7 @@ def test_blocks_come_back_as_they_were_saved(quantized: bool, lazy: bool, monkey
     backend, draw = TorchReference(quantized_cache=quantized), random.Random(0)
     ours, theirs = caches(backend, 8), caches(backend, 8)
     pinned = PinnedBlocks(ours, torch.zeros(6, block_bytes(ours), dtype=torch.uint8), LazyStream(lazy=lazy))
-    plain = PlainBlocks(backend, theirs, caches(backend, 6))
+    plain = PlainBlocks(theirs, caches(backend, 6))
     assert 1 < 1000 // block_bytes(ours) < 5, "several blocks at a time, and not all"
     for number in range(60):
         # What a step computes.

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from tests.attending import CHUNKS, CPU, Bidirectional, Chunk, attend, attention_specs, naive_attention
 from tests.paged import BlockTables
 from vlmserve.kernels.attention import AttentionBackend, AttentionContext, LayerCache
+from vlmserve.kernels.blocks import clear_blocks, copy_blocks
 from vlmserve.kernels.cpu_attention import CpuAttention
 from vlmserve.kernels.extension import supported_isas
 from vlmserve.kernels.torch_reference import TorchReference
@@ -147,14 +148,14 @@ def test_blocks_are_copied_and_cleared(kind: Kind) -> None:
     source, target = written(backend, blocks, 1), written(backend, blocks, 2)
     first, second, third, fourth = blocks.tables[0]
     before = target.keys.clone(), target.values.clone()
-    backend.copy(source, target, torch.tensor([first, second]), torch.tensor([fourth, first]))
+    copy_blocks(source, target, torch.tensor([first, second]), torch.tensor([fourth, first]))
     for copied, original, old in ((target.keys, source.keys, before[0]), (target.values, source.values, before[1])):
         assert torch.equal(copied[fourth], original[first])
         assert torch.equal(copied[first], original[second])
         assert torch.equal(copied[second], old[second])
-    backend.copy(target, target, torch.tensor([first, fourth]), torch.tensor([fourth, first]))
+    copy_blocks(target, target, torch.tensor([first, fourth]), torch.tensor([fourth, first]))
     assert torch.equal(target.keys[first], source.keys[first]), "all are read before any is written"
-    backend.clear(target, torch.tensor([first, third]))
+    clear_blocks(target, torch.tensor([first, third]))
     assert not target.keys[[first, third]].any()
     assert not target.values[[first, third]].any()
     assert target.keys[second].any()

@@ -18,6 +18,7 @@ from tests.kernels.test_cpu_attention import DTYPES, HEAD_SIZES, SMOL, either_dt
 from tests.native import built
 from tests.paged import BlockTables
 from vlmserve.kernels.attention import AttentionBackend, AttentionContext, RotaryRows
+from vlmserve.kernels.blocks import clear_blocks, copy_blocks
 from vlmserve.kernels.cpu_attention import CpuAttention, unsupported_reason
 from vlmserve.kernels.torch_reference import TorchReference
 from vlmserve.layer_specs import AttentionSpec
@@ -145,12 +146,12 @@ def test_blocks_are_copied_and_cleared(kind: Kind) -> None:
     for tensor in (*source.tensors, *target.tensors):
         tensor.copy_(torch.randn(tensor.shape) * 50)
     first, second, third, fourth = blocks.tables[0]
-    backend.copy(source, target, torch.tensor([first, second]), torch.tensor([fourth, first]))
+    copy_blocks(source, target, torch.tensor([first, second]), torch.tensor([fourth, first]))
     assert len(source.tensors) == 3
     for copied, original in zip(target.tensors, source.tensors, strict=True):
         assert torch.equal(copied[fourth], original[first])
         assert torch.equal(copied[first], original[second])
-    backend.clear(target, torch.tensor([first, third]))
+    clear_blocks(target, torch.tensor([first, third]))
     assert not any(tensor[[first, third]].any() for tensor in target.tensors)
     assert all(tensor[second].any() for tensor in target.tensors)
 

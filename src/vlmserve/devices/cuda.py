@@ -175,9 +175,7 @@ class CudaDevice(TorchDevice):
         uploaded = self._pixels.upload(pixels)
         return uploaded.to(dtype) if levels is None else self._normalize(uploaded, levels, dtype)
 
-    def host_blocks(
-        self, backend: AttentionBackend, layers: Sequence[LayerCache], count: int, allocate: AllocateCache
-    ) -> HostBlocks:
+    def host_blocks(self, layers: Sequence[LayerCache], count: int, allocate: AllocateCache) -> HostBlocks:
         """See `Device.host_blocks`. In pinned memory."""
         memory = allocate_zeros((count, block_bytes(layers)), torch.uint8, torch.device("cpu"))
         blocks = PinnedBlocks(layers, memory, self._copies)

@@ -147,10 +147,8 @@ class Device(Operations, Protocol):
         """An image's numbers on the device, in another type; a copy of them. levels: what becomes of uint8 ones."""
         ...
 
-    def host_blocks(
-        self, backend: AttentionBackend, layers: Sequence[LayerCache], count: int, allocate: AllocateCache
-    ) -> HostBlocks:
-        """So many blocks of the KV cache in host memory, beside those of `layers`, which `backend` allocated."""
+    def host_blocks(self, layers: Sequence[LayerCache], count: int, allocate: AllocateCache) -> HostBlocks:
+        """Make `count` blocks in host memory for copies of blocks of `layers`."""
         ...
 
     def padded_rows(self, num_rows: int, num_decodes: int) -> int | None:

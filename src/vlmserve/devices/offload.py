@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from vlmserve.devices.streams import CopyEvent, CopyStream
-from vlmserve.kernels.attention import AttentionBackend, LayerCache
+from vlmserve.kernels.attention import LayerCache
+from vlmserve.kernels.blocks import copy_blocks
 from vlmserve.kernels.transfers import to_device
 
 ALIGNMENT = 16
@@ -34,17 +35,17 @@ class HostBlocks(Protocol):
 class PlainBlocks:
     """A cache in host memory, which the host waits for. `HostBlocks`."""
 
-    def __init__(self, backend: AttentionBackend, layers: Sequence[LayerCache], host: Sequence[LayerCache]) -> None:
+    def __init__(self, layers: Sequence[LayerCache], host: Sequence[LayerCache]) -> None:
         """layers, host: of the model's layers, on its device and in host memory."""
-        self._backend, self._layers, self._host = backend, layers, host
+        self._layers, self._host = layers, host
 
     def save(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         for source, target in zip(self._layers, self._host, strict=True):
-            self._backend.copy(source, target, torch.tensor(sources), torch.tensor(targets))
+            copy_blocks(source, target, torch.tensor(sources), torch.tensor(targets))
 
     def load(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         for source, target in zip(self._host, self._layers, strict=True):
-            self._backend.copy(source, target, torch.tensor(sources), torch.tensor(targets))
+            copy_blocks(source, target, torch.tensor(sources), torch.tensor(targets))
 
 
 @dataclass(slots=True)

@@ -133,10 +133,8 @@ class TorchDevice:
             return torch.tensor(pixels, device=self.torch_device, dtype=dtype)
         return self._normalize(torch.tensor(pixels, device=self.torch_device), levels, dtype)
 
-    def host_blocks(
-        self, backend: AttentionBackend, layers: Sequence[LayerCache], count: int, allocate: AllocateCache
-    ) -> HostBlocks:
-        return PlainBlocks(backend, layers, allocate(count, torch.device("cpu")))
+    def host_blocks(self, layers: Sequence[LayerCache], count: int, allocate: AllocateCache) -> HostBlocks:
+        return PlainBlocks(layers, allocate(count, torch.device("cpu")))
 
     def padded_rows(self, num_rows: int, num_decodes: int) -> int | None:
         return None

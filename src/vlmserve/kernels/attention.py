@@ -190,17 +190,6 @@ class AttentionBackend(Protocol):
         """What a block of one layer takes, keys and values together."""
         ...
 
-    def clear(self, cache: LayerCache, blocks: Tensor) -> None:
-        """Zero blocks (int64 ids on the cache's device)."""
-        ...
-
-    def copy(self, source: LayerCache, target: LayerCache, source_blocks: Tensor, target_blocks: Tensor) -> None:
-        """Copy blocks between caches of one layer's geometry, which may be the same one or on other devices.
-
-        source_blocks, target_blocks: int64 ids on the CPU, as many of each. All are read before any is written.
-        """
-        ...
-
     def prepare(
         self, metadata: BatchMetadata, block_size: int, layers: Sequence[AttentionSpec], dtype: torch.dtype
     ) -> object:

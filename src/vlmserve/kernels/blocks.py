@@ -1,4 +1,4 @@
-"""What backends do with whole blocks of a cache whose first axis is the blocks."""
+"""Allocates, clears and copies whole blocks of caches, whose first axis is the blocks."""
 
 from __future__ import annotations
 
@@ -34,7 +34,10 @@ def clear_blocks(cache: LayerCache, blocks: Tensor) -> None:
 
 
 def copy_blocks(source: LayerCache, target: LayerCache, source_blocks: Tensor, target_blocks: Tensor) -> None:
-    """Copy blocks between caches, on one device or across two. All are read before any is written."""
+    """Copy blocks between caches of one geometry, which may be the same cache or lie on two devices.
+
+    source_blocks, target_blocks: int64 ids on the CPU, as many of each. All are read before any is written.
+    """
     for origin, destination in zip(source.tensors, target.tensors, strict=True):
         blocks = origin.index_select(0, to_device(source_blocks, origin.device)).to(destination.device)
         destination.index_copy_(0, to_device(target_blocks, destination.device), blocks)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from vlmserve.kernels.attention import AttentionContext, BatchMetadata, LayerCache, RotaryRows
-from vlmserve.kernels.blocks import allocate_zeros, clear_blocks, copy_blocks
+from vlmserve.kernels.blocks import allocate_zeros
 from vlmserve.kernels.cpu_program import ATTENTION, CpuPlan, Recorded, RecordedRope
 from vlmserve.kernels.extension import DTYPES, extension, supported_isas
 from vlmserve.layer_specs import AttentionSpec
@@ -75,14 +75,6 @@ class CpuAttention:
         size = (spec.head_size + columns) * (1 if self.quantized_cache else dtype.itemsize)
         scales = 2 * torch.float32.itemsize if self.quantized_cache else 0
         return tokens * spec.num_kv_heads * (size + scales)
-
-    def clear(self, cache: LayerCache, blocks: Tensor) -> None:
-        """Zero blocks (int64 ids)."""
-        clear_blocks(cache, blocks)
-
-    def copy(self, source: LayerCache, target: LayerCache, source_blocks: Tensor, target_blocks: Tensor) -> None:
-        """Copy blocks between caches, which may be the same one."""
-        copy_blocks(source, target, source_blocks, target_blocks)
 
     def prepare(
         self, metadata: BatchMetadata, block_size: int, layers: Sequence[AttentionSpec], dtype: torch.dtype

@@ -28,12 +28,6 @@ class FullAttention:
         """Nothing."""
         return 0
 
-    def clear(self, cache: LayerCache, blocks: Tensor) -> None:
-        """Nothing is there to clear."""
-
-    def copy(self, source: LayerCache, target: LayerCache, source_blocks: Tensor, target_blocks: Tensor) -> None:
-        """Nothing is there to copy."""
-
     def prepare(
         self, metadata: BatchMetadata, block_size: int, layers: Sequence[AttentionSpec], dtype: torch.dtype
     ) -> None:

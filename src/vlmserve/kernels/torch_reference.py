@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vlmserve.kernels.attention import AttentionContext, BatchMetadata, BidirectionalRows, LayerCache
-from vlmserve.kernels.blocks import allocate_zeros, clear_blocks, copy_blocks
+from vlmserve.kernels.blocks import allocate_zeros
 from vlmserve.kernels.torch_cache import cache_rows, gather, write
 from vlmserve.kernels.torch_decodes import BUCKET_COST, GATHERED_ELEMENTS, DecodePlan, attend_decodes, plan_decodes
 from vlmserve.kernels.torch_scores import attention_scores, attention_weights, needs_scores
@@ -100,14 +100,6 @@ class TorchReference:
         if self.quantized_cache:
             row_bytes = spec.head_size + torch.float32.itemsize
         return 2 * spec.num_kv_heads * block_size * row_bytes
-
-    def clear(self, cache: LayerCache, blocks: Tensor) -> None:
-        """Zero blocks (int64 ids on the cache's device)."""
-        clear_blocks(cache, blocks)
-
-    def copy(self, source: LayerCache, target: LayerCache, source_blocks: Tensor, target_blocks: Tensor) -> None:
-        """Copy blocks between caches, on one device or across two."""
-        copy_blocks(source, target, source_blocks, target_blocks)
 
     def prepare(
         self, metadata: BatchMetadata, block_size: int, layers: Sequence[AttentionSpec], dtype: torch.dtype

@@ -9,6 +9,7 @@ import torch
 
 from vlmserve.devices.offload import HostBlocks
 from vlmserve.kernels.attention import LayerCache
+from vlmserve.kernels.blocks import clear_blocks, copy_blocks
 from vlmserve.kernels.transfers import to_device
 from vlmserve.models.protocols import LoadedModel
 from vlmserve.steps import BlockCopy
@@ -19,7 +20,6 @@ class KVTensors:
     rows, and `num_host_blocks` in host memory."""
 
     def __init__(self, model: LoadedModel, num_blocks: int, num_host_blocks: int, block_size: int) -> None:
-        self._backend = model.backend
         self._device = model.device.torch_device
         total = num_blocks + model.device.padding_blocks
         allocate = model.language_model.allocate_cache
@@ -27,7 +27,7 @@ class KVTensors:
         self._host: HostBlocks | None = None
         if num_host_blocks:
             self._host = model.device.host_blocks(
-                self._backend, self.layers, num_host_blocks, lambda count, device: allocate(count, block_size, device)
+                self.layers, num_host_blocks, lambda count, device: allocate(count, block_size, device)
             )
 
     def zero(self, blocks: list[int]) -> None:
@@ -35,7 +35,7 @@ class KVTensors:
         if blocks:
             ids = to_device(torch.tensor(blocks), self._device)
             for layer in self.layers:
-                self._backend.clear(layer, ids)
+                clear_blocks(layer, ids)
 
     def copy(self, copies: Iterable[BlockCopy]) -> None:
         """Copy blocks in order."""
@@ -47,7 +47,7 @@ class KVTensors:
             if kind == "copy":
                 source_ids, target_ids = torch.tensor(sources), torch.tensor(targets)
                 for layer in self.layers:
-                    self._backend.copy(layer, layer, source_ids, target_ids)
+                    copy_blocks(layer, layer, source_ids, target_ids)
                 continue
             assert self._host is not None
             if kind == "save":

@@ -123,7 +123,6 @@ class ModelRunner:
         self._drawn_rows: dict[str, int] = {}
 
     def warm_up(self) -> tuple[int, float]:
-        """See `ImageEncoder.warm_up`."""
         return self._images.warm_up()
 
     def submit(self, step: SchedulerOutput) -> RunningStep:
