@@ -252,9 +252,8 @@ class EngineClient:
         return stream
 
     async def submit_together(self, requests: Sequence[EngineRequest]) -> list[EngineStream]:
-        """Send requests in one message, in which the images that they share are once, and wait until the engine took
-        them all. If it refuses one, the others are aborted. For the rest see `submit`.
-        """
+        """`submit` requests in one message, which holds each image once. If the engine rejects one request, the others
+        are aborted."""
         if not self.alive:
             raise self._gone()
         streams: dict[str, EngineStream] = {}

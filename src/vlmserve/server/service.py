@@ -125,11 +125,7 @@ class Service:
             engine_stats=self.engine_stats,
             image_cache_stats=self.image_cache_stats,
             engine=self._running_engine,
-            cache_config={
-                "block_size": engine.block_size,
-                "cache_dtype": engine.kv_cache_dtype,
-                "enable_prefix_caching": engine.enable_prefix_caching,
-            },
+            cache_config=_cache_config(engine),
         )
         # A slow image must not hold up text, nor a slow host the images that are here already.
         self._body_workers = ThreadPoolExecutor(1, "parse-bodies")
@@ -468,6 +464,14 @@ _IMAGE_REQUESTS = 16
 """Requests with images that are prepared at once, for each thread that decodes; most wait for such a thread."""
 _FILES = frozenset({"file", "video_url"})
 """Types of parts that are decoded in processes of their own."""
+
+
+def _cache_config(engine: EngineConfig) -> dict[str, Any]:
+    return {
+        "block_size": engine.block_size,
+        "cache_dtype": engine.kv_cache_dtype,
+        "enable_prefix_caching": engine.enable_prefix_caching,
+    }
 
 
 def _num_characters(message: Mapping[str, Any]) -> int:
