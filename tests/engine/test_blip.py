@@ -51,7 +51,8 @@ def test_preempted_requests_give_the_same(oracle: BlipOracle, prompts: list[Prom
 def test_cross_states_may_come_and_go(oracle: BlipOracle, prompts: list[Prompt], expected: list[list[int]]) -> None:
     probe = engine_for(oracle)
     largest = max(
-        prompt.cross.num_states * probe._state_bytes + prompt.cross.image.num_tokens * probe._image_token_bytes
+        prompt.cross.num_states * probe._intake.state_bytes
+        + prompt.cross.image.num_tokens * probe.info.image_token_bytes
         for prompt in prompts
         if prompt.cross is not None
     )
@@ -101,7 +102,7 @@ def test_the_prefix_cache_tells_questions_apart(tmp_path_factory: pytest.TempPat
 
 def test_answers_end_at_the_separator(oracle: BlipOracle, prompts: list[Prompt], expected: list[list[int]]) -> None:
     """Not at config.json's eos_token_id, which transformers does not use for this family either."""
-    assert engine_for(oracle)._end_token_ids == {TEXT["sep_token_id"]}
+    assert engine_for(oracle).info.end_token_ids == [TEXT["sep_token_id"]]
 
 
 @pytest.mark.usefixtures("kernels")

@@ -127,4 +127,4 @@ def test_an_int8_cache_takes_less_memory(tmp_path: Any, kernels: str, caplog: py
 def test_blocks_of_another_type_have_other_keys(tmp_path: Any) -> None:
     oracle = text_oracle(make_llama(tmp_path))
     one, other = engine_for(oracle), engine_for(oracle, **INT8)
-    assert one._identity != other._identity
+    assert one._intake.identity != other._intake.identity

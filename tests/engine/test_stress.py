@@ -79,7 +79,7 @@ def test_every_answer_equals_the_one_alone(cases, seed, num_requests):
     probe = engine(kv_cache_memory="64MiB", block_size=4)
     block_bytes = probe.info.kv_cache_bytes // probe.stats().kv_blocks_total
     longest = max(len(case.prompt.token_ids) for case in cases) + 24
-    picture_bytes = 81 * probe._image_token_bytes
+    picture_bytes = 81 * probe.info.image_token_bytes
     tiny = engine(
         block_size=4,
         kv_cache_memory=2 * (longest // 4) * block_bytes,

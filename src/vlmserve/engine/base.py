@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from vlmserve.config import EngineConfig
 from vlmserve.engine.admission import check_request
@@ -11,6 +12,9 @@ from vlmserve.errors import AdapterError, ConfigurationError, OverloadedError, U
 from vlmserve.sampling.grammar import GrammarCompiler
 from vlmserve.types import AdapterInfo, EngineRequest, ModelInfo
 
+if TYPE_CHECKING:
+    from vlmserve.engine.adapters import AdapterLoading
+
 
 class BaseEngine:
     """The part of a `VLMEngine` that does not depend on how answers are made. Subclasses set all attributes."""
@@ -18,6 +22,7 @@ class BaseEngine:
     _config: EngineConfig
     _info: ModelInfo
     _grammars: GrammarCompiler
+    _adapters: AdapterLoading | None = None
 
     @property
     def grammars(self) -> GrammarCompiler:
@@ -29,7 +34,6 @@ class BaseEngine:
 
     @property
     def watched(self) -> Sequence[int]:
-        """See `VLMEngine.watched`. None, unless a subclass needs other processes."""
         return ()
 
     @property
@@ -37,25 +41,28 @@ class BaseEngine:
         return 0.0
 
     def check(self) -> None:
-        """See `VLMEngine.check`."""
+        pass
 
     @property
     def adapters(self) -> list[AdapterInfo]:
-        """See `VLMEngine.adapters`. None, unless a subclass serves some."""
-        return []
+        return [] if self._adapters is None else self._adapters.store.infos
 
     def load_adapter(self, number: int, name: str, path: str, pool: Mapping[str, str] | None = None) -> None:
-        raise AdapterError("no adapters are served here: start with --enable-lora")
+        if self._adapters is None:
+            raise AdapterError("no adapters are served here: start with --enable-lora")
+        self._adapters.begin(number, name, path, pool)
 
     def finished_loads(self) -> list[FinishedLoad]:
-        return []
+        return [] if self._adapters is None else self._adapters.finish()
 
     @property
     def is_loading(self) -> bool:
-        return False
+        return self._adapters is not None and self._adapters.is_loading
 
     def unload_adapter(self, name: str) -> None:
-        raise UnknownModelError(f"there is no adapter {name!r:.100} here", param="lora_name")
+        if self._adapters is None:
+            raise UnknownModelError(f"there is no adapter {name!r:.100} here", param="lora_name")
+        self._adapters.store.unload(name)
 
     def _check(self, request: EngineRequest, unfinished: Container[str], num_waiting: int, num_running: int) -> None:
         """Raise what `VLMEngine.add` raises.

@@ -5,35 +5,33 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import msgspec
 
-from vlmserve.adapters.store import AdapterStore, Served
+from vlmserve.adapters.store import AdapterStore
 from vlmserve.cache.blocks import BlockPool
 from vlmserve.cache.costs import CostModel
 from vlmserve.cache.encoder import EncoderCache
-from vlmserve.cache.keys import adapted_image_key, root_key
 from vlmserve.cache.prefix import PrefixCache
 from vlmserve.config import EngineConfig
 from vlmserve.engine.adapters import AdapterLoading
 from vlmserve.engine.base import BaseEngine
 from vlmserve.engine.grammars import grammar_compiler
 from vlmserve.engine.image_speed import image_cost
+from vlmserve.engine.intake import Intake
 from vlmserve.engine.loading import cache_sizes, load
-from vlmserve.engine.protocol import FinishedLoad
-from vlmserve.errors import ConfigurationError, InvalidRequestError, PromptTooLongError, UnknownModelError
+from vlmserve.errors import ConfigurationError
 from vlmserve.models.identity import cache_identity
-from vlmserve.models.protocols import LoadedModel
+from vlmserve.models.protocols import LoadedModel, VisionEncoder
 from vlmserve.runner.adapters import Observer, RunnerAdapters
 from vlmserve.runner.ranks import Followers, LeadingRunner
 from vlmserve.runner.runner import ModelRunner, RunningStep
 from vlmserve.runner.warm_up import warm_up_steps
-from vlmserve.sampling.sampler import draw_seed
 from vlmserve.scheduler.ahead import forget_ended
-from vlmserve.scheduler.beams import Beams
 from vlmserve.scheduler.request import Request
 from vlmserve.scheduler.resources.adapters import AdapterSlots
 from vlmserve.scheduler.resources.images import Images
@@ -42,18 +40,14 @@ from vlmserve.scheduler.scheduler import Scheduler
 from vlmserve.scheduler.step_limits import MeasuredLimits
 from vlmserve.steps import ModelRunnerOutput, RunTimings, SchedulerOutput
 from vlmserve.types import (
-    KEY_BYTES,
     MAX_MAP_CELLS,
-    AdapterInfo,
     BlockMap,
     EngineOutput,
     EngineRequest,
     EngineSnapshot,
     EngineStats,
     ImageInput,
-    ImageSpan,
     ModelInfo,
-    Prompt,
     RequestSnapshot,
     RequestTimings,
 )
@@ -121,20 +115,7 @@ class Engine(BaseEngine):
         self._config = config
         self._grammars = grammar_compiler(config, folder, language_model.vocab_size)
         one_block = language_model.allocate_cache(1, config.block_size)
-        self._identity = cache_identity(model.identity, model.backend, one_block)
-        self._vision, self._cross = model.vision, model.cross
-        self._end_token_ids = model.end_token_ids
-        self._max_position = model.max_position
-        self._max_len = min(max_model_len, num_blocks * config.block_size)
-        # Of requests with two block tables.
-        self._max_mixed_len = min(max_model_len, num_blocks // 2 * config.block_size)
-        self._max_short_len = language_model.max_short_len
-        self._first_position = language_model.first_position
-        self._bidirectional = language_model.bidirectional
-        cross = model.cross
-        self._image_token_bytes = (cross.feature_size if cross else language_model.image_width) * model.dtype.itemsize
-        self._state_bytes = cross.state_size * model.dtype.itemsize if cross else 0
-        self._num_added = 0
+        identity = cache_identity(model.identity, model.backend, one_block)
         self._prompt_tokens = self._generation_tokens = self._images_encoded = self._steps = 0
         self._step_seconds = self._vision_seconds = 0.0
         self.timings = StepTimings()
@@ -145,6 +126,8 @@ class Engine(BaseEngine):
             self._costs.worth_saving,
         )
         self._adapters = AdapterLoading.of(config, model)
+        max_lens = [min(max_model_len, blocks * config.block_size) for blocks in (num_blocks, num_blocks // 2)]
+        self._intake = intake = Intake(config, model, identity, self._grammars, self._adapters, *max_lens)
         slots = self._slots = self._adapter_slots = None
         if self._adapters is not None:
             store = self._adapters.store
@@ -164,9 +147,9 @@ class Engine(BaseEngine):
         self._images = Images(
             EncoderCache(config.encoder_cache_memory),
             max_encoded_images=config.max_encoded_images or model.device.images_per_step,
-            image_token_bytes=self._image_token_bytes,
-            state_bytes=self._state_bytes,
-            macs=self._tower_products,
+            image_token_bytes=intake.image_token_bytes,
+            state_bytes=intake.state_bytes,
+            macs=partial(_tower_macs, model.vision),
         )
         adapters = () if self._adapter_slots is None else (self._adapter_slots,)
         self._scheduler = Scheduler(
@@ -196,16 +179,16 @@ class Engine(BaseEngine):
             dtype=str(model.dtype).removeprefix("torch."),
             device=str(model.device),
             num_parameters=model.num_parameters,
-            max_prompt_len=self._max_len - 1,
+            max_prompt_len=intake.max_len - 1,
             kv_cache_bytes=num_blocks * of_tokens.block * config.tensor_parallel_size,
             supports_images=model.vision is not None,
             kv_cache_tokens=num_blocks * config.block_size,
             weight_bytes=model.weight_bytes * config.tensor_parallel_size,
             end_token_ids=sorted(model.end_token_ids),
             gpu_uuid=model.device.gpu_uuid,
-            image_token_bytes=self._image_token_bytes,
+            image_token_bytes=intake.image_token_bytes,
             tensor_parallel_size=config.tensor_parallel_size,
-            image_cost=image_cost(model, self._identity, *warm_up),
+            image_cost=image_cost(model, identity, *warm_up),
         )
 
     @property
@@ -222,40 +205,7 @@ class Engine(BaseEngine):
 
     def add(self, request: EngineRequest) -> None:
         self._check(request, self._scheduler, len(self._scheduler.waiting), len(self._scheduler.running))
-        for span in request.prompt.images:
-            self._check_image(span.image, span.image.num_embeddings * self._image_token_bytes)
-        self._check_times(request.prompt)
-        self._check_cross(request.prompt)
-        adapter = self._adapter(request.adapter)
-        if adapter is not None and adapter.vision:
-            request = msgspec.structs.replace(request, prompt=_with_adapter(request.prompt, adapter.digest))
-        seed = request.params.seed
-        first_position = self._first_position(len(request.prompt.token_ids))
-        # Keys and values depend on the positions at which they were computed.
-        identity = self._identity + (b" from %d" % first_position if first_position else b"")
-        if request.params.grammar is not None:
-            self._grammars.check(request.params.grammar)
-        digest = b"" if adapter is None else adapter.digest
-        scaling_root = self._scaling_root(request, adapter, identity)
-        max_len = self._max_len if scaling_root is None else self._max_mixed_len
-        beams = None
-        if request.beams is not None:
-            beams = Beams.start(request, self._end_token_ids, max_len - len(request.prompt.token_ids))
-            request = msgspec.structs.replace(request, params=beams.params)
-        queued = Request(
-            request,
-            root_key=root_key(identity, adapter=digest, salt=request.cache_salt),
-            adapter=digest,
-            scaling_root=scaling_root,
-            seed=draw_seed(self._config.seed, self._num_added) if seed is None else seed,
-            max_len=max_len,
-            end_token_ids=self._end_token_ids,
-            max_short_len=self._max_short_len,
-            bidirectional=self._bidirectional,
-        )
-        queued.arrived, queued.arrived_at = time.perf_counter(), time.time()
-        self._scheduler.add(queued, beams)
-        self._num_added += 1
+        self._scheduler.add(*self._intake.accept(request))
 
     def step(self) -> list[EngineOutput]:
         started = time.perf_counter()
@@ -325,27 +275,6 @@ class Engine(BaseEngine):
             raise ConfigurationError("no adapters are served here: start with --enable-lora")
         self._slots.observer = observer
 
-    @property
-    def adapters(self) -> list[AdapterInfo]:
-        return [] if self._adapters is None else self._adapters.store.infos
-
-    def load_adapter(self, number: int, name: str, path: str, pool: Mapping[str, str] | None = None) -> None:
-        if self._adapters is None:
-            return super().load_adapter(number, name, path, pool)
-        self._adapters.begin(number, name, path, pool)
-
-    def finished_loads(self) -> list[FinishedLoad]:
-        return [] if self._adapters is None else self._adapters.finish()
-
-    @property
-    def is_loading(self) -> bool:
-        return self._adapters is not None and self._adapters.is_loading
-
-    def unload_adapter(self, name: str) -> None:
-        if self._adapters is None:
-            return super().unload_adapter(name)
-        self._adapters.store.unload(name)
-
     def _note_progress(self, step: SchedulerOutput, output: ModelRunnerOutput, planned: float) -> int:
         """Record when requests first ran and had an image encoded. Returns how many prompt tokens the step computed."""
         requests = self._scheduler.requests
@@ -365,9 +294,6 @@ class Engine(BaseEngine):
                 continue
             request.started = request.started or planned
         return prompt_tokens
-
-    def _tower_products(self, image: ImageInput) -> int:
-        return 0 if self._vision is None else self._vision.products(image.pixels.shape, image.tiling)
 
     def abort(self, request_ids: Iterable[str]) -> None:
         self._scheduler.abort(request_ids)
@@ -423,68 +349,9 @@ class Engine(BaseEngine):
     def map_blocks(self) -> BlockMap:
         return self._cache.pool.draw_map(MAX_MAP_CELLS)
 
-    def _adapter(self, name: str) -> Served | None:
-        """A request's adapter. Raises UnknownModelError for one that is not served."""
-        if not name:
-            return None
-        if self._adapters is None:
-            raise UnknownModelError(f"there is no adapter {name!r:.100}: start with --enable-lora", param="model")
-        return self._adapters.store[name]
 
-    def _scaling_root(self, request: EngineRequest, adapter: Served | None, identity: bytes) -> bytes | None:
-        """The root key of a request's scaling pass; None: it has none. Raises PromptTooLongError where the cache has no
-        room for two passes."""
-        known = None if adapter is None or self._adapters is None else self._adapters.store.scaling_pass(adapter)
-        if known is None:
-            return None
-        if len(request.prompt.token_ids) >= self._max_mixed_len:
-            raise PromptTooLongError.of(len(request.prompt.token_ids), self._max_mixed_len - 1, param="messages")
-        return root_key(identity, adapter=known, salt=request.cache_salt)
-
-    def _check_times(self, prompt: Prompt) -> None:
-        """The frames of a slow video may have positions beyond those that the model has."""
-        times = sum(int(span.image.grid[0] * span.image.frame_step) for span in prompt.images if span.image.grid)
-        if len(prompt.token_ids) + times > self._max_position:
-            raise PromptTooLongError(
-                f"the frames of the videos span {times:,} positions, and the model has {self._max_position:,} in all; "
-                "send less of them, or a higher fps",
-                param="messages",
-            )
-
-    def _check_cross(self, prompt: Prompt) -> None:
-        cross = prompt.cross
-        if self._cross is None:
-            if cross is not None:
-                raise InvalidRequestError("this model has no cross attention for an image", param="prompt")
-            return
-        if cross is None:
-            raise InvalidRequestError("this model takes one image with each request", param="messages")
-        self._cross.check(cross)
-        num_bytes = cross.image.num_embeddings * self._image_token_bytes + cross.num_states * self._state_bytes
-        self._check_image(cross.image, num_bytes)
-
-    def _check_image(self, image: ImageInput, num_bytes: int) -> None:
-        """num_bytes: that it takes in the encoder cache."""
-        if self._vision is not None:
-            self._vision.check(image.pixels.shape, image.num_embeddings, image.tiling)
-        if len(image.key) != KEY_BYTES:
-            raise InvalidRequestError(f"an image's key has {len(image.key)} bytes, not {KEY_BYTES}", param="prompt")
-        if num_bytes > self._config.encoder_cache_memory:
-            raise InvalidRequestError(
-                f"an image of {image.num_embeddings} embeddings does not fit into the encoder cache, of which it "
-                f"takes {num_bytes:,} bytes; raise --encoder-cache-memory",
-                param="messages",
-            )
-
-
-def _with_adapter(prompt: Prompt, digest: bytes) -> Prompt:
-    """A prompt whose images are encoded with an adapter."""
-
-    def adapted(span: ImageSpan) -> ImageSpan:
-        key = adapted_image_key(span.image.key, digest)
-        return ImageSpan(msgspec.structs.replace(span.image, key=key, adapter=digest), span.start)
-
-    return msgspec.structs.replace(prompt, images=tuple(adapted(span) for span in prompt.images))
+def _tower_macs(tower: VisionEncoder | None, image: ImageInput) -> int:
+    return 0 if tower is None else tower.products(image.pixels.shape, image.tiling)
 
 
 def _num_tokens(output: EngineOutput) -> int:
