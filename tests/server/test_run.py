@@ -200,7 +200,7 @@ def test_a_signal_to_the_whole_group_does_not_take_the_engine_away_and_is_one_if
 
 
 def test_it_says_when_and_where_it_is_ready_and_takes_its_engine_and_its_files_with_it_if_killed(folder, temporary):
-    with serving(folder, ready=False, fresh=True) as server:
+    with serving(folder, ready=False) as server:
         line = server.wait_until_ready()
         assert line.endswith(f"(model {folder.name}, cpu, float32)\n")
         assert server.health().json() == {"status": "ok"}
