@@ -19,7 +19,7 @@ from vlmserve.media.pdf import PDFProcess
 _CAPTURED = """
 import os, runpy, sys
 worker = runpy.run_path(sys.argv[1])
-def decode(decoder, stdin, out):
+def decode(decoder, stdin, out, *memory):
     os.write(out.fileno(), sys.argv[2].encode())
     stdin.read()
 worker["_fork"].__globals__["_decode"] = decode

@@ -62,12 +62,12 @@ class ForkServer:
             self._socket.close()
             raise UnavailableError(f"no process could be started to decode files: {error}") from error
 
-    def fork(self, stdin: int, stdout: int) -> int:
-        """The id of a new process, which reads from and writes to these. Raises OSError if this server has ended."""
+    def fork(self, *files: int) -> int:
+        """The id of a new process, which gets these files. Raises OSError if this server has ended."""
         with self._lock:
             while self._abandoned:
                 self._ask(f"{self._abandoned.popleft()}\n".encode())
-            return self._ask(b"\n", stdin, stdout)
+            return self._ask(b"\n", *files)
 
     def end(self, pid: int) -> int:
         """End a process. Returns how it ended: minus the number of the signal, or its exit code."""
@@ -113,8 +113,8 @@ _disowned: deque[ServerKey] = deque()
 """A server for each owner that has gone since the last process was forked."""
 
 
-def fork_for(kind: FileKind, stdin: int, stdout: int, setup: str = "") -> tuple[ForkServer, int]:
-    """A new process, and the server that has forked it. Raises UnavailableError."""
+def fork_for(kind: FileKind, stdin: int, stdout: int, setup: str = "", *memory: int) -> tuple[ForkServer, int]:
+    """A new process, and the server that has forked it. memory: see `pixel_memory`. Raises UnavailableError."""
     _end_disowned()
     key = (kind, setup)
     for _ in range(2):  # one that was ended from outside is replaced
@@ -123,7 +123,7 @@ def fork_for(kind: FileKind, stdin: int, stdout: int, setup: str = "") -> tuple[
             if server is None:
                 server = _servers[key] = ForkServer(kind, setup)
         try:
-            return server, server.fork(stdin, stdout)
+            return server, server.fork(stdin, stdout, *memory)
         except OSError:
             with _lock:
                 if _servers.get(key) is server:

@@ -17,6 +17,7 @@ import msgspec
 
 from vlmserve.cancellation import check_cancelled
 from vlmserve.media.fork_server import FileKind, ForkServer, fork_for
+from vlmserve.media.pixel_memory import make_memory, mapped
 
 _POLL_INTERVAL = 0.05
 """Seconds between checks whether anybody still waits for the file."""
@@ -48,6 +49,8 @@ class Answer(msgspec.Struct):
 
     error: str | None = None
     detail: str = ""
+    in_memory: bool = False
+    """Whether the pixels are in shared memory, not in the pipe."""
 
 
 AnswerType = TypeVar("AnswerType", bound=Answer)
@@ -57,26 +60,31 @@ class IsolatedProcess:
     """A process for one file. Raises UnavailableError if none can be started.
 
     Its methods raise what `error_of` gives, and CancelledWorkError; close it then, and at the end. seconds: that they
-    may wait, all together.
+    may wait, all together. pixel_bytes: maximum size of an image for which `pixels` needs no pipe.
     """
 
-    def __init__(self, kind: FileKind, seconds: float, error_of: ErrorOf, setup: str = "") -> None:
+    def __init__(
+        self, kind: FileKind, seconds: float, error_of: ErrorOf, setup: str = "", pixel_bytes: int = 0
+    ) -> None:
         self.error_of = error_of
         self._seconds_left = seconds
         self._waited = 0.0
         self._is_nice = False
         self._received = bytearray()
+        memory = make_memory(pixel_bytes) if pixel_bytes else None
+        self._memory = memoryview(b"") if memory is None else mapped(os.dup(memory))
         stdin, self._input = os.pipe()
         self._output, stdout = os.pipe()
         try:
-            self._server, self.pid = fork_for(kind, stdin, stdout, setup)
+            self._server, self.pid = fork_for(kind, stdin, stdout, setup, *([] if memory is None else [memory]))
         except BaseException:
             os.close(self._input)
             os.close(self._output)
             raise
         finally:
-            os.close(stdin)
-            os.close(stdout)
+            for file in (stdin, stdout, memory):
+                if file is not None:
+                    os.close(file)
         self._abandon = weakref.finalize(self, _abandon, self._server, self.pid, self._input, self._output)
         for pipe in (self._input, self._output):
             os.set_blocking(pipe, False)
@@ -97,6 +105,14 @@ class IsolatedProcess:
     def send(self, line: str) -> None:
         """Send a line, whose answer `receive` returns. The process works on it meanwhile."""
         self._write(f"{line}\n".encode())
+
+    def pixels(self, size: int, answer: Answer) -> memoryview | bytearray:
+        """So many bytes of pixels that follow `answer`. They are valid until the next question."""
+        if not answer.in_memory:
+            return self.read(size)
+        if size > len(self._memory):
+            raise self.error_of("broken", "")
+        return self._memory[:size]
 
     def read(self, size: int) -> bytearray:
         """So many bytes of pixels."""
@@ -120,6 +136,7 @@ class IsolatedProcess:
 
     def close(self) -> None:
         """End the process."""
+        self._memory = memoryview(b"")
         if self._abandon.detach():
             self._server.end(self.pid)
             os.close(self._input)

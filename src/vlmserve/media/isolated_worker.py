@@ -32,18 +32,31 @@ _DECODERS = {
 _LONGEST_LINE = 300
 
 
-def _write(out: BinaryIO, fields: dict[str, Any], pixels: Iterable[bytes | memoryview] = ()) -> None:
+def _write(
+    out: BinaryIO,
+    fields: dict[str, Any],
+    pixels: Iterable[bytes | memoryview] = (),
+    memory: memoryview | None = None,
+) -> None:
+    """Write a line, and pixels that are a single piece into memory if they fit."""
+    if memory is not None:
+        pixels = list(pixels)
+        if len(pixels) == 1 and len(pixels[0]) <= len(memory):
+            memory[: len(pixels[0])] = memoryview(pixels[0]).cast("B")
+            fields, pixels = {**fields, "in_memory": True}, ()
     out.write(json.dumps(fields).encode() + b"\n")
     for piece in pixels:
         out.write(piece)
     out.flush()
 
 
-def _decode(decoder: Decoder | RefusedError, stdin: BinaryIO, out: BinaryIO) -> None:
-    """Answer until standard input ends, or something is refused."""
+def _decode(decoder: Decoder | RefusedError, stdin: BinaryIO, out: BinaryIO, *files: int) -> None:
+    """Answer until standard input ends, or something is refused. files: memory for pixels, or none."""
     from vlmserve.media.isolated_limits import LONGEST_DETAIL, RefusedError, limit
+    from vlmserve.media.pixel_memory import mapped
 
     try:
+        memory = mapped(files[0]) if files else None
         settings = json.loads(stdin.readline())
         data = stdin.read(settings["num_bytes"])
         if isinstance(decoder, RefusedError):
@@ -52,7 +65,7 @@ def _decode(decoder: Decoder | RefusedError, stdin: BinaryIO, out: BinaryIO) -> 
         limit("RLIMIT_FSIZE", 0)
         _write(out, decoder.open(data, settings))
         for line in stdin:
-            _write(out, *decoder.answer(line.decode().strip()))
+            _write(out, *decoder.answer(line.decode().strip()), memory)
     except RefusedError as refusal:
         _write(out, {"error": refusal.reason, "detail": refusal.detail})
     except MemoryError:
@@ -63,14 +76,17 @@ def _decode(decoder: Decoder | RefusedError, stdin: BinaryIO, out: BinaryIO) -> 
 
 
 def _fork(decoder: Decoder | RefusedError, pipes: list[int]) -> int:
-    """Start a process that decodes a file, and return its id. It inherits the two pipes and not the socket."""
+    """Start a process that decodes a file, and return its id. It inherits the pipes and not the socket.
+
+    pipes: two, and perhaps memory for pixels.
+    """
     pid = os.fork()
     if pid == 0:
         try:
             nothing = os.open(os.devnull, os.O_RDONLY)
             os.dup2(nothing, 0)
             os.close(nothing)
-            _decode(decoder, os.fdopen(pipes[0], "rb"), os.fdopen(pipes[1], "wb"))
+            _decode(decoder, os.fdopen(pipes[0], "rb"), os.fdopen(pipes[1], "wb"), *pipes[2:])
         finally:
             os._exit(0)  # which closes the pipes; the parent kills a process that closes them earlier
     for pipe in pipes:
@@ -80,6 +96,7 @@ def _fork(decoder: Decoder | RefusedError, pipes: list[int]) -> int:
 
 def _load(kind: str, setup: str) -> Decoder | RefusedError:
     """A decoder, or the reason why there is none. setup: argument of a decoder that takes one."""
+    import vlmserve.media.pixel_memory  # noqa: F401 (imported before processes are forked)
     from vlmserve.media.isolated_limits import RefusedError
 
     module, name = _DECODERS[kind]
@@ -102,7 +119,7 @@ def main() -> None:
         gc.freeze()  # or else collecting garbage copies what processes share
         running = set()
         while True:
-            line, pipes, _, _ = socket.recv_fds(connection, _LONGEST_LINE, 2)
+            line, pipes, _, _ = socket.recv_fds(connection, _LONGEST_LINE, 3)
             if not line:
                 break
             if pipes:

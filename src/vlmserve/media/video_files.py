@@ -57,7 +57,12 @@ class VideoFile:
             )
         self._limits = limits
         self._asked: int | None = None
-        self._process = IsolatedProcess("video", limits.video_timeout, partial(_error_of, limits))
+        self._process = IsolatedProcess(
+            "video",
+            limits.video_timeout,
+            partial(_error_of, limits),
+            pixel_bytes=3 * limits.max_frame_pixels,
+        )
         settings = {
             "format": container,
             "memory": limits.video_memory + len(data),
@@ -97,12 +102,12 @@ class VideoFile:
         ):
             raise _error_of(self._limits, "broken", "")
         with memory.share(frame_bytes(width * height)):
-            pixels = self._process.read(answer.stride * height)
+            pixels = self._process.pixels(answer.stride * height, answer)
+            image = Image.frombytes("RGB", (width, height), pixels, "raw", ("RGB", answer.stride))
+            del pixels
             self._asked = None
             if ahead is not None:
                 self.ask(ahead)
-            image = Image.frombytes("RGB", (width, height), pixels, "raw", ("RGB", answer.stride))
-            del pixels
             yield image.rotate(answer.rotation, expand=True) if answer.rotation else image
 
     def close(self) -> None:

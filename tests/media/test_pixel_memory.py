@@ -1,0 +1,91 @@
+"""Pixels in memory that is shared with the process that decodes them."""
+
+from __future__ import annotations
+
+import io
+import mmap
+import os
+import sys
+
+import numpy as np
+import pytest
+
+from tests.media.images_for_tests import noise
+from vlmserve.config import MediaConfig
+from vlmserve.errors import InvalidVideoError
+from vlmserve.media import isolated, pixel_memory
+from vlmserve.media.decoding import DecodingMemory
+from vlmserve.media.isolated import IsolatedProcess
+from vlmserve.media.video_files import VideoFile
+
+linux_only = pytest.mark.skipif(sys.platform != "linux", reason="only Linux has sealed memory")
+
+
+@pytest.fixture(scope="module")
+def film() -> bytes:
+    av = pytest.importorskip("av")
+    file = io.BytesIO()
+    with av.open(file, "w", format="mp4") as container:
+        stream = container.add_stream("mpeg4", rate=25)
+        stream.width, stream.height, stream.pix_fmt = 64, 48, "yuv420p"
+        for seed in range(5):
+            container.mux(stream.encode(av.VideoFrame.from_image(noise(64, 48, seed=seed))))
+        container.mux(stream.encode())
+    return file.getvalue()
+
+
+def frames(data: bytes) -> list[np.ndarray]:
+    video, memory = VideoFile(data, MediaConfig()), DecodingMemory(2**28)
+    shown = []
+    for number in range(video.num_frames):
+        ahead = number + 1 if number + 1 < video.num_frames else None
+        with video.frame(number, memory, ahead) as image:
+            shown.append(np.asarray(image))
+    video.close()
+    return shown
+
+
+def decoded(data: bytes) -> list[np.ndarray]:
+    import av
+
+    with av.open(io.BytesIO(data)) as container:
+        return [frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)]
+
+
+@pytest.mark.parametrize("memory", [pytest.param("shared", marks=linux_only), "small", "missing"])
+def test_frames_are_those_of_the_library(film: bytes, memory: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    through_pipe: list[int] = []
+    read = IsolatedProcess.read
+
+    def count(process: IsolatedProcess, size: int) -> bytearray:
+        through_pipe.append(size)
+        return read(process, size)
+
+    monkeypatch.setattr(IsolatedProcess, "read", count)
+    if memory != "shared":
+        make = (lambda _: None) if memory == "missing" else (lambda _: pixel_memory.make_memory(1000))
+        monkeypatch.setattr(isolated, "make_memory", make)
+    np.testing.assert_array_equal(frames(film), decoded(film))
+    assert (through_pipe == []) == (memory == "shared")
+
+
+@linux_only
+def test_memory_cannot_shrink() -> None:
+    """A read after its end would end this process."""
+    file = pixel_memory.make_memory(2 * mmap.PAGESIZE)
+    assert file is not None
+    memory = pixel_memory.mapped(os.dup(file))
+    for size in (0, mmap.PAGESIZE, 3 * mmap.PAGESIZE):
+        with pytest.raises(PermissionError):
+            os.ftruncate(file, size)
+    os.close(file)
+    assert bytes(memory[-4:]) == bytes(4)
+
+
+@linux_only
+def test_pixels_beyond_the_memory_are_rejected(film: bytes) -> None:
+    video = VideoFile(film, MediaConfig())
+    answer = isolated.Answer(in_memory=True)
+    with pytest.raises(InvalidVideoError, match="broken"):
+        video._process.pixels(10**9, answer)
+    video.close()
