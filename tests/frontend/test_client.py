@@ -297,15 +297,18 @@ async def test_many_messages_of_the_engine_hold_up_no_other_task(start, monkeypa
     received, turns, over = 0, 0, asyncio.Event()
     message = encode(Accepted([]))
 
-    async def receive():
+    def receive() -> asyncio.Future:
         nonlocal received
         received += 1
-        if received > 1000:
+        future = asyncio.get_running_loop().create_future()
+        if received <= 1000:
+            future.set_result(message)
+        else:
             over.set()
-            await asyncio.Event().wait()
-        return message
+        return future
 
     monkeypatch.setattr(client._socket, "recv_multipart", receive)
+    monkeypatch.setattr("vlmserve.frontend.client._LONGEST_TURN", 0.0)
     receiving = asyncio.create_task(client._receive())
     while not over.is_set():
         turns += 1

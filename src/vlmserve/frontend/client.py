@@ -49,6 +49,8 @@ logger = logging.getLogger(__name__)
 _LOAD_TIMEOUT = 3600.0
 _LOAD_NOTICE = 10.0
 _EXIT_TIMEOUT = 5.0
+_LONGEST_TURN = 0.002
+"""Seconds in which the engine's messages may be handled without a break for other tasks."""
 _LAST_WORDS = 1.0
 """Seconds to wait for the message that says why the engine process exited."""
 _OUT_OF_MEMORY = (
@@ -444,9 +446,16 @@ class EngineClient:
         await self._heartbeat.run()
 
     async def _receive(self) -> None:
+        began = time.monotonic()
         while True:
-            await asyncio.sleep(0)  # receiving yields to no other task while messages wait
-            frames = await self._socket.recv_multipart()
+            receiving = asyncio.ensure_future(self._socket.recv_multipart())
+            if receiving.done() and time.monotonic() - began < _LONGEST_TURN:
+                frames = receiving.result()
+            else:
+                if receiving.done():  # awaiting it would yield to no other task
+                    await asyncio.sleep(0)
+                frames = await receiving
+                began = time.monotonic()
             match decode_from_engine(frames[0]):
                 case Outputs(outputs, stats):
                     if self.on_step is not None and stats.steps > self.stats.steps:
