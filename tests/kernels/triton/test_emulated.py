@@ -83,15 +83,15 @@ adapters/test_captured.py::test_rows_of_captured_steps_have_their_adapters
 )
 def test_compiled_kernels_pass_the_same_tests(arch: int, folder: Path, cases: str) -> None:
     paths = [f"{folder}/{case}" for case in cases.splitlines() if case]
+    options = [f"--arch={arch}", f"--timeout={SECONDS}", "-q", "-n", "0", "-p", "no:cacheprovider"]
     run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-p", "tests.ptx.plugin", f"--arch={arch}", "-q", "-n", "0",
-         "-p", "no:cacheprovider", *paths],
+        [sys.executable, "-m", "pytest", "-p", "tests.ptx.plugin", *options, *paths],
         env={**os.environ, "TRITON_INTERPRET": "0"},
         capture_output=True,
         text=True,
         timeout=SECONDS,
         check=False,
-    )  # fmt: skip
+    )
     assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-2000:]
     # GPU variants of the cases are deselected; nothing may be skipped.
     assert re.match(r"\d+ passed(, \d+ deselected)? in ", run.stdout.splitlines()[-1]), run.stdout[-500:]
