@@ -39,7 +39,8 @@ def test_short_names_show_the_widest_fitting_weights(monkeypatch: pytest.MonkeyP
     memory = psutil.virtual_memory()._replace(available=6 * 10**9)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
     wide, narrow, narrowest = texts("models")[0].split("; ")
-    assert wide.startswith("that fit on the CPU: smolvlm2:256m,")
+    assert wide.startswith("that fit on the CPU: ")
+    assert "smolvlm2:256m" in wide
     assert wide.endswith(" in bfloat16")
     assert "qwen3-vl:2b" in wide  # 4.3 of 4.5 GB
     assert "qwen2.5-vl:3b" in narrow
