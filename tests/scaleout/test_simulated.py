@@ -30,7 +30,7 @@ def outcome_of():
 
 def test_it_finds_nearly_all_that_an_oracle_finds(outcome_of):
     oracle = outcome_of("mixed", policy=None).hit_rate
-    assert outcome_of("mixed").hit_rate >= 0.95 * oracle
+    assert outcome_of("mixed", gateways=1).hit_rate >= 0.95 * oracle
     assert outcome_of("mixed", gateways=4).hit_rate >= 0.9 * oracle
     assert outcome_of("mixed", policy="least-loaded").hit_rate < 0.5 * oracle
 
