@@ -50,7 +50,7 @@ class Answer(msgspec.Struct):
     error: str | None = None
     detail: str = ""
     in_memory: bool = False
-    """Whether the pixels are in shared memory, not in the pipe."""
+    """True if the pixels are in shared memory, not in the pipe."""
 
 
 AnswerType = TypeVar("AnswerType", bound=Answer)
