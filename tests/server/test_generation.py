@@ -16,7 +16,7 @@ from vlmserve.prompt.tokenizer import Tokenizer
 from vlmserve.server.generation import Answer, GenerationRequest, TextDelta
 from vlmserve.types import EngineOutput, SamplingParams, TokenLogprobs
 
-FILES = PromptFiles(model_type="", tokenizer_config={}, special_tokens={}, image_token_id=None, chat_template=None)
+FILES = PromptFiles(tokenizer_config={}, special_tokens={}, image_token_id=None, chat_template=None)
 TOKENIZER = Tokenizer(byte_level(), FILES)
 
 
