@@ -19,7 +19,8 @@ from typing import Any, Literal, Self, TypeVar, Unpack, overload
 from vlmserve.cancellation import run_in_thread
 from vlmserve.config import BUILT_IN_MODEL
 from vlmserve.errors import ForkError, InvalidRequestError, UnavailableError, VLMServeError
-from vlmserve.frontend.client import EngineClient, EngineStream
+from vlmserve.frontend.client import EngineClient
+from vlmserve.frontend.engine_stream import EngineStream
 from vlmserve.offline import Generation, LoRARequest, OfflineRequest, Prepared, fitted
 from vlmserve.offline_calls import (
     Adapters,

@@ -25,7 +25,8 @@ from vlmserve.errors import (
     PromptTooLongError,
     UnavailableError,
 )
-from vlmserve.frontend.client import EngineClient, EngineStream, KeptContext
+from vlmserve.frontend.client import EngineClient, KeptContext
+from vlmserve.frontend.engine_stream import EngineStream
 from vlmserve.types import EngineOutput, EngineRequest, Prompt, RequestTimings, SamplingParams, TokenLogprobs
 
 

@@ -13,7 +13,6 @@ from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Map
 from pathlib import Path
 from typing import Any, Self
 
-import msgspec
 import zmq
 import zmq.asyncio
 
@@ -41,6 +40,7 @@ from vlmserve.engine.messages import (
 )
 from vlmserve.engine.process import EngineProcess
 from vlmserve.errors import EngineDeadError, InvalidRequestError, ModelLoadError, UnavailableError, VLMServeError
+from vlmserve.frontend.engine_stream import EngineStream
 from vlmserve.frontend.heartbeat import HeartbeatListener
 from vlmserve.types import AdapterInfo, BlockMap, EngineOutput, EngineRequest, EngineSnapshot, EngineStats, ModelInfo
 
@@ -57,77 +57,6 @@ _OUT_OF_MEMORY = (
     "The kernel killed the engine process because memory ran out: free some, or set --quantize int4, a smaller "
     "--max-model-len or a smaller model (vlmserve doctor names those that fit)"
 )
-
-
-class EngineStream:
-    """The outputs of one request, in order. Outputs that arrive between two reads are merged.
-
-    Iterating raises EngineDeadError or UnavailableError when the engine is gone. Close it to abort the request.
-    """
-
-    def __init__(self, request_id: str, forget: Callable[[str], None]) -> None:
-        self.request_id = request_id
-        self._forget = forget
-        self._news = asyncio.Event()
-        self._accepted = False
-        self._pending: EngineOutput | None = None
-        self._error: Callable[[], VLMServeError] | None = None
-        self._ended = False
-
-    def __aiter__(self) -> Self:
-        return self
-
-    async def __anext__(self) -> EngineOutput:
-        if self._ended:
-            raise StopAsyncIteration
-        while (output := self._pending) is None:
-            await self._wait()
-        self._pending = None
-        self._ended = output.finish_reason is not None
-        return output
-
-    def close(self) -> None:
-        """Abort the request in the engine unless it has ended."""
-        self._ended = True
-        self._forget(self.request_id)
-
-    async def _acceptance(self) -> None:
-        while not (self._accepted or self._pending):
-            await self._wait()
-
-    async def _wait(self) -> None:
-        if self._error is not None:
-            raise self._error()
-        self._news.clear()
-        await self._news.wait()
-
-    def accept(self) -> None:
-        """The engine queued the request."""
-        self._accepted = True
-        self._news.set()
-
-    def put(self, output: EngineOutput) -> None:
-        """The engine produced something."""
-        if self._pending is not None:
-            token_ids, logprobs = self._pending.token_ids, self._pending.logprobs
-            # In place: otherwise the unread tokens would be copied with every token.
-            token_ids += output.token_ids
-            if logprobs is not None:
-                logprobs += output.logprobs or ()
-            output = msgspec.structs.replace(
-                output,
-                token_ids=token_ids,
-                timings=output.timings or self._pending.timings,
-                logprobs=logprobs,
-                prompt_logprobs=self._pending.prompt_logprobs or output.prompt_logprobs,
-            )
-        self._pending = output
-        self._news.set()
-
-    def fail(self, error: Callable[[], VLMServeError]) -> None:
-        """Nothing more will come. error: makes a fresh exception for every place that raises it."""
-        self._error = error
-        self._news.set()
 
 
 class KeptContext(zmq.asyncio.Context):
@@ -270,7 +199,7 @@ class EngineClient:
         try:
             self._send(Add(list(requests)))
             for stream in streams.values():
-                await stream._acceptance()
+                await stream.acceptance()
         except BaseException:
             for stream in streams.values():
                 stream.close()
