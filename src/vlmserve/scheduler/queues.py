@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
+from itertools import islice
 
-from vlmserve.scheduler.policy import enter_first, enter_last, take_victim
+from vlmserve.scheduler.policy import enter_first, enter_last, reserved_tokens, take_victim
 from vlmserve.scheduler.request import Request
 from vlmserve.scheduler.resources.resource import Resources
 from vlmserve.scheduler.searches import Search
@@ -46,6 +47,11 @@ class Queues:
             return False
         enter_last(self.running, request)
         return True
+
+    def chunk_budget(self, request: Request, budget: int) -> int:
+        """Return the part of a budget that a prompt does not leave to shorter ones."""
+        may_run = islice(self.waiting, max(0, self.max_num_seqs - len(self.running)))
+        return budget - reserved_tokens(request, self.running, may_run, budget)
 
     def preempt(self) -> Request:
         """Let a running request wait for room, unless it is a beam that waits for others. Return it."""

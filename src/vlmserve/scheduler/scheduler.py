@@ -12,20 +12,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import islice
 
 import msgspec
 
 from vlmserve.scheduler.ahead import plan_ahead
 from vlmserve.scheduler.answers import extend_answer
 from vlmserve.scheduler.beams import Beams
-from vlmserve.scheduler.policy import gives_way, reserved_tokens
+from vlmserve.scheduler.policy import gives_way
 from vlmserve.scheduler.queues import Queues
 from vlmserve.scheduler.request import Request
 from vlmserve.scheduler.resources.resource import Resource, Resources
 from vlmserve.scheduler.searches import Search
 from vlmserve.scheduler.step_limits import StepLimits
-from vlmserve.steps import ModelRunnerOutput, RequestFailure, SchedulerOutput
+from vlmserve.steps import ModelRunnerOutput, SchedulerOutput
 from vlmserve.types import EngineOutput
 
 ProposeDrafts = Callable[[Request], Sequence[int]]
@@ -158,7 +157,7 @@ class Scheduler:
         answer = extend_answer(request, output)
         self.resources.advance(request, num_computed)
         if answer.finish_reason is not None:
-            self._discard(request, output.failures.get(request.request_id))
+            self.resources.discard(request, output.failures.get(request.request_id))
             self._queues.remove(request)
         elif request.max_short_len is not None:
             self._queues.recompute_if_long(request, length)
@@ -168,7 +167,7 @@ class Scheduler:
         """Enter the choices that follow on a beam. Returns the search's output if it has ended."""
         if (failure := output.failures.get(request.request_id)) is not None:
             answer = extend_answer(request, output)
-            self._discard(request, failure)
+            self.resources.discard(request, failure)
             self._queues.end_search(search)
             return [msgspec.structs.replace(answer, request_id=search.request_id)]
         if not search.enter(request, output.logprobs[request.request_id][0].top):
@@ -179,11 +178,6 @@ class Scheduler:
         for parent, children in search.fork():
             self._queues.fork(parent, children)
         return []
-
-    def _discard(self, request: Request, failure: RequestFailure | None) -> None:
-        """Drop what a request computed if the computation failed."""
-        if failure is not None and failure.kind != "grammar":
-            self.resources.discard(request, out_of_memory=failure.kind == "out_of_memory")
 
     def _preempt_and_plan_again(self) -> None:
         self._queues.preempt()
@@ -221,14 +215,9 @@ class Scheduler:
         for request in self.running[:]:  # more are admitted meanwhile
             if request.num_uncomputed > 1 and budget > 0:
                 budget = self._schedule_waiting(step, budget, above=request.priority)
-                most = min(self._chunk_budget(request, budget), request.num_uncomputed)
+                most = min(self._queues.chunk_budget(request, budget), request.num_uncomputed)
                 budget -= self._schedule_chunk(step, request, self.resources.grow(request, most))
         return budget
-
-    def _chunk_budget(self, request: Request, budget: int) -> int:
-        """Return the part of a budget that a prompt does not leave to shorter ones."""
-        may_run = islice(self.waiting, max(0, self._queues.max_num_seqs - len(self.running)))
-        return budget - reserved_tokens(request, self.running, may_run, budget)
 
     def _schedule_decodes(self, step: SchedulerOutput, budget: int) -> int:
         """Chunks of one token for all that need just one; returns the budget that is left.
@@ -282,7 +271,7 @@ class Scheduler:
             if not self.resources.ready(request):
                 deferred.append(request)
             elif self._queues.admit(request):
-                budget -= self._schedule_chunk(step, request, self._chunk_budget(request, budget))
+                budget -= self._schedule_chunk(step, request, self._queues.chunk_budget(request, budget))
             else:
                 self.waiting.appendleft(request)
                 break

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from vlmserve.scheduler.request import Request
 from vlmserve.scheduler.step_limits import StepLimits
-from vlmserve.steps import SchedulerOutput
+from vlmserve.steps import RequestFailure, SchedulerOutput
 
 
 class Failed(NamedTuple):
@@ -190,9 +190,10 @@ class Resources:
         for one in self._all:
             one.release(request, resumes=resumes)
 
-    def discard(self, request: Request, *, out_of_memory: bool) -> None:
-        for one in self._all:
-            one.discard(request, out_of_memory=out_of_memory)
+    def discard(self, request: Request, failure: RequestFailure | None) -> None:
+        """Drop what a request has computed if the computation failed."""
+        for one in self._all if failure is not None and failure.kind != "grammar" else ():
+            one.discard(request, out_of_memory=failure is not None and failure.kind == "out_of_memory")
 
     def failed(self, waiting: Iterable[Request]) -> list[Failed]:
         return [failed for one in self._all for failed in one.failed(waiting)]
