@@ -270,20 +270,23 @@ def test_another_mount_maps_the_same_file(tmp_path: Path, cache: WeightsCache, m
 
 def test_edited_code_reads_again(tmp_path: Path, cache: WeightsCache, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, paths = make_llama(tmp_path / "model"), set()
-    for edited in ("none", "devices", "kernels", "layers", "models", "quant"):
-        for package in ("devices", "kernels", "layers", "models", "quant"):
-            code = tmp_path / edited / package / "deep" / "code.py"
-            code.parent.mkdir(parents=True)
-            code.write_text("new" if package == edited else "old")
+    packages = ("devices", "families", "gguf", "kernels", "layers", "models", "quant")
+    names = [*(f"{package}/deep/code.py" for package in packages), "gguf_header.py", "layer_specs.py"]
+    for edited in ("none", *names):
+        for name in names:
+            code = tmp_path / edited / name
+            code.parent.mkdir(parents=True, exist_ok=True)
+            code.write_text("new" if name == edited else "old")
         monkeypatch.setattr(weights_cache, "_PACKAGE", tmp_path / edited)
         parts = source_parts(folder, kernels="avx2", dtype=torch.bfloat16, quantization=None, input_bits=None)
         paths.add(cache.path(parts))
-    assert len(paths) == 6
+    assert len(paths) == 1 + len(names)
 
 
 def test_digest_of_code_reads_this_package() -> None:
     assert (weights_cache._PACKAGE / "models" / "weights_cache.py").samefile(weights_cache.__file__)
-    assert all(any((weights_cache._PACKAGE / name).glob("*.py")) for name in weights_cache._PACKING)
+    paths = [weights_cache._PACKAGE / name for name in weights_cache._PACKING]
+    assert all(path.is_file() or any(path.glob("*.py")) for path in paths)
 
 
 def test_read_only_folder_is_mapped(tmp_path: Path, cache: WeightsCache, monkeypatch: pytest.MonkeyPatch) -> None:

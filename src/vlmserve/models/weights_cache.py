@@ -47,8 +47,8 @@ SPARED_BYTES = 2**30
 SUFFIX = ".weights"
 
 _PACKAGE = Path(__file__).parents[1]
-_PACKING = ("devices", "kernels", "layers", "models", "quant")
-"""Folders of code that packed weights depend on."""
+_PACKING = ("devices", "families", "gguf", "gguf_header.py", "kernels", "layer_specs.py", "layers", "models", "quant")
+"""Folders and files of code that packed weights depend on."""
 _NAME = re.compile(r"[0-9a-f]{32}\.weights")
 _UNFINISHED = re.compile(r"[0-9a-f]{32}\.\w+\.writing", re.ASCII)
 _MAGIC = b"vlmserve"
@@ -258,8 +258,8 @@ def _extension_digest() -> str:
 def _code_digest(package: Path) -> str:
     """A digest of the Python code that packs weights, so that an edit makes older files unused."""
     digest = blake3()
-    for folder in _PACKING:
-        for path in sorted((package / folder).rglob("*.py")):
+    for name in _PACKING:
+        for path in [package / name] if name.endswith(".py") else sorted((package / name).rglob("*.py")):
             contents = path.read_bytes()
             digest.update(f"{path.relative_to(package)} {len(contents)}\n".encode() + contents)
     return digest.hexdigest()
