@@ -137,7 +137,7 @@ class VisionFamily(Family):
     image_processor: str = FIXED_SIZE
     """Makes the `ImageProcessor` from `ImageFiles` where ``image_processor_type`` names no other one."""
     image_processor_types: tuple[str, ...] = ()
-    """Prefixes of each ``image_processor_type`` that `image_processor` implements."""
+    """Prefixes of each ``image_processor_type`` that `image_processor` implements. The first one stands for none."""
     image_settings: Callable[[Config], Config] = lambda config: {}
     """Settings of the image processor for checkpoints without such a file."""
 

@@ -78,6 +78,8 @@ def _image_files(folder: Path, tokenizer: Tokenizer, media: MediaConfig) -> Imag
     family = vision_family(config)
     if not settings and family is not None:
         settings = dict(family.image_settings(config))
+    elif family is not None and family.image_processor_types and settings.get("image_processor_type") is None:
+        settings = {**settings, "image_processor_type": family.image_processor_types[0]}
     return ImageFiles(config, settings, read_json(folder / "processor_config.json"), tokenizer, media)
 
 
