@@ -49,6 +49,18 @@ def test_gguf_tensors_keep_their_bits(tmp_path: Path, kind: str) -> None:
     assert footprint(file, "none").weights == pytest.approx(model.weight_bytes, rel=0.1)
 
 
+@pytest.mark.parametrize("kind", ["Q2_K", "Q6_K"])
+def test_inputs_of_16_bits_need_more_memory(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = make_llama(tmp_path / "plain", **{**SIZES, "hidden_size": 768})
+    file = write_gguf(folder, tmp_path / "model.gguf", types=kind)
+    model = load_model(file, device=torch.device("cpu"), dtype=None, input_bits=16)
+    assert footprint(file, "none", input_bits=16).weights == pytest.approx(model.weight_bytes, rel=0.1)
+    assert footprint(file, "none", kernels="torch").weights >= footprint(file, "none", kernels="avx2").weights
+    free(monkeypatch, footprint(file, "none", input_bits=16).peak - 1)
+    with pytest.raises(ModelLoadError, match="of memory to load"):
+        check_memory(EngineConfig(model=str(file), device="cpu", input_bits=16), file)
+
+
 def free(monkeypatch: pytest.MonkeyPatch, size: float) -> None:
     monkeypatch.setattr(module, "free_memory", lambda: int(size))
 

@@ -10,10 +10,10 @@ SUPERBLOCK_BYTES = {10: 84, 11: 110, 12: 144, 13: 176, 14: 210}
 """Bytes of 256 weights, by GGUF's numbers of the types Q2_K to Q6_K."""
 
 
-def keeps_superblocks() -> bool:
-    """Whether the best kernels of this machine multiply superblocks as they are."""
+def keeps_superblocks(kernels: str) -> bool:
+    """Return whether kernels multiply packed superblocks. kernels: as in `EngineConfig`."""
     try:
         native = importlib.import_module("vlmserve.kernels._native")
     except ImportError:
         return False
-    return native.selected_isa() in SUPERBLOCK_ISAS
+    return (native.selected_isa() if kernels in ("auto", "native") else kernels) in SUPERBLOCK_ISAS

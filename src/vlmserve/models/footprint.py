@@ -10,7 +10,7 @@ import logging
 import math
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -71,18 +71,29 @@ class Footprint(NamedTuple):
         return self.weights + self.largest + LIBRARIES
 
 
-def footprint(folder: Path, scheme: Scheme, *, vision: bool = False, plain_bytes: int = 2) -> Footprint:
+def footprint(
+    folder: Path,
+    scheme: Scheme,
+    *,
+    vision: bool = False,
+    plain_bytes: int = 2,
+    kernels: str = "auto",
+    input_bits: int | None = None,
+) -> Footprint:
     """What a checkpoint will take with ``--quantize scheme``.
 
     folder: in Hugging Face layout, or a GGUF file. vision: whether the tower is quantized too. plain_bytes: of a weight
-    that is not quantized. Raises what `weight_files` raises, and ModelLoadError for a broken GGUF file.
+    that is not quantized. kernels, input_bits: as in `EngineConfig`. Raises what `weight_files` raises, and
+    ModelLoadError for a broken GGUF file.
     """
     if _is_quantized(folder) or any(path.suffix in PICKLES for path in weight_files(folder)):
         # Without their contents, the files are the best guess.
         return Footprint(sum(path.stat().st_size for path in weight_files(folder)), 0)
     tensors = [tensor for path in weight_files(folder) for tensor in _tensors(path)]
     tied = not any(_HEADS.search(tensor.name) for tensor in tensors)
-    sizes = (_bytes_each(tensor, scheme, tied, vision, plain_bytes) * tensor.num_weights for tensor in tensors)
+    superblocks = scheme == "none" and plain_bytes < 4 and input_bits != 16 and keeps_superblocks(kernels)
+    kept = SUPERBLOCK_BYTES if superblocks else {}
+    sizes = (_bytes_each(tensor, scheme, tied, vision, plain_bytes, kept) * tensor.num_weights for tensor in tensors)
     largest = max((tensor.num_weights * plain_bytes for tensor in tensors if scheme != "none"), default=0)
     return Footprint(round(sum(sizes)), largest)
 
@@ -97,7 +108,14 @@ def check_memory(config: EngineConfig, folder: Path) -> None:
     plain_bytes = 4 if config.dtype == "float32" else 2
     quantization = config.quantization
     try:
-        needed = footprint(folder, quantization.scheme, vision=quantization.vision, plain_bytes=plain_bytes).peak
+        needed = footprint(
+            folder,
+            quantization.scheme,
+            vision=quantization.vision,
+            plain_bytes=plain_bytes,
+            kernels=config.kernels,
+            input_bits=config.input_bits,
+        ).peak
     except (VLMServeError, OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         logger.debug("the memory that %s needs is unknown: %r", folder, error)
         return
@@ -120,12 +138,14 @@ def _loads_into_main_memory(config: EngineConfig) -> bool:
     return sys.platform == "linux" and not any(Path(path).exists() for path in _GPU_FILES)
 
 
-def _bytes_each(tensor: Stored, scheme: Scheme, tied: bool, vision: bool, plain_bytes: int) -> float:
-    """Bytes of each weight of a tensor."""
+def _bytes_each(
+    tensor: Stored, scheme: Scheme, tied: bool, vision: bool, plain_bytes: int, superblocks: Mapping[int, int]
+) -> float:
+    """Bytes of each weight of a tensor. superblocks: bytes of a superblock by GGUF type, if kernels keep them."""
     matrix = len(tensor.shape) > 1
     if scheme == "none":
-        if matrix and plain_bytes < 4 and tensor.kind in SUPERBLOCK_BYTES and keeps_superblocks():
-            return SUPERBLOCK_BYTES[tensor.kind] / 256
+        if matrix and tensor.kind is not None and tensor.kind in superblocks:
+            return superblocks[tensor.kind] / 256
         kept = _BYTES_4 if tensor.kind in _KEPT_4 else _BYTES_8 if tensor.kind in _KEPT_8 else plain_bytes
         return kept if matrix and plain_bytes < 4 else plain_bytes
     if not matrix or (_OUTSIDE.search(tensor.name) and not vision):
