@@ -12,13 +12,16 @@ from vlmserve.cache.encoder import EncoderCache
 from vlmserve.cache.keys import root_key
 from vlmserve.cache.prefix import PrefixCache
 from vlmserve.runner.requests import RequestStates
+from vlmserve.scheduler.beams import Beams
 from vlmserve.scheduler.request import Request
 from vlmserve.scheduler.resources.images import Images
 from vlmserve.scheduler.resources.memory import KVMemory
 from vlmserve.scheduler.resources.resource import Resource
 from vlmserve.scheduler.scheduler import Scheduler
 from vlmserve.steps import ModelRunnerOutput, SchedulerOutput
-from vlmserve.types import CrossInput, EngineOutput, EngineRequest, ImageInput, ImageSpan, Prompt, SamplingParams
+from vlmserve.types import (
+    BeamSearch, CrossInput, EngineOutput, EngineRequest, ImageInput, ImageSpan, Prompt, SamplingParams, TokenLogprobs,
+)  # fmt: skip
 
 BLOCK = 4
 END = 999
@@ -111,6 +114,22 @@ def sampled(scheduler: Scheduler, step: SchedulerOutput, token: int) -> ModelRun
             accepted = next((place for place, draft in enumerate(drafts) if draft != token), len(drafts))
             output.token_ids[scheduled.request_id] = [token] * (accepted + 1)
     return output
+
+
+def extend(s: Scheduler, step: SchedulerOutput) -> list[EngineOutput]:
+    """Update with made up tokens; a beam has as many choices as it asks for."""
+    output = sampled(s, step, 7)
+    for name in output.token_ids:
+        asked = s.requests[name].params.logprobs
+        if asked is not None:
+            top = tuple((7 + place, -0.1 * (1 + place)) for place in range(asked))
+            output.logprobs[name] = [TokenLogprobs(7, -0.1, 1, top)]
+    return s.update(step, output)
+
+
+def add_search(s: Scheduler, name: str, length: int, width: int, max_tokens: int, **params) -> None:
+    beams = Beams(BeamSearch(width), frozenset(), max_tokens)
+    s.add(request(name, length, max_tokens=None, capacity=80, logprobs=beams.num_choices, **params), beams)
 
 
 def run(scheduler: Scheduler, token: int = 7) -> tuple[SchedulerOutput, list[EngineOutput]]:

@@ -9,11 +9,11 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.scheduler.made_up import FixedLimits, finish, image, plan, request, run, sampled, scheduler
-from vlmserve.scheduler.beams import Beams
+from tests.scheduler.made_up import (
+    FixedLimits, add_search, extend, finish, image, plan, request, run, sampled, scheduler,
+)  # fmt: skip
 from vlmserve.scheduler.resources.resource import Failed, Resource, Resources
-from vlmserve.steps import RequestFailure, SchedulerOutput
-from vlmserve.types import BeamSearch, EngineOutput, TokenLogprobs
+from vlmserve.steps import RequestFailure
 
 CHUNK = 8
 
@@ -102,22 +102,6 @@ class States(Resource):
     def wait(self, seconds):
         self.calls.append(f"wait {seconds}")
         return bool(self._lost)
-
-
-def extend(s, step: SchedulerOutput) -> list[EngineOutput]:
-    """Update with made up tokens; a beam has as many choices as it asks for."""
-    output = sampled(s, step, 7)
-    for name in output.token_ids:
-        asked = s.requests[name].params.logprobs
-        if asked is not None:
-            top = tuple((7 + place, -0.1 * (1 + place)) for place in range(asked))
-            output.logprobs[name] = [TokenLogprobs(7, -0.1, 1, top)]
-    return s.update(step, output)
-
-
-def add_search(s, name: str, length: int, width: int, max_tokens: int) -> None:
-    beams = Beams(BeamSearch(width), frozenset(), max_tokens)
-    s.add(request(name, length, max_tokens=None, capacity=80, logprobs=beams.num_choices), beams)
 
 
 def names(requests) -> list[str]:

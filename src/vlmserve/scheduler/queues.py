@@ -81,12 +81,12 @@ class Queues:
         waits = False
         for number, child in enumerate(children):
             self.requests[child.request_id] = child
-            fits = place is not None and (number == 0 or len(self.running) <= self.max_num_seqs)
-            if place is None or not fits or not self._resources.fork(parent, child, first=number == 0):
+            has_place = number == 0 or len(self.running) <= self.max_num_seqs
+            if place is not None and has_place and self._resources.fork(parent, child, first=number == 0):
+                self.running.insert(place + number, child)
+            else:
                 enter_first(self.waiting, child)
                 waits = True
-                continue
-            self.running.insert(place + number, child)
             self.recompute_if_long(child, len(parent.token_ids))
         self.remove(parent, resumes=waits)
 

@@ -165,9 +165,10 @@ class Scheduler:
 
     def _extend_search(self, request: Request, search: Search, output: ModelRunnerOutput) -> list[EngineOutput]:
         """Enter the choices that follow on a beam. Returns the search's output if it has ended."""
-        if (failure := output.failures.get(request.request_id)) is not None:
+        if request.request_id in output.failures:
             answer = extend_answer(request, output)
-            self.resources.discard(request, failure)
+            for member in search.members:
+                self.resources.discard(member, output.failures.get(member.request_id))
             self._queues.end_search(search)
             return [msgspec.structs.replace(answer, request_id=search.request_id)]
         if not search.enter(request, output.logprobs[request.request_id][0].top):
