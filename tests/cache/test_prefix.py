@@ -21,29 +21,39 @@ def filled(num_blocks: int, num_host: int = 0, count: int = 3, **options) -> Pre
     return cache
 
 
+def find(cache: PrefixCache, keys, tail_key, first_visible) -> Hit:
+    [hit] = cache.find([keys], [tail_key], first_visible)
+    return hit
+
+
+def take(cache: PrefixCache, hit: Hit, keys, num_new: int) -> list[int]:
+    [blocks] = cache.take([hit], [keys], num_new)
+    return blocks
+
+
 def test_a_run_ends_at_an_unknown_key():
     cache = filled(4)
     keys = [KEYS[0], KEYS[1], KEYS[9], KEYS[2]]
-    assert cache.find(keys, None, whole) == Hit(0, (Place(0, False), Place(1, False)))
+    assert find(cache, keys, None, whole) == Hit(0, (Place(0, False), Place(1, False)))
 
 
 def test_windows_need_visible_blocks_only():
     cache = filled(4)
     keys = [KEYS[8], KEYS[9], KEYS[1], KEYS[2], KEYS[7]]
-    assert cache.find(keys, None, lambda end: max(0, end - 2)) == Hit(2, (Place(1, False), Place(2, False)))
-    assert cache.find(keys, None, lambda end: max(0, end - 3)) == Hit()
+    assert find(cache, keys, None, lambda end: max(0, end - 2)) == Hit(2, (Place(1, False), Place(2, False)))
+    assert find(cache, keys, None, lambda end: max(0, end - 3)) == Hit()
 
 
 def test_a_tail_is_found_after_full_blocks():
     cache = filled(4)
-    assert cache.find(KEYS[:2], KEYS[2], whole).tail == Place(2, False)
-    assert cache.find([KEYS[0], KEYS[9]], KEYS[2], whole).tail is None
+    assert find(cache, KEYS[:2], KEYS[2], whole).tail == Place(2, False)
+    assert find(cache, [KEYS[0], KEYS[9]], KEYS[2], whole).tail is None
 
 
 def test_a_tail_is_copied_into_a_new_block():
     cache = filled(5)
-    hit = cache.find(KEYS[:2], KEYS[2], whole)
-    blocks = cache.take(hit, KEYS[:2], 2)
+    hit = find(cache, KEYS[:2], KEYS[2], whole)
+    blocks = take(cache, hit, KEYS[:2], 2)
     assert blocks[:2] == [0, 1]
     assert cache.block_copies == [BlockCopy("copy", 2, blocks[2])]
     assert [cache.pool.ref_count(block) for block in (*blocks, 2)] == [1, 1, 1, 1, 0]
@@ -54,10 +64,10 @@ def test_an_evicted_block_is_saved_once():
     blocks = cache.pool.allocate(3)
     assert [copy.kind for copy in cache.block_copies] == ["save"] * 3
     cache.pool.release(blocks)
-    hit = cache.find(KEYS[:3], None, whole)
+    hit = find(cache, KEYS[:3], None, whole)
     assert all(place.on_host for place in hit.places)
     cache.block_copies.clear()
-    loaded = cache.take(hit, KEYS[:3], 0)
+    loaded = take(cache, hit, KEYS[:3], 0)
     assert [copy.kind for copy in cache.block_copies] == ["load"] * 3
     assert [cache.pool.get(key) for key in KEYS[:3]] == loaded
     cache.pool.release(loaded)
@@ -78,10 +88,10 @@ def test_blocks_to_load_are_not_evicted():
     first = cache.pool.allocate(2)
     cache.pool.register(first[0], KEYS[5])
     cache.pool.release(first)
-    hit = cache.find(KEYS[:1], None, whole)
+    hit = find(cache, KEYS[:1], None, whole)
     assert hit.places == (Place(0, True),)
     cache.block_copies.clear()
-    cache.take(hit, KEYS[:1], 1)
+    take(cache, hit, KEYS[:1], 1)
     assert [copy.kind for copy in cache.block_copies] == ["load"], "the host's only block was in use"
 
 
@@ -98,10 +108,10 @@ def test_chains_find_what_all_have():
         cache.pool.register(block, key)
     cache.pool.release(range(5))
     chains = [KEYS[:3], KEYS[5:8]]
-    hits = cache.find_all(chains, [KEYS[3], KEYS[8]], whole)
+    hits = cache.find(chains, [KEYS[3], KEYS[8]], whole)
     assert hits == [Hit(0, (Place(0, False), Place(1, False))), Hit(0, (Place(3, False), Place(4, False)))]
     assert sum(map(cache.num_taken, hits)) == 4
-    tables = cache.take_all(hits, chains, 1)
+    tables = cache.take(hits, chains, 1)
     assert [table[:2] for table in tables] == [[0, 1], [3, 4]]
     assert sorted(block for table in tables for block in table[2:]) == [5, 6]
     assert cache.pool.num_free == 1
@@ -109,7 +119,7 @@ def test_chains_find_what_all_have():
 
 def test_tails_are_found_in_all_chains():
     cache = filled(6)
-    assert [hit.tail for hit in cache.find_all([[], []], [KEYS[0], KEYS[1]], whole)] == [
+    assert [hit.tail for hit in cache.find([[], []], [KEYS[0], KEYS[1]], whole)] == [
         Place(0, False), Place(1, False),
     ]  # fmt: skip
-    assert [hit.tail for hit in cache.find_all([[], []], [KEYS[0], KEYS[9]], whole)] == [None, None]
+    assert [hit.tail for hit in cache.find([[], []], [KEYS[0], KEYS[9]], whole)] == [None, None]

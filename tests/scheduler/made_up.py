@@ -20,8 +20,16 @@ from vlmserve.scheduler.resources.resource import Resource
 from vlmserve.scheduler.scheduler import Scheduler
 from vlmserve.steps import ModelRunnerOutput, SchedulerOutput
 from vlmserve.types import (
-    BeamSearch, CrossInput, EngineOutput, EngineRequest, ImageInput, ImageSpan, Prompt, SamplingParams, TokenLogprobs,
-)  # fmt: skip
+    BeamSearch,
+    CrossInput,
+    EngineOutput,
+    EngineRequest,
+    ImageInput,
+    ImageSpan,
+    Prompt,
+    SamplingParams,
+    TokenLogprobs,
+)
 
 BLOCK = 4
 END = 999

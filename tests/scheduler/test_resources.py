@@ -10,8 +10,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.scheduler.made_up import (
-    FixedLimits, add_search, extend, finish, image, plan, request, run, sampled, scheduler,
-)  # fmt: skip
+    FixedLimits,
+    add_search,
+    extend,
+    finish,
+    image,
+    plan,
+    request,
+    run,
+    sampled,
+    scheduler,
+)
 from vlmserve.scheduler.resources.resource import Failed, Resource, Resources
 from vlmserve.steps import RequestFailure
 

@@ -54,19 +54,15 @@ class PrefixCache:
         if host is not None:
             pool.on_evict = self._save
 
-    def find(self, keys: Sequence[bytes], tail_key: bytes | None, first_visible: Callable[[int], int]) -> Hit:
-        """The longest usable run of cached blocks with these leading keys.
-
-        first_visible: of a number of leading blocks, the first one that later tokens attend to. tail_key: of the partly
-        filled block after them, if there is one.
-        """
-        return self.find_all([keys], [tail_key], first_visible)[0]
-
-    def find_all(
+    def find(
         self, chains: Sequence[Sequence[bytes]], tail_keys: Sequence[bytes | None], first_visible: Callable[[int], int]
     ) -> list[Hit]:
-        """As `find`, for several chains of keys of the same tokens: the longest run that is usable in all of them, of
-        each chain. Tails are found in all of them or in none."""
+        """Return the longest run of cached blocks that is usable in all chains, for each of them.
+
+        chains: keys of the full blocks of the same tokens. tail_keys: for each chain, the key of the partly filled
+        block after them, if there is one. Tails are found in all chains or in none. first_visible: from a number of
+        leading blocks to the first one that later tokens attend to.
+        """
         rows: list[list[Place] | None] = []
         for keys in zip(*chains, strict=True):
             places = [place for key in keys if (place := self._place(key)) is not None]
@@ -85,15 +81,9 @@ class PrefixCache:
         places = hit.places if hit.tail is None or hit.tail.on_host else (*hit.places, hit.tail)
         return sum(place.on_host or self.pool.ref_count(place.block) == 0 for place in places)
 
-    def take(self, hit: Hit, keys: Sequence[bytes], num_new: int) -> list[int]:
-        """Take the blocks of a hit, then `num_new` further ones; the first of these gets the tail's content.
-
-        keys: as for `find`. Raises ValueError if too few blocks are free.
-        """
-        return self.take_all([hit], [keys], num_new)[0]
-
-    def take_all(self, hits: Sequence[Hit], chains: Sequence[Sequence[bytes]], num_new: int) -> list[list[int]]:
-        """As `take`, for each of several hits and chains that `find_all` gave and got."""
+    def take(self, hits: Sequence[Hit], chains: Sequence[Sequence[bytes]], num_new: int) -> list[list[int]]:
+        """For each chain, take the blocks of its hit and `num_new` further ones. The first of these gets the tail's
+        content. Raises ValueError if too few blocks are free."""
         kept = [place for hit in hits for place in (*hit.places, hit.tail) if place is not None]
         on_host = [place.block for place in kept if place.on_host]
         # Shared first, so that the allocation does not evict what is about to be used.

@@ -56,11 +56,6 @@ class AdapterSlots(Resource):
         """Adapters of running requests."""
         return len(self._users)
 
-    @property
-    def resident(self) -> frozenset[bytes]:
-        """Adapters that have a slot."""
-        return frozenset(self._slots)
-
     def is_pending(self, digest: bytes) -> bool:
         """Return whether the next step that runs loads an adapter."""
         return any(load.digest == digest for load in self._loads)

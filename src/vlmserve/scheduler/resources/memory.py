@@ -73,7 +73,7 @@ class KVMemory(Resource):
         num_tokens, size = len(request.token_ids) - 1, self._size
         chains = [request.keys_of_full_blocks(table, num_tokens // size, size) for table in request.tables]
         tail_keys = [request.tail_key(table, num_tokens, size) for table in request.tables]
-        return Found(chains, self.cache.find_all(chains, tail_keys, self._first_visible))
+        return Found(chains, self.cache.find(chains, tail_keys, self._first_visible))
 
     def _first_visible(self, num_blocks: int) -> int:
         """The first block that tokens after that many blocks attend to."""
@@ -123,7 +123,7 @@ class KVMemory(Resource):
         if self._num_taken(hits) > free:
             return False
         request.first_block = hits[0].first
-        for table, blocks in zip(request.tables, self.cache.take_all(hits, found.chains, missing), strict=True):
+        for table, blocks in zip(request.tables, self.cache.take(hits, found.chains, missing), strict=True):
             table.blocks.extend([0] * request.first_block)
             table.blocks.extend(blocks)
         request.num_computed = found.end * self._size
