@@ -364,3 +364,17 @@ def test_broken_file_is_not_blamed_on_memory(format: str) -> None:
     data = LARGE[format]
     with pytest.raises(InvalidImageError):
         decode_image(data[: len(data) * 2 // 3], LIMITS)
+
+
+def test_broken_page_is_not_blamed_on_earlier_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first page takes more memory than the second one may."""
+    monkeypatch.setattr(image_process, "_MEMORY", 40 * 1024**2)
+    data = bytearray(encoded(Image.new("P", (6000, 4000)), "TIFF", save_all=True, append_images=[noise(200, 200)]))
+    at = data.rindex(noise(200, 200).tobytes()[:64])
+    del data[at + 1000 :]
+    image = ImageProcess(bytes(data), "TIFF", LIMITS)
+    image.load()
+    image.seek(1)
+    with pytest.raises(OSError, match="truncated|decode"):
+        image.load()
+    image.close()

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import mmap
 import os
 import sys
+from typing import Any
 
 import numpy as np
 import pytest
 
 from tests.media.images_for_tests import noise
+from tests.rendering import rendering
 from vlmserve.config import MediaConfig
-from vlmserve.errors import InvalidVideoError
+from vlmserve.errors import InvalidVideoError, UnavailableError
 from vlmserve.media import isolated, pixel_memory
 from vlmserve.media.decoding import DecodingMemory
 from vlmserve.media.isolated import IsolatedProcess
@@ -89,3 +92,29 @@ def test_pixels_beyond_the_memory_are_rejected(film: bytes) -> None:
     with pytest.raises(InvalidVideoError, match="broken"):
         video._process.pixels(10**9, answer)
     video.close()
+
+
+@linux_only
+@pytest.mark.parametrize("call", [("os.pipe", 1), ("os.pipe", 2), ("os.dup", 1), ("mmap.mmap", 1)], ids=str)
+def test_process_that_cannot_start_leaves_no_file(
+    film: bytes, call: tuple[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    VideoFile(film, MediaConfig()).close()  # starts what later videos share
+    (name, last), calls = call, 0
+    module, _, function = name.partition(".")
+    work = getattr(sys.modules[module], function)
+
+    def fail(*arguments: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == last:
+            raise OSError(errno.EMFILE, "Too many open files")
+        return work(*arguments)
+
+    before = os.listdir("/proc/self/fd")
+    monkeypatch.setattr(name, fail)
+    with pytest.raises(UnavailableError, match="Too many open files"):
+        VideoFile(film, MediaConfig())
+    monkeypatch.undo()
+    assert len(os.listdir("/proc/self/fd")) == len(before)
+    assert not rendering()

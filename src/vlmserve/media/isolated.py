@@ -16,6 +16,7 @@ from typing import Any, TypeAlias, TypeVar
 import msgspec
 
 from vlmserve.cancellation import check_cancelled
+from vlmserve.errors import UnavailableError
 from vlmserve.media.fork_server import FileKind, ForkServer, fork_for
 from vlmserve.media.pixel_memory import make_memory, mapped
 
@@ -71,25 +72,30 @@ class IsolatedProcess:
         self._waited = 0.0
         self._is_nice = False
         self._received = bytearray()
-        memory = make_memory(pixel_bytes) if pixel_bytes else None
-        self._memory = memoryview(b"") if memory is None else mapped(os.dup(memory))
-        stdin, self._input = os.pipe()
-        self._output, stdout = os.pipe()
-        try:
-            self._server, self.pid = fork_for(kind, stdin, stdout, setup, *([] if memory is None else [memory]))
-        except BaseException:
-            os.close(self._input)
-            os.close(self._output)
-            raise
-        finally:
-            for file in (stdin, stdout, memory):
-                if file is not None:
-                    os.close(file)
+        self._memory = memoryview(b"")
+        with contextlib.ExitStack() as theirs, contextlib.ExitStack() as ours:
+            try:
+                stdin, self._input = _pipe(theirs, ours)
+                self._output, stdout = _pipe(ours, theirs)
+                memory = self._shared(pixel_bytes, theirs)
+            except OSError as error:
+                raise UnavailableError(f"no process could be started to decode the file: {error}") from error
+            self._server, self.pid = fork_for(kind, stdin, stdout, setup, *memory)
+            ours.pop_all()
         self._abandon = weakref.finalize(self, _abandon, self._server, self.pid, self._input, self._output)
         for pipe in (self._input, self._output):
             os.set_blocking(pipe, False)
             with contextlib.suppress(AttributeError, OSError):  # Linux alone has it, up to a limit for each user
                 fcntl.fcntl(pipe, fcntl.F_SETPIPE_SZ, _CHUNK)
+
+    def _shared(self, num_bytes: int, files: contextlib.ExitStack) -> list[int]:
+        """Map memory for that many bytes of pixels, and return its file; an empty list if there is none."""
+        memory = make_memory(num_bytes) if num_bytes else None
+        if memory is None:
+            return []
+        files.callback(os.close, memory)
+        self._memory = mapped(os.dup(memory))
+        return [memory]
 
     def open(self, data: bytes, settings: dict[str, Any], answer: type[AnswerType]) -> AnswerType:
         """What the process says of the file."""
@@ -204,6 +210,14 @@ class IsolatedProcess:
     def _ended(self) -> Exception:
         """Explain why the process ended by itself."""
         return self.error_of(_REASONS.get(self._server.end(self.pid), "crash"), "")
+
+
+def _pipe(reader: contextlib.ExitStack, writer: contextlib.ExitStack) -> tuple[int, int]:
+    """Open a pipe. The stacks close its ends."""
+    reading, writing = os.pipe()
+    reader.callback(os.close, reading)
+    writer.callback(os.close, writing)
+    return reading, writing
 
 
 def _abandon(server: ForkServer, pid: int, *pipes: int) -> None:

@@ -230,13 +230,15 @@ class ImageDecoder:
     def _allowed(self, num_pixels: int) -> Iterator[None]:
         """Allow memory and time for an image of that size. Raises MemoryError instead of an error that follows from
         a lack of memory, of which some libraries say only that they cannot decode."""
+        before = peak_address_space()
         most = address_space() + self._settings["memory"] + num_pixels * self._settings["pixel_memory"]
         limit("RLIMIT_AS", most, for_good=False)
         limit_cpu(self._settings["seconds"] * _THREADS)
         try:
             yield
         except Exception as error:
-            if most - peak_address_space() < num_pixels * _LARGEST_PIXEL:
+            peak = peak_address_space()
+            if peak > before and most - peak < num_pixels * _LARGEST_PIXEL:
                 raise MemoryError from error
             raise
 
