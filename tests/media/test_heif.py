@@ -375,6 +375,6 @@ def test_broken_page_is_not_blamed_on_earlier_ones(monkeypatch: pytest.MonkeyPat
     image = ImageProcess(bytes(data), "TIFF", LIMITS)
     image.load()
     image.seek(1)
-    with pytest.raises(OSError, match="truncated|decode"):
+    with pytest.raises(OSError, match=r"truncated|decode"):
         image.load()
     image.close()

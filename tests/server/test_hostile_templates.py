@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -11,6 +13,7 @@ import pytest
 from tests.mock_checkpoint import make_mock_checkpoint
 from tests.prompt.test_template_limits import WHEN_LONG
 from tests.server.live import QUESTION, LiveServer
+from tests.server.test_chat import data_url
 from vlmserve.prompt import template_limits
 
 SLOW = [{"role": "user" if place % 2 == 0 else "assistant", "content": "Hi"} for place in range(9)]
@@ -51,3 +54,29 @@ def test_slow_renderings_hold_up_no_other_request(server: LiveServer, monkeypatc
 def long_text() -> dict[str, str]:
     """A message that is prepared in a thread."""
     return {"role": "user", "content": "word " * 600}
+
+
+def test_memory_of_images_is_given_back_after_slow_renderings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(template_limits, "QUICK_SECONDS", 0.0)
+    monkeypatch.setattr(template_limits, "_LOOK", 1)
+    events: list[str] = []
+
+    with LiveServer(make_mock_checkpoint(tmp_path)) as server:
+        chat = server.service.preparer.chat
+
+        def prepare(*arguments: Any, **options: Any) -> Any:
+            try:
+                return chat(*arguments, **options)
+            except template_limits.SlowRenderingError:
+                events.append("slow")
+                raise
+            finally:
+                events.append("prepared")
+
+        monkeypatch.setattr(server.service.preparer, "chat", prepare)
+        monkeypatch.setattr(server.service._memory, "worked", lambda: events.append("worked"))
+        image = {"type": "image_url", "image_url": {"url": data_url("red")}}
+        question = {"role": "user", "content": [image, {"type": "text", "text": "Hi"}]}
+        response = server.post({"messages": [question], "max_tokens": 1})
+    assert response.status_code == 200
+    assert events == ["slow", "prepared", "worked", "prepared", "worked"]

@@ -431,7 +431,11 @@ class Service:
             try:
                 return await self._prepare_quickly(prepare, None if is_short else self._workers(shown))
             except SlowRenderingError:
-                return await self._slow_text_queue.run(self._slow_text_workers, prepare)
+                try:
+                    return await self._slow_text_queue.run(self._slow_text_workers, prepare)
+                finally:
+                    if shown:
+                        self._memory.worked()
         except MemoryError:
             raise RefusedError(
                 HTTPStatus.REQUEST_ENTITY_TOO_LARGE, "There is not enough memory for these images", "out_of_memory"
