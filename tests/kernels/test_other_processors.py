@@ -44,14 +44,8 @@ def settings() -> dict[str, Any]:
 def build(compiler: str, folder: Path, flags: list[str], isas: dict[str, list[str]], link: Sequence[str] = ()) -> Path:
     """The program for some instruction sets, each with its own flags.
 
-    Builds it once for each version of the sources, the compiler and the flags. folder: for object files.
+    Builds it once for each version of the sources, the compiler and its commands. folder: for object files.
     """
-    version = hashlib.sha256(repr((run([compiler, "--version"]), flags, isas, link)).encode())
-    for source in sorted([*SOURCES.iterdir(), *MAIN.parent.iterdir()]):
-        version.update(source.name.encode() + source.read_bytes())
-    program = FOLDER / f"native-{version.hexdigest()[:16]}"
-    if program.exists():
-        return program
     # Optimized less than what is installed: that takes a seventh of the time.
     common = [compiler, *flags, "-Og", "-pthread", "-c"]
     commands = {
@@ -59,6 +53,12 @@ def build(compiler: str, folder: Path, flags: list[str], isas: dict[str, list[st
     }
     commands["threads"] = [*common, str(SOURCES / "threads.cpp")]
     commands["main"] = [*common, *(f"-DVLMSERVE_WITH_{isa}" for isa in isas), f"-I{SOURCES}", str(MAIN)]
+    version = hashlib.sha256(repr((run([compiler, "--version"]), commands, link)).encode())
+    for source in sorted([*SOURCES.iterdir(), *MAIN.parent.iterdir()]):
+        version.update(source.name.encode() + source.read_bytes())
+    program = FOLDER / f"native-{version.hexdigest()[:16]}"
+    if program.exists():
+        return program
 
     def compiled(name: str) -> str:
         target = str(folder / f"{name}.o")
