@@ -14,11 +14,12 @@ from tests.kernels.test_cpu_native import assert_close
 from tests.native import built
 from vlmserve.kernels.cpu_native import PackedLinear
 from vlmserve.kernels.extension import extension
-from vlmserve.kernels.superblocks import KIND_BITS, SUPERBLOCK, SuperblockRows, SuperblockWeight
+from vlmserve.kernels.isas import SUPERBLOCK_BYTES
+from vlmserve.kernels.superblocks import SUPERBLOCK, SuperblockRows, SuperblockWeight
 from vlmserve.layers.adapters import AdapterRows, Change, LinearAdapters, LowRank, PreparedChange
 from vlmserve.layers.cut import Cut, Share
 
-KINDS = tuple(KIND_BITS)
+KINDS = tuple(SUPERBLOCK_BYTES)
 Parts = list[tuple[int, int]]
 """The type and the outputs of each part of a weight."""
 

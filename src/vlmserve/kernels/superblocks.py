@@ -12,8 +12,6 @@ from torch import Tensor
 
 SUPERBLOCK = 256
 """Weights of an output that a superblock has."""
-KIND_BITS = {10: 2, 11: 3, 12: 4, 13: 5, 14: 6}
-"""Bits of a weight without its scales, by GGUF's numbers of the types Q2_K to Q6_K."""
 _TILE = 32
 
 
@@ -37,8 +35,8 @@ class SuperblockWeight:
 
     @property
     def bits(self) -> int:
-        """Bits of a weight of the largest type."""
-        return max(KIND_BITS[part.kind] for part in self.parts)
+        """Bits of a weight of the largest type, without its scales."""
+        return max(part.blocks.shape[2] * 8 // SUPERBLOCK for part in self.parts)
 
     @property
     def num_bytes(self) -> int:

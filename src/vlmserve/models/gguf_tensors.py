@@ -20,8 +20,9 @@ from vlmserve.families.gguf import GGUFText, Metadata
 from vlmserve.gguf.config import text_family
 from vlmserve.gguf.mmproj import ARCHITECTURE, Stored, checkpoint_tensors
 from vlmserve.gguf_header import Header, TensorInfo, read_header
+from vlmserve.kernels.isas import SUPERBLOCK_BYTES
 from vlmserve.kernels.quantized import QuantizedWeight
-from vlmserve.kernels.superblocks import KIND_BITS, SuperblockRows, SuperblockWeight
+from vlmserve.kernels.superblocks import SuperblockRows, SuperblockWeight
 
 Bytes = NDArray[np.uint8]
 
@@ -120,7 +121,7 @@ class GGUFFile:
         """A tensor as it is in the file; None if it does not consist of superblocks."""
         source = self._sources[name]
         sources = (source, *source.behind)
-        if any(part.info.type not in KIND_BITS or len(part.info.shape) != 2 or part.frames for part in sources):
+        if any(part.info.type not in SUPERBLOCK_BYTES or len(part.info.shape) != 2 or part.frames for part in sources):
             return None
         rows = [torch.from_numpy(_bytes(part, 0, None)) for part in sources]
         return SuperblockWeight.join(
