@@ -276,3 +276,12 @@ def test_an_unknown_vision_tower_is_refused() -> None:
     config = {"vision_config": {"model_type": "pixtral", "image_size": 28}}
     with pytest.raises(UnsupportedModelError, match="pixtral"):
         FixedSizeProcessor(config, dict(CROPPED))
+
+
+def test_family_counts_tokens_of_its_own_tower() -> None:
+    vision = {"model_type": "own_vision_model", "image_size": 28}
+    config = {"model_type": "gemma3", "mm_tokens_per_image": 9, "vision_config": vision}
+    assert FixedSizeProcessor(config, dict(CROPPED)).num_tokens == 9
+    vision["image_size"] = 56
+    with pytest.raises(UnsupportedModelError, match="reads 56 x 56"):
+        FixedSizeProcessor(config, dict(CROPPED))

@@ -233,16 +233,15 @@ class FixedSizeProcessor(PixelProcessor):
         family = vision_family(config)
         vision = vision_section(config) if family is None else family.vision_config(config)
         own = None if family is None else family.image_tokens(config)
-        if own is not None and not vision:
-            return own
-        kind = vision.get("model_type", "clip_vision_model")
-        if kind not in _TOWERS:
+        kind = vision.get("model_type", "clip_vision_model" if own is None else None)
+        if own is None and kind not in _TOWERS:
             raise UnsupportedModelError(f"the vision tower {kind!r} is not supported; supported: {', '.join(_TOWERS)}")
-        tower = {**_TOWERS[kind], **vision}
-        if (self.height, self.width) != (tower["image_size"], tower["image_size"]):
+        tower = {**_TOWERS.get(kind, {}), **vision}
+        edge = tower.get("image_size")
+        if edge is not None and (self.height, self.width) != (edge, edge):
             raise UnsupportedModelError(
                 f"the image processor makes images of {self.height} x {self.width} pixels, "
-                f"but the vision tower reads {tower['image_size']} x {tower['image_size']}"
+                f"but the vision tower reads {edge} x {edge}"
             )
         if own is not None:
             return own
