@@ -19,6 +19,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pytest
 from rich.console import Console
 from rich.table import Table
 
@@ -90,7 +91,7 @@ def rows(counts: Iterable[tuple[str, Counts]]) -> list[list[Any]]:
 
 
 def measure(tests: Sequence[str]) -> dict[str, Any]:
-    """Run the tests. Raises SystemExit if the kernels cannot be compiled."""
+    """Run the tests, of which some may fail. Raises SystemExit if the kernels cannot be compiled, or no test runs."""
     shutil.rmtree(FOLDER, ignore_errors=True)
     copied, data = FOLDER / "copy", FOLDER / "data"
     data.mkdir(parents=True)
@@ -107,7 +108,9 @@ def measure(tests: Sequence[str]) -> dict[str, Any]:
     if build.returncode:
         raise SystemExit("the kernels cannot be compiled for gcov")
     workers = ("--numprocesses", str(os.cpu_count() or 1), "--dist", "loadfile")
-    run("-m", "coverage", "run", "-m", "pytest", "-q", "--timeout", "900", *workers, *tests)
+    tested = run("-m", "coverage", "run", "-m", "pytest", "-q", "--timeout", "900", *workers, *tests)
+    if tested.returncode not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
+        raise SystemExit("the tests could not run")
     run("-m", "coverage", "combine", "--quiet", str(data))
     run("-m", "coverage", "json", "--quiet", "-o", str(FOLDER / "python.json"))
     run("-m", "coverage", "html", "--quiet", "-d", str(FOLDER / "python"))

@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import coverage
 from benchmarks.coverage import Counts, native_counts, python_counts, rows
 
 
@@ -26,3 +33,18 @@ def test_files_are_summed_by_package() -> None:
 def test_rows_give_percentages_without_division_by_zero() -> None:
     native = native_counts({"line_total": 8, "line_covered": 6, "branch_total": 0, "branch_covered": 0})
     assert rows([("kernels/csrc", native)]) == [["kernels/csrc", 8, 75.0, 0, 0.0]]
+
+
+def test_tests_that_cannot_run_give_no_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[list[str]] = []
+
+    def run(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+        ran.append(command)
+        return subprocess.CompletedProcess(command, pytest.ExitCode.USAGE_ERROR if "pytest" in command else 0)
+
+    monkeypatch.setattr(coverage, "FOLDER", tmp_path / "coverage")
+    monkeypatch.setattr(coverage, "copy", lambda folder: folder.mkdir())
+    monkeypatch.setattr(coverage.subprocess, "run", run)
+    with pytest.raises(SystemExit, match="could not run"):
+        coverage.measure(["tests/missing"])
+    assert "pytest" in ran[-1]
