@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import re
+import tracemalloc
 
 import pytest
 
 from tests.prompt.tokenizers_for_tests import byte_level, write_checkpoint
 from vlmserve.errors import InvalidRequestError
 from vlmserve.prompt.tokenizer import Tokenizer
+from vlmserve.sampling.faults import _path
 from vlmserve.sampling.grammar import GrammarCompiler
 from vlmserve.types import Grammar
 
@@ -44,3 +47,15 @@ def test_broken_pattern_is_named_in_one_line(grammars: GrammarCompiler, grammar:
         grammars.matcher(grammar)
     assert "\n" not in str(refusal.value)
     assert len(str(refusal.value)) <= 200
+
+
+def test_pattern_is_found_beside_long_names() -> None:
+    """The paths of all parts together have 600 MB."""
+    wide = {"x" * 60_000: dict.fromkeys(map(str, range(10_000)), 1)}
+    text = json.dumps({"properties": {"name": {"pattern": "("}}, **wide})
+    tracemalloc.start()
+    try:
+        assert _path(text, "(") == "properties.name.pattern"
+        assert tracemalloc.get_traced_memory()[1] < 20 * 1024**2
+    finally:
+        tracemalloc.stop()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import Any, NamedTuple
 
 from vlmserve.sampling.schemas import read_schema
 from vlmserve.types import Grammar
@@ -43,14 +43,30 @@ def _cut(text: str) -> str:
 
 def _path(text: str, pattern: str) -> str:
     """Return the place of a pattern in a schema, as ``properties.name.pattern``."""
-    nodes: list[tuple[Any, str]] = [(read_schema(text), "")]
-    while nodes:
-        node, path = nodes.pop()
+    places: list[_Place] = [_Place(read_schema(text))]
+    while places:
+        place = places.pop()
+        node = place.node
         if isinstance(node, dict):
             if node.get("pattern") == pattern:
-                return f"{path}pattern"
+                return ".".join([*place.names(), "pattern"])
             if isinstance(patterns := node.get("patternProperties"), dict) and pattern in patterns:
-                return f"{path}patternProperties"
+                return ".".join([*place.names(), "patternProperties"])
         inner = enumerate(node) if isinstance(node, list) else node.items() if isinstance(node, dict) else ()
-        nodes += [(one, f"{path}{name}.") for name, one in inner]
+        places += [_Place(one, str(name), place) for name, one in inner]
     return "pattern"
+
+
+class _Place(NamedTuple):
+    """A part of a schema. Its path is not kept, because long names of many parts would take much memory."""
+
+    node: Any
+    name: str = ""
+    outer: _Place | None = None
+
+    def names(self) -> list[str]:
+        names, place = [], self
+        while place.outer is not None:
+            names.append(place.name)
+            place = place.outer
+        return names[::-1]
