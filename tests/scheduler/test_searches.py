@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from tests.scheduler.made_up import add_search, extend, plan, sampled, scheduler
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.scheduler.made_up import add_search, extend, plan, request_states, sampled, scheduler
+from tests.scheduler.test_bookkeeping import Contents
 from vlmserve.steps import RequestFailure
 
 
@@ -25,3 +29,41 @@ def test_all_failed_beams_have_their_blocks_cleared():
     [failed] = s.update(step, output)
     assert (failed.request_id, failed.finish_reason, len(s), s.pool.num_used) == ("a", "error", 0, 0)
     assert sorted(s.schedule().blocks_to_zero) == sorted(own)
+
+
+@settings(deadline=None)
+@given(
+    st.lists(
+        st.one_of(
+            st.tuples(st.integers(1, 14), st.integers(1, 3), st.integers(1, 5), st.integers(0, 1)),
+            st.none(),
+        ),
+        max_size=20,
+    ),
+    st.integers(6, 12),
+    st.integers(1, 5),
+    st.sampled_from([None, 6, 12]),
+    st.sampled_from([None, None, 5]),
+)
+def test_beams_attend_to_their_own_tokens(operations, num_blocks, seqs, max_short_len, window):
+    """Searches with a length, a width, a number of tokens and a priority, and steps between them."""
+    s = scheduler(num_blocks, 12, seqs, prefix_caching=True, window=window)
+    states, contents = request_states(max_short_len=max_short_len), Contents()
+
+    def step() -> None:
+        planned = s.schedule()
+        batch = states.update(planned) if planned.has_work else []
+        roots = {one.request_id: [table.keys[0] for table in one.tables] for one in s.running}
+        contents.run(planned, batch, roots, window)
+        extend(s, planned)
+
+    for number, search in enumerate(operations):
+        if search is None:
+            step()
+        else:
+            *sizes, priority = search
+            add_search(s, str(number), *sizes, max_short_len=max_short_len, priority=priority)
+    for _ in range(1000):
+        if len(s):
+            step()
+    assert (len(s), s.pool.num_used) == (0, 0)
