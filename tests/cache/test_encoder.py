@@ -27,7 +27,8 @@ def test_a_pinned_image_stays_until_all_unpinned():
     cache.pin(key(0), "b")
     cache.unpin(key(0), "a")
     cache.unpin(key(0), "a")
-    assert cache.make_room(1) is None
+    assert not cache.fits({key(1): 1})
+    assert cache.fits({key(0): 10}), "it is pinned already"
     cache.unpin(key(0), "b")
     assert cache.make_room(1) == [key(0)]
 
@@ -48,9 +49,11 @@ def test_encoder_cache_stays_within_its_bytes(capacity, operations):
     for operation, number, holder in operations:
         name, size, request = key(number), number + 3, f"request {holder}"
         if operation == "need" and name not in cache:
-            evicted = cache.make_room(size)
-            if evicted is not None:
-                assert not set(evicted) & {pinned for pinned, holders in pins.items() if holders}
+            pinned = {one for one, holders in pins.items() if holders}
+            fits = cache.fits({name: size})
+            assert fits == (sum(one[0] + 3 for one in pinned) + size <= capacity)
+            if fits:
+                assert not pinned & {*cache.make_room(size)}
                 cache.add(name, size)
         elif operation == "pin" and name in cache:
             cache.pin(name, request)

@@ -36,11 +36,9 @@ class EncoderCache:
         more = sum(size for key, size in sizes.items() if key not in self._pins)
         return self._pinned_bytes + more <= self.capacity_bytes
 
-    def make_room(self, size: int) -> list[bytes] | None:
-        """Evict idle images until `size` more bytes fit. Returns the evicted keys, or None, evicting nothing, if
-        they cannot fit beside what is pinned."""
-        if self._pinned_bytes + size > self.capacity_bytes:
-            return None
+    def make_room(self, size: int) -> list[bytes]:
+        """Evict idle images until `size` more bytes fit. Returns the evicted keys. Raises KeyError if all that is left
+        is pinned, see `fits`."""
         evicted = []
         while self.used_bytes + size > self.capacity_bytes:
             key, _ = self._idle.popitem(last=False)

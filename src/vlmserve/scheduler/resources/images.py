@@ -193,9 +193,7 @@ class Images(Resource):
             return False
         pinned = [self.cache.pin(key, owner) for key in sizes if key in self.cache]
         if new:
-            evicted = self.cache.make_room(sum(new.values()))
-            assert evicted is not None
-            step.embeddings_to_evict += evicted
+            step.embeddings_to_evict += self.cache.make_room(sum(new.values()))
         for key, size in new.items():
             self.cache.add(key, size)
             self.cache.pin(key, owner)
