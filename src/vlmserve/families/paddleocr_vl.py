@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from vlmserve.families.family import LanguageFamily, NamedModel, VisionFamily
-from vlmserve.families.gguf import Clip, GGUFText, GGUFTower, Metadata
+from vlmserve.families.gguf import Clip, GGUFText, GGUFTower, Metadata, clip_names, clip_sizes
 from vlmserve.families.gguf import with_sections as gguf_sections
 from vlmserve.families.llama import LLAMA
 from vlmserve.families.qwen2_vl import QWEN_TOWER, qwen_images
@@ -53,17 +53,8 @@ def _gguf_traits(metadata: Metadata) -> Config:
     return {"model_type": "llama", **gguf_sections(metadata), "use_bias": metadata.has("attn_q.bias")}
 
 
-_VISION = "visual.vision_model"
-_LAYER = rf"{_VISION}.encoder.layers.\1"
 _GGUF_NAMES: Names = (
-    (r"v\.patch_embd\.(\w+)", rf"{_VISION}.embeddings.patch_embedding.\1"),
-    (r"v\.position_embd\.weight", f"{_VISION}.embeddings.position_embedding.weight"),
-    (r"v\.post_ln\.(\w+)", rf"{_VISION}.post_layernorm.\1"),
-    (r"v\.blk\.(\d+)\.ln([12])\.(\w+)", rf"{_LAYER}.layer_norm\2.\3"),
-    (r"v\.blk\.(\d+)\.attn_([qkv])\.(\w+)", rf"{_LAYER}.self_attn.\2_proj.\3"),
-    (r"v\.blk\.(\d+)\.attn_out\.(\w+)", rf"{_LAYER}.self_attn.out_proj.\2"),
-    (r"v\.blk\.(\d+)\.ffn_up\.(\w+)", rf"{_LAYER}.mlp.fc1.\2"),
-    (r"v\.blk\.(\d+)\.ffn_down\.(\w+)", rf"{_LAYER}.mlp.fc2.\2"),
+    *clip_names("visual.vision_model"),
     (r"mm\.input_norm\.(\w+)", r"mlp_AR.pre_norm.\1"),
     (r"mm\.([12])\.(\w+)", r"mlp_AR.linear_\1.\2"),
 )
@@ -73,15 +64,10 @@ def _vision(clip: Clip) -> Config:
     """The file's ``image_size`` is a maximum, not the size of the position embedding table."""
     side = math.isqrt(clip.tensor("v.position_embd.weight").shape[0])
     return {
+        **clip_sizes(clip),
         "model_type": "paddleocr_vl_vision",
-        "num_hidden_layers": clip["block_count"],
-        "num_attention_heads": clip["attention.head_count"],
-        "hidden_size": clip["embedding_length"],
-        "intermediate_size": clip.intermediate_size,
         "image_size": side * clip["patch_size"],
-        "patch_size": clip["patch_size"],
         "spatial_merge_size": clip.get("spatial_merge_size", 2),
-        "layer_norm_eps": clip["attention.layer_norm_epsilon"],
         "hidden_act": "gelu_pytorch_tanh",
     }
 
