@@ -21,7 +21,9 @@ from vlmserve.media.decoding import DecodingMemory
 from vlmserve.media.isolated import IsolatedProcess
 from vlmserve.media.video_files import VideoFile
 
-linux_only = pytest.mark.skipif(sys.platform != "linux", reason="only Linux has sealed memory")
+needs_memory_files = pytest.mark.skipif(
+    not hasattr(os, "memfd_create"), reason="this system or Python has no files in memory"
+)
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +57,7 @@ def decoded(data: bytes) -> list[np.ndarray]:
         return [frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)]
 
 
-@pytest.mark.parametrize("memory", [pytest.param("shared", marks=linux_only), "small", "missing"])
+@pytest.mark.parametrize("memory", [pytest.param("shared", marks=needs_memory_files), "small", "missing"])
 def test_frames_are_those_of_the_library(film: bytes, memory: str, monkeypatch: pytest.MonkeyPatch) -> None:
     through_pipe: list[int] = []
     read = IsolatedProcess.read
@@ -72,7 +74,7 @@ def test_frames_are_those_of_the_library(film: bytes, memory: str, monkeypatch: 
     assert (through_pipe == []) == (memory == "shared")
 
 
-@linux_only
+@needs_memory_files
 def test_memory_cannot_shrink() -> None:
     """A read after its end would end this process."""
     file = pixel_memory.make_memory(2 * mmap.PAGESIZE)
@@ -85,7 +87,13 @@ def test_memory_cannot_shrink() -> None:
     assert bytes(memory[-4:]) == bytes(4)
 
 
-@linux_only
+@pytest.mark.parametrize("missing", ["os.memfd_create", "fcntl.F_ADD_SEALS"])
+def test_python_without_file_in_memory_has_none(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(missing, raising=False)
+    assert pixel_memory.make_memory(1000) is None
+
+
+@needs_memory_files
 def test_pixels_beyond_the_memory_are_rejected(film: bytes) -> None:
     video = VideoFile(film, MediaConfig())
     answer = isolated.Answer(in_memory=True)
@@ -94,7 +102,7 @@ def test_pixels_beyond_the_memory_are_rejected(film: bytes) -> None:
     video.close()
 
 
-@linux_only
+@needs_memory_files
 @pytest.mark.parametrize("call", [("os.pipe", 1), ("os.pipe", 2), ("os.dup", 1), ("mmap.mmap", 1)], ids=str)
 def test_process_that_cannot_start_leaves_no_file(
     film: bytes, call: tuple[str, int], monkeypatch: pytest.MonkeyPatch

@@ -8,12 +8,14 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
-import sys
 
 
 def make_memory(num_bytes: int) -> int | None:
-    """Return a file in memory of that size. It takes up only what is written. None: the system has none."""
-    if sys.platform != "linux":
+    """Return a file in memory of that size. It takes up only what is written. None: the system has none.
+
+    Builds of Python for old versions of Linux's C library have none, either.
+    """
+    if not (hasattr(os, "memfd_create") and hasattr(fcntl, "F_ADD_SEALS")):
         return None
     try:
         file = os.memfd_create("pixels", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
