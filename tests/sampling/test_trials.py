@@ -173,3 +173,12 @@ def test_large_grammars_compile_with_less_priority_in_the_engine():
     own = nice()
     assert in_deep_stack(nice, stack_size(0), NICENESS) == min(19, own + NICENESS)
     assert in_deep_stack(nice, stack_size(0)) == nice() == own
+
+
+def test_grammar_compiles_where_priorities_cannot_change(monkeypatch):
+    def forbid(*_: int) -> None:
+        raise PermissionError
+
+    for name in ("nice", "setpriority"):
+        monkeypatch.setattr(os, name, forbid)
+    assert in_deep_stack(lambda: "compiled", stack_size(0), NICENESS) == "compiled"

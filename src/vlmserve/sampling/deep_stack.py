@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import threading
@@ -34,9 +35,8 @@ def in_deep_stack(work: Callable[[], Result], num_bytes: int, niceness: int = 0)
     def run() -> None:
         try:
             if niceness and sys.platform == "linux":
-                thread_id = threading.get_native_id()
-                nice = os.getpriority(os.PRIO_PROCESS, thread_id)
-                os.setpriority(os.PRIO_PROCESS, thread_id, nice + niceness)
+                with contextlib.suppress(OSError):  # a sandbox forbids it
+                    os.nice(niceness)
             outcome.set_result(work())
         except BaseException as error:
             outcome.set_exception(error)
