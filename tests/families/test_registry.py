@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import pkgutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Self
@@ -33,6 +35,7 @@ from vlmserve.layers.stages import StageBudget, Stages
 from vlmserve.media.image_files import ImageFiles
 from vlmserve.media.processor import FixedSizeProcessor
 from vlmserve.models.vision.llava import LlavaVision
+from vlmserve.prompt.checkpoint import read_prompt_files
 
 ALL: list[Family] = [*LANGUAGE_FAMILIES.values(), *VISION_FAMILIES.values(), *OTHER_FAMILIES.values()]
 
@@ -79,6 +82,8 @@ FIELDS = {
     "vision_config": JSON,
     "image_token_id": JSON,
     "image_token_index": JSON,
+    "text_config": JSON | st.just({"eos_token_id": [[]]}),
+    "eos_token_id": JSON,
 }
 
 
@@ -91,6 +96,15 @@ def test_untrusted_config_json_has_a_family_or_none(config: dict[str, Any]) -> N
         except ModelLoadError:
             return
         assert placeholder is None or isinstance(placeholder, int)
+
+
+@given(config=st.fixed_dictionaries({}, optional=FIELDS))
+def test_untrusted_config_json_has_prompts_or_an_error(config: dict[str, Any]) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(config))
+        with contextlib.suppress(ModelLoadError):
+            ends = read_prompt_files(Path(folder)).end_token_ids
+            assert all(isinstance(token_id, int) for token_id in ends)
 
 
 def test_names_of_language_models_are_found() -> None:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from vlmserve.errors import ModelLoadError
 from vlmserve.families.family import VisionFamily
 from vlmserve.families.registry import family_of
 from vlmserve.gguf.pair import language_model
@@ -97,10 +98,12 @@ def _chat_template(folder: Path, tokenizer_config: Mapping[str, Any]) -> str | N
 
 
 def _end_token_ids(generation_config: Mapping[str, Any], config: Mapping[str, Any]) -> frozenset[int]:
-    for source in (generation_config, config, config.get("text_config") or {}):
-        ids = source.get("eos_token_id")
+    for source in (generation_config, config, config.get("text_config")):
+        ids = source.get("eos_token_id") if isinstance(source, Mapping) else None
         if isinstance(ids, int):
             return frozenset({ids})
         if isinstance(ids, list) and ids:
+            if not all(isinstance(token_id, int) for token_id in ids):
+                raise ModelLoadError(f"eos_token_id is {ids!r}, not token ids; correct the checkpoint's files")
             return frozenset(ids)
     return frozenset()
