@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import io
 import mmap
 import os
@@ -119,10 +120,11 @@ def test_process_that_cannot_start_leaves_no_file(
             raise OSError(errno.EMFILE, "Too many open files")
         return work(*arguments)
 
+    gc.collect()
     before = os.listdir("/proc/self/fd")
     monkeypatch.setattr(name, fail)
     with pytest.raises(UnavailableError, match="Too many open files"):
         VideoFile(film, MediaConfig())
     monkeypatch.undo()
-    assert len(os.listdir("/proc/self/fd")) == len(before)
+    assert len(os.listdir("/proc/self/fd")) <= len(before)
     assert not rendering()
