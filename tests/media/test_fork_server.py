@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import sys
@@ -12,6 +13,7 @@ import pytest
 
 from tests.rendering import fork_servers
 from vlmserve.config import EngineConfig
+from vlmserve.errors import UnavailableError
 from vlmserve.media import fork_server
 from vlmserve.media.fork_server import ForkServer
 from vlmserve.models.hub import resolve_model
@@ -59,3 +61,13 @@ def test_last_owner_ends_a_server_without_a_lock(tmp_path: Path) -> None:
         del second
     fork_server._end_disowned()  # as before the next process is forked
     assert fork_servers() == []
+
+
+@pytest.mark.parametrize("call", ["socket.socketpair", "subprocess.Popen"])
+def test_server_that_cannot_start_is_unavailable(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(call, fail)
+    with pytest.raises(UnavailableError, match="Too many open files"):
+        ForkServer("image")

@@ -7,6 +7,7 @@ server reads no files itself, so that what a file does to its process is gone wi
 from __future__ import annotations
 
 import atexit
+import contextlib
 import json
 import os
 import socket
@@ -43,24 +44,25 @@ class ForkServer:
     def __init__(self, kind: FileKind, setup: str = "") -> None:
         self._lock = threading.Lock()
         self._abandoned: deque[int] = deque()
-        self._socket, theirs = socket.socketpair()
-        self._socket.settimeout(_TIMEOUT)
-        try:
-            with theirs:
-                self._process = subprocess.Popen(
-                    _COMMAND,
-                    stdin=theirs.fileno(),
-                    stdout=subprocess.DEVNULL,
-                    stderr=subprocess.DEVNULL,
-                    cwd="/",
-                    env={name: os.environ[name] for name in _INHERITED if name in os.environ} | _OWN,
-                    start_new_session=True,
-                )
-            path = [os.path.abspath(entry) for entry in sys.path]
-            self._socket.sendall(json.dumps({"kind": kind, "setup": setup, "path": path}).encode() + b"\n")
-        except OSError as error:
-            self._socket.close()
-            raise UnavailableError(f"no process could be started to decode files: {error}") from error
+        with contextlib.ExitStack() as ours:
+            try:
+                self._socket, theirs = socket.socketpair()
+                ours.enter_context(self._socket).settimeout(_TIMEOUT)
+                with theirs:
+                    self._process = subprocess.Popen(
+                        _COMMAND,
+                        stdin=theirs.fileno(),
+                        stdout=subprocess.DEVNULL,
+                        stderr=subprocess.DEVNULL,
+                        cwd="/",
+                        env={name: os.environ[name] for name in _INHERITED if name in os.environ} | _OWN,
+                        start_new_session=True,
+                    )
+                path = [os.path.abspath(entry) for entry in sys.path]
+                self._socket.sendall(json.dumps({"kind": kind, "setup": setup, "path": path}).encode() + b"\n")
+            except OSError as error:
+                raise UnavailableError(f"no process could be started to decode files: {error}") from error
+            ours.pop_all()
 
     def fork(self, *files: int) -> int:
         """The id of a new process, which gets these files. Raises OSError if this server has ended."""
