@@ -1,4 +1,4 @@
-"""Image processors of checkpoints that name none."""
+"""Image processors and towers of checkpoints that name none."""
 
 from __future__ import annotations
 
@@ -6,10 +6,14 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
+from tests.checkpoints import make_qwen_vl
 from tests.published import FOLDER, write_published
 from vlmserve.config import MediaConfig
-from vlmserve.frontend.processors import image_processor
+from vlmserve.frontend.processors import image_processor, video_processor
+from vlmserve.models.registry import load_model
+from vlmserve.models.vision.qwen import QwenVisionTower
 from vlmserve.prompt.tokenizer import Tokenizer
 
 
@@ -27,3 +31,18 @@ def test_pixels_stay_the_same_without_a_name(tmp_path: Path, name: str) -> None:
     assert names == 1
     assert type(unnamed) is type(named)
     assert unnamed.fingerprint == named.fingerprint
+
+
+@pytest.mark.parametrize("kind", ["qwen2_vl", "qwen2_5_vl"])
+def test_towers_and_times_of_videos_stay_the_same(tmp_path: Path, kind: str) -> None:
+    """The first configs of Qwen2-VL and Qwen2.5-VL have no ``model_type`` for their towers."""
+    folder, found = make_qwen_vl(tmp_path, kind), []
+    for named in (True, False):
+        config = json.loads((folder / "config.json").read_text())
+        assert named or config["vision_config"].pop("model_type").startswith(kind)
+        (folder / "config.json").write_text(json.dumps(config))
+        tower = load_model(folder, device=torch.device("cpu"), dtype=torch.float32).vision
+        assert isinstance(tower, QwenVisionTower)
+        times = video_processor(folder, Tokenizer.from_folder(folder), MediaConfig()).timing
+        found.append((tower.spec, times))
+    assert found[0] == found[1]

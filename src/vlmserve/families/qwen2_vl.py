@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Final
 
-from vlmserve.families.family import LanguageFamily, NamedModel, VisionFamily
+from vlmserve.families.family import LanguageFamily, NamedModel, VisionFamily, vision_section
 from vlmserve.families.gguf import Clip, GGUFTower
 from vlmserve.families.qwen2 import QWEN, qwen2
 from vlmserve.families.spec import Config, Names
@@ -150,6 +150,7 @@ FAMILIES = (
         text_type="qwen2_5_vl_text",
         **QWEN_TOWER,
         **QWEN_TOKENS,
+        vision_config=lambda config: {"model_type": "qwen2_5_vl", **vision_section(config)},
         gguf={"qwen2.5vl_merger": _TOWER25},
         models="Qwen2.5-VL",
         short_names=(

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from vlmserve import families as package
 from vlmserve.errors import ModelLoadError, UnsupportedModelError
-from vlmserve.families.family import FIXED_SIZE, Family, LanguageFamily, VisionFamily
+from vlmserve.families.family import FIXED_SIZE, Family, LanguageFamily, VisionFamily, vision_section
 from vlmserve.families.gguf import GGUFText
 from vlmserve.families.spec import ArchSpec, Config
 
@@ -59,6 +59,12 @@ def vision_family(config: Config) -> VisionFamily | None:
     fitting = [family for family in VISION_FAMILIES.values() if family.architecture == found]
     special = (family for family in fitting if family.matches is not None and family.matches(config))
     return next(special, next((family for family in fitting if family.matches is None), None))
+
+
+def vision_config(config: Config) -> Config:
+    """``vision_config`` of a config.json with the defaults of its family."""
+    family = vision_family(config)
+    return vision_section(config) if family is None else family.vision_config(config)
 
 
 def gguf_family(name: str) -> tuple[LanguageFamily, GGUFText] | None:

@@ -14,7 +14,7 @@ from PIL import Image
 
 from vlmserve.config import MediaConfig
 from vlmserve.errors import ConfigurationError, InvalidRequestError, ModelLoadError, UnsupportedModelError
-from vlmserve.families.registry import image_processor_path, vision_family
+from vlmserve.families.registry import image_processor_path, vision_config, vision_family
 from vlmserve.frontend.frames import VideosAsImages
 from vlmserve.media.any_size import AnySizeProcessor
 from vlmserve.media.budget import NO_BUDGET, ImageBudget
@@ -100,7 +100,7 @@ def video_processor(folder: Path, tokenizer: Tokenizer, media: MediaConfig) -> V
     settings = _settings(folder, "video_processor", "video_preprocessor_config.json", "preprocessor_config.json")
     return VideoProcessor.from_settings(
         settings,
-        read_json(folder / "config.json").get("vision_config") or {},
+        vision_config(read_json(folder / "config.json")),
         exact_pixels=media.exact_pixels,
         overrides=media.mm_processor_kwargs,
         max_frames=media.max_video_frames,

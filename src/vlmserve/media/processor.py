@@ -18,8 +18,7 @@ from blake3 import blake3
 from PIL import Image
 
 from vlmserve.errors import UnsupportedModelError
-from vlmserve.families.family import vision_section
-from vlmserve.families.registry import vision_family
+from vlmserve.families.registry import vision_config, vision_family
 from vlmserve.levels import Levels
 from vlmserve.media.budget import ImageBudget
 from vlmserve.media.image_files import ImageFiles
@@ -231,7 +230,7 @@ class FixedSizeProcessor(PixelProcessor):
 
     def _count_tokens(self, config: dict[str, Any]) -> int:
         family = vision_family(config)
-        vision = vision_section(config) if family is None else family.vision_config(config)
+        vision = vision_config(config)
         own = None if family is None else family.image_tokens(config)
         kind = vision.get("model_type", "clip_vision_model" if own is None else None)
         if own is None and kind not in _TOWERS:

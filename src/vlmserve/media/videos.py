@@ -7,7 +7,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import zip_longest
 from typing import Any, Self, TypeAlias
@@ -138,7 +138,7 @@ class VideoProcessor:
     def from_settings(
         cls,
         settings: dict[str, Any],
-        vision_config: dict[str, Any],
+        vision_config: Mapping[str, Any],
         *,
         exact_pixels: bool = False,
         overrides: ProcessorOverrides | None = None,

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from vlmserve.errors import InvalidImageError
+from vlmserve.families.registry import vision_config
 from vlmserve.kernels.ranges import Ranges
 from vlmserve.kernels.transfers import to_device
 from vlmserve.layers.encoder_attention import EncoderAttention
@@ -241,7 +242,7 @@ class QwenVisionTower(StagedVision):
     def from_config(
         cls, config: Mapping[str, Any], hidden_size: int, *, dtype: torch.dtype, device: torch.device
     ) -> QwenVisionTower:
-        spec = QwenVisionSpec.from_config(config.get("vision_config") or {}, hidden_size)
+        spec = QwenVisionSpec.from_config(vision_config(config), hidden_size)
         return cls(spec, dtype=dtype, device=device)
 
     def check(self, shape: tuple[int, ...], num_tokens: int, tiling: TowerInputs | None = None) -> None:
