@@ -175,7 +175,7 @@ class Streams:
         blocks = list(range(number * self._each, (number + 1) * self._each))
         tokens = [(7 * i + number) % self._sizes.config["vocab_size"] for i in range(length)]
         return NewRequest(
-            str(number), 0, length, length, tokens, blocks,
+            str(number), 0, length, length, tokens, [blocks],
             SamplingParams(temperature=0, max_tokens=10**6, ignore_eos=True), 0, 10**6, [], adapter=self._adapter,
         )  # fmt: skip
 

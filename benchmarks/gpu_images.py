@@ -219,7 +219,7 @@ class _Looks:
         blocks = list(range(number * self._each, (number + 1) * self._each))
         tokens = [9 + i % 50 for i in range(self._length)]
         return NewRequest(
-            str(number), cached, self._length - cached, self._length, tokens, blocks,
+            str(number), cached, self._length - cached, self._length, tokens, [blocks],
             SamplingParams(temperature=0, max_tokens=2, ignore_eos=True), 0, self._length + 2, [],
             images=(ImagePlacement(key, TEXT_TOKENS, self._count, self._grid),),
         )  # fmt: skip

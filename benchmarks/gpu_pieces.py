@@ -106,7 +106,7 @@ def offload(device: torch.device, sizes: Sizes, count: int) -> Report:
         return [backend.allocate(blocks, BLOCK_SIZE, spec, dtype, where) for _ in range(layers)]
 
     layers = allocate(count, device)
-    host = on.host_blocks(backend, layers, count, allocate)
+    host = on.host_blocks(layers, count, allocate)
     num_bytes = sum(tensor.nbytes for layer in layers for tensor in layer.tensors)
     blocks = list(range(count))
     report: Report = {}
