@@ -49,7 +49,7 @@ CHECKS = {
     ".venv/bin/python -m pip install --quiet 'vlmserve[documents]'": r"(?i)\btriangle\b",
     ".venv/bin/vlmserve batch": r"answers\.jsonl: 2 of 2 rows have an answer",
     "curl -s http://127.0.0.1:8000/metrics": r"(?m)^vlmserve:request_success_total\{",
-    ".venv/bin/vlmserve keys add alice": r"(?m)^vlm-\w+",
+    ".venv/bin/vlmserve keys add alice": r"(?m)^vlm-[\w-]+",
     ".venv/bin/vlmserve loadtest": r"(?i)\bTTFT\b",
     "from PIL import Image": r"(?i)What colour is the circle\? -> .*\bred\b",
     "import asyncio": r"(?i)^red (3|three)\n.*circle",
