@@ -193,7 +193,7 @@ def test_host_blocks_stay_registered_while_allocated(monkeypatch: pytest.MonkeyP
     device = CudaDevice(GPU)
     backend = TorchReference()
     layers = [backend.allocate(4, 16, AttentionSpec(2, 1, 8, 1.0), torch.bfloat16, torch.device("cpu"))]
-    blocks = device.host_blocks(backend, layers, 4, lambda count, where: layers)
+    blocks = device.host_blocks(layers, 4, lambda count, where: layers)
     assert len(registered) == 1
     blocks.save([0], [0])
     del blocks

@@ -73,10 +73,12 @@ def test_files_that_are_slow_to_open_do_not_block_the_history(server, monkeypatc
             one.result(60)
 
 
-def test_upload_that_is_slow_to_open_is_rejected_in_time(server) -> None:
-    with pytest.raises(openai.BadRequestError, match=f"longer than {LIMIT} s"):
-        server.openai.files.create(file=("a.gif", with_blocks(9_000_000)), purpose="user_data")
-    assert not rendering()
+def test_upload_that_is_slow_to_open_is_rejected_in_time(folder, tmp_path) -> None:
+    storage = {"storage_url": f"sqlite:///{tmp_path / 'history.db'}"}
+    with LiveServer(folder, server=storage, media={**LIMITS, "decode_timeout": 0.3}) as server:
+        with pytest.raises(openai.BadRequestError, match=r"longer than 0\.3 s"):
+            server.openai.files.create(file=("a.gif", with_blocks(9_000_000)), purpose="user_data")
+        assert not rendering()
 
 
 @pytest.mark.parametrize(

@@ -111,6 +111,7 @@ def test_a_real_engine_comes_back_and_says_the_same(tmp_path):
 def test_meanwhile_it_lives_is_not_ready_and_says_when_to_come_back(folder):
     with serving(folder, server={"restart_backoff": 30}) as server:
         kill_engine(server)
+        wait_until(lambda: int(httpx.get(f"{server.url}/ready", timeout=60).headers.get("retry-after", 0)) > 20)
         ready = httpx.get(f"{server.url}/ready", timeout=60)
         assert (ready.status_code, ready.json()["status"]) == (503, "restarting")
         assert "SIGKILL" in ready.json()["reason"]

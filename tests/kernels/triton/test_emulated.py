@@ -70,7 +70,7 @@ test_layers.py::test_decoder_logits_equal_torch[int4]
 ENGINE = """
 engine/test_captures.py::test_contexts_that_grow_while_steps_are_repeated
 engine/test_captures.py::test_decodes_beside_prompts_are_captured
-engine/test_captures.py::test_towers_are_captured_over_images_of_the_same_sizes[qwen2_5_vl]
+engine/test_captures.py::test_towers_are_captured_for_equal_sizes[qwen2_5_vl]
 adapters/test_captured.py::test_rows_of_captured_steps_have_their_adapters
 """
 """Tests by the data flow of a GPU."""
