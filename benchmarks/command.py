@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.table import Table
 
 from vlmserve.models.hub import resolve_model
 
@@ -56,6 +57,14 @@ def run(
         report = measure(options, folder, console)
     show(report, console)
     keep(report, options)
+
+
+def show_rows(report: dict[str, Any]) -> None:
+    """Print the columns and rows of a result."""
+    table = Table(*report["columns"])
+    for row in report["rows"]:
+        table.add_row(*map(str, row))
+    Console().print(table)
 
 
 def keep(report: dict[str, Any], options: argparse.Namespace) -> None:

@@ -20,10 +20,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from rich.console import Console
-from rich.table import Table
 
-from benchmarks.command import keep
+from benchmarks.command import keep, show_rows
 from benchmarks.mutations import copy
 
 ROOT = Path(__file__).parent.parent
@@ -136,10 +134,7 @@ def main() -> None:
     parser.add_argument("tests", nargs="*", default=["tests"])
     options = parser.parse_args()
     report = measure(options.tests)
-    table = Table(*report["columns"])
-    for row in report["rows"]:
-        table.add_row(*map(str, row))
-    Console().print(table)
+    show_rows(report)
     keep(report, options)
 
 

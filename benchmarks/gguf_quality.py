@@ -14,11 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
-from benchmarks.command import keep
+from benchmarks.command import keep, show_rows
 from vlmserve.config import EngineConfig, MediaConfig
 from vlmserve.engine.loading import load
 from vlmserve.frontend.requests import RequestPreparer
@@ -87,10 +85,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="also write the report to this file")
     options = parser.parse_args()
     report = measure(options.file, options.tokens)
-    table = Table(*report["columns"])
-    for one in report["rows"]:
-        table.add_row(*map(str, one))
-    Console().print(table)
+    show_rows(report)
     keep(report, options)
 
 

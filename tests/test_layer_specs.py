@@ -8,18 +8,14 @@ from hypothesis import given
 from vlmserve.layer_specs import FULL, AttentionSpec, CacheBytes, CacheGroup
 
 
-def layer(window: int | None = None, shares_with: int | None = None) -> AttentionSpec:
-    return AttentionSpec(4, 2, 16, 0.25, window, shares_with=shares_with)
+def layer(window: int | None = None) -> AttentionSpec:
+    return AttentionSpec(4, 2, 16, 0.25, window)
 
 
 def test_layers_of_equal_windows_share_a_group() -> None:
     sizes = CacheBytes.of([layer(8), layer(), layer(8), layer(16)], 4, lambda spec: 100)
-    assert sizes.groups == {CacheGroup("window", 8): 200, FULL: 100, CacheGroup("window", 16): 100}
+    assert sizes.groups == {CacheGroup(8): 200, FULL: 100, CacheGroup(16): 100}
     assert sizes.block == 400
-
-
-def test_layers_that_read_another_cache_take_no_bytes() -> None:
-    assert CacheBytes.of([layer(), layer(), layer(8, shares_with=1)], 4, lambda spec: 100).groups == {FULL: 200}
 
 
 @given(st.integers(1, 5), st.integers(0, 60), st.lists(st.none() | st.integers(1, 20), min_size=1, max_size=4))

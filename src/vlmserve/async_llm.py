@@ -235,7 +235,7 @@ class AsyncLLM:
         lora_request: LoRARequest | None = None,
         on_thought: Callable[[str], None] | None = None,
     ) -> AsyncGenerator[str, None]:
-        """The text of the answer to one conversation as it is generated. Closing the iterator ends the request.
+        """Yield the text of one answer while it is generated. Closing the iterator ends the request.
 
         What the other parameters are: as in `LLM.stream`. Raises as that does.
         """
@@ -402,8 +402,8 @@ class AsyncLLM:
 
 
 class _Ahead:
-    """Places of requests that are prepared and have no token yet: at most so many, and with prompts and images of at
-    most so many bytes. One that is larger is alone."""
+    """Limits the requests that are prepared and have no token yet: their number, and the bytes of their prompts and
+    images. A larger request is prepared alone."""
 
     def __init__(self, most: int, max_bytes: int) -> None:
         self._places = asyncio.Semaphore(most)

@@ -5,25 +5,20 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from vlmserve.errors import ModelLoadError, UnsupportedModelError
 
 
 @dataclass(frozen=True, slots=True)
 class CacheGroup:
-    """Layers whose cache is allocated, freed and hit together.
+    """Layers whose cache is allocated, freed and hit together."""
 
-    "full" layers keep all tokens, "window" layers those within `window` positions, "state" layers a state of fixed size
-    for each sequence.
-    """
-
-    kind: Literal["full", "window", "state"]
     window: int | None = None
-    """Positions that a token attends to, itself included. None unless `kind` is "window"."""
+    """Positions that a token attends to, itself included. None: all."""
 
 
-FULL = CacheGroup("full")
+FULL = CacheGroup()
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,12 +35,10 @@ class AttentionSpec:
     """Scores become ``soft_cap * tanh(score / soft_cap)``. None: they stay."""
     sinks: tuple[float, ...] | None = None
     """Attention sinks: for each head a score that takes a share of the softmax."""
-    shares_with: int | None = None
-    """An earlier layer whose keys and values this layer reads. None: it has its own."""
 
     @property
     def group(self) -> CacheGroup:
-        return FULL if self.window is None else CacheGroup("window", self.window)
+        return CacheGroup(self.window)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,11 +54,10 @@ class CacheBytes:
     def of(
         cls, layers: Iterable[AttentionSpec], block_size: int, block_bytes: Callable[[AttentionSpec], int]
     ) -> CacheBytes:
-        """block_bytes: bytes of one block of a layer that has its own cache."""
+        """block_bytes: bytes of one block of a layer."""
         groups: dict[CacheGroup, int] = {}
         for layer in layers:
-            if layer.shares_with is None:
-                groups[layer.group] = groups.get(layer.group, 0) + block_bytes(layer)
+            groups[layer.group] = groups.get(layer.group, 0) + block_bytes(layer)
         return cls(block_size, groups)
 
     @property

@@ -111,7 +111,7 @@ def test_whatever_happened_before_a_batch_is_its_step(
     """Requests come and go, are preempted and are aborted, and some of their drafts are right."""
     made_up = scheduler(num_blocks=num_blocks, budget=budget, prefix_caching=prefix_caching)
     made_up.propose_drafts = drafts and (lambda request: drafts)
-    builder = BatchBuilder(BLOCK, TorchDevice(torch.device("cpu")), groups=(FULL, CacheGroup("window", 8))[:groups])
+    builder = BatchBuilder(BLOCK, TorchDevice(torch.device("cpu")), groups=(FULL, CacheGroup(8))[:groups])
     states = request_states()
     for number, length in enumerate(lengths):
         made_up.add(request(str(number), length, token=number + 1, max_tokens=5 + (7 * number) % 40))

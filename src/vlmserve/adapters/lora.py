@@ -57,9 +57,9 @@ class Adapter:
 
 
 def read_adapter(checkpoint: AdapterCheckpoint, model: AdaptableModel, *, max_rank: int) -> Adapter:
-    """What an adapter changes in a model.
+    """Read an adapter for a model.
 
-    Everything is checked by the shapes in the file's header before values are read. Raises AdapterError for ranks above
+    The shapes in the file's header are checked before values are read. Raises AdapterError for ranks above
     `max_rank`, tensors that do not fit the model or each other, values that are not finite, and what cannot be changed.
     """
     reader = AdapterReader(checkpoint, model, max_rank)
@@ -80,9 +80,9 @@ def read_adapter(checkpoint: AdapterCheckpoint, model: AdaptableModel, *, max_ra
 def layer_changes(
     checkpoint: AdapterCheckpoint, model: AdaptableModel, *, max_rank: int
 ) -> Iterator[tuple[str, Change | TableChange]]:
-    """What an adapter changes, by the canonical names of the layers that checkpoints have, in their order of outputs.
+    """Yield the changes of an adapter with the canonical names of their layers, in the checkpoints' order of outputs.
 
-    Parts begin at 0. Changes of tied embeddings come a second time, as those of the output head that follow from them.
+    Parts begin at 0. Changes of tied embeddings are followed by the same changes of the output head.
     Raises as `read_adapter` does, and AdapterError for a bias where the layer has none.
     """
     reader = AdapterReader(checkpoint, model, max_rank)

@@ -370,7 +370,7 @@ class CudaCapture:
 
 
 def _unregister(memory: Tensor, device: torch.device) -> None:
-    """Undo `cudaHostRegister`, behind the copies that are on their way."""
+    """Undo `cudaHostRegister` once all copies have ended."""
     torch.cuda.synchronize(device)
     torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())  # type: ignore[no-untyped-call]
 

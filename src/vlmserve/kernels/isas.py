@@ -6,8 +6,10 @@ import importlib
 
 SUPERBLOCK_ISAS = ("avx2",)
 """Instruction sets that multiply GGUF's superblocks as they are: others have the kernels, which nobody measured."""
+SUPERBLOCK = 256
+"""Weights of an output in one superblock of a GGUF K-quant."""
 SUPERBLOCK_BYTES = {10: 84, 11: 110, 12: 144, 13: 176, 14: 210}
-"""Bytes of 256 weights, by GGUF's numbers of the types Q2_K to Q6_K."""
+"""Bytes of `SUPERBLOCK` weights, by GGUF's numbers of the types Q2_K to Q6_K."""
 
 
 def keeps_superblocks(kernels: str) -> bool:

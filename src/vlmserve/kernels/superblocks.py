@@ -10,8 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-SUPERBLOCK = 256
-"""Weights of an output that a superblock has."""
+from vlmserve.kernels.isas import SUPERBLOCK
+
 _TILE = 32
 
 

@@ -19,7 +19,7 @@ from vlmserve.errors import ModelLoadError, VLMServeError
 from vlmserve.families.family import BYTES
 from vlmserve.gguf.pair import language_model
 from vlmserve.gguf_header import is_gguf, read_header
-from vlmserve.kernels.isas import SUPERBLOCK_BYTES, keeps_superblocks
+from vlmserve.kernels.isas import SUPERBLOCK, SUPERBLOCK_BYTES, keeps_superblocks
 from vlmserve.memory import free_memory
 from vlmserve.models.files import PICKLES, weight_files
 
@@ -145,7 +145,7 @@ def _bytes_each(
     matrix = len(tensor.shape) > 1
     if scheme == "none":
         if matrix and tensor.kind is not None and tensor.kind in superblocks:
-            return superblocks[tensor.kind] / 256
+            return superblocks[tensor.kind] / SUPERBLOCK
         kept = _BYTES_4 if tensor.kind in _KEPT_4 else _BYTES_8 if tensor.kind in _KEPT_8 else plain_bytes
         return kept if matrix and plain_bytes < 4 else plain_bytes
     if not matrix or (_OUTSIDE.search(tensor.name) and not vision):
