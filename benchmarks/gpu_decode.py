@@ -25,9 +25,9 @@ from vlmserve.config import QuantizationConfig
 from vlmserve.devices.choice import open_device
 from vlmserve.devices.device import Device, EagerExecutor, LayerExecutor
 from vlmserve.families.registry import decoder_spec
-from vlmserve.layers.adapters import Change, LowRank
+from vlmserve.kernels.adapters import Change, LowRank
+from vlmserve.layers.layer import arrange_layers
 from vlmserve.layers.linear import MergedLinear, Weight
-from vlmserve.layers.operations import arrange_layers
 from vlmserve.models.adaptable import AdaptableModel
 from vlmserve.models.decoder import Decoder
 from vlmserve.models.protocols import LoadedModel

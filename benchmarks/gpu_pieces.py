@@ -16,11 +16,11 @@ from benchmarks.gpu_timing import Call, copies, per_launch, seconds_of
 from vlmserve.devices.choice import open_device
 from vlmserve.kernels import torch_int4
 from vlmserve.kernels.attention import AttentionContext, BatchMetadata
+from vlmserve.kernels.operations import NO_EPILOGUE
 from vlmserve.kernels.quantized import QuantizedWeight
 from vlmserve.kernels.ranges import Ranges
 from vlmserve.layer_specs import AttentionSpec
 from vlmserve.layers.encoder_attention import EncoderAttention
-from vlmserve.layers.operations import NO_EPILOGUE
 from vlmserve.layers.stages import StageBudget, run_stages
 from vlmserve.levels import Levels
 from vlmserve.quant.methods.rtn import round_to_nearest

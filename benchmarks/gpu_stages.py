@@ -32,9 +32,9 @@ from vlmserve.kernels.attention import (
     RotaryRows,
     RotatingBackend,
 )
+from vlmserve.kernels.operations import Epilogue
 from vlmserve.kernels.quantized import QuantizedWeight
 from vlmserve.layer_specs import AttentionSpec
-from vlmserve.layers.operations import Epilogue
 from vlmserve.quant.methods.rtn import round_to_nearest
 
 BLOCK_SIZE = 16

@@ -7,8 +7,8 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from vlmserve.layers.adapters import Change, LinearAdapters, PreparedChange
-from vlmserve.layers.operations import Product
+from vlmserve.kernels.adapters import Change, LinearAdapters, PreparedChange
+from vlmserve.kernels.operations import Product
 
 
 class StaticChange:

@@ -35,6 +35,7 @@ from vlmserve.devices.offload import HostBlocks, PinnedBlocks, block_bytes
 from vlmserve.devices.pixels import PixelRing
 from vlmserve.devices.staging import Staging
 from vlmserve.kernels.attention import AttentionBackend, AttentionContext, BatchMetadata, LayerCache, RotaryRows
+from vlmserve.kernels.operations import Epilogue, Product
 from vlmserve.kernels.quantized import QuantizedWeight
 from vlmserve.kernels.ranges import RangeKernels
 from vlmserve.kernels.torch_cache import write
@@ -43,7 +44,6 @@ from vlmserve.kernels.torch_sampling import Changes, DrawLater, Filters, draw
 from vlmserve.kernels.torch_scores import attention_weights
 from vlmserve.layer_specs import AttentionSpec
 from vlmserve.layers.attention import StepContext
-from vlmserve.layers.operations import Epilogue, Product
 from vlmserve.levels import Levels
 
 

@@ -112,7 +112,7 @@ def test_torch_bfloat16_works_with_restricted_onednn() -> None:
     program = """
 import torch
 from vlmserve.devices.cpu import CpuDevice
-from vlmserve.layers.operations import Epilogue
+from vlmserve.kernels.operations import Epilogue
 weight, x = torch.randn(64, 32).bfloat16(), torch.randn(3, 32).bfloat16()
 product = CpuDevice(torch.device("cpu")).linear(weight, None, Epilogue(), torch.bfloat16)
 torch.testing.assert_close(product(x), torch.nn.functional.linear(x, weight))

@@ -15,13 +15,13 @@ import torch
 from tests.lazy_stream import LazyStream
 from vlmserve.devices.choice import open_device
 from vlmserve.devices.cuda import CudaCapture, CudaDevice, TritonDevice, open_cuda
+from vlmserve.kernels.operations import NO_EPILOGUE
 from vlmserve.kernels.quantized import QuantizedWeight
 from vlmserve.kernels.torch_float8 import Float8Product
 from vlmserve.kernels.torch_int4 import Int4Product
+from vlmserve.kernels.torch_products import QuantizedProduct, TorchProduct
 from vlmserve.kernels.torch_reference import TorchReference
 from vlmserve.layer_specs import AttentionSpec
-from vlmserve.layers.operations import NO_EPILOGUE
-from vlmserve.layers.products import QuantizedProduct, TorchProduct
 
 GIB = 2**30
 GPU = torch.device("cuda:1")

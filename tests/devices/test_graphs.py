@@ -28,8 +28,8 @@ from vlmserve.devices.graphs import (
     repeat_by_calls,
 )
 from vlmserve.devices.staging import ALIGNMENT, Staging
+from vlmserve.kernels.adapters import AdapterRows, Change, LinearAdapters, PackedChange, PreparedChange, RowSlots, Run
 from vlmserve.kernels.attention import CrossRows, LayerCache
-from vlmserve.layers.adapters import AdapterRows, Change, LinearAdapters, PackedChange, PreparedChange, RowSlots, Run
 from vlmserve.layers.attention import StepContext
 
 CPU = torch.device("cpu")

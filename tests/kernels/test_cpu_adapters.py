@@ -11,8 +11,8 @@ from torch import Tensor
 
 from tests.kernels.test_cpu_native import assert_close
 from tests.native import built
+from vlmserve.kernels.adapters import AdapterRows, Change, LinearAdapters, LowRank, PreparedChange
 from vlmserve.kernels.cpu_native import PackedLinear
-from vlmserve.layers.adapters import AdapterRows, Change, LinearAdapters, LowRank, PreparedChange
 from vlmserve.quant.methods.rtn import round_to_nearest
 
 pytestmark = [built, pytest.mark.usefixtures("isa")]

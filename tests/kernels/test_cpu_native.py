@@ -16,11 +16,11 @@ from tests.native import built
 from tests.oracles.rounded_inputs import DOTS
 from vlmserve.errors import ConfigurationError
 from vlmserve.kernels import choice, extension
+from vlmserve.kernels.activation import ACTIVATIONS
 from vlmserve.kernels.choice import choose_kernels
 from vlmserve.kernels.cpu_native import NativeNorm, PackedLinear
 from vlmserve.kernels.extension import supported_isas
 from vlmserve.kernels.quantized import QuantizedWeight
-from vlmserve.layers.activation import ACTIVATIONS
 
 CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.bfloat16)

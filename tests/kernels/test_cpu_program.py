@@ -40,8 +40,8 @@ from vlmserve.kernels.cpu_program import (
     Recording,
     assign_buffers,
 )
+from vlmserve.kernels.operations import NormedHeads
 from vlmserve.layers.attention import StepContext
-from vlmserve.layers.operations import NormedHeads
 from vlmserve.layers.rope import RopeTables
 from vlmserve.models.decoder import Decoder
 from vlmserve.models.registry import load_model

@@ -12,11 +12,11 @@ from torch import Tensor
 from tests.gguf_files import random_blocks
 from tests.kernels.test_cpu_native import assert_close
 from tests.native import built
+from vlmserve.kernels.adapters import AdapterRows, Change, LinearAdapters, LowRank, PreparedChange
 from vlmserve.kernels.cpu_native import PackedLinear
 from vlmserve.kernels.extension import extension
 from vlmserve.kernels.isas import SUPERBLOCK_BYTES
 from vlmserve.kernels.superblocks import SUPERBLOCK, SuperblockRows, SuperblockWeight
-from vlmserve.layers.adapters import AdapterRows, Change, LinearAdapters, LowRank, PreparedChange
 from vlmserve.layers.cut import Cut, Share
 
 KINDS = tuple(SUPERBLOCK_BYTES)

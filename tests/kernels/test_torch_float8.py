@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from vlmserve.kernels.operations import Epilogue
 from vlmserve.kernels.quantized import FLOAT8, QuantizedWeight
 from vlmserve.kernels.torch_float8 import LARGEST, Float8Product, unsupported_reason
-from vlmserve.layers.operations import Epilogue
 from vlmserve.quant.formats.scaled import from_tensors
 
 

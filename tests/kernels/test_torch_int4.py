@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from vlmserve.kernels.operations import Epilogue
 from vlmserve.kernels.torch_int4 import Int4Product, unsupported_reason
-from vlmserve.layers.operations import Epilogue
 from vlmserve.quant.methods.rtn import round_to_nearest
 
 

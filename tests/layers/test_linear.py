@@ -13,12 +13,12 @@ from vlmserve.devices.cpu import CpuDevice, NativeCpuDevice
 from vlmserve.devices.cuda import CudaDevice
 from vlmserve.devices.device import Device
 from vlmserve.devices.torch_device import TorchDevice
+from vlmserve.kernels.adapters import AdapterRows, Change, LowRank
 from vlmserve.kernels.extension import supported_isas
+from vlmserve.kernels.operations import Epilogue, Product
 from vlmserve.kernels.quantized import QuantizedWeight
-from vlmserve.layers.adapters import AdapterRows, Change, LowRank
 from vlmserve.layers.cut import Cut, Share
 from vlmserve.layers.linear import GatedLinear, Linear, MergedLinear, TiedEmbedding
-from vlmserve.layers.operations import Epilogue, Product
 from vlmserve.quant.methods.rtn import round_to_nearest
 
 CPU = torch.device("cpu")

@@ -13,7 +13,7 @@ from torch import Tensor
 from vlmserve.adapters.checkpoint import AdapterCheckpoint, Kind, check_values
 from vlmserve.adapters.mixture import Mixture
 from vlmserve.errors import AdapterError
-from vlmserve.layers.adapters import Change, LowRank, PreparedChange, TableChange
+from vlmserve.kernels.adapters import Change, LowRank, PreparedChange, TableChange
 from vlmserve.layers.linear import Linear, Weight
 from vlmserve.models.adaptable import EMBEDDINGS, HEAD, AdaptableModel, Place
 

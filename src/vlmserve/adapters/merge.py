@@ -16,8 +16,8 @@ from vlmserve.adapters.checkpoint import AdapterCheckpoint
 from vlmserve.adapters.lora import layer_changes
 from vlmserve.errors import AdapterError, ConfigurationError
 from vlmserve.gguf.pair import language_model
+from vlmserve.kernels.adapters import Change, TableChange
 from vlmserve.kernels.torch_reference import TorchReference
-from vlmserve.layers.adapters import Change, TableChange
 from vlmserve.models.adaptable import EMBEDDINGS, HEAD, AdaptableModel
 from vlmserve.models.files import INDEX_NAMES, SAFETENSORS_INDEX, WEIGHT_FILES
 from vlmserve.models.registry import Description

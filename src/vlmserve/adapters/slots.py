@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from vlmserve.adapters.lora import Adapter
-from vlmserve.layers.adapters import AdapterRows, TableAdapters
+from vlmserve.kernels.adapters import AdapterRows, TableAdapters
 from vlmserve.layers.linear import Embedding, TiedEmbedding, Weight
 from vlmserve.models.adaptable import AdaptableModel
 

@@ -24,7 +24,7 @@ from vlmserve.adapters.lora import Adapter, AdapterReader, Group
 from vlmserve.adapters.mixture import Mixture
 from vlmserve.adapters.xlora_config import XLoraConfig, XLoraFolder
 from vlmserve.errors import AdapterError, UnsupportedModelError
-from vlmserve.layers.adapters import Change, LowRank, TableChange
+from vlmserve.kernels.adapters import Change, LowRank, TableChange
 from vlmserve.models.adaptable import EMBEDDINGS, HEAD, AdaptableModel, Place
 from vlmserve.models.transformers_backend import TransformersCheckpoint
 

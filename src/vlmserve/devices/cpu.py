@@ -29,12 +29,7 @@ from vlmserve.kernels.cpu_native import (
 from vlmserve.kernels.cpu_program import NotRecordable, Program, Recording, Unknown
 from vlmserve.kernels.extension import DTYPES
 from vlmserve.kernels.isas import SUPERBLOCK_ISAS
-from vlmserve.kernels.quantized import QuantizedWeight
-from vlmserve.kernels.torch_decodes import BUCKET_COST
-from vlmserve.kernels.torch_sampling import Draw
-from vlmserve.layer_specs import AttentionSpec
-from vlmserve.layers.attention import StepContext
-from vlmserve.layers.operations import (
+from vlmserve.kernels.operations import (
     AnyWeight,
     EncoderKernel,
     Epilogue,
@@ -45,7 +40,12 @@ from vlmserve.layers.operations import (
     RotationKernel,
     Table,
 )
-from vlmserve.layers.products import ReorderedProduct, torch_linear
+from vlmserve.kernels.quantized import QuantizedWeight
+from vlmserve.kernels.torch_decodes import BUCKET_COST
+from vlmserve.kernels.torch_products import ReorderedProduct, torch_linear
+from vlmserve.kernels.torch_sampling import Draw
+from vlmserve.layer_specs import AttentionSpec
+from vlmserve.layers.attention import StepContext
 from vlmserve.memory import free_memory
 
 logger = logging.getLogger(__name__)

@@ -25,13 +25,13 @@ from vlmserve.devices.torch_device import TorchDevice
 from vlmserve.kernels import torch_float8, torch_int4
 from vlmserve.kernels.attention import AttentionBackend, LayerCache
 from vlmserve.kernels.blocks import allocate_zeros
+from vlmserve.kernels.operations import AnyWeight, Epilogue, Norm, Product, Table
 from vlmserve.kernels.quantized import QuantizedWeight
 from vlmserve.kernels.ranges import RangeKernels
 from vlmserve.kernels.superblocks import SuperblockWeight
+from vlmserve.kernels.torch_products import QuantizedProduct
 from vlmserve.kernels.torch_sampling import DrawLater
 from vlmserve.layer_specs import AttentionSpec
-from vlmserve.layers.operations import AnyWeight, Epilogue, Norm, Product, Table
-from vlmserve.layers.products import QuantizedProduct
 from vlmserve.levels import Levels
 
 if TYPE_CHECKING:

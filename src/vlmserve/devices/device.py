@@ -14,10 +14,10 @@ from torch import Tensor
 
 from vlmserve.devices.offload import HostBlocks
 from vlmserve.kernels.attention import AttentionBackend, LayerCache
+from vlmserve.kernels.operations import Operations
 from vlmserve.kernels.torch_sampling import Draw, DrawLater
 from vlmserve.layer_specs import AttentionSpec
 from vlmserve.layers.attention import StepContext
-from vlmserve.layers.operations import Operations
 from vlmserve.levels import Levels
 
 CaptureTime = Literal["repeated", "first", "never"]

@@ -23,12 +23,7 @@ from vlmserve.devices.offload import HostBlocks, PlainBlocks
 from vlmserve.devices.pixels import Normalizer
 from vlmserve.kernels import torch_sampling
 from vlmserve.kernels.attention import AttentionBackend, LayerCache
-from vlmserve.kernels.quantized import QuantizedWeight
-from vlmserve.kernels.ranges import RangeKernels
-from vlmserve.kernels.torch_reference import TorchReference
-from vlmserve.kernels.torch_sampling import Draw, DrawLater
-from vlmserve.layer_specs import AttentionSpec
-from vlmserve.layers.operations import (
+from vlmserve.kernels.operations import (
     AnyWeight,
     EncoderKernel,
     Epilogue,
@@ -39,7 +34,12 @@ from vlmserve.layers.operations import (
     RotationKernel,
     Table,
 )
-from vlmserve.layers.products import torch_linear, torch_table
+from vlmserve.kernels.quantized import QuantizedWeight
+from vlmserve.kernels.ranges import RangeKernels
+from vlmserve.kernels.torch_products import torch_linear, torch_table
+from vlmserve.kernels.torch_reference import TorchReference
+from vlmserve.kernels.torch_sampling import Draw, DrawLater
+from vlmserve.layer_specs import AttentionSpec
 from vlmserve.levels import Levels
 
 

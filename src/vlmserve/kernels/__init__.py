@@ -1,1 +1,1 @@
-"""Attention backends."""
+"""What devices compute: attention backends, matmuls, norms, sampling. Kernels know nothing of layers."""

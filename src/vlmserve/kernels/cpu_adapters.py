@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from vlmserve.kernels.adapters import Change, LowRank
 from vlmserve.kernels.extension import DTYPES, extension
 from vlmserve.kernels.pages import allocate
-from vlmserve.layers.adapters import Change, LowRank
 
 TILE = 32
 """Output features that lie together in a packed weight; of a gated one, half are gates."""

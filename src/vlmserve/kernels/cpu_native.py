@@ -7,15 +7,15 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from vlmserve.kernels.adapters import Change, LinearAdapters
 from vlmserve.kernels.cpu_adapters import TILE, NativeChange
 from vlmserve.kernels.cpu_program import LINEAR, NORM, Recorded
 from vlmserve.kernels.extension import DTYPES, extension
 from vlmserve.kernels.isas import SUPERBLOCK
+from vlmserve.kernels.operations import NormedHeads
 from vlmserve.kernels.pages import allocate
 from vlmserve.kernels.quantized import QuantizedWeight
 from vlmserve.kernels.superblocks import SuperblockWeight
-from vlmserve.layers.adapters import Change, LinearAdapters
-from vlmserve.layers.operations import NormedHeads
 
 ACTIVATIONS = {
     "silu": 1,

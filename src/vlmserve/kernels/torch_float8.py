@@ -6,9 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from vlmserve.kernels.operations import Epilogue
 from vlmserve.kernels.quantized import FLOAT8, QuantizedWeight
-from vlmserve.layers.operations import Epilogue
-from vlmserve.layers.products import TorchProduct
+from vlmserve.kernels.torch_products import TorchProduct
 
 LARGEST = torch.finfo(FLOAT8).max
 LEAST_CAPABILITY, ROWS_CAPABILITY = (8, 9), (9, 0)

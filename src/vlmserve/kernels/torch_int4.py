@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from vlmserve.kernels.operations import Epilogue
 from vlmserve.kernels.quantized import QuantizedWeight
-from vlmserve.layers.operations import Epilogue
-from vlmserve.layers.products import TorchProduct
+from vlmserve.kernels.torch_products import TorchProduct
 
 GROUP_SIZES = (32, 64, 128, 256)
 

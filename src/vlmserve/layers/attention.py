@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from vlmserve.kernels.adapters import AdapterRows
 from vlmserve.kernels.attention import (
     AttentionBackend,
     AttentionContext,
@@ -21,11 +22,11 @@ from vlmserve.kernels.attention import (
     RotaryRows,
     RotatingBackend,
 )
+from vlmserve.kernels.operations import DeferredNorm, HeadsNorm, NormedHeads, Operations
 from vlmserve.layer_specs import AttentionSpec
-from vlmserve.layers.adapters import AdapterRows
+from vlmserve.layers.layer import Layer
 from vlmserve.layers.linear import Linear, MergedLinear
 from vlmserve.layers.norm import LayerNorm, NormOfEachHead, NormOfRow, RMSNorm
-from vlmserve.layers.operations import DeferredNorm, HeadsNorm, Layer, NormedHeads, Operations
 from vlmserve.layers.rope import RopeTables, apply_rope
 
 HeadNorm = Callable[[int], nn.Module]

@@ -8,8 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from vlmserve.kernels.operations import ALL_QUERIES, EncoderKernel, Operations, RotationKernel
 from vlmserve.kernels.ranges import RangeKernels, Ranges
-from vlmserve.layers.operations import ALL_QUERIES, EncoderKernel, Layer, Operations, RotationKernel
+from vlmserve.layers.layer import Layer
 from vlmserve.layers.stages import StageBudget, Stages
 
 

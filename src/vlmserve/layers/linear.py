@@ -10,9 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vlmserve.kernels.quantized import QuantizedWeight
-from vlmserve.kernels.superblocks import SuperblockWeight
-from vlmserve.layers.adapters import (
+from vlmserve.kernels.adapters import (
     AdapterRows,
     Change,
     LinearAdapters,
@@ -20,20 +18,22 @@ from vlmserve.layers.adapters import (
     PreparedChange,
     TableAdapters,
 )
-from vlmserve.layers.cut import Shard
-from vlmserve.layers.operations import (
+from vlmserve.kernels.operations import (
     AnyWeight,
     DeferredNorm,
     DeferringProduct,
     Epilogue,
-    Layer,
     Norm,
     Operations,
     Product,
     Table,
 )
+from vlmserve.kernels.quantized import QuantizedWeight
+from vlmserve.kernels.superblocks import SuperblockWeight
+from vlmserve.kernels.torch_products import torch_linear, torch_table
+from vlmserve.layers.cut import Shard
+from vlmserve.layers.layer import Layer
 from vlmserve.layers.padding import Padding
-from vlmserve.layers.products import torch_linear, torch_table
 
 
 def empty_parameter(*shape: int, dtype: torch.dtype, device: torch.device) -> nn.Parameter:

@@ -8,9 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from vlmserve.kernels.operations import AddingNorm, Norm, NormedRows, Operations, SummingNorm
 from vlmserve.layers.cut import Shard
+from vlmserve.layers.layer import Layer
 from vlmserve.layers.linear import empty_parameter
-from vlmserve.layers.operations import AddingNorm, Layer, Norm, NormedRows, Operations, SummingNorm
 
 
 class Normalization(Layer):

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vlmserve.layers.adapters import Change
+from vlmserve.kernels.adapters import Change
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from vlmserve.kernels.operations import DeferredNorm, Norm, Operations
 from vlmserve.layers.cut import Shard, Share
 from vlmserve.layers.linear import Embedding, Linear, OutputLinear, TiedEmbedding
 from vlmserve.layers.norm import NormOfRow
-from vlmserve.layers.operations import DeferredNorm, Norm, Operations
 
 
 class Ranks(Protocol):

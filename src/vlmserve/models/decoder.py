@@ -12,13 +12,13 @@ from torch import Tensor, nn
 
 from vlmserve.devices.device import EagerExecutor, LayerExecutor
 from vlmserve.families.spec import ArchSpec
+from vlmserve.kernels.adapters import AdapterRows
 from vlmserve.kernels.attention import AttentionBackend, BatchMetadata, LayerCache
+from vlmserve.kernels.operations import DeferredNorm, NormedRows
 from vlmserve.kernels.transfers import to_device
 from vlmserve.layer_specs import AttentionSpec, CacheBytes, RopeSpec
-from vlmserve.layers.adapters import AdapterRows
 from vlmserve.layers.attention import StepContext
 from vlmserve.layers.linear import Bias, Embedding, Linear, MergedLinear, OutputLinear, TiedEmbedding
-from vlmserve.layers.operations import DeferredNorm, NormedRows
 from vlmserve.layers.rope import Rope, RopeTables
 from vlmserve.models.decoder_layer import DecoderLayer, LayerRows, NextNorm, make_norm
 from vlmserve.models.image_rows import LayerFeatures, add_features

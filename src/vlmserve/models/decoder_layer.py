@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from vlmserve.families.spec import ArchSpec, NormSpec
 from vlmserve.kernels.attention import AttentionBackend, LayerCache
+from vlmserve.kernels.operations import DeferredNorm, NormedRows
 from vlmserve.layers.attention import Attention, CrossAttention, HeadNorm, StepContext
 from vlmserve.layers.linear import GatedLinear, Linear
 from vlmserve.layers.norm import Block, LayerNorm, Normalization, NormOfEachHead, NormOfRow, RMSNorm, summed
-from vlmserve.layers.operations import DeferredNorm, NormedRows
 
 LayerRows: TypeAlias = "Tensor | NormedRows | DeferredNorm"
 """What a layer gets and gives, ``[tokens, hidden_size]``: by itself, or with the norm that follows on it."""

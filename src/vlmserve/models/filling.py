@@ -11,8 +11,8 @@ from torch import nn
 
 from vlmserve.config import QuantizationConfig
 from vlmserve.devices.device import Device
+from vlmserve.layers.layer import Layer, arrange_layers
 from vlmserve.layers.linear import Weight
-from vlmserve.layers.operations import Layer, arrange_layers
 from vlmserve.memory import return_free_memory
 from vlmserve.models.decoder import Decoder
 from vlmserve.models.identity import model_identity, stored_bytes

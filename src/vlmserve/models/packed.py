@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from vlmserve.errors import MissingWeightsError, ModelLoadError
+from vlmserve.kernels.operations import Operations
 from vlmserve.kernels.quantized import QuantizedWeight
 from vlmserve.kernels.superblocks import SuperblockWeight
 from vlmserve.layers.cut import Cut
 from vlmserve.layers.linear import Embedding, GatedLinear, Linear, TiedEmbedding
-from vlmserve.layers.operations import Operations
 from vlmserve.models.weights import Checkpoint, merge_as_stored, module_cuts, module_slots, weight_names
 from vlmserve.quant.formats.layout import Layout, StoredWeight
 

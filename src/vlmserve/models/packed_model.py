@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from vlmserve.devices.device import Device
 from vlmserve.kernels.cpu_native import PackedLinear
+from vlmserve.layers.layer import arrange_layers
 from vlmserve.layers.linear import Embedding, KeptWeight, Weight
-from vlmserve.layers.operations import arrange_layers
 
 
 class PackedModel(NamedTuple):

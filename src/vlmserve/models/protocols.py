@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from vlmserve.devices.device import Device
+from vlmserve.kernels.adapters import AdapterRows
 from vlmserve.kernels.attention import AttentionBackend, BatchMetadata, LayerCache
 from vlmserve.layer_specs import CacheBytes
-from vlmserve.layers.adapters import AdapterRows
 from vlmserve.layers.parallel import Ranks
 from vlmserve.layers.stages import StageBudget, Stages
 from vlmserve.models.adaptable import AdaptableModel

@@ -24,9 +24,9 @@ from PIL import Image
 from torch import Tensor, nn
 
 from vlmserve.errors import MissingWeightsError, ModelLoadError, UnsupportedModelError
+from vlmserve.kernels.adapters import AdapterRows
 from vlmserve.kernels.attention import AttentionBackend, AttentionContext, BatchMetadata, BidirectionalRows, LayerCache
 from vlmserve.layer_specs import AttentionSpec, CacheBytes
-from vlmserve.layers.adapters import AdapterRows
 from vlmserve.media.images import DecodedImage
 from vlmserve.media.transformers_processor import TransformersProcessor
 from vlmserve.models.expert_choices import ExpertChoices

@@ -12,8 +12,8 @@ from torch import Tensor
 from vlmserve.adapters.lora import Adapter
 from vlmserve.adapters.mixture import Mixture
 from vlmserve.adapters.slots import AdapterSlots
+from vlmserve.kernels.adapters import RowSlots, slots_of_rows
 from vlmserve.kernels.transfers import to_device
-from vlmserve.layers.adapters import RowSlots, slots_of_rows
 from vlmserve.models.protocols import LoadedModel
 from vlmserve.runner.batch import Batch
 from vlmserve.runner.requests import ScheduledRequest

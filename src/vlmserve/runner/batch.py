@@ -15,9 +15,9 @@ from torch import Tensor
 from vlmserve.devices.device import Device
 from vlmserve.devices.graphs import captured_sequences, captured_width
 from vlmserve.devices.staging import Staging
+from vlmserve.kernels.adapters import RowSlots, Run, slots_of_rows
 from vlmserve.kernels.attention import BatchMetadata, BidirectionalRows, CrossRows, place_tokens
 from vlmserve.layer_specs import FULL, CacheGroup
-from vlmserve.layers.adapters import RowSlots, Run, slots_of_rows
 from vlmserve.models.grid_positions import grid_positions
 from vlmserve.models.image_rows import ImageRows
 from vlmserve.runner.requests import RequestState, ScheduledRequest

@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.kernels.triton.test_products import KINDS, made
+from vlmserve.kernels.activation import activation
+from vlmserve.kernels.adapters import AdapterRows, Change, LinearAdapters, LowRank, PreparedChange
 from vlmserve.kernels.triton import products
 from vlmserve.kernels.triton.products import TritonProduct, tiling
-from vlmserve.layers.activation import activation
-from vlmserve.layers.adapters import AdapterRows, Change, LinearAdapters, LowRank, PreparedChange
 
 SLOTS = 4
 OUT, INPUTS = 36, 96

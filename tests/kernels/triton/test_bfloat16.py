@@ -12,6 +12,7 @@ from triton import knobs
 
 from tests.attending import attend
 from tests.kernels.triton.test_products import BITS, made_for_bfloat16
+from vlmserve.kernels.activation import activation
 from vlmserve.kernels.ranges import Ranges
 from vlmserve.kernels.triton import shared_memory
 from vlmserve.kernels.triton.attention import TritonAttention
@@ -19,7 +20,6 @@ from vlmserve.kernels.triton.encoder import TritonRanges
 from vlmserve.kernels.triton.norm import TritonNorm
 from vlmserve.kernels.triton.products import TritonProduct, tiling
 from vlmserve.layer_specs import AttentionSpec
-from vlmserve.layers.activation import activation
 
 if knobs.runtime.interpret:
     pytest.skip("bfloat16 is not rounded by the interpreter", allow_module_level=True)

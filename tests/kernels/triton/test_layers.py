@@ -31,11 +31,11 @@ from tests.kernels.triton.interpreted import loaded as loaded_model
 from tests.paged import BlockTables, PagedRun
 from vlmserve.config import QuantizationConfig
 from vlmserve.devices.torch_device import TorchDevice
+from vlmserve.kernels.adapters import AdapterRows, Change, LowRank
 from vlmserve.kernels.triton import products
 from vlmserve.kernels.triton.products import MOST_ROWS, TritonProduct
-from vlmserve.layers.adapters import AdapterRows, Change, LowRank
+from vlmserve.layers.layer import arrange_layers
 from vlmserve.layers.norm import RMSNorm
-from vlmserve.layers.operations import arrange_layers
 from vlmserve.models.vision.qwen import VisionMLP
 from vlmserve.models.vision.qwen_spec import QwenVisionSpec
 from vlmserve.runner.memory import run_longest_step

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from vlmserve.kernels.activation import ACTIVATIONS, activation
 from vlmserve.kernels.quantized import QuantizedWeight
 from vlmserve.kernels.triton import products, unpacking
 from vlmserve.kernels.triton.gated import finish
@@ -17,7 +18,6 @@ from vlmserve.kernels.triton.norm import TritonNorm
 from vlmserve.kernels.triton.products import TritonProduct, tiling
 from vlmserve.kernels.triton.stored import store, unsupported_reason
 from vlmserve.kernels.triton.tuned import Tiling
-from vlmserve.layers.activation import ACTIVATIONS, activation
 from vlmserve.quant.methods.rtn import round_to_nearest
 
 BITS = {"plain": 16, "8 bits": 8, "4 bits": 4}

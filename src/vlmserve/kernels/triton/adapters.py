@@ -10,9 +10,9 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from vlmserve.kernels.adapters import Change, LinearAdapters, LowRank
 from vlmserve.kernels.triton.adapter_kernels import add_changes, shrink
 from vlmserve.kernels.triton.host_math import cdiv
-from vlmserve.layers.adapters import Change, LinearAdapters, LowRank
 
 RANKS = 16
 """First factors that are multiplied at a time."""

@@ -7,10 +7,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from vlmserve.kernels.operations import Norm, NormedRows
 from vlmserve.kernels.triton.dependent import wait_for_previous
 from vlmserve.kernels.triton.host_math import next_power_of_2
 from vlmserve.kernels.triton.launching import Kernel
-from vlmserve.layers.operations import Norm, NormedRows
 
 MAX_SIZE = 16384
 """Elements of a row that one program keeps in registers."""

@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from vlmserve.kernels.adapters import Change, LinearAdapters
+from vlmserve.kernels.operations import DeferredNorm, Norm
 from vlmserve.kernels.quantized import QuantizedWeight
 from vlmserve.kernels.triton import shared_memory
 from vlmserve.kernels.triton.adapter_kernels import WORDS
@@ -23,8 +25,6 @@ from vlmserve.kernels.triton.shared_memory import MULTIPROCESSORS, SHARED_BYTES
 from vlmserve.kernels.triton.stored import block_of, store
 from vlmserve.kernels.triton.tuned import LARGE_BLOCK, TUNED, Shape, Tiling
 from vlmserve.kernels.triton.unpacking import has_assembly
-from vlmserve.layers.adapters import Change, LinearAdapters
-from vlmserve.layers.operations import DeferredNorm, Norm
 
 MOST_ROWS = 128
 """From here on products are bound by computing, which the library does well."""

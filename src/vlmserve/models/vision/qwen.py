@@ -18,12 +18,13 @@ from torch import Tensor, nn
 
 from vlmserve.errors import InvalidImageError
 from vlmserve.families.registry import vision_config
+from vlmserve.kernels.operations import Operations
 from vlmserve.kernels.ranges import Ranges
 from vlmserve.kernels.transfers import to_device
 from vlmserve.layers.encoder_attention import EncoderAttention
+from vlmserve.layers.layer import Layer
 from vlmserve.layers.linear import GatedLinear, Linear, MergedLinear, empty_parameter
 from vlmserve.layers.norm import Normalization, RMSNorm, normed_sum, rows_of, summed
-from vlmserve.layers.operations import Layer, Operations
 from vlmserve.layers.stages import StageBudget, Stages, by_rows, run_stages
 from vlmserve.models.vision.mergers import ConvolvingMerger, PatchMerger, tower_norm
 from vlmserve.models.vision.qwen_spec import QwenVisionSpec

@@ -10,9 +10,9 @@ from typing import TypeAlias, TypeVar
 import torch
 from torch import Tensor, nn
 
+from vlmserve.kernels.operations import NormedRows
 from vlmserve.layers.encoder_attention import EncoderAttention
 from vlmserve.layers.norm import Normalization, rows_of
-from vlmserve.layers.operations import NormedRows
 from vlmserve.layers.stages import StageBudget, Stages, by_rows, in_parts, run_stages
 from vlmserve.types import TowerInputs
 

@@ -6,12 +6,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from vlmserve.kernels.activation import activation
+from vlmserve.kernels.adapters import LinearAdapters
 from vlmserve.kernels.choice import multiplies_bfloat16
+from vlmserve.kernels.operations import NO_EPILOGUE, AnyWeight, Epilogue
 from vlmserve.kernels.quantized import QuantizedWeight
 from vlmserve.kernels.superblocks import SuperblockWeight
-from vlmserve.layers.activation import activation
-from vlmserve.layers.adapters import LinearAdapters
-from vlmserve.layers.operations import NO_EPILOGUE, AnyWeight, Epilogue
 
 PACKING_ROWS = 64
 """Any number of rows from here on gives the arrangement that is fastest for few and for many rows."""

@@ -7,10 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from vlmserve.kernels import torch_products
+from vlmserve.kernels.operations import NO_EPILOGUE, Epilogue
 from vlmserve.kernels.quantized import QuantizedWeight
-from vlmserve.layers import products
-from vlmserve.layers.operations import NO_EPILOGUE, Epilogue
-from vlmserve.layers.products import FEW_ROWS, PlainProduct, QuantizedProduct, UpcastProduct, torch_linear
+from vlmserve.kernels.torch_products import FEW_ROWS, PlainProduct, QuantizedProduct, UpcastProduct, torch_linear
 from vlmserve.quant.methods.rtn import round_to_nearest
 
 IN_FEATURES = 64
@@ -29,7 +29,7 @@ def inputs(rows: int, dtype: torch.dtype = torch.float32) -> Tensor:
 def test_bfloat16_matmul_needs_no_bfloat16_instructions(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     computed = []
     product = torch.nn.functional.linear
-    monkeypatch.setattr(products.F, "linear", lambda x, *rest: (computed.append(x.dtype), product(x, *rest))[1])
+    monkeypatch.setattr(torch_products.F, "linear", lambda x, *rest: (computed.append(x.dtype), product(x, *rest))[1])
     generator = torch.Generator().manual_seed(0)
     x, weight = torch.randn(rows, 48, generator=generator), torch.randn(20, 48, generator=generator)
     bias = torch.randn(20, generator=generator)
@@ -45,7 +45,7 @@ def test_bfloat16_matmul_needs_no_bfloat16_instructions(rows: int, monkeypatch: 
 def test_plain_layer_knows_the_fast_dtype(
     has_them: bool, kind: type[PlainProduct], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(products, "multiplies_bfloat16", lambda: has_them)
+    monkeypatch.setattr(torch_products, "multiplies_bfloat16", lambda: has_them)
     weight = torch.zeros(8, IN_FEATURES)
     assert type(torch_linear(weight.bfloat16(), None, NO_EPILOGUE, torch.bfloat16)) is kind
     assert type(torch_linear(weight, None, NO_EPILOGUE, torch.float32)) is PlainProduct
@@ -98,7 +98,7 @@ def test_one_block_is_dequantized_at_a_time(bits: int, monkeypatch: pytest.Monke
         expanded.append(weight.numel())
         return product(x, weight, *rest)
 
-    monkeypatch.setattr(products.F, "linear", record)
+    monkeypatch.setattr(torch_products.F, "linear", record)
     weight = quantized(300, bits)
     QuantizedProduct(weight, None, NO_EPILOGUE, torch.float32, block_elements=16 * IN_FEATURES)(inputs(3))
     assert max(expanded) == 16 * IN_FEATURES

@@ -1,8 +1,4 @@
-"""The interface between layers and the device that they run on.
-
-Layers hold plain weights until all are loaded. Then `arrange_layers` hands each weight to the device, which stores it
-as its kernels multiply it. No layer asks what kind of device that is.
-"""
+"""The interface of a device's kernels for layers: linears, norms, attention of vision towers."""
 
 from __future__ import annotations
 
@@ -11,13 +7,13 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from vlmserve.kernels.activation import activation
+from vlmserve.kernels.adapters import LinearAdapters
 from vlmserve.kernels.quantized import QuantizedWeight
 from vlmserve.kernels.ranges import RangeKernels
 from vlmserve.kernels.superblocks import SuperblockWeight
-from vlmserve.layers.activation import activation
-from vlmserve.layers.adapters import LinearAdapters
 
 AnyWeight = Tensor | QuantizedWeight | SuperblockWeight
 """``[out_features, in_features]``."""
@@ -218,18 +214,3 @@ class Operations(Protocol):
     def encoder_ranges(self, num_heads: int, head_size: int, dtype: torch.dtype) -> RangeKernels | None:
         """Attention within images of several sizes, where it pays to compute them together. None: it does not."""
         ...
-
-
-class Layer(nn.Module):
-    """A module that computes by the device's kernels once it is arranged, and by torch's operations before."""
-
-    def arrange(self, operations: Operations) -> None:
-        """Compute by these kernels from now on."""
-        raise NotImplementedError
-
-
-def arrange_layers(model: nn.Module, operations: Operations) -> None:
-    """Arrange all layers of a model whose weights are loaded."""
-    for module in model.modules():
-        if isinstance(module, Layer):
-            module.arrange(operations)
