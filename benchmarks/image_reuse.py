@@ -39,6 +39,7 @@ from vlmserve.devices.choice import find_device
 from vlmserve.engine.engine import Engine
 from vlmserve.frontend.requests import RequestPreparer
 from vlmserve.models.hub import resolve_model
+from vlmserve.models.load_settings import LoadSettings
 from vlmserve.models.protocols import LoadedModel
 from vlmserve.models.registry import load_model
 from vlmserve.types import KEY_BYTES, EngineRequest, Prompt, SamplingParams
@@ -90,7 +91,7 @@ class Bench:
 
     def __init__(self, folder: Path, options: argparse.Namespace) -> None:
         dtype = None if options.dtype == "auto" else getattr(torch, options.dtype)
-        self.model: LoadedModel = load_model(folder, device=find_device(options.device), dtype=dtype)
+        self.model: LoadedModel = load_model(folder, LoadSettings(device=find_device(options.device), dtype=dtype))
         self.folder = folder
         self.options = options
 

@@ -35,6 +35,7 @@ from vlmserve.bench import noise_image
 from vlmserve.config import EngineConfig
 from vlmserve.devices.choice import find_device
 from vlmserve.engine.engine import Engine
+from vlmserve.models.load_settings import LoadSettings
 from vlmserve.models.protocols import LoadedModel
 from vlmserve.models.registry import load_model
 from vlmserve.types import KEY_BYTES, EngineRequest, ImageSpan, Prompt, SamplingParams
@@ -74,7 +75,7 @@ class Bench:
 
     def __init__(self, folder: Path, options: argparse.Namespace) -> None:
         dtype = None if options.dtype == "auto" else getattr(torch, options.dtype)
-        self.model: LoadedModel = load_model(folder, device=find_device(options.device), dtype=dtype)
+        self.model: LoadedModel = load_model(folder, LoadSettings(device=find_device(options.device), dtype=dtype))
         self.options = options
         self.image = noise_image(folder)
         settings: dict[str, Any] = {

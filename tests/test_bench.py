@@ -16,6 +16,7 @@ from vlmserve.bench import bench, measure_limits, memory_bandwidth, product_rate
 from vlmserve.cli import app
 from vlmserve.config import EngineConfig
 from vlmserve.kernels.extension import supported_isas
+from vlmserve.models.load_settings import LoadSettings
 from vlmserve.models.registry import load_model
 
 
@@ -108,7 +109,7 @@ def test_product_limits_are_those_of_the_dtype(
     monkeypatch.setattr("vlmserve.devices.choice.multiplies_bfloat16", lambda: hardware)
     monkeypatch.setattr("vlmserve.bench.product_rate", lambda device, dtype: measured.append(dtype) or 1.0)
     monkeypatch.setattr("vlmserve.bench.memory_bandwidth", lambda device: 1.0)
-    measure_limits(load_model(make_llama(tmp_path), device=torch.device("cpu"), dtype=torch.bfloat16))
+    measure_limits(load_model(make_llama(tmp_path), LoadSettings(device=torch.device("cpu"), dtype=torch.bfloat16)))
     assert measured == [expected]
 
 

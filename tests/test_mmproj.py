@@ -31,6 +31,7 @@ from vlmserve.cli import app
 from vlmserve.gguf.pair import make_pair
 from vlmserve.gguf_header import FLOAT32, read_header
 from vlmserve.models.gguf_tensors import GGUFFile
+from vlmserve.models.load_settings import LoadSettings
 from vlmserve.models.registry import load_model
 from vlmserve.models.vision.qwen import QwenVisionTower
 
@@ -190,7 +191,7 @@ def test_weights_of_four_bits_stay_packed(tmp_path: Path) -> None:
     assert packed is not None, "of three tensors in the file"
     assert torch.equal(packed.dequantize(), file.get_tensor(name))
     assert torch.equal(file.get_slice(name)[30:70], file.get_tensor(name)[30:70])
-    loaded = load_model(make_pair(*files), device=torch.device("cpu"), dtype=torch.bfloat16)
+    loaded = load_model(make_pair(*files), LoadSettings(device=torch.device("cpu"), dtype=torch.bfloat16))
     assert isinstance(loaded.vision, QwenVisionTower)
     assert loaded.vision.blocks[0].attn.qkv.bits == 4
 

@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 from tests.checkpoints import make_llama
 from vlmserve.cli import app
 from vlmserve.errors import InvalidRequestError
+from vlmserve.models.load_settings import LoadSettings
 from vlmserve.models.registry import load_model
 from vlmserve.perplexity import perplexity, python_manual
 
@@ -25,7 +26,7 @@ def test_it_is_that_of_transformers(tmp_path: Path, length: int, window: int) ->
     tokens = torch.randint(0, 300, (length,), generator=torch.Generator().manual_seed(0))
     done = []
     actual = perplexity(
-        load_model(folder, device=CPU, dtype=torch.float32),
+        load_model(folder, LoadSettings(device=CPU, dtype=torch.float32)),
         tokens.tolist(),
         window=window,
         progress=lambda *progress: done.append(progress),
@@ -41,7 +42,7 @@ def test_it_is_that_of_transformers(tmp_path: Path, length: int, window: int) ->
 
 
 def test_a_one_token_text_is_an_error(tmp_path: Path) -> None:
-    model = load_model(make_llama(tmp_path), device=CPU, dtype=torch.float32)
+    model = load_model(make_llama(tmp_path), LoadSettings(device=CPU, dtype=torch.float32))
     with pytest.raises(InvalidRequestError, match="two tokens"):
         perplexity(model, [1])
 

@@ -20,6 +20,7 @@ from tests.paged import PagedRun
 from vlmserve.calibration.forward import encode_images
 from vlmserve.calibration.mixed import SensitivityPass
 from vlmserve.config import QuantizationConfig, QuantizeMethod, Scheme
+from vlmserve.models.load_settings import LoadSettings
 from vlmserve.models.quantized import save_quantized
 from vlmserve.models.registry import load_model
 from vlmserve.quant.grid import Grid
@@ -104,7 +105,7 @@ def inputs(oracle: BlipOracle, prompts: list[Prompt]) -> dict[str, Tensor]:
 
 
 def logits(folder: Path, prompts: list[Prompt]) -> Tensor:
-    model = load_model(folder, device=torch.device("cpu"), dtype=torch.float32, kernels="torch")
+    model = load_model(folder, LoadSettings(device=torch.device("cpu"), dtype=torch.float32, kernels="torch"))
     decoder = model.language_model
     assert model.vision is not None
     assert model.cross is not None

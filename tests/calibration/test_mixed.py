@@ -24,6 +24,7 @@ from vlmserve.engine import calibrated
 from vlmserve.engine.loading import load
 from vlmserve.errors import ConfigurationError
 from vlmserve.models.estimate import MemoryEstimate
+from vlmserve.models.load_settings import LoadSettings
 from vlmserve.models.registry import load_model
 from vlmserve.quant.methods.rtn import round_to_nearest
 from vlmserve.types import Prompt
@@ -91,7 +92,7 @@ def test_errors_are_those_of_the_layers_outputs(folder: Path, tmp_path: Path) ->
     errors = SensitivityPass(folder, tmp_path / "out", config, dict.fromkeys(PROMPTS, 1.0), image_weight=1.0).measure(
         nothing
     )
-    model = load_model(folder, device=CPU, dtype=torch.float32, kernels="torch").language_model
+    model = load_model(folder, LoadSettings(device=CPU, dtype=torch.float32, kernels="torch")).language_model
     layer = model.layers[1].mlp.gate_up_proj
     seen: list[torch.Tensor] = []
     layer.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0].double()))
@@ -125,7 +126,7 @@ def test_mixed_model_fits_and_keeps_important_bits(folder: Path, tmp_path: Path,
     assert stages == sorted(stages)
     assert stages[-1] == 1
     assert notes[0].endswith("1 stay plain")
-    model = load_model(tmp_path / "out", device=CPU, dtype=None)
+    model = load_model(tmp_path / "out", LoadSettings(device=CPU))
     assert 0.8 * budget < model.weight_bytes <= 1.03 * budget
     bits = {name: getattr(module, "bits", None) for name, module in model.language_model.named_modules()}
     assert bits["layers.1.mlp.down_proj"] == 8

@@ -28,6 +28,7 @@ from vlmserve.config import MediaConfig, QuantizationConfig
 from vlmserve.errors import ConfigurationError
 from vlmserve.frontend.requests import RequestPreparer
 from vlmserve.models.hub import resolve_model
+from vlmserve.models.load_settings import LoadSettings
 from vlmserve.models.protocols import LoadedModel
 from vlmserve.models.quantized import save_quantized
 from vlmserve.models.registry import load_model
@@ -38,7 +39,7 @@ GROUPS_FIT: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "num_a
 
 
 def load(folder: Path) -> LoadedModel:
-    return load_model(folder, device=torch.device("cpu"), dtype=torch.float32, kernels="torch")
+    return load_model(folder, LoadSettings(device=torch.device("cpu"), dtype=torch.float32, kernels="torch"))
 
 
 def test_all_figures_are_those_of_transformers(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from vlmserve.calibration.run import Calibration, Result
 from vlmserve.config import MediaConfig, QuantizationConfig, QuantizeMethod
 from vlmserve.errors import ConfigurationError
 from vlmserve.frontend.requests import RequestPreparer
+from vlmserve.models.load_settings import LoadSettings
 from vlmserve.models.quantized import save_quantized
 from vlmserve.models.registry import load_model
 from vlmserve.settings import read_settings
@@ -64,7 +65,7 @@ def calibrate(
 
 
 def logits(folder: Path, tokens: Tensor = TOKENS, **options: Any) -> Tensor:
-    model = load_model(folder, device=CPU, dtype=torch.float32, **options).language_model
+    model = load_model(folder, LoadSettings(device=CPU, dtype=torch.float32, **options)).language_model
     with torch.inference_mode():
         return PagedRun(model, [model.embed(tokens)]).finish([len(tokens)])[0]
 
@@ -151,7 +152,7 @@ def test_a_vision_tower_is_calibrated_with_images(tmp_path: Path) -> None:
         run = calibrate if method == "gptq" else save_quantized
         run(folder, tmp_path / name, config, *([prompts] if method == "gptq" else []))
     towers = [
-        load_model(tmp_path / name, device=CPU, dtype=torch.float32, kernels="torch")
+        load_model(tmp_path / name, LoadSettings(device=CPU, dtype=torch.float32, kernels="torch"))
         for name in ("plain", "out", "rounded")
     ]
     with torch.inference_mode():

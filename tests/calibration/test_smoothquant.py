@@ -18,6 +18,7 @@ from vlmserve.config import EngineConfig, QuantizationConfig
 from vlmserve.errors import ConfigurationError
 from vlmserve.layers.linear import Linear
 from vlmserve.layers.norm import RMSNorm
+from vlmserve.models.load_settings import LoadSettings
 from vlmserve.models.quantized import save_quantized
 from vlmserve.models.registry import load_model
 from vlmserve.quant.calibration import Fold, Target, quantize_layers
@@ -105,7 +106,9 @@ def test_inputs_have_8_bits_where_kernels_round_them(folder: Path, smoothed: Pat
         (tmp_path / "rounded", {}, 16),
     ]
     for path, options, bits in cases:
-        decoder = load_model(path, device=CPU, dtype=torch.float32, kernels="native", **options).language_model
+        decoder = load_model(
+            path, LoadSettings(device=CPU, dtype=torch.float32, kernels="native", **options)
+        ).language_model
         assert decoder.layers[0].mlp.down_proj._product._input_bits == bits
 
 

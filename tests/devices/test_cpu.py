@@ -22,6 +22,7 @@ from vlmserve.kernels.cpu_attention import CpuAttention
 from vlmserve.kernels.extension import selected_isa, supported_isas
 from vlmserve.kernels.torch_reference import TorchReference
 from vlmserve.layer_specs import AttentionSpec
+from vlmserve.models.load_settings import LoadSettings
 from vlmserve.models.registry import load_model
 
 CPU = torch.device("cpu")
@@ -100,7 +101,7 @@ def test_a_cache_takes_half_of_what_is_free(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize("kernels", ["torch", *supported_isas()])
 def test_layers_keep_no_second_weight(tmp_path: Path, kernels: str) -> None:
-    model = load_model(make_llama(tmp_path), device=CPU, dtype=torch.float32, kernels=kernels)
+    model = load_model(make_llama(tmp_path), LoadSettings(device=CPU, dtype=torch.float32, kernels=kernels))
     assert isinstance(model.language_model, torch.nn.Module)
     names = [name for name, _ in model.language_model.named_parameters() if name.endswith("proj.weight")]
     assert names == []

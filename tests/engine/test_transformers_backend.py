@@ -18,6 +18,7 @@ from vlmserve.config import EngineConfig, QuantizationConfig
 from vlmserve.engine.engine import Engine
 from vlmserve.engine.loading import load
 from vlmserve.errors import ConfigurationError, MissingWeightsError, ModelLoadError, UnsupportedModelError
+from vlmserve.models.load_settings import LoadSettings
 from vlmserve.models.registry import load_model
 from vlmserve.models.transformers_backend import TransformersModel
 from vlmserve.types import Prompt
@@ -77,7 +78,9 @@ def test_a_cpu_slow_in_16_bits_takes_float32(
     for hardware, expected in ((True, torch.bfloat16), (False, torch.float32)):
         monkeypatch.setattr("vlmserve.devices.choice.multiplies_bfloat16", lambda: hardware)  # noqa: B023
         monkeypatch.setattr("vlmserve.devices.cpu.multiplies_bfloat16", lambda: hardware)  # noqa: B023
-        assert load_model(folder, device=CPU, dtype=asked, implementation="transformers").dtype == expected
+        assert (
+            load_model(folder, LoadSettings(device=CPU, dtype=asked, implementation="transformers")).dtype == expected
+        )
 
 
 def engine(folder: Path, **settings: Any) -> Engine:
@@ -162,7 +165,7 @@ def test_experts_with_wrong_logits_are_rejected(tmp_path: Path, monkeypatch: pyt
 def test_broken_transformers_models_say_so(tmp_path: Path) -> None:
     folder = make(tmp_path, "GPTNeoX")
     with pytest.raises(ConfigurationError, match="--quantize is for vlmserve's own"):
-        load_model(folder, device=CPU, dtype=None, quantization=QuantizationConfig(scheme="int8"))
+        load_model(folder, LoadSettings(device=CPU, quantization=QuantizationConfig(scheme="int8")))
     change_tensors(folder, lambda name, tensor: None if "layers.1.mlp" in name else (name, tensor))
     with pytest.raises(MissingWeightsError, match=r"no tensor .*layers.1.mlp.*and 3 more"):
         engine(folder)
@@ -189,7 +192,7 @@ def test_calibrating_is_refused_before_it_begins(
 def test_bits_of_inputs_are_refused(tmp_path: Path) -> None:
     folder = make_llama(tmp_path)
     with pytest.raises(ConfigurationError, match="--input-bits is for vlmserve's own"):
-        load_model(folder, device=CPU, dtype=torch.float32, input_bits=8, implementation="transformers")
+        load_model(folder, LoadSettings(device=CPU, dtype=torch.float32, input_bits=8, implementation="transformers"))
 
 
 def test_longrope_context_ends_at_its_original_length(tmp_path: Path) -> None:

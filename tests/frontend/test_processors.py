@@ -12,6 +12,7 @@ from tests.checkpoints import make_qwen_vl
 from tests.published import FOLDER, write_published
 from vlmserve.config import MediaConfig
 from vlmserve.frontend.processors import image_processor, video_processor
+from vlmserve.models.load_settings import LoadSettings
 from vlmserve.models.registry import load_model
 from vlmserve.models.vision.qwen import QwenVisionTower
 from vlmserve.prompt.tokenizer import Tokenizer
@@ -41,7 +42,7 @@ def test_towers_and_times_of_videos_stay_the_same(tmp_path: Path, kind: str) -> 
         config = json.loads((folder / "config.json").read_text())
         assert named or config["vision_config"].pop("model_type").startswith(kind)
         (folder / "config.json").write_text(json.dumps(config))
-        tower = load_model(folder, device=torch.device("cpu"), dtype=torch.float32).vision
+        tower = load_model(folder, LoadSettings(device=torch.device("cpu"), dtype=torch.float32)).vision
         assert isinstance(tower, QwenVisionTower)
         times = video_processor(folder, Tokenizer.from_folder(folder), MediaConfig()).timing
         found.append((tower.spec, times))

@@ -44,13 +44,15 @@ from vlmserve.kernels.operations import NormedHeads
 from vlmserve.layers.attention import StepContext
 from vlmserve.layers.rope import RopeTables
 from vlmserve.models.decoder import Decoder
+from vlmserve.models.load_settings import LoadSettings
 from vlmserve.models.registry import load_model
 
 
 def load_decoder(folder: Path, dtype: torch.dtype, quantize: str = "none", **options: Any) -> Decoder:
     quantization = QuantizationConfig(scheme=quantize, group_size=32)
     model = load_model(
-        folder, device=torch.device("cpu"), dtype=dtype, kernels="native", quantization=quantization, **options
+        folder,
+        LoadSettings(device=torch.device("cpu"), dtype=dtype, kernels="native", quantization=quantization, **options),
     ).language_model
     assert isinstance(model, Decoder)
     return model

@@ -28,6 +28,7 @@ from tests.models.test_published_quantization import (
 from tests.oracles import quantized_weights as oracle
 from vlmserve.config import QuantizationConfig
 from vlmserve.errors import ConfigurationError, MissingWeightsError, ModelLoadError, UnsupportedModelError
+from vlmserve.models.load_settings import LoadSettings
 from vlmserve.models.registry import load_model
 from vlmserve.quant.formats.stored import stored_layouts
 
@@ -92,7 +93,9 @@ def test_4_bits_become_plain(tmp_path: Path, caplog: pytest.LogCaptureFixture) -
             torch.testing.assert_close(logits(folders[0], kernels), expected, atol=1e-4, rtol=0)
         assert "quantized checkpoint: 0 layers stay quantized, 7 are dequantized to torch.float32" in caplog.text
     with pytest.raises(ConfigurationError, match="quantized already"):
-        load_model(folders[0], device=CPU, dtype=torch.float32, quantization=QuantizationConfig(scheme="int8"))
+        load_model(
+            folders[0], LoadSettings(device=CPU, dtype=torch.float32, quantization=QuantizationConfig(scheme="int8"))
+        )
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
@@ -119,7 +122,10 @@ def test_a_vlm_has_its_tower_quantized(tmp_path: Path, bits: int) -> None:
         sum(name.endswith("quant_map") or name.endswith("SCB") for name in load_file(held / "model.safetensors")) > 24
     )
     pixels = torch.randn(1, 3, 42, 42, generator=torch.Generator().manual_seed(0))
-    models = [load_model(folder, device=CPU, dtype=torch.float32, kernels="torch") for folder in (held, meant, plain)]
+    models = [
+        load_model(folder, LoadSettings(device=CPU, dtype=torch.float32, kernels="torch"))
+        for folder in (held, meant, plain)
+    ]
     with torch.inference_mode():
         seen = [model.vision.encode([pixels])[0] for model in models if model.vision is not None]
     torch.testing.assert_close(seen[0], seen[1], atol=1e-4, rtol=0)

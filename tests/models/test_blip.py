@@ -16,6 +16,7 @@ from tests.paged import PagedRun
 from vlmserve.config import QuantizationConfig
 from vlmserve.errors import MissingWeightsError, ModelLoadError, UnsupportedModelError
 from vlmserve.models.decoder import Decoder
+from vlmserve.models.load_settings import LoadSettings
 from vlmserve.models.protocols import LoadedModel
 from vlmserve.models.quantized import save_quantized
 from vlmserve.models.registry import load_model
@@ -24,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("kernels")
 
 
 def load(folder: Path) -> LoadedModel:
-    return load_model(folder, device=torch.device("cpu"), dtype=torch.float32)
+    return load_model(folder, LoadSettings(device=torch.device("cpu"), dtype=torch.float32))
 
 
 @pytest.fixture(scope="module", params=CLASSES)
@@ -125,7 +126,9 @@ def test_a_checkpoint_may_be_quantized(oracle: BlipOracle, tmp_path: Path) -> No
     pixels = torch.from_numpy(normalized(oracle.make_image(0)))
     made = []
     for folder, quantization in ((oracle.folder, settings), (tmp_path / "int8", None), (oracle.folder, None)):
-        model = load_model(folder, device=torch.device("cpu"), dtype=torch.float32, quantization=quantization)
+        model = load_model(
+            folder, LoadSettings(device=torch.device("cpu"), dtype=torch.float32, quantization=quantization)
+        )
         assert model.vision is not None
         assert model.cross is not None
         text = [] if oracle.kind == "caption" else [2, 40, 50, 3]

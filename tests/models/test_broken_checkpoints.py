@@ -18,6 +18,7 @@ from tests.gguf_files import write_gguf
 from vlmserve.config import MediaConfig
 from vlmserve.errors import ModelLoadError, VLMServeError
 from vlmserve.frontend.requests import RequestPreparer
+from vlmserve.models.load_settings import LoadSettings
 from vlmserve.models.registry import load_model
 
 NUMBERS: tuple[Any, ...] = (0, -1, 10**12, 2**63, 1.5, float("nan"), float("inf"), "7", "x", None, True, [], [1], {})
@@ -28,7 +29,7 @@ FILES = ("config.json", "tokenizer.json", "tokenizer_config.json", "preprocessor
 
 def load(path: Path) -> None:
     """What a server does with a checkpoint before it answers."""
-    load_model(path, device=torch.device("cpu"), dtype=torch.float32, kernels="torch")
+    load_model(path, LoadSettings(device=torch.device("cpu"), dtype=torch.float32, kernels="torch"))
     RequestPreparer(path, MediaConfig())
 
 

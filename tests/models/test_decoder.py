@@ -27,6 +27,7 @@ from tests.checkpoints import make_llama, make_text_model
 from tests.paged import BlockTables, PagedRun
 from vlmserve.models.decoder import Decoder
 from vlmserve.models.image_rows import LayerFeatures
+from vlmserve.models.load_settings import LoadSettings
 from vlmserve.models.protocols import LoadedModel
 from vlmserve.models.registry import load_model
 
@@ -55,7 +56,7 @@ LLAMAS: dict[str, dict[str, Any]] = {
 
 
 def load(folder: Path) -> LoadedModel:
-    return load_model(folder, device=torch.device("cpu"), dtype=torch.float32)
+    return load_model(folder, LoadSettings(device=torch.device("cpu"), dtype=torch.float32))
 
 
 def token_sequences(vocab_size: int, lengths: list[int] = LENGTHS) -> list[torch.Tensor]:
@@ -212,7 +213,7 @@ def test_bfloat16_stays_near_float32(tmp_path: Path) -> None:
     folder = make_llama(tmp_path)
     sequences = token_sequences(300, [40, 23])
     exact = transformers_logits(folder, sequences)
-    loaded = load_model(folder, device=torch.device("cpu"), dtype=torch.bfloat16)
+    loaded = load_model(folder, LoadSettings(device=torch.device("cpu"), dtype=torch.bfloat16))
     for ours, theirs in zip(paged_run(loaded, sequences).finish([1, 9]), exact, strict=True):
         assert ours.dtype == torch.float32
         assert torch.nn.functional.cosine_similarity(ours, theirs).min() > 0.99

@@ -20,6 +20,7 @@ from vlmserve.errors import ConfigurationError
 from vlmserve.kernels.extension import supported_isas
 from vlmserve.models.estimate import MemoryEstimate
 from vlmserve.models.hub import resolve_model
+from vlmserve.models.load_settings import LoadSettings
 from vlmserve.models.quantized import save_quantized
 from vlmserve.models.registry import load_model
 
@@ -53,7 +54,7 @@ def families(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def test_models_take_what_was_expected(families: dict[str, Path], scheme: str, kernels: str) -> None:
     for name, folder in families.items():
         estimate = MemoryEstimate(folder, CPU, kernels)
-        model = load_model(folder, device=CPU, dtype=None, kernels=kernels, quantization=SCHEMES[scheme])
+        model = load_model(folder, LoadSettings(device=CPU, kernels=kernels, quantization=SCHEMES[scheme]))
         expected = estimate.weights(SCHEMES[scheme])
         assert expected == pytest.approx(model.weight_bytes, rel=0.03), name
         assert estimate.dtype == model.dtype
@@ -66,7 +67,7 @@ def test_a_written_checkpoint_takes_what_was_expected(tmp_path: Path) -> None:
     config = QuantizationConfig(scheme="int4", overrides={"*.down_proj": "int8"})
     save_quantized(resolve_model("pixie"), tmp_path / "out", config)
     expected = MemoryEstimate(resolve_model("pixie"), CPU).weights(config)
-    assert expected == pytest.approx(load_model(tmp_path / "out", device=CPU, dtype=None).weight_bytes, rel=0.03)
+    assert expected == pytest.approx(load_model(tmp_path / "out", LoadSettings(device=CPU)).weight_bytes, rel=0.03)
     with pytest.raises(ConfigurationError, match="quantized already"):
         MemoryEstimate(tmp_path / "out", CPU)
 

@@ -17,6 +17,7 @@ from vlmserve.engine import create_engine
 from vlmserve.errors import ConfigurationError, ModelLoadError
 from vlmserve.models import footprint as module
 from vlmserve.models.footprint import LIBRARIES, check_memory, footprint
+from vlmserve.models.load_settings import LoadSettings
 from vlmserve.models.registry import load_model
 from vlmserve.models.weights import Checkpoint
 
@@ -28,7 +29,9 @@ SIZES: dict[str, Any] = {"hidden_size": 384, "intermediate_size": 1536, "vocab_s
 def test_footprint_is_what_loading_leaves(tmp_path: Path, scheme: Scheme, tied: bool) -> None:
     folder = make_llama(tmp_path, tie_word_embeddings=tied, **SIZES)
     quantization = QuantizationConfig(scheme=scheme)
-    model = load_model(folder, device=torch.device("cpu"), dtype=torch.bfloat16, quantization=quantization)
+    model = load_model(
+        folder, LoadSettings(device=torch.device("cpu"), dtype=torch.bfloat16, quantization=quantization)
+    )
     assert footprint(folder, scheme).weights == pytest.approx(model.weight_bytes, rel=0.05)
 
 
@@ -45,7 +48,7 @@ CASES: list[tuple[Scheme, bool]] = [("none", False), ("int8", False), ("int8", T
 def test_gguf_tensors_keep_their_bits(tmp_path: Path, kind: str) -> None:
     folder = make_llama(tmp_path / "plain", **{**SIZES, "hidden_size": 768})
     file = write_gguf(folder, tmp_path / "model.gguf", types=kind)
-    model = load_model(file, device=torch.device("cpu"), dtype=None)
+    model = load_model(file, LoadSettings(device=torch.device("cpu")))
     assert footprint(file, "none").weights == pytest.approx(model.weight_bytes, rel=0.1)
 
 
@@ -53,7 +56,7 @@ def test_gguf_tensors_keep_their_bits(tmp_path: Path, kind: str) -> None:
 def test_inputs_of_16_bits_need_more_memory(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = make_llama(tmp_path / "plain", **{**SIZES, "hidden_size": 768})
     file = write_gguf(folder, tmp_path / "model.gguf", types=kind)
-    model = load_model(file, device=torch.device("cpu"), dtype=None, input_bits=16)
+    model = load_model(file, LoadSettings(device=torch.device("cpu"), input_bits=16))
     assert footprint(file, "none", input_bits=16).weights == pytest.approx(model.weight_bytes, rel=0.1)
     assert footprint(file, "none", kernels="torch").weights >= footprint(file, "none", kernels="avx2").weights
     free(monkeypatch, footprint(file, "none", input_bits=16).peak - 1)

@@ -31,6 +31,7 @@ from vlmserve.layers.linear import Linear
 from vlmserve.models import weights
 from vlmserve.models.gguf_tensors import UNPACK, GGUFFile
 from vlmserve.models.hub import resolve_model
+from vlmserve.models.load_settings import LoadSettings
 from vlmserve.models.protocols import LoadedModel
 from vlmserve.models.quantized import save_quantized
 from vlmserve.models.registry import Description, load_model
@@ -269,7 +270,7 @@ def test_blocks_stay_packed_beside_the_native_kernels(
         pytest.skip("they have 16 bits by default")
     folder = make(tmp_path / "folder", name, **{**BLOCKS, "head_dim": 32, "num_key_value_heads": 8})
     path = write_gguf(folder, tmp_path / "model.gguf", types=kind)
-    model = load_model(path, device=CPU, dtype=None, input_bits=input_bits)
+    model = load_model(path, LoadSettings(device=CPU, input_bits=input_bits))
     kept = kept_bits(kind, input_bits)
     assert bits(model) == dict.fromkeys(
         ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj"), kept
@@ -286,7 +287,7 @@ def test_blocks_stay_packed_beside_the_native_kernels(
 def test_few_bits_stay_as_they_are_or_are_dequantized(tmp_path: Path, kind: str) -> None:
     folder = make_llama(tmp_path / "folder", **BLOCKS)
     path = write_gguf(folder, tmp_path / "model.gguf", types=kind)
-    model = load_model(path, device=CPU, dtype=torch.bfloat16)
+    model = load_model(path, LoadSettings(device=CPU, dtype=torch.bfloat16))
     assert set(bits(model).values()) == {int(kind[1]) if in_superblocks(kind) else 0}
     sequences = token_sequences(300, [21, 4])
     actual = torch.cat(paged_run(model, sequences).finish([9, 9])).float()
@@ -298,7 +299,7 @@ def test_few_bits_stay_as_they_are_or_are_dequantized(tmp_path: Path, kind: str)
 def test_tables_of_embeddings_stay_packed(tmp_path: Path, kind: str, tied: bool) -> None:
     folder = make_llama(tmp_path / "folder", **BLOCKS, tie_word_embeddings=tied)
     path = write_gguf(folder, tmp_path / "model.gguf", types=kind)
-    model = load_model(path, device=CPU, dtype=torch.bfloat16)
+    model = load_model(path, LoadSettings(device=CPU, dtype=torch.bfloat16))
     table = model.language_model.embed_tokens
     assert isinstance(table._table, PackedLinear)
     assert "weight" not in dict(table.named_parameters())
@@ -320,7 +321,7 @@ def test_mixed_types_stay_packed_where_kernels_exist(tmp_path: Path) -> None:
         tmp_path / "model.gguf",
         types={"attn_v": "Q6_K", "blk.1.ffn_down": "BF16", "token_embd": "Q4_K", "": "Q4_K"},
     )
-    model = load_model(path, device=CPU, dtype=torch.bfloat16)
+    model = load_model(path, LoadSettings(device=CPU, dtype=torch.bfloat16))
     assert bits(model) == {
         "self_attn.qkv_proj": 6 if in_superblocks("Q6_K") else 8,
         "self_attn.o_proj": 4,
@@ -342,7 +343,7 @@ def test_inputs_have_the_bits_asked_for(tmp_path: Path, kind: str) -> None:
     expected = torch.cat(transformers_logits(folder, sequences))
     found = {}
     for input_bits in (None, 16, 8):
-        model = load_model(path, device=CPU, dtype=None, input_bits=input_bits)
+        model = load_model(path, LoadSettings(device=CPU, input_bits=input_bits))
         kinds = {layer._product._input_bits for name, layer in native_layers(model).items() if name != "lm_head"}
         assert kinds == {8 if in_superblocks(kind, input_bits) else input_bits or 16}
         if not kind.startswith("Q4") and not in_superblocks(kind, input_bits):
@@ -360,7 +361,7 @@ def test_inputs_have_the_bits_asked_for(tmp_path: Path, kind: str) -> None:
 def test_biases_beside_packed_weights_are_loaded(tmp_path: Path) -> None:
     folder = make(tmp_path / "folder", "qwen2", **BLOCKS)
     path = write_gguf(folder, tmp_path / "model.gguf", types="Q4_1")
-    model = load_model(path, device=CPU, dtype=torch.bfloat16)
+    model = load_model(path, LoadSettings(device=CPU, dtype=torch.bfloat16))
     assert bits(model)["self_attn.qkv_proj"] == 4
     sequences = token_sequences(300, [21, 4])
     actual = torch.cat(paged_run(model, sequences).finish([9, 9])).float()
@@ -372,7 +373,10 @@ def test_quantize_at_load_takes_dequantized_weights(tmp_path: Path) -> None:
     folder = make_llama(tmp_path / "folder", **BLOCKS)
     path = write_gguf(folder, tmp_path / "model.gguf", types="Q4_0")
     config = QuantizationConfig(scheme="int8")
-    models = [load_model(place, device=CPU, dtype=torch.float32, quantization=config) for place in (folder, path)]
+    models = [
+        load_model(place, LoadSettings(device=CPU, dtype=torch.float32, quantization=config))
+        for place in (folder, path)
+    ]
     assert set(bits(models[1]).values()) == {8}
     expected, actual = (torch.cat(paged_run(model, token_sequences(300, [21])).finish([9])) for model in models)
     assert torch.equal(actual, expected)
@@ -400,7 +404,9 @@ def test_transformers_reads_a_quantized_copy(tmp_path: Path) -> None:
     save_quantized(path, tmp_path / "out", QuantizationConfig(scheme="int4", symmetric=True))
     sequences = token_sequences(50, [21])
     expected = transformers_logits(tmp_path / "out", sequences)[0]
-    actual = paged_run(load_model(tmp_path / "out", device=CPU, dtype=torch.float32, kernels="torch"), sequences)
+    actual = paged_run(
+        load_model(tmp_path / "out", LoadSettings(device=CPU, dtype=torch.float32, kernels="torch")), sequences
+    )
     assert relative_error(actual.finish([9])[0], expected) < 5e-3
 
 

@@ -21,6 +21,7 @@ from vlmserve.kernels.torch_reference import TorchReference
 from vlmserve.models import identity as identity_module
 from vlmserve.models.hub import resolve_model
 from vlmserve.models.identity import WHOLE_BYTES, cache_identity, model_identity, weights_digest
+from vlmserve.models.load_settings import LoadSettings
 from vlmserve.models.registry import Description
 from vlmserve.models.weights import Checkpoint
 from vlmserve.types import EngineRequest, Prompt, SamplingParams
@@ -29,9 +30,8 @@ BLOCK = LayerCache(torch.zeros(4, 2, 16, 8), torch.zeros(4, 2, 16, 8), 16)
 
 
 def identity(folder: Path, **options) -> bytes:
-    return model_identity(
-        folder, **{"implementation": "vlmserve", "dtype": torch.float32, "quantization": None, **options}
-    )
+    chosen = {"dtype": torch.float32, "implementation": "vlmserve", **options}
+    return model_identity(folder, LoadSettings(torch.device("cpu"), **chosen))
 
 
 @pytest.fixture

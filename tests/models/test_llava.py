@@ -12,6 +12,7 @@ from transformers import LlavaForConditionalGeneration
 from tests.checkpoints import change_config, make_llava
 from tests.paged import PagedRun
 from vlmserve.errors import InvalidImageError, ModelLoadError, UnsupportedModelError
+from vlmserve.models.load_settings import LoadSettings
 from vlmserve.models.protocols import LoadedModel
 from vlmserve.models.registry import load_model
 
@@ -39,7 +40,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 def load(folder: Path, **options: Any) -> LoadedModel:
-    return load_model(folder, **{"device": torch.device("cpu"), "dtype": torch.float32, **options})
+    return load_model(folder, LoadSettings(**{"device": torch.device("cpu"), "dtype": torch.float32, **options}))
 
 
 def reference(folder: Path) -> LlavaForConditionalGeneration:

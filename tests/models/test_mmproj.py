@@ -37,6 +37,7 @@ from vlmserve.gguf.pair import language_model, make_pair, read_pair
 from vlmserve.gguf_header import read_header
 from vlmserve.models.hub import resolve_model
 from vlmserve.models.identity import model_identity
+from vlmserve.models.load_settings import LoadSettings
 from vlmserve.models.quantized import save_quantized
 from vlmserve.models.registry import Description, load_model
 from vlmserve.models.weights import Checkpoint
@@ -69,7 +70,7 @@ def with_metadata(llava: Path, out: Path, **metadata: Any) -> Path:
 
 
 def identity(folder: Path) -> bytes:
-    return model_identity(folder, implementation="vlmserve", dtype=torch.float32, quantization=None)
+    return model_identity(folder, LoadSettings(CPU, torch.float32, implementation="vlmserve"))
 
 
 def test_the_same_files_are_the_same_checkpoint(llava: Path, files: Files, tmp_path: Path) -> None:
@@ -131,7 +132,7 @@ def test_what_a_vision_tower_says_wrongly_is_named(
 ) -> None:
     mmproj = with_metadata(llava, tmp_path / "pair", **metadata)
     with pytest.raises(kind, match=words):
-        load_model(resolve_model(str(files.model), mmproj=str(mmproj)), device=CPU, dtype=torch.float32)
+        load_model(resolve_model(str(files.model), mmproj=str(mmproj)), LoadSettings(device=CPU, dtype=torch.float32))
 
 
 def test_a_glm_4v_tower_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,7 +145,7 @@ def test_a_glm_4v_tower_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setitem(CONVERSIONS, "glm_ocr", replace(own, tensors=tensors))
     files = write_pair(make_glm_ocr(tmp_path / "folder"), tmp_path / "pair", "glm_ocr")
     with pytest.raises(UnsupportedModelError, match=r"no glm_ocr model that is supported has a tensor v\.norm_embd"):
-        load_model(make_pair(*files), device=CPU, dtype=torch.float32)
+        load_model(make_pair(*files), LoadSettings(device=CPU, dtype=torch.float32))
 
 
 def test_files_that_do_not_belong_together_are_refused(files: Files, qwen: Files, tmp_path: Path) -> None:
@@ -180,7 +181,7 @@ def test_files_of_another_kind_are_refused(llava: Path, files: Files, tmp_path: 
         resolve_model(str(llava), mmproj=mmproj)
     folder = resolve_model(model, mmproj=mmproj)
     with pytest.raises(ConfigurationError, match="not GGUF files"):
-        load_model(folder, device=CPU, dtype=None, implementation="transformers")
+        load_model(folder, LoadSettings(device=CPU, implementation="transformers"))
 
 
 def test_a_quantized_copy_has_the_vision_tower(llava: Path, files: Files, tmp_path: Path) -> None:
@@ -188,7 +189,10 @@ def test_a_quantized_copy_has_the_vision_tower(llava: Path, files: Files, tmp_pa
     config = QuantizationConfig(scheme="int8", vision=True)
     save_quantized(llava, tmp_path / "of folder", config)
     save_quantized(pair, tmp_path / "of pair", config)
-    towers = [load_model(tmp_path / out, device=CPU, dtype=torch.float32).vision for out in ("of folder", "of pair")]
+    towers = [
+        load_model(tmp_path / out, LoadSettings(device=CPU, dtype=torch.float32)).vision
+        for out in ("of folder", "of pair")
+    ]
     prompts = [
         RequestPreparer(tmp_path / out, MediaConfig()).chat(QUESTION, allow_local=True)
         for out in ("of folder", "of pair")
@@ -228,7 +232,7 @@ def test_a_model_in_several_parts_is_one(tmp_path: Path) -> None:
     first = write_gguf(folder, tmp_path / "model.gguf", part_tensors=12)
     assert first.name == "model-00001-of-00003.gguf"
     assert resolve_model(str(tmp_path / "model-00003-of-00003.gguf")) == first
-    ours, expected = (load_model(path, device=CPU, dtype=torch.float32) for path in (first, whole))
+    ours, expected = (load_model(path, LoadSettings(device=CPU, dtype=torch.float32)) for path in (first, whole))
     tokens = torch.arange(9)
     assert torch.equal(ours.language_model.embed(tokens), expected.language_model.embed(tokens))
     weights = ours.language_model.state_dict()

@@ -18,6 +18,7 @@ from vlmserve.families.registry import VISION_FAMILIES, decoder_spec
 from vlmserve.media.budget import ImageBudget
 from vlmserve.media.crops import CropProcessor
 from vlmserve.media.images import DecodedImage
+from vlmserve.models.load_settings import LoadSettings
 from vlmserve.models.protocols import LoadedModel
 from vlmserve.models.registry import load_model
 from vlmserve.models.vision.moondream import MoondreamSpec
@@ -26,7 +27,7 @@ pytestmark = pytest.mark.usefixtures("kernels")
 
 
 def load(folder: Path) -> LoadedModel:
-    return load_model(folder, device=torch.device("cpu"), dtype=torch.float32)
+    return load_model(folder, LoadSettings(device=torch.device("cpu"), dtype=torch.float32))
 
 
 @pytest.fixture(scope="module")

@@ -15,6 +15,7 @@ from tests.original_checkpoints import make_chatglm, make_qwen
 from vlmserve.errors import UnsupportedModelError
 from vlmserve.layer_specs import RopeSpec
 from vlmserve.layers.rope import stages
+from vlmserve.models.load_settings import LoadSettings
 from vlmserve.models.registry import load_model
 
 pytestmark = pytest.mark.usefixtures("kernels")
@@ -122,7 +123,7 @@ def test_bfloat16_stays_near(tmp_path: Path, name: str) -> None:
     oracle_class, make, overrides = KINDS[name]
     folder = make(tmp_path, **overrides)
     (sequence,) = token_sequences(300, [40])
-    loaded = load_model(folder, device=torch.device("cpu"), dtype=torch.bfloat16)
+    loaded = load_model(folder, LoadSettings(device=torch.device("cpu"), dtype=torch.bfloat16))
     (actual,) = paged_run(loaded, [sequence]).finish([9])
     expected = oracle_class(folder).logits(sequence.tolist()).float()
     assert torch.nn.functional.cosine_similarity(actual, expected).min() > 0.99

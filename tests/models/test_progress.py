@@ -13,6 +13,7 @@ from tests.checkpoints import make_llama
 from tests.gguf_files import write_gguf
 from vlmserve.models import progress
 from vlmserve.models.identity import stored_bytes
+from vlmserve.models.load_settings import LoadSettings
 from vlmserve.models.progress import LoadingProgress, progress_text
 from vlmserve.models.registry import load_model
 
@@ -24,7 +25,7 @@ def test_loading_counts_all_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         folder = write_gguf(folder, tmp_path / "model.gguf", types="Q8_0")
     counted = []
     monkeypatch.setattr(LoadingProgress, "advance", lambda self, num_bytes: counted.append(num_bytes))
-    load_model(folder, device=torch.device("cpu"), dtype=torch.bfloat16)
+    load_model(folder, LoadSettings(device=torch.device("cpu"), dtype=torch.bfloat16))
     assert sum(counted) == stored_bytes(folder)
     assert min(counted) >= 0
 

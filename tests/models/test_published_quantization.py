@@ -29,6 +29,7 @@ from vlmserve.kernels.extension import supported_isas
 from vlmserve.kernels.quantized import QuantizedWeight
 from vlmserve.layers.linear import Weight
 from vlmserve.models.decoder import Decoder
+from vlmserve.models.load_settings import LoadSettings
 from vlmserve.models.registry import load_model
 from vlmserve.quant.formats import gptq
 from vlmserve.quant.formats.compressed_tensors import from_tensors
@@ -48,7 +49,7 @@ Held = tuple[dict[str, Tensor], Tensor]
 
 
 def logits(folder: Path, kernels: str = "torch") -> Tensor:
-    model = load_model(folder, device=CPU, dtype=torch.float32, kernels=kernels).language_model
+    model = load_model(folder, LoadSettings(device=CPU, dtype=torch.float32, kernels=kernels)).language_model
     with torch.inference_mode():
         return PagedRun(model, [model.embed(TOKENS)]).finish([7])[0]
 
@@ -132,7 +133,7 @@ def test_awq(tmp_path: Path, group_size: int, kernels: str) -> None:
 
 def loaded_layers(folder: Path, kernels: str = "torch") -> dict[str, int | None]:
     """Bits of the layers that stayed packed; None for plain ones."""
-    decoder = load_model(folder, device=CPU, dtype=torch.float32, kernels=kernels).language_model
+    decoder = load_model(folder, LoadSettings(device=CPU, dtype=torch.float32, kernels=kernels)).language_model
     assert isinstance(decoder, Decoder)
     return {name: module.bits for name, module in decoder.named_modules() if isinstance(module, Weight)}
 
@@ -196,7 +197,7 @@ def test_groups_of_scattered_inputs(tmp_path: Path, bits: int, kernels: str) -> 
     assert packed == ([f"layers.{name}" for name in expected] if bits == 4 or kernels == "native" else [])
     check(folders, plain, kernels, bits if packed else None)
     # The same tokens in pieces, beside others.
-    model = load_model(folders[0], device=CPU, dtype=torch.float32, kernels=kernels).language_model
+    model = load_model(folders[0], LoadSettings(device=CPU, dtype=torch.float32, kernels=kernels)).language_model
     with torch.inference_mode():
         beside = PagedRun(model, [model.embed(tokens) for tokens in (TOKENS.flip(0), TOKENS)]).finish([4, 3])[1]
     torch.testing.assert_close(beside, logits(folders[0], kernels), atol=1e-4, rtol=1e-4)
@@ -333,7 +334,7 @@ def test_float8_with_one_scale_for_a_layer(tmp_path: Path, scale_name: str, inpu
     folders = publish(plain, config, hold)
     check(folders, plain, "torch", None)
     # Nothing says in which type to compute but the tensors that are not quantized.
-    assert load_model(folders[0], device=CPU, dtype=None).dtype == torch.float32
+    assert load_model(folders[0], LoadSettings(device=CPU)).dtype == torch.float32
 
 
 def test_projections_of_one_input_quantized_differently(tmp_path: Path) -> None:
@@ -387,7 +388,7 @@ def test_a_model_that_sees_keeps_its_tower_plain(tmp_path: Path) -> None:
     settings["text_config"]["quantization_config"] = config
     (folder / "config.json").write_text(json.dumps(settings))
     torch.testing.assert_close(logits(folder), expected, atol=2e-4, rtol=0)
-    assert load_model(folder, device=CPU, dtype=torch.float32).vision is not None
+    assert load_model(folder, LoadSettings(device=CPU, dtype=torch.float32)).vision is not None
 
 
 def test_one_line_says_what_stayed_packed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

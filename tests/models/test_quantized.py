@@ -25,6 +25,7 @@ from vlmserve.kernels.extension import supported_isas
 from vlmserve.kernels.quantized import QuantizedWeight
 from vlmserve.layers.linear import Linear
 from vlmserve.models.decoder import Decoder
+from vlmserve.models.load_settings import LoadSettings
 from vlmserve.models.quantized import save_quantized
 from vlmserve.models.registry import load_model
 from vlmserve.quant.formats.compressed_tensors import from_tensors, to_tensors
@@ -39,7 +40,7 @@ TOKENS = torch.randint(0, 50, (19,), generator=torch.Generator().manual_seed(0))
 
 
 def logits(folder: Path, **options: Any) -> Tensor:
-    model = load_model(folder, device=CPU, dtype=torch.float32, **options).language_model
+    model = load_model(folder, LoadSettings(device=CPU, dtype=torch.float32, **options)).language_model
     with torch.inference_mode():
         return PagedRun(model, [model.embed(TOKENS)]).finish([len(TOKENS)])[0]
 
@@ -80,7 +81,7 @@ def test_a_saved_vlm_keeps_its_tower(tmp_path: Path) -> None:
     pixels = torch.randn(1, 3, 42, 42, generator=torch.Generator().manual_seed(0))
     config = QuantizationConfig(scheme="int8", vision=True)
     saved, at_load = (
-        load_model(place, device=CPU, dtype=torch.float32, quantization=choice).vision
+        load_model(place, LoadSettings(device=CPU, dtype=torch.float32, quantization=choice)).vision
         for place, choice in ((tmp_path / "saved", None), (folder, config))
     )
     assert saved is not None
@@ -213,7 +214,7 @@ def test_groups_without_kernels_are_dequantized(tmp_path: Path) -> None:
         expected["weight"] = QuantizedWeight(8, 32, values, scales, -128 * scales).dequantize()
 
     folder = quantized_llama(tmp_path, change)
-    decoder = load_model(folder, device=CPU, dtype=torch.float32, kernels="torch").language_model
+    decoder = load_model(folder, LoadSettings(device=CPU, dtype=torch.float32, kernels="torch")).language_model
     assert isinstance(decoder, Decoder)
     down = decoder.get_submodule("layers.0.mlp.down_proj")
     assert isinstance(down, Linear)

@@ -13,6 +13,7 @@ import torch
 from tests.checkpoints import change_config, make_llama, make_llava
 from vlmserve.errors import ModelLoadError, UnsupportedModelError
 from vlmserve.kernels.choice import multiplies_bfloat16
+from vlmserve.models.load_settings import LoadSettings
 from vlmserve.models.protocols import LoadedModel
 from vlmserve.models.registry import Description, load_model
 from vlmserve.models.weights import Checkpoint
@@ -21,7 +22,7 @@ CPU = torch.device("cpu")
 
 
 def load(folder: Path, dtype: torch.dtype | None = None) -> LoadedModel:
-    return load_model(folder, device=CPU, dtype=dtype)
+    return load_model(folder, LoadSettings(device=CPU, dtype=dtype))
 
 
 def test_a_llava_says_what_it_is(tmp_path: Path) -> None:
@@ -117,7 +118,7 @@ def test_what_is_not_implemented_is_refused_by_name(tmp_path: Path, fields: dict
     folder = make_llama(tmp_path)
     change_config(folder, **fields)
     with pytest.raises(UnsupportedModelError, match=message):
-        load_model(folder, device=CPU, dtype=None, implementation="vlmserve")
+        load_model(folder, LoadSettings(device=CPU, implementation="vlmserve"))
 
 
 def test_a_changed_type_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -14,6 +14,7 @@ from tests.oracles.original_decoders import Qwen
 from tests.oracles.qwen_vl_vision import QwenVLVision
 from tests.original_checkpoints import VISUAL, make_qwen, make_qwen_vl
 from vlmserve.errors import InvalidImageError, ModelLoadError
+from vlmserve.models.load_settings import LoadSettings
 from vlmserve.models.registry import load_model
 from vlmserve.models.vision.resampled import ResampledVision
 
@@ -57,7 +58,7 @@ def test_embeddings_equal_those_of_the_architecture(tmp_path: Path, visual: dict
 @torch.inference_mode()
 def test_bfloat16_stays_near(tmp_path: Path) -> None:
     folder = make_qwen_vl(tmp_path)
-    rounded = load_model(folder, device=torch.device("cpu"), dtype=torch.bfloat16).vision
+    rounded = load_model(folder, LoadSettings(device=torch.device("cpu"), dtype=torch.bfloat16)).vision
     assert rounded is not None
     (expected,), (actual,) = encoder(folder).encode([pixels(0)]), rounded.encode([pixels(0)])
     assert torch.nn.functional.cosine_similarity(actual.float(), expected).min() > 0.99

@@ -21,13 +21,14 @@ from vlmserve.config import QuantizationConfig
 from vlmserve.errors import MissingWeightsError, ModelLoadError
 from vlmserve.memory import return_free_memory
 from vlmserve.models import files, weights
+from vlmserve.models.load_settings import LoadSettings
 from vlmserve.models.protocols import LoadedModel
 from vlmserve.models.registry import load_model
 from vlmserve.models.weights import canonical_name
 
 
 def load(folder: Path) -> LoadedModel:
-    return load_model(folder, device=torch.device("cpu"), dtype=torch.float32)
+    return load_model(folder, LoadSettings(device=torch.device("cpu"), dtype=torch.float32))
 
 
 def logits(model: LoadedModel) -> torch.Tensor:
@@ -211,7 +212,9 @@ def test_quantizing_never_holds_the_plain_model(tmp_path: Path, scheme: Literal[
     return_free_memory()
     before = memory_in_use("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts from here
-    model = load_model(folder, device=torch.device("cpu"), dtype=torch.bfloat16, quantization=quantization)
+    model = load_model(
+        folder, LoadSettings(device=torch.device("cpu"), dtype=torch.bfloat16, quantization=quantization)
+    )
     assert model.weight_bytes < 0.6 * plain
     assert memory_in_use("VmHWM") - before < model.weight_bytes + 0.5 * plain
 

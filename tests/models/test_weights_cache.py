@@ -24,6 +24,7 @@ from vlmserve.cli.cache import show_cache
 from vlmserve.config import EngineConfig, QuantizationConfig
 from vlmserve.errors import ConfigurationError
 from vlmserve.models import filling, weights_cache
+from vlmserve.models.load_settings import LoadSettings
 from vlmserve.models.packed_model import PackedModel
 from vlmserve.models.protocols import LoadedModel
 from vlmserve.models.registry import load_model
@@ -36,12 +37,14 @@ pytestmark = built
 def start(folder: Path, cache: WeightsCache | None, scheme: str = "none", **options: Any) -> LoadedModel:
     return load_model(
         folder,
-        device=torch.device("cpu"),
-        dtype=torch.bfloat16,
-        kernels="native",
-        quantization=QuantizationConfig(scheme=scheme, group_size=32),  # type: ignore[arg-type]
+        LoadSettings(
+            device=torch.device("cpu"),
+            dtype=torch.bfloat16,
+            kernels="native",
+            quantization=QuantizationConfig(scheme=scheme, group_size=32),
+            **options,
+        ),
         cache=cache,
-        **options,
     )
 
 
@@ -278,7 +281,7 @@ def test_edited_code_reads_again(tmp_path: Path, cache: WeightsCache, monkeypatc
             code.parent.mkdir(parents=True, exist_ok=True)
             code.write_text("new" if name == edited else "old")
         monkeypatch.setattr(weights_cache, "_PACKAGE", tmp_path / edited)
-        parts = source_parts(folder, kernels="avx2", dtype=torch.bfloat16, quantization=None, input_bits=None)
+        parts = source_parts(folder, LoadSettings(torch.device("cpu"), torch.bfloat16, "avx2"))
         paths.add(cache.path(parts))
     assert len(paths) == 1 + len(names)
 

@@ -18,6 +18,7 @@ from vlmserve.config import EngineConfig, QuantizationConfig
 from vlmserve.errors import ConfigurationError
 from vlmserve.kernels.extension import supported_isas
 from vlmserve.layers.linear import Linear, TiedEmbedding
+from vlmserve.models.load_settings import LoadSettings
 from vlmserve.models.registry import load_model
 from vlmserve.quant.methods.rtn import round_to_nearest
 from vlmserve.quant.model import quantize
@@ -28,7 +29,7 @@ KERNELS = ["torch", *(["native"] if supported_isas() else [])]
 
 
 def logits_of(folder: Path, tokens: torch.Tensor, **options: Any) -> torch.Tensor:
-    model = load_model(folder, device=CPU, dtype=torch.float32, **options).language_model
+    model = load_model(folder, LoadSettings(device=CPU, dtype=torch.float32, **options)).language_model
     with torch.inference_mode():
         return PagedRun(model, [model.embed(tokens)]).finish([len(tokens)])[0]
 
@@ -130,7 +131,9 @@ def test_overrides_are_read_from_what_people_write() -> None:
 def test_memory_before_and_after_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder = make_llava(tmp_path)
     with caplog.at_level(logging.INFO):
-        load_model(folder, device=CPU, dtype=torch.float32, quantization=QuantizationConfig(scheme="int8"))
+        load_model(
+            folder, LoadSettings(device=CPU, dtype=torch.float32, quantization=QuantizationConfig(scheme="int8"))
+        )
     line = next(record.message for record in caplog.records if "quantization" in record.message)
     before, after = map(float, re.findall(r"([\d.]+) MB", line))
     assert after < before
@@ -142,7 +145,7 @@ def test_a_quantized_tower_sees_nearly_the_same(tmp_path: Path, kernels: str) ->
     pixels = torch.randn(1, 3, 42, 42, generator=torch.Generator().manual_seed(0))
     config = QuantizationConfig(scheme="int8", vision=True)
     plain, quantized = (
-        load_model(folder, device=CPU, dtype=torch.float32, kernels=kernels, quantization=choice).vision
+        load_model(folder, LoadSettings(device=CPU, dtype=torch.float32, kernels=kernels, quantization=choice)).vision
         for choice in (None, config)
     )
     with torch.inference_mode():

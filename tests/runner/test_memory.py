@@ -16,6 +16,7 @@ from vlmserve.devices.cpu import CpuDevice
 from vlmserve.errors import ConfigurationError
 from vlmserve.kernels.attention import BatchMetadata
 from vlmserve.layer_specs import FULL, CacheBytes
+from vlmserve.models.load_settings import LoadSettings
 from vlmserve.models.protocols import LoadedModel
 from vlmserve.models.registry import load_model
 from vlmserve.runner.memory import num_kv_blocks, run_largest_encoding, run_largest_step
@@ -43,7 +44,7 @@ class Recorder(CpuDevice):
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
     folder: Path = make_llama(tmp_path_factory.mktemp("llama"))
-    return load_model(folder, device=CPU, dtype=torch.float32, kernels="torch")
+    return load_model(folder, LoadSettings(device=CPU, dtype=torch.float32, kernels="torch"))
 
 
 @pytest.mark.parametrize(
@@ -96,7 +97,7 @@ def test_the_largest_encoding_fills_a_step(
     num_tokens: int,
     expected: Callable[[int, int], list[tuple[int, ...]]],
 ) -> None:
-    model = load_model(make(tmp_path), device=CPU, dtype=torch.float32, kernels="torch")
+    model = load_model(make(tmp_path), LoadSettings(device=CPU, dtype=torch.float32, kernels="torch"))
     tower = model.vision
     assert tower is not None
     shapes: list[list[tuple[int, ...]]] = []

@@ -21,6 +21,7 @@ from vlmserve.errors import ConfigurationError
 from vlmserve.layer_specs import CacheBytes
 from vlmserve.layers.parallel import Ranks
 from vlmserve.models.hub import resolve_model
+from vlmserve.models.load_settings import LoadSettings
 from vlmserve.models.protocols import LanguageModel, LoadedModel
 from vlmserve.models.registry import load_model
 from vlmserve.models.weights_cache import WeightsCache
@@ -46,19 +47,17 @@ def load(config: EngineConfig, folder: Path | None = None, ranks: Ranks | None =
                 "transformers: leave one of them out"
             )
         folder, quantization = calibrated_copy(config, folder), None
-    model = load_model(
-        folder,
+    settings = LoadSettings(
         device=find_device(config.device) if ranks is None else rank_device(config, ranks.rank),
         dtype=None if config.dtype == "auto" else getattr(torch, config.dtype),
         kernels=config.kernels,
+        implementation=config.model_impl,
         quantization=quantization,
         input_bits=config.input_bits,
-        implementation=config.model_impl,
         quantized_cache=config.kv_cache_dtype == "int8",
-        ranks=ranks,
-        check=partial(check_lengths, config),
-        cache=WeightsCache.at(config.weights_cache, config.weights_cache_size),
     )
+    cache = WeightsCache.at(config.weights_cache, config.weights_cache_size)
+    model = load_model(folder, settings, ranks=ranks, check=partial(check_lengths, config), cache=cache)
     if config.enforce_eager:
         model.device.enforce_eager()
     return model

@@ -6,16 +6,15 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import nn
 
-from vlmserve.config import QuantizationConfig
 from vlmserve.devices.device import Device
 from vlmserve.layers.layer import Layer, arrange_layers
 from vlmserve.layers.linear import Weight
 from vlmserve.memory import return_free_memory
 from vlmserve.models.decoder import Decoder
 from vlmserve.models.identity import model_identity, stored_bytes
+from vlmserve.models.load_settings import LoadSettings
 from vlmserve.models.packed import load_blocks, load_packed
 from vlmserve.models.packed_model import pack_model, restore_model
 from vlmserve.models.progress import LoadingProgress
@@ -36,13 +35,12 @@ class Filling:
 
     checkpoint: Checkpoint
     device: Device
-    dtype: torch.dtype
+    settings: LoadSettings
+    """With the types, kernels and implementation that were chosen."""
     layouts: Sequence[Layout] = ()
     """Formats of a quantized checkpoint."""
     keeps_blocks: bool = False
     """True: quantized weights of a GGUF file stay quantized."""
-    quantization: QuantizationConfig | None = None
-    input_bits: int | None = None
     cache: WeightsCache | None = None
 
     def fill(self, model: nn.Module, decoder: Decoder) -> bytes:
@@ -50,7 +48,8 @@ class Filling:
         cache = self.cache if self.device.torch_device.type == "cpu" and self.device.keeps_packed else None
         if cache is None or not cache.is_usable():
             return self._read(model, decoder)
-        path = cache.path({**self._parts(), "blocks": self.keeps_blocks})
+        source = source_parts(self.checkpoint.folder, self.settings)
+        path = cache.path({**source, "blocks": self.keeps_blocks})
         if (found := cache.read(path)) is not None:
             try:
                 merge_as_stored(model, self.checkpoint.names)
@@ -65,18 +64,9 @@ class Filling:
             cache.write_later(path, packed, identity, self.checkpoint.folder.name)
         return identity
 
-    def _parts(self) -> dict[str, object]:
-        return source_parts(
-            self.checkpoint.folder,
-            kernels=self.device.kernels,
-            dtype=self.dtype,
-            quantization=self.quantization,
-            input_bits=self.input_bits,
-        )
-
     def _read(self, model: nn.Module, decoder: Decoder) -> bytes:
-        checkpoint, device = self.checkpoint, self.device
-        quantizer = None if self.quantization is None else Quantizer(model, self.quantization)
+        checkpoint, device, settings = self.checkpoint, self.device, self.settings
+        quantizer = None if settings.quantization is None else Quantizer(model, settings.quantization)
         in_decoder = set(decoder.modules())
 
         def settle(module: nn.Module) -> None:
@@ -94,19 +84,12 @@ class Filling:
         with LoadingProgress(stored_bytes(checkpoint.folder)) as progress:
             checkpoint.digests.on_read = progress.advance
             if self.layouts:
-                filled = load_packed(checkpoint, model, self.layouts, device, settle, self.input_bits)
+                filled = load_packed(checkpoint, model, self.layouts, device, settle, settings.input_bits)
             if self.keeps_blocks:
-                load_blocks(checkpoint, model, device, settle, self.input_bits)
+                load_blocks(checkpoint, model, device, settle, settings.input_bits)
             checkpoint.load(model, filled=filled, settle=settle)
         if quantizer is not None:
             quantizer.log()
         arrange_layers(model, device)
         return_free_memory()
-        return model_identity(
-            checkpoint.folder,
-            implementation="vlmserve",
-            dtype=self.dtype,
-            quantization=self.quantization,
-            input_bits=self.input_bits,
-            digests=checkpoint.digests,
-        )
+        return model_identity(checkpoint.folder, settings, checkpoint.digests)

@@ -21,14 +21,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 from blake3 import blake3
 from torch import Tensor
 
-from vlmserve.config import QuantizationConfig
 from vlmserve.gguf_header import is_gguf, read_header
 from vlmserve.kernels.attention import AttentionBackend, LayerCache
 from vlmserve.models.files import PICKLES, weight_files
+from vlmserve.models.load_settings import LoadSettings
 from vlmserve.quant.formats.stored import OLD_FILES
 
 WINDOW_BYTES = 64
@@ -52,32 +51,32 @@ class StoredTensor(NamedTuple):
     row: int
 
 
-def model_identity(
-    folder: Path,
-    *,
-    implementation: str,
-    dtype: torch.dtype,
-    quantization: QuantizationConfig | None,
-    input_bits: int | None = None,
-    digests: TensorDigests | None = None,
-) -> bytes:
-    """The digest of a checkpoint and of how it is computed.
+def model_identity(folder: Path, settings: LoadSettings, digests: TensorDigests | None = None) -> bytes:
+    """The digest of a checkpoint and of how it is computed, whatever folder it is in.
 
-    folder: a checkpoint in Hugging Face layout, or a GGUF file. implementation: "vlmserve" or "transformers"; the
-    version of both packages counts, too. dtype: of the computation. quantization: at load, None if there is none.
-    input_bits: beside weights that are packed already, if set. digests: of tensors that were read already.
-    Two checkpoints with the same content have the same identity wherever they are. Raises what `weight_files` raises.
+    folder: a checkpoint in Hugging Face layout, or a GGUF file. settings: with the type and the implementation that
+    were chosen; the implementation's version counts as well. digests: of tensors that were read already.
+    Raises what `weight_files` raises.
     """
+    packages = {"vlmserve", settings.implementation}
     parts = {
-        "implementation": implementation,
-        "versions": {package: package_version(package) for package in {"vlmserve", implementation}},
-        "dtype": str(dtype),
-        "quantization": None if quantization is None else quantization.model_dump(mode="json"),
-        "input_bits": input_bits,
+        "implementation": settings.implementation,
+        "versions": {package: package_version(package) for package in packages},
+        **computation_parts(settings),
         "config": _configuration(folder),
         "weights": weights_digest(folder, digests).hex(),
     }
     return blake3(json.dumps(parts, sort_keys=True).encode()).digest()
+
+
+def computation_parts(settings: LoadSettings) -> dict[str, Any]:
+    """The settings that change what a model computes, as JSON."""
+    quantization = settings.quantization
+    return {
+        "dtype": str(settings.dtype),
+        "quantization": None if quantization is None else quantization.model_dump(mode="json"),
+        "input_bits": settings.input_bits,
+    }
 
 
 @cache

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from vlmserve.config import ModelImplementation, QuantizationConfig
 from vlmserve.devices.choice import open_device, type_for_torch
 from vlmserve.devices.device import EagerExecutor, LayerExecutor
 from vlmserve.errors import ConfigurationError, MissingWeightsError, ModelLoadError, UnsupportedModelError
@@ -32,6 +31,7 @@ from vlmserve.models.cross import CrossStateEncoder, make_text_encoder
 from vlmserve.models.decoder import Decoder
 from vlmserve.models.filling import Filling
 from vlmserve.models.identity import model_identity
+from vlmserve.models.load_settings import LoadSettings
 from vlmserve.models.parallel import share_of, split_decoder
 from vlmserve.models.protocols import LanguageModel, LoadedModel, VisionEncoder
 from vlmserve.models.sizes import broken, check_parameters, check_sizes
@@ -52,53 +52,33 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 def load_model(
     folder: Path,
+    settings: LoadSettings,
     *,
-    device: torch.device,
-    dtype: torch.dtype | None,
-    kernels: str = "auto",
-    quantization: QuantizationConfig | None = None,
-    input_bits: int | None = None,
-    implementation: ModelImplementation = "auto",
-    quantized_cache: bool = False,
     ranks: Ranks | None = None,
     check: Check = lambda language_model, max_position: None,
     cache: WeightsCache | None = None,
 ) -> LoadedModel:
     """Load a checkpoint in Hugging Face layout, a GGUF file, or the folder of a pair of them.
 
-    implementation: "vlmserve" is our own, "transformers" takes that library's, and "auto" does for what ours lacks.
-    dtype: None takes the checkpoint's own where the device computes it well. A CPU never runs float16: it takes
-    bfloat16 if it has instructions for it or the native kernels run, else float32. kernels: see `check_kernels`.
-    quantization: None takes the weights as they are. A checkpoint that is quantized already stays packed as it is; what
-    a GGUF file has in 4 bits does on devices that keep it so, unless float32 is asked for, which is exact.
-    input_bits: what native kernels keep of inputs beside weights that are packed already, 8 or 16; None: as these say.
-    quantized_cache: keys and values are stored in 8 bits. ranks: load the part of the decoder that is this one's; None:
-    all of it. check: is called before weights are read, with the decoder and the longest context, and may raise.
-    cache: packed weights of earlier starts.
+    ranks: load the shard of this rank. check: is called with the decoder and the longest context before weights are
+    read. cache: packed weights of earlier starts.
     Raises ModelLoadError for a broken configuration or file, UnsupportedModelError for an architecture or option that
-    is not implemented, MissingWeightsError for absent files or tensors, ConfigurationError for a model that these ranks
-    cannot share.
+    is not implemented, MissingWeightsError for absent files or tensors, ConfigurationError for a model that the ranks
+    cannot share, and what `check` raises.
     """
-    if quantization is not None and not quantization.wanted:
-        quantization = None
     with broken(folder):
-        if ranks is not None:
-            try:
-                return _load(folder, device, dtype, kernels, quantization, input_bits, quantized_cache, check, ranks)
-            except UnsupportedModelError as error:
-                raise UnsupportedModelError(f"{error}; --model-impl transformers runs on one device only") from None
-        if implementation == "transformers":
-            return _load_with_transformers(folder, device, dtype, kernels, quantization, input_bits, quantized_cache)
+        if settings.implementation == "transformers" and ranks is None:
+            return _load_with_transformers(folder, settings)
         try:
-            return _load(folder, device, dtype, kernels, quantization, input_bits, quantized_cache, check, cache=cache)
+            return _load(folder, settings, check, ranks, cache)
         except UnsupportedModelError as error:
-            if implementation == "vlmserve" or language_model(folder) is not None:
+            if ranks is not None:
+                raise UnsupportedModelError(f"{error}; --model-impl transformers runs on one device only") from None
+            if settings.implementation == "vlmserve" or language_model(folder) is not None:
                 raise
             logger.info("vlmserve has no implementation: %s", error)
             try:
-                return _load_with_transformers(
-                    folder, device, dtype, kernels, quantization, input_bits, quantized_cache
-                )
+                return _load_with_transformers(folder, settings)
             except MissingWeightsError:
                 raise
             except ModelLoadError as other:
@@ -106,35 +86,24 @@ def load_model(
 
 
 def _load(
-    folder: Path,
-    device: torch.device,
-    dtype: torch.dtype | None,
-    kernels: str,
-    quantization: QuantizationConfig | None,
-    input_bits: int | None,
-    quantized_cache: bool,
-    check: Check,
-    ranks: Ranks | None = None,
-    cache: WeightsCache | None = None,
+    folder: Path, settings: LoadSettings, check: Check, ranks: Ranks | None, cache: WeightsCache | None
 ) -> LoadedModel:
     description = Description.read(folder)
-    config, text_config = description.config, description.text_config
     checkpoint = Checkpoint(folder, description.rename)
-    packed = description.quantization
-    if packed and quantization is not None:
+    packed, device = description.quantization, settings.device
+    if packed and settings.quantization is not None:
         raise ConfigurationError("the checkpoint is quantized already: leave --quantize out, or load the original one")
     with description.errors():
         spec = description.spec(checkpoint)
         layouts = stored_layouts(packed) if packed else []
-        stated = dtype or description.dtype(checkpoint)
-        on, wanted = open_device(device, kernels, stated, automatic=dtype is None)
+        stated = settings.dtype or description.dtype(checkpoint)
+        on, wanted = open_device(device, settings.kernels, stated, automatic=settings.dtype is None)
         own = spec if ranks is None else share_of(spec, ranks)
-        backend = on.attention(own.attention, wanted, quantized_cache=quantized_cache)
+        backend = on.attention(own.attention, wanted, quantized_cache=settings.quantized_cache)
         # Programs and graphs hold no exchange between ranks.
         executor = on.executor() if ranks is None else EagerExecutor()
-        model, decoder, vision, cross = description.build(
-            spec, backend, executor, dtype=wanted, device=device, ranks=ranks
-        )
+        parts = description.build(spec, backend, executor, dtype=wanted, device=device, ranks=ranks)
+        model, decoder = parts.modules, parts.language_model
         # Of the whole model, whatever part of it is here. On a CPU its pages take no memory before weights are read.
         whole = model if ranks is None else description.build(spec, backend, dtype=wanted, device=META).modules
         num_parameters = sum(parameter.numel() for parameter in whole.parameters())
@@ -142,27 +111,24 @@ def _load(
         del whole
     check(decoder, spec.max_position)
     blocks = language_model(folder) is not None
-    logs = logger.isEnabledFor(logging.INFO)
-    expected = log_expected_memory(model, on, quantization) if logs and not packed and not blocks else None
-    identity = Filling(
-        checkpoint,
-        on,
-        wanted,
-        layouts,
-        keeps_blocks=blocks and on.keeps_packed and dtype != torch.float32 and quantization is None,
-        quantization=quantization,
-        input_bits=input_bits,
-        cache=cache if ranks is None else None,
-    ).fill(model, decoder)
+    keeps_blocks = blocks and on.keeps_packed and settings.dtype != torch.float32 and settings.quantization is None
+    settings = replace(settings, dtype=wanted, kernels=on.kernels, implementation="vlmserve")
+    logs = logger.isEnabledFor(logging.INFO) and not packed and not blocks
+    expected = log_expected_memory(model, on, settings.quantization) if logs else None
+    filling = Filling(checkpoint, on, settings, layouts, keeps_blocks, cache if ranks is None else None)
+    identity = filling.fill(model, decoder)
     size = weight_bytes(model)
     said = "" if expected is None else f"; {expected / 1e6:.1f} MB were expected"
     logger.info("weights: %.1f MB in memory%s", size / 1e6, said)
+    adaptable = None
+    if parts.cross is None and ranks is None:
+        adaptable = AdaptableModel(model, checkpoint, layouts, settings.quantization, wanted, device)
     return LoadedModel(
         architecture=description.architecture,
         language_model=decoder,
-        vision=vision,
+        vision=parts.vision,
         image_token_id=description.image_token_id,
-        end_token_ids=_end_token_ids(folder, config, text_config),
+        end_token_ids=_end_token_ids(folder, description.config, description.text_config),
         max_position=spec.max_position,
         dtype=wanted,
         device=on,
@@ -170,10 +136,8 @@ def _load(
         num_parameters=num_parameters,
         weight_bytes=size,
         identity=identity,
-        cross=cross,
-        adaptable=AdaptableModel(model, checkpoint, layouts, quantization, wanted, device)
-        if cross is None and ranks is None
-        else None,
+        cross=parts.cross,
+        adaptable=adaptable,
         ranks=ranks,
     )
 
@@ -308,32 +272,24 @@ class Description:
         return Parts(modules, decoder, tower, CrossStateEncoder(decoder, text_encoder))
 
 
-def _load_with_transformers(
-    folder: Path,
-    device: torch.device,
-    dtype: torch.dtype | None,
-    kernels: str,
-    quantization: QuantizationConfig | None,
-    input_bits: int | None,
-    quantized_cache: bool,
-) -> LoadedModel:
+def _load_with_transformers(folder: Path, settings: LoadSettings) -> LoadedModel:
     if language_model(folder) is not None:
         raise ConfigurationError("--model-impl transformers reads folders, not GGUF files")
-    for flag, value in (("--quantize", quantization), ("--input-bits", input_bits)):
+    for flag, value in (("--quantize", settings.quantization), ("--input-bits", settings.input_bits)):
         if value is not None:
             raise ConfigurationError(f"{flag} is for vlmserve's own implementations; this model runs by transformers'")
     check_sizes(read_json(folder / "config.json"), folder / "config.json")
     checkpoint = TransformersCheckpoint(folder)
     config = checkpoint.config
-    stated = dtype or config.dtype or Checkpoint(folder, str).dtype()
-    if (fast := type_for_torch(device, stated)) != stated:
+    stated = settings.dtype or config.dtype or Checkpoint(folder, str).dtype()
+    if (fast := type_for_torch(settings.device, stated)) != stated:
         logger.info("this CPU computes transformers' layers slowly in %s: the model runs in %s", stated, fast)
-    on, wanted = open_device(device, kernels, fast, automatic=dtype is None)
+    on, wanted = open_device(settings.device, settings.kernels, fast, automatic=settings.dtype is None)
     choose = partial(on.attention, dtype=wanted)
-    theirs = checkpoint.load(wanted, device)
+    theirs = checkpoint.load(wanted, settings.device)
     sample = checkpoint.sample(theirs)
     model = TransformersModel(theirs, choose, sample)
-    if quantized_cache:
+    if settings.quantized_cache:
         # Not sooner: its logits were compared with transformers' own.
         model.backend = choose(model.attention, quantized_cache=True)
     logger.info("%s runs by transformers' implementation, which is slower than vlmserve's own", type(theirs).__name__)
@@ -349,7 +305,7 @@ def _load_with_transformers(
         backend=model.backend,
         num_parameters=theirs.num_parameters(),
         weight_bytes=sum(parameter.nbytes for parameter in theirs.parameters()),
-        identity=model_identity(folder, implementation="transformers", dtype=wanted, quantization=None),
+        identity=model_identity(folder, replace(settings, dtype=wanted, implementation="transformers")),
     )
 
 

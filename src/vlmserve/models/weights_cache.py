@@ -31,11 +31,11 @@ import torch
 from blake3 import blake3
 from torch import Tensor
 
-from vlmserve.config import QuantizationConfig
 from vlmserve.folders import cache_folder, expanded
 from vlmserve.kernels import extension
 from vlmserve.models.files import weight_files
-from vlmserve.models.identity import package_version
+from vlmserve.models.identity import computation_parts, package_version
+from vlmserve.models.load_settings import LoadSettings
 from vlmserve.models.packed_model import PackedModel
 
 FORMAT = 2
@@ -220,12 +220,11 @@ class WeightsCache:
         return found
 
 
-def source_parts(
-    folder: Path, *, kernels: str, dtype: torch.dtype, quantization: QuantizationConfig | None, input_bits: int | None
-) -> dict[str, Any]:
+def source_parts(folder: Path, settings: LoadSettings) -> dict[str, Any]:
     """The inputs of packed weights: files of weights by inode, size and times, other files by content.
 
-    The device's number is no part of it: each mount of a container's file system may have another.
+    settings: with the type and the kernels that were chosen. The device number is left out: each mount of a
+    container's file system may have another.
     """
     files = {}
     for path in weight_files(folder):
@@ -237,11 +236,9 @@ def source_parts(
     return {
         "format": FORMAT,
         "version": package_version("vlmserve"),
-        "kernels": [kernels, _extension_digest()],
+        "kernels": [settings.kernels, _extension_digest()],
         "code": _code_digest(_PACKAGE),
-        "dtype": str(dtype),
-        "quantization": None if quantization is None else quantization.model_dump(mode="json"),
-        "input_bits": input_bits,
+        **computation_parts(settings),
         "files": files,
         "configs": {path.name: blake3(path.read_bytes()).hexdigest() for path in configs},
     }

@@ -14,6 +14,7 @@ from vlmserve.devices.cuda import TritonDevice
 from vlmserve.devices.device import EagerExecutor, LayerExecutor
 from vlmserve.devices.torch_device import TorchDevice
 from vlmserve.layers.norm import Normalization
+from vlmserve.models.load_settings import LoadSettings
 from vlmserve.models.protocols import LoadedModel
 from vlmserve.models.registry import load_model
 
@@ -35,7 +36,7 @@ def loaded(folder: Path, device: type[TorchDevice], quantize: Any = None) -> Loa
     """A checkpoint in float32 on such a device."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(choice.KINDS, "cpu", lambda on, kernels, stated, *, automatic: (device(on), stated))
-        return load_model(folder, device=CPU, dtype=torch.float32, quantization=quantize)
+        return load_model(folder, LoadSettings(device=CPU, dtype=torch.float32, quantization=quantize))
 
 
 def randomize_norms(model: nn.Module, device: type[TorchDevice]) -> None:

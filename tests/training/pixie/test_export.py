@@ -70,6 +70,7 @@ def test_transformers_loads_the_weights_that_were_exported(folder: Path) -> None
 
 
 def test_the_package_loads_the_folder(folder: Path) -> None:
+    from vlmserve.models.load_settings import LoadSettings
     from vlmserve.models.registry import load_model
 
-    assert load_model(folder, device=torch.device("cpu"), dtype=torch.float32) is not None
+    assert load_model(folder, LoadSettings(device=torch.device("cpu"), dtype=torch.float32)) is not None
