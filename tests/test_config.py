@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from vlmserve.config import EngineConfig, MediaConfig, ServerConfig
-from vlmserve.errors import ConfigurationError
-from vlmserve.settings import check_names, parse_size, read_settings
+from vlmserve.settings import parse_size
 
 
 @pytest.mark.parametrize(
@@ -89,24 +88,6 @@ def test_settings_cannot_be_changed_afterwards() -> None:
     config = EngineConfig()
     with pytest.raises(ValidationError, match="frozen"):
         config.seed = 3
-
-
-def test_an_old_setting_name_is_warned_of(caplog):
-    assert EngineConfig(swap_memory="1GiB").kv_offload_memory == 2**30
-    assert "swap_memory is a former name of kv_offload_memory" in caplog.text
-
-
-def test_a_setting_under_both_names_is_rejected():
-    with pytest.raises(ConfigurationError, match="swap_memory is the old name of kv_offload_memory"):
-        read_settings(EngineConfig, {"swap_memory": 1, "kv_offload_memory": 1})
-
-
-def test_only_a_section_takes_old_names():
-    with pytest.raises(ConfigurationError, match="there is no setting swap_memory"):
-        read_settings(MediaConfig, {"swap_memory": 1})
-    check_names(["swap_memory"], (EngineConfig,))
-    with pytest.raises(ConfigurationError, match="swap_memory"):
-        check_names(["swap_memory"], (MediaConfig,))
 
 
 def test_infinite_settings_survive_json():

@@ -21,7 +21,7 @@ from vlmserve.config import (
     ToolCallParser,
 )
 from vlmserve.errors import ConfigurationError
-from vlmserve.settings import OLD_NAMES, SettingsT, check_names, read_settings
+from vlmserve.settings import SettingsT, check_names, read_settings
 from vlmserve.types import SamplingParams
 from vlmserve.vllm_flags import VALUES, Entry, Missing, Renamed, Unused, entry_called
 
@@ -199,7 +199,7 @@ def set_up(model: str, options: Mapping[str, Any], defaults: Mapping[str, Any] |
     own = {"max_waiting": UNBOUNDED_QUEUE, **(defaults or {}), **read.own, "model": model}
 
     def section(kind: type[SettingsT]) -> SettingsT:
-        named = {name: value for name, value in own.items() if OLD_NAMES.get(name, name) in kind.model_fields}
+        named = {name: value for name, value in own.items() if name in kind.model_fields}
         return read_settings(kind, named, read.spelling)
 
     engine, media, offline = section(EngineConfig), section(MediaConfig), section(OfflineConfig)
@@ -223,7 +223,7 @@ class _Options:
             entry = entry_called(name)
             if value is None:
                 continue
-            if OLD_NAMES.get(name, name) in known:
+            if name in known:
                 self._set(name, name, value)
             elif entry is not None and not (name == "tokenizer" and value == model):
                 self._translate(name, value, entry, known)

@@ -1,9 +1,8 @@
-"""What all settings have in common: texts stand for values, old names work, and errors say what was meant."""
+"""What all settings have in common: texts stand for values, and errors say what was meant."""
 
 from __future__ import annotations
 
 import json
-import logging
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
@@ -17,7 +16,6 @@ from pydantic import (
     ValidationError,
     ValidationInfo,
     field_validator,
-    model_validator,
 )
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
@@ -25,8 +23,6 @@ from pydantic_core import ErrorDetails
 from vlmserve import vllm_flags
 from vlmserve.errors import ConfigurationError
 from vlmserve.validation import did_you_mean, problem_text, value_text
-
-logger = logging.getLogger(__name__)
 
 _UNITS = {"": 1, "b": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _UNITS |= {f"{unit}ib": 1024**power for power, unit in enumerate("kmgt", start=1)}
@@ -70,39 +66,10 @@ def parse_list(text: str) -> list[Any]:
     return entries
 
 
-OLD_NAMES: Mapping[str, str] = {
-    "swap_memory": "kv_offload_memory",
-    "picture_cache_memory": "image_cache_memory",
-    "quantize_overrides": "quantize_layers",
-}
-"""Former names of settings, which still work, and their current names."""
-
-
-def renamed(old: str, new: str) -> str:
-    """Return the warning about a former name. old, new: as the user writes them."""
-    return f"{old} is a former name of {new}; use {new}"
-
-
 class Settings(BaseModel):
     """Base of all settings: immutable, unknown keys are errors, and a text may stand for any value."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings")
-
-    @model_validator(mode="before")
-    @classmethod
-    def _from_old_names(cls, values: Any) -> Any:
-        """Read values under former names, with a warning in the log."""
-        if not isinstance(values, Mapping):
-            return values
-        current = dict(values)
-        for old in values.keys() & OLD_NAMES.keys():
-            new = OLD_NAMES[old]
-            if new in cls.model_fields:
-                if new in values:
-                    raise ValueError(f"{old} is the old name of {new}; give only {new}")
-                logger.warning("%s", renamed(old, new))
-                current[new] = current.pop(old)
-        return current
 
     @field_validator("*", mode="before")
     @classmethod
@@ -158,7 +125,7 @@ def check_names(names: Iterable[str], kinds: Sequence[type[Settings]], others: I
     others: names that are allowed besides.
     """
     known = {name for kind in kinds for name in kind.model_fields}
-    if unknown := [name for name in names if OLD_NAMES.get(name, name) not in known]:
+    if unknown := [name for name in names if name not in known]:
         known.update(others)
         problems = [f"there is no option {name}{vllm_flags.hint(name, known, str)}" for name in unknown]
         raise ConfigurationError("; ".join(problems))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import re
 from collections.abc import Iterator
@@ -157,13 +156,3 @@ def test_quantize_needs_no_flags(tmp_path):
     assert result.exit_code == 0, result.output
     config = json.loads((tmp_path / "small" / "config.json").read_text())
     assert config["quantization_config"]["config_groups"]["group_0"]["weights"]["num_bits"] == 8
-
-
-def test_the_old_name_of_concurrency_still_works(monkeypatch):
-    asked = []
-    module = importlib.import_module("vlmserve.cli.bench")  # a function of its package has the same name
-    monkeypatch.setattr(module, "run_bench", lambda *arguments, **_: asked.append(arguments[2]))
-    result = run("bench", "--at-once", "2", "--concurrency", "3", width=200)
-    assert (result.exit_code, asked) == (0, [(3, 2)])
-    assert result.stderr == "Note: --at-once is a former name of --concurrency; use --concurrency\n"
-    assert "--at-once" not in run("bench", "--help").stdout

@@ -379,23 +379,3 @@ def test_secrets_are_read_from_text():
 def test_yes_and_no_are_no_numbers_and_no_texts(name, value):
     with pytest.raises(ConfigurationError, match=name):
         read_settings(ServerConfig, {name: value})
-
-
-def test_former_names_of_settings_work_and_name_the_current(write):
-    path = write('[engine]\nswap_memory = "2GiB"\n')
-    for arguments, variables, written in (
-        (["--swap-memory", "2GiB"], {}, "--swap-memory"),
-        (["--swap_memory=2GiB"], {}, "--swap-memory"),
-        ([], {"VLMSERVE_SWAP_MEMORY": "2GiB"}, "VLMSERVE_SWAP_MEMORY"),
-        (["--config", path], {}, f"{path} [engine] swap_memory"),
-    ):
-        given = give(*arguments, **variables)
-        assert (given.kv_offload_memory, given.origins["kv_offload_memory"]) == (2 * 2**30, written)
-        assert f"{written} is a former name of " in given.stderr
-
-
-def test_the_old_and_the_new_name_of_a_setting_are_refused_together(write):
-    path = write("[media]\npicture_cache_memory = 0\nimage_cache_memory = 0\n")
-    assert "picture_cache_memory is the old name of image_cache_memory" in give("--config", path).stderr
-    both = {"VLMSERVE_PICTURE_CACHE_MEMORY": "0", "VLMSERVE_IMAGE_CACHE_MEMORY": "0"}
-    assert "VLMSERVE_PICTURE_CACHE_MEMORY is the old name of VLMSERVE_IMAGE_CACHE_MEMORY" in give(**both).stderr

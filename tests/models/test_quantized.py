@@ -160,15 +160,6 @@ def test_the_library_unpacks_zero_points(columns: int) -> None:
     torch.testing.assert_close(unpacked["weight"].float(), rounded.dequantize(), atol=1e-3, rtol=1e-2)
 
 
-def test_minimums_are_found_under_their_old_name() -> None:
-    weight = round_to_nearest(
-        torch.randn(21, 64, generator=torch.Generator().manual_seed(0)), bits=4, group_size=32, symmetric=False
-    )
-    tensors = to_tensors(weight, symmetric=False)
-    tensors["weight_shift"] = tensors.pop("weight_minimum")
-    assert torch.equal(from_tensors(tensors, [32]).dequantize(), weight.dequantize())
-
-
 @pytest.mark.parametrize(
     ("bits", "columns", "symmetric"), [(4, 64, False), (4, 32, True), (8, 37, True), (8, 64, False)]
 )

@@ -12,14 +12,12 @@ from vlmserve.calibration.settings import QuantizeConfig
 from vlmserve.cli.cluster import cluster, gateway, worker
 from vlmserve.cli.help import HelpfulCommand, group
 from vlmserve.cli.keys import keys
-from vlmserve.cli.messages import note
 from vlmserve.cli.options import command
 from vlmserve.cli.sources import Origins
 from vlmserve.cli.spellings import SettingsCommand
 from vlmserve.config import BUILT_IN_MODEL, EngineConfig, MediaConfig, Quantize, Scheme, ServerConfig
 from vlmserve.errors import ConfigurationError
 from vlmserve.loadtest.settings import GoalConfig, LoadConfig, TargetConfig, TestConfig, WorkloadConfig
-from vlmserve.settings import renamed
 
 app = group(help="Serve vision-language models over an OpenAI-compatible API.")
 evaluations = group(help="Measure how well a model answers.")
@@ -255,7 +253,6 @@ def bench(
             "--concurrency", metavar="INT", min=1, help="Concurrent requests; may be repeated. Default: 1, 16 and 64."
         ),
     ] = None,
-    at_once: Annotated[list[int] | None, typer.Option("--at-once", min=1, hidden=True)] = None,
     all_kernels: Annotated[
         bool, typer.Option("--all-kernels", help="Measure every instruction set that this machine has, and torch.")
     ] = False,
@@ -265,10 +262,7 @@ def bench(
     """Measure prefill, decode and vision throughput, and compare it with this machine's limits and with torch."""
     from vlmserve.cli.bench import run_bench
 
-    if at_once:
-        note(renamed("--at-once", "--concurrency"))
-    concurrencies = (*(concurrency or ()), *(at_once or ())) or (1, 16, 64)
-    run_bench(engine, _schemes(scheme), concurrencies, json, every=all_kernels, compare=compare)
+    run_bench(engine, _schemes(scheme), tuple(concurrency or (1, 16, 64)), json, every=all_kernels, compare=compare)
 
 
 @app.command(cls=SettingsCommand)

@@ -19,10 +19,8 @@ from typing import Any, Literal, NamedTuple
 
 from vlmserve import vllm_flags as vllm
 from vlmserve.cli.fields import PREFIX, SECTIONS, section_of, toml, variable
-from vlmserve.cli.messages import note
 from vlmserve.errors import ConfigurationError
 from vlmserve.folders import expanded
-from vlmserve.settings import OLD_NAMES, renamed
 
 CONFIG = "VLMSERVE_CONFIG"
 WORKER = "VLMSERVE_WORKER"
@@ -99,19 +97,12 @@ def _file(path: Path | None, environ: Mapping[str, str]) -> tuple[Path | None, s
 def _from_environment(environ: Mapping[str, str]) -> dict[str, Found]:
     """Every variable with our prefix. An empty one is not set: compose files pass on as empty what is not there."""
     settings = {variable(name): name for name in _names()}
-    old_variables = {variable(old): new for old, new in OLD_NAMES.items()}
     found, problems = {}, []
     for key, text in environ.items():
         if not key.startswith(PREFIX) or key in OTHER_VARIABLES or not text or _is_kubernetes(key, text):
             continue
         if key in settings:
             found[settings[key]] = Found(text, Origin("environment", key))
-        elif key in old_variables:
-            name = old_variables[key]
-            if environ.get(variable(name)):
-                problems.append(f"{key} is the old name of {variable(name)}; set only {variable(name)}")
-            note(renamed(key, variable(name)))
-            found[name] = Found(text, Origin("environment", key))
         else:
             hint = _hint(key.removeprefix(PREFIX).lower(), [*_names(), "config", "worker"], variable)
             problems.append(f"unknown environment variable {key}{hint}")
@@ -140,11 +131,6 @@ def _from_file(path: Path, named: str) -> tuple[dict[str, Found], dict[str, dict
             place = f"{path} [{section}] {key}"
             if key in known and not is_nested:
                 yield key, Found(value, Origin("file", place))
-            elif (name := OLD_NAMES.get(key, "")) in known:
-                if name in table:
-                    problems.append(f"[{section}] {key} is the old name of {name}; write only {name}")
-                note(renamed(place, name))
-                yield name, Found(value, Origin("file", place))
             else:
                 problems.append(_unknown_key(section, key))
 

@@ -18,14 +18,11 @@ from vlmserve.cli.fields import flag
 from vlmserve.cli.help import HelpfulCommand
 from vlmserve.cli.messages import WRONG_USE, note, report
 from vlmserve.errors import ConfigurationError
-from vlmserve.settings import OLD_NAMES, parse_list, renamed
+from vlmserve.settings import parse_list
 from vlmserve.vllm_flags import FLAGS, VALUES, Entry, Missing, Renamed, Unused
 
 WRITTEN = "vlmserve.written"
 """Where a command's context keeps which flags were typed, by the field's name."""
-
-OLD_FLAGS = {flag(old): flag(new) for old, new in OLD_NAMES.items()} | {"--pictures": "--images"}
-"""Former flags, which still work, and their current names."""
 
 
 @dataclass
@@ -76,10 +73,6 @@ class Spelling:
             if not word.startswith("-") or word == "-":
                 num_arguments += 1
                 line.words.append(word)
-            elif (new := OLD_FLAGS.get(name, "")) in self._values:
-                line.notes.append(renamed(name, new))
-                line.written[_field(new)] = name
-                self._add(line, new, [value] if equals else self._take(new, rest, num_arguments))
             elif self._is_own(name):
                 line.written[_field(self._positive(name))] = name
                 self._add(line, name, [value] if equals else self._take(name, rest, num_arguments))

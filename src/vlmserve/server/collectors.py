@@ -28,16 +28,12 @@ Stats = TypeVar("Stats")
 
 @dataclass(frozen=True, slots=True)
 class StatMetric(Generic[Stats]):
-    """A number among some statistics. A counter's name goes without its ``_total``.
-
-    old_name: a former name, under which `/metrics` shows it as well.
-    """
+    """A number among some statistics. A counter's name goes without its ``_total``."""
 
     kind: Literal["gauge", "counter"]
     name: str
     text: str
     value: Callable[[Stats], float]
-    old_name: str | None = None
 
 
 class RunningEngine(NamedTuple):
@@ -79,14 +75,12 @@ ENGINE_METRICS: tuple[StatMetric[EngineStats], ...] = (
         "kv_offload_blocks_saved",
         "Blocks copied to host memory.",
         lambda s: s.blocks_offloaded,
-        old_name="blocks_swapped_out",
     ),
     StatMetric(
         "counter",
         "kv_offload_blocks_loaded",
         "Blocks copied back from host memory.",
         lambda s: s.blocks_loaded,
-        old_name="blocks_swapped_in",
     ),
     StatMetric("counter", "num_preemptions", "Running requests that were preempted.", lambda s: s.preemptions),
     StatMetric(
@@ -128,7 +122,6 @@ ENGINE_METRICS: tuple[StatMetric[EngineStats], ...] = (
         "encoder_cache_pinned_images",
         "Images whose embeddings a running request needs.",
         lambda s: s.encoder_cache_pinned,
-        old_name="encoder_cache_pinned_pictures",
     ),
     StatMetric("gauge", "images_in_progress", "Images that are being encoded.", lambda s: s.images_in_progress),
     StatMetric(
@@ -163,7 +156,6 @@ IMAGE_CACHE_METRICS: tuple[StatMetric[ImageCacheStats], ...] = (
         "mm_cache_images",
         "Prepared images in memory.",
         lambda s: s.num_images,
-        old_name="mm_cache_pictures",
     ),
     StatMetric("gauge", "mm_cache_bytes", "Bytes that prepared images may take.", lambda s: s.capacity_bytes),
     StatMetric("gauge", "mm_cache_used_bytes", "Bytes that prepared images take.", lambda s: s.used_bytes),
@@ -186,12 +178,9 @@ class StatsCollector(Collector, Generic[Stats]):
             return
         for metric in self._metrics:
             make = GaugeMetricFamily if metric.kind == "gauge" else CounterMetricFamily
-            value = metric.value(stats)
-            for name in filter(None, (metric.name, metric.old_name)):
-                text = metric.text if name == metric.name else f"Old name of {PREFIX}{metric.name}."
-                family = make(PREFIX + name, text, labels=("model_name",))
-                family.add_metric((self._model_name,), value)
-                yield family
+            family = make(PREFIX + metric.name, metric.text, labels=("model_name",))
+            family.add_metric((self._model_name,), metric.value(stats))
+            yield family
 
 
 class Distribution(Collector):

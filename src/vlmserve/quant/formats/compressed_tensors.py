@@ -37,8 +37,6 @@ NUMBERS = {
 """The formats that can be loaded, and what kinds of numbers they hold."""
 PACKED, SCALE, SHAPE = "weight_packed", "weight_scale", "weight_shape"
 ZERO_POINT, MINIMUM, GROUP_OF = "weight_zero_point", "weight_minimum", "weight_g_idx"
-OLD_MINIMUM = "weight_shift"
-"""The name of minimums in checkpoints that earlier versions of vlmserve have written."""
 
 
 def to_tensors(weight: QuantizedWeight, *, symmetric: bool, zero_points: bool = False) -> dict[str, Tensor]:
@@ -76,8 +74,7 @@ def from_tensors(tensors: Mapping[str, Tensor], group_sizes: Sequence[int]) -> S
     if scales.numel() == 1:
         scales = scales.reshape(1, 1).expand(out_features, 1).contiguous()
     values, middle = unpack(packed, bits, in_features), 2 ** (bits - 1)
-    minimums = tensors.get(MINIMUM, tensors.get(OLD_MINIMUM))
-    if minimums is not None:
+    if (minimums := tensors.get(MINIMUM)) is not None:
         symmetric = grouped(bits, values, scales, torch.zeros_like(scales), group_sizes, None)
         assert isinstance(symmetric, QuantizedWeight)
         return QuantizedWeight(bits, symmetric.group_size, values, scales, minimums.float())
@@ -160,7 +157,7 @@ def layouts(config: Mapping[str, Any]) -> list[Layout]:
     packed = Layout(
         PACKED,
         (SCALE, SHAPE),
-        (MINIMUM, OLD_MINIMUM, ZERO_POINT, GROUP_OF),
+        (MINIMUM, ZERO_POINT, GROUP_OF),
         partial(from_tensors, group_sizes=tuple(sizes)),
     )
     block = next(iter(blocks - {None}), None)
