@@ -21,7 +21,6 @@ from benchmarks.gpu_stages import BLOCK_SIZE, Measured, Sizes, switched
 from benchmarks.gpu_timing import release, wait
 from benchmarks.gpu_work import decode_work
 from vlmserve.adapters.lora import Adapter
-from vlmserve.config import QuantizationConfig
 from vlmserve.devices.choice import open_device
 from vlmserve.devices.device import Device, EagerExecutor, LayerExecutor
 from vlmserve.families.registry import decoder_spec
@@ -34,6 +33,7 @@ from vlmserve.models.protocols import LoadedModel
 from vlmserve.models.weights import Checkpoint
 from vlmserve.quant.memory import weight_bytes
 from vlmserve.quant.model import quantize
+from vlmserve.quantization import QuantizationConfig
 from vlmserve.runner.adapters import RunnerAdapters
 from vlmserve.runner.runner import ModelRunner, RunningStep
 from vlmserve.steps import AdapterLoad, CachedRequest, NewRequest, SchedulerOutput

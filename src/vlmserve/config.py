@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from vlmserve.cores import media_threads
 from vlmserve.logs import LogFormat, LogLevel
+from vlmserve.quantization import (
+    GroupSize,
+    LayerRules,
+    QuantizationConfig,
+    Quantize,
+    QuantizeMethod,
+    TokenCount,
+    engine_name,
+    same_as,
+)
 from vlmserve.settings import ByteSize, Settings, parse_json, read_settings
 
 BUILT_IN_MODEL = "pixie"
@@ -34,23 +43,6 @@ KVCacheDType = Annotated[Literal["auto", "int8"], BeforeValidator(check_cache_ty
 ModelImplementation = Literal["auto", "vlmserve", "transformers"]
 ToolCallParser = Literal["auto", "hermes", "llama3_json", "mistral", "qwen3_xml", "qwen3_coder"]
 ReasoningParser = Literal["auto", "none", "qwen3", "glm45", "deepseek_r1", "mistral"]
-
-
-Scheme = Literal["none", "int8", "int4"]
-Quantize = Literal["none", "int8", "int4", "w8a8"]
-"""w8a8 is int8 with inputs of 8 bits."""
-QuantizeMethod = Literal["rtn", "awq", "gptq", "awq+gptq", "smoothquant"]
-
-
-def check_overrides(overrides: tuple[str, ...]) -> tuple[str, ...]:
-    """Raises ValueError for what is no PATTERN=SCHEME."""
-    for override in overrides:
-        pattern, _, scheme = override.rpartition("=")
-        if not pattern or scheme not in get_args(Scheme):
-            raise ValueError(f"write PATTERN=SCHEME with the scheme {', '.join(get_args(Scheme))}, not {override}")
-    return overrides
-
-
 _ORIGIN = re.compile(r"\*|null|file:///?|[a-z][a-z0-9+.-]*://(\*|(\*\.)?[^\s/*?#@]+(:\*)?)/?", re.IGNORECASE)
 _SCHEME = re.compile(r"(?!file:)[a-z][a-z0-9+.-]*:/*", re.IGNORECASE)
 
@@ -65,42 +57,6 @@ def check_origins(origins: tuple[str, ...]) -> tuple[str, ...]:
                 f"{origin!r} matches no origin; write https://example.com, https://*.example.com or app://*"
             )
     return origins
-
-
-class QuantizationConfig(Settings):
-    """How weights are quantized.
-
-    scheme: int8 has a scale for each output, int4 a scale and a least value for each group of inputs of an output, with
-    zero in the middle (symmetric) or a whole number of steps above the least value (zero_points).
-    method: rtn rounds to nearest; the others calibrate with data.
-    overrides: schemes of layers by a pattern of their names, like ``{"language_model.layers.0.*": "int8"}``; the last
-    one that fits counts. vision: whether the layers outside the language model are quantized as well. rounds_inputs:
-    beside weights of 8 bits, inputs of layers have 8 bits where kernels round them, but for output heads.
-    """
-
-    scheme: Scheme = "none"
-    method: QuantizeMethod = "rtn"
-    group_size: Literal[32, 64, 128] = 32
-    symmetric: bool = False
-    zero_points: bool = False
-    vision: bool = False
-    rounds_inputs: bool = False
-    overrides: Mapping[str, Scheme] = {}
-
-    @model_validator(mode="after")
-    def _check_method(self) -> Self:
-        if self.symmetric and self.zero_points:
-            raise ValueError("weights have zero points or are symmetric, not both")
-        if self.method == "smoothquant" and "int4" in (self.scheme, *self.overrides.values()):
-            raise ValueError("the method smoothquant is for 8 bits")
-        if self.rounds_inputs and self.method not in ("rtn", "smoothquant"):
-            raise ValueError("w8a8 goes with the methods rtn and smoothquant")
-        return self
-
-    @property
-    def wanted(self) -> bool:
-        """Whether anything is to be quantized."""
-        return any(scheme != "none" for scheme in (self.scheme, *self.overrides.values()))
 
 
 class EngineConfig(Settings):
@@ -132,34 +88,19 @@ class EngineConfig(Settings):
         ge=0,
         description="Maximum time at start for first steps, compiling and CUDA graphs, in seconds; 0: none.",
     )
-    quantize: Quantize = Field(
-        "none", description="Quantize weights at load to 8 or 4 bits; w8a8 rounds inputs to 8 bits as well."
-    )
-    quantize_group_size: Literal[32, 64, 128] = Field(32, description="int4: size of the groups that share a scale.")
-    quantize_symmetric: bool = Field(False, description="int4: symmetric quantization, without zero points.")
-    quantize_vision: bool = Field(False, description="Quantize the vision tower and the projector as well.")
-    quantize_method: QuantizeMethod = Field(
-        "rtn",
-        description="rtn rounds to nearest; the others calibrate with data at the first start, and keep the result.",
-    )
-    quantize_calibration: str | None = Field(
-        None, description="Prompts to calibrate with: a file (JSONL) or a folder of images; default: what comes along."
-    )
-    quantize_calibration_tokens: int = Field(
-        16384, ge=1, description="Tokens to calibrate with, those of images included."
-    )
-    quantize_layers: tuple[str, ...] = Field(
-        (), description="Layers with a scheme of their own, as PATTERN=SCHEME: 'language_model.layers.0.*=int8'."
-    )
+    quantize: Quantize = same_as("scheme")
+    quantize_group_size: GroupSize = same_as("group_size")
+    quantize_symmetric: bool = same_as("symmetric")
+    quantize_vision: bool = same_as("vision")
+    quantize_method: QuantizeMethod = same_as("method")
+    quantize_calibration: str | None = same_as("calibration")
+    quantize_calibration_tokens: TokenCount = same_as("calibration_tokens")
+    quantize_layers: LayerRules = same_as("layers")
+    weight_memory: ByteSize | None = same_as("weight_memory")
     input_bits: Literal[8, 16] | None = Field(
         None,
         description="Bits of inputs beside weights of GGUF files and other quantized checkpoints, with the "
         "native kernels; 8 makes prompts faster. Default: by format.",
-    )
-    weight_memory: ByteSize | None = Field(
-        None,
-        description="Memory for weights, like 3GiB: each layer gets as many bits as fit, by what fewer would cost. "
-        "Calibrates at the first start, and keeps the result.",
     )
     weights_cache: str | None = Field(
         None, description="Folder for packed weights, which later starts map; default: in vlmserve's cache folder."
@@ -258,8 +199,6 @@ class EngineConfig(Settings):
     mock_ttft: float = Field(0.0, ge=0, description="Mock engine: seconds until a request's first token.")
     mock_tpot: float = Field(0.0, ge=0, description="Mock engine: seconds for each further token.")
 
-    _check_overrides = field_validator("quantize_layers")(check_overrides)
-
     @model_validator(mode="after")
     def _check_input_bits(self) -> Self:
         if self.input_bits is not None and (self.quantize != "none" or self.quantize_layers or self.weight_memory):
@@ -269,24 +208,11 @@ class EngineConfig(Settings):
         return self
 
     @property
-    def calibrates(self) -> bool:
-        """Whether quantizing takes data."""
-        return self.weight_memory is not None or (self.quantization.wanted and self.quantize_method != "rtn")
-
-    @property
     def quantization(self) -> QuantizationConfig:
-        """What the fields about quantization say together. Raises ConfigurationError for a wrong override."""
-        overrides = dict(override.rpartition("=")[::2] for override in self.quantize_layers)
-        values = {
-            "scheme": "int8" if self.quantize == "w8a8" else self.quantize,
-            "rounds_inputs": self.quantize == "w8a8" or self.quantize_method == "smoothquant",
-            "group_size": self.quantize_group_size,
-            "symmetric": self.quantize_symmetric,
-            "vision": self.quantize_vision,
-            "method": self.quantize_method,
-            "overrides": overrides,
-        }
-        return read_settings(QuantizationConfig, values, lambda name: f"--quantize-{name}")
+        """What the fields about quantization say together. Raises ConfigurationError if they contradict each other."""
+        names = {name: engine_name(name) for name in QuantizationConfig.model_fields}
+        values = {name: getattr(self, own) for name, own in names.items() if own in type(self).model_fields}
+        return read_settings(QuantizationConfig, values, lambda name: f"--{engine_name(name).replace('_', '-')}")
 
 
 class ProcessorOverrides(Settings):

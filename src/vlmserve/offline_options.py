@@ -15,12 +15,11 @@ from vlmserve.config import (
     MediaConfig,
     ModelImplementation,
     OfflineConfig,
-    Quantize,
-    QuantizeMethod,
     ReasoningParser,
     ToolCallParser,
 )
 from vlmserve.errors import ConfigurationError
+from vlmserve.quantization import Quantize, QuantizeMethod
 from vlmserve.settings import SettingsT, check_names, read_settings
 from vlmserve.types import SamplingParams
 from vlmserve.vllm_flags import VALUES, Entry, Missing, Renamed, Unused, entry_called

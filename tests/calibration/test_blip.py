@@ -19,12 +19,12 @@ from tests.oracles import calibrated_weights as published
 from tests.paged import PagedRun
 from vlmserve.calibration.forward import encode_images
 from vlmserve.calibration.mixed import SensitivityPass
-from vlmserve.config import QuantizationConfig, QuantizeMethod, Scheme
 from vlmserve.models.load_settings import LoadSettings
 from vlmserve.models.quantized import save_quantized
 from vlmserve.models.registry import load_model
 from vlmserve.quant.grid import Grid
 from vlmserve.quant.methods.rtn import round_to_nearest
+from vlmserve.quantization import QuantizationConfig, QuantizeMethod, Scheme
 from vlmserve.types import Prompt
 
 GROUPS_FIT = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
@@ -121,7 +121,7 @@ def test_errors_are_those_of_transformers_layers(
     oracle: BlipOracle, prompts: list[Prompt], inputs: dict[str, Tensor], tmp_path: Path
 ) -> None:
     config = QuantizationConfig(scheme="int8", vision=True)
-    run = SensitivityPass(oracle.folder, tmp_path / "out", config, dict.fromkeys(prompts, 1.0), image_weight=0.1)
+    run = SensitivityPass(oracle.folder, tmp_path / "out", config, dict.fromkeys(prompts, 1.0))
     errors = run.measure(lambda done, total: None)
     weights = tensors_of(oracle.folder)
     schemes: list[tuple[Scheme, int]] = [("int8", 8), ("int4", 4)]
@@ -188,8 +188,8 @@ def test_awqs_factors_go_from_values_into_what_follows(
 def test_transformers_computes_the_same_with_what_was_written(
     oracle: BlipOracle, prompts: list[Prompt], tmp_path: Path
 ) -> None:
-    overrides: dict[str, Scheme] = {"*.embed_tokens": "none"}
-    config = QuantizationConfig(scheme="int4", method="gptq", symmetric=True, overrides=overrides)
+    rules = ("*.embed_tokens=none",)
+    config = QuantizationConfig(scheme="int4", method="gptq", symmetric=True, layers=rules)
     calibrate(oracle.folder, tmp_path / "out", config, prompts[:8])
     theirs = type(oracle.model).from_pretrained(tmp_path / "out", dtype=torch.float32).eval()
     for prompt in prompts[:2]:

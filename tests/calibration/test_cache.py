@@ -16,13 +16,13 @@ from tests.gguf_files import write_gguf
 from tests.models.test_quantized import GROUPS_FIT
 from tests.paged import PagedRun
 from vlmserve.calibration import process, quantizing
-from vlmserve.calibration.settings import QuantizeConfig
 from vlmserve.config import EngineConfig
 from vlmserve.engine import calibrated
 from vlmserve.engine.loading import load
 from vlmserve.errors import ConfigurationError, ModelLoadError
 from vlmserve.llm import LLM
 from vlmserve.models import quantized
+from vlmserve.quantization import QuantizationConfig
 
 OPTIONS: dict[str, Any] = {"quantize": "int4", "quantize_method": "gptq", "kv_cache_memory": "1MiB"}
 
@@ -71,7 +71,7 @@ def test_process_output_is_reused_by_next_start(
 ) -> None:
     config = EngineConfig(model=str(folder), **options)
     made = calibrated.calibrated_copy(config, folder)
-    how = QuantizeConfig(method="gptq", bits=4, calibration=options["quantize_calibration"])
+    how = QuantizationConfig(method="gptq", scheme="int4", calibration=options["quantize_calibration"])
     quantizing.quantize_checkpoint(folder, tmp_path / "out", how, "auto", nothing)
     assert weights_of(made) == weights_of(tmp_path / "out")
     monkeypatch.setattr(calibrated, "_run", None)

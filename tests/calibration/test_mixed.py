@@ -18,8 +18,7 @@ from tests.paged import PagedRun
 from vlmserve.calibration import process
 from vlmserve.calibration.mixed import Choice, SensitivityPass, assign, choose_bits
 from vlmserve.calibration.quantizing import quantize_checkpoint
-from vlmserve.calibration.settings import QuantizeConfig
-from vlmserve.config import EngineConfig, QuantizationConfig, Scheme
+from vlmserve.config import EngineConfig
 from vlmserve.engine import calibrated
 from vlmserve.engine.loading import load
 from vlmserve.errors import ConfigurationError
@@ -27,6 +26,7 @@ from vlmserve.models.estimate import MemoryEstimate
 from vlmserve.models.load_settings import LoadSettings
 from vlmserve.models.registry import load_model
 from vlmserve.quant.methods.rtn import round_to_nearest
+from vlmserve.quantization import QuantizationConfig, Scheme
 from vlmserve.types import Prompt
 
 SCHEMES: tuple[Scheme, ...] = ("none", "int8", "int4")
@@ -88,10 +88,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_errors_are_those_of_the_layers_outputs(folder: Path, tmp_path: Path) -> None:
-    config = QuantizationConfig(scheme="int8")
-    errors = SensitivityPass(folder, tmp_path / "out", config, dict.fromkeys(PROMPTS, 1.0), image_weight=1.0).measure(
-        nothing
-    )
+    config = QuantizationConfig(scheme="int8", image_weight=1.0)
+    errors = SensitivityPass(folder, tmp_path / "out", config, dict.fromkeys(PROMPTS, 1.0)).measure(nothing)
     model = load_model(folder, LoadSettings(device=CPU, dtype=torch.float32, kernels="torch")).language_model
     layer = model.layers[1].mlp.gate_up_proj
     seen: list[torch.Tensor] = []
@@ -116,7 +114,7 @@ def test_mixed_model_fits_and_keeps_important_bits(folder: Path, tmp_path: Path,
     budget = (few + 2 * many) // 3
     data = tmp_path / "prompts.jsonl"
     data.write_text('{"prompt": "a b c d"}\n{"prompt": "e f g"}\n')
-    how = QuantizeConfig(
+    how = QuantizationConfig(
         weight_memory=budget, method=method, calibration=str(data), layers=("*.layers.2.mlp.down_proj=none",)
     )
     stages: list[float] = []
@@ -138,7 +136,12 @@ def test_mixed_model_fits_and_keeps_important_bits(folder: Path, tmp_path: Path,
 def test_small_budget_error_names_the_shortfall(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"the weights take at least .* MB more"):
         choose_bits(
-            folder, tmp_path / "out", QuantizeConfig(weight_memory=1000), dict.fromkeys(PROMPTS, 1.0), "auto", nothing
+            folder,
+            tmp_path / "out",
+            QuantizationConfig(weight_memory=1000),
+            dict.fromkeys(PROMPTS, 1.0),
+            "auto",
+            nothing,
         )
 
 

@@ -24,7 +24,7 @@ from vlmserve.calibration.quality import Comparison, quality_samples
 from vlmserve.calibration.questions import read_questions
 from vlmserve.calibration.samples import of_text
 from vlmserve.cli import app
-from vlmserve.config import MediaConfig, QuantizationConfig
+from vlmserve.config import MediaConfig
 from vlmserve.errors import ConfigurationError
 from vlmserve.frontend.requests import RequestPreparer
 from vlmserve.models.hub import resolve_model
@@ -32,6 +32,7 @@ from vlmserve.models.load_settings import LoadSettings
 from vlmserve.models.protocols import LoadedModel
 from vlmserve.models.quantized import save_quantized
 from vlmserve.models.registry import load_model
+from vlmserve.quantization import QuantizationConfig
 from vlmserve.settings import read_settings
 from vlmserve.types import Prompt
 

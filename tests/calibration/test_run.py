@@ -18,12 +18,13 @@ from tests.models.test_families import FAMILIES, make
 from tests.paged import PagedRun
 from vlmserve.calibration.forward import encode_images
 from vlmserve.calibration.run import Calibration, Result
-from vlmserve.config import MediaConfig, QuantizationConfig, QuantizeMethod
+from vlmserve.config import MediaConfig
 from vlmserve.errors import ConfigurationError
 from vlmserve.frontend.requests import RequestPreparer
 from vlmserve.models.load_settings import LoadSettings
 from vlmserve.models.quantized import save_quantized
 from vlmserve.models.registry import load_model
+from vlmserve.quantization import QuantizationConfig, QuantizeMethod
 from vlmserve.settings import read_settings
 from vlmserve.types import Prompt
 
@@ -61,7 +62,8 @@ def calibrate(
     image_weight: float = 1.0,
     progress: Callable[[int, int], None] = lambda done, of: None,
 ) -> Result:
-    return Calibration(folder, out, config, dict.fromkeys(prompts, 1.0), image_weight=image_weight).run(progress)
+    config = config.model_copy(update={"image_weight": image_weight})
+    return Calibration(folder, out, config, dict.fromkeys(prompts, 1.0)).run(progress)
 
 
 def logits(folder: Path, tokens: Tensor = TOKENS, **options: Any) -> Tensor:
@@ -81,8 +83,8 @@ def test_transformers_computes_the_same_with_what_was_written(
 ) -> None:
     folder = make_llama(tmp_path / "plain", **GROUPS_FIT, tie_word_embeddings=tied, attention_bias=True)
     # That library cannot load a tied table that is quantized.
-    overrides = {"*.embed_tokens": "none"} if tied else {}
-    config = QuantizationConfig(scheme="int4", method=method, symmetric=True, overrides=overrides)
+    rules = ("*.embed_tokens=none",) if tied else ()
+    config = QuantizationConfig(scheme="int4", method=method, symmetric=True, layers=rules)
     calibrate(folder, tmp_path / "out", config)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
     with torch.inference_mode():
@@ -147,8 +149,8 @@ def test_a_vision_tower_is_calibrated_with_images(tmp_path: Path) -> None:
     prompts = image_prompts(folder, 8)
     for name, method in (("out", "gptq"), ("rounded", "rtn")):
         config = QuantizationConfig(scheme="int4", method=method, vision=True)
-        overrides = {"*.layers.*": "int8", "multi_modal_projector.*": "int8"}
-        config = config.model_copy(update={"scheme": "int8", "overrides": overrides})
+        rules = ("*.layers.*=int8", "multi_modal_projector.*=int8")
+        config = config.model_copy(update={"scheme": "int8", "layers": rules})
         run = calibrate if method == "gptq" else save_quantized
         run(folder, tmp_path / name, config, *([prompts] if method == "gptq" else []))
     towers = [
@@ -181,7 +183,7 @@ def test_doubled_weight_equals_two_prompts(tmp_path: Path) -> None:
     weighted = {first: 2.0, **dict.fromkeys(others, 1.0)}
     repeated = dict.fromkeys([first, Prompt(first.token_ids), *others], 1.0)
     found = [
-        Calibration(folder, tmp_path / name, config, prompts, image_weight=1).run().errors
+        Calibration(folder, tmp_path / name, config, prompts).run().errors
         for name, prompts in (("weighted", weighted), ("repeated", repeated), ("once", dict.fromkeys(PROMPTS, 1.0)))
     ]
     assert found[0] == pytest.approx(found[1], rel=1e-3)
@@ -277,8 +279,8 @@ def test_inputs_that_are_always_zero_are_reported(tmp_path: Path) -> None:
 
 def test_overrides_mix_8_and_4_bits(tmp_path: Path) -> None:
     folder = make_llama(tmp_path / "plain", **GROUPS_FIT, shard_size="60KB")
-    overrides = {"*.layers.1.*": "int8", "*.down_proj": "none"}
-    config = QuantizationConfig(scheme="int4", method="awq+gptq", overrides=overrides)
+    rules = ("*.layers.1.*=int8", "*.down_proj=none")
+    config = QuantizationConfig(scheme="int4", method="awq+gptq", layers=rules)
     calibrate(folder, tmp_path / "out", config)
     tensors = tensors_of(tmp_path / "out")
     widths = {

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from tests.calibration.test_run import GROUPS_FIT, calibrate, logits, random_prompts, tensors_of
 from tests.checkpoints import change_tensors, make_llama
 from tests.oracles.rounded_inputs import DOTS, logits_of_rounded_inputs
-from vlmserve.config import EngineConfig, QuantizationConfig
+from vlmserve.config import EngineConfig
 from vlmserve.errors import ConfigurationError
 from vlmserve.layers.linear import Linear
 from vlmserve.layers.norm import RMSNorm
@@ -23,9 +23,10 @@ from vlmserve.models.quantized import save_quantized
 from vlmserve.models.registry import load_model
 from vlmserve.quant.calibration import Fold, Target, quantize_layers
 from vlmserve.quant.statistics import InputStatistics
+from vlmserve.quantization import QuantizationConfig
 
 CPU = torch.device("cpu")
-CONFIG = QuantizationConfig(scheme="int8", method="smoothquant", overrides={"*.embed_tokens": "none"})
+CONFIG = QuantizationConfig(scheme="int8", method="smoothquant", layers=("*.embed_tokens=none",))
 PROMPTS = random_prompts(30)
 TOKENS = torch.tensor(PROMPTS[0].token_ids + PROMPTS[1].token_ids)
 
@@ -97,7 +98,7 @@ def test_inputs_have_8_bits_where_kernels_round_them(folder: Path, smoothed: Pat
     save_quantized(folder, tmp_path / "rounded", CONFIG.model_copy(update={"method": "rtn"}))
     exact = logits(tmp_path / "rounded", TOKENS, kernels="torch")
     expected = logits_of_rounded_inputs(tmp_path / "rounded", TOKENS)
-    config = QuantizationConfig(scheme="int8", rounds_inputs=True, overrides=CONFIG.overrides)
+    config = QuantizationConfig(scheme="w8a8", layers=CONFIG.layers)
     ours = logits(folder, TOKENS, kernels="native", quantization=config)
     assert (ours - expected).norm() < 0.3 * (expected - exact).norm()
     cases: list[tuple[Path, dict[str, Any], int]] = [
@@ -127,7 +128,7 @@ def test_smoothquant_writes_w8a8_checkpoint(smoothed: Path) -> None:
 
 def test_4_bits_are_refused() -> None:
     with pytest.raises(ValueError, match="smoothquant is for 8 bits"):
-        QuantizationConfig(scheme="int8", method="smoothquant", overrides={"*.down_proj": "int4"})
+        QuantizationConfig(scheme="int8", method="smoothquant", layers=("*.down_proj=int4",))
 
 
 def test_w8a8_is_8_bits_by_rounding_or_smoothing() -> None:

@@ -23,7 +23,6 @@ from tests.gguf_files import write_gguf
 from tests.models.test_families import FAMILIES, make
 from tests.native import built
 from tests.paged import PagedRun
-from vlmserve.config import QuantizationConfig
 from vlmserve.devices import cpu
 from vlmserve.devices.cpu import ProgramExecutor
 from vlmserve.kernels import cpu_program
@@ -46,6 +45,7 @@ from vlmserve.layers.rope import RopeTables
 from vlmserve.models.decoder import Decoder
 from vlmserve.models.load_settings import LoadSettings
 from vlmserve.models.registry import load_model
+from vlmserve.quantization import QuantizationConfig
 
 
 def load_decoder(folder: Path, dtype: torch.dtype, quantize: str = "none", **options: Any) -> Decoder:

@@ -26,11 +26,11 @@ from tests.models.test_published_quantization import (
     publish,
 )
 from tests.oracles import quantized_weights as oracle
-from vlmserve.config import QuantizationConfig
 from vlmserve.errors import ConfigurationError, MissingWeightsError, ModelLoadError, UnsupportedModelError
 from vlmserve.models.load_settings import LoadSettings
 from vlmserve.models.registry import load_model
 from vlmserve.quant.formats.stored import stored_layouts
+from vlmserve.quantization import QuantizationConfig
 
 CPU = torch.device("cpu")
 METHOD = {"quant_method": "bitsandbytes"}

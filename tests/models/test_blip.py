@@ -13,13 +13,13 @@ from tests.blip import CLASSES, FEATURES, TEXT, BlipOracle, make_blip
 from tests.checkpoints import change_config, change_tensors
 from tests.normalized import normalized
 from tests.paged import PagedRun
-from vlmserve.config import QuantizationConfig
 from vlmserve.errors import MissingWeightsError, ModelLoadError, UnsupportedModelError
 from vlmserve.models.decoder import Decoder
 from vlmserve.models.load_settings import LoadSettings
 from vlmserve.models.protocols import LoadedModel
 from vlmserve.models.quantized import save_quantized
 from vlmserve.models.registry import load_model
+from vlmserve.quantization import QuantizationConfig
 
 pytestmark = pytest.mark.usefixtures("kernels")
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ from typer.testing import CliRunner
 
 from tests.checkpoints import make_gemma3, make_llama, make_llava, make_qwen_vl
 from vlmserve.cli import app
-from vlmserve.config import EngineConfig, QuantizationConfig
+from vlmserve.config import EngineConfig
 from vlmserve.engine.engine import Engine
 from vlmserve.errors import ConfigurationError
 from vlmserve.kernels.extension import supported_isas
@@ -23,16 +22,17 @@ from vlmserve.models.hub import resolve_model
 from vlmserve.models.load_settings import LoadSettings
 from vlmserve.models.quantized import save_quantized
 from vlmserve.models.registry import load_model
+from vlmserve.quantization import QuantizationConfig
 
 CPU = torch.device("cpu")
 KERNELS = ["torch", *(["native"] if supported_isas() else [])]
-MIXED: Any = {"*.layers.1.*": "int8", "*.down_proj": "none"}
+MIXED = ("*.layers.1.*=int8", "*.down_proj=none")
 SCHEMES = {
     "plain": None,
     "int8": QuantizationConfig(scheme="int8"),
     "int4": QuantizationConfig(scheme="int4"),
     "int4, groups of 64": QuantizationConfig(scheme="int4", group_size=64, symmetric=True),
-    "mixed, with the tower": QuantizationConfig(scheme="int4", vision=True, overrides=MIXED),
+    "mixed, with the tower": QuantizationConfig(scheme="int4", vision=True, layers=MIXED),
 }
 
 
@@ -64,7 +64,7 @@ def test_models_take_what_was_expected(families: dict[str, Path], scheme: str, k
 
 
 def test_a_written_checkpoint_takes_what_was_expected(tmp_path: Path) -> None:
-    config = QuantizationConfig(scheme="int4", overrides={"*.down_proj": "int8"})
+    config = QuantizationConfig(scheme="int4", layers=("*.down_proj=int8",))
     save_quantized(resolve_model("pixie"), tmp_path / "out", config)
     expected = MemoryEstimate(resolve_model("pixie"), CPU).weights(config)
     assert expected == pytest.approx(load_model(tmp_path / "out", LoadSettings(device=CPU)).weight_bytes, rel=0.03)

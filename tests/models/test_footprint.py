@@ -12,7 +12,7 @@ import torch
 
 from tests.checkpoints import make_llama, make_llava
 from tests.gguf_files import write_gguf
-from vlmserve.config import EngineConfig, QuantizationConfig, Scheme
+from vlmserve.config import EngineConfig
 from vlmserve.engine import create_engine
 from vlmserve.errors import ConfigurationError, ModelLoadError
 from vlmserve.models import footprint as module
@@ -20,6 +20,7 @@ from vlmserve.models.footprint import LIBRARIES, check_memory, footprint
 from vlmserve.models.load_settings import LoadSettings
 from vlmserve.models.registry import load_model
 from vlmserve.models.weights import Checkpoint
+from vlmserve.quantization import QuantizationConfig, Scheme
 
 SIZES: dict[str, Any] = {"hidden_size": 384, "intermediate_size": 1536, "vocab_size": 4096, "dtype": torch.bfloat16}
 

@@ -18,7 +18,6 @@ from tests.models.test_decoder import LLAMA3, assert_equal, load, paged_run, tok
 from tests.models.test_families import LONGROPE, SLIDING, YARN
 from tests.native import built
 from tests.oracles.rounded_inputs import DOTS
-from vlmserve.config import QuantizationConfig
 from vlmserve.errors import MissingWeightsError, ModelLoadError, UnsupportedModelError, VLMServeError
 from vlmserve.families.registry import LANGUAGE_FAMILIES
 from vlmserve.frontend.defaults import default_sampling
@@ -39,6 +38,7 @@ from vlmserve.models.weights import Checkpoint
 from vlmserve.prompt.checkpoint import read_prompt_files
 from vlmserve.prompt.tokenizer import Tokenizer
 from vlmserve.quant.memory import own_bytes
+from vlmserve.quantization import QuantizationConfig
 
 CPU = torch.device("cpu")
 BLOCKS: dict[str, Any] = {
@@ -387,7 +387,7 @@ def test_quantized_copies_equal_those_of_the_checkpoint(tmp_path: Path, name: st
     folder = make(tmp_path / "folder", name, **BLOCKS)
     path = write_gguf(folder, tmp_path / "model.gguf")
     for source, out in ((folder, "of folder"), (path, "of file")):
-        config = QuantizationConfig(scheme="int8", overrides={"*.down_proj": "none"})
+        config = QuantizationConfig(scheme="int8", layers=("*.down_proj=none",))
         save_quantized(source, tmp_path / out, config)
     sequences = token_sequences(300, [21, 1])
     expected, actual = (paged_run(load(tmp_path / out), sequences).finish([9, 9]) for out in ("of folder", "of file"))

@@ -11,9 +11,9 @@ from transformers import InternVLForConditionalGeneration
 
 from tests.checkpoints import change_config, change_tensors, make_internvl
 from tests.models.test_llava import load
-from vlmserve.config import QuantizationConfig
 from vlmserve.errors import InvalidImageError, ModelLoadError, UnsupportedModelError
 from vlmserve.models.quantized import save_quantized
+from vlmserve.quantization import QuantizationConfig
 
 pytestmark = pytest.mark.usefixtures("kernels")
 

@@ -11,7 +11,6 @@ import transformers
 
 from tests.models.test_hub import answer_with, checkpoint
 from tests.published import tensor_shapes
-from vlmserve.config import QuantizationConfig
 from vlmserve.errors import CheckpointNotFoundError
 from vlmserve.families.family import NamedModel
 from vlmserve.layers.linear import Linear, TiedEmbedding, Weight
@@ -19,6 +18,7 @@ from vlmserve.models.catalogue import family_rows, markdown, name_rows
 from vlmserve.models.hub import resolve_model
 from vlmserve.models.names import MODELS, repository_of
 from vlmserve.quant.model import quantize
+from vlmserve.quantization import QuantizationConfig
 
 LLAMA = {"model_type": "llama", "num_attention_heads": 32, "tie_word_embeddings": False}
 PUBLISHED = {

@@ -13,9 +13,9 @@ from transformers import AutoModelForImageTextToText
 from tests.checkpoints import change_config
 from tests.models.test_llava import load
 from tests.ocr_checkpoints import make_glm_ocr, make_paddleocr, rows_of
-from vlmserve.config import QuantizationConfig
 from vlmserve.errors import InvalidImageError, ModelLoadError, UnsupportedModelError
 from vlmserve.models.quantized import save_quantized
+from vlmserve.quantization import QuantizationConfig
 
 pytestmark = pytest.mark.usefixtures("kernels")
 

@@ -13,11 +13,11 @@ from transformers import AutoModelForImageTextToText, MistralConfig
 from tests.checkpoints import change_config, change_tensors, make_mistral3, make_pixtral
 from tests.models.test_llava import load
 from tests.static_ranges import use_ranges
-from vlmserve.config import QuantizationConfig
 from vlmserve.devices.device import LaidOutTower
 from vlmserve.errors import InvalidImageError, ModelLoadError, UnsupportedModelError
 from vlmserve.models.quantized import save_quantized
 from vlmserve.models.vision.pixtral import PixtralVision
+from vlmserve.quantization import QuantizationConfig
 
 pytestmark = pytest.mark.usefixtures("kernels")
 

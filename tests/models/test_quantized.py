@@ -19,7 +19,6 @@ from tests.checkpoints import make_llama, make_llava
 from tests.paged import PagedRun
 from vlmserve.calibration.run import Calibration
 from vlmserve.cli import app
-from vlmserve.config import QuantizationConfig, QuantizeMethod
 from vlmserve.errors import ConfigurationError, MissingWeightsError, ModelLoadError, UnsupportedModelError
 from vlmserve.kernels.extension import supported_isas
 from vlmserve.kernels.quantized import QuantizedWeight
@@ -31,6 +30,7 @@ from vlmserve.models.registry import load_model
 from vlmserve.quant.formats.compressed_tensors import from_tensors, to_tensors
 from vlmserve.quant.formats.layout import pack, unpack
 from vlmserve.quant.methods.rtn import round_to_nearest
+from vlmserve.quantization import QuantizationConfig, QuantizeMethod
 from vlmserve.types import Prompt
 
 CPU = torch.device("cpu")
@@ -53,7 +53,11 @@ def logits(folder: Path, **options: Any) -> Tensor:
         QuantizationConfig(scheme="int8"),
         QuantizationConfig(scheme="int4"),
         QuantizationConfig(scheme="int4", zero_points=True),
-        QuantizationConfig(scheme="int4", symmetric=True, overrides={"*.layers.1.*": "int8", "*.down_proj": "none"}),
+        QuantizationConfig(
+            scheme="int4",
+            symmetric=True,
+            layers=("*.layers.1.*=int8", "*.down_proj=none"),
+        ),
     ],
     ids=["int8", "int4", "zero points", "mixed"],
 )
@@ -104,12 +108,12 @@ def test_transformers_reads_a_saved_model(tmp_path: Path, scheme: str) -> None:
 def test_transformers_reads_zero_points(tmp_path: Path, method: QuantizeMethod) -> None:
     folder = make_llama(tmp_path / "plain", **GROUPS_FIT, tie_word_embeddings=False)
     # That library dequantizes all layers by one scheme, and without dequantizing takes no packed zero points at all.
-    config = QuantizationConfig(scheme="int4", method=method, zero_points=True, overrides={"*.lm_head": "none"})
+    config = QuantizationConfig(scheme="int4", method=method, zero_points=True, layers=("*.lm_head=none",))
     if method == "rtn":
         save_quantized(folder, tmp_path / "saved", config)
     else:
         prompts = {Prompt(TOKENS.tolist()): 1.0}
-        Calibration(folder, tmp_path / "saved", config, prompts, image_weight=1).run()
+        Calibration(folder, tmp_path / "saved", config, prompts).run()
     stored = json.loads((tmp_path / "saved/config.json").read_text())["quantization_config"]
     assert stored["quant_method"] == "compressed-tensors"
     dequantize = CompressedTensorsConfig(dequantize=True)

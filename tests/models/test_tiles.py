@@ -17,12 +17,12 @@ from tests.media.images_for_tests import noise
 from tests.media.test_tiles import NEXT, next_processor
 from tests.models.test_llava import load
 from tests.normalized import of_levels, processed
-from vlmserve.config import QuantizationConfig
 from vlmserve.errors import InvalidImageError, MissingWeightsError, UnsupportedModelError
 from vlmserve.media.budget import ImageBudget
 from vlmserve.media.images import DecodedImage
 from vlmserve.models.quantized import save_quantized
 from vlmserve.models.vision.siglip import patch_positions
+from vlmserve.quantization import QuantizationConfig
 from vlmserve.types import Tiling
 
 pytestmark = pytest.mark.usefixtures("native_kernels")

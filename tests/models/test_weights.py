@@ -17,7 +17,6 @@ from transformers import LlamaForCausalLM
 
 from tests.checkpoints import change_config, change_tensors, make_llama, make_llava, rename_tensors
 from tests.paged import PagedRun
-from vlmserve.config import QuantizationConfig
 from vlmserve.errors import MissingWeightsError, ModelLoadError
 from vlmserve.memory import return_free_memory
 from vlmserve.models import files, weights
@@ -25,6 +24,7 @@ from vlmserve.models.load_settings import LoadSettings
 from vlmserve.models.protocols import LoadedModel
 from vlmserve.models.registry import load_model
 from vlmserve.models.weights import canonical_name
+from vlmserve.quantization import QuantizationConfig
 
 
 def load(folder: Path) -> LoadedModel:

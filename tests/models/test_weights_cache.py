@@ -21,7 +21,7 @@ from tests.gguf_files import write_gguf
 from tests.models.test_decoder import paged_run, token_sequences
 from tests.native import built
 from vlmserve.cli.cache import show_cache
-from vlmserve.config import EngineConfig, QuantizationConfig
+from vlmserve.config import EngineConfig
 from vlmserve.errors import ConfigurationError
 from vlmserve.models import filling, weights_cache
 from vlmserve.models.load_settings import LoadSettings
@@ -30,6 +30,7 @@ from vlmserve.models.protocols import LoadedModel
 from vlmserve.models.registry import load_model
 from vlmserve.models.weights import Checkpoint
 from vlmserve.models.weights_cache import SUFFIX, WeightsCache, source_parts
+from vlmserve.quantization import QuantizationConfig
 
 pytestmark = built
 

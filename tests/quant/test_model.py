@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.checkpoints import change_tensors, make_llama, make_llava
 from tests.paged import PagedRun
-from vlmserve.config import EngineConfig, QuantizationConfig
+from vlmserve.config import EngineConfig
 from vlmserve.errors import ConfigurationError
 from vlmserve.kernels.extension import supported_isas
 from vlmserve.layers.linear import Linear, TiedEmbedding
@@ -22,6 +22,7 @@ from vlmserve.models.load_settings import LoadSettings
 from vlmserve.models.registry import load_model
 from vlmserve.quant.methods.rtn import round_to_nearest
 from vlmserve.quant.model import quantize
+from vlmserve.quantization import QuantizationConfig
 from vlmserve.settings import read_settings
 
 CPU = torch.device("cpu")
@@ -96,7 +97,7 @@ def test_head_gets_8_bits_and_tower_none() -> None:
 
 def test_heads_keep_finer_inputs_than_layers_of_w8a8() -> None:
     model = small_model()
-    quantize(model, QuantizationConfig(scheme="int8", rounds_inputs=True, overrides={"*.layers.1.*": "int4"}))
+    quantize(model, QuantizationConfig(scheme="w8a8", layers=("*.layers.1.*=int4",)))
     weights = {
         name: module._quantized for name, module in model.named_modules() if isinstance(module, Linear | TiedEmbedding)
     }
@@ -110,13 +111,13 @@ def test_the_vision_tower_can_be_quantized_too() -> None:
 
 
 def test_the_last_override_that_fits_a_layer_counts() -> None:
-    overrides = {"*.layers.0.*": "int8", "*.down_proj": "none", "vision_tower": "int4"}
-    bits = quantize(small_model(), QuantizationConfig(scheme="int4", overrides=overrides))
+    rules = ("*.layers.0.*=int8", "*.down_proj=none", "vision_tower=int4")
+    bits = quantize(small_model(), QuantizationConfig(scheme="int4", layers=rules))
     assert bits == {LAYERS[0]: 8, LAYERS[2]: 4, TABLE: 8, "vision_tower": 4}
 
 
 def test_unmatched_override_is_an_error() -> None:
-    config = QuantizationConfig(scheme="int4", overrides={"*.up_porj": "int8"})
+    config = QuantizationConfig(scheme="int4", layers=("*.up_porj=int8",))
     with pytest.raises(ConfigurationError, match="up_porj"):
         quantize(small_model(), config)
 

@@ -18,8 +18,6 @@ import torch
 
 from vlmserve.calibration.forward import LayerByLayer
 from vlmserve.calibration.run import CROSS_STATES, DECODER, Calibration, forget
-from vlmserve.calibration.settings import QuantizeConfig
-from vlmserve.config import QuantizationConfig, Scheme
 from vlmserve.errors import ConfigurationError
 from vlmserve.layers.linear import Weight
 from vlmserve.memory import return_free_memory
@@ -30,6 +28,7 @@ from vlmserve.quant.memory import StoredSizes
 from vlmserve.quant.methods.rtn import round_to_nearest
 from vlmserve.quant.model import BITS
 from vlmserve.quant.statistics import InputStatistics, output_error
+from vlmserve.quantization import QuantizationConfig, Scheme
 from vlmserve.types import Prompt
 
 Errors = Mapping[Scheme, float]
@@ -94,16 +93,17 @@ def assign(choices: Mapping[str, Choice], excess: int) -> dict[str, Scheme]:
 def choose_bits(
     folder: Path,
     out: Path,
-    how: QuantizeConfig,
+    wanted: QuantizationConfig,
     prompts: Mapping[Prompt, float],
     kernels: str,
     progress: Callable[[int, int], None],
 ) -> QuantizationConfig:
-    """What makes the weights fit into `QuantizeConfig.weight_memory`. Layers with rules of their own keep these, and
-    tables and heads have 8 bits. See `Calibration` for the rest."""
-    assert how.weight_memory is not None
-    wanted = how.quantization
-    measuring = SensitivityPass(folder, out, wanted, prompts, image_weight=how.image_weight, kernels=kernels)
+    """Add rules that make the weights fit into `QuantizationConfig.weight_memory`.
+
+    Layers with rules keep these, and embedding tables and heads have 8 bits. For the rest see `Calibration`.
+    """
+    assert wanted.weight_memory is not None
+    measuring = SensitivityPass(folder, out, wanted, prompts, kernels=kernels)
     errors = measuring.measure(progress)
     estimate = MemoryEstimate(folder, torch.device("cpu"), kernels)
     stored = StoredSizes(estimate.device, wanted.group_size)
@@ -114,11 +114,8 @@ def choose_bits(
             sizes = {scheme: stored.of(module, BITS.get(scheme)) for scheme in measured}
             choices[name] = Choice(sizes, measured)
 
-    def with_schemes(schemes: Mapping[str, Scheme]) -> QuantizationConfig:
-        return wanted.model_copy(update={"overrides": {**wanted.overrides, **schemes}})
-
-    largest = estimate.weights(with_schemes(dict.fromkeys(choices, "none")))
-    return with_schemes(assign(choices, largest - how.weight_memory))
+    largest = estimate.weights(wanted.with_overrides(dict.fromkeys(choices, "none")))
+    return wanted.with_overrides(assign(choices, largest - wanted.weight_memory))
 
 
 class SensitivityPass(Calibration):
@@ -139,7 +136,7 @@ class SensitivityPass(Calibration):
             targets = self._layer_targets(index)
             observer = Observer({name: target.module for name, target in targets.items()})
             with observer.watching():
-                flow.through(index, observer=observer, image_weight=self._image_weight)
+                flow.through(index, observer=observer, image_weight=self._config.image_weight)
             self._measure(targets, observer.statistics, f"{DECODER}layers.{index}.")
             forget(layer)
             return_free_memory()

@@ -23,13 +23,13 @@ from rich.console import Console
 from rich.progress import Progress
 
 from vlmserve.calibration.quantizing import quantize_checkpoint
-from vlmserve.calibration.settings import QuantizeConfig
 from vlmserve.engine.calibrated import Job
 from vlmserve.engine.child import exit_with_parent
 from vlmserve.engine.loading import set_threads
 from vlmserve.engine.messages import Failure
 from vlmserve.errors import ConfigurationError, VLMServeError
 from vlmserve.logs import set_up_logging
+from vlmserve.quantization import QuantizationConfig
 from vlmserve.settings import read_settings
 
 logger = logging.getLogger(__name__)
@@ -47,7 +47,7 @@ def make_copy(job: Job, progress: Callable[[int, int], None]) -> None:
         with _alone(place.with_name(f"{place.name}.lock")):
             if place.is_dir():
                 return
-            how = read_settings(QuantizeConfig, job.settings, lambda name: f"--quantize-{name}")
+            how = read_settings(QuantizationConfig, job.settings)
             if how.method == "rtn":  # which does not go on
                 shutil.rmtree(unfinished, ignore_errors=True)
             _, notes = quantize_checkpoint(Path(job.folder), unfinished, how, job.kernels, progress)

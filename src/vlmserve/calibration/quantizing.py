@@ -12,52 +12,49 @@ import torch
 from vlmserve.calibration.mixed import choose_bits
 from vlmserve.calibration.prompts import calibration_prompts
 from vlmserve.calibration.run import Calibration
-from vlmserve.calibration.settings import QuantizeConfig
 from vlmserve.config import MediaConfig
 from vlmserve.errors import ConfigurationError
 from vlmserve.frontend.requests import RequestPreparer
 from vlmserve.models.estimate import MemoryEstimate
 from vlmserve.models.quantized import Saving, save_quantized
+from vlmserve.quantization import QuantizationConfig
 from vlmserve.settings import read_settings
 
 
 def quantize_checkpoint(
-    folder: Path, out: Path, how: QuantizeConfig, kernels: str, progress: Callable[[int, int], None]
+    folder: Path, out: Path, config: QuantizationConfig, kernels: str, progress: Callable[[int, int], None]
 ) -> tuple[Saving, list[str]]:
     """Write a quantized copy of a checkpoint. Returns what it saves, and what went wrong, for people.
 
     folder, out: see `Calibration`. progress: is told the parts done and how many there are. Raises what `Calibration`,
     `calibration_prompts` and `save_quantized` raise.
     """
-    if how.method == "smoothquant" and how.weight_memory is not None:
-        raise ConfigurationError("--method smoothquant is for 8 bits: leave --weight-memory out")
-    _check_disk(folder, out, how, kernels)
-    config = how.quantization
+    _check_disk(folder, out, config, kernels)
     notes: list[str] = []
-    if how.method == "rtn" and how.weight_memory is None:
+    if not config.calibrates:
         return save_quantized(folder, out, config, progress), notes
     preparer = RequestPreparer(folder, read_settings(MediaConfig, {}))
-    prompts = calibration_prompts(how.calibration, preparer, how.calibration_tokens, how.image_weight)
+    prompts = calibration_prompts(config.calibration, preparer, config.calibration_tokens, config.image_weight)
     own = progress
-    if how.weight_memory is not None:
-        config = choose_bits(folder, out, how, prompts, kernels, lambda done, total: progress(done, 2 * total))
+    if config.weight_memory is not None:
+        config = choose_bits(folder, out, config, prompts, kernels, lambda done, total: progress(done, 2 * total))
         counts = Counter(config.overrides.values())
         notes.append(f"{counts['int4']} layers have 4 bits, {counts['int8']} have 8, {counts['none']} stay plain")
 
         def own(done: int, total: int) -> None:
             progress(total + done, 2 * total)
 
-    if how.method == "rtn":
+    if config.method == "rtn":
         return save_quantized(folder, out, config, own), notes
-    run = Calibration(folder, out, config, prompts, image_weight=how.image_weight, kernels=kernels)
+    run = Calibration(folder, out, config, prompts, kernels=kernels)
     result = run.run(own)
     return result.saving, notes + result.notes
 
 
-def _check_disk(folder: Path, out: Path, how: QuantizeConfig, kernels: str) -> None:
+def _check_disk(folder: Path, out: Path, config: QuantizationConfig, kernels: str) -> None:
     """Raises ConfigurationError for a disk with less room than the weights take, and what `MemoryEstimate` raises."""
-    needed = MemoryEstimate(folder, torch.device("cpu"), kernels).weights(how.quantization)
-    needed = needed if how.weight_memory is None else min(needed, how.weight_memory)
+    needed = MemoryEstimate(folder, torch.device("cpu"), kernels).weights(config)
+    needed = needed if config.weight_memory is None else min(needed, config.weight_memory)
     there = sum(path.stat().st_size for path in out.glob("*")) if out.is_dir() else 0
     place = next(one for one in (out.absolute(), *out.absolute().parents) if one.exists())
     free = shutil.disk_usage(place).free

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 from vlmserve import __version__
 from vlmserve.calibration.forward import LayerByLayer, OneLayer, cross_sources, encode_images
-from vlmserve.config import QuantizationConfig
 from vlmserve.devices.choice import open_device
 from vlmserve.errors import ConfigurationError
 from vlmserve.layers.linear import Linear, MergedLinear
@@ -32,6 +31,7 @@ from vlmserve.quant.calibration import Observer, Outcome, Target, quantize_layer
 from vlmserve.quant.methods.rtn import round_to_nearest
 from vlmserve.quant.model import choose_layers
 from vlmserve.quant.statistics import InputStatistics
+from vlmserve.quantization import QuantizationConfig
 from vlmserve.types import Prompt
 
 logger = logging.getLogger(__name__)
@@ -60,8 +60,7 @@ class Calibration:
     """A checkpoint with prompts, quantized into a folder.
 
     folder: see `QuantizedFolder`. out: new, empty, or what an interrupted run with the same settings has left, which
-    goes on there. prompts: with how much each of their tokens counts. image_weight: how much less a token of an image
-    does.
+    goes on there. prompts: with how much each of their tokens counts.
     Raises what `QuantizedFolder` raises, and ConfigurationError for an `out` that holds anything else, and for models
     that cannot be calibrated.
     """
@@ -73,13 +72,12 @@ class Calibration:
         config: QuantizationConfig,
         prompts: Mapping[Prompt, float],
         *,
-        image_weight: float,
         kernels: str = "auto",
     ) -> None:
         if not prompts:
             raise ConfigurationError("calibration needs at least one prompt")
         self._writer = QuantizedFolder(folder, out, config)
-        self._config, self._prompts, self._image_weight = config, prompts, image_weight
+        self._config, self._prompts = config, prompts
         description, checkpoint = self._writer.description, self._writer.checkpoint
         device = torch.device("cpu")
         with description.errors():
@@ -161,9 +159,7 @@ class Calibration:
     def _settings(self) -> str:
         """A digest of all that the result depends on."""
         hasher = blake3(weights_digest(self._writer.checkpoint.folder))
-        hasher.update(
-            f"{__version__} {self._config.model_dump_json()} {self._image_weight} {self._decoder.dtype}".encode()
-        )
+        hasher.update(f"{__version__} {self._config.model_dump_json()} {self._decoder.dtype}".encode())
         for prompt, weight in self._prompts.items():
             asked = [] if prompt.cross is None else prompt.cross.token_ids
             keys = [image.key.hex() for image in prompt.image_inputs]
@@ -246,7 +242,7 @@ class Calibration:
         targets = self._layer_targets(index)
         observer = Observer({name: target.module for name, target in targets.items()})
         with observer.watching():
-            flow.through(index, observer=observer, image_weight=self._image_weight, keep=False)
+            flow.through(index, observer=observer, image_weight=self._config.image_weight, keep=False)
         outcome = quantize_layers(
             targets, list(layer_folds(layer, self._decoder.spec)), observer.statistics, self._config
         )

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 from os.path import expanduser
 from pathlib import Path
-from typing import Annotated, get_args
+from typing import Annotated, Literal, get_args
 
 import typer
 
-from vlmserve.calibration.settings import QuantizeConfig
 from vlmserve.cli.cluster import cluster, gateway, worker
+from vlmserve.cli.fields import flag
 from vlmserve.cli.help import HelpfulCommand, group
 from vlmserve.cli.keys import keys
 from vlmserve.cli.options import command
 from vlmserve.cli.sources import Origins
 from vlmserve.cli.spellings import SettingsCommand
-from vlmserve.config import BUILT_IN_MODEL, EngineConfig, MediaConfig, Quantize, Scheme, ServerConfig
+from vlmserve.config import BUILT_IN_MODEL, EngineConfig, MediaConfig, ServerConfig
 from vlmserve.errors import ConfigurationError
 from vlmserve.loadtest.settings import GoalConfig, LoadConfig, TargetConfig, TestConfig, WorkloadConfig
+from vlmserve.quantization import QuantizationConfig, Quantize, Scheme, engine_name
+from vlmserve.settings import read_settings
 
 app = group(help="Serve vision-language models over an OpenAI-compatible API.")
 evaluations = group(help="Measure how well a model answers.")
@@ -46,7 +48,8 @@ COMMON_LOAD_FIELDS = (
 )  # fmt: skip
 """Settings that most load tests are run with."""
 
-QUANTIZATION_DETAILS = tuple(name for name in EngineConfig.model_fields if name.startswith("quantize_"))
+QUANTIZATION_FIELDS = tuple(name for name in QuantizationConfig.model_fields if name != "scheme")
+QUANTIZATION_DETAILS = tuple(name for name in map(engine_name, QUANTIZATION_FIELDS) if name.startswith("quantize_"))
 
 
 def _schemes(names: list[str] | None) -> tuple[str, ...]:
@@ -314,12 +317,15 @@ def verify(
 
 
 @app.command(cls=SettingsCommand)
-@command(("revision", "mmproj", "kernels", "num_threads", *QuantizeConfig.model_fields))
+@command(("revision", "mmproj", "kernels", "num_threads", *QUANTIZATION_FIELDS))
 def quantize(
     engine: EngineConfig,
-    how: QuantizeConfig,
+    how: QuantizationConfig,
     model: Annotated[str, typer.Argument(help="Local folder or .gguf file, or Hugging Face repository id.")],
     out: Annotated[Path | None, typer.Argument(help="A new folder, or an unfinished one to go on with.")] = None,
+    bits: Annotated[
+        Literal["8", "4"], typer.Option(metavar="8|4", help="Bits of weights; output heads have 8 at least.")
+    ] = "8",
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show how much memory the model would take.")] = False,
 ) -> None:
     """Write a checkpoint with its weights in 8 or 4 bits.
@@ -327,6 +333,8 @@ def quantize(
     For example: vlmserve quantize MODEL OUT --method gptq --bits 4. All commands load the folder like any other. With 8
     bits, --symmetric or --zero-points it is in the compressed-tensors format, which other servers read as well.
     """
+    given = how.model_dump(exclude_unset=True)
+    how = read_settings(QuantizationConfig, {**given, "scheme": f"int{bits}"}, flag)
     if dry_run:
         from vlmserve.cli.estimate import show_estimate
 

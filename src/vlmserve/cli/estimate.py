@@ -8,8 +8,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from vlmserve.calibration.settings import QuantizeConfig
-from vlmserve.config import EngineConfig, QuantizationConfig
+from vlmserve.config import EngineConfig
 from vlmserve.devices.choice import find_device
 from vlmserve.engine.engine import USUAL_TOKENS
 from vlmserve.errors import ConfigurationError
@@ -17,9 +16,10 @@ from vlmserve.kernels.quantized import GROUP_SIZES
 from vlmserve.models.estimate import MemoryEstimate
 from vlmserve.models.hub import resolve_model
 from vlmserve.models.quantized import check_groups
+from vlmserve.quantization import QuantizationConfig
 
 
-def show_estimate(engine: EngineConfig, how: QuantizeConfig) -> None:
+def show_estimate(engine: EngineConfig, how: QuantizationConfig) -> None:
     """Print a row for each scheme and one for what the flags say."""
     folder = resolve_model(engine.model, engine.revision, engine.mmproj)
     estimate = MemoryEstimate(folder, find_device("auto"), engine.kernels)
@@ -41,11 +41,10 @@ def show_estimate(engine: EngineConfig, how: QuantizeConfig) -> None:
     console.print(table)
 
 
-def _schemes(estimate: MemoryEstimate, how: QuantizeConfig) -> Iterator[tuple[str, QuantizationConfig | None]]:
+def _schemes(estimate: MemoryEstimate, asked: QuantizationConfig) -> Iterator[tuple[str, QuantizationConfig | None]]:
     """What there is, without the sizes of groups that do not divide the inputs of a layer, and what the flags say."""
-    asked = how.quantization
     check_groups(estimate.model, asked)
-    usual = asked.model_copy(update={"overrides": {}})
+    usual = asked.model_copy(update={"layers": (), "weight_memory": None})
     yield "plain", None
     yield "int8", usual.model_copy(update={"scheme": "int8"})
     for size in GROUP_SIZES:
@@ -55,5 +54,5 @@ def _schemes(estimate: MemoryEstimate, how: QuantizeConfig) -> Iterator[tuple[st
         except ConfigurationError:
             continue
         yield f"int4, groups of {size}", config
-    if how.weight_memory is None:
+    if asked.weight_memory is None:
         yield "these flags", asked

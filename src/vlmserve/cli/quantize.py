@@ -9,15 +9,15 @@ from rich.console import Console
 from rich.progress import Progress
 
 from vlmserve.calibration.quantizing import quantize_checkpoint
-from vlmserve.calibration.settings import QuantizeConfig
 from vlmserve.config import EngineConfig
 from vlmserve.engine.loading import set_threads
 from vlmserve.models.hub import resolve_model
+from vlmserve.quantization import QuantizationConfig
 
 NOTES_SHOWN = 8
 
 
-def run_quantize(engine: EngineConfig, how: QuantizeConfig, out: Path) -> None:
+def run_quantize(engine: EngineConfig, how: QuantizationConfig, out: Path) -> None:
     """Write the quantized checkpoint, with a progress bar, and say what it saves and what went wrong."""
     folder = resolve_model(engine.model, engine.revision, engine.mmproj)
     set_threads(engine.num_threads)

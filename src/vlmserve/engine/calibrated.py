@@ -36,12 +36,14 @@ DIGEST_BYTES = 16
 
 
 class Job(msgspec.Struct, frozen=True):
-    """What the process is told, one line of JSON. folder: the checkpoint. place: the copy. settings: of the command
-    `vlmserve quantize`, by their names."""
+    """What the process is told, one line of JSON."""
 
     folder: str
+    """The checkpoint."""
     place: str
+    """The copy."""
     settings: dict[str, Any]
+    """A `QuantizationConfig`."""
     kernels: str
     num_threads: int | None
     log_level: int
@@ -54,7 +56,7 @@ def calibrated_copy(config: EngineConfig, folder: Path) -> Path:
     Raises ConfigurationError for settings that do not fit, a full disk, and a cache that cannot be written to.
     """
     Description.read_plain(folder)
-    settings = _settings(config)
+    settings = config.quantization.model_dump(mode="json")
     place = cache_folder() / _digest(folder, settings)
     if place.is_dir():
         logger.info("Calibrated weights are read from %s", place)
@@ -105,22 +107,6 @@ def check_answer(answer: bytes, status: int) -> None:
         raise msgspec.json.decode(answer, type=Failure).error()
     if status:
         raise ModelLoadError(f"the process that calibrates ended with status {status}")
-
-
-def _settings(config: EngineConfig) -> dict[str, Any]:
-    """Of the command, as its `QuantizeConfig` names them."""
-    only_some = config.quantize == "none" and config.weight_memory is None
-    return {
-        "method": config.quantize_method,
-        "bits": 4 if config.quantize == "int4" else 8,
-        "group_size": config.quantize_group_size,
-        "symmetric": config.quantize_symmetric,
-        "vision": config.quantize_vision,
-        "layers": [*(("*=none",) if only_some else ()), *config.quantize_layers],
-        "weight_memory": config.weight_memory,
-        "calibration": config.quantize_calibration,
-        "calibration_tokens": config.quantize_calibration_tokens,
-    }
 
 
 def _digest(folder: Path, settings: dict[str, Any]) -> str:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from vlmserve.config import EngineConfig, QuantizationConfig
+from vlmserve.config import EngineConfig
 from vlmserve.cores import MAX_SPINS, SPIN_VARIABLE, engine_threads, spinning_is_bounded
 from vlmserve.devices.choice import find_device
 from vlmserve.devices.ranks import device_of_rank
@@ -25,6 +25,7 @@ from vlmserve.models.load_settings import LoadSettings
 from vlmserve.models.protocols import LanguageModel, LoadedModel
 from vlmserve.models.registry import load_model
 from vlmserve.models.weights_cache import WeightsCache
+from vlmserve.quantization import QuantizationConfig
 from vlmserve.runner.memory import num_kv_blocks, run_largest_encoding, run_largest_step, run_longest_step
 
 logger = logging.getLogger(__name__)
@@ -39,14 +40,14 @@ def load(config: EngineConfig, folder: Path | None = None, ranks: Ranks | None =
         raise ConfigurationError("--tensor-parallel-size is for engines: this runs a model on one device")
     set_threads(config.num_threads, config.tensor_parallel_size)
     folder = resolve_model(config.model, config.revision, config.mmproj) if folder is None else folder
-    quantization: QuantizationConfig | None = config.quantization
-    if config.calibrates:
+    quantization = config.quantization
+    if quantization.calibrates:
         if config.model_impl == "transformers":
             raise ConfigurationError(
                 "--quantize-method and --weight-memory are for vlmserve's own implementations, not for --model-impl "
                 "transformers: leave one of them out"
             )
-        folder, quantization = calibrated_copy(config, folder), None
+        folder, quantization = calibrated_copy(config, folder), QuantizationConfig()
     settings = LoadSettings(
         device=find_device(config.device) if ranks is None else rank_device(config, ranks.rank),
         dtype=None if config.dtype == "auto" else getattr(torch, config.dtype),

@@ -54,7 +54,7 @@ class RankProcesses:
                 raise ConfigurationError(f"{flag} is for models on one device: leave --tensor-parallel-size out")
         size, device = config.tensor_parallel_size, rank_device(config, 0)
         folder = resolve_model(config.model, config.revision, config.mmproj) if folder is None else folder
-        if config.calibrates:
+        if config.quantization.calibrates:
             calibrated_copy(config, folder)  # before ranks wait for each other
         directory = socket_directory()
         self._processes = [_Process(config, folder, directory, rank) for rank in range(1, size)]

@@ -10,12 +10,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from vlmserve.config import QuantizationConfig
 from vlmserve.layers.linear import Embedding, MergedLinear, TiedEmbedding, Weight
 from vlmserve.models.packed import read_weight
 from vlmserve.models.weights import Checkpoint, weight_names
 from vlmserve.quant.formats.layout import Layout
 from vlmserve.quant.methods.rtn import round_to_nearest
+from vlmserve.quantization import QuantizationConfig
 
 EMBEDDINGS, HEAD = "language_model.embed_tokens", "language_model.lm_head"
 

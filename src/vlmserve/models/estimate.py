@@ -6,11 +6,11 @@ from pathlib import Path
 
 import torch
 
-from vlmserve.config import QuantizationConfig
 from vlmserve.devices.choice import open_device
 from vlmserve.models.registry import META, Description
 from vlmserve.models.weights import Checkpoint
 from vlmserve.quant.model import expected_memory
+from vlmserve.quantization import QuantizationConfig
 
 BLOCK_SIZE = 16
 """Tokens of the block of keys and values that is measured."""

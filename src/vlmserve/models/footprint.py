@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from vlmserve.config import EngineConfig, Scheme
+from vlmserve.config import EngineConfig
 from vlmserve.errors import ModelLoadError, VLMServeError
 from vlmserve.families.family import BYTES
 from vlmserve.gguf.pair import language_model
@@ -22,6 +22,7 @@ from vlmserve.gguf_header import is_gguf, read_header
 from vlmserve.kernels.isas import SUPERBLOCK, SUPERBLOCK_BYTES, keeps_superblocks
 from vlmserve.memory import free_memory
 from vlmserve.models.files import PICKLES, weight_files
+from vlmserve.quantization import Scheme
 
 LIBRARIES = 320 * 2**20
 """Bytes that an engine's process takes for Python, torch and the smallest caches, whatever the model."""
@@ -103,14 +104,14 @@ def check_memory(config: EngineConfig, folder: Path) -> None:
 
     Files that cannot be read are left to the loader, which says what is wrong with them.
     """
-    if config.calibrates or not _loads_into_main_memory(config):
+    quantization = config.quantization
+    if quantization.calibrates or not _loads_into_main_memory(config):
         return
     plain_bytes = 4 if config.dtype == "float32" else 2
-    quantization = config.quantization
     try:
         needed = footprint(
             folder,
-            quantization.scheme,
+            quantization.usual,
             vision=quantization.vision,
             plain_bytes=plain_bytes,
             kernels=config.kernels,
@@ -124,7 +125,7 @@ def check_memory(config: EngineConfig, folder: Path) -> None:
         return
     said = f"{config.model} needs {_gb(needed)} of memory to load, and {_gb(free)} are free"
     schemes: tuple[Scheme, ...] = ("int8", "int4")
-    if quantization.scheme == "none" and not _is_quantized(folder) and language_model(folder) is None:
+    if quantization.usual == "none" and not _is_quantized(folder) and language_model(folder) is None:
         for scheme in schemes:
             if (other := footprint(folder, scheme).peak) <= free:
                 raise ModelLoadError(f"{said}; with --quantize {scheme} it needs {_gb(other)}")

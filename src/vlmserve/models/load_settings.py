@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from vlmserve.config import ModelImplementation, QuantizationConfig
+from vlmserve.config import ModelImplementation
+from vlmserve.quantization import QuantizationConfig
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,6 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from vlmserve.config import QuantizationConfig
 from vlmserve.errors import ConfigurationError
 from vlmserve.gguf.pair import INDEX as PAIR_INDEX
 from vlmserve.gguf.pair import language_model
@@ -29,6 +28,7 @@ from vlmserve.prompt.gguf import write_prompt_files
 from vlmserve.quant.formats.compressed_tensors import describe, to_bytes, to_tensors
 from vlmserve.quant.methods.rtn import round_to_nearest
 from vlmserve.quant.model import choose_layers
+from vlmserve.quantization import QuantizationConfig
 
 PUBLISHED_NAMES = (
     ("language_model.lm_head.", "lm_head."),

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from vlmserve.config import QuantizationConfig
 from vlmserve.kernels.quantized import QuantizedWeight
 from vlmserve.layers.linear import Linear
 from vlmserve.layers.norm import LayerNorm, RMSNorm
@@ -19,6 +18,7 @@ from vlmserve.quant.methods import awq
 from vlmserve.quant.methods.gptq import DAMPINGS, gptq
 from vlmserve.quant.methods.smoothquant import smoothing_factors
 from vlmserve.quant.statistics import InputStatistics, output_error
+from vlmserve.quantization import QuantizationConfig
 
 logger = logging.getLogger(__name__)
 

@@ -10,13 +10,13 @@ from typing import get_args
 
 from torch import nn
 
-from vlmserve.config import QuantizationConfig, Scheme
 from vlmserve.devices.device import Device
 from vlmserve.errors import ConfigurationError
 from vlmserve.layers.linear import Linear, TiedEmbedding
 from vlmserve.layers.parallel import RowParallelLinear
 from vlmserve.quant.memory import expected_bytes, own_bytes
 from vlmserve.quant.methods.rtn import round_to_nearest
+from vlmserve.quantization import QuantizationConfig, Scheme
 
 logger = logging.getLogger(__name__)
 
@@ -104,7 +104,7 @@ def log_expected_memory(model: nn.Module, device: Device, config: QuantizationCo
     usual = config or QuantizationConfig()
     expected = expected_memory(model, device, config)
     others = {
-        scheme: expected_memory(model, device, usual.model_copy(update={"scheme": scheme, "overrides": {}}))
+        scheme: expected_memory(model, device, usual.model_copy(update={"scheme": scheme, "layers": ()}))
         for scheme in get_args(Scheme)
     }
     logger.info(
@@ -122,14 +122,15 @@ def choose_layers(model: nn.Module, config: QuantizationConfig) -> Iterator[tupl
     have few weights, and numbers of inputs that groups do not divide. Raises ConfigurationError for an override that
     fits no layer.
     """
-    unused = set(config.overrides)
+    overrides = config.overrides
+    unused = set(overrides)
     for name, module in model.named_modules():
         if not isinstance(module, Linear | TiedEmbedding):
             continue
-        fitting = [pattern for pattern in config.overrides if fnmatchcase(name, pattern)]
+        fitting = [pattern for pattern in overrides if fnmatchcase(name, pattern)]
         unused -= set(fitting)
-        usual = config.scheme if config.vision or name.startswith("language_model.") else "none"
-        scheme = config.overrides[fitting[-1]] if fitting else usual
+        usual = config.usual if config.vision or name.startswith("language_model.") else "none"
+        scheme = overrides[fitting[-1]] if fitting else usual
         if scheme != "none":
             yield name, module, 8 if name.endswith(HEADS) or module.weight.ndim != 2 else BITS[scheme]
     if unused:

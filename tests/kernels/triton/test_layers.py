@@ -29,7 +29,6 @@ from tests.checkpoints import make_llama, make_text_model
 from tests.kernels.triton.interpreted import CPU, InterpretedDevice, randomize_norms
 from tests.kernels.triton.interpreted import loaded as loaded_model
 from tests.paged import BlockTables, PagedRun
-from vlmserve.config import QuantizationConfig
 from vlmserve.devices.torch_device import TorchDevice
 from vlmserve.kernels.adapters import AdapterRows, Change, LowRank
 from vlmserve.kernels.triton import products
@@ -38,6 +37,7 @@ from vlmserve.layers.layer import arrange_layers
 from vlmserve.layers.norm import RMSNorm
 from vlmserve.models.vision.qwen import VisionMLP
 from vlmserve.models.vision.qwen_spec import QwenVisionSpec
+from vlmserve.quantization import QuantizationConfig
 from vlmserve.runner.memory import run_longest_step
 
 pytestmark = pytest.mark.skipif(
