@@ -111,6 +111,39 @@ def test_only_penalties_that_look_at_something_penalize():
         assert SamplingParams(**params, repeat_last_n=64).penalizes
 
 
+READ_TOKENS = {
+    "repetition_penalty": 1.5,
+    "frequency_penalty": 0.5,
+    "presence_penalty": 0.5,
+    "no_repeat_ngram_size": 3,
+    "bad_token_ids": ((5, 6),),
+    "thinking_token_budget": 9,
+    "grammar": Grammar.json_object(),
+    "structured_outputs": {"json_object": True},
+    "guided_decoding": {"json_object": True},
+}
+NEED_HOST = {
+    **{name: READ_TOKENS[name] for name in ("grammar", "structured_outputs", "guided_decoding")},
+    "allowed_token_ids": (5,),
+    "logprobs": 0,
+}
+OTHERS = {
+    "n": 2, "best_of": 3, "temperature": 0.5, "top_k": 4, "top_p": 0.5, "min_p": 0.5, "logit_bias": {5: 1.0}, "seed": 3,
+    "repeat_last_n": 5, "no_repeat_ngram_window": 5, "prompt_logprobs": 2, "stop": "a", "stop_token_ids": (5,),
+    "ignore_eos": True, "max_tokens": 5, "min_tokens": 2, "bad_words": ("a",), "include_stop_str_in_output": True,
+    "skip_special_tokens": False, "spaces_between_special_tokens": False, "truncate_prompt_tokens": 5,
+}  # fmt: skip
+
+
+def test_each_parameter_declares_what_it_depends_on():
+    for name, value in (READ_TOKENS | NEED_HOST | OTHERS).items():
+        params = SamplingParams(**{name: value})
+        assert (params.reads_tokens, params.needs_host) == (name in READ_TOKENS, name in NEED_HOST), name
+    assert not SamplingParams(bad_token_ids=((5,), (6,))).reads_tokens
+    # Named tokens come with logprobs only.
+    assert {*READ_TOKENS, *NEED_HOST, *OTHERS, "logprob_token_ids"} == set(SamplingParams.__struct_fields__)
+
+
 SCHEMA = {"type": "object", "properties": {"colour": {"type": "string"}}}
 
 

@@ -331,9 +331,21 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     @property
     def penalizes(self) -> bool:
-        """Whether what was said before changes what comes now."""
+        """Whether penalties apply."""
         penalties = (self.repetition_penalty, self.frequency_penalty, self.presence_penalty)
         return penalties != (1, 0, 0) and self.repeat_last_n != 0
+
+    @property
+    def reads_tokens(self) -> bool:
+        """Whether a token cannot be sampled before the host knows the tokens before it."""
+        has_phrases = any(len(word) > 1 for word in self.bad_token_ids)
+        has_rules = has_phrases or self.no_repeat_ngram_size > 0 or self.thinking_token_budget is not None
+        return has_rules or self.penalizes or self.grammar is not None
+
+    @property
+    def needs_host(self) -> bool:
+        """Whether the host takes part in sampling a token: it makes a mask, or returns logprobs."""
+        return self.grammar is not None or self.allowed_token_ids is not None or self.logprobs is not None
 
     @property
     def num_samples(self) -> int:

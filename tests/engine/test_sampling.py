@@ -307,6 +307,15 @@ def test_allowed_tokens_change_no_other_request(folder, model, theirs, schedule)
     assert outputs[1] != plain[1]
 
 
+@with_kernels("static")
+def test_end_of_restricted_answer_changes_no_other(folder, model, theirs):
+    texts, plain = prompts(model)[:2], theirs()
+    first = {"allowed_token_ids": list(range(model.config.vocab_size)), "stop_token_ids": [plain[0][2]]}
+    ended, other = run(engine_for(folder), texts, first, {})
+    assert len(ended.token_ids) <= 3
+    assert other.token_ids == plain[1]
+
+
 def test_logprobs_of_named_tokens_are_returned(folder, model):
     [plain] = run(engine_for(folder), prompts(model)[:1], {"logprobs": 20})
     wanted = [*(token for token, _ in plain.logprobs[0].top[5:8]), 3]

@@ -137,14 +137,12 @@ class TokenSampler:
 
 
 def can_draw_later(batch: Sequence[ScheduledRequest]) -> bool:
-    """Whether at most one token of each request is wanted, and nothing on the host has a say in it."""
+    """Whether at most one token of each request is wanted, and the host does not take part in sampling it."""
     return all(
         request.num_sampled <= 1
         and not request.draft_token_ids
-        and request.state.guide is None
-        and request.state.permitted is None
+        and not request.state.params.needs_host
         and request.state.forced is None
-        and request.state.params.logprobs is None
         for request in batch
     )
 

@@ -19,7 +19,7 @@ def plan_ahead(
     """
     for scheduled, request in step:
         whole = scheduled.start + scheduled.num_tokens == len(request.token_ids)
-        if not whole or _depends_on_tokens(request):
+        if not whole or not _can_continue_on_device(request):
             return None
     following = [(one, one.num_uncomputed + 1) for _, one in step if len(one.token_ids) + 1 < one.max_len]
     if not following or not resources.may_plan_ahead(following):
@@ -44,10 +44,8 @@ def forget_ended(requests: Mapping[str, Request], step: SchedulerOutput, output:
                 results.pop(request_id, None)
 
 
-def _depends_on_tokens(request: Request) -> bool:
-    """Whether the next token has to be known to compute the one after it, or asked for as it is computed."""
-    params = request.params
-    depends = params.grammar is not None or params.penalizes or params.logprobs is not None
-    depends = depends or params.no_repeat_ngram_size > 0 or any(len(word) > 1 for word in params.bad_token_ids)
-    depends = depends or (params.thinking_token_budget is not None and request.thoughts is not None)
-    return depends or request.max_short_len is not None or request.prompt_logprobs is not None
+def _can_continue_on_device(request: Request) -> bool:
+    """Whether the device may compute the token after the next one before the host knows the next one."""
+    if request.params.reads_tokens or request.params.needs_host:
+        return False
+    return request.max_short_len is None and request.prompt_logprobs is None
