@@ -11,10 +11,10 @@ import contextlib
 import itertools
 import os
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any, Literal, Self, TypeVar, Unpack, overload
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, Unpack, cast, overload
 
 from vlmserve.cancellation import run_in_thread
 from vlmserve.config import BUILT_IN_MODEL
@@ -22,37 +22,29 @@ from vlmserve.errors import ForkError, InvalidRequestError, UnavailableError, VL
 from vlmserve.frontend.client import EngineClient
 from vlmserve.frontend.engine_stream import EngineStream
 from vlmserve.offline import Generation, LoRARequest, OfflineRequest, Prepared, fitted
-from vlmserve.offline_calls import (
-    Adapters,
-    Call,
-    ChatOptions,
-    Conversation,
-    OnError,
-    Outcome,
-    Params,
-    ParsedModel,
-    Prompts,
-    TextPrompt,
-    adapters_of,
-    check_arguments,
-    is_conversation,
-    is_prompt,
-)
+from vlmserve.offline_calls import Call, Conversation, Outcome
 from vlmserve.offline_engine import AdapterNames
-from vlmserve.offline_options import LLMOptions, set_up
-from vlmserve.outputs import RequestOutput
+from vlmserve.offline_model import OfflineModel
+from vlmserve.offline_options import LLMOptions
 from vlmserve.types import SamplingParams
 
+if TYPE_CHECKING:
+    from vlmserve.offline_calls import Adapters, ChatOptions, Conversations, Model, OnError, Params, TextPrompts
+    from vlmserve.outputs import RequestOutput
+
 Result = TypeVar("Result")
-Model = TypeVar("Model", bound=ParsedModel)
 
 
-class AsyncLLM:
+class AsyncLLM(OfflineModel[AsyncGenerator[str, None]]):
     """A model that answers in a process of its own, for one event loop.
 
     Options are those of `LLM`. Use it as an asynchronous context manager, or call `close` at the end; the model is
     loaded at first, or by `start`. Calls may run at the same time, and their requests share the engine's steps. A
     task that is cancelled ends its requests in the engine.
+
+    `chat` and `generate` return a coroutine, or with ``stream=True`` an asynchronous iterator; `stream` returns an
+    asynchronous iterator. If several items are wrong, the error names the first. Answers that are sampled without a
+    seed depend on which images are ready first.
 
     Raises ConfigurationError for an unknown or impossible option; `start` and the first call raise ModelLoadError for a
     checkpoint that cannot be served. Every call raises EngineDeadError once the engine's process has died, ForkError in
@@ -60,9 +52,7 @@ class AsyncLLM:
     """
 
     def __init__(self, model: str = BUILT_IN_MODEL, **options: Unpack[LLMOptions]) -> None:
-        self._setup = set_up(model, options)
-        self.config, self.default_sampling_params = self._setup.engine, self._setup.params
-        self._prompts = Prompts(self._setup.preparer)
+        super().__init__(model, options)
         self._threads = ThreadPoolExecutor(self._setup.media.threads, "prepare")
         self._ahead = _Ahead(self._setup.offline.prepare_ahead, self._setup.offline.prepare_ahead_memory)
         self._preparing = asyncio.Semaphore(self._setup.media.threads)
@@ -95,164 +85,92 @@ class AsyncLLM:
             with contextlib.suppress(asyncio.CancelledError, VLMServeError):
                 await (await starting).close()
 
-    @overload
-    def chat(
-        self,
-        messages: Conversation | Iterable[Conversation],
-        sampling_params: Params = None,
-        *,
-        stream: Literal[False] = False,
-        on_error: Literal["raise"] = "raise",
-        schema: None = None,
-        **options: Unpack[ChatOptions],
-    ) -> Coroutine[Any, Any, list[RequestOutput]]: ...
+    if TYPE_CHECKING:
 
-    @overload
-    def chat(
-        self,
-        messages: Conversation | Iterable[Conversation],
-        sampling_params: Params = None,
-        *,
-        stream: Literal[False] = False,
-        on_error: Literal["raise"] = "raise",
-        schema: type[Model],
-        **options: Unpack[ChatOptions],
-    ) -> Coroutine[Any, Any, list[Model]]: ...
+        @overload  # type: ignore[override]
+        def chat(
+            self,
+            messages: Conversations,
+            sampling_params: Params = None,
+            use_tqdm: bool = True,
+            *,
+            stream: Literal[False] = False,
+            on_error: Literal["raise"] = "raise",
+            **options: Unpack[ChatOptions],
+        ) -> Coroutine[Any, Any, list[RequestOutput]]: ...
 
-    @overload
-    def chat(
-        self,
-        messages: Conversation | Iterable[Conversation],
-        sampling_params: Params = None,
-        *,
-        stream: Literal[False] = False,
-        on_error: OnError = "raise",
-        schema: Any = None,
-        **options: Unpack[ChatOptions],
-    ) -> Coroutine[Any, Any, list[Any]]: ...
+        @overload
+        def chat(
+            self,
+            messages: Conversations,
+            sampling_params: Params = None,
+            use_tqdm: bool = True,
+            *,
+            stream: Literal[False] = False,
+            on_error: Literal["raise"] = "raise",
+            schema: type[Model],
+            **options: Unpack[ChatOptions],
+        ) -> Coroutine[Any, Any, list[Model]]: ...
 
-    @overload
-    def chat(
-        self,
-        messages: Conversation | Iterable[Conversation],
-        sampling_params: Params = None,
-        *,
-        stream: Literal[True],
-        on_error: OnError = "raise",
-        schema: Any = None,
-        **options: Unpack[ChatOptions],
-    ) -> AsyncGenerator[Any, None]: ...
+        @overload
+        def chat(
+            self,
+            messages: Conversations,
+            sampling_params: Params = None,
+            use_tqdm: bool = True,
+            *,
+            stream: Literal[False] = False,
+            on_error: OnError = "raise",
+            schema: Any = None,
+            **options: Unpack[ChatOptions],
+        ) -> Coroutine[Any, Any, list[Any]]: ...
 
-    def chat(
-        self,
-        messages: Conversation | Iterable[Conversation],
-        sampling_params: Params = None,
-        *,
-        stream: bool = False,
-        on_error: OnError = "raise",
-        schema: Any = None,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-        cache_salt: str | None = None,
-        mm_processor_kwargs: Mapping[str, Any] | None = None,
-        lora_request: Adapters = None,
-        **others: Any,
-    ) -> Any:
-        """Answer one conversation or many, as `LLM.chat` does. Returns a coroutine, or with `stream` an asynchronous
-        iterator of the results in order.
+        @overload
+        def chat(
+            self,
+            messages: Conversations,
+            sampling_params: Params = None,
+            use_tqdm: bool = True,
+            *,
+            stream: Literal[True],
+            on_error: OnError = "raise",
+            schema: Any = None,
+            **options: Unpack[ChatOptions],
+        ) -> AsyncGenerator[Any, None]: ...
 
-        Of several conversations that are wrong, the error names the first. Answers that are drawn at random without a
-        seed depend on which images are ready first.
-        """
-        from vlmserve.frontend.messages import check_conversations
+        def chat(self, *args: Any, **options: Any) -> Any: ...
 
-        check_arguments(AsyncLLM.chat, others)
-        check_conversations(messages)
-        call = self._prompts.chat_call(
-            sampling_params,
-            on_error,
-            schema=schema,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            chat_template_kwargs=chat_template_kwargs,
-            cache_salt=cache_salt,
-            mm_processor_kwargs=mm_processor_kwargs,
-        )
-        if is_conversation(messages):
-            return self._answer(call, lora_request, [messages], stream=stream, is_one=True)
-        return self._answer(call, lora_request, messages, stream=stream)
+        @overload  # type: ignore[override]
+        def generate(
+            self,
+            prompts: TextPrompts,
+            sampling_params: Params = None,
+            use_tqdm: bool = True,
+            *,
+            stream: Literal[False] = False,
+            on_error: OnError = "raise",
+            lora_request: Adapters = None,
+        ) -> Coroutine[Any, Any, list[Any]]: ...
 
-    @overload
-    def generate(
-        self,
-        prompts: TextPrompt | Iterable[TextPrompt],
-        sampling_params: Params = None,
-        *,
-        stream: Literal[False] = False,
-        on_error: OnError = "raise",
-        lora_request: Adapters = None,
-    ) -> Coroutine[Any, Any, list[Any]]: ...
+        @overload
+        def generate(
+            self,
+            prompts: TextPrompts,
+            sampling_params: Params = None,
+            use_tqdm: bool = True,
+            *,
+            stream: Literal[True],
+            on_error: OnError = "raise",
+            lora_request: Adapters = None,
+        ) -> AsyncGenerator[Any, None]: ...
 
-    @overload
-    def generate(
-        self,
-        prompts: TextPrompt | Iterable[TextPrompt],
-        sampling_params: Params = None,
-        *,
-        stream: Literal[True],
-        on_error: OnError = "raise",
-        lora_request: Adapters = None,
-    ) -> AsyncGenerator[Any, None]: ...
+        def generate(self, *args: Any, **options: Any) -> Any: ...
 
-    def generate(
-        self,
-        prompts: TextPrompt | Iterable[TextPrompt],
-        sampling_params: Params = None,
-        *,
-        stream: bool = False,
-        on_error: OnError = "raise",
-        lora_request: Adapters = None,
-        **others: Any,
-    ) -> Any:
-        """Continue one prompt or many, as `LLM.generate` does. For the rest see `chat`."""
-        check_arguments(AsyncLLM.generate, others)
-        call = self._prompts.text_call(sampling_params, on_error)
-        if is_prompt(prompts):
-            return self._answer(call, lora_request, [prompts], stream=stream, is_one=True)
-        return self._answer(call, lora_request, prompts, stream=stream)
-
-    async def stream(
-        self,
-        messages: Conversation,
-        sampling_params: SamplingParams | None = None,
-        *,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-        cache_salt: str | None = None,
-        mm_processor_kwargs: Mapping[str, Any] | None = None,
-        lora_request: LoRARequest | None = None,
-        on_thought: Callable[[str], None] | None = None,
+    async def _texts(
+        self, call: Call, messages: Conversation, params: SamplingParams, on_thought: Callable[[str], None]
     ) -> AsyncGenerator[str, None]:
-        """Yield the text of one answer while it is generated. Closing the iterator ends the request.
-
-        What the other parameters are: as in `LLM.stream`. Raises as that does.
-        """
-        params = sampling_params or self.default_sampling_params
-        if params.num_samples > 1:
-            raise InvalidRequestError("a stream has one answer; leave n and best_of out", param="n")
-        call = self._prompts.chat_call(
-            params,
-            "raise",
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            chat_template_kwargs=chat_template_kwargs,
-            cache_salt=cache_salt,
-            mm_processor_kwargs=mm_processor_kwargs,
-        )
         self._check()
-        adapter = "" if lora_request is None else await self._load_adapter(lora_request)
+        adapter = await self._load_adapter(cast(LoRARequest | None, call.lora_request))
         try:
             prepared = await run_in_thread(self._threads, partial(call.prepare_for, adapter, messages, params))
             request = await self._request(prepared, params)
@@ -261,42 +179,24 @@ class AsyncLLM:
             raise
         [generation] = request.generations
         async with self._streams(request) as [stream]:
-            sent = 0
             async for _ in _taken(stream, generation):
-                while sent < len(generation.said):
-                    said = generation.said[sent]
-                    sent += 1
-                    if said.thought and on_thought is not None:
-                        on_thought(said.thought)
-                    if said.text:
-                        yield said.text
+                for text in generation.take_text(on_thought):
+                    yield text
         if generation.error is not None:
             raise VLMServeError(generation.error)
 
-    def _answer(
-        self, call: Call, lora_request: Adapters, items: Iterable[Any], *, stream: bool, is_one: bool = False
-    ) -> Any:
-        """What `chat` and `generate` return. is_one: whether the caller gave one item and no list."""
-        call.check_options()
-        params = call.params_of(self.default_sampling_params, items)
-        several = adapters_of(lora_request, items)
-        adapters = itertools.repeat(lora_request) if several is None else several
-        results = self._results(call, zip(items, params, adapters, strict=False), items, stream=stream, is_one=is_one)
+    def _answer(self, call: Call, *, stream: bool, use_tqdm: bool) -> Any:
+        params, several = call.params_of(self.default_sampling_params), call.adapters()
+        adapters = itertools.repeat(cast(LoRARequest | None, call.lora_request)) if several is None else several
+        results = self._results(call, zip(call.items, params, adapters, strict=False), stream=stream)
         return results if stream else _listed(results)
 
     async def _results(
-        self,
-        call: Call,
-        wanted: Iterator[tuple[Any, SamplingParams, Any]],
-        items: Iterable[Any],
-        *,
-        stream: bool,
-        is_one: bool,
+        self, call: Call, wanted: Iterator[tuple[Any, SamplingParams, LoRARequest | None]], *, stream: bool
     ) -> AsyncGenerator[Any, None]:
         """In order. Closing it ends all requests. Raises the first error if the call is to."""
         await self._client()
-        if call.on_error == "raise" and isinstance(items, Sequence):
-            await run_in_thread(self._threads, partial(call.check_all, items, is_one=is_one))
+        await run_in_thread(self._threads, call.check_all)
         running: deque[asyncio.Future[Outcome]] = deque()
         window = self._setup.window if stream else None
         numbered = enumerate(wanted)
@@ -305,13 +205,13 @@ class AsyncLLM:
             while True:
                 most = None if window is None else window - len(running)
                 for place, (item, params, adapter) in itertools.islice(numbered, most):
-                    one = self._one(call, place, item, params, adapter, is_one=is_one)
+                    one = self._one(call, place, item, params, adapter)
                     running.append(asyncio.ensure_future(one))
                 if not running:
                     return
                 outcome = await running[0]
                 running.popleft()
-                yield call.result_of(outcome, number, is_one=is_one)
+                yield call.result_of(outcome, number)
                 number += 1
         finally:
             for task in running:
@@ -319,12 +219,12 @@ class AsyncLLM:
             await asyncio.gather(*running, return_exceptions=True)
 
     async def _one(
-        self, call: Call, number: int, item: Any, params: SamplingParams, adapter: LoRARequest | None, *, is_one: bool
+        self, call: Call, number: int, item: Any, params: SamplingParams, adapter: LoRARequest | None
     ) -> Outcome:
         """What comes of one item. Raises what is wrong with it if the call is to."""
         try:
             async with self._ahead.place() as place:
-                name = "" if adapter is None else await self._load_adapter(adapter)
+                name = await self._load_adapter(adapter)
                 async with self._preparing:
                     await self._client()
                     prepared = await run_in_thread(self._threads, partial(call.prepare_for, name, item, params))
@@ -336,7 +236,7 @@ class AsyncLLM:
                     await asyncio.gather(*(_finish(*pair, place) for pair in pairs))
                 return request.result()
         except Exception as error:
-            call.name(error, number, is_one=is_one)
+            call.name(error, number)
             if not isinstance(error, InvalidRequestError) or call.on_error == "raise":
                 raise
             return error
@@ -370,7 +270,7 @@ class AsyncLLM:
     async def _start(self) -> EngineClient:
         client = await EngineClient.start(self.config, self._setup.folder)
         try:
-            self._setup.preparer.fit(client.info)
+            self._preparer.fit(client.info)
         except BaseException:
             await client.close()
             raise
@@ -378,7 +278,7 @@ class AsyncLLM:
 
     async def _request(self, prepared: Prepared, params: SamplingParams) -> OfflineRequest:
         prepared = fitted(prepared, params, (await self._client()).info)
-        return OfflineRequest(f"async-{next(self._ids)}", prepared, params, self._setup.preparer)
+        return OfflineRequest(f"async-{next(self._ids)}", prepared, params, self._preparer)
 
     @contextlib.asynccontextmanager
     async def _streams(self, request: OfflineRequest) -> AsyncGenerator[list[EngineStream], None]:
@@ -390,8 +290,10 @@ class AsyncLLM:
             for stream in streams:
                 stream.close()
 
-    async def _load_adapter(self, wanted: LoRARequest) -> str:
-        """The name under which the engine serves an adapter. Raises AdapterError, UnknownModelError."""
+    async def _load_adapter(self, wanted: LoRARequest | None) -> str:
+        """Have an adapter served; returns its name, "" for the model itself. Raises AdapterError, UnknownModelError."""
+        if wanted is None:
+            return ""
         client = await self._client()
         async with self._adapter_lock:
             name, is_served = self._adapters.find(wanted, {one.name: one.path for one in client.adapters.values()})

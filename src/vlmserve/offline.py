@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -63,6 +64,8 @@ class Generation:
     answer_text: AnswerText
     token_ids: list[int] = field(default_factory=list)
     said: list[Said] = field(default_factory=list)
+    num_taken: int = 0
+    """Entries of `said` that `take_text` has returned."""
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None
     error: str | None = None
@@ -86,6 +89,21 @@ class Generation:
             self.said.append(self.answer_text.finish(output.stop_token_id if keeps_end else None))
             self.stop_token_id, self.error = output.stop_token_id, output.error
             self.finish_reason = "stop" if self.answer_text.stopped else output.finish_reason
+
+    @property
+    def has_text(self) -> bool:
+        """Whether `take_text` has something to return."""
+        return self.num_taken < len(self.said)
+
+    def take_text(self, on_thought: Callable[[str], None]) -> Iterator[str]:
+        """Text of the answer that was not taken yet. on_thought: gets the text of its reasoning."""
+        while self.has_text:
+            said = self.said[self.num_taken]
+            self.num_taken += 1
+            if said.thought:
+                on_thought(said.thought)
+            if said.text:
+                yield said.text
 
     def fail(self, error: str) -> None:
         """End the answer because its outputs cannot be used."""

@@ -6,10 +6,12 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
 from vlmserve.config import OfflineConfig
 from vlmserve.errors import InvalidRequestError, InvalidRequestsError
 from vlmserve.offline import OfflineRequest, Prepared
+from vlmserve.offline_calls import Call
 from vlmserve.offline_engine import SharedEngine
 from vlmserve.outputs import RequestOutput
 from vlmserve.types import SamplingParams
@@ -37,27 +39,24 @@ class _Job:
 class OfflineBatch:
     """Answers to a list, of which no more is prepared ahead than `bounds` says.
 
-    items: what prepares each of them, in a worker thread, and its params. window: how many may be under way or wait for
-    an earlier one; None: any number, as the caller keeps all results anyway. raises: whether to end with an error if
-    something is wrong with any of them. name: adds an item's place to an error. advance: called after each step with
-    the numbers of requests that have finished and of new tokens.
+    items: each with its params and the name of its adapter; worker threads prepare them. window: how many may be in
+    flight or wait for an earlier one; None: any number, as the caller keeps all results anyway. advance: called after
+    each step with the numbers of requests that have finished and of new tokens.
     """
 
     def __init__(
         self,
         engine: SharedEngine,
-        items: Iterator[tuple[Callable[[], Prepared], SamplingParams]],
+        call: Call,
+        items: Iterator[tuple[Any, SamplingParams, str]],
         *,
         bounds: OfflineConfig,
         num_threads: int,
         window: int | None,
-        raises: bool,
-        name: Callable[[Exception, int], None],
         advance: Callable[[int, int], None],
     ) -> None:
-        self._engine, self._items, self._bounds = engine, items, bounds
-        self._num_threads, self._window, self._raises = num_threads, window, raises
-        self._name, self._advance = name, advance
+        self._engine, self._call, self._items, self._bounds = engine, call, items, bounds
+        self._num_threads, self._window, self._advance = num_threads, window, advance
         self._count = self._largest = 0
         self._exhausted = False
         self._unyielded: deque[_Job] = deque()
@@ -106,11 +105,16 @@ class OfflineBatch:
             if found is None:
                 self._exhausted = True
                 return
-            prepare, params = found
+            item, params, adapter = found
             job = _Job(self._count, params)
             self._count += 1
             self._unyielded.append(job)
-            self._preparing.append((job, executor.submit(_measured, prepare, job)))
+            self._preparing.append((job, executor.submit(self._prepare, job, item, adapter)))
+
+    def _prepare(self, job: _Job, item: Any, adapter: str) -> Prepared:
+        prepared = self._call.prepare_for(adapter, item, job.params)
+        job.num_bytes = prepared.num_bytes
+        return prepared
 
     def _admit(self, *, wait: bool) -> None:
         """Give the engine what is prepared, in order, so that seeds do not depend on which is prepared first.
@@ -124,11 +128,11 @@ class OfflineBatch:
                 job.request = self._engine.add(future.result(), job.params)
                 self._running.append(job)
             except Exception as error:
-                self._name(error, job.number)
+                self._call.name(error, job.number)
                 if not isinstance(error, InvalidRequestError):
                     raise
                 job.outcome = error
-                self._errors += [error] if self._raises else []
+                self._errors += [error] if self._call.on_error == "raise" else []
 
     def _step(self) -> None:
         self._engine.step()
@@ -158,9 +162,3 @@ class OfflineBatch:
                 break
             self._admit(wait=True)
         raise self._errors[0] if len(self._errors) == 1 else InvalidRequestsError(self._errors)
-
-
-def _measured(prepare: Callable[[], Prepared], job: _Job) -> Prepared:
-    prepared = prepare()
-    job.num_bytes = prepared.num_bytes
-    return prepared

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from inspect import signature
 from itertools import repeat
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, TypedDict, TypeGuard
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, TypedDict, TypeGuard, TypeVar
 
 import msgspec
 
@@ -25,7 +25,9 @@ if TYPE_CHECKING:
 
 Message: TypeAlias = Mapping[str, Any]
 Conversation: TypeAlias = Sequence[Message]
+Conversations: TypeAlias = Conversation | Iterable[Conversation]
 TextPrompt: TypeAlias = str | Mapping[str, Any] | Sequence[int]
+TextPrompts: TypeAlias = TextPrompt | Iterable[TextPrompt]
 Params: TypeAlias = SamplingParams | Sequence[SamplingParams] | None
 Adapters: TypeAlias = LoRARequest | Sequence[LoRARequest | None] | None
 OnError: TypeAlias = Literal["raise", "return"]
@@ -33,7 +35,7 @@ Outcome: TypeAlias = RequestOutput | InvalidRequestError
 
 
 class ChatOptions(TypedDict, total=False):
-    """Further options of `LLM.chat`, which describes them."""
+    """Further options of `OfflineModel.chat`, which describes them."""
 
     add_generation_prompt: bool
     continue_final_message: bool
@@ -48,6 +50,9 @@ class ParsedModel(Protocol):
 
     @classmethod
     def model_validate_json(cls, json_data: str) -> Any: ...
+
+
+Model = TypeVar("Model", bound=ParsedModel)
 
 
 def check_arguments(method: Callable[..., Any], others: Mapping[str, Any]) -> None:
@@ -73,18 +78,25 @@ _INSTEAD: Mapping[str, str] = {
 
 @dataclass(frozen=True)
 class Call:
-    """What `chat` or `generate` was asked for. kind: what its items are called. prepare, check: of one item.
-    schema: that answers fit, a JSON schema or a pydantic model, if results are objects."""
+    """One use of `chat`, `generate` or `stream`."""
 
     kind: str
+    """What error messages call its items."""
+    items: Iterable[Any]
+    is_one: bool
+    """The caller gave one item and no list."""
     prepare: Callable[[Any], Prepared]
+    """Make the prompt of an item."""
     check: Callable[[Any], None]
+    """Find what is wrong with an item without preparing it."""
     check_grammar: Callable[[Grammar], object]
     sampling_params: Params
     on_error: OnError
+    lora_request: Adapters
     schema: Any = None
+    """That answers fit, a JSON schema or a pydantic model, if results are objects."""
 
-    def check_options(self) -> None:
+    def __post_init__(self) -> None:
         """Raise InvalidRequestError for options that mean nothing."""
         if self.on_error not in ("raise", "return"):
             raise InvalidRequestError(f"on_error must be raise or return, got {self.on_error!r}", param="on_error")
@@ -95,8 +107,8 @@ class Call:
             self.check_grammar(params.grammar)
         return self.prepare(item)._replace(adapter=adapter)
 
-    def params_of(self, default: SamplingParams, items: Iterable[Any]) -> Iterable[SamplingParams]:
-        """For each of the items. Raises InvalidRequestError unless there are as many."""
+    def params_of(self, default: SamplingParams) -> Iterable[SamplingParams]:
+        """Parameters of each item. Raises InvalidRequestError unless there are as many as items."""
         params = default if self.sampling_params is None else self.sampling_params
         if isinstance(params, SamplingParams):
             return repeat(self._with_schema(params))
@@ -105,15 +117,28 @@ class Call:
                 f"sampling_params must be SamplingParams or a list of them, got {params!r:.200}",
                 param="sampling_params",
             )
-        if not isinstance(items, Sequence):
+        if not isinstance(self.items, Sequence):
             raise InvalidRequestError(
                 "inputs from an iterator take one SamplingParams for all", param="sampling_params"
             )
-        if len(params) != len(items):
+        if len(params) != len(self.items):
             raise InvalidRequestError(
-                f"there are {len(items)} {self.kind} and {len(params)} sampling parameters", param="sampling_params"
+                f"there are {len(self.items)} {self.kind} and {len(params)} sampling parameters",
+                param="sampling_params",
             )
         return [self._with_schema(one) for one in params]
+
+    def adapters(self) -> Sequence[LoRARequest | None] | None:
+        """Adapters of each item; None if `lora_request` is one for all, or none.
+
+        Raises InvalidRequestError unless there are as many as items.
+        """
+        wanted = self.lora_request
+        if wanted is None or isinstance(wanted, LoRARequest):
+            return None
+        if not isinstance(self.items, Sequence) or len(self.items) != len(wanted):
+            raise InvalidRequestError("give one lora_request for all, or one or None for each", param="lora_request")
+        return wanted
 
     def _with_schema(self, params: SamplingParams) -> SamplingParams:
         if self.schema is None:
@@ -124,34 +149,39 @@ class Call:
             raise InvalidRequestError("with a schema each result is one object; leave n out", param="n")
         return msgspec.structs.replace(params, grammar=Grammar.json(self.schema))
 
-    def result_of(self, outcome: Outcome, number: int, *, is_one: bool) -> Any:
+    def result_of(self, outcome: Outcome, number: int) -> Any:
         """What the caller gets for an item. Raises AnswerError, or returns it, if there is no object in an answer."""
         if self.schema is None or isinstance(outcome, InvalidRequestError):
             return outcome
         try:
             return _object_in(outcome, self.schema)
         except AnswerError as error:
-            if not is_one:
+            if not self.is_one:
                 error.args = (f"{self.kind}[{number}]: {error}",)
             if self.on_error == "raise":
                 raise
             return error
 
-    def check_all(self, items: Sequence[Any], *, is_one: bool) -> None:
-        """Find what is wrong before anything runs, as far as that is possible without preparing it."""
+    def check_all(self) -> None:
+        """Find what is wrong before anything runs, as far as that is possible without preparing it.
+
+        Items of an iterator, and of a call that returns errors, are checked when their turn comes.
+        """
+        if self.on_error != "raise" or not isinstance(self.items, Sequence):
+            return
         errors: list[InvalidRequestError] = []
-        for number, item in enumerate(items):
+        for number, item in enumerate(self.items):
             try:
                 self.check(item)
             except InvalidRequestError as error:
-                self.name(error, number, is_one=is_one)
+                self.name(error, number)
                 errors.append(error)
         if errors:
             raise errors[0] if len(errors) == 1 else InvalidRequestsError(errors)
 
-    def name(self, error: Exception, number: int, *, is_one: bool) -> None:
+    def name(self, error: Exception, number: int) -> None:
         """Add an item's place in the list to what is said of it."""
-        place = None if is_one else f"{self.kind}[{number}]"
+        place = None if self.is_one else f"{self.kind}[{number}]"
         if isinstance(error, InvalidRequestError):
             error.locate(place)
         elif place is not None:
@@ -181,61 +211,64 @@ class Prompts:
 
     def chat_call(
         self,
+        messages: Conversations,
         sampling_params: Params,
-        on_error: OnError,
-        *,
+        on_error: OnError = "raise",
         schema: Any = None,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
+        lora_request: Adapters = None,
         cache_salt: str | None = None,
-        mm_processor_kwargs: Mapping[str, Any] | None = None,
+        **options: Any,
     ) -> Call:
-        """What `LLM.chat` is asked for. Raises InvalidRequestError."""
-        from vlmserve.frontend.messages import check_cache_salt, with_kwargs
+        """What `OfflineModel.chat` is asked for. Raises InvalidRequestError."""
+        from vlmserve.frontend.messages import check_cache_salt, check_conversations, with_kwargs
 
-        if chat_template_kwargs is not None and not isinstance(chat_template_kwargs, Mapping):
+        check_conversations(messages)
+        if not isinstance(options["template_settings"], Mapping | None):
             raise InvalidRequestError("chat_template_kwargs must be a dict", param="chat_template_kwargs")
         salt = check_cache_salt(cache_salt)
-        with_kwargs((), mm_processor_kwargs)
+        with_kwargs((), options["mm_processor_kwargs"])
         given = [sampling_params] if isinstance(sampling_params, SamplingParams) else sampling_params or ()
-        if continue_final_message and (schema is not None or any(one.grammar is not None for one in given)):
+        if options["continue_final_message"] and (schema is not None or any(one.grammar is not None for one in given)):
             raise InvalidRequestError(
                 "continue_final_message cannot be combined with the format of a whole answer", param="schema"
             )
+        preparer, is_one = self._preparer, is_conversation(messages)
 
         def prepare(conversation: Any) -> Prepared:
-            prompt = self._preparer.chat(
-                conversation,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message,
-                allow_local=True,
-                cache_salt=salt,
-                template_settings=chat_template_kwargs,
-                mm_processor_kwargs=mm_processor_kwargs,
-            )
-            return Prepared(prompt, salt)
+            return Prepared(preparer.chat(conversation, allow_local=True, cache_salt=salt, **options), salt)
 
-        preparer = self._preparer
         return Call(
             "conversations",
+            [messages] if is_one else messages,
+            is_one,
             prepare,
             preparer.check_files,
             preparer.check_grammar,
             sampling_params,
             on_error,
+            lora_request,
             schema,
         )
 
-    def text_call(self, sampling_params: Params, on_error: OnError) -> Call:
-        """What `LLM.generate` is asked for."""
+    def text_call(
+        self,
+        prompts: TextPrompts,
+        sampling_params: Params,
+        on_error: OnError,
+        lora_request: Adapters,
+    ) -> Call:
+        """What `OfflineModel.generate` is asked for."""
+        is_one = is_prompt(prompts)
         return Call(
             "prompts",
+            [prompts] if is_one else prompts,
+            is_one,
             self._text_prompt,
             self._check_prompt,
             self._preparer.check_grammar,
             sampling_params,
             on_error,
+            lora_request,
         )
 
     def _text_prompt(self, prompt: TextPrompt) -> Prepared:
@@ -308,16 +341,6 @@ _FILES = (str, bytes, os.PathLike, list, tuple)
 
 def _listed(one_or_many: Any) -> list[Any]:
     return list(one_or_many) if isinstance(one_or_many, list | tuple) else [one_or_many]
-
-
-def adapters_of(wanted: Adapters, items: Iterable[Any]) -> Sequence[LoRARequest | None] | None:
-    """The adapters of the items; None if `wanted` is one for all, or none. Raises InvalidRequestError unless there are
-    as many as items."""
-    if wanted is None or isinstance(wanted, LoRARequest):
-        return None
-    if not isinstance(items, Sequence) or len(items) != len(wanted):
-        raise InvalidRequestError("give one lora_request for all, or one or None for each", param="lora_request")
-    return wanted
 
 
 def is_conversation(messages: object) -> TypeGuard[Conversation]:
