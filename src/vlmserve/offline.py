@@ -92,7 +92,7 @@ class Generation:
 
     @property
     def has_text(self) -> bool:
-        """Whether `take_text` has something to return."""
+        """Text that `take_text` has not returned yet exists."""
         return self.num_taken < len(self.said)
 
     def take_text(self, on_thought: Callable[[str], None]) -> Iterator[str]:

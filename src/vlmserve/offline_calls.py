@@ -81,7 +81,7 @@ class Call:
     """One use of `chat`, `generate` or `stream`."""
 
     kind: str
-    """What error messages call its items."""
+    """The word for its items in error messages."""
     items: Iterable[Any]
     is_one: bool
     """The caller gave one item and no list."""
@@ -94,7 +94,7 @@ class Call:
     on_error: OnError
     lora_request: Adapters
     schema: Any = None
-    """That answers fit, a JSON schema or a pydantic model, if results are objects."""
+    """A JSON schema or a pydantic model that answers fit, if results are objects."""
 
     def __post_init__(self) -> None:
         """Raise InvalidRequestError for options that mean nothing."""
@@ -219,7 +219,7 @@ class Prompts:
         cache_salt: str | None = None,
         **options: Any,
     ) -> Call:
-        """What `OfflineModel.chat` is asked for. Raises InvalidRequestError."""
+        """Make the call of `OfflineModel.chat`. options: of `RequestPreparer.chat`. Raises InvalidRequestError."""
         from vlmserve.frontend.messages import check_cache_salt, check_conversations, with_kwargs
 
         check_conversations(messages)
@@ -257,7 +257,7 @@ class Prompts:
         on_error: OnError,
         lora_request: Adapters,
     ) -> Call:
-        """What `OfflineModel.generate` is asked for."""
+        """Make the call of `OfflineModel.generate`."""
         is_one = is_prompt(prompts)
         return Call(
             "prompts",

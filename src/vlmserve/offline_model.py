@@ -164,7 +164,7 @@ class OfflineModel(ABC, Generic[Texts]):
         lora_request: LoRARequest | None = None,
         on_thought: Callable[[str], None] | None = None,
     ) -> Texts:
-        """Return an iterator over the text of one answer as it is generated. Closing it ends the request.
+        """Return an iterator that yields the text of one answer during generation. Closing it ends the request.
 
         on_thought: gets the text of what the model thinks before it answers, as it is generated. For the rest see
         `chat`. Raises as `chat` does, and VLMServeError if the request fails while it runs, when the iterator advances.
@@ -186,13 +186,13 @@ class OfflineModel(ABC, Generic[Texts]):
 
     @abstractmethod
     def _answer(self, call: Call, *, stream: bool, use_tqdm: bool) -> Any:
-        """What `chat` and `generate` return."""
+        """Return the results of `chat` or `generate`."""
 
     @abstractmethod
     def _texts(
         self, call: Call, messages: Conversation, params: SamplingParams, on_thought: Callable[[str], None]
     ) -> Texts:
-        """What `stream` returns."""
+        """Return the iterator of `stream`."""
 
 
 def _ignore(thought: str) -> None:

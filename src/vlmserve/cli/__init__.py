@@ -4,36 +4,30 @@ from __future__ import annotations
 
 from os.path import expanduser
 from pathlib import Path
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Literal
 
 import typer
 
 from vlmserve.cli.cluster import cluster, gateway, worker
-from vlmserve.cli.fields import flag
+from vlmserve.cli.evaluations import evaluations
+from vlmserve.cli.fields import LOCAL_FIELDS, QUANTIZATION_FIELDS, flag
 from vlmserve.cli.help import HelpfulCommand, group
 from vlmserve.cli.keys import keys
-from vlmserve.cli.options import command
+from vlmserve.cli.options import command, schemes
 from vlmserve.cli.sources import Origins
 from vlmserve.cli.spellings import SettingsCommand
 from vlmserve.config import BUILT_IN_MODEL, EngineConfig, MediaConfig, ServerConfig
 from vlmserve.errors import ConfigurationError
 from vlmserve.loadtest.settings import GoalConfig, LoadConfig, TargetConfig, TestConfig, WorkloadConfig
-from vlmserve.quantization import QuantizationConfig, Quantize, Scheme, engine_name
+from vlmserve.quantization import QuantizationConfig
 from vlmserve.settings import read_settings
 
 app = group(help="Serve vision-language models over an OpenAI-compatible API.")
-evaluations = group(help="Measure how well a model answers.")
 app.add_typer(evaluations, name="eval")
 app.add_typer(keys, name="keys")
 app.add_typer(cluster, name="cluster")
 app.command(cls=SettingsCommand)(worker)
 app.command(cls=SettingsCommand)(gateway)
-
-LOCAL_FIELDS = (
-    "model", "revision", "mmproj", "engine", "device", "dtype", "model_impl", "chat_template", "quantize",
-    "max_model_len", "kv_cache_memory", "kv_cache_dtype", "num_threads",
-)  # fmt: skip
-"""Settings that matter where one person asks one thing at a time."""
 
 COMMON_FIELDS = (
     "mmproj", "host", "port", "served_model_name", "api_key", "api_keys_file", "device", "tensor_parallel_size",
@@ -47,20 +41,6 @@ COMMON_LOAD_FIELDS = (
     "dataset_path", "max_concurrency", "request_rate", "duration", "slo", "find_rate",
 )  # fmt: skip
 """Settings that most load tests are run with."""
-
-QUANTIZATION_FIELDS = tuple(name for name in QuantizationConfig.model_fields if name != "scheme")
-QUANTIZATION_DETAILS = tuple(name for name in map(engine_name, QUANTIZATION_FIELDS) if name.startswith("quantize_"))
-
-
-def _schemes(names: list[str] | None) -> tuple[str, ...]:
-    """The ways of quantizing that were named, or all that round no inputs. Raises ConfigurationError for one that does
-    not exist."""
-    known = get_args(Quantize)
-    for name in names or ():
-        if name not in known:
-            raise ConfigurationError(f"--scheme {name}: must be one of {', '.join(known)}")
-    return tuple(names or get_args(Scheme))
-
 
 Url = Annotated[str | None, typer.Option(help="Ask the server at this URL instead of loading a model.")]
 MaxTokens = Annotated[
@@ -265,7 +245,7 @@ def bench(
     """Measure prefill, decode and vision throughput, and compare it with this machine's limits and with torch."""
     from vlmserve.cli.bench import run_bench
 
-    run_bench(engine, _schemes(scheme), tuple(concurrency or (1, 16, 64)), json, every=all_kernels, compare=compare)
+    run_bench(engine, schemes(scheme), tuple(concurrency or (1, 16, 64)), json, every=all_kernels, compare=compare)
 
 
 @app.command(cls=SettingsCommand)
@@ -422,135 +402,3 @@ def merge_lora(
             lambda done, total: progress.update(bar, completed=done, total=total),
         )
     Console().print(f"{changed} tensors changed. Try it: vlmserve serve {out}", highlight=False, soft_wrap=True)
-
-
-@evaluations.command("pixie", cls=SettingsCommand)
-@command((*LOCAL_FIELDS, *QUANTIZATION_DETAILS, "kernels"))
-def eval_pixie(
-    engine: EngineConfig,
-    media: MediaConfig,
-    per_task: Annotated[int, typer.Option(metavar="INT", min=1, help="Held-out examples of each task.")] = 200,
-    task: Annotated[list[str] | None, typer.Option(help="Only this task; may be repeated.")] = None,
-    mistakes: Annotated[int, typer.Option(metavar="INT", min=0, help="Wrong answers to show of each task.")] = 0,
-    write: Annotated[bool, typer.Option("--write", help="Write the table into the model's card, README.md.")] = False,
-) -> None:
-    """Measure the exact-match accuracy of pixie, or of a model like it, on held-out images."""
-    from rich.console import Console
-    from rich.progress import Progress
-
-    from vlmserve.llm import LLM
-    from vlmserve.models.hub import resolve_model
-    from vlmserve.pixie.evaluation import evaluate, greedy_answers, write_card
-    from vlmserve.pixie.questions import TASKS
-
-    if unknown := set(task or ()) - set(TASKS):
-        raise ConfigurationError(f"--task {', '.join(sorted(unknown))}: known tasks are {', '.join(TASKS)}")
-    card = resolve_model(engine.model, engine.revision) / "README.md"
-    if write and (task or not card.is_file()):
-        raise ConfigurationError("--write needs all tasks" if task else f"there is no model card {card}")
-    llm = LLM(**engine.model_dump(exclude_unset=True), **media.model_dump(exclude_unset=True))
-    with Progress(console=Console(stderr=True)) as progress:
-        bar = progress.add_task("Asking")
-        report = evaluate(
-            greedy_answers(llm),
-            per_task=per_task,
-            tasks=task,
-            progress=lambda done, total: progress.update(bar, completed=done, total=total),
-        )
-    typer.echo(report.to_markdown())
-    for name, result in report.tasks.items():
-        for mistake in result.mistakes[:mistakes]:
-            typer.echo(
-                f"{name} {mistake.seed}: {mistake.question!r}: {mistake.answer!r} instead of {mistake.expected!r}"
-            )
-    if write:
-        write_card(card, report)
-        typer.echo(f"Written into {card}")
-
-
-@evaluations.command("routing", cls=SettingsCommand)
-@command((*LOCAL_FIELDS, *QUANTIZATION_DETAILS, "kernels", "max_lora_rank"))
-def eval_routing(
-    engine: EngineConfig,
-    adapter: Annotated[str, typer.Argument(help="An X-LoRA checkpoint: local folder or Hugging Face id.")],
-    question: Annotated[str, typer.Argument(help="What to ask.")],
-    image: Annotated[list[Path] | None, typer.Option(metavar="FILE", help="About this image; may be repeated.")] = None,
-    tokens: Annotated[int, typer.Option(metavar="INT", min=1, help="Most tokens of the answer.")] = 64,
-    plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw the scalings of all tokens: an SVG.")] = None,
-) -> None:
-    """Show which adapters X-LoRA gives the tokens of a question, its images and its answer."""
-    from vlmserve.adapters.location import find_adapter
-    from vlmserve.routing import Router
-
-    parts: list[dict[str, object]] = [{"type": "image", "image": str(path)} for path in image or ()]
-    conversation = [{"role": "user", "content": [*parts, {"type": "text", "text": question}]}]
-    routing = Router(engine, find_adapter(adapter)).route(conversation, tokens)
-    typer.echo(routing.answer)
-    typer.echo(routing.to_markdown())
-    if plot is not None:
-        plot.write_text(routing.to_svg(), "utf-8")
-        typer.echo(f"Written: {plot}")
-
-
-@evaluations.command("perplexity", cls=SettingsCommand)
-@command(("revision", "device", "dtype", "kernels", "kv_cache_dtype", "num_threads", *QUANTIZATION_DETAILS))
-def eval_perplexity(
-    engine: EngineConfig,
-    model: Annotated[str, typer.Argument(help="Short name, local folder or .gguf file, or Hugging Face id.")],
-    scheme: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="none|int8|int4", help="May be repeated; the first is what others are compared with; default: all."
-        ),
-    ] = None,
-    text: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="A text file; default: the manual that comes with Python.")
-    ] = None,
-    tokens: Annotated[int, typer.Option(metavar="INT", min=2, help="Number of tokens of the text to use.")] = 32768,
-    window: Annotated[int, typer.Option(metavar="INT", min=2, help="Size of the context window in tokens.")] = 1024,
-) -> None:
-    """Measure perplexity on a text, and what quantization costs."""
-    from vlmserve.cli.perplexity import run_perplexity
-
-    run_perplexity(engine, _schemes(scheme), text, tokens, window)
-
-
-@evaluations.command("quality", cls=SettingsCommand)
-@command(("revision", "device", "dtype", "kernels", "num_threads"))
-def eval_quality(
-    engine: EngineConfig,
-    models: Annotated[list[str], typer.Argument(help="Quantized models: local folders or Hugging Face ids.")],
-    against: Annotated[str, typer.Option(metavar="MODEL", help="The model that they were made of.")],
-    tokens: Annotated[
-        int, typer.Option(metavar="INT", min=2, help="Tokens of the samples to compare on, those of images included.")
-    ] = 32768,
-    conversations: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Prompts with answers to compare on: a line of JSON for each, see docs."),
-    ] = None,
-    per_task: Annotated[
-        int, typer.Option(metavar="INT", min=0, help="Questions of each of pixie's tasks to ask as well.")
-    ] = 0,
-    questions: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Questions with answers to ask as well: a line of JSON for each, see docs."),
-    ] = None,
-    speed: Annotated[
-        int, typer.Option(metavar="INT", min=0, help="How often to measure how fast each model is; medians are shown.")
-    ] = 0,
-    plot: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Draw KL against memory and, with --speed, speed: an SVG.")
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-) -> None:
-    """Measure what quantized models lose: perplexity, KL divergence, agreement.
-
-    Models that take images are compared on conversations about drawn images, others on the manual that comes with
-    Python. Of conversations the tokens of answers are counted, of texts all tokens.
-    """
-    from vlmserve.cli.quality import run_quality
-
-    run_quality(
-        engine, models, against, tokens,
-        conversations=conversations, per_task=per_task, questions=questions, turns=speed, plot=plot, as_json=as_json,
-    )  # fmt: skip

@@ -11,10 +11,22 @@ from pydantic import SecretStr
 from pydantic.fields import FieldInfo
 
 from vlmserve.config import EngineConfig, MediaConfig, ServerConfig
+from vlmserve.quantization import QuantizationConfig, engine_name
 from vlmserve.settings import Settings, annotation_parts, is_secret, parse_json, parse_size
 
 SECTIONS: Mapping[str, type[Settings]] = {"server": ServerConfig, "engine": EngineConfig, "media": MediaConfig}
 """All settings of a server, by their section in a file. No two fields of different sections have one name."""
+
+LOCAL_FIELDS = (
+    "model", "revision", "mmproj", "engine", "device", "dtype", "model_impl", "chat_template", "quantize",
+    "max_model_len", "kv_cache_memory", "kv_cache_dtype", "num_threads",
+)  # fmt: skip
+"""Settings that matter where one person asks one thing at a time."""
+
+
+QUANTIZATION_FIELDS = tuple(name for name in QuantizationConfig.model_fields if name != "scheme")
+QUANTIZATION_DETAILS = tuple(name for name in map(engine_name, QUANTIZATION_FIELDS) if name.startswith("quantize_"))
+"""Settings of quantization but for the scheme, as `vlmserve quantize` and as the engine's settings name them."""
 
 PREFIX = "VLMSERVE_"
 HIDDEN = "********"

@@ -23,6 +23,7 @@ from vlmserve.cli.messages import FAILED, WRONG_USE, report
 from vlmserve.cli.sources import CONFIG, WORKER, Found, Origin, Origins, described_workers, read_sources
 from vlmserve.cli.spellings import WRITTEN
 from vlmserve.errors import ConfigurationError, VLMServeError
+from vlmserve.quantization import Quantize, Scheme
 from vlmserve.settings import Settings, is_secret, read_settings
 
 SHORT = {"model": ("-m",)}
@@ -109,6 +110,16 @@ def command(
         return run
 
     return decorate
+
+
+def schemes(names: list[str] | None) -> tuple[str, ...]:
+    """The ways of quantizing that were named, or all that round no inputs. Raises ConfigurationError for one that does
+    not exist."""
+    known = get_args(Quantize)
+    for name in names or ():
+        if name not in known:
+            raise ConfigurationError(f"--scheme {name}: must be one of {', '.join(known)}")
+    return tuple(names or get_args(Scheme))
 
 
 def panel(kind: type[Settings]) -> str:
