@@ -337,7 +337,7 @@ def test_what_a_file_says_of_prompts(tmp_path: Path) -> None:
     assert files.image_token_id is None
     expected = SamplingParams(temperature=0.25, top_k=20, repetition_penalty=1.25, repeat_last_n=64)
     assert default_sampling(path) == expected
-    with pytest.raises(ModelLoadError, match="holds no complete tokenizer"):
+    with pytest.raises(ModelLoadError, match="its tokenizer lacks tokens"):
         read(path)
 
 

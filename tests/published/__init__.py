@@ -94,7 +94,7 @@ def _write_tokenizer(folder: Path, tokens: dict[str, Any], config: dict[str, Any
     added = dict(enumerate(names, tokens["first_id"]))
     rest = (number for number in range(tokens.get("vocabulary_size", max(added) + 1)) if number not in added)
     vocabulary = dict(zip(sorted(pre_tokenizers.ByteLevel.alphabet()), rest, strict=False))
-    vocabulary |= {f"word {number}": number for number in rest} | {token: id_ for id_, token in added.items()}
+    vocabulary |= {f"<word {number}>": number for number in rest} | {token: id_ for id_, token in added.items()}
     tokenizer = Tokenizer(models.BPE(vocabulary, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

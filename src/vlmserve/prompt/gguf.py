@@ -108,12 +108,19 @@ def read_tokenizer(path: Path) -> tokenizers.Tokenizer:
     """
     header = read_header(path)
     texts = header.array("tokenizer.ggml.tokens")
+    model = header.values.get("tokenizer.ggml.model")
+    needed = {"llama": ("scores", "token_type"), "gpt2": ("merges", "token_type")}.get(str(model), ())
+    for name in ("tokens", *needed):
+        if f"tokenizer.ggml.{name}" not in header.arrays:
+            raise ModelLoadError(f"{path}: its tokenizer lacks {name} (tokenizer.ggml.{name})")
     kinds = header.array("tokenizer.ggml.token_type") or [NORMAL] * len(texts)
     scores = header.array("tokenizer.ggml.scores") or [0.0] * len(texts)
     if not texts or len(kinds) != len(texts) or len(scores) != len(texts):
         raise ModelLoadError(f"{path} holds no complete tokenizer")
+    embeddings = header.tensors.get("token_embd.weight")
+    if embeddings is not None and len(texts) < embeddings.shape[0]:
+        raise ModelLoadError(f"{path}: its tokenizer has {len(texts)} tokens, but the model {embeddings.shape[0]}")
     tokens = [_Token(*token) for token in zip(texts, kinds, scores, strict=True)]
-    model = header.values.get("tokenizer.ggml.model")
     if model not in ("gpt2", "llama"):
         raise UnsupportedModelError(f"{path}: tokenizer {model!r} is not supported; supported are 'gpt2' and 'llama'")
     try:

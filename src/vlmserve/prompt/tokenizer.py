@@ -22,6 +22,7 @@ from vlmserve.cancellation import check_cancelled
 from vlmserve.errors import InvalidRequestError, ModelLoadError, PromptTooLongError, UnsupportedModelError
 from vlmserve.gguf.pair import language_model
 from vlmserve.prompt.checkpoint import read_prompt_files
+from vlmserve.prompt.completeness import check_added, check_complete
 from vlmserve.prompt.files import PromptFiles
 from vlmserve.prompt.gguf import read_tokenizer
 from vlmserve.prompt.text_time import SHORT_TEXT, check_time, is_quadratic
@@ -98,24 +99,32 @@ class Tokenizer:
 
     @classmethod
     def from_folder(cls, folder: Path, files: PromptFiles | None = None) -> Tokenizer:
-        """Read the tokenizer of a checkpoint's folder or GGUF file. Raises ModelLoadError if there is none."""
+        """Read the tokenizer of a checkpoint's folder or GGUF file.
+
+        Raises ModelLoadError if there is none, or a part of it is missing.
+        """
         files = files or read_prompt_files(folder)
         if (file := language_model(folder)) is not None:
-            return cls(read_tokenizer(file), files)
+            return cls._checked(read_tokenizer(file), files, file)
         check_sizes(folder)
         path = folder / "tokenizer.json"
         if not path.is_file():
-            return cls(_converted(folder, files), files)
+            return cls._checked(_converted(folder, files), files, folder)
         try:
             data = path.read_bytes()
             check_tokenizer(data)
-            return cls(tokenizers.Tokenizer.from_buffer(data), files)
+            return cls._checked(tokenizers.Tokenizer.from_buffer(data), files, path)
         except ModelLoadError:
             raise
         except BaseException as error:  # the library raises bare Exceptions
             if not (isinstance(error, Exception) or _is_panic(error)):
                 raise
             raise ModelLoadError(f"{path} cannot be read: {error}") from error
+
+    @classmethod
+    def _checked(cls, backend: tokenizers.Tokenizer, files: PromptFiles, place: Path) -> Tokenizer:
+        check_complete(backend, files, str(place))
+        return cls(backend, files)
 
     @property
     def vocab_size(self) -> int:
@@ -299,12 +308,14 @@ def _complete(backend: tokenizers.Tokenizer, files: PromptFiles) -> None:
     known = {token.content for token in backend.get_added_tokens_decoder().values()}
     declared = files.tokenizer_config.get("added_tokens_decoder") or {}
     check_count(len(declared), "tokenizer_config.json")
-    missing = []
-    for _, entry in sorted(declared.items(), key=lambda item: int(item[0])):
+    missing, ids = [], []
+    for id_, entry in sorted(declared.items(), key=lambda item: int(item[0])):
         if isinstance(entry, dict) and entry.get("content") and entry["content"] not in known:
             flags = {name: entry[name] for name in ("lstrip", "rstrip", "normalized", "single_word") if name in entry}
             missing.append(AddedToken(entry["content"], special=bool(entry.get("special", False)), **flags))
+            ids.append(int(id_))
     backend.add_tokens(missing)
+    check_added(backend, zip(ids, (token.content for token in missing), strict=True))
     known |= {token.content for token in missing}
     named = [token for token in files.special_tokens.values() if token not in known]
     backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in named])

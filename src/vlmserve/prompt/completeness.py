@@ -1,0 +1,84 @@
+"""Whether a tokenizer has all its parts. One that lacks some would load, and the model would answer nonsense."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import tokenizers
+
+from vlmserve.errors import ModelLoadError
+from vlmserve.prompt.files import PromptFiles
+
+_NUM_SAMPLES = 400
+"""Tokens of the vocabulary that are looked at."""
+_FEWEST_SAMPLES = 20
+"""A vocabulary with fewer long tokens, like that of a test, says nothing."""
+_WHOLE_SHARE = 0.5
+"""Share of long tokens that a complete BPE model makes at least. Most make nearly all of them."""
+_SPACES = {"Ġ": "ByteLevel", "▁": "▁"}
+"""How vocabularies write a space, and what the steps before or after the model have in their description for it."""
+_SPACED_SHARE = 0.05
+"""Share of tokens with a written space from which the vocabulary counts as one that writes spaces so."""
+
+
+def check_complete(backend: tokenizers.Tokenizer, files: PromptFiles, place: str) -> None:
+    """Raise ModelLoadError, naming what is missing, for a tokenizer that lacks a part. place: of its files."""
+    _check_ends(backend, files, place)
+    samples = _samples(backend)
+    _check_merges(backend.model, samples, place)
+    _check_spaces(backend, samples, place)
+
+
+def check_added(backend: tokenizers.Tokenizer, declared: Iterable[tuple[int, str]]) -> None:
+    """Raise ModelLoadError if a token that was just added has another id than the checkpoint declares."""
+    for id_, content in declared:
+        if (found := backend.token_to_id(content)) != id_:
+            raise ModelLoadError(
+                f"tokenizer.json lacks tokens: {content!r:.40} should be token {id_}, but would be {found}"
+            )
+
+
+def _check_ends(backend: tokenizers.Tokenizer, files: PromptFiles, place: str) -> None:
+    """Answers could not end."""
+    declared = {int(id_) for id_ in files.tokenizer_config.get("added_tokens_decoder") or {}}
+    ids = files.end_token_ids
+    if ids and not any(id_ in declared or backend.id_to_token(id_) is not None for id_ in ids):
+        missing = ", ".join(map(str, sorted(ids)))
+        raise ModelLoadError(
+            f"{place}: the tokenizer lacks the end token ({missing}); copy all files of the checkpoint"
+        )
+
+
+def _samples(backend: tokenizers.Tokenizer) -> list[str]:
+    """Tokens from everywhere in the vocabulary, without added ones."""
+    size = backend.get_vocab_size(with_added_tokens=False)
+    added = backend.get_added_tokens_decoder().keys()
+    ids = (id_ for id_ in range(0, size, max(1, size // _NUM_SAMPLES)) if id_ not in added)
+    return [token for id_ in ids if (token := backend.id_to_token(id_)) is not None]
+
+
+def _check_merges(model: Any, samples: Sequence[str], place: str) -> None:
+    if not isinstance(model, tokenizers.models.BPE) or model.end_of_word_suffix or model.continuing_subword_prefix:
+        return  # pieces of words are written in another way than the vocabulary's tokens
+    long = [token for token in samples if len(token) > 1 and not token.startswith("<")]
+    if len(long) < _FEWEST_SAMPLES:
+        return
+    if sum(len(model.tokenize(token)) == 1 for token in long) < _WHOLE_SHARE * len(long):
+        raise ModelLoadError(f"{place}: the tokenizer lacks merges, so it cannot write most tokens of its vocabulary")
+
+
+def _check_spaces(backend: tokenizers.Tokenizer, samples: Sequence[str], place: str) -> None:
+    steps = (backend.normalizer, backend.pre_tokenizer, backend.decoder)
+    described = [
+        None if step is None else json.dumps(json.loads(step.__getstate__()), ensure_ascii=False) for step in steps
+    ]
+    before, after = [one or "" for one in described[:2]], described[2] or ""
+    for space, name in _SPACES.items():
+        spaced = sum(space in token for token in samples)
+        if spaced < _FEWEST_SAMPLES or spaced < _SPACED_SHARE * len(samples):
+            continue
+        for part, texts in (("normalizer or pre_tokenizer", before), ("decoder", [after])):
+            if not any(name in text or space in text or "Metaspace" in text for text in texts):
+                raise ModelLoadError(f"{place}: the tokenizer lacks the {part} that writes a space as {space!r}")
