@@ -281,9 +281,13 @@ class FakeServer(BaseHTTPRequestHandler):
 
     bodies: list[dict[str, object]]
     paths: list[str]
+    key: str | None = None
 
     def do_GET(self) -> None:
         self.paths.append(self.path)
+        if self.key is not None and self.headers["authorization"] != f"Bearer {self.key}":
+            self._send(401, json.dumps({"error": {"message": "wrong key"}}))
+            return
         self._send(200, json.dumps({"data": [{"id": "far-away"}]}))
 
     def do_POST(self) -> None:
@@ -391,6 +395,18 @@ def test_deltas_without_text_are_skipped():
         "[DONE]",
     ]
     assert list(_deltas("", iter(["", ": ping", *(f"data: {event}" for event in events)]), None)) == ["a"]
+
+
+def test_servers_key_is_in_a_variable(server, monkeypatch):
+    monkeypatch.setattr(FakeServer, "key", "secret")
+    words = ("ask", "--url", f"http://127.0.0.1:{server.server_port}", "How many?")
+    for key in ("", "other"):
+        monkeypatch.setenv("VLMSERVE_API_KEY", key)
+        result = run(*words)
+        assert (result.exit_code, result.stderr.count("\n")) == (1, 1)
+        assert "wrong key; set VLMSERVE_API_KEY" in result.stderr
+    monkeypatch.setenv("VLMSERVE_API_KEY", "secret")
+    assert run(*words).stdout == "0 images\n"
 
 
 def test_no_server_at_the_url_is_one_line():

@@ -42,7 +42,10 @@ COMMON_LOAD_FIELDS = (
 )  # fmt: skip
 """Settings that most load tests are run with."""
 
-Url = Annotated[str | None, typer.Option(help="Ask the server at this URL instead of loading a model.")]
+Url = Annotated[
+    str | None,
+    typer.Option(help="Ask the server at this URL instead of loading a model; its key is in VLMSERVE_API_KEY."),
+]
 MaxTokens = Annotated[
     int | None, typer.Option(metavar="INT", min=1, help="Largest number of tokens in the answer; default: no limit.")
 ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import mimetypes
 import os
+from http import HTTPStatus
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 DOCUMENT_ENDINGS = (".pdf", ".tif", ".tiff")
 """Of files with pages."""
 URL_SCHEMES = ("http://", "https://", "data:")
+KEY_VARIABLE = "VLMSERVE_API_KEY"
 REPLY_TIMEOUT = 600.0
 """Seconds of silence after which a server is given up: the request may wait in a long queue."""
 
@@ -31,7 +33,7 @@ def connect(url: str, model: str | None = None, connections: int | None = None) 
 
     base = url.rstrip("/").removesuffix("/v1")
     asked = f"{base}/v1/models"
-    key = os.environ.get("VLMSERVE_API_KEY", "").partition(",")[0]
+    key = os.environ.get(KEY_VARIABLE, "").partition(",")[0]
     client = httpx.Client(
         base_url=f"{base}/v1",
         headers={"Authorization": f"Bearer {key}"} if key else {},
@@ -93,11 +95,12 @@ def _wire_part(part: dict[str, Any]) -> dict[str, Any]:
 
 
 def error_text(response: Any) -> str:
-    """The message of an error in OpenAI's form, or the status line of another server's."""
+    """Return the message of an error in OpenAI's form, or the status line of another server's."""
     try:
-        return str(response.json()["error"]["message"])
+        text = str(response.json()["error"]["message"])
     except (ValueError, KeyError, TypeError):
-        return f"the server answered {response.status_code} {response.reason_phrase}"
+        text = f"the server answered {response.status_code} {response.reason_phrase}"
+    return f"{text}; set {KEY_VARIABLE}" if response.status_code == HTTPStatus.UNAUTHORIZED else text
 
 
 def connection_problem(error: Exception) -> str:
