@@ -248,6 +248,21 @@ def test_images_of_system_messages_keep_their_order() -> None:
     assert text.index("a") < text.rindex("<image>") < text.index("b")
 
 
+THINKING_PARTS = """{%- for m in messages %}{{ m.role + ': ' }}
+{%- if m.content is string %}{{ m.content }}{%- else %}{%- for part in m.content %}
+    {%- if part.type == 'thinking' %}{{ '[THINK]' + part.thinking + '[/THINK]' }}{%- else %}{{ part.text }}{%- endif %}
+{%- endfor %}{%- endif %}{%- for call in m.tool_calls or () %}{{ call.function.name + '()' }}{%- endfor %}
+{{- ';' }}{%- endfor %}"""
+
+
+def test_reasoning_is_a_part_where_templates_want_it() -> None:
+    template = ChatTemplate(THINKING_PARTS, SPECIAL, None)
+    called = Message("assistant", ("",), True, tool_calls=(ToolCall("1", "f", {}),), reasoning="Which?")
+    messages = [Message("user", ("Hi",)), Message("assistant", ("Yes.",), True, reasoning="Hm."), called]
+    shown = "user: Hi;assistant: [THINK]Hm.[/THINK]Yes.;assistant: [THINK]Which?[/THINK]f();"
+    assert template.render(messages) == shown
+
+
 @pytest.mark.parametrize("name", ["reasoning_content", "reasoning", "thinking"])
 def test_templates_read_reasoning_under_their_name(name: str) -> None:
     source = "{% for m in messages %}{{ m.role }}: {% if m." + name + " %}({{ m." + name + " }}) {% endif %}"

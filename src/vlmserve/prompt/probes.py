@@ -74,6 +74,11 @@ class Probes:
         answer = {**self._turn("assistant", _mark(0)), "tool_calls": [_CALL], **thoughts}
         return self._shown([self._turn("user", "?"), answer], 1) is not None
 
+    def takes_thinking_parts(self) -> bool:
+        """Return whether the template shows reasoning that is a part of an answer's content."""
+        parts = [{"type": "thinking", "thinking": _mark(0)}, _text(_mark(1))]
+        return self._shown([self._turn("user", "?"), {"role": "assistant", "content": parts}], 2) is not None
+
     def _form(self, before: Chat, role: str, fields: dict[str, Any], after: Chat) -> Form:
         def shown(content: Any, count: int) -> str | None:
             return self._shown([*before, {"role": role, "content": content, **fields}, *after], count)

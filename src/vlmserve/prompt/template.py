@@ -134,6 +134,7 @@ class ChatTemplate:
         self._probes = Probes(lambda chat: self._render(chat, add_generation_prompt=True), image_token)
         self.shows_images_in_results = self._probes.shows_images_in_results
         self._splits_thoughts = self._probes.takes_thoughts_with_calls(self._reasoning_names)
+        self._thinks_in_parts = "thinking" in self._reasoning_names and self._probes.takes_thinking_parts()
 
     def render(
         self,
@@ -234,10 +235,15 @@ class ChatTemplate:
         return [instructions, *others]
 
     def _reasoning(self, message: Message) -> dict[str, str]:
-        return {} if message.reasoning is None else dict.fromkeys(self._reasoning_names, message.reasoning)
+        if message.reasoning is None or self._thinks_in_parts:
+            return {}
+        return dict.fromkeys(self._reasoning_names, message.reasoning)
 
     def _content(self, message: Message) -> str | list[dict[str, str]]:
         """The message's content in a form that the template shows completely."""
+        if self._thinks_in_parts and message.reasoning is not None:
+            thinking = {"type": "thinking", "thinking": message.reasoning}
+            return [thinking, *(_typed(self._text(part)) for part in message.parts if part != "")]
         form = self._probes.form(message.role)
         if _has_media(message) and self._probes.takes_images:
             return [_typed(self._text(part) if self._is_text(part) else part) for part in message.parts]
