@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import runpy
 import shlex
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -137,6 +138,17 @@ def test_links_to_headings_lead_somewhere(path):
     text = path.read_text(encoding="utf-8")
     links = re.findall(r"\]\(((?:[^)#:\s]+\.md)?)#([^)]+)\)", text)
     assert [(file, to) for file, to in links if to not in anchors(path.parent / file if file else path)] == []
+
+
+def test_python_blocks_compile():
+    blocks = [
+        (path.name, textwrap.dedent(block))
+        for path in DOCUMENTS
+        for block in re.findall(r"^ *```python\n(.*?)^ *```", path.read_text("utf-8"), re.MULTILINE | re.DOTALL)
+    ]
+    assert len(blocks) > 8
+    for name, block in blocks:
+        compile(block, name, "exec")
 
 
 def test_the_walk_checks_every_block():
