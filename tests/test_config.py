@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from vlmserve.config import EngineConfig, MediaConfig, ServerConfig
-from vlmserve.settings import parse_size
+from vlmserve.errors import ConfigurationError
+from vlmserve.settings import parse_size, read_settings
 
 
 @pytest.mark.parametrize(
@@ -70,6 +71,22 @@ def test_unknown_devices_are_errors(device: str) -> None:
 def test_out_of_range_values_name_their_field(settings, field: str, value: object) -> None:
     with pytest.raises(ValidationError, match=field):
         settings(**{field: value})
+
+
+@pytest.mark.parametrize(
+    ("settings", "field", "value", "message"),
+    [
+        (EngineConfig, "max_num_seqs", 0, "max_num_seqs 0: must be at least 1"),
+        (EngineConfig, "dtype", "fp16", "dtype fp16: must be 'auto', 'float32', 'bfloat16' or 'float16'"),
+        (ServerConfig, "api_key", 7, "api_key: the value is not valid; it is secret and not shown"),
+        (MediaConfig, "mm_processor_kwargs", {"pixels": 9},
+         "mm_processor_kwargs: there is no key pixels; use fps, max_pixels, max_tokens, min_pixels"),
+    ],
+)  # fmt: skip
+def test_errors_say_what_is_allowed(settings, field: str, value: object, message: str) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        read_settings(settings, {field: value})
+    assert str(caught.value) == message
 
 
 @pytest.mark.parametrize("settings", [EngineConfig, MediaConfig, ServerConfig])

@@ -140,11 +140,10 @@ def _problem(kind: type[Settings], problem: ErrorDetails, spelling: Callable[[st
     field = kind.model_fields.get(name)
     if field is None:
         return f"there is no setting {name}{did_you_mean(name, kind.model_fields, spelling)}"
-    wanted = f" ({field.description.rstrip('.')})" if field.description else ""
     if is_secret(field):
-        return f"{spelling(name)}: the value is not valid; it is secret and not shown{wanted}"
+        return f"{spelling(name)}: the value is not valid; it is secret and not shown"
     if problem["type"] == "extra_forbidden":
-        known = {key for part in annotation_parts(field) for key in getattr(part, "model_fields", ())}
-        return f"{spelling(name)}: there is no key {'.'.join(path)}{did_you_mean(path[-1], known)}{wanted}"
+        known = sorted({key for part in annotation_parts(field) for key in getattr(part, "model_fields", ())})
+        return f"{spelling(name)}: there is no key {'.'.join(path)}; use {', '.join(known)}"
     place = " ".join((spelling(name), *path))
-    return f"{place} {value_text(problem['input'])}: {text}{wanted}"
+    return f"{place} {value_text(problem['input'])}: {text}"
