@@ -326,7 +326,7 @@ def test_a_cancelled_image_ends_its_process() -> None:
     [
         (signal.SIGKILL, "was killed, perhaps for lack of memory"),
         (signal.SIGXCPU, "takes longer than 30 s"),
-        (signal.SIGABRT, "takes more than its pixels and 256 MiB"),
+        (signal.SIGABRT, "aborted: the image is broken, or takes more than its pixels and 256 MiB"),
         (signal.SIGSEGV, "crashed the process"),
     ],
 )

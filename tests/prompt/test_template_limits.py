@@ -118,15 +118,43 @@ def test_slow_rendering_is_told_from_a_quick_one(monkeypatch):
         template.render(turns(9))
 
 
-def test_template_that_times_out_repeatedly_gets_less_time(monkeypatch, caplog):
-    monkeypatch.setattr(template_limits, "MAX_SECONDS", 0.3)
+def test_client_whose_renderings_time_out_gets_less_time(monkeypatch, caplog):
+    monkeypatch.setattr(template_limits, "MAX_SECONDS", 0.2)
     monkeypatch.setattr(template_limits, "REDUCED_SECONDS", 0.1)
     template = ChatTemplate(WHEN_LONG, {}, None)
-    for seconds in (0.3, 0.3, 0.3, 0.1, 0.1):
-        with pytest.raises(InvalidRequestError, match=f"takes longer than {seconds} s"):
-            template.render(turns(9))
-    assert "Hi" in template.render(turns(2))
-    assert caplog.text.count("several times") == 1
+    token = cancellation.client.set("slow")
+    try:
+        for seconds in (0.2, 0.2, 0.2, 0.1, 0.1):
+            assert_times_out(template, seconds)
+        assert "Hi" in template.render(turns(2))
+        assert caplog.text.count("for one client") == 1
+        cancellation.client.set("another")
+        assert_times_out(template, 0.2)
+        cancellation.client.set("slow")
+        assert_times_out(template, 0.1)
+        monkeypatch.setattr(template_limits, "_MEMORY_SECONDS", 0.0)
+        assert_times_out(template, 0.2)
+    finally:
+        cancellation.client.reset(token)
+
+
+def assert_times_out(template: ChatTemplate, seconds: float) -> None:
+    with pytest.raises(InvalidRequestError, match=f"takes longer than {seconds} s"):
+        template.render(turns(9))
+
+
+def test_timeouts_of_many_clients_are_forgotten(monkeypatch):
+    monkeypatch.setattr(template_limits, "_MAX_CLIENTS", 2)
+    limits = template_limits.TemplateLimits()
+    token = cancellation.client.set("first")
+    try:
+        for name in ("first", "second", "third"):
+            cancellation.client.set(name)
+            with pytest.raises(template_limits.TemplateTimeError), limits.apply():
+                raise template_limits.TemplateTimeError
+    finally:
+        cancellation.client.reset(token)
+    assert list(limits._timeouts) == ["second", "third"]
 
 
 def test_slow_rendering_stops_for_a_client_that_left(monkeypatch):

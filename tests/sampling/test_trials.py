@@ -182,3 +182,16 @@ def test_grammar_compiles_where_priorities_cannot_change(monkeypatch):
     for name in ("nice", "setpriority"):
         monkeypatch.setattr(os, name, forbid)
     assert in_deep_stack(lambda: "compiled", stack_size(0), NICENESS) == "compiled"
+
+
+def test_abort_of_the_compiler_is_reported(folder, monkeypatch):
+    class Aborted(IsolatedProcess):
+        def __init__(self, *arguments):
+            super().__init__(*arguments)
+            os.kill(self.pid, signal.SIGABRT)
+
+    monkeypatch.setattr("vlmserve.sampling.trials.IsolatedProcess", Aborted)
+    with pytest.raises(
+        InvalidRequestError, match="guided_regex made the compiler abort, usually because it takes more than"
+    ):
+        trials(folder).check(Grammar("regex", "a", source="guided_regex"))

@@ -78,15 +78,15 @@ def test_health_is_answered_between_many_requests(folder: Path, monkeypatch: pyt
         return watched
 
     with LiveServer(folder, wrap=watch) as live, connections(live, 1) as [health]:
-        chat = live.service.preparer.chat
+        conversation = live.service.preparer.conversation
 
         def prepare(*arguments: Any, **options: Any) -> Any:
             if not prepared:
                 health.sendall(b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
             prepared.append(1)
-            return chat(*arguments, **options)
+            return conversation(*arguments, **options)
 
-        monkeypatch.setattr(live.service.preparer, "chat", prepare)
+        monkeypatch.setattr(live.service.preparer, "conversation", prepare)
         release = threading.Event()
         live._loop.call_soon_threadsafe(release.wait, 60)
         with connections(live, count, asked) as opened:

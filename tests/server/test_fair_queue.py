@@ -151,11 +151,18 @@ def test_slow_grammars_of_clients_take_turns() -> None:
 def test_slow_urls_of_one_client_delay_no_other() -> None:
     over = threading.Event()
 
-    class Preparer:
-        def chat(self, messages: list[dict[str, Any]], **_: object) -> str:
-            if messages[0]["content"][0]["image_url"]["url"].endswith("slow"):
+    class Conversation:
+        def __init__(self, messages: list[dict[str, Any]]) -> None:
+            self._url = messages[0]["content"][0]["image_url"]["url"]
+
+        def prompt(self) -> str:
+            if self._url.endswith("slow"):
                 over.wait(60)
             return client.get()
+
+    class Preparer:
+        def conversation(self, messages: list[dict[str, Any]], **_: object) -> Conversation:
+            return Conversation(messages)
 
     async def main() -> None:
         service = Service(EngineConfig(), MediaConfig(), ServerConfig())

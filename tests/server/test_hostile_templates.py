@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,11 +11,13 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.media.documents_for_tests import page, pdf_file, square
 from tests.mock_checkpoint import make_mock_checkpoint
 from tests.prompt.test_template_limits import WHEN_LONG
 from tests.server.live import QUESTION, LiveServer
-from tests.server.test_chat import data_url
+from vlmserve.media.documents import DocumentReader, Page
 from vlmserve.prompt import template_limits
+from vlmserve.prompt.template import ChatTemplate
 
 SLOW = [{"role": "user" if place % 2 == 0 else "assistant", "content": "Hi"} for place in range(9)]
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
@@ -56,27 +59,29 @@ def long_text() -> dict[str, str]:
     return {"role": "user", "content": "word " * 600}
 
 
-def test_memory_of_images_is_given_back_after_slow_renderings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_renderings_leave_media_to_their_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Documents are opened once, and slow threads neither fetch nor decode."""
     monkeypatch.setattr(template_limits, "QUICK_SECONDS", 0.0)
     monkeypatch.setattr(template_limits, "_LOOK", 1)
     events: list[str] = []
 
+    def spy(owner: type, name: str, event: str) -> None:
+        original = getattr(owner, name)
+
+        def call(*arguments: Any, **options: Any) -> Any:
+            events.append(f"{event} in {threading.current_thread().name.rpartition('_')[0]}")
+            return original(*arguments, **options)
+
+        monkeypatch.setattr(owner, name, call)
+
+    spy(DocumentReader, "pages", "open")
+    spy(Page, "prepare", "decode")
+    spy(ChatTemplate, "render", "render")
     with LiveServer(make_mock_checkpoint(tmp_path)) as server:
-        chat = server.service.preparer.chat
-
-        def prepare(*arguments: Any, **options: Any) -> Any:
-            try:
-                return chat(*arguments, **options)
-            except template_limits.SlowRenderingError:
-                events.append("slow")
-                raise
-            finally:
-                events.append("prepared")
-
-        monkeypatch.setattr(server.service.preparer, "chat", prepare)
         monkeypatch.setattr(server.service._memory, "worked", lambda: events.append("worked"))
-        image = {"type": "image_url", "image_url": {"url": data_url("red")}}
-        question = {"role": "user", "content": [image, {"type": "text", "text": "Hi"}]}
-        response = server.post({"messages": [question], "max_tokens": 1})
+        data = base64.b64encode(pdf_file([page(square("1 0 0"))])).decode()
+        document = {"type": "file", "file": {"file_data": data}}
+        response = server.post({"messages": [{"role": "user", "content": [document]}], "max_tokens": 1})
     assert response.status_code == 200
-    assert events == ["slow", "prepared", "worked", "prepared", "worked"]
+    quick = ["open in prepare-files", "render in prepare-files", "worked"]
+    assert events == [*quick, "render in prepare-slow-text", "decode in prepare-files", "worked"]

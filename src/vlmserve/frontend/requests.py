@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import msgspec
 from PIL import Image
@@ -22,6 +22,7 @@ from vlmserve.errors import (
     PromptTooLongError,
     TooManyImagesError,
 )
+from vlmserve.frontend.conversations import ConversationOptions, Rendered, Renderer, texts
 from vlmserve.frontend.documents import with_pages
 from vlmserve.frontend.frames import FrameLimits
 from vlmserve.frontend.messages import Medium, check_begun, check_remote, check_unicode, parse_messages, with_kwargs
@@ -32,10 +33,9 @@ from vlmserve.frontend.processors import (
     video_processor,
     videos_as_images,
 )
-from vlmserve.frontend.quoting import quoted_json, quoted_message
 from vlmserve.frontend.reasoning import AnswerText, choose_reasoning
 from vlmserve.frontend.tool_forms import choose_form
-from vlmserve.frontend.tools import ToolUse, for_template
+from vlmserve.frontend.tools import ToolUse
 from vlmserve.media.budget import NO_BUDGET
 from vlmserve.media.cache import ImageCache
 from vlmserve.media.documents import DocumentReader, Page, PageCounts
@@ -50,7 +50,7 @@ from vlmserve.prompt.detokenize import Detokenizer, token_bytes
 from vlmserve.prompt.expand import check_placeholders, expand_placeholders
 from vlmserve.prompt.files import read_json
 from vlmserve.prompt.one_image import one_image_prompts, only_text
-from vlmserve.prompt.template import ChatTemplate, Message, ToolCall, read_template
+from vlmserve.prompt.template import ChatTemplate, Message, read_template
 from vlmserve.prompt.tokenizer import Tokenizer
 from vlmserve.prompt.untrusted import Quotation
 from vlmserve.sampling.schemas import JSONBounds, relaxed_keywords
@@ -130,6 +130,11 @@ class RequestPreparer:
             choose_form(self._template, self.tokenizer, engine.tool_call_parser), bounds=JSONBounds.of(engine)
         )
         self.reasoning = choose_reasoning(self._template, self.tokenizer, engine.reasoning_parser)
+        self._renderer = (
+            Renderer(self._template, self.tokenizer, self.tool_form, self.reasoning, supports_images)
+            if self._template is not None
+            else None
+        )
         self.token_bytes = token_bytes(self.tokenizer)
         """The bytes that a token stands for, by its id."""
         video_token = self.tokenizer.video_token
@@ -199,98 +204,18 @@ class RequestPreparer:
         """Names of values that the chat template knows beside the conversation."""
         return frozenset() if self._template is None else self._template.settings
 
-    def chat(
-        self,
-        messages: Sequence[Any],
-        *,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        allow_local: bool = False,
-        cache_salt: str = "",
-        tools: ToolUse | None = None,
-        template_settings: Mapping[str, Any] | None = None,
-        mm_processor_kwargs: Mapping[str, Any] | None = None,
-    ) -> Prompt:
+    def chat(self, messages: Sequence[Any], **options: Unpack[ConversationOptions]) -> Prompt:
         """The prompt of a conversation in OpenAI's form.
 
         Text stays text: a placeholder or another control token in it has no effect.
-        allow_local: also take ``{"type": "image", "image": …}`` parts with any `ImageSource`, and paths, videos of such
-        frames, and ``{"type": "document", "document": …}`` with any `DocumentSource`; for callers in the same process,
-        never for what came over HTTP. cache_salt: of the request; images are only shared with requests of the same one.
-        tools: that the model may call. template_settings: values that the chat template may know by name.
-        mm_processor_kwargs: the budget of all images and the fps of all videos that say nothing themselves.
-        continue_final_message: the answer continues the last message, which is the assistant's and has text;
-        add_generation_prompt then has no effect.
         Raises InvalidRequestError, naming the place in `messages`, or one of its subclasses for an image and for text
         that is far too long; CancelledWorkError.
         """
-        parsed, media = parse_messages(messages, allow_local=allow_local)
-        if continue_final_message:
-            check_begun(parsed)
-        media = with_kwargs(media, mm_processor_kwargs)
-        self._check_length(
-            _texts(
-                [[message.parts, message.tool_calls, message.reasoning] for message in parsed], tools, template_settings
-            )
-        )
-        self._check_media(media)
-        documents = DocumentReader(self._media, self._page_counts, cache_salt)
-        frames = FrameReader(self._media, cache_salt)
-        with contextlib.closing(documents), contextlib.closing(frames):
-            parsed, media = with_pages(parsed, media, documents, self._media, self._usual)
-            if self._videos_as_images is not None:
-                limits = FrameLimits(self.max_prompt_len, self._usual)
-                parsed, media = self._videos_as_images.show(parsed, media, frames, limits)
-            return self._conversation(
-                parsed, media, add_generation_prompt, continue_final_message, cache_salt, tools, template_settings
-            )
+        return self.conversation(messages, **options).prompt()
 
-    def _conversation(
-        self,
-        parsed: Sequence[Message],
-        media: Sequence[Medium],
-        add_generation_prompt: bool,
-        continue_final_message: bool,
-        cache_salt: str,
-        tools: ToolUse | None,
-        template_settings: Mapping[str, Any] | None,
-    ) -> Prompt:
-        """The prompt of checked messages."""
-        images = [medium for medium in media if medium.kind == "image"]
-        videos = [medium for medium in media if medium.kind == "video"]
-        if self._one_image is not None:
-            if continue_final_message:
-                raise InvalidRequestError("this model cannot continue answers", param="continue_final_message")
-            if tools is not None:
-                raise InvalidRequestError("this model cannot call functions; leave tools out", param="tools")
-            return self._with_one_image(only_text(parsed), images, cache_salt, param="messages")
-        if self._template is None:
-            raise InvalidRequestError(
-                "the model has no chat template; use completions, or add a chat_template.jinja to the checkpoint",
-                param="messages",
-            )
-        quotation = Quotation(self.tokenizer.control_tokens)
-        described = None
-        if tools is not None and self.tool_form.native:
-            described = [quoted_json(function.described(), quotation) for function in tools.functions]
-        text = self._template.render(
-            [
-                quoted_message(message, quotation)
-                for message in for_template(self._template, parsed, self.tool_form, tools)
-            ],
-            add_generation_prompt=add_generation_prompt,
-            tools=described,
-            settings=template_settings and quoted_json(template_settings, quotation),
-            continue_final_message=continue_final_message,
-        )
-        _check_shown(text, self.tokenizer.image_mark, len(images), "images")
-        _check_shown(text, self.tokenizer.video_token, len(videos), "videos")
-        begun = str(parsed[-1].parts[-1]) if continue_final_message else None
-        thoughts = None if self.reasoning is None else self.reasoning.after(text, begun)
-        text = self.tokenizer.write_media(text)
-        # Like transformers: its processors add what the template leaves out, its tokenizers do not.
-        ids = self.tokenizer.encode_quoted(text, quotation, add_special_tokens=self.supports_images)
-        return msgspec.structs.replace(self._expand(ids, images, videos, cache_salt), thoughts=thoughts)
+    def conversation(self, messages: Sequence[Any], **options: Unpack[ConversationOptions]) -> Conversation:
+        """The same in steps, none of which has begun."""
+        return Conversation(self, messages, options)
 
     def text(
         self,
@@ -450,6 +375,41 @@ class RequestPreparer:
                 logger.warning("%s: not enforced: %s (strict would reject them)", source, ", ".join(keywords))
         return sorted(set().union(*relaxed.values()))
 
+    def _read_conversation(
+        self, messages: Sequence[Any], options: ConversationOptions, documents: DocumentReader, frames: FrameReader
+    ) -> tuple[Sequence[Message], Sequence[Medium]]:
+        """Checked messages, and their media, with images in the place of documents and of videos that the model is
+        shown as images."""
+        parsed, media = parse_messages(messages, allow_local=options.get("allow_local", False))
+        if options.get("continue_final_message"):
+            check_begun(parsed)
+        media = with_kwargs(media, options.get("mm_processor_kwargs"))
+        shown = [[message.parts, message.tool_calls, message.reasoning] for message in parsed]
+        self._check_length(texts(shown, options.get("tools"), options.get("template_settings")))
+        self._check_media(media)
+        parsed, media = with_pages(parsed, media, documents, self._media, self._usual)
+        if self._videos_as_images is None:
+            return parsed, media
+        limits = FrameLimits(self.max_prompt_len, self._usual)
+        return self._videos_as_images.show(parsed, media, frames, limits)
+
+    def _render(
+        self, messages: Sequence[Message], media: Sequence[Medium], options: ConversationOptions
+    ) -> Rendered | None:
+        """The tokens of checked messages; None for a model that takes one image and one text."""
+        if self._one_image is not None:
+            if options.get("continue_final_message"):
+                raise InvalidRequestError("this model cannot continue answers", param="continue_final_message")
+            if options.get("tools") is not None:
+                raise InvalidRequestError("this model cannot call functions; leave tools out", param="tools")
+            return None
+        if self._renderer is None:
+            raise InvalidRequestError(
+                "the model has no chat template; use completions, or add a chat_template.jinja to the checkpoint",
+                param="messages",
+            )
+        return self._renderer.render(messages, Counter(medium.kind for medium in media), options)
+
     def _with_one_image(self, text: str, images: Sequence[Medium], salt: str, *, param: str) -> Prompt:
         assert self._one_image is not None
         if len(images) != 1:
@@ -554,36 +514,54 @@ class RequestPreparer:
         return prepare_image(medium.source, processor, self._media, self.image_cache, salt=salt)
 
 
+class Conversation:
+    """A conversation on its way to a prompt. No call repeats the work of an earlier one. For one thread at a time."""
+
+    def __init__(self, preparer: RequestPreparer, messages: Sequence[Any], options: ConversationOptions) -> None:
+        self._preparer = preparer
+        self._messages = messages
+        self._options = options
+        salt = options.get("cache_salt", "")
+        self._documents = DocumentReader(preparer._media, preparer._page_counts, salt)
+        self._frames = FrameReader(preparer._media, salt)
+        self._read: tuple[Sequence[Message], Sequence[Medium]] | None = None
+        """The messages, and what they show. Pages and frames stand for documents and videos."""
+        self._rendered: Rendered | None = None
+
+    def render(self) -> None:
+        """Open documents and videos, and render the chat template.
+
+        Raises as `RequestPreparer.chat` does, and SlowRenderingError within `only_quick`.
+        """
+        with contextlib.closing(self._documents), contextlib.closing(self._frames):
+            self._render()
+
+    def prompt(self) -> Prompt:
+        """The prompt, once `render` and its images are done. Raises as `render` does."""
+        with contextlib.closing(self._documents), contextlib.closing(self._frames):
+            self._render()
+            assert self._read is not None
+            messages, media = self._read
+            images = [medium for medium in media if medium.kind == "image"]
+            videos = [medium for medium in media if medium.kind == "video"]
+            salt = self._options.get("cache_salt", "")
+            if self._rendered is None:
+                return self._preparer._with_one_image(only_text(messages), images, salt, param="messages")
+            prompt = self._preparer._expand(self._rendered.token_ids, images, videos, salt)
+            return msgspec.structs.replace(prompt, thoughts=self._rendered.thoughts)
+
+    def _render(self) -> None:
+        if self._read is None:
+            self._read = self._preparer._read_conversation(self._messages, self._options, self._documents, self._frames)
+        if self._rendered is None:
+            self._rendered = self._preparer._render(*self._read, self._options)
+
+
 def _is_loose(grammar: Grammar) -> bool:
     return grammar.kind == "json_schema" and not grammar.strict
-
-
-def _texts(*values: Any) -> Iterator[str]:
-    """All texts in what a chat template is given."""
-    for value in values:
-        match value:
-            case str():
-                yield value
-            case ToolCall():
-                yield from _texts(value.id, value.name, value.arguments)
-            case ToolUse():
-                yield from _texts(*(function.described() for function in value.functions))
-            case Mapping():
-                yield from _texts(*value, *value.values())
-            case list() | tuple():
-                yield from _texts(*value)
 
 
 def _raise(errors: Sequence[InvalidRequestError]) -> None:
     """All of them, if there are any."""
     if errors:
         raise errors[0] if len(errors) == 1 else InvalidRequestsError(errors)
-
-
-def _check_shown(text: str, mark: str | None, count: int, kind: str) -> None:
-    if mark is not None and text.count(mark) != count:
-        raise InvalidRequestError(
-            f"the model's chat template shows {text.count(mark)} of the {count} {kind}; "
-            f"put {kind} into the messages of the user",
-            param="messages",
-        )

@@ -188,6 +188,11 @@ def _error_of(limits: MediaConfig, is_document: bool, reason: str, detail: str) 
                 f"decoding the image takes more than its pixels and {_MEMORY // 2**20} MiB of memory, the limit; "
                 "send a smaller one"
             )
+        case "aborted":
+            return InvalidImageError(
+                "the decoder aborted: the image is broken, or takes more than its pixels and "
+                f"{_MEMORY // 2**20} MiB of memory; send it as PNG or JPEG"
+            )
         case "crash":
             return InvalidImageError("the image is broken: it crashed the process that decoded it")
         case "killed":

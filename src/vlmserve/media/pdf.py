@@ -94,8 +94,12 @@ def _error_of(limits: MediaConfig, reason: str, _: str) -> VLMServeError:
             )
         case "memory":
             return DocumentTooLargeError(
-                f"the document is broken, or takes more than {limits.document_memory:,} bytes of memory to render "
-                "(--document-memory)"
+                f"the document takes more than {limits.document_memory:,} bytes of memory to render (--document-memory)"
+            )
+        case "aborted":
+            return DocumentTooLargeError(
+                "the program that renders PDF files aborted: the document is broken, or takes more than "
+                f"{limits.document_memory:,} bytes of memory (--document-memory)"
             )
         case "crash":
             return InvalidDocumentError("the document is broken: it crashed the process that rendered it")

@@ -152,8 +152,12 @@ def _error_of(limits: MediaConfig, reason: str, detail: str) -> VLMServeError:
             )
         case "memory":
             return VideoTooLargeError(
-                f"the video is broken, or decoding it takes more than {limits.video_memory:,} bytes of memory "
-                "(--video-memory)"
+                f"decoding the video takes more than {limits.video_memory:,} bytes of memory (--video-memory)"
+            )
+        case "aborted":
+            return VideoTooLargeError(
+                "the decoder aborted: the video is broken, or takes more than "
+                f"{limits.video_memory:,} bytes of memory (--video-memory)"
             )
         case "killed":
             return InvalidVideoError(

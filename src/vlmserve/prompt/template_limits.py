@@ -10,7 +10,9 @@ import functools
 import logging
 import re
 import sys
+import threading
 import time
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -21,7 +23,7 @@ from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
-from vlmserve.cancellation import check_cancelled
+from vlmserve.cancellation import check_cancelled, client
 from vlmserve.errors import ModelLoadError
 
 logger = logging.getLogger(__name__)
@@ -29,11 +31,14 @@ logger = logging.getLogger(__name__)
 MAX_SECONDS = 5.0
 """CPU time of one rendering."""
 REDUCED_SECONDS = 0.5
-"""The same of a template that has taken `MAX_SECONDS` several times. Long conversations take 0.05 s."""
+"""The same for a client whose renderings have taken `MAX_SECONDS` several times. Long conversations take 0.05 s."""
 QUICK_SECONDS = 0.05
 """CPU time of a rendering that may hold up others."""
 _FULL_TRIES = 3
-"""Renderings that may reach `MAX_SECONDS`."""
+"""Renderings of a client that may reach `MAX_SECONDS` within `_MEMORY_SECONDS`."""
+_MEMORY_SECONDS = 60.0
+_MAX_CLIENTS = 1024
+"""Clients whose timeouts are remembered."""
 MAX_VALUE_BYTES = 64 * 2**20
 """Memory of one text or list, and of the rendered text."""
 MAX_TOTAL_BYTES = 2**30
@@ -114,27 +119,45 @@ def only_quick() -> Iterator[None]:
 
 
 class TemplateLimits:
-    """The limits of one template. It gets less time after it has used all of it several times."""
+    """The limits of one template. A client that has used all of the time several times gets less for a while."""
 
     def __init__(self) -> None:
-        self._num_timeouts = 0
+        self._lock = threading.Lock()
+        self._timeouts: OrderedDict[str, deque[float]] = OrderedDict()
+        """When the latest renderings of a client timed out, on the clock of `time.monotonic`."""
 
     @contextmanager
     def apply(self) -> Iterator[None]:
         """Compile or render the template within the limits."""
-        is_trusted = self._num_timeouts < _FULL_TRIES
-        token = _budget.set(_Budget(MAX_SECONDS if is_trusted else min(REDUCED_SECONDS, MAX_SECONDS)))
+        token = _budget.set(_Budget(MAX_SECONDS if self._is_trusted() else min(REDUCED_SECONDS, MAX_SECONDS)))
         try:
             yield
         except TemplateTimeError:
-            self._num_timeouts += 1
-            if self._num_timeouts == _FULL_TRIES:
-                logger.warning(
-                    "The chat template took longer than %g s several times; it gets %g s", MAX_SECONDS, REDUCED_SECONDS
-                )
+            self._count_timeout()
             raise
         finally:
             _budget.reset(token)
+
+    def _is_trusted(self) -> bool:
+        with self._lock:
+            times = self._timeouts.get(client.get(), ())
+            return len(times) < _FULL_TRIES or times[0] < time.monotonic() - _MEMORY_SECONDS
+
+    def _count_timeout(self) -> None:
+        was_trusted, name = self._is_trusted(), client.get()
+        with self._lock:
+            self._timeouts.setdefault(name, deque(maxlen=_FULL_TRIES)).append(time.monotonic())
+            self._timeouts.move_to_end(name)
+            if len(self._timeouts) > _MAX_CLIENTS:
+                self._timeouts.popitem(last=False)
+        if was_trusted and not self._is_trusted():
+            logger.warning(
+                "The chat template took longer than %g s %d times for one client, which gets %g s for the next %g s",
+                MAX_SECONDS,
+                _FULL_TRIES,
+                REDUCED_SECONDS,
+                _MEMORY_SECONDS,
+            )
 
 
 def _check(num_bytes: int) -> None:

@@ -99,14 +99,20 @@ class GrammarTrials:
 
     def _error(self, grammar: Grammar, reason: str, detail: str) -> Exception:
         source = grammar.source
+        memory = f"{self._config.max_grammar_memory / 1024**2:,.0f} MiB"
         match reason:
             case "slow":
                 limit = f"{self._config.max_grammar_seconds:g} s"
                 return SlowGrammarError(f"{source} takes more than {limit} to compile: make it simpler", param=source)
             case "memory":
-                limit = f"{self._config.max_grammar_memory / 1024**2:,.0f} MiB"
                 return InvalidRequestError(
-                    f"{source} takes more than {limit} of memory to compile: make it simpler", param=source
+                    f"{source} takes more than {memory} of memory to compile: make it simpler", param=source
+                )
+            case "aborted":
+                return InvalidRequestError(
+                    f"{source} made the compiler abort, usually because it takes more than {memory} of memory: make "
+                    "it simpler",
+                    param=source,
                 )
             case "killed":
                 return UnavailableError(f"the process that compiled {source} was killed: send the request again")

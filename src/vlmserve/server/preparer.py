@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Collection, Sequence
+from typing import Any, Protocol, Unpack
 
+from vlmserve.frontend.conversations import ConversationOptions
 from vlmserve.frontend.reasoning import AnswerText, Reasoning
 from vlmserve.frontend.tools import ToolForm, ToolUse
 from vlmserve.media.cache import ImageCache
 from vlmserve.types import Grammar, Prompt, SamplingParams, Thoughts
+
+
+class Conversation(Protocol):
+    """A conversation on its way to a prompt; see `vlmserve.frontend.requests.Conversation`."""
+
+    def render(self) -> None: ...
+
+    def prompt(self) -> Prompt: ...
 
 
 class Preparer(Protocol):
@@ -34,17 +43,7 @@ class Preparer(Protocol):
     @property
     def template_settings(self) -> Collection[str]: ...
 
-    def chat(
-        self,
-        messages: Sequence[Any],
-        *,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        cache_salt: str = "",
-        tools: ToolUse | None = None,
-        template_settings: Mapping[str, Any] | None = None,
-        mm_processor_kwargs: Mapping[str, Any] | None = None,
-    ) -> Prompt: ...
+    def conversation(self, messages: Sequence[Any], **options: Unpack[ConversationOptions]) -> Conversation: ...
 
     def knows_grammar(self, grammar: Grammar) -> bool: ...
 

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, Unpack
 
 import msgspec
 
@@ -26,6 +26,7 @@ from vlmserve.errors import (
     VLMServeError,
 )
 from vlmserve.frontend.client import EngineClient
+from vlmserve.frontend.conversations import ConversationOptions
 from vlmserve.frontend.tools import ToolUse
 from vlmserve.media.cache import ImageCacheStats
 from vlmserve.prompt.template_limits import SlowRenderingError, only_quick
@@ -393,22 +394,11 @@ class Service:
         finally:
             self._memory.worked()
 
-    async def prepare(
-        self,
-        messages: list[dict[str, Any]],
-        cache_salt: str = "",
-        *,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        tools: ToolUse | None = None,
-        template_settings: Mapping[str, Any] | None = None,
-        mm_processor_kwargs: Mapping[str, Any] | None = None,
-    ) -> Prompt:
+    async def prepare(self, messages: list[dict[str, Any]], **options: Unpack[ConversationOptions]) -> Prompt:
         """The prompt of a conversation, made in a worker thread. Takes and raises what the preparer does.
 
         Only slow renderings wait for slow renderings, and clients take turns.
         """
-        assert self._preparer is not None
         shown = [
             part
             for message in messages
@@ -416,43 +406,33 @@ class Service:
             for part in message["content"]
             if part["type"] != "text"
         ]
-        prepare = functools.partial(
-            self._preparer.chat,
-            messages,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            cache_salt=cache_salt,
-            tools=tools,
-            template_settings=template_settings,
-            mm_processor_kwargs=mm_processor_kwargs,
-        )
-        is_short = not shown and tools is None and sum(map(_num_characters, messages)) <= _SHORT_TEXT
+        conversation = self.preparer.conversation(messages, **options)
+        workers = self._workers(shown)
+        has_tools = options.get("tools") is not None
+
+        def quickly() -> Prompt:
+            with only_quick():
+                return conversation.prompt()
+
+        is_short = not (shown or has_tools) and sum(map(_num_characters, messages)) <= _SHORT_TEXT
         try:
             try:
-                return await self._prepare_quickly(prepare, None if is_short else self._workers(shown))
+                return await self._prepare_in(None if is_short else workers, quickly)
             except SlowRenderingError:
-                try:
-                    return await self._slow_text_queue.run(self._slow_text_workers, prepare)
-                finally:
-                    if shown:
-                        self._memory.worked()
+                await self._slow_text_queue.run(self._slow_text_workers, conversation.render)
+                return await self._prepare_in(workers, conversation.prompt)
         except MemoryError:
             raise RefusedError(
                 HTTPStatus.REQUEST_ENTITY_TOO_LARGE, "There is not enough memory for these images", "out_of_memory"
             ) from None
 
-    async def _prepare_quickly(self, prepare: Callable[[], Prompt], workers: ThreadPoolExecutor | None) -> Prompt:
-        """Prepare in a thread, or here without `workers`. Raises SlowRenderingError if the chat template is slow."""
-
-        def quickly() -> Prompt:
-            with only_quick():
-                return prepare()
-
+    async def _prepare_in(self, workers: ThreadPoolExecutor | None, prepare: Callable[[], Prompt]) -> Prompt:
+        """Prepare in a thread, or here without `workers`."""
         if workers is None:
-            return quickly()
+            return prepare()
         if workers in self._queues:
-            return await self._run_media(workers, quickly)
-        return await self._text_queue.run(workers, quickly)
+            return await self._run_media(workers, prepare)
+        return await self._text_queue.run(workers, prepare)
 
     def _workers(self, shown: Sequence[Mapping[str, Any]]) -> ThreadPoolExecutor:
         """The threads that prepare a conversation with these parts: what takes long keeps nobody waiting that does

@@ -70,7 +70,7 @@ class ChatDialect(Dialect[ChatRequest]):
             settings = body.template_settings(service.preparer.template_settings)
             prompt = await service.prepare(
                 messages,
-                cache_salt,
+                cache_salt=cache_salt,
                 add_generation_prompt=body.add_generation_prompt is not False,
                 continue_final_message=body.continues(messages[-1], tools),
                 tools=tools,

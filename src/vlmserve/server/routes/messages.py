@@ -210,7 +210,7 @@ async def _prompt(service: Service, body: PromptFields, chat: ChatMessages, owne
     with service.bodies.share() as share:
         return await service.prepare(
             await with_files(service, owner, chat.messages, share),
-            cache_salt,
+            cache_salt=cache_salt,
             continue_final_message=chat.ends_with_answer,
             tools=body.tool_use,
             template_settings=body.template_settings(service.preparer.template_settings),

@@ -141,7 +141,7 @@ class ResponsesDialect(Dialect[ResponsesRequest]):
         def prepare(messages: list[dict[str, Any]]) -> Awaitable[Prompt]:
             return service.prepare(
                 messages,
-                body.cache_salt or "",
+                cache_salt=body.cache_salt or "",
                 tools=tools,
                 template_settings=settings,
                 mm_processor_kwargs=body.processor_kwargs,

@@ -26,7 +26,7 @@ async def tokenize(request: Request) -> Response:
                 messages = await with_files(service, owner_of(request), conversation(body.messages), share)
                 prompt = await service.prepare(
                     messages,
-                    salt_of(request, None),
+                    cache_salt=salt_of(request, None),
                     add_generation_prompt=body.add_generation_prompt,
                     continue_final_message=body.continue_final_message,
                     tools=body.tool_use,

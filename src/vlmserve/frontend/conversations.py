@@ -1,0 +1,118 @@
+"""Checked messages to tokens: the chat template, the model's form of tools and reasoning, and the tokenizer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypedDict
+
+from vlmserve.errors import InvalidRequestError
+from vlmserve.frontend.quoting import quoted_json, quoted_message
+from vlmserve.frontend.reasoning import Reasoning
+from vlmserve.frontend.tools import ToolForm, ToolUse, for_template
+from vlmserve.prompt.template import ChatTemplate, Message, ToolCall
+from vlmserve.prompt.tokenizer import Tokenizer
+from vlmserve.prompt.untrusted import Quotation
+from vlmserve.types import MediaKind, Thoughts
+
+
+class ConversationOptions(TypedDict, total=False):
+    """What a request may say of its conversation."""
+
+    add_generation_prompt: bool
+    """End with the beginning of an answer (default)."""
+    continue_final_message: bool
+    """Let the answer continue the last message, which is the assistant's and has text. Overrides
+    `add_generation_prompt`."""
+    allow_local: bool
+    """Also take ``{"type": "image", "image": …}`` parts with any `ImageSource`, and paths, videos of such frames, and
+    ``{"type": "document", "document": …}`` with any `DocumentSource`. For callers in the same process, never for what
+    came over HTTP."""
+    cache_salt: str
+    """Images are only shared with requests of the same salt."""
+    tools: ToolUse | None
+    """That the model may call."""
+    template_settings: Mapping[str, Any] | None
+    """Values that the chat template may know by name."""
+    mm_processor_kwargs: Mapping[str, Any] | None
+    """Budget of all images, and fps of all videos, that say nothing themselves."""
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """A prompt's tokens, with one placeholder for each image and video."""
+
+    token_ids: list[int]
+    thoughts: Thoughts | None
+
+
+@dataclass(frozen=True)
+class Renderer:
+    """Renders conversations with a checkpoint's chat template.
+
+    adds_special_tokens: the tokenizer adds what the template leaves out. Like transformers: its processors do, its
+    tokenizers do not.
+    """
+
+    template: ChatTemplate
+    tokenizer: Tokenizer
+    tool_form: ToolForm
+    reasoning: Reasoning | None
+    adds_special_tokens: bool
+
+    def render(
+        self, messages: Sequence[Message], counts: Mapping[MediaKind, int], options: ConversationOptions
+    ) -> Rendered:
+        """The tokens of checked messages. counts: of the media in the messages.
+
+        Raises InvalidRequestError if the template does not show all media, and as `ChatTemplate.render` does.
+        """
+        tools = options.get("tools")
+        settings = options.get("template_settings")
+        continues = options.get("continue_final_message", False)
+        quotation = Quotation(self.tokenizer.control_tokens)
+        described = None
+        if tools is not None and self.tool_form.native:
+            described = [quoted_json(function.described(), quotation) for function in tools.functions]
+        text = self.template.render(
+            [
+                quoted_message(message, quotation)
+                for message in for_template(self.template, messages, self.tool_form, tools)
+            ],
+            add_generation_prompt=options.get("add_generation_prompt", True),
+            tools=described,
+            settings=settings and quoted_json(settings, quotation),
+            continue_final_message=continues,
+        )
+        _check_shown(text, self.tokenizer.image_mark, counts.get("image", 0), "images")
+        _check_shown(text, self.tokenizer.video_token, counts.get("video", 0), "videos")
+        begun = str(messages[-1].parts[-1]) if continues else None
+        thoughts = None if self.reasoning is None else self.reasoning.after(text, begun)
+        text = self.tokenizer.write_media(text)
+        ids = self.tokenizer.encode_quoted(text, quotation, add_special_tokens=self.adds_special_tokens)
+        return Rendered(ids, thoughts)
+
+
+def texts(*values: Any) -> Iterator[str]:
+    """All texts in what a chat template is given."""
+    for value in values:
+        match value:
+            case str():
+                yield value
+            case ToolCall():
+                yield from texts(value.id, value.name, value.arguments)
+            case ToolUse():
+                yield from texts(*(function.described() for function in value.functions))
+            case Mapping():
+                yield from texts(*value, *value.values())
+            case list() | tuple():
+                yield from texts(*value)
+
+
+def _check_shown(text: str, mark: str | None, count: int, kind: str) -> None:
+    if mark is not None and text.count(mark) != count:
+        raise InvalidRequestError(
+            f"the model's chat template shows {text.count(mark)} of the {count} {kind}; "
+            f"put {kind} into the messages of the user",
+            param="messages",
+        )
