@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import contextvars
 import json
+import socket
 import threading
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
+from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tests.server.live import QUESTION, LiveServer
 from tests.server.test_slow_clients import connections
 from vlmserve.cancellation import client
+from vlmserve.config import ServerConfig
 from vlmserve.server.entrance import _PER_ROUND, Entrance
+from vlmserve.server.run import bind, event_loop_factory
 from vlmserve.server.service import Service
+from vlmserve.server.web import WebServer
 
 
 def of(name: str, make: Callable[[], Coroutine[Any, Any, None]]) -> asyncio.Task[None]:
@@ -97,3 +104,27 @@ def test_health_is_answered_between_many_requests(folder: Path, monkeypatch: pyt
         assert len(prepared) == count
         [before] = prepared_before
         assert before < count / 2
+
+
+def test_many_connections_are_accepted_at_once() -> None:
+    """Otherwise each waits for an iteration of the event loop, in which earlier requests compute."""
+    count = 200
+
+    async def accept() -> int:
+        web = WebServer(Response("ok"), ServerConfig(), bind(ServerConfig(port=0)))
+        web.start()
+        url, num_iterations = urlsplit(web.url), 0
+        with contextlib.ExitStack() as stack:
+            for _ in range(count):
+                stack.enter_context(socket.create_connection((url.hostname, url.port)))
+            while len(web._server.server_state.connections) < count:
+                await asyncio.sleep(0)
+                num_iterations += 1
+        await web.leave(0)
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection((url.hostname, url.port))
+        await web.stop()
+        return num_iterations
+
+    with asyncio.Runner(loop_factory=event_loop_factory()) as runner:
+        assert runner.run(accept()) < count / 4

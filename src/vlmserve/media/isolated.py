@@ -36,9 +36,9 @@ _LONGEST_LINE = 4096
 ErrorOf: TypeAlias = Callable[[str, str], Exception]
 """Makes the exception to raise from a reason and a library's message.
 
-Every kind of file has the reasons "broken", "slow" (time limit), "memory" (memory limit), "crash" (the library crashed),
-"aborted" (the library ended the process: it lacked memory, or the file broke its assumptions) and "killed" (something
-else ended the process). Decoders add their own.
+Every kind of file has the reasons "broken", "slow" (time limit), "memory" (memory limit), "crash" (the library crashed)
+and "killed" (something else ended the process). "aborted": the library ended the process, because it lacked memory or
+the file broke its assumptions. Decoders add their own.
 """
 
 _PATIENCE = 1.0

@@ -30,6 +30,9 @@ _LAST_BYTES = 3
 _LOOK = 0.1
 """Seconds between looks at whether connections are left."""
 
+_ACCEPTED = 32
+"""Connections that an iteration of the event loop accepts. uvloop accepts one for each file of the listening socket."""
+
 _FIRST_PROBE, _NEXT_PROBE = 0.1, 5.0
 """Seconds between checks whether a client that sends no more still reads."""
 _OLD_GRACE = 1.0
@@ -47,7 +50,7 @@ class WebServer:
         host, port = listener.getsockname()[:2]
         shown = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
         self.url = f"http://{shown}:{port}"
-        self._listener = listener
+        self._listeners = [listener]
         self._task: asyncio.Task[None] | None = None
         config = uvicorn.Config(
             app,
@@ -71,15 +74,17 @@ class WebServer:
 
     def start(self) -> None:
         """Begin to accept connections: nobody who is told the URL now is refused."""
-        self._listener.listen(self._server.config.backlog)
-        self._task = asyncio.ensure_future(self._server.serve([self._listener]))
+        self._listeners[0].listen(self._server.config.backlog)
+        self._listeners += [self._listeners[0].dup() for _ in range(_ACCEPTED - 1)]
+        self._task = asyncio.ensure_future(self._server.serve(self._listeners))
 
     async def leave(self, grace: float) -> None:
         """Accept no more connections, and wait until clients have closed those that there are, at most `grace`
         seconds. The application is to ask them to, and answers meanwhile."""
         for server in self._server.servers:
             server.close()
-        self._listener.close()
+        for listener in self._listeners:
+            listener.close()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(grace):
                 while self._server.server_state.connections:
