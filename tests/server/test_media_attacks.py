@@ -60,7 +60,8 @@ def test_files_that_are_slow_to_open_do_not_block_the_history(server, monkeypatc
     monkeypatch.setattr(module, name, open_slowly)
     with ThreadPoolExecutor(8) as threads:
         if module is files:
-            late = [threads.submit(server.openai.files.create, file=("a.png", image), purpose="user_data")] * 8
+            create = server.openai.files.create
+            late = [threads.submit(create, file=("a.png", image), purpose="user_data") for _ in range(8)]
         else:
             messages = [{"role": "user", "content": [{"type": "file", "file": {"file_id": known.id}}]}]
             late = [threads.submit(server.post, {"messages": messages}) for _ in range(8)]

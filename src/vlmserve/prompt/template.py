@@ -21,7 +21,7 @@ from jinja2.parser import Parser
 
 from vlmserve.errors import ConfigurationError, InvalidRequestError, ModelLoadError
 from vlmserve.prompt.probes import Probes
-from vlmserve.prompt.template_limits import LimitedEnvironment, SlowRenderingError, TemplateLimitError, TemplateLimits
+from vlmserve.prompt.template_limits import LimitedEnvironment, SlowRenderingError, TemplateLimits
 from vlmserve.prompt.untrusted import END_MARK
 
 _OURS = ("messages", "tools", "documents", "add_generation_prompt")
@@ -174,13 +174,6 @@ class ChatTemplate:
         except SlowRenderingError:
             raise
         except Exception as error:  # a template can fail with any error that its expressions can raise
-            is_refused = not isinstance(error, TemplateLimitError)
-            if is_refused and _begins_with_assistant(messages) and not self._probes.takes_assistant_first():
-                raise InvalidRequestError(
-                    "the model's chat template wants roles to alternate user/assistant: send a user message before "
-                    "the first assistant message",
-                    param="messages",
-                ) from error
             raise InvalidRequestError(
                 f"the model's chat template does not accept these messages: {error}{_without_a_call(messages)}",
                 param="messages",
@@ -199,6 +192,8 @@ class ChatTemplate:
         """Messages with their roles in an order that the template shows completely."""
         if not self._places_systems(messages):
             messages = self._with_one_system(messages)
+        if _begins_with_assistant(messages) and not self._probes.takes_assistant_first():
+            messages = _with_user_first(messages)
         if not self._probes.takes_neighbours:
             messages = _joined(messages)
         return messages if self._splits_thoughts else [_with_thoughts_first(message) for message in messages]
@@ -291,6 +286,12 @@ def _with_end(message: Message) -> Message:
 
 def _begins_with_assistant(messages: Sequence[Message]) -> bool:
     return next((message.role for message in messages if message.role != "system"), None) == "assistant"
+
+
+def _with_user_first(messages: Sequence[Message]) -> list[Message]:
+    """Messages with an empty one of the user before the first of the assistant."""
+    place = next(place for place, message in enumerate(messages) if message.role != "system")
+    return [*messages[:place], Message("user", ("",), is_string=True), *messages[place:]]
 
 
 def _has_media(message: Message) -> bool:
