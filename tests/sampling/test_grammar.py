@@ -277,6 +277,15 @@ def test_compiled_grammars_are_kept_up_to_a_limit(byte_tokenizer):
     assert compiled == ["a", "b", "c", "b"]
 
 
+def test_compiled_grammars_are_kept_up_to_their_memory(byte_tokenizer, monkeypatch):
+    resident = iter(range(0, 10_000, 1000))  # before and after each grammar compiles
+    monkeypatch.setattr("vlmserve.sampling.grammar.resident_memory", lambda: next(resident))
+    grammars = compiler(byte_tokenizer, cache_size=4, cache_bytes=2500)
+    for pattern in ("a", "b", "c"):
+        grammars.matcher(Grammar.regex(pattern))
+    assert [grammars._find(Grammar.regex(pattern)) is not None for pattern in "abc"] == [False, True, True]
+
+
 def test_matchers_of_one_grammar_know_nothing_of_each_other(byte_grammars, byte_tokenizer):
     first, second = (byte_grammars.matcher(Grammar.choice(["ab", "cd"])) for _ in range(2))
     first.advance(byte_tokenizer.token_id("a"))
