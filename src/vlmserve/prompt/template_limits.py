@@ -140,8 +140,8 @@ class TemplateLimits:
 
     def _is_trusted(self) -> bool:
         with self._lock:
-            times = self._timeouts.get(client.get(), ())
-            return len(times) < _FULL_TRIES or times[0] < time.monotonic() - _MEMORY_SECONDS
+            times = self._timeouts.get(client.get())
+            return times is None or len(times) < _FULL_TRIES or times[0] < time.monotonic() - _MEMORY_SECONDS
 
     def _count_timeout(self) -> None:
         was_trusted, name = self._is_trusted(), client.get()
