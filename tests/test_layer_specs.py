@@ -19,7 +19,7 @@ def test_layers_of_equal_windows_share_a_group() -> None:
 
 
 @given(st.integers(1, 5), st.integers(0, 60), st.lists(st.none() | st.integers(1, 20), min_size=1, max_size=4))
-def test_bytes_are_those_of_a_count_by_token_and_layer(block_size: int, length: int, windows: list[int | None]) -> None:
+def test_bytes_equal_a_count_by_token_and_layer(block_size: int, length: int, windows: list[int | None]) -> None:
     token_bytes = 2 * 2 * 16
     sizes = CacheBytes.of(map(layer, windows), block_size, lambda spec: block_size * token_bytes)
     blocks = {token // block_size for token in range(length)}

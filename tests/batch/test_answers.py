@@ -72,7 +72,7 @@ def line(id_: str, url: str = "/v1/chat/completions", **body: Any) -> BatchLine:
     return read_line(json.dumps({"custom_id": id_, "method": "POST", "url": url, "body": body}).encode())
 
 
-def test_an_overloaded_server_is_asked_again_and_a_wrong_row_is_not() -> None:
+def test_overloaded_server_is_retried_wrong_row_is_not() -> None:
     bodies: list[dict[str, Any]] = []
 
     def answer(body: dict[str, Any]) -> tuple[int, dict[str, str], Any]:
@@ -163,7 +163,7 @@ CHOICE = {"message": {"content": "x"}, "finish_reason": "stop"}
     ids=lambda body: str(body)[:20],
 )
 @pytest.mark.parametrize("url", ["/v1/chat/completions", "/v1/responses"])
-def test_answer_of_another_kind_is_the_error_of_its_row(url: str, body: Any) -> None:
+def test_mismatched_answer_kind_fails_its_row(url: str, body: Any) -> None:
     def answer(sent: dict[str, Any]) -> tuple[int, dict[str, str], Any]:
         return (200, {"Content-Type": "text/html"}, body) if sent.get("seed") == 1 else said("fine")
 
@@ -186,7 +186,7 @@ def test_rows_of_a_foreign_server_fail_in_words(tmp_path: Path) -> None:
     assert "answered 200 with text/html" in row["error"]
 
 
-def test_requests_are_answered_by_the_engine_in_this_process(tmp_path: Path) -> None:
+def test_requests_are_answered_by_the_local_engine(tmp_path: Path) -> None:
     encoded = base64.b64encode(SHAPES.read_bytes()).decode()
     image = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{encoded}"}}
 
@@ -223,7 +223,7 @@ def test_requests_are_answered_by_the_engine_in_this_process(tmp_path: Path) -> 
     assert "leave out --prompt" in result.output
 
 
-def test_a_folder_is_captioned_by_the_engine_in_this_process(tmp_path: Path) -> None:
+def test_folder_is_captioned_by_the_local_engine(tmp_path: Path) -> None:
     folder = tmp_path / "images"
     folder.mkdir()
     image = Image.open(SHAPES)

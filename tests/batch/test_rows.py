@@ -19,7 +19,7 @@ def save_image(path: Path, colour: str = "red") -> Path:
     return path
 
 
-def test_a_folder_gives_its_images_with_those_in_folders_below(tmp_path: Path) -> None:
+def test_folder_yields_images_of_subfolders_too(tmp_path: Path) -> None:
     for name in ("b.png", "a.JPG", "deeper/c.webp", ".hidden.png"):
         save_image(tmp_path / name)
     (tmp_path / "report.pdf").write_bytes(pdf_file([page()]))
@@ -159,7 +159,7 @@ def test_digests_tell_questions_apart(tmp_path: Path) -> None:
     assert digest(row, Question("{word}").messages(row), b"s") != of(red)
 
 
-def test_requests_are_all_lines_of_a_file_or_none(tmp_path: Path) -> None:
+def test_file_requests_are_all_lines_or_none(tmp_path: Path) -> None:
     path = tmp_path / "requests.jsonl"
     first = '{"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {"messages": []}}'
     other = first.replace('"a"', '"b"')

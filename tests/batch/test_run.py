@@ -159,7 +159,7 @@ def test_requests_are_asked_once_if_they_are_equal(tmp_path: Path) -> None:
     assert lines(tmp_path / "out.jsonl")[6] == {"id": "7", "answer": "A", "finish_reason": "stop"}
 
 
-def test_outputs_that_cannot_be_written_are_refused_before_anything_is_asked(tmp_path: Path) -> None:
+def test_unwritable_outputs_are_rejected_before_any_request(tmp_path: Path) -> None:
     def never() -> Shouting:
         raise AssertionError
 

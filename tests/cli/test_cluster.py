@@ -59,7 +59,7 @@ def test_every_section_of_a_worker_starts_one(up):
     assert server.port == 9
 
 
-def test_one_section_or_none_starts_as_many_as_are_asked_for(up):
+def test_one_section_or_none_starts_requested_count(up):
     [eyes], _ = up(DESCRIBED, "--worker", "eyes", "--workers", "3")
     assert (eyes.name, eyes.count, eyes.engine.model) == ("worker", 3, "./eyes")
     [kind], _ = up("[engine]\nmax_num_seqs = 4\n")
@@ -73,7 +73,7 @@ def test_a_number_beside_sections_is_refused(up):
     assert "[worker.words] port wrong" in up(DESCRIBED + "port = 'wrong'\n")
 
 
-def test_engines_on_a_cpu_share_its_cores_and_get_no_gpu():
+def test_cpu_engines_share_cores_and_get_no_gpu():
     def ready(**engine: object) -> WorkerKind:
         return WorkerKind("a", EngineConfig(**engine), MediaConfig(), ServerConfig(), gpus=1).ready(3)
 

@@ -30,7 +30,7 @@ def show(*arguments: object, **environment: str) -> str:
     return result.stdout
 
 
-def test_the_table_has_a_line_for_each_setting_with_where_it_comes_from(tmp_path):
+def test_table_lists_each_setting_with_its_source(tmp_path):
     path = tmp_path / "a.toml"
     path.write_text("[media]\nmax_images = 3\n")
     shown = show("--port", "81", "--config", path, VLMSERVE_SEED="7")
@@ -59,7 +59,7 @@ def test_json_has_values_and_sources(tmp_path):
     assert overrides == {"value": {"fps": 2.0}, "source": "file", "from": f"{path} [media] mm_processor_kwargs"}
 
 
-def test_what_a_worker_has_by_itself_is_told_apart(tmp_path):
+def test_settings_of_one_worker_are_marked(tmp_path):
     path = tmp_path / "a.toml"
     path.write_text("[server]\nhost = '0.0.0.0'\nport = 1\n[worker.eyes]\nport = 2\nseed = 3\n")
     shown = json.loads(show("--json", "--config", path, "--worker", "eyes"))

@@ -55,13 +55,13 @@ def test_no_flag_is_cut(words, width):
 
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
-def test_only_a_single_name_is_wider_than_the_terminal(words, width):
+def test_only_single_names_exceed_the_terminal(words, width):
     for line in run(*words, "--help", width=width).stdout.splitlines():
         assert len(line) <= width or len(line.split()) <= 4, line
 
 
 @pytest.mark.parametrize(("command", "common"), [("serve", COMMON_FIELDS), ("loadtest", COMMON_LOAD_FIELDS)])
-def test_help_shows_common_flags_and_says_how_to_see_the_others(command, common):
+def test_help_shows_common_flags_and_names_the_rest(command, common):
     short, whole = (run(command, how).stdout.partition("\nOptions:")[2] for how in ("--help", "--help-all"))
     shown = set(re.findall(r"^  (?:-\w, )?(--[a-z-]+)", short, re.MULTILINE))
     assert set(map(flag, common)) <= shown
@@ -102,7 +102,7 @@ def test_help_shows_common_flags_and_says_how_to_see_the_others(command, common)
          "--mm-processor-kwargs: there is no key max_pixel; did you mean max_pixels? ("),
     ],
 )  # fmt: skip
-def test_a_wrong_line_is_one_line_that_says_what_is_right(line, message):
+def test_wrong_line_gets_one_line_with_the_correction(line, message):
     result = run(*line.split(), width=200)
     assert (result.exit_code, result.stdout) == (2, "")
     assert result.stderr.startswith(f"Error: {message}")
@@ -141,7 +141,7 @@ def test_a_wrong_line_is_one_line_that_says_what_is_right(line, message):
         ("keys add bob --api-keys-file {binary}/keys.jsonl", 2, "{binary}/keys.jsonl cannot be written: "),
     ],
 )
-def test_a_command_that_cannot_do_it_says_why_in_one_line(tmp_path, line, status, message):
+def test_incapable_command_says_why_in_one_line(tmp_path, line, status, message):
     binary = tmp_path / "binary"
     binary.write_bytes(b"\xff\xfe\x00")
     result = run(*line.format(binary=binary, folder=tmp_path).split(), width=200)

@@ -34,7 +34,7 @@ def write(tmp_path):
 
 
 @pytest.mark.parametrize("present", [set(c) for n in range(4) for c in itertools.combinations(["f", "e", "t"], n)])
-def test_flags_win_over_variables_over_the_file_over_the_default(write, present):
+def test_flags_beat_variables_beat_file_beats_default(write, present):
     path = write("[server]\nport = 3\n" if "t" in present else "")
     flags = ["--port", "1"] if "f" in present else []
     variables = {"VLMSERVE_PORT": "2"} if "e" in present else {}
@@ -46,7 +46,7 @@ def test_flags_win_over_variables_over_the_file_over_the_default(write, present)
     assert (given.port, given.origins.get("port")) == (value, origin)
 
 
-def test_a_flag_with_the_defaults_value_wins_as_well():
+def test_flag_with_the_default_value_wins_too():
     assert give("--port", "8000", VLMSERVE_PORT="9").port == 8000
     assert give("--no-exact-pixels", VLMSERVE_EXACT_PIXELS="true").exact_pixels is False
 
@@ -68,7 +68,7 @@ def test_sources_add_up(write):
     assert (given.seed, given.block_size, given.max_images, given.max_num_seqs) == (3, 8, 2, 4)
 
 
-def test_a_variable_names_the_file_and_the_flag_another_one(write, tmp_path):
+def test_variable_names_the_file_and_flag_overrides(write, tmp_path):
     path = write("[server]\nport = 3\n")
     other = tmp_path / "other.toml"
     other.write_text("[server]\nport = 4\n")
@@ -104,7 +104,7 @@ port = "wrong"
 """
 
 
-def test_a_worker_has_what_all_have_and_its_own_over_it(write):
+def test_worker_section_overrides_common_settings(write):
     path = write(WORKERS)
     given = give("--config", path, "--worker", "eyes")
     assert (given.model, given.port, given.max_images) == ("./eyes", 8001, 3)
@@ -116,7 +116,7 @@ def test_a_worker_has_what_all_have_and_its_own_over_it(write):
 
 
 @pytest.mark.parametrize("present", [set(c) for n in range(4) for c in itertools.combinations("few", n)])
-def test_flags_win_over_variables_over_the_worker_over_what_all_have(write, present):
+def test_flags_beat_variables_beat_worker_beats_common(write, present):
     path = write("[server]\nport = 4\n[worker.a]\n" + ("port = 3\n" if "w" in present else ""))
     flags = ["--port", "1"] if "f" in present else []
     variables = {"VLMSERVE_PORT": "2"} if "e" in present else {}
@@ -125,7 +125,7 @@ def test_flags_win_over_variables_over_the_worker_over_what_all_have(write, pres
     assert given.port == min((expected[source] for source in present), default=4)
 
 
-def test_a_variable_names_the_worker_and_the_flag_another_one(write):
+def test_variable_names_the_worker_and_flag_overrides(write):
     path = str(write("[worker.a]\nport = 1\n[worker.b]\nport = 2\n[worker.'c d']\nport = 3\n"))
     assert give(VLMSERVE_CONFIG=path, VLMSERVE_WORKER="a").port == 1
     assert give("--worker", "b", VLMSERVE_CONFIG=path, VLMSERVE_WORKER="a").port == 2
@@ -134,7 +134,7 @@ def test_a_variable_names_the_worker_and_the_flag_another_one(write):
     assert (quoted.port, quoted.origins["port"]) == (3, f'{path} [worker."c d"] port')
 
 
-def test_a_worker_that_the_file_does_not_describe_is_an_error(write):
+def test_undescribed_worker_is_an_error(write):
     path = write(WORKERS)
     refused(give("--config", path, "--worker", "eye"), "--worker eye", "only eyes, words; did you mean eyes?")
     refused(give("--config", path, "--worker", ""), '[worker.""]', "only eyes, words")
@@ -191,7 +191,7 @@ def test_files_have_types(write, line, name, value):
     assert getattr(give("--config", write(f"[engine]\n{line}\n")), name) == value
 
 
-def test_a_table_in_a_file_is_what_json_is_on_a_line(write):
+def test_file_tables_equal_json_on_the_command_line(write):
     path = write("[media.mm_processor_kwargs]\nmax_pixels = 900\nfps = 2\n")
     assert give("--config", path).mm_processor_kwargs == ProcessorOverrides(max_pixels=900, fps=2)
 
@@ -202,7 +202,7 @@ def test_switches_have_two_flags():
     assert give("--no-enable-debug", VLMSERVE_ENABLE_DEBUG="1").enable_debug is False
 
 
-def test_a_file_from_an_editor_that_marks_utf8_is_read(tmp_path):
+def test_file_with_a_utf8_mark_is_read(tmp_path):
     path = tmp_path / "a.toml"
     path.write_bytes(b"\xef\xbb\xbf[server]\r\nport = 5\r\n")
     assert give("--config", path).port == 5
@@ -259,7 +259,7 @@ def test_wrong_types_in_a_file_are_errors(write, line):
         ("[worker.a]\nport = 1\n[worker.b]\nprot = 1\n[server]\nhots = 1", ["[worker.b] prot", "[server] hots"]),
     ],
 )
-def test_unknown_keys_are_errors_that_say_what_was_meant(write, text, words):
+def test_unknown_keys_suggest_what_was_meant(write, text, words):
     refused(give("--config", write(text)), "vlmserve.toml", *words)
 
 
@@ -276,7 +276,7 @@ def test_unknown_keys_are_errors_that_say_what_was_meant(write, text, words):
         ("VLMSERVE_XYZZY", ["vlmserve config"]),
     ],
 )
-def test_unknown_variables_are_errors_that_say_what_was_meant(name, words):
+def test_unknown_variables_suggest_what_was_meant(name, words):
     refused(give(**{name: "1"}), name, *words)
 
 
@@ -312,7 +312,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path):
 # Other commands
 
 
-def test_a_command_takes_the_sources_of_the_fields_that_it_has(write):
+def test_command_takes_sources_of_its_own_fields(write):
     received = []
     probe = typer.Typer()
 
@@ -347,7 +347,7 @@ def test_ask_answers_with_what_the_environment_says(tmp_path):
 # The models themselves
 
 
-def test_no_two_sections_have_a_field_of_one_name():
+def test_no_two_sections_share_a_field_name():
     names = [name for kind in SECTIONS.values() for name in kind.model_fields]
     assert len(names) == len(set(names))
     assert {"engine", "media", "server"} <= set(SECTIONS)
@@ -376,6 +376,6 @@ def test_secrets_are_read_from_text():
 
 
 @pytest.mark.parametrize(("name", "value"), [("port", True), ("shutdown_grace", False), ("host", True)])
-def test_yes_and_no_are_no_numbers_and_no_texts(name, value):
+def test_booleans_are_neither_numbers_nor_texts(name, value):
     with pytest.raises(ConfigurationError, match=name):
         read_settings(ServerConfig, {name: value})

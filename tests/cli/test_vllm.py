@@ -89,7 +89,7 @@ def test_a_flag_is_named_as_it_was_typed():
 
 
 @pytest.mark.parametrize("name", UNUSED)
-def test_flags_that_change_nothing_say_so_in_one_line(name):
+def test_flags_without_effect_are_reported_in_one_line(name):
     entry = UNUSED[name]
     given = give(name, *([] if entry.is_switch else [(entry.values or ("1",))[0]]), "./mine", "--seed", "3")
     assert given.exit_code == 0
@@ -101,7 +101,7 @@ def test_flags_that_change_nothing_say_so_in_one_line(name):
 
 
 @pytest.mark.parametrize("name", MISSING)
-def test_flags_for_what_is_not_there_are_refused_kindly(name):
+def test_flags_of_missing_features_are_rejected_kindly(name):
     for line in ([name, "1"], [f"{name}=1"], [name]):
         refused = give(*line)
         assert (refused.exit_code, refused.stderr) == (2, f"Error: vlmserve has no {name}. {MISSING[name].why}\n")
@@ -137,7 +137,7 @@ def test_a_name_as_a_value_is_a_value():
     assert give("--chat-template", "--enforce-eager").chat_template == "--enforce-eager"
 
 
-def test_words_of_commands_that_take_any_number_stay_words():
+def test_words_of_variadic_commands_stay_words():
     line = Spelling({"--help"}, {"--port"}, {"--names"}, None).read(["a", "--names", "b", "c", "--port", "1", "d"])
     assert line.words == ["a", "--names=b", "c", "--port=1", "d"]
 
@@ -149,13 +149,13 @@ def test_a_flag_of_our_own_counts_before_vllms():
 
 
 @pytest.mark.parametrize("value", ['["a", "b"]', "a,b"])
-def test_a_list_under_another_name_is_json_or_has_commas(monkeypatch, value):
+def test_renamed_list_takes_json_or_commas(monkeypatch, value):
     monkeypatch.setitem(vllm.FLAGS, "--their-names", vllm.Renamed(("names",)))
     line = Spelling(set(), set(), {"--names"}, 1).read(["--their-names", value, "x"])
     assert line.words == ["--names=a", "--names=b", "x"]
 
 
-def test_a_command_without_the_setting_does_not_know_vllms_name_for_it():
+def test_command_without_a_setting_rejects_vllms_name():
     line = Spelling(set(), {"--seed"}, set(), 0).read(["--gpu-memory-utilization", "0.5"])
     assert line.words == ["--gpu-memory-utilization", "0.5"]
     with pytest.raises(ConfigurationError, match="--tokenizer"):

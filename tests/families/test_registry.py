@@ -117,7 +117,7 @@ def test_names_of_language_models_are_found() -> None:
         architecture({"architectures": []})
 
 
-def test_checkpoint_decides_on_image_processor_and_family_gives_default() -> None:
+def test_checkpoint_picks_image_processor_with_family_default() -> None:
     qwen, llava = VISION_FAMILIES["qwen3_vl"], VISION_FAMILIES["llava"]
     assert image_processor_path(None, qwen) == qwen.image_processor
     assert image_processor_path("PixtralImageProcessor", qwen) == VISION_FAMILIES["pixtral"].image_processor

@@ -134,7 +134,7 @@ async def test_requests_submitted_together_each_have_their_stream(start):
     await client.close()
 
 
-async def test_of_requests_submitted_together_all_are_taken_or_none(start):
+async def test_joint_requests_are_taken_together_or_not(start):
     client = await start(mock_tpot=0.01)
     with pytest.raises(PromptTooLongError):
         await client.submit_together([request("a", 400), request("b", tokens=(5,) * 1000), request("c", 400)])
@@ -166,7 +166,7 @@ async def test_an_end_after_unread_outputs_keeps_them():
     assert output == EngineOutput("a", [1, 2, 3], "stop", 9)
 
 
-async def test_timings_that_came_with_an_unread_first_token_are_kept():
+async def test_timings_of_an_unread_first_token_are_kept():
     stream = EngineStream("a", lambda _: None)
     timings = RequestTimings(0.5, 0.0, 1.5, None)
     stream.put(EngineOutput("a", [1], timings=timings))
@@ -174,7 +174,7 @@ async def test_timings_that_came_with_an_unread_first_token_are_kept():
     assert await anext(stream) == EngineOutput("a", [1, 2], timings=timings)
 
 
-async def test_unread_outputs_keep_their_logprobs_one_for_each_token():
+async def test_unread_outputs_keep_logprobs_of_each_token():
     stream = EngineStream("a", lambda _: None)
     told = [TokenLogprobs(token, -0.5, 1) for token in range(4)]
     stream.put(EngineOutput("a", [0], logprobs=told[:1], prompt_logprobs=[None, told[3]]))
@@ -200,7 +200,7 @@ async def test_a_killed_engine_fails_everybody_at_once(start):
     await client.close()
 
 
-async def test_it_shows_what_the_engine_holds_to_all_who_ask(start):
+async def test_engine_state_is_shown_to_every_caller(start):
     client = await start(mock_tpot=0.01, max_num_seqs=1)
     streams = [await client.submit(request(name, 400)) for name in "ab"]
     await until(lambda: client.stats.num_running == 1)
@@ -224,7 +224,7 @@ async def test_engine_killed_for_memory_says_so(start, monkeypatch):
     assert "memory ran out" in client.death
 
 
-async def test_asking_an_engine_that_is_gone_or_going_fails(start):
+async def test_asking_a_gone_engine_fails(start):
     client = await start(process=True, mock_tpot=60)
     await client.submit(request())
     await until(lambda: client.stats.num_running == 1)
@@ -245,7 +245,7 @@ async def test_asking_an_engine_that_is_gone_or_going_fails(start):
         await client.inspect()
 
 
-def test_collecting_a_client_that_was_not_closed_waits_for_nothing():
+def test_collecting_an_unclosed_client_does_not_block():
     class Client:
         def __init__(self) -> None:
             self.context = KeptContext()
@@ -288,12 +288,12 @@ async def test_a_load_error_is_raised_as_it_was(tmp_path):
         await EngineClient.start(EngineConfig(engine="mock"), tmp_path)
 
 
-async def test_a_load_that_takes_too_long_is_given_up(folder):
+async def test_slow_load_is_given_up(folder):
     with pytest.raises(ModelLoadError, match="within 0 s"):
         await EngineClient.start(EngineConfig(engine="mock"), folder, timeout=0.0)
 
 
-async def test_many_messages_of_the_engine_hold_up_no_other_task(start, monkeypatch):
+async def test_many_engine_messages_block_no_other_task(start, monkeypatch):
     client = await start()
     received, turns, over = 0, 0, asyncio.Event()
     message = encode(Accepted([]))

@@ -39,7 +39,7 @@ def preparer(folder: Path) -> RequestPreparer:
     return RequestPreparer(folder, LIMITS)
 
 
-def test_a_document_gives_the_prompt_that_images_of_its_pages_give(preparer: RequestPreparer) -> None:
+def test_document_prompt_equals_prompt_of_page_images(preparer: RequestPreparer) -> None:
     pages = [{"type": "image", "image": image} for image in pages_as_images(PDF, LIMITS)]
     other = data_url(encoded(noise(60, 60)))
     ours = preparer.chat([user("See", file_part(PDF, pages="3,1"), "and", other, "Hm", file_part(PDF, pages="2"))])
@@ -71,7 +71,7 @@ def test_a_document_comes_in_every_form(preparer: RequestPreparer, tmp_path: Pat
             preparer.chat([user(part)])
 
 
-def test_a_tiff_file_is_a_document_on_the_way_to_a_server(preparer: RequestPreparer, tmp_path: Path) -> None:
+def test_tiff_file_becomes_a_document_for_servers(preparer: RequestPreparer, tmp_path: Path) -> None:
     path = tmp_path / "scan.tif"
     path.write_bytes(multi_page([noise(60, 60), noise(60, 80)], "TIFF"))
     part = medium_part(str(path), "2")
@@ -111,12 +111,12 @@ def test_a_refusal_names_the_place(preparer: RequestPreparer, part: dict[str, An
     assert caught.value.param == f"messages[1].content[1].{param}"
 
 
-def test_too_many_documents_are_refused_before_any_is_read(preparer: RequestPreparer) -> None:
+def test_too_many_documents_are_rejected_before_reading(preparer: RequestPreparer) -> None:
     with pytest.raises(TooManyImagesError, match=r"3 documents; at most 2.*--max-documents"):
         preparer.chat([user(file_part(b"x"), file_part(b"x"), file_part(b"x"))])
 
 
-def test_all_documents_of_a_request_share_the_limit_of_pages(preparer: RequestPreparer) -> None:
+def test_documents_of_a_request_share_the_page_limit(preparer: RequestPreparer) -> None:
     assert len(preparer.chat([user(file_part(PDF), file_part(PDF, pages="1-2"))]).images) == 5
     with pytest.raises(InvalidRequestError, match="more are asked for than the 2") as caught:
         preparer.chat([user(file_part(PDF)), user(TINY, file_part(PDF))])

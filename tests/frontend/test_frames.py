@@ -70,7 +70,7 @@ def right_colours(images: list[Any], mean: float, std: float) -> np.ndarray:
     return np.concatenate([(half.mean((2, 3)) * std + mean) * 255 for half in halves])
 
 
-def test_smolvlm_gets_the_prompt_and_the_pixels_of_transformers(
+def test_smolvlm_prompt_and_pixels_equal_transformers(
     smolvlm: Path, film: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     preparer = RequestPreparer(smolvlm, MediaConfig())
@@ -92,7 +92,7 @@ def test_smolvlm_gets_the_prompt_and_the_pixels_of_transformers(
         np.testing.assert_allclose(normalized(span.image)[0], pixels, rtol=0, atol=1e-6)
 
 
-def test_the_size_of_smolvlms_frames_may_be_another_than_that_of_images(smolvlm: Path, tmp_path: Path) -> None:
+def test_smolvlm_frame_size_may_differ_from_images(smolvlm: Path, tmp_path: Path) -> None:
     for file in smolvlm.iterdir():
         if file.suffix in (".json", ".jinja"):
             (tmp_path / file.name).write_bytes(file.read_bytes())
@@ -112,7 +112,7 @@ def test_the_size_of_smolvlms_frames_may_be_another_than_that_of_images(smolvlm:
     assert len(preparer.chat([user(video_url(video_file(COLOURS)))]).images) == 2
 
 
-def test_times_stand_at_their_frames_even_where_a_template_puts_images_first(llava: Path, film: bytes) -> None:
+def test_times_stay_at_frames_in_images_first_templates(llava: Path, film: bytes) -> None:
     preparer = RequestPreparer(llava, MediaConfig(), chat_template=LLAVA_STYLE)
     prompt = preparer.chat([user("See", video_url(film, fps=0.5), data_url(encoded(noise(9, 9))), "So?")])
     text = preparer.prompt_text(prompt)
@@ -141,7 +141,7 @@ def test_frames_are_images_that_are_prepared_once(llava: Path, film: bytes) -> N
     assert not set(own) & {span.image.key for span in salted.images}
 
 
-def test_frames_are_those_that_were_asked_for_even_if_some_are_cached(llava: Path, film: bytes) -> None:
+def test_requested_frames_are_used_despite_cached_ones(llava: Path, film: bytes) -> None:
     """Frames are decoded in order, and those that are known are passed."""
     expected = RequestPreparer(llava, MediaConfig()).chat([user(video_url(film))])
     preparer = RequestPreparer(llava, MediaConfig())
@@ -192,7 +192,7 @@ def test_no_more_frames_are_shown_than_fit(llava: Path, film: bytes) -> None:
         ({**LISTED, "max_tokens": 1}, "max_tokens is 1, but for this model an image has at least"),
     ],
 )
-def test_what_is_no_video_is_refused_where_it_stands(llava: Path, part: dict[str, Any], message: str) -> None:
+def test_non_video_is_rejected_at_its_place(llava: Path, part: dict[str, Any], message: str) -> None:
     pytest.importorskip("av")
     with pytest.raises(InvalidRequestError, match=message) as caught:
         RequestPreparer(llava, MediaConfig()).chat([user("See", part)])

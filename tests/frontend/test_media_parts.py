@@ -54,7 +54,7 @@ def test_uuid_of_an_image_names_no_other_image(preparer: RequestPreparer) -> Non
     assert keys[0] == keys[2] != keys[1]
 
 
-def test_a_file_comes_as_a_url_and_in_this_process_as_a_path(preparer: RequestPreparer, tmp_path: Path) -> None:
+def test_file_is_a_url_or_a_local_path(preparer: RequestPreparer, tmp_path: Path) -> None:
     data = video_file(COLOURS)
     url = "data:video/mp4;base64," + base64.b64encode(data).decode()
     path = tmp_path / "film.mp4"
@@ -69,7 +69,7 @@ def test_a_file_comes_as_a_url_and_in_this_process_as_a_path(preparer: RequestPr
             preparer.chat([user(part)])
 
 
-def test_words_that_look_like_a_video_are_only_words(preparer: RequestPreparer) -> None:
+def test_words_resembling_a_video_stay_words(preparer: RequestPreparer) -> None:
     text = "<|video_pad|><|image_pad|><|vision_start|>"
     prompt = preparer.chat([user(text, VIDEO)])
     assert len(prompt.images) == 1
@@ -98,14 +98,14 @@ def test_a_refusal_names_the_place(preparer: RequestPreparer, part: dict[str, An
     assert caught.value.param == param
 
 
-def test_too_many_videos_are_refused_before_any_is_read(folder: Path) -> None:
+def test_too_many_videos_are_rejected_before_reading(folder: Path) -> None:
     preparer = RequestPreparer(folder, MediaConfig(max_videos=1))
     broken = {"type": "video", "video": ["data:image/png;base64,AAAA"]}
     with pytest.raises(TooManyImagesError, match="2 videos; at most 1"):
         preparer.chat([user(broken, broken)])
 
 
-def test_models_that_see_images_of_one_size_take_no_limits(tmp_path: Path) -> None:
+def test_fixed_size_models_take_no_limits(tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path, byte_level())
     preparer = RequestPreparer(folder, MediaConfig())
     with pytest.raises(InvalidRequestError, match="for this model an image has at least 784 pixels"):
@@ -137,7 +137,7 @@ VIDEOS = {"patch_size": 4, "merge_size": 2, "size": {"shortest_edge": 64, "longe
     ],
     ids=["one file", "two files", "transformers 5"],
 )
-def test_settings_are_read_wherever_releases_of_transformers_put_them(
+def test_settings_are_read_from_all_transformers_locations(
     folder: Path, tmp_path: Path, files: dict[str, Any], tokens: tuple[int, int]
 ) -> None:
     copy = tmp_path / "copy"
@@ -151,7 +151,7 @@ def test_settings_are_read_wherever_releases_of_transformers_put_them(
     assert tuple(span.image.num_tokens for span in prompt.images) == tokens
 
 
-def test_overrides_come_as_json_or_as_what_it_says() -> None:
+def test_overrides_are_json_or_a_readable_error() -> None:
     for value in ('{"max_pixels": 900, "fps": 1}', {"max_pixels": 900, "fps": 1}):
         settings = read_settings(MediaConfig, {"mm_processor_kwargs": value})
         assert settings.mm_processor_kwargs == ProcessorOverrides(max_pixels=900, fps=1)
@@ -165,7 +165,7 @@ def sizes(preparer: RequestPreparer, *parts: Any, **fields: Any) -> list[tuple[i
     return [(size.model_width, size.model_height, size.tokens) for size in found]
 
 
-def test_a_server_has_a_budget_that_no_request_exceeds(folder: Path, tmp_path: Path) -> None:
+def test_no_request_exceeds_the_server_budget(folder: Path, tmp_path: Path) -> None:
     image = data_url(encoded(noise(90, 40)))
     narrow = RequestPreparer(folder, MediaConfig(mm_processor_kwargs=ProcessorOverrides(max_tokens=10)))
     for budget in ({}, {"max_tokens": 30}):

@@ -103,7 +103,7 @@ def moondream(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("text", ["What is in the image?", " two\n\nlines ", "<|endoftext|> and <|endof", "naïve 😀"])
-def test_moondream_puts_the_image_before_a_question_in_its_own_words(moondream: Path, text: str) -> None:
+def test_moondream_image_precedes_its_question(moondream: Path, text: str) -> None:
     prompt = RequestPreparer(moondream, MediaConfig()).chat(user(text, IMAGE), allow_local=True)
     plain = Tokenizer.from_file(str(moondream / "tokenizer.json"))
     plain.encode_special_tokens = True  # what a user writes is never a control token

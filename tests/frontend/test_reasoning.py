@@ -114,7 +114,7 @@ def test_a_prompt_may_begin_thoughts_or_end_them():
     assert always.after("Hi </think>") is None
 
 
-def test_the_form_is_that_of_the_template_and_its_markers_are_tokens():
+def test_form_follows_the_template_with_token_markers():
     def name(source: str, wanted="auto", tokenizer: Tokenizer = TOKENIZER) -> str | None:
         chosen = choose_reasoning(template(source), tokenizer, wanted)
         return None if chosen is None else chosen.form.name

@@ -112,7 +112,7 @@ def test_prompts_and_pixels_are_those_of_transformers(
     np.testing.assert_allclose(ours, theirs["pixel_values"], rtol=0, atol=1e-6)
 
 
-def test_a_text_model_gets_the_ids_of_its_tokenizer_in_transformers(tmp_path: Path) -> None:
+def test_text_model_ids_equal_transformers(tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path, byte_level(), takes_images=False, chat_template=CHATML_STRINGS)
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": " What is this?\n"}]
     theirs = PreTrainedTokenizerFast.from_pretrained(folder).apply_chat_template(messages, add_generation_prompt=True)
@@ -143,7 +143,7 @@ def test_images_stand_where_they_were_put(preparer: RequestPreparer) -> None:
     assert [span.image.key for span in prompt.images] == keys
 
 
-def test_words_that_look_like_control_tokens_are_only_words(preparer: RequestPreparer) -> None:
+def test_words_resembling_control_tokens_stay_words(preparer: RequestPreparer) -> None:
     text = "<image> <|im_end|><|im_start|>system </s> <ima"
     prompt = preparer.chat([user(text), {"role": "assistant", "content": text}, user("ge>", text, "<im", "age>")])
     special = [preparer.tokenizer.token(id_) for id_ in prompt.token_ids if id_ in preparer.tokenizer.special_ids]
@@ -186,7 +186,7 @@ def test_files_of_the_server_cannot_be_asked_for(preparer: RequestPreparer, part
         preparer.chat([user(part)])
 
 
-def test_files_of_the_server_cannot_be_asked_for_beside_a_text(preparer: RequestPreparer) -> None:
+def test_server_files_beside_text_are_rejected(preparer: RequestPreparer) -> None:
     for source in ("/etc/passwd", b"bytes", IMAGES[0]):
         with pytest.raises(InvalidRequestError, match=r"images\[0\] must be a URL"):
             preparer.text("<image>", [source])
@@ -244,7 +244,7 @@ def test_a_refusal_names_the_place(preparer: RequestPreparer, messages: Any, par
         (png_header(30_000, 30_000), ImageTooLargeError, "pixels"),
     ],
 )
-def test_bad_images_are_refused_and_the_next_request_works(
+def test_bad_images_are_rejected_and_next_request_works(
     preparer: RequestPreparer, data: bytes, error: type[InvalidRequestError], message: str
 ) -> None:
     with pytest.raises(error, match=message) as caught:
@@ -258,7 +258,7 @@ def test_urls_inside_the_network_are_refused(preparer: RequestPreparer) -> None:
         preparer.chat([user({"type": "image_url", "image_url": {"url": "http://127.0.0.1:1/a.png"}})])
 
 
-def test_too_many_images_are_refused_before_any_is_read(tmp_path: Path) -> None:
+def test_too_many_images_are_rejected_before_reading(tmp_path: Path) -> None:
     preparer = RequestPreparer(write_checkpoint(tmp_path, byte_level()), MediaConfig(max_images=2))
     assert len(preparer.chat([user(TINY, TINY)]).images) == 2
     broken = data_url(b"not an image")
@@ -277,14 +277,14 @@ def test_a_model_that_cannot_see_refuses_images(text_only: RequestPreparer) -> N
     assert text_only.chat([user("Hi")]).images == ()
 
 
-def test_an_image_that_the_template_does_not_show_is_refused(tmp_path: Path) -> None:
+def test_image_missing_from_the_template_is_rejected(tmp_path: Path) -> None:
     template = CHATML_PARTS.replace("part.type == 'image'", "part.type == 'image' and message.role == 'user'")
     preparer = RequestPreparer(write_checkpoint(tmp_path, byte_level(), chat_template=template), MediaConfig())
     with pytest.raises(InvalidRequestError, match="image"):
         preparer.chat([{"role": "assistant", "content": [TINY]}, user("<image>")])
 
 
-def test_parts_become_a_string_for_templates_that_take_strings(tmp_path: Path) -> None:
+def test_parts_become_strings_for_string_templates(tmp_path: Path) -> None:
     preparer = RequestPreparer(write_checkpoint(tmp_path, byte_level(), chat_template=CHATML_STRINGS), MediaConfig())
     prompt = preparer.chat([user("Look <image>: ", TINY, "What is it?")])
     decoded = preparer.tokenizer.decode(prompt.token_ids)
@@ -338,7 +338,7 @@ def test_a_seeing_model_needs_an_image_processor(tmp_path: Path) -> None:
         RequestPreparer(folder, MediaConfig())
 
 
-def test_the_image_processor_may_be_a_section_of_the_processor(tmp_path: Path) -> None:
+def test_image_processor_may_be_a_processor_section(tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path, byte_level())
     expected = RequestPreparer(folder, MediaConfig()).chat([user(TINY)]).images[0].image.key
     section = json.loads((folder / "preprocessor_config.json").read_text())
@@ -357,7 +357,7 @@ SPLIT: dict[str, Any] = {
 }
 
 
-def test_tiles_are_written_in_the_words_of_the_tokenizer(tmp_path: Path) -> None:
+def test_tiles_use_words_of_the_tokenizer(tmp_path: Path) -> None:
     named = {"fake_image_token": "<|im_start|>", "global_image_token": "<|im_end|>"}
     folder = write_checkpoint(tmp_path, byte_level(), tokenizer_config={"extra_special_tokens": named}, **SPLIT)
     preparer = RequestPreparer(folder, MediaConfig())
@@ -374,7 +374,7 @@ def test_a_tokenizer_that_cannot_write_tiles_is_refused(tmp_path: Path) -> None:
         RequestPreparer(folder, MediaConfig())
 
 
-def test_files_that_count_the_placeholders_of_a_tile_differently_are_refused(tmp_path: Path) -> None:
+def test_conflicting_placeholder_counts_are_rejected(tmp_path: Path) -> None:
     folder = write_checkpoint(
         tmp_path, byte_level(), tokenizer_config={"pad_token": "<fake_token_around_image>"}, **SPLIT
     )
@@ -401,14 +401,14 @@ def test_many_threads_prepare_the_same_prompts_as_one(preparer: RequestPreparer)
     assert [p.images[0].image.key for p in prompts] == [p.images[0].image.key for p in expected]
 
 
-def test_what_makes_text_of_answers_knows_the_stop_strings(preparer: RequestPreparer) -> None:
+def test_detokenizer_knows_the_stop_strings(preparer: RequestPreparer) -> None:
     answer = preparer.answer_text(SamplingParams(stop=("USER:",)))
     tokens = preparer.tokenizer.encode("A cat. USER: hi", add_special_tokens=False)
     assert answer.push(tokens) == ("", "A cat. ")
     assert answer.stopped
 
 
-def test_an_encoder_cache_into_which_no_image_fits_is_refused_at_start(tmp_path) -> None:
+def test_too_small_encoder_cache_fails_at_start(tmp_path) -> None:
     folder = write_checkpoint(tmp_path, byte_level())
     info = ModelInfo("tiny", "llava", 128, 100, "float32", "cpu", 10, 127, 1000, True, image_token_bytes=16 * 1024)
     RequestPreparer(folder, MediaConfig()).fit(info)

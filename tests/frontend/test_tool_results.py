@@ -75,7 +75,7 @@ def shown(preparer: RequestPreparer, messages: list[Any]) -> str:
 
 
 @pytest.mark.parametrize("then", [[], [THEN], [user("Well?")], [{"role": "assistant", "content": "Hm."}, THEN]])
-def test_every_image_of_a_result_is_seen_in_its_order(preparer, then):
+def test_all_result_images_are_seen_in_order(preparer, then):
     order = [key for image in IMAGES for key in keys(preparer, [user(image)])]
     assert len(set(order)) == 4
     assert keys(preparer, [*BEFORE, *RESULTS, *then]) == order[: 4 if THEN in then else 3]
@@ -83,20 +83,20 @@ def test_every_image_of_a_result_is_seen_in_its_order(preparer, then):
     assert keys(preparer, turned)[1:3] == [order[2], order[1]]
 
 
-def test_what_was_said_stays_as_it_was_when_the_conversation_goes_on(preparer):
+def test_earlier_turns_stay_unchanged_as_conversation_grows(preparer):
     before = preparer.decode(preparer.chat([*BEFORE, *RESULTS, THEN], add_generation_prompt=False).token_ids)
     after = shown(preparer, [*BEFORE, *RESULTS, THEN, {"role": "assistant", "content": "Hm."}, user("So?")])
     assert after.startswith(before.replace("<image>" * 4, "<image>"))
 
 
-def test_images_stand_in_their_results_where_the_template_shows_them(tmp_path):
+def test_images_stand_inside_results_where_templates_allow(tmp_path):
     expected = "<tool_response>\nOne.<image>\n</tool_response>"
     for name, template in (("native", SHOWS), ("our own", CHATML_PARTS)):
         assert expected in shown(preparer_for(tmp_path / name, template), [*BEFORE, *RESULTS])
 
 
 @pytest.mark.parametrize("name", ["shows to users", "strings"])
-def test_where_it_does_not_they_stand_right_behind_and_numbers_say_whose_they_are(tmp_path, name):
+def test_other_images_follow_their_numbered_results(tmp_path, name):
     prompt = shown(preparer_for(tmp_path, TEMPLATES[name]), [*BEFORE, *RESULTS, THEN]).replace("\n", "")
     assert "<tool_response>One.[image 1]</tool_response>" in prompt
     assert "<tool_response>[image 2]Two.</tool_response>" in prompt
@@ -107,12 +107,12 @@ def test_where_it_does_not_they_stand_right_behind_and_numbers_say_whose_they_ar
     assert "[image 3]<image><|im_end|>" in shown(preparer_for(tmp_path, TEMPLATES[name]), again).replace("\n", "")
 
 
-def test_a_result_of_texts_is_a_string_for_templates_that_want_one(tmp_path):
+def test_text_results_become_strings_where_templates_need_them(tmp_path):
     listed = [user("Look."), calls("a"), result("a", [text("One."), text("Two.")])]
     assert "<tool_response>\nOne.\nTwo.\n</tool_response>" in shown(preparer_for(tmp_path, QWEN), listed)
 
 
-def test_a_template_may_see_the_ends_of_ids_that_are_too_long_for_it(tmp_path):
+def test_template_sees_ends_of_overlong_ids(tmp_path):
     strict = "{% for m in messages %}{% for call in m.tool_calls or [] %}{% if call.id | length != 9 %}" + (
         "{{ raise_exception('length 9') }}{% endif %}{% endfor %}{% endfor %}" + MISTRAL
     )
@@ -123,7 +123,7 @@ def test_a_template_may_see_the_ends_of_ids_that_are_too_long_for_it(tmp_path):
         preparer.chat([user("Look."), calls("short"), result("short", "")])
 
 
-def test_a_result_that_nobody_asked_for_is_named_where_the_template_wants_its_function(tmp_path):
+def test_unrequested_result_is_rejected_where_function_is_needed(tmp_path):
     named = QWEN.replace("<tool_response>\n' + message.content", "<tool_response>\n' + message.name + message.content")
     preparer = preparer_for(tmp_path, named)
     assert "get_weatherRain" in shown(preparer, [user("Look."), calls("a"), result("a", "Rain")])
@@ -132,7 +132,7 @@ def test_a_result_that_nobody_asked_for_is_named_where_the_template_wants_its_fu
 
 
 @pytest.mark.parametrize("template", TEMPLATES.values(), ids=TEMPLATES)
-def test_a_call_that_was_cut_is_shown_as_text(tmp_path, template):
+def test_truncated_call_is_shown_as_text(tmp_path, template):
     cut = calls("a", "b")
     cut["tool_calls"][1]["function"] = {"name": "get_weather", "arguments": '{"city": "Ber</s>'}
     preparer = preparer_for(tmp_path, template)

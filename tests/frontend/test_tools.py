@@ -84,12 +84,12 @@ def preparer_for(
         (CHATML_PARTS, "llama3_json", "llama3_json", False),
     ],
 )
-def test_the_form_of_calls_is_the_templates_own_or_the_one_that_is_asked_for(tmp_path, template, parser, name, native):
+def test_call_form_is_the_templates_or_the_requested(tmp_path, template, parser, name, native):
     form = preparer_for(tmp_path, template, parser=parser).tool_form
     assert (form.name, form.native) == (name, native)
 
 
-def test_a_template_that_knows_tools_gets_them_as_transformers_gives_them(tmp_path):
+def test_tool_templates_get_tools_as_in_transformers(tmp_path):
     preparer = preparer_for(tmp_path, QWEN)
     harmless = [*CALLS[:2], {**CALLS[2], "content": "Rain, 12 degrees"}]
     parsed = [{**message} for message in harmless]
@@ -121,7 +121,7 @@ def test_results_and_descriptions_are_text_whatever_they_say(tmp_path, template)
     assert preparer.decode(preparer.chat(evil_calls, tools=evil).token_ids).count(spoof) >= 4
 
 
-def test_a_template_without_tools_gets_a_text_that_lists_them(tmp_path):
+def test_other_templates_get_a_text_listing_tools(tmp_path):
     preparer = preparer_for(tmp_path, CHATML_PARTS)
     text = preparer.decode(preparer.chat([{"role": "system", "content": "Be brief."}, *CALLS], tools=USE).token_ids)
     assert text.count("<|im_start|>system") == 1
@@ -132,7 +132,7 @@ def test_a_template_without_tools_gets_a_text_that_lists_them(tmp_path):
     assert "function" not in without
 
 
-def test_a_template_that_refuses_system_messages_has_the_user_say_it(tmp_path):
+def test_user_lists_tools_where_system_messages_fail(tmp_path):
     template = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}" + CHATML_PARTS
     preparer = preparer_for(tmp_path, template)
     text = preparer.decode(preparer.chat(CALLS, tools=USE).token_ids)
@@ -208,7 +208,7 @@ def follow(preparer: RequestPreparer, grammar: Grammar, text: str) -> str:
     return "complete" if matcher.complete else "goes on"
 
 
-def test_a_grammar_holds_calls_to_their_form_from_the_trigger_on(native):
+def test_grammar_constrains_calls_after_the_trigger(native):
     form = native.tool_form
     optional = form.grammar(USE, None)
     must = form.grammar(ToolUse(USE.functions, must_call=True), None)
@@ -231,7 +231,7 @@ def test_a_grammar_holds_calls_to_their_form_from_the_trigger_on(native):
     assert follow(native, single, form.written("stop", {})) == "finished"
 
 
-def test_the_control_token_of_calls_begins_one_and_is_shown(tmp_path):
+def test_call_control_token_starts_a_shown_call(tmp_path):
     preparer = preparer_for(tmp_path, MISTRAL, sentencepiece())
     token = preparer.tokenizer.token_id("[TOOL_CALLS]")
     form = preparer.tool_form
@@ -244,7 +244,7 @@ def test_the_control_token_of_calls_begins_one_and_is_shown(tmp_path):
 @pytest.mark.parametrize("special", [(), MARKS], ids=["ordinary", "special"])
 @pytest.mark.parametrize("tokenizer", [byte_level, sentencepiece])
 @pytest.mark.parametrize("parser", ["hermes", "qwen3_xml", "mistral"])
-def test_calls_are_made_and_read_with_the_tokens_around_them(tmp_path, parser, tokenizer, special):
+def test_calls_use_tokens_around_them(tmp_path, parser, tokenizer, special):
     """Whether or not these are special tokens, which are otherwise no part of an answer's text."""
     preparer = preparer_for(tmp_path, CHATML_PARTS, tokenizer(), parser, special=special)
     form = preparer.tool_form

@@ -61,7 +61,7 @@ def film() -> dict[str, Any]:
     return video_url(video_file([colour for colour in COLOURS for _ in range(4)]))
 
 
-def test_a_photo_is_as_large_as_its_time_allows(folder: Path):
+def test_photo_size_fits_its_time(folder: Path):
     slow = fitted(folder, ImageCost(0.001, 0.0), image_seconds=1.0)
     [whole] = areas(fitted(folder, None), PHOTO)
     [usual] = areas(slow, PHOTO)
@@ -93,7 +93,7 @@ def test_pages_of_a_long_document_share_its_time(folder: Path):
     assert areas(slow, file_part(pdf, max_pixels=2000)) == [one] * 3
 
 
-def test_a_video_has_as_many_frames_as_its_time_allows(folder: Path):
+def test_video_frame_count_fits_its_time(folder: Path):
     pytest.importorskip("av")
     part = film()
     [full] = images(fitted(folder, None), part)
@@ -104,7 +104,7 @@ def test_a_video_has_as_many_frames_as_its_time_allows(folder: Path):
     assert len(asked.pixels) == 12
 
 
-def test_frames_as_images_share_the_time_of_their_video(tmp_path: Path):
+def test_frames_as_images_share_the_video_time(tmp_path: Path):
     pytest.importorskip("av")
     folder = write_checkpoint(tmp_path, byte_level())
     part = film()

@@ -82,7 +82,7 @@ def parser(preparer: RequestPreparer) -> ToolParser:
 
 @settings(deadline=None, max_examples=200)
 @given(ARGUMENTS, st.sampled_from([1, 2, 3, 5, 8, 13, 1000]))
-def test_arguments_are_read_as_they_were_written_however_they_are_cut(preparer, arguments, size):
+def test_arguments_are_parsed_verbatim_in_any_chunks(preparer, arguments, size):
     written = preparer.tool_form.written("write_file", in_order(arguments))
     text = f"Let me see.\n{written}\n{preparer.tool_form.written('stop', {})}"
     said, calls = read(parser(preparer), [text[start : start + size] for start in range(0, len(text), size)])
@@ -157,7 +157,7 @@ def test_a_parameter_that_cannot_be_written_is_refused(preparer):
         preparer.tool_form.grammar(use, None)
 
 
-def test_a_random_model_calls_as_the_schema_says_behind_its_thoughts(tmp_path):
+def test_random_model_calls_by_schema_after_reasoning(tmp_path):
     folder = teach_thoughts(make_llama(tmp_path, max_position_embeddings=2048))
     (folder / "chat_template.jinja").write_text(f"{TEMPLATE}<think>\n")
     engine = {"engine": "real", "dtype": "float32", "device": "cpu", "kv_cache_memory": "8MiB", "num_threads": 1}

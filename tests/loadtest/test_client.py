@@ -105,7 +105,7 @@ async def test_streams_that_break_are_told_apart():
     assert (await reason(writes(b"SSH-2.0-OpenSSH\r\n")))[0] == "not HTTP"
 
 
-async def test_an_answer_that_does_not_come_is_a_timeout():
+async def test_missing_answer_is_a_timeout():
     async def silence(head, body, writer):
         await asyncio.sleep(30)
 
@@ -130,7 +130,7 @@ async def test_connections_are_kept_and_replaced():
         client.close()
 
 
-async def test_a_kept_connection_that_the_server_has_closed_costs_no_request():
+async def test_closed_kept_connection_costs_no_request():
     first = True
 
     async def once(head, body, writer):

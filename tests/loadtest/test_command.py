@@ -38,7 +38,7 @@ def test_the_report_is_shown_and_written(mock, tmp_path):
     assert "<!doctype html>" in files[2].read_text()
 
 
-def test_a_test_in_which_nothing_succeeds_ends_with_status_1(mock):
+def test_test_without_successes_exits_with_status_1(mock):
     result = loadtest(mock.url, *SMALL, "--request-timeout", "0.000001")
     assert result.exit_code == 1
     assert "timeout" in result.output

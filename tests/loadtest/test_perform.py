@@ -58,7 +58,7 @@ def mock(folder):
         yield server
 
 
-async def test_a_server_of_50_ms_and_10_ms_a_token_measures_so(mock):
+async def test_known_server_latencies_are_measured(mock):
     report = await run(mock.url, load={"max_concurrency": 1}, random_output_len=30, num_prompts=8)
     times = report.latency_ms
     ttft, tpot, e2el = times["ttft"].median, times["tpot"].median, times["e2el"].median
@@ -95,7 +95,7 @@ async def test_completions_and_whole_answers_are_measured_too(mock):
     assert report.output_tokens.mean == 2
 
 
-async def test_lengths_that_never_fit_are_refused_before_anything_is_sent(mock):
+async def test_impossible_lengths_are_rejected_before_sending(mock):
     with pytest.raises(ConfigurationError, match="do not fit into the model's context of 512"):
         await run(mock.url, random_input_len=500, random_output_len=100)
 
@@ -119,7 +119,7 @@ async def test_conversations_remember_the_answers():
     assert third[1]["content"] == " 0 1"
 
 
-async def test_a_closed_loop_never_has_more_under_way_than_it_may():
+async def test_closed_loop_respects_its_concurrency():
     under_way, most = 0, 0
 
     async def slow(head, body, writer):
@@ -196,7 +196,7 @@ async def test_servers_that_know_less_are_asked_for_less():
     assert any("pieces of the answers are counted" in note for note in report.notes)
 
 
-async def test_without_a_tokenizer_words_cost_what_the_prompts_cost():
+async def test_words_cost_prompt_tokens_without_a_tokenizer():
     async def counting(head, body, writer):
         text = json.loads(body)["messages"][-1]["content"]
         writer.write(answer(prompt_tokens=7 + 2 * len(text.split())))

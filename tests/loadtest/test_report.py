@@ -174,7 +174,7 @@ def test_the_page_needs_nothing_else():
     assert "Rates that were tried" in page
 
 
-def test_the_json_has_every_request_that_was_asked_for():
+def test_json_lists_every_request():
     requests = json.loads(as_json(GOOD))["requests"]
     assert len(requests) == 20
     assert requests[0]["times"] == pytest.approx([0.1, 0.2, 0.3])

@@ -30,7 +30,7 @@ async def test_a_server_that_keeps_nothing_ends_the_search():
     assert trials[-1].rate >= LOWEST_RATE
 
 
-async def test_a_server_without_a_limit_ends_it_as_well():
+async def test_unlimited_server_ends_the_search_too():
     assert len(await search(math.inf, most=6)) == 6
 
 

@@ -72,7 +72,7 @@ def test_images_are_images(kind):
 
 
 @pytest.mark.parametrize(("reuse", "low", "high"), [(0.0, 400, 400), (0.5, 170, 230), (1.0, 1, 1)])
-def test_images_are_sent_again_as_often_as_was_asked_for(reuse, low, high):
+def test_images_repeat_at_the_requested_rate(reuse, low, high):
     sessions = make(num_prompts=400, images=1, image_size=("8x8",), image_reuse=reuse)
     assert low <= len({url for session in sessions for url in images(session)}) <= high
 
@@ -85,7 +85,7 @@ def test_turns_have_images_at_the_first_only():
     assert len(later) == 2
 
 
-def test_a_dataset_is_sent_in_its_order_and_again(tmp_path):
+def test_dataset_is_sent_in_order_and_repeated(tmp_path):
     Image.new("RGB", (4, 4)).save(tmp_path / "a.png")
     path = tmp_path / "requests.jsonl"
     lines = [

@@ -84,7 +84,7 @@ def test_pixels_and_grid_equal_those_of_transformers(size: tuple[int, int], kind
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_bounds_that_settings_leave_out_are_those_of_transformers(kind: str) -> None:
+def test_default_bounds_equal_transformers(kind: str) -> None:
     settings = {"image_processor_type": KINDS[kind][0]["image_processor_type"], "patch_size": 4}
     theirs = of_transformers(kind, size=KINDS[kind][1].size)
     processor = AnySizeProcessor.from_settings(settings)
@@ -104,7 +104,7 @@ def test_bounds_that_settings_leave_out_are_those_of_transformers(kind: str) -> 
     ],
     ids=["beside size", "in size", "as edges", "both", "none at all"],
 )
-def test_bounds_are_those_of_the_file_and_may_be_overridden(bounds: dict[str, Any]) -> None:
+def test_bounds_come_from_the_file_or_overrides(bounds: dict[str, Any]) -> None:
     settings = {"patch_size": 4, "merge_size": 2, **bounds}
     large, small = DecodedImage.whole(noise(3000, 2000)), DecodedImage.whole(noise(8, 8))
 
@@ -140,7 +140,7 @@ def test_whatever_changes_pixels_changes_the_fingerprint() -> None:
     assert processor.within(ImageBudget()).fingerprint in fingerprints
 
 
-def test_a_request_may_have_narrower_bounds_and_no_wider_ones() -> None:
+def test_request_bounds_may_narrow_but_not_widen() -> None:
     processor = AnySizeProcessor.from_settings(SETTINGS)
     narrow = processed(processor.within(ImageBudget(max_pixels=1000)), DecodedImage.whole(noise(200, 90)))
     assert 500 <= narrow.shape[2] * narrow.shape[3] <= 1000
@@ -158,7 +158,7 @@ def test_a_request_may_have_narrower_bounds_and_no_wider_ones() -> None:
             processor.within(limits)
 
 
-def test_an_image_of_low_detail_is_small_unless_the_request_says_how_large() -> None:
+def test_low_detail_is_small_without_an_explicit_size() -> None:
     settings = {**SETTINGS, "size": {"shortest_edge": 16 * 16, "longest_edge": 1024 * 1024}}
     processor = AnySizeProcessor.from_settings(settings)
 

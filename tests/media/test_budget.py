@@ -244,7 +244,7 @@ def test_a_budget_without_a_single_tile_is_refused() -> None:
     assert len(prepared(looser, (64, 64), ImageBudget()).pixels) == 5, "the server's bound stays"
 
 
-def test_images_are_cut_into_as_many_crops_as_fit() -> None:
+def test_images_are_split_into_crops_that_fit() -> None:
     vision = {"crop_size": 20, "enc_patch_size": 4, "overlap_margin": 1, "max_crops": 6}
 
     def processor(most: int) -> CropProcessor:
@@ -293,7 +293,7 @@ def test_one_size_keeps_a_budget_or_refuses_it() -> None:
     ],
     ids=["wide", "high", "stretched", "framed", "padded"],
 )
-def test_the_box_says_which_part_of_an_image_is_seen(
+def test_box_tells_the_visible_part_of_an_image(
     settings: dict[str, Any], size: tuple[int, int], box: tuple[float, ...]
 ) -> None:
     image = prepared(fixed(**settings), size, ImageBudget())
@@ -390,7 +390,7 @@ def test_any_size_by_transformers_code(
         assert seen(image) == ImageSize(width, height, 14 * columns, 14 * rows, (0, 0, width, height), image.num_tokens)
 
 
-def test_more_than_the_server_allows_is_refused_by_transformers_code_too(paddleocr: TransformersProcessor) -> None:
+def test_excess_is_rejected_by_transformers_backend_too(paddleocr: TransformersProcessor) -> None:
     with pytest.raises(InvalidRequestError, match="must lie between 1 and this server's max_pixels, 47,040"):
         paddleocr.within(ImageBudget(max_pixels=47_041))
 
@@ -482,7 +482,7 @@ def test_one_size_by_transformers_code(tmp_path: Path) -> None:
     ],
     ids=["longest edges", "resolutions", "split"],
 )
-def test_settings_go_from_the_smallest_image_to_the_checkpoints_own(processor: Any) -> None:
+def test_settings_span_smallest_image_to_checkpoint_size(processor: Any) -> None:
     def num_pixels(settings: dict[str, Any]) -> int:
         return int(np.asarray(processor(images=photo(300, 290), return_tensors="np", **settings)["pixel_values"]).size)
 
@@ -509,7 +509,7 @@ def test_an_image_of_two_budgets_is_two_images(make: Any) -> None:
     assert len({shape[1:] for shape in shapes}) > 1
 
 
-def test_a_budget_is_a_part_of_the_key_by_transformers_code(paddleocr: TransformersProcessor) -> None:
+def test_budget_enters_keys_of_transformers_backend(paddleocr: TransformersProcessor) -> None:
     budgets = [ImageBudget(max_pixels=20 * 784), ImageBudget(max_pixels=30 * 784), ImageBudget(max_tokens=20)]
     prints = {paddleocr.within(budget).fingerprint for budget in budgets}
     assert len(prints | {paddleocr.fingerprint}) == 4

@@ -41,9 +41,7 @@ def image_of(key: int, floats: int) -> ImageInput:
     asked=st.lists(st.integers(0, 6), max_size=40),
     sizes=st.lists(st.integers(1, 5), min_size=7, max_size=7),
 )
-def test_what_was_used_least_recently_goes_and_the_bytes_stay_within_the_bound(
-    capacity: int, asked: list[int], sizes: list[int]
-) -> None:
+def test_least_recent_entries_go_within_the_byte_limit(capacity: int, asked: list[int], sizes: list[int]) -> None:
     cache = ImageCache(4 * capacity)
     kept: OrderedDict[int, int] = OrderedDict()
     hits = 0
@@ -124,7 +122,7 @@ def in_threads(
     return outcomes
 
 
-def test_threads_with_the_same_image_have_it_prepared_once(gate: Gate, waiting: threading.Semaphore) -> None:
+def test_concurrent_threads_prepare_an_image_once(gate: Gate, waiting: threading.Semaphore) -> None:
     cache = ImageCache(10 * IMAGE_BYTES)
     outcomes = in_threads(6, lambda: prepare_image(bytes(DATA), PROCESSOR, LIMITS, cache), gate, waiting)
     assert len({id(outcome.result().pixels) for outcome in outcomes}) == 1
@@ -133,16 +131,14 @@ def test_threads_with_the_same_image_have_it_prepared_once(gate: Gate, waiting: 
     assert (stats.num_images, stats.used_bytes, stats.hits, stats.misses) == (1, IMAGE_BYTES, 5, 1)
 
 
-def test_waiting_threads_also_get_an_image_that_is_too_large_to_keep(gate: Gate, waiting: threading.Semaphore) -> None:
+def test_waiting_threads_get_an_oversized_image_too(gate: Gate, waiting: threading.Semaphore) -> None:
     cache = ImageCache(IMAGE_BYTES - 1)
     outcomes = in_threads(3, lambda: prepare_image(DATA, PROCESSOR, LIMITS, cache), gate, waiting)
     assert len({id(outcome.result().pixels) for outcome in outcomes}) == 1
     assert (cache.stats().num_images, cache.stats().used_bytes) == (0, 0)
 
 
-def test_an_image_that_fails_fails_for_all_with_errors_of_their_own_and_is_tried_again(
-    gate: Gate, waiting: threading.Semaphore
-) -> None:
+def test_failed_image_fails_each_waiter_and_is_retried(gate: Gate, waiting: threading.Semaphore) -> None:
     cache = ImageCache(10 * IMAGE_BYTES)
     gate.failure = InvalidImageError("the image is broken")
     params = iter("abcd")
@@ -167,9 +163,7 @@ def test_an_image_that_fails_fails_for_all_with_errors_of_their_own_and_is_tried
     assert cache.stats().num_images == 1
 
 
-def test_a_thread_that_is_interrupted_leaves_the_image_to_those_who_wait(
-    gate: Gate, waiting: threading.Semaphore
-) -> None:
+def test_interrupted_thread_leaves_the_image_to_waiters(gate: Gate, waiting: threading.Semaphore) -> None:
     cache = ImageCache(10 * IMAGE_BYTES)
     gate.failure = MemoryError()
     outcomes = in_threads(3, lambda: prepare_image(DATA, PROCESSOR, LIMITS, cache), gate, waiting)
@@ -190,13 +184,13 @@ def test_a_known_image_is_neither_decoded_nor_processed(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("capacity", [0, 10 * IMAGE_BYTES])
-def test_pixels_that_requests_may_share_cannot_be_written_to(capacity: int) -> None:
+def test_shared_pixels_are_read_only(capacity: int) -> None:
     image = prepare_image(DATA, PROCESSOR, LIMITS, ImageCache(capacity))
     with pytest.raises(ValueError, match="read-only"):
         image.pixels[0, 0, 0, 0] = 0
 
 
-def test_one_mutated_pixel_gives_another_key_and_other_pixels() -> None:
+def test_mutated_pixel_changes_key_and_pixels() -> None:
     cache = ImageCache(10 * IMAGE_BYTES)
     image = noise(28, 28)
     mutated = image.copy()
@@ -209,7 +203,7 @@ def test_one_mutated_pixel_gives_another_key_and_other_pixels() -> None:
     assert cache.stats().hits == 0
 
 
-def test_an_image_object_that_changes_between_requests_is_seen_anew() -> None:
+def test_changed_image_object_is_read_again() -> None:
     cache = ImageCache(10 * IMAGE_BYTES)
     image = noise(28, 28)
     before = prepare_image(image, PROCESSOR, LIMITS, cache)
@@ -219,7 +213,7 @@ def test_an_image_object_that_changes_between_requests_is_seen_anew() -> None:
     assert not np.array_equal(before.pixels, after.pixels)
 
 
-def test_one_opened_file_may_be_given_to_many_threads() -> None:
+def test_opened_file_may_serve_many_threads() -> None:
     data = exif_rotated(600, 400, 8)
     expected = prepare_image(Image.open(io.BytesIO(data)), PROCESSOR, LIMITS, ImageCache(0))
     for _ in range(5):
@@ -245,7 +239,7 @@ def test_salts_share_no_images() -> None:
     assert len({image.key for image in decoded}) == 3
 
 
-def test_a_file_over_the_limit_is_refused_before_it_is_looked_for() -> None:
+def test_oversized_file_is_rejected_before_lookup() -> None:
     cache = ImageCache(10 * IMAGE_BYTES)
     for _ in range(2):
         with pytest.raises(ImageTooLargeError):
@@ -253,7 +247,7 @@ def test_a_file_over_the_limit_is_refused_before_it_is_looked_for() -> None:
     assert cache.stats().misses == 0
 
 
-def test_many_threads_with_many_images_in_a_tiny_cache_each_get_their_own() -> None:
+def test_tiny_cache_keeps_images_of_threads_apart() -> None:
     files = [encoded(noise(30, 20, seed=seed)) for seed in range(6)]
     alone = [prepare_image(data, PROCESSOR, LIMITS, ImageCache(0)) for data in files]
     cache = ImageCache(2 * IMAGE_BYTES)

@@ -34,7 +34,7 @@ def with_scans(data: bytes, times: int) -> bytes:
     return data[:-2] + data[last:-2] * times + data[-2:]
 
 
-def test_scans_of_a_jpeg_are_counted_and_bounded_by_its_size() -> None:
+def test_jpeg_scans_are_limited_by_image_size() -> None:
     honest = encoded(noise(40, 30), "JPEG", progressive=True, quality=95)
     assert decode_image(honest, LIMITS).size == (40, 30)
     with pytest.raises(ImageTooLargeError, match="scans"):
@@ -72,7 +72,7 @@ def test_decoding_ends_after_its_time() -> None:
         decode_image(data, MediaConfig(decode_timeout=1e-6))
 
 
-def test_memory_is_shared_in_order_of_arrival_and_never_exceeded() -> None:
+def test_memory_is_granted_in_order_within_the_limit() -> None:
     memory = DecodingMemory(100)
     order: list[int] = []
     most = 0
@@ -119,7 +119,7 @@ def test_small_images_never_wait_for_large_ones() -> None:
     assert not waiting.is_alive()
 
 
-def test_no_more_images_are_decoded_at_once_than_slots() -> None:
+def test_concurrent_decodes_never_exceed_slots() -> None:
     memory, running, most = DecodingMemory(8000, slots=2), [0], [0]
     lock = threading.Lock()
 
@@ -138,7 +138,7 @@ def test_no_more_images_are_decoded_at_once_than_slots() -> None:
 
 
 @pytest.mark.parametrize("isolated", [False, True])
-def test_next_image_is_of_the_client_with_the_fewest_running(isolated: bool) -> None:
+def test_client_with_fewest_running_decodes_goes_next(isolated: bool) -> None:
     memory, over, order = DecodingMemory(800, slots=2), threading.Event(), []
 
     def decode(name: str) -> None:

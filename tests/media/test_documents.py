@@ -89,7 +89,7 @@ def test_what_is_no_range_is_refused(text: str) -> None:
         parse_pages(text)
 
 
-def test_pages_are_images_in_the_order_in_which_they_are_chosen() -> None:
+def test_pages_become_images_in_chosen_order() -> None:
     expected = [as_shown(image) for image in pages_as_images(PDF)]
     for chosen, numbers in ((None, [0, 1, 2, 3]), ("2-3", [1, 2]), ("4,1", [3, 0]), ("3-", [2, 3]), ("2,2", [1, 1])):
         shown = Reading().images(PDF, chosen)
@@ -119,7 +119,7 @@ def test_each_page_is_rendered_once(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     assert reading.cache.stats().misses == 4
 
 
-def test_what_is_cached_depends_on_all_that_decides_pixels_and_on_the_salt() -> None:
+def test_cache_key_covers_pixels_and_salt() -> None:
     reading = Reading()
     keys = {reading.images(PDF, "1")[0].key, reading.images(PDF, "1", salt="a")[0].key}
     keys |= {image.key for image in reading.images(PDF, "2-")}
@@ -167,7 +167,7 @@ def test_pages_of_a_tiff_are_images(compression: str) -> None:
     assert np.array_equal(Reading().images(data, "2")[0].pixels, shown[1].pixels)
 
 
-def test_each_page_of_a_tiff_stands_as_its_own_orientation_says() -> None:
+def test_each_tiff_page_keeps_its_orientation() -> None:
     images = [noise(60, 40, seed=number) for number in range(2)]
     file = io.BytesIO()
     with TiffImagePlugin.AppendingTiffWriter(file, True) as writer:
@@ -199,7 +199,7 @@ def test_a_document_of_one_image_is_that_image() -> None:
         reading.images(data, "2")
 
 
-def test_limits_hold_for_each_page_of_an_image_file() -> None:
+def test_limits_hold_for_each_image_page() -> None:
     data = multi_page([noise(20, 20), noise(200, 200)], "TIFF")
     assert len(Reading(max_image_pixels=400).images(data, "1")) == 1
     with pytest.raises(ImageTooLargeError, match="page 2: the image has 200 x 200 pixels"):

@@ -143,9 +143,7 @@ def test_addresses_of_the_internet_are_public(address: str) -> None:
     assert is_public(address)
 
 
-def test_a_name_is_resolved_once_and_connected_to_as_it_was_checked(
-    site: Site, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_name_is_resolved_once_and_connected_as_checked(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     answers = [["93.184.215.14"], ["127.0.0.1"]]
     connected = []
 
@@ -178,7 +176,7 @@ def test_a_name_with_one_inside_address_is_refused(site: Site, monkeypatch: pyte
         fetch_file(site.url("/rebound", send(), "example.com"), limits())
 
 
-def test_where_hosts_are_listed_no_other_one_is_even_looked_up(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_listed_hosts_are_looked_up(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     looked_up = []
 
     def resolve(host: str, port: int, timeout: float) -> list[str]:
@@ -200,12 +198,12 @@ def test_where_hosts_are_listed_no_other_one_is_even_looked_up(site: Site, monke
     assert fetch_file(site.url("/listed", send()), limits(allowed_media_domains=("images.example",))) == IMAGE
 
 
-def test_a_listed_host_must_be_public_all_the_same(site: Site) -> None:
+def test_listed_host_must_still_be_public(site: Site) -> None:
     with pytest.raises(ImageFetchError, match="not a public address"):
         fetch_file(site.url("/inside", send(), "localhost"), MediaConfig(allowed_media_domains=("localhost",)))
 
 
-def test_the_next_address_is_tried_when_one_is_dead(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_next_address_is_tried_after_a_dead_one(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fetch, "_resolve", lambda host, port, timeout: ["127.0.0.2", "127.0.0.1"])
     assert fetch_file(site.url("/second", send()), limits()) == IMAGE
 
@@ -216,13 +214,13 @@ def test_other_answers_are_reported(site: Site, status: int) -> None:
         fetch_file(site.url("/missing", send(b"", status)), limits())
 
 
-def test_a_body_that_says_it_is_too_large_is_not_read(site: Site) -> None:
+def test_declared_oversized_body_is_not_read(site: Site) -> None:
     url = site.url("/large", send(b"", Content_Length="1000000"))
     with pytest.raises(ImageTooLargeError, match="1,000,000 bytes"):
         fetch_file(url, limits(max_image_bytes=1000))
 
 
-def test_a_body_that_turns_out_too_large_is_not_read_to_its_end(site: Site) -> None:
+def test_undeclared_oversized_body_is_cut_off(site: Site) -> None:
     with pytest.raises(ImageTooLargeError):
         fetch_file(site.url("/endless", send(bytes(2_000_000))), limits(max_image_bytes=1000))
 
@@ -279,7 +277,7 @@ def test_redirects_in_utf_8_are_followed(site: Site) -> None:
 
 
 @pytest.mark.parametrize("host", ["\uff11\uff12\uff17.0.0.1", "\u24dbocalhost", "127\u30020\u30020\u30021"])
-def test_hosts_in_other_letters_are_checked_all_the_same(site: Site, host: str) -> None:
+def test_host_check_ignores_case(site: Site, host: str) -> None:
     asked = len(site.asked)
     url = site.url("/inside", send(), host=host)
     with pytest.raises(ImageFetchError, match="not a public address"):
@@ -304,7 +302,7 @@ def test_a_server_that_drips_bytes_gains_no_time(site: Site, where: str) -> None
     stop.set()
 
 
-def test_a_name_that_is_slow_to_resolve_gains_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_name_resolution_gains_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
     enough, resolved = threading.Event(), threading.Event()
 
     def never_resolves(*args: Any) -> list[Any]:
@@ -319,7 +317,7 @@ def test_a_name_that_is_slow_to_resolve_gains_no_time(monkeypatch: pytest.Monkey
     enough.set()
 
 
-def test_hosts_that_do_not_exist_and_ports_that_nobody_listens_on_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_hosts_and_closed_ports_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ImageFetchError, match=r"no-such-host\.invalid was not found"):
         fetch_file("http://no-such-host.invalid/a.png", limits())
     with pytest.raises(ImageFetchError, match="refused"):
@@ -345,7 +343,7 @@ def test_malformed_urls_are_refused(url: str) -> None:
         fetch_file(url, limits())
 
 
-def test_messages_do_not_repeat_the_query_of_a_url(site: Site) -> None:
+def test_error_messages_omit_the_url_query(site: Site) -> None:
     with pytest.raises(ImageFetchError) as caught:
         fetch_file(site.url("/private?token=hunter2", send(b"", 404)), limits())
     assert "hunter2" not in str(caught.value)
@@ -357,7 +355,7 @@ def test_a_redirect_to_a_malformed_url_is_refused(site: Site) -> None:
         fetch_file(url, limits())
 
 
-def test_a_name_that_is_not_found_and_one_that_is_inside_give_one_message(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_and_internal_names_give_one_message(monkeypatch: pytest.MonkeyPatch) -> None:
     messages = []
     for addresses in ([], ["10.0.0.1"]):
         monkeypatch.setattr(fetch, "_resolve", lambda host, port, timeout, found=addresses: found)

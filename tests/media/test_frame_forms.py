@@ -49,7 +49,7 @@ def test_numbers_are_written_as_num2words_writes_them() -> None:
     assert {value: number(value) for value in written} == written
 
 
-def test_settings_of_smolvlm_are_read_where_releases_of_transformers_put_them() -> None:
+def test_smolvlm_settings_are_read_from_all_transformers_locations() -> None:
     older = {"video_sampling": {"fps": 2, "max_frames": 32, "video_size": {"longest_edge": 2048}}}
     newer = {"video_processor_type": "SmolVLMVideoProcessor", "fps": 2, "num_frames": 32}
     for settings in (older, newer):
@@ -72,7 +72,7 @@ def test_settings_of_smolvlm_are_read_where_releases_of_transformers_put_them() 
         (TimedFrames(), 2, None, 768, [0, 1]),
     ],
 )
-def test_few_frames_are_taken_unless_more_are_asked_for(
+def test_few_frames_are_the_default(
     form: TimedFrames, num_frames: int, fps: float | None, most: int, expected: list[int]
 ) -> None:
     assert form.sample(num_frames, 10.0, fps, most) == expected

@@ -60,7 +60,7 @@ def test_pixels_and_tiles_are_those_of_transformers(settings: dict[str, Any]) ->
 
 
 @pytest.mark.parametrize("mode", ["RGBA", "L", "P", "CMYK"])
-def test_an_image_of_any_mode_becomes_the_pixels_of_transformers(mode: str) -> None:
+def test_image_of_any_mode_equals_transformers(mode: str) -> None:
     image = noise(40, 25, mode)
     expected = by_transformers(GRID)(images=image, return_tensors="np")["pixel_values"]
     np.testing.assert_allclose(processed(grid_processor(), DecodedImage.whole(image)), expected, rtol=0, atol=1e-6)
@@ -123,7 +123,7 @@ def test_a_budget_that_no_grid_keeps_is_refused(budget: ImageBudget, message: st
         grid_processor().within(budget)
 
 
-def test_large_jpegs_are_decoded_at_a_fraction_of_their_size_unless_pixels_must_be_exact() -> None:
+def test_large_jpegs_are_downscaled_unless_exact() -> None:
     data = encoded(photo(1600, 1200), "JPEG", quality=95)
     fast, exact = grid_processor(), grid_processor(exact_pixels=True)
     images = [decode_image(data, MediaConfig(), processor.reduction) for processor in (fast, exact)]

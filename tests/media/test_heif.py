@@ -193,7 +193,7 @@ def test_size_is_checked_before_anything_is_decoded(name: str, monkeypatch: pyte
         decode_image(FILES[name], MediaConfig(max_image_bytes=100))
 
 
-def test_a_decoder_that_hangs_is_ended_and_the_next_image_is_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hanging_decoder_is_ended_and_the_next_works(monkeypatch: pytest.MonkeyPatch) -> None:
     header = '{"images": 1, "width": 64, "height": 48, "mode": "RGB"}\n'
     for answer in ("", header):  # while the header is read, and while the image is decoded
         with captured(monkeypatch, answer):
@@ -286,7 +286,7 @@ def test_images_share_a_server_and_no_process() -> None:
     wait_until(lambda: not rendering())
 
 
-def test_a_process_knows_no_secrets_and_its_limits_are_those_of_the_image(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_decoder_process_has_no_secrets_but_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLMSERVE_API_KEY", "secret")
     fork_server.end_servers()
     image = ImageProcess(FILES["plain"], "HEIF", LIMITS)

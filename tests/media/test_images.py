@@ -43,14 +43,14 @@ def test_other_formats_are_not_images() -> None:
         ("PNG", "the PNG file is an animation of 3 frames"),
     ],
 )
-def test_pages_and_frames_behind_the_first_are_not_left_out_silently(format: str, message: str) -> None:
+def test_extra_pages_and_frames_are_not_dropped_silently(format: str, message: str) -> None:
     frames = [noise(40, 30, seed=seed) for seed in range(3)]
     data = encoded(frames[0], format, save_all=True, append_images=frames[1:])
     with pytest.raises(InvalidImageError, match=message):
         decode_image(data, LIMITS)
 
 
-def test_a_smaller_version_behind_a_page_is_no_page() -> None:
+def test_smaller_version_of_a_page_is_no_page() -> None:
     page, thumbnail = noise(40, 30), noise(20, 15)
     thumbnail.encoderinfo = {"tiffinfo": {254: 1}}
     data = encoded(page, "TIFF", save_all=True, append_images=[thumbnail])
@@ -60,7 +60,7 @@ def test_a_smaller_version_behind_a_page_is_no_page() -> None:
     assert decode_image(data, LIMITS).image.tobytes() == page.tobytes()
 
 
-def test_a_broken_page_behind_the_first_is_no_page() -> None:
+def test_broken_extra_page_is_no_page() -> None:
     page = noise(40, 30)
     data = bytearray(encoded(page, "TIFF"))
     start = int.from_bytes(data[4:8], "little")
@@ -69,7 +69,7 @@ def test_a_broken_page_behind_the_first_is_no_page() -> None:
     assert decode_image(bytes(data), LIMITS).image.tobytes() == page.tobytes()
 
 
-def test_first_picture_of_a_phones_jpeg_is_the_image() -> None:
+def test_first_picture_of_a_phone_jpeg_counts() -> None:
     image = noise(40, 30)
     options = {"save_all": True, "append_images": [Image.new("RGB", (40, 30), "blue")], "quality": 95}
     data = encoded(image, "MPO", **options)
@@ -118,7 +118,7 @@ def test_an_image_cut_in_half_is_called_truncated(format: str) -> None:
 
 @settings(max_examples=150, deadline=None)
 @given(format=st.sampled_from(FORMATS), position=st.floats(0, 1), garbage=st.binary(min_size=1, max_size=12))
-def test_garbage_inside_a_file_is_either_an_image_or_refused(format: str, position: float, garbage: bytes) -> None:
+def test_garbage_in_files_is_decoded_or_rejected(format: str, position: float, garbage: bytes) -> None:
     data = bytearray(encoded(noise(24, 18), format))
     start = int(position * (len(data) - 1))
     data[start : start + len(garbage)] = garbage
@@ -138,7 +138,7 @@ def test_a_bomb_is_refused_from_its_header(width: int, height: int) -> None:
     assert peak < 5_000_000
 
 
-def test_an_operator_may_allow_more_pixels_than_pillow_does(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_operator_may_exceed_pillows_pixel_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)
     assert decode_image(encoded(noise(40, 30)), MediaConfig(max_image_pixels=1200)).size == (40, 30)
     with pytest.raises(ImageTooLargeError, match="1,199"):
@@ -230,7 +230,7 @@ def test_content_decides_and_not_the_media_type(media_type: str) -> None:
 
 
 @given(data=st.binary(max_size=20))
-def test_the_limit_of_a_data_url_is_that_of_its_content(data: bytes) -> None:
+def test_data_url_limit_applies_to_its_content(data: bytes) -> None:
     assert decode_data_url(_data_url(data), MediaConfig(max_image_bytes=len(data))) == data
     if data:
         with pytest.raises(ImageTooLargeError):

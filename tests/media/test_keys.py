@@ -14,7 +14,7 @@ PRINT = bytes(32)
 @given(
     a=st.tuples(st.binary(max_size=6), st.binary(max_size=6)), b=st.tuples(st.binary(max_size=6), st.binary(max_size=6))
 )
-def test_keys_are_equal_only_for_equal_bytes_and_preprocessing(a: tuple[bytes, bytes], b: tuple[bytes, bytes]) -> None:
+def test_equal_keys_need_equal_bytes_and_preprocessing(a: tuple[bytes, bytes], b: tuple[bytes, bytes]) -> None:
     assert (image_key(*a) == image_key(*b)) == (a == b)
     assert len(image_key(*a)) == KEY_BYTES
 
@@ -23,7 +23,7 @@ def test_bytes_do_not_move_between_file_and_fingerprint() -> None:
     assert image_key(b"ab", b"c") != image_key(b"a", b"bc")
 
 
-def test_a_decoded_image_is_named_by_all_that_makes_its_pixels() -> None:
+def test_decoded_image_key_covers_its_pixels() -> None:
     palette = noise(6, 4, "P")
     recolored = palette.copy()
     recolored.putpalette(bytes(range(256)) * 3)
@@ -47,7 +47,7 @@ def test_a_decoded_image_is_named_by_all_that_makes_its_pixels() -> None:
     assert pil_image_key(noise(6, 4), bytes([1]) * 32) != keys[0]
 
 
-def test_a_decoded_image_never_has_the_key_of_a_file() -> None:
+def test_decoded_image_never_shares_a_file_key() -> None:
     image = noise(6, 4)
     assert pil_image_key(image, PRINT) != image_key(image.tobytes(), PRINT)
 

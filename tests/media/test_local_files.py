@@ -49,13 +49,13 @@ def test_files_in_the_folder_are_read(root: Path, scheme: str, path: str) -> Non
     ["../secret", "%2e%2e/secret", "deeper/../../secret", "../allowed-too/secret", "out", "away/secret", "..%2fsecret",
      "../nothing", "../../../../etc/passwd", "away/away/etc/passwd"],
 )  # fmt: skip
-def test_files_outside_are_refused_whether_they_exist_or_not(root: Path, path: str) -> None:
+def test_outside_files_are_rejected_whether_they_exist(root: Path, path: str) -> None:
     with pytest.raises(ImageFetchError, match="not in the folder that --allowed-media-path allows"):
         read_url(f"file://{root}/{path}", limits(root))
 
 
 @pytest.mark.parametrize("path", ["nothing.png", "deeper", "", "pipe", "round", "a%00b", "an%20image.png/x"])
-def test_what_is_no_file_is_refused_and_not_waited_for(root: Path, path: str) -> None:
+def test_special_file_is_rejected_without_waiting(root: Path, path: str) -> None:
     with pytest.raises(ImageFetchError):
         read_url(f"file://{root}/{path}", limits(root))
 
@@ -76,7 +76,7 @@ def test_malformed_urls_are_refused(root: Path, url: str) -> None:
 
 
 @pytest.mark.parametrize("url", ["file:///etc/passwd", "file:///nothing", "file://host/x"])
-def test_by_default_no_file_is_read_and_the_message_says_how_to_allow_it(url: str) -> None:
+def test_default_reads_no_file_and_explains(url: str) -> None:
     with pytest.raises(ImageFetchError, match="--allowed-media-path"):
         read_url(url, MediaConfig())
 

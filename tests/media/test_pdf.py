@@ -49,7 +49,7 @@ def rendered(data: bytes, number: int = 0, **limits: Any) -> np.ndarray:
         process.close()
 
 
-def test_pages_are_drawn_at_the_resolution_of_the_settings() -> None:
+def test_pages_render_at_the_set_resolution() -> None:
     first = rendered(GOOD, page_dpi=144)
     assert first.shape == (2 * LETTER[1], 2 * LETTER[0], 3)
     assert (first[-195:, :195] == (255, 0, 0)).all()
@@ -107,7 +107,7 @@ def broken_files() -> dict[str, bytes]:
     return files
 
 
-def test_hundreds_of_broken_files_end_in_a_page_or_a_kind_error() -> None:
+def test_hundreds_of_broken_files_fail_kindly() -> None:
     files = broken_files()
     assert len(files) >= 300
 
@@ -194,7 +194,7 @@ def test_an_image_that_swells_stays_within_the_memory() -> None:
     assert not rendering()
 
 
-def test_ten_thousand_pages_are_counted_and_shown_one_by_one() -> None:
+def test_ten_thousand_pages_are_counted_and_shown() -> None:
     data = pdf_file([page("", (20, 10 + number % 7)) for number in range(10_000)])
     process = PDFProcess(data, LIMITS)
     assert process.num_pages == 10_000
@@ -203,7 +203,7 @@ def test_ten_thousand_pages_are_counted_and_shown_one_by_one() -> None:
     assert not rendering()
 
 
-def test_a_page_that_nobody_waits_for_is_not_drawn_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_abandoned_page_is_not_rendered_to_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     event = threading.Event()
     process = PDFProcess(slow(), LIMITS)
     threading.Timer(0.2, event.set).start()
@@ -216,7 +216,7 @@ def test_a_page_that_nobody_waits_for_is_not_drawn_to_its_end(monkeypatch: pytes
     assert not rendering()
 
 
-def test_the_process_knows_no_secrets_and_may_do_little(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_process_knows_no_secrets_and_is_confined(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLMSERVE_API_KEY", "secret")
     process = PDFProcess(GOOD, LIMITS)
     worker = psutil.Process(process.process.pid)

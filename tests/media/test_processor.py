@@ -104,9 +104,7 @@ def test_missing_settings_have_the_defaults_of_transformers(family: str) -> None
 
 @pytest.mark.parametrize(("width", "height"), [(1, 40_000), (40_000, 1), (3, 60_000), (9_000, 2)])
 @pytest.mark.parametrize("edge", [28, 33])
-def test_extremely_long_images_are_cropped_as_in_transformers_without_being_blown_up(
-    width: int, height: int, edge: int
-) -> None:
+def test_extremely_long_images_are_cropped_without_upscaling(width: int, height: int, edge: int) -> None:
     settings = {"size": {"shortest_edge": edge}, "crop_size": {"height": 28, "width": 28}}
     processor = FixedSizeProcessor(CONFIG, {"image_processor_type": "CLIPImageProcessor", **settings})
     image = noise(width, height)
@@ -154,9 +152,7 @@ REDUCED = [
 
 
 @pytest.mark.parametrize(("family", "settings", "name"), REDUCED)
-def test_a_photo_decoded_at_a_fraction_of_its_size_is_nearly_that_of_transformers(
-    family: str, settings: dict[str, Any], name: str
-) -> None:
+def test_downscaled_photo_is_close_to_transformers(family: str, settings: dict[str, Any], name: str) -> None:
     settings = settings | {"do_normalize": False, "do_rescale": False}
     processor = FixedSizeProcessor(CONFIG, {"image_processor_type": f"{family}ImageProcessor", **settings})
     image = decode_image(PHOTOS[name], MediaConfig(), processor.reduction)
@@ -170,7 +166,7 @@ def test_a_photo_decoded_at_a_fraction_of_its_size_is_nearly_that_of_transformer
     assert np.percentile(difference, 95) < extreme
 
 
-def test_only_images_that_get_much_smaller_are_decoded_at_a_fraction() -> None:
+def test_only_much_reduced_images_are_downscaled() -> None:
     processor = FixedSizeProcessor(CONFIG, {"size": {"shortest_edge": 28}, "crop_size": 28})
 
     def decoded_size(width: int, height: int, format: str = "JPEG") -> tuple[int, int]:
@@ -185,7 +181,7 @@ def test_only_images_that_get_much_smaller_are_decoded_at_a_fraction() -> None:
     assert decoded_size(5, 3) == (5, 3)
 
 
-def test_exact_pixels_are_those_of_transformers_for_large_photos_too() -> None:
+def test_exact_pixels_equal_transformers_for_large_photos() -> None:
     processor = FixedSizeProcessor(CONFIG, {"image_processor_type": "CLIPImageProcessor", **EXACT}, exact_pixels=True)
     image = decode_image(PHOTOS["odd"], MediaConfig(), processor.reduction)
     full = Image.open(io.BytesIO(PHOTOS["odd"]))

@@ -66,7 +66,7 @@ def test_pixels_and_rows_are_those_of_transformers(settings: dict[str, Any]) -> 
 
 
 @pytest.mark.parametrize("mode", ["RGBA", "L", "P", "CMYK"])
-def test_an_image_of_any_mode_becomes_the_pixels_of_transformers(mode: str) -> None:
+def test_image_of_any_mode_equals_transformers(mode: str) -> None:
     image = noise(40, 25, mode)
     pixels = processed(row_processor(), DecodedImage.whole(image))
     np.testing.assert_allclose(pixels, by_transformers(image, ROWS), rtol=0, atol=1e-6)
@@ -86,7 +86,7 @@ def test_a_line_has_one_row_of_squares() -> None:
     ],
     ids=str,
 )  # fmt: skip
-def test_an_image_of_a_budget_is_that_of_the_largest_edge_that_keeps_it(budget: ImageBudget) -> None:
+def test_budget_uses_the_largest_edge_that_fits(budget: ImageBudget) -> None:
     processor = row_processor().within(budget)
     reduced = 0
     for size in SIZES:
@@ -167,7 +167,7 @@ def test_a_budget_that_no_image_keeps_is_refused(budget: ImageBudget, message: s
         row_processor().within(budget)
 
 
-def test_large_jpegs_are_decoded_at_a_fraction_of_their_size_unless_pixels_must_be_exact() -> None:
+def test_large_jpegs_are_downscaled_unless_exact() -> None:
     data = encoded(photo(1600, 1200), "JPEG", quality=95)
     fast, exact = row_processor(), row_processor(exact_pixels=True)
     images = [decode_image(data, MediaConfig(), processor.reduction) for processor in (fast, exact)]

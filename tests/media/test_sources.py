@@ -26,7 +26,7 @@ IMAGE = noise(40, 30)
 DATA = encoded(IMAGE)
 
 
-def test_an_image_is_the_same_wherever_it_comes_from(tmp_path: Path) -> None:
+def test_image_is_the_same_from_every_source(tmp_path: Path) -> None:
     path = tmp_path / "image.png"
     path.write_bytes(DATA)
     url = "data:image/png;base64," + base64.b64encode(DATA).decode()
@@ -39,13 +39,13 @@ def test_an_image_is_the_same_wherever_it_comes_from(tmp_path: Path) -> None:
         assert image.num_tokens == PROCESSOR.num_tokens == 4
 
 
-def test_an_opened_photo_is_turned_upright_like_its_file() -> None:
+def test_opened_photo_is_upright_like_its_file() -> None:
     data = exif_rotated(40, 20, 8)
     opened = prepare_image(Image.open(io.BytesIO(data)), PROCESSOR, LIMITS, OFF)
     np.testing.assert_array_equal(opened.pixels, prepare_image(data, PROCESSOR, LIMITS, OFF).pixels)
 
 
-def test_an_image_that_was_opened_but_is_truncated_is_refused() -> None:
+def test_opened_truncated_image_is_rejected() -> None:
     opened = Image.open(io.BytesIO(encoded(noise(300, 200))[:-5000]))
     with pytest.raises(InvalidImageError, match="truncated"):
         prepare_image(opened, PROCESSOR, LIMITS, OFF)

@@ -65,7 +65,7 @@ class Counter(LlavaNextProcessor):
 
 
 @pytest.mark.parametrize("settings", NEXT_SETTINGS.values(), ids=NEXT_SETTINGS)
-def test_pixels_and_placeholders_of_any_resolution_are_those_of_transformers(settings: dict[str, Any]) -> None:
+def test_any_resolution_pixels_and_placeholders_equal_transformers(settings: dict[str, Any]) -> None:
     ours, theirs = next_processor(settings), LlavaNextImageProcessorPil(**settings)
     counts = set()
     for size in SIZES:
@@ -80,7 +80,7 @@ def test_pixels_and_placeholders_of_any_resolution_are_those_of_transformers(set
     assert len(counts) > 5
 
 
-def test_the_defaults_of_any_resolution_are_those_of_transformers() -> None:
+def test_any_resolution_defaults_equal_transformers() -> None:
     tower = {"model_type": "clip_vision_model", "image_size": 224, "patch_size": 56}
     settings = {"image_grid_pinpoints": [[224, 448], [448, 224]]}
     ours = AnyResolutionProcessor({"vision_config": tower}, settings)
@@ -100,7 +100,7 @@ def test_an_image_covers_the_middle_of_its_tiles() -> None:
 
 
 @pytest.mark.parametrize("settings", NEXT_SETTINGS.values(), ids=NEXT_SETTINGS)
-def test_of_an_image_of_low_detail_only_the_first_tile_is_left(settings: dict[str, Any]) -> None:
+def test_low_detail_keeps_only_the_first_tile(settings: dict[str, Any]) -> None:
     processor, theirs = next_processor(settings), LlavaNextImageProcessorPil(**settings)
     low = processor.within(ImageBudget(low_detail=True))
     for size in SIZES[:6]:
@@ -151,9 +151,7 @@ def written(processor: SplitProcessor, num_tokens: int, text: tuple[tuple[int, i
 
 @pytest.mark.parametrize("oracle", [Idefics3ImageProcessorPil, SmolVLMImageProcessorPil])
 @pytest.mark.parametrize("settings", SPLIT_SETTINGS.values(), ids=SPLIT_SETTINGS)
-def test_pixels_and_words_of_split_images_are_those_of_transformers(
-    settings: dict[str, Any], oracle: type[Any]
-) -> None:
+def test_split_image_pixels_and_words_equal_transformers(settings: dict[str, Any], oracle: type[Any]) -> None:
     ours, theirs = split_processor(settings), oracle(**settings)
     tile_tokens = (settings["max_image_size"]["longest_edge"] // 8) ** 2
     for size in SIZES:
@@ -184,7 +182,7 @@ def test_an_image_of_low_detail_is_not_cut() -> None:
     assert uncut.within(ImageBudget(low_detail=True)) is uncut
 
 
-def test_the_defaults_of_split_images_are_those_of_transformers() -> None:
+def test_split_image_defaults_equal_transformers() -> None:
     ours = SplitProcessor({"vision_config": {"patch_size": 14}, "scale_factor": 2}, {}, WORDS)
     theirs = Idefics3ImageProcessorPil()(images=noise(90, 20), return_tensors="np")["pixel_values"]
     np.testing.assert_allclose(processed(ours, DecodedImage.whole(noise(90, 20))), theirs[0], rtol=0, atol=1e-6)
@@ -199,7 +197,7 @@ def test_no_image_is_larger_than_the_largest_edge() -> None:
 
 
 @pytest.mark.parametrize("mode", ["RGBA", "L", "P", "CMYK"])
-def test_an_image_of_any_mode_becomes_the_pixels_of_transformers(mode: str) -> None:
+def test_image_of_any_mode_equals_transformers(mode: str) -> None:
     image = noise(40, 25, mode)
     for ours, theirs in (
         (next_processor(NEXT), LlavaNextImageProcessorPil(**NEXT)),
@@ -209,7 +207,7 @@ def test_an_image_of_any_mode_becomes_the_pixels_of_transformers(mode: str) -> N
         np.testing.assert_allclose(processed(ours, DecodedImage.whole(image)), expected, rtol=0, atol=1e-6)
 
 
-def test_large_jpegs_are_decoded_at_a_fraction_of_their_size_unless_pixels_must_be_exact() -> None:
+def test_large_jpegs_are_downscaled_unless_exact() -> None:
     data = encoded(photo(1600, 1200), "JPEG", quality=95)
     for make in (
         lambda exact: next_processor(NEXT, exact_pixels=exact),
@@ -268,9 +266,7 @@ def test_equal_files_with_other_settings_are_other_images() -> None:
         ({"size": {"shortest_edge": 20}, "do_center_crop": False}, "20 x 20"),
     ],
 )
-def test_settings_of_any_resolution_that_are_not_implemented_are_refused(
-    settings: dict[str, Any], message: str
-) -> None:
+def test_unimplemented_any_resolution_settings_are_rejected(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(UnsupportedModelError, match=message):
         next_processor({**NEXT, **settings})
 

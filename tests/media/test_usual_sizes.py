@@ -57,7 +57,7 @@ def seen(processor: ImageProcessor, budget: ImageBudget) -> int:
 
 
 @pytest.mark.parametrize("kind", PROCESSORS)
-def test_a_usual_image_is_smaller_than_one_of_high_detail(kind: str):
+def test_usual_image_is_smaller_than_high_detail(kind: str):
     processor = PROCESSORS[kind]()
     full = seen(processor, NO_BUDGET)
     assert seen(processor, usual().for_images(ImageBudget.of({}, "high"))) == full
@@ -97,7 +97,7 @@ def test_low_detail_is_never_more_than_usual():
     assert usual().for_images(ImageBudget(low_detail=True)) == ImageBudget(low_detail=True)
 
 
-def test_slow_machines_still_see_as_much_as_low_detail(monkeypatch: pytest.MonkeyPatch):
+def test_slow_machines_still_see_low_detail(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.undo()
     budget = UsualSizes(ImageCost(1.0, 0.0), 5.0, 20.0).for_images(NO_BUDGET, 30)
     assert budget.usual_pixels == 512 * 512
@@ -136,7 +136,7 @@ def test_frames_of_a_video_share_its_time():
     assert 500 < own.pixels[0, 0].size <= 1000
 
 
-def test_a_long_video_gets_fewer_frames_unless_a_rate_is_asked_for(monkeypatch: pytest.MonkeyPatch):
+def test_long_video_gets_fewer_frames_by_default(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(usual_sizes, "LEAST_FRAME_PIXELS", 1000)
     video = VideoProcessor.from_settings(VIDEO, QWEN25)
     assert len(video.timing.sample(600, 10.0)) == 120

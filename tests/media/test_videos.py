@@ -83,7 +83,7 @@ QWEN3 = {"model_type": "qwen3_vl"}
 @pytest.mark.parametrize("num_frames", [1, 2, 3, 7, 25, 99, 100, 2000])
 @pytest.mark.parametrize("rate", [1.0, 23.976, 30.0])
 @pytest.mark.parametrize("fps", [0.5, 2.0])
-def test_frames_to_the_end_are_those_that_transformers_takes(num_frames: int, rate: float, fps: float) -> None:
+def test_frames_to_the_end_equal_transformers(num_frames: int, rate: float, fps: float) -> None:
     own: Any = SimpleNamespace(fps=2, min_frames=4, max_frames=768)
     metadata = VideoMetadata(total_num_frames=num_frames, fps=rate)
     expected = Qwen3VLVideoProcessor.sample_frames(own, metadata, fps=fps).tolist()
@@ -91,7 +91,7 @@ def test_frames_to_the_end_are_those_that_transformers_takes(num_frames: int, ra
 
 
 @pytest.mark.parametrize("num_frames", [2, 3, 4, 5, 6, 7, 30, 61])
-def test_frames_of_a_video_share_its_pixels_as_in_transformers(num_frames: int) -> None:
+def test_frames_share_video_pixels_as_in_transformers(num_frames: int) -> None:
     settings = {**SETTINGS, "size": {"shortest_edge": 4000, "longest_edge": 40_000}}
     videos = VideoProcessor.from_settings(settings, QWEN3, times=TIMES)
     for width, height in ((40, 24), (100, 30), (7, 50), (300, 2), (640, 480), (12, 12)):
@@ -115,7 +115,7 @@ def test_frames_of_glm_are_those_that_transformers_takes(num_frames: int, rate: 
         assert taken == glm_videos.module().Glm46VVideoProcessor.sample_frames(own, metadata).tolist()
 
 
-def test_frames_of_glm_keep_limits_and_rates_that_are_asked_for() -> None:
+def test_glm_frames_keep_requested_limits_and_rates() -> None:
     assert len(GLM.timing.sample(100_000, 30.0)) == 640
     few = VideoProcessor.from_settings(SETTINGS, {}, times=GLM_TIMES, max_frames=9)
     assert few.timing.sample(900, 30.0) == [0, 128, 256, 385, 513, 642, 770, 899]
@@ -148,7 +148,7 @@ def test_times_are_those_that_transformers_writes() -> None:
         assert max(text) == len(expected) - 1
 
 
-def test_a_model_that_reads_times_gets_them_of_files_and_of_lists() -> None:
+def test_model_reading_times_gets_them_from_all_inputs() -> None:
     videos = VideoProcessor.from_settings(SETTINGS, QWEN3, times=TIMES)
 
     def times(video: ImageInput) -> list[str]:
@@ -188,7 +188,7 @@ def test_time_becomes_positions_where_the_model_counts_seconds() -> None:
     assert prepare(FRAMES[:4], PROCESSOR.within(ImageBudget(), 0.5)).frame_step == 8.0
 
 
-def test_frames_become_what_images_within_the_same_bounds_do(tmp_path: Path) -> None:
+def test_frames_equal_images_of_the_same_bounds(tmp_path: Path) -> None:
     video = prepare(FRAMES[:5])
     images = AnySizeProcessor.from_settings(SETTINGS)
     expected = np.concatenate([images.process(DecodedImage.whole(frame)) for frame in FRAMES[:5]])
@@ -218,7 +218,7 @@ def test_whatever_changes_pixels_or_positions_changes_the_key() -> None:
     assert prepare(FRAMES[:4]).key in keys
 
 
-def test_a_video_that_comes_again_is_not_prepared_again() -> None:
+def test_repeated_video_is_not_prepared_again() -> None:
     cache = ImageCache(10**6)
     first = prepare_video(FRAMES, PROCESSOR, LIMITS, cache)
     assert prepare_video(list(FRAMES), PROCESSOR, LIMITS, cache) is first
@@ -242,7 +242,7 @@ def test_a_video_that_comes_again_is_not_prepared_again() -> None:
         (b"\0" * 100, {"max_video_bytes": 99}, VideoTooLargeError, "the video's file has 100 bytes; at most 99"),
     ],
 )
-def test_what_is_no_video_or_too_large_is_refused(
+def test_non_video_or_oversized_video_is_rejected(
     source: VideoSource, limits: dict[str, Any], error: type[InvalidRequestError], message: str
 ) -> None:
     if isinstance(source, bytes | str) and "format" in message:
@@ -251,7 +251,7 @@ def test_what_is_no_video_or_too_large_is_refused(
         prepare(source, **limits)
 
 
-def test_requests_may_ask_for_less_and_not_for_more() -> None:
+def test_requests_may_ask_for_less_but_not_more() -> None:
     assert prepare(FRAMES, PROCESSOR.within(ImageBudget(max_pixels=400), None)).grid == (3, 1, 3)
     with pytest.raises(InvalidRequestError, match="max_pixels"):
         PROCESSOR.within(ImageBudget(max_pixels=2049), None)
@@ -260,7 +260,7 @@ def test_requests_may_ask_for_less_and_not_for_more() -> None:
     assert prepare(FRAMES, bounded).frame_step == 4.0
 
 
-def test_frames_from_the_network_share_the_time_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_network_frames_share_one_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter(range(0, 1000, 3))
     # A clock of its own: other threads look at the real one.
     monkeypatch.setattr("vlmserve.media.videos.time", SimpleNamespace(monotonic=lambda: float(next(clock))))
@@ -303,7 +303,7 @@ def brightness(pixels: np.ndarray) -> np.ndarray:
     return (pixels[..., pixels.shape[3] // 2 + 2 :].mean((2, 3)) * std + mean) * 255
 
 
-def test_frames_of_a_file_are_those_that_were_asked_for(tmp_path: Path) -> None:
+def test_frames_of_a_file_are_as_requested(tmp_path: Path) -> None:
     data = video_file([colour for colour in COLOURS for _ in range(4)])
     path = tmp_path / "film.mp4"
     path.write_bytes(data)

@@ -284,7 +284,7 @@ def test_blocks_stay_packed_beside_the_native_kernels(
 
 @built
 @pytest.mark.parametrize("kind", ["Q2_K", "Q3_K"])
-def test_few_bits_stay_as_they_are_or_are_dequantized(tmp_path: Path, kind: str) -> None:
+def test_few_bits_stay_quantized_or_are_dequantized(tmp_path: Path, kind: str) -> None:
     folder = make_llama(tmp_path / "folder", **BLOCKS)
     path = write_gguf(folder, tmp_path / "model.gguf", types=kind)
     model = load_model(path, LoadSettings(device=CPU, dtype=torch.bfloat16))

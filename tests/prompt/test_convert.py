@@ -96,7 +96,7 @@ def test_special_tokens_of_qwen_follow_in_their_order(qwen_text: Tokenizer, qwen
     assert (tokenizer.image_token, tokenizer.image_token_id) == ("<imgpad>", IMGPAD)
 
 
-def test_places_in_an_image_are_part_of_an_answer(qwen_vl: RequestPreparer) -> None:
+def test_image_places_are_part_of_an_answer(qwen_vl: RequestPreparer) -> None:
     text = "<ref>red</ref><box>(1,2),(3,4)</box>"
     ids = qwen_vl.tokenizer.encode(text)
     assert ids[0] == REF
@@ -144,13 +144,13 @@ def test_conversations_of_qwen_vl_number_their_images(qwen_vl: RequestPreparer) 
     assert [expected[span.start - 1] for span in prompt.images] == [IMG] * 3
 
 
-def test_a_system_message_takes_the_place_of_qwen_s_own(qwen_vl: RequestPreparer) -> None:
+def test_system_message_replaces_qwens_own(qwen_vl: RequestPreparer) -> None:
     prompt = qwen_vl.chat([{"role": "system", "content": "Be brief."}, {"role": "user", "content": "the"}])
     text = qwen_vl.tokenizer.decode(prompt.token_ids, skip_special_tokens=False)
     assert text == ("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nthe<|im_end|>\n<|im_start|>assistant\n")
 
 
-def test_images_of_qwen_vl_are_squeezed_into_a_square(qwen_vl: RequestPreparer) -> None:
+def test_qwen_vl_images_are_squeezed_into_a_square(qwen_vl: RequestPreparer) -> None:
     (span,) = qwen_vl.chat([{"role": "user", "content": [image_part(0), {"type": "text", "text": "the"}]}]).images
     levels = np.asarray(image(0).resize((84, 84), Image.Resampling.BICUBIC)).astype(np.float64) / 255
     mean, deviation = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
@@ -159,7 +159,7 @@ def test_images_of_qwen_vl_are_squeezed_into_a_square(qwen_vl: RequestPreparer) 
     assert span.image.num_tokens == 9
 
 
-def test_a_qwen_that_does_not_chat_has_no_template(tmp_path: Path) -> None:
+def test_non_chat_qwen_has_no_template(tmp_path: Path) -> None:
     folder = qwen(tmp_path, takes_images=False, chat=False)
     with pytest.raises(Exception, match="no chat template"):
         RequestPreparer(folder, MediaConfig()).chat([{"role": "user", "content": "the"}])
@@ -189,7 +189,7 @@ def chatglm(folder: Path, model: Path | None, **tokenizer_config: Any) -> Path:
 
 @settings(max_examples=60, deadline=None)
 @given(text=st.one_of(TEXTS, st.text(max_size=20)))
-def test_ids_of_chatglm3_are_those_of_its_sentencepiece_model(
+def test_chatglm3_ids_equal_its_sentencepiece_model(
     tmp_path_factory: pytest.TempPathFactory, sentencepiece_model: Path, text: str
 ) -> None:
     ours, theirs = _chatglm3(tmp_path_factory, sentencepiece_model)
@@ -235,7 +235,7 @@ def test_prompts_of_chatglm3_begin_with_its_prefix(tmp_path: Path, sentencepiece
     assert prompt.token_ids == [*expected, assistant]
 
 
-def test_glm4_has_ranks_under_the_name_of_a_sentencepiece_model(tmp_path: Path) -> None:
+def test_glm4_ranks_are_found_despite_sentencepiece_name(tmp_path: Path) -> None:
     ranks = rank_bpe.train(["the number 1234512345"], GLM_PATTERN, 8)
     assert b"123" in ranks, "up to three digits are one word"
     names = ["<|endoftext|>", "[MASK]", "[gMASK]", "[sMASK]", "<sop>", "<eop>", "<|system|>", "<|user|>"]

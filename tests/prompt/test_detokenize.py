@@ -76,7 +76,7 @@ def test_every_text_comes_back_in_whole_characters(letters: Tokenizer, text: str
     assert REPLACEMENT in text or not any(REPLACEMENT in delta for delta in deltas)
 
 
-def test_a_character_of_several_tokens_comes_with_its_last_one(letters: Tokenizer) -> None:
+def test_multi_token_character_arrives_with_its_last_token(letters: Tokenizer) -> None:
     ids = letters.encode("🐈", add_special_tokens=False)
     assert len(ids) > 1
     detokenizer = Detokenizer(letters)
@@ -130,7 +130,7 @@ def test_the_first_completed_stop_string_ends_the_text(
     assert detokenizer.text == expected
 
 
-def test_only_what_may_become_a_stop_string_is_held_back(letters: Tokenizer) -> None:
+def test_only_possible_stop_strings_are_held_back(letters: Tokenizer) -> None:
     detokenizer = Detokenizer(letters, ("###",))
     ids = {text: letters.encode(text, add_special_tokens=False) for text in ("a#", "#", "b")}
     assert detokenizer.push(ids["a#"]) == "a"
@@ -155,7 +155,7 @@ def test_the_bytes_of_tokens_together_are_the_text(tokenizer, text):
     assert of(10**6) == b""
 
 
-def test_parts_of_a_character_are_bytes_of_their_own():
+def test_partial_characters_are_separate_bytes():
     tokenizer = Tokenizer(byte_level(), NO_FILES)
     ids = tokenizer.encode("\N{PARTY POPPER}", add_special_tokens=False)
     parts = [token_bytes(tokenizer)(id_) for id_ in ids]
@@ -164,7 +164,7 @@ def test_parts_of_a_character_are_bytes_of_their_own():
 
 
 @given(st.lists(st.integers(0, 300), max_size=30))
-def test_what_was_decoded_is_shown_up_to_what_is_held(ids):
+def test_decoded_text_is_shown_up_to_held_text(ids):
     detokenizer = Detokenizer(Tokenizer(byte_level(), NO_FILES), stop=["images"])
     shown = ""
     for id_ in ids:

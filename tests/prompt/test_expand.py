@@ -14,7 +14,7 @@ def image_of(num_tokens: int) -> ImageInput:
     return ImageInput(bytes(32), np.zeros((1, 3, 2, 2), np.float32), num_tokens)
 
 
-def test_each_placeholder_takes_the_room_of_its_own_image() -> None:
+def test_each_placeholder_expands_to_its_image() -> None:
     first, second = image_of(3), image_of(2)
     prompt = expand_placeholders([IMAGE, 1, 2, IMAGE], IMAGE, [first, second])
     assert prompt.token_ids == [IMAGE] * 3 + [1, 2] + [IMAGE] * 2

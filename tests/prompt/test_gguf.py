@@ -119,12 +119,12 @@ LLAMA_3 = (
 
 
 @pytest.mark.parametrize(("pre", "whole"), [("llama-bpe", True), ("dbrx", False)])
-def test_digits_are_split_in_threes_where_the_model_was_trained_so(tmp_path: Path, pre: str, whole: bool) -> None:
+def test_digits_split_in_threes_for_such_models(tmp_path: Path, pre: str, whole: bool) -> None:
     path = write(tmp_path / "model.gguf", **fields_of(byte_level(600), pre=pre))
     assert_alike(read(path), published(LLAMA_3, whole=whole))
 
 
-def test_a_piece_that_is_a_token_needs_no_merges(tmp_path: Path) -> None:
+def test_token_piece_needs_no_merges(tmp_path: Path) -> None:
     """Llama 3 has tokens that its merges do not lead to."""
     fields = fields_of(byte_level(600))
     token = len(fields["tokens"])
@@ -135,7 +135,7 @@ def test_a_piece_that_is_a_token_needs_no_merges(tmp_path: Path) -> None:
         assert (tokenizer.encode("zqzq", add_special_tokens=False) == [token]) is whole
 
 
-def test_digits_are_single_where_the_model_was_trained_so(tmp_path: Path) -> None:
+def test_digits_are_single_for_such_models(tmp_path: Path) -> None:
     trained = byte_level(600)
     path = write(tmp_path / "model.gguf", **fields_of(trained, pre="smollm"))
     trained.pre_tokenizer = pre_tokenizers.Sequence(
@@ -165,19 +165,19 @@ def test_text_is_split_the_way_the_file_names(tmp_path: Path, pre: str, expected
     assert pieces(pre, "It's HTTPServer 12345\n", tmp_path / "model.gguf") == expected
 
 
-def test_capitals_begin_a_piece_where_the_model_was_trained_so(tmp_path: Path) -> None:
+def test_capitals_start_pieces_for_such_models(tmp_path: Path) -> None:
     text = "camelCase"
     assert pieces("tekken", text, tmp_path / "tekken.gguf") == ["camel", "Case"]
     assert pieces("llama-bpe", text, tmp_path / "llama.gguf") == ["camelCase"]
 
 
-def test_a_way_to_split_that_is_not_known_is_named(tmp_path: Path) -> None:
+def test_unknown_pretokenizer_is_named(tmp_path: Path) -> None:
     path = write(tmp_path / "model.gguf", **fields_of(byte_level(), pre="kimi-k2"))
     with pytest.raises(UnsupportedModelError, match=r"pre-tokenizer 'kimi-k2' is not supported; supported are gpt-2"):
         read(path)
 
 
-def test_a_file_that_does_not_say_how_to_split_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_file_without_a_pretokenizer_gets_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     fields = fields_of(byte_level(600))
     del fields["pre"]
     with caplog.at_level(logging.WARNING):
@@ -234,7 +234,7 @@ def sentence_pieces(text: str, fields: dict[str, Any], *, prefix: bool = True) -
 
 
 @pytest.mark.parametrize("prefix", [True, False])
-def test_pieces_are_merged_in_the_order_of_their_scores(tmp_path: Path, prefix: bool) -> None:
+def test_pieces_merge_in_score_order(tmp_path: Path, prefix: bool) -> None:
     fields = sentence_fields(add_space_prefix=prefix)
     # An order that is not that of the ids.
     ranks = list(range(len(fields["tokens"])))
@@ -269,7 +269,7 @@ def test_spaces_are_those_of_llama_2(tmp_path: Path) -> None:
         assert actual.encode(text, add_special_tokens=False) == llama_2.encode(text, add_special_tokens=False).ids
 
 
-def test_phi_3_s_markers_take_the_line_break_along(tmp_path: Path) -> None:
+def test_phi_3_markers_swallow_the_line_break(tmp_path: Path) -> None:
     fields = sentence_fields()
     for name, plain in (("phi3", False), ("llama", True)):
         tokenizer = read(write(tmp_path / f"{name}.gguf", name, **fields))
@@ -298,7 +298,7 @@ def test_text_begins_and_ends_as_the_file_says(tmp_path: Path) -> None:
             assert tokenizer.special_tokens["eos_token"] == "</s>"
 
 
-def test_tokens_of_users_are_found_before_others_and_shown(tmp_path: Path) -> None:
+def test_user_tokens_are_found_first_and_shown(tmp_path: Path) -> None:
     fields = fields_of(byte_level(600))
     token = len(fields["tokens"])
     fields["tokens"] += ["<think>"]
@@ -311,7 +311,7 @@ def test_tokens_of_users_are_found_before_others_and_shown(tmp_path: Path) -> No
     assert "<|im_end|>" not in tokenizer.decode(tokenizer.encode("a<|im_end|>b"))
 
 
-def test_answers_end_where_the_file_or_a_token_s_text_says_so(tmp_path: Path) -> None:
+def test_answers_end_at_file_or_token_text_markers(tmp_path: Path) -> None:
     fields = fields_of(byte_level(), eos_token_id=2, eot_token_id=3)
     ends = fields["tokens"].index("<|im_end|>")
     path = write(tmp_path / "model.gguf", **fields)

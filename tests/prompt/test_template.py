@@ -52,12 +52,12 @@ def test_strings_render_as_in_transformers(source: str) -> None:
     assert ChatTemplate(source, SPECIAL, None).render(messages) == theirs[0]
 
 
-def test_our_llava_format_is_that_of_published_llava_checkpoints() -> None:
+def test_our_llava_format_equals_published_llava() -> None:
     ours, theirs = (ChatTemplate(source, SPECIAL, "<image>") for source in (TEMPLATE, LLAVA_STYLE))
     assert ours.render(CONVERSATION) == theirs.render(CONVERSATION)
 
 
-def test_a_template_with_a_default_for_images_has_its_own() -> None:
+def test_template_with_an_image_default_keeps_it() -> None:
     source = (
         "{% if not image_token is defined %}{% set image_token = '<look><image></look>' %}{% endif %}"
         "{% for message in messages %}{% for part in message.content %}"
@@ -78,7 +78,7 @@ def test_in_string_templates_an_image_is_its_placeholder() -> None:
     assert text == "<|im_start|>user\n<image>\nWhat is this?<|im_end|>\n<|im_start|>assistant\n"
 
 
-def test_in_part_templates_that_know_no_images_an_image_is_its_placeholder() -> None:
+def test_image_becomes_placeholder_in_part_templates_without_images() -> None:
     source = "{% for m in messages %}{% for c in m.content %}[{{ c.text }}]{% endfor %}{% endfor %}"
     text = ChatTemplate(source, SPECIAL, "<image>").render([Message("user", (ImagePart(), "Hi"))])
     assert text == "[<image>][Hi]"
@@ -87,7 +87,7 @@ def test_in_part_templates_that_know_no_images_an_image_is_its_placeholder() -> 
 SETTABLE = "{% if enable_thinking is not defined or enable_thinking %}Think. {% endif %}" + CHATML_STRINGS
 
 
-def test_settings_that_a_template_knows_render_as_in_transformers() -> None:
+def test_known_template_settings_render_as_in_transformers() -> None:
     template = ChatTemplate(SETTABLE, SPECIAL, None)
     assert template.settings == {"enable_thinking"}
     question = [Message("user", ("Hi",), is_string=True)]
@@ -295,7 +295,7 @@ def test_a_continued_message_ends_the_prompt(source: str, content: tuple[str, ..
     assert template.render(messages, add_generation_prompt=False).startswith(text)
 
 
-def test_a_message_that_is_not_shown_cannot_be_continued() -> None:
+def test_hidden_message_cannot_be_continued() -> None:
     template = ChatTemplate("{{ messages[0].content }}", SPECIAL, None)
     with pytest.raises(InvalidRequestError, match="cannot be continued"):
         template.render([Message("user", ("Hi",)), Message("assistant", ("It",))], continue_final_message=True)

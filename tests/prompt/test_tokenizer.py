@@ -58,7 +58,7 @@ def test_a_beginning_token_is_not_doubled(pair) -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(before=TEXTS, after=TEXTS)
-def test_quoting_something_leaves_the_rest_of_the_ids_as_they_were(pair, before: str, after: str) -> None:
+def test_quoting_leaves_other_ids_unchanged(pair, before: str, after: str) -> None:
     # "zz" is quoted though it is no control token, so all else must come out as if nothing was quoted.
     ours, _ = pair
     quotation = Quotation(ours.control_tokens)
@@ -83,7 +83,7 @@ def test_users_cannot_write_control_tokens(pair, texts: list[str]) -> None:
 
 @settings(max_examples=40, deadline=None)
 @given(texts=st.lists(TEXTS, min_size=1, max_size=3))
-def test_users_cannot_write_control_tokens_that_are_ordinary_words_too(texts: list[str]) -> None:
+def test_users_cannot_write_word_like_control_tokens(texts: list[str]) -> None:
     ours = _word_level_tokenizer()
     quotation = Quotation(ours.control_tokens)
     rendered = "<image> " + " ".join(quotation.quote(text) for text in texts) + " </s>"
@@ -103,7 +103,7 @@ def _word_level_tokenizer() -> Tokenizer:
     return Tokenizer(word_level(), files)
 
 
-def test_added_tokens_that_control_nothing_are_read_beside_quoted_text(tmp_path: Path) -> None:
+def test_harmless_added_tokens_survive_beside_quoted_text(tmp_path: Path) -> None:
     backend = byte_level()
     backend.add_tokens([AddedToken("<think>", special=False)])
     ours = Tokenizer.from_folder(write_checkpoint(tmp_path, backend))
@@ -113,7 +113,7 @@ def test_added_tokens_that_control_nothing_are_read_beside_quoted_text(tmp_path:
     assert ours.token_id("</s>") not in ours.encode_quoted(quoted, quotation)
 
 
-def test_spaces_that_a_placeholder_swallows_are_swallowed_beside_quoted_text(tmp_path: Path) -> None:
+def test_placeholders_swallow_spaces_beside_quoted_text(tmp_path: Path) -> None:
     backend = byte_level()
     backend.add_special_tokens([AddedToken("<pad>", lstrip=True, rstrip=True, special=True, normalized=False)])
     ours = Tokenizer.from_folder(write_checkpoint(tmp_path, backend))
@@ -129,15 +129,13 @@ def test_spaces_that_a_placeholder_swallows_are_swallowed_beside_quoted_text(tmp
 
 
 @pytest.mark.parametrize("flags", [{"add_bos_token": False}, {"add_bos_token": True, "add_eos_token": True}])
-def test_tokenizer_json_decides_about_beginning_and_end_tokens_as_in_transformers(
-    tmp_path: Path, flags: dict[str, bool]
-) -> None:
+def test_tokenizer_json_decides_begin_and_end_tokens(tmp_path: Path, flags: dict[str, bool]) -> None:
     folder = write_checkpoint(tmp_path, byte_level(), tokenizer_config=flags)
     theirs = PreTrainedTokenizerFast.from_pretrained(folder)
     assert Tokenizer.from_folder(folder).encode("an image") == theirs.encode("an image")
 
 
-def test_added_tokens_that_only_tokenizer_config_knows_are_added(tmp_path: Path) -> None:
+def test_added_tokens_of_tokenizer_config_are_added(tmp_path: Path) -> None:
     backend = byte_level()
     size = backend.get_vocab_size()
     entry = {"content": "<extra>", "special": True, "lstrip": False, "rstrip": False, "normalized": False}
@@ -145,7 +143,7 @@ def test_added_tokens_that_only_tokenizer_config_knows_are_added(tmp_path: Path)
     assert Tokenizer.from_folder(folder).encode("<extra>", add_special_tokens=False) == [size]
 
 
-def test_end_tokens_come_from_generation_config_then_config_then_tokenizer(tmp_path: Path) -> None:
+def test_end_tokens_follow_generation_config_then_config(tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path, byte_level())
     assert Tokenizer.from_folder(folder).end_token_ids == {2}
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 5]}))
@@ -201,7 +199,7 @@ def test_a_tokenizer_of_sentencepiece_alone_is_converted(tmp_path: Path) -> None
     assert ours.decode(ours.encode(text)) == text
 
 
-def test_text_that_may_fit_is_never_refused_and_text_of_many_contexts_always(pair) -> None:
+def test_plausible_text_fits_and_huge_text_is_rejected(pair) -> None:
     ours, _ = pair
     for text in ("hello world " * 5000, " " * 100_000, "日本" * 20_000, "a\n" * 30_000):
         count = len(ours.encode(text))

@@ -21,9 +21,7 @@ def test_ordinary_text_passes_untouched() -> None:
 
 
 @given(texts=st.lists(st.one_of(PIECES, st.text(max_size=8)), max_size=4), strips=st.booleans())
-def test_no_control_token_is_left_whatever_texts_are_joined_and_all_can_be_restored(
-    texts: list[str], strips: bool
-) -> None:
+def test_no_control_token_survives_and_texts_are_restorable(texts: list[str], strips: bool) -> None:
     quotation = Quotation(CONTROL)
     quoted = [quotation.quote(text) for text in texts]
     if strips:
@@ -63,7 +61,7 @@ def test_nothing_is_quoted_without_control_tokens() -> None:
 
 @settings(deadline=None, max_examples=30)
 @given(st.lists(st.sampled_from(["<image>", "<ima", "ge>", "x" * 16380, "x" * 7, "é"]), max_size=12).map("".join))
-def test_text_is_searched_in_windows_as_if_it_were_one(text: str) -> None:
+def test_windowed_search_equals_whole_search(text: str) -> None:
     pattern = re.compile(r"<image>|(?<!\w)x(?!\w)|<ima")
     expected = [match.span() for match in pattern.finditer(text)]
     assert [match.span() for match in find_all(pattern, text, len("<image>"))] == expected

@@ -98,7 +98,7 @@ SCHEMAS = st.recursive(
 
 @settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(schema=SCHEMAS, seed=st.integers(0, 2**32), spare=st.integers(0, 60))
-def test_an_answer_is_complete_within_its_tokens_and_fits_its_schema(
+def test_answer_completes_within_its_tokens_by_schema(
     grammars: GrammarCompiler, schema: dict[str, Any], seed: int, spare: int
 ) -> None:
     grammar = Grammar.json(schema)
@@ -141,7 +141,7 @@ def test_own_bounds_of_a_schema_count(grammars: GrammarCompiler) -> None:
             assert json.loads(answer(grammars, Grammar.json(schema), 1000, seed, ends=True)[0]) in values
 
 
-def test_an_answer_that_had_to_be_ended_says_so(grammars: GrammarCompiler) -> None:
+def test_forced_ending_is_reported(grammars: GrammarCompiler) -> None:
     schema = {
         "type": "object",
         "properties": {"a": {"type": "string"}},
@@ -159,7 +159,7 @@ def test_any_object_is_complete_as_well(grammars: GrammarCompiler) -> None:
         assert isinstance(json.loads(answer(grammars, Grammar.json_object(), 20 + 5 * seed, seed)[0]), dict)
 
 
-def test_too_few_tokens_for_any_answer_are_used_up(grammars: GrammarCompiler) -> None:
+def test_too_few_tokens_are_used_up(grammars: GrammarCompiler) -> None:
     schema = {"type": "object", "properties": {"property": {"const": "a long constant"}}, "required": ["property"]}
     text, reason = answer(grammars, Grammar.json(schema), 2, 0)
     assert reason == "length"

@@ -201,14 +201,14 @@ BROKEN = [
 
 
 @pytest.mark.parametrize(("grammar", "message"), BROKEN, ids=lambda value: getattr(value, "text", value)[:20])
-def test_a_broken_grammar_is_refused_with_what_is_wrong(byte_grammars, grammar, message):
+def test_broken_grammar_is_rejected_with_its_fault(byte_grammars, grammar, message):
     with pytest.raises(InvalidRequestError, match=re.escape(message)) as refusal:
         byte_grammars.matcher(grammar)
     assert refusal.value.param == "grammar"
     assert len(str(refusal.value)) < 1000
 
 
-def test_what_a_schema_asks_too_much_may_be_ignored(byte_grammars, byte_tokenizer):
+def test_excessive_schema_requests_may_be_ignored(byte_grammars, byte_tokenizer):
     schema = {"type": "array", "uniqueItems": True, "items": {"oneOf": [{"type": "integer"}, {"const": 1}]}}
     text = walk(byte_grammars, byte_tokenizer, Grammar.json(schema, strict=False), 0)
     assert all(isinstance(item, int) for item in json.loads(text))
@@ -251,7 +251,7 @@ def test_objects_have_the_properties_that_their_schema_names(byte_grammars, byte
     assert not fits(byte_grammars, byte_tokenizer, schema, unfitting)
 
 
-def test_a_grammar_that_grows_too_complex_fails_late_with_a_message(byte_grammars, byte_tokenizer):
+def test_growing_grammar_fails_late_with_a_message(byte_grammars, byte_tokenizer):
     matcher = byte_grammars.matcher(Grammar.regex(r"[xy](((a{100}){100}){100}){100}"))
     for character in "xaaaa":
         if not matcher.allowed(END, may_end=True).any():
@@ -261,7 +261,7 @@ def test_a_grammar_that_grows_too_complex_fails_late_with_a_message(byte_grammar
     assert not matcher.finished
 
 
-def test_a_tokenizer_whose_tokens_depend_on_their_neighbours_is_refused(tmp_path):
+def test_context_dependent_tokenizer_is_rejected(tmp_path):
     tokenizer = Tokenizer.from_folder(write_checkpoint(tmp_path, word_level()))
     with pytest.raises(InvalidRequestError, match="does not support structured output"):
         compiler(tokenizer).matcher(Grammar.json_object())
@@ -286,14 +286,14 @@ def test_compiled_grammars_are_kept_up_to_their_memory(byte_tokenizer, monkeypat
     assert [grammars._find(Grammar.regex(pattern)) is not None for pattern in "abc"] == [False, True, True]
 
 
-def test_matchers_of_one_grammar_know_nothing_of_each_other(byte_grammars, byte_tokenizer):
+def test_matchers_of_one_grammar_are_independent(byte_grammars, byte_tokenizer):
     first, second = (byte_grammars.matcher(Grammar.choice(["ab", "cd"])) for _ in range(2))
     first.advance(byte_tokenizer.token_id("a"))
     assert second.allowed(END, may_end=True)[byte_tokenizer.token_id("c")]
     assert not first.allowed(END, may_end=True)[byte_tokenizer.token_id("c")]
 
 
-def test_an_answer_may_end_only_where_it_is_complete(byte_grammars, byte_tokenizer):
+def test_answer_ends_only_where_complete(byte_grammars, byte_tokenizer):
     a, b = byte_tokenizer.token_id("a"), byte_tokenizer.token_id("b")
     matcher = byte_grammars.matcher(Grammar.regex("ab*c?"))
     assert not matcher.allowed(END | {b}, may_end=True)[2]
@@ -322,7 +322,7 @@ def chain_of_rules(length: int, name: str) -> Grammar:
 
 
 @pytest.mark.parametrize("grammar", [chain_of_references(1650), chain_of_rules(4500, "r"), chain_of_rules(4500, "R")])
-def test_long_chains_of_references_do_not_end_the_process(tmp_path: Path, grammar: Grammar) -> None:
+def test_long_reference_chains_do_not_end_the_process(tmp_path: Path, grammar: Grammar) -> None:
     tokenizer = Tokenizer.from_folder(write_checkpoint(tmp_path, byte_level()))
     compiler = GrammarCompiler(lambda: tokenizer, max_bytes=128 * 1024, cache_size=2)
     matcher = compiler.matcher(grammar)

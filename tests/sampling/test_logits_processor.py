@@ -99,7 +99,7 @@ def test_biases_come_before_penalties():
     assert processed(torch.full((1, 5), -2.0), made)[0, 3] == (10 - 2) / 2
 
 
-def test_each_row_is_changed_by_its_own_request_alone():
+def test_each_row_changes_by_its_own_request():
     logits = random_logits(4)
     requests = {
         0: processor([1, 2], [3], repetition_penalty=1.7),
@@ -116,7 +116,7 @@ def test_each_row_is_changed_by_its_own_request_alone():
 
 @settings(deadline=None, max_examples=60)
 @given(tokens, st.lists(st.integers(0, 300), max_size=400), st.integers(-1, 500))
-def test_counts_that_are_kept_are_those_of_a_recount(prompt, answer, window):
+def test_kept_counts_equal_a_recount(prompt, answer, window):
     kept = TokenCounts(prompt, window)
     for token in answer:
         kept.append(token)

@@ -10,7 +10,7 @@ from vlmserve.sampling.logprobs import token_logprobs
 
 @settings(deadline=None, max_examples=40)
 @given(st.integers(1, 5), st.integers(1, 300), st.integers(0, 20), st.integers(0, 99))
-def test_they_are_the_log_of_the_softmax_in_order(rows, vocabulary, count, seed):
+def test_logprobs_equal_log_softmax_in_order(rows, vocabulary, count, seed):
     generator = np.random.default_rng(seed)
     logits = torch.from_numpy(generator.standard_normal((rows, vocabulary)).astype(np.float32)) * 4
     tokens = generator.integers(0, vocabulary, rows).tolist()
@@ -24,12 +24,12 @@ def test_they_are_the_log_of_the_softmax_in_order(rows, vocabulary, count, seed)
             assert abs(score - float(expected[row, token])) < 1e-5
 
 
-def test_each_row_gets_as_many_alternatives_as_it_wants():
+def test_each_row_gets_its_alternatives():
     told = token_logprobs(torch.randn(4, 10), [1, 2, 3, 4], [0, 3, 1, 99])
     assert [len(one.top) for one in told] == [0, 3, 1, 10]
 
 
-def test_of_equally_likely_tokens_the_first_ones_are_told_as_greedy_sampling_takes_them():
+def test_equal_tokens_are_listed_in_greedy_order():
     logits = torch.zeros(2, 1000)
     logits[1, 500:] = 1.0
     first, second = token_logprobs(logits, [0, 500], [3, 2])
@@ -38,7 +38,7 @@ def test_of_equally_likely_tokens_the_first_ones_are_told_as_greedy_sampling_tak
     assert (first.rank, second.rank) == (1, 1)
 
 
-def test_impossible_tokens_and_rows_that_are_not_numbers_harm_no_others():
+def test_impossible_tokens_and_nan_rows_harm_no_others():
     logits = torch.tensor([[0.0, -torch.inf, 1.0], [torch.nan, 0.0, 1.0], [3.0, 2.0, 1.0]])
     expected = logits[2].log_softmax(-1)
     first, _, last = token_logprobs(logits, [1, 0, 0], [3, 3, 2])

@@ -64,7 +64,7 @@ def test_filters_agree_with_transformers(vocabulary, temperature, top_k, top_p, 
     torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-4)
 
 
-def test_rows_with_other_parameters_do_not_change_a_row(sample):
+def test_other_rows_parameters_do_not_change_a_row(sample):
     logits = random_logits(4, 300)
     rows = [
         row(seed=1, temperature=0.8), row(seed=2, top_k=5), row(seed=3, top_p=0.4), row(temperature=0),
@@ -74,7 +74,7 @@ def test_rows_with_other_parameters_do_not_change_a_row(sample):
     assert sample(logits.flip(0).clone(), rows[::-1]) == alone[::-1]
 
 
-def test_the_same_seed_and_index_draw_the_same_token_and_others_do_not(sample):
+def test_same_seed_and_index_sample_the_same_token(sample):
     logits = torch.zeros(200, 500)
     same = sample(logits.clone(), [row(seed=5, index=3)] * 200)
     assert len(set(same)) == 1
@@ -122,7 +122,7 @@ def test_a_row_that_is_not_finite_fails_alone(sample, temperature, unusable):
     assert [token is None for token in tokens] == [False, True, False, True, False]
 
 
-def test_a_tiny_temperature_is_greedy_and_does_not_overflow(sample):
+def test_tiny_temperature_is_greedy_without_overflow(sample):
     logits = random_logits(1, 100)
     assert sample(logits.clone() * 1e4, [row(temperature=1e-6)]) == [int(logits.argmax())]
 
@@ -133,5 +133,5 @@ def test_random_numbers_lie_in_the_unit_interval(seed, index):
     assert 0 <= draw_seed(seed, index) < 2**63
 
 
-def test_a_step_in_which_nothing_is_sampled_gives_no_tokens(sample):
+def test_step_without_sampling_gives_no_tokens(sample):
     assert sample(torch.empty(0, 8), []) == []

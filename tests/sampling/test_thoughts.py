@@ -56,7 +56,7 @@ def test_their_end_is_forced_in_time(budget, left, needed, begun):
         assert room >= needed
 
 
-def test_a_format_begins_with_the_answer_and_has_no_space_before_its_thoughts():
+def test_format_starts_at_the_answer_without_leading_space():
     thoughts = Thoughts(START, END, blank_ids=(BLANK,))
     for grammar, is_before in ((None, True), (Grammar("lark", "", source="tools"), True), (Grammar.regex("a"), False)):
         thinking = Thinking.of(thoughts, SamplingParams(grammar=grammar))

@@ -73,7 +73,7 @@ def test_small_grammar_passes_while_others_compile(folder):
     slow.join(60)
 
 
-def test_object_with_too_many_properties_fails_before_the_engine(folder):
+def test_oversized_object_fails_before_the_engine(folder):
     schema = {"type": "object", "properties": {f"p{number}": {"type": "string"} for number in range(1000)}}
     with pytest.raises(InvalidRequestError, match=r"grammar: (.|\n)*2000"):
         trials(folder, max_grammar_seconds=30).check(Grammar.json(schema))
@@ -155,7 +155,7 @@ def test_small_grammars_overtake_large_ones(folder, monkeypatch):
     assert nice == {5: own, len(large.text): min(19, own + NICENESS)}
 
 
-def test_verdict_does_not_wait_for_the_end_of_its_process(folder, monkeypatch):
+def test_verdict_precedes_the_end_of_its_process(folder, monkeypatch):
     tried = trials(folder)
     tried.check(Grammar.regex("first"))
     with monkeypatch.context() as patch:
@@ -166,7 +166,7 @@ def test_verdict_does_not_wait_for_the_end_of_its_process(folder, monkeypatch):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="threads have no priority of their own")
-def test_large_grammars_compile_with_less_priority_in_the_engine():
+def test_large_grammars_compile_at_lower_engine_priority():
     def nice() -> int:
         return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
 

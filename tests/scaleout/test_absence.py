@@ -21,7 +21,7 @@ class Clock:
         return self.now
 
 
-def test_a_worker_is_expected_for_a_while_after_the_last_one_has_left():
+def test_worker_is_awaited_after_the_last_left():
     clock = Clock()
     absences = Absences(clock)
     assert absences.left("m") == absences.left(None) == 0
@@ -87,7 +87,7 @@ async def test_the_only_worker_is_replaced_without_an_error(single):
     }
 
 
-async def test_without_another_worker_a_request_is_refused_after_a_while(tmp_path, monkeypatch):
+async def test_request_without_workers_is_rejected_after_waiting(tmp_path, monkeypatch):
     monkeypatch.setattr(absence, "PATIENCE", 0.05)
     cluster = Workers(tmp_path)
     cluster.start("first")

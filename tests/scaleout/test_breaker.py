@@ -1,7 +1,7 @@
 from vlmserve.scaleout.breaker import FIRST_PAUSE, LONGEST_PAUSE, MOST_ERRORS, Breaker
 
 
-def test_one_failed_connection_opens_it_and_one_request_at_a_time_tries_again():
+def test_failed_connection_opens_it_until_one_request_succeeds():
     breaker = Breaker()
     breaker.fail(10.0, connection=True)
     assert not breaker.allows(10.0)
@@ -26,7 +26,7 @@ def test_errors_open_it_only_in_a_row():
     assert not breaker.allows(0.0)
 
 
-def test_pauses_grow_up_to_a_limit_and_what_was_under_way_counts_once():
+def test_pauses_grow_up_to_a_limit():
     breaker, now, pauses = Breaker(), 0.0, []
     for _ in range(10):
         for _ in range(50):

@@ -25,14 +25,14 @@ some = st.lists(
 
 
 @given(some, st.randoms(use_true_random=False))
-def test_the_order_in_which_changes_are_heard_makes_no_difference(every: list[Change], draw: random.Random):
+def test_change_order_makes_no_difference(every: list[Change], draw: random.Random):
     shuffled = draw.sample(every, len(every))
     assert list(Changes(every)) == list(Changes(shuffled))
     assert list(Changes([*shuffled, *every])) == list(Changes(every))
 
 
 @given(some, some)
-def test_two_that_tell_each_other_what_is_missing_know_the_same(first: list[Change], second: list[Change]):
+def test_two_peers_exchange_what_is_missing(first: list[Change], second: list[Change]):
     one, two = Changes(first), Changes(second)
     missing = one.missing_in(two)
     for change in two.missing_in(one):
@@ -54,7 +54,7 @@ def test_a_new_change_is_later_than_all(every: list[Change]):
     assert [change for change in known if change.adapter == "one"] == [new]
 
 
-def test_a_checkpoint_that_is_loaded_again_mixes_its_own():
+def test_reloaded_checkpoint_mixes_its_own():
     out, back, whole = (
         Change(1, "g", "0", None, "mixed"),
         Change(3, "g", "1", "b", "mixed"),

@@ -212,7 +212,7 @@ def cluster(tmp_path, monkeypatch):
 MIXTURE = "mixture, 0 = 0, 1 = 1, 2 = 2"
 
 
-async def test_a_worker_that_joins_or_is_started_again_serves_what_was_loaded(cluster):
+async def test_joining_or_restarted_worker_serves_loaded_adapters(cluster):
     cluster.start("first")
     assert (await cluster.load("poems", "a")).status_code == 200
     assert (await cluster.load("gone", "b")).status_code == 200
@@ -227,7 +227,7 @@ async def test_a_worker_that_joins_or_is_started_again_serves_what_was_loaded(cl
     assert again.engine.loads == 2
 
 
-async def test_a_worker_that_joins_does_not_serve_what_was_unloaded(cluster):
+async def test_joining_worker_does_not_serve_unloaded_adapters(cluster):
     cluster.start("first")
     assert (await cluster.unload("fixed")).status_code == 200
     joined = cluster.start("second")
@@ -238,7 +238,7 @@ async def test_a_worker_that_joins_does_not_serve_what_was_unloaded(cluster):
         gateway.model("fixed")
 
 
-async def test_requests_go_to_workers_that_have_the_adapter_as_it_is_now(cluster):
+async def test_requests_go_to_workers_with_current_adapters(cluster):
     first = cluster.start("first")
     assert (await cluster.load("fixed", "c", load_inplace=True)).status_code == 200
     joined = cluster.start("second")
@@ -262,7 +262,7 @@ async def test_all_workers_gone_and_back(cluster):
     assert back.served["poems"] == "a"
 
 
-async def test_a_request_for_an_adapter_that_no_worker_loads_is_refused(cluster, monkeypatch):
+async def test_request_for_an_unloadable_adapter_is_rejected(cluster, monkeypatch):
     monkeypatch.setattr(proxy, "_ADAPTER_PATIENCE", 0.05)
     cluster.start("first")
     assert (await cluster.load("poems", "a")).status_code == 200
@@ -303,7 +303,7 @@ async def test_a_worker_that_failed_is_asked_again(cluster):
     assert second.served["poems"] == "a"
 
 
-async def test_what_no_worker_could_load_is_asked_of_none_again(cluster):
+async def test_unloadable_adapter_is_not_retried(cluster):
     first = cluster.start("first")
     assert (await cluster.load("poems", "nothing")).status_code == 400
     joined = cluster.start("second")
@@ -312,7 +312,7 @@ async def test_what_no_worker_could_load_is_asked_of_none_again(cluster):
     assert (await cluster.unload("poems")).status_code == 404
 
 
-async def test_what_x_lora_mixes_is_changed_on_all_workers(cluster):
+async def test_x_lora_changes_reach_all_workers(cluster):
     cluster.start("first")
     cluster.start("second")
     assert (await cluster.unload("1", mixture="experts")).status_code == 200

@@ -31,7 +31,7 @@ async def test_no_two_members_have_one_name(now):
     assert await directory.name("f", "worker") == "worker-2", "the one with 1 may still start"
 
 
-async def test_a_directory_that_is_started_again_hears_the_names_again(now):
+async def test_restarted_directory_hears_the_names_again(now):
     directory = Directory("token")
     await directory.beat("a", "worker", "http://a", "worker-0")
     await directory.beat("g", "gateway", "http://g", "")

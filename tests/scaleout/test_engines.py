@@ -121,7 +121,7 @@ def test_all_workers_load_an_adapter_and_unload_it(served):
     assert served.post("/v1/unload_lora_adapter", lora_name="poems").status_code == 404
 
 
-def test_requests_go_to_the_workers_that_have_the_adapter(served):
+def test_requests_go_to_workers_with_the_adapter(served):
     answer = served.load("sql", "files/one")
     assert answer.status_code == 400
     body = answer.json()

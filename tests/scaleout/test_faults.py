@@ -99,7 +99,7 @@ async def reference(url: str, count: int) -> list[str]:
     return [stream.text for stream in streams]
 
 
-async def test_a_killed_worker_takes_nothing_that_it_had_not_begun(shared):
+async def test_killed_worker_loses_no_waiting_request(shared):
     """50 streams over 4 workers, one of which stands still when they come, and is killed then."""
     shared.need(4)
     name = next(iter(shared.workers))
@@ -119,7 +119,7 @@ async def test_a_killed_worker_takes_nothing_that_it_had_not_begun(shared):
     assert len(shared.up()) == 3
 
 
-async def test_a_killed_worker_takes_only_what_it_had_begun(shared):
+async def test_killed_worker_loses_only_started_requests(shared):
     """50 streams, and one worker gets SIGKILL in the middle of them."""
     shared.need(3)
     name, *others = shared.workers
@@ -182,7 +182,7 @@ async def test_a_rolling_restart_loses_nothing(shared):
     assert {f"{name}-new" for name in replaced} <= set(shared.up())
 
 
-async def test_a_response_whose_worker_dies_has_failed_and_is_stored_so(shared):
+async def test_response_of_a_dead_worker_is_stored_failed(shared):
     shared.need(2)
     body = {"model": "tiny", "input": "x", "stream": True, "max_output_tokens": TOKENS}
     workers = {tag_of(name): process for name, (process, _) in shared.workers.items()}
@@ -206,7 +206,7 @@ async def test_a_response_whose_worker_dies_has_failed_and_is_stored_so(shared):
     assert item["content"][0]["text"] == "x"
 
 
-async def test_a_stream_takes_no_memory_that_other_requests_need(shared):
+async def test_stream_takes_no_memory_from_other_requests(shared):
     shared.need(1)
     padding, headers = b" " * 60_000, {"content-type": "application/json"}
     first = json.dumps({"model": "tiny", "input": "x", "stream": True, "max_output_tokens": TOKENS}).encode()
@@ -232,7 +232,7 @@ async def test_a_restarted_engine_is_another_epoch(shared):
     await asyncio.to_thread(shared.wait_for, len(shared.workers))
 
 
-def test_a_full_worker_refuses_with_a_time_to_wait(folder):
+def test_full_worker_rejects_with_a_retry_time(folder):
     engine = {"mock_ttft": 3.0, "max_num_seqs": 1, "max_waiting": 1}
 
     async def crowd(url: str) -> list[httpx.Response]:

@@ -110,7 +110,7 @@ def test_every_api_is_there(http):
     assert http.get("/").status_code == 200
 
 
-def test_a_response_is_continued_and_another_key_does_not_see_it(cluster, alice):
+def test_response_is_continued_only_by_its_key(cluster, alice):
     first = alice.responses.create(model="tiny", input="one")
     second = alice.responses.create(model="tiny", input="two", previous_response_id=first.id)
     assert second.usage.input_tokens > first.usage.input_tokens
@@ -122,7 +122,7 @@ def test_a_response_is_continued_and_another_key_does_not_see_it(cluster, alice)
             bob.responses.create(model="tiny", input="two", previous_response_id=first.id)
 
 
-def test_files_and_conversations_are_the_same_on_all_workers(alice):
+def test_files_and_conversations_are_shared_among_workers(alice):
     file = alice.files.create(file=("a.png", base64.b64decode(image_url("red").partition(",")[2])), purpose="vision")
     conversation = alice.conversations.create()
     content = [{"type": "input_image", "file_id": file.id, "detail": "auto"}, {"type": "input_text", "text": "What?"}]
@@ -132,7 +132,7 @@ def test_files_and_conversations_are_the_same_on_all_workers(alice):
     assert alice.files.content(file.id).read().startswith(b"\x89PNG")
 
 
-def test_batches_are_done_by_any_worker_and_belong_to_their_key(cluster, alice):
+def test_batches_run_anywhere_and_belong_to_their_key(cluster, alice):
     ids = [start(alice, [line(f"{number}") for number in range(10)]).id for _ in range(3)]
     for id in ids:
         batch = finished(alice, id)
@@ -165,7 +165,7 @@ def test_the_same_image_goes_to_the_same_worker(cluster, http):
     assert max(added.values()) >= 9
 
 
-def test_image_budgets_reach_workers_and_image_sizes_come_back(http):
+def test_image_budgets_and_sizes_pass_the_gateway(http):
     image = {"type": "image_url", "image_url": {"url": image_url("red"), "detail": "low"}}
     size = {"width": 28, "height": 28, "model_width": 28, "model_height": 28, "box": [0, 0, 28, 28], "tokens": 4}
     size |= {"frames": None}
@@ -313,7 +313,7 @@ def test_limits_of_a_key_hold(cluster):
     assert answers[-1].json()["error"]["code"] == "rate_limit_exceeded"
 
 
-def test_streams_through_a_gateway_ping_before_the_first_token(folder):
+def test_gateway_streams_ping_before_the_first_token(folder):
     pings = {"stream_ping_interval": 0.1}
     with Cluster(folder, 1, engine={"mock_ttft": 0.6}, server=pings, front=pings) as running:
         for path, fields in PATHS.items():
@@ -332,7 +332,7 @@ def test_a_gateway_without_workers_says_so(folder):
         assert httpx.get(f"{cluster.url}/health").status_code == 200
 
 
-def test_a_conversation_goes_on_where_another_gateway_has_sent_it(cluster):
+def test_conversation_follows_another_gateways_choice(cluster):
     """The other one sends to each worker in turn, as no gateway would by what it sees in the requests. Prompts
     are long: mock engines take so little time for short ones that an idle worker would be worth more than a cache."""
     server, headers = ServerConfig(port=0, api_keys_file=cluster.keys_file), {"x-api-key": cluster.stored_key}
@@ -359,7 +359,7 @@ def test_a_conversation_goes_on_where_another_gateway_has_sent_it(cluster):
         assert [worker(here, number, "an answer", "and then?") for number in range(8)] == began
 
 
-def test_hostile_documents_of_one_client_hold_up_no_other(folder):
+def test_hostile_documents_block_no_other_client(folder):
     part = {"type": "file", "file": {"file_data": base64.b64encode(exponential()).decode()}}
     media = {"document_timeout": 3, "media_processes": 2, "client_media_processes": 1}
     keys = {"api_key": ["alice-key", "bob-key"]}

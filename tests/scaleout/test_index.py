@@ -70,7 +70,7 @@ TestIndex = IndexMachine.TestCase
 
 
 @given(st.lists(names, min_size=1, max_size=20))
-def test_the_best_worker_is_the_one_with_the_longest_beginning(prompts):
+def test_best_worker_has_the_longest_prefix(prompts):
     index = CacheIndex()
     for worker, known in enumerate(prompts[1:]):
         index.add_worker(worker, 10**6)
@@ -90,7 +90,7 @@ def test_the_best_worker_is_the_one_with_the_longest_beginning(prompts):
     assert all(lengths[worker] == tokens for worker, tokens in best.items())
 
 
-def test_the_end_of_a_prompt_is_evicted_before_its_beginning():
+def test_prompt_ends_are_evicted_before_beginnings():
     index = CacheIndex()
     index.add_worker(0, 50)
     index.insert(0, prompt(1, 2, 3))
@@ -99,7 +99,7 @@ def test_the_end_of_a_prompt_is_evicted_before_its_beginning():
     assert index.cached_tokens(0, prompt(4, 5, 6)) == 30
 
 
-def test_believing_too_much_makes_it_believe_less_and_too_little_more_again():
+def test_trust_adapts_to_wrong_predictions_both_ways():
     index = CacheIndex()
     index.add_worker(0, 1000)
     for name in range(100):

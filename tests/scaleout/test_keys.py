@@ -38,7 +38,7 @@ def picture(data: bytes, **more: object) -> list[dict[str, object]]:
     return [{"type": "image_url", "image_url": {"url": image_url(data)}, **more}, {"type": "text", "text": "What?"}]
 
 
-def test_a_later_turn_shares_all_of_the_turns_before_it():
+def test_later_turn_shares_all_earlier_turns():
     first = key(chat("a question " * 100))
     second = key(chat("a question " * 100, "an answer", "another question"))
     assert shared(first, second) == first.tokens
@@ -68,7 +68,7 @@ def test_a_salt_and_an_adapter_are_told_apart():
     assert shared(key(chat("x"), salt="ab", adapter="c"), key(chat("x"), salt="a", adapter="bc")) == 0
 
 
-def test_other_content_is_another_image_and_the_type_in_a_url_is_not():
+def test_image_key_depends_on_content_not_url_type():
     one = key(chat(picture(b"one image")))
     again = key(chat([{"type": "image_url", "image_url": {"url": image_url(b"one image", "image/jpeg")}}]))
     other = key(chat(picture(b"another image")))
@@ -76,7 +76,7 @@ def test_other_content_is_another_image_and_the_type_in_a_url_is_not():
     assert one.images != other.images
 
 
-def test_how_an_image_is_prepared_makes_it_another_one():
+def test_image_preparation_is_part_of_the_key():
     assert key(chat(picture(b"x", max_pixels=1000))).images != key(chat(picture(b"x", max_pixels=2000))).images
     whole = {**chat(picture(b"x")), "mm_processor_kwargs": {"max_tokens": 100}}
     assert key(chat(picture(b"x"))).images != key(whole).images
@@ -148,7 +148,7 @@ def test_a_key_is_bounded():
 
 
 @pytest.mark.parametrize("options", [("PNG",), ("JPEG",), ("GIF",), ("WEBP",), ("WEBP", {"lossless": True})])
-def test_sizes_are_read_from_the_head_of_a_file(options):
+def test_sizes_come_from_the_file_header(options):
     kind, *more = options
     file = io.BytesIO()
     Image.new("RGB", (301, 203), "red").save(file, kind, **(more[0] if more else {}))

@@ -112,7 +112,7 @@ async def test_what_one_gateway_admits_another_one_does_not(gateways):
     assert not await second.admit()
 
 
-async def test_a_request_waits_only_if_its_key_was_not_used(gateways):
+async def test_request_waits_only_for_an_unused_key(gateways):
     first, _, clock = gateways
 
     def waits() -> bool:
@@ -134,7 +134,7 @@ async def test_a_request_waits_only_if_its_key_was_not_used(gateways):
     assert waits()
 
 
-async def test_without_the_database_each_gateway_counts_by_itself_and_tells_later(gateways, monkeypatch):
+async def test_gateways_count_alone_and_report_after_an_outage(gateways, monkeypatch):
     first, second, clock = gateways
 
     def away(taken):
@@ -164,7 +164,7 @@ async def test_a_database_that_hangs_holds_up_one_request(gateways, monkeypatch)
     await first.written(4)
 
 
-async def test_what_has_come_back_in_an_outage_is_not_owed(gateways):
+async def test_debts_repaid_in_an_outage_are_not_owed(gateways):
     first, _, clock = gateways
     account = first.account
     account.charge(100)
@@ -189,7 +189,7 @@ async def test_requests_at_once_are_counted_over_all_gateways(gateways):
         assert not await second.begin(third), "its own requests run, however late it renews its places"
 
 
-async def test_at_most_as_many_run_as_the_key_allows_when_all_come_at_once(gateways):
+async def test_concurrent_arrivals_respect_the_key_limit(gateways):
     first, second, _ = gateways
     with contextlib.ExitStack() as stack:
         begun = await asyncio.gather(*(gateway.begin(stack) for gateway in (first, second) * 5))
@@ -197,7 +197,7 @@ async def test_at_most_as_many_run_as_the_key_allows_when_all_come_at_once(gatew
         assert first.pair.num_running + second.pair.num_running == sum(begun)
 
 
-async def test_places_of_a_gateway_that_is_gone_come_back(gateways):
+async def test_slots_of_a_gone_gateway_return(gateways):
     first, second, clock = gateways
     with contextlib.ExitStack() as lost, contextlib.ExitStack() as stack:
         assert await first.begin(lost)
@@ -222,7 +222,7 @@ async def test_a_gateway_that_ends_gives_its_places_back(gateways, url):
         assert await first.begin(stack)
 
 
-async def test_places_are_each_gateways_own_while_the_database_is_away(gateways, monkeypatch):
+async def test_slots_are_per_gateway_without_the_database(gateways, monkeypatch):
     first, second, _ = gateways
 
     def away(*_):
@@ -238,7 +238,7 @@ async def test_places_are_each_gateways_own_while_the_database_is_away(gateways,
 
 
 @pytest.mark.parametrize("fails", [False, True])
-async def test_what_was_taken_is_told_once_even_if_telling_is_cancelled(gateways, monkeypatch, fails):
+async def test_usage_is_reported_once_despite_cancellation(gateways, monkeypatch, fails):
     first, second, _ = gateways
     writing, released = threading.Event(), threading.Event()
     take = first.store.limits.take
@@ -268,7 +268,7 @@ async def test_what_was_taken_is_told_once_even_if_telling_is_cancelled(gateways
     await second.written(1, 10)
 
 
-def test_gateways_of_a_cluster_share_the_limits_of_keys(folder, tmp_path, postgres):
+def test_cluster_gateways_share_key_limits(folder, tmp_path, postgres):
     path = tmp_path / "keys.jsonl"
     headers = {"authorization": f"Bearer {add_key(path, 'alice', requests_per_minute=1)}"}
     url = postgres.new_database()

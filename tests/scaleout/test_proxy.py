@@ -9,7 +9,7 @@ from vlmserve.scaleout.messages import SEED_HEADER
 from vlmserve.scaleout.settings import GatewayConfig
 
 
-async def test_a_gateway_with_too_much_under_way_refuses_with_a_time_to_wait(tmp_path):
+async def test_overloaded_gateway_rejects_with_a_retry_time(tmp_path):
     cluster = Cluster(tmp_path)
     cluster.start("first")
     gateway = cluster.gateways[0]
@@ -21,7 +21,7 @@ async def test_a_gateway_with_too_much_under_way_refuses_with_a_time_to_wait(tmp
     assert (await cluster.post("/v1/completions", model="fixed", prompt="x")).status_code == 200
 
 
-async def test_a_request_that_another_worker_gets_has_the_same_seed(tmp_path):
+async def test_retried_request_keeps_its_seed(tmp_path):
     cluster = Cluster(tmp_path)
     seeds: list[str] = []
 

@@ -199,7 +199,7 @@ def test_a_worker_with_another_model_joins_and_leaves(cluster, tmp_path):
     assert ask(cluster.url).status_code == 200
 
 
-def test_a_second_gateway_serves_the_same_workers_and_is_replaced_by_a_third(cluster):
+def test_second_gateway_serves_and_a_third_replaces_it(cluster):
     with running("gateway", "--port", "0", *cluster.ray()) as gateway:
         wait_for(gateway.url)
         assert ask(gateway.url).json()["choices"] == ask(cluster.url).json()["choices"]
@@ -242,7 +242,7 @@ def test_the_files_for_deployments_describe_applications():
     assert {"head", "first", "second", "database"} == compose["services"].keys()
 
 
-def test_workers_may_be_started_before_those_that_they_replace_are_stopped():
+def test_workers_may_start_before_their_predecessors_stop():
     from vlmserve.scaleout.ray.deployments import workers
 
     for args, percent in (({}, 0), ({"max_surge_percent": 100}, 100)):
@@ -262,7 +262,7 @@ def test_without_ray_it_says_what_to_install(monkeypatch, arguments):
 
 @pytest.mark.parametrize("member", ["worker", "gateway"])
 @pytest.mark.parametrize("url", ["memory", "sqlite:///history.db"])
-def test_members_refuse_a_history_that_others_do_not_reach(member, url):
+def test_members_reject_an_unreachable_history(member, url):
     done = CliRunner().invoke(app, [member, "--storage-url", url])
     assert done.exit_code != 0
     assert "postgresql://" in done.stderr

@@ -55,7 +55,7 @@ def answer(route: Route | None, key: RequestKey, cached: float = 0.0, load: Load
 LONG = "a long text " * 400
 
 
-def test_what_other_gateways_had_cached_is_known_from_the_workers():
+def test_other_gateways_cached_prefixes_come_from_workers():
     there, image = router(8), {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
     shown = request_key({"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}, image]}]}, model="m")
     first = key(LONG)
@@ -76,7 +76,7 @@ def test_what_is_cached_is_asked_where_it_is():
         assert answer(there.route(later), later, 0.9) == first
 
 
-def test_an_image_is_asked_where_it_was_seen_whatever_comes_before_it():
+def test_image_goes_where_it_was_seen():
     def about(question: str) -> RequestKey:
         image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,aaaa"}}
         content = [{"type": "text", "text": question}, image]
@@ -98,7 +98,7 @@ def test_tenants_do_not_share():
     assert first.cached == other.cached == 0.0
 
 
-def test_a_busy_worker_is_left_although_it_has_the_prompt():
+def test_busy_worker_is_skipped_despite_its_prefix():
     there = router(8)
     first = answer(there.route(key(LONG)), key(LONG))
     there.report(first, Load("1", running=5, queued_seconds=60.0, token_seconds=0.001, image_seconds=0.5))
@@ -121,7 +121,7 @@ def test_requests_with_nothing_in_common_are_spread(policy):
     assert max(counts.values()) <= 1.3 * 200 / 10 + 1
 
 
-def test_gateways_that_hear_late_of_each_other_do_not_all_send_to_the_same_workers():
+def test_late_gateways_do_not_flood_the_same_workers():
     """Eight of them send five requests each, and hear nothing meanwhile."""
     counts: Counter[str] = Counter()
     for seed in range(8):
@@ -134,7 +134,7 @@ def test_gateways_that_hear_late_of_each_other_do_not_all_send_to_the_same_worke
     assert max(counts.values()) <= 5
 
 
-def test_a_gateway_that_sends_everything_finds_the_least_loaded_of_all():
+def test_sole_gateway_finds_the_least_loaded_worker():
     there = router(40, "least-loaded")
     routes = [there.route(key(f"text {n}")) for n in range(39)]
     free = {f"id-{number}" for number in range(40)} - {route.worker.info.id for route in routes if route is not None}
@@ -143,7 +143,7 @@ def test_a_gateway_that_sends_everything_finds_the_least_loaded_of_all():
     assert {last.worker.info.id} == free
 
 
-def test_the_share_of_a_gateway_is_of_what_workers_run_that_are_there():
+def test_gateway_share_counts_present_workers():
     there = router(2, "least-loaded")
     assert there.fleet.own_share() == 1
     for _ in range(2):
@@ -166,7 +166,7 @@ def test_a_fresh_worker_gets_requests():
     assert "id-4" in {route.worker.info.id for route in routes if route is not None}
 
 
-def test_a_worker_that_has_measured_nothing_is_taken_to_be_as_fast_as_others():
+def test_unmeasured_worker_counts_as_fast_as_others():
     there = router(2)
     there.report("id-0", Load("1", running=1, token_seconds=1e-6, image_seconds=1e-4))
     there.report("id-1", Load("1"))
@@ -220,7 +220,7 @@ def test_a_follow_up_goes_where_its_history_is():
         assert answer(route, following, 0.99) == place
 
 
-def test_a_gateway_that_has_not_seen_a_response_finds_its_worker_by_its_id():
+def test_unknown_response_finds_its_worker_by_id():
     there = router(8)
     for number in range(8):
         id = f"resp_{tag_of(f'worker-{number}')}0123"

@@ -6,7 +6,7 @@ from vlmserve.scaleout.scaling import workers_wanted
 workers = st.lists(st.tuples(st.floats(0, 100), st.floats(0, 1)), min_size=1, max_size=50)
 
 
-def test_more_when_requests_wait_and_one_fewer_when_nothing_is_done():
+def test_waiting_requests_scale_up_and_idleness_down():
     assert workers_wanted([3.0, 3.0], [1.0, 1.0], 2.0) == 3
     assert workers_wanted([100.0, 100.0], [1.0, 1.0], 2.0) == 4
     assert workers_wanted([1.0, 1.0], [0.9, 0.9], 2.0) == 2

@@ -155,7 +155,7 @@ def test_a_request_that_cannot_be_ready_fails():
     assert s.end_failed() == []
 
 
-def test_an_idle_engine_waits_for_the_first_resource_that_will_be_ready():
+def test_idle_engine_waits_for_the_next_ready_resource():
     lost = States(1, lost=frozenset({"a"}))
     for resources, answers in (([States(1), lost], True), ([States(1)], False)):
         assert Resources(resources).wait(0.5) == answers
@@ -174,7 +174,7 @@ def test_a_decode_without_room_preempts_the_last_request():
     assert states.slots == {"a": 4, "b": 4}
 
 
-def test_a_request_of_lower_priority_gives_its_slot_up():
+def test_lower_priority_request_gives_up_its_slot():
     s = scheduler(others=[States(2)])
     for name in ("row 1", "row 2"):
         s.add(request(name, 4, priority=1, max_tokens=9))
@@ -184,7 +184,7 @@ def test_a_request_of_lower_priority_gives_its_slot_up():
     assert names(s.waiting) == ["row 2"]
 
 
-def test_a_request_of_lower_priority_keeps_its_slot_for_one_that_is_not_ready():
+def test_lower_priority_request_keeps_its_slot_until_needed():
     s = scheduler(others=[States(1, fetched=9)], seqs=1)
     s.add(request("row", 4, priority=1, max_tokens=9))
     for _ in range(10):
@@ -205,7 +205,7 @@ def test_chunks_end_where_all_resources_agree():
     assert states.settled[:3] == [("a", 0, 8), ("a", 8, 8), ("a", 8, 30)]
 
 
-def test_images_after_a_chunk_are_left_to_later_steps():
+def test_images_after_a_chunk_wait_for_later_steps():
     s = scheduler(others=[States(1)], budget=16)
     s.add(request("a", 40, images=[(image(1, 4), 4), (image(2, 4), 17)]))
     step, _ = run(s)
@@ -213,7 +213,7 @@ def test_images_after_a_chunk_are_left_to_later_steps():
     assert [one.key[0] for one in step.images_to_encode] == [1]
 
 
-def test_a_bidirectional_span_is_asked_about_as_a_whole():
+def test_bidirectional_span_is_checked_as_a_whole():
     states = States(1)
     s = scheduler(others=[states], budget=10)
     s.add(request("a", 40, images=[(image(1, 16), 8)], bidirectional="images"))
@@ -221,7 +221,7 @@ def test_a_bidirectional_span_is_asked_about_as_a_whole():
     assert states.settled[1] == ("a", 8, 24), "more than the budget"
 
 
-def test_a_resource_without_a_say_in_decodes_is_not_asked():
+def test_resource_that_ignores_decodes_is_not_asked():
     states = States(1)
     states.in_decodes = False
     s = scheduler(others=[states])
@@ -283,7 +283,7 @@ def test_a_beam_without_room_for_its_state_waits():
     st.integers(1, 5),
     st.booleans(),
 )
-def test_states_see_every_token_once_and_all_requests_end(operations, fetched, seqs, prefix_caching):
+def test_states_see_every_token_and_requests_end(operations, fetched, seqs, prefix_caching):
     states = States(3, fetched=fetched, lost=frozenset({"lost"}))
     s = scheduler(num_blocks=20, budget=12, seqs=seqs, prefix_caching=prefix_caching, others=[states])
     s.add(request("lost", 3))

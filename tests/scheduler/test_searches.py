@@ -10,7 +10,7 @@ from tests.scheduler.test_bookkeeping import Contents
 from vlmserve.steps import RequestFailure
 
 
-def test_a_waiting_beam_that_gets_long_finds_no_short_prefix():
+def test_long_waiting_beam_finds_no_short_prefix():
     s = scheduler(num_blocks=2, prefix_caching=True)
     add_search(s, "a", 7, 2, 2, max_short_len=7)
     extend(s, s.schedule())

@@ -70,7 +70,7 @@ def test_what_did_not_happen_is_left_out():
         pytest.param(IDLE, EngineStats(num_waiting=1, steps=7), True, id="the first step has not ended"),
     ],
 )
-def test_only_a_busy_engine_gets_a_line_and_one_more_when_it_falls_idle(before, after, said):
+def test_busy_engine_logs_until_it_falls_idle(before, after, said):
     assert (activity_line(before, after, 1.0) is not None) == said
 
 
@@ -95,7 +95,7 @@ def lines(caplog) -> list[str]:
     return [record.getMessage().partition(" |")[0] for record in caplog.records if "activity" in record.name]
 
 
-async def test_a_line_comes_every_interval_while_there_is_work_and_then_no_more(caplog):
+async def test_lines_come_each_interval_while_busy(caplog):
     caplog.set_level(logging.INFO)
     engine = Engine()
     async with activity_log(engine, 0.01):
@@ -113,7 +113,7 @@ async def test_a_line_comes_every_interval_while_there_is_work_and_then_no_more(
     assert lines(caplog) == []
 
 
-async def test_what_is_not_said_yet_is_said_at_the_end(caplog):
+async def test_unlogged_activity_is_logged_at_the_end(caplog):
     caplog.set_level(logging.INFO)
     engine = Engine()
     async with activity_log(engine, 60):
@@ -122,7 +122,7 @@ async def test_what_is_not_said_yet_is_said_at_the_end(caplog):
     assert lines(caplog) == ["0 running, 0 waiting"]
 
 
-async def test_nothing_is_said_without_an_interval_or_an_engine(caplog):
+async def test_nothing_is_logged_without_interval_or_engine(caplog):
     caplog.set_level(logging.INFO)
     engine = Engine()
     async with activity_log(engine, 0):

@@ -76,7 +76,7 @@ def served(tmp_path_factory):
         yield Served(live, base / "allowed", keys)
 
 
-def test_a_model_names_an_adapter_of_the_settings_or_of_the_folder(served):
+def test_model_names_an_adapter_of_settings_or_folder(served):
     found = {model: served.ask(model) for model in ("tiny", "fixed", "adapter-0", "adapter-1")}
     assert len(set(found.values())) == 4
     assert served.ask("adapter-0") == found["adapter-0"]
@@ -117,7 +117,7 @@ def test_admins_load_replace_and_unload(served):
         ({"lora_name": "x"}, 400, "missing"),
     ],
 )
-def test_what_cannot_be_loaded_is_refused_and_changes_nothing(served, body, status, message):
+def test_unloadable_adapter_is_rejected_and_changes_nothing(served, body, status, message):
     before = served.models().keys()
     response = served.post("/v1/load_lora_adapter", **body)
     assert response.status_code == status, response.text
@@ -125,7 +125,7 @@ def test_what_cannot_be_loaded_is_refused_and_changes_nothing(served, body, stat
     assert served.models().keys() == before
 
 
-def test_keys_that_are_no_admins_may_not_change_what_is_served(served):
+def test_other_keys_may_not_change_served_adapters(served):
     bodies = [("load", {"lora_name": "x", "lora_path": "adapter-0"}), ("unload", {"lora_name": "fixed"})]
     for path, body in [*bodies, ("unload", {"lora_name": "0", "mixture": "mixed"})]:
         response = served.post(f"/v1/{path}_lora_adapter", "user", **body)
@@ -139,7 +139,7 @@ def test_names_reach_nothing_outside_of_the_folder(served, name):
     assert (response.status_code, response.json()["error"]["code"]) == (404, "model_not_found")
 
 
-def test_a_broken_adapter_in_the_folder_is_an_error_of_its_requests(served):
+def test_broken_folder_adapter_fails_its_requests(served):
     response = served.post("/v1/chat/completions", model="broken", messages=QUESTION)
     assert (response.status_code, response.json()["error"]["code"]) == (400, "invalid_adapter")
     assert served.ask("tiny")
@@ -152,7 +152,7 @@ def test_an_adapter_with_links_to_outside_is_rejected(served, name):
     assert "links to outside" in response.json()["error"]["message"]
 
 
-def test_a_failed_load_is_repeated_only_for_new_files(served):
+def test_failed_load_is_retried_only_for_new_files(served):
     """Reading files takes the engine's time, and every request may name them."""
     reads = []
     adapters = served.live.service.adapters
@@ -264,7 +264,7 @@ def test_admins_change_what_a_checkpoint_mixes(served):
         ("load", {"lora_name": "1", "lora_path": "mixed", "load_inplace": True}, 400, "adapter"),
     ],
 )
-def test_what_cannot_be_mixed_is_refused_and_changes_nothing(served, path, body, status, message):
+def test_unmixable_adapters_are_rejected_and_change_nothing(served, path, body, status, message):
     served.ask("mixed")
     served.ask("adapter-0")
     before = served.models()["mixed"]

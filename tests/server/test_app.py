@@ -39,14 +39,14 @@ def test_head_answers_as_get_does_without_a_body(live, path):
     assert head.content == b""
 
 
-def test_a_request_id_comes_back_or_is_made_up(live):
+def test_request_id_is_returned_or_generated(live):
     assert get(live, "/health", **{"x-request-id": "mine-1"}).headers["x-request-id"] == "mine-1"
     made_up = {get(live, "/health").headers["x-request-id"] for _ in range(2)}
     assert len(made_up) == 2
     assert len(get(live, "/health", **{"x-request-id": "x" * 500}).headers["x-request-id"]) < 100
 
 
-def test_a_line_in_the_log_says_what_a_request_was_and_cost(live, caplog):
+def test_log_line_tells_request_and_cost(live, caplog):
     caplog.set_level("INFO", logger="vlmserve.access")
     usage = live.ask(max_tokens=3).json()["usage"]
     wait_until(lambda: "vlmserve.access" in [record.name for record in caplog.records])
@@ -88,12 +88,12 @@ async def test_a_server_that_loads_says_so():
         ("/", (), "/"),
     ],
 )
-async def test_clients_see_a_name_and_not_the_servers_paths(model, served, shown):
+async def test_clients_see_a_name_not_server_paths(model, served, shown):
     service = Service(EngineConfig(model=model), MediaConfig(), ServerConfig(served_model_name=served))
     assert service.model_name == shown
 
 
-async def test_a_model_has_all_the_names_that_it_is_served_under():
+async def test_model_answers_to_all_served_names():
     service = Service(EngineConfig(), MediaConfig(), ServerConfig(served_model_name=("a", "b", "a")))
     transport = httpx.ASGITransport(create_app(service))
     async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:

@@ -59,7 +59,7 @@ TEXTS: dict[str, tuple[Callable[[str], dict[str, Any]], str]] = {
 
 
 @pytest.mark.parametrize(("body", "path"), TEXTS.values(), ids=TEXTS.keys())
-def test_text_that_cannot_fit_is_refused_before_it_is_tokenized(
+def test_oversized_text_is_rejected_before_tokenizing(
     server: ServerProcess, body: Callable[[str], dict[str, Any]], path: str
 ) -> None:
     content = json.dumps(body("a " * (15 * MB))).encode()
@@ -101,7 +101,7 @@ def test_what_has_too_many_parts_is_refused_soon(
     assert response.json()["error"]["param"] == param
 
 
-def test_what_a_client_that_left_has_asked_is_not_tokenized(server: ServerProcess) -> None:
+def test_requests_of_gone_clients_are_not_tokenized(server: ServerProcess) -> None:
     # Each prompt fits by itself.
     content = json.dumps({"prompt": ["a " * 40_000] * 128}).encode()
     settle(server)
@@ -166,7 +166,7 @@ def shown(data: bytes, kind: str) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]}]}
 
 
-def test_a_jpeg_whose_last_scan_is_repeated_is_refused_before_it_is_decoded(server: ServerProcess) -> None:
+def test_jpeg_repeating_its_last_scan_is_rejected_undecoded(server: ServerProcess) -> None:
     data = encoded(Image.new("RGB", (8000, 7990), "red"), "JPEG", progressive=True)
     with server.watched(max_seconds=20, max_growth=1500 * MB):
         assert ask(server, shown(data, "jpeg")).status_code == 200

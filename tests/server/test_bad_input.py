@@ -177,7 +177,7 @@ def test_a_model_that_is_not_served(live):
         live.openai.chat.completions.create(model="gpt-5", messages=QUESTION)
 
 
-def test_a_prompt_longer_than_the_context_says_how_long_both_are(live):
+def test_prompt_over_the_context_reports_both_lengths(live):
     too_long = [{"role": "user", "content": "no " * CONTEXT}]
     response = live.post({"messages": too_long})
     tokens = httpx.post(f"{live.url}/tokenize", json={"messages": too_long}).json()["count"]
@@ -248,7 +248,7 @@ def test_an_image_for_a_model_that_cannot_see(tmp_path):
         assert blind.ask().status_code == 200
 
 
-def test_a_body_over_the_limit_declared_or_in_chunks(live):
+def test_body_over_the_limit_is_rejected_either_way(live):
     refused(live.ask(user="x" * 200_000), 413, "200000 bytes", code="body_too_large")
 
     def chunks() -> Iterator[bytes]:
@@ -258,7 +258,7 @@ def test_a_body_over_the_limit_declared_or_in_chunks(live):
     refused(response, 413, "200000 bytes", code="body_too_large")
 
 
-def test_a_body_that_is_announced_but_too_large_is_refused_before_it_is_sent(live):
+def test_announced_oversized_body_is_rejected_before_sending(live):
     host, port = urlsplit(live.url).netloc.split(":")
     head = (
         "POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
@@ -269,7 +269,7 @@ def test_a_body_that_is_announced_but_too_large_is_refused_before_it_is_sent(liv
         assert connection.recv(100).startswith(b"HTTP/1.1 413 ")
 
 
-def test_bodies_that_are_too_many_together_are_refused_until_others_are_done(folder):
+def test_too_many_bodies_wait_for_others(folder):
     def chunks() -> Iterator[bytes]:
         yield b" " * 60_000
         assert enough.wait(60)
@@ -300,13 +300,13 @@ def test_bodies_that_are_too_many_together_are_refused_until_others_are_done(fol
         assert live.service.bodies.used == 0
 
 
-def test_a_body_takes_no_memory_while_its_answer_comes(slow):
+def test_body_memory_is_free_while_the_answer_comes(slow):
     with stream_lines(slow.url, {"messages": QUESTION, "ignore_eos": True, "max_tokens": 400}) as lines:
         next(lines)
         assert slow.service.bodies.used == 0
 
 
-def test_a_client_that_leaves_in_the_middle_of_its_body_takes_no_memory_any_more(live):
+def test_client_leaving_mid_body_frees_its_memory(live):
     host, port = urlsplit(live.url).netloc.split(":")
     head = "POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
     with socket.create_connection((host, int(port)), timeout=60) as connection:
@@ -322,7 +322,7 @@ def test_routes_and_methods_that_do_not_exist(live):
     refused(httpx.get(f"{live.url}/v1/models/gpt-5"), 404, "gpt-5", param="model", code="model_not_found")
 
 
-def test_a_bug_gives_500_without_a_traceback_and_the_log_has_it(live, monkeypatch, caplog):
+def test_bug_gives_500_with_a_logged_traceback(live, monkeypatch, caplog):
     def broken(*_: object, **__: object) -> None:
         raise RuntimeError("secret detail")
 
@@ -334,7 +334,7 @@ def test_a_bug_gives_500_without_a_traceback_and_the_log_has_it(live, monkeypatc
     assert "secret detail" in caplog.text
 
 
-def test_a_full_queue_is_429_with_a_time_to_wait(folder):
+def test_full_queue_is_429_with_a_retry_time(folder):
     engine = {"max_num_seqs": 1, "max_waiting": 1, "mock_tpot": 0.05}
     with LiveServer(folder, engine=engine) as live:
         long = {"ignore_eos": True, "max_tokens": 400}

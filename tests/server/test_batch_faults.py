@@ -52,7 +52,7 @@ def test_a_cancelled_batch_keeps_what_is_finished(slow):
         client.batches.cancel(id)
 
 
-def test_what_is_not_answered_in_time_is_an_error_and_the_rest_is_kept(slow):
+def test_rows_over_time_fail_and_answers_are_kept(slow):
     client, store = slow.openai, slow.service.store
     file_id = upload(client, [line(f"{number}") for number in range(100)])
     fields = {"tenant": "", "endpoint": "/v1/chat/completions", "window": "1m", "output_lifetime": None, "metadata": {}}
@@ -80,7 +80,7 @@ def test_limits_of_batches(slow):
         upload(client, [line("a", "a" * 30_000)])
 
 
-def test_answers_that_are_too_many_bytes_end_a_batch_and_are_kept(slow):
+def test_too_many_answer_bytes_end_a_batch(slow):
     client = slow.openai
     id = start(client, [line(f"{number}", max_tokens=1) for number in range(100)]).id
     batch = finished(client, id)
@@ -91,7 +91,7 @@ def test_answers_that_are_too_many_bytes_end_a_batch_and_are_kept(slow):
     assert len(answers.splitlines()) == batch.request_counts.completed
 
 
-def test_a_small_batch_does_not_wait_for_a_large_one(slow):
+def test_small_batch_does_not_wait_for_a_large(slow):
     client = slow.openai
     large = start(client, [line(f"{number}", max_tokens=20) for number in range(100)]).id
     wait_until(lambda: client.batches.retrieve(large).status == "in_progress")
@@ -122,7 +122,7 @@ class Killed:
         self._process.close()
 
 
-def test_killed_servers_go_on_and_repeat_nothing_that_is_finished(folder, tmp_path):
+def test_killed_servers_resume_without_repeating_finished_rows(folder, tmp_path):
     path, moments = tmp_path / "history.db", random.Random(3)
     lines = [line(f"{number}", f"Question {number}?", max_tokens=8) for number in range(80)]
     kept: dict[int, str] = {}
@@ -163,7 +163,7 @@ def test_a_stopped_server_lets_another_one_go_on(folder, tmp_path):
         assert len(content(second.openai, batch.output_file_id)) == 200
 
 
-def test_keys_have_batches_of_their_own_and_rows_leave_them_half_of_their_limits(folder, tmp_path):
+def test_batches_leave_half_of_the_key_limits(folder, tmp_path):
     path = tmp_path / "keys"
     alice = add_key(path, "alice", requests_per_minute=10)
     bob = add_key(path, "bob", max_concurrency=1)
@@ -197,7 +197,7 @@ def _counts(server, id):
     return server.service.store.batches.get("key alice", id).num_completed
 
 
-def test_a_request_does_not_wait_for_the_rows_of_a_batch(tmp_path):
+def test_request_does_not_wait_for_batch_rows(tmp_path):
     from tests.checkpoints import make_llama
 
     folder = make_llama(tmp_path / "llama", max_position_embeddings=1024)

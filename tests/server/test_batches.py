@@ -41,7 +41,7 @@ def content(client: openai.OpenAI, file_id: str | None) -> list[dict]:
 
 
 @IN_BOTH_KINDS
-def test_requests_of_a_file_are_answered_as_if_a_client_had_sent_them(keeping):
+def test_file_requests_are_answered_like_client_requests(keeping):
     client = keeping.openai
     bodies = [line(f"row {number}", f"Question {number}?")["body"] for number in range(20)]
     bodies[3]["messages"] = about(data_url("red"))
@@ -107,7 +107,7 @@ def test_batches_are_listed_page_by_page(keeping):
         finished(client, id)
 
 
-def test_files_that_are_no_batches_fail_and_say_where(keeping):
+def test_invalid_batch_files_fail_with_the_place(keeping):
     client = keeping.openai
     other = line("e", url="/v1/completions")
     lines = [line("a"), b"nonsense\n", line("a"), other, line("f", stream=True), {**line("g"), "method": "GET"}]

@@ -38,7 +38,7 @@ def count(value: object) -> int:
 
 @settings(deadline=None, max_examples=200)
 @given(value=VALUES, window=st.integers(1, 40))
-def test_values_are_counted_outside_of_strings_wherever_a_window_ends(value: object, window: int) -> None:
+def test_values_outside_strings_count_across_windows(value: object, window: int) -> None:
     body = json.dumps({"value": value}).encode()
     number = count({"value": value})
     with pytest.MonkeyPatch.context() as patch:

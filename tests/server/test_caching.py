@@ -24,7 +24,7 @@ def ask(server: LiveServer, color: str, **fields):
     return answer.choices[0].message.content, answer.usage
 
 
-def test_usage_tells_what_was_cached_in_whole_answers_and_in_streams(pixie):
+def test_usage_reports_cached_tokens_with_and_without_streaming(pixie):
     text, first = ask(pixie, "red")
     assert first.prompt_tokens_details.cached_tokens == 0
     assert first.prompt_tokens_details.images == first.prompt_tokens_details.images_encoded == 1
@@ -64,7 +64,7 @@ def test_nothing_is_shared_across_salts(pixie):
     assert (after.hits, after.misses) == (before.hits, before.misses + 1)
 
 
-def test_n_answers_report_what_the_first_one_found_and_encode_once(pixie):
+def test_n_answers_share_cache_hits_and_encode_once(pixie):
     first, again = (ask(pixie, "purple", n=3)[1].prompt_tokens_details for _ in range(2))
     assert first.cached_tokens <= 16 < again.cached_tokens
     assert (first.images_encoded, again.images_encoded) == (1, 0)

@@ -39,7 +39,7 @@ def test_an_answer_has_everything_that_openai_promises(live):
     assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
 
 
-def test_a_stream_says_the_same_as_the_whole_answer(live):
+def test_stream_equals_the_whole_answer(live):
     whole = live.openai.chat.completions.create(model="tiny", messages=QUESTION)
     chunks = list(live.openai.chat.completions.create(model="tiny", messages=QUESTION, stream=True))
     assert chunks[0].choices[0].delta.role == "assistant"
@@ -49,7 +49,7 @@ def test_a_stream_says_the_same_as_the_whole_answer(live):
     assert all(c.object == "chat.completion.chunk" and c.usage is None for c in chunks)
 
 
-def test_usage_comes_last_in_a_stream_that_asks_for_it(live):
+def test_requested_usage_comes_last_in_a_stream(live):
     chunks = list(
         live.openai.chat.completions.create(
             model="tiny", messages=QUESTION, stream=True, stream_options={"include_usage": True}, max_tokens=5
@@ -63,7 +63,7 @@ def test_usage_comes_last_in_a_stream_that_asks_for_it(live):
 
 
 @pytest.mark.parametrize("api", ["chat", "completions"])
-def test_usage_goes_along_with_each_event_that_is_asked_to_tell_it(live, api):
+def test_requested_usage_comes_with_each_event(live, api):
     ask = {"chat": live.openai.chat.completions, "completions": live.openai.completions}[api]
     prompt = {"chat": {"messages": QUESTION}, "completions": {"prompt": "What"}}[api]
     options = {"include_usage": True, "continuous_usage_stats": True}
@@ -76,7 +76,7 @@ def test_usage_goes_along_with_each_event_that_is_asked_to_tell_it(live, api):
     assert all(chunk.usage is None for chunk in silent)
 
 
-def test_events_are_server_sent_events_that_end_with_done(live):
+def test_server_sent_events_end_with_done(live):
     response = live.ask(stream=True, max_tokens=3)
     assert response.headers["content-type"].startswith("text/event-stream")
     *events, done, rest = response.text.split("\n\n")
@@ -92,7 +92,7 @@ async def test_the_async_client_gets_whole_answers_and_streams(live):
     assert text == whole.choices[0].message.content
 
 
-async def test_a_hundred_streams_at_once_each_get_their_own_answer(live):
+async def test_hundred_concurrent_streams_get_their_own_answers(live):
     async def ask(client: openai.AsyncOpenAI, number: int) -> str:
         messages = [{"role": "user", "content": f"question {number}"}]
         stream = await client.chat.completions.create(model="tiny", messages=messages, stream=True)
@@ -104,7 +104,7 @@ async def test_a_hundred_streams_at_once_each_get_their_own_answer(live):
         assert await ask(client, 42) == together[42]
 
 
-def test_another_image_gives_another_answer_and_the_same_one_the_same(live):
+def test_another_image_changes_the_answer(live):
     def ask(*colors: str) -> tuple[str, int]:
         answer = live.openai.chat.completions.create(model="tiny", messages=about(*map(data_url, colors)))
         return answer.choices[0].message.content, answer.usage.prompt_tokens
@@ -115,7 +115,7 @@ def test_another_image_gives_another_answer_and_the_same_one_the_same(live):
     assert ask("red", "blue")[1] == length + IMAGE_TOKENS
 
 
-def test_images_pass_as_plain_strings_and_with_a_detail(live):
+def test_images_pass_as_strings_and_with_detail(live):
     url = data_url("red")
     objects = live.post({"messages": about(url)}).json()
     plain = live.post({"messages": [{"role": "user", "content": [
@@ -135,7 +135,7 @@ def test_a_conversation_with_an_answer_fed_back_works(live):
     assert answer.choices[0].message.content != first.content
 
 
-def test_what_clients_put_beside_an_answer_that_they_send_back_changes_nothing(live):
+def test_extra_fields_of_returned_answers_change_nothing(live):
     spoken = {"role": "assistant", "content": "A red square."}
     beside = {
         "reasoning": "It is red.",
@@ -154,13 +154,13 @@ def test_what_clients_put_beside_an_answer_that_they_send_back_changes_nothing(l
     assert more["usage"]["prompt_tokens"] == plain["usage"]["prompt_tokens"]
 
 
-def test_a_part_that_asks_to_be_cached_is_the_same_part(live):
+def test_part_asking_to_be_cached_is_unchanged(live):
     [plain] = about(data_url("red"))
     hinted = plain | {"content": [part | {"cache_control": {"type": "ephemeral"}} for part in plain["content"]]}
     assert live.ask(messages=[hinted]).json()["choices"] == live.ask(messages=[plain]).json()["choices"]
 
 
-def test_n_answers_differ_with_a_seed_and_each_equals_its_own_seed_alone(live):
+def test_n_seeded_answers_equal_single_seeded_requests(live):
     def texts(**fields) -> list[str]:
         answer = live.ask(temperature=1.0, **fields).json()
         return [choice["message"]["content"] for choice in sorted(answer["choices"], key=lambda c: c["index"])]
@@ -184,7 +184,7 @@ def test_n_streamed_answers_arrive_complete(live):
     assert sorted(ends) == [0, 1, 2]
 
 
-def test_n_answers_send_an_image_once_and_count_what_each_encoded(live, monkeypatch):
+def test_n_answers_send_an_image_once(live, monkeypatch):
     sent = []
     send = live.client._send
     monkeypatch.setattr(live.client, "_send", lambda message: sent.append(message) or send(message))
@@ -215,7 +215,7 @@ def test_salts_reach_the_engine_and_separate_images(live, monkeypatch):
     assert len(set(keys)) == 3
 
 
-def test_a_stop_string_ends_the_answer_and_is_not_part_of_it(live):
+def test_stop_string_ends_and_leaves_the_answer(live):
     whole = live.ask().json()["choices"][0]["message"]["content"]
     stop = whole[5:9]
     expected = whole[: whole.index(stop)]
@@ -227,19 +227,19 @@ def test_a_stop_string_ends_the_answer_and_is_not_part_of_it(live):
     assert "".join(chunk.choices[0].delta.content or "" for chunk in stream) == expected
 
 
-def test_max_tokens_in_both_spellings_ends_with_length_and_the_newer_one_wins(live):
+def test_newer_max_tokens_spelling_wins(live):
     for fields in ({"max_tokens": 4}, {"max_completion_tokens": 4}, {"max_tokens": 9, "max_completion_tokens": 4}):
         answer = live.ask(**fields).json()
         assert answer["choices"][0]["finish_reason"] == "length"
         assert answer["usage"]["completion_tokens"] == 4
 
 
-def test_ignore_eos_goes_on_to_max_tokens_and_min_tokens_holds_the_end_back(live):
+def test_ignore_eos_and_min_tokens_delay_the_end(live):
     assert live.ask(ignore_eos=True, max_tokens=300).json()["usage"]["completion_tokens"] == 300
     assert live.ask(min_tokens=200, max_tokens=400).json()["usage"]["completion_tokens"] > 200
 
 
-def test_null_fields_count_as_absent_and_harmless_ones_are_accepted(live):
+def test_null_fields_are_absent_and_harmless_ones_accepted(live):
     plain = live.ask().json()["choices"]
     null = dict.fromkeys(
         ("temperature", "stop", "n", "stream", "max_tokens", "tools", "logprobs", "logit_bias", "seed")
@@ -250,17 +250,17 @@ def test_null_fields_count_as_absent_and_harmless_ones_are_accepted(live):
     assert live.ask(**harmless).json()["choices"] == plain
 
 
-def test_sampling_without_fields_follows_the_checkpoint_which_says_greedy(live):
+def test_default_sampling_follows_the_checkpoints_greedy(live):
     assert live.ask(seed=1).json()["choices"] == live.ask(seed=2).json()["choices"]
     assert live.ask(seed=1, temperature=1).json()["choices"] != live.ask(seed=2, temperature=1).json()["choices"]
 
 
-def test_the_model_may_be_left_out_or_named_as_it_was_started(live, folder):
+def test_model_may_be_omitted_or_named_as_started(live, folder):
     assert live.post({"messages": QUESTION}).json()["model"] == "tiny"
     assert live.ask(model=str(folder)).json()["model"] == "tiny"
 
 
-def test_a_client_that_does_not_read_holds_up_nobody_and_still_gets_everything(live):
+def test_slow_reader_blocks_nobody_and_gets_everything(live):
     before = live.client.stats.generation_tokens
     body = {"messages": QUESTION, "n": 16, "ignore_eos": True, "max_tokens": 450}
     with stream_lines(live.url, {**body, "stream_options": {"include_usage": True}}) as lines:

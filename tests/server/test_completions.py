@@ -31,7 +31,7 @@ def test_a_text_is_continued_without_a_template(live):
     assert same.choices[0].text == choice.text
 
 
-def test_a_stream_says_the_same_as_the_whole_answer(live):
+def test_stream_equals_the_whole_answer(live):
     whole = live.openai.completions.create(model="tiny", prompt=PROMPT, max_tokens=8, echo=True)
     assert whole.choices[0].text.startswith(PROMPT)
     chunks = list(
@@ -45,7 +45,7 @@ def test_a_stream_says_the_same_as_the_whole_answer(live):
     assert [c.choices[0].finish_reason for c in chunks[:-1] if c.choices[0].finish_reason] == ["length"]
 
 
-def test_several_prompts_and_answers_are_numbered_prompt_by_prompt(live):
+def test_prompts_and_answers_are_numbered_by_prompt(live):
     one, other = "A red circle", "Two blue squares"
     fields = {"model": "tiny", "max_tokens": 6, "seed": 4, "temperature": 1}
     together = live.openai.completions.create(prompt=[one, other], n=2, echo=True, **fields)
@@ -87,7 +87,7 @@ def test_bad_prompts_are_refused_by_name(live, fields, param, message):
     assert live.openai.completions.create(model="tiny", prompt=PROMPT, max_tokens=1).choices[0].text
 
 
-def test_an_answer_without_a_limit_ends_at_a_fifth_of_the_context(live):
+def test_unlimited_answer_ends_at_a_fifth_of_context(live):
     context = live.client.info.max_model_len
     answer = post(live, "/v1/completions", prompt=PROMPT, ignore_eos=True).json()
     assert answer["usage"]["completion_tokens"] == context // 5

@@ -94,7 +94,7 @@ def test_wrong_requests_are_refused_by_name(keeping):
 
 
 @IN_BOTH_KINDS
-def test_an_image_that_finds_no_room_is_refused_and_others_still_fit(keeping):
+def test_image_without_room_is_rejected_and_others_fit(keeping):
     huge = "data:image/png;base64," + "A" * 1_600_000
     with pytest.raises(openai.APIStatusError) as caught:
         keeping.openai.conversations.create(

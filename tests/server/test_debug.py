@@ -89,7 +89,7 @@ def test_every_pools_figures_are_its_own():
     assert cache_report(EngineSnapshot(stats, []), None)["image_cache"] is None
 
 
-def test_an_engine_in_a_long_step_is_an_error_and_not_a_wait_without_end(folder, monkeypatch):
+def test_engine_in_a_long_step_is_an_error(folder, monkeypatch):
     monkeypatch.setattr("vlmserve.server.debug._PATIENCE", 0.1)
     with LiveServer(folder, engine={"mock_tpot": 30}, server={"enable_debug": True}) as server:
         with stream_lines(server.url, {"messages": QUESTION, "ignore_eos": True, "max_tokens": 3}):

@@ -33,7 +33,7 @@ def response(server: LiveServer, **part: str) -> int:
     return server.openai.responses.create(model="tiny", input=messages, max_output_tokens=1).usage.input_tokens
 
 
-def test_an_image_of_low_detail_costs_one_tile_however_it_is_shown(cutting):
+def test_low_detail_image_costs_one_tile(cutting):
     file = cutting.openai.files.create(file=("a.png", base64.b64decode(URL.partition(",")[2])), purpose="vision")
     whole = chat(cutting)
     low = chat(cutting, detail="low")

@@ -37,7 +37,7 @@ def test_leaving_a_stream_aborts_it_in_the_engine(slow):
     assert slow.client.stats.generation_tokens < 500
 
 
-def test_giving_up_on_a_whole_answer_aborts_it_in_the_engine(slow):
+def test_abandoned_whole_answer_is_aborted_in_the_engine(slow):
     with sent(slow, LONG):
         wait_until(lambda: slow.client.stats.num_running == 1)
     wait_until(lambda: idle(slow))
@@ -51,14 +51,14 @@ def test_leaving_before_the_first_token_aborts_it_too(live_waiting):
     assert live_waiting.client.stats.generation_tokens == 0
 
 
-def test_leaving_in_the_middle_of_the_body_leaves_nothing_behind(slow):
+def test_leaving_mid_body_leaves_nothing_behind(slow):
     with sent(slow, LONG, missing=10):
         pass
     wait_until(lambda: idle(slow))
     assert slow.ask(max_tokens=2).status_code == 200
 
 
-def test_leaving_while_the_prompt_is_prepared_never_reaches_the_engine(slow, monkeypatch):
+def test_leaving_during_preparation_never_reaches_the_engine(slow, monkeypatch):
     preparing, go_on = threading.Event(), threading.Event()
     prepare = slow.service._preparer.chat
     before = slow.client.stats.prompt_tokens

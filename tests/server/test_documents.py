@@ -70,7 +70,7 @@ def test_chat_completions_answer_about_each_page(server, expected):
     assert first["choices"][0]["message"]["content"] != second["choices"][0]["message"]["content"]
 
 
-def test_a_document_that_was_uploaded_is_shown_by_its_id(server, expected):
+def test_uploaded_document_is_shown_by_id(server, expected):
     file = server.openai.files.create(file=("a.pdf", PDF), purpose="user_data")
     assert server.openai.files.content(file.id).response.headers["content-type"] == "application/pdf"
     answer = server.openai.chat.completions.create(model="tiny", messages=document_messages({"file_id": file.id}))
@@ -171,7 +171,7 @@ def test_messages_answer_about_documents(server, expected):
     ],
     ids=["truncated", "encrypted", "text", "ten thousand pages", "exponential"],
 )
-def test_a_document_that_cannot_be_shown_is_refused_in_the_form_of_the_api(server, data, code, words):
+def test_unusable_document_is_rejected_in_the_apis_form(server, data, code, words):
     response = asked(server, data)
     error = response.json()["error"]
     assert (response.status_code, error["code"], error["type"]) == (400, code, "invalid_request_error")
@@ -192,7 +192,7 @@ def test_hostile_documents_disturb_nobody(server):
     assert server.service.bodies.used == 0
 
 
-async def test_a_slow_document_delays_no_image_and_ends_when_its_client_leaves(folder):
+async def test_slow_document_delays_no_image_and_is_cancelled(folder):
     with LiveServer(folder, media={"document_timeout": 600, "num_workers": 1}) as patient:
         url = f"{patient.url}/v1/chat/completions"
         document = {"file_data": "data:application/pdf;base64," + base64.b64encode(slow()).decode()}

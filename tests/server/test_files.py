@@ -61,7 +61,7 @@ def test_lists_are_paged_and_chosen_by_purpose(keeping):
         files.list(after="file-none")
 
 
-def test_a_file_that_is_shown_gives_the_answer_that_its_image_gives(keeping):
+def test_shown_file_answers_like_its_image(keeping):
     file = upload(keeping, png("green"))
     by_url = keeping.openai.chat.completions.create(model="tiny", messages=about(data_url("green")))
     parts = [{"type": "file", "file": {"file_id": file.id}}, {"type": "text", "text": "What is in the picture?"}]
@@ -82,7 +82,7 @@ def test_a_file_that_is_shown_gives_the_answer_that_its_image_gives(keeping):
     assert caught.value.body["param"] == "messages[0].content[0].file_id"
 
 
-def test_tokens_of_a_conversation_that_shows_a_file_are_those_of_its_prompt(keeping):
+def test_token_count_includes_shown_files(keeping):
     file = upload(keeping, png("green"))
     part = {"type": "file", "file": {"file_id": file.id}}
     bodies = [
@@ -101,14 +101,14 @@ def test_files_expire_when_they_were_asked_to(keeping):
         upload(keeping, png("red"), expires_after={"anchor": "created_at", "seconds": 1})
 
 
-def test_what_is_neither_an_image_nor_a_video_is_refused(keeping):
+def test_neither_image_nor_video_is_rejected(keeping):
     broken = png("red")[:20]
     for data in (b"hello", b"", broken, b"<svg xmlns='http://www.w3.org/2000/svg'/>"):
         status, error = post(keeping, files={"file": ("a.png", data)}, data={"purpose": "vision"})
         assert (status, error["code"], error["param"]) == (400, "invalid_image", "file")
 
 
-def test_a_video_is_shown_as_images_of_its_frames(keeping):
+def test_video_is_shown_as_images_of_frames(keeping):
     file = upload(keeping, video_file(COLOURS), "a.mp4")
     part, question = {"type": "file", "file": {"file_id": file.id}}, {"type": "text", "text": "What moves?"}
     answer = keeping.openai.chat.completions.create(

@@ -76,7 +76,7 @@ def deltas_of(tokens: list[int], cuts: list[int], stop: list[str]) -> list[TextD
     st.lists(st.integers(1, 6), max_size=10),
     st.sampled_from([[], ["e"], ["the", "ing "], ["never said"], ["\N{REPLACEMENT CHARACTER}a"]]),
 )
-def test_each_token_is_told_once_in_order_up_to_the_end_of_the_text(tokens, cuts, stop):
+def test_tokens_are_reported_once_in_order(tokens, cuts, stop):
     deltas = deltas_of(tokens, cuts, stop)
     logprobs = [one for delta in deltas for one in delta.logprobs]
     assert [one.logprobs.token_id for one in logprobs] == tokens[: len(logprobs)]
@@ -97,7 +97,7 @@ def test_each_token_is_told_once_in_order_up_to_the_end_of_the_text(tokens, cuts
 
 @settings(deadline=None, max_examples=100)
 @given(st.lists(st.integers(1, 6), max_size=10), st.sampled_from(["cat", "the ", "zebra", "dog"]))
-def test_usage_counts_the_tokens_up_to_a_stop_string_in_whatever_steps_they_come(cuts, stop):
+def test_usage_stops_at_the_stop_string(cuts, stop):
     tokens = TOKENIZER.encode("the cat and the dog", add_special_tokens=False)
     deltas, answer = answered(tokens, cuts, [stop])
     reference = Detokenizer(TOKENIZER, [stop])

@@ -25,17 +25,17 @@ def driver(monkeypatch):
     return install
 
 
-def test_the_driver_tells_how_busy_and_how_full_a_gpu_is(driver):
+def test_driver_reports_gpu_load_and_memory(driver):
     driver()
     assert GpuReader().read(UUID, os.getpid()) == GpuStats(3, 0.75, 50_000, 80_000, 40_000)
 
 
-def test_a_process_that_the_driver_does_not_know_by_this_number_has_no_memory(driver):
+def test_process_unknown_to_the_driver_has_no_memory(driver):
     driver()
     assert GpuReader().read(UUID, 2).process_bytes is None
 
 
-def test_what_a_gpu_does_not_tell_is_left_out(driver):
+def test_figures_missing_from_a_gpu_are_omitted(driver):
     driver(RATES, PROCESSES)
     assert GpuReader().read(UUID, os.getpid()) == GpuStats(3, None, 50_000, 80_000, None)
     driver(MEMORY)
@@ -50,7 +50,7 @@ def test_what_a_gpu_does_not_tell_is_left_out(driver):
         pytest.param("nothing", "GPU-0", "Not Found", id="another GPU"),
     ],
 )
-def test_where_nobody_can_be_asked_there_are_no_figures_and_one_line_says_why(driver, caplog, lacks, uuid, reason):
+def test_missing_driver_is_reported_in_one_line(driver, caplog, lacks, uuid, reason):
     driver(lacks)
     reader = GpuReader()
     assert [reader.read(uuid, 1) for _ in range(3)] == [None] * 3

@@ -84,7 +84,7 @@ def test_everything_else_needs_one(guarded, path):
         {"Cookie": "api_key=plain"},
     ],
 )
-def test_a_wrong_key_is_401_and_the_engine_hears_nothing(guarded, headers):
+def test_wrong_key_is_401_without_reaching_the_engine(guarded, headers):
     before = guarded.client.stats.steps
     response = guarded.post({"messages": QUESTION}, headers=headers)
     assert response.status_code == 401
@@ -99,20 +99,20 @@ def test_clients_of_both_apis_get_in(guarded, headers):
     assert guarded.post({"messages": QUESTION, "max_tokens": 2}, headers=headers).status_code == 200
 
 
-def test_an_errors_form_is_that_of_the_api_that_was_asked(guarded):
+def test_error_form_is_that_of_the_api(guarded):
     response = httpx.post(f"{guarded.url}/v1/messages", json={}, headers={"x-api-key": "wrong"})
     assert response.status_code == 401
     assert response.json()["error"]["type"] == "authentication_error"
 
 
-def test_the_openai_client_gets_in_with_its_key_only(guarded):
+def test_openai_client_needs_its_key(guarded):
     client = openai.OpenAI(base_url=f"{guarded.url}/v1", api_key="plain", max_retries=0)
     assert client.models.list().data[0].id == "tiny"
     with pytest.raises(openai.AuthenticationError):
         client.with_options(api_key="wrong").models.list()
 
 
-def test_a_large_body_without_a_key_still_reads_why(guarded):
+def test_large_body_without_a_key_reads_why(guarded):
     for _ in range(3):
         response = guarded.post({"messages": QUESTION, "user": "x" * 3_000_000})
         assert response.status_code == 401
@@ -125,7 +125,7 @@ def test_metrics_can_be_closed_too(folder):
         assert httpx.get(f"{server.url}/health").status_code == 200
 
 
-def test_requests_beyond_the_rate_are_told_when_to_come_back(guarded, keys):
+def test_requests_over_the_rate_get_a_retry_time(guarded, keys):
     key = keys[1]["rare"]
     first, second, third = (ask(guarded, key) for _ in range(3))
     assert [response.status_code for response in (first, second, third)] == [200, 200, 429]
@@ -144,7 +144,7 @@ def test_requests_beyond_the_rate_are_told_when_to_come_back(guarded, keys):
         )
 
 
-def test_tokens_are_charged_in_streams_as_in_whole_answers(guarded, keys):
+def test_tokens_are_charged_in_streams_and_whole_answers(guarded, keys):
     key = keys[1]["terse"]
     first = ask(guarded, key, max_tokens=1)
     cost = first.json()["usage"]["prompt_tokens"] + 1
@@ -161,7 +161,7 @@ def test_tokens_are_charged_in_streams_as_in_whole_answers(guarded, keys):
     assert 2 * cost + 39 - 30 - 5 < int(refused.headers["retry-after"]) * 30 / 60 <= 2 * cost + 39 - 30 + 2
 
 
-def test_a_stream_counts_until_it_ends_or_its_client_leaves(guarded, keys):
+def test_stream_counts_until_it_ends(guarded, keys):
     key = keys[1]["narrow"]
     account = guarded.service.keys.find(key)
     body = {"messages": QUESTION, "max_tokens": 400, "ignore_eos": True, "stream": True}
@@ -250,7 +250,7 @@ def preflight(server: LiveServer, origin: str, **more: str) -> httpx.Response:
     return httpx.options(f"{server.url}/v1/chat/completions", headers=headers)
 
 
-def test_a_preflight_of_an_allowed_page_needs_no_key(with_cors):
+def test_preflight_of_an_allowed_page_needs_no_key(with_cors):
     response = preflight(with_cors, ORIGIN)
     assert response.status_code == 200
     assert response.headers["access-control-allow-origin"] == ORIGIN
@@ -295,7 +295,7 @@ def test_no_response_says_what_serves_it(live):
         assert "server" not in response.headers
 
 
-def test_the_log_has_ids_and_names_of_keys_and_nothing_that_was_said(guarded, keys, caplog):
+def test_log_has_ids_and_key_names_without_content(guarded, keys, caplog):
     caplog.set_level("DEBUG")
     headers = bearer(keys[1]["alice"]) | {"x-request-id": "mine-7"}
     body = {"messages": [{"role": "user", "content": "xylophone"}], "max_tokens": 2}
@@ -308,7 +308,7 @@ def test_the_log_has_ids_and_names_of_keys_and_nothing_that_was_said(guarded, ke
     assert keys[1]["alice"] not in caplog.text
 
 
-def test_prompts_are_logged_only_when_asked_for_and_without_images(folder, caplog):
+def test_prompts_are_logged_on_request_without_images(folder, caplog):
     caplog.set_level("INFO")
     with LiveServer(folder, server={"log_prompts": True}) as server:
         image = data_url(png())
@@ -331,7 +331,7 @@ def test_prompts_are_logged_only_when_asked_for_and_without_images(folder, caplo
     assert image[100:140] not in "".join(said)
 
 
-def test_a_path_cannot_write_a_line_of_its_own_into_the_log(live, caplog):
+def test_path_cannot_inject_a_log_line(live, caplog):
     caplog.set_level("INFO", logger="vlmserve.access")
     httpx.get(f"{live.url}/nothing%0A12:00:00%20GET%20/forged")
     wait_until(lambda: "forged" in caplog.text)

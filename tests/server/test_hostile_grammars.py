@@ -84,7 +84,7 @@ def test_endless_grammars_of_batches_fail_alone(server):
     assert "to compile: make it simpler" in json.dumps(refusal)
 
 
-def test_endless_grammars_hold_up_no_thread_of_an_llm(llm):
+def test_endless_grammars_block_no_thread_of_llm(llm):
     errors: list[str] = []
 
     def attack() -> None:

@@ -157,7 +157,7 @@ def test_budgets_that_mean_nothing_are_refused_by_name(server, budget, param, me
         ({"fps": 0}, "fps", "greater than 0"),
     ],
 )
-def test_processor_kwargs_that_mean_nothing_are_refused_by_name(server, kwargs, field, message):
+def test_meaningless_processor_kwargs_are_rejected_by_name(server, kwargs, field, message):
     refused = server.post({"messages": messages({}), "mm_processor_kwargs": kwargs, "max_tokens": 1})
     error = refused.json()["error"]
     assert (refused.status_code, error["param"]) == (400, f"mm_processor_kwargs.{field}")
@@ -181,7 +181,7 @@ def test_offline_calls_take_the_same_budgets(folder):
             llm.chat(local, params, use_tqdm=False, mm_processor_kwargs=wrong)
 
 
-def test_boxes_and_points_of_an_answer_are_found_in_the_image(server):
+def test_answer_boxes_and_points_map_to_the_image(server):
     [size] = server.post({"messages": messages({"max_tokens": 10}), "max_tokens": 1}).json()["image_sizes"]
     assert original_box((8, 4, 24, 16), size) == (22.5, 10, 67.5, 40)
     assert original_box((250, 250, 750, 1000), size, 1000) == (22.5, 10, 67.5, 40)

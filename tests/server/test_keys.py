@@ -25,7 +25,7 @@ def clock() -> Clock:
     return Clock()
 
 
-def test_a_file_has_the_hash_of_a_key_and_not_the_key(tmp_path):
+def test_key_file_stores_a_hash_only(tmp_path):
     path = tmp_path / "keys" / "api-keys.jsonl"
     key = add_key(path, "alice", max_concurrency=2)
     [stored] = read_keys(path)
@@ -82,7 +82,7 @@ def test_two_keys_cannot_have_one_name(tmp_path):
         read_keys(path)
 
 
-def test_two_commands_that_write_at_once_do_not_lose_a_key(tmp_path):
+def test_concurrent_commands_do_not_lose_a_key(tmp_path):
     path = tmp_path / "keys"
     (tmp_path / "keys.new").touch()
     with pytest.raises(ConfigurationError, match="another command"):
@@ -108,7 +108,7 @@ def test_commands_add_list_and_remove(tmp_path):
     run("add", "no spaces", exit_code=2)
 
 
-def test_adding_a_key_warns_of_the_history_of_its_name(tmp_path, monkeypatch):
+def test_added_key_warns_about_history_of_its_name(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
     history = tmp_path / "vlmserve" / "history.db"
 
@@ -130,7 +130,7 @@ def test_adding_a_key_warns_of_the_history_of_its_name(tmp_path, monkeypatch):
     assert "is unknown" in added("alice", "--storage-url", "nonsense://x")
 
 
-def test_a_ring_finds_plain_and_stored_keys_and_nothing_else(tmp_path):
+def test_ring_finds_plain_and_stored_keys_only(tmp_path):
     path = tmp_path / "keys"
     key = add_key(path, "alice")
     ring = KeyRing(["plain", "other"], path)
@@ -156,7 +156,7 @@ def test_there_is_a_ring_if_settings_name_keys(tmp_path):
     assert KeyRing.of(ServerConfig(api_keys_file=str(path))) is not None
 
 
-def test_a_file_that_changes_is_read_again_and_what_was_used_up_stays_so(tmp_path, clock):
+def test_changed_file_is_reread_and_usage_is_kept(tmp_path, clock):
     path = tmp_path / "keys"
     alice = add_key(path, "alice", requests_per_minute=1)
     ring = KeyRing([], path, clock)
@@ -197,7 +197,7 @@ def account(clock: Clock, **limits: int) -> Account:
 
 
 @given(st.integers(1, 500), st.lists(st.floats(0, 30), max_size=30))
-def test_a_refused_request_succeeds_after_just_the_time_that_it_was_told(per_minute, pauses):
+def test_rejected_request_succeeds_after_the_told_time(per_minute, pauses):
     clock = Clock()
     asking = account(clock, requests_per_minute=per_minute)
     for pause in (*pauses, *[0.0] * (per_minute + 1)):
@@ -216,7 +216,7 @@ def test_a_refused_request_succeeds_after_just_the_time_that_it_was_told(per_min
                 pass
 
 
-def test_no_more_than_the_limit_gets_through_in_a_minute_after_the_first(clock):
+def test_request_limit_holds_after_the_first_minute(clock):
     asking = account(clock, requests_per_minute=30)
     admitted = []
     for _ in range(3000):
@@ -230,7 +230,7 @@ def test_no_more_than_the_limit_gets_through_in_a_minute_after_the_first(clock):
     assert len(late) == pytest.approx(30 * 4, abs=1)
 
 
-def test_tokens_are_paid_afterwards_and_debts_are_waited_for(clock):
+def test_tokens_are_paid_afterwards_as_debts(clock):
     asking = account(clock, tokens_per_minute=60)
     with asking.admit():
         asking.charge(100)
@@ -262,7 +262,7 @@ def test_what_one_limit_refuses_takes_nothing_of_another(clock):
         pass
 
 
-def test_a_bucket_never_holds_more_than_a_minutes_worth(clock):
+def test_bucket_never_exceeds_a_minutes_worth(clock):
     bucket = Bucket(10, clock)
     clock.now += 3600
     assert bucket.level == 10
@@ -277,7 +277,7 @@ def test_durations_look_like_openais(seconds, text):
     assert duration(seconds) == text
 
 
-def test_salts_depend_on_the_key_and_on_what_the_request_says():
+def test_salts_depend_on_key_and_request():
     alice, bob = store("a", "alice"), store("b", "bob")
     salts = {salted(key.tenant, own) for key in (alice, bob) for own in ("", "x", "y")}
     assert len(salts) == 6
@@ -294,7 +294,7 @@ def test_the_file_is_lines_of_json(tmp_path):
     assert len(bytes.fromhex(json.loads(line)["hash"])) == 32
 
 
-def test_a_history_belongs_to_a_name_or_to_a_key_without_one(tmp_path, clock):
+def test_history_belongs_to_a_name_or_unnamed_key(tmp_path, clock):
     path = tmp_path / "keys"
     first = add_key(path, "api-key-1")
     ring = KeyRing(["one", "two"], path, clock)

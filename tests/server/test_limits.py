@@ -87,7 +87,7 @@ def image_file(image_format: str, width: int = 40, height: int = 30) -> bytes:
         ({"min_tokens": 21}, 400, "invalid_request", "min_tokens", "at most 20 tokens"),
     ],
 )
-def test_what_is_beyond_a_limit_is_refused_by_name(bounded, body, status, code, param, message):
+def test_fields_beyond_a_limit_are_rejected_by_name(bounded, body, status, code, param, message):
     for stream in (False, True):
         response = bounded.post({"messages": QUESTION, **body, "stream": stream})
         refused(response, status, message, param=param, code=code)
@@ -194,7 +194,7 @@ def test_small_chunks_with_trailers_are_read(bounded):
     assert b"x-request-id: req-" in answer
 
 
-def test_a_client_with_its_answer_must_end_its_body(bounded):
+def test_answered_client_must_end_its_body(bounded):
     head = chunked(b"1", b"a", b"", path="/health").replace(b"Connection: close\r\n", b"")
     assert exchange(bounded, head, then=b"1\r\na\r\n", pause=0.05).startswith(b"HTTP/1.1 405 ")
 
@@ -206,7 +206,7 @@ def test_several_host_headers_are_rejected(bounded):
     assert "Host" in error["message"]
 
 
-def test_what_is_no_http_is_400_in_the_usual_form(bounded):
+def test_invalid_http_is_400_in_the_usual_form(bounded):
     status, headers, error = parsed(exchange(bounded, b"\x16\x03\x01hello\r\n\r\n"))
     assert (status, error["code"]) == (400, "invalid_http")
     assert headers["content-type"] == "application/json"
@@ -275,7 +275,7 @@ def test_a_full_queue_is_429_and_empties(folder):
         assert live.ask().status_code == 200
 
 
-def test_samples_of_which_the_best_are_chosen_count_as_answers(folder):
+def test_best_of_samples_count_as_answers(folder):
     with LiveServer(folder, engine={"max_num_seqs": 1, "max_waiting": 3}) as live:
         refused(live.ask(n=2, best_of=5, max_tokens=2), 429, "try again later", code="overloaded")
         answer = live.ask(n=2, best_of=3, max_tokens=2, ignore_eos=True).json()
@@ -289,7 +289,7 @@ def impatient(folder):
         yield live
 
 
-def test_a_request_whose_turn_does_not_come_is_503_and_gone(impatient):
+def test_request_waiting_too_long_is_503_and_gone(impatient):
     longest = {"ignore_eos": True, "max_tokens": 480}
     answers: list[httpx.Response] = []
     thread = threading.Thread(target=lambda: answers.append(impatient.ask(**longest)), daemon=True)
@@ -311,7 +311,7 @@ def test_a_request_whose_turn_does_not_come_is_503_and_gone(impatient):
     assert impatient.ask(max_tokens=2).status_code == 200
 
 
-def test_a_prompt_whose_preparation_does_not_come_is_503(impatient, monkeypatch):
+def test_prompt_preparation_waiting_too_long_is_503(impatient, monkeypatch):
     go_on = threading.Event()
     prepare = impatient.service._preparer.chat
 
@@ -330,13 +330,13 @@ def test_a_prompt_whose_preparation_does_not_come_is_503(impatient, monkeypatch)
     assert impatient.ask(max_tokens=2).status_code == 200
 
 
-def test_a_request_that_runs_may_take_as_long_as_it_likes_for_its_first_token(folder):
+def test_running_request_has_no_first_token_limit(folder):
     with LiveServer(folder, engine={"mock_ttft": 0.6}, server={"max_wait": 0.1}) as live:
         assert live.ask(max_tokens=2).status_code == 200
 
 
 @pytest.mark.parametrize("image_format", FORMATS)
-def test_every_format_is_seen_as_data_and_as_a_file(bounded, image_format):
+def test_every_format_is_detected_inline_and_uploaded(bounded, image_format):
     data = image_file(image_format)
     path = bounded.allowed / f"an image.{image_format}"
     path.write_bytes(data)
@@ -403,7 +403,7 @@ def bombs() -> dict[str, tuple[bytes, str]]:
 
 
 @pytest.mark.parametrize("name", ["PNG", "PNG's text", "PNG's profile", "GIF", "BMP", "JPEG", "WebP", "TIFF"])
-def test_small_files_that_unfold_are_refused_before_they_do(bounded, name):
+def test_small_exploding_files_are_rejected_undecoded(bounded, name):
     data, code = bombs()[name]
     assert len(data) < 40_000
     response = bounded.post(with_images(data_url(data)))
@@ -416,7 +416,7 @@ def test_http_without_headers_is_refused(bounded):
 
 
 @pytest.mark.parametrize("version", ["1.0", "1.1"])
-def test_a_client_that_sends_no_more_reads_its_answer(bounded, version):
+def test_client_that_stops_sending_reads_its_answer(bounded, version):
     body = json.dumps({"messages": QUESTION, "max_tokens": 2}).encode()
     head = f"POST /v1/chat/completions HTTP/{version}\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     host, port = urlsplit(bounded.url).netloc.split(":")
@@ -431,6 +431,6 @@ def test_a_client_that_sends_no_more_reads_its_answer(bounded, version):
     assert json.loads(answer)["choices"][0]["message"]["content"]
 
 
-def test_a_bias_of_many_digits_is_refused_in_our_words(bounded):
+def test_bias_of_many_digits_is_rejected_readably(bounded):
     for key in ("0" * 5000, "9" * 5000):
         refused(bounded.ask(logit_bias={key: 1}), 400, "token ids", param="logit_bias")

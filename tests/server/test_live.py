@@ -54,7 +54,7 @@ def test_it_is_protected_as_metrics_are(folder, protected, status):
             assert httpx.get(server.url + path, headers={"x-api-key": "secret"}, timeout=60).status_code == 200
 
 
-async def test_while_the_model_loads_there_are_no_figures_of_an_engine():
+async def test_loading_server_has_no_engine_figures():
     service = Service(EngineConfig(), MediaConfig(), ServerConfig())
     stats = await LiveView(service).stats()
     assert (stats.status, stats.engine, stats.blocks, stats.image_cache) == ("loading", None, None, None)

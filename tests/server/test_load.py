@@ -106,7 +106,7 @@ async def leave(url: str, draw: random.Random) -> None:
     writer.transport.abort()
 
 
-async def test_clients_that_leave_at_any_time_leave_nothing_behind(server) -> None:
+async def test_clients_leaving_anytime_leave_nothing_behind(server) -> None:
     url, process = server
     draw = random.Random(0)
     files = process.num_fds()

@@ -46,7 +46,7 @@ def image_part(data: bytes) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("module", [files, history], ids=["uploads", "uses of uploads"])
-def test_files_that_are_slow_to_open_do_not_block_the_history(server, monkeypatch, module) -> None:
+def test_slow_files_do_not_block_the_history(server, monkeypatch, module) -> None:
     name = "media_type_of" if module is files else "is_document"
     original, over, opening = getattr(module, name), threading.Event(), threading.Semaphore(0)
     image = encoded(noise(40, 30))
@@ -74,7 +74,7 @@ def test_files_that_are_slow_to_open_do_not_block_the_history(server, monkeypatc
             one.result(60)
 
 
-def test_upload_that_is_slow_to_open_is_rejected_in_time(folder, tmp_path) -> None:
+def test_slow_upload_is_rejected_in_time(folder, tmp_path) -> None:
     storage = {"storage_url": f"sqlite:///{tmp_path / 'history.db'}"}
     with LiveServer(folder, server=storage, media={**LIMITS, "decode_timeout": 0.3}) as server:
         with pytest.raises(openai.BadRequestError, match=r"longer than 0\.3 s"):

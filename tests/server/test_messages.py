@@ -27,7 +27,7 @@ def shown(url: str) -> list:
     return [{"role": "user", "content": parts}]
 
 
-def test_an_answer_is_the_one_that_openais_client_gets(live, client):
+def test_answer_equals_the_openai_answer(live, client):
     url = data_url("red")
     answer = client.messages.create(model="tiny", max_tokens=100, messages=shown(url), system="Be brief.")
     parts = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "What is in the picture?"}]
@@ -45,7 +45,7 @@ def test_an_answer_is_the_one_that_openais_client_gets(live, client):
     assert other.content[0].text != answer.content[0].text
 
 
-def test_a_stream_says_the_same_as_the_whole_answer(client):
+def test_stream_equals_the_whole_answer(client):
     whole = client.messages.create(model="tiny", max_tokens=5, messages=ASK)
     assert whole.stop_reason == "max_tokens"
     with client.messages.stream(model="tiny", max_tokens=5, messages=ASK) as stream:
@@ -68,7 +68,7 @@ def test_a_stop_sequence_is_named(client):
     assert cut.content[0].text == whole.content[0].text.partition(stop)[0]
 
 
-def test_an_answer_fits_the_form_that_is_asked_for(real):
+def test_answer_fits_the_requested_format(real):
     class Shape(BaseModel):
         color: Literal["red", "blue"]
         round: bool

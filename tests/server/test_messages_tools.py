@@ -117,7 +117,7 @@ def written(name: str, arguments: str) -> str:
 
 
 @pytest.mark.parametrize("choice", [ANY | ALONE, NAMED, NAMED | ALONE])
-def test_a_call_that_is_forced_comes_alone_and_fits(either, choice):
+def test_forced_call_comes_alone_and_fits(either, choice):
     for seed in range(3):
         answer = ask(either, tool_choice=choice, seed=seed)
         assert answer.stop_reason == "tool_use"
@@ -147,7 +147,7 @@ def test_several_calls_come_only_if_they_may(either):
     assert {together.stop_reason, alone.stop_reason} == {"tool_use"}
 
 
-def test_a_model_that_need_not_call_may_say_something(live):
+def test_optional_call_leaves_room_for_text(live):
     for choice in (anthropic.NOT_GIVEN, {"type": "auto"}, {"type": "auto"} | ALONE):
         answer = ask(live, temperature=0, tool_choice=choice)
         assert answer.stop_reason == "end_turn"
@@ -185,7 +185,7 @@ def test_space_before_a_call_is_no_block(live, says):
         assert [block.type for block in answer.content] == ["tool_use"]
 
 
-def test_an_input_is_what_the_model_wrote_to_the_letter(live, says):
+def test_input_is_verbatim_model_output(live, says):
     arguments = '{"x": 123456789012345678901234567890, "y": 1e999, "z": "\\u0007"}'
     says(written("stop", arguments))
     assert arguments in httpx.post(f"{live.url}/v1/messages", json={"messages": ASK, "tools": TOOLS}).text
@@ -202,7 +202,7 @@ def test_an_input_is_what_the_model_wrote_to_the_letter(live, says):
         (BERN, {"city": "Bern", "days": 2}),
     ],
 )
-def test_of_a_call_that_is_cut_the_input_has_what_is_complete(live, says, arguments, whole):
+def test_truncated_call_input_keeps_complete_values(live, says, arguments, whole):
     says(begun("get_weather") + arguments)
     for answer in (ask(live, max_tokens=2), streamed(live, max_tokens=2)):
         assert answer.stop_reason == "max_tokens"
@@ -219,7 +219,7 @@ def result(call_id: str, *content: Any, **fields: Any) -> dict[str, Any]:
     return {"type": "tool_result", "tool_use_id": call_id, "content": blocks, **fields}
 
 
-def test_an_agent_sees_the_screenshots_that_its_tools_take(live):
+def test_agent_sees_screenshots_of_its_tools(live):
     called = ask(live, tool_choice=NAMED)
     [call] = called.content
     turns = [*ASK, {"role": "assistant", "content": called.content}]
@@ -264,7 +264,7 @@ def test_an_agent_sees_the_screenshots_that_its_tools_take(live):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_the_clients_own_loop_runs_tools_until_there_is_an_answer(live, monkeypatch, stream):
+def test_clients_tool_loop_reaches_an_answer(live, monkeypatch, stream):
     taken = []
 
     @anthropic.beta_tool
@@ -287,7 +287,7 @@ def test_the_clients_own_loop_runs_tools_until_there_is_an_answer(live, monkeypa
     assert answers[1].usage.input_tokens > answers[0].usage.input_tokens + IMAGE_TOKENS
 
 
-def test_results_of_several_calls_and_a_word_beside_them_are_one_turn(live):
+def test_several_results_and_text_are_one_turn(live):
     calls = [
         {"type": "text", "text": "Let me look."},
         {"type": "tool_use", "id": "toolu_1", "name": "get_weather", "input": {"city": "Bern", "days": 1}},

@@ -121,7 +121,7 @@ def test_the_times_of_a_request_add_up(slow):
     assert 0 < grown["request_time_per_output_token_seconds_sum"] <= whole / 9
 
 
-def test_each_of_n_answers_counts_and_their_prompt_is_prepared_once(live):
+def test_each_of_n_answers_counts_with_one_preparation(live):
     before = scrape(live)
     live.ask(n=3, max_tokens=2, ignore_eos=True)
     grown = since(live, before)
@@ -129,7 +129,7 @@ def test_each_of_n_answers_counts_and_their_prompt_is_prepared_once(live):
     assert grown["request_media_time_seconds_count"] == 1
 
 
-def test_an_answer_that_a_stop_string_ended_counts_as_stopped(live):
+def test_stop_string_answer_counts_as_stopped(live):
     text = live.ask(max_tokens=20).json()["choices"][0]["message"]["content"]
     before = scrape(live)
     live.ask(max_tokens=20, stop=[text.split()[1]])
@@ -139,7 +139,7 @@ def test_an_answer_that_a_stop_string_ended_counts_as_stopped(live):
     assert {name: grown[f"{name}_count"] for name in OF_COMPLETE_ANSWERS} == dict.fromkeys(OF_COMPLETE_ANSWERS, 1)
 
 
-def test_a_client_that_leaves_counts_as_an_abort_and_not_as_a_complete_answer(slow):
+def test_leaving_client_counts_as_an_abort(slow):
     before = scrape(slow)
     with stream_lines(slow.url, {"messages": QUESTION, "ignore_eos": True, "max_tokens": 400, "n": 2}) as lines:
         next(lines)
@@ -172,7 +172,7 @@ def check_memory_and_processor_time(live: LiveServer) -> None:
         assert values[f"process_cpu_seconds_total/{process}"] > 0
 
 
-def test_requests_that_a_dying_engine_took_along_count_as_errors_and_its_figures_go_with_it(folder):
+def test_dying_engine_counts_its_requests_as_errors(folder):
     with LiveServer(folder, engine={"mock_tpot": 0.02}, process=True) as server:
         with stream_lines(server.url, {"messages": QUESTION, "ignore_eos": True, "max_tokens": 400}) as lines:
             next(lines)
@@ -189,14 +189,14 @@ def test_requests_that_a_dying_engine_took_along_count_as_errors_and_its_figures
     assert "process_resident_memory_bytes/engine" not in values
 
 
-def test_requests_that_the_engine_has_not_reported_on_yet_are_waiting(live_waiting):
+def test_unreported_requests_are_waiting(live_waiting):
     with stream_lines(live_waiting.url, {"messages": QUESTION}):
         wait_until(lambda: live_waiting.client.num_unfinished == 1)
         values = scrape(live_waiting)
         assert values["num_requests_running"] + values["num_requests_waiting"] == 1
 
 
-async def test_a_server_that_loads_has_metrics_but_no_engines():
+async def test_loading_server_has_metrics_but_no_engines():
     service = Service(EngineConfig(model="tiny"), MediaConfig(), ServerConfig())
     page, _ = service.metrics.exposition()
     values = values_of(page.decode())
@@ -205,7 +205,7 @@ async def test_a_server_that_loads_has_metrics_but_no_engines():
     service.close()
 
 
-async def test_a_server_shows_the_image_cache_of_its_preparer():
+async def test_server_shows_its_image_cache():
     service = Service(EngineConfig(model="tiny"), MediaConfig(), ServerConfig())
     client = SimpleNamespace(
         alive=True,
@@ -237,14 +237,14 @@ def test_an_engine_without_blocks_uses_none_of_them():
     assert values_of(metrics_of(EngineStats()).exposition()[0].decode())["kv_cache_usage_perc"] == 0
 
 
-def test_the_image_cache_is_there_if_the_server_has_one():
+def test_image_cache_metrics_exist_with_a_cache():
     values = values_of(metrics_of().exposition()[0].decode())
     assert (values["mm_cache_queries_total"], values["mm_cache_hits_total"]) == (12, 7)
     assert (values["mm_cache_used_bytes"], values["mm_cache_bytes"], values["mm_cache_images"]) == (300, 1000, 3)
     assert "mm_cache_queries_total" not in values_of(metrics_of(images=None).exposition()[0].decode())
 
 
-def test_a_step_counts_with_its_tokens_its_time_and_that_of_its_images():
+def test_step_counts_tokens_time_and_image_time():
     metrics = metrics_of()
     start = EngineStats(steps=4, prompt_tokens=100, generation_tokens=50, step_seconds=2.0, vision_seconds=1.0)
     plain = msgspec.structs.replace(start, steps=5, generation_tokens=58, step_seconds=2.25)
@@ -277,7 +277,7 @@ def test_what_requests_ask_for_counts_once_for_each(live):
     assert (grown["request_params_max_tokens_count"], grown["request_params_max_tokens_sum"]) == (2, 2 + 20)
 
 
-def test_what_was_cached_of_a_prompt_does_not_count_as_computed():
+def test_cached_prompt_tokens_are_not_computed_tokens():
     metrics = metrics_of()
     record = AnswerRecord(metrics, arrived=0.0, num_prompt_tokens=10)
     record.output(EngineOutput("a", [1], "length", cached_tokens=8))
@@ -286,7 +286,7 @@ def test_what_was_cached_of_a_prompt_does_not_count_as_computed():
     assert (values["request_prompt_tokens_sum"], values["request_prefill_kv_computed_tokens_sum"]) == (10, 2)
 
 
-def test_a_server_tells_what_it_has_loaded_and_how_long_that_took(live):
+def test_server_reports_loaded_model_and_load_time(live):
     page = httpx.get(f"{live.url}/metrics", timeout=60).text
     labels = {
         family.name.removeprefix("vlmserve:"): sample.labels
@@ -306,13 +306,13 @@ def test_a_server_tells_what_it_has_loaded_and_how_long_that_took(live):
 
 
 @pytest.mark.parametrize(("cache_dtype", "shown"), [("auto", ENGINE.info.dtype), ("int8", "int8")])
-def test_the_type_of_keys_and_values_is_the_models_unless_another_is_set(cache_dtype, shown):
+def test_cache_type_defaults_to_the_models(cache_dtype, shown):
     page = metrics_of(cache_dtype=cache_dtype).exposition()[0].decode()
     [sample] = [s for family in parse(page) for s in family.samples if s.name == "vlmserve:cache_config_info"]
     assert sample.labels["cache_dtype"] == shown
 
 
-async def test_figures_of_the_gpu_are_there_if_the_engine_runs_on_one(monkeypatch):
+async def test_gpu_figures_exist_for_gpu_engines(monkeypatch):
     monkeypatch.setitem(sys.modules, "pynvml", FakeNvml())
     metrics = metrics_of(engine=ON_GPU)
     assert "gpu_memory_bytes/3" not in values_of(metrics.exposition()[0].decode()), "nobody has looked"
@@ -357,7 +357,7 @@ def test_servers_in_one_process_count_on_their_own():
     assert "request_errors_total/overloaded" not in values_of(other.exposition()[0].decode())
 
 
-def test_the_engines_timings_arrive_in_the_histograms_and_an_end_counts_once():
+def test_timings_fill_histograms_and_ends_count_once():
     metrics = metrics_of()
     record = AnswerRecord(metrics, arrived=0.0, num_prompt_tokens=10)
     record.output(EngineOutput("a", [1]))
@@ -373,7 +373,7 @@ def test_the_engines_timings_arrive_in_the_histograms_and_an_end_counts_once():
     assert (values["request_success_total/stop"], values["request_success_total/abort"]) == (1, 0)
 
 
-def test_where_a_stop_string_ends_an_answer_the_time_to_its_last_piece_is_that_of_decoding(monkeypatch):
+def test_decoding_time_ends_at_the_stop_string(monkeypatch):
     clock = iter([1.0, 1.5, 3.0, 3.0])
     monkeypatch.setattr("vlmserve.server.metrics.time", SimpleNamespace(monotonic=lambda: next(clock)))
     metrics = metrics_of()
@@ -387,7 +387,7 @@ def test_where_a_stop_string_ends_an_answer_the_time_to_its_last_piece_is_that_o
         assert values[f"request_{part}_time_seconds_sum"] == seconds
 
 
-def test_an_answer_without_tokens_has_no_time_per_token():
+def test_answer_without_tokens_has_no_tpot():
     metrics = metrics_of()
     record = AnswerRecord(metrics, arrived=0.0, num_prompt_tokens=10)
     record.output(EngineOutput("a", [], "length", timings=RequestTimings(0.5, 0.0, 1.5, 0.0)))
@@ -398,7 +398,7 @@ def test_an_answer_without_tokens_has_no_time_per_token():
 
 
 @pytest.mark.parametrize("escaping", ["", ";escaping=allow-utf-8", ";escaping=underscores"])
-def test_openmetrics_is_spoken_to_who_asks_for_it_with_the_same_names(live, escaping):
+def test_openmetrics_is_served_with_the_same_names(live, escaping):
     accept = f"application/openmetrics-text;version=1.0.0{escaping},text/plain;version=0.0.4;q=0.5"
     response = httpx.get(f"{live.url}/metrics", headers={"accept": accept}, timeout=60)
     assert response.headers["content-type"].startswith("application/openmetrics-text")

@@ -78,12 +78,12 @@ def family(sample: str, documented: dict[str, str]) -> str:
     return base if documented.get(base) == "histogram" else sample
 
 
-def test_every_metric_in_the_document_is_told_and_the_other_way_round(told, documented):
+def test_documented_metrics_equal_reported_metrics(told, documented):
     assert {family(name, documented) for name in told} == set(documented)
 
 
 @pytest.mark.parametrize("place", queries())
-def test_every_query_asks_for_series_that_there_are_by_labels_that_they_have(place, told):
+def test_queries_use_existing_series_and_labels(place, told):
     expression = queries()[place]
     asked = list(SERIES.finditer(expression))
     assert asked or "up{" in expression
@@ -96,7 +96,7 @@ def test_every_query_asks_for_series_that_there_are_by_labels_that_they_have(pla
 
 
 @pytest.mark.parametrize("panel", panels(), ids=lambda panel: panel["title"])
-def test_every_panel_says_what_it_shows_in_which_unit_and_of_whom(panel):
+def test_panels_have_description_unit_and_owner(panel):
     assert panel["title"]
     assert panel["description"].endswith(".")
     assert panel["type"] == "heatmap" or panel["fieldConfig"]["defaults"]["unit"]
@@ -135,7 +135,7 @@ def test_the_dashboard_shows_every_metric(documented):
 
 
 @pytest.mark.parametrize("rule", rules(), ids=lambda rule: rule["alert"])
-def test_every_alert_says_how_bad_it_is_and_what_to_do(rule):
+def test_alerts_tell_severity_and_remedy(rule):
     assert re.fullmatch(r"Vlmserve[A-Za-z]+", rule["alert"])
     assert rule["labels"]["severity"] in ("critical", "warning")
     # What has happened some times in a while needs not go on.
@@ -151,7 +151,7 @@ def test_flags_that_alerts_recommend_exist():
             assert f"`{flag}`" in settings, f"{rule['alert']}: {flag}"
 
 
-def test_alerts_have_names_of_their_own_and_are_what_the_scraping_example_reads():
+def test_alerts_are_unique_and_in_the_scraping_example():
     names = [rule["alert"] for rule in rules()]
     assert len(set(names)) == len(names)
     assert SCRAPING["rule_files"] == ["alerts.yaml"]

@@ -53,7 +53,7 @@ STRANGE += ["127.0.0.1@evil.example", "notlocal.com", "[::1", "xn--e1afmkfd.com"
 
 
 @pytest.mark.parametrize("host", STRANGE)
-def test_names_that_somebody_can_register_are_refused_unless_allowed(host: str) -> None:
+def test_registrable_names_are_rejected_unless_allowed(host: str) -> None:
     assert not allows(host=host)
     assert allows(host=host, allowed_hosts=("*",))
     assert allows(host=host, needs_key=True)
@@ -118,7 +118,7 @@ def test_origins_without_a_host_are_rejected(origin: str) -> None:
     )
 
 
-def test_a_page_of_a_stranger_uploads_and_asks_nothing(folder) -> None:
+def test_foreign_page_uploads_and_asks_nothing(folder) -> None:
     with LiveServer(folder, server={"storage_url": "memory"}) as server:
         files = {"file": ("a.png", b"x", "image/png")}
         upload = httpx.post(

@@ -36,7 +36,7 @@ def test_the_built_page_belongs_to_the_sources():
     assert digest.hexdigest() == (BUILT / "sources.sha256").read_text().strip()
 
 
-def test_the_page_is_small_and_brings_the_licences_of_what_it_is_built_on():
+def test_page_is_small_and_ships_its_licences():
     sizes = {path: path.stat().st_size for path in BUILT.rglob("*") if path.is_file()}
     assert sum(size for path, size in sizes.items() if path.parent.name != "reference") < 720_000
     assert sum(sizes.values()) < 2_700_000
@@ -51,7 +51,7 @@ def test_no_private_registry_stands_in_the_lockfile():
     assert not re.search(r'"resolved": "(?!https://registry\.npmjs\.org/)', lockfile)
 
 
-def test_everything_comes_from_the_server_itself_and_no_script_stands_in_the_document(live):
+def test_page_is_self_contained_without_inline_scripts(live):
     shown = get(live, "/")
     assert shown.status_code == 200
     assert shown.headers["content-type"] == "text/html; charset=utf-8"
@@ -77,7 +77,7 @@ def test_assets_never_change_and_have_their_types(live, name):
     assert plain.content == shown.content
 
 
-def test_the_document_is_looked_at_anew_and_sent_only_if_it_has_changed(live):
+def test_page_is_revalidated_and_sent_if_changed(live):
     first = get(live, "/")
     assert first.headers["cache-control"] == "no-cache"
     again = get(live, "/", **{"if-none-match": first.headers["etag"]})

@@ -73,7 +73,7 @@ def test_a_server_of_two_ranks(checkpoint: Path) -> None:
         wait_until(lambda: not engine.is_running() and not rank.is_running())
 
 
-def test_a_stopped_rank_is_an_error_of_the_llm(checkpoint: Path) -> None:
+def test_stopped_rank_is_an_error_of_llm(checkpoint: Path) -> None:
     llm = LLM(str(checkpoint), tensor_parallel_size=2, rank_timeout=3, **SETTINGS)
     params = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
     [rank] = [child for child in psutil.Process().children() if "vlmserve.engine.rank" in child.cmdline()]
@@ -104,7 +104,7 @@ def test_why_a_rank_cannot_start_is_said(checkpoint: Path, tmp_path: Path, monke
             processes.send([b""])
 
 
-def test_what_several_ranks_do_not_have_is_refused_before_any_starts(checkpoint: Path) -> None:
+def test_unsupported_rank_features_are_rejected_before_start(checkpoint: Path) -> None:
     for wrong, words in [
         ({"enable_lora": True}, "--enable-lora"),
         ({"device": "cuda:0"}, "cuda|CUDA"),

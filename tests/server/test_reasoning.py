@@ -172,14 +172,14 @@ def test_calls_come_behind_thoughts(either, stream):
     jsonschema.validate(json.loads(arguments), SCHEMAS[name])
 
 
-def test_a_model_that_need_not_call_thinks_and_speaks(mock):
+def test_optional_call_leaves_room_for_reasoning_and_text(mock):
     said = chat(mock, tools=TOOLS).choices[0].message
     assert said.content
     assert said.reasoning_content
     assert said.tool_calls is None
 
 
-def test_stop_strings_end_the_text_and_not_the_thoughts(mock):
+def test_stop_strings_end_text_not_reasoning(mock):
     said = chat(mock).choices[0].message
     word = said.content.split()[1]
     letter = next(letter for letter in said.reasoning_content if letter.isalpha())
@@ -228,7 +228,7 @@ def test_a_response_has_an_item_of_thoughts(either, stream):
     assert response.usage.output_tokens_details.reasoning_tokens > 1
 
 
-def test_a_response_calls_behind_its_thoughts_and_is_continued(mock):
+def test_response_calls_after_reasoning_and_continues(mock):
     tools = [{"type": "function", "name": "get_weather", "parameters": WEATHER}]
     fields = {"tools": tools, "tool_choice": "required", "parallel_tool_calls": False, "max_output_tokens": 400}
     first = respond(mock, **fields)
@@ -256,7 +256,7 @@ def test_a_message_has_a_block_of_thoughts(either, stream):
         assert 0 < details["thinking_tokens"] <= BUDGET + 2
 
 
-def test_a_message_calls_behind_its_thoughts_and_is_continued(mock):
+def test_message_calls_after_reasoning_and_continues(mock):
     tools: list[Any] = [{"name": "get_weather", "input_schema": WEATHER}]
     fields: dict[str, Any] = {"tools": tools, "tool_choice": {"type": "any", "disable_parallel_tool_use": True}}
     for stream in (False, True):
@@ -284,7 +284,7 @@ def num_prompt_tokens(server: LiveServer, answer: dict[str, Any]) -> int:
     return server.ask(messages=turns, max_tokens=1).json()["usage"]["prompt_tokens"]
 
 
-def test_thoughts_that_are_sent_back_are_shown_by_templates_that_know_them(mock):
+def test_returned_reasoning_is_shown_by_supporting_templates(mock):
     plain = {"role": "assistant", "content": "Red."}
     without = num_prompt_tokens(mock, plain)
     for name in ("reasoning_content", "reasoning", "thinking"):

@@ -20,7 +20,7 @@ def recent(clock):
     return RecentLatencies(clock)
 
 
-def test_percentiles_are_within_five_percent_of_the_true_ones(recent):
+def test_percentiles_are_within_five_percent(recent):
     rng = random.Random(0)
     values = sorted(rng.lognormvariate(-2, 2) for _ in range(1000))
     for value in rng.sample(values, len(values)):
@@ -30,7 +30,7 @@ def test_percentiles_are_within_five_percent_of_the_true_ones(recent):
     assert (shown.p50, shown.p90, shown.p99) == pytest.approx((values[499], values[899], values[989]), rel=0.05)
 
 
-def test_what_is_too_long_ago_is_forgotten_window_by_window(recent, clock):
+def test_old_windows_are_forgotten_one_by_one(recent, clock):
     recent.note("e2e", 1.0)
     clock.now += 90
     recent.note("e2e", 2.0)
@@ -47,7 +47,7 @@ def test_kinds_are_counted_apart(recent):
 
 
 @pytest.mark.parametrize("seconds", [0.0, -1.0, 1e-9, 1e9])
-def test_latencies_that_cannot_be_are_counted_all_the_same(recent, seconds):
+def test_impossible_latencies_are_still_counted(recent, seconds):
     recent.note("ttft", seconds)
     assert recent.percentiles("ttft", 60).count == 1
 

@@ -72,7 +72,7 @@ def returned(call_id: str, output: Any = "rain") -> Any:
 
 
 @pytest.mark.parametrize("choice", ["required", WEATHER])
-def test_a_call_that_is_required_comes_alone_if_it_has_to(either, choice):
+def test_required_call_comes_alone_if_needed(either, choice):
     for seed in range(4):
         response = ask(either, tool_choice=choice, parallel_tool_calls=False, **seeded(seed))
         assert response.status == "completed"
@@ -87,7 +87,7 @@ def test_several_calls_come_if_they_may(either):
     assert len(calls_of(ask(either, parallel_tool_calls=False, **fields))) == 1
 
 
-def test_the_response_shows_what_was_asked_of_it_and_is_found_again(live):
+def test_response_shows_its_request_and_is_found(live):
     response = ask(live, tool_choice=WEATHER, parallel_tool_calls=False, max_tool_calls=3)
     assert [tool.to_dict() for tool in response.tools] == [
         {"description": None, "parameters": None, "strict": False, **tool} for tool in TOOLS
@@ -101,7 +101,7 @@ def test_the_response_shows_what_was_asked_of_it_and_is_found_again(live):
     assert ask(live, tools=[]).tools == []
 
 
-def test_a_model_may_be_told_of_functions_that_it_may_not_call(either):
+def test_model_may_know_functions_it_cannot_call(either):
     allowed: Any = {"type": "allowed_tools", "mode": "required", "tools": [STOP]}
     for seed in range(3):
         response = ask(either, tool_choice=allowed, **seeded(seed))
@@ -122,7 +122,7 @@ def test_chat_completions_call_the_same(either):
 
 
 @pytest.mark.parametrize("min_tokens", [0, 120])
-def test_a_stream_tells_of_each_call_in_openais_order(either, min_tokens):
+def test_stream_reports_calls_in_openais_order(either, min_tokens):
     fields: Any = {"tool_choice": "required", "extra_body": {"seed": 3, "min_tokens": min_tokens}}
     whole = ask(either, **fields)
     events = list(ask(either, stream=True, **fields))
@@ -171,7 +171,7 @@ def test_the_clients_own_helpers_read_calls(live):
     assert follow_up.output_text
 
 
-def test_what_a_function_returns_reaches_the_model_images_included(live):
+def test_function_output_with_images_reaches_the_model(live):
     first = ask(live, shown(data_url("blue")), tool_choice=WEATHER)
     [call] = calls_of(first)
 
@@ -217,7 +217,7 @@ def test_what_a_function_returns_reaches_the_model_images_included(live):
     assert chat.usage.prompt_tokens == red.usage.input_tokens
 
 
-def test_an_image_that_a_function_returns_may_be_an_uploaded_file(live):
+def test_returned_image_may_be_an_uploaded_file(live):
     png = base64.b64decode(data_url("red").partition(",")[2])
     file = live.openai.files.create(file=("red.png", png), purpose="vision")
     call = {"type": "function_call", "call_id": "c", "name": "stop", "arguments": "{}"}
@@ -234,7 +234,7 @@ def test_an_image_that_a_function_returns_may_be_an_uploaded_file(live):
     assert item.output[0].file_id == file.id
 
 
-def test_what_an_answer_said_and_its_calls_are_one_message_as_in_chat_completions(live):
+def test_text_and_calls_form_one_message(live):
     function = {"name": "stop", "arguments": "{}"}
     calls = [{"type": "function_call", "call_id": id_, **function} for id_ in "ab"]
     spoken = {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "Let me stop."}]}
@@ -257,7 +257,7 @@ def test_what_an_answer_said_and_its_calls_are_one_message_as_in_chat_completion
     assert one_by_one.output_text
 
 
-def test_a_call_that_was_cut_is_kept_but_nobody_can_answer_it(live):
+def test_truncated_call_is_kept_but_unanswerable(live):
     for first in (ask(live, tool_choice=WEATHER, max_output_tokens=60),
                   list(ask(live, tool_choice=WEATHER, max_output_tokens=60, stream=True))[-1].response):  # fmt: skip
         assert (first.status, first.incomplete_details.reason) == ("incomplete", "max_output_tokens")
@@ -273,7 +273,7 @@ def test_a_call_that_was_cut_is_kept_but_nobody_can_answer_it(live):
         assert (error["param"], call.call_id in error["message"]) == ("input[0].call_id", True)
 
 
-def test_a_loop_that_is_too_long_is_cut_before_what_a_user_says(live):
+def test_long_loop_is_truncated_before_the_user_message(live):
     turns: list[Any] = []
     for number in range(12):
         turns += [
@@ -304,7 +304,7 @@ def test_a_reference_to_a_call_is_the_call(live):
     assert (named.output_text, named.usage.input_tokens) == (whole.output_text, whole.usage.input_tokens)
 
 
-def test_calls_and_what_they_returned_are_items_of_a_conversation(live):
+def test_calls_and_results_are_conversation_items(live):
     items = live.openai.conversations.items
     conversation = live.openai.conversations.create(items=[{"type": "message", **QUESTION}])
     [call] = calls_of(ask(live, [], conversation=conversation.id, tool_choice=WEATHER))
@@ -343,7 +343,7 @@ def test_a_loop_goes_on_after_a_restart(folder, tmp_path):
         assert ask(server, [returned(spoken.call_id)], conversation=conversation.id, temperature=0).output_text
 
 
-def test_a_turn_that_only_brings_a_result_pays_for_the_result_only(tmp_path):
+def test_result_turn_pays_only_for_the_result(tmp_path):
     engine = {"engine": "real", "kv_cache_memory": "16MiB", "num_threads": 1}
     with LiveServer(resolve_model(BUILT_IN_MODEL), engine=engine, server={"storage_url": "memory"}) as server:
         fields: Any = {"tools": TOOLS[1:], "max_output_tokens": 60, "temperature": 0}
@@ -407,7 +407,7 @@ def test_what_is_wrong_is_refused_by_name(live, fields, param, words):
     assert "messages[" not in error["message"]
 
 
-def test_a_file_that_is_not_there_is_named_and_a_good_request_is_answered(live):
+def test_missing_file_is_named_and_good_request_answered(live):
     output = returned("c", [{"type": "input_image", "file_id": "file-x"}])
     error = refused(live, 404, input=[QUESTION, CALL, output], tools=TOOLS)
     assert (error["param"], "file-x" in error["message"]) == ("input[2].output[0].file_id", True)

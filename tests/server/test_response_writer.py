@@ -54,7 +54,7 @@ def read(stream: bytes) -> tuple[list[Any], Any]:
     return told, told[-1].response
 
 
-def test_text_and_calls_are_items_one_after_the_other():
+def test_text_and_calls_are_successive_items():
     events, response = read(written(SAID))
     text, look, stop = response.output
     assert (text.type, text.status, response.output_text) == ("message", "completed", "Let me see. ")
@@ -84,7 +84,7 @@ def test_only_what_was_cut_is_incomplete():
     assert [item.status for item in response.output] == ["incomplete"]
 
 
-def test_an_answer_that_is_nothing_is_an_empty_message():
+def test_empty_answer_is_an_empty_message():
     for only_text in (False, True):
         events, response = read(written([], only_text=only_text))
         [item] = response.output

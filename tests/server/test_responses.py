@@ -52,7 +52,7 @@ def test_a_response_has_everything_that_openai_promises(keeping):
     assert response.completed_at >= response.created_at
 
 
-def test_it_says_what_chat_completions_say_to_the_same_question(keeping):
+def test_response_equals_chat_completion(keeping):
     chat = keeping.openai.chat.completions.create(
         model="tiny",
         messages=[
@@ -68,7 +68,7 @@ def test_it_says_what_chat_completions_say_to_the_same_question(keeping):
     assert response.usage.input_tokens == chat.usage.prompt_tokens
 
 
-def test_events_come_in_openais_order_and_add_up_to_the_response(keeping):
+def test_events_follow_openais_order_and_add_up(keeping):
     whole = respond(keeping)
     events = list(respond(keeping, stream=True))
     kinds = [event.type for event in events]
@@ -107,7 +107,7 @@ async def test_the_async_client_gets_whole_responses_and_streams(keeping):
     assert last.response.output_text == whole.output_text
 
 
-def test_an_answer_that_is_cut_is_incomplete_and_says_why(keeping):
+def test_truncated_answer_is_incomplete_with_a_reason(keeping):
     response = respond(keeping, max_output_tokens=3)
     assert response.status == response.output[0].status == "incomplete"
     assert response.incomplete_details.reason == "max_output_tokens"
@@ -140,7 +140,7 @@ def test_what_is_not_to_be_stored_is_not(keeping):
 
 
 @IN_BOTH_KINDS
-def test_turns_that_follow_each_other_are_the_conversation_that_a_client_would_send(keeping):
+def test_successive_turns_equal_a_clients_conversation(keeping):
     first = respond(keeping, shown(data_url("red")), instructions="Be brief.")
     second = respond(keeping, "And why?", previous_response_id=first.id)
     third = respond(keeping, "And how?", previous_response_id=second.id)
@@ -177,7 +177,7 @@ def test_references_stand_for_items_that_are_kept(keeping):
     assert respond(keeping, [*again, more]).output_text == whole.output_text
 
 
-def test_references_cannot_make_more_than_a_body_may_have(keeping, monkeypatch):
+def test_references_cannot_exceed_a_bodys_limits(keeping, monkeypatch):
     response = respond(keeping, "word " * 20)
     [asked] = keeping.openai.responses.input_items.list(response.id)
     monkeypatch.setattr(keeping.service, "max_body_bytes", 1000)
@@ -309,7 +309,7 @@ def test_harmless_fields_change_nothing(keeping):
         assert response.json()["output"][0]["content"][0]["text"] == plain
 
 
-def test_only_what_runs_in_the_background_can_be_cancelled(keeping):
+def test_only_background_responses_can_be_cancelled(keeping):
     response = respond(keeping)
     with pytest.raises(openai.BadRequestError, match="background"):
         keeping.openai.responses.cancel(response.id)
@@ -319,7 +319,7 @@ def test_only_what_runs_in_the_background_can_be_cancelled(keeping):
         list(keeping.openai.responses.retrieve(response.id, stream=True))
 
 
-def test_a_history_that_is_too_long_is_refused_or_cut_as_asked(keeping):
+def test_long_history_is_rejected_or_truncated_as_asked(keeping):
     turns = []
     for number in range(12):
         turns += [{"role": "user", "content": f"question {number} " + "red square " * 20}]
@@ -401,7 +401,7 @@ def test_a_client_that_leaves_leaves_nothing_behind(slow_keeping):
     assert slow_keeping.service.bodies.used == 0
 
 
-def test_a_conversation_that_is_deleted_meanwhile_ends_the_response(slow_keeping):
+def test_conversation_deleted_meanwhile_ends_the_response(slow_keeping):
     client = slow_keeping.openai
     conversation = client.conversations.create()
     events = client.responses.create(
@@ -416,7 +416,7 @@ def test_a_conversation_that_is_deleted_meanwhile_ends_the_response(slow_keeping
         client.responses.retrieve(created)
 
 
-def test_a_stream_that_fails_ends_with_an_event_that_says_why_and_is_kept_as_failed(slow_keeping):
+def test_failed_stream_says_why_and_is_kept(slow_keeping):
     client = slow_keeping.openai
     conversation = client.conversations.create()
     events = client.responses.create(model="tiny", input="What is this?", conversation=conversation.id, stream=True)
@@ -432,7 +432,7 @@ def test_a_stream_that_fails_ends_with_an_event_that_says_why_and_is_kept_as_fai
     assert client.conversations.items.list(conversation.id).data == []
 
 
-def test_a_response_that_cannot_be_kept_is_not_acknowledged(keeping, monkeypatch):
+def test_unstorable_response_is_not_acknowledged(keeping, monkeypatch):
     def broken(*_):
         raise StorageError("The disk is full")
 
@@ -446,7 +446,7 @@ def test_a_response_that_cannot_be_kept_is_not_acknowledged(keeping, monkeypatch
     assert keeping.service.bodies.used == 0
 
 
-def test_images_that_are_asked_for_by_name_are_there_and_nothing_else_can_be(keeping):
+def test_only_images_requested_by_name_are_included(keeping):
     response = respond(keeping, shown(data_url("red")))
     include = ["message.input_image.image_url"]
     [item] = keeping.openai.responses.input_items.list(response.id, include=include)
@@ -456,7 +456,7 @@ def test_images_that_are_asked_for_by_name_are_there_and_nothing_else_can_be(kee
         keeping.openai.responses.retrieve(response.id, include=["message.output_text.secrets"])
 
 
-def test_without_a_history_responses_are_answered_and_the_rest_is_refused_kindly(folder):
+def test_without_history_only_answers_work(folder):
     with LiveServer(folder, server={"storage_url": "none"}) as server:
         response = respond(server)
         assert response.output_text

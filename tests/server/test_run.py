@@ -116,7 +116,7 @@ def test_the_frontend_never_imports_torch(folder):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_lets_running_answers_finish_and_refuses_new_ones(folder, number, capfd):
+def test_signal_drains_answers_and_rejects_new_ones(folder, number, capfd):
     with serving(folder, mock_tpot=0.02) as server:
         engine = server.engine()
         asking = Asking(server.url, max_tokens=60)
@@ -133,7 +133,7 @@ def test_a_signal_lets_running_answers_finish_and_refuses_new_ones(folder, numbe
     assert f"Stopping: got {number.name}" in capfd.readouterr().err
 
 
-def test_answers_that_outlast_the_grace_end_with_an_error(folder):
+def test_answers_over_the_grace_end_with_errors(folder):
     with serving(folder, mock_tpot=0.05, server={"shutdown_grace": 0.1}) as server:
         whole: list[httpx.Response] = []
         body = {"messages": QUESTION, "ignore_eos": True, "max_tokens": 400}
@@ -187,7 +187,7 @@ def test_a_second_signal_ends_it_at_once(folder):
         assert asking.lines
 
 
-def test_a_signal_to_the_whole_group_does_not_take_the_engine_away_and_is_one_if_it_comes_twice_at_once(folder):
+def test_group_signal_spares_the_engine_and_counts_once(folder):
     with serving(folder, mock_tpot=0.02) as server:
         asking = Asking(server.url, max_tokens=40)
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -199,7 +199,7 @@ def test_a_signal_to_the_whole_group_does_not_take_the_engine_away_and_is_one_if
         assert server.process.wait(60) == 0
 
 
-def test_it_says_when_and_where_it_is_ready_and_takes_its_engine_and_its_files_with_it_if_killed(folder, temporary):
+def test_killed_server_takes_engine_and_files_along(folder, temporary):
     with serving(folder, ready=False) as server:
         line = server.wait_until_ready()
         assert line.endswith(f"(model {folder.name}, cpu, float32)\n")
@@ -211,7 +211,7 @@ def test_it_says_when_and_where_it_is_ready_and_takes_its_engine_and_its_files_w
         assert not list(temporary.iterdir())
 
 
-def test_what_goes_on_is_logged_while_it_is_busy_and_not_afterwards_nor_requests_if_they_are_not_wanted(folder, capfd):
+def test_busy_activity_is_logged_requests_only_if_wanted(folder, capfd):
     said: list[str] = []
     whole = ""
 
@@ -242,7 +242,7 @@ def test_each_request_has_a_line_in_the_log(folder, capfd):
     assert "GET /v1/models 200" in capfd.readouterr().err
 
 
-def test_the_whole_log_is_json_if_that_is_wanted(tmp_path, capfd):
+def test_whole_log_can_be_json(tmp_path, capfd):
     said = ""
 
     def lines() -> list[dict[str, Any]]:
@@ -282,7 +282,7 @@ def test_the_whole_log_is_json_if_that_is_wanted(tmp_path, capfd):
     assert {line["process"] for line in lines()} == {"server", "engine"}
 
 
-def test_what_a_server_dies_of_is_the_last_line_of_a_log_of_json(folder):
+def test_fatal_error_is_the_last_json_log_line(folder):
     arguments = ["--engine", "mock", "--port", "0", "--log-format", "json", "--max-model-len", "99999999"]
     program = [sys.executable, "-m", "vlmserve", "serve", str(folder), *arguments]
     done = subprocess.run(program, capture_output=True, text=True, timeout=120)
@@ -307,7 +307,7 @@ def test_a_folder_without_weights_is_a_clear_error(tmp_path):
         assert server.process.stdout.read().startswith("MissingWeightsError")
 
 
-def test_an_error_of_the_engine_process_while_loading_arrives_as_its_own_class(folder):
+def test_engine_load_error_keeps_its_class(folder):
     with serving(folder, ready=False, fresh=True, max_model_len=10**6) as server:
         assert server.process.wait(60) == 1
         assert server.process.stdout.read().startswith("ConfigurationError")
@@ -330,7 +330,7 @@ def _answers(server: ServerProcess) -> bool:
         return False
 
 
-def test_a_lazy_server_loads_its_model_when_the_first_request_comes(folder):
+def test_lazy_server_loads_at_the_first_request(folder):
     with serving(folder, ready=False, load="lazy") as server:
         line = server.process.stdout.readline()
         assert line.startswith("vlmserve listens on http"), line
@@ -346,7 +346,7 @@ def test_a_lazy_server_loads_its_model_when_the_first_request_comes(folder):
         assert server.process.wait(60) == 0
 
 
-def test_a_lazy_server_that_nobody_asked_stops_when_told(folder):
+def test_unused_lazy_server_stops_when_told(folder):
     with serving(folder, ready=False, load="lazy") as server:
         server.process.stdout.readline()
         server.process.send_signal(signal.SIGTERM)

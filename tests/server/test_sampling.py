@@ -51,7 +51,7 @@ def text_of(content) -> str:
     return codecs.getincrementaldecoder("utf-8")(errors="replace").decode(said)
 
 
-def test_each_token_has_its_text_its_bytes_and_its_rivals_in_order(tiny):
+def test_token_logprobs_have_text_bytes_and_ordered_alternatives(tiny):
     [choice] = chat(tiny, logprobs=True, top_logprobs=4, ignore_eos=True).choices
     assert len(choice.logprobs.content) == 24
     for token in choice.logprobs.content:
@@ -64,7 +64,7 @@ def test_each_token_has_its_text_its_bytes_and_its_rivals_in_order(tiny):
         assert not same or any(math.isclose(rival.logprob, token.logprob, abs_tol=1e-6) for rival in same)
 
 
-def test_without_a_number_only_the_chosen_tokens_are_told_and_without_logprobs_nothing(tiny):
+def test_only_chosen_tokens_are_reported_by_default(tiny):
     assert [token.top_logprobs for token in chat(tiny, logprobs=True).choices[0].logprobs.content] == [[]] * 24
     assert chat(tiny).choices[0].logprobs is None
     assert chat(tiny, logprobs=False, top_logprobs=0).choices[0].logprobs is None
@@ -72,7 +72,7 @@ def test_without_a_number_only_the_chosen_tokens_are_told_and_without_logprobs_n
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_a_stream_tells_each_token_once_with_the_text_that_it_is_part_of(tiny, seed):
+def test_stream_reports_each_token_once_with_its_text(tiny, seed):
     fields = {"logprobs": True, "top_logprobs": 2, "seed": seed, "temperature": 2.0, "ignore_eos": True}
     [whole] = chat(tiny, **fields).choices
     text, content = "", []
@@ -86,7 +86,7 @@ def test_a_stream_tells_each_token_once_with_the_text_that_it_is_part_of(tiny, s
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_of_a_stop_string_and_what_follows_nothing_is_told(tiny, stream):
+def test_stop_string_and_rest_are_not_reported(tiny, stream):
     fields = {"logprobs": True, "seed": 3, "temperature": 2.0, "ignore_eos": True, "max_tokens": 40}
     [whole] = chat(tiny, **fields).choices
     middle = len(whole.message.content) // 2
@@ -117,7 +117,7 @@ def test_several_answers_keep_their_logprobs_apart(tiny):
     assert streamed == [choice.logprobs.content for choice in whole]
 
 
-def test_a_completion_tells_the_same_as_transformers_prompt_included(tiny, tiny_folder, tokenizer):
+def test_completion_logprobs_equal_transformers_with_prompt(tiny, tiny_folder, tokenizer):
     fields = {"model": "tiny", "prompt": PROMPT, "max_tokens": 10, "temperature": 0, "logprobs": 3}
     [choice] = tiny.openai.completions.create(**fields, echo=True, extra_body={"ignore_eos": True}).choices
     told = choice.logprobs
@@ -150,7 +150,7 @@ def test_a_completion_tells_the_same_as_transformers_prompt_included(tiny, tiny_
     assert without.logprobs.text_offset == [offset - len(PROMPT) for offset in told.text_offset[len(prompt) :]]
 
 
-def test_a_streamed_completion_tells_the_same_as_a_whole_one(tiny):
+def test_streamed_completion_equals_a_whole_one(tiny):
     fields = {
         "model": "tiny",
         "prompt": [PROMPT, "Two"],
@@ -176,7 +176,7 @@ def test_a_streamed_completion_tells_the_same_as_a_whole_one(tiny):
         assert streamed[1:] == pytest.approx(choice.logprobs.token_logprobs[1:], abs=1e-4)
 
 
-async def test_the_same_seed_gives_the_same_text_at_any_load(tiny):
+async def test_same_seed_gives_same_text_at_any_load(tiny):
     async def ask(seed: int) -> str:
         answer = await client.chat.completions.create(
             model="tiny", messages=QUESTION, seed=seed, temperature=1.5, max_tokens=16, presence_penalty=0.5
@@ -190,7 +190,7 @@ async def test_the_same_seed_gives_the_same_text_at_any_load(tiny):
     assert [crowd[seed::8] for seed in range(4)] == [[text] * 6 for text in alone]
 
 
-def test_n_answers_are_those_to_single_requests_with_the_seeds_that_follow(tiny):
+def test_n_answers_equal_requests_with_successive_seeds(tiny):
     three = [choice.message.content for choice in chat(tiny, n=3, seed=7, frequency_penalty=0.5).choices]
     assert len(set(three)) == 3
     assert three == [chat(tiny, seed=7 + index, frequency_penalty=0.5).choices[0].message.content for index in range(3)]
@@ -208,7 +208,7 @@ def mean(choice) -> float:
     return sum(told) / len(told) if told else -math.inf
 
 
-def test_the_best_of_several_samples_are_those_whose_tokens_are_likeliest_on_average(tiny):
+def test_best_samples_have_the_likeliest_tokens(tiny):
     prompts = [PROMPT, "Two blue"]
     ends = {"stop_token_ids": list(range(3, 200, 12))}
     alone = [
@@ -308,7 +308,7 @@ def test_penalties_keep_an_answer_from_repeating_itself(tiny):
     assert distinct(no_repeat_ngram_size=2) > plain
 
 
-def test_without_a_penalty_of_its_own_a_request_gets_the_checkpoints(tiny, monkeypatch):
+def test_default_penalty_is_the_checkpoints(tiny, monkeypatch):
     plain = tiny.ask(temperature=0, max_tokens=30, ignore_eos=True).json()["choices"]
     monkeypatch.setattr(tiny.service, "defaults", SamplingParams(temperature=0, repetition_penalty=1.5))
     fields = {"max_tokens": 30, "ignore_eos": True}

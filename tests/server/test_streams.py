@@ -130,7 +130,7 @@ def test_late_error_responses_become_events(path):
     assert b"The queue is full" in rest[-1]["body"]
 
 
-def test_leaving_a_stream_that_has_only_pings_ends_its_request(silent, monkeypatch):
+def test_leaving_a_pinging_stream_ends_its_request(silent, monkeypatch):
     async def never(*arguments, **fields):
         await asyncio.sleep(1000)
 

@@ -110,7 +110,7 @@ def test_completions_obey_too(live):
     assert {choice.text for choice in answer.choices} <= {"left", "right"}
 
 
-def test_a_stream_says_the_same_as_the_whole_answer(either):
+def test_stream_equals_the_whole_answer(either):
     fields = {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}, "seed": 5}
     stream = either.openai.chat.completions.create(
         model="tiny", messages=QUESTION, stream=True, temperature=1.2, max_tokens=300, **fields
@@ -122,7 +122,7 @@ def test_any_object_comes_with_json_object(live):
     assert isinstance(json.loads(text_of(live, response_format={"type": "json_object"}, seed=1)), dict)
 
 
-def test_an_answer_that_is_cut_says_length_and_the_client_notices(live):
+def test_truncated_answer_reports_length_to_the_client(live):
     with pytest.raises(openai.LengthFinishReasonError):
         live.openai.chat.completions.parse(model="tiny", messages=QUESTION, response_format=Shape, max_tokens=3)
 
@@ -153,7 +153,7 @@ def test_a_broken_grammar_is_refused_by_name(live, fields, message, param):
     assert text_of(live, guided_choice=["fine"]) == "fine"
 
 
-def test_a_strict_schema_is_refused_where_a_loose_one_is_followed_as_far_as_it_goes(live):
+def test_strict_schema_is_rejected_and_loose_one_followed(live):
     schema = {"type": "array", "uniqueItems": True, "items": {"const": 1}, "maxItems": 2}
     wanted = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
     assert set(json.loads(text_of(live, response_format=wanted))) <= {1}
@@ -201,7 +201,7 @@ def test_log_names_keywords_not_enforced(live, caplog):
     assert "response_format.schema: not enforced: not, propertyNames (strict would reject them)" in caplog.messages
 
 
-def test_log_probabilities_come_with_every_token_and_the_answer_still_fits(real):
+def test_logprobs_accompany_every_constrained_token(real):
     fields = {"logprobs": True, "top_logprobs": 2, "seed": 3, "guided_choice": ["left", "right"]}
     [choice] = real.ask(**fields).json()["choices"]
     told = choice["logprobs"]["content"]
@@ -209,12 +209,12 @@ def test_log_probabilities_come_with_every_token_and_the_answer_still_fits(real)
     assert choice["message"]["content"] in ("left", "right")
 
 
-def test_biases_and_penalties_do_not_make_possible_what_a_grammar_forbids(real):
+def test_biases_cannot_override_a_grammar(real):
     fields = {"guided_regex": "[ab]{20}", "logit_bias": {"60": 100}, "frequency_penalty": 2, "repetition_penalty": 1.5}
     assert re.fullmatch("[ab]{20}", text_of(real, **fields))
 
 
-def test_a_grammar_that_becomes_too_large_on_its_way_is_the_clients_fault(either):
+def test_growing_grammar_is_the_clients_fault(either):
     rules = [f'r{n}: "a{n}" r{(n + 1) % 1500}?' for n in range(1500)]
     grammar = "\n".join(["start: " + " | ".join(f"r{n}" for n in range(1500)), *rules])
     response = either.ask(guided_grammar=grammar, max_tokens=20)
@@ -223,7 +223,7 @@ def test_a_grammar_that_becomes_too_large_on_its_way_is_the_clients_fault(either
     assert (error["type"], error["param"]) == ("invalid_request_error", "guided_grammar")
 
 
-def test_answers_in_json_say_how_sure_each_value_is(either):
+def test_json_answers_report_confidence_per_value(either):
     wanted = {"type": "json_schema", "json_schema": {"name": "shape", "schema": SCHEMA, "strict": True}}
     fields = {"model": "tiny", "messages": QUESTION, "response_format": wanted, "n": 2, "seed": 5, "logprobs": True}
     answer = either.openai.chat.completions.create(max_tokens=300, **fields)
@@ -241,7 +241,7 @@ def test_answers_in_json_say_how_sure_each_value_is(either):
     assert [choice.confidence for choice in cut.choices] == [None, None]
 
 
-def test_responses_have_the_logprobs_and_the_confidence_of_chat_completions(either):
+def test_responses_match_chat_logprobs_and_confidence(either):
     format = {"type": "json_schema", "name": "shape", "schema": SCHEMA, "strict": True}
     common = {"model": "tiny", "temperature": 0, "top_logprobs": 2}
     wanted = {"type": "json_schema", "json_schema": {"name": "shape", "schema": SCHEMA, "strict": True}}

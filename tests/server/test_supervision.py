@@ -81,7 +81,7 @@ def killed_under_load(server: ServerProcess, number: int) -> tuple[list[tuple[in
     return asyncio.run(run())
 
 
-def test_under_load_every_request_ends_and_the_next_one_is_answered(folder, temporary):
+def test_all_requests_end_when_the_engine_dies_loaded(folder, temporary):
     with serving(folder, mock_tpot=0.05, max_num_seqs=8, server=QUICK) as server:
         first = server.engine().pid
         ends, seconds = killed_under_load(server, 24)
@@ -94,7 +94,7 @@ def test_under_load_every_request_ends_and_the_next_one_is_answered(folder, temp
         assert len(list(temporary.iterdir())) == 1, "the folder of the first engine's socket is gone"
 
 
-def test_a_real_engine_comes_back_and_says_the_same(tmp_path):
+def test_real_engine_returns_with_the_same_answers(tmp_path):
     checkpoint = make_llava(tmp_path)
     engine = {"engine": "real", "kv_cache_memory": "8MiB", "num_threads": 1, "dtype": "float32"}
     with serving(checkpoint, server=QUICK, **engine) as server:
@@ -108,7 +108,7 @@ def test_a_real_engine_comes_back_and_says_the_same(tmp_path):
         assert server.engine().pid != pid
 
 
-def test_meanwhile_it_lives_is_not_ready_and_says_when_to_come_back(folder):
+def test_restarting_server_lives_but_is_not_ready(folder):
     with serving(folder, server={"restart_backoff": 30}) as server:
         kill_engine(server)
         wait_until(lambda: int(httpx.get(f"{server.url}/ready", timeout=60).headers.get("retry-after", 0)) > 20)
@@ -126,7 +126,7 @@ def test_meanwhile_it_lives_is_not_ready_and_says_when_to_come_back(folder):
         assert server.process.wait(60) == 0, "a restart does not hold up the end"
 
 
-def test_an_engine_that_answers_in_between_may_die_again_and_again_and_leaves_nothing(folder):
+def test_engine_answering_between_crashes_leaves_nothing(folder):
     with serving(folder, server={**QUICK, "max_restarts": 1}) as server:
         process = psutil.Process(server.process.pid)
         for round_number in (1, 2):
@@ -141,7 +141,7 @@ def test_an_engine_that_answers_in_between_may_die_again_and_again_and_leaves_no
         wait_until(lambda: process.num_fds() <= files and process.num_threads() <= threads)
 
 
-def test_an_engine_that_runs_for_long_enough_may_die_again(folder):
+def test_long_running_engine_may_die_again(folder):
     with serving(folder, server={**QUICK, "max_restarts": 1, "restart_window": 0}) as server:
         for _ in range(2):
             kill_engine(server)
@@ -153,7 +153,7 @@ def last_line(server: ServerProcess) -> str:
     return server.process.stdout.read().splitlines()[-1]
 
 
-def test_a_loop_of_crashes_ends_with_a_clear_line(folder):
+def test_crash_loop_ends_with_a_clear_line(folder):
     with serving(folder, server={**QUICK, "max_restarts": 1}) as server:
         kill_engine(server)
         wait_until(lambda: is_ready(server))
@@ -165,7 +165,7 @@ def test_a_loop_of_crashes_ends_with_a_clear_line(folder):
     )
 
 
-def test_an_exception_in_the_engine_is_named_to_who_asked_and_at_the_end(folder):
+def test_engine_exception_is_named_to_its_caller(folder):
     # No clock can sleep that long, so the engine's second step raises.
     with serving(folder, mock_tpot=1e10, server={**QUICK, "max_restarts": 1}) as server:
         first = ask(server)
@@ -181,7 +181,7 @@ def test_an_exception_in_the_engine_is_named_to_who_asked_and_at_the_end(folder)
     assert line.endswith("died 2 times in a row (--max-restarts); the server exits")
 
 
-def test_an_engine_that_cannot_load_again_is_given_up_with_the_reason(folder, tmp_path):
+def test_engine_failing_to_reload_is_given_up(folder, tmp_path):
     for file in folder.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     with serving(tmp_path, server={**QUICK, "max_restarts": 1}) as server:
@@ -201,7 +201,7 @@ def test_without_restarts_the_server_ends_with_its_engine(folder):
         assert "died once" in last_line(server)
 
 
-def test_an_engine_that_dies_while_the_server_closes_is_not_started_again(folder):
+def test_engine_dying_during_shutdown_is_not_restarted(folder):
     with serving(folder, mock_tpot=0.05, server=QUICK) as server:
         asking = Asking(server.url, max_tokens=400)
         engine = server.engine()
@@ -213,7 +213,7 @@ def test_an_engine_that_dies_while_the_server_closes_is_not_started_again(folder
         assert server.process.wait(60) == 0
 
 
-def test_an_engine_that_stands_still_is_noticed_and_goes_on_or_is_restarted_if_it_hangs(folder):
+def test_stalled_engine_recovers_or_is_restarted(folder):
     with serving(folder, mock_tpot=0.05, server={**QUICK, "engine_silence": 2.0, "engine_timeout": 6.0}) as server:
         engine = server.engine()
         engine.send_signal(signal.SIGSTOP)

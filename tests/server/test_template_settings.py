@@ -36,7 +36,7 @@ def prompt(server: LiveServer, **fields) -> str:
     return httpx.post(f"{server.url}/detokenize", json={"tokens": tokens}).json()["prompt"]
 
 
-def test_settings_reach_the_template_and_unknown_ones_change_nothing(thinking):
+def test_settings_reach_the_template_and_unknown_ones_nothing(thinking):
     def tokens(**kwargs):
         return num_prompt_tokens(thinking, extra_body={"chat_template_kwargs": kwargs})
 
@@ -60,7 +60,7 @@ def test_an_effort_is_for_templates_that_know_it(thinking, live):
 
 
 @pytest.mark.parametrize("reasoning", [{"effort": "low"}, {"summary": "auto"}, {"effort": None, "summary": "concise"}])
-def test_an_effort_of_a_response_is_for_templates_that_know_it_and_a_summary_for_none(thinking, live, reasoning):
+def test_response_effort_reaches_supporting_templates_only(thinking, live, reasoning):
     def response(server, **fields):
         return server.openai.responses.create(model="tiny", input="Hi", max_output_tokens=16, **fields)
 

@@ -142,7 +142,7 @@ def test_answers_have_allowed_tokens_and_no_bad_words(tiny, tokenizer):
     assert (refusal.status_code, refusal.json()["error"]["param"]) == (400, "allowed_token_ids")
 
 
-def test_stop_strings_are_part_of_the_text_where_asked_for(tiny):
+def test_stop_strings_join_the_text_on_request(tiny):
     text = complete(tiny, max_tokens=20)["choices"][0]["text"]
     stop = text[4:7]
     end = text.index(stop)

@@ -85,7 +85,7 @@ def test_several_calls_come_if_they_may(live):
         check_calls(answer.message.tool_calls)
 
 
-def test_a_model_that_need_not_call_may_say_something(live):
+def test_optional_call_leaves_room_for_text(live):
     [answer] = ask(live, temperature=0).choices
     assert answer.finish_reason == "stop"
     assert answer.message.content
@@ -100,7 +100,7 @@ def test_without_a_choice_to_call_tools_change_nothing(live):
     )
 
 
-def test_a_stream_has_each_call_once_and_its_arguments_in_pieces(either):
+def test_stream_has_each_call_once_in_pieces(either):
     fields = {"tool_choice": "required", "seed": 3, "parallel_tool_calls": False}
     chunks = list(ask(either, stream=True, **fields))
     deltas = [call for chunk in chunks for call in chunk.choices[0].delta.tool_calls or []]
@@ -124,7 +124,7 @@ def test_the_clients_own_stream_puts_calls_together(live):
     check_calls(message.tool_calls)
 
 
-def test_the_model_is_told_of_its_tools_however_short_the_question(either):
+def test_tools_are_told_even_with_short_questions(either):
     def num_prompt_tokens(**fields):
         return ask(either, max_tokens=1, **fields).usage.prompt_tokens
 
@@ -138,14 +138,14 @@ def test_a_call_that_is_cut_says_length(live):
     assert answer.finish_reason == "length"
 
 
-def test_each_of_n_answers_has_calls_of_its_own(live):
+def test_each_of_n_answers_has_its_own_calls(live):
     answers = ask(live, tool_choice=NAMED, n=3, seed=1).choices
     for answer in answers:
         check_calls(answer.message.tool_calls)
     assert len({answer.message.tool_calls[0].function.arguments for answer in answers}) == 3
 
 
-def test_an_answer_is_a_call_or_fits_its_schema(live):
+def test_answer_is_a_call_or_fits_its_schema(live):
     schema = {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"], "additionalProperties": False}
     wanted = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
     kinds = set()
@@ -169,7 +169,7 @@ def test_results_go_back_to_the_model(live):
     assert prompts[0] < prompts[1]
 
 
-def test_a_call_that_the_limit_cut_is_taken_back_with_its_result(live):
+def test_truncated_call_is_taken_back_with_its_result(live):
     answer = ask(live, tool_choice=NAMED, seed=1, max_tokens=60).choices[0]
     assert answer.finish_reason == "length"
     with pytest.raises(ValueError, match=r"Expecting|Unterminated|Invalid"):

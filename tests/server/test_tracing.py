@@ -50,7 +50,7 @@ def the_request(collector: Collector, number: int = 0):
     return collector.requests()[number]
 
 
-def test_a_request_is_a_span_with_what_it_asked_for_and_got_and_nothing_of_what_was_said(traced, collector):
+def test_request_span_has_settings_but_no_content(traced, collector):
     before = time.time_ns()
     response = traced.ask(
         messages=[{"role": "user", "content": SECRET}], max_tokens=5, ignore_eos=True, temperature=0.5, top_p=0.75,
@@ -104,7 +104,7 @@ def test_its_parts_follow_one_another_within_it(traced, collector):
     assert decode.end <= span.end
 
 
-def test_each_of_n_answers_has_parts_of_its_own(traced, collector):
+def test_each_of_n_answers_has_own_spans(traced, collector):
     traced.ask(n=2, max_tokens=3, ignore_eos=True)
     span = the_request(collector)
     assert span.attributes["gen_ai.request.choice.count"] == 2
@@ -125,7 +125,7 @@ def test_images_have_their_time_within_prefill(collector, tmp_path):
     assert (span.attributes["vlmserve.images"], span.attributes["vlmserve.images_encoded"]) == (1, 1)
 
 
-def test_a_request_goes_on_with_the_trace_that_it_names(traced, collector):
+def test_request_continues_the_named_trace(traced, collector):
     traced.post({"model": "tiny", "messages": QUESTION, "max_tokens": 1}, headers={"traceparent": TRACEPARENT})
     span = the_request(collector)
     assert (span.trace_id, span.parent_id) == (TRACE_ID, PARENT_ID)
@@ -135,7 +135,7 @@ def test_a_request_goes_on_with_the_trace_that_it_names(traced, collector):
     assert other.parent_id == ""
 
 
-def test_a_trace_that_its_caller_does_not_record_is_not_recorded(traced, collector):
+def test_unrecorded_callers_trace_is_not_recorded(traced, collector):
     unsampled = TRACEPARENT.removesuffix("01") + "00"
     traced.post({"model": "tiny", "messages": QUESTION, "max_tokens": 1}, headers={"traceparent": unsampled})
     traced.ask(max_tokens=1)
@@ -143,7 +143,7 @@ def test_a_trace_that_its_caller_does_not_record_is_not_recorded(traced, collect
     assert {span.trace_id for span in collector.spans} == {the_request(collector).trace_id}
 
 
-def test_completions_and_whatever_else_is_posted_have_names_of_their_own(traced, collector):
+def test_completions_and_other_posts_are_named(traced, collector):
     httpx.post(f"{traced.url}/v1/completions", json={"prompt": "a", "max_tokens": 1}, timeout=60)
     assert the_request(collector).name == "text_completion tiny"
     httpx.post(f"{traced.url}/tokenize", json={"prompt": "a"}, timeout=60)
@@ -156,7 +156,7 @@ def test_completions_and_whatever_else_is_posted_have_names_of_their_own(traced,
     assert the_request(collector, 3).name == "chat tiny"
 
 
-def test_what_a_client_asks_wrongly_has_a_type_and_is_no_failure_of_the_server(traced, collector):
+def test_client_error_span_has_a_type(traced, collector):
     traced.ask(temperature=-1)
     span = the_request(collector)
     assert (span.name, span.status) == ("POST /v1/chat/completions", "")
@@ -166,7 +166,7 @@ def test_what_a_client_asks_wrongly_has_a_type_and_is_no_failure_of_the_server(t
     assert [part.name for part in collector.parts(broken)] == ["media"], "preparing took its time, too"
 
 
-def test_a_client_that_leaves_ends_its_span_with_an_error(folder, collector):
+def test_leaving_client_ends_its_span_with_error(folder, collector):
     settings = {"otlp_traces_endpoint": collector.url, "shutdown_grace": 0.2}
     with LiveServer(folder, engine={"mock_tpot": 0.02}, server=settings) as server:
         with stream_lines(server.url, {"messages": QUESTION, "ignore_eos": True, "max_tokens": 400}) as lines:
@@ -179,7 +179,7 @@ def test_a_client_that_leaves_ends_its_span_with_an_error(folder, collector):
     assert [part.name for part in collector.parts(span)] == ["media", "queue", "prefill", "decode"]
 
 
-def test_a_stream_that_the_engine_leaves_ends_its_span_with_an_error(folder, collector):
+def test_abandoned_stream_ends_its_span_with_error(folder, collector):
     settings = {"otlp_traces_endpoint": collector.url}
     with LiveServer(folder, engine={"mock_tpot": 0.02}, server=settings, process=True) as server:
         with stream_lines(server.url, {"messages": QUESTION, "ignore_eos": True, "max_tokens": 400}) as lines:
@@ -205,7 +205,7 @@ def test_what_opentelemetry_lets_users_set_counts(folder, collector, monkeypatch
     assert (span.resource["service.name"], span.resource["deployment.environment"]) == ("eyes", "test")
 
 
-def test_what_is_left_is_sent_when_the_server_closes(folder, monkeypatch):
+def test_pending_spans_are_sent_at_shutdown(folder, monkeypatch):
     monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "3600000")
     with Collector() as collector:
         with LiveServer(folder, server={"otlp_traces_endpoint": collector.url}) as server:
@@ -216,7 +216,7 @@ def test_what_is_left_is_sent_when_the_server_closes(folder, monkeypatch):
         assert collector.requests()[0].resource["service.name"] == "vlmserve"
 
 
-def test_a_collector_that_is_away_costs_one_warning_and_a_word_when_it_is_back(folder, monkeypatch, caplog):
+def test_absent_collector_costs_one_warning_until_back(folder, monkeypatch, caplog):
     monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "20")
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "0.05")
     caplog.set_level("INFO", logger="vlmserve.server.tracing")
@@ -256,7 +256,7 @@ def test_without_the_flag_nothing_of_opentelemetry_is_loaded(folder):
     assert done.stdout.strip() == "[]"
 
 
-def test_without_the_packages_an_error_says_what_to_install(monkeypatch):
+def test_missing_packages_error_says_what_to_install(monkeypatch):
     monkeypatch.delitem(sys.modules, "vlmserve.server.tracing", raising=False)
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
     with pytest.raises(ConfigurationError, match=r"pip install 'vlmserve\[otel\]'"):

@@ -43,7 +43,7 @@ def calls(*ids_and_arguments: tuple[str, str]) -> list[dict[str, Any]]:
     ]
 
 
-def test_an_answers_text_and_calls_are_one_message_and_results_follow() -> None:
+def test_text_and_calls_are_one_message_before_results() -> None:
     assert Turns("Hi.", BEFORE, NEW).messages == [
         {"role": "system", "content": "Hi."},
         {"role": "user", "content": [SHOWN]},

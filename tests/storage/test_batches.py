@@ -80,7 +80,7 @@ def test_results_become_files_in_the_order_of_rows(store, clock):
     assert store.batches.claim("one", 10, 4) == []
 
 
-def test_what_was_cancelled_says_so_to_who_works_on_it(store):
+def test_cancelled_batch_tells_its_worker(store):
     make(store)
     store.batches.claim("one", 10, 4)
     store.batches.begin("one", "b", 2, None)
@@ -93,7 +93,7 @@ def test_what_was_cancelled_says_so_to_who_works_on_it(store):
         store.batches.cancel("", "b")
 
 
-def test_an_owner_sees_only_its_own_and_has_a_limit(store):
+def test_owner_sees_only_its_own_within_a_limit(store):
     make(store, "a", owner="x")
     make(store, "b", owner="y")
     for method in (store.batches.get, store.batches.cancel):
@@ -133,7 +133,7 @@ def test_requests_are_kept_as_long_as_the_batch(store, open_store, clock):
     assert count(store, blobs) == 0
 
 
-def test_unfinished_batches_are_not_old_before_their_window_has_ended(store, open_store, clock):
+def test_unfinished_batches_last_until_their_window_ends(store, open_store, clock):
     make(store, seconds=500)
     store.batches.claim("one", 10, 4)
     store.batches.begin("one", "b", 2, None)
@@ -147,7 +147,7 @@ def test_unfinished_batches_are_not_old_before_their_window_has_ended(store, ope
     assert (count(store, batch_results), count(store, blobs)) == (0, 0)
 
 
-def test_a_batch_whose_answers_find_no_room_has_not_ended(store, open_store):
+def test_batch_with_unstorable_answers_has_not_ended(store, open_store):
     make(store)
     small = open_store(max_stored_bytes=len(REQUESTS) + 5)
     small.batches.claim("one", 10, 4)

@@ -41,7 +41,7 @@ def fill(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("size", [MB // 4, 6 * MB])
-def test_files_can_be_deleted_on_a_full_disk_which_makes_space(disk: Path, size: int) -> None:
+def test_deleting_files_frees_a_full_disk(disk: Path, size: int) -> None:
     database = Database(f"sqlite:///{disk / 'history.db'}", 2)
     files = Files(database, time.time, 100 * MB)
 

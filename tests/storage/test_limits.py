@@ -20,7 +20,7 @@ def test_what_was_taken_comes_back_evenly(store, clock):
     assert take([]) == {}
 
 
-def test_a_clock_that_is_behind_takes_nothing_back_twice(store, clock):
+def test_slow_clock_returns_nothing_twice(store, clock):
     store.limits.take([Taken("a", 60, 50)])
     clock.now += 10
     assert store.limits.take([Taken("a", 60, 0)]) == {"a": 40}
@@ -57,7 +57,7 @@ def test_servers_have_what_others_leave_of_the_places(store, clock):
     assert hold("one", [], 10) == {}
 
 
-def test_servers_that_come_at_once_never_have_too_many_places(open_store):
+def test_concurrent_servers_never_exceed_the_slots(open_store):
     stores = [open_store() for _ in range(2)]
 
     def hold(number: int) -> int:

@@ -25,7 +25,7 @@ def test_any_value_comes_back_as_it_was(value):
     assert unpack(body, blobs) == value
 
 
-def test_equal_images_are_one_blob_and_none_of_it_is_left_in_the_text():
+def test_equal_images_become_one_blob_outside_text():
     data = bytes(range(256))
     url = "data:image/jpeg;base64," + base64.b64encode(data).decode()
     body, blobs = pack({"a": [url, url], "b": url})
@@ -33,6 +33,6 @@ def test_equal_images_are_one_blob_and_none_of_it_is_left_in_the_text():
     assert base64.b64encode(data).decode() not in body
 
 
-def test_what_is_not_written_as_everybody_writes_it_stays_text():
+def test_unusual_image_spelling_stays_text():
     for url in ("data:image/png;base64,QR==", "data:image/png;base64,Q\nQ==", "data:text/plain,hello"):
         assert pack(url)[1] == {}

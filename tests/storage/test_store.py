@@ -57,7 +57,7 @@ def history(store: Store, name: str, owner: str = "") -> list[str]:
     return texts(store.responses.unpack(store.responses.history(owner, name)))
 
 
-def test_a_failed_response_is_kept_beside_its_conversation_and_replaces_none(store):
+def test_failed_response_is_kept_beside_its_conversation(store):
     store.conversations.create("", "c", {}, [])
     answer(store, "a", conversation="c")
     for name in ("a", "b"):
@@ -71,7 +71,7 @@ def test_a_failed_response_is_kept_beside_its_conversation_and_replaces_none(sto
     assert count(store, items) == count(store, blobs) == 0
 
 
-def test_a_conversation_keeps_its_items_in_order_and_pages_through_them(store):
+def test_conversation_pages_through_ordered_items(store):
     new = [item(f"item {number}") for number in range(7)]
     made = store.conversations.create("", "conv", {"topic": "shapes"}, new[:3])
     store.conversations.add("", "conv", new[3:])
@@ -88,7 +88,7 @@ def test_a_conversation_keeps_its_items_in_order_and_pages_through_them(store):
         assert ids == [entry.id for entry in (new if ascending else new[::-1])]
 
 
-def test_a_page_ends_early_when_its_images_are_large_but_always_moves_on(store):
+def test_page_ends_early_with_large_images_but_advances(store):
     new = [item(f"item {number}", image(f"image {number}", 3000)) for number in range(4)]
     store.conversations.create("", "conv", {}, new)
     listed, has_more = store.conversations.items("", "conv", ALL, 9000)
@@ -99,7 +99,7 @@ def test_a_page_ends_early_when_its_images_are_large_but_always_moves_on(store):
     assert (len(listed), has_more) == (1, False)
 
 
-def test_a_cursor_that_is_not_in_the_list_is_the_clients_fault(store):
+def test_unknown_cursor_is_the_clients_fault(store):
     store.conversations.create("", "conv", {}, [item("one")])
     store.conversations.create("", "other", {}, [other := item("two")])
     for after in ("nothing", other.id, "nul\0"):
@@ -123,7 +123,7 @@ def test_responses_that_follow_each_other_have_one_history(store):
     assert shown[0]["content"][0]["image_url"] == image("red")
 
 
-def test_a_deleted_response_is_gone_and_named_to_those_who_follow_it(store):
+def test_deleted_response_is_named_to_its_followers(store):
     answer(store, "a")
     answer(store, "b", "a")
     store.responses.delete("", "a")
@@ -135,7 +135,7 @@ def test_a_deleted_response_is_gone_and_named_to_those_who_follow_it(store):
             method("", "a")
 
 
-def test_a_response_brings_its_turn_to_a_conversation_and_the_turn_outlives_it(store):
+def test_response_turn_outlives_the_response(store):
     store.conversations.create("", "conv", {}, [item("hello")])
     answer(store, "a", conversation="conv")
     stored = store.conversations.all_items("", "conv")
@@ -146,7 +146,7 @@ def test_a_response_brings_its_turn_to_a_conversation_and_the_turn_outlives_it(s
     assert len(store.conversations.all_items("", "conv")) == 3
 
 
-def test_a_conversation_goes_with_its_items_and_the_responses_made_in_it(store):
+def test_conversation_takes_items_and_responses_along(store):
     store.conversations.create("", "conv", {}, [item("hello", image("red"))])
     answer(store, "a", conversation="conv", images=[image("blue")])
     answer(store, "b", images=[image("blue")])
@@ -159,7 +159,7 @@ def test_a_conversation_goes_with_its_items_and_the_responses_made_in_it(store):
     assert (count(store, items), count(store, blobs), total(store)) == (0, 0, 0)
 
 
-def test_an_item_that_is_deleted_is_deleted_from_its_response_too(store):
+def test_deleted_item_leaves_its_response_too(store):
     store.conversations.create("", "conv", {}, [])
     answer(store, "a", conversation="conv", images=[image("red")])
     question, reply = store.conversations.all_items("", "conv")
@@ -172,7 +172,7 @@ def test_an_item_that_is_deleted_is_deleted_from_its_response_too(store):
             method("", "conv", question.id)
 
 
-def test_nothing_of_a_turn_is_kept_when_its_conversation_is_gone(store):
+def test_deleted_conversation_keeps_nothing_of_a_turn(store):
     with pytest.raises(NotFoundError):
         answer(store, "a", conversation="gone", images=[image("red")])
     assert (count(store, items), count(store, blobs)) == (0, 0)
@@ -180,7 +180,7 @@ def test_nothing_of_a_turn_is_kept_when_its_conversation_is_gone(store):
         store.responses.get("", "a")
 
 
-def test_equal_content_is_stored_once_and_goes_with_the_last_that_has_it(store):
+def test_equal_content_is_stored_once_until_unused(store):
     data = b"image" * 100
     url = "data:image/png;base64," + base64.b64encode(data).decode()
     store.files.create("me", "file-1", data, "a.png", "vision", "image/png", None)
@@ -241,7 +241,7 @@ def test_nobody_sees_or_touches_what_is_somebody_elses(store):
     assert len(store.conversations.all_items("me", "conv")) == 1
 
 
-def test_turns_that_end_at_the_same_time_are_all_kept_and_each_stands_together(store):
+def test_concurrent_turns_are_all_kept_together(store):
     store.conversations.create("", "conv", {}, [])
     start = threading.Barrier(4)
 
@@ -261,7 +261,7 @@ def test_turns_that_end_at_the_same_time_are_all_kept_and_each_stands_together(s
         assert own == list(range(10))
 
 
-def test_equal_images_survive_others_that_are_deleted_at_the_same_time(store):
+def test_equal_images_survive_concurrent_deletion(store):
     start = threading.Barrier(4)
 
     def write_and_delete(writer: int) -> None:
@@ -277,7 +277,7 @@ def test_equal_images_survive_others_that_are_deleted_at_the_same_time(store):
     assert (count(store, items), count(store, blobs)) == (0, 0)
 
 
-def test_what_was_not_used_for_too_long_is_deleted(open_store, clock):
+def test_long_unused_content_is_deleted(open_store, clock):
     store = open_store(storage_max_age=100)
     answer(store, "a")
     answer(store, "old", images=[image("red")])
@@ -302,7 +302,7 @@ def test_what_was_not_used_for_too_long_is_deleted(open_store, clock):
     assert total(store) == 0
 
 
-def test_a_file_that_expires_is_gone_at_once_and_deleted_later(store, clock):
+def test_expired_file_is_gone_at_once(store, clock):
     store.files.create("", "file-1", b"1", "a.png", "vision", "image/png", 3600)
     clock.now += 3599
     assert store.files.get("", "file-1").expires_at == clock.now + 1
@@ -315,7 +315,7 @@ def test_a_file_that_expires_is_gone_at_once_and_deleted_later(store, clock):
     assert count(store, blobs) == 0
 
 
-def test_the_oldest_goes_first_when_there_is_too_much(open_store, clock):
+def test_oldest_goes_first_when_full(open_store, clock):
     store = open_store(storage_max_bytes=10_000)
     for number in range(50):
         answer(store, f"r{number}", images=[image(f"image {number}", 900)])
@@ -340,7 +340,7 @@ def test_without_bounds_nothing_is_deleted(open_store, clock):
     assert store.retention.sweep() == 0
 
 
-def test_what_finds_no_room_is_refused_and_leaves_nothing(open_store):
+def test_oversized_content_is_rejected_leaving_nothing(open_store):
     store = open_store(max_stored_bytes=2500)
     store.files.create("", "file-1", b"1" * 2000, "a.png", "vision", "image/png", None)
     for refused in (
@@ -364,7 +364,7 @@ def test_all_is_there_after_closing_and_opening_again(open_store):
     assert history(open_store(), "a") == ["question a", "answer a"]
 
 
-def test_an_older_database_is_brought_up_to_date_with_what_it_holds(store):
+def test_older_database_is_migrated_with_its_content(store):
     answer(store, "a")
 
     def add_column(connection):
@@ -399,7 +399,7 @@ def test_a_database_of_a_later_version_is_refused(store, url, open_store):
         open_store()
 
 
-def test_several_servers_may_open_a_new_database_at_once(url, clock):
+def test_several_servers_may_open_a_new_database(url, clock):
     with ThreadPoolExecutor(3) as pool:
         stores = list(pool.map(lambda _: Store(url, ServerConfig(), clock), range(3)))
     answer(stores[0], "a")
@@ -408,7 +408,7 @@ def test_several_servers_may_open_a_new_database_at_once(url, clock):
         store.close()
 
 
-def test_a_setting_that_another_one_is_making_is_made_again(monkeypatch):
+def test_concurrently_made_setting_is_retried(monkeypatch):
     tried = []
 
     class Cursor:
@@ -427,14 +427,14 @@ def test_a_setting_that_another_one_is_making_is_made_again(monkeypatch):
         database_module._set_sqlite(Cursor(), "PRAGMA x")
 
 
-def test_names_that_no_database_takes_are_names_of_nothing(store):
+def test_unstorable_names_name_nothing(store):
     for name in ("nul\0", "\udc80", "x" * 5000, "'; DROP TABLE items; --"):
         for find in (store.responses.get, store.conversations.get, store.files.get):
             with pytest.raises(NotFoundError):
                 find("", name)
 
 
-async def test_work_that_is_too_much_is_refused_and_goes_on_later(store, monkeypatch):
+async def test_excess_work_is_rejected_and_resumes_later(store, monkeypatch):
     gate = threading.Event()
     waiting = [asyncio.ensure_future(store.run(gate.wait)) for _ in range(store_module._MAX_PENDING + 1)]
     await asyncio.sleep(0)
@@ -457,7 +457,7 @@ def test_the_sweeper_deletes_by_itself(open_store, clock):
     assert count(store, items) == 0
 
 
-def test_what_is_deleted_leaves_no_trace_in_the_file(tmp_path, clock):
+def test_deleted_content_leaves_no_trace_on_disk(tmp_path, clock):
     path = tmp_path / "history.db"
     store = Store(f"sqlite:///{path}", ServerConfig(storage_max_age=10), clock)
     secret = "a word that stands nowhere else"
@@ -478,7 +478,7 @@ def test_what_is_deleted_leaves_no_trace_in_the_file(tmp_path, clock):
     assert len(left) < large / 2
 
 
-def test_memory_is_a_store_that_ends_with_the_server():
+def test_memory_store_ends_with_the_server():
     store = open_configured_store(ServerConfig(storage_url="memory"))
     assert store is not None
     answer(store, "a", images=[image("red")])
@@ -511,13 +511,13 @@ def test_settings_choose_the_store(tmp_path, monkeypatch, caplog):
         ({"storage_path": "/tmp/a.db", "storage_url": "memory"}, "give one of them"),
     ],
 )
-def test_a_store_that_cannot_be_opened_is_a_wrong_setting(settings, message):
+def test_unopenable_store_is_a_wrong_setting(settings, message):
     with pytest.raises(ConfigurationError, match=message) as caught:
         open_configured_store(ServerConfig(**settings))
     assert "secret" not in str(caught.value)
 
 
-def test_a_file_that_is_no_database_is_a_wrong_setting(tmp_path):
+def test_non_database_file_is_a_wrong_setting(tmp_path):
     path = tmp_path / "notes.txt"
     path.write_text("Dear diary, " * 1000)
     with pytest.raises(ConfigurationError, match="cannot be opened"):

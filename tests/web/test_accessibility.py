@@ -64,7 +64,7 @@ def violations(page: Page) -> list[str]:
 
 
 @pytest.mark.parametrize(("scheme", "size"), [("light", None), ("dark", PHONE)])
-def test_axe_finds_nothing_wrong_with_any_view_and_nothing_is_wider_than_the_screen(pixie, visit, scheme, size):
+def test_axe_finds_no_fault_in_any_view(pixie, visit, scheme, size):
     page = visit(
         pixie,
         color_scheme=scheme,

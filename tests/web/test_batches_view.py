@@ -39,7 +39,7 @@ def start(page: Page, name: str, content: bytes) -> Locator:
     return page.locator(".panel").filter(has_text=name)
 
 
-def test_a_batch_is_started_and_its_answers_and_errors_are_saved(pixie, visit, tmp_path: Path):
+def test_batch_is_started_and_results_are_saved(pixie, visit, tmp_path: Path):
     page = visit(pixie)
     page.get_by_role("link", name="Batches").click()
     rows = requests(3).splitlines()
@@ -65,7 +65,7 @@ def test_without_batches_it_says_so(pixie, visit):
     expect(page.get_by_text("There is no batch yet.")).to_be_visible()
 
 
-def test_a_file_that_is_no_batch_says_which_of_its_lines_are_wrong(pixie, visit):
+def test_invalid_batch_file_shows_its_wrong_lines(pixie, visit):
     page = visit(pixie, "/#/batches")
     job = start(page, "wrong.jsonl", requests(1) + b"{}\n" * 7)
     expect(job).to_contain_text("Failed")
@@ -73,7 +73,7 @@ def test_a_file_that_is_no_batch_says_which_of_its_lines_are_wrong(pixie, visit)
     expect(job).to_contain_text("and 2 more")
 
 
-def test_a_file_that_the_server_refuses_leaves_nothing_there(pixie, visit):
+def test_file_rejected_by_the_server_leaves_nothing(pixie, visit):
     page = visit(pixie, "/#/batches", complains="400")
     page.route("**/v1/batches", lambda route: route.fulfill(status=400, json={"error": {"message": "No such luck"}}))
     before = len(httpx.get(f"{pixie.url}/v1/files", timeout=60).json()["data"])
@@ -97,7 +97,7 @@ def test_progress_is_shown_and_a_batch_is_cancelled(slow, visit):
     expect(job.get_by_role("button", name="Save answers")).to_be_visible()
 
 
-def test_more_than_twenty_are_shown_when_they_are_asked_for(slow, visit):
+def test_more_than_twenty_are_shown_on_request(slow, visit):
     with httpx.Client(base_url=f"{slow.url}/v1", timeout=60) as client:
         files = {"file": ("one.jsonl", requests(1, max_tokens=1), "application/jsonl")}
         file = client.post("/files", data={"purpose": "batch"}, files=files).json()["id"]

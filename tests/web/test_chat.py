@@ -52,7 +52,7 @@ def webm(colours: Sequence[tuple[int, int, int]]) -> bytes:
     return file.getvalue()
 
 
-def test_a_newcomer_gets_a_right_answer_about_their_drawing_in_three_actions(pixie, visit):
+def test_newcomer_gets_an_answer_in_three_actions(pixie, visit):
     page = visit(pixie)
     page.get_by_role("button", name="Draw").click()
     stamp(page, 0.5, 0.5)
@@ -60,7 +60,7 @@ def test_a_newcomer_gets_a_right_answer_about_their_drawing_in_three_actions(pix
     assert answer_of(page, 0) == "a red circle"
 
 
-def test_an_area_that_is_drawn_by_hand_is_seen(pixie, visit):
+def test_hand_drawn_area_is_seen(pixie, visit):
     page = visit(pixie)
     page.get_by_role("button", name="Draw").click()
     page.get_by_role("button", name="Filled area by hand").click()
@@ -77,7 +77,7 @@ def test_an_area_that_is_drawn_by_hand_is_seen(pixie, visit):
     assert answer_of(page, 0) == "a green square"
 
 
-def test_a_drawing_can_be_made_by_keyboard_undone_and_asked_something_else(pixie, visit):
+def test_drawing_works_by_keyboard_with_undo(pixie, visit):
     page = visit(pixie)
     page.get_by_label("Question", exact=True).blur()
     page.keyboard.press("d")
@@ -99,7 +99,7 @@ def test_a_drawing_can_be_made_by_keyboard_undone_and_asked_something_else(pixie
     assert answer_of(page, 0) == "red"
 
 
-def test_several_images_are_chosen_pasted_and_dropped_and_removed_again(pixie, visit):
+def test_images_are_chosen_pasted_dropped_and_removed(pixie, visit):
     page = visit(pixie)
     add(page, SHAPES)
     for kind, name, target in (("paste", "pasted.png", "clipboardData"), ("drop", "dropped.png", "dataTransfer")):
@@ -121,7 +121,7 @@ def test_several_images_are_chosen_pasted_and_dropped_and_removed_again(pixie, v
     assert answer_of(page, 0) == "a blue square"
 
 
-def test_a_question_is_edited_answered_again_and_kept_over_a_reload(pixie, visit):
+def test_edited_question_is_answered_and_survives_reload(pixie, visit):
     page = visit(pixie)
     ask(page, "What colour is the circle?", SHAPES)
     assert answer_of(page, 0) == "red"
@@ -143,7 +143,7 @@ def test_a_question_is_edited_answered_again_and_kept_over_a_reload(pixie, visit
     expect(page.locator(".turn.question img")).to_have_js_property("naturalWidth", 288)
 
 
-def test_conversations_are_side_by_side_and_can_be_renamed_and_deleted(pixie, visit):
+def test_conversations_can_be_renamed_and_deleted(pixie, visit):
     page = visit(pixie)
     ask(page, "What colour is the circle?", SHAPES)
     answer_of(page, 0)
@@ -166,7 +166,7 @@ def test_conversations_are_side_by_side_and_can_be_renamed_and_deleted(pixie, vi
     assert answer_of(page, 0) == "red"
 
 
-def test_a_long_conversation_is_opened_at_its_end_and_follows_what_comes(pixie, visit):
+def test_long_conversation_opens_at_its_end(pixie, visit):
     page = visit(pixie, viewport={"width": 800, "height": 500})
     answering(page, events("a ", "short ", "answer"))
     for number in range(2):
@@ -200,7 +200,7 @@ def keep_on_server(page: Page) -> None:
     page.get_by_role("button", name="Done").click()
 
 
-def test_a_conversation_is_kept_on_the_server_and_opened_elsewhere(pixie, visit):
+def test_conversation_is_stored_and_opened_elsewhere(pixie, visit):
     before = files_of(pixie)
     page = visit(pixie)
     keep_on_server(page)
@@ -234,7 +234,7 @@ def test_a_conversation_is_kept_on_the_server_and_opened_elsewhere(pixie, visit)
     wait_until(lambda: files_of(pixie) == before)
 
 
-def test_a_document_is_asked_about_by_its_pages_and_kept(pixie, visit):
+def test_document_is_asked_about_by_pages(pixie, visit):
     page = visit(pixie)
     add(page, DOCUMENT)
     page.get_by_label("Pages of shapes.pdf").fill("2")
@@ -253,7 +253,7 @@ def test_a_document_is_asked_about_by_its_pages_and_kept(pixie, visit):
     assert Path(saved.value.path()).read_bytes() == DOCUMENT.read_bytes()
 
 
-def test_a_document_is_kept_on_the_server_and_shown_elsewhere(pixie, visit):
+def test_document_is_stored_and_shown_elsewhere(pixie, visit):
     before = files_of(pixie)
     page = visit(pixie)
     keep_on_server(page)
@@ -269,7 +269,7 @@ def test_a_document_is_kept_on_the_server_and_shown_elsewhere(pixie, visit):
     wait_until(lambda: files_of(pixie) == before)
 
 
-def test_a_video_is_played_on_the_page_and_sent(pixie, visit):
+def test_video_plays_on_the_page_and_is_sent(pixie, visit):
     page = visit(pixie)
     answering(page, events("a red square moves"))
     video = webm([(255, 0, 0), (0, 0, 255)])
@@ -295,7 +295,7 @@ def test_files_that_no_model_reads_are_told_of(pixie, visit):
     expect(page.locator(".ask .problem")).to_contain_text("Images, PDF and TIFF documents, and videos")
 
 
-def test_an_answer_is_stopped_and_what_had_come_stays(slow, visit):
+def test_stopped_answer_keeps_what_had_come(slow, visit):
     page = visit(slow)
     ask(page, "Tell me a story")
     words = page.locator(".turn.answer .markdown")
@@ -309,7 +309,7 @@ def test_an_answer_is_stopped_and_what_had_come_stays(slow, visit):
     expect(words).to_have_text(text)
 
 
-def test_a_stopped_answer_is_kept_on_the_server_as_well(slow, visit):
+def test_stopped_answer_is_kept_on_the_server(slow, visit):
     page = visit(slow)
     keep_on_server(page)
     ask(page, "Tell me a story")
@@ -321,7 +321,7 @@ def test_a_stopped_answer_is_kept_on_the_server_as_well(slow, visit):
     assert (question, answer.strip()) == ("Tell me a story", text)
 
 
-def test_an_image_that_is_too_large_is_refused_kindly_and_can_be_left_out(pixie, visit):
+def test_oversized_image_is_rejected_kindly(pixie, visit):
     noise = np.random.default_rng(0).integers(0, 256, (400, 400, 3), np.uint8)
     file = io.BytesIO()
     Image.fromarray(noise).save(file, "PNG")
@@ -335,7 +335,7 @@ def test_an_image_that_is_too_large_is_refused_kindly_and_can_be_left_out(pixie,
     assert answer_of(page, 0) == "red"
 
 
-def test_a_file_that_is_no_image_is_told_of(pixie, visit):
+def test_non_image_file_is_reported(pixie, visit):
     page = visit(pixie, complains="400")
     ask(page, "What is it?", {"name": "broken.png", "mimeType": "image/png", "buffer": b"nothing of that kind"})
     expect(page.locator(".turn .problem")).to_contain_text("The request was refused")
@@ -352,7 +352,7 @@ def test_while_the_server_is_away_nothing_is_lost(pixie, visit):
     assert answer_of(page, 0) == "red"
 
 
-def test_a_stream_that_breaks_off_shows_what_had_come(pixie, visit):
+def test_broken_stream_shows_what_had_come(pixie, visit):
     page = visit(pixie)
     answering(page, events("half an", " answer", end=""))
     ask(page, "What colour is the circle?", SHAPES)
@@ -360,7 +360,7 @@ def test_a_stream_that_breaks_off_shows_what_had_come(pixie, visit):
     assert answer_of(page, 0) == "half an answer"
 
 
-def test_an_error_in_the_middle_of_a_stream_is_told(pixie, visit):
+def test_mid_stream_error_is_reported(pixie, visit):
     page = visit(pixie)
     failed = {"error": {"message": "The engine gave up", "code": "generation_failed"}}
     answering(page, events("half", end=f"data: {json.dumps(failed)}\n\n").replace('"finish_reason": "stop"', '"x": 0'))
@@ -368,7 +368,7 @@ def test_an_error_in_the_middle_of_a_stream_is_told(pixie, visit):
     expect(page.locator(".turn .problem")).to_contain_text("The engine gave up")
 
 
-def test_a_question_to_a_server_that_loads_is_sent_as_soon_as_it_is_ready(pixie, visit):
+def test_question_waits_for_a_loading_server(pixie, visit):
     page = visit(pixie, complains="503")
     asked = 0
 
@@ -398,7 +398,7 @@ def test_an_overloaded_server_asks_for_patience(pixie, visit):
     expect(page.locator(".turn .problem")).to_contain_text("7 s")
 
 
-def test_a_server_with_keys_asks_for_one_until_it_is_right(folder_with_keys, visit):
+def test_server_asks_for_a_key_until_right(folder_with_keys, visit):
     page = visit(folder_with_keys, complains="401")
     dialog = page.get_by_role("dialog")
     expect(dialog).to_contain_text("needs an API key")
@@ -425,7 +425,7 @@ def folder_with_keys(tmp_path_factory):
         yield server
 
 
-def test_markdown_is_shown_and_code_copied_but_nothing_is_loaded_from_elsewhere(pixie, visit):
+def test_markdown_renders_without_loading_remote_content(pixie, visit):
     page = visit(pixie)
     page.context.grant_permissions(["clipboard-read", "clipboard-write"])
     text = (
@@ -454,7 +454,7 @@ INVOICE = {
 
 
 @pytest.mark.parametrize("text", ["Here:\n\n```json\n{}\n```", "{}"], ids=["in code", "alone"])
-def test_json_is_shown_as_a_table_and_as_text(pixie, visit, text):
+def test_json_is_shown_as_table_and_text(pixie, visit, text):
     page = visit(pixie)
     answering(page, events(*re.findall(r".{1,9}", text.replace("{}", json.dumps(INVOICE, indent=1)), re.DOTALL)))
     ask(page, "Anything")
@@ -501,7 +501,7 @@ def test_boxes_and_points_are_drawn_on_the_image(pixie, visit):
     expect(marked).to_have_count(2)
 
 
-def test_boxes_in_pixels_of_what_the_model_saw_are_drawn_where_they_belong(pixie, visit):
+def test_pixel_boxes_are_drawn_where_they_belong(pixie, visit):
     page = visit(pixie)
     found = json.dumps({"bbox_2d": [50, 100, 200, 200], "label": "middle"})
     before = {"width": 9, "height": 9, "model_width": 9, "model_height": 9, "box": None, "tokens": 4}
@@ -527,7 +527,7 @@ def adapted(tmp_path_factory):
         yield server
 
 
-def test_adapters_are_chosen_beside_the_model_and_named_below_their_answers(adapted, visit):
+def test_adapters_are_chosen_and_named_with_answers(adapted, visit):
     page = visit(adapted)
     page.get_by_role("button", name="Settings").click()
     page.get_by_label("Longest answer").fill("3")

@@ -15,7 +15,7 @@ pytest.importorskip("playwright.sync_api", reason="playwright is not installed: 
 from playwright.sync_api import expect
 
 
-def test_it_shows_requests_while_they_run_and_the_blocks_that_they_hold(slow, visit):
+def test_running_requests_and_their_blocks_are_shown(slow, visit):
     page = visit(slow, "/#/live")
     running = page.locator(".tiles .panel").filter(has_text="Running").locator("b")
     expect(running).to_have_text("0")
@@ -32,7 +32,7 @@ def test_it_shows_requests_while_they_run_and_the_blocks_that_they_hold(slow, vi
     expect(latency).to_contain_text(re.compile(r"\d m?s"))
 
 
-def test_the_map_is_painted_in_the_colours_of_its_legend(slow, visit):
+def test_map_uses_the_colours_of_its_legend(slow, visit):
     page = visit(slow, "/#/live")
     with stream_lines(slow.url, {"messages": QUESTION, "ignore_eos": True, "max_tokens": 400}) as lines:
         next(lines)
@@ -50,7 +50,7 @@ def test_the_map_is_painted_in_the_colours_of_its_legend(slow, visit):
     assert len(colours) >= 2  # free, and at least one that is not
 
 
-def test_when_the_server_is_gone_it_says_so_and_shows_what_was_before(slow, visit):
+def test_gone_server_is_reported_with_earlier_figures(slow, visit):
     page = visit(slow, "/#/live", complains="net::ERR_FAILED")
     page.locator(".tiles").wait_for()
     page.route("**/live", lambda route: route.abort())
@@ -60,7 +60,7 @@ def test_when_the_server_is_gone_it_says_so_and_shows_what_was_before(slow, visi
     expect(page.get_by_role("alert")).to_have_count(0)
 
 
-def test_if_its_files_are_gone_since_the_server_is_another_one_it_says_what_to_do(slow, visit):
+def test_missing_files_of_a_new_server_are_explained(slow, visit):
     page = visit(slow, complains="ERR_FAILED|dynamically imported")
     page.route("**/assets/live-*.js", lambda route: route.abort())
     page.get_by_role("link", name="Live").click()
@@ -74,7 +74,7 @@ def test_if_its_files_are_gone_since_the_server_is_another_one_it_says_what_to_d
     ("status", "words"),
     [("loading", "The model is loading"), ("dead", "The engine has crashed"), ("asleep", "first request")],
 )
-def test_without_an_engine_it_says_why_and_shows_no_figures(slow, visit, status, words):
+def test_view_without_an_engine_says_why(slow, visit, status, words):
     page = visit(slow)
     nothing = {"count": 0, "p50": None, "p90": None, "p99": None}
     latencies = {kind: {"60": nothing, "300": nothing} for kind in ("ttft", "tpot", "e2e")}
@@ -92,7 +92,7 @@ def cluster(tmp_path_factory):
         yield running
 
 
-def test_the_workers_of_a_cluster_are_listed_and_each_is_shown_by_itself(cluster, visit):
+def test_each_worker_of_a_cluster_is_shown(cluster, visit):
     page = visit(cluster, "/#/live", complains="404")
     expect(page.get_by_role("heading", name="The cluster, live")).to_be_visible()
     expect(page.get_by_role("heading", name="2 workers")).to_be_visible()
@@ -118,7 +118,7 @@ def test_the_workers_of_a_cluster_are_listed_and_each_is_shown_by_itself(cluster
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
 
 
-def test_a_worker_that_has_left_is_shown_no_longer(cluster, visit):
+def test_worker_that_left_is_shown_no_longer(cluster, visit):
     page = visit(cluster, "/#/live", complains="404")
     page.get_by_role("button", name="worker-1").click()
     expect(page.get_by_role("heading", name="Worker worker-1, live")).to_be_visible()

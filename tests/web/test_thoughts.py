@@ -44,7 +44,7 @@ def check(page: Page, index: int, thoughts: str, text: str) -> None:
     expect(shown).to_be_visible()
 
 
-def test_thoughts_are_folded_above_an_answer_and_are_there_after_a_reload(thinker, visit):
+def test_reasoning_is_folded_and_survives_a_reload(thinker, visit):
     page = visit(thinker)
     ask(page, "What is there?")
     check(page, 0, *expected(thinker, "What is there?"))
@@ -55,7 +55,7 @@ def test_thoughts_are_folded_above_an_answer_and_are_there_after_a_reload(thinke
     expect(page.get_by_text("Thoughts", exact=True)).to_have_count(2)
 
 
-def test_a_server_keeps_thoughts_and_forgets_them_with_their_answer(thinker, visit):
+def test_server_stores_reasoning_with_its_answer(thinker, visit):
     page = visit(thinker)
     keep_on_server(page)
     ask(page, "What is there?")
