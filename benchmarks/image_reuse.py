@@ -102,7 +102,7 @@ class Bench:
         )
         media = MediaConfig() if caches else MediaConfig(image_cache_memory=0)
         engine = Engine.from_model(config, self.model)
-        for layer in engine._runner._kv.layers:
+        for layer in engine.runner._kv.layers:
             layer.keys.zero_()
             layer.values.zero_()
         return engine, RequestPreparer(self.folder, media)

@@ -17,7 +17,7 @@ def chat_at_once(llm: LLM, conversations: Sequence[Any], params: SamplingParams)
     """The token ids of the answers."""
     answers: dict[str, list[int]] = {str(number): [] for number in range(len(conversations))}
     for name, conversation in zip(answers, conversations, strict=True):
-        llm.engine.add(EngineRequest(name, llm._preparer.chat(conversation, allow_local=True), params))
+        llm.engine.add(EngineRequest(name, llm.preparer.chat(conversation, allow_local=True), params))
     while llm.engine.has_work():
         for output in llm.engine.step():
             answers[output.request_id] += output.token_ids

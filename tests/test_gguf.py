@@ -146,7 +146,7 @@ def test_a_published_model_keeps_knowledge_in_int4(exact: LLM) -> None:
     packed = LLM(str(PUBLISHED), dtype="auto", kv_cache_memory="64MiB", max_model_len=512)
     scores = []
     for llm in (packed, exact):
-        assert (llm is packed) == (llm.engine._runner.model.language_model.layers[0].mlp.down_proj.bits == 4)
+        assert (llm is packed) == (llm.engine.runner.model.language_model.layers[0].mlp.down_proj.bits == 4)
         scores.append(torch.stack([logits_after(llm, conversation) for conversation in CAPITALS]))
         [_, japan] = llm.chat(CAPITALS, GREEDY, False)
         assert japan.outputs[0].text == "The capital of Japan is Tokyo."

@@ -127,7 +127,7 @@ def test_prompts_carry_images_where_their_placeholders_stand(llm, image):
     prompt = {"prompt": "a <image> b <image>", "multi_modal_data": {"image": [image, Image.open(image)]}}
     single = {"prompt": "a <image>", "multi_modal_data": {"image": image}}
     two, one = llm.generate([prompt, single], GREEDY, use_tqdm=False)
-    image_id = llm._preparer.tokenizer.image_token_id
+    image_id = llm.preparer.tokenizer.image_token_id
     assert (two.prompt_token_ids.count(image_id), one.prompt_token_ids.count(image_id)) == (8, 4)
 
 
@@ -147,7 +147,7 @@ def test_a_repeated_image_is_prepared_once(folder, image):
         llm = LLM(str(folder), engine="mock", image_cache_memory=memory)
         again = llm.chat([ask(f"question {number}", image) for number in range(8)], GREEDY, use_tqdm=False)
         assert len(set(text_of(again))) == 8
-        stats = llm._preparer.image_cache.stats()
+        stats = llm.preparer.image_cache.stats()
         assert (stats.misses, stats.hits) == (misses, 7 * misses)
 
 
@@ -278,8 +278,8 @@ def test_conversations_and_streams_name_the_file(llm, broken):
 def test_streams_prepare_a_bounded_part(folder, image, monkeypatch):
     llm = LLM(str(folder), engine="mock", prepare_ahead=3, max_num_seqs=2, num_workers=2)
     prepared = []
-    chat = llm._preparer.chat
-    monkeypatch.setattr(llm._preparer, "chat", lambda *args, **more: prepared.append(1) or chat(*args, **more))
+    chat = llm.preparer.chat
+    monkeypatch.setattr(llm.preparer, "chat", lambda *args, **more: prepared.append(1) or chat(*args, **more))
     asked = 0
 
     def conversations():
@@ -298,7 +298,7 @@ def test_streams_prepare_a_bounded_part(folder, image, monkeypatch):
 
 def test_prepared_images_are_bounded_by_memory(folder, image):
     one = LLM(str(folder), engine="mock")
-    image_bytes = one._preparer.chat(ask("a", image), allow_local=True).images[0].image.pixels.nbytes
+    image_bytes = one.preparer.chat(ask("a", image), allow_local=True).images[0].image.pixels.nbytes
     llm = LLM(str(folder), engine="mock", prepare_ahead_memory=image_bytes, max_num_seqs=1, num_workers=1)
     asked = 0
 

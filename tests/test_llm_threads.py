@@ -315,7 +315,7 @@ def no_other_collection():
 @pytest.mark.parametrize("closes", [True, False], ids=["closed", "deleted"])
 def test_its_memory_is_given_back(tmp_path, closes):
     llm = LLM(str(make_llama(tmp_path)), dtype="float32", device="cpu", kv_cache_memory="1MiB")
-    weight = weakref.ref(llm.engine._runner.model.language_model)
+    weight = weakref.ref(llm.engine.runner.model.language_model)
     assert answer(llm, "question")
     if closes:
         llm.close()

@@ -122,7 +122,7 @@ def llm(model: Path, mmproj: Path | None = None, **options: Any) -> LLM:
 def assert_same_answers(ours: LLM, theirs: LLM, tolerance: float = 1e-5) -> None:
     """Of prompts, pixels, tokens and log probabilities."""
     for conversation in CONVERSATIONS:
-        a, b = (one._preparer.chat(conversation, allow_local=True) for one in (ours, theirs))
+        a, b = (one.preparer.chat(conversation, allow_local=True) for one in (ours, theirs))
         assert a.token_ids == b.token_ids
         for own, other in zip(a.images, b.images, strict=True):
             assert np.array_equal(own.image.pixels, other.image.pixels)
@@ -146,7 +146,7 @@ def test_a_pair_answers_as_its_checkpoint_does(tmp_path: Path, kind: str, make: 
     files = write_pair(folder, tmp_path / "pair", kind, metadata=metadata)
     ours, theirs = llm(*files), llm(folder)
     assert_same_answers(ours, theirs)
-    own_videos = [one._preparer._video_processor is not None for one in (ours, theirs)]
+    own_videos = [one.preparer._video_processor is not None for one in (ours, theirs)]
     assert own_videos == [kind.startswith(("qwen", "glm"))] * 2
 
 
@@ -201,8 +201,8 @@ def test_first_llava_files_lack_template_and_token(tmp_path: Path) -> None:
     (folder / "tokenizer.json").write_text((folder / "tokenizer.json").read_text().replace("<image>", "<other>"))
     files = write_pair(folder, tmp_path / "pair", "llava", text_metadata={"tokenizer.chat_template": None})
     ours = llm(*files)
-    prompt = ours._preparer.chat(CONVERSATIONS[0], allow_local=True)
-    text = ours._preparer.tokenizer.decode(prompt.token_ids, skip_special_tokens=False)
+    prompt = ours.preparer.chat(CONVERSATIONS[0], allow_local=True)
+    text = ours.preparer.tokenizer.decode(prompt.token_ids, skip_special_tokens=False)
     assert text == f"<s>USER: {'<unk>' * 9}\nWhat is this? ASSISTANT:"
     [result] = ours.chat([CONVERSATIONS[0]], PARAMS, False)
     config = json.loads((folder / "config.json").read_text())

@@ -43,7 +43,7 @@ def test_scalings_of_all_tokens_are_those_of_peft(checkpoint):
     assert routing.kinds.count("image") == 9
     assert routing.kinds[-4:] == ["answer"] * 4, "nothing is computed of the last token"
     text = router.route([{"role": "user", "content": "How many?"}], 2)
-    prompt = router._preparer.chat([{"role": "user", "content": "How many?"}], allow_local=True)
+    prompt = router.preparer.chat([{"role": "user", "content": "How many?"}], allow_local=True)
     with torch.inference_mode():
         model(input_ids=torch.tensor([prompt.token_ids]))
     expected = model.base_model.internal_xlora_scalings[0].mean(1)

@@ -270,7 +270,7 @@ class AsyncLLM(OfflineModel[AsyncGenerator[str, None]]):
     async def _start(self) -> EngineClient:
         client = await EngineClient.start(self.config, self._setup.folder)
         try:
-            self._preparer.fit(client.info)
+            self.preparer.fit(client.info)
         except BaseException:
             await client.close()
             raise
@@ -278,7 +278,7 @@ class AsyncLLM(OfflineModel[AsyncGenerator[str, None]]):
 
     async def _request(self, prepared: Prepared, params: SamplingParams) -> OfflineRequest:
         prepared = fitted(prepared, params, (await self._client()).info)
-        return OfflineRequest(f"async-{next(self._ids)}", prepared, params, self._preparer)
+        return OfflineRequest(f"async-{next(self._ids)}", prepared, params, self.preparer)
 
     @contextlib.asynccontextmanager
     async def _streams(self, request: OfflineRequest) -> AsyncGenerator[list[EngineStream], None]:

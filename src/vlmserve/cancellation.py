@@ -16,12 +16,13 @@ Result = TypeVar("Result")
 
 client: contextvars.ContextVar[str] = contextvars.ContextVar("client", default="")
 """Who sent the current request: the owner of its key, or without keys its address."""
-_cancelled: contextvars.ContextVar[threading.Event | None] = contextvars.ContextVar("cancelled", default=None)
+current: contextvars.ContextVar[threading.Event | None] = contextvars.ContextVar("cancelled", default=None)
+"""Set when nobody waits for the work of this context any longer."""
 
 
 def check_cancelled() -> None:
     """Raises CancelledWorkError if nobody waits for what this thread does. Work that takes long calls it often."""
-    event = _cancelled.get()
+    event = current.get()
     if event is not None and event.is_set():
         raise CancelledWorkError("the result is no longer needed")
 
@@ -37,7 +38,7 @@ async def run_in_thread(
     event = threading.Event()
 
     def run() -> Result:
-        _cancelled.set(event)
+        current.set(event)
         check_cancelled()
         return work()
 

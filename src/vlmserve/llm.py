@@ -58,7 +58,7 @@ class LLM(OfflineModel[Iterator[str]]):
     def __init__(self, model: str = BUILT_IN_MODEL, **options: Unpack[LLMOptions]) -> None:
         # Callers wait for whole answers: with images first, requests generate together.
         super().__init__(model, options, {"encoder_step_share": math.inf, "step_seconds": math.inf})
-        self._engine = SharedEngine(self.config, self._setup.folder, self._preparer)
+        self._engine = SharedEngine(self.config, self._setup.folder, self.preparer)
         if self.config.load == "eager":
             self.load()
 

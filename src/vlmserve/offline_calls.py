@@ -207,7 +207,7 @@ class Prompts:
     """Makes prompts of what callers give."""
 
     def __init__(self, preparer: RequestPreparer) -> None:
-        self._preparer = preparer
+        self.preparer = preparer
 
     def chat_call(
         self,
@@ -232,7 +232,7 @@ class Prompts:
             raise InvalidRequestError(
                 "continue_final_message cannot be combined with the format of a whole answer", param="schema"
             )
-        preparer, is_one = self._preparer, is_conversation(messages)
+        preparer, is_one = self.preparer, is_conversation(messages)
 
         def prepare(conversation: Any) -> Prepared:
             return Prepared(preparer.chat(conversation, allow_local=True, cache_salt=salt, **options), salt)
@@ -265,7 +265,7 @@ class Prompts:
             is_one,
             self._text_prompt,
             self._check_prompt,
-            self._preparer.check_grammar,
+            self.preparer.check_grammar,
             sampling_params,
             on_error,
             lora_request,
@@ -275,14 +275,14 @@ class Prompts:
         from vlmserve.frontend.messages import check_cache_salt
 
         if isinstance(prompt, str):
-            return Prepared(self._preparer.text(prompt), text=prompt)
+            return Prepared(self.preparer.text(prompt), text=prompt)
         if are_token_ids(prompt):
             return Prepared(Prompt(list(prompt)))
         images, videos = self._media_of(prompt)
         assert isinstance(prompt, Mapping)
         salt = check_cache_salt(prompt.get("cache_salt"))
         if "prompt" in prompt:
-            text = self._preparer.text(
+            text = self.preparer.text(
                 prompt["prompt"],
                 images,
                 videos,
@@ -328,7 +328,7 @@ class Prompts:
         if not isinstance(prompt, str) and not are_token_ids(prompt):
             images, videos = self._media_of(prompt)
             named = [(f"images[{index}]", image) for index, image in enumerate(images)]
-            self._preparer.check_sources(named + [(f"videos[{index}]", video) for index, video in enumerate(videos)])
+            self.preparer.check_sources(named + [(f"videos[{index}]", video) for index, video in enumerate(videos)])
 
 
 _PROMPT_KEYS = frozenset(

@@ -42,7 +42,7 @@ class SharedEngine:
     """
 
     def __init__(self, config: EngineConfig, folder: Path, preparer: RequestPreparer) -> None:
-        self._config, self._folder, self._preparer = config, folder, preparer
+        self._config, self._folder, self.preparer = config, folder, preparer
         self._engine: VLMEngine | None = None
         self._process_id = os.getpid()
         self._closed = False
@@ -87,7 +87,7 @@ class SharedEngine:
 
         gc.collect()  # a deleted model is garbage in cycles, and its memory may be needed
         engine = create_engine(self._config, self._folder)
-        self._preparer.fit(engine.info)
+        self.preparer.fit(engine.info)
         self._process_id = os.getpid()
         return engine
 
@@ -107,7 +107,7 @@ class SharedEngine:
         prepared = fitted(prepared, params, self.engine.info)
         if params.grammar is not None:
             self.engine.grammars.check(params.grammar)  # compile without the turn, so other threads proceed
-        request = OfflineRequest(f"offline-{next(self._ids)}", prepared, params, self._preparer)
+        request = OfflineRequest(f"offline-{next(self._ids)}", prepared, params, self.preparer)
         try:
             with interrupts_held_back(), self._change() as engine:
                 for one, generation in zip(request.requests, request.generations, strict=True):

@@ -39,14 +39,14 @@ class OfflineModel(ABC, Generic[Texts]):
     def __init__(self, model: str, options: Mapping[str, Any], defaults: Mapping[str, Any] | None = None) -> None:
         """defaults: options that differ from the settings' own defaults."""
         self._setup = set_up(model, options, defaults)
-        self.config, self._preparer = self._setup.engine, self._setup.preparer
+        self.config, self.preparer = self._setup.engine, self._setup.preparer
         self.default_sampling_params = self._setup.params
-        self._prompts = Prompts(self._preparer)
+        self._prompts = Prompts(self.preparer)
 
     @property
     def template_settings(self) -> frozenset[str]:
         """Names of what `chat_template_kwargs` can set."""
-        return self._preparer.template_settings
+        return self.preparer.template_settings
 
     def __getattr__(self, name: str) -> Any:
         kind = type(self).__name__

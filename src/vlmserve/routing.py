@@ -131,11 +131,11 @@ class Router:
         if not is_xlora(adapter):
             raise ConfigurationError(f"{adapter} mixes no adapters: it is no X-LoRA checkpoint")
         self._engine.adapter_store.load(_NAME, adapter)
-        self._preparer = RequestPreparer(folder, read_settings(MediaConfig, {}), config.model_impl)
+        self.preparer = RequestPreparer(folder, read_settings(MediaConfig, {}), config.model_impl)
 
     def route(self, conversation: list[dict[str, Any]], max_tokens: int) -> Routing:
         """Answer a conversation greedily. Raises InvalidRequestError for one that cannot be answered."""
-        prompt = self._preparer.chat(conversation, allow_local=True)
+        prompt = self.preparer.chat(conversation, allow_local=True)
         scalings: dict[int, list[float]] = {}
         names: list[str] = []
 
@@ -153,7 +153,7 @@ class Router:
                 if output.error is not None:
                     raise ConfigurationError(output.error)
                 answer += output.token_ids
-        tokenizer = self._preparer.tokenizer
+        tokenizer = self.preparer.tokenizer
         images = {place for span in prompt.images for place in range(span.start, span.end)}
         token_ids = [*prompt.token_ids, *answer][: len(scalings)]
         kinds = [

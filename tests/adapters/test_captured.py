@@ -127,7 +127,7 @@ def test_the_last_layer_computes_sampled_rows(
     monkeypatch.setattr("vlmserve.devices.graphs.MOST_CHUNK_ROWS", 128)
     engine = engine_of(served, ["plain", "X-LoRA"])
     rows: list[int] = []
-    layer = engine._runner.model.language_model.layers[-1]
+    layer = engine.runner.model.language_model.layers[-1]
     hook = layer.mlp.register_forward_pre_hook(lambda _, arguments: rows.append(len(arguments[0])))
     check(engine, served[1], ["plain", "", "X-LoRA"], length=60)
     hook.remove()

@@ -88,7 +88,7 @@ def llama(tmp_path_factory):
 
 
 def compare(engine: Engine, oracle: Oracle, adapter: str, prompt: Prompt, *, atol: float = 1e-4) -> None:
-    with record_logits(engine._runner.model.language_model) as rows:
+    with record_logits(engine.runner.model.language_model) as rows:
         [answer] = answers(engine, [(adapter, prompt)])
     expected = oracle.forward(prompt, answer[:-1])
     torch.testing.assert_close(torch.cat(rows), expected, rtol=0, atol=atol)
@@ -111,7 +111,7 @@ def test_unsampled_rows_end_at_the_last_attention(llama):
     oracle, _, engine, oracles = llama
     rows: list[int] = []
     answers(engine, [("head", oracle.prompt(4, 40))])  # the first forward pass may record a program without rows
-    layer = engine._runner.model.language_model.layers[-1]
+    layer = engine.runner.model.language_model.layers[-1]
     hook = layer.mlp.register_forward_pre_hook(lambda _, arguments: rows.append(len(arguments[0])))
     try:
         compare(engine, oracles["head"], "head", oracle.prompt(5, 40))

@@ -165,19 +165,19 @@ def test_aborting_a_search_frees_all_of_it(llama: Oracle, steps: int) -> None:
     assert finished(engine) == {}
     engine.add(request("a", llama.prompt(0, 30), 2))
     assert finished(engine)["a"].finish_reason == "length"
-    assert len(engine._runner._requests._states) <= 2
-    assert "a" not in engine._scheduler
+    assert len(engine.runner._requests._states) <= 2
+    assert "a" not in engine.scheduler
 
 
 def test_nan_logits_end_a_beam_search(llama: Oracle, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = engine_for(llama)
     engine.add(request("a", llama.prompt(0, 30), 3))
     engine.step()
-    logits = engine._runner._logits
-    monkeypatch.setattr(engine._runner, "_logits", lambda hidden: logits(hidden).fill_(float("nan")))
+    logits = engine.runner.logits_of
+    monkeypatch.setattr(engine.runner, "logits_of", lambda hidden: logits(hidden).fill_(float("nan")))
     outputs = finished(engine)
     assert (outputs["a"].finish_reason, outputs["a"].beams) == ("error", None)
-    monkeypatch.setattr(engine._runner, "_logits", logits)
+    monkeypatch.setattr(engine.runner, "logits_of", logits)
     assert searched(engine, [llama.prompt(0, 30)], 3) == [expected(llama, llama.prompt(0, 30), 3)]
 
 

@@ -65,7 +65,7 @@ def test_greedy_tokens_are_those_of_transformers(
     else:
         engine = engine_for(oracle, block_size=4, max_num_batched_tokens=9 if schedule == "chunked" else 2048)
     known = [prompt.token_ids + answer for prompt, answer in zip(prompts, expected, strict=True)]
-    engine._scheduler.propose_drafts = proposing(known, right=right)
+    engine.scheduler.propose_drafts = proposing(known, right=right)
     assert generate(engine, prompts) == expected
     assert generate(engine, prompts[::-1]) == expected[::-1], "what was cached on the way is right"
 
@@ -85,7 +85,7 @@ def logprobs(outputs: list[EngineOutput]) -> list[tuple[int, int, float]]:
 def check_same(requests: list[EngineRequest], plain: Engine, drafting: Engine, *, right: float, most: int = 5) -> None:
     """Both engines give the same answers, and the drafts save steps."""
     expected = run(plain, requests)
-    drafting._scheduler.propose_drafts = proposing(
+    drafting.scheduler.propose_drafts = proposing(
         [one.prompt.token_ids + tokens(expected[one.request_id]) for one in requests], right=right, most=most
     )
     actual = run(drafting, requests)
@@ -132,7 +132,7 @@ def test_right_drafts_save_a_step_each(folder: Any) -> None:
     plain, drafting = engine_of(folder), engine_of(folder)
     request = request_of("a", None, temperature=0.0, max_tokens=31, ignore_eos=True)
     answer = tokens(run(plain, [request])["a"])
-    drafting._scheduler.propose_drafts = lambda asked: answer[len(asked.token_ids) - 20 :][:4]
+    drafting.scheduler.propose_drafts = lambda asked: answer[len(asked.token_ids) - 20 :][:4]
     outputs = run(drafting, [request])["a"]
     assert [len(output.token_ids) for output in outputs] == [1, *[5] * 6]
     assert drafting.stats().generation_tokens == 31
@@ -143,7 +143,7 @@ def test_an_answer_ends_in_spite_of_drafts(folder: Any) -> None:
     request = request_of("a", None, temperature=0.0, max_tokens=12, ignore_eos=True)
     answer = tokens(run(engine, [request])["a"])
     end = next(index for index, token in enumerate(answer) if index > 2 and token not in answer[:index])
-    engine._scheduler.propose_drafts = lambda asked: [*answer[len(asked.token_ids) - 20 :], 5, 6, 7]
+    engine.scheduler.propose_drafts = lambda asked: [*answer[len(asked.token_ids) - 20 :], 5, 6, 7]
     stopping = request_of("b", None, temperature=0.0, max_tokens=40, stop_token_ids=(answer[end],), ignore_eos=True)
     [*_, last] = outputs = run(engine, [EngineRequest("b", request.prompt, stopping.params)])["b"]
     assert tokens(outputs) == answer[:end]
@@ -154,17 +154,17 @@ def test_a_failure_after_a_right_draft_ends_requests(folder: Any, monkeypatch: p
     engine = engine_of(folder)
     request = EngineRequest("a", Prompt([5] * 20), SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True))
     answer = tokens(run(engine, [request])["a"])
-    engine._scheduler.propose_drafts = lambda asked: answer[len(asked.token_ids) - 20 :][:3]
-    original = engine._runner._logits
+    engine.scheduler.propose_drafts = lambda asked: answer[len(asked.token_ids) - 20 :][:3]
+    original = engine.runner.logits_of
 
     def poisoned(hidden: torch.Tensor) -> torch.Tensor:
         logits = original(hidden)
         logits[2:] = torch.nan
         return logits
 
-    monkeypatch.setattr(engine._runner, "_logits", poisoned)
+    monkeypatch.setattr(engine.runner, "logits_of", poisoned)
     outputs = run(engine, [request])["a"]
     assert tokens(outputs) == answer[:3]
     assert outputs[-1].finish_reason == "error"
-    monkeypatch.setattr(engine._runner, "_logits", original)
+    monkeypatch.setattr(engine.runner, "logits_of", original)
     assert tokens(run(engine, [request])["a"]) == answer, "nothing of what failed is found again"

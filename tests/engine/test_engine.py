@@ -182,7 +182,7 @@ def test_min_tokens_keeps_end_tokens_away(engine):
 
 
 def test_nan_logits_end_their_request_only(engine, monkeypatch):
-    original = engine._runner._logits
+    original = engine.runner.logits_of
 
     def poisoned(batch):
         logits = original(batch)
@@ -191,7 +191,7 @@ def test_nan_logits_end_their_request_only(engine, monkeypatch):
 
     engine.add(request("bad", max_tokens=1))
     engine.add(request("good", max_tokens=1))
-    monkeypatch.setattr(engine._runner, "_logits", poisoned)
+    monkeypatch.setattr(engine.runner, "logits_of", poisoned)
     outputs = {output.request_id: output for output in engine.step()}
     assert outputs["bad"].finish_reason == "error"
     assert "not a number" in outputs["bad"].error
@@ -203,7 +203,7 @@ def test_nan_logits_end_their_request_only(engine, monkeypatch):
 def test_nan_does_not_reach_a_blocks_next_owner(folder, idle_steps):
     engine = Engine(EngineConfig(model=str(folder), **SETTINGS, max_num_seqs=1, max_model_len=32), folder)
     assert engine.stats().kv_blocks_total == 2, "so that the second request must get the first one's blocks"
-    decoder = engine._runner.model.language_model
+    decoder = engine.runner.model.language_model
     embed = decoder.embed
     decoder.embed = lambda token_ids: embed(token_ids) * torch.nan
     engine.add(request("bad", tokens=[5] * 25))

@@ -50,7 +50,7 @@ def check_tokens(oracle: Oracle, prompts: list[Prompt], kernels: str) -> None:
     tight = tight_cache(oracle, prompts, max_num_batched_tokens=100)
     assert generate(tight, prompts) == expected
     # Where all layers have a short window, all requests fit.
-    assert tight.stats().preemptions > 0 or tight._runner.model.language_model.window is not None
+    assert tight.stats().preemptions > 0 or tight.runner.model.language_model.window is not None
     assert generate(tight, prompts[::-1]) == expected[::-1]
 
 

@@ -99,7 +99,7 @@ def expected(oracle: Oracle) -> list[list[int]]:
 
 
 def test_ids_and_pixels_are_those_of_the_processor(oracle: Oracle) -> None:
-    preparer = oracle.llm(load="lazy")._preparer
+    preparer = oracle.llm(load="lazy").preparer
     for conversation in CONVERSATIONS:
         prompt, theirs = preparer.chat(conversation, allow_local=True), oracle.inputs(conversation)
         assert prompt.token_ids == theirs["input_ids"][0].tolist()
@@ -111,7 +111,7 @@ def test_ids_and_pixels_are_those_of_the_processor(oracle: Oracle) -> None:
 
 
 def test_written_image_tokens_are_words(oracle: Oracle) -> None:
-    preparer = oracle.llm(load="lazy")._preparer
+    preparer = oracle.llm(load="lazy").preparer
     words = " ".join(GEMMA3_NAMED.values())
     prompt = preparer.chat([user(words, IMAGES[0], words)], allow_local=True)
     controls = {preparer.tokenizer.token_id(token) for token in GEMMA3_NAMED.values()}
@@ -139,7 +139,7 @@ def test_answers_are_those_of_transformers(oracle: Oracle, expected: list[list[i
 def chunk_ends(llm: LLM) -> list[tuple[int, Any]]:
     """Where the chunks of prompts end that an engine runs from now on, with the images of each."""
     ends: list[tuple[int, Any]] = []
-    scheduler = llm.engine._scheduler  # type: ignore[attr-defined]
+    scheduler = llm.engine.scheduler  # type: ignore[attr-defined]
     schedule = scheduler.schedule
 
     def recording() -> Any:
@@ -172,7 +172,7 @@ def test_a_prefix_hit_may_end_inside_an_image(oracle: Oracle) -> None:
         llm.chat(one, GREEDY, use_tqdm=False)
         [result] = llm.chat(other, GREEDY, use_tqdm=False)
         assert tokens([result]) == [oracle.greedy(oracle.inputs(other))]
-        [span] = llm._preparer.chat(other, allow_local=True).images
+        [span] = llm.preparer.chat(other, allow_local=True).images
         inside += span.start < result.num_cached_tokens < span.end
     assert inside
 
@@ -180,7 +180,7 @@ def test_a_prefix_hit_may_end_inside_an_image(oracle: Oracle) -> None:
 def test_an_image_may_end_a_prompt(oracle: Oracle) -> None:
     """Then nothing but the last of its tokens is left to compute when the prompt comes again."""
     llm = oracle.llm()
-    prompt = llm._preparer.chat([user("See", IMAGES[1])], allow_local=True)
+    prompt = llm.preparer.chat([user("See", IMAGES[1])], allow_local=True)
     [span] = prompt.images
     cut = Prompt(prompt.token_ids[: span.end], prompt.images)
     inputs = {

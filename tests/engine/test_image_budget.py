@@ -45,7 +45,7 @@ def small_stages(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def bounded(engine: Engine, budget: float) -> Engine:
-    engine._scheduler.limits = FixedLimits(budget)
+    engine.scheduler.limits = FixedLimits(budget)
     return engine
 
 
@@ -58,14 +58,14 @@ def answers(engine: Engine, prompts: list[Prompt]) -> tuple[list[list[int]], int
     for number, prompt in enumerate(prompts):
         engine.add(EngineRequest(str(number), prompt, params))
     partial = 0
-    submit = engine._runner.submit
+    submit = engine.runner.submit
 
     def counted(step):
         nonlocal partial
         partial += any(one.products is not None for one in step.encodings)
         return submit(step)
 
-    engine._runner.submit = counted
+    engine.runner.submit = counted
     running = set(tokens)
     while running:
         for output in engine.step():
@@ -82,7 +82,7 @@ def assert_nothing_is_left(engine: Engine, prompt: Prompt | None = None) -> None
         engine.step()
     # What was given up is dropped with the next step that runs.
     generate(engine, [prompt or Prompt([5, 6])])
-    images = engine._runner._images
+    images = engine.runner._images
     assert images._unfinished == {}
     assert images.embeddings.keys() == engine._images.cache._sizes.keys()
     assert engine.stats().encoder_cache_pinned == 0
@@ -174,7 +174,7 @@ def two_at_a_time(engine: Engine, prompts: list[Prompt]) -> list[list[int]]:
     results: list[list[int]] = []
     params = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True)
     while len(results) < len(prompts) or engine.has_work():
-        if len(results) < len(prompts) and len(engine._scheduler) < 2:
+        if len(results) < len(prompts) and len(engine.scheduler) < 2:
             engine.add(EngineRequest(str(len(results)), prompts[len(results)], params))
             results.append([])
         for output in engine.step():

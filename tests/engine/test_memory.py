@@ -27,14 +27,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def limited(monkeypatch: pytest.MonkeyPatch, most: int) -> None:
     """Steps of more tokens run out of memory."""
-    hidden = ModelRunner._hidden
+    hidden = ModelRunner.hidden_states
 
     def checked(self: ModelRunner, batch: Any, *wanted: Any) -> torch.Tensor:
         if len(batch.token_ids) > most:
             raise torch.AcceleratorError("CUDA error: out of memory")
         return hidden(self, batch, *wanted)
 
-    monkeypatch.setattr(ModelRunner, "_hidden", checked)
+    monkeypatch.setattr(ModelRunner, "hidden_states", checked)
 
 
 def collect(engine: Engine, outputs: dict[str, list[EngineOutput]]) -> None:
@@ -79,14 +79,14 @@ def test_the_newest_of_many_decodes_fails(folder: Path, monkeypatch: pytest.Monk
     requests = [request("x" * (1 + number), 5) for number in range(4)]
     expected = answers(run(engine_of(folder), requests))
     engine = engine_of(folder)
-    hidden = ModelRunner._hidden
+    hidden = ModelRunner.hidden_states
 
     def checked(self: ModelRunner, batch: Any, *wanted: Any) -> torch.Tensor:
         if batch.metadata.num_decodes and len(batch.sampled_rows) == 4:
             raise torch.OutOfMemoryError("four decodes")
         return hidden(self, batch, *wanted)
 
-    monkeypatch.setattr(ModelRunner, "_hidden", checked)
+    monkeypatch.setattr(ModelRunner, "hidden_states", checked)
     found = answers(run(engine, requests))
     assert "too little memory" in found["xxxx"][3]
     assert {name: found[name] for name in ("x", "xx", "xxx")} == {name: expected[name] for name in ("x", "xx", "xxx")}
@@ -104,7 +104,7 @@ def test_an_image_that_is_too_large_fails_alone(
     engine = engine_for(llava)
     outputs: dict[str, list[EngineOutput]] = {"decoding": [], "0": [], "1": [], "2": []}
     if in_steps:
-        engine._scheduler.limits = FixedLimits(1000.0)
+        engine.scheduler.limits = FixedLimits(1000.0)
         decoding = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
         engine.add(EngineRequest("decoding", llava.prompt(9, 5), decoding))
         collect(engine, outputs)

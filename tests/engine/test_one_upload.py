@@ -68,7 +68,7 @@ def test_a_decode_step_takes_one_upload(
         watch(torch.Tensor, name)
     watch(StaticDevice, "upload", "an upload")
     watch(StaticDevice, "download", "a download")
-    submit = engine._runner.submit
+    submit = engine.runner.submit
 
     def noted(step: Any) -> Any:
         nonlocal submitting
@@ -78,7 +78,7 @@ def test_a_decode_step_takes_one_upload(
         finally:
             submitting = False
 
-    monkeypatch.setattr(engine._runner, "submit", noted)
+    monkeypatch.setattr(engine.runner, "submit", noted)
     for _ in range(10):
         engine.step()
     assert counted == {"an upload": 10, "a download": 10}

@@ -80,7 +80,7 @@ def test_end_tokens_and_drafts(folder: Path) -> None:
     engine = engine_of(folder)
     assert answers(run(engine, stops)) == expected
     assert engine.stats().kv_blocks_used == 0
-    engine._scheduler.propose_drafts = proposing(
+    engine.scheduler.propose_drafts = proposing(
         [one.prompt.token_ids + first[one.request_id][0] for one in stops], right=0.7
     )
     assert answers(run(engine, stops)) == expected
@@ -126,7 +126,7 @@ def test_a_nan_row_fails_alone(folder: Path, monkeypatch: pytest.MonkeyPatch) ->
     requests = [request("a", max_tokens=9), request("bb", max_tokens=9)]
     expected = answers(run(waiting(engine_of(folder)), requests))
     engine = engine_of(folder)
-    logits, calls = ModelRunner._logits, []
+    logits, calls = ModelRunner.logits_of, []
 
     def broken(self: ModelRunner, hidden: torch.Tensor) -> torch.Tensor:
         result = logits(self, hidden)
@@ -135,7 +135,7 @@ def test_a_nan_row_fails_alone(folder: Path, monkeypatch: pytest.MonkeyPatch) ->
             result[0] = torch.nan
         return result
 
-    monkeypatch.setattr(ModelRunner, "_logits", broken)
+    monkeypatch.setattr(ModelRunner, "logits_of", broken)
     submitted: list[SchedulerOutput] = []
     submit = ModelRunner.submit
 

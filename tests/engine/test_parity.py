@@ -167,7 +167,7 @@ def assert_answers(engine: Engine, prompts: list[Prompt], expected: list[list[in
 
 def first_logits(engine: Engine, prompts: Sequence[Prompt]) -> torch.Tensor:
     """float32 ``[prompts, vocabulary]``, of the first token behind each prompt by itself."""
-    with record_logits(engine._runner.model.language_model) as rows:
+    with record_logits(engine.runner.model.language_model) as rows:
         for prompt in prompts:
             generate(engine, [prompt], max_tokens=1)
     return torch.cat(rows)
@@ -261,8 +261,8 @@ def test_requests_that_join_and_leave_change_nothing(llava, expected):
 @with_kernels("native", "torch", "static")
 def test_logits_are_within_a_ten_thousandth(llava, monkeypatch):
     engine = engine_for(llava, max_num_batched_tokens=50)
-    runner = engine._runner
-    original = runner._logits
+    runner = engine.runner
+    original = runner.logits_of
     seen: dict[str, list[torch.Tensor]] = {}
     update = runner._requests.update
     names: list[str] = []
@@ -279,7 +279,7 @@ def test_logits_are_within_a_ten_thousandth(llava, monkeypatch):
         return logits
 
     monkeypatch.setattr(runner._requests, "update", recording_update)
-    monkeypatch.setattr(runner, "_logits", recording_logits)
+    monkeypatch.setattr(runner, "logits_of", recording_logits)
     prompts = mixed_prompts(llava)
     answers = generate(engine, prompts)
     for number, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):

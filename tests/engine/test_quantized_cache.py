@@ -103,7 +103,7 @@ def test_transformers_models_take_an_int8_cache(tmp_path: Any) -> None:
     prompts = [oracle.prompt(seed, length) for seed, length in enumerate((5, 33, 1, 64))]
     expected = alone(oracle, prompts)
     engine = engine_for(oracle, **INT8, max_num_batched_tokens=20)
-    assert engine._runner._kv.layers[0].scales is not None
+    assert engine.runner._kv.layers[0].scales is not None
     assert generate(engine, prompts) == expected
 
 
@@ -115,7 +115,7 @@ def test_an_int8_cache_takes_less_memory(tmp_path: Any, kernels: str, caplog: py
             engine = engine_for(oracle, kv_cache_memory="1MiB", **kind)
         blocks.append(engine.stats().kv_blocks_total)
         lines.append(next(text for text in reversed(caplog.messages) if text.startswith("KV cache: ")))
-    spec = engine._runner.model.language_model.spec
+    spec = engine.runner.model.language_model.spec
     # Whole tiles of 16 columns, where native kernels compute.
     columns = -(-spec.attention[0].head_size // 16) * 16 if kernels == "native" else spec.attention[0].head_size
     bytes_per_token = sum(layer.num_kv_heads * (layer.head_size + columns + 2 * 4) for layer in spec.attention)

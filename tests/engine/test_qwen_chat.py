@@ -204,7 +204,7 @@ def expected(oracle: Oracle) -> list[list[int]]:
 
 
 def test_ids_pixels_and_grids_equal_the_processor(oracle: Oracle) -> None:
-    preparer = oracle.llm(load="lazy")._preparer
+    preparer = oracle.llm(load="lazy").preparer
     for conversation in CONVERSATIONS:
         prompt, theirs = preparer.chat(conversation, allow_local=True), oracle.inputs(conversation)
         assert prompt.token_ids == theirs["input_ids"][0].tolist()
@@ -249,7 +249,7 @@ def test_limits_are_those_of_the_processor(oracle: Oracle) -> None:
         oracle.greedy(wide),
         oracle.greedy(grown, size={**size, "shortest_edge": 2000}),
     ]
-    keys = {llm._preparer.chat(asked, allow_local=True).images[0].image.key for asked in (wide, narrow)}
+    keys = {llm.preparer.chat(asked, allow_local=True).images[0].image.key for asked in (wide, narrow)}
     assert len(keys) == 2, "pixels of other bounds need other keys"
     bounded = oracle.llm(mm_processor_kwargs={"max_pixels": 600})
     assert tokens(bounded.chat(wide, GREEDY, use_tqdm=False)) == [
@@ -262,7 +262,7 @@ def test_image_budgets_share_no_cache(oracle: Oracle) -> None:
     llm, image = oracle.llm(), IMAGES[2]
     asked = [[user("Look at this: ", image, "What?", max_tokens=most)] for most in (10, 11, 10)]
     results = [llm.chat(one, GREEDY, use_tqdm=False)[0] for one in asked]
-    start = llm._preparer.chat(asked[0], allow_local=True).images[0].start
+    start = llm.preparer.chat(asked[0], allow_local=True).images[0].start
     assert results[0].prompt_token_ids == results[1].prompt_token_ids
     assert [result.num_images_encoded for result in results] == [1, 1, 0]
     assert 0 < results[1].num_cached_tokens <= start < results[2].num_cached_tokens
@@ -281,7 +281,7 @@ or columns, which moves all that follows."""
 
 @pytest.fixture(scope="module")
 def expected_of_videos(oracle: Oracle) -> list[list[int]]:
-    preparer = oracle.llm(load="lazy")._preparer
+    preparer = oracle.llm(load="lazy").preparer
     answers = []
     for conversation, order, images, videos, fps in VIDEOS:
         prompt = preparer.chat(conversation, allow_local=True)
@@ -329,7 +329,7 @@ def test_prompts_have_videos_like_conversations(oracle: Oracle, expected_of_vide
 def test_where_frames_are_few_generate_agrees_on_positions(oracle: Oracle, expected_of_videos: list[list[int]]) -> None:
     """The oracle for positions against transformers' own."""
     conversation, _, _, [frames], _ = VIDEOS[0]
-    prompt = oracle.llm(load="lazy")._preparer.chat(conversation, allow_local=True)
+    prompt = oracle.llm(load="lazy").preparer.chat(conversation, allow_local=True)
     rows, grid = oracle.video(frames)
     assert prompt.images[0].image.grid == (2, grid[0, 1] // 2, grid[0, 2] // 2)
     ids = torch.tensor([prompt.token_ids])
@@ -352,7 +352,7 @@ def test_preempted_requests_and_further_turns_keep_their_positions(
     conversations = [*CONVERSATIONS, *(conversation for conversation, *_ in VIDEOS)]
     answers = [*expected, *expected_of_videos]
     probe = oracle.llm(block_size=2)
-    longest = max(len(probe._preparer.chat(asked, allow_local=True).token_ids) for asked in conversations) + NEW_TOKENS
+    longest = max(len(probe.preparer.chat(asked, allow_local=True).token_ids) for asked in conversations) + NEW_TOKENS
     block = probe.engine.info.kv_cache_bytes // probe.engine.stats().kv_blocks_total
     tight = oracle.llm(block_size=2, kv_cache_memory=(longest // 2 + 8) * block, max_num_batched_tokens=100)
     assert chat_at_once(tight, conversations, GREEDY) == answers
@@ -380,7 +380,7 @@ def test_a_video_beyond_the_positions_is_rejected(oracle: Oracle) -> None:
 
 def logits_after(llm: LLM, conversation: list[dict[str, Any]]) -> torch.Tensor:
     """float32 ``[vocabulary]``, of the first token of the answer."""
-    with record_logits(llm.engine._runner.model.language_model) as rows:  # type: ignore[attr-defined]
+    with record_logits(llm.engine.runner.model.language_model) as rows:  # type: ignore[attr-defined]
         llm.chat(conversation, SamplingParams(temperature=0, max_tokens=1), use_tqdm=False)
     return rows[-1][-1]
 
@@ -425,7 +425,7 @@ def test_the_server_gives_the_same(
             messages.append({"role": message["role"], "content": content})
         return messages
 
-    detokenize = oracle.llm(load="lazy")._preparer.tokenizer.decode
+    detokenize = oracle.llm(load="lazy").preparer.tokenizer.decode
     engine = {"engine": "real", "dtype": "float32", "device": "cpu", "kv_cache_memory": "16MiB"}
     with LiveServer(oracle.folder, engine=engine) as server:
         asked = [CONVERSATIONS[1], VIDEOS[2][0], VIDEOS[3][0]]

@@ -218,9 +218,9 @@ def test_long_prompts_are_scored_in_pieces(folder, model, monkeypatch):
     prompt = prompts(model)[3]
     engine = engine_for(folder)
     rows = []
-    logits = engine._runner.model.language_model.logits
+    logits = engine.runner.model.language_model.logits
     monkeypatch.setattr(
-        engine._runner.model.language_model,
+        engine.runner.model.language_model,
         "logits",
         lambda hidden, *out: rows.append(len(hidden)) or logits(hidden, *out),
     )

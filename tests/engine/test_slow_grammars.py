@@ -110,7 +110,7 @@ def test_steps_without_tokens_sample_late_rows(folder: Path, blocked: threading.
     deadline = time.monotonic() + LIMIT
     sampled: dict[str, list[int]] = {}
     while not sampled and time.monotonic() < deadline:
-        sampled = engine._runner.submit(SchedulerOutput()).result().token_ids
+        sampled = engine.runner.submit(SchedulerOutput()).result().token_ids
     assert len(sampled["slow"]) == 1
 
 

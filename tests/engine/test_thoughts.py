@@ -49,7 +49,7 @@ def undivided(folder) -> LLM:
 
 
 def markers(llm: LLM) -> tuple[int, int]:
-    return tuple(llm._preparer.tokenizer.token_id(marker) for marker in (START, END))  # type: ignore[return-value]
+    return tuple(llm.preparer.tokenizer.token_id(marker) for marker in (START, END))  # type: ignore[return-value]
 
 
 def answer(llm: LLM, options: dict[str, Any] | None = None, **params: Any) -> RequestOutput:

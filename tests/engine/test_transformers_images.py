@@ -307,7 +307,7 @@ def test_an_unknown_family_runs_by_transformers(tmp_path: Path) -> None:
 
 def test_extra_tower_inputs_cross_to_the_engine(tmp_path: Path) -> None:
     llm = LLM(str(make_aya_vision(tmp_path)), kv_cache_memory="8MiB")
-    prompt = llm._preparer.chat(conversation(IMAGES[0]), allow_local=True)
+    prompt = llm.preparer.chat(conversation(IMAGES[0]), allow_local=True)
     sent = decode_to_engine(encode(Add([EngineRequest("1", prompt, GREEDY)])))
     assert isinstance(sent, Add)
     [before], [after] = ([span.image for span in images] for images in (prompt.images, sent.requests[0].prompt.images))
@@ -322,7 +322,7 @@ def test_pixels_for_another_implementation_are_rejected(tmp_path: Path) -> None:
     folder = make_llava(tmp_path)
     ours = LLM(str(folder), kv_cache_memory="8MiB")
     theirs = LLM(str(folder), kv_cache_memory="8MiB", model_impl="transformers")
-    prompt = ours._preparer.chat(conversation(IMAGES[0]), allow_local=True)
+    prompt = ours.preparer.chat(conversation(IMAGES[0]), allow_local=True)
     with pytest.raises(InvalidImageError, match="--model-impl transformers"):
         theirs.engine.add(EngineRequest("1", prompt, GREEDY))
 
@@ -330,7 +330,7 @@ def test_pixels_for_another_implementation_are_rejected(tmp_path: Path) -> None:
 def test_a_bad_image_ends_its_own_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     oracle = Oracle.of(make_vip_llava(tmp_path))
     llm = oracle.llm()
-    look = llm.engine._runner.model.vision._model.get_image_features
+    look = llm.engine.runner.model.vision._model.get_image_features
     dark = make_image(1, 28, 28).point(lambda _: 0)
 
     def get_image_features(pixel_values: torch.Tensor, **further: Any) -> Any:
@@ -338,7 +338,7 @@ def test_a_bad_image_ends_its_own_request(tmp_path: Path, monkeypatch: pytest.Mo
             raise RuntimeError("too dark")
         return look(pixel_values=pixel_values, **further)
 
-    monkeypatch.setattr(llm.engine._runner.model.vision._model, "get_image_features", get_image_features)
+    monkeypatch.setattr(llm.engine.runner.model.vision._model, "get_image_features", get_image_features)
     conversations = [conversation(images) for images in ([dark], *IMAGES)]
     results = llm.chat(conversations, GREEDY, use_tqdm=False)
     assert results[0].outputs[0].finish_reason == "error"

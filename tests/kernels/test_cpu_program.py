@@ -93,12 +93,12 @@ def test_program_equals_its_kernels_run_separately(
     folder = make_llama(tmp_path, **overrides)
     counts = [[40, 1, 5], [1, 0, 9], [1, 0, 1]]
     programs = []
-    record = cpu._record
-    monkeypatch.setattr(cpu, "_record", lambda *args: programs.append(record(*args)) or programs[-1])
+    record = cpu.record
+    monkeypatch.setattr(cpu, "record", lambda *args: programs.append(record(*args)) or programs[-1])
     at_once = logits(load_decoder(folder, dtype, quantize, quantized_cache=quantized_cache), counts)
     assert len(programs) == 1
     assert programs[0] is not None
-    monkeypatch.setattr(cpu, "_record", lambda *args: None)
+    monkeypatch.setattr(cpu, "record", lambda *args: None)
     one_by_one = load_decoder(folder, dtype, quantize, quantized_cache=quantized_cache)
     assert torch.equal(logits(one_by_one, counts), at_once)
 
@@ -109,12 +109,12 @@ def test_superblocks_run_as_one_program(tmp_path: Path, monkeypatch: pytest.Monk
     folder = make_llama(tmp_path / "folder", **sizes)
     path = write_gguf(folder, tmp_path / "model.gguf", types={"attn_v": "Q6_K", "": "Q4_K"})
     programs, counts = [], [[40, 1, 5], [1, 0, 9], [1, 0, 1]]
-    record = cpu._record
-    monkeypatch.setattr(cpu, "_record", lambda *args: programs.append(record(*args)) or programs[-1])
+    record = cpu.record
+    monkeypatch.setattr(cpu, "record", lambda *args: programs.append(record(*args)) or programs[-1])
     at_once = logits(load_decoder(path, torch.bfloat16), counts)
     assert len(programs) == 1
     assert programs[0] is not None
-    monkeypatch.setattr(cpu, "_record", lambda *args: None)
+    monkeypatch.setattr(cpu, "record", lambda *args: None)
     assert torch.equal(logits(load_decoder(path, torch.bfloat16), counts), at_once)
 
 
@@ -126,7 +126,7 @@ def test_every_family_runs_as_one_program(tmp_path: Path, monkeypatch: pytest.Mo
     decoder = load_decoder(folder, torch.bfloat16)
     assert program_of(decoder, decoder.allocate_cache(3, 16)) is not None
     at_once = logits(decoder, counts)
-    monkeypatch.setattr(cpu, "_record", lambda *args: None)
+    monkeypatch.setattr(cpu, "record", lambda *args: None)
     assert torch.equal(logits(load_decoder(folder, torch.bfloat16), counts), at_once)
 
 

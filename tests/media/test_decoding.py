@@ -58,12 +58,12 @@ def test_what_only_looks_like_scans_is_none() -> None:
 def test_decoding_stops_when_nobody_waits_for_it(format: str) -> None:
     event = threading.Event()
     event.set()
-    token = cancellation._cancelled.set(event)
+    token = cancellation.current.set(event)
     try:
         with pytest.raises(CancelledWorkError):
             decode_image(encoded(noise(40, 30), format), LIMITS)
     finally:
-        cancellation._cancelled.reset(token)
+        cancellation.current.reset(token)
 
 
 def test_decoding_ends_after_its_time() -> None:
@@ -163,7 +163,7 @@ def test_who_waits_for_memory_may_leave() -> None:
     failure: list[BaseException] = []
 
     def wait() -> None:
-        cancellation._cancelled.set(event)
+        cancellation.current.set(event)
         try:
             with memory.share(50):
                 pass
@@ -185,7 +185,7 @@ def test_client_is_forgotten_after_cancelled_images() -> None:
 
     def wait() -> None:
         cancellation.client.set("leaving")
-        cancellation._cancelled.set(event)
+        cancellation.current.set(event)
         with contextlib.suppress(CancelledWorkError), memory.share(50):
             pass
 

@@ -209,11 +209,11 @@ def test_a_decoder_that_hangs_delays_nobody_else(monkeypatch: pytest.MonkeyPatch
         event = threading.Event()
 
         def decode() -> None:
-            token = cancellation._cancelled.set(event)
+            token = cancellation.current.set(event)
             try:
                 decode_image(FILES["plain"], MediaConfig(decode_timeout=600))
             finally:
-                cancellation._cancelled.reset(token)
+                cancellation.current.reset(token)
 
         hanging = threads.submit(decode)
         wait_until(rendering)
@@ -310,14 +310,14 @@ def test_without_libheif_the_error_names_the_extra(monkeypatch: pytest.MonkeyPat
 
 def test_a_cancelled_image_ends_its_process() -> None:
     event = threading.Event()
-    token = cancellation._cancelled.set(event)
+    token = cancellation.current.set(event)
     try:
         image = ImageProcess(FILES["wide"], "HEIF", LIMITS)
         event.set()
         with pytest.raises(CancelledWorkError):
             image.load()
     finally:
-        cancellation._cancelled.reset(token)
+        cancellation.current.reset(token)
     assert not rendering()
 
 

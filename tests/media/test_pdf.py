@@ -207,12 +207,12 @@ def test_abandoned_page_is_not_rendered_to_the_end(monkeypatch: pytest.MonkeyPat
     event = threading.Event()
     process = PDFProcess(slow(), LIMITS)
     threading.Timer(0.2, event.set).start()
-    token = cancellation._cancelled.set(event)
+    token = cancellation.current.set(event)
     try:
         with pytest.raises(CancelledWorkError):
             page_image(process, 0)
     finally:
-        cancellation._cancelled.reset(token)
+        cancellation.current.reset(token)
     assert not rendering()
 
 

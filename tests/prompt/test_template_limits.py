@@ -160,10 +160,10 @@ def test_timeouts_of_many_clients_are_forgotten(monkeypatch):
 def test_slow_rendering_stops_for_a_client_that_left(monkeypatch):
     monkeypatch.setattr(template_limits, "MAX_SECONDS", 60.0)
     template, left = ChatTemplate(WHEN_LONG, {}, None), threading.Event()
-    token = cancellation._cancelled.set(left)
+    token = cancellation.current.set(left)
     try:
         threading.Timer(0.2, left.set).start()
         with pytest.raises(InvalidRequestError, match="no longer needed"):
             template.render(turns(9))
     finally:
-        cancellation._cancelled.reset(token)
+        cancellation.current.reset(token)

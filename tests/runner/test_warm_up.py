@@ -19,13 +19,13 @@ from vlmserve.types import ModelInfo
 @pytest.mark.parametrize("seconds", [0.0, 10.0])
 def test_start_runs_first_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
     recorded = []
-    record = cpu._record
-    monkeypatch.setattr(cpu, "_record", lambda *args: recorded.append(args) or record(*args))
+    record = cpu.record
+    monkeypatch.setattr(cpu, "record", lambda *args: recorded.append(args) or record(*args))
     engine = engine_of(make_llama(tmp_path), max_warm_up_seconds=seconds, kernels="native")
     assert bool(recorded) == (seconds > 0)
     assert engine.stats().kv_blocks_used == 0
     assert engine.stats().steps == 0
-    assert engine._runner.submit(SchedulerOutput()).result() is not None
+    assert engine.runner.submit(SchedulerOutput()).result() is not None
 
 
 def test_ready_line_says_what_was_loaded() -> None:

@@ -327,7 +327,7 @@ def test_bug_gives_500_with_a_logged_traceback(live, monkeypatch, caplog):
         raise RuntimeError("secret detail")
 
     with monkeypatch.context() as patch:
-        patch.setattr(live.service._preparer, "chat", broken)
+        patch.setattr(live.service.preparer, "chat", broken)
         response = live.ask()
     refused(response, 500, "log", code="internal_error")
     assert "secret" not in response.text

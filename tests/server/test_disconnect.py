@@ -60,7 +60,7 @@ def test_leaving_mid_body_leaves_nothing_behind(slow):
 
 def test_leaving_during_preparation_never_reaches_the_engine(slow, monkeypatch):
     preparing, go_on = threading.Event(), threading.Event()
-    prepare = slow.service._preparer.chat
+    prepare = slow.service.preparer.chat
     before = slow.client.stats.prompt_tokens
 
     def hold(messages, **options):
@@ -69,7 +69,7 @@ def test_leaving_during_preparation_never_reaches_the_engine(slow, monkeypatch):
         return prepare(messages, **options)
 
     with monkeypatch.context() as patch:
-        patch.setattr(slow.service._preparer, "chat", hold)
+        patch.setattr(slow.service.preparer, "chat", hold)
         with sent(slow, {**LONG, "messages": [{"role": "user", "content": "Long enough for a thread. " * 100}]}):
             assert preparing.wait(60)
         wait_until(lambda: slow.service.num_answers == 0)

@@ -313,14 +313,14 @@ def test_request_waiting_too_long_is_503_and_gone(impatient):
 
 def test_prompt_preparation_waiting_too_long_is_503(impatient, monkeypatch):
     go_on = threading.Event()
-    prepare = impatient.service._preparer.chat
+    prepare = impatient.service.preparer.chat
 
     def hold(messages, **options):
         go_on.wait(60)
         return prepare(messages, **options)
 
     with monkeypatch.context() as patch:
-        patch.setattr(impatient.service._preparer, "chat", hold)
+        patch.setattr(impatient.service.preparer, "chat", hold)
         # Short texts are prepared at once.
         body = {"messages": [{"role": "user", "content": "no " * 2000}]}
         for stream in (False, True):

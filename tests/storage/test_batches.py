@@ -31,7 +31,7 @@ def make(store: Store, id: str = "b", *, owner: str = "", seconds: float = 3600,
 
 
 def count(store: Store, table) -> int:
-    with store._database.read() as connection:
+    with store.database.read() as connection:
         return connection.execute(select(func.count()).select_from(table)).scalar_one()
 
 
@@ -166,9 +166,9 @@ def test_a_history_of_the_first_version_gets_batches(store):
         connection.execute(schema_version.update().values(version=1))
 
     store.files.create("", "old", b"x", "a.png", "vision", "image/png", None)
-    store._database.write(back)
-    store._database.write(migrate)
-    with store._database.read() as connection:
+    store.database.write(back)
+    store.database.write(migrate)
+    with store.database.read() as connection:
         assert inspect(connection).has_table("batches")
         assert connection.execute(select(schema_version.c.version)).scalar_one() == len(MIGRATIONS)
     assert store.files.content("", "old") == b"x"

@@ -78,6 +78,6 @@ def test_limits_that_nobody_uses_are_forgotten(store, clock):
     clock.now += 10
     store.limits.take([Taken("b", 1, 1)])
     assert store.limits.forget() == 1
-    with store._database.read() as connection:
+    with store.database.read() as connection:
         assert connection.execute(select(func.count()).select_from(rate_limits)).scalar_one() == 1
         assert connection.execute(select(func.count()).select_from(running_requests)).scalar_one() == 0

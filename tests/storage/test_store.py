@@ -39,12 +39,12 @@ def image(name: str, size: int = 1000) -> str:
 
 
 def count(store: Store, table) -> int:
-    with store._database.read() as connection:
+    with store.database.read() as connection:
         return connection.execute(select(func.count()).select_from(table)).scalar_one()
 
 
 def total(store: Store) -> int:
-    with store._database.read() as connection:
+    with store.database.read() as connection:
         return stored_bytes(connection)
 
 
@@ -373,8 +373,8 @@ def test_older_database_is_migrated_with_its_content(store):
 
     steps = [*MIGRATIONS, add_column]
     for _ in range(2):  # the second time there is nothing to do
-        store._database.write(lambda connection: migrate(connection, steps))
-    with store._database.read() as connection:
+        store.database.write(lambda connection: migrate(connection, steps))
+    with store.database.read() as connection:
         assert connection.execute(select(schema_version.c.version)).scalars().all() == [len(steps)]
         assert connection.execute(text("SELECT stars FROM responses")).scalars().all() == [5]
     assert history(store, "a") == ["question a", "answer a"]
@@ -386,14 +386,14 @@ def test_a_migration_that_fails_changes_nothing(store):
         connection.execute(text("UPDATE nothing SET stars = 5"))
 
     with pytest.raises(StorageError):
-        store._database.write(lambda connection: migrate(connection, [*MIGRATIONS, broken]))
-    with store._database.read() as connection:
+        store.database.write(lambda connection: migrate(connection, [*MIGRATIONS, broken]))
+    with store.database.read() as connection:
         assert "stars" not in {column["name"] for column in inspect(connection).get_columns("responses")}
         assert connection.execute(select(schema_version.c.version)).scalar_one() == len(MIGRATIONS)
 
 
 def test_a_database_of_a_later_version_is_refused(store, url, open_store):
-    with store._database._engine.begin() as connection:
+    with store.database._engine.begin() as connection:
         connection.execute(schema_version.update().values(version=99))
     with pytest.raises(ConfigurationError, match="later vlmserve"):
         open_store()
@@ -526,7 +526,7 @@ def test_non_database_file_is_a_wrong_setting(tmp_path):
 
 
 def test_every_table_of_the_first_version_is_made(store):
-    with store._database.read() as connection:
+    with store.database.read() as connection:
         made = inspect(connection)
         for table in metadata.tables.values():
             columns = {column["name"] for column in made.get_columns(table.name)}

@@ -221,11 +221,11 @@ class ProgramExecutor:
     def program(self, layers: LayerStack, x: Tensor, caches: Sequence[LayerCache], step: StepContext) -> Program | None:
         """The layers over these caches as one program; None if a layer has an operation without a native kernel."""
         if self._recorded is None or self._recorded[0]() is not caches[0]:
-            self._recorded = weakref.ref(caches[0]), _record(layers, x, caches, step)
+            self._recorded = weakref.ref(caches[0]), record(layers, x, caches, step)
         return self._recorded[1]
 
 
-def _record(layers: LayerStack, x: Tensor, caches: Sequence[LayerCache], step: StepContext) -> Program | None:
+def record(layers: LayerStack, x: Tensor, caches: Sequence[LayerCache], step: StepContext) -> Program | None:
     recording = Recording(x.shape[1], x.dtype)
     unknown: Any = Unknown("cross-attention")
     context = StepContext(unknown, [cast(Any, recording.rope(rope.size)) for rope in step.ropes], unknown)

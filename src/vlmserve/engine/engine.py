@@ -138,9 +138,9 @@ class Engine(BaseEngine):
         self._overlaps = model.device.draw_later is not None and followers is None
         sizes = (num_blocks, num_host_blocks, config.block_size)
         if followers is None:
-            self._runner = ModelRunner(model, *sizes, self._grammars.begin, slots)
+            self.runner = ModelRunner(model, *sizes, self._grammars.begin, slots)
         else:
-            self._runner = LeadingRunner(model, *sizes, self._grammars.begin, followers)
+            self.runner = LeadingRunner(model, *sizes, self._grammars.begin, followers)
         self._followers = followers
         chunk, window, caches = config.max_num_batched_tokens, language_model.window, config.enable_prefix_caching
         self._memory = KVMemory(self._cache, config.block_size, prefix_caching=caches, max_chunk=chunk, window=window)
@@ -152,20 +152,20 @@ class Engine(BaseEngine):
             macs=partial(_tower_macs, model.vision),
         )
         adapters = () if self._adapter_slots is None else (self._adapter_slots,)
-        self._scheduler = Scheduler(
+        self.scheduler = Scheduler(
             (self._images, *adapters, self._memory), max_num_seqs=config.max_num_seqs, max_num_batched_tokens=chunk
         )
         if self._adapters is not None and self._adapter_slots is not None:
-            self._adapters.follow(self._scheduler, self._adapter_slots)
+            self._adapters.follow(self.scheduler, self._adapter_slots)
         # GPUs compute whole prompts in less time, and first measurements there include compiling.
         on_cpu = model.device.torch_device.type == "cpu"
         self._limits = MeasuredLimits(config.encoder_step_share, config.step_seconds if on_cpu else math.inf)
-        warm_up = self._runner.warm_up()
+        warm_up = self.runner.warm_up()
         self._limits.encoded(*warm_up)
-        self._scheduler.limits = self._limits
+        self.scheduler.limits = self._limits
         if followers is None:
             warm_up_steps(
-                self._runner,
+                self.runner,
                 max_num_seqs=config.max_num_seqs,
                 max_num_batched_tokens=config.max_num_batched_tokens,
                 max_model_len=max_model_len,
@@ -204,32 +204,32 @@ class Engine(BaseEngine):
             self._followers.check()
 
     def add(self, request: EngineRequest) -> None:
-        self._check(request, self._scheduler, len(self._scheduler.waiting), len(self._scheduler.running))
-        self._scheduler.add(*self._intake.accept(request))
+        self._check(request, self.scheduler, len(self.scheduler.waiting), len(self.scheduler.running))
+        self.scheduler.add(*self._intake.accept(request))
 
     def step(self) -> list[EngineOutput]:
         started = time.perf_counter()
         is_ahead = self._ahead is not None
         if self._ahead is None:
-            step = self._scheduler.schedule()
+            step = self.scheduler.schedule()
             if not step.has_work:
                 return self._without_work()
             planned = time.perf_counter()
-            running = self._runner.submit(step)
+            running = self.runner.submit(step)
         else:
             step, planned, running = self._ahead
             self._ahead = None
-        if self._overlaps and (following := self._scheduler.schedule_ahead(step)) is not None:
-            self._ahead = following, time.perf_counter(), self._runner.submit(following)
+        if self._overlaps and (following := self.scheduler.schedule_ahead(step)) is not None:
+            self._ahead = following, time.perf_counter(), self.runner.submit(following)
         output = running.result()
         ran = time.perf_counter()
         if is_ahead:
-            forget_ended(self._scheduler.requests, step, output)
+            forget_ended(self.scheduler.requests, step, output)
         prompt_tokens = self._note_progress(step, output, planned)
         self._costs.computed(prompt_tokens, output.timings.model)
         self._costs.copied(step.block_copies, output.timings.transfer)
         self._limits.ran(step, output.timings, prompt_tokens)
-        outputs = self._scheduler.end_failed() + self._update(step, output, ran)
+        outputs = self.scheduler.end_failed() + self._update(step, output, ran)
         self._prompt_tokens += prompt_tokens
         self._images_encoded += len(step.images_to_encode) + sum(one.products is None for one in step.encodings)
         self._steps += 1
@@ -243,22 +243,22 @@ class Engine(BaseEngine):
 
     def _update(self, step: SchedulerOutput, output: ModelRunnerOutput, ran: float) -> list[EngineOutput]:
         """Apply the output of a step that ended at the time `ran`."""
-        requests = self._scheduler.requests
+        requests = self.scheduler.requests
         ran_requests = [requests[request_id] for request_id in output.token_ids if request_id in requests]
         for request in ran_requests:
             request.answered = request.answered or ran
         answered = {request.answer_id: request for request in ran_requests}
-        outputs = [_with_timings(answered[one.request_id], one, ran) for one in self._scheduler.update(step, output)]
+        outputs = [_with_timings(answered[one.request_id], one, ran) for one in self.scheduler.update(step, output)]
         self._generation_tokens += sum(_num_tokens(one) for one in outputs)
         return outputs
 
     def _without_work(self) -> list[EngineOutput]:
         """Wait a short time for what requests wait for: a resource, or the mask of a slow grammar."""
-        outputs = self._scheduler.end_failed()
+        outputs = self.scheduler.end_failed()
         if not outputs:
-            outputs = self._update(SchedulerOutput(), self._runner.collect(_WAIT), time.perf_counter())
+            outputs = self._update(SchedulerOutput(), self.runner.collect(_WAIT), time.perf_counter())
         if not outputs:
-            self._scheduler.resources.wait(_WAIT)
+            self.scheduler.resources.wait(_WAIT)
         return outputs
 
     @property
@@ -277,7 +277,7 @@ class Engine(BaseEngine):
 
     def _note_progress(self, step: SchedulerOutput, output: ModelRunnerOutput, planned: float) -> int:
         """Record when requests first ran and had an image encoded. Returns how many prompt tokens the step computed."""
-        requests = self._scheduler.requests
+        requests = self.scheduler.requests
         for key in step.encoded_keys:
             for request_id in self._images.cache.holders(key):
                 request = requests[request_id]
@@ -296,24 +296,24 @@ class Engine(BaseEngine):
         return prompt_tokens
 
     def abort(self, request_ids: Iterable[str]) -> None:
-        self._scheduler.abort(request_ids)
+        self.scheduler.abort(request_ids)
         if self._adapters is not None:
             self._adapters.store.drop_orphans()
 
     def has_work(self) -> bool:
-        return len(self._scheduler) > 0 or self._ahead is not None
+        return len(self.scheduler) > 0 or self._ahead is not None
 
     def stats(self) -> EngineStats:
         host = self._cache.host
         store, places = None if self._adapters is None else self._adapters.store, self._adapter_slots
         return EngineStats(
-            num_running=len(self._scheduler.running),
-            num_waiting=len(self._scheduler.waiting),
+            num_running=len(self.scheduler.running),
+            num_waiting=len(self.scheduler.waiting),
             kv_blocks_total=self._cache.pool.num_blocks,
             kv_blocks_used=self._cache.pool.num_used,
             prompt_tokens=self._prompt_tokens,
             generation_tokens=self._generation_tokens,
-            preemptions=self._scheduler.num_preemptions,
+            preemptions=self.scheduler.num_preemptions,
             images_encoded=self._images_encoded,
             steps=self._steps,
             step_seconds=self._step_seconds,
@@ -342,8 +342,8 @@ class Engine(BaseEngine):
         )
 
     def inspect(self) -> EngineSnapshot:
-        requests = [_snapshot(request, runs=True) for request in self._scheduler.running]
-        requests += [_snapshot(request, runs=False) for request in self._scheduler.waiting]
+        requests = [_snapshot(request, runs=True) for request in self.scheduler.running]
+        requests += [_snapshot(request, runs=False) for request in self.scheduler.waiting]
         return EngineSnapshot(self.stats(), requests)
 
     def map_blocks(self) -> BlockMap:

@@ -224,10 +224,10 @@ class ModelRunner:
                 scalings = self._scalings(scheduled, sums)
                 self._adapters.use_for_batch(scheduled, batch, scalings)
             wanted = _wanted_rows(batch, scheduled)
-            hidden = self._hidden(batch, wanted)
+            hidden = self.hidden_states(batch, wanted)
             if self._adapters is not None:
                 self._adapters.use_for_samples()
-            logits = self._logits(hidden[batch.sampled_rows] if wanted is None else hidden)
+            logits = self.logits_of(hidden[batch.sampled_rows] if wanted is None else hidden)
         except RuntimeError as error:
             if self.model.ranks is not None or not is_out_of_memory(error):
                 raise  # other ranks continue with the step that this rank has no memory for
@@ -247,9 +247,9 @@ class ModelRunner:
         slots = self._adapters.slots_of_scaling_pass(mixed)
         batch = self._scaling_batches.build(mixed, self._drawn_rows, adapters=slots)
         self._adapters.use_for_scaling_pass(mixed, batch)
-        return self._adapters.scalings(scheduled, mixed, self._hidden(batch), sums)
+        return self._adapters.scalings(scheduled, mixed, self.hidden_states(batch), sums)
 
-    def _hidden(self, batch: Batch, wanted: Tensor | None = None) -> Tensor:
+    def hidden_states(self, batch: Batch, wanted: Tensor | None = None) -> Tensor:
         """``[tokens, hidden_size]``: the final hidden states; wanted: of these rows only."""
         language_model = self.model.language_model
         token_ids = batch.token_ids
@@ -260,7 +260,7 @@ class ModelRunner:
         features = place_images(embeddings, batch.image_rows, self._images.embeddings)
         return language_model.forward(embeddings, batch.positions, batch.metadata, self._kv.layers, features, wanted)
 
-    def _logits(self, hidden: Tensor) -> Tensor:
+    def logits_of(self, hidden: Tensor) -> Tensor:
         """float32 ``[rows, vocabulary]``."""
         language_model = self.model.language_model
         out = self.model.device.logits_buffer(len(hidden), language_model.vocab_size)

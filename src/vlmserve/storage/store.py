@@ -44,7 +44,7 @@ class Store:
         clock: seconds since 1970; what is asked for "now" everywhere.
         """
         threads = 1 if url == _MEMORY else _THREADS
-        database = self._database = Database(url, threads)
+        database = self.database = Database(url, threads)
         self.conversations = Conversations(database, clock, config.max_stored_bytes)
         self.responses = Responses(database, self.conversations, clock, config.max_stored_bytes)
         self.files = Files(database, clock, config.max_stored_bytes)
@@ -69,7 +69,7 @@ class Store:
         self._closing.set()
         self._sweeper.join()
         self._workers.shutdown()
-        self._database.close()
+        self.database.close()
 
     def _submit(self, work: Callable[Params, Result], /, *args: Params.args, **kwargs: Params.kwargs) -> Future[Result]:
         if not self._room.acquire(blocking=False):
