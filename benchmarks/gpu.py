@@ -72,7 +72,7 @@ def run_stage(name: str, arguments: Sequence[str], limit: float) -> dict[str, An
         result, output = Path(folder, "result.json"), Path(folder, "output")
         start = time.perf_counter()
         with output.open("w") as said:
-            code = _run(_command(name, result, arguments), limit, _environment(arguments), said.fileno())
+            code = _run(command_of(name, result, arguments), limit, _environment(arguments), said.fileno())
         report = json.loads(result.read_text()) if result.exists() else {}
         report["seconds"] = round(time.perf_counter() - start, 1)
         if code is None:
@@ -86,7 +86,7 @@ def run_stage(name: str, arguments: Sequence[str], limit: float) -> dict[str, An
     return report
 
 
-def _command(name: str, result: Path, arguments: Sequence[str]) -> list[str]:
+def command_of(name: str, result: Path, arguments: Sequence[str]) -> list[str]:
     return [sys.executable, "-m", "benchmarks.gpu", "--run", name, "--result", str(result), *arguments]
 
 

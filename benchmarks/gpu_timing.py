@@ -77,18 +77,18 @@ def per_launch(calls: Sequence[Call], device: torch.device, repeats: int) -> Lau
         return Launch(seconds_of(lambda: [call() for call in calls], device, repeats) / len(calls))
     sequence = list(calls) * -(-CALLS // len(calls))
     try:
-        graph = _capture(calls, sequence, device)
-    except _CannotCaptureError as error:
+        graph = capture(calls, sequence, device)
+    except CannotCaptureError as error:
         taken = seconds_of(lambda: [call() for call in sequence], device, repeats)
         return Launch(taken / len(sequence), f"not captured: {error}")
     return Launch(_seconds_of_replay(graph, device, repeats) / len(sequence))
 
 
-class _CannotCaptureError(Exception):
+class CannotCaptureError(Exception):
     pass
 
 
-def _capture(calls: Sequence[Call], sequence: Sequence[Call], device: torch.device) -> torch.cuda.CUDAGraph:
+def capture(calls: Sequence[Call], sequence: Sequence[Call], device: torch.device) -> torch.cuda.CUDAGraph:
     """A graph of a sequence of calls, each of which runs once before: first calls compile and allocate."""
     current, stream = torch.cuda.current_stream(device), torch.cuda.Stream(device)
     stream.wait_stream(current)
@@ -107,7 +107,7 @@ def _capture(calls: Sequence[Call], sequence: Sequence[Call], device: torch.devi
                 graph.capture_end()
         except RuntimeError as error:
             cause = error.__context__ or error
-            raise _CannotCaptureError(f"{type(cause).__name__}: {cause}".splitlines()[0]) from error
+            raise CannotCaptureError(f"{type(cause).__name__}: {cause}".splitlines()[0]) from error
     current.wait_stream(stream)
     return graph
 

@@ -56,7 +56,7 @@ def captured(monkeypatch: pytest.MonkeyPatch, answer: str) -> Iterator[None]:
     """Every process that decodes a file writes this, whatever it is asked, and does not end by itself."""
     script = os.fspath(Path(isolated_worker.__file__))
     with monkeypatch.context() as patch:
-        patch.setattr(fork_server, "_COMMAND", [sys.executable, "-c", _CAPTURED, script, answer])
+        patch.setattr(fork_server, "COMMAND", [sys.executable, "-c", _CAPTURED, script, answer])
         fork_server.end_servers()
         yield
     fork_server.end_servers()
@@ -67,7 +67,7 @@ def without_module(monkeypatch: pytest.MonkeyPatch, name: str) -> Iterator[None]
     """Decoding processes that start in the block cannot import a module."""
     code = f"import sys, runpy; sys.modules[{name!r}] = None; runpy.run_path(sys.argv[1], run_name='__main__')"
     with monkeypatch.context() as patch:
-        patch.setattr(fork_server, "_COMMAND", [sys.executable, "-c", code, fork_server._COMMAND[-1]])
+        patch.setattr(fork_server, "COMMAND", [sys.executable, "-c", code, fork_server.COMMAND[-1]])
         fork_server.end_servers()
         yield
     fork_server.end_servers()

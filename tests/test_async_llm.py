@@ -218,16 +218,16 @@ async def _later(value):
 
 
 async def test_objects_are_instances_of_a_pydantic_model():
-    from vlmserve.offline_calls import _object_in
+    from vlmserve.offline_calls import object_in
     from vlmserve.outputs import CompletionOutput, RequestOutput
 
     def output(text: str) -> RequestOutput:
         return RequestOutput("a", "", [], [CompletionOutput(0, text, [], "stop")])
 
-    assert _object_in(output('{"colour": "red"}'), Circle) == Circle(colour="red")
+    assert object_in(output('{"colour": "red"}'), Circle) == Circle(colour="red")
     for text in ('{"colour": 3}', '{"colour": "' + "x" * 70 + '"}', '{"colour'):
         with pytest.raises(AnswerError, match="no such object"):
-            _object_in(output(text), Circle)
+            object_in(output(text), Circle)
         if "x" not in text and "3" not in text:
             with pytest.raises(AnswerError, match="no such object"):
-                _object_in(output(text), SCHEMA)
+                object_in(output(text), SCHEMA)

@@ -24,7 +24,7 @@ from tests.checkpoints import change_config
 from tests.mock_checkpoint import make_mock_checkpoint
 from vlmserve import LLM, SamplingParams
 from vlmserve.cli import app
-from vlmserve.cli.answers import ServerAnswers, _deltas
+from vlmserve.cli.answers import ServerAnswers, deltas
 from vlmserve.cli.chat import TerminalChat
 from vlmserve.cli.options import command
 from vlmserve.config import EngineConfig, MediaConfig, ProcessorOverrides, ServerConfig
@@ -384,7 +384,7 @@ def test_a_server_error_names_its_file(server, image):
 )
 def test_stream_of_another_kind_is_an_error(lines, words):
     with pytest.raises(VLMServeError, match=re.escape(words)):
-        list(_deltas("http://127.0.0.1:9", iter(lines), None))
+        list(deltas("http://127.0.0.1:9", iter(lines), None))
 
 
 def test_deltas_without_text_are_skipped():
@@ -394,7 +394,7 @@ def test_deltas_without_text_are_skipped():
         '{"choices": [{"delta": {"content": "a"}}]}',
         "[DONE]",
     ]
-    assert list(_deltas("", iter(["", ": ping", *(f"data: {event}" for event in events)]), None)) == ["a"]
+    assert list(deltas("", iter(["", ": ping", *(f"data: {event}" for event in events)]), None)) == ["a"]
 
 
 def test_servers_key_is_in_a_variable(server, monkeypatch):

@@ -28,9 +28,9 @@ def homeless(monkeypatch, tmp_path):
     for name in ("pwd.getpwuid", "pwd.getpwnam"):
         monkeypatch.setattr(name, unknown)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    folders._temporary_folder.cache_clear()
+    folders.temporary_folder.cache_clear()
     yield tmp_path
-    folders._temporary_folder.cache_clear()
+    folders.temporary_folder.cache_clear()
 
 
 def test_folders_are_those_of_xdg_or_the_home(monkeypatch):

@@ -26,7 +26,7 @@ def cache_folder() -> Path:
 
     Without a home it is in the folder for temporary files.
     """
-    return _own_folder("XDG_CACHE_HOME", "~/.cache") or _temporary_folder()
+    return _own_folder("XDG_CACHE_HOME", "~/.cache") or temporary_folder()
 
 
 def name_hub_folder(environ: MutableMapping[str, str]) -> None:
@@ -41,7 +41,7 @@ def _own_folder(variable: str, default: str) -> Path | None:
 
 
 @cache
-def _temporary_folder() -> Path:
+def temporary_folder() -> Path:
     """The same for all processes of the user, unless another user has taken the name."""
     folder = Path(tempfile.gettempdir()) / f"vlmserve-{os.geteuid()}"
     with contextlib.suppress(OSError):  # a file or a broken link has that name

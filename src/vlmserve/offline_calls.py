@@ -154,7 +154,7 @@ class Call:
         if self.schema is None or isinstance(outcome, InvalidRequestError):
             return outcome
         try:
-            return _object_in(outcome, self.schema)
+            return object_in(outcome, self.schema)
         except AnswerError as error:
             if not self.is_one:
                 error.args = (f"{self.kind}[{number}]: {error}",)
@@ -188,7 +188,7 @@ class Call:
             error.add_note(f"This is about {place}.")
 
 
-def _object_in(output: RequestOutput, schema: Any) -> Any:
+def object_in(output: RequestOutput, schema: Any) -> Any:
     """The object that an answer is. Raises AnswerError."""
     [answer] = output.outputs
     if answer.finish_reason == "error":

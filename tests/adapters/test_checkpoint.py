@@ -28,7 +28,7 @@ def base(tmp_path_factory):
 Q = "base_model.model.model.layers.0.self_attn.q_proj"
 
 
-def _edit_tensors(change):
+def edit_tensors(change):
     def edit(folder):
         tensors = load_file(folder / "adapter_model.safetensors")
         change(tensors)
@@ -37,7 +37,7 @@ def _edit_tensors(change):
     return edit
 
 
-def _edit_config(**fields):
+def edit_config(**fields):
     def edit(folder):
         path = folder / "adapter_config.json"
         path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
@@ -51,7 +51,7 @@ def _pickle(folder):
 
 
 def _put(key, *shape, value=0.0):
-    return _edit_tensors(lambda tensors: tensors.__setitem__(key, torch.full(shape, value)))
+    return edit_tensors(lambda tensors: tensors.__setitem__(key, torch.full(shape, value)))
 
 
 def _both(first, second):
@@ -67,46 +67,46 @@ BAD = {
     "broken config": (lambda folder: (folder / "adapter_config.json").write_text("{"), "not valid JSON"),
     "pickle": (_pickle, "a pickle, adapter_model.bin, which could run code"),
     "broken weights": (lambda folder: (folder / "adapter_model.safetensors").write_bytes(b"\xff" * 64), "is broken"),
-    "another kind": (_edit_config(peft_type="VERA"), "type 'VERA' is not supported"),
-    "activated": (_edit_config(alora_invocation_tokens=[1]), "alora_invocation_tokens is set"),
-    "unknown field": (_edit_config(use_new_thing=True), "use_new_thing is not supported"),
-    "changed base": (_edit_config(init_lora_weights="pissa"), "init_lora_weights 'pissa' changes the base model"),
-    "bad pattern": (_edit_config(rank_pattern={"(": 4}), "no regular expression"),
-    "pattern with lookahead": (_edit_config(alpha_pattern={"(?=q)q": 4}), "alpha_pattern: .* lookaround"),
-    "long pattern": (_edit_config(rank_pattern={"a" * 501: 4}), "has 501 characters; at most 500"),
-    "huge pattern": (_edit_config(rank_pattern={r"\w{500}": 4}), "is too large"),
-    "set operators": (_edit_config(rank_pattern={"[a&&b]": 4}), "no regular expression"),
-    "rank 0": (_edit_config(r=0), "r is 0; a rank is at least 1"),
-    "rank 0 by pattern": (_edit_config(rank_pattern={"q_proj": 0}), r"rank_pattern\['q_proj'\] is 0"),
-    "infinite rank": (_edit_config(r=float("inf")), "does not describe an adapter"),
-    "huge alpha": (_edit_config(lora_alpha=1e30), r"lora_alpha is 1e\+30; allowed are"),
-    "NaN alpha": (_edit_config(lora_alpha=float("nan")), "lora_alpha is nan"),
-    "NaN alpha by pattern": (_edit_config(alpha_pattern={"q": float("nan")}), "alpha_pattern.* is nan"),
-    "patterns in a list": (_edit_config(rank_pattern=["q_proj"]), "does not describe an adapter"),
-    "tokens of no list": (_edit_config(trainable_token_indices={"embed": 1}), "does not describe an adapter"),
+    "another kind": (edit_config(peft_type="VERA"), "type 'VERA' is not supported"),
+    "activated": (edit_config(alora_invocation_tokens=[1]), "alora_invocation_tokens is set"),
+    "unknown field": (edit_config(use_new_thing=True), "use_new_thing is not supported"),
+    "changed base": (edit_config(init_lora_weights="pissa"), "init_lora_weights 'pissa' changes the base model"),
+    "bad pattern": (edit_config(rank_pattern={"(": 4}), "no regular expression"),
+    "pattern with lookahead": (edit_config(alpha_pattern={"(?=q)q": 4}), "alpha_pattern: .* lookaround"),
+    "long pattern": (edit_config(rank_pattern={"a" * 501: 4}), "has 501 characters; at most 500"),
+    "huge pattern": (edit_config(rank_pattern={r"\w{500}": 4}), "is too large"),
+    "set operators": (edit_config(rank_pattern={"[a&&b]": 4}), "no regular expression"),
+    "rank 0": (edit_config(r=0), "r is 0; a rank is at least 1"),
+    "rank 0 by pattern": (edit_config(rank_pattern={"q_proj": 0}), r"rank_pattern\['q_proj'\] is 0"),
+    "infinite rank": (edit_config(r=float("inf")), "does not describe an adapter"),
+    "huge alpha": (edit_config(lora_alpha=1e30), r"lora_alpha is 1e\+30; allowed are"),
+    "NaN alpha": (edit_config(lora_alpha=float("nan")), "lora_alpha is nan"),
+    "NaN alpha by pattern": (edit_config(alpha_pattern={"q": float("nan")}), "alpha_pattern.* is nan"),
+    "patterns in a list": (edit_config(rank_pattern=["q_proj"]), "does not describe an adapter"),
+    "tokens of no list": (edit_config(trainable_token_indices={"embed": 1}), "does not describe an adapter"),
     "deep config": (lambda folder: (folder / "adapter_config.json").write_text("[" * 10**5), "not valid JSON"),
     "infinity": (_put(f"{Q}.lora_A.weight", 4, 48, value=float("inf")), "not finite"),
     "huge values": (_put(f"{Q}.lora_B.weight", 48, 4, value=1e30), "holds values beyond 65504"),
     "huge values when scaled": (
-        _both(_put(f"{Q}.lora_B.weight", 48, 4, value=100.0), _edit_config(lora_alpha=60000)),
+        _both(_put(f"{Q}.lora_B.weight", 48, 4, value=100.0), edit_config(lora_alpha=60000)),
         "lora_B times its scale holds values beyond",
     ),
-    "rank of the config": (_edit_config(r=5), r"has shape \(4, .*it would be \(5, "),
-    "large rank": (_edit_config(r=9), "rank is 9, and at most 8 is allowed; --max-lora-rank"),
+    "rank of the config": (edit_config(r=5), r"has shape \(4, .*it would be \(5, "),
+    "large rank": (edit_config(r=9), "rank is 9, and at most 8 is allowed; --max-lora-rank"),
     "nan": (_put(f"{Q}.lora_A.weight", 4, 48, value=float("nan")), "not finite"),
     "wrong base": (_put(f"{Q}.lora_B.weight", 99, 4), r"shape \(99, 4\), and for this model it would be \(48, 4\)"),
-    "one factor": (_edit_tensors(lambda tensors: tensors.pop(f"{Q}.lora_B.weight")), "only one of its two factors"),
+    "one factor": (edit_tensors(lambda tensors: tensors.pop(f"{Q}.lora_B.weight")), "only one of its two factors"),
     "unknown layer": (_put("base_model.model.model.layers.9.mlp.up_proj.weight", 2, 2), "has no layer model.layers.9"),
     "norm": (_put("base_model.model.model.norm.weight", 48), "adapters of model.norm are not supported"),
     "bias": (_put(f"{Q}.base_layer.bias", 48), "has no bias in this model"),
     "unknown tensor": (_put(f"{Q}.lora_C", 2), "is a tensor that vlmserve does not know"),
-    "magnitude": (_edit_config(use_dora=True), "lacks its lora_magnitude_vector"),
-    "integers": (_edit_tensors(lambda t: t.update({f"{Q}.lora_A.weight": torch.ones(4, 48).long()})), "type I64"),
+    "magnitude": (edit_config(use_dora=True), "lacks its lora_magnitude_vector"),
+    "integers": (edit_tensors(lambda t: t.update({f"{Q}.lora_A.weight": torch.ones(4, 48).long()})), "type I64"),
     "resized": (
         _put("base_model.model.lm_head.base_layer.weight", 3, 48), "lm_head.base_layer.weight has shape",
     ),
     "other embeddings": (
-        _edit_tensors(lambda t: t.update({"base_model.model.lm_head.base_layer.weight": torch.randn(_VOCAB, 48)})),
+        edit_tensors(lambda t: t.update({"base_model.model.lm_head.base_layer.weight": torch.randn(_VOCAB, 48)})),
         "is not the weight of this model",
     ),
 }  # fmt: skip
@@ -203,9 +203,9 @@ def test_the_digest_covers_configuration_and_every_value(base, tmp_path):
     for path in (folder / "good").iterdir():
         (tmp_path / path.name).write_bytes(path.read_bytes())
     assert AdapterCheckpoint(tmp_path).digest() == before, "wherever it is"
-    _edit_config(lora_alpha=99)(tmp_path)
+    edit_config(lora_alpha=99)(tmp_path)
     assert AdapterCheckpoint(tmp_path).digest() != before
-    _edit_config(lora_alpha=8, base_model_name_or_path="elsewhere")(tmp_path)
+    edit_config(lora_alpha=8, base_model_name_or_path="elsewhere")(tmp_path)
     assert AdapterCheckpoint(tmp_path).digest() == before
-    _edit_tensors(lambda tensors: tensors[f"{Q}.lora_B.weight"][-1, -1].add_(1e-3))(tmp_path)
+    edit_tensors(lambda tensors: tensors[f"{Q}.lora_B.weight"][-1, -1].add_(1e-3))(tmp_path)
     assert AdapterCheckpoint(tmp_path).digest() != before

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.adapters.test_checkpoint import _edit_config, _edit_tensors
+from tests.adapters.test_checkpoint import edit_config, edit_tensors
 from tests.adapters.test_parity import answers, compare
 from tests.checkpoints import make_llama
 from tests.engine.test_parity import engine_for, text_oracle
@@ -85,11 +85,11 @@ def test_adapters_are_found_beside_the_checkpoint_as_well(base, tmp_path):
         shutil.copytree(tmp_path / f"expert-{number}", tmp_path / "mixed" / number)
         save_file(junk, tmp_path / "mixed" / number / "adapter_model.safetensors")
     paths = {number: str(tmp_path / f"expert-{number}") for number in "01"}
-    _edit_config(adapters=paths)(tmp_path / "mixed")
+    edit_config(adapters=paths)(tmp_path / "mixed")
     engine.adapter_store.load("beside", tmp_path / "mixed")
     [beside, good] = [info for info in engine.adapters if info.name in ("beside", "good")][::-1]
     assert {beside.digest} == {good.digest}, "wherever they are"
-    _edit_config(adapters={number: "/" for number in "01"})(tmp_path / "mixed")
+    edit_config(adapters={number: "/" for number in "01"})(tmp_path / "mixed")
     with pytest.raises(AdapterError, match="no adapter '0': put it into the folder '0'"):
         engine.adapter_store.load("nowhere", tmp_path / "mixed")
 
@@ -111,20 +111,20 @@ def _expert(number, **config):
 _oracle = None
 BAD = {
     "no classifier": (lambda folder: (folder / "adapter_model.safetensors").unlink(), "has no adapter_model.safe"),
-    "as PEFT saves it": (_edit_tensors(_drop_layer), "1 of the classifier's 2 layers; PEFT's save_pretrained"),
+    "as PEFT saves it": (edit_tensors(_drop_layer), "1 of the classifier's 2 layers; PEFT's save_pretrained"),
     "broken classifier": (lambda folder: (folder / "adapter_model.safetensors").write_bytes(b"1" * 30), "is broken"),
-    "another tensor": (_edit_tensors(lambda t: t.update(head=torch.ones(2))), "head is no tensor of a classifier"),
-    "nan": (_edit_tensors(lambda t: t[min(t)].fill_(float("nan"))), "not finite"),
-    "other sizes": (_edit_tensors(lambda t: t.update({max(t): torch.ones(18, 5)})), "do not fit each other"),
-    "fewer outputs": (_edit_config(layerwise_scalings=False), "has 18 outputs, and 2 are the scalings of 2 adapters"),
-    "hidden size": (_edit_config(hidden_size=64), "hidden_size is 64, and this model's is 48"),
-    "top k": (_edit_config(top_k_lora=3), "top_k_lora must be 1 to 2"),
-    "temperature": (_edit_config(softmax_temperature=0), "softmax_temperature must be above 0"),
-    "pass value": (_edit_config(scaling_pass_value="much"), "does not describe an X-LoRA model"),
-    "unknown field": (_edit_config(use_new_thing=1), "use_new_thing is not supported"),
-    "no adapters": (_edit_config(adapters={}), "names no adapters"),
-    "names": (_edit_config(adapters={"a": "a", "b": "b"}), 'PEFT calls adapters "0" to "1", and these are a, b'),
-    "too many": (_edit_config(adapters={str(number): "" for number in range(65)}), "at most 64 can be mixed"),
+    "another tensor": (edit_tensors(lambda t: t.update(head=torch.ones(2))), "head is no tensor of a classifier"),
+    "nan": (edit_tensors(lambda t: t[min(t)].fill_(float("nan"))), "not finite"),
+    "other sizes": (edit_tensors(lambda t: t.update({max(t): torch.ones(18, 5)})), "do not fit each other"),
+    "fewer outputs": (edit_config(layerwise_scalings=False), "has 18 outputs, and 2 are the scalings of 2 adapters"),
+    "hidden size": (edit_config(hidden_size=64), "hidden_size is 64, and this model's is 48"),
+    "top k": (edit_config(top_k_lora=3), "top_k_lora must be 1 to 2"),
+    "temperature": (edit_config(softmax_temperature=0), "softmax_temperature must be above 0"),
+    "pass value": (edit_config(scaling_pass_value="much"), "does not describe an X-LoRA model"),
+    "unknown field": (edit_config(use_new_thing=1), "use_new_thing is not supported"),
+    "no adapters": (edit_config(adapters={}), "names no adapters"),
+    "names": (edit_config(adapters={"a": "a", "b": "b"}), 'PEFT calls adapters "0" to "1", and these are a, b'),
+    "too many": (edit_config(adapters={str(number): "" for number in range(65)}), "at most 64 can be mixed"),
     "no adapter": (lambda folder: shutil.rmtree(folder / "1"), "no adapter '1'"),
     "outside": (
         lambda folder: (shutil.move(folder / "1", folder.parent.parent / "1"), (folder / "1").symlink_to("../../1")),
@@ -162,14 +162,14 @@ def test_the_digest_covers_classifier_configuration_and_adapters(base, tmp_path)
     found = [digest()]
     assert found == [engine.adapter_store["good"].digest]
     for edit in (
-        _edit_config(softmax_temperature=0.5),
-        _edit_tensors(lambda tensors: tensors[max(tensors)].add_(1e-3)),
-        lambda folder: _edit_tensors(lambda tensors: tensors[max(tensors)].add_(1e-3))(folder / "1"),
+        edit_config(softmax_temperature=0.5),
+        edit_tensors(lambda tensors: tensors[max(tensors)].add_(1e-3)),
+        lambda folder: edit_tensors(lambda tensors: tensors[max(tensors)].add_(1e-3))(folder / "1"),
     ):
         edit(tmp_path / "copy")
         found.append(digest())
     assert len(set(found)) == 4
-    _edit_config(base_model_name_or_path="elsewhere")(tmp_path / "copy")
+    edit_config(base_model_name_or_path="elsewhere")(tmp_path / "copy")
     assert digest() == found[-1]
     engine.adapter_store.unload("copy")
 

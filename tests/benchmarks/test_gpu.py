@@ -63,7 +63,7 @@ def test_failed_stage_keeps_its_measurements(end: str, error: str, monkeypatch: 
         measured = f"echo '{{\"copy_gb_s\": 1}}' > {shlex.quote(str(result))}; echo '[bold]lost[/]'"
         return ["sh", "-c", f"{measured}; {end}"]
 
-    monkeypatch.setattr(gpu, "_command", command)
+    monkeypatch.setattr(gpu, "command_of", command)
     report = gpu.run_stage("bandwidth", [], 1 if "longer" in error else 60)
     assert (report["copy_gb_s"], report["error"]) == (1, error)
     first, *others = report["output"].splitlines()

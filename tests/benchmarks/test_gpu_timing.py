@@ -36,9 +36,9 @@ def test_copies_do_not_fit_into_the_caches(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_uncapturable_calls_run_with_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
     def cannot(*_: object) -> None:
-        raise gpu_timing._CannotCaptureError("OutOfMemoryError: 1 GiB")
+        raise gpu_timing.CannotCaptureError("OutOfMemoryError: 1 GiB")
 
-    monkeypatch.setattr(gpu_timing, "_capture", cannot)
+    monkeypatch.setattr(gpu_timing, "capture", cannot)
     monkeypatch.setattr(gpu_timing, "wait", lambda _: None)
     called: list[int] = []
     launch = per_launch([lambda: called.append(1)], CUDA, 3)

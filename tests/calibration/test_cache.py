@@ -58,7 +58,7 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[calibrated.Job]:
         made.append(job)
         process.make_copy(job, nothing)
 
-    monkeypatch.setattr(calibrated, "_run", run)
+    monkeypatch.setattr(calibrated, "run_job", run)
     return made
 
 
@@ -74,7 +74,7 @@ def test_process_output_is_reused_by_next_start(
     how = QuantizationConfig(method="gptq", scheme="int4", calibration=options["quantize_calibration"])
     quantizing.quantize_checkpoint(folder, tmp_path / "out", how, "auto", nothing)
     assert weights_of(made) == weights_of(tmp_path / "out")
-    monkeypatch.setattr(calibrated, "_run", None)
+    monkeypatch.setattr(calibrated, "run_job", None)
     assert calibrated.calibrated_copy(config, folder) == made
     answers = [
         LLM(str(model), **own).generate([{"prompt_token_ids": [5, 6, 7, 8]}])[0].outputs[0].token_ids
@@ -126,7 +126,7 @@ def test_two_that_start_at_once_make_one_copy(
 ) -> None:
     made: list[Path] = []
     both = threading.Barrier(2, timeout=60)
-    quantize_checkpoint, run = process.quantize_checkpoint, calibrated._run
+    quantize_checkpoint, run = process.quantize_checkpoint, calibrated.run_job
 
     def slowly(*arguments: Any) -> Any:
         made.append(arguments[1])
@@ -137,7 +137,7 @@ def test_two_that_start_at_once_make_one_copy(
         run(job)
 
     monkeypatch.setattr(process, "quantize_checkpoint", slowly)
-    monkeypatch.setattr(calibrated, "_run", run_together)
+    monkeypatch.setattr(calibrated, "run_job", run_together)
     config = EngineConfig(model=str(folder), **options)
     found: list[Path] = []
     threads = [
@@ -210,7 +210,7 @@ def test_unwritable_cache_is_an_error(
 def test_process_errors_reach_the_engine(
     folder: Path, options: dict[str, Any], cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(calibrated, "_run", lambda job: calibrated.check_answer(process.attempt(job), 1))
+    monkeypatch.setattr(calibrated, "run_job", lambda job: calibrated.check_answer(process.attempt(job), 1))
     wrong = options | {"quantize_layers": ("*.nothing=int8",)}
     with pytest.raises(ConfigurationError, match=r"no layer of this model has a name like \*\.nothing"):
         load(EngineConfig(model=str(folder), **wrong))

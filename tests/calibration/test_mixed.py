@@ -147,11 +147,11 @@ def test_small_budget_error_names_the_shortfall(folder: Path, tmp_path: Path) ->
 
 def test_a_server_keeps_what_it_has_chosen(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
-    monkeypatch.setattr(calibrated, "_run", lambda job: process.make_copy(job, nothing))
+    monkeypatch.setattr(calibrated, "run_job", lambda job: process.make_copy(job, nothing))
     data = tmp_path / "prompts.jsonl"
     data.write_text('{"prompt": "a b c d"}\n')
     budget = MemoryEstimate(folder, CPU).weights(QuantizationConfig(scheme="int8")) - 1000
     config = EngineConfig(model=str(folder), weight_memory=budget, quantize_calibration=str(data))
     assert load(config).weight_bytes <= 1.03 * budget
-    monkeypatch.setattr(calibrated, "_run", None)
+    monkeypatch.setattr(calibrated, "run_job", None)
     assert load(config).weight_bytes <= 1.03 * budget

@@ -38,7 +38,7 @@ def up(monkeypatch, tmp_path):
     def run(text: str, *arguments: str) -> tuple[list[WorkerKind], ServerConfig] | str:
         found: list[object] = []
         started = SimpleNamespace(up=lambda kinds, server, gateway: found.extend((kinds, server)))
-        monkeypatch.setattr(importlib.import_module("vlmserve.cli.cluster"), "_commands", lambda: started)
+        monkeypatch.setattr(importlib.import_module("vlmserve.cli.cluster"), "worker_commands", lambda: started)
         path = tmp_path / "cluster.toml"
         path.write_text(text)
         result = CliRunner(env={"COLUMNS": "200"}).invoke(app, ["cluster", "up", "--config", str(path), *arguments])

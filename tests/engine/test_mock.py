@@ -66,7 +66,7 @@ def test_its_answers_are_words_of_the_checkpoints_tokenizer(folder):
         tokens += [token for output in engine.step() for token in output.token_ids]
     words = Tokenizer.from_file(str(folder / "tokenizer.json")).decode(tokens).split()
     assert len(words) >= 4
-    assert set(words) <= set(mock._WORDS.split())
+    assert set(words) <= set(mock.WORDS.split())
 
 
 def test_tokens_come_at_the_speed_that_was_set(folder, clock):

@@ -214,7 +214,7 @@ def test_prompt_logprobs_compute_cached_prompts_again(folder, model):
 
 
 def test_long_prompts_are_scored_in_pieces(folder, model, monkeypatch):
-    monkeypatch.setattr("vlmserve.runner.prompt_logprobs._MAX_LOGITS", 3 * model.config.vocab_size)
+    monkeypatch.setattr("vlmserve.runner.prompt_logprobs.MAX_LOGITS", 3 * model.config.vocab_size)
     prompt = prompts(model)[3]
     engine = engine_for(folder)
     rows = []

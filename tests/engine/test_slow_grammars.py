@@ -86,7 +86,7 @@ def test_plain_requests_do_not_starve_grammars(
         return allowed(self, *ends, **options)
 
     monkeypatch.setattr(Matcher, "allowed", slow)
-    monkeypatch.setattr("vlmserve.sampling.guide._QUICK_SECONDS", 0.0)
+    monkeypatch.setattr("vlmserve.sampling.guide.QUICK_SECONDS", 0.0)
     engine = engine_of(folder)
     engine.add(request_of("grammar", Grammar.regex("[a-z]{8}")))
     num_plain, plain_runs, ended = 0, False, False
@@ -123,12 +123,12 @@ def test_quick_masks_need_no_other_thread(folder: Path, monkeypatch: pytest.Monk
         return allowed(self, *ends, **options)
 
     monkeypatch.setattr(Matcher, "allowed", record)
-    monkeypatch.setattr("vlmserve.sampling.guide._QUICK_SECONDS", 60.0)
+    monkeypatch.setattr("vlmserve.sampling.guide.QUICK_SECONDS", 60.0)
     run(engine_of(folder), [request_of("quick", Grammar.regex("[a-z]{20}"), max_tokens=30)])
     assert threads[0] is not threading.current_thread()
     assert threads[-1] is threading.current_thread()
     threads.clear()
-    monkeypatch.setattr("vlmserve.sampling.guide._QUICK_SECONDS", 0.0)
+    monkeypatch.setattr("vlmserve.sampling.guide.QUICK_SECONDS", 0.0)
     run(engine_of(folder), [request_of("slow", Grammar.regex("[a-z]{20}"), max_tokens=30)])
     assert threading.current_thread() not in threads
 
@@ -159,7 +159,7 @@ def test_exceptions_of_a_grammar_fail_its_request(
             raise MemoryError
         return run_method(self, *values, **options)
 
-    monkeypatch.setattr("vlmserve.sampling.guide._QUICK_SECONDS", quick_seconds)
+    monkeypatch.setattr("vlmserve.sampling.guide.QUICK_SECONDS", quick_seconds)
     monkeypatch.setattr(Matcher, method, fail)
     assert "log" in run_with_failure(engine_of(folder))
 
@@ -201,7 +201,7 @@ def test_answers_of_later_steps_are_the_same(
     expected = {name: tokens(outputs) for name, outputs in run(plain, requests).items()}
     if settings:
         settings = {**settings, "kv_cache_memory": 12 * plain.info.kv_cache_bytes // plain.stats().kv_blocks_total}
-    monkeypatch.setattr("vlmserve.runner.sampling._PATIENCE", 0.0)
+    monkeypatch.setattr("vlmserve.runner.sampling.PATIENCE", 0.0)
     engine = engine_of(folder, **settings)
     outputs = run(engine, requests)
     assert {name: tokens(parts) for name, parts in outputs.items()} == expected

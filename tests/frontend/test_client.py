@@ -309,7 +309,7 @@ async def test_many_engine_messages_block_no_other_task(start, monkeypatch):
         return future
 
     monkeypatch.setattr(client._socket, "recv_multipart", receive)
-    monkeypatch.setattr("vlmserve.frontend.client._LONGEST_TURN", 0.0)
+    monkeypatch.setattr("vlmserve.frontend.client.LONGEST_TURN", 0.0)
     receiving = asyncio.create_task(client._receive())
     while not over.is_set():
         turns += 1

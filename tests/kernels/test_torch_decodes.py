@@ -10,7 +10,7 @@ import torch
 from tests.attending import CPU, attend
 from tests.paged import BlockTables
 from vlmserve.kernels.attention import AttentionContext
-from vlmserve.kernels.torch_decodes import _cut_by_length, plan_decodes
+from vlmserve.kernels.torch_decodes import plan_decodes, split_by_length
 from vlmserve.kernels.torch_reference import TorchReference
 from vlmserve.layer_specs import AttentionSpec
 
@@ -43,10 +43,10 @@ def test_padding_costs_at_most_another_bucket() -> None:
 
 
 def test_padding_is_cheaper_than_another_bucket() -> None:
-    assert _cut_by_length([5, 9, 7], 512) == (None, [(0, 3)])
-    order, bounds = _cut_by_length([5, 522, 7, 532], 512)
+    assert split_by_length([5, 9, 7], 512) == (None, [(0, 3)])
+    order, bounds = split_by_length([5, 522, 7, 532], 512)
     assert (order, bounds) == ([3, 1, 2, 0], [(0, 2), (2, 4)])
-    assert _cut_by_length([], 512) == (None, [])
+    assert split_by_length([], 512) == (None, [])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

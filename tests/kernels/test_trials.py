@@ -33,7 +33,7 @@ def cpuinfo(tmp_path: Path) -> Path:
 def seconds(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """What the next products take, ours and torch's in turn; reading past the end is a trial too many."""
     left: list[float] = []
-    monkeypatch.setattr(trials, "_seconds", lambda product, x: left.pop(0))
+    monkeypatch.setattr(trials, "seconds_of", lambda product, x: left.pop(0))
     return left
 
 

@@ -151,8 +151,8 @@ def test_name_is_resolved_once_and_connected_as_checked(site: Site, monkeypatch:
         connected.append(address)
         raise fetch.httpcore.ConnectError("nobody there")
 
-    monkeypatch.setattr(fetch, "_resolve", lambda host, port, timeout: answers.pop(0))
-    monkeypatch.setattr(fetch._GuardedBackend, "_connect", connect)
+    monkeypatch.setattr(fetch, "resolve_host", lambda host, port, timeout: answers.pop(0))
+    monkeypatch.setattr(fetch.GuardedBackend, "_connect", connect)
     with pytest.raises(ImageFetchError, match="nobody there"):
         fetch_file(site.url("/twice", send(), "rebinding.example"), MediaConfig())
     assert connected == ["93.184.215.14"]
@@ -161,7 +161,7 @@ def test_name_is_resolved_once_and_connected_as_checked(site: Site, monkeypatch:
 
 def test_a_redirect_is_resolved_and_checked_again(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     addresses = {"allowed.example": ["127.0.0.1"], "inside.example": ["127.0.0.1"]}
-    monkeypatch.setattr(fetch, "_resolve", lambda host, port, timeout: addresses[host])
+    monkeypatch.setattr(fetch, "resolve_host", lambda host, port, timeout: addresses[host])
     inside = site.url("/metadata", send(), "inside.example")
     url = site.url("/hop", send(b"", 307, Location=inside), "allowed.example")
     asked = len(site.asked)
@@ -171,7 +171,7 @@ def test_a_redirect_is_resolved_and_checked_again(site: Site, monkeypatch: pytes
 
 
 def test_a_name_with_one_inside_address_is_refused(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fetch, "_resolve", lambda host, port, timeout: ["93.184.215.14", "127.0.0.1"])
+    monkeypatch.setattr(fetch, "resolve_host", lambda host, port, timeout: ["93.184.215.14", "127.0.0.1"])
     with pytest.raises(ImageFetchError, match="not a public address"):
         fetch_file(site.url("/rebound", send(), "example.com"), limits())
 
@@ -183,7 +183,7 @@ def test_only_listed_hosts_are_looked_up(site: Site, monkeypatch: pytest.MonkeyP
         looked_up.append(host)
         return ["127.0.0.1"]
 
-    monkeypatch.setattr(fetch, "_resolve", resolve)
+    monkeypatch.setattr(fetch, "resolve_host", resolve)
     monkeypatch.setattr(fetch, "is_public", lambda address: True)
     listed = MediaConfig(allowed_media_domains=("Images.example", "10.0.0.1"))
     url = site.url("/listed", send(), "images.EXAMPLE")
@@ -204,7 +204,7 @@ def test_listed_host_must_still_be_public(site: Site) -> None:
 
 
 def test_next_address_is_tried_after_a_dead_one(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fetch, "_resolve", lambda host, port, timeout: ["127.0.0.2", "127.0.0.1"])
+    monkeypatch.setattr(fetch, "resolve_host", lambda host, port, timeout: ["127.0.0.2", "127.0.0.1"])
     assert fetch_file(site.url("/second", send()), limits()) == IMAGE
 
 
@@ -358,7 +358,7 @@ def test_a_redirect_to_a_malformed_url_is_refused(site: Site) -> None:
 def test_missing_and_internal_names_give_one_message(monkeypatch: pytest.MonkeyPatch) -> None:
     messages = []
     for addresses in ([], ["10.0.0.1"]):
-        monkeypatch.setattr(fetch, "_resolve", lambda host, port, timeout, found=addresses: found)
+        monkeypatch.setattr(fetch, "resolve_host", lambda host, port, timeout, found=addresses: found)
         with pytest.raises(ImageFetchError) as caught:
             fetch_file("http://db.corp.example/", MediaConfig())
         messages.append(str(caught.value))
@@ -375,7 +375,7 @@ def test_slow_names_of_one_client_delay_no_other(monkeypatch: pytest.MonkeyPatch
         return [(0, 0, 0, "", (host, port))]
 
     monkeypatch.setattr(fetch.socket, "getaddrinfo", resolve)
-    lookups = fetch._Lookups(capacity=4, per_client=3)
+    lookups = fetch.Lookups(capacity=4, per_client=3)
 
     def find(name: str, host: str, timeout: float) -> list[Any]:
         client.set(name)

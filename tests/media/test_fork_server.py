@@ -30,7 +30,7 @@ while os.read(0, 64):
 
 
 def test_late_answer_is_never_read_as_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fork_server, "_COMMAND", [sys.executable, "-c", _LATE])
+    monkeypatch.setattr(fork_server, "COMMAND", [sys.executable, "-c", _LATE])
     server = ForkServer("pdf")
     try:
         time.sleep(0.3)  # it has read its settings
@@ -59,7 +59,7 @@ def test_last_owner_ends_a_server_without_a_lock(tmp_path: Path) -> None:
     assert fork_servers() == servers
     with fork_server._lock:  # as where a collection begins while a server starts
         del second
-    fork_server._end_disowned()  # as before the next process is forked
+    fork_server.end_disowned()  # as before the next process is forked
     assert fork_servers() == []
 
 

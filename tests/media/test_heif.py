@@ -352,7 +352,7 @@ LARGE = MadeWhenAsked(
 @pytest.mark.parametrize("format", LARGE)
 def test_lack_of_memory_is_named(format: str, monkeypatch: pytest.MonkeyPatch) -> None:
     data = LARGE[format]
-    monkeypatch.setattr(image_process, "_MEMORY", 40 * 1024**2)
+    monkeypatch.setattr(image_process, "MEMORY_BYTES", 40 * 1024**2)
     monkeypatch.setattr(image_process, "bytes_per_pixel", lambda format: 0)
     with pytest.raises(ImageTooLargeError, match="takes more than its pixels and 40 MiB of memory, the limit"):
         decode_image(data, LIMITS)
@@ -368,7 +368,7 @@ def test_broken_file_is_not_blamed_on_memory(format: str) -> None:
 
 def test_broken_page_is_not_blamed_on_earlier_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first page takes more memory than the second one may."""
-    monkeypatch.setattr(image_process, "_MEMORY", 40 * 1024**2)
+    monkeypatch.setattr(image_process, "MEMORY_BYTES", 40 * 1024**2)
     data = bytearray(encoded(Image.new("P", (6000, 4000)), "TIFF", save_all=True, append_images=[noise(200, 200)]))
     at = data.rindex(noise(200, 200).tobytes()[:64])
     del data[at + 1000 :]

@@ -44,14 +44,14 @@ def test_a_local_folder_is_taken_as_it_is(tmp_path: Path) -> None:
 
 def test_pixie_is_in_the_package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(checkpoint(tmp_path, "config.json", "model.safetensors"))
-    assert hub._built_in_folder().parts[-3:] == ("vlmserve", "pixie", "model")
+    assert hub.built_in_folder().parts[-3:] == ("vlmserve", "pixie", "model")
     folder = checkpoint(tmp_path / "built-in", "config.json", "model.safetensors")
-    monkeypatch.setattr(hub, "_built_in_folder", lambda: folder)
+    monkeypatch.setattr(hub, "built_in_folder", lambda: folder)
     assert resolve_model("pixie") == folder
 
 
 def test_an_installation_without_pixie_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(hub, "_built_in_folder", lambda: tmp_path / "missing")
+    monkeypatch.setattr(hub, "built_in_folder", lambda: tmp_path / "missing")
     with pytest.raises(CheckpointNotFoundError, match="missing from this installation"):
         resolve_model("pixie")
 

@@ -173,7 +173,7 @@ def test_forged_header_is_ignored(cache: WeightsCache, header: object) -> None:
     cache.folder.mkdir()
     path, text = cache.path({}), json.dumps(header).encode()
     digest = weights_cache.blake3(text).digest()
-    path.write_bytes(weights_cache._MAGIC + len(text).to_bytes(8, "little") + digest + text)
+    path.write_bytes(weights_cache.MAGIC + len(text).to_bytes(8, "little") + digest + text)
     assert cache.read(path) is None
     assert all(isinstance(file.model, str) for file in cache.files())
 
@@ -237,11 +237,11 @@ def test_unfinished_files_of_running_writers_are_kept(cache: WeightsCache) -> No
     cache.folder.mkdir()
     path = cache.path({})
     for killed in (os.getpid(), 999999999):
-        path.with_suffix(f".{killed}.writing").write_bytes(weights_cache._MAGIC)
-    with cache._unfinished(path) as file:
-        file.write(weights_cache._MAGIC)
+        path.with_suffix(f".{killed}.writing").write_bytes(weights_cache.MAGIC)
+    with cache.unfinished(path) as file:
+        file.write(weights_cache.MAGIC)
         file.flush()
-        cache._remove_unfinished()
+        cache.remove_unfinished()
         (unfinished,) = cache.folder.iterdir()
         assert os.path.samestat(unfinished.stat(), os.fstat(file.fileno()))
     assert list(cache.folder.iterdir()) == [path]
@@ -281,15 +281,15 @@ def test_edited_code_reads_again(tmp_path: Path, cache: WeightsCache, monkeypatc
             code = tmp_path / edited / name
             code.parent.mkdir(parents=True, exist_ok=True)
             code.write_text("new" if name == edited else "old")
-        monkeypatch.setattr(weights_cache, "_PACKAGE", tmp_path / edited)
+        monkeypatch.setattr(weights_cache, "PACKAGE", tmp_path / edited)
         parts = source_parts(folder, LoadSettings(torch.device("cpu"), torch.bfloat16, "avx2"))
         paths.add(cache.path(parts))
     assert len(paths) == 1 + len(names)
 
 
 def test_digest_of_code_reads_this_package() -> None:
-    assert (weights_cache._PACKAGE / "models" / "weights_cache.py").samefile(weights_cache.__file__)
-    paths = [weights_cache._PACKAGE / name for name in weights_cache._PACKING]
+    assert (weights_cache.PACKAGE / "models" / "weights_cache.py").samefile(weights_cache.__file__)
+    paths = [weights_cache.PACKAGE / name for name in weights_cache.PACKING]
     assert all(path.is_file() or any(path.glob("*.py")) for path in paths)
 
 
@@ -358,7 +358,7 @@ def test_limit_removes_least_recently_used(tmp_path: Path, cache: WeightsCache) 
 
 def test_foreign_files_are_kept(tmp_path: Path, cache: WeightsCache) -> None:
     cache.folder.mkdir()
-    magic, digest = weights_cache._MAGIC, "0" * 32
+    magic, digest = weights_cache.MAGIC, "0" * 32
     outside = tmp_path / "outside"
     outside.write_bytes(magic)
     foreign = {
@@ -381,7 +381,7 @@ def test_clearing_survives_removed_files(cache: WeightsCache, monkeypatch: pytes
     cache.folder.mkdir()
     paths = [cache.folder / f"{digit * 32}.weights" for digit in "012"]
     for path in paths:
-        path.write_bytes(weights_cache._MAGIC)
+        path.write_bytes(weights_cache.MAGIC)
     look_up = Path.stat
 
     def and_remove(path: Path, **options: bool) -> os.stat_result:
@@ -392,7 +392,7 @@ def test_clearing_survives_removed_files(cache: WeightsCache, monkeypatch: pytes
         return found
 
     monkeypatch.setattr(Path, "stat", and_remove)
-    assert cache.clear() == 2 * len(weights_cache._MAGIC)
+    assert cache.clear() == 2 * len(weights_cache.MAGIC)
     assert list(cache.folder.iterdir()) == []
 
 

@@ -40,7 +40,7 @@ class Clock:
 @settings(deadline=None, max_examples=200)
 def test_accepted_text_and_its_check_take_bounded_time(runs: list[tuple[int, int]], quadratic: float) -> None:
     text = "".join("1" * digits + "a" * letters for digits, letters in runs)
-    allowed = max(text_time._MIN_SECONDS, len(text) * text_time._SECONDS_PER_CHARACTER)
+    allowed = max(text_time.MIN_SECONDS, len(text) * text_time.SECONDS_PER_CHARACTER)
     with pytest.MonkeyPatch.context() as patch:
         clock = Clock(patch, 1e-6, quadratic)
         try:
@@ -48,7 +48,7 @@ def test_accepted_text_and_its_check_take_bounded_time(runs: list[tuple[int, int
         except InvalidRequestError:
             assert clock.cost(text) > allowed / 16, "such a text is not slow"
         else:
-            assert len(text) <= SHORT_TEXT or clock.cost(text) <= text_time._GROWTH * allowed
+            assert len(text) <= SHORT_TEXT or clock.cost(text) <= text_time.GROWTH * allowed
         largest_piece = 1e-6 * len(text) + quadratic * len(text) ** 2
         num_levels = 8
         assert clock.now <= num_levels * allowed + min(largest_piece, 2 * allowed)

@@ -64,7 +64,7 @@ def test_errors_and_cancelled_work_leave_threads_free() -> None:
 
 
 def test_idle_threads_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vlmserve.sampling.fair_workers._IDLE_SECONDS", 0.01)
+    monkeypatch.setattr("vlmserve.sampling.fair_workers.IDLE_SECONDS", 0.01)
     workers = FairWorkers("ends-when-idle", 2)
     assert workers.submit("a", lambda: 1).result(10) == 1
     for thread in threading.enumerate():

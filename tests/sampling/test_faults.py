@@ -11,7 +11,7 @@ import pytest
 from tests.prompt.tokenizers_for_tests import byte_level, write_checkpoint
 from vlmserve.errors import InvalidRequestError
 from vlmserve.prompt.tokenizer import Tokenizer
-from vlmserve.sampling.faults import _path
+from vlmserve.sampling.faults import path_of
 from vlmserve.sampling.grammar import GrammarCompiler
 from vlmserve.types import Grammar
 
@@ -55,7 +55,7 @@ def test_pattern_is_found_beside_long_names() -> None:
     text = json.dumps({"properties": {"name": {"pattern": "("}}, **wide})
     tracemalloc.start()
     try:
-        assert _path(text, "(") == "properties.name.pattern"
+        assert path_of(text, "(") == "properties.name.pattern"
         assert tracemalloc.get_traced_memory()[1] < 20 * 1024**2
     finally:
         tracemalloc.stop()

@@ -66,7 +66,7 @@ def test_reloaded_checkpoint_mixes_its_own():
 
 
 def test_the_oldest_of_many_unloaded_adapters_are_forgotten(monkeypatch):
-    monkeypatch.setattr(changes_module, "_MOST_UNLOADED", 3)
+    monkeypatch.setattr(changes_module, "MAX_UNLOADED", 3)
     loaded = Change(0, "g", "kept", "here")
     known = Changes([loaded, *(Change(number, "g", f"adapter-{number}") for number in range(1, 8))])
     assert [change.name for change in known] == ["kept", "adapter-5", "adapter-6", "adapter-7"]

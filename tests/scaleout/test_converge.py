@@ -204,8 +204,8 @@ class Cluster:
 
 @pytest.fixture
 def cluster(tmp_path, monkeypatch):
-    monkeypatch.setattr(converge, "_FIRST_PAUSE", 0.001)
-    monkeypatch.setattr(converge, "_LAST_PAUSE", 0.001)
+    monkeypatch.setattr(converge, "FIRST_PAUSE", 0.001)
+    monkeypatch.setattr(converge, "LAST_PAUSE", 0.001)
     return Cluster(tmp_path)
 
 
@@ -263,7 +263,7 @@ async def test_all_workers_gone_and_back(cluster):
 
 
 async def test_request_for_an_unloadable_adapter_is_rejected(cluster, monkeypatch):
-    monkeypatch.setattr(proxy, "_ADAPTER_PATIENCE", 0.05)
+    monkeypatch.setattr(proxy, "ADAPTER_PATIENCE", 0.05)
     cluster.start("first")
     assert (await cluster.load("poems", "a")).status_code == 200
     cluster.stop("first")
@@ -338,8 +338,8 @@ async def test_x_lora_changes_reach_all_workers(cluster):
 @pytest.mark.parametrize("seed", range(5))
 async def test_whatever_happens_all_come_to_serve_the_same(tmp_path, monkeypatch, seed):
     """Changes by way of two gateways, while workers come, go and are started again."""
-    monkeypatch.setattr(converge, "_FIRST_PAUSE", 0.001)
-    monkeypatch.setattr(converge, "_LAST_PAUSE", 0.001)
+    monkeypatch.setattr(converge, "FIRST_PAUSE", 0.001)
+    monkeypatch.setattr(converge, "LAST_PAUSE", 0.001)
     draw = random.Random(seed)
     cluster = Cluster(tmp_path, gateways=2)
     cluster.start("first")

@@ -85,8 +85,8 @@ def url(request, tmp_path) -> str:
 @pytest.fixture
 async def gateways(url, monkeypatch):
     """Two gateways, and the clock of both. A request waits for the database for as long as it takes."""
-    monkeypatch.setattr(limits_module, "_PATIENCE", 60)
-    monkeypatch.setattr(limits_module, "_RETRY", 0.01)
+    monkeypatch.setattr(limits_module, "PATIENCE", 60)
+    monkeypatch.setattr(limits_module, "RETRY", 0.01)
     clock = Clock()
     first, second = Gateway(url, clock), Gateway(url, clock)
     yield first, second, clock
@@ -151,7 +151,7 @@ async def test_gateways_count_alone_and_report_after_an_outage(gateways, monkeyp
 
 
 async def test_a_database_that_hangs_holds_up_one_request(gateways, monkeypatch):
-    monkeypatch.setattr(limits_module, "_PATIENCE", 0.01)
+    monkeypatch.setattr(limits_module, "PATIENCE", 0.01)
     first, _, _ = gateways
     released = threading.Event()
     take = first.store.limits.take
@@ -159,7 +159,7 @@ async def test_a_database_that_hangs_holds_up_one_request(gateways, monkeypatch)
     with contextlib.ExitStack() as stack:
         stack.callback(released.set)
         assert await first.admit()
-        monkeypatch.setattr(limits_module, "_PATIENCE", 60)
+        monkeypatch.setattr(limits_module, "PATIENCE", 60)
         assert [await first.admit() for _ in range(4)] == [True] * 3 + [False]
     await first.written(4)
 

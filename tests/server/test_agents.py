@@ -119,7 +119,7 @@ def test_uploaded_image_in_messages(live, prompts):
 
 
 def test_codexs_fields_are_accepted(live, caplog, monkeypatch):
-    monkeypatch.setattr(base, "_logged", set())
+    monkeypatch.setattr(base, "logged_fields", set())
     body = {
         "instructions": "Be brief.",
         "input": [{"type": "message", "role": "user", "content": [{"type": "input_text", "text": "hi"}]}],
@@ -217,7 +217,7 @@ def test_stored_calls_of_other_servers_are_shown_again(live, prompts):
 
 
 def test_unknown_items_are_left_out_and_logged_once(live, prompts, caplog, monkeypatch):
-    monkeypatch.setattr(base, "_logged", set())
+    monkeypatch.setattr(base, "logged_fields", set())
     items = [{"type": "program", "call_id": "1", "code": "x"}, {"type": "program_output", "call_id": "1"},
              {"type": "agent_message", **HI}]  # fmt: skip
     with caplog.at_level(logging.WARNING, "vlmserve"):
@@ -300,7 +300,7 @@ def test_refusal_part_is_text(live, prompts):
 
 
 def test_ollamas_fields(live, caplog, monkeypatch):
-    monkeypatch.setattr(base, "_logged", set())
+    monkeypatch.setattr(base, "logged_fields", set())
     seen: list[float] = []
     submit = live.client.submit_together
 

@@ -236,7 +236,7 @@ def test_request_does_not_wait_for_batch_rows(tmp_path):
     ],
 )
 def test_rows_are_asked_again_where_that_helps(answers, asked, status, monkeypatch):
-    monkeypatch.setattr("vlmserve.server.batches.rows._FIRST_PAUSE", 0.001)
+    monkeypatch.setattr("vlmserve.server.batches.rows.FIRST_PAUSE", 0.001)
     rows = Rows(types.SimpleNamespace(check_serving=lambda: None, metrics=None, tracing=None))
     left = iter(answers)
     count = 0

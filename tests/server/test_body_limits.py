@@ -42,7 +42,7 @@ def test_values_outside_strings_count_across_windows(value: object, window: int)
     body = json.dumps({"value": value}).encode()
     number = count({"value": value})
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(base, "_WINDOW", window)
+        patch.setattr(base, "WINDOW", window)
         parse_body(Anything, body, BodyLimits(number, 100))
         with pytest.raises(InvalidRequestError, match="--max-body-values"):
             parse_body(Anything, body, BodyLimits(number - 1, 100))

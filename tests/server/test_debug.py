@@ -90,7 +90,7 @@ def test_every_pools_figures_are_its_own():
 
 
 def test_engine_in_a_long_step_is_an_error(folder, monkeypatch):
-    monkeypatch.setattr("vlmserve.server.debug._PATIENCE", 0.1)
+    monkeypatch.setattr("vlmserve.server.debug.PATIENCE", 0.1)
     with LiveServer(folder, engine={"mock_tpot": 30}, server={"enable_debug": True}) as server:
         with stream_lines(server.url, {"messages": QUESTION, "ignore_eos": True, "max_tokens": 3}):
             wait_until(lambda: server.client.stats.generation_tokens == 1)

@@ -21,7 +21,7 @@ from tests.server.live import QUESTION, LiveServer
 from tests.server.test_slow_clients import connections
 from vlmserve.cancellation import client
 from vlmserve.config import ServerConfig
-from vlmserve.server.entrance import _PER_ROUND, Entrance
+from vlmserve.server.entrance import PER_ROUND, Entrance
 from vlmserve.server.run import bind, event_loop_factory
 from vlmserve.server.service import Service
 from vlmserve.server.web import WebServer
@@ -44,7 +44,7 @@ async def test_others_run_between_requests() -> None:
     flood = [of("flood", lambda: request("flood")) for _ in range(50)]
     await asyncio.sleep(0)
     await asyncio.sleep(0)
-    assert len(order) < 4 * _PER_ROUND
+    assert len(order) < 4 * PER_ROUND
     await of("honest", lambda: request("honest"))
     assert order.index("honest") < len(flood) // 2
     await asyncio.gather(*flood)
@@ -65,7 +65,7 @@ async def test_request_that_leaves_gives_its_turn_away() -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
     assert sorted(begun) == [*range(10), *range(20, 30)]
     await asyncio.sleep(0.01)
-    assert not entrance._is_due
+    assert not entrance.is_due
 
 
 def test_health_is_answered_between_many_requests(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

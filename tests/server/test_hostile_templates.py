@@ -62,7 +62,7 @@ def long_text() -> dict[str, str]:
 def test_slow_renderings_leave_media_to_their_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Documents are opened once, and slow threads neither fetch nor decode."""
     monkeypatch.setattr(template_limits, "QUICK_SECONDS", 0.0)
-    monkeypatch.setattr(template_limits, "_LOOK", 1)
+    monkeypatch.setattr(template_limits, "CHECK_INTERVAL", 1)
     events: list[str] = []
 
     def spy(owner: type, name: str, event: str) -> None:

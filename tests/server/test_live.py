@@ -92,8 +92,8 @@ async def test_many_who_look_ask_the_engine_once(watched):
 
 
 async def test_a_busy_engine_keeps_nobody_waiting(watched, monkeypatch):
-    monkeypatch.setattr("vlmserve.server.live._PATIENCE", 0.01)
-    monkeypatch.setattr("vlmserve.server.live._MAP_AGE", 0.0)
+    monkeypatch.setattr("vlmserve.server.live.PATIENCE", 0.01)
+    monkeypatch.setattr("vlmserve.server.live.MAP_AGE", 0.0)
     view, engine = watched
     assert (await view.stats()).blocks is None
     assert (await view.stats()).blocks is None

@@ -86,7 +86,7 @@ def test_stopped_rank_is_an_error_of_llm(checkpoint: Path) -> None:
 
 def test_why_a_rank_cannot_start_is_said(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # The rank says it before its process exits, which takes longer.
-    monkeypatch.setattr(ranks, "_GRACE", 0.02)
+    monkeypatch.setattr(ranks, "GRACE", 0.02)
     (tmp_path / "config.json").write_bytes((checkpoint / "config.json").read_bytes())
     config = EngineConfig(model=str(tmp_path), tensor_parallel_size=2, **SETTINGS)
     begun: list[RankProcesses] = []

@@ -84,9 +84,9 @@ def test_lower_limit_of_connections_is_logged(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _: (1000, 1000))
-    assert web._Waiting(400).max_connections == 400
+    assert web.Waiting(400).max_connections == 400
     assert caplog.text == ""
-    assert web._Waiting(600).max_connections == 500
+    assert web.Waiting(600).max_connections == 500
     assert "--max-connections 600: 500 are possible, because the process may open 1000 files" in caplog.text
 
 
@@ -102,7 +102,7 @@ def test_connections_with_a_request_do_not_give_way(folder: Path) -> None:
 
 
 def test_slow_bodies_give_their_memory_to_others(live: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(body, "_BRISK_PATIENCE", 0.1)
+    monkeypatch.setattr(body, "BRISK_PATIENCE", 0.1)
     with connections(live, 2, post(BODY) + b" " * (BODY - 1)) as opened:
         wait_until(lambda: live.service.bodies.used == 2 * (BODY - 1))
         time.sleep(0.2)

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from vlmserve.server.schema.spelling import Spellings, _distance
+from vlmserve.server.schema.spelling import Spellings, distance
 
 NAMES = ("temperature", "top_p", "seed", "max_tokens", "conversation", "top_logprobs")
 
@@ -56,4 +56,4 @@ def test_distance_matches_the_whole_table():
         one, other = ("".join(rng.choices("abc", k=rng.randint(0, 8))) for _ in range(2))
         most = rng.randint(1, 2)
         if abs(len(one) - len(other)) <= most:
-            assert _distance(one, other, most) == min(edits(one, other), most + 1), (one, other)
+            assert distance(one, other, most) == min(edits(one, other), most + 1), (one, other)

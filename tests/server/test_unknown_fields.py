@@ -71,7 +71,7 @@ RESPONSES = {
 
 @pytest.fixture(autouse=True)
 def nothing_is_logged_yet(monkeypatch):
-    monkeypatch.setattr(base, "_logged", set())
+    monkeypatch.setattr(base, "logged_fields", set())
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,7 @@ def test_logged_names_are_bounded(caplog):
         for start in range(0, 4000, 500):
             fields = {f"{number}{'x' * 1000}": 1 for number in range(start, start + 500)}
             validate(ChatRequest, {"messages": [{"role": "user", "content": "hi"}], **fields})
-    assert len(base._logged) == len(caplog.records) == base.MAX_LOGGED
+    assert len(base.logged_fields) == len(caplog.records) == base.MAX_LOGGED
     assert max(len(record.getMessage()) for record in caplog.records) < 250
 
 
@@ -201,7 +201,7 @@ def test_many_unknown_fields_are_not_all_compared(monkeypatch):
     compared = []
     monkeypatch.setattr(base.Spellings, "meant", lambda self, name: compared.append(name))
     validate(ChatRequest, {"messages": [{"role": "user", "content": "hi"}], **{f"made_up_{n}": 1 for n in range(900)}})
-    assert len(compared) == base._MOST_MISSPELT
+    assert len(compared) == base.MAX_MISSPELT
 
 
 def test_misspelt_nested_field_is_named_with_its_place():

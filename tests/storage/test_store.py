@@ -419,12 +419,12 @@ def test_concurrently_made_setting_is_retried(monkeypatch):
                 error.sqlite_errorcode = sqlite3.SQLITE_BUSY
                 raise error
 
-    database_module._set_sqlite(Cursor(), "PRAGMA x")
+    database_module.set_sqlite(Cursor(), "PRAGMA x")
     assert tried == ["PRAGMA x"] * 3
-    monkeypatch.setattr(database_module, "_SQLITE_TIMEOUT", 0)
+    monkeypatch.setattr(database_module, "SQLITE_TIMEOUT", 0)
     tried.clear()
     with pytest.raises(sqlite3.OperationalError, match="locked"):
-        database_module._set_sqlite(Cursor(), "PRAGMA x")
+        database_module.set_sqlite(Cursor(), "PRAGMA x")
 
 
 def test_unstorable_names_name_nothing(store):
@@ -436,12 +436,12 @@ def test_unstorable_names_name_nothing(store):
 
 async def test_excess_work_is_rejected_and_resumes_later(store, monkeypatch):
     gate = threading.Event()
-    waiting = [asyncio.ensure_future(store.run(gate.wait)) for _ in range(store_module._MAX_PENDING + 1)]
+    waiting = [asyncio.ensure_future(store.run(gate.wait)) for _ in range(store_module.MAX_PENDING + 1)]
     await asyncio.sleep(0)
     gate.set()
     results = await asyncio.gather(*waiting, return_exceptions=True)
     assert isinstance(results[-1], OverloadedError)
-    assert results.count(True) == store_module._MAX_PENDING
+    assert results.count(True) == store_module.MAX_PENDING
     assert await store.run(store.retention.sweep) == 0
 
 

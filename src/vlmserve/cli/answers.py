@@ -105,7 +105,7 @@ class ServerAnswers:
                 if response.status_code != 200:
                     response.read()
                     raise VLMServeError(_named(error_text(response), _error_param(response), messages))
-                yield from _deltas(self._url, response.iter_lines(), on_thought)
+                yield from deltas(self._url, response.iter_lines(), on_thought)
         except httpx.HTTPError as error:
             raise VLMServeError(f"the server at {self._url} did not answer: {error}") from error
 
@@ -130,7 +130,7 @@ class _Event(msgspec.Struct):
     error: _Error | str | None = None
 
 
-def _deltas(url: str, lines: Iterator[str], on_thought: Callable[[str], None] | None) -> Iterator[str]:
+def deltas(url: str, lines: Iterator[str], on_thought: Callable[[str], None] | None) -> Iterator[str]:
     """Yield the text of a stream. Raises VLMServeError for an error in it, and for anything but events."""
     is_stream = False
     for line in lines:

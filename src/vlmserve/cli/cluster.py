@@ -31,7 +31,7 @@ Address = Annotated[
 ]
 
 
-def _commands() -> ModuleType:
+def worker_commands() -> ModuleType:
     try:
         from vlmserve.scaleout.ray import cluster
     except ImportError as error:
@@ -68,7 +68,7 @@ def up(
         )
     kinds = [WorkerKind(name, own["engine"], own["media"], own["server"], gpus=gpus) for name, own in described.items()]
     kinds = kinds or [WorkerKind("worker", engine, media, server, count=workers or 2, gpus=gpus)]
-    _commands().up(kinds, server, gateway)
+    worker_commands().up(kinds, server, gateway)
 
 
 @command(common=COMMON_WORKER_FIELDS)
@@ -85,7 +85,7 @@ def worker(
     The machine must belong to a Ray cluster (`ray start`). `--config FILE --worker NAME` takes the settings from the
     section [worker.NAME].
     """
-    _commands().join_as_worker(engine, media, server, name=name, address=address)
+    worker_commands().join_as_worker(engine, media, server, name=name, address=address)
 
 
 @command(common=COMMON_GATEWAY_FIELDS)
@@ -102,4 +102,4 @@ def gateway(
     The machine must belong to a Ray cluster (`ray start`). With `--take-over` a gateway of the same cluster and user
     that has the port on this machine leaves it to this one, finishes its answers and ends.
     """
-    _commands().join_as_gateway(server, gateway, address=address, takes_over=take_over)
+    worker_commands().join_as_gateway(server, gateway, address=address, takes_over=take_over)

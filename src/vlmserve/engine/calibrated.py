@@ -66,7 +66,7 @@ def calibrated_copy(config: EngineConfig, folder: Path) -> Path:
         str(folder), str(place), settings, config.kernels, config.num_threads,
         logging.getLogger().getEffectiveLevel(), log_format_in_use(),
     )  # fmt: skip
-    _run(job)
+    run_job(job)
     return place
 
 
@@ -77,7 +77,7 @@ def cache_folder() -> Path:
     return Path(HF_HUB_CACHE).parent / "vlmserve" / "quantized"
 
 
-def _run(job: Job) -> None:
+def run_job(job: Job) -> None:
     """Have the copy made, and raise why it was not. The process ends with this one."""
     process = subprocess.Popen(
         [sys.executable, "-P", "-m", "vlmserve.calibration.process"],

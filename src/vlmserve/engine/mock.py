@@ -42,7 +42,7 @@ from vlmserve.types import (
     TokenLogprobs,
 )
 
-_WORDS = (
+WORDS = (
     "a the one two three four five red green blue yellow orange purple black white small large round square circle "
     "triangle star image shows there is are on left right top bottom middle of and with next to above below dog cat"
 )
@@ -459,7 +459,7 @@ def _read_tokenizer(folder: Path) -> tuple[list[list[int]], list[int], int]:
         raise CheckpointNotFoundError(f"{folder} has no tokenizer.json, which the mock engine takes its text from")
     tokenizer = Tokenizer.from_file(str(path))
     words: list[list[int]] = []
-    for word in _WORDS.split():
+    for word in WORDS.split():
         once = tokenizer.encode(word, add_special_tokens=False).ids
         token_ids = tokenizer.encode(f"{word} {word}", add_special_tokens=False).ids[len(once) :]
         if tokenizer.decode(token_ids).strip() == word:

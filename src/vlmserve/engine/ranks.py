@@ -34,7 +34,7 @@ from vlmserve.models.hub import resolve_model
 
 logger = logging.getLogger(__name__)
 
-_GRACE = 5.0
+GRACE = 5.0
 """Seconds in which a process that failed is gone, or one that was told to leave."""
 _STDERR = 2
 _THEIRS = "--model-impl transformers"
@@ -107,7 +107,7 @@ class RankProcesses:
 
     def _reason(self) -> VLMServeError | None:
         """Why a rank ended; None: all go on."""
-        end = time.monotonic() + _GRACE
+        end = time.monotonic() + GRACE
         while time.monotonic() < end:
             # The others end because of a rank that was killed.
             for process in sorted(self._processes, key=lambda process: process.hang is None):
@@ -170,7 +170,7 @@ class _Process:
             failure = msgspec.msgpack.decode(said, type=Failure)
             return Failure(failure.kind, f"rank {self.rank}: {failure.message}", failure.param).error()
         try:
-            code = self.process.wait(_GRACE)
+            code = self.process.wait(GRACE)
         except subprocess.TimeoutExpired:
             return EngineDeadError(f"rank {self.rank} has ended")
         how = f"by signal {-code}" if code < 0 else f"with code {code}"
@@ -207,7 +207,7 @@ def _end(processes: Sequence[_Process], watch: RankWatch, directory: Path) -> No
         one.channel.close()
     for one in processes:
         try:
-            one.process.wait(_GRACE)
+            one.process.wait(GRACE)
         except subprocess.TimeoutExpired:
             one.process.kill()
             one.process.wait()

@@ -49,7 +49,7 @@ logger = logging.getLogger(__name__)
 _LOAD_TIMEOUT = 3600.0
 _LOAD_NOTICE = 10.0
 _EXIT_TIMEOUT = 5.0
-_LONGEST_TURN = 0.002
+LONGEST_TURN = 0.002
 """Seconds in which the engine's messages may be handled without a break for other tasks."""
 _LAST_WORDS = 1.0
 """Seconds to wait for the message that says why the engine process exited."""
@@ -378,7 +378,7 @@ class EngineClient:
         began = time.monotonic()
         while True:
             receiving = asyncio.ensure_future(self._socket.recv_multipart())
-            if receiving.done() and time.monotonic() - began < _LONGEST_TURN:
+            if receiving.done() and time.monotonic() - began < LONGEST_TURN:
                 frames = receiving.result()
             else:
                 if receiving.done():  # awaiting it would yield to no other task

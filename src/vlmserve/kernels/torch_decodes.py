@@ -72,7 +72,7 @@ def plan_decodes(
 ) -> DecodePlan:
     """Cut a step's decodes into buckets and splits. See `BUCKET_COST` and `GATHERED_ELEMENTS`."""
     lens = metadata.host_context_lens[: metadata.num_decodes]
-    order, bounds = _cut_by_length(lens, bucket_cost)
+    order, bounds = split_by_length(lens, bucket_cost)
     most_blocks = max(1, gathered_elements // (spec.num_kv_heads * block_size * spec.head_size))
     buckets = []
     for start, end in bounds:
@@ -86,7 +86,7 @@ def plan_decodes(
     return DecodePlan(ordered, buckets)
 
 
-def _cut_by_length(lens: list[int], bucket_cost: int) -> tuple[list[int] | None, list[tuple[int, int]]]:
+def split_by_length(lens: list[int], bucket_cost: int) -> tuple[list[int] | None, list[tuple[int, int]]]:
     """Cut decodes into groups that are worth padding together.
 
     Returns the order that they are cut in, None if that is their own, and the bounds of each group.

@@ -45,12 +45,12 @@ def _try(dtype: torch.dtype) -> bool:
     packed = PackedLinear(weight)
     for rows in ROWS:
         x = torch.ones(rows, SIZE, dtype=dtype)
-        if _seconds(packed, x) > _seconds(lambda x: F.linear(x, weight), x):
+        if seconds_of(packed, x) > seconds_of(lambda x: F.linear(x, weight), x):
             return False
     return True
 
 
-def _seconds(product: Callable[[Tensor], Tensor], x: Tensor) -> float:
+def seconds_of(product: Callable[[Tensor], Tensor], x: Tensor) -> float:
     times = []
     product(x)
     for _ in range(REPEATS):

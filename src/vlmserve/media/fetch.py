@@ -1,6 +1,6 @@
 """Images and videos from http(s) URLs, within limits of time, size and redirects, and not from inside the network.
 
-Every connection, that of a redirect too, goes through `_GuardedBackend.connect_tcp`: it resolves the name once, checks
+Every connection, that of a redirect too, goes through `GuardedBackend.connect_tcp`: it resolves the name once, checks
 the addresses and connects to what it has checked, so a name cannot change its address in between. The environment's
 proxies are not used.
 """
@@ -52,7 +52,7 @@ def fetch_file(url: str, limits: MediaConfig, kind: MediaKind = "image") -> byte
     `limits.allowed_media_domains`, if there are any (unless the host is one of `limits.allowed_media_hosts`);
     ImageTooLargeError or VideoTooLargeError as soon as it turns out to be too large.
     """
-    backend = _GuardedBackend(limits, time.monotonic() + limits.fetch_timeout)
+    backend = GuardedBackend(limits, time.monotonic() + limits.fetch_timeout)
     with httpcore.ConnectionPool(ssl_context=_ssl_context(), network_backend=backend) as pool:
         for _ in range(limits.max_redirects + 1):
             url = _checked_url(url)
@@ -151,7 +151,7 @@ class _ForbiddenAddressError(Exception):
     """The host is not one that images may be fetched from."""
 
 
-class _GuardedBackend(httpcore.NetworkBackend):
+class GuardedBackend(httpcore.NetworkBackend):
     """Connects to public addresses and allowed hosts only; everything ends at one deadline."""
 
     def __init__(self, limits: MediaConfig, deadline: float) -> None:
@@ -171,7 +171,7 @@ class _GuardedBackend(httpcore.NetworkBackend):
         allowed = host.lower() in self._allowed_hosts
         if self._domains and not allowed and host.lower() not in self._domains:
             raise _ForbiddenAddressError(f"{host} is not one of the hosts that the operator allows")
-        addresses = _resolve(host, port, _remaining(self._deadline))
+        addresses = resolve_host(host, port, _remaining(self._deadline))
         # One message for both, so that nobody learns which names there are inside the network.
         if not allowed and not (addresses and all(map(is_public, addresses))):
             raise _ForbiddenAddressError(
@@ -241,7 +241,7 @@ def is_public(address: str) -> bool:
     return ip.is_global and not ip.is_multicast and not any(ip in network for network in _SPECIAL)
 
 
-def _resolve(host: str, port: int, timeout: float) -> list[str]:
+def resolve_host(host: str, port: int, timeout: float) -> list[str]:
     """The addresses of a host; none for one that is not found."""
     try:
         found = _lookups().find(host, port, timeout)
@@ -252,7 +252,7 @@ def _resolve(host: str, port: int, timeout: float) -> list[str]:
     return list(dict.fromkeys(str(entry[4][0]) for entry in found))
 
 
-class _Lookups:
+class Lookups:
     """Resolves host names in threads, because getaddrinfo has no timeout. One client leaves threads to others."""
 
     def __init__(self, capacity: int, per_client: int) -> None:
@@ -291,8 +291,8 @@ def _remaining(deadline: float) -> float:
 
 
 @functools.cache
-def _lookups() -> _Lookups:
-    return _Lookups(_LOOKUPS, _CLIENT_LOOKUPS)
+def _lookups() -> Lookups:
+    return Lookups(_LOOKUPS, _CLIENT_LOOKUPS)
 
 
 @functools.cache

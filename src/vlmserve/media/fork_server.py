@@ -20,7 +20,7 @@ from typing import Literal, TypeAlias
 
 from vlmserve.errors import UnavailableError
 
-_COMMAND = [sys.executable, "-I", "-S", "-u", str(Path(__file__).with_name("isolated_worker.py"))]
+COMMAND = [sys.executable, "-I", "-S", "-u", str(Path(__file__).with_name("isolated_worker.py"))]
 """Isolated and without site packages of its own: it imports from where this process does."""
 _INHERITED = ("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "SYSTEMROOT")
 """Of the environment, all that the processes get: keys and passwords are none of their business."""
@@ -50,7 +50,7 @@ class ForkServer:
                 ours.enter_context(self._socket).settimeout(_TIMEOUT)
                 with theirs:
                     self._process = subprocess.Popen(
-                        _COMMAND,
+                        COMMAND,
                         stdin=theirs.fileno(),
                         stdout=subprocess.DEVNULL,
                         stderr=subprocess.DEVNULL,
@@ -117,7 +117,7 @@ _disowned: deque[ServerKey] = deque()
 
 def fork_for(kind: FileKind, stdin: int, stdout: int, setup: str = "", *memory: int) -> tuple[ForkServer, int]:
     """A new process, and the server that has forked it. memory: see `pixel_memory`. Raises UnavailableError."""
-    _end_disowned()
+    end_disowned()
     key = (kind, setup)
     for _ in range(2):  # one that was ended from outside is replaced
         with _lock:
@@ -145,7 +145,7 @@ def disown_server(kind: FileKind, setup: str) -> None:
     _disowned.append((kind, setup))
 
 
-def _end_disowned() -> None:
+def end_disowned() -> None:
     ended = []
     with _lock:
         while _disowned:

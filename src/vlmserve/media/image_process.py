@@ -27,7 +27,7 @@ _BYTES = {
 """Bytes of a pixel, by Pillow's modes in which these images come."""
 _LARGEST_PADDING = 1024
 """Bytes of a row after its pixels."""
-_MEMORY = 256 * 1024**2
+MEMORY_BYTES = 256 * 1024**2
 """Bytes that a process may take besides the pixels: copies of the file, threads."""
 
 
@@ -71,7 +71,7 @@ class ImageProcess(Image.Image):
         self._process = IsolatedProcess("image", limits.decode_timeout, partial(_error_of, limits, False))
         settings = {
             "format": format,
-            "memory": _MEMORY + len(data),
+            "memory": MEMORY_BYTES + len(data),
             "pixel_memory": bytes_per_pixel(format),
             "num_pixels": num_pixels,
             "max_images": limits.max_decoded_frames,
@@ -185,13 +185,13 @@ def _error_of(limits: MediaConfig, is_document: bool, reason: str, detail: str) 
             return too_slow(limits.decode_timeout)
         case "memory":
             return ImageTooLargeError(
-                f"decoding the image takes more than its pixels and {_MEMORY // 2**20} MiB of memory, the limit; "
+                f"decoding the image takes more than its pixels and {MEMORY_BYTES // 2**20} MiB of memory, the limit; "
                 "send a smaller one"
             )
         case "aborted":
             return InvalidImageError(
                 "the decoder aborted: the image is broken, or takes more than its pixels and "
-                f"{_MEMORY // 2**20} MiB of memory; send it as PNG or JPEG"
+                f"{MEMORY_BYTES // 2**20} MiB of memory; send it as PNG or JPEG"
             )
         case "crash":
             return InvalidImageError("the image is broken: it crashed the process that decoded it")

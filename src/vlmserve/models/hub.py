@@ -38,7 +38,7 @@ def resolve_model(name: str, revision: str | None = None, mmproj: str | None = N
     has no weights in safetensors or PyTorch's files, ModelLoadError for a broken GGUF file or two that do not belong
     together, ConfigurationError for a vision tower beside a checkpoint that is no GGUF file.
     """
-    folder = _built_in_folder() if name == BUILT_IN_MODEL else expanded(name)
+    folder = built_in_folder() if name == BUILT_IN_MODEL else expanded(name)
     if folder.is_dir():
         return _in_folder(folder, name, mmproj)
     if name == BUILT_IN_MODEL:
@@ -57,7 +57,7 @@ def resolve_model(name: str, revision: str | None = None, mmproj: str | None = N
     return _checked(_download(repository or name, revision, progress=progress), name)
 
 
-def _built_in_folder() -> Path:
+def built_in_folder() -> Path:
     return Path(__file__).resolve().parent.parent / BUILT_IN_MODEL / "model"
 
 

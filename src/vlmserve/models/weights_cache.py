@@ -46,13 +46,13 @@ SPARED_BYTES = 2**30
 """Bytes of the disk that are left to others."""
 SUFFIX = ".weights"
 
-_PACKAGE = Path(__file__).parents[1]
-_PACKING = ("devices", "families", "gguf", "gguf_header.py", "kernels", "layer_specs.py", "layers", "models", "quant")
+PACKAGE = Path(__file__).parents[1]
+PACKING = ("devices", "families", "gguf", "gguf_header.py", "kernels", "layer_specs.py", "layers", "models", "quant")
 """Folders and files of code that packed weights depend on."""
 _NAME = re.compile(r"[0-9a-f]{32}\.weights")
 _UNFINISHED = re.compile(r"[0-9a-f]{32}\.\w+\.writing", re.ASCII)
-_MAGIC = b"vlmserve"
-_PREFIX = len(_MAGIC) + 8 + 32
+MAGIC = b"vlmserve"
+_PREFIX = len(MAGIC) + 8 + 32
 """Bytes before the header: the magic number, the header's length, and its digest."""
 _LARGEST_HEADER = 64 * 2**20
 """Maximum bytes of a header."""
@@ -162,12 +162,12 @@ class WeightsCache:
         started = time.monotonic()
         try:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._remove_unfinished()
+            self.remove_unfinished()
             surplus = self._surplus(self.limit - size)
             if shutil.disk_usage(self.folder).free + _total(surplus) < size + SPARED_BYTES:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             _remove(surplus)
-            with self._unfinished(path) as file:
+            with self.unfinished(path) as file:
                 for piece in _pieces(packed, identity, model, path.stem):
                     file.write(piece)
                 file.flush()
@@ -179,7 +179,7 @@ class WeightsCache:
         logger.info("weights cache: kept %.1f MB for the next start in %s (%.1f s)", size / 1e6, path, seconds)
 
     @contextlib.contextmanager
-    def _unfinished(self, path: Path) -> Iterator[BinaryIO]:
+    def unfinished(self, path: Path) -> Iterator[BinaryIO]:
         """A new file that gets the name `path` at the end. It is locked, so that no other process removes it."""
         descriptor, name = tempfile.mkstemp(prefix=f"{path.stem}.", suffix=".writing", dir=self.folder)
         with os.fdopen(descriptor, "wb") as file:
@@ -201,7 +201,7 @@ class WeightsCache:
             count += 1
         return files[:count]
 
-    def _remove_unfinished(self) -> None:
+    def remove_unfinished(self) -> None:
         """Remove files of killed processes. Writers hold locks, which also work between containers."""
         for path, _ in self._own(_UNFINISHED):
             with contextlib.suppress(OSError), path.open("r+b") as file:
@@ -237,7 +237,7 @@ def source_parts(folder: Path, settings: LoadSettings) -> dict[str, Any]:
         "format": FORMAT,
         "version": package_version("vlmserve"),
         "kernels": [settings.kernels, _extension_digest()],
-        "code": _code_digest(_PACKAGE),
+        "code": _code_digest(PACKAGE),
         **computation_parts(settings),
         "files": files,
         "configs": {path.name: blake3(path.read_bytes()).hexdigest() for path in configs},
@@ -255,7 +255,7 @@ def _extension_digest() -> str:
 def _code_digest(package: Path) -> str:
     """A digest of the Python code that packs weights, so that an edit makes older files unused."""
     digest = blake3()
-    for name in _PACKING:
+    for name in PACKING:
         for path in [package / name] if name.endswith(".py") else sorted((package / name).rglob("*.py")):
             contents = path.read_bytes()
             digest.update(f"{path.relative_to(package)} {len(contents)}\n".encode() + contents)
@@ -284,7 +284,7 @@ def _lock(descriptor: int) -> bool:
 
 def _starts_with_magic(path: Path) -> bool:
     with path.open("rb") as file:
-        return file.read(len(_MAGIC)) == _MAGIC
+        return file.read(len(MAGIC)) == MAGIC
 
 
 def _raw(tensor: Tensor) -> Tensor:
@@ -309,7 +309,7 @@ def _pieces(packed: PackedModel, identity: bytes, model: str, key: str) -> Itera
     }
     text = json.dumps(header).encode()
     text += b" " * (-(_PREFIX + len(text)) % mmap.PAGESIZE)
-    yield _MAGIC + len(text).to_bytes(8, "little") + blake3(text).digest()
+    yield MAGIC + len(text).to_bytes(8, "little") + blake3(text).digest()
     yield text
     for tensor in packed.tensors.values():
         yield _raw(tensor).numpy().data
@@ -325,9 +325,9 @@ def _add_samples(digest: blake3, raw: Tensor) -> None:
 def _header(descriptor: int, size: int) -> tuple[dict[str, Any], int]:
     """The header of a file of that size, and where the tensors start. Raises ValueError for a broken file."""
     prefix = os.pread(descriptor, _PREFIX, 0)
-    if len(prefix) < _PREFIX or not prefix.startswith(_MAGIC):
+    if len(prefix) < _PREFIX or not prefix.startswith(MAGIC):
         raise ValueError("it is no file of packed weights")
-    length = int.from_bytes(prefix[len(_MAGIC) : len(_MAGIC) + 8], "little")
+    length = int.from_bytes(prefix[len(MAGIC) : len(MAGIC) + 8], "little")
     if length > min(size - _PREFIX, _LARGEST_HEADER):
         raise ValueError("it is incomplete")
     text = os.pread(descriptor, length, _PREFIX)

@@ -49,7 +49,7 @@ _MAX_NUMBER = 10_000
 """Largest width or indent."""
 _MAX_FORMAT = 10_000
 """Characters of a format string."""
-_LOOK = 16
+CHECK_INTERVAL = 16
 """Operations between two looks at the time."""
 _MAX_BITS = 100_000
 """Of an integer."""
@@ -95,7 +95,7 @@ class _Budget:
         if self._bytes < 0:
             raise TemplateLimitError(f"the chat template makes more than {MAX_TOTAL_BYTES // 2**20:,} MiB of text")
         self._operations += 1
-        if self._operations % _LOOK:
+        if self._operations % CHECK_INTERVAL:
             return
         check_cancelled()
         if time.thread_time() > self._end:

@@ -11,16 +11,16 @@ from vlmserve.errors import InvalidRequestError
 
 SHORT_TEXT = 2048
 """Characters of a text that needs no check. It takes at most some 0.05 s."""
-_MIN_SECONDS = 2.0
-_SECONDS_PER_CHARACTER = 20e-6
+MIN_SECONDS = 2.0
+SECONDS_PER_CHARACTER = 20e-6
 """CPU time that a text may take. Ordinary text takes a tenth of this or less."""
-_GROWTH = 4
+GROWTH = 4
 """Ratio of the sizes of pieces."""
 _RUN = 4096
 _MIN_QUADRATIC = 0.01
 """CPU seconds for a run. Less time is no problem, whether it grows quadratically or not."""
 _MANY_TIMES = 8
-"""Ratio of the times for runs whose sizes have the ratio `_GROWTH`; 4 if time is linear, 16 if it is quadratic."""
+"""Ratio of the times for runs whose sizes have the ratio `GROWTH`; 4 if time is linear, 16 if it is quadratic."""
 _CHARACTERS = string.printable + "\u0301\u0416\u05e2\u093e\u4e2d\u304b\uac00\U0001f600"
 """Printable ASCII, a combining mark, and characters of other scripts."""
 
@@ -32,7 +32,7 @@ def is_quadratic(encode: Encode) -> bool:
     for character in _CHARACTERS:
         end = "1" if character.isalpha() else "a"
         took = _seconds(encode, character * _RUN + end)
-        if took > _MIN_QUADRATIC and took > _MANY_TIMES * _seconds(encode, character * (_RUN // _GROWTH) + end):
+        if took > _MIN_QUADRATIC and took > _MANY_TIMES * _seconds(encode, character * (_RUN // GROWTH) + end):
             return True
     return False
 
@@ -44,7 +44,7 @@ def check_time(encode: Encode, text: str) -> None:
     pieces together, because patterns take at most quadratic time.
     Raises InvalidRequestError and CancelledWorkError.
     """
-    allowed = max(_MIN_SECONDS, len(text) * _SECONDS_PER_CHARACTER)
+    allowed = max(MIN_SECONDS, len(text) * SECONDS_PER_CHARACTER)
     size = SHORT_TEXT
     while size < len(text):
         taken = 0.0
@@ -59,7 +59,7 @@ def check_time(encode: Encode, text: str) -> None:
                 )
         if taken * -(-len(text) // size) <= allowed:
             return
-        size *= _GROWTH
+        size *= GROWTH
 
 
 def _seconds(encode: Encode, text: str) -> float:

@@ -12,7 +12,7 @@ from vlmserve.runner.requests import ScheduledRequest
 from vlmserve.sampling.logprobs import token_logprobs
 from vlmserve.types import TokenLogprobs
 
-_MAX_LOGITS = 2**23
+MAX_LOGITS = 2**23
 """Logits of a prompt that may be in memory at a time."""
 
 
@@ -46,7 +46,7 @@ def _score_prompt(
     end = min(start + request.num_tokens + 1, state.num_prompt_tokens)
     of_images = {place for image in state.images_between(first, end) for place in range(image.start, image.end)}
     places = [place for place in range(first, end) if place not in of_images]
-    at_once = max(1, _MAX_LOGITS // model.vocab_size)
+    at_once = max(1, MAX_LOGITS // model.vocab_size)
     scores: dict[int, TokenLogprobs] = {}
     for some in (places[begin : begin + at_once] for begin in range(0, len(places), at_once)):
         logits = model.logits(hidden[[place - 1 - start for place in some]])

@@ -18,7 +18,7 @@ from vlmserve.sampling.logprobs import token_logprobs
 from vlmserve.sampling.sampler import sample
 from vlmserve.steps import ModelRunnerOutput, RequestFailure
 
-_PATIENCE = 0.005
+PATIENCE = 0.005
 """Seconds that a step waits for grammars. Ordinary masks are computed by then."""
 
 
@@ -69,7 +69,7 @@ class TokenSampler:
             if request.num_sampled:
                 rows.append(_Row(request.state, first, request.draft_token_ids))
             first += request.num_sampled
-        deadline = time.monotonic() + _PATIENCE
+        deadline = time.monotonic() + PATIENCE
         _wait(rows, deadline)
         rows += [row for row in self._late.values() if row.pending is None]
         while rows:
@@ -84,7 +84,7 @@ class TokenSampler:
             wait(filter(None, pending), timeout, FIRST_COMPLETED)
         rows = [row for row in self._late.values() if row.pending is None]
         if rows:
-            self._round(rows, None, output, time.monotonic() + _PATIENCE)
+            self._round(rows, None, output, time.monotonic() + PATIENCE)
 
     def _round(
         self, rows: Sequence[_Row], logits: Tensor | None, output: ModelRunnerOutput, deadline: float

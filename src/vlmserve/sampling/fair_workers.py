@@ -14,7 +14,7 @@ from vlmserve.errors import UnavailableError
 
 logger = logging.getLogger(__name__)
 
-_IDLE_SECONDS = 5.0
+IDLE_SECONDS = 5.0
 """A thread without work ends after this time."""
 _MAX_IDLE_CLIENTS = 1024
 """Clients without work whose used time is kept."""
@@ -91,7 +91,7 @@ class FairWorkers:
         with self._changed:
             self._num_idle += 1
             try:
-                if not self._changed.wait_for(self._has_turn, _IDLE_SECONDS):
+                if not self._changed.wait_for(self._has_turn, IDLE_SECONDS):
                     self._num_threads -= 1
                     return None
             finally:

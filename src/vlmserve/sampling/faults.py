@@ -32,7 +32,7 @@ def fault_of(grammar: Grammar, message: str) -> str:
         pattern, reason = found["pattern"], found["reason"]
         default = (reason, "correct the expression")
         fault, advice = next((words for start, words in _ADVICE.items() if reason.startswith(start)), default)
-        where = f"{_cut(_path(grammar.text, pattern))} " if grammar.kind == "json_schema" else ""
+        where = f"{_cut(path_of(grammar.text, pattern))} " if grammar.kind == "json_schema" else ""
         return f"{where}{_cut(pattern)!r}: {fault}; {advice}"
     return shortened(message)
 
@@ -41,7 +41,7 @@ def _cut(text: str) -> str:
     return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}…"
 
 
-def _path(text: str, pattern: str) -> str:
+def path_of(text: str, pattern: str) -> str:
     """Return the place of a pattern in a schema, as ``properties.name.pattern``."""
     places: list[_Place] = [_Place(read_schema(text))]
     while places:

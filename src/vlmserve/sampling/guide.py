@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 _MAX_THREADS = 8
 Result = TypeVar("Result")
 ComputeMask = Callable[[Matcher], Allowed]
-_QUICK_SECONDS = 0.001
+QUICK_SECONDS = 0.001
 """CPU time of quick work. An ordinary mask takes a fifth of this, as long as to wake a thread."""
 _FIRST_QUICK = 2
 """Quick tasks in a row after which the caller's thread computes."""
@@ -178,7 +178,7 @@ class Guide:
 
     def _note(self, seconds: float) -> None:
         self._seconds += seconds
-        if seconds < _QUICK_SECONDS:
+        if seconds < QUICK_SECONDS:
             self._num_quick += 1
         else:
             self._num_quick = 0

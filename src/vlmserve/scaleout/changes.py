@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import msgspec
 
-_MOST_UNLOADED = 1000
+MAX_UNLOADED = 1000
 """Adapters of which it is remembered that they were unloaded; those that were first are forgotten first."""
 
 
@@ -97,5 +97,5 @@ class Changes:
 
     def _forget(self) -> None:
         unloaded = [parts[None] for parts in self._latest.values() if None in parts and parts[None].path is None]
-        for change in sorted(unloaded, key=lambda change: change.order)[: -_MOST_UNLOADED or None]:
+        for change in sorted(unloaded, key=lambda change: change.order)[: -MAX_UNLOADED or None]:
             del self._latest[change.adapter]

@@ -28,7 +28,7 @@ _TIMEOUT = 600.0
 """Seconds in which a worker reads an adapter's files."""
 _HEARD = 3.0
 """Seconds in which a worker says that it has made a change."""
-_FIRST_PAUSE, _LAST_PAUSE = 1.0, 60.0
+FIRST_PAUSE, LAST_PAUSE = 1.0, 60.0
 """Seconds between two attempts of a worker to make a change."""
 
 
@@ -108,7 +108,7 @@ class ClusterAdapters:
         return self._of(member.hello.facts.names[0]).missing_in(member.made)
 
     async def _catch_up(self, member: Member) -> None:
-        pause = _FIRST_PAUSE
+        pause = FIRST_PAUSE
         while missing := [change for change in self._missing(member) if change not in self._asking]:
             outcomes = [await ask(member, change, force=True) for change in missing]
             failed = [one for one in outcomes if one.status != HTTPStatus.OK]
@@ -118,7 +118,7 @@ class ClusterAdapters:
             if failed:
                 logger.warning("The worker %s lacks %d adapters: %s", failed[0].worker, len(failed), failed[0].said)
                 await asyncio.sleep(pause)
-                pause = min(_LAST_PAUSE, 2 * pause)
+                pause = min(LAST_PAUSE, 2 * pause)
 
 
 async def ask(member: Member, change: Change, *, force: bool, headers: Sequence[tuple[str, str]] = ()) -> Outcome:

@@ -2,7 +2,7 @@
 
 A gateway decides by its own count. What it has admitted it writes down right afterwards, for all keys at once and at
 most once in `_PAUSE`, and gets back what all gateways together have used up. A request waits for the database only if
-its key was not used here for `_FRESH` seconds, and never for longer than `_PATIENCE`. While the database does not
+its key was not used here for `_FRESH` seconds, and never for longer than `PATIENCE`. While the database does not
 answer, every gateway goes on by itself.
 
 Of the requests that a key may run at once, each gateway has places in the database, which it asks for when a request
@@ -31,11 +31,11 @@ logger = logging.getLogger(__name__)
 
 _FRESH = 1.0
 """Seconds for which a gateway believes what it has heard of a key."""
-_PATIENCE = 0.25
+PATIENCE = 0.25
 """Seconds for which a request waits to hear of its key."""
 _PAUSE = 0.05
 """Seconds between two transactions of a gateway."""
-_RETRY = 1.0
+RETRY = 1.0
 """The same while the database does not answer."""
 _LEASE = 15.0
 """Seconds for which a gateway has places for running requests."""
@@ -89,7 +89,7 @@ class ClusterLimits:
             if self._asked is None:
                 self._asked = asyncio.get_running_loop().create_future()
             self._hurry.set()
-            heard_now, _ = await asyncio.wait((self._asked,), timeout=_PATIENCE)
+            heard_now, _ = await asyncio.wait((self._asked,), timeout=PATIENCE)
         finally:
             self._waiting[account.owner] -= is_limited
             if not self._waiting[account.owner]:
@@ -188,7 +188,7 @@ class ClusterLimits:
                 await self.tell()
             except (StorageError, OverloadedError):
                 self._news.set()
-                await asyncio.sleep(_RETRY)
+                await asyncio.sleep(RETRY)
             else:
                 if self._is_away:
                     logger.info("The database of rate limits answers again")

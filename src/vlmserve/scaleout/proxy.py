@@ -52,7 +52,7 @@ _PASSED_ON = ("content-type", "accept", "traceparent", "tracestate", "idempotenc
 _OTHER_KEY = RequestKey((), (), 0, (), b"")
 _MOST_WHOLE = 4 * 1024**2
 """Bytes of an answer that is no stream of events, and is held until it is whole, so that another worker may give it."""
-_ADAPTER_PATIENCE = 10.0
+ADAPTER_PATIENCE = 10.0
 """Seconds that a request waits for a worker to load its adapter."""
 _NEWS = 0.5
 """Seconds in which a gateway hears that a worker is leaving."""
@@ -181,7 +181,7 @@ class Proxy:
         adapter where no worker has it, but some have just joined and are about to load it."""
         gateway, account = self.gateway, account_of(self._request)
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_ADAPTER_PATIENCE):
+            async with asyncio.timeout(ADAPTER_PATIENCE):
                 while True:
                     lacking = gateway.lacking(self._name)
                     sent = gateway.send(self._router, self._key, {*excluded, *lacking}, account)

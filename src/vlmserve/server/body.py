@@ -18,7 +18,7 @@ MIN_RATE = 500
 """Lowest average rate of a body, in bytes a second, as in Apache's RequestReadTimeout."""
 _DROP_TIMEOUT = 2.0
 """Seconds to continue reading a body that is refused."""
-_BRISK_PATIENCE = 5.0
+BRISK_PATIENCE = 5.0
 _BRISK_RATE = 10 * 1024**2
 """A body gives way when memory is short once it takes longer than these seconds plus its bytes at this rate."""
 
@@ -65,7 +65,7 @@ class BodyShare:
     @property
     def is_slow(self) -> bool:
         """The body gives way when memory is short."""
-        return time.monotonic() - self._began > _BRISK_PATIENCE + self.taken / _BRISK_RATE
+        return time.monotonic() - self._began > BRISK_PATIENCE + self.taken / _BRISK_RATE
 
     @contextlib.asynccontextmanager
     async def arrives(self, seconds: float) -> AsyncGenerator[None, None]:

@@ -18,7 +18,7 @@ from vlmserve.server.errors import json_response
 from vlmserve.server.service import Service
 from vlmserve.types import EngineSnapshot
 
-_PATIENCE = 60.0
+PATIENCE = 60.0
 """Seconds to wait for the engine, which answers between two steps."""
 
 
@@ -27,9 +27,9 @@ async def show_caches(request: Request) -> Response:
     service: Service = request.app.state.service
     client = service.client
     try:
-        snapshot = await asyncio.wait_for(client.inspect(), _PATIENCE)
+        snapshot = await asyncio.wait_for(client.inspect(), PATIENCE)
     except TimeoutError:
-        raise UnavailableError(f"The engine has been busy with one step for {_PATIENCE:.0f} s; try again") from None
+        raise UnavailableError(f"The engine has been busy with one step for {PATIENCE:.0f} s; try again") from None
     return json_response(cache_report(snapshot, service.image_cache_stats()))
 
 

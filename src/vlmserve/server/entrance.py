@@ -7,7 +7,7 @@ from collections import OrderedDict, deque
 
 from vlmserve.cancellation import client
 
-_PER_ROUND = 4
+PER_ROUND = 4
 """Requests that begin in one iteration of the event loop. Each takes some milliseconds of it."""
 
 
@@ -16,8 +16,8 @@ class Entrance:
 
     def __init__(self) -> None:
         self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
-        self._left = _PER_ROUND
-        self._is_due = False
+        self._left = PER_ROUND
+        self.is_due = False
         """True if the next round is scheduled."""
 
     async def enter(self) -> None:
@@ -32,12 +32,12 @@ class Entrance:
         await turn
 
     def _schedule(self) -> None:
-        if not self._is_due:
-            self._is_due = True
+        if not self.is_due:
+            self.is_due = True
             asyncio.get_running_loop().call_soon(self._begin_round)
 
     def _begin_round(self) -> None:
-        self._is_due, self._left = False, _PER_ROUND
+        self.is_due, self._left = False, PER_ROUND
         while self._left and self._waiting:
             name, turns = next(iter(self._waiting.items()))
             turn = turns.popleft()
@@ -47,5 +47,5 @@ class Entrance:
             if not turn.cancelled():
                 turn.set_result(None)
                 self._left -= 1
-        if self._waiting or self._left < _PER_ROUND:
+        if self._waiting or self._left < PER_ROUND:
             self._schedule()

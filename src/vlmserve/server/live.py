@@ -17,9 +17,9 @@ from vlmserve.server.recent import WINDOWS, Latency, Percentiles
 from vlmserve.server.service import Service
 from vlmserve.types import BlockMap, EngineStats
 
-_MAP_AGE = 0.5
+MAP_AGE = 0.5
 """Seconds for which clients share one map of the blocks."""
-_PATIENCE = 0.2
+PATIENCE = 0.2
 """Seconds to wait for the engine, which answers between two steps, before the map from before is shown."""
 
 
@@ -71,11 +71,11 @@ class LiveView:
 
     async def _refresh(self) -> None:
         now = time.monotonic()
-        if self._asking is None and now - self._asked >= _MAP_AGE:
+        if self._asking is None and now - self._asked >= MAP_AGE:
             self._asked = now
             self._asking = asyncio.ensure_future(self._ask())
         if self._asking is not None:
-            await asyncio.wait([self._asking], timeout=_PATIENCE)
+            await asyncio.wait([self._asking], timeout=PATIENCE)
 
     async def _ask(self) -> None:
         try:

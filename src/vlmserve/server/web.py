@@ -60,7 +60,7 @@ class WebServer:
                 head_timeout=limits.head_timeout,
                 send_timeout=limits.send_timeout,
                 max_head=limits.max_header_bytes,
-                waiting=_Waiting(limits.max_connections),
+                waiting=Waiting(limits.max_connections),
             ),
             ws="none",
             log_config=None,
@@ -97,7 +97,7 @@ class WebServer:
             await self._task
 
 
-class _Waiting:
+class Waiting:
     """Connections that wait for a request or the rest of one, longest first. They give way to new connections.
 
     Connections that are idle after a request give way first. Others may have begun to send a request.
@@ -144,7 +144,7 @@ class _Protocol(HttpToolsProtocol):
     """
 
     def __init__(
-        self, *arguments: Any, head_timeout: float, send_timeout: float, max_head: int, waiting: _Waiting, **more: Any
+        self, *arguments: Any, head_timeout: float, send_timeout: float, max_head: int, waiting: Waiting, **more: Any
     ) -> None:
         super().__init__(*arguments, **more)
         self._waiting = waiting

@@ -25,7 +25,7 @@ _ATTEMPTS = 5
 """How often a transaction is tried that another one got in the way of."""
 _POSTGRESQL_TIMEOUT = 10
 """Seconds to connect."""
-_SQLITE_TIMEOUT = 30
+SQLITE_TIMEOUT = 30
 """Seconds to wait for others who use the file."""
 _SQLITE_PAUSE = 0.02
 
@@ -112,7 +112,7 @@ class Database:
                     cursor.execute(EMPTY_WAL).fetchall()
                 finally:
                     for setting in SQLITE_SETTINGS:
-                        _set_sqlite(cursor, setting)
+                        set_sqlite(cursor, setting)
                     cursor.close()
                 return result
         except (SQLAlchemyError, sqlite3.Error) as error:
@@ -169,7 +169,7 @@ def _parse(url: str) -> URL:
 def _make_engine(url: URL, num_connections: int) -> Engine:
     options: dict[str, Any] = {"pool_size": num_connections, "max_overflow": 0, "pool_pre_ping": True}
     if url.get_backend_name() == "sqlite":
-        options = {"connect_args": {"check_same_thread": False, "timeout": _SQLITE_TIMEOUT}}
+        options = {"connect_args": {"check_same_thread": False, "timeout": SQLITE_TIMEOUT}}
         if url.database in (None, "", ":memory:"):
             options |= {"poolclass": StaticPool}
         else:
@@ -202,13 +202,13 @@ def _prepare_sqlite(connection: Any, _: object) -> None:
     connection.isolation_level = None  # sqlite3 would begin transactions when it thinks fit
     cursor = connection.cursor()
     for setting in SQLITE_SETTINGS:
-        _set_sqlite(cursor, setting)
+        set_sqlite(cursor, setting)
     cursor.close()
 
 
-def _set_sqlite(cursor: sqlite3.Cursor, setting: str) -> None:
+def set_sqlite(cursor: sqlite3.Cursor, setting: str) -> None:
     # Who changes the journal does not wait for others who do so, whatever the timeout is, but fails at once.
-    deadline = time.monotonic() + _SQLITE_TIMEOUT
+    deadline = time.monotonic() + SQLITE_TIMEOUT
     while True:
         try:
             cursor.execute(setting)

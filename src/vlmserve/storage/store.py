@@ -27,7 +27,7 @@ from vlmserve.storage.tables import has_rows_of
 logger = logging.getLogger(__name__)
 
 _THREADS = 4
-_MAX_PENDING = 512
+MAX_PENDING = 512
 """Reads and writes that run or wait."""
 _MEMORY = "sqlite://"
 
@@ -51,7 +51,7 @@ class Store:
         self.batches = Batches(database, self.files, clock)
         self.limits = Limits(database, clock)
         self.retention = Retention(database, clock, config.storage_max_age, config.storage_max_bytes)
-        self._room = threading.BoundedSemaphore(_MAX_PENDING)
+        self._room = threading.BoundedSemaphore(MAX_PENDING)
         self._workers = ThreadPoolExecutor(threads, "storage")
         self._closing = threading.Event()
         self._sweeper = threading.Thread(target=self._sweep, args=(config.storage_sweep_interval,), daemon=True)

@@ -31,7 +31,7 @@ ATTEMPTS = 6
 """How often a request is asked that is refused because there is too much to do."""
 MOST_DEATHS = 2
 """Of the engine while it answers a request, after which the request is not asked again."""
-_FIRST_PAUSE, _LAST_PAUSE = 0.5, 30.0
+FIRST_PAUSE, _LAST_PAUSE = 0.5, 30.0
 _LOOK = 0.5
 """Seconds between looks at whether the engine is there."""
 _AGAIN = frozenset({HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE})
@@ -74,7 +74,7 @@ class Rows:
 
     async def answer(self, batch: Batch, account: Account | None, body: bytes) -> RowAnswer:
         """What comes of a request, asked again where that may help."""
-        pause, deaths = _FIRST_PAUSE, 0
+        pause, deaths = FIRST_PAUSE, 0
         for attempt in range(1, ATTEMPTS + 1):
             await self._until_serving()
             if deaths:

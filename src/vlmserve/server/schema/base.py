@@ -34,7 +34,7 @@ MAX_FIELDS = 1000
 """Fields of an object whose fields are known."""
 MAX_LOGGED = 1000
 """Unknown names that are logged while the server runs."""
-_MOST_MISSPELT = 32
+MAX_MISSPELT = 32
 """Unknown fields of an object whose spelling is checked."""
 _SHOWN_NAME = 100
 """Characters of an unknown name that are logged."""
@@ -42,7 +42,7 @@ _EMPTY: tuple[Any, ...] = ([], {}, "")
 """Values that ask for nothing."""
 _STRING = re.compile(rb'"[^"]*"')
 _NO_BACKSLASH = re.compile(rb"[^\\]")
-_WINDOW = 1024**2
+WINDOW = 1024**2
 """Bytes of a body that are searched at a time: no other thread runs meanwhile."""
 
 
@@ -76,14 +76,14 @@ def _fail_fast(schema: Any) -> None:
             _fail_fast(inner)
 
 
-_logged: set[tuple[str, str]] = set()
+logged_fields: set[tuple[str, str]] = set()
 
 
 def log_once(kind: str, name: str, line: str, level: int = logging.INFO) -> None:
     """Log what happens to something of a kind, unless this was logged before. `MAX_LOGGED` bounds the memory."""
     key = (kind, name[:_SHOWN_NAME])
-    if key not in _logged and len(_logged) < MAX_LOGGED:
-        _logged.add(key)
+    if key not in logged_fields and len(logged_fields) < MAX_LOGGED:
+        logged_fields.add(key)
         logger.log(level, "%s %r %s (logged once)", *key, line)
 
 
@@ -138,7 +138,7 @@ class RequestModel(BaseModel):
             ignored = known | cls.ignored_fields
             unknown = [name for name, field in value.items() if field is not None and name not in ignored]
             for number, name in enumerate(unknown):
-                meant = cls._spellings().meant(name) if number < _MOST_MISSPELT else cls.other_names.get(name)
+                meant = cls._spellings().meant(name) if number < MAX_MISSPELT else cls.other_names.get(name)
                 cls._check_unknown(name, value[name], meant)
         return kept
 
@@ -234,7 +234,7 @@ def _has_more_values(body: bytes | bytearray, most: int) -> bool:
         return False
     count, start, inside = 0, 0, False
     while start < len(body):
-        whole = _NO_BACKSLASH.search(body, start + _WINDOW - 1)  # so that no escape is cut in two
+        whole = _NO_BACKSLASH.search(body, start + WINDOW - 1)  # so that no escape is cut in two
         end = len(body) if whole is None else whole.end()
         piece = body[start:end].replace(rb"\\", b"").replace(rb"\"", b"")
         start = end

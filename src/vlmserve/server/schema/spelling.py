@@ -44,7 +44,7 @@ class Spellings:
                 continue
             if _differ_on_purpose(known.letters, letters):
                 continue
-            edits = _distance(letters, known.letters, best)
+            edits = distance(letters, known.letters, best)
             if edits < best or (edits == best and meant is None):
                 best, meant = edits, known.meant
         return meant
@@ -66,7 +66,7 @@ def _differ_on_purpose(one: str, other: str) -> bool:
     return prefixes == set(_PREFIXES) or one.endswith(_SUFFIXES) != other.endswith(_SUFFIXES)
 
 
-def _distance(one: str, other: str, most: int) -> int:
+def distance(one: str, other: str, most: int) -> int:
     """Count inserted, deleted, replaced and swapped letters (optimal string alignment), up to `most` + 1.
 
     Only cells within `most` of the diagonal are computed.
