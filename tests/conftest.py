@@ -5,6 +5,7 @@ import gc
 import inspect
 import os
 import ssl
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,8 @@ from typing import Any
 # Models are tiny here: one thread runs them faster than two that wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# Hundreds of processes import the same modules: without what Python keeps of them, each takes seconds longer.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # also in pytest_sessionstart
 
 import certifi
 import httpx
@@ -56,6 +59,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 def pytest_sessionstart() -> None:
     """What is imported and collected stays until the end: to look for garbage in it would take long."""
+    sys.dont_write_bytecode = False
     gc.disable()
 
 
