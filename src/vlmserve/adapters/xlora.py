@@ -26,7 +26,7 @@ from vlmserve.adapters.xlora_config import XLoraConfig, XLoraFolder
 from vlmserve.errors import AdapterError, UnsupportedModelError
 from vlmserve.kernels.adapters import Change, LowRank, TableChange
 from vlmserve.models.adaptable import EMBEDDINGS, HEAD, AdaptableModel, Place
-from vlmserve.models.transformers_backend import TransformersCheckpoint
+from vlmserve.models.transformers_checkpoint import TransformersCheckpoint
 
 _CLASSIFIER = re.compile(r"(?:^|\.)(?:layers\.(\d+)|inner\.(\d+)|(last))\.(weight|bias)$")
 _MIXED = {"down", "up", "table_down", "table_up"}

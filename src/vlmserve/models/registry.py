@@ -35,7 +35,8 @@ from vlmserve.models.load_settings import LoadSettings
 from vlmserve.models.parallel import share_of, split_decoder
 from vlmserve.models.protocols import LanguageModel, LoadedModel, VisionEncoder
 from vlmserve.models.sizes import broken, check_parameters, check_sizes
-from vlmserve.models.transformers_backend import TransformersCheckpoint, TransformersModel
+from vlmserve.models.transformers_backend import TransformersModel
+from vlmserve.models.transformers_checkpoint import TransformersCheckpoint
 from vlmserve.models.weights import Checkpoint, canonical_name
 from vlmserve.models.weights_cache import WeightsCache
 from vlmserve.quant.formats.stored import OLD_FILES, stored_layouts

@@ -1,129 +1,39 @@
 """Language models that transformers implements and vlmserve does not: its code over our paged KV cache.
 
-transformers lets models replace attention (https://huggingface.co/docs/transformers/attention_interface). Our attention
-reads and writes the paged cache, so batches of many sequences and prefix hits work as with every other model.
-A check at load finds models with other state or other attention: it computes a few sequences in pieces and side by
-side, and compares the logits with transformers' own.
+Our attention takes the place of theirs (`transformers_attention`). It reads and writes the paged cache, so batches of
+many sequences and prefix hits work as with every other model. A check at load finds models with other state or other
+attention: it computes a few sequences in pieces and side by side, and compares the logits with transformers' own.
 """
 
 from __future__ import annotations
 
-import contextlib
-import logging
-from collections.abc import Callable, Iterator, Sequence
-from contextvars import ContextVar
-from dataclasses import dataclass, replace
-from functools import cached_property
-from pathlib import Path
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
-from huggingface_hub.errors import StrictDataclassError
-from PIL import Image
-from torch import Tensor, nn
+from torch import Tensor
 
-from vlmserve.errors import MissingWeightsError, ModelLoadError, UnsupportedModelError
+from vlmserve.errors import UnsupportedModelError
 from vlmserve.kernels.adapters import AdapterRows
 from vlmserve.kernels.attention import AttentionBackend, AttentionContext, BatchMetadata, BidirectionalRows, LayerCache
 from vlmserve.layer_specs import AttentionSpec, CacheBytes
-from vlmserve.media.images import DecodedImage
-from vlmserve.media.transformers_processor import TransformersProcessor
 from vlmserve.models.expert_choices import ExpertChoices
 from vlmserve.models.grid_positions import grid_positions
 from vlmserve.models.image_rows import ImageRows, LayerFeatures, place_images
-from vlmserve.models.transformers_vision import TransformersVision
-from vlmserve.types import KEY_BYTES, Bidirectional, ImageInput, ImageSpan, bidirectional_spans
+from vlmserve.models.transformers_attention import NO_INTERFACE, attending, attention_by_part
+from vlmserve.models.transformers_checkpoint import MISFITS, Sample, first_line
+from vlmserve.types import Bidirectional, ImageSpan, bidirectional_spans
 
-logger = logging.getLogger(__name__)
-
-NAME = "vlmserve"
-"""Of our attention among transformers' implementations."""
-SAMPLE_SIZE = (60, 90)
-"""Height and width of the image that is compared at load."""
-NO_INTERFACE = "its layers do not attend by transformers' attention interface"
 CHECKED_LENS = (9, 24)
 """Tokens of the sequences that are compared at load."""
 TOLERANCE = {torch.float32: 1e-3}
 ROUNDED_TOLERANCE = 0.1
 """How far apart logits may be, as shares of their standard deviation; those of a wrong model are as far as that is."""
-EXTENDING_ROPES = ("dynamic", "longrope")
-"""Rotary scalings that a whole batch switches on once one sequence in it is long."""
-
-_MISFITS = (ValueError, TypeError, AttributeError, LookupError)
-"""Errors of code that runs on a model that does not fit it."""
 
 BIDIRECTIONAL_SCOPES: tuple[Bidirectional | None, ...] = (None, "images", "prefix", "prompt")
 """Which tokens of a prompt may attend to each other, in the order in which they are tried."""
-
-Attend = Callable[[Tensor, Tensor, Tensor, Callable[[], AttentionSpec]], Tensor]
-"""Of queries, keys, values, and a function that says how the layer attends."""
-_attend: ContextVar[Attend | None] = ContextVar("attend", default=None)
-_masked: ContextVar[list[int] | None] = ContextVar("masked", default=None)
-"""A list that collects the windows of the masks that transformers would make, or None."""
-
-
-def _attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    *,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    **others: Any,
-) -> tuple[Tensor, None]:
-    """What transformers calls for attention: ``[1, heads, tokens, size]`` each to ``[1, tokens, heads, size]``."""
-    attend = _attend.get()
-    if attend is None:
-        raise UnsupportedModelError(f"{type(module).__name__} attends outside of the language model")
-    if attention_mask is not None:
-        raise UnsupportedModelError(f"{type(module).__name__} has a mask or a bias of its own")
-    head_size, value_size = query.shape[-1], value.shape[-1]
-    if value_size > head_size:
-        raise UnsupportedModelError(f"{type(module).__name__} has values that are wider than its keys")
-    num_heads, num_kv_heads = query.shape[1], key.shape[1]
-
-    def spec() -> AttentionSpec:
-        return AttentionSpec(
-            num_heads=num_heads,
-            num_kv_heads=num_kv_heads,
-            head_size=head_size,
-            scale=head_size**-0.5 if scaling is None else float(scaling),
-            window=sliding_window or getattr(module, "sliding_window", None),
-            soft_cap=softcap,
-            sinks=None if s_aux is None else tuple(s_aux.tolist()),
-        )
-
-    if value_size < head_size:  # as in latent attention
-        value = nn.functional.pad(value, (0, head_size - value_size))
-    query, key, value = (tensor[0].transpose(0, 1).contiguous() for tensor in (query, key, value))
-    output = attend(query, key, value, spec).view(1, -1, num_heads, head_size)
-    return output[..., :value_size], None
-
-
-def _mask(*, mask_function: Callable[..., Tensor], local_size: int | None = None, **_: Any) -> None:
-    """Called by transformers for masks, which our attention does not need; records their windows."""
-    if local_size is None or (windows := _masked.get()) is None:
-        return
-    first, later = torch.tensor(1), torch.tensor(local_size)
-    if not bool(mask_function(0, 0, later, first)):
-        raise UnsupportedModelError(f"attention in chunks of {local_size} tokens is not supported")
-    windows.append(local_size)
-
-
-@contextlib.contextmanager
-def _attending(attend: Attend, windows: list[int] | None = None) -> Iterator[None]:
-    tokens = _attend.set(attend), _masked.set(windows)
-    try:
-        yield
-    finally:
-        _attend.reset(tokens[0])
-        _masked.reset(tokens[1])
-
 
 ChooseBackend = Callable[[Sequence[AttentionSpec]], AttentionBackend]
 """The backend that serves all of these layers."""
@@ -150,6 +60,7 @@ class TransformersModel:
     """
 
     adapter_rows: AdapterRows | None = None
+    max_short_len: int | None = None
 
     def __init__(self, model: Any, backend: ChooseBackend, sample: Sample | None = None) -> None:
         try:
@@ -157,9 +68,9 @@ class TransformersModel:
             self._check()
             if sample is not None:
                 self._find_bidirectional(sample)
-        except (*_MISFITS, RuntimeError) as error:
+        except (*MISFITS, RuntimeError) as error:
             raise UnsupportedModelError(
-                f"{type(model).__name__} cannot run over a flat batch: {_first_line(error)}"
+                f"{type(model).__name__} cannot run over a flat batch: {first_line(error)}"
             ) from error
 
     def _setup(self, model: Any, backend: ChooseBackend) -> None:
@@ -181,7 +92,7 @@ class TransformersModel:
             return torch.zeros_like(query)
 
         positions = torch.arange(2, device=self._model.device)
-        with torch.inference_mode(), _attending(record, windows):
+        with torch.inference_mode(), attending(record, windows):
             self._hidden(self.embed(positions), positions)
         if not specs:
             raise UnsupportedModelError(NO_INTERFACE)
@@ -209,10 +120,6 @@ class TransformersModel:
         """The longest context with transformers' results, where bidirectional prompts ignore windows."""
         windows = [spec.window for spec in self.attention if spec.window is not None]
         return min([max_position, *windows]) if self.bidirectional == "prompt" else max_position
-
-    @property
-    def max_short_len(self) -> int | None:
-        return None
 
     def first_position(self, prompt_len: int) -> int:
         return 0
@@ -252,7 +159,7 @@ class TransformersModel:
         def attend(query: Tensor, key: Tensor, value: Tensor, _: object) -> Tensor:
             return self.backend.attend(query, key, value, AttentionContext(*next(layers), metadata, plan))
 
-        with _attending(attend):
+        with attending(attend):
             hidden = self._hidden(embeddings, positions, features)
         return hidden if wanted is None else hidden[wanted]
 
@@ -350,7 +257,7 @@ class TransformersModel:
             with choices.record():
                 logits: Tensor = self._model(**inputs, use_cache=False).logits
         finally:
-            self._model.set_attn_implementation(_ours_in(self._model.config))
+            self._model.set_attn_implementation(attention_by_part(self._model.config))
         return logits[0].float()
 
     def _our_logits(self, sequences: Sequence[Tensor], choices: ExpertChoices) -> list[Tensor]:
@@ -375,22 +282,6 @@ def _distance(actual: Tensor, expected: Tensor) -> float:
     return float((actual - expected).std() / expected.std())
 
 
-def _ours_in(config: Any) -> dict[str, str]:
-    """Our attention in the language model, torch's in a vision tower."""
-    return {"": NAME, **{name: NAME if name == "text_config" else "sdpa" for name in config.sub_configs}}
-
-
-@dataclass(frozen=True)
-class Sample:
-    """An image as the model's processor leaves it, to try a model with. token_types: of its placeholders, by the names
-    of the model's inputs."""
-
-    image: ImageInput
-    token_types: dict[str, int]
-    image_token_id: int
-    vision: TransformersVision
-
-
 def _metadata(
     spans: Sequence[tuple[int, int]],
     block_size: int,
@@ -401,116 +292,3 @@ def _metadata(
     positions = torch.cat([torch.arange(first, last) for first, last in spans])
     metadata = BatchMetadata.of_chunks(spans, [[block] for block in range(len(spans))], block_size, device)
     return replace(metadata, bidirectional=bidirectional), positions.to(device)
-
-
-@dataclass(frozen=True)
-class TransformersCheckpoint:
-    """A folder as transformers reads it. Code in checkpoints never runs."""
-
-    folder: Path
-
-    @cached_property
-    def config(self) -> Any:
-        """Raises UnsupportedModelError for a model that transformers does not know."""
-        from transformers import AutoConfig
-
-        try:
-            config = AutoConfig.from_pretrained(self.folder, local_files_only=True, trust_remote_code=False)
-        except (*_MISFITS, OSError, ImportError, StrictDataclassError) as error:
-            raise UnsupportedModelError(f"transformers does not know it either: {_first_line(error)}") from error
-        if getattr(config, "quantization_config", None) is not None:
-            raise UnsupportedModelError("quantized checkpoints are only for vlmserve's own implementations")
-        return config
-
-    @property
-    def max_position(self) -> int:
-        """The longest context. Raises UnsupportedModelError where the config does not say."""
-        text_config = self.config.get_text_config()
-        longest = getattr(text_config, "max_position_embeddings", None)
-        if not isinstance(longest, int):
-            raise UnsupportedModelError("its config does not say how many positions it has (max_position_embeddings)")
-        rope = getattr(text_config, "rope_parameters", None) or {}
-        original = rope.get("original_max_position_embeddings") or getattr(
-            text_config, "original_max_position_embeddings", None
-        )
-        if rope.get("rope_type") in EXTENDING_ROPES and isinstance(original, int) and original < longest:
-            logger.info(
-                "a context of %d instead of %d tokens: a longer request would change others in its batch",
-                original,
-                longest,
-            )
-            return original
-        return longest
-
-    @property
-    def image_token_id(self) -> int | None:
-        """The placeholder, if the model takes images. Raises UnsupportedModelError where it names none."""
-        from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
-
-        if type(self.config) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
-            return None
-        names = ("image_token_id", "image_token_index")
-        found = next((value for name in names if isinstance(value := getattr(self.config, name, None), int)), None)
-        if found is None:
-            raise UnsupportedModelError("its config names no token that stands for images (image_token_id)")
-        return found
-
-    def module_names(self) -> list[str]:
-        """Of all modules, in transformers' order. Raises UnsupportedModelError for a model that it does not know."""
-        from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
-
-        auto = AutoModelForCausalLM if self.image_token_id is None else AutoModelForImageTextToText
-        try:
-            with torch.device("meta"):
-                return [name for name, _ in auto.from_config(self.config).named_modules()]
-        except (*_MISFITS, ImportError) as error:
-            raise UnsupportedModelError(f"transformers does not make this model: {_first_line(error)}") from error
-
-    def sample(self, model: Any) -> Sample | None:
-        """An image to check the model with, if it takes images."""
-        if self.image_token_id is None:
-            return None
-        noise = np.random.default_rng(0).integers(0, 256, (*SAMPLE_SIZE, 3), np.uint8)
-        processor = TransformersProcessor(self.folder, self.image_token_id)
-        sample_image = DecodedImage.whole(Image.fromarray(noise))
-        pixels, placeholders = processor.prepare(sample_image)
-        image = ImageInput(bytes(KEY_BYTES), pixels, **placeholders._asdict())
-        return Sample(image, processor.token_types(sample_image), self.image_token_id, TransformersVision(model))
-
-    def load(self, dtype: torch.dtype, device: torch.device) -> Any:
-        """The model with its weights. Raises UnsupportedModelError, MissingWeightsError or ModelLoadError."""
-        from transformers import (
-            AttentionInterface,
-            AttentionMaskInterface,
-            AutoModelForCausalLM,
-            AutoModelForImageTextToText,
-        )
-
-        AttentionInterface.register(NAME, _attention)
-        AttentionMaskInterface.register(NAME, _mask)
-        auto = AutoModelForCausalLM if self.image_token_id is None else AutoModelForImageTextToText
-        try:
-            model, report = auto.from_pretrained(
-                self.folder, config=self.config, dtype=dtype, attn_implementation=_ours_in(self.config),
-                local_files_only=True, trust_remote_code=False, output_loading_info=True,
-            )  # fmt: skip
-        except (*_MISFITS, ImportError) as error:
-            # Some have a table of their own.
-            named = isinstance(error, KeyError) and error.args == (NAME,)
-            reason = NO_INTERFACE if named else f"transformers cannot load it as a language model: {_first_line(error)}"
-            raise UnsupportedModelError(reason) from error
-        except (OSError, RuntimeError) as error:
-            raise ModelLoadError(f"transformers cannot load {self.folder}: {_first_line(error)}") from error
-        if missing := sorted(report["missing_keys"]):
-            raise MissingWeightsError(f"{self.folder} has no tensor {missing[0]}" + _and_more(len(missing) - 1))
-        if not model._can_set_attn_implementation():
-            raise UnsupportedModelError(NO_INTERFACE)
-        return model.eval().requires_grad_(False).to(device)
-
-
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)
-
-
-def _and_more(count: int) -> str:
-    return f", and {count} more are missing" if count else ""
