@@ -296,9 +296,11 @@ class AsyncLLM(OfflineModel[AsyncGenerator[str, None]]):
             return ""
         client = await self._client()
         async with self._adapter_lock:
-            name, is_served = self._adapters.find(wanted, {one.name: one.path for one in client.adapters.values()})
+            name, is_served = self._adapters.find(
+                wanted, {one.name: one.path for one in client.calls.adapters.values()}
+            )
             if not is_served:
-                await client.load_adapter(name, wanted.lora_path)
+                await client.calls.load_adapter(name, wanted.lora_path)
             self._adapters.loaded(wanted, name)
         return name
 

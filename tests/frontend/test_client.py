@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import os
 import signal
 import threading
+from collections.abc import AsyncGenerator
 
 import pytest
 import zmq
@@ -52,8 +54,19 @@ def request(name: str = "a", max_tokens: int = 20, tokens: tuple[int, ...] = (5,
     return EngineRequest(name, Prompt(list(tokens)), params)
 
 
+async def submit(client: EngineClient, asked: EngineRequest) -> EngineStream:
+    [stream] = await client.submit_together([asked])
+    return stream
+
+
+async def outputs_of(client: EngineClient, asked: EngineRequest) -> AsyncGenerator[EngineOutput, None]:
+    with contextlib.closing(await submit(client, asked)) as stream:
+        async for output in stream:
+            yield output
+
+
 async def tokens_of(client: EngineClient, asked: EngineRequest) -> list[int]:
-    return [token async for output in client.generate(asked) for token in output.token_ids]
+    return [token async for output in outputs_of(client, asked) for token in output.token_ids]
 
 
 async def until(condition, timeout: float = 60) -> None:
@@ -86,7 +99,7 @@ async def test_a_request_that_cannot_be_sent_fails_alone(start):
 
 async def test_closing_the_generator_aborts_the_request(start):
     client = await start(mock_tpot=0.01)
-    outputs = client.generate(request(max_tokens=400))
+    outputs = outputs_of(client, request(max_tokens=400))
     assert (await anext(outputs)).token_ids
     assert client.num_unfinished == 1
     await outputs.aclose()
@@ -108,15 +121,15 @@ async def test_cancelling_the_reader_aborts_the_request(start):
 async def test_refusals_raise_what_the_engine_raised(start):
     client = await start(max_num_seqs=1, max_waiting=1, mock_tpot=0.02)
     with pytest.raises(PromptTooLongError) as refusal:
-        await client.submit(request(tokens=(5,) * 1000))
+        await submit(client, request(tokens=(5,) * 1000))
     assert refusal.value.param == "messages"
-    streams = [await client.submit(request("a", 400))]
+    streams = [await submit(client, request("a", 400))]
     await until(lambda: client.stats.num_running == 1)
-    streams.append(await client.submit(request("b", 400)))
+    streams.append(await submit(client, request("b", 400)))
     with pytest.raises(InvalidRequestError, match="in use"):
-        await client.submit(request("b"))
+        await submit(client, request("b"))
     with pytest.raises(OverloadedError):
-        await client.submit(request("c"))
+        await submit(client, request("c"))
     assert client.num_unfinished == 2
     for stream in streams:
         stream.close()
@@ -149,7 +162,7 @@ async def test_joint_requests_are_taken_together_or_not(start):
 async def test_outputs_that_nobody_waited_for_arrive_as_one(start):
     client = await start()
     expected = await tokens_of(client, request(max_tokens=50))
-    stream = await client.submit(request(max_tokens=50))
+    stream = await submit(client, request(max_tokens=50))
     await until(lambda: client.stats.generation_tokens == 100)
     outputs = [output async for output in stream]
     assert len(outputs) == 1
@@ -189,60 +202,60 @@ async def test_a_killed_engine_fails_everybody_at_once(start):
     client = await start(process=True, mock_tpot=0.01, max_num_seqs=4)
     tasks = [asyncio.ensure_future(tokens_of(client, request(str(number), 400))) for number in range(8)]
     await until(lambda: client.stats.num_running == 4)
-    os.kill(client.pid, signal.SIGKILL)
+    os.kill(client.process.pid, signal.SIGKILL)
     async with asyncio.timeout(60):
         results = await asyncio.gather(*tasks, return_exceptions=True)
     assert all(isinstance(result, EngineDeadError) and "SIGKILL" in str(result) for result in results)
     assert not client.alive
     assert "SIGKILL" in client.death
     with pytest.raises(EngineDeadError):
-        await client.submit(request())
+        await submit(client, request())
     await client.close()
 
 
 async def test_engine_state_is_shown_to_every_caller(start):
     client = await start(mock_tpot=0.01, max_num_seqs=1)
-    streams = [await client.submit(request(name, 400)) for name in "ab"]
+    streams = [await submit(client, request(name, 400)) for name in "ab"]
     await until(lambda: client.stats.num_running == 1)
-    first, second = await asyncio.gather(client.inspect(), client.inspect())
+    first, second = await asyncio.gather(client.calls.inspect(), client.calls.inspect())
     assert [(shown.request_id, shown.state) for shown in first.requests] == [("a", "running"), ("b", "waiting")]
     assert second == first
-    maps = await asyncio.gather(client.map_blocks(), client.map_blocks())
+    maps = await asyncio.gather(client.calls.map_blocks(), client.calls.map_blocks())
     assert maps[0] == maps[1]
     assert sum(maps[0].held) > 0
     for stream in streams:
         stream.close()
-    assert (await client.inspect()).requests == []
+    assert (await client.calls.inspect()).requests == []
     await client.close()
 
 
 async def test_engine_killed_for_memory_says_so(start, monkeypatch):
     client = await start(process=True)
     monkeypatch.setattr("vlmserve.engine.process.num_killed", lambda: 10**9)
-    os.kill(client.pid, signal.SIGKILL)
-    await client.wait_until_dead()
+    os.kill(client.process.pid, signal.SIGKILL)
+    await client.died.wait()
     assert "memory ran out" in client.death
 
 
 async def test_asking_a_gone_engine_fails(start):
     client = await start(process=True, mock_tpot=60)
-    await client.submit(request())
+    await submit(client, request())
     await until(lambda: client.stats.num_running == 1)
-    os.kill(client.pid, signal.SIGSTOP)  # so that it cannot answer
-    asking = [asyncio.ensure_future(client.inspect()) for _ in range(2)]
-    mapping = asyncio.ensure_future(client.map_blocks())
+    os.kill(client.process.pid, signal.SIGSTOP)  # so that it cannot answer
+    asking = [asyncio.ensure_future(client.calls.inspect()) for _ in range(2)]
+    mapping = asyncio.ensure_future(client.calls.map_blocks())
     await asyncio.sleep(0.01)
     asking[0].cancel()
-    os.kill(client.pid, signal.SIGKILL)
+    os.kill(client.process.pid, signal.SIGKILL)
     with pytest.raises(EngineDeadError, match="SIGKILL"):
         await asking[1]
     with pytest.raises(EngineDeadError, match="SIGKILL"):
         await mapping
     with pytest.raises(EngineDeadError):
-        await client.inspect()
+        await client.calls.inspect()
     await client.close()
     with pytest.raises(EngineDeadError):
-        await client.inspect()
+        await client.calls.inspect()
 
 
 def test_collecting_an_unclosed_client_does_not_block():
@@ -261,12 +274,12 @@ def test_collecting_an_unclosed_client_does_not_block():
 
 async def test_closing_lets_running_requests_finish_within_the_grace(start):
     client = await start(mock_tpot=0.01)
-    answer = client.generate(request(max_tokens=50))
+    answer = outputs_of(client, request(max_tokens=50))
     first = await anext(answer)
     closing = asyncio.ensure_future(client.close(grace=60))
     await asyncio.sleep(0)
     with pytest.raises(UnavailableError):
-        await client.submit(request("late"))
+        await submit(client, request("late"))
     rest = [token async for output in answer for token in output.token_ids]
     assert len(first.token_ids) + len(rest) == 50
     await closing
@@ -280,7 +293,7 @@ async def test_closing_fails_what_outlasts_the_grace(start):
     with pytest.raises(UnavailableError):
         await task
     with pytest.raises(ProcessLookupError):
-        os.kill(client.pid, 0)
+        os.kill(client.process.pid, 0)
 
 
 async def test_a_load_error_is_raised_as_it_was(tmp_path):

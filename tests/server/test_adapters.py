@@ -197,7 +197,7 @@ def test_an_engine_that_takes_over_has_the_adapters(served, monkeypatch):
     names = ("kept", "kept mixture", "mixed")
     expected = [served.ask(name) for name in names]
     service = served.live.service
-    load = service.client.load_adapter
+    load = service.client.calls.load_adapter
 
     async def load_slowly(name: str, path: str, pool: dict[str, str] | None) -> AdapterInfo:
         await asyncio.sleep(0.5)
@@ -207,7 +207,7 @@ def test_an_engine_that_takes_over_has_the_adapters(served, monkeypatch):
 
     async def take_over() -> None:
         for name in names:
-            await service.client.unload_adapter(name)
+            await service.client.calls.unload_adapter(name)
         await load("fixed", str(served.folder.parent / "fixed"), None)
         service.replace(service.client)
 

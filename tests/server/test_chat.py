@@ -186,8 +186,8 @@ def test_n_streamed_answers_arrive_complete(live):
 
 def test_n_answers_send_an_image_once(live, monkeypatch):
     sent = []
-    send = live.client._send
-    monkeypatch.setattr(live.client, "_send", lambda message: sent.append(message) or send(message))
+    send = live.client.outbox.send
+    monkeypatch.setattr(live.client.outbox, "send", lambda message: sent.append(message) or send(message))
     usage = live.ask(messages=about(data_url("red"), data_url("blue")), n=5, max_tokens=2).json()["usage"]
     [add] = [message for message in sent if isinstance(message, Add)]
     assert len(add.requests) == 5
@@ -202,8 +202,8 @@ def test_n_answers_send_an_image_once(live, monkeypatch):
 
 def test_salts_reach_the_engine_and_separate_images(live, monkeypatch):
     sent = []
-    send = live.client._send
-    monkeypatch.setattr(live.client, "_send", lambda message: sent.append(message) or send(message))
+    send = live.client.outbox.send
+    monkeypatch.setattr(live.client.outbox, "send", lambda message: sent.append(message) or send(message))
     for salt in (None, "a", "b", "a"):
         live.openai.chat.completions.create(
             model="tiny", messages=about(data_url("red")), n=2, max_tokens=2, extra_body={"cache_salt": salt}

@@ -101,7 +101,7 @@ def test_engine_in_a_long_step_is_an_error(folder, monkeypatch):
 
 def test_without_a_living_engine_it_says_so(folder):
     with LiveServer(folder, server={"enable_debug": True}) as server:
-        server.client._process.kill()
+        server.client.process.kill()
         wait_until(lambda: not server.client.alive)
         answer = look(server)
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "engine_dead")

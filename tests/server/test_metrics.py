@@ -166,7 +166,7 @@ def test_refused_requests_count_by_their_errors_code(live):
 def check_memory_and_processor_time(live: LiveServer) -> None:
     """Those of both processes are there."""
     values = scrape(live)
-    for process, pid in (("server", os.getpid()), ("engine", live.client.pid)):
+    for process, pid in (("server", os.getpid()), ("engine", live.client.process.pid)):
         rss = psutil.Process(pid).memory_info().rss
         assert values[f"process_resident_memory_bytes/{process}"] == pytest.approx(rss, rel=0.2)
         assert values[f"process_cpu_seconds_total/{process}"] > 0
@@ -178,7 +178,7 @@ def test_dying_engine_counts_its_requests_as_errors(folder):
             next(lines)
             wait_until(lambda: server.client.stats.num_running == 1)
             check_memory_and_processor_time(server)
-            os.kill(server.client.pid, signal.SIGKILL)
+            os.kill(server.client.process.pid, signal.SIGKILL)
             assert any("engine_dead" in line for line in lines)
         wait_until(lambda: server.service.num_answers == 0)
         assert server.ask().status_code == 503

@@ -241,27 +241,23 @@ def test_stalled_engine_recovers_or_is_restarted(folder):
 
 def test_an_engine_whose_step_never_ends_is_killed(monkeypatch):
     class Hanging:
-        silence, step_seconds = 0.0, 0.0
         reason = ""
 
-        def __init__(self) -> None:
-            self.dead = asyncio.Event()
-
-        async def wait_until_dead(self) -> None:
-            await self.dead.wait()
+        def __init__(self, step_seconds: float) -> None:
+            self.died = asyncio.Event()
+            self.heartbeat = SimpleNamespace(silence=0.0, step_seconds=step_seconds)
 
         def kill(self, reason: str) -> None:
             self.reason = reason
-            self.dead.set()
+            self.died.set()
 
     async def supervise(step_seconds: float, step_timeout: float) -> str:
-        client = Hanging()
-        client.step_seconds = step_seconds
+        client = Hanging(step_seconds)
         service = SimpleNamespace(
             config=ServerConfig(step_timeout=step_timeout), metrics=SimpleNamespace(num_served=0), back_at=None
         )
         supervisor = Supervisor(service, client, None)  # type: ignore[arg-type]
-        asyncio.get_running_loop().call_later(0.2, client.dead.set)
+        asyncio.get_running_loop().call_later(0.2, client.died.set)
         await supervisor._wait_until_dead()
         return client.reason
 

@@ -185,7 +185,7 @@ def test_abandoned_stream_ends_its_span_with_error(folder, collector):
         with stream_lines(server.url, {"messages": QUESTION, "ignore_eos": True, "max_tokens": 400}) as lines:
             next(lines)
             wait_until(lambda: server.client.stats.num_running == 1)
-            os.kill(server.client.pid, signal.SIGKILL)
+            os.kill(server.client.process.pid, signal.SIGKILL)
             assert any("engine_dead" in line for line in lines)
         span = the_request(collector)
     assert (span.attributes["http.response.status_code"], span.attributes["error.type"]) == (200, "engine_dead")

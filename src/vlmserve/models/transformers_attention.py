@@ -17,11 +17,11 @@ from vlmserve.errors import UnsupportedModelError
 from vlmserve.layer_specs import AttentionSpec
 
 NAME = "vlmserve"
-"""Of our attention among transformers' implementations."""
+"""The name of our attention among transformers' implementations."""
 NO_INTERFACE = "its layers do not attend by transformers' attention interface"
 
 Attend = Callable[[Tensor, Tensor, Tensor, Callable[[], AttentionSpec]], Tensor]
-"""Of queries, keys, values, and a function that says how the layer attends."""
+"""Attention of queries, keys and values. The function says how the layer attends."""
 _attend: ContextVar[Attend | None] = ContextVar("attend", default=None)
 _masked: ContextVar[list[int] | None] = ContextVar("masked", default=None)
 """A list that collects the windows of the masks that transformers would make, or None."""
@@ -40,7 +40,7 @@ def _attention(
     s_aux: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """What transformers calls for attention: ``[1, heads, tokens, size]`` each to ``[1, tokens, heads, size]``."""
+    """Attention as transformers calls it: ``[1, heads, tokens, size]`` each to ``[1, tokens, heads, size]``."""
     attend = _attend.get()
     if attend is None:
         raise UnsupportedModelError(f"{type(module).__name__} attends outside of the language model")

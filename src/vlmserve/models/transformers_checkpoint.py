@@ -94,7 +94,7 @@ class TransformersCheckpoint:
         return found
 
     def module_names(self) -> list[str]:
-        """Of all modules, in transformers' order. Raises UnsupportedModelError for a model that it does not know."""
+        """Names of all modules in transformers' order. Raises UnsupportedModelError for an unknown model."""
         from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
         auto = AutoModelForCausalLM if self.image_token_id is None else AutoModelForImageTextToText

@@ -69,7 +69,7 @@ class MadeChanges:
         return await unload(self._service, UnloadAdapterRequest(lora_name=change.name, mixture=mixture))
 
     def _is_unloaded(self, change: Change) -> bool:
-        served = self._service.client.adapters
+        served = self._service.client.calls.adapters
         if change.mixture:
             return change.mixture in served and change.name not in served[change.mixture].mixes
         return change.name not in served

@@ -63,12 +63,12 @@ class Adapters:
 
     def knows(self, client: EngineClient | None, name: str) -> bool:
         """Whether a request may name this adapter."""
-        served = self._configured if client is None else client.adapters
+        served = self._configured if client is None else client.calls.adapters
         return name in served or name in self._loaded or self._in_folder(name) is not None
 
     def infos(self, client: EngineClient | None) -> Iterator[tuple[str, AdapterInfo | None]]:
         """The names of all adapters, and what the engine says of those that it serves."""
-        served = {} if client is None else client.adapters
+        served = {} if client is None else client.calls.adapters
         names = {*(self._configured if client is None else served), *self._loaded}
         if self.folder is not None:
             with contextlib.suppress(OSError):
@@ -86,7 +86,7 @@ class Adapters:
             self._check_served(client, name)
             return
         recent = time.monotonic() - self._checked.get(name, 0.0) < _CHECK_INTERVAL
-        if recent and name in client.adapters:
+        if recent and name in client.calls.adapters:
             return
         async with self._locks.setdefault(name, asyncio.Lock()):
             self._checked[name] = time.monotonic()
@@ -94,23 +94,23 @@ class Adapters:
             if folder is None:
                 self._pools.pop(name, None)
                 self._failed.pop(name, None)
-                if self._seen.pop(name, None) is not None and name in client.adapters:
-                    await client.unload_adapter(name)
+                if self._seen.pop(name, None) is not None and name in client.calls.adapters:
+                    await client.calls.unload_adapter(name)
                 self._check_served(client, name)
                 return
             signature = _signature(folder)
-            if name in client.adapters and self._seen.get(name) == signature:
+            if name in client.calls.adapters and self._seen.get(name) == signature:
                 return
             known = self._failed.get(name)
-            if known is not None and known[0] == signature and name not in client.adapters:
+            if known is not None and known[0] == signature and name not in client.calls.adapters:
                 raise AdapterError(known[1])
             try:
                 self._check_files(folder, name)
-                await client.load_adapter(name, str(folder), self._pools.get(name))
+                await client.calls.load_adapter(name, str(folder), self._pools.get(name))
                 self._seen[name] = signature
                 self._failed.pop(name, None)
             except AdapterError as error:
-                if name not in client.adapters:
+                if name not in client.calls.adapters:
                     self._failed[name] = signature, str(error)
                     raise
                 # Files that are being replaced may not fit together yet.
@@ -121,7 +121,7 @@ class Adapters:
         check_name(name)
         folder = self._inside(path)
         async with self._locks.setdefault(name, asyncio.Lock()):
-            info = await client.load_adapter(name, str(folder))
+            info = await client.calls.load_adapter(name, str(folder))
             self._loaded[name] = folder
             self._pools.pop(name, None)
             self._unloaded.discard(name)
@@ -130,7 +130,7 @@ class Adapters:
     async def unload(self, client: EngineClient, name: str) -> None:
         """Have an adapter served no more. One in the folder comes back with the next request that names it."""
         async with self._locks.setdefault(name, asyncio.Lock()):
-            await client.unload_adapter(name)
+            await client.calls.unload_adapter(name)
             self._loaded.pop(name, None)
             self._pools.pop(name, None)
             if name in self._configured:
@@ -156,7 +156,7 @@ class Adapters:
         await self.resolve(client, mixture)
         async with self._locks.setdefault(mixture, asyncio.Lock()):
             self._check_served(client, mixture)
-            info = client.adapters[mixture]
+            info = client.calls.adapters[mixture]
             if not info.mixes:
                 raise AdapterError(f"{mixture!r:.100} is no X-LoRA checkpoint and mixes nothing", param="mixture")
             if not folder and name not in info.mixes:
@@ -165,7 +165,7 @@ class Adapters:
                 message = f"{mixture!r:.100} mixes an adapter {name!r:.100} already; load_inplace replaces it"
                 raise AdapterError(message, param="lora_name")
             pool = {**self._pools.get(mixture, {}), name: folder}
-            await client.load_adapter(mixture, info.path, pool)
+            await client.calls.load_adapter(mixture, info.path, pool)
             self._pools[mixture] = pool
 
     def restore(self, client: EngineClient) -> None:
@@ -175,10 +175,10 @@ class Adapters:
         self._restoring = asyncio.ensure_future(self._restore(client))
 
     async def _restore(self, client: EngineClient) -> None:
-        mixed = {name: Path(client.adapters[name].path) for name in self._pools if name in client.adapters}
+        mixed = {name: Path(client.calls.adapters[name].path) for name in self._pools if name in client.calls.adapters}
         for name, folder in {**mixed, **self._loaded}.items():
             try:
-                await client.load_adapter(name, str(folder), self._pools.get(name))
+                await client.calls.load_adapter(name, str(folder), self._pools.get(name))
             except VLMServeError as error:
                 logger.error("adapter %s is lost: %s", name, error)
                 self._loaded.pop(name, None)
@@ -189,9 +189,9 @@ class Adapters:
             await self._drop(client, name)
 
     async def _drop(self, client: EngineClient, name: str) -> None:
-        if name in client.adapters:
+        if name in client.calls.adapters:
             with contextlib.suppress(EngineDeadError, UnavailableError):  # an engine that is gone serves none
-                await client.unload_adapter(name)
+                await client.calls.unload_adapter(name)
 
     def _inside(self, path: str) -> Path:
         """A folder inside of `folder`. Raises AdapterError for any other."""
@@ -219,7 +219,7 @@ class Adapters:
             raise AdapterError(f"{name!r:.60} has files that are links to outside of the folder of --lora-folder")
 
     def _check_served(self, client: EngineClient, name: str) -> None:
-        if name not in client.adapters:
+        if name not in client.calls.adapters:
             raise UnknownModelError(f"There is no model {name!r:.100} here", param="model")
 
     def _in_folder(self, name: str) -> Path | None:

@@ -27,7 +27,7 @@ async def show_caches(request: Request) -> Response:
     service: Service = request.app.state.service
     client = service.client
     try:
-        snapshot = await asyncio.wait_for(client.inspect(), PATIENCE)
+        snapshot = await asyncio.wait_for(client.calls.inspect(), PATIENCE)
     except TimeoutError:
         raise UnavailableError(f"The engine has been busy with one step for {PATIENCE:.0f} s; try again") from None
     return json_response(cache_report(snapshot, service.image_cache_stats()))

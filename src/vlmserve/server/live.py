@@ -79,7 +79,7 @@ class LiveView:
 
     async def _ask(self) -> None:
         try:
-            self._blocks = await self._service.client.map_blocks()
+            self._blocks = await self._service.client.calls.map_blocks()
         except VLMServeError:
             self._blocks = None  # the engine has gone meanwhile
         finally:

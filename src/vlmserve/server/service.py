@@ -270,7 +270,11 @@ class Service:
 
     def _running_engine(self) -> RunningEngine | None:
         client = self._client
-        return None if client is None else RunningEngine(client.pid, client.info, client.load_seconds, client.silence)
+        return (
+            None
+            if client is None
+            else RunningEngine(client.process.pid, client.info, client.load_seconds, client.heartbeat.silence)
+        )
 
     def image_cache_stats(self) -> ImageCacheStats | None:
         """The stats of the image cache; None while the model is loading."""
@@ -305,9 +309,9 @@ class Service:
 
     def silence(self) -> UnavailableError | None:
         """Why requests should go elsewhere although the engine runs: nothing has been heard of it for too long."""
-        if self._client is None or self._client.silence < self.config.engine_silence:
+        if self._client is None or self._client.heartbeat.silence < self.config.engine_silence:
             return None
-        return UnavailableError(f"The engine has not responded for {self._client.silence:.0f} s")
+        return UnavailableError(f"The engine has not responded for {self._client.heartbeat.silence:.0f} s")
 
     def check_model(self, name: str | None) -> None:
         """Raises UnknownModelError for a name that is not served here."""

@@ -61,14 +61,14 @@ class Supervisor:
     async def _wait_until_dead(self) -> None:
         """Until the engine has died, or hung for so long that it was killed."""
         client, config = self._client, self._service.config
-        dying = asyncio.ensure_future(client.wait_until_dead())
+        dying = asyncio.ensure_future(client.died.wait())
         try:
             while not dying.done():
                 await asyncio.wait([dying], timeout=INTERVAL)
-                if config.engine_timeout and client.silence >= config.engine_timeout:
-                    client.kill(f"The engine's process did not respond for {client.silence:.0f} s")
-                elif config.step_timeout and client.step_seconds >= config.step_timeout:
-                    client.kill(f"The engine was at one step for {client.step_seconds:.0f} s")
+                if config.engine_timeout and client.heartbeat.silence >= config.engine_timeout:
+                    client.kill(f"The engine's process did not respond for {client.heartbeat.silence:.0f} s")
+                elif config.step_timeout and client.heartbeat.step_seconds >= config.step_timeout:
+                    client.kill(f"The engine was at one step for {client.heartbeat.step_seconds:.0f} s")
         finally:
             dying.cancel()
 
@@ -95,7 +95,7 @@ class Supervisor:
         self._load_time = self._started - began
         self._served = self._service.metrics.num_served
         self._service.replace(self._client)
-        logger.warning("The engine runs again, as process %d", self._client.pid)
+        logger.warning("The engine runs again, as process %d", self._client.process.pid)
 
     def _count_crash(self, reason: str) -> float:
         """Seconds to wait before the next restart. Raises EngineDeadError if there is to be none."""

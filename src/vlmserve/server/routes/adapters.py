@@ -40,7 +40,7 @@ async def load(service: Service, body: LoadAdapterRequest) -> str:
         return f"Success: LoRA adapter '{name}' added to '{body.mixture}' successfully."
     if service.is_own_name(name):
         raise AdapterError(f"{name!r} is the name of the model itself", param="lora_name")
-    if name in service.client.adapters and not body.load_inplace:
+    if name in service.client.calls.adapters and not body.load_inplace:
         raise AdapterError(f"there is an adapter {name!r} already; load_inplace replaces it", param="lora_name")
     await service.adapters.load(service.client, name, body.lora_path)
     return f"Success: LoRA adapter '{name}' added successfully."

@@ -1,0 +1,110 @@
+"""Calls to an engine process about its state and its adapters."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from vlmserve.engine.messages import (
+    AdapterDone,
+    Failure,
+    Inspect,
+    Inspected,
+    LoadAdapter,
+    MapBlocks,
+    Mapped,
+    ToEngine,
+    UnloadAdapter,
+)
+from vlmserve.errors import VLMServeError
+from vlmserve.types import AdapterInfo, BlockMap, EngineSnapshot
+
+
+class EngineCalls:
+    """Calls that wait for a reply of the engine. All raise EngineDeadError and UnavailableError."""
+
+    def __init__(self, send: Callable[[ToEngine], None], gone: Callable[[], VLMServeError | None]) -> None:
+        """gone: makes the error of calls to an engine that is gone; None: it is there."""
+        self._send, self._gone = send, gone
+        self._queries: dict[type[Inspect | MapBlocks], asyncio.Future[Any]] = {}
+        self._changes: dict[int, asyncio.Future[Failure | None]] = {}
+        """Loads and unloads of adapters that have not ended, by number."""
+        self._numbers = itertools.count()
+        self.adapters: dict[str, AdapterInfo] = {}
+        """Adapters that the engine serves, by name."""
+
+    async def inspect(self) -> EngineSnapshot:
+        """The engine's state between two of its steps."""
+        snapshot: EngineSnapshot = await self._query(Inspect())
+        return snapshot
+
+    async def map_blocks(self) -> BlockMap:
+        """How the KV cache's blocks are used, between two steps."""
+        blocks: BlockMap = await self._query(MapBlocks())
+        return blocks
+
+    async def load_adapter(self, name: str, path: str, pool: Mapping[str, str] | None = None) -> AdapterInfo:
+        """Have the engine load an adapter and serve it under a name, in place of what it served so.
+
+        pool: see `VLMEngine.load_adapter`. Returns when it is served. Raises AdapterError for a bad one.
+        """
+        await self._change(LoadAdapter(next(self._numbers), name, path, None if pool is None else dict(pool)))
+        return self.adapters[name]
+
+    async def unload_adapter(self, name: str) -> None:
+        """Have the engine serve an adapter no more. Raises UnknownModelError for one that it does not serve."""
+        await self._change(UnloadAdapter(next(self._numbers), name))
+
+    def reply(self, message: Inspected | Mapped | AdapterDone) -> None:
+        """Give callers the engine's reply."""
+        match message:
+            case Inspected(snapshot):
+                self._end_query(Inspect, snapshot)
+            case Mapped(blocks):
+                self._end_query(MapBlocks, blocks)
+            case AdapterDone(number, reason, adapters):
+                self.serve(adapters)
+                if not (change := self._changes.pop(number)).done():
+                    change.set_result(reason)
+
+    def serve(self, adapters: Sequence[AdapterInfo]) -> None:
+        """Note which adapters the engine serves."""
+        self.adapters = {adapter.name: adapter for adapter in adapters}
+
+    def end(self) -> None:
+        """Fail all calls because the engine is gone."""
+        changes, self._changes = self._changes, {}
+        for change in changes.values():
+            if not change.done() and (error := self._gone()) is not None:
+                change.set_exception(error)
+        for message in list(self._queries):
+            self._end_query(message, None)
+
+    def _check(self) -> None:
+        if (error := self._gone()) is not None:
+            raise error
+
+    async def _change(self, message: LoadAdapter | UnloadAdapter) -> None:
+        self._check()
+        done = self._changes[message.number] = asyncio.get_running_loop().create_future()
+        self._send(message)
+        if (failure := await done) is not None:
+            raise failure.error()
+
+    async def _query(self, message: Inspect | MapBlocks) -> Any:
+        self._check()
+        if type(message) not in self._queries:
+            self._queries[type(message)] = asyncio.get_running_loop().create_future()
+            self._send(message)
+        # Callers in the meantime share one query, so that a busy engine does not get a queue of them.
+        answer = await asyncio.shield(self._queries[type(message)])
+        if answer is None:
+            self._check()
+        return answer
+
+    def _end_query(self, message: type[Inspect | MapBlocks], answer: EngineSnapshot | BlockMap | None) -> None:
+        query = self._queries.pop(message, None)
+        if query is not None:
+            query.set_result(answer)
