@@ -131,16 +131,16 @@ class OfflineRequest:
         self._text = prepared.text
         self._prompt: Prompt | None = prepared.prompt
         self._prompt_text = preparer.prompt_text
-        self._token_bytes = preparer.token_bytes
+        self._token_bytes = preparer.answers.token_bytes
         several, ranked = params.num_samples > 1, params.num_samples > params.n
         self.requests: list[EngineRequest] = []
         self.generations: list[Generation] = []
         for index in range(params.num_samples):
-            own = preparer.with_bad_words(params.without_model()).of_sample(index, ranked=ranked)
+            own = preparer.answers.with_bad_words(params.without_model()).of_sample(index, ranked=ranked)
             own_id = f"{request_id}-{index}" if several else request_id
             adapter = prepared.adapter
             self.requests.append(EngineRequest(own_id, prepared.prompt, own, prepared.cache_salt, adapter=adapter))
-            self.generations.append(Generation(own_id, own, preparer.answer_text(own, prepared.prompt.thoughts)))
+            self.generations.append(Generation(own_id, own, preparer.answers.text(own, prepared.prompt.thoughts)))
 
     @property
     def has_begun(self) -> bool:

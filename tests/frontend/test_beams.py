@@ -42,7 +42,7 @@ def search(live, prompt, **fields):
 
 
 def text(live, tokens) -> str:
-    answer = live.service.preparer.answer_text(SamplingParams())
+    answer = live.service.preparer.answers.text(SamplingParams())
     return answer.push(tokens).text + answer.finish().text
 
 

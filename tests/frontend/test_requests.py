@@ -402,7 +402,7 @@ def test_many_threads_prepare_the_same_prompts_as_one(preparer: RequestPreparer)
 
 
 def test_detokenizer_knows_the_stop_strings(preparer: RequestPreparer) -> None:
-    answer = preparer.answer_text(SamplingParams(stop=("USER:",)))
+    answer = preparer.answers.text(SamplingParams(stop=("USER:",)))
     tokens = preparer.tokenizer.encode("A cat. USER: hi", add_special_tokens=False)
     assert answer.push(tokens) == ("", "A cat. ")
     assert answer.stopped

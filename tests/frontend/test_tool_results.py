@@ -117,7 +117,7 @@ def test_template_sees_ends_of_overlong_ids(tmp_path):
         "{{ raise_exception('length 9') }}{% endif %}{% endfor %}{% endfor %}" + MISTRAL
     )
     preparer = preparer_for(tmp_path, strict)
-    assert preparer.tool_form.call_id_length == 9
+    assert preparer.answers.tool_form.call_id_length == 9
     assert "[TOOL_CALLS]" in shown(preparer, [user("Look."), calls("toolu_0123456789"), result("toolu_0123456789", "")])
     with pytest.raises(InvalidRequestError, match="length 9"):
         preparer.chat([user("Look."), calls("short"), result("short", "")])

@@ -85,7 +85,7 @@ def preparer_for(
     ],
 )
 def test_call_form_is_the_templates_or_the_requested(tmp_path, template, parser, name, native):
-    form = preparer_for(tmp_path, template, parser=parser).tool_form
+    form = preparer_for(tmp_path, template, parser=parser).answers.tool_form
     assert (form.name, form.native) == (name, native)
 
 
@@ -168,7 +168,7 @@ ARGUMENTS = '{"city": "a }\\"] {[ <b>", "more": {"x": [1, {}]}}'
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 1000])
 def test_calls_are_read_however_they_are_cut(native, size):
-    form = native.tool_form
+    form = native.answers.tool_form
     calls = [f"{form.head(USE.functions[0])}{ARGUMENTS}}}", f"{form.head(USE.functions[1])}{{}}}}"]
     between = form.suffix + form.separator + form.prefix
     said = "Let me <see> {x}.\n" if form.trigger else ""
@@ -180,11 +180,11 @@ def test_calls_are_read_however_they_are_cut(native, size):
 
 @pytest.mark.parametrize("text", ["Just text.", "", " <tool", "<tool_", "{", "[TOOL", '  {"name": "other"}', "a < b"])
 def test_text_that_is_no_call_is_all_shown(native, text):
-    assert read(ToolParser(native.tool_form, USE, anywhere=True), list(text)) == (text, [])
+    assert read(ToolParser(native.answers.tool_form, USE, anywhere=True), list(text)) == (text, [])
 
 
 def test_space_before_a_call_is_no_text(native):
-    form = native.tool_form
+    form = native.answers.tool_form
     if form.trigger:
         text = f"\n\n{form.written('stop', {})}"
         assert read(ToolParser(form, USE, anywhere=True), list(text)) == ("", [("stop", "{}")])
@@ -209,12 +209,12 @@ def follow(preparer: RequestPreparer, grammar: Grammar, text: str) -> str:
 
 
 def test_grammar_constrains_calls_after_the_trigger(native):
-    form = native.tool_form
+    form = native.answers.tool_form
     optional = form.grammar(USE, None)
     must = form.grammar(ToolUse(USE.functions, must_call=True), None)
     good = form.written("get_weather", {"city": "Bern"})
     for grammar in (optional, must):
-        native.check_grammar(grammar)
+        native.answers.check_grammar(grammar)
         assert follow(native, grammar, good) in ("complete", "finished")
         for bad in (
             form.written("other", {}),
@@ -234,11 +234,11 @@ def test_grammar_constrains_calls_after_the_trigger(native):
 def test_call_control_token_starts_a_shown_call(tmp_path):
     preparer = preparer_for(tmp_path, MISTRAL, sentencepiece())
     token = preparer.tokenizer.token_id("[TOOL_CALLS]")
-    form = preparer.tool_form
+    form = preparer.answers.tool_form
     matcher = matcher_of(preparer, form.grammar(ToolUse(USE.functions, must_call=True), None))
     assert token in np.flatnonzero(matcher.allowed(frozenset({2}), may_end=True))
-    assert preparer.answer_text(SamplingParams(), shown_ids=form.shown_ids).push([token]).text == "[TOOL_CALLS]"
-    assert preparer.answer_text(SamplingParams()).push([token]).text == ""
+    assert preparer.answers.text(SamplingParams(), shown_ids=form.shown_ids).push([token]).text == "[TOOL_CALLS]"
+    assert preparer.answers.text(SamplingParams()).push([token]).text == ""
 
 
 @pytest.mark.parametrize("special", [(), MARKS], ids=["ordinary", "special"])
@@ -247,7 +247,7 @@ def test_call_control_token_starts_a_shown_call(tmp_path):
 def test_calls_use_tokens_around_them(tmp_path, parser, tokenizer, special):
     """Whether or not these are special tokens, which are otherwise no part of an answer's text."""
     preparer = preparer_for(tmp_path, CHATML_PARTS, tokenizer(), parser, special=special)
-    form = preparer.tool_form
+    form = preparer.answers.tool_form
     again = form.written("stop", {}).removeprefix(form.trigger + form.opening).removesuffix(form.closing)
     first = form.written("get_weather", {"city": "Bern"}).removesuffix(form.closing)
     calls = f"{first}{form.separator}{again}{form.closing}"
@@ -257,7 +257,7 @@ def test_calls_use_tokens_around_them(tmp_path, parser, tokenizer, special):
         ids = preparer.tokenizer.encode(said + calls, add_special_tokens=False)
         assert preparer.tokenizer.token_id(form.trigger) in ids
         assert follow(preparer, form.grammar(use, answer), said + calls) in ("complete", "finished")
-        shown = preparer.answer_text(SamplingParams(), shown_ids=form.shown_ids).push(ids).text
+        shown = preparer.answers.text(SamplingParams(), shown_ids=form.shown_ids).push(ids).text
         reader = ToolParser(form, use, anywhere=not must and answer is None)
         assert read(reader, [shown]) == (said, [("get_weather", '{"city": "Bern"}'), ("stop", "{}")])
 
@@ -265,5 +265,5 @@ def test_calls_use_tokens_around_them(tmp_path, parser, tokenizer, special):
 def test_a_tool_whose_schema_is_broken_is_named(native):
     use = ToolUse((USE.functions[1], Function("f", None, {"properties": {"a": {"type": "foo"}}})))
     with pytest.raises(InvalidRequestError, match="foo") as refusal:
-        native.check_grammar(native.tool_form.grammar(use, None), use)
+        native.answers.check_grammar(native.answers.tool_form.grammar(use, None), use)
     assert refusal.value.param == "tools[1].function.parameters"

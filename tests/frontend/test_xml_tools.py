@@ -77,14 +77,14 @@ def in_order(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def parser(preparer: RequestPreparer) -> ToolParser:
-    return ToolParser(preparer.tool_form, USE, anywhere=True)
+    return ToolParser(preparer.answers.tool_form, USE, anywhere=True)
 
 
 @settings(deadline=None, max_examples=200)
 @given(ARGUMENTS, st.sampled_from([1, 2, 3, 5, 8, 13, 1000]))
 def test_arguments_are_parsed_verbatim_in_any_chunks(preparer, arguments, size):
-    written = preparer.tool_form.written("write_file", in_order(arguments))
-    text = f"Let me see.\n{written}\n{preparer.tool_form.written('stop', {})}"
+    written = preparer.answers.tool_form.written("write_file", in_order(arguments))
+    text = f"Let me see.\n{written}\n{preparer.answers.tool_form.written('stop', {})}"
     said, calls = read(parser(preparer), [text[start : start + size] for start in range(0, len(text), size)])
     assert said == "Let me see.\n"
     assert [name for name, _ in calls] == ["write_file", "stop"]
@@ -94,15 +94,15 @@ def test_arguments_are_parsed_verbatim_in_any_chunks(preparer, arguments, size):
 @settings(deadline=None, max_examples=40)
 @given(ARGUMENTS)
 def test_the_grammar_takes_what_fits_the_schema(preparer, arguments):
-    grammar = preparer.tool_form.grammar(USE, None)
-    text = preparer.tool_form.written("write_file", in_order(arguments))
+    grammar = preparer.answers.tool_form.grammar(USE, None)
+    text = preparer.answers.tool_form.written("write_file", in_order(arguments))
     assert follow(preparer, grammar, text) in ("complete", "finished")
 
 
 def test_the_grammar_takes_nothing_else(preparer):
-    form = preparer.tool_form
+    form = preparer.answers.tool_form
     grammar = form.grammar(USE, None)
-    preparer.check_grammar(grammar, USE)
+    preparer.answers.check_grammar(grammar, USE)
     good = {"text": "a", "count": 5}
     for bad in (
         {"count": 5, "text": "a"},
@@ -126,35 +126,35 @@ def test_the_grammar_takes_nothing_else(preparer):
 def test_values_may_be_written_as_python_does(preparer):
     """As the template writes them, so as models have learnt them."""
     arguments = {"text": "True", "count": 1, "deep": True, "either": None}
-    written = preparer.tool_form.written("write_file", in_order(arguments))
+    written = preparer.answers.tool_form.written("write_file", in_order(arguments))
     python = written.replace("\ntrue\n", "\nTrue\n").replace("\nnull\n", "\nNone\n")
     assert python != written
-    assert follow(preparer, preparer.tool_form.grammar(USE, None), python) in ("complete", "finished")
+    assert follow(preparer, preparer.answers.tool_form.grammar(USE, None), python) in ("complete", "finished")
     [(_, read_back)] = read(parser(preparer), [python])[1]
     assert json.loads(read_back) == arguments
 
 
 def test_long_strings_are_streamed(preparer):
-    text = preparer.tool_form.written("write_file", {"text": "line\n" * 50, "count": 1})
+    text = preparer.answers.tool_form.written("write_file", {"text": "line\n" * 50, "count": 1})
     shown = parser(preparer)
     pieces = [shown.push(character) for character in text]
     assert sum(map(len, pieces)) > 100
 
 
 def test_the_form_is_the_templates_own(preparer, tmp_path):
-    assert (preparer.tool_form.name, preparer.tool_form.native) == ("qwen3_xml", True)
-    told = preparer_for(tmp_path, None, parser="qwen3_coder").tool_form
+    assert (preparer.answers.tool_form.name, preparer.answers.tool_form.native) == ("qwen3_xml", True)
+    told = preparer_for(tmp_path, None, parser="qwen3_coder").answers.tool_form
     assert (told.name, told.native) == ("qwen3_xml", False)
     call = {"id": "call_1", "type": "function", "function": {"name": "write_file", "arguments": '{"text": "a\\nb"}'}}
     messages = [*QUESTION, {"role": "assistant", "content": "", "tool_calls": [call]}]
     text = preparer.decode(preparer.chat(messages, tools=USE).token_ids)
-    assert preparer.tool_form.written("write_file", {"text": "a\nb"}) in text
+    assert preparer.answers.tool_form.written("write_file", {"text": "a\nb"}) in text
 
 
 def test_a_parameter_that_cannot_be_written_is_refused(preparer):
     use = ToolUse((Function("f", None, {"type": "object", "properties": {"a>b": {"type": "string"}}}),))
     with pytest.raises(InvalidRequestError, match="'a>b' of f"):
-        preparer.tool_form.grammar(use, None)
+        preparer.answers.tool_form.grammar(use, None)
 
 
 def test_random_model_calls_by_schema_after_reasoning(tmp_path):

@@ -308,7 +308,7 @@ def test_frames_of_a_video_stand_behind_their_times(preparers: Callable[[str], R
 
 def test_tool_results_may_show_images(preparers: Callable[[str], RequestPreparer]) -> None:
     preparer = preparers("Qwen3-VL-2B-Instruct")
-    assert preparer.tool_form.native
+    assert preparer.answers.tool_form.native
     call = {"id": "1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
     messages = [
         {"role": "user", "content": "Look."},

@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any, cast
 
 from vlmserve.cancellation import client
@@ -121,7 +122,7 @@ def test_clients_with_equal_work_take_turns() -> None:
 
 
 def test_slow_grammars_of_clients_take_turns() -> None:
-    class Preparer:
+    class Answers:
         def knows_grammar(self, grammar: Grammar) -> bool:
             return False
 
@@ -131,7 +132,7 @@ def test_slow_grammars_of_clients_take_turns() -> None:
 
     async def main() -> None:
         service = Service(EngineConfig(), MediaConfig(), ServerConfig())
-        service._preparer = cast(Any, Preparer())
+        service._preparer = cast(Any, SimpleNamespace(answers=Answers()))
         done: list[str] = []
 
         async def ask(name: str, number: int) -> None:

@@ -102,7 +102,7 @@ def says(live, monkeypatch):
     """Lets the model say something from now on."""
 
     def let(text: str) -> None:
-        monkeypatch.setattr(live.service.preparer, "answer_text", lambda params, thoughts, shown_ids: Script(text))
+        monkeypatch.setattr(live.service.preparer.answers, "text", lambda params, thoughts, shown_ids: Script(text))
 
     return let
 
@@ -275,7 +275,7 @@ def test_clients_tool_loop_reaches_an_answer(live, monkeypatch, stream):
 
     scripts = iter(["Let me look.\n" + written("screenshot", '{"screen": 2}'), "It is red."])
     preparer = live.service.preparer
-    monkeypatch.setattr(preparer, "answer_text", lambda params, thoughts, shown_ids: Script(next(scripts)))
+    monkeypatch.setattr(preparer.answers, "text", lambda params, thoughts, shown_ids: Script(next(scripts)))
     with client_of(live) as client:
         runner = client.beta.messages.tool_runner(
             model="tiny", max_tokens=300, messages=ASK, tools=[screenshot], stream=stream

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any, TypedDict
 
 from vlmserve.errors import InvalidRequestError
+from vlmserve.frontend.answer_formats import AnswerFormats
 from vlmserve.frontend.quoting import quoted_json, quoted_message
-from vlmserve.frontend.reasoning import Reasoning
-from vlmserve.frontend.tools import ToolForm, ToolUse, for_template
+from vlmserve.frontend.tools import ToolUse, for_template
 from vlmserve.prompt.template import ChatTemplate, Message, ToolCall
 from vlmserve.prompt.tokenizer import Tokenizer
 from vlmserve.prompt.untrusted import Quotation
@@ -56,8 +56,7 @@ class Renderer:
 
     template: ChatTemplate
     tokenizer: Tokenizer
-    tool_form: ToolForm
-    reasoning: Reasoning | None
+    answers: AnswerFormats
     adds_special_tokens: bool
 
     def render(
@@ -72,12 +71,12 @@ class Renderer:
         continues = options.get("continue_final_message", False)
         quotation = Quotation(self.tokenizer.control_tokens)
         described = None
-        if tools is not None and self.tool_form.native:
+        if tools is not None and self.answers.tool_form.native:
             described = [quoted_json(function.described(), quotation) for function in tools.functions]
         text = self.template.render(
             [
                 quoted_message(message, quotation)
-                for message in for_template(self.template, messages, self.tool_form, tools)
+                for message in for_template(self.template, messages, self.answers.tool_form, tools)
             ],
             add_generation_prompt=options.get("add_generation_prompt", True),
             tools=described,
@@ -87,7 +86,7 @@ class Renderer:
         _check_shown(text, self.tokenizer.image_mark, counts.get("image", 0), "images")
         _check_shown(text, self.tokenizer.video_token, counts.get("video", 0), "videos")
         begun = str(messages[-1].parts[-1]) if continues else None
-        thoughts = None if self.reasoning is None else self.reasoning.after(text, begun)
+        thoughts = None if self.answers.reasoning is None else self.answers.reasoning.after(text, begun)
         text = self.tokenizer.write_media(text)
         ids = self.tokenizer.encode_quoted(text, quotation, add_special_tokens=self.adds_special_tokens)
         return Rendered(ids, thoughts)

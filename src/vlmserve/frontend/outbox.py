@@ -32,7 +32,7 @@ class Outbox:
         self._messages.append(message)
 
     def _flush(self) -> None:
-        """Send collected messages together: under load, the cost of a message is higher than that of its content."""
+        """Send collected messages together: under load, a message costs more than its content."""
         messages, self._messages = self._messages, []
         if self._socket.closed:
             return

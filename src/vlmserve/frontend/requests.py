@@ -6,7 +6,6 @@ import contextlib
 import logging
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -22,6 +21,7 @@ from vlmserve.errors import (
     PromptTooLongError,
     TooManyImagesError,
 )
+from vlmserve.frontend.answer_formats import AnswerFormats
 from vlmserve.frontend.conversations import ConversationOptions, Rendered, Renderer, texts
 from vlmserve.frontend.documents import with_pages
 from vlmserve.frontend.frames import FrameLimits
@@ -33,9 +33,6 @@ from vlmserve.frontend.processors import (
     video_processor,
     videos_as_images,
 )
-from vlmserve.frontend.reasoning import AnswerText, choose_reasoning
-from vlmserve.frontend.tool_forms import choose_form
-from vlmserve.frontend.tools import ToolUse
 from vlmserve.media.budget import NO_BUDGET
 from vlmserve.media.cache import ImageCache
 from vlmserve.media.documents import DocumentReader, Page, PageCounts
@@ -46,17 +43,13 @@ from vlmserve.media.video_frames import Frame, FrameReader
 from vlmserve.media.videos import VideoSource, prepare_video
 from vlmserve.models.sizes import broken
 from vlmserve.prompt.checkpoint import read_prompt_files
-from vlmserve.prompt.detokenize import Detokenizer, token_bytes
 from vlmserve.prompt.expand import check_placeholders, expand_placeholders
 from vlmserve.prompt.files import read_json
 from vlmserve.prompt.one_image import one_image_prompts, only_text
 from vlmserve.prompt.template import ChatTemplate, Message, read_template
 from vlmserve.prompt.tokenizer import Tokenizer
 from vlmserve.prompt.untrusted import Quotation
-from vlmserve.sampling.schemas import JSONBounds, relaxed_keywords
-from vlmserve.sampling.thoughts import Thinking
-from vlmserve.sampling.trials import GrammarTrials, SlowGrammarError
-from vlmserve.types import Grammar, ImageInput, ModelInfo, Prompt, SamplingParams, Thoughts
+from vlmserve.types import ImageInput, ModelInfo, Prompt
 
 logger = logging.getLogger(__name__)
 
@@ -124,19 +117,12 @@ class RequestPreparer:
             else None
         )
         self._encoder_cache_memory = engine.encoder_cache_memory
-        self.trials = GrammarTrials(folder, engine)
-        """Compiles grammars under limits, and keeps none of them."""
-        self.tool_form = replace(
-            choose_form(self._template, self.tokenizer, engine.tool_call_parser), bounds=JSONBounds.of(engine)
-        )
-        self.reasoning = choose_reasoning(self._template, self.tokenizer, engine.reasoning_parser)
+        self.answers = AnswerFormats(folder, self.tokenizer, self._template, engine)
         self._renderer = (
-            Renderer(self._template, self.tokenizer, self.tool_form, self.reasoning, supports_images)
+            Renderer(self._template, self.tokenizer, self.answers, supports_images)
             if self._template is not None
             else None
         )
-        self.token_bytes = token_bytes(self.tokenizer)
-        """The bytes that a token stands for, by its id."""
         video_token = self.tokenizer.video_token
         # A chat template may know nothing of the videos that the model takes.
         supports_videos = video_token is not None and not theirs and (template is None or video_token in template)
@@ -313,67 +299,6 @@ class RequestPreparer:
                 )
             texts.append(text)
         return texts
-
-    def answer_text(
-        self, params: SamplingParams, thoughts: Thoughts | None = None, shown_ids: frozenset[int] = frozenset()
-    ) -> AnswerText:
-        """What makes text of one answer, with the request's stop strings. thoughts: that it may begin with. shown_ids:
-        control tokens to show."""
-        shown_ids = shown_ids if params.skip_special_tokens else self.tokenizer.special_ids
-        text = Detokenizer(
-            self.tokenizer,
-            params.stop,
-            shown_ids,
-            min_tokens=params.min_tokens,
-            keeps_stop=params.include_stop_str_in_output,
-        )
-        if thoughts is None:
-            return AnswerText(text)
-        strips = params.grammar is None or params.grammar.source == "tools"
-        thought = Detokenizer(self.tokenizer, shown_ids=frozenset() if params.skip_special_tokens else shown_ids)
-        return AnswerText(text, thought, Thinking.of(thoughts, params), strips=strips)
-
-    def with_bad_words(self, params: SamplingParams) -> SamplingParams:
-        """Parameters with the token ids of their bad words, as a word of its own and inside of one."""
-        if not params.bad_words:
-            return params
-        words: dict[tuple[int, ...], None] = {}
-        for word in params.bad_words:
-            check_unicode(word, "bad_words")
-            for prefix in ("", " "):
-                ids = self.tokenizer.encode(prefix + word.lstrip(), add_special_tokens=False)
-                if ids:
-                    words[tuple(ids)] = None
-        return msgspec.structs.replace(params, bad_token_ids=tuple(words))
-
-    def knows_grammar(self, grammar: Grammar) -> bool:
-        """Whether `check_grammar` passes at once."""
-        return self.trials.passed(grammar)
-
-    def check_grammar(self, grammar: Grammar, tools: ToolUse | None = None, *, quick: bool = False) -> list[str]:
-        """Compile a grammar in a process with limits, and return the schema keywords that answers need not obey.
-
-        tools: the tools whose calls obey the grammar. quick: wait only briefly.
-
-        Raises InvalidRequestError that says what is wrong, and in which of the tools; SlowGrammarError, a subclass, for
-        a grammar that takes too long.
-        """
-        is_new = not self.trials.passed(grammar)
-        try:
-            self.trials.check(grammar, quick=quick)
-        except InvalidRequestError as error:
-            is_slow = isinstance(error, SlowGrammarError)
-            if quick and is_slow:
-                raise
-            for one in [] if tools is None else self.tool_form.blame(tools):
-                self.trials.check(one, quick=quick or is_slow)
-            raise
-        grammars = [grammar] if tools is None else self.tool_form.blame(tools)
-        relaxed = {one.source: relaxed_keywords(one.text) for one in grammars if _is_loose(one)}
-        for source, keywords in relaxed.items() if is_new else ():
-            if keywords:
-                logger.warning("%s: not enforced: %s (strict would reject them)", source, ", ".join(keywords))
-        return sorted(set().union(*relaxed.values()))
 
     def _read_conversation(
         self, messages: Sequence[Any], options: ConversationOptions, documents: DocumentReader, frames: FrameReader
@@ -555,10 +480,6 @@ class Conversation:
             self._read = self._preparer._read_conversation(self._messages, self._options, self._documents, self._frames)
         if self._rendered is None:
             self._rendered = self._preparer._render(*self._read, self._options)
-
-
-def _is_loose(grammar: Grammar) -> bool:
-    return grammar.kind == "json_schema" and not grammar.strict
 
 
 def _raise(errors: Sequence[InvalidRequestError]) -> None:

@@ -224,7 +224,7 @@ class Generation:
         self.first_request_ids = first_request_ids
         self.created = int(time.time())
         self.model = adapter or service.model_name
-        self.token_bytes = service.preparer.token_bytes
+        self.token_bytes = service.preparer.answers.token_bytes
         self.answers = answers
         self.failure: VLMServeError | None = None
         """What ended a stream that had begun."""
@@ -358,10 +358,10 @@ async def start_generation(
 
     Raises what `EngineClient.submit` does, and InvalidRequestError for a broken grammar.
     """
-    request = replace(request, params=service.preparer.with_bad_words(request.params))
+    request = replace(request, params=service.preparer.answers.with_bad_words(request.params))
     grammar, tools = request.params.grammar, request.tools
     relaxed = [] if grammar is None else await service.check_grammar(grammar, tools)
-    shown_ids = frozenset() if tools is None else service.preparer.tool_form.shown_ids
+    shown_ids = frozenset() if tools is None else service.preparer.answers.tool_form.shown_ids
     samples = [(prompt, request.params_of(index)) for prompt in request.prompts for index in range(request.num_samples)]
     engine_requests = [
         EngineRequest(
@@ -389,7 +389,7 @@ async def start_generation(
         Answer(
             number,
             stream,
-            service.preparer.answer_text(params, prompt.thoughts, shown_ids),
+            service.preparer.answers.text(params, prompt.thoughts, shown_ids),
             AnswerRecord(service.metrics, arrived, len(prompt.token_ids)),
             request,
         )

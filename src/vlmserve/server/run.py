@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 
     from vlmserve.frontend.client import EngineClient
     from vlmserve.frontend.requests import RequestPreparer
-    from vlmserve.server.preparer import Preparer
     from vlmserve.server.service import Service
     from vlmserve.server.web import WebServer
 
@@ -232,7 +231,9 @@ async def _supervise(
         await supervisor.close()
 
 
-async def _load(wanted: asyncio.Event, launcher: _Launcher, media: MediaConfig) -> tuple[EngineClient, Preparer, float]:
+async def _load(
+    wanted: asyncio.Event, launcher: _Launcher, media: MediaConfig
+) -> tuple[EngineClient, RequestPreparer, float]:
     """The engine client and the preparer, made at the same time once they are wanted, and the seconds that took."""
     await wanted.wait()
     began = time.monotonic()

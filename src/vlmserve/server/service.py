@@ -39,13 +39,13 @@ from vlmserve.server.errors import RefusedError
 from vlmserve.server.fair_queue import FairQueue
 from vlmserve.server.idle_memory import IdleMemory
 from vlmserve.server.metrics import ServerMetrics
-from vlmserve.server.preparer import Preparer
 from vlmserve.server.schema.base import BodyLimits
 from vlmserve.server.schema.cards import Abilities, Input
 from vlmserve.storage.store import open_store
 from vlmserve.types import AdapterInfo, EngineStats, Grammar, ModelInfo, Prompt, SamplingParams
 
 if TYPE_CHECKING:
+    from vlmserve.frontend.requests import RequestPreparer
     from vlmserve.server.tracing import Tracing
 
 Phase = Literal["asleep", "loading", "serving", "restarting", "closing"]
@@ -120,7 +120,7 @@ class Service:
         self._client: EngineClient | None = None
         self.back_at: float | None = None
         """When a dead engine is expected back, on the clock of `time.monotonic`; None: it is not restarted."""
-        self._preparer: Preparer | None = None
+        self._preparer: RequestPreparer | None = None
         self.metrics = ServerMetrics(
             self.model_name,
             engine_stats=self.engine_stats,
@@ -151,7 +151,7 @@ class Service:
         """Queues of threads in which one client could leave none to others."""
         self._memory = IdleMemory(self._text_workers, lambda: any(queue.running for queue in self._queues.values()))
 
-    def open(self, client: EngineClient, preparer: Preparer, defaults: SamplingParams | None = None) -> None:
+    def open(self, client: EngineClient, preparer: RequestPreparer, defaults: SamplingParams | None = None) -> None:
         """Begin to serve. preparer: knows the engine's limits. defaults: what requests that say nothing about sampling
         get."""
         self.replace(client)
@@ -252,7 +252,7 @@ class Service:
             self.max_logprobs,
             tuple(inputs),
             tools=preparer.takes_tools,
-            reasons=preparer.reasoning is not None,
+            reasons=preparer.answers.reasoning is not None,
         )
 
     @property
@@ -353,7 +353,7 @@ class Service:
                 self._idle.set()
 
     @property
-    def preparer(self) -> Preparer:
+    def preparer(self) -> RequestPreparer:
         """What makes prompts, once the model is loaded."""
         assert self._preparer is not None
         return self._preparer
@@ -368,7 +368,7 @@ class Service:
         """What `parse` makes of a large body, in a worker thread. Raises what it does."""
         return await run_in_thread(self._body_workers, parse)
 
-    async def prepare_text(self, make: Callable[[Preparer], Result], size: int) -> Result:
+    async def prepare_text(self, make: Callable[[RequestPreparer], Result], size: int) -> Result:
         """What `make` makes of text with `size` characters, in a worker thread if that takes long. Raises what it
         does."""
         if size <= _SHORT_TEXT:
@@ -380,8 +380,8 @@ class Service:
 
         Only slow grammars wait for slow grammars, and clients take turns.
         """
-        check = functools.partial(self.preparer.check_grammar, grammar, tools)
-        if self.preparer.knows_grammar(grammar):
+        check = functools.partial(self.preparer.answers.check_grammar, grammar, tools)
+        if self.preparer.answers.knows_grammar(grammar):
             return check()
         try:
             return await self._grammar_queue.run(self._grammar_workers, functools.partial(check, quick=True))

@@ -59,12 +59,12 @@ class ChatDialect(Dialect[ChatRequest]):
         check_top_logprobs(body.top_logprobs, service.max_logprobs)
         params = body.sampling_params(service.defaults, body.token_limit, service.default_limit)
         if body.wants_confidence and not body.return_token_ids:
-            self._confidences = AnswerConfidences(service.preparer.token_bytes)
+            self._confidences = AnswerConfidences(service.preparer.answers.token_bytes)
         cache_salt = body.cache_salt or ""
         tools = body.tool_use
         self._uses_functions = body.uses_functions
         self._reader.shows_thoughts = body.include_reasoning
-        params = self._reader.expect(service.preparer.tool_form, tools, params, body.n)
+        params = self._reader.expect(service.preparer.answers.tool_form, tools, params, body.n)
         with service.bodies.share() as share:
             messages = await with_files(service, self._owner, conversation(body.messages), share)
             settings = body.template_settings(service.preparer.template_settings)

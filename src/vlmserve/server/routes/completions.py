@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import AsyncGenerator
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -13,13 +13,15 @@ from vlmserve.errors import VLMServeError
 from vlmserve.prompt.expand import last_tokens, truncate
 from vlmserve.server.errors import error_body
 from vlmserve.server.generation import Generation, GenerationRequest, TextDelta
-from vlmserve.server.preparer import Preparer
 from vlmserve.server.routes.answering import Dialect, answer
 from vlmserve.server.routes.events import DONE, event, usage_until_now
 from vlmserve.server.schema.completions import Completion, CompletionChoice, CompletionRequest
 from vlmserve.server.schema.logprobs import CompletionLogprobs, TokenNames, offsets_in, prompt_logprobs
 from vlmserve.server.service import Service
 from vlmserve.types import Prompt
+
+if TYPE_CHECKING:
+    from vlmserve.frontend.requests import RequestPreparer
 
 
 class Echo(NamedTuple):
@@ -49,7 +51,7 @@ class CompletionDialect(Dialect[CompletionRequest]):
         params = body.sampling_params(service.defaults, limit, service.default_limit)
         kept, most = body.truncate_prompt_tokens, service.client.info.max_prompt_len
 
-        def prepare(preparer: Preparer) -> list[Prompt]:
+        def prepare(preparer: RequestPreparer) -> list[Prompt]:
             prompts = [
                 preparer.text(prompt) if isinstance(prompt, str) else preparer.tokens(last_tokens(prompt, kept, most))
                 for prompt in body.prompts

@@ -61,7 +61,7 @@ class MessagesDialect(Dialect[MessagesRequest]):
         params = named.sampling_params(service.defaults, body.max_tokens, service.default_limit)
         tools = body.tool_use
         self._reader.shows_thoughts = body.shows_thoughts
-        params = self._reader.expect(service.preparer.tool_form, tools, params)
+        params = self._reader.expect(service.preparer.answers.tool_form, tools, params)
         cache_salt = body.cache_salt or ""
         self._chat = body.chat()
         if self._chat.ends_with_answer:

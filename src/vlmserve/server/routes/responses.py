@@ -57,9 +57,9 @@ class ResponsesDialect(Dialect[ResponsesRequest]):
         check_top_logprobs(body.top_logprobs, service.max_logprobs)
         params = body.sampling_params(service.defaults, body.max_output_tokens, service.default_limit)
         if body.wants_confidence:
-            self._confidences = AnswerConfidences(service.preparer.token_bytes)
+            self._confidences = AnswerConfidences(service.preparer.answers.token_bytes)
         tools = body.tool_use
-        self._params = self._reader.expect(service.preparer.tool_form, tools, params)
+        self._params = self._reader.expect(service.preparer.answers.tool_form, tools, params)
         cache_salt = body.cache_salt or ""
         with service.bodies.share() as share:
             before = await self._items_before(service, body, share)

@@ -1,0 +1,106 @@
+"""How a model's answers are written and read: text, reasoning, tool calls and grammars."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+
+from vlmserve.config import EngineConfig
+from vlmserve.errors import InvalidRequestError
+from vlmserve.frontend.messages import check_unicode
+from vlmserve.frontend.reasoning import AnswerText, choose_reasoning
+from vlmserve.frontend.tool_forms import choose_form
+from vlmserve.frontend.tools import ToolUse
+from vlmserve.prompt.detokenize import Detokenizer, token_bytes
+from vlmserve.prompt.template import ChatTemplate
+from vlmserve.prompt.tokenizer import Tokenizer
+from vlmserve.sampling.schemas import JSONBounds, relaxed_keywords
+from vlmserve.sampling.thoughts import Thinking
+from vlmserve.sampling.trials import GrammarTrials, SlowGrammarError
+from vlmserve.types import Grammar, SamplingParams, Thoughts
+
+logger = logging.getLogger(__name__)
+
+
+class AnswerFormats:
+    """Formats of the answers of one checkpoint. Thread-safe."""
+
+    def __init__(self, folder: Path, tokenizer: Tokenizer, template: ChatTemplate | None, engine: EngineConfig) -> None:
+        self._tokenizer = tokenizer
+        self._trials = GrammarTrials(folder, engine)
+        """Compiles grammars under limits, and keeps none of them."""
+        form = choose_form(template, tokenizer, engine.tool_call_parser)
+        self.tool_form = replace(form, bounds=JSONBounds.of(engine))
+        self.reasoning = choose_reasoning(template, tokenizer, engine.reasoning_parser)
+        self.token_bytes = token_bytes(tokenizer)
+        """The bytes that a token stands for, by its id."""
+
+    def text(
+        self, params: SamplingParams, thoughts: Thoughts | None = None, shown_ids: frozenset[int] = frozenset()
+    ) -> AnswerText:
+        """Make what turns tokens of one answer into text, with the request's stop strings.
+
+        thoughts: reasoning that it may begin with. shown_ids: control tokens to show.
+        """
+        shown_ids = shown_ids if params.skip_special_tokens else self._tokenizer.special_ids
+        text = Detokenizer(
+            self._tokenizer,
+            params.stop,
+            shown_ids,
+            min_tokens=params.min_tokens,
+            keeps_stop=params.include_stop_str_in_output,
+        )
+        if thoughts is None:
+            return AnswerText(text)
+        strips = params.grammar is None or params.grammar.source == "tools"
+        thought = Detokenizer(self._tokenizer, shown_ids=frozenset() if params.skip_special_tokens else shown_ids)
+        return AnswerText(text, thought, Thinking.of(thoughts, params), strips=strips)
+
+    def with_bad_words(self, params: SamplingParams) -> SamplingParams:
+        """Parameters with the token ids of their bad words, as a word of its own and inside of one."""
+        if not params.bad_words:
+            return params
+        words: dict[tuple[int, ...], None] = {}
+        for word in params.bad_words:
+            check_unicode(word, "bad_words")
+            for prefix in ("", " "):
+                ids = self._tokenizer.encode(prefix + word.lstrip(), add_special_tokens=False)
+                if ids:
+                    words[tuple(ids)] = None
+        return msgspec.structs.replace(params, bad_token_ids=tuple(words))
+
+    def knows_grammar(self, grammar: Grammar) -> bool:
+        """Whether `check_grammar` passes at once."""
+        return self._trials.passed(grammar)
+
+    def check_grammar(self, grammar: Grammar, tools: ToolUse | None = None, *, quick: bool = False) -> list[str]:
+        """Compile a grammar in a process with limits, and return the schema keywords that answers need not obey.
+
+        tools: the tools whose calls obey the grammar. quick: wait only briefly.
+
+        Raises InvalidRequestError that says what is wrong, and in which of the tools; SlowGrammarError, a subclass, for
+        a grammar that takes too long.
+        """
+        is_new = not self._trials.passed(grammar)
+        try:
+            self._trials.check(grammar, quick=quick)
+        except InvalidRequestError as error:
+            is_slow = isinstance(error, SlowGrammarError)
+            if quick and is_slow:
+                raise
+            for one in [] if tools is None else self.tool_form.blame(tools):
+                self._trials.check(one, quick=quick or is_slow)
+            raise
+        grammars = [grammar] if tools is None else self.tool_form.blame(tools)
+        relaxed = {one.source: relaxed_keywords(one.text) for one in grammars if _is_loose(one)}
+        for source, keywords in relaxed.items() if is_new else ():
+            if keywords:
+                logger.warning("%s: not enforced: %s (strict would reject them)", source, ", ".join(keywords))
+        return sorted(set().union(*relaxed.values()))
+
+
+def _is_loose(grammar: Grammar) -> bool:
+    return grammar.kind == "json_schema" and not grammar.strict
