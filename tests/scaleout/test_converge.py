@@ -43,6 +43,7 @@ class Engine:
 
     def __init__(self, configured: Mapping[str, Path]) -> None:
         self.adapters: dict[str, AdapterInfo] = {}
+        self.calls = self
         self.alive = True
         self.loads = 0
         for name, folder in configured.items():
@@ -82,11 +83,13 @@ class Worker:
         service = SimpleNamespace(
             adapters=self.adapters,
             client=self.engine,
-            engine_identity=self.engine,
-            adapter_infos=lambda: ((name, self.engine.adapters.get(name)) for name in sorted(self.engine.adapters)),
-            known_names=("m",),
-            model_names=("m",),
-            is_own_name=lambda name: name in (None, "m"),
+            info=self.engine,
+            names=SimpleNamespace(
+                adapter_infos=lambda: ((name, self.engine.adapters.get(name)) for name in sorted(self.engine.adapters)),
+                all=("m",),
+                own=("m",),
+                is_own=lambda name: name in (None, "m"),
+            ),
             check_serving=lambda: None,
             wake=_nothing,
             bodies=BodyMemory(2**20),

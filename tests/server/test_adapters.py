@@ -203,7 +203,7 @@ def test_an_engine_that_takes_over_has_the_adapters(served, monkeypatch):
         await asyncio.sleep(0.5)
         return await load(name, path, pool)
 
-    monkeypatch.setattr(service.client, "load_adapter", load_slowly)
+    monkeypatch.setattr(service.client.calls, "load_adapter", load_slowly)
 
     async def take_over() -> None:
         for name in names:

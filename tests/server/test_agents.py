@@ -36,7 +36,7 @@ def live(tmp_path_factory):
 def prompts(live, monkeypatch) -> list[list[dict[str, Any]]]:
     """The messages of each prompt that the server makes."""
     seen: list[list[dict[str, Any]]] = []
-    prepare = live.service.prepare
+    prepare = live.service.preparation.prepare
 
     async def spy(messages, *args, **kwargs):
         seen.append(list(messages))

@@ -132,12 +132,12 @@ def test_slow_grammars_of_clients_take_turns() -> None:
 
     async def main() -> None:
         service = Service(EngineConfig(), MediaConfig(), ServerConfig())
-        service._preparer = cast(Any, SimpleNamespace(answers=Answers()))
+        service.preparation.open(cast(Any, SimpleNamespace(answers=Answers())))
         done: list[str] = []
 
         async def ask(name: str, number: int) -> None:
             client.set(name)
-            await service.check_grammar(Grammar.regex(f"{name}{number}"))
+            await service.preparation.check_grammar(Grammar.regex(f"{name}{number}"))
             done.append(name)
 
         try:
@@ -167,12 +167,12 @@ def test_slow_urls_of_one_client_delay_no_other() -> None:
 
     async def main() -> None:
         service = Service(EngineConfig(), MediaConfig(), ServerConfig())
-        service._preparer = cast(Any, Preparer())
+        service.preparation.open(cast(Any, Preparer()))
 
         async def ask(name: str, url: str) -> object:
             client.set(name)
             part = {"type": "image_url", "image_url": {"url": f"http://example.com/{url}"}}
-            return await service.prepare([{"role": "user", "content": [part]}])
+            return await service.preparation.prepare([{"role": "user", "content": [part]}])
 
         slow = [asyncio.create_task(ask("many", "slow")) for _ in range(200)]
         try:

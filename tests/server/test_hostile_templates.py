@@ -78,7 +78,7 @@ def test_slow_renderings_leave_media_to_their_threads(tmp_path: Path, monkeypatc
     spy(Page, "prepare", "decode")
     spy(ChatTemplate, "render", "render")
     with LiveServer(make_mock_checkpoint(tmp_path)) as server:
-        monkeypatch.setattr(server.service._memory, "worked", lambda: events.append("worked"))
+        monkeypatch.setattr(server.service.preparation.memory, "worked", lambda: events.append("worked"))
         data = base64.b64encode(pdf_file([page(square("1 0 0"))])).decode()
         document = {"type": "file", "file": {"file_data": data}}
         response = server.post({"messages": [{"role": "user", "content": [document]}], "max_tokens": 1})

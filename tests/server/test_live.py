@@ -66,7 +66,7 @@ class Engine:
 
     def __init__(self) -> None:
         self.alive, self.num_unfinished, self.stats, self.death = True, 0, EngineStats(), "it was killed"
-        self.asked = 0
+        self.calls, self.asked = self, 0
         self.answer: asyncio.Future[BlockMap] = asyncio.get_running_loop().create_future()
 
     async def map_blocks(self) -> BlockMap:

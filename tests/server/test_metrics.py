@@ -211,10 +211,10 @@ async def test_server_shows_its_image_cache():
         alive=True,
         stats=STATS,
         num_unfinished=0,
-        pid=os.getpid(),
+        process=SimpleNamespace(pid=os.getpid()),
         info=INFO,
         load_seconds=2.5,
-        silence=0.0,
+        heartbeat=SimpleNamespace(silence=0.0),
         on_step=None,
     )
     service.open(client, SimpleNamespace(image_cache=SimpleNamespace(stats=lambda: IMAGES)))

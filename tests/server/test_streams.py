@@ -36,7 +36,7 @@ def silent(folder):
 @pytest.fixture
 def slow_preparation(silent, monkeypatch):
     """The same server, whose prompts take long, too. Prompts of "wrong" fail."""
-    prepare = silent.service.prepare
+    prepare = silent.service.preparation.prepare
 
     async def slowly(messages, *arguments, **fields):
         await asyncio.sleep(0.4)

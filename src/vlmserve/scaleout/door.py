@@ -145,7 +145,7 @@ class Door:
     @property
     def epoch(self) -> str:
         """Another one for each engine that has been started."""
-        engine = self._service.engine_identity
+        engine = self._service.info
         if engine is not None and engine is not self._engine:
             self._engine, self._epoch = engine, secrets.token_hex(4)
             for prompts in self._prompts.values():
@@ -180,7 +180,7 @@ class Door:
             self._id,
             self._name,
             "",
-            service.known_names,
+            service.names.all,
             self.epoch,
             self._capacity,
             (stats.kv_blocks_total if stats else 0) * self._block_size,
@@ -188,10 +188,10 @@ class Door:
         )
         adapters = {
             name: AdapterFacts() if adapter is None else AdapterFacts(adapter.digest, tuple(adapter.mixes))
-            for name, adapter in service.adapter_infos()
+            for name, adapter in service.names.adapter_infos()
         }
         made = self._made.now(adapters)
-        facts = ModelFacts(service.model_names, service.created, service.abilities, adapters, made)
+        facts = ModelFacts(service.names.own, service.created, service.abilities, adapters, made)
         return Hello(worker, facts)
 
     async def _feed(self, gateway: str) -> AsyncGenerator[bytes, None]:

@@ -100,7 +100,7 @@ async def store_lost(service: Service, request: Request, owner: str) -> Response
 
     with service.bodies.share() as share:
         data = await read_body(request, 2 * service.max_body_bytes, share)
-        body, response = await service.parse(read)
+        body, response = await service.preparation.parse(read)
         dialect = ResponsesDialect(service, owner)
         try:
             await dialect.keep_failed(service, body, response)

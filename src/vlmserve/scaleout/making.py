@@ -49,7 +49,7 @@ class MadeChanges:
 
     async def _make(self, change: Change, *, force: bool) -> str:
         async with self._locks.setdefault(change.adapter, asyncio.Lock()):
-            known = Changes(self.now({name for name, _ in self._service.adapter_infos()}))
+            known = Changes(self.now({name for name, _ in self._service.names.adapter_infos()}))
             if not known.is_news(change):
                 if change in known:
                     return "It is so already."

@@ -30,7 +30,7 @@ async def show_caches(request: Request) -> Response:
         snapshot = await asyncio.wait_for(client.calls.inspect(), PATIENCE)
     except TimeoutError:
         raise UnavailableError(f"The engine has been busy with one step for {PATIENCE:.0f} s; try again") from None
-    return json_response(cache_report(snapshot, service.image_cache_stats()))
+    return json_response(cache_report(snapshot, service.preparation.image_cache_stats()))
 
 
 def cache_report(snapshot: EngineSnapshot, image_cache: ImageCacheStats | None) -> dict[str, Any]:

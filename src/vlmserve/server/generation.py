@@ -360,7 +360,7 @@ async def start_generation(
     """
     request = replace(request, params=service.preparer.answers.with_bad_words(request.params))
     grammar, tools = request.params.grammar, request.tools
-    relaxed = [] if grammar is None else await service.check_grammar(grammar, tools)
+    relaxed = [] if grammar is None else await service.preparation.check_grammar(grammar, tools)
     shown_ids = frozenset() if tools is None else service.preparer.answers.tool_form.shown_ids
     samples = [(prompt, request.params_of(index)) for prompt in request.prompts for index in range(request.num_samples)]
     engine_requests = [

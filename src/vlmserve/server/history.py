@@ -129,7 +129,7 @@ async def _data_url(service: Service, owner: str, file_id: str, share: BodyShare
         kind = "file" if is_document(data, service.media) else f"{family}_url"
         return kind, f"data:{file.media_type};base64,{base64.b64encode(data).decode()}"
 
-    return await service.look_at_file(read)
+    return await service.preparation.read_file(read)
 
 
 def file_ids(items: Sequence[Message]) -> list[str]:

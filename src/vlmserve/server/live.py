@@ -61,7 +61,7 @@ class LiveView:
             status=service.phase if alive else "dead",
             model=service.model_name,
             engine=stats,
-            image_cache=service.image_cache_stats(),
+            image_cache=service.preparation.image_cache_stats(),
             blocks=None if stats is None else self._blocks,
             latencies={
                 kind: {str(window): recent.percentiles(kind, window) for window in WINDOWS}

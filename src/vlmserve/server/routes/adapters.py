@@ -38,7 +38,7 @@ async def load(service: Service, body: LoadAdapterRequest) -> str:
     if body.mixture is not None:
         await service.adapters.mix(service.client, body.mixture, name, body.lora_path, replace=body.load_inplace)
         return f"Success: LoRA adapter '{name}' added to '{body.mixture}' successfully."
-    if service.is_own_name(name):
+    if service.names.is_own(name):
         raise AdapterError(f"{name!r} is the name of the model itself", param="lora_name")
     if name in service.client.calls.adapters and not body.load_inplace:
         raise AdapterError(f"there is an adapter {name!r} already; load_inplace replaces it", param="lora_name")
@@ -58,7 +58,7 @@ async def unload(service: Service, body: UnloadAdapterRequest) -> str:
 
 def _check_model(service: Service, name: str | None) -> None:
     """Raises UnknownModelError for the model of an adapter that is not the one of this server."""
-    if not service.is_own_name(name):
+    if not service.names.is_own(name):
         raise UnknownModelError(f"There is no model {name!r:.100} here, only {service.model_name!r}", param="model")
 
 

@@ -111,7 +111,7 @@ async def _answer(request: Request, dialect: Dialect[Body]) -> Response:
             if hop is not None and body.seed is None:
                 body = body.model_copy(update={"seed": hop.seed})
             _check_stop(body, service.config)
-            service.check_model(body.model)
+            service.names.check(body.model)
             arrived = time.monotonic()
             if not service.awake:
                 await unless_disconnected(request, service.wake())
@@ -177,7 +177,7 @@ async def _start_generation(
             if trace is not None:
                 record_preparation(trace, time.monotonic() - started)
         service.metrics.media.observe(time.monotonic() - started)
-        adapter = await service.adapter(client, body.model)
+        adapter = await service.names.adapter(client, body.model)
         return await start_generation(service, client, request, generation_id, arrived, adapter, priority)
     except InvalidRequestError as error:
         dialect.reword(error)

@@ -68,7 +68,7 @@ class ChatDialect(Dialect[ChatRequest]):
         with service.bodies.share() as share:
             messages = await with_files(service, self._owner, conversation(body.messages), share)
             settings = body.template_settings(service.preparer.template_settings)
-            prompt = await service.prepare(
+            prompt = await service.preparation.prepare(
                 messages,
                 cache_salt=cache_salt,
                 add_generation_prompt=body.add_generation_prompt is not False,

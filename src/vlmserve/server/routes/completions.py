@@ -70,7 +70,7 @@ class CompletionDialect(Dialect[CompletionRequest]):
                 ]
             return prompts
 
-        prompts = await service.prepare_text(prepare, sum(map(len, body.prompts)))
+        prompts = await service.preparation.text(prepare, sum(map(len, body.prompts)))
         return GenerationRequest(
             prompts,
             params,

@@ -49,8 +49,8 @@ async def upload_file(request: Request) -> Response:
         try:
             media_type = JSON_LINES
             if fields.purpose != "batch":
-                media_type = await service.look_at_file(lambda: media_type_of(data, service.media))
-            if media_type.startswith("video/") and not service.supports_videos:
+                media_type = await service.preparation.read_file(lambda: media_type_of(data, service.media))
+            if media_type.startswith("video/") and not service.preparation.supports_videos:
                 raise InvalidVideoError("this model takes no videos; upload images", param="file")
             return json_response(_shown(await store.run(create, media_type)))
         except InvalidRequestError as error:

@@ -208,7 +208,7 @@ async def messages(request: Request) -> Response:
 
 async def _prompt(service: Service, body: PromptFields, chat: ChatMessages, owner: str, cache_salt: str) -> Prompt:
     with service.bodies.share() as share:
-        return await service.prepare(
+        return await service.preparation.prepare(
             await with_files(service, owner, chat.messages, share),
             cache_salt=cache_salt,
             continue_final_message=chat.ends_with_answer,
@@ -222,7 +222,7 @@ async def count_tokens(request: Request) -> Response:
     """Count the tokens of a conversation's prompt, with images and tools."""
     service: Service = request.app.state.service
     async with read(request, CountRequest) as body:
-        service.check_model(body.model)
+        service.names.check(body.model)
         chat = body.chat()
         try:
             prompt = await _prompt(service, body, chat, owner_of(request), salt_of(request, None))

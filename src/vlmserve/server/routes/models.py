@@ -25,7 +25,7 @@ def _card(request: Request, name: str) -> ModelCard:
 
 def _adapter_cards(request: Request) -> Iterator[ModelCard]:
     service: Service = request.app.state.service
-    for name, info in service.adapter_infos():
+    for name, info in service.names.adapter_infos():
         card = _card(request, name)
         card.parent = service.model_name
         card.root = msgspec.UNSET if info is None else info.digest
@@ -36,14 +36,14 @@ def _adapter_cards(request: Request) -> Iterator[ModelCard]:
 async def list_models(request: Request) -> Response:
     """List the model under each of its names, and its adapters."""
     service: Service = request.app.state.service
-    own = [_card(request, name) for name in service.model_names]
+    own = [_card(request, name) for name in service.names.own]
     return json_response(model_list([*own, *_adapter_cards(request)]))
 
 
 async def show_model(request: Request, name: str) -> Response:
     """Describe one model or adapter."""
     service: Service = request.app.state.service
-    service.check_model(name)
-    if not service.is_own_name(name):
+    service.names.check(name)
+    if not service.names.is_own(name):
         return json_response(next(card for card in _adapter_cards(request) if card.id == name))
-    return json_response(_card(request, name if name in service.model_names else service.model_name))
+    return json_response(_card(request, name if name in service.names.own else service.model_name))

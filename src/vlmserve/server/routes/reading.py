@@ -33,4 +33,4 @@ async def read_parsed(request: Request, kind: type[Body], share: BodyShare) -> B
     service: Service = request.app.state.service
     data = await read_json_body(request, service.max_body_bytes, share, service.config.body_timeout)
     parse = functools.partial(parse_body, kind, data, service.body_limits)
-    return parse() if len(data) <= _SMALL_BODY else await service.parse(parse)
+    return parse() if len(data) <= _SMALL_BODY else await service.preparation.parse(parse)

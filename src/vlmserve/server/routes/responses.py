@@ -139,7 +139,7 @@ class ResponsesDialect(Dialect[ResponsesRequest]):
         settings = body.template_settings(service.preparer.template_settings)
 
         def prepare(messages: list[dict[str, Any]]) -> Awaitable[Prompt]:
-            return service.prepare(
+            return service.preparation.prepare(
                 messages,
                 cache_salt=body.cache_salt or "",
                 tools=tools,

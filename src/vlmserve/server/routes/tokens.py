@@ -20,11 +20,11 @@ async def tokenize(request: Request) -> Response:
     """Return the tokens of a text or of a conversation's prompt."""
     service: Service = request.app.state.service
     async with read(request, TokenizeRequest) as body:
-        service.check_model(body.model)
+        service.names.check(body.model)
         if body.messages is not None:
             with service.bodies.share() as share:
                 messages = await with_files(service, owner_of(request), conversation(body.messages), share)
-                prompt = await service.prepare(
+                prompt = await service.preparation.prepare(
                     messages,
                     cache_salt=salt_of(request, None),
                     add_generation_prompt=body.add_generation_prompt,
@@ -36,7 +36,7 @@ async def tokenize(request: Request) -> Response:
             tokens = prompt.token_ids
         else:
             text = body.text
-            tokens = await service.prepare_text(
+            tokens = await service.preparation.text(
                 lambda preparer: preparer.encode(text, add_special_tokens=body.add_special_tokens), len(text)
             )
         texts = service.preparer.token_texts(tokens) if body.return_token_strs else None
@@ -47,10 +47,10 @@ async def detokenize(request: Request) -> Response:
     """Return the text of tokens."""
     service: Service = request.app.state.service
     async with read(request, DetokenizeRequest) as body:
-        service.check_model(body.model)
+        service.names.check(body.model)
         tokens = body.tokens
         return json_response(
-            Detokenized(await service.prepare_text(lambda preparer: preparer.decode(tokens), len(tokens)))
+            Detokenized(await service.preparation.text(lambda preparer: preparer.decode(tokens), len(tokens)))
         )
 
 

@@ -1,0 +1,67 @@
+"""Names under which requests reach the model and its adapters."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+from vlmserve.config import EngineConfig, ServerConfig
+from vlmserve.errors import UnknownModelError
+from vlmserve.server.adapters import Adapters
+from vlmserve.types import AdapterInfo
+
+if TYPE_CHECKING:
+    from vlmserve.frontend.client import EngineClient
+
+_MOST_SHOWN = 5
+"""Adapters that an error names."""
+
+
+class ServedNames:
+    """The names of one server."""
+
+    def __init__(
+        self,
+        engine: EngineConfig,
+        server: ServerConfig,
+        adapters: Adapters,
+        client: Callable[[], EngineClient | None],
+    ) -> None:
+        is_path = engine.model.startswith(("/", "./", "../", "~"))
+        own_name = (engine.model.rstrip("/").rsplit("/", 1)[-1] if is_path else "") or engine.model
+        self.own = tuple(dict.fromkeys(server.served_model_name)) or (own_name,)
+        """Names of the model itself; answers have the first."""
+        self._aliases = {*self.own, engine.model}
+        self._adapters, self._client = adapters, client
+
+    @property
+    def all(self) -> tuple[str, ...]:
+        """All names, the model's own first."""
+        adapters = (name for name, _ in self.adapter_infos())
+        return tuple(dict.fromkeys((*self.own, *sorted(self._aliases), *adapters)))
+
+    def check(self, name: str | None) -> None:
+        """Raises UnknownModelError for a name that is not served here."""
+        if name is not None and name not in self._aliases and not self._adapters.knows(self._client(), name):
+            adapters = [adapter for adapter, _ in itertools.islice(self.adapter_infos(), _MOST_SHOWN)]
+            known = ", ".join(map(repr, [*self.own, *adapters]))
+            raise UnknownModelError(f"There is no model {name!r:.100} here, only {known}", param="model")
+
+    def is_own(self, name: str | None) -> bool:
+        """True for the model itself, False for an adapter."""
+        return name is None or name in self._aliases
+
+    def adapter_infos(self) -> Iterator[tuple[str, AdapterInfo | None]]:
+        """Names of all adapters, each with what the engine says if it serves the adapter."""
+        return self._adapters.infos(self._client())
+
+    async def adapter(self, client: EngineClient, name: str | None) -> str:
+        """The adapter that a request's model names, which the engine serves from now on; "" for the model itself.
+
+        Raises UnknownModelError and AdapterError.
+        """
+        if name is None or name in self._aliases:
+            return ""
+        await self._adapters.resolve(client, name)
+        return name

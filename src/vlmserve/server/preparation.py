@@ -1,0 +1,200 @@
+"""Threads that prepare requests. Clients share them fairly, and slow work delays only slow work."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from http import HTTPStatus
+from typing import TYPE_CHECKING, Any, TypeVar, Unpack
+
+from vlmserve.cancellation import run_in_thread
+from vlmserve.config import MediaConfig
+from vlmserve.cores import usable_cores
+from vlmserve.frontend.conversations import ConversationOptions
+from vlmserve.frontend.tools import ToolUse
+from vlmserve.media.cache import ImageCacheStats
+from vlmserve.prompt.template_limits import SlowRenderingError, only_quick
+from vlmserve.sampling.trials import SlowGrammarError
+from vlmserve.server.errors import RefusedError
+from vlmserve.server.fair_queue import FairQueue
+from vlmserve.server.idle_memory import IdleMemory
+from vlmserve.types import Grammar, Prompt
+
+if TYPE_CHECKING:
+    from vlmserve.frontend.requests import RequestPreparer
+
+Result = TypeVar("Result")
+_GRAMMAR_PROCESSES = max(2, min(4, usable_cores()))
+_SLOW_GRAMMAR_PROCESSES = 1
+_TEXT_THREADS = 3
+_SLOW_TEXT_THREADS = 2
+"""For prompts whose chat template takes long."""
+_SHORT_TEXT = 2000
+"""Characters that are a prompt sooner than another thread would have begun."""
+_IMAGE_REQUESTS = 16
+"""Requests with images that are prepared at once, for each thread that decodes; most wait for such a thread."""
+_FILES = frozenset({"file", "video_url"})
+"""Types of parts that are decoded in processes of their own."""
+
+
+class Preparation:
+    """The threads, and the preparer once the model is loaded."""
+
+    def __init__(self, media: MediaConfig) -> None:
+        self._preparer: RequestPreparer | None = None
+        # A slow image must not hold up text, nor a slow host the images that are here already.
+        self._body_workers = ThreadPoolExecutor(1, "parse-bodies")
+        self._text_workers = ThreadPoolExecutor(_TEXT_THREADS, "prepare-text")
+        self._text_queue = FairQueue(_TEXT_THREADS, _TEXT_THREADS - 1)
+        self._slow_text_workers = ThreadPoolExecutor(_SLOW_TEXT_THREADS, "prepare-slow-text")
+        self._slow_text_queue = FairQueue(_SLOW_TEXT_THREADS, 1)
+        # Each of these threads waits for a process that compiles.
+        self._grammar_workers = ThreadPoolExecutor(_GRAMMAR_PROCESSES, "check-grammars")
+        self._grammar_queue = FairQueue(_GRAMMAR_PROCESSES, _GRAMMAR_PROCESSES - 1)
+        self._slow_grammar_workers = ThreadPoolExecutor(_SLOW_GRAMMAR_PROCESSES, "check-slow-grammars")
+        self._slow_grammar_queue = FairQueue(_SLOW_GRAMMAR_PROCESSES, _SLOW_GRAMMAR_PROCESSES)
+        image_requests = _IMAGE_REQUESTS * media.threads
+        self._image_workers = ThreadPoolExecutor(image_requests, "prepare-images")
+        self._fetch_workers = ThreadPoolExecutor(media.media_fetches, "prepare-remote")
+        self._file_workers = ThreadPoolExecutor(media.media_processes, "prepare-files")
+        self._queues = {
+            self._image_workers: FairQueue(image_requests, image_requests * 3 // 4),
+            self._fetch_workers: FairQueue(media.media_fetches, media.client_media_fetches),
+            self._file_workers: FairQueue(media.media_processes, media.client_media_processes),
+        }
+        """Queues of threads in which one client could leave none to others."""
+        self.memory = IdleMemory(self._text_workers, lambda: any(queue.running for queue in self._queues.values()))
+
+    def open(self, preparer: RequestPreparer) -> None:
+        """Prepare requests from now on. preparer: knows the engine's limits."""
+        self._preparer = preparer
+
+    @property
+    def is_open(self) -> bool:
+        """The model is loaded."""
+        return self._preparer is not None
+
+    @property
+    def preparer(self) -> RequestPreparer:
+        assert self._preparer is not None
+        return self._preparer
+
+    @property
+    def supports_videos(self) -> bool:
+        """The model takes videos; True while it loads."""
+        return self._preparer is None or self._preparer.supports_videos
+
+    def image_cache_stats(self) -> ImageCacheStats | None:
+        """Stats of the image cache; None while the model loads."""
+        return None if self._preparer is None else self._preparer.image_cache.stats()
+
+    def close(self) -> None:
+        """Let go of the threads."""
+        self.memory.close()
+        for pool in (
+            self._body_workers,
+            self._text_workers,
+            self._slow_text_workers,
+            self._grammar_workers,
+            self._slow_grammar_workers,
+            self._image_workers,
+            self._fetch_workers,
+            self._file_workers,
+        ):
+            pool.shutdown(wait=False, cancel_futures=True)
+
+    async def parse(self, parse: Callable[[], Result]) -> Result:
+        """Call `parse` for a large body in a worker thread. Raises what `parse` raises."""
+        return await run_in_thread(self._body_workers, parse)
+
+    async def text(self, make: Callable[[RequestPreparer], Result], size: int) -> Result:
+        """Call `make` for text, in a worker thread if that takes long. size: characters. Raises what `make` raises."""
+        if size <= _SHORT_TEXT:
+            return make(self.preparer)
+        return await self._text_queue.run(self._text_workers, functools.partial(make, self.preparer))
+
+    async def check_grammar(self, grammar: Grammar, tools: ToolUse | None = None) -> list[str]:
+        """Find out whether the engine may compile a grammar. Returns and raises what the preparer does.
+
+        Only slow grammars wait for slow grammars, and clients take turns.
+        """
+        check = functools.partial(self.preparer.answers.check_grammar, grammar, tools)
+        if self.preparer.answers.knows_grammar(grammar):
+            return check()
+        try:
+            return await self._grammar_queue.run(self._grammar_workers, functools.partial(check, quick=True))
+        except SlowGrammarError:
+            return await self._slow_grammar_queue.run(self._slow_grammar_workers, check)
+
+    async def read_file(self, work: Callable[[], Result]) -> Result:
+        """Run `work`, which may take as long as to open a file, in a thread that prepares images."""
+        return await self._run_media(self._image_workers, work)
+
+    async def _run_media(self, workers: ThreadPoolExecutor, work: Callable[[], Result]) -> Result:
+        try:
+            return await self._queues[workers].run(workers, work)
+        finally:
+            self.memory.worked()
+
+    async def prepare(self, messages: list[dict[str, Any]], **options: Unpack[ConversationOptions]) -> Prompt:
+        """The prompt of a conversation, made in a worker thread. Takes and raises what the preparer does.
+
+        Only slow renderings wait for slow renderings, and clients take turns.
+        """
+        shown = [
+            part
+            for message in messages
+            if isinstance(message.get("content"), list)
+            for part in message["content"]
+            if part["type"] != "text"
+        ]
+        conversation = self.preparer.conversation(messages, **options)
+        workers = self._workers(shown)
+        has_tools = options.get("tools") is not None
+
+        def quickly() -> Prompt:
+            with only_quick():
+                return conversation.prompt()
+
+        is_short = not (shown or has_tools) and sum(map(_num_characters, messages)) <= _SHORT_TEXT
+        try:
+            try:
+                return await self._prepare_in(None if is_short else workers, quickly)
+            except SlowRenderingError:
+                await self._slow_text_queue.run(self._slow_text_workers, conversation.render)
+                return await self._prepare_in(workers, conversation.prompt)
+        except MemoryError:
+            raise RefusedError(
+                HTTPStatus.REQUEST_ENTITY_TOO_LARGE, "There is not enough memory for these images", "out_of_memory"
+            ) from None
+
+    async def _prepare_in(self, workers: ThreadPoolExecutor | None, prepare: Callable[[], Prompt]) -> Prompt:
+        """Prepare in a thread, or here without `workers`."""
+        if workers is None:
+            return prepare()
+        if workers in self._queues:
+            return await self._run_media(workers, prepare)
+        return await self._text_queue.run(workers, prepare)
+
+    def _workers(self, shown: Sequence[Mapping[str, Any]]) -> ThreadPoolExecutor:
+        """The threads that prepare a conversation with these parts: what takes long keeps nobody waiting that does
+        not."""
+        if any(part["type"] in _FILES for part in shown):
+            return self._file_workers
+        if any(not url.startswith("data:") for part in shown for url in _urls(part)):
+            return self._fetch_workers
+        return self._image_workers if shown else self._text_workers
+
+
+def _num_characters(message: Mapping[str, Any]) -> int:
+    """Characters of a message without images."""
+    content = message["content"]
+    said = len(content) if isinstance(content, str) else sum(len(part["text"]) for part in content)
+    return said + len(str(message.get("tool_calls", ""))) + len(message.get("reasoning_content", ""))
+
+
+def _urls(part: Mapping[str, Any]) -> Sequence[str]:
+    """URLs of a part's image, or of the video or its frames."""
+    kind = part["type"]
+    return part["video"] if kind == "video" else (part[kind]["url"],)
