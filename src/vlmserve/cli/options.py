@@ -37,7 +37,6 @@ class Workers(dict[str, dict[str, Any]]):
 def command(
     fields: Collection[str] | None = None,
     common: Collection[str] | None = None,
-    defaults: Mapping[str, str] | None = None,
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Decorate a typer command: expand parameters that are settings into flags, add ``--debug``, report errors.
 
@@ -46,8 +45,7 @@ def command(
     fields: the only ones that get a flag, and that the environment and a file are asked for; default: all. A field with
     the name of another parameter of the command gets no flag but that parameter's value. A parameter of the type
     `Origins` gets where the settings come from, one of the type `Workers` those of every worker. common: the fields
-    whose flags ``--help`` shows, in this order; the others need ``--help-all``. Default: it shows all. defaults: values
-    that fields have here, instead of their own defaults, as a person would write them.
+    whose flags ``--help`` shows, in this order; the others need ``--help-all``. Default: it shows all.
     """
 
     def decorate(function: Callable[..., None]) -> Callable[..., None]:
@@ -62,8 +60,7 @@ def command(
         for kind in kinds.values():
             for name, field in kind.model_fields.items():
                 if (fields is None or name in fields) and name not in plain:
-                    default = (defaults or {}).get(name, _default(field))
-                    flags[name] = _parameter(kind, name, field, default, is_common=name in (common or ()))
+                    flags[name] = _parameter(kind, name, field, is_common=name in (common or ()))
         first = {name: flags[name] for name in common or ()}
 
         @functools.wraps(function)
@@ -82,7 +79,7 @@ def command(
 
                     def read(worker: str | None) -> tuple[dict[str, Settings], Origins]:
                         found = read_sources(settings_file, worker, os.environ) if has_file else {}
-                        return _read(kinds, typed, {*flags, *plain}, written, found, defaults or {})
+                        return _read(kinds, typed, {*flags, *plain}, written, found)
 
                     settings, origins = read(worker)
                     values_of |= settings
@@ -139,16 +136,15 @@ def _read(
     known: Collection[str],
     written: Mapping[str, str],
     found: Mapping[str, Found],
-    defaults: Mapping[str, str],
 ) -> tuple[dict[str, Settings], Origins]:
     """A command's settings by its parameters' names, and where they come from.
 
     typed: values on the command line. known: the fields that the command has. written: how they were typed if it was
-    not as our flag. found: values from elsewhere. defaults: of this command.
+    not as our flag. found: values from elsewhere.
     """
     origins, settings = Origins(), {}
     for parameter, kind in kinds.items():
-        values: dict[str, Any] = {name: value for name, value in defaults.items() if name in kind.model_fields}
+        values: dict[str, Any] = {}
         for name in kind.model_fields:
             if name in typed:
                 values[name], origins[name] = typed[name], Origin("flag", written.get(name, flag(name)))
@@ -160,10 +156,8 @@ def _read(
     return settings, origins
 
 
-def _parameter(
-    kind: type[Settings], name: str, field: FieldInfo, default: Any, *, is_common: bool
-) -> inspect.Parameter:
-    """An optional flag. default: what its help shows."""
+def _parameter(kind: type[Settings], name: str, field: FieldInfo, *, is_common: bool) -> inspect.Parameter:
+    """An optional flag."""
     option = typer.Option(
         *SHORT.get(name, ()),
         f"{flag(name)}/{flag('no_' + name)}" if field.annotation is bool else flag(name),
@@ -174,7 +168,7 @@ def _parameter(
         rich_help_panel=None if is_common else panel(kind),
     )
     annotation: Any = Annotated[_typed(field) | None, option]
-    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=_default(field), annotation=annotation)
 
 
 def _typed(field: FieldInfo) -> Any:

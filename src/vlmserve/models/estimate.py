@@ -19,21 +19,18 @@ BLOCK_SIZE = 16
 class MemoryEstimate:
     """The memory of a checkpoint that is not loaded, on a device by its kernels (see `check_kernels`).
 
-    folder: in Hugging Face layout, not quantized, or GGUF, as if it were dequantized. quantized_cache: keys and values
-    are stored in 8 bits.
+    folder: in Hugging Face layout, not quantized, or GGUF, as if it were dequantized.
     dtype: in which the model would run. max_position: the longest context.
     Raises what `load_model` raises, and ConfigurationError for a checkpoint that is quantized already.
     """
 
-    def __init__(
-        self, folder: Path, device: torch.device, kernels: str = "auto", *, quantized_cache: bool = False
-    ) -> None:
+    def __init__(self, folder: Path, device: torch.device, kernels: str = "auto") -> None:
         description = Description.read_plain(folder)
         checkpoint = Checkpoint(folder, description.rename)
         with description.errors():
             spec = description.spec(checkpoint)
             self.device, self.dtype = open_device(device, kernels, description.dtype(checkpoint), automatic=True)
-            backend = self.device.attention(spec.attention, self.dtype, quantized_cache=quantized_cache)
+            backend = self.device.attention(spec.attention, self.dtype, quantized_cache=False)
             parts = description.build(spec, backend, dtype=self.dtype, device=META)
         self.model, self._decoder = parts.modules, parts.language_model
         self.max_position = spec.max_position

@@ -20,6 +20,7 @@ from vlmserve.errors import VLMServeError
 
 _MOST_BUFFERED = 256 * 1024
 _MOST_IDLE = 256
+_CONNECT_SECONDS = 2.0
 _NOT_PASSED_ON = frozenset({b"connection", b"keep-alive", b"transfer-encoding", b"date", b"server", b"x-request-id"})
 
 
@@ -150,10 +151,9 @@ class Answer(asyncio.Protocol):
 class Upstream:
     """One worker. headers: of every request."""
 
-    def __init__(self, url: str, headers: Mapping[str, str], connect_timeout: float = 2.0) -> None:
+    def __init__(self, url: str, headers: Mapping[str, str]) -> None:
         parts = urlsplit(url)
         self._host, self._port = parts.hostname or "", parts.port or 80
-        self._connect_timeout = connect_timeout
         self._idle: list[Answer] = []
         lines = {"Host": parts.netloc, **headers}
         self._head = "".join(f"{name}: {value}\r\n" for name, value in lines.items())
@@ -207,7 +207,7 @@ class Upstream:
     async def _connect(self) -> Answer:
         loop = asyncio.get_running_loop()
         try:
-            async with asyncio.timeout(self._connect_timeout):
+            async with asyncio.timeout(_CONNECT_SECONDS):
                 transport, answer = await loop.create_connection(Answer, self._host, self._port)
         except (OSError, TimeoutError) as error:
             raise UpstreamError(f"no connection: {error}") from None
