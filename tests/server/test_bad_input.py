@@ -19,6 +19,7 @@ from PIL import Image
 
 from tests.mock_checkpoint import CONTEXT, make_mock_checkpoint
 from tests.server.live import QUESTION, LiveServer, stream_lines, wait_until
+from vlmserve.frontend.requests import Conversation
 
 
 @pytest.fixture(autouse=True)
@@ -327,7 +328,7 @@ def test_bug_gives_500_with_a_logged_traceback(live, monkeypatch, caplog):
         raise RuntimeError("secret detail")
 
     with monkeypatch.context() as patch:
-        patch.setattr(live.service.preparer, "chat", broken)
+        patch.setattr(Conversation, "prompt", broken)
         response = live.ask()
     refused(response, 500, "log", code="internal_error")
     assert "secret" not in response.text

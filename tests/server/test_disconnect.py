@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from urllib.parse import urlsplit
 
 from tests.server.live import QUESTION, stream_lines, wait_until
+from vlmserve.frontend.requests import Conversation
 
 LONG = {"messages": QUESTION, "ignore_eos": True, "max_tokens": 400}
 
@@ -60,16 +61,16 @@ def test_leaving_mid_body_leaves_nothing_behind(slow):
 
 def test_leaving_during_preparation_never_reaches_the_engine(slow, monkeypatch):
     preparing, go_on = threading.Event(), threading.Event()
-    prepare = slow.service.preparer.chat
+    prepare = Conversation.prompt
     before = slow.client.stats.prompt_tokens
 
-    def hold(messages, **options):
+    def hold(conversation):
         preparing.set()
         go_on.wait(60)
-        return prepare(messages, **options)
+        return prepare(conversation)
 
     with monkeypatch.context() as patch:
-        patch.setattr(slow.service.preparer, "chat", hold)
+        patch.setattr(Conversation, "prompt", hold)
         with sent(slow, {**LONG, "messages": [{"role": "user", "content": "Long enough for a thread. " * 100}]}):
             assert preparing.wait(60)
         wait_until(lambda: slow.service.num_answers == 0)

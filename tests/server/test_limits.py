@@ -21,6 +21,7 @@ from PIL import Image
 from tests.mock_checkpoint import CONTEXT
 from tests.server.live import QUESTION, LiveServer, wait_until
 from tests.server.test_bad_input import data_url, png, refused, with_images
+from vlmserve.frontend.requests import Conversation
 from vlmserve.media.images import FORMATS
 
 LONG = {"ignore_eos": True, "max_tokens": 480}
@@ -313,14 +314,14 @@ def test_request_waiting_too_long_is_503_and_gone(impatient):
 
 def test_prompt_preparation_waiting_too_long_is_503(impatient, monkeypatch):
     go_on = threading.Event()
-    prepare = impatient.service.preparer.chat
+    prepare = Conversation.prompt
 
-    def hold(messages, **options):
+    def hold(conversation):
         go_on.wait(60)
-        return prepare(messages, **options)
+        return prepare(conversation)
 
     with monkeypatch.context() as patch:
-        patch.setattr(impatient.service.preparer, "chat", hold)
+        patch.setattr(Conversation, "prompt", hold)
         # Short texts are prepared at once.
         body = {"messages": [{"role": "user", "content": "no " * 2000}]}
         for stream in (False, True):
