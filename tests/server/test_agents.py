@@ -74,9 +74,12 @@ def test_claude_codes_fields_are_accepted(live, prompts):
 
 def test_system_turn_keeps_its_place(live, prompts):
     turns = [HI, {"role": "system", "content": "From now on: French."}, {"role": "assistant", "content": "Salut"}, HI]
-    post(live, "messages", messages=turns, max_tokens=5)
+    usage = post(live, "messages", messages=turns, max_tokens=5)["usage"]
     assert [message["role"] for message in prompts[0]] == ["user", "system", "assistant", "user"]
     assert prompts[0][1]["content"] == "From now on: French."
+    counted = post(live, "messages/count_tokens", messages=turns)["input_tokens"]
+    assert counted == usage["input_tokens"] + usage["cache_read_input_tokens"]
+    prompts[1:] = []
     post(live, "messages", messages=[HI, {"role": "system", "content": [{"type": "text", "text": "x"}]}], max_tokens=5)
     assert prompts[1][1] == {"role": "system", "content": [{"type": "text", "text": "x"}]}
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 EVENTS = "text/event-stream"
 _HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 """The second one tells nginx to pass on every event at once."""
-_COMMENT = b": the answer is on its way\n\n"
+_COMMENT = b": ping\n\n"
 """Clients skip lines that begin with a colon."""
 _PING = b'event: ping\ndata: {"type":"ping"}\n\n'
 """The same in Anthropic's API."""
