@@ -42,7 +42,7 @@ def prompts(live, monkeypatch) -> list[list[dict[str, Any]]]:
         seen.append(list(messages))
         return await prepare(messages, *args, **kwargs)
 
-    monkeypatch.setattr(live.service, "prepare", spy)
+    monkeypatch.setattr(live.service.preparation, "prepare", spy)
     return seen
 
 

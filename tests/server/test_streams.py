@@ -44,7 +44,7 @@ def slow_preparation(silent, monkeypatch):
             raise InvalidRequestError("The prompt is wrong", param="messages")
         return await prepare(messages, *arguments, **fields)
 
-    monkeypatch.setattr(silent.service, "prepare", slowly)
+    monkeypatch.setattr(silent.service.preparation, "prepare", slowly)
     return silent
 
 
@@ -134,7 +134,7 @@ def test_leaving_a_pinging_stream_ends_its_request(silent, monkeypatch):
     async def never(*arguments, **fields):
         await asyncio.sleep(1000)
 
-    monkeypatch.setattr(silent.service, "prepare", never)
+    monkeypatch.setattr(silent.service.preparation, "prepare", never)
     body = {**PATHS["/v1/chat/completions"], "stream": True}
     with httpx.stream("POST", f"{silent.url}/v1/chat/completions", json=body, timeout=60) as response:
         lines = response.iter_lines()  # kept, because the connection closes with it
