@@ -112,6 +112,16 @@ def test_requests_of_gone_clients_are_not_tokenized(server: ServerProcess) -> No
         settle(server)
 
 
+def test_streams_of_clients_that_left_hold_up_nobody(server: ServerProcess) -> None:
+    content = question(stream=True, ignore_eos=True, max_tokens=1000)
+    settle(server)
+    with server.watched(max_seconds=20, max_growth=100 * MB):
+        for _ in range(400):
+            with server.sending("/v1/chat/completions", content):
+                pass  # and hang up
+        settle(server)
+
+
 FRAMING = {
     "many trailers": (b"0\r\n", b"a: b\r\n"),
     "a long trailer": (b"0\r\na: ", b"b"),

@@ -38,6 +38,7 @@ def bounded(folder, tmp_path_factory):
         "head_timeout": 0.3,
         "body_timeout": 0.3,
     }
+    server["storage_url"] = f"sqlite:///{allowed}/history.db"
     media = {"max_images": 2, "max_image_pixels": 10_000, "max_image_bytes": 50_000}
     with LiveServer(folder, server=server, media={**media, "allowed_media_path": str(allowed)}) as live:
         live.allowed = allowed
@@ -250,14 +251,19 @@ def test_an_idle_connection_stays_open_between_requests(bounded):
 POST = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 5000\r\n"
 
 
-def test_a_body_that_stops_is_408(bounded):
-    status, headers, error = parsed(exchange(bounded, POST + b"Connection: close\r\n\r\n{"))
+UPLOAD = POST.replace(b"chat/completions", b"files").replace(b"application/json", b"multipart/form-data; boundary=x")
+
+
+@pytest.mark.parametrize("asked", [POST, UPLOAD], ids=["JSON", "upload"])
+def test_a_body_that_stops_is_408(bounded, asked):
+    status, headers, error = parsed(exchange(bounded, asked + b"Connection: close\r\n\r\n--x"))
     assert (status, error["code"]) == (408, "body_timeout")
     assert headers["x-request-id"]
 
 
-def test_a_body_that_drips_is_408(bounded):
-    response = exchange(bounded, POST + b"Connection: close\r\n\r\n{", then=b" ", pause=0.05)
+@pytest.mark.parametrize("asked", [POST, UPLOAD], ids=["JSON", "upload"])
+def test_a_body_that_drips_is_408(bounded, asked):
+    response = exchange(bounded, asked + b"Connection: close\r\n\r\n--x", then=b" ", pause=0.05)
     wait_until(lambda: bounded.service.bodies.used == 0)
     assert response == b"" or parsed(response)[0] == 408
 
