@@ -116,9 +116,9 @@ def test_streams_of_clients_that_left_hold_up_nobody(server: ServerProcess) -> N
     content = question(stream=True, ignore_eos=True, max_tokens=1000)
     settle(server)
     with server.watched(max_seconds=20, max_growth=100 * MB):
-        for _ in range(400):
-            with server.sending("/v1/chat/completions", content):
-                pass  # and hang up
+        with contextlib.ExitStack() as leaving:
+            for _ in range(400):
+                leaving.enter_context(server.sending("/v1/chat/completions", content))
         settle(server)
 
 
