@@ -6,6 +6,7 @@ import copy
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from vlmserve.cache.encoder import EncoderCache
 from vlmserve.scheduler.policy import reserved
@@ -43,6 +44,43 @@ class _Budget:
         return some
 
 
+@dataclass(frozen=True, slots=True)
+class _Use:
+    """How a chunk uses an image, or cross-attention states and their image."""
+
+    image: ImageInput
+    place: int
+    """The first token that needs it. -1: all tokens do."""
+    sizes: dict[bytes, int]
+    """Bytes of what is pinned, by key."""
+    budget: _Budget
+    """The step's budget after it."""
+    fits: bool = True
+    """There are memory, and budget to begin."""
+    is_new: bool = False
+    missing: float = 0
+    """MACs that the image lacks."""
+    some: int | None = None
+    """MACs of this step; None: all that it lacks."""
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether it is there when the step computes tokens."""
+        return self.fits and self.some is None
+
+
+class _Plan(NamedTuple):
+    """The uses of the chunk ``start <= i < end``, up to the first that is not ready."""
+
+    request: Request | None
+    start: int
+    end: int
+    uses: list[_Use]
+
+
+_NOTHING_PLANNED = _Plan(None, 0, 0, [])
+
+
 class Images(Resource):
     """Owns the images' places in the encoder cache.
 
@@ -75,6 +113,8 @@ class Images(Resource):
         # Images that nobody needs any more, and that the runner still encodes.
         self._dropped: list[bytes] = []
         self._budget = _Budget(math.inf, max_encoded_images)
+        # Of the chunk that is about to be settled.
+        self._plan = _NOTHING_PLANNED
         # MACs of images that running requests need next; known while there are unfinished ones.
         self._wanted: dict[bytes, float] = {}
 
@@ -104,30 +144,26 @@ class Images(Resource):
 
     def limit(self, request: Request, start: int, end: int) -> int:
         """Return the first token of the first image that will not be encoded when the step computes tokens."""
-        budget, held = copy.copy(self._budget), dict[bytes, int]()
-        cross = request.cross
-        if cross is not None and not self._would_use(cross.image, self._cross_sizes(request, cross), budget, held):
-            return start
-        for span in request.spans_between(start, end):
-            if not self._would_use(span.image, self._sizes(span.image), budget, held):
-                return max(start, span.start)
-        return end
+        if self._plan.request is not request or self._plan.start != start or self._plan.end < end:
+            self._plan = _Plan(request, start, end, self._plan_uses(request, start, end))
+        late = next((use for use in self._plan.uses[-1:] if not use.is_ready), None)
+        return end if late is None else min(end, max(start, late.place))
 
     def settle(self, step: SchedulerOutput, request: Request, start: int, end: int, wanted: int) -> None:
         """Pin images and states, and encode images up to the first that is not encoded in this step.
 
         Images are pinned until tokens after them are computed, states as long as the request runs.
         """
-        if request.cross is not None and not self._use_states(step, request, request.cross):
-            return
-        for span in request.spans_between(start, end):
-            # All that are there first: another image of the chunk may take the place of what is not pinned.
-            if span.image.key in self.cache and self.cache.pin(span.image.key, request.request_id):
-                self.queries += 1
-                self.hits += 1
-        for span in request.spans_between(start, wanted):
-            if not self._use(step, request, span.image, self._sizes(span.image)):
-                return
+        uses = [use for use in self._plan.uses if use.place < wanted]
+        self._plan = _NOTHING_PLANNED
+        hits = {key for use in uses if use.fits for key in use.sizes if key in self.cache}
+        # All that are there first: another image may take the place of what is not pinned.
+        pinned = {key for key in hits if self.cache.pin(key, request.request_id)}
+        for use in uses:
+            if use.fits:
+                self._use(step, request, use, pinned)
+            if request.cross is not None and use.place < 0:
+                self._note_states(step, request, request.cross, use)
 
     def advance(self, request: Request, num_computed: int) -> None:
         for span in request.spans_between(request.num_computed, num_computed):
@@ -171,71 +207,78 @@ class Images(Resource):
         needs_image = key not in self.cache or key in self._awaiting_image
         return {key: cross.num_states * self._state_bytes} | (self._sizes(cross.image) if needs_image else {})
 
-    def _would_use(self, image: ImageInput, sizes: dict[bytes, int], budget: _Budget, held: dict[bytes, int]) -> bool:
-        """Return what `_use` will return after uses that left `budget` and pinned `held`."""
-        is_new = image.key in sizes and image.key not in self.cache and image.key not in held
-        if not self.cache.fits(held | sizes) or (is_new and not budget.may_begin):
-            return False
-        missing: float = self._macs(image) if is_new else 0
-        if image.key in sizes and image.key not in held:
-            missing = missing or self._unfinished.get(image.key, 0)
-        held |= sizes
-        budget.num_new -= is_new
-        return budget.take(missing, self._wanted.values()) is None
+    def _plan_uses(self, request: Request, start: int, end: int) -> list[_Use]:
+        """Plan the images and states that a chunk needs, in order, up to the first that is not ready in this step."""
+        needs = [(span.image, span.start, self._sizes(span.image)) for span in request.spans_between(start, end)]
+        if request.cross is not None:
+            needs.insert(0, (request.cross.image, -1, self._cross_sizes(request, request.cross)))
+        budget, held, uses = self._budget, dict[bytes, int](), list[_Use]()
+        for image, place, sizes in needs:
+            use = self._plan_use(image, place, sizes, held, copy.copy(budget))
+            uses.append(use)
+            if not use.is_ready:
+                break
+            budget = use.budget
+            held |= sizes
+        return uses
 
-    def _use(self, step: SchedulerOutput, request: Request, image: ImageInput, sizes: dict[bytes, int]) -> bool:
-        """Pin keys, and encode an image if its key is among them. Return whether all will be there when the step
-        computes tokens. sizes: bytes by key."""
+    def _plan_use(
+        self, image: ImageInput, place: int, sizes: dict[bytes, int], held: dict[bytes, int], budget: _Budget
+    ) -> _Use:
+        """Plan one use. held: bytes by key of what earlier uses pin. budget: the rest, from which this use takes."""
+        is_open = image.key in sizes and image.key not in held
+        is_new = is_open and image.key not in self.cache
+        if not self.cache.fits(held | sizes) or (is_new and not budget.may_begin):
+            return _Use(image, place, sizes, budget, fits=False)
+        missing: float = self._macs(image) if is_new else 0
+        if is_open and not is_new:
+            missing = self._unfinished.get(image.key, 0)
+        budget.num_new -= is_new
+        some = budget.take(missing, self._wanted.values())
+        return _Use(image, place, sizes, budget, is_new=is_new, missing=missing, some=some)
+
+    def _use(self, step: SchedulerOutput, request: Request, use: _Use, pinned: set[bytes]) -> None:
+        """Pin the keys of a planned use, and encode its image. pinned: keys that this chunk has just pinned; those of
+        the use are taken out."""
         owner = request.request_id
-        is_new = image.key in sizes and image.key not in self.cache
-        new = {key: size for key, size in sizes.items() if key not in self.cache}
-        if (is_new and not self._budget.may_begin) or (new and not self.cache.fits(sizes)):
-            return False
-        pinned = [self.cache.pin(key, owner) for key in sizes if key in self.cache]
+        new = {key: size for key, size in use.sizes.items() if key not in self.cache}
         if new:
             step.embeddings_to_evict += self.cache.make_room(sum(new.values()))
         for key, size in new.items():
             self.cache.add(key, size)
             self.cache.pin(key, owner)
-        if new or any(pinned):
+        if new or not pinned.isdisjoint(use.sizes):
             self.queries += 1
-            self.hits += not is_new
-            request.num_encoded += is_new
-        return self._encode(step, image, is_new=is_new) if image.key in sizes else True
+            self.hits += not use.is_new
+            request.num_encoded += use.is_new
+        pinned.difference_update(use.sizes)
+        self._budget = use.budget
+        if use.is_new or use.missing:
+            self._encode(step, use)
 
-    def _use_states(self, step: SchedulerOutput, request: Request, cross: CrossInput) -> bool:
-        """Pin the states that a request attends to, and their image until they are computed. Return whether they will
-        be there when the step computes tokens."""
-        key, sizes = request.cross_key, self._cross_sizes(request, cross)
+    def _note_states(self, step: SchedulerOutput, request: Request, cross: CrossInput, use: _Use) -> None:
+        """Compute the states that a request attends to once their image is encoded."""
+        key = request.cross_key
         assert key is not None
-        if not self._use(step, request, cross.image, sizes):
+        if not use.is_ready:
             if key in self.cache:
                 self._awaiting_image.add(key)
-            return False
-        if cross.image.key in sizes:
+        elif cross.image.key in use.sizes:
             self._awaiting_image.discard(key)
             step.cross_states.append(CrossStates(key, cross.image.key, cross.token_ids))
-        return True
 
-    def _encode(self, step: SchedulerOutput, image: ImageInput, *, is_new: bool) -> bool:
-        """Begin or continue to encode an image, if it is not finished. Return whether it is then."""
-        key = image.key
-        if not is_new and key not in self._unfinished:
-            return True
-        missing = self._macs(image) if is_new else self._unfinished[key]
-        self._budget.num_new -= is_new
-        some = self._budget.take(missing, self._wanted.values())
-        if some is not None:
-            if some:
-                step.encodings.append(ImageEncoding(key, some, image if is_new else None))
-            self._unfinished[key] = missing - some
-            return False
-        if is_new:
+    def _encode(self, step: SchedulerOutput, use: _Use) -> None:
+        """Begin or continue to encode an image."""
+        key, image = use.image.key, use.image if use.is_new else None
+        if use.some is not None:
+            if use.some:
+                step.encodings.append(ImageEncoding(key, use.some, image))
+            self._unfinished[key] = use.missing - use.some
+        elif image is not None:
             step.images_to_encode.append(image)
         else:
             del self._unfinished[key]
             step.encodings.append(ImageEncoding(key, None))
-        return True
 
     def _unpin_image(self, request: Request, key: bytes, num_computed: int) -> None:
         """Unpin an image unless the first `num_computed` tokens end in the middle of it.
