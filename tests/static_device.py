@@ -103,10 +103,10 @@ class StaticAttention(TorchReference):
         if plan.capture_key is None:
             return super().attend(query, key, value, AttentionContext(cache, spec, metadata, plan.others))
         size, kv_heads = cache.block_size, spec.num_kv_heads
-        slots, starts = metadata.slots_of(spec), metadata.query_starts
+        slots, starts = metadata.slot_mapping[cache.column], metadata.query_starts
         rows_of_batch = torch.arange(len(query), dtype=starts.dtype)
         sequences = torch.searchsorted(starts, rows_of_batch, right=True) - 1
-        tables = metadata.tables_of(spec).long()[sequences]
+        tables = metadata.block_tables[cache.column].long()[sequences]
         rows = (slots // size * kv_heads * size + slots % size)[:, None] + torch.arange(kv_heads) * size
         write(cache, 0, key, rows.view(-1))
         write(cache, 1, value, rows.view(-1))

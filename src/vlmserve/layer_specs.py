@@ -1,24 +1,14 @@
-"""The attention, RoPE and cache group of one decoder layer. No torch: the frontend reads these values."""
+"""Attention and RoPE of decoder layers, and the layout of their KV cache. No torch: the frontend reads these values."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from bisect import bisect_right
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from vlmserve.errors import ModelLoadError, UnsupportedModelError
-
-
-@dataclass(frozen=True, slots=True)
-class CacheGroup:
-    """Layers whose cache is allocated, freed and hit together."""
-
-    window: int | None = None
-    """Positions that a token attends to, itself included. None: all."""
-
-
-FULL = CacheGroup()
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,46 +26,125 @@ class AttentionSpec:
     sinks: tuple[float, ...] | None = None
     """Attention sinks: for each head a score that takes a share of the softmax."""
 
+
+class CachePlace(NamedTuple):
+    """The place of a layer's keys and values."""
+
+    column: int
+    """The block table that lists its pages."""
+    slot: int
+    """The tensor of its pages."""
+
+
+MAX_UNUSED = 0.1
+"""Share of the slots of a page that may be unused, over all columns."""
+
+
+@dataclass(frozen=True, slots=True)
+class CacheLayout:
+    """Division of the KV cache into pages.
+
+    A page holds one block of tokens of as many layers as there are slots, each in the tensor of its slot. Layers of
+    equal windows share columns. A request has a block table for each column, and all columns take their pages from one
+    pool, so that window layers and full layers share the memory.
+    """
+
+    windows: tuple[int | None, ...]
+    """By column, the positions that a token attends to, itself included. None: all. The largest comes first, so no
+    column's table is longer than the first one's."""
+    places: tuple[CachePlace, ...]
+    """By layer."""
+
+    @classmethod
+    def of(cls, layers: Sequence[AttentionSpec]) -> CacheLayout:
+        """Take the fewest columns that leave at most `MAX_UNUSED` of the slots unused.
+
+        Layers with heads of different numbers or sizes cannot share a tensor. They get a single column, which keeps
+        what the layer with the largest window attends to.
+        """
+        by_window: dict[int | None, list[int]] = {}
+        for number, layer in sorted(enumerate(layers), key=lambda one: -(one[1].window or math.inf)):
+            by_window.setdefault(layer.window, []).append(number)
+        if len({(layer.num_kv_heads, layer.head_size) for layer in layers}) > 1:
+            widest = None if None in by_window else max(window or 0 for window in by_window)
+            by_window = {widest: [*range(len(layers))]}
+        counts = [len(numbers) for numbers in by_window.values()]
+        sizes = [size for size in range(1, max(counts) + 1) if _unused(counts, size) <= MAX_UNUSED]
+        size = min(sizes, key=lambda size: (sum(-(-count // size) for count in counts), size))
+        windows: list[int | None] = []
+        places: dict[int, CachePlace] = {}
+        for window, numbers in by_window.items():
+            for place, number in enumerate(numbers):
+                places[number] = CachePlace(len(windows) + place // size, place % size)
+            windows += [window] * -(-len(numbers) // size)
+        return cls(tuple(windows), tuple(places[number] for number in range(len(layers))))
+
     @property
-    def group(self) -> CacheGroup:
-        return CacheGroup(self.window)
+    def num_slots(self) -> int:
+        return 1 + max(place.slot for place in self.places)
+
+
+def _unused(counts: Sequence[int], size: int) -> float:
+    """Share of unused slots if pages hold `size` layers."""
+    slots = sum(-(-count // size) for count in counts) * size
+    return 1 - sum(counts) / slots
+
+
+def window_blocks(window: int, chunk: int, block_size: int) -> int:
+    """Blocks that hold a chunk and what its tokens attend to. The first and the last block may be partly in use."""
+    return -(-(window - 1 + chunk) // block_size) + 1
 
 
 @dataclass(frozen=True, slots=True)
 class CacheBytes:
-    """Bytes of a sequence's cache, by its tokens."""
+    """Pages and bytes of a sequence's cache, by its tokens."""
 
     block_size: int
     """Tokens of a block."""
-    groups: Mapping[CacheGroup, int]
-    """Bytes of one block over all layers of a group."""
+    page: int
+    """Bytes of a page."""
+    windows: tuple[int | None, ...]
+    """By column, see `CacheLayout`."""
+    layers: Mapping[int | None, int]
+    """Bytes of one block over all layers of a window."""
 
     @classmethod
     def of(
-        cls, layers: Iterable[AttentionSpec], block_size: int, block_bytes: Callable[[AttentionSpec], int]
+        cls, layers: Sequence[AttentionSpec], block_size: int, block_bytes: Callable[[AttentionSpec], int]
     ) -> CacheBytes:
         """block_bytes: bytes of one block of a layer."""
-        groups: dict[CacheGroup, int] = {}
-        for layer in layers:
-            groups[layer.group] = groups.get(layer.group, 0) + block_bytes(layer)
-        return cls(block_size, groups)
+        layout = CacheLayout.of(layers)
+        slots: dict[int, int] = {}
+        windows: dict[int | None, int] = {}
+        for layer, place in zip(layers, layout.places, strict=True):
+            slots[place.slot] = block_bytes(layer)
+            windows[layer.window] = windows.get(layer.window, 0) + block_bytes(layer)
+        return cls(block_size, sum(slots.values()), layout.windows, windows)
 
     @property
     def block(self) -> int:
         """Bytes of one block over all layers."""
-        return sum(self.groups.values())
+        return self.page * len(self.windows)
 
-    def held(self, num_tokens: int) -> int:
-        """Bytes of the blocks that hold this number of tokens. Every group holds every token."""
-        return -(-num_tokens // self.block_size) * self.block
+    def pages(self, num_tokens: int, max_chunk: int) -> int:
+        """Pages that a sequence holds at most while it grows to this number of tokens.
 
-    def fitting(self, num_bytes: int) -> int:
-        """Tokens that fit, in whole blocks."""
-        return num_bytes // self.block * self.block_size
+        max_chunk: maximum number of tokens in a step. Window layers hold window and chunk.
+        """
+        blocks, size = -(-num_tokens // self.block_size), self.block_size
+        return sum(
+            blocks if window is None else min(blocks, window_blocks(window, max_chunk, size)) for window in self.windows
+        )
+
+    def fitting(self, num_pages: int, max_chunk: int, max_tokens: int) -> int:
+        """Tokens, at most `max_tokens`, that a sequence may have if it gets this number of pages."""
+        lengths = range(0, max_tokens + self.block_size, self.block_size)
+        fits = bisect_right(lengths, num_pages, key=lambda length: self.pages(length, max_chunk))
+        return min(max_tokens, lengths[fits - 1])
 
     def read(self, num_tokens: int) -> float:
         """Bytes that the newest token of a sequence attends to. Window layers read their window."""
-        tokens = ((min(num_tokens, group.window or num_tokens), size) for group, size in self.groups.items())
+        tokens = ((min(num_tokens, window or num_tokens), size) for window, size in self.layers.items())
         return sum(count * size for count, size in tokens) / self.block_size
 
 

@@ -14,7 +14,7 @@ import msgspec
 from vlmserve.types import ImageInput, ImagePlacement, SamplingParams, Thoughts, TokenLogprobs
 
 BlockIds: TypeAlias = tuple[tuple[int, ...], ...]
-"""KV blocks by cache group, as many in each; empty: no group has any."""
+"""KV blocks by pass of the model and column of the cache, see `CacheLayout`. Empty: no table has any."""
 
 
 class BlockCopy(NamedTuple):
@@ -67,7 +67,8 @@ class NewRequest(msgspec.Struct, frozen=True):
     token_ids: list[int]
     """Tokens of the prompt, and of the part of an answer that a beam extends."""
     block_ids: list[list[int]]
-    """KV blocks by cache group, as many in each."""
+    """KV blocks by pass of the model and column of the cache. With X-LoRA there is a second pass, the scaling pass,
+    which computes the same tokens before the first one."""
     params: SamplingParams
     seed: int
     """Seed of its random numbers."""
@@ -79,9 +80,6 @@ class NewRequest(msgspec.Struct, frozen=True):
     """Key of the `CrossStates` that it attends to."""
     adapter: bytes = b""
     """Digest of its adapter, which has a slot whenever the request is in a step."""
-    scaling_block_ids: list[list[int]] = []
-    """`block_ids` of its scaling pass, which computes the same tokens before the step's other pass. Empty: no such
-    pass."""
     thoughts: Thoughts | None = None
     """See `Prompt`."""
     client: str = ""
@@ -101,8 +99,6 @@ class CachedRequest(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """KV blocks to append to its block tables."""
     resumed: bool = False
     """It was preempted; `new_block_ids` are its whole block tables."""
-    new_scaling_block_ids: BlockIds = ()
-    """`new_block_ids` of its scaling pass."""
 
 
 class SchedulerOutput(msgspec.Struct):

@@ -131,3 +131,19 @@ def test_evictions_are_told_before_keys_go():
     pool.release([0])
     pool.allocate(1)
     assert heard == [(0, [key(1)], True)]
+
+
+def test_unwanted_blocks_are_allocated_after_blocks_without_keys() -> None:
+    evicted = []
+    pool = BlockPool(4, lambda block, keys: evicted.append(block))
+    for block in pool.allocate(4):
+        if block < 3:
+            pool.register(block, bytes([block]))
+    pool.release([0])
+    pool.release([1, 2], unwanted=True)
+    pool.release([3], unwanted=True)
+    assert pool.num_free == 4
+    pool.share([2])
+    pool.release([2])
+    assert [pool.allocate(1) for _ in range(4)] == [[3], [1], [0], [2]]
+    assert evicted == [0, 2], "what is unwanted is not saved"

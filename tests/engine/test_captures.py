@@ -10,6 +10,7 @@ from torch import Tensor
 from tests.checkpoints import make_llama
 from tests.engine.test_parity import Oracle, engine_for, generate, text_oracle
 from tests.engine.test_qwen_vl import make_oracle
+from tests.models.test_families import make
 from tests.static_device import StaticDevice, kernels, static_devices  # noqa: F401
 from vlmserve.devices import graphs
 from vlmserve.kernels.attention import LayerCache
@@ -52,6 +53,15 @@ def test_contexts_that_grow_while_steps_are_repeated(llama: Oracle) -> None:
     prompts = [llama.prompt(seed, [length]) for seed, length in enumerate((100, 120, 126, 40))]
     for some in (prompts, prompts[1:], prompts[:2]):
         assert generate(engine, some, max_tokens=36) == [llama.greedy(prompt, 36) for prompt in some]
+
+
+def test_tables_of_columns_grow_while_steps_are_repeated(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Layers with a window have other block tables, whose places depend on the width of all tables."""
+    oracle = text_oracle(make(tmp_path_factory.mktemp("gemma3"), "gemma3"))
+    engine = engine_for(oracle, block_size=4)
+    prompts = [oracle.prompt(seed, [length]) for seed, length in enumerate((30, 9))]
+    for some in (prompts, prompts[1:]):
+        assert generate(engine, some, max_tokens=9) == [oracle.greedy(prompt, 9) for prompt in some]
 
 
 def test_decodes_beside_prompts_are_captured(

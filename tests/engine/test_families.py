@@ -49,8 +49,8 @@ def check_tokens(oracle: Oracle, prompts: list[Prompt], kernels: str) -> None:
     assert answers == expected
     tight = tight_cache(oracle, prompts, max_num_batched_tokens=100)
     assert generate(tight, prompts) == expected
-    # Where all layers have a short window, all requests fit.
-    assert tight.stats().preemptions > 0 or tight.runner.model.language_model.window is not None
+    # Where layers have a short window, all requests may fit.
+    assert tight.stats().preemptions > 0 or tight.runner.model.language_model.cache_layout.windows[-1] is not None
     assert generate(tight, prompts[::-1]) == expected[::-1]
 
 

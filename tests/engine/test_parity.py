@@ -141,7 +141,7 @@ def _bytes_of_4(folder: Path, kernels: str | None, on_cpu: bool) -> int:
     """kernels: those that the environment names, whose blocks differ; on_cpu: False for a static device."""
     config = EngineConfig(model=str(folder), kv_cache_memory="64MiB", dtype="float32", device="cpu", block_size=4)
     probe = Engine(config, folder)
-    return probe.info.kv_cache_bytes // probe.stats().kv_blocks_total
+    return probe.info.kv_cache_bytes // probe.stats().kv_blocks_total * probe.runner.num_columns
 
 
 def generate(engine: Engine, prompts: list[Prompt], **params) -> list[list[int]]:

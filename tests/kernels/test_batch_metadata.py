@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import hypothesis.strategies as st
@@ -11,10 +12,10 @@ from hypothesis import given
 
 from tests.attending import CPU
 from tests.native import built
-from vlmserve.kernels.attention import AttentionContext, BatchMetadata
+from vlmserve.kernels.attention import AttentionBackend, AttentionContext, BatchMetadata
 from vlmserve.kernels.cpu_attention import CpuAttention
 from vlmserve.kernels.torch_reference import TorchReference
-from vlmserve.layer_specs import FULL, AttentionSpec
+from vlmserve.layer_specs import AttentionSpec
 
 
 @given(
@@ -45,38 +46,41 @@ WINDOWED, WHOLE = AttentionSpec(4, 2, 16, 0.25, window=5), AttentionSpec(4, 2, 1
 SPANS = [(19, 20), (2, 3), (8, 17), (0, 6)]
 
 
-def two_groups() -> tuple[BatchMetadata, dict[AttentionSpec, BatchMetadata]]:
-    """A batch of two groups with blocks of four tokens, and what it is to each group's layers."""
+def two_columns() -> tuple[BatchMetadata, list[BatchMetadata]]:
+    """A batch with two columns and blocks of four tokens, and the batch with each column alone."""
     counts = [-(-end // 4) for _, end in SPANS]
     starts = [sum(counts[:row]) for row in range(len(counts))]
     ascending = [list(range(start, start + count)) for start, count in zip(starts, counts, strict=True)]
     descending = [[sum(counts) - block for block in table] for table in ascending]
-    whole, windowed = (BatchMetadata.of_chunks(SPANS, tables, 4) for tables in (ascending, descending))
+    alone = [BatchMetadata.of_chunks(SPANS, tables, 4) for tables in (ascending, descending)]
     both = replace(
-        whole,
-        block_tables=torch.cat([whole.block_tables, windowed.block_tables]),
-        slot_mapping=torch.cat([whole.slot_mapping, windowed.slot_mapping]),
-        groups=(FULL, WINDOWED.group),
+        alone[0],
+        block_tables=torch.cat([one.block_tables for one in alone]),
+        slot_mapping=torch.cat([one.slot_mapping for one in alone]),
     )
-    return both, {WHOLE: whole, WINDOWED: windowed}
+    return both, alone
 
 
-def test_layers_use_the_blocks_of_their_group() -> None:
-    backend, (both, alone) = TorchReference(), two_groups()
-    plan = backend.prepare(both, 4, [WHOLE, WINDOWED], torch.float32)
-    for spec, own in alone.items():
+@pytest.mark.parametrize("backend", [TorchReference, pytest.param(CpuAttention, marks=built)])
+def test_layers_use_the_blocks_of_their_column(backend: type[AttentionBackend]) -> None:
+    made, (both, alone) = backend(), two_columns()
+    plan = made.prepare(both, 4, [WHOLE, WINDOWED], torch.float32)
+    for spec, own in itertools.product((WHOLE, WINDOWED), alone):
         rows = [torch.randn(17, heads, 16) for heads in (4, 2, 2)]
         outputs = []
-        for metadata, prepared in ((both, plan), (own, backend.prepare(own, 4, [spec], torch.float32))):
-            cache = backend.allocate(16, 4, spec, torch.float32, CPU)
+        for metadata, prepared in ((both, plan), (own, made.prepare(own, 4, [spec], torch.float32))):
+            cache = made.allocate(16, 4, spec, torch.float32, CPU)
             torch.manual_seed(0)
             cache.keys.normal_()
             cache.values.normal_()
-            outputs.append((backend.attend(*rows, AttentionContext(cache, spec, metadata, prepared)), cache.keys))
+            context = AttentionContext(
+                replace(
+                    cache,
+                    column=next(column for column, one in enumerate(alone) if one is own) if metadata is both else 0,
+                ),
+                spec,
+                metadata,
+                prepared,
+            )
+            outputs.append((made.attend(*rows, context), cache.keys))
         assert all(torch.equal(one, other) for one, other in zip(*outputs, strict=True))
-
-
-@built
-def test_native_attention_rejects_several_groups() -> None:
-    with pytest.raises(ValueError, match="too many values"):
-        CpuAttention().prepare(two_groups()[0], 4, [WHOLE, WINDOWED], torch.float32)

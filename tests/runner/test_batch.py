@@ -12,7 +12,6 @@ from msgspec.structs import replace
 from tests.scheduler.made_up import BLOCK, image, request, request_states, sampled, scheduler
 from vlmserve.devices.staging import Staging
 from vlmserve.devices.torch_device import TorchDevice
-from vlmserve.layer_specs import FULL, CacheGroup
 from vlmserve.runner.batch import Batch, BatchBuilder
 from vlmserve.runner.requests import RequestStates, ScheduledRequest
 from vlmserve.scheduler.scheduler import Scheduler
@@ -40,7 +39,7 @@ def assert_is(batch: Batch, scheduled: list[ScheduledRequest]) -> None:
             for one in scheduled
             for number in tokens_of(one)
         ]
-        for group in range(len(metadata.groups))
+        for group in range(len(metadata.slot_mapping))
     ]
     assert metadata.query_starts.tolist() == [0, *np.cumsum(counts).tolist()]
     assert metadata.context_lens.tolist() == metadata.host_context_lens == contexts
@@ -48,7 +47,7 @@ def assert_is(batch: Batch, scheduled: list[ScheduledRequest]) -> None:
     assert metadata.num_decodes == counts.count(1)
     is_sampled = [number >= len(one.state.token_ids) - 1 for one in scheduled for number in tokens_of(one)]
     assert batch.sampled_rows.tolist() == np.flatnonzero(is_sampled).tolist()
-    assert metadata.block_tables.shape[:2] == (len(metadata.groups), len(counts))
+    assert metadata.block_tables.shape[:2] == (len(scheduled[0].state.block_tables), len(counts))
     for group, rows in enumerate(metadata.block_tables.tolist()):
         for row, one in zip(rows, scheduled, strict=True):
             table = one.state.block_tables[group].tolist()
@@ -111,7 +110,7 @@ def test_whatever_happened_before_a_batch_is_its_step(
     """Requests come and go, are preempted and are aborted, and some of their drafts are right."""
     made_up = scheduler(num_blocks=num_blocks, budget=budget, prefix_caching=prefix_caching)
     made_up.propose_drafts = drafts and (lambda request: drafts)
-    builder = BatchBuilder(BLOCK, TorchDevice(torch.device("cpu")), groups=(FULL, CacheGroup(8))[:groups])
+    builder = BatchBuilder(BLOCK, TorchDevice(torch.device("cpu")), num_columns=groups)
     states = request_states()
     for number, length in enumerate(lengths):
         made_up.add(request(str(number), length, token=number + 1, max_tokens=5 + (7 * number) % 40))

@@ -15,11 +15,11 @@ from tests.checkpoints import make_llama, make_llava, make_mistral3
 from vlmserve.devices.cpu import CpuDevice
 from vlmserve.errors import ConfigurationError
 from vlmserve.kernels.attention import BatchMetadata
-from vlmserve.layer_specs import FULL, CacheBytes
+from vlmserve.layer_specs import CacheBytes
 from vlmserve.models.load_settings import LoadSettings
 from vlmserve.models.protocols import LoadedModel
 from vlmserve.models.registry import load_model
-from vlmserve.runner.memory import num_kv_blocks, run_largest_encoding, run_largest_step
+from vlmserve.runner.memory import num_pages, run_largest_encoding, run_largest_step
 
 CPU = torch.device("cpu")
 
@@ -74,11 +74,12 @@ def test_the_largest_step_has_all_tokens(
 
 
 def test_no_more_blocks_than_full_contexts_fill() -> None:
-    sizes = {"of_tokens": CacheBytes(16, {FULL: 100}), "max_model_len": 40, "max_num_seqs": 3}
-    assert num_kv_blocks(budget=10**6, **sizes) == 3 * 3
-    assert num_kv_blocks(budget=450, **sizes) == 4
+    of_tokens = CacheBytes(16, 100, (None,), {None: 100})
+    sizes = {"of_tokens": of_tokens, "max_model_len": 40, "max_num_seqs": 3, "max_chunk": 20}
+    assert num_pages(budget=10**6, **sizes) == 3 * 3
+    assert num_pages(budget=450, **sizes) == 4
     with pytest.raises(ConfigurationError, match="the KV cache has 0 bytes and a block of 16 tokens needs 100"):
-        num_kv_blocks(budget=-1, **sizes)
+        num_pages(budget=-1, **sizes)
 
 
 @pytest.mark.parametrize(

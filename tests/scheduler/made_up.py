@@ -72,7 +72,7 @@ class TestedScheduler(Scheduler):
 
 def scheduler(
     num_blocks=100, budget=64, seqs=16, encoder_bytes=1000, max_encoded_images=4, prefix_caching=False,
-    host_blocks=0, window=None, others=(),
+    host_blocks=0, windows=(None,), others=(),
 ) -> TestedScheduler:  # fmt: skip
     cache = PrefixCache(BlockPool(num_blocks), BlockPool(host_blocks) if host_blocks else None)
     images = Images(
@@ -82,7 +82,7 @@ def scheduler(
         state_bytes=1,
         macs=lambda image: 10 * image.num_embeddings,
     )
-    memory = KVMemory(cache, BLOCK, prefix_caching=prefix_caching, max_chunk=budget, window=window)
+    memory = KVMemory(cache, BLOCK, prefix_caching=prefix_caching, max_chunk=budget, windows=windows)
     return TestedScheduler(memory, images, *others, seqs=seqs, budget=budget)
 
 

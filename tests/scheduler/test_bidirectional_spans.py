@@ -63,7 +63,7 @@ def test_a_prefixs_first_key_covers_all():
     images = [(image(1, 10), 5), (image(2, 10), 5), (image(1, 9), 5)]
     for bidirectional, kinds in (("prefix", 3), ("images", 1), (None, 1)):
         requests = [request("a", 20, images=[one], bidirectional=bidirectional) for one in images]
-        assert len({one.keys_of_full_blocks(one.tables[0], 1, 4)[0] for one in requests}) == kinds
+        assert len({one.keys_of_full_blocks(one.chains[0], 1, 4)[0] for one in requests}) == kinds
 
 
 def test_a_chunk_ends_before_a_span_too_long():
@@ -85,7 +85,7 @@ def test_the_rest_of_images_takes_one_step():
 
 
 def _tail_key(one):
-    return one.tail_key(one.tables[0], 6, 8)
+    return one.tail_key(one.chains[0], 6, 8)
 
 
 def test_a_tail_key_covers_what_tokens_see():

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+from functools import partial
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.scheduler.made_up import BLOCK, END, FixedLimits, cross_input, image, request, request_states, scheduler
+from vlmserve.layer_specs import CacheBytes
 from vlmserve.runner.requests import ScheduledRequest
 from vlmserve.steps import ModelRunnerOutput, SchedulerOutput
 
@@ -43,46 +47,46 @@ OPERATIONS = st.lists(
 class Contents:
     """What the blocks would hold if there were a model: a written slot knows which token of which request it is.
 
-    It knows of requests what a runner knows. roots: the keys that all blocks of a request begin with, in each table.
+    It knows of requests what a runner knows. roots: the keys that all blocks of a request begin with, in each pass.
     """
 
     def __init__(self) -> None:
         self.device: dict[int, list] = {}
         self.host: dict[int, list] = {}
 
-    def run(self, step: SchedulerOutput, batch: list[ScheduledRequest], roots: dict[str, list[bytes]], window) -> None:
+    def run(self, step: SchedulerOutput, batch: list[ScheduledRequest], roots: dict[str, list[bytes]], windows) -> None:
         for block in step.blocks_to_zero:
             self.device[block] = [None] * BLOCK
         for kind, source, target in step.block_copies:
             origin = self.host if kind == "load" else self.device
             (self.host if kind == "save" else self.device)[target] = list(origin[source])
 
-        def content(scheduled: ScheduledRequest, position: int, root: bytes):
+        def content(scheduled: ScheduledRequest, position: int, root: bytes, column: int):
             state = scheduled.state
             spans = (span for span in state.bidirectional_spans if span[0] <= position < span[1])
             start, reach = next(spans, (position, position + 1))
             images = [(one.key, position - one.start) for one in state.images_between(start, reach)]
             tokens = (state.token_ids + scheduled.draft_token_ids)[:reach]
-            return root, state.position_offset, position, tuple(tokens), *images
+            return root, column, state.position_offset, position, tuple(tokens), *images
 
-        passes = [
-            (scheduled, table, root)
+        columns = [
+            (scheduled, table, *place)
             for scheduled in batch
-            for table, root in zip(tables_of(scheduled), roots[scheduled.state.request_id], strict=True)
+            for table, place in zip(
+                scheduled.state.block_tables,
+                itertools.product(roots[scheduled.state.request_id], range(len(windows))),
+                strict=True,
+            )
         ]
-        for scheduled, table, root in passes:
+        for scheduled, table, *place in columns:
             for position in range(scheduled.start, scheduled.start + scheduled.num_tokens):
                 block = self.device.setdefault(table[position // BLOCK], [None] * BLOCK)
-                block[position % BLOCK] = content(scheduled, position, root)
-        for scheduled, table, root in passes:
+                block[position % BLOCK] = content(scheduled, position, *place)
+        for scheduled, table, *place in columns:
+            window = windows[place[1]]
             seen_from = 0 if window is None else max(0, scheduled.start - window + 1)
             for position in range(seen_from, scheduled.start + scheduled.num_tokens):
-                assert self.device[table[position // BLOCK]][position % BLOCK] == content(scheduled, position, root)
-
-
-def tables_of(scheduled: ScheduledRequest) -> list:
-    state = scheduled.state
-    return [*state.block_tables, *state.scaling_tables]
+                assert self.device[table[position // BLOCK]][position % BLOCK] == content(scheduled, position, *place)
 
 
 def sample(batch: list[ScheduledRequest], token: int) -> ModelRunnerOutput:
@@ -112,7 +116,7 @@ def sample(batch: list[ScheduledRequest], token: int) -> ModelRunnerOutput:
         st.integers(1, 3),
         st.booleans(),
         st.sampled_from([0, 1, 3, 10]),
-        st.sampled_from([None, None, 1, 5, 8, 30]),
+        st.sampled_from([(None,), (None,), (1,), (8,), (None, 5), (None, 8, 8), (30, 5), (None, 1, 6)]),
     ),
     OPERATIONS,
     st.sampled_from([None, None, "images", "prefix"]),
@@ -123,16 +127,16 @@ def sample(batch: list[ScheduledRequest], token: int) -> ModelRunnerOutput:
 def test_no_block_leaks_or_holds_foreign_content(
     sizes, operations, bidirectional, max_short_len, drafts, encoder_budget
 ):
-    if bidirectional is not None:
-        sizes = (*sizes[:-1], None)
-    num_blocks, budget, seqs, encoder_bytes, max_images, prefix_caching, _, window = sizes
+    num_blocks, budget, seqs, encoder_bytes, max_images, prefix_caching, _, windows = sizes
     s = scheduler(*sizes)
     s.propose_drafts = None if drafts is None else lambda request: drafts[request.num_prompt_tokens % 2 :]
     if encoder_budget is not None:
         s.limits = FixedLimits(encoder_budget, others=7 * encoder_budget, tokens=3)
     states = request_states(bidirectional=bidirectional, max_short_len=max_short_len)
     contents = Contents()
-    capacity = num_blocks * BLOCK
+    chunk = budget if bidirectional is None else 100
+    fitting = partial(CacheBytes(BLOCK, 1, windows, {}).fitting, max_chunk=chunk, max_tokens=100)
+    capacity = fitting(num_blocks)
     open_requests: set[str] = set()
     embeddings: set[bytes] = set()
     unfinished: dict[bytes, int] = {}
@@ -177,30 +181,30 @@ def test_no_block_leaks_or_holds_foreign_content(
             state, start, guessed = scheduled.state, scheduled.start, scheduled.draft_token_ids
             request, end = s.requests[state.request_id], start + scheduled.num_tokens
             assert state.token_ids == request.token_ids
-            assert tables_of(scheduled) == [table.blocks for table in request.tables]
+            assert scheduled.state.block_tables == [table.blocks for table in request.tables]
             assert start == request.num_computed
-            assert all(end <= len(table) * BLOCK for table in tables_of(scheduled))
+            assert all(end <= len(table) * BLOCK for table in scheduled.state.block_tables)
             assert end - len(guessed) <= len(state.token_ids)
             assert not guessed or end - len(guessed) == len(state.token_ids)
             assert max_short_len is None or len(state.token_ids) > max_short_len or end <= max_short_len
             assert request.bidirectional_span_at(end) is None, "a bidirectional span is computed in one step"
             assert all(one.key in embeddings for one in state.images_between(start, end))
             assert state.cross_key is None or state.cross_key in embeddings
-        roots = {request.request_id: [table.keys[0] for table in request.tables] for request in s.running}
-        contents.run(planned, batch, roots, window)
+        roots = {request.request_id: [chain.keys[0] for chain in request.chains] for request in s.running}
+        contents.run(planned, batch, roots, windows)
         for output in s.update(planned, sample(batch, token)):
             if output.finish_reason is not None:
                 open_requests.remove(output.request_id)
         if planned.has_work:
             assert len(states._states) <= len(s) + len(batch), "the runner forgets requests that are finished"
-        tables = [(running, table.blocks) for running in s.running for table in running.tables]
-        held = [block for running, table in tables for block in table[running.first_block :]]
+        tables = [(running, table) for running in s.running for table in running.tables]
+        held = [block for _, table in tables for block in table.held]
         assert len(set(held)) == s.pool.num_used
         assert all(s.pool.ref_count(block) == held.count(block) for block in set(held))
         assert prefix_caching or len(held) == len(set(held))
         assert s.memory.cache.host is None or s.memory.cache.host.num_used == 0
         for running, table in tables:
-            for block in set(table[running.num_computed // BLOCK :]):
+            for block in set(table.blocks[running.num_computed // BLOCK :]):
                 assert s.pool.ref_count(block) == 1, "a block that is still written to is in one hand only"
         assert s.images.cache.used_bytes <= encoder_bytes
         return planned
@@ -208,7 +212,7 @@ def test_no_block_leaks_or_holds_foreign_content(
     for operation, argument in operations:
         if operation == "add":
             length, max_tokens, images, cross, salt, mixed = argument
-            most = num_blocks // 2 * BLOCK if mixed else capacity
+            most = fitting(num_blocks // 2) if mixed else capacity
             if length < most:
                 name = f"request {added}"
                 given = {"images": images, "cross": cross, "salt": salt, "bidirectional": bidirectional}

@@ -45,8 +45,8 @@ def test_running_requests_share_full_blocks():
     s.add(request("b", 11))
     step, _ = run(s)
     a, b = s.running
-    assert a.block_table[:2] == b.block_table[:2]
-    assert step.block_copies == [("copy", a.block_table[2], b.block_table[2])]
+    assert a.tables[0].blocks[:2] == b.tables[0].blocks[:2]
+    assert step.block_copies == [("copy", a.tables[0].blocks[2], b.tables[0].blocks[2])]
     assert plan(step) == [("a", 1), ("b", 1)]
 
 

@@ -43,7 +43,7 @@ def test_the_last_admitted_is_preempted():
     while s.num_preemptions == 0:
         run(s)
     assert second.num_computed == 0
-    assert not second.block_table
+    assert not second.tables
     assert list(s.waiting) == [second]
     generated = list(second.token_ids)
     while len(first.token_ids) < 4 + 9:
@@ -51,7 +51,7 @@ def test_the_last_admitted_is_preempted():
     step, _ = run(s)
     assert plan(step) == [("second", len(generated))]
     assert [(again.new_block_ids, again.resumed) for again in step.cached_requests] == [
-        ((tuple(second.block_table),), True)
+        ((tuple(second.tables[0].blocks),), True)
     ], "the runner knows it, but for its blocks"
 
 

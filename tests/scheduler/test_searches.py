@@ -23,7 +23,7 @@ def test_all_failed_beams_have_their_blocks_cleared():
     add_search(s, "a", 5, 2, 4)
     extend(s, s.schedule())
     step = s.schedule()
-    own = [beam.block_table[-1] for beam in s.running]
+    own = [beam.tables[0].blocks[-1] for beam in s.running]
     output = sampled(s, step, 7)
     output.failures = dict.fromkeys(output.token_ids, RequestFailure("not_finite"))
     [failed] = s.update(step, output)
@@ -43,18 +43,18 @@ def test_all_failed_beams_have_their_blocks_cleared():
     st.integers(6, 12),
     st.integers(1, 5),
     st.sampled_from([None, 6, 12]),
-    st.sampled_from([None, None, 5]),
+    st.sampled_from([(None,), (None,), (5,), (None, 5, 5)]),
 )
-def test_beams_attend_to_their_own_tokens(operations, num_blocks, seqs, max_short_len, window):
+def test_beams_attend_to_their_own_tokens(operations, num_blocks, seqs, max_short_len, windows):
     """Searches with a length, a width, a number of tokens and a priority, and steps between them."""
-    s = scheduler(num_blocks, 12, seqs, prefix_caching=True, window=window)
+    s = scheduler(num_blocks * len(windows), 12, seqs, prefix_caching=True, windows=windows)
     states, contents = request_states(max_short_len=max_short_len), Contents()
 
     def step() -> None:
         planned = s.schedule()
         batch = states.update(planned) if planned.has_work else []
-        roots = {one.request_id: [table.keys[0] for table in one.tables] for one in s.running}
-        contents.run(planned, batch, roots, window)
+        roots = {one.request_id: [chain.keys[0] for chain in one.chains] for one in s.running}
+        contents.run(planned, batch, roots, windows)
         extend(s, planned)
 
     for number, search in enumerate(operations):

@@ -1,7 +1,7 @@
 """The pool of KV blocks: their ref counts, which are free, and the keys under which their content is found again.
 
 A block with a ref count of 0 is free, yet it keeps its content and its keys until it is allocated again: blocks without
-a key first, then those that were released longest ago.
+a key first, then unwanted ones, then those that were released longest ago.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class BlockPool:
     """Ref-counted block ids ``0 <= id < num_blocks``, found again by 32-byte keys of their content.
 
     A block may have several keys: one for its first tokens, another for all of them.
-    on_evict: called with a block and its keys before it is allocated for other content.
+    on_evict: called with a block and its keys before it is allocated for other content, unless it is unwanted.
     """
 
     def __init__(self, num_blocks: int, on_evict: Callable[[int, list[bytes]], None] = _ignore_eviction) -> None:
@@ -31,6 +31,7 @@ class BlockPool:
         self.num_evictions = 0
         self.on_evict = on_evict
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
+        self._unwanted: OrderedDict[int, None] = OrderedDict()
         self._ref_counts = array("i", bytes(4 * num_blocks))
         self._blocks: dict[bytes, int] = {}
         self._keys: dict[int, list[bytes]] = {}
@@ -40,11 +41,11 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        return len(self._free)
+        return len(self._free) + len(self._unwanted)
 
     @property
     def num_used(self) -> int:
-        return self.num_blocks - len(self._free)
+        return self.num_blocks - self.num_free
 
     @property
     def num_cached(self) -> int:
@@ -74,15 +75,19 @@ class BlockPool:
 
         Raises ValueError, allocating none, if fewer are free.
         """
-        if count > len(self._free):
-            raise ValueError(f"{count} blocks wanted, {len(self._free)} free")
-        taken = [self._free.popitem(last=False)[0] for _ in range(count)]
-        for block in taken:
+        if count > self.num_free:
+            raise ValueError(f"{count} blocks wanted, {self.num_free} free")
+        taken = []
+        for _ in range(count):
+            is_wanted = not self._unwanted or (bool(self._free) and next(iter(self._free)) not in self._keys)
+            block, _ = (self._free if is_wanted else self._unwanted).popitem(last=False)
             self._ref_counts[block] = 1
             if block in self._keys:
-                self.on_evict(block, self._keys[block])
+                if is_wanted:
+                    self.on_evict(block, self._keys[block])
                 self.unregister(block)
                 self.num_evictions += 1
+            taken.append(block)
         return taken
 
     def get(self, key: bytes) -> int | None:
@@ -95,7 +100,7 @@ class BlockPool:
             if self._ref_counts[block] == 0:
                 if block not in self._keys:
                     raise ValueError(f"block {block} is free and cannot be shared")
-                del self._free[block]
+                del (self._unwanted if block in self._unwanted else self._free)[block]
             self._ref_counts[block] += 1
 
     def register(self, block: int, key: bytes) -> None:
@@ -111,21 +116,26 @@ class BlockPool:
 
     def unregister(self, block: int) -> None:
         """Drop the keys of a block; its ref count stays as it is."""
-        for key in self._keys.pop(block, ()):
+        keys = self._keys.pop(block, ())
+        for key in keys:
             del self._blocks[key]
-            if self._ref_counts[block] == 0:
-                self._free.move_to_end(block, last=False)
+        if keys and self._ref_counts[block] == 0:
+            self._unwanted.pop(block, None)
+            self._free[block] = None
+            self._free.move_to_end(block, last=False)
 
-    def release(self, blocks: Iterable[int]) -> None:
+    def release(self, blocks: Iterable[int], *, unwanted: bool = False) -> None:
         """Subtract 1 from the ref counts of blocks. One at 0 is free; those released first are allocated first.
 
-        Raises ValueError for one that is free already.
+        unwanted: a request is unlikely to find them useful. Raises ValueError for a block that is free already.
         """
         for block in blocks:
             if self._ref_counts[block] == 0:
                 raise ValueError(f"block {block} is free already")
             self._ref_counts[block] -= 1
-            if self._ref_counts[block] == 0:
-                self._free[block] = None
-                if block not in self._keys:
-                    self._free.move_to_end(block, last=False)
+            if self._ref_counts[block] > 0:
+                continue
+            has_key = block in self._keys
+            (self._unwanted if unwanted and has_key else self._free)[block] = None
+            if not has_key:
+                self._free.move_to_end(block, last=False)

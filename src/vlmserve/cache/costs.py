@@ -21,7 +21,8 @@ class CostModel:
     saving even more; until both prices are known, blocks are saved.
     """
 
-    def __init__(self, block_size: int) -> None:
+    def __init__(self, block_size: float) -> None:
+        """block_size: tokens whose computation a block saves."""
         self._block_size = block_size
         self.seconds_per_token: float | None = None
         self.seconds_per_copy: float | None = None

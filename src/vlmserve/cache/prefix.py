@@ -36,6 +36,36 @@ class Hit(NamedTuple):
         return self.first + len(self.places)
 
 
+class Column:
+    """One of the block tables that a request has in each pass, see `CacheLayout`."""
+
+    def __init__(self, number: int, window: int | None, block_size: int) -> None:
+        """window: positions that a token attends to, itself included. None: all."""
+        self.window, self.block_size = window, block_size
+        self._suffix = number.to_bytes(2, "big") if number else b""
+
+    def key(self, key: bytes) -> bytes:
+        """The key of a block's content in this column."""
+        return key + self._suffix
+
+    def first_visible(self, num_tokens: int) -> int:
+        """Return the first block that tokens after the first `num_tokens` attend to."""
+        return 0 if self.window is None else max(0, num_tokens - self.window + 1) // self.block_size
+
+    def first_needed(self, num_blocks: int) -> int:
+        """Return the first block that tokens after `num_blocks` full blocks attend to."""
+        return self.first_visible(num_blocks * self.block_size)
+
+
+class Chain(NamedTuple):
+    """Keys of the blocks that a request looks for in one pass."""
+
+    keys: Sequence[bytes]
+    """Keys of its full blocks."""
+    tail: bytes | None = None
+    """Key of the partly filled block after them, if there is one."""
+
+
 class PrefixCache:
     """Finds blocks by their keys. host: a second pool, for what the first one evicts.
 
@@ -54,43 +84,74 @@ class PrefixCache:
         if host is not None:
             pool.on_evict = self._save
 
-    def find(
-        self, chains: Sequence[Sequence[bytes]], tail_keys: Sequence[bytes | None], first_visible: Callable[[int], int]
-    ) -> list[Hit]:
-        """Return the longest run of cached blocks that is usable in all chains, for each of them.
+    def find(self, chains: Sequence[Chain], columns: Sequence[Column]) -> tuple[list[Hit], int]:
+        """Find the longest prefix of full blocks that can be reused in all columns of all chains.
 
-        chains: keys of the full blocks of the same tokens. tail_keys: for each chain, the key of the partly filled
-        block after them, if there is one. Tails are found in all chains or in none. first_visible: from a number of
-        leading blocks to the first one that later tokens attend to.
+        Return a hit for each column of each chain, and how many blocks columns without a window have found. Tails are
+        found in all of them or in none.
         """
-        rows: list[list[Place] | None] = []
-        for keys in zip(*chains, strict=True):
-            places = [place for key in keys if (place := self._place(key)) is not None]
-            if len(places) < len(keys) and first_visible(len(chains[0])) == 0:
+        tables = [(chain.keys, column) for chain in chains for column in columns]
+        end = len(chains[0].keys)
+        whole = [[] if column.window else self._find_first(keys[:end], column) for keys, column in tables]
+        for places, (_, column) in zip(whole, tables, strict=True):
+            end = end if column.window else min(end, len(places))
+        reach = end if any(column.window is None for column in columns) else 0
+        while end:
+            usable = min(self._usable(keys, column, end) for keys, column in tables)
+            if usable == end:
                 break
-            rows.append(places if len(places) == len(keys) else None)
-        end, first = _longest(rows, first_visible)
-        tails = [None if key is None or end < len(chains[0]) else self._place(key) for key in tail_keys]
-        if None in tails:
-            tails = [None] * len(chains)
-        run = [row for row in rows[first:end] if row is not None]
-        return [Hit(first, tuple(row[number] for row in run), tail) for number, tail in enumerate(tails)]
+            end = usable
+        tails: list[Place | None] = []
+        for chain in chains if end == len(chains[0].keys) else ():
+            tails += [None if chain.tail is None else self._place(column.key(chain.tail)) for column in columns]
+        if not tails or None in tails:
+            tails = [None] * len(tables)
+        hits = []
+        for places, (keys, column), tail in zip(whole, tables, tails, strict=True):
+            first = column.first_needed(end)
+            run = self._find_first(keys[first:end], column) if column.window else places[:end]
+            hits.append(Hit(first, tuple(run), tail))
+        return hits, max(reach, end)
 
-    def num_taken(self, hit: Hit) -> int:
-        """How many free device blocks it takes to use a hit; its tail is held only until its copy is scheduled."""
-        places = hit.places if hit.tail is None or hit.tail.on_host else (*hit.places, hit.tail)
+    def _find_first(self, keys: Sequence[bytes], column: Column) -> list[Place]:
+        """Return where the first of these blocks are, up to one that is not cached."""
+        places = []
+        for key in keys:
+            place = self._place(column.key(key))
+            if place is None:
+                break
+            places.append(place)
+        return places
+
+    def _usable(self, keys: Sequence[bytes], column: Column, end: int) -> int:
+        """Return `end` if a column has all that tokens after that many blocks attend to, or a smaller number.
+
+        Later tokens than those after the smaller number lack a block.
+        """
+        if column.window is None:
+            return end
+        needed = range(end - 1, column.first_needed(end) - 1, -1)
+        return next((number for number in needed if self._place(column.key(keys[number])) is None), end)
+
+    def num_taken(self, hits: Sequence[Hit]) -> int:
+        """Return how many free device blocks it takes to use hits. A tail is held only until its copy is scheduled."""
+        places = [place for hit in hits for place in hit.places]
+        places += [hit.tail for hit in hits if hit.tail is not None and not hit.tail.on_host]
         return sum(place.on_host or self.pool.ref_count(place.block) == 0 for place in places)
 
-    def take(self, hits: Sequence[Hit], chains: Sequence[Sequence[bytes]], num_new: int) -> list[list[int]]:
-        """For each chain, take the blocks of its hit and `num_new` further ones. The first of these gets the tail's
-        content. Raises ValueError if too few blocks are free."""
+    def take(self, hits: Sequence[Hit], keys: Sequence[Sequence[bytes]], num_new: Sequence[int]) -> list[list[int]]:
+        """For each table, take the blocks of its hit and `num_new` further ones. The first of these gets the tail's
+        content.
+
+        keys: of the blocks of each hit. Raises ValueError if too few blocks are free.
+        """
         kept = [place for hit in hits for place in (*hit.places, hit.tail) if place is not None]
         on_host = [place.block for place in kept if place.on_host]
         # Shared first, so that the allocation does not evict what is about to be used.
         self.pool.share([place.block for place in kept if not place.on_host])
         if self.host is not None:
             self.host.share(on_host)
-        tables = [self._fill(hit, keys, num_new) for hit, keys in zip(hits, chains, strict=True)]
+        tables = [self._fill(*one) for one in zip(hits, keys, num_new, strict=True)]
         if self.host is not None:
             self.host.release(on_host)
         return tables
@@ -99,11 +160,11 @@ class PrefixCache:
         """The blocks of a hit that are shared already, and new ones."""
         fresh = self.pool.allocate(num_new + sum(place.on_host for place in hit.places))
         blocks = []
-        for number, place in enumerate(hit.places, start=hit.first):
+        for place, key in zip(hit.places, keys, strict=True):
             if place.on_host:
                 block = fresh.pop(0)
                 self._load(place.block, block)
-                self.pool.register(block, keys[number])
+                self.pool.register(block, key)
             else:
                 block = place.block
             blocks.append(block)
@@ -151,16 +212,3 @@ class PrefixCache:
         assert block is not None
         host.share([block])
         host.release([block])
-
-
-def _longest(places: Sequence[object | None], first_visible: Callable[[int], int]) -> tuple[int, int]:
-    """The end and the beginning of the longest run of blocks that has all blocks that later tokens attend to."""
-    known = 0
-    best = (0, 0)
-    for index, place in enumerate(places):
-        known = known + 1 if place is not None else 0
-        end = index + 1
-        first = first_visible(end)
-        if known >= end - first and known:
-            best = (end, first)
-    return best

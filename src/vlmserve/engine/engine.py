@@ -23,7 +23,7 @@ from vlmserve.engine.base import BaseEngine
 from vlmserve.engine.grammars import grammar_compiler
 from vlmserve.engine.image_speed import image_cost
 from vlmserve.engine.intake import Intake
-from vlmserve.engine.loading import cache_sizes, load
+from vlmserve.engine.loading import CacheSizes, cache_sizes, load
 from vlmserve.errors import ConfigurationError
 from vlmserve.models.identity import cache_identity
 from vlmserve.models.protocols import LoadedModel, VisionEncoder
@@ -105,13 +105,9 @@ class Engine(BaseEngine):
     ) -> None:
         """followers: all other ranks; None: there are none."""
         language_model = model.language_model
-        of_tokens, num_blocks, num_host_blocks, max_model_len = cache_sizes(config, model)
-        length = min(USUAL_TOKENS, max_model_len)
-        logger.info(
-            "KV cache: %d blocks of %d tokens, %s, %d bytes a token; %.1f MB for 1,000, room for %d requests of %d",
-            num_blocks, config.block_size, _cache_type(config, model), of_tokens.block // config.block_size,
-            of_tokens.block / config.block_size / 1e3, num_blocks // -(-length // config.block_size), length,
-        )  # fmt: skip
+        of_tokens, num_pages, num_host_pages, max_model_len = sizes = cache_sizes(config, model)
+        _log_cache(config, model, sizes)
+        chunk = config.max_num_batched_tokens
         self._config = config
         self._grammars = grammar_compiler(config, folder, language_model.vocab_size)
         one_block = language_model.allocate_cache(1, config.block_size)
@@ -119,15 +115,14 @@ class Engine(BaseEngine):
         self._prompt_tokens = self._generation_tokens = self._images_encoded = self._steps = 0
         self._step_seconds = self._vision_seconds = 0.0
         self.timings = StepTimings()
-        self._costs = CostModel(config.block_size)
+        self._costs = CostModel(config.block_size / len(of_tokens.windows))
         self._cache = PrefixCache(
-            BlockPool(num_blocks),
-            BlockPool(num_host_blocks) if num_host_blocks else None,
+            BlockPool(num_pages),
+            BlockPool(num_host_pages) if num_host_pages else None,
             self._costs.worth_saving,
         )
         self._adapters = AdapterLoading.of(config, model)
-        max_lens = [min(max_model_len, blocks * config.block_size) for blocks in (num_blocks, num_blocks // 2)]
-        self._intake = intake = Intake(config, model, identity, self._grammars, self._adapters, *max_lens)
+        self._intake = intake = Intake(config, model, identity, self._grammars, self._adapters, sizes)
         slots = self._slots = self._adapter_slots = None
         if self._adapters is not None:
             store = self._adapters.store
@@ -136,14 +131,19 @@ class Engine(BaseEngine):
         # Planned and submitted before the step before it has ended; see `Scheduler.schedule_ahead`.
         self._ahead: tuple[SchedulerOutput, float, RunningStep] | None = None
         self._overlaps = model.device.draw_later is not None and followers is None
-        sizes = (num_blocks, num_host_blocks, config.block_size)
+        pages = (num_pages, num_host_pages, config.block_size)
         if followers is None:
-            self.runner = ModelRunner(model, *sizes, self._grammars.begin, slots)
+            self.runner = ModelRunner(model, *pages, self._grammars.begin, slots)
         else:
-            self.runner = LeadingRunner(model, *sizes, self._grammars.begin, followers)
+            self.runner = LeadingRunner(model, *pages, self._grammars.begin, followers)
         self._followers = followers
-        chunk, window, caches = config.max_num_batched_tokens, language_model.window, config.enable_prefix_caching
-        self._memory = KVMemory(self._cache, config.block_size, prefix_caching=caches, max_chunk=chunk, window=window)
+        self._memory = KVMemory(
+            self._cache,
+            config.block_size,
+            prefix_caching=config.enable_prefix_caching,
+            max_chunk=chunk,
+            windows=of_tokens.windows,
+        )
         self._images = Images(
             EncoderCache(config.encoder_cache_memory),
             max_encoded_images=config.max_encoded_images or model.device.images_per_step,
@@ -180,9 +180,9 @@ class Engine(BaseEngine):
             device=str(model.device),
             num_parameters=model.num_parameters,
             max_prompt_len=intake.max_len - 1,
-            kv_cache_bytes=num_blocks * of_tokens.block * config.tensor_parallel_size,
+            kv_cache_bytes=num_pages * of_tokens.page * config.tensor_parallel_size,
             supports_images=model.vision is not None,
-            kv_cache_tokens=num_blocks * config.block_size,
+            kv_cache_tokens=of_tokens.fitting(num_pages, chunk, num_pages * config.block_size),
             weight_bytes=model.weight_bytes * config.tensor_parallel_size,
             end_token_ids=sorted(model.end_token_ids),
             gpu_uuid=model.device.gpu_uuid,
@@ -383,7 +383,7 @@ def _snapshot(request: Request, *, runs: bool) -> RequestSnapshot:
         num_computed_tokens=request.num_computed,
         num_cached_tokens=request.num_cached or 0,
         num_images=len(request.images_for(0, request.num_prompt_tokens)),
-        num_blocks=len(request.tables) * (len(request.block_table) - request.first_block),
+        num_blocks=sum(len(table.held) for table in request.tables),
         adapter_shares=[one / (sum(map(abs, request.scalings)) or 1.0) for one in request.scalings],
     )
 
@@ -391,3 +391,13 @@ def _snapshot(request: Request, *, runs: bool) -> RequestSnapshot:
 def _cache_type(config: EngineConfig, model: LoadedModel) -> str:
     """Of keys and values."""
     return config.kv_cache_dtype if config.kv_cache_dtype != "auto" else str(model.dtype).removeprefix("torch.")
+
+
+def _log_cache(config: EngineConfig, model: LoadedModel, sizes: CacheSizes) -> None:
+    of_tokens, length = sizes.of_tokens, min(USUAL_TOKENS, sizes.max_model_len)
+    page, chunk = of_tokens.page, config.max_num_batched_tokens
+    logger.info(
+        "KV cache: %d blocks of %d tokens, %s, %d bytes a token; %.1f MB for 1,000, room for %d requests of %d",
+        sizes.pages, config.block_size, _cache_type(config, model), of_tokens.block // config.block_size,
+        of_tokens.pages(1000, chunk) * page / 1e6, sizes.pages // of_tokens.pages(length, chunk), length,
+    )  # fmt: skip

@@ -10,13 +10,14 @@ from vlmserve.adapters.store import Served
 from vlmserve.cache.keys import adapted_image_key, root_key
 from vlmserve.config import EngineConfig
 from vlmserve.engine.adapters import AdapterLoading
+from vlmserve.engine.loading import CacheSizes
 from vlmserve.errors import InvalidRequestError, PromptTooLongError, UnknownModelError
 from vlmserve.models.protocols import LoadedModel
 from vlmserve.sampling.grammar import GrammarCompiler
 from vlmserve.sampling.sampler import draw_seed
 from vlmserve.scheduler.beams import Beams
 from vlmserve.scheduler.request import Request
-from vlmserve.types import KEY_BYTES, EngineRequest, ImageInput, ImageSpan, Prompt
+from vlmserve.types import KEY_BYTES, EngineRequest, ImageInput, ImageSpan, Prompt, bidirectional_spans
 
 
 class Intake:
@@ -29,20 +30,19 @@ class Intake:
         identity: bytes,
         grammars: GrammarCompiler,
         adapters: AdapterLoading | None,
-        max_len: int,
-        max_mixed_len: int,
+        sizes: CacheSizes,
     ) -> None:
-        """identity: see `cache_identity`. max_len: maximum tokens of a prompt and its answer. max_mixed_len: the same
-        for requests with two block tables."""
+        """identity: see `cache_identity`."""
         cross, size = model.cross, model.dtype.itemsize
-        self.max_len = max_len
         self.image_token_bytes = (cross.feature_size if cross else model.language_model.image_width) * size
         """Bytes of an embedding in the encoder cache."""
         self.state_bytes = cross.state_size * size if cross else 0
         """Bytes of a cross-attention state in the encoder cache."""
         self._config, self._model, self.identity = config, model, identity
         self._grammars, self._adapters = grammars, adapters
-        self._max_mixed_len = max_mixed_len
+        self._sizes = sizes
+        self.max_len = self._longest()
+        """Maximum tokens of a prompt and its answer."""
         self._num_accepted = 0
 
     def accept(self, request: EngineRequest) -> tuple[Request, Beams | None]:
@@ -62,7 +62,7 @@ class Intake:
             self._grammars.check(request.params.grammar)
         digest = b"" if adapter is None else adapter.digest
         scaling_root = self._scaling_root(request, adapter, identity)
-        max_len = self.max_len if scaling_root is None else self._max_mixed_len
+        max_len = self._max_len_of(request.prompt, passes=1 if scaling_root is None else 2)
         beams = None
         if request.beams is not None:
             beams = Beams.start(request, self._model.end_token_ids, max_len - len(request.prompt.token_ids))
@@ -91,14 +91,26 @@ class Intake:
         return self._adapters.store[name]
 
     def _scaling_root(self, request: EngineRequest, adapter: Served | None, identity: bytes) -> bytes | None:
-        """The root key of a request's scaling pass; None: it has none. Raises PromptTooLongError where the cache has no
-        room for two passes."""
+        """The root key of a request's scaling pass; None: it has none."""
         known = None if adapter is None or self._adapters is None else self._adapters.store.scaling_pass(adapter)
-        if known is None:
-            return None
-        if len(request.prompt.token_ids) >= self._max_mixed_len:
-            raise PromptTooLongError.of(len(request.prompt.token_ids), self._max_mixed_len - 1, param="messages")
-        return root_key(identity, adapter=known, salt=request.cache_salt)
+        return None if known is None else root_key(identity, adapter=known, salt=request.cache_salt)
+
+    def _longest(self, passes: int = 1, span: int = 0) -> int:
+        """Maximum tokens of a request. span: maximum number of its tokens that must be computed in one step."""
+        chunk = max(self._config.max_num_batched_tokens, span)
+        of_tokens, pages, _, max_model_len = self._sizes
+        return of_tokens.fitting(pages // passes, chunk, max_model_len)
+
+    def _max_len_of(self, prompt: Prompt, passes: int) -> int:
+        """Maximum tokens of a request with this prompt. Raises PromptTooLongError where the prompt leaves no room."""
+        placements = [span.placement for span in prompt.images]
+        spans = bidirectional_spans(placements, len(prompt.token_ids), self._model.language_model.bidirectional)
+        if passes == 1 and not spans:
+            return self.max_len
+        longest = self._longest(passes, max([last - first for first, last in spans], default=0))
+        if len(prompt.token_ids) >= longest:
+            raise PromptTooLongError.of(len(prompt.token_ids), longest - 1, param="messages")
+        return longest
 
     def _check_times(self, prompt: Prompt) -> None:
         """Check that the frames of slow videos have no positions after the model's last one."""

@@ -26,7 +26,7 @@ from vlmserve.models.protocols import LanguageModel, LoadedModel
 from vlmserve.models.registry import load_model
 from vlmserve.models.weights_cache import WeightsCache
 from vlmserve.quantization import QuantizationConfig
-from vlmserve.runner.memory import num_kv_blocks, run_largest_encoding, run_largest_step, run_longest_step
+from vlmserve.runner.memory import num_pages, run_largest_encoding, run_largest_step, run_longest_step
 
 logger = logging.getLogger(__name__)
 
@@ -72,10 +72,12 @@ def check_lengths(config: EngineConfig, language_model: LanguageModel, max_posit
     length = context_length(config, max_position)
     if config.kv_cache_memory and config.max_model_len is not None:
         sizes, ranks = language_model.cache_bytes(config.block_size), config.tensor_parallel_size
-        if (tokens := sizes.fitting(config.kv_cache_memory // ranks)) < length:
+        chunk = config.max_num_batched_tokens
+        if (tokens := sizes.fitting(config.kv_cache_memory // ranks // sizes.page, chunk, length)) < length:
+            needed = sizes.pages(length, chunk) * sizes.page * ranks
             raise ConfigurationError(
                 f"--kv-cache-memory holds {tokens:,} tokens, fewer than --max-model-len {length:,}: set it to "
-                f"{sizes.held(length) * ranks:,} or more, or --max-model-len to less"
+                f"{needed:,} or more, or --max-model-len to less"
             )
 
 
@@ -103,30 +105,31 @@ class CacheSizes(NamedTuple):
     """Sizes of the KV cache on each rank."""
 
     of_tokens: CacheBytes
-    blocks: int
-    host_blocks: int
+    pages: int
+    host_pages: int
     max_model_len: int
     """The longest context in tokens."""
 
 
 def cache_sizes(config: EngineConfig, model: LoadedModel) -> CacheSizes:
-    """How large the KV cache is; all ranks have the same number of blocks.
+    """How large the KV cache is; all ranks have the same number of pages.
 
-    Raises ConfigurationError if not even one fits, and for settings that want longer contexts than the model has.
+    Raises ConfigurationError if not even one block fits, and for settings that want longer contexts than the model has.
     """
     num_ranks = config.tensor_parallel_size
     of_tokens = model.language_model.cache_bytes(config.block_size)
     max_model_len = context_length(config, model.max_position)
-    blocks = num_kv_blocks(
+    pages = num_pages(
         budget=_cache_budget(config, model, max_model_len),
         of_tokens=of_tokens,
         max_model_len=max_model_len,
         max_num_seqs=config.max_num_seqs,
-        tables=2 if config.enable_lora else 1,
+        max_chunk=config.max_num_batched_tokens,
+        passes=2 if config.enable_lora else 1,
     )
     # Evicted blocks are found again by the keys of the prefix cache only.
     offloaded = config.kv_offload_memory // num_ranks if config.enable_prefix_caching else 0
-    return CacheSizes(of_tokens, blocks, offloaded // of_tokens.block, max_model_len)
+    return CacheSizes(of_tokens, pages, offloaded // of_tokens.page, max_model_len)
 
 
 def _cache_budget(config: EngineConfig, model: LoadedModel, max_model_len: int) -> int:

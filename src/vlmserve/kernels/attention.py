@@ -2,8 +2,8 @@
 
 A step packs the tokens of many sequences into one batch. Sequence `s` owns the query rows
 ``query_starts[s] <= row < query_starts[s + 1]``, which are its newest tokens: the last query row sits at position
-``context_lens[s] - 1``. Its keys and values live in the blocks ``block_tables[s]``, ``block_size`` tokens each, and
-token ``t`` is in slot ``block_tables[s, t // block_size] * block_size + t % block_size``.
+``context_lens[s] - 1``. Its keys and values live in the blocks ``block_tables[column, s]``, ``block_size`` tokens each,
+and token ``t`` is in slot ``block_tables[column, s, t // block_size] * block_size + t % block_size``.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vlmserve.layer_specs import FULL, AttentionSpec, CacheGroup
+from vlmserve.layer_specs import AttentionSpec
 
 
 class BidirectionalRows(NamedTuple):
@@ -51,9 +51,9 @@ class BatchMetadata:
     context_lens: Tensor
     """int32 ``[sequences]``, tokens in the cache after this step."""
     block_tables: Tensor
-    """int32 ``[groups, sequences, max_blocks]``, rows padded with 0."""
+    """int32 ``[columns, sequences, max_blocks]``, rows padded with 0. See `CacheLayout` for columns."""
     slot_mapping: Tensor
-    """int64 ``[groups, tokens]``."""
+    """int64 ``[columns, tokens]``."""
     query_lens: list[int]
     host_context_lens: list[int]
     """`context_lens`, readable without synchronizing with the device."""
@@ -66,19 +66,6 @@ class BatchMetadata:
     cross: Sequence[CrossRows] = ()
     decodes: Tensor | None = None
     """int32 ``[1]``, `num_decodes` of a step with chunks that the device may have captured."""
-    groups: Sequence[CacheGroup] = (FULL,)
-    """Groups that have block tables. Layers of other groups use the first group's."""
-
-    def tables_of(self, spec: AttentionSpec) -> Tensor:
-        """int32 ``[sequences, max_blocks]``."""
-        return self.block_tables[self._group_of(spec)]
-
-    def slots_of(self, spec: AttentionSpec) -> Tensor:
-        """int64 ``[tokens]``."""
-        return self.slot_mapping[self._group_of(spec)]
-
-    def _group_of(self, spec: AttentionSpec) -> int:
-        return self.groups.index(spec.group) if spec.group in self.groups else 0
 
     @classmethod
     def of_chunks(
@@ -88,7 +75,7 @@ class BatchMetadata:
         block_size: int,
         device: torch.device | None = None,
     ) -> BatchMetadata:
-        """One group, from the positions ``start <= i < end`` of each sequence's new tokens, decodes first, and its
+        """One column, from the positions ``start <= i < end`` of each sequence's new tokens, decodes first, and its
         block ids."""
         counts, context_lens = [end - start for start, end in chunks], [end for _, end in chunks]
         padded = np.zeros((1, len(tables), max(map(len, tables))), np.int32)
@@ -115,9 +102,9 @@ def place_tokens(
     positions: np.ndarray,
     slots: np.ndarray,
 ) -> None:
-    """Write the position ``[tokens]`` of each new token and its cache slots ``[groups, tokens]``.
+    """Write the position ``[tokens]`` of each new token and its cache slots ``[columns, tokens]``.
 
-    counts: new tokens of each sequence. tables: ``[groups, sequences, max_blocks]``.
+    counts: new tokens of each sequence. tables: ``[columns, sequences, max_blocks]``.
     """
     owner = np.repeat(np.arange(len(counts)), counts)
     np.subtract(np.arange(len(owner)), (np.cumsum(counts) - context_lens)[owner], out=positions)
@@ -138,6 +125,8 @@ class LayerCache:
     values: Tensor
     block_size: int
     scales: Tensor | None = None
+    column: int = 0
+    """Block tables of this column list its blocks. Layers of several columns share tensors, see `CacheLayout`."""
 
     @property
     def tensors(self) -> list[Tensor]:

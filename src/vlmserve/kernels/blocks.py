@@ -5,12 +5,15 @@ from __future__ import annotations
 import contextlib
 import math
 import mmap
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from vlmserve.kernels.attention import LayerCache
 from vlmserve.kernels.transfers import to_device
+from vlmserve.layer_specs import AttentionSpec, CacheLayout
 
 
 def allocate_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -25,6 +28,24 @@ def allocate_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.dev
         with contextlib.suppress(OSError):  # a system without them
             pages.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(pages, dtype=dtype, count=math.prod(shape)).view(shape)
+
+
+def allocate_layers(
+    layers: Sequence[AttentionSpec], allocate: Callable[[AttentionSpec], LayerCache], layout: CacheLayout | None = None
+) -> list[LayerCache]:
+    """The caches of layers. layout: which of them share tensors; None: each has its own, and all have one column."""
+    if layout is None:
+        return [allocate(layer) for layer in layers]
+    slots: dict[int, LayerCache] = {}
+    for layer, place in zip(layers, layout.places, strict=True):
+        if place.slot not in slots:
+            slots[place.slot] = allocate(layer)
+    return [replace(slots[place.slot], column=place.column) for place in layout.places]
+
+
+def distinct(layers: Iterable[LayerCache]) -> list[LayerCache]:
+    """One of the layers that share tensors, for each slot."""
+    return list({id(layer.keys): layer for layer in layers}.values())
 
 
 def clear_blocks(cache: LayerCache, blocks: Tensor) -> None:

@@ -80,14 +80,13 @@ class CpuAttention:
         self, metadata: BatchMetadata, block_size: int, layers: Sequence[AttentionSpec], dtype: torch.dtype
     ) -> CpuPlan:
         """Addresses and sizes of the batch."""
-        [slots_of] = metadata.slot_mapping
         starts_of, contexts_of, tables, ahead_of = _without_bidirectional_rows(metadata)
         tables = tables.to(torch.int32)
         tensors = (
             starts_of.to(torch.int32).contiguous(),
             contexts_of.to(torch.int32).contiguous(),
-            tables if tables.stride(1) == 1 else tables.contiguous(),
-            slots_of.to(torch.int64).contiguous(),
+            tables if tables.stride(2) == 1 else tables.contiguous(),
+            metadata.slot_mapping.to(torch.int64).contiguous(),
             ahead_of,
         )
         starts, contexts, blocks, slots, ahead = (tensor.data_ptr() for tensor in tensors)
@@ -95,8 +94,9 @@ class CpuAttention:
             tensors=tensors,
             addresses=(starts, contexts, blocks, slots, ahead),
             num_sequences=len(tensors[1]),
-            num_tokens=tensors[3].shape[0],
-            table_stride=tensors[2].stride(0),
+            num_tokens=tensors[3].shape[1],
+            table_stride=tensors[2].stride(1),
+            column_stride=tensors[2].stride(0),
             threads=torch.get_num_threads(),
         )
 
@@ -149,7 +149,7 @@ class CpuAttention:
             cache.values.data_ptr(),
             0 if cache.scales is None else cache.scales.data_ptr(),
             output.data_ptr(),
-            *plan.addresses,
+            *plan.addresses_of(cache.column),
             plan.num_sequences,
             plan.num_tokens,
             spec.num_heads,
@@ -174,7 +174,7 @@ def _without_bidirectional_rows(metadata: BatchMetadata) -> tuple[Tensor, Tensor
     A bidirectional row becomes a sequence of its own that ends where the row's reach does. All keys and values are
     written before any are read, so that it does not matter who writes them.
     """
-    [tables] = metadata.block_tables
+    tables = metadata.block_tables
     if not metadata.bidirectional:
         none = torch.empty(0, dtype=torch.int32)
         return metadata.query_starts, metadata.context_lens, tables, none
@@ -196,7 +196,7 @@ def _without_bidirectional_rows(metadata: BatchMetadata) -> tuple[Tensor, Tensor
                 add(sequence, row + 1, reach, reach - (context - (end - row - 1)))
         add(sequence, end, context)
     ahead_of = torch.tensor(aheads, dtype=torch.int32)
-    return torch.tensor(starts), torch.tensor(contexts), tables[owners], ahead_of
+    return torch.tensor(starts), torch.tensor(contexts), tables[:, owners], ahead_of
 
 
 def _record(qkv: Recorded, rope: object, cache: LayerCache, spec: AttentionSpec) -> Tensor:
@@ -219,6 +219,7 @@ def _record(qkv: Recorded, rope: object, cache: LayerCache, spec: AttentionSpec)
         scale=spec.scale,
         soft_cap=spec.soft_cap or 0.0,
         rope=-1 if rope is None else rope.number,
+        column=cache.column,
     )
 
 

@@ -28,17 +28,25 @@ MAX_BUFFERS, MAX_PLANS = 16, 8
 
 @dataclass(frozen=True, slots=True)
 class CpuPlan:
-    """What all layers of a step pass to the kernels. tensors: own the memory at `addresses`, which are those of
-    the query starts, context lengths, block tables, slots and, where windows need it, positions that queries see ahead.
-    table_stride: elements from one block table to the next.
-    """
+    """The arguments of kernels that all layers of a step share."""
 
     tensors: tuple[Tensor, ...]
+    """Owners of the memory at `addresses`."""
     addresses: tuple[int, int, int, int, int]
+    """Addresses of query starts, context lengths, block tables ``[columns, sequences, max_blocks]``, slots
+    ``[columns, tokens]``, and positions that queries see ahead, where windows need them."""
     num_sequences: int
     num_tokens: int
     table_stride: int
+    """Elements from one sequence's block table to the next."""
+    column_stride: int
+    """Elements from one column's block tables to the next."""
     threads: int
+
+    def addresses_of(self, column: int) -> tuple[int, int, int, int, int]:
+        """`addresses` with the block tables and slots of a column."""
+        starts, contexts, tables, slots, ahead = self.addresses
+        return starts, contexts, tables + 4 * column * self.column_stride, slots + 8 * column * self.num_tokens, ahead
 
 
 class NotRecordable(Exception):
@@ -80,10 +88,11 @@ class Operation:
     scale: float = 0.0
     soft_cap: float = 0.0
     rope: int = -1
+    column: int = 0
     plan: int = 0
     adapters: int = 0
 
-    LAYOUT = struct.Struct("18qd9q2d3q")
+    LAYOUT = struct.Struct("18qd9q2d4q")
 
 
 # `dataclasses.astuple` copies each value and takes most of the time that it takes to record a program.
@@ -289,6 +298,7 @@ class Program:
             plan.num_sequences,
             plan.num_tokens,
             plan.table_stride,
+            plan.column_stride,
             DTYPES[self._dtype],
             plan.threads,
         )

@@ -14,7 +14,7 @@ import torch
 
 logger = logging.getLogger(__name__)
 
-INTERFACE = 3
+INTERFACE = 4
 """Version of the functions' arguments, as csrc/module.cpp has it."""
 
 

@@ -68,8 +68,9 @@ class DecodePlan:
 
 
 def plan_decodes(
-    metadata: BatchMetadata, block_size: int, spec: AttentionSpec, *, bucket_cost: int, gathered_elements: int
-) -> DecodePlan:
+    metadata: BatchMetadata, block_size: int, spec: AttentionSpec, column: int, *, bucket_cost: int,
+    gathered_elements: int,
+) -> DecodePlan:  # fmt: skip
     """Cut a step's decodes into buckets and splits. See `BUCKET_COST` and `GATHERED_ELEMENTS`."""
     lens = metadata.host_context_lens[: metadata.num_decodes]
     order, bounds = split_by_length(lens, bucket_cost)
@@ -79,7 +80,7 @@ def plan_decodes(
         sequences = range(start, end) if order is None else order[start:end]
         first = start
         for some in _cut_by_size(sequences, lens, spec, block_size, most_blocks):
-            splits = list(_splits(metadata, block_size, spec, some, most_blocks))
+            splits = list(_splits(metadata, block_size, spec, column, some, most_blocks))
             buckets.append(DecodeBucket(first, first + len(some), splits))
             first += len(some)
     ordered = None if order is None else torch.tensor(order, device=metadata.block_tables.device)
@@ -126,7 +127,7 @@ def _num_blocks(context: int, spec: AttentionSpec, block_size: int) -> int:
 
 
 def _splits(
-    metadata: BatchMetadata, block_size: int, spec: AttentionSpec, sequences: list[int], most_blocks: int
+    metadata: BatchMetadata, block_size: int, spec: AttentionSpec, column: int, sequences: list[int], most_blocks: int
 ) -> Iterator[KVSplit]:
     """What some sequences attend to, in whole blocks: the matrix product would first copy a slice of them."""
     device = metadata.block_tables.device
@@ -134,7 +135,7 @@ def _splits(
     firsts = [_first_block(context, spec, block_size) for context in contexts]
     width = max(_num_blocks(context, spec, block_size) for context in contexts)
     context, first = (torch.tensor(values, device=device)[:, None] for values in (contexts, firsts))
-    tables = metadata.tables_of(spec)[torch.tensor(sequences, device=device)].long()
+    tables = metadata.block_tables[column][torch.tensor(sequences, device=device)].long()
     for begin in range(0, width, most_blocks):
         end = min(begin + most_blocks, width)
         columns = first + torch.arange(begin, end, device=device)

@@ -5,8 +5,9 @@ How keys and values lie in memory is documented in `torch_cache`; decodes are in
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache as cached
 from functools import partial
 from typing import NamedTuple, cast
 
@@ -61,8 +62,8 @@ class LayerPlan:
     workspace: Tensor
 
 
-StepPlan = Mapping[AttentionSpec, LayerPlan]
-"""One step's plans, of each geometry that layers have."""
+StepPlan = Callable[[AttentionSpec, int], LayerPlan]
+"""Makes the plan of layers with this attention and this column of the cache, once in a step."""
 
 
 class TorchReference:
@@ -104,12 +105,12 @@ class TorchReference:
     def prepare(
         self, metadata: BatchMetadata, block_size: int, layers: Sequence[AttentionSpec], dtype: torch.dtype
     ) -> StepPlan:
-        """A plan for each geometry."""
-        plans = {}
-        for spec in dict.fromkeys(layers):
-            decodes = self._plan_decodes(metadata, block_size, spec)
-            plans[spec] = _plan_layer(metadata, block_size, spec, dtype, decodes)
-        return plans
+        @cached
+        def plan(spec: AttentionSpec, column: int) -> LayerPlan:
+            decodes = self._plan_decodes(metadata, block_size, spec, column)
+            return _plan_layer(metadata, block_size, spec, column, dtype, decodes)
+
+        return plan
 
     def attend(
         self,
@@ -119,7 +120,7 @@ class TorchReference:
         context: AttentionContext,
     ) -> Tensor:
         cache, spec, metadata, plan = context
-        layer = cast(StepPlan, plan)[spec]
+        layer = cast(StepPlan, plan)(spec, cache.column)
         key, value = write(cache, 0, key, layer.write), write(cache, 1, value, layer.write)
 
         output = query.new_empty(query.shape[0], spec.num_heads, spec.head_size)
@@ -228,15 +229,15 @@ def _attention_by_scores(query: Tensor, keys: Tensor, values: Tensor, spec: Atte
 
 
 def _plan_layer(
-    metadata: BatchMetadata, block_size: int, spec: AttentionSpec, dtype: torch.dtype, decodes: DecodePlan
+    metadata: BatchMetadata, block_size: int, spec: AttentionSpec, column: int, dtype: torch.dtype, decodes: DecodePlan
 ) -> LayerPlan:
     heads = spec.num_kv_heads
-    slots = metadata.slots_of(spec)
+    slots = metadata.slot_mapping[column]
     device = slots.device
     first_row = (slots // block_size) * (heads * block_size) + slots % block_size
     write = (first_row[:, None] + torch.arange(heads, device=device) * block_size).view(-1)
 
-    chunks = _plan_chunks(metadata, block_size, spec)
+    chunks = _plan_chunks(metadata, block_size, spec, column)
     largest = max([decodes.most_gathered, *(len(chunk.gather) for chunk in chunks if chunk.gather is not None)])
     return LayerPlan(
         write,
@@ -247,9 +248,9 @@ def _plan_layer(
     )
 
 
-def _plan_chunks(metadata: BatchMetadata, block_size: int, spec: AttentionSpec) -> list[PromptChunk]:
+def _plan_chunks(metadata: BatchMetadata, block_size: int, spec: AttentionSpec, column: int) -> list[PromptChunk]:
     chunks = []
-    start, tables = metadata.num_decodes, metadata.tables_of(spec)
+    start, tables = metadata.num_decodes, metadata.block_tables[column]
     for sequence in range(metadata.num_decodes, len(metadata.query_lens)):
         length, context = metadata.query_lens[sequence], metadata.host_context_lens[sequence]
         key_start, gather = 0, None

@@ -14,9 +14,10 @@ from vlmserve.devices.device import EagerExecutor, LayerExecutor
 from vlmserve.families.spec import ArchSpec
 from vlmserve.kernels.adapters import AdapterRows
 from vlmserve.kernels.attention import AttentionBackend, BatchMetadata, LayerCache
+from vlmserve.kernels.blocks import allocate_layers
 from vlmserve.kernels.operations import DeferredNorm, NormedRows
 from vlmserve.kernels.transfers import to_device
-from vlmserve.layer_specs import AttentionSpec, CacheBytes, RopeSpec
+from vlmserve.layer_specs import AttentionSpec, CacheBytes, CacheLayout, RopeSpec
 from vlmserve.layers.attention import StepContext
 from vlmserve.layers.linear import Bias, Embedding, Linear, MergedLinear, OutputLinear, TiedEmbedding
 from vlmserve.layers.rope import Rope, RopeTables
@@ -153,13 +154,9 @@ class Decoder(nn.Module):
         return embeddings if self._embedding_scale == 1 else embeddings * self._embedding_scale
 
     @property
-    def window(self) -> int | None:
-        """How many positions a token attends to at most, itself included; None: all, in some layer, or spans are
-        bidirectional."""
-        if self.spec.bidirectional is not None:
-            return None
-        windows = [attention.window for attention in self.spec.attention if attention.window is not None]
-        return max(windows) if len(windows) == len(self.spec.attention) else None
+    def cache_layout(self) -> CacheLayout:
+        """Which layers share tensors of the KV cache."""
+        return CacheLayout.of(self.spec.attention)
 
     @property
     def max_short_len(self) -> int | None:
@@ -175,12 +172,15 @@ class Decoder(nn.Module):
         """Which tokens of a prompt attend to each other, so that they must be computed in one step; None: none."""
         return self.spec.bidirectional
 
-    def allocate_cache(self, num_blocks: int, block_size: int, device: torch.device | None = None) -> list[LayerCache]:
-        """The KV cache of all layers, on the model's device or another one."""
-        return [
-            self.backend.allocate(num_blocks, block_size, attention, self.dtype, device or self.device)
-            for attention in self.spec.attention
-        ]
+    def allocate_cache(
+        self, num_blocks: int, block_size: int, device: torch.device | None = None, layout: CacheLayout | None = None
+    ) -> list[LayerCache]:
+        """The KV cache of all layers, on the model's device or another one. layout: see `allocate_layers`."""
+
+        def allocate(spec: AttentionSpec) -> LayerCache:
+            return self.backend.allocate(num_blocks, block_size, spec, self.dtype, device or self.device)
+
+        return allocate_layers(self.spec.attention, allocate, layout)
 
     def cache_bytes(self, block_size: int) -> CacheBytes:
         """Bytes of the KV cache of all layers."""

@@ -12,7 +12,7 @@ from torch import Tensor
 from vlmserve.devices.device import Device
 from vlmserve.kernels.adapters import AdapterRows
 from vlmserve.kernels.attention import AttentionBackend, BatchMetadata, LayerCache
-from vlmserve.layer_specs import CacheBytes
+from vlmserve.layer_specs import CacheBytes, CacheLayout
 from vlmserve.layers.parallel import Ranks
 from vlmserve.layers.stages import StageBudget, Stages
 from vlmserve.models.adaptable import AdaptableModel
@@ -118,8 +118,8 @@ class LanguageModel(Protocol):
         ...
 
     @property
-    def window(self) -> int | None:
-        """How many positions a token attends to at most, itself included; None: all, in some layer."""
+    def cache_layout(self) -> CacheLayout:
+        """Which layers share tensors of the KV cache."""
         ...
 
     @property
@@ -137,8 +137,10 @@ class LanguageModel(Protocol):
         """Which tokens of a prompt attend to each other, so that they must be computed in one step; None: none."""
         ...
 
-    def allocate_cache(self, num_blocks: int, block_size: int, device: torch.device | None = None) -> list[LayerCache]:
-        """The KV cache of all layers, on the model's device or another one."""
+    def allocate_cache(
+        self, num_blocks: int, block_size: int, device: torch.device | None = None, layout: CacheLayout | None = None
+    ) -> list[LayerCache]:
+        """The KV cache of all layers, on the model's device or another one. layout: see `allocate_layers`."""
         ...
 
     def cache_bytes(self, block_size: int) -> CacheBytes:

@@ -18,7 +18,8 @@ from torch import Tensor
 from vlmserve.errors import UnsupportedModelError
 from vlmserve.kernels.adapters import AdapterRows
 from vlmserve.kernels.attention import AttentionBackend, AttentionContext, BatchMetadata, BidirectionalRows, LayerCache
-from vlmserve.layer_specs import AttentionSpec, CacheBytes
+from vlmserve.kernels.blocks import allocate_layers
+from vlmserve.layer_specs import AttentionSpec, CacheBytes, CacheLayout
 from vlmserve.models.expert_choices import ExpertChoices
 from vlmserve.models.grid_positions import grid_positions
 from vlmserve.models.image_rows import ImageRows, LayerFeatures, place_images
@@ -111,10 +112,9 @@ class TransformersModel:
         return int(self._model.get_output_embeddings().weight.shape[0])
 
     @property
-    def window(self) -> int | None:
-        """How many positions a token attends to at most, itself included; None: all, in some layer."""
-        windows = [spec.window for spec in self.attention if spec.window is not None]
-        return max(windows) if len(windows) == len(self.attention) else None
+    def cache_layout(self) -> CacheLayout:
+        """Which layers share tensors of the KV cache."""
+        return CacheLayout.of(self.attention)
 
     def longest_context(self, max_position: int) -> int:
         """The longest context with transformers' results, where bidirectional prompts ignore windows."""
@@ -129,12 +129,12 @@ class TransformersModel:
         embeddings: Tensor = self._embeddings(token_ids)
         return embeddings
 
-    def allocate_cache(self, num_blocks: int, block_size: int, device: torch.device | None = None) -> list[LayerCache]:
-        """The KV cache of all layers, on the model's device or another one."""
-        place = device or self._model.device
-        return [
-            self.backend.allocate(num_blocks, block_size, spec, self._model.dtype, place) for spec in self.attention
-        ]
+    def allocate_cache(
+        self, num_blocks: int, block_size: int, device: torch.device | None = None, layout: CacheLayout | None = None
+    ) -> list[LayerCache]:
+        """The KV cache of all layers, on the model's device or another one. layout: see `allocate_layers`."""
+        allocate, kind = self.backend.allocate, (self._model.dtype, device or self._model.device)
+        return allocate_layers(self.attention, lambda spec: allocate(num_blocks, block_size, spec, *kind), layout)
 
     def cache_bytes(self, block_size: int) -> CacheBytes:
         """Bytes of the KV cache of all layers."""

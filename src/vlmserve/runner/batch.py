@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import itertools
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from operator import attrgetter
 from typing import Protocol
 
 import numpy as np
@@ -17,7 +16,6 @@ from vlmserve.devices.graphs import captured_sequences, captured_width
 from vlmserve.devices.staging import Staging
 from vlmserve.kernels.adapters import RowSlots, Run, slots_of_rows
 from vlmserve.kernels.attention import BatchMetadata, BidirectionalRows, CrossRows, place_tokens
-from vlmserve.layer_specs import FULL, CacheGroup
 from vlmserve.models.grid_positions import grid_positions
 from vlmserve.models.image_rows import ImageRows
 from vlmserve.runner.requests import RequestState, ScheduledRequest
@@ -85,23 +83,22 @@ class BatchBuilder:
         device: BatchDevice,
         padding_block: int = 0,
         cross_states: Mapping[bytes, Tensor] = _NO_STATES,
-        tables_of: Callable[[RequestState], list[array[int]]] = attrgetter("block_tables"),
-        groups: Sequence[CacheGroup] = (FULL,),
+        num_columns: int = 1,
+        first_table: int = 0,
     ) -> None:
         """padding_block: which block rows that only pad a batch write to and read from. cross_states: by key, what is
-        in memory at each step. tables_of: the KV blocks of a request's tokens by group. groups: those that have block
-        tables of their own."""
+        in memory at each step. num_columns: see `CacheLayout`. first_table: the first of the pass's block tables."""
         self._cross_states = cross_states
-        self._tables_of, self._groups = tables_of, tuple(groups)
+        self._num_columns, self._first_table = num_columns, first_table
         self._block_size = block_size
         self._device = device
         self._padding_block = padding_block
         self._padding_tables: dict[int, list[array[int]]] = {}
         self._token_ids, self._positions = np.empty((2, 0), np.int64)
-        self._slots = np.empty((len(groups), 0), np.int64)
-        self._tables = np.zeros((len(groups), 0, 0), np.int32)
-        # Which tables each row holds, and how many blocks of them.
-        self._rows: list[tuple[list[array[int]] | None, int]] = []
+        self._slots = np.empty((num_columns, 0), np.int64)
+        self._tables = np.zeros((num_columns, 0, 0), np.int32)
+        # Which tables each row holds, and how many blocks of them, in all and of each table.
+        self._rows: list[tuple[list[array[int]] | None, int, list[int]]] = []
 
     def build(
         self,
@@ -120,8 +117,8 @@ class BatchBuilder:
         context_lens = [request.start + request.num_tokens for request in scheduled]
         states = [request.state for request in scheduled]
         others = [state for state in states if not state.is_plain_text]
-        tables = [*map(self._tables_of, states)]
-        num_tokens, width = sum(counts), max([len(groups[0]) for groups in tables])
+        num_tokens = sum(counts)
+        width = max([len(state.block_tables[self._first_table]) for state in states])
         num_decodes = counts.count(1)
         has_cross = any([state.cross_key for state in others])
         padded = None if has_cross else self._device.padded_rows(num_tokens, num_decodes)
@@ -139,10 +136,10 @@ class BatchBuilder:
             if not decodes_only:
                 width = captured_width(width, is_mixed=is_mixed)
         self._reserve(num_tokens + padding, len(counts) + len(padding_counts), width)
-        for row, table in enumerate(tables):
-            kept, written = self._rows[row]
-            if kept is not table or written != len(table[0]):
-                self._keep_tables(row, table)
+        for row, state in enumerate(states):
+            kept, written, _ = self._rows[row]
+            if kept is not state.block_tables or written != state.num_blocks:
+                self._keep_tables(row, state.block_tables, state.num_blocks)
         ends = np.cumsum(counts)
         positions, slots = self._positions[:num_tokens], self._slots[:, :num_tokens]
         place_tokens(counts, context_lens, self._tables, self._block_size, positions, slots)
@@ -193,7 +190,6 @@ class BatchBuilder:
             num_positions=num_positions,
             cross=self._cross_rows(scheduled, ends) if has_cross else [],
             decodes=decodes,
-            groups=self._groups,
         )
         return Batch(
             token_ids=tokens,
@@ -225,30 +221,35 @@ class BatchBuilder:
         for row, count in enumerate(counts, num_sequences):
             blocks = self._num_blocks(count)
             if blocks not in self._padding_tables:
-                self._padding_tables[blocks] = [array("i", [self._padding_block] * blocks)] * len(self._groups)
-            self._keep_tables(row, self._padding_tables[blocks])
+                count = self._first_table + self._num_columns
+                self._padding_tables[blocks] = [array("i", [self._padding_block] * blocks)] * count
+            self._keep_tables(row, self._padding_tables[blocks], 0)
 
     def _reserve(self, num_tokens: int, num_rows: int, width: int) -> None:
         """Allocate memory for a batch of these sizes, with some to spare for larger ones."""
         if num_tokens > len(self._token_ids):
             self._token_ids, self._positions = np.empty((2, num_tokens * 5 // 4), np.int64)
-            self._slots = np.empty((len(self._groups), num_tokens * 5 // 4), np.int64)
+            self._slots = np.empty((self._num_columns, num_tokens * 5 // 4), np.int64)
         _, rows, columns = self._tables.shape
         if num_rows > rows or width > columns:
             shape = max(rows, num_rows * 5 // 4), max(columns, width * 5 // 4 + 1)
-            self._tables = np.zeros((len(self._groups), *shape), np.int32)
-            self._rows = [(None, 0)] * shape[0]
+            self._tables = np.zeros((self._num_columns, *shape), np.int32)
+            self._rows = [(None, 0, [])] * shape[0]
 
-    def _keep_tables(self, row: int, tables: list[array[int]]) -> None:
-        """Write the new blocks of a row's block tables. A preempted request has new tables."""
-        owner, written = self._rows[row]
-        length = len(tables[0])
+    def _keep_tables(self, row: int, tables: list[array[int]], num_blocks: int) -> None:
+        """Write the new blocks of a row's block tables in this pass. A preempted request has new tables.
+
+        tables, num_blocks: of all passes.
+        """
+        owner, _, written = self._rows[row]
+        own = tables[self._first_table : self._first_table + self._num_columns]
+        lens = [len(table) for table in own]
         if owner is not tables:
-            self._tables[:, row, length:] = 0
-            written = 0
-        for group, table in enumerate(tables):
-            self._tables[group, row, written:length] = table[written:]
-        self._rows[row] = tables, length
+            self._tables[:, row, min(lens) :] = 0
+            written = [0] * len(own)
+        for column, (table, start, end) in enumerate(zip(own, written, lens, strict=True)):
+            self._tables[column, row, start:end] = table[start:]
+        self._rows[row] = tables, num_blocks, lens
 
     def _write_tokens(
         self, scheduled: Sequence[ScheduledRequest], num_tokens: int

@@ -9,32 +9,35 @@ import torch
 
 from vlmserve.devices.offload import HostBlocks
 from vlmserve.kernels.attention import LayerCache
-from vlmserve.kernels.blocks import clear_blocks, copy_blocks
+from vlmserve.kernels.blocks import clear_blocks, copy_blocks, distinct
 from vlmserve.kernels.transfers import to_device
 from vlmserve.models.protocols import LoadedModel
 from vlmserve.steps import BlockCopy
 
 
 class KVTensors:
-    """Keys and values of all layers: `num_blocks` blocks on the model's device, and behind them those of its padding
-    rows, and `num_host_blocks` in host memory."""
+    """Keys and values of all layers: `num_blocks` pages (see `CacheLayout`) on the model's device, then the pages of
+    its padding rows, and `num_host_blocks` pages in host memory."""
 
     def __init__(self, model: LoadedModel, num_blocks: int, num_host_blocks: int, block_size: int) -> None:
         self._device = model.device.torch_device
         total = num_blocks + model.device.padding_blocks
-        allocate = model.language_model.allocate_cache
-        self.layers: list[LayerCache] = allocate(total, block_size, self._device)
+        allocate, layout = model.language_model.allocate_cache, model.language_model.cache_layout
+        self.layers: list[LayerCache] = allocate(total, block_size, self._device, layout)
+        self._slots = distinct(self.layers)
         self._host: HostBlocks | None = None
+
+        def allocate_slots(count: int, device: torch.device) -> list[LayerCache]:
+            return distinct(allocate(count, block_size, device, layout))
+
         if num_host_blocks:
-            self._host = model.device.host_blocks(
-                self.layers, num_host_blocks, lambda count, device: allocate(count, block_size, device)
-            )
+            self._host = model.device.host_blocks(self._slots, num_host_blocks, allocate_slots)
 
     def zero(self, blocks: list[int]) -> None:
         """Zero blocks on the device."""
         if blocks:
             ids = to_device(torch.tensor(blocks), self._device)
-            for layer in self.layers:
+            for layer in self._slots:
                 clear_blocks(layer, ids)
 
     def copy(self, copies: Iterable[BlockCopy]) -> None:
@@ -46,7 +49,7 @@ class KVTensors:
             sources, targets = list(by_target.values()), list(by_target)
             if kind == "copy":
                 source_ids, target_ids = torch.tensor(sources), torch.tensor(targets)
-                for layer in self.layers:
+                for layer in self._slots:
                     copy_blocks(layer, layer, source_ids, target_ids)
                 continue
             assert self._host is not None

@@ -87,18 +87,20 @@ def run_largest_encoding(model: LoadedModel, *, num_tokens: int, num_images: int
     tower.encode(images, [None] * len(images))
 
 
-def num_kv_blocks(*, budget: int, of_tokens: CacheBytes, max_model_len: int, max_num_seqs: int, tables: int = 1) -> int:
-    """Blocks that fit into `budget` bytes, at most as many as `max_num_seqs` full contexts can fill, each of which has
-    so many tables.
+def num_pages(
+    *, budget: int, of_tokens: CacheBytes, max_model_len: int, max_num_seqs: int, max_chunk: int, passes: int = 1
+) -> int:
+    """Pages that fit into `budget` bytes, at most as many as `max_num_seqs` full contexts can fill.
 
-    Raises ConfigurationError if not even one block and the token after it fit.
+    max_chunk: maximum number of tokens in a step. passes: of the model, each of which has pages of its own.
+    Raises ConfigurationError if not even one block of all layers fits.
     """
-    useful = tables * max_num_seqs * -(-max_model_len // of_tokens.block_size)
-    blocks = min(budget // of_tokens.block, useful)
-    if blocks < 1:
+    useful = passes * max_num_seqs * of_tokens.pages(max_model_len, max_chunk)
+    pages = min(budget // of_tokens.page, useful)
+    if pages < len(of_tokens.windows):
         raise ConfigurationError(
             f"the KV cache has {max(budget, 0):,} bytes and a block of {of_tokens.block_size} tokens needs "
             f"{of_tokens.block:,}; "
             "free memory, set --kv-cache-memory, or take a smaller model or dtype"
         )
-    return blocks
+    return pages

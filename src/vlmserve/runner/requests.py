@@ -27,8 +27,8 @@ _IMAGE = -1
 class RequestState:
     """A request's tokens, its KV blocks, and how its next token is sampled.
 
-    token_ids: prompt and answer. block_tables: by cache group; they grow while the request keeps its blocks, and new
-    ones take their place after a preemption. scaling_tables: `block_tables` of its scaling pass; empty: it has none.
+    token_ids: prompt and answer. block_tables: by pass of the model and column of the cache; they grow while the
+    request keeps its blocks, and new ones take their place after a preemption. num_blocks: blocks of all its tables.
     bidirectional_spans: tokens ``first <= i < last`` that attend to each other in both directions. is_plain_text:
     whether it has no images, and its positions count its tokens.
     adapter: the digest of its adapter; empty: none.
@@ -54,12 +54,12 @@ class RequestState:
         "logits_processor",
         "max_len",
         "ngrams",
+        "num_blocks",
         "num_prompt_tokens",
         "num_scored",
         "params",
         "permitted",
         "request_id",
-        "scaling_tables",
         "seed",
         "thinking",
         "token_ids",
@@ -71,7 +71,7 @@ class RequestState:
         self.token_ids = list(request.token_ids)
         self.num_prompt_tokens = request.num_prompt_tokens
         self.block_tables = [array("i", blocks) for blocks in request.block_ids]
-        self.scaling_tables = [array("i", blocks) for blocks in request.scaling_block_ids]
+        self.num_blocks = sum(map(len, self.block_tables))
         self.params = request.params
         self.seed = request.seed
         self.max_len = request.max_len
@@ -197,11 +197,10 @@ class RequestState:
         """Update the block tables from a step."""
         if scheduled.resumed:
             self.block_tables = [array("i") for _ in self.block_tables]
-            self.scaling_tables = [array("i") for _ in self.scaling_tables]
-        new = zip(self.block_tables, scheduled.new_block_ids, strict=True)
-        scaling = zip(self.scaling_tables, scheduled.new_scaling_block_ids, strict=True)
-        for table, blocks in (*new, *scaling):
+            self.num_blocks = 0
+        for table, blocks in zip(self.block_tables, scheduled.new_block_ids, strict=True):
             table.extend(blocks)
+            self.num_blocks += len(blocks)
 
     def _unwanted(self, allowed: Allowed | None) -> frozenset[int]:
         """Tokens that would repeat an n-gram or complete a bad word; none where nothing else is allowed."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from operator import attrgetter
 from typing import NamedTuple, NoReturn
 
 import numpy as np
@@ -113,9 +112,10 @@ class ModelRunner:
         self._requests = RequestStates(model.language_model, make_matcher)
         self._sampler = TokenSampler(model.device.draw, model.device.torch_device)
         self._images = ImageEncoder(model, adapters)
-        self._batches = BatchBuilder(block_size, model.device, num_blocks, self._images.embeddings)
+        self.num_columns = columns = len(model.language_model.cache_layout.windows)
+        self._batches = BatchBuilder(block_size, model.device, num_blocks, self._images.embeddings, num_columns=columns)
         self._scaling_batches = BatchBuilder(
-            block_size, OtherMemory(model.device), num_blocks, tables_of=attrgetter("scaling_tables")
+            block_size, OtherMemory(model.device), num_blocks, num_columns=columns, first_table=columns
         )
         self._kv = KVTensors(model, num_blocks, num_host_blocks, block_size)
         # What the last step drew, at least one token, and which request each is of.
@@ -241,7 +241,7 @@ class ModelRunner:
         assert self._adapters is not None
         if not self._adapters.mixes:
             return None
-        mixed = [request for request in scheduled if request.state.scaling_tables]
+        mixed = [request for request in scheduled if len(request.state.block_tables) > self.num_columns]
         if not mixed:
             return None
         slots = self._adapters.slots_of_scaling_pass(mixed)

@@ -105,7 +105,7 @@ def _request(runner: ModelRunner, number: int, num_tokens: int, blocks: int = 1)
         num_tokens=num_tokens,
         num_prompt_tokens=num_tokens,
         token_ids=[0] * num_tokens,
-        block_ids=[[block] * blocks],
+        block_ids=[[block] * blocks] * runner.num_columns,
         params=SamplingParams(temperature=0, max_tokens=2, ignore_eos=True),
         seed=0,
         max_len=num_tokens + 2,

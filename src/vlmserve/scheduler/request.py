@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import copy
-from array import array
 
 from vlmserve.cache.keys import block_key, cross_attention_root, cross_key, touched_images
-from vlmserve.scheduler.block_table import BlockTable
+from vlmserve.scheduler.block_table import BlockTable, KeyChain
 from vlmserve.steps import BlockIds, CachedRequest, NewRequest
 from vlmserve.types import (
     Bidirectional,
@@ -23,8 +22,10 @@ class Request:
 
     answer_id: under which its answer is output; its own, but for a beam. token_ids: prompt and answer. num_computed:
     leading tokens whose keys and values are in the blocks of its tables.
-    tables: its KV blocks, and behind them those of its scaling pass, if its adapter has one; all equally long.
-    first_block: the first block of the tables that is held; those before it are outside the attention window.
+    chains: keys of its blocks, and of those of its scaling pass, if its adapter has one. tables: its KV blocks by pass
+    and column of the cache; none while it holds none. capacity: tokens that have a place in all tables. unsent: whether
+    the runner lacks some of the blocks. boundaries: numbers of leading tokens that other prompts may begin with; known
+    once it has run in a model with windows. turn_end_ids: tokens that end a turn of its prompt.
     num_cached: prompt tokens found in the prefix cache when it first ran; None before.
     bidirectional_spans: tokens ``first <= i < last`` that attend to each other in both directions, so that they are
     computed in one step; in order.
@@ -51,11 +52,13 @@ class Request:
         "arrived",
         "arrived_at",
         "bidirectional_spans",
+        "boundaries",
+        "capacity",
+        "chains",
         "client",
         "cross",
         "cross_key",
         "end_token_ids",
-        "first_block",
         "image_spans",
         "max_len",
         "max_short_len",
@@ -74,6 +77,8 @@ class Request:
         "tables",
         "thoughts",
         "token_ids",
+        "turn_end_ids",
+        "unsent",
         "vision_seconds",
         "vision_started",
     )
@@ -112,7 +117,6 @@ class Request:
         self.arrived = self.started = self.vision_started = self.answered = 0.0
         self.arrived_at = self.vision_seconds = 0.0
         self.scalings: list[float] = []
-        self.first_block = 0
         self._known_to_runner = False
         self.cross = request.prompt.cross
         self.cross_key: bytes | None = None
@@ -124,17 +128,15 @@ class Request:
         roots = [root_key] if scaling_root is None else [root_key, scaling_root]
         self._long_root_keys = [block_key(root, (), ()) for root in roots]
         self.max_short_len = max_short_len
-        self.tables = [BlockTable(root) for root in (self._long_root_keys if self.is_long else roots)]
+        self.chains = [KeyChain(root) for root in (self._long_root_keys if self.is_long else roots)]
+        self.drop_blocks()
+        self.boundaries: list[int] = []
+        self.turn_end_ids = end_token_ids
         own_end = frozenset() if self.params.ignore_eos else end_token_ids
         self.end_token_ids = own_end | frozenset(self.params.stop_token_ids)
         wanted = max_len if self.params.max_tokens is None else self.num_prompt_tokens + self.params.max_tokens
         self.max_len = min(max_len, wanted)
         self.num_limited = self.num_prompt_tokens if self.cross is None else self.max_len
-
-    @property
-    def block_table(self) -> array[int]:
-        """Ids of its KV blocks."""
-        return self.tables[0].blocks
 
     @property
     def num_uncomputed(self) -> int:
@@ -167,13 +169,14 @@ class Request:
             return CachedRequest(self.request_id, self.num_computed, num_tokens, *self._new_blocks(resumed))
         self._known_to_runner = True
         block_ids = [table.new_blocks().tolist() for table in self.tables]
+        self.unsent = False
         return NewRequest(
             self.request_id,
             self.num_computed,
             num_tokens,
             num_prompt_tokens=self.num_prompt_tokens,
             token_ids=self.token_ids[:],
-            block_ids=block_ids[:1],
+            block_ids=block_ids,
             params=self.params.without_model(),
             seed=self.seed,
             max_len=self.max_len,
@@ -181,7 +184,6 @@ class Request:
             images=tuple(span.placement for span in self.image_spans),
             cross_key=self.cross_key,
             adapter=self.adapter,
-            scaling_block_ids=block_ids[1:],
             thoughts=self.thoughts,
             client=self.client,
         )
@@ -190,20 +192,19 @@ class Request:
         """The message that schedules the token which the step before gives, and which is not known yet."""
         return CachedRequest(self.request_id, len(self.token_ids), 1, *self._new_blocks())
 
-    def _new_blocks(self, resumed: bool = False) -> tuple[BlockIds, bool, BlockIds]:
+    def _new_blocks(self, resumed: bool = False) -> tuple[BlockIds, bool]:
         """The last fields of a `CachedRequest`."""
-        table = self.tables[0]
-        if table.num_sent == len(table.blocks):
-            return (), resumed, ()
-        new = tuple(tuple(table.new_blocks()) for table in self.tables)
-        return new[:1], resumed, new[1:]
+        if not self.unsent:
+            return (), resumed
+        self.unsent = False
+        return tuple(tuple(table.new_blocks()) for table in self.tables), resumed
 
     def fork(self, request_id: str, token_id: int) -> Request:
         """Another request with the same tokens and one more. It holds nothing, and the runner does not know it."""
         child = copy.copy(self)
         child.request_id = request_id
         child.token_ids = [*self.token_ids, token_id]
-        child.tables = [table.fork() for table in self.tables]
+        child.chains = [chain.copy() for chain in self.chains]
         child._known_to_runner = False
         child.drop_blocks()
         return child
@@ -214,15 +215,13 @@ class Request:
 
     def drop_blocks(self) -> None:
         """Forget its tables after its blocks were freed: all of its tokens have to be computed or found again."""
-        for table in self.tables:
-            table.drop()
-        self.first_block = 0
-        self.num_computed = 0
+        self.tables: list[BlockTable] = []
+        self.capacity = self.num_computed = 0
+        self.unsent = False
 
     def reset_block_keys(self) -> None:
         """Drop the keys of blocks that were computed while it was short."""
-        for table, root in zip(self.tables, self._long_root_keys, strict=True):
-            table.restart(root)
+        self.chains = [KeyChain(root) for root in self._long_root_keys]
 
     @property
     def has_images(self) -> bool:
@@ -246,17 +245,16 @@ class Request:
             return None
         return next((span for span in self.bidirectional_spans if span[0] < place < span[1]), None)
 
-    def keys_of_full_blocks(self, table: BlockTable, count: int, block_size: int) -> list[bytes]:
-        """Keys of a table's first `count` blocks, whose tokens are all known; each is computed once."""
-        keys = table.keys
+    def keys_of_full_blocks(self, chain: KeyChain, count: int, block_size: int) -> list[bytes]:
+        """Keys of the first `count` blocks, whose tokens are all known; each is computed once."""
+        keys = chain.keys
         while len(keys) <= count:
             start = (len(keys) - 1) * block_size
             keys.append(self._key(keys[-1], start, start + block_size))
         return keys[1 : count + 1]
 
-    def tail_key(self, table: BlockTable, num_tokens: int, block_size: int) -> bytes | None:
-        """The key of the partly filled block of a table after the last full one of the first `num_tokens` tokens; None:
-        none.
+    def tail_key(self, chain: KeyChain, num_tokens: int, block_size: int) -> bytes | None:
+        """The key of the partly filled block after the last full one of the first `num_tokens` tokens; None: none.
 
         Kept for the last `num_tokens` that was asked for.
         """
@@ -264,10 +262,10 @@ class Request:
         start = full * block_size
         if start == num_tokens:
             return None
-        if table.tail[0] != num_tokens:
-            self.keys_of_full_blocks(table, full, block_size)
-            table.tail = num_tokens, self._key(table.keys[full], start, num_tokens)
-        return table.tail[1]
+        if chain.tail[0] != num_tokens:
+            self.keys_of_full_blocks(chain, full, block_size)
+            chain.tail = num_tokens, self._key(chain.keys[full], start, num_tokens)
+        return chain.tail[1]
 
     def _key(self, parent: bytes, start: int, end: int) -> bytes:
         """The key of a block with tokens ``start <= i < end``, and with all later ones that those attend to."""

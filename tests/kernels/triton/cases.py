@@ -156,7 +156,7 @@ def attention_cases() -> Iterator[Case]:
         **dict.fromkeys(("tables_ptr", "starts_ptr", "contexts_ptr", "reach_ptr", "decodes_ptr"), "*i32"),
         **dict.fromkeys(("items_ptr", "joins_ptr"), "*i32"),
         **dict.fromkeys(("num_decodes", "num_sequences", "table_stride", "query_stride", "splits"), "i32"),
-        **dict.fromkeys(("decodes", "extra", "most_joins"), "i32"),
+        **dict.fromkeys(("decodes", "extra", "most_joins", "column", "column_stride"), "i32"),
         **dict.fromkeys(("scale", "soft_cap", "eps"), "fp32"),
     }
     plain = {"WINDOW": 0, "PART": 128} | dict.fromkeys(

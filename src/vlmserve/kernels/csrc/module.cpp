@@ -17,7 +17,7 @@ const Kernels* selected = nullptr;
 constexpr long LONG_WORK = 1L << 24;
 
 // Changes whenever arguments do, see kernels/extension.py.
-constexpr long INTERFACE = 3;
+constexpr long INTERFACE = 4;
 
 // Arguments as they come: every one is an integer, an address among them, except where `number` is called.
 class Arguments {
@@ -247,7 +247,7 @@ PyObject* attention(PyObject*, PyObject* const* values, Py_ssize_t count) {
 }
 
 PyObject* program(PyObject*, PyObject* const* values, Py_ssize_t count) {
-    Arguments from(values, count, 20);
+    Arguments from(values, count, 21);
     ProgramArgs args;
     args.operations = static_cast<const Operation*>(from.address());
     args.widths = static_cast<const long*>(from.address());
@@ -262,7 +262,9 @@ PyObject* program(PyObject*, PyObject* const* values, Py_ssize_t count) {
     args.row_slots = static_cast<const std::int32_t*>(from.address());
     args.scalings = static_cast<const float*>(from.address());
     args.scaling_stride = from.integer();
-    for (long* size : {&args.count, &args.buffers, &args.sequences, &args.tokens, &args.table_stride}) *size = from.integer();
+    for (long* size :
+         {&args.count, &args.buffers, &args.sequences, &args.tokens, &args.table_stride, &args.column_stride})
+        *size = from.integer();
     args.dtype = static_cast<int>(from.integer());
     args.threads = static_cast<int>(from.integer());
     long work = 0;

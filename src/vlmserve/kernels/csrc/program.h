@@ -160,8 +160,8 @@ private:
         args.output = buffers_[op.target];
         args.query_starts = args_.query_starts;
         args.context_lens = args_.context_lens;
-        args.block_tables = args_.block_tables;
-        args.slots = args_.slots;
+        args.block_tables = args_.block_tables + op.column * args_.column_stride;
+        args.slots = args_.slots + op.column * args_.tokens;
         args.ahead = args_.ahead;
         args.scratch = nullptr;
         args.sequences = args_.sequences;

@@ -129,6 +129,7 @@ struct Operation {
     long heads, kv_heads, head_size, block_size, rope_size, window;
     double scale, soft_cap;
     long rope;  // which cosines and sines; -1: none
+    long column;  // which block tables and slots
     long plan;  // operations of equal shapes share one; numbered in order of first use
     const Adapters* adapters;  // of products; null: none ever
 };
@@ -144,14 +145,14 @@ struct ProgramArgs {
     const void* const* ropes;  // cosines, sines and positions of each kind, as in AttentionArgs
     const std::int32_t* query_starts;  // these as in AttentionArgs
     const std::int32_t* context_lens;
-    const std::int32_t* block_tables;
-    const std::int64_t* slots;
+    const std::int32_t* block_tables;  // `column_stride` elements from column to column
+    const std::int64_t* slots;         // [columns, tokens]
     const std::int32_t* ahead;
     const std::int32_t* row_slots;  // [tokens]: as in LinearArgs; null: no row has an adapter
     const float* scalings;  // as in LinearArgs
     long scaling_stride;
     void* scratch;  // `program_scratch(args)` bytes
-    long count, buffers, sequences, tokens, table_stride;
+    long count, buffers, sequences, tokens, table_stride, column_stride;
     int dtype, threads;
 };
 

@@ -173,9 +173,19 @@ class TritonAttention(TorchReference):
         }
         for window, (items, joins) in work.items():
             divide_decodes[(1,)](
-                metadata.context_lens, items, joins, decodes, extra, most_joins, metadata.block_tables.stride(1),
-                DECODES=next_power_of_2(decodes), WINDOW=window, PART=PART, num_warps=1,
-            )  # fmt: skip
+                metadata.context_lens,
+                items,
+                joins,
+                decodes,
+                extra,
+                most_joins,
+                metadata.block_tables.stride(1),
+                metadata.block_tables.stride(0),
+                DECODES=next_power_of_2(decodes),
+                WINDOW=window,
+                PART=PART,
+                num_warps=1,
+            )
         # Captured steps read the items of each new step, so these have to be where they were.
         places = tuple(tensor.data_ptr() for one in work.values() for tensor in one)
         return TritonPlan(work, 1, PART, False, self._sums, self._largest, None, ("decodes", decodes, extra, places))
@@ -237,15 +247,14 @@ class TritonAttention(TorchReference):
             raise ValueError(f"queries of {qkv.dtype} do not fit a cache of {cache.keys.dtype}")
         if qkv.stride(1) != 1:
             qkv = qkv.contiguous()
-        slots, tables = metadata.slots_of(spec), metadata.tables_of(spec)
+        slots, tables = metadata.slot_mapping[cache.column], metadata.block_tables[cache.column]
         work = plan.work.get(spec.window or 0)
         writes = self.writes and work is not None
         query = qkv if writes else rotate_into_cache(qkv, rope, cache, spec, slots, norms)
         cos, sin, positions = (query, query, None) if rope is None else rope
         output = torch.empty((len(qkv), spec.num_heads * spec.head_size), dtype=qkv.dtype, device=qkv.device)
         decodes, sequences = metadata.num_decodes, len(metadata.query_lens)
-        group = spec.num_heads // spec.num_kv_heads
-        chunk_rows = len(query) - decodes
+        group, chunk_rows = spec.num_heads // spec.num_kv_heads, len(query) - decodes
         tiles, blocks = tile(spec, chunks=chunk_rows > 0, quantized=cache.scales is not None), decodes
         is_mixed = metadata.decodes is not None
         if is_mixed:
@@ -265,7 +274,7 @@ class TritonAttention(TorchReference):
             cache.keys,
             cache.values,
             cache.keys if cache.scales is None else cache.scales,
-            tables,
+            tables if work is None else metadata.block_tables,
             metadata.query_starts,
             metadata.context_lens,
             metadata.context_lens if plan.reach is None else plan.reach,
@@ -284,6 +293,7 @@ class TritonAttention(TorchReference):
             decodes,
             sequences,
             metadata.block_tables.stride(1),
+            cache.column,
             query.stride(0),
             spec.scale,
             spec.soft_cap or 1.0,

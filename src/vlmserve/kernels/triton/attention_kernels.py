@@ -43,7 +43,8 @@ def first_key(position, WINDOW: tl.constexpr):
 
 
 ITEM = tl.constexpr(8)
-"""Numbers of an item: sequence, first key, end of keys, context, offset of the block table, and three unused ones."""
+"""Numbers of an item: sequence, first key, end of keys, context, offset of the block table, distance from one column's
+tables to the next, and two unused ones."""
 JOIN = tl.constexpr(4)
 """Numbers of a join: sequence, first item, number of items, and an unused one."""
 FILLED = tl.constexpr(128)
@@ -152,10 +153,10 @@ def over_keys(
 
 
 @Kernel
-@triton.jit(do_not_specialize=["decodes", "extra", "most_joins", "table_stride"])
+@triton.jit(do_not_specialize=["decodes", "extra", "most_joins", "table_stride", "column_stride"])
 def divide_decodes(
-    contexts_ptr, items_ptr, joins_ptr, decodes, extra, most_joins, table_stride, DECODES: tl.constexpr,
-    WINDOW: tl.constexpr, PART: tl.constexpr, DEPENDENT: tl.constexpr = False,
+    contexts_ptr, items_ptr, joins_ptr, decodes, extra, most_joins, table_stride, column_stride,
+    DECODES: tl.constexpr, WINDOW: tl.constexpr, PART: tl.constexpr, DEPENDENT: tl.constexpr = False,
 ):  # fmt: skip
     """Divide the contexts of a batch of decodes into items of about the same size, with one program.
 
@@ -181,6 +182,7 @@ def divide_decodes(
         tl.store(item_ptr + 2, tl.minimum(begin + size, context), there)
         tl.store(item_ptr + 3, context, there)
         tl.store(item_ptr + 4, numbers * table_stride, there)
+        tl.store(item_ptr + 5, column_stride, there)
     is_split = (counts > 1).to(tl.int32)
     joined = tl.cumsum(is_split, 0)
     join_ptr = joins_ptr + (joined - 1) * JOIN
@@ -199,12 +201,12 @@ def divide_decodes(
 
 # Numbers that change from step to step are no constants: a kernel is compiled once, not for each kind of number.
 @Kernel
-@triton.jit(do_not_specialize=["num_decodes", "num_sequences", "table_stride"])
+@triton.jit(do_not_specialize=["num_decodes", "num_sequences", "table_stride", "column"])
 def attend_rows(
     query_ptr, keys_ptr, values_ptr, scales_ptr, tables_ptr, starts_ptr, contexts_ptr, reach_ptr, sinks_ptr, out_ptr,
     sums_ptr, largest_ptr, decodes_ptr, items_ptr, cos_ptr, sin_ptr, positions_ptr, slots_ptr, query_norm_ptr,
-    key_norm_ptr, num_decodes, num_sequences, table_stride, query_stride, scale, soft_cap, eps, HEADS: tl.constexpr,
-    KV_HEADS: tl.constexpr, HEAD: tl.constexpr, HEAD_BLOCK: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    key_norm_ptr, num_decodes, num_sequences, table_stride, column, query_stride, scale, soft_cap, eps,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD: tl.constexpr, HEAD_BLOCK: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr,
     REACH: tl.constexpr, QUANTIZED: tl.constexpr, STAGES: tl.constexpr, SPLIT_CHUNKS: tl.constexpr,
     MIXED: tl.constexpr, PART: tl.constexpr, ITEMS: tl.constexpr, WRITES: tl.constexpr, ROTATED: tl.constexpr,
@@ -215,8 +217,9 @@ def attend_rows(
 
     PART: tokens of a part of a decode, unless it is the last one or there are more than `MAX_SPLITS`. MIXED: the number
     of decodes is read on the device, and there may be more programs than blocks. ITEMS: all rows are decodes, see
-    `divide_decodes`. WRITES: with ITEMS, query_ptr has queries, keys and values as they are before `rotate_and_write`;
-    else queries alone, rotated, and their keys and values are in the cache.
+    `divide_decodes`; tables_ptr then has the tables of all columns, else those of the layer's column. WRITES: with
+    ITEMS, query_ptr has queries, keys and values as they are before `rotate_and_write`; else queries alone, rotated,
+    and their keys and values are in the cache.
 
     sums_ptr, largest_ptr: where parts go, float32 ``[part rows, heads, splits, HEAD_BLOCK]``, and ``[part rows, heads,
     splits, 2]``, their largest score and their weight. Part rows are the decodes', then, with SPLIT_CHUNKS,
@@ -241,7 +244,7 @@ def attend_rows(
         position = context - 1 + row
         limit = tl.where(valid, high, 0)
         is_split = (low > first_key(context - 1, WINDOW)) | (high < context)
-        tables_ptr += table
+        tables_ptr += table + column * tl.load(item_ptr + 5)
     else:
         if block < num_decodes:
             sequence, first = block, 0

@@ -6,36 +6,48 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from vlmserve.cache.blocks import BlockPool
-from vlmserve.cache.prefix import Hit, PrefixCache
+from vlmserve.cache.prefix import Chain, Column, Hit, PrefixCache
+from vlmserve.layer_specs import window_blocks
+from vlmserve.scheduler.block_table import BlockTable
 from vlmserve.scheduler.request import Request
 from vlmserve.scheduler.resources.resource import Resource
 from vlmserve.steps import BlockCopy, SchedulerOutput
 
 
 class Found(NamedTuple):
-    """The cached blocks of a waiting request, for each of its tables. At least one token is left to compute, for
-    its logits."""
+    """The cached blocks of a waiting request. At least one token is left to compute, for its logits."""
 
-    chains: list[list[bytes]]
-    """Keys of its full blocks that may be shared."""
+    chains: list[Chain]
+    """Keys of its blocks that may be shared, by pass."""
     hits: list[Hit]
+    """For each of the tables that it will have."""
+    reach: int
+    """Full blocks that were found where layers attend to all of them; `end` where none do."""
 
     @property
     def end(self) -> int:
-        """How many full blocks were found."""
+        """How many full blocks can be reused."""
         return self.hits[0].end
 
 
+_NOTHING = Found([], [], 0)
+
+
 class KVMemory(Resource):
-    """Fills the block tables of requests. All tables of a request have the same length."""
+    """Fills the block tables of requests: one for each column of the cache, in each pass."""
 
     in_decodes = True
 
     def __init__(
-        self, cache: PrefixCache, block_size: int, *, prefix_caching: bool, max_chunk: int, window: int | None = None
+        self,
+        cache: PrefixCache,
+        block_size: int,
+        *,
+        prefix_caching: bool,
+        max_chunk: int,
+        windows: Sequence[int | None] = (None,),
     ) -> None:
-        """max_chunk: maximum number of tokens in a step. window: positions that a token attends to in every layer,
-        itself included; None: all."""
+        """max_chunk: maximum number of tokens in a step, but for bidirectional spans. windows: see `CacheLayout`."""
         self.cache = cache
         self.pool: BlockPool = cache.pool
         self.queried_tokens = 0
@@ -44,23 +56,30 @@ class KVMemory(Resource):
         """The cached part of `queried_tokens`."""
         self._size = block_size
         self._prefix_caching = prefix_caching
-        self._window, self._max_chunk = window, max_chunk
+        self._max_chunk = max_chunk
+        self._columns = [Column(number, window, block_size) for number, window in enumerate(windows)]
+        # The columns of each window, which free the same blocks.
+        self._windowed = [
+            [number for number, other in enumerate(windows) if other == window]
+            for window in dict.fromkeys(windows)
+            if window is not None
+        ]
         # By block key, the running request that computes the block; others that need it wait for that.
         self._computing: dict[bytes, Request] = {}
         self._not_finite: list[int] = []
         # The last request that was asked about, and what is cached of it.
-        self._found: tuple[Request | None, Found] = None, Found([], [])
+        self._found: tuple[Request | None, Found] = None, _NOTHING
 
     def end_step(self, step: SchedulerOutput) -> None:
         step.block_copies, self.cache.block_copies = self.cache.block_copies, []
         step.blocks_to_zero, self._not_finite = self._not_finite, []
-        self._found = None, Found([], [])
+        self._found = None, _NOTHING
 
     def ready(self, request: Request) -> bool:
         """Return False while running requests compute at least half of what a request needs: waiting pays."""
         found = self._find(request)
         self._found = request, found
-        keys, start = found.chains[0], found.end
+        keys, start = found.chains[0].keys, found.end
         end = start
         while end < len(keys) and keys[end] in self._computing:
             end += 1
@@ -69,17 +88,14 @@ class KVMemory(Resource):
 
     def _find(self, request: Request) -> Found:
         if not self._prefix_caching or request.prompt_logprobs is not None:
-            return Found([[] for _ in request.tables], [Hit() for _ in request.tables])
+            chains = [Chain(()) for _ in request.chains]
+            return Found(chains, [Hit() for _ in request.chains for _ in self._columns], 0)
         num_tokens, size = len(request.token_ids) - 1, self._size
-        chains = [request.keys_of_full_blocks(table, num_tokens // size, size) for table in request.tables]
-        tail_keys = [request.tail_key(table, num_tokens, size) for table in request.tables]
-        return Found(chains, self.cache.find(chains, tail_keys, self._first_visible))
-
-    def _first_visible(self, num_blocks: int) -> int:
-        """The first block that tokens after that many blocks attend to."""
-        if self._window is None:
-            return 0
-        return max(0, num_blocks * self._size - self._window + 1) // self._size
+        chains = [
+            Chain(request.keys_of_full_blocks(keys, num_tokens // size, size), request.tail_key(keys, num_tokens, size))
+            for keys in request.chains
+        ]
+        return Found(chains, *self.cache.find(chains, self._columns))
 
     def _found_of(self, request: Request) -> Found:
         asked, found = self._found
@@ -92,44 +108,45 @@ class KVMemory(Resource):
     def missing(self, request: Request) -> int:
         """Return the blocks that a request takes, those found that nobody holds, and one to grow for each table."""
         found = self._found_of(request)
-        return len(request.tables) * (self._missing_of_table(request, found.end) + 1) + self._num_taken(found.hits)
-
-    def _missing_of_table(self, request: Request, end: int) -> int:
-        """Blocks needed at a time. With a window, more are allocated as blocks before the window are freed."""
-        reach = len(request.token_ids)
-        if self._window is not None:
-            reach = min(reach, end * self._size + self._window + self._max_chunk)
-        return -(-reach // self._size) - end
-
-    def _num_taken(self, hits: Sequence[Hit]) -> int:
-        return sum(map(self.cache.num_taken, hits))
+        new = sum(_num_new(request, column, found.end, self._max_chunk) + 1 for column in self._columns)
+        return len(request.chains) * new + self.cache.num_taken(found.hits)
 
     def room(self, running: Sequence[Request]) -> int:
-        taken = sum(len(one.tables) for one in running if one.num_uncomputed == 1 and self._is_full(one))
+        taken = sum(len(one.tables) for one in running if one.num_uncomputed == 1 and one.num_computed == one.capacity)
         return self.pool.num_free - taken - _num_growing(running)
-
-    def _is_full(self, request: Request) -> bool:
-        """Return whether a request needs another block for its next token."""
-        return request.num_computed == len(request.tables[0].blocks) * self._size
 
     def acquire(self, request: Request, running: Sequence[Request]) -> bool:
         """Take the cached blocks of a request and the blocks that it needs at a time. The request resumes after the
         cached tokens."""
         found = self._found_of(request)
-        hits, missing = found.hits, self._missing_of_table(request, found.end)
-        free = self.pool.num_free - missing * len(request.tables) - _num_growing(running)
-        if hits[0].tail is not None and self._num_taken(hits) > free:
+        hits, passes = found.hits, len(request.chains)
+        new = [_num_new(request, column, found.end, self._max_chunk) for column in self._columns] * passes
+        free = self.pool.num_free - sum(new) - _num_growing(running)
+        if hits[0].tail is not None and self.cache.num_taken(hits) > free:
             hits = [hit._replace(tail=None) for hit in hits]
-        if self._num_taken(hits) > free:
+        if self.cache.num_taken(hits) > free:
             return False
-        request.first_block = hits[0].first
-        for table, blocks in zip(request.tables, self.cache.take(hits, found.chains, missing), strict=True):
-            table.blocks.extend([0] * request.first_block)
+        chains = [(chain.keys, column) for chain in found.chains for column in self._columns]
+        keys = [
+            [column.key(key) for key in keys[hit.first : hit.end]]
+            for (keys, column), hit in zip(chains, hits, strict=True)
+        ]
+        if self._windowed and not request.boundaries:
+            request.boundaries = _boundaries(request)
+        if self._windowed and found.reach:
+            # Prompts part there. What windows lack there is computed once, and kept.
+            request.boundaries = [*request.boundaries, found.reach * self._size]
+        for hit, blocks in zip(hits, self.cache.take(hits, keys, new), strict=True):
+            table = BlockTable()
+            table.first = hit.first
+            table.blocks.extend([0] * hit.first)
             table.blocks.extend(blocks)
+            request.tables.append(table)
+        self._note_growth(request)
         request.num_computed = found.end * self._size
         if hits[0].tail is not None:
             request.num_computed = len(request.token_ids) - 1
-        for key in found.chains[0][found.end :]:
+        for key in found.chains[0].keys[found.end :]:
             self._computing.setdefault(key, request)
         if request.num_cached is None:
             request.num_cached = request.num_computed
@@ -137,48 +154,87 @@ class KVMemory(Resource):
             self.cached_tokens += request.num_cached
         return True
 
+    def _note_growth(self, request: Request) -> None:
+        """Note that tables of a request got blocks."""
+        request.capacity = min(len(table.blocks) for table in request.tables) * self._size
+        request.unsent = True
+
     def grow(self, request: Request, num_tokens: int, spare: Sequence[Request] = ()) -> int:
-        tables, size = request.tables, self._size
         reach = request.num_computed + num_tokens
-        if reach <= len(tables[0].blocks) * size:
+        if request.bidirectional_spans and (span := request.bidirectional_span_at(reach)) is not None:
+            reach = span[1]  # where the chunk may end
+        if reach <= request.capacity:
             return num_tokens
-        missing = -(-reach // size) - len(tables[0].blocks)
-        missing = min(missing, (self.pool.num_free - _num_growing(spare)) // len(tables))
-        for table in tables if missing > 0 else ():
-            table.blocks.extend(self.pool.allocate(missing))
-        return min(num_tokens, len(tables[0].blocks) * size - request.num_computed)
+        free = self.pool.num_free - _num_growing(spare)
+        lens = [len(table.blocks) for table in request.tables]
+        shortest, count = min(lens), -(-reach // self._size)
+        while count > shortest and sum(max(0, count - length) for length in lens) > free:
+            count -= 1
+        if count > shortest:
+            for table, length in zip(request.tables, lens, strict=True):
+                table.blocks.extend(self.pool.allocate(max(0, count - length)))
+            self._note_growth(request)
+        return max(0, min(num_tokens, request.capacity - request.num_computed))
+
+    def limit(self, request: Request, start: int, end: int) -> int:
+        return min(end, request.capacity)
 
     def may_plan_ahead(self, following: Sequence[tuple[Request, int]]) -> bool:
         wanted = 0
         for request, num_tokens in following:
-            missing = -(-(request.num_computed + num_tokens) // self._size) - len(request.tables[0].blocks)
-            wanted += max(0, missing) * len(request.tables)
+            reach = request.num_computed + num_tokens
+            if reach > request.capacity:
+                count = -(-reach // self._size)
+                wanted += sum(max(0, count - len(table.blocks)) for table in request.tables)
         return wanted <= self.pool.num_free
 
     def advance(self, request: Request, num_computed: int) -> None:
-        """Register the blocks that become full, and the prompt's last one. Free blocks before the window."""
+        """Register the blocks that become full, and the prompt's last one. Free blocks before windows."""
         before, size = request.num_computed, self._size
         if self._prefix_caching and num_computed // size > before // size:
-            for table in request.tables:
-                keys = request.keys_of_full_blocks(table, num_computed // size, size)
-                for index in range(before // size, num_computed // size):
-                    self.pool.register(table.blocks[index], keys[index])
-                    self._computing.pop(keys[index], None)
+            self._register_full(request, before // size, num_computed // size)
         if before < request.num_prompt_tokens <= num_computed:
             self._register_tail(request, request.num_prompt_tokens - 1)
-        if self._window is not None:
-            needed = max(0, num_computed - self._window + 1) // size
-            if needed > request.first_block:
-                for table in request.tables:
-                    self.pool.release(table.blocks[request.first_block : needed])
-                request.first_block = needed
+        for numbers in self._windowed:
+            needed = self._columns[numbers[0]].first_visible(num_computed)
+            if needed > request.tables[numbers[0]].first:
+                self._free_before(request, numbers, needed)
+
+    def _free_before(self, request: Request, numbers: Sequence[int], needed: int) -> None:
+        """Free the blocks before number `needed` in columns of one window, in all passes.
+
+        Most of them are unwanted: they would push blocks out of the cache without which others are of no use. Those
+        within a window before a boundary are wanted.
+        """
+        first = request.tables[numbers[0]].first
+        wanted = _wanted(request, self._columns[numbers[0]], first, needed)
+        unwanted = [index for index in range(first, needed) if index not in wanted]
+        for start in range(0, len(request.tables), len(self._columns)):
+            for number in numbers:
+                table = request.tables[start + number]
+                self.pool.release([table.blocks[index] for index in unwanted], unwanted=True)
+                self.pool.release([table.blocks[index] for index in wanted])
+                table.first = needed
+
+    def _register_full(self, request: Request, start: int, end: int) -> None:
+        """Register the blocks ``start <= i < end``."""
+        tables = iter(request.tables)
+        for chain in request.chains:
+            keys = request.keys_of_full_blocks(chain, end, self._size)
+            for column, table in zip(self._columns, tables, strict=False):
+                for index in range(start, end):
+                    self.pool.register(table.blocks[index], column.key(keys[index]))
+            for key in keys[start:end]:
+                self._computing.pop(key, None)
 
     def _register_tail(self, request: Request, num_tokens: int) -> None:
         """Register the key of the partly filled block that ends with token `num_tokens`, all of them computed."""
-        for table in request.tables if self._prefix_caching else ():
-            key = request.tail_key(table, num_tokens, self._size)
-            if key is not None:
-                self.pool.register(table.blocks[num_tokens // self._size], key)
+        tables = iter(request.tables)
+        for chain in request.chains if self._prefix_caching else ():
+            key = request.tail_key(chain, num_tokens, self._size)
+            for column, table in zip(self._columns, tables, strict=False):
+                if key is not None:
+                    self.pool.register(table.blocks[num_tokens // self._size], column.key(key))
 
     def fork(self, parent: Request, child: Request, *, first: bool) -> bool:
         """Share the full blocks. The first child takes over a partly filled block, the others get a copy."""
@@ -186,15 +242,19 @@ class KVMemory(Resource):
         copies = not first and filled > 0
         if copies and self.pool.num_free < len(parent.tables):
             return False
-        for source, target in zip(parent.tables, child.tables, strict=True):
+        for source in parent.tables:
             end = full if copies or not filled else full + 1
-            self.pool.share(source.blocks[parent.first_block : end])
+            self.pool.share(source.blocks[source.first : end])
+            target = BlockTable()
+            target.first = source.first
             target.blocks.extend(source.blocks[:end])
             if copies:
                 [own] = self.pool.allocate(1)
                 self.cache.block_copies.append(BlockCopy("copy", source.blocks[full], own))
                 target.blocks.append(own)
-        child.first_block, child.num_computed = parent.first_block, parent.num_computed
+            child.tables.append(target)
+        self._note_growth(child)
+        child.num_computed = parent.num_computed
         return True
 
     def discard(self, request: Request, *, out_of_memory: bool) -> None:
@@ -203,7 +263,7 @@ class KVMemory(Resource):
         A block is read as a whole, and a masked NaN still makes a sum NaN.
         """
         for table in request.tables:
-            for block in table.blocks[request.first_block :]:
+            for block in table.held:
                 self.pool.unregister(block)
                 if self.pool.ref_count(block) == 1:
                     self._not_finite.append(block)
@@ -213,9 +273,9 @@ class KVMemory(Resource):
             self._register_tail(request, request.num_computed)
         # The last block first: it is of no use without those before it, so it is evicted before them.
         for table in request.tables:
-            self.pool.release(reversed(table.blocks[request.first_block :]))
+            self.pool.release(reversed(table.held))
         request.drop_blocks()
-        for key in request.tables[0].keys:
+        for key in request.chains[0].keys:
             if self._computing.get(key) is request:
                 del self._computing[key]
 
@@ -223,3 +283,30 @@ class KVMemory(Resource):
 def _num_growing(running: Sequence[Request]) -> int:
     """Blocks that running requests may need soon: one for each table."""
     return sum(len(request.tables) for request in running)
+
+
+def _num_new(request: Request, column: Column, end: int, max_chunk: int) -> int:
+    """Blocks that a table needs after its first `end` ones. With a window, more follow as others are freed."""
+    size = column.block_size
+    count = -(-len(request.token_ids) // size)
+    if column.window is not None:
+        # A span is computed in one step.
+        chunk = max([max_chunk, *(last - first for first, last in request.bidirectional_spans)])
+        count = min(count, column.first_needed(end) + window_blocks(column.window, chunk, size))
+    return count - end
+
+
+def _boundaries(request: Request) -> list[int]:
+    """The ends of the first and the last turn, of images, and what a repeat of the prompt finds."""
+    prompt = request.token_ids[: request.num_prompt_tokens]
+    turns = [place for place, token in enumerate(prompt, start=1) if token in request.turn_end_ids]
+    return [*turns[:1], *turns[-1:], *(span.end for span in request.image_spans), request.num_prompt_tokens - 1]
+
+
+def _wanted(request: Request, column: Column, start: int, end: int) -> list[int]:
+    """Blocks ``start <= i < end`` that lie within a window before a boundary, the last one first."""
+    wanted: set[int] = set()
+    for boundary in request.boundaries:
+        first = column.first_needed(boundary // column.block_size)
+        wanted.update(range(max(start, first), min(end, -(-boundary // column.block_size))))
+    return sorted(wanted, reverse=True)
