@@ -22,7 +22,7 @@ _SLOW = {
         transformers_backend transformers_images""",
     "frontend": "beams client xml_tools",
     "kernels": "attention_backends cpu_attention cpu_program other_processors",
-    "kernels/triton": "attention compiled emulated layers products sampling",
+    "kernels/triton": "attention compiled emulated emulated_engine emulated_products layers products sampling",
     "loadtest": "command perform",
     "media": "decoding heif pdf processor",
     "models": "blip broken_checkpoints families gguf llava published published_quantization stages tiles",

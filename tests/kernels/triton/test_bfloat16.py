@@ -35,11 +35,9 @@ def assert_near(result: Tensor, expected: Tensor) -> None:
     [
         (1, True, "plain", 128),
         (9, False, "plain", 128),
-        (1, True, "8 bits", 128),
         (32, False, "8 bits", 128),
         (100, True, "8 bits", 128),
         (1, True, "4 bits", 128),
-        (32, False, "4 bits", 128),
         (64, False, "4 bits", 128),
         (9, False, "4 bits", 32),
         (100, True, "4 bits", 32),
@@ -63,7 +61,7 @@ def test_tiles_of_a_7b_model(device: torch.device, rows: int, gated: bool, kind:
     assert_near(product.few(x.to(device), residual.to(device), tiles=tiles), expected + residual.double())
 
 
-@pytest.mark.parametrize(("kind", "rows"), [("8 bits", 1), ("4 bits", 9), ("4 bits", 64)])
+@pytest.mark.parametrize(("kind", "rows"), [("8 bits", 1), ("4 bits", 64)])
 def test_norms_between_products_of_a_7b_model(device: torch.device, kind: str, rows: int) -> None:
     torch.manual_seed(rows)
     first, first_numbers = made_for_bfloat16(kind, 384, 1152, device)
@@ -90,7 +88,7 @@ def test_many_rows(device: torch.device) -> None:
     assert_near(result, x.double() @ numbers.T + bias.double())
 
 
-@pytest.mark.parametrize(("head_size", "quantized"), [(64, False), (256, False), (80, True), (128, True)])
+@pytest.mark.parametrize(("head_size", "quantized"), [(256, False), (80, True), (128, True)])
 def test_attention(device: torch.device, head_size: int, quantized: bool) -> None:
     spec = AttentionSpec(8, 2, head_size, head_size**-0.5)
     backend = TritonAttention(quantized_cache=quantized)
@@ -113,7 +111,7 @@ def test_sliding_windows_of_decodes(device: torch.device) -> None:
     assert (output.double() - expected).abs().max() < 0.03
 
 
-@pytest.mark.parametrize("size", [64, 80, 128])
+@pytest.mark.parametrize("size", [64, 80])
 def test_attention_of_images(device: torch.device, size: int) -> None:
     torch.manual_seed(size)
     lengths = [150, 64, 5] if size != 64 else [64, 30]
