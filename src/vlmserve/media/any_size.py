@@ -6,13 +6,10 @@ JPEGs, as in `media.processor`.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal, Self
-
-from blake3 import blake3
 
 from vlmserve.config import ProcessorOverrides
 from vlmserve.errors import ConfigurationError, InvalidImageError, InvalidRequestError
@@ -22,8 +19,8 @@ from vlmserve.media.image_files import ImageFiles
 from vlmserve.media.images import DecodedImage
 from vlmserve.media.processor import (
     CLIP_LEVELS,
-    PixelProcessor,
     Placeholders,
+    RecipeProcessor,
     View,
     normalization,
     to_pixels,
@@ -84,14 +81,13 @@ class AnySizeRecipe:
     widening: Widening | None = None
 
 
-class AnySizeProcessor(PixelProcessor):
+class AnySizeProcessor(RecipeProcessor[AnySizeRecipe]):
     """Preprocesses images for one checkpoint; see `media.processor.FixedSizeProcessor`."""
 
+    version = "any size v1"
+
     def __init__(self, recipe: AnySizeRecipe, *, exact_pixels: bool = False) -> None:
-        self._recipe = recipe
-        self._exact_pixels = exact_pixels
-        described = json.dumps(["any size v1", exact_pixels, asdict(recipe)], sort_keys=True)
-        self.fingerprint = blake3(described.encode()).digest()
+        self._follow(recipe, exact_pixels=exact_pixels)
         self.levels = Levels(recipe.rescale, recipe.mean, recipe.std)
 
     @classmethod
@@ -133,8 +129,7 @@ class AnySizeProcessor(PixelProcessor):
         bounded = budget.max_pixels is not None or budget.max_tokens is not None
         reduced = most < self._recipe.max_pixels and budget.min_pixels is None
         strict = self._recipe.strict or bounded or reduced
-        recipe = replace(self._recipe, min_pixels=least, max_pixels=most, strict=strict)
-        return self if recipe == self._recipe else type(self)(recipe, exact_pixels=self._exact_pixels)
+        return self._following(replace(self._recipe, min_pixels=least, max_pixels=most, strict=strict))
 
     def for_video(self, num_frames: int, depth: int, bounds: tuple[int, int]) -> Self:
         """The same for the frames of a video, as Qwen3-VL's video processor has it.

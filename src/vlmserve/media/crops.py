@@ -6,17 +6,14 @@ filter, as here, where libvips is not installed.
 
 from __future__ import annotations
 
-import json
 import math
 import sys
 from collections.abc import Mapping
-from copy import copy
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Self
 
 import numpy as np
-from blake3 import blake3
 from PIL import Image
 
 from vlmserve.errors import UnsupportedModelError
@@ -24,7 +21,7 @@ from vlmserve.levels import Levels
 from vlmserve.media.budget import ImageBudget
 from vlmserve.media.image_files import ImageFiles
 from vlmserve.media.images import DecodedImage
-from vlmserve.media.processor import PixelProcessor, Placeholders, View, to_rgb, whole_view
+from vlmserve.media.processor import Placeholders, RecipeProcessor, View, to_rgb, whole_view
 from vlmserve.types import Pixels
 
 
@@ -45,14 +42,15 @@ class CropRecipe:
         return self.size - 2 * self.margin
 
 
-class CropProcessor(PixelProcessor):
+class CropProcessor(RecipeProcessor[CropRecipe]):
     """Preprocesses images for one checkpoint; see `media.processor.FixedSizeProcessor`. Its pixels are one plane: the
     whole image at a crop's size in the upper left corner, below it the one that crops are cut from."""
 
+    version = "crops v1"
+
     def __init__(self, config: Mapping[str, Any], *, exact_pixels: bool = False) -> None:
         """config: of config.json. Raises UnsupportedModelError for crops that have nothing of their own."""
-        self._exact_pixels = exact_pixels
-        self._set_recipe(_recipe(config))
+        self._follow(_recipe(config), exact_pixels=exact_pixels)
         self.levels = Levels(1 / 255, (0.5,) * 3, (0.5,) * 3)
 
     @classmethod
@@ -70,20 +68,11 @@ class CropProcessor(PixelProcessor):
             return self._uncut if recipe.max_crops > 1 else self
         if budget.max_pixels is None or budget.max_pixels >= (recipe.max_pixels or self._most_pixels):
             return self
-        narrow = copy(self)
-        narrow._set_recipe(replace(recipe, max_pixels=budget.max_pixels))
-        return narrow
+        return self._following(replace(recipe, max_pixels=budget.max_pixels))
 
     @cached_property
     def _uncut(self) -> Self:
-        uncut = copy(self)
-        uncut._set_recipe(replace(self._recipe, max_crops=1))
-        return uncut
-
-    def _set_recipe(self, recipe: CropRecipe) -> None:
-        self._recipe = recipe
-        described = json.dumps(["crops v1", self._exact_pixels, asdict(recipe)], sort_keys=True)
-        self.fingerprint = blake3(described.encode()).digest()
+        return self._following(replace(self._recipe, max_crops=1))
 
     def reduction(self, size: tuple[int, int]) -> float:
         """How many pixels of an image of that width and height become one, along the axis where it is fewer; 1.0 if

@@ -5,14 +5,10 @@ Equal to transformers' own (PIL) processor but for large JPEGs, as in `media.pro
 
 from __future__ import annotations
 
-import json
 import math
-from copy import copy
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Self
-
-from blake3 import blake3
 
 from vlmserve.errors import ModelLoadError, UnsupportedModelError
 from vlmserve.levels import Levels
@@ -21,8 +17,8 @@ from vlmserve.media.image_files import ImageFiles
 from vlmserve.media.images import DecodedImage
 from vlmserve.media.processor import (
     CLIP_LEVELS,
-    PixelProcessor,
     Placeholders,
+    RecipeProcessor,
     View,
     normalization,
     to_pixels,
@@ -46,7 +42,7 @@ class GridRecipe:
     std: tuple[float, ...] | None
 
 
-class GridProcessor(PixelProcessor):
+class GridProcessor(RecipeProcessor[GridRecipe]):
     """Preprocesses images for one InternVL checkpoint; see `media.processor.FixedSizeProcessor`.
 
     An image is resized to rows and columns of tiles, which change its shape as little as possible, and cut; behind them
@@ -54,6 +50,8 @@ class GridProcessor(PixelProcessor):
     Raises UnsupportedModelError for settings that are not implemented, ModelLoadError for files that contradict each
     other.
     """
+
+    version = "grid v1"
 
     def __init__(
         self,
@@ -74,8 +72,7 @@ class GridProcessor(PixelProcessor):
                 f"{self._tile_tokens} embeddings of one of {recipe.tile} pixels; correct image_seq_length"
             )
         self._around = around
-        self._exact_pixels = exact_pixels
-        self._set_recipe(recipe)
+        self._follow(recipe, exact_pixels=exact_pixels)
         self.levels = Levels(recipe.rescale, recipe.mean, recipe.std)
 
     @classmethod
@@ -96,21 +93,11 @@ class GridProcessor(PixelProcessor):
         if budget.low_detail and wanted <= area:
             most = 1
         least = math.ceil(wanted / area) or min(recipe.least, most)
-        bounded = replace(recipe, least=least, most=most)
-        if bounded == recipe:
-            return self
-        bound = copy(self)
-        bound._set_recipe(bounded)
-        return bound
+        return self._following(replace(recipe, least=least, most=most))
 
     def _fits(self, count: int, budget: ImageBudget) -> bool:
         """Whether images may be cut into so many tiles. All do that have fewer than one that does."""
         return count == 1 or budget.allows(count * self._recipe.tile**2, self._num_tokens(count))
-
-    def _set_recipe(self, recipe: GridRecipe) -> None:
-        self._recipe = recipe
-        described = json.dumps(["grid v1", self._exact_pixels, asdict(recipe)], sort_keys=True)
-        self.fingerprint = blake3(described.encode()).digest()
 
     def reduction(self, size: tuple[int, int]) -> float:
         """How many pixels of an image of that width and height become one, along the axis where it is fewer; 1.0 if

@@ -10,8 +10,9 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import asdict, dataclass, replace
-from typing import Any, NamedTuple, Protocol, Self, TypedDict
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, Protocol, Self, TypedDict, TypeVar
 
 import numpy as np
 from blake3 import blake3
@@ -24,6 +25,11 @@ from vlmserve.media.budget import ImageBudget
 from vlmserve.media.image_files import ImageFiles
 from vlmserve.media.images import DecodedImage
 from vlmserve.types import Pixels, TowerInputs
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+Recipe = TypeVar("Recipe", bound="DataclassInstance")
 
 _CLIP_MEAN, _CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 CLIP_LEVELS: dict[str, Any] = {
@@ -129,6 +135,27 @@ class PixelProcessor(ImageProcessor, Protocol):
         ...
 
 
+class RecipeProcessor(PixelProcessor, Generic[Recipe]):
+    """A processor whose recipe, a dataclass, has every setting that changes pixels."""
+
+    version: ClassVar[str]
+    """Another one whenever the same recipe makes other pixels."""
+
+    def _follow(self, recipe: Recipe, *, exact_pixels: bool) -> None:
+        """Process images by a recipe from now on. exact_pixels: decode every pixel, however few are kept."""
+        self._recipe, self._exact_pixels = recipe, exact_pixels
+        described = json.dumps([self.version, exact_pixels, asdict(recipe)], sort_keys=True)
+        self.fingerprint = blake3(described.encode()).digest()
+
+    def _following(self, recipe: Recipe) -> Self:
+        """The same with another recipe."""
+        if recipe == self._recipe:
+            return self
+        other = copy(self)
+        other._follow(recipe, exact_pixels=self._exact_pixels)
+        return other
+
+
 class View(NamedTuple):
     """What a model sees of an image. width, height: of that. box: the part of the image that it shows, in the image's
     own pixels: left, top, right and bottom; what lies beyond the image is padding. None: it is not known.
@@ -157,7 +184,7 @@ class PixelRecipe:
     std: tuple[float, ...] | None
 
 
-class FixedSizeProcessor(PixelProcessor):
+class FixedSizeProcessor(RecipeProcessor[PixelRecipe]):
     """Preprocesses images for one checkpoint.
 
     height, width: of its pixels. num_tokens: placeholders that an image takes.
@@ -166,14 +193,13 @@ class FixedSizeProcessor(PixelProcessor):
     Raises UnsupportedModelError for a processor or vision tower that is not implemented.
     """
 
+    version = "pixels v2"
+
     def __init__(self, config: dict[str, Any], settings: dict[str, Any], *, exact_pixels: bool = False) -> None:
         """config: of config.json. settings: of preprocessor_config.json, or the image processor's section."""
-        self._recipe = _recipe(settings)
+        self._follow(_recipe(settings), exact_pixels=exact_pixels)
         self.height, self.width = self._output_size()
         self.num_tokens = self._count_tokens(config)
-        self._exact_pixels = exact_pixels
-        described = json.dumps(["pixels v2", exact_pixels, asdict(self._recipe)], sort_keys=True)
-        self.fingerprint = blake3(described.encode()).digest()
         self.levels = Levels(self._recipe.rescale, self._recipe.mean, self._recipe.std)
 
     @classmethod

@@ -5,13 +5,9 @@ Equal to transformers' own (PIL) processor but for large JPEGs, as in `media.pro
 
 from __future__ import annotations
 
-import json
 import math
-from copy import copy
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any, Self
-
-from blake3 import blake3
 
 from vlmserve.errors import ModelLoadError, UnsupportedModelError
 from vlmserve.levels import Levels
@@ -21,8 +17,8 @@ from vlmserve.media.image_files import ImageFiles
 from vlmserve.media.images import DecodedImage
 from vlmserve.media.processor import (
     CLIP_LEVELS,
-    PixelProcessor,
     Placeholders,
+    RecipeProcessor,
     View,
     normalization,
     to_pixels,
@@ -47,13 +43,15 @@ class RowRecipe:
     budget: ImageBudget = NO_BUDGET
 
 
-class RowProcessor(PixelProcessor):
+class RowProcessor(RecipeProcessor[RowRecipe]):
     """Preprocesses images for one checkpoint with Pixtral's tower; see `media.processor.FixedSizeProcessor`.
 
     An image whose longest edge is too long is reduced, and none is enlarged. Then it is resized to whole squares.
     Raises UnsupportedModelError for settings that are not implemented, ModelLoadError for files that contradict each
     other.
     """
+
+    version = "rows v1"
 
     def __init__(
         self,
@@ -67,9 +65,8 @@ class RowProcessor(PixelProcessor):
         """config: of config.json. settings: of preprocessor_config.json, or the image processor's section. ends: ids
         of the tokens behind a row and behind an image. sizes: of processor_config.json."""
         self._row_end, self._image_end = ends
-        self._exact_pixels = exact_pixels
         recipe = _recipe(settings, _side(config, sizes or {}))
-        self._set_recipe(recipe)
+        self._follow(recipe, exact_pixels=exact_pixels)
         self.levels = Levels(recipe.rescale, recipe.mean, recipe.std)
 
     @classmethod
@@ -90,17 +87,7 @@ class RowProcessor(PixelProcessor):
         if budget.low_detail and budget.max_pixels is None:
             budget = replace(budget, max_pixels=max(LOW_DETAIL_PIXELS, recipe.side**2, budget.min_pixels or 0))
         budget.check_most(min(largest, recipe.budget.max_pixels or largest))
-        bounded = replace(recipe, budget=recipe.budget.narrowed(budget))
-        if bounded == recipe:
-            return self
-        bound = copy(self)
-        bound._set_recipe(bounded)
-        return bound
-
-    def _set_recipe(self, recipe: RowRecipe) -> None:
-        self._recipe = recipe
-        described = json.dumps(["rows v1", self._exact_pixels, asdict(recipe)], sort_keys=True)
-        self.fingerprint = blake3(described.encode()).digest()
+        return self._following(replace(recipe, budget=recipe.budget.narrowed(budget)))
 
     def reduction(self, size: tuple[int, int]) -> float:
         """How many pixels of an image of that width and height become one, along the axis where it is fewer; 1.0 if

@@ -9,7 +9,7 @@ import json
 import math
 from collections.abc import Callable, Sequence
 from copy import copy
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any, NamedTuple, Self
 
@@ -26,6 +26,7 @@ from vlmserve.media.processor import (
     FixedSizeProcessor,
     PixelProcessor,
     Placeholders,
+    RecipeProcessor,
     View,
     normalization,
     to_pixels,
@@ -189,7 +190,7 @@ class SplitPlan(NamedTuple):
     columns: int
 
 
-class SplitProcessor(PixelProcessor):
+class SplitProcessor(RecipeProcessor[SplitRecipe]):
     """Preprocesses images for one Idefics3 or SmolVLM checkpoint; see `media.processor.FixedSizeProcessor`.
 
     An image is resized to whole tiles and cut; behind them comes all of the image as one tile. The prompt tells the
@@ -197,6 +198,8 @@ class SplitProcessor(PixelProcessor):
     Raises UnsupportedModelError for settings that are not implemented, ModelLoadError for files that contradict each
     other.
     """
+
+    version = "split v1"
 
     def __init__(
         self,
@@ -209,7 +212,7 @@ class SplitProcessor(PixelProcessor):
     ) -> None:
         """config: of config.json. settings: of preprocessor_config.json, or the image processor's section.
         words: how the checkpoint writes tiles. tile_tokens: placeholders of each, if another file says so."""
-        self._recipe = _split_recipe(settings)
+        self._follow(_split_recipe(settings), exact_pixels=exact_pixels)
         self._tile_tokens = _tile_tokens(config, self._recipe.tile)
         if tile_tokens is not None and tile_tokens != self._tile_tokens:
             raise ModelLoadError(
@@ -217,8 +220,6 @@ class SplitProcessor(PixelProcessor):
                 f"pixels the model of config.json makes {self._tile_tokens} embeddings of it; correct image_seq_len"
             )
         self._words = words
-        self._exact_pixels = exact_pixels
-        self._set_recipe(self._recipe)
         self.levels = Levels(self._recipe.rescale, self._recipe.mean, self._recipe.std)
         self._written = lru_cache(256)(self._write)
 
@@ -238,14 +239,8 @@ class SplitProcessor(PixelProcessor):
         if not recipe.split:
             return self
         if budget.low_detail and (budget.min_pixels or 0) <= least:
-            bounded = replace(recipe, split=False, budget=NO_BUDGET)
-        else:
-            bounded = replace(recipe, budget=recipe.budget.narrowed(budget))
-        if bounded == recipe:
-            return self
-        bound = copy(self)
-        bound._set_recipe(bounded)
-        return bound
+            return self._following(replace(recipe, split=False, budget=NO_BUDGET))
+        return self._following(replace(recipe, budget=recipe.budget.narrowed(budget)))
 
     @property
     def _most_pixels(self) -> int:
@@ -256,11 +251,6 @@ class SplitProcessor(PixelProcessor):
         edges = (size, size) if isinstance(size, int) else size or (_LARGEST_EDGE, _LARGEST_EDGE)
         most = math.prod(math.ceil(min(edge, _LARGEST_EDGE) / tile) * tile for edge in edges)
         return min(most, self._recipe.budget.max_pixels or most)
-
-    def _set_recipe(self, recipe: SplitRecipe) -> None:
-        self._recipe = recipe
-        described = json.dumps(["split v1", self._exact_pixels, asdict(recipe)], sort_keys=True)
-        self.fingerprint = blake3(described.encode()).digest()
 
     def reduction(self, size: tuple[int, int]) -> float:
         """How many pixels of an image of that width and height become one, along the axis where it is fewer; 1.0 if
