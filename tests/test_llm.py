@@ -147,7 +147,7 @@ def test_a_repeated_image_is_prepared_once(folder, image):
         llm = LLM(str(folder), engine="mock", image_cache_memory=memory)
         again = llm.chat([ask(f"question {number}", image) for number in range(8)], GREEDY, use_tqdm=False)
         assert len(set(text_of(again))) == 8
-        stats = llm.preparer.image_cache.stats()
+        stats = llm.preparer.media.image_cache.stats()
         assert (stats.misses, stats.hits) == (misses, 7 * misses)
 
 

@@ -146,7 +146,7 @@ def test_a_pair_answers_as_its_checkpoint_does(tmp_path: Path, kind: str, make: 
     files = write_pair(folder, tmp_path / "pair", kind, metadata=metadata)
     ours, theirs = llm(*files), llm(folder)
     assert_same_answers(ours, theirs)
-    own_videos = [one.preparer._video_processor is not None for one in (ours, theirs)]
+    own_videos = [one.preparer.media.video_processor is not None for one in (ours, theirs)]
     assert own_videos == [kind.startswith(("qwen", "glm"))] * 2
 
 

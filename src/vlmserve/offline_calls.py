@@ -325,10 +325,12 @@ class Prompts:
 
     def _check_prompt(self, prompt: TextPrompt) -> None:
         """As `RequestPreparer.check_files`."""
+        from vlmserve.frontend.media_preparer import check_sources
+
         if not isinstance(prompt, str) and not are_token_ids(prompt):
             images, videos = self._media_of(prompt)
             named = [(f"images[{index}]", image) for index, image in enumerate(images)]
-            self.preparer.check_sources(named + [(f"videos[{index}]", video) for index, video in enumerate(videos)])
+            check_sources(named + [(f"videos[{index}]", video) for index, video in enumerate(videos)])
 
 
 _PROMPT_KEYS = frozenset(

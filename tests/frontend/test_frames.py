@@ -130,10 +130,10 @@ def test_frames_are_images_that_are_prepared_once(llava: Path, film: bytes) -> N
     images = [span.image.key for span in preparer.chat([user(*map(data_url, map(encoded, FRAMES)))]).images]
     assert keys == images
     first = preparer.chat([user(video_url(film))])
-    misses = preparer.image_cache.stats().misses
+    misses = preparer.media.image_cache.stats().misses
     again = preparer.chat([user(video_url(film), "Once more?")])
     part = preparer.chat([user(video_url(film, fps=0.5))])
-    assert preparer.image_cache.stats().misses == misses + 1, "one of three frames was not among the six"
+    assert preparer.media.image_cache.stats().misses == misses + 1, "one of three frames was not among the six"
     own, others = ([span.image.key for span in prompt.images] for prompt in (first, again))
     assert own == others
     assert len(set(own)) == 6 == len(part.images) + 3

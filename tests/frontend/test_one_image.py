@@ -71,7 +71,7 @@ def test_without_a_text_an_image_is_described(blip: tuple[str, Path], preparer: 
 
 
 def test_other_conversations_are_refused(preparer: RequestPreparer) -> None:
-    assert preparer.supports_images
+    assert preparer.media.supports_images
     answer = {"role": "assistant", "content": "A dog."}
     for messages in (
         [{"role": "system", "content": "Be brief."}, *user(IMAGE, "What?")],

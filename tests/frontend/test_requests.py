@@ -269,7 +269,7 @@ def test_too_many_images_are_rejected_before_reading(tmp_path: Path) -> None:
 
 
 def test_a_model_that_cannot_see_refuses_images(text_only: RequestPreparer) -> None:
-    assert not text_only.supports_images
+    assert not text_only.media.supports_images
     with pytest.raises(TooManyImagesError, match="takes no"):
         text_only.chat([user("What is this?", TINY)])
     with pytest.raises(TooManyImagesError, match="takes no"):
@@ -378,7 +378,7 @@ def test_conflicting_placeholder_counts_are_rejected(tmp_path: Path) -> None:
     folder = write_checkpoint(
         tmp_path, byte_level(), tokenizer_config={"pad_token": "<fake_token_around_image>"}, **SPLIT
     )
-    assert RequestPreparer(folder, MediaConfig()).supports_images
+    assert RequestPreparer(folder, MediaConfig()).media.supports_images
     (folder / "processor_config.json").write_text(json.dumps({"image_seq_len": 169}))
     with pytest.raises(ModelLoadError, match="image_seq_len"):
         RequestPreparer(folder, MediaConfig())

@@ -58,9 +58,9 @@ def test_nothing_is_shared_across_salts(pixie):
     assert cached("orange", "b") == 0
     unsalted = cached("orange", None)
     assert cached("orange", "a") > unsalted
-    before = pixie.service.preparer.image_cache.stats()
+    before = pixie.service.preparer.media.image_cache.stats()
     assert cached("orange", "c") == 0
-    after = pixie.service.preparer.image_cache.stats()
+    after = pixie.service.preparer.media.image_cache.stats()
     assert (after.hits, after.misses) == (before.hits, before.misses + 1)
 
 

@@ -78,7 +78,7 @@ class Engine:
 async def watched():
     service = Service(EngineConfig(), MediaConfig(), ServerConfig())
     engine = Engine()
-    service.open(engine, SimpleNamespace(image_cache=SimpleNamespace(stats=lambda: None)))
+    service.open(engine, SimpleNamespace(media=SimpleNamespace(image_cache=SimpleNamespace(stats=lambda: None))))
     yield LiveView(service), engine
     service.close()
 

@@ -217,7 +217,7 @@ async def test_server_shows_its_image_cache():
         heartbeat=SimpleNamespace(silence=0.0),
         on_step=None,
     )
-    service.open(client, SimpleNamespace(image_cache=SimpleNamespace(stats=lambda: IMAGES)))
+    service.open(client, SimpleNamespace(media=SimpleNamespace(image_cache=SimpleNamespace(stats=lambda: IMAGES))))
     values = values_of(service.metrics.exposition()[0].decode())
     assert (values["mm_cache_queries_total"], values["mm_cache_hits_total"]) == (12, 7)
     assert values["steps_total"] == STATS.steps

@@ -48,7 +48,7 @@ def calibration_prompts(
         return _weighted(take(samples, num_tokens), 1.0)
     if preparer.takes_one_image:
         return _weighted(take(drawn_samples(preparer, 0), num_tokens), 1.0)
-    for_images = int(num_tokens * (1 - TEXT_SHARE)) if preparer.supports_images and preparer.can_chat else 0
+    for_images = int(num_tokens * (1 - TEXT_SHARE)) if preparer.media.supports_images and preparer.can_chat else 0
     drawn = _weighted(take(drawn_samples(preparer, 0), for_images), 1.0)
     left = num_tokens - sum(len(prompt.token_ids) for prompt in drawn)
     text = take(_text(preparer, num_tokens), left)
@@ -100,7 +100,7 @@ def _of_folder(path: Path, preparer: RequestPreparer) -> Iterator[Sample]:
     files = sorted(file for file in path.rglob("*") if file.suffix.lower() in IMAGE_FILES)
     if not files:
         raise ConfigurationError(f"--calibration {path}: there are no images in the folder")
-    if not preparer.supports_images:
+    if not preparer.media.supports_images:
         raise ConfigurationError(f"--calibration {path}: the model takes no images; give a file with prompts")
     for file in files:
         parts = [{"type": "image", "image": str(file)}, {"type": "text", "text": QUESTION}]

@@ -59,7 +59,7 @@ def quality_samples(preparer: RequestPreparer, num_tokens: int, conversations: P
     with Python, with whose end models are calibrated."""
     if conversations is not None:
         return take(file_samples(conversations, preparer, "--conversations"), num_tokens)
-    if preparer.supports_images and preparer.can_chat:
+    if preparer.media.supports_images and preparer.can_chat:
         return take(drawn_samples(preparer, FIRST_SEED), num_tokens)
     ids = preparer.encode(python_manual())[:num_tokens]
     return [of_text(preparer.tokens(ids[first : first + WINDOW])) for first in range(0, len(ids) - 1, WINDOW)]

@@ -10,14 +10,11 @@ from pathlib import Path
 from typing import Any, Unpack
 
 import msgspec
-from PIL import Image
 
 from vlmserve.cancellation import check_cancelled
 from vlmserve.config import EngineConfig, MediaConfig, ModelImplementation
 from vlmserve.errors import (
-    ConfigurationError,
     InvalidRequestError,
-    InvalidRequestsError,
     PromptTooLongError,
     TooManyImagesError,
 )
@@ -25,22 +22,18 @@ from vlmserve.frontend.answer_formats import AnswerFormats
 from vlmserve.frontend.conversations import ConversationOptions, Rendered, Renderer, texts
 from vlmserve.frontend.documents import with_pages
 from vlmserve.frontend.frames import FrameLimits
+from vlmserve.frontend.media_preparer import MediaPreparer, check_sources
 from vlmserve.frontend.messages import Medium, check_begun, check_remote, check_unicode, parse_messages, with_kwargs
 from vlmserve.frontend.processors import (
     image_processor,
-    server_budget,
     transformers_processor,
     video_processor,
     videos_as_images,
 )
-from vlmserve.media.budget import NO_BUDGET
-from vlmserve.media.cache import ImageCache
-from vlmserve.media.documents import DocumentReader, Page, PageCounts
-from vlmserve.media.images import DecodedImage
-from vlmserve.media.sources import ImageSource, check_source, prepare_image, source_name
-from vlmserve.media.usual_sizes import UsualSizes
-from vlmserve.media.video_frames import Frame, FrameReader
-from vlmserve.media.videos import VideoSource, prepare_video
+from vlmserve.media.documents import DocumentReader
+from vlmserve.media.sources import ImageSource
+from vlmserve.media.video_frames import FrameReader
+from vlmserve.media.videos import VideoSource
 from vlmserve.models.sizes import broken
 from vlmserve.prompt.checkpoint import read_prompt_files
 from vlmserve.prompt.expand import check_placeholders, expand_placeholders
@@ -49,14 +42,9 @@ from vlmserve.prompt.one_image import one_image_prompts, only_text
 from vlmserve.prompt.template import ChatTemplate, Message, read_template
 from vlmserve.prompt.tokenizer import Tokenizer
 from vlmserve.prompt.untrusted import Quotation
-from vlmserve.types import ImageInput, ModelInfo, Prompt
+from vlmserve.types import ModelInfo, Prompt
 
 logger = logging.getLogger(__name__)
-
-_SMALL_IMAGE = (64, 64)
-_NO_TOWER = ": it is a GGUF file without a vision tower; if that has a file of its own, give it with --mmproj"
-_LARGE_ENCODER_CACHE = 64 * 1024**2
-"""Bytes; an encoder cache of this size holds a small image of every model."""
 
 
 class RequestPreparer:
@@ -90,22 +78,17 @@ class RequestPreparer:
     ) -> None:
         files = read_prompt_files(folder)
         template = files.chat_template if chat_template is None else read_template(chat_template)
-        self._media = media
         self._folder = folder
         self.max_prompt_len: int | None = None
         """Tokens that fit into a prompt, once the engine has said so; None: any number."""
-        self._usual: UsualSizes | None = None
-        """Sizes by what images cost, once the engine has said so."""
-        self.image_cache = ImageCache(media.image_cache_memory, media.decode_memory, media.threads)
-        self._page_counts = PageCounts()
         self.tokenizer = Tokenizer.from_folder(folder, files)
-        self._blind = _NO_TOWER if folder.is_file() else ""
         self._one_image = one_image_prompts(read_json(folder / "config.json"))
         supports_images = self.tokenizer.image_token_id is not None or self._one_image is not None
         theirs = implementation == "transformers" or (implementation == "auto" and not files.has_own_preprocessing)
         choose = transformers_processor if theirs else image_processor
         # Before the template, which writes the mark that the processor reads.
-        self._processor = choose(folder, self.tokenizer, media) if supports_images else None
+        processor = choose(folder, self.tokenizer, media) if supports_images else None
+        self.media = MediaPreparer(media, processor, engine.encoder_cache_memory, in_one_file=folder.is_file())
         self._template = (
             ChatTemplate(
                 template,
@@ -116,7 +99,6 @@ class RequestPreparer:
             if template is not None
             else None
         )
-        self._encoder_cache_memory = engine.encoder_cache_memory
         self.answers = AnswerFormats(folder, self.tokenizer, self._template, engine)
         self._renderer = (
             Renderer(self._template, self.tokenizer, self.answers, supports_images)
@@ -126,29 +108,17 @@ class RequestPreparer:
         video_token = self.tokenizer.video_token
         # A chat template may know nothing of the videos that the model takes.
         supports_videos = video_token is not None and not theirs and (template is None or video_token in template)
-        self._video_processor = video_processor(folder, self.tokenizer, media) if supports_videos else None
-        self._videos_as_images = None
-        if self._processor is not None and self._template is not None and not (supports_videos or self._one_image):
-            self._videos_as_images = videos_as_images(folder, self.tokenizer, media, self._processor, self.image_cache)
+        if supports_videos:
+            self.media.video_processor = video_processor(folder, self.tokenizer, media)
+        elif processor is not None and self._template is not None and not self._one_image:
+            cache = self.media.image_cache
+            self.media.videos_as_images = videos_as_images(folder, self.tokenizer, media, processor, cache)
 
     def fit(self, info: ModelInfo) -> None:
         """Take over the engine's limits. Raises ConfigurationError if not even a small image fits into its encoder
         cache."""
         self.max_prompt_len = info.max_prompt_len
-        self._usual = UsualSizes.of(self._media, info.image_cost)
-        if self._processor is not None and self._usual is not None:
-            usual = self._processor.within(self._usual.for_images(NO_BUDGET))
-            logger.info("Images: %s", self._usual.described(limits=usual is not self._processor))
-        if self._processor is None or self._encoder_cache_memory >= _LARGE_ENCODER_CACHE:
-            return
-        _, placeholders = self._processor.prepare(DecodedImage.whole(Image.new("RGB", _SMALL_IMAGE)))
-        needed = placeholders.num_tokens * info.image_token_bytes
-        if needed > self._encoder_cache_memory:
-            raise ConfigurationError(
-                f"--encoder-cache-memory {self._encoder_cache_memory}: an image of {_SMALL_IMAGE[0]} x "
-                f"{_SMALL_IMAGE[1]} pixels takes {needed:,} bytes, so that every request with an image would be "
-                "refused; raise it"
-            )
+        self.media.fit(info)
 
     def tokenizer_info(self) -> dict[str, Any]:
         """The checkpoint's tokenizer_config.json, with the chat template and special tokens in use."""
@@ -161,19 +131,9 @@ class RequestPreparer:
         }
 
     @property
-    def supports_images(self) -> bool:
-        """Whether the model takes images."""
-        return self._processor is not None
-
-    @property
     def takes_one_image(self) -> bool:
         """Whether a request is one image and one text, and no conversation."""
         return self._one_image is not None
-
-    @property
-    def supports_videos(self) -> bool:
-        """Whether the model takes videos, be it as images of their frames."""
-        return self._video_processor is not None or self._videos_as_images is not None
 
     @property
     def can_chat(self) -> bool:
@@ -223,9 +183,9 @@ class RequestPreparer:
             raise InvalidRequestError("the prompt must be a non-empty string", param="prompt")
         check_unicode(text, "prompt")
         self._check_length([text])
-        self._check_count(len(images), param="images")
-        self._check_videos(len(videos), param="videos")
-        if videos and self._video_processor is None:
+        self.media.check_images(len(images), param="images")
+        self.media.check_videos(len(videos), param="videos")
+        if videos and self.media.video_processor is None:
             raise InvalidRequestError(
                 "this model sees a video as images of its frames, for which a text has no place; send it in a "
                 "conversation (chat), or its frames as images",
@@ -246,19 +206,7 @@ class RequestPreparer:
         """What can be said of a conversation of a caller in this process before anything is prepared: that it has the
         form of one, and that there are files at its paths. Raises as `chat` does."""
         _, media = parse_messages(messages, allow_local=True)
-        self.check_sources([(medium.place, medium.source) for medium in media])
-
-    def check_sources(self, sources: Sequence[tuple[str, Any]]) -> None:
-        """Raises InvalidRequestError for paths at which there is no file. sources: with their places in the request."""
-        errors: list[InvalidRequestError] = []
-        for place, source in sources:
-            try:
-                for one in source if isinstance(source, list | tuple) else [source]:
-                    check_source(one)
-            except InvalidRequestError as error:
-                error.param, error.source = place, source_name(source)
-                errors.append(error)
-        _raise(errors)
+        check_sources([(medium.place, medium.source) for medium in media])
 
     def prompt_text(self, prompt: Prompt) -> str:
         """A prompt as text, with one placeholder for each of its images."""
@@ -311,12 +259,12 @@ class RequestPreparer:
         media = with_kwargs(media, options.get("mm_processor_kwargs"))
         shown = [[message.parts, message.tool_calls, message.reasoning] for message in parsed]
         self._check_length(texts(shown, options.get("tools"), options.get("template_settings")))
-        self._check_media(media)
-        parsed, media = with_pages(parsed, media, documents, self._media, self._usual)
-        if self._videos_as_images is None:
+        self.media.check(media)
+        parsed, media = with_pages(parsed, media, documents, self.media.config, self.media.usual)
+        if self.media.videos_as_images is None:
             return parsed, media
-        limits = FrameLimits(self.max_prompt_len, self._usual)
-        return self._videos_as_images.show(parsed, media, frames, limits)
+        limits = FrameLimits(self.max_prompt_len, self.media.usual)
+        return self.media.videos_as_images.show(parsed, media, frames, limits)
 
     def _render(
         self, messages: Sequence[Message], media: Sequence[Medium], options: ConversationOptions
@@ -348,47 +296,19 @@ class RequestPreparer:
         def encode(text: str, framed: bool) -> list[int]:
             return self.tokenizer.encode_quoted(quotation.quote(text), quotation, add_special_tokens=framed)
 
-        return self._one_image.prompt(self._prepare(images[0], salt), text, encode)
+        return self._one_image.prompt(self.media.prepare(images[0], salt), text, encode)
 
     def _check_length(self, texts: Iterable[str]) -> None:
         check_cancelled()
         if self.max_prompt_len is not None:
             self.tokenizer.check_length(texts, self.max_prompt_len)
 
-    def _check_media(self, media: Sequence[Medium]) -> None:
-        """As many of each kind as the model and the limits allow; of pages it is not known yet how many there are."""
-        kinds = Counter(medium.kind for medium in media)
-        if kinds["document"] and not self.supports_images:
-            raise TooManyImagesError(
-                f"this model takes no documents, because it takes no images{self._blind}", param="messages"
-            )
-        self._check_count(kinds["image"], param="messages")
-        self._check_videos(kinds["video"], param="messages")
-
-    def _check_count(self, count: int, param: str) -> None:
-        if count and not self.supports_images:
-            raise TooManyImagesError(f"this model takes no images{self._blind}; send text only", param=param)
-        if count > self._media.max_images:
-            raise TooManyImagesError(
-                f"the request has {count} images; at most {self._media.max_images} are allowed (--max-images)",
-                param=param,
-            )
-
-    def _check_videos(self, count: int, param: str) -> None:
-        if count and not self.supports_videos:
-            raise TooManyImagesError("this model takes no videos; send images or text", param=param)
-        if count > self._media.max_videos:
-            raise TooManyImagesError(
-                f"the request has {count} videos; at most {self._media.max_videos} are allowed (--max-videos)",
-                param=param,
-            )
-
     def _expand(self, ids: Sequence[int], images: Sequence[Medium], videos: Sequence[Medium], salt: str) -> Prompt:
         """The prompt of token ids in which each placeholder stands once. All is checked before an image is read."""
         image_token_id, video_token_id = self.tokenizer.image_token_id, self.tokenizer.video_token_id
         check_placeholders(ids, image_token_id, len(images))
         check_placeholders(ids, video_token_id, len(videos), "video")
-        prepared = self._prepare_all([*images, *videos], salt)
+        prepared = self.media.prepare_all([*images, *videos], salt)
         count = len(images)
         return expand_placeholders(
             ids,
@@ -399,45 +319,6 @@ class RequestPreparer:
             frames_are_images=self.tokenizer.frames_are_images,
         )
 
-    def _prepare_all(self, media: Sequence[Medium], salt: str) -> list[ImageInput]:
-        """Raises the error of the first that is wrong; of those that a caller in this process gave, all errors."""
-        prepared: list[ImageInput] = []
-        errors: list[InvalidRequestError] = []
-        for medium in media:
-            try:
-                prepared.append(self._prepare(medium, salt))
-            except InvalidRequestError as error:
-                if not medium.is_local:
-                    raise
-                errors.append(error)
-        _raise(errors)
-        return prepared
-
-    def _prepare(self, medium: Medium, salt: str) -> ImageInput:
-        try:
-            image = self._read(medium, salt)
-            server_budget(self._media).narrowed(medium.budget).check_kept(image)
-            return image
-        except InvalidRequestError as error:
-            error.param = error.param or medium.place
-            error.source = error.source or source_name(medium.source)
-            raise
-
-    def _read(self, medium: Medium, salt: str) -> ImageInput:
-        if isinstance(medium.source, Frame):
-            return medium.source.prepare(self.image_cache)
-        if medium.kind == "video":
-            assert self._video_processor is not None
-            fps = medium.fps or self._media.mm_processor_kwargs.fps
-            videos = self._video_processor.within(medium.budget, fps, self._usual)
-            return prepare_video(medium.source, videos, self._media, self.image_cache, salt=salt)
-        assert self._processor is not None
-        budget = medium.budget if self._usual is None else self._usual.for_images(medium.budget)
-        processor = self._processor.within(budget)
-        if isinstance(medium.source, Page):
-            return medium.source.prepare(processor, self.image_cache)
-        return prepare_image(medium.source, processor, self._media, self.image_cache, salt=salt)
-
 
 class Conversation:
     """A conversation on its way to a prompt. No call repeats the work of an earlier one. For one thread at a time."""
@@ -447,8 +328,9 @@ class Conversation:
         self._messages = messages
         self._options = options
         salt = options.get("cache_salt", "")
-        self._documents = DocumentReader(preparer._media, preparer._page_counts, salt)
-        self._frames = FrameReader(preparer._media, salt)
+        media = preparer.media
+        self._documents = DocumentReader(media.config, media.page_counts, salt)
+        self._frames = FrameReader(media.config, salt)
         self._read: tuple[Sequence[Message], Sequence[Medium]] | None = None
         """The messages, and what they show. Pages and frames stand for documents and videos."""
         self._rendered: Rendered | None = None
@@ -480,9 +362,3 @@ class Conversation:
             self._read = self._preparer._read_conversation(self._messages, self._options, self._documents, self._frames)
         if self._rendered is None:
             self._rendered = self._preparer._render(*self._read, self._options)
-
-
-def _raise(errors: Sequence[InvalidRequestError]) -> None:
-    """All of them, if there are any."""
-    if errors:
-        raise errors[0] if len(errors) == 1 else InvalidRequestsError(errors)

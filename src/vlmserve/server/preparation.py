@@ -83,11 +83,11 @@ class Preparation:
     @property
     def supports_videos(self) -> bool:
         """The model takes videos; True while it loads."""
-        return self._preparer is None or self._preparer.supports_videos
+        return self._preparer is None or self._preparer.media.supports_videos
 
     def image_cache_stats(self) -> ImageCacheStats | None:
         """Stats of the image cache; None while the model loads."""
-        return None if self._preparer is None else self._preparer.image_cache.stats()
+        return None if self._preparer is None else self._preparer.media.image_cache.stats()
 
     def close(self) -> None:
         """Let go of the threads."""

@@ -174,8 +174,8 @@ class Service:
             return None
         preparer = self.preparer
         inputs: list[Input] = ["text"]
-        inputs += ["image", "file"] if preparer.supports_images else []
-        inputs += ["video"] if preparer.supports_videos else []
+        inputs += ["image", "file"] if preparer.media.supports_images else []
+        inputs += ["video"] if preparer.media.supports_videos else []
         longest = min(info.max_model_len, self.config.max_output_tokens or info.max_model_len)
         return Abilities(
             info.max_model_len,

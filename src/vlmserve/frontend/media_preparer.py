@@ -1,0 +1,166 @@
+"""Images, videos and documents of requests: their limits, and their pixels."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from PIL import Image
+
+from vlmserve.config import MediaConfig
+from vlmserve.errors import ConfigurationError, InvalidRequestError, InvalidRequestsError, TooManyImagesError
+from vlmserve.frontend.frames import VideosAsImages
+from vlmserve.frontend.messages import Medium
+from vlmserve.frontend.processors import server_budget
+from vlmserve.media.budget import NO_BUDGET
+from vlmserve.media.cache import ImageCache
+from vlmserve.media.documents import Page, PageCounts
+from vlmserve.media.images import DecodedImage
+from vlmserve.media.processor import ImageProcessor
+from vlmserve.media.sources import check_source, prepare_image, source_name
+from vlmserve.media.usual_sizes import UsualSizes
+from vlmserve.media.video_frames import Frame
+from vlmserve.media.videos import VideoProcessor, prepare_video
+from vlmserve.types import ImageInput, ModelInfo
+
+logger = logging.getLogger(__name__)
+
+_SMALL_IMAGE = (64, 64)
+_NO_TOWER = ": it is a GGUF file without a vision tower; if that has a file of its own, give it with --mmproj"
+_LARGE_ENCODER_CACHE = 64 * 1024**2
+"""Bytes; an encoder cache of this size holds a small image of every model."""
+
+
+class MediaPreparer:
+    """Prepares media as one checkpoint takes them. Thread-safe."""
+
+    def __init__(
+        self, config: MediaConfig, processor: ImageProcessor | None, encoder_cache_memory: int, *, in_one_file: bool
+    ) -> None:
+        """processor: None for a model without images. in_one_file: the checkpoint is a GGUF file."""
+        self.config = config
+        self._processor, self._encoder_cache_memory = processor, encoder_cache_memory
+        self.video_processor: VideoProcessor | None = None
+        self.videos_as_images: VideosAsImages | None = None
+        """Shows videos to a model that takes images only."""
+        self.usual: UsualSizes | None = None
+        """Sizes by what images cost, once the engine has said so."""
+        self.image_cache = ImageCache(config.image_cache_memory, config.decode_memory, config.threads)
+        self.page_counts = PageCounts()
+        self._blind = _NO_TOWER if in_one_file else ""
+
+    def fit(self, info: ModelInfo) -> None:
+        """Take over the engine's limits. Raises ConfigurationError if not even a small image fits into its encoder
+        cache."""
+        self.usual = UsualSizes.of(self.config, info.image_cost)
+        if self._processor is not None and self.usual is not None:
+            usual = self._processor.within(self.usual.for_images(NO_BUDGET))
+            logger.info("Images: %s", self.usual.described(limits=usual is not self._processor))
+        if self._processor is None or self._encoder_cache_memory >= _LARGE_ENCODER_CACHE:
+            return
+        _, placeholders = self._processor.prepare(DecodedImage.whole(Image.new("RGB", _SMALL_IMAGE)))
+        needed = placeholders.num_tokens * info.image_token_bytes
+        if needed > self._encoder_cache_memory:
+            raise ConfigurationError(
+                f"--encoder-cache-memory {self._encoder_cache_memory}: an image of {_SMALL_IMAGE[0]} x "
+                f"{_SMALL_IMAGE[1]} pixels takes {needed:,} bytes, so that every request with an image would be "
+                "refused; raise it"
+            )
+
+    @property
+    def supports_images(self) -> bool:
+        """The model takes images."""
+        return self._processor is not None
+
+    @property
+    def supports_videos(self) -> bool:
+        """The model takes videos, or images of their frames instead."""
+        return self.video_processor is not None or self.videos_as_images is not None
+
+    def check(self, media: Sequence[Medium]) -> None:
+        """As many of each kind as the model and the limits allow; of pages it is not known yet how many there are."""
+        kinds = Counter(medium.kind for medium in media)
+        if kinds["document"] and not self.supports_images:
+            raise TooManyImagesError(
+                f"this model takes no documents, because it takes no images{self._blind}", param="messages"
+            )
+        self.check_images(kinds["image"], param="messages")
+        self.check_videos(kinds["video"], param="messages")
+
+    def check_images(self, count: int, param: str) -> None:
+        if count and not self.supports_images:
+            raise TooManyImagesError(f"this model takes no images{self._blind}; send text only", param=param)
+        if count > self.config.max_images:
+            raise TooManyImagesError(
+                f"the request has {count} images; at most {self.config.max_images} are allowed (--max-images)",
+                param=param,
+            )
+
+    def check_videos(self, count: int, param: str) -> None:
+        if count and not self.supports_videos:
+            raise TooManyImagesError("this model takes no videos; send images or text", param=param)
+        if count > self.config.max_videos:
+            raise TooManyImagesError(
+                f"the request has {count} videos; at most {self.config.max_videos} are allowed (--max-videos)",
+                param=param,
+            )
+
+    def prepare_all(self, media: Sequence[Medium], salt: str) -> list[ImageInput]:
+        """Raises the first error, or all errors if a caller in this process gave the media."""
+        prepared: list[ImageInput] = []
+        errors: list[InvalidRequestError] = []
+        for medium in media:
+            try:
+                prepared.append(self.prepare(medium, salt))
+            except InvalidRequestError as error:
+                if not medium.is_local:
+                    raise
+                errors.append(error)
+        _raise(errors)
+        return prepared
+
+    def prepare(self, medium: Medium, salt: str) -> ImageInput:
+        try:
+            image = self._read(medium, salt)
+            server_budget(self.config).narrowed(medium.budget).check_kept(image)
+            return image
+        except InvalidRequestError as error:
+            error.param = error.param or medium.place
+            error.source = error.source or source_name(medium.source)
+            raise
+
+    def _read(self, medium: Medium, salt: str) -> ImageInput:
+        if isinstance(medium.source, Frame):
+            return medium.source.prepare(self.image_cache)
+        if medium.kind == "video":
+            assert self.video_processor is not None
+            fps = medium.fps or self.config.mm_processor_kwargs.fps
+            videos = self.video_processor.within(medium.budget, fps, self.usual)
+            return prepare_video(medium.source, videos, self.config, self.image_cache, salt=salt)
+        assert self._processor is not None
+        budget = medium.budget if self.usual is None else self.usual.for_images(medium.budget)
+        processor = self._processor.within(budget)
+        if isinstance(medium.source, Page):
+            return medium.source.prepare(processor, self.image_cache)
+        return prepare_image(medium.source, processor, self.config, self.image_cache, salt=salt)
+
+
+def check_sources(sources: Sequence[tuple[str, Any]]) -> None:
+    """Raises InvalidRequestError for paths at which there is no file. sources: with their places in the request."""
+    errors: list[InvalidRequestError] = []
+    for place, source in sources:
+        try:
+            for one in source if isinstance(source, list | tuple) else [source]:
+                check_source(one)
+        except InvalidRequestError as error:
+            error.param, error.source = place, source_name(source)
+            errors.append(error)
+    _raise(errors)
+
+
+def _raise(errors: Sequence[InvalidRequestError]) -> None:
+    """All of them, if there are any."""
+    if errors:
+        raise errors[0] if len(errors) == 1 else InvalidRequestsError(errors)
