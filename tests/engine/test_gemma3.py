@@ -27,6 +27,7 @@ from tests.normalized import normalized
 from vlmserve import LLM, SamplingParams
 from vlmserve.errors import ModelLoadError, UnsupportedModelError
 from vlmserve.kernels.attention import BatchMetadata
+from vlmserve.layer_specs import CacheBytes
 from vlmserve.types import Prompt
 
 NEW_TOKENS = 8
@@ -156,15 +157,41 @@ def chunk_ends(llm: LLM) -> list[tuple[int, Any]]:
 
 def test_preempted_requests_give_the_same(oracle: Oracle) -> None:
     """Answers are long enough that requests run out of blocks that layers without a window keep."""
-    inputs, budget, new = [*map(oracle.inputs, CONVERSATIONS)], 20, 40
-    longest = max(len(one["input_ids"][0]) for one in inputs) + new
-    model = oracle.llm(block_size=2).engine.runner.model.language_model  # type: ignore[attr-defined]
-    sizes = model.cache_bytes(2)
-    memory = sizes.pages(longest, budget) * sizes.page
-    tight = oracle.llm(block_size=2, kv_cache_memory=memory, max_num_batched_tokens=budget)
+    inputs, new = [*map(oracle.inputs, CONVERSATIONS)], 40
+    tight, sizes = tight_llm(oracle, new)
     params = SamplingParams(temperature=0, max_tokens=new, ignore_eos=True)
     assert chat_at_once(tight, CONVERSATIONS, params) == [oracle.greedy(one, new) for one in inputs]
     assert tight.engine.stats().preemptions > 0 or sizes.windows[0] is not None
+
+
+def tight_llm(oracle: Oracle, new: int, **settings: Any) -> tuple[LLM, CacheBytes]:
+    """Its cache holds the longest conversation and `new` tokens, and nothing more."""
+    longest = max(len(oracle.inputs(asked)["input_ids"][0]) for asked in CONVERSATIONS) + new
+    sizes = oracle.llm(block_size=2).engine.runner.model.language_model.cache_bytes(2)  # type: ignore[attr-defined]
+    settings = {"kv_cache_memory": sizes.pages(longest, 20) * sizes.page, "max_num_batched_tokens": 20, **settings}
+    return oracle.llm(block_size=2, **settings), sizes
+
+
+@pytest.mark.usefixtures("saving_pays")
+def test_evicted_blocks_return_from_the_host(oracle: Oracle, expected: list[list[int]]) -> None:
+    tight, _ = tight_llm(oracle, NEW_TOKENS, kv_offload_memory="16MiB")
+    for _ in range(2):
+        assert tokens(tight.chat(CONVERSATIONS, GREEDY, use_tqdm=False)) == expected
+    assert tight.engine.stats().blocks_loaded > 0
+
+
+def test_8_bits_give_the_same_in_any_batch(oracle: Oracle) -> None:
+    alone = oracle.llm(kv_cache_dtype="int8")
+    answers = [tokens(alone.chat(asked, GREEDY, use_tqdm=False))[0] for asked in CONVERSATIONS]
+    together = oracle.llm(kv_cache_dtype="int8", max_num_batched_tokens=20)
+    assert tokens(together.chat(CONVERSATIONS, GREEDY, use_tqdm=False)) == answers
+
+
+def test_several_answers_share_the_prompts_blocks(oracle: Oracle, expected: list[list[int]]) -> None:
+    params = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True, n=3)
+    results = oracle.llm().chat(CONVERSATIONS, params, use_tqdm=False)
+    for result, answer in zip(results, expected, strict=True):
+        assert [list(output.token_ids) for output in result.outputs] == [answer] * 3
 
 
 def test_a_prefix_hit_may_end_inside_an_image(oracle: Oracle) -> None:
