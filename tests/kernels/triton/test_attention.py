@@ -71,6 +71,33 @@ def test_decodes_by_other_tiles(device: torch.device) -> None:
     torch.testing.assert_close(output.double(), expected, atol=2e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("new", [[1, 1], [1, 4]], ids=["decodes", "mixed"])
+def test_layers_use_the_blocks_of_their_column(device: torch.device, new: list[int]) -> None:
+    """A column alone gives what it gives among others."""
+    backend, lengths = TritonAttention(), [9, 6]
+    tables = [BlockTables(lengths, 4, seed) for seed in range(2)]
+    chunks = [(number, lengths[number] - count, count) for number, count in enumerate(new)]
+    alone = [one.metadata(chunks, device) for one in tables]
+    both = dataclasses.replace(
+        alone[0],
+        block_tables=torch.cat([one.block_tables for one in alone]),
+        slot_mapping=torch.cat([one.slot_mapping for one in alone]),
+    )
+    torch.manual_seed(0)
+    cache = backend.allocate(tables[0].num_blocks, 4, PLAIN, torch.float32, device)
+    keys, values = (torch.randn(cache.keys.shape, device=device) for _ in range(2))
+    rows = [torch.randn(sum(new), heads, PLAIN.head_size, device=device) for heads in (4, 2, 2)]
+    outputs = []
+    for metadata, column in ((both, 0), (alone[0], 0), (both, 1), (alone[1], 0)):
+        own = dataclasses.replace(cache, keys=keys.clone(), values=values.clone(), column=column)
+        plan = backend.prepare(metadata, 4, [PLAIN], torch.float32)
+        outputs.append((backend.attend(*rows, AttentionContext(own, PLAIN, metadata, plan)), own.keys))
+    for one, other in (outputs[:2], outputs[2:]):
+        assert torch.equal(one[0], other[0])
+        assert torch.equal(one[1], other[1])
+    assert not torch.equal(outputs[0][0], outputs[2][0])
+
+
 @pytest.mark.parametrize("block_size", [1, 3, 16])
 def test_blocks_have_any_size(device: torch.device, block_size: int) -> None:
     output, expected = attend(TritonAttention(), [(15, 1), (6, 7)], PLAIN, block_size, device=device)
