@@ -11,7 +11,7 @@ import pytest
 from tests.prompt.tokenizers_for_tests import byte_level, write_checkpoint
 from vlmserve.errors import InvalidRequestError
 from vlmserve.prompt.tokenizer import Tokenizer
-from vlmserve.sampling.faults import path_of
+from vlmserve.sampling.faults import fault_of, path_of
 from vlmserve.sampling.grammar import GrammarCompiler
 from vlmserve.types import Grammar
 
@@ -35,10 +35,19 @@ FAULTS = [
 ]
 
 
+COMPLEX = [
+    *(
+        Grammar.json({"type": "object", "properties": {f"p{number}": {"type": "string"} for number in range(count)}})
+        for count in (1000, 5000)
+    ),
+    Grammar.regex("((a{1000}){1000}){1000}"),
+]
+
+
 @pytest.fixture(scope="module")
 def grammars(tmp_path_factory: pytest.TempPathFactory) -> GrammarCompiler:
     tokenizer = Tokenizer.from_folder(write_checkpoint(tmp_path_factory.mktemp("faults"), byte_level()))
-    return GrammarCompiler(lambda: tokenizer, max_bytes=10_000, cache_size=1)
+    return GrammarCompiler(lambda: tokenizer, max_bytes=1_000_000, cache_size=1)
 
 
 @pytest.mark.parametrize(("grammar", "message"), FAULTS, ids=lambda value: getattr(value, "text", value)[:20])
@@ -47,6 +56,18 @@ def test_broken_pattern_is_named_in_one_line(grammars: GrammarCompiler, grammar:
         grammars.matcher(grammar)
     assert "\n" not in str(refusal.value)
     assert len(str(refusal.value)) <= 200
+
+
+@pytest.mark.parametrize("grammar", COMPLEX, ids=["properties", "more properties", "repetitions"])
+def test_limits_are_named_in_words_of_clients(grammars: GrammarCompiler, grammar: Grammar) -> None:
+    with pytest.raises(InvalidRequestError, match="grammar: it is too complex to compile; use fewer optional"):
+        grammars.matcher(grammar)
+
+
+def test_limits_of_precomputation_are_named_likewise() -> None:
+    """Whether llguidance precomputes depends on the tokenizer."""
+    message = "lexer precomputation failed; either increase limits.initial_lexer_fuel"
+    assert fault_of(Grammar.regex("a"), message).startswith("it is too complex to compile")
 
 
 def test_pattern_is_found_beside_long_names() -> None:

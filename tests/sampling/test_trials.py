@@ -75,7 +75,7 @@ def test_small_grammar_passes_while_others_compile(folder):
 
 def test_oversized_object_fails_before_the_engine(folder):
     schema = {"type": "object", "properties": {f"p{number}": {"type": "string"} for number in range(1000)}}
-    with pytest.raises(InvalidRequestError, match=r"grammar: (.|\n)*2000"):
+    with pytest.raises(InvalidRequestError, match="grammar: it is too complex to compile"):
         trials(folder, max_grammar_seconds=30).check(Grammar.json(schema))
 
 

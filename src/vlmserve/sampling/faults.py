@@ -17,6 +17,9 @@ _ADVICE = {
     "look-around": ("look-around is not supported", "write it without (?=, (?!, (?<= and (?<!"),
     "backreferences": ("backreferences are not supported", r"repeat the group in place of \1"),
 }
+_LIMITS = ("Current row has", "initial lexer configuration", "lexer precomputation failed", "lexer error: too many")
+"""llguidance's words for a grammar over its limits, followed by names of settings that a client does not have."""
+_TOO_COMPLEX = "it is too complex to compile; use fewer optional properties, alternatives or counted repetitions"
 
 
 def shortened(message: str) -> str:
@@ -26,7 +29,7 @@ def shortened(message: str) -> str:
 
 
 def fault_of(grammar: Grammar, message: str) -> str:
-    """Return llguidance's message about a grammar, or one sentence about a broken regular expression."""
+    """Return llguidance's message about a grammar, or one sentence for broken expressions and for limits."""
     found = _PATTERN.search(message)
     if found is not None and grammar.kind in ("json_schema", "regex"):
         pattern, reason = found["pattern"], found["reason"]
@@ -34,7 +37,7 @@ def fault_of(grammar: Grammar, message: str) -> str:
         fault, advice = next((words for start, words in _ADVICE.items() if reason.startswith(start)), default)
         where = f"{_cut(path_of(grammar.text, pattern))} " if grammar.kind == "json_schema" else ""
         return f"{where}{_cut(pattern)!r}: {fault}; {advice}"
-    return shortened(message)
+    return _TOO_COMPLEX if any(words in message for words in _LIMITS) else shortened(message)
 
 
 def _cut(text: str) -> str:
