@@ -24,7 +24,7 @@ import torch
 import typer.testing
 from hypothesis import settings
 
-from tests.lanes import MOST_SECONDS, SLOW
+from tests.lanes import LONGEST, MOST_SECONDS, SLOW
 from tests.postgres import Postgres, running_postgres
 from vlmserve.cache.costs import CostModel
 from vlmserve.kernels.choice import VARIABLE
@@ -69,13 +69,14 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Slow files come first where several processes share the tests, so that none has a long one left at the end.
+    """Long files come first where several processes share the tests, so that none has one left at the end.
 
     Tests for a GPU are left out where there is none. Where they are asked for by name, they are skipped instead.
     """
     here = Path(__file__).parent
     if hasattr(config, "workerinput"):
-        items.sort(key=lambda item: item.path.relative_to(here).as_posix() not in SLOW)
+        first = {name: place for place, name in enumerate((*LONGEST, *sorted(SLOW.difference(LONGEST))))}
+        items.sort(key=lambda item: first.get(item.path.relative_to(here).as_posix(), len(first)))
     if torch.cuda.is_available() or "gpu" in config.option.markexpr:
         return
     kept, left_out = [], []

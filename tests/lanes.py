@@ -44,5 +44,15 @@ SLOW = frozenset(
 )
 """The files, as paths within ``tests``."""
 
+LONGEST = """
+    kernels/triton/test_compiled.py kernels/triton/test_emulated.py kernels/triton/test_emulated_products.py
+    kernels/triton/test_emulated_engine.py kernels/test_other_processors.py scaleout/test_ray.py scaleout/test_faults.py
+    models/test_gguf.py kernels/triton/test_layers.py server/test_ranks.py server/test_openapi.py
+    kernels/triton/test_attention.py media/test_heif.py models/test_published_quantization.py
+    server/test_hostile_files.py server/test_attacks.py pixie/test_skills.py server/test_load.py
+    prompt/test_template_limits.py models/test_stages.py models/test_llava.py engine/test_parity.py
+""".split()
+"""The longest files, with the longest one first: workers begin with them, so that none has one left at the end."""
+
 MOST_SECONDS = 8
 """A file that takes longer, with the whole machine for it, belongs to `SLOW`."""
