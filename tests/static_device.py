@@ -43,7 +43,7 @@ from vlmserve.kernels.torch_reference import TorchReference
 from vlmserve.kernels.torch_sampling import Changes, DrawLater, Filters, draw
 from vlmserve.kernels.torch_scores import attention_weights
 from vlmserve.layer_specs import AttentionSpec
-from vlmserve.layers.attention import StepContext
+from vlmserve.layers.step import StepContext
 from vlmserve.levels import Levels
 
 

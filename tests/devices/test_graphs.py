@@ -30,7 +30,7 @@ from vlmserve.devices.graphs import (
 from vlmserve.devices.staging import ALIGNMENT, Staging
 from vlmserve.kernels.adapters import AdapterRows, Change, LinearAdapters, PackedChange, PreparedChange, RowSlots, Run
 from vlmserve.kernels.attention import CrossRows, LayerCache
-from vlmserve.layers.attention import StepContext
+from vlmserve.layers.step import StepContext
 
 CPU = torch.device("cpu")
 CACHES = [LayerCache(torch.zeros(4), torch.zeros(4), 4)]

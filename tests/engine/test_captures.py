@@ -14,7 +14,7 @@ from tests.models.test_families import make
 from tests.static_device import StaticDevice, kernels, static_devices  # noqa: F401
 from vlmserve.devices import graphs
 from vlmserve.kernels.attention import LayerCache
-from vlmserve.layers.attention import StepContext
+from vlmserve.layers.step import StepContext
 from vlmserve.types import EngineRequest, Prompt, SamplingParams
 
 

@@ -40,8 +40,8 @@ from vlmserve.kernels.cpu_program import (
     assign_buffers,
 )
 from vlmserve.kernels.operations import NormedHeads
-from vlmserve.layers.attention import StepContext
 from vlmserve.layers.rope import RopeTables
+from vlmserve.layers.step import StepContext
 from vlmserve.models.decoder import Decoder
 from vlmserve.models.load_settings import LoadSettings
 from vlmserve.models.registry import load_model

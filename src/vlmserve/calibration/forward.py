@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import cast
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -12,10 +12,9 @@ from torch import Tensor
 from vlmserve.cache.keys import cross_key
 from vlmserve.devices.device import Device, LayerExecutor, LayerStack
 from vlmserve.kernels.attention import LayerCache
-from vlmserve.layers.attention import StepContext
+from vlmserve.layers.step import StepContext
 from vlmserve.models.cross import CrossStateEncoder
 from vlmserve.models.decoder import Decoder
-from vlmserve.models.decoder_layer import DecoderLayer
 from vlmserve.models.image_rows import LayerFeatures, add_features, place_images
 from vlmserve.models.protocols import LanguageModel, LoadedModel, VisionEncoder
 from vlmserve.quant.calibration import Observer
@@ -32,7 +31,7 @@ class OneLayer:
     """Runs one layer instead of all, on states of its own instead of embeddings. A `LayerExecutor`."""
 
     def __init__(self) -> None:
-        self.layer: DecoderLayer | None = None
+        self.layer: Callable[[Tensor, LayerCache, StepContext], Tensor] | None = None
         self.states: Tensor | None = None
 
     def run(self, layers: LayerStack, x: Tensor, caches: Sequence[LayerCache], step: StepContext) -> Tensor:
@@ -40,8 +39,7 @@ class OneLayer:
         if self.layer is None:
             return x
         assert self.states is not None
-        output: Tensor = self.layer(self.states, caches[0], step)
-        return output
+        return self.layer(self.states, caches[0], step)
 
     def for_part(self) -> LayerExecutor:
         """See `LayerExecutor.for_part`. Features are added by `LayerByLayer`."""
@@ -95,7 +93,7 @@ class LayerByLayer:
     ) -> None:
         """Compute a layer on all states. observer: watches, rows of images counting less by `image_weight`. keep: what
         comes out are the new states."""
-        self._executor.layer = cast(DecoderLayer, self._decoder.layers[index])
+        self._executor.layer = partial(self._decoder.through_layer, index)
         for number, group in enumerate(self._groups):
             if observer is not None:
                 observer.row_weights = self._row_weights(group, image_weight)

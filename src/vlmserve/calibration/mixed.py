@@ -21,8 +21,8 @@ from vlmserve.calibration.run import CROSS_STATES, DECODER, Calibration, forget
 from vlmserve.errors import ConfigurationError
 from vlmserve.layers.linear import Weight
 from vlmserve.memory import return_free_memory
+from vlmserve.models.blocks.cross import CROSS_KV
 from vlmserve.models.estimate import MemoryEstimate
-from vlmserve.models.folding import CROSS_KV
 from vlmserve.quant.calibration import Observer, Target
 from vlmserve.quant.memory import StoredSizes
 from vlmserve.quant.methods.rtn import round_to_nearest

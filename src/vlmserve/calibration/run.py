@@ -20,10 +20,10 @@ from vlmserve import __version__
 from vlmserve.calibration.forward import LayerByLayer, OneLayer, cross_sources, encode_images
 from vlmserve.devices.choice import open_device
 from vlmserve.errors import ConfigurationError
-from vlmserve.layers.linear import Linear, MergedLinear
+from vlmserve.layers.linear import Linear, MergedLinear, Weight
 from vlmserve.memory import return_free_memory
+from vlmserve.models.blocks.cross import CROSS_KV
 from vlmserve.models.decoder_layer import DecoderLayer
-from vlmserve.models.folding import CROSS_KV, layer_folds
 from vlmserve.models.identity import weights_digest
 from vlmserve.models.quantized import QuantizedFolder, Saving
 from vlmserve.models.weights import TEXT_ENCODER, merge_as_stored, module_slots, weight_names, weight_slots
@@ -243,9 +243,7 @@ class Calibration:
         observer = Observer({name: target.module for name, target in targets.items()})
         with observer.watching():
             flow.through(index, observer=observer, image_weight=self._config.image_weight, keep=False)
-        outcome = quantize_layers(
-            targets, list(layer_folds(layer, self._decoder.spec)), observer.statistics, self._config
-        )
+        outcome = quantize_layers(targets, list(layer.folds()), observer.statistics, self._config)
         del observer
         flow.through(index)
         self._write(index + 1, [name for name in self._writer.names if name.startswith(prefix)], outcome, prefix)
@@ -255,7 +253,9 @@ class Calibration:
         prefix = f"{DECODER}layers.{index}."
         layer = cast(DecoderLayer, self._decoder.layers[index])
         self._load(lambda name: name.startswith(prefix))
-        self._decoder.deinterleave(layer.self_attn.qkv_proj)
+        for module in layer.modules():
+            if isinstance(module, Weight):
+                module.settle()
         return layer
 
     def _layer_targets(self, index: int) -> dict[str, Target]:

@@ -45,7 +45,7 @@ from vlmserve.kernels.torch_decodes import BUCKET_COST
 from vlmserve.kernels.torch_products import ReorderedProduct, torch_linear
 from vlmserve.kernels.torch_sampling import Draw
 from vlmserve.layer_specs import AttentionSpec
-from vlmserve.layers.attention import StepContext
+from vlmserve.layers.step import StepContext
 from vlmserve.memory import free_memory
 
 logger = logging.getLogger(__name__)

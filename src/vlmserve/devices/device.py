@@ -17,7 +17,7 @@ from vlmserve.kernels.attention import AttentionBackend, LayerCache
 from vlmserve.kernels.operations import Operations
 from vlmserve.kernels.torch_sampling import Draw, DrawLater
 from vlmserve.layer_specs import AttentionSpec
-from vlmserve.layers.attention import StepContext
+from vlmserve.layers.step import StepContext
 from vlmserve.levels import Levels
 
 CaptureTime = Literal["repeated", "first", "never"]

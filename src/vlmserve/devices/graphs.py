@@ -15,7 +15,7 @@ from torch import Tensor
 from vlmserve.devices.device import CaptureTime, EagerExecutor, LaidOutTower, LayerExecutor, LayerStack
 from vlmserve.devices.out_of_memory import is_out_of_memory
 from vlmserve.kernels.attention import LayerCache
-from vlmserve.layers.attention import StepContext
+from vlmserve.layers.step import StepContext
 
 logger = logging.getLogger(__name__)
 

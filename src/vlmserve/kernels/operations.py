@@ -144,6 +144,10 @@ class DeferredNorm:
         return self.norm(self.rows)
 
 
+Normed = Tensor | DeferredNorm
+"""Normed rows, for the linear that reads them."""
+
+
 @runtime_checkable
 class DeferringProduct(Protocol):
     """A `Product` that may leave a norm behind it to the next one, and completes one that was left to it."""

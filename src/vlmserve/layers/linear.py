@@ -23,7 +23,7 @@ from vlmserve.kernels.operations import (
     DeferredNorm,
     DeferringProduct,
     Epilogue,
-    Norm,
+    Normed,
     Operations,
     Product,
     Table,
@@ -74,6 +74,9 @@ class Weight(Layer):
         self._device = device
         self._quantized: QuantizedWeight | SuperblockWeight | None = None
         self._input_order: Tensor | None = None
+
+    def settle(self) -> None:
+        """After weights are loaded, and before they are quantized: bring outputs into the order of computation."""
 
     @property
     def products(self) -> int:
@@ -180,40 +183,25 @@ class Linear(Weight):
         self.epilogue = Epilogue(act)
         self.order: Tensor | None = None
         self._product: Product | None = None
-        self._deferring_product: DeferringProduct | None = None
+        self._deferring: DeferringProduct | None = None
         self._width: int | None = None
         self._padding: Padding | None = None
 
-    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+    def forward(self, x: Normed, residual: Tensor | None = None) -> Tensor:
         """residual: shaped like the output, added to it."""
+        if isinstance(x, DeferredNorm):
+            assert residual is None
+            product = self.deferring
+            return self._multiply(x.normed) if product is None else product.complete(x)
         return self._multiply(x, residual)
 
-    def of_normed(self, x: Tensor | DeferredNorm) -> Tensor:
-        """As `forward`, of rows whose norm may have been left to this product."""
-        if not isinstance(x, DeferredNorm):
-            output: Tensor = self(x)
-            return output
-        product = self._deferring
-        return self._multiply(x.normed) if product is None else product.complete(x)
-
-    def deferring(self, x: Tensor, residual: Tensor, norm: Norm) -> DeferredNorm | None:
-        """The output plus a residual, and a norm behind it that the next product completes. None: it is to be computed
-        by itself."""
-        product = self._deferring
-        return None if product is None else product.deferring(x, residual, norm)
-
-    def completes_norms(self, rows: Tensor) -> bool:
-        """Whether the norm of such rows may be left to this product."""
-        product = self._deferring
-        return product is not None and product.completes(len(rows))
-
     @property
-    def _deferring(self) -> DeferringProduct | None:
-        """What leaves norms to the next product and completes those before it, where nothing else happens to rows."""
+    def deferring(self) -> DeferringProduct | None:
+        """The product, if it leaves norms to the next product and completes them, and rows do not change in between."""
         adapted = self.adapters is not None and self.adapters.active
         if adapted or self._padding is not None or self._input_order is not None:
             return None
-        return self._deferring_product
+        return self._deferring
 
     def _multiply(self, x: Tensor, residual: Tensor | None = None, out: Tensor | None = None) -> Tensor:
         product = self._product or self._by_torch()
@@ -260,7 +248,7 @@ class Linear(Weight):
                     bias = None if bias is None else self._padding.of_outputs(bias)
             self._product = operations.linear(matrix, bias, self.epilogue, self.dtype)
             if isinstance(self._product, DeferringProduct):
-                self._deferring_product = self._product
+                self._deferring = self._product
             self._drop()
 
     def kept(self) -> KeptWeight | None:

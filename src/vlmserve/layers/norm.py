@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vlmserve.kernels.operations import AddingNorm, Norm, NormedRows, Operations, SummingNorm
+from vlmserve.kernels.operations import AddingNorm, Norm, Operations, SummingNorm
 from vlmserve.layers.cut import Shard
 from vlmserve.layers.layer import Layer
 from vlmserve.layers.linear import empty_parameter
@@ -73,41 +73,6 @@ class LayerNorm(Normalization):
 
     def arrange(self, operations: Operations) -> None:
         self._compute_by(operations.norm(self.weight.data, self.bias.data, self.eps))
-
-
-Block = Callable[[Tensor | None], Tensor]
-"""What it returns goes into a sum: it takes the residual to add, None where another one adds it."""
-
-
-def added(block: Block, x: Tensor, output_norm: Normalization | None) -> Tensor:
-    """x plus what a block returns, normed where there is a norm for that."""
-    if output_norm is None:
-        return block(x)
-    if output_norm.adding is not None:
-        return output_norm.adding.plus(block(None), x)
-    output: Tensor = x + output_norm(block(None))
-    return output
-
-
-def normed_sum(block: Block, x: Tensor, norm: Normalization, output_norm: Normalization | None = None) -> NormedRows:
-    """As `added`, and a norm of the sum."""
-    sums = summed(block, x, norm, output_norm)
-    return sums if isinstance(sums, NormedRows) else NormedRows(sums, norm(sums))
-
-
-def summed(
-    block: Block, x: Tensor, norm: Normalization | None, output_norm: Normalization | None = None
-) -> Tensor | NormedRows:
-    """As `added`, and a norm of the sum where one follows that the device computes on the way."""
-    first = None if output_norm is None else output_norm.summing
-    if norm is None or norm.summing is None or (first is None and output_norm is not None):
-        return added(block, x, output_norm)
-    return norm.summing.of_sum(block(None), x, first)
-
-
-def rows_of(x: Tensor | NormedRows) -> Tensor:
-    """Without the norm that follows."""
-    return x.rows if isinstance(x, NormedRows) else x
 
 
 class NormOfEachHead(nn.Module):

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vlmserve.kernels.operations import DeferredNorm, Norm, Operations
+from vlmserve.kernels.operations import Normed, Operations
 from vlmserve.layers.cut import Shard, Share
 from vlmserve.layers.linear import Embedding, Linear, OutputLinear, TiedEmbedding
 from vlmserve.layers.norm import NormOfRow
@@ -91,13 +91,14 @@ class RowParallelLinear(Linear):
         self.shard = Shard((Share(0, whole.out_features, whole.out_features),), inputs)
         self.ranks = ranks
 
-    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """residual: shaped like the output, added to it."""
+    def forward(self, x: Normed, residual: Tensor | None = None) -> Tensor:
+        assert isinstance(x, Tensor)
         output = self.ranks.sum(self._multiply(x).contiguous())
         return output if residual is None else output.add_(residual)
 
-    def deferring(self, x: Tensor, residual: Tensor, norm: Norm) -> DeferredNorm | None:
-        """See `Linear.deferring`. No rank knows the sum before all do."""
+    @property
+    def deferring(self) -> None:
+        """No rank knows the sum before all do."""
         return None
 
 

@@ -62,7 +62,7 @@ class CrossStateEncoder:
 
     def encode(self, features: Sequence[Tensor], texts: Sequence[Sequence[int]]) -> list[Tensor]:
         """The states of each input, from the features of its image and the token ids of its text."""
-        return [self._decoder.compute_cross_states(rows) for rows in self.sources(features, texts)]
+        return [_states(self._decoder, rows) for rows in self.sources(features, texts)]
 
     def sources(self, features: Sequence[Tensor], texts: Sequence[Sequence[int]]) -> list[Tensor]:
         """As `encode`, but what keys and values are made of: ``[states, cross_size]`` each."""
@@ -76,7 +76,7 @@ class CrossStateEncoder:
         lengths = [len(text) for text in texts]
         ends = torch.tensor(lengths).cumsum(0).tolist()
         cross = [
-            CrossRows(end - length, end, text_encoder.compute_cross_states(rows))
+            CrossRows(end - length, end, _states(text_encoder, rows))
             for length, end, rows in zip(lengths, ends, features, strict=True)
         ]
         device = text_encoder.device
@@ -87,3 +87,8 @@ class CrossStateEncoder:
         caches = text_encoder.allocate_cache(0, 1)
         hidden = text_encoder.forward(text_encoder.embed(token_ids), positions, metadata, caches)
         return [hidden[end - length : end] for length, end in zip(lengths, ends, strict=True)]
+
+
+def _states(decoder: Decoder, features: Tensor) -> Tensor:
+    assert decoder.cross_states is not None
+    return decoder.cross_states.of_layers(features)

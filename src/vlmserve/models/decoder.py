@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import cast
 
 import torch
 from torch import Tensor, nn
 
 from vlmserve.devices.device import EagerExecutor, LayerExecutor
-from vlmserve.families.spec import ArchSpec
+from vlmserve.families.spec import ArchSpec, QueryGrowth
 from vlmserve.kernels.adapters import AdapterRows
 from vlmserve.kernels.attention import AttentionBackend, BatchMetadata, LayerCache
 from vlmserve.kernels.blocks import allocate_layers
-from vlmserve.kernels.operations import DeferredNorm, NormedRows
 from vlmserve.kernels.transfers import to_device
 from vlmserve.layer_specs import AttentionSpec, CacheBytes, CacheLayout, RopeSpec
-from vlmserve.layers.attention import StepContext
-from vlmserve.layers.linear import Bias, Embedding, Linear, MergedLinear, OutputLinear, TiedEmbedding
+from vlmserve.layers.linear import Bias, Embedding, Linear, OutputLinear, TiedEmbedding
+from vlmserve.layers.residual import ResidualStream
 from vlmserve.layers.rope import Rope, RopeTables
-from vlmserve.models.decoder_layer import DecoderLayer, LayerRows, NextNorm, make_norm
+from vlmserve.layers.step import StepContext
+from vlmserve.models.blocks.block import make_norm
+from vlmserve.models.blocks.cross import CrossAttention, CrossStates
+from vlmserve.models.decoder_layer import DecoderLayer
 from vlmserve.models.image_rows import LayerFeatures, add_features
 from vlmserve.types import Bidirectional
 
@@ -83,7 +84,7 @@ class Decoder(nn.Module):
             )
             for index, rope in enumerate(spec.ropes)
         )
-        self.cross_states = self._cross_states(dtype, device) if spec.cross_size else None
+        self.cross_states = CrossStates(spec, dtype=dtype, device=device) if spec.cross_size else None
         self.norm = None if spec.norms == "post" else norm()
         self.head_transform = HeadTransform(spec, dtype=dtype, device=device) if spec.head_transform else None
         self.lm_head: OutputLinear | Bias | None
@@ -96,45 +97,13 @@ class Decoder(nn.Module):
         # Rounded as transformers rounds it.
         self._embedding_scale = torch.tensor(spec.embedding_scale, dtype=dtype).item()
 
-    def _cross_states(self, dtype: torch.dtype, device: torch.device) -> MergedLinear:
-        """The keys and values of all layers' cross-attention come from one product."""
-        parts = {
-            f"layers.{index}.cross_attn.{part}": attention.num_kv_heads * attention.head_size
-            for index, attention in enumerate(self.spec.attention)
-            for part in ("k_proj", "v_proj")
-        }
-        return MergedLinear(self.spec.cross_size, parts, bias=True, dtype=dtype, device=device)
-
     def split_cross_states(self) -> None:
         """Before weights are loaded: have each layer make the keys and values that it attends to by itself, so that
         layers can be computed one by one. Tensors keep their names."""
-        if self.cross_states is None:
-            return
-        for layer, attention in zip(self.layers, self.spec.attention, strict=True):
-            size = attention.num_kv_heads * attention.head_size
-            parts = {"k_proj": size, "v_proj": size}
-            cast(DecoderLayer, layer).cross_attn.kv_proj = MergedLinear(  # type: ignore[union-attr]
-                self.spec.cross_size, parts, bias=True, dtype=self.dtype, device=self.device
-            )
+        for block in self.modules():
+            if isinstance(block, CrossAttention):
+                block.own_states(self.spec.cross_size)
         self.cross_states = None
-
-    def deinterleave(self, module: nn.Module) -> None:
-        """Bring the rows of queries and keys into the order in which `apply_rope` pairs them, if the family pairs
-        neighbours. module: has its weights; other modules than projections of queries and keys are left alone."""
-        for layer, spec, rope in self._interleaved():
-            if layer.self_attn.qkv_proj is module:
-                order = torch.arange(spec.head_size)
-                order[: rope.size] = order[: rope.size].view(-1, 2).T.flatten()
-                heads = spec.num_heads + spec.num_kv_heads
-                rows = torch.arange((heads + spec.num_kv_heads) * spec.head_size)
-                rotated = rows[: heads * spec.head_size].view(heads, -1)
-                rotated.copy_(rotated[:, order].clone())
-                layer.self_attn.qkv_proj.reorder(rows.to(self.device))
-
-    def _interleaved(self) -> Iterator[tuple[DecoderLayer, AttentionSpec, RopeSpec]]:
-        for layer, spec, rope in zip(self.layers, self.spec.attention, self.spec.ropes, strict=True):
-            if rope is not None and rope.interleaved:
-                yield cast(DecoderLayer, layer), spec, rope
 
     @property
     def hidden_size(self) -> int:
@@ -188,15 +157,6 @@ class Decoder(nn.Module):
             self.spec.attention, block_size, lambda spec: self.backend.block_bytes(block_size, spec, self.dtype)
         )
 
-    def compute_cross_states(self, states: Tensor) -> Tensor:
-        """``[states, cross_size]`` to what `CrossRows.states` are."""
-        assert self.cross_states is not None
-        attention = self.spec.attention[0]
-        by_head: Tensor = self.cross_states(states).view(
-            len(states), len(self.layers), 2, attention.num_kv_heads, attention.head_size
-        )
-        return by_head.permute(1, 2, 3, 0, 4).contiguous()
-
     def forward(
         self,
         embeddings: Tensor,
@@ -216,26 +176,24 @@ class Decoder(nn.Module):
             metadata,
             [RopeTables(rope, positions, longest, self.dtype) for rope in self.ropes],
             self.backend.prepare(metadata, caches[0].block_size, self.spec.attention, self.dtype),
-            self._query_scale(metadata, longest),
+            None if self.spec.query_growth is None else self._query_scale(self.spec.query_growth, metadata, longest),
             self.adapter_rows if self.adapter_rows is not None and self.adapter_rows.active else None,
         )
+        if not features and wanted is None:
+            return self._executor.run(self._through_layers, embeddings, caches, step)
         x, first, count = embeddings, 0, len(self.layers)
         for layer in range(self.spec.deepstack) if features else ():
             x, first = self._part(x, caches, step, layer, layer + 1), layer + 1
             add_features(x, features, layer)
-        if wanted is None or not self._can_narrow(first):
+        # The last layer may compute some rows only, but cross-attention is told about all of them.
+        if wanted is None or first == count or self.spec.cross_size:
             hidden = self._part(x, caches, step, first, count)
             return hidden if wanted is None else hidden[wanted]
         x = self._part(x, caches, step, first, count - 1)
         return self._through_layers(x, caches, step, count - 1, count, wanted)
 
-    def _can_narrow(self, first: int) -> bool:
-        """Whether a last layer is left, behind `first` others, that may compute some rows only. Cross-attention is told
-        about all of them."""
-        return first < len(self.layers) and not self.spec.cross_size
-
     def _part(self, x: Tensor, caches: Sequence[LayerCache], step: StepContext, first: int, last: int) -> Tensor:
-        """Layers ``first <= i < last`` by an executor of their own, and the norm behind the last of all."""
+        """Layers ``first <= i < last`` by an executor of their own, and the norm after the model's last layer."""
         count = len(self.layers)
         if (first, last) == (0, count):
             return self._executor.run(self._through_layers, x, caches, step)
@@ -244,10 +202,9 @@ class Decoder(nn.Module):
         executor = self._parts.get((first, last)) or self._parts.setdefault((first, last), self._executor.for_part())
         return executor.run(partial(self._through_layers, first=first, last=last), x, caches, step)
 
-    def _query_scale(self, metadata: BatchMetadata, longest: int) -> Tensor | None:
-        """``[tokens, 1]``: see `QueryGrowth`. None: no token is beyond the context from which they grow."""
-        growth = self.spec.query_growth
-        if growth is None or longest <= growth.context:
+    def _query_scale(self, growth: QueryGrowth, metadata: BatchMetadata, longest: int) -> Tensor | None:
+        """``[tokens, 1]``. None: no token is beyond `growth.context`."""
+        if longest <= growth.context:
             return None
         lens = zip(metadata.host_context_lens, metadata.query_lens, strict=True)
         positions = torch.cat([torch.arange(context - new, context) for context, new in lens]).double()
@@ -266,17 +223,22 @@ class Decoder(nn.Module):
         last: int | None = None,
         wanted: Tensor | None = None,
     ) -> Tensor:
-        """Layers ``first <= i < last``, None: all others, and the norm behind the last of all. wanted: the rows that
-        this one is for; None: all."""
-        layers = [cast(DecoderLayer, layer) for layer in self.layers[first:last]]
-        final = NextNorm.of(self.norm, None) if last in (None, len(self.layers)) else None
-        followings = [*(layer.entry for layer in layers[1:]), final]
-        rows: LayerRows = x
-        for layer, cache, following in zip(layers, caches[first:last], followings, strict=False):
-            rows = layer(rows, cache, step, wanted, following)
-        if isinstance(rows, NormedRows | DeferredNorm):
-            return rows.normed
-        return rows if final is None or (wanted is not None and not len(wanted)) else final.norm(rows)
+        """Layers ``first <= i < last``, and the norm after the model's last layer. last: None: all others. wanted: of a
+        last layer, the rows whose states are used. None: all."""
+        stream = self._stream(x)
+        for layer, cache in zip(list(self.layers)[first:last], caches[first:last], strict=False):
+            layer(stream, cache, step, wanted)
+        is_end = last in (None, len(self.layers))
+        return stream.normed(self.norm) if is_end and (wanted is None or len(wanted)) else stream.rows
+
+    def through_layer(self, index: int, x: Tensor, cache: LayerCache, step: StepContext) -> Tensor:
+        """One layer by itself."""
+        stream = self._stream(x)
+        self.layers[index](stream, cache, step)
+        return stream.rows
+
+    def _stream(self, x: Tensor) -> ResidualStream:
+        return ResidualStream(x, post_norm=self.spec.norms == "post")
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """``[rows, hidden_size]`` to float32 ``[rows, vocab_size]``; out: contiguous memory that it may take."""

@@ -2,67 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
-from typing import Any, NamedTuple, TypeAlias
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 
-from vlmserve.families.spec import ArchSpec, NormSpec
+from vlmserve.families.spec import ArchSpec
 from vlmserve.kernels.attention import AttentionBackend, LayerCache
-from vlmserve.kernels.operations import DeferredNorm, NormedRows
-from vlmserve.layers.attention import Attention, CrossAttention, HeadNorm, StepContext
-from vlmserve.layers.linear import GatedLinear, Linear
-from vlmserve.layers.norm import Block, LayerNorm, Normalization, NormOfEachHead, NormOfRow, RMSNorm, summed
-
-LayerRows: TypeAlias = "Tensor | NormedRows | DeferredNorm"
-"""What a layer gets and gives, ``[tokens, hidden_size]``: by itself, or with the norm that follows on it."""
-
-
-class MLP(nn.Module):
-    """``act(gate(x)) * up(x)`` (https://arxiv.org/abs/2002.05202) or ``act(up(x))``, and then `down_proj`."""
-
-    def __init__(self, spec: ArchSpec, *, dtype: torch.dtype, device: torch.device) -> None:
-        super().__init__()
-        hidden, inner = spec.hidden_size, spec.intermediate_size
-        kind: dict[str, Any] = {"bias": spec.mlp_bias, "dtype": dtype, "device": device}
-        self._gated = spec.gated
-        if spec.gated:
-            parts = {"gate_proj": inner, "up_proj": inner}
-            self.gate_up_proj = GatedLinear(hidden, parts, spec.activation, **kind)
-        else:
-            self.up_proj = Linear(hidden, inner, act=spec.activation, **kind)
-        self.down_proj = Linear(inner, hidden, **kind)
-
-    @property
-    def first(self) -> Linear:
-        """The projection before the activation."""
-        return self.gate_up_proj if self._gated else self.up_proj
-
-    def forward(self, x: Tensor | DeferredNorm) -> Tensor:
-        """What `down_proj` takes."""
-        return self.first.of_normed(x)
-
-
-class NextNorm(NamedTuple):
-    """The norm that follows on a block. reader: the only layer that takes what it makes; None: there are others."""
-
-    norm: Normalization
-    reader: Linear | None
-
-    @classmethod
-    def of(cls, norm: Normalization | None, reader: Linear | None) -> NextNorm | None:
-        """None: there is no norm."""
-        return None if norm is None else cls(norm, reader)
-
-    def may_be_left(self, rows: Tensor) -> bool:
-        """Whether the reader can complete it for such rows."""
-        return self.norm.kernel is not None and self.reader is not None and self.reader.completes_norms(rows)
+from vlmserve.layers.parallel import Ranks
+from vlmserve.layers.residual import ResidualStream
+from vlmserve.layers.step import StepContext
+from vlmserve.models.blocks.attention import Attention
+from vlmserve.models.blocks.block import Block, make_norm
+from vlmserve.models.blocks.cross import CrossAttention
+from vlmserve.models.blocks.mlp import MLP
+from vlmserve.quant.calibration import Fold
 
 
 class DecoderLayer(nn.Module):
-    """Attention and MLP, and cross attention between them if there is any, each beside a residual, with norms where the
-    family has them."""
+    """A mixer and a feed-forward block, and cross-attention between them if the family has it."""
 
     def __init__(
         self,
@@ -74,7 +34,7 @@ class DecoderLayer(nn.Module):
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        """rope: which of the decoder's rotations is this layer's; None: none."""
+        """rope: the decoder's rotation that this layer uses. None: none."""
         super().__init__()
         norm = partial(make_norm, spec.norm, spec.hidden_size, dtype=dtype, device=device)
         of_inputs, of_outputs = spec.norms in ("pre", "sandwich"), spec.norms != "pre"
@@ -82,123 +42,52 @@ class DecoderLayer(nn.Module):
         self.attention_output_norm = norm() if of_outputs else None
         self.mlp_norm = norm() if of_inputs and not spec.parallel else None
         self.mlp_output_norm = norm() if of_outputs else None
-        self.self_attn = Attention(
-            spec.hidden_size,
-            spec.attention[index],
-            backend,
-            rope=rope,
-            qkv_bias=spec.qkv_bias,
-            output_bias=spec.output_bias,
-            head_norm=head_norm(spec, index, dtype=dtype, device=device),
-            dtype=dtype,
-            device=device,
-        )
+        self.self_attn = Attention(spec, index, backend, rope=rope, dtype=dtype, device=device)
         self.cross_norm = norm() if of_inputs and spec.cross_size else None
         self.cross_output_norm = norm() if of_outputs and spec.cross_size else None
-        self.cross_attn = (
-            CrossAttention(spec.hidden_size, spec.attention[index], index, dtype=dtype, device=device)
-            if spec.cross_size
-            else None
-        )
-        self.mlp = MLP(spec, dtype=dtype, device=device)
+        self.cross_attn = CrossAttention(spec, index, dtype=dtype, device=device) if spec.cross_size else None
+        size, inner, act = spec.hidden_size, spec.intermediate_size, spec.activation
+        self.mlp = MLP(size, inner, act, gated=spec.gated, bias=spec.mlp_bias, dtype=dtype, device=device)
         self._parallel = spec.parallel
-        self._post_norm = spec.norms == "post"
-
-    @property
-    def entry(self) -> NextNorm | None:
-        """The norm of what the layer gets, which the layer before may compute; None: there is none."""
-        if self.attention_norm is None:
-            return None
-        return NextNorm(self.attention_norm, None if self._parallel else self.self_attn.qkv_proj)
 
     def forward(
-        self,
-        x: LayerRows,
-        cache: LayerCache,
-        step: StepContext,
-        wanted: Tensor | None = None,
-        following: NextNorm | None = None,
-    ) -> LayerRows:
-        """``[tokens, hidden_size]`` to the same, or to the rows that are wanted: of others it has keys and values. x:
-        with `entry`, if it is not a tensor. The result is one, or has the norm that follows."""
-        rows, normed = _rows_and_inputs(x, self.attention_norm)
-        attended = self.self_attn.attended(normed, cache, step)
+        self, stream: ResidualStream, cache: LayerCache, step: StepContext, wanted: Tensor | None = None
+    ) -> None:
+        """wanted: int64, the rows whose results are used. None: all."""
+        x = stream.normed(self.attention_norm, None if self._parallel else self.self_attn.reader)
+        stream.add(self.self_attn(x, cache, step), self.attention_output_norm)
         if wanted is not None:
-            rows, attended = rows[wanted], attended[wanted]
-            if not isinstance(normed, DeferredNorm):
-                normed = normed[wanted]
+            stream.narrow(wanted)
             if not len(wanted):
-                return rows
+                return
+            x = cast(Tensor, x)[wanted] if self._parallel else x
             if step.adapters is not None:
                 step.adapters.narrow(wanted)
-        output, output_norm = self.self_attn.o_proj, self.attention_output_norm
-        to_mlp = NextNorm.of(self.mlp_norm, self.mlp.first)
-        if self._parallel:
-            rows = output(attended, rows)
-        elif self.cross_attn is None:
-            rows, normed = _rows_and_inputs(self._ended(output, attended, rows, output_norm, to_mlp), self.mlp_norm)
-        else:
-            to_cross = NextNorm.of(self.cross_norm, None)
-            sums = self._ended(output, attended, rows, output_norm, to_cross)
-            rows, normed = _rows_and_inputs(sums, self.cross_norm)
-            assert not isinstance(normed, DeferredNorm)
-            cross = partial(self.cross_attn, normed, cross=step.metadata.cross)
-            crossed = self._summed(cross, rows, self.cross_output_norm, to_mlp)
-            rows, normed = _rows_and_inputs(crossed, self.mlp_norm)
-        return self._ended(self.mlp.down_proj, self.mlp(normed), rows, self.mlp_output_norm, following)
+        if self.cross_attn is not None:
+            crossed = self.cross_attn(stream.normed(self.cross_norm), step.metadata.cross)
+            stream.add(crossed, self.cross_output_norm)
+        if not self._parallel:
+            x = stream.normed(self.mlp_norm, self.mlp.reader)
+        stream.add(self.mlp(x), self.mlp_output_norm)
 
-    def _ended(
-        self,
-        linear: Linear,
-        inputs: Tensor,
-        x: Tensor,
-        output_norm: Normalization | None,
-        following: NextNorm | None,
-    ) -> LayerRows:
-        """x and what a block adds to it whose last layer is `linear`, with the norm that follows where the device
-        computes that on the way."""
-        if following is not None and output_norm is None and following.may_be_left(x):
-            assert following.norm.kernel is not None
-            deferred = linear.deferring(inputs, x, following.norm.kernel)
-            if deferred is not None:
-                return deferred
-        return self._summed(partial(linear, inputs), x, output_norm, following)
+    def split(self, whole: ArchSpec, index: int, ranks: Ranks) -> None:
+        """As `Block.split`."""
+        for block in self.children():
+            if isinstance(block, Block):
+                block.split(whole, index, ranks)
 
-    def _summed(
-        self, block: Block, x: Tensor, output_norm: Normalization | None, following: NextNorm | None
-    ) -> Tensor | NormedRows:
-        """As `_ended`, of any block."""
-        if self._post_norm:
-            assert output_norm is not None
-            output: Tensor = output_norm(block(x))
-            return output
-        return summed(block, x, None if following is None else following.norm, output_norm)
+    def folds(self) -> Iterator[Fold]:
+        """Yield the linear layers that can take factors of their inputs, by their names in this layer. Norms take the
+        factors of the linear layers that read them."""
+        both = self._readers("self_attn") + (self._readers("mlp") if self._parallel else ())
+        for norm, readers in ((self.attention_norm, both), (self.mlp_norm, self._readers("mlp"))):
+            if norm is not None:
+                yield Fold(readers, norm=norm)
+        for name, block in self.named_children():
+            if isinstance(block, Block):
+                yield from block.folds(name)
 
-
-def _rows_and_inputs(x: LayerRows, norm: Normalization | None) -> tuple[Tensor, Tensor | DeferredNorm]:
-    """The rows to add to, and what the next block takes: those that `norm` makes of them, if there is one."""
-    if isinstance(x, NormedRows):
-        return x.rows, x.normed
-    if isinstance(x, DeferredNorm):
-        return x.rows, x
-    return x, x if norm is None else norm(x)
-
-
-def make_norm(spec: NormSpec, size: int, *, dtype: torch.dtype, device: torch.device) -> RMSNorm | LayerNorm:
-    """The norm that a spec describes."""
-    if spec.layer:
-        return LayerNorm(size, spec.eps, dtype=dtype, device=device)
-    return RMSNorm(size, spec.eps, offset=spec.offset, dtype=dtype, device=device)
-
-
-def head_norm(spec: ArchSpec, index: int, *, dtype: torch.dtype, device: torch.device) -> HeadNorm | None:
-    """How a layer norms queries and keys, if at all."""
-    kind = spec.head_norm
-    if kind is None:
-        return None
-    size = spec.attention[index].head_size
-    if kind.over == "head":
-        return lambda heads: make_norm(kind.norm, size, dtype=dtype, device=device)
-    if kind.over == "each head":
-        return lambda heads: NormOfEachHead(heads, size, kind.norm.eps, dtype=dtype, device=device)
-    return lambda heads: NormOfRow(heads * size, kind.norm.eps, dtype=dtype, device=device)
+    def _readers(self, name: str) -> tuple[str, ...]:
+        block = self.get_submodule(name)
+        assert isinstance(block, Block)
+        return tuple(f"{name}.{reader}" for reader in block.readers)

@@ -71,7 +71,8 @@ class Filling:
 
         def settle(module: nn.Module) -> None:
             """Bring a module that has its weights into the form in which the device keeps it, before more is read."""
-            decoder.deinterleave(module)
+            if isinstance(module, Weight):
+                module.settle()
             if quantizer is not None:
                 quantizer.quantize(module)
             # Layers of towers may depend on each other (`Linear.widen_for`), and `arrange_layers` respects their order.

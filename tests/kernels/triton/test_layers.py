@@ -35,6 +35,7 @@ from vlmserve.kernels.triton import products
 from vlmserve.kernels.triton.products import MOST_ROWS, TritonProduct
 from vlmserve.layers.layer import arrange_layers
 from vlmserve.layers.norm import RMSNorm
+from vlmserve.layers.residual import ResidualStream
 from vlmserve.models.vision.qwen import VisionMLP
 from vlmserve.models.vision.qwen_spec import QwenVisionSpec
 from vlmserve.quantization import QuantizationConfig
@@ -155,31 +156,32 @@ def test_tower_mlp_rows_are_16_byte_aligned(rows: int) -> None:
         for layer, change in zip((mlp.gate_up_proj, mlp.down_proj), changes, strict=True):
             layer.adapt(slots)
             layer.set_adapter(0, layer.prepare(change))
-        results.append(mlp(x, x))
+        stream = ResidualStream(x)
+        stream.add(mlp(x))
+        results.append(stream.rows)
     torch.testing.assert_close(*results, atol=1e-4, rtol=1e-4)
 
 
-def layer_launches(model: Any, launches: Launches, context: int) -> list[list[str]]:
-    """Of each layer, in a step of two decodes, one of them with so long a context."""
+def layer_launches(model: Any, launches: Launches, context: int) -> list[str]:
+    """Of all layers and the last norm, in a step of two decodes, one of them with so long a context."""
     run = PagedRun(model, [model.embed(torch.full((context,), 5)), model.embed(torch.tensor([7, 4]))])
     with torch.inference_mode():
         run.step([context - 1, 1])
         if model.adapter_rows is not None:
             model.adapter_rows.set([0, -1], [1, 1])
-        layer = type(model.layers[0])
-        forward, taken = layer.forward, []
+        through_layers, taken = model._executor.run, list[str]()
 
-        def counted(self: Any, *args: Any, **kwargs: Any) -> Any:
+        def counted(*args: Any) -> Any:
             before = len(launches.names)
             with launches:
-                result = forward(self, *args, **kwargs)
-            taken.append(launches.names[before:])
+                result = through_layers(*args)
+            taken.extend(launches.names[before:])
             return result
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(layer, "forward", counted)
+            patch.setattr(model._executor, "run", counted)
             run.step([1, 1])
-    return taken
+    return [name for name in taken if name != "add_parts"]
 
 
 ATTENTION = ["multiply", "attend_rows", "combine"]
@@ -189,9 +191,8 @@ OUTPUT, MLP = ["multiply"], ["multiply", "multiply"]
 def test_a_layer_of_decodes_takes_six_launches(folder: Path, launches: Launches) -> None:
     """The first norm and the last one have launches of their own."""
     model = loaded(folder, InterpretedDevice)
-    taken = [[name for name in names if name != "add_parts"] for names in layer_launches(model, launches, 16)]
     layer = [*ATTENTION, *OUTPUT, *MLP]
-    assert taken == [["norm_rows", *layer], [*layer, "norm_rows"]]
+    assert layer_launches(model, launches, 16) == ["norm_rows", *layer, *layer, "norm_rows"]
 
 
 def test_a_step_of_decodes_divides_its_work_once(folder: Path, launches: Launches) -> None:
@@ -226,15 +227,14 @@ def test_products_that_reorder_their_inputs_get_normed_ones(folder: Path, launch
                 linear._input_order = torch.randperm(linear.in_features, generator=torch.Generator().manual_seed(0))
     ours, theirs = (logits(model, [[5, 9, 11]], [[2], [1]])[0] for model in models)
     torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-3)
-    assert [names.count("norm_rows") for names in layer_launches(models[0], launches, 3)] == [3, 2]
+    assert layer_launches(models[0], launches, 3).count("norm_rows") == 5
 
 
 def test_norms_of_heads_take_no_launches(tmp_path: Path, launches: Launches) -> None:
     folder = make_text_model(tmp_path, Qwen3ForCausalLM, Qwen3Config, num_hidden_layers=2)
     layer = [*ATTENTION, *OUTPUT, *MLP]
-    launched = layer_launches(loaded(folder, InterpretedDevice), launches, 3)
-    taken = [[name for name in names if name != "add_parts"] for names in launched]
-    assert taken == [["norm_rows", *layer], [*layer, "norm_rows"]]
+    taken = layer_launches(loaded(folder, InterpretedDevice), launches, 3)
+    assert taken == ["norm_rows", *layer, *layer, "norm_rows"]
 
 
 def test_adapters_of_a_product_take_two_launches(folder: Path, launches: Launches) -> None:
@@ -248,7 +248,7 @@ def test_adapters_of_a_product_take_two_launches(folder: Path, launches: Launche
     expected = []
     for name in [*ATTENTION, *OUTPUT, "norm_rows", *MLP, "norm_rows"]:
         expected += ["multiply", "shrink", "add_changes"] if name == "multiply" else [name]
-    assert layer_launches(model, launches, 3) == [["norm_rows", *expected], expected]
+    assert layer_launches(model, launches, 3) == ["norm_rows", *expected, *expected]
 
 
 def by_library(names: list[str]) -> list[str]:
@@ -260,7 +260,7 @@ def test_sums_of_many_rows_are_normed_once(folder: Path, launches: Launches, mon
     gates = ["library", "activate_rows", "library"]
     layer = ["library", "attend_rows", "combine", "library", "norm_rows", *gates, "norm_rows"]
     taken = layer_launches(loaded(folder, InterpretedDevice), launches, 3)
-    assert list(map(by_library, taken)) == [["norm_rows", *layer], layer]
+    assert by_library(taken) == ["norm_rows", *layer, *layer]
 
 
 def test_norms_are_not_left_to_the_library(folder: Path, launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -270,8 +270,8 @@ def test_norms_are_not_left_to_the_library(folder: Path, launches: Launches, mon
     completes = TritonProduct.are_few
     monkeypatch.setattr(TritonProduct, "are_few", lambda self, rows: self not in gates and completes(self, rows))
     layer = [*ATTENTION, "multiply", "norm_rows", "library", "activate_rows", "multiply"]
-    taken = [[name for name in names if name != "add_parts"] for names in layer_launches(model, launches, 3)]
-    assert list(map(by_library, taken)) == [["norm_rows", *layer], [*layer, "norm_rows"]]
+    taken = by_library(layer_launches(model, launches, 3))
+    assert taken == ["norm_rows", *layer, *layer, "norm_rows"]
 
 
 @pytest.mark.parametrize("most_rows", [1, MOST_ROWS])
@@ -285,8 +285,8 @@ def test_norms_of_what_blocks_make_take_no_launches(
         make_text_model(tmp_path, Gemma3ForCausalLM, Gemma3TextConfig, num_hidden_layers=2), InterpretedDevice
     )
     layer = [*product, "attend_rows", "combine", *product, "norm_rows", *product, *gates, *product, "norm_rows"]
-    taken = [[name for name in names if name != "add_parts"] for names in layer_launches(model, launches, 3)]
-    assert list(map(by_library, taken)) == [["norm_rows", *layer], *[layer] * (len(model.layers) - 1)]
+    taken = by_library(layer_launches(model, launches, 3))
+    assert taken == ["norm_rows", *layer * len(model.layers)]
 
 
 @pytest.mark.parametrize(

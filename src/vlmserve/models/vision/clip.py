@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -14,9 +14,11 @@ from torch import Tensor, nn
 from vlmserve.errors import ModelLoadError, UnsupportedModelError
 from vlmserve.layers.encoder_attention import EncoderAttention
 from vlmserve.layers.linear import Embedding, Linear, MergedLinear, empty_parameter
-from vlmserve.layers.norm import LayerNorm, Normalization, RMSNorm, normed_sum, rows_of, summed
+from vlmserve.layers.norm import LayerNorm, RMSNorm
+from vlmserve.layers.residual import ResidualStream
 from vlmserve.layers.stages import StageBudget, Stages, by_rows
-from vlmserve.models.vision.staged import StagedLayer, TowerRows, with_following
+from vlmserve.models.blocks.mlp import MLP
+from vlmserve.models.vision.staged import LayerParts, StagedLayer, with_following
 
 DEFAULTS: Mapping[str, Any] = {
     "hidden_size": 768,
@@ -103,7 +105,7 @@ class PatchEmbedding(Linear):
             self.weight = empty_parameter(spec.hidden_size, *patch, dtype=dtype, device=device)
         self.patch_size = spec.patch_size
 
-    def forward(self, pixels: Tensor, residual: Tensor | None = None) -> Tensor:
+    def forward(self, pixels: Tensor, residual: Tensor | None = None) -> Tensor:  # type: ignore[override]
         images, channels, height, width = pixels.shape
         size = self.patch_size
         down, across = height // size, width // size
@@ -138,20 +140,6 @@ class ClipAttention(nn.Module):
         self.attention = EncoderAttention(spec.hidden_size, spec.num_heads, dtype=dtype)
 
 
-class ClipMLP(nn.Module):
-    def __init__(self, spec: ClipSpec, *, dtype: torch.dtype, device: torch.device) -> None:
-        super().__init__()
-        self.fc1 = Linear(
-            spec.hidden_size, spec.intermediate_size, bias=True, dtype=dtype, device=device, act=spec.activation
-        )
-        self.fc2 = Linear(spec.intermediate_size, spec.hidden_size, bias=True, dtype=dtype, device=device)
-
-    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """x, residual: ``[tokens, hidden_size]``; the second is added to the output."""
-        output: Tensor = self.fc2(self.fc1(x), residual)
-        return output
-
-
 class ClipLayer(StagedLayer):
     """norm: what normalizes the inputs of attention and MLP. qkv_bias: whether queries, keys and values have biases."""
 
@@ -168,28 +156,13 @@ class ClipLayer(StagedLayer):
         self.layer_norm1 = norm(spec.hidden_size, spec.norm_eps, dtype=dtype, device=device)
         self.self_attn = ClipAttention(spec, qkv_bias=qkv_bias, dtype=dtype, device=device)
         self.layer_norm2 = norm(spec.hidden_size, spec.norm_eps, dtype=dtype, device=device)
-        self.mlp = ClipMLP(spec, dtype=dtype, device=device)
+        size, inner, names = spec.hidden_size, spec.intermediate_size, ("fc1", "fc2")
+        self.mlp = MLP(size, inner, spec.activation, names=names, dtype=dtype, device=device)
 
     @property
-    def full_attention(self) -> EncoderAttention:
-        return self.self_attn.attention
-
-    @cached_property
-    def token_products(self) -> tuple[int, int]:
-        mlp = self.mlp.fc1.products + self.mlp.fc2.products
-        return self.self_attn.qkv_proj.products, self.self_attn.out_proj.products + mlp
-
-    @property
-    def first_norm(self) -> Normalization:
-        return self.layer_norm1
-
-    def before(self, normed: Tensor) -> Tensor:
-        output: Tensor = self.self_attn.qkv_proj(normed)
-        return output
-
-    def behind(self, attended: Tensor, x: Tensor, following: Normalization | None) -> TowerRows:
-        sums = normed_sum(partial(self.self_attn.out_proj, attended), x, self.layer_norm2)
-        return summed(partial(self.mlp, sums.normed), sums.rows, following)
+    def parts(self) -> LayerParts:
+        attn = self.self_attn
+        return LayerParts(self.layer_norm1, attn.qkv_proj, attn.attention, attn.out_proj, self.layer_norm2, self.mlp)
 
 
 class ClipTower(nn.Module):
@@ -230,12 +203,11 @@ class ClipTower(nn.Module):
         products = self.spec.num_patches * self.embeddings.patch_embedding.products
         x = yield from by_rows(lambda images: self.pre_layrnorm(self.embeddings(images)), products, budget, pixels)
         states = {0: x}
-        rows: TowerRows = x
-        layers = with_following(self._layers(), lambda layer: layer.first_norm)
-        for number, (layer, following) in enumerate(layers, 1):
-            rows = yield from layer.in_stages(rows, budget, following)
+        stream = ResidualStream(x.flatten(0, 1))
+        for number, (layer, following) in enumerate(with_following(self._layers()), 1):
+            stream = yield from layer.in_stages(stream, len(x), budget, following)
             if number in self.feature_layers:
-                states[number] = rows_of(rows)
+                states[number] = stream.rows.view_as(x)
         return torch.cat([states[layer] for layer in self.feature_layers], -1)
 
     def _layers(self) -> Iterable[ClipLayer]:

@@ -16,12 +16,13 @@ from torch import Tensor, nn
 
 from vlmserve.errors import InvalidImageError, ModelLoadError, UnsupportedModelError
 from vlmserve.layers.linear import empty_parameter
-from vlmserve.layers.norm import LayerNorm, Normalization, RMSNorm
+from vlmserve.layers.norm import LayerNorm, RMSNorm
+from vlmserve.layers.residual import ResidualStream, Unfinished
 from vlmserve.layers.stages import StageBudget, Stages, by_rows
 from vlmserve.models.vision.clip import ClipLayer, ClipSpec, PatchEmbedding
 from vlmserve.models.vision.idefics3 import TILES_AT_ONCE, merged_squares
 from vlmserve.models.vision.llava import Projector
-from vlmserve.models.vision.staged import StagedVision, TowerRows, through_layers
+from vlmserve.models.vision.staged import StagedVision, through_layers
 from vlmserve.types import TowerInputs
 
 KINDS = ("internvl_vision",)
@@ -103,16 +104,16 @@ class InternLayer(ClipLayer):
             self.q_norm = RMSNorm(size, _HEAD_NORM_EPS, dtype=dtype, device=device)
             self.k_norm = RMSNorm(size, _HEAD_NORM_EPS, dtype=dtype, device=device)
 
-    def before(self, normed: Tensor) -> Tensor:
+    def before(self, normed: Tensor, *angles: Tensor) -> Tensor:
         qkv = super().before(normed)
         if self.q_norm is None or self.k_norm is None:
             return qkv
         query, key, value = qkv.chunk(3, -1)
         return torch.cat((self.q_norm(query.contiguous()), self.k_norm(key.contiguous()), value), -1)
 
-    def behind(self, attended: Tensor, x: Tensor, following: Normalization | None) -> TowerRows:
-        x = torch.addcmul(x, self.lambda_1, self.self_attn.out_proj(attended))
-        return torch.addcmul(x, self.lambda_2, self.mlp(self.layer_norm2(x)))
+    def behind(self, stream: ResidualStream, attended: Tensor) -> None:
+        stream.add(Unfinished(self.self_attn.out_proj, attended), factor=self.lambda_1)
+        stream.add(self.mlp(stream.normed(self.layer_norm2)), factor=self.lambda_2)
 
 
 class InternTower(nn.Module):

@@ -63,7 +63,7 @@ class SquareConvolution(Linear):
         super().__init__(size * spec.merge**2, spec.output_size, bias=True, dtype=dtype, device=device)
         self.weight = empty_parameter(spec.output_size, size, spec.merge, spec.merge, dtype=dtype, device=device)
 
-    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:  # type: ignore[override]
         # Element by element of all patches, as a convolution sees them.
         return super().forward(x.transpose(1, 2).flatten(1), residual)
 

@@ -7,7 +7,6 @@ import math
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -17,13 +16,15 @@ from vlmserve.errors import InvalidImageError, ModelLoadError, UnsupportedModelE
 from vlmserve.families.registry import decoder_spec, vision_family
 from vlmserve.kernels.ranges import Ranges
 from vlmserve.layers.encoder_attention import EncoderAttention
-from vlmserve.layers.linear import GatedLinear, Linear, MergedLinear
-from vlmserve.layers.norm import Normalization, RMSNorm, normed_sum, rows_of, summed
+from vlmserve.layers.linear import Linear, MergedLinear
+from vlmserve.layers.norm import RMSNorm
+from vlmserve.layers.residual import ResidualStream
 from vlmserve.layers.stages import StageBudget, Stages, by_rows, run_stages
+from vlmserve.models.blocks.mlp import MLP
 from vlmserve.models.vision.clip import ClipSpec, PatchEmbedding
 from vlmserve.models.vision.llava import Projector
 from vlmserve.models.vision.rotation import patch_angles, rotated
-from vlmserve.models.vision.staged import StagedVision, TowerRows, before_norm, ends_by_rows, with_following
+from vlmserve.models.vision.staged import LayerParts, StagedLayer, StagedVision, with_following
 from vlmserve.types import TowerInputs
 
 KINDS = ("pixtral",)
@@ -72,60 +73,24 @@ class PixtralAttention(nn.Module):
         self.attention = EncoderAttention(spec.hidden_size, spec.num_heads, dtype=dtype)
 
 
-class PixtralMLP(nn.Module):
-    def __init__(self, spec: ClipSpec, *, dtype: torch.dtype, device: torch.device) -> None:
-        super().__init__()
-        size, inner = spec.hidden_size, spec.intermediate_size
-        parts = {"gate_proj": inner, "up_proj": inner}
-        self.gate_up_proj = GatedLinear(size, parts, spec.activation, bias=False, dtype=dtype, device=device)
-        self.down_proj = Linear(inner, size, bias=False, dtype=dtype, device=device)
-
-    @property
-    def products(self) -> int:
-        """Multiplications for each patch."""
-        return self.gate_up_proj.products + self.down_proj.products
-
-    def forward(self, x: Tensor, residual: Tensor | None) -> Tensor:
-        """x, residual: ``[patches, hidden_size]``; the second is added to the output."""
-        output: Tensor = self.down_proj(self.gate_up_proj(x), residual)
-        return output
-
-
-class PixtralLayer(nn.Module):
+class PixtralLayer(StagedLayer):
     def __init__(self, spec: ClipSpec, *, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         self.attention_norm = RMSNorm(spec.hidden_size, spec.norm_eps, dtype=dtype, device=device)
         self.attention = PixtralAttention(spec, dtype=dtype, device=device)
         self.ffn_norm = RMSNorm(spec.hidden_size, spec.norm_eps, dtype=dtype, device=device)
-        self.feed_forward = PixtralMLP(spec, dtype=dtype, device=device)
+        size, inner, act = spec.hidden_size, spec.intermediate_size, spec.activation
+        self.feed_forward = MLP(size, inner, act, gated=True, bias=False, dtype=dtype, device=device)
 
-    def products(self, length: int) -> int:
-        """Multiplications for an image of so many patches."""
-        return length * sum(self._products) + self.attention.attention.products(length)
+    @property
+    def parts(self) -> LayerParts:
+        attn = self.attention
+        return LayerParts(
+            self.attention_norm, attn.qkv_proj, attn.attention, attn.o_proj, self.ffn_norm, self.feed_forward
+        )
 
-    def in_stages(
-        self, x: TowerRows, layout: PixtralLayout, budget: StageBudget, following: Normalization | None
-    ) -> Stages[TowerRows]:
-        """The patches of images, ``[patches, hidden_size]``, to the same; x and following as of
-        `StagedLayer.in_stages`."""
-        before, behind = self._products
-        compute, rows = before_norm(x, self.attention_norm, self._rotated)
-        qkv = yield from by_rows(compute, before, budget, rows, layout.cos, layout.sin)
-        attended = yield from self.attention.attention.over_ranges(qkv, layout.images, budget)
-        rest = partial(self._behind, following=following)
-        return (yield from ends_by_rows(rest, behind, budget, attended, rows_of(x)))
-
-    @cached_property
-    def _products(self) -> tuple[int, int]:
-        """Multiplications for each patch, before and behind attention."""
-        return self.attention.qkv_proj.products, self.attention.o_proj.products + self.feed_forward.products
-
-    def _rotated(self, normed: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        return rotated(self.attention.attention, self.attention.qkv_proj(normed), cos, sin)
-
-    def _behind(self, attended: Tensor, x: Tensor, following: Normalization | None) -> TowerRows:
-        sums = normed_sum(partial(self.attention.o_proj, attended), x, self.ffn_norm)
-        return summed(partial(self.feed_forward, sums.normed), sums.rows, following)
+    def before(self, normed: Tensor, *angles: Tensor) -> Tensor:
+        return rotated(self.attention.attention, self.attention.qkv_proj(normed), *angles)
 
 
 class PixtralLayout(NamedTuple):
@@ -182,10 +147,10 @@ class PixtralTower(nn.Module):
             rows = pixels.reshape(spec.num_channels, down, size, -1).transpose(0, 1)
             of_rows = yield from by_rows(self._embedded, across * self.patch_conv.products, budget, rows)
             embedded.append(of_rows.flatten(0, 1))
-        x: TowerRows = torch.cat(embedded)
-        for layer, following in with_following(self._layers(), lambda layer: layer.attention_norm):
-            x = yield from layer.in_stages(x, layout, budget, following)
-        return list(torch.split(rows_of(x), layout.images.lengths))
+        stream = ResidualStream(torch.cat(embedded))
+        for layer, following in with_following(self._layers()):
+            stream = yield from layer.in_stages(stream, layout.images, budget, following, layout.cos, layout.sin)
+        return list(torch.split(stream.rows, layout.images.lengths))
 
     def _angles(self, down: int, across: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """`patch_angles` of an image of so many patches. Those that were used last are kept."""

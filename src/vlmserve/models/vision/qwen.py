@@ -10,7 +10,6 @@ import math
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -23,13 +22,15 @@ from vlmserve.kernels.ranges import Ranges
 from vlmserve.kernels.transfers import to_device
 from vlmserve.layers.encoder_attention import EncoderAttention
 from vlmserve.layers.layer import Layer
-from vlmserve.layers.linear import GatedLinear, Linear, MergedLinear, empty_parameter
-from vlmserve.layers.norm import Normalization, RMSNorm, normed_sum, rows_of, summed
+from vlmserve.layers.linear import Linear, MergedLinear, empty_parameter
+from vlmserve.layers.norm import RMSNorm
+from vlmserve.layers.residual import ResidualStream
 from vlmserve.layers.stages import StageBudget, Stages, by_rows, run_stages
+from vlmserve.models.blocks.mlp import MLP
 from vlmserve.models.vision.mergers import ConvolvingMerger, PatchMerger, tower_norm
 from vlmserve.models.vision.qwen_spec import QwenVisionSpec
 from vlmserve.models.vision.rotation import patch_angles, rotated
-from vlmserve.models.vision.staged import StagedVision, TowerRows, before_norm, ends_by_rows, with_following
+from vlmserve.models.vision.staged import LayerParts, StagedLayer, StagedVision, with_following
 from vlmserve.types import TowerInputs
 
 
@@ -151,42 +152,19 @@ class VisionAttention(nn.Module):
         return rotated(self.attention, qkv, cos, sin)
 
 
-class VisionMLP(Layer):
+class VisionMLP(MLP, Layer):
     def __init__(self, spec: QwenVisionSpec, *, dtype: torch.dtype, device: torch.device) -> None:
-        super().__init__()
-        size, inner = spec.hidden_size, spec.intermediate_size
-        kind: dict[str, Any] = {"bias": spec.bias, "dtype": dtype, "device": device}
-        self._gated = spec.gated
-        if spec.gated:
-            self.gate_up_proj = GatedLinear(size, {"gate_proj": inner, "up_proj": inner}, spec.activation, **kind)
-            self.down_proj = Linear(inner, size, **kind)
-        else:
-            self.fc1 = Linear(size, inner, act=spec.activation, **kind)
-            self.fc2 = Linear(inner, size, **kind)
-
-    @property
-    def products(self) -> int:
-        """Multiplications for each patch."""
-        return sum(layer.products for layer in self._layers)
-
-    def forward(self, x: Tensor, residual: Tensor | None) -> Tensor:
-        """x, residual: ``[patches, hidden_size]``; the second is added to the output."""
-        first, second = self._layers
-        output: Tensor = second(first(x), residual)
-        return output
+        size, inner, names = spec.hidden_size, spec.intermediate_size, None if spec.gated else ("fc1", "fc2")
+        kind: dict[str, Any] = {"gated": spec.gated, "bias": spec.bias, "dtype": dtype, "device": device}
+        super().__init__(size, inner, spec.activation, names=names, **kind)
 
     def arrange(self, operations: Operations) -> None:
         """See `Layer.arrange`. Its layers are arranged after it: on a GPU with 3,456 inner elements where Qwen2.5-VL
         has 3,420."""
-        first, second = self._layers
-        first.widen_for(second, operations)
-
-    @property
-    def _layers(self) -> tuple[Linear, Linear]:
-        return (self.gate_up_proj, self.down_proj) if self._gated else (self.fc1, self.fc2)
+        self.reader.widen_for(self.last, operations)
 
 
-class VisionLayer(nn.Module):
+class VisionLayer(StagedLayer):
     def __init__(self, spec: QwenVisionSpec, *, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         self.norm1 = tower_norm(spec, dtype=dtype, device=device)
@@ -194,30 +172,12 @@ class VisionLayer(nn.Module):
         self.attn = VisionAttention(spec, dtype=dtype, device=device)
         self.mlp = VisionMLP(spec, dtype=dtype, device=device)
 
-    def products(self, lengths: list[int]) -> int:
-        """Multiplications for patches of which so many see each other."""
-        pairs = sum(self.attn.attention.products(length) for length in lengths)
-        return sum(lengths) * sum(self._products) + pairs
+    @property
+    def parts(self) -> LayerParts:
+        return LayerParts(self.norm1, self.attn.qkv, self.attn.attention, self.attn.proj, self.norm2, self.mlp)
 
-    def in_stages(
-        self, x: TowerRows, layout: Layout, ranges: Ranges, budget: StageBudget, following: Normalization | None
-    ) -> Stages[TowerRows]:
-        """``[patches, hidden_size]`` to the same; x and following as of `StagedLayer.in_stages`."""
-        before, behind = self._products
-        compute, rows = before_norm(x, self.norm1, self.attn.rotated)
-        qkv = yield from by_rows(compute, before, budget, rows, layout.cos, layout.sin)
-        attended = yield from self.attn.attention.over_ranges(qkv, ranges, budget)
-        rest = partial(self._behind, following=following)
-        return (yield from ends_by_rows(rest, behind, budget, attended, rows_of(x)))
-
-    @cached_property
-    def _products(self) -> tuple[int, int]:
-        """Multiplications for each patch, before and behind attention."""
-        return self.attn.qkv.products, self.attn.proj.products + self.mlp.products
-
-    def _behind(self, attended: Tensor, x: Tensor, following: Normalization | None) -> TowerRows:
-        sums = normed_sum(partial(self.attn.proj, attended), x, self.norm2)
-        return summed(partial(self.mlp, sums.normed), sums.rows, following)
+    def before(self, normed: Tensor, *angles: Tensor) -> Tensor:
+        return self.attn.rotated(normed, *angles)
 
 
 class QwenVisionTower(StagedVision):
@@ -280,7 +240,7 @@ class QwenVisionTower(StagedVision):
         deep, down, across = -(-shape[0] // spec.frames), shape[2] // spec.patch_size, shape[3] // spec.patch_size
         windows = [spec.merge**2 * len(window) for window in self._windows((deep, down, across))]
         layers = sum(
-            block.products(windows if self._is_windowed(index) else [down * across] * deep)
+            block.products(*(windows if self._is_windowed(index) else [down * across] * deep))
             for index, block in enumerate(self._layers())
         )
         patches = deep * down * across
@@ -331,14 +291,14 @@ class QwenVisionTower(StagedVision):
         if self.pos_embed is not None:
             x = _placed(x, layouts.of_images)
         of_layers: list[Tensor] = []
-        rows: TowerRows = x
-        for index, (block, following) in enumerate(with_following(self._layers(), lambda block: block.norm1)):
+        stream = ResidualStream(x)
+        for index, (block, following) in enumerate(with_following(self._layers())):
             ranges = layout.windows if self._is_windowed(index) else layout.frames
-            rows = yield from block.in_stages(rows, layout, ranges, budget, following)
+            stream = yield from block.in_stages(stream, ranges, budget, following, layout.cos, layout.sin)
             if index in spec.deepstack:
                 merger = cast(PatchMerger, self.deepstack_merger_list[spec.deepstack.index(index)])
-                of_layers.append((yield from self._merged(rows_of(rows), merger, budget)))
-        merged = yield from self._merged(rows_of(rows), self.merger, budget)
+                of_layers.append((yield from self._merged(stream.rows, merger, budget)))
+        merged = yield from self._merged(stream.rows, self.merger, budget)
         return torch.cat((merged, *of_layers), 1)[layout.back]
 
     def _whole_patches(self, pixels: Tensor) -> Tensor:

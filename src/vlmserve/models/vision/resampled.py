@@ -7,7 +7,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -17,10 +16,11 @@ from torch import Tensor, nn
 from vlmserve.errors import InvalidImageError, ModelLoadError
 from vlmserve.layers.encoder_attention import EncoderAttention
 from vlmserve.layers.linear import Linear, empty_parameter
-from vlmserve.layers.norm import LayerNorm, Normalization, normed_sum, summed
+from vlmserve.layers.norm import LayerNorm
 from vlmserve.layers.stages import StageBudget, Stages, by_rows
+from vlmserve.models.blocks.mlp import MLP
 from vlmserve.models.vision.clip import ClipSpec, PatchEmbedding
-from vlmserve.models.vision.staged import StagedLayer, StagedVision, TowerRows, through_layers
+from vlmserve.models.vision.staged import LayerParts, StagedLayer, StagedVision, through_layers
 from vlmserve.types import TowerInputs
 
 NORM_EPS = 1e-6
@@ -89,46 +89,21 @@ class TowerAttention(nn.Module):
         return heads.transpose(1, 2).flatten(1)
 
 
-class TowerMLP(nn.Module):
-    def __init__(self, spec: ClipSpec, *, dtype: torch.dtype, device: torch.device) -> None:
-        super().__init__()
-        size, inner = spec.hidden_size, spec.intermediate_size
-        self.c_fc = Linear(size, inner, bias=True, dtype=dtype, device=device, act=spec.activation)
-        self.c_proj = Linear(inner, size, bias=True, dtype=dtype, device=device)
-
-    def forward(self, x: Tensor, residual: Tensor | None) -> Tensor:
-        """x, residual: ``[patches, hidden_size]``; the second is added to the output."""
-        output: Tensor = self.c_proj(self.c_fc(x), residual)
-        return output
-
-
 class TowerLayer(StagedLayer):
     def __init__(self, spec: ClipSpec, *, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         self.ln_1 = LayerNorm(spec.hidden_size, spec.norm_eps, dtype=dtype, device=device)
         self.ln_2 = LayerNorm(spec.hidden_size, spec.norm_eps, dtype=dtype, device=device)
         self.attn = TowerAttention(spec, dtype=dtype, device=device)
-        self.mlp = TowerMLP(spec, dtype=dtype, device=device)
+        size, inner, names = spec.hidden_size, spec.intermediate_size, ("c_fc", "c_proj")
+        self.mlp = MLP(size, inner, spec.activation, names=names, dtype=dtype, device=device)
 
     @property
-    def full_attention(self) -> EncoderAttention:
-        return self.attn.attention
+    def parts(self) -> LayerParts:
+        return LayerParts(self.ln_1, self.attn.in_proj, self.attn.attention, self.attn.out_proj, self.ln_2, self.mlp)
 
-    @cached_property
-    def token_products(self) -> tuple[int, int]:
-        mlp = self.mlp.c_fc.products + self.mlp.c_proj.products
-        return self.attn.in_proj.products, self.attn.out_proj.products + mlp
-
-    @property
-    def first_norm(self) -> Normalization:
-        return self.ln_1
-
-    def before(self, normed: Tensor) -> Tensor:
+    def before(self, normed: Tensor, *angles: Tensor) -> Tensor:
         return self.attn.qkv(normed)
-
-    def behind(self, attended: Tensor, x: Tensor, following: Normalization | None) -> TowerRows:
-        sums = normed_sum(partial(self.attn.out_proj, attended), x, self.ln_2)
-        return summed(partial(self.mlp, sums.normed), sums.rows, following)
 
 
 class CrossAttention(nn.Module):

@@ -3,107 +3,102 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import cached_property, partial
-from typing import TypeAlias, TypeVar
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from vlmserve.kernels.operations import NormedRows
+from vlmserve.kernels.ranges import Ranges
 from vlmserve.layers.encoder_attention import EncoderAttention
-from vlmserve.layers.norm import Normalization, rows_of
+from vlmserve.layers.linear import Linear
+from vlmserve.layers.norm import Normalization
+from vlmserve.layers.residual import ResidualStream, Unfinished
 from vlmserve.layers.stages import StageBudget, Stages, by_rows, in_parts, run_stages
+from vlmserve.models.blocks.mlp import MLP
 from vlmserve.types import TowerInputs
 
-TowerRows: TypeAlias = "Tensor | NormedRows"
-"""What a layer gets and gives, with or without its norm."""
-L = TypeVar("L")
+L = TypeVar("L", bound="StagedLayer")
 
 
-def before_norm(
-    x: TowerRows, norm: Normalization, compute: Callable[..., Tensor]
-) -> tuple[Callable[..., Tensor], Tensor]:
-    """What computes the first part of a layer, which takes normed rows, and what it computes it of: the norm is part of
-    it, unless the layer before has computed that."""
-    if isinstance(x, NormedRows):
-        return compute, x.normed
-    return lambda rows, *others: compute(norm(rows), *others), x
+class LayerParts(NamedTuple):
+    """The modules of a layer, in the order in which they compute."""
 
-
-def with_following(
-    layers: Iterable[L], norm_of: Callable[[L], Normalization]
-) -> Iterator[tuple[L, Normalization | None]]:
-    """Each layer, and the norm with which the next one begins; None: it is the last one."""
-    these = list(layers)
-    return itertools.zip_longest(these, map(norm_of, these[1:]))
-
-
-def ends_by_rows(
-    compute: Callable[..., TowerRows], products: int, budget: StageBudget, *inputs: Tensor
-) -> Stages[TowerRows]:
-    """As `by_rows`, of the end of a layer."""
-    parts = yield from in_parts(compute, products, budget, *inputs)
-    if len(parts) == 1:
-        return parts[0]
-    rows = torch.cat([rows_of(part) for part in parts])
-    normed = [part.normed for part in parts if isinstance(part, NormedRows)]
-    return NormedRows(rows, torch.cat(normed)) if normed else rows
+    first_norm: Normalization
+    qkv: Linear
+    attention: EncoderAttention
+    output: Linear
+    second_norm: Normalization
+    mlp: MLP
 
 
 class StagedLayer(nn.Module):
-    """A layer of a transformer: what is done to each token before and behind attention over all tokens of an image."""
+    """A layer of a transformer: what it computes of each token before and after attention over an image's tokens."""
 
     @property
-    def first_norm(self) -> Normalization:
-        """Of what the layer gets."""
+    def parts(self) -> LayerParts:
         raise NotImplementedError
 
-    def before(self, normed: Tensor) -> Tensor:
+    def before(self, normed: Tensor, *angles: Tensor) -> Tensor:
         """``[tokens, size]`` to queries, keys and values side by side, ``[tokens, 3 * size]``."""
-        raise NotImplementedError
+        qkv: Tensor = self.parts.qkv(normed)
+        return qkv
 
-    def behind(self, attended: Tensor, x: Tensor, following: Normalization | None) -> TowerRows:
-        """What attention gave and what the layer got, ``[tokens, size]`` each, to what the layer gives, with the norm
-        that follows or without it."""
-        raise NotImplementedError
-
-    @property
-    def full_attention(self) -> EncoderAttention:
-        """Of all tokens of an image to each other."""
-        raise NotImplementedError
+    def behind(self, stream: ResidualStream, attended: Tensor) -> None:
+        """Add what attention gave, ``[tokens, size]``, and the rest of the layer."""
+        stream.add(Unfinished(self.parts.output, attended))
+        stream.add(self.parts.mlp(stream.normed(self.parts.second_norm)))
 
     @cached_property
-    def token_products(self) -> tuple[int, int]:
-        """Multiplications for each token, before and behind attention."""
-        raise NotImplementedError
+    def _token_products(self) -> tuple[int, int]:
+        """MACs of each token before and after attention."""
+        return self.parts.qkv.products, self.parts.output.products + self.parts.mlp.products
 
-    def products(self, length: int) -> int:
-        """Multiplications for an image of that many tokens."""
-        return length * sum(self.token_products) + self.full_attention.products(length)
+    def products(self, *lengths: int) -> int:
+        """MACs of images, or windows, of these numbers of tokens."""
+        attention = sum(map(self.parts.attention.products, lengths))
+        return sum(lengths) * sum(self._token_products) + attention
 
-    def in_stages(self, x: TowerRows, budget: StageBudget, following: Normalization | None) -> Stages[TowerRows]:
-        """``[images, tokens, size]`` to the same. x: with `first_norm`, if it is not a tensor. following: a norm that
-        the layer may compute as well."""
-        before, behind = self.token_products
-        shape, rows = rows_of(x).shape, rows_of(x).flatten(0, 1)
-        compute, inputs = before_norm(x, self.first_norm, self.before)
-        inputs = rows if inputs is x else inputs.flatten(0, 1)
-        qkv = yield from by_rows(compute, before, budget, inputs)
-        attended = yield from self.full_attention.in_stages(qkv.view(*shape[:2], -1), budget)
-        rest = partial(self.behind, following=following)
-        output = yield from ends_by_rows(rest, behind, budget, attended.flatten(0, 1), rows)
-        if isinstance(output, Tensor):
-            return output.view(shape)
-        return NormedRows(output.rows.view(shape), output.normed.view(shape))
+    def in_stages(
+        self, stream: ResidualStream, images: int | Ranges, budget: StageBudget, following: Normalization | None,
+        *angles: Tensor,
+    ) -> Stages[ResidualStream]:  # fmt: skip
+        """``[tokens, size]`` to the same. images: how many there are of one size, or where each image is. following: a
+        norm that the layer may compute as well. angles: cosines and sines of tokens, if they are rotated."""
+        before, behind = self._token_products
+        norm, attention, known = self.parts.first_norm, self.parts.attention, stream.known
+
+        def begin(rows: Tensor, *angles: Tensor) -> Tensor:
+            return self.before(norm(rows) if known is None else rows, *angles)
+
+        qkv = yield from by_rows(begin, before, budget, stream.rows if known is None else known, *angles)
+        if isinstance(images, Ranges):
+            attended = yield from attention.over_ranges(qkv, images, budget)
+        else:
+            attended = (yield from attention.in_stages(qkv.view(images, -1, qkv.shape[1]), budget)).flatten(0, 1)
+
+        def end(attended: Tensor, rows: Tensor) -> ResidualStream:
+            part = ResidualStream(rows)
+            self.behind(part, attended)
+            part.finish(following)
+            return part
+
+        return ResidualStream.joined((yield from in_parts(end, behind, budget, attended, stream.rows)))
+
+
+def with_following(layers: Iterable[L]) -> Iterator[tuple[L, Normalization | None]]:
+    """Each layer and the first norm of the next layer. None: it is the last one."""
+    these = list(layers)
+    return itertools.zip_longest(these, [layer.parts.first_norm for layer in these[1:]])
 
 
 def through_layers(layers: Iterable[StagedLayer], x: Tensor, budget: StageBudget) -> Stages[Tensor]:
     """``[images, tokens, size]`` to the same, through all layers."""
-    rows: TowerRows = x
-    for layer, following in with_following(layers, lambda layer: layer.first_norm):
-        rows = yield from layer.in_stages(rows, budget, following)
-    return rows_of(rows)
+    stream = ResidualStream(x.flatten(0, 1))
+    for layer, following in with_following(layers):
+        stream = yield from layer.in_stages(stream, len(x), budget, following)
+    return stream.rows.view_as(x)
 
 
 class StagedVision(nn.Module):

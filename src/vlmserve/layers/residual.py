@@ -1,0 +1,117 @@
+"""The residual stream of a transformer: blocks read it through norms and add their outputs to it.
+
+Some devices compute a norm together with the sum before it, or leave it to the linear after it (`DeferredNorm`). Both
+need the following norm before the sum is computed, so a block that was added stays unfinished until the stream is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, overload
+
+import torch
+from torch import Tensor
+
+from vlmserve.kernels.operations import Normed
+from vlmserve.layers.linear import Linear
+from vlmserve.layers.norm import Normalization
+
+
+class Unfinished(NamedTuple):
+    """A block whose last linear is not computed yet."""
+
+    linear: Linear
+    inputs: Tensor
+
+
+class ResidualStream:
+    """Rows ``[..., size]`` that blocks read and add to."""
+
+    __slots__ = ("_added", "_normed", "_post_norm", "_rows")
+
+    def __init__(self, rows: Tensor, normed: Tensor | None = None, *, post_norm: bool = False) -> None:
+        """normed: the next norm of the rows. None: it is not computed yet. post_norm: the norm of a block applies to
+        the sum, not to the block's output."""
+        self._rows = rows
+        self._normed: Normed | None = normed
+        self._post_norm = post_norm
+        self._added: tuple[Unfinished, Normalization | None, float | Tensor | None] | None = None
+
+    @classmethod
+    def joined(cls, parts: Sequence[ResidualStream]) -> ResidualStream:
+        """Streams of some rows each, all of them finished with the same norm, as one."""
+        if len(parts) == 1:
+            return parts[0]
+        normed = [part._normed for part in parts if isinstance(part._normed, Tensor)]
+        return cls(torch.cat([part.rows for part in parts]), torch.cat(normed) if normed else None)
+
+    @property
+    def rows(self) -> Tensor:
+        if self._added is not None:
+            self.finish()
+        return self._rows
+
+    @property
+    def known(self) -> Tensor | None:
+        """The next norm of the rows. None: it was not computed with the last sum."""
+        return self._normed if isinstance(self._normed, Tensor) else None
+
+    def add(self, block: Unfinished, norm: Normalization | None = None, factor: float | Tensor | None = None) -> None:
+        """Add a block's output. norm: of the output. factor: of the output, which has no norm then."""
+        if self._added is not None:
+            self.finish()
+        self._added, self._normed = (block, norm, factor), None
+
+    @overload
+    def normed(self, norm: Normalization | None, reader: None = None) -> Tensor: ...
+    @overload
+    def normed(self, norm: Normalization | None, reader: Linear | None) -> Normed: ...
+    def normed(self, norm: Normalization | None, reader: Linear | None = None) -> Normed:
+        """Return the normed rows, or the rows if there is no norm. reader: the only layer that reads the result, which
+        may get the norm to compute; None: others read it."""
+        if self._added is not None:
+            self.finish(norm, reader)
+        normed, self._normed = self._normed, None
+        if normed is not None:
+            return normed
+        return self._rows if norm is None else norm(self._rows)
+
+    def finish(self, norm: Normalization | None = None, reader: Linear | None = None) -> None:
+        """Compute what was added, and the norm that follows where the device computes both together."""
+        assert self._added is not None
+        (linear, inputs), output_norm, factor = self._added
+        self._added, rows = None, self._rows
+        if isinstance(factor, Tensor):
+            self._rows = torch.addcmul(rows, factor, linear(inputs))
+            return
+        if factor is not None:
+            self._rows = torch.add(rows, linear(inputs), alpha=factor)
+            return
+        if self._post_norm and output_norm is not None:
+            self._rows = output_norm(linear(inputs, rows))
+            return
+        if norm is not None and norm.kernel is not None and output_norm is None and reader is not None:
+            first, second = linear.deferring, reader.deferring
+            if first is not None and second is not None and second.completes(len(rows)):
+                deferred = first.deferring(inputs, rows, norm.kernel)
+                if deferred is not None:
+                    self._rows, self._normed = deferred.rows, deferred
+                    return
+        summing = None if norm is None else norm.summing
+        before = None if output_norm is None else output_norm.summing
+        if summing is not None and (output_norm is None or before is not None):
+            self._rows, self._normed = summing.of_sum(linear(inputs), rows, before)
+        elif output_norm is None:
+            self._rows = linear(inputs, rows)
+        elif output_norm.adding is not None:
+            self._rows = output_norm.adding.plus(linear(inputs), rows)
+        else:
+            self._rows = rows + output_norm(linear(inputs))
+
+    def narrow(self, wanted: Tensor) -> None:
+        """Keep these rows alone, int64. A block that was added is computed for them alone."""
+        rows = self._rows[wanted]
+        self._rows, self._normed = rows, None
+        if self._added is not None:
+            (linear, inputs), norm, factor = self._added
+            self._added = (Unfinished(linear, inputs[wanted]), norm, factor) if len(wanted) else None

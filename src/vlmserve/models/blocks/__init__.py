@@ -1,0 +1,1 @@
+"""The blocks of decoder layers."""

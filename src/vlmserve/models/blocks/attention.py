@@ -1,0 +1,225 @@
+"""Self-attention over the paged cache: projections, RoPE and an attention backend."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from vlmserve.families.spec import ArchSpec
+from vlmserve.kernels.attention import (
+    AttentionBackend,
+    AttentionContext,
+    HeadNorms,
+    LayerCache,
+    NormingBackend,
+    RotaryRows,
+    RotatingBackend,
+)
+from vlmserve.kernels.operations import HeadsNorm, Normed, NormedHeads, Operations
+from vlmserve.layer_specs import AttentionSpec
+from vlmserve.layers.cut import Shard, Share
+from vlmserve.layers.layer import Layer
+from vlmserve.layers.linear import Linear, MergedLinear
+from vlmserve.layers.norm import LayerNorm, NormOfEachHead, NormOfRow, RMSNorm
+from vlmserve.layers.parallel import ParallelNormOfRow, Ranks, RowParallelLinear, scaled, shares
+from vlmserve.layers.residual import Unfinished
+from vlmserve.layers.rope import apply_rope
+from vlmserve.layers.step import StepContext
+from vlmserve.models.blocks.block import Block, make_norm
+from vlmserve.quant.calibration import Fold
+
+
+class QKVLinear(MergedLinear):
+    """Queries, keys and values of all heads, side by side."""
+
+    def __init__(self, spec: ArchSpec, index: int, *, dtype: torch.dtype, device: torch.device) -> None:
+        self._heads, self._rope = spec.attention[index], spec.ropes[index]
+        query_size, kv_size = (
+            heads * self._heads.head_size for heads in (self._heads.num_heads, self._heads.num_kv_heads)
+        )
+        parts = {"q_proj": query_size, "k_proj": kv_size, "v_proj": kv_size}
+        super().__init__(spec.hidden_size, parts, bias=spec.qkv_bias, dtype=dtype, device=device)
+
+    def settle(self) -> None:
+        """Bring queries and keys into the order in which `apply_rope` pairs them, if the family pairs neighbors."""
+        if self._rope is None or not self._rope.interleaved:
+            return
+        heads, size = self._heads.num_heads + self._heads.num_kv_heads, self._heads.head_size
+        order = torch.arange(size)
+        order[: self._rope.size] = order[: self._rope.size].view(-1, 2).T.flatten()
+        rows = torch.arange(self.out_features)
+        rotated = rows[: heads * size].view(heads, -1)
+        rotated.copy_(rotated[:, order].clone())
+        self.reorder(rows.to(self._device))
+
+
+class Attention(Block, Layer):
+    """``[tokens, hidden_size]`` through one layer's cache."""
+
+    readers = ("qkv_proj",)
+
+    def __init__(
+        self,
+        spec: ArchSpec,
+        index: int,
+        backend: AttentionBackend,
+        *,
+        rope: int | None,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        """rope: the rotation of a step that queries and keys get. None: none."""
+        super().__init__()
+        self.spec = spec.attention[index]
+        self.backend = backend
+        self._rotating = backend if isinstance(backend, RotatingBackend) else None
+        self._norming = backend if isinstance(backend, NormingBackend) else None
+        self._rope = rope
+        self._head_norms: HeadNorms | None = None
+        self._heads_norm: HeadsNorm | None = None
+        self.qkv_proj = QKVLinear(spec, index, dtype=dtype, device=device)
+        query_size = self.spec.num_heads * self.spec.head_size
+        self.o_proj = Linear(query_size, spec.hidden_size, bias=spec.output_bias, dtype=dtype, device=device)
+        self.q_norm = _head_norm(spec, self.spec.head_size, self.spec.num_heads, dtype=dtype, device=device)
+        self.k_norm = _head_norm(spec, self.spec.head_size, self.spec.num_kv_heads, dtype=dtype, device=device)
+
+    @property
+    def reader(self) -> Linear:
+        return self.qkv_proj
+
+    def forward(self, x: Normed, cache: LayerCache, step: StepContext) -> Unfinished:
+        context = AttentionContext(cache, self.spec, step.metadata, step.plan)
+        return Unfinished(self.o_proj, self._attended(self.qkv_proj(x), step, context))
+
+    def split(self, whole: ArchSpec, index: int, ranks: Ranks) -> None:
+        heads = whole.attention[index]
+        kv_heads = key_heads(heads, ranks)
+        queries, keys = scaled(shares(heads.num_heads, ranks), heads.head_size), scaled(kv_heads, heads.head_size)
+        device = self.o_proj.weight.device
+        self.qkv_proj.shard = Shard((queries, keys, keys))
+        self.o_proj = RowParallelLinear(self.o_proj, queries, ranks, device=device)
+        if isinstance(self.q_norm, NormOfEachHead) and isinstance(self.k_norm, NormOfEachHead):
+            self.q_norm.first_head = queries.first // heads.head_size
+            self.k_norm.first_head = kv_heads.first
+        if isinstance(self.q_norm, NormOfRow) and isinstance(self.k_norm, NormOfRow):
+            copies = max(1, ranks.size // heads.num_kv_heads)
+            self.q_norm = ParallelNormOfRow(self.q_norm, queries, 1, ranks, device=device)
+            self.k_norm = ParallelNormOfRow(self.k_norm, keys, copies, ranks, device=device)
+
+    def folds(self, name: str) -> Iterator[Fold]:
+        yield fold_of_values(self.spec, f"{name}.o_proj", f"{name}.qkv_proj", self.qkv_proj.out_features)
+
+    def arrange(self, operations: Operations) -> None:
+        """See `Layer.arrange`. Norms have their weights by then."""
+        sizes = [self.spec.num_heads, self.spec.num_kv_heads]
+        parts, first = [], 0
+        for norm, heads in zip((self.q_norm, self.k_norm), sizes, strict=True):
+            if (part := _normed_heads(norm, first, heads)) is not None:
+                parts.append(part)
+            first += heads * self.spec.head_size
+        if len(parts) == len(sizes):
+            self._heads_norm = operations.heads_norm(parts, self.qkv_proj.dtype)
+
+    def _attended(self, qkv: Tensor, step: StepContext, context: AttentionContext) -> Tensor:
+        """The weighted values of all heads, side by side."""
+        if self._norming is not None and step.query_scale is None and self._norms_each_head:
+            norms, rope = self._norms(), self._rows(step)
+            return self._norming.attend_normed(qkv, norms, rope, context)
+        if self._heads_norm is not None:
+            self._heads_norm(qkv)
+        elif self.q_norm is not None:
+            qkv = self._normed(qkv)
+        if step.query_scale is not None:
+            qkv[:, : self.spec.num_heads * self.spec.head_size] *= step.query_scale
+        if self._rotating is None:
+            return self._attend(qkv, step, context)
+        return self._rotating.attend_rotated(qkv, self._rows(step), context)
+
+    def _rows(self, step: StepContext) -> RotaryRows | None:
+        return None if self._rope is None else step.ropes[self._rope].rows
+
+    @property
+    def _norms_each_head(self) -> bool:
+        """True if `HeadNorms` describe the norms of queries and keys."""
+        return type(self.q_norm) is RMSNorm and type(self.k_norm) is RMSNorm
+
+    def _norms(self) -> HeadNorms:
+        if self._head_norms is None:
+            norms = cast(RMSNorm, self.q_norm), cast(RMSNorm, self.k_norm)
+            query, key = (norm.weight.data.float() + norm.offset if norm.offset else norm.weight.data for norm in norms)
+            self._head_norms = HeadNorms(query, key, norms[0].eps)
+        return self._head_norms
+
+    def _normed(self, qkv: Tensor) -> Tensor:
+        """The same with queries and keys normed, where they are."""
+        assert self.q_norm is not None
+        assert self.k_norm is not None
+        spec = self.spec
+        heads = qkv.view(qkv.shape[0], -1, spec.head_size)
+        query, key, _ = torch.split(heads, [spec.num_heads, spec.num_kv_heads, spec.num_kv_heads], 1)
+        query.copy_(self.q_norm(query))
+        key.copy_(self.k_norm(key))
+        return qkv
+
+    def _attend(self, qkv: Tensor, step: StepContext, context: AttentionContext) -> Tensor:
+        spec = self.spec
+        qkv = qkv.view(qkv.shape[0], -1, spec.head_size)
+        # Queries and keys lie side by side and are rotated together.
+        both = qkv[:, : spec.num_heads + spec.num_kv_heads]
+        if self._rope is not None:
+            both = apply_rope(both, step.ropes[self._rope])
+        query, key = both[:, : spec.num_heads], both[:, spec.num_heads :]
+        value = qkv[:, spec.num_heads + spec.num_kv_heads :]
+        return self.backend.attend(query, key, value, context)
+
+
+def _normed_heads(norm: nn.Module | None, first: int, heads: int) -> NormedHeads | None:
+    """The heads that a module norms, from element `first` of a row on; None: no kernel computes it."""
+    if type(norm) is RMSNorm:
+        weight = (norm.weight.data.float() + norm.offset).expand(heads, -1).contiguous()
+        return NormedHeads(first, weight, norm.eps, centered=False)
+    if type(norm) is LayerNorm:
+        weight, bias = (tensor.data.float().expand(heads, -1).contiguous() for tensor in (norm.weight, norm.bias))
+        return NormedHeads(first, weight, norm.eps, centered=True, bias=bias)
+    if type(norm) is NormOfEachHead:
+        return NormedHeads(first, norm.weight.data.float().contiguous(), norm.eps, centered=True)
+    if type(norm) is NormOfRow:
+        return NormedHeads(first, (norm.weight.data.float() + norm.offset)[None], norm.eps, centered=False)
+    return None
+
+
+def _head_norm(
+    spec: ArchSpec, head_size: int, heads: int, *, dtype: torch.dtype, device: torch.device
+) -> nn.Module | None:
+    """The norm of ``[tokens, heads, head_size]``, if there is one."""
+    if (kind := spec.head_norm) is None:
+        return None
+    if kind.over == "head":
+        return make_norm(kind.norm, head_size, dtype=dtype, device=device)
+    if kind.over == "each head":
+        return NormOfEachHead(heads, head_size, kind.norm.eps, dtype=dtype, device=device)
+    return NormOfRow(heads * head_size, kind.norm.eps, dtype=dtype, device=device)
+
+
+def fold_of_values(heads: AttentionSpec, consumer: str, producer: str, outputs: int) -> Fold:
+    """Values, the last outputs of `producer`, take the factors of the output projection. Heads that read the same
+    values share them."""
+    values = heads.num_kv_heads * heads.head_size
+    return Fold(
+        (consumer,),
+        producer=producer,
+        rows=(outputs - values, outputs),
+        heads=heads.num_heads,
+        shared=heads.num_heads // heads.num_kv_heads,
+    )
+
+
+def key_heads(heads: AttentionSpec, ranks: Ranks) -> Share:
+    """The heads of keys and values of this rank. With fewer heads than ranks, several ranks have the same head."""
+    if heads.num_kv_heads >= ranks.size:
+        return shares(heads.num_kv_heads, ranks)
+    first = ranks.rank * heads.num_kv_heads // ranks.size
+    return Share(first, first + 1, heads.num_kv_heads)

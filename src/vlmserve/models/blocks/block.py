@@ -1,0 +1,43 @@
+"""The interface between a decoder layer and its blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from vlmserve.families.spec import ArchSpec, NormSpec
+from vlmserve.layers.linear import Linear
+from vlmserve.layers.norm import LayerNorm, RMSNorm
+from vlmserve.layers.parallel import Ranks
+from vlmserve.quant.calibration import Fold
+
+
+class Block(nn.Module):
+    """A part of a decoder layer. `forward` takes normed rows of the residual stream and returns an `Unfinished` block.
+
+    Its modules have the names of weights in checkpoints. Each `Linear` inside can be quantized and have adapters.
+    """
+
+    readers: tuple[str, ...]
+    """Names of the linear layers that take the normed rows."""
+
+    @property
+    def reader(self) -> Linear | None:
+        """The linear layer that alone takes the normed rows, and may compute their norm. None: others take them too."""
+        return None
+
+    def split(self, whole: ArchSpec, index: int, ranks: Ranks) -> None:
+        """Before weights are loaded: hold this rank's part, in layer `index` of the model `whole`."""
+        raise NotImplementedError
+
+    def folds(self, name: str) -> Iterator[Fold]:
+        """Yield the linear layers inside that can take factors of their inputs. name: of the block in its layer."""
+        raise NotImplementedError
+
+
+def make_norm(spec: NormSpec, size: int, *, dtype: torch.dtype, device: torch.device) -> RMSNorm | LayerNorm:
+    if spec.layer:
+        return LayerNorm(size, spec.eps, dtype=dtype, device=device)
+    return RMSNorm(size, spec.eps, offset=spec.offset, dtype=dtype, device=device)

@@ -1,0 +1,70 @@
+"""The dense feed-forward block, of decoders and vision towers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from vlmserve.families.spec import ArchSpec
+from vlmserve.kernels.operations import Normed
+from vlmserve.layers.cut import Shard
+from vlmserve.layers.linear import GatedLinear, Linear
+from vlmserve.layers.parallel import Ranks, RowParallelLinear, shares
+from vlmserve.layers.residual import Unfinished
+from vlmserve.models.blocks.block import Block
+from vlmserve.quant.calibration import Fold
+
+
+class MLP(Block):
+    """``act(up(x))``, or ``act(gate(x)) * up(x)`` (https://arxiv.org/abs/2002.05202), and then a second layer."""
+
+    def __init__(
+        self,
+        size: int,
+        inner: int,
+        act: str,
+        *,
+        gated: bool = False,
+        bias: bool = True,
+        names: tuple[str, str] | None = None,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        """names: of both layers in checkpoints. None: as Llama names them."""
+        super().__init__()
+        self._gated = gated
+        first, self._last = names or ("gate_up_proj" if gated else "up_proj", "down_proj")
+        self.readers = (first,)
+        parts = {"gate_proj": inner, "up_proj": inner}
+        kind: dict[str, Any] = {"bias": bias, "dtype": dtype, "device": device}
+        self.add_module(first, GatedLinear(size, parts, act, **kind) if gated else Linear(size, inner, act=act, **kind))
+        self.add_module(self._last, Linear(inner, size, **kind))
+
+    @property
+    def reader(self) -> Linear:
+        return self._modules[self.readers[0]]  # type: ignore[return-value]
+
+    @property
+    def last(self) -> Linear:
+        return self._modules[self._last]  # type: ignore[return-value]
+
+    @property
+    def products(self) -> int:
+        """MACs for each row."""
+        return self.reader.products + self.last.products
+
+    def forward(self, x: Normed) -> Unfinished:
+        return Unfinished(self.last, self.reader(x))
+
+    def split(self, whole: ArchSpec, index: int, ranks: Ranks) -> None:
+        inner, last = shares(whole.intermediate_size, ranks), self.last
+        self.reader.shard = Shard((inner, inner) if self._gated else (inner,))
+        self.add_module(self._last, RowParallelLinear(last, inner, ranks, device=last.weight.device))
+
+    def folds(self, name: str) -> Iterator[Fold]:
+        """Ups take the factors of the second layer: the layer is linear in them."""
+        if self._gated:
+            inner = self.last.in_features
+            yield Fold((f"{name}.{self._last}",), producer=f"{name}.{self.readers[0]}", rows=(inner, 2 * inner))
