@@ -134,7 +134,7 @@ def test_4_bits_are_refused() -> None:
 def test_w8a8_is_8_bits_by_rounding_or_smoothing() -> None:
     for method in ("rtn", "smoothquant"):
         config = EngineConfig(quantize="w8a8", quantize_method=method).quantization
-        assert (config.scheme, config.rounds_inputs) == ("int8", True)
+        assert (config.usual, config.rounds_inputs) == ("int8", True)
     assert not EngineConfig(quantize="int8").quantization.rounds_inputs
     with pytest.raises(ValueError, match="to round inputs of others, use quantize w8a8"):
         EngineConfig(quantize="int8", input_bits=8)
