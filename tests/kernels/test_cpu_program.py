@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import logging
-import re
 import weakref
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import vlmserve
 from tests.blip import make_blip
 from tests.checkpoints import make_gemma3, make_llama, make_qwen_vl
 from tests.gguf_files import write_gguf
@@ -25,20 +25,18 @@ from tests.native import built
 from tests.paged import PagedRun
 from vlmserve.devices import cpu
 from vlmserve.devices.cpu import ProgramExecutor
-from vlmserve.kernels import cpu_program
+from vlmserve.kernels import extension
 from vlmserve.kernels.attention import LayerCache
 from vlmserve.kernels.cpu_native import NativeHeadsNorm, NativeNorm, PackedLinear
 from vlmserve.kernels.cpu_program import (
     INPUT,
-    LINEAR,
-    NORM,
     OUTPUT,
     NotRecordable,
-    Operation,
     Program,
     Recording,
     assign_buffers,
 )
+from vlmserve.kernels.cpu_record import LINEAR, NORM, Operation, mismatch
 from vlmserve.kernels.operations import NormedHeads
 from vlmserve.layers.rope import RopeTables
 from vlmserve.layers.step import StepContext
@@ -223,18 +221,37 @@ def test_values_survive_until_their_last_use(network: tuple[list[Operation], lis
     assert held[OUTPUT] == len(widths) - 1
 
 
-def test_operations_have_the_layout_of_the_kernels() -> None:
-    table = (Path(vlmserve.__file__).parent / "kernels/csrc/table.h").read_text()
-    body = re.search(r"struct Operation \{(.*?)\n\};", table, re.DOTALL)
-    assert body is not None
-    names = []
-    for line in body.group(1).splitlines():
-        declaration = line.split("//")[0].strip().rstrip(";")
-        names += [name.split()[-1].lstrip("*") for name in declaration.split(",") if name]
-    renamed = {"in": "in_features", "out": "out_features"}
-    assert [renamed.get(name, name) for name in names] == list(Operation.__dataclass_fields__)
-    assert Operation.LAYOUT.size == 8 * len(names)
-    for limit in ("MAX_BUFFERS", "MAX_PLANS"):
-        stated = re.search(rf"{limit} = (\d+)", table)
-        assert stated is not None
-        assert int(stated.group(1)) == getattr(cpu_program, limit)
+FIELDS: list[tuple[str, Any]] = [(name, kind) for name, kind, *_ in Operation._fields_]
+WRONG_TWINS = {
+    "order": [FIELDS[1], FIELDS[0], *FIELDS[2:]],
+    "offset": [FIELDS[0], ("added", ctypes.c_int64), *FIELDS[1:]],
+    "size": [(name, ctypes.c_int32 if name == "adapters" else kind) for name, kind in FIELDS],
+    "type": [(name, ctypes.c_int64 if name == "eps" else kind) for name, kind in FIELDS],
+    "length": FIELDS[:-1],
+}
+
+
+@built
+@pytest.mark.parametrize("fields", WRONG_TWINS.values(), ids=WRONG_TWINS)
+def test_wrong_twins_of_the_record_are_rejected(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, fields: Any
+) -> None:
+    assert mismatch(extension.extension()) is None
+    assert extension._load() is not None
+    twin = type("Twin", (ctypes.Structure,), {"_fields_": fields})
+    monkeypatch.setattr(extension, "mismatch", partial(mismatch, record=twin))
+    assert extension._load() is None
+    assert "Operation has" in caplog.text
+
+
+@built
+def test_kernels_without_a_record_are_outdated() -> None:
+    native = extension.extension()
+    assert mismatch(SimpleNamespace(interface=native.interface)) is not None  # type: ignore[arg-type]
+    described = SimpleNamespace(operation_fields=native.operation_fields, NORM=1, LINEAR=0, ATTENTION=2)
+    assert "has 1 in C++ and 0 in Python" in str(mismatch(described))  # type: ignore[arg-type]
+
+
+def test_operations_have_no_unknown_fields() -> None:
+    with pytest.raises(AttributeError, match="in_feature"):
+        Operation(NORM, 0, 1, in_feature=8)

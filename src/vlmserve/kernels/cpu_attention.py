@@ -13,7 +13,8 @@ from torch import Tensor
 
 from vlmserve.kernels.attention import AttentionContext, BatchMetadata, LayerCache, RotaryRows
 from vlmserve.kernels.blocks import allocate_zeros
-from vlmserve.kernels.cpu_program import ATTENTION, CpuPlan, Recorded, RecordedRope
+from vlmserve.kernels.cpu_program import CpuPlan, Recorded, RecordedRope
+from vlmserve.kernels.cpu_record import ATTENTION
 from vlmserve.kernels.extension import DTYPES, extension, supported_isas
 from vlmserve.layer_specs import AttentionSpec
 

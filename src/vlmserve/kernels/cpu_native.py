@@ -9,7 +9,8 @@ from torch import Tensor
 
 from vlmserve.kernels.adapters import Change, LinearAdapters
 from vlmserve.kernels.cpu_adapters import TILE, NativeChange
-from vlmserve.kernels.cpu_program import LINEAR, NORM, Recorded
+from vlmserve.kernels.cpu_program import Recorded
+from vlmserve.kernels.cpu_record import LINEAR, NORM
 from vlmserve.kernels.extension import DTYPES, extension
 from vlmserve.kernels.isas import SUPERBLOCK
 from vlmserve.kernels.operations import NormedHeads

@@ -7,23 +7,21 @@ value, like an operation of torch, raises `NotRecordable`: such layers call one 
 
 from __future__ import annotations
 
-import struct
+import ctypes
 from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
-from operator import attrgetter
+from dataclasses import dataclass
 from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor
 
 from vlmserve.kernels.attention import RotaryRows
+from vlmserve.kernels.cpu_record import ATTENTION, Operation
 from vlmserve.kernels.extension import DTYPES, extension
 
-NORM, LINEAR, ATTENTION = range(3)
 INPUT, OUTPUT = range(2)
 """The buffers that are tensors of the caller."""
-MAX_BUFFERS, MAX_PLANS = 16, 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,52 +49,6 @@ class CpuPlan:
 
 class NotRecordable(Exception):
     """An operation that programs do not support."""
-
-
-@dataclass(slots=True)
-class Operation:
-    """One step of a program: the fields of csrc/table.h's `Operation`, in order. Operands are numbers of values."""
-
-    kind: int
-    source: int
-    target: int
-    residual: int = -1
-    weight: int = 0
-    bias: int = 0
-    in_features: int = 0
-    out_features: int = 0
-    first: int = 0
-    groups: int = 0
-    weight_stride: int = 0
-    centered: int = 0
-    activation: int = 0
-    gated: int = 0
-    weight_bits: int = 0
-    group: int = 0
-    minimums: int = 0
-    input_bits: int = 0
-    eps: float = 0.0
-    keys: int = 0
-    values: int = 0
-    scales: int = 0
-    heads: int = 0
-    kv_heads: int = 0
-    head_size: int = 0
-    block_size: int = 0
-    rope_size: int = 0
-    window: int = 0
-    scale: float = 0.0
-    soft_cap: float = 0.0
-    rope: int = -1
-    column: int = 0
-    plan: int = 0
-    adapters: int = 0
-
-    LAYOUT = struct.Struct("18qd9q2d4q")
-
-
-# `dataclasses.astuple` copies each value and takes most of the time that it takes to record a program.
-_VALUES = attrgetter(*(field.name for field in fields(Operation)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,9 +140,7 @@ class Recording:
             elif value is None:
                 fields[name] = 0
         target = source.number if in_place else len(self._widths)
-        operation = Operation(kind, source.number, target, **fields)
-        if residual is not None:
-            operation.residual = residual.number
+        operation = Operation(kind, source.number, target, -1 if residual is None else residual.number, **fields)
         if kind == ATTENTION:
             shape = operation.heads, operation.kv_heads, operation.head_size, operation.block_size, operation.window
             operation.plan = self._plans.setdefault(shape, len(self._plans))
@@ -203,7 +153,8 @@ class Recording:
         """The program that computes `output`. Raises NotRecordable where it would be larger than programs can be."""
         assert isinstance(output, Recorded)
         operations, widths = assign_buffers(self._operations, self._widths, output.number)
-        if len(widths) > MAX_BUFFERS or len(self._plans) > MAX_PLANS or not operations:
+        native = extension()
+        if len(widths) > native.max_buffers or len(self._plans) > native.max_plans or not operations:
             raise NotRecordable(f"{len(widths)} buffers and {len(self._plans)} kinds of attention")
         return Program(operations, widths, self.dtype, self._kept)
 
@@ -245,7 +196,9 @@ def assign_buffers(
         places[operation.target] = place
         free += [places[value] for value in over if places[value] > OUTPUT]
         source, residual = places[operation.source], places[operation.residual]
-        assigned.append(replace(operation, source=source, target=place, residual=residual))
+        copied = Operation.from_buffer_copy(operation)
+        copied.source, copied.target, copied.residual = source, place, residual
+        assigned.append(copied)
     return assigned, buffer_widths
 
 
@@ -257,9 +210,8 @@ class Program:
     ) -> None:
         """kept: the tensors that own the memory at the operations' addresses."""
         self._program: Callable[..., None] = extension().program
-        self._table = array("q", b"".join(Operation.LAYOUT.pack(*_VALUES(operation)) for operation in operations))
+        self._table = (Operation * len(operations))(*operations)
         self._widths = array("q", widths)
-        self._count = len(operations)
         self._dtype = dtype
         self._kept = kept
 
@@ -284,7 +236,7 @@ class Program:
         output = torch.empty(plan.num_tokens, self._widths[OUTPUT], dtype=self._dtype)
         tables = array("q", [0 if tensor is None else tensor.data_ptr() for rows in ropes for tensor in rows])
         self._program(
-            self._table.buffer_info()[0],
+            ctypes.addressof(self._table),
             self._widths.buffer_info()[0],
             x.data_ptr(),
             output.data_ptr(),
@@ -293,7 +245,7 @@ class Program:
             0 if row_slots is None else row_slots.data_ptr(),
             0 if scalings is None else scalings.data_ptr(),
             0 if scalings is None else scalings.shape[1],
-            self._count,
+            len(self._table),
             len(self._widths),
             plan.num_sequences,
             plan.num_tokens,

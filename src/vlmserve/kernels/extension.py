@@ -12,6 +12,8 @@ from types import ModuleType
 
 import torch
 
+from vlmserve.kernels.cpu_record import mismatch
+
 logger = logging.getLogger(__name__)
 
 INTERFACE = 4
@@ -23,8 +25,12 @@ def _load() -> ModuleType | None:
         native = importlib.import_module("vlmserve.kernels._native")
     except ImportError:
         return None
-    if getattr(native, "interface", None) != INTERFACE:
-        logger.warning("ignoring outdated native kernels; rebuild them: python setup.py build_ext --inplace")
+    version = getattr(native, "interface", None)
+    reason = mismatch(native) if version == INTERFACE else f"interface {version}, not {INTERFACE}"
+    if reason is not None:
+        logger.warning(
+            "ignoring outdated native kernels (%s); rebuild them: python setup.py build_ext --inplace", reason
+        )
         return None
     return native
 

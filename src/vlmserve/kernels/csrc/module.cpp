@@ -3,9 +3,11 @@
 #define Py_LIMITED_API 0x030B0000
 #include <Python.h>
 
+#include <cstddef>
 #include <cstdlib>
 #include <cstring>
 #include <initializer_list>
+#include <type_traits>
 
 #include "isas.h"
 
@@ -275,6 +277,38 @@ PyObject* program(PyObject*, PyObject* const* values, Py_ssize_t count) {
     return run(from, work, [&] { selected->program(args); });
 }
 
+// A field of `Operation`, for the check of its twin.
+struct RecordField {
+    const char* name;
+    std::size_t offset, size;
+    bool is_float;
+};
+
+#define FIELD(name) \
+    {#name, offsetof(Operation, name), sizeof(Operation::name), std::is_floating_point_v<decltype(Operation::name)>}
+
+constexpr RecordField OPERATION_FIELDS[] = {
+    FIELD(kind), FIELD(source), FIELD(target), FIELD(residual), FIELD(weight), FIELD(bias), FIELD(in_features),
+    FIELD(out_features), FIELD(first), FIELD(groups), FIELD(weight_stride), FIELD(centered), FIELD(activation), FIELD(gated),
+    FIELD(weight_bits), FIELD(group), FIELD(minimums), FIELD(input_bits), FIELD(eps), FIELD(keys), FIELD(values), FIELD(scales),
+    FIELD(heads), FIELD(kv_heads), FIELD(head_size), FIELD(block_size), FIELD(rope_size), FIELD(window), FIELD(scale),
+    FIELD(soft_cap), FIELD(rope), FIELD(column), FIELD(plan), FIELD(adapters),
+};
+constexpr int OPERATION_LENGTH = sizeof(OPERATION_FIELDS) / sizeof(RecordField);
+static_assert(sizeof(Operation) == 8 * OPERATION_LENGTH, "OPERATION_FIELDS must name every field of Operation");
+
+PyObject* operation_fields(PyObject*, PyObject*) {
+    PyObject* fields = PyTuple_New(OPERATION_LENGTH);
+    for (int i = 0; fields && i < OPERATION_LENGTH; ++i) {
+        const RecordField& field = OPERATION_FIELDS[i];
+        PyObject* described = Py_BuildValue("(snnO)", field.name, static_cast<Py_ssize_t>(field.offset),
+                                            static_cast<Py_ssize_t>(field.size), field.is_float ? Py_True : Py_False);
+        if (!described) Py_CLEAR(fields);
+        else PyTuple_SetItem(fields, i, described);
+    }
+    return fields;
+}
+
 PyObject* sampling(PyObject*, PyObject* const* values, Py_ssize_t count) {
     Arguments from(values, count, 10);
     SamplingArgs args;
@@ -337,6 +371,7 @@ PyMethodDef methods[] = {
     {"selected_isa", selected_isa, METH_NOARGS, "The instruction set whose kernels are used."},
     {"select_isa", select_isa, METH_O, "Use the kernels of an instruction set."},
     {"has_superblocks", has_superblocks, METH_NOARGS, "Whether the kernels multiply superblock weights."},
+    {"operation_fields", operation_fields, METH_NOARGS, "Name, offset, size and whether it is a float, of each field."},
     FAST(pack, "weight, packed, out, in, dtype, gated, threads"),
     FAST(pack_quantized, "weight, scales, minimums, packed, out, in, bits, group, gated, threads"),
     FAST(pack_superblocks, "blocks, packed, out, in, kind, first_tile, offset, gated, threads"),
@@ -360,6 +395,11 @@ PyMODINIT_FUNC PyInit__native() {
     supported(found);
     selected = found[0];
     PyObject* module = PyModule_Create(&definition);
-    if (module && PyModule_AddIntConstant(module, "interface", INTERFACE)) Py_CLEAR(module);
+    const struct { const char* name; long value; } constants[] = {
+        {"interface", INTERFACE}, {"max_buffers", MAX_BUFFERS}, {"max_plans", MAX_PLANS},
+        {"NORM", NORM}, {"LINEAR", LINEAR}, {"ATTENTION", ATTENTION},
+    };
+    for (const auto& constant : constants)
+        if (module && PyModule_AddIntConstant(module, constant.name, constant.value)) Py_CLEAR(module);
     return module;
 }

@@ -21,7 +21,7 @@ public:
             const Operation& op = args.operations[i];
             if (op.kind == LINEAR) {
                 shared_ = larger(shared_, product_scratch(linear_args(op)));
-                work += args.tokens * op.in * op.out / 16;
+                work += args.tokens * op.in_features * op.out_features / 16;
             } else if (op.kind == ATTENTION && op.plan == num_plans_) {
                 AttentionArgs shape = attention_args(op);
                 Plan plan = plan_items(shape, Geometry(shape), nullptr);
@@ -95,7 +95,7 @@ private:
         args.y = buffers_[op.target] + offset;
         args.rows = args_.tokens;
         args.groups = op.groups;
-        args.size = op.in;
+        args.size = op.in_features;
         args.stride = args_.widths[op.source];
         args.weight_stride = op.weight_stride;
         args.eps = static_cast<float>(op.eps);
@@ -114,10 +114,10 @@ private:
         args.y = buffers_[op.target];
         args.scratch = nullptr;
         args.rows = args_.tokens;
-        args.in = op.in;
-        args.out = op.out;
-        args.x_stride = op.in;
-        args.y_stride = op.gated ? op.out / 2 : op.out;
+        args.in = op.in_features;
+        args.out = op.out_features;
+        args.x_stride = op.in_features;
+        args.y_stride = op.gated ? op.out_features / 2 : op.out_features;
         args.dtype = args_.dtype;
         args.activation = static_cast<int>(op.activation);
         args.gated = static_cast<int>(op.gated);

@@ -115,12 +115,12 @@ struct AttentionArgs {
 
 enum OperationKind : long { NORM = 0, LINEAR = 1, ATTENTION = 2 };
 
-// One operation of a program, in words of eight bytes. Operands are numbers of buffers.
+// One operation of a program, in words of eight bytes. Operands are numbers of buffers. kernels/cpu_record.py has its twin.
 struct Operation {
     long kind, source, target;
     long residual;                          // of norms and products; -1: none. It may be the target
     const void *weight, *bias;              // of norms and products, as their arguments have them
-    long in, out;                           // of products; of norms, `in` is the size
+    long in_features, out_features;         // of products; of norms, the first is the size
     long first, groups, weight_stride;      // of norms: from which element of a row on, and as their arguments have them
     long centered;
     long activation, gated, weight_bits, group, minimums, input_bits;

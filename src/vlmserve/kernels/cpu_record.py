@@ -1,0 +1,41 @@
+"""The record of one operation of a CPU program, the twin of `Operation` in csrc/table.h."""
+
+from __future__ import annotations
+
+import ctypes
+from itertools import zip_longest
+from types import ModuleType
+from typing import Any
+
+KINDS = ("NORM", "LINEAR", "ATTENTION")
+NORM, LINEAR, ATTENTION = range(len(KINDS))
+_FIELDS = """kind source target residual weight bias in_features out_features first groups weight_stride centered
+    activation gated weight_bits group minimums input_bits eps keys values scales heads kv_heads head_size block_size
+    rope_size window scale soft_cap rope column plan adapters"""
+_FLOATS = {"eps", "scale", "soft_cap"}
+
+
+class Operation(ctypes.Structure):
+    """One operation. Operands are numbers of values, or of buffers once these are assigned."""
+
+    __slots__ = ()
+    _fields_ = tuple((name, ctypes.c_double if name in _FLOATS else ctypes.c_int64) for name in _FIELDS.split())
+
+    def __init__(
+        self, kind: int, source: int, target: int, residual: int = -1, *, rope: int = -1, **fields: Any
+    ) -> None:
+        """fields: integers, addresses and floats; 0 if absent. Raises AttributeError for an unknown name."""
+        super().__init__(kind=kind, source=source, target=target, residual=residual, rope=rope, **fields)
+
+
+def mismatch(native: ModuleType, record: type[ctypes.Structure] = Operation) -> str | None:
+    """Return how the first field that differs is compiled and how its twin has it: name, offset and size in bytes,
+    whether it is a float. None: all are alike, and so are the kinds."""
+    ours = [
+        (name, getattr(record, name).offset, getattr(record, name).size, kind is ctypes.c_double)
+        for name, kind, *_ in record._fields_
+    ]
+    compiled = zip_longest(getattr(native, "operation_fields", tuple)(), ours)
+    kinds = ((getattr(native, name, None), value) for value, name in enumerate(KINDS))
+    different = next((pair for pair in (*compiled, *kinds) if pair[0] != pair[1]), None)
+    return None if different is None else f"Operation has {different[0]} in C++ and {different[1]} in Python"
