@@ -13,9 +13,11 @@ from collections.abc import AsyncGenerator
 import pytest
 import zmq
 
+from tests import engine_thread
 from tests.engine_thread import EngineThread
 from tests.mock_checkpoint import make_mock_checkpoint
 from vlmserve.config import EngineConfig
+from vlmserve.engine import create_engine
 from vlmserve.engine.messages import Accepted, encode
 from vlmserve.engine.process import EngineProcess
 from vlmserve.errors import (
@@ -29,6 +31,7 @@ from vlmserve.errors import (
 )
 from vlmserve.frontend.client import EngineClient, KeptContext
 from vlmserve.frontend.engine_stream import EngineStream
+from vlmserve.models.progress import listener
 from vlmserve.types import EngineOutput, EngineRequest, Prompt, RequestTimings, SamplingParams, TokenLogprobs
 
 
@@ -84,6 +87,20 @@ async def test_it_answers_many_requests_at_once(start):
     await until(lambda: client.stats.num_running == 0)
     assert client.stats.generation_tokens == 101 * 20
     await client.close()
+
+
+async def test_progress_of_loading_is_heard(folder, monkeypatch):
+    def load(*args):
+        for share in ("0.10", "0.40"):
+            listener.get()(f"{share} of 0.40 GB")
+        return create_engine(*args)
+
+    monkeypatch.setattr(engine_thread, "create_engine", load)
+    heard = []
+    config = EngineConfig(engine="mock")
+    client = await EngineClient.start(config, process=EngineThread(config, folder), on_progress=heard.append)
+    await client.close()
+    assert heard == ["0.10 of 0.40 GB", "0.40 of 0.40 GB"]
 
 
 async def test_a_request_that_cannot_be_sent_fails_alone(start):

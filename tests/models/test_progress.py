@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import sys
+from contextvars import copy_context
 from pathlib import Path
 
 import pytest
@@ -44,6 +45,21 @@ def test_log_gets_a_line_every_ten_seconds(caplog: pytest.LogCaptureFixture, mon
     ]
 
 
+def test_listener_gets_lines_twice_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, heard = [0.0], []
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+
+    def load() -> None:
+        progress.listener.set(heard.append)
+        with LoadingProgress(4 * 10**8) as shown:
+            for second in (0.4, 0.5, 0.9, 1.1):
+                now[0] = second
+                shown.advance(10**8)
+
+    copy_context().run(load)
+    assert heard == ["0.20 of 0.40 GB, 400 MB/s, 0 s left", "0.40 of 0.40 GB, 364 MB/s, 0 s left"]
+
+
 def test_terminal_gets_a_bar(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     terminal = io.StringIO()
     terminal.isatty = lambda: True  # type: ignore[method-assign]
@@ -57,4 +73,4 @@ def test_terminal_gets_a_bar(monkeypatch: pytest.MonkeyPatch, caplog: pytest.Log
 
 
 def test_nothing_read_has_a_rate() -> None:
-    assert progress_text(0, 10**9, 0.0).startswith("loading weights: 0.00 of 1.00 GB, 0 MB/s")
+    assert progress_text(0, 10**9, 0.0).startswith("0.00 of 1.00 GB, 0 MB/s")

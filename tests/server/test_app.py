@@ -73,6 +73,8 @@ async def test_a_server_that_loads_says_so():
         answer = await client.post("/v1/chat/completions", json={})
         assert answer.status_code == 503
         assert "still loading pixie" in answer.json()["error"]["message"]
+        service.load_progress = "1.50 of 4.00 GB, 150 MB/s, 17 s left"
+        assert "pixie (1.50 of 4.00 GB, 150 MB/s, 17 s left)" in (await client.get("/ready")).json()["reason"]
         assert (await client.get("/v1/models")).json()["data"][0]["id"] == "pixie"
 
 

@@ -73,8 +73,14 @@ class Shutdown(msgspec.Struct, frozen=True, tag=True):
     """Exit now."""
 
 
+class Loading(msgspec.Struct, frozen=True, tag=True):
+    """How far loading has come, for people. Sent before `Ready`."""
+
+    text: str
+
+
 class Ready(msgspec.Struct, frozen=True, tag=True):
-    """The model is loaded. Sent once, first. load_seconds: how long that took."""
+    """The model is loaded. Sent once, before answers. load_seconds: how long that took."""
 
     info: ModelInfo
     stats: EngineStats
@@ -132,7 +138,7 @@ class Fatal(msgspec.Struct, frozen=True, tag=True):
 
 
 ToEngine: TypeAlias = Add | Abort | Inspect | MapBlocks | LoadAdapter | UnloadAdapter | Shutdown
-FromEngine: TypeAlias = Ready | Accepted | Outputs | Failed | Inspected | Mapped | AdapterDone | Fatal
+FromEngine: TypeAlias = Loading | Ready | Accepted | Outputs | Failed | Inspected | Mapped | AdapterDone | Fatal
 
 _plain_encoder = msgspec.msgpack.Encoder()
 _from_engine_decoder = msgspec.msgpack.Decoder(FromEngine)

@@ -37,6 +37,7 @@ from vlmserve.engine.messages import (
     Inspect,
     Inspected,
     LoadAdapter,
+    Loading,
     MapBlocks,
     Mapped,
     Outputs,
@@ -51,6 +52,7 @@ from vlmserve.errors import ConfigurationError, EngineDeadError, ModelLoadError,
 from vlmserve.garbage import freeze_loaded_objects
 from vlmserve.logs import LogFormat, log_format_in_use, set_up_logging
 from vlmserve.memory import num_killed
+from vlmserve.models.progress import listener
 from vlmserve.types import EngineRequest
 
 logger = logging.getLogger(__name__)
@@ -271,6 +273,7 @@ def load_and_serve(
     model: what it is called in errors. Returns the exit code; whoever listens was told of errors.
     """
     began = time.monotonic()
+    listener.set(lambda text: _send(socket, Loading(text)))
     try:
         engine = load()
     except (ModelLoadError, ConfigurationError) as error:

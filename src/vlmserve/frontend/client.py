@@ -26,6 +26,7 @@ from vlmserve.engine.messages import (
     Fatal,
     FromEngine,
     Inspected,
+    Loading,
     Mapped,
     Outputs,
     Ready,
@@ -96,6 +97,7 @@ class EngineClient:
         """The engine's latest snapshot."""
         self.on_step: Callable[[EngineStats, EngineStats], None] | None = None
         """Called after every step with the stats before and after it."""
+        self._on_progress: Callable[[str], None] | None = None
         self.load_seconds = 0.0
         """How long the engine took to load the model."""
 
@@ -107,13 +109,16 @@ class EngineClient:
         *,
         process: EngineProcess | None = None,
         timeout: float = _LOAD_TIMEOUT,
+        on_progress: Callable[[str], None] | None = None,
     ) -> Self:
         """Start an engine process, or take one that was launched, and wait until its model is loaded.
 
-        folder: the checkpoint, if `config.model` is resolved already. timeout: seconds to wait.
+        folder: the checkpoint, if `config.model` is resolved already. timeout: seconds to wait. on_progress: gets lines
+        about how much was loaded.
         Raises ModelLoadError or ConfigurationError as the engine did; EngineDeadError if it just exited.
         """
         client = cls(process or EngineProcess.launch(config, folder))
+        client._on_progress = on_progress
         try:
             await client._wait_until_ready(config.model, timeout)
         except BaseException:
@@ -294,6 +299,9 @@ class EngineClient:
                 self._end(request_id, failure.error)
             case Inspected() | Mapped() | AdapterDone():
                 self.calls.reply(message)
+            case Loading(text):
+                if self._on_progress is not None:
+                    self._on_progress(text)
             case Ready(info, stats, load_seconds, adapters):
                 self.stats, self.load_seconds = stats, load_seconds
                 self.calls.serve(adapters)

@@ -1,15 +1,21 @@
-"""How much of a checkpoint was read: a bar on a terminal, elsewhere a line in the log every 10 s."""
+"""How much of a checkpoint was read: a bar on a terminal, elsewhere a line in the log every 10 s, and a listener."""
 
 from __future__ import annotations
 
 import logging
 import sys
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
+from contextvars import ContextVar
 from typing import Self
 
 LINE_SECONDS = 10.0
 """Seconds from one line of the log to the next."""
+NEWS_SECONDS = 0.5
+"""Seconds between two calls of `listener`."""
+listener: ContextVar[Callable[[str], None]] = ContextVar("listener", default=lambda text: None)
+"""Gets a line about the progress."""
 SMALLEST_BAR = 256 * 2**20
 """Minimum bytes of a checkpoint for a bar on a terminal."""
 
@@ -21,7 +27,7 @@ class LoadingProgress:
 
     def __init__(self, total: int) -> None:
         self._total, self._done = total, 0
-        self._started = self._said = time.monotonic()
+        self._started = self._said = self._told = time.monotonic()
         self._bar = Bar(total) if sys.stderr.isatty() and total >= SMALLEST_BAR else None
         self._exits = ExitStack()
 
@@ -36,13 +42,16 @@ class LoadingProgress:
     def advance(self, num_bytes: int) -> None:
         """Count bytes that were read and prepared."""
         self._done += num_bytes
+        now = time.monotonic()
+        text = progress_text(self._done, self._total, now - self._started)
+        if now - self._told >= NEWS_SECONDS:
+            self._told = now
+            listener.get()(text)
         if self._bar is not None:
             self._bar.advance(num_bytes)
-            return
-        now = time.monotonic()
-        if now - self._said >= LINE_SECONDS:
+        elif now - self._said >= LINE_SECONDS:
             self._said = now
-            logger.info(progress_text(self._done, self._total, now - self._started))
+            logger.info("loading weights: %s", text)
 
 
 class Bar:
@@ -69,8 +78,8 @@ class Bar:
 
 
 def progress_text(done: int, total: int, seconds: float) -> str:
-    """A line for the log. seconds: since the first byte."""
+    """Bytes, rate and time left. seconds: since the first byte."""
     rate = done / max(seconds, 1e-3)
     left = max(0, total - done) / max(rate, 1.0)
     share = f"{done / 1e9:.2f} of {total / 1e9:.2f} GB"
-    return f"loading weights: {share}, {rate / 1e6:.0f} MB/s, {left:.0f} s left"
+    return f"{share}, {rate / 1e6:.0f} MB/s, {left:.0f} s left"

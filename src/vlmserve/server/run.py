@@ -15,6 +15,7 @@ import socket
 import time
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -181,7 +182,7 @@ async def _serve(
         await batches.enter_async_context(batches_running(service))
         if service.phase == "asleep":
             announce(web.url)
-        loading = asyncio.ensure_future(_load(service.wanted, launcher, media))
+        loading = asyncio.ensure_future(_load(service, launcher, media))
         stopping = asyncio.ensure_future(stop.wait())
         await asyncio.wait((loading, stopping), return_when=asyncio.FIRST_COMPLETED)
         if not loading.done():
@@ -232,10 +233,10 @@ async def _supervise(
 
 
 async def _load(
-    wanted: asyncio.Event, launcher: _Launcher, media: MediaConfig
+    service: Service, launcher: _Launcher, media: MediaConfig
 ) -> tuple[EngineClient, RequestPreparer, float]:
     """The engine client and the preparer, made at the same time once they are wanted, and the seconds that took."""
-    await wanted.wait()
+    await service.wanted.wait()
     began = time.monotonic()
     from vlmserve.frontend.client import EngineClient
 
@@ -246,7 +247,8 @@ async def _load(
 
         return RequestPreparer(launcher.folder, media, engine.model_impl, engine.chat_template, engine=engine)
 
-    starting = asyncio.ensure_future(EngineClient.start(engine, process=launcher.take()))
+    on_progress = partial(setattr, service, "load_progress")
+    starting = asyncio.ensure_future(EngineClient.start(engine, process=launcher.take(), on_progress=on_progress))
     try:
         preparer = await asyncio.to_thread(make_preparer)
         client = await starting

@@ -92,6 +92,8 @@ class Service:
         if not self._lazy:
             self.wanted.set()
         self._opened = asyncio.Event()
+        self.load_progress = ""
+        """What the engine says of its progress while it loads."""
         self._client: EngineClient | None = None
         self.back_at: float | None = None
         """When a dead engine is expected back, on the clock of `time.monotonic`; None: it is not restarted."""
@@ -222,7 +224,8 @@ class Service:
         if self._closing:
             return UnavailableError("The server is shutting down")
         if self._client is None:
-            return UnavailableError(f"The server is still loading {self.model_name}; try again soon")
+            progress = f" ({self.load_progress})" if self.load_progress else ""
+            return UnavailableError(f"The server is still loading {self.model_name}{progress}; try again soon")
         if self.phase == "restarting":
             message = f"{self._client.death}; another engine is being started, try again soon"
             return UnavailableError(message, retry_after=(self.back_at or 0.0) - time.monotonic())
