@@ -23,6 +23,7 @@ OpenVINO does not listen in all of its parts: `benchmarks.openvino_avx2` makes a
 from __future__ import annotations
 
 import argparse
+import importlib
 import importlib.metadata
 import importlib.util
 import json
@@ -233,7 +234,12 @@ def is_installed(package: str) -> bool:
 
 
 def version(package: str) -> str:
-    return vlmserve.__version__ if package == "vlmserve" else importlib.metadata.version(package)
+    if package == "vlmserve":
+        return vlmserve.__version__
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:  # it was put on the path
+        return str(importlib.import_module(MODULES.get(package, package)).__version__)
 
 
 def prepare(files: Files, source: Path, console: Console) -> None:

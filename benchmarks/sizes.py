@@ -1,11 +1,12 @@
 """Models of published sizes with random weights: seconds to ready, peak memory, and speed, compared with llama.cpp.
 
     python -m benchmarks.sizes --shapes qwen3-0.6b qwen3-vl-2b --json report.json
-    python -m benchmarks.sizes --shapes llama-8b --gguf Q4_0 Q8_0
+    python -m benchmarks.sizes --shapes llama-1b llama-1b-262k --quantize int4 --gguf Q4_K_M Q6_K IQ4_XS
 
 Checkpoints are written tensor by tensor, so that the largest need little memory. Each system runs in a process of its
 own, one after the other; vlmserve starts twice, the second time from its cache of packed weights. llama.cpp reads the
-same GGUF files, and is left out where llama-cpp-python is not installed.
+same GGUF files, and is left out where llama-cpp-python is not installed. Store a report in
+`benchmarks/results/engines/MACHINE`.
 """
 
 from __future__ import annotations
@@ -67,6 +68,11 @@ SHAPES = {
         "LlamaForCausalLM",
         (2048, 8192, 16, 32, 8),
         {"vocab_size": 128256, "max_position_embeddings": 32768, "tie_word_embeddings": True},
+    ),
+    "llama-1b-262k": Shape(
+        "LlamaForCausalLM",
+        (2048, 8192, 16, 32, 8),
+        {"vocab_size": 262144, "max_position_embeddings": 32768, "tie_word_embeddings": True},
     ),
     "qwen3-4b": Shape("Qwen3ForCausalLM", (2560, 9728, 36, 32, 8), {**_QWEN, "tie_word_embeddings": True}),
     "llama-8b": Shape(
@@ -219,7 +225,7 @@ def _row(name: str, job: Job) -> list[Any]:
     figures = run_job(job)
     second = run_job(dataclasses.replace(job, only_start=True))["ready"]
     found = (figures["ready"], second, *(figures[key] for key in ("peak", "prompt", "decode", "users", "photo")))
-    return [name, *("" if value is None else round(value, 2 if value < 10 else 1) for value in found)]
+    return [name, *(None if value is None else round(value, 2 if value < 10 else 1) for value in found)]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -246,7 +252,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         found = [row for name in options.shapes for row in rows(name, options, Path(place))]
     table = Table(*COLUMNS)
     for row in found:
-        table.add_row(*map(str, row))
+        table.add_row(*("" if value is None else str(value) for value in row))
     Console().print(table)
     packages = ["vlmserve", "torch", *(["llama-cpp-python"] if is_installed("llama-cpp-python") else [])]
     report = {
