@@ -98,14 +98,19 @@ def encode(tensor: Tensor, kind: GGMLQuantizationType) -> np.ndarray:
 
 
 def random_blocks(shape: tuple[int, ...], kind: GGMLQuantizationType, seed: int = 0) -> np.ndarray:
-    """Blocks of 256 values in which nothing but the 16-bit scales is more likely than something else."""
+    """Blocks in which nothing but the 16-bit scales is more likely than something else."""
     random = np.random.default_rng(seed)
     size, num_bytes = gguf.GGML_QUANT_SIZES[kind]
-    assert size == 256
     blocks = random.integers(0, 256, (shape[0], shape[1] // size, num_bytes), dtype=np.uint8)
     # Where 16-bit scales lie, and how large they are: signed scales of 8 and 6 bits need small ones.
-    at_end = {"Q6_K": [(208, 1e-4)], "Q3_K": [(108, 6e-4)], "Q2_K": [(80, 2e-3), (82, 2e-3)]}
-    for place, most in at_end.get(kind.name, [(0, 6e-4), (2, 4e-3)]):
+    places = {
+        "IQ4_NL": [(0, 1e-3)],
+        "IQ4_XS": [(0, 1e-4)],
+        "Q6_K": [(208, 1e-4)],
+        "Q3_K": [(108, 6e-4)],
+        "Q2_K": [(80, 2e-3), (82, 2e-3)],
+    }
+    for place, most in places.get(kind.name, [(0, 6e-4), (2, 4e-3)]):
         scales = (random.uniform(0.3, 1, blocks.shape[:2]) * most).astype(np.float16)
         blocks[..., place : place + 2] = scales[..., None].view(np.uint8)
     return blocks.reshape(shape[0], -1)

@@ -144,6 +144,8 @@ def quantized_weights(draw: st.DrawFn, out_features: int, in_features: int) -> Q
     if bits == 8:
         minimums = (scales * draw(st.sampled_from([0, 9])) * torch.randn(scales.shape, generator=generator)).half()
         return QuantizedWeight(8, group_size, values, scales, minimums.float() - 128 * scales)
+    if draw(st.booleans()):
+        return QuantizedWeight(4, group_size, values, scales, torch.zeros_like(scales), 16, is_coded=True)
     minimums = -8 * scales + scales * torch.randn(scales.shape, generator=generator)
     return QuantizedWeight(4, group_size, values, scales, minimums.half().float(), draw(st.sampled_from([16, 8])))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 
 from tests.native import built
 from vlmserve.kernels import trials
+from vlmserve.kernels.extension import extension
 
 pytestmark = built
 Try = Callable[[], bool]
@@ -33,6 +35,7 @@ def cpuinfo(tmp_path: Path) -> Path:
 def seconds(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """What the next products take, ours and torch's in turn; reading past the end is a trial too many."""
     left: list[float] = []
+    monkeypatch.setattr(trials, "UNCACHED_BYTES", 2**20)
     monkeypatch.setattr(trials, "seconds_of", lambda product, x: left.pop(0))
     return left
 
@@ -95,4 +98,27 @@ def test_where_nothing_can_be_written_each_start_tries(
 
 def test_a_real_trial_answers(file: Path) -> None:
     assert trials.is_as_fast_as_torch.__wrapped__("avx2", torch.float32) in (True, False)
+    assert len(trials.KNOWN.facts) == 1
+
+
+def test_superblocks_must_not_be_slower_in_any_trial(file: Path, cpuinfo: Path, seconds: list[float]) -> None:
+    """One row and many rows of Q4_K by superblocks, then repacked; then Q6_K."""
+    start = partial(trials.superblocks_are_as_fast.__wrapped__, "avx512_vnni", cpuinfo)
+    seconds[:] = [1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 0.9]
+    assert not start()
+    assert not start()
+    file.unlink()
+    seconds[:] = [1.0, 1.0, 1.1, 1.0, 1.0, 1.0, 1.0, 1.0]
+    assert start()
+    file.unlink()
+    seconds[:] = [1.1, 1.0, 1.0, 1.0]
+    assert not start()
+    assert seconds == []
+
+
+def test_a_real_trial_of_superblocks_answers(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not extension().has_superblocks():
+        pytest.skip("no integer products")
+    monkeypatch.setattr(trials, "UNCACHED_BYTES", 2**20)
+    assert trials.superblocks_are_as_fast.__wrapped__("avx512_vnni") in (True, False)
     assert len(trials.KNOWN.facts) == 1

@@ -45,7 +45,7 @@ def test_towers_stay_plain(tmp_path: Path) -> None:
 CASES: list[tuple[Scheme, bool]] = [("none", False), ("int8", False), ("int8", True)]
 
 
-@pytest.mark.parametrize("kind", ["Q4_0", "Q8_0", "F16", "Q2_K", "Q4_K", "Q6_K"])
+@pytest.mark.parametrize("kind", ["Q4_0", "Q8_0", "F16", "Q2_K", "Q4_K", "Q6_K", "IQ4_XS", "IQ4_NL"])
 def test_gguf_tensors_keep_their_bits(tmp_path: Path, kind: str) -> None:
     folder = make_llama(tmp_path / "plain", **{**SIZES, "hidden_size": 768})
     file = write_gguf(folder, tmp_path / "model.gguf", types=kind)

@@ -18,6 +18,7 @@ from tests.models.test_decoder import LLAMA3, assert_equal, load, paged_run, tok
 from tests.models.test_families import LONGROPE, SLIDING, YARN
 from tests.native import built
 from tests.oracles.rounded_inputs import DOTS
+from vlmserve.devices.cpu import NativeCpuDevice
 from vlmserve.errors import MissingWeightsError, ModelLoadError, UnsupportedModelError, VLMServeError
 from vlmserve.families.registry import LANGUAGE_FAMILIES
 from vlmserve.frontend.defaults import default_sampling
@@ -25,7 +26,7 @@ from vlmserve.gguf.config import read_config
 from vlmserve.gguf_header import read_header
 from vlmserve.kernels.cpu_native import PackedLinear
 from vlmserve.kernels.extension import selected_isa
-from vlmserve.kernels.isas import SUPERBLOCK_ISAS
+from vlmserve.kernels.isas import SUPERBLOCK_BYTES
 from vlmserve.layers.linear import Linear
 from vlmserve.models import weights
 from vlmserve.models.gguf_tensors import UNPACK, GGUFFile
@@ -123,11 +124,13 @@ def bits(model: LoadedModel) -> dict[str, int]:
 
 def in_superblocks(kind: str, input_bits: int | None = None) -> bool:
     """Whether this machine multiplies with weights of that type as they are in the file."""
-    return kind.endswith("_K") and input_bits != 16 and selected_isa() in SUPERBLOCK_ISAS
+    is_one = gguf.GGMLQuantizationType[kind] in SUPERBLOCK_BYTES
+    return is_one and NativeCpuDevice(CPU, selected_isa()).multiplies_superblocks(input_bits)
 
 
 def kept_bits(kind: str, input_bits: int | None = None) -> int:
-    return int(kind[1]) if in_superblocks(kind, input_bits) else 4 if kind.startswith("Q4") else 8
+    own = int(kind.lstrip("IQ")[0])
+    return own if in_superblocks(kind, input_bits) or own == 4 else 8
 
 
 def test_every_architecture_is_tested() -> None:
@@ -283,12 +286,12 @@ def test_blocks_stay_packed_beside_the_native_kernels(
 
 
 @built
-@pytest.mark.parametrize("kind", ["Q2_K", "Q3_K"])
+@pytest.mark.parametrize("kind", ["Q2_K", "Q3_K", "IQ4_XS"])
 def test_few_bits_stay_quantized_or_are_dequantized(tmp_path: Path, kind: str) -> None:
     folder = make_llama(tmp_path / "folder", **BLOCKS)
     path = write_gguf(folder, tmp_path / "model.gguf", types=kind)
     model = load_model(path, LoadSettings(device=CPU, dtype=torch.bfloat16))
-    assert set(bits(model).values()) == {int(kind[1]) if in_superblocks(kind) else 0}
+    assert set(bits(model).values()) == ({kept_bits(kind)} if in_superblocks(kind) else {0})
     sequences = token_sequences(300, [21, 4])
     actual = torch.cat(paged_run(model, sequences).finish([9, 9])).float()
     assert relative_error(actual, torch.cat(transformers_logits(folder, sequences))) < 0.06

@@ -27,7 +27,7 @@ from vlmserve.kernels.cpu_native import (
     rotate_heads,
 )
 from vlmserve.kernels.cpu_program import NotRecordable, Program, Recording, Unknown
-from vlmserve.kernels.extension import DTYPES
+from vlmserve.kernels.extension import DTYPES, extension
 from vlmserve.kernels.isas import SUPERBLOCK_ISAS
 from vlmserve.kernels.operations import (
     AnyWeight,
@@ -44,6 +44,7 @@ from vlmserve.kernels.quantized import QuantizedWeight
 from vlmserve.kernels.torch_decodes import BUCKET_COST
 from vlmserve.kernels.torch_products import ReorderedProduct, torch_linear
 from vlmserve.kernels.torch_sampling import Draw
+from vlmserve.kernels.trials import superblocks_are_as_fast
 from vlmserve.layer_specs import AttentionSpec
 from vlmserve.layers.step import StepContext
 from vlmserve.memory import free_memory
@@ -133,11 +134,13 @@ class NativeCpuDevice(CpuDevice):
         return cpu_sampling.draw
 
     def multiplies(self, weight: QuantizedWeight) -> bool:
-        return weight.is_supported or weight.is_in_byte_groups
+        return weight.is_supported or weight.is_in_byte_groups or weight.is_in_coded_groups
 
     def multiplies_superblocks(self, input_bits: int | None) -> bool:
         """See `Operations.multiplies_superblocks`. Inputs get 8 bits, as in llama.cpp."""
-        return input_bits != 16 and self.kernels in SUPERBLOCK_ISAS
+        if input_bits == 16 or not extension().has_superblocks():
+            return False
+        return self.kernels in SUPERBLOCK_ISAS or superblocks_are_as_fast(self.kernels)
 
     def linear(self, weight: AnyWeight, bias: Tensor | None, epilogue: Epilogue, dtype: torch.dtype) -> Product:
         if not self._can_pack(weight, dtype):

@@ -30,8 +30,8 @@ ACTIVATIONS = {
 """Activations that a product applies on its way out, by their Hugging Face names."""
 
 
-_SUPERBLOCKS = 1
-"""The `bits` by which the kernels know superblocks, whose tiles say their own."""
+_SUPERBLOCKS, _CODED_GROUPS = 1, 2
+"""Values of `bits` that mean superblocks and groups of 4-bit codes. Tiles of superblocks say their own bits."""
 _TILE_ALIGNMENT = 64
 """Bytes that the offsets of superblocks' tiles are multiples of."""
 
@@ -93,9 +93,10 @@ class PackedLinear:
             **dict.fromkeys(("bits", "group_size", "input_bits", "minimums"), 0),
         }
         if isinstance(weight, QuantizedWeight):
-            settings["bits"], settings["input_bits"] = weight.bits, weight.input_bits
+            settings["bits"] = _CODED_GROUPS if weight.is_coded else weight.bits
+            settings["input_bits"] = weight.input_bits
             settings["group_size"] = 0 if weight.has_scales_of_outputs else weight.group_size
-            settings["minimums"] = int(weight.bits == 4 or not weight.is_symmetric)
+            settings["minimums"] = int(not weight.is_coded and (weight.bits == 4 or not weight.is_symmetric))
         if isinstance(weight, SuperblockWeight):
             settings["bits"], settings["input_bits"] = _SUPERBLOCKS, 8
         self._set(settings, bias)
@@ -151,7 +152,7 @@ class PackedLinear:
             minimums.data_ptr() if self._minimums else 0,
             packed.data_ptr(),
             *sizes,
-            weight.bits,
+            self._bits,
             self._group_size,
             self._gated,
             torch.get_num_threads(),

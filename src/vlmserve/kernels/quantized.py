@@ -15,6 +15,8 @@ GROUP_SIZES = (32, 64, 128)
 BYTE_GROUP_SIZES = (16, *GROUP_SIZES)
 """Inputs of 8 bits that the native kernels take together, if not all that an output has."""
 FLOAT8 = torch.float8_e4m3fn
+CODES = torch.tensor([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], dtype=torch.int16)
+"""Values of the 4-bit codes of GGUF's IQ4_NL."""
 _F16_ERROR = 2.0**-10
 """What becoming float16 may change in scales, beside the largest one of the same output."""
 
@@ -29,6 +31,7 @@ class QuantizedWeight:
     input_bits: what kernels that round inputs keep of them: 16, which is more than bfloat16 has, or 8, with which many
     rows take less time; beside 4 bits each group then has a scale of its own. 0: 16 beside 8 bits, 8 beside 4.
     is_float8: the values are the bits of float8 numbers (`FLOAT8`), and minimums are 0.
+    is_coded: the values are places in `CODES`, and minimums are 0.
     order: int64 ``[in_features]``, which input of the layer each column of `values` is for; None: they are as the
     layer's. Kernels know no order: who multiplies puts inputs into it.
     """
@@ -41,6 +44,7 @@ class QuantizedWeight:
     input_bits: int = 0
     order: Tensor | None = None
     is_float8: bool = False
+    is_coded: bool = False
 
     def __post_init__(self) -> None:
         if not self.input_bits:
@@ -61,7 +65,7 @@ class QuantizedWeight:
     def num_bytes(self) -> int:
         """Memory that it takes packed: its bits, and two bytes for each scale and minimum of a group, four for a scale
         of an output."""
-        minimums = self.bits == 4 or not self.is_symmetric
+        minimums = not self.is_coded and (self.bits == 4 or not self.is_symmetric)
         each = 4 if self.has_scales_of_outputs or minimums else 2
         return self.values.numel() * self.bits // 8 + self.scales.numel() * each
 
@@ -81,10 +85,18 @@ class QuantizedWeight:
 
         That is 4 bits in groups of `GROUP_SIZES`, with scales and minimums that float16 has, or
         `has_scales_of_outputs`."""
+        if self.is_coded:
+            return False
         if self.bits == 4:
             largest = max(float(tensor.abs().max()) for tensor in (self.scales, self.minimums))
             return self.group_size in GROUP_SIZES and largest <= torch.finfo(torch.float16).max
         return self.has_scales_of_outputs
+
+    @property
+    def is_in_coded_groups(self) -> bool:
+        """True for codes in groups that the native kernels take, with scales that float16 has."""
+        fits = float(self.scales.abs().max()) <= torch.finfo(torch.float16).max
+        return self.is_coded and self.group_size in GROUP_SIZES and fits
 
     @property
     def is_in_byte_groups(self) -> bool:
@@ -123,6 +135,9 @@ class QuantizedWeight:
         """The same weight in 8 bits."""
         if self.bits == 8:
             return self
+        if self.is_coded:
+            values = (CODES + 128).to(torch.uint8)[self.values.int()]
+            return dataclasses.replace(self, bits=8, values=values, minimums=-128 * self.scales, is_coded=False)
         minimums = self.minimums - 128 * self.scales
         return dataclasses.replace(self, bits=8, values=self.values + 128, minimums=minimums, input_bits=16)
 
@@ -134,6 +149,8 @@ class QuantizedWeight:
 
     def _dequantized_columns(self) -> Tensor:
         rows, width = self.shape
+        if self.is_coded:
+            return self.in_bytes()._dequantized_columns()
         if self.is_float8:
             return self.values.view(FLOAT8).float() * self.scales.repeat_interleave(self.group_size, 1)[:, :width]
         if self.scales.shape[1] * self.group_size == width:
@@ -146,7 +163,7 @@ class QuantizedWeight:
 
     def is_like(self, other: QuantizedWeight) -> bool:
         """Whether both take the same inputs in the same form, so that they can be one."""
-        if self.is_float8 != other.is_float8:
+        if (self.is_float8, self.is_coded) != (other.is_float8, other.is_coded):
             return False
         if (self.bits, self.group_size, self.input_bits) != (other.bits, other.group_size, other.input_bits):
             return False

@@ -1,4 +1,4 @@
-"""Weights in superblocks, as GGUF files have them: llama.cpp's K-quants."""
+"""Weights in superblocks, as GGUF files have them: llama.cpp's K-quants and IQ4_XS."""
 
 from __future__ import annotations
 

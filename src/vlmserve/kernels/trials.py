@@ -1,4 +1,4 @@
-"""Whether native kernels are as fast as torch's on this machine: tried once, then remembered in a file."""
+"""Which kernels are faster on this machine: tried once, then remembered in a file."""
 
 from __future__ import annotations
 
@@ -17,6 +17,9 @@ from torch.nn import functional as F
 
 from vlmserve.kernels.cpu_native import PackedLinear
 from vlmserve.kernels.extension import extension, supported_isas
+from vlmserve.kernels.isas import SUPERBLOCK, SUPERBLOCK_BYTES
+from vlmserve.kernels.quantized import QuantizedWeight
+from vlmserve.kernels.superblocks import SuperblockRows, SuperblockWeight
 from vlmserve.remembered import Remembered
 
 KNOWN = Remembered("kernels.json", bool)
@@ -27,6 +30,10 @@ ROWS = (1, 256)
 REPEATS = 5
 ENOUGH_SECONDS = 0.05
 """After that the time of a product is known well enough."""
+UNCACHED_BYTES = 64 * 2**20
+"""Weights that one row is multiplied with in turn, so that they come from memory, as a model's do."""
+REPACKED = {12: (4, 32), 14: (8, 16)}
+"""GGUF types that are tried (Q4_K, Q6_K): the bits and the group size of what they are repacked into."""
 
 
 @cache
@@ -48,6 +55,43 @@ def _try(dtype: torch.dtype) -> bool:
         if seconds_of(packed, x) > seconds_of(lambda x: F.linear(x, weight), x):
             return False
     return True
+
+
+@cache
+def superblocks_are_as_fast(isa: str, cpuinfo: Path = CPUINFO) -> bool:
+    """Return whether the selected kernels multiply GGUF superblocks at least as fast as repacked weights.
+
+    isa, cpuinfo: as for `is_as_fast_as_torch`, which keeps its results in the same file. The trial takes less than a
+    second and 80 MiB of memory.
+    """
+    return KNOWN.get(f"{isa} superblocks {machine(cpuinfo)}", _try_superblocks)
+
+
+def _try_superblocks() -> bool:
+    for kind, (bits, group_size) in REPACKED.items():
+        blocks = torch.zeros(SIZE, SIZE // SUPERBLOCK, SUPERBLOCK_BYTES[kind], dtype=torch.uint8)
+        scales = torch.ones(SIZE, SIZE // group_size)
+        middle = 0 if bits == 4 else -128
+        values = torch.zeros(SIZE, SIZE, dtype=torch.uint8)
+        forms = (
+            SuperblockWeight((SuperblockRows(kind, blocks),)),
+            QuantizedWeight(bits, group_size, values, scales, middle * scales, input_bits=16),
+        )
+        times = []
+        for weight in forms:
+            product = PackedLinear(weight, dtype=torch.bfloat16)
+            many = torch.ones(ROWS[-1], SIZE, dtype=torch.bfloat16)
+            times.append((seconds_of(_one_after_another(product), many[:1]), seconds_of(product, many)))
+        if any(own > other for own, other in zip(*times, strict=True)):
+            return False
+    return True
+
+
+def _one_after_another(product: PackedLinear) -> Callable[[Tensor], Tensor]:
+    """A product with several copies of a weight, which do not fit into caches."""
+    count = max(1, UNCACHED_BYTES // product.num_bytes)
+    copies = [PackedLinear.restored(product.settings, product.packed.clone(), None) for _ in range(count)]
+    return lambda x: [copy(x) for copy in copies][-1]
 
 
 def seconds_of(product: Callable[[Tensor], Tensor], x: Tensor) -> float:

@@ -49,7 +49,8 @@ class Filling:
         if cache is None or not cache.is_usable():
             return self._read(model, decoder)
         source = source_parts(self.checkpoint.folder, self.settings)
-        path = cache.path({**source, "blocks": self.keeps_blocks})
+        superblocks = self.keeps_blocks and self.device.multiplies_superblocks(self.settings.input_bits)
+        path = cache.path({**source, "blocks": self.keeps_blocks, "superblocks": superblocks})
         if (found := cache.read(path)) is not None:
             try:
                 merge_as_stored(model, self.checkpoint.names)

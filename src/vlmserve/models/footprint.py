@@ -26,12 +26,9 @@ from vlmserve.quantization import Scheme
 
 LIBRARIES = 320 * 2**20
 """Bytes that an engine's process takes for Python, torch and the smallest caches, whatever the model."""
-_KEPT_4 = {2, 3, 12}
-"""GGUF types whose tensors stay in 4 bits: Q4_0, Q4_1, Q4_K."""
-_KEPT_8 = {6, 7, 8, 13, 14}
-"""GGUF types whose tensors stay in 8 bits: Q5_0, Q5_1, Q8_0, Q5_K, Q6_K."""
-_BYTES_4, _BYTES_8 = BYTES["int4"], 1.125
-"""Bytes of a weight in 4 and 8 bits, with scale and minimum of a group of 32 weights."""
+_REPACKED = {**dict.fromkeys((2, 3, 12), BYTES["int4"]), **dict.fromkeys((6, 7, 8, 13, 14), 1.125), 20: 0.5625}
+"""Bytes of a repacked weight by GGUF type. Q4_0, Q4_1 and Q4_K become 4-bit with scale and minimum, Q5_0, Q5_1, Q8_0,
+Q5_K and Q6_K 8-bit, IQ4_NL 4-bit with a scale."""
 _HEADS = re.compile(r"(^|\.)(lm_head|output|embed_out)\.weight$")
 _TABLES = re.compile(r"(embed_tokens|token_embd|word_embeddings|wte|tok_embeddings)\.weight$")
 _OUTSIDE = re.compile(r"vision|visual|projector|connector|image|(^|\.)(v|mm)\.|patch|position|wpe")
@@ -145,10 +142,11 @@ def _bytes_each(
     """Bytes of each weight of a tensor. superblocks: bytes of a superblock by GGUF type, if kernels keep them."""
     matrix = len(tensor.shape) > 1
     if scheme == "none":
-        if matrix and tensor.kind is not None and tensor.kind in superblocks:
+        if not matrix or tensor.kind is None:
+            return plain_bytes
+        if tensor.kind in superblocks:
             return superblocks[tensor.kind] / SUPERBLOCK
-        kept = _BYTES_4 if tensor.kind in _KEPT_4 else _BYTES_8 if tensor.kind in _KEPT_8 else plain_bytes
-        return kept if matrix and plain_bytes < 4 else plain_bytes
+        return _REPACKED.get(tensor.kind, plain_bytes) if plain_bytes < 4 else plain_bytes
     if not matrix or (_OUTSIDE.search(tensor.name) and not vision):
         return plain_bytes
     if _TABLES.search(tensor.name):

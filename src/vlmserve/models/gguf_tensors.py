@@ -141,7 +141,9 @@ def _quantized(source: _Source) -> QuantizedWeight | None:
     values, scales, minimums = unpack(raw.view(len(raw), -1, _type_size(source.info)))
     groups = source.info.shape[1] // size
     scales, minimums = scales.reshape(-1, groups), minimums.reshape(-1, groups)
-    return QuantizedWeight(bits, size, values.reshape(len(raw), -1), scales, minimums, input_bits=16)
+    values = values.reshape(len(raw), -1)
+    is_coded = _type_of(source.info).name == "IQ4_NL"
+    return QuantizedWeight(bits, size, values, scales, minimums, input_bits=16, is_coded=is_coded)
 
 
 def _read(source: _Source, first: int, last: int | None) -> Tensor:
@@ -385,6 +387,12 @@ def _q4_1(blocks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return _halves(blocks, start=4, length=16, size=16), _float16(blocks, 0), _float16(blocks, 2)
 
 
+def _iq4_nl(blocks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes (`QuantizedWeight.is_coded`)."""
+    scales = _float16(blocks, 0)
+    return _halves(blocks, start=2, length=16, size=16), scales, torch.zeros_like(scales)
+
+
 # Types of more than 4 bits become 8, with the value that stands for a minimum, or for zero if there are none, at 128.
 def _q5_0(blocks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     scales = _float16(blocks, 0)
@@ -435,6 +443,7 @@ def _q6_k(blocks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 UNPACK: dict[str, tuple[int, int, Unpack]] = {
+    "IQ4_NL": (4, 32, _iq4_nl),
     "Q4_0": (4, 32, _q4_0),
     "Q4_1": (4, 32, _q4_1),
     "Q4_K": (4, 32, _q4_k),

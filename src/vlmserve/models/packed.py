@@ -102,6 +102,7 @@ def load_blocks(
     the next one is read. input_bits: see `Weight.quantize`.
     """
     merge_as_stored(model, checkpoint.names)
+    keeps_superblocks = operations.multiplies_superblocks(input_bits)
     for path, module in model.named_modules():
         # Towers read tables of positions as a whole.
         is_table = isinstance(module, Embedding) and path.endswith("embed_tokens")
@@ -110,7 +111,7 @@ def load_blocks(
         names = weight_names(path, module)
         if not checkpoint.names.issuperset(names) or (isinstance(module, GatedLinear) and module.bias is not None):
             continue
-        if operations.multiplies_superblocks(input_bits) and _take_superblocks(checkpoint, path, module, names):
+        if keeps_superblocks and _take_superblocks(checkpoint, path, module, names):
             if not any(module_slots(path, module)):
                 settle(module)
             continue

@@ -16,7 +16,10 @@ constexpr WeightKind PLAIN = {"plain", 0, 0, false, false}, INT8 = {"int8", 8, 1
                      INT4_WIDE = {"int4 with wide inputs", 4, 16, true, true}, GROUPS = {"int8", 8, 16, true, false},
                      GROUPS_WITH_MINIMUMS = {"int8 with minimums", 8, 16, true, true},
                      BYTE_GROUPS = {"int8 in groups with inputs of 8 bits", 8, 8, true, false},
-                     BYTE_GROUPS_WITH_MINIMUMS = {"int8 with minimums and inputs of 8 bits", 8, 8, true, true};
+                     BYTE_GROUPS_WITH_MINIMUMS = {"int8 with minimums and inputs of 8 bits", 8, 8, true, true},
+                     CODES = {"codes of 4 bits", CODED_GROUPS, 16, true, false};
+// What codes stand for (`kvalues_iq4nl` in llama.cpp's ggml-common.h).
+constexpr int VALUES_OF_CODES[] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
 constexpr long INPUT_GROUP = 128;  // inputs of 8 bits that share a scale beside weights that are not in groups
 
 // A packed weight [out, in] and what it stands for.
@@ -49,8 +52,10 @@ private:
     // Scales and zeros that float16 has, tiny ones among them.
     void quantize(Random& random) {
         long unit = group ? group : in, groups = (in + unit - 1) / unit;
+        const bool coded = kind.bits == CODED_GROUPS;
+        const int bits = coded ? 4 : kind.bits;
         std::vector<std::uint8_t> integers(static_cast<std::size_t>(out * in));
-        for (auto& value : integers) value = static_cast<std::uint8_t>(random.below(1L << kind.bits));
+        for (auto& value : integers) value = static_cast<std::uint8_t>(random.below(1L << bits));
         std::vector<float> scales(static_cast<std::size_t>(out * groups)), zeros(scales.size());
         for (std::size_t i = 0; i < scales.size(); ++i) {
             bool tiny = random.below(20) == 0;
@@ -63,10 +68,11 @@ private:
                 auto number = static_cast<std::size_t>(row * groups + column / unit);
                 double scale = static_cast<double>(scales[number]);
                 double zero = kind.minimums ? static_cast<double>(zeros[number]) : 0;
-                values[place] = scale * (integers[place] - (kind.bits == 8 ? 128 : 0)) + zero;
+                int value = coded ? VALUES_OF_CODES[integers[place]] : integers[place] - (bits == 8 ? 128 : 0);
+                values[place] = scale * value + zero;
             }
         long padded = (in + 3) / 4 * 4;
-        long bytes = group ? groups * 32 * (kind.minimums ? 4 : 2) + groups * 4 * group * kind.bits : 32 * (4 + padded);
+        long bytes = group ? groups * 32 * (kind.minimums ? 4 : 2) + groups * 4 * group * bits : 32 * (4 + padded);
         packed = std::make_unique<Memory>(tiles() * bytes);
         auto* to = static_cast<std::uint8_t*>(packed->data());
         const float* minimums = kind.minimums ? zeros.data() : nullptr;
@@ -233,7 +239,7 @@ inline void test_products() {
         for (const Epilogue& then : EPILOGUES) test_product(PLAIN, dtype, 46, 38, 0, then);
         // More inputs than are multiplied at a time.
         test_product(PLAIN, dtype, 35, 1102, 0, EPILOGUES[0]);
-        for (const WeightKind& kind : {INT8, BYTES, INT4, INT4_WIDE, GROUPS, GROUPS_WITH_MINIMUMS, BYTE_GROUPS, BYTE_GROUPS_WITH_MINIMUMS}) {
+        for (const WeightKind& kind : {INT8, BYTES, INT4, INT4_WIDE, GROUPS, GROUPS_WITH_MINIMUMS, BYTE_GROUPS, BYTE_GROUPS_WITH_MINIMUMS, CODES}) {
             test_product(kind, dtype, 33, 70, kind.groups && kind.bits == 8 ? 16 : 32, EPILOGUES[0]);
             test_product(kind, dtype, 70, 64, 64, EPILOGUES[7]);
             test_product(kind, dtype, 40, 330, 128, EPILOGUES[3]);

@@ -3,13 +3,13 @@
 
 #include <algorithm>
 
-#include "numbers.h"
+#include "products.h"
 
-enum SuperblockKind : int { Q2_K_KIND = 10, Q3_K_KIND, Q4_K_KIND, Q5_K_KIND, Q6_K_KIND };
+enum SuperblockKind : int { Q2_K_KIND = 10, Q3_K_KIND, Q4_K_KIND, Q5_K_KIND, Q6_K_KIND, IQ4_XS_KIND = 23 };
 
 inline long block_bytes(int kind) {
     constexpr long BYTES[] = {84, 110, 144, 176, 210};
-    return BYTES[kind - Q2_K_KIND];
+    return kind == IQ4_XS_KIND ? 136 : BYTES[kind - Q2_K_KIND];
 }
 
 // A random float16 between 2^-10 and 2^-9.
@@ -52,6 +52,11 @@ inline double superblock_value(int kind, const std::uint8_t* block, long i) {
         int value = block[16 + 32 * half + place] >> (2 * quarter) & 3, both = block[i / 16];
         return scale_at(block + 80) * (both & 15) * value - scale_at(block + 82) * (both >> 4);
     }
+    if (kind == IQ4_XS_KIND) {
+        long group = i / 32;
+        int low = block[4 + group / 2] >> (group % 2 * 4) & 15, high = (block[2] | block[3] << 8) >> (2 * group) & 3;
+        return scale_at(block) * ((low | high << 4) - 32) * VALUES_OF_CODES[block[8 + group * 16 + i % 16] >> (i % 32 / 16 * 4) & 15];
+    }
     int scale, minimum, value = block[(kind == Q4_K_KIND ? 16 : 48) + i / 64 * 32 + place] >> (i % 64 / 32 * 4) & 15;
     six_bit_pair(block + 4, i / 32, scale, minimum);
     if (kind == Q5_K_KIND) value |= (block[16 + place] >> (i / 32) & 1) << 4;
@@ -71,8 +76,8 @@ struct SuperblockWeight {
         for (auto& byte : blocks) byte = static_cast<std::uint8_t>(random.below(256));
         for (long i = 0; i < count; ++i) {
             std::uint8_t* block = blocks.data() + i * bytes;
-            bool pairs = kind == Q4_K_KIND || kind == Q5_K_KIND;
-            set_scale(pairs ? block : block + bytes - (kind == Q2_K_KIND ? 4 : 2), random);
+            bool pairs = kind == Q4_K_KIND || kind == Q5_K_KIND, first = pairs || kind == IQ4_XS_KIND;
+            set_scale(first ? block : block + bytes - (kind == Q2_K_KIND ? 4 : 2), random);
             if (pairs || kind == Q2_K_KIND) set_scale(pairs ? block + 2 : block + bytes - 2, random);
             for (long j = 0; j < 256; ++j) values.push_back(superblock_value(kind, block, j));
         }
@@ -154,7 +159,7 @@ inline void test_superblock_rows(int kind, int dtype) {
 
 inline void test_superblocks() {
     if (!kernels->pack_superblocks) return;
-    for (int kind = Q2_K_KIND; kind <= Q6_K_KIND; ++kind)
+    for (int kind : {Q2_K_KIND, Q3_K_KIND, Q4_K_KIND, Q5_K_KIND, Q6_K_KIND, IQ4_XS_KIND})
         for (int dtype : {FLOAT32, BFLOAT16}) {
             test_superblock_products(kind, dtype);
             test_superblock_rows(kind, dtype);

@@ -64,12 +64,8 @@ INLINE i32v multiply_pairs(i16v weights, i16v inputs) {
 // The same added to sums.
 INLINE i32v add_products(i32v sum, i16v weights, i16v inputs) {
 #if defined(__AVX512VNNI__)
-    if constexpr (LANES == 16)
-        return bit_cast<i32v>(
-            _mm512_dpwssd_epi32(bit_cast<__m512i>(sum), bit_cast<__m512i>(weights), bit_cast<__m512i>(inputs)));
-    else
-        return bit_cast<i32v>(
-            _mm256_dpwssd_epi32(bit_cast<__m256i>(sum), bit_cast<__m256i>(weights), bit_cast<__m256i>(inputs)));
+    return bit_cast<i32v>(
+        _mm512_dpwssd_epi32(bit_cast<__m512i>(sum), bit_cast<__m512i>(weights), bit_cast<__m512i>(inputs)));
 #elif defined(__AVXVNNI__)
     return bit_cast<i32v>(
         _mm256_dpwssd_avx_epi32(bit_cast<__m256i>(sum), bit_cast<__m256i>(weights), bit_cast<__m256i>(inputs)));

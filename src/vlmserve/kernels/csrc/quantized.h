@@ -82,7 +82,7 @@ typedef Int8Rows ByteRows;
 #endif
 
 // Likewise for one in groups, with inputs of 8 bits.
-template <int BITS>
+template <int BITS, bool IS_CODED = false>
 struct GroupRows {
     static constexpr int BLOCK = NARROW_BLOCK;
     WeightForm form;
@@ -106,14 +106,14 @@ struct GroupRows {
 
     template <int ROWS>
     static void multiply(const GroupRows& rows, const u8* weight, long row, long tile, f32v (&sums)[ROWS][VECTORS]) {
-        multiply_groups<BITS>(rows.fours + row * (rows.padded / 4), rows.scales + row * rows.groups(),
+        multiply_groups<BITS, IS_CODED>(rows.fours + row * (rows.padded / 4), rows.scales + row * rows.groups(),
                               weight + tile * rows.form.tile_bytes(rows.padded), rows.padded, rows.form, sums);
     }
 };
 
 #if defined(INTEGER_INPUTS)
 // Likewise with inputs of 16 bits.
-template <int BITS>
+template <int BITS, bool IS_CODED = false>
 struct WideGroupRows {
     static constexpr int BLOCK = WIDE_BLOCK;
     WeightForm form;
@@ -145,13 +145,13 @@ struct WideGroupRows {
 
     template <int ROWS>
     static void multiply(const WideGroupRows& rows, const u8* weight, long row, long tile, f32v (&sums)[ROWS][VECTORS]) {
-        multiply_wide<BITS>(rows.quads + row * (rows.padded / 4), rows.scales + row, rows.group_sums + row * rows.groups(),
+        multiply_wide<BITS, IS_CODED>(rows.quads + row * (rows.padded / 4), rows.scales + row, rows.group_sums + row * rows.groups(),
                             weight + tile * rows.form.tile_bytes(rows.padded), rows.padded, rows.form, sums);
     }
 };
 #else
-template <int BITS>
-using WideGroupRows = GroupRows<BITS>;
+template <int BITS, bool IS_CODED = false>
+using WideGroupRows = GroupRows<BITS, IS_CODED>;
 #endif
 
 template <class Rows, class T, class Out>
@@ -207,6 +207,7 @@ auto with_prepared(const LinearArgs& args, Work work) {
 #if defined(INTEGER_INPUTS)
     if (args.weight_bits == SUPERBLOCKS) return work(SuperblockRows(args));
 #endif
+    if (args.weight_bits == CODED_GROUPS) return work(WideGroupRows<4, true>(args));
     if (args.weight_bits == 4) return args.input_bits == 8 ? work(GroupRows<4>(args)) : work(WideGroupRows<4>(args));
     if (args.group) return args.input_bits == 8 ? work(ByteGroupRows(args)) : work(WideGroupRows<8>(args));
     return args.input_bits == 8 ? work(ByteRows(args)) : work(Int8Rows(args));

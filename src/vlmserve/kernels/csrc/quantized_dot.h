@@ -39,10 +39,7 @@ INLINE i32v dot_bytes(i32v sum, u8v weights, std::int32_t inputs) {
     int8x8_t four = vcreate_s8(static_cast<std::uint32_t>(inputs));
 #endif
 #if defined(__AVX512VNNI__)
-    if constexpr (LANES == 16)
-        return bit_cast<i32v>(_mm512_dpbusd_epi32(bit_cast<__m512i>(sum), bit_cast<__m512i>(weights), bit_cast<__m512i>(four)));
-    else
-        return bit_cast<i32v>(_mm256_dpbusd_epi32(bit_cast<__m256i>(sum), bit_cast<__m256i>(weights), bit_cast<__m256i>(four)));
+    return bit_cast<i32v>(_mm512_dpbusd_epi32(bit_cast<__m512i>(sum), bit_cast<__m512i>(weights), bit_cast<__m512i>(four)));
 #elif defined(__AVXVNNI__)
     return bit_cast<i32v>(
         _mm256_dpbusd_avx_epi32(bit_cast<__m256i>(sum), bit_cast<__m256i>(weights), bit_cast<__m256i>(four)));
@@ -62,8 +59,11 @@ constexpr int most_quads(int) { return 1024; }
 INLINE void read_in_turn() {}
 INLINE void add_at_once(Partial&) {}
 
-// weights: up to 127.
-INLINE Partial add_quad(Partial sum, u8v weights, std::int32_t inputs) { return dot_bytes(sum, weights, inputs); }
+// weights: up to 127, or, if SIGNED, larger by OFFSET than they are.
+template <bool SIGNED>
+INLINE Partial add_quad(Partial sum, u8v weights, std::int32_t inputs) {
+    return dot_bytes(sum, weights, inputs);
+}
 
 INLINE i32v add_scaled(i32v sum, Partial partial, Factor factor) { return sum + partial * factor; }
 
@@ -179,9 +179,10 @@ INLINE void multiply_bytes(const Four* inputs, const GroupScale* scales, const u
 }
 
 // Of weights in groups, with inputs of 8 bits.
-template <int BITS, int ROWS>
+template <int BITS, bool IS_CODED, int ROWS>
 INLINE void multiply_groups(const Four* inputs, const GroupScale* scales, const u8* tile, long in, WeightForm form,
                             f32v (&sums)[ROWS][VECTORS]) {
+    static_assert(!IS_CODED, "codes have wide inputs");
     constexpr int WIDTH = vectors_with(ROWS, NARROW_SUMS, 2, 1), PARTS = 8 / BITS;
     const long groups = in / form.group, units = form.group / (4 * PARTS);
     const long parameter_bytes = form.parameter_bytes(), group_bytes = form.group_bytes();
@@ -226,7 +227,7 @@ INLINE void multiply_groups(const Four* inputs, const GroupScale* scales, const 
 }
 
 // The same with inputs of 16 bits.
-template <int BITS, int ROWS>
+template <int BITS, bool IS_CODED, int ROWS>
 INLINE void multiply_wide(const Quad* inputs, const float* scales, const GroupSum* input_sums, const u8* tile, long in,
                           WeightForm form, f32v (&sums)[ROWS][VECTORS]) {
     constexpr int WIDTH = vectors_with(ROWS, WIDE_SUMS, 3, 1), PARTS = 8 / BITS;
@@ -240,7 +241,8 @@ INLINE void multiply_wide(const Quad* inputs, const float* scales, const GroupSu
         for (long number = 0; number < groups; ++number, place += group_bytes, group_sums += ROWS) {
             i32v high[ROWS][WIDTH] = {}, low[ROWS][WIDTH];
             for (int row = 0; row < ROWS; ++row)
-                for (int i = 0; i < WIDTH; ++i) low[row][i] = (BITS == 8 ? -OFFSET * group_sums[row].integer : 0) - i32v{};
+                for (int i = 0; i < WIDTH; ++i)
+                    low[row][i] = (BITS == 8 || IS_CODED ? -OFFSET * group_sums[row].integer : 0) - i32v{};
             const u8* weights = place + parameter_bytes + first * LANES * 4;
             for (long unit = 0; unit < units; ++unit, weights += 4 * TILE) {
                 for (long line = 0; line < WIDTH * LANES * 4; line += 64)
@@ -251,7 +253,10 @@ INLINE void multiply_wide(const Quad* inputs, const float* scales, const GroupSu
                 for (int part = 0; part < PARTS; ++part, x += ROWS) {
                     u8v w[WIDTH];
 #pragma GCC unroll 8
-                    for (int i = 0; i < WIDTH; ++i) w[i] = BITS == 8 ? as_multiplied(bytes[i]) : nibbles(bytes[i], part);
+                    for (int i = 0; i < WIDTH; ++i) {
+                        w[i] = BITS == 8 ? as_multiplied(bytes[i]) : nibbles(bytes[i], part);
+                        if (IS_CODED) w[i] = decode<OFFSET>(w[i]);
+                    }
 #pragma GCC unroll 4
                     for (int row = 0; row < ROWS; ++row)
 #pragma GCC unroll 8
@@ -265,7 +270,7 @@ INLINE void multiply_wide(const Quad* inputs, const float* scales, const GroupSu
                 f32v scale = group_scales(place, first + i);
                 for (int row = 0; row < ROWS; ++row)
                     totals[row][i] += __builtin_convertvector(high[row][i] * 256 + low[row][i], f32v) * scale;
-                if (BITS == 8 && !form.minimums) continue;
+                if ((BITS == 8 || IS_CODED) && !form.minimums) continue;
                 f32v minimum = group_minimums(place, first + i);
                 for (int row = 0; row < ROWS; ++row) totals[row][i] += minimum * group_sums[row].sum;
             }

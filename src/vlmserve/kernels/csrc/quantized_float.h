@@ -37,8 +37,11 @@ void round_row(const T* x, long in, long padded, long group, Four* fours, GroupS
 INLINE f32v byte_of(u32v bytes, int number) {
     return __builtin_convertvector(bit_cast<i32v>((bytes >> (8 * number)) & 255u) - 128, f32v);
 }
+template <bool IS_CODED>
 INLINE f32v nibble_of(u32v bytes, int number) {
-    return __builtin_convertvector(bit_cast<i32v>((bytes >> (8 * (number % 4) + 4 * (number / 4))) & 15u), f32v);
+    i32v values = bit_cast<i32v>((bytes >> (8 * (number % 4) + 4 * (number / 4))) & 15u);
+    for (int i = 0; IS_CODED && i < LANES; ++i) values[i] = CODES[values[i]];
+    return __builtin_convertvector(values, f32v);
 }
 
 template <int ROWS>
@@ -62,7 +65,7 @@ INLINE void multiply_int8(const Quad* x, const float*, const std::int32_t*, cons
 }
 
 // Of weights in groups.
-template <int BITS, int ROWS>
+template <int BITS, bool IS_CODED, int ROWS>
 INLINE void multiply_groups(const Four* x, const GroupScale* rows, const u8* tile, long in, WeightForm form,
                             f32v (&sums)[ROWS][VECTORS]) {
     constexpr long UNIT = 32 / BITS;
@@ -77,7 +80,7 @@ INLINE void multiply_groups(const Four* x, const GroupScale* rows, const u8* til
                 u32v bytes = bit_cast<u32v>(load_bytes(weights + (unit * TILE + vector * LANES) * 4));
 #pragma GCC unroll 8
                 for (int i = 0; i < UNIT; ++i) {
-                    f32v weight = BITS == 8 ? byte_of(bytes, i) : nibble_of(bytes, i);
+                    f32v weight = BITS == 8 ? byte_of(bytes, i) : nibble_of<IS_CODED>(bytes, i);
 #pragma GCC unroll 4
                     for (int row = 0; row < ROWS; ++row)
                         dots[row] += inputs[(unit * UNIT + i) / 4 * ROWS + row].values[i % 4] * weight;

@@ -1,7 +1,8 @@
 // How weights of 8 and 4 bits lie in memory.
 //
 // Weights are unsigned. In 8 bits w = scale * (u - 128), with a scale for each output, or, with a scale for each group of
-// inputs of each output, w = scale * (u - 128) + minimum; in 4 bits w = scale * u + minimum, in groups. Tiles hold 32
+// inputs of each output, w = scale * (u - 128) + minimum; in 4 bits w = scale * u + minimum, or, of codes,
+// w = scale * CODES[u], in groups. Tiles hold 32
 // outputs, as those of linear.h do, and four inputs in turn: in 8 bits [in / 4][32][4] bytes, behind 32 scales (float32).
 // Groups lie one behind the other, each with its 32 scales, its 32 minimums if it has any (float16), and its weights: in 8
 // bits [group / 4][32][4] bytes, in 4 bits [group / 8][32][4], whose lower halves are the first four inputs and whose upper
@@ -30,14 +31,20 @@ INLINE u8v nibbles(u8v bytes, int part) {
     return bytes & static_cast<u8>(15);
 }
 
-// bits: 8 or 4. group: inputs that share a scale; 0: all of them, of 8 bits. minimums: whether groups have them.
+// What codes stand for: `kvalues_iq4nl` in llama.cpp's ggml-common.h.
+constexpr signed char CODES[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
+
+// bits: 8 or 4. coded: whether they are codes. group: inputs that share a scale; 0: all of them, of 8 bits. minimums: whether
+// groups have them.
 struct WeightForm {
     int bits;
+    bool coded;
     long group;
     bool minimums;
 
-    // Of four bits they always have minimums.
-    WeightForm(int bits, long group, bool minimums) : bits(bits), group(group), minimums(minimums || bits == 4) {}
+    // kind: 8, 4 or CODED_GROUPS. Numbers of four bits always have minimums.
+    WeightForm(int kind, long group, bool minimums)
+        : bits(kind == CODED_GROUPS ? 4 : kind), coded(kind == CODED_GROUPS), group(group), minimums(minimums || kind == 4) {}
     explicit WeightForm(const LinearArgs& args) : WeightForm(args.weight_bits, args.group, args.minimums) {}
 
     long padded(long in) const {
@@ -111,7 +118,7 @@ void gather_quantized(const u8* packed, const std::int64_t* ids, T* y, long coun
                 long columns = smaller(LANES, smaller(size, in - start) - column);
                 for (long j = 0; j < columns; ++j) {
                     int value = weights[form.place(column + j, lane)] >> form.shift(column + j) & mask;
-                    values[j] = scale * static_cast<float>(value - middle) + minimum;
+                    values[j] = scale * static_cast<float>(form.coded ? CODES[value] : value - middle) + minimum;
                 }
                 store_some(y + i * in + start + column, load(values), columns);
             }

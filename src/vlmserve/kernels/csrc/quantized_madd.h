@@ -46,12 +46,31 @@ INLINE void add_at_once(V& sum) {
 
 // Sums of products of weights of few bits with inputs of 8 bits, two in each lane; what they are multiplied with.
 typedef i16v Partial, Factor;
+typedef VectorOf<signed char, 4 * LANES>::Type s8v4;
 
 // So many quads of weights up to `most` have sums of 16 bits.
 constexpr int most_quads(int most) { return 32767 / (2 * 127 * most); }
 
+// How much larger than their values signed weights are where they are multiplied.
+constexpr std::int32_t OFFSET = 0;
+
+// Inputs with the signs of weights.
+INLINE i16v signed_as(i16v inputs, u8v weights) {
+#if defined(__AVX512F__)
+    s8v4 negative = bit_cast<s8v4>(weights) < 0;
+    return bit_cast<i16v>((bit_cast<s8v4>(inputs) ^ negative) - negative);
+#else
+    return bit_cast<i16v>(_mm256_sign_epi8(bit_cast<__m256i>(inputs), bit_cast<__m256i>(weights)));
+#endif
+}
+
+// SIGNED: weights are signed bytes, of which one product has a sum of 16 bits.
+template <bool SIGNED>
 INLINE Partial add_quad(Partial sum, u8v weights, std::int32_t inputs) {
-    return sum + multiply_bytes(weights, in_all_lanes(inputs));
+    if constexpr (!SIGNED) return sum + multiply_bytes(weights, in_all_lanes(inputs));
+    s8v4 size = bit_cast<s8v4>(weights);
+    size = size < 0 ? -size : size;
+    return sum + multiply_bytes(bit_cast<u8v>(size), signed_as(in_all_lanes(inputs), weights));
 }
 
 INLINE i32v add_scaled(i32v sum, Partial partial, Factor factor) { return sum + multiply_pairs(partial, factor); }
@@ -62,11 +81,7 @@ INLINE Factor factor_of(u32v word, int byte) {
     const std::int32_t order = SIGNED ? 0x00800080 | byte << 8 | byte << 24 : static_cast<std::int32_t>(0x80008000 | byte | byte << 16);
     i32v lanes = i32v{} + order;
     for (int i = 0; i < LANES; ++i) lanes[i] += (SIGNED ? 0x04000400 : 0x00040004) * (i % 4);
-#if defined(__AVX512F__)
-    i16v pairs = bit_cast<i16v>(_mm512_shuffle_epi8(bit_cast<__m512i>(word), bit_cast<__m512i>(lanes)));
-#else
-    i16v pairs = bit_cast<i16v>(_mm256_shuffle_epi8(bit_cast<__m256i>(word), bit_cast<__m256i>(lanes)));
-#endif
+    i16v pairs = bit_cast<i16v>(shuffle_bytes(bit_cast<u8v>(word), bit_cast<u8v>(lanes)));
     return SIGNED ? pairs >> 8 : pairs;
 }
 
@@ -170,10 +185,10 @@ INLINE void multiply_int8(const Quad* inputs, const float* scales, const std::in
 }
 
 // Of weights in groups, with inputs of 8 bits.
-template <int BITS, int ROWS>
+template <int BITS, bool IS_CODED, int ROWS>
 INLINE void multiply_groups(const Four* inputs, const GroupScale* scales, const u8* tile, long in, WeightForm form,
                             f32v (&sums)[ROWS][VECTORS]) {
-    static_assert(BITS == 4, "weights of 8 bits have wide inputs");
+    static_assert(BITS == 4 && !IS_CODED, "weights of 8 bits and codes have wide inputs");
     constexpr int WIDTH = vectors_with(ROWS, NARROW_SUMS, 1, 1);
     const long groups = in / form.group, octets_of_group = form.group / 8;
     const long parameter_bytes = form.parameter_bytes(), group_bytes = form.group_bytes();
@@ -224,7 +239,7 @@ INLINE void multiply_groups(const Four* inputs, const GroupScale* scales, const 
 }
 
 // The same with inputs of 16 bits.
-template <int BITS, int ROWS>
+template <int BITS, bool IS_CODED, int ROWS>
 INLINE void multiply_wide(const Quad* inputs, const float* scales, const GroupSum* input_sums, const u8* tile, long in,
                           WeightForm form, f32v (&sums)[ROWS][VECTORS]) {
     constexpr int WIDTH = vectors_with(ROWS, WIDE_SUMS, 1, 1), QUADS = 8 / BITS;
@@ -243,22 +258,29 @@ INLINE void multiply_wide(const Quad* inputs, const float* scales, const GroupSu
             for (long unit = 0; unit < units; ++unit, weights += 4 * TILE, x += QUADS * ROWS) {
                 for (long line = 0; line < WIDTH * LANES * 4; line += 64)
                     __builtin_prefetch(weights + PREFETCH_BYTES + line);
+                i16v decoded[WIDTH];
 #pragma GCC unroll 4
                 for (int part = 0; part < 2 * QUADS; ++part) {
                     read_in_turn();
-                    // Of inputs 0 and 2 (in 4 bits then of 4 and 6), and of 1 and 3 (5 and 7).
+                    // Of inputs 0 and 2 (in 4 bits then of 4 and 6), and of 1 and 3 (5 and 7); codes: of a quad after the other.
+                    const int quad = IS_CODED ? part / 2 : part % QUADS, odd = IS_CODED ? part % 2 : part / QUADS;
                     i16v w[WIDTH];
 #pragma GCC unroll 8
                     for (int i = 0; i < WIDTH; ++i) {
-                        pairs16 bytes = bit_cast<pairs16>(load_bytes(weights + i * LANES * 4));
-                        w[i] = bit_cast<i16v>((bytes >> (BITS * part)) & static_cast<std::uint16_t>((1 << BITS) - 1));
+                        u8v bytes = load_bytes(weights + i * LANES * 4);
+                        if constexpr (IS_CODED) {
+                            if (!odd) decoded[i] = bit_cast<i16v>(decode<0>(nibbles(bytes, quad)));
+                            w[i] = (odd ? decoded[i] : decoded[i] << 8) >> 8;
+                        } else {
+                            w[i] = bit_cast<i16v>((bit_cast<pairs16>(bytes) >> (BITS * part)) & static_cast<std::uint16_t>((1 << BITS) - 1));
+                        }
                     }
 #pragma GCC unroll 4
                     for (int row = 0; row < ROWS; ++row) {
-                        const Quad& quad = x[part % QUADS * ROWS + row];
+                        const Quad& inputs_of = x[quad * ROWS + row];
 #pragma GCC unroll 8
                         for (int i = 0; i < WIDTH; ++i) {
-                            dots[row][i] += multiply_pairs(w[i], in_all_lanes(part / QUADS ? quad.odd : quad.even));
+                            dots[row][i] += multiply_pairs(w[i], in_all_lanes(odd ? inputs_of.odd : inputs_of.even));
                             add_at_once(dots[row][i]);
                         }
                     }
@@ -267,7 +289,7 @@ INLINE void multiply_wide(const Quad* inputs, const float* scales, const GroupSu
             for (int i = 0; i < WIDTH; ++i) {
                 f32v scale = group_scales(place, first + i);
                 for (int row = 0; row < ROWS; ++row) totals[row][i] += __builtin_convertvector(dots[row][i], f32v) * scale;
-                if (BITS == 8 && !form.minimums) continue;
+                if ((BITS == 8 || IS_CODED) && !form.minimums) continue;
                 f32v minimum = group_minimums(place, first + i);
                 for (int row = 0; row < ROWS; ++row) totals[row][i] += minimum * group_sums[row].sum;
             }

@@ -9,6 +9,33 @@ namespace {
 // Four inputs of a row as signed bytes.
 typedef std::int32_t Four;
 
+// In each 16 bytes: those at some places, or 0 where a place has its highest bit.
+INLINE u8v shuffle_bytes(u8v bytes, u8v places) {
+#if defined(__AVX512BW__)
+    return bit_cast<u8v>(_mm512_shuffle_epi8(bit_cast<__m512i>(bytes), bit_cast<__m512i>(places)));
+#elif defined(__AVX2__)
+    return bit_cast<u8v>(_mm256_shuffle_epi8(bit_cast<__m256i>(bytes), bit_cast<__m256i>(places)));
+#elif defined(__aarch64__)
+    return bit_cast<u8v>(vqtbl1q_u8(bit_cast<uint8x16_t>(bytes), bit_cast<uint8x16_t>(places)));
+#endif
+}
+
+// What codes stand for, and OFFSET more, for each 16 bytes of a vector.
+template <int OFFSET>
+struct CodeTable {
+    u8 values[4 * LANES] = {};
+
+    constexpr CodeTable() {
+        for (int i = 0; i < 4 * LANES; ++i) values[i] = static_cast<u8>(CODES[i % 16] + OFFSET);
+    }
+};
+
+template <int OFFSET>
+INLINE u8v decode(u8v codes) {
+    static constexpr CodeTable<OFFSET> table;
+    return shuffle_bytes(load_bytes(table.values), codes);
+}
+
 // Of a row's inputs in a group. sum: of them all, as they are after rounding; integer: the same in units of the scale.
 struct GroupScale {
     float scale, sum;

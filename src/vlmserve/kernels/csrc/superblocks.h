@@ -59,7 +59,8 @@ INLINE void add_superblock(const Four* x, const SuperblockInputs* inputs, const 
 #pragma GCC unroll 8
     for (int i = 0; i < WIDTH; ++i) {
         u32v scales[WORDS], minimums[WORDS];
-        Kind::unpack(from + Kind::SCALES_AT + (first + i) * LANES * 4, scales, minimums);
+        long lane = (first + i) * LANES;
+        Kind::unpack(from + Kind::SCALES_AT + lane * 4, from + F16_BYTES + lane * 2, scales, minimums);
 #pragma GCC unroll 16
         for (int group = 0; group < Kind::GROUPS; ++group)
             factors[group][i] = factor_of<Kind::SIGNED>(scales[group / 4], group % 4);
@@ -92,7 +93,7 @@ INLINE void add_superblock(const Four* x, const SuperblockInputs* inputs, const 
             for (int row = 0; row < ROWS; ++row)
 #pragma GCC unroll 8
                 for (int i = 0; i < WIDTH; ++i) {
-                    partial[row][i] = add_quad(begins ? Partial{} : partial[row][i], w[i], x[quad * ROWS + row]);
+                    partial[row][i] = add_quad<Kind::CODED>(begins ? Partial{} : partial[row][i], w[i], x[quad * ROWS + row]);
                     if (ROWS > 1) add_at_once(partial[row][i]);
                     if (ends) dots[row][i] = add_scaled(dots[row][i], partial[row][i], scale[i]);
                 }
@@ -105,18 +106,19 @@ INLINE void add_superblock(const Four* x, const SuperblockInputs* inputs, const 
     }
 }
 
-// Of one kind: a function by itself, for all types of inputs and outputs.
+// Of one kind: a function by itself, for all types of inputs and outputs. A superblock of a tile is read once, for all vectors:
+// a whole tile would not stay in a first-level cache until the next vectors are multiplied.
 template <class Kind, int ROWS>
 void multiply_superblocks(const Four* x, const SuperblockInputs* inputs, const u8* tile, long in, f32v (&sums)[ROWS][VECTORS]) {
-    constexpr int WIDTH = vectors_with(ROWS, NARROW_SUMS, 2, 1);
-    for (int first = 0; first < VECTORS; first += WIDTH) {
-        f32v totals[ROWS][WIDTH] = {};
-        for (long number = 0; number < in / SUPERBLOCK; ++number)
+    constexpr int WIDTH = vectors_with(ROWS, NARROW_SUMS, 2, 1), PARTS = VECTORS / WIDTH;
+    f32v totals[PARTS][ROWS][WIDTH] = {};
+    for (long number = 0; number < in / SUPERBLOCK; ++number)
+        for (int part = 0; part < PARTS; ++part)
             add_superblock<Kind, ROWS, WIDTH>(x + number * SUPERBLOCK / 4 * ROWS, inputs + number * ROWS,
-                                              tile + number * Kind::BYTES, first, totals);
+                                              tile + number * Kind::BYTES, part * WIDTH, totals[part]);
+    for (int part = 0; part < PARTS; ++part)
         for (int row = 0; row < ROWS; ++row)
-            for (int i = 0; i < WIDTH; ++i) sums[row][first + i] = totals[row][i];
-    }
+            for (int i = 0; i < WIDTH; ++i) sums[row][part * WIDTH + i] = totals[part][row][i];
 }
 
 // Rows, prepared for superblock weights, in the scratch memory of a call.

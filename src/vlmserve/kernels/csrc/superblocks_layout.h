@@ -1,14 +1,15 @@
-// The layout of superblock weights: llama.cpp's K-quants, at their bits in a GGUF file.
+// The layout of superblock weights: llama.cpp's K-quants and IQ4_XS, at their bits in a GGUF file.
 //
 // A superblock is 256 inputs of one output: an f16 scale `d`, an integer scale for each group of 16 or 32 inputs, and
 // unsigned weights u of few bits. Some kinds also have an f16 `dmin` and an integer minimum for each group.
 //
 //     with minimums:  w = d * scale * u - dmin * minimum
+//     coded:          w = d * scale * CODES[u]
 //     otherwise:      w = d * scale * (u - OFFSET)
 //
 // Tiles hold 32 outputs, like those of linear.h. A tile interleaves the superblocks of its outputs lane by lane:
 //
-//     d [32] f16, dmin [32] f16, packed scales and minimums [SCALE_WORDS][32] of 4 bytes,
+//     d [32] f16, a second number [32] of 16 bits (dmin; bits of scales), packed scales and minimums [SCALE_WORDS][32] of 4 bytes,
 //     then for each 32 inputs: lower bits [LOW][32] of 4 bytes, upper bits [HIGH][32] of 4 bytes
 //
 // Byte j of a word has inputs j, j + 4, j + 8, ... of the next 32 / b inputs, where b is the number of bits.
@@ -35,14 +36,15 @@ INLINE u32v field(u32v word, int from, int to) {
     return (from > to ? word >> (from - to) : word << (to - from)) & bit_cast<u32v>(mask);
 }
 
-// What all kinds have. SIGNED: whether scales may be below 0.
-template <long BLOCK_BYTES_, int LOW_, int HIGH_, long GROUP_, bool MINIMUMS_, int OFFSET_, bool SIGNED_, int SCALE_WORDS_>
+// What all kinds have. SIGNED: whether scales may be below 0. CODED: whether weights are codes.
+template <long BLOCK_BYTES_, int LOW_, int HIGH_, long GROUP_, bool MINIMUMS_, int OFFSET_, bool SIGNED_, int SCALE_WORDS_,
+          bool CODED_ = false>
 struct KindOf {
     static constexpr long BLOCK_BYTES = BLOCK_BYTES_, GROUP = GROUP_, GROUPS = SUPERBLOCK / GROUP_;
     static constexpr int LOW = LOW_, HIGH = HIGH_, OFFSET = OFFSET_, SCALE_WORDS = SCALE_WORDS_;
-    static constexpr bool MINIMUMS = MINIMUMS_, SIGNED = SIGNED_;
-    static constexpr int QUADS_OF_GROUP = GROUP / 4, MOST = (1 << (LOW + HIGH)) - 1;
-    static constexpr long SCALES_AT = F16_BYTES * (1 + MINIMUMS), PARAMETER_BYTES = SCALES_AT + WORD_BYTES * SCALE_WORDS;
+    static constexpr bool MINIMUMS = MINIMUMS_, SIGNED = SIGNED_, CODED = CODED_, HAS_SECOND = MINIMUMS || CODED;
+    static constexpr int QUADS_OF_GROUP = GROUP / 4, MOST = CODED ? 127 : (1 << (LOW + HIGH)) - 1;
+    static constexpr long SCALES_AT = F16_BYTES * (1 + HAS_SECOND), PARAMETER_BYTES = SCALES_AT + WORD_BYTES * SCALE_WORDS;
     static constexpr long UNIT_BYTES = WORD_BYTES * (LOW + HIGH);
     static constexpr long BYTES = PARAMETER_BYTES + SUPERBLOCK / UNIT * UNIT_BYTES;
     static_assert(BYTES == BLOCK_BYTES * TILE && BYTES % TILE_ALIGNMENT == 0, "a tile has the bits of the file");
@@ -56,7 +58,7 @@ struct KindOf {
             const u8* word = unit + (LOW + quad / HIGHS) * WORD_BYTES;
             low |= field<HIGH>(load_words(word), quad % HIGHS * HIGH, LOW);
         }
-        return bit_cast<u8v>(low);
+        return CODED ? decode<OFFSET>(bit_cast<u8v>(low)) : bit_cast<u8v>(low);
     }
 };
 
@@ -70,7 +72,7 @@ INLINE void unpack_bits(const u8* from, long count, int bits, int to, u8* values
 // Scales and minimums of 6 bits: 12 bytes, as Q4_K and Q5_K have them.
 struct SixBitPairs {
     template <int WORDS>
-    INLINE void unpack(const u8* words, u32v (&scales)[WORDS], u32v (&minimums)[WORDS]) {
+    INLINE void unpack(const u8* words, const u8*, u32v (&scales)[WORDS], u32v (&minimums)[WORDS]) {
         u32v first = load_words(words), second = load_words(words + WORD_BYTES), rest = load_words(words + 2 * WORD_BYTES);
         scales[0] = field<6>(first, 0, 0);
         minimums[0] = field<6>(second, 0, 0);
@@ -80,14 +82,14 @@ struct SixBitPairs {
 };
 
 struct Q4_K : KindOf<144, 4, 0, 32, true, 0, false, 3>, SixBitPairs {
-    static constexpr int D = 0, DMIN = 2, SCALES = 4;
+    static constexpr int D = 0, SECOND = 2, SCALES = 4;
     static void values(const u8* block, u8* to) {
         for (long i = 0; i < 4; ++i) unpack_bits(block + 16 + 32 * i, 32, 4, 0, to + 64 * i);
     }
 };
 
 struct Q5_K : KindOf<176, 4, 1, 32, true, 0, false, 3>, SixBitPairs {
-    static constexpr int D = 0, DMIN = 2, SCALES = 4;
+    static constexpr int D = 0, SECOND = 2, SCALES = 4;
     static void values(const u8* block, u8* to) {
         for (long i = 0; i < 4; ++i) unpack_bits(block + 48 + 32 * i, 32, 4, 0, to + 64 * i);
         unpack_bits(block + 16, 32, 1, 4, to);
@@ -95,7 +97,7 @@ struct Q5_K : KindOf<176, 4, 1, 32, true, 0, false, 3>, SixBitPairs {
 };
 
 struct Q6_K : KindOf<210, 4, 2, 16, false, 32, true, 4> {
-    static constexpr int D = 208, DMIN = 0, SCALES = 192;
+    static constexpr int D = 208, SECOND = 0, SCALES = 192;
     static void values(const u8* block, u8* to) {
         for (long i = 0; i < 2; ++i) {
             unpack_bits(block + 64 * i, 64, 4, 0, to + 128 * i);
@@ -103,20 +105,20 @@ struct Q6_K : KindOf<210, 4, 2, 16, false, 32, true, 4> {
         }
     }
     template <int WORDS>
-    INLINE void unpack(const u8* words, u32v (&scales)[WORDS], u32v (&)[WORDS]) {
+    INLINE void unpack(const u8* words, const u8*, u32v (&scales)[WORDS], u32v (&)[WORDS]) {
         for (int i = 0; i < WORDS; ++i) scales[i] = load_words(words + i * WORD_BYTES);
     }
 };
 
 struct Q3_K : KindOf<110, 2, 1, 16, false, 4, true, 3> {
-    static constexpr int D = 108, DMIN = 0, SCALES = 96;
+    static constexpr int D = 108, SECOND = 0, SCALES = 96;
     static void values(const u8* block, u8* to) {
         for (long i = 0; i < 2; ++i) unpack_bits(block + 32 + 32 * i, 32, 2, 0, to + 128 * i);
         unpack_bits(block, 32, 1, 2, to);
     }
     // Six bits with 32 for zero: 8 bytes have the lower four, 4 bytes the upper two.
     template <int WORDS>
-    INLINE void unpack(const u8* words, u32v (&scales)[WORDS], u32v (&)[WORDS]) {
+    INLINE void unpack(const u8* words, const u8*, u32v (&scales)[WORDS], u32v (&)[WORDS]) {
         u32v upper = load_words(words + 2 * WORD_BYTES);
         for (int i = 0; i < WORDS; ++i) {
             u32v lower = load_words(words + i % 2 * WORD_BYTES);
@@ -127,16 +129,38 @@ struct Q3_K : KindOf<110, 2, 1, 16, false, 4, true, 3> {
 };
 
 struct Q2_K : KindOf<84, 2, 0, 16, true, 0, false, 4> {
-    static constexpr int D = 80, DMIN = 82, SCALES = 0;
+    static constexpr int D = 80, SECOND = 82, SCALES = 0;
     static void values(const u8* block, u8* to) {
         for (long i = 0; i < 2; ++i) unpack_bits(block + 16 + 32 * i, 32, 2, 0, to + 128 * i);
     }
     template <int WORDS>
-    INLINE void unpack(const u8* words, u32v (&scales)[WORDS], u32v (&minimums)[WORDS]) {
+    INLINE void unpack(const u8* words, const u8*, u32v (&scales)[WORDS], u32v (&minimums)[WORDS]) {
         for (int i = 0; i < WORDS; ++i) {
             u32v both = load_words(words + i * WORD_BYTES);
             scales[i] = field<4>(both, 0, 0);
             minimums[i] = field<4>(both, 4, 0);
+        }
+    }
+};
+
+struct IQ4_XS : KindOf<136, 4, 0, 32, false, OFFSET, true, 1, true> {
+    static constexpr int D = 0, SECOND = 2, SCALES = 4;
+    static void values(const u8* block, u8* to) {
+        for (long i = 0; i < 8; ++i) unpack_bits(block + 8 + 16 * i, 16, 4, 0, to + 32 * i);
+    }
+    // Six bits with 32 for zero: four bytes have the lower four, the second number has the upper two.
+    template <int WORDS>
+    INLINE void unpack(const u8* words, const u8* second, u32v (&scales)[WORDS], u32v (&)[WORDS]) {
+        u16v bits;
+        __builtin_memcpy(&bits, second, sizeof bits);
+        u32v lower = load_words(words), upper = __builtin_convertvector(bits, u32v);
+        for (int i = 0; i < WORDS; ++i) {
+            u32v low = lower >> (16 * i) & 0xffffu, high = upper >> (8 * i) & 0xffu;
+            low = (low | low << 8) & 0x00ff00ffu;
+            low = (low | low << 4) & 0x0f0f0f0fu;
+            high = (high | high << 12) & 0x000f000fu;
+            high = (high | high << 6) & 0x03030303u;
+            scales[i] = bit_cast<u32v>(bit_cast<u8v>(low | high << 4) - static_cast<u8>(32));
         }
     }
 };
@@ -149,6 +173,7 @@ INLINE auto with_kind(int kind, Work work) {
         case 11: return work(Q3_K{});
         case 12: return work(Q4_K{});
         case 13: return work(Q5_K{});
+        case 23: return work(IQ4_XS{});
         default: return work(Q6_K{});
     }
 }
@@ -173,7 +198,7 @@ struct TileTable {
 template <class Kind>
 void pack_superblock(const u8* block, u8* to, long lane) {
     __builtin_memcpy(to + lane * 2, block + Kind::D, 2);
-    if (Kind::MINIMUMS) __builtin_memcpy(to + F16_BYTES + lane * 2, block + Kind::DMIN, 2);
+    if (Kind::HAS_SECOND) __builtin_memcpy(to + F16_BYTES + lane * 2, block + Kind::SECOND, 2);
     for (long i = 0; i < Kind::SCALE_WORDS; ++i)
         __builtin_memcpy(to + Kind::SCALES_AT + (i * TILE + lane) * 4, block + Kind::SCALES + i * 4, 4);
     u8 values[SUPERBLOCK] = {};
@@ -230,7 +255,7 @@ void unpack_superblock(const u8* from, long lane, float* to) {
     constexpr int WORDS = Kind::GROUPS / 4;
     long vector = lane / LANES * LANES;
     u32v scales[WORDS], minimums[WORDS] = {};
-    Kind::unpack(from + Kind::SCALES_AT + vector * 4, scales, minimums);
+    Kind::unpack(from + Kind::SCALES_AT + vector * 4, from + F16_BYTES + vector * 2, scales, minimums);
     const f16* parameters = reinterpret_cast<const f16*>(from);
     float d = to_float(parameters[lane]), dmin = Kind::MINIMUMS ? to_float(parameters[TILE + lane]) : 0.0f;
     auto byte_of = [&](const u32v(&words)[WORDS], long group) {
@@ -243,7 +268,7 @@ void unpack_superblock(const u8* from, long lane, float* to) {
         if (Kind::SIGNED) scale = static_cast<signed char>(scale);
         float minimum = Kind::MINIMUMS ? dmin * byte_of(minimums, i / Kind::GROUP) : 0.0f;
         for (int j = 0; j < 4; ++j)
-            to[i + j] = d * static_cast<float>(scale * (quad[(lane - vector) * 4 + j] - Kind::OFFSET)) - minimum;
+            to[i + j] = d * static_cast<float>(scale * static_cast<signed char>(quad[(lane - vector) * 4 + j] - Kind::OFFSET)) - minimum;
     }
 }
 

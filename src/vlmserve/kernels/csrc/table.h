@@ -7,6 +7,8 @@ enum DType : int { FLOAT32 = 0, BFLOAT16 = 1 };
 
 // `weight_bits` of weights that `pack_superblocks` packs: each tile says its own.
 constexpr int SUPERBLOCKS = 1;
+// `weight_bits` of weights in groups that are codes of 4 bits (quantized_layout.h).
+constexpr int CODED_GROUPS = 2;
 
 // A part of an adapter's second factor: what it adds to panels of 16 of a product's outputs.
 struct AdapterPart {
@@ -55,7 +57,7 @@ struct LinearArgs {
     void* scratch;         // `linear_scratch` bytes
     long rows, in, out, x_stride, y_stride;
     int dtype, activation, gated, float_output, threads;
-    int weight_bits;  // 8, 4, SUPERBLOCKS, or 0 for weights of `dtype`
+    int weight_bits;  // 8, 4, CODED_GROUPS, SUPERBLOCKS, or 0 for weights of `dtype`
     int group;        // how many inputs share a scale, a multiple of 16; 0: all of them, with 8 bits
     int minimums;     // with 8 bits in groups: whether these have minimums, as those of 4 bits always do
     int input_bits;   // beside few bits, what inputs are rounded to where they are: 16, or 8 if there is a kernel for it

@@ -16,9 +16,7 @@
 
 // Floats in a register, and how many registers there are. A vector that is wider than a register would go through the
 // stack in every operation.
-#if defined(VLMSERVE_LANES)
-constexpr int LANES = VLMSERVE_LANES, REGISTERS = 16;
-#elif defined(__AVX512F__)
+#if defined(__AVX512F__)
 constexpr int LANES = 16, REGISTERS = 32;
 #elif defined(__AVX2__)
 constexpr int LANES = 8, REGISTERS = 16;
@@ -196,7 +194,7 @@ INLINE f32v minimum(f32v a, f32v b) { return choose(a < b, a, b); }
 INLINE f32v maximum(f32v a, f32v b) { return choose(a > b, a, b); }
 
 // Whether an instruction rounds to integers, and one multiplies by powers of two.
-#if defined(__AVX512F__) && !defined(VLMSERVE_LANES)
+#if defined(__AVX512F__)
 constexpr bool SCALES = true;
 
 INLINE f32v nearest_integer(f32v x) {
