@@ -41,6 +41,8 @@ MIXED = ("0", "1", "2")
 class Engine:
     """An engine's client that serves folders. configured: of the settings, by names."""
 
+    kv_cache_tokens = 0
+
     def __init__(self, configured: Mapping[str, Path]) -> None:
         self.adapters: dict[str, AdapterInfo] = {}
         self.calls = self
@@ -100,7 +102,7 @@ class Worker:
             num_answers=0,
         )
         self.is_up = True
-        self.door = Door(self._answer, cast(Any, service), name=name, token=TOKEN, capacity=1, block_size=1)
+        self.door = Door(self._answer, cast(Any, service), name=name, token=TOKEN, capacity=1)
 
     @property
     def served(self) -> dict[str, str]:

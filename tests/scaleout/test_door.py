@@ -25,7 +25,7 @@ def test_request_has_the_address_of_the_gateways_client(headers: dict[str, str],
         await send({"type": "http.response.body", "body": b""})
 
     async def ask() -> None:
-        door = Door(app, cast(Any, SimpleNamespace()), name="a", token="b", capacity=1, block_size=1)
+        door = Door(app, cast(Any, SimpleNamespace()), name="a", token="b", capacity=1)
         async with httpx.AsyncClient(transport=httpx.ASGITransport(door), base_url="http://worker") as http:
             await http.post("/v1/chat/completions", headers={TOKEN_HEADER: "b", **headers})
 

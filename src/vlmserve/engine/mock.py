@@ -483,6 +483,7 @@ def _model_info(config: EngineConfig, folder: Path, vocab_size: int, eos_token_i
         num_parameters=0,
         max_prompt_len=context - 1,
         kv_cache_bytes=0,
+        kv_cache_tokens=config.max_num_seqs * -(-context // config.block_size) * config.block_size,
         supports_images="vision_config" in checkpoint,
         end_token_ids=sorted(eos_token_ids),
     )

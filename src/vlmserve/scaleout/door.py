@@ -65,15 +65,12 @@ _OPEN_PATHS = frozenset({"/health", "/ping", "/ready", "/version", "/metrics"})
 class Door:
     """Middleware. name: of the worker, kept over restarts. token: that gateways show."""
 
-    def __init__(
-        self, app: ASGIApp, service: Service, *, name: str, token: str, capacity: int, block_size: int
-    ) -> None:
+    def __init__(self, app: ASGIApp, service: Service, *, name: str, token: str, capacity: int) -> None:
         self._app = app
         self._service = service
         self._name = name
         self._token = token.encode()
         self._capacity = capacity
-        self._block_size = block_size
         self._id = secrets.token_hex(8)
         self._tag = tag_of(name)
         self._feeds: dict[str, asyncio.Queue[FeedMessage]] = {}
@@ -174,7 +171,7 @@ class Door:
 
     def _hello(self) -> Hello:
         service = self._service
-        stats = service.engine_stats()
+        stats, engine = service.engine_stats(), service.info
         phase = service.phase
         worker = WorkerInfo(
             self._id,
@@ -183,7 +180,7 @@ class Door:
             service.names.all,
             self.epoch,
             self._capacity,
-            (stats.kv_blocks_total if stats else 0) * self._block_size,
+            engine.kv_cache_tokens if stats is not None and engine is not None else 0,
             draining=phase == "closing" or (phase != "asleep" and stats is None),
         )
         adapters = {

@@ -112,7 +112,6 @@ def run_worker(launch: WorkerLaunch, announce: Callable[[str], None]) -> None:
             name=launch.name,
             token=launch.token,
             capacity=engine.max_num_seqs,
-            block_size=engine.block_size,
         )
 
     media, server = MediaConfig.model_validate_json(launch.media), ServerConfig.model_validate_json(launch.server)
