@@ -148,7 +148,7 @@ def test_streams_equal_plain_sums(layers: list[dict[str, Any]], post: bool, devi
     torch.testing.assert_close(stream.rows, expected)
 
 
-def test_norms_are_computed_with_sums_or_left_to_readers() -> None:
+def test_norms_come_with_sums_or_are_deferred() -> None:
     torch.manual_seed(0)
     device = FusingDevice(CPU)
     reader, last, following, output = linear(SIZE, INNER), linear(INNER, SIZE), norm("rms"), norm("rms")
