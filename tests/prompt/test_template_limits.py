@@ -143,6 +143,14 @@ def assert_times_out(template: ChatTemplate, seconds: float) -> None:
         template.render(turns(9))
 
 
+def test_slow_probe_of_an_assistant_first_is_reported(monkeypatch):
+    monkeypatch.setattr(template_limits, "MAX_SECONDS", 0.1)
+    slow = "{% if messages[0].role == 'assistant' %}" + ATTACKS["loops without output"] + "{% endif %}"
+    template = ChatTemplate(slow + SHOWS, {}, None)
+    with pytest.raises(InvalidRequestError, match=r"takes longer than 0\.1 s"):
+        template.render([Message("assistant", ("Hi",), is_string=True), *turns(1)])
+
+
 def test_timeouts_of_many_clients_are_forgotten(monkeypatch):
     monkeypatch.setattr(template_limits, "_MAX_CLIENTS", 2)
     limits = template_limits.TemplateLimits()

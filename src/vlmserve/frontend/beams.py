@@ -41,7 +41,8 @@ def start_beam_search(
 ) -> list[BeamStream]:
     """The `num_answers` best answers to a request, the best first. max_logprobs: of the engine.
 
-    Raises InvalidRequestError for what cannot be searched for; the streams raise what `EngineClient.submit` does.
+    Raises InvalidRequestError for what cannot be searched for. The streams raise what `EngineClient.submit_together`
+    does.
     """
     _check_params(request.params)
     needed = search.num_choices(len(search.end_token_ids(request.params, client.info.end_token_ids)))

@@ -160,11 +160,11 @@ class ChatTemplate:
                 )
         if continue_final_message:
             messages = [*messages[:-1], _with_end(messages[-1])]
-        chat = [
-            {**_beside_content(message), **self._reasoning(message), "content": self._content(message)}
-            for message in self._arranged(messages)
-        ]
         try:
+            chat = [
+                {**_beside_content(message), **self._reasoning(message), "content": self._content(message)}
+                for message in self._arranged(messages)
+            ]
             text = self._render(
                 chat,
                 add_generation_prompt=add_generation_prompt and not continue_final_message,

@@ -356,7 +356,7 @@ async def start_generation(
     """Hand all answers to the engine, those to the first prompt first. adapter: that answers; "": the model itself.
     priority: see `EngineRequest`.
 
-    Raises what `EngineClient.submit` does, and InvalidRequestError for a broken grammar.
+    Raises what `EngineClient.submit_together` does, and InvalidRequestError for a broken grammar.
     """
     request = replace(request, params=service.preparer.answers.with_bad_words(request.params))
     grammar, tools = request.params.grammar, request.tools
