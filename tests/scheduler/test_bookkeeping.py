@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.scheduler.made_up import BLOCK, END, FixedLimits, cross_input, image, request, request_states, scheduler
 from vlmserve.layer_specs import CacheBytes
 from vlmserve.runner.requests import ScheduledRequest
-from vlmserve.steps import ModelRunnerOutput, SchedulerOutput
+from vlmserve.steps import ModelRunnerOutput, RequestFailure, SchedulerOutput
 
 
 @st.composite
@@ -38,6 +38,7 @@ OPERATIONS = st.lists(
     st.one_of(
         st.tuples(st.just("add"), requests()),
         st.tuples(st.just("step"), st.sampled_from([7, 7, 7, END])),
+        st.tuples(st.just("fail"), st.integers(0, 3)),
         st.tuples(st.just("abort"), st.integers(0, 30)),
     ),
     max_size=60,
@@ -142,7 +143,7 @@ def test_no_block_leaks_or_holds_foreign_content(
     unfinished: dict[bytes, int] = {}
     added = 0
 
-    def step(token):
+    def step(token, failing=None):
         decoding = {running.request_id for running in s.running if running.num_uncomputed == 1}
         preemptions = s.num_preemptions
         planned = s.schedule()
@@ -191,8 +192,14 @@ def test_no_block_leaks_or_holds_foreign_content(
             assert all(one.key in embeddings for one in state.images_between(start, end))
             assert state.cross_key is None or state.cross_key in embeddings
         roots = {request.request_id: [chain.keys[0] for chain in request.chains] for request in s.running}
-        contents.run(planned, batch, roots, windows)
-        for output in s.update(planned, sample(batch, token)):
+        failed = batch[failing % len(batch)] if failing is not None and batch else None
+        computed = [scheduled for scheduled in batch if scheduled is not failed]
+        contents.run(planned, computed, roots, windows)
+        sampled = sample(computed, token)
+        if failed is not None:
+            sampled.token_ids[failed.state.request_id] = []
+            sampled.failures[failed.state.request_id] = RequestFailure("out_of_memory")
+        for output in s.update(planned, sampled):
             if output.finish_reason is not None:
                 open_requests.remove(output.request_id)
         if planned.has_work:
@@ -223,6 +230,8 @@ def test_no_block_leaks_or_holds_foreign_content(
         elif operation == "abort":
             s.abort([f"request {argument}"])
             open_requests.discard(f"request {argument}")
+        elif operation == "fail":
+            step(7, failing=argument)
         else:
             step(argument)
     for _ in range(10_000):
@@ -233,9 +242,6 @@ def test_no_block_leaks_or_holds_foreign_content(
     assert not open_requests
     assert (s.pool.num_used, s.images.cache.num_pinned, len(s)) == (0, 0, 0)
     assert not s.memory._computing
-    if planned := s.images._dropped:
-        assert {*planned} == {*unfinished}
-    else:
-        assert not unfinished
+    assert {*unfinished} <= {*s.images._dropped} <= {*unfinished} | embeddings
     assert not s.images._unfinished
     assert not s.images._awaiting_image

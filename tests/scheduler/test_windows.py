@@ -6,6 +6,7 @@ import pytest
 
 from tests.scheduler.made_up import BLOCK, END, finish, image, plan, request, run, sampled, scheduler
 from vlmserve.layer_specs import CacheBytes
+from vlmserve.steps import ModelRunnerOutput, RequestFailure
 
 
 def test_blocks_behind_the_window_are_free_again():
@@ -143,3 +144,21 @@ def test_prompts_fill_the_pool_after_any_hit(windows: tuple[int | None, ...]) ->
             run(s)
         assert not len(s)
     assert s.memory.cached_tokens > 0
+
+
+@pytest.mark.parametrize("kind", ["out_of_memory", "not_finite"])
+@pytest.mark.parametrize("windows", [(8,), (None, 8)])
+@pytest.mark.parametrize("num_chunks", [0, 1, 2])
+def test_failed_prompts_leave_no_blocks(windows: tuple[int | None, ...], kind: str, num_chunks: int) -> None:
+    """Those that have left the window are free already."""
+    s = scheduler(budget=16, prefix_caching=True, windows=windows)
+    s.add(request("a", 41))
+    step = s.schedule()
+    [failing] = s.running
+    for _ in range(num_chunks):
+        run_step(s, step)
+        step = s.schedule()
+    used = {block for table in failing.tables for block in table.blocks}
+    s.update(step, ModelRunnerOutput(token_ids={"a": []}, failures={"a": RequestFailure(kind)}))
+    assert s.pool.num_cached == 0
+    assert set(s.schedule().blocks_to_zero) >= used

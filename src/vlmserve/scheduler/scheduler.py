@@ -143,7 +143,8 @@ class Scheduler:
             if sampled is not None and request.answer_id not in searches:
                 outputs.append(self._extend(request, output, end))
                 continue
-            self.resources.advance(request, end)
+            if request.request_id not in output.failures:
+                self.resources.advance(request, end)
             if sampled is not None:
                 outputs += self._extend_search(request, searches[request.answer_id], output)
         for request_id in late:
@@ -155,9 +156,11 @@ class Scheduler:
         """Append sampled tokens to a request. It may end with them, or become long."""
         length = len(request.token_ids)
         answer = extend_answer(request, output)
-        self.resources.advance(request, num_computed)
+        failure = output.failures.get(request.request_id)
+        if failure is None:
+            self.resources.advance(request, num_computed)
         if answer.finish_reason is not None:
-            self.resources.discard(request, output.failures.get(request.request_id))
+            self.resources.discard(request, failure)
             self._queues.remove(request)
         elif request.max_short_len is not None:
             self._queues.recompute_if_long(request, length)

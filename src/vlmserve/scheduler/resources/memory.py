@@ -260,13 +260,18 @@ class KVMemory(Resource):
     def discard(self, request: Request, *, out_of_memory: bool) -> None:
         """Unregister a failed request's blocks and have them zeroed, because they may hold NaN, or were not computed.
 
-        A block is read as a whole, and a masked NaN still makes a sum NaN.
+        A block is read as a whole, and a masked NaN still makes a sum NaN. Blocks before windows are free already.
         """
-        for table in request.tables:
-            for block in table.held:
-                self.pool.unregister(block)
-                if self.pool.ref_count(block) == 1:
-                    self._not_finite.append(block)
+        tables = iter(request.tables)
+        for chain in request.chains:
+            for column, table in zip(self._columns, tables, strict=False):
+                keys = zip(chain.keys[1:], table.blocks[: table.first], strict=False)
+                freed = [block for key, block in keys if self.pool.get(column.key(key)) == block]
+                for own, blocks in ((0, freed), (1, table.held)):
+                    for block in blocks:
+                        self.pool.unregister(block)
+                        if self.pool.ref_count(block) == own:
+                            self._not_finite.append(block)
 
     def release(self, request: Request, *, resumes: bool = False) -> None:
         if resumes:
