@@ -77,8 +77,8 @@ class QuantizationConfig(Settings):
     def _check_method(self) -> Self:
         if self.symmetric and self.zero_points:
             raise ValueError("weights have zero points or are symmetric, not both")
-        if self.method == "smoothquant" and self.weight_memory is not None:
-            raise ValueError("the method smoothquant is for 8 bits: leave the memory for weights out")
+        if self.rounds_inputs and self.weight_memory is not None:
+            raise ValueError("w8a8 and the method smoothquant are for 8 bits: leave the memory for weights out")
         if self.method == "smoothquant" and "int4" in (self.scheme, *self.overrides.values()):
             raise ValueError("the method smoothquant is for 8 bits")
         if self.scheme == "w8a8" and self.method not in ("rtn", "smoothquant"):

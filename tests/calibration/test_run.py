@@ -238,6 +238,17 @@ def test_unfinished_folder_rejects_other_settings(tmp_path: Path) -> None:
         calibrate(folder, tmp_path / "out", QuantizationConfig(scheme="int4", method="gptq"), random_prompts(seed=5))
 
 
+def test_unfinished_folder_takes_the_same_prompts_from_elsewhere(tmp_path: Path) -> None:
+    folder = make_llama(tmp_path / "plain", **GROUPS_FIT)
+    config = QuantizationConfig(scheme="int4", method="gptq", calibration="prompts.jsonl")
+    with pytest.raises(Interrupted):
+        calibrate(folder, tmp_path / "out", config, progress=interrupting(2))
+    seen: list[int] = []
+    moved = config.model_copy(update={"calibration": str(tmp_path / "prompts.jsonl")})
+    calibrate(folder, tmp_path / "out", moved, progress=lambda done, total: seen.append(done))
+    assert seen[0] == 2
+
+
 def test_unrelated_folder_is_rejected(tmp_path: Path) -> None:
     folder = make_llama(tmp_path / "plain", **GROUPS_FIT)
     (tmp_path / "out").mkdir()

@@ -140,3 +140,9 @@ def test_w8a8_is_8_bits_by_rounding_or_smoothing() -> None:
         EngineConfig(quantize="int8", input_bits=8)
     with pytest.raises(ConfigurationError, match="w8a8 goes with the methods rtn and smoothquant"):
         _ = EngineConfig(quantize="w8a8", quantize_method="gptq").quantization
+
+
+@pytest.mark.parametrize("options", [{"quantize": "w8a8"}, {"quantize_method": "smoothquant"}])
+def test_8_bit_inputs_reject_a_weight_memory(options: Any) -> None:
+    with pytest.raises(ConfigurationError, match="are for 8 bits: leave the memory for weights out"):
+        _ = EngineConfig(weight_memory="1GiB", **options).quantization

@@ -275,7 +275,8 @@ def test_another_mount_maps_the_same_file(tmp_path: Path, cache: WeightsCache, m
 def test_edited_code_reads_again(tmp_path: Path, cache: WeightsCache, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, paths = make_llama(tmp_path / "model"), set()
     packages = ("devices", "families", "gguf", "kernels", "layers", "models", "quant")
-    names = [*(f"{package}/deep/code.py" for package in packages), "gguf_header.py", "layer_specs.py"]
+    modules = ("gguf_header.py", "layer_specs.py", "quantization.py")
+    names = [*(f"{package}/deep/code.py" for package in packages), *modules]
     for edited in ("none", *names):
         for name in names:
             code = tmp_path / edited / name

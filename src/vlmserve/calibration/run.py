@@ -159,7 +159,8 @@ class Calibration:
     def _settings(self) -> str:
         """A digest of all that the result depends on."""
         hasher = blake3(weights_digest(self._writer.checkpoint.folder))
-        hasher.update(f"{__version__} {self._config.model_dump_json()} {self._decoder.dtype}".encode())
+        config = self._config.model_dump_json(exclude={"calibration", "calibration_tokens"})  # the prompts follow
+        hasher.update(f"{__version__} {config} {self._decoder.dtype}".encode())
         for prompt, weight in self._prompts.items():
             asked = [] if prompt.cross is None else prompt.cross.token_ids
             keys = [image.key.hex() for image in prompt.image_inputs]

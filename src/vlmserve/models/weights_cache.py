@@ -47,7 +47,10 @@ SPARED_BYTES = 2**30
 SUFFIX = ".weights"
 
 PACKAGE = Path(__file__).parents[1]
-PACKING = ("devices", "families", "gguf", "gguf_header.py", "kernels", "layer_specs.py", "layers", "models", "quant")
+PACKING = (
+    "devices", "families", "gguf", "gguf_header.py", "kernels", "layer_specs.py", "layers", "models", "quant",
+    "quantization.py",
+)  # fmt: skip
 """Folders and files of code that packed weights depend on."""
 _NAME = re.compile(r"[0-9a-f]{32}\.weights")
 _UNFINISHED = re.compile(r"[0-9a-f]{32}\.\w+\.writing", re.ASCII)
