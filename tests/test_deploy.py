@@ -10,8 +10,10 @@ from typing import Any
 
 import jsonschema
 import pytest
+import typer
 import yaml
 
+from vlmserve.cli import app
 from vlmserve.config import EngineConfig, MediaConfig, ServerConfig
 
 ROOT = Path(__file__).parent.parent
@@ -55,6 +57,15 @@ def test_images_do_not_run_as_root() -> None:
     assert instructions("USER") == ["10001"] * 2
     assert "--uid 10001" in DOCKERFILE
     assert "runAsUser: 10001" in TEMPLATES["statefulset.yaml"]
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/containers.md"])
+def test_documented_containers_run_existing_commands(page: str) -> None:
+    text = (ROOT / page).read_text("utf-8").replace("\\\n", " ")
+    runs = re.findall(r"^ *docker run .*?(?<=\s)vlmserve(?::\w+)? (\S+)", text, re.MULTILINE)
+    assert runs
+    assert instructions("ENTRYPOINT") == ['["vlmserve"]']
+    assert set(runs) <= set(typer.main.get_command(app).commands)
 
 
 def test_compose_names_existing_stages_and_settings() -> None:

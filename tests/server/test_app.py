@@ -9,6 +9,7 @@ import pytest
 
 from tests.server.live import LiveServer, wait_until
 from vlmserve.config import EngineConfig, MediaConfig, ServerConfig
+from vlmserve.errors import OverloadedError, UnknownModelError
 from vlmserve.server.app import create_app
 from vlmserve.server.run import bind, default_sampling
 from vlmserve.server.service import Service
@@ -93,6 +94,23 @@ async def test_a_server_that_loads_says_so():
 async def test_clients_see_a_name_not_server_paths(model, served, shown):
     service = Service(EngineConfig(model=model), MediaConfig(), ServerConfig(served_model_name=served))
     assert service.model_name == shown
+
+
+@pytest.mark.parametrize("served", [(), ("ours",)])
+async def test_model_answers_to_short_name_and_repository(served):
+    service = Service(EngineConfig(model="qwen3-vl:2b"), MediaConfig(), ServerConfig(served_model_name=served))
+    for name in (*served, "qwen3-vl:2b", "Qwen/Qwen3-VL-2B-Instruct"):
+        service.names.check(name)
+    with pytest.raises(UnknownModelError):
+        service.names.check("Qwen/Qwen3-VL-4B-Instruct")
+    service.close()
+
+
+async def test_refusal_names_limit_of_answers():
+    service = Service(EngineConfig(max_num_seqs=1, max_waiting=1), MediaConfig(), ServerConfig())
+    with service.admit(1), pytest.raises(OverloadedError, match=r"1 answers .* wants 2, and 2 are"), service.admit(2):
+        pass
+    service.close()
 
 
 async def test_model_answers_to_all_served_names():

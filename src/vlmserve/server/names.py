@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from vlmserve.config import EngineConfig, ServerConfig
 from vlmserve.errors import UnknownModelError
+from vlmserve.models.names import repository_of
 from vlmserve.server.adapters import Adapters
 from vlmserve.types import AdapterInfo
 
@@ -32,7 +33,7 @@ class ServedNames:
         own_name = (engine.model.rstrip("/").rsplit("/", 1)[-1] if is_path else "") or engine.model
         self.own = tuple(dict.fromkeys(server.served_model_name)) or (own_name,)
         """Names of the model itself; answers have the first."""
-        self._aliases = {*self.own, engine.model}
+        self._aliases = {*self.own, engine.model, repository_of(engine.model) or engine.model}
         self._adapters, self._client = adapters, client
 
     @property

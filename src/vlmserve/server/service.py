@@ -243,7 +243,8 @@ class Service:
     def admit(self, num_answers: int) -> Iterator[None]:
         """Count a request's answers while it runs. Raises OverloadedError if there are too many."""
         if self._num_answers + num_answers > self._max_answers:
-            raise OverloadedError(f"{self._num_answers} answers are running already; try again later")
+            counts = f"{self._num_answers} answers run or wait, this request wants {num_answers}"
+            raise OverloadedError(f"{counts}, and {self._max_answers} are allowed; try again later")
         self._num_answers += num_answers
         self._idle.clear()
         try:
