@@ -89,6 +89,7 @@ def test_help_shows_common_flags_and_names_the_rest(command, common):
         ("ask --max-tokens 0 x", "--max-tokens 0: must be at least 1. See vlmserve ask --help"),
         ("ask --max-tokens many x", "--max-tokens many: must be a whole number. See vlmserve ask --help"),
         ("ask x --max-tokens", "option '--max-tokens' requires an argument. See vlmserve ask --help"),
+        ("quantize pixie x --bits 5", "--bits 5: '5' is not one of '8', '4'. See vlmserve quantize --help"),
         ("serve --port eighty", "--port eighty: must be a whole number"),
         ("serve --max-num-seqs 0", "--max-num-seqs 0: must be at least 1"),
         ("serve --dtype half-and-half", "--dtype half-and-half: must be 'auto', 'float32', 'bfloat16' or 'float16'"),

@@ -55,7 +55,7 @@ def _usage_text(error: Any, context: Any) -> str:
     name = error.param_hint.strip("'\"") if isinstance(error.param_hint, str) else error.param.opts[-1]
     if isinstance(error.__cause__, ValidationError):
         [problem, *_] = error.__cause__.errors(include_url=False)
-        return f"{name} {value_text(problem['input'])}: {problem_text(problem)}"
+        return f"{name} {value_text(problem['input'])}: {problem_text(problem).rstrip('.')}"
     return f"{name}: {error.message}"
 
 
