@@ -30,7 +30,7 @@ GROWTH_BYTES = 300e6
 def many_files() -> Iterator[None]:
     """This process holds a socket for each client."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = CLIENTS * 2
+    wanted = CLIENTS * 3
     if soft < wanted:
         if hard != resource.RLIM_INFINITY and hard < wanted:
             pytest.skip(f"only {hard} files may be open, and {wanted} are needed")

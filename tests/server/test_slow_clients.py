@@ -86,8 +86,8 @@ def test_lower_limit_of_connections_is_logged(
     monkeypatch.setattr(resource, "getrlimit", lambda _: (1000, 1000))
     assert web.Waiting(400).max_connections == 400
     assert caplog.text == ""
-    assert web.Waiting(600).max_connections == 500
-    assert "--max-connections 600: 500 are possible, because the process may open 1000 files" in caplog.text
+    assert web.Waiting(600).max_connections == 460
+    assert "--max-connections 600: 460 are possible, because the process may open 1000 files" in caplog.text
 
 
 def test_connections_with_a_request_do_not_give_way(folder: Path) -> None:

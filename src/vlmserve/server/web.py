@@ -39,6 +39,8 @@ _OLD_GRACE = 1.0
 """Seconds that a client with HTTP/1.0 gets, since it cannot be checked."""
 _CONNECTION_FILES = 2
 """Open files that a connection may need: a gateway also has one to a worker."""
+_OWN_FILES = _ACCEPTED + 48
+"""Open files of a server without connections: listening sockets, the log, the engine's sockets, storage."""
 _CHUNK_FRAMING = 20
 """Bytes around a chunk that count toward no limit: a size of up to 16 digits and two line ends."""
 
@@ -105,7 +107,8 @@ class Waiting:
 
     def __init__(self, max_connections: int) -> None:
         files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        most = max_connections if files == resource.RLIM_INFINITY else files // _CONNECTION_FILES
+        possible = max(1, (files - _OWN_FILES) // _CONNECTION_FILES)
+        most = max_connections if files == resource.RLIM_INFINITY else possible
         self.max_connections = min(max_connections, most)
         if most < max_connections:
             text = "--max-connections %d: %d are possible, because the process may open %d files (ulimit -n)"
