@@ -131,6 +131,12 @@ class StaticAttention(TorchReference):
         return (weights @ values).to(query.dtype).flatten(1)
 
 
+def run_and_repeat(run: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    """As CUDA's captures, run a step once before it is repeated. A `Capture`."""
+    run()
+    return repeat_by_calls(run)
+
+
 class StaticGraphs(GraphExecutor):
     """What is captured reads rows' adapters where they lay then."""
 
@@ -179,7 +185,7 @@ class StaticDevice(CpuDevice):
         self.num_running = self.num_ahead = 0
         self._staging = Staging(torch_device, reserve=2**16)
         self.executors: list[GraphExecutor] = []
-        self._captures = Captures(repeat_by_calls)
+        self._captures = Captures(run_and_repeat)
         self._copies = LazyStream(lazy=True)
         self._pixels = PixelRing(self._copies, pinned=False)
 

@@ -209,8 +209,15 @@ class GraphExecutor:
     ) -> _Graph | None:
         if not self._captures.is_on:
             return None
-        own = x.clone()
-        repeat = self._captures(lambda: layers(own, caches, _afresh(step)), f"a step of {len(x)} rows")
+        own, slots = x.clone(), step.metadata.slot_mapping
+        kept = slots.clone()
+        # A capture runs the step once before it records it. That writes to the padding block, the last one, so that
+        # only the replay applies the step to its sequences.
+        slots.fill_((len(caches[0].keys) - 1) * caches[0].block_size)
+        try:
+            repeat = self._captures(lambda: layers(own, caches, _afresh(step)), f"a step of {len(x)} rows")
+        finally:
+            slots.copy_(kept)
         return None if repeat is None else _Graph(own, step, repeat)
 
     def _remember(self, key: Hashable, graph: _Graph | None) -> None:
