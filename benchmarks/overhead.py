@@ -140,7 +140,7 @@ def measure(url: str, frontend: psutil.Process, case: Case, seconds: float) -> R
     client = multiprocessing.Process(target=ask, args=(url, case, seconds, sender))
     client.start()
     receiver.recv()
-    processes = [frontend, engine, psutil.Process(client.process.pid)]
+    processes = [frontend, engine, psutil.Process(client.pid)]
     before = [_processor_seconds(process) for process in processes]
     answered, failed, elapsed = receiver.recv()
     spent = [(_processor_seconds(process) - start) / elapsed for process, start in zip(processes, before, strict=True)]

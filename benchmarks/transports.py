@@ -189,7 +189,7 @@ def main() -> None:
         folder = make_mock_checkpoint(place)
         quiet = {"access_log": False}
         cluster = stack.enter_context(
-            Cluster(folder, 1, engine=engine, server={**quiet, **big}, front={**quiet, **big}, fresh=True)
+            Cluster(folder, 1, engine=engine, server={**quiet, **big}, front={**quiet, **big})
         )
         [(_, worker)] = cluster.workers.values()
         gateway = [psutil.Process(cluster.gateway.pid)]
