@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import base64
+import gc
 import threading
+import weakref
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +17,7 @@ import pytest
 from tests.media.documents_for_tests import page, pdf_file, square
 from tests.mock_checkpoint import make_mock_checkpoint
 from tests.prompt.test_template_limits import WHEN_LONG
-from tests.server.live import QUESTION, LiveServer
+from tests.server.live import QUESTION, LiveServer, wait_until
 from vlmserve.media.documents import DocumentReader, Page
 from vlmserve.prompt import template_limits
 from vlmserve.prompt.template import ChatTemplate
@@ -85,3 +88,39 @@ def test_slow_renderings_leave_media_to_their_threads(tmp_path: Path, monkeypatc
     assert response.status_code == 200
     quick = ["open in prepare-files", "render in prepare-files", "worked"]
     assert events == [*quick, "render in prepare-slow-text", "decode in prepare-files", "worked"]
+
+
+def test_documents_that_wait_for_slow_templates_are_let_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(template_limits, "QUICK_SECONDS", 0.0)
+    monkeypatch.setattr(template_limits, "CHECK_INTERVAL", 1)
+    ends, begun, held = threading.Event(), threading.Event(), weakref.WeakSet[Page]()
+    make, render = Page.__init__, ChatTemplate.render
+
+    def make_page(page: Page, *arguments: Any) -> None:
+        make(page, *arguments)
+        held.add(page)
+
+    def render_slowly(*arguments: Any, **options: Any) -> str:
+        if threading.current_thread().name.startswith("prepare-slow-text"):
+            begun.set()
+            assert ends.wait(60)
+        return render(*arguments, **options)
+
+    monkeypatch.setattr(Page, "__init__", make_page)
+    monkeypatch.setattr(ChatTemplate, "render", render_slowly)
+    data = base64.b64encode(pdf_file([page(square("1 0 0"))])).decode()
+    document = {"type": "file", "file": {"file_data": data}}
+    asked = {"messages": [{"role": "user", "content": [document]}], "max_tokens": 1}
+    with (
+        LiveServer(make_mock_checkpoint(tmp_path), media={"media_processes": 1}) as server,
+        ThreadPoolExecutor(3) as threads,
+    ):
+        answers = [threads.submit(server.post, asked) for _ in range(3)]
+        queue = server.service.preparation._slow_files
+        wait_until(lambda: begun.is_set() and sum(map(len, queue._waiting.values())) == 2)
+        gc.collect()
+        num_held = len(held)
+        ends.set()
+        assert [answer.result().status_code for answer in answers] == [200] * 3
+        assert num_held == 1
+        assert (queue.running, queue._waiting) == (0, {})

@@ -321,7 +321,8 @@ class RequestPreparer:
 
 
 class Conversation:
-    """A conversation on its way to a prompt. No call repeats the work of an earlier one. For one thread at a time."""
+    """Makes the prompt of a conversation. No call repeats the work of an earlier one, except after `forget`. For one
+    thread at a time."""
 
     def __init__(self, preparer: RequestPreparer, messages: Sequence[Any], options: ConversationOptions) -> None:
         self._preparer = preparer
@@ -335,11 +336,17 @@ class Conversation:
         """The messages, and what they show. Pages and frames stand for documents and videos."""
         self._rendered: Rendered | None = None
 
-    def render(self) -> None:
-        """Open documents and videos, and render the chat template.
+    def forget(self) -> None:
+        """Let go of the files of opened documents and videos. The next call opens them again."""
+        self._read = None
 
-        Raises as `RequestPreparer.chat` does, and SlowRenderingError within `only_quick`.
-        """
+    def read(self) -> None:
+        """Open documents and videos. Raises as `RequestPreparer.chat` does."""
+        with contextlib.closing(self._documents), contextlib.closing(self._frames):
+            self._open()
+
+    def render(self) -> None:
+        """Read, and render the chat template. Raises as `read` does, and SlowRenderingError within `only_quick`."""
         with contextlib.closing(self._documents), contextlib.closing(self._frames):
             self._render()
 
@@ -347,8 +354,7 @@ class Conversation:
         """The prompt, once `render` and its images are done. Raises as `render` does."""
         with contextlib.closing(self._documents), contextlib.closing(self._frames):
             self._render()
-            assert self._read is not None
-            messages, media = self._read
+            messages, media = self._open()
             images = [medium for medium in media if medium.kind == "image"]
             videos = [medium for medium in media if medium.kind == "video"]
             salt = self._options.get("cache_salt", "")
@@ -357,8 +363,12 @@ class Conversation:
             prompt = self._preparer._expand(self._rendered.token_ids, images, videos, salt)
             return msgspec.structs.replace(prompt, thoughts=self._rendered.thoughts)
 
-    def _render(self) -> None:
+    def _open(self) -> tuple[Sequence[Message], Sequence[Medium]]:
         if self._read is None:
             self._read = self._preparer._read_conversation(self._messages, self._options, self._documents, self._frames)
+        return self._read
+
+    def _render(self) -> None:
+        opened = self._open()
         if self._rendered is None:
-            self._rendered = self._preparer._render(*self._read, self._options)
+            self._rendered = self._preparer._render(*opened, self._options)

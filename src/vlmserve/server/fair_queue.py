@@ -29,6 +29,11 @@ class FairQueue:
         """How much work runs."""
         return self._running.total()
 
+    @property
+    def is_free(self) -> bool:
+        """Work of the current client would run at once."""
+        return self.running < self._capacity and self._running[client.get()] < self._per_client
+
     async def run(self, executor: Executor, work: Callable[[], Result]) -> Result:
         """Wait for the current client's turn, then run `work` in a thread as `run_in_thread` does.
 

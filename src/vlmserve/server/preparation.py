@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -22,7 +23,7 @@ from vlmserve.server.idle_memory import IdleMemory
 from vlmserve.types import Grammar, Prompt
 
 if TYPE_CHECKING:
-    from vlmserve.frontend.requests import RequestPreparer
+    from vlmserve.frontend.requests import Conversation, RequestPreparer
 
 Result = TypeVar("Result")
 _GRAMMAR_PROCESSES = max(2, min(4, usable_cores()))
@@ -64,6 +65,8 @@ class Preparation:
             self._file_workers: FairQueue(media.media_processes, media.client_media_processes),
         }
         """Queues of threads in which one client could leave none to others."""
+        self._slow_files = FairQueue(media.media_processes, media.client_media_processes)
+        """Conversations that hold documents or videos while their chat template is slow."""
         self.memory = IdleMemory(self._text_workers, lambda: any(queue.running for queue in self._queues.values()))
 
     def open(self, preparer: RequestPreparer) -> None:
@@ -158,18 +161,32 @@ class Preparation:
                 return conversation.prompt()
 
         is_short = not (shown or has_tools) and sum(map(_num_characters, messages)) <= _SHORT_TEXT
+        has_files = any(part["type"] != "image_url" for part in shown)
         try:
-            try:
+            # An exception that is being handled would keep the files as well.
+            with contextlib.suppress(SlowRenderingError):
                 return await self._prepare_in(None if is_short else workers, quickly)
-            except SlowRenderingError:
-                await self._slow_text_queue.run(self._slow_text_workers, conversation.render)
-                return await self._prepare_in(workers, conversation.prompt)
+            return await self._prepare_slowly(conversation, workers, has_files=has_files)
         except MemoryError:
             raise RefusedError(
                 HTTPStatus.REQUEST_ENTITY_TOO_LARGE, "There is not enough memory for these images", "out_of_memory"
             ) from None
 
-    async def _prepare_in(self, workers: ThreadPoolExecutor | None, prepare: Callable[[], Prompt]) -> Prompt:
+    async def _prepare_slowly(
+        self, conversation: Conversation, workers: ThreadPoolExecutor, *, has_files: bool
+    ) -> Prompt:
+        """Prepare a conversation whose chat template is slow. Few conversations at a time keep files meanwhile."""
+        with contextlib.ExitStack() as stack:
+            if has_files:
+                if waits := not self._slow_files.is_free:
+                    conversation.forget()
+                stack.callback(self._slow_files.release, await self._slow_files.acquire())
+                if waits:
+                    await self._prepare_in(workers, conversation.read)
+            await self._slow_text_queue.run(self._slow_text_workers, conversation.render)
+            return await self._prepare_in(workers, conversation.prompt)
+
+    async def _prepare_in(self, workers: ThreadPoolExecutor | None, prepare: Callable[[], Result]) -> Result:
         """Prepare in a thread, or here without `workers`."""
         if workers is None:
             return prepare()
