@@ -66,7 +66,8 @@ class EngineCalls:
                 self._end_query(MapBlocks, blocks)
             case AdapterDone(number, reason, adapters):
                 self.serve(adapters)
-                if not (change := self._changes.pop(number)).done():
+                change = self._changes.pop(number, None)
+                if change is not None and not change.done():  # else the caller left, or the client closes
                     change.set_result(reason)
 
     def serve(self, adapters: Sequence[AdapterInfo]) -> None:
