@@ -211,6 +211,7 @@ def test_no_block_leaks_or_holds_foreign_content(
         assert prefix_caching or len(held) == len(set(held))
         assert s.memory.cache.host is None or s.memory.cache.host.num_used == 0
         for running, table in tables:
+            assert len(table.blocks) <= len(running.tables[0].blocks), "see `CacheLayout.windows`"
             for block in set(table.blocks[running.num_computed // BLOCK :]):
                 assert s.pool.ref_count(block) == 1, "a block that is still written to is in one hand only"
         assert s.images.cache.used_bytes <= encoder_bytes

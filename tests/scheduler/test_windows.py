@@ -162,3 +162,16 @@ def test_failed_prompts_leave_no_blocks(windows: tuple[int | None, ...], kind: s
     s.update(step, ModelRunnerOutput(token_ids={"a": []}, failures={"a": RequestFailure(kind)}))
     assert s.pool.num_cached == 0
     assert set(s.schedule().blocks_to_zero) >= used
+
+
+@pytest.mark.parametrize("window", [6, 7, 8, 9])
+def test_no_table_is_longer_than_the_first(window: int) -> None:
+    """Batches are as wide as the first one."""
+    s = scheduler(budget=5, prefix_caching=True, windows=(window, 5))
+    s.add(request("a", 24, max_tokens=1))
+    finish(s)
+    s.add(request("b", 60))
+    s.schedule()
+    first, second = (len(table.blocks) for table in s.running[0].tables)
+    assert s.running[0].num_computed
+    assert second <= first

@@ -96,10 +96,7 @@ class PrefixCache:
         for places, (_, column) in zip(whole, tables, strict=True):
             end = end if column.window else min(end, len(places))
         reach = end if any(column.window is None for column in columns) else 0
-        while end:
-            usable = min(self._usable(keys, column, end) for keys, column in tables)
-            if usable == end:
-                break
+        while (usable := next((n for one in tables if (n := self._usable(*one, end)) < end), end)) < end:
             end = usable
         tails: list[Place | None] = []
         for chain in chains if end == len(chains[0].keys) else ():

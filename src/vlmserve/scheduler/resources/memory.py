@@ -108,7 +108,7 @@ class KVMemory(Resource):
     def missing(self, request: Request) -> int:
         """Return the blocks that a request takes, those found that nobody holds, and one to grow for each table."""
         found = self._found_of(request)
-        new = sum(_num_new(request, column, found.end, self._max_chunk) + 1 for column in self._columns)
+        new = sum(_num_new(request, self._columns, found.end, self._max_chunk)) + len(self._columns)
         return len(request.chains) * new + self.cache.num_taken(found.hits)
 
     def room(self, running: Sequence[Request]) -> int:
@@ -120,7 +120,7 @@ class KVMemory(Resource):
         cached tokens."""
         found = self._found_of(request)
         hits, passes = found.hits, len(request.chains)
-        new = [_num_new(request, column, found.end, self._max_chunk) for column in self._columns] * passes
+        new = _num_new(request, self._columns, found.end, self._max_chunk) * passes
         free = self.pool.num_free - sum(new) - _num_growing(running)
         if hits[0].tail is not None and self.cache.num_taken(hits) > free:
             hits = [hit._replace(tail=None) for hit in hits]
@@ -290,15 +290,19 @@ def _num_growing(running: Sequence[Request]) -> int:
     return sum(len(request.tables) for request in running)
 
 
-def _num_new(request: Request, column: Column, end: int, max_chunk: int) -> int:
-    """Blocks that a table needs after its first `end` ones. With a window, more follow as others are freed."""
-    size = column.block_size
-    count = -(-len(request.token_ids) // size)
-    if column.window is not None:
-        # A span is computed in one step.
-        chunk = max([max_chunk, *(last - first for first, last in request.bidirectional_spans)])
-        count = min(count, column.first_needed(end) + window_blocks(column.window, chunk, size))
-    return count - end
+def _num_new(request: Request, columns: Sequence[Column], end: int, max_chunk: int) -> list[int]:
+    """Return how many blocks each table needs after its first `end` ones. With a window, more follow as others are
+    freed."""
+    size = columns[0].block_size
+    whole = -(-len(request.token_ids) // size)
+    # A span is computed in one step.
+    chunk = max([max_chunk, *(last - first for first, last in request.bidirectional_spans)])
+    counts = [
+        min(whole, column.first_needed(end) + window_blocks(column.window, chunk, size)) if column.window else whole
+        for column in columns
+    ]
+    # Rounding may give a smaller window one more block. No table is longer than the first one.
+    return [min(count, counts[0]) - end for count in counts]
 
 
 def _boundaries(request: Request) -> list[int]:
