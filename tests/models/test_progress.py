@@ -57,7 +57,7 @@ def test_listener_gets_lines_twice_a_second(monkeypatch: pytest.MonkeyPatch) -> 
                 shown.advance(10**8)
 
     copy_context().run(load)
-    assert heard == ["0.20 of 0.40 GB, 400 MB/s, 0 s left", "0.40 of 0.40 GB, 364 MB/s, 0 s left"]
+    assert heard == ["0.20 of 0.40 GB, 400 MB/s, 0 s left", "0.40 of 0.40 GB, 364 MB/s, 0 s left", ""]
 
 
 def test_terminal_gets_a_bar(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

@@ -15,7 +15,7 @@ LINE_SECONDS = 10.0
 NEWS_SECONDS = 0.5
 """Seconds between two calls of `listener`."""
 listener: ContextVar[Callable[[str], None]] = ContextVar("listener", default=lambda text: None)
-"""Gets a line about the progress."""
+"""Gets lines about the progress, and an empty one at the end, since more than reading may follow."""
 SMALLEST_BAR = 256 * 2**20
 """Minimum bytes of a checkpoint for a bar on a terminal."""
 
@@ -38,6 +38,7 @@ class LoadingProgress:
 
     def __exit__(self, *error: object) -> None:
         self._exits.close()
+        listener.get()("")
 
     def advance(self, num_bytes: int) -> None:
         """Count bytes that were read and prepared."""
