@@ -22,6 +22,7 @@ from tests.engine.test_parity import (
     tight_cache,
 )
 from tests.engine.test_transformers_backend import make
+from tests.models.test_families import make as make_family
 from vlmserve import LLM
 from vlmserve.kernels.choice import VARIABLE
 from vlmserve.types import Prompt
@@ -122,6 +123,14 @@ def test_an_int8_cache_takes_less_memory(tmp_path: Any, kernels: str, caplog: py
     assert lines[1].startswith(f"KV cache: {blocks[1]} blocks of 16 tokens, int8, {bytes_per_token} bytes a token; ")
     assert "float32" in lines[0]
     assert blocks[1] == 2**20 // (16 * bytes_per_token) > 2 * blocks[0]
+
+
+def test_log_says_how_many_blocks_a_token_takes(tmp_path: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """Layers with a window have other blocks than those that attend to all tokens."""
+    with caplog.at_level(logging.INFO, "vlmserve.engine.engine"):
+        engine = engine_for(text_oracle(make_family(tmp_path, "gemma3")), kv_cache_memory="1MiB")
+    total, columns = engine.stats().kv_blocks_total, engine.runner.num_columns
+    assert f"KV cache: {total} blocks of 16 tokens ({columns} for all layers), float32, " in caplog.text
 
 
 def test_blocks_of_another_type_have_other_keys(tmp_path: Any) -> None:

@@ -395,9 +395,10 @@ def _cache_type(config: EngineConfig, model: LoadedModel) -> str:
 
 def _log_cache(config: EngineConfig, model: LoadedModel, sizes: CacheSizes) -> None:
     of_tokens, length = sizes.of_tokens, min(USUAL_TOKENS, sizes.max_model_len)
-    page, chunk = of_tokens.page, config.max_num_batched_tokens
+    page, chunk, columns = of_tokens.page, config.max_num_batched_tokens, len(of_tokens.windows)
     logger.info(
-        "KV cache: %d blocks of %d tokens, %s, %d bytes a token; %.1f MB for 1,000, room for %d requests of %d",
-        sizes.pages, config.block_size, _cache_type(config, model), of_tokens.block // config.block_size,
+        "KV cache: %d blocks of %d tokens%s, %s, %d bytes a token; %.1f MB for 1,000, room for %d requests of %d",
+        sizes.pages, config.block_size, f" ({columns} for all layers)" if columns > 1 else "",
+        _cache_type(config, model), of_tokens.block // config.block_size,
         of_tokens.pages(1000, chunk) * page / 1e6, sizes.pages // of_tokens.pages(length, chunk), length,
     )  # fmt: skip

@@ -59,7 +59,12 @@ ENGINE_METRICS: tuple[StatMetric[EngineStats], ...] = (
         "Share of the KV cache's blocks that requests hold; 1 is all.",
         lambda s: _share(s.kv_blocks_used, s.kv_blocks_total),
     ),
-    StatMetric("gauge", "kv_cache_blocks", "Blocks of the KV cache.", lambda s: s.kv_blocks_total),
+    StatMetric(
+        "gauge",
+        "kv_cache_blocks",
+        "Blocks of the KV cache. With sliding windows, a block holds tokens of some layers.",
+        lambda s: s.kv_blocks_total,
+    ),
     StatMetric("gauge", "kv_cache_used_blocks", "Blocks that requests hold.", lambda s: s.kv_blocks_used),
     StatMetric(
         "gauge",
