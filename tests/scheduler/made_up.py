@@ -45,11 +45,11 @@ def cross_input(number: int, num_tokens: int, text: int = 0) -> CrossInput:
 
 def request(
     name, length, *, token=1, salt="", max_tokens=3, capacity=10_000, images=(), cross=None, bidirectional=None,
-    max_short_len=None, priority=0, mixed=False, **params,
+    max_short_len=None, priority=0, mixed=False, thoughts=None, **params,
 ) -> Request:  # fmt: skip
     """mixed: it has an X-LoRA adapter, whose scaling pass is one of the base model."""
     spans = tuple(ImageSpan(one, start) for one, start in images)
-    prompt = Prompt([token] * length, spans, cross)
+    prompt = Prompt([token] * length, spans, cross, thoughts)
     return Request(
         EngineRequest(name, prompt, SamplingParams(max_tokens=max_tokens, **params), priority=priority),
         root_key=root_key(b"", adapter=b"mixed" * mixed, salt=salt),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.scheduler.made_up import END, image, plan, request, run, scheduler
+from vlmserve.types import Thoughts
 
 
 def test_decodes_precede_prompt_chunks():
@@ -32,6 +33,13 @@ def test_prompts_leave_tokens_to_admissible_requests(seqs, num_tokens):
     for number in range(12):
         s.add(request(f"short {number}", 8, token=number))
     assert plan(run(s)[0])[0] == ("long", num_tokens)
+
+
+@pytest.mark.parametrize(("thoughts", "is_ahead"), [(None, True), (Thoughts(7, 8), False)])
+def test_budgets_of_reasoning_hold_back_reasoning_only(thoughts, is_ahead):
+    s = scheduler()
+    s.add(request("a", 4, thoughts=thoughts, thinking_token_budget=5))
+    assert (s.schedule_ahead(s.schedule()) is not None) == is_ahead
 
 
 def test_the_last_admitted_is_preempted():

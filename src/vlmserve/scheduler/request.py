@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 
+import msgspec
+
 from vlmserve.cache.keys import block_key, cross_attention_root, cross_key, touched_images
 from vlmserve.scheduler.block_table import BlockTable, KeyChain
 from vlmserve.steps import BlockIds, CachedRequest, NewRequest
@@ -100,6 +102,9 @@ class Request:
         self.request_id = request.request_id
         self.answer_id = request.request_id
         self.params = request.params
+        if request.prompt.thoughts is None and self.params.thinking_token_budget is not None:
+            # Without reasoning the budget has no effect; the device need not wait for the host because of it.
+            self.params = msgspec.structs.replace(self.params, thinking_token_budget=None)
         self.priority = request.priority
         self.client = request.client
         self.seed = seed
