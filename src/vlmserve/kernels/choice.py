@@ -48,7 +48,7 @@ def choose_kernels(choice: str, dtype: torch.dtype) -> str | None:
     if choice == "torch" or dtype not in DTYPES:
         return None
     if not isas:
-        logger.info("kernels: torch (no native ones: vlmserve was installed without a C++ compiler)")
+        logger.info("kernels: torch (native ones were not built, or for another version)")
         return None
     for isa in (choice,) if choice in isas else isas:
         extension().select_isa(isa)
