@@ -62,10 +62,6 @@ class CrossAttention(Block):
         self.q_proj = Linear(spec.hidden_size, size, bias=True, dtype=dtype, device=device)
         self.o_proj = Linear(size, spec.hidden_size, bias=True, dtype=dtype, device=device)
 
-    @property
-    def reader(self) -> Linear:
-        return self.q_proj
-
     def own_states(self, cross_size: int) -> None:
         """Before weights are loaded: make keys and values from ``[states, cross_size]``. Tensors keep their names."""
         size = self.spec.num_kv_heads * self.spec.head_size
