@@ -250,10 +250,12 @@ class Streams:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.current: object = "default"
         self.captured: list[tuple[object, object]] = []
+        self.awaited: list[object] = []
+        """By the default stream."""
         self.ends_badly = False
         cuda = torch.cuda
         monkeypatch.setattr(cuda, "Stream", lambda device: SimpleNamespace(wait_stream=lambda other: None))
-        monkeypatch.setattr(cuda, "current_stream", lambda device: SimpleNamespace(wait_stream=lambda other: None))
+        monkeypatch.setattr(cuda, "current_stream", lambda device: SimpleNamespace(wait_stream=self.awaited.append))
         monkeypatch.setattr(cuda, "CUDAGraph", lambda: SimpleNamespace(replay=lambda: None))
         monkeypatch.setattr(cuda, "graph_pool_handle", object)
         monkeypatch.setattr(cuda, "stream", self.on)
@@ -292,6 +294,19 @@ def test_a_capture_that_fails_restores_the_stream(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(RuntimeError, match="out of memory"):
         CudaCapture(GPU)(lambda: torch.ones(1))
     assert streams.current == "default"
+
+
+def test_a_step_waits_for_a_capture_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it has launched reads the step's slots, which change back."""
+    streams, ran = Streams(monkeypatch), list[object]()
+
+    def run() -> torch.Tensor:
+        ran.append(streams.current)
+        raise torch.OutOfMemoryError("1 GiB")
+
+    with pytest.raises(torch.OutOfMemoryError):
+        CudaCapture(GPU)(run)
+    assert streams.awaited == ran
 
 
 @pytest.mark.gpu

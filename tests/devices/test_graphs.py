@@ -126,6 +126,30 @@ def test_captures_end_once_memory_runs_out(caplog: pytest.LogCaptureFixture, err
     ]
 
 
+@pytest.mark.parametrize("fails", [False, True])
+def test_only_replays_write_to_a_steps_slots(fails: bool) -> None:
+    written = []
+
+    def capture(run: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        run()
+        written.append("captured")
+        if fails:
+            raise torch.OutOfMemoryError("1 GiB")
+        return repeat_by_calls(run)
+
+    def writing(x: Tensor, caches: Sequence[LayerCache], context: StepContext) -> Tensor:
+        written.append(context.metadata.slot_mapping.tolist())
+        return x
+
+    executor, one = GraphExecutor(Captures(capture)), step(Plan(), torch.tensor([2, 3]))
+    slots = one.metadata.slot_mapping.tolist()
+    for _ in range(2):
+        executor.run(writing, torch.ones(2, 3), CACHES, one)
+    assert written[0] == written[-1] == slots
+    padding = torch.full_like(one.metadata.slot_mapping, 12).tolist()
+    assert written[1:-1] == [padding, "captured"], "slots of the last one of four blocks"
+
+
 def test_other_errors_of_a_capture_are_raised() -> None:
     def capture(run: Callable[[], Tensor]) -> Callable[[], Tensor]:
         raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")

@@ -356,8 +356,11 @@ class CudaCapture:
         # This also restores the current stream if the capture fails to end, which `torch.cuda.graph` does not.
         with torch.cuda.stream(self._stream):
             # Run once before: a capture cannot record what the first call compiles or allocates.
-            run()
-            current.wait_stream(self._stream)
+            try:
+                run()
+            finally:
+                # If it fails, the step is computed otherwise, after all that it has launched.
+                current.wait_stream(self._stream)
             # Other threads may allocate memory and wait for events meanwhile.
             with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
                 result = run()
