@@ -141,7 +141,7 @@ def _add_metadata(writer: Any, config: Mapping[str, Any]) -> None:
 def _add_tokenizer(writer: Any, checkpoint: Path, size: int) -> None:
     model = json.loads((checkpoint / "tokenizer.json").read_text())["model"]
     tokens = sorted(model["vocab"], key=model["vocab"].get)
-    tokens += [f"[PAD{number}]" for number in range(len(tokens), size)]
+    tokens += [f"<unused{number}>" for number in range(len(tokens), size)]
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("default")
     writer.add_token_list(tokens)

@@ -150,9 +150,11 @@ def check(case: Case, ranks: int = 2, *, tight: bool = True, answer: int = ANSWE
     assert generate(engine, case.prompts, max_tokens=answer) == expected
     if not tight:
         return
-    block_bytes = engine.info.kv_cache_bytes // engine.stats().kv_blocks_total
+    page_bytes = engine.info.kv_cache_bytes // engine.stats().kv_blocks_total
+    sizes = alone.runner.model.language_model.cache_bytes(4)
     longest = max(len(prompt.token_ids) for prompt in case.prompts) + answer
-    small = engine_for(case.oracle, **{**settings, "kv_cache_memory": (longest // 4 + 4) * block_bytes})
+    pages = sizes.pages(longest, settings["max_num_batched_tokens"]) + 4 * len(sizes.windows)
+    small = engine_for(case.oracle, **{**settings, "kv_cache_memory": pages * page_bytes})
     for _ in range(2):
         assert generate(small, case.prompts, max_tokens=answer) == expected
 

@@ -289,14 +289,17 @@ def test_prompts_and_tokens_are_those_of_transformers(oracle: Oracle, kernels: s
     assert answers(llm, conversations) == oracle.answers, "with what is cached of them"
     assert llm.engine.stats().encoder_queries == encoded, "images that are seen again cost nothing"
     assert answers(oracle.llm(max_num_batched_tokens=9), conversations[::-1]) == oracle.answers[::-1]
-    block = llm.engine.info.kv_cache_bytes // llm.engine.stats().kv_blocks_total
+    model = llm.engine.runner.model.language_model  # type: ignore[attr-defined]
+    sizes = model.cache_bytes(4)
     longest = max(len(prompt) for prompt in oracle.prompts) + NEW_TOKENS
     preemptions = 0
     for spare in (5, 6):
-        tight = oracle.llm(kv_cache_memory=(longest // 4 + spare) * block)
+        pages = (longest // 4 + spare) * len(sizes.windows)
+        tight = oracle.llm(kv_cache_memory=pages * sizes.page)
         assert chat_at_once(tight, conversations, GREEDY) == oracle.answers
         preemptions += tight.engine.stats().preemptions
-    assert preemptions > 0
+    # Where layers have a short window, all requests may fit.
+    assert preemptions > 0 or sizes.windows[-1] is not None
 
 
 def test_an_unknown_family_runs_by_transformers(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ ROW = SPEC.num_kv_heads * BLOCK * SPEC.head_size
 def test_gathered_memory_is_bounded(lens: list[int], bucket_cost: int) -> None:
     blocks = BlockTables(lens, BLOCK)
     metadata = blocks.metadata([(number, length - 1, 1) for number, length in enumerate(lens)])
-    plan = plan_decodes(metadata, BLOCK, SPEC, bucket_cost=bucket_cost, gathered_elements=10 * ROW)
+    plan = plan_decodes(metadata, BLOCK, SPEC, 0, bucket_cost=bucket_cost, gathered_elements=10 * ROW)
     assert plan.most_gathered <= 10 * SPEC.num_kv_heads
     covered = [number for bucket in plan.buckets for number in range(bucket.start, bucket.end)]
     assert covered == list(range(len(lens)))
@@ -37,7 +37,7 @@ def test_padding_costs_at_most_another_bucket() -> None:
     lens = [4000, *[16] * 60]
     blocks = BlockTables(lens, BLOCK)
     metadata = blocks.metadata([(number, length - 1, 1) for number, length in enumerate(lens)])
-    plan = plan_decodes(metadata, BLOCK, SPEC, bucket_cost=512, gathered_elements=2**30)
+    plan = plan_decodes(metadata, BLOCK, SPEC, 0, bucket_cost=512, gathered_elements=2**30)
     gathered = sum(len(split.blocks) for bucket in plan.buckets for split in bucket.splits)
     assert gathered * BLOCK // SPEC.num_kv_heads <= sum(lens) + 512
 

@@ -122,7 +122,7 @@ def test_video_is_shown_as_images_of_frames(keeping):
 
 
 def test_a_model_that_cannot_see_videos_takes_none(keeping, monkeypatch):
-    monkeypatch.setattr(type(keeping.service), "supports_videos", False)
+    monkeypatch.setattr(type(keeping.service.preparation), "supports_videos", False)
     video = b"\0\0\0\x18ftypmp42" + b"\0" * 100
     status, error = post(keeping, files={"file": ("a.mp4", video)}, data={"purpose": "vision"})
     assert (status, error["code"]) == (400, "invalid_video")

@@ -202,7 +202,7 @@ def test_group_signal_spares_the_engine_and_counts_once(folder):
 def test_killed_server_takes_engine_and_files_along(folder, temporary):
     with serving(folder, ready=False) as server:
         line = server.wait_until_ready()
-        assert line.endswith(f"(model {folder.name}, cpu, float32)\n")
+        assert f"(model {folder.name}, cpu, float32, KV cache " in line
         assert server.health().json() == {"status": "ok"}
         engine = server.engine()
         assert list(temporary.iterdir())
