@@ -26,7 +26,7 @@ from vlmserve.validation import did_you_mean
 Texts = TypeVar("Texts")
 
 _OF_VLLM = "encode embed classify score reward beam_search apply_model collective_rpc sleep wake_up".split()
-"""Methods of vLLM's that there are none of here."""
+"""Methods of vLLM that are not implemented here."""
 
 
 class OfflineModel(ABC, Generic[Texts]):
@@ -98,17 +98,16 @@ class OfflineModel(ABC, Generic[Texts]):
         as well. Closing it ends all requests.
         on_error: "raise" ends the call with what is wrong in all conversations and answers none; "return" answers the
         others, and has an InvalidRequestError in the place of a result.
-        schema: a JSON schema (dict) or a pydantic model that answers fit. Results are objects then: what the JSON says,
-        or instances of the model. An answer that is none, because its limit of tokens cut it off, is an AnswerError,
-        which is raised, or is in the place of a result. `SamplingParams(grammar=Grammar.json(schema))` returns
+        schema: a JSON schema (dict) or a pydantic model that answers fit. Results are then parsed JSON or instances of
+        the model. An answer that the limit of tokens cut off cannot be parsed: it is an AnswerError, which is raised,
+        or takes the place of a result. `SamplingParams(grammar=Grammar.json(schema))` returns
         `RequestOutput` with the same objects in `parsed`.
         add_generation_prompt: whether the prompt ends with the beginning of an answer (True). continue_final_message:
         whether the answer continues the last message, which is text of the assistant (False). chat_template_kwargs:
-        values that the model's chat template may know by name, such as ``enable_thinking``. cache_salt: nothing that is
-        cached is shared with requests of another salt, or of none. mm_processor_kwargs: the budget of all images that
-        say nothing themselves, such as ``{"max_pixels": 500_000, "max_tokens": 512}``, and the ``fps`` of videos.
-        lora_request: the adapter that answers, one for all,
-        or one or None each; an LLM with ``enable_lora=True`` loads it if it is not served yet.
+        values for the model's chat template by name, such as ``enable_thinking``. cache_salt: only requests with the
+        same salt share what is cached. mm_processor_kwargs: the budget of images that have none of their own, such as
+        ``{"max_pixels": 500_000, "max_tokens": 512}``, and the ``fps`` of videos. lora_request: the adapter that
+        answers, one for all, or one or None each. With ``enable_lora=True`` it is loaded at its first use.
 
         Raises InvalidRequestError for a conversation that cannot be answered, naming its place and its file or URL, and
         InvalidRequestsError for several. A request that fails while it runs ends with finish_reason "error"; the others

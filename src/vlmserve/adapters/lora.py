@@ -38,11 +38,11 @@ class Adapter:
 
     @property
     def vision(self) -> bool:
-        """Whether it changes embeddings of images."""
+        """True if it changes embeddings of images."""
         return any(not path.startswith("language_model.") for path in (*self.layers, *self.tables))
 
     def set_layers(self, parts: Mapping[str, Sequence[tuple[Place, Change]]], model: AdaptableModel) -> None:
-        """Have changes of layers, by the path of their module, beside those of tables."""
+        """Take changes of layers, by the path of their module. Changes of tables stay."""
         for path, changes in parts.items():
             module = model.weight_at(path)
             assert isinstance(module, Weight)
@@ -194,7 +194,7 @@ class AdapterReader:
             )
 
     def _is_base(self, place: Place, key: str) -> bool:
-        """Whether a weight that an adapter's file repeats is the model's, as far as types and few bits tell."""
+        """Return True if a weight in an adapter's file is the model's own, within the precision of both types."""
         weight = self._model.base_weight(place.name)
         return bool((self._checkpoint.read(key) - weight).norm() <= 0.2 * weight.norm())
 

@@ -91,7 +91,7 @@ class BlockPool:
         return taken
 
     def get(self, key: bytes) -> int | None:
-        """The block with that content; its ref count stays as it is."""
+        """Return the block with that content, without holding it."""
         return self._blocks.get(key)
 
     def share(self, blocks: Iterable[int]) -> None:
@@ -115,7 +115,7 @@ class BlockPool:
             self._keys.setdefault(block, []).append(key)
 
     def unregister(self, block: int) -> None:
-        """Drop the keys of a block; its ref count stays as it is."""
+        """Drop the keys of a block. Requests keep holding it."""
         keys = self._keys.pop(block, ())
         for key in keys:
             del self._blocks[key]

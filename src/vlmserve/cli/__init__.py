@@ -311,7 +311,7 @@ def quantize(
     ] = "8",
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show how much memory the model would take.")] = False,
 ) -> None:
-    """Write a checkpoint with its weights in 8 or 4 bits.
+    """Write a checkpoint whose weights have 8 or 4 bits.
 
     For example: vlmserve quantize MODEL OUT --method gptq --bits 4. All commands load the folder like any other. With 8
     bits, --symmetric or --zero-points it is in the compressed-tensors format, which other servers read as well.
@@ -349,7 +349,7 @@ def doctor(
 ) -> None:
     """Show what this machine has for serving: kernels, memory, GPUs, extras, and how large a model fits.
 
-    The exit status is 1 if something should be mended.
+    The exit status is 1 if something should be fixed.
     """
     from vlmserve.cli.doctor import run_doctor
 

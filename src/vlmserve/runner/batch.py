@@ -214,15 +214,15 @@ class BatchBuilder:
         return -(-num_tokens // self._block_size)
 
     def _pad(self, num_tokens: int, num_sequences: int, counts: list[int]) -> None:
-        """Sequences of so many rows each behind those of requests, in a block that is nobody's."""
+        """Append padding sequences, which have `counts` rows and write to the padding block."""
         rows = slice(num_tokens, num_tokens + sum(counts))
         self._token_ids[rows] = self._positions[rows] = 0
         self._slots[:, rows] = self._padding_block * self._block_size
         for row, count in enumerate(counts, num_sequences):
             blocks = self._num_blocks(count)
             if blocks not in self._padding_tables:
-                count = self._first_table + self._num_columns
-                self._padding_tables[blocks] = [array("i", [self._padding_block] * blocks)] * count
+                num_tables = self._first_table + self._num_columns
+                self._padding_tables[blocks] = [array("i", [self._padding_block] * blocks)] * num_tables
             self._keep_tables(row, self._padding_tables[blocks], 0)
 
     def _reserve(self, num_tokens: int, num_rows: int, width: int) -> None:

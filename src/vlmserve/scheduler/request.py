@@ -135,7 +135,7 @@ class Request:
         self.max_short_len = max_short_len
         self.chains = [KeyChain(root) for root in (self._long_root_keys if self.is_long else roots)]
         self.drop_blocks()
-        self.boundaries: list[int] = []
+        self.boundaries: frozenset[int] | set[int] = frozenset()
         self.turn_end_ids = end_token_ids
         own_end = frozenset() if self.params.ignore_eos else end_token_ids
         self.end_token_ids = own_end | frozenset(self.params.stop_token_ids)

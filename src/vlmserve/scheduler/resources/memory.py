@@ -135,7 +135,7 @@ class KVMemory(Resource):
             request.boundaries = _boundaries(request)
         if self._windowed and found.reach:
             # Prompts part there. What windows lack there is computed once, and kept.
-            request.boundaries = [*request.boundaries, found.reach * self._size]
+            request.boundaries = request.boundaries | {found.reach * self._size}
         for hit, blocks in zip(hits, self.cache.take(hits, keys, new), strict=True):
             table = BlockTable()
             table.first = hit.first
@@ -305,11 +305,11 @@ def _num_new(request: Request, columns: Sequence[Column], end: int, max_chunk: i
     return [min(count, counts[0]) - end for count in counts]
 
 
-def _boundaries(request: Request) -> list[int]:
-    """The ends of the first and the last turn, of images, and what a repeat of the prompt finds."""
+def _boundaries(request: Request) -> set[int]:
+    """Return the ends of the first and the last turn, of images, and what a repeat of the prompt finds."""
     prompt = request.token_ids[: request.num_prompt_tokens]
     turns = [place for place, token in enumerate(prompt, start=1) if token in request.turn_end_ids]
-    return [*turns[:1], *turns[-1:], *(span.end for span in request.image_spans), request.num_prompt_tokens - 1]
+    return {*turns[:1], *turns[-1:], *(span.end for span in request.image_spans), request.num_prompt_tokens - 1}
 
 
 def _wanted(request: Request, column: Column, start: int, end: int) -> list[int]:
