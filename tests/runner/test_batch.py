@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 import torch
@@ -187,10 +189,62 @@ def test_decodes_lie_at_the_same_addresses() -> None:
             made_up.add(request(str(number), length, token=number + 1, max_tokens=4))
         run(made_up, states, builder, padded=True)
         batch, _ = run(made_up, states, builder, padded=True)
-        metadata = batch.metadata
-        read = (metadata.query_starts, metadata.context_lens, metadata.slot_mapping, metadata.block_tables)
-        places.add(tuple(tensor.data_ptr() for tensor in (*read, batch.positions)))
+        places.add(tuple(addresses(batch)))
     assert len(places) == 1
+
+
+def test_a_scaling_pass_is_uploaded_with_the_first() -> None:
+    """Both passes of a captured step find their arrays where they were, though block tables grow."""
+    device, places, num_uploads = StagingDevice(), set(), 0
+    upload = device.upload
+
+    def counted(arrays: Sequence[np.ndarray]) -> list[torch.Tensor]:
+        nonlocal num_uploads
+        num_uploads += 1
+        return upload(arrays)
+
+    device.upload = counted  # type: ignore[method-assign]
+    builder, states = BatchBuilder(BLOCK, device, padding_block=77), request_states()
+    made_up = scheduler(budget=100)
+    for number, length in enumerate((5 * BLOCK, 3)):
+        made_up.add(request(str(number), length, token=number + 1, max_tokens=3 * BLOCK))
+    num_steps = 0
+    while len(made_up):
+        step = made_up.schedule()
+        scheduled = states.update(with_a_second_group(step))
+        if scheduled:
+            num_steps += 1
+            batch = builder.build(scheduled, mixed=(mixed := scheduled[1:] or scheduled))
+            scaling = batch.scaling_pass
+            assert scaling is not None
+            assert_holds(scaling, mixed, table=1)
+            assert_holds(batch, scheduled, table=0)
+            if batch.metadata.num_decodes == len(batch.metadata.query_lens):
+                places.add(tuple(address for one in (batch, scaling) for address in addresses(one)))
+        made_up.update(step, sampled(made_up, step, token=7))
+        for one in scheduled:
+            one.state.append(7)
+    assert num_uploads == num_steps > 3 * BLOCK - 2
+    assert len(places) == 1
+
+
+def assert_holds(batch: Batch, scheduled: list[ScheduledRequest], *, table: int) -> None:
+    """Rows of the requests, which padding follows, write to the slots of that block table."""
+    slots = [
+        one.state.block_tables[table][number // BLOCK] * BLOCK + number % BLOCK
+        for one in scheduled
+        for number in tokens_of(one)
+    ]
+    assert batch.metadata.slot_mapping[0, : len(slots)].tolist() == slots
+    assert batch.positions[: len(slots)].tolist() == [number for one in scheduled for number in tokens_of(one)]
+    for row, one in zip(batch.metadata.block_tables[0].tolist(), scheduled, strict=False):
+        assert row[: len(one.state.block_tables[table])] == one.state.block_tables[table].tolist()
+
+
+def addresses(batch: Batch) -> list[int]:
+    metadata = batch.metadata
+    read = (metadata.query_starts, metadata.context_lens, metadata.slot_mapping, metadata.block_tables)
+    return [tensor.data_ptr() for tensor in (*read, batch.positions)]
 
 
 def test_decodes_are_padded_by_one_token_sequences() -> None:

@@ -52,11 +52,6 @@ class RunnerAdapters:
             if adapter.mixture is not None:
                 self._mixtures[digest] = adapter.mixture
 
-    @property
-    def mixes(self) -> bool:
-        """Whether an adapter with a slot is one by X-LoRA."""
-        return bool(self._mixtures)
-
     def slots_of(self, batch: Sequence[ScheduledRequest]) -> list[int]:
         """Of each request, the slot of its adapter, below 0 for none; empty: no request has one."""
         if not any(request.state.adapter for request in batch):

@@ -11,9 +11,7 @@ from typing import Protocol
 import numpy as np
 from torch import Tensor
 
-from vlmserve.devices.device import Device
 from vlmserve.devices.graphs import captured_sequences, captured_width
-from vlmserve.devices.staging import Staging
 from vlmserve.kernels.adapters import RowSlots, Run, slots_of_rows
 from vlmserve.kernels.attention import BatchMetadata, BidirectionalRows, CrossRows, place_tokens
 from vlmserve.models.grid_positions import grid_positions
@@ -26,56 +24,39 @@ _NO_STATES: dict[bytes, Tensor] = {}
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """A step as tensors on the model's device.
-
-    token_ids, positions: int64 ``[tokens]``; positions of long requests come after those of short ones; placeholders
-    of images have token id 0, `image_rows` says to which images they belong. Where images have grids, positions are
-    ``[3, tokens]``: frames, rows and columns. sampled_rows: int64, the rows whose next token may be sampled, in the
-    order of the requests. drawn_rows: int64
-    ``[tokens]``: which of the tokens that the step before draws each row is; None: the tokens are known. adapters:
-    which rows have which adapter, those that only pad none; None: none has. further: what else was uploaded.
-    is_repeatable: whether the device may have captured such a step, which is padded then.
-    """
+    """A step as tensors on the model's device."""
 
     token_ids: Tensor
+    """int64 ``[tokens]``. Placeholders of images have token id 0; `image_rows` says to which images they belong."""
     positions: Tensor
+    """int64 ``[tokens]``, or ``[3, tokens]`` (frames, rows and columns) where images have grids. Positions of long
+    requests come after those of short requests."""
     metadata: BatchMetadata
     image_rows: list[ImageRows]
     sampled_rows: Tensor
-    drawn_rows: Tensor | None = None
-    adapters: RowSlots | None = None
-    further: Sequence[Tensor] = ()
-    is_repeatable: bool = False
+    """int64, the rows whose next token may be sampled, in the order of the requests."""
+    drawn_rows: Tensor | None
+    """int64 ``[tokens]``, each row's place among the tokens that the previous step samples. None: tokens are known."""
+    adapters: RowSlots | None
+    """None: no row has an adapter. Padding rows have none."""
+    is_repeatable: bool
+    """Whether the device may have captured such a step. The batch is padded then."""
+    extra: Sequence[Tensor] = ()
+    """What else was uploaded with the batch."""
+    scaling_pass: Batch | None = None
+    """X-LoRA's scaling pass, which runs before this batch."""
 
 
 class BatchDevice(Protocol):
     """What a `Device` does for batches."""
 
-    padding_blocks: int
+    def upload(self, arrays: Sequence[np.ndarray]) -> list[Tensor]: ...
 
-    def upload(self, arrays: Sequence[np.ndarray]) -> list[Tensor]:
-        """See `Device.upload`."""
-        ...
-
-    def padded_rows(self, num_rows: int, num_decodes: int) -> int | None:
-        """See `Device.padded_rows`."""
-        ...
-
-
-class OtherMemory:
-    """A `BatchDevice` for batches that are computed while another one lies in the memory through which a device gets
-    its batches."""
-
-    def __init__(self, device: Device) -> None:
-        self.padding_blocks, self.padded_rows = device.padding_blocks, device.padded_rows
-        self.upload = Staging(device.torch_device).upload
+    def padded_rows(self, num_rows: int, num_decodes: int) -> int | None: ...
 
 
 class BatchBuilder:
-    """Packs a step's requests into one batch, in memory that it keeps: a batch is valid until the next is built.
-
-    Block tables stay where they are from step to step: while a request keeps its row, only its new blocks are written.
-    """
+    """Packs a step's requests into one batch, in memory that it keeps: a batch is valid until the next is built."""
 
     def __init__(
         self,
@@ -84,10 +65,108 @@ class BatchBuilder:
         padding_block: int = 0,
         cross_states: Mapping[bytes, Tensor] = _NO_STATES,
         num_columns: int = 1,
-        first_table: int = 0,
     ) -> None:
-        """padding_block: which block rows that only pad a batch write to and read from. cross_states: by key, what is
-        in memory at each step. num_columns: see `CacheLayout`. first_table: the first of the pass's block tables."""
+        """padding_block: the block that padding rows write to and read from. cross_states: those in memory, by key.
+        num_columns: see `CacheLayout`."""
+        self._device = device
+        self._passes = [
+            BatchPacker(block_size, device, padding_block, cross_states, num_columns, first_table)
+            for first_table in (0, num_columns)
+        ]
+
+    def build(
+        self,
+        scheduled: Sequence[ScheduledRequest],
+        drawn: Mapping[str, int] = _NOTHING_DRAWN,
+        extra: Sequence[np.ndarray] = (),
+        adapters: Sequence[int] = (),
+        mixed: Sequence[ScheduledRequest] = (),
+        mixed_adapters: Sequence[int] = (),
+    ) -> Batch:
+        """Pack at least one request.
+
+        drawn: by request, the place of its token among those that the previous step samples. Either all requests wait
+        for such tokens, or none. extra: arrays to upload too. adapters: the slot of each request's adapter, below 0 for
+        none; empty: no request has one. mixed: requests that are also in the scaling pass, and `mixed_adapters`: their
+        slots there.
+        """
+        packed = [self._passes[0].pack(scheduled, drawn, adapters, rounds_width=bool(mixed))]
+        if mixed:
+            packed.append(self._passes[1].pack(mixed, drawn, mixed_adapters, rounds_width=True))
+        # Captured steps find their arrays at the same addresses, so arrays of varying size come last.
+        parts = [part for same in zip(*(one.parts for one in packed), strict=True) for part in same]
+        uploaded = iter(self._device.upload([*(array for part in parts for array in part.values()), *extra]))
+        tensors: list[dict[str, Tensor]] = [{} for _ in packed]
+        for part, own in zip(parts, itertools.cycle(tensors), strict=False):
+            own.update({name: next(uploaded) for name in part})
+        scaling_pass = packed[1].batch(tensors[1]) if mixed else None
+        return packed[0].batch(tensors[0], [*uploaded], scaling_pass)
+
+
+@dataclass(frozen=True, slots=True)
+class PackedBatch:
+    """One pass's batch in host memory."""
+
+    parts: tuple[dict[str, np.ndarray], ...]
+    """Arrays to upload: first those whose sizes depend on the numbers of rows and sequences alone, then the block
+    tables, then those of varying size."""
+    query_lens: list[int]
+    context_lens: list[int]
+    num_decodes: int
+    runs: Sequence[Run]
+    image_rows: list[ImageRows]
+    bidirectional: list[BidirectionalRows]
+    num_positions: int
+    cross: list[CrossRows]
+    is_repeatable: bool
+
+    def batch(
+        self, tensors: Mapping[str, Tensor], extra: Sequence[Tensor] = (), scaling_pass: Batch | None = None
+    ) -> Batch:
+        """Make the batch of the uploaded arrays."""
+        metadata = BatchMetadata(
+            query_starts=tensors["query_starts"],
+            context_lens=tensors["context_lens"],
+            block_tables=tensors["block_tables"],
+            slot_mapping=tensors["slot_mapping"],
+            query_lens=self.query_lens,
+            host_context_lens=self.context_lens,
+            num_decodes=self.num_decodes,
+            bidirectional=self.bidirectional,
+            num_positions=self.num_positions,
+            cross=self.cross,
+            decodes=tensors.get("decodes"),
+        )
+        return Batch(
+            token_ids=tensors["token_ids"],
+            positions=tensors["positions"],
+            metadata=metadata,
+            image_rows=self.image_rows,
+            sampled_rows=tensors["sampled_rows"],
+            drawn_rows=tensors.get("drawn_rows"),
+            adapters=RowSlots(self.runs, tensors["adapters"]) if "adapters" in tensors else None,
+            is_repeatable=self.is_repeatable,
+            extra=extra,
+            scaling_pass=scaling_pass,
+        )
+
+
+class BatchPacker:
+    """Packs one pass of a step.
+
+    Block tables stay where they are from step to step: while a request keeps its row, only its new blocks are written.
+    """
+
+    def __init__(
+        self,
+        block_size: int,
+        device: BatchDevice,
+        padding_block: int,
+        cross_states: Mapping[bytes, Tensor],
+        num_columns: int,
+        first_table: int,
+    ) -> None:
+        """first_table: the pass's first block table of each request. Others: see `BatchBuilder`."""
         self._cross_states = cross_states
         self._num_columns, self._first_table = num_columns, first_table
         self._block_size = block_size
@@ -100,108 +179,88 @@ class BatchBuilder:
         # Which tables each row holds, and how many blocks of them, in all and of each table.
         self._rows: list[tuple[list[array[int]] | None, int, list[int]]] = []
 
-    def build(
+    def pack(
         self,
         scheduled: Sequence[ScheduledRequest],
-        drawn: Mapping[str, int] = _NOTHING_DRAWN,
-        further: Sequence[np.ndarray] = (),
-        adapters: Sequence[int] = (),
-    ) -> Batch:
-        """The batch of at least one request.
-
-        drawn: by request, which of the tokens that the step before draws is its; asked for where they are pending:
-        either all are, or none. further: arrays to upload along. adapters: the slot of each request's adapter, below 0
-        for none; empty: no request has one.
-        """
+        drawn: Mapping[str, int],
+        adapters: Sequence[int],
+        *,
+        rounds_width: bool,
+    ) -> PackedBatch:
+        """Pack requests. See `BatchBuilder.build`. rounds_width: block tables of padded decodes have few widths."""
         counts = [request.num_tokens for request in scheduled]
         context_lens = [request.start + request.num_tokens for request in scheduled]
         states = [request.state for request in scheduled]
         others = [state for state in states if not state.is_plain_text]
-        num_tokens = sum(counts)
-        width = max([len(state.block_tables[self._first_table]) for state in states])
-        num_decodes = counts.count(1)
+        num_tokens, num_decodes = sum(counts), counts.count(1)
         has_cross = any([state.cross_key for state in others])
         padded = None if has_cross else self._device.padded_rows(num_tokens, num_decodes)
-        padding = 0 if padded is None else padded - num_tokens
         decodes_only = num_decodes == len(counts)
         is_mixed = padded is not None and 0 < num_decodes < len(counts)
-        padding_counts: list[int] = []
+        padding_counts = [] if padded is None else _padding_counts(counts, num_decodes, padded - num_tokens)
+        num_rows = num_tokens + sum(padding_counts)
+        width = max([len(state.block_tables[self._first_table]) for state in states])
         if padded is not None:
-            # Chunks always have a sequence behind them, if only of no rows. The number of sequences and a table's width
-            # are part of shapes, and few shapes are to come.
-            padding_counts = [1] * padding if decodes_only else [padding]
-            if is_mixed:
-                padding_counts += [0] * (captured_sequences(len(counts) + 1) - len(counts) - 1)
             width = max(width, *map(self._num_blocks, padding_counts), 1)
-            if not decodes_only:
+            if rounds_width or not decodes_only:
                 width = captured_width(width, is_mixed=is_mixed)
-        self._reserve(num_tokens + padding, len(counts) + len(padding_counts), width)
+        self._reserve(num_rows, len(counts) + len(padding_counts), width)
+        self._keep_all_tables(states)
+        ends = np.cumsum(counts)
+        self._place(counts, context_lens, states if others else ())
+        image_rows = self._write_tokens(scheduled, num_tokens)
+        if padding_counts:
+            self._pad(num_tokens, len(counts), padding_counts)
+            context_lens, counts = context_lens + padding_counts, counts + padding_counts
+        positions, num_positions = self._positions[:num_rows], 0
+        if any(map(_has_grid, others)):
+            positions, num_positions = _in_grids(scheduled, positions, decodes_only=decodes_only)
+        shaped = self._shaped(counts, context_lens, positions)
+        if is_mixed:
+            shaped["decodes"] = np.asarray([num_decodes], np.int32)
+        runs: Sequence[Run] = ()
+        if adapters:
+            runs, shaped["adapters"] = slots_of_rows((*adapters, *[-1] * len(padding_counts)), tuple(counts))
+        varying = {"sampled_rows": _sampled_rows(scheduled, ends)}
+        if scheduled[0].pending:
+            varying["drawn_rows"] = np.zeros(num_rows, np.int64)
+            # A request that failed in the previous step has no token, and is computed in vain.
+            varying["drawn_rows"][:num_tokens] = [drawn.get(state.request_id, 0) for state in states]
+        return PackedBatch(
+            parts=(shaped, {"block_tables": self._tables[:, : len(counts), :width]}, varying),
+            query_lens=counts,
+            context_lens=context_lens,
+            num_decodes=num_decodes + (len(padding_counts) if decodes_only else 0),
+            runs=runs,
+            image_rows=image_rows,
+            bidirectional=_bidirectional_rows(scheduled, ends) if others else [],
+            num_positions=num_positions,
+            cross=self._cross_rows(scheduled, ends) if has_cross else [],
+            is_repeatable=padded is not None,
+        )
+
+    def _shaped(self, counts: list[int], context_lens: list[int], positions: np.ndarray) -> dict[str, np.ndarray]:
+        num_rows = positions.shape[-1]
+        return {
+            "query_starts": np.concatenate(([0], np.cumsum(counts))).astype(np.int32),
+            "context_lens": np.asarray(context_lens, np.int32),
+            "slot_mapping": self._slots[:, :num_rows],
+            "token_ids": self._token_ids[:num_rows],
+            "positions": positions,
+        }
+
+    def _keep_all_tables(self, states: Sequence[RequestState]) -> None:
         for row, state in enumerate(states):
             kept, written, _ = self._rows[row]
             if kept is not state.block_tables or written != state.num_blocks:
                 self._keep_tables(row, state.block_tables, state.num_blocks)
-        ends = np.cumsum(counts)
-        positions, slots = self._positions[:num_tokens], self._slots[:, :num_tokens]
+
+    def _place(self, counts: list[int], context_lens: list[int], shifted: Sequence[RequestState]) -> None:
+        """Write positions and slots. shifted: the requests, if any of them may not count positions from 0."""
+        positions, slots = self._positions[: sum(counts)], self._slots[:, : sum(counts)]
         place_tokens(counts, context_lens, self._tables, self._block_size, positions, slots)
-        if others and any(offsets := [state.position_offset for state in states]):
+        if any(offsets := [state.position_offset for state in shifted]):
             positions += np.repeat(offsets, counts)
-        token_ids, image_rows = self._write_tokens(scheduled, num_tokens)
-        if padding_counts:
-            self._pad(num_tokens, len(counts), padding_counts)
-            context_lens, counts = context_lens + padding_counts, counts + padding_counts
-            token_ids, slots = self._token_ids[: num_tokens + padding], self._slots[:, : num_tokens + padding]
-        in_grids = self._positions[: num_tokens + padding]
-        num_positions = 0
-        if any(map(_has_grid, others)):
-            in_grids = _grid_positions(scheduled, in_grids)
-            num_positions = int(in_grids.max()) + 1
-            if decodes_only and (in_grids == in_grids[0]).all():
-                in_grids = in_grids[0]  # as in steps without images, so that one graph serves both
-        starts = np.concatenate(([0], np.cumsum(counts))).astype(np.int32)
-        arrays: list[np.ndarray] = [starts, np.asarray(context_lens, np.int32), slots, token_ids, in_grids]
-        if is_mixed:
-            arrays.append(np.asarray([num_decodes], np.int32))
-        runs: Sequence[Run] = ()
-        if adapters:
-            runs, adapted = slots_of_rows((*adapters, *[-1] * len(padding_counts)), tuple(counts))
-            arrays.append(adapted)
-        # The size of what comes from here on does not move what a captured step of decodes reads: it finds the tables
-        # at the same address however wide they are, and the number of sampled rows is no part of its shapes.
-        arrays += [self._tables[:, : len(counts), :width], _sampled_rows(scheduled, ends)]
-        pending = scheduled[0].pending
-        if pending:
-            # What failed in the step before has drawn nothing, and is computed in vain.
-            sources = [drawn.get(state.request_id, 0) for state in states]
-            arrays.append(np.asarray(sources + [0] * padding, np.int64))
-        uploaded = iter(self._device.upload([*arrays, *further]))
-        query_starts, contexts, slot_mapping, tokens, places = itertools.islice(uploaded, 5)
-        decodes = next(uploaded) if is_mixed else None
-        row_slots = RowSlots(runs, next(uploaded)) if adapters else None
-        block_tables = next(uploaded)
-        metadata = BatchMetadata(
-            query_starts=query_starts,
-            context_lens=contexts,
-            block_tables=block_tables,
-            slot_mapping=slot_mapping,
-            query_lens=counts,
-            host_context_lens=context_lens,
-            num_decodes=num_decodes + (len(padding_counts) if decodes_only else 0),
-            bidirectional=_bidirectional_rows(scheduled, ends) if others else [],
-            num_positions=num_positions,
-            cross=self._cross_rows(scheduled, ends) if has_cross else [],
-            decodes=decodes,
-        )
-        return Batch(
-            token_ids=tokens,
-            positions=places,
-            metadata=metadata,
-            image_rows=image_rows,
-            sampled_rows=next(uploaded),
-            drawn_rows=next(uploaded) if pending else None,
-            adapters=row_slots,
-            further=[*uploaded],
-            is_repeatable=padded is not None,
-        )
 
     def _cross_rows(self, scheduled: Sequence[ScheduledRequest], ends: np.ndarray) -> list[CrossRows]:
         return [
@@ -251,9 +310,7 @@ class BatchBuilder:
             self._tables[column, row, start:end] = table[start:]
         self._rows[row] = tables, num_blocks, lens
 
-    def _write_tokens(
-        self, scheduled: Sequence[ScheduledRequest], num_tokens: int
-    ) -> tuple[np.ndarray, list[ImageRows]]:
+    def _write_tokens(self, scheduled: Sequence[ScheduledRequest], num_tokens: int) -> list[ImageRows]:
         token_ids = self._token_ids[:num_tokens]
         image_rows: list[ImageRows] = []
         row = 0
@@ -270,7 +327,18 @@ class BatchBuilder:
                         token_ids[rows.first : rows.last] = 0
                         image_rows.append(rows)
             row += count
-        return token_ids, image_rows
+        return image_rows
+
+
+def _padding_counts(counts: Sequence[int], num_decodes: int, padding: int) -> list[int]:
+    """Return the rows of each padding sequence.
+
+    A sequence, if only of no rows, always follows chunks. Steps have few shapes, so few numbers of sequences.
+    """
+    if num_decodes == len(counts):
+        return [1] * padding
+    num_empty = captured_sequences(len(counts) + 1) - len(counts) - 1 if num_decodes else 0
+    return [padding] + [0] * num_empty
 
 
 def _sampled_rows(scheduled: Sequence[ScheduledRequest], ends: np.ndarray) -> np.ndarray:
@@ -298,6 +366,17 @@ def _bidirectional_rows(scheduled: Sequence[ScheduledRequest], ends: np.ndarray)
 
 def _has_grid(state: RequestState) -> bool:
     return bool(state.images) and state.images[0].grid is not None
+
+
+def _in_grids(
+    scheduled: Sequence[ScheduledRequest], positions: np.ndarray, *, decodes_only: bool
+) -> tuple[np.ndarray, int]:
+    """Return positions in grids, and the highest position plus 1."""
+    in_grids = _grid_positions(scheduled, positions)
+    end = int(in_grids.max()) + 1
+    if decodes_only and (in_grids == in_grids[0]).all():
+        return in_grids[0], end  # as in steps without images, so that one graph serves both
+    return in_grids, end
 
 
 def _grid_positions(scheduled: Sequence[ScheduledRequest], positions: np.ndarray) -> np.ndarray:

@@ -16,7 +16,7 @@ from vlmserve.kernels.torch_sampling import DrawLater
 from vlmserve.models.image_rows import place_images
 from vlmserve.models.protocols import LoadedModel
 from vlmserve.runner.adapters import RunnerAdapters
-from vlmserve.runner.batch import Batch, BatchBuilder, OtherMemory
+from vlmserve.runner.batch import Batch, BatchBuilder
 from vlmserve.runner.encoder import ImageEncoder
 from vlmserve.runner.kv import KVTensors
 from vlmserve.runner.prompt_logprobs import score_prompts
@@ -114,9 +114,6 @@ class ModelRunner:
         self._images = ImageEncoder(model, adapters)
         self.num_columns = columns = len(model.language_model.cache_layout.windows)
         self._batches = BatchBuilder(block_size, model.device, num_blocks, self._images.embeddings, num_columns=columns)
-        self._scaling_batches = BatchBuilder(
-            block_size, OtherMemory(model.device), num_blocks, num_columns=columns, first_table=columns
-        )
         self._kv = KVTensors(model, num_blocks, num_host_blocks, block_size)
         # What the last step drew, at least one token, and which request each is of.
         self._drawn = torch.zeros(1, dtype=torch.int32, device=model.device.torch_device)
@@ -193,7 +190,7 @@ class ModelRunner:
             self._sampler.sample(run.logits, scheduled, output)
             return None
         self._sampler.collect(0.0, output)
-        drawn = run.later.launch(run.logits, run.batch.further)
+        drawn = run.later.launch(run.logits, run.batch.extra)
         self._drawn = drawn if run.sampled else self._drawn
         self._drawn_rows = {request.state.request_id: row for row, request in enumerate(run.sampled)}
         return device.download(drawn)
@@ -210,18 +207,17 @@ class ModelRunner:
         if later is not None and not self._draws_later(scheduled):
             later = None
         sampled = [request for request in scheduled if request.num_sampled]
-        further: list[np.ndarray] = []
+        extra: list[np.ndarray] = []
         if later is not None:
             rows = [request.state.sampling_row(int(request.pending)) for request in sampled]
-            further = later.arrays(*filters_of(rows), changes_of(rows))
-        adapters = () if self._adapters is None else self._adapters.slots_of(scheduled)
-        batch = self._batches.build(scheduled, self._drawn_rows, further, adapters)
+            extra = later.arrays(*filters_of(rows), changes_of(rows))
+        batch = self._build(scheduled, extra)
         if clock is not None:
             clock.mark()
         sums: dict[str, list[float]] = {}
         try:
             if self._adapters is not None:
-                scalings = self._scalings(scheduled, sums)
+                scalings = self._scalings(scheduled, batch.scaling_pass, sums)
                 self._adapters.use_for_batch(scheduled, batch, scalings)
             wanted = _wanted_rows(batch, scheduled)
             hidden = self.hidden_states(batch, wanted)
@@ -235,17 +231,25 @@ class ModelRunner:
             return None
         return Run(batch, hidden, logits, later, sampled, sums)
 
-    def _scalings(self, scheduled: list[ScheduledRequest], sums: dict[str, list[float]]) -> Tensor | None:
-        """Of the adapters that requests mix by X-LoRA, for all rows of the batch: from a pass over those requests'
-        tokens, with blocks of its own. None: no request does."""
+    def _build(self, scheduled: list[ScheduledRequest], extra: list[np.ndarray]) -> Batch:
+        if self._adapters is None:
+            return self._batches.build(scheduled, self._drawn_rows, extra)
+        mixed = self._mixed(scheduled)
+        slots, mixed_slots = self._adapters.slots_of(scheduled), self._adapters.slots_of_scaling_pass(mixed)
+        return self._batches.build(scheduled, self._drawn_rows, extra, slots, mixed, mixed_slots)
+
+    def _mixed(self, scheduled: list[ScheduledRequest]) -> list[ScheduledRequest]:
+        """Return the requests of X-LoRA adapters, which have block tables for the scaling pass as well."""
+        return [request for request in scheduled if len(request.state.block_tables) > self.num_columns]
+
+    def _scalings(
+        self, scheduled: list[ScheduledRequest], batch: Batch | None, sums: dict[str, list[float]]
+    ) -> Tensor | None:
+        """The scalings of all rows, by the scaling pass. None: no request needs one. sums: see `ModelRunnerOutput`."""
+        if batch is None:
+            return None
         assert self._adapters is not None
-        if not self._adapters.mixes:
-            return None
-        mixed = [request for request in scheduled if len(request.state.block_tables) > self.num_columns]
-        if not mixed:
-            return None
-        slots = self._adapters.slots_of_scaling_pass(mixed)
-        batch = self._scaling_batches.build(mixed, self._drawn_rows, adapters=slots)
+        mixed = self._mixed(scheduled)
         self._adapters.use_for_scaling_pass(mixed, batch)
         return self._adapters.scalings(scheduled, mixed, self.hidden_states(batch), sums)
 
