@@ -1,4 +1,4 @@
-"""Attention and RoPE of decoder layers, and the layout of their KV cache. No torch: the frontend reads these values."""
+"""Mixers and RoPE of decoder layers, and the layout of their KV cache. No torch: the frontend reads these values."""
 
 from __future__ import annotations
 
@@ -25,6 +25,87 @@ class AttentionSpec:
     """Scores become ``soft_cap * tanh(score / soft_cap)``. None: they stay."""
     sinks: tuple[float, ...] | None = None
     """Attention sinks: for each head a score that takes a share of the softmax."""
+
+
+class StateTensor(NamedTuple):
+    """A tensor of a layer's state."""
+
+    name: str
+    shape: tuple[int, ...]
+    """Shape of one slot."""
+    is_float32: bool
+    """Whatever the model's type."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaSpec:
+    """Gated delta rule of one layer (https://arxiv.org/abs/2412.06464). Sizes in elements."""
+
+    num_key_heads: int
+    """Heads of queries and of keys."""
+    num_value_heads: int
+    """Value head h reads key head ``h // (num_value_heads / num_key_heads)``."""
+    key_size: int
+    """Elements of a head of queries or keys."""
+    value_size: int
+    kernel: int
+    """Rows that the causal convolution over queries, keys and values reads."""
+
+    @property
+    def keys(self) -> int:
+        """Elements of the keys of all heads."""
+        return self.num_key_heads * self.key_size
+
+    @property
+    def values(self) -> int:
+        """Elements of the values of all heads."""
+        return self.num_value_heads * self.value_size
+
+    @property
+    def channels(self) -> int:
+        """Elements of queries, keys and values, which the convolution reads."""
+        return 2 * self.keys + self.values
+
+    @property
+    def tensors(self) -> tuple[StateTensor, ...]:
+        states = StateTensor("states", (self.num_value_heads, self.key_size, self.value_size), is_float32=True)
+        return states, _tail(self.channels, self.kernel)
+
+    def state_bytes(self, element_size: int) -> int:
+        """Bytes of one slot. element_size: bytes of an element of the model's type."""
+        return _bytes(self.tensors, element_size)
+
+
+@dataclass(frozen=True, slots=True)
+class ConvolutionSpec:
+    """Gated short convolution of one layer."""
+
+    channels: int
+    kernel: int
+    """Rows that the causal convolution reads."""
+
+    @property
+    def tensors(self) -> tuple[StateTensor, ...]:
+        return (_tail(self.channels, self.kernel),)
+
+    def state_bytes(self, element_size: int) -> int:
+        """Bytes of one slot. element_size: bytes of an element of the model's type."""
+        return _bytes(self.tensors, element_size)
+
+
+StateSpec = DeltaSpec | ConvolutionSpec
+"""A layer with a state of fixed size for each sequence."""
+Mixer = AttentionSpec | DeltaSpec | ConvolutionSpec
+"""The part of a layer that mixes the tokens of a sequence."""
+
+
+def _tail(channels: int, kernel: int) -> StateTensor:
+    """The last inputs of a causal convolution, the oldest first."""
+    return StateTensor("tail", (channels, kernel - 1), is_float32=False)
+
+
+def _bytes(tensors: Sequence[StateTensor], element_size: int) -> int:
+    return sum(math.prod(tensor.shape) * (4 if tensor.is_float32 else element_size) for tensor in tensors)
 
 
 class CachePlace(NamedTuple):

@@ -36,10 +36,11 @@ from vlmserve.kernels.operations import (
 )
 from vlmserve.kernels.quantized import QuantizedWeight
 from vlmserve.kernels.ranges import RangeKernels
+from vlmserve.kernels.states import ConvolutionKernel, DeltaKernel, DeltaWeights
 from vlmserve.kernels.torch_products import torch_linear, torch_table
 from vlmserve.kernels.torch_reference import TorchReference
 from vlmserve.kernels.torch_sampling import Draw, DrawLater
-from vlmserve.layer_specs import AttentionSpec
+from vlmserve.layer_specs import AttentionSpec, ConvolutionSpec, DeltaSpec
 from vlmserve.levels import Levels
 
 
@@ -107,6 +108,12 @@ class TorchDevice:
         return None
 
     def encoder_ranges(self, num_heads: int, head_size: int, dtype: torch.dtype) -> RangeKernels | None:
+        return None
+
+    def delta(self, spec: DeltaSpec, weights: DeltaWeights, dtype: torch.dtype) -> DeltaKernel | None:
+        return None
+
+    def convolution(self, spec: ConvolutionSpec, weight: Tensor, dtype: torch.dtype) -> ConvolutionKernel | None:
         return None
 
     def attention(

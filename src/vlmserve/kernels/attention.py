@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from vlmserve.kernels.states import StateRows
 from vlmserve.layer_specs import AttentionSpec
 
 
@@ -66,6 +67,8 @@ class BatchMetadata:
     cross: Sequence[CrossRows] = ()
     decodes: Tensor | None = None
     """int32 ``[1]``, `num_decodes` of a step with chunks that the device may have captured."""
+    states: StateRows | None = None
+    """Rows by the states that they read and write. None: no layer has states."""
 
     @classmethod
     def of_chunks(

@@ -1,4 +1,4 @@
-"""Allocates, clears and copies whole blocks of caches, whose first axis is the blocks."""
+"""Allocates caches, whose first axis is blocks or slots of states. Clears and copies blocks."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from vlmserve.kernels.attention import LayerCache
+from vlmserve.kernels.states import StateCache
 from vlmserve.kernels.transfers import to_device
-from vlmserve.layer_specs import AttentionSpec, CacheLayout
+from vlmserve.layer_specs import AttentionSpec, CacheLayout, StateSpec
 
 
 def allocate_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -41,6 +42,16 @@ def allocate_layers(
         if place.slot not in slots:
             slots[place.slot] = allocate(layer)
     return [replace(slots[place.slot], column=place.column) for place in layout.places]
+
+
+def allocate_states(spec: StateSpec, num_slots: int, dtype: torch.dtype, device: torch.device) -> StateCache:
+    """Zeroed states of one layer. dtype: of the model."""
+    return StateCache(
+        **{
+            name: allocate_zeros((num_slots, *shape), torch.float32 if is_float32 else dtype, device)
+            for name, shape, is_float32 in spec.tensors
+        }
+    )
 
 
 def distinct(layers: Iterable[LayerCache]) -> list[LayerCache]:

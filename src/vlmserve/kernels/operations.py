@@ -13,7 +13,9 @@ from vlmserve.kernels.activation import activation
 from vlmserve.kernels.adapters import LinearAdapters
 from vlmserve.kernels.quantized import QuantizedWeight
 from vlmserve.kernels.ranges import RangeKernels
+from vlmserve.kernels.states import ConvolutionKernel, DeltaKernel, DeltaWeights
 from vlmserve.kernels.superblocks import SuperblockWeight
+from vlmserve.layer_specs import ConvolutionSpec, DeltaSpec
 
 AnyWeight = Tensor | QuantizedWeight | SuperblockWeight
 """``[out_features, in_features]``."""
@@ -217,4 +219,13 @@ class Operations(Protocol):
 
     def encoder_ranges(self, num_heads: int, head_size: int, dtype: torch.dtype) -> RangeKernels | None:
         """Attention within images of several sizes, where it pays to compute them together. None: it does not."""
+        ...
+
+    def delta(self, spec: DeltaSpec, weights: DeltaWeights, dtype: torch.dtype) -> DeltaKernel | None:
+        """The gated delta rule of one layer. dtype: of rows. None: torch's operations."""
+        ...
+
+    def convolution(self, spec: ConvolutionSpec, weight: Tensor, dtype: torch.dtype) -> ConvolutionKernel | None:
+        """The gated short convolution of one layer. weight: ``[channels, kernel]``. dtype: of rows. None: torch's
+        operations."""
         ...
