@@ -146,7 +146,7 @@ def quantized_weights(draw: st.DrawFn, out_features: int, in_features: int) -> Q
         return QuantizedWeight(8, group_size, values, scales, minimums.float() - 128 * scales)
     if draw(st.booleans()):
         return QuantizedWeight(4, group_size, values, scales, torch.zeros_like(scales), 16, is_coded=True)
-    minimums = -8 * scales + scales * torch.randn(scales.shape, generator=generator)
+    minimums = -8 * scales + draw(st.sampled_from([0, 1])) * scales * torch.randn(scales.shape, generator=generator)
     return QuantizedWeight(4, group_size, values, scales, minimums.half().float(), draw(st.sampled_from([16, 8])))
 
 
@@ -216,12 +216,22 @@ def test_row_results_do_not_depend_on_the_batch(product: Product, data: st.DataO
 
 
 @built
+@pytest.mark.usefixtures("isa")
+def test_symmetric_4_bit_groups_store_no_minimums() -> None:
+    values, scales = torch.full((64, 256), 3, dtype=torch.uint8), torch.ones(64, 8)
+    symmetric = QuantizedWeight(4, 32, values, scales, -8 * scales)
+    shifted = QuantizedWeight(4, 32, values, scales, -7 * scales)
+    for weight, each in ((symmetric, 18), (shifted, 20)):
+        assert PackedLinear(weight).num_bytes == weight.num_bytes == 64 * 8 * each
+
+
+@built
 @pytest.mark.parametrize("rows", [1, 3, 12, 40])
 @pytest.mark.parametrize(
     ("bits", "group_size", "value", "input_bits"),
     [
         *((8, group_size, value, bits) for group_size in (1664, 128) for value in (0, 255) for bits in (16, 8)),
-        *((4, 128, 15, bits) for bits in (16, 8)),
+        *((4, 128, value, bits) for value in (0, 15) for bits in (16, 8)),
     ],
 )
 @pytest.mark.usefixtures("isa")
@@ -229,7 +239,8 @@ def test_the_largest_products_add_up(rows: int, bits: int, group_size: int, valu
     in_features = 1664
     values = torch.full((33, in_features), value, dtype=torch.uint8)
     scales = torch.ones(33, in_features // group_size)
-    weight = QuantizedWeight(bits, group_size, values, scales, scales * (-128 if bits == 8 else 1), input_bits)
+    minimum = -128 if bits == 8 else -8 if value == 0 else 1
+    weight = QuantizedWeight(bits, group_size, values, scales, scales * minimum, input_bits)
     x = torch.ones(rows, in_features) * torch.tensor([1.0, -1.0]).repeat(rows)[:rows, None]
     expected = x @ weight.dequantize().T
     torch.testing.assert_close(PackedLinear(weight)(x), expected, rtol=1e-5, atol=0)

@@ -96,7 +96,7 @@ class PackedLinear:
             settings["bits"] = _CODED_GROUPS if weight.is_coded else weight.bits
             settings["input_bits"] = weight.input_bits
             settings["group_size"] = 0 if weight.has_scales_of_outputs else weight.group_size
-            settings["minimums"] = int(not weight.is_coded and (weight.bits == 4 or not weight.is_symmetric))
+            settings["minimums"] = int(weight.has_minimums)
         if isinstance(weight, SuperblockWeight):
             settings["bits"], settings["input_bits"] = _SUPERBLOCKS, 8
         self._set(settings, bias)
@@ -143,7 +143,7 @@ class PackedLinear:
             of_group = 2 * (1 + self._minimums) + weight.group_size * weight.bits // 8
             tile_bytes = -(-self.in_features // weight.group_size) * TILE * of_group
         packed = allocate(num_tiles * tile_bytes, torch.uint8)
-        # In 8 bits, those of the value in the middle.
+        # The kernels add 8-bit minimums to the value in the middle.
         minimums = weight.minimums if weight.bits == 4 else weight.minimums + 128 * weight.scales
         values, scales, minimums = (tensor.contiguous() for tensor in (weight.values, weight.scales, minimums))
         extension().pack_quantized(

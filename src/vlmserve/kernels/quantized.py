@@ -65,14 +65,18 @@ class QuantizedWeight:
     def num_bytes(self) -> int:
         """Memory that it takes packed: its bits, and two bytes for each scale and minimum of a group, four for a scale
         of an output."""
-        minimums = not self.is_coded and (self.bits == 4 or not self.is_symmetric)
-        each = 4 if self.has_scales_of_outputs or minimums else 2
+        each = 4 if self.has_scales_of_outputs or self.has_minimums else 2
         return self.values.numel() * self.bits // 8 + self.scales.numel() * each
 
     @property
     def is_symmetric(self) -> bool:
         """Whether the value in the middle stands for zero."""
         return torch.equal(self.minimums, -(2 ** (self.bits - 1)) * self.scales)
+
+    @property
+    def has_minimums(self) -> bool:
+        """True if groups need minimums besides their scales."""
+        return not self.is_coded and not self.is_symmetric
 
     @property
     def has_scales_of_outputs(self) -> bool:

@@ -26,9 +26,14 @@ from vlmserve.quantization import Scheme
 
 LIBRARIES = 320 * 2**20
 """Bytes that an engine's process takes for Python, torch and the smallest caches, whatever the model."""
-_REPACKED = {**dict.fromkeys((2, 3, 12), BYTES["int4"]), **dict.fromkeys((6, 7, 8, 13, 14), 1.125), 20: 0.5625}
-"""Bytes of a repacked weight by GGUF type. Q4_0, Q4_1 and Q4_K become 4-bit with scale and minimum, Q5_0, Q5_1, Q8_0,
-Q5_K and Q6_K 8-bit, IQ4_NL 4-bit with a scale."""
+_REPACKED = {
+    **dict.fromkeys((2, 20), 0.5625),
+    **dict.fromkeys((3, 12), BYTES["int4"]),
+    **dict.fromkeys((6, 8), 1.0625),
+    **dict.fromkeys((7, 13, 14), 1.125),
+}
+"""Bytes of a repacked weight by GGUF type. Q4_0 and IQ4_NL become 4-bit with a scale, Q4_1 and Q4_K with a minimum
+besides, Q5_0 and Q8_0 8-bit with a scale, Q5_1, Q5_K and Q6_K 8-bit with more."""
 _HEADS = re.compile(r"(^|\.)(lm_head|output|embed_out)\.weight$")
 _TABLES = re.compile(r"(embed_tokens|token_embd|word_embeddings|wte|tok_embeddings)\.weight$")
 _OUTSIDE = re.compile(r"vision|visual|projector|connector|image|(^|\.)(v|mm)\.|patch|position|wpe")

@@ -185,6 +185,7 @@ INLINE void multiply_groups(const Four* inputs, const GroupScale* scales, const 
     static_assert(!IS_CODED, "codes have wide inputs");
     constexpr int WIDTH = vectors_with(ROWS, NARROW_SUMS, 2, 1), PARTS = 8 / BITS;
     const long groups = in / form.group, units = form.group / (4 * PARTS);
+    const std::int32_t zero = BITS == 8 ? OFFSET : form.minimums ? 0 : MIDDLE_OF_4_BITS;
     const long parameter_bytes = form.parameter_bytes(), group_bytes = form.group_bytes();
     for (int first = 0; first < VECTORS; first += WIDTH) {
         f32v totals[ROWS][WIDTH] = {};
@@ -194,7 +195,7 @@ INLINE void multiply_groups(const Four* inputs, const GroupScale* scales, const 
         for (long number = 0; number < groups; ++number, place += group_bytes, rows += ROWS) {
             i32v dots[ROWS][WIDTH];
             for (int row = 0; row < ROWS; ++row)
-                for (int i = 0; i < WIDTH; ++i) dots[row][i] = (BITS == 8 ? -OFFSET * rows[row].integer : 0) - i32v{};
+                for (int i = 0; i < WIDTH; ++i) dots[row][i] = -zero * rows[row].integer - i32v{};
             const u8* weights = place + parameter_bytes + first * LANES * 4;
             for (long unit = 0; unit < units; ++unit, weights += 4 * TILE) {
                 for (long line = 0; line < WIDTH * LANES * 4; line += 64)
@@ -216,7 +217,7 @@ INLINE void multiply_groups(const Four* inputs, const GroupScale* scales, const 
                 f32v scale = group_scales(place, first + i);
                 for (int row = 0; row < ROWS; ++row)
                     totals[row][i] += __builtin_convertvector(dots[row][i], f32v) * (scale * rows[row].scale);
-                if (BITS == 8 && !form.minimums) continue;
+                if (!form.minimums) continue;
                 f32v minimum = group_minimums(place, first + i);
                 for (int row = 0; row < ROWS; ++row) totals[row][i] += minimum * rows[row].sum;
             }
@@ -232,6 +233,7 @@ INLINE void multiply_wide(const Quad* inputs, const float* scales, const GroupSu
                           WeightForm form, f32v (&sums)[ROWS][VECTORS]) {
     constexpr int WIDTH = vectors_with(ROWS, WIDE_SUMS, 3, 1), PARTS = 8 / BITS;
     const long groups = in / form.group, units = form.group / (4 * PARTS);
+    const std::int32_t zero = BITS == 8 || IS_CODED ? OFFSET : form.minimums ? 0 : MIDDLE_OF_4_BITS;
     const long parameter_bytes = form.parameter_bytes(), group_bytes = form.group_bytes();
     for (int first = 0; first < VECTORS; first += WIDTH) {
         f32v totals[ROWS][WIDTH] = {};
@@ -242,7 +244,7 @@ INLINE void multiply_wide(const Quad* inputs, const float* scales, const GroupSu
             i32v high[ROWS][WIDTH] = {}, low[ROWS][WIDTH];
             for (int row = 0; row < ROWS; ++row)
                 for (int i = 0; i < WIDTH; ++i)
-                    low[row][i] = (BITS == 8 || IS_CODED ? -OFFSET * group_sums[row].integer : 0) - i32v{};
+                    low[row][i] = -zero * group_sums[row].integer - i32v{};
             const u8* weights = place + parameter_bytes + first * LANES * 4;
             for (long unit = 0; unit < units; ++unit, weights += 4 * TILE) {
                 for (long line = 0; line < WIDTH * LANES * 4; line += 64)
@@ -270,7 +272,7 @@ INLINE void multiply_wide(const Quad* inputs, const float* scales, const GroupSu
                 f32v scale = group_scales(place, first + i);
                 for (int row = 0; row < ROWS; ++row)
                     totals[row][i] += __builtin_convertvector(high[row][i] * 256 + low[row][i], f32v) * scale;
-                if ((BITS == 8 || IS_CODED) && !form.minimums) continue;
+                if (!form.minimums) continue;
                 f32v minimum = group_minimums(place, first + i);
                 for (int row = 0; row < ROWS; ++row) totals[row][i] += minimum * group_sums[row].sum;
             }

@@ -87,7 +87,11 @@ INLINE void multiply_groups(const Four* x, const GroupScale* rows, const u8* til
                 }
             }
             f32v scale = group_scales(tile, vector);
-            f32v minimum = form.minimums ? group_minimums(tile, vector) : f32v{};
+            f32v minimum{};
+            if (form.minimums)
+                minimum = group_minimums(tile, vector);
+            else if (BITS == 4 && !IS_CODED)
+                minimum = scale * static_cast<float>(-MIDDLE_OF_4_BITS);
             for (int row = 0; row < ROWS; ++row)
                 sums[row][vector] += dots[row] * scale + rows[number * ROWS + row].sum * minimum;
         }

@@ -1,12 +1,18 @@
 // How weights of 8 and 4 bits lie in memory.
 //
-// Weights are unsigned. In 8 bits w = scale * (u - 128), with a scale for each output, or, with a scale for each group of
-// inputs of each output, w = scale * (u - 128) + minimum; in 4 bits w = scale * u + minimum, or, of codes,
-// w = scale * CODES[u], in groups. Tiles hold 32
-// outputs, as those of linear.h do, and four inputs in turn: in 8 bits [in / 4][32][4] bytes, behind 32 scales (float32).
-// Groups lie one behind the other, each with its 32 scales, its 32 minimums if it has any (float16), and its weights: in 8
-// bits [group / 4][32][4] bytes, in 4 bits [group / 8][32][4], whose lower halves are the first four inputs and whose upper
-// halves are the next four. `in` is padded to a whole group (to four without groups) with inputs of 0.
+// Weights are unsigned:
+//
+//     8 bits, one scale per output:   w = scale * (u - 128)
+//     8 bits in groups of inputs:     w = scale * (u - 128) + minimum
+//     4 bits in groups:               w = scale * u + minimum
+//     4 bits, no minimums:            w = scale * (u - 8)
+//     codes of 4 bits in groups:      w = scale * CODES[u]
+//
+// Tiles have 32 outputs, like those of linear.h, and interleave them four inputs at a time: 8-bit weights without groups are
+// 32 scales (float32) and [in / 4][32][4] bytes. Groups follow each other, each with 32 scales, 32 minimums if it has any
+// (float16), and weights: [group / 4][32][4] bytes of 8 bits, or [group / 8][32][4] bytes of 4 bits, whose lower halves are the
+// first four inputs and whose upper halves are the next four. `in` is padded to a whole group (to four without groups) with
+// inputs of 0.
 #pragma once
 
 #include "linear.h"
@@ -31,6 +37,9 @@ INLINE u8v nibbles(u8v bytes, int part) {
     return bytes & static_cast<u8>(15);
 }
 
+// The value of 4 bits that stands for zero in groups without minimums.
+constexpr int MIDDLE_OF_4_BITS = 8;
+
 // What codes stand for: `kvalues_iq4nl` in llama.cpp's ggml-common.h.
 constexpr signed char CODES[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
 
@@ -42,9 +51,9 @@ struct WeightForm {
     long group;
     bool minimums;
 
-    // kind: 8, 4 or CODED_GROUPS. Numbers of four bits always have minimums.
+    // kind: 8, 4 or CODED_GROUPS.
     WeightForm(int kind, long group, bool minimums)
-        : bits(kind == CODED_GROUPS ? 4 : kind), coded(kind == CODED_GROUPS), group(group), minimums(minimums || kind == 4) {}
+        : bits(kind == CODED_GROUPS ? 4 : kind), coded(kind == CODED_GROUPS), group(group), minimums(minimums) {}
     explicit WeightForm(const LinearArgs& args) : WeightForm(args.weight_bits, args.group, args.minimums) {}
 
     long padded(long in) const {
@@ -104,7 +113,7 @@ void pack_quantized(const u8* weight, const float* scales, const float* minimums
 template <class T>
 void gather_quantized(const u8* packed, const std::int64_t* ids, T* y, long count, long in, WeightForm form, int threads) {
     long padded = form.padded(in), bytes = form.tile_bytes(padded), size = form.group ? form.group : padded;
-    const int mask = (1 << form.bits) - 1, middle = form.bits == 8 ? 128 : 0;
+    const int mask = (1 << form.bits) - 1, middle = form.bits == 8 ? 128 : form.minimums ? 0 : MIDDLE_OF_4_BITS;
     auto gather_row = [&](long i) {
         const u8* begin = packed + ids[i] / TILE * bytes;
         long lane = ids[i] % TILE;

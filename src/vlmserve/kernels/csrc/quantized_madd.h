@@ -191,6 +191,7 @@ INLINE void multiply_groups(const Four* inputs, const GroupScale* scales, const 
     static_assert(BITS == 4 && !IS_CODED, "weights of 8 bits and codes have wide inputs");
     constexpr int WIDTH = vectors_with(ROWS, NARROW_SUMS, 1, 1);
     const long groups = in / form.group, octets_of_group = form.group / 8;
+    const std::int32_t zero = form.minimums ? 0 : MIDDLE_OF_4_BITS;
     const long parameter_bytes = form.parameter_bytes(), group_bytes = form.group_bytes();
     for (int first = 0; first < VECTORS; first += WIDTH) {
         f32v totals[ROWS][WIDTH] = {};
@@ -198,7 +199,9 @@ INLINE void multiply_groups(const Four* inputs, const GroupScale* scales, const 
         const GroupScale* rows = scales;
         const u8* place = tile;
         for (long number = 0; number < groups; ++number, place += group_bytes, rows += ROWS) {
-            i32v dots[ROWS][WIDTH] = {};
+            i32v dots[ROWS][WIDTH];
+            for (int row = 0; row < ROWS; ++row)
+                for (int i = 0; i < WIDTH; ++i) dots[row][i] = -zero * rows[row].integer - i32v{};
             const u8* weights = place + parameter_bytes + first * LANES * 4;
             for (long start = 0; start < octets_of_group; start += OCTETS_PER_SUM) {
                 i16v small[ROWS][WIDTH] = {};
@@ -226,11 +229,12 @@ INLINE void multiply_groups(const Four* inputs, const GroupScale* scales, const 
                         dots[row][i] += multiply_pairs(small[row][i], in_all_lanes(0x10001));
             }
             for (int i = 0; i < WIDTH; ++i) {
-                f32v scale = group_scales(place, first + i), minimum = group_minimums(place, first + i);
-                for (int row = 0; row < ROWS; ++row) {
+                f32v scale = group_scales(place, first + i);
+                for (int row = 0; row < ROWS; ++row)
                     totals[row][i] += __builtin_convertvector(dots[row][i], f32v) * (scale * rows[row].scale);
-                    totals[row][i] += minimum * rows[row].sum;
-                }
+                if (!form.minimums) continue;
+                f32v minimum = group_minimums(place, first + i);
+                for (int row = 0; row < ROWS; ++row) totals[row][i] += minimum * rows[row].sum;
             }
         }
         for (int row = 0; row < ROWS; ++row)
@@ -244,6 +248,7 @@ INLINE void multiply_wide(const Quad* inputs, const float* scales, const GroupSu
                           WeightForm form, f32v (&sums)[ROWS][VECTORS]) {
     constexpr int WIDTH = vectors_with(ROWS, WIDE_SUMS, 1, 1), QUADS = 8 / BITS;
     const long groups = in / form.group, units = form.group / (4 * QUADS);
+    const std::int32_t zero = BITS == 8 ? 128 : IS_CODED || form.minimums ? 0 : MIDDLE_OF_4_BITS;
     const long parameter_bytes = form.parameter_bytes(), group_bytes = form.group_bytes();
     for (int first = 0; first < VECTORS; first += WIDTH) {
         f32v totals[ROWS][WIDTH] = {};
@@ -253,7 +258,7 @@ INLINE void multiply_wide(const Quad* inputs, const float* scales, const GroupSu
         for (long number = 0; number < groups; ++number, place += group_bytes, group_sums += ROWS) {
             i32v dots[ROWS][WIDTH];
             for (int row = 0; row < ROWS; ++row)
-                for (int i = 0; i < WIDTH; ++i) dots[row][i] = (BITS == 8 ? -128 * group_sums[row].integer : 0) - i32v{};
+                for (int i = 0; i < WIDTH; ++i) dots[row][i] = -zero * group_sums[row].integer - i32v{};
             const u8* weights = place + parameter_bytes + first * LANES * 4;
             for (long unit = 0; unit < units; ++unit, weights += 4 * TILE, x += QUADS * ROWS) {
                 for (long line = 0; line < WIDTH * LANES * 4; line += 64)
@@ -289,7 +294,7 @@ INLINE void multiply_wide(const Quad* inputs, const float* scales, const GroupSu
             for (int i = 0; i < WIDTH; ++i) {
                 f32v scale = group_scales(place, first + i);
                 for (int row = 0; row < ROWS; ++row) totals[row][i] += __builtin_convertvector(dots[row][i], f32v) * scale;
-                if ((BITS == 8 || IS_CODED) && !form.minimums) continue;
+                if (!form.minimums) continue;
                 f32v minimum = group_minimums(place, first + i);
                 for (int row = 0; row < ROWS; ++row) totals[row][i] += minimum * group_sums[row].sum;
             }

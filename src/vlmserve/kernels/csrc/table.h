@@ -59,7 +59,7 @@ struct LinearArgs {
     int dtype, activation, gated, float_output, threads;
     int weight_bits;  // 8, 4, CODED_GROUPS, SUPERBLOCKS, or 0 for weights of `dtype`
     int group;        // how many inputs share a scale, a multiple of 16; 0: all of them, with 8 bits
-    int minimums;     // with 8 bits in groups: whether these have minimums, as those of 4 bits always do
+    int minimums;     // in groups: whether these have minimums
     int input_bits;   // beside few bits, what inputs are rounded to where they are: 16, or 8 if there is a kernel for it
     const Adapters* adapters;       // null: rows have none
     const std::int32_t* row_slots;  // the slot of each row's adapter, below 0: none; `slot_stride` from row to row, 0 or 1
