@@ -7,6 +7,7 @@ with its block. The first one, `make serve`, stays until the end, as the README 
 CI runs it. Only pip's cache is shared with the home of who calls this.
 
     .ci/walk.py            # of the last commit
+    .ci/walk.py --quick    # leaves out what installs many packages and is tested elsewhere
     .ci/walk.py --keep     # leaves the folder for a look
 """
 
@@ -34,6 +35,15 @@ INSTALL_TIMEOUT = 900.0
 BLOCK_TIMEOUT = 180.0
 SERVER = re.compile(r"(make serve|\.venv/bin/vlmserve (serve|cluster up))\b.*")
 LEFT_OUT = {"make test": "CI runs it"}
+TESTED_ELSEWHERE = {
+    ".venv/bin/python -m pip install --quiet 'vlmserve[ray]'": "tests/scaleout/test_ray.py",
+    ".venv/bin/python -m pip install --quiet nbclient": "tests/test_examples.py runs the notebook's cells",
+    ".venv/bin/python -m pip install --quiet langchain-openai": "make test-clients",
+    ".venv/bin/python -m pip install --quiet litellm": "make test-clients",
+    ".venv/bin/python -m pip install --quiet instructor": "make test-clients",
+    ".venv/bin/python -m pip install --quiet 'pydantic-ai-slim[openai]'": "make test-clients",
+}
+"""Blocks that a quick walk leaves out, by how they begin, and what tests the same. Their installs take minutes."""
 PAGES = ("README.md", "docs/start.md", "docs/python.md", "docs/serving.md", "examples/README.md")
 """In the order in which they are read."""
 
@@ -230,8 +240,8 @@ def _status(url: str, key: str | None = None) -> int:
         return 0
 
 
-def walk(folder: Path) -> None:
-    """Type everything. Raises WalkError for the first step that fails."""
+def walk(folder: Path, quick: bool) -> None:
+    """Type everything, or what a quick walk types. Raises WalkError for the first step that fails."""
     newcomer = Newcomer(folder)
     first, *others = blocks(newcomer.clone)
     print(f"$ {first.text.strip()}", flush=True)
@@ -243,6 +253,9 @@ def walk(folder: Path) -> None:
             if block.text.startswith("curl ") and shutil.which("curl") is None:
                 print("(skipped: curl is not installed here)", flush=True)
                 continue
+            if quick and block.start in TESTED_ELSEWHERE:
+                print(f"(left out: {TESTED_ELSEWHERE[block.start]})", flush=True)
+                continue
             started = time.monotonic()
             newcomer.run(block)
             print(f"(ok, {time.monotonic() - started:.0f} s)", flush=True)
@@ -251,16 +264,17 @@ def walk(folder: Path) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--keep", action="store_true", help="leave the clone and the home for a look")
-    keep = parser.parse_args().keep
+    parser.add_argument("--quick", action="store_true", help="leave out blocks that other tests run")
+    given = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="walk-"))
     started = time.monotonic()
     try:
-        walk(folder)
+        walk(folder, given.quick)
     except (WalkError, subprocess.SubprocessError) as error:
         print(f"The newcomer's walk failed: {error}", file=sys.stderr)
         return 1
     finally:
-        if not keep:
+        if not given.keep:
             shutil.rmtree(folder, ignore_errors=True)
     print(f"The newcomer's walk passed in {time.monotonic() - started:.0f} s")
     return 0

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
@@ -20,7 +21,8 @@ _CAPTURED = """
 import os, runpy, sys
 worker = runpy.run_path(sys.argv[1])
 def decode(decoder, stdin, out, *memory):
-    os.write(out.fileno(), sys.argv[2].encode())
+    with open(sys.argv[2], "rb") as answer:
+        os.write(out.fileno(), answer.read())
     stdin.read()
 worker["_fork"].__globals__["_decode"] = decode
 worker["main"]()
@@ -52,13 +54,18 @@ def rendering() -> bool:
 
 
 @contextlib.contextmanager
-def captured(monkeypatch: pytest.MonkeyPatch, answer: str) -> Iterator[None]:
-    """Every process that decodes a file writes this, whatever it is asked, and does not end by itself."""
+def captured(monkeypatch: pytest.MonkeyPatch, answer: str = "") -> Iterator[Callable[[str], object]]:
+    """Every process that decodes a file writes an answer, whatever it is asked, and does not end by itself.
+
+    Yields a function that changes the answer of the processes that start after it.
+    """
     script = os.fspath(Path(isolated_worker.__file__))
-    with monkeypatch.context() as patch:
-        patch.setattr(fork_server, "COMMAND", [sys.executable, "-c", _CAPTURED, script, answer])
+    with monkeypatch.context() as patch, tempfile.NamedTemporaryFile() as file:
+        change = Path(file.name).write_text
+        change(answer)
+        patch.setattr(fork_server, "COMMAND", [sys.executable, "-c", _CAPTURED, script, file.name])
         fork_server.end_servers()
-        yield
+        yield change
     fork_server.end_servers()
 
 

@@ -155,6 +155,7 @@ def test_the_walk_checks_every_block():
     walk = runpy.run_path(str(ROOT / ".ci" / "walk.py"))
     blocks = walk["blocks"](ROOT)
     assert [block.start for block in blocks] == list(walk["CHECKS"])
+    assert walk["TESTED_ELSEWHERE"].keys() < walk["CHECKS"].keys()
     for block in blocks:
         if block.language == "python":
             compile(block.text, block.start, "exec")

@@ -195,8 +195,9 @@ def test_size_is_checked_before_anything_is_decoded(name: str, monkeypatch: pyte
 
 def test_hanging_decoder_is_ended_and_the_next_works(monkeypatch: pytest.MonkeyPatch) -> None:
     header = '{"images": 1, "width": 64, "height": 48, "mode": "RGB"}\n'
-    for answer in ("", header):  # while the header is read, and while the image is decoded
-        with captured(monkeypatch, answer):
+    with captured(monkeypatch) as answer_with:
+        for answer in ("", header):  # while the header is read, and while the image is decoded
+            answer_with(answer)
             with pytest.raises(InvalidImageError, match=r"takes longer than 0\.5 s to decode"):
                 decode_image(FILES["plain"], MediaConfig(decode_timeout=0.5))
             assert not rendering()
@@ -205,7 +206,7 @@ def test_hanging_decoder_is_ended_and_the_next_works(monkeypatch: pytest.MonkeyP
 
 def test_a_decoder_that_hangs_delays_nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:
     other = fork_server.ForkServer("image")
-    with captured(monkeypatch, ""), ThreadPoolExecutor(1) as threads:
+    with captured(monkeypatch), ThreadPoolExecutor(1) as threads:
         event = threading.Event()
 
         def decode() -> None:
@@ -246,9 +247,11 @@ def test_what_a_captured_process_answers_is_not_believed(monkeypatch: pytest.Mon
         '{"error": "broken", "detail": "\\u0007\\n"}\n',
         '{"error": "anything else", "detail": ""}\n',
     ]
-    for answer in answers:
-        with captured(monkeypatch, answer), pytest.raises(InvalidImageError):
-            decode_image(FILES["plain"], MediaConfig(decode_timeout=1))
+    with captured(monkeypatch) as answer_with:
+        for answer in answers:
+            answer_with(answer)
+            with pytest.raises(InvalidImageError):
+                decode_image(FILES["plain"], MediaConfig(decode_timeout=1))
     assert not rendering()
 
 
@@ -340,11 +343,11 @@ def test_ended_process_says_what_ended_it(number: int, message: str) -> None:
 
 LARGE = MadeWhenAsked(
     {
-        "GIF": lambda: encoded(Image.new("RGB", (6000, 4000)), "GIF"),
+        "GIF": lambda: encoded(Image.new("L", (6000, 4000)), "GIF"),
         "TIFF": lambda: encoded(Image.new("RGB", (6000, 4000)), "TIFF", compression="tiff_lzw"),
         "WEBP": lambda: encoded(Image.new("RGB", (6000, 4000)), "WEBP", method=0),
         "AVIF": lambda: encoded(Image.new("RGB", (6000, 4000)), "AVIF", speed=10),
-        "HEIF": lambda: heic(Image.new("RGB", (6000, 4000)), quality=30),
+        "HEIF": lambda: heic(Image.new("RGB", (4000, 3600)), quality=30, enc_params={"preset": "ultrafast"}),
     }
 )
 

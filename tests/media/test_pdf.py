@@ -249,7 +249,9 @@ def test_what_a_captured_process_answers_is_not_believed(monkeypatch: pytest.Mon
         "nonsense\n",
         "x" * 10_000,
     ]
-    for answer in answers:
-        with captured(monkeypatch, answer), pytest.raises((InvalidDocumentError, DocumentTooLargeError)):
-            rendered(GOOD, document_timeout=1)
+    with captured(monkeypatch) as answer_with:
+        for answer in answers:
+            answer_with(answer)
+            with pytest.raises((InvalidDocumentError, DocumentTooLargeError)):
+                rendered(GOOD, document_timeout=1)
     assert not rendering()

@@ -48,34 +48,75 @@ def slow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
         yield running
 
 
+class Tab:
+    """A page in a browser that has seen nothing else. Once forgotten, it is reused for the same server and options.
+
+    A new one takes longer than most of what tests do with it.
+    """
+
+    def __init__(self, browser: Any, server: LiveServer, options: dict[str, Any]) -> None:
+        self.key = server.url, repr(options)
+        self._origin = server.url
+        self._context = browser.new_context(**options)
+        self.page = self._context.new_page()
+        self.page.set_default_timeout(PATIENCE_MS)
+        self._size = self.page.viewport_size
+        self._complaints: list[str] = []
+        self._ignored = ""
+        self.page.on("console", lambda message: self._note(message.text) if message.type == "error" else None)
+        self.page.on("pageerror", lambda error: self._note(str(error)))
+        self.page.on("request", lambda sent: None if _is_own(sent.url, self._origin) else self._note(sent.url))
+
+    def open(self, path: str, ignored: str) -> None:
+        """Go to a page of the server. ignored: a pattern of complaints."""
+        self._ignored = ignored
+        self.page.goto(self._origin + path)
+
+    def forget(self) -> list[str]:
+        """Leave the page and delete what it has stored. Returns what the browser complained of."""
+        self.page.unroute_all(behavior="ignoreErrors")
+        self.page.goto("about:blank")
+        complaints, self._complaints = self._complaints, []
+        session = self._context.new_cdp_session(self.page)
+        session.send("Storage.clearDataForOrigin", {"origin": self._origin, "storageTypes": "all"})
+        session.detach()
+        self._context.clear_permissions()
+        self.page.set_viewport_size(self._size)
+        return complaints
+
+    def _note(self, text: str) -> None:
+        if not self._ignored or not re.search(self._ignored, text):
+            self._complaints.append(text)
+
+
+@pytest.fixture(scope="module")
+def idle_tabs(browser: Any) -> list[Tab]:
+    """Tabs that no test uses."""
+    return []
+
+
 @pytest.fixture
-def visit(browser: Any) -> Iterator[Callable[..., Any]]:
+def visit(browser: Any, idle_tabs: list[Tab]) -> Iterator[Callable[..., Any]]:
     """Opens a server's page in a browser that has never seen it. What a browser complains of fails the test.
 
     complains: a pattern of what it may complain of, since the test breaks it.
     """
-    contexts: list[Any] = []
-    complaints: list[str] = []
+    used: list[Tab] = []
 
     def open_page(server: LiveServer, path: str = "/", *, complains: str = "", **options: Any) -> Any:
-        context = browser.new_context(**options)
-        contexts.append(context)
-        page = context.new_page()
-        page.set_default_timeout(PATIENCE_MS)
-
-        def note(text: str) -> None:
-            if not complains or not re.search(complains, text):
-                complaints.append(text)
-
-        page.on("console", lambda message: note(message.text) if message.type == "error" else None)
-        page.on("pageerror", lambda error: note(str(error)))
-        page.on("request", lambda request: None if _is_own(request.url, server.url) else note(request.url))
-        page.goto(server.url + path)
-        return page
+        key = server.url, repr(options)
+        tab = next((tab for tab in idle_tabs if tab.key == key), None)
+        if tab is None:
+            tab = Tab(browser, server, options)
+        else:
+            idle_tabs.remove(tab)
+        used.append(tab)
+        tab.open(path, complains)
+        return tab.page
 
     yield open_page
-    for context in contexts:
-        context.close()
+    complaints = [complaint for tab in used for complaint in tab.forget()]
+    idle_tabs += used
     assert complaints == []
 
 
