@@ -61,7 +61,6 @@ def attend(
     dtype: torch.dtype = torch.float32,
     *,
     spread: float = 1.0,
-    junk: float = 1e4,
     seed: int = 0,
     bidirectional: Sequence[Sequence[Bidirectional]] | None = None,
     device: torch.device = CPU,
@@ -71,7 +70,7 @@ def attend(
 
     bidirectional: of each chunk, those of one token first. filled_by: what writes the tokens of earlier steps into the
     cache, if not the backend; its caches are laid out alike. All that the cache holds beyond the sequences' own tokens
-    is `junk`, so reading it shows; of a quantized one, its scales are. The naive one reads keys and values as they are
+    is NaN, so reading it shows; of a quantized one, its scales are. The naive one reads keys and values as they are
     stored.
     """
     torch.manual_seed(seed)
@@ -80,12 +79,12 @@ def attend(
     blocks = BlockTables(contexts, block_size, seed)
     cache = backend.allocate(blocks.num_blocks, block_size, spec, dtype, device)
     if cache.scales is None:
-        cache.keys.fill_(junk)
-        cache.values.fill_(junk)
+        cache.keys.fill_(torch.nan)
+        cache.values.fill_(torch.nan)
     else:
         cache.keys.fill_(77)
         cache.values.fill_(-55)
-        cache.scales.fill_(junk)
+        cache.scales.fill_(torch.nan)
 
     def random(heads: int) -> list[Tensor]:
         return [(torch.randn(context, heads, spec.head_size) * spread).to(dtype) for context in contexts]

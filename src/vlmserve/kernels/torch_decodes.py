@@ -31,15 +31,26 @@ FUSED_DECODES = 2
 
 @dataclass(frozen=True, slots=True)
 class KVSplit:
-    """A part of the context of some decodes.
-
-    blocks: cache rows of its blocks, sequence by head by block. length: tokens, padding included. mask: float32
-    ``[sequences, 1, 1, length]``, None if all of it is attended to.
-    """
+    """A part of the context of some decodes."""
 
     blocks: Tensor
+    """Cache rows of its blocks, sequence by head by block."""
     length: int
+    """Tokens, padding included."""
     mask: Tensor | None
+    """float32 ``[sequences, 1, 1, length]``. None: all of it is attended to."""
+    unused: Tensor | None
+    """int64, the rows after the end of a context in its last block, where all heads of all sequences lie one after
+    another. None: none.
+
+    They are zeroed once they are gathered: they may hold NaN of another request, and 0 times NaN is NaN."""
+
+    def gather(self, cache: LayerCache, workspace: Tensor, batch: int) -> tuple[Tensor, Tensor]:
+        """Return its keys and values ``[batch, length, head_size]``, in `workspace`."""
+        gathered = gather(cache, 0, self.blocks, workspace, batch), gather(cache, 1, self.blocks, workspace, batch)
+        for tensor in gathered if self.unused is not None else ():
+            tensor.view(-1, tensor.shape[2]).index_fill_(0, self.unused, 0)
+        return gathered
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,11 +150,12 @@ def _splits(
     for begin in range(0, width, most_blocks):
         end = min(begin + most_blocks, width)
         columns = first + torch.arange(begin, end, device=device)
-        # Padding repeats the sequence's own last block: so the content of other sequences' blocks does not matter.
-        blocks = tables.gather(1, torch.minimum(columns, (context - 1) // block_size))
+        # Padding repeats the sequence's first block, which is full unless it is the last one, too.
+        blocks = tables.gather(1, torch.where(columns <= (context - 1) // block_size, columns, first))
         length = (end - begin) * block_size
-        ends = [(block + end) * block_size for block in firsts]
-        hidden = any(last > length_ for last, length_ in zip(ends, contexts, strict=True))
+        used = [context - (block + begin) * block_size for block, context in zip(firsts, contexts, strict=True)]
+        hidden = min(used) < length
+        unused = _unused_rows(used, length, block_size, spec.num_kv_heads).to(device) if hidden else None
         if spec.window is not None:
             starts = [(block + begin) * block_size for block in firsts]
             hidden |= any(start < length_ - spec.window for start, length_ in zip(starts, contexts, strict=True))
@@ -154,7 +166,15 @@ def _splits(
             if spec.window is not None:
                 seen &= positions >= context - spec.window
             mask = torch.zeros(seen.shape, device=device).masked_fill_(~seen, float("-inf"))[:, None, None]
-        yield KVSplit(cache_rows(blocks, spec.num_kv_heads), length, mask)
+        yield KVSplit(cache_rows(blocks, spec.num_kv_heads), length, mask, unused)
+
+
+def _unused_rows(used: list[int], length: int, block_size: int, num_heads: int) -> Tensor:
+    """Return `KVSplit.unused` for sequences that use so many leading tokens, from the first block on."""
+    ends = [length if count < block_size else -(-count // block_size) * block_size for count in used]
+    tokens, first, last = torch.arange(length), torch.tensor(used)[:, None], torch.tensor(ends)[:, None]
+    unused = (tokens >= first) & (tokens < last)
+    return unused[:, None].expand(-1, num_heads, -1).flatten().nonzero()[:, 0]
 
 
 def attend_decodes(
@@ -177,7 +197,7 @@ def attend_decodes(
             _attend_in_splits(grouped[rows], cache, spec, bucket, workspace, by_group[rows])
             continue
         [split] = bucket.splits
-        keys, values = (gather(cache, which, split.blocks, workspace, rows.stop - rows.start) for which in (0, 1))
+        keys, values = split.gather(cache, workspace, rows.stop - rows.start)
         _attend_at_once(grouped[rows], keys, values, spec, split, by_group[rows])
     if plan.order is not None:
         output.index_copy_(0, plan.order, attended)
@@ -228,7 +248,7 @@ def _attend_in_splits(
         total = torch.ones(shape, device=query.device)
     summed = torch.zeros(query.shape, device=query.device)
     for split in bucket.splits:
-        keys, values = (gather(cache, which, split.blocks, workspace, len(query)) for which in (0, 1))
+        keys, values = split.gather(cache, workspace, len(query))
         scores = _masked_scores(query, keys, spec, split)
         new_largest = torch.maximum(largest, scores.amax(-1, keepdim=True))
         weights = scores.sub_(new_largest).exp_()
