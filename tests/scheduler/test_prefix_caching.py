@@ -6,6 +6,7 @@ import pytest
 
 from tests.scheduler.made_up import finish, image, plan, request, run, scheduler
 from vlmserve.cache.keys import block_key
+from vlmserve.steps import ModelRunnerOutput, RequestFailure
 
 
 def test_a_known_prompt_is_found_without_its_last():
@@ -102,6 +103,22 @@ def test_evicted_blocks_return_from_the_host():
     assert [copy.kind for copy in step.block_copies] == ["save"] * 3 + ["load"] * 3
     assert output.cached_tokens == 10
     assert plan(step) == [("c", 1)]
+
+
+@pytest.mark.parametrize("num_blocks", [4, 100], ids=["on the host", "on the device"])
+def test_failed_requests_forget_what_they_found(num_blocks):
+    s = scheduler(num_blocks=num_blocks, host_blocks=10, prefix_caching=True)
+    s.add(request("a", 11, max_tokens=1))
+    finish(s)
+    s.add(request("b", 15, token=2, max_tokens=1))
+    finish(s)
+    s.add(request("c", 11))
+    step = s.schedule()
+    assert plan(step) == [("c", 1)]
+    s.update(step, ModelRunnerOutput(token_ids={"c": []}, failures={"c": RequestFailure("not_finite")}))
+    s.add(request("d", 11, max_tokens=1))
+    step, (output,) = run(s)
+    assert (output.cached_tokens, plan(step)) == (0, [("d", 11)])
 
 
 def test_preempted_requests_return_from_the_host():

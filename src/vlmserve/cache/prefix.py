@@ -153,6 +153,15 @@ class PrefixCache:
             self.host.release(on_host)
         return tables
 
+    def forget(self, key: bytes) -> int | None:
+        """Unregister the blocks with that content. Return the device block, if there is one."""
+        if self.host is not None and (copy := self.host.get(key)) is not None:
+            self.host.unregister(copy)
+        block = self.pool.get(key)
+        if block is not None:
+            self.pool.unregister(block)
+        return block
+
     def _fill(self, hit: Hit, keys: Sequence[bytes], num_new: int) -> list[int]:
         """The blocks of a hit that are shared already, and new ones."""
         fresh = self.pool.allocate(num_new + sum(place.on_host for place in hit.places))

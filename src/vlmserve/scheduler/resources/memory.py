@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -167,10 +168,10 @@ class KVMemory(Resource):
             return num_tokens
         free = self.pool.num_free - _num_growing(spare)
         lens = [len(table.blocks) for table in request.tables]
-        shortest, count = min(lens), -(-reach // self._size)
-        while count > shortest and sum(max(0, count - length) for length in lens) > free:
-            count -= 1
-        if count > shortest:
+        longer = range(min(lens) + 1, -(-reach // self._size) + 1)
+        affordable = bisect_right(longer, free, key=lambda count: sum(max(0, count - length) for length in lens))
+        if affordable:
+            count = longer[affordable - 1]
             for table, length in zip(request.tables, lens, strict=True):
                 table.blocks.extend(self.pool.allocate(max(0, count - length)))
             self._note_growth(request)
@@ -258,20 +259,21 @@ class KVMemory(Resource):
         return True
 
     def discard(self, request: Request, *, out_of_memory: bool) -> None:
-        """Unregister a failed request's blocks and have them zeroed, because they may hold NaN, or were not computed.
+        """Forget what a failed request has found or computed, on the host, too, and have blocks zeroed that nobody
+        else holds: they may hold NaN, or were not computed.
 
-        A block is read as a whole, and a masked NaN still makes a sum NaN. Blocks before windows are free already.
+        Blocks before windows are free already, and the source of a copied tail is not the request's.
         """
-        tables = iter(request.tables)
+        forgotten = []
         for chain in request.chains:
-            for column, table in zip(self._columns, tables, strict=False):
-                keys = zip(chain.keys[1:], table.blocks[: table.first], strict=False)
-                freed = [block for key, block in keys if self.pool.get(column.key(key)) == block]
-                for own, blocks in ((0, freed), (1, table.held)):
-                    for block in blocks:
-                        self.pool.unregister(block)
-                        if self.pool.ref_count(block) == own:
-                            self._not_finite.append(block)
+            tails = chain.tail[1], request.tail_key(chain, request.num_prompt_tokens - 1, self._size) or b""
+            keys = [column.key(key) for column in self._columns for key in (*chain.keys[1:], *tails)]
+            forgotten += [block for key in keys if (block := self.cache.forget(key)) is not None]
+        held = [block for table in request.tables for block in table.held]
+        for block in held:
+            self.pool.unregister(block)
+        self._not_finite += [block for block in held if self.pool.ref_count(block) == 1]
+        self._not_finite += [block for block in forgotten if self.pool.ref_count(block) == 0]
 
     def release(self, request: Request, *, resumes: bool = False) -> None:
         if resumes:
