@@ -312,6 +312,14 @@ def test_cache_type_defaults_to_the_models(cache_dtype, shown):
     assert sample.labels["cache_dtype"] == shown
 
 
+def test_gpu_blocks_count_tokens_of_all_layers():
+    """A block of the cache holds tokens of some layers in models with sliding windows."""
+    info = msgspec.structs.replace(INFO, kv_cache_tokens=48)
+    page = metrics_of(engine=RunningEngine(os.getpid(), info, 2.5)).exposition()[0].decode()
+    [sample] = [s for family in parse(page) for s in family.samples if s.name == "vlmserve:cache_config_info"]
+    assert sample.labels["num_gpu_blocks"] == "3" != str(STATS.kv_blocks_total)
+
+
 async def test_gpu_figures_exist_for_gpu_engines(monkeypatch):
     monkeypatch.setitem(sys.modules, "pynvml", FakeNvml())
     metrics = metrics_of(engine=ON_GPU)

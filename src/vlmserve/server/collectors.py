@@ -237,10 +237,17 @@ class ModelFacts(Collector):
         ranks = str(info.tensor_parallel_size)
         about = {"architecture": info.architecture, "device": info.device, "dtype": info.dtype, "ranks": ranks}
         yield self._gauge("model_info", "1; the model's properties are labels.", 1, about)
-        cache = {**self._cache_config, "num_gpu_blocks": str(stats.kv_blocks_total)}
+        # With sliding windows a block of the cache holds tokens of some layers, but readers multiply by block_size.
+        num_blocks = info.kv_cache_tokens // int(self._cache_config["block_size"])
+        cache = {**self._cache_config, "num_gpu_blocks": str(num_blocks)}
         if cache["cache_dtype"] == "auto":
             cache["cache_dtype"] = info.dtype
-        yield self._gauge("cache_config_info", "1; the KV cache's settings are labels.", 1, cache)
+        yield self._gauge(
+            "cache_config_info",
+            "1; labels are settings of the KV cache, and its capacity in blocks of all layers.",
+            1,
+            cache,
+        )
 
     def _gauge(self, name: str, text: str, value: float, labels: Mapping[str, str] | None = None) -> GaugeMetricFamily:
         all_labels = {"model_name": self._model_name, **(labels or {})}
