@@ -48,8 +48,9 @@ class KVSplit:
     def gather(self, cache: LayerCache, workspace: Tensor, batch: int) -> tuple[Tensor, Tensor]:
         """Return its keys and values ``[batch, length, head_size]``, in `workspace`."""
         gathered = gather(cache, 0, self.blocks, workspace, batch), gather(cache, 1, self.blocks, workspace, batch)
-        for tensor in gathered if self.unused is not None else ():
-            tensor.view(-1, tensor.shape[2]).index_fill_(0, self.unused, 0)
+        if self.unused is not None:
+            for tensor in gathered:
+                tensor.view(-1, tensor.shape[2]).index_fill_(0, self.unused, 0)
         return gathered
 
 
