@@ -93,6 +93,13 @@ class ConvolutionSpec:
         return _bytes(self.tensors, element_size)
 
 
+PADDING_SLOT = 0
+"""Slot of the states of rows that only pad a batch."""
+NO_SLOT = -1
+"""Source of a state that begins: it is zero."""
+CHUNK = 64
+"""Prompt tokens that the gated delta rule computes at once. Chunks end at absolute multiples of it, so a state does not
+depend on how a prompt was divided into steps."""
 StateSpec = DeltaSpec | ConvolutionSpec
 """A layer with a state of fixed size for each sequence."""
 Mixer = AttentionSpec | DeltaSpec | ConvolutionSpec

@@ -25,6 +25,25 @@ class BlockCopy(NamedTuple):
     target: int
 
 
+class StateStep(NamedTuple):
+    """Slots that a step reads and writes for a request. A slot is in all layers with states."""
+
+    slot: int
+    """Working slot, which gets the state after the last token of the step."""
+    source: int
+    """Slot of the state after the tokens before the step, or `NO_SLOT`."""
+    checkpoints: tuple[tuple[int, int], ...] = ()
+    """Numbers of tokens of the sequence, and the slots that get the states after these tokens. The working slot as well
+    where the computation is cut only."""
+
+
+class StateCopy(NamedTuple):
+    """A state to copy from one slot to another."""
+
+    source: int
+    target: int
+
+
 class CrossStates(msgspec.Struct, frozen=True):
     """States that a decoder attends to by cross attention, to be computed from an image and a text.
 
@@ -84,6 +103,8 @@ class NewRequest(msgspec.Struct, frozen=True):
     """See `Prompt`."""
     client: str = ""
     """Who sent it, see `EngineRequest`."""
+    state: StateStep | None = None
+    """None: the model has no states."""
 
 
 class CachedRequest(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -99,6 +120,8 @@ class CachedRequest(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """KV blocks to append to its block tables."""
     resumed: bool = False
     """It was preempted; `new_block_ids` are its whole block tables."""
+    state: StateStep | None = None
+    """None: its state goes on in its working slot."""
 
 
 class SchedulerOutput(msgspec.Struct):
@@ -106,9 +129,9 @@ class SchedulerOutput(msgspec.Struct):
 
     adapter_loads: adapters that get slots.
     finished_request_ids: requests to drop; a new request of the same step may have the same id. blocks_to_zero,
-    block_copies: changes to KV blocks. embeddings_to_evict: keys of image embeddings and cross-attention states to
-    drop, and to encode no further. images_to_encode: all of them in one call; their pixels come with no other step.
-    encodings: of images that take several steps. cross_states: to compute.
+    block_copies: changes to KV blocks. state_copies: of states, in order. embeddings_to_evict: keys of image embeddings
+    and cross-attention states to drop, and to encode no further. images_to_encode: all of them in one call; their
+    pixels come with no other step. encodings: of images that take several steps. cross_states: to compute.
     cached_requests, new_requests: the batch; a request is in it at most once. draft_token_ids: by request, draft tokens
     that may follow its newest one; they are the last tokens that are computed of it.
     """
@@ -117,6 +140,7 @@ class SchedulerOutput(msgspec.Struct):
     finished_request_ids: list[str] = []
     blocks_to_zero: list[int] = []
     block_copies: list[BlockCopy] = []
+    state_copies: list[StateCopy] = []
     embeddings_to_evict: list[bytes] = []
     images_to_encode: list[ImageInput] = []
     encodings: list[ImageEncoding] = []
@@ -148,6 +172,7 @@ class SchedulerOutput(msgspec.Struct):
             self.has_requests
             or self.blocks_to_zero
             or self.block_copies
+            or self.state_copies
             or self.images_to_encode
             or self.encodings
             or self.cross_states
@@ -196,9 +221,11 @@ class ModelRunnerOutput(msgspec.Struct):
     fewer if the answer ended. An end token is the last one. A request whose grammar is slow has its tokens in the
     output of a later step instead. logprobs: one for each token, where they are asked for.
     prompt_logprobs: of the prompt's next tokens, where they are asked for; None for those of images.
-    finish_reasons: of answers that their grammar has finished: "stop" where nothing can follow, "length" where the
-    answer was closed because few tokens were left. failures: requests that cannot continue. scalings: of each adapter
-    that X-LoRA mixes for a request, its layers' mean, added up over the tokens that were computed.
+    undone: requests of the step whose states may be lost, because another request had too little memory: all of their
+    tokens have to be computed again. finish_reasons: of answers that their grammar has finished: "stop" where nothing
+    can follow, "length" where the answer was closed because few tokens were left. failures: requests that cannot
+    continue. scalings: of each adapter that X-LoRA mixes for a request, its layers' mean, added up over the tokens that
+    were computed.
     """
 
     token_ids: dict[str, list[int]] = {}
@@ -206,5 +233,6 @@ class ModelRunnerOutput(msgspec.Struct):
     prompt_logprobs: dict[str, list[TokenLogprobs | None]] = {}
     finish_reasons: dict[str, Literal["stop", "length"]] = {}
     failures: dict[str, RequestFailure] = {}
+    undone: list[str] = []
     scalings: dict[str, list[float]] = {}
     timings: RunTimings = RunTimings()

@@ -11,12 +11,14 @@ from vlmserve.cache.blocks import BlockPool
 from vlmserve.cache.encoder import EncoderCache
 from vlmserve.cache.keys import root_key
 from vlmserve.cache.prefix import PrefixCache
+from vlmserve.cache.states import StatePool
 from vlmserve.runner.requests import RequestStates
 from vlmserve.scheduler.beams import Beams
 from vlmserve.scheduler.request import Request
 from vlmserve.scheduler.resources.images import Images
 from vlmserve.scheduler.resources.memory import KVMemory
 from vlmserve.scheduler.resources.resource import Resource
+from vlmserve.scheduler.resources.states import StateMemory, StatePlaces
 from vlmserve.scheduler.scheduler import Scheduler
 from vlmserve.steps import ModelRunnerOutput, SchedulerOutput
 from vlmserve.types import (
@@ -72,8 +74,9 @@ class TestedScheduler(Scheduler):
 
 def scheduler(
     num_blocks=100, budget=64, seqs=16, encoder_bytes=1000, max_encoded_images=4, prefix_caching=False,
-    host_blocks=0, windows=(None,), others=(),
+    host_blocks=0, windows=(None,), others=(), states=0, spacing=10_000,
 ) -> TestedScheduler:  # fmt: skip
+    """states: slots of states; 0: the model has none. spacing: see `StateMemory`."""
     cache = PrefixCache(BlockPool(num_blocks), BlockPool(host_blocks) if host_blocks else None)
     images = Images(
         EncoderCache(encoder_bytes),
@@ -82,7 +85,11 @@ def scheduler(
         state_bytes=1,
         macs=lambda image: 10 * image.num_embeddings,
     )
-    memory = KVMemory(cache, BLOCK, prefix_caching=prefix_caching, max_chunk=budget, windows=windows)
+    options = {"prefix_caching": prefix_caching, "max_chunk": budget, "windows": windows}
+    memory = KVMemory(cache, BLOCK, **options)
+    if states:
+        memory = StateMemory(cache, BLOCK, states=StatePool(states), spacing=spacing, **options)
+        others = (*others, StatePlaces(memory))
     return TestedScheduler(memory, images, *others, seqs=seqs, budget=budget)
 
 

@@ -15,13 +15,7 @@ import torch
 from torch import Tensor
 
 from vlmserve.kernels.transfers import to_device
-
-PADDING_SLOT = 0
-NO_SLOT = -1
-"""The source of a sequence that begins: its state is zero."""
-CHUNK = 64
-"""Prompt tokens that the gated delta rule computes at once. Chunks end at absolute multiples of it, so a state does not
-depend on how a prompt was divided into steps."""
+from vlmserve.layer_specs import NO_SLOT
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vlmserve.kernels.states import CHUNK, NO_SLOT, DeltaWeights, StateCache, StateRows
-from vlmserve.layer_specs import DeltaSpec
+from vlmserve.kernels.states import DeltaWeights, StateCache, StateRows
+from vlmserve.layer_specs import CHUNK, NO_SLOT, DeltaSpec
 
 _NORM_EPS = 1e-6
 """Added to the sum of squares of queries and keys."""

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 import numpy as np
 
+from vlmserve.layer_specs import PADDING_SLOT
 from vlmserve.models.protocols import LanguageModel
 from vlmserve.sampling.bad_words import BadWords
 from vlmserve.sampling.grammar import Allowed
@@ -16,7 +17,7 @@ from vlmserve.sampling.logits_processor import LogitsProcessor
 from vlmserve.sampling.ngrams import RepeatedNgrams
 from vlmserve.sampling.sampler import SamplingRow
 from vlmserve.sampling.thoughts import Thinking
-from vlmserve.steps import CachedRequest, NewRequest, SchedulerOutput
+from vlmserve.steps import CachedRequest, NewRequest, SchedulerOutput, StateStep
 from vlmserve.types import ImagePlacement, bidirectional_spans
 
 _NOTHING_BANNED: frozenset[int] = frozenset()
@@ -29,6 +30,7 @@ class RequestState:
 
     token_ids: prompt and answer. block_tables: by pass of the model and column of the cache; they grow while the
     request keeps its blocks, and new ones take their place after a preemption. num_blocks: blocks of all its tables.
+    slot: working slot of its state; the padding slot where the model has none, and in warm-up.
     bidirectional_spans: tokens ``first <= i < last`` that attend to each other in both directions. is_plain_text:
     whether it has no images, and its positions count its tokens.
     adapter: the digest of its adapter; empty: none.
@@ -61,6 +63,7 @@ class RequestState:
         "permitted",
         "request_id",
         "seed",
+        "slot",
         "thinking",
         "token_ids",
     )
@@ -72,6 +75,7 @@ class RequestState:
         self.num_prompt_tokens = request.num_prompt_tokens
         self.block_tables = [array("i", blocks) for blocks in request.block_ids]
         self.num_blocks = sum(map(len, self.block_tables))
+        self.slot = PADDING_SLOT if request.state is None else request.state.slot
         self.params = request.params
         self.seed = request.seed
         self.max_len = request.max_len
@@ -225,7 +229,8 @@ class ScheduledRequest(msgspec.Struct, frozen=True, gc=False):
     """Tokens ``start <= i < start + num_tokens`` of a request, the last of which are drafts.
 
     num_sampled: how many of the last of them may be followed by a sampled token: 0 in a chunk of a prompt but the last.
-    pending: its only token is the one that the step before draws, which is not known here yet.
+    pending: its only token is the one that the step before draws, which is not known here yet. state_step: None: its
+    state goes on in its working slot.
     """
 
     state: RequestState
@@ -234,6 +239,7 @@ class ScheduledRequest(msgspec.Struct, frozen=True, gc=False):
     draft_token_ids: list[int]
     num_sampled: int
     pending: bool = False
+    state_step: StateStep | None = None
 
 
 class RequestStates:
@@ -270,6 +276,8 @@ class RequestStates:
         for cached in step.cached_requests:
             if cached.new_block_ids:
                 states[cached.request_id].set_blocks(cached)
+            if cached.state is not None:
+                states[cached.request_id].slot = cached.state.slot
         decodes: list[ScheduledRequest] = []
         others: list[ScheduledRequest] = []
         for request in step.requests:
@@ -277,7 +285,7 @@ class RequestStates:
             drafts = step.draft_token_ids.get(request.request_id, _NO_DRAFTS)
             pending = start == len(state.token_ids)
             num_sampled = 1 if pending else max(0, start + num_tokens + 1 - len(state.token_ids))
-            scheduled = ScheduledRequest(state, start, num_tokens, drafts, num_sampled, pending)
+            scheduled = ScheduledRequest(state, start, num_tokens, drafts, num_sampled, pending, request.state)
             (decodes if num_tokens == 1 else others).append(scheduled)
         if self._has_adapters:
             decodes.sort(key=_adapter)

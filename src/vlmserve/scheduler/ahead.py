@@ -30,11 +30,12 @@ def plan_ahead(
 
 
 def forget_ended(requests: Mapping[str, Request], step: SchedulerOutput, output: ModelRunnerOutput) -> None:
-    """Drop requests from a step that ended after it was planned. requests: the unfinished ones."""
+    """Drop requests from a step that ended, or were sent back, after it was planned. requests: the unfinished ones."""
     ended = set()
     for one in step.requests:
         request = requests.get(one.request_id)
-        if request is None or not request.known_to_runner:  # a new request with the id of one that has ended
+        # A new request may have the id of one that has ended. One without tables has lost its state.
+        if request is None or not request.known_to_runner or not request.tables:
             ended.add(one.request_id)
     if ended:
         step.cached_requests = [one for one in step.cached_requests if one.request_id not in ended]
@@ -42,6 +43,7 @@ def forget_ended(requests: Mapping[str, Request], step: SchedulerOutput, output:
         for results in (output.token_ids, output.logprobs, output.prompt_logprobs, output.failures, output.scalings):
             for request_id in ended:
                 results.pop(request_id, None)
+        output.undone = [request_id for request_id in output.undone if request_id not in ended]
 
 
 def _can_continue_on_device(request: Request) -> bool:

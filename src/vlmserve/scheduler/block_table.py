@@ -8,18 +8,18 @@ from array import array
 class KeyChain:
     """Keys of a request's blocks in one pass of the model."""
 
-    __slots__ = ("keys", "tail")
+    __slots__ = ("keys", "tails")
 
     def __init__(self, root_key: bytes) -> None:
         self.keys = [root_key]
         """The root key, then the keys of full blocks."""
-        self.tail = (0, b"")
-        """For a number of tokens, the key of the partly filled block that ends with them."""
+        self.tails: dict[int, bytes] = {}
+        """Keys of partly filled blocks, by the number of tokens that they end with."""
 
     def copy(self) -> KeyChain:
         """For a request with the same tokens so far."""
         other = KeyChain(self.keys[0])
-        other.keys, other.tail = self.keys[:], self.tail
+        other.keys, other.tails = self.keys[:], {**self.tails}
         return other
 
 

@@ -71,7 +71,17 @@ class Queues:
             return
         self._resources.release(request)
         request.reset_block_keys()
-        if request in self.running:  # not preempted since its logits were computed
+        self._wait_again(request)
+
+    def undo(self, request: Request) -> None:
+        """Compute a request again from what others can find of it."""
+        self._resources.undo(request)
+        self._resources.release(request)
+        self._wait_again(request)
+
+    def _wait_again(self, request: Request) -> None:
+        """Let a request wait that holds nothing any more. It may have been preempted before."""
+        if request in self.running:
             self.running.remove(request)
             enter_first(self.waiting, request)
 

@@ -8,6 +8,7 @@ import msgspec
 
 from vlmserve.cache.keys import block_key, cross_attention_root, cross_key, touched_images
 from vlmserve.scheduler.block_table import BlockTable, KeyChain
+from vlmserve.scheduler.state_slots import StateSlots
 from vlmserve.steps import BlockIds, CachedRequest, NewRequest
 from vlmserve.types import (
     Bidirectional,
@@ -26,8 +27,9 @@ class Request:
     leading tokens whose keys and values are in the blocks of its tables.
     chains: keys of its blocks, and of those of its scaling pass, if its adapter has one. tables: its KV blocks by pass
     and column of the cache; none while it holds none. capacity: tokens that have a place in all tables. unsent: whether
-    the runner lacks some of the blocks. boundaries: numbers of leading tokens that other prompts may begin with; known
-    once it has run in a model with windows. turn_end_ids: tokens that end a turn of its prompt.
+    the runner lacks some of the blocks. state: its slots, while it runs, in a model with states. boundaries: numbers of
+    leading tokens that other prompts may begin with; known once they are asked for, in models with windows or states.
+    turn_end_ids: tokens that end a turn of its prompt.
     num_cached: prompt tokens found in the prefix cache when it first ran; None before.
     bidirectional_spans: tokens ``first <= i < last`` that attend to each other in both directions, so that they are
     computed in one step; in order.
@@ -76,6 +78,7 @@ class Request:
         "scalings",
         "seed",
         "started",
+        "state",
         "tables",
         "thoughts",
         "token_ids",
@@ -171,7 +174,8 @@ class Request:
         """The message that schedules the next `num_tokens` tokens: a new request, or what is new of a known one."""
         if self._known_to_runner:
             resumed = self.tables[0].num_sent == 0
-            return CachedRequest(self.request_id, self.num_computed, num_tokens, *self._new_blocks(resumed))
+            state = None if self.state is None else self.state.message(self.num_computed + num_tokens)
+            return CachedRequest(self.request_id, self.num_computed, num_tokens, *self._new_blocks(resumed), state)
         self._known_to_runner = True
         block_ids = [table.new_blocks().tolist() for table in self.tables]
         self.unsent = False
@@ -191,14 +195,16 @@ class Request:
             adapter=self.adapter,
             thoughts=self.thoughts,
             client=self.client,
+            state=None if self.state is None else self.state.message(self.num_computed + num_tokens),
         )
 
     def next_token(self) -> CachedRequest:
         """The message that schedules the token which the step before gives, and which is not known yet."""
-        return CachedRequest(self.request_id, len(self.token_ids), 1, *self._new_blocks())
+        state = None if self.state is None else self.state.message(len(self.token_ids) + 1)
+        return CachedRequest(self.request_id, len(self.token_ids), 1, *self._new_blocks(), state)
 
     def _new_blocks(self, resumed: bool = False) -> tuple[BlockIds, bool]:
-        """The last fields of a `CachedRequest`."""
+        """Return two fields of a `CachedRequest`."""
         if not self.unsent:
             return (), resumed
         self.unsent = False
@@ -221,6 +227,7 @@ class Request:
     def drop_blocks(self) -> None:
         """Forget its tables after its blocks were freed: all of its tokens have to be computed or found again."""
         self.tables: list[BlockTable] = []
+        self.state: StateSlots | None = None
         self.capacity = self.num_computed = 0
         self.unsent = False
 
@@ -261,16 +268,16 @@ class Request:
     def tail_key(self, chain: KeyChain, num_tokens: int, block_size: int) -> bytes | None:
         """The key of the partly filled block after the last full one of the first `num_tokens` tokens; None: none.
 
-        Kept for the last `num_tokens` that was asked for.
+        Computed once.
         """
         full = num_tokens // block_size
         start = full * block_size
         if start == num_tokens:
             return None
-        if chain.tail[0] != num_tokens:
+        if num_tokens not in chain.tails:
             self.keys_of_full_blocks(chain, full, block_size)
-            chain.tail = num_tokens, self._key(chain.keys[full], start, num_tokens)
-        return chain.tail[1]
+            chain.tails[num_tokens] = self._key(chain.keys[full], start, num_tokens)
+        return chain.tails[num_tokens]
 
     def _key(self, parent: bytes, start: int, end: int) -> bytes:
         """The key of a block with tokens ``start <= i < end``, and with all later ones that those attend to."""

@@ -135,6 +135,9 @@ class Scheduler:
             request = requests.get(scheduled.request_id)
             if request is None:
                 continue  # a beam of a search that has failed
+            if request.request_id in output.undone:
+                self._queues.undo(request)
+                continue
             end = scheduled.start + scheduled.num_tokens
             drafts = step.draft_token_ids.get(request.request_id, ())
             sampled = output.token_ids.get(request.request_id)

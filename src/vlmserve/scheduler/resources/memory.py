@@ -24,14 +24,30 @@ class Found(NamedTuple):
     """For each of the tables that it will have."""
     reach: int
     """Full blocks that were found where layers attend to all of them; `end` where none do."""
+    num_tokens: int
+    """Tokens that can be reused, in full blocks and in the partly filled block after them."""
+
+    needs_tails: bool = False
+    """Partly filled blocks are of use together with a state only, and full ones without them are not."""
 
     @property
     def end(self) -> int:
         """How many full blocks can be reused."""
         return self.hits[0].end
 
+    def without_hits(self) -> Found:
+        """Return what is left where nothing can be reused."""
+        return Found([Chain(()) for _ in self.chains], [Hit() for _ in self.hits], self.reach, 0)
 
-_NOTHING = Found([], [], 0)
+    def without_tails(self, block_size: int) -> Found:
+        """Return what can be reused without partly filled blocks."""
+        if self.needs_tails:
+            return self.without_hits()
+        hits = [hit._replace(tail=None) for hit in self.hits]
+        return self._replace(hits=hits, num_tokens=self.end * block_size)
+
+
+_NOTHING = Found([], [], 0, 0)
 
 
 class KVMemory(Resource):
@@ -90,13 +106,14 @@ class KVMemory(Resource):
     def _find(self, request: Request) -> Found:
         if not self._prefix_caching or request.prompt_logprobs is not None:
             chains = [Chain(()) for _ in request.chains]
-            return Found(chains, [Hit() for _ in request.chains for _ in self._columns], 0)
+            return Found(chains, [Hit() for _ in request.chains for _ in self._columns], 0, 0)
         num_tokens, size = len(request.token_ids) - 1, self._size
         chains = [
             Chain(request.keys_of_full_blocks(keys, num_tokens // size, size), request.tail_key(keys, num_tokens, size))
             for keys in request.chains
         ]
-        return Found(chains, *self.cache.find(chains, self._columns))
+        hits, reach = self.cache.find(chains, self._columns)
+        return Found(chains, hits, reach, hits[0].end * size if hits[0].tail is None else num_tokens)
 
     def _found_of(self, request: Request) -> Found:
         asked, found = self._found
@@ -119,13 +136,14 @@ class KVMemory(Resource):
     def acquire(self, request: Request, running: Sequence[Request]) -> bool:
         """Take the cached blocks of a request and the blocks that it needs at a time. The request resumes after the
         cached tokens."""
-        found = self._found_of(request)
-        hits, passes = found.hits, len(request.chains)
-        new = _num_new(request, self._columns, found.end, self._max_chunk) * passes
-        free = self.pool.num_free - sum(new) - _num_growing(running)
-        if hits[0].tail is not None and self.cache.num_taken(hits) > free:
-            hits = [hit._replace(tail=None) for hit in hits]
-        if self.cache.num_taken(hits) > free:
+        whole = self._found_of(request)
+        free = self.pool.num_free - _num_growing(running)
+        for found in (whole, whole.without_tails(self._size)):
+            hits = found.hits
+            new = _num_new(request, self._columns, found.end, self._max_chunk) * len(request.chains)
+            if sum(new) + self.cache.num_taken(hits) <= free:
+                break
+        else:
             return False
         chains = [(chain.keys, column) for chain in found.chains for column in self._columns]
         keys = [
@@ -133,7 +151,7 @@ class KVMemory(Resource):
             for (keys, column), hit in zip(chains, hits, strict=True)
         ]
         if self._windowed and not request.boundaries:
-            request.boundaries = _boundaries(request)
+            request.boundaries = boundaries_of(request)
         if self._windowed and found.reach:
             # Prompts part there. What windows lack there is computed once, and kept.
             request.boundaries = request.boundaries | {found.reach * self._size}
@@ -144,9 +162,7 @@ class KVMemory(Resource):
             table.blocks.extend(blocks)
             request.tables.append(table)
         self._note_growth(request)
-        request.num_computed = found.end * self._size
-        if hits[0].tail is not None:
-            request.num_computed = len(request.token_ids) - 1
+        request.num_computed = found.num_tokens
         for key in found.chains[0].keys[found.end :]:
             self._computing.setdefault(key, request)
         if request.num_cached is None:
@@ -266,8 +282,8 @@ class KVMemory(Resource):
         """
         forgotten = []
         for chain in request.chains:
-            tails = chain.tail[1], request.tail_key(chain, request.num_prompt_tokens - 1, self._size) or b""
-            keys = [column.key(key) for column in self._columns for key in (*chain.keys[1:], *tails)]
+            own = (*chain.keys[1:], *chain.tails.values())
+            keys = [column.key(key) for column in self._columns for key in own]
             forgotten += [block for key in keys if (block := self.cache.forget(key)) is not None]
         held = [block for table in request.tables for block in table.held]
         for block in held:
@@ -307,7 +323,7 @@ def _num_new(request: Request, columns: Sequence[Column], end: int, max_chunk: i
     return [min(count, counts[0]) - end for count in counts]
 
 
-def _boundaries(request: Request) -> set[int]:
+def boundaries_of(request: Request) -> set[int]:
     """Return the ends of the first and the last turn, of images, and what a repeat of the prompt finds."""
     prompt = request.token_ids[: request.num_prompt_tokens]
     turns = [place for place, token in enumerate(prompt, start=1) if token in request.turn_end_ids]

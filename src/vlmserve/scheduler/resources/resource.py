@@ -61,6 +61,10 @@ class Resource:
         """
         return num_tokens
 
+    def extend(self, request: Request, start: int, end: int) -> int:
+        """Return `end`, or where a chunk ends at least that can only end at some places."""
+        return end
+
     def limit(self, request: Request, start: int, end: int) -> int:
         """Return where a chunk ``start <= i < end`` has to end; `start`: the request waits. Changes nothing."""
         return end
@@ -81,6 +85,9 @@ class Resource:
     def fork(self, parent: Request, child: Request, *, first: bool) -> bool:
         """Let a child of a beam run in its place. first: it takes over what its siblings copy. False: no room."""
         return True
+
+    def undo(self, request: Request) -> None:
+        """Note that a step which did not end may have changed what a request holds."""
 
     def release(self, request: Request, *, resumes: bool = False) -> None:
         """Take back what a request holds, if anything. resumes: its computed tokens are needed again soon."""
@@ -150,10 +157,13 @@ class Resources:
         """Return where a chunk ``start <= i < end`` really ends, and take what it needs.
 
         A bidirectional span is never cut: the chunk ends before it, or with it if the chunk begins with it. That may
-        exceed the budget. A chunk may begin inside a span whose first tokens were found in the prefix cache.
+        exceed the budget, as `Resource.extend` may. A chunk may begin inside a span whose first tokens were found in
+        the prefix cache.
         """
         if (span := request.bidirectional_span_at(end)) is not None:
             end = span[0] if span[0] > start else span[1]
+        for one in self._all:
+            end = one.extend(request, start, end)
         limits = found = [one.limit(request, start, end) for one in self._all]
         cut = end
         while (shortest := min(found)) < cut:
@@ -189,6 +199,10 @@ class Resources:
     def release(self, request: Request, *, resumes: bool = False) -> None:
         for one in self._all:
             one.release(request, resumes=resumes)
+
+    def undo(self, request: Request) -> None:
+        for one in self._all:
+            one.undo(request)
 
     def discard(self, request: Request, failure: RequestFailure | None) -> None:
         """Drop what a request has computed if the computation failed."""

@@ -1,0 +1,94 @@
+"""The pool of state slots: working states of running requests, and checkpoints that are found by their content.
+
+Checkpoints that no step needs are evicted when a slot is needed, least recently used first.
+"""
+
+from __future__ import annotations
+
+from vlmserve.cache.blocks import BlockPool
+
+
+class StatePool:
+    """Slots ``1 <= slot <= num_slots``. Slot 0 pads batches and is never given away.
+
+    A slot is held while it has a working state, or while a step writes or reads its checkpoint.
+    """
+
+    def __init__(self, num_slots: int) -> None:
+        self.num_slots = num_slots
+        self._slots = BlockPool(1 + num_slots, self._forget_evicted)
+        self._slots.allocate(1)
+        # By the key of full blocks, the checkpoints after them: how many more tokens each has seen, by its key.
+        self._extras: dict[bytes, dict[bytes, int]] = {}
+        self._parents: dict[bytes, bytes] = {}
+
+    @property
+    def num_free(self) -> int:
+        """Slots that can be taken: unused ones, and checkpoints that nobody holds."""
+        return self._slots.num_free
+
+    @property
+    def num_used(self) -> int:
+        """Slots that are held."""
+        return self._slots.num_used - 1
+
+    @property
+    def num_cached(self) -> int:
+        """Checkpoints."""
+        return self._slots.num_cached
+
+    @property
+    def num_evictions(self) -> int:
+        return self._slots.num_evictions
+
+    def take(self) -> int | None:
+        """Hold a slot for another state. None: all are held."""
+        return self._slots.allocate(1)[0] if self._slots.num_free else None
+
+    def get(self, key: bytes) -> int | None:
+        """Return the slot of a checkpoint, without holding it."""
+        return self._slots.get(key)
+
+    def hold(self, slot: int) -> None:
+        """Hold a checkpoint. It needs one `release` for each call."""
+        self._slots.share([slot])
+
+    def release(self, slot: int) -> None:
+        """Stop holding a slot. A checkpoint becomes the one that is evicted last. Raises ValueError for a free slot."""
+        self._slots.release([slot])
+
+    def touch(self, key: bytes) -> None:
+        """Make a checkpoint, if it exists, the one that is evicted last."""
+        if (slot := self.get(key)) is not None:
+            self.hold(slot)
+            self.release(slot)
+
+    def register(self, slot: int, key: bytes, parent: bytes, extra: int) -> None:
+        """Make a held slot a checkpoint, unless another one has this key.
+
+        parent: key of the sequence's full blocks. extra: tokens after them.
+        """
+        if self.get(key) is None:
+            self._slots.register(slot, key)
+            self._extras.setdefault(parent, {})[key] = extra
+            self._parents[key] = parent
+
+    def extras(self, parent: bytes) -> list[int]:
+        """Return how many tokens after these full blocks checkpoints have seen, the largest number first."""
+        return sorted({*self._extras.get(parent, {}).values()}, reverse=True)
+
+    def forget(self, key: bytes) -> None:
+        """Drop a checkpoint if it exists. Who holds its slot keeps it."""
+        if (slot := self.get(key)) is not None:
+            self._slots.unregister(slot)
+            self._forget_key(key)
+
+    def _forget_evicted(self, slot: int, keys: list[bytes]) -> None:
+        for key in keys:
+            self._forget_key(key)
+
+    def _forget_key(self, key: bytes) -> None:
+        parent = self._parents.pop(key)
+        del self._extras[parent][key]
+        if not self._extras[parent]:
+            del self._extras[parent]

@@ -1,0 +1,381 @@
+"""States of requests: where they are found, what checkpoints requests leave, and that each token is applied once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.scheduler.made_up import (
+    BLOCK,
+    END,
+    FixedLimits,
+    add_search,
+    extend,
+    finish,
+    image,
+    plan,
+    request,
+    request_states,
+    run,
+    sampled,
+    scheduler,
+)
+from vlmserve.layer_specs import NO_SLOT
+from vlmserve.runner.requests import ScheduledRequest
+from vlmserve.scheduler.ahead import forget_ended
+from vlmserve.scheduler.request import Request
+from vlmserve.scheduler.resources.states import StateMemory
+from vlmserve.steps import ModelRunnerOutput, RequestFailure, SchedulerOutput, StateStep
+from vlmserve.types import TokenLogprobs
+
+
+def stateful(states: int = 20, **options: Any):
+    return scheduler(states=states, **{"num_blocks": 400, "prefix_caching": True, "budget": 1000, **options})
+
+
+def conversation(name: str, *turns: int, question: int = 5, images: int = 0, **params: Any) -> Request:
+    """Turns of these lengths, each with an end token, then a question and a generation prompt of three tokens.
+
+    images: of 40 tokens each, at the beginning of the first turn.
+    """
+    token_ids: list[int] = []
+    for number, length in enumerate((*turns, question)):
+        token_ids += [*[20 + number] * length, END]
+    token_ids += [11, 12, 13]
+    spans = [(image(1 + number, 40), 2 + 50 * number) for number in range(images)]
+    one = request(name, len(token_ids), images=spans, **params)
+    one.token_ids[:] = token_ids
+    return one
+
+
+def cached(s, one: Request) -> int:
+    """How many tokens a request finds."""
+    s.add(one)
+    finish(s)
+    assert one.num_cached is not None
+    return one.num_cached
+
+
+def test_repeated_prompt_computes_one_token():
+    s = stateful()
+    assert cached(s, conversation("a", 150)) == 0
+    repeat = conversation("b", 150)
+    assert cached(s, repeat) == repeat.num_prompt_tokens - 1
+
+
+def test_next_turn_begins_before_generation_prompt():
+    s = stateful()
+    cached(s, conversation("a", 150, question=30))
+    following = conversation("b", 150, 30)
+    following.token_ids[182] = 99
+    assert cached(s, following) == 150 + 1 + 30 + 1
+
+
+def test_next_turn_begins_after_kept_answer():
+    s = stateful()
+    first = conversation("a", 30, max_tokens=5)
+    cached(s, first)
+    second = request("b", len(first.token_ids) + 9)
+    second.token_ids[: len(first.token_ids)] = first.token_ids
+    assert cached(s, second) == len(first.token_ids) - 1, "the last token was not computed"
+
+
+def test_other_question_begins_after_images():
+    s = stateful()
+    cached(s, conversation("a", 120, images=2))
+    other = conversation("b", 120, images=2)
+    other.token_ids[92:] = [50] * (len(other.token_ids) - 92)
+    assert cached(s, other) == 92
+
+
+@pytest.mark.parametrize("change", [{"salt": "tenant"}, {"images": [(image(9, 40), 2)]}, {"images": []}])
+def test_foreign_states_are_not_found(change):
+    s = stateful()
+    cached(s, request("a", 100, images=[(image(1, 40), 2)]))
+    assert cached(s, request("b", 100, **{"images": [(image(1, 40), 2)], **change})) == 0
+
+
+def test_equal_requests_wait_for_a_checkpoint():
+    s = stateful()
+    for name in "abcd":
+        s.add(conversation(name, 100))
+    length = s.waiting[0].num_prompt_tokens
+    assert plan(run(s)[0]) == [("a", length)]
+    assert plan(run(s)[0]) == [(name, 1) for name in "abcd"]
+
+
+def test_prompts_leave_checkpoints_where_they_part():
+    s = stateful()
+    prompts = [request(name, 300) for name in "abc"]
+    for number, one in enumerate(prompts):
+        one.token_ids[200:] = [30 + number] * 100
+    assert [cached(s, one) for one in prompts] == [0, 0, 192]
+
+
+def test_small_states_leave_checkpoints_at_intervals():
+    s = stateful(spacing=50)
+    cached(s, request("a", 300))
+    other = request("b", 300)
+    other.token_ids[200:] = [30] * 100
+    assert cached(s, other) == 192
+
+
+def test_chunks_end_at_multiples_or_boundaries():
+    s = stateful(budget=100)
+    s.add(conversation("a", 150, 100))
+    steps = []
+    while len(s):
+        steps += [one for one in run(s)[0].requests if one.num_tokens > 1]
+    ends = [one.start + one.num_tokens for one in steps]
+    assert ends == [64, 151, 192, 261]
+    left = [n for one in steps if one.state is not None for n, _ in one.state.checkpoints]
+    assert left == [151, 258, 260], "the ends of the first and the last turn, and the prompt without its last token"
+
+
+def test_chunks_shorter_than_64_end_at_64():
+    s = stateful(budget=32)
+    s.limits = FixedLimits(tokens=32)
+    s.add(request("a", 200))
+    assert [plan(run(s)[0])[0][1] for _ in range(4)] == [64, 64, 64, 8]
+
+
+def test_checkpoints_push_no_request_out():
+    s = stateful(3)
+    for name, token in zip("abc", (1, 2, 3), strict=True):
+        s.add(request(name, 100, token=token, max_tokens=5))
+    finish(s)
+    assert s.num_preemptions == 0
+
+
+def test_one_slot_serves_hits():
+    s = stateful(1)
+    assert cached(s, conversation("a", 100, question=9)) == 0
+    first = conversation("b", 100, question=9)
+    assert cached(s, first) == 0, "there was no slot for a checkpoint, and the answer went on"
+    second = request("c", len(first.token_ids) + 9)
+    second.token_ids[: len(first.token_ids)] = first.token_ids
+    assert cached(s, second) == len(first.token_ids) - 1
+    assert s.memory.states.num_used == 0
+
+
+def test_requests_wait_for_a_slot():
+    s = stateful(1)
+    for name, token in (("a", 1), ("b", 2)):
+        s.add(request(name, 10, token=token, max_tokens=2))
+    assert plan(run(s)[0]) == [("a", 10)]
+    assert plan(run(s)[0]) == [("a", 1)]
+    assert plan(run(s)[0]) == [("b", 10)]
+
+
+def test_lower_priority_gives_up_its_slot():
+    s = stateful(2, prefix_caching=False)
+    for name, token in (("row 1", 1), ("row 2", 2)):
+        s.add(request(name, 10, token=token, priority=1, max_tokens=9))
+    run(s)
+    s.add(request("live", 10, token=3))
+    assert plan(run(s)[0]) == [("row 1", 1), ("live", 10)]
+
+
+def test_preempted_requests_resume_from_their_state():
+    s = stateful(seqs=1)
+    s.add(request("row", 150, priority=1, max_tokens=9))
+    for _ in range(3):
+        run(s)
+    s.add(request("live", 10, token=2))
+    computed = 150 + 2 + 10
+    while len(s):
+        computed += sum(one.num_tokens for one in run(s)[0].requests if one.num_tokens == 1)
+    assert s.num_preemptions == 1
+    assert computed == 150 + 8 + 10 + 2
+
+
+def test_failed_requests_leave_no_checkpoints():
+    s = stateful()
+    s.add(request("a", 100))
+    step = s.schedule()
+    output = sampled(s, step, 7)
+    output.token_ids["a"], output.failures = [], {"a": RequestFailure("not_finite")}
+    s.update(step, output)
+    assert (s.memory.states.num_cached, s.memory.states.num_used) == (0, 0)
+
+
+def test_undone_requests_return_to_their_checkpoint():
+    s = stateful()
+    one = conversation("a", 100, max_tokens=9)
+    s.add(one)
+    for _ in range(3):
+        run(s)
+    step = s.schedule()
+    assert s.update(step, ModelRunnerOutput(undone=["a"])) == []
+    assert list(s.waiting) == [one]
+    step, _ = run(s)
+    length = one.num_prompt_tokens
+    assert [(again.start, again.num_tokens) for again in step.requests] == [(length - 1, 4)]
+
+
+def test_undone_steps_undo_the_planned_step():
+    s = stateful()
+    one = request("a", 10, max_tokens=9)
+    s.add(one)
+    run(s)
+    step = s.schedule()
+    following = s.schedule_ahead(step)
+    assert following is not None
+    s.update(step, ModelRunnerOutput(undone=["a"]))
+    output = ModelRunnerOutput(token_ids={"a": [7]})
+    forget_ended(s.requests, following, output)
+    assert s.update(following, output) == []
+    assert len(one.token_ids) == 11
+    finish(s)
+
+
+def test_beams_copy_states():
+    s = stateful(prefix_caching=False)
+    add_search(s, "search", 5, 3, 4)
+    extend(s, s.schedule())
+    step = s.schedule()
+    [slot, *others] = [one.state.slot for one in step.new_requests]
+    assert step.state_copies == [(slot, other) for other in others]
+    assert len({slot, *others}) == 3
+
+
+def test_drafts_have_no_room():
+    s = stateful()
+    s.propose_drafts = lambda request: [7, 7]
+    s.add(request("a", 10, max_tokens=9))
+    run(s)
+    assert plan(run(s)[0]) == [("a", 1)]
+
+
+class Contents:
+    """What slots and blocks would hold if there were a model: all tokens that were applied, in order."""
+
+    def __init__(self) -> None:
+        self.slots: dict[int, tuple[Any, ...]] = {}
+        self.blocks: dict[int, list[Any]] = {}
+
+    def run(self, step: SchedulerOutput, batch: list[ScheduledRequest], roots: dict[str, bytes]) -> None:
+        for _, source, target in step.block_copies:
+            self.blocks[target] = list(self.blocks[source])
+        for source, target in step.state_copies:
+            self.slots[target] = self.slots[source]
+        targets: list[int] = []
+        reads: list[set[int]] = []
+        for scheduled in batch:
+            request, use = scheduled.state, scheduled.state_step
+            use = StateStep(request.slot, request.slot) if use is None else use
+            tokens = [(roots[request.request_id], None)]
+            for place, token in enumerate(request.token_ids):
+                images = [(one.key, place - one.start) for one in request.images_between(place, place + 1)]
+                tokens.append((token, *images))
+            self._write(request.block_tables[0], tokens, scheduled.start, scheduled.start + scheduled.num_tokens)
+            end = scheduled.start + scheduled.num_tokens
+            state = () if use.source == NO_SLOT else self.slots[use.source]
+            assert state == (tuple(tokens[1 : scheduled.start + 1]) if scheduled.start else ())
+            numbers = [number for number, _ in use.checkpoints]
+            assert numbers == sorted({*numbers})
+            assert all(scheduled.start < number <= end for number in numbers)
+            for number, slot in (*use.checkpoints, (end, use.slot)):
+                self.slots[slot] = tuple(tokens[1 : number + 1])
+            own = {use.slot, *(slot for _, slot in use.checkpoints)}
+            targets += own
+            reads.append({use.source} - own - {NO_SLOT})
+        assert 0 not in targets
+        assert len(targets) == len({*targets}), "a slot is written by one sequence only"
+        assert not {*targets} & {slot for one in reads for slot in one}, "and read by no other one in the same step"
+
+    def _write(self, table: Any, tokens: list[Any], start: int, end: int) -> None:
+        for place in range(start, end):
+            self.blocks.setdefault(table[place // BLOCK], [None] * BLOCK)[place % BLOCK] = tokens[place + 1]
+        for place in range(end):
+            assert self.blocks[table[place // BLOCK]][place % BLOCK] == tokens[place + 1]
+
+
+@st.composite
+def conversations(draw: st.DrawFn) -> dict[str, Any]:
+    """Few kinds of turns, so that prompts share beginnings."""
+    turns = draw(st.lists(st.sampled_from([3, 20, 70]), max_size=3))
+    images = draw(st.integers(0, 2)) if turns[:1] == [70] else 0
+    salt = draw(st.sampled_from(["", "", "tenant"]))
+    max_tokens, priority = draw(st.integers(1, 9)), draw(st.integers(0, 1))
+    return {"turns": turns, "images": min(images, 1), "salt": salt, "max_tokens": max_tokens, "priority": priority}
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.lists(
+        st.one_of(
+            st.tuples(st.just("add"), conversations()),
+            st.tuples(st.just("add"), conversations()),
+            st.tuples(st.just("search"), st.integers(2, 3)),
+            st.tuples(st.just("step"), st.integers(1, 4)),
+            st.tuples(st.sampled_from(["fail", "undo", "abort", "end"]), st.integers(0, 9)),
+        ),
+        max_size=30,
+    ),
+    st.integers(1, 6),
+    st.integers(40, 150),
+    st.sampled_from([20, 90, 1000]),
+    st.booleans(),
+    st.sampled_from([64, 10_000]),
+)
+def test_states_and_blocks_hold_what_requests_need(operations, slots, num_blocks, budget, prefix_caching, spacing):
+    s = scheduler(num_blocks, budget, prefix_caching=prefix_caching, states=slots, spacing=spacing)
+    memory: StateMemory = s.memory
+    states, contents = request_states(), Contents()
+
+    def step(kind: str = "step", number: int = 0) -> None:
+        planned = s.schedule()
+        batch = states.update(planned) if planned.has_work else []
+        roots = {one.request_id: one.chains[0].keys[0] for one in s.running}
+        contents.run(planned, batch, roots)
+        token = END if kind == "end" else 7
+        output = sampled(s, planned, token)
+        names = [one.state.request_id for one in batch]
+        for name in output.token_ids:
+            asked = s.requests[name].params.logprobs
+            if asked is not None:
+                output.token_ids[name] = [7]
+                top = tuple((7 + place, -0.1 * (1 + place)) for place in range(asked))
+                output.logprobs[name] = [TokenLogprobs(7, -0.1, 1, top)]
+        if kind == "fail" and names:
+            name = names[number % len(names)]
+            output.token_ids[name], output.failures[name] = [], RequestFailure("not_finite")
+        if kind == "undo":
+            output.undone, output.token_ids = names, {}
+            for scheduled in batch:
+                use = scheduled.state_step
+                for slot in (scheduled.state.slot, *(slot for _, slot in (use.checkpoints if use else ()))):
+                    contents.slots[slot] = ("half of a step",)
+        s.update(planned, output)
+        for scheduled in batch:
+            scheduled.state.token_ids += [
+                one for one in output.token_ids.get(scheduled.state.request_id, []) if one != END
+            ]
+        working = [one.state.slot for one in s.running]
+        assert len({*working}) == len(working) == memory._num_working
+        assert memory.states.num_used >= len(working)
+
+    for place, (operation, value) in enumerate(operations):
+        if operation == "add":
+            one = conversation(f"request {place}", *value.pop("turns"), **value)
+            if one.num_prompt_tokens + 10 < num_blocks * BLOCK:
+                s.add(one)
+        elif operation == "search":
+            add_search(s, f"request {place}", 20, value, 4)
+        elif operation == "abort":
+            s.abort([f"request {value}"])
+        elif operation == "step":
+            for _ in range(value):
+                step()
+        else:
+            step(operation, value)
+    for _ in range(2000):
+        if not len(s):
+            break
+        step()
+    assert len(s) == 0
+    assert (s.pool.num_used, memory.states.num_used, memory._num_working, memory._leaving) == (0, 0, 0, {})
