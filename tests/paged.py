@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from vlmserve.kernels.attention import BatchMetadata, CrossRows, LayerCache
+from vlmserve.kernels.blocks import allocate_states
+from vlmserve.kernels.states import Segments, StateRows
 from vlmserve.models.protocols import LanguageModel
 
 
@@ -54,6 +56,8 @@ class PagedRun:
         self.blocks = BlockTables([len(sequence) for sequence in sequences], block_size, seed)
         self.caches: list[LayerCache] = model.allocate_cache(self.blocks.num_blocks, block_size)
         self.cross_states = cross_states
+        kind = sequences[0].dtype, sequences[0].device
+        self.states = allocate_states(model.state_specs, 1 + len(sequences), *kind)
         self.done = [0] * len(sequences)
         self.logits: list[list[Tensor]] = [[] for _ in sequences]
 
@@ -75,8 +79,11 @@ class PagedRun:
             for (i, _, new), end in zip(chunks, ends, strict=True)
             if self.cross_states
         ]
-        metadata = replace(self.blocks.metadata(chunks), cross=cross)
-        hidden = self.model.forward(embeddings, positions, metadata, self.caches)
+        segments = Segments.of_chunks(
+            [(before, before + new) for _, before, new in chunks], [1 + i for i, *_ in chunks]
+        )
+        metadata = replace(self.blocks.metadata(chunks), cross=cross, states=StateRows.of(segments))
+        hidden = self.model.forward(embeddings, positions, metadata, self.caches, states=self.states)
         for (i, _, new), rows in zip(chunks, hidden.split([new for _, _, new in chunks]), strict=True):
             self.logits[i].append(self.model.logits(rows))
             self.done[i] += new

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from importlib import import_module
 
 import msgspec
@@ -15,6 +16,8 @@ from torch import Tensor
 
 from vlmserve.errors import InvalidRequestError
 from vlmserve.kernels.attention import BatchMetadata
+from vlmserve.kernels.blocks import allocate_states
+from vlmserve.kernels.states import StateRows
 from vlmserve.models.protocols import LoadedModel
 
 BLOCK_SIZE = 16
@@ -57,6 +60,7 @@ def perplexity(
     decoder = model.language_model
     num_blocks = -(-window // BLOCK_SIZE)
     caches = decoder.allocate_cache(num_blocks, BLOCK_SIZE)
+    states = allocate_states(decoder.state_specs, 1, model.dtype, model.device.torch_device)
     total, count = 0.0, 0
     for start in range(0, len(token_ids) - 1, window):
         tokens = torch.tensor(token_ids[start : start + window], device=model.device.torch_device)
@@ -68,7 +72,9 @@ def perplexity(
         if short is not None and len(positions) > short:
             offset = short
         metadata = BatchMetadata.of_chunks([(0, len(positions))], [range(num_blocks)], BLOCK_SIZE, positions.device)
-        hidden = decoder.forward(decoder.embed(tokens[:-1]), positions + offset, metadata, caches)
+        metadata = replace(metadata, states=StateRows.of_prompts([len(positions)], positions.device))
+        embeddings = decoder.embed(tokens[:-1])
+        hidden = decoder.forward(embeddings, positions + offset, metadata, caches, states=states)
         for first in range(0, len(hidden), ROWS_AT_ONCE):
             targets = tokens[1 + first : 1 + first + ROWS_AT_ONCE]
             total += _loss(decoder.logits(hidden[first : first + ROWS_AT_ONCE]), targets)

@@ -14,9 +14,9 @@ from torch import Tensor
 from transformers.models.qwen3_5 import modeling_qwen3_5 as qwen
 
 from vlmserve.kernels.blocks import allocate_states
-from vlmserve.kernels.states import NO_SLOT, DeltaWeights, Segments, StateCache, StateRows
+from vlmserve.kernels.states import DeltaWeights, Segments, StateCache, StateRows
 from vlmserve.kernels.torch_states import RuleRows, TorchConvolution, TorchDelta, chunked_rule, recurrent_rule
-from vlmserve.layer_specs import ConvolutionSpec, DeltaSpec
+from vlmserve.layer_specs import NO_SLOT, ConvolutionSpec, DeltaSpec
 
 CPU = torch.device("cpu")
 DELTA = DeltaSpec(num_key_heads=2, num_value_heads=4, key_size=8, value_size=6, kernel=4)
@@ -42,7 +42,7 @@ def kernel(spec: DeltaSpec | ConvolutionSpec) -> TorchDelta | TorchConvolution:
 
 def caches(spec: DeltaSpec | ConvolutionSpec, dtype: torch.dtype = torch.float32) -> StateCache:
     """Slots full of NaN, so that whatever reads a slot that it should not shows."""
-    cache = allocate_states(spec, SLOTS, dtype, CPU)
+    [cache] = allocate_states([spec], SLOTS, dtype, CPU)
     for tensor in cache.tensors:
         tensor.fill_(torch.nan)
     return cache
@@ -203,7 +203,7 @@ def test_decodes_are_leading_single_rows(
 
 
 def test_slots_are_copied_as_they_were() -> None:
-    cache = allocate_states(DELTA, SLOTS, torch.float32, CPU)
+    [cache] = allocate_states([DELTA], SLOTS, torch.float32, CPU)
     for tensor in cache.tensors:
         tensor.copy_(torch.randn_like(tensor))
     before = [tensor.clone() for tensor in cache.tensors]
@@ -218,5 +218,5 @@ def test_states_take_the_bytes_of_their_tensors() -> None:
     assert round(24 * layer.state_bytes(2) / 1e5) == 515
     for spec in (DELTA, CONVOLUTION):
         for dtype in (torch.float32, torch.bfloat16):
-            cache = allocate_states(spec, SLOTS, dtype, CPU)
+            [cache] = allocate_states([spec], SLOTS, dtype, CPU)
             assert sum(tensor.nbytes for tensor in cache.tensors) == SLOTS * spec.state_bytes(dtype.itemsize)

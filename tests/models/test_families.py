@@ -23,6 +23,22 @@ LONGROPE = {
 }
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
+QWEN35 = {
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "initializer_range": 0.1,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 1e4,
+        "mrope_section": [1, 1, 0],
+        "mrope_interleaved": True,
+        "partial_rotary_factor": 0.25,
+    },
+}
 SLIDING = ["sliding_attention", "full_attention", "sliding_attention"]
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama with yarn": ("Llama", {"rope_parameters": YARN}),
@@ -53,14 +69,20 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "olmo2 with biases": ("Olmo2", {"attention_bias": True}),
 }
 
+HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3.5": ("Qwen3_5", QWEN35),
+    "qwen3.5 with shared keys": ("Qwen3_5", {**QWEN35, "linear_num_value_heads": 6, "attention_bias": True}),
+}
+"""Families with layers that have states."""
+
 
 def make(folder: Path, name: str) -> Path:
-    family, overrides = FAMILIES[name]
-    config_class = getattr(transformers, family + ("TextConfig" if family == "Gemma3" else "Config"))
+    family, overrides = (FAMILIES | HYBRIDS)[name]
+    config_class = getattr(transformers, family + ("TextConfig" if family in ("Gemma3", "Qwen3_5") else "Config"))
     return make_text_model(folder, getattr(transformers, family + "ForCausalLM"), config_class, **overrides)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", [*FAMILIES, *HYBRIDS])
 def test_logits_equal_those_of_transformers(tmp_path: Path, name: str) -> None:
     folder = make(tmp_path, name)
     sequences = token_sequences(300, [40, 1, 23])

@@ -1,4 +1,4 @@
-"""The vision towers of Qwen2-VL, Qwen2.5-VL and Qwen3-VL against transformers, in float32."""
+"""The vision towers of Qwen2-VL, Qwen2.5-VL, Qwen3-VL and Qwen3.5 against transformers, in float32."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLVi
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTransformerPretrainedModel
 from transformers.models.qwen2_vl.configuration_qwen2_vl import Qwen2VLVisionConfig
 from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VisionTransformerPretrainedModel
+from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5VisionConfig
+from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5VisionModel
 from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionConfig
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
 
@@ -28,6 +30,10 @@ QWEN25 = Qwen2_5_VLVisionConfig(
     depth=4, hidden_size=32, intermediate_size=42, num_heads=2, patch_size=4, window_size=16, out_hidden_size=24,
     fullatt_block_indexes=[1, 3],
 )  # fmt: skip
+QWEN35 = Qwen3_5VisionConfig(
+    depth=3, hidden_size=32, intermediate_size=40, num_heads=2, patch_size=4, out_hidden_size=24,
+    num_position_embeddings=25,
+)  # fmt: skip
 QWEN3 = Qwen3VLVisionConfig(
     depth=4, hidden_size=32, intermediate_size=40, num_heads=2, patch_size=4, out_hidden_size=24,
     num_position_embeddings=25, deepstack_visual_indexes=[0, 2],
@@ -36,6 +42,7 @@ TOWERS = {
     "qwen2": (QWEN2, Qwen2VisionTransformerPretrainedModel),
     "qwen2.5": (QWEN25, Qwen2_5_VisionTransformerPretrainedModel),
     "qwen3": (QWEN3, Qwen3VLVisionModel),
+    "qwen3.5": (QWEN35, Qwen3_5VisionModel),
 }
 
 

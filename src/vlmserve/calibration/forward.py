@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -11,7 +11,10 @@ from torch import Tensor
 
 from vlmserve.cache.keys import cross_key
 from vlmserve.devices.device import Device, LayerExecutor, LayerStack
-from vlmserve.kernels.attention import LayerCache
+from vlmserve.kernels.attention import BatchMetadata, LayerCache
+from vlmserve.kernels.blocks import allocate_states
+from vlmserve.kernels.states import StateRows
+from vlmserve.layer_specs import AttentionSpec
 from vlmserve.layers.step import StepContext
 from vlmserve.models.cross import CrossStateEncoder
 from vlmserve.models.decoder import Decoder
@@ -31,7 +34,7 @@ class OneLayer:
     """Runs one layer instead of all, on states of its own instead of embeddings. A `LayerExecutor`."""
 
     def __init__(self) -> None:
-        self.layer: Callable[[Tensor, LayerCache, StepContext], Tensor] | None = None
+        self.layer: Callable[[Tensor, Sequence[LayerCache], StepContext], Tensor] | None = None
         self.states: Tensor | None = None
 
     def run(self, layers: LayerStack, x: Tensor, caches: Sequence[LayerCache], step: StepContext) -> Tensor:
@@ -39,7 +42,7 @@ class OneLayer:
         if self.layer is None:
             return x
         assert self.states is not None
-        return self.layer(self.states, caches[0], step)
+        return self.layer(self.states, caches, step)
 
     def for_part(self) -> LayerExecutor:
         """See `LayerExecutor.for_part`. Features are added by `LayerByLayer`."""
@@ -107,13 +110,16 @@ class LayerByLayer:
     def _run(self, group: Group, index: int, embeddings: Tensor | None = None) -> Tensor:
         decoder = self._decoder
         batch = self._batches.build(group.scheduled)
-        spec = decoder.spec.attention[index]
-        cache = decoder.backend.allocate(self._most_blocks, BLOCK_SIZE, spec, decoder.dtype, decoder.device)
+        layers, mixer = decoder.spec.attention, decoder.spec.mixers[index]
+        # Layers are computed one by one, so all may write to the same memory.
+        spec, blocks = (mixer, self._most_blocks) if isinstance(mixer, AttentionSpec) else (layers[0], 1)
+        cache = decoder.backend.allocate(blocks, BLOCK_SIZE, spec, decoder.dtype, decoder.device)
         if embeddings is None:
             embeddings = torch.zeros(
                 len(batch.token_ids), decoder.hidden_size, dtype=decoder.dtype, device=decoder.device
             )
-        return decoder.forward(embeddings, batch.positions, batch.metadata, [cache])
+        caches, states = [cache] * len(layers), allocate_states(decoder.state_specs, 1, decoder.dtype, decoder.device)
+        return decoder.forward(embeddings, batch.positions, _whole(batch.metadata), caches, states=states)
 
     def _row_weights(self, group: Group, image_weight: float) -> Tensor | None:
         batch = self._batches.build(group.scheduled)
@@ -141,7 +147,13 @@ def hidden_states(model: LoadedModel, group: Group) -> Tensor:
     caches = decoder.allocate_cache(group.num_blocks, BLOCK_SIZE)
     embeddings = decoder.embed(batch.token_ids)
     features = place_images(embeddings, batch.image_rows, images)
-    return decoder.forward(embeddings, batch.positions, batch.metadata, caches, features)
+    states = allocate_states(decoder.state_specs, 1, model.dtype, model.device.torch_device)
+    return decoder.forward(embeddings, batch.positions, _whole(batch.metadata), caches, features, states=states)
+
+
+def _whole(metadata: BatchMetadata) -> BatchMetadata:
+    """The metadata of whole prompts, for layers with states too."""
+    return replace(metadata, states=StateRows.of_prompts(metadata.query_lens, metadata.query_starts.device))
 
 
 def make_groups(decoder: LanguageModel, prompts: Sequence[Prompt]) -> Iterator[Group]:

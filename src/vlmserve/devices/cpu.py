@@ -230,8 +230,9 @@ class ProgramExecutor:
 
 def record(layers: LayerStack, x: Tensor, caches: Sequence[LayerCache], step: StepContext) -> Program | None:
     recording = Recording(x.shape[1], x.dtype)
-    unknown: Any = Unknown("cross-attention")
-    context = StepContext(unknown, [cast(Any, recording.rope(rope.size)) for rope in step.ropes], unknown)
+    unknown: Any = Unknown("cross-attention or states")
+    ropes = [cast(Any, recording.rope(rope.size)) for rope in step.ropes]
+    context = StepContext(unknown, ropes, unknown, states=step.states)
     try:
         return recording.finish(layers(recording.input, caches, context))
     except NotRecordable as error:

@@ -17,7 +17,7 @@ from vlmserve.devices.choice import find_device
 from vlmserve.devices.ranks import device_of_rank
 from vlmserve.engine.base import context_length
 from vlmserve.engine.calibrated import calibrated_copy
-from vlmserve.errors import ConfigurationError
+from vlmserve.errors import ConfigurationError, UnsupportedModelError
 from vlmserve.layer_specs import CacheBytes
 from vlmserve.layers.parallel import Ranks
 from vlmserve.models.hub import resolve_model
@@ -116,6 +116,8 @@ def cache_sizes(config: EngineConfig, model: LoadedModel) -> CacheSizes:
 
     Raises ConfigurationError if not even one block fits, and for settings that want longer contexts than the model has.
     """
+    if model.language_model.state_specs:
+        raise UnsupportedModelError("the engine does not run models with states of layers (gated delta rule) yet")
     num_ranks = config.tensor_parallel_size
     of_tokens = model.language_model.cache_bytes(config.block_size)
     max_model_len = context_length(config, model.max_position)

@@ -28,15 +28,15 @@ def deepstack_layers(vision_config: Config) -> tuple[int, ...]:
 
 def _qwen3_vl(config: Config) -> ArchSpec:
     spec = qwen3(with_sections(config, [24, 20, 20], mrope_interleaved=True))
-    if config["deepstack"] > len(spec.attention):
+    if config["deepstack"] > len(spec.mixers):
         raise ModelLoadError(
             f"config.json: images have features for {config['deepstack']} layers (deepstack_visual_indexes), and the "
-            f"decoder has {len(spec.attention)}"
+            f"decoder has {len(spec.mixers)}"
         )
     return replace(spec, deepstack=config["deepstack"])
 
 
-_NAMES: Names = (
+QWEN3_VISION_NAMES: Names = (
     (r"(visual\.blocks\.\d+\.mlp)\.linear_fc", r"\1.fc"),
     (r"(visual\.(?:merger|deepstack_merger_list\.\d+))\.norm\.", r"\1.ln_q."),
     (r"(visual\.(?:merger|deepstack_merger_list\.\d+))\.linear_fc1\.", r"\1.mlp.0."),
@@ -95,7 +95,7 @@ FAMILIES = (
         architecture="Qwen3VLForConditionalGeneration",
         text_type="qwen3_vl_text",
         text_fields=lambda config: {"deepstack": len(deepstack_layers(vision_section(config)))},
-        names=_NAMES,
+        names=QWEN3_VISION_NAMES,
         **QWEN_TOWER,
         **QWEN_TOKENS,
         frame_ends={"vision_start_token_id": 151652, "vision_end_token_id": 151653},

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 from vlmserve.errors import ModelLoadError, UnsupportedModelError
-from vlmserve.layer_specs import AttentionSpec, RopeSpec
+from vlmserve.layer_specs import AttentionSpec, Mixer, RopeSpec, StateSpec
 from vlmserve.types import Bidirectional
 
 Config = Mapping[str, Any]
@@ -50,7 +50,7 @@ class ArchSpec:
     vocab_size: int
     hidden_size: int
     intermediate_size: int
-    attention: tuple[AttentionSpec, ...]
+    mixers: tuple[Mixer, ...]
     """One entry a layer."""
     ropes: tuple[RopeSpec | None, ...]
     """One entry a layer; None: no rotary embedding."""
@@ -66,6 +66,9 @@ class ArchSpec:
     """Attention and MLP read the same normed input."""
     gated: bool = True
     """The MLP multiplies its activation by a second projection."""
+    output_gate: bool = False
+    """Attention multiplies its result by the sigmoid of gates, which ``q_proj`` makes after the queries of each
+    head."""
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
@@ -87,6 +90,16 @@ class ArchSpec:
     logit_cap: float | None = None
     """Bounds logits as `AttentionSpec.soft_cap` bounds scores."""
 
+    @property
+    def attention(self) -> tuple[AttentionSpec, ...]:
+        """The layers with attention."""
+        return tuple(mixer for mixer in self.mixers if isinstance(mixer, AttentionSpec))
+
+    @property
+    def states(self) -> tuple[StateSpec, ...]:
+        """The layers with states."""
+        return tuple(mixer for mixer in self.mixers if not isinstance(mixer, AttentionSpec))
+
 
 GPT: Final[Mapping[str, Any]] = {"gated": False, "qkv_bias": True, "output_bias": True, "mlp_bias": True}
 """Fields of `ArchSpec` for GPT-2's blocks."""
@@ -96,7 +109,8 @@ def usual_spec(config: Config, **differences: Any) -> ArchSpec:
     """The spec of a config.json with the usual names.
 
     differences: fields of `ArchSpec`; windows, scale and soft_cap of `AttentionSpec`; rope_part and interleaved of
-    `RopeSpec`. Raises ModelLoadError for heads that do not fit.
+    `RopeSpec`; states: by layer, the state that it has instead of attention, or None. Raises ModelLoadError for heads
+    that do not fit.
     """
     hidden_size, num_heads = config["hidden_size"], config["num_attention_heads"]
     num_kv_heads = config.get("num_key_value_heads") or num_heads
@@ -106,7 +120,7 @@ def usual_spec(config: Config, **differences: Any) -> ArchSpec:
         )
     head_size = config.get("head_dim") or hidden_size // num_heads
     layers = config["num_hidden_layers"]
-    windows = differences.pop("windows", [None] * layers)
+    windows, states = (differences.pop(name, [None] * layers) for name in ("windows", "states"))
     scale = differences.pop("scale", head_size**-0.5)
     soft_cap = differences.pop("soft_cap", None)
     rope_part, interleaved = differences.pop("rope_part", 1.0), differences.pop("interleaved", False)
@@ -124,10 +138,11 @@ def usual_spec(config: Config, **differences: Any) -> ArchSpec:
         vocab_size=config["vocab_size"],
         hidden_size=hidden_size,
         intermediate_size=config["intermediate_size"],
-        attention=tuple(
-            AttentionSpec(num_heads, num_kv_heads, head_size, scale, window, soft_cap) for window in windows
+        mixers=tuple(
+            state or AttentionSpec(num_heads, num_kv_heads, head_size, scale, window, soft_cap)
+            for window, state in zip(windows, states, strict=True)
         ),
-        ropes=tuple(ropes),
+        ropes=tuple(None if state else rope for rope, state in zip(ropes, states, strict=True)),
         **values,
     )
 

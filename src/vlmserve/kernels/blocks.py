@@ -44,14 +44,19 @@ def allocate_layers(
     return [replace(slots[place.slot], column=place.column) for place in layout.places]
 
 
-def allocate_states(spec: StateSpec, num_slots: int, dtype: torch.dtype, device: torch.device) -> StateCache:
-    """Zeroed states of one layer. dtype: of the model."""
-    return StateCache(
-        **{
-            name: allocate_zeros((num_slots, *shape), torch.float32 if is_float32 else dtype, device)
-            for name, shape, is_float32 in spec.tensors
-        }
-    )
+def allocate_states(
+    layers: Sequence[StateSpec], num_slots: int, dtype: torch.dtype, device: torch.device
+) -> list[StateCache]:
+    """Zeroed states of layers. dtype: of the model."""
+    return [
+        StateCache(
+            **{
+                name: allocate_zeros((num_slots, *shape), torch.float32 if is_float32 else dtype, device)
+                for name, shape, is_float32 in layer.tensors
+            }
+        )
+        for layer in layers
+    ]
 
 
 def distinct(layers: Iterable[LayerCache]) -> list[LayerCache]:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from vlmserve.kernels.transfers import to_device
-from vlmserve.layer_specs import NO_SLOT
+from vlmserve.layer_specs import NO_SLOT, PADDING_SLOT
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
@@ -103,6 +103,11 @@ class StateRows:
         on = device or torch.device("cpu")
         starts, sources, targets, positions, sequences = (to_device(torch.tensor(one), on) for one in segments)
         return cls(starts, sources, targets, positions, sequences, segments)
+
+    @classmethod
+    def of_prompts(cls, lengths: Sequence[int], device: torch.device | None = None) -> StateRows:
+        """Whole prompts, whose states nothing reads afterwards."""
+        return cls.of(Segments.of_chunks([(0, length) for length in lengths], [PADDING_SLOT] * len(lengths)), device)
 
     @property
     def num_decodes(self) -> int:

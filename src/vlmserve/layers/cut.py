@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -27,18 +28,25 @@ class Shard:
 
     rows: tuple[Share, ...]
     columns: Share | None = None
+    parts: tuple[int, ...] | None = None
+    """How many of `rows` each tensor of a checkpoint has. None: one."""
 
     def cuts(self, num_parts: int) -> list[Cut]:
-        """Of the tensors that a checkpoint has of the layer: one for each projection, or one for all."""
-        if num_parts == len(self.rows):
-            return [Cut(share.whole, ((share.first, share.last),), self.columns) for share in self.rows]
-        if num_parts != 1:
-            raise ValueError(f"{len(self.rows)} projections are not in {num_parts} tensors")
+        """Return the cuts of a checkpoint's tensors: one for each of `parts`, or one for all."""
+        parts = self.parts or (1,) * len(self.rows)
+        if num_parts == 1:
+            parts = (len(self.rows),)
+        if num_parts != len(parts):
+            raise ValueError(f"{len(parts)} projections are not in {num_parts} tensors")
+        rows = iter(self.rows)
+        return [self._cut([next(rows) for _ in range(count)]) for count in parts]
+
+    def _cut(self, rows: Sequence[Share]) -> Cut:
         pieces, start = [], 0
-        for share in self.rows:
+        for share in rows:
             pieces.append((start + share.first, start + share.last))
             start += share.whole
-        return [Cut(start, tuple(pieces), self.columns)]
+        return Cut(start, tuple(pieces), self.columns)
 
 
 @dataclass(frozen=True, slots=True)

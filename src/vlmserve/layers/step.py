@@ -9,6 +9,7 @@ from torch import Tensor
 
 from vlmserve.kernels.adapters import AdapterRows
 from vlmserve.kernels.attention import BatchMetadata
+from vlmserve.kernels.states import StateCache
 from vlmserve.layers.rope import RopeTables
 
 
@@ -25,3 +26,5 @@ class StepContext:
     """``[tokens, 1]``, factor of queries. None: 1."""
     adapters: AdapterRows | None = None
     """Which rows have an adapter. None: no row has one."""
+    states: Sequence[StateCache] = ()
+    """One for each layer with states."""

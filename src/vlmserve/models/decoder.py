@@ -14,8 +14,9 @@ from vlmserve.families.spec import ArchSpec, QueryGrowth
 from vlmserve.kernels.adapters import AdapterRows
 from vlmserve.kernels.attention import AttentionBackend, BatchMetadata, LayerCache
 from vlmserve.kernels.blocks import allocate_layers
+from vlmserve.kernels.states import StateCache
 from vlmserve.kernels.transfers import to_device
-from vlmserve.layer_specs import AttentionSpec, CacheBytes, CacheLayout, RopeSpec
+from vlmserve.layer_specs import AttentionSpec, CacheBytes, CacheLayout, RopeSpec, StateSpec
 from vlmserve.layers.linear import Bias, Embedding, Linear, OutputLinear, TiedEmbedding
 from vlmserve.layers.residual import ResidualStream
 from vlmserve.layers.rope import Rope, RopeTables
@@ -60,6 +61,7 @@ class Decoder(nn.Module):
         self._executor = executor or EagerExecutor()
         self._parts: dict[tuple[int, int], LayerExecutor] = {}
         self.adapter_rows: AdapterRows | None = None
+        self.state_specs: Sequence[StateSpec] = spec.states
         self.dtype = dtype
         self.device = device
         kind = TiedEmbedding if spec.tied_embeddings else Embedding
@@ -144,7 +146,8 @@ class Decoder(nn.Module):
     def allocate_cache(
         self, num_blocks: int, block_size: int, device: torch.device | None = None, layout: CacheLayout | None = None
     ) -> list[LayerCache]:
-        """The KV cache of all layers, on the model's device or another one. layout: see `allocate_layers`."""
+        """The KV cache of all layers with attention, on the model's device or another one. layout: see
+        `allocate_layers`."""
 
         def allocate(spec: AttentionSpec) -> LayerCache:
             return self.backend.allocate(num_blocks, block_size, spec, self.dtype, device or self.device)
@@ -165,6 +168,7 @@ class Decoder(nn.Module):
         caches: list[LayerCache],
         features: Sequence[LayerFeatures] = (),
         wanted: Tensor | None = None,
+        states: Sequence[StateCache] = (),
     ) -> Tensor:
         """See `LanguageModel.forward`. features: for the outputs of the first `ArchSpec.deepstack` layers."""
         if self.position_embeddings is not None:
@@ -178,6 +182,7 @@ class Decoder(nn.Module):
             self.backend.prepare(metadata, caches[0].block_size, self.spec.attention, self.dtype),
             None if self.spec.query_growth is None else self._query_scale(self.spec.query_growth, metadata, longest),
             self.adapter_rows if self.adapter_rows is not None and self.adapter_rows.active else None,
+            states,
         )
         if not features and wanted is None:
             return self._executor.run(self._through_layers, embeddings, caches, step)
@@ -226,15 +231,15 @@ class Decoder(nn.Module):
         """Layers ``first <= i < last``, and the norm after the model's last layer. last: None: all others. wanted: of a
         last layer, the rows whose states are used. None: all."""
         stream = self._stream(x)
-        for layer, cache in zip(list(self.layers)[first:last], caches[first:last], strict=False):
-            layer(stream, cache, step, wanted)
+        for layer in list(self.layers)[first:last]:
+            layer(stream, caches, step, wanted)
         is_end = last in (None, len(self.layers))
         return stream.normed(self.norm) if is_end and (wanted is None or len(wanted)) else stream.rows
 
-    def through_layer(self, index: int, x: Tensor, cache: LayerCache, step: StepContext) -> Tensor:
+    def through_layer(self, index: int, x: Tensor, caches: Sequence[LayerCache], step: StepContext) -> Tensor:
         """One layer by itself."""
         stream = self._stream(x)
-        self.layers[index](stream, cache, step)
+        self.layers[index](stream, caches, step)
         return stream.rows
 
     def _stream(self, x: Tensor) -> ResidualStream:

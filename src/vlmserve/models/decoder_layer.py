@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import cast
 
@@ -11,12 +11,15 @@ from torch import Tensor, nn
 
 from vlmserve.families.spec import ArchSpec
 from vlmserve.kernels.attention import AttentionBackend, LayerCache
+from vlmserve.layer_specs import AttentionSpec, ConvolutionSpec
 from vlmserve.layers.parallel import Ranks
 from vlmserve.layers.residual import ResidualStream
 from vlmserve.layers.step import StepContext
 from vlmserve.models.blocks.attention import Attention
 from vlmserve.models.blocks.block import Block, make_norm
+from vlmserve.models.blocks.convolution import ShortConvolution
 from vlmserve.models.blocks.cross import CrossAttention
+from vlmserve.models.blocks.delta import GatedDelta
 from vlmserve.models.blocks.mlp import MLP
 from vlmserve.quant.calibration import Fold
 
@@ -42,7 +45,18 @@ class DecoderLayer(nn.Module):
         self.attention_output_norm = norm() if of_outputs else None
         self.mlp_norm = norm() if of_inputs and not spec.parallel else None
         self.mlp_output_norm = norm() if of_outputs else None
-        self.self_attn = Attention(spec, index, backend, rope=rope, dtype=dtype, device=device)
+        mixer, before = spec.mixers[index], spec.mixers[:index]
+        self._has_attention = isinstance(mixer, AttentionSpec)
+        self._number = sum(isinstance(one, AttentionSpec) == self._has_attention for one in before)
+        self._mixer = "self_attn"
+        if isinstance(mixer, AttentionSpec):
+            self.self_attn = Attention(spec, index, backend, rope=rope, dtype=dtype, device=device)
+        elif isinstance(mixer, ConvolutionSpec):
+            self._mixer = "conv"
+            self.conv = ShortConvolution(mixer, spec.hidden_size, dtype=dtype, device=device)
+        else:
+            self._mixer = "linear_attn"
+            self.linear_attn = GatedDelta(mixer, spec.hidden_size, spec.norm.eps, dtype=dtype, device=device)
         self.cross_norm = norm() if of_inputs and spec.cross_size else None
         self.cross_output_norm = norm() if of_outputs and spec.cross_size else None
         self.cross_attn = CrossAttention(spec, index, dtype=dtype, device=device) if spec.cross_size else None
@@ -51,11 +65,13 @@ class DecoderLayer(nn.Module):
         self._parallel = spec.parallel
 
     def forward(
-        self, stream: ResidualStream, cache: LayerCache, step: StepContext, wanted: Tensor | None = None
+        self, stream: ResidualStream, caches: Sequence[LayerCache], step: StepContext, wanted: Tensor | None = None
     ) -> None:
-        """wanted: int64, the rows whose results are used. None: all."""
-        x = stream.normed(self.attention_norm, None if self._parallel else self.self_attn.reader)
-        stream.add(self.self_attn(x, cache, step), self.attention_output_norm)
+        """caches: of all layers with attention. wanted: int64, the rows whose results are used. None: all."""
+        mixer: Block = self._modules[self._mixer]  # type: ignore[assignment]
+        x = stream.normed(self.attention_norm, None if self._parallel else mixer.reader)
+        cache = caches[self._number] if self._has_attention else step.states[self._number]
+        stream.add(mixer(x, cache, step), self.attention_output_norm)
         if wanted is not None:
             stream.narrow(wanted)
             if not len(wanted):
@@ -79,7 +95,7 @@ class DecoderLayer(nn.Module):
     def folds(self) -> Iterator[Fold]:
         """Yield the linear layers that can take factors of their inputs, by their names in this layer. Norms take the
         factors of the linear layers that read them."""
-        both = self._readers("self_attn") + (self._readers("mlp") if self._parallel else ())
+        both = self._readers(self._mixer) + (self._readers("mlp") if self._parallel else ())
         for norm, readers in ((self.attention_norm, both), (self.mlp_norm, self._readers("mlp"))):
             if norm is not None:
                 yield Fold(readers, norm=norm)

@@ -7,7 +7,7 @@ from typing import cast
 
 from vlmserve.errors import ConfigurationError
 from vlmserve.families.spec import ArchSpec
-from vlmserve.layer_specs import AttentionSpec
+from vlmserve.layer_specs import AttentionSpec, ConvolutionSpec, Mixer
 from vlmserve.layers.linear import OutputLinear
 from vlmserve.layers.parallel import (
     ParallelEmbedding,
@@ -27,10 +27,10 @@ def share_of(spec: ArchSpec, ranks: Ranks) -> ArchSpec:
     Raises ConfigurationError for sizes that ranks do not divide.
     """
     _divides(spec.intermediate_size, ranks, "inner elements of its MLP")
-    attention = tuple(_share_of_heads(one, ranks) for one in spec.attention)
+    mixers = tuple(_share_of_mixer(one, ranks) for one in spec.mixers)
     if spec.vocab_size < ranks.size:
         raise ConfigurationError(f"--tensor-parallel-size {ranks.size}: the model has {spec.vocab_size} tokens only")
-    return replace(spec, attention=attention, intermediate_size=spec.intermediate_size // ranks.size)
+    return replace(spec, mixers=mixers, intermediate_size=spec.intermediate_size // ranks.size)
 
 
 def split_decoder(decoder: Decoder, whole: ArchSpec, ranks: Ranks) -> None:
@@ -49,6 +49,17 @@ def split_decoder(decoder: Decoder, whole: ArchSpec, ranks: Ranks) -> None:
         decoder.lm_head = ParallelOutputLinear(
             whole.hidden_size, whole.vocab_size, ranks, bias=whole.head_bias, dtype=dtype, device=device
         )
+
+
+def _share_of_mixer(mixer: Mixer, ranks: Ranks) -> Mixer:
+    if isinstance(mixer, AttentionSpec):
+        return _share_of_heads(mixer, ranks)
+    if isinstance(mixer, ConvolutionSpec):
+        _divides(mixer.channels, ranks, "channels of its convolutions")
+        return replace(mixer, channels=mixer.channels // ranks.size)
+    _divides(mixer.num_key_heads, ranks, "key heads of the gated delta rule")
+    heads = mixer.num_key_heads // ranks.size, mixer.num_value_heads // ranks.size
+    return replace(mixer, num_key_heads=heads[0], num_value_heads=heads[1])
 
 
 def _share_of_heads(heads: AttentionSpec, ranks: Ranks) -> AttentionSpec:

@@ -12,7 +12,8 @@ from torch import Tensor
 from vlmserve.devices.device import Device
 from vlmserve.kernels.adapters import AdapterRows
 from vlmserve.kernels.attention import AttentionBackend, BatchMetadata, LayerCache
-from vlmserve.layer_specs import CacheBytes, CacheLayout
+from vlmserve.kernels.states import StateCache
+from vlmserve.layer_specs import CacheBytes, CacheLayout, StateSpec
 from vlmserve.layers.parallel import Ranks
 from vlmserve.layers.stages import StageBudget, Stages
 from vlmserve.models.adaptable import AdaptableModel
@@ -101,6 +102,8 @@ class LanguageModel(Protocol):
     """
 
     adapter_rows: AdapterRows | None
+    state_specs: Sequence[StateSpec]
+    """The layers with states."""
 
     @property
     def hidden_size(self) -> int: ...
@@ -140,7 +143,8 @@ class LanguageModel(Protocol):
     def allocate_cache(
         self, num_blocks: int, block_size: int, device: torch.device | None = None, layout: CacheLayout | None = None
     ) -> list[LayerCache]:
-        """The KV cache of all layers, on the model's device or another one. layout: see `allocate_layers`."""
+        """The KV cache of all layers with attention, on the model's device or another one. layout: see
+        `allocate_layers`."""
         ...
 
     def cache_bytes(self, block_size: int) -> CacheBytes:
@@ -155,12 +159,13 @@ class LanguageModel(Protocol):
         caches: list[LayerCache],
         features: Sequence[LayerFeatures] = (),
         wanted: Tensor | None = None,
+        states: Sequence[StateCache] = (),
     ) -> Tensor:
         """``[tokens, hidden_size]`` and int64 positions ``[tokens]`` to final (normed) hidden states.
 
         Positions of sequences of more than `max_short_len` tokens begin there, all others at `first_position`.
         features: what images add to the outputs of the first layers. wanted: int64, the rows whose states are
-        returned; None: all.
+        returned; None: all. states: one for each of `state_specs`; `BatchMetadata.states` says which slots rows use.
         """
         ...
 

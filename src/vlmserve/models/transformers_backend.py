@@ -19,7 +19,8 @@ from vlmserve.errors import UnsupportedModelError
 from vlmserve.kernels.adapters import AdapterRows
 from vlmserve.kernels.attention import AttentionBackend, AttentionContext, BatchMetadata, BidirectionalRows, LayerCache
 from vlmserve.kernels.blocks import allocate_layers
-from vlmserve.layer_specs import AttentionSpec, CacheBytes, CacheLayout
+from vlmserve.kernels.states import StateCache
+from vlmserve.layer_specs import AttentionSpec, CacheBytes, CacheLayout, StateSpec
 from vlmserve.models.expert_choices import ExpertChoices
 from vlmserve.models.grid_positions import grid_positions
 from vlmserve.models.image_rows import ImageRows, LayerFeatures, place_images
@@ -62,6 +63,7 @@ class TransformersModel:
 
     adapter_rows: AdapterRows | None = None
     max_short_len: int | None = None
+    state_specs: Sequence[StateSpec] = ()
 
     def __init__(self, model: Any, backend: ChooseBackend, sample: Sample | None = None) -> None:
         try:
@@ -150,6 +152,7 @@ class TransformersModel:
         caches: list[LayerCache],
         features: Sequence[LayerFeatures] = (),
         wanted: Tensor | None = None,
+        states: Sequence[StateCache] = (),
     ) -> Tensor:
         """``[tokens, hidden_size]`` and int64 positions ``[tokens]`` or ``[3, tokens]`` to final hidden states.
         features, wanted: see `LanguageModel.forward`."""

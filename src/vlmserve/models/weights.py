@@ -18,6 +18,7 @@ from vlmserve.kernels.superblocks import SuperblockWeight
 from vlmserve.layers.cut import Cut, Shard
 from vlmserve.layers.linear import MergedLinear
 from vlmserve.layers.norm import NormOfEachHead
+from vlmserve.models.blocks.block import Block
 from vlmserve.models.files import WeightFile, open_weights, weight_files
 from vlmserve.models.gguf_tensors import GGUFFile
 from vlmserve.models.identity import TensorDigests
@@ -241,6 +242,9 @@ def module_cuts(path: str, module: nn.Module) -> dict[str, Cut]:
     shard = getattr(module, "shard", None)
     if not isinstance(shard, Shard):
         return {}
+    if isinstance(module, Block):
+        [cut] = shard.cuts(1)
+        return {f"{path}.{name}": cut for name, _ in module.named_parameters(recurse=False)}
     names = weight_names(path, module)
     cuts: dict[str, Cut] = {}
     for name, cut in zip(names, shard.cuts(len(names)), strict=True):

@@ -19,7 +19,7 @@ from vlmserve.kernels.attention import (
     RotatingBackend,
 )
 from vlmserve.kernels.operations import HeadsNorm, Normed, NormedHeads, Operations
-from vlmserve.layer_specs import AttentionSpec
+from vlmserve.layer_specs import AttentionSpec, RopeSpec
 from vlmserve.layers.cut import Shard, Share
 from vlmserve.layers.layer import Layer
 from vlmserve.layers.linear import Linear, MergedLinear
@@ -33,26 +33,32 @@ from vlmserve.quant.calibration import Fold
 
 
 class QKVLinear(MergedLinear):
-    """Queries, keys and values of all heads, side by side."""
+    """Queries, keys and values of all heads, side by side, after the gates of all heads if there are any."""
 
-    def __init__(self, spec: ArchSpec, index: int, *, dtype: torch.dtype, device: torch.device) -> None:
-        self._heads, self._rope = spec.attention[index], spec.ropes[index]
-        query_size, kv_size = (
-            heads * self._heads.head_size for heads in (self._heads.num_heads, self._heads.num_kv_heads)
-        )
-        parts = {"q_proj": query_size, "k_proj": kv_size, "v_proj": kv_size}
+    def __init__(
+        self, spec: ArchSpec, heads: AttentionSpec, rope: RopeSpec | None, *, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self._heads, self._rope = heads, rope
+        query_size, kv_size = (count * heads.head_size for count in (heads.num_heads, heads.num_kv_heads))
+        self.num_gates = query_size if spec.output_gate else 0
+        parts = {"q_proj": query_size + self.num_gates, "k_proj": kv_size, "v_proj": kv_size}
         super().__init__(spec.hidden_size, parts, bias=spec.qkv_bias, dtype=dtype, device=device)
 
     def settle(self) -> None:
-        """Bring queries and keys into the order in which `apply_rope` pairs them, if the family pairs neighbors."""
-        if self._rope is None or not self._rope.interleaved:
-            return
+        """Bring gates before queries, and queries and keys into the order in which `apply_rope` pairs them."""
         heads, size = self._heads.num_heads + self._heads.num_kv_heads, self._heads.head_size
-        order = torch.arange(size)
-        order[: self._rope.size] = order[: self._rope.size].view(-1, 2).T.flatten()
         rows = torch.arange(self.out_features)
-        rotated = rows[: heads * size].view(heads, -1)
-        rotated.copy_(rotated[:, order].clone())
+        if self.num_gates:
+            # A checkpoint has the queries and then the gates of each head.
+            both = rows[: 2 * self.num_gates].view(self._heads.num_heads, 2, size)
+            both.copy_(both.flip(1).transpose(0, 1).reshape(both.shape))
+        if self._rope is not None and self._rope.interleaved:
+            order = torch.arange(size)
+            order[: self._rope.size] = order[: self._rope.size].view(-1, 2).T.flatten()
+            rotated = rows[self.num_gates :][: heads * size].view(heads, -1)
+            rotated.copy_(rotated[:, order].clone())
+        elif not self.num_gates:
+            return
         self.reorder(rows.to(self._device))
 
 
@@ -73,14 +79,16 @@ class Attention(Block, Layer):
     ) -> None:
         """rope: the rotation of a step that queries and keys get. None: none."""
         super().__init__()
-        self.spec = spec.attention[index]
+        heads = spec.mixers[index]
+        assert isinstance(heads, AttentionSpec)
+        self.spec = heads
         self.backend = backend
         self._rotating = backend if isinstance(backend, RotatingBackend) else None
         self._norming = backend if isinstance(backend, NormingBackend) else None
         self._rope = rope
         self._head_norms: HeadNorms | None = None
         self._heads_norm: HeadsNorm | None = None
-        self.qkv_proj = QKVLinear(spec, index, dtype=dtype, device=device)
+        self.qkv_proj = QKVLinear(spec, heads, spec.ropes[index], dtype=dtype, device=device)
         query_size = self.spec.num_heads * self.spec.head_size
         self.o_proj = Linear(query_size, spec.hidden_size, bias=spec.output_bias, dtype=dtype, device=device)
         self.q_norm = _head_norm(spec, self.spec.head_size, self.spec.num_heads, dtype=dtype, device=device)
@@ -92,14 +100,20 @@ class Attention(Block, Layer):
 
     def forward(self, x: Normed, cache: LayerCache, step: StepContext) -> Unfinished:
         context = AttentionContext(cache, self.spec, step.metadata, step.plan)
-        return Unfinished(self.o_proj, self._attended(self.qkv_proj(x), step, context))
+        rows, gates = self.qkv_proj(x), self.qkv_proj.num_gates
+        if not gates:
+            return Unfinished(self.o_proj, self._attended(rows, step, context))
+        attended = self._attended(rows[:, gates:].contiguous(), step, context)
+        return Unfinished(self.o_proj, attended * rows[:, :gates].sigmoid())
 
     def split(self, whole: ArchSpec, index: int, ranks: Ranks) -> None:
-        heads = whole.attention[index]
+        heads = whole.mixers[index]
+        assert isinstance(heads, AttentionSpec)
         kv_heads = key_heads(heads, ranks)
         queries, keys = scaled(shares(heads.num_heads, ranks), heads.head_size), scaled(kv_heads, heads.head_size)
         device = self.o_proj.weight.device
-        self.qkv_proj.shard = Shard((queries, keys, keys))
+        of_queries = scaled(queries, 2) if whole.output_gate else queries
+        self.qkv_proj.shard = Shard((of_queries, keys, keys))
         self.o_proj = RowParallelLinear(self.o_proj, queries, ranks, device=device)
         if isinstance(self.q_norm, NormOfEachHead) and isinstance(self.k_norm, NormOfEachHead):
             self.q_norm.first_head = queries.first // heads.head_size

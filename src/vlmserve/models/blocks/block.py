@@ -8,9 +8,14 @@ import torch
 from torch import nn
 
 from vlmserve.families.spec import ArchSpec, NormSpec
+from vlmserve.kernels.operations import Normed
+from vlmserve.kernels.states import ConvolutionKernel, DeltaKernel, StateCache
+from vlmserve.layers.layer import Layer
 from vlmserve.layers.linear import Linear
 from vlmserve.layers.norm import LayerNorm, RMSNorm
 from vlmserve.layers.parallel import Ranks
+from vlmserve.layers.residual import Unfinished
+from vlmserve.layers.step import StepContext
 from vlmserve.quant.calibration import Fold
 
 
@@ -34,6 +39,29 @@ class Block(nn.Module):
 
     def folds(self, name: str) -> Iterator[Fold]:
         """Yield the linear layers inside that can take factors of their inputs. name: of the block in its layer."""
+        raise NotImplementedError
+
+
+class StateBlock(Block, Layer):
+    """A linear, a kernel over the states of one layer, and another linear."""
+
+    readers = ("in_proj",)
+    in_proj: Linear
+    out_proj: Linear
+    _kernel: DeltaKernel | ConvolutionKernel | None = None
+
+    @property
+    def reader(self) -> Linear:
+        return self.in_proj
+
+    def forward(self, x: Normed, cache: StateCache, step: StepContext) -> Unfinished:
+        """``[tokens, hidden_size]`` through the states of `StepContext.states`."""
+        assert step.metadata.states is not None
+        kernel = self._kernel or self._reference()
+        return Unfinished(self.out_proj, kernel(self.in_proj(x), cache, step.metadata.states))
+
+    def _reference(self) -> DeltaKernel | ConvolutionKernel:
+        """The kernel in torch's operations."""
         raise NotImplementedError
 
 

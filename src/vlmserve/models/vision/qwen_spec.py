@@ -129,6 +129,10 @@ def _qwen3(config: Config, output_size: int) -> dict[str, Any]:
     }
 
 
+def _qwen35(config: Config, output_size: int) -> dict[str, Any]:
+    return {**_qwen3(config, output_size), "deepstack": ()}
+
+
 def _glm_ocr(config: Config, output_size: int) -> dict[str, Any]:
     return {
         **_common(config, layers=24),
@@ -180,6 +184,7 @@ KINDS: Mapping[str, Callable[[Config, int], dict[str, Any]]] = {
     "qwen2_vl": _qwen2,
     "qwen2_5_vl": _qwen25,
     "qwen3_vl": _qwen3,
+    "qwen3_5": _qwen35,
     "glm_ocr": _glm_ocr,
     "paddleocr_vl": _paddleocr,
 }

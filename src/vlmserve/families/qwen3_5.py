@@ -1,0 +1,76 @@
+"""Qwen3.5, 3.6 and 3.8: gated delta rule in most layers, attention in the others."""
+
+from __future__ import annotations
+
+from vlmserve.families.family import LanguageFamily, VisionFamily
+from vlmserve.families.llama import LLAMA
+from vlmserve.families.qwen2_vl import QWEN_TOWER
+from vlmserve.families.qwen3_vl import QWEN3_VISION_NAMES
+from vlmserve.families.spec import ArchSpec, Config, HeadNormSpec, NormSpec, usual_spec, with_sections
+from vlmserve.layer_specs import DeltaSpec
+
+_TEXT: Config = {
+    **LLAMA,
+    "vocab_size": 248320,
+    "intermediate_size": 12288,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "max_position_embeddings": 32768,
+    "full_attention_interval": 4,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "eos_token_id": None,
+}
+
+
+def _qwen35(config: Config) -> ArchSpec:
+    norm = NormSpec(config["rms_norm_eps"], offset=1.0)
+    delta = DeltaSpec(
+        config["linear_num_key_heads"],
+        config["linear_num_value_heads"],
+        config["linear_key_head_dim"],
+        config["linear_value_head_dim"],
+        config["linear_conv_kernel_dim"],
+    )
+    interval = config["full_attention_interval"]
+    kinds = config.get("layer_types") or [
+        "full_attention" if layer % interval == interval - 1 else "linear_attention"
+        for layer in range(config["num_hidden_layers"])
+    ]
+    return usual_spec(
+        with_sections(config, [11, 11, 10], mrope_interleaved=True),
+        norm=norm,
+        rope_part=0.25,
+        states=[delta if kind == "linear_attention" else None for kind in kinds],
+        output_gate=True,
+        qkv_bias=config["attention_bias"],
+        output_bias=config["attention_bias"],
+        head_norm=HeadNormSpec("head", norm),
+    )
+
+
+FAMILIES = (
+    LanguageFamily(
+        model_type="qwen3_5_text",
+        architecture="Qwen3_5ForCausalLM",
+        defaults=_TEXT,
+        build=_qwen35,
+        models="Qwen3.5 without images",
+    ),
+    VisionFamily(
+        model_type="qwen3_5",
+        architecture="Qwen3_5ForConditionalGeneration",
+        text_type="qwen3_5_text",
+        names=QWEN3_VISION_NAMES,
+        **QWEN_TOWER,
+        image_token_id=248056,
+        video_token_id=248057,
+        videos=True,
+        frame_ends={"vision_start_token_id": 248053, "vision_end_token_id": 248054},
+        models="Qwen3.5 0.8B to 27B, Qwen3.6 27B, Qwen3.8 27B",
+    ),
+)

@@ -1,0 +1,64 @@
+"""A gated short convolution over states: projections, and a kernel between them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from vlmserve.families.spec import ArchSpec
+from vlmserve.kernels.operations import Operations
+from vlmserve.kernels.states import ConvolutionKernel
+from vlmserve.kernels.torch_states import TorchConvolution
+from vlmserve.layer_specs import ConvolutionSpec
+from vlmserve.layers.cut import Shard
+from vlmserve.layers.linear import Linear, empty_parameter
+from vlmserve.layers.parallel import Ranks, RowParallelLinear, shares
+from vlmserve.models.blocks.block import StateBlock
+from vlmserve.quant.calibration import Fold
+
+
+class DepthwiseWeight(nn.Module):
+    """The weight of a depthwise convolution, ``[channels, 1, kernel]`` as in checkpoints."""
+
+    shard: Shard | None = None
+
+    def __init__(self, channels: int, kernel: int, *, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.weight = empty_parameter(channels, 1, kernel, dtype=dtype, device=device)
+
+
+class ShortConvolution(StateBlock):
+    """A gated short convolution."""
+
+    def __init__(self, spec: ConvolutionSpec, hidden_size: int, *, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.spec = spec
+        self.in_proj = Linear(hidden_size, 3 * spec.channels, bias=False, dtype=dtype, device=device)
+        self.conv = DepthwiseWeight(spec.channels, spec.kernel, dtype=dtype, device=device)
+        self.out_proj = Linear(spec.channels, hidden_size, bias=False, dtype=dtype, device=device)
+
+    def arrange(self, operations: Operations) -> None:
+        """See `Layer.arrange`."""
+        self._kernel = operations.convolution(self.spec, self._weight, self.in_proj.dtype) or self._reference()
+
+    def split(self, whole: ArchSpec, index: int, ranks: Ranks) -> None:
+        spec = whole.mixers[index]
+        assert isinstance(spec, ConvolutionSpec)
+        channels = shares(spec.channels, ranks)
+        self.in_proj.shard = Shard((channels, channels, channels))
+        self.conv.shard = Shard((channels,))
+        self.out_proj = RowParallelLinear(self.out_proj, channels, ranks, device=self.out_proj.weight.device)
+
+    def folds(self, name: str) -> Iterator[Fold]:
+        """The last third of the first layer's outputs takes the factors of the second: the layer is linear in it."""
+        size = self.spec.channels
+        yield Fold((f"{name}.out_proj",), producer=f"{name}.in_proj", rows=(2 * size, 3 * size))
+
+    def _reference(self) -> ConvolutionKernel:
+        return TorchConvolution(self._weight)
+
+    @property
+    def _weight(self) -> Tensor:
+        return self.conv.weight.data[:, 0]

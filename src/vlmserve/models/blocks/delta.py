@@ -1,0 +1,69 @@
+"""The gated delta rule over states (https://arxiv.org/abs/2412.06464): projections, and a kernel between them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from vlmserve.families.spec import ArchSpec
+from vlmserve.kernels.operations import Operations
+from vlmserve.kernels.states import DeltaKernel, DeltaWeights
+from vlmserve.kernels.torch_states import TorchDelta
+from vlmserve.layer_specs import DeltaSpec
+from vlmserve.layers.cut import Shard
+from vlmserve.layers.linear import Linear, MergedLinear, empty_parameter
+from vlmserve.layers.norm import RMSNorm
+from vlmserve.layers.parallel import Ranks, RowParallelLinear, scaled, shares
+from vlmserve.models.blocks.block import StateBlock
+from vlmserve.models.blocks.convolution import DepthwiseWeight
+from vlmserve.quant.calibration import Fold
+
+
+class GatedDelta(StateBlock):
+    """The gated delta rule."""
+
+    shard: Shard | None = None
+    """The heads of `A_log` and `dt_bias`."""
+
+    def __init__(
+        self, spec: DeltaSpec, hidden_size: int, eps: float, *, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        super().__init__()
+        self.spec = spec
+        heads = spec.num_value_heads
+        parts = {"in_proj_qkv": spec.channels, "in_proj_z": spec.values, "in_proj_b": heads, "in_proj_a": heads}
+        self.in_proj = MergedLinear(hidden_size, parts, bias=False, dtype=dtype, device=device)
+        self.conv1d = DepthwiseWeight(spec.channels, spec.kernel, dtype=dtype, device=device)
+        self.A_log = empty_parameter(heads, dtype=torch.float32, device=device)
+        self.dt_bias = empty_parameter(heads, dtype=torch.float32, device=device)
+        self.norm = RMSNorm(spec.value_size, eps, dtype=dtype, device=device)
+        self.out_proj = Linear(spec.values, hidden_size, bias=False, dtype=dtype, device=device)
+
+    def arrange(self, operations: Operations) -> None:
+        """See `Layer.arrange`."""
+        self._kernel = operations.delta(self.spec, self._weights(), self.in_proj.dtype) or self._reference()
+
+    def split(self, whole: ArchSpec, index: int, ranks: Ranks) -> None:
+        spec = whole.mixers[index]
+        assert isinstance(spec, DeltaSpec)
+        heads = shares(spec.num_value_heads, ranks)
+        keys = scaled(shares(spec.num_key_heads, ranks), spec.key_size)
+        values = scaled(heads, spec.value_size)
+        self.in_proj.shard = Shard((keys, keys, values, values, heads, heads), parts=(3, 1, 1, 1))
+        self.conv1d.shard = Shard((keys, keys, values))
+        self.shard = Shard((heads,))
+        self.out_proj = RowParallelLinear(self.out_proj, values, ranks, device=self.out_proj.weight.device)
+
+    def folds(self, name: str) -> Iterator[Fold]:
+        """Yield none: the norm before `out_proj` has one weight for all heads."""
+        return iter(())
+
+    def _reference(self) -> DeltaKernel:
+        return TorchDelta(self.spec, self._weights())
+
+    def _weights(self) -> DeltaWeights:
+        convolution = self.conv1d.weight.data[:, 0]
+        return DeltaWeights(
+            convolution, -self.A_log.data.exp(), self.dt_bias.data, self.norm.weight.data, self.norm.eps
+        )
