@@ -2,7 +2,7 @@
 
     python examples/captions.py examples --output captions.jsonl
 
-`vlmserve batch` does the same with a progress bar, and goes on where it was after an interruption.
+`vlmserve batch` does the same with a progress bar, and resumes after an interruption.
 """
 
 import argparse

@@ -40,7 +40,7 @@ def counted_words(texts: list[str]) -> np.ndarray:
 
 
 def embed(url: str, model: str, texts: list[str]) -> np.ndarray:
-    """What a server says of the texts, a row for each."""
+    """Return the server's embeddings, one row per text."""
     client = OpenAI(base_url=url, api_key="unused")
     found = client.embeddings.create(model=model, input=texts, encoding_format="float")
     return np.array([one.embedding for one in found.data])
@@ -61,7 +61,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--question", default="Describe the image.")
-    parser.add_argument("--threshold", type=float, default=0.95, help="the cosine from which two are the same")
+    parser.add_argument("--threshold", type=float, default=0.95, help="lowest cosine of photos of one product")
     parser.add_argument("--embeddings-url", help="a server of embeddings; default: count words")
     parser.add_argument("--embeddings-model", default="default")
     parser.add_argument("--url", default="http://127.0.0.1:8000/v1")

@@ -15,7 +15,7 @@ Colour = Literal["red", "green", "blue", "yellow"]
 
 
 class Shapes(BaseModel):
-    """What to read. The answer cannot be anything else: the server constrains it to this schema."""
+    """The fields to read. The server constrains its answer to this schema."""
 
     count: int = Field(ge=0, le=9)
     circle: Colour

@@ -68,20 +68,20 @@ class EngineConfig(Settings):
     engine: Literal["real", "mock"] = Field("real", description="'mock' answers deterministic text without a model.")
     load: Literal["eager", "lazy"] = Field("eager", description="'lazy' loads the model when the first request comes.")
     device: Device = Field("auto", description="auto, cpu, mps, cuda or cuda:N.")
-    dtype: DType = Field("auto", description="auto takes the checkpoint's type where the device computes it well.")
+    dtype: DType = Field("auto", description="auto takes the checkpoint's type if the device computes it well.")
     model_impl: ModelImplementation = Field(
         "auto",
-        description="vlmserve's own implementation, or that of transformers, which is slower; auto prefers vlmserve's.",
+        description="vlmserve's implementation or Transformers' (slower); auto prefers vlmserve's.",
     )
     chat_template: str | None = Field(
-        None, description="A file with a Jinja template, or the template itself; default: the checkpoint's own."
+        None, description="File with a Jinja template, or the template itself (default: the checkpoint's)."
     )
     kernels: str = Field(
         "auto",
         description="auto, torch, native or an instruction set; auto chooses the fastest for this machine.",
     )
     enforce_eager: bool = Field(
-        False, description="GPUs: capture no CUDA graphs, which takes less memory and makes small steps slower."
+        False, description="GPUs: capture no CUDA graphs, which saves memory but slows small steps."
     )
     max_warm_up_seconds: float = Field(
         120.0,
@@ -99,31 +99,33 @@ class EngineConfig(Settings):
     weight_memory: ByteSize | None = same_as("weight_memory")
     input_bits: Literal[8, 16] | None = Field(
         None,
-        description="Bits of inputs beside weights of GGUF files and other quantized checkpoints, with the "
-        "native kernels; 8 makes prompts faster. Default: by format.",
+        description="Bits of inputs to quantized weights of a checkpoint, with the native kernels; 8 makes "
+        "prompts faster (default: by format).",
     )
     weights_cache: str | None = Field(
-        None, description="Folder for packed weights, which later starts map; default: in vlmserve's cache folder."
+        None, description="Folder for packed weights, which later starts map (default: in vlmserve's cache folder)."
     )
     weights_cache_size: ByteSize = Field(
         32 * 1024**3, description="Maximum size of the folder for packed weights; 0: keep none."
     )
     enable_lora: bool = Field(False, description="Serve LoRA adapters of the model.")
     lora_modules: tuple[str, ...] = Field((), description="Adapters to load at start, as NAME=PATH or JSON.")
-    max_loras: int = Field(8, ge=1, le=256, description="Largest number of adapters in one batch.")
-    max_cpu_loras: int = Field(64, ge=1, description="Largest number of adapters in memory; at least max_loras.")
+    max_loras: int = Field(8, ge=1, le=256, description="Maximum number of adapters in one batch.")
+    max_cpu_loras: int = Field(64, ge=1, description="Maximum number of adapters in memory; at least max_loras.")
     lora_memory: ByteSize = Field(2 * 1024**3, description="Memory for adapters, like 4GiB.")
-    max_lora_rank: int = Field(64, ge=1, le=4096, description="Largest rank of an adapter.")
+    max_lora_rank: int = Field(64, ge=1, le=4096, description="Maximum rank of an adapter.")
     tensor_parallel_size: int = Field(
         1,
         ge=1,
         le=64,
-        description="Processes that share the model, each on a device of its own or with a part of the cores.",
+        description="Processes that share the model, each on its own device or part of the cores.",
     )
     rank_timeout: float = Field(
         60.0, ge=0, description="Seconds without a heartbeat of a rank after which the engine fails; 0: never."
     )
-    max_model_len: int | None = Field(None, ge=1, description="Context limit; default: the model's own.")
+    max_model_len: int | None = Field(
+        None, ge=1, description="Maximum context length, in tokens (default: the model's)."
+    )
     block_size: int = Field(16, ge=1, le=256, description="Tokens in a KV block.")
     kv_cache_memory: ByteSize | None = Field(None, description="Memory for the KV cache, like 4GiB; default: measured.")
     kv_cache_dtype: KVCacheDType = Field(
@@ -138,10 +140,10 @@ class EngineConfig(Settings):
         description="Share of a GPU's total memory for weights, activations and caches together. On a CPU it has no "
         "effect: the KV cache takes at most half of the free memory, unless kv_cache_memory is set.",
     )
-    max_num_seqs: int = Field(256, ge=1, description="Largest number of requests in a batch.")
-    max_num_batched_tokens: int = Field(2048, ge=1, description="Largest number of tokens in one step.")
+    max_num_seqs: int = Field(256, ge=1, description="Maximum number of requests in a batch.")
+    max_num_batched_tokens: int = Field(2048, ge=1, description="Maximum number of tokens in one step.")
     max_encoded_images: int | None = Field(
-        None, ge=1, description="Images that one step may encode; default: 16 on a GPU, 4 on a CPU."
+        None, ge=1, description="Maximum number of images that one step encodes (default: 16 on a GPU, 4 on a CPU)."
     )
     encoder_step_share: float = Field(
         0.8,
@@ -156,11 +158,11 @@ class EngineConfig(Settings):
     )
     encoder_cache_memory: ByteSize = Field(256 * 1024**2, description="Memory for the cache of image embeddings.")
     max_waiting: int = Field(
-        4096, ge=1, description="Largest number of requests that wait beside the max_num_seqs that may run."
+        4096, ge=1, description="Maximum queue length; requests beyond it and max_num_seqs get 429."
     )
-    max_logprobs: int = Field(20, ge=0, description="Largest number of top logprobs that a request may ask for.")
+    max_logprobs: int = Field(20, ge=0, description="Maximum number of top logprobs per token.")
     max_grammar_bytes: ByteSize = Field(
-        128 * 1024, description="Largest size of a schema, regular expression or grammar."
+        128 * 1024, description="Maximum size of a schema, regular expression or grammar."
     )
     max_grammar_seconds: float = Field(
         2.0, gt=0, description="Maximum CPU time to compile a schema, regular expression or grammar."
@@ -172,32 +174,35 @@ class EngineConfig(Settings):
         15,
         ge=0,
         le=15,
-        description="Digits before the decimal point of a number that a JSON schema does not bound; 0: any number.",
+        description="Maximum digits before the decimal point if the JSON schema has no bound; 0: any number.",
     )
     json_max_length: int = Field(
-        4096, ge=0, le=5000, description="Characters of a string that a JSON schema does not bound; 0: any number."
+        4096,
+        ge=0,
+        le=5000,
+        description="Maximum characters of a string if the JSON schema has no bound; 0: any number.",
     )
     json_max_items: int = Field(
-        1000, ge=0, le=100_000, description="Items of an array that a JSON schema does not bound; 0: any number."
+        1000, ge=0, le=100_000, description="Maximum items of an array if the JSON schema has no bound; 0: any number."
     )
     grammar_cache: int = Field(64, ge=1, description="Maximum number of compiled grammars to keep.")
     grammar_cache_memory: ByteSize = Field(512 * 1024**2, description="Maximum memory of compiled grammars to keep.")
     tool_call_parser: ToolCallParser = Field(
         "auto",
-        description="Form of tool calls: hermes, llama3_json, mistral, qwen3_xml or qwen3_coder; auto reads it from "
+        description="Format of tool calls: hermes, llama3_json, mistral, qwen3_xml or qwen3_coder; auto reads it from "
         "the chat template.",
     )
     reasoning_parser: ReasoningParser = Field(
         "auto",
-        description="Form of thoughts, which are returned apart from answers: qwen3, glm45, deepseek_r1, mistral; none "
-        "leaves them in the text; auto reads the form from the chat template.",
+        description="Format of reasoning, which is returned separately: qwen3, glm45, deepseek_r1 or mistral; none "
+        "leaves it in the text; auto reads the format from the chat template.",
     )
-    seed: int = Field(0, ge=0, description="Seed from which requests without a seed get theirs.")
+    seed: int = Field(0, ge=0, description="Seed from which vlmserve derives the seeds of requests without one.")
     num_threads: int | None = Field(
-        None, ge=1, description="CPU threads of the engine, of all ranks together; default: by the number of cores."
+        None, ge=1, description="CPU threads of the engine, all ranks together (default: by the number of cores)."
     )
     mock_ttft: float = Field(0.0, ge=0, description="Mock engine: seconds until a request's first token.")
-    mock_tpot: float = Field(0.0, ge=0, description="Mock engine: seconds for each further token.")
+    mock_tpot: float = Field(0.0, ge=0, description="Mock engine: seconds per additional token.")
 
     @model_validator(mode="after")
     def _check_input_bits(self) -> Self:
@@ -232,25 +237,25 @@ class ProcessorOverrides(Settings):
 class MediaConfig(Settings):
     """Limits on images, videos and documents."""
 
-    max_images: int = Field(16, ge=0, description="Largest number of images in a request.")
-    max_image_bytes: ByteSize = Field(20 * 1024**2, description="Largest size of an image file.")
-    max_image_pixels: int = Field(64_000_000, ge=1, description="Largest number of pixels of an image.")
+    max_images: int = Field(16, ge=0, description="Maximum number of images in a request.")
+    max_image_bytes: ByteSize = Field(20 * 1024**2, description="Maximum size of an image file.")
+    max_image_pixels: int = Field(64_000_000, ge=1, description="Maximum number of pixels of an image.")
     decode_memory: ByteSize = Field(
         2 * 1024**3,
-        description="Memory for images that are decoded at once, and as much again in processes; others wait.",
+        description="Memory for images that are decoded at once, and the same again in processes; more wait.",
     )
-    decode_timeout: float = Field(30.0, gt=0, description="Seconds that decoding one image may take.")
-    max_videos: int = Field(4, ge=0, description="Largest number of videos in a request.")
+    decode_timeout: float = Field(30.0, gt=0, description="Maximum time to decode one image, in seconds.")
+    max_videos: int = Field(4, ge=0, description="Maximum number of videos in a request.")
     max_video_bytes: ByteSize = Field(
-        128 * 1024**2, description="Largest size of a video file, or of the files of all its frames."
+        128 * 1024**2, description="Maximum size of a video file, or of all its frames' files."
     )
     max_video_frames: int = Field(
-        768, ge=1, description="Largest number of frames per video; longer videos are sampled evenly."
+        768, ge=1, description="Maximum number of frames per video; vlmserve samples longer videos evenly."
     )
     max_video_pixels: int = Field(
-        100_000_000, ge=1, description="Largest number of pixels of a video: all its frames together, after resizing."
+        100_000_000, ge=1, description="Maximum number of pixels of a video: all its frames together, after resizing."
     )
-    max_decoded_frames: int = Field(20_000, ge=1, description="Largest number of frames in a video file.")
+    max_decoded_frames: int = Field(20_000, ge=1, description="Maximum number of frames in a video file.")
     max_frame_pixels: int = Field(
         40_000_000, ge=1, description="Maximum number of pixels of a video file's frame; the default is above 8K."
     )
@@ -258,20 +263,20 @@ class MediaConfig(Settings):
     video_memory: ByteSize = Field(
         1024**3, ge=64 * 1024**2, description="Maximum memory of a process that decodes a video."
     )
-    max_documents: int = Field(4, ge=0, description="Largest number of documents in a request.")
-    max_document_bytes: ByteSize = Field(64 * 1024**2, description="Largest size of a document's file.")
+    max_documents: int = Field(4, ge=0, description="Maximum number of documents in a request.")
+    max_document_bytes: ByteSize = Field(64 * 1024**2, description="Maximum size of a document's file.")
     max_document_pages: int = Field(
-        32, ge=1, description="Largest number of pages that a request shows, of all its documents together."
+        32, ge=1, description="Maximum number of pages that a request shows, all its documents together."
     )
     max_page_pixels: int = Field(
-        8_000_000, ge=1, description="Largest number of pixels of a rendered page; larger pages are rendered smaller."
+        8_000_000, ge=1, description="Maximum number of pixels of a rendered page; larger pages are scaled down."
     )
-    page_dpi: float = Field(144.0, gt=0, le=2400, description="Resolution at which pages are rendered.")
+    page_dpi: float = Field(144.0, gt=0, le=2400, description="Resolution of rendered pages, in dots per inch.")
     document_timeout: float = Field(
-        30.0, gt=0, description="Seconds that opening a document and rendering its pages may take."
+        30.0, gt=0, description="Maximum time to open a document and render its pages, in seconds."
     )
     document_memory: ByteSize = Field(
-        512 * 1024**2, ge=64 * 1024**2, description="Memory of a process that renders a document."
+        512 * 1024**2, ge=64 * 1024**2, description="Maximum memory of a process that renders a document."
     )
     media_processes: int = Field(
         8, ge=1, le=1024, description="Maximum number of requests whose documents and videos are decoded at once."
@@ -299,22 +304,24 @@ class MediaConfig(Settings):
         ge=0,
         description="The same for all frames of a video, or all pages of a document.",
     )
-    fetch_timeout: float = Field(10.0, gt=0, description="Seconds to fetch one image, or one video and its frames.")
-    max_redirects: int = Field(3, ge=0, description="Redirects to follow for one image or video.")
+    fetch_timeout: float = Field(
+        10.0, gt=0, description="Maximum time to fetch one image, or one video and its frames, in seconds."
+    )
+    max_redirects: int = Field(3, ge=0, description="Maximum number of redirects for one image or video.")
     allowed_media_domains: tuple[str, ...] = Field(
         (),
-        description="If set, fetch images only from these hosts and allowed_media_hosts; default: all public hosts.",
+        description="Fetch images only from these hosts and allowed_media_hosts (default: all public hosts).",
     )
     allowed_media_hosts: tuple[str, ...] = Field(
         (), description="Hosts with private addresses from which images may be fetched."
     )
     allowed_media_path: str | None = Field(
-        None, description="A folder whose files requests may use as file:// URLs; default: none."
+        None, description="Folder whose files requests may use as file:// URLs (default: none)."
     )
     image_cache_memory: ByteSize = Field(256 * 1024**2, description="Memory for the cache of preprocessed images.")
     exact_pixels: bool = Field(False, description="Decode large JPEGs at full resolution before resizing.")
     num_workers: int | None = Field(
-        None, ge=1, description="Threads for image preprocessing; default: 2 to 8, by the number of cores."
+        None, ge=1, description="Threads for image preprocessing (default: 2 to 8, by the number of cores)."
     )
 
     @property
@@ -340,19 +347,25 @@ class ServerConfig(Settings):
     host: str = Field("127.0.0.1", description="Address to listen on.")
     port: int = Field(8000, ge=0, le=65535, description="Port to listen on; 0 takes a free one.")
     lora_folder: str | None = Field(
-        None, description="Folder whose adapters requests may name, and that adapters may be loaded from while it runs."
+        None, description="Folder whose adapters requests may name and load while the server runs."
     )
     served_model_name: tuple[str, ...] = Field(
-        (), description="Model names that clients may use; answers have the first. Default: the model's."
+        (), description="Model names that clients may use; answers have the first (default: the model's)."
     )
-    max_body_bytes: ByteSize = Field(64 * 1024**2, description="Largest size of a request's body.")
+    max_body_bytes: ByteSize = Field(64 * 1024**2, description="Maximum size of a request's body.")
     body_memory: ByteSize = Field(1024**3, description="Memory for request bodies until they are preprocessed.")
-    max_body_values: int = Field(1_000_000, ge=1, description="JSON values in a request's body.")
-    max_messages: int = Field(10_000, ge=1, description="Messages, items or tools of a request, with all their parts.")
-    max_stop_strings: int = Field(16, ge=0, le=MAX_STOP_STRINGS, description="Stop strings of a request.")
-    max_stop_length: int = Field(1000, ge=1, description="Characters of a stop string.")
+    max_body_values: int = Field(1_000_000, ge=1, description="Maximum number of JSON values in a request's body.")
+    max_messages: int = Field(
+        10_000, ge=1, description="Maximum number of messages, items or tools in a request, with their parts."
+    )
+    max_stop_strings: int = Field(
+        16, ge=0, le=MAX_STOP_STRINGS, description="Maximum number of stop strings in a request."
+    )
+    max_stop_length: int = Field(1000, ge=1, description="Maximum length of a stop string, in characters.")
     default_max_tokens: int | None = Field(
-        None, ge=1, description="Longest answer if a request sets no limit; default: a fifth of the context."
+        None,
+        ge=1,
+        description="Maximum answer length if a request sets none, in tokens (default: a fifth of the context).",
     )
     stats_interval: float = Field(10.0, ge=0, description="Seconds between statistics in the log while busy; 0: none.")
     access_log: bool = Field(True, description="Log each request, except those for health, metrics and the live view.")
@@ -367,7 +380,7 @@ class ServerConfig(Settings):
     enable_debug: bool = Field(False, description="Serve /debug/cache, which shows the contents of the caches.")
     shutdown_grace: float = Field(30.0, ge=0, description="Seconds that running requests get after SIGTERM.")
     api_key: tuple[str, ...] = Field(
-        (), repr=False, description="Accepted API keys (plain text); default: no key is needed."
+        (), repr=False, description="Accepted API keys, as plain text (default: no key is needed)."
     )
     api_keys_file: str | None = Field(
         None,
@@ -379,13 +392,13 @@ class ServerConfig(Settings):
     )
     allowed_hosts: tuple[str, ...] = Field(
         (),
-        description="Host names that the server answers to, like chat.example.com or *.example.com, beside addresses "
-        "and local names; * allows all. Default: none on a server without keys, all on one with keys.",
+        description="Host names that the server accepts, like chat.example.com or *.example.com, in addition to "
+        "addresses and local names; * allows all (default: all with keys, none without).",
     )
     allowed_origins: tuple[str, ...] = Field(
         (),
-        description="Additional origins whose requests are answered, like moz-extension://*; * allows all. "
-        "Default: none on a server without keys, all on one with keys.",
+        description="Additional origins that the server accepts, like moz-extension://*; * allows all (default: all "
+        "with keys, none without).",
     )
     log_prompts: bool = Field(False, description="Log the text of prompts, without images.")
     max_output_tokens: int | None = Field(
@@ -393,15 +406,15 @@ class ServerConfig(Settings):
         ge=1,
         description="Maximum answer length, in tokens; higher request limits are lowered (default: context).",
     )
-    max_wait: float = Field(600.0, ge=0, description="Seconds after which a waiting request is refused; 0: never.")
+    max_wait: float = Field(600.0, ge=0, description="Seconds after which a waiting request is rejected; 0: never.")
     max_header_bytes: ByteSize = Field(
         64 * 1024, description="Maximum size of a request's headers, and of its trailers and chunk extensions."
     )
-    head_timeout: float = Field(20.0, gt=0, description="Seconds in which the headers of a request must arrive.")
+    head_timeout: float = Field(20.0, gt=0, description="Seconds within which the headers of a request must arrive.")
     body_timeout: float = Field(30.0, gt=0, description="Seconds that a client may pause while it sends a body.")
     send_timeout: float = Field(120.0, gt=0, description="Seconds that a client may pause while it reads an answer.")
     max_connections: int = Field(
-        8192, ge=1, description="Open connections; a new one closes the one that waits longest for a request."
+        8192, ge=1, description="Maximum number of open connections; a new one closes the longest idle one."
     )
     stream_ping_interval: float = Field(
         15.0, ge=0, description="Seconds of silence in a stream after which a comment line is sent; 0: never."
@@ -413,7 +426,7 @@ class ServerConfig(Settings):
         60.0, ge=0, description="Seconds without a heartbeat after which the engine is restarted; 0: never."
     )
     step_timeout: float = Field(
-        900.0, ge=0, description="Seconds that one step of the engine may take before it is restarted; 0: any number."
+        900.0, ge=0, description="Maximum time of one engine step before a restart, in seconds; 0: no limit."
     )
     max_restarts: int = Field(
         5, ge=0, description="Number of consecutive restarts of a crashed engine before the server gives up."
@@ -422,37 +435,41 @@ class ServerConfig(Settings):
         1.0, ge=0, description="Seconds before the first restart of the engine; doubled each time, up to 60."
     )
     restart_window: float = Field(
-        300.0, ge=0, description="Seconds after which a restarted engine that runs counts as healthy."
+        300.0, ge=0, description="Seconds that a restarted engine must run to count as healthy."
     )
     storage_url: str | None = Field(
         None,
         repr=False,  # there may be a password in it
         description="Database for responses, conversations and files: a SQLAlchemy URL, like "
-        "postgresql://user:password@host/name; memory; none. Default: an SQLite file.",
+        "postgresql://user:password@host/name; memory; none (default: an SQLite file).",
     )
     storage_path: str | None = Field(
-        None, description="Path of the SQLite file. Default: vlmserve/history.db in XDG_DATA_HOME or ~/.local/share."
+        None, description="Path of the SQLite file (default: vlmserve/history.db in XDG_DATA_HOME or ~/.local/share)."
     )
     storage_max_age: float = Field(
-        30 * 86400.0, ge=0, description="Seconds after its last use when stored data is deleted; 0: never."
+        30 * 86400.0, ge=0, description="Seconds after its last use until stored data is deleted; 0: never."
     )
     storage_max_bytes: ByteSize = Field(
-        8 * 1024**3, description="Largest size of stored data, beyond which the oldest is deleted; 0: unlimited."
+        8 * 1024**3, description="Maximum size of stored data; the oldest is deleted beyond it; 0: unlimited."
     )
     storage_sweep_interval: float = Field(
         300.0, gt=0, le=86400, description="Seconds between checks of the age and size of stored data."
     )
     max_stored_bytes: ByteSize = Field(
-        10 * 1024**3, description="Largest size of all stored files and images; more are refused."
+        10 * 1024**3, description="Maximum size of all stored files and images; more are rejected."
     )
     max_file_bytes: ByteSize = Field(
-        128 * 1024**2, description="Largest size of an uploaded file, and of the answers of a batch."
+        128 * 1024**2, description="Maximum size of an uploaded file, and of a batch's answers."
     )
-    max_batches: int = Field(16, ge=0, description="Unfinished batches of a key, or of a server without keys.")
-    max_batch_rows: int = Field(50_000, ge=1, description="Requests of a batch.")
-    batch_concurrency: int = Field(32, ge=1, description="Requests of all batches that are answered at a time.")
+    max_batches: int = Field(
+        16, ge=0, description="Maximum number of unfinished batches per key, or of a server without keys."
+    )
+    max_batch_rows: int = Field(50_000, ge=1, description="Maximum number of requests in a batch.")
+    batch_concurrency: int = Field(
+        32, ge=1, description="Maximum number of batch requests that run at once, all batches together."
+    )
     batch_lease: float = Field(
-        15.0, gt=0, le=3600, description="Seconds until another server goes on with the batches of one that died."
+        15.0, gt=0, le=3600, description="Seconds until another server resumes the batches of a server that died."
     )
 
     _check_origins = field_validator("cors_origins", "allowed_origins")(check_origins)

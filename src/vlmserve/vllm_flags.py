@@ -161,7 +161,7 @@ _UNUSED: Mapping[tuple[str, ...], Unused] = {
         "Code from a checkpoint is never run; `vlmserve models` lists the supported models.", is_switch=True
     ),
     ("--enable-reasoning",): Unused(
-        "Thoughts are apart from answers unless --reasoning-parser is none.", is_switch=True
+        "Reasoning is returned separately unless --reasoning-parser is none.", is_switch=True
     ),
     ("--quantization", "-q"): Unused(
         "The quantization of a checkpoint is read from its files.",

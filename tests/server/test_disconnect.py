@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import socket
 import threading
+import weakref
 from collections.abc import Iterator
 from urllib.parse import urlsplit
 
+import pytest
+
 from tests.server.live import QUESTION, stream_lines, wait_until
 from vlmserve.frontend.requests import Conversation
+from vlmserve.server.body import BodyShare
 
 LONG = {"messages": QUESTION, "ignore_eos": True, "max_tokens": 400}
 
@@ -78,3 +83,27 @@ def test_leaving_during_preparation_never_reaches_the_engine(slow, monkeypatch):
     cost = slow.ask(max_tokens=2).json()["usage"]["prompt_tokens"]
     wait_until(lambda: slow.client.stats.prompt_tokens >= before + cost)
     assert slow.client.stats.prompt_tokens == before + cost
+
+
+@pytest.mark.parametrize("leaves", [True, False], ids=["left", "rejected"])
+def test_failed_requests_are_freed_without_garbage_collection(live_waiting, monkeypatch, leaves) -> None:
+    """Frames of a request hold its body and images, so a cycle would keep them until the next collection."""
+    made, shares = [], weakref.WeakSet()
+    make = BodyShare.__init__
+
+    def spy(share, *arguments) -> None:
+        make(share, *arguments)
+        shares.add(share)
+        made.append(1)
+
+    monkeypatch.setattr(BodyShare, "__init__", spy)
+    gc.disable()
+    try:
+        if leaves:
+            with sent(live_waiting, LONG):
+                wait_until(lambda: live_waiting.client.num_unfinished == 1)
+        else:
+            assert live_waiting.ask(max_tokens=-1).status_code == 400
+        wait_until(lambda: made and not shares, timeout=10)
+    finally:
+        gc.enable()

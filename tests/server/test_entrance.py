@@ -21,6 +21,7 @@ from tests.server.live import QUESTION, LiveServer
 from tests.server.test_slow_clients import connections
 from vlmserve.cancellation import client
 from vlmserve.config import ServerConfig
+from vlmserve.server import web
 from vlmserve.server.entrance import PER_ROUND, Entrance
 from vlmserve.server.run import bind, event_loop_factory
 from vlmserve.server.service import Service
@@ -111,20 +112,53 @@ def test_many_connections_are_accepted_at_once() -> None:
     count = 200
 
     async def accept() -> int:
-        web = WebServer(Response("ok"), ServerConfig(), bind(ServerConfig(port=0)))
-        web.start()
-        url, num_iterations = urlsplit(web.url), 0
+        server = WebServer(Response("ok"), ServerConfig(), bind(ServerConfig(port=0)))
+        server.start()
+        url, num_iterations = urlsplit(server.url), 0
         with contextlib.ExitStack() as stack:
             for _ in range(count):
                 stack.enter_context(socket.create_connection((url.hostname, url.port)))
-            while len(web._server.server_state.connections) < count:
+            while len(server._server.server_state.connections) < count:
                 await asyncio.sleep(0)
                 num_iterations += 1
-        await web.leave(0)
+        await server.leave(0)
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection((url.hostname, url.port))
-        await web.stop()
+        await server.stop()
         return num_iterations
 
     with asyncio.Runner(loop_factory=event_loop_factory()) as runner:
         assert runner.run(accept()) < count / 4
+
+
+def test_requests_of_clients_that_left_start_no_task(monkeypatch: pytest.MonkeyPatch) -> None:
+    entrance, called = Entrance(0), []
+    monkeypatch.setattr(web, "Entrance", lambda _: entrance)
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        called.append(scope["path"])
+        await Response("ok")(scope, receive, send)
+
+    async def ask() -> None:
+        server = WebServer(app, ServerConfig(), bind(ServerConfig(port=0)))
+        server.start()
+        url = urlsplit(server.url)
+        left, stays, health = [await asyncio.open_connection(url.hostname, url.port) for _ in range(3)]
+        for path, (_, writer) in {"/left": left, "/stays": stays}.items():
+            writer.write(f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: 0\r\n\r\n".encode())
+        health[1].write(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert (await health[0].readline()).split()[1] == b"200"
+        left[1].transport.abort()
+        while len(server._server.server_state.connections) == 3:
+            await asyncio.sleep(0.01)
+        assert called == ["/health"]
+        entrance.per_round = 1
+        assert (await stays[0].readline()).split()[1] == b"200"
+        assert called == ["/health", "/stays"]
+        stays[1].close()
+        health[1].close()
+        await server.leave(0)
+        await server.stop()
+
+    with asyncio.Runner(loop_factory=event_loop_factory()) as runner:
+        runner.run(ask())

@@ -39,14 +39,14 @@ kv_cache_memory = "4GiB"
 mm_processor_kwargs = { max_pixels = 501760 }
 ```
 
-- The only file that is read is the one that `--config` or `VLMSERVE_CONFIG` names. `vlmserve config --toml` writes a
+- vlmserve reads only the file that `--config` or `VLMSERVE_CONFIG` names. `vlmserve config --toml` writes a
   complete file, and `vlmserve config` shows the settings in effect and where each comes from.
 - An unknown section, key or variable that begins with `VLMSERVE_` is an error that suggests the right name. Variables
   that Kubernetes makes for a Service called vlmserve are ignored, and an empty variable counts as not set.
 - Sizes are written like `4GiB`, `512MB` or `1048576`. A list is a repeated flag, `["a", "b"]` in a file, and `a,b` or
   JSON in a variable. Yes and no are `--flag` and `--no-flag`, `true` and `false`.
-- The other commands (`ask`, `chat`, `bench`, `verify`, `quantize`, `eval`) read the same variables and files and use
-  the settings for which they have flags. The model of `verify`, `quantize` and `eval perplexity` is always an
+- The other commands (`ask`, `chat`, `bench`, `verify`, `quantize`, `eval`) read the same variables and files, but use
+  only settings that are also their flags. The model of `verify`, `quantize` and `eval perplexity` is always an
   argument. `vlmserve.LLM` in Python takes options from its caller only.
 - Secrets are never shown, neither by `vlmserve config` nor in errors.
 

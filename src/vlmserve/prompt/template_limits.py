@@ -166,24 +166,18 @@ def _check(num_bytes: int) -> None:
         raise TemplateLimitError(f"the chat template makes a value of more than {MAX_VALUE_BYTES // 2**20} MiB")
 
 
-def _size(value: Any) -> int:
-    """Bytes of a value, where what it holds several times counts as often."""
-    if type(value) in _PLAIN:
+def _size(value: Any, known: dict[int, int] | None = None) -> int:
+    """Bytes of a value; a repeated part counts each time. known: sizes of the containers seen so far, by id."""
+    if isinstance(value, str | bytes | int):
         return sys.getsizeof(value)
-    known: dict[int, int] = {}
-
-    def size(one: Any) -> int:
-        if isinstance(one, str | bytes | int):
-            return sys.getsizeof(one)
-        if not isinstance(one, list | tuple | dict | set | frozenset):
-            return 64
-        if id(one) not in known:
-            known[id(one)] = 64
-            inner = (*one.keys(), *one.values()) if isinstance(one, dict) else one
-            known[id(one)] = 64 + sum(map(size, inner))
-        return known[id(one)]
-
-    return size(value)
+    if not isinstance(value, list | tuple | dict | set | frozenset):
+        return 64
+    known = {} if known is None else known
+    if id(value) not in known:
+        known[id(value)] = 64  # where the value holds itself
+        inner = (*value.keys(), *value.values()) if isinstance(value, dict) else value
+        known[id(value)] = 64 + sum(_size(one, known) for one in inner)
+    return known[id(value)]
 
 
 def _made(value: Any) -> Any:

@@ -76,6 +76,7 @@ class BodyShare:
                 yield
             finally:
                 self._memory.arriving.discard(self)
+                self._waiting = None  # it holds the task, whose error may hold this share
 
     def reject(self) -> None:
         """Give the memory of a slow body to others."""

@@ -47,13 +47,12 @@ async def unless_disconnected(request: Request, work: Coroutine[Any, Any, Result
     The body must have been read.
     """
     worker = asyncio.current_task()
-    assert worker is not None
-    working, left = True, False
+    left = False
 
     async def watch() -> None:
         nonlocal left
         await disconnected(request.receive)
-        if working:
+        if worker is not None:
             left = True
             worker.cancel()
 
@@ -69,11 +68,11 @@ async def unless_disconnected(request: Request, work: Coroutine[Any, Any, Result
         return await work
     except asyncio.CancelledError:
         # Somebody else may have cancelled it as well.
-        if left and worker.uncancel() == 0:
+        if left and worker is not None and worker.uncancel() == 0:
             raise ClientDisconnect from None
         raise
     finally:
-        working = False
+        worker = None  # an error's traceback would hold the task, which holds the error
         starting.cancel()
         if watcher is not None:
             watcher.cancel()

@@ -4,31 +4,45 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict, deque
+from collections.abc import Callable
 
 from vlmserve.cancellation import client
 
 PER_ROUND = 4
-"""Requests that begin in one iteration of the event loop. Each takes some milliseconds of it."""
+"""Requests that the guard lets in per iteration of the event loop. Each takes some milliseconds of it."""
 
 
 class Entrance:
     """Lets requests in, clients in turn. A request waits only if many arrive at once. For one event loop."""
 
-    def __init__(self) -> None:
-        self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
-        self._left = PER_ROUND
+    def __init__(self, per_round: int = PER_ROUND) -> None:
+        self._waiting: OrderedDict[str, deque[Callable[[], bool]]] = OrderedDict()
+        self.per_round = self._left = per_round
         self.is_due = False
         """True if the next round is scheduled."""
 
+    def admit(self, name: str, begin: Callable[[], bool]) -> None:
+        """Call `begin` for a request of client `name`, in a later iteration of the event loop if this one is full.
+
+        begin: returns False if the request needs no turn, because its client has left.
+        """
+        self._schedule()
+        if self._left and not self._waiting:
+            self._left -= begin()
+        else:
+            self._waiting.setdefault(name, deque()).append(begin)
+
     async def enter(self) -> None:
         """Wait until a request of the current client may begin."""
-        if self._left and not self._waiting:
-            self._left -= 1
-            self._schedule()
-            return
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.setdefault(client.get(), deque()).append(turn)
-        self._schedule()
+
+        def begin() -> bool:
+            if turn.cancelled():
+                return False
+            turn.set_result(None)
+            return True
+
+        self.admit(client.get(), begin)
         await turn
 
     def _schedule(self) -> None:
@@ -37,15 +51,13 @@ class Entrance:
             asyncio.get_running_loop().call_soon(self._begin_round)
 
     def _begin_round(self) -> None:
-        self.is_due, self._left = False, PER_ROUND
+        self.is_due, self._left = False, self.per_round
         while self._left and self._waiting:
             name, turns = next(iter(self._waiting.items()))
-            turn = turns.popleft()
+            begin = turns.popleft()
             self._waiting.move_to_end(name)
             if not turns:
                 del self._waiting[name]
-            if not turn.cancelled():
-                turn.set_result(None)
-                self._left -= 1
-        if self._waiting or self._left < PER_ROUND:
+            self._left -= begin()
+        if self._waiting or self._left < self.per_round:
             self._schedule()

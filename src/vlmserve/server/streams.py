@@ -123,10 +123,12 @@ async def begin_in_time(
             await asyncio.wait((asking,), timeout=interval)
             if not asking.done() and streams():
                 return _EarlyStream(asking, interval)
+        return asking.result()
     except BaseException:
         await cancel(asking)
         raise
-    return asking.result()
+    finally:
+        del asking  # an error's traceback would hold the task, which holds the error
 
 
 class _EarlyStream(Response):

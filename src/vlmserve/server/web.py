@@ -15,9 +15,11 @@ from typing import Any
 
 import uvicorn
 from starlette.types import ASGIApp
+from uvicorn._types import ASGI3Application
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from vlmserve.config import ServerConfig
+from vlmserve.server.entrance import Entrance
 from vlmserve.server.errors import RefusedError, error_response, framing_too_large, head_too_large
 
 logger = logging.getLogger(__name__)
@@ -32,6 +34,9 @@ _LOOK = 0.1
 
 _ACCEPTED = 32
 """Connections that an iteration of the event loop accepts. uvloop accepts one for each file of the listening socket."""
+
+_STARTED = 16
+"""Requests with bodies whose tasks an iteration of the event loop starts."""
 
 _FIRST_PROBE, _NEXT_PROBE = 0.1, 5.0
 """Seconds between checks whether a client that sends no more still reads."""
@@ -63,6 +68,7 @@ class WebServer:
                 send_timeout=limits.send_timeout,
                 max_head=limits.max_header_bytes,
                 waiting=Waiting(limits.max_connections),
+                entrance=Entrance(_STARTED),
             ),
             ws="none",
             log_config=None,
@@ -147,10 +153,18 @@ class _Protocol(HttpToolsProtocol):
     """
 
     def __init__(
-        self, *arguments: Any, head_timeout: float, send_timeout: float, max_head: int, waiting: Waiting, **more: Any
+        self,
+        *arguments: Any,
+        head_timeout: float,
+        send_timeout: float,
+        max_head: int,
+        waiting: Waiting,
+        entrance: Entrance,
+        **more: Any,
     ) -> None:
         super().__init__(*arguments, **more)
         self._waiting = waiting
+        self._entrance = entrance
         self._send_timeout = send_timeout
         self._unread: asyncio.TimerHandle | None = None
         self._head_timeout = head_timeout
@@ -191,13 +205,11 @@ class _Protocol(HttpToolsProtocol):
             self._unread.cancel()
             self._unread = None
 
-    def _expect_reading(self) -> None:
+    def _expect_reading(self, before: int | None = None) -> None:
+        """Close the connection if its client has read nothing of `before` unread bytes; else look again later."""
         unread = self.transport.get_write_buffer_size()
-        self._unread = self.loop.call_later(self._send_timeout, self._check_reading, unread)
-
-    def _check_reading(self, before: int) -> None:
-        if self.transport.get_write_buffer_size() < before:
-            self._expect_reading()
+        if before is None or unread < before:
+            self._unread = self.loop.call_later(self._send_timeout, self._expect_reading, unread)
         else:
             self.transport.abort()
 
@@ -229,6 +241,20 @@ class _Protocol(HttpToolsProtocol):
         self._in_body = True
         self._head_bytes = 0
         super().on_headers_complete()
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
+        """Start the task of a request. POST requests start a few at a time, so that health probes need not wait."""
+        begin = super()._start_asgi_task
+        if cycle.scope["method"] != "POST":
+            begin(cycle, app)
+            return
+
+        def begin_unless_left() -> bool:
+            if not cycle.disconnected:
+                begin(cycle, app)
+            return not cycle.disconnected
+
+        self._entrance.admit(self.client[0] if self.client else "", begin_unless_left)
 
     def on_chunk_header(self) -> None:
         self._framing_bytes = max(0, self._framing_bytes - _CHUNK_FRAMING)
