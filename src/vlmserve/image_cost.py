@@ -26,7 +26,6 @@ class ImageCost(msgspec.Struct, frozen=True):
         return cls((a / p - per_square * p) * seconds_per_mac, per_square * seconds_per_mac)
 
     def seconds(self, pixels: float) -> float:
-        """Time for an image of that area."""
         return self.per_pixel * pixels + self.per_square * pixels**2
 
     def pixels(self, seconds: float) -> int:

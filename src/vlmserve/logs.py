@@ -100,7 +100,6 @@ def log_format_in_use() -> LogFormat:
 
 
 def level_number(level: LogLevel) -> int:
-    """The level as `logging` counts it."""
     return logging.getLevelNamesMapping()[level.upper()]
 
 

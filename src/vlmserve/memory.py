@@ -75,6 +75,5 @@ def _number(path: Path) -> int | None:
 
 
 def _counters(path: Path) -> dict[str, int]:
-    """Lines of a name and a number."""
     pairs = (line.split() for line in read(path).splitlines())
     return {pair[0]: int(pair[1]) for pair in pairs if len(pair) == 2 and pair[1].isdecimal()}

@@ -116,7 +116,6 @@ class Generation:
 
     @property
     def stop_reason(self) -> int | str | None:
-        """The stop string or token of the request that ended it."""
         if self.answer_text.stop_string is not None:
             return self.answer_text.stop_string
         return self.stop_token_id if self.stop_token_id in self.params.stop_token_ids else None
@@ -144,12 +143,10 @@ class OfflineRequest:
 
     @property
     def has_begun(self) -> bool:
-        """Whether an answer has its first token."""
         return any(one.token_ids or one.finish_reason is not None for one in self.generations)
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all answers so far."""
         return sum(len(one.token_ids) for one in self.generations)
 
     @property

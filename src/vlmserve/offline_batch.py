@@ -32,7 +32,6 @@ class _Job:
 
     @property
     def is_ahead(self) -> bool:
-        """Whether it waits for its turn."""
         return self.request is None or not self.request.has_begun
 
 

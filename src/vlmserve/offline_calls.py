@@ -102,7 +102,6 @@ class Call:
             raise InvalidRequestError(f"on_error must be raise or return, got {self.on_error!r}", param="on_error")
 
     def prepare_for(self, adapter: str, item: Any, params: SamplingParams) -> Prepared:
-        """Prepare an item that an adapter answers, and check the grammar of the answer."""
         if params.grammar is not None:
             self.check_grammar(params.grammar)
         return self.prepare(item)._replace(adapter=adapter)

@@ -255,7 +255,6 @@ class AdapterNames:
         return next(one for one in numbered if one not in served), False
 
     def loaded(self, wanted: LoRARequest, name: str) -> None:
-        """Remember the name of an adapter that is served."""
         if wanted.lora_path:
             self._names[wanted.lora_name, wanted.lora_path] = name
             self._latest[wanted.lora_name] = name

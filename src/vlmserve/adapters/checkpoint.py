@@ -136,7 +136,6 @@ class LoraConfig:
         return alpha / math.sqrt(rank) if self.rslora else alpha / rank
 
     def tokens_of(self, module: str) -> Sequence[int]:
-        """The tokens whose rows of a module are trained."""
         named = (tokens for name, tokens in self.tokens.items() if name and module.endswith(name))
         return next(named, self.tokens.get("", ()))
 

@@ -83,7 +83,6 @@ def check_header(path: Path) -> None:
 
 
 def holds_adapter(folder: Path) -> bool:
-    """Whether a folder holds what looks like an adapter."""
     return any((folder / file).is_file() for file in (CONFIG, XLORA_CONFIG))
 
 

@@ -33,7 +33,6 @@ class Mixture:
 
     @property
     def num_bytes(self) -> int:
-        """Memory that it takes."""
         return sum(tensor.nbytes for product in self.products for tensor in product if tensor is not None)
 
     def keeping(self, outputs: Sequence[int], config: XLoraConfig, labels: Sequence[str]) -> Mixture:

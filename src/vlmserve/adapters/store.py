@@ -117,7 +117,6 @@ class AdapterStore:
 
     @property
     def names(self) -> list[str]:
-        """Of the adapters that are served."""
         return sorted(self._served)
 
     @property
@@ -132,17 +131,14 @@ class AdapterStore:
 
     @property
     def num_served(self) -> int:
-        """Adapters that are served, in memory or not."""
         return len(self._served)
 
     @property
     def num_loaded(self) -> int:
-        """Adapters in memory."""
         return len(self._memory)
 
     @property
     def used_bytes(self) -> int:
-        """What they take there."""
         return sum(adapter.num_bytes for adapter in self._memory.values())
 
     def __getitem__(self, name: str) -> Served:
@@ -152,7 +148,6 @@ class AdapterStore:
         return self._served[name]
 
     def get(self, digest: bytes) -> Adapter:
-        """An adapter in memory."""
         self._memory.move_to_end(digest)
         return self._memory[digest]
 
@@ -200,7 +195,6 @@ class AdapterStore:
         return failures
 
     def close(self) -> None:
-        """Read no more."""
         self._reader.shutdown(wait=False, cancel_futures=True)
 
     def _read(self, folder: Path, pool: Mapping[str, str]) -> Adapter:

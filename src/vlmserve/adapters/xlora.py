@@ -91,7 +91,6 @@ def _mixable(name: str, reader: AdapterReader) -> list[Group]:
 
 
 def _adapted(files: XLoraFolder, model: AdaptableModel, max_rank: int) -> set[str]:
-    """The layers that the adapters change."""
     named = zip(files.config.names, files.adapters, strict=True)
     some = [_mixable(name, AdapterReader(AdapterCheckpoint(path), model, max_rank)) for name, path in named]
     return {group.place.name for groups in some for group in groups}
@@ -188,22 +187,18 @@ class _Stack:
         self._factors: dict[Place, list[_Factors]] = {}
 
     def add(self, number: int, reader: AdapterReader, group: Group) -> None:
-        """Enter what an adapter changes in a layer."""
         down, up = reader.low_rank(group)
         self._factors.setdefault(group.place, []).append(_Factors(number, down, up * self._config.weight))
 
     @property
     def places(self) -> Sequence[Place]:
-        """The layers."""
         return list(self._factors)
 
     def change(self, place: Place) -> Change:
-        """What all adapters change in a linear layer."""
         down, up = self._stacked(place)
         return Change((LowRank(down, up, place.start, self._columns(place)),))
 
     def table(self, place: Place) -> TableChange:
-        """What all adapters change in a table of embeddings."""
         down, up = (factor.to(self._device, self._dtype) for factor in self._stacked(place))
         return TableChange((down.T.contiguous(), up), columns=self._columns(place).to(self._device))
 

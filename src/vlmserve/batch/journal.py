@@ -75,7 +75,6 @@ class Journal:
 
 
 def _lines(data: bytes) -> Iterator[bytes]:
-    """Whole lines."""
     *whole, _ = data.split(b"\n")
     yield from whole
 

@@ -110,7 +110,6 @@ def _draws(row: Row, params: SamplingParams) -> bool:
 
 
 def _settings(row: Row, model: str, params: SamplingParams) -> bytes:
-    """What answers depend on beside the row."""
     if row.request is not None:
         return msgspec.json.encode([model])
     grammar = None if params.grammar is None else params.grammar.text

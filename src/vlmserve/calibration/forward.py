@@ -213,5 +213,4 @@ def cross_sources(
 
 
 def key_of(cross: CrossInput) -> bytes:
-    """The key of what a prompt attends to by cross-attention."""
     return cross_key(cross.image.key, cross.token_ids)

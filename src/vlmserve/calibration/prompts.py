@@ -111,7 +111,6 @@ def _of_folder(path: Path, preparer: RequestPreparer) -> Iterator[Sample]:
 
 
 def messages_of_entry(entry: Entry) -> list[dict[str, Any]]:
-    """The conversation that a line of a file is."""
     if entry.messages is not None:
         return entry.messages
     text = entry.prompt or ""
@@ -139,7 +138,6 @@ def drawn_samples(preparer: RequestPreparer, first_seed: int) -> Iterator[Sample
 
 
 def _drawn(preparer: RequestPreparer, example: Example, last: int) -> Sample:
-    """A conversation up to an answer."""
     asked = messages_of(example, last)
     if preparer.takes_one_image:  # and no system message
         asked = [message for message in asked if message["role"] == "user"]
@@ -148,7 +146,6 @@ def _drawn(preparer: RequestPreparer, example: Example, last: int) -> Sample:
 
 
 def _text(preparer: RequestPreparer, num_tokens: int) -> Iterator[Sample]:
-    """The last tokens of the manual."""
     ids = preparer.encode(python_manual())[-num_tokens:]
     for first in range(0, len(ids), LONGEST):
         yield of_text(preparer.tokens(ids[first : first + LONGEST]))

@@ -21,7 +21,6 @@ class Sample:
 
 
 def of_text(prompt: Prompt) -> Sample:
-    """A prompt of which all text counts."""
     return _sample(prompt, [range(len(prompt.token_ids))])
 
 

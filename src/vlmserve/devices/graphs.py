@@ -74,7 +74,6 @@ def captured_width(width: int, *, is_mixed: bool) -> int:
 
 
 def _padded(count: int, least: int) -> int:
-    """To one of few sizes."""
     return next((size for size in (1, 2, 4, 8) if max(count, least) <= size), -(-count // 16) * 16)
 
 
@@ -169,7 +168,6 @@ class GraphExecutor:
 
     @property
     def num_captured(self) -> int:
-        """Graphs that are kept."""
         return len(self._kept) + sum(graph is not None for graph in self._graphs.values())
 
     def run(self, layers: LayerStack, x: Tensor, caches: Sequence[LayerCache], step: StepContext) -> Tensor:
@@ -252,7 +250,6 @@ class TowerGraphs:
 
     @property
     def num_captured(self) -> int:
-        """Graphs that are kept."""
         return sum(graph is not None for graph in (*self._graphs.values(), *self._images.values()))
 
     def run_images(self, tower: LaidOutTower, pixels: Sequence[Tensor]) -> Tensor | None:

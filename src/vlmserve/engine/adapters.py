@@ -68,7 +68,6 @@ class AdapterLoading:
         return cls(store)
 
     def follow(self, scheduler: Scheduler, slots: AdapterSlots) -> None:
-        """Keep the adapters that requests of a scheduler need."""
         self.store.is_needed = lambda digest: any(one.adapter == digest for one in scheduler.requests.values())
         self.store.is_pending = slots.is_pending
 

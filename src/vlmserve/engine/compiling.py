@@ -40,13 +40,11 @@ class CompilingRequests:
         return ready
 
     def release(self) -> list[Released]:
-        """Return the requests whose grammars have compiled or are broken."""
         done = [(request, compiled) for request, compiled in self._held if compiled.done()]
         self._held = [(request, compiled) for request, compiled in self._held if not compiled.done()]
         return [Released(request, _error(compiled)) for request, compiled in done]
 
     def abort(self, request_ids: Sequence[str]) -> None:
-        """Drop requests."""
         dropped = set(request_ids)
         for request, compiled in self._held:
             if request.request_id in dropped:

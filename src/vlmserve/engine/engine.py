@@ -91,7 +91,6 @@ class Engine(BaseEngine):
 
     @classmethod
     def from_model(cls, config: EngineConfig, model: LoadedModel) -> Engine:
-        """An engine over a model that is in memory already."""
         engine = cls.__new__(cls)
         engine._setup(config, model)
         return engine
@@ -389,7 +388,6 @@ def _snapshot(request: Request, *, runs: bool) -> RequestSnapshot:
 
 
 def _cache_type(config: EngineConfig, model: LoadedModel) -> str:
-    """Of keys and values."""
     return config.kv_cache_dtype if config.kv_cache_dtype != "auto" else str(model.dtype).removeprefix("torch.")
 
 

@@ -34,11 +34,9 @@ class StepClock:
         self._began: float | None = None
 
     def begin(self) -> None:
-        """The loop has something to do."""
         self._began = time.monotonic()
 
     def end(self) -> None:
-        """It is done with that."""
         self._began = None
 
     @property
@@ -64,7 +62,6 @@ class Heartbeat:
         self._thread.start()
 
     def close(self) -> None:
-        """Send no more."""
         self._over.set()
         self._thread.join()
 

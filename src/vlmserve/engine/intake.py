@@ -150,7 +150,6 @@ class Intake:
 
 
 def _with_adapter(prompt: Prompt, digest: bytes) -> Prompt:
-    """A prompt whose images are encoded with an adapter."""
 
     def adapted(span: ImageSpan) -> ImageSpan:
         key = adapted_image_key(span.image.key, digest)

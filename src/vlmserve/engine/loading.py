@@ -82,7 +82,6 @@ def check_lengths(config: EngineConfig, language_model: LanguageModel, max_posit
 
 
 def rank_device(config: EngineConfig, rank: int) -> torch.device:
-    """The device of one of several ranks."""
     device = find_device(config.device)
     return device_of_rank(device, rank, config.tensor_parallel_size)
 

@@ -45,7 +45,6 @@ class RankBeats:
         self.silence = 0.0 if beats or not self._has_begun else self.silence + INTERVAL
 
     def close(self) -> None:
-        """Read no more."""
         os.close(self._pipe)
 
 
@@ -65,7 +64,6 @@ class RankWatch:
         return max(one.silence for one in self._beats)
 
     def close(self) -> None:
-        """Watch no more."""
         self._over.set()
         self._thread.join()
         for one in self._beats:

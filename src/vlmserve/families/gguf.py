@@ -144,7 +144,6 @@ class Clip:
 
     @property
     def deepstack_layers(self) -> list[int]:
-        """Layers with DeepStack mergers."""
         return [layer for layer, merged in enumerate(self.array("is_deepstack_layers")) if merged]
 
 

@@ -108,7 +108,6 @@ def architectures() -> list[str]:
 
 
 def families() -> Iterator[LanguageFamily | VisionFamily]:
-    """The implemented families, vision-language models first."""
     yield from VISION_FAMILIES.values()
     yield from LANGUAGE_FAMILIES.values()
 

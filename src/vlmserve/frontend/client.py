@@ -128,12 +128,10 @@ class EngineClient:
 
     @property
     def info(self) -> ModelInfo:
-        """What is loaded."""
         return self._ready.result()
 
     @property
     def alive(self) -> bool:
-        """Whether requests can be answered."""
         return self._gone() is None
 
     def kill(self, reason: str) -> None:
@@ -143,7 +141,6 @@ class EngineClient:
 
     @property
     def num_unfinished(self) -> int:
-        """Requests that wait for an answer."""
         return len(self._streams)
 
     async def submit_together(self, requests: Sequence[EngineRequest]) -> list[EngineStream]:

@@ -71,7 +71,6 @@ class EngineCalls:
                     change.set_result(reason)
 
     def serve(self, adapters: Sequence[AdapterInfo]) -> None:
-        """Note which adapters the engine serves."""
         self.adapters = {adapter.name: adapter for adapter in adapters}
 
     def end(self) -> None:

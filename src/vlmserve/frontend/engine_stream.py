@@ -45,7 +45,6 @@ class EngineStream:
         self._forget(self.request_id)
 
     async def acceptance(self) -> None:
-        """Return when the engine has queued the request."""
         while not (self._accepted or self._pending):
             await self._wait()
 
@@ -56,7 +55,6 @@ class EngineStream:
         await self._news.wait()
 
     def accept(self) -> None:
-        """The engine queued the request."""
         self._accepted = True
         self._news.set()
 

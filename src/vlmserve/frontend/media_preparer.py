@@ -71,7 +71,6 @@ class MediaPreparer:
 
     @property
     def supports_images(self) -> bool:
-        """The model takes images."""
         return self._processor is not None
 
     @property

@@ -172,7 +172,6 @@ class _IncompleteCall(NamedTuple):
 
     @property
     def text(self) -> str:
-        """Its text in the prompt."""
         return f'{{"name": {json.dumps(self.name, ensure_ascii=False)}, "arguments": {self.arguments}'
 
 

@@ -58,7 +58,6 @@ def image_processor(folder: Path, tokenizer: Tokenizer, media: MediaConfig) -> I
 
 
 def server_budget(media: MediaConfig) -> ImageBudget:
-    """The server's limits for every image."""
     return ImageBudget.of(media.mm_processor_kwargs.model_dump())
 
 

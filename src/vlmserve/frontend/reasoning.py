@@ -131,7 +131,6 @@ class AnswerText:
 
     @property
     def stopped(self) -> bool:
-        """Whether a stop string was completed."""
         return self._text.stopped
 
     @property

@@ -132,7 +132,6 @@ class RequestPreparer:
 
     @property
     def takes_one_image(self) -> bool:
-        """Whether a request is one image and one text, and no conversation."""
         return self._one_image is not None
 
     @property
@@ -142,7 +141,6 @@ class RequestPreparer:
 
     @property
     def takes_tools(self) -> bool:
-        """Whether a request may have tools."""
         return self._template is not None
 
     @property

@@ -55,7 +55,6 @@ class ToolUse:
 
     @property
     def callable(self) -> Sequence[Function]:
-        """Those that the answer may call."""
         if self.allowed is None:
             return self.functions
         return [function for function in self.functions if function.name in self.allowed]
@@ -118,7 +117,6 @@ class ToolForm:
         ]
 
     def with_special(self, tokens: Mapping[str, int]) -> Self:
-        """The form for a tokenizer with these special tokens."""
         around = (self.trigger, self.opening, self.closing, self.prefix, self.suffix, self.separator)
         found = {token: id_ for token, id_ in tokens.items() if token and any(token in text for text in around)}
         return replace(self, special_ids=found)

@@ -144,7 +144,6 @@ def _no_number(name: str) -> Any:
 
 
 def _text_rule(name: str) -> str:
-    """The rule of that name, for any text up to the end of its tag."""
     return f"{name}[lazy]: TEXT {literal(f'{_VALUE_END}{chr(10)}')}"
 
 

@@ -64,7 +64,6 @@ class Cut:
         return [self.num_rows, *width]
 
     def narrowed(self, rows: Tensor) -> Tensor:
-        """The columns that are cut, of some rows."""
         if self.columns is None or rows.ndim < 2:
             return rows
         return rows[:, self.columns.first : self.columns.last]

@@ -20,7 +20,6 @@ class Layer(nn.Module):
 
 
 def arrange_layers(model: nn.Module, operations: Operations) -> None:
-    """Arrange all layers of a model whose weights are loaded."""
     for module in model.modules():
         if isinstance(module, Layer):
             module.arrange(operations)

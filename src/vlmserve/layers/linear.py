@@ -386,7 +386,6 @@ class Embedding(Layer):
         del self.weight
 
     def adapt_table(self, rows: AdapterRows) -> None:
-        """Have slots for adapters, which those rows are about."""
         self.table_adapters = TableAdapters(rows)
 
     def forward(self, indices: Tensor) -> Tensor:
@@ -408,7 +407,6 @@ class TiedEmbedding(Weight):
         self._table: Table | None = None
 
     def adapt_table(self, rows: AdapterRows) -> None:
-        """Have slots for adapters of the table, which those rows are about."""
         self.table_adapters = TableAdapters(rows)
 
     def forward(self, indices: Tensor) -> Tensor:

@@ -133,7 +133,6 @@ class Rope:
 
     @property
     def size(self) -> int:
-        """Elements of a head that are rotated."""
         return 2 * len(self.frequencies)
 
     def upto(self, length: int) -> tuple[Tensor, Tensor]:
@@ -175,7 +174,6 @@ class RopeTables:
 
     @property
     def size(self) -> int:
-        """Elements of a head that are rotated."""
         return self._rope.size
 
     @property

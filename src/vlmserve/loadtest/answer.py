@@ -148,7 +148,6 @@ class Answer:
 
 
 def http_failure(status: int, body: bytes) -> RequestFailedError:
-    """The error of an answer that is none."""
     code, message = _describe(body)
     return RequestFailedError(f"HTTP {status}{code}", message)
 

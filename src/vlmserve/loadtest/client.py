@@ -187,7 +187,6 @@ class Client:
         return status, b"".join(parts)
 
     def close(self) -> None:
-        """Close all kept connections."""
         while self._idle:
             self._idle.pop().abort()
 

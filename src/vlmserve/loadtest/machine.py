@@ -76,7 +76,6 @@ class Monitor:
 
     @property
     def usage(self) -> Usage:
-        """What was seen so far."""
         processes = [samples.usage(name) for name, samples in self._samples.items()]
         return Usage(processes[0], processes[1:], self._lags)
 

@@ -32,7 +32,6 @@ class Record(msgspec.Struct):
 
     @property
     def is_good(self) -> bool:
-        """Whether it has a whole answer."""
         return self.reason is None
 
     @property

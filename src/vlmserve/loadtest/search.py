@@ -64,5 +64,4 @@ async def find_rate(
 
 
 def best(trials: list[Trial]) -> Trial | None:
-    """The highest rate that passed."""
     return max((trial for trial in trials if trial.passed), key=lambda trial: trial.rate, default=None)

@@ -73,7 +73,6 @@ def percent(share: float) -> str:
 
 
 def milliseconds(summary: Summary | None, statistic: str) -> str:
-    """One statistic of some times."""
     return NOTHING if summary is None else f"{number(getattr(summary, statistic))} ms"
 
 

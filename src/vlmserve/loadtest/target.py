@@ -52,7 +52,6 @@ class Target:
     notes: list[str] = field(default_factory=list)
 
     def close(self) -> None:
-        """Close its connections."""
         self.client.close()
         self.control.close()
 

@@ -82,7 +82,6 @@ def user_message(text: str, images: Iterable[bytes] = ()) -> Fragments:
 
 
 def image_part(url: str) -> bytes:
-    """A message's part with an image, as JSON."""
     return msgspec.json.encode({"type": "image_url", "image_url": {"url": url}})
 
 
@@ -113,7 +112,6 @@ class _Maker:
         return Session(turns, len(images))
 
     def _length(self, mean: int) -> int:
-        """A length from an even distribution around `mean`."""
         spread = self._config.random_range_ratio
         low, high = int(np.floor(mean * (1 - spread))), int(np.ceil(mean * (1 + spread)))
         return max(1, int(self._lengths.integers(low, high, endpoint=True)))

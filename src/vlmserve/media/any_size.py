@@ -167,7 +167,6 @@ class AnySizeProcessor(RecipeProcessor[AnySizeRecipe]):
         return Placeholders(math.prod(grid), grid)
 
     def view(self, size: tuple[int, int], pixels: Pixels, placeholders: Placeholders) -> View:
-        """All of the image."""
         return whole_view(size, pixels.shape[3], pixels.shape[2])
 
     def grid(self, pixels: Pixels) -> tuple[int, int, int]:
@@ -217,7 +216,6 @@ def _widened(size: tuple[int, int], side: int, widening: Widening | None) -> tup
 
 
 def _counted(num_frames: int, depth: int) -> int:
-    """Frames of a video that its bounds are compared with."""
     return max(1, round(num_frames / depth)) * depth
 
 

@@ -59,7 +59,6 @@ class ImageBudget:
         return replace(self, max_pixels=bound, usual_pixels=None)
 
     def allows(self, pixels: int, tokens: int) -> bool:
-        """Whether an image may be so large and take so many tokens."""
         return (self.max_pixels is None or pixels <= self.max_pixels) and (
             self.max_tokens is None or tokens <= self.max_tokens
         )

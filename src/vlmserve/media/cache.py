@@ -85,7 +85,6 @@ class ImageCache:
             return found.result()
 
     def stats(self) -> ImageCacheStats:
-        """The current statistics."""
         with self._lock:
             return ImageCacheStats(len(self._images), self._used_bytes, self._capacity_bytes, self._hits, self._misses)
 

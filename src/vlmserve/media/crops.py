@@ -98,7 +98,6 @@ class CropProcessor(RecipeProcessor[CropRecipe]):
         return Placeholders(self._num_tokens)
 
     def view(self, size: tuple[int, int], pixels: Pixels, placeholders: Placeholders) -> View:
-        """All of the image, as large as crops are cut from it."""
         return whole_view(size, *self._large_size(size))
 
     @property
@@ -107,7 +106,6 @@ class CropProcessor(RecipeProcessor[CropRecipe]):
 
     @property
     def _most_pixels(self) -> int:
-        """Of all crops of an image that is cut most."""
         most = self._recipe.max_crops
         pixels = (
             math.prod(self._crops_size(rows, columns)) for rows in range(1, most + 1) for columns in [most // rows]

@@ -165,7 +165,6 @@ class LimitedFile(io.BytesIO):
         self._check()
 
     def restart(self) -> None:
-        """The time counts from now on."""
         self._deadline = time.monotonic() + self._timeout
 
     def read(self, size: int | None = -1, /) -> bytes:

@@ -53,7 +53,6 @@ class PageCounts:
             return count
 
     def keep(self, digest: bytes, count: int) -> None:
-        """Remember it."""
         with self._lock:
             self._counts[digest] = count
             while len(self._counts) > _COUNTS:
@@ -139,7 +138,6 @@ class DocumentReader:
             raise
 
     def close(self) -> None:
-        """End what is open."""
         opened, self._opened = self._opened, None
         if opened is not None:
             opened[1].close()

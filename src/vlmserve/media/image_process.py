@@ -96,7 +96,6 @@ class ImageProcess(Image.Image):
 
     @property
     def is_animated(self) -> bool:
-        """Whether the file has several images."""
         return self.n_frames > 1
 
     def tell(self) -> int:

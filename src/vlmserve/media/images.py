@@ -86,7 +86,6 @@ class DecodedImage:
 
     @classmethod
     def whole(cls, image: Image.Image) -> DecodedImage:
-        """An image of which `image` is every pixel."""
         return cls(image, image.size, (0, 0, *image.size))
 
     @property

@@ -99,13 +99,11 @@ class IsolatedProcess:
         return [memory]
 
     def open(self, data: bytes, settings: dict[str, Any], answer: type[AnswerType]) -> AnswerType:
-        """What the process says of the file."""
         self._write(json.dumps({"num_bytes": len(data), **settings}).encode() + b"\n")
         self._write(data)
         return self.receive(answer)
 
     def ask(self, line: str, answer: type[AnswerType]) -> AnswerType:
-        """What the process answers to a line, which pixels may follow."""
         self.send(line)
         return self.receive(answer)
 
@@ -138,7 +136,6 @@ class IsolatedProcess:
         return pixels
 
     def allow(self, seconds: float) -> None:
-        """What follows may take so long."""
         self._seconds_left = seconds
 
     def close(self) -> None:
@@ -209,7 +206,6 @@ class IsolatedProcess:
                 os.setpriority(os.PRIO_PROCESS, self.pid, _NICENESS)
 
     def _ended(self) -> Exception:
-        """Explain why the process ended by itself."""
         return self.error_of(_REASONS.get(self._server.end(self.pid), "crash"), "")
 
 

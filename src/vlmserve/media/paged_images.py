@@ -73,7 +73,6 @@ class PagedImage:
         check_num_pixels(self._image, self._limits)
 
     def close(self) -> None:
-        """Let go of the file."""
         self._image.close()
 
     def _check_frames(self) -> None:

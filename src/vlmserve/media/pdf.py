@@ -75,7 +75,6 @@ class PDFProcess:
             raise
 
     def close(self) -> None:
-        """End the process."""
         self.process.close()
 
 

@@ -442,7 +442,6 @@ def normalization(values: dict[str, Any]) -> Normalization:
 
 
 def per_channel(value: Any) -> tuple[float, float, float]:
-    """A setting for each channel, or one for all."""
     values = [float(level) for level in value] if isinstance(value, list | tuple) else [float(value)] * 3
     if len(values) != 3:
         raise UnsupportedModelError(f"the image processor has {len(values)} channels; only 3 are supported")

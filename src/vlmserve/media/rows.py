@@ -111,7 +111,6 @@ class RowProcessor(RecipeProcessor[RowRecipe]):
         return Placeholders(count, text=(*ends, (count - 1, self._image_end)))
 
     def view(self, size: tuple[int, int], pixels: Pixels, placeholders: Placeholders) -> View:
-        """All of the image."""
         return whole_view(size, pixels.shape[3], pixels.shape[2])
 
     def _grid(self, size: tuple[int, int]) -> tuple[int, int]:

@@ -111,7 +111,6 @@ def _decoded(
 
 
 def process_image(key: bytes, image: DecodedImage, processor: ImageProcessor) -> ImageInput:
-    """A decoded image ready for the vision tower."""
     pixels, placeholders = processor.prepare(image)
     pixels.flags.writeable = False  # other requests may see the same image
     view = processor.view(image.size, pixels, placeholders)

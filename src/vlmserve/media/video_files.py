@@ -111,7 +111,6 @@ class VideoFile:
             yield image.rotate(answer.rotation, expand=True) if answer.rotation else image
 
     def close(self) -> None:
-        """End the process."""
         self._process.close()
 
 

@@ -77,7 +77,6 @@ class FrameReader:
         return FrameSequence(frames, [index / file.rate for index in indices], file.num_frames / file.rate)
 
     def close(self) -> None:
-        """Let go of the file."""
         opened, self._opened = self._opened, None
         if opened is not None:
             opened[1].close()

@@ -101,7 +101,6 @@ class AdaptableModel:
         return isinstance(self.weight_at(EMBEDDINGS), TiedEmbedding)
 
     def weight_at(self, path: str) -> nn.Module:
-        """The module at a path."""
         return self.modules.get_submodule(path)
 
     def lacks(self, name: str) -> bool:

@@ -35,7 +35,6 @@ def family_rows() -> list[tuple[str, str, str, str]]:
 
 
 def markdown() -> str:
-    """Both tables for the documentation."""
     return f"{_table(NAME_HEADINGS, name_rows(), numbers=4)}\n{_table(FAMILY_HEADINGS, family_rows())}"
 
 

@@ -37,7 +37,6 @@ class MemoryEstimate:
 
     @property
     def token_bytes(self) -> float:
-        """Of the keys and values of a token."""
         return self._decoder.cache_bytes(BLOCK_SIZE).block / BLOCK_SIZE
 
     def weights(self, config: QuantizationConfig | None) -> int:

@@ -94,7 +94,6 @@ def _in_folder(folder: Path, name: str, mmproj: str | None) -> Path:
 
 
 def _chosen(folder: Path, wanted: str | None, name: str, mmproj: str | None) -> Path:
-    """Of the GGUF files in a folder."""
     choice = choose_files([path.relative_to(folder).as_posix() for path in folder.rglob(f"*{GGUF}")], wanted, name)
     if mmproj is None and choice.mmproj is not None:
         mmproj = str(folder / choice.mmproj)

@@ -156,7 +156,6 @@ def _take_superblocks(
 
 
 def _whole_shape(slot: Tensor, cut: Cut | None) -> list[int]:
-    """The shape of the weight that goes to a slot, as a matrix."""
     own = slot.flatten(1).shape
     return list(own) if cut is None else cut.whole_shape(own)
 

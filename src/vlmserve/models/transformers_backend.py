@@ -105,7 +105,6 @@ class TransformersModel:
 
     @property
     def end_token_ids(self) -> frozenset[int]:
-        """Tokens that end an answer."""
         ids = self._model.generation_config.eos_token_id
         return frozenset() if ids is None else frozenset([ids] if isinstance(ids, int) else ids)
 

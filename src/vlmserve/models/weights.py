@@ -83,16 +83,13 @@ class Checkpoint:
                 self._keys |= {self.canonical(key): (path, key) for key in file.keys()}  # noqa: SIM118
 
     def canonical(self, key: str) -> str:
-        """The canonical name of a tensor with that name in the files."""
         return self._rename(key)
 
     @property
     def names(self) -> frozenset[str]:
-        """Canonical names of all tensors."""
         return frozenset(self._keys)
 
     def read(self, name: str) -> Tensor:
-        """One tensor, a view of the mapped file."""
         path, key = self._keys[name]
         with open_weights(path) as file:
             tensor: Tensor = file.get_tensor(key)
@@ -128,7 +125,6 @@ class Checkpoint:
         return torch.float32
 
     def files(self) -> dict[Path, list[str]]:
-        """The names of all tensors as the files have them, by file."""
         names: dict[Path, list[str]] = {}
         for path, key in self._keys.values():
             names.setdefault(path, []).append(key)
@@ -188,7 +184,6 @@ class Waiting:
                     self._names.setdefault(module, set()).add(name)
 
     def fill(self, name: str) -> None:
-        """Note that a parameter has its values."""
         del self.slots[name]
         module = self._owners.pop(name)
         self._names[module].remove(name)

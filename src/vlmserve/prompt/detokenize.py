@@ -56,12 +56,10 @@ class Detokenizer:
 
     @property
     def stopped(self) -> bool:
-        """Whether a stop string was completed."""
         return self.stop_string is not None
 
     @property
     def text(self) -> str:
-        """All that was returned so far."""
         if len(self._emitted) > 1:
             self._emitted = ["".join(self._emitted)]
         return self._emitted[0] if self._emitted else ""

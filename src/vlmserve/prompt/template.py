@@ -254,7 +254,6 @@ class ChatTemplate:
         return (self._image_token if isinstance(part, ImagePart) else self._video_token) or ""
 
     def _is_text(self, part: Part) -> bool:
-        """Whether an image is written into the text by its placeholder."""
         return self._probes.moves_images and isinstance(part, ImagePart) and part.inline
 
     def _render(

@@ -181,7 +181,6 @@ def _size(value: Any, known: dict[int, int] | None = None) -> int:
 
 
 def _made(value: Any) -> Any:
-    """The value, charged and checked."""
     size = _size(value)
     _check(size)
     _budget.get().charge(size)
@@ -316,7 +315,6 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         del self.globals["lipsum"]
 
     def guard(self) -> None:
-        """Hold all filters to the limits."""
         self.filters.update({name: _guarded(name, function) for name, function in self.filters.items()})
         self.filters.update({_CHARGE: _charge, _MEASURE: _measure, _CONCAT: _concat})
 

@@ -226,7 +226,6 @@ class Tokenizer:
         return ids + list(self._suffix) if framed else ids
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """The text of token ids."""
         return str(self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
 
     def _encode_plain(self, text: str, quotation: Quotation, *, first: bool, left: bool, right: bool) -> list[int]:

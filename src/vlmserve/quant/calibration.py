@@ -62,7 +62,6 @@ class Outcome:
     notes: list[str] = field(default_factory=list)
 
     def add(self, other: Outcome) -> None:
-        """Add what became of other layers."""
         self.weights |= other.weights
         self.changed += other.changed
         self.errors |= other.errors

@@ -62,7 +62,6 @@ class Grid:
 
     @property
     def groups(self) -> int:
-        """Of each output."""
         return self.scales.shape[1]
 
     def columns(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
@@ -84,7 +83,6 @@ class Grid:
         return QuantizedWeight(self.bits, self.group_size, values, self.scales.float(), self.minimums.float())
 
     def nearest(self, weight: Tensor) -> Tensor:
-        """The nearest values to a weight, in its type."""
         return self.nearest_of(in_groups(weight, self.group_size)).flatten(1)[:, : weight.shape[1]]
 
     def nearest_of(self, grouped: Tensor) -> Tensor:

@@ -24,7 +24,6 @@ def own_bytes(module: nn.Module) -> int:
 
 
 def weight_bytes(model: nn.Module) -> int:
-    """Memory that a model's weights take."""
     return sum(own_bytes(module) for module in model.modules())
 
 

@@ -23,7 +23,6 @@ _TOO_COMPLEX = "it is too complex to compile; use fewer optional properties, alt
 
 
 def shortened(message: str) -> str:
-    """Return a message of llguidance without its marks."""
     message = message.replace("<non-verbose/>", "").strip()
     return message if len(message) <= _MAX_MESSAGE else f"{message[:_MAX_MESSAGE]}…"
 

@@ -194,5 +194,4 @@ class Guides:
         self._workers = FairWorkers("grammar-masks", threads, per_client=threads - 1)
 
     def start(self, grammar: Grammar, client: str, first: ComputeMask | None, *, measures: bool) -> Guide:
-        """Return a guide at the beginning of an answer; see `Guide`."""
         return Guide(self._make_matcher(grammar, client), self._workers, client, first, measures=measures)

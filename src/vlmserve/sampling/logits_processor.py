@@ -39,7 +39,6 @@ class TokenCounts:
 
     @property
     def in_answer(self) -> npt.NDArray[np.int64]:
-        """How often each of `ids` is in what counts of the answer."""
         return self._table[_IN_ANSWER, : len(self._places)]
 
     def append(self, token_id: int) -> None:
@@ -83,7 +82,6 @@ class LogitsProcessor:
         self.biases = np.fromiter(params.logit_bias.values(), np.float32, len(params.logit_bias))
 
     def append(self, token_id: int) -> None:
-        """A token of the answer."""
         if self.counts is not None:
             self.counts.append(token_id)
 

@@ -26,7 +26,6 @@ class RepeatedNgrams:
             self.append(token_id)
 
     def append(self, token_id: int) -> None:
-        """A token of the answer."""
         tokens, prefix_len = self._tokens, self._size - 1
         tokens.append(token_id)
         start = len(tokens) - self._size

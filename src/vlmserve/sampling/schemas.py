@@ -37,7 +37,6 @@ class JSONBounds:
 
     @classmethod
     def of(cls, config: EngineConfig) -> Self:
-        """Those of the settings."""
         return cls(config.json_max_digits, config.json_max_length, config.json_max_items)
 
 
@@ -156,7 +155,6 @@ def _schemas(schema: Any) -> Iterator[Mapping[str, Any]]:
 
 
 def _combines(schema: Mapping[str, Any]) -> bool:
-    """Whether several schemas speak of one object."""
     parts = schema.get("allOf")
     several = isinstance(parts, list) and len(parts) > 1
     return several or "if" in schema or ("properties" in schema and any(name in schema for name in _MORE_OF_THE_SAME))

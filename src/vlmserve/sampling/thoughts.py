@@ -45,7 +45,6 @@ class Thinking:
 
     @property
     def is_over(self) -> bool:
-        """Whether all that comes is the answer itself."""
         return self._stage == "after"
 
     def takes(self, token_id: int) -> bool:

@@ -31,7 +31,6 @@ class Breaker:
         self._trying = self._until is not None
 
     def succeed(self) -> None:
-        """The worker has answered."""
         self._errors, self._pause, self._until, self._trying = 0, FIRST_PAUSE, None, False
 
     def abandon(self) -> None:

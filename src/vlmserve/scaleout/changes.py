@@ -31,7 +31,6 @@ class Change(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def adapter(self) -> str:
-        """What requests name that it is about."""
         return self.mixture or self.name
 
     @property
@@ -41,7 +40,6 @@ class Change(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def order(self) -> tuple[int, str]:
-        """Greater for later changes."""
         return self.time, self.gateway
 
 
@@ -55,7 +53,6 @@ class Changes:
             self.add(change)
 
     def __iter__(self) -> Iterator[Change]:
-        """From the first change to the last."""
         if self._ordered is None:
             every = (change for parts in self._latest.values() for change in parts.values())
             self._ordered = sorted(every, key=lambda change: change.order)

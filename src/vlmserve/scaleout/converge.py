@@ -53,18 +53,15 @@ class ClusterAdapters:
         """By the addresses of workers."""
 
     def new(self, model: str, name: str, path: str | None, mixture: str | None) -> Change:
-        """A change that is later than all that are known."""
         now = self._of(model).time_after(time.time_ns())
         return Change(now, self._gateway, name, path, mixture or "")
 
     def hear(self, model: str, changes: Iterable[Change]) -> None:
-        """A worker of a model has made these."""
         known = self._of(model)
         for change in changes:
             known.add(change)
 
     def loaded(self, model: str) -> frozenset[str]:
-        """Adapters that workers of a model should have."""
         return self._of(model).loaded
 
     def behind(self, member: Member) -> frozenset[str]:

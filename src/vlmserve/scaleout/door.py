@@ -150,12 +150,10 @@ class Door:
         return self._epoch
 
     def load(self) -> Load:
-        """How busy the worker is."""
         pace = self._pace
         return Load(self.epoch, self._service.num_answers, pace.queued_seconds, pace.token_seconds, pace.image_seconds)
 
     def tell(self, gateway: str, message: FeedMessage) -> None:
-        """Send a message to a gateway that listens."""
         if (feed := self._feeds.get(gateway)) is not None and not feed.full():
             feed.put_nowait(message)
 

@@ -77,11 +77,9 @@ class Fleet:
 
     @property
     def size(self) -> int:
-        """Length of the arrays."""
         return len(self._slots)
 
     def get(self, worker_id: str) -> Worker | None:
-        """The worker with that id."""
         return self._workers.get(worker_id)
 
     def has(self, worker: Worker) -> bool:
@@ -89,11 +87,9 @@ class Fleet:
         return self._slots[worker.slot] is worker
 
     def tagged(self, id: str) -> Worker | None:
-        """The worker that has made a response, by its id."""
         return self._tags.get(id.partition("_")[2][:TAG_LENGTH])
 
     def at(self, slot: int) -> Worker:
-        """The worker at a place of the arrays."""
         worker = self._slots[slot]
         assert worker is not None
         return worker
@@ -114,7 +110,6 @@ class Fleet:
         return worker
 
     def update(self, info: WorkerInfo) -> None:
-        """What has changed of a worker that is there."""
         worker = self._workers[info.id]
         worker.info = info
         self.per_request[worker.slot] = 1.0 / max(1, info.capacity)
@@ -174,7 +169,6 @@ class Fleet:
             self._pending[worker.slot] = max(0.0, self._pending[worker.slot] - seconds)
 
     def end(self, worker: Worker) -> None:
-        """A request is over."""
         if self.has(worker):
             self._sent[worker.slot] -= 1
 
@@ -186,7 +180,6 @@ class Fleet:
             self._shut[worker.slot] = np.inf
 
     def heal(self, worker: Worker) -> None:
-        """A worker has answered."""
         if not worker.breaker.is_closed and self.has(worker):
             self._open.discard(worker.slot)
             self._shut[worker.slot] = np.inf if worker.info.draining else 0.0

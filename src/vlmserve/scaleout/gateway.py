@@ -205,7 +205,6 @@ class Gateway:
         raise self.problem() or UnavailableError("No worker is ready yet; try again soon")
 
     def upstream_of(self, info: WorkerInfo) -> Upstream:
-        """The connections to a worker."""
         return self.members[info.url].upstream
 
     def send(

@@ -54,7 +54,6 @@ class CacheIndex:
             self._evict(number, cache)
 
     def remove_worker(self, worker: int) -> None:
-        """Forget a worker and all that it has."""
         self.forget(worker)
         self._caches.pop(worker, None)
 
@@ -108,7 +107,6 @@ class CacheIndex:
         return holders if len(holders) <= most else source.sample(list(holders), most)
 
     def has(self, worker: int, digest: bytes) -> bool:
-        """Whether a worker is believed to have a digest."""
         return worker in self._holders.get(digest, ())
 
     def cached_tokens(self, worker: int, segments: Sequence[Segment]) -> int:

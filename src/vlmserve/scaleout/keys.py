@@ -73,7 +73,6 @@ class RequestKey(NamedTuple):
 
     @property
     def continues(self) -> bool:
-        """Whether it is a later turn of a conversation."""
         return self.follows is not None or (bool(self.homes) and self.homes[-1].tokens > 0)
 
     def history(self, id: str) -> bytes:

@@ -38,7 +38,6 @@ class MemberProcess:
 
     @property
     def is_alive(self) -> bool:
-        """Whether the process runs."""
         return self._process.poll() is None
 
     @property
@@ -59,7 +58,6 @@ class MemberProcess:
         raise kind(news.message) if issubclass(kind, VLMServeError) else VLMServeError(news.message)
 
     def set_workers(self, urls: Collection[str]) -> None:
-        """Tell a gateway of its workers."""
         self._write(msgspec.json.encode(sorted(urls)))
 
     def terminate(self) -> None:

@@ -40,16 +40,13 @@ class GatewayMetrics:
         registry.register(_Workers(fleets, num_in_flight))
 
     def count_error(self, code: str) -> None:
-        """A request was answered with an error."""
         self._errors.labels(code).inc()
 
     def count_tokens(self, feedback: Feedback) -> None:
-        """A worker has begun to answer."""
         self._prompt_tokens.inc(feedback.prompt_tokens)
         self._cached_tokens.inc(feedback.cached_tokens)
 
     def text(self) -> str:
-        """The gateway's metrics as text."""
         return generate_latest(self._registry).decode()
 
 

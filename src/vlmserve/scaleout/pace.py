@@ -66,7 +66,6 @@ class Pace:
         self._images += images
 
     def leave(self, request: object) -> None:
-        """A request is over."""
         self._advance()
         tokens, images = self._waiting.pop(request, (0, 0))
         self._tokens -= tokens

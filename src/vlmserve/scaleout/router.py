@@ -128,7 +128,6 @@ class Route:
             self._router.fleet.prefilled(self.worker, self._seconds)
 
     def finish(self) -> None:
-        """The whole answer is there."""
         self._end()
         self._router.fleet.heal(self.worker)
 

@@ -97,7 +97,6 @@ class Account:
 
     @property
     def buckets(self) -> Mapping[str, Bucket]:
-        """Its limits by what they count."""
         kinds = (("requests", self._requests), ("tokens", self._tokens))
         return {kind: bucket for kind, bucket in kinds if bucket is not None}
 
@@ -131,7 +130,6 @@ class Account:
         return True
 
     def charge(self, num_tokens: int) -> None:
-        """Take tokens that a request has cost."""
         self._take(self._tokens, num_tokens)
 
     def headers(self) -> dict[str, str]:

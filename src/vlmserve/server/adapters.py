@@ -62,7 +62,6 @@ class Adapters:
         self._restoring: asyncio.Future[None] | None = None
 
     def knows(self, client: EngineClient | None, name: str) -> bool:
-        """Whether a request may name this adapter."""
         served = self._configured if client is None else client.calls.adapters
         return name in served or name in self._loaded or self._in_folder(name) is not None
 

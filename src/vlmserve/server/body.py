@@ -126,7 +126,6 @@ def content_type(request: Request) -> str:
 
 
 def wrong_content_type(wanted: str, kind: str) -> RefusedError:
-    """The error for a body of another kind."""
     message = f"The header Content-Type should be {wanted}, not {kind or 'absent'}"
     return RefusedError(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, message, "unsupported_content_type")
 

@@ -200,7 +200,6 @@ class Distribution(Collector):
         self._sum = 0.0
 
     def observe(self, value: float) -> None:
-        """One more number."""
         self._counts[bisect_left(self._bounds, value)] += 1
         self._sum += value
 

@@ -115,7 +115,6 @@ def note_error(scope: Scope, code: str, reason: str) -> None:
 
 
 def request_id_of(request: Request) -> str:
-    """The id that the client gave its request, or got."""
     request_id: str = request.scope[_REQUEST_ID_KEY]
     return request_id
 

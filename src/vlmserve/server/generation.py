@@ -162,7 +162,6 @@ class Answer:
 
     @property
     def num_reasoning_tokens(self) -> int:
-        """Those of its tokens that are thoughts."""
         return self._text.num_reasoning_tokens
 
     def _push(self, output: EngineOutput) -> Said:
@@ -247,7 +246,6 @@ class Generation:
 
     @property
     def may_think(self) -> bool:
-        """Whether answers may begin with thoughts."""
         return any(prompt.thoughts is not None for prompt in self.request.prompts)
 
     @property

@@ -133,7 +133,6 @@ async def _data_url(service: Service, owner: str, file_id: str, share: BodyShare
 
 
 def file_ids(items: Sequence[Message]) -> list[str]:
-    """The files that items show."""
     return sorted({part["file_id"] for item in items for part in parts_of(item) if "file_id" in part})
 
 

@@ -25,12 +25,10 @@ class IdleMemory:
         self._timer: asyncio.TimerHandle | None = None
 
     def worked(self) -> None:
-        """Note that work has ended."""
         if self._timer is None:
             self._wait()
 
     def close(self) -> None:
-        """Return no more memory."""
         if self._timer is not None:
             self._timer.cancel()
 

@@ -72,7 +72,6 @@ def hash_key(key: str, salt: bytes) -> bytes:
 
 
 def new_key() -> str:
-    """A new random key."""
     return _PREFIX + secrets.token_urlsafe(32)
 
 

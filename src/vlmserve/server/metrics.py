@@ -155,7 +155,6 @@ class ServerMetrics:
         await self._gpu.refresh()
 
     def collect(self) -> Iterator[Metric]:
-        """All metrics, as they are now."""
         for metric in self._registry.collect():
             # When a series began is of no use to most, and is a third of all of them.
             metric.samples = [sample for sample in metric.samples if not sample.name.endswith("_created")]

@@ -43,7 +43,6 @@ class Operation:
 
 
 def routes(operations: Iterable[Operation]) -> list[Route]:
-    """Routes for these operations."""
     return [Route(one.path, _called(one.endpoint), methods=[one.method]) for one in operations]
 
 

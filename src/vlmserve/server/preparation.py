@@ -75,7 +75,6 @@ class Preparation:
 
     @property
     def is_open(self) -> bool:
-        """The model is loaded."""
         return self._preparer is not None
 
     @property
@@ -187,7 +186,6 @@ class Preparation:
             return await self._prepare_in(workers, conversation.prompt)
 
     async def _prepare_in(self, workers: ThreadPoolExecutor | None, prepare: Callable[[], Result]) -> Result:
-        """Prepare in a thread, or here without `workers`."""
         if workers is None:
             return prepare()
         if workers in self._queues:
@@ -205,7 +203,6 @@ class Preparation:
 
 
 def _num_characters(message: Mapping[str, Any]) -> int:
-    """Characters of a message without images."""
     content = message["content"]
     said = len(content) if isinstance(content, str) else sum(len(part["text"]) for part in content)
     return said + len(str(message.get("tool_calls", ""))) + len(message.get("reasoning_content", ""))

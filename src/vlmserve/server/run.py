@@ -131,7 +131,6 @@ class _Launcher:
         return self._process
 
     def close(self) -> None:
-        """End the process."""
         if self._process is not None:
             self._process.close()
 

@@ -37,7 +37,6 @@ class AnswerReader:
 
     @property
     def expects_calls(self) -> bool:
-        """Whether answers may call anything."""
         return bool(self._parsers)
 
     def read(self, delta: TextDelta) -> list[Event]:
@@ -49,5 +48,4 @@ class AnswerReader:
         return thoughts + parser.push(delta.text) + (parser.finish() if delta.finish_reason is not None else [])
 
     def has_called(self, index: int) -> bool:
-        """Whether the answer of that number has called anything so far."""
         return bool(self._parsers) and self._parsers[index].num_calls > 0

@@ -56,7 +56,6 @@ class Trace:
         self._span.set_attributes(attributes)
 
     def part(self, name: str, start: float, seconds: float, attributes: Attributes | None = None) -> None:
-        """Something that was done for it."""
         begin = int(start * _NANOSECONDS)
         inside = set_span_in_context(self._span)
         span = self._tracer.start_span(name, inside, start_time=begin, attributes=attributes)

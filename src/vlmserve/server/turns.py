@@ -121,7 +121,6 @@ class Turns:
 
 
 def _said(item: Item) -> Message:
-    """The message that a message is."""
     role = "system" if item["role"] == "developer" else item["role"]
     content = _content(item["content"])
     if role == "assistant" and isinstance(content, list) and all(part["type"] == "text" for part in content):

@@ -125,7 +125,6 @@ class Batches:
         return self._database.write(work)
 
     def get(self, owner: str, id: str) -> Batch:
-        """One batch."""
         with self._database.read() as connection:
             return _batch(_find(connection, owner, id))
 
@@ -181,7 +180,6 @@ class Batches:
         return self._database.write(work)
 
     def release(self, holder: str) -> None:
-        """Let others go on with all that the holder has."""
         mine = update(batches).where(batches.c.holder == holder).values(holder=None, held_until=None)
         self._database.write(lambda connection: connection.execute(mine))
 
@@ -192,7 +190,6 @@ class Batches:
             return bytes(connection.execute(query).scalar_one())
 
     def rows_done(self, id: str) -> set[int]:
-        """The numbers of rows that have a result."""
         with self._database.read() as connection:
             query = select(batch_results.c.row).where(batch_results.c.batch_id == id)
             return set(connection.execute(query).scalars())

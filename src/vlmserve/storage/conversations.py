@@ -55,7 +55,6 @@ class Conversations:
         return self._database.write(work)
 
     def get(self, owner: str, id: str) -> Conversation:
-        """One conversation."""
         with self._database.read() as connection:
             return _conversation(_find(connection, owner, id))
 
@@ -125,7 +124,6 @@ class Conversations:
             return list(unpack_items(connection, listed)), has_more
 
     def all_items(self, owner: str, id: str) -> list[StoredItem]:
-        """All its items, as they lie in the database."""
         with self._database.read() as connection:
             _find(connection, owner, id)
             query = select(items.c.id, items.c.body).where(items.c.conversation_id == id)

@@ -67,7 +67,6 @@ class Files:
         return file
 
     def get(self, owner: str, id: str) -> File:
-        """One file."""
         with self._database.read() as connection:
             return _file(self.find(connection, owner, id))
 

@@ -43,7 +43,6 @@ class StoredItem:
 
     @property
     def num_bytes(self) -> int:
-        """Of its JSON with the images in it."""
         return len(self.body) + sum(size * 4 // 3 for size in self.blobs.values())
 
 
@@ -86,7 +85,6 @@ def check_room(connection: Connection, sizes: Mapping[str, int], max_bytes: int)
 
 
 def num_bytes_of(connection: Connection, table: Table) -> int:
-    """Of all rows of a table."""
     # PostgreSQL sums whole numbers up to a Decimal.
     return int(connection.execute(select(func.coalesce(func.sum(table.c.num_bytes), 0))).scalar_one())
 

@@ -37,6 +37,5 @@ class Reserve:
             self.give()
 
     def give(self) -> None:
-        """Free the space."""
         with contextlib.suppress(OSError):
             self._path.unlink()

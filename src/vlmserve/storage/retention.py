@@ -75,7 +75,6 @@ class Retention:
 
 
 def stored_bytes(connection: Connection) -> int:
-    """Of all that is kept."""
     return sum(num_bytes_of(connection, table) for table in (blobs, items, responses, batch_results))
 
 

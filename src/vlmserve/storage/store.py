@@ -65,7 +65,6 @@ class Store:
         return await asyncio.wrap_future(self._submit(work, *args, **kwargs))
 
     def close(self) -> None:
-        """Finish what was begun, and close the database."""
         self._closing.set()
         self._sweeper.join()
         self._workers.shutdown()

@@ -257,7 +257,6 @@ EMPTY_WAL = "PRAGMA wal_checkpoint(TRUNCATE)"
 
 
 def has_rows_of(connection: Connection, owner: str) -> bool:
-    """Whether anything in the database belongs to an owner."""
     kinds = (conversations, responses, files, batches)
     return any(
         connection.execute(select(kind.c.owner).where(kind.c.owner == owner).limit(1)).first() is not None

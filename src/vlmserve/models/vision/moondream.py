@@ -88,12 +88,10 @@ class MoondreamSpec:
 
     @property
     def side(self) -> int:
-        """Patches along each side of a crop."""
         return self.layers.image_size // self.layers.patch_size
 
     @property
     def stride(self) -> int:
-        """Patches from one crop to the next."""
         return self.side - 2 * self.margin
 
 
@@ -167,7 +165,6 @@ class MoondreamTower(StagedVision):
         return self.blocks.children()  # type: ignore[return-value]
 
     def _layout(self, shape: tuple[int, ...]) -> tuple[int, int]:
-        """Rows and columns of crops."""
         size, step = self.spec.layers.image_size, self.spec.stride * self.spec.layers.patch_size
         return (shape[2] - 2 * size) // step + 1, (shape[3] - size) // step + 1
 

@@ -121,7 +121,6 @@ class TileVision(StagedVision):
     dtype: torch.dtype
 
     def tiles_in_stages(self, tiles: Tensor, budget: StageBudget) -> Stages[Tensor]:
-        """`TileEncoder.encode_tiles` in stages."""
         raise NotImplementedError
 
     def arranged(self, images: list[Tensor], tilings: Sequence[TowerInputs | None]) -> list[Tensor]:

@@ -72,7 +72,6 @@ class _Replica:
             raise VLMServeError(f"the process at {self.membership.url} has ended")
 
     async def __call__(self) -> str:
-        """Its address."""
         return self.membership.url
 
     async def __del__(self) -> None:
@@ -93,7 +92,6 @@ class WorkerReplica(_Replica):
         super().__init__(Membership("worker", launch, name), grace)
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """What the number of workers depends on."""
         load = await asyncio.to_thread(self._load)
         return {_QUEUED: load.queued_seconds, _USAGE: load.running / self._capacity}
 

@@ -60,13 +60,11 @@ class Directory:
             await self._tell()
 
     async def leave(self, id: str) -> None:
-        """A member is no longer there."""
         self._names.pop(id, None)
         if self._members.pop(id, None) is not None:
             await self._tell()
 
     async def urls(self, kind: Kind) -> list[str]:
-        """Where the members of a kind are."""
         oldest = time.monotonic() - MEMORY
         self._members = {id: member for id, member in self._members.items() if member[2] >= oldest}
         return sorted(url for own, url, _ in self._members.values() if own == kind)

@@ -42,7 +42,6 @@ def drain_members(grace: float) -> None:
 
 
 def family() -> list[psutil.Process]:
-    """The processes that this one started, and theirs."""
     return list(psutil.Process().children(recursive=True))
 
 

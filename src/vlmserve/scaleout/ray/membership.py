@@ -56,7 +56,6 @@ class Membership:
 
     @property
     def is_alive(self) -> bool:
-        """Whether the process runs."""
         return self._process.is_alive
 
     @property

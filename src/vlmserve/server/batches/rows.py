@@ -47,7 +47,6 @@ class RowAnswer:
 
     @property
     def error_code(self) -> str | None:
-        """Of an error's body."""
         if self.status == HTTPStatus.OK:
             return None
         code: str | None = msgspec.json.decode(self.body)["error"]["code"]
