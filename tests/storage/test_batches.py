@@ -5,13 +5,13 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from sqlalchemy import func, inspect, select
+from sqlalchemy import func, select
 
 from vlmserve.errors import InvalidRequestError, NotFoundError, OverloadedError, StorageFullError
 from vlmserve.storage.batches import BatchResult
 from vlmserve.storage.items import Page
 from vlmserve.storage.store import Store
-from vlmserve.storage.tables import MIGRATIONS, batch_results, blobs, metadata, migrate, schema_version
+from vlmserve.storage.tables import batch_results, blobs
 
 REQUESTS = b'{"custom_id": "a"}\n'
 _ids = itertools.count()
@@ -158,19 +158,3 @@ def test_batch_with_unstorable_answers_has_not_ended(store, open_store):
     assert store.batches.get("", "b").status == "in_progress"
     store.batches.end("one", "b", "completed", new_file_id)
     assert store.batches.get("", "b").status == "completed"
-
-
-def test_a_history_of_the_first_version_gets_batches(store):
-    def back(connection):
-        metadata.drop_all(connection, [metadata.tables["batch_results"], metadata.tables["batches"]])
-        connection.execute(schema_version.update().values(version=1))
-
-    store.files.create("", "old", b"x", "a.png", "vision", "image/png", None)
-    store.database.write(back)
-    store.database.write(migrate)
-    with store.database.read() as connection:
-        assert inspect(connection).has_table("batches")
-        assert connection.execute(select(schema_version.c.version)).scalar_one() == len(MIGRATIONS)
-    assert store.files.content("", "old") == b"x"
-    make(store)
-    assert store.batches.get("", "b").status == "validating"

@@ -17,7 +17,7 @@ from sqlalchemy.pool import StaticPool
 
 from vlmserve.errors import ConfigurationError, StorageError
 from vlmserve.storage.reserve import Reserve
-from vlmserve.storage.tables import EMPTY_WAL, LEAN_SETTINGS, SQLITE_SETTINGS, migrate
+from vlmserve.storage.tables import EMPTY_WAL, LEAN_SETTINGS, SQLITE_SETTINGS, create_tables
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ class Database:
         path = self._engine.url.database if self.is_sqlite else None
         self._reserve = None if path in (None, "", ":memory:") else Reserve(Path(str(path)))
         try:
-            self.write(migrate)
+            self.write(create_tables)
         except StorageError as error:
             self._engine.dispose()
             shown = self._engine.url.render_as_string(hide_password=True)

@@ -1,8 +1,6 @@
-"""The tables, and how older databases become what they are now."""
+"""The tables."""
 
 from __future__ import annotations
-
-from collections.abc import Callable, Sequence
 
 from sqlalchemy import (
     BigInteger,
@@ -24,7 +22,6 @@ from sqlalchemy import (
     insert,
     inspect,
     select,
-    update,
 )
 
 from vlmserve.errors import ConfigurationError
@@ -191,52 +188,24 @@ running_requests = Table(
 )
 """How many of the requests that a key may have at once each server has for it. until: when that ends by itself."""
 
-Step = Callable[[Connection], None]
+VERSION = 4
+"""Of the tables."""
+_CREATION_LOCK = 0x766C6D73
 
 
-def _make_history(connection: Connection) -> None:
-    metadata.create_all(connection, [conversations, responses, items, blobs, item_blobs, files])
-
-
-def _add_batches(connection: Connection) -> None:
-    metadata.create_all(connection, [batches, batch_results])
-
-
-def _add_rate_limits(connection: Connection) -> None:
-    metadata.create_all(connection, [rate_limits])
-
-
-def _add_running_requests(connection: Connection) -> None:
-    metadata.create_all(connection, [running_requests])
-
-
-MIGRATIONS: Sequence[Step] = (_make_history, _add_batches, _add_rate_limits, _add_running_requests)
-"""Step i makes version i + 1 of version i. A published step is never changed; a new one is added behind it, and those
-that make tables as they are now become what they were when they were published."""
-
-_MIGRATION_LOCK = 0x766C6D73
-
-
-def migrate(connection: Connection, steps: Sequence[Step] = MIGRATIONS) -> None:
-    """Bring a database to the version that this program writes, in the caller's transaction.
-
-    Raises ConfigurationError if it is of a later one.
-    """
+def create_tables(connection: Connection) -> None:
+    """Create the tables of a new database, in the caller's transaction. Raises ConfigurationError for other tables."""
     if connection.dialect.name == "postgresql":  # several servers may start at once
-        connection.execute(select(func.pg_advisory_xact_lock(_MIGRATION_LOCK)))
+        connection.execute(select(func.pg_advisory_xact_lock(_CREATION_LOCK)))
     if not inspect(connection).has_table("schema_version"):
-        schema_version.create(connection)
-        connection.execute(insert(schema_version).values(version=0))
+        metadata.create_all(connection)
+        connection.execute(insert(schema_version).values(version=VERSION))
     version = connection.execute(select(schema_version.c.version)).scalar_one()
-    if version > len(steps):
+    if version != VERSION:
         raise ConfigurationError(
-            f"the history was written by a later vlmserve (its version is {version}, this one knows {len(steps)}); "
-            "update vlmserve or choose another --storage-path"
+            f"another vlmserve wrote the history (its version is {version}, this one knows {VERSION}); "
+            "use that vlmserve or choose another --storage-path"
         )
-    for step in steps[version:]:
-        step(connection)
-    if version < len(steps):
-        connection.execute(update(schema_version).values(version=len(steps)))
 
 
 SQLITE_SETTINGS = (
