@@ -189,7 +189,7 @@ running_requests = Table(
 """How many of the requests that a key may have at once each server has for it. until: when that ends by itself."""
 
 VERSION = 4
-"""Of the tables."""
+"""Version of the tables."""
 _CREATION_LOCK = 0x766C6D73
 
 
