@@ -13,6 +13,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 OTHER_CONSTANTS = (
     "input_projection_weight", "class_embedding", "cls_token", ".position_embeddings", ".lambda_1", ".lambda_2",
     ".dt_bias",
+    ".A_log",
 )  # fmt: skip
 """Ends of the names of further parameters that transformers initializes with zeros or ones."""
 

@@ -16,6 +16,8 @@ from transformers import (
     Qwen2_5_VLForConditionalGeneration,
     Qwen2VLConfig,
     Qwen2VLForConditionalGeneration,
+    Qwen3_5Config,
+    Qwen3_5ForConditionalGeneration,
     Qwen3VLConfig,
     Qwen3VLForConditionalGeneration,
 )
@@ -23,7 +25,9 @@ from transformers import (
 from tests.checkpoints import TEXT, write_tokenizer
 from tests.engine.kinds import by_kernels, with_kernels
 from tests.engine.test_parity import NEW_TOKENS, assert_answers, engine_for, first_logits, generate, tight_cache
+from tests.models.test_families import QWEN35
 from tests.models.test_qwen_vision import QWEN2, QWEN3, QWEN25, patches
+from tests.models.test_qwen_vision import QWEN35 as VISION35
 from tests.normalized import normalized
 from tests.saved_models import save_model
 from vlmserve.types import ImageInput, ImageSpan, Prompt
@@ -38,6 +42,8 @@ CLASSES = {
     "qwen2_5_vl": (Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration, QWEN25),
     "qwen3_vl": (Qwen3VLConfig, Qwen3VLForConditionalGeneration, QWEN3),
 }
+HYBRIDS = {"qwen3_5": (Qwen3_5Config, Qwen3_5ForConditionalGeneration, VISION35)}
+"""Models with layers that have states."""
 
 
 @dataclass
@@ -98,12 +104,14 @@ class Oracle:
 
 def make_oracle(folder: Path, kind: str) -> Oracle:
     """A random checkpoint in `folder`."""
-    config_class, model_class, vision = CLASSES[kind]
+    config_class, model_class, vision = (CLASSES | HYBRIDS)[kind]
     write_tokenizer(folder, takes_images=False)
     rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
     text = {**TEXT, "vocab_size": 300, "rope_parameters": rope}
     if kind == "qwen3_vl":
         text["head_dim"] = 8
+    if kind == "qwen3_5":
+        text |= {**QWEN35, "initializer_range": 0.1}
     vision_fields = {**vision.to_dict()}
     vision_fields["hidden_size" if kind == "qwen2_vl" else "out_hidden_size"] = TEXT["hidden_size"]
     config = config_class(text_config=text, vision_config=vision_fields, image_token_id=IMAGE_TOKEN, video_token_id=291,

@@ -110,6 +110,7 @@ def test_names_are_unique_and_have_their_size() -> None:
 
 FAMILIES = {
     "smolvlm2": "SmolVLM", "qwen3-vl": "Qwen3VL", "qwen2.5-vl": "Qwen2_5_VL", "qwen2-vl": "Qwen2VL", "gemma3": "Gemma3",
+    "qwen3.5": "Qwen3_5", "qwen3.6": "Qwen3_5", "qwen3.8": "Qwen3_5",
     "glm-ocr": "GlmOcr", "paddleocr-vl": "PaddleOCRVL", "llava-1.5": "Llava",
 }  # fmt: skip
 """Architectures of short names that take images, without `ForConditionalGeneration`."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from vlmserve.families.family import LanguageFamily, VisionFamily
+from vlmserve.families.family import LanguageFamily, NamedModel, VisionFamily
 from vlmserve.families.llama import LLAMA
 from vlmserve.families.qwen2_vl import QWEN_TOWER
 from vlmserve.families.qwen3_vl import QWEN3_VISION_NAMES
@@ -72,5 +72,14 @@ FAMILIES = (
         videos=True,
         frame_ends={"vision_start_token_id": 248053, "vision_end_token_id": 248054},
         models="Qwen3.5 0.8B to 27B, Qwen3.6 27B, Qwen3.8 27B",
+        short_names=(
+            NamedModel("qwen3.5:0.8b", "Qwen/Qwen3.5-0.8B", 852985920, 254279680, 100592896),
+            NamedModel("qwen3.5:2b", "Qwen/Qwen3.5-2B", 2213241664, 508559360, 331416576),
+            NamedModel("qwen3.5:4b", "Qwen/Qwen3.5-4B", 4539265536, 635699200, 333514240),
+            NamedModel("qwen3.5:9b", "Qwen/Qwen3.5-9B", 9409813744, 1017118720, 1473129200),
+            NamedModel("qwen3.5:27b", "Qwen/Qwen3.5-27B", 27356728560, 1271398400, 1732128496),
+            NamedModel("qwen3.6:27b", "Qwen/Qwen3.6-27B", 27356728560, 1271398400, 1732128496),
+            NamedModel("qwen3.8:27b", "Qwen/Qwen3.8-27B", 27356728560, 1271398400, 1732128496),
+        ),
     ),
 )

@@ -1,0 +1,125 @@
+"""Models with layers that have states: long prompts in odd chunks, images, weights of few bits, ranks, tensor names."""
+
+from __future__ import annotations
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import Qwen3_5Config, Qwen3_5ForCausalLM, Qwen3_5ForConditionalGeneration, Qwen3_5TextConfig
+
+from tests.checkpoints import make_text_model
+from tests.engine.test_qwen_vl import make_oracle
+from tests.models.test_decoder import assert_equal, load, paged_run, token_sequences, transformers_logits
+from tests.models.test_families import HYBRIDS, QWEN35, make
+from tests.ranks import Meeting, ThreadRanks
+from vlmserve.calibration.forward import hidden_states, make_groups
+from vlmserve.kernels.torch_reference import TorchReference
+from vlmserve.models.load_settings import LoadSettings
+from vlmserve.models.registry import META, Description, load_model
+from vlmserve.models.weights import canonical_name, weight_slots
+from vlmserve.quant.methods.rtn import round_to_nearest
+from vlmserve.quantization import QuantizationConfig, Scheme
+from vlmserve.types import Prompt
+
+CPU = torch.device("cpu")
+WIDE = {
+    **QWEN35, "hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4, "linear_num_value_heads": 4,
+    "linear_value_head_dim": 16,
+}  # fmt: skip
+"""Groups of 32 weights divide all rows."""
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_long_prompts_in_odd_chunks_equal_transformers(tmp_path: Path, name: str) -> None:
+    folder, sequences = make(tmp_path, name), token_sequences(300, [150, 70])
+    expected = transformers_logits(folder, sequences)
+    run = paged_run(load(folder), sequences)
+    for counts in ([1, 70], [66, 0], [1, 0]):
+        run.step(counts)
+    assert_equal(run.finish([31, 1]), expected)
+
+
+@torch.inference_mode()
+def test_images_equal_those_of_transformers(tmp_path: Path) -> None:
+    oracle = make_oracle(tmp_path, "qwen3_5")
+    loaded = load_model(tmp_path, LoadSettings(CPU, torch.float32))
+    parts: list[tuple[int | tuple[int, int], ...]] = [
+        (5, (2, 3), 9),
+        ((4, 1), 3),
+        (2, (5, 5), 20),
+        ((1, 2), 1, (3, 5), 70),
+    ]
+    for seed, shapes in enumerate(parts):
+        prompt: Prompt = oracle.prompt(seed, *shapes)
+        [group] = make_groups(loaded.language_model, [prompt])
+        logits = loaded.language_model.logits(hidden_states(loaded, group))
+        assert_equal([logits], [oracle.model(**oracle.inputs(prompt)).logits[0]])
+
+
+@pytest.mark.parametrize("scheme", ["int8", "int4"])
+def test_rounded_weights_equal_the_same_weights_in_transformers(tmp_path: Path, scheme: Scheme) -> None:
+    folder = make_text_model(tmp_path / "plain", Qwen3_5ForCausalLM, Qwen3_5TextConfig, **WIDE)
+    config = QuantizationConfig(scheme=scheme)
+    loaded = load_model(folder, LoadSettings(CPU, torch.float32, kernels="torch", quantization=config))
+    tensors = load_file(folder / "model.safetensors")
+    for name, tensor in tensors.items():
+        if "proj" in name or name == "lm_head.weight":
+            bits = 8 if scheme == "int8" or name == "lm_head.weight" else 4
+            tensors[name] = round_to_nearest(
+                tensor,
+                bits=bits,
+                group_size=config.group_size,
+                symmetric=config.symmetric,
+                zero_points=config.zero_points,
+            ).dequantize()
+    rounded = make_text_model(tmp_path / "rounded", Qwen3_5ForCausalLM, Qwen3_5TextConfig, **WIDE)
+    save_file(tensors, rounded / "model.safetensors", {"format": "pt"})
+    sequences = token_sequences(300, [70, 9])
+    assert_equal(paged_run(loaded, sequences).finish([9, 9]), transformers_logits(rounded, sequences))
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_two_ranks_share_heads(tmp_path: Path, name: str) -> None:
+    folder, sequences, meeting = make(tmp_path, name), token_sequences(300, [40, 9]), Meeting(2)
+
+    def logits(rank: int) -> list[Tensor]:
+        loaded = load_model(folder, LoadSettings(CPU, torch.float32), ranks=ThreadRanks(meeting, rank))
+        with torch.inference_mode():
+            return paged_run(loaded, sequences).finish([11, 1])
+
+    expected = transformers_logits(folder, sequences)
+    with ThreadPoolExecutor(2) as threads:
+        for own in threads.map(logits, range(2)):
+            assert_equal(own, expected)
+
+
+def test_tensors_of_qwen35_4b_are_known(tmp_path: Path) -> None:
+    """As transformers' classes name them, with the MTP layer that nothing reads."""
+    text: dict[str, Any] = {
+        "hidden_size": 2560, "intermediate_size": 9216, "num_hidden_layers": 32, "tie_word_embeddings": True,
+        "max_position_embeddings": 262144, "head_dim": 256,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "mrope_section": [11, 11, 10],
+                            "mrope_interleaved": True, "partial_rotary_factor": 0.25},
+    }  # fmt: skip
+    vision = {"depth": 24, "hidden_size": 1024, "intermediate_size": 4096, "out_hidden_size": 2560}
+    config = Qwen3_5Config(text_config=text, vision_config=vision, tie_word_embeddings=True)
+    with META:
+        theirs = Qwen3_5ForConditionalGeneration(config)
+    shapes = {name: tuple(tensor.shape) for name, tensor in theirs.state_dict().items() if name != "lm_head.weight"}
+    description = Description.of(tmp_path, json.loads(config.to_json_string(use_diff=False)))
+    spec = description.family.build({**description.family.defaults, **description.text_config})
+    parts = description.build(spec, TorchReference(), dtype=torch.bfloat16, device=META)
+    slots = {name: tuple(slot.shape) for name, slot in weight_slots(parts.modules)}
+    assert {description.rename(name): shape for name, shape in shapes.items()} == slots
+    assert description.rename("mtp.layers.0.mlp.up_proj.weight") not in slots
+    assert canonical_name("model.language_model.norm.weight", str) in slots
+    assert (len(spec.states), len(spec.attention), spec.max_position) == (24, 8, 262144)
+    assert {rope.size for rope in spec.ropes if rope is not None} == {64}
+    assert description.image_token_id == 248056
