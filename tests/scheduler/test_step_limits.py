@@ -8,7 +8,7 @@ import pytest
 
 from vlmserve.scheduler.step_limits import (
     ALONE_FACTOR,
-    FIRST_PROMPT_TOKENS,
+    FEWEST_PROMPT_TOKENS,
     FIRST_STEP_SECONDS,
     PROMPT_TOKENS_MULTIPLE,
     SEVERAL_SECONDS,
@@ -57,7 +57,7 @@ def test_no_step_exceeds_its_image_time(generating: bool):
 
 def test_prompt_tokens_follow_the_measured_rate():
     limits = MeasuredLimits(0.8, 0.25)
-    assert limits.prompt_tokens(shared=True) == FIRST_PROMPT_TOKENS
+    assert limits.prompt_tokens(shared=True) == PROMPT_TOKENS_MULTIPLE
     limits.prefilled(256, 0.256, generating=False)
     assert limits.prompt_tokens(shared=True) == 224
     assert limits.prompt_tokens(shared=False) == 480 <= 0.25 * ALONE_FACTOR / 0.001
@@ -68,7 +68,18 @@ def test_prompt_tokens_follow_the_measured_rate():
 def test_slow_prompts_still_get_some_tokens():
     limits = MeasuredLimits(0.8, 0.25)
     limits.prefilled(256, 256.0, generating=False)
-    assert limits.prompt_tokens(shared=True) == PROMPT_TOKENS_MULTIPLE
+    assert limits.prompt_tokens(shared=True) == FEWEST_PROMPT_TOKENS
+    assert limits.prompt_tokens(shared=False) == PROMPT_TOKENS_MULTIPLE
+
+
+def test_streams_wait_no_longer_for_slow_prompts():
+    limits = MeasuredLimits(0.8, 0.25)
+    limits.generated(0.1)
+    limits.prefilled(256, 256 * 0.015 + 0.1, generating=True)
+    assert limits.prompt_tokens(shared=True) == 16 <= 0.25 / 0.015 < PROMPT_TOKENS_MULTIPLE
+    for _ in range(100):
+        limits.prefilled(16, 16 * 0.001 + 0.1, generating=True)
+    assert limits.prompt_tokens(shared=True) == 224, "few tokens beside a stream are measured"
 
 
 def test_one_slow_first_step_does_not_count():

@@ -15,11 +15,12 @@ SEVERAL_SECONDS = 0.02
 """Minimum time for images, in seconds, while several requests wait for theirs. A reader does not notice a token that
 comes so much later, and all of those requests get their first tokens sooner."""
 
-FIRST_PROMPT_TOKENS = 256
-"""Prompt tokens of a step until the time of a prompt token was measured."""
-
 PROMPT_TOKENS_MULTIPLE = 32
-"""Prompt tokens are limited to multiples of this: kernels compute that many rows at once."""
+"""Prompt tokens are limited to multiples of this, because kernels compute that many rows at once. Until a prompt token
+was measured, a step computes this many."""
+
+FEWEST_PROMPT_TOKENS = 8
+"""Minimum prompt tokens of a step that others wait for, where even `PROMPT_TOKENS_MULTIPLE` take too long."""
 
 ALONE_FACTOR = 2.0
 """A prompt that nobody waits for gets this many times as long a step: longer steps read the weights less often."""
@@ -77,7 +78,8 @@ class MeasuredLimits(StepLimits):
 
     def prefilled(self, num_tokens: int, seconds: float, *, generating: bool) -> None:
         """Note the time, without images, of a step that computed prompt tokens. generating: whether it decoded, too."""
-        if num_tokens < PROMPT_TOKENS_MULTIPLE:
+        # Fewer tokens take the time of reading the weights, which decodes read too.
+        if num_tokens < (FEWEST_PROMPT_TOKENS if generating else PROMPT_TOKENS_MULTIPLE):
             return
         if generating:
             seconds = max(seconds - (self.step_seconds or 0.0), seconds / 10)
@@ -102,7 +104,8 @@ class MeasuredLimits(StepLimits):
         if math.isinf(self._seconds):
             return math.inf
         if not self.seconds_per_token:
-            return FIRST_PROMPT_TOKENS
-        seconds = self._seconds if shared else ALONE_FACTOR * self._seconds
-        units = int(seconds / self.seconds_per_token) // PROMPT_TOKENS_MULTIPLE
-        return max(1, units) * PROMPT_TOKENS_MULTIPLE
+            return PROMPT_TOKENS_MULTIPLE
+        tokens = int((self._seconds if shared else ALONE_FACTOR * self._seconds) / self.seconds_per_token)
+        is_small = shared and tokens < PROMPT_TOKENS_MULTIPLE
+        multiple = FEWEST_PROMPT_TOKENS if is_small else PROMPT_TOKENS_MULTIPLE
+        return max(1, tokens // multiple) * multiple

@@ -13,7 +13,9 @@ struct WeightKind {
 };
 constexpr WeightKind PLAIN = {"plain", 0, 0, false, false}, INT8 = {"int8", 8, 16, false, false},
                      BYTES = {"int8 with inputs of 8 bits", 8, 8, false, false}, INT4 = {"int4", 4, 8, true, true},
-                     INT4_WIDE = {"int4 with wide inputs", 4, 16, true, true}, GROUPS = {"int8", 8, 16, true, false},
+                     INT4_WIDE = {"int4 with wide inputs", 4, 16, true, true},
+                     SYMMETRIC = {"int4 without minimums", 4, 8, true, false},
+                     SYMMETRIC_WIDE = {"int4 without minimums, with wide inputs", 4, 16, true, false}, GROUPS = {"int8", 8, 16, true, false},
                      GROUPS_WITH_MINIMUMS = {"int8 with minimums", 8, 16, true, true},
                      BYTE_GROUPS = {"int8 in groups with inputs of 8 bits", 8, 8, true, false},
                      BYTE_GROUPS_WITH_MINIMUMS = {"int8 with minimums and inputs of 8 bits", 8, 8, true, true},
@@ -68,7 +70,7 @@ private:
                 auto number = static_cast<std::size_t>(row * groups + column / unit);
                 double scale = static_cast<double>(scales[number]);
                 double zero = kind.minimums ? static_cast<double>(zeros[number]) : 0;
-                int value = coded ? VALUES_OF_CODES[integers[place]] : integers[place] - (bits == 8 ? 128 : 0);
+                int value = coded ? VALUES_OF_CODES[integers[place]] : integers[place] - (bits == 8 ? 128 : kind.minimums ? 0 : 8);
                 values[place] = scale * value + zero;
             }
         long padded = (in + 3) / 4 * 4;
@@ -239,7 +241,7 @@ inline void test_products() {
         for (const Epilogue& then : EPILOGUES) test_product(PLAIN, dtype, 46, 38, 0, then);
         // More inputs than are multiplied at a time.
         test_product(PLAIN, dtype, 35, 1102, 0, EPILOGUES[0]);
-        for (const WeightKind& kind : {INT8, BYTES, INT4, INT4_WIDE, GROUPS, GROUPS_WITH_MINIMUMS, BYTE_GROUPS, BYTE_GROUPS_WITH_MINIMUMS, CODES}) {
+        for (const WeightKind& kind : {INT8, BYTES, INT4, INT4_WIDE, SYMMETRIC, SYMMETRIC_WIDE, GROUPS, GROUPS_WITH_MINIMUMS, BYTE_GROUPS, BYTE_GROUPS_WITH_MINIMUMS, CODES}) {
             test_product(kind, dtype, 33, 70, kind.groups && kind.bits == 8 ? 16 : 32, EPILOGUES[0]);
             test_product(kind, dtype, 70, 64, 64, EPILOGUES[7]);
             test_product(kind, dtype, 40, 330, 128, EPILOGUES[3]);
