@@ -50,9 +50,9 @@ def test_enforce_eager_captures_nothing(
 def test_contexts_that_grow_while_steps_are_repeated(llama: Oracle) -> None:
     """From where kernels compute them in one part to where they split them."""
     engine = engine_for(llama)
-    prompts = [llama.prompt(seed, [length]) for seed, length in enumerate((100, 120, 126, 40))]
+    prompts = [llama.prompt(seed, [length]) for seed, length in enumerate((120, 124, 126, 40))]
     for some in (prompts, prompts[1:], prompts[:2]):
-        assert generate(engine, some, max_tokens=36) == [llama.greedy(prompt, 36) for prompt in some]
+        assert generate(engine, some, max_tokens=14) == [llama.greedy(prompt, 14) for prompt in some]
 
 
 def test_tables_of_columns_grow_while_steps_are_repeated(tmp_path_factory: pytest.TempPathFactory) -> None:

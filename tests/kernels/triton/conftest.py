@@ -68,6 +68,24 @@ def quick_interpreter() -> Iterator[None]:
             return interpreter._LangPatchScope()
         return replace(function)
 
+    core = language.core
+    make_block, make_tensor = core.block_type.__init__, core.tensor.__init__
+    blocks: dict[Any, dict[str, Any]] = {}
+    tensors: dict[str, dict[str, Any]] = {}
+
+    def block_once(self: Any, element_ty: Any, shape: Any) -> None:
+        key = element_ty.name, *(one.value if isinstance(one, core.constexpr) else one for one in shape)
+        if key not in blocks:
+            make_block(self, element_ty, shape)
+            blocks[key] = self.__dict__
+        self.__dict__.update(blocks[key], element_ty=element_ty)
+
+    def tensor_once(self: Any, handle: Any, type: Any) -> None:
+        if type.name not in tensors:
+            make_tensor(self, handle, type)
+            tensors[type.name] = {**self.__dict__, "handle": None}
+        self.__dict__.update(tensors[type.name], handle=handle, type=type)
+
     def numpy_type_once(kind: Any) -> Any:
         name = kind.scalar.name
         if name not in known:
@@ -77,6 +95,9 @@ def quick_interpreter() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(interpreter, "_patch_lang", replace_once)
         patch.setattr(interpreter, "_get_np_dtype", numpy_type_once)
+        # Types and shapes of blocks are made for each operation.
+        patch.setattr(core.block_type, "__init__", block_once)
+        patch.setattr(core.tensor, "__init__", tensor_once)
         # Sums of int32 are computed in int64 again: nothing here is large enough to overflow.
         options = dataclasses.replace(interpreter.interpreter_builder.options, sanitize_overflow=False)
         patch.setattr(interpreter.interpreter_builder, "options", options)
