@@ -22,7 +22,7 @@ _SLOW = {
         transformers_backend transformers_images""",
     "frontend": "beams client xml_tools",
     "kernels": "attention_backends cpu_attention cpu_program other_processors",
-    "kernels/triton": "attention compiled emulated emulated_engine emulated_products layers products sampling",
+    "kernels/triton": "attention compiled emulated layers products sampling",
     "loadtest": "command perform",
     "media": "decoding heif pdf processor",
     "models": "blip broken_checkpoints families gguf llava published published_quantization stages tiles",
@@ -45,8 +45,8 @@ SLOW = frozenset(
 """The files, as paths within ``tests``."""
 
 LONGEST = """
-    kernels/triton/test_compiled.py kernels/triton/test_emulated.py kernels/triton/test_emulated_products.py
-    kernels/triton/test_emulated_engine.py kernels/test_other_processors.py scaleout/test_ray.py scaleout/test_faults.py
+    kernels/triton/test_emulated.py kernels/test_other_processors.py kernels/triton/test_compiled.py
+    scaleout/test_ray.py scaleout/test_faults.py
     models/test_gguf.py kernels/triton/test_layers.py server/test_ranks.py server/test_openapi.py
     kernels/triton/test_attention.py media/test_heif.py models/test_published_quantization.py
     server/test_hostile_files.py server/test_attacks.py pixie/test_skills.py server/test_load.py

@@ -25,9 +25,9 @@ MARKS = [
 TESTS = Path(__file__).parents[2]
 
 
-def run_in_emulator(cases: str, arch: int = 90, folder: str = "kernels/triton") -> None:
+def run_in_emulator(cases: str, arch: int = 90) -> None:
     """Fails unless all cases pass, for an architecture. cases: a line for each test, as pytest names it."""
-    paths = [f"{TESTS / folder}/{case}" for case in cases.split("\n") if case]
+    paths = [f"{TESTS}/{case}" for case in cases.split("\n") if case]
     options = [f"--arch={arch}", f"--timeout={SECONDS}", "-q", "-n", "0", "-p", "no:cacheprovider"]
     run = subprocess.run(
         [sys.executable, "-m", "pytest", "-p", "tests.ptx.plugin", *options, *paths],
