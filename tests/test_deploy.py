@@ -73,8 +73,20 @@ def test_compose_names_existing_stages_and_settings() -> None:
         assert (DEPLOY / service["build"]["context"] / service["build"]["dockerfile"]).is_file()
         assert service["build"]["target"] in STAGES
         assert {volume.partition(":")[0] for volume in service["volumes"]} <= COMPOSE["volumes"].keys()
-        names = [name for name in service["environment"] if name.startswith("VLMSERVE_")]
+        variables = service["environment"]
+        names = [name for name in variables if name.startswith("VLMSERVE_")]
         assert {name.removeprefix("VLMSERVE_").lower() for name in names} <= SETTINGS
+        # Compose passes on a variable without a value, and removes it if nobody sets it.
+        fixed = {name: value for name, value in variables.items() if value is not None}
+        assert fixed == {"VLMSERVE_HOST": "0.0.0.0", "VLMSERVE_PORT": "8000"}
+        assert [port.endswith(":8000") for port in service["ports"]] == [True]
+
+
+def test_compose_passes_documented_variables_on() -> None:
+    page = (ROOT / "docs/containers.md").read_text("utf-8").partition("## Compose")[2].partition("\n## ")[0]
+    passed = COMPOSE["services"]["server"]["environment"].keys()
+    assert set(re.findall(r"`?(VLMSERVE_[A-Z_]+|HF_TOKEN)`", page)) <= passed
+    assert COMPOSE["services"]["server"]["env_file"] == [{"path": ".env", "required": False}]
 
 
 @pytest.mark.parametrize("name", TEMPLATES)

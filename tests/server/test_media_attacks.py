@@ -18,6 +18,7 @@ from tests.rendering import renderers, rendering
 from tests.server.live import LiveServer, wait_until
 from tests.server.test_batches import content, finished, line, start
 from tests.server.test_chat import about, data_url
+from tests.server.test_hostile_files import hostile
 from vlmserve import LLM, SamplingParams
 from vlmserve.errors import VLMServeError
 from vlmserve.server import history
@@ -25,7 +26,9 @@ from vlmserve.server.routes import files
 
 LIMIT = 2
 """Seconds after which a file is given up. Without a limit each would take minutes."""
-LIMITS = {"document_timeout": LIMIT, "decode_timeout": LIMIT, "page_dpi": 36, "num_workers": 2}
+LIMITS = {
+    "document_timeout": LIMIT, "video_timeout": LIMIT, "decode_timeout": LIMIT, "page_dpi": 36, "num_workers": 2
+}  # fmt: skip
 PATIENCE = 60.0
 """Seconds after which a request hangs."""
 
@@ -83,34 +86,38 @@ def test_slow_upload_is_rejected_in_time(folder, tmp_path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("data", "part", "words"),
-    [(exponential, file_part, r"longer|bytes of memory"), (lambda: with_runs(6_000_000), image_part, "takes longer")],
-    ids=["document", "image"],
+    ("make", "words"),
+    [
+        (lambda: file_part(exponential()), r"longer|bytes of memory"),
+        (lambda: image_part(with_runs(6_000_000)), "takes longer"),
+        (lambda: hostile("video"), "longer than 2 s"),
+    ],
+    ids=["document", "image", "video"],
 )
-def test_hostile_rows_of_a_batch_hold_up_nobody(server, data, part, words) -> None:
-    messages = [{"role": "user", "content": [part(data())]}]
-    rows = [{**line(f"row {number}", messages=messages, cache_salt=str(number))} for number in range(4)]
+def test_hostile_rows_of_a_batch_hold_up_nobody(server, make, words) -> None:
+    messages = [{"role": "user", "content": [make()]}]
+    rows = [{**line(f"row {number}", messages=messages, cache_salt=str(number))} for number in range(2)]
     batch = start(server.openai, rows)
     for color in ("red", "green", "blue"):
         answer = server.post({"messages": about(data_url(color)), "max_tokens": 1})
         assert answer.status_code == 200
     assert server.openai.batches.retrieve(batch.id).status in ("validating", "in_progress"), "others waited"
     ended = finished(server.openai, batch.id)
-    assert (ended.status, ended.request_counts.failed) == ("completed", 4)
+    assert (ended.status, ended.request_counts.failed) == ("completed", 2)
     errors = content(server.openai, ended.error_file_id)
     assert all(re.search(words, error["response"]["body"]["error"]["message"]) for error in errors)
     assert not rendering()
 
 
-def test_hostile_file_of_one_thread_delays_no_other(folder) -> None:
+@pytest.mark.parametrize("make", [lambda: file_part(slow()), lambda: hostile("video")], ids=["document", "video"])
+def test_hostile_file_of_one_thread_delays_no_other(folder, make) -> None:
     one = SamplingParams(max_tokens=1)
-    honest, hostile = (
-        [{"role": "user", "content": [file_part(data)]}] for data in (pdf_file([page(square("1 0 0"))]), slow())
-    )
-    with LLM(str(folder), engine="mock", document_timeout=300, page_dpi=36) as llm:
+    parts = file_part(pdf_file([page(square("1 0 0"))])), make()
+    honest, attacking = ([{"role": "user", "content": [part]}] for part in parts)
+    with LLM(str(folder), engine="mock", document_timeout=300, video_timeout=300, page_dpi=36) as llm:
         llm.chat(honest, one, use_tqdm=False)
         with ThreadPoolExecutor(1) as threads:
-            attack = threads.submit(llm.chat, hostile, one, use_tqdm=False)
+            attack = threads.submit(llm.chat, attacking, one, use_tqdm=False)
             wait_until(lambda: rendering() or attack.done())
             assert len(llm.chat(honest, one, use_tqdm=False)) == 1
             assert not attack.done()
