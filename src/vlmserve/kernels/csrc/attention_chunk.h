@@ -105,13 +105,6 @@ INLINE void score_tiles(const Meeting<Format>& with, long first, float (*scores)
         for (int i = 0; i < WIDTH; ++i) store(&scores[row][first * TOKENS + i * LANES], as_floats(sums[row][i]));
 }
 
-// The numbers of lanes, from `first` on.
-INLINE i32v lanes_from(long first) {
-    i32v lanes{};
-    for (int i = 0; i < LANES; ++i) lanes[i] = i;
-    return lanes + static_cast<std::int32_t>(first);
-}
-
 // The weights of a tile's tokens times their values' scales, in 16 bits. Returns what is then to be multiplied by: a power
 // of two, so that it does not depend on the rest of the tile how a weight is rounded, unless that is far larger.
 template <class Format>

@@ -1,5 +1,7 @@
 // All kernels for one instruction set: compiled once for each, with VLMSERVE_ISA as its name.
 #include "attention.h"
+#include "convolution.h"
+#include "delta.h"
 #include "encoder_attention.h"
 #include "norm.h"
 #include "program.h"
@@ -44,6 +46,6 @@ constexpr decltype(Kernels::pack_superblocks) pack_superblocks = nullptr;
 extern const Kernels TABLE_OF(VLMSERVE_ISA);
 const Kernels TABLE_OF(VLMSERVE_ISA) = {
     NAME_OF(VLMSERVE_ISA), pack, pack_quantized, pack_superblocks, gather, linear_scratch, linear, norm,
-    attention_scratch, attention, encoder_attention_scratch, encoder_attention, rotation, program_scratch,
-    program, sampling_scratch, sampling,
+    attention_scratch, attention, encoder_attention_scratch, encoder_attention, rotation, delta_scratch,
+    delta, convolution, program_scratch, program, sampling_scratch, sampling,
 };

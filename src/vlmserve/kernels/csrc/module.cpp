@@ -19,7 +19,7 @@ const Kernels* selected = nullptr;
 constexpr long LONG_WORK = 1L << 24;
 
 // Changes whenever arguments do, see kernels/extension.py.
-constexpr long INTERFACE = 4;
+constexpr long INTERFACE = 5;
 
 // Arguments as they come: every one is an integer, an address among them, except where `number` is called.
 class Arguments {
@@ -248,8 +248,55 @@ PyObject* attention(PyObject*, PyObject* const* values, Py_ssize_t count) {
     return run(from, work, [&] { selected->attention(args); });
 }
 
+StateRows state_rows(Arguments& from) {
+    StateRows rows;
+    for (const std::int32_t** array : {&rows.starts, &rows.sources, &rows.targets, &rows.positions, &rows.sequences})
+        *array = static_cast<const std::int32_t*>(from.address());
+    rows.count = from.integer();
+    return rows;
+}
+
+PyObject* delta(PyObject*, PyObject* const* values, Py_ssize_t count) {
+    Arguments from(values, count, 23);
+    DeltaArgs args;
+    args.mixed = from.address();
+    for (const float** weight : {&args.convolution, &args.decay, &args.dt_bias, &args.norm})
+        *weight = static_cast<const float*>(from.address());
+    args.states = static_cast<float*>(from.address());
+    args.tail = from.address();
+    args.output = from.address();
+    args.rows = state_rows(from);
+    long tokens = from.integer();
+    for (long* size : {&args.key_heads, &args.value_heads, &args.key_size, &args.value_size, &args.kernel})
+        *size = from.integer();
+    args.eps = from.number();
+    args.dtype = static_cast<int>(from.integer());
+    args.threads = static_cast<int>(from.integer());
+    if (from.ok()) {
+        args.scratch = scratch(selected->delta_scratch(args));
+        if (!args.scratch) return PyErr_NoMemory();
+    }
+    return run(from, tokens * args.value_heads * args.key_size * args.value_size, [&] { selected->delta(args); });
+}
+
+PyObject* convolution(PyObject*, PyObject* const* values, Py_ssize_t count) {
+    Arguments from(values, count, 15);
+    ConvolutionArgs args;
+    args.mixed = from.address();
+    args.weight = static_cast<const float*>(from.address());
+    args.tail = from.address();
+    args.output = from.address();
+    args.rows = state_rows(from);
+    long tokens = from.integer();
+    args.channels = from.integer();
+    args.kernel = from.integer();
+    args.dtype = static_cast<int>(from.integer());
+    args.threads = static_cast<int>(from.integer());
+    return run(from, tokens * args.channels * args.kernel, [&] { selected->convolution(args); });
+}
+
 PyObject* program(PyObject*, PyObject* const* values, Py_ssize_t count) {
-    Arguments from(values, count, 21);
+    Arguments from(values, count, 27);
     ProgramArgs args;
     args.operations = static_cast<const Operation*>(from.address());
     args.widths = static_cast<const long*>(from.address());
@@ -261,6 +308,7 @@ PyObject* program(PyObject*, PyObject* const* values, Py_ssize_t count) {
     args.block_tables = static_cast<const std::int32_t*>(from.address());
     args.slots = static_cast<const std::int64_t*>(from.address());
     args.ahead = static_cast<const std::int32_t*>(from.address());
+    args.states = state_rows(from);
     args.row_slots = static_cast<const std::int32_t*>(from.address());
     args.scalings = static_cast<const float*>(from.address());
     args.scaling_stride = from.integer();
@@ -293,6 +341,7 @@ constexpr RecordField OPERATION_FIELDS[] = {
     FIELD(weight_bits), FIELD(group), FIELD(minimums), FIELD(input_bits), FIELD(eps), FIELD(keys), FIELD(values), FIELD(scales),
     FIELD(heads), FIELD(kv_heads), FIELD(head_size), FIELD(block_size), FIELD(rope_size), FIELD(window), FIELD(scale),
     FIELD(soft_cap), FIELD(rope), FIELD(column), FIELD(plan), FIELD(adapters),
+    FIELD(convolution), FIELD(decay), FIELD(dt_bias), FIELD(states), FIELD(tail), FIELD(value_size), FIELD(kernel),
 };
 constexpr int OPERATION_LENGTH = sizeof(OPERATION_FIELDS) / sizeof(RecordField);
 static_assert(sizeof(Operation) == 8 * OPERATION_LENGTH, "OPERATION_FIELDS must name every field of Operation");
@@ -379,6 +428,8 @@ PyMethodDef methods[] = {
     FAST(linear, "The fields of LinearArgs in order, without scratch and shrunk."),
     FAST(norm, "The fields of NormArgs in order."),
     FAST(attention, "The fields of AttentionArgs in order, without scratch."),
+    FAST(delta, "The fields of DeltaArgs in order, without scratch, and tokens after rows."),
+    FAST(convolution, "The fields of ConvolutionArgs in order, and tokens after rows."),
     FAST(program, "The fields of ProgramArgs in order, without scratch."),
     FAST(sampling, "The fields of SamplingArgs in order, without scratch."),
     FAST(encoder_attention, "The fields of EncoderAttentionArgs in order, without scratch."),
@@ -397,7 +448,8 @@ PyMODINIT_FUNC PyInit__native() {
     PyObject* module = PyModule_Create(&definition);
     const struct { const char* name; long value; } constants[] = {
         {"interface", INTERFACE}, {"max_buffers", MAX_BUFFERS}, {"max_plans", MAX_PLANS},
-        {"NORM", NORM}, {"LINEAR", LINEAR}, {"ATTENTION", ATTENTION},
+        {"NORM", NORM}, {"LINEAR", LINEAR}, {"ATTENTION", ATTENTION}, {"DELTA", DELTA}, {"CONVOLUTION", CONVOLUTION},
+        {"max_kernel", MAX_KERNEL},
     };
     for (const auto& constant : constants)
         if (module && PyModule_AddIntConstant(module, constant.name, constant.value)) Py_CLEAR(module);

@@ -5,6 +5,8 @@
 #pragma once
 
 #include "attention.h"
+#include "convolution.h"
+#include "delta.h"
 #include "norm.h"
 #include "quantized.h"
 
@@ -27,6 +29,9 @@ public:
                 Plan plan = plan_items(shape, Geometry(shape), nullptr);
                 shared_ = larger(shared_, attention_memory(shape, plan));
                 items_[num_plans_++] = item_bytes(plan);
+            } else if (op.kind == DELTA) {
+                shared_ = larger(shared_, delta_scratch(delta_args(op)));
+                work += args.tokens * op.heads * op.head_size * op.value_size;
             }
         }
         shared_ = cache_lines(shared_);
@@ -71,6 +76,12 @@ public:
                     product.next = &next;
                 }
                 multiply_sorted(product);
+            } else if (op.kind == DELTA) {
+                DeltaArgs rule = delta_args(op);
+                rule.scratch = memory;
+                delta(rule);
+            } else if (op.kind == CONVOLUTION) {
+                convolution(convolution_args(op));
             } else {
                 attend(attention_args(op), plans[op.plan], items[op.plan], memory);
             }
@@ -176,6 +187,43 @@ private:
         args.window = op.window;
         args.scale = static_cast<float>(op.scale);
         args.soft_cap = static_cast<float>(op.soft_cap);
+        args.dtype = args_.dtype;
+        args.threads = args_.threads;
+        return args;
+    }
+
+    DeltaArgs delta_args(const Operation& op) const {
+        DeltaArgs args;
+        args.mixed = buffers_[op.source];
+        args.convolution = static_cast<const float*>(op.convolution);
+        args.decay = static_cast<const float*>(op.decay);
+        args.dt_bias = static_cast<const float*>(op.dt_bias);
+        args.norm = static_cast<const float*>(op.weight);
+        args.states = static_cast<float*>(op.states);
+        args.tail = op.tail;
+        args.output = buffers_[op.target];
+        args.rows = args_.states;
+        args.scratch = nullptr;
+        args.key_heads = op.kv_heads;
+        args.value_heads = op.heads;
+        args.key_size = op.head_size;
+        args.value_size = op.value_size;
+        args.kernel = op.kernel;
+        args.eps = static_cast<float>(op.eps);
+        args.dtype = args_.dtype;
+        args.threads = args_.threads;
+        return args;
+    }
+
+    ConvolutionArgs convolution_args(const Operation& op) const {
+        ConvolutionArgs args;
+        args.mixed = buffers_[op.source];
+        args.weight = static_cast<const float*>(op.convolution);
+        args.tail = op.tail;
+        args.output = buffers_[op.target];
+        args.rows = args_.states;
+        args.channels = op.in_features;
+        args.kernel = op.kernel;
         args.dtype = args_.dtype;
         args.threads = args_.threads;
         return args;

@@ -115,7 +115,48 @@ struct AttentionArgs {
     int dtype, threads;
 };
 
-enum OperationKind : long { NORM = 0, LINEAR = 1, ATTENTION = 2 };
+// Rows of a step by the states that they read and write, as kernels/states.py describes them.
+struct StateRows {
+    const std::int32_t* starts;     // [segments + 1]: first row of each segment
+    const std::int32_t* sources;    // [segments]: slot of the state before it; below 0: zeros
+    const std::int32_t* targets;    // [segments]: slot that gets the state after it
+    const std::int32_t* positions;  // [segments]: tokens of the sequence before it
+    const std::int32_t* sequences;  // [count + 1]: first segment of each sequence
+    long count;
+};
+
+// Rows that a causal convolution reads at most.
+constexpr long MAX_KERNEL = 8;
+
+// The gated delta rule of a layer, from its convolution to its gated norm. Sizes of heads are multiples of 16.
+struct DeltaArgs {
+    const void* mixed;         // [tokens, q | k | v | z | b | a] of `dtype`
+    const float* convolution;  // [kernel][channels of q, k and v]
+    const float* decay;        // [value_heads]: -exp(A_log)
+    const float* dt_bias;      // [value_heads]
+    const float* norm;         // [value_size]
+    float* states;             // [slots][value_heads][key_size][value_size]
+    void* tail;                // [slots][kernel - 1][channels] of `dtype`, the oldest first
+    void* output;              // [tokens, value_heads * value_size] of `dtype`
+    StateRows rows;
+    void* scratch;  // `delta_scratch(args)` bytes
+    long key_heads, value_heads, key_size, value_size, kernel;
+    float eps;  // of the norm
+    int dtype, threads;
+};
+
+// A gated short convolution, C * convolution(B * x).
+struct ConvolutionArgs {
+    const void* mixed;    // [tokens, B | C | x] of `dtype`
+    const float* weight;  // [kernel][channels]
+    void* tail;           // [slots][kernel - 1][channels] of `dtype`, the oldest first
+    void* output;         // [tokens, channels] of `dtype`
+    StateRows rows;
+    long channels, kernel;
+    int dtype, threads;
+};
+
+enum OperationKind : long { NORM = 0, LINEAR = 1, ATTENTION = 2, DELTA = 3, CONVOLUTION = 4 };
 
 // One operation of a program, in words of eight bytes. Operands are numbers of buffers. kernels/cpu_record.py has its twin.
 struct Operation {
@@ -134,6 +175,9 @@ struct Operation {
     long column;  // which block tables and slots
     long plan;  // operations of equal shapes share one; numbered in order of first use
     const Adapters* adapters;  // of products; null: none ever
+    const void *convolution, *decay, *dt_bias;  // of the delta rule, as its arguments have them; its norm is the weight
+    void *states, *tail;                        // of the delta rule and of convolutions
+    long value_size, kernel;                    // likewise; heads, kv_heads and head_size are those of values and of keys
 };
 
 // Operations over buffers of a row a token, one after another, all of `dtype`. Only norms without a residual may have the
@@ -150,6 +194,7 @@ struct ProgramArgs {
     const std::int32_t* block_tables;  // `column_stride` elements from column to column
     const std::int64_t* slots;         // [columns, tokens]
     const std::int32_t* ahead;
+    StateRows states;  // for the delta rule and convolutions
     const std::int32_t* row_slots;  // [tokens]: as in LinearArgs; null: no row has an adapter
     const float* scalings;  // as in LinearArgs
     long scaling_stride;
@@ -212,6 +257,9 @@ struct Kernels {
     long (*encoder_attention_scratch)(const EncoderAttentionArgs&);
     void (*encoder_attention)(const EncoderAttentionArgs&);
     void (*rotation)(const RotationArgs&);
+    long (*delta_scratch)(const DeltaArgs&);
+    void (*delta)(const DeltaArgs&);
+    void (*convolution)(const ConvolutionArgs&);
     long (*program_scratch)(const ProgramArgs&, long* work);
     void (*program)(const ProgramArgs&);
     long (*sampling_scratch)(const SamplingArgs&);

@@ -1,0 +1,464 @@
+// The gated delta rule (https://arxiv.org/abs/2412.06464), with the convolution before it and the gated norm after it.
+//
+// A state S is [key_size][value_size]. A token changes it to S' = decay S + k^T u, u = beta (v - decay k S), and its result
+// is q S'. Single rows read a state once from memory and write it once. More rows are computed CHUNK_ROWS at a time as
+// matmuls: with D[i][j] = exp(total[i] - total[j]) for j <= i, where `total` sums the logarithms of the decays up,
+//     (1 + A) U = beta (V - exp(total) K S),     A = beta K K^T D below the diagonal
+//     O = exp(total) Q S + (Q K^T D) U,          S' = exp(total[last]) S + K^T exp(total[last] - total) U.
+// Columns of values do not meet, so all this goes panel by panel of 16 columns, whose state stays in a first-level cache.
+// The triangular system is solved by forward substitution in blocks of rows. All numbers between are float32.
+// Chunks end at absolute multiples of CHUNK_ROWS: a state does not depend on how a prompt was cut into steps.
+#pragma once
+
+#include "formats.h"
+#include "states.h"
+#include "threads.h"
+
+namespace {
+
+constexpr long CHUNK_ROWS = 64;
+// Rows of a block, whose sums with a panel stay in registers.
+constexpr int BLOCK_ROWS = LANES == 16 ? 16 : REGISTERS == 32 || LANES == 8 ? 6 : 2;
+constexpr long PADDED_ROWS = (CHUNK_ROWS + BLOCK_ROWS - 1) / BLOCK_ROWS * BLOCK_ROWS;
+// Elements from one row of a chunk's matrices to the next: rows at multiples of 512 bytes would share lines of a cache.
+constexpr long PADDING = 16, SCORE_STRIDE = (CHUNK_ROWS + BLOCK_ROWS + PANEL) / PANEL * PANEL;
+// Rows of a state that are read side by side.
+constexpr int STATE_ROWS = 4;
+constexpr float NORM_EPS = 1e-6f;
+// Above this, softplus(x) is x.
+constexpr float LINEAR_SOFTPLUS = 20;
+
+struct DeltaShape {
+    long group, keys, values, channels, width, key_stride, value_stride, state;
+
+    explicit DeltaShape(const DeltaArgs& args)
+        : group(args.value_heads / args.key_heads),
+          keys(args.key_heads * args.key_size),
+          values(args.value_heads * args.value_size),
+          channels(2 * keys + values),
+          width(channels + values + 2 * args.value_heads),
+          key_stride(args.key_size + PADDING),
+          value_stride(args.value_size + PADDING),
+          state(args.key_size * args.value_size) {}
+};
+
+// A thread's memory.
+struct DeltaScratch {
+    float *query, *key;    // [rows][key_stride]
+    float* value;          // [rows][value_stride], then the results
+    float* columns;        // keys in panels of 16 rows, [panels][key_size][16]
+    float *keys, *scores;  // K K^T and Q K^T, [rows][SCORE_STRIDE]
+    float *system, *seen;  // -A and Q K^T D
+    float* panel;          // of a state, [key_size][16]; for a single row, sums of two products with a state
+    float* updates;        // U of a panel, [rows][16]
+    float *total, *grown, *to_end, *beta;  // [rows]: log decay since the chunk's start, its exponential, decay until its end
+
+    long floats = 0;
+
+    // chunks: whether there is a segment of more than one row. memory: null to learn how much is needed.
+    DeltaScratch(const DeltaArgs& args, float* memory, bool chunks) {
+        DeltaShape shape(args);
+        const long rows = chunks ? PADDED_ROWS : 1, scores = chunks ? rows * SCORE_STRIDE : 0;
+        auto take = [&](long count) {
+            float* taken = memory ? memory + floats : nullptr;
+            floats += count;
+            return taken;
+        };
+        query = take(rows * shape.key_stride);
+        key = take(rows * shape.key_stride);
+        value = take(rows * shape.value_stride);
+        updates = take(rows * PANEL);
+        keys = take(scores);
+        this->scores = take(scores);
+        system = take(scores);
+        seen = take(scores);
+        columns = take(chunks ? SCORE_STRIDE * args.key_size : 0);
+        panel = take(larger(chunks ? PANEL * args.key_size : 0, 2 * args.value_size));
+        const long vectors = (rows + PANEL - 1) / PANEL * PANEL;
+        total = take(vectors);
+        grown = take(vectors);
+        to_end = take(vectors);
+        beta = take(vectors);
+    }
+};
+
+// power: e^x.
+INLINE float softplus(float x, float power) { return x > LINEAR_SOFTPLUS ? x : __builtin_log1pf(power); }
+
+// Asks for a row of the chunk that follows. Rows lie on pages of their own, which no hardware prefetches.
+template <class T>
+INLINE void prefetch_row(const T* row, long size) {
+    for (long i = 0; i < size; i += 64 / static_cast<long>(sizeof(T))) __builtin_prefetch(row + i, 0, 2);
+}
+
+// Convolution and SiLU of `size` channels of the rows `first <= row < last` of a segment. weight: [kernel][channels].
+template <class T>
+void convolve(const Inputs<T>& inputs, const float* weight, long first, long last, long size, float* to, long stride) {
+    const T* taps[MAX_KERNEL];
+    auto each_column = [&](auto count) __attribute__((always_inline)) {
+        constexpr int KNOWN = decltype(count)::value;
+        for (long column = 0; column < size; column += LANES) {
+            f32v sum{};
+#pragma GCC unroll 4
+            for (long tap = 0; tap < (KNOWN ? KNOWN : inputs.kernel); ++tap)
+                if (KNOWN || taps[tap]) sum += load(taps[tap] + column) * load(weight + tap * inputs.channels + column);
+            store(to + column, activate(SILU, sum));
+        }
+    };
+    for (long row = first; row < last; ++row, to += stride) {
+        find_taps(inputs, row, taps);
+        prefetch_row(inputs.rows + (row + CHUNK_ROWS) * inputs.stride, size);
+        if (inputs.kernel == 4 && taps[0])
+            each_column(Count<4>{});
+        else
+            each_column(Count<0>{});
+    }
+}
+
+// Of multiples of 16 elements.
+INLINE float dot(const float* a, const float* b, long count) {
+    f32v sums[4] = {};
+    for (long i = 0; i < count; i += PANEL)
+#pragma GCC unroll 4
+        for (int vector = 0; vector < PANEL_VECTORS; ++vector) sums[vector] += load(a + i + vector * LANES) * load(b + i + vector * LANES);
+    return sum((sums[0] + sums[1]) + (sums[2] + sums[3]));
+}
+
+INLINE void scale_row(float* row, long count, float factor) {
+    for (long i = 0; i < count; i += LANES) store(row + i, load(row + i) * factor);
+}
+
+// sums += a b for `count` rows of a panel b. Elements of a lie `row_step` apart from row to row, `step` from column to column.
+INLINE void add_products(f32v (&sums)[BLOCK_ROWS][PANEL_VECTORS], const float* a, long row_step, long step, const float* panel,
+                         long count) {
+    for (long i = 0; i < count; ++i, a += step, panel += PANEL) {
+        f32v b[PANEL_VECTORS];
+#pragma GCC unroll 4
+        for (int vector = 0; vector < PANEL_VECTORS; ++vector) b[vector] = load(panel + vector * LANES);
+#pragma GCC unroll 16
+        for (int row = 0; row < BLOCK_ROWS; ++row)
+#pragma GCC unroll 4
+            for (int vector = 0; vector < PANEL_VECTORS; ++vector) sums[row][vector] += a[row * row_step] * b[vector];
+    }
+}
+
+INLINE void store_block(const f32v (&sums)[BLOCK_ROWS][PANEL_VECTORS], float* to, long stride) {
+    for (int row = 0; row < BLOCK_ROWS; ++row)
+        for (int vector = 0; vector < PANEL_VECTORS; ++vector) store(to + row * stride + vector * LANES, sums[row][vector]);
+}
+
+// K K^T and Q K^T of a chunk, in panels up to the diagonal.
+void multiply_keys(const DeltaArgs& args, const DeltaShape& shape, const DeltaScratch& own, long rows) {
+    for (long row = 0; row < rows; ++row)
+        for (long i = 0; i < args.key_size; ++i)
+            own.columns[(row / PANEL * args.key_size + i) * PANEL + row % PANEL] = own.key[row * shape.key_stride + i];
+    for (long first = 0; first < rows; first += BLOCK_ROWS)
+        for (long column = 0; column < first + BLOCK_ROWS; column += PANEL) {
+            f32v keys[BLOCK_ROWS][PANEL_VECTORS] = {}, scores[BLOCK_ROWS][PANEL_VECTORS] = {};
+            const float* panel = own.columns + column * args.key_size;
+            add_products(keys, own.key + first * shape.key_stride, shape.key_stride, 1, panel, args.key_size);
+            store_block(keys, own.keys + first * SCORE_STRIDE + column, SCORE_STRIDE);
+            add_products(scores, own.query + first * shape.key_stride, shape.key_stride, 1, panel, args.key_size);
+            store_block(scores, own.scores + first * SCORE_STRIDE + column, SCORE_STRIDE);
+        }
+}
+
+// -A and Q K^T D, with zeros behind what rows see, up to the end of their blocks.
+void weigh_keys(const DeltaScratch& own, long padded) {
+    for (long row = 0; row < padded; ++row)
+        for (long column = 0; column < row / BLOCK_ROWS * BLOCK_ROWS + BLOCK_ROWS; column += LANES) {
+            i32v place = lanes_from(column);
+            auto number = static_cast<std::int32_t>(row);
+            f32v decay = choose(place <= number, exponential(own.total[row] - load(own.total + column)), f32v{});
+            long at = row * SCORE_STRIDE + column;
+            store(own.seen + at, choose(place <= number, load(own.scores + at) * decay, f32v{}));
+            store(own.system + at, choose(place < number, load(own.keys + at) * decay * -own.beta[row], f32v{}));
+        }
+}
+
+// One panel of a chunk: updates, results in place of values, and the state after it.
+void run_panel(const DeltaArgs& args, const DeltaShape& shape, const DeltaScratch& own, long rows, const float* source,
+               float* target, float* values) {
+    for (long i = 0; i < args.key_size; ++i)
+        for (int vector = 0; vector < PANEL_VECTORS; ++vector)
+            store(own.panel + i * PANEL + vector * LANES, source ? load(source + i * args.value_size + vector * LANES) : f32v{});
+    for (long first = 0; first < rows; first += BLOCK_ROWS) {
+        f32v sums[BLOCK_ROWS][PANEL_VECTORS] = {};
+        add_products(sums, own.key + first * shape.key_stride, shape.key_stride, 1, own.panel, args.key_size);
+        for (int row = 0; row < BLOCK_ROWS; ++row)
+            for (int vector = 0; vector < PANEL_VECTORS; ++vector) {
+                f32v value = load(values + (first + row) * shape.value_stride + vector * LANES);
+                sums[row][vector] = (value - own.grown[first + row] * sums[row][vector]) * own.beta[first + row];
+            }
+        const float* system = own.system + first * SCORE_STRIDE;
+        add_products(sums, system, SCORE_STRIDE, 1, own.updates, first);
+#pragma GCC unroll 16
+        for (int row = 1; row < BLOCK_ROWS; ++row)
+#pragma GCC unroll 16
+            for (int other = 0; other < row; ++other)
+                for (int vector = 0; vector < PANEL_VECTORS; ++vector)
+                    sums[row][vector] += system[row * SCORE_STRIDE + first + other] * sums[other][vector];
+        store_block(sums, own.updates + first * PANEL, PANEL);
+
+        f32v results[BLOCK_ROWS][PANEL_VECTORS] = {};
+        add_products(results, own.query + first * shape.key_stride, shape.key_stride, 1, own.panel, args.key_size);
+        for (int row = 0; row < BLOCK_ROWS; ++row)
+            for (int vector = 0; vector < PANEL_VECTORS; ++vector) results[row][vector] *= own.grown[first + row];
+        add_products(results, own.seen + first * SCORE_STRIDE, SCORE_STRIDE, 1, own.updates, first + BLOCK_ROWS);
+        store_block(results, values + first * shape.value_stride, shape.value_stride);
+    }
+    for (long row = 0; row < rows; ++row) scale_row(own.updates + row * PANEL, PANEL, own.to_end[row]);
+    // The last block may compute some rows of the one before it again.
+    for (long block = 0; block < args.key_size; block += BLOCK_ROWS) {
+        long first = smaller(block, args.key_size - BLOCK_ROWS);
+        f32v sums[BLOCK_ROWS][PANEL_VECTORS];
+        for (int row = 0; row < BLOCK_ROWS; ++row)
+            for (int vector = 0; vector < PANEL_VECTORS; ++vector)
+                sums[row][vector] = load(own.panel + (first + row) * PANEL + vector * LANES) * own.grown[rows - 1];
+        add_products(sums, own.key + first, 1, shape.key_stride, own.updates, rows);
+        store_block(sums, target + first * args.value_size, args.value_size);
+    }
+}
+
+// Asks for a state that is read next, a part with each rows of the one before it.
+struct NextState {
+    const float* from;  // null: not known
+    long size;
+
+    void prefetch(long count) {
+        if (!from) return;
+        count = smaller(count, size);
+        for (long i = 0; i < count; i += 64 / static_cast<long>(sizeof(float))) __builtin_prefetch(from + i, 0, 2);
+        from += count;
+        size -= count;
+    }
+};
+
+// One row of a head; its result in place of the value. source, target: [key_size][value_size], may be the same.
+void step_state(const DeltaArgs& args, const DeltaScratch& own, float log_decay, float beta, const float* source, float* target,
+                NextState next) {
+    const long size = args.value_size;
+    float *known = own.panel, *result = own.panel + size;
+    for (long i = 0; i < 2 * size; i += LANES) store(known + i, f32v{});
+    for (long row = 0; source && row < args.key_size; row += STATE_ROWS) {
+        f32v keys[STATE_ROWS], queries[STATE_ROWS];
+        for (int i = 0; i < STATE_ROWS; ++i) {
+            keys[i] = broadcast(own.key[row + i]);
+            queries[i] = broadcast(own.query[row + i]);
+        }
+        const float* rows = source + row * size;
+        for (long column = 0; column < size; column += LANES) {
+            f32v of_key = load(known + column), of_query = load(result + column);
+#pragma GCC unroll 4
+            for (int i = 0; i < STATE_ROWS; ++i) {
+                f32v state = load(rows + i * size + column);
+                of_key += keys[i] * state;
+                of_query += queries[i] * state;
+            }
+            store(known + column, of_key);
+            store(result + column, of_query);
+        }
+        next.prefetch(STATE_ROWS * size / 2);
+    }
+    float decay = exponential(broadcast(log_decay))[0], score = dot(own.query, own.key, args.key_size);
+    float* update = known;
+    for (long column = 0; column < size; column += LANES) {
+        f32v own_update = (load(own.value + column) - decay * load(known + column)) * beta;
+        store(update + column, own_update);
+        store(own.value + column, decay * load(result + column) + score * own_update);
+    }
+    for (long row = 0; row < args.key_size; row += STATE_ROWS) {
+        f32v keys[STATE_ROWS];
+        for (int i = 0; i < STATE_ROWS; ++i) keys[i] = broadcast(own.key[row + i]);
+        for (long column = 0; column < size; column += LANES) {
+            f32v own_update = load(update + column);
+#pragma GCC unroll 4
+            for (int i = 0; i < STATE_ROWS; ++i) {
+                long place = (row + i) * size + column;
+                f32v state = source ? load(source + place) * decay : f32v{};
+                store(target + place, state + keys[i] * own_update);
+            }
+        }
+        next.prefetch(STATE_ROWS * size / 2);
+    }
+}
+
+// One key head of a sequence with the value heads that share it.
+template <class T>
+class DeltaHead {
+public:
+    // next: the state that the calling thread reads after those of this head.
+    DeltaHead(const DeltaArgs& args, const DeltaScratch& own, long head, const float* next)
+        : args_(args), shape_(args), own_(own), head_(head), next_(next) {}
+
+    void run(long sequence) {
+        for (long i = args_.rows.sequences[sequence]; i < args_.rows.sequences[sequence + 1]; ++i) {
+            const Segment segment(args_.rows, i);
+            const float* source = slot_of(args_.states, segment.source, args_.value_heads * shape_.state);
+            float* target = slot_of(args_.states, segment.target, args_.value_heads * shape_.state);
+            const T* tail = slot_of(static_cast<const T*>(args_.tail), segment.source, (args_.kernel - 1) * shape_.channels);
+            for (long row = segment.first; row < segment.last;) {
+                long position = segment.position + row - segment.first;
+                long last = smaller(segment.last, row + CHUNK_ROWS - position % CHUNK_ROWS);
+                run_chunk(segment, tail, row, last, source, target);
+                source = target;
+                row = last;
+            }
+            if (segment.first == segment.last) copy(source, target);
+            T* kept = slot_of(static_cast<T*>(args_.tail), segment.target, (args_.kernel - 1) * shape_.channels);
+            for (const Part& part : parts())
+                keep_tail(inputs(segment, tail, part.first), segment.last - segment.first, kept + part.first, part.size);
+        }
+    }
+
+private:
+    // Neighbouring channels of the convolution.
+    struct Part {
+        long first, size;
+    };
+    struct Parts {
+        Part all[3];
+        const Part* begin() const { return all; }
+        const Part* end() const { return all + 3; }
+    };
+    Parts parts() const {
+        long of_values = shape_.group * args_.value_size;
+        return {{{head_ * args_.key_size, args_.key_size},
+                 {shape_.keys + head_ * args_.key_size, args_.key_size},
+                 {2 * shape_.keys + head_ * of_values, of_values}}};
+    }
+
+    const T* mixed(long row, long column) const { return static_cast<const T*>(args_.mixed) + row * shape_.width + column; }
+
+    Inputs<T> inputs(const Segment& segment, const T* tail, long channel) const {
+        return {mixed(segment.first, channel), shape_.width, tail ? tail + channel : nullptr, shape_.channels, args_.kernel};
+    }
+
+    void copy(const float* source, float* target) const {
+        long first = head_ * shape_.group * shape_.state, count = shape_.group * shape_.state;
+        for (long i = first; i < first + count; i += LANES) store(target + i, source ? load(source + i) : f32v{});
+    }
+
+    // Rows `first` to `last` of a segment, one chunk at most.
+    void run_chunk(const Segment& segment, const T* tail, long first, long last, const float* source, float* target) {
+        const long rows = last - first, padded = rows == 1 ? 1 : (rows + BLOCK_ROWS - 1) / BLOCK_ROWS * BLOCK_ROWS;
+        const Parts all = parts();
+        auto convolved = [&](long channel, long size, float* to, long stride) {
+            convolve(inputs(segment, tail, channel), args_.convolution + channel, first - segment.first, last - segment.first,
+                     size, to, stride);
+            for (long row = rows; row < padded; ++row) clear(to + row * stride, size);
+        };
+        convolved(all.all[0].first, args_.key_size, own_.query, shape_.key_stride);
+        convolved(all.all[1].first, args_.key_size, own_.key, shape_.key_stride);
+        const float scale = 1.0f / __builtin_sqrtf(static_cast<float>(args_.key_size));
+        for (long row = 0; row < rows; ++row) {
+            normalize(own_.query + row * shape_.key_stride, scale);
+            normalize(own_.key + row * shape_.key_stride, 1);
+        }
+        if (rows > 1) multiply_keys(args_, shape_, own_, padded);
+        for (long i = 0; i < shape_.group; ++i) {
+            const long head = head_ * shape_.group + i, place = head * shape_.state;
+            convolved(2 * shape_.keys + head * args_.value_size, args_.value_size, own_.value, shape_.value_stride);
+            find_gates(head, first, rows, padded);
+            const float* from = source ? source + place : nullptr;
+            if (rows == 1) {
+                const float* next = i + 1 < shape_.group ? (from ? from + shape_.state : nullptr) : next_;
+                step_state(args_, own_, own_.total[0], own_.beta[0], from, target + place, {next, shape_.state});
+            } else {
+                weigh_keys(own_, padded);
+                for (long column = 0; column < args_.value_size; column += PANEL)
+                    run_panel(args_, shape_, own_, rows, from ? from + column : nullptr, target + place + column,
+                              own_.value + column);
+            }
+            for (long row = 0; row < rows; ++row) finish_row(head, first + row, own_.value + row * shape_.value_stride);
+        }
+    }
+
+    static void clear(float* row, long count) { __builtin_memset(row, 0, static_cast<std::size_t>(count) * sizeof *row); }
+
+    void normalize(float* row, float scale) const {
+        scale_row(row, args_.key_size, scale / __builtin_sqrtf(dot(row, row, args_.key_size) + NORM_EPS));
+    }
+
+    // Decays and step sizes of a head's rows; rows that pad change nothing.
+    void find_gates(long head, long first, long rows, long padded) const {
+        const T* gates = mixed(first, shape_.channels + shape_.values + head);
+        for (long row = 0; row < rows; ++row, gates += shape_.width) {
+            own_.beta[row] = to_float(gates[0]);
+            own_.total[row] = to_float(gates[args_.value_heads]) + args_.dt_bias[head];
+        }
+        for (long row = 0; row < rows; row += LANES) {
+            store(own_.beta + row, sigmoid(load(own_.beta + row)));
+            store(own_.grown + row, exponential(load(own_.total + row)));
+        }
+        float total = 0;
+        for (long row = 0; row < padded; ++row) {
+            if (row < rows) total += args_.decay[head] * softplus(own_.total[row], own_.grown[row]);
+            own_.total[row] = total;
+            if (row >= rows) own_.beta[row] = 0;
+        }
+        for (long row = 0; row < padded && rows > 1; row += LANES) {
+            f32v totals = load(own_.total + row);
+            store(own_.grown + row, exponential(totals));
+            store(own_.to_end + row, exponential(total - totals));
+        }
+    }
+
+    // Norm and gate of a head's result.
+    void finish_row(long head, long row, const float* result) const {
+        const T* gates = mixed(row, shape_.channels + head * args_.value_size);
+        prefetch_row(gates + CHUNK_ROWS * shape_.width, args_.value_size);
+        T* to = static_cast<T*>(args_.output) + row * shape_.values + head * args_.value_size;
+        float mean = dot(result, result, args_.value_size) / static_cast<float>(args_.value_size);
+        float scale = 1.0f / __builtin_sqrtf(mean + args_.eps);
+        for (long column = 0; column < args_.value_size; column += LANES)
+            store(to + column, load(result + column) * scale * load(args_.norm + column) * activate(SILU, load(gates + column)));
+    }
+
+    const DeltaArgs& args_;
+    const DeltaShape shape_;
+    const DeltaScratch& own_;
+    const long head_;
+    const float* next_;
+};
+
+INLINE bool has_chunks(const StateRows& rows) { return num_rows(rows) > rows.count; }
+
+long thread_bytes(const DeltaArgs& args) {
+    return cache_lines(DeltaScratch(args, nullptr, has_chunks(args.rows)).floats * static_cast<long>(sizeof(float)));
+}
+
+long delta_scratch(const DeltaArgs& args) {
+    return args.threads * thread_bytes(args);
+}
+
+template <class T>
+void run_delta(const DeltaArgs& args) {
+    const DeltaShape shape(args);
+    const bool chunks = has_chunks(args.rows);
+    const long bytes = thread_bytes(args), items = args.rows.count * args.key_heads;
+    auto state_of = [&](long item) -> const float* {
+        long first = args.rows.sequences[item / args.key_heads];
+        const float* slot = slot_of(args.states, args.rows.sources[first], args.value_heads * shape.state);
+        return slot ? slot + item % args.key_heads * shape.group * shape.state : nullptr;
+    };
+    auto run = [&](long item, const float* next, int thread) {
+        DeltaScratch own(args, reinterpret_cast<float*>(static_cast<char*>(args.scratch) + thread * bytes), chunks);
+        DeltaHead<T>(args, own, item % args.key_heads, next).run(item / args.key_heads);
+    };
+    // The longest sequences come last in a batch, and first here.
+    if (chunks)
+        return each_in_turn(args.threads, items, [&](long i, int thread) { run(items - 1 - i, nullptr, thread); });
+    each_range(args.threads, items, 2 * shape.group * shape.state, [&](long first, long last, int thread) {
+        for (long i = first; i < last; ++i) run(i, i + 1 < last ? state_of(i + 1) : nullptr, thread);
+    });
+}
+
+void delta(const DeltaArgs& args) {
+    if (args.dtype == FLOAT32)
+        run_delta<float>(args);
+    else
+        run_delta<bf16>(args);
+}
+
+}  // namespace
