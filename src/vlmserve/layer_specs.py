@@ -108,7 +108,7 @@ Mixer = AttentionSpec | DeltaSpec | ConvolutionSpec
 
 def _tail(channels: int, kernel: int) -> StateTensor:
     """The last inputs of a causal convolution, the oldest first."""
-    return StateTensor("tail", (channels, kernel - 1), is_float32=False)
+    return StateTensor("tail", (kernel - 1, channels), is_float32=False)
 
 
 def _bytes(tensors: Sequence[StateTensor], element_size: int) -> int:

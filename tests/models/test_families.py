@@ -71,7 +71,16 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3.5": ("Qwen3_5", QWEN35),
-    "qwen3.5 with shared keys": ("Qwen3_5", {**QWEN35, "linear_num_value_heads": 6, "attention_bias": True}),
+    "qwen3.5 with shared keys": (
+        "Qwen3_5",
+        {
+            **QWEN35,
+            "linear_num_value_heads": 6,
+            "linear_key_head_dim": 16,  # native kernels take multiples of 16
+            "linear_value_head_dim": 16,
+            "attention_bias": True,
+        },
+    ),
 }
 """Families with layers that have states."""
 

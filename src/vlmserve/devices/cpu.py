@@ -14,7 +14,7 @@ from torch import Tensor
 
 from vlmserve.devices.device import Clock, HostClock, LayerExecutor, LayerStack
 from vlmserve.devices.torch_device import TorchDevice
-from vlmserve.kernels import cpu_sampling
+from vlmserve.kernels import cpu_sampling, cpu_states
 from vlmserve.kernels.attention import AttentionBackend, LayerCache
 from vlmserve.kernels.choice import choose_kernels, multiplies_bfloat16
 from vlmserve.kernels.cpu_attention import CpuAttention, unsupported_reason
@@ -41,11 +41,12 @@ from vlmserve.kernels.operations import (
     Table,
 )
 from vlmserve.kernels.quantized import QuantizedWeight
+from vlmserve.kernels.states import ConvolutionKernel, DeltaKernel, DeltaWeights, StateCache
 from vlmserve.kernels.torch_decodes import BUCKET_COST
 from vlmserve.kernels.torch_products import ReorderedProduct, torch_linear
 from vlmserve.kernels.torch_sampling import Draw
 from vlmserve.kernels.trials import superblocks_are_as_fast
-from vlmserve.layer_specs import AttentionSpec
+from vlmserve.layer_specs import AttentionSpec, ConvolutionSpec, DeltaSpec, StateSpec
 from vlmserve.layers.step import StepContext
 from vlmserve.memory import free_memory
 
@@ -176,6 +177,17 @@ class NativeCpuDevice(CpuDevice):
     def encoder_rotation(self, dtype: torch.dtype) -> RotationKernel | None:
         return rotate_heads if dtype in DTYPES else None
 
+    def delta(self, spec: DeltaSpec, weights: DeltaWeights, dtype: torch.dtype) -> DeltaKernel | None:
+        return cpu_states.NativeDelta(spec, weights, dtype) if self._serves(spec, dtype) else None
+
+    def convolution(self, spec: ConvolutionSpec, weight: Tensor, dtype: torch.dtype) -> ConvolutionKernel | None:
+        return cpu_states.NativeConvolution(spec, weight, dtype) if self._serves(spec, dtype) else None
+
+    def _serves(self, spec: StateSpec, dtype: torch.dtype) -> bool:
+        if (reason := cpu_states.unsupported_reason(spec, dtype)) is not None:
+            logger.info("states: torch (%s)", reason)
+        return reason is None
+
     def attention(
         self,
         layers: Sequence[AttentionSpec],
@@ -205,7 +217,7 @@ class ProgramExecutor:
     """Runs all layers in one call, if native kernels support all of their operations. A `LayerExecutor`."""
 
     def __init__(self) -> None:
-        self._recorded: tuple[weakref.ref[LayerCache], Program | None] | None = None
+        self._recorded: tuple[list[weakref.ref[LayerCache | StateCache]], Program | None] | None = None
 
     def run(self, layers: LayerStack, x: Tensor, caches: Sequence[LayerCache], step: StepContext) -> Tensor:
         # A program has no place for factors of queries, nor for what adapters change beside its kernels.
@@ -223,14 +235,18 @@ class ProgramExecutor:
 
     def program(self, layers: LayerStack, x: Tensor, caches: Sequence[LayerCache], step: StepContext) -> Program | None:
         """The layers over these caches as one program; None if a layer has an operation without a native kernel."""
-        if self._recorded is None or self._recorded[0]() is not caches[0]:
-            self._recorded = weakref.ref(caches[0]), record(layers, x, caches, step)
+        used = (caches[0], step.states[0] if step.states else caches[0])
+        if self._recorded is None or any(
+            known() is not cache for known, cache in zip(self._recorded[0], used, strict=True)
+        ):
+            self._recorded = [weakref.ref(cache) for cache in used], record(layers, x, caches, step)
         return self._recorded[1]
 
 
 def record(layers: LayerStack, x: Tensor, caches: Sequence[LayerCache], step: StepContext) -> Program | None:
     recording = Recording(x.shape[1], x.dtype)
-    unknown: Any = Unknown("cross-attention or states")
+    unknown: Any = Unknown("cross-attention")
+    unknown.states = Unknown("states")
     ropes = [cast(Any, recording.rope(rope.size)) for rope in step.ropes]
     context = StepContext(unknown, ropes, unknown, states=step.states)
     try:

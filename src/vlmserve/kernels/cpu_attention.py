@@ -15,6 +15,7 @@ from vlmserve.kernels.attention import AttentionContext, BatchMetadata, LayerCac
 from vlmserve.kernels.blocks import allocate_zeros
 from vlmserve.kernels.cpu_program import CpuPlan, Recorded, RecordedRope
 from vlmserve.kernels.cpu_record import ATTENTION
+from vlmserve.kernels.cpu_states import addresses_of
 from vlmserve.kernels.extension import DTYPES, extension, supported_isas
 from vlmserve.layer_specs import AttentionSpec
 
@@ -99,6 +100,7 @@ class CpuAttention:
             table_stride=tensors[2].stride(1),
             column_stride=tensors[2].stride(0),
             threads=torch.get_num_threads(),
+            states=addresses_of(metadata.states),
         )
 
     def attend(

@@ -40,6 +40,8 @@ class CpuPlan:
     column_stride: int
     """Elements from one column's block tables to the next."""
     threads: int
+    states: tuple[int, ...]
+    """The fields of `StateRows` in csrc/table.h, in memory of `BatchMetadata.states`."""
 
     def addresses_of(self, column: int) -> tuple[int, int, int, int, int]:
         """`addresses` with the block tables and slots of a column."""
@@ -242,6 +244,7 @@ class Program:
             output.data_ptr(),
             tables.buffer_info()[0],
             *plan.addresses,
+            *plan.states,
             0 if row_slots is None else row_slots.data_ptr(),
             0 if scalings is None else scalings.data_ptr(),
             0 if scalings is None else scalings.shape[1],

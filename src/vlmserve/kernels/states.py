@@ -23,7 +23,7 @@ class StateCache:
     """The states of one layer, by slot. `StateSpec` has the shapes of a slot."""
 
     tail: Tensor
-    """``[slots, channels, kernel - 1]``: the last inputs of the convolution, the oldest first."""
+    """``[slots, kernel - 1, channels]``: the last inputs of the convolution, the oldest first."""
     states: Tensor | None = None
     """float32 ``[slots, value_heads, key_size, value_size]``. None: the layer has a tail only."""
 

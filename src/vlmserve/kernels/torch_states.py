@@ -94,15 +94,15 @@ def causal_convolution(x: Tensor, weight: Tensor, tails: Tensor, rows: StateRows
     size = len(taps) - 1
     output = torch.empty(x.shape, dtype=torch.float32, device=x.device)
     if decodes := rows.num_decodes:
-        history = torch.cat([_read(tails, rows.sources[:decodes]), x[:decodes, :, None]], 2)
-        output[:decodes] = _weighted(history.permute(2, 0, 1), taps)
-        tails.index_copy_(0, rows.targets[:decodes].long(), history[:, :, 1:])
+        history = torch.cat([_read(tails, rows.sources[:decodes]), x[:decodes, None]], 1)
+        output[:decodes] = _weighted(history.transpose(0, 1), taps)
+        tails.index_copy_(0, rows.targets[:decodes].long(), history[:, 1:])
     for start, end, source, target, _ in _segments(rows, decodes):
-        before = x.new_zeros(size, x.shape[1]) if source == NO_SLOT else tails[source].T
+        before = x.new_zeros(size, x.shape[1]) if source == NO_SLOT else tails[source]
         history = torch.cat([before, x[start:end]])
         windows = torch.stack([history[tap : tap + end - start] for tap in range(size + 1)])
         output[start:end] = _weighted(windows, taps)
-        tails[target] = history[len(history) - size :].T
+        tails[target] = history[len(history) - size :]
     return output
 
 

@@ -422,7 +422,12 @@ private:
     const float* next_;
 };
 
-INLINE bool has_chunks(const StateRows& rows) { return num_rows(rows) > rows.count; }
+// Whether a segment has more than one row.
+INLINE bool has_chunks(const StateRows& rows) {
+    for (long i = 0; i < rows.sequences[rows.count]; ++i)
+        if (rows.starts[i + 1] - rows.starts[i] > 1) return true;
+    return false;
+}
 
 long thread_bytes(const DeltaArgs& args) {
     return cache_lines(DeltaScratch(args, nullptr, has_chunks(args.rows)).floats * static_cast<long>(sizeof(float)));
