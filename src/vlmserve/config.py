@@ -131,6 +131,10 @@ class EngineConfig(Settings):
     kv_cache_dtype: KVCacheDType = Field(
         "auto", description="Type of keys and values: auto takes the model's; int8 takes 8 bits and scales."
     )
+    state_cache_memory: ByteSize | None = Field(
+        None,
+        description="Memory for states of hybrid models, like 4GiB; default: at most half of the caches' memory.",
+    )
     kv_offload_memory: ByteSize = Field(0, description="Host memory for evicted KV blocks, like 4GiB; 0: none.")
     enable_prefix_caching: bool = Field(True, description="Reuse the KV blocks of prompts with a common prefix.")
     memory_fraction: float = Field(

@@ -106,6 +106,7 @@ class LLMOptions(VLLMOptions, total=False):
     block_size: int
     kv_cache_memory: ByteCount | None
     kv_cache_dtype: Literal["auto", "int8"]
+    state_cache_memory: ByteCount | None
     kv_offload_memory: ByteCount
     enable_prefix_caching: bool
     memory_fraction: float

@@ -386,15 +386,12 @@ class ModelInfo(msgspec.Struct, frozen=True):
     kv_cache_tokens: int = 0
     """Tokens that the KV cache holds."""
     weight_bytes: int = 0
-    """Memory of the weights."""
     end_token_ids: list[int] = []
-    """Tokens that end an answer."""
     gpu_uuid: str | None = None
     """Which GPU it runs on, as NVML knows it."""
     image_token_bytes: int = 0
     """What an embedding of an image takes in the encoder cache."""
     tensor_parallel_size: int = 1
-    """How many ranks share the model."""
     image_cost: ImageCost | None = None
     """Time of the vision tower on this machine; None: all images have one size, or it is not known."""
 
@@ -426,7 +423,10 @@ class EngineStats(msgspec.Struct, frozen=True):
     kv_blocks_cached: int = 0
     """Blocks whose content can be found again, those of running requests included."""
     kv_evictions: int = 0
-    """Cached blocks that were evicted."""
+    state_slots_total: int = 0
+    state_slots_used: int = 0
+    state_checkpoints: int = 0
+    state_evictions: int = 0
     host_blocks_total: int = 0
     host_blocks_used: int = 0
     blocks_offloaded: int = 0

@@ -155,8 +155,8 @@ def test_experts_with_wrong_logits_are_rejected(tmp_path: Path, monkeypatch: pyt
     folder = nearly_equal_experts(tmp_path)
     forward = TransformersModel.forward
 
-    def late(self: Any, embeddings: Any, positions: torch.Tensor, *others: Any) -> Any:
-        return forward(self, embeddings, positions * 2, *others)
+    def late(self: Any, embeddings: Any, positions: torch.Tensor, *others: Any, **named: Any) -> Any:
+        return forward(self, embeddings, positions * 2, *others, **named)
 
     monkeypatch.setattr(TransformersModel, "forward", late)
     with pytest.raises(UnsupportedModelError, match="its logits differ from transformers' own"):

@@ -58,12 +58,14 @@ def test_the_largest_step_has_all_tokens(
     seen: list[BatchMetadata] = []
     forward = type(model.language_model).forward
 
-    def record(self: Any, embeddings: Tensor, positions: Tensor, metadata: BatchMetadata, caches: Any) -> Tensor:
+    def record(
+        self: Any, embeddings: Tensor, positions: Tensor, metadata: BatchMetadata, caches: Any, states: Any
+    ) -> Tensor:
         assert len(embeddings) == num_tokens
         assert int(positions.max()) < max_model_len
         assert len(set(metadata.slot_mapping[0].tolist())) == num_tokens, "each token has a slot of its own"
         seen.append(metadata)
-        return forward(self, embeddings, positions, metadata, caches)
+        return forward(self, embeddings, positions, metadata, caches, states=states)
 
     monkeypatch.setattr(type(model.language_model), "forward", record)
     on_device = replace(model, device=device)

@@ -65,6 +65,12 @@ def test_every_pools_figures_are_its_own():
         "cached": stats.kv_blocks_cached,
         "evictions": stats.kv_evictions,
     }
+    assert report["state_slots"] == {
+        "total": stats.state_slots_total,
+        "used": stats.state_slots_used,
+        "checkpoints": stats.state_checkpoints,
+        "evictions": stats.state_evictions,
+    }
     assert report["host_blocks"] == {
         "total": stats.host_blocks_total,
         "used": stats.host_blocks_used,

@@ -15,6 +15,7 @@ from torch import Tensor
 from vlmserve.devices.device import CaptureTime, EagerExecutor, LaidOutTower, LayerExecutor, LayerStack
 from vlmserve.devices.out_of_memory import is_out_of_memory
 from vlmserve.kernels.attention import LayerCache
+from vlmserve.layer_specs import PADDING_SLOT
 from vlmserve.layers.step import StepContext
 
 logger = logging.getLogger(__name__)
@@ -207,15 +208,19 @@ class GraphExecutor:
     ) -> _Graph | None:
         if not self._captures.is_on:
             return None
-        own, slots = x.clone(), step.metadata.slot_mapping
-        kept = slots.clone()
-        # A capture runs the step once before it records it. That writes to the padding block, the last one, so that
-        # only the replay applies the step to its sequences.
-        slots.fill_((len(caches[0].keys) - 1) * caches[0].block_size)
+        own, slots, states = x.clone(), step.metadata.slot_mapping, step.metadata.states
+        # A capture runs the step once before it records it. That writes to the padding block, the last one, and to the
+        # padding slot of states, so that only the replay applies the step to its sequences.
+        padding = [(slots, (len(caches[0].keys) - 1) * caches[0].block_size)]
+        padding += [] if states is None else [(states.sources, PADDING_SLOT), (states.targets, PADDING_SLOT)]
+        kept = [tensor.clone() for tensor, _ in padding]
+        for tensor, place in padding:
+            tensor.fill_(place)
         try:
             repeat = self._captures(lambda: layers(own, caches, _afresh(step)), f"a step of {len(x)} rows")
         finally:
-            slots.copy_(kept)
+            for (tensor, _), content in zip(padding, kept, strict=True):
+                tensor.copy_(content)
         return None if repeat is None else _Graph(own, step, repeat)
 
     def _remember(self, key: Hashable, graph: _Graph | None) -> None:
@@ -314,6 +319,8 @@ def _key(x: Tensor, caches: Sequence[LayerCache], step: StepContext) -> Hashable
     metadata, adapters = step.metadata, step.adapters
     if plan_key is None or step.query_scale is not None or metadata.cross:
         return None
+    if metadata.states is not None and metadata.num_decodes < len(metadata.query_lens):
+        return None  # where chunks are cut is known on the host only
     if adapters is not None and adapters.has_unpacked:
         return None
     if captured_rows(len(x), metadata.num_decodes) != len(x):
@@ -322,6 +329,7 @@ def _key(x: Tensor, caches: Sequence[LayerCache], step: StepContext) -> Hashable
     tensors = [metadata.query_starts, metadata.context_lens, metadata.slot_mapping]
     tensors += [] if metadata.decodes is None else [metadata.decodes]
     tensors += [tensor for rope in step.ropes for tensor in rope.sources]
+    tensors += [] if metadata.states is None else metadata.states.tensors
     tensors.append(caches[0].keys)
     layout = None
     if adapters is not None:

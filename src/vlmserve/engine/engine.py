@@ -17,13 +17,14 @@ from vlmserve.cache.blocks import BlockPool
 from vlmserve.cache.costs import CostModel
 from vlmserve.cache.encoder import EncoderCache
 from vlmserve.cache.prefix import PrefixCache
+from vlmserve.cache.states import StatePool
 from vlmserve.config import EngineConfig
 from vlmserve.engine.adapters import AdapterLoading
 from vlmserve.engine.base import BaseEngine
 from vlmserve.engine.grammars import grammar_compiler
 from vlmserve.engine.image_speed import image_cost
 from vlmserve.engine.intake import Intake
-from vlmserve.engine.loading import CacheSizes, cache_sizes, load
+from vlmserve.engine.loading import KV_TO_CHECKPOINTS, CacheSizes, cache_sizes, load
 from vlmserve.errors import ConfigurationError
 from vlmserve.models.identity import cache_identity
 from vlmserve.models.protocols import LoadedModel, VisionEncoder
@@ -36,6 +37,8 @@ from vlmserve.scheduler.request import Request
 from vlmserve.scheduler.resources.adapters import AdapterSlots
 from vlmserve.scheduler.resources.images import Images
 from vlmserve.scheduler.resources.memory import KVMemory
+from vlmserve.scheduler.resources.resource import Resource
+from vlmserve.scheduler.resources.states import StateMemory, StatePlaces
 from vlmserve.scheduler.scheduler import Scheduler
 from vlmserve.scheduler.step_limits import MeasuredLimits
 from vlmserve.steps import ModelRunnerOutput, RunTimings, SchedulerOutput
@@ -104,7 +107,8 @@ class Engine(BaseEngine):
     ) -> None:
         """followers: all other ranks; None: there are none."""
         language_model = model.language_model
-        of_tokens, num_pages, num_host_pages, max_model_len = sizes = cache_sizes(config, model)
+        sizes = self.sizes = cache_sizes(config, model)
+        of_tokens, num_pages, num_host_pages, max_model_len = sizes[:4]
         _log_cache(config, model, sizes)
         chunk = config.max_num_batched_tokens
         self._config = config
@@ -132,17 +136,11 @@ class Engine(BaseEngine):
         self._overlaps = model.device.draw_later is not None and followers is None
         pages = (num_pages, num_host_pages, config.block_size)
         if followers is None:
-            self.runner = ModelRunner(model, *pages, self._grammars.begin, slots)
+            self.runner = ModelRunner(model, *pages, self._grammars.begin, slots, sizes.slots)
         else:
-            self.runner = LeadingRunner(model, *pages, self._grammars.begin, followers)
+            self.runner = LeadingRunner(model, *pages, self._grammars.begin, followers, sizes.slots)
         self._followers = followers
-        self._memory = KVMemory(
-            self._cache,
-            config.block_size,
-            prefix_caching=config.enable_prefix_caching,
-            max_chunk=chunk,
-            windows=of_tokens.windows,
-        )
+        self._memory = _memory(config, self._cache, sizes)
         self._images = Images(
             EncoderCache(config.encoder_cache_memory),
             max_encoded_images=config.max_encoded_images or model.device.images_per_step,
@@ -150,9 +148,11 @@ class Engine(BaseEngine):
             state_bytes=intake.state_bytes,
             macs=partial(_tower_macs, model.vision),
         )
-        adapters = () if self._adapter_slots is None else (self._adapter_slots,)
+        others: list[Resource] = [] if self._adapter_slots is None else [self._adapter_slots]
+        if isinstance(self._memory, StateMemory):
+            others.append(StatePlaces(self._memory))
         self.scheduler = Scheduler(
-            (self._images, *adapters, self._memory), max_num_seqs=config.max_num_seqs, max_num_batched_tokens=chunk
+            (self._images, *others, self._memory), max_num_seqs=config.max_num_seqs, max_num_batched_tokens=chunk
         )
         if self._adapters is not None and self._adapter_slots is not None:
             self._adapters.follow(self.scheduler, self._adapter_slots)
@@ -305,6 +305,7 @@ class Engine(BaseEngine):
     def stats(self) -> EngineStats:
         host = self._cache.host
         store, places = None if self._adapters is None else self._adapters.store, self._adapter_slots
+        states = self._memory.states if isinstance(self._memory, StateMemory) else None
         return EngineStats(
             num_running=len(self.scheduler.running),
             num_waiting=len(self.scheduler.waiting),
@@ -323,6 +324,10 @@ class Engine(BaseEngine):
             prefix_cached_tokens=self._memory.cached_tokens,
             kv_blocks_cached=self._cache.pool.num_cached,
             kv_evictions=self._cache.pool.num_evictions,
+            state_slots_total=0 if states is None else states.num_slots,
+            state_slots_used=0 if states is None else states.num_used,
+            state_checkpoints=0 if states is None else states.num_cached,
+            state_evictions=0 if states is None else states.num_evictions,
             host_blocks_total=0 if host is None else host.num_blocks,
             host_blocks_used=0 if host is None else host.num_cached,
             blocks_offloaded=self._cache.num_saved,
@@ -347,6 +352,22 @@ class Engine(BaseEngine):
 
     def map_blocks(self) -> BlockMap:
         return self._cache.pool.draw_map(MAX_MAP_CELLS)
+
+
+def _memory(config: EngineConfig, cache: PrefixCache, sizes: CacheSizes) -> KVMemory:
+    caching, windows = config.enable_prefix_caching, sizes.of_tokens.windows
+    if not sizes.slots:
+        chunk = config.max_num_batched_tokens
+        return KVMemory(cache, config.block_size, prefix_caching=caching, max_chunk=chunk, windows=windows)
+    return StateMemory(
+        cache,
+        config.block_size,
+        states=StatePool(sizes.slots),
+        spacing=-(-KV_TO_CHECKPOINTS * sizes.state_bytes * config.block_size // sizes.of_tokens.block),
+        prefix_caching=caching,
+        max_chunk=config.max_num_batched_tokens,
+        windows=windows,
+    )
 
 
 def _tower_macs(tower: VisionEncoder | None, image: ImageInput) -> int:
@@ -400,3 +421,5 @@ def _log_cache(config: EngineConfig, model: LoadedModel, sizes: CacheSizes) -> N
         _cache_type(config, model), of_tokens.block // config.block_size,
         of_tokens.pages(1000, chunk) * page / 1e6, sizes.pages // of_tokens.pages(length, chunk), length,
     )  # fmt: skip
+    if sizes.slots:
+        logger.info("State cache: room for %d states or checkpoints of %.1f MB", sizes.slots, sizes.state_bytes / 1e6)

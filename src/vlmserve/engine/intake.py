@@ -12,6 +12,7 @@ from vlmserve.config import EngineConfig
 from vlmserve.engine.adapters import AdapterLoading
 from vlmserve.engine.loading import CacheSizes
 from vlmserve.errors import InvalidRequestError, PromptTooLongError, UnknownModelError
+from vlmserve.layer_specs import CHUNK
 from vlmserve.models.protocols import LoadedModel
 from vlmserve.sampling.grammar import GrammarCompiler
 from vlmserve.sampling.sampler import draw_seed
@@ -58,6 +59,8 @@ class Intake:
         first_position = self._model.language_model.first_position(len(request.prompt.token_ids))
         # Keys and values depend on the positions at which they were computed.
         identity = self.identity + (b" from %d" % first_position if first_position else b"")
+        if adapter is not None and adapter.mixes and self._sizes.slots:
+            raise InvalidRequestError("X-LoRA adapters do not run on models with gated delta or convolution layers")
         if request.params.grammar is not None:
             self._grammars.check(request.params.grammar)
         digest = b"" if adapter is None else adapter.digest
@@ -98,8 +101,10 @@ class Intake:
     def _longest(self, passes: int = 1, span: int = 0) -> int:
         """Maximum tokens of a request. span: maximum number of its tokens that must be computed in one step."""
         chunk = max(self._config.max_num_batched_tokens, span)
-        of_tokens, pages, _, max_model_len = self._sizes
-        return of_tokens.fitting(pages // passes, chunk, max_model_len)
+        if self._sizes.slots:
+            chunk += CHUNK  # see `StateMemory`
+        sizes = self._sizes
+        return sizes.of_tokens.fitting(sizes.pages // passes, chunk, sizes.max_model_len)
 
     def _max_len_of(self, prompt: Prompt, passes: int) -> int:
         """Maximum tokens of a request with this prompt. Raises PromptTooLongError where the prompt leaves no room."""

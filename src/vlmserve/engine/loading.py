@@ -17,7 +17,7 @@ from vlmserve.devices.choice import find_device
 from vlmserve.devices.ranks import device_of_rank
 from vlmserve.engine.base import context_length
 from vlmserve.engine.calibrated import calibrated_copy
-from vlmserve.errors import ConfigurationError, UnsupportedModelError
+from vlmserve.errors import ConfigurationError
 from vlmserve.layer_specs import CacheBytes
 from vlmserve.layers.parallel import Ranks
 from vlmserve.models.hub import resolve_model
@@ -29,6 +29,11 @@ from vlmserve.quantization import QuantizationConfig
 from vlmserve.runner.memory import num_pages, run_largest_encoding, run_largest_step, run_longest_step
 
 logger = logging.getLogger(__name__)
+
+SLOTS_OF_A_REQUEST = 4
+"""Slots of states for each of `max_num_seqs` requests, if there is memory: its state and three checkpoints."""
+KV_TO_CHECKPOINTS = 10
+"""Bytes of the KV cache for a byte of checkpoints that are taken at intervals."""
 
 
 def load(config: EngineConfig, folder: Path | None = None, ranks: Ranks | None = None) -> LoadedModel:
@@ -108,6 +113,10 @@ class CacheSizes(NamedTuple):
     host_pages: int
     max_model_len: int
     """The longest context in tokens."""
+    slots: int
+    """Slots of states, besides the padding slot."""
+    state_bytes: int
+    """Bytes of a slot over all layers with states; 0: there are none."""
 
 
 def cache_sizes(config: EngineConfig, model: LoadedModel) -> CacheSizes:
@@ -115,13 +124,16 @@ def cache_sizes(config: EngineConfig, model: LoadedModel) -> CacheSizes:
 
     Raises ConfigurationError if not even one block fits, and for settings that want longer contexts than the model has.
     """
-    if model.language_model.state_specs:
-        raise UnsupportedModelError("the engine does not run models with states of layers (gated delta rule) yet")
     num_ranks = config.tensor_parallel_size
     of_tokens = model.language_model.cache_bytes(config.block_size)
     max_model_len = context_length(config, model.max_position)
+    budget = _cache_budget(config, model, max_model_len)
+    state_bytes = sum(spec.state_bytes(model.dtype.itemsize) for spec in model.language_model.state_specs)
+    slots = state_slots(config, state_bytes, budget)
+    if not config.kv_cache_memory:
+        budget -= (1 + slots) * state_bytes
     pages = num_pages(
-        budget=_cache_budget(config, model, max_model_len),
+        budget=budget,
         of_tokens=of_tokens,
         max_model_len=max_model_len,
         max_num_seqs=config.max_num_seqs,
@@ -130,7 +142,28 @@ def cache_sizes(config: EngineConfig, model: LoadedModel) -> CacheSizes:
     )
     # Evicted blocks are found again by the keys of the prefix cache only.
     offloaded = config.kv_offload_memory // num_ranks if config.enable_prefix_caching else 0
-    return CacheSizes(of_tokens, pages, offloaded // of_tokens.page, max_model_len)
+    return CacheSizes(of_tokens, pages, offloaded // of_tokens.page, max_model_len, slots, state_bytes)
+
+
+def state_slots(config: EngineConfig, state_bytes: int, budget: int) -> int:
+    """Slots of states on each rank, besides the padding slot.
+
+    state_bytes: bytes of a slot; 0: the model has no states. budget: bytes of the caches.
+    Raises ConfigurationError if not even one request has room.
+    """
+    if not state_bytes:
+        return 0
+    wanted = max(SLOTS_OF_A_REQUEST * config.max_num_seqs, budget // KV_TO_CHECKPOINTS // state_bytes)
+    memory = min((1 + wanted) * state_bytes, budget // 2)
+    if config.state_cache_memory is not None:
+        memory = config.state_cache_memory // config.tensor_parallel_size
+    slots = memory // state_bytes - 1
+    if slots < 1:
+        raise ConfigurationError(
+            f"the state cache has {max(memory, 0):,} bytes and one request needs {2 * state_bytes:,}; set "
+            "--state-cache-memory to more, free memory, or take a smaller model"
+        )
+    return slots
 
 
 def _cache_budget(config: EngineConfig, model: LoadedModel, max_model_len: int) -> int:

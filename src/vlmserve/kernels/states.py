@@ -98,6 +98,10 @@ class StateRows:
     host: Segments
     """The same, readable without synchronizing with the device."""
 
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [self.starts, self.sources, self.targets, self.positions, self.sequences]
+
     @classmethod
     def of(cls, segments: Segments, device: torch.device | None = None) -> StateRows:
         on = device or torch.device("cpu")

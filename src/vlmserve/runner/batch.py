@@ -14,6 +14,8 @@ from torch import Tensor
 from vlmserve.devices.graphs import captured_sequences, captured_width
 from vlmserve.kernels.adapters import RowSlots, Run, slots_of_rows
 from vlmserve.kernels.attention import BatchMetadata, BidirectionalRows, CrossRows, place_tokens
+from vlmserve.kernels.states import Segments, StateRows
+from vlmserve.layer_specs import PADDING_SLOT
 from vlmserve.models.grid_positions import grid_positions
 from vlmserve.models.image_rows import ImageRows
 from vlmserve.runner.requests import RequestState, ScheduledRequest
@@ -65,12 +67,16 @@ class BatchBuilder:
         padding_block: int = 0,
         cross_states: Mapping[bytes, Tensor] = _NO_STATES,
         num_columns: int = 1,
+        *,
+        has_states: bool = False,
     ) -> None:
         """padding_block: the block that padding rows write to and read from. cross_states: those in memory, by key.
-        num_columns: see `CacheLayout`."""
+        num_columns: see `CacheLayout`. has_states: layers have states, see `StateRows`."""
         self._device = device
         self._passes = [
-            BatchPacker(block_size, device, padding_block, cross_states, num_columns, first_table)
+            BatchPacker(
+                block_size, device, padding_block, cross_states, num_columns, first_table, has_states=has_states
+            )
             for first_table in (0, num_columns)
         ]
 
@@ -118,6 +124,7 @@ class PackedBatch:
     bidirectional: list[BidirectionalRows]
     num_positions: int
     cross: list[CrossRows]
+    segments: Segments | None
     is_repeatable: bool
 
     def batch(
@@ -136,6 +143,7 @@ class PackedBatch:
             num_positions=self.num_positions,
             cross=self.cross,
             decodes=tensors.get("decodes"),
+            states=self._state_rows(tensors),
         )
         return Batch(
             token_ids=tensors["token_ids"],
@@ -149,6 +157,11 @@ class PackedBatch:
             extra=extra,
             scaling_pass=scaling_pass,
         )
+
+    def _state_rows(self, tensors: Mapping[str, Tensor]) -> StateRows | None:
+        if self.segments is None:
+            return None
+        return StateRows(**{name: tensors[f"segment {name}"] for name in Segments._fields}, host=self.segments)
 
 
 class BatchPacker:
@@ -165,8 +178,11 @@ class BatchPacker:
         cross_states: Mapping[bytes, Tensor],
         num_columns: int,
         first_table: int,
+        *,
+        has_states: bool,
     ) -> None:
         """first_table: the pass's first block table of each request. Others: see `BatchBuilder`."""
+        self._has_states = has_states
         self._cross_states = cross_states
         self._num_columns, self._first_table = num_columns, first_table
         self._block_size = block_size
@@ -215,9 +231,9 @@ class BatchPacker:
         positions, num_positions = self._positions[:num_rows], 0
         if any(map(_has_grid, others)):
             positions, num_positions = _in_grids(scheduled, positions, decodes_only=decodes_only)
-        shaped = self._shaped(counts, context_lens, positions)
-        if is_mixed:
-            shaped["decodes"] = np.asarray([num_decodes], np.int32)
+        segments = _segments(scheduled, padding_counts) if self._has_states else None
+        shaped = self._shaped(counts, context_lens, positions, segments)
+        shaped |= {"decodes": np.asarray([num_decodes], np.int32)} if is_mixed else {}
         runs: Sequence[Run] = ()
         if adapters:
             runs, shaped["adapters"] = slots_of_rows((*adapters, *[-1] * len(padding_counts)), tuple(counts))
@@ -236,17 +252,22 @@ class BatchPacker:
             bidirectional=_bidirectional_rows(scheduled, ends) if others else [],
             num_positions=num_positions,
             cross=self._cross_rows(scheduled, ends) if has_cross else [],
+            segments=segments,
             is_repeatable=padded is not None,
         )
 
-    def _shaped(self, counts: list[int], context_lens: list[int], positions: np.ndarray) -> dict[str, np.ndarray]:
+    def _shaped(
+        self, counts: list[int], context_lens: list[int], positions: np.ndarray, segments: Segments | None
+    ) -> dict[str, np.ndarray]:
         num_rows = positions.shape[-1]
+        of_segments = {} if segments is None else segments._asdict()
         return {
             "query_starts": np.concatenate(([0], np.cumsum(counts))).astype(np.int32),
             "context_lens": np.asarray(context_lens, np.int32),
             "slot_mapping": self._slots[:, :num_rows],
             "token_ids": self._token_ids[:num_rows],
             "positions": positions,
+            **{f"segment {name}": array for name, array in of_segments.items()},
         }
 
     def _keep_all_tables(self, states: Sequence[RequestState]) -> None:
@@ -339,6 +360,19 @@ def _padding_counts(counts: Sequence[int], num_decodes: int, padding: int) -> li
         return [1] * padding
     num_empty = captured_sequences(len(counts) + 1) - len(counts) - 1 if num_decodes else 0
     return [padding] + [0] * num_empty
+
+
+def _segments(scheduled: Sequence[ScheduledRequest], padding_counts: Sequence[int]) -> Segments:
+    """Cut the rows of each request at its checkpoints. Padding sequences have the padding slot."""
+    steps = [(number, request.state_step) for number, request in enumerate(scheduled)]
+    known = [(number, step) for number, step in steps if step is not None]
+    chunks = [(request.start, request.start + request.num_tokens) for request in scheduled]
+    return Segments.of_chunks(
+        chunks + [(0, count) for count in padding_counts],
+        [request.state.slot for request in scheduled] + [PADDING_SLOT] * len(padding_counts),
+        {number: step.source for number, step in known},
+        {number: dict(step.checkpoints) for number, step in known},
+    )
 
 
 def _sampled_rows(scheduled: Sequence[ScheduledRequest], ends: np.ndarray) -> np.ndarray:

@@ -12,6 +12,8 @@ from vlmserve.devices.device import LaidOutTower
 from vlmserve.devices.graphs import captured_sequences
 from vlmserve.errors import ConfigurationError
 from vlmserve.kernels.attention import BatchMetadata
+from vlmserve.kernels.blocks import allocate_states
+from vlmserve.kernels.states import StateRows
 from vlmserve.layer_specs import CacheBytes
 from vlmserve.models.protocols import LoadedModel
 
@@ -33,8 +35,10 @@ def run_largest_step(
     tables = np.arange(len(lens) * blocks_each).reshape(len(lens), blocks_each)
     metadata = BatchMetadata.of_chunks([(0, length) for length in lens], tables.tolist(), block_size, device)
     token_ids = torch.zeros(num_tokens, dtype=torch.int64, device=device)
+    metadata = replace(metadata, states=StateRows.of_prompts(lens, device))
     caches = language_model.allocate_cache(tables.size, block_size)
-    hidden = language_model.forward(language_model.embed(token_ids), positions, metadata, caches)
+    states = allocate_states(language_model.state_specs, 1, model.dtype, device)
+    hidden = language_model.forward(language_model.embed(token_ids), positions, metadata, caches, states=states)
     rows = min(num_rows, num_tokens)
     out = model.device.logits_buffer(rows, language_model.vocab_size)
     model.device.draw(
@@ -62,9 +66,12 @@ def run_longest_step(model: LoadedModel, *, num_seqs: int, max_model_len: int, b
         BatchMetadata.of_chunks([(0, length) for length in lens], tables, block_size, device),
         host_context_lens=[max_model_len] * len(lens),
         decodes=torch.tensor([num_decodes], dtype=torch.int32, device=device),
+        states=StateRows.of_prompts(lens, device),
     )
     rows = torch.zeros(sum(lens), dtype=torch.int64, device=device)
-    language_model.forward(language_model.embed(rows), rows, metadata, language_model.allocate_cache(1, block_size))
+    caches = language_model.allocate_cache(1, block_size)
+    states = allocate_states(language_model.state_specs, 1, model.dtype, device)
+    language_model.forward(language_model.embed(rows), rows, metadata, caches, states=states)
 
 
 @torch.inference_mode()

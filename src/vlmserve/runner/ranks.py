@@ -68,8 +68,9 @@ class LeadingRunner(ModelRunner):
         block_size: int,
         make_matcher: MakeMatcher,
         followers: Followers,
+        num_slots: int = 0,
     ) -> None:
-        super().__init__(model, num_blocks, num_host_blocks, block_size, make_matcher)
+        super().__init__(model, num_blocks, num_host_blocks, block_size, make_matcher, num_slots=num_slots)
         self._followers = followers
         self._sampled: dict[str, list[int]] = {}
 
@@ -98,8 +99,10 @@ class LeadingRunner(ModelRunner):
 class FollowingRunner(ModelRunner):
     """The runner of another rank: it computes what rank 0 computes, and is told which tokens that samples."""
 
-    def __init__(self, model: LoadedModel, num_blocks: int, num_host_blocks: int, block_size: int) -> None:
-        super().__init__(model, num_blocks, num_host_blocks, block_size, _no_matcher)
+    def __init__(
+        self, model: LoadedModel, num_blocks: int, num_host_blocks: int, block_size: int, num_slots: int = 0
+    ) -> None:
+        super().__init__(model, num_blocks, num_host_blocks, block_size, _no_matcher, num_slots=num_slots)
 
     def follow(self, message: RankStep) -> None:
         """Run a step to its end."""

@@ -103,8 +103,9 @@ class ModelRunner:
         block_size: int,
         make_matcher: MakeMatcher,
         adapters: RunnerAdapters | None = None,
+        num_slots: int = 0,
     ) -> None:
-        """adapters: the model's slots for them; None: it has none."""
+        """adapters: the model's slots for them; None: it has none. num_slots: slots of states, see `StatePool`."""
         self.model = model
         self.block_size = block_size
         self.padding_block = num_blocks
@@ -113,8 +114,11 @@ class ModelRunner:
         self._sampler = TokenSampler(model.device.draw, model.device.torch_device)
         self._images = ImageEncoder(model, adapters)
         self.num_columns = columns = len(model.language_model.cache_layout.windows)
-        self._batches = BatchBuilder(block_size, model.device, num_blocks, self._images.embeddings, num_columns=columns)
-        self._kv = KVTensors(model, num_blocks, num_host_blocks, block_size)
+        self._has_states = bool(model.language_model.state_specs)
+        self._batches = BatchBuilder(
+            block_size, model.device, num_blocks, self._images.embeddings, columns, has_states=self._has_states
+        )
+        self._kv = KVTensors(model, num_blocks, num_host_blocks, block_size, num_slots)
         # What the last step drew, at least one token, and which request each is of.
         self._drawn = torch.zeros(1, dtype=torch.int32, device=model.device.torch_device)
         self._drawn_rows: dict[str, int] = {}
@@ -147,6 +151,7 @@ class ModelRunner:
             self._adapters.load(step.adapter_loads)
         self._kv.zero(step.blocks_to_zero)
         self._kv.copy(step.block_copies)
+        self._kv.copy_states(step.state_copies)
         clock.mark()
         products = self._images.run(step)
         clock.mark()
@@ -159,6 +164,10 @@ class ModelRunner:
         run = self._compute(scheduled, clock) if scheduled else None
         while scheduled and run is None:
             scheduled = _fail(output, scheduled, [_costliest(scheduled)])
+            if self._has_states:
+                # Layers that were computed have changed states already.
+                output.undone = [request.state.request_id for request in scheduled]
+                break
             run = self._compute(scheduled, None) if scheduled else None
         if run is None:
             self._sampler.collect(0.0, output)
@@ -262,7 +271,8 @@ class ModelRunner:
             token_ids = self._drawn.clamp(min=0)[batch.drawn_rows].long()
         embeddings = language_model.embed(token_ids)
         features = place_images(embeddings, batch.image_rows, self._images.embeddings)
-        return language_model.forward(embeddings, batch.positions, batch.metadata, self._kv.layers, features, wanted)
+        caches, states = self._kv.layers, self._kv.states
+        return language_model.forward(embeddings, batch.positions, batch.metadata, caches, features, wanted, states)
 
     def logits_of(self, hidden: Tensor) -> Tensor:
         """float32 ``[rows, vocabulary]``."""

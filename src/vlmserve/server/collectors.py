@@ -73,6 +73,10 @@ ENGINE_METRICS: tuple[StatMetric[EngineStats], ...] = (
         lambda s: s.kv_blocks_cached,
     ),
     StatMetric("counter", "kv_cache_evictions", "Cached blocks that were evicted.", lambda s: s.kv_evictions),
+    StatMetric("gauge", "state_cache_slots", "Slots of states of hybrid models.", lambda s: s.state_slots_total),
+    StatMetric("gauge", "state_cache_used_slots", "Slots that requests hold.", lambda s: s.state_slots_used),
+    StatMetric("gauge", "state_cache_checkpoints", "States that can be found again.", lambda s: s.state_checkpoints),
+    StatMetric("counter", "state_cache_evictions", "Checkpoints that were evicted.", lambda s: s.state_evictions),
     StatMetric("gauge", "host_cache_blocks", "Blocks of host memory for evicted ones.", lambda s: s.host_blocks_total),
     StatMetric("gauge", "host_cache_used_blocks", "Host blocks in use.", lambda s: s.host_blocks_used),
     StatMetric(

@@ -44,6 +44,12 @@ def cache_report(snapshot: EngineSnapshot, image_cache: ImageCacheStats | None) 
             "cached": stats.kv_blocks_cached,
             "evictions": stats.kv_evictions,
         },
+        "state_slots": {
+            "total": stats.state_slots_total,
+            "used": stats.state_slots_used,
+            "checkpoints": stats.state_checkpoints,
+            "evictions": stats.state_evictions,
+        },
         "host_blocks": {
             "total": stats.host_blocks_total,
             "used": stats.host_blocks_used,

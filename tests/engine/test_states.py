@@ -1,0 +1,228 @@
+"""A model with states of layers gives the same answers however it is scheduled, and whatever is found of its states."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from tests.engine.kinds import with_kernels
+from tests.engine.test_structured import engine_of, run
+from tests.models.test_families import make
+from tests.static_device import StaticDevice, static_devices  # noqa: F401
+from vlmserve.engine.engine import Engine
+from vlmserve.errors import ConfigurationError
+from vlmserve.runner.runner import ModelRunner
+from vlmserve.types import BeamSearch, EngineOutput, EngineRequest, Prompt, SamplingParams
+
+END = 2
+"""Token that ends turns."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make(tmp_path_factory.mktemp("qwen"), "qwen3.5")
+
+
+def engine(folder: Path, **settings: Any) -> Engine:
+    return engine_of(folder, **{"state_cache_memory": None, "block_size": 4, **settings})
+
+
+def with_slots(folder: Path, slots: int, **settings: Any) -> Engine:
+    """An engine with that many slots of states."""
+    probe = engine(folder)
+    return engine(folder, state_cache_memory=(1 + slots) * probe.sizes.state_bytes, **settings)
+
+
+def request(name: str, token_ids: Sequence[int], **options: Any) -> EngineRequest:
+    params = {"temperature": 0, "max_tokens": 6, "ignore_eos": True, "logprobs": 1, **options.pop("params", {})}
+    return EngineRequest(name, Prompt([*token_ids]), SamplingParams(**params), **options)
+
+
+def tokens(seed: int, length: int) -> list[int]:
+    generator = random.Random(seed)
+    return [generator.randrange(3, 290) for _ in range(length)]
+
+
+def answers(outputs: dict[str, list[EngineOutput]]) -> dict[str, list[tuple[int, float]]]:
+    """Tokens and their logprobs."""
+    assert all(parts[-1].error is None for parts in outputs.values())
+    return {
+        name: [(one.token_id, one.logprob) for part in parts for one in part.logprobs or ()]
+        for name, parts in outputs.items()
+    }
+
+
+def assert_same(found: dict[str, list[EngineOutput]], expected: dict[str, list[EngineOutput]]) -> None:
+    own, others = answers(found), answers(expected)
+    assert own.keys() == others.keys()
+    for name, answer in own.items():
+        assert [token for token, _ in answer] == [token for token, _ in others[name]], name
+        assert [logprob for _, logprob in answer] == pytest.approx([one for _, one in others[name]], abs=1e-4), name
+
+
+PROMPTS = {"long": tokens(1, 150), "short": tokens(2, 3), "one": [7], "middle": tokens(3, 70)}
+REQUESTS = [request(name, prompt) for name, prompt in PROMPTS.items()]
+
+
+@pytest.fixture(scope="module")
+def expected(folder: Path) -> dict[str, list[EngineOutput]]:
+    """Answers of requests that ran alone and found nothing."""
+    quiet = engine(folder, enable_prefix_caching=False)
+    return {name: outputs for one in REQUESTS for name, outputs in run(quiet, [one]).items()}
+
+
+def test_greedy_tokens_equal_those_of_transformers(folder: Path, expected: dict[str, list[EngineOutput]]) -> None:
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    for name, prompt in PROMPTS.items():
+        generated = model.generate(torch.tensor([prompt]), max_new_tokens=6, do_sample=False, eos_token_id=None)
+        assert [token for token, _ in answers(expected)[name]] == generated[0, len(prompt) :].tolist()
+
+
+@with_kernels("native", "torch", "static")
+def test_batches_and_chunks_give_the_same_answers(folder: Path, expected: dict[str, list[EngineOutput]]) -> None:
+    for budget in (9, 67, 2048):
+        assert_same(run(engine(folder, max_num_batched_tokens=budget), REQUESTS), expected)
+
+
+def test_hits_at_all_kinds_of_checkpoints_give_the_same_answers(folder: Path) -> None:
+    system, turn, question = [*tokens(4, 30), END], [*tokens(5, 50), END], [*tokens(6, 9), END]
+    first = request("first", [*system, *turn, 9, 9, 9])
+    warm = engine(folder)
+    [output] = run(warm, [first]).values()
+    answer = [token for token, _ in answers({"first": output})["first"]]
+    other = tokens(7, 90)
+    following = {
+        "repeat": ([*system, *turn, 9, 9, 9], len(system) + len(turn) + 2),
+        "next turn": ([*system, *turn, 8, 9, 9, *question, 9, 9, 9], len(system) + len(turn)),
+        "kept answer": ([*system, *turn, 9, 9, 9, *answer, *question], len(system) + len(turn) + 3 + 5),
+        "other turn": ([*system, *other, END, 9, 9, 9], len(system)),
+        "parts": ([*system, *other[:40], *tokens(8, 20)], len(system)),
+        "parts as well": ([*system, *other[:40], *tokens(9, 20)], 64),
+    }
+    for name, (prompt, cached) in following.items():
+        outputs = run(warm, [request(name, prompt)])
+        assert outputs[name][0].cached_tokens == cached, name
+        assert_same(outputs, run(engine(folder), [request(name, prompt)]))
+
+
+def test_equal_requests_share_a_prompt(folder: Path, expected: dict[str, list[EngineOutput]]) -> None:
+    outputs = run(engine(folder), [request(str(number), PROMPTS["long"]) for number in range(4)])
+    assert sorted(parts[0].cached_tokens for parts in outputs.values()) == [0, 149, 149, 149]
+    for parts in outputs.values():
+        assert_same({"long": parts}, {"long": expected["long"]})
+
+
+def test_preempted_requests_give_the_same_answers(folder: Path, expected: dict[str, list[EngineOutput]]) -> None:
+    small = with_slots(folder, 2)
+    rows = [request(name, prompt, priority=1) for name, prompt in PROMPTS.items() if name != "middle"]
+    outputs: dict[str, list[EngineOutput]] = {name: [] for name in PROMPTS}
+    for one in rows:
+        small.add(one)
+    for number in range(60):
+        if number == 3:
+            small.add(request("middle", PROMPTS["middle"]))
+        for output in small.step():
+            outputs[output.request_id].append(output)
+    assert not small.has_work()
+    assert small.stats().preemptions > 0
+    assert_same(outputs, expected)
+
+
+@with_kernels("native", "static")
+def test_out_of_memory_undoes_steps(
+    folder: Path, expected: dict[str, list[EngineOutput]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As if memory ran out after the layers were computed."""
+    whole, hidden = engine(folder), ModelRunner.hidden_states
+    whole.scheduler.limits = None
+
+    def checked(self: ModelRunner, batch: Any, *wanted: Any) -> torch.Tensor:
+        result = hidden(self, batch, *wanted)
+        if len(batch.token_ids) > 400:
+            raise torch.OutOfMemoryError("too many tokens")
+        return result
+
+    monkeypatch.setattr(ModelRunner, "hidden_states", checked)
+    outputs: dict[str, list[EngineOutput]] = {name: [] for name in (*PROMPTS, "large")}
+    for one in REQUESTS:
+        whole.add(one)
+    for number in range(60):
+        if number == 2:
+            whole.add(request("large", tokens(10, 420)))
+        for output in whole.step():
+            outputs[output.request_id].append(output)
+    assert "too little memory" in str(outputs.pop("large")[-1].error)
+    assert_same(outputs, expected)
+
+
+def test_beams_copy_states(folder: Path) -> None:
+    beams = request("beams", PROMPTS["middle"], beams=BeamSearch(3), params={"logprobs": None})
+    found = [run(one, [beams])["beams"][-1].beams for one in (engine(folder), with_slots(folder, 1))]
+    assert found[0] == found[1]
+    assert len(found[0]) == 3
+
+
+def test_plain_decodes_run_one_step_ahead(
+    folder: Path,
+    expected: dict[str, list[EngineOutput]],
+    static_devices: list[StaticDevice],  # noqa: F811
+) -> None:
+    plain = [request(one.request_id, one.prompt.token_ids, params={"logprobs": None}) for one in REQUESTS]
+    ahead = engine(folder)
+    for _ in range(3):
+        found = {name: [t for part in parts for t in part.token_ids] for name, parts in run(ahead, plain).items()}
+        assert found == {name: [token for token, _ in answer] for name, answer in answers(expected).items()}
+    assert static_devices[-1].num_ahead > 0
+
+
+def test_a_state_cache_too_small_for_a_request_is_an_error(folder: Path) -> None:
+    with pytest.raises(ConfigurationError, match="--state-cache-memory"):
+        with_slots(folder, 0)
+
+
+def test_stats_and_log_count_slots(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO"):
+        one = with_slots(folder, 5)
+    assert "room for 5 states or checkpoints of" in caplog.text
+    run(one, REQUESTS[:1])
+    stats = one.stats()
+    assert (stats.state_slots_total, stats.state_slots_used) == (5, 0)
+    assert stats.state_checkpoints == 3, "after 128 tokens, before the prompt's last token, and after the answer"
+
+
+def test_random_conversations_equal_a_quiet_engine(folder: Path) -> None:
+    generator = random.Random(0)
+    busy = with_slots(folder, 5, max_num_batched_tokens=96, max_num_seqs=3, kv_cache_memory="2MiB")
+    quiet = engine(folder, enable_prefix_caching=False)
+    submitted: list[EngineRequest] = []
+    outputs: dict[str, list[EngineOutput]] = {}
+    aborted = set()
+    for number in range(60):
+        turns = [[*tokens(seed, 25), END] for seed in generator.choices(range(3), k=generator.randint(1, 5))]
+        prompt = [token for turn in turns for token in turn] + [9] * generator.randint(0, 3)
+        salt, priority = generator.choice(["", "", "tenant"]), generator.randint(0, 1)
+        params = {"max_tokens": generator.randint(1, 6)}
+        one = request(str(number), prompt, cache_salt=salt, priority=priority, params=params)
+        submitted.append(one)
+        outputs[one.request_id] = []
+        busy.add(one)
+        for _ in range(generator.randint(0, 4)):
+            for output in busy.step():
+                outputs[output.request_id].append(output)
+        if generator.random() < 0.1:
+            aborted.add(one.request_id)
+            busy.abort([one.request_id])
+    while busy.has_work():
+        for output in busy.step():
+            outputs[output.request_id].append(output)
+    finished = {name: parts for name, parts in outputs.items() if parts and parts[-1].finish_reason}
+    assert finished.keys() | aborted == outputs.keys()
+    assert busy.stats().prefix_cached_tokens > 0
+    assert busy.stats().state_slots_used == 0
+    assert_same(finished, run(quiet, [one for one in submitted if one.request_id in finished]))
