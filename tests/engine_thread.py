@@ -18,6 +18,7 @@ from vlmserve.engine import create_engine
 from vlmserve.engine.child import socket_directory
 from vlmserve.engine.process import EngineProcess, load_and_serve
 from vlmserve.engine.protocol import VLMEngine
+from vlmserve.server import run as server_run
 
 
 class _Killed(BaseException):
@@ -40,6 +41,10 @@ class EngineThread(EngineProcess):
         self._gone = threading.Event()
         self._lock = threading.Lock()
         threading.Thread(target=self._run, daemon=True).start()
+
+    @classmethod
+    def launch(cls, config: EngineConfig, folder: Path | None = None) -> EngineThread:
+        return cls(config, folder)
 
     @property
     def pid(self) -> int:
@@ -92,6 +97,11 @@ class EngineThread(EngineProcess):
 
     def _load(self) -> VLMEngine:
         return _mortal(create_engine(self._config, self._folder), self._killed)
+
+
+def run_engines_in_threads() -> None:
+    """Let the servers of this process run their engines in threads: an engine's process imports for a second."""
+    server_run.EngineProcess = EngineThread  # type: ignore[misc]
 
 
 def _mortal(engine: VLMEngine, killed: int) -> VLMEngine:

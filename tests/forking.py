@@ -22,9 +22,10 @@ import pytest
 import vlmserve
 
 _LOADED = (
-    __name__, "vlmserve.server.run", "vlmserve.server.app", "vlmserve.server.service", "vlmserve.server.web",
-    "vlmserve.server.batches.runner", "vlmserve.frontend.client", "vlmserve.frontend.requests", "vlmserve.batch.run",
-    "vlmserve.scaleout.app", "vlmserve.scaleout.door", "vlmserve.scaleout.gateway", "vlmserve.scaleout.handover",
+    __name__, "tests.engine_thread", "vlmserve.engine.mock", "vlmserve.server.run", "vlmserve.server.app",
+    "vlmserve.server.service", "vlmserve.server.web", "vlmserve.server.batches.runner", "vlmserve.frontend.client",
+    "vlmserve.frontend.requests", "vlmserve.batch.run", "vlmserve.scaleout.app", "vlmserve.scaleout.door",
+    "vlmserve.scaleout.gateway", "vlmserve.scaleout.handover",
 )  # fmt: skip
 _FORKING = multiprocessing.get_context("forkserver")
 _FORKING.set_forkserver_preload(list(_LOADED))
@@ -51,14 +52,15 @@ class _Inherited:
 class ForkedProcess:
     """Runs a function of a module, which is imported there. Used like a `subprocess.Popen` with pipes.
 
-    The process has the environment and the standard error of whoever starts it. text: whether the pipes are for text.
+    The process has the environment of whoever starts it. text: whether the pipes are for text. stderr: descriptor of
+    its standard error, by default that of whoever starts it.
     """
 
-    def __init__(self, function: Callable[..., None], *arguments: Any, text: bool = True) -> None:
+    def __init__(self, function: Callable[..., None], *arguments: Any, text: bool = True, stderr: int = 2) -> None:
         (theirs, asks), (answers, says) = os.pipe(), os.pipe()
         self.stdin = os.fdopen(asks, "w" if text else "wb")
         self.stdout = os.fdopen(answers, "r" if text else "rb")
-        files = tuple(map(_Inherited, (theirs, says, 2)))
+        files = tuple(map(_Inherited, (theirs, says, stderr)))
         self._process = _FORKING.Process(
             target=_begin, args=(dict(os.environ), files, function, arguments), daemon=True
         )

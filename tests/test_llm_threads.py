@@ -60,16 +60,16 @@ def in_threads(count: int, run) -> list:
         return [future.result(timeout=120) for future in [pool.submit(run, number) for number in range(count)]]
 
 
-def test_1600_questions_of_8_threads_get_their_answers(llm):
-    questions = [f"question {number}" for number in range(1600)]
+def test_questions_of_8_threads_get_their_answers(llm):
+    questions = [f"question {number}" for number in range(400)]
     expected = [one.outputs[0].token_ids for one in llm.chat([ask(one) for one in questions], GREEDY, use_tqdm=False)]
-    assert len(set(map(tuple, expected))) > 1200
+    assert len(set(map(tuple, expected))) > 300
 
     def run(thread: int) -> list[list[int]]:
         return [answer(llm, one) for one in questions[thread::8]]
 
     answers = in_threads(8, run)
-    assert [answers[number % 8][number // 8] for number in range(1600)] == expected
+    assert [answers[number % 8][number // 8] for number in range(400)] == expected
     assert not llm.engine.has_work()
 
 

@@ -102,7 +102,7 @@ def test_missing_settings_have_the_defaults_of_transformers(family: str) -> None
     np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize(("width", "height"), [(1, 40_000), (40_000, 1), (3, 60_000), (9_000, 2)])
+@pytest.mark.parametrize(("width", "height"), [(1, 9_000), (9_000, 1), (3, 12_000), (3_000, 2)])
 @pytest.mark.parametrize("edge", [28, 33])
 def test_extremely_long_images_are_cropped_without_upscaling(width: int, height: int, edge: int) -> None:
     settings = {"size": {"shortest_edge": edge}, "crop_size": {"height": 28, "width": 28}}

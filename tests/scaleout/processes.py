@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 import msgspec
 
+from tests.engine_thread import run_engines_in_threads
 from tests.forking import ForkedProcess
 from vlmserve.config import EngineConfig, MediaConfig, ServerConfig
 from vlmserve.scaleout import absence
@@ -22,9 +23,11 @@ from vlmserve.scaleout.settings import GatewayConfig
 TOKEN = "a token of the test"
 
 
-def run_member(patience: float) -> None:
-    """What the module of members does as a program."""
+def run_member(patience: float, in_threads: bool) -> None:
+    """What the module of members does as a program. in_threads: whether workers run their engines in threads."""
     absence.PATIENCE = patience
+    if in_threads:
+        run_engines_in_threads()
     os.setpgrp()
     os._exit(main())
 
@@ -32,8 +35,8 @@ def run_member(patience: float) -> None:
 class ForkedMember(MemberProcess):
     """One that has imported everything already."""
 
-    def __init__(self, launch: Launch, patience: float) -> None:
-        self._process = ForkedProcess(run_member, patience, text=False)
+    def __init__(self, launch: Launch, patience: float, in_threads: bool) -> None:
+        self._process = ForkedProcess(run_member, patience, in_threads, text=False)
         self._lock = threading.Lock()
         self._write(msgspec.json.encode(launch))
 
@@ -53,10 +56,12 @@ class Cluster:
         own: Any = None,
         media: Any = None,
         patience: float = absence.PATIENCE,
+        in_threads: bool = True,
     ) -> None:
         """own: settings of the server, by the name of the worker that has them. patience: seconds for which requests
-        wait for a worker."""
+        wait for a worker. in_threads: whether workers run their engines in threads instead of processes."""
         self._patience = patience
+        self._in_threads = in_threads
         self._engine = EngineConfig(**{"model": str(folder), "engine": "mock", **(engine or {})})
         self._server = ServerConfig(
             **{"port": 0, "served_model_name": "tiny", "storage_url": "none", "stats_interval": 0, **(server or {})}
@@ -86,7 +91,7 @@ class Cluster:
         self._stack.close()
 
     def start(self, launch: Any, stack: contextlib.ExitStack | None = None) -> MemberProcess:
-        process = ForkedMember(launch, self._patience)
+        process = ForkedMember(launch, self._patience, self._in_threads)
         (stack or self._stack).callback(process.close)
         return process
 

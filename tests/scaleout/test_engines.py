@@ -66,7 +66,7 @@ def served(tmp_path_factory):
         "front": {"api_keys_file": str(base / "keys")},
         "own": {worker: {"lora_folder": str(base / worker)} for worker in WORKERS},
     }
-    with Cluster(BUILT_IN_MODEL, 2, **settings) as cluster:
+    with Cluster(BUILT_IN_MODEL, 2, in_threads=False, **settings) as cluster:
         yield Served(cluster, keys)
 
 

@@ -8,11 +8,11 @@ import json
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import httpx
+import psutil
 import pytest
 
 from tests.scaleout.processes import Cluster
@@ -20,10 +20,14 @@ from vlmserve.scaleout.fleet import TAG_LENGTH, tag_of
 
 SLOW = {"mock_ttft": 0.3, "mock_tpot": 0.02}
 TOKENS = 60
+STREAMS = 24
 
 
 class Fleet(Cluster):
     """A cluster to which workers are added in the places of those that a test has killed."""
+
+    answers: Sequence[str] = ()
+    """See `expected`."""
 
     def need(self, count: int) -> None:
         """Have so many workers that answer, at least."""
@@ -90,24 +94,30 @@ async def until(holds: Callable[[], bool]) -> None:
         await asyncio.sleep(0.05)
 
 
-async def reference(url: str, count: int) -> list[str]:
+async def answers(url: str, count: int) -> list[str]:
     """The answers that an undisturbed cluster gives."""
     streams = [Stream() for _ in range(count)]
-    async with httpx.AsyncClient(timeout=60, limits=httpx.Limits(max_connections=count)) as client:
+    async with httpx.AsyncClient(timeout=60) as client:
         await asyncio.gather(*(ask(client, url, number, stream) for number, stream in enumerate(streams)))
     assert all(stream.is_done for stream in streams)
     return [stream.text for stream in streams]
 
 
+async def expected(fleet: Fleet) -> Sequence[str]:
+    """The answers to all `STREAMS` questions. They do not depend on which workers there are."""
+    if not fleet.answers:
+        fleet.answers = await answers(fleet.url, STREAMS)
+    return fleet.answers
+
+
 async def test_killed_worker_loses_no_waiting_request(shared):
-    """50 streams over 4 workers, one of which stands still when they come, and is killed then."""
+    """Streams over 4 workers, one of which stands still when they come, and is killed then."""
     shared.need(4)
     name = next(iter(shared.workers))
-    expected = await reference(shared.url, 50)
     before = shared.requests(name)
     os.kill(shared.workers[name][0].pid, signal.SIGSTOP)
-    streams = [Stream() for _ in range(50)]
-    async with httpx.AsyncClient(timeout=60, limits=httpx.Limits(max_connections=50)) as client:
+    streams = [Stream() for _ in range(STREAMS)]
+    async with httpx.AsyncClient(timeout=60) as client:
         tasks = [asyncio.ensure_future(ask(client, shared.url, n, s)) for n, s in enumerate(streams)]
         await until(lambda: shared.requests(name) > before)
         os.kill(shared.workers[name][0].pid, signal.SIGKILL)
@@ -115,20 +125,20 @@ async def test_killed_worker_loses_no_waiting_request(shared):
     assert {(stream.status, stream.is_done, stream.error, stream.failure) for stream in streams} == {
         (200, True, None, "")
     }
-    assert [stream.text for stream in streams] == expected
+    assert [stream.text for stream in streams] == await expected(shared)
     assert len(shared.up()) == 3
 
 
 async def test_killed_worker_loses_only_started_requests(shared):
-    """50 streams, and one worker gets SIGKILL in the middle of them."""
+    """One worker gets SIGKILL in the middle of streams."""
     shared.need(3)
     name, *others = shared.workers
-    expected = await reference(shared.url, 50)
-    streams = [Stream() for _ in range(50)]
-    async with httpx.AsyncClient(timeout=60, limits=httpx.Limits(max_connections=50)) as client:
+    undisturbed = await expected(shared)
+    streams = [Stream() for _ in range(STREAMS)]
+    async with httpx.AsyncClient(timeout=60) as client:
         tasks = [asyncio.ensure_future(ask(client, shared.url, n, s)) for n, s in enumerate(streams)]
         # At once: on a busy machine, the first ones end soon after the last ones begin.
-        while sum(stream.chunks > 0 for stream in streams) < 40:
+        while sum(stream.chunks > 0 for stream in streams) < 0.8 * STREAMS:
             assert not all(task.done() for task in tasks)
             await asyncio.sleep(0.001)
         os.kill(shared.workers[name][0].pid, signal.SIGKILL)
@@ -136,13 +146,13 @@ async def test_killed_worker_loses_only_started_requests(shared):
     assert not [stream.failure for stream in streams if stream.failure]
     assert {stream.status for stream in streams} == {200}
     lost = [stream for stream in streams if not stream.is_done]
-    whole = [(stream.text, text) for stream, text in zip(streams, expected, strict=True) if stream.is_done]
+    whole = [(stream.text, text) for stream, text in zip(streams, undisturbed, strict=True) if stream.is_done]
     assert all(text == wanted for text, wanted in whole)
-    assert 5 <= len(lost) <= 35
+    assert 2 <= len(lost) <= 17
     assert {stream.error for stream in lost} == {"unavailable"}
     # What comes next goes to the others, without a try at the dead one for each.
     assert sorted(shared.up()) == sorted(others)
-    assert await reference(shared.url, 20) == expected[:20]
+    assert await answers(shared.url, 8) == list(undisturbed[:8])
 
 
 async def test_a_rolling_restart_loses_nothing(shared):
@@ -220,16 +230,16 @@ async def test_stream_takes_no_memory_from_other_requests(shared):
         assert "response.completed" in [line.removeprefix("event: ") async for line in answer.aiter_lines()]
 
 
-async def test_a_restarted_engine_is_another_epoch(shared):
+async def test_a_restarted_engine_is_another_epoch(folder):
     """The engine's process dies, not the worker's: nothing is believed to be cached, and requests are answered."""
-    shared.need(1)
     body = {"model": "tiny", "messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
-    assert httpx.post(f"{shared.url}/v1/chat/completions", json=body).status_code == 200
-    for process, _ in shared.workers.values():
-        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-        os.kill(int(children[0]), signal.SIGKILL)
-    await until(lambda: httpx.post(f"{shared.url}/v1/chat/completions", json=body).status_code == 200)
-    await asyncio.to_thread(shared.wait_for, len(shared.workers))
+    with Cluster(folder, 1, server={"restart_backoff": 0}, in_threads=False) as cluster:
+        assert httpx.post(f"{cluster.url}/v1/chat/completions", json=body).status_code == 200
+        [(process, _)] = cluster.workers.values()
+        [engine] = psutil.Process(process.pid).children()
+        engine.kill()
+        await until(lambda: httpx.post(f"{cluster.url}/v1/chat/completions", json=body).status_code == 200)
+        await asyncio.to_thread(cluster.wait_for, 1)
 
 
 def test_full_worker_rejects_with_a_retry_time(folder):

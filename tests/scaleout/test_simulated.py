@@ -10,7 +10,7 @@ import pytest
 from benchmarks.simulated_cluster import Outcome, Setup, Speed, simulate
 from benchmarks.simulated_workloads import requests
 
-WORKERS = 40
+WORKERS = 20
 
 
 @pytest.fixture(scope="module")

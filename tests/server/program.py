@@ -11,8 +11,12 @@ from vlmserve.errors import VLMServeError
 from vlmserve.server.run import serve
 
 
-def run(engine: dict[str, Any], server: dict[str, Any]) -> None:
-    """Serve; an error is shown by its class, and ends the process."""
+def run(engine: dict[str, Any], server: dict[str, Any], in_thread: bool = False) -> None:
+    """Serve; an error is shown by its class, and ends the process. in_thread: run the engine in a thread."""
+    if in_thread:
+        from tests.engine_thread import run_engines_in_threads
+
+        run_engines_in_threads()
     try:
         serve(EngineConfig(**engine), MediaConfig(), ServerConfig(**server))
     except VLMServeError as error:

@@ -111,7 +111,7 @@ class Killed:
             "port": 0, "served_model_name": ["tiny"], "storage_path": str(path), "batch_lease": 0.5,
             "batch_concurrency": 4,
         }  # fmt: skip
-        self._process = ServerProcess(engine, server)
+        self._process = ServerProcess(engine, server, in_thread=True)
 
     def __enter__(self):
         self._process.wait_until_ready()

@@ -49,7 +49,7 @@ class Writer(threading.Thread):
 def test_nothing_acknowledged_is_lost(folder, tmp_path, database, request):
     path = tmp_path / "history.db"
     url = f"sqlite:///{path}" if database == "sqlite" else request.getfixturevalue("postgres").new_database()
-    with serving(folder, server={"storage_url": url}) as server:
+    with serving(folder, in_thread=True, server={"storage_url": url}) as server:
         conversation = httpx.post(f"{server.url}/v1/conversations", json={}, timeout=60).json()["id"]
         writers = [Writer(server.url, conversation, number) for number in range(4)]
         wait_until(lambda: all(len(writer.answers) >= 5 for writer in writers))
@@ -64,7 +64,10 @@ def test_nothing_acknowledged_is_lost(folder, tmp_path, database, request):
             assert connection.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
             assert connection.execute("PRAGMA foreign_key_check").fetchall() == []
 
-    with serving(folder, server={"storage_url": url}) as server, httpx.Client(timeout=60) as client:
+    with (
+        serving(folder, in_thread=True, server={"storage_url": url}) as server,
+        httpx.Client(timeout=60) as client,
+    ):
         items, after = [], None
         while True:
             query = {"order": "asc", "limit": 100, **({"after": after} if after else {})}

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import base64
-import re
+import contextlib
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import openai
+import psutil
 import pytest
 
-from tests.media.documents_for_tests import exponential, page, pdf_file, slow, square
+from tests.media.documents_for_tests import page, pdf_file, slow, square
 from tests.media.images_for_tests import encoded, noise
 from tests.media.test_decoding import with_blocks, with_runs
 from tests.rendering import renderers, rendering
@@ -24,8 +25,8 @@ from vlmserve.errors import VLMServeError
 from vlmserve.server import history
 from vlmserve.server.routes import files
 
-LIMIT = 2
-"""Seconds after which a file is given up. Without a limit each would take minutes."""
+LIMIT = 600
+"""Seconds after which a file is given up: longer than a test takes."""
 LIMITS = {
     "document_timeout": LIMIT, "video_timeout": LIMIT, "decode_timeout": LIMIT, "page_dpi": 36, "num_workers": 2
 }  # fmt: skip
@@ -86,27 +87,35 @@ def test_slow_upload_is_rejected_in_time(folder, tmp_path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("make", "words"),
-    [
-        (lambda: file_part(exponential()), r"longer|bytes of memory"),
-        (lambda: image_part(with_runs(6_000_000)), "takes longer"),
-        (lambda: hostile("video"), "longer than 2 s"),
-    ],
+    "make",
+    [lambda: file_part(slow()), lambda: image_part(with_runs(8_000_000)), lambda: hostile("video")],
     ids=["document", "image", "video"],
 )
-def test_hostile_rows_of_a_batch_hold_up_nobody(server, make, words) -> None:
+def test_hostile_rows_of_a_batch_hold_up_nobody(server, make) -> None:
     messages = [{"role": "user", "content": [make()]}]
-    rows = [{**line(f"row {number}", messages=messages, cache_salt=str(number))} for number in range(2)]
+    rows = [{**line(f"row {number}", messages=messages, cache_salt=str(number))} for number in range(3)]
     batch = start(server.openai, rows)
+    wait_until(rendering)
     for color in ("red", "green", "blue"):
         answer = server.post({"messages": about(data_url(color)), "max_tokens": 1})
         assert answer.status_code == 200
-    assert server.openai.batches.retrieve(batch.id).status in ("validating", "in_progress"), "others waited"
-    ended = finished(server.openai, batch.id)
-    assert (ended.status, ended.request_counts.failed) == ("completed", 2)
-    errors = content(server.openai, ended.error_file_id)
-    assert all(re.search(words, error["response"]["body"]["error"]["message"]) for error in errors)
+    assert server.openai.batches.retrieve(batch.id).request_counts.failed == 0, "others waited"
+
+    def ended() -> bool:
+        end_renderers()
+        return server.openai.batches.retrieve(batch.id).status == "completed"
+
+    wait_until(ended)
+    assert server.openai.batches.retrieve(batch.id).request_counts.failed == len(rows)
+    errors = content(server.openai, finished(server.openai, batch.id).error_file_id)
+    assert all("was killed" in error["response"]["body"]["error"]["message"] for error in errors)
     assert not rendering()
+
+
+def end_renderers() -> None:
+    for process in renderers():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
 
 
 @pytest.mark.parametrize("make", [lambda: file_part(slow()), lambda: hostile("video")], ids=["document", "video"])
@@ -121,8 +130,7 @@ def test_hostile_file_of_one_thread_delays_no_other(folder, make) -> None:
             wait_until(lambda: rendering() or attack.done())
             assert len(llm.chat(honest, one, use_tqdm=False)) == 1
             assert not attack.done()
-            for process in renderers():
-                process.kill()
+            end_renderers()
             with pytest.raises(VLMServeError):
                 attack.result(60)
     assert not rendering()

@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 import psutil
@@ -30,19 +30,32 @@ from vlmserve.server.run import SIGNAL_ECHO
 
 
 class ServerProcess:
-    """`serve` in a process of its own. fresh: in one that has imported nothing, as whoever starts a server has."""
+    """`serve` in a process of its own.
 
-    def __init__(self, engine: dict[str, Any], server: dict[str, Any], *, fresh: bool = False) -> None:
+    fresh: in one that has imported nothing, as whoever starts a server has. in_thread: the engine has no process of its
+    own. stderr: where the log goes.
+    """
+
+    def __init__(
+        self,
+        engine: dict[str, Any],
+        server: dict[str, Any],
+        *,
+        fresh: bool = False,
+        in_thread: bool = False,
+        stderr: int = 2,
+    ) -> None:
         self.process: ForkedProcess | subprocess.Popen[str]
         if fresh:
             self.process = subprocess.Popen(
                 [sys.executable, "-P", program.__file__, json.dumps([engine, server])],
                 stdout=subprocess.PIPE,
+                stderr=stderr,
                 text=True,
                 env={**os.environ, "PYTHONPATH": str(Path(vlmserve.__file__).parents[1])},
             )
         else:
-            self.process = ForkedProcess(program.run, engine, server)
+            self.process = ForkedProcess(program.run, engine, server, in_thread, stderr=stderr)
 
     def close(self) -> None:
         self.process.kill()
@@ -70,16 +83,34 @@ class ServerProcess:
 
 @contextlib.contextmanager
 def serving(
-    folder: Path, *, ready: bool = True, fresh: bool = False, server: Any = None, **engine: Any
+    folder: Path,
+    *,
+    ready: bool = True,
+    fresh: bool = False,
+    in_thread: bool = False,
+    stderr: int = 2,
+    server: Any = None,
+    **engine: Any,
 ) -> Iterator[ServerProcess]:
     settings = {"model": str(folder), "engine": "mock", **engine}, {"port": 0, **(server or {})}
-    running = ServerProcess(*settings, fresh=fresh)
+    running = ServerProcess(*settings, fresh=fresh, in_thread=in_thread, stderr=stderr)
     try:
         if ready:
             running.wait_until_ready()
         yield running
     finally:
         running.close()
+
+
+class Log(NamedTuple):
+    """A file that processes append their logs to. What pytest captures may be lost or mixed up while they write."""
+
+    path: Path
+    descriptor: int
+
+    def lines(self) -> list[str]:
+        """All whole lines."""
+        return self.path.read_text("utf-8").split("\n")[:-1]
 
 
 class Asking(threading.Thread):
@@ -134,7 +165,7 @@ def test_signal_drains_answers_and_rejects_new_ones(folder, number, capfd):
 
 
 def test_answers_over_the_grace_end_with_errors(folder):
-    with serving(folder, mock_tpot=0.05, server={"shutdown_grace": 0.1}) as server:
+    with serving(folder, in_thread=True, mock_tpot=0.05, server={"shutdown_grace": 0.1}) as server:
         whole: list[httpx.Response] = []
         body = {"messages": QUESTION, "ignore_eos": True, "max_tokens": 400}
 
@@ -156,7 +187,7 @@ def test_answers_over_the_grace_end_with_errors(folder):
 
 def test_while_it_drains_new_requests_are_sent_elsewhere(folder):
     large = {"messages": QUESTION, "user": "x" * 5_000_000}
-    with serving(folder, mock_tpot=0.02) as server, httpx.Client(timeout=60) as kept:
+    with serving(folder, in_thread=True, mock_tpot=0.02) as server, httpx.Client(timeout=60) as kept:
         url = f"{server.url}/v1/chat/completions"
         assert kept.post(url, json={"messages": QUESTION, "max_tokens": 1}).headers.get("connection") != "close"
         assert kept.get(f"{server.url}/ready").json() == {"status": "ok"}
@@ -211,44 +242,43 @@ def test_killed_server_takes_engine_and_files_along(folder, temporary):
         assert not list(temporary.iterdir())
 
 
-def test_busy_activity_is_logged_requests_only_if_wanted(folder, capfd):
-    said: list[str] = []
-    whole = ""
+@pytest.fixture
+def log(tmp_path) -> Iterator[Log]:
+    with (tmp_path / "log").open("ab") as file:
+        yield Log(Path(file.name), file.fileno())
+
+
+def test_busy_activity_is_logged_requests_only_if_wanted(folder, log):
+    def activity() -> list[str]:
+        return [line for line in log.lines() if "tokens/s" in line]
 
     def fell_idle() -> bool:
-        nonlocal whole
-        new = capfd.readouterr().err
-        whole += new
-        said.extend(line for line in new.splitlines() if "tokens/s" in line)
-        return bool(said) and " 0 running, 0 waiting | prompt " in said[-1]
+        return " 0 running, 0 waiting | prompt " in "".join(activity()[-1:])
 
-    with serving(folder, mock_tpot=0.02, server={"stats_interval": 0.2, "access_log": False}) as server:
+    settings = {"stats_interval": 0.2, "access_log": False}
+    with serving(folder, in_thread=True, stderr=log.descriptor, mock_tpot=0.02, server=settings) as server:
         Asking(server.url, max_tokens=60).join(60)
         wait_until(fell_idle)
+        said = activity()
         assert any(" 1 running, 0 waiting | prompt " in line for line in said)
         time.sleep(0.5)
         server.process.send_signal(signal.SIGTERM)
         assert server.process.wait(60) == 0
-    rest = capfd.readouterr().err
-    assert "tokens/s" not in rest
-    assert "POST /v1/chat/completions" not in whole + rest
+    assert activity() == said
+    assert not any("POST /v1/chat/completions" in line for line in log.lines())
 
 
 def test_each_request_has_a_line_in_the_log(folder, capfd):
-    with serving(folder, server={"access_log": True}) as server:
+    with serving(folder, in_thread=True, server={"access_log": True}) as server:
         assert httpx.get(f"{server.url}/v1/models").status_code == 200
         server.process.send_signal(signal.SIGTERM)
         assert server.process.wait(60) == 0
     assert "GET /v1/models 200" in capfd.readouterr().err
 
 
-def test_whole_log_can_be_json(tmp_path, capfd):
-    said = ""
-
+def test_whole_log_can_be_json(tmp_path, log):
     def lines() -> list[dict[str, Any]]:
-        nonlocal said
-        said += capfd.readouterr().err
-        return [json.loads(line) for line in said.splitlines(keepends=True) if line.endswith("\n")]
+        return [json.loads(line) for line in log.lines()]
 
     def find(text: str) -> dict[str, Any]:
         wait_until(lambda: any(text in line["message"] for line in lines()))
@@ -256,12 +286,11 @@ def test_whole_log_can_be_json(tmp_path, capfd):
 
     engine = {"engine": "real", "device": "cpu", "dtype": "float32", "kv_cache_memory": "8MiB", "num_threads": 1}
     server = {"log_format": "json", "log_prompts": True, "restart_backoff": 0.0, "served_model_name": ["tiny"]}
-    folder = make_llama(tmp_path)
-    capfd.readouterr()  # what making it said
-    with serving(folder, ready=False, fresh=True, server=server, **engine) as running:
+    folder = make_llama(tmp_path / "model")
+    with serving(folder, ready=False, fresh=True, stderr=log.descriptor, server=server, **engine) as running:
         ready = find("vlmserve is ready")
         assert (ready["level"], ready["process"], ready["model"]) == ("info", "server", "tiny")
-        body = {"messages": QUESTION, "max_tokens": 2, "ignore_eos": True}
+        body = {"messages": QUESTION, "max_tokens": 2, "ignore_eos": True, "temperature": 0}
         url = f"{ready['url']}/v1/chat/completions"
         answer = httpx.post(url, json=body, headers={"x-request-id": "one"}, timeout=60).json()
         line = find(answer["id"])
@@ -279,6 +308,7 @@ def test_whole_log_can_be_json(tmp_path, capfd):
         running.engine().kill()
         assert find("killed by SIGKILL")["level"] == "error"
         find("The engine runs again")
+        assert httpx.post(url, json=body, timeout=60).json()["choices"] == answer["choices"]
     assert {line["process"] for line in lines()} == {"server", "engine"}
 
 

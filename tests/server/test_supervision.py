@@ -12,7 +12,6 @@ from types import SimpleNamespace
 import httpx
 import psutil
 
-from tests.checkpoints import make_llava
 from tests.server.live import QUESTION, wait_until
 from tests.server.test_run import Asking, ServerProcess, serving
 from vlmserve.config import ServerConfig
@@ -92,20 +91,6 @@ def test_all_requests_end_when_the_engine_dies_loaded(folder, temporary):
         assert server.engine().pid != first
         assert restarts(server) == 1
         assert len(list(temporary.iterdir())) == 1, "the folder of the first engine's socket is gone"
-
-
-def test_real_engine_returns_with_the_same_answers(tmp_path):
-    checkpoint = make_llava(tmp_path)
-    engine = {"engine": "real", "kv_cache_memory": "8MiB", "num_threads": 1, "dtype": "float32"}
-    with serving(checkpoint, server=QUICK, **engine) as server:
-        question = {"temperature": 0, "ignore_eos": True, "max_tokens": 8}
-        before, pid = ask(server, **question).json()["choices"], server.engine().pid
-        ends, seconds = killed_under_load(server, 6)
-        print(f"6 requests ended {seconds:.2f} s after the engine was killed")
-        assert {code for _, code in ends} == {"engine_dead"}
-        wait_until(lambda: is_ready(server), 120)
-        assert ask(server, **question).json()["choices"] == before
-        assert server.engine().pid != pid
 
 
 def test_restarting_server_lives_but_is_not_ready(folder):

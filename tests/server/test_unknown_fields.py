@@ -92,7 +92,7 @@ def test_unknown_field_is_logged_once(caplog):
     with caplog.at_level(logging.INFO, "vlmserve"):
         for _ in range(3):
             validate(ChatRequest, {"messages": [{"role": "user", "content": "hi", "mood": "good"}], "colour": 1})
-    lines = [record.getMessage() for record in caplog.records]
+    lines = [record.getMessage() for record in caplog.records if record.name == base.__name__]
     assert len(lines) == 2
     assert any("'ChatRequest.colour'" in line for line in lines)
     assert any("'Message.mood'" in line for line in lines)
@@ -103,8 +103,9 @@ def test_logged_names_are_bounded(caplog):
         for start in range(0, 4000, 500):
             fields = {f"{number}{'x' * 1000}": 1 for number in range(start, start + 500)}
             validate(ChatRequest, {"messages": [{"role": "user", "content": "hi"}], **fields})
-    assert len(base.logged_fields) == len(caplog.records) == base.MAX_LOGGED
-    assert max(len(record.getMessage()) for record in caplog.records) < 250
+    lines = [record.getMessage() for record in caplog.records if record.name == base.__name__]
+    assert len(base.logged_fields) == len(lines) == base.MAX_LOGGED
+    assert max(map(len, lines)) < 250
 
 
 def test_null_is_accepted_for_any_field():
