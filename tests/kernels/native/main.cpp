@@ -6,6 +6,7 @@
 #include "attention_cases.h"
 #include "products.h"
 #include "sampling_cases.h"
+#include "state_cases.h"
 #include "superblock_cases.h"
 #include "thread_cases.h"
 
@@ -34,6 +35,7 @@ int main(int count, char** arguments) {
     if (kernels->attention) {  // not in products_only.cpp
         test_norms();
         test_attention();
+    test_states();
         test_sampling();
     }
     std::printf("%ld cases failed\n", Case::failed());
