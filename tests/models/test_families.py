@@ -81,6 +81,7 @@ HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
             "attention_bias": True,
         },
     ),
+    "lfm2": ("Lfm2", {"layer_types": ["conv", "full_attention", "conv"], "norm_eps": 1e-5, "block_multiple_of": 16}),
 }
 """Families with layers that have states."""
 

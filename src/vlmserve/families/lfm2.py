@@ -1,0 +1,85 @@
+"""LFM2 and LFM2.5: gated short convolutions in most layers, attention in the others."""
+
+from __future__ import annotations
+
+from vlmserve.families.family import LanguageFamily, NamedModel
+from vlmserve.families.llama import LLAMA
+from vlmserve.families.spec import ArchSpec, Config, HeadNormSpec, Names, NormSpec, require, usual_spec
+from vlmserve.layer_specs import ConvolutionSpec
+
+_LFM2: Config = {
+    **LLAMA,
+    "vocab_size": 65536,
+    "hidden_size": 2560,
+    "intermediate_size": 12288,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 128000,
+    "norm_eps": 1e-5,
+    "rope_theta": 1e6,
+    "tie_word_embeddings": True,
+    "conv_bias": False,
+    "conv_L_cache": 3,
+    "block_multiple_of": 256,
+    "block_ffn_dim_multiplier": 1.0,
+    "block_auto_adjust_ff_dim": True,
+}
+_NAMES: Names = (
+    (r"\.operator_norm\.", ".attention_norm."),
+    (r"\.ffn_norm\.", ".mlp_norm."),
+    (r"\.self_attn\.out_proj\.", ".self_attn.o_proj."),
+    (r"\.self_attn\.([qk])_layernorm\.", r".self_attn.\1_norm."),
+    (r"\.feed_forward\.w1\.", ".mlp.gate_proj."),
+    (r"\.feed_forward\.w2\.", ".mlp.down_proj."),
+    (r"\.feed_forward\.w3\.", ".mlp.up_proj."),
+    (r"\bembedding_norm\.", "norm."),
+)
+
+
+def _lfm2(config: Config) -> ArchSpec:
+    require(config, {"conv_bias": (False, "biases of convolutions")})
+    layers, norm = range(config["num_hidden_layers"]), NormSpec(config["norm_eps"])
+    attending = config.get("full_attn_idxs")
+    kinds = config.get("layer_types") or [
+        "full_attention" if attending is None or layer in attending else "conv" for layer in layers
+    ]
+    convolution = ConvolutionSpec(config["hidden_size"], config["conv_L_cache"])
+    settings = {
+        **config,
+        "intermediate_size": _intermediate_size(config),
+        "tie_word_embeddings": config.get("tie_embedding", config["tie_word_embeddings"]),
+    }
+    return usual_spec(
+        settings,
+        norm=norm,
+        activation="silu",
+        states=[convolution if kind == "conv" else None for kind in kinds],
+        head_norm=HeadNormSpec("head", norm),
+    )
+
+
+def _intermediate_size(config: Config) -> int:
+    """Two thirds of the stated size, rounded up, unless the config says that this is the size."""
+    size = int(config.get("block_ff_dim", config["intermediate_size"]))
+    if not config["block_auto_adjust_ff_dim"]:
+        return size
+    size = int(2 * size / 3)
+    if (factor := config["block_ffn_dim_multiplier"]) is None:
+        return size
+    multiple: int = config["block_multiple_of"]
+    return -(-int(factor * size) // multiple) * multiple
+
+
+FAMILIES = (
+    LanguageFamily(
+        model_type="lfm2",
+        architecture="Lfm2ForCausalLM",
+        defaults=_LFM2,
+        build=_lfm2,
+        names=_NAMES,
+        models="LFM2 and LFM2.5 350M to 2.6B",
+        short_names=(
+            NamedModel("lfm2:1.2b", "LiquidAI/LFM2-1.2B", 1170340608, 134217728),
+            NamedModel("lfm2.5:1.2b", "LiquidAI/LFM2.5-1.2B-Instruct", 1170340608, 134217728),
+        ),
+    ),
+)
