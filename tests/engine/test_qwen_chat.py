@@ -137,8 +137,10 @@ class Oracle:
         videos: Sequence[Sequence[Image.Image]],
         order: str,
         fps: float = 2.0,
+        guess: Sequence[int] = (),
     ) -> list[int]:
-        """order: "v" for a video and "p" for an image, as they come in the prompt."""
+        """order: "v" for a video and "p" for an image, as they come in the prompt. guess: an answer that need not be
+        right. One pass over all of it tells, which is faster than to find it."""
         config = self.model.config
         made = [self.video(frames) for frames in videos]
         inputs: dict[str, Any] = {
@@ -158,13 +160,21 @@ class Oracle:
             else:
                 grids.append(((frames, rows // 2, columns // 2), step if kind == "v" else 1.0))
         places = {config.image_token_id, config.video_token_id}
-        answer: list[int] = []
-        for _ in range(NEW_TOKENS):
+
+        def likeliest(answer: list[int]) -> list[int]:
+            """After the prompt and after each token of the answer."""
             ids = torch.tensor([token_ids + answer])
             logits = self.model(
                 input_ids=ids, position_ids=positions(ids[0].tolist(), places, grids), use_cache=False, **inputs
             ).logits
-            answer.append(int(logits[0, -1].argmax()))
+            found: list[int] = logits[0, len(token_ids) - 1 :].argmax(-1).tolist()
+            return found
+
+        if len(guess) == NEW_TOKENS and likeliest(list(guess[:-1])) == list(guess):
+            return list(guess)
+        answer: list[int] = []
+        for _ in range(NEW_TOKENS):
+            answer.append(likeliest(answer)[-1])
         return answer
 
 
@@ -281,13 +291,14 @@ or columns, which moves all that follows."""
 
 @pytest.fixture(scope="module")
 def expected_of_videos(oracle: Oracle) -> list[list[int]]:
-    preparer = oracle.llm(load="lazy").preparer
+    llm = oracle.llm()
+    guesses = tokens(llm.chat([conversation for conversation, *_ in VIDEOS], GREEDY, use_tqdm=False))
     answers = []
-    for conversation, order, images, videos, fps in VIDEOS:
-        prompt = preparer.chat(conversation, allow_local=True)
+    for (conversation, order, images, videos, fps), guess in zip(VIDEOS, guesses, strict=True):
+        prompt = llm.preparer.chat(conversation, allow_local=True)
         if oracle.kind == "qwen3_vl":
             assert prompt.token_ids == oracle.with_videos(conversation, images, videos, fps)
-        answers.append(oracle.greedy_with_videos(prompt.token_ids, images, videos, order, fps))
+        answers.append(oracle.greedy_with_videos(prompt.token_ids, images, videos, order, fps, guess))
     return answers
 
 

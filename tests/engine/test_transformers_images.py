@@ -298,6 +298,8 @@ def test_prompts_and_tokens_are_those_of_transformers(oracle: Oracle, kernels: s
         tight = oracle.llm(kv_cache_memory=pages * sizes.page)
         assert chat_at_once(tight, conversations, GREEDY) == oracle.answers
         preemptions += tight.engine.stats().preemptions
+        if preemptions:
+            break
     # Where layers have a short window, all requests may fit.
     assert preemptions > 0 or sizes.windows[-1] is not None
 

@@ -203,18 +203,22 @@ def test_damaged_checkpoints_say_what_is_wrong(
         load(folder)
 
 
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint that takes far more memory than what else a process allocates."""
+    sizes = {"hidden_size": 1008, "intermediate_size": 4032, "num_hidden_layers": 5}
+    return make_llama(tmp_path_factory.mktemp("large"), **sizes, dtype=torch.bfloat16)
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux counts the peak of memory")
 @pytest.mark.parametrize("scheme", ["int8", "int4"])
-def test_quantizing_never_holds_the_plain_model(tmp_path: Path, scheme: Literal["int8", "int4"]) -> None:
-    folder = make_llama(tmp_path, hidden_size=1008, intermediate_size=4032, num_hidden_layers=8, dtype=torch.bfloat16)
-    plain = (folder / "model.safetensors").stat().st_size
+def test_quantizing_never_holds_the_plain_model(large: Path, scheme: Literal["int8", "int4"]) -> None:
+    plain = (large / "model.safetensors").stat().st_size
     quantization = QuantizationConfig(scheme=scheme)
     return_free_memory()
     before = memory_in_use("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts from here
-    model = load_model(
-        folder, LoadSettings(device=torch.device("cpu"), dtype=torch.bfloat16, quantization=quantization)
-    )
+    model = load_model(large, LoadSettings(device=torch.device("cpu"), dtype=torch.bfloat16, quantization=quantization))
     assert model.weight_bytes < 0.6 * plain
     assert memory_in_use("VmHWM") - before < model.weight_bytes + 0.5 * plain
 

@@ -59,10 +59,12 @@ def product_cases() -> Iterator[Case]:
     }
     numbers = dict.fromkeys(("rows", "stride_x", "in_features", "out_features", "x_columns"), "i32")
     # Two of Mistral-7B's products: attention's outputs, gates and ups, with the norm between them. float32 fills shared
-    # memory most.
-    kinds = itertools.product(((4, "*u8"), (8, "*u8"), (16, "*bf16")), (1, 64), (4096, 28672), ("*bf16",), (128,))
+    # memory most. Each of them differs by what follows it alone, whatever the bits.
+    by_4_bits = itertools.product(((4, "*u8"),), (1, 64), (4096, 28672), ("*bf16",), (128,))
+    by_more = [((8, "*u8"), 1, 28672), ((8, "*u8"), 64, 4096), ((16, "*bf16"), 1, 4096), ((16, "*bf16"), 64, 28672)]
+    kinds = itertools.chain(by_4_bits, ((*one, "*bf16", 128) for one in by_more))
     in_float32 = itertools.product(((4, "*u8"), (8, "*u8")), (1,), (4096,), ("*fp32",), (128,))
-    small_groups = itertools.product(((4, "*u8"),), (1, 64), (4096, 28672), ("*bf16",), (32,))
+    small_groups = itertools.product(((4, "*u8"),), (1, 64), (28672,), ("*bf16",), (32,))
     for (bits, weight), rows, out_features, x, group in itertools.chain(kinds, in_float32, small_groups):
         item_bytes = 2 if x == "*bf16" else 4
         tiles = tiling(bits, group, out_features, 4096, rows, item_bytes=item_bytes)
