@@ -20,6 +20,7 @@ from vlmserve.config import EngineConfig
 from vlmserve.engine import calibrated
 from vlmserve.engine.loading import load
 from vlmserve.errors import ConfigurationError, ModelLoadError
+from vlmserve.kernels.extension import supported_isas
 from vlmserve.llm import LLM
 from vlmserve.models import quantized
 from vlmserve.quantization import QuantizationConfig
@@ -119,6 +120,14 @@ def test_other_weights_settings_and_data_are_other_copies(
     make_llama(elsewhere, **GROUPS_FIT, seed=1)
     load(EngineConfig(model=str(elsewhere), **options))
     assert len(runs) == 6
+
+
+def test_other_kernels_are_another_copy(
+    folder: Path, options: dict[str, Any], cache: Path, runs: list[calibrated.Job]
+) -> None:
+    for kernels in ("torch", "torch", "auto"):
+        calibrated.calibrated_copy(EngineConfig(model=str(folder), kernels=kernels, **options), folder)
+    assert [job.kernels for job in runs] == (["torch", "auto"] if supported_isas() else ["torch"])
 
 
 def test_two_that_start_at_once_make_one_copy(

@@ -62,7 +62,11 @@ MARKS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "
 
 
 def preparer_for(
-    folder, template: str | None, tokenizer=None, parser: str = "auto", special: Sequence[str] = ("[TOOL_CALLS]",)
+    folder,
+    template: str | list[dict[str, str]] | None,
+    tokenizer=None,
+    parser: str = "auto",
+    special: Sequence[str] = ("[TOOL_CALLS]",),
 ) -> RequestPreparer:
     """special: which of the marks are special tokens."""
     tokenizer = tokenizer or byte_level()
@@ -100,6 +104,24 @@ def test_tool_templates_get_tools_as_in_transformers(tmp_path):
         parsed, tools=[function.described() for function in USE.functions], add_generation_prompt=True, tokenize=False
     )
     assert preparer.decode(preparer.chat(harmless, tools=USE).token_ids) == theirs
+
+
+@pytest.mark.parametrize("in_files", [True, False], ids=["in files", "in tokenizer_config.json"])
+def test_the_tool_use_template_is_for_requests_with_tools(tmp_path, in_files):
+    """As transformers chooses among several templates."""
+    named = {"default": "Plain.{% for m in messages %}{{ m.content }}{% endfor %}", "tool_use": QWEN, "rag": "{{ x }}"}
+    if in_files:
+        (tmp_path / "additional_chat_templates").mkdir()
+        for name in ("tool_use", "rag"):
+            (tmp_path / "additional_chat_templates" / f"{name}.jinja").write_text(named[name])
+    source = named["default"] if in_files else [{"name": name, "template": text} for name, text in named.items()]
+    preparer = preparer_for(tmp_path, source)
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    for use in (USE, None):
+        described = None if use is None else [function.described() for function in use.functions]
+        expected = theirs.apply_chat_template(CALLS[:1], tools=described, add_generation_prompt=True, tokenize=False)
+        assert preparer.decode(preparer.chat(CALLS[:1], tools=use).token_ids) == expected
+    assert preparer.answers.tool_form.native
 
 
 @pytest.mark.parametrize("template", [QWEN, CHATML_PARTS], ids=["native", "our own"])

@@ -245,6 +245,10 @@ def _short_scale(tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
     tensors["model.layers.0.mlp.down_proj.weight_scale"] = torch.ones(3, 1)
 
 
+def _no_zeros(tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
+    config["config_groups"]["group_0"]["weights"]["symmetric"] = False
+
+
 def _other_shape(tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
     for part, tensor in to_tensors(
         round_to_nearest(torch.ones(64, 64), bits=8, group_size=64, symmetric=True), symmetric=True
@@ -262,6 +266,7 @@ def _other_shape(tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
         (_tiny_floats, UnsupportedModelError, "nvfp4-pack-quantized.* supported: pack-quantized, int-quantized"),
         (_no_scale, MissingWeightsError, "down_proj.weight_scale"),
         (_short_scale, ModelLoadError, "down_proj.weight.* do not fit"),
+        (_no_zeros, ModelLoadError, "neither weight_zero_point nor weight_minimum"),
         (_other_shape, ModelLoadError, "down_proj"),
     ],
 )

@@ -71,6 +71,18 @@ def test_added_tokens_keep_declared_ids(tmp_path):
                 Tokenizer.from_folder(tmp_path)
 
 
+def test_renamed_tokens_are_named(tmp_path):
+    backend = byte_level()
+    backend.add_special_tokens(["<|reserved|>"])
+    id_ = backend.token_to_id("<|reserved|>")
+    folder_of(tmp_path, backend)
+    declared = {str(id_): {"content": "<|user|>", "special": True}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": declared}))
+    message = rf"token {id_} is '<\|reserved\|>' in tokenizer.json and '<\|user\|>' in tokenizer_config.json"
+    with pytest.raises(ModelLoadError, match=message):
+        Tokenizer.from_folder(tmp_path)
+
+
 @pytest.mark.parametrize("lost", ["tokens", "merges", "token_type"])
 def test_missing_part_of_byte_level_gguf_is_named(tmp_path, lost):
     fields = fields_of(byte_level())

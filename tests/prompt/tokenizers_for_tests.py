@@ -98,7 +98,7 @@ def write_checkpoint(
     folder: Path,
     tokenizer: Tokenizer,
     *,
-    chat_template: str | None = CHATML_PARTS,
+    chat_template: str | list[dict[str, str]] | None = CHATML_PARTS,
     takes_images: bool = True,
     config: dict[str, Any] | None = None,
     tokenizer_config: dict[str, Any] | None = None,
@@ -128,7 +128,9 @@ def write_checkpoint(
     (folder / "config.json").write_text(json.dumps({**base, **(config or {})}))
     named = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "</s>"}
     named = {"tokenizer_class": "PreTrainedTokenizerFast", **named, **(tokenizer_config or {})}
+    if isinstance(chat_template, list):
+        named["chat_template"] = chat_template
     (folder / "tokenizer_config.json").write_text(json.dumps(named))
-    if chat_template is not None:
+    if isinstance(chat_template, str):
         (folder / "chat_template.jinja").write_text(chat_template)
     return folder

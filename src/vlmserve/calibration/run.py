@@ -160,7 +160,7 @@ class Calibration:
         """A digest of all that the result depends on."""
         hasher = blake3(weights_digest(self._writer.checkpoint.folder))
         config = self._config.model_dump_json(exclude={"calibration", "calibration_tokens"})  # the prompts follow
-        hasher.update(f"{__version__} {config} {self._decoder.dtype}".encode())
+        hasher.update(f"{__version__} {config} {self._device.kernels} {self._decoder.dtype}".encode())
         for prompt, weight in self._prompts.items():
             asked = [] if prompt.cross is None else prompt.cross.token_ids
             keys = [image.key.hex() for image in prompt.image_inputs]

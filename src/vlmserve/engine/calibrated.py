@@ -16,9 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import torch
 from blake3 import blake3
 
 from vlmserve.config import EngineConfig
+from vlmserve.devices.choice import open_device
 from vlmserve.engine.child import child_environment
 from vlmserve.engine.messages import Failure
 from vlmserve.errors import ConfigurationError, ModelLoadError
@@ -28,6 +30,7 @@ from vlmserve.logs import LogFormat, log_format_in_use
 from vlmserve.models.files import WEIGHT_FILES
 from vlmserve.models.identity import metadata_digest, weights_digest
 from vlmserve.models.registry import Description
+from vlmserve.models.weights import Checkpoint
 from vlmserve.quant.calibration import ALGORITHM
 
 logger = logging.getLogger(__name__)
@@ -55,9 +58,8 @@ def calibrated_copy(config: EngineConfig, folder: Path) -> Path:
 
     Raises ConfigurationError for settings that do not fit, a full disk, and a cache that cannot be written to.
     """
-    Description.read_plain(folder)
     settings = config.quantization.model_dump(mode="json")
-    place = cache_folder() / _digest(folder, settings)
+    place = cache_folder() / _digest(folder, settings, _computed_by(folder, config.kernels))
     if place.is_dir():
         logger.info("Calibrated weights are read from %s", place)
         return place
@@ -109,7 +111,15 @@ def check_answer(answer: bytes, status: int) -> None:
         raise ModelLoadError(f"the process that calibrates ended with status {status}")
 
 
-def _digest(folder: Path, settings: dict[str, Any]) -> str:
+def _computed_by(folder: Path, kernels: str) -> str:
+    """The kernels and the type that a copy is computed with. Raises what `Description.read_plain` raises."""
+    description = Description.read_plain(folder)
+    stated = description.dtype(Checkpoint(folder, description.rename))
+    device, dtype = open_device(torch.device("cpu"), kernels, stated, automatic=True)
+    return f"{device.kernels} {dtype}"
+
+
+def _digest(folder: Path, settings: dict[str, Any], computed_by: str) -> str:
     """A name for all that a copy depends on."""
     named = settings["calibration"]
     data = None if named is None else expanded(named)
@@ -119,7 +129,7 @@ def _digest(folder: Path, settings: dict[str, Any]) -> str:
     others = [path for path in files if path.is_file() and path.suffix not in WEIGHT_FILES]
     gguf = language_model(folder)
     parts = [
-        ALGORITHM, version("vlmserve"), weights_digest(folder).hex(), {**settings, "calibration": origin},
+        ALGORITHM, version("vlmserve"), computed_by, weights_digest(folder).hex(), {**settings, "calibration": origin},
         {path.name: _file_digest(path) for path in others}, None if gguf is None else metadata_digest(gguf),
     ]  # fmt: skip
     return blake3(json.dumps(parts, sort_keys=True).encode()).hexdigest(length=DIGEST_BYTES)

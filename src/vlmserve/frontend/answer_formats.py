@@ -28,11 +28,19 @@ logger = logging.getLogger(__name__)
 class AnswerFormats:
     """Formats of the answers of one checkpoint. Thread-safe."""
 
-    def __init__(self, folder: Path, tokenizer: Tokenizer, template: ChatTemplate | None, engine: EngineConfig) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        tokenizer: Tokenizer,
+        template: ChatTemplate | None,
+        tool_template: ChatTemplate | None,
+        engine: EngineConfig,
+    ) -> None:
+        """tool_template: for requests with tools."""
         self._tokenizer = tokenizer
         self._trials = GrammarTrials(folder, engine)
         """Compiles grammars under limits, and keeps none of them."""
-        form = choose_form(template, tokenizer, engine.tool_call_parser)
+        form = choose_form(tool_template, tokenizer, engine.tool_call_parser)
         self.tool_form = replace(form, bounds=JSONBounds.of(engine))
         self.reasoning = choose_reasoning(template, tokenizer, engine.reasoning_parser)
         self.token_bytes = token_bytes(tokenizer)

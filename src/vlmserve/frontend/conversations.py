@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypedDict
 
 from vlmserve.errors import InvalidRequestError
@@ -55,6 +55,8 @@ class Renderer:
     """
 
     template: ChatTemplate
+    tool_template: ChatTemplate
+    """Renders requests with tools."""
     tokenizer: Tokenizer
     answers: AnswerFormats
     adds_special_tokens: bool
@@ -67,17 +69,17 @@ class Renderer:
         Raises InvalidRequestError if the template does not show all media, and as `ChatTemplate.render` does.
         """
         tools = options.get("tools")
+        template, form = self.template if tools is None else self.tool_template, self.answers.tool_form
+        if not template.knows_tools:
+            form = replace(form, native=False)
         settings = options.get("template_settings")
         continues = options.get("continue_final_message", False)
         quotation = Quotation(self.tokenizer.control_tokens)
         described = None
-        if tools is not None and self.answers.tool_form.native:
+        if tools is not None and form.native:
             described = [quoted_json(function.described(), quotation) for function in tools.functions]
-        text = self.template.render(
-            [
-                quoted_message(message, quotation)
-                for message in for_template(self.template, messages, self.answers.tool_form, tools)
-            ],
+        text = template.render(
+            [quoted_message(message, quotation) for message in for_template(template, messages, form, tools)],
             add_generation_prompt=options.get("add_generation_prompt", True),
             tools=described,
             settings=settings and quoted_json(settings, quotation),

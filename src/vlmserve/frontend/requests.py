@@ -89,22 +89,14 @@ class RequestPreparer:
         # Before the template, which writes the mark that the processor reads.
         processor = choose(folder, self.tokenizer, media) if supports_images else None
         self.media = MediaPreparer(media, processor, engine.encoder_cache_memory, in_one_file=folder.is_file())
-        self._template = (
-            ChatTemplate(
-                template,
-                self.tokenizer.special_tokens,
-                self.tokenizer.image_mark,
-                self.tokenizer.video_token,
-            )
-            if template is not None
-            else None
-        )
-        self.answers = AnswerFormats(folder, self.tokenizer, self._template, engine)
-        self._renderer = (
-            Renderer(self._template, self.tokenizer, self.answers, supports_images)
-            if self._template is not None
-            else None
-        )
+        self._template = None if template is None else self._compile(template)
+        with_tools = self._template
+        if chat_template is None and files.tool_template is not None:
+            with_tools = self._compile(files.tool_template)
+        self.answers = AnswerFormats(folder, self.tokenizer, self._template, with_tools, engine)
+        self._renderer = None
+        if self._template is not None and with_tools is not None:
+            self._renderer = Renderer(self._template, with_tools, self.tokenizer, self.answers, supports_images)
         video_token = self.tokenizer.video_token
         # A chat template may know nothing of the videos that the model takes.
         supports_videos = video_token is not None and not theirs and (template is None or video_token in template)
@@ -113,6 +105,10 @@ class RequestPreparer:
         elif processor is not None and self._template is not None and not self._one_image:
             cache = self.media.image_cache
             self.media.videos_as_images = videos_as_images(folder, self.tokenizer, media, processor, cache)
+
+    def _compile(self, template: str) -> ChatTemplate:
+        tokenizer = self.tokenizer
+        return ChatTemplate(template, tokenizer.special_tokens, tokenizer.image_mark, tokenizer.video_token)
 
     def fit(self, info: ModelInfo) -> None:
         """Take over the engine's limits. Raises ConfigurationError if not even a small image fits into its encoder

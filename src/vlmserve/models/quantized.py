@@ -24,6 +24,7 @@ from vlmserve.models.files import INDEX_NAMES, SAFETENSORS_INDEX, WEIGHT_FILES
 from vlmserve.models.identity import stored_bytes, stored_tensors
 from vlmserve.models.registry import Description
 from vlmserve.models.weights import Checkpoint, merge_as_stored, weight_names
+from vlmserve.prompt.files import EXTRA_TEMPLATES
 from vlmserve.prompt.gguf import write_prompt_files
 from vlmserve.quant.formats.compressed_tensors import describe, to_bytes, to_tensors
 from vlmserve.quant.methods.rtn import round_to_nearest
@@ -138,6 +139,8 @@ class QuantizedFolder:
         for path in self._folder.iterdir() if self._folder.is_dir() else ():
             if path.is_file() and path.suffix not in WEIGHT_FILES and path.name not in left_out:
                 shutil.copy(path, self.out)
+        if (templates := self._folder / EXTRA_TEMPLATES).is_dir():
+            shutil.copytree(templates, self.out / EXTRA_TEMPLATES)
         if self._gguf is not None:
             write_prompt_files(self._gguf, self.out)
         return Saving(stored_bytes(self._folder), after)

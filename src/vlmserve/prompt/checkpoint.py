@@ -12,7 +12,7 @@ from vlmserve.families.family import VisionFamily
 from vlmserve.families.registry import family_of
 from vlmserve.gguf.pair import language_model
 from vlmserve.prompt import gguf
-from vlmserve.prompt.files import PromptFiles, read_json
+from vlmserve.prompt.files import EXTRA_TEMPLATES, PromptFiles, read_json
 
 SPECIAL_TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
@@ -27,9 +27,11 @@ def read_prompt_files(folder: Path) -> PromptFiles:
     tokenizer_config = read_json(folder / "tokenizer_config.json")
     family = family_of(config)
     special: Mapping[str, str] = _special_tokens(tokenizer_config, read_json(folder / "special_tokens_map.json"))
-    template, end_token_ids = _chat_template(folder, tokenizer_config), _end_token_ids(generation_config, config)
+    templates, end_token_ids = _chat_templates(folder, tokenizer_config), _end_token_ids(generation_config, config)
+    template, tool_template = templates.get("default"), templates.get("tool_use")
     if of_file is not None:
-        special, template, end_token_ids = of_file.special_tokens, of_file.chat_template, of_file.end_token_ids
+        special, end_token_ids = of_file.special_tokens, of_file.end_token_ids
+        template, tool_template = of_file.chat_template, of_file.tool_template
     if not template and family is not None and family.chat_template is not None:
         template = family.chat_template(config, generation_config)
     files = PromptFiles(
@@ -37,6 +39,7 @@ def read_prompt_files(folder: Path) -> PromptFiles:
         special_tokens=special,
         image_token_id=None,
         chat_template=template,
+        tool_template=tool_template,
         end_token_ids=end_token_ids,
         converter=family.tokenizer if family is not None else None,
         has_own_preprocessing=False,
@@ -80,10 +83,14 @@ def _special_tokens(*sources: Mapping[str, Any]) -> dict[str, str]:
     return tokens
 
 
-def _chat_template(folder: Path, tokenizer_config: Mapping[str, Any]) -> str | None:
+def _chat_templates(folder: Path, tokenizer_config: Mapping[str, Any]) -> dict[str, str]:
+    """By name; "default" is the usual one, and "tool_use" is for requests with tools."""
+    extra = sorted((folder / EXTRA_TEMPLATES).glob("*.jinja"))
+    files = {path.stem: path for path in extra} | {"default": folder / "chat_template.jinja"}
+    named = {name: path.read_text(encoding="utf-8-sig") for name, path in files.items() if path.is_file()}
+    if named:
+        return named
     template: Any = None
-    if (folder / "chat_template.jinja").is_file():
-        return (folder / "chat_template.jinja").read_text(encoding="utf-8-sig")
     for source in (
         read_json(folder / "chat_template.json"),
         read_json(folder / "processor_config.json"),
@@ -92,9 +99,8 @@ def _chat_template(folder: Path, tokenizer_config: Mapping[str, Any]) -> str | N
         template = template or source.get("chat_template")
     if isinstance(template, list):
         template = {entry["name"]: entry["template"] for entry in template}
-    if isinstance(template, dict):
-        template = template.get("default")
-    return template if isinstance(template, str) else None
+    templates = template if isinstance(template, dict) else {"default": template}
+    return {name: source for name, source in templates.items() if isinstance(source, str)}
 
 
 def _end_token_ids(generation_config: Mapping[str, Any], config: Mapping[str, Any]) -> frozenset[int]:

@@ -32,12 +32,20 @@ def check_complete(backend: tokenizers.Tokenizer, files: PromptFiles, place: str
 
 
 def check_added(backend: tokenizers.Tokenizer, declared: Iterable[tuple[int, str]]) -> None:
-    """Raise ModelLoadError if a token that was just added has another id than the checkpoint declares."""
-    for id_, content in declared:
-        if (found := backend.token_to_id(content)) != id_:
+    """Raise ModelLoadError if a token that was just added has another id than tokenizer_config.json declares."""
+    ids = {content: id_ for id_, content in declared}
+    for content, id_ in ids.items():
+        found, other = backend.token_to_id(content), backend.id_to_token(id_)
+        if found == id_:
+            continue
+        if other is not None and other not in ids:
             raise ModelLoadError(
-                f"tokenizer.json lacks tokens: {content!r:.40} should be token {id_}, but would be {found}"
+                f"token {id_} is {other!r:.30} in tokenizer.json and {content!r:.30} in tokenizer_config.json; "
+                "write one of them into both"
             )
+        raise ModelLoadError(
+            f"tokenizer.json lacks tokens: {content!r:.40} should be token {id_}, but would be {found}"
+        )
 
 
 def _check_ends(backend: tokenizers.Tokenizer, files: PromptFiles, place: str) -> None:

@@ -10,6 +10,8 @@ from typing import Any
 
 from vlmserve.errors import ModelLoadError
 
+EXTRA_TEMPLATES = "additional_chat_templates"
+"""Folder of chat templates with names."""
 MAX_JSON_BYTES = 64 * 2**20
 """Size of a file of settings."""
 
@@ -42,6 +44,8 @@ class PromptFiles:
     """The placeholder of an image."""
     chat_template: str | None
     """Jinja source."""
+    tool_template: str | None = None
+    """Jinja source for requests with tools. None: `chat_template`."""
     end_token_ids: frozenset[int] = field(default=frozenset())
     video_token_id: int | None = None
     """The placeholder of a video."""

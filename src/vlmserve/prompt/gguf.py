@@ -15,7 +15,7 @@ from vlmserve.errors import ModelLoadError, UnsupportedModelError
 from vlmserve.families.registry import gguf_family
 from vlmserve.gguf.config import CONTROL, end_token_ids, sampling_settings
 from vlmserve.gguf_header import Header, read_header
-from vlmserve.prompt.files import PromptFiles
+from vlmserve.prompt.files import EXTRA_TEMPLATES, PromptFiles
 
 logger = logging.getLogger(__name__)
 
@@ -90,12 +90,14 @@ def read_prompt_files(path: Path) -> PromptFiles:
     header = read_header(path)
     tokens = header.array("tokenizer.ggml.tokens")
     ids = {f"{name}_token": _special_id(header, key) for name, key in _SPECIAL.items()}
-    template = header.values.get("tokenizer.chat_template")
+    names = ("tokenizer.chat_template", "tokenizer.chat_template.tool_use")
+    template, tool_template = (source if isinstance(source := header.values.get(name), str) else None for name in names)
     return PromptFiles(
         tokenizer_config={},
         special_tokens={name: tokens[id_] for name, id_ in ids.items() if id_ is not None and id_ < len(tokens)},
         image_token_id=None,
-        chat_template=template if isinstance(template, str) else None,
+        chat_template=template,
+        tool_template=tool_template,
         end_token_ids=end_token_ids(header),
     )
 
@@ -149,6 +151,9 @@ def write_prompt_files(path: Path, out: Path) -> None:
         (out / name).write_text(json.dumps(content, indent=2) + "\n", "utf-8")
     if files.chat_template is not None:
         (out / "chat_template.jinja").write_text(files.chat_template, "utf-8")
+    if files.tool_template is not None:
+        (out / EXTRA_TEMPLATES).mkdir()
+        (out / EXTRA_TEMPLATES / "tool_use.jinja").write_text(files.tool_template, "utf-8")
 
 
 _SPECIAL = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding", "sep": "seperator"}

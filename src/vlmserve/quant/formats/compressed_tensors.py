@@ -14,7 +14,7 @@ general. Such weights are stored in a format of our own, which differs in one th
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -58,9 +58,12 @@ def to_bytes(weight: QuantizedWeight) -> dict[str, Tensor]:
     return {scaled.WEIGHT: (weight.values.to(torch.int16) - 128).to(torch.int8), SCALE: weight.scales}
 
 
-def from_tensors(tensors: Mapping[str, Tensor], group_sizes: Sequence[int]) -> StoredWeight:
-    """The weight of which a checkpoint holds these tensors; group_sizes: those that there are.
+def from_tensors(
+    tensors: Mapping[str, Tensor], group_sizes: Sequence[int], asymmetric: Collection[int] = ()
+) -> StoredWeight:
+    """The weight of which a checkpoint holds these tensors.
 
+    group_sizes: those that there are. asymmetric: bits of weights whose zero is not always the middle of the range.
     Raises ModelLoadError where the tensors do not belong together.
     """
     packed, scales = tensors[PACKED], tensors[SCALE].float()
@@ -78,6 +81,11 @@ def from_tensors(tensors: Mapping[str, Tensor], group_sizes: Sequence[int]) -> S
         symmetric = grouped(bits, values, scales, torch.zeros_like(scales), group_sizes, None)
         assert isinstance(symmetric, QuantizedWeight)
         return QuantizedWeight(bits, symmetric.group_size, values, scales, minimums.float())
+    if ZERO_POINT not in tensors and bits in asymmetric:
+        raise ModelLoadError(
+            f"config.json says that weights of {bits} bits are not symmetric, but there is neither {ZERO_POINT} nor "
+            f"{MINIMUM} for them; quantize the original checkpoint again"
+        )
     if ZERO_POINT not in tensors:
         zeros = torch.full_like(scales, middle)
     elif tensors[ZERO_POINT].dtype == torch.int32:
@@ -133,6 +141,7 @@ def layouts(config: Mapping[str, Any]) -> list[Layout]:
     sparsity = (config.get("sparsity_config") or {}).get("format") or "dense"
     check_setting(METHOD, "sparsity_config", sparsity, ["dense"])
     sizes: list[int] = []
+    symmetries: dict[int, set[bool]] = {}
     blocks = set()
     rounds_inputs = []
     for group in config.get("config_groups", {}).values():
@@ -146,6 +155,7 @@ def layouts(config: Mapping[str, Any]) -> list[Layout]:
         check_setting(METHOD, "num_bits", weights.get("num_bits"), [4, 8] if number == "int" else [8])
         check_setting(METHOD, "strategy", weights.get("strategy"), ["tensor", "channel", "group", "block"])
         check_setting(METHOD, "actorder", weights.get("actorder"), [None, "weight", "static", "group"])
+        symmetries.setdefault(weights["num_bits"], set()).add(weights.get("symmetric", True))
         inputs = group.get("input_activations") or {}
         rounds_inputs.append(
             inputs.get("num_bits") == 8 and inputs.get("type", "int") == "int" and bool(inputs.get("dynamic"))
@@ -158,7 +168,9 @@ def layouts(config: Mapping[str, Any]) -> list[Layout]:
         PACKED,
         (SCALE, SHAPE),
         (MINIMUM, ZERO_POINT, GROUP_OF),
-        partial(from_tensors, group_sizes=tuple(sizes)),
+        partial(
+            from_tensors, group_sizes=tuple(sizes), asymmetric={n for n, own in symmetries.items() if not any(own)}
+        ),
     )
     block = next(iter(blocks - {None}), None)
     in_bytes = partial(_in_bytes, block=block, stated=tuple(sizes), rounds_inputs=all(rounds_inputs))
