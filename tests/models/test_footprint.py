@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 from typing import Any, get_args
 
@@ -12,10 +13,14 @@ import torch
 
 from tests.checkpoints import make_llama, make_llava
 from tests.gguf_files import write_gguf
+from tests.paged import PagedRun
 from vlmserve.config import EngineConfig
-from vlmserve.engine import create_engine
+from vlmserve.devices.cpu import CpuDevice
+from vlmserve.engine import create_engine, loading
 from vlmserve.errors import ConfigurationError, ModelLoadError
+from vlmserve.layers.linear import allocate
 from vlmserve.models import footprint as module
+from vlmserve.models import weights
 from vlmserve.models.footprint import LIBRARIES, check_memory, footprint
 from vlmserve.models.load_settings import LoadSettings
 from vlmserve.models.registry import load_model
@@ -60,7 +65,7 @@ def test_inputs_of_16_bits_need_more_memory(tmp_path: Path, kind: str, monkeypat
     model = load_model(file, LoadSettings(device=torch.device("cpu"), input_bits=16))
     assert footprint(file, "none", input_bits=16).weights == pytest.approx(model.weight_bytes, rel=0.1)
     assert footprint(file, "none", kernels="torch").weights >= footprint(file, "none", kernels="avx2").weights
-    free(monkeypatch, footprint(file, "none", input_bits=16).peak - 1)
+    free(monkeypatch, footprint(file, "none", input_bits=16).loading + module.LIBRARIES - 1)
     with pytest.raises(ModelLoadError, match="of memory to load"):
         check_memory(EngineConfig(model=str(file), device="cpu", input_bits=16), file)
 
@@ -73,18 +78,18 @@ def test_model_that_does_not_fit_names_what_does(tmp_path: Path, monkeypatch: py
     folder = make_llama(tmp_path, **SIZES)
     plain, int8, int4 = (footprint(folder, scheme) for scheme in ("none", "int8", "int4"))
     config = EngineConfig(model=str(folder), device="cpu")
-    free(monkeypatch, plain.peak)
+    free(monkeypatch, plain.loading + module.LIBRARIES)
     check_memory(config, folder)
     monkeypatch.setattr(module, "LIBRARIES", 0)
     big = module.Footprint(10**10, 0)
     monkeypatch.setattr(module, "footprint", lambda _, scheme, **__: {"none": big, "int8": int8, "int4": int4}[scheme])
-    free(monkeypatch, int8.peak)
+    free(monkeypatch, int8.loading + module.LIBRARIES)
     with pytest.raises(ModelLoadError, match=r"needs 10\.0 GB .* free; with --quantize int8 it needs"):
         check_memory(config, folder)
-    free(monkeypatch, int4.peak)
+    free(monkeypatch, int4.loading + module.LIBRARIES)
     with pytest.raises(ModelLoadError, match="with --quantize int4"):
         check_memory(config, folder)
-    free(monkeypatch, int4.peak - 1)
+    free(monkeypatch, int4.loading + module.LIBRARIES - 1)
     with pytest.raises(ModelLoadError, match="a smaller model"):
         check_memory(config, folder)
 
@@ -100,6 +105,49 @@ def test_models_for_gpus_are_not_counted(tmp_path: Path, monkeypatch: pytest.Mon
     folder = make_llama(tmp_path)
     free(monkeypatch, 0)
     check_memory(EngineConfig(model=str(folder), device="cuda"), folder)
+
+
+def test_devices_with_too_little_memory_are_told_before_loading(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = make_llama(tmp_path, **SIZES)
+    monkeypatch.setattr(Checkpoint, "load", lambda *_, **__: pytest.fail("weights were read"))
+    needed = footprint(folder, "int4").loading
+    monkeypatch.setattr(loading, "free_device_memory", lambda device: needed)
+    with pytest.raises(ModelLoadError, match="are free; with --quantize int4 it needs"):
+        loading.load(EngineConfig(model=str(folder), device="cpu"))
+    monkeypatch.setattr(loading, "free_device_memory", lambda device: needed - 1)
+    with pytest.raises(ModelLoadError, match="a smaller model"):
+        loading.load(EngineConfig(model=str(folder), device="cpu", quantize="int4"))
+
+
+def test_weights_take_memory_as_they_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where empty tensors take memory, plain weights are there one layer after another until they are quantized."""
+    folder = make_llama(tmp_path, num_hidden_layers=6, **SIZES)
+    settings = LoadSettings(
+        device=torch.device("cpu"), kernels="torch", dtype=torch.float32, quantization=QuantizationConfig(scheme="int4")
+    )
+    expected = load_model(folder, settings)
+    plain: weakref.WeakSet[torch.Tensor] = weakref.WeakSet()
+    held: list[int] = []
+
+    def allocated(layer: torch.nn.Module, device: torch.device) -> None:
+        allocate(layer, device)
+        plain.update(parameter for parameter in layer.parameters(recurse=False) if parameter.ndim > 1)
+        held.append(sum(parameter.nbytes for parameter in plain if parameter.shape[0] != SIZES["vocab_size"]))
+
+    monkeypatch.setattr(CpuDevice, "overcommits", False)
+    monkeypatch.setattr(weights, "allocate", allocated)
+    model = load_model(folder, settings)
+    layer = 4 * (SIZES["hidden_size"] * 3 * SIZES["intermediate_size"])
+    assert layer < 3 * max(held) < 6 * layer
+    for ours, theirs in zip(model.language_model.parameters(), expected.language_model.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+    tokens = torch.arange(5, 25)
+    logits = [
+        PagedRun(one.language_model, [one.language_model.embed(tokens)]).finish([20])[0] for one in (model, expected)
+    ]
+    assert torch.equal(*logits)
 
 
 def test_broken_files_are_left_to_the_loader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

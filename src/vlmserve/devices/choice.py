@@ -65,6 +65,13 @@ def type_for_torch(torch_device: torch.device, stated: torch.dtype) -> torch.dty
     return stated if fast else torch.float32
 
 
+def free_device_memory(device: torch.device) -> int | None:
+    """Bytes that a model may take on a device; None for main memory."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return torch.mps.recommended_max_memory() if device.type == "mps" else None
+
+
 def find_device(name: str) -> torch.device:
     """The device of that name; "auto" prefers a GPU. Raises ConfigurationError if the machine lacks it."""
     if name == "auto":

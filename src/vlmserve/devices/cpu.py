@@ -84,6 +84,7 @@ def _with_kernels(torch_device: torch.device, isa: str | None) -> CpuDevice:
 class CpuDevice(TorchDevice):
     """A CPU by torch's operations."""
 
+    overcommits = True
     images_per_step = 4
     stage_products = 2**28
     stage_rows = 96

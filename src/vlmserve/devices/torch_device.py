@@ -49,6 +49,7 @@ class TorchDevice:
 
     kernels = "torch"
     keeps_packed = False
+    overcommits = False
     mapped_bytes = 0
     images_per_step = 16
     stage_products = 2**36

@@ -13,13 +13,14 @@ import torch
 
 from vlmserve.config import EngineConfig
 from vlmserve.cores import MAX_SPINS, SPIN_VARIABLE, engine_threads, spinning_is_bounded
-from vlmserve.devices.choice import find_device
+from vlmserve.devices.choice import find_device, free_device_memory
 from vlmserve.devices.ranks import device_of_rank
 from vlmserve.engine.base import context_length
 from vlmserve.engine.calibrated import calibrated_copy
 from vlmserve.errors import ConfigurationError
 from vlmserve.layer_specs import CacheBytes
 from vlmserve.layers.parallel import Ranks
+from vlmserve.models.footprint import check_fits
 from vlmserve.models.hub import resolve_model
 from vlmserve.models.load_settings import LoadSettings
 from vlmserve.models.protocols import LanguageModel, LoadedModel
@@ -53,8 +54,11 @@ def load(config: EngineConfig, folder: Path | None = None, ranks: Ranks | None =
                 "transformers: leave one of them out"
             )
         folder, quantization = calibrated_copy(config, folder), QuantizationConfig()
+    device = find_device(config.device) if ranks is None else rank_device(config, ranks.rank)
+    if (free := free_device_memory(device)) is not None:
+        check_fits(config, folder, free * config.tensor_parallel_size)
     settings = LoadSettings(
-        device=find_device(config.device) if ranks is None else rank_device(config, ranks.rank),
+        device=device,
         dtype=None if config.dtype == "auto" else getattr(torch, config.dtype),
         kernels=config.kernels,
         implementation=config.model_impl,

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Iterator
+from contextvars import ContextVar
 from typing import cast
 
 import torch
@@ -35,10 +37,31 @@ from vlmserve.layers.cut import Shard
 from vlmserve.layers.layer import Layer
 from vlmserve.layers.padding import Padding
 
+META = torch.device("meta")
+_takes_memory: ContextVar[bool] = ContextVar("takes_memory", default=True)
+
+
+@contextlib.contextmanager
+def without_memory() -> Iterator[None]:
+    """A block in which new parameters take no memory. `allocate` gives it to them."""
+    token = _takes_memory.set(False)
+    try:
+        yield
+    finally:
+        _takes_memory.reset(token)
+
 
 def empty_parameter(*shape: int, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
     """Memory for a weight, its pages untouched until the loader writes them."""
-    return nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)
+    on = device if _takes_memory.get() else META
+    return nn.Parameter(torch.empty(shape, dtype=dtype, device=on), requires_grad=False)
+
+
+def allocate(module: nn.Module, device: torch.device) -> None:
+    """Give memory to parameters of a module, without those inside it, that have none."""
+    for name, parameter in module.named_parameters(recurse=False):
+        if parameter.is_meta:
+            setattr(module, name, nn.Parameter(torch.empty_like(parameter, device=device), requires_grad=False))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -71,7 +94,7 @@ class Weight(Layer):
         self.dtype = dtype
         self.bits: int | None = None
         self.adapters: LinearAdapters | None = None
-        self._device = device
+        self.device = device
         self._quantized: QuantizedWeight | SuperblockWeight | None = None
         self._input_order: Tensor | None = None
 
@@ -131,7 +154,7 @@ class Weight(Layer):
 
     def prepare(self, change: Change) -> PreparedChange:
         """An adapter's change as `set_adapter` takes it."""
-        change = change.to(self.dtype, self._device)
+        change = change.to(self.dtype, self.device)
         if self._input_order is not None:
             change = change.with_inputs(self._input_order)
         stored: object = self._stored

@@ -7,7 +7,8 @@ from pathlib import Path
 import torch
 
 from vlmserve.devices.choice import open_device
-from vlmserve.models.registry import META, Description
+from vlmserve.layers.linear import META
+from vlmserve.models.registry import Description
 from vlmserve.models.weights import Checkpoint
 from vlmserve.quant.model import expected_memory
 from vlmserve.quantization import QuantizationConfig

@@ -89,7 +89,7 @@ class Filling:
                 filled = load_packed(checkpoint, model, self.layouts, device, settle, settings.input_bits)
             if self.keeps_blocks:
                 load_blocks(checkpoint, model, device, settle, settings.input_bits)
-            checkpoint.load(model, filled=filled, settle=settle)
+            checkpoint.load(model, filled=filled, settle=settle, device=device.torch_device)
         if quantizer is not None:
             quantizer.log()
         arrange_layers(model, device)

@@ -61,7 +61,7 @@ class Stored(NamedTuple):
 
 
 class Footprint(NamedTuple):
-    """Bytes of main memory."""
+    """Bytes of the memory that weights are loaded into."""
 
     weights: int
     """The weights once they are loaded."""
@@ -69,9 +69,9 @@ class Footprint(NamedTuple):
     """The largest tensor as it is read, which is held beside the loaded weights."""
 
     @property
-    def peak(self) -> int:
-        """What loading needs, libraries included."""
-        return self.weights + self.largest + LIBRARIES
+    def loading(self) -> int:
+        """What loading needs."""
+        return self.weights + self.largest
 
 
 def footprint(
@@ -102,34 +102,43 @@ def footprint(
 
 
 def check_memory(config: EngineConfig, folder: Path) -> None:
-    """Raises ModelLoadError, saying what would fit, for a model that cannot be loaded into main memory.
+    """Raises ModelLoadError, saying what would fit, for a model that cannot be loaded into main memory."""
+    if _loads_into_main_memory(config):
+        check_fits(config, folder, free_memory(), LIBRARIES)
 
-    Files that cannot be read are left to the loader, which says what is wrong with them.
+
+def check_fits(config: EngineConfig, folder: Path, free: int, reserved: int = 0) -> None:
+    """Raises ModelLoadError, saying what would fit, for a model that needs more memory than is free.
+
+    free: bytes. reserved: bytes that the engine takes whatever the model. Files that cannot be read are left to the
+    loader, which says what is wrong with them.
     """
     quantization = config.quantization
-    if quantization.calibrates or not _loads_into_main_memory(config):
+    if quantization.calibrates:
         return
     plain_bytes = 4 if config.dtype == "float32" else 2
     try:
-        needed = footprint(
-            folder,
-            quantization.usual,
-            vision=quantization.vision,
-            plain_bytes=plain_bytes,
-            kernels=config.kernels,
-            input_bits=config.input_bits,
-        ).peak
+        needed = (
+            reserved
+            + footprint(
+                folder,
+                quantization.usual,
+                vision=quantization.vision,
+                plain_bytes=plain_bytes,
+                kernels=config.kernels,
+                input_bits=config.input_bits,
+            ).loading
+        )
     except (VLMServeError, OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         logger.debug("the memory that %s needs is unknown: %r", folder, error)
         return
-    free = free_memory()
     if needed <= free:
         return
     said = f"{config.model} needs {_gb(needed)} of memory to load, and {_gb(free)} are free"
     schemes: tuple[Scheme, ...] = ("int8", "int4")
     if quantization.usual == "none" and not _is_quantized(folder) and language_model(folder) is None:
         for scheme in schemes:
-            if (other := footprint(folder, scheme).peak) <= free:
+            if (other := reserved + footprint(folder, scheme).loading) <= free:
                 raise ModelLoadError(f"{said}; with --quantize {scheme} it needs {_gb(other)}")
     raise ModelLoadError(f"{said}: free some, or choose a smaller model (vlmserve doctor names those that fit)")
 

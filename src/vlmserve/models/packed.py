@@ -14,7 +14,7 @@ from vlmserve.kernels.operations import Operations
 from vlmserve.kernels.quantized import QuantizedWeight
 from vlmserve.kernels.superblocks import SuperblockWeight
 from vlmserve.layers.cut import Cut
-from vlmserve.layers.linear import Embedding, GatedLinear, Linear, TiedEmbedding
+from vlmserve.layers.linear import Embedding, GatedLinear, Linear, TiedEmbedding, allocate
 from vlmserve.models.weights import Checkpoint, merge_as_stored, module_cuts, module_slots, weight_names
 from vlmserve.quant.formats.layout import Layout, StoredWeight
 
@@ -48,7 +48,7 @@ def load_packed(
         names = weight_names(path, module)
         slots = {name: slot for name, slot in module_slots(path, module) if name in names}
         cuts = module_cuts(path, module)
-        weights = {name: found for name in names if (found := reader.read(name, module.weight.device)) is not None}
+        weights = {name: found for name in names if (found := reader.read(name, module.device)) is not None}
         for name, weight in weights.items():
             wanted = _whole_shape(slots[name], cuts.get(name))
             if list(weight.shape) != wanted:
@@ -68,6 +68,8 @@ def load_packed(
             continue
         plain += 1
         dtype = module.dtype
+        allocate(module, module.device)
+        slots = dict(module_slots(path, module))
         for name, weight in weights.items():
             values = weight.dequantize() if isinstance(weight, QuantizedWeight) else weight
             slots[name].copy_(values.view(slots[name].shape))

@@ -6,7 +6,7 @@ import json
 import logging
 import pkgutil
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -25,6 +25,7 @@ from vlmserve.gguf.config import read_config
 from vlmserve.gguf.pair import language_model
 from vlmserve.gguf_header import read_header
 from vlmserve.kernels.attention import AttentionBackend
+from vlmserve.layers.linear import META, without_memory
 from vlmserve.layers.parallel import Ranks
 from vlmserve.models.adaptable import AdaptableModel
 from vlmserve.models.cross import CrossStateEncoder, make_text_encoder
@@ -45,7 +46,6 @@ from vlmserve.quant.model import log_expected_memory
 
 logger = logging.getLogger(__name__)
 
-META = torch.device("meta")
 Check = Callable[[LanguageModel, int], None]
 """Gets a language model and its maximum context in tokens. Raises ConfigurationError for settings that do not fit."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -103,7 +103,8 @@ def _load(
         backend = on.attention(own.attention, wanted, quantized_cache=settings.quantized_cache)
         # Programs and graphs hold no exchange between ranks.
         executor = on.executor() if ranks is None else EagerExecutor()
-        parts = description.build(spec, backend, executor, dtype=wanted, device=device, ranks=ranks)
+        with nullcontext() if on.overcommits else without_memory():
+            parts = description.build(spec, backend, executor, dtype=wanted, device=device, ranks=ranks)
         model, decoder = parts.modules, parts.language_model
         # Of the whole model, whatever part of it is here. On a CPU its pages take no memory before weights are read.
         whole = model if ranks is None else description.build(spec, backend, dtype=wanted, device=META).modules

@@ -16,7 +16,7 @@ from vlmserve.errors import MissingWeightsError, ModelLoadError
 from vlmserve.kernels.quantized import QuantizedWeight
 from vlmserve.kernels.superblocks import SuperblockWeight
 from vlmserve.layers.cut import Cut, Shard
-from vlmserve.layers.linear import MergedLinear
+from vlmserve.layers.linear import MergedLinear, allocate
 from vlmserve.layers.norm import NormOfEachHead
 from vlmserve.models.blocks.block import Block
 from vlmserve.models.files import WeightFile, open_weights, weight_files
@@ -25,6 +25,7 @@ from vlmserve.models.identity import TensorDigests
 
 logger = logging.getLogger(__name__)
 
+CPU = torch.device("cpu")
 # Bytes to copy before a file is mapped anew: pages of a mapping count as used memory until it is closed.
 MAPPED_BYTES = 16 * 1024**2
 # Dequantizing a piece takes many times what becomes of it.
@@ -136,16 +137,19 @@ class Checkpoint:
         *,
         filled: Collection[str] = (),
         settle: Callable[[nn.Module], None] = lambda module: None,
+        device: torch.device = CPU,
     ) -> None:
         """Fill the model's parameters, converting to their type and device.
 
         filled: names of parameters that have their values already. settle: is called with each module as soon as all
         its parameters are filled; it may replace them, so that the peak of memory is what stays of the model, one
-        module and a small window of the file. Raises MissingWeightsError naming tensors that the model needs and no
-        file has, ModelLoadError for a tensor of another shape.
+        module and a small window of the file. device: of parameters that have no memory yet.
+
+        Raises MissingWeightsError naming tensors that the model needs and no file has, ModelLoadError for a tensor of
+        another shape.
         """
         merge_as_stored(model, self.names)
-        waiting = Waiting(model, filled, settle)
+        waiting = Waiting(model, filled, settle, device)
         slots = waiting.slots
         missing = [name for name in slots if name not in self._keys]
         if missing:
@@ -169,23 +173,34 @@ class Checkpoint:
 class Waiting:
     """Parameters that are not filled yet, and the modules that wait for them."""
 
-    def __init__(self, model: nn.Module, filled: Collection[str], settle: Callable[[nn.Module], None]) -> None:
-        """filled: names of parameters that have their values. settle: is told of each module that waits no more."""
+    def __init__(
+        self, model: nn.Module, filled: Collection[str], settle: Callable[[nn.Module], None], device: torch.device
+    ) -> None:
+        """See `Checkpoint.load`."""
+        self._device = device
         self.slots: dict[str, Tensor] = {}
         """Memory of the parameters by canonical name."""
         self._settle = settle
-        self._owners: dict[str, nn.Module] = {}
+        self._owners: dict[str, tuple[str, nn.Module]] = {}
         self._names: dict[nn.Module, set[str]] = {}
         for path, module in model.named_modules():
             for name, slot in module_slots(path, module):
                 if name not in filled:
                     self.slots[name] = slot
-                    self._owners[name] = module
+                    self._owners[name] = path, module
                     self._names.setdefault(module, set()).add(name)
+
+    def memory(self, name: str) -> Tensor:
+        """Return the memory of a parameter, which exists from now on."""
+        if self.slots[name].is_meta:
+            path, module = self._owners[name]
+            allocate(module, self._device)
+            self.slots |= {own: slot for own, slot in module_slots(path, module) if own in self.slots}
+        return self.slots[name]
 
     def fill(self, name: str) -> None:
         del self.slots[name]
-        module = self._owners.pop(name)
+        _, module = self._owners.pop(name)
         self._names[module].remove(name)
         if not self._names[module]:
             self._settle(module)
@@ -275,7 +290,7 @@ def _copy_file(
                 whole = file.get_slice(key)
                 rows = whole[first:last]
                 own = cuts[name].narrowed(rows) if name in cuts else rows
-                waiting.slots[name][target : target + last - first].copy_(own)
+                waiting.memory(name)[target : target + last - first].copy_(own)
                 copied += rows.nbytes
                 _hash(file, path, key, digests, last / whole.get_shape()[0])
                 del rows, own

@@ -59,7 +59,7 @@ class QKVLinear(MergedLinear):
             rotated.copy_(rotated[:, order].clone())
         elif not self.num_gates:
             return
-        self.reorder(rows.to(self._device))
+        self.reorder(rows.to(self.device))
 
 
 class Attention(Block, Layer):
