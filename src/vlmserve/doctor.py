@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import platform
 import shutil
@@ -110,8 +109,8 @@ def _gpus() -> Iterator[Finding]:
             f"{name}, {memory}",
             "without Triton torch's operations run: pip install triton" if lacks_triton else "",
         )
-        yield Finding("parameters", f"on this GPU: {_sizes(free, free)}")
-        yield Finding("models", f"that fit on this GPU: {_models(free, free)}")
+        yield Finding("parameters", f"on this GPU: {_sizes(free)}")
+        yield Finding("models", f"that fit on this GPU: {_models(free)}")
     if not torch.cuda.device_count() and shutil.which("nvidia-smi") is not None:
         remedy = "install a CUDA build of torch (https://pytorch.org/get-started) or a driver that fits it"
         yield Finding("GPU", "none that torch can use", f"this machine has NVIDIA's driver: {remedy}")
@@ -142,23 +141,18 @@ def _folders() -> Iterator[Finding]:
     yield Finding("downloads", f"to {folder}, {_gib(free)} free", problem)
 
 
-def largest_models(free: int, unquantized: float = math.inf) -> dict[str, float]:
-    """Return the billions of parameters that fit into `free` bytes with a KV cache, by the type of weights.
-
-    unquantized: bytes for the 16-bit weights. A GPU holds all of them before they are quantized.
-    """
-    most = unquantized / BYTES["bfloat16"]
-    return {name: min(free * (1 - KV_SHARE) / size, most) / 1e9 for name, size in BYTES.items()}
+def largest_models(free: int) -> dict[str, float]:
+    """Return the billions of parameters that fit into `free` bytes with a KV cache, by the type of weights."""
+    return {name: free * (1 - KV_SHARE) / size / 1e9 for name, size in BYTES.items()}
 
 
-def _sizes(free: int, unquantized: float = math.inf) -> str:
-    return ", ".join(f"{count:.1f} billion in {name}" for name, count in largest_models(free, unquantized).items())
+def _sizes(free: int) -> str:
+    return ", ".join(f"{count:.1f} billion in {name}" for name, count in largest_models(free).items())
 
 
-def _models(free: int, unquantized: float = math.inf) -> str:
-    """Short names by the widest type of weights that fits. unquantized: see `largest_models`."""
-    loadable = [model for model in MODELS if model.memory("bfloat16") <= unquantized]
-    widest = {model.name: next((name for name in BYTES if model.fits(free, name)), None) for model in loadable}
+def _models(free: int) -> str:
+    """Short names by the widest type of weights that fits."""
+    widest = {model.name: next((name for name in BYTES if model.fits(free, name)), None) for model in MODELS}
     fitting = {weights: [name for name, fits in widest.items() if fits == weights] for weights in BYTES}
     return "; ".join(f"{', '.join(names)} in {weights}" for weights, names in fitting.items() if names) or "none"
 
