@@ -89,10 +89,10 @@ class RequestPreparer:
         # Before the template, which writes the mark that the processor reads.
         processor = choose(folder, self.tokenizer, media) if supports_images else None
         self.media = MediaPreparer(media, processor, engine.encoder_cache_memory, in_one_file=folder.is_file())
-        self._template = None if template is None else self._compile(template)
+        self._template = None if template is None else _compile(template, self.tokenizer)
         with_tools = self._template
         if chat_template is None and files.tool_template is not None:
-            with_tools = self._compile(files.tool_template)
+            with_tools = _compile(files.tool_template, self.tokenizer)
         self.answers = AnswerFormats(folder, self.tokenizer, self._template, with_tools, engine)
         self._renderer = None
         if self._template is not None and with_tools is not None:
@@ -105,10 +105,6 @@ class RequestPreparer:
         elif processor is not None and self._template is not None and not self._one_image:
             cache = self.media.image_cache
             self.media.videos_as_images = videos_as_images(folder, self.tokenizer, media, processor, cache)
-
-    def _compile(self, template: str) -> ChatTemplate:
-        tokenizer = self.tokenizer
-        return ChatTemplate(template, tokenizer.special_tokens, tokenizer.image_mark, tokenizer.video_token)
 
     def fit(self, info: ModelInfo) -> None:
         """Take over the engine's limits. Raises ConfigurationError if not even a small image fits into its encoder
@@ -366,3 +362,7 @@ class Conversation:
         opened = self._open()
         if self._rendered is None:
             self._rendered = self._preparer._render(*opened, self._options)
+
+
+def _compile(template: str, tokenizer: Tokenizer) -> ChatTemplate:
+    return ChatTemplate(template, tokenizer.special_tokens, tokenizer.image_mark, tokenizer.video_token)
