@@ -82,12 +82,18 @@ def settings(name: str) -> Mapping[str, Any]:
     return tomllib.loads((RESULTS / f"{name}.toml").read_text("utf-8"))
 
 
-def is_stale(result: Result, files: Sequence[str]) -> bool:
-    """Whether a file that the result depends on changed since its revision, or the revision is unknown."""
-    changed = subprocess.run(
-        ["git", "diff", "--quiet", result.revision, "HEAD", "--", *files], cwd=ROOT, capture_output=True
-    )
-    return changed.returncode != 0
+def state(result: Result, files: Sequence[str]) -> str:
+    """How many of the files that the result depends on changed since its revision, or that the revision is unknown."""
+
+    def count(*command: str) -> int | None:
+        done = subprocess.run(["git", *command, "--", *files], cwd=ROOT, capture_output=True)
+        return len(done.stdout.splitlines()) if done.returncode == 0 else None
+
+    total = count("ls-tree", "-r", "--name-only", result.revision)
+    changed = count("diff", "--name-only", "--no-renames", "--diff-filter=MDT", result.revision, "HEAD")
+    if total is None or changed is None:
+        return f"{STALE}: the revision is unknown"
+    return f"{STALE}: {changed} of its {total} files changed since" if changed else CURRENT
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> Iterator[str]:
@@ -105,7 +111,7 @@ def _cell(value: Any) -> str:
     return f"{value:,}" if isinstance(value, int) else str(value)
 
 
-def page(suite: str, found: Sequence[Result], stale: Mapping[Path, bool]) -> str:
+def page(suite: str, found: Sequence[Result], states: Mapping[Path, str]) -> str:
     """The page of a suite."""
     about, machines = settings("suites")[suite], settings("machines")
     lines = [f"# {about['title']}", "", "`python -m benchmarks.report` writes this page.", "", about["about"], ""]
@@ -116,11 +122,10 @@ def page(suite: str, found: Sequence[Result], stale: Mapping[Path, bool]) -> str
         lines += table(result.columns, result.rows)
         lines += ["", *([result.notes, ""] if result.notes else [])]
         place = "at" if result.exact else "near"
-        state = STALE if stale[result.path] else CURRENT
         facts = [
             ("Model", f"{result.model}, {result.weights} weights" if result.weights else result.model),
             ("Machine", machines[result.machine]["name"]),
-            ("Measured", f"{result.date} {place} revision {result.revision}, {state}"),
+            ("Measured", f"{result.date} {place} revision {result.revision}, {states[result.path]}"),
             ("Versions", ", ".join(f"{name} {version}" for name, version in result.versions.items())),
             ("Command", f"`{result.command}`"),
         ]
@@ -197,7 +202,11 @@ def index(found: Sequence[Result]) -> str:
     """The page that lists suites, machines and missed targets."""
     machines = settings("machines")
     lines = ["# Results", "", "`python -m benchmarks.report` writes these pages from `benchmarks/results`.", ""]
-    lines += ["A result is *stale* when a file that it depends on changed after its revision.", ""]
+    lines += [
+        "A result is *stale* when a file that it depends on changed after its revision. "
+        "The page says how many changed: the fewer, the more likely its figures still hold.",
+        "",
+    ]
     lines += ["*Near* a revision: the run recorded no revision, and this commit is the closest to its date.", ""]
     lines += [f"- [{about['title']}]({suite}.md)" for suite, about in settings("suites").items()]
     rates = [[one["name"], one["memory_gb_s"], one["gflop_s"]] for one in machines.values()]
@@ -217,11 +226,11 @@ def files() -> dict[Path, str]:
     """All generated files and what they should hold."""
     suites = settings("suites")
     found = results()
-    stale = {one.path: is_stale(one, suites[one.suite]["files"]) for one in found}
+    states = {one.path: state(one, suites[one.suite]["files"]) for one in found}
     written = {PAGES / "README.md": index(found), PAGES / "comparison.svg": comparison(found)}
     for suite in suites:
         own = [one for one in found if one.suite == suite]
-        written[PAGES / f"{suite}.md"] = page(suite, own, stale)
+        written[PAGES / f"{suite}.md"] = page(suite, own, states)
         if (drawn := plot(suite, own)) is not None:
             written[PAGES / f"{suite}.svg"] = drawn
     before, rest = README.read_text("utf-8").split(BEGIN)
@@ -235,8 +244,8 @@ def main() -> int:
     if parser.parse_args().stale:
         suites = settings("suites")
         for one in results():
-            if is_stale(one, suites[one.suite]["files"]):
-                print(f"{one.path.relative_to(ROOT)}: {one.command}")
+            if (found := state(one, suites[one.suite]["files"])) != CURRENT:
+                print(f"{one.path.relative_to(ROOT)}, {found}: {one.command}")
         return 0
     PAGES.mkdir(parents=True, exist_ok=True)
     for path, text in files().items():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
 import xml.dom.minidom
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from benchmarks import report
 
 def _without_marks(text: str) -> str:
     """A page without the marks that depend on later commits."""
-    return re.sub(rf", ({report.STALE}|{report.CURRENT})$", "", text, flags=re.MULTILINE)
+    return re.sub(rf", ({report.STALE}: .*|{report.CURRENT})$", "", text, flags=re.MULTILINE)
 
 
 def test_pages_agree_with_results() -> None:
@@ -47,13 +48,38 @@ def test_suites_depend_on_existing_files() -> None:
 def test_changed_value_changes_the_page(tmp_path: Path) -> None:
     first = report.results()[0]
     changed = first._replace(rows=[["other", *row[1:]] for row in first.rows])
-    stale = {first.path: False}
-    assert report.page(first.suite, [changed], stale) != report.page(first.suite, [first], stale)
+    states = {first.path: report.CURRENT}
+    assert report.page(first.suite, [changed], states) != report.page(first.suite, [first], states)
 
 
 def test_unknown_revision_is_stale() -> None:
     result = report.results()[0]
-    assert report.is_stale(result._replace(path=Path("a/b/2026-01-01-0000000.json")), ["README.md"])
+    unknown = result._replace(path=Path("a/b/2026-01-01-0000000.json"))
+    assert report.state(unknown, ["README.md"]) == "stale: the revision is unknown"
+
+
+def test_state_counts_changed_and_deleted_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def git(*arguments: str) -> str:
+        owner = ["-c", "user.name=a", "-c", "user.email=a@example.com"]
+        return subprocess.run(
+            ["git", *owner, *arguments], cwd=tmp_path, check=True, capture_output=True, text=True
+        ).stdout.strip()
+
+    for name in ("changed", "deleted", "kept"):
+        (tmp_path / name).write_text(name)
+    git("init", "--quiet")
+    git("add", ".")
+    git("commit", "--quiet", "--message", "first")
+    revision = git("rev-parse", "HEAD")
+    (tmp_path / "changed").write_text("otherwise")
+    (tmp_path / "deleted").unlink()
+    (tmp_path / "new").write_text("new")
+    git("add", ".")
+    git("commit", "--quiet", "--message", "second")
+    monkeypatch.setattr(report, "ROOT", tmp_path)
+    result = report.results()[0]._replace(path=Path(f"a/b/2026-01-01-{revision}.json"))
+    assert report.state(result, ["."]) == "stale: 2 of its 3 files changed since"
+    assert report.state(result, ["kept", "new"]) == report.CURRENT
 
 
 def test_result_of_another_name_fails(tmp_path: Path) -> None:
@@ -81,5 +107,5 @@ def test_summary_gives_range_dates_and_pages() -> None:
 def test_page_says_which_revisions_are_approximate() -> None:
     first = report.results()[0]
     for exact, word in ((True, "at"), (False, "near")):
-        text = report.page(first.suite, [first._replace(exact=exact)], {first.path: False})
+        text = report.page(first.suite, [first._replace(exact=exact)], {first.path: report.CURRENT})
         assert f"{first.date} {word} revision {first.revision}" in text

@@ -14,6 +14,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -162,3 +163,27 @@ def test_requests_of_clients_that_left_start_no_task(monkeypatch: pytest.MonkeyP
 
     with asyncio.Runner(loop_factory=event_loop_factory()) as runner:
         runner.run(ask())
+
+
+async def test_requests_that_left_take_no_turns() -> None:
+    """A few are looked at in each round, so that many take no long one."""
+    entrance, begun, failed = Entrance(), [], []
+
+    async def request(number: int, *, has_left: bool) -> None:
+        try:
+            await entrance.enter(lambda: has_left)
+            begun.append(number)
+        except ClientDisconnect:
+            failed.append(number)
+
+    count = 100 * PER_ROUND
+    tasks = [of("a", lambda number=number: request(number, has_left=number < count)) for number in range(count + 1)]
+    rounds = 0
+    while not begun:
+        before = len(failed)
+        await asyncio.sleep(0)
+        rounds += 1
+        assert len(failed) - before < 20 * PER_ROUND
+    assert (begun, failed) == ([count], [*range(count)])
+    assert rounds < 40
+    await asyncio.gather(*tasks)

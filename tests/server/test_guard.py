@@ -11,6 +11,7 @@ import pytest
 
 from tests.server.live import QUESTION, LiveServer, wait_until
 from tests.server.test_bad_input import data_url, png, with_images
+from vlmserve.cancellation import client
 from vlmserve.server.keys import add_key
 
 OPEN = ("/", "/health", "/ping", "/ready", "/version", "/openapi.json", "/docs", "/docs/start.js", "/metrics")
@@ -392,3 +393,30 @@ def test_keys_see_nothing_of_each_others_history(folder):
         assert bob.files.list().data == []
         assert [own.id for own in alice.files.list().data] == [file.id]
         assert alice.conversations.retrieve(conversation.id).id == conversation.id
+
+
+@pytest.mark.parametrize(
+    ("guards", "headers", "expected"),
+    [
+        ("guarded", [bearer("plain"), bearer("plain")], 1),
+        ("guarded", [bearer("plain"), {"x-forwarded-for": "192.0.2.1", **bearer("plain")}], 1),
+        ("guarded", ["alice", "bob", "plain"], 3),
+        ("live", [{}, {}], 1),
+        ("live", [{"x-forwarded-for": "192.0.2.1"}, {"x-forwarded-for": "192.0.2.2"}, {}], 3),
+    ],
+    ids=["one key", "one key, two addresses", "keys", "one address", "addresses behind a proxy"],
+)
+def test_limits_count_keys_or_else_addresses(request, keys, monkeypatch, guards, headers, expected) -> None:
+    """Clients behind one address share no limit if they have keys of their own."""
+    server, seen = request.getfixturevalue(guards), set()
+    conversation = server.service.preparer.conversation
+
+    def spy(*arguments, **options):
+        seen.add(client.get())
+        return conversation(*arguments, **options)
+
+    monkeypatch.setattr(server.service.preparer, "conversation", spy)
+    for one in headers:
+        sent = bearer(keys[1].get(one, one)) if isinstance(one, str) else one
+        assert server.post({"messages": QUESTION, "max_tokens": 1}, headers=sent).status_code == 200
+    assert len(seen) == expected

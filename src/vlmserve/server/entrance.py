@@ -6,8 +6,14 @@ import asyncio
 from collections import OrderedDict, deque
 from collections.abc import Callable
 
+from starlette.requests import ClientDisconnect
+
 from vlmserve.cancellation import client
 
+HAS_LEFT = "vlmserve.has_left"
+"""The key in a request's ASGI scope of a function that returns whether the client has left, if the server knows."""
+_LOOKED_AT = 8
+"""Requests that a round looks at, for each that it lets in. The others' clients have left."""
 PER_ROUND = 4
 """Requests that the guard lets in per iteration of the event loop. Each takes some milliseconds of it."""
 
@@ -17,7 +23,8 @@ class Entrance:
 
     def __init__(self, per_round: int = PER_ROUND) -> None:
         self._waiting: OrderedDict[str, deque[Callable[[], bool]]] = OrderedDict()
-        self.per_round = self._left = per_round
+        self.per_round = per_round
+        self._renew()
         self.is_due = False
         """True if the next round is scheduled."""
 
@@ -27,17 +34,20 @@ class Entrance:
         begin: returns False if the request needs no turn, because its client has left.
         """
         self._schedule()
-        if self._left and not self._waiting:
-            self._left -= begin()
+        if self._left and self._looks and not self._waiting:
+            self._try(begin)
         else:
             self._waiting.setdefault(name, deque()).append(begin)
 
-    async def enter(self) -> None:
-        """Wait until a request of the current client may begin."""
+    async def enter(self, has_left: Callable[[], bool] = lambda: False) -> None:
+        """Wait until a request of the current client may begin. Raises ClientDisconnect if its client has left then."""
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
         def begin() -> bool:
             if turn.cancelled():
+                return False
+            if has_left():
+                turn.set_exception(ClientDisconnect())
                 return False
             turn.set_result(None)
             return True
@@ -51,13 +61,21 @@ class Entrance:
             asyncio.get_running_loop().call_soon(self._begin_round)
 
     def _begin_round(self) -> None:
-        self.is_due, self._left = False, self.per_round
-        while self._left and self._waiting:
+        self.is_due = False
+        self._renew()
+        while self._left and self._looks and self._waiting:
             name, turns = next(iter(self._waiting.items()))
             begin = turns.popleft()
             self._waiting.move_to_end(name)
             if not turns:
                 del self._waiting[name]
-            self._left -= begin()
-        if self._waiting or self._left < self.per_round:
+            self._try(begin)
+        if self._waiting or self._looks < _LOOKED_AT * self.per_round:
             self._schedule()
+
+    def _renew(self) -> None:
+        self._left, self._looks = self.per_round, _LOOKED_AT * self.per_round
+
+    def _try(self, begin: Callable[[], bool]) -> None:
+        self._looks -= 1
+        self._left -= begin()

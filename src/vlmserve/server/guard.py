@@ -14,7 +14,7 @@ from vlmserve.errors import VLMServeError
 from vlmserve.server.accounts import Account
 from vlmserve.server.body import drop_body
 from vlmserve.server.connection import add_note, note_error
-from vlmserve.server.entrance import Entrance
+from vlmserve.server.entrance import HAS_LEFT, Entrance
 from vlmserve.server.errors import RefusedError, error_code, error_response, head_too_large
 from vlmserve.server.front import Front
 from vlmserve.server.history import OWNER
@@ -71,7 +71,7 @@ class Guard:
                 account = self._authenticate(scope)
                 client.set(scope.get(OWNER) or (scope.get("client") or ("",))[0])
                 if scope["method"] == "POST":
-                    await self._entrance.enter()
+                    await self._entrance.enter(scope.get(HAS_LEFT, lambda: False))
                     await self._check_open(scope, receive)
                     if account is not None:
                         if self._keys is not None and self._keys.limits is not None:

@@ -11,15 +11,15 @@ import resource
 import socket
 from collections.abc import Generator
 from http import HTTPStatus
-from typing import Any
+from typing import Any, cast
 
 import uvicorn
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Scope
 from uvicorn._types import ASGI3Application
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from vlmserve.config import ServerConfig
-from vlmserve.server.entrance import Entrance
+from vlmserve.server.entrance import HAS_LEFT, Entrance
 from vlmserve.server.errors import RefusedError, error_response, framing_too_large, head_too_large
 
 logger = logging.getLogger(__name__)
@@ -248,6 +248,9 @@ class _Protocol(HttpToolsProtocol):
         if cycle.scope["method"] != "POST":
             begin(cycle, app)
             return
+
+        scope = cast(Scope, cycle.scope)
+        scope[HAS_LEFT] = lambda: cycle.disconnected
 
         def begin_unless_left() -> bool:
             if not cycle.disconnected:
