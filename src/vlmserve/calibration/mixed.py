@@ -106,7 +106,7 @@ def choose_bits(
     measuring = SensitivityPass(folder, out, wanted, prompts, kernels=kernels)
     errors = measuring.measure(progress)
     estimate = MemoryEstimate(folder, torch.device("cpu"), kernels)
-    stored = StoredSizes(estimate.device, wanted.group_size)
+    stored = StoredSizes(estimate.device, wanted)
     choices = {}
     for name, measured in errors.items():
         if not any(fnmatchcase(name, pattern) for pattern in wanted.overrides):

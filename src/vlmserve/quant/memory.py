@@ -10,6 +10,7 @@ from torch import nn
 from vlmserve.devices.device import Device
 from vlmserve.kernels.quantized import QuantizedWeight
 from vlmserve.layers.linear import Embedding, Linear, TiedEmbedding, Weight
+from vlmserve.quantization import QuantizationConfig
 
 OUTPUTS = 256
 """Outputs of a layer that a device is asked about. Kernels take tiles of fewer, so that all of it takes a multiple."""
@@ -27,12 +28,12 @@ def weight_bytes(model: nn.Module) -> int:
     return sum(own_bytes(module) for module in model.modules())
 
 
-def expected_bytes(model: nn.Module, device: Device, bits: Mapping[str, int], group_size: int) -> int:
+def expected_bytes(model: nn.Module, device: Device, bits: Mapping[str, int], config: QuantizationConfig) -> int:
     """Memory that a model's weights will take on a device, which is asked how it stores some outputs of each kind.
 
-    model: its weights need not be loaded. bits: of the layers that will be quantized, by name. group_size: of 4 bits.
+    model: its weights need not be loaded. bits: of the layers that will be quantized, by name. config: how they are.
     """
-    sizes = StoredSizes(device, group_size)
+    sizes = StoredSizes(device, config)
     total = 0
     for name, module in model.named_modules():
         total += own_bytes(module)
@@ -44,8 +45,8 @@ def expected_bytes(model: nn.Module, device: Device, bits: Mapping[str, int], gr
 class StoredSizes:
     """Bytes of weights as a device stores them."""
 
-    def __init__(self, device: Device, group_size: int) -> None:
-        self._device, self._group_size = device, group_size
+    def __init__(self, device: Device, config: QuantizationConfig) -> None:
+        self._device, self._config = device, config
         self._known: dict[tuple[object, ...], int] = {}
 
     def of(self, module: Weight, bits: int | None) -> int:
@@ -77,7 +78,9 @@ class StoredSizes:
         on = self._device.torch_device
         if bits is None:
             return torch.zeros(outputs, inputs, dtype=dtype, device=on)
-        group_size = inputs if bits == 8 else self._group_size
+        group_size = inputs if bits == 8 else self._config.group_size
         scales = torch.zeros(outputs, -(-inputs // group_size), device=on)
         values = torch.zeros(outputs, inputs, dtype=torch.uint8, device=on)
-        return QuantizedWeight(bits, group_size, values, scales, scales)
+        # Zeros are symmetric, whose minimums are not stored.
+        minimums = scales if bits == 8 or self._config.symmetric else torch.ones_like(scales)
+        return QuantizedWeight(bits, group_size, values, scales, minimums)

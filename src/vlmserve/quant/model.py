@@ -96,7 +96,7 @@ def expected_memory(model: nn.Module, device: Device, config: QuantizationConfig
     model: its weights need not be loaded. Raises what `choose_layers` raises.
     """
     bits = {} if config is None else {name: width for name, _, width in choose_layers(model, config)}
-    return expected_bytes(model, device, bits, QuantizationConfig().group_size if config is None else config.group_size)
+    return expected_bytes(model, device, bits, config or QuantizationConfig())
 
 
 def log_expected_memory(model: nn.Module, device: Device, config: QuantizationConfig | None) -> int:
