@@ -12,12 +12,12 @@ from vlmserve.cache.states import StatePool
 KEYS = [bytes([number]) * 32 for number in range(6)]
 
 
-def checkpoint(pool: StatePool, number: int) -> int:
+def checkpoint(pool: StatePool, number: int, *, spare: bool = False) -> int:
     """An unheld checkpoint under a key."""
     slot = pool.take()
     assert slot is not None
     pool.register(slot, KEYS[number], KEYS[0], number)
-    pool.release(slot)
+    pool.release(slot, spare=spare)
     return slot
 
 
@@ -33,6 +33,13 @@ def test_oldest_checkpoint_is_evicted_first():
     pool.touch(KEYS[1])
     assert pool.take() == slots[1]
     assert pool.extras(KEYS[0]) == [3, 1]
+
+
+def test_spare_checkpoints_are_evicted_first():
+    pool = StatePool(3)
+    slots = [checkpoint(pool, number, spare=number > 1) for number in range(1, 4)]
+    pool.touch(KEYS[2])
+    assert [pool.take() for _ in range(3)] == [slots[2], slots[0], slots[1]], "a found one is not spare"
 
 
 def test_held_checkpoints_are_not_evicted():
@@ -79,10 +86,10 @@ class Pools(RuleBasedStateMachine):
                 self.content[slot] = KEYS[number]
 
     @precondition(lambda self: self.holders)
-    @rule(data=st.data())
-    def release(self, data: st.DataObject) -> None:
+    @rule(spare=st.booleans(), data=st.data())
+    def release(self, spare: bool, data: st.DataObject) -> None:
         slot = data.draw(st.sampled_from(sorted(self.holders)))
-        self.pool.release(slot)
+        self.pool.release(slot, spare=spare)
         self.holders[slot] -= 1
         if not self.holders[slot]:
             del self.holders[slot]

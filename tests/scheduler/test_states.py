@@ -379,3 +379,43 @@ def test_states_and_blocks_hold_what_requests_need(operations, slots, num_blocks
         step()
     assert len(s) == 0
     assert (s.pool.num_used, memory.states.num_used, memory._num_working, memory._leaving) == (0, 0, 0, {})
+
+
+def chat(person: int, turn: int) -> Request:
+    """Turn number `turn` of a conversation about four images, as Qwen3.5's template writes it.
+
+    Answers of earlier turns come without their reasoning, so each begins with other tokens than it was generated with.
+    """
+    token_ids, spans = [*[500] * 20, END, 501], []
+    for number in range(turn + 1):
+        token_ids += [502, 503, 501]
+        for place in range(4 if number == 0 else 0):
+            token_ids += [504]
+            spans.append((image(10 * person + place, 256), len(token_ids)))
+            token_ids += [505] * 256 + [506]
+        token_ids += [*[600 + person + number] * 30, END, 501, 502, 507, 501]
+        if number < turn:
+            token_ids += [508, *[700 + person + number] * 60, END, 501]
+    one = request(f"{person} {turn}", len(token_ids) + 1, images=spans, max_tokens=50)
+    one.token_ids[:] = [*token_ids, 509]
+    return one
+
+
+@pytest.mark.parametrize("others", [0, 16])
+def test_turns_find_what_both_prompts_share(others):
+    """With other conversations in between. Each has four slots."""
+    s = stateful(4 * (1 + others), num_blocks=16_000, budget=2048, encoder_bytes=300_000, seqs=32)
+    shared = found = 0
+    for turn in range(8):
+        turns = [chat(person, turn) for person in range(1 + others)]
+        for one in turns:
+            s.add(one)
+        finish(s)
+        if turn:
+            earlier = chat(0, turn - 1).token_ids
+            shared += next(
+                n for n, pair in enumerate(zip(earlier, turns[0].token_ids, strict=False)) if len({*pair}) > 1
+            )
+            found += turns[0].num_cached
+    assert s.num_preemptions == 0
+    assert found / shared >= 0.995

@@ -1,6 +1,6 @@
 """The pool of state slots: working states of running requests, and checkpoints that are found by their content.
 
-Checkpoints that no step needs are evicted when a slot is needed, least recently used first.
+Checkpoints that no step needs are evicted when a slot is needed: spare ones first, then the least recently used.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ class StatePool:
 
     def __init__(self, num_slots: int) -> None:
         self.num_slots = num_slots
-        self._slots = BlockPool(1 + num_slots, self._forget_evicted)
+        self._slots = BlockPool(1 + num_slots)
         self._slots.allocate(1)
         # By the key of full blocks, the checkpoints after them: how many more tokens each has seen, by its key.
         self._extras: dict[bytes, dict[bytes, int]] = {}
         self._parents: dict[bytes, bytes] = {}
+        self._keys: dict[int, bytes] = {}
 
     @property
     def num_free(self) -> int:
@@ -43,7 +44,11 @@ class StatePool:
 
     def take(self) -> int | None:
         """Hold a slot for another state. None: all are held."""
-        return self._slots.allocate(1)[0] if self._slots.num_free else None
+        if not self._slots.num_free:
+            return None
+        [slot] = self._slots.allocate(1)
+        self._forget_slot(slot)
+        return slot
 
     def get(self, key: bytes) -> int | None:
         """Return the slot of a checkpoint, without holding it."""
@@ -53,9 +58,12 @@ class StatePool:
         """Hold a checkpoint. It needs one `release` for each call."""
         self._slots.share([slot])
 
-    def release(self, slot: int) -> None:
-        """Stop holding a slot. A checkpoint becomes the one that is evicted last. Raises ValueError for a free slot."""
-        self._slots.release([slot])
+    def release(self, slot: int, *, spare: bool = False) -> None:
+        """Stop holding a slot. A checkpoint becomes the one that is evicted last, of spare ones or of all others.
+
+        spare: a request is unlikely to find the checkpoint useful. Raises ValueError for a free slot.
+        """
+        self._slots.release([slot], unwanted=spare)
 
     def touch(self, key: bytes) -> None:
         """Make a checkpoint, if it exists, the one that is evicted last."""
@@ -71,7 +79,7 @@ class StatePool:
         if self.get(key) is None:
             self._slots.register(slot, key)
             self._extras.setdefault(parent, {})[key] = extra
-            self._parents[key] = parent
+            self._parents[key], self._keys[slot] = parent, key
 
     def extras(self, parent: bytes) -> list[int]:
         """Return how many tokens after these full blocks checkpoints have seen, the largest number first."""
@@ -81,13 +89,12 @@ class StatePool:
         """Drop a checkpoint if it exists. Who holds its slot keeps it."""
         if (slot := self.get(key)) is not None:
             self._slots.unregister(slot)
-            self._forget_key(key)
+            self._forget_slot(slot)
 
-    def _forget_evicted(self, slot: int, keys: list[bytes]) -> None:
-        for key in keys:
-            self._forget_key(key)
-
-    def _forget_key(self, key: bytes) -> None:
+    def _forget_slot(self, slot: int) -> None:
+        key = self._keys.pop(slot, None)
+        if key is None:
+            return
         parent = self._parents.pop(key)
         del self._extras[parent][key]
         if not self._extras[parent]:

@@ -11,7 +11,19 @@ from vlmserve.steps import StateStep
 class StateSlots:
     """Slots of a request's state, and of the checkpoints that its next steps leave."""
 
-    __slots__ = ("cuts", "held", "keys", "known_to_runner", "leaving", "planned", "reached", "slot", "source", "unsent")
+    __slots__ = (
+        "cuts",
+        "held",
+        "kept",
+        "keys",
+        "known_to_runner",
+        "leaving",
+        "planned",
+        "reached",
+        "slot",
+        "source",
+        "unsent",
+    )
 
     def __init__(self, slot: int, source: int, num_tokens: int) -> None:
         """num_tokens: of the state in `source`."""
@@ -27,6 +39,8 @@ class StateSlots:
         """Numbers of tokens, in order, where chunks may end and kernels divide their rows."""
         self.leaving: dict[int, bytes] = {}
         """Keys of the checkpoints that it is going to leave, by their numbers of tokens."""
+        self.kept: set[int] = set()
+        """Numbers of tokens of checkpoints that a later request probably finds useful. The others are spare."""
         self.unsent: list[tuple[int, int]] = []
         """`StateStep.checkpoints` of the next message."""
         self.planned: list[tuple[int, int]] = []

@@ -112,10 +112,12 @@ class StateMemory(KVMemory):
         start, end = state.reached, request.num_prompt_tokens
         _, found = self._found
         wanted = _ranked(request)[: max(1, self.states.num_slots // 2)]
+        state.kept = {*wanted[:1]}
         wanted += range(self._spacing, end, self._spacing)
         if (parting := found.reach * self._size // CHUNK * CHUNK) > start:
             # Prompts part there. What the state lacks there is computed once.
             wanted.append(parting)
+            state.kept.add(parting)
         cuts = {*request.boundaries, *(span.start for span in request.image_spans), *wanted}
         state.cuts = sorted(cut for cut in cuts if start < cut < end)
         for num_tokens in sorted({*wanted} & {*state.cuts}) if self._prefix_caching else ():
@@ -162,7 +164,7 @@ class StateMemory(KVMemory):
             return
         for num_tokens, slot in state.planned:
             self._register(request, state, num_tokens, slot)
-            self.states.release(slot)
+            self.states.release(slot, spare=num_tokens not in state.kept)
         state.planned = []
         for num_tokens in [number for number in state.leaving if number <= num_computed]:
             self._stop_awaiting(request, state.leaving.pop(num_tokens))
@@ -220,10 +222,11 @@ class StateMemory(KVMemory):
             if state.slot != NO_SLOT:
                 if self._prefix_caching and state.source == state.slot and state.reached == request.num_computed:
                     self._register(request, state, state.reached, state.slot)
-                self.states.release(state.slot)
+                # The next turn comes without this answer's reasoning.
+                self.states.release(state.slot, spare=request.thoughts is not None and not resumes)
                 self._num_working -= 1
                 for number in _ranked(request)[:1] if self._prefix_caching else ():
-                    # The next turn may come without this answer's reasoning, so the end is evicted before it.
+                    # The next turn begins with this checkpoint for sure, so it is evicted after the answer's.
                     self.states.touch(_prefix_key(request, number, self._size))
         super().release(request, resumes=resumes)
 
