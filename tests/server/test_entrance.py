@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import contextvars
 import json
+import os
 import socket
 import threading
 from collections.abc import Callable, Coroutine
@@ -106,6 +107,17 @@ def test_health_is_answered_between_many_requests(folder: Path, monkeypatch: pyt
         assert len(prepared) == count
         [before] = prepared_before
         assert before < count / 2
+
+
+async def test_shared_listener_never_blocks() -> None:
+    """Another process that still accepts would stop in `accept` when this one is faster."""
+    with bind(ServerConfig(port=0)) as shared:
+        shared.setblocking(False)
+        taken_over = socket.socket(fileno=os.dup(shared.fileno()))  # as it comes from another process
+        server = WebServer(Response("ok"), ServerConfig(), taken_over)
+        server.start()
+        assert not os.get_blocking(shared.fileno())
+        await server.stop()
 
 
 def test_many_connections_are_accepted_at_once() -> None:

@@ -82,6 +82,8 @@ class WebServer:
 
     def start(self) -> None:
         """Begin to accept connections: nobody who is told the URL now is refused."""
+        # Copies get the timeout of the object. Without one, the socket would block in another process that shares it.
+        self._listeners[0].setblocking(False)
         self._listeners[0].listen(self._server.config.backlog)
         self._listeners += [self._listeners[0].dup() for _ in range(_ACCEPTED - 1)]
         self._task = asyncio.ensure_future(self._server.serve(self._listeners))
