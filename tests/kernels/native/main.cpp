@@ -35,7 +35,7 @@ int main(int count, char** arguments) {
     if (kernels->attention) {  // not in products_only.cpp
         test_norms();
         test_attention();
-    test_states();
+        test_states();
         test_sampling();
     }
     std::printf("%ld cases failed\n", Case::failed());
