@@ -28,10 +28,11 @@ from vlmserve.kernels.blocks import allocate_zeros
 from vlmserve.kernels.operations import AnyWeight, Epilogue, Norm, Product, Table
 from vlmserve.kernels.quantized import QuantizedWeight
 from vlmserve.kernels.ranges import RangeKernels
+from vlmserve.kernels.states import ConvolutionKernel, DeltaKernel, DeltaWeights
 from vlmserve.kernels.superblocks import SuperblockWeight
 from vlmserve.kernels.torch_products import QuantizedProduct
 from vlmserve.kernels.torch_sampling import DrawLater
-from vlmserve.layer_specs import AttentionSpec
+from vlmserve.layer_specs import AttentionSpec, ConvolutionSpec, DeltaSpec
 from vlmserve.levels import Levels
 
 if TYPE_CHECKING:
@@ -291,6 +292,19 @@ class TritonDevice(CudaDevice):
         if len(weight) > MAX_SIZE:
             return None
         return TritonNorm(weight.float() + offset if offset else weight, bias, eps)
+
+    def delta(self, spec: DeltaSpec, weights: DeltaWeights, dtype: torch.dtype) -> DeltaKernel | None:
+        from vlmserve.kernels.triton.states import TritonDelta, unsupported_reason
+
+        if (reason := unsupported_reason(spec)) is not None:
+            logger.info("states: torch (%s)", reason)
+            return None
+        return TritonDelta(spec, weights)
+
+    def convolution(self, spec: ConvolutionSpec, weight: Tensor, dtype: torch.dtype) -> ConvolutionKernel | None:
+        from vlmserve.kernels.triton.states import TritonConvolution
+
+        return TritonConvolution(spec, weight)
 
     def encoder_ranges(self, num_heads: int, head_size: int, dtype: torch.dtype) -> RangeKernels | None:
         from vlmserve.kernels.triton.encoder import TritonRanges, unsupported_reason

@@ -21,6 +21,7 @@ from vlmserve.kernels.triton import (
     rope,
     sampling,
     sampling_kernels,
+    states,
 )
 from vlmserve.kernels.triton.adapters import OUTPUTS, RANKS, STAGES, division
 from vlmserve.kernels.triton.attention import STAGES as ATTENTION_STAGES
@@ -266,6 +267,26 @@ def other_cases() -> Iterator[Case]:
     yield Case("penalties", sampling_kernels.change_logits, changing, {"BLOCK": 256}, 4)
 
 
+def state_cases() -> Iterator[Case]:
+    """Qwen3.5-4B's delta rule, the convolution of LFM2.5-VL-1.6B."""
+    pointers = {
+        **dict.fromkeys(("mixed_ptr", "norm_ptr", "tail_ptr", "out_ptr"), "*bf16"),
+        **dict.fromkeys(
+            ("convolution_ptr", "decay_ptr", "bias_ptr", "states_ptr", "weight_ptr", "results_ptr"), "*fp32"
+        ),
+        **dict.fromkeys(("starts_ptr", "sources_ptr", "targets_ptr", "sequences_ptr"), "*i32"),
+    }
+    heads = {"KEY_HEADS": 16, "HEADS": 32, "KEY": 128, "VALUE": 128}
+    tails = {"WIDTH": 12352, "CHANNELS": 8192, "KERNEL": 4, "GATED": False, "BLOCK": 256}
+    rows = {"CHANNELS": 2048, "KERNEL": 3, "SEQUENCES": 256, "BLOCK": 256}
+    blocks = {**heads, "KERNEL": 4, "KEY_BLOCK": 128, "COLUMNS": 32}
+    norm = {"CHANNELS": 8192, "HEADS": 32, "VALUE": 128, "VALUE_BLOCK": 128}
+    yield Case("delta rule", states.delta_rule, pointers, blocks, warps=4)
+    yield Case("gated norm", states.gated_norm, {**pointers, "eps": "fp32"}, norm, warps=1)
+    yield Case("tails", states.keep_tails, pointers, tails, warps=1)
+    yield Case("short convolution", states.convolve_rows, {**pointers, "num_sequences": "i32"}, rows, warps=1)
+
+
 def all_cases() -> list[Case]:
-    kinds = (product_cases, adapter_cases, expanding_cases, attention_cases, tower_cases, byte_cases, other_cases)
-    return [case for of_kind in kinds for case in of_kind()]
+    kinds = (product_cases, adapter_cases, expanding_cases, attention_cases, tower_cases, byte_cases)
+    return [case for of_kind in (*kinds, other_cases, state_cases) for case in of_kind()]

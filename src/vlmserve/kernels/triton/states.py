@@ -1,0 +1,289 @@
+"""Layers with states: the gated delta rule and gated short convolutions.
+
+A program of the delta rule keeps columns of the state of one value head in registers, over all rows of a sequence.
+States are stored after each segment, tails after all programs have read them. Grids depend on the numbers of rows and
+sequences alone, so a CUDA graph can capture the launches.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from vlmserve.kernels.states import DeltaWeights, StateCache, StateRows
+from vlmserve.kernels.triton.host_math import next_power_of_2
+from vlmserve.kernels.triton.launching import Kernel
+from vlmserve.layer_specs import ConvolutionSpec, DeltaSpec
+
+_BLOCK = 256
+"""Channels of a program that convolves or keeps tails."""
+_COLUMNS = 32
+"""Columns of a state that a program keeps in registers."""
+_MAX_KEY_SIZE = 256
+"""Rows of such a state at most."""
+
+
+@triton.jit
+def load_input(
+    mixed_ptr, tail_ptr, source, row, start, channel, inside, WIDTH: tl.constexpr, CHANNELS: tl.constexpr,
+    KERNEL: tl.constexpr, GATED: tl.constexpr,
+):  # fmt: skip
+    """The input of a convolution in a row, which may lie before the sequence's first row `start`. GATED: B * x."""
+    in_step = inside & (row >= start)
+    at = mixed_ptr + row.to(tl.int64) * WIDTH + channel
+    x = tl.load(at, in_step, 0.0)
+    if GATED:
+        x = (x.to(tl.float32) * tl.load(at + 2 * CHANNELS, in_step, 0.0).to(tl.float32)).to(x.dtype)
+    place = source.to(tl.int64) * (KERNEL - 1) + (KERNEL - 1 + row - start)
+    before = tl.load(tail_ptr + place * CHANNELS + channel, inside & (row < start) & (source >= 0), 0.0)
+    return tl.where(row < start, before, x)
+
+
+@triton.jit
+def convolved(
+    mixed_ptr, tail_ptr, weight_ptr, source, row, start, channel, inside, WIDTH: tl.constexpr, CHANNELS: tl.constexpr,
+    KERNEL: tl.constexpr, GATED: tl.constexpr,
+):  # fmt: skip
+    """The causal convolution of some channels in a row, float32."""
+    total = tl.zeros(channel.shape, tl.float32)
+    for tap in tl.static_range(KERNEL):
+        read = row + tap - (KERNEL - 1)
+        x = load_input(mixed_ptr, tail_ptr, source, read, start, channel, inside, WIDTH, CHANNELS, KERNEL, GATED)
+        total += x.to(tl.float32) * tl.load(weight_ptr + tap * CHANNELS + channel, inside, 0.0)
+    return total
+
+
+@triton.jit
+def silu(x):
+    return x * tl.sigmoid(x)
+
+
+@triton.jit
+def softplus(x):
+    """``log(1 + e^x)``; exact for small powers, too."""
+    power = tl.exp(tl.minimum(x, 20.0))
+    rounded = 1.0 + power
+    close = tl.log(rounded) * (power / tl.where(rounded == 1.0, 1.0, rounded - 1.0))
+    return tl.where(x > 20.0, x, tl.where(rounded == 1.0, power, close))
+
+
+@Kernel
+@triton.jit
+def delta_rule(
+    mixed_ptr, convolution_ptr, decay_ptr, bias_ptr, states_ptr, tail_ptr, results_ptr, starts_ptr, sources_ptr,
+    targets_ptr, sequences_ptr, KEY_HEADS: tl.constexpr, HEADS: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr,
+    KERNEL: tl.constexpr, KEY_BLOCK: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """All rows of one sequence, some columns of one value head. results_ptr: float32, before norm and gate."""
+    sequence, head = tl.program_id(0), tl.program_id(1)
+    KEYS: tl.constexpr = KEY_HEADS * KEY
+    VALUES: tl.constexpr = HEADS * VALUE
+    CHANNELS: tl.constexpr = 2 * KEYS + VALUES
+    WIDTH: tl.constexpr = CHANNELS + VALUES + 2 * HEADS
+    keys, values = tl.arange(0, KEY_BLOCK), tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
+    in_key, in_value = keys < KEY, values < VALUE
+    inside = in_key[:, None] & in_value[None, :]
+    place = head * KEY * VALUE + keys[:, None] * VALUE + values[None, :]
+    key_head = head // (HEADS // KEY_HEADS)
+    decay, bias = tl.load(decay_ptr + head), tl.load(bias_ptr + head)
+
+    segment, end = tl.load(sequences_ptr + sequence), tl.load(sequences_ptr + sequence + 1)
+    start, source = tl.load(starts_ptr + segment), tl.load(sources_ptr + segment)
+    state = tl.load(states_ptr + source.to(tl.int64) * (HEADS * KEY * VALUE) + place, inside & (source >= 0), 0.0)
+    while segment < end:
+        row, last = tl.load(starts_ptr + segment), tl.load(starts_ptr + segment + 1)
+        while row < last:
+            query = silu(convolved(mixed_ptr, tail_ptr, convolution_ptr, source, row, start, key_head * KEY + keys,
+                                   in_key, WIDTH, CHANNELS, KERNEL, False))  # fmt: skip
+            key = silu(convolved(mixed_ptr, tail_ptr, convolution_ptr, source, row, start, KEYS + key_head * KEY + keys,
+                                 in_key, WIDTH, CHANNELS, KERNEL, False))  # fmt: skip
+            value = silu(convolved(mixed_ptr, tail_ptr, convolution_ptr, source, row, start,
+                                   2 * KEYS + head * VALUE + values, in_value, WIDTH, CHANNELS, KERNEL,
+                                   False))  # fmt: skip
+            query *= tl.rsqrt(tl.sum(query * query, 0) + 1e-6) * tl.rsqrt(KEY + 0.0)
+            key *= tl.rsqrt(tl.sum(key * key, 0) + 1e-6)
+            gates = mixed_ptr + row.to(tl.int64) * WIDTH + (CHANNELS + VALUES + head)
+            beta = tl.sigmoid(tl.load(gates).to(tl.float32))
+            state *= tl.exp(decay * softplus(tl.load(gates + HEADS).to(tl.float32) + bias))
+            update = beta * (value - tl.sum(key[:, None] * state, 0))
+            state += key[:, None] * update[None, :]
+            result = tl.sum(query[:, None] * state, 0)
+            tl.store(results_ptr + row.to(tl.int64) * VALUES + head * VALUE + values, result, in_value)
+            row += 1
+        target = tl.load(targets_ptr + segment).to(tl.int64)
+        tl.store(states_ptr + target * (HEADS * KEY * VALUE) + place, state, inside)
+        segment += 1
+
+
+@Kernel
+@triton.jit
+def gated_norm(
+    results_ptr, mixed_ptr, norm_ptr, out_ptr, eps, CHANNELS: tl.constexpr, HEADS: tl.constexpr, VALUE: tl.constexpr,
+    VALUE_BLOCK: tl.constexpr,
+):  # fmt: skip
+    """RMSNorm of the result of one value head in a row, times ``silu(z)``."""
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    values = tl.arange(0, VALUE_BLOCK)
+    inside = values < VALUE
+    at = row * (HEADS * VALUE) + head * VALUE + values
+    result = tl.load(results_ptr + at, inside, 0.0)
+    gates = mixed_ptr + row * (CHANNELS + HEADS * VALUE + 2 * HEADS) + CHANNELS + head * VALUE
+    gate = tl.load(gates + values, inside, 0.0)
+    scale = tl.rsqrt(tl.sum(result * result, 0) / VALUE + eps)
+    out = result * scale * tl.load(norm_ptr + values, inside, 0.0).to(tl.float32) * silu(gate.to(tl.float32))
+    tl.store(out_ptr + at, out.to(out_ptr.dtype.element_ty), inside)
+
+
+@Kernel
+@triton.jit
+def keep_tails(
+    mixed_ptr, tail_ptr, starts_ptr, sources_ptr, targets_ptr, sequences_ptr, WIDTH: tl.constexpr,
+    CHANNELS: tl.constexpr, KERNEL: tl.constexpr, GATED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Tails after the segments of a sequence. Only the last target may be the first source."""
+    sequence = tl.program_id(0)
+    channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = channel < CHANNELS
+    segment, end = tl.load(sequences_ptr + sequence), tl.load(sequences_ptr + sequence + 1)
+    start, source = tl.load(starts_ptr + segment), tl.load(sources_ptr + segment)
+    while segment < end:
+        last, target = tl.load(starts_ptr + segment + 1), tl.load(targets_ptr + segment).to(tl.int64)
+        for place in tl.static_range(KERNEL - 1):
+            row = last + place - (KERNEL - 1)
+            x = load_input(mixed_ptr, tail_ptr, source, row, start, channel, inside, WIDTH, CHANNELS, KERNEL, GATED)
+            tl.store(tail_ptr + (target * (KERNEL - 1) + place) * CHANNELS + channel, x, inside)
+        segment += 1
+
+
+@Kernel
+@triton.jit
+def convolve_rows(
+    mixed_ptr, weight_ptr, tail_ptr, out_ptr, starts_ptr, sources_ptr, sequences_ptr, num_sequences,
+    CHANNELS: tl.constexpr, KERNEL: tl.constexpr, SEQUENCES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Channels of one row."""
+    row = tl.program_id(0)
+    channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = channel < CHANNELS
+    numbers = tl.arange(0, SEQUENCES)
+    firsts = tl.load(sequences_ptr + numbers, numbers < num_sequences, 0)
+    begun = (numbers < num_sequences) & (tl.load(starts_ptr + firsts) <= row)
+    segment = tl.load(sequences_ptr + tl.sum(begun.to(tl.int32), 0) - 1)
+    start, source = tl.load(starts_ptr + segment), tl.load(sources_ptr + segment)
+    total = convolved(
+        mixed_ptr, tail_ptr, weight_ptr, source, row, start, channel, inside, 3 * CHANNELS, CHANNELS, KERNEL, True
+    )
+    factor = tl.load(mixed_ptr + row.to(tl.int64) * (3 * CHANNELS) + CHANNELS + channel, inside, 0.0).to(tl.float32)
+    out = (factor * total).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + row.to(tl.int64) * CHANNELS + channel, out, inside)
+
+
+def unsupported_reason(spec: DeltaSpec) -> str | None:
+    """Return why the kernel cannot serve a layer, None if it can."""
+    if spec.key_size > _MAX_KEY_SIZE:
+        return f"keys of {spec.key_size} elements are larger than {_MAX_KEY_SIZE}"
+    return None
+
+
+class TritonDelta:
+    """A `DeltaKernel`."""
+
+    def __init__(self, spec: DeltaSpec, weights: DeltaWeights) -> None:
+        self._spec, self._weights = spec, weights
+        self._convolution = weights.convolution.float().T.contiguous()
+
+    def __call__(self, mixed: Tensor, cache: StateCache, rows: StateRows) -> Tensor:
+        spec, weights, mixed = self._spec, self._weights, mixed.contiguous()
+        assert cache.states is not None
+        heads, size = spec.num_value_heads, spec.value_size
+        results = torch.empty(len(mixed), spec.values, dtype=torch.float32, device=mixed.device)
+        delta_rule[(len(rows.sequences) - 1, heads, triton.cdiv(size, _COLUMNS))](
+            mixed,
+            self._convolution,
+            weights.decay,
+            weights.dt_bias,
+            cache.states,
+            cache.tail,
+            results,
+            rows.starts,
+            rows.sources,
+            rows.targets,
+            rows.sequences,
+            KEY_HEADS=spec.num_key_heads,
+            HEADS=heads,
+            KEY=spec.key_size,
+            VALUE=size,
+            KERNEL=spec.kernel,
+            KEY_BLOCK=next_power_of_2(spec.key_size),
+            COLUMNS=_COLUMNS,
+            num_warps=4,
+        )
+        output = torch.empty(len(mixed), spec.values, dtype=mixed.dtype, device=mixed.device)
+        if len(mixed):
+            gated_norm[(len(mixed), heads)](
+                results,
+                mixed,
+                weights.norm,
+                output,
+                weights.eps,
+                CHANNELS=spec.channels,
+                HEADS=heads,
+                VALUE=size,
+                VALUE_BLOCK=next_power_of_2(size),
+                num_warps=1,
+            )
+        width = spec.channels + spec.values + 2 * heads
+        _store_tails(mixed, cache, rows, width, spec.channels, spec.kernel, gated=False)
+        return output
+
+
+class TritonConvolution:
+    """A `ConvolutionKernel`."""
+
+    def __init__(self, spec: ConvolutionSpec, weight: Tensor) -> None:
+        """weight: ``[channels, kernel]``."""
+        self._spec, self._weight = spec, weight.float().T.contiguous()
+
+    def __call__(self, mixed: Tensor, cache: StateCache, rows: StateRows) -> Tensor:
+        channels, kernel, mixed = self._spec.channels, self._spec.kernel, mixed.contiguous()
+        output = torch.empty(len(mixed), channels, dtype=mixed.dtype, device=mixed.device)
+        sequences = len(rows.sequences) - 1
+        if len(mixed):
+            convolve_rows[(len(mixed), triton.cdiv(channels, _BLOCK))](
+                mixed,
+                self._weight,
+                cache.tail,
+                output,
+                rows.starts,
+                rows.sources,
+                rows.sequences,
+                sequences,
+                CHANNELS=channels,
+                KERNEL=kernel,
+                SEQUENCES=next_power_of_2(sequences),
+                BLOCK=_BLOCK,
+                num_warps=1,
+            )
+        _store_tails(mixed, cache, rows, 3 * channels, channels, kernel, gated=True)
+        return output
+
+
+def _store_tails(
+    mixed: Tensor, cache: StateCache, rows: StateRows, width: int, channels: int, kernel: int, *, gated: bool
+) -> None:
+    keep_tails[(len(rows.sequences) - 1, triton.cdiv(channels, _BLOCK))](
+        mixed,
+        cache.tail,
+        rows.starts,
+        rows.sources,
+        rows.targets,
+        rows.sequences,
+        WIDTH=width,
+        CHANNELS=channels,
+        KERNEL=kernel,
+        GATED=gated,
+        BLOCK=_BLOCK,
+        num_warps=1,
+    )
