@@ -100,16 +100,21 @@ class BatchBuilder:
         if mixed:
             packed.append(self._passes[1].pack(mixed, drawn, mixed_adapters, rounds_width=True))
         # Captured steps find their arrays at the same addresses, so arrays of varying size come last.
-        parts = [part for same in zip(*(one.parts for one in packed), strict=True) for part in same]
-        uploaded = iter(self._device.upload([*(array for part in parts for array in part.values()), *extra]))
+        arrays: list[np.ndarray] = []
+        for level in range(3):
+            for one in packed:
+                arrays += one.parts[level].values()
+        uploaded = iter(self._device.upload(arrays + [*extra]))
         tensors: list[dict[str, Tensor]] = [{} for _ in packed]
-        for part, own in zip(parts, itertools.cycle(tensors), strict=False):
-            own.update({name: next(uploaded) for name in part})
+        for level in range(3):
+            for one, own in zip(packed, tensors, strict=True):
+                for name in one.parts[level]:
+                    own[name] = next(uploaded)
         scaling_pass = packed[1].batch(tensors[1]) if mixed else None
         return packed[0].batch(tensors[0], [*uploaded], scaling_pass)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class PackedBatch:
     """One pass's batch in host memory."""
 
@@ -262,7 +267,7 @@ class BatchPacker:
         num_rows = positions.shape[-1]
         of_segments = {} if segments is None else segments._asdict()
         return {
-            "query_starts": np.concatenate(([0], np.cumsum(counts))).astype(np.int32),
+            "query_starts": np.array([0, *itertools.accumulate(counts)], np.int32),
             "context_lens": np.asarray(context_lens, np.int32),
             "slot_mapping": self._slots[:, :num_rows],
             "token_ids": self._token_ids[:num_rows],
