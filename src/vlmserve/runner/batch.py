@@ -104,7 +104,7 @@ class BatchBuilder:
         for level in range(3):
             for one in packed:
                 arrays += one.parts[level].values()
-        uploaded = iter(self._device.upload(arrays + [*extra]))
+        uploaded = iter(self._device.upload([*arrays, *extra]))
         tensors: list[dict[str, Tensor]] = [{} for _ in packed]
         for level in range(3):
             for one, own in zip(packed, tensors, strict=True):
