@@ -226,7 +226,7 @@ def test_a_gateway_reads_compressed_bodies_and_corrects_paths(http):
 def test_gateways_and_workers_limit_trailers(cluster):
     [worker, url], *_ = cluster.workers.values()
     for process, address in ((cluster.gateway, cluster.url), (worker, url)):
-        memory = psutil.Process(process._process.pid).memory_info
+        memory = psutil.Process(process.pid).memory_info
         before = memory().rss
         num_sent, _ = send_chunked(address, "/health", b"0\r\n", b"a: b\r\n" * 170_000)
         assert num_sent < 40

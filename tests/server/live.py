@@ -51,10 +51,10 @@ class LiveServer:
     ) -> None:
         self._wrap = wrap
         self._launch = EngineProcess.launch if process else EngineThread
-        self._folder = folder
+        self.folder = folder
         self._engine = EngineConfig(**{"model": str(folder), "engine": "mock", **(engine or {})})
         self._media = MediaConfig(**(media or {}))
-        self._server = ServerConfig(port=0, served_model_name="tiny", **(server or {}))
+        self.settings = ServerConfig(port=0, served_model_name="tiny", **(server or {}))
         self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), daemon=True)
         self._up = threading.Event()
         self._error: BaseException | None = None
@@ -67,21 +67,21 @@ class LiveServer:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._loop.call_soon_threadsafe(self._stop.set)
+        self.loop.call_soon_threadsafe(self._stop.set)
         self._thread.join(60)
 
     async def _run(self) -> None:
-        self._loop = asyncio.get_running_loop()
+        self.loop = asyncio.get_running_loop()
         self._stop = asyncio.Event()
         try:
-            self.service = Service(self._engine, self._media, self._server)
-            web = WebServer(self._wrap(create_app(self.service), self.service), self._server, bind(self._server))
+            self.service = Service(self._engine, self._media, self.settings)
+            web = WebServer(self._wrap(create_app(self.service), self.service), self.settings, bind(self.settings))
             self.url = web.url
             web.start()
-            self.client = await EngineClient.start(self._engine, process=self._launch(self._engine, self._folder))
-            preparer = RequestPreparer(self._folder, self._media)
+            self.client = await EngineClient.start(self._engine, process=self._launch(self._engine, self.folder))
+            preparer = RequestPreparer(self.folder, self._media)
             preparer.fit(self.client.info)
-            self.service.open(self.client, preparer, default_sampling(self._folder))
+            self.service.open(self.client, preparer, default_sampling(self.folder))
         except BaseException as error:
             self._error = error
             raise

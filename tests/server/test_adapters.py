@@ -212,7 +212,7 @@ def test_an_engine_that_takes_over_has_the_adapters(served, monkeypatch):
         service.replace(service.client)
 
     assert served.post("/v1/unload_lora_adapter", lora_name="fixed").status_code == 200
-    asyncio.run_coroutine_threadsafe(take_over(), served.live._loop).result(60)
+    asyncio.run_coroutine_threadsafe(take_over(), served.live.loop).result(60)
     assert "kept" in served.models()
     assert [served.ask(name) for name in names] == expected
     gone = served.post("/v1/chat/completions", model="fixed", messages=QUESTION)

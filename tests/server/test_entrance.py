@@ -98,7 +98,7 @@ def test_health_is_answered_between_many_requests(folder: Path, monkeypatch: pyt
 
         monkeypatch.setattr(live.service.preparer, "conversation", prepare)
         release = threading.Event()
-        live._loop.call_soon_threadsafe(release.wait, 60)
+        live.loop.call_soon_threadsafe(release.wait, 60)
         with connections(live, count, asked) as opened:
             release.set()
             for one in [health, *opened]:

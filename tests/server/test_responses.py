@@ -355,8 +355,8 @@ def test_owners_see_only_their_own(keeping):
     def client(owner: str) -> httpx.Client:
         return httpx.Client(base_url=f"{server.url}/v1", headers={"x-owner": owner}, timeout=60)
 
-    storage = {"storage_url": keeping._server.storage_url}
-    with LiveServer(keeping._folder, server=storage, wrap=lambda app, service: AsSomebody(app)) as server:
+    storage = {"storage_url": keeping.settings.storage_url}
+    with LiveServer(keeping.folder, server=storage, wrap=lambda app, service: AsSomebody(app)) as server:
         ann, bob = client("ann"), client("bob")
         with ann, bob:
             png = base64.b64decode(data_url("red").partition(",")[2])
@@ -422,7 +422,7 @@ def test_failed_stream_says_why_and_is_kept(slow_keeping):
     events = client.responses.create(model="tiny", input="What is this?", conversation=conversation.id, stream=True)
     created = next(iter(events)).response.id
     fail = functools.partial(slow_keeping.client.fail_all, lambda: EngineDeadError("It is dead"))
-    slow_keeping._loop.call_soon_threadsafe(fail)
+    slow_keeping.loop.call_soon_threadsafe(fail)
     *_, last = events
     assert (last.type, last.response.status, last.response.error.message) == ("response.failed", "failed", "It is dead")
     kept = client.responses.retrieve(created)
