@@ -15,7 +15,7 @@ from tests.engine.test_parity import (
     text_oracle,
     tight_cache,
 )
-from tests.models.test_families import FAMILIES, make
+from tests.models.test_families import FAMILIES, HYBRIDS, make
 from vlmserve.kernels.extension import supported_isas
 from vlmserve.types import Prompt
 
@@ -23,7 +23,9 @@ LENGTHS = [40, 1, 23, 9, 62, 16, 57, 33]
 """Some answers to these, of 12 tokens, pass the 64 tokens after which longrope turns otherwise."""
 # What only the layers' own arithmetic tells apart is in tests/models.
 NAMES = [
-    name for name in FAMILIES if name not in ("llama with truncated yarn", "qwen3 with biases", "olmo2 with biases")
+    name
+    for name in FAMILIES | HYBRIDS
+    if name not in ("llama with truncated yarn", "qwen3 with biases", "olmo2 with biases")
 ]
 
 

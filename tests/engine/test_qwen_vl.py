@@ -123,7 +123,7 @@ def make_oracle(folder: Path, kind: str) -> Oracle:
     return Oracle(folder, model)
 
 
-@pytest.fixture(scope="module", params=CLASSES)
+@pytest.fixture(scope="module", params=CLASSES | HYBRIDS)
 def oracle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Oracle:
     return make_oracle(tmp_path_factory.mktemp(request.param), request.param)
 
@@ -166,12 +166,15 @@ def test_logits_are_those_of_transformers(oracle: Oracle, prompts: list[Prompt])
 def test_preempted_requests_give_the_same(oracle: Oracle, prompts: list[Prompt], expected: list[list[int]]) -> None:
     tight = tight_cache(oracle, prompts, max_num_batched_tokens=100)
     assert generate(tight, prompts) == expected
-    assert tight.stats().preemptions > 0
+    # Slots of states bound what runs, so that blocks suffice.
+    assert tight.stats().preemptions > 0 or tight.runner.model.language_model.state_specs
 
 
 def test_a_prefix_hit_may_end_inside_an_image(oracle: Oracle) -> None:
     first = oracle.prompt(9, 6, (3, 4), 5)
     [span] = first.images
+    if engine_for(oracle).runner.model.language_model.state_specs:
+        pytest.skip("states are known at boundaries only")
     other = Prompt([*first.token_ids[: span.end], 17, 4, 8], first.images)
     engine = engine_for(oracle, block_size=4)
     generate(engine, [first])

@@ -189,6 +189,7 @@ def test_segments_follow_working_slots_and_checkpoints() -> None:
     assert segments.positions.tolist() == [9, 70, 80, 0]
     assert segments.sequences.tolist() == [0, 1, 3, 4]
     assert StateRows.of(segments).num_decodes == 1
+    assert all(array.flags.c_contiguous for array in segments)
 
 
 @pytest.mark.parametrize(

@@ -82,7 +82,8 @@ class Segments(NamedTuple):
                 first, source = reached, target
             rows += end - start
             sequences.append(len(segments))
-        starts, read, written, positions = np.array(segments, np.int32).reshape(-1, 4).T
+        # Copied, because kernels read each array from its address on.
+        starts, read, written, positions = np.array(segments, np.int32).reshape(-1, 4).T.copy()
         return cls(np.append(starts, np.int32(rows)), read, written, positions, np.array(sequences, np.int32))
 
 
