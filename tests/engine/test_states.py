@@ -14,7 +14,6 @@ import transformers
 from tests.engine.kinds import with_kernels
 from tests.engine.test_structured import engine_of, run
 from tests.models.test_families import make
-from tests.static_device import StaticDevice, static_devices  # noqa: F401
 from vlmserve.engine.engine import Engine
 from vlmserve.errors import ConfigurationError
 from vlmserve.runner.runner import ModelRunner
@@ -168,17 +167,14 @@ def test_beams_copy_states(folder: Path) -> None:
     assert len(found[0]) == 3
 
 
-def test_plain_decodes_run_one_step_ahead(
-    folder: Path,
-    expected: dict[str, list[EngineOutput]],
-    static_devices: list[StaticDevice],  # noqa: F811
-) -> None:
+@with_kernels("static")
+def test_steps_planned_ahead_give_the_same_answers(folder: Path, expected: dict[str, list[EngineOutput]]) -> None:
     plain = [request(one.request_id, one.prompt.token_ids, params={"logprobs": None}) for one in REQUESTS]
     ahead = engine(folder)
     for _ in range(3):
         found = {name: [t for part in parts for t in part.token_ids] for name, parts in run(ahead, plain).items()}
         assert found == {name: [token for token, _ in answer] for name, answer in answers(expected).items()}
-    assert static_devices[-1].num_ahead > 0
+    assert ahead.runner.model.device.num_ahead > 0
 
 
 def test_a_state_cache_too_small_for_a_request_is_an_error(folder: Path) -> None:
