@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+import torch.nn.functional as F
 
 from tests.checkpoints import make_llama
 from tests.native import built
@@ -18,8 +19,10 @@ from vlmserve.devices import cpu
 from vlmserve.devices.choice import open_device
 from vlmserve.devices.cpu import CpuDevice, NativeCpuDevice
 from vlmserve.devices.device import EagerExecutor
+from vlmserve.kernels.activation import ACTIVATIONS
 from vlmserve.kernels.cpu_attention import CpuAttention
 from vlmserve.kernels.extension import selected_isa, supported_isas
+from vlmserve.kernels.operations import Epilogue
 from vlmserve.kernels.torch_reference import TorchReference
 from vlmserve.layer_specs import AttentionSpec
 from vlmserve.models.load_settings import LoadSettings
@@ -68,6 +71,13 @@ def test_requested_kernels_run() -> None:
         assert (type(device), device.kernels, device.keeps_packed) == (NativeCpuDevice, isa, True)
     if supported_isas():
         open_device(CPU, "native", torch.float32, automatic=False)
+
+
+def test_torch_computes_activations_that_native_kernels_lack(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(ACTIVATIONS, "mish", F.mish)
+    weight, x = torch.randn(16, 16), torch.randn(2, 16)
+    product = NativeCpuDevice(CPU, "avx2").linear(weight, None, Epilogue(activation="mish"), torch.float32)
+    torch.testing.assert_close(product(x), F.mish(F.linear(x, weight)))
 
 
 @built

@@ -19,6 +19,7 @@ from vlmserve.kernels.attention import AttentionBackend, LayerCache
 from vlmserve.kernels.choice import choose_kernels, multiplies_bfloat16
 from vlmserve.kernels.cpu_attention import CpuAttention, unsupported_reason
 from vlmserve.kernels.cpu_native import (
+    ACTIVATIONS,
     NativeHeadsNorm,
     NativeNorm,
     PackedLinear,
@@ -145,7 +146,8 @@ class NativeCpuDevice(CpuDevice):
         return self.kernels in SUPERBLOCK_ISAS or superblocks_are_as_fast(self.kernels)
 
     def linear(self, weight: AnyWeight, bias: Tensor | None, epilogue: Epilogue, dtype: torch.dtype) -> Product:
-        if not self._can_pack(weight, dtype):
+        knows_activation = epilogue.activation is None or epilogue.activation in ACTIVATIONS
+        if not (knows_activation and self._can_pack(weight, dtype)):
             return super().linear(weight, bias, epilogue, dtype)
         return PackedLinear(
             weight,
