@@ -452,6 +452,13 @@ def test_the_package_runs_as_a_module():
     assert (shown.returncode, shown.stdout) == (0, vlmserve.__version__ + "\n")
 
 
+def test_models_shows_whole_names_on_narrow_terminals():
+    from vlmserve.models.names import MODELS
+
+    shown = CliRunner(env={"COLUMNS": "80", "TERM": "dumb"}).invoke(app, ["models"]).stdout
+    assert {model.name for model in MODELS} <= set(shown.split())
+
+
 def test_models_lists_all_families_as_the_documentation_does():
     from vlmserve.families.registry import LANGUAGE_FAMILIES, architectures
 

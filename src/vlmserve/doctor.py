@@ -67,8 +67,11 @@ def _processor() -> Iterator[Finding]:
     yield Finding("processor", f"{_processor_name()}, {cores}{of} cores usable")
     isas = supported_isas()
     if not isas:
-        remedy = "install a C++ compiler, then vlmserve again (pip install --force-reinstall --no-deps vlmserve)"
-        yield Finding("CPU kernels", "torch's", f"the native kernels were not built: {remedy}")
+        remedy = (
+            "install a C++ compiler, then vlmserve again (pip install --force-reinstall --no-deps vlmserve; "
+            "in a clone: .venv/bin/python setup.py build_ext --inplace)"
+        )
+        yield Finding("CPU kernels", "torch's", f"the native kernels were not built, or for another version: {remedy}")
         return
     chosen = {dtype: choose_kernels("auto", getattr(torch, dtype)) or "torch" for dtype in ("float32", "bfloat16")}
     text = ", ".join(f"{isa} for {dtype}" for dtype, isa in chosen.items())

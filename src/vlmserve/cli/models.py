@@ -16,6 +16,9 @@ def show_models(*, as_markdown: bool) -> None:
         print(catalogue.markdown(), end="")
         return
     short = Table(*catalogue.NAME_HEADINGS, box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    name, repository, *_ = short.columns
+    # Names are to be typed, so nothing may be cut off.
+    name.no_wrap, repository.overflow = True, "fold"
     for column in short.columns[3:]:
         column.justify = "right"
     for row in catalogue.name_rows():

@@ -64,7 +64,7 @@ def server_budget(media: MediaConfig) -> ImageBudget:
 def _own_processor(folder: Path, tokenizer: Tokenizer, media: MediaConfig) -> ImageProcessor:
     files = _image_files(folder, tokenizer, media)
     if not files.settings:
-        raise ModelLoadError(f"{folder} has neither preprocessor_config.json nor an image processor's settings")
+        raise ModelLoadError(f"{folder} has no preprocessor_config.json: copy it from the model's repository")
     kind = files.settings.get("image_processor_type")
     make = pkgutil.resolve_name(image_processor_path(kind, vision_family(files.config)))
     processor: ImageProcessor = make(files)
