@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 from vlmserve import vllm_flags as vllm
 from vlmserve.cli import app
+from vlmserve.families.registry import LANGUAGE_FAMILIES
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = [
@@ -159,6 +160,17 @@ def test_the_walk_checks_every_block():
     for block in blocks:
         if block.language == "python":
             compile(block.text, block.start, "exec")
+
+
+def test_pages_describe_hybrid_models():
+    [row] = re.findall(r"^\| Hybrid models .*$", (ROOT / "docs/compare.md").read_text("utf-8"), re.MULTILINE)
+    assert "Qwen3.5, LFM2" in row
+    family = LANGUAGE_FAMILIES["qwen3_5_text"]
+    spec = family.build({**family.defaults, "num_hidden_layers": 32})
+    slot = sum(state.state_bytes(2) for state in spec.states)
+    token = sum(2 * 2 * mixer.num_kv_heads * mixer.head_size for mixer in spec.attention)
+    text = " ".join((ROOT / "docs/models.md").read_text("utf-8").split())
+    assert f"takes {slot / 1e6:.1f} MB, as much as the KV cache of {slot // token:,} tokens" in text
 
 
 def test_every_image_is_shown():
