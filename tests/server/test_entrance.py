@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import contextvars
+import gc
 import json
 import os
 import socket
 import threading
+import weakref
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
@@ -175,6 +177,36 @@ def test_requests_of_clients_that_left_start_no_task(monkeypatch: pytest.MonkeyP
 
     with asyncio.Runner(loop_factory=event_loop_factory()) as runner:
         runner.run(ask())
+
+
+def test_requests_are_freed_without_garbage_collection() -> None:
+    """A body that nobody has read would stay until the next collection."""
+    cycles: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    async def app(scope: Scope, receive: Any, send: Send) -> None:
+        cycles.add(receive.__self__)
+        await Response("ok")(scope, receive, send)
+
+    async def ask() -> int:
+        server = WebServer(app, ServerConfig(), bind(ServerConfig(port=0)))
+        server.start()
+        url = urlsplit(server.url)
+        reader, writer = await asyncio.open_connection(url.hostname, url.port)
+        for _ in range(3):
+            writer.write(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 4\r\n\r\nbody")
+            await reader.readuntil(b"ok")
+        num_kept = len(cycles)
+        writer.close()
+        await server.leave(0)
+        await server.stop()
+        return num_kept
+
+    gc.disable()
+    try:
+        with asyncio.Runner(loop_factory=event_loop_factory()) as runner:
+            assert runner.run(ask()) <= 1, "the connection has the latest one"
+    finally:
+        gc.enable()
 
 
 async def test_requests_that_left_take_no_turns() -> None:

@@ -9,6 +9,7 @@ import itertools
 import logging
 import resource
 import socket
+import weakref
 from collections.abc import Generator
 from http import HTTPStatus
 from typing import Any, cast
@@ -251,8 +252,8 @@ class _Protocol(HttpToolsProtocol):
             begin(cycle, app)
             return
 
-        scope = cast(Scope, cycle.scope)
-        scope[HAS_LEFT] = lambda: cycle.disconnected
+        scope, current = cast(Scope, cycle.scope), weakref.ref(cycle)  # a reference would form a cycle with the scope
+        scope[HAS_LEFT] = lambda: (one := current()) is None or one.disconnected
 
         def begin_unless_left() -> bool:
             if not cycle.disconnected:
