@@ -93,6 +93,8 @@ def state(result: Result, files: Sequence[str]) -> str:
     changed = count("diff", "--name-only", "--no-renames", "--diff-filter=MDT", result.revision, "HEAD")
     if total is None or changed is None:
         return f"{STALE}: the revision is unknown"
+    if not total:
+        return f"{STALE}: its files had other names"
     return f"{STALE}: {changed} of its {total} files changed since" if changed else CURRENT
 
 

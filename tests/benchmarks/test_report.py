@@ -80,6 +80,7 @@ def test_state_counts_changed_and_deleted_files(tmp_path: Path, monkeypatch: pyt
     result = report.results()[0]._replace(path=Path(f"a/b/2026-01-01-{revision}.json"))
     assert report.state(result, ["."]) == "stale: 2 of its 3 files changed since"
     assert report.state(result, ["kept", "new"]) == report.CURRENT
+    assert report.state(result, ["new"]) == "stale: its files had other names"
 
 
 def test_result_of_another_name_fails(tmp_path: Path) -> None:

@@ -124,6 +124,16 @@ def test_the_tool_use_template_is_for_requests_with_tools(tmp_path, in_files):
     assert preparer.answers.tool_form.native
 
 
+def test_named_template_files_need_no_default(tmp_path):
+    """tokenizer_config.json has the default then."""
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text("{{ mood }}" + QWEN)
+    preparer = preparer_for(tmp_path, [{"name": "default", "template": "Plain.{{ messages[0].content }}"}])
+    assert preparer.decode(preparer.chat(CALLS[:1]).token_ids).startswith("Plain.")
+    assert "get_weather" in preparer.decode(preparer.chat(CALLS[:1], tools=USE).token_ids)
+    assert preparer.template_settings == {"mood"}, "a request with tools may set it"
+
+
 @pytest.mark.parametrize("template", [QWEN, CHATML_PARTS], ids=["native", "our own"])
 def test_results_and_descriptions_are_text_whatever_they_say(tmp_path, template):
     preparer = preparer_for(tmp_path, template)

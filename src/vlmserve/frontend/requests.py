@@ -137,8 +137,9 @@ class RequestPreparer:
 
     @property
     def template_settings(self) -> frozenset[str]:
-        """Names of values that the chat template knows beside the conversation."""
-        return frozenset() if self._template is None else self._template.settings
+        """Names of values that the chat templates know beside the conversation."""
+        renderer = self._renderer
+        return frozenset() if renderer is None else renderer.template.settings | renderer.tool_template.settings
 
     def chat(self, messages: Sequence[Any], **options: Unpack[ConversationOptions]) -> Prompt:
         """The prompt of a conversation in OpenAI's form.

@@ -88,7 +88,7 @@ def _chat_templates(folder: Path, tokenizer_config: Mapping[str, Any]) -> dict[s
     extra = sorted((folder / EXTRA_TEMPLATES).glob("*.jinja"))
     files = {path.stem: path for path in extra} | {"default": folder / "chat_template.jinja"}
     named = {name: path.read_text(encoding="utf-8-sig") for name, path in files.items() if path.is_file()}
-    if named:
+    if "default" in named:
         return named
     template: Any = None
     for source in (
@@ -100,7 +100,7 @@ def _chat_templates(folder: Path, tokenizer_config: Mapping[str, Any]) -> dict[s
     if isinstance(template, list):
         template = {entry["name"]: entry["template"] for entry in template}
     templates = template if isinstance(template, dict) else {"default": template}
-    return {name: source for name, source in templates.items() if isinstance(source, str)}
+    return {name: source for name, source in templates.items() if isinstance(source, str)} | named
 
 
 def _end_token_ids(generation_config: Mapping[str, Any], config: Mapping[str, Any]) -> frozenset[int]:

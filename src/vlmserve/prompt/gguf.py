@@ -152,7 +152,7 @@ def write_prompt_files(path: Path, out: Path) -> None:
     if files.chat_template is not None:
         (out / "chat_template.jinja").write_text(files.chat_template, "utf-8")
     if files.tool_template is not None:
-        (out / EXTRA_TEMPLATES).mkdir()
+        (out / EXTRA_TEMPLATES).mkdir(exist_ok=True)
         (out / EXTRA_TEMPLATES / "tool_use.jinja").write_text(files.tool_template, "utf-8")
 
 

@@ -204,7 +204,7 @@ def create_tables(connection: Connection) -> None:
     if version != VERSION:
         raise ConfigurationError(
             f"another vlmserve wrote the history (its version is {version}, this one knows {VERSION}); "
-            "use that vlmserve or choose another --storage-path"
+            "use that vlmserve or choose another --storage-path or --storage-url"
         )
 
 
