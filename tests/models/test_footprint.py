@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, get_args
 
@@ -14,6 +15,7 @@ import torch
 from tests.checkpoints import make_llama, make_llava
 from tests.gguf_files import write_gguf
 from tests.paged import PagedRun
+from tests.ranks import Meeting, ThreadRanks
 from vlmserve.config import EngineConfig
 from vlmserve.devices.cpu import CpuDevice
 from vlmserve.engine import create_engine, loading
@@ -23,6 +25,7 @@ from vlmserve.models import footprint as module
 from vlmserve.models import weights
 from vlmserve.models.footprint import LIBRARIES, check_memory, footprint
 from vlmserve.models.load_settings import LoadSettings
+from vlmserve.models.quantized import save_quantized
 from vlmserve.models.registry import load_model
 from vlmserve.models.weights import Checkpoint
 from vlmserve.quantization import QuantizationConfig, Scheme
@@ -148,6 +151,24 @@ def test_weights_take_memory_as_they_come(tmp_path: Path, monkeypatch: pytest.Mo
         PagedRun(one.language_model, [one.language_model.embed(tokens)]).finish([20])[0] for one in (model, expected)
     ]
     assert torch.equal(*logits)
+
+
+def test_ranks_read_packed_weights_into_memory_of_their_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_quantized(make_llama(tmp_path / "plain", **SIZES), tmp_path / "saved", QuantizationConfig(scheme="int8"))
+    settings = LoadSettings(device=torch.device("cpu"), kernels="torch", dtype=torch.float32)
+    monkeypatch.setattr(CpuDevice, "overcommits", False)
+    tokens, meeting = torch.arange(5, 25), Meeting(2)
+
+    def logits(rank: int | None) -> torch.Tensor:
+        ranks = None if rank is None else ThreadRanks(meeting, rank)
+        model = load_model(tmp_path / "saved", settings, ranks=ranks).language_model
+        with torch.inference_mode():
+            return PagedRun(model, [model.embed(tokens)]).finish([20])[0]
+
+    expected = logits(None)
+    with ThreadPoolExecutor(2) as threads:
+        for own in threads.map(logits, range(2)):
+            torch.testing.assert_close(own, expected, atol=1e-4, rtol=1e-4)
 
 
 def test_broken_files_are_left_to_the_loader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -84,10 +84,10 @@ class Vocabulary:
 class RowParallelLinear(Linear):
     """A linear layer of which each rank has some inputs: all get the sum of the outputs. Rank 0 has the bias."""
 
-    def __init__(self, whole: Linear, inputs: Share, ranks: Ranks, *, device: torch.device) -> None:
+    def __init__(self, whole: Linear, inputs: Share, ranks: Ranks) -> None:
         """whole: as it is built for this rank's inputs."""
         bias = whole.bias is not None and ranks.rank == 0
-        super().__init__(whole.in_features, whole.out_features, bias=bias, dtype=whole.dtype, device=device)
+        super().__init__(whole.in_features, whole.out_features, bias=bias, dtype=whole.dtype, device=whole.device)
         self.shard = Shard((Share(0, whole.out_features, whole.out_features),), inputs)
         self.ranks = ranks
 

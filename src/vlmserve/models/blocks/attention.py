@@ -111,10 +111,10 @@ class Attention(Block, Layer):
         assert isinstance(heads, AttentionSpec)
         kv_heads = key_heads(heads, ranks)
         queries, keys = scaled(shares(heads.num_heads, ranks), heads.head_size), scaled(kv_heads, heads.head_size)
-        device = self.o_proj.weight.device
+        device = self.o_proj.device
         of_queries = scaled(queries, 2) if whole.output_gate else queries
         self.qkv_proj.shard = Shard((of_queries, keys, keys))
-        self.o_proj = RowParallelLinear(self.o_proj, queries, ranks, device=device)
+        self.o_proj = RowParallelLinear(self.o_proj, queries, ranks)
         if isinstance(self.q_norm, NormOfEachHead) and isinstance(self.k_norm, NormOfEachHead):
             self.q_norm.first_head = queries.first // heads.head_size
             self.k_norm.first_head = kv_heads.first

@@ -49,7 +49,7 @@ class ShortConvolution(StateBlock):
         channels = shares(spec.channels, ranks)
         self.in_proj.shard = Shard((channels, channels, channels))
         self.conv.shard = Shard((channels,))
-        self.out_proj = RowParallelLinear(self.out_proj, channels, ranks, device=self.out_proj.weight.device)
+        self.out_proj = RowParallelLinear(self.out_proj, channels, ranks)
 
     def folds(self, name: str) -> Iterator[Fold]:
         """The last third of the first layer's outputs takes the factors of the second: the layer is linear in it."""

@@ -66,9 +66,7 @@ class CrossAttention(Block):
         """Before weights are loaded: make keys and values from ``[states, cross_size]``. Tensors keep their names."""
         size = self.spec.num_kv_heads * self.spec.head_size
         parts = {"k_proj": size, "v_proj": size}
-        self.kv_proj = MergedLinear(
-            cross_size, parts, bias=True, dtype=self.q_proj.dtype, device=self.q_proj.weight.device
-        )
+        self.kv_proj = MergedLinear(cross_size, parts, bias=True, dtype=self.q_proj.dtype, device=self.q_proj.device)
 
     def forward(self, x: Tensor, cross: Sequence[CrossRows]) -> Unfinished:
         query = self.q_proj(x).view(len(x), self.spec.num_heads, self.spec.head_size)
@@ -88,7 +86,7 @@ class CrossAttention(Block):
         heads = whole.attention[index]
         queries = scaled(shares(heads.num_heads, ranks), heads.head_size)
         self.q_proj.shard = Shard((queries,))
-        self.o_proj = RowParallelLinear(self.o_proj, queries, ranks, device=self.o_proj.weight.device)
+        self.o_proj = RowParallelLinear(self.o_proj, queries, ranks)
 
     def folds(self, name: str) -> Iterator[Fold]:
         if self.kv_proj is not None:

@@ -53,7 +53,7 @@ class GatedDelta(StateBlock):
         self.in_proj.shard = Shard((keys, keys, values, values, heads, heads), parts=(3, 1, 1, 1))
         self.conv1d.shard = Shard((keys, keys, values))
         self.shard = Shard((heads,))
-        self.out_proj = RowParallelLinear(self.out_proj, values, ranks, device=self.out_proj.weight.device)
+        self.out_proj = RowParallelLinear(self.out_proj, values, ranks)
 
     def folds(self, name: str) -> Iterator[Fold]:
         """Yield none: the norm before `out_proj` has one weight for all heads."""

@@ -61,7 +61,7 @@ class MLP(Block):
     def split(self, whole: ArchSpec, index: int, ranks: Ranks) -> None:
         inner, last = shares(whole.intermediate_size, ranks), self.last
         self.reader.shard = Shard((inner, inner) if self._gated else (inner,))
-        self.add_module(self._last, RowParallelLinear(last, inner, ranks, device=last.weight.device))
+        self.add_module(self._last, RowParallelLinear(last, inner, ranks))
 
     def folds(self, name: str) -> Iterator[Fold]:
         """Ups take the factors of the second layer: the layer is linear in them."""
