@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,6 +28,7 @@ from transformers import (
 from vlmserve.errors import ModelLoadError, UnsupportedModelError
 from vlmserve.families.llava import VISION
 from vlmserve.families.registry import LANGUAGE_FAMILIES, VISION_FAMILIES, decoder_spec
+from vlmserve.models.sizes import check_sizes
 from vlmserve.models.vision.clip import ClipSpec
 from vlmserve.models.vision.intern import InternSpec
 from vlmserve.models.vision.pixtral import PixtralSpec
@@ -117,3 +119,16 @@ def test_another_family_is_refused_naming_the_supported_ones() -> None:
 def test_heads_that_do_not_divide_are_refused(heads: dict[str, int]) -> None:
     with pytest.raises(ModelLoadError, match="heads"):
         decoder_spec({"hidden_size": 64, "num_attention_heads": 4, **heads})
+
+
+def test_states_that_no_kernel_can_compute_are_refused() -> None:
+    with pytest.raises(ModelLoadError, match=r"5 value heads .*2 key heads"):
+        decoder_spec({"model_type": "qwen3_5_text", "linear_num_key_heads": 2, "linear_num_value_heads": 5})
+    with pytest.raises(UnsupportedModelError, match="without any layer with attention"):
+        decoder_spec({"model_type": "lfm2", "full_attn_idxs": []})
+
+
+@pytest.mark.parametrize("name", ["linear_num_key_heads", "linear_conv_kernel_dim", "conv_L_cache"])
+def test_sizes_of_states_are_above_zero(name: str) -> None:
+    with pytest.raises(ModelLoadError, match=f"{name} is 0; allowed are 1 to"):
+        check_sizes({"text_config": {name: 0}}, Path("config.json"))

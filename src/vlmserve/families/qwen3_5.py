@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from vlmserve.errors import ModelLoadError
 from vlmserve.families.family import LanguageFamily, NamedModel, VisionFamily
 from vlmserve.families.llama import LLAMA
 from vlmserve.families.qwen2_vl import QWEN_TOWER
@@ -29,9 +30,15 @@ _TEXT: Config = {
 
 def _qwen35(config: Config) -> ArchSpec:
     norm = NormSpec(config["rms_norm_eps"], offset=1.0)
+    key_heads, value_heads = config["linear_num_key_heads"], config["linear_num_value_heads"]
+    if value_heads % key_heads:
+        raise ModelLoadError(
+            f"config.json: {value_heads} value heads (linear_num_value_heads) do not fit {key_heads} key heads "
+            "(linear_num_key_heads)"
+        )
     delta = DeltaSpec(
-        config["linear_num_key_heads"],
-        config["linear_num_value_heads"],
+        key_heads,
+        value_heads,
         config["linear_key_head_dim"],
         config["linear_value_head_dim"],
         config["linear_conv_kernel_dim"],

@@ -110,7 +110,7 @@ def usual_spec(config: Config, **differences: Any) -> ArchSpec:
 
     differences: fields of `ArchSpec`; windows, scale and soft_cap of `AttentionSpec`; rope_part and interleaved of
     `RopeSpec`; states: by layer, the state that it has instead of attention, or None. Raises ModelLoadError for heads
-    that do not fit.
+    that do not fit, UnsupportedModelError for a model without attention.
     """
     hidden_size, num_heads = config["hidden_size"], config["num_attention_heads"]
     num_kv_heads = config.get("num_key_value_heads") or num_heads
@@ -121,6 +121,8 @@ def usual_spec(config: Config, **differences: Any) -> ArchSpec:
     head_size = config.get("head_dim") or hidden_size // num_heads
     layers = config["num_hidden_layers"]
     windows, states = (differences.pop(name, [None] * layers) for name in ("windows", "states"))
+    if all(states):
+        raise UnsupportedModelError("config.json: models without any layer with attention are not supported")
     scale = differences.pop("scale", head_size**-0.5)
     soft_cap = differences.pop("soft_cap", None)
     rope_part, interleaved = differences.pop("rope_part", 1.0), differences.pop("interleaved", False)

@@ -15,7 +15,9 @@ _LARGEST: Mapping[str, int] = {
     "ffn_hidden_size": 2**24, "num_hidden_layers": 4096, "num_layers": 4096, "n_layer": 4096, "depth": 4096,
     "num_attention_heads": 2**14, "n_head": 2**14, "num_key_value_heads": 2**14, "num_heads": 2**14, "head_dim": 2**14,
     "max_position_embeddings": 2**40, "n_positions": 2**40, "embed_dim": 2**20, "patch_size": 2**12,
-    "image_size": 2**16, "num_channels": 64,
+    "image_size": 2**16, "num_channels": 64, "linear_num_key_heads": 2**14, "linear_num_value_heads": 2**14,
+    "linear_key_head_dim": 2**14, "linear_value_head_dim": 2**14, "linear_conv_kernel_dim": 2**10,
+    "conv_L_cache": 2**10,
 }  # fmt: skip
 """Largest values of settings that are sizes, by name; the smallest is 1, and null means a default."""
 _FACTORS = ("rms_norm_eps", "layer_norm_eps", "norm_epsilon", "layer_norm_epsilon", "rope_theta")
