@@ -13,13 +13,14 @@ from vlmserve.layer_specs import ConvolutionSpec, DeltaSpec
 
 DELTA = DeltaSpec(num_key_heads=1, num_value_heads=2, key_size=12, value_size=8, kernel=4)
 CONVOLUTION = ConvolutionSpec(channels=300, kernel=3)
-SLOTS = 8
+SLOTS = 9
 
 
 def batch(device: torch.device) -> StateRows:
-    """A decode, a sequence without rows, a new prompt with a checkpoint, and rows after a hit."""
-    chunks, slots = [(5, 6), (9, 9), (0, 6), (8, 10)], [1, 2, 3, 4]
-    return StateRows.of(Segments.of_chunks(chunks, slots, {1: 7, 3: 6}, {2: {2: 5}}), device)
+    """A decode, a sequence without rows, a new prompt with a checkpoint, rows after a hit, and two rows that are cut
+    although no slot was free for a checkpoint."""
+    chunks, slots = [(5, 6), (9, 9), (0, 6), (8, 10), (20, 22)], [1, 2, 3, 4, 8]
+    return StateRows.of(Segments.of_chunks(chunks, slots, {1: 7, 3: 6}, {2: {2: 5}, 4: {21: 8}}), device)
 
 
 def states(spec: DeltaSpec | ConvolutionSpec, device: torch.device) -> tuple[StateCache, StateCache]:

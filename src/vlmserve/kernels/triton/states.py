@@ -142,18 +142,19 @@ def keep_tails(
     mixed_ptr, tail_ptr, starts_ptr, sources_ptr, targets_ptr, sequences_ptr, WIDTH: tl.constexpr,
     CHANNELS: tl.constexpr, KERNEL: tl.constexpr, GATED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Tails after the segments of a sequence. Only the last target may be the first source."""
+    """Tails after the segments of a sequence. Each begins with the tail that the one before it left."""
     sequence = tl.program_id(0)
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = channel < CHANNELS
     segment, end = tl.load(sequences_ptr + sequence), tl.load(sequences_ptr + sequence + 1)
-    start, source = tl.load(starts_ptr + segment), tl.load(sources_ptr + segment)
+    start, source = tl.load(starts_ptr + segment), tl.load(sources_ptr + segment).to(tl.int64)
     while segment < end:
         last, target = tl.load(starts_ptr + segment + 1), tl.load(targets_ptr + segment).to(tl.int64)
         for place in tl.static_range(KERNEL - 1):
             row = last + place - (KERNEL - 1)
             x = load_input(mixed_ptr, tail_ptr, source, row, start, channel, inside, WIDTH, CHANNELS, KERNEL, GATED)
             tl.store(tail_ptr + (target * (KERNEL - 1) + place) * CHANNELS + channel, x, inside)
+        start, source = last, target
         segment += 1
 
 
