@@ -142,6 +142,16 @@ def test_chunks_shorter_than_64_end_at_64():
     assert [plan(run(s)[0])[0][1] for _ in range(4)] == [64, 64, 64, 8]
 
 
+@pytest.mark.parametrize("windows", [(16,), (None, 16)])
+def test_windows_make_room_for_chunks_up_to_64(windows):
+    s = stateful(budget=7, windows=windows)
+    one = request("a", 500)
+    s.add(one)
+    for _ in range(20):
+        run(s)
+    assert one.num_generated == 3
+
+
 def test_checkpoints_push_no_request_out():
     s = stateful(3)
     for name, token in zip("abc", (1, 2, 3), strict=True):

@@ -125,13 +125,18 @@ class StateMemory(KVMemory):
             self._leaving.setdefault(key, request)
 
     def grow(self, request: Request, num_tokens: int, spare: Sequence[Request] = ()) -> int:
-        """States cannot go back, so drafts have no room."""
-        return min(super().grow(request, num_tokens, spare), max(1, request.num_uncomputed))
+        """States cannot go back, so drafts have no room. See `extend` for how far a chunk reaches."""
+        reach = num_tokens
+        if 0 < num_tokens < request.num_uncomputed:
+            reach = max(num_tokens, self._next_end(request, request.num_computed) - request.num_computed)
+        return min(super().grow(request, reach, spare), num_tokens, max(1, request.num_uncomputed))
 
     def extend(self, request: Request, start: int, end: int) -> int:
+        return end if self.limit(request, start, end) > start else self._next_end(request, start)
+
+    def _next_end(self, request: Request, start: int) -> int:
+        """Return the first place after `start` where a chunk may end."""
         assert request.state is not None
-        if self.limit(request, start, end) > start:
-            return end
         return min(len(request.token_ids), request.state.next_cut(start))
 
     def limit(self, request: Request, start: int, end: int) -> int:
