@@ -134,11 +134,12 @@ def test_preempted_requests_give_the_same_answers(folder: Path, expected: dict[s
     assert_same(outputs, expected)
 
 
+@pytest.mark.parametrize("logprobs", [1, None], ids=["waiting", "ahead"])
 @with_kernels("native", "static")
 def test_out_of_memory_undoes_steps(
-    folder: Path, expected: dict[str, list[EngineOutput]], monkeypatch: pytest.MonkeyPatch
+    folder: Path, expected: dict[str, list[EngineOutput]], monkeypatch: pytest.MonkeyPatch, logprobs: int | None
 ) -> None:
-    """As if memory ran out after the layers were computed."""
+    """As if memory ran out after the layers were computed. Without logprobs, devices run the next step already."""
     whole, hidden = engine(folder), ModelRunner.hidden_states
     whole.scheduler.limits = None
 
@@ -150,15 +151,18 @@ def test_out_of_memory_undoes_steps(
 
     monkeypatch.setattr(ModelRunner, "hidden_states", checked)
     outputs: dict[str, list[EngineOutput]] = {name: [] for name in (*PROMPTS, "large")}
-    for one in REQUESTS:
-        whole.add(one)
+    for name, prompt in PROMPTS.items():
+        whole.add(request(name, prompt, params={"logprobs": logprobs}))
     for number in range(60):
         if number == 2:
-            whole.add(request("large", tokens(10, 420)))
+            whole.add(request("large", tokens(10, 420), params={"logprobs": logprobs}))
         for output in whole.step():
             outputs[output.request_id].append(output)
     assert "too little memory" in str(outputs.pop("large")[-1].error)
-    assert_same(outputs, expected)
+    if logprobs is not None:
+        assert_same(outputs, expected)
+    for name, answer in answers(expected).items():
+        assert [token for part in outputs[name] for token in part.token_ids] == [token for token, _ in answer]
 
 
 def test_beams_copy_states(folder: Path) -> None:

@@ -158,6 +158,9 @@ class ModelRunner:
         output = ModelRunnerOutput()
         self._sampler.drop(step.finished_request_ids)
         scheduled = self._requests.update(step)
+        if not self._drawn_rows:
+            # The step before had too little memory to draw the tokens that such requests continue on.
+            scheduled = [request for request in scheduled if not request.pending]
         # Requests with late rows were preempted since; this step computes their logits again.
         self._sampler.drop(request.state.request_id for request in scheduled)
         scheduled = _fail(output, scheduled, [request for request in scheduled if self._images.lacks_any(request)])
@@ -170,6 +173,7 @@ class ModelRunner:
                 break
             run = self._compute(scheduled, None) if scheduled else None
         if run is None:
+            self._drawn_rows = {}
             self._sampler.collect(0.0, output)
             transfer, vision, *_ = clock.seconds()
             output.timings = RunTimings(transfer=transfer, vision=vision, products=products)
