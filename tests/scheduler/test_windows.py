@@ -6,7 +6,7 @@ import pytest
 
 from tests.scheduler.made_up import BLOCK, END, finish, image, plan, request, run, sampled, scheduler
 from vlmserve.layer_specs import CacheBytes
-from vlmserve.steps import ModelRunnerOutput, RequestFailure
+from vlmserve.steps import ModelRunnerOutput, RequestFailure, SchedulerOutput
 
 
 def test_blocks_behind_the_window_are_free_again():
@@ -162,6 +162,20 @@ def test_failed_prompts_leave_no_blocks(windows: tuple[int | None, ...], kind: s
     s.update(step, ModelRunnerOutput(token_ids={"a": []}, failures={"a": RequestFailure(kind)}))
     assert s.pool.num_cached == 0
     assert set(s.schedule().blocks_to_zero) >= used
+
+
+@pytest.mark.parametrize("states", [0, 4])
+@pytest.mark.parametrize("windows", [(8,), (None, 8)])
+def test_preempted_requests_take_late_tokens(windows: tuple[int | None, ...], states: int) -> None:
+    """Of grammars that are slow."""
+    s = scheduler(windows=windows, seqs=1, states=states)
+    s.add(request("row", 40, priority=1))
+    s.update(s.schedule(), ModelRunnerOutput())
+    s.add(request("live", 10))
+    run(s)
+    assert s.num_preemptions == 1
+    s.update(SchedulerOutput(), ModelRunnerOutput(token_ids={"row": [7]}))
+    assert [output.request_id for output in finish(s) if output.finish_reason] == ["live", "row"]
 
 
 @pytest.mark.parametrize("window", [6, 7, 8, 9])

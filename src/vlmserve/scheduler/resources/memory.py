@@ -212,7 +212,7 @@ class KVMemory(Resource):
             self._register_full(request, before // size, num_computed // size)
         if before < request.num_prompt_tokens <= num_computed:
             self._register_tail(request, request.num_prompt_tokens - 1)
-        for numbers in self._windowed:
+        for numbers in self._windowed if request.tables else ():
             needed = self._columns[numbers[0]].first_visible(num_computed)
             if needed > request.tables[numbers[0]].first:
                 self._free_before(request, numbers, needed)
