@@ -74,6 +74,14 @@ def test_next_turn_begins_before_generation_prompt():
     assert cached(s, following) == 150 + 1 + 30 + 1
 
 
+@pytest.mark.parametrize("windows", [(16,), (None, 16)])
+def test_checkpoints_keep_windows_before_them(windows):
+    s = stateful(windows=windows)
+    cached(s, conversation("a", 150, question=30))
+    repeat = conversation("b", 150, question=30)
+    assert cached(s, repeat) == repeat.num_prompt_tokens - 1
+
+
 def test_next_turn_begins_after_kept_answer():
     s = stateful()
     first = conversation("a", 30, max_tokens=5)

@@ -128,16 +128,11 @@ class StateMemory(KVMemory):
         """States cannot go back, so drafts have no room. See `extend` for how far a chunk reaches."""
         reach = num_tokens
         if 0 < num_tokens < request.num_uncomputed:
-            reach = max(num_tokens, self._next_end(request, request.num_computed) - request.num_computed)
+            reach = max(num_tokens, _next_end(request, request.num_computed) - request.num_computed)
         return min(super().grow(request, reach, spare), num_tokens, max(1, request.num_uncomputed))
 
     def extend(self, request: Request, start: int, end: int) -> int:
-        return end if self.limit(request, start, end) > start else self._next_end(request, start)
-
-    def _next_end(self, request: Request, start: int) -> int:
-        """Return the first place after `start` where a chunk may end."""
-        assert request.state is not None
-        return min(len(request.token_ids), request.state.next_cut(start))
+        return end if self.limit(request, start, end) > start else _next_end(request, start)
 
     def limit(self, request: Request, start: int, end: int) -> int:
         assert request.state is not None
@@ -158,21 +153,19 @@ class StateMemory(KVMemory):
                 state.unsent.append((cut, state.slot))
 
     def advance(self, request: Request, num_computed: int) -> None:
-        super().advance(request, num_computed)
-        state = request.state
-        if state is None:
-            return  # It was preempted, and has its token late.
-        if state.held != NO_SLOT:
+        """Register checkpoints, too, before blocks that windows have passed are free."""
+        state = request.state  # None: it was preempted, and has its token late.
+        if state is not None and state.held != NO_SLOT:
             self.states.release(state.held)
             state.held = NO_SLOT
-        if not state.leaving:
-            return
-        for num_tokens, slot in state.planned:
-            self._register(request, state, num_tokens, slot)
-            self.states.release(slot, spare=num_tokens not in state.kept)
-        state.planned = []
-        for num_tokens in [number for number in state.leaving if number <= num_computed]:
-            self._stop_awaiting(request, state.leaving.pop(num_tokens))
+        if state is not None and state.leaving:
+            for num_tokens, slot in state.planned:
+                self._register(request, state, num_tokens, slot)
+                self.states.release(slot, spare=num_tokens not in state.kept)
+            state.planned = []
+            for num_tokens in [number for number in state.leaving if number <= num_computed]:
+                self._stop_awaiting(request, state.leaving.pop(num_tokens))
+        super().advance(request, num_computed)
 
     def _register(self, request: Request, state: StateSlots, num_tokens: int, slot: int) -> None:
         """Register a checkpoint, and the partly filled blocks that belong to it."""
@@ -247,6 +240,12 @@ class StatePlaces(Resource):
 
     def room(self, running: Sequence[Request]) -> int:
         return self._memory.num_places
+
+
+def _next_end(request: Request, start: int) -> int:
+    """Return the first place after `start` where a chunk may end."""
+    assert request.state is not None
+    return min(len(request.token_ids), request.state.next_cut(start))
 
 
 def _prefix_key(request: Request, num_tokens: int, block_size: int) -> bytes:
