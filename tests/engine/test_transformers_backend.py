@@ -122,7 +122,11 @@ def test_conversations_work_as_with_every_model(tmp_path: Path) -> None:
             "attention in chunks of 16",
         ),
         ("Mamba", {}, "its layers do not attend"),
-        ("Lfm2", {"layer_types": ["conv", "full_attention", "conv"]}, "more than keys and values"),
+        (
+            "Lfm2Moe",
+            {**EXPERTS, "num_experts": 4, "layer_types": ["conv", "full_attention", "conv"]},
+            "more than keys and values",
+        ),
     ],
 )
 def test_unpageable_models_say_why(tmp_path: Path, family: str, overrides: dict[str, Any], reason: str) -> None:

@@ -29,7 +29,7 @@ DTYPES = (torch.float32, torch.bfloat16)
 def assert_close(actual: Tensor, expected: Tensor, magnitude: Tensor) -> None:
     """magnitude: what the absolute values would add up to, which bounds how far rounding can carry."""
     sum_unit = 2**-20
-    rounding = 0 if actual.dtype == torch.float32 else 2**-8
+    rounding = 2**-21 if actual.dtype == torch.float32 else 2**-8
     error = (actual.double() - expected).abs()
     excess = error - sum_unit * (magnitude + 1) - rounding * expected.abs()
     assert (excess <= 0).all(), (actual.dtype, excess.max())

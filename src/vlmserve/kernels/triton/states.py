@@ -159,7 +159,7 @@ def keep_tails(
 
 
 @Kernel
-@triton.jit
+@triton.jit(do_not_specialize=["num_sequences"])
 def convolve_rows(
     mixed_ptr, weight_ptr, tail_ptr, out_ptr, starts_ptr, sources_ptr, sequences_ptr, num_sequences,
     CHANNELS: tl.constexpr, KERNEL: tl.constexpr, SEQUENCES: tl.constexpr, BLOCK: tl.constexpr,
