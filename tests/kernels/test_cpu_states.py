@@ -115,6 +115,16 @@ def test_segment_without_rows_copies_its_source(isa: str) -> None:
             assert not tensor[2].any()
 
 
+def test_steps_without_sequences_change_nothing(isa: str) -> None:
+    rows = StateRows.of(Segments.of_chunks([], []))
+    for spec in (DELTA, CONVOLUTION):
+        cache = random_states(spec, torch.float32)
+        before = copied(cache)
+        assert len(kernels(spec, torch.float32)[1](torch.empty(0, width(spec)), cache, rows)) == 0
+        for tensor, old in zip(cache.tensors, before.tensors, strict=True):
+            assert torch.equal(tensor, old)
+
+
 @pytest.mark.parametrize("spec", [DELTA, CONVOLUTION])
 def test_program_equals_its_kernel_alone(spec: StateSpec) -> None:
     kernel, cache = kernels(spec, torch.bfloat16)[1], random_states(spec, torch.bfloat16)

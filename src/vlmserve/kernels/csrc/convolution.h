@@ -61,7 +61,7 @@ void convolve_segment(const ConvolutionArgs& args, const Segment& segment, long 
 template <class T>
 void run_convolution(const ConvolutionArgs& args) {
     const long parts = (args.channels + CONVOLVED_CHANNELS - 1) / CONVOLVED_CHANNELS, items = args.rows.count * parts;
-    const long each = args.kernel * CONVOLVED_CHANNELS * (num_rows(args.rows) / args.rows.count + 1);
+    const long each = args.kernel * CONVOLVED_CHANNELS * (num_rows(args.rows) / larger(1, args.rows.count) + 1);
     each_range(args.threads, items, each, [&](long item, long last, int) {
         for (; item < last; ++item) {
             long sequence = item / parts, first = item % parts * CONVOLVED_CHANNELS;
