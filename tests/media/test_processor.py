@@ -24,6 +24,7 @@ from tests.media.images_for_tests import (
 from tests.normalized import processed
 from vlmserve.config import MediaConfig
 from vlmserve.errors import InvalidImageError, UnsupportedModelError
+from vlmserve.media import processor as processor_module
 from vlmserve.media.images import DecodedImage, decode_image
 from vlmserve.media.processor import FixedSizeProcessor
 
@@ -104,7 +105,10 @@ def test_missing_settings_have_the_defaults_of_transformers(family: str) -> None
 
 @pytest.mark.parametrize(("width", "height"), [(1, 9_000), (9_000, 1), (3, 12_000), (3_000, 2)])
 @pytest.mark.parametrize("edge", [28, 33])
-def test_extremely_long_images_are_cropped_without_upscaling(width: int, height: int, edge: int) -> None:
+def test_extremely_long_images_are_cropped_without_upscaling(
+    monkeypatch: pytest.MonkeyPatch, width: int, height: int, edge: int
+) -> None:
+    monkeypatch.setattr(processor_module, "_MAX_INTERMEDIATE_PIXELS", 2_000_000)  # more than the last one becomes
     settings = {"size": {"shortest_edge": edge}, "crop_size": {"height": 28, "width": 28}}
     processor = FixedSizeProcessor(CONFIG, {"image_processor_type": "CLIPImageProcessor", **settings})
     image = noise(width, height)

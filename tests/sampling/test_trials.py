@@ -57,8 +57,10 @@ def test_large_grammar_is_killed(folder):
 async def test_small_grammar_passes_while_others_compile(folder):
     tried = trials(folder, max_grammar_seconds=60, max_grammar_memory=3 * 1024**3)
     tried.check(Grammar.regex("warm"))
+    wait_until(lambda: not rendering())
     with ThreadPoolExecutor(1) as pool:
         slow = asyncio.ensure_future(run_in_thread(pool, lambda: tried.check(ENDLESS)))
+        await asyncio.to_thread(wait_until, rendering)
         for number in range(3):
             grammar = Grammar.regex(f"[a-z]{{{number + 1}}}")
             assert not tried.passed(grammar)
