@@ -227,3 +227,27 @@ def test_random_conversations_equal_a_quiet_engine(folder: Path) -> None:
     assert busy.stats().prefix_cached_tokens > 0
     assert busy.stats().state_slots_used == 0
     assert_same(finished, run(quiet, [one for one in submitted if one.request_id in finished]))
+
+
+@with_kernels("static")
+def test_captured_steps_leave_checkpoints_of_their_own(folder: Path) -> None:
+    """Beside a decode, a chunk of one token that ends a turn."""
+    prompts = {str(seed): [*tokens(seed, 64), END, *tokens(seed + 9, 75)] for seed in range(20, 24)}
+    busy, quiet = engine(folder, max_num_batched_tokens=64), engine(folder, enable_prefix_caching=False)
+    busy.scheduler.limits = None
+    outputs: dict[str, list[EngineOutput]] = {name: [] for name in (*prompts, "other")}
+    busy.add(request("other", [7], params={"max_tokens": 40}))
+    for name, prompt in prompts.items():
+        busy.add(request(name, prompt))
+        while not outputs[name] or outputs[name][-1].finish_reason is None:
+            for output in busy.step():
+                outputs[output.request_id].append(output)
+    while busy.has_work():
+        busy.step()
+    del outputs["other"]
+    assert_same(outputs, run(quiet, [request(name, prompt) for name, prompt in prompts.items()]))
+    again = {name: [*prompt[:65], *tokens(90, 5)] for name, prompt in prompts.items()}
+    asked = [request(name, prompt) for name, prompt in again.items()]
+    found = run(busy, asked)
+    assert {found[name][0].cached_tokens for name in again} == {65}
+    assert_same(found, run(quiet, asked))

@@ -319,8 +319,8 @@ def _key(x: Tensor, caches: Sequence[LayerCache], step: StepContext) -> Hashable
     metadata, adapters = step.metadata, step.adapters
     if plan_key is None or step.query_scale is not None or metadata.cross:
         return None
-    if metadata.states is not None and metadata.num_decodes < len(metadata.query_lens):
-        return None  # where chunks are cut is known on the host only
+    if metadata.states is not None and len(metadata.states.sources) > metadata.num_decodes:
+        return None  # where chunks, also of one row, are cut is known on the host only
     if adapters is not None and adapters.has_unpacked:
         return None
     if captured_rows(len(x), metadata.num_decodes) != len(x):
