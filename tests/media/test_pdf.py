@@ -232,7 +232,7 @@ def test_without_pdfium_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatc
     fork_server.end_servers()
     with monkeypatch.context() as patch:
         patch.setattr(sys, "path", [entry for entry in sys.path if "site-packages" not in entry])
-        with pytest.raises(InvalidDocumentError, match=r"extra \[documents\]"):
+        with pytest.raises(InvalidDocumentError, match=r"pip install 'vlmserve\[documents\]'"):
             PDFProcess(GOOD, LIMITS)
     assert not rendering()
     fork_server.end_servers()

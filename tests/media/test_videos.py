@@ -378,6 +378,6 @@ def test_lists_of_other_files_are_not_opened(data: bytes) -> None:
 
 
 def test_without_the_library_only_files_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    with without_module(monkeypatch, "av"), pytest.raises(InvalidVideoError, match=r"extra \[video\]"):
+    with without_module(monkeypatch, "av"), pytest.raises(InvalidVideoError, match=r"pip install 'vlmserve\[video\]'"):
         prepare(b"\0\0\0\x20ftypisom")
     assert prepare(FRAMES).num_tokens

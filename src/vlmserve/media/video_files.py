@@ -129,7 +129,7 @@ def _error_of(limits: MediaConfig, reason: str, detail: str) -> VLMServeError:
     match reason:
         case "missing":
             return InvalidVideoError(
-                "videos are only read as lists of frames here; for files, install vlmserve with the extra [video]"
+                "video files are not read here: pip install 'vlmserve[video]', or send a list of frames"
             )
         case "no video":
             return InvalidVideoError("the file has no video, only audio")
