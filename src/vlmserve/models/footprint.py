@@ -1,4 +1,4 @@
-"""Memory that a checkpoint will take on a CPU, from the headers of its files. Imports no torch.
+"""Memory that the weights of a checkpoint will take, from the headers of its files. Imports no torch.
 
 An engine asks before it imports anything large, so that a model that does not fit costs seconds and no memory.
 """
