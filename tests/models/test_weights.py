@@ -220,7 +220,8 @@ def test_quantizing_never_holds_the_plain_model(large: Path, scheme: Literal["in
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts from here
     model = load_model(large, LoadSettings(device=torch.device("cpu"), dtype=torch.bfloat16, quantization=quantization))
     assert model.weight_bytes < 0.6 * plain
-    assert memory_in_use("VmHWM") - before < model.weight_bytes + 0.5 * plain
+    # The plain model would be all of `plain`. Pages of the mapped file count too, until they are dropped.
+    assert memory_in_use("VmHWM") - before < model.weight_bytes + 0.75 * plain
 
 
 def memory_in_use(key: str) -> int:
