@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import AsyncIterator
+from types import SimpleNamespace
 from typing import Any
 
 from tests.scaleout.test_converge import Cluster
 from vlmserve.scaleout.messages import SEED_HEADER
 from vlmserve.scaleout.settings import GatewayConfig
+from vlmserve.scaleout.upstream import UpstreamError
 
 
 async def test_overloaded_gateway_rejects_with_a_retry_time(tmp_path):
@@ -19,6 +23,32 @@ async def test_overloaded_gateway_rejects_with_a_retry_time(tmp_path):
         assert answer.status_code == 429
         assert answer.headers["retry-after"]
     assert (await cluster.post("/v1/completions", model="fixed", prompt="x")).status_code == 200
+
+
+async def test_rejection_of_a_full_worker_outlives_lost_connections(tmp_path):
+    cluster = Cluster(tmp_path)
+    asked: list[str] = []
+
+    def reject(worker: Any) -> None:
+        @contextlib.asynccontextmanager
+        async def request(*_: Any) -> AsyncIterator[SimpleNamespace]:
+            asked.append(worker.url)
+            if len(asked) == 2:
+                raise UpstreamError("the connection was closed")
+            parts, headers = [b"full"], [(b"retry-after", b"7")]
+
+            async def read() -> bytes:
+                return parts.pop() if parts else b""
+
+            yield SimpleNamespace(status=429, read=read, headers=headers, passed_on=lambda: headers)
+
+        worker.request = request
+
+    for name in ("first", "second"):
+        reject(cluster.start(name))
+    answer = await cluster.post("/v1/completions", model="fixed", prompt="x")
+    assert len({*asked}) == 2
+    assert (answer.status_code, answer.headers["retry-after"]) == (429, "7")
 
 
 async def test_retried_request_keeps_its_seed(tmp_path):

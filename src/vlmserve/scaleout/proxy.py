@@ -171,7 +171,8 @@ class Proxy:
                 return await self._try(number, route)
             except _Failed as failure:
                 excluded.add(route.worker.info.id)
-                last = failure
+                if last is None or failure.answer is not None:
+                    last = failure  # what a full worker says tells a client more than a lost connection
         if last is not None and last.answer is not None:
             return _response(last.answer)
         raise UnavailableError("No worker can answer now; try again soon")
