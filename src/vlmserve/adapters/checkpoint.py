@@ -1,7 +1,7 @@
 """LoRA adapters as PEFT saves them: ``adapter_config.json`` and ``adapter_model.safetensors``.
 
-Which layers an adapter changes is read from the names of its tensors. What the configuration asks for and vlmserve does
-not compute is refused by name.
+The names of an adapter's tensors say which layers it changes. An error names what the configuration asks for and
+vlmserve does not compute.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ _READ = {
 
 
 class AdapterCheckpoint:
-    """An adapter's folder, of which only the headers are read until `read` is called.
+    """An adapter's folder. Only headers are read until `read` is called.
 
     layers: by the name of a module of the base model, the tensors that are about it: their names in the file by what
     they are. shapes: of all tensors by those names. Raises AdapterError for a folder that is no adapter, whose weights

@@ -1,4 +1,4 @@
-"""Where an adapter's files are: in a folder, or in a repository of the Hugging Face hub."""
+"""Find an adapter's files in a folder or in a repository of the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def holds_adapter(folder: Path) -> bool:
 
 
 def files_of(folder: Path) -> list[Path]:
-    """The files of an adapter, there or not, and those of adapters in folders inside of it, which X-LoRA mixes."""
+    """Return the files that an adapter may have, with the adapters in folders inside it, which X-LoRA mixes."""
     files = [folder / name for name in (CONFIG, WEIGHTS, XLORA_CONFIG, XLORA_WEIGHTS)]
     files += sorted(folder.glob("*order*.json"))
     for depth in range(1, DEEPEST + 1):

@@ -326,7 +326,7 @@ def _ordered(change: Change, module: Weight) -> Change:
 
     parts = []
     for part in change.parts:
-        # Outputs move among those of the same part.
+        # Outputs move within their part.
         rows = order[part.start : part.start + len(part.up)] - part.start
         parts.append(part._replace(up=part.up[rows]))
     return replace(

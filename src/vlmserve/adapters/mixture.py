@@ -68,7 +68,7 @@ class Mixture:
     def of_scaling_pass(self) -> Tensor | None:
         """float32 ``[num_columns]``: scalings of every token in the scaling pass; None: all are 0, so that it is a pass
         of the base model."""
-        # On a host, so that ties are decided as they are for the oracle.
+        # On the host: devices may decide ties differently.
         count, value = len(self.config.names), self.config.pass_value
         constant = torch.full((1, self.num_layers, count), 1 / count if value is None else value)
         scalings = self._selected(constant).flatten()

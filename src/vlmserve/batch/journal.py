@@ -1,4 +1,4 @@
-"""Results on disk as they come, so that a batch that was interrupted goes on where it was."""
+"""Results on disk as they come, so that an interrupted batch can continue."""
 
 from __future__ import annotations
 

@@ -61,8 +61,8 @@ def run_batch(
     """Ask the question of each row, and write the results to `output` when all are there. question: None if all rows
     have requests; params counts for the others.
 
-    Until then the results are in `journal_path`, from which the next run goes on, and where they stay if some have
-    failed, for a run with `retry`. Equal questions are asked once, unless answers are drawn at random.
+    Until then the results are in `journal_path`, and an interrupted run continues from there. They stay there if some
+    rows failed, for a run with `retry`. Equal questions are asked once, unless answers are drawn at random.
 
     Raises ConfigurationError for what cannot be run, and VLMServeError if answers stop coming.
     """

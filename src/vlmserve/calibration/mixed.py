@@ -65,7 +65,7 @@ class Choice:
 def assign(choices: Mapping[str, Choice], excess: int) -> dict[str, Scheme]:
     """The schemes of layers that together save at least `excess` bytes, and few more, with little error.
 
-    choices: by name; none is quantized at first. Raises ConfigurationError if so many cannot be saved.
+    choices: by name; none is quantized at first. Raises ConfigurationError if that cannot be saved.
     """
     chosen: dict[str, Scheme] = dict.fromkeys(choices, "none")
     steps = sorted(

@@ -199,8 +199,8 @@ def batch(
 ) -> None:
     """Answer a question about each image of a folder, or each row of a file.
 
-    For example: vlmserve batch photos --prompt "Describe this image." --output captions.jsonl. A run that was
-    interrupted goes on where it was when the same command is given again. The exit status is 1 if a row failed.
+    For example: vlmserve batch photos --prompt "Describe this image." --output captions.jsonl. The same
+    command continues an interrupted run. The exit status is 1 if a row failed.
     """
     from vlmserve.cli.batch import run
 

@@ -59,7 +59,7 @@ def open_device(
 def type_for_torch(torch_device: torch.device, stated: torch.dtype) -> torch.dtype:
     """The type of a model whose layers are torch's own, for which no `Device` chooses products.
 
-    A CPU without instructions for types of 16 bits takes up to a hundred times as long for them as for float32.
+    A CPU without instructions for 16-bit types computes them up to a hundred times slower than float32.
     """
     fast = torch_device.type != "cpu" or stated not in (torch.bfloat16, torch.float16) or multiplies_bfloat16()
     return stated if fast else torch.float32

@@ -87,7 +87,7 @@ def no_triton(torch_device: torch.device) -> str | None:
 
 
 def no_int4(torch_device: torch.device) -> str | None:
-    """Why torch's product of 4 bits cannot run on a GPU, None if it can."""
+    """Return why torch's 4-bit matmul cannot run on a GPU, None if it can."""
     if torch.version.hip is not None:
         return "torch's product of 4 bits was made for NVIDIA's GPUs"
     capability = torch.cuda.get_device_capability(torch_device)

@@ -128,7 +128,7 @@ class SummingNorm(AddingNorm, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class DeferredNorm:
-    """Rows that an RMSNorm follows on, whose scaling is left to the product that takes them: it scales its sums.
+    """Rows before an RMSNorm. The matmul that reads them applies the norm's factor to its sums.
 
     rows: ``[rows, size]``, before the norm. weighted: the same times the norm's weight. squares: float32
     ``[rows, columns]``, sums of squares of parts of each row. norm: the norm itself, with that `eps`.

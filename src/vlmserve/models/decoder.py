@@ -62,6 +62,7 @@ class Decoder(nn.Module):
         self._parts: dict[tuple[int, int], LayerExecutor] = {}
         self.adapter_rows: AdapterRows | None = None
         self.state_specs: Sequence[StateSpec] = spec.states
+        self._attention = spec.attention  # each step reads it
         self.dtype = dtype
         self.device = device
         kind = TiedEmbedding if spec.tied_embeddings else Embedding
@@ -179,7 +180,7 @@ class Decoder(nn.Module):
         step = StepContext(
             metadata,
             [RopeTables(rope, positions, longest, self.dtype) for rope in self.ropes],
-            self.backend.prepare(metadata, caches[0].block_size, self.spec.attention, self.dtype),
+            self.backend.prepare(metadata, caches[0].block_size, self._attention, self.dtype),
             None if self.spec.query_growth is None else self._query_scale(self.spec.query_growth, metadata, longest),
             self.adapter_rows if self.adapter_rows is not None and self.adapter_rows.active else None,
             states,
