@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.shared_models import shared_models as shared_models
 from tests.static_device import replace_cpus
 from vlmserve.frames import pack, unpack
 from vlmserve.kernels.choice import VARIABLE
@@ -15,7 +16,7 @@ from vlmserve.steps import ModelRunnerOutput, SchedulerOutput
 
 
 @pytest.fixture(scope="module", autouse=True)
-def messages() -> Iterator[None]:
+def messages(shared_models: None) -> Iterator[None]:
     """The runner gets a copy of each step that has been through msgpack, and so does the scheduler of each output."""
     submit = ModelRunner.submit
 

@@ -33,15 +33,24 @@ from vlmserve.quantization import QuantizationConfig, Scheme
 SIZES: dict[str, Any] = {"hidden_size": 384, "intermediate_size": 1536, "vocab_size": 4096, "dtype": torch.bfloat16}
 
 
+@pytest.fixture(scope="module", params=[True, False], ids=["tied", "not tied"])
+def llama(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_llama(tmp_path_factory.mktemp("llama"), tie_word_embeddings=request.param, **SIZES)
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Rows of whole superblocks."""
+    sizes = {**SIZES, "hidden_size": 768, "intermediate_size": 1024, "vocab_size": 2048}
+    return make_llama(tmp_path_factory.mktemp("wide"), **sizes)
+
+
 @pytest.mark.parametrize("scheme", get_args(Scheme))
-@pytest.mark.parametrize("tied", [True, False])
-def test_footprint_is_what_loading_leaves(tmp_path: Path, scheme: Scheme, tied: bool) -> None:
-    folder = make_llama(tmp_path, tie_word_embeddings=tied, **SIZES)
+def test_footprint_is_what_loading_leaves(llama: Path, scheme: Scheme) -> None:
     quantization = QuantizationConfig(scheme=scheme)
-    model = load_model(
-        folder, LoadSettings(device=torch.device("cpu"), dtype=torch.bfloat16, quantization=quantization)
-    )
-    assert footprint(folder, scheme).weights == pytest.approx(model.weight_bytes, rel=0.05)
+    settings = LoadSettings(device=torch.device("cpu"), dtype=torch.bfloat16, quantization=quantization)
+    model = load_model(llama, settings)
+    assert footprint(llama, scheme).weights == pytest.approx(model.weight_bytes, rel=0.05)
 
 
 def test_towers_stay_plain(tmp_path: Path) -> None:
@@ -54,17 +63,17 @@ CASES: list[tuple[Scheme, bool]] = [("none", False), ("int8", False), ("int8", T
 
 
 @pytest.mark.parametrize("kind", ["Q4_0", "Q8_0", "F16", "Q2_K", "Q4_K", "Q6_K", "IQ4_XS", "IQ4_NL"])
-def test_gguf_tensors_keep_their_bits(tmp_path: Path, kind: str) -> None:
-    folder = make_llama(tmp_path / "plain", **{**SIZES, "hidden_size": 768})
-    file = write_gguf(folder, tmp_path / "model.gguf", types=kind)
+def test_gguf_tensors_keep_their_bits(wide: Path, tmp_path: Path, kind: str) -> None:
+    file = write_gguf(wide, tmp_path / "model.gguf", types=kind)
     model = load_model(file, LoadSettings(device=torch.device("cpu")))
     assert footprint(file, "none").weights == pytest.approx(model.weight_bytes, rel=0.1)
 
 
 @pytest.mark.parametrize("kind", ["Q2_K", "Q6_K"])
-def test_inputs_of_16_bits_need_more_memory(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = make_llama(tmp_path / "plain", **{**SIZES, "hidden_size": 768})
-    file = write_gguf(folder, tmp_path / "model.gguf", types=kind)
+def test_inputs_of_16_bits_need_more_memory(
+    wide: Path, tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = write_gguf(wide, tmp_path / "model.gguf", types=kind)
     model = load_model(file, LoadSettings(device=torch.device("cpu"), input_bits=16))
     assert footprint(file, "none", input_bits=16).weights == pytest.approx(model.weight_bytes, rel=0.1)
     assert footprint(file, "none", kernels="torch").weights >= footprint(file, "none", kernels="avx2").weights
@@ -110,9 +119,7 @@ def test_models_for_gpus_are_not_counted(tmp_path: Path, monkeypatch: pytest.Mon
     check_memory(EngineConfig(model=str(folder), device="cuda"), folder)
 
 
-def test_devices_with_too_little_memory_are_told_before_loading(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_device_without_enough_memory_rejects_before_loading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = make_llama(tmp_path, **SIZES)
     monkeypatch.setattr(Checkpoint, "load", lambda *_, **__: pytest.fail("weights were read"))
     needed = footprint(folder, "int4").loading
@@ -153,7 +160,7 @@ def test_weights_take_memory_as_they_come(tmp_path: Path, monkeypatch: pytest.Mo
     assert torch.equal(*logits)
 
 
-def test_ranks_read_packed_weights_into_memory_of_their_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_read_packed_weights_into_device_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_quantized(make_llama(tmp_path / "plain", **SIZES), tmp_path / "saved", QuantizationConfig(scheme="int8"))
     settings = LoadSettings(device=torch.device("cpu"), kernels="torch", dtype=torch.float32)
     monkeypatch.setattr(CpuDevice, "overcommits", False)
