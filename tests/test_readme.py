@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 from vlmserve import vllm_flags as vllm
 from vlmserve.cli import app
 from vlmserve.families.registry import LANGUAGE_FAMILIES
+from vlmserve.llama_flags import LLAMA_FLAGS
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = [
@@ -58,7 +59,7 @@ def test_commands_and_flags_exist(words):
 
 
 def test_flags_in_the_text_exist():
-    known = {*flags_of(typer.main.get_command(app)), *vllm.FLAGS, "--flag", "--no-flag"}  # a placeholder
+    known = {*flags_of(typer.main.get_command(app)), *vllm.FLAGS, *LLAMA_FLAGS, "--flag", "--no-flag"}  # a placeholder
     known.add("--uniform")  # of a benchmark
     for path in DOCUMENTS:
         named = set(re.findall(r"`(--[a-z][a-z0-9-]*[a-z0-9])(?=[ `=])", path.read_text(encoding="utf-8")))

@@ -78,6 +78,7 @@ def test_help_shows_common_flags_and_names_the_rest(command, common):
     ("line", "message"),
     [
         ("sevre", "no such command 'sevre'; did you mean 'serve'? See vlmserve --help"),
+        ("ps", "there is no command ps: each server serves one model; vlmserve list shows downloaded models"),
         ("keys ad", "no such command 'ad'; did you mean 'add'? See vlmserve keys --help"),
         ("serve --prot 3", "there is no flag --prot; did you mean --port? See vlmserve serve --help"),
         ("serve --no-acess-log",

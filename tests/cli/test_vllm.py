@@ -1,4 +1,4 @@
-"""Command lines as vLLM's users write them."""
+"""Command lines as users of vLLM and llama.cpp write them."""
 
 from __future__ import annotations
 
@@ -56,6 +56,11 @@ EXAMPLES = [
     ("--no-enable-prefix-caching", {"enable_prefix_caching": False}),
     ("--no_enable_prefix_caching", {"enable_prefix_caching": False}),
     ("--model ./mine", {"model": "./mine"}),
+    ("-m ./mine -c 77 -np 3", {"model": "./mine", "max_model_len": 77, "max_num_seqs": 3}),
+    ("-hf owner/name:Q4_K_M --ctx-size 0", {"model": "owner/name:Q4_K_M", "max_model_len": None}),
+    ("-ngl 0 --threads 2", {"device": "cpu", "num_threads": 2}),
+    ("-ngl 99 --alias a", {"device": "auto", "served_model_name": ("a",)}),
+    ("-ctk q8_0 -ctv q8_0 -b 512", {"kv_cache_dtype": "int8", "max_num_batched_tokens": 512}),
     ("--model=./mine --seed 3", {"model": "./mine", "seed": 3}),
     ("./mine --served-model-name a b --port 1", {"served_model_name": ("a", "b"), "model": "./mine", "port": 1}),
     ("--served-model-name a ./mine", {"served_model_name": ("a",), "model": "./mine"}),
@@ -124,6 +129,9 @@ def test_flags_of_missing_features_are_rejected_kindly(name):
         ("--kv-cache-dtype fp8_e4m3", ["--kv-cache-dtype fp8_e4m3", "int8"]),
         ("--kv-cache-dtype bfloat16", ["--kv-cache-dtype bfloat16", "auto", "--dtype", "int8"]),
         ("--no-such-flag", ["--no-such-flag"]),
+        ("--top-k 5", ["vlmserve has no --top-k", "generation_config.json"]),
+        ("-ctk q4_0", ["q4_0", "q8_0"]),
+        ("-fa sometimes", ["-fa sometimes"]),
         ("--max-model-length 3", ["--max-model-length", "did you mean --max-model-len?"]),
     ],
 )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from os.path import expanduser
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -21,13 +20,30 @@ from vlmserve.errors import ConfigurationError
 from vlmserve.loadtest.settings import GoalConfig, LoadConfig, TargetConfig, TestConfig, WorkloadConfig
 from vlmserve.quantization import QuantizationConfig
 from vlmserve.settings import read_settings
+from vlmserve.types import SamplingParams
 
 app = group(help="Serve vision-language models over an OpenAI-compatible API.")
-app.add_typer(evaluations, name="eval")
-app.add_typer(keys, name="keys")
-app.add_typer(cluster, name="cluster")
-app.command(cls=SettingsCommand)(worker)
-app.command(cls=SettingsCommand)(gateway)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        import vlmserve
+
+        typer.echo(vlmserve.__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_print_version, help="Print the version.")
+    ] = False,
+) -> None:
+    """Serve vision-language models over an OpenAI-compatible API."""
+
+
+USE, MODELS, MEASURE, OPERATE = "Use a model", "Models", "Measure and check", "Operate"
+"""Groups of commands in the help."""
 
 COMMON_FIELDS = (
     "mmproj", "host", "port", "served_model_name", "api_key", "api_keys_file", "device", "tensor_parallel_size",
@@ -50,15 +66,20 @@ MaxTokens = Annotated[
     int | None, typer.Option(metavar="INT", min=1, help="Largest number of tokens in the answer; default: no limit.")
 ]
 Temperature = Annotated[float, typer.Option(metavar="FLOAT", min=0, help="0: always take the likeliest token.")]
+Model = Annotated[str, typer.Argument(help=str(EngineConfig.model_fields["model"].description))]
 
 
-@app.command(cls=SettingsCommand)
+def _sampling(temperature: float, max_tokens: int | None) -> SamplingParams:
+    return SamplingParams(temperature=temperature, max_tokens=max_tokens)
+
+
+@app.command(cls=SettingsCommand, rich_help_panel=USE)
 @command(common=COMMON_FIELDS)
 def serve(
     engine: EngineConfig,
     media: MediaConfig,
     server: ServerConfig,
-    model: Annotated[str, typer.Argument(help=str(EngineConfig.model_fields["model"].description))] = BUILT_IN_MODEL,
+    model: Model = BUILT_IN_MODEL,
 ) -> None:
     """Serve a model over an OpenAI-compatible API.
 
@@ -70,42 +91,13 @@ def serve(
     run.serve(engine, media, server)
 
 
-@app.command(cls=SettingsCommand)
-@command(common=COMMON_FIELDS)
-def config(
-    engine: EngineConfig,
-    media: MediaConfig,
-    server: ServerConfig,
-    origins: Origins,
-    model: Annotated[str, typer.Argument(help=str(EngineConfig.model_fields["model"].description))] = BUILT_IN_MODEL,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON with the source of each setting.")] = False,
-    as_toml: Annotated[bool, typer.Option("--toml", help="Print a complete file for --config.")] = False,
-    reference: Annotated[bool, typer.Option("--reference", help="Print all settings as a page of Markdown.")] = False,
-) -> None:
-    """Show the settings of serve with the same flags, and where each comes from."""
-    from vlmserve.cli import effective
-    from vlmserve.cli.reference import reference_page
-
-    if as_json + as_toml + reference > 1:
-        raise ConfigurationError("give only one of --json, --toml and --reference")
-    settings = {"server": server, "engine": engine, "media": media}
-    if reference:
-        print(reference_page(), end="")
-    elif as_json:
-        print(effective.as_json(settings, origins))
-    elif as_toml:
-        print(effective.as_toml(settings, origins), end="")
-    else:
-        effective.show(settings, origins)
-
-
-@app.command(cls=SettingsCommand)
+@app.command(cls=SettingsCommand, rich_help_panel=USE)
 @command(LOCAL_FIELDS)
 def ask(
     engine: EngineConfig,
     media: MediaConfig,
     words: Annotated[
-        list[str], typer.Argument(metavar="[FILE]... [QUESTION]", help="Paths or URLs, then the question.")
+        list[str], typer.Argument(metavar="[FILE]... [QUESTION]", help="Paths or URLs, and the question; -: stdin.")
     ],
     url: Url = None,
     max_tokens: MaxTokens = None,
@@ -116,57 +108,101 @@ def ask(
 ) -> None:
     """Ask one question about any number of images and documents.
 
-    For example: vlmserve ask photo.png "What is this?" Captioning models like BLIP need no question; a text is how the
-    caption begins.
+    For example: vlmserve ask photo.png "What is this?" The question may also come first, or from standard input:
+    vlmserve ask photo.png - < question.txt. Captioning models like BLIP need no question; a text is how the caption
+    begins.
     """
-    from rich.console import Console
+    from vlmserve.cli.ask import Question, print_answer
 
-    from vlmserve.cli.answers import ShownThoughts, describes, open_answers
-    from vlmserve.frontend.wire import medium_part
-    from vlmserve.types import SamplingParams
-
-    *images, question = words
-    if Path(question).is_file():
-        if url is not None or not describes(engine):
-            raise ConfigurationError(f"the last word is the question, but {question!r} is a file")
-        images, question = words, ""
-    parts = [*(medium_part(expanduser(place), pages) for place in images), {"type": "text", "text": question}]
-    params = SamplingParams(temperature=temperature, max_tokens=max_tokens)
-    answers = open_answers(engine, media, url)
-    thoughts = ShownThoughts(Console(stderr=True))
-    for piece in answers.stream([{"role": "user", "content": parts}], params, on_thought=thoughts.show):
-        thoughts.end()
-        typer.echo(piece, nl=False)
-    thoughts.end()
-    typer.echo()
+    question = Question.read(words, pages)
+    print_answer(engine, media, url, question, _sampling(temperature, max_tokens))
 
 
-@app.command(cls=SettingsCommand)
+@app.command(cls=SettingsCommand, rich_help_panel=USE)
 @command(LOCAL_FIELDS)
 def chat(
     engine: EngineConfig,
     media: MediaConfig,
+    model: Model = BUILT_IN_MODEL,
     url: Url = None,
     max_tokens: MaxTokens = None,
     temperature: Temperature = 0.0,
 ) -> None:
-    """Chat in the terminal; /image PATH sends an image."""
-    import contextlib
+    """Chat in the terminal; /image PATH sends an image.
 
-    from rich.console import Console
+    For example: vlmserve chat qwen3-vl:2b
+    """
+    from vlmserve.cli.chat import run_chat
 
-    from vlmserve.cli.answers import open_answers
-    from vlmserve.cli.chat import TerminalChat
-    from vlmserve.types import SamplingParams
-
-    with contextlib.suppress(ImportError):
-        import readline  # noqa: F401  importing it gives input() line editing and a history
-
-    params = SamplingParams(temperature=temperature, max_tokens=max_tokens)
-    TerminalChat(open_answers(engine, media, url), params, Console()).run()
+    run_chat(engine, media, url, _sampling(temperature, max_tokens))
 
 
-@app.command(cls=SettingsCommand)
+@app.command(cls=SettingsCommand, rich_help_panel=USE)
+@command(LOCAL_FIELDS)
+def run(
+    engine: EngineConfig,
+    media: MediaConfig,
+    model: Model,
+    words: Annotated[
+        list[str] | None, typer.Argument(metavar="[FILE]... [QUESTION]", help="To ask one question instead.")
+    ] = None,
+    max_tokens: MaxTokens = None,
+    temperature: Temperature = 0.0,
+) -> None:
+    """Download a model if needed, then chat with it, or answer one question.
+
+    For example: vlmserve run qwen3-vl:2b, or vlmserve run qwen3-vl:2b "What is this?" photo.jpg
+    """
+    from vlmserve.cli.ask import Question, print_answer
+    from vlmserve.cli.chat import run_chat
+
+    params = _sampling(temperature, max_tokens)
+    if words:
+        print_answer(engine, media, None, Question.read(words), params)
+    else:
+        run_chat(engine, media, None, params)
+
+
+@app.command(cls=HelpfulCommand, rich_help_panel=MODELS)
+@command()
+def pull(
+    model: Annotated[str, typer.Argument(help="Short name, or Hugging Face id like owner/name or owner/name:Q4_K_M.")],
+    revision: Annotated[str | None, typer.Option(metavar="TEXT", help="Branch, tag or commit.")] = None,
+) -> None:
+    """Download a model from the Hugging Face hub.
+
+    For example: vlmserve pull qwen3-vl:2b
+    """
+    from vlmserve.cli.downloads import run_pull
+
+    run_pull(model, revision)
+
+
+@app.command("list", cls=HelpfulCommand, rich_help_panel=MODELS)
+@command()
+def list_() -> None:
+    """List downloaded models with their size on disk."""
+    from vlmserve.cli.downloads import show_downloads
+
+    show_downloads()
+
+
+@app.command(cls=HelpfulCommand, rich_help_panel=MODELS)
+@command()
+def rm(
+    models: Annotated[list[str], typer.Argument(metavar="MODEL...", help="Short names or Hugging Face ids.")],
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+) -> None:
+    """Remove downloaded models from this machine.
+
+    For example: vlmserve rm qwen3-vl:2b
+    """
+    from vlmserve.cli.downloads import run_rm
+
+    run_rm(models, sure=yes)
+
+
+@app.command(cls=SettingsCommand, rich_help_panel=USE)
 @command(LOCAL_FIELDS)
 def batch(
     engine: EngineConfig,
@@ -223,7 +259,7 @@ def batch(
         raise typer.Exit(1)
 
 
-@app.command(cls=SettingsCommand)
+@app.command(cls=SettingsCommand, rich_help_panel=MEASURE)
 @command(("revision", "mmproj", "device", "dtype", "kernels", "kv_cache_memory", "kv_cache_dtype", "num_threads"))
 def bench(
     engine: EngineConfig,
@@ -251,7 +287,7 @@ def bench(
     run_bench(engine, schemes(scheme), tuple(concurrency or (1, 16, 64)), json, every=all_kernels, compare=compare)
 
 
-@app.command(cls=SettingsCommand)
+@app.command(cls=SettingsCommand, rich_help_panel=MEASURE)
 @command(common=COMMON_LOAD_FIELDS)
 def loadtest(
     target: TargetConfig,
@@ -279,7 +315,7 @@ def loadtest(
         raise typer.Exit(1)
 
 
-@app.command(cls=SettingsCommand)
+@app.command(cls=SettingsCommand, rich_help_panel=MEASURE)
 @command(("revision", "device", "dtype", "model_impl", "kernels", "kv_cache_memory", "num_threads"))
 def verify(
     engine: EngineConfig,
@@ -299,7 +335,7 @@ def verify(
         raise typer.Exit(1)
 
 
-@app.command(cls=SettingsCommand)
+@app.command(cls=SettingsCommand, rich_help_panel=MODELS)
 @command(("revision", "mmproj", "kernels", "num_threads", *QUANTIZATION_FIELDS))
 def quantize(
     engine: EngineConfig,
@@ -330,7 +366,7 @@ def quantize(
     run_quantize(engine, how, out)
 
 
-@app.command(cls=SettingsCommand)
+@app.command(cls=SettingsCommand, rich_help_panel=MODELS)
 @command(("weights_cache", "weights_cache_size"))
 def cache(
     engine: EngineConfig,
@@ -342,7 +378,7 @@ def cache(
     show_cache(engine, clear=clear)
 
 
-@app.command(cls=HelpfulCommand)
+@app.command(cls=HelpfulCommand, rich_help_panel=MEASURE)
 @command()
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
@@ -357,7 +393,36 @@ def doctor(
         raise typer.Exit(1)
 
 
-@app.command(cls=HelpfulCommand)
+@app.command(cls=SettingsCommand, rich_help_panel=OPERATE)
+@command(common=COMMON_FIELDS)
+def config(
+    engine: EngineConfig,
+    media: MediaConfig,
+    server: ServerConfig,
+    origins: Origins,
+    model: Model = BUILT_IN_MODEL,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON with the source of each setting.")] = False,
+    as_toml: Annotated[bool, typer.Option("--toml", help="Print a complete file for --config.")] = False,
+    reference: Annotated[bool, typer.Option("--reference", help="Print all settings as a page of Markdown.")] = False,
+) -> None:
+    """Show the settings of serve with the same flags, and where each comes from."""
+    from vlmserve.cli import effective
+    from vlmserve.cli.reference import reference_page
+
+    if as_json + as_toml + reference > 1:
+        raise ConfigurationError("give only one of --json, --toml and --reference")
+    settings = {"server": server, "engine": engine, "media": media}
+    if reference:
+        print(reference_page(), end="")
+    elif as_json:
+        print(effective.as_json(settings, origins))
+    elif as_toml:
+        print(effective.as_toml(settings, origins), end="")
+    else:
+        effective.show(settings, origins)
+
+
+@app.command(cls=HelpfulCommand, rich_help_panel=OPERATE)
 @command()
 def version() -> None:
     """Print the version."""
@@ -366,22 +431,23 @@ def version() -> None:
     typer.echo(vlmserve.__version__)
 
 
-@app.command(cls=HelpfulCommand)
+@app.command(cls=HelpfulCommand, rich_help_panel=MODELS)
 @command()
 def models(
-    as_markdown: Annotated[bool, typer.Option("--markdown", help="Print the table of the documentation.")] = False,
+    families: Annotated[bool, typer.Option("--families", help="List supported architectures instead.")] = False,
+    as_markdown: Annotated[bool, typer.Option("--markdown", help="Print the tables of the documentation.")] = False,
 ) -> None:
-    """List short names of models with the memory that their weights need, and supported families.
+    """List short names of models with the memory that their weights need, and which fit here.
 
-    A name of the first table, a folder, a repository of the Hugging Face hub or a .gguf file can be given wherever a
-    model is named. Families are recognized by the architecture in config.json.
+    Every command that takes a model takes a short name, a folder, a repository of the Hugging Face hub or a .gguf
+    file.
     """
     from vlmserve.cli.models import show_models
 
-    show_models(as_markdown=as_markdown)
+    show_models(as_markdown=as_markdown, families=families)
 
 
-@app.command("merge-lora", cls=HelpfulCommand)
+@app.command("merge-lora", cls=HelpfulCommand, rich_help_panel=MODELS)
 @command()
 def merge_lora(
     model: Annotated[str, typer.Argument(help="Local folder or Hugging Face id of the model.")],
@@ -405,3 +471,10 @@ def merge_lora(
             lambda done, total: progress.update(bar, completed=done, total=total),
         )
     Console().print(f"{changed} tensors changed. Try it: vlmserve serve {out}", highlight=False, soft_wrap=True)
+
+
+app.add_typer(evaluations, name="eval", rich_help_panel=MEASURE)
+app.add_typer(keys, name="keys", rich_help_panel=OPERATE)
+app.add_typer(cluster, name="cluster", rich_help_panel=OPERATE)
+app.command(cls=SettingsCommand, rich_help_panel=OPERATE)(worker)
+app.command(cls=SettingsCommand, rich_help_panel=OPERATE)(gateway)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from os.path import expanduser
 from typing import TYPE_CHECKING, Any
 
-from vlmserve.cli.answers import Answers, ShownThoughts
+from vlmserve.cli.answers import Answers, ShownThoughts, open_answers
+from vlmserve.config import EngineConfig, MediaConfig
 from vlmserve.errors import VLMServeError
 from vlmserve.frontend.wire import medium_part
 from vlmserve.types import SamplingParams
@@ -19,6 +21,16 @@ HELP = """\
 /clear       start a new conversation
 /help        show this
 /quit        leave (Ctrl-D does too; Ctrl-C stops an answer)"""
+
+
+def run_chat(engine: EngineConfig, media: MediaConfig, url: str | None, params: SamplingParams) -> None:
+    """Chat with the server at `url`, or with an engine in this process, until the person leaves."""
+    from rich.console import Console
+
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401  importing it gives input() line editing and a history
+
+    TerminalChat(open_answers(engine, media, url), params, Console()).run()
 
 
 class TerminalChat:

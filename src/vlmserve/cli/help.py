@@ -27,6 +27,21 @@ SHOW_ALL = "vlmserve.show_all"
 WIDEST = 120
 """Columns of a help page on a terminal that is wider."""
 
+OTHER_VERBS = {
+    "ps": "each server serves one model; vlmserve list shows downloaded models",
+    "show": "vlmserve models and vlmserve list show models",
+    "ls": "type vlmserve list",
+    "stop": "press Ctrl-C in the terminal of vlmserve serve",
+    "create": "vlmserve quantize and vlmserve merge-lora write checkpoints",
+    "cp": "serve a model under another name with --served-model-name",
+    "push": "upload a folder with hf upload",
+    "download": "type vlmserve pull NAME",
+    "remove": "type vlmserve rm NAME",
+    "run-batch": "type vlmserve batch requests.jsonl --output results.jsonl",
+    "complete": "type vlmserve ask",
+}
+"""Commands of Ollama, vLLM and other programs, with what to type instead."""
+
 _UsageError: Any = typer.BadParameter.__base__
 """Base of what the parser raises for a wrong command line. Typer has its own copy of click and exports only this."""
 
@@ -144,6 +159,9 @@ class HelpfulGroup(typer.core.TyperGroup):
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Find the command. Ends with a message and status 2 if there is none of that name."""
+        if ctx.parent is None and args[0] not in self.commands and args[0] in OTHER_VERBS:
+            report(f"there is no command {args[0]}: {OTHER_VERBS[args[0]]}")
+            raise typer.Exit(WRONG_USE)
         with usage_errors(ctx):
             return super().resolve_command(ctx, args)
 
@@ -152,12 +170,13 @@ class HelpfulGroup(typer.core.TyperGroup):
         page = _Page(f"{ctx.command_path} COMMAND [OPTIONS]")
         page.paragraphs(self.help or "")
         commands = {name: self.get_command(ctx, name) for name in self.list_commands(ctx)}
-        rows = [
-            (name, " ".join((command.help or "").partition("\n\n")[0].split()))
-            for name, command in commands.items()
-            if command is not None and not command.hidden
-        ]
-        page.section("Commands", rows)
+        sections: dict[str, list[tuple[str, str]]] = {}
+        for name, command in commands.items():
+            if command is not None and not command.hidden:
+                meaning = " ".join((command.help or "").partition("\n\n")[0].split())
+                sections.setdefault(getattr(command, "rich_help_panel", None) or "Commands", []).append((name, meaning))
+        for heading, rows in sections.items():
+            page.section(heading, rows)
         params: list[Any] = self.get_params(ctx)
         page.section("Options", [(_flag_text(param), param.help) for param in params])
         page.paragraphs(f"{ctx.command_path} COMMAND --help shows the arguments of a command.")

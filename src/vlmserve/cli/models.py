@@ -2,39 +2,61 @@
 
 from __future__ import annotations
 
-from rich.box import SIMPLE_HEAD
+import shutil
+import sys
+
 from rich.console import Console
-from rich.table import Table
 
+from vlmserve.cli.tables import show_table
 from vlmserve.config import BUILT_IN_MODEL
+from vlmserve.families.family import BYTES
+from vlmserve.memory import free_memory
 from vlmserve.models import catalogue
+from vlmserve.models.downloads import downloads
+from vlmserve.models.names import MODELS
 
 
-def show_models(*, as_markdown: bool) -> None:
-    """Print the short names, then the families."""
+def show_models(*, as_markdown: bool, families: bool) -> None:
+    """Print the short names, or the families."""
     if as_markdown:
         print(catalogue.markdown(), end="")
         return
-    short = Table(*catalogue.NAME_HEADINGS, box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    name, repository, *_ = short.columns
-    # Names are to be typed, so nothing may be cut off.
-    name.no_wrap, repository.overflow = True, "fold"
-    for column in short.columns[3:]:
-        column.justify = "right"
-    for row in catalogue.name_rows():
-        short.add_row(*row)
-    families = Table(*catalogue.FAMILY_HEADINGS, box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    families.columns[1].no_wrap = True
-    for entry in catalogue.family_rows():
-        families.add_row(*entry)
-    console = Console(highlight=False)
-    console.print(short)
-    console.print(
-        "GB of weights: the KV cache comes on top, and vlmserve doctor says what fits. "
-        f"{BUILT_IN_MODEL}, with 12 MB, is built in."
+    if families:
+        show_table(catalogue.FAMILY_HEADINGS, catalogue.family_rows())
+        _say(
+            "Give serve, ask or chat a local folder or a Hugging Face id with one of these architectures in its "
+            "config.json, or a .gguf file."
+        )
+        return
+    free = _free_memory()
+    there = {download.repository for download in downloads()}
+    sizes = tuple(f"{weights}, GB" for weights in BYTES)
+    rows = [(BUILT_IN_MODEL, *["0.0"] * len(BYTES), "in bfloat16", "built in")]
+    rows += [
+        (
+            model.name,
+            *(f"{model.memory(weights) / 1e9:.1f}" for weights in BYTES),
+            next((f"in {weights}" for weights in BYTES if model.fits(free, weights)), "no"),
+            "yes" if model.repository in there else "no",
+        )
+        for model in MODELS
+    ]
+    show_table(("Name", *sizes, "Fits here", "Downloaded"), rows, right=sizes)
+    _say(
+        f"GB are weights. A model fits if its weights and a KV cache fit in {free / 1e9:.1f} GB of free memory. "
+        "vlmserve models --families lists the supported architectures."
     )
-    console.print(families)
-    console.print(
-        "Give serve, ask or chat a short name, a local folder or a Hugging Face id with one of these architectures in "
-        "its config.json, or a .gguf file."
-    )
+
+
+def _free_memory() -> int:
+    """Free bytes of the device that a model would run on."""
+    if shutil.which("nvidia-smi") is None and sys.platform != "darwin":
+        return free_memory()  # without torch, whose import takes seconds
+    from vlmserve.devices.choice import find_device, free_device_memory
+
+    return free_device_memory(find_device("auto")) or free_memory()
+
+
+def _say(text: str) -> None:
+    """A sentence for a person, apart from what a program reads."""
+    Console(stderr=True, highlight=False).print(text, style="dim")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from itertools import groupby
 from typing import TypeVar
 
@@ -11,6 +11,7 @@ from pydantic.fields import FieldInfo
 from vlmserve import vllm_flags as vllm
 from vlmserve.cli.fields import SECTIONS, flag, is_switch, plain_value, toml, type_name, variable
 from vlmserve.cli.sources import OTHER_VARIABLES
+from vlmserve.llama_flags import LLAMA_FLAGS
 from vlmserve.settings import is_secret
 
 EntryT = TypeVar("EntryT", vllm.Unused, vllm.Missing)
@@ -93,6 +94,13 @@ several values (`vlmserve serve MODEL --served-model-name a b`) and single keys 
 """
 
 
+LLAMA = """\
+## llama.cpp's flags
+
+`vlmserve serve`, `chat` and `run` also take these flags of `llama-server`. `-m` and `-hf` name the model.
+"""
+
+
 def reference_page() -> str:
     """The whole page, in Markdown."""
     parts = [INTRODUCTION]
@@ -101,7 +109,8 @@ def reference_page() -> str:
         parts.append(f"## [{section}]\n\n{meaning}\n")
         parts.append(_settings(kind.model_fields))
     others = ([f"`{name}`", meaning] for name, meaning in OTHER_VARIABLES.items())
-    parts += ["## Other environment variables\n", _table(("variable", "what it does"), others), VLLM, *_vllm()]
+    parts += ["## Other environment variables\n", _table(("variable", "what it does"), others), VLLM, *_vllm(), LLAMA]
+    parts += _flags("llama.cpp", LLAMA_FLAGS.items())
     return "\n".join(parts)
 
 
@@ -119,25 +128,31 @@ def _settings(fields: Mapping[str, FieldInfo]) -> str:
 
 def _vllm() -> Iterable[str]:
     own = {flag(name) for kind in SECTIONS.values() for name in kind.model_fields}
-    entries = [(name, entry) for name, entry in vllm.FLAGS.items() if name not in own]
-    renamed = [
-        (f"`{name}`", ", ".join(f"`{flag(target)}`" for target in entry.fields), entry.note)
-        for name, entry in entries
-        if isinstance(entry, vllm.Renamed)
-    ]
     values = [
         (f"`{flag(name)} {theirs}`", f"`{flag(name)} {ours}`", "")
         for name, others in vllm.VALUES.items()
         for theirs, ours in others.items()
     ]
-    yield _table(("vLLM", "here", ""), [*renamed, *values])
+    return _flags("vLLM", [(name, entry) for name, entry in vllm.FLAGS.items() if name not in own], values)
+
+
+def _flags(
+    program: str, entries: Collection[tuple[str, vllm.Entry]], values: Iterable[tuple[str, str, str]] = ()
+) -> Iterable[str]:
+    """Tables of another program's flags. values: rows about values that it writes otherwise."""
+    renamed = [
+        (f"`{name}`", ", ".join(f"`{flag(target)}`" for target in entry.fields), entry.note)
+        for name, entry in entries
+        if isinstance(entry, vllm.Renamed)
+    ]
+    yield _table((program, "here", ""), [*renamed, *values])
     yield "Accepted without effect, with a line in the log:\n"
     unused = [(name, entry) for name, entry in entries if isinstance(entry, vllm.Unused)]
     yield _table(
         ("flag", "values", "why"),
         ((names, ", ".join(f"`{v}`" for v in entry.values), entry.why) for names, entry in _together(unused)),
     )
-    yield "Refused, because vlmserve has no such feature:\n"
+    yield "Rejected, because vlmserve has no such setting:\n"
     missing = [(name, entry) for name, entry in entries if isinstance(entry, vllm.Missing)]
     yield _table(("flag", "instead"), ((names, entry.why) for names, entry in _together(missing)))
 

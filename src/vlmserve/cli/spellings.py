@@ -1,7 +1,7 @@
-"""Command lines as vLLM's users write them, turned into our own flags before they are read.
+"""Command lines as users of vLLM and llama.cpp write them, turned into our own flags before they are read.
 
-Beside vLLM's names, these are ``--max_model_len`` for ``--max-model-len``, several words after a flag with several
-values (``--served-model-name a b``), and single keys of JSON (``--mm-processor-kwargs.max_pixels 900``).
+Besides other names of flags, they may write ``--max_model_len`` for ``--max-model-len``, several words after a flag
+with several values (``--served-model-name a b``), and single keys of JSON (``--mm-processor-kwargs.max_pixels 900``).
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from vlmserve.cli.fields import flag
 from vlmserve.cli.help import HelpfulCommand
 from vlmserve.cli.messages import WRONG_USE, note, report
 from vlmserve.errors import ConfigurationError
+from vlmserve.llama_flags import LLAMA_FLAGS, MODEL_FLAGS
 from vlmserve.settings import parse_list
 from vlmserve.vllm_flags import FLAGS, VALUES, Entry, Missing, Renamed, Unused
 
@@ -29,7 +30,7 @@ WRITTEN = "vlmserve.written"
 class CommandLine:
     """Our own spelling of a command line.
 
-    written: by field, the flag that was typed, as we or vLLM write it. notes: sentences that a person should read.
+    written: by field, the flag that was typed, in our spelling or another. notes: sentences that a person should read.
     """
 
     words: list[str] = field(default_factory=list)
@@ -79,10 +80,10 @@ class Spelling:
             elif "." in name and self._knows(name.partition(".")[0]):
                 base, _, key = name.partition(".")
                 _put(keys.setdefault(base, {}), name, key.split("."), value if equals else _next(name, rest))
-            elif name == "--model" and self._takes_model:
+            elif name in MODEL_FLAGS and self._takes_model:
                 num_arguments += 1
                 line.words.append(value if equals else _next(name, rest))
-            elif (entry := FLAGS.get(name)) is not None and self._applies(entry):
+            elif (entry := _entry(name)) is not None and self._applies(entry):
                 self._translate(line, name, entry, value if equals else None, rest)
             else:
                 line.words.append(word)
@@ -162,6 +163,11 @@ class Spelling:
                 self._add(line, flag(target), parse_list(converted) if flag(target) in self._lists else [converted])
 
 
+def _entry(name: str) -> Entry | None:
+    """What another server's flag means here."""
+    return FLAGS.get(name) or LLAMA_FLAGS.get(name)
+
+
 def _field(name: str) -> str:
     return name.removeprefix("--").replace("-", "_")
 
@@ -188,7 +194,7 @@ class SettingsCommand(HelpfulCommand):
     """A command whose flags may be spelled in other ways."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Read the line. Ends with a message and status 2 for a flag of vLLM's that cannot be taken."""
+        """Read the line. Ends with a message and status 2 for another server's flag without a counterpart."""
         if ctx.resilient_parsing:  # a shell asks how a half typed line may go on
             return super().parse_args(ctx, args)
         try:

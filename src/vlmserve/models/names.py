@@ -16,6 +16,11 @@ def repository_of(name: str) -> str | None:
     return _REPOSITORIES.get(name.lower())
 
 
+def name_of(repository: str) -> str | None:
+    """The short name of a repository; None if it has none."""
+    return next((name for name, known in _REPOSITORIES.items() if known == repository), None)
+
+
 def is_short(name: str) -> bool:
     """Whether a name can be nothing but a short one, known or not: a family, or what has a size behind a colon."""
     return "/" not in name and (":" in name or any(known.startswith(f"{name.lower()}:") for known in _REPOSITORIES))

@@ -1,0 +1,28 @@
+"""Tables of names that people copy: whole names, and lines that other programs can read."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Collection, Sequence
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+
+def show_table(headings: Sequence[str], rows: Sequence[Sequence[str]], *, right: Collection[str] = ()) -> None:
+    """Print a table on a terminal, and lines with tabs elsewhere. Nothing is cut off or broken.
+
+    right: headings of columns that are aligned to the right.
+    """
+    if not sys.stdout.isatty():
+        for row in (headings, *rows):
+            print("\t".join(row))
+        return
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for heading in headings:
+        table.add_column(heading, no_wrap=True, justify="right" if heading in right else "left")
+    for row in rows:
+        table.add_row(*row)
+    console = Console(highlight=False)
+    console.print(table, width=max(console.width, console.measure(table).maximum), crop=False)

@@ -1,0 +1,117 @@
+"""`vlmserve pull`, `list` and `rm` with a hub in a thread and a cache of its own."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+from huggingface_hub import constants
+from typer.testing import CliRunner
+
+from vlmserve.cli import app
+from vlmserve.models import names
+
+REPOSITORY = "owner/tiny"
+FILES = {"config.json": b"{}", "model.safetensors": bytes(20_000_000)}
+COMMIT = "c" * 40
+
+
+class Hub(BaseHTTPRequestHandler):
+    """What huggingface_hub asks for a download."""
+
+    def do_HEAD(self) -> None:
+        self._answer(with_body=False)
+
+    def do_GET(self) -> None:
+        self._answer(with_body=True)
+
+    def _answer(self, *, with_body: bool) -> None:
+        path = self.path.partition("?")[0]
+        if path.startswith(f"/api/models/{REPOSITORY}"):
+            entries = ", ".join(f'{{"rfilename": "{name}"}}' for name in FILES)
+            body = f'{{"id": "{REPOSITORY}", "sha": "{COMMIT}", "siblings": [{entries}]}}'.encode()
+            if "/tree/" in path:
+                tree = (f'{{"type": "file", "path": "{name}", "size": 2, "oid": "{COMMIT}"}}' for name in FILES)
+                body = f"[{', '.join(tree)}]".encode()
+        elif path.startswith(f"/{REPOSITORY}/resolve/") and path.rpartition("/")[2] in FILES:
+            body = FILES[path.rpartition("/")[2]]
+        else:
+            self.send_response(404)
+            self.send_header("X-Error-Code", "RepoNotFound")
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+            return
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.send_header("X-Repo-Commit", COMMIT)
+        self.send_header("ETag", f'"{hashlib.sha1(body).hexdigest()}"')
+        self.end_headers()
+        if with_body:
+            self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def hub() -> Iterator[str]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+@pytest.fixture(autouse=True)
+def cache(hub: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache."""
+    template = "HUGGINGFACE_CO_URL_TEMPLATE"
+    for name, value in (
+        ("HF_HUB_CACHE", str(tmp_path / "hub")),
+        ("ENDPOINT", hub),
+        ("HF_HUB_OFFLINE", False),
+        (template, getattr(constants, template).replace(constants.ENDPOINT, hub)),
+    ):
+        monkeypatch.setattr(constants, name, value)
+    return tmp_path / "hub"
+
+
+def run(*words: str) -> tuple[int, str, str]:
+    result = CliRunner(env={"COLUMNS": "200"}).invoke(app, words)
+    return result.exit_code, result.stdout, result.stderr
+
+
+def test_pulled_model_is_listed_and_removed(cache: Path) -> None:
+    status, shown, _ = run("pull", REPOSITORY)
+    assert (status, "0.02 GB" in shown) == (0, True)
+    assert [row.split("\t")[:2] for row in run("list")[1].splitlines()] == [["Name", "GB"], [REPOSITORY, "0.02"]]
+    assert run("rm", REPOSITORY)[0::2] == (2, "Error: give --yes to remove a model without a question\n")
+    assert run("rm", "--yes", REPOSITORY)[:2] == (0, f"{REPOSITORY}: 0.02 GB removed\n")
+    assert run("list")[1:] == ("Name\tGB\tLast used\n", "No model is downloaded. Get one: vlmserve pull NAME\n")
+    assert not list(cache.rglob("*.safetensors"))
+
+
+def test_downloads_have_short_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    status, _, errors = run("pull", REPOSITORY)
+    assert status == 0, errors
+    monkeypatch.setitem(names._REPOSITORIES, "tiny:1b", REPOSITORY)
+    assert run("list")[1].splitlines()[1].startswith("tiny:1b\t")
+    assert run("rm", "--yes", "tiny:1b")[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["rm", "qwen3-vl:2b", "--yes"], "qwen3-vl:2b is not downloaded; vlmserve list shows what is"),
+        (["rm", f"{REPOSITORY}:Q4_K_M", "--yes"], f"vlmserve removes whole repositories: vlmserve rm {REPOSITORY}"),
+        (["pull", "owner/other"], "owner/other is not a local folder and not on the Hugging Face hub"),
+    ],
+)
+def test_wrong_name_is_explained(words: list[str], message: str) -> None:
+    status, _, errors = run("pull", REPOSITORY)
+    assert status == 0, errors
+    status, _, errors = run(*words)
+    assert (status, errors.splitlines()[-1].startswith(f"Error: {message}")) == (1, True), errors
