@@ -47,7 +47,7 @@ class Question:
 
 
 def _is_medium(word: str) -> bool:
-    """Whether a word is a URL, a file, or a path that ends like one of an image, a video or a document."""
+    """Tell a URL, a file, or a path that ends like an image, a video or a document from a question."""
     if word.startswith(URL_SCHEMES) or (len(word) <= _LONGEST_PATH and Path(expanduser(word)).is_file()):
         return True
     kind = mimetypes.guess_type(word)[0] or ""

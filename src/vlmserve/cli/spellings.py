@@ -164,7 +164,7 @@ class Spelling:
 
 
 def _entry(name: str) -> Entry | None:
-    """What another server's flag means here."""
+    """Look up a flag of another server; None if it is unknown."""
     return FLAGS.get(name) or LLAMA_FLAGS.get(name)
 
 

@@ -72,7 +72,7 @@ def _cache() -> HFCacheInfo | None:
 
 
 def _repositories(cache: HFCacheInfo | None) -> list[CachedRepoInfo]:
-    """Models of which weights are there. Others have only a config or a tokenizer that some library read."""
+    """Models with weights. Others have only a config or a tokenizer that some library read."""
     return [
         entry
         for entry in (cache.repos if cache is not None else ())
