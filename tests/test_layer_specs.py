@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given
@@ -36,6 +38,15 @@ def test_layers_of_other_heads_share_no_tensor() -> None:
     assert layout.windows == (30,)
     assert [place.slot for place in layout.places] == [0, 1, 2]
     assert CacheLayout.of([layer(8), layer(None, kv_heads=1)]).windows == (None,)
+
+
+def test_sharing_layers_take_no_memory() -> None:
+    own = [layer(8), layer(None, kv_heads=1)]
+    shared = [replace(own[1], shares_with=1), replace(own[0], shares_with=0)]
+    places = CacheLayout.of(own + shared).places
+    assert places == (*CacheLayout.of(own).places, places[1], places[0])
+    of_own, of_all = (CacheBytes.of(layers, 16, lambda spec: 32 * spec.num_kv_heads) for layers in (own, own + shared))
+    assert of_all.block == of_own.block == 96
 
 
 @given(st.lists(st.sampled_from([None, 4, 9]), min_size=1, max_size=70))

@@ -25,6 +25,9 @@ class AttentionSpec:
     """Scores become ``soft_cap * tanh(score / soft_cap)``. None: they stay."""
     sinks: tuple[float, ...] | None = None
     """Attention sinks: for each head a score that takes a share of the softmax."""
+    shares_with: int | None = None
+    """Another layer's number among all layers with attention: this layer reads its keys and values. None: it has its
+    own."""
 
 
 class StateTensor(NamedTuple):
@@ -148,14 +151,15 @@ class CacheLayout:
         """Take the fewest columns that leave at most `MAX_UNUSED` of the slots unused.
 
         Layers with heads of different numbers or sizes cannot share a tensor. They get a single column, which keeps
-        what the layer with the largest window attends to.
+        what the layer with the largest window attends to. A layer that reads another one's keys has its place.
         """
+        own = [(number, layer) for number, layer in enumerate(layers) if layer.shares_with is None]
         by_window: dict[int | None, list[int]] = {}
-        for number, layer in sorted(enumerate(layers), key=lambda one: -(one[1].window or math.inf)):
+        for number, layer in sorted(own, key=lambda one: -(one[1].window or math.inf)):
             by_window.setdefault(layer.window, []).append(number)
-        if len({(layer.num_kv_heads, layer.head_size) for layer in layers}) > 1:
+        if len({(layer.num_kv_heads, layer.head_size) for _, layer in own}) > 1:
             widest = None if None in by_window else max(window or 0 for window in by_window)
-            by_window = {widest: [*range(len(layers))]}
+            by_window = {widest: [number for number, _ in own]}
         counts = [len(numbers) for numbers in by_window.values()]
         sizes = [size for size in range(1, max(counts) + 1) if _unused(counts, size) <= MAX_UNUSED]
         size = min(sizes, key=lambda size: (sum(-(-count // size) for count in counts), size))
@@ -165,7 +169,8 @@ class CacheLayout:
             for place, number in enumerate(numbers):
                 places[number] = CachePlace(len(windows) + place // size, place % size)
             windows += [window] * -(-len(numbers) // size)
-        return cls(tuple(windows), tuple(places[number] for number in range(len(layers))))
+        sources = (number if layer.shares_with is None else layer.shares_with for number, layer in enumerate(layers))
+        return cls(tuple(windows), tuple(places[source] for source in sources))
 
     @property
     def num_slots(self) -> int:
@@ -245,9 +250,11 @@ SCALINGS: Mapping[str, tuple[str, ...]] = {
     "yarn": (),
     "longrope": ("short_factor", "long_factor"),
     "factors": ("factors",),
+    "proportional": (),
 }
 """The parameters that each RoPE scaling requires. "prompt_ntk" changes the base with the length of the prompt.
-"dynamic" differs from "default" only beyond the trained context, which no request reaches."""
+"dynamic" differs from "default" only beyond the trained context, which no request reaches. "proportional" rotates whole
+heads, but only the first ``partial_rotary_factor`` of their pairs by more than nothing."""
 FACTORS_OF_PAIRS = frozenset({"short_factor", "long_factor", "factors"})
 
 
@@ -287,11 +294,14 @@ class RopeSpec:
         kind = {"su": "longrope", "mrope": "default"}.get(kind, kind)
         if kind not in SCALINGS:
             raise UnsupportedModelError(f"RoPE scaling {kind!r} is not supported; known are {', '.join(SCALINGS)}")
-        size = int(head_size * parameters.get("partial_rotary_factor", part))
+        part = parameters.get("partial_rotary_factor", part)
+        size = head_size if kind == "proportional" else int(head_size * part)
         theta = parameters.get("rope_theta", theta)
         read = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
         others = {"max_position_embeddings", "llama_4_scaling_beta"}  # not about rotation
         rest = {name: value for name, value in parameters.items() if name not in read | others and value is not None}
+        if kind == "proportional":
+            rest["partial_rotary_factor"] = part
         for name in SCALINGS[kind]:
             if name not in rest:
                 raise ModelLoadError(f"config.json: RoPE scaling {kind!r} lacks {name!r}")

@@ -40,6 +40,21 @@ QWEN35 = {
     },
 }
 SLIDING = ["sliding_attention", "full_attention", "sliding_attention"]
+SHARING = ["sliding_attention", "full_attention"] * 3
+GEMMA4: dict[str, Any] = {
+    "head_dim": 8,
+    "global_head_dim": 16,
+    "num_hidden_layers": 6,
+    "num_kv_shared_layers": 3,
+    "use_double_wide_mlp": True,
+    "hidden_size_per_layer_input": 12,
+    "vocab_size_per_layer_input": 400,
+    "sliding_window": 5,
+    "final_logit_softcapping": 5.0,
+    "layer_types": SHARING,
+    "pad_token_id": 0,
+    "tie_word_embeddings": True,
+}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama with yarn": ("Llama", {"rope_parameters": YARN}),
     "llama with truncated yarn": ("Llama", {"rope_parameters": {**YARN, "truncate": False, "beta_fast": 8}}),
@@ -64,6 +79,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma": ("Gemma", {"head_dim": 8, "hidden_act": "gelu_pytorch_tanh"}),
     "gemma2": ("Gemma2", {"head_dim": 8, "sliding_window": 5, "query_pre_attn_scalar": 20}),
     "gemma3": ("Gemma3", {"head_dim": 8, "sliding_window": 5, "query_pre_attn_scalar": 20, "layer_types": SLIDING}),
+    "gemma4": ("Gemma4", GEMMA4),
+    "gemma4 without sharing": ("Gemma4", {**GEMMA4, "num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0}),
     "smollm3": ("SmolLM3", {"pad_token_id": 0, "no_rope_layers": [1, 1, 0]}),
     "olmo2": ("Olmo2", {}),
     "olmo2 with biases": ("Olmo2", {"attention_bias": True}),
@@ -88,7 +105,8 @@ HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
 
 def make(folder: Path, name: str) -> Path:
     family, overrides = (FAMILIES | HYBRIDS)[name]
-    config_class = getattr(transformers, family + ("TextConfig" if family in ("Gemma3", "Qwen3_5") else "Config"))
+    kind = "TextConfig" if family in ("Gemma3", "Gemma4", "Qwen3_5") else "Config"
+    config_class = getattr(transformers, family + kind)
     return make_text_model(folder, getattr(transformers, family + "ForCausalLM"), config_class, **overrides)
 
 

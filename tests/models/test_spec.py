@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from transformers import (
     CLIPVisionConfig,
+    Gemma4TextConfig,
     GlmOcrConfig,
     GlmOcrTextConfig,
     Idefics3Config,
@@ -37,7 +38,8 @@ from vlmserve.models.vision.siglip import IDEFICS3_DEFAULTS, IDEFICS3_KINDS
 
 
 @pytest.mark.parametrize(
-    "config_class", [LlamaConfig, MistralConfig, Ministral3Config, Qwen2Config, Qwen3VLTextConfig, GlmOcrTextConfig]
+    "config_class",
+    [LlamaConfig, MistralConfig, Ministral3Config, Qwen2Config, Qwen3VLTextConfig, GlmOcrTextConfig, Gemma4TextConfig],
 )
 def test_an_empty_config_means_what_transformers_presumes(config_class: type[Any]) -> None:
     config = config_class()

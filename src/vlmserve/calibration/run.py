@@ -86,6 +86,10 @@ class Calibration:
             backend = self._device.attention(spec.attention, dtype, quantized_cache=False)
             self._executor = OneLayer()
             parts = description.build(spec, backend, self._executor, dtype=dtype, device=device)
+        if spec.first_sharing is not None or spec.per_layer is not None:
+            raise ConfigurationError(
+                f"{folder}: its layers need other layers and cannot be calibrated; use --quantize int8 or int4"
+            )
         self._model, self._decoder = parts.modules, parts.language_model
         self._vision, self._cross = parts.vision, parts.cross
         merge_as_stored(self._model, checkpoint.names)

@@ -32,6 +32,8 @@ class HeadNormSpec:
     """"head": each head, with shared weights. "each head": with its own weights. "row": all heads of a token."""
     norm: NormSpec
     bias: bool = False
+    values: bool = False
+    """Each head of values is normed too, without weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +43,16 @@ class QueryGrowth:
 
     context: int
     beta: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PerLayerSpec:
+    """Embeddings that each layer adds a projection of. Sizes in elements."""
+
+    size: int
+    """Size of a token's embedding for one layer."""
+    vocab_size: int
+    """Rows of the table."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,8 +99,27 @@ class ArchSpec:
     embedding_scale: float = 1.0
     deepstack: int = 0
     """Number of first layers that get image features added to their outputs, see `LayerFeatures`."""
+    per_layer: PerLayerSpec | None = None
+    layer_scalar: bool = False
+    """Each layer's output is multiplied by a stored number."""
+    intermediate_sizes: tuple[int, ...] = ()
+    """By layer, the inner size of its MLP; empty: `intermediate_size`."""
     logit_cap: float | None = None
     """Bounds logits as `AttentionSpec.soft_cap` bounds scores."""
+
+    def inner_size(self, layer: int) -> int:
+        """Inner size of a layer's MLP."""
+        return self.intermediate_sizes[layer] if self.intermediate_sizes else self.intermediate_size
+
+    @property
+    def first_sharing(self) -> int | None:
+        """The first of the last layers that all read other layers' keys and values. None: the last one has its own."""
+        own = [
+            layer
+            for layer, mixer in enumerate(self.mixers)
+            if not isinstance(mixer, AttentionSpec) or mixer.shares_with is None
+        ]
+        return None if own[-1] == len(self.mixers) - 1 else own[-1] + 1
 
     @property
     def attention(self) -> tuple[AttentionSpec, ...]:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from vlmserve.kernels.states import StateRows
+from vlmserve.kernels.transfers import to_device
 from vlmserve.layer_specs import AttentionSpec
 
 
@@ -67,8 +68,26 @@ class BatchMetadata:
     cross: Sequence[CrossRows] = ()
     decodes: Tensor | None = None
     """int32 ``[1]``, `num_decodes` of a step with chunks that the device may have captured."""
+    wanted: Sequence[int] | None = None
+    """The sequences whose last row alone is wanted; no row of others is. None: the wanted rows are others."""
     states: StateRows | None = None
     """Rows by the states that they read and write. None: no layer has states."""
+
+    def of_last_rows(self, rows: Tensor) -> BatchMetadata:
+        """The last rows of the `wanted` sequences as a step of their own. rows: int64, these in this step."""
+        assert self.wanted is not None
+        count, device = len(self.wanted), rows.device
+        numbers = to_device(torch.tensor(self.wanted), device)
+        return BatchMetadata(
+            query_starts=torch.arange(count + 1, dtype=torch.int32, device=device),
+            context_lens=self.context_lens[numbers],
+            block_tables=self.block_tables[:, numbers],
+            slot_mapping=self.slot_mapping[:, rows],
+            query_lens=[1] * count,
+            host_context_lens=[self.host_context_lens[number] for number in self.wanted],
+            num_decodes=count,
+            num_positions=self.num_positions,
+        )
 
     @classmethod
     def of_chunks(
@@ -194,12 +213,13 @@ class AttentionBackend(Protocol):
     def attend(
         self,
         query: Tensor,
-        key: Tensor,
-        value: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
         context: AttentionContext,
     ) -> Tensor:
         """Write `key` and `value` (``[tokens, kv_heads, head_size]``) into their slots, then attend.
 
+        key, value: None for layers that share other layers' (`AttentionSpec.shares_with`), which were written.
         query: ``[tokens, heads, head_size]``. Returns ``[tokens, heads * head_size]`` of the query's dtype.
         """
         ...
@@ -216,7 +236,7 @@ class RotatingBackend(AttentionBackend, Protocol):
         context: AttentionContext,
     ) -> Tensor:
         """As `attend`, from rows ``[tokens, (heads + 2 * kv_heads) * head_size]`` of queries, keys and values whose
-        queries and keys are still to be rotated.
+        queries and keys are still to be rotated. Rows of layers that share keys and values have queries alone.
 
         Element ``i`` of a head pairs with ``i + size / 2`` of those that are rotated; what follows them stays as it
         is.

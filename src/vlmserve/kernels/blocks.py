@@ -36,10 +36,13 @@ def allocate_layers(
 ) -> list[LayerCache]:
     """The caches of layers. layout: which of them share tensors; None: each has its own, and all have one column."""
     if layout is None:
-        return [allocate(layer) for layer in layers]
+        caches: list[LayerCache] = []
+        for layer in layers:
+            caches.append(allocate(layer) if layer.shares_with is None else caches[layer.shares_with])
+        return caches
     slots: dict[int, LayerCache] = {}
     for layer, place in zip(layers, layout.places, strict=True):
-        if place.slot not in slots:
+        if layer.shares_with is None and place.slot not in slots:
             slots[place.slot] = allocate(layer)
     return [replace(slots[place.slot], column=place.column) for place in layout.places]
 

@@ -106,11 +106,14 @@ class CpuAttention:
     def attend(
         self,
         query: Tensor,
-        key: Tensor,
-        value: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
         context: AttentionContext,
     ) -> Tensor:
-        query, key, value = _heads_together(query), _heads_together(key), _heads_together(value)
+        query = _heads_together(query)
+        if key is None or value is None:
+            return self._run((query.data_ptr(), 0, 0, 0, 0, 0), (query.stride(0), 0, 0, 0), query.dtype, context)
+        key, value = _heads_together(key), _heads_together(value)
         addresses = (query.data_ptr(), key.data_ptr(), value.data_ptr(), 0, 0, 0)
         strides = (query.stride(0), key.stride(0), value.stride(0), 0)
         return self._run(addresses, strides, query.dtype, context)
@@ -127,8 +130,10 @@ class CpuAttention:
         if qkv.stride(1) != 1:
             qkv = qkv.contiguous()
         query, stride, size = qkv.data_ptr(), qkv.stride(0), qkv.element_size()
-        key = query + spec.num_heads * spec.head_size * size
-        value = key + spec.num_kv_heads * spec.head_size * size
+        key = value = 0
+        if spec.shares_with is None:
+            key = query + spec.num_heads * spec.head_size * size
+            value = key + spec.num_kv_heads * spec.head_size * size
         tables = (0, 0, 0) if rope is None else tuple(0 if rows is None else rows.data_ptr() for rows in rope)
         rope_size = 0 if rope is None else 2 * rope.cos.shape[1]
         addresses = (query, key, value, *tables)
@@ -205,7 +210,9 @@ def _without_bidirectional_rows(metadata: BatchMetadata) -> tuple[Tensor, Tensor
 def _record(qkv: Recorded, rope: object, cache: LayerCache, spec: AttentionSpec) -> Tensor:
     assert rope is None or isinstance(rope, RecordedRope)
     dtype = cache.keys.dtype if cache.scales is None else qkv.recording.dtype
-    qkv.expect((spec.num_heads + 2 * spec.num_kv_heads) * spec.head_size, dtype)
+    is_sharing = spec.shares_with is not None
+    heads = spec.num_heads + (0 if is_sharing else 2 * spec.num_kv_heads)
+    qkv.expect(heads * spec.head_size, dtype)
     return qkv.recording.add(
         ATTENTION,
         qkv,
@@ -222,6 +229,7 @@ def _record(qkv: Recorded, rope: object, cache: LayerCache, spec: AttentionSpec)
         scale=spec.scale,
         soft_cap=spec.soft_cap or 0.0,
         rope=-1 if rope is None else rope.number,
+        is_sharing=is_sharing,
         column=cache.column,
     )
 

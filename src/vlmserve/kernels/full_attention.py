@@ -36,11 +36,13 @@ class FullAttention:
     def attend(
         self,
         query: Tensor,
-        key: Tensor,
-        value: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
         context: AttentionContext,
     ) -> Tensor:
         """``[tokens, heads, head_size]`` and keys and values to ``[tokens, heads * head_size]``."""
+        assert key is not None
+        assert value is not None
         spec = context.spec
         output = torch.empty_like(query)
         end = 0

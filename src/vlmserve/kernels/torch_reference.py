@@ -115,13 +115,14 @@ class TorchReference:
     def attend(
         self,
         query: Tensor,
-        key: Tensor,
-        value: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
         context: AttentionContext,
     ) -> Tensor:
         cache, spec, metadata, plan = context
         layer = cast(StepPlan, plan)(spec, cache.column)
-        key, value = write(cache, 0, key, layer.write), write(cache, 1, value, layer.write)
+        if key is not None and value is not None:
+            key, value = write(cache, 0, key, layer.write), write(cache, 1, value, layer.write)
 
         output = query.new_empty(query.shape[0], spec.num_heads, spec.head_size)
         if metadata.num_decodes:
@@ -133,8 +134,8 @@ class TorchReference:
 
 def _attend_chunk(
     query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    key: Tensor | None,
+    value: Tensor | None,
     cache: LayerCache,
     spec: AttentionSpec,
     chunk: PromptChunk,
@@ -144,6 +145,8 @@ def _attend_chunk(
     rows = slice(chunk.start, chunk.end)
     queries = query[rows].transpose(0, 1)
     if chunk.gather is None:
+        assert key is not None
+        assert value is not None
         keys, values = key[rows].transpose(0, 1), value[rows].transpose(0, 1)
     else:
         keys = gather(cache, 0, chunk.gather, layer.workspace, spec.num_kv_heads)
@@ -254,7 +257,7 @@ def _plan_chunks(metadata: BatchMetadata, block_size: int, spec: AttentionSpec, 
     for sequence in range(metadata.num_decodes, len(metadata.query_lens)):
         length, context = metadata.query_lens[sequence], metadata.host_context_lens[sequence]
         key_start, gather = 0, None
-        if length < context:
+        if length < context or spec.shares_with is not None:
             oldest = 0 if spec.window is None else max(0, context - length - spec.window + 1)
             key_start = oldest // block_size * block_size
             blocks = tables[sequence, key_start // block_size : -(-context // block_size)]

@@ -186,10 +186,13 @@ class Weight(Layer):
 class Linear(Weight):
     """``act([..., in_features])`` to ``[..., out_features]``.
 
+    stays_plain: is quantized only by an override.
+
     act: an activation's Hugging Face name, applied to the output; None: none.
     """
 
     bias: nn.Parameter | None
+    stays_plain = False
 
     def __init__(
         self,

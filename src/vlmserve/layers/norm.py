@@ -57,6 +57,17 @@ class RMSNorm(Normalization):
         self._compute_by(operations.norm(self.weight.data, None, self.eps, self.offset))
 
 
+class UnitNorm(nn.Module):
+    """Root mean square normalization of ``[..., size]`` without weights."""
+
+    def __init__(self, size: int, eps: float, *, device: torch.device) -> None:
+        super().__init__()
+        self.size, self.eps, self.device = size, eps, device
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, (self.size,), None, self.eps)
+
+
 class LayerNorm(Normalization):
     """Layer normalization with scale and shift (https://arxiv.org/abs/1607.06450)."""
 

@@ -108,6 +108,10 @@ class ResidualStream:
         else:
             self._rows = rows + output_norm(linear(inputs))
 
+    def scale(self, factor: Tensor) -> None:
+        """Multiply the rows by a number."""
+        self._rows, self._normed = self.rows * factor, None
+
     def narrow(self, wanted: Tensor) -> None:
         """Keep these rows alone, int64. A block that was added is computed for them alone."""
         rows = self._rows[wanted]

@@ -78,6 +78,13 @@ def _factors(spec: RopeSpec, wavelengths: Tensor, long: bool) -> Tensor:
     return _divided(wavelengths, spec.parameters["factors"])
 
 
+def _proportional(spec: RopeSpec, wavelengths: Tensor, long: bool) -> Tensor:
+    """The last pairs keep still."""
+    frequencies = wavelengths.reciprocal() / float(spec.parameters.get("factor", 1.0))
+    frequencies[int(spec.parameters["partial_rotary_factor"] * spec.size // 2) :] = 0
+    return frequencies
+
+
 def _divided(wavelengths: Tensor, factors: Sequence[float]) -> Tensor:
     return 1.0 / (torch.tensor(factors, dtype=torch.float32, device=wavelengths.device) * wavelengths)
 
@@ -91,6 +98,7 @@ _FREQUENCIES: dict[str, Callable[[RopeSpec, Tensor, bool], Tensor]] = {
     "yarn": _yarn,
     "longrope": _longrope,
     "factors": _factors,
+    "proportional": _proportional,
 }
 
 

@@ -23,6 +23,7 @@ from vlmserve.layers.rope import Rope, RopeTables
 from vlmserve.layers.step import StepContext
 from vlmserve.models.blocks.block import make_norm
 from vlmserve.models.blocks.cross import CrossAttention, CrossStates
+from vlmserve.models.blocks.per_layer import PerLayerEmbeddings
 from vlmserve.models.decoder_layer import DecoderLayer
 from vlmserve.models.image_rows import LayerFeatures, add_features
 from vlmserve.types import Bidirectional
@@ -68,6 +69,9 @@ class Decoder(nn.Module):
         kind = TiedEmbedding if spec.tied_embeddings else Embedding
         self.embed_tokens: TiedEmbedding | Embedding = kind(
             spec.vocab_size, spec.hidden_size, dtype=dtype, device=device
+        )
+        self.per_layer = (
+            None if spec.per_layer is None else PerLayerEmbeddings(spec, spec.per_layer, dtype=dtype, device=device)
         )
         self.position_embeddings = (
             Embedding(spec.learned_positions, spec.hidden_size, dtype=dtype, device=device)
@@ -121,9 +125,11 @@ class Decoder(nn.Module):
         return self.spec.vocab_size
 
     def embed(self, token_ids: Tensor) -> Tensor:
-        """``[tokens]`` int64 to ``[tokens, hidden_size]``."""
+        """``[tokens]`` int64 to ``[tokens, hidden_size]``, followed by the embeddings of all layers if these have
+        some."""
         embeddings: Tensor = self.embed_tokens(token_ids)
-        return embeddings if self._embedding_scale == 1 else embeddings * self._embedding_scale
+        embeddings = embeddings if self._embedding_scale == 1 else embeddings * self._embedding_scale
+        return embeddings if self.per_layer is None else torch.cat((embeddings, self.per_layer.of_tokens(token_ids)), 1)
 
     @property
     def cache_layout(self) -> CacheLayout:
@@ -176,17 +182,14 @@ class Decoder(nn.Module):
             embeddings = embeddings + self.position_embeddings(positions)
         if self.embedding_norm is not None:
             embeddings = self.embedding_norm(embeddings)
-        longest = max(*metadata.host_context_lens, metadata.num_positions)
-        step = StepContext(
-            metadata,
-            [RopeTables(rope, positions, longest, self.dtype) for rope in self.ropes],
-            self.backend.prepare(metadata, caches[0].block_size, self._attention, self.dtype),
-            None if self.spec.query_growth is None else self._query_scale(self.spec.query_growth, metadata, longest),
-            self.adapter_rows if self.adapter_rows is not None and self.adapter_rows.active else None,
-            states,
-        )
+        step = self._step(positions, metadata, caches, states)
+        if self.per_layer is not None:
+            inputs, of_tokens = _divided(embeddings, self.hidden_size)
+            embeddings = torch.cat((inputs, self.per_layer(inputs, of_tokens)), 1)
         if not features and wanted is None:
             return self._executor.run(self._through_layers, embeddings, caches, step)
+        if self.spec.first_sharing is not None and wanted is not None and metadata.wanted is not None:
+            return self._narrowed(embeddings, positions, caches, step, self.spec.first_sharing, wanted)
         x, first, count = embeddings, 0, len(self.layers)
         for layer in range(self.spec.deepstack) if features else ():
             x, first = self._part(x, caches, step, layer, layer + 1), layer + 1
@@ -198,6 +201,39 @@ class Decoder(nn.Module):
         x = self._part(x, caches, step, first, count - 1)
         return self._through_layers(x, caches, step, count - 1, count, wanted)
 
+    def _step(
+        self, positions: Tensor, metadata: BatchMetadata, caches: Sequence[LayerCache], states: Sequence[StateCache]
+    ) -> StepContext:
+        longest, growth = max(*metadata.host_context_lens, metadata.num_positions), self.spec.query_growth
+        return StepContext(
+            metadata,
+            [RopeTables(rope, positions, longest, self.dtype) for rope in self.ropes],
+            self.backend.prepare(metadata, caches[0].block_size, self._attention, self.dtype),
+            None if growth is None else _query_scale(growth, metadata, longest, self.dtype, self.device),
+            self.adapter_rows if self.adapter_rows is not None and self.adapter_rows.active else None,
+            states,
+        )
+
+    def _narrowed(
+        self,
+        x: Tensor,
+        positions: Tensor,
+        caches: Sequence[LayerCache],
+        step: StepContext,
+        first: int,
+        wanted: Tensor,
+    ) -> Tensor:
+        """All layers. Those from `first` on, which write no keys and values, compute the wanted rows alone."""
+        rows = self._part(x, caches, step, 0, first)[wanted]
+        if not len(wanted):
+            return rows
+        if self.per_layer is not None:
+            rows = torch.cat((rows, _divided(x[wanted], self.hidden_size)[1]), 1)
+        if step.adapters is not None:
+            step.adapters.narrow(wanted)
+        last = self._step(positions[..., wanted], step.metadata.of_last_rows(wanted), caches, step.states)
+        return self._part(rows, caches, last, first, len(self.layers))
+
     def _part(self, x: Tensor, caches: Sequence[LayerCache], step: StepContext, first: int, last: int) -> Tensor:
         """Layers ``first <= i < last`` by an executor of their own, and the norm after the model's last layer."""
         count = len(self.layers)
@@ -207,18 +243,6 @@ class Decoder(nn.Module):
             return x
         executor = self._parts.get((first, last)) or self._parts.setdefault((first, last), self._executor.for_part())
         return executor.run(partial(self._through_layers, first=first, last=last), x, caches, step)
-
-    def _query_scale(self, growth: QueryGrowth, metadata: BatchMetadata, longest: int) -> Tensor | None:
-        """``[tokens, 1]``. None: no token is beyond `growth.context`."""
-        if longest <= growth.context:
-            return None
-        lens = zip(metadata.host_context_lens, metadata.query_lens, strict=True)
-        positions = torch.cat([torch.arange(context - new, context) for context, new in lens]).double()
-        if growth.beta is None:
-            scales = (positions + 1).log().div(math.log(growth.context)).clamp(min=1.0)
-        else:
-            scales = 1 + growth.beta * (1 + (positions / growth.context).floor()).log()
-        return to_device(scales[:, None].to(self.dtype), self.device)
 
     def _through_layers(
         self,
@@ -231,9 +255,10 @@ class Decoder(nn.Module):
     ) -> Tensor:
         """Layers ``first <= i < last``, and the norm after the model's last layer. last: None: all others. wanted: of a
         last layer, the rows whose states are used. None: all."""
-        stream = self._stream(x)
+        rows, embeddings = (x, None) if self.per_layer is None else _divided(x, self.hidden_size)
+        stream = self._stream(rows)
         for layer in list(self.layers)[first:last]:
-            layer(stream, caches, step, wanted)
+            layer(stream, caches, step, wanted, embeddings)
         is_end = last in (None, len(self.layers))
         return stream.normed(self.norm) if is_end and (wanted is None or len(wanted)) else stream.rows
 
@@ -260,3 +285,23 @@ class Decoder(nn.Module):
         if (cap := self.spec.logit_cap) is not None:
             logits.div_(cap).tanh_().mul_(cap)
         return logits
+
+
+def _query_scale(
+    growth: QueryGrowth, metadata: BatchMetadata, longest: int, dtype: torch.dtype, device: torch.device
+) -> Tensor | None:
+    """``[tokens, 1]``. None: no token is beyond `growth.context`."""
+    if longest <= growth.context:
+        return None
+    lens = zip(metadata.host_context_lens, metadata.query_lens, strict=True)
+    positions = torch.cat([torch.arange(context - new, context) for context, new in lens]).double()
+    if growth.beta is None:
+        scales = (positions + 1).log().div(math.log(growth.context)).clamp(min=1.0)
+    else:
+        scales = 1 + growth.beta * (1 + (positions / growth.context).floor()).log()
+    return to_device(scales[:, None].to(dtype), device)
+
+
+def _divided(x: Tensor, hidden_size: int) -> tuple[Tensor, Tensor]:
+    """Rows and the embeddings of all layers, from rows as `Decoder.embed` makes them."""
+    return x[:, :hidden_size].contiguous(), x[:, hidden_size:]

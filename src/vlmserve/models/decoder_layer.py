@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from vlmserve.families.spec import ArchSpec
 from vlmserve.kernels.attention import AttentionBackend, LayerCache
 from vlmserve.layer_specs import AttentionSpec, ConvolutionSpec
+from vlmserve.layers.linear import empty_parameter
 from vlmserve.layers.parallel import Ranks
 from vlmserve.layers.residual import ResidualStream
 from vlmserve.layers.step import StepContext
@@ -21,6 +22,7 @@ from vlmserve.models.blocks.convolution import ShortConvolution
 from vlmserve.models.blocks.cross import CrossAttention
 from vlmserve.models.blocks.delta import GatedDelta
 from vlmserve.models.blocks.mlp import MLP
+from vlmserve.models.blocks.per_layer import PerLayerInput
 from vlmserve.quant.calibration import Fold
 
 
@@ -60,14 +62,26 @@ class DecoderLayer(nn.Module):
         self.cross_norm = norm() if of_inputs and spec.cross_size else None
         self.cross_output_norm = norm() if of_outputs and spec.cross_size else None
         self.cross_attn = CrossAttention(spec, index, dtype=dtype, device=device) if spec.cross_size else None
-        size, inner, act = spec.hidden_size, spec.intermediate_size, spec.activation
+        size, inner, act = spec.hidden_size, spec.inner_size(index), spec.activation
         self.mlp = MLP(size, inner, act, gated=spec.gated, bias=spec.mlp_bias, dtype=dtype, device=device)
         self._parallel = spec.parallel
+        self.per_layer = self.per_layer_norm = None
+        if (own := spec.per_layer) is not None:
+            self.per_layer = PerLayerInput(spec, own.size, dtype=dtype, device=device)
+            self.per_layer_norm = norm()
+            self._embeddings = slice(index * own.size, (index + 1) * own.size)
+        self.layer_scalar = empty_parameter(1, dtype=dtype, device=device) if spec.layer_scalar else None
 
     def forward(
-        self, stream: ResidualStream, caches: Sequence[LayerCache], step: StepContext, wanted: Tensor | None = None
+        self,
+        stream: ResidualStream,
+        caches: Sequence[LayerCache],
+        step: StepContext,
+        wanted: Tensor | None = None,
+        embeddings: Tensor | None = None,
     ) -> None:
-        """caches: of all layers with attention. wanted: int64, the rows whose results are used. None: all."""
+        """caches: of all layers with attention. wanted: int64, the rows whose results are used. None: all.
+        embeddings: of all layers, where layers have some."""
         mixer: Block = self._modules[self._mixer]  # type: ignore[assignment]
         x = stream.normed(self.attention_norm, None if self._parallel else mixer.reader)
         cache = caches[self._number] if self._has_attention else step.states[self._number]
@@ -79,12 +93,19 @@ class DecoderLayer(nn.Module):
             x = cast(Tensor, x)[wanted] if self._parallel else x
             if step.adapters is not None:
                 step.adapters.narrow(wanted)
+            embeddings = None if embeddings is None else embeddings[wanted]
         if self.cross_attn is not None:
             crossed = self.cross_attn(stream.normed(self.cross_norm), step.metadata.cross)
             stream.add(crossed, self.cross_output_norm)
         if not self._parallel:
             x = stream.normed(self.mlp_norm, self.mlp.reader)
         stream.add(self.mlp(x), self.mlp_output_norm)
+        if self.per_layer is not None:
+            assert embeddings is not None
+            own = embeddings[:, self._embeddings]
+            stream.add(self.per_layer(stream.normed(None), own), self.per_layer_norm)
+        if self.layer_scalar is not None:
+            stream.scale(self.layer_scalar)
 
     def split(self, whole: ArchSpec, index: int, ranks: Ranks) -> None:
         """As `Block.split`."""

@@ -34,15 +34,16 @@ class LayerFeatures:
 def place_images(
     embeddings: Tensor, image_rows: Sequence[ImageRows], images: Mapping[bytes, Tensor]
 ) -> list[LayerFeatures]:
-    """Put images' embeddings into those of a batch, ``[tokens, hidden_size]``, in place.
+    """Put images' embeddings into rows of a batch, ``[tokens, hidden_size]``, in place. Embeddings of layers, which
+    may follow in each row, stay.
 
     images: by key, ``[num_tokens, image_width]`` (`LanguageModel.image_width`). Returns what the layers get of them.
     """
-    width = embeddings.shape[1]
     features = []
     for rows in image_rows:
         image = images[rows.key][rows.offset : rows.offset + rows.last - rows.first]
-        embeddings[rows.first : rows.last] = image[:, :width]
+        width = min(embeddings.shape[1], image.shape[1])
+        embeddings[rows.first : rows.last, :width] = image[:, :width]
         if image.shape[1] > width:
             features.append(LayerFeatures(rows.first, rows.last, image[:, width:]))
     return features

@@ -26,11 +26,17 @@ def share_of(spec: ArchSpec, ranks: Ranks) -> ArchSpec:
 
     Raises ConfigurationError for sizes that ranks do not divide.
     """
-    _divides(spec.intermediate_size, ranks, "inner elements of its MLP")
+    for size in (spec.intermediate_size, *spec.intermediate_sizes):
+        _divides(size, ranks, "inner elements of its MLP")
     mixers = tuple(_share_of_mixer(one, ranks) for one in spec.mixers)
     if spec.vocab_size < ranks.size:
         raise ConfigurationError(f"--tensor-parallel-size {ranks.size}: the model has {spec.vocab_size} tokens only")
-    return replace(spec, mixers=mixers, intermediate_size=spec.intermediate_size // ranks.size)
+    return replace(
+        spec,
+        mixers=mixers,
+        intermediate_size=spec.intermediate_size // ranks.size,
+        intermediate_sizes=tuple(size // ranks.size for size in spec.intermediate_sizes),
+    )
 
 
 def split_decoder(decoder: Decoder, whole: ArchSpec, ranks: Ranks) -> None:

@@ -129,7 +129,8 @@ def choose_layers(model: nn.Module, config: QuantizationConfig) -> Iterator[tupl
             continue
         fitting = [pattern for pattern in overrides if fnmatchcase(name, pattern)]
         unused -= set(fitting)
-        usual = config.usual if config.vision or name.startswith("language_model.") else "none"
+        is_usual = config.vision or name.startswith("language_model.")
+        usual = config.usual if is_usual and not (isinstance(module, Linear) and module.stays_plain) else "none"
         scheme = overrides[fitting[-1]] if fitting else usual
         if scheme != "none":
             yield name, module, 8 if name.endswith(HEADS) or module.weight.ndim != 2 else BITS[scheme]

@@ -130,6 +130,7 @@ class PackedBatch:
     num_positions: int
     cross: list[CrossRows]
     segments: Segments | None
+    wanted: Sequence[int] | None
     is_repeatable: bool
 
     def batch(
@@ -148,6 +149,7 @@ class PackedBatch:
             num_positions=self.num_positions,
             cross=self.cross,
             decodes=tensors.get("decodes"),
+            wanted=self.wanted,
             states=self._state_rows(tensors),
         )
         return Batch(
@@ -237,8 +239,7 @@ class BatchPacker:
         if any(map(_has_grid, others)):
             positions, num_positions = _in_grids(scheduled, positions, decodes_only=decodes_only)
         segments = _segments(scheduled, padding_counts) if self._has_states else None
-        shaped = self._shaped(counts, context_lens, positions, segments)
-        shaped |= {"decodes": np.asarray([num_decodes], np.int32)} if is_mixed else {}
+        shaped = self._shaped(counts, context_lens, positions, segments, num_decodes if is_mixed else None)
         runs: Sequence[Run] = ()
         if adapters:
             runs, shaped["adapters"] = slots_of_rows((*adapters, *[-1] * len(padding_counts)), tuple(counts))
@@ -258,11 +259,17 @@ class BatchPacker:
             num_positions=num_positions,
             cross=self._cross_rows(scheduled, ends) if has_cross else [],
             segments=segments,
+            wanted=_sampling_once(scheduled),
             is_repeatable=padded is not None,
         )
 
     def _shaped(
-        self, counts: list[int], context_lens: list[int], positions: np.ndarray, segments: Segments | None
+        self,
+        counts: list[int],
+        context_lens: list[int],
+        positions: np.ndarray,
+        segments: Segments | None,
+        num_decodes: int | None,
     ) -> dict[str, np.ndarray]:
         num_rows = positions.shape[-1]
         of_segments = {} if segments is None else segments._asdict()
@@ -273,6 +280,7 @@ class BatchPacker:
             "token_ids": self._token_ids[:num_rows],
             "positions": positions,
             **{f"segment {name}": array for name, array in of_segments.items()},
+            **({} if num_decodes is None else {"decodes": np.asarray([num_decodes], np.int32)}),
         }
 
     def _keep_all_tables(self, states: Sequence[RequestState]) -> None:
@@ -386,6 +394,13 @@ def _sampled_rows(scheduled: Sequence[ScheduledRequest], ends: np.ndarray) -> np
         return ends - 1
     rows = [range(end - count, end) for end, count in zip(ends.tolist(), counts, strict=True)]
     return np.fromiter(itertools.chain.from_iterable(rows), np.int64)
+
+
+def _sampling_once(scheduled: Sequence[ScheduledRequest]) -> list[int] | None:
+    """Numbers of the requests that sample one row. None: some sample several."""
+    if any(request.num_sampled > 1 for request in scheduled):
+        return None
+    return [number for number, request in enumerate(scheduled) if request.num_sampled]
 
 
 def _bidirectional_rows(scheduled: Sequence[ScheduledRequest], ends: np.ndarray) -> list[BidirectionalRows]:

@@ -268,7 +268,7 @@ void attend_with(const AttentionArgs& args, const Plan& plan, const Item* items,
     Geometry at(args);
     auto* partials = reinterpret_cast<float*>(memory);
     char* spaces = memory + plan.partials * static_cast<long>(sizeof(float));
-    each_range(args.threads, args.tokens * args.kv_heads, 4 * args.head_size, [&](long first, long last, int) {
+    if (args.key) each_range(args.threads, args.tokens * args.kv_heads, 4 * args.head_size, [&](long first, long last, int) {
         for (long i = first; i < last; ++i) append<Format>(args, at, i / args.kv_heads, i % args.kv_heads);
     });
     auto attend_to = [&](long i, int thread) {

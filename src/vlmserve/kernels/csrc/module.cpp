@@ -340,7 +340,7 @@ constexpr RecordField OPERATION_FIELDS[] = {
     FIELD(out_features), FIELD(first), FIELD(groups), FIELD(weight_stride), FIELD(centered), FIELD(activation), FIELD(gated),
     FIELD(weight_bits), FIELD(group), FIELD(minimums), FIELD(input_bits), FIELD(eps), FIELD(keys), FIELD(values), FIELD(scales),
     FIELD(heads), FIELD(kv_heads), FIELD(head_size), FIELD(block_size), FIELD(rope_size), FIELD(window), FIELD(scale),
-    FIELD(soft_cap), FIELD(rope), FIELD(column), FIELD(plan), FIELD(adapters),
+    FIELD(soft_cap), FIELD(rope), FIELD(column), FIELD(is_sharing), FIELD(plan), FIELD(adapters),
     FIELD(convolution), FIELD(decay), FIELD(dt_bias), FIELD(states), FIELD(tail), FIELD(value_size), FIELD(kernel),
 };
 constexpr int OPERATION_LENGTH = sizeof(OPERATION_FIELDS) / sizeof(RecordField);

@@ -159,8 +159,8 @@ private:
         AttentionArgs args;
         const char* qkv = buffers_[op.source];
         args.query = qkv;
-        args.key = qkv + op.heads * op.head_size * element;
-        args.value = qkv + (op.heads + op.kv_heads) * op.head_size * element;
+        args.key = op.is_sharing ? nullptr : qkv + op.heads * op.head_size * element;
+        args.value = op.is_sharing ? nullptr : qkv + (op.heads + op.kv_heads) * op.head_size * element;
         bool rotates = op.rope >= 0;
         args.cos = rotates ? static_cast<const float*>(args_.ropes[3 * op.rope]) : nullptr;
         args.sin = rotates ? static_cast<const float*>(args_.ropes[3 * op.rope + 1]) : nullptr;
@@ -182,7 +182,7 @@ private:
         args.head_size = op.head_size;
         args.block_size = op.block_size;
         args.table_stride = args_.table_stride;
-        args.query_stride = args.key_stride = args.value_stride = (op.heads + 2 * op.kv_heads) * op.head_size;
+        args.query_stride = args.key_stride = args.value_stride = args_.widths[op.source];
         args.rope_size = op.rope_size;
         args.window = op.window;
         args.scale = static_cast<float>(op.scale);

@@ -91,7 +91,7 @@ constexpr long MAX_HEAD_SIZE = 512;
 // `query_starts[s] <= row < query_starts[s + 1]`; its newest one is at position `context_lens[s] - 1`.
 struct AttentionArgs {
     const void* query;  // [tokens, heads, head_size] of `dtype`, `query_stride` elements from token to token
-    const void* key;    // [tokens, kv_heads, head_size]
+    const void* key;    // [tokens, kv_heads, head_size]; null: the cache has all keys and values
     const void* value;  // as `key`
     const float* cos;   // [rows, rope_size / 2]: queries and keys are still to be rotated; null: they are already
     const float* sin;
@@ -173,6 +173,7 @@ struct Operation {
     double scale, soft_cap;
     long rope;  // which cosines and sines; -1: none
     long column;  // which block tables and slots
+    long is_sharing;  // the source is queries alone, since the cache has all keys and values
     long plan;  // operations of equal shapes share one; numbered in order of first use
     const Adapters* adapters;  // of products; null: none ever
     const void *convolution, *decay, *dt_bias;  // of the delta rule, as its arguments have them; its norm is the weight

@@ -60,6 +60,8 @@ def unsupported_reason(layers: Sequence[AttentionSpec], dtype: torch.dtype) -> s
             return f"a head of {spec.head_size} elements is larger than {MAX_HEAD_SIZE}"
         if spec.head_size % 2:
             return f"a head of {spec.head_size} elements is odd"
+        if spec.shares_with is not None:
+            return "the kernels know no layers that share keys and values"
         if spec.num_heads % spec.num_kv_heads:
             return f"{spec.num_heads} query heads cannot share {spec.num_kv_heads} heads of keys evenly"
     return None
@@ -209,10 +211,12 @@ class TritonAttention(TorchReference):
     def attend(
         self,
         query: Tensor,
-        key: Tensor,
-        value: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
         context: AttentionContext,
     ) -> Tensor:
+        assert key is not None
+        assert value is not None
         qkv = torch.cat((query.flatten(1), key.flatten(1), value.flatten(1)), 1)
         return self._attend(qkv, None, context)
 

@@ -23,7 +23,7 @@ from vlmserve.layer_specs import AttentionSpec, RopeSpec
 from vlmserve.layers.cut import Shard, Share
 from vlmserve.layers.layer import Layer
 from vlmserve.layers.linear import Linear, MergedLinear
-from vlmserve.layers.norm import LayerNorm, NormOfEachHead, NormOfRow, RMSNorm
+from vlmserve.layers.norm import LayerNorm, NormOfEachHead, NormOfRow, RMSNorm, UnitNorm
 from vlmserve.layers.parallel import ParallelNormOfRow, Ranks, RowParallelLinear, scaled, shares
 from vlmserve.layers.residual import Unfinished
 from vlmserve.layers.rope import apply_rope
@@ -33,7 +33,8 @@ from vlmserve.quant.calibration import Fold
 
 
 class QKVLinear(MergedLinear):
-    """Queries, keys and values of all heads, side by side, after the gates of all heads if there are any."""
+    """Queries, keys and values of all heads, side by side, after the gates of all heads if there are any. Layers that
+    share keys and values have queries alone."""
 
     def __init__(
         self, spec: ArchSpec, heads: AttentionSpec, rope: RopeSpec | None, *, dtype: torch.dtype, device: torch.device
@@ -41,12 +42,16 @@ class QKVLinear(MergedLinear):
         self._heads, self._rope = heads, rope
         query_size, kv_size = (count * heads.head_size for count in (heads.num_heads, heads.num_kv_heads))
         self.num_gates = query_size if spec.output_gate else 0
-        parts = {"q_proj": query_size + self.num_gates, "k_proj": kv_size, "v_proj": kv_size}
+        parts = {"q_proj": query_size + self.num_gates}
+        if heads.shares_with is None:
+            parts |= {"k_proj": kv_size, "v_proj": kv_size}
         super().__init__(spec.hidden_size, parts, bias=spec.qkv_bias, dtype=dtype, device=device)
 
     def settle(self) -> None:
         """Bring gates before queries, and queries and keys into the order in which `apply_rope` pairs them."""
-        heads, size = self._heads.num_heads + self._heads.num_kv_heads, self._heads.head_size
+        heads, size = self._heads.num_heads, self._heads.head_size
+        if self._heads.shares_with is None:
+            heads += self._heads.num_kv_heads
         rows = torch.arange(self.out_features)
         if self.num_gates:
             # A checkpoint has the queries and then the gates of each head.
@@ -92,7 +97,12 @@ class Attention(Block, Layer):
         query_size = self.spec.num_heads * self.spec.head_size
         self.o_proj = Linear(query_size, spec.hidden_size, bias=spec.output_bias, dtype=dtype, device=device)
         self.q_norm = _head_norm(spec, self.spec.head_size, self.spec.num_heads, dtype=dtype, device=device)
-        self.k_norm = _head_norm(spec, self.spec.head_size, self.spec.num_kv_heads, dtype=dtype, device=device)
+        self._shares = heads.shares_with is not None
+        self.k_norm = self._value_norm = None
+        if not self._shares:
+            self.k_norm = _head_norm(spec, self.spec.head_size, self.spec.num_kv_heads, dtype=dtype, device=device)
+            if spec.head_norm is not None and spec.head_norm.values:
+                self._value_norm = UnitNorm(heads.head_size, spec.head_norm.norm.eps, device=device)
 
     @property
     def reader(self) -> Linear:
@@ -113,7 +123,7 @@ class Attention(Block, Layer):
         queries, keys = scaled(shares(heads.num_heads, ranks), heads.head_size), scaled(kv_heads, heads.head_size)
         device = self.o_proj.device
         of_queries = scaled(queries, 2) if whole.output_gate else queries
-        self.qkv_proj.shard = Shard((of_queries, keys, keys))
+        self.qkv_proj.shard = Shard((of_queries,) if self._shares else (of_queries, keys, keys))
         self.o_proj = RowParallelLinear(self.o_proj, queries, ranks)
         if isinstance(self.q_norm, NormOfEachHead) and isinstance(self.k_norm, NormOfEachHead):
             self.q_norm.first_head = queries.first // heads.head_size
@@ -124,18 +134,29 @@ class Attention(Block, Layer):
             self.k_norm = ParallelNormOfRow(self.k_norm, keys, copies, ranks, device=device)
 
     def folds(self, name: str) -> Iterator[Fold]:
-        yield fold_of_values(self.spec, f"{name}.o_proj", f"{name}.qkv_proj", self.qkv_proj.out_features)
+        if not self._shares:
+            yield fold_of_values(self.spec, f"{name}.o_proj", f"{name}.qkv_proj", self.qkv_proj.out_features)
 
     def arrange(self, operations: Operations) -> None:
         """See `Layer.arrange`. Norms have their weights by then."""
-        sizes = [self.spec.num_heads, self.spec.num_kv_heads]
         parts, first = [], 0
-        for norm, heads in zip((self.q_norm, self.k_norm), sizes, strict=True):
+        normed = self._normed_parts
+        for norm, heads in normed:
             if (part := _normed_heads(norm, first, heads)) is not None:
                 parts.append(part)
             first += heads * self.spec.head_size
-        if len(parts) == len(sizes):
+        if len(parts) == len(normed):
             self._heads_norm = operations.heads_norm(parts, self.qkv_proj.dtype)
+
+    @property
+    def _normed_parts(self) -> list[tuple[nn.Module | None, int]]:
+        """The norms of a row's heads, from its first one on, and how many heads each norms."""
+        parts = [(self.q_norm, self.spec.num_heads)]
+        if not self._shares:
+            parts.append((self.k_norm, self.spec.num_kv_heads))
+        if self._value_norm is not None:
+            parts.append((self._value_norm, self.spec.num_kv_heads))
+        return parts
 
     def _attended(self, qkv: Tensor, step: StepContext, context: AttentionContext) -> Tensor:
         """The weighted values of all heads, side by side."""
@@ -158,7 +179,7 @@ class Attention(Block, Layer):
     @property
     def _norms_each_head(self) -> bool:
         """True if `HeadNorms` describe the norms of queries and keys."""
-        return type(self.q_norm) is RMSNorm and type(self.k_norm) is RMSNorm
+        return type(self.q_norm) is RMSNorm and type(self.k_norm) is RMSNorm and self._value_norm is None
 
     def _norms(self) -> HeadNorms:
         if self._head_norms is None:
@@ -168,23 +189,24 @@ class Attention(Block, Layer):
         return self._head_norms
 
     def _normed(self, qkv: Tensor) -> Tensor:
-        """The same with queries and keys normed, where they are."""
-        assert self.q_norm is not None
-        assert self.k_norm is not None
-        spec = self.spec
-        heads = qkv.view(qkv.shape[0], -1, spec.head_size)
-        query, key, _ = torch.split(heads, [spec.num_heads, spec.num_kv_heads, spec.num_kv_heads], 1)
-        query.copy_(self.q_norm(query))
-        key.copy_(self.k_norm(key))
+        """The same with heads normed, where they are."""
+        heads, first = qkv.view(qkv.shape[0], -1, self.spec.head_size), 0
+        for norm, count in self._normed_parts:
+            part = heads[:, first : first + count]
+            first += count
+            if norm is not None:
+                part.copy_(norm(part))
         return qkv
 
     def _attend(self, qkv: Tensor, step: StepContext, context: AttentionContext) -> Tensor:
         spec = self.spec
         qkv = qkv.view(qkv.shape[0], -1, spec.head_size)
         # Queries and keys lie side by side and are rotated together.
-        both = qkv[:, : spec.num_heads + spec.num_kv_heads]
+        both = qkv[:, : spec.num_heads + (0 if self._shares else spec.num_kv_heads)]
         if self._rope is not None:
             both = apply_rope(both, step.ropes[self._rope])
+        if self._shares:
+            return self.backend.attend(both, None, None, context)
         query, key = both[:, : spec.num_heads], both[:, spec.num_heads :]
         value = qkv[:, spec.num_heads + spec.num_kv_heads :]
         return self.backend.attend(query, key, value, context)
@@ -192,6 +214,8 @@ class Attention(Block, Layer):
 
 def _normed_heads(norm: nn.Module | None, first: int, heads: int) -> NormedHeads | None:
     """The heads that a module norms, from element `first` of a row on; None: no kernel computes it."""
+    if type(norm) is UnitNorm:
+        return NormedHeads(first, torch.ones(heads, norm.size, device=norm.device), norm.eps, centered=False)
     if type(norm) is RMSNorm:
         weight = (norm.weight.data.float() + norm.offset).expand(heads, -1).contiguous()
         return NormedHeads(first, weight, norm.eps, centered=False)

@@ -59,7 +59,7 @@ class MLP(Block):
         return Unfinished(self.last, self.reader(x))
 
     def split(self, whole: ArchSpec, index: int, ranks: Ranks) -> None:
-        inner, last = shares(whole.intermediate_size, ranks), self.last
+        inner, last = shares(whole.inner_size(index), ranks), self.last
         self.reader.shard = Shard((inner, inner) if self._gated else (inner,))
         self.add_module(self._last, RowParallelLinear(last, inner, ranks))
 

@@ -1,0 +1,145 @@
+"""Gemma 4."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from vlmserve.errors import ModelLoadError
+from vlmserve.families.family import LanguageFamily
+from vlmserve.families.gemma import GEMMA2, SANDWICH_NAMES
+from vlmserve.families.spec import (
+    ArchSpec,
+    Config,
+    HeadNormSpec,
+    Names,
+    NormSpec,
+    PerLayerSpec,
+    layer_windows,
+    require,
+    usual_spec,
+)
+from vlmserve.layer_specs import AttentionSpec, RopeSpec
+
+_TEXT: Config = {
+    **GEMMA2,
+    "vocab_size": 262144,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 30,
+    "max_position_embeddings": 131072,
+    "final_logit_softcapping": None,
+    "sliding_window": 512,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "vocab_size_per_layer_input": 262144,
+    "hidden_size_per_layer_input": 256,
+    "num_kv_shared_layers": 0,
+    "use_double_wide_mlp": False,
+    "attention_k_eq_v": False,
+    "enable_moe_block": False,
+    "use_bidirectional_attention": None,
+    "pad_token_id": 0,
+}
+_GLOBAL_HEAD_SIZE = 512
+_ROPES: Config = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
+}
+_NAMES: Names = (
+    *SANDWICH_NAMES,
+    (r"^embed_tokens_per_layer\.", "per_layer.table."),
+    (r"^per_layer_model_projection\.", "per_layer.projection."),
+    (r"^per_layer_projection_norm\.", "per_layer.norm."),
+    (r"\.per_layer_input_gate\.", ".per_layer.gate."),
+    (r"\.per_layer_projection\.", ".per_layer.projection."),
+    (r"\.post_per_layer_input_norm\.", ".per_layer_norm."),
+)
+
+
+def _gemma4(config: Config) -> ArchSpec:
+    require(
+        config,
+        {
+            "enable_moe_block": (False, "experts"),
+            "attention_k_eq_v": (False, "values are keys"),
+            "use_bidirectional_attention": (None, "attention in both directions"),
+            "pad_token_id": (0, "the token whose embeddings images get"),
+        },
+    )
+    windows = layer_windows(config, lambda layer: (layer + 1) % 6 != 0)
+    layers, num_shared = len(windows), config["num_kv_shared_layers"]
+    windows[-1] = None
+    norm = NormSpec(config["rms_norm_eps"])
+    size = config["hidden_size_per_layer_input"]
+    spec = usual_spec(
+        config,
+        windows=windows,
+        ropes=_ropes(config, windows),
+        scale=1.0,
+        norm=norm,
+        norms="sandwich",
+        head_norm=HeadNormSpec("head", norm, values=True),
+        activation=config["hidden_activation"],
+        embedding_scale=config["hidden_size"] ** 0.5,
+        qkv_bias=config["attention_bias"],
+        output_bias=config["attention_bias"],
+        logit_cap=config["final_logit_softcapping"],
+        per_layer=PerLayerSpec(size, config["vocab_size_per_layer_input"]) if size else None,
+        layer_scalar=True,
+    )
+    inner = config["intermediate_size"]
+    wide = 2 * inner if config["use_double_wide_mlp"] else inner
+    return replace(
+        spec,
+        mixers=tuple(_shared(_attention(config, spec.attention), num_shared)),
+        intermediate_sizes=(inner,) * (layers - num_shared) + (wide,) * num_shared,
+    )
+
+
+def _ropes(config: Config, windows: Sequence[int | None]) -> list[RopeSpec]:
+    by_kind, positions = config.get("rope_parameters") or _ROPES, config["max_position_embeddings"]
+    kinds = ["full_attention" if window is None else "sliding_attention" for window in windows]
+    sizes = [int(_changes(config, n, kind).get("head_dim") or config["head_dim"]) for n, kind in enumerate(kinds)]
+    return [RopeSpec.from_config(size, 1e4, by_kind[kind], positions) for size, kind in zip(sizes, kinds, strict=True)]
+
+
+def _changes(config: Config, layer: int, kind: str) -> dict[str, Any]:
+    """Settings of one layer, which files state by layer or for all layers with full attention."""
+    if (by_layer := config.get("per_layer_config")) is not None:
+        return dict(by_layer.get(str(layer), by_layer.get(layer, {})))
+    return {} if kind == "sliding_attention" else {"head_dim": config.get("global_head_dim") or _GLOBAL_HEAD_SIZE}
+
+
+def _attention(config: Config, layers: Sequence[AttentionSpec]) -> list[AttentionSpec]:
+    """The layers with their own sizes."""
+    found = []
+    for number, layer in enumerate(layers):
+        changes = _changes(config, number, "full_attention" if layer.window is None else "sliding_attention")
+        kv_heads = changes.get("num_key_value_heads") or layer.num_kv_heads
+        if layer.num_heads % kv_heads:
+            raise ModelLoadError(f"config.json: {layer.num_heads} heads cannot share {kv_heads} of keys and values")
+        found.append(replace(layer, num_kv_heads=kv_heads, head_size=changes.get("head_dim") or layer.head_size))
+    return found
+
+
+def _shared(layers: list[AttentionSpec], num_shared: int) -> list[AttentionSpec]:
+    """The last layers read the keys of the last earlier layer with the same window."""
+    own = layers[: len(layers) - num_shared]
+    sources = {layer.window: number for number, layer in enumerate(own)}
+    for layer in layers[len(own) :]:
+        if layer.window not in sources:
+            raise ModelLoadError("config.json: layers share keys, and no earlier layer of their kind has any")
+        own.append(replace(layer, shares_with=sources[layer.window]))
+    return own
+
+
+FAMILIES = (
+    LanguageFamily(
+        model_type="gemma4_text",
+        architecture="Gemma4ForCausalLM",
+        defaults=_TEXT,
+        build=_gemma4,
+        names=_NAMES,
+        models="Gemma 4 E2B and E4B, text",
+    ),
+)

@@ -1,0 +1,63 @@
+"""Per-layer embeddings: every token has a small embedding for each layer, which adds a projection of it (Gemma 3n)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from vlmserve.families.spec import ArchSpec, PerLayerSpec
+from vlmserve.layers.linear import Embedding, Linear
+from vlmserve.layers.parallel import Ranks
+from vlmserve.layers.residual import Unfinished
+from vlmserve.models.blocks.block import Block, make_norm
+from vlmserve.quant.calibration import Fold
+
+
+class PerLayerEmbeddings(nn.Module):
+    """Makes the inputs of all layers: of a token's embeddings for each layer, and a projection of its first input."""
+
+    def __init__(self, spec: ArchSpec, own: PerLayerSpec, *, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self._size, width = own.size, own.size * len(spec.mixers)
+        self.table = Embedding(own.vocab_size, width, dtype=dtype, device=device)
+        self.projection = Linear(spec.hidden_size, width, bias=False, dtype=dtype, device=device)
+        self.projection.stays_plain = True
+        self.norm = make_norm(spec.norm, own.size, dtype=dtype, device=device)
+        self._projection_scale = spec.hidden_size**-0.5
+        # Rounded as transformers rounds it.
+        self._table_scale = torch.tensor(own.size**0.5, dtype=dtype).item()
+
+    def of_tokens(self, token_ids: Tensor) -> Tensor:
+        """``[tokens]`` int64 to ``[tokens, layers * size]``."""
+        embeddings: Tensor = self.table(token_ids)
+        return embeddings * self._table_scale
+
+    def forward(self, inputs: Tensor, of_tokens: Tensor) -> Tensor:
+        """inputs: ``[tokens, hidden_size]``, of the first layer. Returns ``[tokens, layers * size]``."""
+        projected = (self.projection(inputs) * self._projection_scale).view(len(inputs), -1, self._size)
+        normed: Tensor = self.norm(projected.contiguous())
+        return (normed.view_as(of_tokens) + of_tokens) * 2**-0.5
+
+
+class PerLayerInput(Block):
+    """Adds a projection of a layer's embeddings, gated by the residual stream. All ranks hold all of it."""
+
+    readers = ("gate",)
+
+    def __init__(self, spec: ArchSpec, size: int, *, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.gate = Linear(spec.hidden_size, size, bias=False, act=spec.activation, dtype=dtype, device=device)
+        self.projection = Linear(size, spec.hidden_size, bias=False, dtype=dtype, device=device)
+        self.gate.stays_plain = self.projection.stays_plain = True
+
+    def forward(self, x: Tensor, inputs: Tensor) -> Unfinished:
+        """x: ``[tokens, hidden_size]``. inputs: ``[tokens, size]``, of this layer."""
+        return Unfinished(self.projection, self.gate(x) * inputs)
+
+    def split(self, whole: ArchSpec, index: int, ranks: Ranks) -> None:
+        """Stay whole."""
+
+    def folds(self, name: str) -> Iterator[Fold]:
+        yield from ()
