@@ -6,9 +6,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
+
 from vlmserve.engine.admission import check_min_tokens
-from vlmserve.outputs import CompletionOutput, RequestOutput, logprobs_by_id
+from vlmserve.outputs import CompletionOutput, PoolingOutput, PoolingRequestOutput, RequestOutput, logprobs_by_id
 from vlmserve.prompt.expand import truncate
+from vlmserve.tasks import GENERATE, Generate, Task, TaskResult
 from vlmserve.types import (
     EngineOutput,
     EngineRequest,
@@ -45,6 +48,7 @@ class Prepared(NamedTuple):
     cache_salt: str = ""
     text: str | None = None
     adapter: str = ""
+    task: Task = GENERATE
 
     @property
     def num_bytes(self) -> int:
@@ -73,6 +77,7 @@ class Generation:
     num_images_encoded: int = 0
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs | None] | None = None
+    result: TaskResult | None = None
 
     def take(self, output: EngineOutput) -> None:
         """Add a step's output. Text after a stop string is dropped."""
@@ -88,6 +93,7 @@ class Generation:
             keeps_end = self.params.include_stop_str_in_output
             self.said.append(self.answer_text.finish(output.stop_token_id if keeps_end else None))
             self.stop_token_id, self.error = output.stop_token_id, output.error
+            self.result = output.result
             self.finish_reason = "stop" if self.answer_text.stopped else output.finish_reason
 
     @property
@@ -138,7 +144,9 @@ class OfflineRequest:
             own = preparer.answers.with_bad_words(params.without_model()).of_sample(index, ranked=ranked)
             own_id = f"{request_id}-{index}" if several else request_id
             adapter = prepared.adapter
-            self.requests.append(EngineRequest(own_id, prepared.prompt, own, prepared.cache_salt, adapter=adapter))
+            self.requests.append(
+                EngineRequest(own_id, prepared.prompt, own, prepared.cache_salt, adapter=adapter, task=prepared.task)
+            )
             self.generations.append(Generation(own_id, own, preparer.answers.text(own, prepared.prompt.thoughts)))
 
     @property
@@ -153,10 +161,19 @@ class OfflineRequest:
     def finished(self) -> bool:
         return all(one.finish_reason is not None for one in self.generations)
 
-    def result(self) -> RequestOutput:
+    def result(self) -> RequestOutput | PoolingRequestOutput:
         """What came of it, once it has finished."""
-        prompt = self.requests[0].prompt
+        prompt, task = self.requests[0].prompt, self.requests[0].task
         first = self.generations[0]
+        if not isinstance(task, Generate):
+            values = np.frombuffer(b"" if first.result is None else first.result.data, "<f4")
+            return PoolingRequestOutput(
+                self.request_id,
+                PoolingOutput(values, first.error),
+                prompt.token_ids,
+                first.num_cached_tokens,
+                first.num_images_encoded,
+            )
         best = self.generations
         if self.params.num_samples > self.params.n:
             best = sorted(best, key=lambda one: one.likelihood, reverse=True)[: self.params.n]

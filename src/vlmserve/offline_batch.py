@@ -11,9 +11,8 @@ from typing import Any
 from vlmserve.config import OfflineConfig
 from vlmserve.errors import InvalidRequestError, InvalidRequestsError
 from vlmserve.offline import OfflineRequest, Prepared
-from vlmserve.offline_calls import Call
+from vlmserve.offline_calls import Call, Outcome
 from vlmserve.offline_engine import SharedEngine
-from vlmserve.outputs import RequestOutput
 from vlmserve.types import SamplingParams
 
 
@@ -28,7 +27,7 @@ class _Job:
     num_tokens: int = 0
     """Tokens that `advance` was told of."""
     request: OfflineRequest | None = None
-    outcome: RequestOutput | InvalidRequestError | None = None
+    outcome: Outcome | None = None
 
     @property
     def is_ahead(self) -> bool:
@@ -63,7 +62,7 @@ class OfflineBatch:
         self._running: list[_Job] = []
         self._errors: list[InvalidRequestError] = []
 
-    def results(self) -> Generator[RequestOutput | InvalidRequestError, None, None]:
+    def results(self) -> Generator[Outcome, None, None]:
         """In order, each as soon as it and all before it have ended. Closing the iterator ends all requests.
 
         Raises InvalidRequestError, or InvalidRequestsError for several, if it is to.

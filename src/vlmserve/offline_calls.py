@@ -8,14 +8,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from inspect import signature
 from itertools import repeat
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, TypedDict, TypeGuard, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, TypedDict, TypeGuard, TypeVar, cast
 
 import msgspec
 
 from vlmserve.errors import AnswerError, InvalidRequestError, InvalidRequestsError
 from vlmserve.media.arrays import frames_of
 from vlmserve.offline import LoRARequest, Prepared
-from vlmserve.outputs import RequestOutput
+from vlmserve.outputs import PoolingRequestOutput, RequestOutput
 from vlmserve.sampling_params import Grammar
 from vlmserve.types import Prompt, SamplingParams
 from vlmserve.validation import did_you_mean
@@ -31,7 +31,9 @@ TextPrompts: TypeAlias = TextPrompt | Iterable[TextPrompt]
 Params: TypeAlias = SamplingParams | Sequence[SamplingParams] | None
 Adapters: TypeAlias = LoRARequest | Sequence[LoRARequest | None] | None
 OnError: TypeAlias = Literal["raise", "return"]
-Outcome: TypeAlias = RequestOutput | InvalidRequestError
+Outcome: TypeAlias = RequestOutput | PoolingRequestOutput | InvalidRequestError
+Embeddable: TypeAlias = TextPrompt | Conversation
+"""Both have vectors."""
 
 
 class ChatOptions(TypedDict, total=False):
@@ -150,7 +152,7 @@ class Call:
 
     def result_of(self, outcome: Outcome, number: int) -> Any:
         """What the caller gets for an item. Raises AnswerError, or returns it, if there is no object in an answer."""
-        if self.schema is None or isinstance(outcome, InvalidRequestError):
+        if self.schema is None or not isinstance(outcome, RequestOutput):
             return outcome
         try:
             return object_in(outcome, self.schema)
@@ -270,6 +272,39 @@ class Prompts:
             lora_request,
         )
 
+    def embed_call(
+        self,
+        prompts: Embeddable | Iterable[Embeddable],
+        dimensions: int | None,
+        truncate_prompt_tokens: int | None,
+        on_error: OnError,
+        lora_request: Adapters,
+        **options: Any,
+    ) -> Call:
+        """Make the call of `OfflineModel.embed`. options: of `RequestPreparer.chat`."""
+        task = self.preparer.vectors.embed(dimensions)
+        is_one = is_prompt(prompts) or _has_roles(prompts)
+
+        def prepare(item: Any) -> Prepared:
+            if not _has_roles(item):
+                return self._text_prompt(item)._replace(task=task)
+            return Prepared(self.preparer.chat(item, allow_local=True, **options), task=task)
+
+        def check(item: Any) -> None:
+            (self.preparer.check_files if _has_roles(item) else self._check_prompt)(item)
+
+        return Call(
+            "prompts",
+            [prompts] if is_one else cast("Iterable[Embeddable]", prompts),
+            is_one,
+            prepare,
+            check,
+            self.preparer.answers.check_grammar,
+            SamplingParams(truncate_prompt_tokens=truncate_prompt_tokens),
+            on_error,
+            lora_request,
+        )
+
     def _text_prompt(self, prompt: TextPrompt) -> Prepared:
         from vlmserve.frontend.messages import check_cache_salt
 
@@ -347,6 +382,11 @@ def _listed(one_or_many: Any) -> list[Any]:
 def is_conversation(messages: object) -> TypeGuard[Conversation]:
     """Whether it is one conversation, not a list of them."""
     return isinstance(messages, Sequence) and len(messages) > 0 and isinstance(messages[0], Mapping)
+
+
+def _has_roles(messages: object) -> TypeGuard[Conversation]:
+    """Tell one conversation from a list of prompts."""
+    return is_conversation(messages) and "role" in messages[0]
 
 
 def is_prompt(prompts: object) -> TypeGuard[TextPrompt]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Generic, TypeVar
 
 from vlmserve.errors import InvalidRequestError, ModelLoadError
@@ -13,6 +13,7 @@ from vlmserve.offline_calls import (
     Call,
     Conversation,
     Conversations,
+    Embeddable,
     OnError,
     Params,
     Prompts,
@@ -25,7 +26,7 @@ from vlmserve.validation import did_you_mean
 
 Texts = TypeVar("Texts")
 
-_OF_VLLM = "encode embed classify score reward beam_search apply_model collective_rpc sleep wake_up".split()
+_OF_VLLM = "encode classify score reward beam_search apply_model collective_rpc sleep wake_up".split()
 """Methods of vLLM that are not implemented here."""
 
 
@@ -51,7 +52,7 @@ class OfflineModel(ABC, Generic[Texts]):
     def __getattr__(self, name: str) -> Any:
         kind = type(self).__name__
         if name in _OF_VLLM:
-            raise AttributeError(f"{kind} has no {name}: models generate text here; use chat, generate or stream")
+            raise AttributeError(f"{kind} has no {name}; use chat, generate, stream or embed")
         raise AttributeError(f"{kind} has no attribute {name!r}{did_you_mean(name, dir(type(self)))}")
 
     def get_default_sampling_params(self) -> SamplingParams:
@@ -148,6 +149,43 @@ class OfflineModel(ABC, Generic[Texts]):
         """
         check_arguments(OfflineModel.generate, others)
         call = self._prompts.text_call(prompts, sampling_params, on_error, lora_request)
+        return self._answer(call, stream=stream, use_tqdm=use_tqdm)
+
+    def embed(
+        self,
+        prompts: Embeddable | Iterable[Embeddable],
+        use_tqdm: bool = True,
+        *,
+        dimensions: int | None = None,
+        truncate_prompt_tokens: int | None = None,
+        stream: bool = False,
+        on_error: OnError = "raise",
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
+        lora_request: Adapters = None,
+        **others: Any,
+    ) -> Any:
+        """Return the vector of one prompt or of many, as `PoolingRequestOutput`; results are in the same order.
+
+        A prompt is what `generate` takes, or a conversation, which shows images, videos and documents as in `chat`.
+        Nothing is generated. The checkpoint's ``modules.json``, or the option ``pooling``, says how hidden states
+        become a vector. dimensions: keep that many leading elements, before normalization. truncate_prompt_tokens:
+        keep that many of a prompt's last tokens. For the rest see `chat`.
+        """
+        check_arguments(OfflineModel.embed, others)
+        call = self._prompts.embed_call(
+            prompts,
+            dimensions,
+            truncate_prompt_tokens,
+            on_error,
+            lora_request,
+            add_generation_prompt=add_generation_prompt and not continue_final_message,
+            continue_final_message=continue_final_message,
+            template_settings=chat_template_kwargs,
+            mm_processor_kwargs=mm_processor_kwargs,
+        )
         return self._answer(call, stream=stream, use_tqdm=use_tqdm)
 
     def stream(

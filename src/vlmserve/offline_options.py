@@ -15,6 +15,7 @@ from vlmserve.config import (
     MediaConfig,
     ModelImplementation,
     OfflineConfig,
+    PoolingChoice,
     ReasoningParser,
     ToolCallParser,
 )
@@ -128,6 +129,7 @@ class LLMOptions(VLLMOptions, total=False):
     grammar_cache_memory: ByteCount
     tool_call_parser: ToolCallParser
     reasoning_parser: ReasoningParser
+    pooling: PoolingChoice
     seed: int
     num_threads: int | None
     mock_ttft: float

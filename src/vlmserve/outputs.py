@@ -7,6 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from vlmserve.types import FinishReason, Grammar, ImageSize, TokenLogprobs
 
 _SHOWN_CHARACTERS = 200
@@ -109,6 +112,41 @@ class RequestOutput:
     def parsed(self) -> Any:
         """`CompletionOutput.parsed` of the first answer."""
         return self.outputs[0].parsed
+
+
+@dataclass(frozen=True)
+class PoolingOutput:
+    """A vector."""
+
+    data: npt.NDArray[np.float32]
+    """``[dimensions]``; empty if there is an error."""
+    error: str | None = None
+    """The reason, if it failed."""
+
+    @property
+    def embedding(self) -> list[float]:
+        """The vector as a list."""
+        values: list[float] = self.data.tolist()
+        return values
+
+    def __repr__(self) -> str:
+        """The size and the error."""
+        return f"PoolingOutput(dimensions={len(self.data)}{'' if self.error is None else f', error={self.error!r}'})"
+
+
+@dataclass(frozen=True)
+class PoolingRequestOutput:
+    """The vector of one prompt.
+
+    prompt_token_ids, num_cached_tokens, num_images_encoded: as in `RequestOutput`.
+    """
+
+    request_id: str
+    outputs: PoolingOutput
+    prompt_token_ids: list[int] = field(repr=False)
+    num_cached_tokens: int = 0
+    num_images_encoded: int = 0
+    finished: bool = True
 
 
 def _short(text: str) -> str:

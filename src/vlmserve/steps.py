@@ -7,14 +7,27 @@ request until it is finished; the scheduler sends only what is new.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal, NamedTuple, TypeAlias
 
 import msgspec
 
-from vlmserve.types import ImageInput, ImagePlacement, SamplingParams, Thoughts, TokenLogprobs
+from vlmserve.tasks import GENERATE, Task, TaskResult
+from vlmserve.types import Bidirectional, ImageInput, ImagePlacement, SamplingParams, Thoughts, TokenLogprobs
 
 BlockIds: TypeAlias = tuple[tuple[int, ...], ...]
 """KV blocks by pass of the model and column of the cache, see `CacheLayout`. Empty: no table has any."""
+
+
+def bidirectional_spans(
+    images: Sequence[ImagePlacement], num_tokens: int, bidirectional: Bidirectional | None
+) -> tuple[tuple[int, int], ...]:
+    """Tokens ``first <= i < last`` of a prompt with these images that attend to each other in both directions."""
+    if bidirectional == "images":
+        return tuple(image.shown for image in images)
+    if bidirectional == "prefix":
+        return tuple((0, image.end) for image in images[:1])
+    return () if bidirectional is None else ((0, num_tokens),)
 
 
 class BlockCopy(NamedTuple):
@@ -105,6 +118,7 @@ class NewRequest(msgspec.Struct, frozen=True):
     """Who sent it, see `EngineRequest`."""
     state: StateStep | None = None
     """None: the model has no states."""
+    task: Task = GENERATE
 
 
 class CachedRequest(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -235,4 +249,6 @@ class ModelRunnerOutput(msgspec.Struct):
     failures: dict[str, RequestFailure] = {}
     undone: list[str] = []
     scalings: dict[str, list[float]] = {}
+    results: dict[str, TaskResult] = {}
+    """Results of tasks other than `Generate` whose prompt is computed; `token_ids` has an empty list for them."""
     timings: RunTimings = RunTimings()

@@ -21,6 +21,7 @@ from vlmserve.sampling_params import MAX_SEED as MAX_SEED
 from vlmserve.sampling_params import Grammar as Grammar
 from vlmserve.sampling_params import GrammarKind as GrammarKind
 from vlmserve.sampling_params import SamplingParams as SamplingParams
+from vlmserve.tasks import GENERATE, Task, TaskResult
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 MediaKind = Literal["image", "video", "document"]
@@ -187,17 +188,6 @@ class CrossInput(msgspec.Struct, frozen=True, eq=False):
         return len(self.token_ids) or self.image.num_embeddings
 
 
-def bidirectional_spans(
-    images: Sequence[ImagePlacement], num_tokens: int, bidirectional: Bidirectional | None
-) -> tuple[tuple[int, int], ...]:
-    """Tokens ``first <= i < last`` of a prompt with these images that attend to each other in both directions."""
-    if bidirectional == "images":
-        return tuple(image.shown for image in images)
-    if bidirectional == "prefix":
-        return tuple((0, image.end) for image in images[:1])
-    return () if bidirectional is None else ((0, num_tokens),)
-
-
 class Thoughts(msgspec.Struct, frozen=True):
     """What an answer may think before it says anything: the tokens between two markers.
 
@@ -272,7 +262,7 @@ class BeamAnswer(msgspec.Struct, frozen=True):
 
 
 class EngineRequest(msgspec.Struct, frozen=True, eq=False):
-    """One generation. `request_id` is unique among the engine's unfinished requests.
+    """One prompt and what is wanted of it. `request_id` is unique among the engine's unfinished requests.
 
     cache_salt: requests share cached prefixes only with those of the same salt, so that one tenant cannot find out
     from timings what another has sent. The images' keys hold it already. beams: search for answers instead of sampling
@@ -290,6 +280,7 @@ class EngineRequest(msgspec.Struct, frozen=True, eq=False):
     priority: int = 0
     client: str = ""
     """Who sent it. Clients share the time for grammars fairly."""
+    task: Task = GENERATE
 
 
 class RequestTimings(msgspec.Struct, frozen=True):
@@ -354,6 +345,8 @@ class EngineOutput(msgspec.Struct, frozen=True):
     error_param: str | None = None
     beams: list[BeamAnswer] | None = None
     stop_logprobs: TokenLogprobs | None = None
+    result: TaskResult | None = None
+    """The only output of a task other than `Generate` has it, with finish_reason "stop"."""
 
 
 class AdapterInfo(msgspec.Struct, frozen=True):
@@ -392,6 +385,8 @@ class ModelInfo(msgspec.Struct, frozen=True):
     image_token_bytes: int = 0
     """What an embedding of an image takes in the encoder cache."""
     tensor_parallel_size: int = 1
+    embedding_size: int = 0
+    """Elements of an embedding of a prompt."""
     image_cost: ImageCost | None = None
     """Time of the vision tower on this machine; None: all images have one size, or it is not known."""
 

@@ -281,7 +281,9 @@ _MISSING: Mapping[tuple[str, ...], Missing] = {
     ("--attention-backend", "--override-attention-dtype", "--disable-cascade-attn"): Missing(
         "--kernels chooses between the native kernels and torch."
     ),
-    ("--pooler-config", "--override-pooler-config", "--convert"): Missing("All supported models generate text."),
+    ("--pooler-config", "--override-pooler-config", "--convert"): Missing(
+        "--pooling says how hidden states become a vector; every model also generates text."
+    ),
 }  # fmt: skip
 
 

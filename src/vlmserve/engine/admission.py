@@ -6,6 +6,7 @@ from collections.abc import Container
 
 from vlmserve.errors import InvalidRequestError, PromptTooLongError, TooManyImagesError
 from vlmserve.sampling_params import MAX_LOGPROB_TOKEN_IDS
+from vlmserve.tasks import Embed, Generate, Score, Task
 from vlmserve.types import EngineRequest, ImageSpan, ModelInfo, Prompt, SamplingParams
 
 
@@ -33,6 +34,7 @@ def check_request(request: EngineRequest, info: ModelInfo, unfinished: Container
         end = span.end
     _check_token_ids(prompt, info.vocab_size)
     _check_params(request.params, info.vocab_size, max_logprobs)
+    _check_task(request, info)
 
 
 def check_min_tokens(wanted: int, prompt: Prompt, info: ModelInfo) -> None:
@@ -47,6 +49,22 @@ def check_min_tokens(wanted: int, prompt: Prompt, info: ModelInfo) -> None:
             f"context of {context}; lower min_tokens",
             param="min_tokens",
         )
+
+
+def _check_task(request: EngineRequest, info: ModelInfo) -> None:
+    task: Task = request.task
+    if isinstance(task, Generate):
+        return
+    if request.beams is not None or request.params.grammar is not None or request.params.prompt_logprobs is not None:
+        raise InvalidRequestError("only generation takes beams, a grammar or prompt_logprobs", param="task")
+    if isinstance(task, Embed) and not 1 <= (task.dimensions or 1) <= info.embedding_size:
+        raise InvalidRequestError(
+            f"dimensions must be from 1 to {info.embedding_size}, the size of this model's embeddings; "
+            f"got {task.dimensions}",
+            param="dimensions",
+        )
+    if isinstance(task, Score) and not all(0 <= token_id < info.vocab_size for token_id in task.token_ids):
+        raise InvalidRequestError(f"a token id is not in the vocabulary of {info.vocab_size}", param="token_ids")
 
 
 def _check_params(params: SamplingParams, vocab_size: int, max_logprobs: int) -> None:

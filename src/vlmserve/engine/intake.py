@@ -18,7 +18,8 @@ from vlmserve.sampling.grammar import GrammarCompiler
 from vlmserve.sampling.sampler import draw_seed
 from vlmserve.scheduler.beams import Beams
 from vlmserve.scheduler.request import Request
-from vlmserve.types import KEY_BYTES, EngineRequest, ImageInput, ImageSpan, Prompt, bidirectional_spans
+from vlmserve.steps import bidirectional_spans
+from vlmserve.types import KEY_BYTES, EngineRequest, ImageInput, ImageSpan, Prompt
 
 
 class Intake:

@@ -20,6 +20,7 @@ from vlmserve.cache.keys import cross_key
 from vlmserve.config import EngineConfig
 from vlmserve.engine.base import BaseEngine, context_length
 from vlmserve.engine.grammars import grammar_compiler
+from vlmserve.engine.mock_results import EMBEDDING_SIZE, mock_result
 from vlmserve.errors import CheckpointNotFoundError
 from vlmserve.prompt.checkpoint import read_prompt_files
 from vlmserve.prompt.files import read_json
@@ -27,6 +28,7 @@ from vlmserve.sampling.bad_words import BadWords
 from vlmserve.sampling.grammar import Allowed, Matcher
 from vlmserve.sampling.thoughts import Thinking
 from vlmserve.scheduler.beams import Beams
+from vlmserve.tasks import GENERATE, Generate
 from vlmserve.types import (
     MAX_MAP_CELLS,
     BlockMap,
@@ -103,6 +105,9 @@ class _Answer:
 
     def advance(self, eos_token_ids: frozenset[int]) -> EngineOutput:
         """Produce one token, or end. The grammar must have compiled."""
+        if not isinstance(task := self.request.task, Generate):
+            result, images = mock_result(task, self.digest), self.num_images
+            return EngineOutput(self.request.request_id, [], "stop", images_encoded=images, result=result)
         if self.compiled is not None and self.matcher is None:
             if (error := self.compiled.exception()) is not None:
                 params = self.request.params
@@ -434,7 +439,8 @@ class MockEngine(BaseEngine):
 
     def _digest(self, request: EngineRequest) -> bytes:
         params = request.params
-        seed = 0 if params.temperature == 0 else self._config.seed if params.seed is None else params.seed + 1
+        is_greedy = params.temperature == 0 or request.task != GENERATE
+        seed = 0 if is_greedy else self._config.seed if params.seed is None else params.seed + 1
         images = [(span.image.key, span.start) for span in request.prompt.images]
         if (cross := request.prompt.cross) is not None:
             images.append((cross_key(cross.image.key, cross.token_ids), 0))
@@ -486,4 +492,5 @@ def _model_info(config: EngineConfig, folder: Path, vocab_size: int, eos_token_i
         kv_cache_tokens=config.max_num_seqs * -(-context // config.block_size) * config.block_size,
         supports_images="vision_config" in checkpoint,
         end_token_ids=sorted(eos_token_ids),
+        embedding_size=EMBEDDING_SIZE,
     )

@@ -39,6 +39,7 @@ from vlmserve.prompt.checkpoint import read_prompt_files
 from vlmserve.prompt.expand import check_placeholders, expand_placeholders
 from vlmserve.prompt.files import read_json
 from vlmserve.prompt.one_image import one_image_prompts, only_text
+from vlmserve.prompt.pooling import read_vectors
 from vlmserve.prompt.template import ChatTemplate, Message, read_template
 from vlmserve.prompt.tokenizer import Tokenizer
 from vlmserve.prompt.untrusted import Quotation
@@ -93,6 +94,7 @@ class RequestPreparer:
         with_tools = self._template
         if chat_template is None and files.tool_template is not None:
             with_tools = _compile(files.tool_template, self.tokenizer)
+        self.vectors = read_vectors(folder, None if engine.pooling == "auto" else engine.pooling)
         self.answers = AnswerFormats(folder, self.tokenizer, self._template, with_tools, engine)
         self._renderer = None
         if self._template is not None and with_tools is not None:

@@ -26,7 +26,8 @@ from vlmserve.models.grid_positions import grid_positions
 from vlmserve.models.image_rows import ImageRows, LayerFeatures, place_images
 from vlmserve.models.transformers_attention import NO_INTERFACE, attending, attention_by_part
 from vlmserve.models.transformers_checkpoint import MISFITS, Sample, first_line
-from vlmserve.types import Bidirectional, ImageSpan, bidirectional_spans
+from vlmserve.steps import bidirectional_spans
+from vlmserve.types import Bidirectional, ImageSpan
 
 CHECKED_LENS = (9, 24)
 """Tokens of the sequences that are compared at load."""

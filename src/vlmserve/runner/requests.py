@@ -10,6 +10,7 @@ import numpy as np
 
 from vlmserve.layer_specs import PADDING_SLOT
 from vlmserve.models.protocols import LanguageModel
+from vlmserve.runner.heads.choice import head_of
 from vlmserve.sampling.bad_words import BadWords
 from vlmserve.sampling.grammar import Allowed
 from vlmserve.sampling.guide import ComputeMask, Guide, Guides, MakeMatcher
@@ -17,8 +18,8 @@ from vlmserve.sampling.logits_processor import LogitsProcessor
 from vlmserve.sampling.ngrams import RepeatedNgrams
 from vlmserve.sampling.sampler import SamplingRow
 from vlmserve.sampling.thoughts import Thinking
-from vlmserve.steps import CachedRequest, NewRequest, SchedulerOutput, StateStep
-from vlmserve.types import ImagePlacement, bidirectional_spans
+from vlmserve.steps import CachedRequest, NewRequest, SchedulerOutput, StateStep, bidirectional_spans
+from vlmserve.types import ImagePlacement
 
 _NOTHING_BANNED: frozenset[int] = frozenset()
 _IMAGE = -1
@@ -51,6 +52,7 @@ class RequestState:
         "cross_key",
         "end_token_ids",
         "guide",
+        "head",
         "images",
         "is_plain_text",
         "logits_processor",
@@ -77,6 +79,8 @@ class RequestState:
         self.num_blocks = sum(map(len, self.block_tables))
         self.slot = PADDING_SLOT if request.state is None else request.state.slot
         self.params = request.params
+        self.head = head_of(request.task, request.num_prompt_tokens)
+        """Reads its states or logits in place of the sampler; None: its tokens are sampled."""
         self.seed = request.seed
         self.max_len = request.max_len
         self.end_token_ids = frozenset(request.end_token_ids)
@@ -228,7 +232,8 @@ class RequestState:
 class ScheduledRequest(msgspec.Struct, frozen=True, gc=False):
     """Tokens ``start <= i < start + num_tokens`` of a request, the last of which are drafts.
 
-    num_sampled: how many of the last of them may be followed by a sampled token: 0 in a chunk of a prompt but the last.
+    num_sampled: how many of the last of them have logits, after which a token may be sampled: 0 in a chunk of a prompt
+    but the last, and for heads that read none.
     pending: its only token is the one that the step before draws, which is not known here yet. state_step: None: its
     state goes on in its working slot.
     """
@@ -240,6 +245,10 @@ class ScheduledRequest(msgspec.Struct, frozen=True, gc=False):
     num_sampled: int
     pending: bool = False
     state_step: StateStep | None = None
+
+    @property
+    def end(self) -> int:
+        return self.start + self.num_tokens
 
 
 class RequestStates:
@@ -285,6 +294,8 @@ class RequestStates:
             drafts = step.draft_token_ids.get(request.request_id, _NO_DRAFTS)
             pending = start == len(state.token_ids)
             num_sampled = 1 if pending else max(0, start + num_tokens + 1 - len(state.token_ids))
+            if state.head is not None and not state.head.reads_logits:
+                num_sampled = 0
             scheduled = ScheduledRequest(state, start, num_tokens, drafts, num_sampled, pending, request.state)
             (decodes if num_tokens == 1 else others).append(scheduled)
         if self._has_adapters:

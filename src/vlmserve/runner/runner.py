@@ -18,6 +18,7 @@ from vlmserve.models.protocols import LoadedModel
 from vlmserve.runner.adapters import RunnerAdapters
 from vlmserve.runner.batch import Batch, BatchBuilder
 from vlmserve.runner.encoder import ImageEncoder
+from vlmserve.runner.heads.reading import head_rows, read_rows, write_results
 from vlmserve.runner.kv import KVTensors
 from vlmserve.runner.prompt_logprobs import score_prompts
 from vlmserve.runner.requests import RequestStates, ScheduledRequest
@@ -30,15 +31,19 @@ logger = logging.getLogger(__name__)
 
 
 class Run(NamedTuple):
-    """What a step has computed. hidden: final states, of all rows where a prompt is scored. later: what draws its
-    tokens without waiting for them, one for each of `sampled`. scalings: as in `ModelRunnerOutput`."""
+    """The tensors of a step."""
 
     batch: Batch
     hidden: Tensor
+    """Final states, of all rows where a prompt is scored."""
+    of_heads: Tensor | None
+    """Final states of the rows of `head_rows`; None without heads."""
     logits: Tensor
     later: DrawLater | None
+    """Draws tokens without waiting for them, one for each of `sampled`."""
     sampled: list[ScheduledRequest]
     scalings: dict[str, list[float]]
+    """See `ModelRunnerOutput`."""
 
 
 def _costliest(scheduled: list[ScheduledRequest]) -> ScheduledRequest:
@@ -59,14 +64,27 @@ def _fail(
     return [request for request in scheduled if request.state.request_id not in ended]
 
 
-def _wanted_rows(batch: Batch, scheduled: list[ScheduledRequest]) -> Tensor | None:
-    """The rows whose hidden states are needed; None: all, since all are sampled from, a prompt is scored, or the device
-    repeats such a step."""
+def _wanted_rows(batch: Batch, scheduled: list[ScheduledRequest], of_heads: Tensor | None) -> Tensor | None:
+    """The rows whose hidden states are needed: sampled rows, then the rows of heads.
+
+    None: all, since all are sampled from, a prompt is scored, or the device repeats such a step. With adapters only
+    sampled rows can be picked.
+    """
     decodes_only = batch.metadata.num_decodes == len(batch.metadata.query_lens)
     scored = any(request.state.num_scored is not None for request in scheduled)
-    if decodes_only or batch.is_repeatable or scored:
+    if decodes_only or batch.is_repeatable or scored or (of_heads is not None and batch.adapters is not None):
         return None
-    return batch.sampled_rows
+    return batch.sampled_rows if of_heads is None else torch.cat([batch.sampled_rows, of_heads])
+
+
+def _parted(
+    hidden: Tensor, batch: Batch, wanted: Tensor | None, of_heads: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """The hidden states of sampled rows, and of the rows of heads. wanted: which rows `hidden` has."""
+    if wanted is None:
+        return hidden[batch.sampled_rows], None if of_heads is None else hidden[of_heads]
+    count = len(batch.sampled_rows)
+    return (hidden, None) if of_heads is None else (hidden[:count], hidden[count:])
 
 
 class RunningStep:
@@ -180,6 +198,7 @@ class ModelRunner:
             return lambda: output
         output.scalings = run.scalings
         clock.mark()
+        results = read_rows(scheduled, run.of_heads, run.logits)
         tokens = self._sample(run, scheduled, output)
         output.prompt_logprobs = score_prompts(scheduled, run.hidden, self.model.language_model, self._adapters)
         clock.mark()
@@ -187,6 +206,7 @@ class ModelRunner:
         def finish() -> ModelRunnerOutput:
             if tokens is not None:
                 append_drawn(tokens(), run.sampled, output)
+            write_results(results, output)
             transfer, vision, build, model, sampling = clock.seconds()
             output.timings = RunTimings(transfer, build, vision, model, sampling, products)
             return output
@@ -232,17 +252,19 @@ class ModelRunner:
             if self._adapters is not None:
                 scalings = self._scalings(scheduled, batch.scaling_pass, sums)
                 self._adapters.use_for_batch(scheduled, batch, scalings)
-            wanted = _wanted_rows(batch, scheduled)
+            of_heads = head_rows(scheduled, device.torch_device)
+            wanted = _wanted_rows(batch, scheduled, of_heads)
             hidden = self.hidden_states(batch, wanted)
             if self._adapters is not None:
                 self._adapters.use_for_samples()
-            logits = self.logits_of(hidden[batch.sampled_rows] if wanted is None else hidden)
+            own, read = _parted(hidden, batch, wanted, of_heads)
+            logits = self.logits_of(own)
         except RuntimeError as error:
             if self.model.ranks is not None or not is_out_of_memory(error):
                 raise  # other ranks continue with the step that this rank has no memory for
             logger.warning("A step of %d tokens ran out of memory: %s", len(batch.token_ids), error)
             return None
-        return Run(batch, hidden, logits, later, sampled, sums)
+        return Run(batch, hidden, read, logits, later, sampled, sums)
 
     def _build(self, scheduled: list[ScheduledRequest], extra: list[np.ndarray]) -> Batch:
         if self._adapters is None:

@@ -66,7 +66,7 @@ class TokenSampler:
         first = 0
         rows: list[_Row] = []
         for request in batch:
-            if request.num_sampled:
+            if request.num_sampled and request.state.head is None:
                 rows.append(_Row(request.state, first, request.draft_token_ids))
             first += request.num_sampled
         deadline = time.monotonic() + PATIENCE
@@ -143,6 +143,7 @@ def can_draw_later(batch: Sequence[ScheduledRequest]) -> bool:
         and not request.draft_token_ids
         and not request.state.params.needs_host
         and request.state.forced is None
+        and request.state.head is None
         for request in batch
     )
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from vlmserve.scheduler.request import Request
 from vlmserve.scheduler.resources.resource import Resources
 from vlmserve.steps import CachedRequest, ModelRunnerOutput, NewRequest, SchedulerOutput
+from vlmserve.tasks import GENERATE
 
 
 def plan_ahead(
@@ -40,7 +41,9 @@ def forget_ended(requests: Mapping[str, Request], step: SchedulerOutput, output:
     if ended:
         step.cached_requests = [one for one in step.cached_requests if one.request_id not in ended]
         step.new_requests = [one for one in step.new_requests if one.request_id not in ended]
-        for results in (output.token_ids, output.logprobs, output.prompt_logprobs, output.failures, output.scalings):
+        for results in (
+            output.token_ids, output.logprobs, output.prompt_logprobs, output.failures, output.scalings, output.results
+        ):  # fmt: skip
             for request_id in ended:
                 results.pop(request_id, None)
         output.undone = [request_id for request_id in output.undone if request_id not in ended]
@@ -49,5 +52,7 @@ def forget_ended(requests: Mapping[str, Request], step: SchedulerOutput, output:
 def _can_continue_on_device(request: Request) -> bool:
     """Whether the device may compute the token after the next one before the host knows the next one."""
     if request.params.reads_tokens or request.params.needs_host:
+        return False
+    if request.task != GENERATE:
         return False
     return request.max_short_len is None and request.prompt_logprobs is None

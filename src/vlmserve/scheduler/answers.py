@@ -22,7 +22,8 @@ def extend_answer(request: Request, output: ModelRunnerOutput) -> EngineOutput:
         if len(request.token_ids) >= request.max_len:
             reason = "length"
             break
-    reason = output.finish_reasons.get(request_id, reason)
+    result = output.results.get(request_id)
+    reason = output.finish_reasons.get(request_id, reason if result is None else "stop")
     error, error_param = _error(request, output) if output.failures else (None, None)
     logprobs = output.logprobs.get(request_id)
     stop_logprobs = None
@@ -41,6 +42,7 @@ def extend_answer(request: Request, output: ModelRunnerOutput) -> EngineOutput:
         prompt_logprobs=prompt_logprobs,
         error_param=error_param,
         stop_logprobs=stop_logprobs,
+        result=result,
     )
 
 

@@ -9,14 +9,14 @@ import msgspec
 from vlmserve.cache.keys import block_key, cross_attention_root, cross_key, touched_images
 from vlmserve.scheduler.block_table import BlockTable, KeyChain
 from vlmserve.scheduler.state_slots import StateSlots
-from vlmserve.steps import BlockIds, CachedRequest, NewRequest
+from vlmserve.steps import BlockIds, CachedRequest, NewRequest, bidirectional_spans
+from vlmserve.tasks import Task
 from vlmserve.types import (
     Bidirectional,
     EngineRequest,
     ImageInput,
     ImageSpan,
     TokenLogprobs,
-    bidirectional_spans,
 )
 
 
@@ -40,8 +40,7 @@ class Request:
     seed: of its random numbers. max_len: the most tokens of prompt and answer together.
     max_short_len: with more tokens than that, all of it is computed with other RoPE frequencies; None: no limit.
     thoughts: see `Prompt`.
-    prompt_logprobs: those of the prompt's leading tokens, while they are asked for and not all output yet; until then
-    it reads no cached prefix.
+    prompt_logprobs: those of the prompt's leading tokens, while they are asked for and not all output yet.
     arrived, started, vision_started, answered: when it was added, first ran, had an image encoded and had its first
     token, on the clock of `time.perf_counter`, 0 before. arrived_at: when it was added, as Unix time. vision_seconds:
     how long steps encoded images that it needed.
@@ -80,6 +79,7 @@ class Request:
         "started",
         "state",
         "tables",
+        "task",
         "thoughts",
         "token_ids",
         "turn_end_ids",
@@ -108,6 +108,7 @@ class Request:
         if request.prompt.thoughts is None and self.params.thinking_token_budget is not None:
             # Without reasoning the budget has no effect; the device need not wait for the host because of it.
             self.params = msgspec.structs.replace(self.params, thinking_token_budget=None)
+        self.task: Task = request.task
         self.priority = request.priority
         self.client = request.client
         self.seed = seed
@@ -195,6 +196,7 @@ class Request:
             adapter=self.adapter,
             thoughts=self.thoughts,
             client=self.client,
+            task=self.task,
             state=None if self.state is None else self.state.message(self.num_computed + num_tokens),
         )
 

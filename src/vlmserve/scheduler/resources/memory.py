@@ -50,6 +50,14 @@ class Found(NamedTuple):
 _NOTHING = Found([], [], 0, 0)
 
 
+def num_reusable(request: Request) -> int:
+    """Most leading tokens of a request whose keys and values it may find cached: the states of all others are read."""
+    if request.prompt_logprobs is not None:
+        return 0
+    most, reads_from = len(request.token_ids) - 1, request.task.reads_from(request.num_prompt_tokens)
+    return most if reads_from is None else min(most, reads_from)
+
+
 class KVMemory(Resource):
     """Fills the block tables of requests: one for each column of the cache, in each pass."""
 
@@ -104,10 +112,10 @@ class KVMemory(Resource):
         return end == start or 2 * (end - start) * self._size < missing
 
     def _find(self, request: Request) -> Found:
-        if not self._prefix_caching or request.prompt_logprobs is not None:
+        if not self._prefix_caching or not num_reusable(request):
             chains = [Chain(()) for _ in request.chains]
             return Found(chains, [Hit() for _ in request.chains for _ in self._columns], 0, 0)
-        num_tokens, size = len(request.token_ids) - 1, self._size
+        num_tokens, size = num_reusable(request), self._size
         chains = [
             Chain(request.keys_of_full_blocks(keys, num_tokens // size, size), request.tail_key(keys, num_tokens, size))
             for keys in request.chains

@@ -9,7 +9,7 @@ from vlmserve.cache.prefix import Chain, PrefixCache
 from vlmserve.cache.states import StatePool
 from vlmserve.layer_specs import CHUNK, NO_SLOT
 from vlmserve.scheduler.request import Request
-from vlmserve.scheduler.resources.memory import Found, KVMemory, boundaries_of
+from vlmserve.scheduler.resources.memory import Found, KVMemory, boundaries_of, num_reusable
 from vlmserve.scheduler.resources.resource import Resource
 from vlmserve.scheduler.state_slots import StateSlots
 from vlmserve.steps import SchedulerOutput, StateCopy
@@ -59,7 +59,7 @@ class StateMemory(KVMemory):
 
     def _shares(self, request: Request) -> bool:
         """Return whether a request may read what others have computed."""
-        return self._prefix_caching and request.prompt_logprobs is None
+        return self._prefix_caching and num_reusable(request) > 0
 
     def _find(self, request: Request) -> Found:
         if not request.boundaries:
@@ -80,7 +80,7 @@ class StateMemory(KVMemory):
         for full in range(min(reach, len(chain.keys) - 1), -1, -1):
             for extra in self.states.extras(chain.keys[full]):
                 num_tokens = full * self._size + extra
-                is_shorter = 0 < num_tokens < len(request.token_ids)
+                is_shorter = 0 < num_tokens <= num_reusable(request)
                 if is_shorter and self.states.get(_prefix_key(request, num_tokens, self._size)) is not None:
                     yield num_tokens
 

@@ -1,0 +1,1 @@
+"""Results of tasks that generate no tokens."""

@@ -1,0 +1,19 @@
+"""The head of each task."""
+
+from __future__ import annotations
+
+from vlmserve.runner.heads.head import Head
+from vlmserve.runner.heads.pooling import EmbedHead
+from vlmserve.runner.heads.scores import ScoreHead
+from vlmserve.tasks import Embed, Generate, Score, Task
+
+
+def head_of(task: Task, num_tokens: int) -> Head | None:
+    """Make the head of a request; None: its tokens are sampled. num_tokens: of its prompt."""
+    match task:
+        case Generate():
+            return None
+        case Embed():
+            return EmbedHead(task, num_tokens)
+        case Score():
+            return ScoreHead(task, num_tokens)

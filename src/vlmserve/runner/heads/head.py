@@ -1,0 +1,37 @@
+"""Computes the result of a task from the final hidden states or the logits of one request."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+from torch import Tensor
+
+from vlmserve.tasks import Task
+
+
+class Head(ABC):
+    """Collects what a task reads while the chunks of a prompt are computed."""
+
+    reads_logits = False
+    """True if `take` gets the logits after the last token, instead of hidden states."""
+
+    def __init__(self, task: Task, num_tokens: int) -> None:
+        """num_tokens: of the prompt."""
+        self.num_tokens = num_tokens
+        self._next = task.reads_from(num_tokens) or 0
+
+    def places(self, start: int, end: int) -> range:
+        """Tokens ``start <= i < end`` whose states it reads. A token that is computed again is read once."""
+        return range(min(end, max(start, self._next)), end)
+
+    def take(self, rows: Tensor) -> None:
+        """Read the states of the next tokens, ``[tokens, hidden_size]``, or logits, ``[1, vocabulary]``."""
+        self._next += len(rows)
+        self._add(rows.float())
+
+    @abstractmethod
+    def _add(self, rows: Tensor) -> None: ...
+
+    @abstractmethod
+    def result(self) -> Tensor:
+        """Return the float32 values of `TaskResult`, once all of the prompt was taken."""

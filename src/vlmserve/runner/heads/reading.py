@@ -1,0 +1,73 @@
+"""The rows of a step that heads read, and the results of the requests whose prompt is computed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from vlmserve.kernels.transfers import to_device
+from vlmserve.runner.requests import ScheduledRequest
+from vlmserve.steps import ModelRunnerOutput, RequestFailure
+from vlmserve.tasks import TaskResult
+
+
+def head_rows(scheduled: Sequence[ScheduledRequest], device: torch.device) -> Tensor | None:
+    """int64, the rows of a batch whose hidden states are read, in the order of its requests; None without heads."""
+    if all(request.state.head is None for request in scheduled):
+        return None
+    rows: list[int] = []
+    first = 0
+    for request in scheduled:
+        rows += [first + place - request.start for place in _places(request)]
+        first += request.num_tokens
+    return to_device(torch.tensor(rows, dtype=torch.int64), device)
+
+
+def read_rows(scheduled: Sequence[ScheduledRequest], hidden: Tensor | None, logits: Tensor) -> list[tuple[str, Tensor]]:
+    """Give each head its rows of a step, before logits are sampled from. Return the results by request.
+
+    hidden: ``[rows of head_rows, hidden_size]``. logits: ``[rows, vocabulary]``, `num_sampled` of each request.
+    """
+    results: list[tuple[str, Tensor]] = []
+    if hidden is None:
+        return results
+    first = first_logits = 0
+    for request in scheduled:
+        head, count = request.state.head, len(_places(request))
+        if head is not None:
+            if head.reads_logits:
+                rows = logits[first_logits : first_logits + request.num_sampled]
+            else:
+                rows = hidden[first : first + count]
+            if len(rows):
+                head.take(rows)
+            if request.end == request.state.num_prompt_tokens:
+                results.append((request.state.request_id, head.result()))
+        first += count
+        first_logits += request.num_sampled
+
+    return results
+
+
+def write_results(results: Sequence[tuple[str, Tensor]], output: ModelRunnerOutput) -> None:
+    """Wait for the device, and output results."""
+    if not results:
+        return
+    host = torch.cat([values for _, values in results]).cpu()
+    sizes = [len(values) for _, values in results]
+    for (request_id, _), values in zip(results, torch.split(host, sizes), strict=True):
+        output.token_ids[request_id] = []
+        if (values < math.inf).all():
+            output.results[request_id] = TaskResult(values.numpy().astype("<f4").tobytes())
+        else:
+            output.failures[request_id] = RequestFailure("not_finite")
+
+
+def _places(request: ScheduledRequest) -> range:
+    head = request.state.head
+    if head is None or head.reads_logits:
+        return range(0)
+    return head.places(request.start, request.end)

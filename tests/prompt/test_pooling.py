@@ -1,0 +1,72 @@
+"""How vectors are made, by sentence-transformers' files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vlmserve.errors import InvalidRequestError, ModelLoadError
+from vlmserve.prompt.pooling import read_vectors
+from vlmserve.tasks import Embed
+
+
+def write(folder: Path, pooling: dict[str, Any], *others: str) -> Path:
+    modules = [{"path": "", "type": "sentence_transformers.models.Transformer"}]
+    modules.append({"path": "1_Pooling", "type": "sentence_transformers.models.Pooling"})
+    modules += [{"path": f"2_{name}", "type": f"sentence_transformers.models.{name}"} for name in others]
+    (folder / "1_Pooling").mkdir()
+    (folder / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
+    (folder / "modules.json").write_text(json.dumps(modules))
+    return folder
+
+
+OLDER = {"word_embedding_dimension": 8, "pooling_mode_cls_token": False, "pooling_mode_lasttoken": False}
+
+
+@pytest.mark.parametrize(
+    ("config", "others", "expected"),
+    [
+        ({**OLDER, "pooling_mode_lasttoken": True}, ["Normalize"], Embed("last", normalize=True)),
+        ({**OLDER, "pooling_mode_mean_tokens": True}, [], Embed("mean", normalize=False)),
+        ({"embedding_dimension": 8, "pooling_mode": "cls"}, ["Normalize"], Embed("cls", normalize=True)),
+    ],
+)
+def test_files_choose_pooling_and_normalization(tmp_path, config, others, expected):
+    vectors = read_vectors(write(tmp_path, config, *others))
+    assert vectors.is_declared
+    assert vectors.embed() == expected
+    assert vectors.embed(4, normalize=False) == Embed(expected.pooling, False, 4)
+
+
+def test_models_without_files_take_the_last_token(tmp_path):
+    vectors = read_vectors(tmp_path)
+    assert (vectors.is_declared, vectors.embed()) == (False, Embed("last", normalize=True))
+
+
+def test_a_setting_overrides_files(tmp_path):
+    write(tmp_path, {"pooling_mode": "max"})
+    assert read_vectors(tmp_path, "mean").embed() == Embed("mean", normalize=False)
+
+
+@pytest.mark.parametrize(
+    ("config", "others", "problem"),
+    [
+        ({"pooling_mode": "weightedmean"}, [], "the pooling mode weightedmean"),
+        ({"pooling_mode": ["cls", "mean"]}, [], r"the pooling mode cls\+mean"),
+        ({"pooling_mode": "mean"}, ["Dense"], "the module Dense"),
+    ],
+)
+def test_unsupported_vectors_are_explained(tmp_path, config, others, problem):
+    vectors = read_vectors(write(tmp_path, config, *others))
+    with pytest.raises(InvalidRequestError, match=f"{problem}, which is not supported; start with --pooling"):
+        vectors.embed()
+
+
+@pytest.mark.parametrize("text", ["{", "{}", "[1]"])
+def test_broken_module_lists_are_named(tmp_path, text):
+    (tmp_path / "modules.json").write_text(text)
+    with pytest.raises(ModelLoadError, match=r"modules\.json"):
+        read_vectors(tmp_path)

@@ -1,0 +1,88 @@
+"""`LLM.embed` and `AsyncLLM.embed`: vectors of texts, token ids, images and conversations, in order."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
+
+from tests.checkpoints import make_text_model
+from tests.mock_checkpoint import make_mock_checkpoint
+from vlmserve import LLM, AsyncLLM
+from vlmserve.errors import InvalidRequestError
+
+TEXTS = ["hello", "a red circle", "there is a small blue square on the left"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return make_mock_checkpoint(tmp_path_factory.mktemp("mock"))
+
+
+@pytest.fixture(scope="module")
+def mock_llm(folder) -> LLM:
+    return LLM(str(folder), engine="mock")
+
+
+def vectors(llm: LLM, prompts: object, **options) -> np.ndarray:
+    return np.stack([result.outputs.data for result in llm.embed(prompts, use_tqdm=False, **options)])
+
+
+def test_texts_have_the_vectors_of_transformers(tmp_path):
+    folder = make_text_model(tmp_path, Qwen3ForCausalLM, Qwen3Config)
+    llm = LLM(str(folder), dtype="float32", pooling="mean", max_num_batched_tokens=16)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    expected = []
+    for text in TEXTS:
+        with torch.inference_mode():
+            states = model.model(input_ids=tokenizer(text, return_tensors="pt").input_ids).last_hidden_state[0]
+        expected.append(torch.nn.functional.normalize(states.mean(0)[:6], dim=0).numpy())
+    np.testing.assert_allclose(vectors(llm, TEXTS, dimensions=6), np.stack(expected), atol=1e-4)
+
+
+def test_prompts_of_all_kinds_have_vectors(mock_llm):
+    image = Image.new("RGB", (40, 30), "red")
+    conversation = [{"role": "user", "content": [{"type": "image", "image": image}, {"type": "text", "text": "a"}]}]
+    token_ids = mock_llm.preparer.encode("hello")
+    found = vectors(mock_llm, ["hello", token_ids, {"prompt_token_ids": token_ids}, conversation])
+    assert (found[0] == found[1]).all()
+    assert (found[0] == found[2]).all()
+    assert not np.allclose(found[0], found[3])
+    assert (vectors(mock_llm, conversation)[0] == found[3]).all()
+    assert len(mock_llm.embed("hello", use_tqdm=False)[0].outputs.embedding) == 64
+
+
+def test_dimensions_keep_leading_elements(mock_llm):
+    whole, kept = vectors(mock_llm, "hello")[0], vectors(mock_llm, "hello", dimensions=8)[0]
+    np.testing.assert_allclose(kept, whole[:8] / np.linalg.norm(whole[:8]), atol=1e-6)
+    with pytest.raises(InvalidRequestError, match="dimensions must be from 1 to 64"):
+        mock_llm.embed("hello", dimensions=65)
+
+
+def test_long_prompts_are_truncated_where_asked(mock_llm):
+    [result] = mock_llm.embed("one two three four five", truncate_prompt_tokens=2, use_tqdm=False)
+    assert len(result.prompt_token_ids) == 2
+
+
+def test_wrong_prompts_are_named_before_any_runs(mock_llm):
+    with pytest.raises(InvalidRequestError, match=r"prompts\[1\]"):
+        mock_llm.embed(["a", {"text": "b"}], use_tqdm=False)
+    fine, wrong = mock_llm.embed(["a", {"text": "b"}], use_tqdm=False, on_error="return")
+    assert isinstance(wrong, InvalidRequestError)
+    assert fine.outputs.error is None
+
+
+def test_async_vectors_are_the_same(folder, mock_llm):
+    async def embed() -> list[np.ndarray]:
+        async with AsyncLLM(str(folder), engine="mock") as llm:
+            streamed = [result async for result in llm.embed(TEXTS, stream=True)]
+            return [result.outputs.data for result in [*await llm.embed(TEXTS), *streamed]]
+
+    found = asyncio.run(embed())
+    assert (np.stack(found) == vectors(mock_llm, TEXTS * 2)).all()
