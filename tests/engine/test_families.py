@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -16,6 +18,7 @@ from tests.engine.test_parity import (
     tight_cache,
 )
 from tests.models.test_families import FAMILIES, HYBRIDS, make
+from vlmserve.kernels.choice import VARIABLE
 from vlmserve.kernels.extension import supported_isas
 from vlmserve.types import Prompt
 
@@ -73,8 +76,17 @@ def check_bfloat16(oracle: Oracle, prompts: list[Prompt]) -> None:
     assert_no_further(ours, torch.stack(theirs), torch.stack(exact))
 
 
-def test_tokens_are_those_of_transformers(oracle: Oracle, prompts: list[Prompt], kernels: str) -> None:
-    check_tokens(oracle, prompts, kernels)
+@pytest.mark.usefixtures("native_kernels")
+def test_tokens_are_those_of_transformers(oracle: Oracle, prompts: list[Prompt]) -> None:
+    check_tokens(oracle, prompts, "native")
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gpt_bigcode", "phi3 with longrope, short", "qwen3.5", "lfm2"])
+def test_torchs_kernels_do_as_well(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """tests/models compares the logits of all families by torch's kernels."""
+    monkeypatch.setenv(VARIABLE, "torch")
+    oracle = text_oracle(make(tmp_path, name))
+    check_few(oracle, [oracle.prompt(seed, length) for seed, length in enumerate(LENGTHS[4:])])
 
 
 def test_bfloat16_is_within_its_own_rounding(oracle: Oracle, prompts: list[Prompt]) -> None:

@@ -162,12 +162,21 @@ def test_logits_are_those_of_transformers(oracle: Oracle, prompts: list[Prompt])
     torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-4)
 
 
-@with_kernels("native", "static")
 def test_preempted_requests_give_the_same(oracle: Oracle, prompts: list[Prompt], expected: list[list[int]]) -> None:
     tight = tight_cache(oracle, prompts, max_num_batched_tokens=100)
     assert generate(tight, prompts) == expected
     # Slots of states bound what runs, so that blocks suffice.
     assert tight.stats().preemptions > 0 or tight.runner.model.language_model.state_specs
+
+
+@with_kernels("static")
+def test_captured_steps_are_the_same_after_preemption(tmp_path: Path) -> None:
+    oracle = make_oracle(tmp_path, "qwen3_vl")
+    prompts = [oracle.prompt(seed, *parts) for seed, parts in enumerate(MIXED)]
+    tight = tight_cache(oracle, prompts, max_num_batched_tokens=100)
+    answers = generate(tight, prompts)
+    assert answers == [oracle.greedy(prompt, answer) for prompt, answer in zip(prompts, answers, strict=True)]
+    assert tight.stats().preemptions > 0
 
 
 def test_a_prefix_hit_may_end_inside_an_image(oracle: Oracle) -> None:

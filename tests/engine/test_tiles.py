@@ -53,7 +53,7 @@ from tests.engine.test_parity import NEW_TOKENS, assert_answers, engine_for, gen
 from tests.module_stubs import replaced_modules
 from tests.normalized import normalized
 from vlmserve import LLM, SamplingParams
-from vlmserve.kernels.extension import supported_isas
+from vlmserve.kernels.choice import VARIABLE
 from vlmserve.types import Prompt
 
 LARGE_TOWER = {"attention_bias": False, "use_qk_norm": True, "norm_type": "rms_norm"}
@@ -185,18 +185,25 @@ def test_what_users_write_of_tiles_is_text(oracle: Oracle) -> None:
     assert oracle.preparer.tokenizer.decode(between) == words
 
 
-def test_tokens_are_those_of_transformers(
-    oracle: Oracle, prompts: list[Prompt], expected: list[list[int]], kernels: str
-) -> None:
+@pytest.mark.usefixtures("native_kernels")
+def test_tokens_are_those_of_transformers(oracle: Oracle, prompts: list[Prompt], expected: list[list[int]]) -> None:
     assert len({tuple(answer) for answer in expected}) > 6, "answers that are alike would prove little"
-    if kernels == "torch" and supported_isas():
-        # What is scheduled does not depend on the kernels: in chunks, with what is cached of them.
-        engine = engine_for(oracle, block_size=4, max_num_batched_tokens=40)
-        assert generate(engine, prompts) == expected
-        assert generate(engine, prompts[::-1]) == expected[::-1]
-        return
     assert_answers(engine_for(oracle, block_size=4), prompts, expected)
     assert generate(engine_for(oracle, block_size=4, max_num_batched_tokens=9), prompts) == expected
+
+
+@pytest.mark.parametrize("name", ["LLaVA-NeXT over Mistral with a window", "Ministral 3"])
+def test_torchs_kernels_do_as_well(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is scheduled does not depend on the kernels; tests/models compares all towers by torch's."""
+    monkeypatch.setenv(VARIABLE, "torch")
+    folder = MAKERS[name](tmp_path)
+    oracle = open_oracle(folder, load_processor(folder))
+    prompts = [oracle.prompt(message) for message in CONVERSATIONS]
+    engine = engine_for(oracle, block_size=4, max_num_batched_tokens=40)
+    answers = generate(engine, prompts)
+    expected = [oracle.greedy(one, guess=answer) for one, answer in zip(CONVERSATIONS, answers, strict=True)]
+    assert answers == expected
+    assert generate(engine, prompts[::-1]) == expected[::-1]
 
 
 def test_an_encoder_cache_for_one_image_is_enough(

@@ -25,7 +25,7 @@ from tests.saved_models import save_model
 from vlmserve import LLM, SamplingParams
 from vlmserve.engine.messages import Add, decode_to_engine, encode
 from vlmserve.errors import InvalidImageError, UnsupportedModelError
-from vlmserve.kernels.extension import supported_isas
+from vlmserve.kernels.choice import VARIABLE
 from vlmserve.models.transformers_vision import TransformersVision
 from vlmserve.types import EngineRequest, FurtherInputs
 
@@ -273,14 +273,9 @@ def answers(llm: LLM, conversations: list[Any]) -> list[list[int]]:
 
 
 @pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
-def test_prompts_and_tokens_are_those_of_transformers(oracle: Oracle, kernels: str) -> None:
+@pytest.mark.usefixtures("native_kernels")
+def test_prompts_and_tokens_are_those_of_transformers(oracle: Oracle) -> None:
     conversations = [conversation(images) for images in oracle.images]
-    if kernels == "torch" and supported_isas():
-        # What is scheduled does not depend on the kernels: in chunks, with what is cached of them.
-        llm = oracle.llm(max_num_batched_tokens=30)
-        assert answers(llm, conversations) == oracle.answers
-        assert answers(llm, conversations[::-1]) == oracle.answers[::-1]
-        return
     llm = oracle.llm()
     alone = [llm.chat([one], GREEDY, use_tqdm=False)[0] for one in conversations]
     assert [result.prompt_token_ids for result in alone] == oracle.prompts
@@ -302,6 +297,17 @@ def test_prompts_and_tokens_are_those_of_transformers(oracle: Oracle, kernels: s
             break
     # Where layers have a short window, all requests may fit.
     assert preemptions > 0 or sizes.windows[-1] is not None
+
+
+@pytest.mark.parametrize("name", ["prompts that see ahead through windows", "grids", "images for several layers"])
+def test_torchs_kernels_do_as_well(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is scheduled does not depend on the kernels: in chunks, with what is cached of them."""
+    monkeypatch.setenv(VARIABLE, "torch")
+    oracle = Oracle.of(MODELS[name](tmp_path))
+    conversations = [conversation(images) for images in oracle.images]
+    llm = oracle.llm(max_num_batched_tokens=30)
+    assert answers(llm, conversations) == oracle.answers
+    assert answers(llm, conversations[::-1]) == oracle.answers[::-1]
 
 
 def test_an_unknown_family_runs_by_transformers(tmp_path: Path) -> None:

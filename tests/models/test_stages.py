@@ -20,6 +20,7 @@ from tests.checkpoints import (
     make_mistral3,
     make_qwen_vl,
 )
+from tests.engine.kinds import by_kernels
 from tests.models.test_decoder import load
 from tests.moondream import make_moondream
 from tests.ocr_checkpoints import make_glm_ocr, make_paddleocr
@@ -28,8 +29,6 @@ from vlmserve.layers.encoder_attention import EncoderAttention
 from vlmserve.layers.stages import StageBudget, Stages, T, by_rows
 from vlmserve.models.protocols import VisionEncoder
 from vlmserve.types import Tiling, TowerInputs
-
-pytestmark = pytest.mark.usefixtures("kernels")
 
 MAKERS: dict[str, Callable[[Path], object]] = {
     "llava": make_llava,
@@ -79,7 +78,11 @@ def made_in(stages: Stages[T], budget: StageBudget, products: float) -> tuple[T,
         made.append(budget.made - before)
 
 
-@pytest.mark.parametrize("name", MAKERS)
+OF_TORCH = ("llava next", "qwen2.5-vl", "qwen3-vl", "first qwen-vl", "blip", "moondream")
+"""Each kind of stages by torch's kernels, which divide attention in the same way in all towers."""
+
+
+@by_kernels("name", native=[*MAKERS], torch=OF_TORCH)
 @torch.inference_mode()
 def test_stages_give_the_same_embeddings(name: str, tmp_path: Path) -> None:
     MAKERS[name](tmp_path)

@@ -39,13 +39,13 @@ BODIES = {
 @pytest.fixture(scope="module")
 def server(folder, tmp_path_factory):
     history = {"storage_url": f"sqlite:///{tmp_path_factory.mktemp('history') / 'history.db'}"}
-    with LiveServer(folder, engine={"max_grammar_seconds": 1}, server=history) as running:
+    with LiveServer(folder, engine={"max_grammar_seconds": 0.5}, server=history) as running:
         yield running
 
 
 @pytest.fixture(scope="module")
 def llm(folder):
-    with LLM(str(folder), engine="mock", max_grammar_seconds=1) as loaded:
+    with LLM(str(folder), engine="mock", max_grammar_seconds=0.5) as loaded:
         yield loaded
 
 

@@ -20,10 +20,10 @@ import pytest
 
 from tests.server.live import QUESTION, wait_until
 
-CLIENTS = 1000
+CLIENTS = 400
 NEW_TOKENS = 20
-GROWTH_BYTES = 300e6
-"""Of the server's memory for a thousand streams at once: 0.3 MB each."""
+GROWTH_BYTES = CLIENTS * 300_000
+"""Of the server's memory for all streams at once."""
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +84,7 @@ def is_idle(url: str) -> bool:
     return not httpx.get(f"{url}/debug/cache").json()["requests"]
 
 
-async def test_a_thousand_streams_all_end_well(server) -> None:
+async def test_hundreds_of_streams_all_end_well(server) -> None:
     url, process = server
     texts = await asyncio.gather(*(stream(url, max_tokens=NEW_TOKENS, temperature=0) for _ in range(50)))
     before = process.memory_info().rss

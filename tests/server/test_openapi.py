@@ -12,7 +12,7 @@ import pytest
 
 from tests.server.live import QUESTION, LiveServer, wait_until
 
-CASES = int(os.environ.get("OPENAPI_CASES", "200"))
+CASES = int(os.environ.get("OPENAPI_CASES", "100"))
 """Of all operations together."""
 
 
