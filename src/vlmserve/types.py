@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Literal, NamedTuple
 
 import msgspec
 import numpy as np
@@ -22,6 +22,11 @@ from vlmserve.sampling_params import Grammar as Grammar
 from vlmserve.sampling_params import GrammarKind as GrammarKind
 from vlmserve.sampling_params import SamplingParams as SamplingParams
 from vlmserve.tasks import GENERATE, Task, TaskResult
+from vlmserve.tower_inputs import FurtherInputs as FurtherInputs
+from vlmserve.tower_inputs import NamedArray as NamedArray
+from vlmserve.tower_inputs import SquareGrids as SquareGrids
+from vlmserve.tower_inputs import Tiling as Tiling
+from vlmserve.tower_inputs import TowerInputs as TowerInputs
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 MediaKind = Literal["image", "video", "document"]
@@ -33,38 +38,6 @@ Pixels = npt.NDArray[np.uint8 | np.float32]
 KEY_BYTES = 32
 MAX_CACHE_SALT = 256
 """Characters of a cache salt."""
-
-
-class Tiling(msgspec.Struct, frozen=True, tag=True):
-    """How the tiles of an image lie, of which the first shows all of it.
-
-    rows, columns: of the others. height, width: how many rows and columns of their embeddings the image covers, in
-    the middle of them all; what is around it is padding.
-    """
-
-    rows: int
-    columns: int
-    height: int
-    width: int
-
-
-class NamedArray(msgspec.Struct, frozen=True):
-    """A small array, as a model's own code calls it. dtype: numpy's name. data: its bytes, row by row."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    data: bytes
-
-
-class FurtherInputs(msgspec.Struct, frozen=True, tag=True):
-    """What a tower takes beside pixels, where transformers' code runs it. num_embeddings: what it makes of them all."""
-
-    num_embeddings: int
-    arrays: tuple[NamedArray, ...]
-
-
-TowerInputs: TypeAlias = Tiling | FurtherInputs
 
 
 class ImageSize(msgspec.Struct, frozen=True):

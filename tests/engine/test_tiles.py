@@ -1,4 +1,4 @@
-"""LLaVA-NeXT, Idefics3, SmolVLM, InternVL, Pixtral and Ministral 3 against transformers, from the files of a
+"""LLaVA-NeXT, Idefics3, SmolVLM, InternVL, LFM2-VL, Pixtral and Ministral 3 against transformers, from the files of a
 checkpoint: the same token ids and pixels for conversations with images of any shape, and the same answers whatever else
 goes on."""
 
@@ -50,8 +50,11 @@ from tests.engine.image_parity import (
     user,
 )
 from tests.engine.test_parity import NEW_TOKENS, assert_answers, engine_for, generate, tight_cache
+from tests.lfm2_checkpoints import load_processor as load_lfm2_processor
+from tests.lfm2_checkpoints import make_lfm2_vl
 from tests.module_stubs import replaced_modules
 from tests.normalized import normalized
+from tests.square_images import squares_of
 from vlmserve import LLM, SamplingParams
 from vlmserve.kernels.choice import VARIABLE
 from vlmserve.types import Prompt
@@ -75,6 +78,7 @@ MAKERS: dict[str, Callable[[Path], Path]] = {
     "InternVL over Qwen3, with a tower of the other kind": lambda folder: make_internvl(
         folder, text_class=Qwen3Config, text={"head_dim": 8}, vision=LARGE_TOWER, tie_word_embeddings=True
     ),
+    "LFM2-VL": make_lfm2_vl,
     "Pixtral": lambda folder: make_pixtral(folder, published_names=True),
     "Ministral 3": lambda folder: make_mistral3(folder, published_names=True),
 }
@@ -110,6 +114,8 @@ def pixtral_processor() -> Any:
 
 def load_processor(folder: Path) -> Any:
     settings = json.loads((folder / "preprocessor_config.json").read_text())
+    if settings["image_processor_type"].startswith("Lfm2Vl"):
+        return load_lfm2_processor(folder)
     image_processor = IMAGE_PROCESSORS[settings.pop("image_processor_type")](**settings)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
     template = (folder / "chat_template.jinja").read_text()
@@ -158,6 +164,8 @@ def test_prompts_and_pixels_are_those_of_transformers(oracle: Oracle, prompts: l
             continue
         ours = [normalized(span.image) for span in prompt.images]
         pixels = theirs["pixel_values"].numpy()
+        if "spatial_shapes" in theirs:
+            pixels = squares_of(theirs, 8)
         # All images, padded to the largest, or all tiles, or one row of them a prompt, or one an image, padded to the
         # longest.
         if "image_sizes" in theirs and pixels.ndim == 4:
@@ -239,7 +247,9 @@ def test_a_prefix_may_end_anywhere_in_an_image(
         ends.add(engine.stats().prefix_cached_tokens - before)
         generate(engine, [Prompt([3 + number] * count)], max_tokens=2)
     inside = {end for end in ends if span.start < end < span.end}
-    assert len(inside) > 5 or engine.runner.model.language_model.cache_layout.windows[-1] is not None
+    model = engine.runner.model.language_model
+    # Layers with windows or states resume at fewer places.
+    assert len(inside) > 5 or model.cache_layout.windows[-1] is not None or model.state_specs
 
 
 def test_only_a_repeated_image_is_found(oracle: Oracle) -> None:
@@ -301,7 +311,8 @@ def test_an_image_of_low_detail_is_another_one(oracle: Oracle, monkeypatch: pyte
     expected_low = [greedy_of_low_detail(oracle, message, monkeypatch) for message in messages]
     expected_high = [oracle.greedy(message) for message in messages]
     assert expected_low != expected_high
-    assert all(len(own.token_ids) < len(other.token_ids) for own, other in zip(low, high, strict=True))
+    assert all(len(own.token_ids) <= len(other.token_ids) for own, other in zip(low, high, strict=True))
+    assert len(low[0].token_ids) < len(high[0].token_ids)
     engine = engine_for(oracle, block_size=4)
     assert generate(engine, [*low, *high]) == expected_low + expected_high
     assert engine.stats().images_encoded == 8, "no cache takes one for the other"

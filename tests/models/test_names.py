@@ -88,15 +88,17 @@ def test_memory_is_what_quantization_leaves(scheme: str) -> None:
     [
         ("glm-ocr:0.9b", "GLM-OCR", "model.language_model.layers.16."),
         ("paddleocr-vl:0.9b", "PaddleOCR-VL", "visual.vision_model.head."),
+        ("lfm2.5-vl:1.6b", "LFM2.5-VL-1.6B", "model.vision_tower.vision_model.head."),
     ],
 )
 def test_parameters_are_those_of_the_published_tensors(name: str, published: str, unused: str) -> None:
     sizes = {
         tensor: math.prod(shape) for tensor, shape in tensor_shapes(published).items() if not tensor.startswith(unused)
     }
-    kept = ("visual.", "mlp_AR.", "embed_tokens.")
-    outside = sum(size for tensor, size in sizes.items() if any(part in tensor for part in kept))
-    assert named(name)[2:] == (sum(sizes.values()), sizes["lm_head.weight"], outside)
+    head = "lm_head.weight" if "lm_head.weight" in sizes else "model.language_model.embed_tokens.weight"
+    kept = ("visual.", "mlp_AR.", "vision_tower.", "projector.", "embed_tokens.")
+    outside = sum(size for tensor, size in sizes.items() if tensor != head and any(part in tensor for part in kept))
+    assert named(name)[2:] == (sum(sizes.values()), sizes[head], outside)
 
 
 def test_names_are_unique_and_have_their_size() -> None:
@@ -110,7 +112,7 @@ def test_names_are_unique_and_have_their_size() -> None:
 
 FAMILIES = {
     "smolvlm2": "SmolVLM", "qwen3-vl": "Qwen3VL", "qwen2.5-vl": "Qwen2_5_VL", "qwen2-vl": "Qwen2VL", "gemma3": "Gemma3",
-    "qwen3.5": "Qwen3_5", "qwen3.6": "Qwen3_5", "qwen3.8": "Qwen3_5",
+    "lfm2-vl": "Lfm2Vl", "lfm2.5-vl": "Lfm2Vl", "qwen3.5": "Qwen3_5", "qwen3.6": "Qwen3_5", "qwen3.8": "Qwen3_5",
     "glm-ocr": "GlmOcr", "paddleocr-vl": "PaddleOCRVL", "llava-1.5": "Llava",
 }  # fmt: skip
 """Architectures of short names that take images, without `ForConditionalGeneration`."""

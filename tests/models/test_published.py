@@ -76,6 +76,15 @@ def rows(size: tuple[int, int]) -> Shown:
     return Shown((1, 3, 28 * size[1], 28 * size[0]), [*([*row, 12] * (size[1] - 1)), *row, 13])
 
 
+def squares(tiles: int, whole: tuple[int, int]) -> Shown:
+    """LFM2-VL's rows of tiles, four in each, and rows and columns of squares of the whole image."""
+    image, start, end = [396], 498, 499
+    count = whole[0] * whole[1]
+    ids = [part for tile in range(tiles) for part in (397 + tile // 4 * 10 + tile % 4, *image * 256)]
+    ids += [*([497] if tiles else []), *image * count]
+    return Shown((256 * tiles + count, 3, 32, 32), [start, *ids, end])
+
+
 FAMILIES = {
     "GLM-OCR": Family(
         image_id=59280,
@@ -101,6 +110,23 @@ FAMILIES = {
         show=tiles,
         written="<img><IMG_CONTEXT></img> <video>",
         ids={151665, 151666, 151667},
+    ),
+    "LFM2.5-VL-1.6B": Family(
+        image_id=396,
+        end_ids={7},
+        spec={"tied_embeddings": True, "max_position": 128000},
+        parts=(None, "What?"),
+        text=("<|startoftext|><|im_start|>user\n", "What?<|im_end|>\n<|im_start|>assistant\n"),
+        images={
+            (512, 512): (0, (16, 16)),
+            (640, 480): (0, (13, 18)),
+            (20, 40): (0, (12, 6)),
+            (2000, 1000): (8, (11, 22)),
+        },
+        show=lambda shown: squares(*shown),
+        black=-1.0,
+        written="<image><|image_start|><|img_row_1_col_1|> <|img_thumbnail|>",
+        ids={396, 397, 497, 498, 499},
     ),
     "Ministral-3-3B-Instruct-2512-BF16": Family(
         image_id=10,

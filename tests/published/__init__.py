@@ -12,6 +12,7 @@ The chat templates write of texts and images what the published ones write.
 | --- | --- |
 | GLM-OCR | zai-org/GLM-OCR |
 | InternVL3-1B-hf | OpenGVLab/InternVL3-1B-hf |
+| LFM2.5-VL-1.6B | LiquidAI/LFM2.5-VL-1.6B |
 | Ministral-3-3B-Instruct-2512-BF16 | mistralai/Ministral-3-3B-Instruct-2512-BF16 |
 | PaddleOCR-VL | PaddlePaddle/PaddleOCR-VL |
 | Qwen3-VL-2B-Instruct | Qwen/Qwen3-VL-2B-Instruct |

@@ -1,8 +1,8 @@
-"""LFM2 and LFM2.5: gated short convolutions in most layers, attention in the others."""
+"""LFM2 and LFM2.5: gated short convolutions in most layers, attention in the others. LFM2-VL adds images."""
 
 from __future__ import annotations
 
-from vlmserve.families.family import LanguageFamily, NamedModel
+from vlmserve.families.family import LanguageFamily, NamedModel, VisionFamily
 from vlmserve.families.llama import LLAMA
 from vlmserve.families.spec import ArchSpec, Config, HeadNormSpec, Names, NormSpec, require, usual_spec
 from vlmserve.layer_specs import ConvolutionSpec
@@ -80,6 +80,22 @@ FAMILIES = (
         short_names=(
             NamedModel("lfm2:1.2b", "LiquidAI/LFM2-1.2B", 1170340608, 134217728),
             NamedModel("lfm2.5:1.2b", "LiquidAI/LFM2.5-1.2B-Instruct", 1170340608, 134217728),
+        ),
+    ),
+    VisionFamily(
+        model_type="lfm2_vl",
+        architecture="Lfm2VlForConditionalGeneration",
+        text_type="lfm2",
+        tied=True,
+        tower="vlmserve.models.vision.squares:SquareVision",
+        image_processor="vlmserve.media.squares:SquareProcessor.from_files",
+        image_processor_types=("Lfm2Vl",),
+        image_token_id=396,
+        models="LFM2-VL and LFM2.5-VL 450M to 3B",
+        short_names=(
+            NamedModel("lfm2-vl:450m", "LiquidAI/LFM2-VL-450M", 450822656, 67108864, 96338688),
+            NamedModel("lfm2-vl:1.6b", "LiquidAI/LFM2-VL-1.6B", 1584804000, 134217728, 414463392),
+            NamedModel("lfm2.5-vl:1.6b", "LiquidAI/LFM2.5-VL-1.6B", 1584794784, 134217728, 414454176),
         ),
     ),
 )

@@ -146,11 +146,21 @@ class InternTower(nn.Module):
         return self.encoder["layers"].children()  # type: ignore[return-value]
 
 
-class InternProjector(Projector):
-    """`Projector` of normed rows."""
+class NormedProjector(Projector):
+    """`Projector` of normed rows. inner: as there."""
 
-    def __init__(self, in_size: int, size: int, act: str, *, dtype: torch.dtype, device: torch.device) -> None:
-        super().__init__(in_size, size, act, bias=True, dtype=dtype, device=device)
+    def __init__(
+        self,
+        in_size: int,
+        size: int,
+        act: str,
+        *,
+        bias: bool = True,
+        inner: int | None = None,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        super().__init__(in_size, size, act, bias=bias, dtype=dtype, device=device, inner=inner)
         self.layer_norm = LayerNorm(in_size, _PROJECTOR_EPS, dtype=dtype, device=device)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -184,7 +194,7 @@ class InternVision(StagedVision):
                 f"{config.get('downsample_ratio')}"
             )
         self.vision_tower = InternTower(spec, dtype=dtype, device=device)
-        self.multi_modal_projector = InternProjector(
+        self.multi_modal_projector = NormedProjector(
             shape.hidden_size * self._merge**2,
             hidden_size,
             config.get("projector_hidden_act", "gelu"),

@@ -1,0 +1,343 @@
+"""Images of any size as squares of pixels, one for each embedding. LFM2-VL reads small images whole, and large ones as
+tiles and an overview of another size.
+
+Grids and tokens equal transformers' `Lfm2VlImageProcessor`. Levels differ by at most 1, because it resizes with torch
+and this module with Pillow. Large JPEGs differ as in `media.processor`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
+from typing import Any, NamedTuple, Self
+
+import numpy as np
+from PIL import Image
+
+from vlmserve.errors import ModelLoadError, UnsupportedModelError
+from vlmserve.levels import Levels
+from vlmserve.media.budget import ImageBudget
+from vlmserve.media.image_files import ImageFiles
+from vlmserve.media.images import DecodedImage
+from vlmserve.media.processor import (
+    Normalization,
+    Placeholders,
+    RecipeProcessor,
+    View,
+    normalization,
+    to_rgb,
+    whole_view,
+)
+from vlmserve.types import Pixels, SquareGrids
+
+_ENDS = 2
+"""Tokens before and after an image."""
+_DEFAULTS: dict[str, Any] = {
+    "do_rescale": True,
+    "do_normalize": True,
+    "rescale_factor": 1 / 255,
+    "resample": Image.Resampling.BILINEAR,
+    "image_mean": 0.5,
+    "image_std": 0.5,
+    "encoder_patch_size": 16,
+    "downsample_factor": 2,
+    "tile_size": 512,
+    "do_image_splitting": True,
+    "min_tiles": 2,
+    "max_tiles": 10,
+    "use_thumbnail": True,
+    "min_image_tokens": 64,
+    "max_image_tokens": 256,
+    "max_pixels_tolerance": 2.0,
+}
+
+
+@dataclass(frozen=True)
+class SquareRecipe:
+    """Every setting that changes pixels."""
+
+    side: int
+    """Pixels along each side of a square."""
+    patch: int
+    """Pixels along each side of a patch."""
+    tile: int
+    """Squares along each side of a tile."""
+    least_tiles: int
+    most_tiles: int
+    """1: images are not cut."""
+    overview: bool
+    """The whole image follows its tiles."""
+    least: int
+    """Minimum squares of an image that is not cut, and of an overview."""
+    most: int
+    """Maximum squares of the same."""
+    tolerance: float
+    """An image is cut if it has more than this many times `most` squares."""
+    resample: int
+    rescale: float | None
+    mean: tuple[float, ...] | None
+    std: tuple[float, ...] | None
+    strict: bool = False
+    """`most` holds where `least` would lead to more, which transformers lets happen."""
+
+    @property
+    def tile_pixels(self) -> int:
+        return (self.tile * self.side) ** 2
+
+    @property
+    def most_pixels(self) -> int:
+        """Maximum area of an image."""
+        return max(self.most * self.side**2, self.most_tiles * self.tile_pixels if self.most_tiles > 1 else 0)
+
+
+class SquarePlan(NamedTuple):
+    """Parts of one image."""
+
+    rows: int
+    """Rows of tiles. 0: the image is not cut."""
+    columns: int
+    whole: tuple[int, int] | None
+    """Rows and columns of squares of the whole image. None: there are only tiles."""
+
+
+class SquareProcessor(RecipeProcessor[SquareRecipe]):
+    """Preprocesses images for one LFM2-VL checkpoint; see `media.processor.FixedSizeProcessor`.
+
+    Raises UnsupportedModelError for settings that are not implemented, ModelLoadError for files that contradict each
+    other.
+    """
+
+    version = "squares v1"
+
+    def __init__(
+        self, config: dict[str, Any], settings: dict[str, Any], words: SquareWords, *, exact_pixels: bool = False
+    ) -> None:
+        """config: of config.json. settings: of preprocessor_config.json, or the image processor's section."""
+        self._follow(_recipe(config, settings), exact_pixels=exact_pixels)
+        self._words = words
+        self.levels = Levels(self._recipe.rescale, self._recipe.mean, self._recipe.std)
+        self._written = lru_cache(256)(words.tokens)
+
+    @classmethod
+    def from_files(cls, files: ImageFiles) -> Self:
+        if not files.processor_config.get("use_image_special_tokens", True):
+            raise UnsupportedModelError(
+                "processor_config.json: use_image_special_tokens is false, which is not supported; remove it"
+            )
+        return cls(files.config, files.settings, SquareWords.of(files), exact_pixels=files.exact_pixels)
+
+    def within(self, budget: ImageBudget) -> Self:
+        """The same for images of fewer tiles, or smaller ones. Raises InvalidRequestError for a budget that excludes a
+        single square, or asks for more than there is."""
+        recipe = self._recipe
+        square = recipe.side**2
+        budget = budget.settled(square, recipe.most_pixels)
+        budget.check_least(square, 1 + _ENDS)
+        bounds = budget.max_pixels and budget.max_pixels // square, budget.max_tokens and budget.max_tokens - _ENDS
+        most = min([recipe.most, *(bound for bound in bounds if bound is not None)])
+        counts = range(2, recipe.most_tiles + 1)
+        most_tiles = max((count for count in counts if self._fits(count, most, budget)), default=1)
+        cut = most_tiles >= recipe.least_tiles > 1
+        budget.check_most(replace(recipe, most=most, most_tiles=most_tiles if cut else 1).most_pixels)
+        wanted = budget.min_pixels or 0
+        recipe = replace(recipe, most=most, strict=recipe.strict or most < recipe.most or bool(wanted))
+        if wanted > most * square:
+            least_tiles = max(recipe.least_tiles, math.ceil(wanted / recipe.tile_pixels))
+            return self._following(replace(recipe, least_tiles=least_tiles, most_tiles=most_tiles, tolerance=0.0))
+        if not cut or budget.low_detail:
+            recipe = replace(recipe, least_tiles=1, most_tiles=1)
+        else:
+            recipe = replace(recipe, most_tiles=most_tiles)
+        return self._following(replace(recipe, least=math.ceil(wanted / square) or min(recipe.least, most)))
+
+    def _fits(self, tiles: int, most: int, budget: ImageBudget) -> bool:
+        """Return whether the budget allows images of that many tiles. most: squares of the overview."""
+        recipe = self._recipe
+        written = max(len(self._written(*grid, recipe.overview)) for grid in ((1, tiles), (tiles, 1)))
+        words = written - tiles - recipe.overview
+        tokens = tiles * recipe.tile**2 + recipe.overview * most + words
+        return budget.allows(tiles * recipe.tile_pixels, tokens)
+
+    def reduction(self, size: tuple[int, int]) -> float:
+        """How many pixels of an image of that width and height become one, along the axis where it is fewer; 1.0 if
+        every pixel is to be decoded."""
+        if self._exact_pixels:
+            return 1.0
+        return min(own / new for own, new in zip(size, self._largest(self._plan(size)), strict=True))
+
+    def process(self, decoded: DecodedImage) -> Pixels:
+        """uint8 ``[squares, 3, side, side]`` of an image of any size and mode. The squares of a part lie row by row,
+        and the parts are tiles row by row, then the whole image."""
+        plan, recipe = self._plan(decoded.size), self._recipe
+        image, parts = to_rgb(decoded.image), []
+        if plan.rows:
+            size = self._largest(plan)
+            levels = np.asarray(image.resize(size, recipe.resample, decoded.box))
+            tiles = levels.reshape(plan.rows, recipe.tile * recipe.side, plan.columns, recipe.tile * recipe.side, 3)
+            parts += [
+                self._squares(tiles[row, :, column]) for row in range(plan.rows) for column in range(plan.columns)
+            ]
+        if plan.whole is not None:
+            rows, columns = plan.whole
+            size = columns * recipe.side, rows * recipe.side
+            parts.append(self._squares(np.asarray(image.resize(size, recipe.resample, decoded.box))))
+        return np.concatenate(parts)
+
+    def _squares(self, levels: Pixels) -> Pixels:
+        """``[height, width, 3]`` to ``[squares, 3, side, side]``."""
+        side, (height, width, _) = self._recipe.side, levels.shape
+        squares = levels.reshape(height // side, side, width // side, side, 3).transpose(0, 2, 4, 1, 3)
+        return squares.reshape(-1, 3, side, side)
+
+    def placeholders(self, pixels: Pixels, size: tuple[int, int]) -> Placeholders:
+        """Tokens for each square, the words between parts, and the grids of the parts."""
+        plan, tile = self._plan(size), self._recipe.tile
+        whole = () if plan.whole is None else (plan.whole,)
+        grids = (*((tile, tile) for _ in range(plan.rows * plan.columns)), *whole)
+        place, text, parts = 0, [], iter(grids)
+        for token_id in self._written(plan.rows, plan.columns, plan.whole is not None):
+            if token_id == self._words.image_token_id:
+                place += math.prod(next(parts))
+            else:
+                text.append((place, token_id))
+                place += 1
+        return Placeholders(place, tiling=SquareGrids(grids), text=tuple(text))
+
+    def view(self, size: tuple[int, int], pixels: Pixels, placeholders: Placeholders) -> View:
+        """The whole image in the size of its tiles together."""
+        return whole_view(size, *self._largest(self._plan(size)))
+
+    def _largest(self, plan: SquarePlan) -> tuple[int, int]:
+        """Width and height in pixels of all tiles together, or of an image that is not cut."""
+        side, tile = self._recipe.side, self._recipe.tile
+        rows, columns = plan.whole or (0, 0)
+        if plan.rows:
+            rows, columns = plan.rows * tile, plan.columns * tile
+        return columns * side, rows * side
+
+    def _plan(self, size: tuple[int, int]) -> SquarePlan:
+        recipe = self._recipe
+        width, height = size
+        squares = math.prod(round(edge / recipe.side) or recipe.patch / recipe.side for edge in size)
+        if recipe.most_tiles == 1 or squares <= recipe.most * recipe.tolerance:
+            return SquarePlan(0, 0, self._whole(width, height))
+        columns, rows = self._grid(width, height)
+        return SquarePlan(rows, columns, self._whole(width, height) if recipe.overview else None)
+
+    def _whole(self, width: int, height: int) -> tuple[int, int]:
+        """Rows and columns of squares of an image of that width and height, which keep its shape."""
+        recipe, side = self._recipe, self._recipe.side
+        rows, columns = (max(1, round(edge / side)) for edge in (height, width))
+        if rows * columns > recipe.most:
+            shrink = math.sqrt(height * width / (recipe.most * side**2))
+            rows, columns = (max(1, math.floor(edge / shrink / side)) for edge in (height, width))
+        elif rows * columns < recipe.least:
+            grow = math.sqrt(recipe.least * side**2 / (height * width))
+            rows, columns = (math.ceil(edge * grow / side) for edge in (height, width))
+        while recipe.strict and rows * columns > recipe.most and rows * columns > 1:
+            # The longer side loses a square, which changes the shape least.
+            if rows > columns:
+                rows -= 1
+            else:
+                columns -= 1
+        return rows, columns
+
+    def _grid(self, width: int, height: int) -> tuple[int, int]:
+        """Columns and rows of tiles: those whose shape is nearest to the image's. If several are equally near, the last
+        one whose area is less than twice the image's."""
+        aspect, area = width / height, width * height
+        best, least = (1, 1), math.inf
+        for columns, rows in _grids(self._recipe.least_tiles, self._recipe.most_tiles):
+            distance = abs(aspect - columns / rows)
+            enough = area > 0.5 * columns * rows * self._recipe.tile_pixels
+            if distance < least or (distance == least and enough):
+                best, least = (columns, rows), distance
+        return best
+
+
+@lru_cache(64)
+def _grids(least: int, most: int) -> list[tuple[int, int]]:
+    """Columns and rows of that many tiles, the smallest first. Python's order of a set decides between equal areas, as
+    in transformers."""
+    pairs = {
+        (columns, rows)
+        for count in range(least, most + 1)
+        for columns in range(1, count + 1)
+        for rows in range(1, count + 1)
+        if least <= columns * rows <= most
+    }
+    return sorted(pairs, key=math.prod)
+
+
+@dataclass(frozen=True)
+class SquareWords:
+    """How a checkpoint writes the parts of an image."""
+
+    encode: Callable[[str], Sequence[int]]
+    image_token: str
+    """The placeholder."""
+    image_token_id: int
+    start: str
+    end: str
+    overview: str
+    """The token before the whole image if tiles precede it."""
+
+    @classmethod
+    def of(cls, files: ImageFiles) -> Self:
+        """Raises ModelLoadError for a tokenizer without the tokens around an image."""
+        tokenizer, usual = files.tokenizer, ("<|image_start|>", "<|image_end|>", "<|img_thumbnail|>")
+        assert tokenizer.image_token is not None
+        assert tokenizer.image_token_id is not None
+        names = ("image_start_token", "image_end_token", "image_thumbnail_token")
+        for name, token in zip(names[:_ENDS], usual, strict=False):
+            files.token_id(name, token)
+        start, end, overview = (tokenizer.special_tokens.get(*pair) for pair in zip(names, usual, strict=True))
+        encode = partial(tokenizer.encode, add_special_tokens=False)
+        return cls(encode, tokenizer.image_token, tokenizer.image_token_id, start, end, overview)
+
+    def tokens(self, rows: int, columns: int, whole: bool) -> Sequence[int]:
+        """Token ids of an image of that many tiles, with one placeholder for each part."""
+        parts = [
+            f"<|img_row_{row + 1}_col_{column + 1}|>{self.image_token}"
+            for row in range(rows)
+            for column in range(columns)
+        ]
+        if whole:
+            parts.append(f"{self.overview if rows else ''}{self.image_token}")
+        return self.encode(f"{self.start}{''.join(parts)}{self.end}")
+
+
+def _recipe(config: dict[str, Any], settings: dict[str, Any]) -> SquareRecipe:
+    values = {**_DEFAULTS, **{key: value for key, value in settings.items() if value is not None}}
+    patch, merge = int(values["encoder_patch_size"]), int(values["downsample_factor"])
+    model = (config.get("vision_config") or {}).get("patch_size", 16), config.get("downsample_factor", 2)
+    if (patch, merge) != model:
+        raise ModelLoadError(
+            f"the image processor merges {merge} x {merge} patches of {patch} pixels, the model of config.json "
+            f"{model[1]} x {model[1]} of {model[0]}; correct encoder_patch_size and downsample_factor"
+        )
+    tile, side = int(values["tile_size"]), patch * merge
+    least, most = int(values["min_tiles"]), int(values["max_tiles"])
+    if not values["do_image_splitting"] or least == most == 1:
+        least = most = 1
+    elif tile % side or not 1 < least <= most:
+        raise UnsupportedModelError(
+            f"the image processor's {least} to {most} tiles of {tile} pixels are not supported; it takes at least 2 "
+            f"tiles of a multiple of {side} pixels"
+        )
+    levels: Normalization = normalization(values)
+    return SquareRecipe(
+        side=side,
+        patch=patch,
+        tile=max(1, tile // side),
+        least_tiles=least,
+        most_tiles=most,
+        overview=bool(values["use_thumbnail"]),
+        least=int(values["min_image_tokens"]),
+        most=int(values["max_image_tokens"]),
+        tolerance=float(values["max_pixels_tolerance"]),
+        resample=int(values["resample"]),
+        **levels,
+    )
