@@ -1,6 +1,6 @@
 """Which tests `make check` leaves out.
 
-The fast lane is for while one works: it takes about two minutes on two cores. Left out are whole files: those that
+The fast lane is for while one works: it takes about 90 seconds on two cores. Left out are whole files: those that
 start servers and browsers again and again, and those that compare many whole models with transformers. `make test` runs
 all.
 """
@@ -10,31 +10,34 @@ from __future__ import annotations
 from pathlib import Path
 
 _SLOW = {
-    ".": "async_llm bench confidence cores examples gguf imports",
-    "adapters": "serving xlora xlora_checkpoint xlora_pool",
+    ".": "async_llm bench confidence cores examples folders gguf imports llm llm_threads mmproj second_tries",
+    "adapters": "captured merge parity serving xlora xlora_checkpoint xlora_pool",
     "batch": "run",
-    "benchmarks": "gpu soak",
-    "calibration": "cache quality run",
+    "benchmarks": "context gpu gpu_static image_reuse mutations sizes soak",
+    "calibration": "blip cache prompts quality run",
     "clients": "coding_agents",
     "devices": "cpu",
-    "engine": """beams blip captures drafts families gemma3 image_budget moondream ocr original_families parity process
-        quantized_cache quantized_images qwen_chat qwen_vl ranks sampling stress structured thoughts tiles
-        transformers_backend transformers_images""",
-    "frontend": "beams client xml_tools",
-    "kernels": "attention_backends cpu_attention cpu_program other_processors",
-    "kernels/triton": "attention compiled emulated layers products sampling",
+    "engine": """beams blip captures contract drafts families gemma3 image_budget moondream ocr original_families
+        overlap parity process quantized_cache quantized_images qwen_chat qwen_vl ranks sampling
+        slow_grammars states stress structured thoughts tiles transformers_backend
+        transformers_images""",
+    "frontend": "beams client processors tools xml_tools",
+    "kernels": "attention_backends cpu_attention cpu_program other_processors quantized_cache",
+    "kernels/triton": "attention compiled emulated layers products sampling tiles towers",
     "loadtest": "command perform",
-    "media": "decoding heif pdf processor",
-    "models": "blip broken_checkpoints families gguf llava published published_quantization stages tiles",
-    "pixie": "skills",
-    "prompt": "template_limits",
-    "sampling": "sampler",
-    "scaleout": "absence engines faults gateway handover limits ray simulated",
-    "server": """adapters attacks bad_input batch_faults batches caching conversations crash debug documents files
-        fuzz guard hostile_files limits live load media_attacks messages messages_tools metrics openapi ranks reasoning
-        response_tools responses run sampling structured supervision tools tracing""",
+    "media": "decoding fork_server heif pdf processor tiles",
+    "models": """bitsandbytes blip broken_checkpoints decoder estimate families footprint gguf internvl llava ocr
+        original_families pixtral published published_quantization quantized stages tiles weights""",
+    "pixie": "model skills",
+    "prompt": "detokenize template_limits text_time tokenizer",
+    "sampling": "closing dialects grammar sampler",
+    "scaleout": "absence engines faults gateway handover index limits ray router simulated",
+    "server": """adapters attacks bad_input batch_faults batches caching chat conversations crash debug documents
+        files fuzz guard hostile_files hostile_grammars hostile_templates limits live load
+        media_attacks messages messages_tools metrics openapi ranks reasoning response_tools
+        responses run sampling structured supervision tools tracing""",
     "storage": "store",
-    "training/pixie": "train",
+    "training/pixie": "adapters train",
     "web": "accessibility batches_view chat live_view thoughts",
 }
 """Names of files without ``test_`` and ``.py``, by their folder."""
@@ -45,14 +48,13 @@ SLOW = frozenset(
 """The files, as paths within ``tests``."""
 
 LONGEST = """
-    kernels/triton/test_emulated.py kernels/test_other_processors.py kernels/triton/test_compiled.py
-    scaleout/test_ray.py scaleout/test_faults.py
-    models/test_gguf.py kernels/triton/test_layers.py server/test_ranks.py server/test_openapi.py
-    kernels/triton/test_attention.py media/test_heif.py models/test_published_quantization.py
-    server/test_hostile_files.py server/test_attacks.py pixie/test_skills.py server/test_load.py
-    prompt/test_template_limits.py models/test_stages.py models/test_llava.py engine/test_parity.py
+    kernels/test_other_processors.py kernels/triton/test_emulated.py scaleout/test_ray.py web/test_chat.py
+    server/test_ranks.py test_gguf.py engine/test_tiles.py server/test_run.py engine/test_stress.py
+    calibration/test_run.py kernels/triton/test_attention.py engine/test_ranks.py engine/test_structured.py
+    server/test_supervision.py server/test_attacks.py scaleout/test_faults.py models/test_gguf.py
+    server/test_hostile_files.py server/test_hostile_grammars.py server/test_batch_faults.py
 """.split()
 """The longest files, with the longest one first: workers begin with them, so that none has one left at the end."""
 
-MOST_SECONDS = 8
+MOST_SECONDS = 5
 """A file that takes longer, with the whole machine for it, belongs to `SLOW`."""
