@@ -40,6 +40,14 @@ from vlmserve.server.routes.completions import completions
 from vlmserve.server.routes.history import HISTORY_OPERATIONS
 from vlmserve.server.routes.messages import count_tokens, messages
 from vlmserve.server.routes.models import list_models, show_model
+from vlmserve.server.routes.ollama import (
+    ollama_chat,
+    ollama_generate,
+    ollama_ps,
+    ollama_show,
+    ollama_tags,
+    ollama_version,
+)
 from vlmserve.server.routes.tokens import detokenize, show_tokenizer, tokenize
 from vlmserve.server.schema.cards import ModelCard, ModelList
 from vlmserve.server.schema.chat import ChatCompletion, ChatRequest
@@ -47,6 +55,15 @@ from vlmserve.server.schema.completions import Completion, CompletionRequest
 from vlmserve.server.schema.errors import MessagesErrorAnswer
 from vlmserve.server.schema.messages import CountRequest, MessageAnswer, MessagesRequest, TokenCount
 from vlmserve.server.schema.models import Health, LoadAdapterRequest, UnloadAdapterRequest
+from vlmserve.server.schema.ollama import (
+    LocalModels,
+    OllamaAnswer,
+    OllamaChatRequest,
+    OllamaError,
+    OllamaGenerateRequest,
+    ShownModel,
+    ShowRequest,
+)
 from vlmserve.server.schema.tokens import Detokenized, DetokenizeRequest, Tokenized, TokenizeRequest
 from vlmserve.server.service import Phase, Service
 from vlmserve.server.streams import note_failure
@@ -74,6 +91,7 @@ def operations(config: ServerConfig) -> list[Operation]:
         Operation("GET", "/v1/models/{name:path}", show_model, answer=ModelCard),
         Operation("POST", "/v1/load_lora_adapter", load_adapter, LoadAdapterRequest, answer="text/plain"),
         Operation("POST", "/v1/unload_lora_adapter", unload_adapter, UnloadAdapterRequest, answer="text/plain"),
+        *_ollama_operations(),
         Operation("GET", "/health", health, answer=Health, errors=Health),
         Operation("GET", "/ping", ping, answer=Health, errors=Health),
         Operation("GET", "/ready", ready, answer=Health, errors=Health),
@@ -81,6 +99,22 @@ def operations(config: ServerConfig) -> list[Operation]:
         Operation("GET", "/metrics", show_metrics, answer="text/plain"),
         Operation("GET", "/live", show_live, answer=LiveStats),
         *([caches] if config.enable_debug else []),
+    ]  # fmt: skip
+
+
+def _ollama_operations() -> list[Operation]:
+    return [
+        Operation(
+            "POST", "/api/chat", ollama_chat, OllamaChatRequest, answer=OllamaAnswer, streams=True, errors=OllamaError
+        ),
+        Operation(
+            "POST", "/api/generate", ollama_generate, OllamaGenerateRequest, answer=OllamaAnswer, streams=True,
+            errors=OllamaError,
+        ),
+        Operation("GET", "/api/tags", ollama_tags, answer=LocalModels, errors=OllamaError),
+        Operation("GET", "/api/ps", ollama_ps, answer=LocalModels, errors=OllamaError),
+        Operation("POST", "/api/show", ollama_show, ShowRequest, answer=ShownModel, errors=OllamaError),
+        Operation("GET", "/api/version", ollama_version, answer=dict[str, str], errors=OllamaError),
     ]  # fmt: skip
 
 

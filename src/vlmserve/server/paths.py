@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -17,14 +17,6 @@ _SIMILARITY = 0.85
 _API = "/v1"
 OLLAMA = "/api/"
 """Beginning of the paths of Ollama's API."""
-_INSTEAD_OF_OLLAMA: Mapping[str, str] = {
-    "chat": "/v1/chat/completions",
-    "generate": "/v1/completions",
-    "tags": "/v1/models",
-    "ps": "/v1/models",
-    "show": "/v1/models/{name}",
-    "version": "/version",
-}
 
 
 class OnePath:
@@ -53,8 +45,9 @@ def not_found_message(path: str, routes: Sequence[BaseRoute]) -> str:
     """Says that nothing is at a path, and what the client probably wanted."""
     shown = path if len(path) <= _SHOWN else f"{path[:_SHOWN]}…"
     if path.startswith(OLLAMA):
-        instead = _INSTEAD_OF_OLLAMA.get(path.removeprefix(OLLAMA), _API)
-        return f"There is no {shown} here: Ollama's API is not supported; use OpenAI's at {instead}"
+        there = [route.path for route in routes if isinstance(route, Route) and route.path.startswith(OLLAMA)]
+        have = f"has {', '.join(there)}" if there else "does not have Ollama's API"
+        return f"There is no {shown} here: this server {have}; OpenAI's API is at {_API}"
     known = [route for route in routes if isinstance(route, Route)]
     if (prefixed := _with_right_prefix(path, known)) is not None:
         return f"There is no {shown} here; use {prefixed}"

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from vlmserve.server.front import Front
 
 EVENTS = "text/event-stream"
+LINES = "application/x-ndjson"
+"""Streams of JSON lines, as Ollama has them."""
 _HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 """The second one tells nginx to pass on every event at once."""
 _COMMENT = b": ping\n\n"
@@ -55,10 +57,12 @@ class EventStream(Response):
     The stream sends a comment or, in Anthropic's API, a ping after `interval` seconds without an event (0: never).
     """
 
-    media_type = EVENTS
-
     def __init__(
-        self, events: AsyncGenerator[bytes, None], resources: contextlib.ExitStack, interval: float = 0
+        self,
+        events: AsyncGenerator[bytes, None],
+        resources: contextlib.ExitStack,
+        interval: float = 0,
+        media_type: str = EVENTS,
     ) -> None:
         self._events = events
         self._resources = resources
@@ -67,7 +71,7 @@ class EventStream(Response):
         """When the latest event was sent."""
         self._lock = asyncio.Lock()
         """Held while something is sent."""
-        super().__init__(None, headers=_HEADERS)
+        super().__init__(None, headers=_HEADERS, media_type=media_type)
         del self.headers["content-length"]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

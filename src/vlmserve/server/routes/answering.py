@@ -30,7 +30,7 @@ from vlmserve.server.routes.reading import read_parsed
 from vlmserve.server.schema.sampling import SamplingRequest
 from vlmserve.server.service import Service
 from vlmserve.server.spans import record_generation, record_preparation, trace_of
-from vlmserve.server.streams import EventStream, begin_in_time
+from vlmserve.server.streams import EVENTS, EventStream, begin_in_time
 from vlmserve.server.waiting import limit_preparation, limit_wait
 
 if TYPE_CHECKING:
@@ -57,10 +57,20 @@ class Dialect(ABC, Generic[Body]):
     """Of the body, where the prompt comes from."""
     streams: bool = False
     """Whether the request wants a stream, once its body is read."""
+    media_type: str = EVENTS
+    """Content type of a stream."""
+
+    async def read(self, request: Request, share: BodyShare) -> Body:
+        """The body of a request. Raises VLMServeError."""
+        return await read_parsed(request, self.kind, share)
 
     @abstractmethod
     def num_answers(self, body: Body) -> int:
         """How many answers a request wants in all."""
+
+    def ready(self) -> object | None:
+        """The response to a request that only asks to load the model; None for all others."""
+        return None
 
     @abstractmethod
     async def ask(self, service: Service, body: Body) -> GenerationRequest:
@@ -87,8 +97,13 @@ async def answer(request: Request, dialect: Dialect[Body]) -> Response:
     """Answer a request. Errors before the first byte are HTTP statuses; later ones are the stream's last event."""
     service: Service = request.app.state.service
     # A gateway sends the first byte itself: until a token comes, another worker may answer.
-    interval = service.config.stream_ping_interval if hop_of(request.scope) is None else 0
+    interval = _ping_interval(service, dialect) if hop_of(request.scope) is None else 0
     return await begin_in_time(request, _answer(request, dialect), lambda: dialect.streams, interval)
+
+
+def _ping_interval(service: Service, dialect: Dialect[Body]) -> float:
+    """Seconds of silence before a ping; 0 for streams that have no comments."""
+    return service.config.stream_ping_interval if dialect.media_type == EVENTS else 0
 
 
 async def _answer(request: Request, dialect: Dialect[Body]) -> Response:
@@ -102,7 +117,7 @@ async def _answer(request: Request, dialect: Dialect[Body]) -> Response:
     with contextlib.ExitStack() as stack:
         stack.callback(dialect.close)
         async with _share(service, background=background) as share:
-            body = await read_parsed(request, dialect.kind, share)
+            body = await dialect.read(request, share)
             dialect.streams = bool(body.stream)
             if service.config.log_prompts:
                 log_prompt(request, body)
@@ -115,6 +130,8 @@ async def _answer(request: Request, dialect: Dialect[Body]) -> Response:
             arrived = time.monotonic()
             if not service.awake:
                 await unless_disconnected(request, service.wake())
+            if (ready := dialect.ready()) is not None:
+                return json_response(ready)
             client = service.client
             stack.enter_context(service.admit(dialect.num_answers(body)))
             async with limit_preparation(max_wait):
@@ -132,8 +149,9 @@ async def _answer(request: Request, dialect: Dialect[Body]) -> Response:
             stack.callback(lambda: account.charge(generation.usage.completion_tokens))
         stack.enter_context(limit_wait(client, generation, arrived, max_wait))
         if body.stream:
-            interval = service.config.stream_ping_interval
-            response: Response = EventStream(dialect.events(body, generation), stack.pop_all(), interval)
+            events = dialect.events(body, generation)
+            interval = _ping_interval(service, dialect)
+            response: Response = EventStream(events, stack.pop_all(), interval, dialect.media_type)
         else:
             response = json_response(await unless_disconnected(request, dialect.complete(body, generation)))
         if generation.relaxed:

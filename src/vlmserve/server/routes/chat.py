@@ -88,7 +88,7 @@ class ChatDialect(Dialect[ChatRequest]):
             every_token=body.return_token_ids,
         )
 
-    async def complete(self, body: ChatRequest, generation: Generation) -> ChatCompletion:
+    async def complete(self, body: ChatRequest, generation: Generation) -> object:
         choices = [self._choice(body, answer, generation) for answer in await generation.finished()]
         completion = ChatCompletion(
             generation.id,

@@ -1,0 +1,194 @@
+"""Ollama's API over the handlers of chat completions."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import time
+from collections.abc import AsyncGenerator, Iterable
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from vlmserve.errors import VLMServeError
+from vlmserve.frontend.tool_parser import ContentDelta, Event, ThoughtDelta, ToolCallDelta, ToolCallStart
+from vlmserve.server.body import BodyShare
+from vlmserve.server.errors import json_response
+from vlmserve.server.generation import Generation
+from vlmserve.server.history import owner_of
+from vlmserve.server.routes.answering import answer
+from vlmserve.server.routes.chat import ChatDialect
+from vlmserve.server.routes.reading import read, read_parsed
+from vlmserve.server.schema.cards import model_card
+from vlmserve.server.schema.chat import ChatRequest
+from vlmserve.server.schema.ollama import (
+    AnsweredCall,
+    AnsweredFunction,
+    AnsweredMessage,
+    LocalModel,
+    LocalModels,
+    ModelDetails,
+    OllamaAnswer,
+    OllamaChatRequest,
+    OllamaGenerateRequest,
+    ShownModel,
+    ShowRequest,
+)
+from vlmserve.server.service import Service
+from vlmserve.server.streams import LINES
+
+API_VERSION = "0.13.0"
+"""The version of Ollama whose API this is; clients compare it."""
+
+
+class OllamaDialect(ChatDialect):
+    """Ollama's two ways to generate. One for each request."""
+
+    media_type = LINES
+
+    def __init__(self, owner: str, body_kind: type[OllamaChatRequest] | type[OllamaGenerateRequest]) -> None:
+        super().__init__(owner)
+        self._body_kind = body_kind
+        self._is_chat = body_kind is OllamaChatRequest
+        self._began = time.monotonic_ns()
+        self._model = ""
+        self._only_loads = False
+
+    async def read(self, request: Request, share: BodyShare) -> ChatRequest:
+        body = await read_parsed(request, self._body_kind, share)
+        self._model, self._only_loads = body.model, body.is_empty
+        return body.as_chat()
+
+    def ready(self) -> object | None:
+        if not self._only_loads:
+            return None
+        line = self._line([])
+        line.done, line.done_reason = True, "load"
+        return line
+
+    async def complete(self, body: ChatRequest, generation: Generation) -> object:
+        [said] = await generation.finished()
+        reason = said.finish_reason or ""
+        return self._answer(self._reader.read(said), generation, done_reason=reason)
+
+    async def events(self, body: ChatRequest, generation: Generation) -> AsyncGenerator[bytes, None]:
+        try:
+            calls: list[Event] = []  # a call comes as a whole
+            async with contextlib.aclosing(generation.deltas()) as deltas:
+                async for delta in deltas:
+                    news = self._reader.read(delta)
+                    calls += [new for new in news if isinstance(new, ToolCallStart | ToolCallDelta)]
+                    shown = [new for new in news if isinstance(new, ContentDelta | ThoughtDelta)]
+                    if shown:
+                        yield _line(self._answer(shown, generation))
+                    if delta.finish_reason is not None:
+                        if calls:
+                            yield _line(self._answer(calls, generation))
+                        yield _line(self._answer([], generation, done_reason=delta.finish_reason))
+        except VLMServeError as error:
+            generation.failure = error
+            yield _line({"error": str(error)})
+
+    def _answer(self, events: Iterable[Event], generation: Generation, done_reason: str | None = None) -> OllamaAnswer:
+        """A response or a line. done_reason: why the answer ended; None if it goes on."""
+        line = self._line(events)
+        if done_reason is not None:
+            line.done = True
+            self._add_end(line, generation, done_reason)
+        return line
+
+    def _line(self, events: Iterable[Event]) -> OllamaAnswer:
+        text, thoughts, calls = "", "", []
+        for new in events:
+            match new:
+                case ThoughtDelta(thought):
+                    thoughts += thought
+                case ContentDelta(said):
+                    text += said
+                case ToolCallStart(_, _, name):
+                    calls.append((name, ""))
+                case ToolCallDelta(_, arguments):
+                    calls[-1] = (calls[-1][0], calls[-1][1] + arguments)
+        line = OllamaAnswer(self._model, _time_text(time.time()), done=False)
+        if self._is_chat:
+            line.message = AnsweredMessage("assistant", text, thoughts)
+            if calls:
+                line.message.tool_calls = [
+                    AnsweredCall(AnsweredFunction(name, msgspec.Raw(arguments.encode() or b"{}")))
+                    for name, arguments in calls
+                ]
+        else:
+            line.response = text
+            line.thinking = thoughts or msgspec.UNSET
+        return line
+
+    def _add_end(self, line: OllamaAnswer, generation: Generation, done_reason: str) -> None:
+        usage, timings = generation.usage, generation.answers[0].timings
+        line.done_reason = done_reason
+        line.total_duration, line.load_duration = time.monotonic_ns() - self._began, 0
+        line.prompt_eval_count, line.eval_count = usage.prompt_tokens, usage.completion_tokens
+        line.prompt_eval_duration = _nanoseconds(0.0 if timings is None else timings.prefill)
+        line.eval_duration = _nanoseconds((timings.decode or 0.0) if timings is not None else 0.0)
+
+
+def _nanoseconds(seconds: float) -> int:
+    return round(seconds * 1e9)
+
+
+def _time_text(seconds: float) -> str:
+    when = datetime.datetime.fromtimestamp(seconds, datetime.UTC)
+    return when.isoformat(timespec="microseconds").replace("+00:00", "Z")
+
+
+def _line(value: object) -> bytes:
+    return msgspec.json.encode(value) + b"\n"
+
+
+async def ollama_chat(request: Request) -> Response:
+    """Answer a conversation in the form of Ollama's API."""
+    return await answer(request, OllamaDialect(owner_of(request), OllamaChatRequest))
+
+
+async def ollama_generate(request: Request) -> Response:
+    """Answer a prompt in the form of Ollama's API."""
+    return await answer(request, OllamaDialect(owner_of(request), OllamaGenerateRequest))
+
+
+async def ollama_tags(request: Request) -> Response:
+    """List the model and its adapters in the form of Ollama's API."""
+    service: Service = request.app.state.service
+    names = [*service.names.own, *(name for name, _ in service.names.adapter_infos())]
+    return json_response(LocalModels([_local(service, name) for name in names]))
+
+
+async def ollama_ps(request: Request) -> Response:
+    """List the loaded model in the form of Ollama's API."""
+    service: Service = request.app.state.service
+    names = [service.model_name] if service.awake else []
+    return json_response(LocalModels([_local(service, name) for name in names]))
+
+
+async def ollama_show(request: Request) -> Response:
+    """Describe a model in the form of Ollama's API."""
+    service: Service = request.app.state.service
+    async with read(request, ShowRequest) as body:
+        service.names.check(body.wanted)
+        local = _local(service, body.wanted)
+        abilities = service.abilities
+        info: dict[str, Any] = {"general.architecture": "vlmserve"}
+        if abilities is not None:
+            info["vlmserve.context_length"] = abilities.max_model_len
+        return json_response(ShownModel(local.details, info, local.capabilities, local.modified_at))
+
+
+async def ollama_version(request: Request) -> Response:
+    """Return the version of Ollama's API that these paths follow."""
+    return json_response({"version": API_VERSION})
+
+
+def _local(service: Service, name: str) -> LocalModel:
+    capabilities = model_card(name, service.created, service.abilities).capabilities
+    listed = capabilities if isinstance(capabilities, list) else ["completion"]
+    return LocalModel(name, name, _time_text(service.created), 0, "", ModelDetails(), listed)

@@ -1,0 +1,137 @@
+"""Ollama's API with Ollama's Python client."""
+
+from __future__ import annotations
+
+import base64
+import json
+
+import httpx
+import ollama
+import pytest
+
+from tests.media.images_for_tests import encoded, noise
+from tests.server.live import LiveServer
+
+HI = [{"role": "user", "content": "Hi"}]
+LONG = {"num_predict": 12, "temperature": 0, "num_ctx": 4096}
+IMAGE = encoded(noise(60, 40))
+TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
+
+
+@pytest.fixture(scope="module")
+def live(folder):
+    with LiveServer(folder) as running:
+        yield running
+
+
+@pytest.fixture
+def client(live):
+    return ollama.Client(live.url)
+
+
+def openais(live, content, **fields):
+    """The answer of OpenAI's API."""
+    messages = [{"role": "user", "content": content}]
+    return live.openai.chat.completions.create(
+        model="tiny", messages=messages, max_tokens=12, temperature=0, **fields
+    ).choices[0]
+
+
+def image_part():
+    return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{base64.b64encode(IMAGE).decode()}"}}
+
+
+def test_answers_equal_those_of_openais_api(live, client):
+    answer = client.chat("tiny", HI, options=LONG)
+    assert answer.message.content == openais(live, "Hi").message.content
+    assert (answer.done, answer.done_reason, answer.eval_count) == (True, "length", 12)
+    assert answer.total_duration > answer.eval_duration > 0 < answer.prompt_eval_count
+
+
+def test_streams_equal_whole_answers(client):
+    lines = list(client.chat("tiny", HI, options=LONG, stream=True))
+    assert len(lines) >= 2
+    assert [line.done for line in lines] == [False] * (len(lines) - 1) + [True]
+    text = "".join(line.message.content for line in lines)
+    assert text == client.chat("tiny:latest", HI, options=LONG).message.content
+    generated = client.generate("tiny", "Hi", options=LONG, stream=True)
+    assert "".join(line.response for line in generated) == text
+
+
+def test_images_are_seen(live, client):
+    message = {"role": "user", "content": "What is it?", "images": [IMAGE]}
+    expected = openais(live, [image_part(), {"type": "text", "text": "What is it?"}]).message.content
+    assert client.chat("tiny", [message], options=LONG).message.content == expected
+    assert client.generate("tiny", "What is it?", images=[IMAGE], options=LONG).response == expected
+
+
+def test_format_is_followed(client):
+    schema = {"type": "object", "properties": {"a": {"enum": [7]}}, "required": ["a"]}
+    assert json.loads(client.chat("tiny", HI, format=schema).message.content) == {"a": 7}
+    assert client.generate("tiny", "Hi", format={"enum": ["x"]}).response.strip() == '"x"'
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_calls_of_tools_have_objects(live, stream):
+    schema = {"type": "object", "properties": {"a": {"enum": [7]}}, "required": ["a"]}
+    tool = {"type": "function", "function": {"name": "look", "parameters": schema}}
+    body = {"model": "tiny", "messages": HI, "tools": [tool], "stream": stream, "options": {"num_predict": 200}}
+    said = openais(live, "Hi", tools=[tool])
+    response = httpx.post(f"{live.url}/api/chat", json=body, timeout=60)
+    lines = [json.loads(line) for line in response.text.splitlines()]
+    calls = [call for line in lines for call in line["message"].get("tool_calls", [])]
+    assert calls == [
+        {"function": {"name": call.function.name, "arguments": {"a": 7}}} for call in said.message.tool_calls or ()
+    ]
+
+
+def test_results_of_tools_are_read(live, client, monkeypatch):
+    prompts = []
+    prepare = live.service.preparation.prepare
+
+    async def spy(messages, **settings):
+        prompts.append(messages)
+        return await prepare(messages, **settings)
+
+    monkeypatch.setattr(live.service.preparation, "prepare", spy)
+    call = {"function": {"name": "look", "arguments": {"a": 1}}}
+    result = {"role": "tool", "tool_name": "look", "content": "a cat"}
+    client.chat("tiny", [*HI, {"role": "assistant", "content": "", "tool_calls": [call]}, result], options=LONG)
+    [messages] = prompts
+    [called] = messages[1]["tool_calls"]
+    assert (called["function"]["name"], messages[2]["content"]) == ("look", "a cat")
+    assert messages[2]["tool_call_id"] == called["id"]
+
+
+def test_model_is_listed_and_shown(client):
+    assert [model.model for model in client.list().models] == ["tiny"]
+    assert [model.model for model in client.ps().models] == ["tiny"]
+    shown = client.show("tiny")
+    assert "vision" in shown.capabilities
+    assert shown.modelinfo["vlmserve.context_length"] > 0
+
+
+@pytest.mark.parametrize(
+    ("fields", "status", "message"),
+    [
+        ({"model": "other"}, 404, "other"),
+        ({"options": {"temperature": -1}}, 400, "temperature"),
+        ({"messages": [{"role": "user", "content": "Hi", "images": ["!"]}]}, 400, "image"),
+        ({"messages": 3}, 400, "messages"),
+    ],
+)
+def test_errors_have_ollamas_form(live, fields, status, message):
+    body = {"model": "tiny", "messages": HI, "stream": False, **fields}
+    response = httpx.post(f"{live.url}/api/chat", json=body, timeout=60)
+    assert (response.status_code, list(response.json())) == (status, ["error"])
+    assert message in response.json()["error"]
+
+
+def test_empty_request_reports_a_loaded_model(client):
+    assert client.generate("tiny").done_reason == "load"
+    assert client.chat("tiny").done_reason == "load"
+
+
+def test_raw_prompt_names_the_other_path(client):
+    with pytest.raises(ollama.ResponseError, match="/v1/completions"):
+        client.generate("tiny", "Hi", raw=True)
