@@ -28,7 +28,7 @@ LENGTHS = [40, 1, 23, 9, 62, 16, 57, 33]
 NAMES = [
     name
     for name in FAMILIES | HYBRIDS
-    if name not in ("llama with truncated yarn", "qwen3 with biases", "olmo2 with biases")
+    if name not in ("llama with truncated yarn", "qwen3 with biases", "olmo2 with biases", "lfm3 without gates")
 ]
 
 

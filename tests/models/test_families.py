@@ -39,6 +39,14 @@ QWEN35 = {
         "partial_rotary_factor": 0.25,
     },
 }
+LFM3 = {
+    "num_hidden_layers": 5,
+    "head_dim": 16,
+    "sliding_window": 9,
+    "norm_eps": 1e-5,
+    "pad_token_id": 0,
+    "attention_dropout": 0.0,
+}
 SLIDING = ["sliding_attention", "full_attention", "sliding_attention"]
 SHARING = ["sliding_attention", "full_attention"] * 3
 GEMMA4: dict[str, Any] = {
@@ -99,6 +107,11 @@ HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "lfm2": ("Lfm2", {"layer_types": ["conv", "full_attention", "conv"], "norm_eps": 1e-5, "block_multiple_of": 16}),
+    "lfm3": ("Lfm3", LFM3),
+    "lfm3 without gates": (
+        "Lfm3",
+        {**LFM3, "use_attention_gate": False, "use_sandwich_norm": False, "attention_bias": True, "head_dim": 8},
+    ),
 }
 """Families with layers that have states."""
 

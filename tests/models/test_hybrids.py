@@ -11,12 +11,19 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import Qwen3_5Config, Qwen3_5ForCausalLM, Qwen3_5ForConditionalGeneration, Qwen3_5TextConfig
+from transformers import (
+    Lfm3Config,
+    Lfm3ForCausalLM,
+    Qwen3_5Config,
+    Qwen3_5ForCausalLM,
+    Qwen3_5ForConditionalGeneration,
+    Qwen3_5TextConfig,
+)
 
 from tests.checkpoints import make_text_model
 from tests.engine.test_qwen_vl import make_oracle
 from tests.models.test_decoder import assert_equal, load, paged_run, token_sequences, transformers_logits
-from tests.models.test_families import HYBRIDS, QWEN35, make
+from tests.models.test_families import HYBRIDS, LFM3, QWEN35, make
 from tests.ranks import Meeting, ThreadRanks
 from vlmserve.calibration.forward import hidden_states, make_groups
 from vlmserve.kernels.torch_reference import TorchReference
@@ -33,6 +40,14 @@ WIDE = {
     "linear_value_head_dim": 16,
 }  # fmt: skip
 """Groups of 32 weights divide all rows."""
+ROUNDED: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+    "qwen3.5": (Qwen3_5ForCausalLM, Qwen3_5TextConfig, WIDE),
+    "lfm3": (
+        Lfm3ForCausalLM,
+        Lfm3Config,
+        {**LFM3, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "tie_word_embeddings": False},
+    ),
+}
 
 
 @pytest.mark.usefixtures("kernels")
@@ -64,13 +79,15 @@ def test_images_equal_those_of_transformers(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["int8", "int4"])
-def test_rounded_weights_equal_the_same_weights_in_transformers(tmp_path: Path, scheme: Scheme) -> None:
-    folder = make_text_model(tmp_path / "plain", Qwen3_5ForCausalLM, Qwen3_5TextConfig, **WIDE)
+@pytest.mark.parametrize("family", ROUNDED)
+def test_rounded_weights_equal_the_same_weights_in_transformers(tmp_path: Path, family: str, scheme: Scheme) -> None:
+    model_class, config_class, fields = ROUNDED[family]
+    folder = make_text_model(tmp_path / "plain", model_class, config_class, **fields)
     config = QuantizationConfig(scheme=scheme)
     loaded = load_model(folder, LoadSettings(CPU, torch.float32, kernels="torch", quantization=config))
     tensors = load_file(folder / "model.safetensors")
     for name, tensor in tensors.items():
-        if "proj" in name or name == "lm_head.weight":
+        if "proj" in name or "feed_forward" in name or name == "lm_head.weight":
             bits = 8 if scheme == "int8" or name == "lm_head.weight" else 4
             tensors[name] = round_to_nearest(
                 tensor,
@@ -79,7 +96,7 @@ def test_rounded_weights_equal_the_same_weights_in_transformers(tmp_path: Path, 
                 symmetric=config.symmetric,
                 zero_points=config.zero_points,
             ).dequantize()
-    rounded = make_text_model(tmp_path / "rounded", Qwen3_5ForCausalLM, Qwen3_5TextConfig, **WIDE)
+    rounded = make_text_model(tmp_path / "rounded", model_class, config_class, **fields)
     save_file(tensors, rounded / "model.safetensors", {"format": "pt"})
     sequences = token_sequences(300, [70, 9])
     assert_equal(paged_run(loaded, sequences).finish([9, 9]), transformers_logits(rounded, sequences))

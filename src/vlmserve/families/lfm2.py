@@ -23,7 +23,7 @@ _LFM2: Config = {
     "block_ffn_dim_multiplier": 1.0,
     "block_auto_adjust_ff_dim": True,
 }
-_NAMES: Names = (
+LFM2_NAMES: Names = (
     (r"\.operator_norm\.", ".attention_norm."),
     (r"\.ffn_norm\.", ".mlp_norm."),
     (r"\.self_attn\.out_proj\.", ".self_attn.o_proj."),
@@ -75,7 +75,7 @@ FAMILIES = (
         architecture="Lfm2ForCausalLM",
         defaults=_LFM2,
         build=_lfm2,
-        names=_NAMES,
+        names=LFM2_NAMES,
         models="LFM2 and LFM2.5 350M to 2.6B",
         short_names=(
             NamedModel("lfm2:1.2b", "LiquidAI/LFM2-1.2B", 1170340608, 134217728),

@@ -53,7 +53,7 @@ def _qwen35(config: Config) -> ArchSpec:
         norm=norm,
         rope_part=0.25,
         states=[delta if kind == "linear_attention" else None for kind in kinds],
-        output_gate=True,
+        output_gate="elements",
         qkv_bias=config["attention_bias"],
         output_bias=config["attention_bias"],
         head_norm=HeadNormSpec("head", norm),

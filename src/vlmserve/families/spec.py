@@ -78,9 +78,9 @@ class ArchSpec:
     """Attention and MLP read the same normed input."""
     gated: bool = True
     """The MLP multiplies its activation by a second projection."""
-    output_gate: bool = False
-    """Attention multiplies its result by the sigmoid of gates, which ``q_proj`` makes after the queries of each
-    head."""
+    output_gate: Literal["elements", "heads"] | None = None
+    """Attention multiplies its result by the sigmoid of gates. "elements": ``q_proj`` makes them after the queries of
+    each head. "heads": ``g_proj`` makes one for each head."""
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False

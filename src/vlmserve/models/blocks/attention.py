@@ -41,8 +41,11 @@ class QKVLinear(MergedLinear):
     ) -> None:
         self._heads, self._rope = heads, rope
         query_size, kv_size = (count * heads.head_size for count in (heads.num_heads, heads.num_kv_heads))
-        self.num_gates = query_size if spec.output_gate else 0
+        self.num_gates = {"elements": query_size, "heads": heads.num_heads, None: 0}[spec.output_gate]
+        self._gates_queries = spec.output_gate == "elements"
         parts = {"q_proj": query_size + self.num_gates}
+        if spec.output_gate == "heads":
+            parts = {"g_proj": self.num_gates, "q_proj": query_size}
         if heads.shares_with is None:
             parts |= {"k_proj": kv_size, "v_proj": kv_size}
         super().__init__(spec.hidden_size, parts, bias=spec.qkv_bias, dtype=dtype, device=device)
@@ -53,7 +56,7 @@ class QKVLinear(MergedLinear):
         if self._heads.shares_with is None:
             heads += self._heads.num_kv_heads
         rows = torch.arange(self.out_features)
-        if self.num_gates:
+        if self._gates_queries:
             # A checkpoint has the queries and then the gates of each head.
             both = rows[: 2 * self.num_gates].view(self._heads.num_heads, 2, size)
             both.copy_(both.flip(1).transpose(0, 1).reshape(both.shape))
@@ -62,7 +65,7 @@ class QKVLinear(MergedLinear):
             order[: self._rope.size] = order[: self._rope.size].view(-1, 2).T.flatten()
             rotated = rows[self.num_gates :][: heads * size].view(heads, -1)
             rotated.copy_(rotated[:, order].clone())
-        elif not self.num_gates:
+        elif not self._gates_queries:
             return
         self.reorder(rows.to(self.device))
 
@@ -114,7 +117,8 @@ class Attention(Block, Layer):
         if not gates:
             return Unfinished(self.o_proj, self._attended(rows, step, context))
         attended = self._attended(rows[:, gates:].contiguous(), step, context)
-        return Unfinished(self.o_proj, attended * rows[:, :gates].sigmoid())
+        opened = attended.view(len(rows), gates, -1) * rows[:, :gates, None].sigmoid()
+        return Unfinished(self.o_proj, opened.flatten(1))
 
     def split(self, whole: ArchSpec, index: int, ranks: Ranks) -> None:
         heads = whole.mixers[index]
@@ -122,8 +126,10 @@ class Attention(Block, Layer):
         kv_heads = key_heads(heads, ranks)
         queries, keys = scaled(shares(heads.num_heads, ranks), heads.head_size), scaled(kv_heads, heads.head_size)
         device = self.o_proj.device
-        of_queries = scaled(queries, 2) if whole.output_gate else queries
-        self.qkv_proj.shard = Shard((of_queries,) if self._shares else (of_queries, keys, keys))
+        parts = [scaled(queries, 2) if whole.output_gate == "elements" else queries]
+        if whole.output_gate == "heads":
+            parts.insert(0, shares(heads.num_heads, ranks))
+        self.qkv_proj.shard = Shard(tuple(parts) if self._shares else (*parts, keys, keys))
         self.o_proj = RowParallelLinear(self.o_proj, queries, ranks)
         if isinstance(self.q_norm, NormOfEachHead) and isinstance(self.k_norm, NormOfEachHead):
             self.q_norm.first_head = queries.first // heads.head_size
