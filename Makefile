@@ -77,7 +77,7 @@ format: $(VENV)/.dev ## Put the code into its standard form
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
 
-wheel: $(VENV)/.core ## Build the wheel of this machine, with its kernels, into dist
+wheel: | $(BIN)/python ## Build the wheel of this machine, with its kernels, into dist
 	@$(BIN)/python -m pip wheel --disable-pip-version-check --no-deps --wheel-dir dist .
 
 release: ## Commit and tag a release with its notes: make release VERSION=1.2.3

@@ -1,4 +1,4 @@
-"""A question about each page of a PDF. The server needs vlmserve[documents].
+"""A question about each page of a PDF.
 
 python examples/pages.py examples/shapes.pdf "What shape is there?"
 """

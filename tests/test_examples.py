@@ -7,7 +7,6 @@ import re
 import runpy
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
-from importlib.util import find_spec
 from pathlib import Path
 from threading import Thread
 
@@ -78,7 +77,6 @@ def test_moments_of_a_video(run: Run, tmp_path: Path) -> None:
     assert found == "1.0 s: red\n"
 
 
-@pytest.mark.skipif(find_spec("pypdfium2") is None, reason="needs vlmserve[documents]")
 def test_pages_of_a_document(run: Run) -> None:
     lines = run("pages.py", str(EXAMPLES / "shapes.pdf"), "What shape is there?").splitlines()
     assert "triangle" in lines[1]

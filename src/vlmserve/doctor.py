@@ -17,9 +17,8 @@ from vlmserve.memory import free_memory, total_memory
 from vlmserve.models.names import MODELS
 
 EXTRAS = {
-    "gguf": ("gguf", ".gguf files"),
     "video": ("av", "videos"),
-    "documents": ("pypdfium2", "PDF documents and HEIC images"),
+    "heif": ("pillow_heif", "HEIC images"),
     "postgres": ("psycopg", "conversations and files in PostgreSQL"),
     "otel": ("opentelemetry.sdk", "traces"),
     "sentencepiece": ("sentencepiece", "tokenizers in SentencePiece's format"),

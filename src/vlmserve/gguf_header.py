@@ -12,7 +12,6 @@ import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,12 +35,6 @@ def is_gguf(path: Path) -> bool:
     """Whether a file begins as GGUF files do, whatever it is called."""
     with path.open("rb") as file:
         return file.read(len(MAGIC)) == MAGIC
-
-
-def require_gguf() -> None:
-    """Raises ModelLoadError if the package that knows the types of tensors is not installed."""
-    if find_spec("gguf") is None:
-        raise ModelLoadError("GGUF files need one more package: pip install 'vlmserve[gguf]'")
 
 
 class TensorInfo(NamedTuple):

@@ -306,7 +306,7 @@ def test_decoder_process_has_no_secrets_but_limits(monkeypatch: pytest.MonkeyPat
 
 def test_without_libheif_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     with without_module(monkeypatch, "pillow_heif"):
-        with pytest.raises(InvalidImageError, match=r"pip install 'vlmserve\[documents\]'"):
+        with pytest.raises(InvalidImageError, match=r"pip install 'vlmserve\[heif\]'"):
             decode_image(FILES["plain"], LIMITS)
         assert decode_image(FILES["AVIF"], LIMITS).size == (64, 48)
 

@@ -228,11 +228,11 @@ def test_process_knows_no_secrets_and_is_confined(monkeypatch: pytest.MonkeyPatc
     process.close()
 
 
-def test_without_pdfium_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_pdfium_the_error_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
     fork_server.end_servers()
     with monkeypatch.context() as patch:
         patch.setattr(sys, "path", [entry for entry in sys.path if "site-packages" not in entry])
-        with pytest.raises(InvalidDocumentError, match=r"pip install 'vlmserve\[documents\]'"):
+        with pytest.raises(InvalidDocumentError, match="pip install pypdfium2"):
             PDFProcess(GOOD, LIMITS)
     assert not rendering()
     fork_server.end_servers()

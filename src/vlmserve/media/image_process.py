@@ -170,7 +170,7 @@ class ImageProcess(Image.Image):
 def _error_of(limits: MediaConfig, is_document: bool, reason: str, detail: str) -> Exception:
     match reason:
         case "missing":
-            return InvalidImageError("HEIC images are not read here: pip install 'vlmserve[documents]', or send a JPEG")
+            return InvalidImageError("HEIC images are not read here: pip install 'vlmserve[heif]', or send a JPEG")
         case "unidentified":
             return UnidentifiedImageError(detail)
         case "slow":

@@ -14,7 +14,7 @@ from vlmserve.folders import expanded
 from vlmserve.gguf.choice import GGUF, choose_files
 from vlmserve.gguf.mmproj import ARCHITECTURE
 from vlmserve.gguf.pair import make_pair
-from vlmserve.gguf_header import is_gguf, read_header, require_gguf
+from vlmserve.gguf_header import is_gguf, read_header
 from vlmserve.models.names import is_short, repository_of, suggestion
 
 _FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.tiktoken"]
@@ -71,7 +71,6 @@ def _checked_file(path: Path, name: str, mmproj: str | None) -> Path:
             f"{name} is a file; give the folder that holds config.json and the weights, or a {GGUF} file"
         )
     header = read_header(path)
-    require_gguf()
     if header.architecture == ARCHITECTURE:
         raise ConfigurationError(
             f"{name} is a vision tower: give the {GGUF} file of its language model as the model, and this one with "
