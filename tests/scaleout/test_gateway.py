@@ -90,6 +90,7 @@ def test_every_api_is_there(http):
     assert (
         http.post("/v1/completions", json={"prompt": "one", "max_tokens": 3}).json()["usage"]["completion_tokens"] == 3
     )
+    assert len(http.post("/v1/embeddings", json={"input": ["one", "two"]}).json()["data"]) == 2
     message = {"model": "tiny", "max_tokens": 3, "messages": QUESTION}
     assert http.post("/v1/messages", json=message).json()["type"] == "message"
     assert (

@@ -37,6 +37,7 @@ from vlmserve.server.paths import OnePath
 from vlmserve.server.routes.adapters import load_adapter, unload_adapter
 from vlmserve.server.routes.chat import chat_completions
 from vlmserve.server.routes.completions import completions
+from vlmserve.server.routes.embeddings import embeddings
 from vlmserve.server.routes.history import HISTORY_OPERATIONS
 from vlmserve.server.routes.messages import count_tokens, messages
 from vlmserve.server.routes.models import list_models, show_model
@@ -52,6 +53,7 @@ from vlmserve.server.routes.tokens import detokenize, show_tokenizer, tokenize
 from vlmserve.server.schema.cards import ModelCard, ModelList
 from vlmserve.server.schema.chat import ChatCompletion, ChatRequest
 from vlmserve.server.schema.completions import Completion, CompletionRequest
+from vlmserve.server.schema.embeddings import EmbeddingList, EmbeddingRequest
 from vlmserve.server.schema.errors import MessagesErrorAnswer
 from vlmserve.server.schema.messages import CountRequest, MessageAnswer, MessagesRequest, TokenCount
 from vlmserve.server.schema.models import Health, LoadAdapterRequest, UnloadAdapterRequest
@@ -83,6 +85,7 @@ def operations(config: ServerConfig) -> list[Operation]:
             "POST", "/v1/messages/count_tokens", count_tokens, CountRequest, answer=TokenCount,
             errors=MessagesErrorAnswer,
         ),
+        Operation("POST", "/v1/embeddings", embeddings, EmbeddingRequest, answer=EmbeddingList),
         *HISTORY_OPERATIONS,
         Operation("POST", "/tokenize", tokenize, TokenizeRequest, answer=Tokenized),
         Operation("POST", "/detokenize", detokenize, DetokenizeRequest, answer=Detokenized),

@@ -22,6 +22,7 @@ from vlmserve.server.errors import error_code
 from vlmserve.server.metrics import AnswerRecord
 from vlmserve.server.schema.usage import CompletionTokensDetails, PromptTokensDetails, Usage
 from vlmserve.server.service import Service
+from vlmserve.tasks import GENERATE, Task, TaskResult
 from vlmserve.types import (
     BeamSearch,
     EngineOutput,
@@ -54,6 +55,7 @@ class GenerationRequest:
     """Whether answers have any tokens; False only computes the prompts."""
     every_token: bool = False
     """Whether logprobs of all of an answer's tokens are wanted: of reasoning, stop strings and end tokens, too."""
+    task: Task = GENERATE
 
     def params_of(self, index: int) -> SamplingParams:
         """The params of sample number `index`: with a seed each gets its own, and choosing from several takes their
@@ -108,6 +110,8 @@ class Answer:
         """How it ended; None while it goes on, and if it was cut off."""
         self.prompt_logprobs: list[TokenLogprobs | None] | None = None
         """Of the prompt's tokens, if they are asked for, set with the first delta."""
+        self.result: TaskResult | None = None
+        """Values of a task other than `Generate`, set with the only delta."""
         self._held: deque[OffsetLogprobs] = deque()
         self._stream = stream
         self._text = text
@@ -125,6 +129,7 @@ class Answer:
                     raise VLMServeError(message)
                 self.num_cached_tokens, self.num_images_encoded = output.cached_tokens, output.images_encoded
                 self.prompt_logprobs = self.prompt_logprobs or output.prompt_logprobs
+                self.result = output.result
                 if not self._request.generates:
                     self.finish_reason = "length"
                     self._record.end("length")
@@ -370,6 +375,7 @@ async def start_generation(
             adapter=adapter,
             priority=priority,
             client=sender.get(),
+            task=request.task,
         )
         for number, (prompt, params) in enumerate(samples)
     ]

@@ -9,7 +9,7 @@ import msgspec
 from starlette.requests import Request
 
 from vlmserve.server.connection import request_id_of
-from vlmserve.server.schema.sampling import SamplingRequest
+from vlmserve.server.schema.asking import ModelRequest
 
 logger = logging.getLogger("vlmserve.prompts")
 
@@ -17,7 +17,7 @@ _LONGEST = 2000
 """Characters of one piece of text."""
 
 
-def log_prompt(request: Request, body: SamplingRequest) -> None:
+def log_prompt(request: Request, body: ModelRequest) -> None:
     """One line with what the request says, as JSON. Of images and long texts only the beginning."""
     # What is said before the conversation may be no content: a response shows its instructions again.
     said = body.model_dump(include={*body.content_fields, "instructions"}, exclude_none=True, mode="json")

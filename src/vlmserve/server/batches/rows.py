@@ -23,6 +23,7 @@ from vlmserve.server.history import OWNER
 from vlmserve.server.routes.answering import BACKGROUND
 from vlmserve.server.routes.chat import chat_completions
 from vlmserve.server.routes.completions import completions
+from vlmserve.server.routes.embeddings import embeddings
 from vlmserve.server.routes.responses import create_response
 from vlmserve.server.service import Service
 from vlmserve.storage.batches import Batch
@@ -65,6 +66,7 @@ class Rows:
                 Route("/v1/chat/completions", chat_completions, methods=["POST"]),
                 Route("/v1/completions", completions, methods=["POST"]),
                 Route("/v1/responses", create_response, methods=["POST"]),
+                Route("/v1/embeddings", embeddings, methods=["POST"]),
             ],
             middleware=[Middleware(RequestLog, service=service)],
             exception_handlers={VLMServeError: count_and_handle_error},

@@ -27,7 +27,7 @@ from vlmserve.server.guard import account_of, salt_of
 from vlmserve.server.hop import Hop, hop_of
 from vlmserve.server.prompt_log import log_prompt
 from vlmserve.server.routes.reading import read_parsed
-from vlmserve.server.schema.sampling import SamplingRequest
+from vlmserve.server.schema.asking import ModelRequest
 from vlmserve.server.service import Service
 from vlmserve.server.spans import record_generation, record_preparation, trace_of
 from vlmserve.server.streams import EVENTS, EventStream, begin_in_time
@@ -36,7 +36,7 @@ from vlmserve.server.waiting import limit_preparation, limit_wait
 if TYPE_CHECKING:
     from vlmserve.server.tracing import Trace
 
-Body = TypeVar("Body", bound=SamplingRequest)
+Body = TypeVar("Body", bound=ModelRequest)
 
 BACKGROUND = "vlmserve.background"
 """The key in a request's ASGI scope of whether it gives way to others, and may wait for any time."""
@@ -80,9 +80,9 @@ class Dialect(ABC, Generic[Body]):
     async def complete(self, body: Body, generation: Generation) -> object:
         """The response without ``stream``, of builtins or msgspec structs. Raises VLMServeError."""
 
-    @abstractmethod
     def events(self, body: Body, generation: Generation) -> AsyncGenerator[bytes, None]:
         """The events of the response with ``stream``; the last one is the error if there is one."""
+        raise NotImplementedError
 
     def reword(self, error: InvalidRequestError) -> None:
         """Name this API's fields in an error that names those of chat completions."""
@@ -118,13 +118,13 @@ async def _answer(request: Request, dialect: Dialect[Body]) -> Response:
         stack.callback(dialect.close)
         async with _share(service, background=background) as share:
             body = await dialect.read(request, share)
-            dialect.streams = bool(body.stream)
+            dialect.streams = body.is_streamed
             if service.config.log_prompts:
                 log_prompt(request, body)
             if (salt := salt_of(request, body.cache_salt)) != (body.cache_salt or ""):
                 body = body.model_copy(update={"cache_salt": salt})
-            if hop is not None and body.seed is None:
-                body = body.model_copy(update={"seed": hop.seed})
+            if hop is not None:
+                body = body.with_seed(hop.seed)
             _check_stop(body, service.config)
             service.names.check(body.model)
             arrived = time.monotonic()
@@ -148,7 +148,7 @@ async def _answer(request: Request, dialect: Dialect[Body]) -> Response:
             account.charge(generation.usage.prompt_tokens)
             stack.callback(lambda: account.charge(generation.usage.completion_tokens))
         stack.enter_context(limit_wait(client, generation, arrived, max_wait))
-        if body.stream:
+        if dialect.streams:
             events = dialect.events(body, generation)
             interval = _ping_interval(service, dialect)
             response: Response = EventStream(events, stack.pop_all(), interval, dialect.media_type)
@@ -187,10 +187,10 @@ async def _start_generation(
         try:
             request = _bounded(await dialect.ask(service, body), service.config.max_output_tokens)
             most = client.info.max_prompt_len
-            prompts = [truncate(prompt, body.truncate_prompt_tokens, most) for prompt in request.prompts]
+            prompts = [truncate(prompt, request.params.truncate_prompt_tokens, most) for prompt in request.prompts]
             request = dataclasses.replace(request, prompts=prompts)
             for prompt in request.prompts:
-                check_min_tokens(body.min_tokens, prompt, client.info)
+                check_min_tokens(request.params.min_tokens, prompt, client.info)
         finally:
             if trace is not None:
                 record_preparation(trace, time.monotonic() - started)
@@ -210,7 +210,7 @@ def _report(request: Request, dialect: Dialect[Body], generation: Generation, tr
         record_generation(trace, dialect.operation, generation)
 
 
-def _check_stop(body: SamplingRequest, config: ServerConfig) -> None:
+def _check_stop(body: ModelRequest, config: ServerConfig) -> None:
     """Raises InvalidRequestError for too many stop strings, or one that is too long."""
     for field in _STOP_STRINGS:
         strings = getattr(body, field, ())

@@ -17,7 +17,7 @@ from vlmserve.storage.items import Page
 MAX_CUSTOM_ID = 512
 """Characters of a line's id."""
 
-Endpoint = Literal["/v1/chat/completions", "/v1/completions", "/v1/responses"]
+Endpoint = Literal["/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings"]
 """What the lines of a batch may ask."""
 _UNITS = {"m": 60, "h": 3600, "d": 86400}
 

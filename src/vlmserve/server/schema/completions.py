@@ -27,7 +27,8 @@ TokenIds = Annotated[list[TokenId], Field(min_length=1)]
 Text = Annotated[str, Field(min_length=1)]
 
 
-def _prompt_kind(value: Any) -> str | None:
+def prompt_kind(value: Any) -> str | None:
+    """The tag of a text, token ids, or a list of either."""
     if isinstance(value, str):
         return "<text>"
     if not isinstance(value, list) or not value:
@@ -44,11 +45,20 @@ Prompts = Annotated[
     | Annotated[TokenIds, Tag("<tokens>")]
     | Annotated[Annotated[list[TokenIds], Field(max_length=MAX_PROMPTS)], Tag("<lists>")],
     Discriminator(
-        _prompt_kind,
+        prompt_kind,
         custom_error_type="prompt",
         custom_error_message="Input should be a text, a list of token ids, or a list of several of either",
     ),
 ]
+
+
+def listed(prompt: str | list[str] | list[int] | list[list[int]]) -> list[str | list[int]]:
+    """Texts or token ids, one for each prompt."""
+    if isinstance(prompt, str):
+        return [prompt]
+    if isinstance(prompt[0], int):
+        return [prompt]
+    return list(cast("list[str | list[int]]", prompt))
 
 
 class CompletionRequest(ChoicesRequest):
@@ -81,11 +91,7 @@ class CompletionRequest(ChoicesRequest):
     @property
     def prompts(self) -> list[str | list[int]]:
         """Texts or token ids, one for each prompt."""
-        if isinstance(self.prompt, str):
-            return [self.prompt]
-        if isinstance(self.prompt[0], int):
-            return [self.prompt]
-        return list(cast("list[str | list[int]]", self.prompt))
+        return listed(self.prompt)
 
 
 class CompletionChoice(msgspec.Struct):

@@ -10,12 +10,12 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from vlmserve.errors import InvalidRequestError
 from vlmserve.frontend.tools import ToolUse
+from vlmserve.server.schema.asking import IGNORED_FIELDS
 from vlmserve.server.schema.base import MAX_COUNT, RequestModel
 from vlmserve.server.schema.content import PromptRequest, ReasoningEffort, TemplateSettings, effort_settings
 from vlmserve.server.schema.items import Includable, Input, Metadata
 from vlmserve.server.schema.response_tools import FunctionTool, ResponseToolChoice, response_tool_use
 from vlmserve.server.schema.sampling import (
-    IGNORED_FIELDS,
     LIMIT_NAMES,
     NEUTRAL_VALUES,
     OTHER_NAMES,

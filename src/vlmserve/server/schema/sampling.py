@@ -9,9 +9,10 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from vlmserve.errors import InvalidRequestError
 from vlmserve.sampling_params import MAX_BAD_WORDS, MAX_LOGPROB_TOKEN_IDS, MAX_NGRAM
+from vlmserve.server.schema.asking import ModelRequest
 from vlmserve.server.schema.base import MAX_COUNT, RequestModel
 from vlmserve.server.schema.structured import Choices, ResponseFormat, Schema, StructuredOutputs, wanted_grammar
-from vlmserve.types import MAX_BIASES, MAX_CACHE_SALT, BeamSearch, Grammar, SamplingParams
+from vlmserve.types import MAX_BIASES, BeamSearch, Grammar, SamplingParams
 
 MAX_CHOICES = 16
 TokenId = Annotated[int, Field(ge=0, le=MAX_COUNT)]
@@ -43,26 +44,6 @@ NEUTRAL_VALUES: Mapping[str, tuple[Any, ...]] = {
     "xtc_probability": (0,),
 }
 """Fields of other servers, for each API that has no field of this name."""
-IGNORED_FIELDS = frozenset(
-    {
-        "client_metadata",
-        "guided_decoding_backend",
-        "inference_geo",
-        "metadata",
-        "models",
-        "prediction",
-        "prompt_cache_key",
-        "prompt_cache_options",
-        "prompt_cache_retention",
-        "safety_identifier",
-        "service_tier",
-        "speed",
-        "store",
-        "user",
-        "verbosity",
-    }
-)
-"""Fields of other servers that never change an answer."""
 LIMIT_NAMES = ("max_length", "max_new_tokens", "max_tokens_to_sample", "n_predict")
 """Names that other servers use for the longest answer."""
 OTHER_NAMES: Mapping[str, str] = {
@@ -99,21 +80,16 @@ def _by_token_id(value: Any) -> Any:
     return {int(key): bias for key, bias in value.items()}
 
 
-class SamplingRequest(RequestModel):
+class SamplingRequest(ModelRequest):
     """A body that asks for generated text."""
 
     neutral_values: ClassVar[Mapping[str, tuple[Any, ...]]] = NEUTRAL_VALUES
-    ignored_fields: ClassVar[frozenset[str]] = IGNORED_FIELDS
     other_names: ClassVar[Mapping[str, str]] = OTHER_NAMES
     renamed_fields: ClassVar[Mapping[str, str]] = {
         "repeat_penalty": "repetition_penalty",
         "json_schema": "guided_json",
         "grammar": "guided_grammar",
     }
-    content_fields: ClassVar[tuple[str, ...]] = ()
-    """Fields that hold what is shown and said."""
-
-    model: str | None = Field(None, description="A name that /v1/models lists; default: the only one.")
     stream: bool = False
     stream_options: StreamOptions | None = None
     temperature: float | None = Field(None, description="0 is greedy. Default: the model's, else 1.")
@@ -166,9 +142,6 @@ class SamplingRequest(RequestModel):
     )
     skip_special_tokens: bool = Field(True, description="Whether the text has no special tokens.")
     spaces_between_special_tokens: bool = Field(True, description="Has no effect.")
-    truncate_prompt_tokens: int | None = Field(
-        None, ge=-1, le=MAX_COUNT, description="Only the prompt's last tokens are read; -1: as many as fit."
-    )
     min_tokens: int = Field(0, ge=0, le=MAX_COUNT)
     response_format: ResponseFormat | None = Field(None, description="The format of the answer: text or JSON.")
     structured_outputs: StructuredOutputs | None = Field(None, description="The same in vLLM's form.")
@@ -176,21 +149,19 @@ class SamplingRequest(RequestModel):
     guided_regex: str | None = None
     guided_choice: Choices | None = None
     guided_grammar: str | None = Field(None, description="In Lark or GBNF.")
-    cache_salt: str | None = Field(
-        None,
-        min_length=1,
-        max_length=MAX_CACHE_SALT,
-        description="Nothing that is cached is shared with requests of another salt, or of none.",
-    )
 
     @property
     def includes_usage(self) -> bool:
         """Whether a stream ends with what the request has cost."""
         return self.stream_options is not None and self.stream_options.include_usage
 
-    def without_content(self) -> Self:
-        """The same without what the request shows and says, which may be large."""
-        return self.model_copy(update=dict.fromkeys(self.content_fields))
+    @property
+    def is_streamed(self) -> bool:
+        return self.stream
+
+    def with_seed(self, seed: int) -> Self:
+        """See `ModelRequest.with_seed`."""
+        return self if self.seed is not None else self.model_copy(update={"seed": seed})
 
     @property
     def wanted_logprobs(self) -> int | None:

@@ -1,0 +1,109 @@
+"""``POST /v1/embeddings``: vectors of texts, or of a conversation with images."""
+
+from __future__ import annotations
+
+import base64
+import logging
+from typing import TYPE_CHECKING
+
+import numpy as np
+from starlette.requests import Request
+from starlette.responses import Response
+
+from vlmserve.errors import InvalidRequestError
+from vlmserve.prompt.expand import last_tokens
+from vlmserve.server.generation import Generation, GenerationRequest
+from vlmserve.server.history import owner_of, with_files
+from vlmserve.server.routes.answering import Dialect, answer
+from vlmserve.server.schema.base import log_once
+from vlmserve.server.schema.content import conversation
+from vlmserve.server.schema.embeddings import Embedding, EmbeddingList, EmbeddingRequest, EmbeddingUsage
+from vlmserve.server.service import Service
+from vlmserve.types import Prompt, SamplingParams
+
+if TYPE_CHECKING:
+    from vlmserve.frontend.requests import RequestPreparer
+
+_FOREIGN_IDS = (
+    "must come from this model's tokenizer, or the vectors mean nothing: LangChain's OpenAIEmbeddings needs "
+    "check_embedding_ctx_length=False"
+)
+
+
+class EmbeddingDialect(Dialect[EmbeddingRequest]):
+    """OpenAI's embeddings. One for each request: errors name the field that it has."""
+
+    kind = EmbeddingRequest
+    id_prefix = "embd-"
+    operation = "embeddings"
+    content_field = "input"
+
+    def __init__(self, owner: str = "") -> None:
+        self._owner = owner
+
+    def num_answers(self, body: EmbeddingRequest) -> int:
+        return len(body.prompts) or 1
+
+    async def ask(self, service: Service, body: EmbeddingRequest) -> GenerationRequest:
+        task = service.preparer.vectors.embed(body.dimensions, normalize=body.normalize)
+        params = SamplingParams(truncate_prompt_tokens=body.truncate_prompt_tokens)
+        prompts = await self._prompts(service, body)
+        return GenerationRequest(prompts, params, cache_salt=body.cache_salt or "", task=task)
+
+    async def _prompts(self, service: Service, body: EmbeddingRequest) -> list[Prompt]:
+        if body.messages is None:
+            return await prompts_of(service, body.prompts, body.truncate_prompt_tokens)
+        self.content_field = "messages"
+        with service.bodies.share() as share:
+            messages = await with_files(service, self._owner, conversation(body.messages), share)
+            prompt = await service.preparation.prepare(
+                messages,
+                cache_salt=body.cache_salt or "",
+                add_generation_prompt=body.add_generation_prompt is not False and not body.continue_final_message,
+                continue_final_message=body.continue_final_message,
+                template_settings=body.chat_template_kwargs,
+                mm_processor_kwargs=body.processor_kwargs,
+            )
+        return [prompt]
+
+    async def complete(self, body: EmbeddingRequest, generation: Generation) -> EmbeddingList:
+        await generation.finished()
+        data = []
+        for index, one in enumerate(generation.answers):
+            assert one.result is not None
+            values = one.result.data
+            if body.encoding_format == "base64":
+                data.append(Embedding(index, base64.b64encode(values).decode()))
+            else:
+                data.append(Embedding(index, np.frombuffer(values, "<f4").tolist()))
+        return EmbeddingList(data, generation.model, usage_of(generation))
+
+    def reword(self, error: InvalidRequestError) -> None:
+        if error.param in (None, "messages", "prompt"):
+            error.param = self.content_field
+
+
+async def prompts_of(service: Service, inputs: list[str | list[int]], kept: int | None) -> list[Prompt]:
+    """Prepare texts and token ids. kept: last tokens of each to keep, see `ModelRequest.truncate_prompt_tokens`."""
+    most = service.client.info.max_prompt_len
+    if any(not isinstance(one, str) for one in inputs):
+        log_once("Input", "token ids", _FOREIGN_IDS, logging.WARNING)
+
+    def prepare(preparer: RequestPreparer) -> list[Prompt]:
+        return [
+            preparer.text(one) if isinstance(one, str) else preparer.tokens(last_tokens(one, kept, most))
+            for one in inputs
+        ]
+
+    return await service.preparation.text(prepare, sum(map(len, inputs)))
+
+
+def usage_of(generation: Generation) -> EmbeddingUsage:
+    """Count the tokens of all prompts."""
+    usage = generation.usage
+    return EmbeddingUsage(usage.prompt_tokens, usage.prompt_tokens, usage.prompt_tokens_details)
+
+
+async def embeddings(request: Request) -> Response:
+    """Return vectors of texts, token ids or a conversation."""
+    return await answer(request, EmbeddingDialect(owner_of(request)))

@@ -1,0 +1,92 @@
+"""``/v1/embeddings``, as OpenAI writes it, with vLLM's messages.
+
+https://platform.openai.com/docs/api-reference/embeddings
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar, Literal, Self
+
+import msgspec
+from pydantic import Discriminator, Field, Tag, model_validator
+
+from vlmserve.server.schema.asking import ModelRequest
+from vlmserve.server.schema.base import MAX_COUNT
+from vlmserve.server.schema.completions import Text, TokenIds, listed, prompt_kind
+from vlmserve.server.schema.content import Message, PromptRequest, TemplateSettings
+from vlmserve.server.schema.usage import PromptTokensDetails
+
+MAX_INPUTS = 2048
+
+Inputs = Annotated[
+    Annotated[Text, Tag("<text>")]
+    | Annotated[Annotated[list[Text], Field(max_length=MAX_INPUTS)], Tag("<texts>")]
+    | Annotated[TokenIds, Tag("<tokens>")]
+    | Annotated[Annotated[list[TokenIds], Field(max_length=MAX_INPUTS)], Tag("<lists>")],
+    Discriminator(
+        prompt_kind,
+        custom_error_type="prompt",
+        custom_error_message="Input should be a text, a list of token ids, or a list of several of either",
+    ),
+]
+
+
+class EmbeddingRequest(PromptRequest, ModelRequest):
+    """The body of ``POST /v1/embeddings``."""
+
+    content_fields: ClassVar[tuple[str, ...]] = ("input", "messages")
+
+    input: Inputs | None = Field(None, description="A text, token ids, or a list of several of either.")
+    messages: Annotated[list[Message], Field(min_length=1)] | None = Field(
+        None, description="A conversation in place of input, which may show images, videos and documents."
+    )
+    dimensions: int | None = Field(
+        None, ge=1, le=MAX_COUNT, description="Leading elements of the vector to keep. Default: all."
+    )
+    encoding_format: Literal["float", "base64"] = Field(
+        "float", description="base64: the vector's little-endian float32 bytes."
+    )
+    normalize: bool | None = Field(None, description="Whether vectors have length 1. Default: the model's, else yes.")
+    chat_template_kwargs: TemplateSettings = None
+    add_generation_prompt: bool | None = Field(
+        None, description="Whether the conversation ends with the beginning of an answer. Default: yes."
+    )
+    continue_final_message: bool = Field(False, description="Whether it ends inside of the last message.")
+
+    @model_validator(mode="after")
+    def _is_one_of_both(self) -> Self:
+        if (self.input is None) == (self.messages is None):
+            raise ValueError("Give either input or messages")
+        if self.continue_final_message and self.add_generation_prompt:
+            raise ValueError("continue_final_message and add_generation_prompt cannot both be true")
+        return self
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """Texts or token ids, one for each vector; none with messages."""
+        return [] if self.input is None else listed(self.input)
+
+
+class EmbeddingUsage(msgspec.Struct):
+    """Tokens of all inputs."""
+
+    prompt_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+class Embedding(msgspec.Struct):
+    """The vector of one input: numbers, or base64."""
+
+    index: int
+    embedding: list[float] | str
+    object: str = "embedding"
+
+
+class EmbeddingList(msgspec.Struct):
+    """The response, in the order of the inputs."""
+
+    data: list[Embedding]
+    model: str
+    usage: EmbeddingUsage
+    object: str = "list"
