@@ -150,7 +150,7 @@ def test_harmless_arguments_of_vllm_are_accepted(mock_llm):
 
 
 def test_methods_that_are_missing_are_explained(mock_llm):
-    with pytest.raises(AttributeError, match="LLM has no classify; use chat, generate, stream or embed"):
+    with pytest.raises(AttributeError, match="LLM has no classify; use chat, generate, stream, embed or score"):
         mock_llm.classify("a")
     with pytest.raises(AttributeError, match="no attribute 'generat'; did you mean generate"):
         mock_llm.generat("a")

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, Unpack, cast, overload
+from typing import TYPE_CHECKING, Any, Literal, Self, Unpack, cast, overload
 
 from vlmserve.cancellation import run_in_thread
 from vlmserve.config import BUILT_IN_MODEL
@@ -31,8 +31,6 @@ from vlmserve.types import SamplingParams
 if TYPE_CHECKING:
     from vlmserve.offline_calls import Adapters, ChatOptions, Conversations, Model, OnError, Params, TextPrompts
     from vlmserve.outputs import RequestOutput
-
-Result = TypeVar("Result")
 
 
 class AsyncLLM(OfflineModel[AsyncGenerator[str, None]]):
@@ -189,7 +187,7 @@ class AsyncLLM(OfflineModel[AsyncGenerator[str, None]]):
         params, several = call.params_of(self.default_sampling_params), call.adapters()
         adapters = itertools.repeat(cast(LoRARequest | None, call.lora_request)) if several is None else several
         results = self._results(call, zip(call.items, params, adapters, strict=False), stream=stream)
-        return results if stream else _listed(results)
+        return results if stream else _listed(call, results)
 
     async def _results(
         self, call: Call, wanted: Iterator[tuple[Any, SamplingParams, LoRARequest | None]], *, stream: bool
@@ -367,6 +365,6 @@ async def _finish(stream: EngineStream, generation: Generation, place: _Place) -
         await place.leave()
 
 
-async def _listed(results: AsyncGenerator[Result, None]) -> list[Result]:
+async def _listed(call: Call, results: AsyncGenerator[Any, None]) -> list[Any]:
     async with contextlib.aclosing(results):
-        return [result async for result in results]
+        return call.combined([result async for result in results])

@@ -250,7 +250,7 @@ class LLM(OfflineModel[Iterator[str]]):
                     for number, outcome in enumerate(outcomes):
                         yield call.result_of(outcome, number)
 
-        return results() if stream else list(results())
+        return results() if stream else call.combined(list(results()))
 
 
 @contextmanager

@@ -12,16 +12,17 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, TypedDict, 
 
 import msgspec
 
-from vlmserve.errors import AnswerError, InvalidRequestError, InvalidRequestsError
+from vlmserve.errors import AnswerError, InvalidRequestError, InvalidRequestsError, VLMServeError
 from vlmserve.media.arrays import frames_of
 from vlmserve.offline import LoRARequest, Prepared
-from vlmserve.outputs import PoolingRequestOutput, RequestOutput
+from vlmserve.outputs import PoolingRequestOutput, RequestOutput, ScoringOutput, ScoringRequestOutput
 from vlmserve.sampling_params import Grammar
 from vlmserve.types import Prompt, SamplingParams
 from vlmserve.validation import did_you_mean
 
 if TYPE_CHECKING:
     from vlmserve.frontend.requests import RequestPreparer
+    from vlmserve.frontend.scoring import Side
 
 Message: TypeAlias = Mapping[str, Any]
 Conversation: TypeAlias = Sequence[Message]
@@ -97,6 +98,8 @@ class Call:
     lora_request: Adapters
     schema: Any = None
     """A JSON schema or a pydantic model that answers fit, if results are objects."""
+    combine: Callable[[list[Any]], list[Any]] | None = None
+    """Makes the results of all items; None: each item has its own."""
 
     def __post_init__(self) -> None:
         """Raise InvalidRequestError for options that mean nothing."""
@@ -162,6 +165,10 @@ class Call:
             if self.on_error == "raise":
                 raise
             return error
+
+    def combined(self, results: list[Any]) -> list[Any]:
+        """Return what the caller gets for all items."""
+        return results if self.combine is None else self.combine(results)
 
     def check_all(self) -> None:
         """Find what is wrong before anything runs, as far as that is possible without preparing it.
@@ -305,6 +312,48 @@ class Prompts:
             lora_request,
         )
 
+    def score_call(
+        self,
+        queries: Side | Mapping[str, Any] | Sequence[Any],
+        documents: Side | Mapping[str, Any] | Sequence[Any],
+        instruction: str | None,
+        lora_request: Adapters,
+        **options: Any,
+    ) -> Call:
+        """Make the call of `OfflineModel.score`. options: of `RequestPreparer.chat`."""
+        from vlmserve.frontend.scoring import Scorer
+
+        scorer, preparer = Scorer(self.preparer), self.preparer
+        first, second = _sides(queries), _sides(documents)
+
+        def prepare(item: Any) -> Prepared:
+            if isinstance(item, str):
+                return self._text_prompt(item)._replace(task=scorer.task)
+            settings = scorer.template_settings
+            return Prepared(
+                preparer.chat(item, allow_local=True, template_settings=settings, **options), task=scorer.task
+            )
+
+        def combine(results: list[Any]) -> list[Any]:
+            failed = next((one.outputs.error for one in results if one.outputs.error is not None), None)
+            if failed is not None:
+                raise VLMServeError(failed)
+            scores = scorer.scores([one.outputs.data.tobytes() for one in results], len(first))
+            return [ScoringRequestOutput(ScoringOutput(score)) for score in scores]
+
+        return Call(
+            "prompts",
+            scorer.prompts(first, second, instruction),
+            False,
+            prepare,
+            lambda item: None if isinstance(item, str) else preparer.check_files(item),
+            preparer.answers.check_grammar,
+            SamplingParams(),
+            "raise",
+            lora_request,
+            combine=combine,
+        )
+
     def _text_prompt(self, prompt: TextPrompt) -> Prepared:
         from vlmserve.frontend.messages import check_cache_salt
 
@@ -382,6 +431,24 @@ def _listed(one_or_many: Any) -> list[Any]:
 def is_conversation(messages: object) -> TypeGuard[Conversation]:
     """Whether it is one conversation, not a list of them."""
     return isinstance(messages, Sequence) and len(messages) > 0 and isinstance(messages[0], Mapping)
+
+
+def _sides(given: Any) -> list[Side]:
+    """List queries or documents: one text, parts of one, vLLM's ``{"content": parts}``, or a list of such."""
+    if isinstance(given, str | Mapping) or (isinstance(given, Sequence) and given and _is_part(given[0])):
+        given = [given]
+    sides: list[Side] = []
+    for one in given:
+        content = one.get("content", one.get("text")) if isinstance(one, Mapping) else one
+        are_parts = isinstance(content, Sequence) and all(map(_is_part, content))
+        if not content or not (isinstance(content, str) or are_parts):
+            raise InvalidRequestError("queries and documents are texts or lists of parts", param="documents")
+        sides.append(content)
+    return sides
+
+
+def _is_part(value: object) -> bool:
+    return isinstance(value, Mapping) and "type" in value
 
 
 def _has_roles(messages: object) -> TypeGuard[Conversation]:

@@ -26,7 +26,7 @@ from vlmserve.validation import did_you_mean
 
 Texts = TypeVar("Texts")
 
-_OF_VLLM = "encode classify score reward beam_search apply_model collective_rpc sleep wake_up".split()
+_OF_VLLM = "encode classify reward beam_search apply_model collective_rpc sleep wake_up".split()
 """Methods of vLLM that are not implemented here."""
 
 
@@ -52,7 +52,7 @@ class OfflineModel(ABC, Generic[Texts]):
     def __getattr__(self, name: str) -> Any:
         kind = type(self).__name__
         if name in _OF_VLLM:
-            raise AttributeError(f"{kind} has no {name}; use chat, generate, stream or embed")
+            raise AttributeError(f"{kind} has no {name}; use chat, generate, stream, embed or score")
         raise AttributeError(f"{kind} has no attribute {name!r}{did_you_mean(name, dir(type(self)))}")
 
     def get_default_sampling_params(self) -> SamplingParams:
@@ -187,6 +187,31 @@ class OfflineModel(ABC, Generic[Texts]):
             mm_processor_kwargs=mm_processor_kwargs,
         )
         return self._answer(call, stream=stream, use_tqdm=use_tqdm)
+
+    def score(
+        self,
+        queries: Any,
+        documents: Any,
+        use_tqdm: bool = True,
+        *,
+        instruction: str | None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
+        lora_request: Adapters = None,
+        **others: Any,
+    ) -> Any:
+        """Return how well documents fit a query, as `ScoringRequestOutput` in the order of the documents.
+
+        queries: one, or one for each document. Each query and document is a text, a list of parts as in a message, or
+        ``{"content": parts}``. An embedding model compares vectors (cosine). Other models judge each pair: the score is
+        the probability of "yes". instruction: what they judge; default: web search.
+
+        Raises InvalidRequestError for a model that has no way to judge, and VLMServeError if a request fails.
+        """
+        check_arguments(OfflineModel.score, others)
+        call = self._prompts.score_call(
+            queries, documents, instruction, lora_request, mm_processor_kwargs=mm_processor_kwargs
+        )
+        return self._answer(call, stream=False, use_tqdm=use_tqdm)
 
     def stream(
         self,

@@ -149,6 +149,21 @@ class PoolingRequestOutput:
     finished: bool = True
 
 
+@dataclass(frozen=True)
+class ScoringOutput:
+    """The score of a document: a probability, or a cosine with an embedding model."""
+
+    score: float
+
+
+@dataclass(frozen=True)
+class ScoringRequestOutput:
+    """The score of one query and one document."""
+
+    outputs: ScoringOutput
+    finished: bool = True
+
+
 def _short(text: str) -> str:
     return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}…"
 

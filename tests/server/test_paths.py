@@ -48,7 +48,8 @@ def test_slashes_do_not_bypass_keys(folder):
         ("/proxy/chat/completions", "use /v1/chat/completions"),
         ("/v1/chat/completion", "did you mean /v1/chat/completions?"),
         ("/v1/mesages", "did you mean /v1/messages?"),
-        ("/v1/embeddings", "/openapi.json lists all paths"),
+        ("/v1/embedding", "did you mean /v1/embeddings?"),
+        ("/v1/moderations", "/openapi.json lists all paths"),
         ("/" + "x" * 5000, "/openapi.json lists all paths"),
     ],
 )

@@ -195,7 +195,7 @@ def _pieces(body: Mapping[str, Any]) -> Iterator[str | _Image | _Turn]:
     for field in ("system", "instructions"):
         if field in body:
             yield from _item_pieces("system", body[field])
-    for field in ("messages", "input", "prompt"):
+    for field in ("messages", "input", "prompt", "documents"):
         content = body.get(field)
         if isinstance(content, list) and content and isinstance(content[0], Mapping):
             for item in content:

@@ -43,7 +43,18 @@ from vlmserve.server.history import owner_of
 from vlmserve.server.routes.events import event, named_event
 from vlmserve.server.streams import begin_in_time
 
-GENERATING = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/embeddings"})
+GENERATING = frozenset(
+    {
+        "/v1/chat/completions",
+        "/v1/completions",
+        "/v1/responses",
+        "/v1/messages",
+        "/v1/embeddings",
+        "/v1/score",
+        "/v1/rerank",
+        "/v2/rerank",
+    }
+)
 """Paths of requests that an engine answers."""
 _OF_A_MODEL = GENERATING | {"/v1/messages/count_tokens", "/tokenize", "/detokenize"}
 _LARGE = 2 * 1024**2

@@ -49,6 +49,7 @@ from vlmserve.server.routes.ollama import (
     ollama_tags,
     ollama_version,
 )
+from vlmserve.server.routes.scores import rerank, rerank_for_cohere, score
 from vlmserve.server.routes.tokens import detokenize, show_tokenizer, tokenize
 from vlmserve.server.schema.cards import ModelCard, ModelList
 from vlmserve.server.schema.chat import ChatCompletion, ChatRequest
@@ -66,6 +67,7 @@ from vlmserve.server.schema.ollama import (
     ShownModel,
     ShowRequest,
 )
+from vlmserve.server.schema.scores import CohereRanking, Ranking, RerankRequest, ScoreList, ScoreRequest
 from vlmserve.server.schema.tokens import Detokenized, DetokenizeRequest, Tokenized, TokenizeRequest
 from vlmserve.server.service import Phase, Service
 from vlmserve.server.streams import note_failure
@@ -86,6 +88,9 @@ def operations(config: ServerConfig) -> list[Operation]:
             errors=MessagesErrorAnswer,
         ),
         Operation("POST", "/v1/embeddings", embeddings, EmbeddingRequest, answer=EmbeddingList),
+        Operation("POST", "/v1/score", score, ScoreRequest, answer=ScoreList),
+        Operation("POST", "/v1/rerank", rerank, RerankRequest, answer=Ranking),
+        Operation("POST", "/v2/rerank", rerank_for_cohere, RerankRequest, answer=CohereRanking),
         *HISTORY_OPERATIONS,
         Operation("POST", "/tokenize", tokenize, TokenizeRequest, answer=Tokenized),
         Operation("POST", "/detokenize", detokenize, DetokenizeRequest, answer=Detokenized),

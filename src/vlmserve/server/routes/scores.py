@@ -1,0 +1,156 @@
+"""``POST /v1/score``, ``/v1/rerank`` and ``/v2/rerank``: how well documents fit a query."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from vlmserve.errors import InvalidRequestError
+from vlmserve.frontend.scoring import Scorer, Side
+from vlmserve.server.generation import Generation, GenerationRequest
+from vlmserve.server.history import owner_of, with_files
+from vlmserve.server.routes.answering import Dialect, answer
+from vlmserve.server.routes.embeddings import prompts_of, usage_of
+from vlmserve.server.schema.scores import (
+    CohereRanking,
+    Ranked,
+    RankedDocument,
+    Ranking,
+    RerankRequest,
+    ScoreData,
+    ScoreList,
+    ScoreRequest,
+)
+from vlmserve.server.service import Service
+from vlmserve.types import Prompt, SamplingParams
+
+if TYPE_CHECKING:
+    from vlmserve.frontend.requests import RequestPreparer
+
+Scoring = TypeVar("Scoring", ScoreRequest, RerankRequest)
+
+
+class _ScoringDialect(Dialect[Scoring]):
+    """One for each request: it keeps the scorer."""
+
+    operation = "rerank"
+    content_field = "documents"
+
+    def __init__(self, owner: str = "") -> None:
+        self._owner = owner
+        self._scorer: Scorer | None = None
+        self._num_queries = 0
+        self._texts: list[str | None] = []
+
+    def num_answers(self, body: Scoring) -> int:
+        return len(body.queries) + len(body.documents)
+
+    def documents(self, preparer: RequestPreparer, body: Scoring) -> list[Side]:
+        """Return the documents that are scored."""
+        return [one.side for one in body.documents]
+
+    async def ask(self, service: Service, body: Scoring) -> GenerationRequest:
+        scorer = self._scorer = Scorer(service.preparer)
+        self._num_queries = len(body.queries)
+        self._texts = [one.text for one in body.documents]
+        documents = self.documents(service.preparer, body)
+        asked = scorer.prompts([one.side for one in body.queries], documents, body.instruction)
+        prompts = await asyncio.gather(*(self._prompt(service, body, scorer, one) for one in asked))
+        params = SamplingParams(truncate_prompt_tokens=body.truncate_prompt_tokens)
+        return GenerationRequest(prompts, params, cache_salt=body.cache_salt or "", task=scorer.task)
+
+    async def _prompt(
+        self, service: Service, body: Scoring, scorer: Scorer, asked: str | list[dict[str, Any]]
+    ) -> Prompt:
+        if isinstance(asked, str):
+            [prompt] = await prompts_of(service, [asked], body.truncate_prompt_tokens)
+            return prompt
+        with service.bodies.share() as share:
+            return await service.preparation.prepare(
+                await with_files(service, self._owner, asked, share),
+                cache_salt=body.cache_salt or "",
+                template_settings=scorer.template_settings,
+                mm_processor_kwargs=body.processor_kwargs,
+            )
+
+    async def scores(self, generation: Generation) -> list[float]:
+        """Return one score for each document."""
+        assert self._scorer is not None
+        await generation.finished()
+        results = [one.result.data for one in generation.answers if one.result is not None]
+        return self._scorer.scores(results, self._num_queries)
+
+    def reword(self, error: InvalidRequestError) -> None:
+        if error.param is None or error.param.startswith(("messages", "prompt")):
+            error.param = self.content_field
+
+
+class ScoreDialect(_ScoringDialect[ScoreRequest]):
+    """vLLM's scores."""
+
+    kind = ScoreRequest
+    id_prefix = "score-"
+
+    async def complete(self, body: ScoreRequest, generation: Generation) -> ScoreList:
+        data = [ScoreData(index, score) for index, score in enumerate(await self.scores(generation))]
+        return ScoreList(generation.id, generation.created, generation.model, data, usage_of(generation))
+
+
+class RerankDialect(_ScoringDialect[RerankRequest]):
+    """Jina's rankings."""
+
+    kind = RerankRequest
+    id_prefix = "rerank-"
+
+    def documents(self, preparer: RequestPreparer, body: RerankRequest) -> list[Side]:
+        most = body.max_tokens_per_doc
+        sides = super().documents(preparer, body)
+        return sides if most is None else [_shortened(preparer, side, most) for side in sides]
+
+    async def complete(self, body: RerankRequest, generation: Generation) -> Ranking | CohereRanking:
+        ranked = await self._ranked(body, generation)
+        if body.return_documents:
+            for one in ranked:
+                text = self._texts[one.index]
+                one.document = None if text is None else RankedDocument(text)
+        return Ranking(generation.id, generation.model, ranked, usage_of(generation))
+
+    async def _ranked(self, body: RerankRequest, generation: Generation) -> list[Ranked]:
+        ranked = [Ranked(index, score) for index, score in enumerate(await self.scores(generation))]
+        return sorted(ranked, key=lambda one: one.relevance_score, reverse=True)[: body.top_n]
+
+
+class CohereDialect(RerankDialect):
+    """Cohere's rankings."""
+
+    async def complete(self, body: RerankRequest, generation: Generation) -> CohereRanking:
+        ranked = await self._ranked(body, generation)
+        for one in ranked:
+            one.relevance_score = min(1.0, max(0.0, one.relevance_score))
+        meta = {"api_version": {"version": "2"}, "tokens": {"input_tokens": usage_of(generation).prompt_tokens}}
+        return CohereRanking(generation.id, ranked, meta)
+
+
+def _shortened(preparer: RequestPreparer, side: Side, most: int) -> Side:
+    if not isinstance(side, str):
+        return side
+    token_ids = preparer.encode(side, add_special_tokens=False)
+    return side if len(token_ids) <= most else preparer.decode(token_ids[:most])
+
+
+async def score(request: Request) -> Response:
+    """Return the score of each document for a query."""
+    return await answer(request, ScoreDialect(owner_of(request)))
+
+
+async def rerank(request: Request) -> Response:
+    """Return the documents that fit a query, the best first."""
+    return await answer(request, RerankDialect(owner_of(request)))
+
+
+async def rerank_for_cohere(request: Request) -> Response:
+    """Return the same in the form of Cohere's second API."""
+    return await answer(request, CohereDialect(owner_of(request)))

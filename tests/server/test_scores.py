@@ -1,0 +1,98 @@
+"""/v1/score, /v1/rerank and /v2/rerank with a mock engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from tokenizers import Tokenizer
+
+from tests.mock_checkpoint import make_mock_checkpoint
+from tests.server.live import LiveServer
+from tests.server.test_chat import data_url
+
+DOCUMENTS = ["A red circle", "Two blue squares", "A green star"]
+
+
+@pytest.fixture(scope="module")
+def judge(tmp_path_factory) -> Iterator[LiveServer]:
+    """A model whose tokenizer has yes and no."""
+    folder: Path = make_mock_checkpoint(tmp_path_factory.mktemp("judge"))
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.add_tokens(["yes", "no"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    with LiveServer(folder) as server:
+        yield server
+
+
+def post(server: LiveServer, path: str, **fields) -> httpx.Response:
+    return httpx.post(f"{server.url}{path}", json=fields, timeout=30)
+
+
+def scores(server: LiveServer, **fields) -> list[float]:
+    answer = post(server, "/v1/score", **fields).json()
+    assert [one["index"] for one in answer["data"]] == list(range(len(answer["data"])))
+    return [one["score"] for one in answer["data"]]
+
+
+def test_scores_come_in_order_of_the_documents(judge):
+    found = scores(judge, text_1="red", text_2=DOCUMENTS)
+    assert all(0 < score < 1 for score in found)
+    assert found == scores(judge, queries=["red"] * 3, documents=DOCUMENTS)
+    assert found[::-1] == scores(judge, data_1="red", data_2=DOCUMENTS[::-1])
+    assert found[:1] == scores(judge, queries="red", documents=DOCUMENTS[0])
+    assert found != scores(judge, queries="red", documents=DOCUMENTS, instruction="Find blue things")
+
+
+def test_rankings_are_sorted_and_cut(judge):
+    found = scores(judge, queries="red", documents=DOCUMENTS)
+    answer = post(judge, "/v1/rerank", model="tiny", query="red", documents=[*DOCUMENTS[:2], {"text": DOCUMENTS[2]}])
+    results = answer.json()["results"]
+    assert [one["relevance_score"] for one in results] == sorted(found, reverse=True)
+    assert [one["document"]["text"] for one in results] == [DOCUMENTS[one["index"]] for one in results]
+    best = post(judge, "/v1/rerank", query="red", documents=DOCUMENTS, top_n=1, return_documents=False).json()
+    assert best["results"] == [{"index": results[0]["index"], "relevance_score": results[0]["relevance_score"]}]
+    assert best["usage"]["prompt_tokens"] == best["usage"]["total_tokens"] > 100
+
+
+def test_coheres_form_has_no_documents(judge):
+    answer = post(judge, "/v2/rerank", model="tiny", query="red", documents=DOCUMENTS, max_tokens_per_doc=1).json()
+    assert answer["meta"]["api_version"]["version"] == "2"
+    assert [set(one) for one in answer["results"]] == [{"index", "relevance_score"}] * 3
+    whole = post(judge, "/v2/rerank", model="tiny", query="red", documents=DOCUMENTS).json()["results"]
+    assert whole != answer["results"], "documents were shortened"
+
+
+def test_images_are_ranked(judge):
+    url = data_url("red")
+    content = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "a"}]
+    answer = post(judge, "/v1/rerank", query="red", documents=["a", {"image": url}, {"content": content}]).json()
+    assert len(answer["results"]) == 3
+    assert answer["usage"]["prompt_tokens_details"]["images"] == 2
+    bare = post(judge, "/v1/score", queries="red", documents={"image": url.partition(",")[2]})
+    assert bare.status_code == 200, bare.text
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "message"),
+    [
+        ({"documents": ["a"]}, "query", "missing"),
+        ({"query": "a", "documents": []}, "documents", "not be empty"),
+        ({"query": "a", "documents": [{}]}, "documents[0]", "Give text, image or content"),
+        ({"query": "", "documents": ["a"]}, "query", "Give text, image or content"),
+        ({"query": "a", "documents": ["a"], "top_n": 0}, "top_n", "greater than"),
+        ({"query": "a", "documents": ["a" * 100_000]}, "documents", "maximum context length"),
+        ({"query": "a", "documents": [{"image": "data:image/png;base64,aaaa"}]}, "documents", "image"),
+    ],
+)
+def test_wrong_requests_are_explained(judge, fields, param, message):
+    error = post(judge, "/v1/rerank", **fields).json()["error"]
+    assert (error["param"], message in error["message"]) == (param, True), error
+
+
+def test_models_that_cannot_judge_say_so(live):
+    answer = post(live, "/v1/score", queries="a", documents="b")
+    assert answer.status_code == 400
+    assert "cannot judge pairs" in answer.json()["error"]["message"]
