@@ -17,8 +17,8 @@ _SLOW = {
     "calibration": "blip cache prompts quality run",
     "clients": "coding_agents",
     "devices": "cpu",
-    "engine": """beams blip captures contract drafts families gemma3 image_budget moondream ocr original_families
-        overlap parity process quantized_cache quantized_images qwen_chat qwen_vl ranks sampling
+    "engine": """beams blip captures contract drafts families gemma3 gemma4 image_budget moondream ocr
+        original_families overlap parity process quantized_cache quantized_images qwen_chat qwen_vl ranks sampling
         slow_grammars states stress structured thoughts tiles transformers_backend
         transformers_images""",
     "frontend": "beams client processors tools xml_tools",

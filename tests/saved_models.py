@@ -12,7 +12,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 OTHER_CONSTANTS = (
     "input_projection_weight", "class_embedding", "cls_token", ".position_embeddings", ".lambda_1", ".lambda_2",
-    ".dt_bias",
+    ".dt_bias", "position_embedding_table",
     ".A_log",
 )  # fmt: skip
 """Ends of the names of further parameters that transformers initializes with zeros or ones."""
@@ -65,6 +65,6 @@ def _make_model(
         if "norm" in name or name.endswith((".bias", *OTHER_CONSTANTS)):
             nn.init.normal_(parameter, mean=1.0 if "norm" in name and "weight" in name else 0.0, std=0.2)
     for name, buffer in model.named_buffers():
-        if name.endswith("layer_scalar"):
+        if name.endswith(("layer_scalar", "std_scale", "std_bias")):
             nn.init.normal_(buffer, mean=1.0, std=0.2)
     model.to(dtype).save_pretrained(folder, max_shard_size=shard_size, save_original_format=False)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from vlmserve.errors import ModelLoadError
-from vlmserve.families.family import LanguageFamily
+from vlmserve.families.family import LanguageFamily, VisionFamily
 from vlmserve.families.gemma import GEMMA2, SANDWICH_NAMES
 from vlmserve.families.spec import (
     ArchSpec,
@@ -54,6 +54,8 @@ _NAMES: Names = (
     (r"\.per_layer_projection\.", ".per_layer.projection."),
     (r"\.post_per_layer_input_norm\.", ".per_layer_norm."),
 )
+
+_VISION_NAMES: Names = ((r"^(model\.)?embed_vision\.", "multi_modal_projector."), (r"(_proj)\.linear\.", r"\1."))
 
 
 def _gemma4(config: Config) -> ArchSpec:
@@ -106,7 +108,7 @@ def _ropes(config: Config, windows: Sequence[int | None]) -> list[RopeSpec]:
 def _changes(config: Config, layer: int, kind: str) -> dict[str, Any]:
     """Settings of one layer, which files state by layer or for all layers with full attention."""
     if (by_layer := config.get("per_layer_config")) is not None:
-        return dict(by_layer.get(str(layer), by_layer.get(layer, {})))
+        return next((dict(changes) for key, changes in by_layer.items() if int(key) == layer), {})
     return {} if kind == "sliding_attention" else {"head_dim": config.get("global_head_dim") or _GLOBAL_HEAD_SIZE}
 
 
@@ -134,6 +136,18 @@ def _shared(layers: list[AttentionSpec], num_shared: int) -> list[AttentionSpec]
 
 
 FAMILIES = (
+    VisionFamily(
+        model_type="gemma4",
+        architecture="Gemma4ForConditionalGeneration",
+        text_type="gemma4_text",
+        tied=True,
+        tower="vlmserve.models.vision.gemma4:Gemma4Vision",
+        names=_VISION_NAMES,
+        image_processor="vlmserve.media.pooled:PooledProcessor.from_files",
+        image_processor_types=("Gemma4",),
+        image_token_id=258880,
+        models="Gemma 4 E2B and E4B",
+    ),
     LanguageFamily(
         model_type="gemma4_text",
         architecture="Gemma4ForCausalLM",

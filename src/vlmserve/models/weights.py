@@ -288,11 +288,12 @@ def _copy_file(
             while pieces and copied < MAPPED_BYTES:
                 name, key, first, last, target = pieces.pop()
                 whole = file.get_slice(key)
-                rows = whole[first:last]
+                shape = whole.get_shape()
+                rows = whole[first:last] if shape else file.get_tensor(key).view(1)
                 own = cuts[name].narrowed(rows) if name in cuts else rows
                 waiting.memory(name)[target : target + last - first].copy_(own)
                 copied += rows.nbytes
-                _hash(file, path, key, digests, last / whole.get_shape()[0])
+                _hash(file, path, key, digests, last / (shape or [1])[0])
                 del rows, own
                 if not pieces or pieces[-1].name != name:
                     waiting.fill(name)
@@ -310,7 +311,7 @@ def _pieces(
     with open_weights(path) as file:
         most = DEQUANTIZED_BYTES if isinstance(file, GGUFFile) else MAPPED_BYTES
         for name, key in keys:
-            shape, slot = file.get_slice(key).get_shape(), slots[name]
+            shape, slot = file.get_slice(key).get_shape() or [1], slots[name]
             cut = cuts.get(name)
             wanted = list(slot.shape) if cut is None else cut.whole_shape(slot.shape)
             if shape != wanted:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -16,10 +16,20 @@ from vlmserve.layers.linear import Linear
 from vlmserve.layers.norm import Normalization
 from vlmserve.layers.residual import ResidualStream, Unfinished
 from vlmserve.layers.stages import StageBudget, Stages, by_rows, in_parts, run_stages
-from vlmserve.models.blocks.mlp import MLP
 from vlmserve.types import TowerInputs
 
 L = TypeVar("L", bound="StagedLayer")
+
+
+class FeedForward(Protocol):
+    """A block of a layer that computes each token by itself."""
+
+    @property
+    def products(self) -> int:
+        """MACs for each row."""
+        ...
+
+    def __call__(self, x: Tensor, /) -> Unfinished: ...
 
 
 class LayerParts(NamedTuple):
@@ -30,7 +40,7 @@ class LayerParts(NamedTuple):
     attention: EncoderAttention
     output: Linear
     second_norm: Normalization
-    mlp: MLP
+    mlp: FeedForward
 
 
 class StagedLayer(nn.Module):

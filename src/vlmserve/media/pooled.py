@@ -1,0 +1,153 @@
+"""Images to pixels for towers that average patches in squares. Each keeps its shape and fills a budget of squares.
+
+Equal to transformers' own (PIL) processor of Gemma 4 but for large JPEGs, as in `media.processor`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any, Self
+
+from vlmserve.errors import ConfigurationError, InvalidImageError, UnsupportedModelError
+from vlmserve.levels import Levels
+from vlmserve.media.budget import ImageBudget
+from vlmserve.media.image_files import ImageFiles
+from vlmserve.media.images import DecodedImage
+from vlmserve.media.processor import Placeholders, RecipeProcessor, View, per_channel, to_pixels, to_rgb, whole_view
+from vlmserve.types import Pixels
+
+BUDGETS = (70, 140, 280, 560, 1120)
+"""Embeddings of an image that the models were trained with, at most."""
+_USUAL_BUDGET = 280
+_AROUND = 2
+"""Tokens before and after an image."""
+_BICUBIC = 3
+_BEGIN, _END = 255999, 258882
+"""Ids of the tokens before and after an image if config.json has none."""
+
+
+@dataclass(frozen=True)
+class PooledRecipe:
+    """Every setting that changes pixels."""
+
+    patch: int
+    """Pixels along each side of a patch."""
+    pool: int
+    """Patches along each side of an embedding."""
+    budget: int
+    """Embeddings of an image at most, one of `BUDGETS`."""
+    resample: int
+    rescale: float | None
+
+    @property
+    def side(self) -> int:
+        """Pixels along each side of an embedding."""
+        return self.patch * self.pool
+
+
+class PooledProcessor(RecipeProcessor[PooledRecipe]):
+    """Preprocesses images for one checkpoint; see `media.processor.FixedSizeProcessor`."""
+
+    version = "pooled v1"
+
+    def __init__(self, recipe: PooledRecipe, around: tuple[int, int], *, exact_pixels: bool = False) -> None:
+        """around: ids of the tokens before and after an image."""
+        self._around = around
+        self._follow(recipe, exact_pixels=exact_pixels)
+        # The tower takes levels from -1 to 1.
+        self.levels = Levels(recipe.rescale, (0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
+
+    @classmethod
+    def from_files(cls, files: ImageFiles) -> Self:
+        recipe, overrides = _recipe(files.settings), files.media.mm_processor_kwargs
+        most = overrides.max_tokens or recipe.budget + _AROUND
+        if overrides.max_pixels is not None:
+            most = min(most, overrides.max_pixels // recipe.side**2 + _AROUND)
+        if most < BUDGETS[0] + _AROUND:
+            raise ConfigurationError(
+                f"--mm-processor-kwargs: images of this model take at least {BUDGETS[0] + _AROUND} tokens"
+            )
+        recipe = replace(recipe, budget=max(budget for budget in BUDGETS if budget + _AROUND <= most))
+        around = files.config.get("boi_token_id", _BEGIN), files.config.get("eoi_token_id", _END)
+        return cls(recipe, around, exact_pixels=files.exact_pixels)
+
+    def within(self, budget: ImageBudget) -> Self:
+        """The same for images of a smaller budget, one of `BUDGETS`. Raises InvalidRequestError for a budget that
+        excludes all of them, or asks for more than the server allows."""
+        recipe, area = self._recipe, self._recipe.side**2
+        budget = budget.settled(BUDGETS[0] * area, recipe.budget * area)
+        budget.check_least(BUDGETS[0] * area, BUDGETS[0] + _AROUND)
+        budget.check_most(recipe.budget * area)
+        allowed = [own for own in BUDGETS if own <= recipe.budget and budget.allows(own * area, own + _AROUND)]
+        wanted = budget.min_pixels or 0
+        if budget.low_detail:
+            allowed = [next((own for own in allowed if own * area >= wanted), allowed[-1])]
+        return self._following(replace(recipe, budget=allowed[-1]))
+
+    def reduction(self, size: tuple[int, int]) -> float:
+        """How many pixels of an image of that width and height become one, along the axis where it is fewer; 1.0 if
+        every pixel is to be decoded."""
+        if self._exact_pixels:
+            return 1.0
+        return min(own / resized for own, resized in zip(size, self._resized(size), strict=True))
+
+    def process(self, decoded: DecodedImage) -> Pixels:
+        """uint8 ``[1, 3, height, width]`` of an image of any mode. Raises InvalidImageError for one that is too
+        narrow."""
+        image = to_rgb(decoded.image)
+        return to_pixels([image.resize(self._resized(decoded.size), self._recipe.resample, decoded.box)])
+
+    def placeholders(self, pixels: Pixels, size: tuple[int, int]) -> Placeholders:
+        """A token for each square, between those for the image's beginning and end."""
+        begin, end = self._around
+        count = _AROUND + math.prod(pixels.shape[2:]) // self._recipe.side**2
+        return Placeholders(count, text=((0, begin), (count - 1, end)))
+
+    def view(self, size: tuple[int, int], pixels: Pixels, placeholders: Placeholders) -> View:
+        return whole_view(size, pixels.shape[3], pixels.shape[2])
+
+    def _resized(self, size: tuple[int, int]) -> tuple[int, int]:
+        """Width and height: as large as the budget allows, rounded down to whole squares."""
+        (width, height), side, budget = size, self._recipe.side, self._recipe.budget
+        factor = math.sqrt(budget * side**2 / (height * width))
+        down, across = (math.floor(factor * edge / side) for edge in (height, width))
+        if not down and not across:
+            raise InvalidImageError(f"the image has {width} x {height} pixels, which fill no square of this model")
+        if not down:
+            down, across = 1, min(width // height, budget)
+        elif not across:
+            down, across = min(height // width, budget), 1
+        return across * side, down * side
+
+
+def _recipe(settings: dict[str, Any]) -> PooledRecipe:
+    values = {
+        "patch_size": 16,
+        "pooling_kernel_size": 3,
+        "max_soft_tokens": _USUAL_BUDGET,
+        "resample": _BICUBIC,
+        "rescale_factor": 1 / 255,
+        "do_rescale": True,
+        "do_resize": True,
+        "do_normalize": False,
+        "image_mean": 0.0,
+        "image_std": 1.0,
+        **{key: value for key, value in settings.items() if value is not None},
+    }
+    plain = per_channel(values["image_mean"]) == (0, 0, 0) and per_channel(values["image_std"]) == (1, 1, 1)
+    if values["do_normalize"] and not plain:
+        raise UnsupportedModelError("the image processor normalizes levels, which is not supported for this model")
+    if not values["do_resize"]:
+        raise UnsupportedModelError("the image processor does not resize, which is not supported for this model")
+    if values["max_soft_tokens"] not in BUDGETS:
+        raise UnsupportedModelError(
+            f"the image processor's max_soft_tokens is {values['max_soft_tokens']!r}, not one of {BUDGETS}"
+        )
+    return PooledRecipe(
+        patch=int(values["patch_size"]),
+        pool=int(values["pooling_kernel_size"]),
+        budget=int(values["max_soft_tokens"]),
+        resample=int(values["resample"]),
+        rescale=float(values["rescale_factor"]) if values["do_rescale"] else None,
+    )
