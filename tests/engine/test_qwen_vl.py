@@ -1,4 +1,4 @@
-"""Qwen2-VL, Qwen2.5-VL and Qwen3-VL in the engine against transformers: images of any shape, whatever else goes on."""
+"""Qwen2-VL to Qwen3.5 and LFM3-VL in the engine against transformers: images of any shape, whatever else goes on."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ import pytest
 import torch
 from torch import nn
 from transformers import (
+    Lfm3VlConfig,
+    Lfm3VlForConditionalGeneration,
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
     Qwen2VLConfig,
@@ -21,11 +23,12 @@ from transformers import (
     Qwen3VLConfig,
     Qwen3VLForConditionalGeneration,
 )
+from transformers.models.lfm3_vl.configuration_lfm3_vl import Lfm3VlVisionConfig
 
 from tests.checkpoints import TEXT, write_tokenizer
 from tests.engine.kinds import by_kernels, with_kernels
 from tests.engine.test_parity import NEW_TOKENS, assert_answers, engine_for, first_logits, generate, tight_cache
-from tests.models.test_families import QWEN35
+from tests.models.test_families import LFM3, QWEN35
 from tests.models.test_qwen_vision import QWEN2, QWEN3, QWEN25, patches
 from tests.models.test_qwen_vision import QWEN35 as VISION35
 from tests.normalized import normalized
@@ -42,7 +45,14 @@ CLASSES = {
     "qwen2_5_vl": (Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration, QWEN25),
     "qwen3_vl": (Qwen3VLConfig, Qwen3VLForConditionalGeneration, QWEN3),
 }
-HYBRIDS = {"qwen3_5": (Qwen3_5Config, Qwen3_5ForConditionalGeneration, VISION35)}
+VISION3 = Lfm3VlVisionConfig(
+    num_hidden_layers=4, hidden_size=32, intermediate_size=40, num_attention_heads=4, num_key_value_heads=2,
+    patch_size=4, initializer_range=0.15,
+)  # fmt: skip
+HYBRIDS = {
+    "qwen3_5": (Qwen3_5Config, Qwen3_5ForConditionalGeneration, VISION35),
+    "lfm3_vl": (Lfm3VlConfig, Lfm3VlForConditionalGeneration, VISION3),
+}
 """Models with layers that have states."""
 
 
@@ -77,7 +87,9 @@ class Oracle:
     def inputs(self, prompt: Prompt) -> dict[str, torch.Tensor]:
         """What transformers' model takes."""
         ids = torch.tensor([prompt.token_ids])
-        inputs = {"input_ids": ids, "mm_token_type_ids": (ids == IMAGE_TOKEN).int()}
+        inputs = {"input_ids": ids}
+        if self.model.config.model_type != "lfm3_vl":
+            inputs["mm_token_type_ids"] = (ids == IMAGE_TOKEN).int()
         if prompt.images:
             vision = self.model.config.vision_config
             rows = [patches(torch.from_numpy(normalized(span.image)), vision) for span in prompt.images]
@@ -113,7 +125,10 @@ def make_oracle(folder: Path, kind: str) -> Oracle:
     if kind == "qwen3_5":
         text |= {**QWEN35, "initializer_range": 0.1}
     vision_fields = {**vision.to_dict()}
-    vision_fields["hidden_size" if kind == "qwen2_vl" else "out_hidden_size"] = TEXT["hidden_size"]
+    if kind == "lfm3_vl":
+        text |= {**LFM3, "model_type": "lfm3", "rope_parameters": None, "initializer_range": 0.12}
+    else:
+        vision_fields["hidden_size" if kind == "qwen2_vl" else "out_hidden_size"] = TEXT["hidden_size"]
     config = config_class(text_config=text, vision_config=vision_fields, image_token_id=IMAGE_TOKEN, video_token_id=291,
                           vision_start_token_id=292, vision_end_token_id=293)  # fmt: skip
     save_model(folder, model_class, config, 0, torch.float32, "1GB")

@@ -24,7 +24,9 @@ from tests.checkpoints import make_text_model
 from tests.engine.test_qwen_vl import make_oracle
 from tests.models.test_decoder import assert_equal, load, paged_run, token_sequences, transformers_logits
 from tests.models.test_families import HYBRIDS, LFM3, QWEN35, make
+from tests.models.test_qwen_vision import patches
 from tests.ranks import Meeting, ThreadRanks
+from tests.static_ranges import use_ranges
 from vlmserve.calibration.forward import hidden_states, make_groups
 from vlmserve.kernels.torch_reference import TorchReference
 from vlmserve.models.load_settings import LoadSettings
@@ -61,9 +63,10 @@ def test_long_prompts_in_odd_chunks_equal_transformers(tmp_path: Path, name: str
     assert_equal(run.finish([31, 1]), expected)
 
 
+@pytest.mark.parametrize("kind", ["qwen3_5", "lfm3_vl"])
 @torch.inference_mode()
-def test_images_equal_those_of_transformers(tmp_path: Path) -> None:
-    oracle = make_oracle(tmp_path, "qwen3_5")
+def test_images_equal_those_of_transformers(tmp_path: Path, kind: str) -> None:
+    oracle = make_oracle(tmp_path, kind)
     loaded = load_model(tmp_path, LoadSettings(CPU, torch.float32))
     parts: list[tuple[int | tuple[int, int], ...]] = [
         (5, (2, 3), 9),
@@ -76,6 +79,22 @@ def test_images_equal_those_of_transformers(tmp_path: Path) -> None:
         [group] = make_groups(loaded.language_model, [prompt])
         logits = loaded.language_model.logits(hidden_states(loaded, group))
         assert_equal([logits], [oracle.model(**oracle.inputs(prompt)).logits[0]])
+
+
+@torch.inference_mode()
+def test_frames_of_lfm3_equal_transformers(tmp_path: Path) -> None:
+    oracle = make_oracle(tmp_path, "lfm3_vl")
+    vision = load_model(tmp_path, LoadSettings(CPU, torch.float32)).vision
+    assert vision is not None
+    generator = torch.Generator().manual_seed(1)
+    shapes = ((3, 16, 24), (1, 8, 8), (4, 24, 16), (1, 40, 24))
+    videos = [torch.randn(frames, 3, *size, generator=generator) for frames, *size in shapes]
+    rows, grids = zip(*(patches(video, oracle.model.config.vision_config) for video in videos), strict=True)
+    expected = torch.cat(oracle.model.model.get_video_features(torch.cat(rows), torch.cat(grids)).pooler_output)
+    torch.testing.assert_close(torch.cat(vision.encode(videos)), expected, atol=1e-4, rtol=1e-4)
+    kernels = use_ranges(vision)
+    torch.testing.assert_close(torch.cat(vision.encode(videos)), expected, atol=1e-4, rtol=1e-4)
+    assert [kernel.num_attended for kernel in kernels] == [1] * len(kernels)
 
 
 @pytest.mark.parametrize("scheme", ["int8", "int4"])

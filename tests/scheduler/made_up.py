@@ -114,8 +114,9 @@ class FixedLimits:
 def request_states(*, bidirectional=None, max_short_len=None) -> RequestStates:
     """What a runner keeps of requests, for a model without grammars."""
     model = SimpleNamespace(
-        bidirectional=bidirectional, max_short_len=max_short_len, first_position=lambda prompt_len: 0, vocab_size=100
-    )
+        bidirectional=bidirectional, max_short_len=max_short_len, first_position=lambda prompt_len: 0, vocab_size=100,
+        grid_positions=True,
+    )  # fmt: skip
     return RequestStates(model, make_matcher=lambda grammar, client: 1 / 0)
 
 

@@ -1,10 +1,12 @@
-"""LFM3: gated short convolutions, and attention over all tokens or a window with one output gate a head."""
+"""LFM3: gated short convolutions, and attention over all tokens or a window with one output gate a head. LFM3-VL adds
+images and videos."""
 
 from __future__ import annotations
 
-from vlmserve.families.family import LanguageFamily
+from vlmserve.families.family import LanguageFamily, VisionFamily, vision_section
 from vlmserve.families.lfm2 import LFM2_NAMES
 from vlmserve.families.llama import LLAMA
+from vlmserve.families.qwen2_vl import QWEN_TOWER
 from vlmserve.families.spec import ArchSpec, Config, HeadNormSpec, Names, NormSpec, require, usual_spec
 from vlmserve.layer_specs import ConvolutionSpec, RopeSpec
 
@@ -36,6 +38,22 @@ _NAMES: Names = (
     *LFM2_NAMES,
     (r"\.post_operator_norm\.", ".attention_output_norm."),
     (r"\.post_ffn_norm\.", ".mlp_output_norm."),
+)
+_BLOCK = r"^(?:model\.)?vision_tower\.layers\.(\d+)\."
+_VISION_NAMES: Names = (
+    (r"^(model\.)?vision_tower\.patch_embed\.", "visual.patch_embed.proj."),
+    (r"^(model\.)?vision_tower\.embedding_norm\.", "visual.patch_norm."),
+    (rf"{_BLOCK}operator_norm\.", r"visual.blocks.\1.norm1."),
+    (rf"{_BLOCK}ffn_norm\.", r"visual.blocks.\1.norm2."),
+    (rf"{_BLOCK}feed_forward\.w1\.", r"visual.blocks.\1.mlp.gate_proj."),
+    (rf"{_BLOCK}feed_forward\.w2\.", r"visual.blocks.\1.mlp.down_proj."),
+    (rf"{_BLOCK}feed_forward\.w3\.", r"visual.blocks.\1.mlp.up_proj."),
+    (rf"{_BLOCK}conv\.in_proj\.", r"visual.blocks.\1.attn.qkv."),
+    (rf"{_BLOCK}conv\.spatial_conv\.", r"visual.blocks.\1.attn."),
+    (rf"{_BLOCK}(?:conv|self_attn)\.out_proj\.", r"visual.blocks.\1.attn.proj."),
+    (rf"{_BLOCK}self_attn\.", r"visual.blocks.\1.attn."),
+    (r"^(model\.)?multi_modal_projector\.layer_norm\.", "visual.merger.layer_norm."),
+    (r"^(model\.)?multi_modal_projector\.", "visual.merger.projector."),
 )
 
 
@@ -69,6 +87,12 @@ def _kind(layer: int) -> str:
     return "sliding_attention" if layer % 4 == 0 and layer > 0 else "conv"
 
 
+def _vision_config(config: Config) -> Config:
+    """With the settings of the projector, which stand outside of it."""
+    projector = {name: value for name, value in config.items() if name.startswith("projector_")}
+    return {"model_type": "lfm3_vl_vision", **projector, **vision_section(config)}
+
+
 FAMILIES = (
     LanguageFamily(
         model_type="lfm3",
@@ -77,5 +101,19 @@ FAMILIES = (
         build=_lfm3,
         names=_NAMES,
         models="LFM3",
+    ),
+    VisionFamily(
+        model_type="lfm3_vl",
+        architecture="Lfm3VlForConditionalGeneration",
+        text_type="lfm3",
+        tied=True,
+        names=_VISION_NAMES,
+        **QWEN_TOWER,
+        vision_config=_vision_config,
+        image_token_id=125030,
+        video_token_id=125029,
+        videos=True,
+        frame_ends={"vision_start_token_id": 125009, "vision_end_token_id": 125010},
+        models="LFM3-VL",
     ),
 )

@@ -58,6 +58,7 @@ class Decoder(nn.Module):
         """executor: runs the layers; None: one by one."""
         super().__init__()
         self.spec = spec
+        self.grid_positions = any(rope is not None and "mrope_section" in rope.parameters for rope in spec.ropes)
         self.backend = backend
         self._executor = executor or EagerExecutor()
         self._parts: dict[tuple[int, int], LayerExecutor] = {}

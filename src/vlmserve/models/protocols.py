@@ -104,6 +104,8 @@ class LanguageModel(Protocol):
     adapter_rows: AdapterRows | None
     state_specs: Sequence[StateSpec]
     """The layers with states."""
+    grid_positions: bool
+    """Positions of images count frames, rows and columns."""
 
     @property
     def hidden_size(self) -> int: ...

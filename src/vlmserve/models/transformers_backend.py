@@ -65,6 +65,7 @@ class TransformersModel:
     adapter_rows: AdapterRows | None = None
     max_short_len: int | None = None
     state_specs: Sequence[StateSpec] = ()
+    grid_positions = True
 
     def __init__(self, model: Any, backend: ChooseBackend, sample: Sample | None = None) -> None:
         try:

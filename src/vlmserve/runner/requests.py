@@ -85,6 +85,8 @@ class RequestState:
         self.max_len = request.max_len
         self.end_token_ids = frozenset(request.end_token_ids)
         self.images = request.images
+        if not model.grid_positions:
+            self.images = tuple(msgspec.structs.replace(image, grid=None) for image in request.images)
         self.cross_key = request.cross_key
         self.adapter = request.adapter
         self.bidirectional_spans = bidirectional_spans(request.images, self.num_prompt_tokens, model.bidirectional)

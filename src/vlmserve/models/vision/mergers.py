@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from vlmserve.layers.linear import GatedLinear, Linear, empty_parameter
 from vlmserve.layers.norm import LayerNorm, RMSNorm
+from vlmserve.models.vision.llava import Projector
 from vlmserve.models.vision.qwen_spec import QwenVisionSpec
 
 _CONVOLVED_NORM_EPS = 1e-5
@@ -51,6 +52,25 @@ class PatchMerger(nn.Module):
             x = self.post_layernorm(x)
         x = x.flatten(1) if self._norms_squares else x
         output: Tensor = self.mlp["2"](self.mlp["0"](self.ln_q(x).view(-1, self._size)))
+        return output
+
+
+class ProjectingMerger(nn.Module):
+    """`PatchMerger` of LFM3-VL: each patch is normed, and two layers project each square."""
+
+    def __init__(self, spec: QwenVisionSpec, *, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        size = spec.hidden_size
+        self.layer_norm = LayerNorm(size, spec.merger_eps, dtype=dtype, device=device)
+        self.projector = Projector(
+            size * spec.merge**2, spec.output_size, spec.projector_act, bias=spec.projector_bias, inner=spec.projector,
+            dtype=dtype, device=device,
+        )  # fmt: skip
+        self.products = self.projector.products
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[embeddings, merge^2, hidden_size]`` to ``[embeddings, output_size]``."""
+        output: Tensor = self.projector(self.layer_norm(x).flatten(1))
         return output
 
 

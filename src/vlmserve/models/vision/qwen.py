@@ -27,7 +27,8 @@ from vlmserve.layers.norm import RMSNorm
 from vlmserve.layers.residual import ResidualStream
 from vlmserve.layers.stages import StageBudget, Stages, by_rows, run_stages
 from vlmserve.models.blocks.mlp import MLP
-from vlmserve.models.vision.mergers import ConvolvingMerger, PatchMerger, tower_norm
+from vlmserve.models.vision.grid_convolution import GridConvolution
+from vlmserve.models.vision.mergers import ConvolvingMerger, PatchMerger, ProjectingMerger, tower_norm
 from vlmserve.models.vision.qwen_spec import QwenVisionSpec
 from vlmserve.models.vision.rotation import patch_angles, rotated
 from vlmserve.models.vision.staged import LayerParts, StagedLayer, StagedVision, with_following
@@ -78,6 +79,7 @@ class Layouts(NamedTuple):
     joined: Layout
 
 
+Merger = PatchMerger | ConvolvingMerger | ProjectingMerger
 KEPT_PATCHES = 2**15
 """Patches whose layouts are kept for further images of the same sizes, and those of the last image."""
 
@@ -89,7 +91,8 @@ class PatchEmbedding(Linear):
         depth = () if spec.flat_patches else (spec.frames,)
         shape = (spec.num_channels, *depth, spec.patch_size, spec.patch_size)
         super().__init__(math.prod(shape), spec.hidden_size, bias=spec.patch_bias, dtype=dtype, device=device)
-        self.weight = empty_parameter(spec.hidden_size, *shape, dtype=dtype, device=device)
+        if not spec.patch_matrix:
+            self.weight = empty_parameter(spec.hidden_size, *shape, dtype=dtype, device=device)
 
 
 class PositionGrid(nn.Module):
@@ -132,6 +135,9 @@ class VisionAttention(nn.Module):
         super().__init__()
         size = spec.hidden_size
         parts = dict.fromkeys(spec.projections, 3 * size // len(spec.projections))
+        self._shared = 1 if spec.kv_heads is None else spec.num_heads // spec.kv_heads
+        if self._shared > 1:
+            parts |= dict.fromkeys(spec.projections[1:], size // self._shared)
         self.qkv = MergedLinear(size, parts, bias=spec.bias, dtype=dtype, device=device)
         self.proj = Linear(size, size, bias=spec.bias, dtype=dtype, device=device)
         self.attention = EncoderAttention(size, spec.num_heads, dtype=dtype)
@@ -144,12 +150,20 @@ class VisionAttention(nn.Module):
 
     def rotated(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """``[patches, hidden_size]`` to queries, keys and values side by side."""
-        qkv: Tensor = self.qkv(x)
+        qkv: Tensor = self._for_all_heads(self.qkv(x))
         if self.q_norm is not None and self.k_norm is not None:
             queries, keys, _ = qkv.view(len(qkv), 3, self._num_heads, -1).unbind(1)
             queries.copy_(self.q_norm(queries))
             keys.copy_(self.k_norm(keys))
         return rotated(self.attention, qkv, cos, sin)
+
+    def _for_all_heads(self, qkv: Tensor) -> Tensor:
+        """Repeat keys and values that several heads of queries share."""
+        if self._shared == 1:
+            return qkv
+        heads = qkv.view(len(qkv), -1, self.attention.head_size)
+        queries, shared = heads[:, : self._num_heads], heads[:, self._num_heads :]
+        return torch.cat((queries, shared.repeat_interleave(self._shared, 1)), 1).flatten(1)
 
 
 class VisionMLP(MLP, Layer):
@@ -164,12 +178,20 @@ class VisionMLP(MLP, Layer):
         self.reader.widen_for(self.last, operations)
 
 
+@dataclass(frozen=True, slots=True)
+class Frames(Ranges):
+    """The patches of frames, whose shapes are rows and columns."""
+
+    shapes: list[tuple[int, int]]
+
+
 class VisionLayer(StagedLayer):
-    def __init__(self, spec: QwenVisionSpec, *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, spec: QwenVisionSpec, index: int, *, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         self.norm1 = tower_norm(spec, dtype=dtype, device=device)
         self.norm2 = tower_norm(spec, dtype=dtype, device=device)
-        self.attn = VisionAttention(spec, dtype=dtype, device=device)
+        mixer = GridConvolution if index in spec.convolving else VisionAttention
+        self.attn = mixer(spec, dtype=dtype, device=device)
         self.mlp = VisionMLP(spec, dtype=dtype, device=device)
 
     @property
@@ -177,7 +199,18 @@ class VisionLayer(StagedLayer):
         return LayerParts(self.norm1, self.attn.qkv, self.attn.attention, self.attn.proj, self.norm2, self.mlp)
 
     def before(self, normed: Tensor, *angles: Tensor) -> Tensor:
-        return self.attn.rotated(normed, *angles)
+        if isinstance(self.attn, VisionAttention):
+            return self.attn.rotated(normed, *angles)
+        return super().before(normed)
+
+    def mixing_products(self, length: int) -> int:
+        return self.attn.products(length) if isinstance(self.attn, GridConvolution) else super().mixing_products(length)
+
+    def mixed(self, qkv: Tensor, images: int | Ranges, budget: StageBudget) -> Stages[Tensor]:
+        if isinstance(self.attn, GridConvolution):
+            assert isinstance(images, Frames)
+            return (yield from self.attn.in_stages(qkv, images.shapes, budget))
+        return (yield from super().mixed(qkv, images, budget))
 
 
 class QwenVisionTower(StagedVision):
@@ -190,8 +223,11 @@ class QwenVisionTower(StagedVision):
         self._device = device
         # A dict puts the weight where checkpoints have it, under "patch_embed.proj".
         self.patch_embed = nn.ModuleDict({"proj": PatchEmbedding(spec, dtype=dtype, device=device)})
-        self.blocks = nn.ModuleList(VisionLayer(spec, dtype=dtype, device=device) for _ in range(spec.num_layers))
-        merger = ConvolvingMerger if spec.convolves else PatchMerger
+        self.blocks = nn.ModuleList(
+            VisionLayer(spec, index, dtype=dtype, device=device) for index in range(spec.num_layers)
+        )
+        self.patch_norm = tower_norm(spec, dtype=dtype, device=device) if spec.patch_norm else None
+        merger = ConvolvingMerger if spec.convolves else PatchMerger if spec.projector is None else ProjectingMerger
         self.merger = merger(spec, dtype=dtype, device=device)
         self._layouts: OrderedDict[tuple[int, int, int], Layout] = OrderedDict()
         self.pos_embed = PositionGrid(spec, dtype=dtype, device=device) if spec.num_positions else None
@@ -255,7 +291,7 @@ class QwenVisionTower(StagedVision):
         itself where the device computes these faster; the last frame is repeated to fill a patch. Embeddings come frame
         by frame, row by row, beside what the decoder's layers get of them: ``[embeddings, (1 + deepstack) *
         output_size]``."""
-        together = next(iter(self._layers())).attn.attention.range_kernels is not None
+        together = any(block.attn.attention and block.attn.attention.range_kernels for block in self._layers())
         images: list[Tensor] = []
         for some in [pixels] if together else [[image] for image in pixels]:
             layouts = self.lay_out([image.shape for image in some])
@@ -290,10 +326,14 @@ class QwenVisionTower(StagedVision):
         x = yield from by_rows(self._projection, self._projection.products, budget, ordered)
         if self.pos_embed is not None:
             x = _placed(x, layouts.of_images)
+        if self.patch_norm is not None:
+            x = self.patch_norm(x)
+        shapes = [(down, across) for deep, down, across in layouts.grids for _ in range(deep)]
+        frames = Frames(layout.frames.lengths, layout.frames.blocks, layout.frames.block_rows, shapes)
         of_layers: list[Tensor] = []
         stream = ResidualStream(x)
         for index, (block, following) in enumerate(with_following(self._layers())):
-            ranges = layout.windows if self._is_windowed(index) else layout.frames
+            ranges = layout.windows if self._is_windowed(index) else frames
             stream = yield from block.in_stages(stream, ranges, budget, following, layout.cos, layout.sin)
             if index in spec.deepstack:
                 merger = cast(PatchMerger, self.deepstack_merger_list[spec.deepstack.index(index)])
@@ -306,7 +346,7 @@ class QwenVisionTower(StagedVision):
         missing = -len(pixels) % self.spec.frames
         return torch.cat((pixels, pixels[-1:].expand(missing, -1, -1, -1))) if missing else pixels
 
-    def _merged(self, x: Tensor, merger: PatchMerger | ConvolvingMerger, budget: StageBudget) -> Stages[Tensor]:
+    def _merged(self, x: Tensor, merger: Merger, budget: StageBudget) -> Stages[Tensor]:
         return by_rows(merger, merger.products, budget, x.view(-1, self.spec.merge**2, x.shape[-1]))
 
     def _patches(self, pixels: Tensor, grid: tuple[int, int, int]) -> Tensor:

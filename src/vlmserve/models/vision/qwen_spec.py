@@ -23,7 +23,11 @@ class QwenVisionSpec:
     patch_bias: whether it has a bias. projections: of queries, keys and values as checkpoints name them. deepstack: the
     layers whose outputs are merged too, each for one of the decoder's first layers (https://arxiv.org/abs/2406.04334).
     convolves: patches are merged by a convolution with a gated MLP behind it. last_norm: whether one follows the layers
-    beside the merger's own. merger_eps: of the merger's norm.
+    beside the merger's own. merger_eps: of the merger's norm. kv_heads: heads of keys and values; None: `num_heads`.
+    convolving: layers with a gated convolution in place of attention; kernel: its patches along each side.
+    patch_matrix: checkpoints have the patches' projection as a matrix. patch_norm: a norm follows it. projector: inner
+    size of a merger with a LayerNorm of each patch and two layers; None: the usual merger. projector_act,
+    projector_bias: of that.
     """
 
     num_layers: int
@@ -52,6 +56,14 @@ class QwenVisionSpec:
     convolves: bool = False
     last_norm: bool = False
     merger_eps: float = 1e-6
+    kv_heads: int | None = None
+    convolving: tuple[int, ...] = ()
+    kernel: int = 3
+    patch_matrix: bool = False
+    patch_norm: bool = False
+    projector: int | None = None
+    projector_act: str = "gelu"
+    projector_bias: bool = True
 
     @classmethod
     def from_config(cls, config: Config, output_size: int) -> QwenVisionSpec:
@@ -176,6 +188,34 @@ def _paddleocr(config: Config, output_size: int) -> dict[str, Any]:
     }
 
 
+def _lfm3(config: Config, output_size: int) -> dict[str, Any]:
+    layers = config.get("num_hidden_layers", 14)
+    kinds = config.get("layer_types") or ["conv" if n < 2 or n % 2 else "full_attention" for n in range(layers)]
+    return {
+        **_common(config, patch_size=16),
+        "num_layers": layers,
+        "hidden_size": config.get("hidden_size", 1024),
+        "intermediate_size": config.get("intermediate_size", 2560),
+        "num_heads": config.get("num_attention_heads", 16),
+        "kv_heads": config.get("num_key_value_heads", 8),
+        "output_size": output_size,
+        "activation": "silu",
+        "gated": True,
+        "norm_eps": config.get("norm_eps", 1e-5),
+        "bias": False,
+        "head_norms": True,
+        "theta": float((config.get("rope_parameters") or {}).get("rope_theta", 1e6)),
+        "projections": ("q_proj", "k_proj", "v_proj"),
+        "convolving": tuple(number for number, kind in enumerate(kinds) if kind == "conv"),
+        "kernel": config.get("conv_kernel_size", 3),
+        "patch_matrix": True,
+        "patch_norm": True,
+        "projector": config.get("projector_hidden_size", 4096),
+        "projector_act": config.get("projector_hidden_act", "gelu"),
+        "projector_bias": config.get("projector_bias", True),
+    }
+
+
 def _theta(config: Config) -> float:
     return float((config.get("rope_parameters") or {}).get("rope_theta") or config.get("rope_theta") or 10000.0)
 
@@ -186,6 +226,7 @@ KINDS: Mapping[str, Callable[[Config, int], dict[str, Any]]] = {
     "qwen3_vl": _qwen3,
     "qwen3_5": _qwen35,
     "glm_ocr": _glm_ocr,
+    "lfm3_vl": _lfm3,
     "paddleocr_vl": _paddleocr,
 }
 """By what the model types of towers begin with: the fields of a spec from a config and the decoder's width."""

@@ -37,7 +37,8 @@ class LayerParts(NamedTuple):
 
     first_norm: Normalization
     qkv: Linear
-    attention: EncoderAttention
+    attention: EncoderAttention | None
+    """None: `StagedLayer.mixed` computes something else."""
     output: Linear
     second_norm: Normalization
     mlp: FeedForward
@@ -67,8 +68,20 @@ class StagedLayer(nn.Module):
 
     def products(self, *lengths: int) -> int:
         """MACs of images, or windows, of these numbers of tokens."""
-        attention = sum(map(self.parts.attention.products, lengths))
-        return sum(lengths) * sum(self._token_products) + attention
+        return sum(lengths) * sum(self._token_products) + sum(map(self.mixing_products, lengths))
+
+    def mixing_products(self, length: int) -> int:
+        """MACs of `mixed` for an image of that many tokens."""
+        assert self.parts.attention is not None
+        return self.parts.attention.products(length)
+
+    def mixed(self, qkv: Tensor, images: int | Ranges, budget: StageBudget) -> Stages[Tensor]:
+        """``[tokens, 3 * size]`` to ``[tokens, size]``. images: as for `in_stages`."""
+        attention = self.parts.attention
+        assert attention is not None
+        if isinstance(images, Ranges):
+            return (yield from attention.over_ranges(qkv, images, budget))
+        return (yield from attention.in_stages(qkv.view(images, -1, qkv.shape[1]), budget)).flatten(0, 1)
 
     def in_stages(
         self, stream: ResidualStream, images: int | Ranges, budget: StageBudget, following: Normalization | None,
@@ -77,16 +90,13 @@ class StagedLayer(nn.Module):
         """``[tokens, size]`` to the same. images: how many there are of one size, or where each image is. following: a
         norm that the layer may compute as well. angles: cosines and sines of tokens, if they are rotated."""
         before, behind = self._token_products
-        norm, attention, known = self.parts.first_norm, self.parts.attention, stream.known
+        norm, known = self.parts.first_norm, stream.known
 
         def begin(rows: Tensor, *angles: Tensor) -> Tensor:
             return self.before(norm(rows) if known is None else rows, *angles)
 
         qkv = yield from by_rows(begin, before, budget, stream.rows if known is None else known, *angles)
-        if isinstance(images, Ranges):
-            attended = yield from attention.over_ranges(qkv, images, budget)
-        else:
-            attended = (yield from attention.in_stages(qkv.view(images, -1, qkv.shape[1]), budget)).flatten(0, 1)
+        attended = yield from self.mixed(qkv, images, budget)
 
         def end(attended: Tensor, rows: Tensor) -> ResidualStream:
             part = ResidualStream(rows)

@@ -1,0 +1,57 @@
+"""Gated depthwise convolutions over the patches of a frame, as LFM3-VL has them in place of attention."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from vlmserve.layers.linear import Linear, empty_parameter
+from vlmserve.layers.stages import StageBudget, Stages
+from vlmserve.models.vision.qwen_spec import QwenVisionSpec
+
+Shape = tuple[int, int]
+"""Rows and columns of patches."""
+
+
+class GridConvolution(nn.Module):
+    """``[patches, 3 * hidden_size]``, input gates, output gates and inputs side by side, to ``[patches, hidden_size]``.
+    The patches of a square of ``merge^2`` lie side by side."""
+
+    attention = None
+
+    def __init__(self, spec: QwenVisionSpec, *, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        size, self._kernel, self._merge = spec.hidden_size, spec.kernel, spec.merge
+        kind: dict[str, Any] = {"bias": False, "dtype": dtype, "device": device}
+        self.qkv = Linear(size, 3 * size, **kind)
+        self.proj = Linear(size, size, **kind)
+        self.weight = empty_parameter(size, 1, spec.kernel, spec.kernel, dtype=dtype, device=device)
+
+    def products(self, length: int) -> int:
+        """MACs of that many patches."""
+        return length * len(self.weight) * self._kernel**2
+
+    def in_stages(self, rows: Tensor, frames: Sequence[Shape], budget: StageBudget) -> Stages[Tensor]:
+        """frames: the shape of each frame. Neighbouring frames of one shape are a stage."""
+        runs = [(shape, len(list(group))) for shape, group in groupby(frames)]
+        parts = torch.split(rows, [count * down * across for (down, across), count in runs])
+        results = []
+        for part, ((down, across), _) in zip(parts, runs, strict=True):
+            while not budget.take(1, self.products(len(part))):
+                yield
+            results.append(self._convolved(part, down, across))
+        return torch.cat(results)
+
+    def _convolved(self, rows: Tensor, down: int, across: int) -> Tensor:
+        opened, closing, inputs = rows.chunk(3, -1)
+        merge, size = self._merge, inputs.shape[1]
+        squares = (opened * inputs).view(-1, down // merge, across // merge, merge, merge, size)
+        grid = squares.permute(0, 5, 1, 3, 2, 4).reshape(-1, size, down, across)
+        grid = F.conv2d(grid, self.weight, padding=self._kernel // 2, groups=size)
+        squares = grid.view(-1, size, down // merge, merge, across // merge, merge).permute(0, 2, 4, 3, 5, 1)
+        return squares.reshape(len(rows), size) * closing
