@@ -27,6 +27,7 @@ from vlmserve.devices import cpu
 from vlmserve.devices.cpu import ProgramExecutor
 from vlmserve.kernels import extension
 from vlmserve.kernels.attention import LayerCache
+from vlmserve.kernels.blocks import allocate_states
 from vlmserve.kernels.cpu_native import NativeHeadsNorm, NativeNorm, PackedLinear
 from vlmserve.kernels.cpu_program import (
     INPUT,
@@ -71,8 +72,10 @@ def program_of(decoder: Decoder, caches: list[LayerCache]) -> Program | None:
     nothing: Any = None
     tables = [RopeTables(rope, torch.arange(1), 1, decoder.dtype) for rope in decoder.ropes]
     x = torch.empty(1, decoder.hidden_size, dtype=decoder.dtype)
+    states = allocate_states(decoder.state_specs, 2, decoder.dtype, torch.device("cpu"))
+    step = StepContext(nothing, tables, nothing, states=states)
     assert isinstance(decoder._executor, ProgramExecutor)
-    return decoder._executor.program(decoder._through_layers, x, caches, StepContext(nothing, tables, nothing))
+    return decoder._executor.program(decoder._through_layers, x, caches, step)
 
 
 @built
@@ -117,7 +120,7 @@ def test_superblocks_run_as_one_program(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 @built
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", [*FAMILIES, "qwen3.5 with shared keys", "lfm2", "lfm3", "lfm3 without gates"])
 def test_every_family_runs_as_one_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     folder = make(tmp_path, name)
     counts = [[40, 1, 5], [1, 0, 9], [1, 0, 1]]
@@ -180,7 +183,10 @@ def test_unsupported_operations_are_not_recorded() -> None:
     in_place(recording.input)
     with pytest.raises(NotRecordable, match="input"):
         recording.finish(NativeNorm(torch.ones(8), None, 1e-5)(recording.input))
-    for operation in (torch.relu, lambda x: x + 1, lambda x: x.float(), lambda x: x[0]):
+    part = recording.input[:, 2:6]
+    with pytest.raises(NotRecordable, match="4 of 8 columns"):
+        NativeNorm(torch.ones(4), None, 1e-5)(part)
+    for operation in (torch.relu, lambda x: x + 1, lambda x: x.float(), lambda x: x[0], lambda _: part[:, :2]):
         with pytest.raises(NotRecordable):
             operation(recording.input)
     with pytest.raises(NotRecordable):

@@ -17,7 +17,7 @@ from vlmserve.devices.torch_device import TorchDevice
 from vlmserve.kernels import cpu_sampling, cpu_states
 from vlmserve.kernels.attention import AttentionBackend, LayerCache
 from vlmserve.kernels.choice import choose_kernels, multiplies_bfloat16
-from vlmserve.kernels.cpu_attention import CpuAttention, unsupported_reason
+from vlmserve.kernels.cpu_attention import CpuAttention, gate_output, unsupported_reason
 from vlmserve.kernels.cpu_native import (
     ACTIVATIONS,
     NativeHeadsNorm,
@@ -34,6 +34,7 @@ from vlmserve.kernels.operations import (
     AnyWeight,
     EncoderKernel,
     Epilogue,
+    GateKernel,
     HeadsNorm,
     Norm,
     NormedHeads,
@@ -173,6 +174,9 @@ class NativeCpuDevice(CpuDevice):
 
     def heads_norm(self, parts: Sequence[NormedHeads], dtype: torch.dtype) -> HeadsNorm | None:
         return NativeHeadsNorm(parts, dtype)
+
+    def output_gate(self, dtype: torch.dtype) -> GateKernel | None:
+        return gate_output if dtype in DTYPES else None
 
     def encoder_attention(self, num_heads: int, head_size: int, dtype: torch.dtype) -> EncoderKernel | None:
         return partial(encoder_attention, num_heads=num_heads) if can_pack(head_size, dtype) else None

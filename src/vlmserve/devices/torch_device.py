@@ -27,6 +27,7 @@ from vlmserve.kernels.operations import (
     AnyWeight,
     EncoderKernel,
     Epilogue,
+    GateKernel,
     HeadsNorm,
     Norm,
     NormedHeads,
@@ -100,6 +101,9 @@ class TorchDevice:
         return None
 
     def heads_norm(self, parts: Sequence[NormedHeads], dtype: torch.dtype) -> HeadsNorm | None:
+        return None
+
+    def output_gate(self, dtype: torch.dtype) -> GateKernel | None:
         return None
 
     def encoder_attention(self, num_heads: int, head_size: int, dtype: torch.dtype) -> EncoderKernel | None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from vlmserve.kernels.attention import AttentionContext, BatchMetadata, LayerCache, RotaryRows
 from vlmserve.kernels.blocks import allocate_zeros
 from vlmserve.kernels.cpu_program import CpuPlan, Recorded, RecordedRope
-from vlmserve.kernels.cpu_record import ATTENTION
+from vlmserve.kernels.cpu_record import ATTENTION, GATE
 from vlmserve.kernels.cpu_states import addresses_of
 from vlmserve.kernels.extension import DTYPES, extension, supported_isas
 from vlmserve.layer_specs import AttentionSpec
@@ -175,6 +175,33 @@ class CpuAttention:
         return output
 
 
+def gate_output(x: Tensor, gates: Tensor) -> Tensor:
+    """A `GateKernel`."""
+    if isinstance(x, Recorded):
+        assert isinstance(gates, Recorded)
+        each = x.width // gates.width
+        x.expect(each * gates.width, x.recording.dtype)
+        return x.recording.add(
+            GATE,
+            x,
+            x.width,
+            residual=gates,
+            in_place=True,
+            in_features=gates.width,
+            first=gates.first,
+            head_size=each,
+        )
+    rows, count = gates.shape
+    each = x.shape[1] // count
+    if x.shape != (rows, each * count) or x.dtype != gates.dtype or x.dtype not in DTYPES or not x.is_contiguous():
+        raise ValueError(f"{tuple(gates.shape)} gates of {gates.dtype} do not fit {tuple(x.shape)} of {x.dtype}")
+    if gates.stride(1) != 1:
+        gates = gates.contiguous()
+    sizes = (rows, count, each, gates.stride(0))
+    extension().gate(x.data_ptr(), gates.data_ptr(), *sizes, DTYPES[x.dtype], torch.get_num_threads())
+    return x
+
+
 def _without_bidirectional_rows(metadata: BatchMetadata) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Query starts, context lengths and block tables of a causal batch, and how many positions ahead of its own the row
     of each sequence sees, int32; empty: none.
@@ -212,11 +239,12 @@ def _record(qkv: Recorded, rope: object, cache: LayerCache, spec: AttentionSpec)
     dtype = cache.keys.dtype if cache.scales is None else qkv.recording.dtype
     is_sharing = spec.shares_with is not None
     heads = spec.num_heads + (0 if is_sharing else 2 * spec.num_kv_heads)
-    qkv.expect(heads * spec.head_size, dtype)
+    qkv.expect(heads * spec.head_size, dtype, columns=True)
     return qkv.recording.add(
         ATTENTION,
         qkv,
         spec.num_heads * spec.head_size,
+        first=qkv.first,
         keys=cache.keys.data_ptr(),
         values=cache.values.data_ptr(),
         scales=0 if cache.scales is None else cache.scales.data_ptr(),

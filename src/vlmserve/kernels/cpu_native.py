@@ -380,7 +380,7 @@ class NativeHeadsNorm:
         for part in self._parts:
             groups, size = part.weight.shape
             if isinstance(rows, Recorded):
-                rows.expect(rows.width, self._dtype)
+                rows.expect(rows.width, self._dtype, columns=True)
                 rows.recording.add(
                     NORM,
                     rows,
@@ -389,7 +389,7 @@ class NativeHeadsNorm:
                     weight=part.weight,
                     bias=part.bias,
                     in_features=size,
-                    first=part.first,
+                    first=rows.first + part.first,
                     groups=groups,
                     weight_stride=size,
                     centered=int(part.centered),

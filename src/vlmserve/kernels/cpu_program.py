@@ -81,21 +81,34 @@ class Unknown:
 
 
 class Recorded:
-    """Stands for a ``[tokens, width]`` tensor that a program will compute."""
+    """Stands for a ``[tokens, width]`` tensor that a program will compute, or for some of its columns."""
 
-    def __init__(self, recording: Recording, number: int, width: int) -> None:
-        self.recording, self.number, self.width = recording, number, width
+    def __init__(self, recording: Recording, number: int, width: int, columns: slice | None = None) -> None:
+        """columns: ``first <= i < last`` of `width`, which kernels for whole rows do not take. None: all."""
+        self.recording, self.number, self._row_width = recording, number, width
+        self.first, last, _ = (columns or slice(None)).indices(width)
+        self.width = last - self.first
 
-    def expect(self, width: int, dtype: torch.dtype) -> None:
-        """Check that a kernel for so many features of a type can take this."""
+    def expect(self, width: int, dtype: torch.dtype, *, columns: bool = False) -> None:
+        """Check that a kernel for `width` features of a type can take this. columns: it reads rows of any width."""
+        if not columns and self.width != self._row_width:
+            raise NotRecordable(f"{self.width} of {self._row_width} columns")
         if width != self.width or dtype != self.recording.dtype:
             raise NotRecordable(f"{self.width} features of {self.recording.dtype} where {width} of {dtype} are taken")
 
     def __getattr__(self, name: str) -> NoReturn:
         raise NotRecordable(f"an operation of torch ({name})")
 
+    def __getitem__(self, key: Any) -> Any:
+        """``[:, first:last]``."""
+        match key:
+            case (slice(start=None, stop=None, step=None), slice(step=None) as columns):
+                self.expect(self.width, self.recording.dtype)
+                return Recorded(self.recording, self.number, self.width, columns)
+        raise NotRecordable("an operation of torch (__getitem__)")
+
     __torch_function__: Any = classmethod(_refuse)
-    __add__ = __radd__ = __mul__ = __rmul__ = __sub__ = __truediv__ = __getitem__ = __neg__ = _refuse
+    __add__ = __radd__ = __mul__ = __rmul__ = __sub__ = __truediv__ = __neg__ = _refuse
 
 
 class Recording:
@@ -154,6 +167,7 @@ class Recording:
     def finish(self, output: Tensor) -> Program:
         """The program that computes `output`. Raises NotRecordable where it would be larger than programs can be."""
         assert isinstance(output, Recorded)
+        output.expect(output.width, self.dtype)
         operations, widths = assign_buffers(self._operations, self._widths, output.number)
         native = extension()
         if len(widths) > native.max_buffers or len(self._plans) > native.max_plans or not operations:

@@ -34,6 +34,9 @@ class EncoderKernel(Protocol):
 
 HeadsNorm = Callable[[Tensor], None]
 """Norms heads of ``[tokens, (heads + 2 * kv_heads) * head_size]``, queries before keys before values, in place."""
+GateKernel = Callable[[Tensor, Tensor], Tensor]
+"""Multiplies ``[tokens, size]`` by the sigmoids of ``[tokens, gates]``. ``size / gates`` neighbouring elements share a
+gate. It may change the former in place."""
 RotationKernel = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Queries, keys and values ``[rows, 3 * size]``, cosines and sines, float32 ``[rows, 1, head_size / 2]``, to the first,
 rotated in place."""
@@ -207,6 +210,10 @@ class Operations(Protocol):
 
     def heads_norm(self, parts: Sequence[NormedHeads], dtype: torch.dtype) -> HeadsNorm | None:
         """Norms of heads in place. None: torch's operations."""
+        ...
+
+    def output_gate(self, dtype: torch.dtype) -> GateKernel | None:
+        """The output gate of attention. None: torch's operations."""
         ...
 
     def encoder_attention(self, num_heads: int, head_size: int, dtype: torch.dtype) -> EncoderKernel | None:

@@ -34,6 +34,7 @@ int main(int count, char** arguments) {
     test_superblocks();
     if (kernels->attention) {  // not in products_only.cpp
         test_norms();
+        test_gates();
         test_attention();
         test_states();
         test_sampling();

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <utility>
 
 #include "numbers.h"
 
@@ -300,4 +301,22 @@ inline void test_norms() {
     for (int dtype : {FLOAT32, BFLOAT16})
         for (bool bias : {false, true})
             for (long size : {1, 7, 16, 45, 130}) test_norm(dtype, size == 45 ? 20 : 3, size, bias);
+}
+
+inline void test_gates() {
+    for (int dtype : {FLOAT32, BFLOAT16})
+        for (auto [count, each] : {std::pair<long, long>{1, 1}, {45, 1}, {128, 1}, {3, 45}, {2, 16}}) {
+            Random random(static_cast<std::uint64_t>(count));
+            const long rows = 20, size = count * each, stride = count + 7;
+            Numbers x(dtype, rows * size, random), gates(dtype, rows * stride, random, 30);
+            std::vector<double> given;
+            for (long i = 0; i < rows * size; ++i) given.push_back(x[i]);
+            Case results("gates of " + std::to_string(each) + " of " + std::to_string(size) + ", " + name_of(dtype));
+            kernels->gate({x.data(), gates.data(), rows, count, each, stride, dtype, 2});
+            for (long i = 0; i < rows * size; ++i) {
+                double expected = given[static_cast<std::size_t>(i)] / (1 + std::exp(-gates[i / size * stride + i % size / each]));
+                results.compare(x[i], expected, 1e-7 + std::fabs(expected) * (dtype == FLOAT32 ? 1e-5 : 0x1p-8));
+            }
+            results.require(x.intact(), "memory behind the rows was written");
+        }
 }

@@ -3,6 +3,7 @@
 #include "convolution.h"
 #include "delta.h"
 #include "encoder_attention.h"
+#include "gate.h"
 #include "norm.h"
 #include "program.h"
 #include "quantized.h"
@@ -45,7 +46,7 @@ constexpr decltype(Kernels::pack_superblocks) pack_superblocks = nullptr;
 
 extern const Kernels TABLE_OF(VLMSERVE_ISA);
 const Kernels TABLE_OF(VLMSERVE_ISA) = {
-    NAME_OF(VLMSERVE_ISA), pack, pack_quantized, pack_superblocks, gather, linear_scratch, linear, norm,
+    NAME_OF(VLMSERVE_ISA), pack, pack_quantized, pack_superblocks, gather, linear_scratch, linear, norm, gate,
     attention_scratch, attention, encoder_attention_scratch, encoder_attention, rotation, delta_scratch,
     delta, convolution, program_scratch, program, sampling_scratch, sampling,
 };

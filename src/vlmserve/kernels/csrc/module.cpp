@@ -19,7 +19,7 @@ const Kernels* selected = nullptr;
 constexpr long LONG_WORK = 1L << 24;
 
 // Changes whenever arguments do, see kernels/extension.py.
-constexpr long INTERFACE = 5;
+constexpr long INTERFACE = 6;
 
 // Arguments as they come: every one is an integer, an address among them, except where `number` is called.
 class Arguments {
@@ -212,6 +212,17 @@ PyObject* norm(PyObject*, PyObject* const* values, Py_ssize_t count) {
     args.dtype = static_cast<int>(from.integer());
     args.threads = static_cast<int>(from.integer());
     return run(from, args.rows * args.groups * args.size, [&] { selected->norm(args); });
+}
+
+PyObject* gate(PyObject*, PyObject* const* values, Py_ssize_t count) {
+    Arguments from(values, count, 8);
+    GateArgs args;
+    args.x = from.address();
+    args.gates = from.address();
+    for (long* size : {&args.rows, &args.gates_of_row, &args.each, &args.gate_stride}) *size = from.integer();
+    args.dtype = static_cast<int>(from.integer());
+    args.threads = static_cast<int>(from.integer());
+    return run(from, args.rows * args.gates_of_row * args.each, [&] { selected->gate(args); });
 }
 
 PyObject* attention(PyObject*, PyObject* const* values, Py_ssize_t count) {
@@ -427,6 +438,7 @@ PyMethodDef methods[] = {
     FAST(gather, "packed, ids, y, count, in, dtype, bits, group, minimums, threads"),
     FAST(linear, "The fields of LinearArgs in order, without scratch and shrunk."),
     FAST(norm, "The fields of NormArgs in order."),
+    FAST(gate, "The fields of GateArgs in order."),
     FAST(attention, "The fields of AttentionArgs in order, without scratch."),
     FAST(delta, "The fields of DeltaArgs in order, without scratch, and tokens after rows."),
     FAST(convolution, "The fields of ConvolutionArgs in order, and tokens after rows."),
@@ -449,7 +461,7 @@ PyMODINIT_FUNC PyInit__native() {
     const struct { const char* name; long value; } constants[] = {
         {"interface", INTERFACE}, {"max_buffers", MAX_BUFFERS}, {"max_plans", MAX_PLANS},
         {"NORM", NORM}, {"LINEAR", LINEAR}, {"ATTENTION", ATTENTION}, {"DELTA", DELTA}, {"CONVOLUTION", CONVOLUTION},
-        {"max_kernel", MAX_KERNEL},
+        {"GATE", GATE}, {"max_kernel", MAX_KERNEL},
     };
     for (const auto& constant : constants)
         if (module && PyModule_AddIntConstant(module, constant.name, constant.value)) Py_CLEAR(module);

@@ -7,6 +7,7 @@
 #include "attention.h"
 #include "convolution.h"
 #include "delta.h"
+#include "gate.h"
 #include "norm.h"
 #include "quantized.h"
 
@@ -82,6 +83,8 @@ public:
                 delta(rule);
             } else if (op.kind == CONVOLUTION) {
                 convolution(convolution_args(op));
+            } else if (op.kind == GATE) {
+                gate(gate_args(op));
             } else {
                 attend(attention_args(op), plans[op.plan], items[op.plan], memory);
             }
@@ -111,6 +114,19 @@ private:
         args.weight_stride = op.weight_stride;
         args.eps = static_cast<float>(op.eps);
         args.centered = static_cast<int>(op.centered);
+        args.dtype = args_.dtype;
+        args.threads = args_.threads;
+        return args;
+    }
+
+    GateArgs gate_args(const Operation& op) const {
+        GateArgs args;
+        args.x = buffers_[op.source];
+        args.gates = buffers_[op.residual] + op.first * (args_.dtype == FLOAT32 ? 4 : 2);
+        args.rows = args_.tokens;
+        args.gates_of_row = op.in_features;
+        args.each = op.head_size;
+        args.gate_stride = args_.widths[op.residual];
         args.dtype = args_.dtype;
         args.threads = args_.threads;
         return args;
@@ -157,7 +173,7 @@ private:
     AttentionArgs attention_args(const Operation& op) const {
         long element = args_.dtype == FLOAT32 ? 4 : 2;
         AttentionArgs args;
-        const char* qkv = buffers_[op.source];
+        const char* qkv = buffers_[op.source] + op.first * element;
         args.query = qkv;
         args.key = op.is_sharing ? nullptr : qkv + op.heads * op.head_size * element;
         args.value = op.is_sharing ? nullptr : qkv + (op.heads + op.kv_heads) * op.head_size * element;

@@ -84,6 +84,14 @@ struct NormArgs {
     int dtype, threads;
 };
 
+// x = sigmoid(gates) * x.
+struct GateArgs {
+    void* x;            // [rows, gates_of_row, each] of `dtype`, multiplied in place
+    const void* gates;  // [rows, gates_of_row] of `dtype`, `gate_stride` elements from row to row
+    long rows, gates_of_row, each, gate_stride;
+    int dtype, threads;
+};
+
 // Elements of a head at most.
 constexpr long MAX_HEAD_SIZE = 512;
 
@@ -156,15 +164,16 @@ struct ConvolutionArgs {
     int dtype, threads;
 };
 
-enum OperationKind : long { NORM = 0, LINEAR = 1, ATTENTION = 2, DELTA = 3, CONVOLUTION = 4 };
+enum OperationKind : long { NORM = 0, LINEAR = 1, ATTENTION = 2, DELTA = 3, CONVOLUTION = 4, GATE = 5 };
 
 // One operation of a program, in words of eight bytes. Operands are numbers of buffers. kernels/cpu_record.py has its twin.
 struct Operation {
     long kind, source, target;
-    long residual;                          // of norms and products; -1: none. It may be the target
+    long residual;                          // of norms and products; -1: none. It may be the target. Of gates: their rows
     const void *weight, *bias;              // of norms and products, as their arguments have them
-    long in_features, out_features;         // of products; of norms, the first is the size
-    long first, groups, weight_stride;      // of norms: from which element of a row on, and as their arguments have them
+    long in_features, out_features;         // of products; of norms, the first is the size, of gates, their number
+    long first;                             // element of a row from which norms, gates and attention read
+    long groups, weight_stride;             // of norms, as their arguments have them
     long centered;
     long activation, gated, weight_bits, group, minimums, input_bits;
     double eps;                             // of norms
@@ -178,12 +187,13 @@ struct Operation {
     const Adapters* adapters;  // of products; null: none ever
     const void *convolution, *decay, *dt_bias;  // of the delta rule, as its arguments have them; its norm is the weight
     void *states, *tail;                        // of the delta rule and of convolutions
-    long value_size, kernel;                    // likewise; heads, kv_heads and head_size are those of values and of keys
+    long value_size, kernel;                    // likewise; heads, kv_heads and head_size are those of values and of keys.
+                                                // Of gates, head_size elements share one
 };
 
-// Operations over buffers of a row a token, one after another, all of `dtype`. Only norms without a residual may have the
-// source as their target; elements that they do not norm stay. The source of attention is queries, keys and values side by
-// side.
+// Operations over buffers of a row a token, one after another, all of `dtype`. Norms without a residual may have the
+// source as their target; elements that they do not norm stay. Gates always have the source as their target. The source of
+// attention is queries, keys and values side by side.
 struct ProgramArgs {
     const Operation* operations;
     const long* widths;         // of buffers, in elements; the first is the input, the second the output
@@ -253,6 +263,7 @@ struct Kernels {
     long (*linear_scratch)(const LinearArgs&);
     void (*linear)(const LinearArgs&);
     void (*norm)(const NormArgs&);
+    void (*gate)(const GateArgs&);
     long (*attention_scratch)(const AttentionArgs&, long* work);
     void (*attention)(const AttentionArgs&);
     long (*encoder_attention_scratch)(const EncoderAttentionArgs&);

@@ -18,7 +18,7 @@ from vlmserve.kernels.attention import (
     RotaryRows,
     RotatingBackend,
 )
-from vlmserve.kernels.operations import HeadsNorm, Normed, NormedHeads, Operations
+from vlmserve.kernels.operations import GateKernel, HeadsNorm, Normed, NormedHeads, Operations
 from vlmserve.layer_specs import AttentionSpec, RopeSpec
 from vlmserve.layers.cut import Shard, Share
 from vlmserve.layers.layer import Layer
@@ -96,6 +96,7 @@ class Attention(Block, Layer):
         self._rope = rope
         self._head_norms: HeadNorms | None = None
         self._heads_norm: HeadsNorm | None = None
+        self._gate: GateKernel | None = None
         self.qkv_proj = QKVLinear(spec, heads, spec.ropes[index], dtype=dtype, device=device)
         query_size = self.spec.num_heads * self.spec.head_size
         self.o_proj = Linear(query_size, spec.hidden_size, bias=spec.output_bias, dtype=dtype, device=device)
@@ -116,7 +117,9 @@ class Attention(Block, Layer):
         rows, gates = self.qkv_proj(x), self.qkv_proj.num_gates
         if not gates:
             return Unfinished(self.o_proj, self._attended(rows, step, context))
-        attended = self._attended(rows[:, gates:].contiguous(), step, context)
+        attended = self._attended(rows[:, gates:], step, context)
+        if self._gate is not None:
+            return Unfinished(self.o_proj, self._gate(attended, rows[:, :gates]))
         opened = attended.view(len(rows), gates, -1) * rows[:, :gates, None].sigmoid()
         return Unfinished(self.o_proj, opened.flatten(1))
 
@@ -153,6 +156,8 @@ class Attention(Block, Layer):
             first += heads * self.spec.head_size
         if len(parts) == len(normed):
             self._heads_norm = operations.heads_norm(parts, self.qkv_proj.dtype)
+        if self.qkv_proj.num_gates:
+            self._gate = operations.output_gate(self.qkv_proj.dtype)
 
     @property
     def _normed_parts(self) -> list[tuple[nn.Module | None, int]]:
