@@ -55,6 +55,14 @@ class Shape:
 
 
 _QWEN = {"head_dim": 128, "vocab_size": 151936, "max_position_embeddings": 32768}
+_QWEN35 = {
+    "head_dim": 256,
+    "vocab_size": 248320,
+    "max_position_embeddings": 32768,
+    "tie_word_embeddings": True,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 16,
+}
 _TOWER = {"depth": 24, "hidden_size": 1024, "intermediate_size": 4096, "num_heads": 16, "out_hidden_size": 2048}
 SHAPES = {
     "tiny": Shape("LlamaForCausalLM", (64, 128, 2, 4, 2), {"vocab_size": 2048, "max_position_embeddings": 2048}),
@@ -79,6 +87,7 @@ SHAPES = {
     "llama-8b": Shape(
         "LlamaForCausalLM", (4096, 14336, 32, 32, 8), {"vocab_size": 128256, "max_position_embeddings": 8192}
     ),
+    "qwen3.5-2b": Shape("Qwen3_5ForCausalLM", (2048, 6144, 24, 8, 2), _QWEN35),
     "qwen3-vl-2b": Shape("Qwen3VLForConditionalGeneration", (2048, 6144, 28, 16, 8), _QWEN, _TOWER),
 }
 SHORT_PROMPT = 8

@@ -30,7 +30,6 @@ def write_checkpoint(
     folder.mkdir(parents=True)
 
     def save(folder: Path, ids: Mapping[str, int]) -> None:
-        name = model_class.removesuffix("ForCausalLM").removesuffix("ForConditionalGeneration")
         fields: dict[str, Any] = dict(text)
         if vision is not None:
             rope = {"rope_type": "default", "rope_theta": 5e6, "mrope_section": _sections(text["head_dim"])}
@@ -44,7 +43,7 @@ def write_checkpoint(
                 "vision_start_token_id": ids["<|vision_start|>"],
                 "vision_end_token_id": ids["<|vision_end|>"],
             }
-        config = getattr(transformers, f"{name}Config")(**fields)
+        config = getattr(transformers, model_class).config_class(**fields)
         config.architectures = [model_class]
         config.dtype = torch.bfloat16
         config.save_pretrained(folder)
