@@ -19,8 +19,8 @@ from vlmserve.config import BUILT_IN_MODEL, EngineConfig, MediaConfig, ServerCon
 from vlmserve.errors import ConfigurationError
 from vlmserve.loadtest.settings import GoalConfig, LoadConfig, TargetConfig, TestConfig, WorkloadConfig
 from vlmserve.quantization import QuantizationConfig
+from vlmserve.sampling_params import SamplingParams
 from vlmserve.settings import read_settings
-from vlmserve.types import SamplingParams
 
 app = group(help="Serve vision-language models over an OpenAI-compatible API.")
 
