@@ -37,9 +37,12 @@ GROUPS_FIT: dict[str, Any] = {
 }
 ONLY_POSITIONS = (
     "llama with yarn", "llama with truncated yarn", "llama with dynamic rope", "phi3 with a window",
-    "phi3 with longrope, short",
+    "phi3 with longrope, short", "mistral", "ministral3", "smollm3", "starcoder2 with a window",
 )  # fmt: skip
 """Where positions turn otherwise, or attention goes less far, than in others that have the same layers."""
+SHARING = ("gemma4",)
+"""Its layers take keys and values of others, so that they cannot be calibrated one by one."""
+UNSCALED = ("gemma4 without sharing",)
 METHODS: list[QuantizeMethod] = ["gptq", "awq", "awq+gptq"]
 
 
@@ -93,7 +96,7 @@ def test_transformers_computes_the_same_with_what_was_written(
     assert not torch.allclose(expected, logits(folder), atol=0.1)
 
 
-@pytest.mark.parametrize("name", [name for name in FAMILIES if name not in ONLY_POSITIONS])
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name not in ONLY_POSITIONS + SHARING])
 def test_factors_cancel_out_in_every_family(tmp_path: Path, name: str) -> None:
     folder = make(tmp_path / "plain", name)
     config = QuantizationConfig(scheme="int8", method="awq+gptq")
@@ -101,7 +104,9 @@ def test_factors_cancel_out_in_every_family(tmp_path: Path, name: str) -> None:
     save_quantized(folder, tmp_path / "rounded", config)
     plain = logits(folder)
     moved = [(logits(tmp_path / name, kernels="torch") - plain).norm() for name in ("out", "rounded")]
-    assert moved[0] < 1.5 * moved[1] < 0.15 * plain.norm()
+    # Unscaled attention of random weights is sharp: rounding changes which tokens are attended.
+    most = 0.3 if name in UNSCALED else 0.1
+    assert moved[0] < 1.5 * moved[1] < 1.5 * most * plain.norm()
     assert result.errors
     assert max(result.errors.values()) < 1e-3
 
@@ -308,3 +313,10 @@ def test_no_prompts_are_an_error(tmp_path: Path) -> None:
     folder = make_llama(tmp_path / "plain", **GROUPS_FIT)
     with pytest.raises(ConfigurationError, match="at least one prompt"):
         calibrate(folder, tmp_path / "out", QuantizationConfig(scheme="int4", method="gptq"), [])
+
+
+@pytest.mark.parametrize("name", SHARING)
+def test_layers_that_share_keys_are_not_calibrated(tmp_path: Path, name: str) -> None:
+    folder = make(tmp_path / "plain", name)
+    with pytest.raises(ConfigurationError, match="cannot be calibrated"):
+        calibrate(folder, tmp_path / "out", QuantizationConfig(scheme="int8", method="gptq"))
