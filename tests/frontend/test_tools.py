@@ -107,7 +107,7 @@ def test_tool_templates_get_tools_as_in_transformers(tmp_path):
 
 
 @pytest.mark.parametrize("in_files", [True, False], ids=["in files", "in tokenizer_config.json"])
-def test_the_tool_use_template_is_for_requests_with_tools(tmp_path, in_files):
+def test_tool_template_is_for_requests_with_tools(tmp_path, in_files):
     """As transformers chooses among several templates."""
     named = {"default": "Plain.{% for m in messages %}{{ m.content }}{% endfor %}", "tool_use": QWEN, "rag": "{{ x }}"}
     if in_files:

@@ -38,7 +38,7 @@ every_backend = pytest.mark.parametrize("kind", BACKENDS.values(), ids=BACKENDS)
 
 
 @every_backend
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(chunks=CHUNKS, spec=attention_specs(), block_size=st.sampled_from([1, 3, 4, 16]))
 @example(chunks=[(0, 1)], spec=PLAIN, block_size=16)
 @example(chunks=[(15, 1), (16, 1), (17, 1)], spec=PLAIN, block_size=16)
@@ -63,7 +63,7 @@ def chunks_with_wide_rows(draw: st.DrawFn) -> tuple[list[Chunk], list[list[Bidir
 
 
 @every_backend
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(drawn=chunks_with_wide_rows(), spec=attention_specs(), block_size=st.sampled_from([1, 3, 4, 16]))
 @example(drawn=([(0, 6)], [[(0, 6, 6)]]), spec=PLAIN, block_size=4)
 @example(drawn=([(7, 1), (5, 9)], [[], [(0, 3, 8)]]), spec=PLAIN, block_size=4)

@@ -44,7 +44,7 @@ def assert_close(actual: torch.Tensor, expected: torch.Tensor, spec: AttentionSp
 
 
 @built
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     chunks=CHUNKS,
     spec=attention_specs(HEAD_SIZES, groups=8),

@@ -212,7 +212,7 @@ def networks(draw: st.DrawFn) -> tuple[list[Operation], list[int]]:
 
 
 @given(networks())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_values_survive_until_their_last_use(network: tuple[list[Operation], list[int]]) -> None:
     operations, widths = network
     assigned, buffer_widths = assign_buffers(operations, widths, len(widths) - 1)

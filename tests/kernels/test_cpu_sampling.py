@@ -78,7 +78,7 @@ def may_be_drawn(logits: torch.Tensor, row: Row, token: int, slack: float) -> bo
 
 @built
 @given(st.lists(rows, min_size=1, max_size=4), st.integers(1, 700), st.integers(0, 1000))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @pytest.mark.usefixtures("isa")
 def test_drawn_tokens_are_those_that_float64_allows(parameters: list[Row], vocabulary: int, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)

@@ -91,7 +91,7 @@ def test_native_states_equal_torch(isa: str, spec: StateSpec, dtype: torch.dtype
 
 
 @pytest.mark.parametrize("spec", [DELTA, CONVOLUTION])
-def test_chunks_at_multiples_of_64_leave_the_same_bits(isa: str, spec: StateSpec) -> None:
+def test_chunks_of_64_rows_leave_equal_bits(isa: str, spec: StateSpec) -> None:
     kernel, mixed = kernels(spec, torch.bfloat16)[1], torch.randn(140, width(spec)).bfloat16()
     whole = random_states(spec, torch.bfloat16)
     cut = copied(whole)

@@ -159,7 +159,7 @@ def test_results_depend_on_no_division_into_chunks(spec: DeltaSpec | Convolution
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("spec", WIDTHS, ids=["delta", "convolution"])
-def test_chunks_at_multiples_of_64_leave_the_same_bits(spec: DeltaSpec | ConvolutionSpec, dtype: torch.dtype) -> None:
+def test_chunks_of_64_rows_leave_equal_bits(spec: DeltaSpec | ConvolutionSpec, dtype: torch.dtype) -> None:
     mixed, made = torch.randn(200, WIDTHS[spec]).to(dtype), kernel(spec)
     whole, cut = caches(spec, dtype), caches(spec, dtype)
     expected = made(mixed, whole, rows_of([(0, 200)], [1]))

@@ -36,7 +36,7 @@ def count(value: object) -> int:
     return 0
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=100)
 @given(value=VALUES, window=st.integers(1, 40))
 def test_values_outside_strings_count_across_windows(value: object, window: int) -> None:
     body = json.dumps({"value": value}).encode()

@@ -70,7 +70,7 @@ def deltas_of(tokens: list[int], cuts: list[int], stop: list[str]) -> list[TextD
     return answered(tokens, cuts, stop)[0]
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=80)
 @given(
     st.lists(st.integers(0, TOKENIZER.vocab_size + 3), min_size=1, max_size=40),
     st.lists(st.integers(1, 6), max_size=10),
@@ -95,7 +95,7 @@ def test_tokens_are_reported_once_in_order(tokens, cuts, stop):
         assert not logprobs or len(before.push(tokens[: len(logprobs) - 1])) < len(shown)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=60)
 @given(st.lists(st.integers(1, 6), max_size=10), st.sampled_from(["cat", "the ", "zebra", "dog"]))
 def test_usage_stops_at_the_stop_string(cuts, stop):
     tokens = TOKENIZER.encode("the cat and the dog", add_special_tokens=False)

@@ -92,7 +92,7 @@ def test_slow_renderings_leave_media_to_their_threads(tmp_path: Path, monkeypatc
     assert events == [*quick, "render in prepare-slow-text", "decode in prepare-files", "worked"]
 
 
-def test_documents_that_wait_for_slow_templates_are_let_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_documents_waiting_for_slow_templates_are_freed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(template_limits, "QUICK_SECONDS", 0.0)
     monkeypatch.setattr(template_limits, "CHECK_INTERVAL", 1)
     ends, begun, held = threading.Event(), threading.Event(), weakref.WeakSet[Page]()
