@@ -36,6 +36,7 @@ ARCHITECTURES = {
     "gemma3_text": gguf.MODEL_ARCH.GEMMA3,
     "smollm3": gguf.MODEL_ARCH.SMOLLM3,
     "olmo2": gguf.MODEL_ARCH.OLMO2,
+    "lfm2": gguf.MODEL_ARCH.LFM2,
 }
 """By Hugging Face's model types."""
 
@@ -181,6 +182,14 @@ def _metadata(config: dict[str, Any], architecture: str) -> dict[str, Any]:
         values |= {"rope.scaling.type": kind, "rope.scaling.factor": rope_of_all["factor"]}
     if kind in ("yarn", "longrope"):
         values["rope.scaling.original_context_length"] = rope_of_all["original_max_position_embeddings"]
+    if architecture == "lfm2":
+        kv_heads = config["num_key_value_heads"]
+        values["attention.head_count_kv"] = [kv_heads * (kind != "conv") for kind in config["layer_types"]]
+        values["attention.layer_norm_rms_epsilon"] = config["norm_eps"]
+        values["shortconv.l_cache"] = config["conv_L_cache"]
+        factor, multiple = config["block_ffn_dim_multiplier"], config["block_multiple_of"]
+        adjusted = int(factor * int(2 * config["intermediate_size"] / 3))
+        values["feed_forward_length"] = -(-adjusted // multiple) * multiple
     if config["model_type"] == "ministral3":
         values["rope.scaling.yarn_log_multiplier"] = rope["mscale_all_dim"]
         values["attention.temperature_scale"] = rope["llama_4_scaling_beta"]
@@ -222,6 +231,8 @@ def _split_norms(tensors: Mapping[str, Tensor], config: dict[str, Any]) -> Itera
 
 def _rearranged(raw: np.ndarray, name: str, config: dict[str, Any]) -> np.ndarray:
     """Rows of a tensor in the order that files have, and norms with the offset that they have."""
+    if name.endswith("shortconv.conv.weight"):
+        return raw.squeeze(1)
     if config["model_type"].startswith("gemma") and name.endswith("norm.weight"):
         return raw + np.float32(1)
     if config["model_type"] in ("llama", "mistral", "ministral3", "smollm3") and (

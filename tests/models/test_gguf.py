@@ -93,6 +93,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3": ("Gemma3", {"head_dim": 8, "sliding_window": 5, "query_pre_attn_scalar": 20, "layer_types": SLIDING}),
     "smollm3": ("SmolLM3", {"pad_token_id": 0, "no_rope_layer_interval": 4, "num_hidden_layers": 4}),
     "olmo2": ("Olmo2", {}),
+    "lfm2": ("Lfm2", {"layer_types": ["conv", "full_attention", "conv"], "norm_eps": 1e-5, "block_multiple_of": 16}),
     "olmo2 with biases": ("Olmo2", {"attention_bias": True}),
 }
 

@@ -23,10 +23,10 @@ class Metadata:
         self._prefix = f"{header.architecture}."
 
     def get(self, key: str, default: Any = None) -> Any:
-        """Raise UnsupportedModelError for a value that differs between layers."""
+        """Raise UnsupportedModelError for a value that differs between layers. Layers without attention have 0."""
         if self._prefix + key not in self.header.arrays:
             return self.header.values.get(self._prefix + key, default)
-        each = set(self.array(key))
+        each = set(self.array(key)) - ({0} if key == "attention.head_count_kv" else set())
         if len(each) != 1:
             raise UnsupportedModelError(f"{self.header.path}: layers differ in {key}, which is not supported")
         return each.pop()
@@ -76,6 +76,8 @@ class GGUFText:
     """Control tokens take the space after them along, although files do not say so."""
     has_sections: bool = False
     """M-RoPE: positions have rows and columns, which are equal in text."""
+    layer_names: Mapping[str, str] = field(default_factory=dict)
+    """Tensors of a layer by their names in the file, where other architectures have none or other ones."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from vlmserve.families.family import LanguageFamily, NamedModel, VisionFamily
+from vlmserve.families.gguf import GGUFText, Metadata
 from vlmserve.families.llama import LLAMA
 from vlmserve.families.spec import ArchSpec, Config, HeadNormSpec, Names, NormSpec, require, usual_spec
 from vlmserve.layer_specs import ConvolutionSpec
@@ -33,6 +34,17 @@ LFM2_NAMES: Names = (
     (r"\.feed_forward\.w3\.", ".mlp.up_proj."),
     (r"\bembedding_norm\.", "norm."),
 )
+
+
+def _gguf_traits(metadata: Metadata) -> Config:
+    """The size of MLPs is the real one, and layers without heads of keys are convolutions."""
+    heads = metadata.array("attention.head_count_kv")
+    return {
+        "norm_eps": metadata["attention.layer_norm_rms_epsilon"],
+        "layer_types": ["full_attention" if count else "conv" for count in heads],
+        "conv_L_cache": metadata["shortconv.l_cache"],
+        "block_auto_adjust_ff_dim": False,
+    }
 
 
 def _lfm2(config: Config) -> ArchSpec:
@@ -76,6 +88,12 @@ FAMILIES = (
         defaults=_LFM2,
         build=_lfm2,
         names=LFM2_NAMES,
+        gguf={
+            "lfm2": GGUFText(
+                _gguf_traits,
+                layer_names={f"shortconv.{part}": f"conv.{part}" for part in ("conv", "in_proj", "out_proj")},
+            )
+        },
         models="LFM2 and LFM2.5 350M to 2.6B",
         short_names=(
             NamedModel("lfm2:1.2b", "LiquidAI/LFM2-1.2B", 1170340608, 134217728),

@@ -31,6 +31,7 @@ _WHOLE = {
     "token_embd": "embed_tokens",
     "position_embd": "position_embeddings",
     "output_norm": "norm",
+    "token_embd_norm": "norm",
     "output": "lm_head",
 }
 _OF_A_LAYER = {
@@ -234,8 +235,8 @@ def _sources(header: Header, architecture: GGUFText) -> Iterator[tuple[str, _Sou
         if (of_layer := re.match(r"blk\.(\d+)\.", name)) and int(of_layer[1]) >= num_layers:
             continue
         path, _, kind = name.rpartition(".")
-        layer = re.fullmatch(r"blk\.(\d+)\.(\w+)", path)
-        part = _OF_A_LAYER.get(layer[2]) if layer else _WHOLE.get(path)
+        layer = re.fullmatch(r"blk\.(\d+)\.([\w.]+)", path)
+        part = {**_OF_A_LAYER, **architecture.layer_names}.get(layer[2]) if layer else _WHOLE.get(path)
         if part is None or kind not in ("weight", "bias"):
             if _NOT_WEIGHTS.match(path):
                 continue
@@ -248,6 +249,8 @@ def _sources(header: Header, architecture: GGUFText) -> Iterator[tuple[str, _Sou
         if part.endswith(("q_norm", "k_norm")) and len(info.shape) == 2:
             for head in range(info.shape[0]):
                 yield f"{place}.{head}.{kind}", _Source(info, np.array(head))
+        elif part == "conv.conv":
+            yield f"{place}.{kind}", _Source(info, reshaped=(info.shape[0], 1, *info.shape[1:]))
         elif part.endswith("norm") and kind == "weight":
             yield f"{place}.{kind}", _Source(info, added=-architecture.norm_offset)
         elif architecture.interleaved and part.endswith(("q_proj", "k_proj")):
