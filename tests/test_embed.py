@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,7 @@ import torch
 from PIL import Image
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
-from tests.checkpoints import make_text_model
+from tests.checkpoints import make_text_model, rename_tensors
 from tests.mock_checkpoint import make_mock_checkpoint
 from vlmserve import LLM, AsyncLLM
 from vlmserve.errors import InvalidRequestError
@@ -44,6 +45,22 @@ def test_texts_have_the_vectors_of_transformers(tmp_path):
             states = model.model(input_ids=tokenizer(text, return_tensors="pt").input_ids).last_hidden_state[0]
         expected.append(torch.nn.functional.normalize(states.mean(0)[:6], dim=0).numpy())
     np.testing.assert_allclose(vectors(llm, TEXTS, dimensions=6), np.stack(expected), atol=1e-4)
+
+
+def test_checkpoints_without_heads_have_vectors(tmp_path):
+    whole = make_text_model(tmp_path / "whole", Qwen3ForCausalLM, Qwen3Config)
+    expected = vectors(LLM(str(whole), dtype="float32"), TEXTS)
+    bare = make_text_model(tmp_path / "bare", Qwen3ForCausalLM, Qwen3Config)
+    rename_tensors(bare, lambda name: None if name.startswith("lm_head") else name.removeprefix("model."))
+    modules = [
+        {"path": "", "type": "a.Transformer"},
+        {"path": "p", "type": "a.Pooling"},
+        {"path": "", "type": "a.Normalize"},
+    ]
+    (bare / "modules.json").write_text(json.dumps(modules))
+    (bare / "p").mkdir()
+    (bare / "p" / "config.json").write_text('{"pooling_mode_lasttoken": true}')
+    np.testing.assert_allclose(vectors(LLM(str(bare), dtype="float32"), TEXTS), expected, atol=1e-6)
 
 
 def test_prompts_of_all_kinds_have_vectors(mock_llm):

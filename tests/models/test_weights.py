@@ -41,6 +41,9 @@ def logits(model: LoadedModel) -> torch.Tensor:
     [
         ("model.layers.0.self_attn.q_proj.weight", "language_model.layers.0.self_attn.q_proj.weight"),
         ("lm_head.weight", "language_model.lm_head.weight"),
+        ("layers.0.self_attn.q_proj.weight", "language_model.layers.0.self_attn.q_proj.weight"),
+        ("embed_tokens.weight", "language_model.embed_tokens.weight"),
+        ("norm.weight", "language_model.norm.weight"),
         ("language_model.model.norm.weight", "language_model.norm.weight"),
         ("language_model.lm_head.weight", "language_model.lm_head.weight"),
         ("vision_tower.vision_model.pre_layrnorm.bias", "vision_tower.pre_layrnorm.bias"),

@@ -328,6 +328,9 @@ def _tie_as_stored(spec: ArchSpec, text_config: Mapping[str, Any], checkpoint: C
     """Correct `tied_embeddings` of a spec by the tensors, because some configs are wrong."""
     head, embeddings = "language_model.lm_head.weight", "language_model.embed_tokens.weight"
     if head not in checkpoint.names:
+        if (checkpoint.folder / "modules.json").is_file():
+            # Models of sentence-transformers need no head. They get one that takes no memory.
+            return replace(spec, tied_embeddings=True)
         return replace(spec, tied_embeddings=spec.tied_embeddings or bool(text_config.get("tie_word_embeddings")))
     if spec.tied_embeddings and embeddings in checkpoint.names:
         return replace(spec, tied_embeddings=torch.equal(checkpoint.read(head), checkpoint.read(embeddings)))

@@ -34,6 +34,7 @@ LANGUAGE_MODEL = "language_model."
 TEXT_ENCODER = "text_encoder."
 
 # Published LLaVA checkpoints nest whole models, transformers 5 flattens them, releases between did half of it.
+# Embedding models have the tensors of a decoder without a head around it.
 _PREFIXES = (
     (re.compile(r"^(model\.)?(vision_tower)\.(vision_model\.)?"), "vision_tower."),
     (re.compile(r"^(model\.)?multi_modal_projector\."), "multi_modal_projector."),
@@ -45,6 +46,7 @@ _PREFIXES = (
     (re.compile(r"^(model\.)?language_model\.(model\.)?"), "language_model."),
     (re.compile(r"^(model|transformer)\."), "language_model."),
     (re.compile(r"^lm_head\."), "language_model.lm_head."),
+    (re.compile(r"^(?=(embed_tokens|layers|norm)\.)"), "language_model."),
 )
 
 
