@@ -227,9 +227,7 @@ class Decoder(nn.Module):
         """All layers. Those from `first` on, which write no keys and values, compute the wanted rows alone."""
         rows = self._part(x, caches, step, 0, first)[wanted]
         if not len(wanted):
-            return rows
-        if self.per_layer is not None:
-            rows = torch.cat((rows, _divided(x[wanted], self.hidden_size)[1]), 1)
+            return rows[:, : self.hidden_size]
         if step.adapters is not None:
             step.adapters.narrow(wanted)
         last = self._step(positions[..., wanted], step.metadata.of_last_rows(wanted), caches, step.states)
@@ -261,6 +259,8 @@ class Decoder(nn.Module):
         for layer in list(self.layers)[first:last]:
             layer(stream, caches, step, wanted, embeddings)
         is_end = last in (None, len(self.layers))
+        if not is_end and embeddings is not None:
+            return torch.cat((stream.rows, embeddings), 1)
         return stream.normed(self.norm) if is_end and (wanted is None or len(wanted)) else stream.rows
 
     def through_layer(self, index: int, x: Tensor, caches: Sequence[LayerCache], step: StepContext) -> Tensor:
