@@ -32,9 +32,14 @@ MARKS = ("<|image_start|>", "<|image_end|>", "<|img_thumbnail|>")
 
 
 def make_lfm2_vl(
-    folder: Path, *, text: dict[str, Any] | None = None, vision: dict[str, Any] | None = None, **overrides: Any
+    folder: Path,
+    *,
+    text: dict[str, Any] | None = None,
+    vision: dict[str, Any] | None = None,
+    settings: dict[str, Any] = SETTINGS,
+    **overrides: Any,
 ) -> Path:
-    """LFM2-VL in `folder`; text, vision: fields of its configs."""
+    """LFM2-VL in `folder`; text, vision: fields of its configs. settings: of its image processor."""
     tokenizer = write_tokenizer(folder, takes_images=True)
     places = [f"<|img_row_{row}_col_{column}|>" for row in range(1, 5) for column in range(1, 5)]
     tokenizer.add_special_tokens([AddedToken(word, special=True, normalized=False) for word in (*MARKS, *places)])
@@ -51,8 +56,8 @@ def make_lfm2_vl(
         **{"projector_hidden_size": 40, **overrides},
     )
     save_model(folder, Lfm2VlForConditionalGeneration, config, 0, torch.float32, "1GB")
-    settings = {"image_processor_type": "Lfm2VlImageProcessorFast", **SETTINGS}
-    (folder / "preprocessor_config.json").write_text(json.dumps(settings))
+    named = {"image_processor_type": "Lfm2VlImageProcessorFast", **settings}
+    (folder / "preprocessor_config.json").write_text(json.dumps(named))
     template = folder / "chat_template.jinja"
     template.write_text("{{ bos_token }}" + template.read_text())
     (folder / "processor_config.json").write_text(json.dumps({"processor_class": "Lfm2VlProcessor"}))

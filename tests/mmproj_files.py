@@ -381,6 +381,22 @@ def _glm_ocr_metadata(writer: GGUFWriter, config: dict[str, Any]) -> None:
     writer.add_vision_attention_layernorm_eps(vision["rms_norm_eps"])
 
 
+def _lfm2(tensors: Mapping[str, Tensor], config: dict[str, Any]) -> Tensors:
+    """The projection of patches as a convolution."""
+    size = config["vision_config"]["patch_size"]
+    for name, tensor in tensors.items():
+        if name.startswith(("model.vision_tower.", "model.multi_modal_projector.")):
+            is_projection = name.endswith("patch_embedding.weight")
+            stored = tensor.view(len(tensor), size, size, 3).permute(0, 3, 1, 2) if is_projection else tensor
+            yield _mapped(published_name(name)), stored
+
+
+def _lfm2_metadata(writer: GGUFWriter, config: dict[str, Any]) -> None:
+    writer.add_vision_attention_layernorm_eps(config["vision_config"]["layer_norm_eps"])
+    writer.add_vision_projector_scale_factor(config["downsample_factor"])
+    writer.add_vision_use_gelu(True)
+
+
 def _paddleocr(tensors: Mapping[str, Tensor], config: dict[str, Any]) -> Tensors:
     """By the names of the published checkpoint. A table of positions and a head that nothing uses are left out."""
     for full, tensor in tensors.items():
@@ -432,6 +448,7 @@ CONVERSIONS = {
     "qwen3_vl": Conversion(
         "qwen3vl_merger", _qwen3, _qwen3_metadata, ("qwen3", gguf.MODEL_ARCH.QWEN3VL), _sectioned_text("qwen3vl")
     ),
+    "lfm2_vl": Conversion("lfm2", _lfm2, _lfm2_metadata, ("lfm2", gguf.MODEL_ARCH.LFM2)),
     "llava": Conversion("mlp", _llava, _llava_metadata),
     "llava_next": Conversion("mlp", _llava, _llava_next_metadata),
 }

@@ -24,6 +24,7 @@ from tests.checkpoints import (
     make_pixtral,
     make_qwen_vl,
 )
+from tests.lfm2_checkpoints import make_lfm2_vl
 from tests.mmproj_files import write_pair
 from tests.ocr_checkpoints import make_glm_ocr, make_paddleocr
 from vlmserve import LLM, SamplingParams
@@ -37,6 +38,10 @@ from vlmserve.models.vision.qwen import QwenVisionTower
 
 LARGE_TOWER = {"attention_bias": False, "use_qk_norm": True, "norm_type": "rms_norm"}
 """As InternVL3-38B and 78B have it."""
+
+
+LFM2_SQUARES = {"encoder_patch_size": 4, "downsample_factor": 2}
+"""Other settings of the image processor are those of the published checkpoints."""
 
 
 def make_named_internvl(folder: Path, **options: Any) -> Path:
@@ -66,6 +71,7 @@ MAKERS: dict[str, tuple[str, Callable[[Path], Path]]] = {
     "Qwen3-VL": ("qwen3_vl", lambda folder: make_qwen_vl(folder, "qwen3_vl")),
     "SmolVLM": ("idefics3", lambda folder: make_idefics3(folder, family="SmolVLM")),
     "InternVL": ("internvl", make_named_internvl),
+    "LFM2-VL": ("lfm2_vl", lambda folder: make_lfm2_vl(folder, settings=LFM2_SQUARES)),
     "InternVL over Qwen3, with a tower of the other kind": (
         "internvl on qwen3",
         lambda folder: make_named_internvl(folder, text_class=Qwen3Config, text={"head_dim": 8}, vision=LARGE_TOWER),

@@ -108,6 +108,8 @@ class GGUFTower:
     """Rows of queries and keys are in the order in which neighbours pair."""
     norm_offset: float = 0.0
     """Added to the norm before the projector."""
+    channels_last: bool = False
+    """In checkpoints, the projection of patches is a matrix, and a pixel's channels lie side by side."""
     swaps: bool = True
     """Old files have the two matrices of MLPs under each other's names."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from vlmserve.families.family import LanguageFamily, NamedModel, VisionFamily
-from vlmserve.families.gguf import GGUFText, Metadata
+from vlmserve.families.gguf import Clip, GGUFText, GGUFTower, Metadata, clip_names, clip_scale, clip_sizes
 from vlmserve.families.llama import LLAMA
 from vlmserve.families.spec import ArchSpec, Config, HeadNormSpec, Names, NormSpec, require, usual_spec
 from vlmserve.layer_specs import ConvolutionSpec
@@ -81,6 +81,47 @@ def _intermediate_size(config: Config) -> int:
     return -(-int(factor * size) // multiple) * multiple
 
 
+def _vision(clip: Clip) -> Config:
+    sizes = {name: size for name, size in clip_sizes(clip).items() if name != "image_size"}
+    patches = clip.tensor("v.position_embd.weight").shape[0]
+    return {
+        **sizes,
+        "model_type": "siglip2_vision_model",
+        "num_patches": patches,
+        "hidden_act": "gelu_pytorch_tanh",
+    }
+
+
+def _projector(clip: Clip) -> Config:
+    return {
+        "downsample_factor": clip_scale(clip, 2),
+        "projector_hidden_size": clip.tensor("mm.1.weight").shape[0],
+        "projector_bias": clip.has("mm.1.bias"),
+        "projector_use_layernorm": clip.has("mm.input_norm.weight"),
+    }
+
+
+def _image_processor(clip: Clip) -> Config:
+    """Files lack tiles and bounds, so the defaults hold, as in the published checkpoints."""
+    sizes = {"encoder_patch_size": clip["patch_size"], "downsample_factor": clip_scale(clip, 2)}
+    return {"image_processor_type": "Lfm2VlImageProcessor", **sizes}
+
+
+_TOWER = GGUFTower(
+    vision=_vision,
+    settings=_image_processor,
+    more=_projector,
+    names=(
+        *clip_names("vision_tower.vision_model"),
+        (r"mm\.input_norm\.(\w+)", r"multi_modal_projector.layer_norm.\1"),
+        (r"mm\.([12])\.(\w+)", r"multi_modal_projector.linear_\1.\2"),
+    ),
+    output="mm.2.weight",
+    text_types={"lfm2": "lfm2"},
+    channels_last=True,
+    swaps=False,
+)
+
 FAMILIES = (
     LanguageFamily(
         model_type="lfm2",
@@ -109,6 +150,7 @@ FAMILIES = (
         image_processor="vlmserve.media.squares:SquareProcessor.from_files",
         image_processor_types=("Lfm2Vl",),
         image_token_id=396,
+        gguf={"lfm2": _TOWER},
         models="LFM2-VL and LFM2.5-VL 450M to 3B",
         short_names=(
             NamedModel("lfm2-vl:450m", "LiquidAI/LFM2-VL-450M", 450822656, 67108864, 96338688),

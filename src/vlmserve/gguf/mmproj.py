@@ -24,13 +24,15 @@ UNKNOWN_TOKEN = "tokenizer.ggml.unknown_token_id"
 class Stored(NamedTuple):
     """A tensor of a checkpoint in the file: one, or several joined, as rows one behind another or as frames, which are
     the third axis. added: to all values in the file. shape: that it has in a checkpoint; None: as in the file. heads:
-    in whose rows neighbours pair; 0: each pairs with one of the other half of its head."""
+    in whose rows neighbours pair; 0: each pairs with one of the other half of its head. channels_last: the second axis
+    comes last before the tensor gets its shape."""
 
     infos: tuple[TensorInfo, ...]
     joined: Literal["rows", "frames"] = "rows"
     added: float = 0.0
     shape: tuple[int, ...] | None = None
     heads: int = 0
+    channels_last: bool = False
 
 
 def tower_family(header: Header) -> tuple[VisionFamily, GGUFTower]:
@@ -165,6 +167,9 @@ def _stored(name: str, infos: list[TensorInfo], tower: GGUFTower) -> Stored:
     if name.endswith(("cls_token", "embeddings.position_embeddings")):
         width = infos[0].shape[-1]
         shape = (1, math.prod(infos[0].shape) // width, width)
+    elif tower.channels_last and name.endswith("patch_embedding.weight"):
+        shape = (infos[0].shape[0], math.prod(infos[0].shape[1:]))
+        return Stored(tuple(infos), shape=shape, channels_last=True)
     elif name.endswith("embeddings.class_embedding"):
         shape = (infos[0].shape[-1],)
     return Stored(tuple(infos), added=added, shape=shape)

@@ -57,7 +57,8 @@ _NOT_WEIGHTS = re.compile(r"rope_freqs|rope_factors_(long|short)|blk\.\d+\.attn_
 class _Source:
     """Where a tensor comes from. rows: which of the file's rows its own are, in order; None: all. added: to all values
     in the file. behind: further tensors whose rows follow. frames: those of which each is a step of the third axis; it
-    has none itself then. reshaped: to what; None: not at all."""
+    has none itself then. reshaped: to what; None: not at all. channels_last: the second axis comes last before
+    that."""
 
     info: TensorInfo
     rows: NDArray[np.int64] | None = None
@@ -65,6 +66,7 @@ class _Source:
     behind: tuple[_Source, ...] = ()
     frames: tuple[_Source, ...] = ()
     reshaped: tuple[int, ...] | None = None
+    channels_last: bool = False
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -150,7 +152,8 @@ def _quantized(source: _Source) -> QuantizedWeight | None:
 def _read(source: _Source, first: int, last: int | None) -> Tensor:
     """Rows of a tensor."""
     if source.reshaped is not None:
-        return _plain(source, 0, None).view(source.reshaped)[first:last]
+        whole = _plain(source, 0, None)
+        return (whole.movedim(1, -1) if source.channels_last else whole).reshape(source.reshaped)[first:last]
     if source.frames:
         return torch.stack([_plain(part, first, last) for part in (source, *source.frames)], 2)
     if not source.behind:
@@ -225,7 +228,9 @@ def _of_checkpoint(stored: Stored) -> _Source:
     if stored.joined == "frames":
         return _Source(first, frames=behind)
     rows = _halves_of_pairs(first, stored.heads) if stored.heads else None
-    return _Source(first, rows, added=stored.added, behind=behind, reshaped=stored.shape)
+    return _Source(
+        first, rows, added=stored.added, behind=behind, reshaped=stored.shape, channels_last=stored.channels_last
+    )
 
 
 def _sources(header: Header, architecture: GGUFText) -> Iterator[tuple[str, _Source]]:
