@@ -58,7 +58,7 @@ def test_llama3_scaling_defaults_to_the_config_context() -> None:
     assert RopeSpec.from_config(8, 1e4, scaling, 4096).original_context == 4096
 
 
-@pytest.mark.parametrize("scaling", [{"rope_type": "proportional", "factor": 2.0}, {"type": "made up"}])
+@pytest.mark.parametrize("scaling", [{"rope_type": "axial", "factor": 2.0}, {"type": "made up"}])
 def test_other_scalings_are_refused_by_name(scaling: dict[str, Any]) -> None:
     with pytest.raises(UnsupportedModelError, match=str(scaling.get("rope_type", scaling.get("type")))):
         RopeSpec.from_config(8, 1e4, scaling, 2048)
