@@ -31,7 +31,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "learned positions": ("GPT2", {"n_embd": 48, "n_head": 6, "n_layer": 3, "n_positions": 512}),
     "scaled logits, windows": ("Cohere2", {"pad_token_id": 0, "sliding_window": 7}),
     "scaled residuals": ("Granite", {"embedding_multiplier": 3.0, "residual_multiplier": 0.5, "logits_scaling": 4.0}),
-    "experts": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 9}),
+    "experts": ("Olmoe", {"num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True, "pad_token_id": 0}),
     "sinks, windows": ("GptOss", {"head_dim": 8, "num_local_experts": 4, "pad_token_id": 0, "sliding_window": 7}),
     "narrow values": (
         "DeepseekV3",
@@ -135,7 +135,7 @@ def test_unpageable_models_say_why(tmp_path: Path, family: str, overrides: dict[
 
 
 def nearly_equal_experts(folder: Path) -> Path:
-    """A Mixtral of which rounding decides what experts it takes, which makes much of a difference."""
+    """An OLMoE of which rounding decides what experts it takes, which makes much of a difference."""
     family, overrides = MODELS["experts"]
     generator = torch.Generator().manual_seed(0)
 

@@ -126,6 +126,11 @@ class AdapterReader:
                 if self._model.lacks(canonical):
                     continue
                 raise AdapterError(self._unknown(name, canonical, tensors))
+            if not getattr(self._model.weight_at(place.path), "takes_adapters", True):
+                raise AdapterError(
+                    f"{next(iter(tensors.values()))}: adapters of experts and routers are not supported; "
+                    "leave them out of target_modules"
+                )
             self._check(name, place, tensors)
             found.append(Group(name, place, tensors))
         if not any(kind != "base_weight" for group in found for kind in group.tensors):

@@ -16,7 +16,7 @@ class AdapterSlots:
         self._modules = dict(model.modules.named_modules())
         self._held: dict[int, Adapter] = {}
         for module in self._modules.values():
-            if isinstance(module, Weight):
+            if isinstance(module, Weight) and module.takes_adapters:
                 module.adapt(self.rows)
             if isinstance(module, TiedEmbedding | Embedding):
                 module.adapt_table(self.rows)

@@ -9,7 +9,7 @@ from vlmserve.families.family import LanguageFamily, NamedModel, VisionFamily
 from vlmserve.families.gguf import GGUFText, Metadata, rope_scaling
 from vlmserve.families.llama import LLAMA
 from vlmserve.families.pixtral import PIXTRAL_IMAGES
-from vlmserve.families.spec import ArchSpec, Config, QueryGrowth, rope_parameters, same_window, usual_spec
+from vlmserve.families.spec import ArchSpec, Config, ExpertsSpec, QueryGrowth, rope_parameters, same_window, usual_spec
 
 _MISTRAL: Config = {
     **LLAMA,
@@ -38,6 +38,15 @@ _MINISTRAL3: Config = {
     },
     "sliding_window": None,
 }
+_MIXTRAL: Config = {
+    **_MISTRAL,
+    "max_position_embeddings": 4096 * 32,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1e6,
+    "sliding_window": None,
+    "num_experts_per_tok": 2,
+    "num_local_experts": 8,
+}
 
 
 def _mistral(config: Config) -> ArchSpec:
@@ -50,6 +59,13 @@ def _ministral3(config: Config) -> ArchSpec:
     rope = spec.ropes[0]
     assert rope is not None
     return spec if beta is None else replace(spec, query_growth=QueryGrowth(rope.original_context, beta))
+
+
+def _mixtral(config: Config) -> ArchSpec:
+    experts = ExpertsSpec(
+        count=config["num_local_experts"], top_k=config["num_experts_per_tok"], inner_size=config["intermediate_size"]
+    )
+    return replace(_mistral(config), experts=(experts,) * config["num_hidden_layers"])
 
 
 def _gguf_traits(metadata: Metadata) -> Config:
@@ -76,6 +92,23 @@ FAMILIES = (
         build=_mistral,
         models="Mistral, Zephyr",
         short_names=(NamedModel("mistral:7b", "mistralai/Mistral-7B-Instruct-v0.3", 7248023552, 134217728, 134217728),),
+    ),
+    LanguageFamily(
+        model_type="mixtral",
+        architecture="MixtralForCausalLM",
+        defaults=_MIXTRAL,
+        build=_mixtral,
+        names=(
+            (r"\.block_sparse_moe\.", ".mlp."),
+            (r"\.mlp\.gate\.", ".mlp.router.linear."),
+            (r"\.w1\.", ".gate_proj."),
+            (r"\.w2\.", ".down_proj."),
+            (r"\.w3\.", ".up_proj."),
+        ),
+        models="Mixtral",
+        short_names=(
+            NamedModel("mixtral:8x7b", "mistralai/Mixtral-8x7B-Instruct-v0.1", 46702792704, 131072000, 131072000),
+        ),
     ),
     LanguageFamily(
         model_type="ministral3",

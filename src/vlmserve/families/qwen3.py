@@ -2,12 +2,27 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from vlmserve.families.family import LanguageFamily, NamedModel
 from vlmserve.families.gguf import GGUFText, with_sections
 from vlmserve.families.qwen2 import QWEN, qwen_windows
-from vlmserve.families.spec import ArchSpec, Config, HeadNormSpec, NormSpec, usual_spec
+from vlmserve.families.spec import ArchSpec, Config, ExpertsSpec, HeadNormSpec, Names, NormSpec, usual_spec
 
 QWEN3: Config = {**QWEN, "head_dim": 128}
+QWEN3_MOE: Config = {
+    **QWEN,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "num_hidden_layers": 24,
+    "num_key_value_heads": 4,
+    "decoder_sparse_step": 1,
+    "moe_intermediate_size": 768,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": False,
+    "mlp_only_layers": None,
+}
+QWEN3_MOE_NAMES: Names = ((r"\.mlp\.gate\.", ".mlp.router.linear."),)
 
 
 def qwen3(config: Config) -> ArchSpec:
@@ -17,6 +32,21 @@ def qwen3(config: Config) -> ArchSpec:
         qkv_bias=config["attention_bias"],
         output_bias=config["attention_bias"],
         head_norm=HeadNormSpec("head", NormSpec(config["rms_norm_eps"])),
+    )
+
+
+def qwen3_moe(config: Config) -> ArchSpec:
+    layers = range(config["num_hidden_layers"])
+    experts = ExpertsSpec(
+        count=config.get("num_experts", config.get("num_local_experts", 128)),
+        top_k=config["num_experts_per_tok"],
+        inner_size=config["moe_intermediate_size"],
+        renormalized=config["norm_topk_prob"],
+    )
+    step, dense = config["decoder_sparse_step"], config["mlp_only_layers"] or ()
+    return replace(
+        qwen3({**config, "max_window_layers": 0}),
+        experts=tuple(None if layer in dense or (layer + 1) % step else experts for layer in layers),
     )
 
 
@@ -36,5 +66,14 @@ FAMILIES = (
             NamedModel("qwen3:8b", "Qwen/Qwen3-8B", 8190735360, 622329856, 622329856),
             NamedModel("qwen3:14b", "Qwen/Qwen3-14B", 14768307200, 777912320, 777912320),
         ),
+    ),
+    LanguageFamily(
+        model_type="qwen3_moe",
+        architecture="Qwen3MoeForCausalLM",
+        defaults=QWEN3_MOE,
+        build=qwen3_moe,
+        names=QWEN3_MOE_NAMES,
+        models="Qwen 3 with experts",
+        short_names=(NamedModel("qwen3:30b-a3b", "Qwen/Qwen3-30B-A3B", 30532122624, 311164928, 311164928),),
     ),
 )

@@ -56,6 +56,29 @@ class PerLayerSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertsSpec:
+    """A mixture of experts in place of an MLP. Sizes in elements."""
+
+    count: int
+    top_k: int
+    """Experts of each token."""
+    inner_size: int
+    """Inner size of one expert."""
+    scores: Literal["softmax", "sigmoid"] = "softmax"
+    """Of the router."""
+    renormalized: bool = True
+    """The scores of a token's experts are divided by their sum."""
+    correction: bool = False
+    """A stored bias is added to scores to choose experts, and not to weigh them."""
+    scale: float = 1.0
+    """Factor of the weights of experts."""
+    shared_size: int = 0
+    """Inner size of an MLP that every token takes besides; 0: none."""
+    shared_gate: bool = False
+    """The shared MLP is multiplied by the sigmoid of a number that each token has."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ArchSpec:
     """The shape of one decoder. Sizes in elements."""
 
@@ -104,12 +127,18 @@ class ArchSpec:
     """Each layer's output is multiplied by a stored number."""
     intermediate_sizes: tuple[int, ...] = ()
     """By layer, the inner size of its MLP; empty: `intermediate_size`."""
+    experts: tuple[ExpertsSpec | None, ...] = ()
+    """By layer, the experts in place of its MLP; None: it has an MLP. Empty: all layers have one."""
     logit_cap: float | None = None
     """Bounds logits as `AttentionSpec.soft_cap` bounds scores."""
 
     def inner_size(self, layer: int) -> int:
         """Inner size of a layer's MLP."""
         return self.intermediate_sizes[layer] if self.intermediate_sizes else self.intermediate_size
+
+    def experts_of(self, layer: int) -> ExpertsSpec | None:
+        """The experts of a layer. None: it has an MLP."""
+        return self.experts[layer] if self.experts else None
 
     @property
     def first_sharing(self) -> int | None:

@@ -7,21 +7,42 @@ need the following norm before the sum is computed, so a block that was added st
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, overload
+from typing import NamedTuple, Protocol, overload
 
 import torch
 from torch import Tensor
 
-from vlmserve.kernels.operations import Normed
+from vlmserve.kernels.operations import DeferringProduct, Normed
 from vlmserve.layers.linear import Linear
 from vlmserve.layers.norm import Normalization
 
 
-class Unfinished(NamedTuple):
-    """A block whose last linear is not computed yet."""
+class Last(Protocol):
+    """The last layer of a block: a `Linear`, or what else adds its result to rows."""
 
-    linear: Linear
+    @property
+    def deferring(self) -> DeferringProduct | None: ...
+
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor: ...
+
+
+class Unfinished(NamedTuple):
+    """A block whose last layer is not computed yet."""
+
+    linear: Last
     inputs: Tensor
+
+
+class Computed:
+    """The last layer of a block whose output is computed already."""
+
+    deferring = None
+
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        return x if residual is None else residual + x
+
+
+COMPUTED = Computed()
 
 
 class ResidualStream:

@@ -21,6 +21,7 @@ from vlmserve.models.blocks.block import Block, make_norm
 from vlmserve.models.blocks.convolution import ShortConvolution
 from vlmserve.models.blocks.cross import CrossAttention
 from vlmserve.models.blocks.delta import GatedDelta
+from vlmserve.models.blocks.experts import Experts
 from vlmserve.models.blocks.mlp import MLP
 from vlmserve.models.blocks.per_layer import PerLayerInput
 from vlmserve.quant.calibration import Fold
@@ -62,8 +63,7 @@ class DecoderLayer(nn.Module):
         self.cross_norm = norm() if of_inputs and spec.cross_size else None
         self.cross_output_norm = norm() if of_outputs and spec.cross_size else None
         self.cross_attn = CrossAttention(spec, index, dtype=dtype, device=device) if spec.cross_size else None
-        size, inner, act = spec.hidden_size, spec.inner_size(index), spec.activation
-        self.mlp = MLP(size, inner, act, gated=spec.gated, bias=spec.mlp_bias, dtype=dtype, device=device)
+        self.mlp = _feed_forward(spec, index, dtype=dtype, device=device)
         self._parallel = spec.parallel
         self.per_layer = self.per_layer_norm = None
         if (own := spec.per_layer) is not None:
@@ -128,3 +128,10 @@ class DecoderLayer(nn.Module):
         block = self.get_submodule(name)
         assert isinstance(block, Block)
         return tuple(f"{name}.{reader}" for reader in block.readers)
+
+
+def _feed_forward(spec: ArchSpec, index: int, *, dtype: torch.dtype, device: torch.device) -> MLP | Experts:
+    if (experts := spec.experts_of(index)) is not None:
+        return Experts(experts, spec.hidden_size, spec.activation, dtype=dtype, device=device)
+    size, inner, act = spec.hidden_size, spec.inner_size(index), spec.activation
+    return MLP(size, inner, act, gated=spec.gated, bias=spec.mlp_bias, dtype=dtype, device=device)

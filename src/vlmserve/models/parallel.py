@@ -28,6 +28,9 @@ def share_of(spec: ArchSpec, ranks: Ranks) -> ArchSpec:
     """
     for size in (spec.intermediate_size, *spec.intermediate_sizes):
         _divides(size, ranks, "inner elements of its MLP")
+    for experts in filter(None, spec.experts):
+        _divides(experts.count, ranks, "experts")
+        _divides(experts.shared_size, ranks, "inner elements of its shared experts")
     mixers = tuple(_share_of_mixer(one, ranks) for one in spec.mixers)
     if spec.vocab_size < ranks.size:
         raise ConfigurationError(f"--tensor-parallel-size {ranks.size}: the model has {spec.vocab_size} tokens only")
@@ -36,6 +39,9 @@ def share_of(spec: ArchSpec, ranks: Ranks) -> ArchSpec:
         mixers=mixers,
         intermediate_size=spec.intermediate_size // ranks.size,
         intermediate_sizes=tuple(size // ranks.size for size in spec.intermediate_sizes),
+        experts=tuple(
+            None if one is None else replace(one, shared_size=one.shared_size // ranks.size) for one in spec.experts
+        ),
     )
 
 

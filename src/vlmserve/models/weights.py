@@ -22,6 +22,7 @@ from vlmserve.models.blocks.block import Block
 from vlmserve.models.files import WeightFile, open_weights, weight_files
 from vlmserve.models.gguf_tensors import GGUFFile
 from vlmserve.models.identity import TensorDigests
+from vlmserve.models.stacked import StackedExperts, has_inputs_first, stacked_shapes
 
 logger = logging.getLogger(__name__)
 
@@ -81,9 +82,23 @@ class Checkpoint:
         """Digests of tensors whose values a model has taken."""
         self._rename = rename
         self._keys: dict[str, tuple[Path, str]] = {}
-        for path in weight_files(folder):
-            with open_weights(path) as file:
+        files = weight_files(folder)
+        shapes: dict[str, list[int]] = {}
+        for path in files:
+            if path.suffix == ".safetensors":
+                with open_weights(path) as file:
+                    shapes |= stacked_shapes(file)
+        self._has_stacked, self._inputs_first = bool(shapes), has_inputs_first(shapes)
+        for path in files:
+            with self.open(path) as file:
                 self._keys |= {self.canonical(key): (path, key) for key in file.keys()}  # noqa: SIM118
+
+    def open(self, path: Path) -> WeightFile:
+        """Open one of the files, in which each expert has tensors of its own."""
+        file = open_weights(path)
+        if not self._has_stacked or isinstance(file, GGUFFile):
+            return file
+        return StackedExperts(file, inputs_first=self._inputs_first)
 
     def canonical(self, key: str) -> str:
         return self._rename(key)
@@ -94,14 +109,14 @@ class Checkpoint:
 
     def read(self, name: str) -> Tensor:
         path, key = self._keys[name]
-        with open_weights(path) as file:
+        with self.open(path) as file:
             tensor: Tensor = file.get_tensor(key)
             return tensor
 
     def quantized(self, name: str) -> QuantizedWeight | None:
         """A tensor of a GGUF file as it is there; None if it does not have the form of a `QuantizedWeight`."""
         path, key = self._keys[name]
-        with open_weights(path) as file:
+        with self.open(path) as file:
             weight = file.quantized(key) if isinstance(file, GGUFFile) else None
         if weight is not None:
             self.hash(name)
@@ -110,13 +125,13 @@ class Checkpoint:
     def superblocks(self, name: str) -> SuperblockWeight | None:
         """A tensor of a GGUF file as it is there; None if it does not consist of superblocks."""
         path, key = self._keys[name]
-        with open_weights(path) as file:
+        with self.open(path) as file:
             return file.superblocks(key) if isinstance(file, GGUFFile) else None
 
     def hash(self, name: str) -> None:
         """Add a tensor to `digests` while its pages are in memory."""
         path, key = self._keys[name]
-        with open_weights(path) as file:
+        with self.open(path) as file:
             _hash(file, path, key, self.digests)
 
     def dtype(self) -> torch.dtype:
@@ -169,7 +184,7 @@ class Checkpoint:
                 by_file.setdefault(path, []).append((name, key))
         cuts = weight_cuts(model)
         for path, keys in by_file.items():
-            _copy_file(path, keys, waiting, cuts, self.digests)
+            _copy_file(self.open, path, keys, waiting, cuts, self.digests)
 
 
 class Waiting:
@@ -281,12 +296,18 @@ class _Piece(NamedTuple):
 
 
 def _copy_file(
-    path: Path, keys: list[tuple[str, str]], waiting: Waiting, cuts: Mapping[str, Cut], digests: TensorDigests
+    opened: Callable[[Path], WeightFile],
+    path: Path,
+    keys: list[tuple[str, str]],
+    waiting: Waiting,
+    cuts: Mapping[str, Cut],
+    digests: TensorDigests,
 ) -> None:
-    pieces = list(_pieces(path, keys, waiting.slots, cuts))[::-1]
+    with opened(path) as file:
+        pieces = list(_pieces(file, path, keys, waiting.slots, cuts))[::-1]
     while pieces:
         copied = 0
-        with open_weights(path) as file:
+        with opened(path) as file:
             while pieces and copied < MAPPED_BYTES:
                 name, key, first, last, target = pieces.pop()
                 whole = file.get_slice(key)
@@ -302,25 +323,26 @@ def _copy_file(
 
 
 def _hash(file: WeightFile, path: Path, key: str, digests: TensorDigests, share: float = 1.0) -> None:
+    if isinstance(file, StackedExperts):
+        key, share = file.stored(key, share)
     for source, name in file.stored(key) if isinstance(file, GGUFFile) else [(path, key)]:
         digests.read(source, name, share)
 
 
 def _pieces(
-    path: Path, keys: list[tuple[str, str]], slots: Mapping[str, Tensor], cuts: Mapping[str, Cut]
+    file: WeightFile, path: Path, keys: list[tuple[str, str]], slots: Mapping[str, Tensor], cuts: Mapping[str, Cut]
 ) -> Iterator[_Piece]:
     """Pieces that are small enough to map. Raises ModelLoadError for shapes that differ."""
-    with open_weights(path) as file:
-        most = DEQUANTIZED_BYTES if isinstance(file, GGUFFile) else MAPPED_BYTES
-        for name, key in keys:
-            shape, slot = file.get_slice(key).get_shape() or [1], slots[name]
-            cut = cuts.get(name)
-            wanted = list(slot.shape) if cut is None else cut.whole_shape(slot.shape)
-            if shape != wanted:
-                raise ModelLoadError(f"{path.name}: {key} has shape {shape}, the configuration asks for {wanted}")
-            rows = max(1, most // max(1, slot.element_size() * math.prod(wanted[1:])))
-            target = 0
-            for start, end in ((0, len(slot)),) if cut is None else cut.pieces:
-                for first in range(start, end, rows):
-                    yield _Piece(name, key, first, min(first + rows, end), target + first - start)
-                target += end - start
+    most = DEQUANTIZED_BYTES if isinstance(file, GGUFFile) else MAPPED_BYTES
+    for name, key in keys:
+        shape, slot = file.get_slice(key).get_shape() or [1], slots[name]
+        cut = cuts.get(name)
+        wanted = list(slot.shape) if cut is None else cut.whole_shape(slot.shape)
+        if shape != wanted:
+            raise ModelLoadError(f"{path.name}: {key} has shape {shape}, the configuration asks for {wanted}")
+        rows = max(1, most // max(1, slot.element_size() * math.prod(wanted[1:])))
+        target = 0
+        for start, end in ((0, len(slot)),) if cut is None else cut.pieces:
+            for first in range(start, end, rows):
+                yield _Piece(name, key, first, min(first + rows, end), target + first - start)
+            target += end - start

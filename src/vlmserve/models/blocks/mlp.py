@@ -59,7 +59,11 @@ class MLP(Block):
         return Unfinished(self.last, self.reader(x))
 
     def split(self, whole: ArchSpec, index: int, ranks: Ranks) -> None:
-        inner, last = shares(whole.inner_size(index), ranks), self.last
+        self.split_inner(whole.inner_size(index), ranks)
+
+    def split_inner(self, whole: int, ranks: Ranks) -> None:
+        """As `split`. whole: the inner size of the whole model's block."""
+        inner, last = shares(whole, ranks), self.last
         self.reader.shard = Shard((inner, inner) if self._gated else (inner,))
         self.add_module(self._last, RowParallelLinear(last, inner, ranks))
 

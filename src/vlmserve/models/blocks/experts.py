@@ -1,0 +1,108 @@
+"""A mixture of experts as the feed-forward block (https://arxiv.org/abs/1701.06538)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from vlmserve.families.spec import ArchSpec, ExpertsSpec
+from vlmserve.layers.linear import Linear, empty_parameter
+from vlmserve.layers.parallel import Ranks, shares
+from vlmserve.layers.residual import COMPUTED, Unfinished
+from vlmserve.models.blocks.block import Block
+from vlmserve.models.blocks.mlp import MLP
+from vlmserve.quant.calibration import Fold
+
+
+class Router(nn.Module):
+    """Chooses the experts of each row and weighs them, in float32 whatever the model's type is."""
+
+    def __init__(self, spec: ExpertsSpec, size: int, *, device: torch.device) -> None:
+        super().__init__()
+        self._spec = spec
+        self.linear = Linear(size, spec.count, bias=False, dtype=torch.float32, device=device)
+        self.linear.stays_plain = True
+        self.bias = empty_parameter(spec.count, dtype=torch.float32, device=device) if spec.correction else None
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """``[rows, size]`` to the weights of each row's experts, float32, and their numbers, both ``[rows, top_k]``."""
+        logits = self.linear(x.float())
+        scores = logits.softmax(-1) if self._spec.scores == "softmax" else logits.sigmoid()
+        chosen = (scores if self.bias is None else scores + self.bias).topk(self._spec.top_k, -1).indices
+        weights = scores.gather(-1, chosen)
+        if self._spec.renormalized:
+            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+        return weights * self._spec.scale, chosen
+
+
+class Experts(Block):
+    """Adds the weighted outputs of the experts that a router chooses for each row, and of an MLP that all rows take.
+
+    Each expert is an `MLP` that computes its own rows alone, so a step reads the weights of the chosen experts only.
+    """
+
+    readers = ("router.linear",)
+
+    def __init__(self, spec: ExpertsSpec, size: int, act: str, *, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self._spec = spec
+        self.router = Router(spec, size, device=device)
+        self.experts = nn.ModuleDict(
+            {
+                str(number): MLP(size, spec.inner_size, act, gated=True, bias=False, dtype=dtype, device=device)
+                for number in range(spec.count)
+            }
+        )
+        self.shared = self.shared_gate = None
+        if spec.shared_size:
+            self.shared = MLP(size, spec.shared_size, act, gated=True, bias=False, dtype=dtype, device=device)
+        if spec.shared_gate:
+            self.shared_gate = Linear(size, 1, bias=False, dtype=dtype, device=device)
+            self.shared_gate.stays_plain = True
+        self._ranks: Ranks | None = None
+        for routed in (self.router, self.experts):
+            for module in routed.modules():
+                if isinstance(module, Linear):
+                    module.takes_adapters = False
+
+    def forward(self, x: Tensor) -> Unfinished:
+        """``[tokens, size]``. Sums are float32, in the order of the experts' numbers whatever else is in the batch."""
+        weights, chosen = self.router(x)
+        output = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+        sent = chosen.flatten()
+        order = sent.argsort(stable=True)
+        rows, weights = order // self._spec.top_k, weights.flatten()[order, None]
+        last = 0
+        for number, count in enumerate(sent.bincount(minlength=self._spec.count).tolist()):
+            first, last = last, last + count
+            if count and str(number) in self.experts:
+                own = rows[first:last]
+                linear, inputs = self.experts[str(number)](x[own])
+                output.index_add_(0, own, linear(inputs).float() * weights[first:last])
+        if self._ranks is not None:
+            output = self._ranks.sum(output)
+        if self.shared is not None:
+            linear, inputs = self.shared(x)
+            shared = linear(inputs).float()
+            output += shared if self.shared_gate is None else shared * self.shared_gate(x).float().sigmoid()
+        return Unfinished(COMPUTED, output.to(x.dtype))
+
+    def split(self, whole: ArchSpec, index: int, ranks: Ranks) -> None:
+        """Hold some experts whole, and a part of the shared MLP."""
+        own, spec = shares(self._spec.count, ranks), whole.experts_of(index)
+        assert spec is not None
+        self._ranks = ranks
+        for number in range(own.whole):
+            if not own.first <= number < own.last:
+                del self.experts[str(number)]
+        if self.shared is not None:
+            self.shared.split_inner(spec.shared_size, ranks)
+
+    def folds(self, name: str) -> Iterator[Fold]:
+        for number, expert in self.experts.items():
+            assert isinstance(expert, MLP)
+            yield from expert.folds(f"{name}.experts.{number}")
+        if self.shared is not None:
+            yield from self.shared.folds(f"{name}.shared")
