@@ -14,9 +14,11 @@ from transformers import GlmConfig, GlmForCausalLM
 from tests.checkpoints import make_llama, make_text_model
 from tests.engine.test_parity import Oracle, engine_for, llava_oracle, text_oracle, tight_cache
 from tests.gguf_files import write_gguf
+from tests.models.test_families import make as make_family
 from tests.models.test_gguf import BLOCKS
 from tests.peft_adapters import make_adapter
 from vlmserve.engine.engine import Engine
+from vlmserve.errors import AdapterError
 from vlmserve.types import BeamSearch, EngineRequest, Prompt, SamplingParams
 from vlmserve.verify import record_logits
 
@@ -240,3 +242,18 @@ def test_adapters_of_other_bases_give_pefts_logits(tmp_path, kind):
     targets = ["q_proj", "k_proj", "down_proj", "lm_head"]
     [(name, adapted)] = adapt(oracle, tmp_path, {"dora": {"target_modules": targets, "use_dora": True}}, engine).items()
     compare(engine, adapted, name, prompt)
+
+
+def test_experts_take_adapters_of_attention_alone(tmp_path: Path) -> None:
+    oracle = text_oracle(make_family(tmp_path / "base", "qwen3_moe"))
+    engine = engine_for(oracle, **SETTINGS)
+    targets = ["q_proj", "v_proj", "o_proj"]
+    [(name, adapted)] = adapt(oracle, tmp_path, {"attention": {"target_modules": targets}}, engine).items()
+    compare(engine, adapted, name, oracle.prompt(3, 30))
+    path = tmp_path / "attention" / "adapter_model.safetensors"
+    tensors = load_file(path)
+    expert = "base_model.model.model.layers.0.mlp.experts.1.down_proj"
+    tensors |= {f"{expert}.lora_A.weight": torch.ones(4, 32), f"{expert}.lora_B.weight": torch.ones(48, 4)}
+    save_file(tensors, path)
+    with pytest.raises(AdapterError, match=r"experts\.1\.down_proj.*adapters of experts and routers"):
+        engine.adapter_store.load("experts", path.parent)

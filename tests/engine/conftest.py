@@ -39,4 +39,6 @@ def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.delenv(VARIABLE, raising=False)
     devices = replace_cpus(monkeypatch)
     yield request.param
-    assert any(executor.num_captured for device in devices for executor in device.executors)
+    executors = [executor for device in devices for executor in device.executors]
+    # A model with experts has none.
+    assert not executors or any(executor.num_captured for executor in executors)

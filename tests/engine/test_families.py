@@ -17,7 +17,7 @@ from tests.engine.test_parity import (
     text_oracle,
     tight_cache,
 )
-from tests.models.test_families import FAMILIES, HYBRIDS, make
+from tests.models.test_families import FAMILIES, HYBRIDS, MIXTURES, make
 from vlmserve.kernels.choice import VARIABLE
 from vlmserve.kernels.extension import supported_isas
 from vlmserve.types import Prompt
@@ -27,7 +27,7 @@ LENGTHS = [40, 1, 23, 9, 62, 16, 57, 33]
 # What only the layers' own arithmetic tells apart is in tests/models.
 NAMES = [
     name
-    for name in FAMILIES | HYBRIDS
+    for name in FAMILIES | HYBRIDS | MIXTURES
     if name not in ("llama with truncated yarn", "qwen3 with biases", "olmo2 with biases", "lfm3 without gates")
 ]
 

@@ -20,15 +20,19 @@ from transformers import (
     Qwen2VLForConditionalGeneration,
     Qwen3_5Config,
     Qwen3_5ForConditionalGeneration,
+    Qwen3_5MoeConfig,
+    Qwen3_5MoeForConditionalGeneration,
     Qwen3VLConfig,
     Qwen3VLForConditionalGeneration,
+    Qwen3VLMoeConfig,
+    Qwen3VLMoeForConditionalGeneration,
 )
 from transformers.models.lfm3_vl.configuration_lfm3_vl import Lfm3VlVisionConfig
 
 from tests.checkpoints import TEXT, write_tokenizer
 from tests.engine.kinds import by_kernels, with_kernels
 from tests.engine.test_parity import NEW_TOKENS, assert_answers, engine_for, first_logits, generate, tight_cache
-from tests.models.test_families import LFM3, QWEN35
+from tests.models.test_families import LFM3, QWEN3_MOE, QWEN35
 from tests.models.test_qwen_vision import QWEN2, QWEN3, QWEN25, patches
 from tests.models.test_qwen_vision import QWEN35 as VISION35
 from tests.normalized import normalized
@@ -44,6 +48,7 @@ CLASSES = {
     "qwen2_vl": (Qwen2VLConfig, Qwen2VLForConditionalGeneration, QWEN2),
     "qwen2_5_vl": (Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration, QWEN25),
     "qwen3_vl": (Qwen3VLConfig, Qwen3VLForConditionalGeneration, QWEN3),
+    "qwen3_vl_moe": (Qwen3VLMoeConfig, Qwen3VLMoeForConditionalGeneration, QWEN3),
 }
 VISION3 = Lfm3VlVisionConfig(
     num_hidden_layers=4, hidden_size=32, intermediate_size=40, num_attention_heads=4, num_key_value_heads=2,
@@ -51,6 +56,7 @@ VISION3 = Lfm3VlVisionConfig(
 )  # fmt: skip
 HYBRIDS = {
     "qwen3_5": (Qwen3_5Config, Qwen3_5ForConditionalGeneration, VISION35),
+    "qwen3_5_moe": (Qwen3_5MoeConfig, Qwen3_5MoeForConditionalGeneration, VISION35),
     "lfm3_vl": (Lfm3VlConfig, Lfm3VlForConditionalGeneration, VISION3),
 }
 """Models with layers that have states."""
@@ -120,10 +126,14 @@ def make_oracle(folder: Path, kind: str) -> Oracle:
     write_tokenizer(folder, takes_images=False)
     rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
     text = {**TEXT, "vocab_size": 300, "rope_parameters": rope}
-    if kind == "qwen3_vl":
+    if kind.startswith("qwen3_vl"):
         text["head_dim"] = 8
-    if kind == "qwen3_5":
+    if kind.startswith("qwen3_5"):
         text |= {**QWEN35, "initializer_range": 0.1}
+    if kind.endswith("_moe"):
+        text |= {**QWEN3_MOE, "head_dim": text["head_dim"]}
+    if kind == "qwen3_5_moe":
+        text["shared_expert_intermediate_size"] = 24
     vision_fields = {**vision.to_dict()}
     if kind == "lfm3_vl":
         text |= {**LFM3, "model_type": "lfm3", "rope_parameters": None, "initializer_range": 0.12}

@@ -28,7 +28,7 @@ from tests.engine.test_qwen_vl import make_oracle as make_qwen_vl
 from tests.engine.test_tiles import MAKERS
 from tests.gguf_files import write_gguf
 from tests.mmproj_files import write_pair
-from tests.models.test_families import FAMILIES, make
+from tests.models.test_families import FAMILIES, MIXTURES, make
 from tests.models.test_gguf import BLOCKS
 from tests.moondream import Moondream
 from tests.ranks import GlooThreads, RankThreads
@@ -120,6 +120,7 @@ TIGHT = (
 kind of positions, windows, images and states of a request."""
 CASES: dict[str, Callable[[Path], Case]] = {
     **{name: lambda folder, name=name: texts(make(folder, name)) for name in FAMILIES if name not in SPLIT_ALIKE},
+    **{name: lambda folder, name=name: texts(make(folder, name)) for name in MIXTURES},
     **{name: lambda folder, name=name: original(folder, name) for name in ORIGINAL},
     **{name: lambda folder, name=name: qwen_vl(folder, name) for name in QWEN_VL},
     **{

@@ -63,7 +63,6 @@ GEMMA4: dict[str, Any] = {
     "pad_token_id": 0,
     "tie_word_embeddings": True,
 }
-QWEN3_MOE = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "head_dim": 8}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama with yarn": ("Llama", {"rope_parameters": YARN}),
     "llama with truncated yarn": ("Llama", {"rope_parameters": {**YARN, "truncate": False, "beta_fast": 8}}),
@@ -90,9 +89,6 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3": ("Gemma3", {"head_dim": 8, "sliding_window": 5, "query_pre_attn_scalar": 20, "layer_types": SLIDING}),
     "gemma4": ("Gemma4", GEMMA4),
     "gemma4 without sharing": ("Gemma4", {**GEMMA4, "num_kv_shared_layers": 0}),
-    "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 9}),
-    "qwen3_moe": ("Qwen3Moe", {**QWEN3_MOE, "norm_topk_prob": True}),
-    "qwen3_moe with dense layers": ("Qwen3Moe", {**QWEN3_MOE, "mlp_only_layers": [0], "attention_bias": True}),
     "smollm3": ("SmolLM3", {"pad_token_id": 0, "no_rope_layers": [1, 1, 0]}),
     "olmo2": ("Olmo2", {}),
     "olmo2 with biases": ("Olmo2", {"attention_bias": True}),
@@ -118,16 +114,23 @@ HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 """Families with layers that have states."""
+QWEN3_MOE = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "head_dim": 8}
+MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
+    "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 9}),
+    "qwen3_moe": ("Qwen3Moe", {**QWEN3_MOE, "norm_topk_prob": True}),
+    "qwen3_moe with dense layers": ("Qwen3Moe", {**QWEN3_MOE, "mlp_only_layers": [0], "attention_bias": True}),
+}
+"""Families with experts."""
 
 
 def make(folder: Path, name: str) -> Path:
-    family, overrides = (FAMILIES | HYBRIDS)[name]
+    family, overrides = (FAMILIES | HYBRIDS | MIXTURES)[name]
     kind = "TextConfig" if family in ("Gemma3", "Gemma4", "Qwen3_5") else "Config"
     config_class = getattr(transformers, family + kind)
     return make_text_model(folder, getattr(transformers, family + "ForCausalLM"), config_class, **overrides)
 
 
-@pytest.mark.parametrize("name", [*FAMILIES, *HYBRIDS])
+@pytest.mark.parametrize("name", [*FAMILIES, *HYBRIDS, *MIXTURES])
 def test_logits_equal_those_of_transformers(tmp_path: Path, name: str) -> None:
     folder = make(tmp_path, name)
     sequences = token_sequences(300, [40, 1, 23])

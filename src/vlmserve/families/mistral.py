@@ -106,9 +106,6 @@ FAMILIES = (
             (r"\.w3\.", ".up_proj."),
         ),
         models="Mixtral",
-        short_names=(
-            NamedModel("mixtral:8x7b", "mistralai/Mixtral-8x7B-Instruct-v0.1", 46702792704, 131072000, 131072000),
-        ),
     ),
     LanguageFamily(
         model_type="ministral3",

@@ -22,7 +22,11 @@ QWEN3_MOE: Config = {
     "norm_topk_prob": False,
     "mlp_only_layers": None,
 }
-QWEN3_MOE_NAMES: Names = ((r"\.mlp\.gate\.", ".mlp.router.linear."),)
+QWEN3_MOE_NAMES: Names = (
+    (r"\.mlp\.gate\.", ".mlp.router.linear."),
+    (r"\.mlp\.shared_expert_gate\.", ".mlp.shared_gate."),
+    (r"\.mlp\.shared_expert\.", ".mlp.shared."),
+)
 
 
 def qwen3(config: Config) -> ArchSpec:
@@ -35,19 +39,23 @@ def qwen3(config: Config) -> ArchSpec:
     )
 
 
-def qwen3_moe(config: Config) -> ArchSpec:
-    layers = range(config["num_hidden_layers"])
+def qwen3_experts(config: Config, *, shared_size: int = 0) -> tuple[ExpertsSpec | None, ...]:
+    """`ArchSpec.experts` of a config with the usual names of Qwen's mixtures. shared_size: as in `ExpertsSpec`."""
     experts = ExpertsSpec(
         count=config.get("num_experts", config.get("num_local_experts", 128)),
         top_k=config["num_experts_per_tok"],
         inner_size=config["moe_intermediate_size"],
-        renormalized=config["norm_topk_prob"],
+        renormalized=config.get("norm_topk_prob", True),
+        shared_size=shared_size,
+        shared_gate=shared_size > 0,
     )
-    step, dense = config["decoder_sparse_step"], config["mlp_only_layers"] or ()
-    return replace(
-        qwen3({**config, "max_window_layers": 0}),
-        experts=tuple(None if layer in dense or (layer + 1) % step else experts for layer in layers),
-    )
+    step, dense = config.get("decoder_sparse_step", 1), config.get("mlp_only_layers") or ()
+    layers = range(config["num_hidden_layers"])
+    return tuple(None if layer in dense or (layer + 1) % step else experts for layer in layers)
+
+
+def _qwen3_moe(config: Config) -> ArchSpec:
+    return replace(qwen3({**config, "max_window_layers": 0}), experts=qwen3_experts(config))
 
 
 FAMILIES = (
@@ -71,9 +79,9 @@ FAMILIES = (
         model_type="qwen3_moe",
         architecture="Qwen3MoeForCausalLM",
         defaults=QWEN3_MOE,
-        build=qwen3_moe,
+        build=_qwen3_moe,
         names=QWEN3_MOE_NAMES,
         models="Qwen 3 with experts",
-        short_names=(NamedModel("qwen3:30b-a3b", "Qwen/Qwen3-30B-A3B", 30532122624, 311164928, 311164928),),
+        short_names=(NamedModel("qwen3:30b", "Qwen/Qwen3-30B-A3B", 30532122624, 311164928, 311164928),),
     ),
 )

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 from vlmserve.errors import ModelLoadError
 from vlmserve.families.family import LanguageFamily, NamedModel, VisionFamily
 from vlmserve.families.llama import LLAMA
 from vlmserve.families.qwen2_vl import QWEN_TOWER
+from vlmserve.families.qwen3 import QWEN3_MOE_NAMES, qwen3_experts
 from vlmserve.families.qwen3_vl import QWEN3_VISION_NAMES
 from vlmserve.families.spec import ArchSpec, Config, HeadNormSpec, NormSpec, usual_spec, with_sections
 from vlmserve.layer_specs import DeltaSpec
@@ -60,6 +64,20 @@ def _qwen35(config: Config) -> ArchSpec:
     )
 
 
+def _qwen35_moe(config: Config) -> ArchSpec:
+    return replace(
+        _qwen35(config), experts=qwen3_experts(config, shared_size=config["shared_expert_intermediate_size"])
+    )
+
+
+_IMAGES: dict[str, Any] = {
+    **QWEN_TOWER,
+    "image_token_id": 248056,
+    "video_token_id": 248057,
+    "videos": True,
+    "frame_ends": {"vision_start_token_id": 248053, "vision_end_token_id": 248054},
+}
+
 FAMILIES = (
     LanguageFamily(
         model_type="qwen3_5_text",
@@ -68,16 +86,41 @@ FAMILIES = (
         build=_qwen35,
         models="Qwen3.5 without images",
     ),
+    LanguageFamily(
+        model_type="qwen3_5_moe_text",
+        architecture="Qwen3_5MoeForCausalLM",
+        defaults={
+            **_TEXT,
+            "hidden_size": 2048,
+            "num_hidden_layers": 40,
+            "num_key_value_heads": 2,
+            "moe_intermediate_size": 512,
+            "shared_expert_intermediate_size": 512,
+            "num_experts_per_tok": 8,
+            "num_experts": 256,
+        },
+        build=_qwen35_moe,
+        names=QWEN3_MOE_NAMES,
+        models="Qwen3.5 with experts, without images",
+    ),
+    VisionFamily(
+        model_type="qwen3_5_moe",
+        architecture="Qwen3_5MoeForConditionalGeneration",
+        text_type="qwen3_5_moe_text",
+        names=QWEN3_VISION_NAMES,
+        **_IMAGES,
+        models="Qwen3.5 35B-A3B, Qwen3.6 35B-A3B",
+        short_names=(
+            NamedModel("qwen3.5:35b", "Qwen/Qwen3.5-35B-A3B", 35107181936, 508559360, 955130608),
+            NamedModel("qwen3.6:35b", "Qwen/Qwen3.6-35B-A3B", 35107181936, 508559360, 955130608),
+        ),
+    ),
     VisionFamily(
         model_type="qwen3_5",
         architecture="Qwen3_5ForConditionalGeneration",
         text_type="qwen3_5_text",
         names=QWEN3_VISION_NAMES,
-        **QWEN_TOWER,
-        image_token_id=248056,
-        video_token_id=248057,
-        videos=True,
-        frame_ends={"vision_start_token_id": 248053, "vision_end_token_id": 248054},
+        **_IMAGES,
         models="Qwen3.5 0.8B to 27B, Qwen3.6 27B, Qwen3.8 27B",
         short_names=(
             NamedModel("qwen3.5:0.8b", "Qwen/Qwen3.5-0.8B", 852985920, 254279680, 100592896),

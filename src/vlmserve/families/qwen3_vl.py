@@ -16,7 +16,7 @@ from vlmserve.families.qwen2_vl import (
     qwen_names,
     qwen_sizes,
 )
-from vlmserve.families.qwen3 import QWEN3, qwen3
+from vlmserve.families.qwen3 import QWEN3, QWEN3_MOE, QWEN3_MOE_NAMES, qwen3, qwen3_experts
 from vlmserve.families.spec import ArchSpec, Config, Names, with_sections
 
 
@@ -34,6 +34,15 @@ def _qwen3_vl(config: Config) -> ArchSpec:
             f"decoder has {len(spec.mixers)}"
         )
     return replace(spec, deepstack=config["deepstack"])
+
+
+def _qwen3_vl_moe(config: Config) -> ArchSpec:
+    """Transformers divides by the sum of chosen scores whatever the config says."""
+    return replace(_qwen3_vl(config), experts=qwen3_experts({**config, "norm_topk_prob": True}))
+
+
+def _text_fields(config: Config) -> Config:
+    return {"deepstack": len(deepstack_layers(vision_section(config)))}
 
 
 QWEN3_VISION_NAMES: Names = (
@@ -84,21 +93,29 @@ _TOWER = GGUFTower(
     swaps=False,
 )
 
+_FRAME_ENDS = {"vision_start_token_id": 151652, "vision_end_token_id": 151653}
+
 FAMILIES = (
     LanguageFamily(
         model_type="qwen3_vl_text",
         defaults={**QWEN3, "max_position_embeddings": 128000, "rope_theta": 5e5, "deepstack": 0},
         build=_qwen3_vl,
     ),
+    LanguageFamily(
+        model_type="qwen3_vl_moe_text",
+        defaults={**QWEN3_MOE, "head_dim": None, "max_position_embeddings": 128000, "rope_theta": 5e5, "deepstack": 0},
+        build=_qwen3_vl_moe,
+        names=QWEN3_MOE_NAMES,
+    ),
     VisionFamily(
         model_type="qwen3_vl",
         architecture="Qwen3VLForConditionalGeneration",
         text_type="qwen3_vl_text",
-        text_fields=lambda config: {"deepstack": len(deepstack_layers(vision_section(config)))},
+        text_fields=_text_fields,
         names=QWEN3_VISION_NAMES,
         **QWEN_TOWER,
         **QWEN_TOKENS,
-        frame_ends={"vision_start_token_id": 151652, "vision_end_token_id": 151653},
+        frame_ends=_FRAME_ENDS,
         gguf={"qwen3vl_merger": _TOWER},
         models="Qwen3-VL 2B to 32B",
         short_names=(
@@ -107,5 +124,17 @@ FAMILIES = (
             NamedModel("qwen3-vl:8b", "Qwen/Qwen3-VL-8B-Instruct", 8767123696, 622329856, 1198718192),
             NamedModel("qwen3-vl:32b", "Qwen/Qwen3-VL-32B-Instruct", 33357390064, 777912320, 1373179120),
         ),
+    ),
+    VisionFamily(
+        model_type="qwen3_vl_moe",
+        architecture="Qwen3VLMoeForConditionalGeneration",
+        text_type="qwen3_vl_moe_text",
+        text_fields=_text_fields,
+        names=QWEN3_VISION_NAMES,
+        **QWEN_TOWER,
+        **QWEN_TOKENS,
+        frame_ends=_FRAME_ENDS,
+        models="Qwen3-VL 30B-A3B, 235B-A22B",
+        short_names=(NamedModel("qwen3-vl:30b", "Qwen/Qwen3-VL-30B-A3B-Instruct", 31070754032, 311164928, 849796336),),
     ),
 )

@@ -65,7 +65,7 @@ class ExpertsSpec:
     inner_size: int
     """Inner size of one expert."""
     scores: Literal["softmax", "sigmoid"] = "softmax"
-    """Of the router."""
+    """How the router scores experts."""
     renormalized: bool = True
     """The scores of a token's experts are divided by their sum."""
     correction: bool = False

@@ -86,7 +86,7 @@ class Weight(Layer):
     weight: nn.Parameter
     makes_logits = False
     takes_adapters = True
-    """False: it computes other rows than those of the step."""
+    """False: its rows are not the rows of the step."""
     shard: Shard | None = None
 
     def __init__(self, in_features: int, out_features: int, *, dtype: torch.dtype, device: torch.device) -> None:
