@@ -21,8 +21,10 @@ def stacked_shapes(file: WeightFile) -> dict[str, list[int]]:
 
 
 def has_inputs_first(shapes: Mapping[str, Sequence[int]]) -> bool:
-    """Return whether each expert's weights are ``[inputs, outputs]``, as in Qwen3-VL's files. shapes: of all `stacked_shapes`
-    of a checkpoint."""
+    """Return whether each expert's weights are ``[inputs, outputs]``, as in Qwen3-VL's files.
+
+    shapes: `stacked_shapes` of all files.
+    """
     ups = (shape for key, shape in shapes.items() if key.endswith("gate_up_proj"))
     downs = (shape for key, shape in shapes.items() if key.endswith("down_proj"))
     up, down = next(ups, None), next(downs, None)

@@ -1,0 +1,78 @@
+"""Routers and blocks of experts against float64, with plain and with rounded weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from vlmserve.families.spec import ExpertsSpec
+from vlmserve.layers.linear import Linear
+from vlmserve.models.blocks.experts import Experts, Router
+from vlmserve.quant.methods.rtn import round_to_nearest
+from vlmserve.quant.model import quantize
+from vlmserve.quantization import QuantizationConfig
+
+CPU = torch.device("cpu")
+
+
+@torch.inference_mode()
+def test_correction_chooses_experts_without_weighing_them() -> None:
+    spec = ExpertsSpec(count=6, top_k=2, inner_size=8, scores="sigmoid", correction=True, scale=2.5)
+    router = Router(spec, 4, device=CPU)
+    torch.manual_seed(0)
+    router.linear.weight.normal_()
+    assert router.bias is not None
+    router.bias.copy_(torch.tensor([0.0, 9.0, 0.0, 0.0, 9.0, 0.0]))
+    x = torch.randn(5, 4)
+    weights, chosen = router(x)
+    assert (chosen.sort().values == torch.tensor([1, 4])).all()
+    scores = (x.double() @ router.linear.weight.double().T).sigmoid().gather(1, chosen)
+    expected = 2.5 * scores / scores.sum(1, keepdim=True)
+    torch.testing.assert_close(weights.double(), expected, atol=1e-6, rtol=1e-6)
+
+
+def rounded(weight: Tensor, bits: int | None, config: QuantizationConfig) -> Tensor:
+    if bits is None:
+        return weight.double()
+    return (
+        round_to_nearest(
+            weight,
+            bits=bits,
+            group_size=config.group_size,
+            symmetric=config.symmetric,
+            zero_points=config.zero_points,
+        )
+        .dequantize()
+        .double()
+    )
+
+
+@pytest.mark.parametrize(("scheme", "bits"), [("none", None), ("int8", 8), ("int4", 4)])
+@torch.inference_mode()
+def test_rounded_experts_equal_float64(scheme: Any, bits: int | None) -> None:
+    spec = ExpertsSpec(count=8, top_k=3, inner_size=32, shared_size=32, shared_gate=True)
+    block = Experts(spec, 64, "silu", dtype=torch.float32, device=CPU)
+    torch.manual_seed(0)
+    for parameter in block.parameters():
+        nn.init.normal_(parameter, std=0.2)
+    config, weights = QuantizationConfig(scheme=scheme), {}
+    for name, module in block.named_modules():
+        if isinstance(module, Linear):
+            weights[name] = rounded(module.weight, None if module.stays_plain else bits, config)
+    quantize(nn.ModuleDict({"language_model": block}), config)
+    x = torch.randn(11, 64)
+    wide = x.double()
+
+    def mlp(name: str) -> Tensor:
+        gate, up = (wide @ weights[f"{name}.gate_up_proj"].T).chunk(2, 1)
+        return (F.silu(gate) * up) @ weights[f"{name}.down_proj"].T
+
+    scores, chosen = (wide @ weights["router.linear"].T).softmax(1).topk(3)
+    factors = torch.zeros(11, 8, dtype=torch.float64).scatter(1, chosen, scores / scores.sum(1, keepdim=True))
+    expected = (wide @ weights["shared_gate"].T).sigmoid() * mlp("shared")
+    expected += sum(factors[:, number, None] * mlp(f"experts.{number}") for number in range(8))
+    torch.testing.assert_close(block(x).inputs.double(), expected, atol=1e-4, rtol=1e-4)
