@@ -48,6 +48,11 @@ def write_results(path: Path, rows: Sequence[Row], results: Sequence[Result], *,
             data = _parquet(records)
         case _:
             data = b"".join(msgspec.json.encode(record) + b"\n" for record in records)
+    write_whole(path, data)
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Write a file that is there whole, or not at all."""
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
     with unfinished.open("wb") as file:
         file.write(data)

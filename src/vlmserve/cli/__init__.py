@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 import typer
 
 from vlmserve.cli.cluster import cluster, gateway, worker
+from vlmserve.cli.embed import embed
 from vlmserve.cli.evaluations import evaluations
 from vlmserve.cli.fields import LOCAL_FIELDS, QUANTIZATION_FIELDS, flag
 from vlmserve.cli.help import HelpfulCommand, group
@@ -257,6 +258,9 @@ def batch(
     )
     if not complete:
         raise typer.Exit(1)
+
+
+app.command(cls=SettingsCommand, rich_help_panel=USE)(embed)
 
 
 @app.command(cls=SettingsCommand, rich_help_panel=MEASURE)
