@@ -257,7 +257,7 @@ def test_unfinished_folder_takes_the_same_prompts_from_elsewhere(tmp_path: Path)
 def test_experts_are_rejected(tmp_path: Path) -> None:
     folder = make(tmp_path / "plain", "mixtral")
     with pytest.raises(ConfigurationError, match="experts cannot be calibrated; use --quantize"):
-        calibrate(folder, tmp_path / "out", QuantizationConfig(scheme="int4", method="gptq"))
+        calibrate(folder, tmp_path / "out", QuantizationConfig(scheme="int8", method="gptq"))
 
 
 def test_unrelated_folder_is_rejected(tmp_path: Path) -> None:
