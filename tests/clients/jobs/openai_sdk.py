@@ -1,4 +1,4 @@
-"""OpenAI's SDK: a chat completion, its stream, a parsed answer, a tool call, and a response."""
+"""OpenAI's SDK: a chat completion, its stream, a parsed answer, a tool call, a response, and embeddings."""
 
 import argparse
 import base64
@@ -39,4 +39,7 @@ assert isinstance(message.tool_calls[0].function.parsed_arguments, Circle), mess
 shown = [{"type": "input_image", "image_url": url, "detail": "auto"}, {"type": "input_text", "text": question}]
 response = client.responses.create(model=given.model, temperature=0, input=[{"role": "user", "content": shown}])
 assert response.output_text == whole, response
+
+vectors = client.embeddings.create(model=given.model, input=["a red circle", "a blue square"], dimensions=16).data
+assert [len(one.embedding) for one in vectors] == [16, 16]
 print(whole)
