@@ -26,7 +26,7 @@ serve: $(VENV)/.core ## Start the server; flags go in ARGS="--port 8001"
 test: $(VENV)/.dev ## Run the tests; pytest's flags go in ARGS="-k name"
 	@$(BIN)/python -m pytest $(TEST_WORKERS) $(ARGS)
 
-check: $(VENV)/.dev ## Run the tests that are fast, while you work: about 90 seconds on two cores
+check: $(VENV)/.dev ## Run the tests that are fast, while you work: about two minutes on two cores
 	@$(BIN)/python -m pytest --fast --timeout 60 $(TEST_WORKERS) $(ARGS)
 
 lint: $(VENV)/.dev ## Check style, types, sizes and the direction of imports

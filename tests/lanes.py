@@ -1,6 +1,6 @@
 """Which tests `make check` leaves out.
 
-The fast lane is for while one works: it takes about 90 seconds on two cores. Left out are whole files: those that
+The fast lane is for while one works: it takes about two minutes on two cores. Left out are whole files: those that
 start servers and browsers again and again, and those that compare many whole models with transformers. `make test` runs
 all.
 """
