@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.command import keep, show_rows
-from benchmarks.peers import processor, version
+from benchmarks.peers import version
 from vlmserve.kernels.blocks import allocate_states
 from vlmserve.kernels.cpu_states import NativeDelta
 from vlmserve.kernels.extension import extension
@@ -36,6 +36,11 @@ from vlmserve.layer_specs import DeltaSpec
 QWEN35_2B = DeltaSpec(num_key_heads=16, num_value_heads=16, key_size=128, value_size=128, kernel=4)
 CHUNK = 64
 """Rows that the rule computes at once."""
+NOTES = (
+    "Of bandwidth: rate of states, read and written once, divided by the rate at which a sum reads. "
+    "Of torch.bmm: time of torch's float32 matmuls of the same shapes divided by the time of the layer. "
+    "Of torch: time of the reference divided by the time of the layer. Medians of interleaved turns."
+)
 COLUMNS = ("work", "rows", "ms", "of bandwidth", "of torch.bmm", "of torch")
 Work = Callable[[], object]
 
@@ -138,13 +143,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     report = {
         "title": "The gated delta rule of Qwen3.5-2B's shape",
         "command": " ".join(["python -m benchmarks.delta", *(arguments or sys.argv[1:])]),
-        "machine": processor(),
-        "kernels": native.selected_isa(),
-        "threads": torch.get_num_threads(),
+        "model": "gated delta layers of Qwen3.5-2B's shape",
+        "weights": "random",
         "versions": {package: version(package) for package in ("vlmserve", "torch")},
         "columns": list(COLUMNS),
-        "rows": rows,
-        "plot": ["of bandwidth", "of torch.bmm"],
+        "rows": [["" if cell is None else cell for cell in row] for row in rows],
+        "notes": f"Kernels: {native.selected_isa()}, {torch.get_num_threads()} threads. {NOTES}",
     }
     native.select_isa(before)
     show_rows(report)
