@@ -20,6 +20,12 @@ class Tiling(msgspec.Struct, frozen=True, tag=True):
     width: int
 
 
+class Pieces(msgspec.Struct, frozen=True, tag=True):
+    """Rows and columns of patches of an image's pieces. The pixels are patches side by side, piece by piece."""
+
+    grids: tuple[tuple[int, int], ...]
+
+
 class NamedArray(msgspec.Struct, frozen=True):
     """A small array, as a model's own code calls it. dtype: numpy's name. data: its bytes, row by row."""
 
@@ -42,4 +48,4 @@ class SquareGrids(msgspec.Struct, frozen=True, tag=True):
     grids: tuple[tuple[int, int], ...]
 
 
-TowerInputs: TypeAlias = Tiling | FurtherInputs | SquareGrids
+TowerInputs: TypeAlias = Pieces | Tiling | FurtherInputs | SquareGrids

@@ -24,6 +24,7 @@ from vlmserve.sampling_params import SamplingParams as SamplingParams
 from vlmserve.tasks import GENERATE, Task, TaskResult
 from vlmserve.tower_inputs import FurtherInputs as FurtherInputs
 from vlmserve.tower_inputs import NamedArray as NamedArray
+from vlmserve.tower_inputs import Pieces as Pieces
 from vlmserve.tower_inputs import SquareGrids as SquareGrids
 from vlmserve.tower_inputs import Tiling as Tiling
 from vlmserve.tower_inputs import TowerInputs as TowerInputs

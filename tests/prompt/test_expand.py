@@ -29,6 +29,13 @@ def test_an_images_own_text_stands_among_its_placeholders() -> None:
     assert image.num_embeddings == 3
 
 
+def test_a_label_precedes_each_image() -> None:
+    images = [image_of(1), image_of(2)]
+    prompt = expand_placeholders([1, IMAGE, 2, IMAGE], IMAGE, images, label=lambda index: (7, 30 + index))
+    assert prompt.token_ids == [1, 7, 30, IMAGE, 2, 7, 31, IMAGE, IMAGE]
+    assert [(span.start, span.end) for span in prompt.images] == [(3, 4), (7, 9)]
+
+
 def test_text_stays_as_it_is() -> None:
     prompt = expand_placeholders([1, 2, 3], None, [])
     assert (prompt.token_ids, prompt.images) == ([1, 2, 3], ())

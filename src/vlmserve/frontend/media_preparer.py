@@ -69,6 +69,10 @@ class MediaPreparer:
                 "refused; raise it"
             )
 
+    def label(self, index: int) -> Sequence[int]:
+        """See `ImageProcessor.label`."""
+        return () if self._processor is None else self._processor.label(index)
+
     @property
     def supports_images(self) -> bool:
         return self._processor is not None

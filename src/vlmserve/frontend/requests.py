@@ -310,6 +310,7 @@ class RequestPreparer:
             video_token_id,
             prepared[count:],
             frames_are_images=self.tokenizer.frames_are_images,
+            label=self.media.label,
         )
 
 

@@ -118,6 +118,10 @@ class ImageProcessor(Protocol):
         """What the model sees of an image of that width and height, which became those pixels and placeholders."""
         ...
 
+    def label(self, index: int) -> Sequence[int]:
+        """Token ids before an image in a prompt. index: number of the image in the prompt, from 0."""
+        return ()
+
 
 class PixelProcessor(ImageProcessor, Protocol):
     """One that knows from the pixels what they take."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -30,10 +30,11 @@ def expand_placeholders(
     videos: Sequence[ImageInput] = (),
     *,
     frames_are_images: bool = False,
+    label: Callable[[int], Sequence[int]] | None = None,
 ) -> Prompt:
     """A prompt in which the n-th placeholder of `token_ids` is repeated as often as the n-th image has tokens, with
     the image's text between them, and those of videos likewise. frames_are_images: what is repeated for a video is the
-    placeholder of images.
+    placeholder of images. label: the tokens before an image, by its number among the images.
 
     Raises InvalidRequestError unless there are as many placeholders as images and videos.
     """
@@ -47,6 +48,8 @@ def expand_placeholders(
     for token_id in token_ids:
         if token_id in waiting:
             image = next(waiting[token_id])
+            if label is not None and token_id == image_token_id:
+                expanded += label(len(spans))
             spans.append(ImageSpan(image, start=len(expanded)))
             repeated = image_token_id if frames_are_images and image_token_id is not None else token_id
             tokens = [repeated] * image.num_tokens

@@ -31,16 +31,18 @@ SIGLIP_DEFAULTS: Mapping[str, Any] = {
 IDEFICS3_DEFAULTS = {**SIGLIP_DEFAULTS, "hidden_size": 1152, "num_attention_heads": 16, "patch_size": 32}
 
 
-def patch_positions(down: int, across: int, side: int) -> Tensor:
+def patch_positions(down: int, across: int, side: int, *, exact: bool = False) -> Tensor:
     """int64 ``[down * across]``: which of a table's ``side * side`` positions each patch takes, row by row.
 
     An image with another number of patches lies over the table as if it were stretched to its size.
+    exact: divide by the number of patches, as MiniCPM-V does. Idefics3 multiplies by its rounded inverse.
     """
     # In float32 throughout, as transformers has it: where a patch falls between two positions, rounding decides.
     boundaries = torch.arange(1 / side, 1.0, 1 / side)
 
     def places(count: int) -> Tensor:
-        fractions = torch.arange(count, dtype=torch.float32) * (1.0 / torch.tensor(count))
+        steps = torch.arange(count, dtype=torch.float32)
+        fractions = steps / count if exact else steps * (1.0 / torch.tensor(count))
         return torch.bucketize(fractions.clamp(max=1.0 - 1e-6), boundaries, right=True)
 
     return (places(down)[:, None] * side + places(across)).flatten()
