@@ -40,7 +40,17 @@ class Score(msgspec.Struct, frozen=True, tag=True):
         return num_tokens - 1
 
 
-Task: TypeAlias = Generate | Embed | Score
+class ScoreContinuation(msgspec.Struct, frozen=True, tag=True):
+    """Log probabilities of a prompt's own last tokens, each after all tokens before it, by the model's own logits."""
+
+    start: int
+    """The first token that is scored: at least 1, and after all images."""
+
+    def reads_from(self, num_tokens: int) -> int:
+        return self.start - 1
+
+
+Task: TypeAlias = Generate | Embed | Score | ScoreContinuation
 
 GENERATE = Generate()
 
@@ -49,4 +59,4 @@ class TaskResult(msgspec.Struct, frozen=True):
     """The values of a task other than `Generate`."""
 
     data: bytes
-    """Little-endian float32: the vector of `Embed`, or one log probability for each token of `Score`."""
+    """Little-endian float32: the vector of `Embed`, or one log probability for each token that is scored."""

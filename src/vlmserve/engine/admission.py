@@ -6,7 +6,7 @@ from collections.abc import Container
 
 from vlmserve.errors import InvalidRequestError, PromptTooLongError, TooManyImagesError
 from vlmserve.sampling_params import MAX_LOGPROB_TOKEN_IDS
-from vlmserve.tasks import Embed, Generate, Score, Task
+from vlmserve.tasks import Embed, Generate, Score, ScoreContinuation, Task
 from vlmserve.types import EngineRequest, ImageSpan, ModelInfo, Prompt, SamplingParams
 
 
@@ -65,6 +65,15 @@ def _check_task(request: EngineRequest, info: ModelInfo) -> None:
         )
     if isinstance(task, Score) and not all(0 <= token_id < info.vocab_size for token_id in task.token_ids):
         raise InvalidRequestError(f"a token id is not in the vocabulary of {info.vocab_size}", param="token_ids")
+
+    if isinstance(task, ScoreContinuation):
+        first = max([1, *(span.end for span in request.prompt.images)])
+        if not first <= task.start < len(request.prompt.token_ids):
+            raise InvalidRequestError(
+                f"start must be from {first}, after all images, to {len(request.prompt.token_ids) - 1}, the prompt's "
+                f"last token; got {task.start}",
+                param="start",
+            )
 
 
 def _check_params(params: SamplingParams, vocab_size: int, max_logprobs: int) -> None:

@@ -106,7 +106,8 @@ class _Answer:
     def advance(self, eos_token_ids: frozenset[int]) -> EngineOutput:
         """Produce one token, or end. The grammar must have compiled."""
         if not isinstance(task := self.request.task, Generate):
-            result, images = mock_result(task, self.digest), self.num_images
+            result = mock_result(task, self.digest, len(self.request.prompt.token_ids))
+            images = self.num_images
             return EngineOutput(self.request.request_id, [], "stop", images_encoded=images, result=result)
         if self.compiled is not None and self.matcher is None:
             if (error := self.compiled.exception()) is not None:

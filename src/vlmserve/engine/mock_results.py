@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import numpy as np
 
-from vlmserve.tasks import Embed, Score, TaskResult
+from vlmserve.tasks import Embed, Score, ScoreContinuation, TaskResult
 
 EMBEDDING_SIZE = 64
 """Elements of a vector."""
 
 
-def mock_result(task: Embed | Score, digest: bytes) -> TaskResult:
-    """Make values that depend on a prompt's digest only."""
-    count = len(task.token_ids) if isinstance(task, Score) else EMBEDDING_SIZE
+def mock_result(task: Embed | Score | ScoreContinuation, digest: bytes, num_tokens: int) -> TaskResult:
+    """Make values that depend on a prompt's digest only. num_tokens: of the prompt."""
+    match task:
+        case Embed():
+            count = EMBEDDING_SIZE
+        case Score():
+            count = len(task.token_ids)
+        case ScoreContinuation():
+            count = num_tokens - task.start
     values = np.random.default_rng(np.frombuffer(digest, np.uint32)).standard_normal(count)
-    if isinstance(task, Score):
+    if isinstance(task, ScoreContinuation):
+        values = -np.abs(values)
+    elif isinstance(task, Score):
         values -= np.logaddexp.reduce(values)
     else:
         values = values[: task.dimensions]

@@ -9,11 +9,8 @@ from torch import Tensor
 from vlmserve.models.protocols import LanguageModel
 from vlmserve.runner.adapters import RunnerAdapters
 from vlmserve.runner.requests import ScheduledRequest
-from vlmserve.sampling.logprobs import token_logprobs
+from vlmserve.sampling.logprobs import MAX_LOGITS, token_logprobs
 from vlmserve.types import TokenLogprobs
-
-MAX_LOGITS = 2**23
-"""Logits of a prompt that may be in memory at a time."""
 
 
 def score_prompts(

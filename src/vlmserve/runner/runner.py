@@ -198,7 +198,7 @@ class ModelRunner:
             return lambda: output
         output.scalings = run.scalings
         clock.mark()
-        results = read_rows(scheduled, run.of_heads, run.logits)
+        results = read_rows(scheduled, run.of_heads, run.logits, self.model.language_model, self._adapters)
         tokens = self._sample(run, scheduled, output)
         output.prompt_logprobs = score_prompts(scheduled, run.hidden, self.model.language_model, self._adapters)
         clock.mark()

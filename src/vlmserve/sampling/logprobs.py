@@ -9,6 +9,9 @@ from torch import Tensor
 
 from vlmserve.types import TokenLogprobs
 
+MAX_LOGITS = 2**23
+"""Logits of a prompt that may be in memory at a time."""
+
 
 def token_logprobs(
     logits: Tensor,

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from vlmserve.runner.heads.continuations import ContinuationHead
 from vlmserve.runner.heads.head import Head
 from vlmserve.runner.heads.pooling import EmbedHead
 from vlmserve.runner.heads.scores import ScoreHead
-from vlmserve.tasks import Embed, Generate, Score, Task
+from vlmserve.tasks import Embed, Generate, Score, ScoreContinuation, Task
 
 
 def head_of(task: Task, num_tokens: int) -> Head | None:
@@ -17,3 +18,5 @@ def head_of(task: Task, num_tokens: int) -> Head | None:
             return EmbedHead(task, num_tokens)
         case Score():
             return ScoreHead(task, num_tokens)
+        case ScoreContinuation():
+            return ContinuationHead(task, num_tokens)

@@ -9,6 +9,9 @@ import torch
 from torch import Tensor
 
 from vlmserve.kernels.transfers import to_device
+from vlmserve.models.protocols import LanguageModel
+from vlmserve.runner.adapters import RunnerAdapters
+from vlmserve.runner.heads.continuations import follower_logprobs
 from vlmserve.runner.requests import ScheduledRequest
 from vlmserve.steps import ModelRunnerOutput, RequestFailure
 from vlmserve.tasks import TaskResult
@@ -26,7 +29,13 @@ def head_rows(scheduled: Sequence[ScheduledRequest], device: torch.device) -> Te
     return to_device(torch.tensor(rows, dtype=torch.int64), device)
 
 
-def read_rows(scheduled: Sequence[ScheduledRequest], hidden: Tensor | None, logits: Tensor) -> list[tuple[str, Tensor]]:
+def read_rows(
+    scheduled: Sequence[ScheduledRequest],
+    hidden: Tensor | None,
+    logits: Tensor,
+    model: LanguageModel,
+    adapters: RunnerAdapters | None,
+) -> list[tuple[str, Tensor]]:
     """Give each head its rows of a step, before logits are sampled from. Return the results by request.
 
     hidden: ``[rows of head_rows, hidden_size]``. logits: ``[rows, vocabulary]``, `num_sampled` of each request.
@@ -34,12 +43,15 @@ def read_rows(scheduled: Sequence[ScheduledRequest], hidden: Tensor | None, logi
     results: list[tuple[str, Tensor]] = []
     if hidden is None:
         return results
+    followers = _followers(scheduled, hidden, model, adapters)
     first = first_logits = 0
     for request in scheduled:
         head, count = request.state.head, len(_places(request))
         if head is not None:
             if head.reads_logits:
                 rows = logits[first_logits : first_logits + request.num_sampled]
+            elif head.reads_followers:
+                rows = followers[request.state.request_id]
             else:
                 rows = hidden[first : first + count]
             if len(rows):
@@ -50,6 +62,36 @@ def read_rows(scheduled: Sequence[ScheduledRequest], hidden: Tensor | None, logi
         first_logits += request.num_sampled
 
     return results
+
+
+def _followers(
+    scheduled: Sequence[ScheduledRequest], hidden: Tensor, model: LanguageModel, adapters: RunnerAdapters | None
+) -> dict[str, Tensor]:
+    """Log probabilities for the heads that read them. The requests of one adapter share their logits."""
+    groups: dict[bytes, list[tuple[ScheduledRequest, int]]] = {}
+    first = 0
+    for request in scheduled:
+        if request.state.head is not None and request.state.head.reads_followers:
+            groups.setdefault(request.state.adapter, []).append((request, first))
+        first += len(_places(request))
+    found: dict[str, Tensor] = {}
+    for adapter, members in groups.items():
+        rows: list[int] = []
+        token_ids: list[int] = []
+        counts: list[int] = []
+        for request, first in members:
+            places = _places(request)
+            rows += range(first, first + len(places))
+            token_ids += [request.state.token_ids[place + 1] for place in places]
+            counts.append(len(places))
+        scores = hidden.new_empty(0, dtype=torch.float32)
+        if rows:
+            if adapters is not None:
+                adapters.use_for_all(adapter)
+            scores = follower_logprobs(hidden[torch.tensor(rows, device=hidden.device)], token_ids, model)
+        ids = [request.state.request_id for request, _ in members]
+        found |= zip(ids, torch.split(scores, counts), strict=True)
+    return found
 
 
 def write_results(results: Sequence[tuple[str, Tensor]], output: ModelRunnerOutput) -> None:
