@@ -52,7 +52,11 @@ _ENTRIES: Mapping[tuple[str, ...], Entry] = {
     ("--temp",): Renamed(("temperature",)),
     ("-n", "--predict", "--n-predict"): Renamed(("max_tokens",)),
     ("-ub", "--ubatch-size"): Unused("--max-num-batched-tokens sets the tokens of a step."),
-    ("-fa", "--flash-attn"): Unused("Attention never stores the scores of all tokens.", ("on", "off", "auto")),
+    ("-fa", "--flash-attn"): Unused(
+        "Attention never stores the scores of all tokens.",
+        ("on", "off", "auto"),
+        otherwise="Write on, off or auto after it.",
+    ),
     ("-cb", "--cont-batching", "--jinja", "--mlock", "--no-mmap", "--metrics", "--slots", "--no-warmup"): Unused(
         "vlmserve batches continuously, renders Jinja templates, maps weights, and serves /metrics.", is_switch=True
     ),

@@ -212,6 +212,11 @@ def test_requests_need_a_key(cluster):
     assert httpx.get(f"{cluster.url}/v1/completions", headers={"x-api-key": "alice-key"}).status_code == 405
 
 
+def test_gateways_say_that_they_lack_ollamas_api(cluster):
+    answer = httpx.get(f"{cluster.url}/api/tags", headers={"x-api-key": "alice-key"})
+    assert (answer.status_code, "does not have Ollama's API" in answer.text) == (404, True)
+
+
 def test_a_gateway_reads_compressed_bodies_and_corrects_paths(http):
     body = json.dumps({"model": "tiny", "max_tokens": 1, "messages": QUESTION}).encode()
     headers = {"content-type": "application/json", "content-encoding": "gzip"}

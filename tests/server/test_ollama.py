@@ -10,12 +10,13 @@ import ollama
 import pytest
 
 from tests.media.images_for_tests import encoded, noise
+from tests.mock_checkpoint import make_mock_checkpoint
 from tests.server.live import LiveServer
+from vlmserve.server.schema.ollama import OllamaChatRequest
 
 HI = [{"role": "user", "content": "Hi"}]
 LONG = {"num_predict": 12, "temperature": 0, "num_ctx": 4096}
 IMAGE = encoded(noise(60, 40))
-TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
 
 
 @pytest.fixture(scope="module")
@@ -71,18 +72,48 @@ def test_format_is_followed(client):
     assert client.generate("tiny", "Hi", format={"enum": ["x"]}).response.strip() == '"x"'
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_calls_of_tools_have_objects(live, stream):
-    schema = {"type": "object", "properties": {"a": {"enum": [7]}}, "required": ["a"]}
+@pytest.fixture(scope="module")
+def with_calls(tmp_path_factory):
+    """A server whose tokenizer has tokens around calls, and whose context holds the descriptions of tools."""
+    folder = tmp_path_factory.mktemp("mock")
+    with LiveServer(make_mock_checkpoint(folder, context=2048, special=("<tool_call>", "</tool_call>"))) as running:
+        yield running
+
+
+@pytest.fixture
+def calling(with_calls, monkeypatch):
+    """The same, and each answer calls a tool."""
+    as_chat = OllamaChatRequest.as_chat
+    required = {"tool_choice": "required"}
+    monkeypatch.setattr(OllamaChatRequest, "as_chat", lambda body: as_chat(body).model_copy(update=required))
+    return with_calls
+
+
+def call_of(server, value, most, *, stream):
+    """The last line and the calls of an answer. value: of the call's only argument."""
+    schema = {"type": "object", "properties": {"a": {"enum": [value]}}, "required": ["a"]}
     tool = {"type": "function", "function": {"name": "look", "parameters": schema}}
-    body = {"model": "tiny", "messages": HI, "tools": [tool], "stream": stream, "options": {"num_predict": 200}}
-    said = openais(live, "Hi", tools=[tool])
-    response = httpx.post(f"{live.url}/api/chat", json=body, timeout=60)
+    body = {"model": "tiny", "messages": HI, "tools": [tool], "stream": stream, "options": {"num_predict": most}}
+    response = httpx.post(f"{server.url}/api/chat", json=body, timeout=60)
     lines = [json.loads(line) for line in response.text.splitlines()]
-    calls = [call for line in lines for call in line["message"].get("tool_calls", [])]
-    assert calls == [
-        {"function": {"name": call.function.name, "arguments": {"a": 7}}} for call in said.message.tool_calls or ()
-    ]
+    return lines[-1], [call for line in lines for call in line["message"].get("tool_calls", [])]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_calls_of_tools_have_objects(calling, stream):
+    _, calls = call_of(calling, 7, 300, stream=stream)
+    assert calls[0] == {"function": {"name": "look", "arguments": {"a": 7}}}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_calls_that_are_cut_are_left_out(calling, stream):
+    last, calls = call_of(calling, "long" * 100, 80, stream=stream)
+    assert (last["done_reason"], calls) == ("length", [])
+
+
+def test_num_predict_of_zero_is_no_limit(client):
+    [answer, unlimited] = [client.chat("tiny", HI, options={**LONG, "num_predict": most}) for most in (0, -1)]
+    assert answer.message.content == unlimited.message.content
 
 
 def test_results_of_tools_are_read(live, client, monkeypatch):
@@ -104,7 +135,8 @@ def test_results_of_tools_are_read(live, client, monkeypatch):
 
 
 def test_model_is_listed_and_shown(client):
-    assert [model.model for model in client.list().models] == ["tiny"]
+    [listed] = client.list().models
+    assert (listed.model, len(listed.digest)) == ("tiny", 64)
     assert [model.model for model in client.ps().models] == ["tiny"]
     shown = client.show("tiny")
     assert "vision" in shown.capabilities

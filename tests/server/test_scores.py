@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from tokenizers import Tokenizer
 from tests.mock_checkpoint import make_mock_checkpoint
 from tests.server.live import LiveServer
 from tests.server.test_chat import data_url
+from vlmserve.errors import InvalidRequestError
 
 DOCUMENTS = ["A red circle", "Two blue squares", "A green star"]
 
@@ -63,6 +65,31 @@ def test_coheres_form_has_no_documents(judge):
     assert [set(one) for one in answer["results"]] == [{"index", "relevance_score"}] * 3
     whole = post(judge, "/v2/rerank", model="tiny", query="red", documents=DOCUMENTS).json()["results"]
     assert whole != answer["results"], "documents were shortened"
+
+
+def test_long_documents_are_cut_before_their_length_is_checked(judge):
+    whole, cut = [
+        post(judge, "/v1/rerank", query="red", documents=[text], max_tokens_per_doc=3).json()
+        for text in ("a red circle", "a red circle " * 9000)
+    ]
+    assert cut["usage"]["prompt_tokens"] == whole["usage"]["prompt_tokens"]
+
+
+def test_one_bad_document_ends_the_work_on_all(judge, monkeypatch):
+    cancelled = []
+
+    async def prepare(messages, **settings):
+        if "bad" in str(messages):
+            raise InvalidRequestError("bad", param="messages")
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            cancelled.append(messages)
+            raise
+
+    monkeypatch.setattr(judge.service.preparation, "prepare", prepare)
+    assert post(judge, "/v1/rerank", query="red", documents=["a", "b", "bad"]).status_code == 400
+    assert len(cancelled) == 2
 
 
 def test_images_are_ranked(judge):

@@ -19,6 +19,7 @@ from vlmserve.scaleout.metrics import exposition
 from vlmserve.scaleout.proxy import forward
 from vlmserve.server.app import assemble, operations, show_version
 from vlmserve.server.errors import json_response, retry_after
+from vlmserve.server.paths import OLLAMA
 from vlmserve.server.routes.models import is_for_anthropic
 from vlmserve.server.schema.cards import ModelCard, model_card, model_list
 from vlmserve.server.schema.models import Health
@@ -40,7 +41,8 @@ def create_app(gateway: Gateway) -> Starlette:
         "/v1/load_lora_adapter": load_adapter,
         "/v1/unload_lora_adapter": unload_adapter,
     }
-    served = [Route(one.path, own.get(one.path, forward), methods=[one.method]) for one in operations(gateway.config)]
+    offered = [one for one in operations(gateway.config) if not one.path.startswith(OLLAMA)]
+    served = [Route(one.path, own.get(one.path, forward), methods=[one.method]) for one in offered]
     app = assemble(gateway, served)
     app.state.gateway = gateway
     app.state.view = ClusterView(gateway)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import hashlib
 import time
 from collections.abc import AsyncGenerator, Iterable
 from typing import Any
@@ -114,11 +115,8 @@ class OllamaDialect(ChatDialect):
         line = OllamaAnswer(self._model, _time_text(time.time()), done=False)
         if self._is_chat:
             line.message = AnsweredMessage("assistant", text, thoughts)
-            if calls:
-                line.message.tool_calls = [
-                    AnsweredCall(AnsweredFunction(name, msgspec.Raw(arguments.encode() or b"{}")))
-                    for name, arguments in calls
-                ]
+            if whole := [call for name, arguments in calls if (call := _whole_call(name, arguments)) is not None]:
+                line.message.tool_calls = whole
         else:
             line.response = text
             line.thinking = thoughts or msgspec.UNSET
@@ -140,6 +138,14 @@ def _nanoseconds(seconds: float) -> int:
 def _time_text(seconds: float) -> str:
     when = datetime.datetime.fromtimestamp(seconds, datetime.UTC)
     return when.isoformat(timespec="microseconds").replace("+00:00", "Z")
+
+
+def _whole_call(name: str, arguments: str) -> AnsweredCall | None:
+    """Make a call of the text of its arguments; None for one that the limit of the answer has cut off."""
+    try:
+        return AnsweredCall(AnsweredFunction(name, msgspec.json.decode(arguments or "{}", type=dict[str, Any])))
+    except msgspec.DecodeError:
+        return None
 
 
 def _line(value: object) -> bytes:
@@ -191,4 +197,5 @@ async def ollama_version(request: Request) -> Response:
 def _local(service: Service, name: str) -> LocalModel:
     capabilities = model_card(name, service.created, service.abilities).capabilities
     listed = capabilities if isinstance(capabilities, list) else ["completion"]
-    return LocalModel(name, name, _time_text(service.created), 0, "", ModelDetails(), listed)
+    digest = hashlib.sha256(name.encode()).hexdigest()
+    return LocalModel(name, name, _time_text(service.created), 0, digest, ModelDetails(), listed)

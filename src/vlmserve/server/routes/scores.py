@@ -9,7 +9,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from vlmserve.errors import InvalidRequestError
-from vlmserve.frontend.scoring import Scorer, Side
+from vlmserve.frontend.scoring import Scorer, Side, first_tokens
+from vlmserve.server.connection import cancel
 from vlmserve.server.generation import Generation, GenerationRequest
 from vlmserve.server.history import owner_of, with_files
 from vlmserve.server.routes.answering import Dialect, answer
@@ -56,9 +57,14 @@ class _ScoringDialect(Dialect[Scoring]):
         scorer = self._scorer = Scorer(service.preparer)
         self._num_queries = len(body.queries)
         self._texts = [one.text for one in body.documents]
-        documents = self.documents(service.preparer, body)
+        size = sum(len(text) for text in self._texts if text is not None)
+        documents = await service.preparation.text(lambda preparer: self.documents(preparer, body), size)
         asked = scorer.prompts([one.side for one in body.queries], documents, body.instruction)
-        prompts = await asyncio.gather(*(self._prompt(service, body, scorer, one) for one in asked))
+        tasks = [asyncio.ensure_future(self._prompt(service, body, scorer, one)) for one in asked]
+        try:
+            prompts = await asyncio.gather(*tasks)
+        finally:
+            await cancel(*tasks)
         params = SamplingParams(truncate_prompt_tokens=body.truncate_prompt_tokens)
         return GenerationRequest(prompts, params, cache_salt=body.cache_salt or "", task=scorer.task)
 
@@ -108,7 +114,9 @@ class RerankDialect(_ScoringDialect[RerankRequest]):
     def documents(self, preparer: RequestPreparer, body: RerankRequest) -> list[Side]:
         most = body.max_tokens_per_doc
         sides = super().documents(preparer, body)
-        return sides if most is None else [_shortened(preparer, side, most) for side in sides]
+        if most is None:
+            return sides
+        return [first_tokens(preparer, side, most) if isinstance(side, str) else side for side in sides]
 
     async def complete(self, body: RerankRequest, generation: Generation) -> Ranking | CohereRanking:
         ranked = await self._ranked(body, generation)
@@ -132,13 +140,6 @@ class CohereDialect(RerankDialect):
             one.relevance_score = min(1.0, max(0.0, one.relevance_score))
         meta = {"api_version": {"version": "2"}, "tokens": {"input_tokens": usage_of(generation).prompt_tokens}}
         return CohereRanking(generation.id, ranked, meta)
-
-
-def _shortened(preparer: RequestPreparer, side: Side, most: int) -> Side:
-    if not isinstance(side, str):
-        return side
-    token_ids = preparer.encode(side, add_special_tokens=False)
-    return side if len(token_ids) <= most else preparer.decode(token_ids[:most])
 
 
 async def score(request: Request) -> Response:

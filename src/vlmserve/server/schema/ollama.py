@@ -14,8 +14,8 @@ from vlmserve.server.schema.chat import ChatRequest
 from vlmserve.server.schema.structured import Schema
 
 _LATEST = ":latest"
-_UNLIMITED = (-1, -2)
-"""Values of num_predict: as long as the model wants, and until the context is full."""
+_UNLIMITED = (0, -1, -2)
+"""Values of num_predict: as long as the model wants (0 and -1), and until the context is full."""
 
 
 class Options(RequestModel):
@@ -31,7 +31,7 @@ class Options(RequestModel):
     top_k: int | None = None
     min_p: float | None = None
     seed: int | None = None
-    num_predict: int | None = Field(None, ge=-2, description="Longest answer in tokens; -1 or -2: no limit.")
+    num_predict: int | None = Field(None, ge=-2, description="Longest answer in tokens; 0, -1 or -2: no limit.")
     stop: list[str] | str | None = None
     repeat_penalty: float | None = None
     repeat_last_n: int | None = None
@@ -199,7 +199,7 @@ class AnsweredFunction(msgspec.Struct):
     """A function with its arguments, a JSON object."""
 
     name: str
-    arguments: msgspec.Raw
+    arguments: dict[str, Any]
 
 
 class AnsweredCall(msgspec.Struct):
@@ -263,6 +263,7 @@ class LocalModel(msgspec.Struct):
     modified_at: str
     size: int
     digest: str
+    """SHA-256 of the name: Ollama's command needs 12 digits to show."""
     details: ModelDetails
     capabilities: list[str]
 
