@@ -15,6 +15,7 @@ from tests.engine.kinds import by_kernels
 from tests.engine.test_parity import Oracle, engine_for, generate, tight_cache
 from tests.engine.test_qwen_vl import MIXED, make_oracle
 from tests.lfm2_checkpoints import make_lfm2_vl
+from tests.minicpmv_checkpoints import make_minicpmv
 from tests.ocr_checkpoints import make_glm_ocr, make_paddleocr
 from vlmserve.config import MediaConfig
 from vlmserve.frontend.requests import RequestPreparer
@@ -54,13 +55,17 @@ def lfm3_vl(folder: Path) -> Case:
     return oracle, [oracle.prompt(seed, *parts) for seed, parts in enumerate(MIXED[2:5])]
 
 
+def minicpmv(folder: Path) -> Case:
+    return from_files(make_minicpmv(folder))
+
+
 def from_files(folder: Path) -> Case:
     preparer = RequestPreparer(folder, MediaConfig())
     prompts = [preparer.chat([message], allow_local=True) for message in (*CONVERSATIONS[:3], CONVERSATIONS[5])]
     return Oracle(folder, nn.Identity(), None, (), 0, 0), prompts
 
 
-MAKERS = (qwen3_vl, internvl, mistral3, glm_ocr, paddleocr, lfm2_vl, lfm3_vl)
+MAKERS = (qwen3_vl, internvl, mistral3, glm_ocr, paddleocr, lfm2_vl, lfm3_vl, minicpmv)
 EACH = list(zip(MAKERS, itertools.cycle(("int4", "int8")), strict=False))
 """Each kind of rows of images with one scheme. What is scheduled does not depend on the scheme."""
 
