@@ -37,6 +37,8 @@ from transformers import (
     Qwen2Config,
     Qwen2VLConfig,
     Qwen2VLForConditionalGeneration,
+    Qwen3_5Config,
+    Qwen3_5ForConditionalGeneration,
     Qwen3VLConfig,
     Qwen3VLForConditionalGeneration,
 )
@@ -331,25 +333,46 @@ QWEN_VISION: dict[str, dict[str, Any]] = {
         "depth": 4, "hidden_size": 32, "intermediate_size": 40, "num_heads": 2, "patch_size": 4,
         "num_position_embeddings": 25, "deepstack_visual_indexes": [0, 2],
     },
+    "qwen3_5": {
+        "depth": 3, "hidden_size": 32, "intermediate_size": 40, "num_heads": 2, "patch_size": 4,
+        "num_position_embeddings": 25,
+    },
 }  # fmt: skip
+QWEN35: dict[str, Any] = {
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "initializer_range": 0.1,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 1e4,
+        "mrope_section": [1, 1, 0],
+        "mrope_interleaved": True,
+        "partial_rotary_factor": 0.25,
+    },
+}
 QWEN_CLASSES = {
     "qwen2_vl": (Qwen2VLConfig, Qwen2VLForConditionalGeneration),
     "qwen2_5_vl": (Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration),
     "qwen3_vl": (Qwen3VLConfig, Qwen3VLForConditionalGeneration),
 }
+QWEN35_CLASSES = {"qwen3_5": (Qwen3_5Config, Qwen3_5ForConditionalGeneration)}
 QWEN_PIXELS = {"min_pixels": 16 * 16, "max_pixels": 48 * 48}
 QWEN3_VIDEO_PIXELS = {"min_pixels": 2000, "max_pixels": 9000}
 """Of all frames of a video together."""
 
 
 def make_qwen_vl(folder: Path, kind: str) -> Path:
-    """A Qwen2-VL, Qwen2.5-VL or Qwen3-VL checkpoint in `folder`, whose embeddings are 8 pixels wide."""
+    """A Qwen2-VL, Qwen2.5-VL, Qwen3-VL or Qwen3.5 checkpoint in `folder`, whose embeddings are 8 pixels wide."""
     tokenizer = write_tokenizer(folder, takes_images=False)
     tokenizer.add_special_tokens([AddedToken(f"<|{name}|>", special=True, normalized=False) for name in QWEN_TOKENS])
     tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
     tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "chat_template.jinja").write_text(QWEN_TEMPLATE)
-    config_class, model_class = QWEN_CLASSES[kind]
+    config_class, model_class = (QWEN_CLASSES | QWEN35_CLASSES)[kind]
     rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
     width = {"hidden_size" if kind == "qwen2_vl" else "out_hidden_size": TEXT["hidden_size"]}
     config = config_class(
@@ -359,6 +382,7 @@ def make_qwen_vl(folder: Path, kind: str) -> Path:
             "rope_parameters": rope,
             "max_position_embeddings": 4096,
             **({"head_dim": 8} if kind == "qwen3_vl" else {}),
+            **({**QWEN35, "linear_num_value_heads": 4} if kind == "qwen3_5" else {}),
         },
         vision_config={**QWEN_VISION[kind], **width},
         **{f"{name}_token_id": tokenizer.token_to_id(f"<|{name}|>") for name in ("vision_start", "vision_end")},
@@ -369,7 +393,7 @@ def make_qwen_vl(folder: Path, kind: str) -> Path:
     save_model(folder, model_class, config, 3 if kind == "qwen3_vl" else 0, torch.float32, "1GB")
     settings = {"image_processor_type": "Qwen2VLImageProcessor", "patch_size": 4, "merge_size": 2, **QWEN_PIXELS}
     (folder / "preprocessor_config.json").write_text(json.dumps({**settings, "temporal_patch_size": 2}))
-    if kind == "qwen3_vl":
+    if kind in ("qwen3_vl", "qwen3_5"):
         settings = {**settings, **QWEN3_VIDEO_PIXELS, "video_processor_type": "Qwen3VLVideoProcessor"}
         (folder / "video_preprocessor_config.json").write_text(json.dumps({**settings, "temporal_patch_size": 2}))
     return folder

@@ -37,6 +37,7 @@ ARCHITECTURES = {
     "smollm3": gguf.MODEL_ARCH.SMOLLM3,
     "olmo2": gguf.MODEL_ARCH.OLMO2,
     "lfm2": gguf.MODEL_ARCH.LFM2,
+    "qwen3_5_text": gguf.MODEL_ARCH.QWEN35,
 }
 """By Hugging Face's model types."""
 
@@ -71,13 +72,15 @@ def write_gguf(
             add(writer, key, value)
     names = gguf.get_tensor_name_map(architecture, _metadata(config, writer.arch)[f"{writer.arch}.block_count"])
     for name, tensor in _split_norms(tensors, config):
-        stored = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        stored = names.get_name(name.replace(".dt_bias", ".dt_proj.bias"), try_suffixes=(".weight", ".bias"))
         assert stored is not None, name
         chosen = types if isinstance(types, str) else next((types[part] for part in types if part in stored), "F32")
         kind = GGMLQuantizationType[chosen if tensor.ndim == 2 and not stored.endswith("norm.weight") else "F32"]
-        raw = encode(tensor, kind)
+        axis, order = _value_order(name, tensor.shape, config)
+        raw = encode(tensor.index_select(axis, order), kind)
         if name in tensors:
-            tensors[name] = torch.from_numpy(dequantize(raw, kind)).view(tensor.shape).clone()
+            kept = torch.from_numpy(dequantize(raw, kind)).view(tensor.shape)
+            tensors[name] = kept.index_select(axis, order.argsort()).clone()
         _add_tensor(writer, stored, _rearranged(raw, stored, config), kind)
     for name, factors in _rope_factors(config).items():
         _add_tensor(writer, name, factors, GGMLQuantizationType.F32)
@@ -190,6 +193,17 @@ def _metadata(config: dict[str, Any], architecture: str) -> dict[str, Any]:
         factor, multiple = config["block_ffn_dim_multiplier"], config["block_multiple_of"]
         adjusted = int(factor * int(2 * config["intermediate_size"] / 3))
         values["feed_forward_length"] = -(-adjusted // multiple) * multiple
+    if architecture == "qwen35":
+        values |= {
+            "rope.dimension_count": int(head_size * rope["partial_rotary_factor"]),
+            "rope.dimension_sections": [*rope["mrope_section"], 0],
+            "full_attention_interval": config["layer_types"].index("full_attention") + 1,
+            "ssm.conv_kernel": config["linear_conv_kernel_dim"],
+            "ssm.state_size": config["linear_key_head_dim"],
+            "ssm.group_count": config["linear_num_key_heads"],
+            "ssm.time_step_rank": config["linear_num_value_heads"],
+            "ssm.inner_size": config["linear_value_head_dim"] * config["linear_num_value_heads"],
+        }
     if config["model_type"] == "ministral3":
         values["rope.scaling.yarn_log_multiplier"] = rope["mscale_all_dim"]
         values["attention.temperature_scale"] = rope["llama_4_scaling_beta"]
@@ -229,12 +243,29 @@ def _split_norms(tensors: Mapping[str, Tensor], config: dict[str, Any]) -> Itera
             yield name.replace(".norms.0.", "."), stacked
 
 
+def _value_order(name: str, shape: torch.Size, config: dict[str, Any]) -> tuple[int, Tensor]:
+    """An axis of a tensor, and the order of what lies along it in the file: value heads of a delta rule are tiled."""
+    part = name.partition(".linear_attn.")[2].removesuffix(".weight")
+    axis = 1 if part == "out_proj" else 0
+    if part in ("", "norm"):
+        return axis, torch.arange(shape[axis])
+    keys, values = config["linear_num_key_heads"], config["linear_num_value_heads"]
+    before = 2 * keys * config["linear_key_head_dim"] if part in ("in_proj_qkv", "conv1d") else 0
+    places = torch.arange(before, shape[axis]).view(keys, values // keys, -1)
+    return axis, torch.cat((torch.arange(before), places.transpose(0, 1).flatten()))
+
+
 def _rearranged(raw: np.ndarray, name: str, config: dict[str, Any]) -> np.ndarray:
     """Rows of a tensor in the order that files have, and norms with the offset that they have."""
     if name.endswith("shortconv.conv.weight"):
         return raw.squeeze(1)
-    if config["model_type"].startswith("gemma") and name.endswith("norm.weight"):
+    shifted = ("gemma", "qwen3_5")
+    if config["model_type"].startswith(shifted) and name.endswith("norm.weight") and "ssm_norm" not in name:
         return raw + np.float32(1)
+    if name.endswith("ssm_a"):
+        return -np.exp(raw)
+    if "ssm_conv1d" in name:
+        return raw.squeeze(1)
     if config["model_type"] in ("llama", "mistral", "ministral3", "smollm3") and (
         ".attn_q." in name or ".attn_k." in name
     ):

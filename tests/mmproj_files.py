@@ -252,7 +252,7 @@ def _qwen2_metadata(writer: GGUFWriter, config: dict[str, Any]) -> None:
 
 
 def _qwen3(tensors: Mapping[str, Tensor], config: dict[str, Any]) -> Tensors:
-    chosen = config["vision_config"]["deepstack_visual_indexes"]
+    chosen = config["vision_config"].get("deepstack_visual_indexes", [])
     for full, tensor in tensors.items():
         name = full.removeprefix("model.")
         if not name.startswith("visual."):
@@ -280,7 +280,7 @@ def _qwen3_metadata(writer: GGUFWriter, config: dict[str, Any]) -> None:
     writer.add_vision_spatial_merge_size(vision["spatial_merge_size"])
     writer.add_vision_attention_layernorm_eps(config["text_config"].get("rms_norm_eps", 1e-6))
     writer.add_vision_is_deepstack_layers(
-        [layer in vision["deepstack_visual_indexes"] for layer in range(vision["depth"])]
+        [layer in vision.get("deepstack_visual_indexes", []) for layer in range(vision["depth"])]
     )
 
 
@@ -449,6 +449,9 @@ CONVERSIONS = {
         "qwen3vl_merger", _qwen3, _qwen3_metadata, ("qwen3", gguf.MODEL_ARCH.QWEN3VL), _sectioned_text("qwen3vl")
     ),
     "lfm2_vl": Conversion("lfm2", _lfm2, _lfm2_metadata, ("lfm2", gguf.MODEL_ARCH.LFM2)),
+    "qwen3_5": Conversion(
+        "qwen3vl_merger", _qwen3, _qwen3_metadata, ("qwen3_5_text", gguf.MODEL_ARCH.QWEN35), _sectioned_text("qwen35")
+    ),
     "llava": Conversion("mlp", _llava, _llava_metadata),
     "llava_next": Conversion("mlp", _llava, _llava_next_metadata),
 }

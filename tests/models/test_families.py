@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import transformers
 
-from tests.checkpoints import MINISTRAL_ROPE, make_text_model
+from tests.checkpoints import MINISTRAL_ROPE, QWEN35, make_text_model
 from tests.models.test_decoder import assert_equal, load, paged_run, token_sequences, transformers_logits
 
 pytestmark = pytest.mark.usefixtures("kernels")
@@ -23,22 +23,6 @@ LONGROPE = {
 }
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
-QWEN35 = {
-    "head_dim": 16,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 2,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 12,
-    "initializer_range": 0.1,
-    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
-    "rope_parameters": {
-        "rope_type": "default",
-        "rope_theta": 1e4,
-        "mrope_section": [1, 1, 0],
-        "mrope_interleaved": True,
-        "partial_rotary_factor": 0.25,
-    },
-}
 LFM3 = {
     "num_hidden_layers": 5,
     "head_dim": 16,

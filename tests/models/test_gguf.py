@@ -12,7 +12,7 @@ import torch
 import transformers
 from gguf.quants import dequantize
 
-from tests.checkpoints import make_llama, make_text_model
+from tests.checkpoints import QWEN35, make_llama, make_text_model
 from tests.gguf_files import write_gguf
 from tests.models.test_decoder import LLAMA3, assert_equal, load, paged_run, token_sequences, transformers_logits
 from tests.models.test_families import LONGROPE, SLIDING, YARN
@@ -95,12 +95,14 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "olmo2": ("Olmo2", {}),
     "lfm2": ("Lfm2", {"layer_types": ["conv", "full_attention", "conv"], "norm_eps": 1e-5, "block_multiple_of": 16}),
     "olmo2 with biases": ("Olmo2", {"attention_bias": True}),
+    "qwen3.5": ("Qwen3_5", QWEN35),
+    "qwen3.5 with shared keys": ("Qwen3_5", {**QWEN35, "linear_num_value_heads": 6, "linear_value_head_dim": 16}),
 }
 
 
 def make(folder: Path, name: str, **overrides: Any) -> Path:
     family, traits = FAMILIES[name]
-    config_class = getattr(transformers, family + ("TextConfig" if family == "Gemma3" else "Config"))
+    config_class = getattr(transformers, family + ("TextConfig" if family in ("Gemma3", "Qwen3_5") else "Config"))
     model_class = getattr(transformers, family + "ForCausalLM")
     return make_text_model(folder, model_class, config_class, **{**traits, **overrides})
 
@@ -143,6 +145,7 @@ def test_every_architecture_is_tested() -> None:
         "chatglm": "glm",
         "qwen2vl": "qwen2",
         "qwen3vl": "qwen3",
+        "qwen35": "qwen3_5",
         # Of PaddleOCR-VL, with which it is tested.
         "paddleocr": "llama",
     }
@@ -176,6 +179,56 @@ def test_the_text_part_of_qwen3_vl_is_qwen3(tmp_path: Path) -> None:
     path = write_gguf(folder, tmp_path / "model.gguf", metadata=metadata, architecture=gguf.MODEL_ARCH.QWEN3VL)
     sequences = token_sequences(300, [40, 1, 23])
     assert_equal(paged_run(load(path), sequences).finish([9, 9, 9]), transformers_logits(folder, sequences))
+
+
+SHARED_KEYS: dict[str, Any] = {"linear_num_value_heads": 8, "linear_value_head_dim": 64, "hidden_size": 256}
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_K", "Q6_K"])
+def test_value_heads_move_without_loss(tmp_path: Path, kind: str) -> None:
+    folder = make(tmp_path / "folder", "qwen3.5", **SHARED_KEYS)
+    path = write_gguf(folder, tmp_path / "model.gguf", types={"ssm_out": kind, "attn_qkv": kind})
+    file = GGUFFile(path)
+    for name in ("out_proj", "in_proj_qkv"):
+        stored = f"language_model.layers.0.linear_attn.{name}.weight"
+        packed = file.quantized(stored)
+        assert packed is not None
+        assert torch.equal(packed.dequantize(), file.get_tensor(stored))
+    assert file.superblocks("language_model.layers.0.linear_attn.out_proj.weight") is None
+    sequences = token_sequences(300, [21, 4])
+    assert_equal(paged_run(load(path), sequences).finish([9, 9]), transformers_logits(folder, sequences))
+
+
+def test_groups_across_value_heads_are_dequantized(tmp_path: Path) -> None:
+    folder = make(tmp_path / "folder", "qwen3.5", **{**SHARED_KEYS, "linear_value_head_dim": 16})
+    path = write_gguf(folder, tmp_path / "model.gguf", types={"ssm_out": "Q8_0"})
+    assert GGUFFile(path).quantized("language_model.layers.0.linear_attn.out_proj.weight") is None
+    sequences = token_sequences(300, [12, 4])
+    for ours, theirs in zip(
+        paged_run(load(path), sequences).finish([5, 4]), transformers_logits(folder, sequences), strict=True
+    ):
+        torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-3)
+
+
+def test_qwen35_drops_layers_that_predict_ahead(tmp_path: Path) -> None:
+    folder = make(tmp_path / "folder", "qwen3.5")
+    metadata = {"qwen35.block_count": 3, "qwen35.nextn_predict_layers": 1}
+    path = write_gguf(folder, tmp_path / "model.gguf", metadata=metadata)
+    assert read_config(read_header(path))["num_hidden_layers"] == 2
+    assert not any(".layers.2." in name for name in GGUFFile(path).keys())  # noqa: SIM118
+
+
+@pytest.mark.parametrize(
+    ("metadata", "words"),
+    [({"ssm.time_step_rank": 3}, "3 value heads do not fit 2 key heads"), ({"ssm.state_size": 9}, "metadata asks for")],
+    ids=str,
+)
+def test_delta_heads_that_do_not_fit_are_named(tmp_path: Path, metadata: dict[str, Any], words: str) -> None:
+    folder = make(tmp_path / "folder", "qwen3.5")
+    named = {f"qwen35.{key}": value for key, value in metadata.items()}
+    path = write_gguf(folder, tmp_path / "model.gguf", metadata=named)
+    with pytest.raises(ModelLoadError, match=words):
+        load(path)
 
 
 @pytest.mark.parametrize(
@@ -561,9 +614,3 @@ def test_other_versions_are_refused(path: Path, version: bytes, reason: str) -> 
     path.write_bytes(content[:4] + version + content[8:])
     with pytest.raises(UnsupportedModelError, match=reason):
         load(path)
-
-
-def test_without_the_package_it_is_named(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vlmserve.gguf_header.find_spec", lambda name: None)
-    with pytest.raises(ModelLoadError, match=r"pip install 'vlmserve\[gguf\]'"):
-        resolve_model(str(path))

@@ -161,6 +161,10 @@ def test_files_that_do_not_belong_together_are_refused(files: Files, qwen: Files
     third = write_pair(make_qwen_vl(place / "folder", "qwen3_vl"), place / "pair", "qwen3_vl", text_metadata=metadata)
     with pytest.raises(ModelLoadError, match=r"has features for 2 layers, and .* takes them in 3"):
         resolve_model(str(third.model), mmproj=str(third.mmproj))
+    place = tmp_path / "qwen35"
+    fourth = write_pair(make_qwen_vl(place / "folder", "qwen3_5"), place / "pair", "qwen3_5")
+    with pytest.raises(ModelLoadError, match=r"has features for 2 layers, which Qwen3\.5 does not take"):
+        resolve_model(str(fourth.model), mmproj=str(third.mmproj))
 
 
 def test_embeddings_of_another_width_are_refused(files: Files, tmp_path: Path) -> None:

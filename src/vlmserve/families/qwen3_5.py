@@ -7,10 +7,12 @@ from typing import Any
 
 from vlmserve.errors import ModelLoadError
 from vlmserve.families.family import LanguageFamily, NamedModel, VisionFamily
+from vlmserve.families.gguf import Clip, GGUFText, Metadata
+from vlmserve.families.gguf import with_sections as gguf_sections
 from vlmserve.families.llama import LLAMA
 from vlmserve.families.qwen2_vl import QWEN_TOWER
 from vlmserve.families.qwen3 import QWEN3_MOE_NAMES, qwen3_experts
-from vlmserve.families.qwen3_vl import QWEN3_VISION_NAMES
+from vlmserve.families.qwen3_vl import QWEN3_GGUF_TOWER, QWEN3_VISION_NAMES
 from vlmserve.families.spec import ArchSpec, Config, HeadNormSpec, NormSpec, usual_spec, with_sections
 from vlmserve.layer_specs import DeltaSpec
 
@@ -78,12 +80,54 @@ _IMAGES: dict[str, Any] = {
     "frame_ends": {"vision_start_token_id": 248053, "vision_end_token_id": 248054},
 }
 
+
+def _gguf_traits(metadata: Metadata) -> Config:
+    value_heads = metadata["ssm.time_step_rank"]
+    return {
+        **(gguf_sections(metadata) if metadata.sections else {}),
+        "full_attention_interval": metadata.get("full_attention_interval", 4),
+        "linear_conv_kernel_dim": metadata["ssm.conv_kernel"],
+        "linear_key_head_dim": metadata["ssm.state_size"],
+        "linear_value_head_dim": metadata["ssm.inner_size"] // value_heads,
+        "linear_num_key_heads": metadata["ssm.group_count"],
+        "linear_num_value_heads": value_heads,
+    }
+
+
+def _gguf_vision(clip: Clip) -> Config:
+    if layers := clip.deepstack_layers:
+        raise ModelLoadError(
+            f"--mmproj {clip.header.path} has features for {len(layers)} layers, which Qwen3.5 does not take: give the "
+            "mmproj file that was made of the same model"
+        )
+    return {**QWEN3_GGUF_TOWER.vision(clip), "model_type": "qwen3_5"}
+
+
+_GGUF_TEXT = GGUFText(
+    _gguf_traits,
+    norm_offset=1.0,
+    has_sections=True,
+    layer_names={
+        "post_attention_norm": "mlp_norm",
+        "attn_qkv": "linear_attn.in_proj_qkv",
+        "attn_gate": "linear_attn.in_proj_z",
+        "ssm_alpha": "linear_attn.in_proj_a",
+        "ssm_beta": "linear_attn.in_proj_b",
+        "ssm_conv1d": "linear_attn.conv1d",
+        "ssm_a": "linear_attn.A_log",
+        "ssm_dt": "linear_attn.dt_bias",
+        "ssm_norm": "linear_attn.norm",
+        "ssm_out": "linear_attn.out_proj",
+    },
+)
+
 FAMILIES = (
     LanguageFamily(
         model_type="qwen3_5_text",
         architecture="Qwen3_5ForCausalLM",
         defaults=_TEXT,
         build=_qwen35,
+        gguf={"qwen35": _GGUF_TEXT},
         models="Qwen3.5 without images",
     ),
     LanguageFamily(
@@ -121,6 +165,9 @@ FAMILIES = (
         text_type="qwen3_5_text",
         names=QWEN3_VISION_NAMES,
         **_IMAGES,
+        gguf={
+            "qwen3vl_merger": replace(QWEN3_GGUF_TOWER, vision=_gguf_vision, text_types={"qwen35": "qwen3_5_text"}),
+        },
         models="Qwen3.5 0.8B to 27B, Qwen3.6 27B, Qwen3.8 27B",
         short_names=(
             NamedModel("qwen3.5:0.8b", "Qwen/Qwen3.5-0.8B", 852985920, 254279680, 100592896),

@@ -82,7 +82,7 @@ def _videos(clip: Clip) -> Config:
     return {**settings, "image_processor_type": None, "video_processor_type": "Qwen3VLVideoProcessor"}
 
 
-_TOWER = GGUFTower(
+QWEN3_GGUF_TOWER = GGUFTower(
     vision=_vision,
     settings=qwen_images(256 * 256, 4096 * 4096),
     videos=_videos,
@@ -116,7 +116,7 @@ FAMILIES = (
         **QWEN_TOWER,
         **QWEN_TOKENS,
         frame_ends=_FRAME_ENDS,
-        gguf={"qwen3vl_merger": _TOWER},
+        gguf={"qwen3vl_merger": QWEN3_GGUF_TOWER},
         models="Qwen3-VL 2B to 32B",
         short_names=(
             NamedModel("qwen3-vl:2b", "Qwen/Qwen3-VL-2B-Instruct", 2127532032, 311164928, 406957056),

@@ -35,8 +35,8 @@ class Stored(NamedTuple):
     channels_last: bool = False
 
 
-def tower_family(header: Header) -> tuple[VisionFamily, GGUFTower]:
-    """The family of a file with a vision tower.
+def tower_family(header: Header, architecture: str = "") -> tuple[VisionFamily, GGUFTower]:
+    """The family of a file with a vision tower. architecture: of the language model; empty: any whose tower it is.
 
     Raises ConfigurationError for another file, UnsupportedModelError for an unknown projector.
     """
@@ -51,13 +51,14 @@ def tower_family(header: Header) -> tuple[VisionFamily, GGUFTower]:
     ):
         raise UnsupportedModelError(f"--mmproj {header.path} hears and does not see: audio is not supported")
     name = values.get("clip.vision.projector_type") or values.get("clip.projector_type") or DEFAULT_TYPE
-    known = {kind: (family, tower) for family in VISION_FAMILIES.values() for kind, tower in family.gguf.items()}
-    if name not in known:
-        supported = ", ".join(sorted(known))
+    known = [(kind, family, tower) for family in VISION_FAMILIES.values() for kind, tower in family.gguf.items()]
+    found = [(family, tower) for kind, family, tower in known if kind == name]
+    if not found:
+        supported = ", ".join(sorted({kind for kind, _, _ in known}))
         raise UnsupportedModelError(
             f"--mmproj {header.path}: projector type {name!r} is not supported; supported are {supported}"
         )
-    return known[name]
+    return next((both for both in found if architecture in both[1].text_types), found[0])
 
 
 def full_config(header: Header, model: Header, text: Config) -> Config:
@@ -65,7 +66,7 @@ def full_config(header: Header, model: Header, text: Config) -> Config:
 
     Raises ModelLoadError for what is missing or makes no sense, and for files that do not belong together.
     """
-    (family, tower), clip = tower_family(header), Clip(header)
+    (family, tower), clip = tower_family(header, model.architecture), Clip(header)
     _check_sizes(clip)
     _check_pair(family, tower, clip, model, text)
     try:

@@ -23,6 +23,7 @@ from vlmserve.gguf_header import Header, TensorInfo, read_header
 from vlmserve.kernels.isas import SUPERBLOCK_BYTES
 from vlmserve.kernels.quantized import QuantizedWeight
 from vlmserve.kernels.superblocks import SuperblockRows, SuperblockWeight
+from vlmserve.models.gguf_heads import DeltaHeads
 
 Bytes = NDArray[np.uint8]
 
@@ -55,10 +56,9 @@ _NOT_WEIGHTS = re.compile(r"rope_freqs|rope_factors_(long|short)|blk\.\d+\.attn_
 
 @dataclass(frozen=True)
 class _Source:
-    """Where a tensor comes from. rows: which of the file's rows its own are, in order; None: all. added: to all values
-    in the file. behind: further tensors whose rows follow. frames: those of which each is a step of the third axis; it
-    has none itself then. reshaped: to what; None: not at all. channels_last: the second axis comes last before
-    that."""
+    """The origin of a tensor. rows, columns: indices in the file, in order; None: all. added: to all values. behind:
+    tensors whose rows follow. frames: tensors that are the steps of the third axis. reshaped: the new shape.
+    channels_last: the second axis comes last before that. is_decay: the file has ``-exp`` of the values."""
 
     info: TensorInfo
     rows: NDArray[np.int64] | None = None
@@ -67,6 +67,8 @@ class _Source:
     frames: tuple[_Source, ...] = ()
     reshaped: tuple[int, ...] | None = None
     channels_last: bool = False
+    columns: NDArray[np.int64] | None = None
+    is_decay: bool = False
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -126,6 +128,9 @@ class GGUFFile:
         sources = (source, *source.behind)
         if any(part.info.type not in SUPERBLOCK_BYTES or len(part.info.shape) != 2 or part.frames for part in sources):
             return None
+        if source.columns is not None:
+            # A superblock may hold columns of several heads.
+            return None
         rows = [torch.from_numpy(_bytes(part, 0, None)) for part in sources]
         return SuperblockWeight.join(
             [
@@ -145,8 +150,21 @@ def _quantized(source: _Source) -> QuantizedWeight | None:
     groups = source.info.shape[1] // size
     scales, minimums = scales.reshape(-1, groups), minimums.reshape(-1, groups)
     values = values.reshape(len(raw), -1)
+    if (columns := source.columns) is not None:
+        if not _moves_groups(columns, size):
+            return None
+        values, scales, minimums = (
+            values[:, columns],
+            *(part[:, columns[::size] // size] for part in (scales, minimums)),
+        )
     is_coded = _type_of(source.info).name == "IQ4_NL"
     return QuantizedWeight(bits, size, values, scales, minimums, input_bits=16, is_coded=is_coded)
+
+
+def _moves_groups(columns: NDArray[np.int64], size: int) -> bool:
+    """Return whether columns of one group stay side by side."""
+    groups = columns.reshape(-1, size)
+    return bool((groups[:, :1] % size == 0).all() and (np.diff(groups) == 1).all())
 
 
 def _read(source: _Source, first: int, last: int | None) -> Tensor:
@@ -178,6 +196,10 @@ def _plain(source: _Source, first: int, last: int | None) -> Tensor:
     one_row = source.rows is not None and source.rows.ndim == 0
     rest = info.shape[2:] if one_row else info.shape[1:]
     tensor = tensor.view(-1, *rest) if rest else tensor.flatten()
+    if source.columns is not None:
+        tensor = tensor[:, source.columns]
+    if source.is_decay:
+        tensor = (-tensor).log()
     return tensor + source.added if source.added else tensor
 
 
@@ -188,7 +210,6 @@ def _bytes(source: _Source, first: int, last: int | None) -> Bytes:
     mapped = np.memmap(info.path, np.uint8, "r", offset=info.offset, shape=(count, _num_bytes(info) // count))
     if source.rows is None:
         return np.array(mapped[first:last])
-    # A copy, too.
     return np.asarray(mapped[np.atleast_1d(source.rows)[first:last]])
 
 
@@ -239,10 +260,10 @@ def _sources(header: Header, architecture: GGUFText) -> Iterator[tuple[str, _Sou
     for name, info in header.tensors.items():
         if (of_layer := re.match(r"blk\.(\d+)\.", name)) and int(of_layer[1]) >= num_layers:
             continue
-        path, _, kind = name.rpartition(".")
+        path, _, kind = (name if name.endswith((".weight", ".bias")) else f"{name}.weight").rpartition(".")
         layer = re.fullmatch(r"blk\.(\d+)\.([\w.]+)", path)
         part = {**_OF_A_LAYER, **architecture.layer_names}.get(layer[2]) if layer else _WHOLE.get(path)
-        if part is None or kind not in ("weight", "bias"):
+        if part is None:
             if _NOT_WEIGHTS.match(path):
                 continue
             raise UnsupportedModelError(
@@ -251,7 +272,10 @@ def _sources(header: Header, architecture: GGUFText) -> Iterator[tuple[str, _Sou
         if part == "mlp.up_proj" and architecture.merged_gate:
             part = "mlp.gate_up_proj"
         place = f"language_model.layers.{layer[1]}.{part}" if layer else f"language_model.{part}"
-        if part.endswith(("q_norm", "k_norm")) and len(info.shape) == 2:
+        if part.startswith("linear_attn."):
+            own = part.removeprefix("linear_attn.")
+            yield place if own in ("A_log", "dt_bias") else f"{place}.{kind}", _of_delta(header, own, info)
+        elif part.endswith(("q_norm", "k_norm")) and len(info.shape) == 2:
             for head in range(info.shape[0]):
                 yield f"{place}.{head}.{kind}", _Source(info, np.array(head))
         elif part == "conv.conv":
@@ -264,6 +288,17 @@ def _sources(header: Header, architecture: GGUFText) -> Iterator[tuple[str, _Sou
             yield f"{place}.{kind}", _Source(info, _interleaved(header, info, keys=part.endswith("k_proj")))
         else:
             yield f"{place}.{kind}", _Source(info)
+
+
+def _of_delta(header: Header, part: str, info: TensorInfo) -> _Source:
+    """The source of a tensor of a gated delta rule. part: its name in the layer."""
+    if part == "norm":
+        return _Source(info)
+    places = DeltaHeads.read(Metadata(header)).places(part, info)
+    if part == "out_proj":
+        return _Source(info, columns=places)
+    shape = (info.shape[0], 1, *info.shape[1:]) if part == "conv1d" else None
+    return _Source(info, places, reshaped=shape, is_decay=part == "A_log")
 
 
 def _uninterleaved(header: Header, info: TensorInfo, *, keys: bool) -> NDArray[np.int64]:
