@@ -49,8 +49,10 @@ _ENTRIES: Mapping[tuple[str, ...], Entry] = {
     ("-mm",): Renamed(("mmproj",)),
     ("-a", "--alias"): Renamed(("served_model_name",)),
     ("--chat-template-file",): Renamed(("chat_template",)),
-    ("--temp",): Renamed(("temperature",)),
-    ("-n", "--predict", "--n-predict"): Renamed(("max_tokens",)),
+    ("--temp",): Renamed(("temperature",), elsewhere=_SAMPLING),
+    ("-n", "--predict", "--n-predict"): Renamed(
+        ("max_tokens",), elsewhere="--default-max-tokens is for requests that set no limit."
+    ),
     ("-ub", "--ubatch-size"): Unused("--max-num-batched-tokens sets the tokens of a step."),
     ("-fa", "--flash-attn"): Unused(
         "Attention never stores the scores of all tokens.",
@@ -59,6 +61,9 @@ _ENTRIES: Mapping[tuple[str, ...], Entry] = {
     ),
     ("-cb", "--cont-batching", "--jinja", "--mlock", "--no-mmap", "--metrics", "--slots", "--no-warmup"): Unused(
         "vlmserve batches continuously, renders Jinja templates, maps weights, and serves /metrics.", is_switch=True
+    ),
+    ("--embedding", "--embeddings", "--rerank", "--reranking"): Unused(
+        "Every model serves /v1/embeddings and /v1/rerank.", is_switch=True
     ),
     ("--top-k", "--top-p", "--min-p", "--repeat-penalty"): Missing(_SAMPLING),
     ("-mu", "--model-url"): Missing("Give a Hugging Face id like owner/name:Q4_K_M, or a downloaded file."),

@@ -27,6 +27,8 @@ class Renamed:
     convert: Callable[[str], Mapping[str, str]] | None = None
     is_switch: bool = False
     note: str = ""
+    elsewhere: str = ""
+    """A whole sentence: the way to do it in commands that lack the fields. Empty: the flag is unknown there."""
 
 
 @dataclass(frozen=True)

@@ -72,6 +72,7 @@ def test_the_command_writes_a_row_for_each_image(folder, images, ending):
 @pytest.mark.parametrize(
     ("output", "row", "question", "message"),
     [
+        (Path("missing/a.jsonl"), Row("1", ("a.png",)), NOTHING, "there is no folder missing"),
         (Path("a.csv"), Row("1", ("a.png",)), NOTHING, "must end in .parquet or .jsonl"),
         (OUTPUT, Row("1", (), {"text": "a"}), NOTHING, "has no image; --prompt says which text"),
         (OUTPUT, Row("1", (), {"text": "a"}), Question("{other}"), "no such column"),

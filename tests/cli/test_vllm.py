@@ -131,7 +131,9 @@ def test_flags_of_missing_features_are_rejected_kindly(name):
         ("--no-such-flag", ["--no-such-flag"]),
         ("--top-k 5", ["vlmserve has no --top-k", "generation_config.json"]),
         ("-ctk q4_0", ["q4_0", "q8_0"]),
-        ("-fa sometimes", ["-fa sometimes"]),
+        ("-fa sometimes", ["-fa sometimes", "on, off or auto"]),
+        ("--temp 0.5", ["has no --temp", "generation_config.json"]),
+        ("-n 5", ["has no -n", "--default-max-tokens"]),
         ("--max-model-length 3", ["--max-model-length", "did you mean --max-model-len?"]),
     ],
 )
@@ -139,6 +141,12 @@ def test_wrong_lines_are_explained(line, words):
     given = give(*line.split())
     assert given.exit_code == 2
     assert [word for word in words if word not in given.stderr] == []
+
+
+def test_llamas_switches_without_effect_leave_the_rest():
+    given = give("./mine", "--embedding", "--pooling", "mean")
+    assert (given.exit_code, given.pooling) == (0, "mean")
+    assert given.stderr.startswith("Note: --embedding changes nothing.")
 
 
 def test_a_name_as_a_value_is_a_value():

@@ -37,6 +37,8 @@ def check_vectors(path: Path, rows: Sequence[Row], question: Question) -> None:
         raise ConfigurationError(f"--output {path}: the name must end in {' or '.join(FORMATS)}")
     if path.suffix.lower() == ".parquet" and find_spec("pyarrow") is None:
         raise ConfigurationError("--output: Parquet needs PyArrow; run: pip install 'vlmserve[parquet]', or use .jsonl")
+    if not path.parent.is_dir():
+        raise ConfigurationError(f"--output: there is no folder {path.parent}; create it, or give another path")
     question.check(rows)
     for row in rows:
         if row.request is not None:

@@ -85,6 +85,8 @@ class Spelling:
                 line.words.append(value if equals else _next(name, rest))
             elif (entry := _entry(name)) is not None and self._applies(entry):
                 self._translate(line, name, entry, value if equals else None, rest)
+            elif isinstance(entry, Renamed) and entry.elsewhere:
+                raise ConfigurationError(f"this command has no {name}. {entry.elsewhere}")
             else:
                 line.words.append(word)
         for base, entries in keys.items():
