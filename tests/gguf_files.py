@@ -24,6 +24,8 @@ ARCHITECTURES = {
     "ministral3": gguf.MODEL_ARCH.MISTRAL3,
     "qwen2": gguf.MODEL_ARCH.QWEN2,
     "qwen3": gguf.MODEL_ARCH.QWEN3,
+    "qwen3_moe": gguf.MODEL_ARCH.QWEN3MOE,
+    "mixtral": gguf.MODEL_ARCH.LLAMA,
     "phi": gguf.MODEL_ARCH.PHI2,
     "phi3": gguf.MODEL_ARCH.PHI3,
     "stablelm": gguf.MODEL_ARCH.STABLELM,
@@ -71,16 +73,16 @@ def write_gguf(
         if value is not None:
             add(writer, key, value)
     names = gguf.get_tensor_name_map(architecture, _metadata(config, writer.arch)[f"{writer.arch}.block_count"])
-    for name, tensor in _split_norms(tensors, config):
+    for name, tensor in _as_stored(tensors, config):
         stored = names.get_name(name.replace(".dt_bias", ".dt_proj.bias"), try_suffixes=(".weight", ".bias"))
         assert stored is not None, name
         chosen = types if isinstance(types, str) else next((types[part] for part in types if part in stored), "F32")
-        kind = GGMLQuantizationType[chosen if tensor.ndim == 2 and not stored.endswith("norm.weight") else "F32"]
+        is_matrix = (tensor.ndim == 2 or "_exps." in stored) and not stored.endswith(("norm.weight", "gate_inp.weight"))
+        kind = GGMLQuantizationType[chosen if is_matrix else "F32"]
         axis, order = _value_order(name, tensor.shape, config)
         raw = encode(tensor.index_select(axis, order), kind)
-        if name in tensors:
-            kept = torch.from_numpy(dequantize(raw, kind)).view(tensor.shape)
-            tensors[name] = kept.index_select(axis, order.argsort()).clone()
+        kept = torch.from_numpy(dequantize(raw, kind)).view(tensor.shape)
+        tensor.copy_(kept.index_select(axis, order.argsort()))
         _add_tensor(writer, stored, _rearranged(raw, stored, config), kind)
     for name, factors in _rope_factors(config).items():
         _add_tensor(writer, name, factors, GGMLQuantizationType.F32)
@@ -98,7 +100,8 @@ def encode(tensor: Tensor, kind: GGMLQuantizationType) -> np.ndarray:
     try:
         return quantize(values, kind)
     except NotImplementedError:
-        return random_blocks(tensor.shape, kind, seed=tensor.numel())
+        blocks = random_blocks(tensor.flatten(0, -2).shape, kind, seed=tensor.numel())
+        return blocks.reshape(*tensor.shape[:-1], -1)
 
 
 def random_blocks(shape: tuple[int, ...], kind: GGMLQuantizationType, seed: int = 0) -> np.ndarray:
@@ -165,6 +168,9 @@ def _metadata(config: dict[str, Any], architecture: str) -> dict[str, Any]:
         ),
         "rope.freq_base": rope_of_all.get("rope_theta"),
     }
+    if experts := config.get("num_experts") or config.get("num_local_experts"):
+        values |= {"expert_count": experts, "expert_used_count": config["num_experts_per_tok"]}
+        values["expert_feed_forward_length"] = config.get("moe_intermediate_size")
     if config.get("head_dim"):
         values |= {"attention.key_length": head_size, "attention.value_length": head_size}
     if architecture in ("llama", "mistral3", "smollm3", "phi2", "phi3", "stablelm", "chatglm", "glm4"):
@@ -232,10 +238,15 @@ def _rope_factors(config: dict[str, Any]) -> dict[str, np.ndarray]:
     return {"rope_freqs.weight": (1 / ((1 - kept) / rope["factor"] + kept)).astype(np.float32)}
 
 
-def _split_norms(tensors: Mapping[str, Tensor], config: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
-    """All tensors by name, StableLM's norms of each head as one."""
+def _as_stored(tensors: Mapping[str, Tensor], config: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    """All tensors by name, StableLM's norms of each head as one, gates and ups of experts by themselves."""
     for name, tensor in tensors.items():
-        if ".norms." not in name:
+        if name.endswith(".experts.gate_up_proj"):
+            for part, rows in zip(("gate_proj", "up_proj"), tensor.chunk(2, 1), strict=True):
+                yield name.replace("gate_up_proj", f"{part}.weight"), rows
+        elif name.endswith(".experts.down_proj"):
+            yield f"{name}.weight", tensor
+        elif ".norms." not in name:
             yield name, tensor
         elif ".norms.0." in name:
             heads = sum(other.startswith(name.split(".0.weight")[0]) for other in tensors)
@@ -266,7 +277,7 @@ def _rearranged(raw: np.ndarray, name: str, config: dict[str, Any]) -> np.ndarra
         return -np.exp(raw)
     if "ssm_conv1d" in name:
         return raw.squeeze(1)
-    if config["model_type"] in ("llama", "mistral", "ministral3", "smollm3") and (
+    if config["model_type"] in ("llama", "mistral", "mixtral", "ministral3", "smollm3") and (
         ".attn_q." in name or ".attn_k." in name
     ):
         heads = config["num_attention_heads" if ".attn_q." in name else "num_key_value_heads"]

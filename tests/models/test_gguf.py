@@ -29,8 +29,11 @@ from vlmserve.kernels.extension import selected_isa
 from vlmserve.kernels.isas import SUPERBLOCK_BYTES
 from vlmserve.layers.linear import Linear
 from vlmserve.models import weights
-from vlmserve.models.gguf_tensors import UNPACK, GGUFFile
+from vlmserve.models.footprint import footprint
+from vlmserve.models.gguf_blocks import UNPACK
+from vlmserve.models.gguf_tensors import GGUFFile
 from vlmserve.models.hub import resolve_model
+from vlmserve.models.identity import weights_digest
 from vlmserve.models.load_settings import LoadSettings
 from vlmserve.models.protocols import LoadedModel
 from vlmserve.models.quantized import save_quantized
@@ -62,6 +65,7 @@ GROWING = {
     "llama_4_scaling_beta": 0.1,
 }
 """Ministral 3's, after a context of 16 tokens."""
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 3e4}}),
     "llama, tied, with biases": ("Llama", {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}),
@@ -74,6 +78,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "ministral3 whose attention grows": ("Ministral3", {"rope_parameters": {**GROWING, "mscale_all_dim": 0.0}}),
     "qwen2": ("Qwen2", {}),
     "qwen3": ("Qwen3", {"head_dim": 16}),
+    "qwen3 with experts": ("Qwen3Moe", {**EXPERTS, "head_dim": 16, "norm_topk_prob": True}),
+    "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
     "phi": ("Phi", {"num_key_value_heads": 6, "partial_rotary_factor": 0.5, "rms_norm_eps": None}),
     "phi3": ("Phi3", {"pad_token_id": 0}),
     "phi3 with a window": ("Phi3", {"pad_token_id": 0, "sliding_window": 9}),
@@ -146,6 +152,7 @@ def test_every_architecture_is_tested() -> None:
         "qwen2vl": "qwen2",
         "qwen3vl": "qwen3",
         "qwen35": "qwen3_5",
+        "qwen3vlmoe": "qwen3moe",
         # Of PaddleOCR-VL, with which it is tested.
         "paddleocr": "llama",
     }
@@ -229,6 +236,14 @@ def test_delta_heads_that_do_not_fit_are_named(tmp_path: Path, metadata: dict[st
     path = write_gguf(folder, tmp_path / "model.gguf", metadata=named)
     with pytest.raises(ModelLoadError, match=words):
         load(path)
+
+
+def test_the_text_part_of_qwen3_vl_may_have_experts(tmp_path: Path) -> None:
+    folder = make(tmp_path / "folder", "qwen3 with experts")
+    metadata = {"qwen3vlmoe.rope.dimension_sections": [24, 20, 20, 0], "qwen3vlmoe.n_deepstack_layers": 3}
+    path = write_gguf(folder, tmp_path / "model.gguf", metadata=metadata, architecture=gguf.MODEL_ARCH.QWEN3VLMOE)
+    sequences = token_sequences(300, [40, 1, 23])
+    assert_equal(paged_run(load(path), sequences).finish([9, 9, 9]), transformers_logits(folder, sequences))
 
 
 @pytest.mark.parametrize(
@@ -337,6 +352,25 @@ def test_blocks_stay_packed_beside_the_native_kernels(
     actual = torch.cat(paged_run(model, sequences).finish([9, 9])).float()
     expected = torch.cat(transformers_logits(folder, sequences))
     assert relative_error(actual, expected) < (0.06 if in_superblocks(kind, input_bits) else 0.03)
+
+
+@built
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_K", "Q8_0"])
+def test_experts_stay_packed(tmp_path: Path, kind: str) -> None:
+    sizes = {**BLOCKS, "moe_intermediate_size": 256, "head_dim": 32, "num_key_value_heads": 8}
+    folder = make(tmp_path / "folder", "qwen3 with experts", **sizes)
+    path = write_gguf(folder, tmp_path / "model.gguf", types=kind)
+    model = load_model(path, LoadSettings(device=CPU, dtype=torch.bfloat16))
+    layers = [f"mlp.experts.{number}.{part}" for number in range(8) for part in ("gate_up_proj", "down_proj")]
+    assert {layer: bits(model).get(layer) for layer in layers} == dict.fromkeys(layers, kept_bits(kind))
+    assert footprint(path, "none").weights == pytest.approx(model.weight_bytes, rel=0.1)
+    checkpoint = Checkpoint(path, Description.read(path).family.rename)
+    for name in checkpoint.names:
+        checkpoint.hash(name)
+    assert weights_digest(path, checkpoint.digests) == weights_digest(path)
+    sequences = token_sequences(300, [21, 4])
+    actual = torch.cat(paged_run(model, sequences).finish([9, 9])).float()
+    assert relative_error(actual, torch.cat(transformers_logits(folder, sequences))) < 0.1
 
 
 @built
@@ -535,7 +569,7 @@ def test_no_cut_is_overlooked(path: Path) -> None:
     ("metadata", "message"),
     [
         ({"general.architecture": "mamba"}, "architecture 'mamba' is not supported; supported are chatglm, gemma"),
-        ({"llama.expert_count": 8}, "mixtures of experts"),
+        ({"llama.expert_count": 8, "llama.expert_used_count": 2, "llama.expert_gating_func": 2}, "expert_gating_func"),
         ({"llama.attention.value_length": 16}, "not as long as keys"),
         ({"llama.attention.head_count": [8, 4]}, "layers differ in attention.head_count"),
         ({"llama.rope.scaling.type": "unheard-of"}, "RoPE scaling 'unheard-of' is not supported"),

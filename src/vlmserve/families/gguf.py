@@ -76,6 +76,8 @@ class GGUFText:
     """Control tokens take the space after them along, although files do not say so."""
     has_sections: bool = False
     """M-RoPE: positions have rows and columns, which are equal in text."""
+    has_experts: bool = False
+    """Files may have experts in place of MLPs."""
     layer_names: Mapping[str, str] = field(default_factory=dict)
     """Tensors of a layer by their names in the file, where other architectures have none or other ones."""
 

@@ -33,8 +33,15 @@ def _llama(config: Config) -> ArchSpec:
 
 
 def _gguf_traits(metadata: Metadata) -> dict[str, Any]:
-    """Files of Mistral's models have the same architecture; the first model has a window."""
+    """Files of Mistral's models have the same architecture. The first model has a window, Mixtral has experts."""
     window = metadata.get("attention.sliding_window")
+    if count := metadata.get("expert_count", 0):
+        return {
+            "model_type": "mixtral",
+            "num_local_experts": count,
+            "num_experts_per_tok": metadata["expert_used_count"],
+            "sliding_window": window or None,
+        }
     return {"model_type": "mistral", "sliding_window": window} if window else {}
 
 
@@ -44,7 +51,7 @@ FAMILIES = (
         architecture="LlamaForCausalLM",
         defaults=LLAMA,
         build=_llama,
-        gguf={"llama": GGUFText(_gguf_traits, interleaved=True)},
+        gguf={"llama": GGUFText(_gguf_traits, interleaved=True, has_experts=True)},
         models="Llama 1 to 3.3, Vicuna, Yi, SmolLM 1 and 2",
         short_names=(
             NamedModel("smollm2:135m", "HuggingFaceTB/SmolLM2-135M-Instruct", 134515008, 28311552),

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from vlmserve.families.family import LanguageFamily, NamedModel
-from vlmserve.families.gguf import GGUFText, with_sections
+from vlmserve.families.gguf import GGUFText, Metadata
+from vlmserve.families.gguf import with_sections as gguf_sections
 from vlmserve.families.qwen2 import QWEN, qwen_windows
 from vlmserve.families.spec import ArchSpec, Config, ExpertsSpec, HeadNormSpec, Names, NormSpec, usual_spec
 
@@ -58,6 +59,17 @@ def _qwen3_moe(config: Config) -> ArchSpec:
     return replace(qwen3({**config, "max_window_layers": 0}), experts=qwen3_experts(config))
 
 
+def _gguf_experts(metadata: Metadata) -> Config:
+    """llama.cpp always divides by the sum of the chosen scores."""
+    return {
+        **(gguf_sections(metadata) if metadata.sections else {}),
+        "num_experts": metadata["expert_count"],
+        "num_experts_per_tok": metadata["expert_used_count"],
+        "moe_intermediate_size": metadata["expert_feed_forward_length"],
+        "norm_topk_prob": True,
+    }
+
+
 FAMILIES = (
     LanguageFamily(
         model_type="qwen3",
@@ -65,7 +77,7 @@ FAMILIES = (
         defaults=QWEN3,
         build=qwen3,
         # Without its tower, Qwen3-VL is Qwen 3.
-        gguf={"qwen3": GGUFText(), "qwen3vl": GGUFText(with_sections, has_sections=True)},
+        gguf={"qwen3": GGUFText(), "qwen3vl": GGUFText(gguf_sections, has_sections=True)},
         models="Qwen 3",
         short_names=(
             NamedModel("qwen3:0.6b", "Qwen/Qwen3-0.6B", 596049920, 155582464),
@@ -81,6 +93,10 @@ FAMILIES = (
         defaults=QWEN3_MOE,
         build=_qwen3_moe,
         names=QWEN3_MOE_NAMES,
+        gguf={
+            "qwen3moe": GGUFText(_gguf_experts, has_experts=True),
+            "qwen3vlmoe": GGUFText(_gguf_experts, has_sections=True, has_experts=True),
+        },
         models="Qwen 3 with experts",
         short_names=(NamedModel("qwen3:30b", "Qwen/Qwen3-30B-A3B", 30532122624, 311164928, 311164928),),
     ),

@@ -88,7 +88,7 @@ QWEN3_GGUF_TOWER = GGUFTower(
     videos=_videos,
     names=qwen_names(*qwen_mlp("linear_fc1", "linear_fc2"), *_MERGERS),
     output="mm.2.weight",
-    text_types={"qwen3vl": "qwen3_vl_text"},
+    text_types={"qwen3vl": "qwen3_vl_text", "qwen3vlmoe": "qwen3_vl_moe_text"},
     tokens=GGUF_TOKENS,
     swaps=False,
 )

@@ -60,7 +60,7 @@ def _config(header: Header) -> Config:
         "dtype": _dtype(header),
         "vocab_size": header.tensors["token_embd.weight"].shape[0],
         "hidden_size": metadata["embedding_length"],
-        "intermediate_size": metadata["feed_forward_length"],
+        "intermediate_size": metadata.get("feed_forward_length") or metadata["expert_feed_forward_length"],
         "num_hidden_layers": metadata.num_layers,
         "num_attention_heads": heads,
         "num_key_value_heads": metadata.get("attention.head_count_kv", heads),
@@ -108,11 +108,23 @@ def sampling_settings(header: Header) -> Config:
 
 def _check_options(metadata: Metadata, text: GGUFText) -> None:
     if metadata.get("expert_count", 0):
-        raise UnsupportedModelError(f"{metadata.header.path}: mixtures of experts (expert_count) are not supported")
+        _check_experts(metadata, text)
     if metadata.sections and not text.has_sections:
         raise UnsupportedModelError(f"{metadata.header.path}: positions by rows and columns are not supported in GGUF")
     if metadata.get("attention.value_length") != metadata.get("attention.key_length"):
         raise UnsupportedModelError(f"{metadata.header.path}: values that are not as long as keys are not supported")
+
+
+def _check_experts(metadata: Metadata, text: GGUFText) -> None:
+    """Files leave out what their architecture always does, and say softmax as 1."""
+    if not text.has_experts:
+        raise UnsupportedModelError(
+            f"{metadata.header.path}: experts (expert_count) in architecture {metadata.header.architecture!r} are not "
+            "supported"
+        )
+    for key, usual in (("expert_gating_func", 1), ("expert_weights_scale", 1.0), ("expert_group_count", 1)):
+        if (value := metadata.get(key)) not in (None, 0, usual):
+            raise UnsupportedModelError(f"{metadata.header.path}: {key} {value} is not supported; {usual} is")
 
 
 def _dtype(header: Header) -> str:

@@ -36,6 +36,10 @@ _REPACKED = {
 besides, Q5_0 and Q8_0 8-bit with a scale, Q5_1, Q5_K and Q6_K 8-bit with more."""
 _HEADS = re.compile(r"(^|\.)(lm_head|output|embed_out)\.weight$")
 _TABLES = re.compile(r"(embed_tokens|token_embd|word_embeddings|wte|tok_embeddings)\.weight$")
+_ROUTERS = re.compile(r"(mlp|block_sparse_moe)\.gate\.weight$|\.ffn_gate_inp\.weight$")
+"""Names of tensors that stay float32."""
+_EXPERTS = re.compile(r"\.experts\.(gate_up|down)_proj$|_exps\.weight$")
+"""Names of tensors with the weights of all experts of a layer, which are read one by one."""
 _OUTSIDE = re.compile(r"vision|visual|projector|connector|image|(^|\.)(v|mm)\.|patch|position|wpe")
 """Names of tensors outside of the language model, which are not quantized by default."""
 
@@ -58,6 +62,11 @@ class Stored(NamedTuple):
     @property
     def num_weights(self) -> int:
         return math.prod(self.shape)
+
+    @property
+    def read_at_once(self) -> int:
+        """Weights that a loader reads together."""
+        return self.num_weights // (self.shape[0] if _EXPERTS.search(self.name) else 1)
 
 
 class Footprint(NamedTuple):
@@ -97,7 +106,7 @@ def footprint(
     superblocks = scheme == "none" and plain_bytes < 4 and input_bits != 16 and keeps_superblocks(kernels)
     kept = SUPERBLOCK_BYTES if superblocks else {}
     sizes = (_bytes_each(tensor, scheme, tied, vision, plain_bytes, kept) * tensor.num_weights for tensor in tensors)
-    largest = max((tensor.num_weights * plain_bytes for tensor in tensors if scheme != "none"), default=0)
+    largest = max((tensor.read_at_once * plain_bytes for tensor in tensors if scheme != "none"), default=0)
     return Footprint(round(sum(sizes)), largest)
 
 
@@ -154,6 +163,8 @@ def _bytes_each(
     tensor: Stored, scheme: Scheme, tied: bool, vision: bool, plain_bytes: int, superblocks: Mapping[int, int]
 ) -> float:
     """Bytes of each weight of a tensor. superblocks: bytes of a superblock by GGUF type, if kernels keep them."""
+    if _ROUTERS.search(tensor.name):
+        return 4
     matrix = len(tensor.shape) > 1
     if scheme == "none":
         if not matrix or tensor.kind is None:

@@ -23,11 +23,14 @@ from vlmserve.gguf_header import Header, TensorInfo, read_header
 from vlmserve.kernels.isas import SUPERBLOCK_BYTES
 from vlmserve.kernels.quantized import QuantizedWeight
 from vlmserve.kernels.superblocks import SuperblockRows, SuperblockWeight
+from vlmserve.models.gguf_blocks import UNPACK
 from vlmserve.models.gguf_heads import DeltaHeads
 
 Bytes = NDArray[np.uint8]
 
 _PLAIN = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_EXPERTS = "mlp.experts."
+"""How the names of tensors begin that files hold for all experts of a layer together."""
 _WHOLE = {
     "token_embd": "embed_tokens",
     "position_embd": "position_embeddings",
@@ -50,6 +53,15 @@ _OF_A_LAYER = {
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
+    "ffn_gate_inp": "mlp.router.linear",
+    "ffn_gate_exps": f"{_EXPERTS}gate_proj",
+    "ffn_up_exps": f"{_EXPERTS}up_proj",
+    "ffn_gate_up_exps": f"{_EXPERTS}gate_up_proj",
+    "ffn_down_exps": f"{_EXPERTS}down_proj",
+    "ffn_gate_shexp": "mlp.shared.gate_proj",
+    "ffn_up_shexp": "mlp.shared.up_proj",
+    "ffn_down_shexp": "mlp.shared.down_proj",
+    "ffn_gate_inp_shexp": "mlp.shared_gate",
 }
 _NOT_WEIGHTS = re.compile(r"rope_freqs|rope_factors_(long|short)|blk\.\d+\.attn_rot_embd")
 
@@ -58,7 +70,8 @@ _NOT_WEIGHTS = re.compile(r"rope_freqs|rope_factors_(long|short)|blk\.\d+\.attn_
 class _Source:
     """The origin of a tensor. rows, columns: indices in the file, in order; None: all. added: to all values. behind:
     tensors whose rows follow. frames: tensors that are the steps of the third axis. reshaped: the new shape.
-    channels_last: the second axis comes last before that. is_decay: the file has ``-exp`` of the values."""
+    channels_last: the second axis comes last before that. is_decay: the file has ``-exp`` of the values. place: which
+    part of the stored tensor it is, and how many equal parts that has."""
 
     info: TensorInfo
     rows: NDArray[np.int64] | None = None
@@ -69,6 +82,7 @@ class _Source:
     channels_last: bool = False
     columns: NDArray[np.int64] | None = None
     is_decay: bool = False
+    place: tuple[int, int] = (0, 1)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -91,8 +105,7 @@ class GGUFFile:
     """
 
     def __init__(self, path: Path) -> None:
-        sources = _checked_sources(read_header(path))
-        self._sources = {name: source for name, source in sources.items() if source.info.path == path}
+        self._sources = _sources_in(read_header(path), path)
 
     def __enter__(self) -> Self:
         return self
@@ -110,10 +123,12 @@ class GGUFFile:
         source = self._sources[name]
         return _Rows(source.shape, functools.partial(_read, source))
 
-    def stored(self, name: str) -> list[tuple[Path, str]]:
-        """The stored tensors that a tensor consists of: their files, and their names there."""
+    def stored(self, name: str, share: float) -> list[tuple[Path, str, float]]:
+        """The files, stored names and shares that are read of a tensor. share: of the tensor `name`."""
         source = self._sources[name]
-        return [(part.info.path, part.info.name) for part in (source, *source.behind, *source.frames)]
+        number, count = source.place
+        read = (number + share) / count
+        return [(part.info.path, part.info.name, read) for part in (source, *source.behind, *source.frames)]
 
     def quantized(self, name: str) -> QuantizedWeight | None:
         """A tensor as it is in the file, exactly; None if its type does not have the form of a `QuantizedWeight`."""
@@ -229,6 +244,12 @@ class _Rows:
         return self._read(0, None)[rows]
 
 
+@functools.lru_cache(maxsize=64)
+def _sources_in(header: Header, path: Path) -> dict[str, _Source]:
+    """The tensors of one file of a model."""
+    return {name: source for name, source in _checked_sources(header).items() if source.info.path == path}
+
+
 @functools.lru_cache(maxsize=4)
 def _checked_sources(header: Header) -> dict[str, _Source]:
     """As `_sources`, cached: a file is opened once for every part that is copied."""
@@ -278,6 +299,10 @@ def _sources(header: Header, architecture: GGUFText) -> Iterator[tuple[str, _Sou
         elif part.endswith(("q_norm", "k_norm")) and len(info.shape) == 2:
             for head in range(info.shape[0]):
                 yield f"{place}.{head}.{kind}", _Source(info, np.array(head))
+        elif part.startswith(_EXPERTS):
+            yield from _of_experts(place, info)
+        elif part == "mlp.shared_gate":
+            yield f"{place}.{kind}", _Source(info, reshaped=(1, info.shape[-1]))
         elif part == "conv.conv":
             yield f"{place}.{kind}", _Source(info, reshaped=(info.shape[0], 1, *info.shape[1:]))
         elif part.endswith("norm") and kind == "weight":
@@ -299,6 +324,17 @@ def _of_delta(header: Header, part: str, info: TensorInfo) -> _Source:
         return _Source(info, columns=places)
     shape = (info.shape[0], 1, *info.shape[1:]) if part == "conv1d" else None
     return _Source(info, places, reshaped=shape, is_decay=part == "A_log")
+
+
+def _of_experts(place: str, info: TensorInfo) -> Iterator[tuple[str, _Source]]:
+    """The weights of each expert in a tensor ``[experts, outputs, inputs]``, with their names."""
+    if len(info.shape) != 3:
+        raise ModelLoadError(f"{info.path}: {info.name} {info.shape} does not hold a matrix for each expert")
+    count, size = info.shape[0], _num_bytes(info) // info.shape[0]
+    before, _, name = place.rpartition(".")
+    for number in range(count):
+        own = info._replace(shape=info.shape[1:], offset=info.offset + number * size)
+        yield f"{before}.{number}.{name}.weight", _Source(own, place=(number, count))
 
 
 def _uninterleaved(header: Header, info: TensorInfo, *, keys: bool) -> NDArray[np.int64]:
@@ -397,104 +433,3 @@ def _supported_types() -> dict[int, Any]:
         return True
 
     return {int(kind): kind for kind in GGMLQuantizationType if kind.name in _PLAIN or is_dequantized(kind)}
-
-
-# Blocks, uint8 ``[rows, blocks, bytes]``, to their values, uint8 ``[rows, blocks, values]``, and scales and minimums,
-# float32 ``[rows, blocks, groups]``. The layouts are those of ggml-common.h in llama.cpp.
-Unpack = Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]
-
-
-def _halves(blocks: Tensor, *, start: int, length: int, size: int) -> Tensor:
-    """Two values a byte; of every `length` of those `size` bytes, those in the lower bits come before those in the
-    upper ones."""
-    packed = blocks[..., start : start + size].reshape(*blocks.shape[:2], -1, length)
-    return torch.stack((packed & 15, packed >> 4), -2).flatten(-3)
-
-
-def _fifth_bits(blocks: Tensor, *, start: int) -> Tensor:
-    """16 for each value whose bit in four bytes, the lowest one first, is set."""
-    places = torch.arange(8, dtype=torch.uint8)
-    return (blocks[..., start : start + 4, None] >> places & 1).flatten(-2) << 4
-
-
-def _float16(blocks: Tensor, start: int) -> Tensor:
-    return blocks[..., start : start + 2].contiguous().view(torch.float16).float()
-
-
-def _q4_0(blocks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    scales = _float16(blocks, 0)
-    return _halves(blocks, start=2, length=16, size=16), scales, -8 * scales
-
-
-def _q4_1(blocks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    return _halves(blocks, start=4, length=16, size=16), _float16(blocks, 0), _float16(blocks, 2)
-
-
-def _iq4_nl(blocks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes (`QuantizedWeight.is_coded`)."""
-    scales = _float16(blocks, 0)
-    return _halves(blocks, start=2, length=16, size=16), scales, torch.zeros_like(scales)
-
-
-# Types of more than 4 bits become 8, with the value that stands for a minimum, or for zero if there are none, at 128.
-def _q5_0(blocks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    scales = _float16(blocks, 0)
-    values = _halves(blocks, start=6, length=16, size=16) | _fifth_bits(blocks, start=2)
-    return values + 112, scales, -128 * scales
-
-
-def _q5_1(blocks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    scales = _float16(blocks, 0)
-    values = _halves(blocks, start=8, length=16, size=16) | _fifth_bits(blocks, start=4)
-    return values + 128, scales, _float16(blocks, 2) - 128 * scales
-
-
-def _q8_0(blocks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    scales = _float16(blocks, 0)
-    return blocks[..., 2:] ^ 128, scales, -128 * scales
-
-
-def _k_parameters(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Of eight groups, of which each has a scale and a minimum of 6 bits: four bytes have those of the first four
-    groups' scales, four those of their minimums, and what these leave of their bits and four more bytes the others'."""
-    scales, minimums, others = blocks[..., 4:16].chunk(3, -1)
-    scales = torch.cat((scales & 63, (others & 15) | (scales >> 6 << 4)), -1)
-    minimums = torch.cat((minimums & 63, (others >> 4) | (minimums >> 6 << 4)), -1)
-    return _float16(blocks, 0) * scales, -_float16(blocks, 2) * minimums
-
-
-def _q4_k(blocks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    return _halves(blocks, start=16, length=32, size=128), *_k_parameters(blocks)
-
-
-def _q5_k(blocks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Bit i of 32 bytes is the fifth one of the values of group i."""
-    scales, minimums = _k_parameters(blocks)
-    places = torch.arange(8, dtype=torch.uint8)[:, None]
-    fifth = (blocks[..., None, 16:48] >> places & 1).flatten(-2) << 4
-    values = _halves(blocks, start=48, length=32, size=128) | fifth
-    return values + 128, scales, minimums - 128 * scales
-
-
-def _q6_k(blocks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Of each half of a block, 64 bytes have the lower four bits of 128 values and 32 bytes their upper two."""
-    places = torch.arange(0, 8, 2, dtype=torch.uint8)[:, None]
-    upper = (blocks[..., 128:192].reshape(*blocks.shape[:2], 2, 1, 32) >> places & 3).flatten(-3) << 4
-    values = _halves(blocks, start=0, length=64, size=128) | upper
-    scales = _float16(blocks, 208) * blocks[..., 192:208].contiguous().view(torch.int8)
-    return values + 96, scales, -128 * scales
-
-
-UNPACK: dict[str, tuple[int, int, Unpack]] = {
-    "IQ4_NL": (4, 32, _iq4_nl),
-    "Q4_0": (4, 32, _q4_0),
-    "Q4_1": (4, 32, _q4_1),
-    "Q4_K": (4, 32, _q4_k),
-    "Q5_0": (8, 32, _q5_0),
-    "Q5_1": (8, 32, _q5_1),
-    "Q5_K": (8, 32, _q5_k),
-    "Q6_K": (8, 16, _q6_k),
-    "Q8_0": (8, 32, _q8_0),
-}
-"""Types that are groups of inputs with a scale, and a minimum or none: the bits that their values get, the inputs of a
-group, and how they are read."""

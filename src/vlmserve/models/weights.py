@@ -325,8 +325,8 @@ def _copy_file(
 def _hash(file: WeightFile, path: Path, key: str, digests: TensorDigests, share: float = 1.0) -> None:
     if isinstance(file, StackedExperts):
         key, share = file.stored(key, share)
-    for source, name in file.stored(key) if isinstance(file, GGUFFile) else [(path, key)]:
-        digests.read(source, name, share)
+    for source, name, part in file.stored(key, share) if isinstance(file, GGUFFile) else [(path, key, share)]:
+        digests.read(source, name, part)
 
 
 def _pieces(
