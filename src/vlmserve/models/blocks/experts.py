@@ -80,7 +80,7 @@ class Experts(Block):
             if count and str(number) in self.experts:
                 own = rows[first:last]
                 linear, inputs = self.experts[str(number)](x[own])
-                output.index_add_(0, own, linear(inputs).float() * weights[first:last])
+                output[own] += linear(inputs).float() * weights[first:last]
         if self._ranks is not None:
             output = self._ranks.sum(output)
         if self.shared is not None:
