@@ -49,6 +49,7 @@ GENERATING = frozenset(
         "/v1/completions",
         "/v1/responses",
         "/v1/messages",
+        "/v1/decisions",
         "/v1/embeddings",
         "/v1/score",
         "/v1/rerank",

@@ -22,7 +22,7 @@ from vlmserve.server.errors import error_code
 from vlmserve.server.metrics import AnswerRecord
 from vlmserve.server.schema.usage import CompletionTokensDetails, PromptTokensDetails, Usage
 from vlmserve.server.service import Service
-from vlmserve.tasks import GENERATE, Task, TaskResult
+from vlmserve.tasks import GENERATE, Score, Task, TaskResult
 from vlmserve.types import (
     BeamSearch,
     EngineOutput,
@@ -56,6 +56,10 @@ class GenerationRequest:
     every_token: bool = False
     """Whether logprobs of all of an answer's tokens are wanted: of reasoning, stop strings and end tokens, too."""
     task: Task = GENERATE
+    tasks: Sequence[Task] | None = None
+    """One for each prompt, instead of `task`."""
+    shared: Prompt | None = None
+    """The beginning of all prompts, which is computed before them so that they find it cached."""
 
     def params_of(self, index: int) -> SamplingParams:
         """The params of sample number `index`: with a seed each gets its own, and choosing from several takes their
@@ -230,12 +234,16 @@ class Generation:
         self.model = adapter or service.model_name
         self.token_bytes = service.preparer.answers.token_bytes
         self.answers = answers
+        self.shared_output: EngineOutput | None = None
+        """The output of the prompts' shared beginning."""
         self.failure: VLMServeError | None = None
         """What ended a stream that had begun."""
         self.request = request
 
     @property
     def usage(self) -> Usage:
+        if self.shared_output is not None:
+            return self._usage_after(self.shared_output)
         prompts = self.request.prompts
         asked = sum(len(prompt.token_ids) for prompt in prompts)
         generated = sum(answer.num_tokens for answer in self.answers)
@@ -248,6 +256,20 @@ class Generation:
         )
         reasoning = sum(answer.num_reasoning_tokens for answer in self.answers)
         return Usage(asked, generated, asked + generated, details, CompletionTokensDetails(reasoning))
+
+    def _usage_after(self, shared: EngineOutput) -> Usage:
+        """The usage of prompts whose shared beginning counts once."""
+        start, prompts = self.request.shared, self.request.prompts
+        assert start is not None
+        again = len(prompts) - 1
+        asked = sum(len(prompt.token_ids) for prompt in prompts) - again * len(start.token_ids)
+        details = PromptTokensDetails(
+            cached_tokens=shared.cached_tokens,
+            images=sum(prompt.num_images for prompt in prompts) - again * start.num_images,
+            images_encoded=shared.images_encoded + sum(answer.num_images_encoded for answer in self.answers),
+            image_tokens=sum(prompt.num_image_tokens for prompt in prompts) - again * start.num_image_tokens,
+        )
+        return Usage(asked, 0, asked, details, CompletionTokensDetails())
 
     @property
     def may_think(self) -> bool:
@@ -375,10 +397,11 @@ async def start_generation(
             adapter=adapter,
             priority=priority,
             client=sender.get(),
-            task=request.task,
+            task=request.task if request.tasks is None else request.tasks[number],
         )
         for number, (prompt, params) in enumerate(samples)
     ]
+    shared_output = await _compute_shared(client, request, engine_requests[0])
     streams: Sequence[OutputStream]
     if request.beams is None:
         streams = await client.submit_together(engine_requests)
@@ -402,4 +425,30 @@ async def start_generation(
     first_request_ids = [
         sent.request_id for sent in engine_requests[:: 1 if request.beams is None else request.num_answers]
     ]
-    return Generation(service, request, answers, generation_id, first_request_ids, adapter, relaxed)
+    generation = Generation(service, request, answers, generation_id, first_request_ids, adapter, relaxed)
+    generation.shared_output = shared_output
+    return generation
+
+
+async def _compute_shared(
+    client: EngineClient, request: GenerationRequest, first: EngineRequest
+) -> EngineOutput | None:
+    """Compute the beginning of all prompts, if they share one. first: one of the requests that find it cached.
+
+    Raises VLMServeError if the engine cannot compute it.
+    """
+    if request.shared is None:
+        return None
+    # The value of a token is computed only because a request needs a task.
+    asked = msgspec.structs.replace(
+        first, request_id=f"{first.request_id}-shared", prompt=request.shared, task=Score((0,))
+    )
+    [stream] = await client.submit_together([asked])
+    try:
+        async for output in stream:
+            if output.finish_reason in ("abort", "error"):
+                raise VLMServeError(output.error or "The engine aborted this request")
+            return output
+    finally:
+        stream.close()
+    raise VLMServeError("The engine ended before it computed this request")

@@ -1,0 +1,124 @@
+"""Questions about one content: a prompt for each possible answer, and the probabilities of the answers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import msgspec
+import numpy as np
+
+from vlmserve.errors import InvalidRequestError
+from vlmserve.prompt.untrusted import Quotation
+from vlmserve.tasks import ScoreContinuation
+from vlmserve.types import Prompt
+
+if TYPE_CHECKING:
+    from vlmserve.frontend.requests import RequestPreparer
+
+Parts = list[dict[str, Any]]
+
+
+class Branch(NamedTuple):
+    """One possible answer to a question."""
+
+    prompt: Prompt
+    task: ScoreContinuation
+
+
+class Decider:
+    """Writes answers after prompts, as the model itself would."""
+
+    def __init__(self, preparer: RequestPreparer) -> None:
+        """Raises InvalidRequestError for a model without a chat template."""
+        if not preparer.takes_tools:
+            raise InvalidRequestError(
+                "this model cannot decide: it needs a chat template; serve a chat model", param="model"
+            )
+        self._tokenizer = preparer.tokenizer
+        self._quotation = Quotation(preparer.tokenizer.control_tokens)
+        self._end = _end_of_turn(preparer)
+
+    def branches(self, question: Prompt, answers: Sequence[str]) -> list[Branch]:
+        """Continue a question with each answer and the token that ends it."""
+        start = len(question.token_ids)
+        tails = [self._tokenizer.encode_quoted(self._quotation.quote(answer), self._quotation) for answer in answers]
+        return [
+            Branch(
+                msgspec.structs.replace(question, token_ids=[*question.token_ids, *tail, *self._end], thoughts=None),
+                ScoreContinuation(start),
+            )
+            for tail in tails
+        ]
+
+
+def _end_of_turn(preparer: RequestPreparer) -> list[int]:
+    """The token that the chat template writes after an answer, else the tokenizer's end token."""
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "a"}]
+    begun = preparer.chat(messages, add_generation_prompt=False, continue_final_message=True).token_ids
+    whole = preparer.chat(messages, add_generation_prompt=False).token_ids
+    if len(whole) > len(begun) and whole[: len(begun)] == begun:
+        return [whole[len(begun)]]
+    end = preparer.tokenizer.special_tokens.get("eos_token")
+    return [] if end is None else preparer.encode(end, add_special_tokens=False)
+
+
+def answers_as_text(values: Sequence[str | bool]) -> list[str]:
+    """Write choices so that the string "true" differs from true."""
+    texts = [value if isinstance(value, str) else json.dumps(value) for value in values]
+    return texts if len(set(texts)) == len(texts) else [json.dumps(value) for value in values]
+
+
+def asked(messages: Sequence[Mapping[str, Any]], question: Parts) -> list[dict[str, Any]]:
+    """Add a question to a conversation: to its last message if that is the user's."""
+    shown = [dict(message) for message in messages]
+    if shown and shown[-1]["role"] == "user":
+        last = shown.pop()["content"]
+        question = [*([{"type": "text", "text": last}] if isinstance(last, str) else last), *question]
+    if all(part["type"] == "text" for part in question):
+        return [*shown, {"role": "user", "content": "\n\n".join(part["text"] for part in question)}]
+    spaced = [
+        {**part, "text": f"{part['text']}\n\n"} if part["type"] == after["type"] == "text" else part
+        for part, after in pairwise([*question, {"type": ""}])
+    ]
+    return [*shown, {"role": "user", "content": spaced}]
+
+
+def shared_prefix(prompts: Sequence[Prompt]) -> Prompt | None:
+    """Return the longest beginning of all prompts; None if they have none in common."""
+    first = prompts[0]
+    if any(prompt.cross != first.cross for prompt in prompts):
+        return None
+    length = len(first.token_ids)
+    for prompt in prompts[1:]:
+        pairs = enumerate(zip(first.token_ids[:length], prompt.token_ids, strict=False))
+        length = next((place for place, (ours, theirs) in pairs if ours != theirs), min(length, len(prompt.token_ids)))
+    for number, span in enumerate(first.images):
+        same = all(
+            len(prompt.images) > number
+            and (prompt.images[number].start, prompt.images[number].image.key) == (span.start, span.image.key)
+            for prompt in prompts
+        )
+        if span.end > length or not same:
+            length = min(length, span.start)
+            break
+    if length == 0:
+        return None
+    images = tuple(span for span in first.images if span.end <= length)
+    return msgspec.structs.replace(first, token_ids=first.token_ids[:length], images=images, thoughts=None)
+
+
+def probabilities(results: Sequence[bytes]) -> list[float]:
+    """Normalize the probabilities of the answers to one question. results: of `ScoreContinuation`, one for each."""
+    sums = np.array([np.frombuffer(result, "<f4").sum(dtype=np.float64) for result in results])
+    weights = np.exp(sums - sums.max())
+    return [float(value) for value in weights / weights.sum()]
+
+
+def confidence(distribution: Sequence[float]) -> float:
+    """Return 1 for a certain answer, 0 if all answers are equally probable: `1 - entropy / ln(n)`."""
+    values = np.array(distribution)
+    entropy = -float((values * np.log(values, where=values > 0, out=np.zeros_like(values))).sum())
+    return min(1.0, max(0.0, 1 - entropy / float(np.log(len(values)))))

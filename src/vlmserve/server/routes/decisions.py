@@ -1,0 +1,126 @@
+"""``POST /v1/decisions``: probabilities of the answers to questions about one content."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from vlmserve.errors import InvalidRequestError
+from vlmserve.frontend.deciding import Decider, asked, confidence, probabilities, shared_prefix
+from vlmserve.server.generation import Generation, GenerationRequest
+from vlmserve.server.history import owner_of, with_files
+from vlmserve.server.routes.answering import Dialect, answer
+from vlmserve.server.schema.content import thinking_settings
+from vlmserve.server.schema.decisions import (
+    Choice,
+    ChoiceAnswer,
+    Decision,
+    DecisionRequest,
+    LevelProbability,
+    Predicate,
+    PredicateAnswer,
+    Question,
+    ScoreAnswer,
+    ValueProbability,
+)
+from vlmserve.server.schema.responses import ResponseUsage
+from vlmserve.server.service import Service
+from vlmserve.server.turns import Turns
+from vlmserve.types import Prompt, SamplingParams
+
+
+class DecisionDialect(Dialect[DecisionRequest]):
+    """OpenAI's decisions. All answers to all questions continue one content, which is computed once."""
+
+    kind = DecisionRequest
+    id_prefix = "dec-"
+    operation = "decisions"
+    content_field = "input"
+
+    def __init__(self, owner: str = "") -> None:
+        self._owner = owner
+
+    def num_answers(self, body: DecisionRequest) -> int:
+        return body.num_branches
+
+    async def ask(self, service: Service, body: DecisionRequest) -> GenerationRequest:
+        decider = await service.preparation.text(Decider, 0)
+        items = [item.stored() for item in body.input]
+        prepared = [self._question(service, body, items, number) for number in range(len(body.questions))]
+        first = await prepared.pop(0)  # prepares the images that the others share
+        prompts = [first, *await asyncio.gather(*prepared)]
+        branches = [
+            branch
+            for prompt, question in zip(prompts, body.questions, strict=True)
+            for branch in decider.branches(prompt, question.answers)
+        ]
+        return GenerationRequest(
+            [branch.prompt for branch in branches],
+            SamplingParams(),
+            cache_salt=body.cache_salt or "",
+            tasks=[branch.task for branch in branches],
+            shared=shared_prefix(prompts),
+        )
+
+    async def _question(
+        self, service: Service, body: DecisionRequest, items: list[dict[str, Any]], number: int
+    ) -> Prompt:
+        question = body.questions[number]
+        turns = Turns(None, [], items)
+        [instructions] = Turns(None, [], [question.item.stored()]).messages
+        said = instructions["content"]
+        parts = [{"type": "text", "text": said}] if isinstance(said, str) else said
+        messages = asked(turns.messages, [*parts, {"type": "text", "text": question.rule}])
+        try:
+            with service.bodies.share() as share:
+                return await service.preparation.prepare(
+                    await with_files(service, self._owner, messages, share),
+                    cache_salt=body.cache_salt or "",
+                    template_settings=thinking_settings(False, service.preparer.template_settings),
+                    mm_processor_kwargs=body.processor_kwargs,
+                )
+        except InvalidRequestError as error:
+            last = messages[-1]["content"]
+            start = len(last) - len(parts) - 1 if isinstance(last, list) else 0
+            _name_question(error, number, len(messages) - 1, start)
+            turns.reword(error)
+            raise
+
+    async def complete(self, body: DecisionRequest, generation: Generation) -> Decision:
+        await generation.finished()
+        results = iter([one.result.data for one in generation.answers if one.result is not None])
+        answers = [_answer(one, probabilities([next(results) for _ in one.answers])) for one in body.questions]
+        return Decision(generation.model, answers, ResponseUsage.of(generation.usage))
+
+
+def _name_question(error: InvalidRequestError, number: int, last: int, start: int) -> None:
+    """Let an error about a question's parts name the question. They begin at part `start` of message `last`."""
+    found = re.match(r"messages\[(\d+)\]\.content\[(\d+)\]", error.param or "")
+    if found is not None and int(found[1]) == last and int(found[2]) >= start:
+        place = f"questions[{number}].instructions[{int(found[2]) - start}]"
+        error.args = (str(error).replace(found[0], place).replace(".image_url.url", ".image_url"),)
+        error.param = place
+
+
+def _answer(question: Question, values: list[float]) -> PredicateAnswer | ChoiceAnswer | ScoreAnswer:
+    if isinstance(question, Predicate):
+        return PredicateAnswer(question.name, values[0])
+    if isinstance(question, Choice):
+        shown = [ValueProbability(one.value, value) for one, value in zip(question.choices, values, strict=True)]
+        best = max(shown, key=lambda one: one.probability)
+        return ChoiceAnswer(question.name, best.value, shown, confidence(values))
+    levels = [
+        LevelProbability(place, one.label, value)
+        for place, (one, value) in enumerate(zip(question.levels, values, strict=True))
+    ]
+    mean = sum(one.value * one.probability for one in levels)
+    return ScoreAnswer(question.name, mean, levels, confidence(values))
+
+
+async def decisions(request: Request) -> Response:
+    """Return probabilities of the answers to questions about one content."""
+    return await answer(request, DecisionDialect(owner_of(request)))

@@ -1,0 +1,250 @@
+"""Questions about one content, as OpenAI's Decisions API writes them."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+import msgspec
+from pydantic import BeforeValidator, Field, Tag, model_validator
+
+from vlmserve.frontend.deciding import answers_as_text
+from vlmserve.server.schema.asking import ModelRequest
+from vlmserve.server.schema.base import RequestModel, by_type, text_or_list
+from vlmserve.server.schema.content import PromptRequest
+from vlmserve.server.schema.items import MAX_ITEMS, InputFile, InputImage, InputItem, InputText, MessageItem
+from vlmserve.server.schema.responses import ResponseUsage
+
+MAX_QUESTIONS = 400
+MAX_BRANCHES = 2048
+"""Answers that the questions of a request may have together."""
+_MAX_JSON = 256 * 1024
+_MAX_VALUES = 10_000
+_MAX_LEVELS = 32
+
+
+def _json_as_text(value: Any) -> Any:
+    """Write the ``input_json`` parts of a list as text. Raises ValueError for JSON over a limit."""
+    if not isinstance(value, list):
+        return value
+    return [_part_as_text(part) for part in value]
+
+
+def _part_as_text(part: Any) -> Any:
+    if not isinstance(part, dict) or part.get("type") != "input_json":
+        return part
+    data = part.get("data")
+    objects = data if isinstance(data, list) else [data]
+    if not all(isinstance(one, dict) for one in objects):
+        raise ValueError("data of an input_json should be an object or a list of objects")
+    level, values = [data], 1
+    for _ in range(_MAX_LEVELS + 1):
+        inner = [one for outer in level for one in (outer.values() if isinstance(outer, dict) else outer or ())]
+        values += len(inner)
+        level = [one for one in inner if isinstance(one, dict | list)]
+        if not level:
+            break
+    text = "" if level else json.dumps(data, ensure_ascii=False)
+    if level or values > _MAX_VALUES or len(text.encode(errors="replace")) > _MAX_JSON:
+        raise ValueError(
+            f"data of an input_json may have {_MAX_LEVELS} levels, {_MAX_VALUES:,} values and {_MAX_JSON // 1024} KiB"
+        )
+    return {"type": "input_text", "text": text}
+
+
+def _as_items(value: Any) -> Any:
+    if isinstance(value, str):
+        return [{"role": "user", "content": value}]
+    if not isinstance(value, list):
+        return value
+    return [
+        {**item, "content": _json_as_text(item["content"])} if isinstance(item, dict) and "content" in item else item
+        for item in value
+    ]
+
+
+_Part = Annotated[
+    Annotated[InputText, Tag("<input_text>")]
+    | Annotated[InputImage, Tag("<input_image>")]
+    | Annotated[InputFile, Tag("<input_file>")],
+    by_type("input_text", "input_image", "input_file"),
+]
+
+
+class _Question(RequestModel):
+    """Fields of all questions."""
+
+    name: str | None = None
+    instructions: Annotated[
+        Annotated[str, Field(min_length=1), Tag("<text>")] | Annotated[list[_Part], Field(min_length=1), Tag("<list>")],
+        text_or_list("parts"),
+        BeforeValidator(_json_as_text),
+    ]
+
+    @property
+    def item(self) -> MessageItem:
+        """The instructions as a user's message."""
+        content = self.instructions
+        return MessageItem(role="user", content=content if isinstance(content, str) else list(content))
+
+
+class Predicate(_Question):
+    """A statement that is true or false."""
+
+    type: Literal["predicate"]
+
+    @property
+    def answers(self) -> list[str]:
+        return ["Yes", "No"]
+
+    @property
+    def rule(self) -> str:
+        """How to answer."""
+        return "Is this true? Answer only Yes or No."
+
+
+class ChoiceOption(RequestModel):
+    """A possible answer."""
+
+    value: str | bool
+    description: str | None = None
+
+
+class Choice(_Question):
+    """A choice of several values."""
+
+    type: Literal["choice"]
+    choices: Annotated[list[ChoiceOption], Field(min_length=2, max_length=255)]
+
+    @model_validator(mode="after")
+    def _are_unique(self) -> Self:
+        if len({(type(one.value), one.value) for one in self.choices}) < len(self.choices):
+            raise ValueError("Each choice must be unique")
+        if "" in [one.value for one in self.choices]:
+            raise ValueError("A choice must not be empty")
+        return self
+
+    @property
+    def answers(self) -> list[str]:
+        return answers_as_text([one.value for one in self.choices])
+
+    @property
+    def rule(self) -> str:
+        """How to answer."""
+        lines = _described(self.answers, [one.description for one in self.choices])
+        return f"Answer only with one of these choices:\n{lines}"
+
+
+class Level(RequestModel):
+    """One level of a scale."""
+
+    label: Annotated[str, Field(min_length=1)]
+    description: str | None = None
+
+
+class Score(_Question):
+    """A rating on a scale, lowest level first."""
+
+    type: Literal["score"]
+    levels: Annotated[list[Level], Field(min_length=2, max_length=10)]
+
+    @model_validator(mode="after")
+    def _are_unique(self) -> Self:
+        if len(set(self.answers)) < len(self.levels):
+            raise ValueError("Each level must have its own label")
+        return self
+
+    @property
+    def answers(self) -> list[str]:
+        return [one.label for one in self.levels]
+
+    @property
+    def rule(self) -> str:
+        """How to answer."""
+        lines = _described(self.answers, [one.description for one in self.levels])
+        return f"Answer only with one of these levels, lowest first:\n{lines}"
+
+
+def _described(answers: list[str], descriptions: list[str | None]) -> str:
+    pairs = zip(answers, descriptions, strict=True)
+    return "\n".join(f"- {answer}" if about is None else f"- {answer}: {about}" for answer, about in pairs)
+
+
+Question = Annotated[
+    Annotated[Predicate, Tag("<predicate>")] | Annotated[Choice, Tag("<choice>")] | Annotated[Score, Tag("<score>")],
+    by_type("predicate", "choice", "score"),
+]
+
+
+class DecisionRequest(PromptRequest, ModelRequest):
+    """The body of ``POST /v1/decisions``."""
+
+    content_fields: ClassVar[tuple[str, ...]] = ("input",)
+
+    input: Annotated[list[InputItem], Field(min_length=1, max_length=MAX_ITEMS), BeforeValidator(_as_items)]
+    questions: Annotated[list[Question], Field(min_length=1, max_length=MAX_QUESTIONS)]
+
+    @property
+    def num_branches(self) -> int:
+        """Answers that are scored."""
+        return sum(len(question.answers) for question in self.questions)
+
+    @model_validator(mode="after")
+    def _has_few_branches(self) -> Self:
+        if self.num_branches > MAX_BRANCHES:
+            raise ValueError(
+                f"The questions have {self.num_branches:,} answers together; at most {MAX_BRANCHES:,} are allowed"
+            )
+        return self
+
+
+class PredicateAnswer(msgspec.Struct):
+    """probability: that the statement is true."""
+
+    name: str | None
+    probability: float
+    type: str = "predicate"
+
+
+class ValueProbability(msgspec.Struct):
+    """The probability of a choice."""
+
+    value: str | bool
+    probability: float
+
+
+class ChoiceAnswer(msgspec.Struct):
+    """The most probable choice, and all of them."""
+
+    name: str | None
+    choice: str | bool
+    probabilities: list[ValueProbability]
+    confidence: float
+    type: str = "choice"
+
+
+class LevelProbability(msgspec.Struct):
+    """The probability of a level. value: its place, from 0."""
+
+    value: int
+    label: str
+    probability: float
+
+
+class ScoreAnswer(msgspec.Struct):
+    """score: the mean of the levels' places, weighted by their probabilities."""
+
+    name: str | None
+    score: float
+    probabilities: list[LevelProbability]
+    confidence: float
+    type: str = "score"
+
+
+class Decision(msgspec.Struct):
+    """The response, with answers in the order of the questions."""
+
+    model: str
+    answers: list[Any]
+    """Each is a `PredicateAnswer`, `ChoiceAnswer` or `ScoreAnswer`."""
+    usage: ResponseUsage

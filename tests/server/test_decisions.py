@@ -1,0 +1,149 @@
+"""/v1/decisions with the openai client and a mock engine, and its arithmetic."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import openai
+import pytest
+
+from tests.server.live import LiveServer
+from tests.server.test_chat import data_url
+from vlmserve.config import MediaConfig
+from vlmserve.frontend.deciding import Decider, answers_as_text, asked, confidence, probabilities, shared_prefix
+from vlmserve.frontend.requests import RequestPreparer
+from vlmserve.server.schema.decisions import DecisionRequest
+from vlmserve.types import Prompt
+
+PREDICATE = {"type": "predicate", "name": "red", "instructions": "The image is red"}
+CHOICE = {
+    "type": "choice",
+    "instructions": [{"type": "input_text", "text": "Which?"}, {"type": "input_json", "data": {"a": [1]}}],
+    "choices": [{"value": "true"}, {"value": True, "description": "a boolean"}, {"value": "true, but"}],
+}
+SCORE = {
+    "type": "score",
+    "instructions": "How good?",
+    "levels": [{"label": "bad"}, {"label": "fair", "description": "so so"}, {"label": "good"}],
+}
+IMAGE = [{"role": "user", "content": [{"type": "input_image", "image_url": data_url("red")}]}]
+
+
+def decide(server: LiveServer, questions, content=IMAGE):
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        return client.decisions.create(model="tiny", input=content, questions=questions)
+
+
+def test_questions_are_answered_in_order(live):
+    decision = decide(live, [PREDICATE, CHOICE, SCORE])
+    predicate, choice, score = decision.answers
+    assert (predicate.type, predicate.name) == ("predicate", "red")
+    assert 0 < predicate.probability < 1
+    assert [one.value for one in choice.probabilities] == ["true", True, "true, but"]
+    assert choice.choice == max(choice.probabilities, key=lambda one: one.probability).value
+    assert [(one.value, one.label) for one in score.probabilities] == [(0, "bad"), (1, "fair"), (2, "good")]
+    assert score.score == pytest.approx(sum(one.value * one.probability for one in score.probabilities))
+    for one in (choice, score):
+        values = [each.probability for each in one.probabilities]
+        assert sum(values) == pytest.approx(1)
+        assert one.confidence == pytest.approx(confidence(values))
+
+
+def test_the_content_counts_once(live):
+    one, both = (decide(live, [PREDICATE] * count).usage for count in (1, 2))
+    assert one.output_tokens == 0
+    assert one.input_tokens == one.total_tokens
+    assert 0 < both.input_tokens - one.input_tokens < one.input_tokens
+
+
+def test_items_of_all_types_are_content(live):
+    items = [
+        {"role": "developer", "content": "Be strict"},
+        {"role": "user", "content": [{"type": "input_json", "data": [{"price": 3}]}]},
+        {"type": "function_call", "call_id": "1", "name": "look", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "1", "output": "a cat"},
+        {"role": "assistant", "content": [{"type": "output_text", "text": "A cat"}]},
+    ]
+    assert len(decide(live, [PREDICATE], items).answers) == 1
+    assert len(decide(live, [PREDICATE], "A cat").answers) == 1
+
+
+@pytest.mark.parametrize(
+    ("questions", "content", "message"),
+    [
+        ([], IMAGE, "questions"),
+        ([PREDICATE] * 401, IMAGE, "questions"),
+        ([{**CHOICE, "choices": [{"value": "a"}]}], IMAGE, "choices"),
+        ([{**CHOICE, "choices": [{"value": "a"}, {"value": "a"}]}], IMAGE, "unique"),
+        ([{**CHOICE, "choices": [{"value": str(n)} for n in range(255)]}] * 9, IMAGE, "at most 2,048"),
+        ([{**SCORE, "levels": [{"label": str(n)} for n in range(11)]}], IMAGE, "levels"),
+        ([PREDICATE], [{"role": "user", "content": [{"type": "input_json", "data": 3}]}], "object"),
+        ([PREDICATE], [{"type": "function_call_output", "call_id": "1", "output": "a"}], "call_id"),
+        (
+            [
+                PREDICATE,
+                {**PREDICATE, "instructions": [{"type": "input_image", "image_url": "nowhere"}]},
+            ],
+            IMAGE,
+            r"questions\[1\]",
+        ),
+    ],
+)
+def test_wrong_requests_are_errors(live, questions, content, message):
+    with pytest.raises(openai.BadRequestError, match=message):
+        decide(live, questions, content)
+
+
+def test_choices_equal_transformers_whole_sums(real):
+    """One choice begins another, and none is a single token."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    texts = ["a cat", "a cat, but", "the dog"]
+    question = {"type": "choice", "instructions": "Which?", "choices": [{"value": text} for text in texts]}
+    for _ in range(2):  # the second time, all but the answers is cached
+        *_, answer = decide(real, [PREDICATE, question], "Long ago " * 20).answers
+        preparer = RequestPreparer(real.folder, MediaConfig.model_validate({}))
+        body = DecisionRequest.model_validate({"input": "-", "questions": [question]})
+        parts = [{"type": "text", "text": text} for text in ("Which?", body.questions[0].rule)]
+        prompt = preparer.chat(asked([{"role": "user", "content": "Long ago " * 20}], parts))
+        model = AutoModelForCausalLM.from_pretrained(real.folder, dtype=torch.float32).eval()
+        sums = []
+        for branch in Decider(preparer).branches(prompt, texts):
+            ids, start = branch.prompt.token_ids, branch.task.start
+            assert len(ids) > start + 2
+            with torch.inference_mode():
+                scores = model(torch.tensor([ids])).logits[0].double().log_softmax(-1)
+            sums.append(scores[range(start - 1, len(ids) - 1), ids[start:]].sum())
+        expected = torch.stack(sums).softmax(0).tolist()
+        assert [one.probability for one in answer.probabilities] == pytest.approx(expected, abs=1e-4)
+
+
+def test_probabilities_are_normalized_sums():
+    results = [np.log(np.array(values, "<f4")).tobytes() for values in ([0.5, 0.5], [0.5, 0.5, 0.5], [0.125])]
+    assert probabilities(results) == pytest.approx([0.5, 0.25, 0.25])
+
+
+def test_confidence_measures_concentration():
+    assert confidence([0.25] * 4) == pytest.approx(0)
+    assert confidence([1.0, 0.0]) == 1
+    assert confidence([0.9, 0.1]) == pytest.approx(1 + (0.9 * math.log(0.9) + 0.1 * math.log(0.1)) / math.log(2))
+
+
+def test_booleans_and_strings_are_written_differently():
+    assert answers_as_text(["true", True]) == ['"true"', "true"]
+    assert answers_as_text(["no", True]) == ["no", "true"]
+
+
+def test_questions_join_the_users_last_message():
+    question = [{"type": "text", "text": "b"}]
+    assert asked([{"role": "user", "content": "a"}], question) == [{"role": "user", "content": "a\n\nb"}]
+    assert len(asked([{"role": "assistant", "content": "a"}], question)) == 2
+
+
+def test_prompts_share_their_beginning():
+    shared = shared_prefix([Prompt([1, 2, 3, 4]), Prompt([1, 2, 5]), Prompt([1, 2])])
+    assert shared is not None
+    assert shared.token_ids == [1, 2]
+    assert shared_prefix([Prompt([1]), Prompt([2])]) is None
