@@ -8,11 +8,14 @@ import numpy as np
 import openai
 import pytest
 
+from tests.media.images_for_tests import encoded, noise
 from tests.server.live import LiveServer
 from tests.server.test_chat import data_url
 from vlmserve.config import MediaConfig
+from vlmserve.errors import ImageFetchError
 from vlmserve.frontend.deciding import Decider, answers_as_text, asked, confidence, probabilities, shared_prefix
 from vlmserve.frontend.requests import RequestPreparer
+from vlmserve.server import preparation
 from vlmserve.server.schema.decisions import DecisionRequest
 from vlmserve.types import Prompt
 
@@ -55,6 +58,26 @@ def test_the_content_counts_once(live):
     assert one.output_tokens == 0
     assert one.input_tokens == one.total_tokens
     assert 0 < both.input_tokens - one.input_tokens < one.input_tokens
+
+
+def test_image_urls_are_fetched_once(live, monkeypatch):
+    fetched = []
+
+    def fetch(url, limits):
+        fetched.append(url)
+        if "missing" in url:
+            raise ImageFetchError("there is none")
+        return encoded(noise(30, 20))
+
+    monkeypatch.setattr(preparation, "fetch_file", fetch)
+    part = {"type": "input_image", "image_url": "https://example.org/a.png"}
+    content = [{"role": "user", "content": [part, part]}]
+    assert len(decide(live, [PREDICATE, CHOICE, SCORE], content).answers) == 3
+    assert fetched == ["https://example.org/a.png"]
+    missing = {**part, "image_url": "https://example.org/missing.png"}
+    with pytest.raises(openai.BadRequestError, match="there is none") as error:
+        decide(live, [PREDICATE], [{"role": "user", "content": [part, missing]}])
+    assert error.value.param == "input[0].content[1].image_url"
 
 
 def test_items_of_all_types_are_content(live):

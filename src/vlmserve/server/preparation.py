@@ -15,6 +15,7 @@ from vlmserve.cores import usable_cores
 from vlmserve.frontend.conversations import ConversationOptions
 from vlmserve.frontend.tools import ToolUse
 from vlmserve.media.cache import ImageCacheStats
+from vlmserve.media.fetch import fetch_file
 from vlmserve.prompt.template_limits import SlowRenderingError, only_quick
 from vlmserve.sampling.trials import SlowGrammarError
 from vlmserve.server.errors import RefusedError
@@ -132,6 +133,10 @@ class Preparation:
     async def read_file(self, work: Callable[[], Result]) -> Result:
         """Run `work`, which may take as long as to open a file, in a thread that prepares images."""
         return await self._run_media(self._image_workers, work)
+
+    async def fetch(self, url: str, limits: MediaConfig) -> bytes:
+        """The file at an http(s) URL. Takes and raises what `fetch_file` does."""
+        return await self._run_media(self._fetch_workers, functools.partial(fetch_file, url, limits))
 
     async def _run_media(self, workers: ThreadPoolExecutor, work: Callable[[], Result]) -> Result:
         try:

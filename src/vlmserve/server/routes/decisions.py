@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import re
+from collections.abc import Sequence
 from typing import Any
 
 from starlette.requests import Request
@@ -11,8 +13,9 @@ from starlette.responses import Response
 
 from vlmserve.errors import InvalidRequestError
 from vlmserve.frontend.deciding import Decider, asked, confidence, probabilities, shared_prefix
+from vlmserve.server.body import BodyShare
 from vlmserve.server.generation import Generation, GenerationRequest
-from vlmserve.server.history import owner_of, with_files
+from vlmserve.server.history import Message, owner_of, with_files
 from vlmserve.server.routes.answering import Dialect, answer
 from vlmserve.server.schema.content import thinking_settings
 from vlmserve.server.schema.decisions import (
@@ -49,10 +52,12 @@ class DecisionDialect(Dialect[DecisionRequest]):
 
     async def ask(self, service: Service, body: DecisionRequest) -> GenerationRequest:
         decider = await service.preparation.text(Decider, 0)
-        items = [item.stored() for item in body.input]
-        prepared = [self._question(service, body, items, number) for number in range(len(body.questions))]
-        first = await prepared.pop(0)  # prepares the images that the others share
-        prompts = [first, *await asyncio.gather(*prepared)]
+        turns = Turns(None, [], [item.stored() for item in body.input])
+        with service.bodies.share() as share:
+            content = await self._content(service, turns, share)
+            prepared = [self._question(service, body, turns, content, number) for number in range(len(body.questions))]
+            first = await prepared.pop(0)  # prepares the images that the others share
+            prompts = [first, *await asyncio.gather(*prepared)]
         branches = [
             branch
             for prompt, question in zip(prompts, body.questions, strict=True)
@@ -66,15 +71,26 @@ class DecisionDialect(Dialect[DecisionRequest]):
             shared=shared_prefix(prompts),
         )
 
+    async def _content(self, service: Service, turns: Turns, share: BodyShare) -> list[Message]:
+        """The messages before a question, with files and fetched images in place: all questions use them.
+
+        Raises VLMServeError, naming the item.
+        """
+        try:
+            messages = await with_files(service, self._owner, turns.messages, share)
+            return await _with_fetched(service, messages, share)
+        except InvalidRequestError as error:
+            turns.reword(error)
+            raise
+
     async def _question(
-        self, service: Service, body: DecisionRequest, items: list[dict[str, Any]], number: int
+        self, service: Service, body: DecisionRequest, turns: Turns, content: Sequence[Message], number: int
     ) -> Prompt:
         question = body.questions[number]
-        turns = Turns(None, [], items)
         [instructions] = Turns(None, [], [question.item.stored()]).messages
         said = instructions["content"]
         parts = [{"type": "text", "text": said}] if isinstance(said, str) else said
-        messages = asked(turns.messages, [*parts, {"type": "text", "text": question.rule}])
+        messages = asked(content, [*parts, {"type": "text", "text": question.rule}])
         try:
             with service.bodies.share() as share:
                 return await service.preparation.prepare(
@@ -95,6 +111,35 @@ class DecisionDialect(Dialect[DecisionRequest]):
         results = iter([one.result.data for one in generation.answers if one.result is not None])
         answers = [_answer(one, probabilities([next(results) for _ in one.answers])) for one in body.questions]
         return Decision(generation.model, answers, ResponseUsage.of(generation.usage))
+
+
+async def _with_fetched(service: Service, messages: Sequence[Message], share: BodyShare) -> list[Message]:
+    """Replace each http(s) URL of an image by a data URL. Raises ImageFetchError, naming the part."""
+    urls: dict[str, str] = {}
+
+    async def fetched(part: dict[str, Any], place: str) -> dict[str, Any]:
+        if part["type"] != "image_url" or not (url := part["image_url"]["url"]).lower().startswith(("http:", "https:")):
+            return part
+        if url not in urls:
+            try:
+                data = await service.preparation.fetch(url, service.media)
+            except InvalidRequestError as error:
+                error.param = place
+                raise
+            share.need(len(data) * 4 // 3)
+            urls[url] = f"data:image/x;base64,{base64.b64encode(data).decode()}"
+        return {**part, "image_url": {**part["image_url"], "url": urls[url]}}
+
+    shown: list[Message] = []
+    for index, message in enumerate(messages):
+        content = message["content"]
+        if isinstance(content, list):
+            content = [
+                await fetched(part, f"messages[{index}].content[{number}].image_url.url")
+                for number, part in enumerate(content)
+            ]
+        shown.append({**message, "content": content})
+    return shown
 
 
 def _name_question(error: InvalidRequestError, number: int, last: int, start: int) -> None:
