@@ -172,7 +172,7 @@ def test_file_requests_are_all_lines_or_none(tmp_path: Path) -> None:
         (first, "two rows have the id 'a'"),
         ('{"image": "a.png"}', r"line 2: .*custom_id"),
         (first.replace("POST", "GET"), r"line 2: .*GET"),
-        (first.replace("chat/completions", "embeddings"), r"line 2: .*embeddings"),
+        (other.replace("chat/completions", "audio/speech"), r"line 2: .*audio/speech"),
     ]:
         path.write_text(f"{first}\n{second}\n")
         with pytest.raises(ConfigurationError, match=named):

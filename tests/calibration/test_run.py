@@ -40,9 +40,8 @@ ONLY_POSITIONS = (
     "phi3 with longrope, short", "mistral", "ministral3", "smollm3", "starcoder2 with a window",
 )  # fmt: skip
 """Where positions turn otherwise, or attention goes less far, than in others that have the same layers."""
-SHARING = ("gemma4",)
-"""Its layers take keys and values of others, so that they cannot be calibrated one by one."""
-UNSCALED = ("gemma4 without sharing",)
+NOT_ALONE = ("gemma4", "gemma4 without sharing")
+"""Layers that read keys of others or embeddings of their own, so that they cannot be calibrated one by one."""
 METHODS: list[QuantizeMethod] = ["gptq", "awq", "awq+gptq"]
 
 
@@ -96,7 +95,7 @@ def test_transformers_computes_the_same_with_what_was_written(
     assert not torch.allclose(expected, logits(folder), atol=0.1)
 
 
-@pytest.mark.parametrize("name", [name for name in FAMILIES if name not in ONLY_POSITIONS + SHARING])
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name not in ONLY_POSITIONS + NOT_ALONE])
 def test_factors_cancel_out_in_every_family(tmp_path: Path, name: str) -> None:
     folder = make(tmp_path / "plain", name)
     config = QuantizationConfig(scheme="int8", method="awq+gptq")
@@ -104,9 +103,7 @@ def test_factors_cancel_out_in_every_family(tmp_path: Path, name: str) -> None:
     save_quantized(folder, tmp_path / "rounded", config)
     plain = logits(folder)
     moved = [(logits(tmp_path / name, kernels="torch") - plain).norm() for name in ("out", "rounded")]
-    # Unscaled attention of random weights is sharp: rounding changes which tokens are attended.
-    most = 0.3 if name in UNSCALED else 0.1
-    assert moved[0] < 1.5 * moved[1] < 1.5 * most * plain.norm()
+    assert moved[0] < 1.5 * moved[1] < 0.15 * plain.norm()
     assert result.errors
     assert max(result.errors.values()) < 1e-3
 
@@ -321,8 +318,8 @@ def test_no_prompts_are_an_error(tmp_path: Path) -> None:
         calibrate(folder, tmp_path / "out", QuantizationConfig(scheme="int4", method="gptq"), [])
 
 
-@pytest.mark.parametrize("name", SHARING)
-def test_layers_that_share_keys_are_not_calibrated(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize("name", NOT_ALONE)
+def test_layers_that_read_other_inputs_are_not_calibrated(tmp_path: Path, name: str) -> None:
     folder = make(tmp_path / "plain", name)
     with pytest.raises(ConfigurationError, match="cannot be calibrated"):
         calibrate(folder, tmp_path / "out", QuantizationConfig(scheme="int8", method="gptq"))

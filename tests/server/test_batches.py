@@ -129,7 +129,7 @@ def test_wrong_requests_are_refused(keeping):
     client = keeping.openai
     file_id = upload(client, [line("a")])
     for fields, param in (
-        ({"endpoint": "/v1/embeddings"}, "endpoint"),
+        ({"endpoint": "/v1/audio/speech"}, "endpoint"),
         ({"completion_window": "soon"}, "completion_window"),
         ({"completion_window": "31d"}, "completion_window"),
         ({"metadata": {"a": 1}}, "metadata.a"),
