@@ -107,6 +107,17 @@ def test_scored_prompts_skip_no_rows(oracle: Oracle, expected: list[list[int]]) 
     assert ours == pytest.approx(theirs, abs=1e-4)
 
 
+@torch.inference_mode()
+@pytest.mark.parametrize("pooling", ["mean", "last"])
+def test_vectors_read_all_rows(oracle: Oracle, pooling: str) -> None:
+    ids = [[3, 9, 4, 21, 7, 30, 11], [5, 8, 2, 40, 12]]
+    llm = oracle.llm(max_num_batched_tokens=9, pooling=pooling)
+    for ours, one in zip(llm.embed([{"prompt_token_ids": one} for one in ids], use_tqdm=False), ids, strict=True):
+        states = oracle.model.model(input_ids=torch.tensor([one])).last_hidden_state[0]
+        theirs = states.mean(0) if pooling == "mean" else states[-1]
+        torch.testing.assert_close(torch.tensor(ours.outputs.embedding), theirs / theirs.norm(), atol=1e-4, rtol=0)
+
+
 @pytest.mark.parametrize("settings", [{"quantize": "int8"}, {"quantize": "int4"}, {"kv_cache_dtype": "int8"}])
 def test_skipped_rows_change_no_rounded_answers(oracle: Oracle, settings: dict[str, str]) -> None:
     """One step of all prompts, and steps of one token, in which no row is skipped."""

@@ -397,9 +397,11 @@ def _sampled_rows(scheduled: Sequence[ScheduledRequest], ends: np.ndarray) -> np
 
 
 def _sampling_once(scheduled: Sequence[ScheduledRequest]) -> list[int] | None:
-    """Numbers of the requests that sample one row. None: some sample several."""
-    if any(request.num_sampled > 1 for request in scheduled):
-        return None
+    """Numbers of the requests that sample one row. None: some sample several, or heads read other rows."""
+    for request in scheduled:
+        head = request.state.head
+        if request.num_sampled > 1 or (head is not None and not head.reads_logits):
+            return None
     return [number for number, request in enumerate(scheduled) if request.num_sampled]
 
 
