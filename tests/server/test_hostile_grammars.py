@@ -14,7 +14,7 @@ from vlmserve.errors import InvalidRequestError
 from vlmserve.llm import LLM
 from vlmserve.types import Grammar, SamplingParams
 
-ENDLESS = {"allOf": [{"type": "string", "pattern": f"^.*a{number}.*$"} for number in range(20)]}
+ENDLESS = {"allOf": [{"type": "string", "pattern": f"^.*a{number}.*$"} for number in range(24)]}
 _FUNCTION = {"name": "f", "parameters": {"type": "object", "properties": {"a": ENDLESS}, "required": ["a"]}}
 BODIES = {
     "/v1/chat/completions": [
