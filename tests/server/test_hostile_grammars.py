@@ -71,7 +71,7 @@ def test_endless_grammars_hold_up_no_other_request(server):
     assert len(refusals) == len(attacks)
     for refusal in refusals:
         assert refusal.status_code == 400, refusal.text
-        assert "to compile: make it simpler" in json.dumps(refusal.json())
+        assert "make it simpler" in json.dumps(refusal.json())
 
 
 def test_endless_grammars_of_batches_fail_alone(server):
@@ -81,7 +81,7 @@ def test_endless_grammars_of_batches_fail_alone(server):
     assert answer["response"]["body"]["choices"][0]["message"]["content"] == "fine"
     [refusal] = content(server.openai, batch.error_file_id)
     assert refusal["custom_id"] == "endless"
-    assert "to compile: make it simpler" in json.dumps(refusal)
+    assert "make it simpler" in json.dumps(refusal)
 
 
 def test_endless_grammars_block_no_thread_of_llm(llm):
@@ -101,4 +101,4 @@ def test_endless_grammars_block_no_thread_of_llm(llm):
     assert any(thread.is_alive() for thread in attacks)
     for thread in attacks:
         thread.join(120)
-    assert ["to compile: make it simpler" in error for error in errors] == [True] * 3
+    assert ["make it simpler" in error for error in errors] == [True] * 3
