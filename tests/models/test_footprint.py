@@ -11,8 +11,9 @@ from typing import Any, get_args
 
 import pytest
 import torch
+from transformers import Gemma4ForCausalLM, Gemma4TextConfig
 
-from tests.checkpoints import make_llama, make_llava
+from tests.checkpoints import make_llama, make_llava, make_text_model
 from tests.gguf_files import write_gguf
 from tests.paged import PagedRun
 from tests.ranks import Meeting, ThreadRanks
@@ -51,6 +52,17 @@ def test_footprint_is_what_loading_leaves(llama: Path, scheme: Scheme) -> None:
     settings = LoadSettings(device=torch.device("cpu"), dtype=torch.bfloat16, quantization=quantization)
     model = load_model(llama, settings)
     assert footprint(llama, scheme).weights == pytest.approx(model.weight_bytes, rel=0.05)
+
+
+@pytest.mark.parametrize("scheme", get_args(Scheme))
+def test_footprint_counts_plain_embeddings_of_layers(tmp_path: Path, scheme: Scheme) -> None:
+    layers: dict[str, Any] = {"hidden_size_per_layer_input": 64, "vocab_size_per_layer_input": 4096, "pad_token_id": 0}
+    sizes = {**SIZES, "hidden_size": 128, "intermediate_size": 256, "head_dim": 32, "global_head_dim": 64}
+    config = {**sizes, **layers, "num_kv_shared_layers": 0, "tie_word_embeddings": True}
+    folder = make_text_model(tmp_path, Gemma4ForCausalLM, Gemma4TextConfig, **config)
+    quantization = QuantizationConfig(scheme=scheme)
+    settings = LoadSettings(device=torch.device("cpu"), dtype=torch.bfloat16, quantization=quantization)
+    assert footprint(folder, scheme).weights == pytest.approx(load_model(folder, settings).weight_bytes, rel=0.05)
 
 
 def test_towers_stay_plain(tmp_path: Path) -> None:

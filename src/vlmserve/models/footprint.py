@@ -42,6 +42,8 @@ _EXPERTS = re.compile(r"\.experts\.(gate_up|down)_proj$|_exps\.weight$")
 """Names of tensors with the weights of all experts of a layer, which are read one by one."""
 _OUTSIDE = re.compile(r"vision|visual|projector|connector|image|(^|\.)(v|mm)\.|patch|position|wpe")
 """Names of tensors outside of the language model, which are not quantized by default."""
+_STAYS_PLAIN = re.compile(r"per_layer|\.mlp\.(gate|shared_expert_gate)\.weight$|block_sparse_moe\.gate\.")
+"""Names of tensors that are never quantized by default: embeddings of layers and routers."""
 
 _GPU_FILES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
 """Files of the drivers of NVIDIA's and AMD's GPUs, and of either in WSL."""
@@ -173,6 +175,8 @@ def _bytes_each(
             return superblocks[tensor.kind] / SUPERBLOCK
         return _REPACKED.get(tensor.kind, plain_bytes) if plain_bytes < 4 else plain_bytes
     if not matrix or (_OUTSIDE.search(tensor.name) and not vision):
+        return plain_bytes
+    if _STAYS_PLAIN.search(tensor.name):
         return plain_bytes
     if _TABLES.search(tensor.name):
         return BYTES["int8"] if tied else plain_bytes
