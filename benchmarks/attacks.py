@@ -4,7 +4,8 @@
     .venv/bin/python -m benchmarks.attacks --attack storm videos --seconds 20
 
 Each attack runs against a server of its own with default limits, from another process. Times are wall times of the
-probes, which ask one after the other. The attacker shares the machine's cores with the server.
+probes, which ask one after the other. The attacker shares the machine's cores with the server. Store a report in
+`benchmarks/results/server/MACHINE`.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ import psutil
 from PIL import Image, ImageDraw
 
 from benchmarks.command import keep, show_rows
+from benchmarks.peers import version
 from tests.media.documents_for_tests import exponential
 from tests.server.test_attacks import FRAMING, MB, TEXTS, send_chunked
 from tests.server.test_hostile_files import hostile, question
@@ -49,14 +51,13 @@ NUM_ABORTED = 400
 """Requests that one turn of the storm sends and leaves."""
 HONEST_ANSWER = "red"
 COLUMNS = [
-    "attack",
-    "sent",
-    "/health median, s",
-    "/health longest, s",
-    "question median, s",
-    "question longest, s",
-    "GB",
-]
+    "Attack", "Sent", "/health, median", "/health, longest", "Question about an image, median", "Longest", "More memory"
+]  # fmt: skip
+NOTES = (
+    "Eight attacking threads on the cores of the server, one server with default limits for each attack, one run. "
+    "*storm*: each counts 50 requests whose clients leave before the answer. *connections*: each counts 400 idle "
+    "connections. Memory counts the server with its decoding processes, at the largest moment."
+)
 
 
 def post(url: str, path: str, body: Any) -> None:
@@ -244,7 +245,8 @@ def measure(name: str, seconds: float, image: Path) -> list[Any]:
     assert set(results) == {"health", "question"}, f"{name}: a probe failed"
     health, asked = results["health"], results["question"]
     times = [statistics.median(health), max(health), statistics.median(asked), max(asked)]
-    return [name, sent.value, *(round(value, 3) for value in times), round((largest - before) / 1e9, 2)]
+    shown = [f"{value * 1000:.0f} ms" for value in times]
+    return [name, f"{sent.value:,}", *shown, f"{(largest - before) / 1e9:.1f} GB"]
 
 
 def image_part(path: Path) -> dict[str, Any]:
@@ -274,7 +276,16 @@ def main() -> None:
         for name in options.attack:
             rows.append(measure(name, options.seconds, image))
             show_rows({"columns": COLUMNS, "rows": rows[-1:]})
-    report = {"columns": COLUMNS, "rows": rows}
+    report = {
+        "title": "Honest clients during attacks",
+        "command": f".venv/bin/python -m benchmarks.attacks --seconds {options.seconds:g}",
+        "model": "pixie",
+        "weights": "",
+        "versions": {package: version(package) for package in ("vlmserve", "torch")},
+        "columns": COLUMNS,
+        "rows": rows,
+        "notes": NOTES,
+    }
     show_rows(report)
     keep(report, options)
 

@@ -32,17 +32,13 @@ def _cache_type(text: str) -> Mapping[str, str]:
     return {"kv_cache_dtype": _CACHE_TYPES[text]}
 
 
-def _batch(text: str) -> Mapping[str, str]:
-    return {"max_num_batched_tokens": text}
-
-
 _SAMPLING = "Requests set it; defaults come from the model's generation_config.json."
 _ENTRIES: Mapping[tuple[str, ...], Entry] = {
     ("-c", "--ctx-size"): Renamed(("max_model_len",), _context, note="0: what the model allows"),
     ("-np", "--parallel"): Renamed(("max_num_seqs",)),
     ("-t", "--threads", "-tb", "--threads-batch"): Renamed(("num_threads",)),
     ("-ngl", "--gpu-layers", "--n-gpu-layers"): Renamed(("device",), _gpu_layers, note="0 means `--device cpu`"),
-    ("-b", "--batch-size"): Renamed(("max_num_batched_tokens",), _batch),
+    ("-b", "--batch-size"): Renamed(("max_num_batched_tokens",)),
     ("-ctk", "--cache-type-k", "-ctv", "--cache-type-v"): Renamed(
         ("kv_cache_dtype",), _cache_type, note="`q8_0` means `int8`; keys and values have one type"
     ),

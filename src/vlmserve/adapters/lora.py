@@ -217,7 +217,7 @@ class AdapterReader:
         return down.flatten(1), scaled
 
     def table(self, group: Group) -> TableChange:
-        """What is changed in a table of embeddings."""
+        """The change of an embedding table."""
         dtype, device = self._model.dtype, self._model.device
         low_rank = factor = rows = weight = None
         if "table_down" in group.tensors:

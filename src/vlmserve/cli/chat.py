@@ -85,7 +85,7 @@ class TerminalChat:
             self._say("It goes with your next message.", "dim")
 
     def _answer(self, text: str) -> None:
-        """Stream an answer. A refused message is taken back with its images; a stopped answer stays as it is."""
+        """Stream an answer. Drop a rejected message and its images; keep a stopped answer."""
         question = {"role": "user", "content": [*self._images, {"type": "text", "text": text}]}
         pieces: list[str] = []
         thoughts = ShownThoughts(self._console)

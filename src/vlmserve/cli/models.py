@@ -13,6 +13,7 @@ from vlmserve.families.family import BYTES
 from vlmserve.memory import free_memory
 from vlmserve.models import catalogue
 from vlmserve.models.downloads import downloads
+from vlmserve.models.hub import built_in_folder
 from vlmserve.models.names import MODELS
 
 
@@ -31,7 +32,8 @@ def show_models(*, as_markdown: bool, families: bool) -> None:
     free = _free_memory()
     there = {download.repository for download in downloads()}
     sizes = tuple(f"{weights}, GB" for weights in BYTES)
-    rows = [(BUILT_IN_MODEL, *["0.0"] * len(BYTES), "in bfloat16", "built in")]
+    built_in = sum(path.stat().st_size for path in built_in_folder().glob("*.safetensors"))
+    rows = [(BUILT_IN_MODEL, f"{built_in / 1e9:.1f}", *[""] * (len(BYTES) - 1), "in bfloat16", "built in")]
     rows += [
         (
             model.name,

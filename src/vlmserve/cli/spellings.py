@@ -60,7 +60,7 @@ class Spelling:
         self._takes_model = takes_model
 
     def read(self, words: Sequence[str]) -> CommandLine:
-        """The same line in our flags; unknown words stay as they are. Raises ConfigurationError."""
+        """Translate a line into our flags; keep unknown words. Raises ConfigurationError."""
         line = CommandLine()
         keys: dict[str, dict[str, Any]] = {}
         rest = list(words)

@@ -278,7 +278,7 @@ class _Answer:
 class MockEngine(BaseEngine):
     """A `VLMEngine` that answers words chosen by the prompt's tokens and images and by the seed.
 
-    Where answers may have thoughts, they have some. It batches continuously: a step takes `mock_tpot` seconds however
+    Answers that may reason do reason. It batches continuously: a step takes `mock_tpot` seconds however
     many requests run, up to `max_num_seqs`, and a request's first token comes `mock_ttft` seconds after it began to
     run. Greedy requests ignore their seed; penalties and biases change nothing.
     """

@@ -51,7 +51,7 @@ class CpuAttention:
     name = "native"
 
     def __init__(self, *, quantized_cache: bool = False) -> None:
-        """quantized_cache: keys and values are stored in 8 bits."""
+        """quantized_cache: the cache stores 8-bit keys and values."""
         self.quantized_cache = quantized_cache
         self._attention = extension().attention
 

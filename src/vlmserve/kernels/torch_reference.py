@@ -78,7 +78,7 @@ class TorchReference:
         bucket_cost: int = BUCKET_COST,
         gathered_elements: int = GATHERED_ELEMENTS,
     ) -> None:
-        """quantized_cache: keys and values are stored in 8 bits. bucket_cost, gathered_elements: see `plan_decodes`."""
+        """quantized_cache: keys and values have 8 bits. bucket_cost, gathered_elements: see `plan_decodes`."""
         self.quantized_cache = quantized_cache
         self._plan_decodes = partial(plan_decodes, bucket_cost=bucket_cost, gathered_elements=gathered_elements)
 

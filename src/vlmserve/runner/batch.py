@@ -259,7 +259,7 @@ class BatchPacker:
             num_positions=num_positions,
             cross=self._cross_rows(scheduled, ends) if has_cross else [],
             segments=segments,
-            wanted=_sampling_once(scheduled),
+            wanted=None if decodes_only else _sampling_once(scheduled),
             is_repeatable=padded is not None,
         )
 

@@ -83,14 +83,14 @@ class OllamaDialect(ChatDialect):
                     calls += [new for new in news if isinstance(new, ToolCallStart | ToolCallDelta)]
                     shown = [new for new in news if isinstance(new, ContentDelta | ThoughtDelta)]
                     if shown:
-                        yield _line(self._answer(shown, generation))
+                        yield _encoded(self._answer(shown, generation))
                     if delta.finish_reason is not None:
                         if calls:
-                            yield _line(self._answer(calls, generation))
-                        yield _line(self._answer([], generation, done_reason=delta.finish_reason))
+                            yield _encoded(self._answer(calls, generation))
+                        yield _encoded(self._answer([], generation, done_reason=delta.finish_reason))
         except VLMServeError as error:
             generation.failure = error
-            yield _line({"error": str(error)})
+            yield _encoded({"error": str(error)})
 
     def _answer(self, events: Iterable[Event], generation: Generation, done_reason: str | None = None) -> OllamaAnswer:
         """A response or a line. done_reason: why the answer ended; None if it goes on."""
@@ -112,7 +112,7 @@ class OllamaDialect(ChatDialect):
                     calls.append((name, ""))
                 case ToolCallDelta(_, arguments):
                     calls[-1] = (calls[-1][0], calls[-1][1] + arguments)
-        line = OllamaAnswer(self._model, _time_text(time.time()), done=False)
+        line = OllamaAnswer(self._model, _now(), done=False)
         if self._is_chat:
             line.message = AnsweredMessage("assistant", text, thoughts)
             if whole := [call for name, arguments in calls if (call := _whole_call(name, arguments)) is not None]:
@@ -135,8 +135,8 @@ def _nanoseconds(seconds: float) -> int:
     return round(seconds * 1e9)
 
 
-def _time_text(seconds: float) -> str:
-    when = datetime.datetime.fromtimestamp(seconds, datetime.UTC)
+def _now() -> str:
+    when = datetime.datetime.now(datetime.UTC)
     return when.isoformat(timespec="microseconds").replace("+00:00", "Z")
 
 
@@ -148,7 +148,7 @@ def _whole_call(name: str, arguments: str) -> AnsweredCall | None:
         return None
 
 
-def _line(value: object) -> bytes:
+def _encoded(value: object) -> bytes:
     return msgspec.json.encode(value) + b"\n"
 
 
@@ -195,7 +195,7 @@ async def ollama_version(request: Request) -> Response:
 
 
 def _local(service: Service, name: str) -> LocalModel:
-    capabilities = model_card(name, service.created, service.abilities).capabilities
-    listed = capabilities if isinstance(capabilities, list) else ["completion"]
+    card = model_card(name, service.created, service.abilities)
+    listed = card.capabilities if isinstance(card.capabilities, list) else ["completion"]
     digest = hashlib.sha256(name.encode()).hexdigest()
-    return LocalModel(name, name, _time_text(service.created), 0, digest, ModelDetails(), listed)
+    return LocalModel(name, name, card.created_at, 0, digest, ModelDetails(), listed)
