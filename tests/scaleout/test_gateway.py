@@ -83,7 +83,7 @@ def test_endless_grammars_hold_up_no_other_request(http):
         assert answer.json()["choices"][0]["message"]["content"] == "fine"
         assert not attack.done()
         assert attack.result().status_code == 400
-    assert "to compile: make it simpler" in attack.result().text
+    assert "make it simpler" in attack.result().text
 
 
 def test_every_api_is_there(http):
