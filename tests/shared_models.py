@@ -12,6 +12,7 @@ from vlmserve.config import EngineConfig
 from vlmserve.devices import choice
 from vlmserve.devices.cpu import open_cpu
 from vlmserve.engine import engine, loading
+from vlmserve.engine.lengths import check_lengths
 from vlmserve.kernels.choice import VARIABLE
 from vlmserve.layers.parallel import Ranks
 from vlmserve.models.protocols import LoadedModel
@@ -48,7 +49,8 @@ def shared_models() -> Iterator[None]:
         quantized = config.quantization.model_dump_json(), config.kv_cache_dtype
         key = files_of(folder), os.environ.get(VARIABLE), *settings, *quantized
         if key in models:
-            loading.check_lengths(config, models[key].language_model, models[key].max_position)
+            model = models[key]
+            check_lengths(config, model.language_model.cache_bytes(config.block_size), model.max_position)
         else:
             models[key] = load(config, folder, ranks)
         return models[key]

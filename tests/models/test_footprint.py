@@ -19,7 +19,7 @@ from tests.paged import PagedRun
 from tests.ranks import Meeting, ThreadRanks
 from vlmserve.config import EngineConfig
 from vlmserve.devices.cpu import CpuDevice
-from vlmserve.engine import create_engine, loading
+from vlmserve.engine import create_engine, lengths, loading
 from vlmserve.errors import ConfigurationError, ModelLoadError
 from vlmserve.layers.linear import allocate
 from vlmserve.models import footprint as module
@@ -202,16 +202,38 @@ def test_footprint_needs_no_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"max_model_len": 10**6}, "--max-model-len 1000000 is more"),
-        ({"max_model_len": 128, "kv_cache_memory": 16384}, "--kv-cache-memory holds .* fewer than --max-model-len 128"),
-    ],
-)
+WRONG_LENGTHS = [
+    ({"max_model_len": 10**6}, "--max-model-len 1000000 is more"),
+    ({"max_model_len": 128, "kv_cache_memory": 16384}, "--kv-cache-memory holds .* fewer than --max-model-len 128"),
+    ({"kv_cache_memory": 100}, "--kv-cache-memory 100 holds no token: a block of 16 tokens needs"),
+]
+
+
+@pytest.mark.parametrize(("settings", "message"), WRONG_LENGTHS)
 def test_wrong_lengths_are_told_before_loading(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, int], message: str
 ) -> None:
+    monkeypatch.setattr(lengths, "check_configuration", lambda *_: None)
     monkeypatch.setattr(Checkpoint, "load", lambda *_, **__: pytest.fail("weights were read"))
     with pytest.raises(ConfigurationError, match=message):
         create_engine(EngineConfig(model=str(make_llama(tmp_path)), device="cpu", **settings))
+
+
+def test_wrong_lengths_are_told_without_torch(tmp_path: Path) -> None:
+    folder = make_llama(tmp_path)
+    code = f"""
+import re, sys
+from pathlib import Path
+from vlmserve.config import EngineConfig
+from vlmserve.engine import create_engine, lengths
+from vlmserve.errors import ConfigurationError
+for settings, message in {WRONG_LENGTHS}:
+    try:
+        create_engine(EngineConfig(model={str(folder)!r}, device="cpu", **settings))
+    except ConfigurationError as error:
+        assert re.search(message, str(error)), error
+        assert "torch" not in sys.modules
+    else:
+        raise AssertionError(settings)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)

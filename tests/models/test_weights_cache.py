@@ -7,6 +7,8 @@ import json
 import os
 import re
 import shutil
+import subprocess
+import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -230,6 +232,26 @@ def test_writing_follows_no_links(tmp_path: Path, cache: WeightsCache, monkeypat
     assert written == [0o600]
     assert path.exists()
     assert victim.read_text() == "precious"
+
+
+def test_ending_program_leaves_no_unfinished_file(tmp_path: Path) -> None:
+    code = f"""
+import threading, torch
+from pathlib import Path
+from vlmserve.models import weights_cache
+from vlmserve.models.packed_model import PackedModel
+written = threading.Event()
+def write(descriptor):
+    written.set()
+    threading.main_thread().join()
+weights_cache.os.fsync = write
+packed = PackedModel({{name: torch.zeros(weights_cache.SMALLEST_MODEL, dtype=torch.uint8) for name in "ab"}}, {{}})
+cache = weights_cache.WeightsCache(Path({str(tmp_path)!r}), 2**40)
+cache.write_later(cache.path({{}}), packed, b"", "model")
+assert written.wait(60)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+    assert not list(tmp_path.iterdir())
 
 
 def test_unfinished_files_of_running_writers_are_kept(cache: WeightsCache) -> None:

@@ -19,11 +19,14 @@ def create_engine(config: EngineConfig, folder: Path | None = None) -> VLMEngine
         from vlmserve.engine.mock import MockEngine
 
         return MockEngine(config, folder)
+    from vlmserve.engine.lengths import check_configuration
     from vlmserve.models.footprint import check_memory
     from vlmserve.models.hub import resolve_model
 
     folder = resolve_model(config.model, config.revision, config.mmproj) if folder is None else folder
-    check_memory(config, folder)  # before torch, which takes seconds to import
+    # Before torch, which takes seconds to import.
+    check_configuration(config, folder)
+    check_memory(config, folder)
     from vlmserve.engine.engine import Engine
 
     return Engine(config, folder)

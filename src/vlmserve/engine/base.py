@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from vlmserve.config import EngineConfig
 from vlmserve.engine.admission import check_request
 from vlmserve.engine.protocol import FinishedLoad
-from vlmserve.errors import AdapterError, ConfigurationError, OverloadedError, UnknownModelError
+from vlmserve.errors import AdapterError, OverloadedError, UnknownModelError
 from vlmserve.sampling.grammar import GrammarCompiler
 from vlmserve.types import AdapterInfo, EngineRequest, ModelInfo
 
@@ -73,15 +73,3 @@ class BaseEngine:
         check_request(request, self._info, unfinished, max_logprobs=self._config.max_logprobs)
         if num_waiting + num_running >= self._config.max_waiting + self._config.max_num_seqs:
             raise OverloadedError(f"{num_waiting} requests are waiting already; try again later")
-
-
-def context_length(config: EngineConfig, max_position: int) -> int:
-    """The longest context in tokens. max_position: that of the model. Raises ConfigurationError if the settings want
-    more than that."""
-    if config.max_model_len is None:
-        return max_position
-    if config.max_model_len > max_position:
-        raise ConfigurationError(
-            f"--max-model-len {config.max_model_len} is more than the model's {max_position} positions"
-        )
-    return config.max_model_len

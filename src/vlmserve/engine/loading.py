@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,8 +14,8 @@ from vlmserve.config import EngineConfig
 from vlmserve.cores import MAX_SPINS, SPIN_VARIABLE, engine_threads, spinning_is_bounded
 from vlmserve.devices.choice import find_device, free_device_memory
 from vlmserve.devices.ranks import device_of_rank
-from vlmserve.engine.base import context_length
 from vlmserve.engine.calibrated import calibrated_copy
+from vlmserve.engine.lengths import check_lengths, context_length
 from vlmserve.errors import ConfigurationError
 from vlmserve.layer_specs import CacheBytes
 from vlmserve.layers.parallel import Ranks
@@ -66,28 +65,15 @@ def load(config: EngineConfig, folder: Path | None = None, ranks: Ranks | None =
         input_bits=config.input_bits,
         quantized_cache=config.kv_cache_dtype == "int8",
     )
+
+    def check(language_model: LanguageModel, max_position: int) -> None:
+        check_lengths(config, language_model.cache_bytes(config.block_size), max_position)
+
     cache = WeightsCache.at(config.weights_cache, config.weights_cache_size)
-    model = load_model(folder, settings, ranks=ranks, check=partial(check_lengths, config), cache=cache)
+    model = load_model(folder, settings, ranks=ranks, check=check, cache=cache)
     if config.enforce_eager:
         model.device.enforce_eager()
     return model
-
-
-def check_lengths(config: EngineConfig, language_model: LanguageModel, max_position: int) -> None:
-    """Raises ConfigurationError for a context that the model or the KV cache that the settings ask for cannot hold.
-
-    max_position: of the model, in tokens.
-    """
-    length = context_length(config, max_position)
-    if config.kv_cache_memory and config.max_model_len is not None:
-        sizes, ranks = language_model.cache_bytes(config.block_size), config.tensor_parallel_size
-        chunk = config.max_num_batched_tokens
-        if (tokens := sizes.fitting(config.kv_cache_memory // ranks // sizes.page, chunk, length)) < length:
-            needed = sizes.pages(length, chunk) * sizes.page * ranks
-            raise ConfigurationError(
-                f"--kv-cache-memory holds {tokens:,} tokens, fewer than --max-model-len {length:,}: set it to "
-                f"{needed:,} or more, or --max-model-len to less"
-            )
 
 
 def rank_device(config: EngineConfig, rank: int) -> torch.device:

@@ -18,8 +18,9 @@ from blake3 import blake3
 from vlmserve.cache.blocks import BlockPool
 from vlmserve.cache.keys import cross_key
 from vlmserve.config import EngineConfig
-from vlmserve.engine.base import BaseEngine, context_length
+from vlmserve.engine.base import BaseEngine
 from vlmserve.engine.grammars import grammar_compiler
+from vlmserve.engine.lengths import context_length
 from vlmserve.engine.mock_results import EMBEDDING_SIZE, mock_result
 from vlmserve.errors import CheckpointNotFoundError
 from vlmserve.prompt.checkpoint import read_prompt_files

@@ -62,6 +62,8 @@ _LARGEST_HEADER = 64 * 2**20
 _ALIGNMENT = 64
 _SAMPLE, _SAMPLE_STEP = 64, 2**20
 """Bytes of each sample of the tensors, and from one to the next."""
+_SYNCED = 64 * 2**20
+"""Bytes that are written before they must be on the disk."""
 _BROKEN = (OSError, ValueError, LookupError, TypeError, AttributeError, RuntimeError, OverflowError)
 """Errors of reading a broken file."""
 _DTYPES = {str(dtype): dtype for dtype in (torch.uint8, torch.bfloat16, torch.float16, torch.float32, torch.int64)}
@@ -88,6 +90,10 @@ class CacheFile:
     model: str
     num_bytes: int
     used: float
+
+
+class _EndingError(Exception):
+    """The program ends before a file is whole."""
 
 
 class WeightsCache:
@@ -142,9 +148,8 @@ class WeightsCache:
         size = sum(tensor.nbytes for tensor in packed.tensors.values())
         if not SMALLEST_MODEL <= size <= self.limit:
             return None
-        thread = threading.Thread(
-            target=self._write, args=(path, packed, identity, model, size), name="weights-cache", daemon=True
-        )
+        # Not a daemon: it may be in C++ code, which aborts the process if Python ends beside it.
+        thread = threading.Thread(target=self._write, args=(path, packed, identity, model, size), name="weights-cache")
         thread.start()
         return thread
 
@@ -171,10 +176,9 @@ class WeightsCache:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             _remove(surplus)
             with self.unfinished(path) as file:
-                for piece in _pieces(packed, identity, model, path.stem):
-                    file.write(piece)
-                file.flush()
-                os.fsync(file.fileno())
+                _write_pieces(file, _pieces(packed, identity, model, path.stem))
+        except _EndingError:
+            return
         except OSError as error:
             logger.warning("weights cache: cannot keep %s: %s (--weights-cache-size 0 keeps none)", path, error)
             return
@@ -317,6 +321,22 @@ def _pieces(packed: PackedModel, identity: bytes, model: str, key: str) -> Itera
     for tensor in packed.tensors.values():
         yield _raw(tensor).numpy().data
         yield bytes(-tensor.nbytes % _ALIGNMENT)
+
+
+def _write_pieces(file: BinaryIO, pieces: Iterator[bytes | memoryview]) -> None:
+    """Write a little at a time, since a program that ends waits for this thread. Raises _EndingError then."""
+    unsynced = 0
+    for piece in pieces:
+        for start in range(0, len(piece), _SYNCED):
+            if not threading.main_thread().is_alive():
+                raise _EndingError
+            unsynced += file.write(piece[start : start + _SYNCED])
+            if unsynced >= _SYNCED:
+                file.flush()
+                os.fsync(file.fileno())
+                unsynced = 0
+    file.flush()
+    os.fsync(file.fileno())
 
 
 def _add_samples(digest: blake3, raw: Tensor) -> None:

@@ -1,0 +1,79 @@
+"""Checks that contexts fit model and KV cache. Imports no torch, so that settings that cannot work fail at once."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+from vlmserve.config import EngineConfig
+from vlmserve.errors import ConfigurationError, VLMServeError
+from vlmserve.families.registry import decoder_spec, vision_family
+from vlmserve.gguf.config import read_config
+from vlmserve.gguf_header import read_header
+from vlmserve.layer_specs import AttentionSpec, CacheBytes
+from vlmserve.prompt.files import read_json
+
+SCALE_BYTES = 4
+"""Bytes of the scale of a quantized row of keys or values."""
+
+logger = logging.getLogger(__name__)
+
+
+def context_length(config: EngineConfig, max_position: int) -> int:
+    """The longest context in tokens. max_position: of the model, in tokens. Raises ConfigurationError if settings want
+    more than that."""
+    if config.max_model_len is None:
+        return max_position
+    if config.max_model_len > max_position:
+        raise ConfigurationError(
+            f"--max-model-len {config.max_model_len} is more than the model's {max_position} positions"
+        )
+    return config.max_model_len
+
+
+def check_lengths(config: EngineConfig, of_tokens: CacheBytes, max_position: int) -> None:
+    """Raises ConfigurationError for a context that the model or `EngineConfig.kv_cache_memory` cannot hold.
+
+    of_tokens: on each rank. max_position: of the model, in tokens.
+    """
+    length = context_length(config, max_position)
+    if not config.kv_cache_memory:
+        return
+    ranks, chunk = config.tensor_parallel_size, config.max_num_batched_tokens
+    tokens = of_tokens.fitting(config.kv_cache_memory // ranks // of_tokens.page, chunk, length)
+    if config.max_model_len is not None and tokens < length:
+        needed = of_tokens.pages(length, chunk) * of_tokens.page * ranks
+        raise ConfigurationError(
+            f"--kv-cache-memory holds {tokens:,} tokens, fewer than --max-model-len {length:,}: set it to "
+            f"{needed:,} or more, or --max-model-len to less"
+        )
+    if not tokens:
+        raise ConfigurationError(
+            f"--kv-cache-memory {config.kv_cache_memory:,} holds no token: a block of {of_tokens.block_size} tokens "
+            f"needs {of_tokens.block * ranks:,}"
+        )
+
+
+def check_configuration(config: EngineConfig, folder: Path) -> None:
+    """`check_lengths` by the checkpoint's configuration alone, before torch is imported, which takes seconds.
+
+    folder: or a GGUF file. A configuration that cannot be read is left to the loader, which says what is wrong with it.
+    """
+    try:
+        values = read_config(read_header(folder)) if folder.is_file() else read_json(folder / "config.json")
+        vision = vision_family(values)
+        spec = decoder_spec(values if vision is None else vision.text_config(values))
+        of_tokens = CacheBytes.of(spec.attention, config.block_size, lambda layer: _least_bytes(config, layer))
+        max_position = spec.max_position
+    except (VLMServeError, OSError, ValueError, TypeError, KeyError, AttributeError, ZeroDivisionError) as error:
+        logger.debug("the contexts that %s can have are unknown: %r", folder, error)
+        return
+    check_lengths(config, of_tokens, max_position)
+
+
+def _least_bytes(config: EngineConfig, layer: AttentionSpec) -> int:
+    """Bytes of a layer's block on each rank, without what kernels add to have whole tiles."""
+    row = layer.head_size * (4 if config.dtype == "float32" else 2)
+    if config.kv_cache_dtype != "auto":
+        row = layer.head_size + SCALE_BYTES
+    return 2 * max(1, layer.num_kv_heads // config.tensor_parallel_size) * config.block_size * row
