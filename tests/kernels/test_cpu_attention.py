@@ -19,7 +19,7 @@ from vlmserve.layer_specs import AttentionSpec
 from vlmserve.layers.rope import Rope, RopeTables, apply_rope
 
 DTYPES = (torch.float32, torch.bfloat16)
-HEAD_SIZES = (32, 40, 64, 72, 80, 96, 112, 128, 192, 256)
+HEAD_SIZES = (32, 40, 64, 72, 80, 96, 112, 128, 192, 256, 512)
 SMOL = AttentionSpec(9, 3, 64, 0.125)
 
 either_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -53,6 +53,7 @@ def assert_close(actual: torch.Tensor, expected: torch.Tensor, spec: AttentionSp
     seed=st.integers(0, 1000),
 )
 @example([(0, 1)], AttentionSpec(1, 1, 32, 1.0), 16, torch.bfloat16, 0)
+@example([(40, 1), (0, 9)], AttentionSpec(4, 1, 512, 1.0), 16, torch.float32, 0)
 @example([(31, 1), (32, 1), (33, 2)], AttentionSpec(40, 2, 128, 0.1), 16, torch.bfloat16, 0)
 @pytest.mark.usefixtures("isa")
 def test_any_batch_equals_naive_attention_amid_nans(

@@ -37,7 +37,7 @@ from vlmserve.kernels.cpu_program import (
     Recording,
     assign_buffers,
 )
-from vlmserve.kernels.cpu_record import LINEAR, NORM, Operation, mismatch
+from vlmserve.kernels.cpu_record import LINEAR, MULTIPLY, NORM, Operation, mismatch
 from vlmserve.kernels.operations import NormedHeads
 from vlmserve.layers.rope import RopeTables
 from vlmserve.layers.step import StepContext
@@ -71,7 +71,8 @@ def program_of(decoder: Decoder, caches: list[LayerCache]) -> Program | None:
     """What runs the decoder's layers over these caches."""
     nothing: Any = None
     tables = [RopeTables(rope, torch.arange(1), 1, decoder.dtype) for rope in decoder.ropes]
-    x = torch.empty(1, decoder.hidden_size, dtype=decoder.dtype)
+    size = 0 if decoder.spec.per_layer is None else decoder.spec.per_layer.size * len(decoder.spec.mixers)
+    x = torch.empty(1, decoder.hidden_size + size, dtype=decoder.dtype)
     states = allocate_states(decoder.state_specs, 2, decoder.dtype, torch.device("cpu"))
     step = StepContext(nothing, tables, nothing, states=states)
     assert isinstance(decoder._executor, ProgramExecutor)
@@ -119,12 +120,8 @@ def test_superblocks_run_as_one_program(tmp_path: Path, monkeypatch: pytest.Monk
     assert torch.equal(logits(load_decoder(path, torch.bfloat16), counts), at_once)
 
 
-# No operation of programs multiplies rows by embeddings of layers.
-RECORDED = [name for name in FAMILIES if not name.startswith("gemma4")]
-
-
 @built
-@pytest.mark.parametrize("name", [*RECORDED, "qwen3.5 with shared keys", "lfm2", "lfm3", "lfm3 without gates"])
+@pytest.mark.parametrize("name", [*FAMILIES, "qwen3.5 with shared keys", "lfm2", "lfm3", "lfm3 without gates"])
 def test_every_family_runs_as_one_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     folder = make(tmp_path, name)
     counts = [[40, 1, 5], [1, 0, 9], [1, 0, 1]]
@@ -190,7 +187,14 @@ def test_unsupported_operations_are_not_recorded() -> None:
     part = recording.input[:, 2:6]
     with pytest.raises(NotRecordable, match="4 of 8 columns"):
         NativeNorm(torch.ones(4), None, 1e-5)(part)
-    for operation in (torch.relu, lambda x: x + 1, lambda x: x.float(), lambda x: x[0], lambda _: part[:, :2]):
+    for operation in (
+        torch.relu,
+        lambda x: x + 1,
+        lambda x: x.float(),
+        lambda x: x[0],
+        lambda x: x * 2,
+        lambda x: x * torch.ones(8),
+    ):
         with pytest.raises(NotRecordable):
             operation(recording.input)
     with pytest.raises(NotRecordable):
@@ -199,7 +203,7 @@ def test_unsupported_operations_are_not_recorded() -> None:
 
 @st.composite
 def networks(draw: st.DrawFn) -> tuple[list[Operation], list[int]]:
-    """Products over values of two widths, the last of which is the result."""
+    """Products and multiplications over values of two widths, the last of which is the result."""
     widths = [draw(st.sampled_from([8, 16]))]
     operations = []
     for target in range(1, draw(st.integers(2, 20))):
@@ -209,8 +213,11 @@ def networks(draw: st.DrawFn) -> tuple[list[Operation], list[int]]:
             operations.append(Operation(NORM, source, source))
         width = draw(st.sampled_from([8, 16]))
         alike = [value for value in range(target) if widths[value] == width]
-        residual = draw(st.sampled_from([-1, *alike]))
-        operations.append(Operation(LINEAR, source, target, residual))
+        if draw(st.booleans()):
+            residual = draw(st.sampled_from([-1, *alike]))
+            operations.append(Operation(LINEAR, source, target, residual))
+        else:
+            operations.append(Operation(MULTIPLY, source, target, draw(st.sampled_from(range(target)))))
         widths.append(width)
     return operations, widths
 

@@ -1,8 +1,9 @@
 """All layers of a decoder as one call of the native kernels (csrc/program.h).
 
 A decoder's layers run once with a `Recorded` value in place of a tensor: native kernels that meet one note down what
-they would compute. The notes are a `Program`, which does the same for any batch. Anything else that touches a recorded
-value, like an operation of torch, raises `NotRecordable`: such layers call one kernel after the other.
+they would compute. The notes are a `Program`, which does the same for any batch. `Recorded` itself notes multiplying
+and taking columns, which torch computes otherwise. Anything else that touches a recorded value, like another operation
+of torch, raises `NotRecordable`: such layers call one kernel after the other.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 
 from vlmserve.kernels.attention import RotaryRows
-from vlmserve.kernels.cpu_record import ATTENTION, Operation
+from vlmserve.kernels.cpu_record import ATTENTION, MULTIPLY, Operation
 from vlmserve.kernels.extension import DTYPES, extension
 
 INPUT, OUTPUT = range(2)
@@ -103,12 +104,31 @@ class Recorded:
         """``[:, first:last]``."""
         match key:
             case (slice(start=None, stop=None, step=None), slice(step=None) as columns):
-                self.expect(self.width, self.recording.dtype)
-                return Recorded(self.recording, self.number, self.width, columns)
+                first, last, _ = columns.indices(self.width)
+                columns = slice(self.first + first, self.first + last)
+                return Recorded(self.recording, self.number, self._row_width, columns)
         raise NotRecordable("an operation of torch (__getitem__)")
 
+    def __mul__(self, other: Any) -> Any:
+        """Multiply by a tensor of one number, or by columns that are as many."""
+        self.expect(self.width, self.recording.dtype)
+        if isinstance(other, Recorded):
+            other.expect(self.width, self.recording.dtype, columns=True)
+            return self.recording.add(
+                MULTIPLY, self, self.width, residual=other, first=other.first, in_features=self.width
+            )
+        if not isinstance(other, Tensor) or other.shape != (1,) or other.dtype != self.recording.dtype:
+            raise NotRecordable("an operation of torch (__mul__)")
+        return self.recording.add(MULTIPLY, self, self.width, weight=other.data.float(), in_features=self.width)
+
+    def contiguous(self, memory_format: torch.memory_format = torch.contiguous_format) -> Any:
+        """Columns as rows of their own."""
+        if self.width == self._row_width:
+            return self
+        return self.recording.add(MULTIPLY, self, self.width, first=self.first, in_features=self.width)
+
     __torch_function__: Any = classmethod(_refuse)
-    __add__ = __radd__ = __mul__ = __rmul__ = __sub__ = __truediv__ = __neg__ = _refuse
+    __add__ = __radd__ = __rmul__ = __sub__ = __truediv__ = __neg__ = _refuse
 
 
 class Recording:
@@ -192,6 +212,7 @@ def assign_buffers(
     for index, operation in enumerate(operations):
         width = widths[operation.target]
         over = {value for value in (operation.source, operation.residual) if last_use[value] == index}
+        is_alike = operation.residual >= 0 and widths[operation.residual] == width
         if operation.target == operation.source:
             place = places[operation.source]
             over.discard(operation.source)
@@ -199,7 +220,7 @@ def assign_buffers(
                 raise NotRecordable("a change of the input")
         elif operation.target == output:
             place = OUTPUT
-        elif operation.residual in over - {operation.source} and places[operation.residual] > OUTPUT:
+        elif is_alike and operation.residual in over - {operation.source} and places[operation.residual] > OUTPUT:
             # A result may be written over its residual.
             place = places[operation.residual]
             over.remove(operation.residual)

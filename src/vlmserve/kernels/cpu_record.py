@@ -7,8 +7,8 @@ from itertools import zip_longest
 from types import ModuleType
 from typing import Any
 
-KINDS = ("NORM", "LINEAR", "ATTENTION", "DELTA", "CONVOLUTION", "GATE")
-NORM, LINEAR, ATTENTION, DELTA, CONVOLUTION, GATE = range(len(KINDS))
+KINDS = ("NORM", "LINEAR", "ATTENTION", "DELTA", "CONVOLUTION", "GATE", "MULTIPLY")
+NORM, LINEAR, ATTENTION, DELTA, CONVOLUTION, GATE, MULTIPLY = range(len(KINDS))
 _FIELDS = """kind source target residual weight bias in_features out_features first groups weight_stride centered
     activation gated weight_bits group minimums input_bits eps keys values scales heads kv_heads head_size block_size
     rope_size window scale soft_cap rope column is_sharing plan adapters convolution decay dt_bias states tail

@@ -234,14 +234,18 @@ class Decoder(nn.Module):
         return self._part(rows, caches, last, first, len(self.layers))
 
     def _part(self, x: Tensor, caches: Sequence[LayerCache], step: StepContext, first: int, last: int) -> Tensor:
-        """Layers ``first <= i < last`` by an executor of their own, and the norm after the model's last layer."""
+        """Layers ``first <= i < last`` by an executor of their own, and the norm after the model's last layer. Before
+        other layers, rows keep the embeddings of all layers."""
         count = len(self.layers)
         if (first, last) == (0, count):
             return self._executor.run(self._through_layers, x, caches, step)
         if first == last < count:
             return x
         executor = self._parts.get((first, last)) or self._parts.setdefault((first, last), self._executor.for_part())
-        return executor.run(partial(self._through_layers, first=first, last=last), x, caches, step)
+        rows = executor.run(partial(self._through_layers, first=first, last=last), x, caches, step)
+        if last == count or self.per_layer is None:
+            return rows
+        return torch.cat((rows, x[:, self.hidden_size :]), 1)
 
     def _through_layers(
         self,
@@ -259,8 +263,6 @@ class Decoder(nn.Module):
         for layer in list(self.layers)[first:last]:
             layer(stream, caches, step, wanted, embeddings)
         is_end = last in (None, len(self.layers))
-        if not is_end and embeddings is not None:
-            return torch.cat((stream.rows, embeddings), 1)
         return stream.normed(self.norm) if is_end and (wanted is None or len(wanted)) else stream.rows
 
     def through_layer(self, index: int, x: Tensor, caches: Sequence[LayerCache], step: StepContext) -> Tensor:

@@ -19,6 +19,7 @@ constexpr Shape SHAPES[] = {
     {"soft cap, blocks of 8", 2, 2, 72, 8, 0, 0, 3},
     {"window in blocks of 40, groups of 2", 4, 2, 32, 40, 33, 32, 0},
     {"13 query heads, one of keys", 13, 1, 18, 16, 0, 18, 0},
+    {"heads of 512", 2, 1, 512, 16, 40, 512, 0},
 };
 
 // Sequences over a cache whose free memory is no number, and their keys and values as the reference keeps them.

@@ -461,7 +461,7 @@ PyMODINIT_FUNC PyInit__native() {
     const struct { const char* name; long value; } constants[] = {
         {"interface", INTERFACE}, {"max_buffers", MAX_BUFFERS}, {"max_plans", MAX_PLANS},
         {"NORM", NORM}, {"LINEAR", LINEAR}, {"ATTENTION", ATTENTION}, {"DELTA", DELTA}, {"CONVOLUTION", CONVOLUTION},
-        {"GATE", GATE}, {"max_kernel", MAX_KERNEL},
+        {"GATE", GATE}, {"MULTIPLY", MULTIPLY}, {"max_kernel", MAX_KERNEL},
     };
     for (const auto& constant : constants)
         if (module && PyModule_AddIntConstant(module, constant.name, constant.value)) Py_CLEAR(module);

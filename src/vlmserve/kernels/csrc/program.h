@@ -8,6 +8,7 @@
 #include "convolution.h"
 #include "delta.h"
 #include "gate.h"
+#include "multiply.h"
 #include "norm.h"
 #include "quantized.h"
 
@@ -85,6 +86,8 @@ public:
                 convolution(convolution_args(op));
             } else if (op.kind == GATE) {
                 gate(gate_args(op));
+            } else if (op.kind == MULTIPLY) {
+                multiply(multiply_args(op));
             } else {
                 attend(attention_args(op), plans[op.plan], items[op.plan], memory);
             }
@@ -127,6 +130,23 @@ private:
         args.gates_of_row = op.in_features;
         args.each = op.head_size;
         args.gate_stride = args_.widths[op.residual];
+        args.dtype = args_.dtype;
+        args.threads = args_.threads;
+        return args;
+    }
+
+    MultiplyArgs multiply_args(const Operation& op) const {
+        long offset = op.first * (args_.dtype == FLOAT32 ? 4 : 2);
+        bool has_other = op.residual >= 0;
+        MultiplyArgs args;
+        args.x = buffers_[op.source] + (has_other ? 0 : offset);
+        args.by = has_other ? buffers_[op.residual] + offset : nullptr;
+        args.y = buffers_[op.target];
+        args.factor = op.weight ? *static_cast<const float*>(op.weight) : 1.0f;
+        args.rows = args_.tokens;
+        args.width = op.in_features;
+        args.x_stride = args_.widths[op.source];
+        args.by_stride = has_other ? args_.widths[op.residual] : 0;
         args.dtype = args_.dtype;
         args.threads = args_.threads;
         return args;

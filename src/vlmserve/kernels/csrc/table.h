@@ -92,6 +92,16 @@ struct GateArgs {
     int dtype, threads;
 };
 
+// y = factor * x * by.
+struct MultiplyArgs {
+    const void* x;   // [rows, width] of `dtype`, `x_stride` elements from row to row
+    const void* by;  // as x, `by_stride` elements from row to row; null: 1
+    void* y;         // [rows, width] of `dtype` contiguous; may be x or by if that is as wide
+    float factor;
+    long rows, width, x_stride, by_stride;
+    int dtype, threads;
+};
+
 // Elements of a head at most.
 constexpr long MAX_HEAD_SIZE = 512;
 
@@ -164,15 +174,19 @@ struct ConvolutionArgs {
     int dtype, threads;
 };
 
-enum OperationKind : long { NORM = 0, LINEAR = 1, ATTENTION = 2, DELTA = 3, CONVOLUTION = 4, GATE = 5 };
+enum OperationKind : long { NORM = 0, LINEAR = 1, ATTENTION = 2, DELTA = 3, CONVOLUTION = 4, GATE = 5, MULTIPLY = 6 };
 
 // One operation of a program, in words of eight bytes. Operands are numbers of buffers. kernels/cpu_record.py has its twin.
 struct Operation {
     long kind, source, target;
-    long residual;                          // of norms and products; -1: none. It may be the target. Of gates: their rows
-    const void *weight, *bias;              // of norms and products, as their arguments have them
-    long in_features, out_features;         // of products; of norms, the first is the size, of gates, their number
-    long first;                             // element of a row from which norms, gates and attention read
+    long residual;                          // of norms and products; -1: none. It may be the target. Of gates: their rows.
+                                            // Of multiplications: what the source is multiplied by; -1: 1
+    const void *weight, *bias;              // of norms and products, as their arguments have them. Of multiplications, the
+                                            // weight is a float32 factor; null: 1
+    long in_features, out_features;         // of products; of norms, the first is the size, of gates, their number, of
+                                            // multiplications, their columns
+    long first;                             // element of a row from which norms, gates and attention read. Of
+                                            // multiplications: of the residual, or of the source if there is none
     long groups, weight_stride;             // of norms, as their arguments have them
     long centered;
     long activation, gated, weight_bits, group, minimums, input_bits;
