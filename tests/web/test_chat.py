@@ -445,6 +445,35 @@ def test_markdown_renders_without_loading_remote_content(pixie, visit):
     assert page.evaluate("navigator.clipboard.readText()") == "print('hi')"
 
 
+def test_formulas_and_tables_are_set_as_written(pixie, visit):
+    page = visit(pixie, viewport={"width": 390, "height": 700})
+    table = (
+        "| date | sum | \u05e9\u05dc\u05d5\u05dd |\n| --- | --- | --- |\n| 2026-11-29 | 1,234.50 EUR | "
+        + "x" * 40
+        + " |"
+    )
+    answering(
+        page,
+        events(
+            "It is $5 or $6, with $x^2$ and\n\n\\[ \\frac{1}{2} \\]\n\n",
+            "`$y$`\n\n\u05e9\u05dc\u05d5\u05dd 1\n\n",
+            table,
+        ),
+    )
+    ask(page, "why?")
+    answer = page.locator(".turn.answer .markdown")
+    expect(answer.locator(".formula math")).to_have_count(2)
+    expect(answer.locator(".formula.display .mfrac")).to_have_count(1)
+    expect(answer.locator("p").first).to_contain_text("It is $5 or $6, with ")
+    expect(answer.locator("code")).to_have_text("$y$")
+    assert answer.locator("p").nth(3).evaluate("one => getComputedStyle(one).direction") == "rtl"
+    height = answer.locator("th").first.evaluate("cell => cell.offsetHeight")
+    cells = answer.locator("td").evaluate_all("cells => cells.map((cell) => cell.offsetHeight)")
+    assert max(cells) <= height
+    assert answer.locator(".scrolls").evaluate("one => one.scrollWidth > one.clientWidth")
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+
+
 INVOICE = {
     "id": "A-17",
     "paid": True,

@@ -4,6 +4,7 @@ import { explain } from "./api/problems";
 import type { Batch } from "./api/batches";
 import { inWords as progressInWords, isUnfinished, secondsLeft } from "./batches/progress";
 import { describe, outline, placeOf, SHAPES, SIDE } from "./chat/drawing";
+import { formulaOf, withFormulas } from "./chat/formulas";
 import { columnsOf, parseJson } from "./chat/json";
 import { marksIn, placeIn, unitOf, viewOf } from "./chat/marks";
 import { bytes, describeCost, duration, percent, rate, seconds } from "./format";
@@ -211,5 +212,49 @@ suite("live figures", () => {
   test("of blocks are told in words", () => {
     const words = inWords({ num_blocks: 8, blocks_per_cell: 2, held: [2, 1, 0, 0], cached: [0, 1, 1, 0], holders: [3, 1, 0, 0] });
     expect(words).toBe("3 of 8 blocks held (38%) · 2 cached, to be found again · 3 free · up to 3 requests share one. A square is 2 blocks.");
+  });
+});
+
+suite("formulas", () => {
+  /** TeX of the code spans that stand for formulas; those on lines of their own begin with "!". */
+  function found(text: string): string[] {
+    const spans = [...withFormulas(text).matchAll(/(`+)([\ue000\ue001].*?)\1/g)].map(([, , code]) => formulaOf(code!)!);
+    return spans.map(({ tex, display }) => (display ? `!${tex}` : tex));
+  }
+
+  test("are found in all four spellings", () => {
+    expect(found("so $x_1 + y_2$ and \\(a*b*c\\), then $$\n\\frac{1}{2}\n$$ or \\[ E = mc^2 \\]")).toEqual([
+      "x_1 + y_2",
+      "a*b*c",
+      "!\\frac{1}{2}",
+      "!E = mc^2",
+    ]);
+    expect(found("$x$, ($y$) $z$.")).toEqual(["x", "y", "z"]);
+    expect(found("costs \\$3, $\\$5 + x$")).toEqual(["\\$5 + x"]);
+  });
+
+  test("are neither prices nor code", () => {
+    const texts = [
+      "$5 and $6",
+      "$5-$6, $20,$30 and US$5 to US$6",
+      "it has $ 5 $ left",
+      "`$x$` and ``a ` $y$``",
+      "```\n$x$\n\\(y\\)\n```\n",
+      "~~~sh\necho $A$B\n```\n$x$\n~~~",
+      "an open $x",
+      "\\$x$",
+      "$$a\n\nb$$",
+      "$$$$",
+    ];
+    for (const text of texts) expect(withFormulas(text)).toBe(text);
+  });
+
+  test("may follow code and hold back quotes, comments and bars", () => {
+    expect(found("```\n$no$\n```\n$yes$")).toEqual(["yes"]);
+    expect(found("$a`b$")).toEqual(["a`b"]);
+    expect(found("$$a % why\n+ b$$")).toEqual(["!a + b"]);
+    expect(found("| $|x|$ | $\\|y\\|$ |")).toEqual(["\\vert x\\vert", "\\Vert y\\Vert"]);
+    expect(found("so $|x|$")).toEqual(["|x|"]);
+    expect(formulaOf("x")).toBeUndefined();
   });
 });

@@ -68,6 +68,7 @@ export function Composer(props: Props) {
       <div className="box">
         <Attachments attachments={attachments} onChange={onAttachments} />
         <textarea
+          dir="auto"
           ref={area}
           rows={1}
           aria-label="Question"

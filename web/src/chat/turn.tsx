@@ -38,7 +38,11 @@ function Question({ conversation, turn, busy, editing, onEdit }: Props) {
     <li className="turn question">
       <h2 className="visually-hidden">You asked</h2>
       <Attachments attachments={turn.attachments} />
-      {turn.text && <p className="text">{turn.text}</p>}
+      {turn.text && (
+        <p className="text" dir="auto">
+          {turn.text}
+        </p>
+      )}
       <div className="actions">
         {turn.text && <CopyButton text={turn.text} what="the question" />}
         {!busy && (
@@ -76,6 +80,7 @@ function Editor({ conversation, turn, onEnd }: { conversation: string; turn: Tur
       >
         <Attachments attachments={attachments} onChange={setAttachments} />
         <textarea
+          dir="auto"
           ref={area}
           aria-label="Edited question"
           value={text}
@@ -115,7 +120,7 @@ function Answer({ conversation, turn, question, shown = [], model, busy, note, o
       {turn.thoughts && (
         <details className="thoughts">
           <summary>{coming && !turn.text ? "Thinking" : "Thoughts"}</summary>
-          <p>{turn.thoughts}</p>
+          <p dir="auto">{turn.thoughts}</p>
         </details>
       )}
       {turn.text && <Markdown text={turn.text} />}

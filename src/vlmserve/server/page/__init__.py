@@ -34,6 +34,7 @@ _POLICY = "; ".join(
 )
 """Nothing is loaded from elsewhere and no script or style stands in the document, whatever an answer may contain."""
 _YEAR = 365 * 86400
+mimetypes.add_type("font/woff2", ".woff2")  # not every system knows it
 _COMPRESSED = ("text/", "application/json", "image/svg+xml")
 
 
