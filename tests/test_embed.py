@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
 from tests.checkpoints import make_text_model, rename_tensors
@@ -52,15 +53,37 @@ def test_checkpoints_without_heads_have_vectors(tmp_path):
     expected = vectors(LLM(str(whole), dtype="float32"), TEXTS)
     bare = make_text_model(tmp_path / "bare", Qwen3ForCausalLM, Qwen3Config)
     rename_tensors(bare, lambda name: None if name.startswith("lm_head") else name.removeprefix("model."))
-    modules = [
-        {"path": "", "type": "a.Transformer"},
-        {"path": "p", "type": "a.Pooling"},
-        {"path": "", "type": "a.Normalize"},
-    ]
-    (bare / "modules.json").write_text(json.dumps(modules))
-    (bare / "p").mkdir()
-    (bare / "p" / "config.json").write_text('{"pooling_mode_lasttoken": true}')
+    write_modules(bare, Transformer={}, Pooling={"pooling_mode": "lasttoken"}, Normalize={})
     np.testing.assert_allclose(vectors(LLM(str(bare), dtype="float32"), TEXTS), expected, atol=1e-6)
+
+
+def test_dense_modules_follow_pooling(tmp_path):
+    folder = make_text_model(tmp_path, Qwen3ForCausalLM, Qwen3Config)
+    write_modules(folder, Transformer={}, Pooling={"pooling_mode": "mean"})
+    expected = torch.from_numpy(vectors(LLM(str(folder), dtype="float32"), TEXTS))
+    dense = {"activation_function": "torch.nn.modules.activation.Tanh"}
+    write_modules(folder, Transformer={}, Pooling={"pooling_mode": "mean"}, Dense=dense, Normalize={})
+    layer = torch.nn.Linear(48, 20)
+    save_file(
+        {f"linear.{name}": value for name, value in layer.state_dict().items()}, folder / "2" / "model.safetensors"
+    )
+    llm = LLM(str(folder), dtype="float32")
+    with torch.inference_mode():
+        whole = layer(expected).tanh()
+    np.testing.assert_allclose(vectors(llm, TEXTS), torch.nn.functional.normalize(whole), atol=1e-5)
+    kept = torch.nn.functional.normalize(whole[:, :7])
+    np.testing.assert_allclose(vectors(llm, TEXTS, dimensions=7), kept, atol=1e-5)
+    with pytest.raises(InvalidRequestError, match="dimensions must be from 1 to 20"):
+        llm.embed("a", dimensions=21)
+
+
+def write_modules(folder: Path, **configs: dict[str, str]) -> None:
+    """Modules of sentence-transformers by the names of their classes, in folders 0, 1 and so on."""
+    modules = [{"path": str(place), "type": f"a.{name}"} for place, name in enumerate(configs)]
+    (folder / "modules.json").write_text(json.dumps(modules))
+    for place, config in enumerate(configs.values()):
+        (folder / str(place)).mkdir(exist_ok=True)
+        (folder / str(place) / "config.json").write_text(json.dumps(config))
 
 
 def test_prompts_of_all_kinds_have_vectors(mock_llm):

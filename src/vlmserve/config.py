@@ -42,7 +42,7 @@ DType = Literal["auto", "float32", "bfloat16", "float16"]
 KVCacheDType = Annotated[Literal["auto", "int8"], BeforeValidator(check_cache_type)]
 ModelImplementation = Literal["auto", "vlmserve", "transformers"]
 ToolCallParser = Literal["auto", "hermes", "llama3_json", "mistral", "qwen3_xml", "qwen3_coder"]
-PoolingChoice = Literal["auto", "last", "mean", "cls"]
+PoolingChoice = Literal["auto", "last", "mean", "cls", "all"]
 ReasoningParser = Literal["auto", "none", "qwen3", "glm45", "deepseek_r1", "mistral"]
 _ORIGIN = re.compile(r"\*|null|file:///?|[a-z][a-z0-9+.-]*://(\*|(\*\.)?[^\s/*?#@]+(:\*)?)/?", re.IGNORECASE)
 _SCHEME = re.compile(r"(?!file:)[a-z][a-z0-9+.-]*:/*", re.IGNORECASE)
@@ -204,8 +204,8 @@ class EngineConfig(Settings):
     )
     pooling: PoolingChoice = Field(
         "auto",
-        description="States that become the vector of an embedding: last token, mean, or cls (first token); auto reads "
-        "the checkpoint's modules.json, else last.",
+        description="States that become the vector of an embedding: last token, mean, cls (first token), or all "
+        "(a vector of each token); auto reads the checkpoint's files, else last.",
     )
     seed: int = Field(0, ge=0, description="Seed from which vlmserve derives the seeds of requests without one.")
     num_threads: int | None = Field(

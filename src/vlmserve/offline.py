@@ -11,7 +11,7 @@ import numpy as np
 from vlmserve.engine.admission import check_min_tokens
 from vlmserve.outputs import CompletionOutput, PoolingOutput, PoolingRequestOutput, RequestOutput, logprobs_by_id
 from vlmserve.prompt.expand import truncate
-from vlmserve.tasks import GENERATE, Generate, Task, TaskResult
+from vlmserve.tasks import GENERATE, Embed, Generate, Task, TaskResult
 from vlmserve.types import (
     EngineOutput,
     EngineRequest,
@@ -167,6 +167,8 @@ class OfflineRequest:
         first = self.generations[0]
         if not isinstance(task, Generate):
             values = np.frombuffer(b"" if first.result is None else first.result.data, "<f4")
+            if isinstance(task, Embed) and first.error is None:
+                values = values.reshape(task.shape(len(prompt.token_ids)))
             return PoolingRequestOutput(
                 self.request_id,
                 PoolingOutput(values, first.error),

@@ -321,12 +321,14 @@ class Prompts:
         **options: Any,
     ) -> Call:
         """Make the call of `OfflineModel.score`. options: of `RequestPreparer.chat`."""
-        from vlmserve.frontend.scoring import Scorer
+        from vlmserve.frontend.scoring import make_scorer
 
-        scorer, preparer = Scorer(self.preparer), self.preparer
+        scorer, preparer = make_scorer(self.preparer), self.preparer
         first, second = _sides(queries), _sides(documents)
 
         def prepare(item: Any) -> Prepared:
+            if isinstance(item, Prompt):
+                return Prepared(item, task=scorer.task)
             if isinstance(item, str):
                 return self._text_prompt(item)._replace(task=scorer.task)
             settings = scorer.template_settings
@@ -338,7 +340,7 @@ class Prompts:
             failed = next((one.outputs.error for one in results if one.outputs.error is not None), None)
             if failed is not None:
                 raise VLMServeError(failed)
-            scores = scorer.scores([one.outputs.data.tobytes() for one in results], len(first))
+            scores = scorer.scores([one.outputs.data for one in results], len(first))
             return [ScoringRequestOutput(ScoringOutput(score)) for score in scores]
 
         return Call(
@@ -346,7 +348,7 @@ class Prompts:
             scorer.prompts(first, second, instruction),
             False,
             prepare,
-            lambda item: None if isinstance(item, str) else preparer.check_files(item),
+            lambda item: None if isinstance(item, str | Prompt) else preparer.check_files(item),
             preparer.answers.check_grammar,
             SamplingParams(),
             "raise",

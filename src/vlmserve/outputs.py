@@ -116,22 +116,22 @@ class RequestOutput:
 
 @dataclass(frozen=True)
 class PoolingOutput:
-    """A vector."""
+    """A vector, or one for each token."""
 
     data: npt.NDArray[np.float32]
-    """``[dimensions]``; empty if there is an error."""
+    """``[dimensions]`` or ``[tokens, dimensions]``; empty if there is an error."""
     error: str | None = None
     """The reason, if it failed."""
 
     @property
-    def embedding(self) -> list[float]:
-        """The vector as a list."""
-        values: list[float] = self.data.tolist()
+    def embedding(self) -> list[Any]:
+        """The vector as a list of floats, or a list of such lists."""
+        values: list[Any] = self.data.tolist()
         return values
 
     def __repr__(self) -> str:
         """The size and the error."""
-        return f"PoolingOutput(dimensions={len(self.data)}{'' if self.error is None else f', error={self.error!r}'})"
+        return f"PoolingOutput(shape={self.data.shape}{'' if self.error is None else f', error={self.error!r}'})"
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,7 @@ class PoolingRequestOutput:
 
 @dataclass(frozen=True)
 class ScoringOutput:
-    """The score of a document: a probability, or a cosine with an embedding model."""
+    """The score of a document: a probability, a cosine of vectors, or the sum of the cosines of tokens."""
 
     score: float
 

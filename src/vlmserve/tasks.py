@@ -6,8 +6,9 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
-Pooling = Literal["last", "mean", "cls"]
-"""The final hidden states of a prompt that become its vector: last token, mean of all tokens, or first token."""
+Pooling = Literal["last", "mean", "cls", "all"]
+"""The final hidden states of a prompt that become its vector: last token, mean of all tokens, first token, or all of
+them, each as a vector of its own."""
 
 
 class Generate(msgspec.Struct, frozen=True, tag=True):
@@ -19,16 +20,20 @@ class Generate(msgspec.Struct, frozen=True, tag=True):
 
 
 class Embed(msgspec.Struct, frozen=True, tag=True):
-    """A vector of the prompt, made of final hidden states."""
+    """A vector of the prompt or of each token, made of final hidden states."""
 
     pooling: Pooling = "last"
     normalize: bool = True
-    """True: the vector gets length 1."""
+    """True: vectors get length 1."""
     dimensions: int | None = None
-    """Leading elements of the vector to keep, before it is normalized; None: all."""
+    """Leading elements of vectors to keep, before they are normalized; None: all."""
 
     def reads_from(self, num_tokens: int) -> int:
         return num_tokens - 1 if self.pooling == "last" else 0
+
+    def shape(self, num_tokens: int) -> tuple[int, ...]:
+        """The shape of the result for a prompt of that many tokens, for `reshape`."""
+        return (num_tokens, -1) if self.pooling == "all" else (-1,)
 
 
 class Score(msgspec.Struct, frozen=True, tag=True):
@@ -59,4 +64,4 @@ class TaskResult(msgspec.Struct, frozen=True):
     """The values of a task other than `Generate`."""
 
     data: bytes
-    """Little-endian float32: the vector of `Embed`, or one log probability for each token that is scored."""
+    """Little-endian float32: the vectors of `Embed` one after another, or a log probability for each scored token."""

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from vlmserve.errors import InvalidRequestError, ModelLoadError
-from vlmserve.prompt.pooling import read_vectors
+from vlmserve.prompt.pooling import StoredLayer, read_vectors
 from vlmserve.tasks import Embed
 
 
@@ -49,6 +49,19 @@ def test_models_without_files_take_the_last_token(tmp_path):
 def test_a_setting_overrides_files(tmp_path):
     write(tmp_path, {"pooling_mode": "max"})
     assert read_vectors(tmp_path, "mean").embed() == Embed("mean", normalize=False)
+    (tmp_path / "modules.json").write_text(json.dumps([{"path": "a", "type": "a.Unknown"}]))
+    assert read_vectors(tmp_path, "cls").embed() == Embed("cls", normalize=False)
+
+
+def test_dense_modules_are_found(tmp_path):
+    write(tmp_path, {"pooling_mode": "mean"}, "Dense", "Normalize")
+    (tmp_path / "2_Dense").mkdir()
+    (tmp_path / "2_Dense" / "config.json").write_text(json.dumps({"activation_function": "torch.nn.a.Identity"}))
+    vectors = read_vectors(tmp_path)
+    assert vectors.layers == (StoredLayer("linear", "2_Dense", "Identity"),)
+    (tmp_path / "2_Dense" / "config.json").write_text(json.dumps({"activation_function": "torch.nn.a.Own"}))
+    with pytest.raises(InvalidRequestError, match="the activation Own"):
+        read_vectors(tmp_path).embed()
 
 
 @pytest.mark.parametrize(
@@ -56,7 +69,8 @@ def test_a_setting_overrides_files(tmp_path):
     [
         ({"pooling_mode": "weightedmean"}, [], "the pooling mode weightedmean"),
         ({"pooling_mode": ["cls", "mean"]}, [], r"the pooling mode cls\+mean"),
-        ({"pooling_mode": "mean"}, ["Dense"], "the module Dense"),
+        ({"pooling_mode": "mean"}, ["LayerNorm"], "the module LayerNorm"),
+        ({"pooling_mode": "mean"}, ["Normalize", "Dense"], "the module Dense after Normalize"),
     ],
 )
 def test_unsupported_vectors_are_explained(tmp_path, config, others, problem):

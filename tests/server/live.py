@@ -79,7 +79,7 @@ class LiveServer:
             self.url = web.url
             web.start()
             self.client = await EngineClient.start(self._engine, process=self._launch(self._engine, self.folder))
-            preparer = RequestPreparer(self.folder, self._media)
+            preparer = RequestPreparer(self.folder, self._media, engine=self._engine)
             preparer.fit(self.client.info)
             self.service.open(self.client, preparer, default_sampling(self.folder))
         except BaseException as error:

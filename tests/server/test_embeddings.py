@@ -64,6 +64,25 @@ def test_conversations_with_images_have_vectors(live):
     assert post(live, messages=begun, continue_final_message=True).status_code == 200
 
 
+def test_each_token_has_a_vector_on_request(live):
+    answer = post(live, "/pooling", input=TEXTS[:2], task="token_embed", dimensions=6).json()
+    vectors = [np.array(one["data"]) for one in answer["data"]]
+    counts = [post(live, "/tokenize", prompt=text).json()["count"] for text in TEXTS[:2]]
+    assert [one.shape for one in vectors] == [(count, 6) for count in counts]
+    np.testing.assert_allclose(np.linalg.norm(vectors[0], axis=1), 1, atol=1e-6)
+    raw = post(live, "/pooling", input=TEXTS[0], task="token_embed", dimensions=6, encoding_format="base64").json()
+    packed = np.frombuffer(base64.b64decode(raw["data"][0]["data"]), "<f4")
+    np.testing.assert_allclose(packed.reshape(-1, 6), vectors[0], atol=1e-6)
+    whole = post(live, "/pooling", input=TEXTS[0]).json()
+    assert whole["data"][0]["data"] == post(live, input=TEXTS[0]).json()["data"][0]["embedding"]
+
+
+def test_many_vectors_are_written_as_few_are(live):
+    one = post(live, input=TEXTS[0]).json()["data"][0]["embedding"]
+    many = post(live, input=TEXTS[:1] * 200).json()["data"]
+    assert all(found["embedding"] == one for found in many)
+
+
 @pytest.mark.parametrize(
     ("fields", "param", "message"),
     [

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
+import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
@@ -100,6 +101,24 @@ def test_images_are_ranked(judge):
     assert answer["usage"]["prompt_tokens_details"]["images"] == 2
     bare = post(judge, "/v1/score", queries="red", documents={"image": url.partition(",")[2]})
     assert bare.status_code == 200, bare.text
+
+
+@pytest.fixture(scope="module")
+def retriever(tmp_path_factory) -> Iterator[LiveServer]:
+    """A model whose tokens have vectors."""
+    folder = make_mock_checkpoint(tmp_path_factory.mktemp("retriever"))
+    with LiveServer(folder, engine={"pooling": "all"}) as server:
+        yield server
+
+
+def test_vectors_of_tokens_are_compared(retriever):
+    texts = ["red", *DOCUMENTS]
+    vectors = [np.array(one.embedding) for one in retriever.openai.embeddings.create(model="tiny", input=texts).data]
+    expected = [(vectors[0] @ one.T).max(1).sum() for one in vectors[1:]]
+    np.testing.assert_allclose(scores(retriever, queries="red", documents=DOCUMENTS), expected, atol=1e-5)
+    ranked = post(retriever, "/v2/rerank", query="red", documents=DOCUMENTS).json()["results"]
+    shares = {one["index"]: one["relevance_score"] * len(vectors[0]) for one in ranked}
+    np.testing.assert_allclose([shares[place] for place in range(3)], np.maximum(expected, 0), atol=1e-5)
 
 
 @pytest.mark.parametrize(

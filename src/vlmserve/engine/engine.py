@@ -187,7 +187,7 @@ class Engine(BaseEngine):
             gpu_uuid=model.device.gpu_uuid,
             image_token_bytes=intake.image_token_bytes,
             tensor_parallel_size=config.tensor_parallel_size,
-            embedding_size=language_model.hidden_size,
+            embedding_size=model.embedding_size,
             image_cost=image_cost(model, identity, *warm_up),
         )
 

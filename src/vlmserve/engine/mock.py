@@ -24,7 +24,7 @@ from vlmserve.engine.lengths import context_length
 from vlmserve.engine.mock_results import EMBEDDING_SIZE, mock_result
 from vlmserve.errors import CheckpointNotFoundError
 from vlmserve.prompt.checkpoint import read_prompt_files
-from vlmserve.prompt.files import read_json
+from vlmserve.prompt.files import read_config
 from vlmserve.sampling.bad_words import BadWords
 from vlmserve.sampling.grammar import Allowed, Matcher
 from vlmserve.sampling.thoughts import Thinking
@@ -478,7 +478,7 @@ def _read_tokenizer(folder: Path) -> tuple[list[list[int]], list[int], int]:
 
 
 def _model_info(config: EngineConfig, folder: Path, vocab_size: int, eos_token_ids: frozenset[int]) -> ModelInfo:
-    checkpoint = read_json(folder / "config.json")
+    checkpoint = read_config(folder)
     text = checkpoint.get("text_config") or checkpoint
     context = context_length(config, int(text.get("max_position_embeddings") or _DEFAULT_CONTEXT))
     return ModelInfo(

@@ -14,7 +14,7 @@ def mock_result(task: Embed | Score | ScoreContinuation, digest: bytes, num_toke
     """Make values that depend on a prompt's digest only. num_tokens: of the prompt."""
     match task:
         case Embed():
-            count = EMBEDDING_SIZE
+            count = EMBEDDING_SIZE * (num_tokens if task.pooling == "all" else 1)
         case Score():
             count = len(task.token_ids)
         case ScoreContinuation():
@@ -25,6 +25,6 @@ def mock_result(task: Embed | Score | ScoreContinuation, digest: bytes, num_toke
     elif isinstance(task, Score):
         values -= np.logaddexp.reduce(values)
     else:
-        values = values[: task.dimensions]
-        values = values / np.linalg.norm(values) if task.normalize else values
+        vectors = values.reshape(-1, EMBEDDING_SIZE)[:, : task.dimensions]
+        values = vectors / np.linalg.norm(vectors, axis=1, keepdims=True) if task.normalize else vectors
     return TaskResult(values.astype("<f4").tobytes())

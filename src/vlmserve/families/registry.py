@@ -11,6 +11,7 @@ from vlmserve import families as package
 from vlmserve.errors import ModelLoadError, UnsupportedModelError
 from vlmserve.families.family import FIXED_SIZE, Family, LanguageFamily, VisionFamily, vision_section
 from vlmserve.families.gguf import GGUFText
+from vlmserve.families.retrievers import retriever_of
 from vlmserve.families.spec import ArchSpec, Config
 
 LANGUAGE_FAMILIES: dict[str, LanguageFamily] = {}
@@ -121,9 +122,12 @@ def _known_architecture(config: Config) -> str | None:
 
 
 def _named_architectures(config: Config) -> list[str]:
-    """``architectures`` of config.json, or else the architecture of its ``model_type``. Never empty."""
+    """``architectures`` of config.json, or else the architecture of its ``model_type``. Never empty.
+
+    In a retriever, the ``model_type`` names the vision-language model.
+    """
     named = config.get("architectures")
-    if isinstance(named, list) and named:
+    if isinstance(named, list) and named and retriever_of(config) is None:
         return [str(name) for name in named]
     kind = config.get("model_type")
     own = (family.architecture for family in families() if family.model_type == kind)

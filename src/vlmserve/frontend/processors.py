@@ -28,7 +28,7 @@ from vlmserve.media.sources import process_image
 from vlmserve.media.tiles import SplitProcessor
 from vlmserve.media.transformers_processor import TransformersProcessor
 from vlmserve.media.videos import VideoProcessor
-from vlmserve.prompt.files import read_json
+from vlmserve.prompt.files import read_config, read_json
 from vlmserve.prompt.tokenizer import Tokenizer
 
 _SMALL_IMAGE = (64, 64)
@@ -72,7 +72,7 @@ def _own_processor(folder: Path, tokenizer: Tokenizer, media: MediaConfig) -> Im
 
 
 def _image_files(folder: Path, tokenizer: Tokenizer, media: MediaConfig) -> ImageFiles:
-    config = read_json(folder / "config.json")
+    config = read_config(folder)
     settings = _settings(folder, "image_processor", "preprocessor_config.json")
     family = vision_family(config)
     if not settings and family is not None:
@@ -99,7 +99,7 @@ def video_processor(folder: Path, tokenizer: Tokenizer, media: MediaConfig) -> V
     settings = _settings(folder, "video_processor", "video_preprocessor_config.json", "preprocessor_config.json")
     return VideoProcessor.from_settings(
         settings,
-        vision_config(read_json(folder / "config.json")),
+        vision_config(read_config(folder)),
         exact_pixels=media.exact_pixels,
         overrides=media.mm_processor_kwargs,
         max_frames=media.max_video_frames,

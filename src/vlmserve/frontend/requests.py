@@ -37,7 +37,7 @@ from vlmserve.media.videos import VideoSource
 from vlmserve.models.sizes import broken
 from vlmserve.prompt.checkpoint import read_prompt_files
 from vlmserve.prompt.expand import check_placeholders, expand_placeholders
-from vlmserve.prompt.files import read_json
+from vlmserve.prompt.files import read_config, read_json
 from vlmserve.prompt.one_image import one_image_prompts, only_text
 from vlmserve.prompt.pooling import read_vectors
 from vlmserve.prompt.template import ChatTemplate, Message, read_template
@@ -83,7 +83,7 @@ class RequestPreparer:
         self.max_prompt_len: int | None = None
         """Tokens that fit into a prompt, once the engine has said so; None: any number."""
         self.tokenizer = Tokenizer.from_folder(folder, files)
-        self._one_image = one_image_prompts(read_json(folder / "config.json"))
+        self._one_image = one_image_prompts(read_config(folder))
         supports_images = self.tokenizer.image_token_id is not None or self._one_image is not None
         theirs = implementation == "transformers" or (implementation == "auto" and not files.has_own_preprocessing)
         choose = transformers_processor if theirs else image_processor

@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
 from vlmserve.errors import InvalidRequestError
+from vlmserve.families.retrievers import Retriever
+from vlmserve.prompt.untrusted import Quotation
 from vlmserve.tasks import Embed, Score, Task
+from vlmserve.types import Prompt
 
 if TYPE_CHECKING:
     from vlmserve.frontend.requests import RequestPreparer
 
 Side: TypeAlias = str | Sequence[Mapping[str, Any]]
 """A query or a document: text, or parts of a message."""
+Asked: TypeAlias = str | Prompt | list[dict[str, Any]]
+"""A text, a prompt or a conversation."""
+Result: TypeAlias = npt.NDArray[np.float32]
+"""The values of a `TaskResult`, in the shape of its task."""
 
 INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
 """The default of Qwen3-Reranker."""
@@ -27,22 +36,101 @@ _USUAL_CHARACTERS = 8
 """Characters of a token: how much of a text is tokenized at first to find its first tokens."""
 
 
-class Scorer:
-    """Says what to ask the engine about pairs, and what its results mean.
+class Scorer(ABC):
+    """Says what to ask the engine about pairs, and what its results mean."""
 
-    An embedding model compares vectors: the score is their cosine. Any other model judges each pair in the prompt of
-    Qwen3-Reranker and Qwen3-VL-Reranker: the score is the probability of "yes" among "yes" and "no".
+    task: Task
+
+    @property
+    def template_settings(self) -> dict[str, Any]:
+        """Settings for the chat template of each conversation."""
+        return {}
+
+    def prompts(
+        self, queries: Sequence[Side], documents: Sequence[Side], instruction: str | None = None
+    ) -> list[Asked]:
+        """Make what to ask about. One query stands for as many as there are documents.
+
+        Raises InvalidRequestError unless there is one query, or one for each document.
+        """
+        if len(queries) not in (1, len(documents)):
+            raise InvalidRequestError(
+                f"give one query, or one for each document; got {len(queries)} for {len(documents)}", param="queries"
+            )
+        return self._asked(queries, documents, instruction)
+
+    @abstractmethod
+    def _asked(self, queries: Sequence[Side], documents: Sequence[Side], instruction: str | None) -> list[Asked]: ...
+
+    @abstractmethod
+    def scores(self, results: Sequence[Result], num_queries: int, *, bounded: bool = False) -> list[float]:
+        """Return one score for each document. results: one for each prompt. bounded: make scores from 0 to 1."""
+
+
+class VectorScorer(Scorer):
+    """An embedding model compares vectors: the score is their cosine."""
+
+    task: Embed
+
+    def __init__(self, preparer: RequestPreparer) -> None:
+        self._preparer = preparer
+        self.task = preparer.vectors.embed(normalize=True)
+
+    def _asked(self, queries: Sequence[Side], documents: Sequence[Side], instruction: str | None) -> list[Asked]:
+        return [*map(self._query, queries), *map(_vector_of, documents)]
+
+    def _query(self, query: Side) -> Asked:
+        return _vector_of(query)
+
+    def scores(self, results: Sequence[Result], num_queries: int, *, bounded: bool = False) -> list[float]:
+        queries, documents = results[:num_queries], results[num_queries:]
+        whole = list(queries) * len(documents) if num_queries == 1 else queries
+        scores = [self._similarity(*pair) for pair in zip(whole, documents, strict=True)]
+        if bounded:
+            return [min(1.0, max(0.0, score / self._most(query))) for query, score in zip(whole, scores, strict=True)]
+        return scores
+
+    def _similarity(self, query: Result, document: Result) -> float:
+        return float(query.astype(np.float64) @ document.astype(np.float64))
+
+    def _most(self, query: Result) -> int:
+        """The highest score that a document can have."""
+        return 1
+
+
+class LateScorer(VectorScorer):
+    """Late interaction (https://arxiv.org/abs/2004.12832) compares the vectors of tokens.
+
+    Each vector of the query takes its highest cosine with a vector of the document. The score is their sum.
+    """
+
+    def _query(self, query: Side) -> Asked:
+        retriever = self._preparer.vectors.retriever
+        if retriever is None or not isinstance(query, str):
+            return super()._query(query)
+        return self._written(retriever, query)
+
+    def _written(self, retriever: Retriever, query: str) -> Prompt:
+        tokenizer = self._preparer.tokenizer
+        quotation = Quotation(tokenizer.control_tokens)
+        text = retriever.written_query(quotation.quote(query), tokenizer.special_tokens)
+        return self._preparer.tokens(tokenizer.encode_quoted(text, quotation))
+
+    def _similarity(self, query: Result, document: Result) -> float:
+        return float((query @ document.T).max(1).sum(dtype=np.float64))
+
+    def _most(self, query: Result) -> int:
+        return len(query)
+
+
+class JudgeScorer(Scorer):
+    """A chat model judges each pair in the prompt of Qwen3-Reranker and Qwen3-VL-Reranker.
+
+    The score is the probability of "yes" among "yes" and "no".
     """
 
     def __init__(self, preparer: RequestPreparer) -> None:
-        """Raises InvalidRequestError for a model that can do neither."""
         self._preparer = preparer
-        self.compares = preparer.vectors.is_declared
-        """True for an embedding model."""
-        self.task: Task
-        if self.compares:
-            self.task = preparer.vectors.embed(normalize=True)
-            return
         ids = [preparer.encode(word, add_special_tokens=False) for word in _ANSWERS]
         if not preparer.can_chat or any(len(one) != 1 for one in ids):
             raise InvalidRequestError(
@@ -54,26 +142,11 @@ class Scorer:
 
     @property
     def template_settings(self) -> dict[str, Any]:
-        """Settings for the chat template of each conversation: a judgement has no reasoning."""
+        """A judgement has no reasoning."""
         known = "enable_thinking" in self._preparer.template_settings
         return {"enable_thinking": False} if known else {}
 
-    def prompts(
-        self, queries: Sequence[Side], documents: Sequence[Side], instruction: str | None = None
-    ) -> list[str | list[dict[str, Any]]]:
-        """Texts and conversations to ask about. One query stands for as many as there are documents.
-
-        Raises InvalidRequestError unless there is one query, or one for each document.
-        """
-        if len(queries) not in (1, len(documents)):
-            raise InvalidRequestError(
-                f"give one query, or one for each document; got {len(queries)} for {len(documents)}", param="queries"
-            )
-        if self.compares:
-            return [
-                side if isinstance(side, str) else [{"role": "user", "content": list(side)}]
-                for side in (*queries, *documents)
-            ]
+    def _asked(self, queries: Sequence[Side], documents: Sequence[Side], instruction: str | None) -> list[Asked]:
         whole = [*queries] * len(documents) if len(queries) == 1 else queries
         instruction = instruction or INSTRUCTION
         return [self._judgement(*pair, instruction) for pair in zip(whole, documents, strict=True)]
@@ -88,17 +161,19 @@ class Scorer:
             content = f"<Instruct>: {instruction}\n<Query>: {_text(query)}\n<Document>: {_text(document)}"
         return [{"role": "system", "content": _SYSTEM}, {"role": "user", "content": content}]
 
-    def scores(self, results: Sequence[bytes], num_queries: int) -> list[float]:
-        """Return one score for each document. results: data of the `TaskResult` of each prompt."""
+    def scores(self, results: Sequence[Result], num_queries: int, *, bounded: bool = False) -> list[float]:
         if not results:
             return []
-        values = np.array([np.frombuffer(one, "<f4") for one in results], np.float64)
-        if isinstance(self.task, Embed):
-            scores = (values[:num_queries] * values[num_queries:]).sum(1)
-        else:
-            scores = 1 / (1 + np.exp(values[:, 0] - values[:, 1]))
-        listed: list[float] = scores.tolist()
-        return listed
+        values = np.array(results, np.float64)
+        scores: list[float] = (1 / (1 + np.exp(values[:, 0] - values[:, 1]))).tolist()
+        return scores
+
+
+def make_scorer(preparer: RequestPreparer) -> Scorer:
+    """Choose the scorer of a model. Raises InvalidRequestError for a model that has no way to score."""
+    if not preparer.vectors.is_declared:
+        return JudgeScorer(preparer)
+    return LateScorer(preparer) if preparer.vectors.task.pooling == "all" else VectorScorer(preparer)
 
 
 def first_tokens(preparer: RequestPreparer, text: str, count: int) -> str:
@@ -111,6 +186,10 @@ def first_tokens(preparer: RequestPreparer, text: str, count: int) -> str:
         if size >= len(text):
             return text
         size *= 2
+
+
+def _vector_of(side: Side) -> Asked:
+    return side if isinstance(side, str) else [{"role": "user", "content": list(side)}]
 
 
 def _parts(side: Side) -> list[Mapping[str, Any]]:

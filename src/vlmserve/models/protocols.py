@@ -18,6 +18,7 @@ from vlmserve.layers.parallel import Ranks
 from vlmserve.layers.stages import StageBudget, Stages
 from vlmserve.models.adaptable import AdaptableModel
 from vlmserve.models.image_rows import LayerFeatures
+from vlmserve.models.output_layers import OutputLayers
 from vlmserve.types import Bidirectional, CrossInput, TowerInputs
 
 
@@ -184,7 +185,7 @@ class LoadedModel:
     image_token_id: the placeholder, if the model takes images. max_position: the longest context its positions allow.
     weight_bytes: memory of the weights. identity: the digest of `model_identity`. cross: of a decoder that attends to
     images by cross-attention, so that their embeddings stand in no prompt. adaptable: for adapters; None: its
-    implementation takes none. ranks: that share the decoder; None: all of it is here.
+    implementation takes none. ranks: that share the decoder; None: all of it is here. output_layers: of vectors.
     """
 
     architecture: str
@@ -202,3 +203,9 @@ class LoadedModel:
     cross: CrossEncoder | None = None
     adaptable: AdaptableModel | None = None
     ranks: Ranks | None = None
+    output_layers: OutputLayers | None = None
+
+    @property
+    def embedding_size(self) -> int:
+        """Elements of a vector."""
+        return self.language_model.hidden_size if self.output_layers is None else self.output_layers.size

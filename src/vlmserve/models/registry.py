@@ -20,6 +20,7 @@ from vlmserve.devices.device import EagerExecutor, LayerExecutor
 from vlmserve.errors import ConfigurationError, MissingWeightsError, ModelLoadError, UnsupportedModelError
 from vlmserve.families.family import LanguageFamily, VisionFamily, rename
 from vlmserve.families.registry import architecture, decoder_spec, language_family, vision_family
+from vlmserve.families.retrievers import without_nesting
 from vlmserve.families.spec import ArchSpec
 from vlmserve.gguf.config import read_config
 from vlmserve.gguf.pair import language_model
@@ -33,6 +34,7 @@ from vlmserve.models.decoder import Decoder
 from vlmserve.models.filling import Filling
 from vlmserve.models.identity import model_identity
 from vlmserve.models.load_settings import LoadSettings
+from vlmserve.models.output_layers import OutputLayers
 from vlmserve.models.parallel import share_of, split_decoder
 from vlmserve.models.protocols import LanguageModel, LoadedModel, VisionEncoder
 from vlmserve.models.sizes import broken, check_parameters, check_sizes
@@ -40,6 +42,7 @@ from vlmserve.models.transformers_backend import TransformersModel
 from vlmserve.models.transformers_checkpoint import TransformersCheckpoint
 from vlmserve.models.weights import Checkpoint, canonical_name
 from vlmserve.models.weights_cache import WeightsCache
+from vlmserve.prompt.pooling import read_vectors
 from vlmserve.quant.formats.stored import OLD_FILES, stored_layouts
 from vlmserve.quant.memory import weight_bytes
 from vlmserve.quant.model import log_expected_memory
@@ -141,6 +144,7 @@ def _load(
         cross=parts.cross,
         adaptable=adaptable,
         ranks=ranks,
+        output_layers=OutputLayers.read(read_vectors(folder).layers, checkpoint, spec.hidden_size, device),
     )
 
 
@@ -170,7 +174,7 @@ class Description:
         """Raises ModelLoadError for a broken configuration, UnsupportedModelError for an unknown architecture."""
         config = read_config(read_header(folder)) if folder.is_file() else read_json(folder / "config.json")
         check_sizes(config, folder if folder.is_file() else folder / "config.json")
-        return cls.of(folder, config)
+        return cls.of(folder, without_nesting(config))
 
     @classmethod
     def of(cls, folder: Path, config: Mapping[str, Any]) -> Description:
@@ -328,8 +332,8 @@ def _tie_as_stored(spec: ArchSpec, text_config: Mapping[str, Any], checkpoint: C
     """Correct `tied_embeddings` of a spec by the tensors, because some configs are wrong."""
     head, embeddings = "language_model.lm_head.weight", "language_model.embed_tokens.weight"
     if head not in checkpoint.names:
-        if (checkpoint.folder / "modules.json").is_file():
-            # Models of sentence-transformers need no head. They get one that takes no memory.
+        if (checkpoint.folder / "modules.json").is_file() or read_vectors(checkpoint.folder).layers:
+            # Models that make vectors need no head. They get one that takes no memory.
             return replace(spec, tied_embeddings=True)
         return replace(spec, tied_embeddings=spec.tied_embeddings or bool(text_config.get("tie_word_embeddings")))
     if spec.tied_embeddings and embeddings in checkpoint.names:

@@ -33,6 +33,8 @@ MAPPED_BYTES = 16 * 1024**2
 DEQUANTIZED_BYTES = 2 * 1024**2
 LANGUAGE_MODEL = "language_model."
 TEXT_ENCODER = "text_encoder."
+_IN_RETRIEVER = "vlm."
+"""Before the names of tensors of the vision-language model in a retriever."""
 
 # Published LLaVA checkpoints nest whole models, transformers 5 flattens them, releases between did half of it.
 # Embedding models have the tensors of a decoder without a head around it.
@@ -59,6 +61,7 @@ def canonical_name(name: str, rename: Rename = lambda name: name) -> str:
 
     rename: what the family of the language model does to the names of its tensors, and of those of an encoder like it.
     """
+    name = name.removeprefix(_IN_RETRIEVER)
     for pattern, prefix in _PREFIXES:
         if pattern.match(name):
             name = pattern.sub(prefix, name)

@@ -10,9 +10,10 @@ from typing import Any
 from vlmserve.errors import ModelLoadError
 from vlmserve.families.family import VisionFamily
 from vlmserve.families.registry import family_of
+from vlmserve.families.retrievers import retriever_of
 from vlmserve.gguf.pair import language_model
 from vlmserve.prompt import gguf
-from vlmserve.prompt.files import EXTRA_TEMPLATES, PromptFiles, read_json
+from vlmserve.prompt.files import EXTRA_TEMPLATES, PromptFiles, read_config, read_json
 
 SPECIAL_TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
@@ -23,7 +24,7 @@ def read_prompt_files(folder: Path) -> PromptFiles:
     of_file = None if file is None else gguf.read_prompt_files(file)
     if of_file is not None and file == folder:
         return of_file
-    config, generation_config = (read_json(folder / f"{name}.json") for name in ("config", "generation_config"))
+    config, generation_config = read_config(folder), read_json(folder / "generation_config.json")
     tokenizer_config = read_json(folder / "tokenizer_config.json")
     family = family_of(config)
     special: Mapping[str, str] = _special_tokens(tokenizer_config, read_json(folder / "special_tokens_map.json"))
@@ -34,6 +35,8 @@ def read_prompt_files(folder: Path) -> PromptFiles:
         template, tool_template = of_file.chat_template, of_file.tool_template
     if not template and family is not None and family.chat_template is not None:
         template = family.chat_template(config, generation_config)
+    if (retriever := retriever_of(config)) is not None:
+        template = tool_template = retriever.document_template
     files = PromptFiles(
         tokenizer_config=tokenizer_config,
         special_tokens=special,

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from vlmserve.errors import ModelLoadError
+from vlmserve.families.retrievers import without_nesting
 
 EXTRA_TEMPLATES = "additional_chat_templates"
 """Folder of chat templates with names."""
@@ -31,6 +32,11 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ModelLoadError(f"{path} holds a {type(value).__name__}, not an object")
     return value
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """Read config.json, of a retriever the part about its vision-language model. Raises ModelLoadError."""
+    return without_nesting(read_json(folder / "config.json"))
 
 
 @dataclass(frozen=True)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from vlmserve.errors import InvalidRequestError, ModelLoadError
-from vlmserve.prompt.files import MAX_JSON_BYTES, read_json
+from vlmserve.families.retrievers import Retriever, retriever_of
+from vlmserve.prompt.files import MAX_JSON_BYTES, read_config, read_json
 from vlmserve.tasks import Embed, Pooling
 
 _MODES: Mapping[str, Pooling] = {"lasttoken": "last", "mean": "mean", "cls": "cls"}
@@ -22,6 +23,23 @@ _OLDER_KEYS: Mapping[str, str] = {
     "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
     "pooling_mode_weightedmean_tokens": "weightedmean",
 }
+_ACTIVATIONS = ("Identity", "Tanh", "ReLU", "GELU", "SiLU")
+"""Classes of torch that a Dense module may name."""
+
+
+_OTHERWISE = "which is not supported; start with --pooling last, mean or cls"
+
+
+@dataclass(frozen=True)
+class StoredLayer:
+    """A linear layer after the pooled hidden states."""
+
+    name: str
+    """Name of its tensors, without ``.weight`` and ``.bias``."""
+    folder: str | None = None
+    """Folder of its file within the checkpoint. None: the checkpoint's own files have its tensors."""
+    activation: str = "Identity"
+    """One of `_ACTIVATIONS`."""
 
 
 @dataclass(frozen=True)
@@ -33,13 +51,21 @@ class Vectors:
     """True if the checkpoint or a setting says so. Otherwise the model was trained to chat."""
     problem: str | None = None
     """The reason why the checkpoint's own vectors cannot be made; None: they can."""
+    layers: tuple[StoredLayer, ...] = ()
+    """Each reads the result of the one before."""
+    retriever: Retriever | None = None
+    """How queries and documents are written; None: without a prompt."""
 
-    def embed(self, dimensions: int | None = None, *, normalize: bool | None = None) -> Embed:
-        """Make the task of a request. Raises InvalidRequestError if a module of the checkpoint is not supported."""
+    def embed(
+        self, dimensions: int | None = None, *, normalize: bool | None = None, pooling: Pooling | None = None
+    ) -> Embed:
+        """Make the task of a request. pooling: instead of the model's own.
+
+        Raises InvalidRequestError if a module of the checkpoint is not supported."""
         if self.problem is not None:
             raise InvalidRequestError(self.problem, param="model")
         wanted = self.task.normalize if normalize is None else normalize
-        return Embed(self.task.pooling, wanted, dimensions)
+        return Embed(pooling or self.task.pooling, wanted, dimensions)
 
 
 def read_vectors(folder: Path, pooling: Pooling | None = None) -> Vectors:
@@ -47,32 +73,55 @@ def read_vectors(folder: Path, pooling: Pooling | None = None) -> Vectors:
 
     pooling: instead of the checkpoint's own. Raises ModelLoadError for a broken file.
     """
+    if (retriever := retriever_of(read_config(folder))) is not None:
+        return Vectors(Embed(pooling or "all"), True, None, (StoredLayer(retriever.projection),), retriever)
     modules = _modules(folder)
     kinds = [str(module.get("type", "")).rpartition(".")[2] for module in modules]
     normalizes = "Normalize" in kinds or not modules
-    if pooling is not None:
-        return Vectors(Embed(pooling, normalizes), is_declared=True)
-    if "Pooling" not in kinds:
+    if pooling is None and "Pooling" not in kinds:
         return Vectors(Embed())
-    others = [kind for kind in kinds if kind not in ("Transformer", "Pooling", "Normalize")]
-    if others:
-        return Vectors(Embed(), is_declared=True, problem=_problem(f"the module {others[0]}"))
-    config = read_json(folder / str(modules[kinds.index("Pooling")].get("path", "")) / "config.json")
-    mode = _mode(config)
-    if mode not in _MODES:
-        return Vectors(Embed(), is_declared=True, problem=_problem(f"the pooling mode {mode}"))
-    return Vectors(Embed(_MODES[mode], normalizes), is_declared=True)
+    layers: tuple[StoredLayer, ...] = ()
+    try:
+        layers = _layers(folder, modules, kinds)
+        mode = pooling or _mode(folder / str(modules[kinds.index("Pooling")].get("path", "")))
+    except _UnsupportedError as error:
+        if pooling is None:
+            return Vectors(Embed(), is_declared=True, problem=f"this model's vectors need {error}, {_OTHERWISE}")
+        mode = pooling
+    return Vectors(Embed(mode, normalizes), is_declared=True, layers=layers)
 
 
-def _problem(what: str) -> str:
-    return f"this model's vectors need {what}, which is not supported; start with --pooling last, mean or cls"
+class _UnsupportedError(Exception):
+    """Something that vectors need."""
 
 
-def _mode(config: Mapping[str, Any]) -> str:
+def _layers(folder: Path, modules: Sequence[Mapping[str, Any]], kinds: Sequence[str]) -> tuple[StoredLayer, ...]:
+    layers: list[StoredLayer] = []
+    for place, (module, kind) in enumerate(zip(modules, kinds, strict=True)):
+        known = ("Transformer", "Pooling", "Dense", "Normalize")
+        if kind not in known:
+            raise _UnsupportedError(f"the module {kind}")
+        if any(known.index(before) > known.index(kind) for before in kinds[:place]):
+            raise _UnsupportedError(f"the module {kind} after {kinds[place - 1]}")
+        if kind == "Dense":
+            path = str(module.get("path", ""))
+            activation = str(read_json(folder / path / "config.json").get("activation_function", "Tanh"))
+            if (name := activation.rpartition(".")[2]) not in _ACTIVATIONS:
+                raise _UnsupportedError(f"the activation {name}")
+            layers.append(StoredLayer("linear", path, name))
+    return tuple(layers)
+
+
+def _mode(folder: Path) -> Pooling:
+    """The mode in a module's config.json."""
+    config = read_json(folder / "config.json")
     mode = config.get("pooling_mode")
     if mode is None:
         mode = [name for key, name in _OLDER_KEYS.items() if config.get(key)]
-    return mode if isinstance(mode, str) else "+".join(map(str, mode))
+    name = mode if isinstance(mode, str) else "+".join(map(str, mode))
+    if name not in _MODES:
+        raise _UnsupportedError(f"the pooling mode {name}")
+    return _MODES[name]
 
 
 def _modules(folder: Path) -> list[Mapping[str, Any]]:

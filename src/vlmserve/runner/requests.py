@@ -9,6 +9,7 @@ import msgspec
 import numpy as np
 
 from vlmserve.layer_specs import PADDING_SLOT
+from vlmserve.models.output_layers import OutputLayers
 from vlmserve.models.protocols import LanguageModel
 from vlmserve.runner.heads.choice import head_of
 from vlmserve.sampling.bad_words import BadWords
@@ -70,8 +71,14 @@ class RequestState:
         "token_ids",
     )
 
-    def __init__(self, request: NewRequest, model: LanguageModel, guides: Guides | None = None) -> None:
-        """guides: for requests with grammars."""
+    def __init__(
+        self,
+        request: NewRequest,
+        model: LanguageModel,
+        guides: Guides | None = None,
+        layers: OutputLayers | None = None,
+    ) -> None:
+        """guides: for requests with grammars. layers: for vectors."""
         self.request_id = request.request_id
         self.token_ids = list(request.token_ids)
         self.num_prompt_tokens = request.num_prompt_tokens
@@ -79,7 +86,7 @@ class RequestState:
         self.num_blocks = sum(map(len, self.block_tables))
         self.slot = PADDING_SLOT if request.state is None else request.state.slot
         self.params = request.params
-        self.head = head_of(request.task, request.num_prompt_tokens)
+        self.head = head_of(request.task, request.num_prompt_tokens, layers)
         """Reads its states or logits in place of the sampler; None: its tokens are sampled."""
         self.seed = request.seed
         self.max_len = request.max_len
@@ -256,8 +263,8 @@ class ScheduledRequest(msgspec.Struct, frozen=True, gc=False):
 class RequestStates:
     """The states of all requests that are not finished."""
 
-    def __init__(self, model: LanguageModel, make_matcher: MakeMatcher) -> None:
-        self._model = model
+    def __init__(self, model: LanguageModel, make_matcher: MakeMatcher, layers: OutputLayers | None = None) -> None:
+        self._model, self._layers = model, layers
         self._guides = Guides(make_matcher)
         self._states: dict[str, RequestState] = {}
         self._has_adapters = False
@@ -282,7 +289,7 @@ class RequestStates:
             if guide is not None:
                 guide.close()
         for new in step.new_requests:
-            states[new.request_id] = RequestState(new, self._model, self._guides)
+            states[new.request_id] = RequestState(new, self._model, self._guides, self._layers)
             self._has_adapters = self._has_adapters or bool(new.adapter)
         for cached in step.cached_requests:
             if cached.new_block_ids:

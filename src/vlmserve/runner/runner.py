@@ -128,7 +128,7 @@ class ModelRunner:
         self.block_size = block_size
         self.padding_block = num_blocks
         self._adapters = adapters
-        self._requests = RequestStates(model.language_model, make_matcher)
+        self._requests = RequestStates(model.language_model, make_matcher, model.output_layers)
         self._sampler = TokenSampler(model.device.draw, model.device.torch_device)
         self._images = ImageEncoder(model, adapters)
         self.num_columns = columns = len(model.language_model.cache_layout.windows)

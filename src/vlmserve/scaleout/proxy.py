@@ -54,6 +54,7 @@ GENERATING = frozenset(
         "/v1/score",
         "/v1/rerank",
         "/v2/rerank",
+        "/pooling",
     }
 )
 """Paths of requests that an engine answers."""

@@ -38,7 +38,7 @@ from vlmserve.server.routes.adapters import load_adapter, unload_adapter
 from vlmserve.server.routes.chat import chat_completions
 from vlmserve.server.routes.completions import completions
 from vlmserve.server.routes.decisions import decisions
-from vlmserve.server.routes.embeddings import embeddings
+from vlmserve.server.routes.embeddings import embeddings, pooling
 from vlmserve.server.routes.history import HISTORY_OPERATIONS
 from vlmserve.server.routes.messages import count_tokens, messages
 from vlmserve.server.routes.models import list_models, show_model
@@ -56,7 +56,7 @@ from vlmserve.server.schema.cards import ModelCard, ModelList
 from vlmserve.server.schema.chat import ChatCompletion, ChatRequest
 from vlmserve.server.schema.completions import Completion, CompletionRequest
 from vlmserve.server.schema.decisions import Decision, DecisionRequest
-from vlmserve.server.schema.embeddings import EmbeddingList, EmbeddingRequest
+from vlmserve.server.schema.embeddings import EmbeddingList, EmbeddingRequest, PoolingList, PoolingRequest
 from vlmserve.server.schema.errors import MessagesErrorAnswer
 from vlmserve.server.schema.messages import CountRequest, MessageAnswer, MessagesRequest, TokenCount
 from vlmserve.server.schema.models import Health, LoadAdapterRequest, UnloadAdapterRequest
@@ -91,6 +91,7 @@ def operations(config: ServerConfig) -> list[Operation]:
         ),
         Operation("POST", "/v1/embeddings", embeddings, EmbeddingRequest, answer=EmbeddingList),
         Operation("POST", "/v1/decisions", decisions, DecisionRequest, answer=Decision),
+        Operation("POST", "/pooling", pooling, PoolingRequest, answer=PoolingList),
         Operation("POST", "/v1/score", score, ScoreRequest, answer=ScoreList),
         Operation("POST", "/v1/rerank", rerank, RerankRequest, answer=Ranking),
         Operation("POST", "/v2/rerank", rerank_for_cohere, RerankRequest, answer=CohereRanking),

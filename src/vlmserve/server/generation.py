@@ -11,6 +11,8 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
 from vlmserve.cancellation import client as sender
 from vlmserve.errors import InvalidRequestError, VLMServeError
@@ -22,7 +24,7 @@ from vlmserve.server.errors import error_code
 from vlmserve.server.metrics import AnswerRecord
 from vlmserve.server.schema.usage import CompletionTokensDetails, PromptTokensDetails, Usage
 from vlmserve.server.service import Service
-from vlmserve.tasks import GENERATE, Score, Task, TaskResult
+from vlmserve.tasks import GENERATE, Embed, Score, Task, TaskResult
 from vlmserve.types import (
     BeamSearch,
     EngineOutput,
@@ -305,6 +307,18 @@ class Generation:
         """Of the prompt's tokens of answer number `index`, once it has begun; empty if they are not asked for."""
         prompt, number = divmod(index, self.request.num_answers)
         return self.answers[prompt * self.request.num_samples + number].prompt_logprobs or []
+
+    def results(self) -> list[npt.NDArray[np.float32]]:
+        """The values of a task other than `Generate`, once it has finished: one array for each prompt."""
+        found = []
+        for number, answer in enumerate(self.answers):
+            assert answer.result is not None
+            task = self.request.task if self.request.tasks is None else self.request.tasks[number]
+            values = np.frombuffer(answer.result.data, "<f4")
+            if isinstance(task, Embed):
+                values = values.reshape(task.shape(len(self.request.prompts[number].token_ids)))
+            found.append(values)
+        return found
 
     async def finished(self) -> list[TextDelta]:
         """All answers, each as one delta, when the last one has ended: in order, or with `best_of` the likeliest of

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from vlmserve.models.output_layers import OutputLayers
 from vlmserve.runner.heads.continuations import ContinuationHead
 from vlmserve.runner.heads.head import Head
 from vlmserve.runner.heads.pooling import EmbedHead
@@ -9,13 +10,13 @@ from vlmserve.runner.heads.scores import ScoreHead
 from vlmserve.tasks import Embed, Generate, Score, ScoreContinuation, Task
 
 
-def head_of(task: Task, num_tokens: int) -> Head | None:
-    """Make the head of a request; None: its tokens are sampled. num_tokens: of its prompt."""
+def head_of(task: Task, num_tokens: int, layers: OutputLayers | None = None) -> Head | None:
+    """Make the head of a request; None: its tokens are sampled. num_tokens: of its prompt. layers: of the model."""
     match task:
         case Generate():
             return None
         case Embed():
-            return EmbedHead(task, num_tokens)
+            return EmbedHead(task, num_tokens, layers)
         case Score():
             return ScoreHead(task, num_tokens)
         case ScoreContinuation():

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import logging
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, TypeVar, cast
 
+import msgspec
 import numpy as np
+import numpy.typing as npt
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -17,23 +21,33 @@ from vlmserve.server.history import owner_of, with_files
 from vlmserve.server.routes.answering import Dialect, answer
 from vlmserve.server.schema.base import log_once
 from vlmserve.server.schema.content import conversation
-from vlmserve.server.schema.embeddings import Embedding, EmbeddingList, EmbeddingRequest, EmbeddingUsage
+from vlmserve.server.schema.embeddings import (
+    Embedding,
+    EmbeddingList,
+    EmbeddingRequest,
+    EmbeddingUsage,
+    PoolingData,
+    PoolingList,
+    PoolingRequest,
+)
 from vlmserve.server.service import Service
 from vlmserve.types import Prompt, SamplingParams
 
 if TYPE_CHECKING:
     from vlmserve.frontend.requests import RequestPreparer
 
+Vectors = TypeVar("Vectors", EmbeddingRequest, PoolingRequest)
+_FEW_VALUES = 10_000
+"""Numbers that are written sooner than a thread would have begun."""
 _FOREIGN_IDS = (
     "must come from this model's tokenizer, or the vectors mean nothing: LangChain's OpenAIEmbeddings needs "
     "check_embedding_ctx_length=False"
 )
 
 
-class EmbeddingDialect(Dialect[EmbeddingRequest]):
-    """OpenAI's embeddings. One for each request: errors name the field that it has."""
+class _VectorDialect(Dialect[Vectors]):
+    """One for each request: errors name the field that it has."""
 
-    kind = EmbeddingRequest
     id_prefix = "embd-"
     operation = "embeddings"
     content_field = "input"
@@ -41,16 +55,16 @@ class EmbeddingDialect(Dialect[EmbeddingRequest]):
     def __init__(self, owner: str = "") -> None:
         self._owner = owner
 
-    def num_answers(self, body: EmbeddingRequest) -> int:
+    def num_answers(self, body: Vectors) -> int:
         return len(body.prompts) or 1
 
-    async def ask(self, service: Service, body: EmbeddingRequest) -> GenerationRequest:
-        task = service.preparer.vectors.embed(body.dimensions, normalize=body.normalize)
+    async def ask(self, service: Service, body: Vectors) -> GenerationRequest:
+        task = service.preparer.vectors.embed(body.dimensions, normalize=body.normalize, pooling=body.pooling)
         params = SamplingParams(truncate_prompt_tokens=body.truncate_prompt_tokens)
         prompts = await self._prompts(service, body)
         return GenerationRequest(prompts, params, cache_salt=body.cache_salt or "", task=task)
 
-    async def _prompts(self, service: Service, body: EmbeddingRequest) -> list[Prompt]:
+    async def _prompts(self, service: Service, body: Vectors) -> list[Prompt]:
         if body.messages is None:
             return await prompts_of(service, body.prompts, body.truncate_prompt_tokens)
         self.content_field = "messages"
@@ -66,21 +80,47 @@ class EmbeddingDialect(Dialect[EmbeddingRequest]):
             )
         return [prompt]
 
-    async def complete(self, body: EmbeddingRequest, generation: Generation) -> EmbeddingList:
-        await generation.finished()
-        data = []
-        for index, one in enumerate(generation.answers):
-            assert one.result is not None
-            values = one.result.data
-            if body.encoding_format == "base64":
-                data.append(Embedding(index, base64.b64encode(values).decode()))
-            else:
-                data.append(Embedding(index, np.frombuffer(values, "<f4").tolist()))
-        return EmbeddingList(data, generation.model, usage_of(generation))
-
     def reword(self, error: InvalidRequestError) -> None:
         if error.param in (None, "messages", "prompt"):
             error.param = self.content_field
+
+
+class EmbeddingDialect(_VectorDialect[EmbeddingRequest]):
+    """OpenAI's embeddings. Its client asks for base64 by itself, and reads lists as well."""
+
+    kind = EmbeddingRequest
+
+    async def complete(self, body: EmbeddingRequest, generation: Generation) -> EmbeddingList:
+        await generation.finished()
+        vectors = generation.results()
+        as_base64 = body.encoding_format == "base64" and all(one.ndim == 1 for one in vectors)
+        data = [Embedding(index, one) for index, one in enumerate(await _written(vectors, as_base64=as_base64))]
+        return EmbeddingList(data, generation.model, usage_of(generation))
+
+
+class PoolingDialect(_VectorDialect[PoolingRequest]):
+    """vLLM's vectors of inputs or of tokens."""
+
+    kind = PoolingRequest
+    id_prefix = "pool-"
+
+    async def complete(self, body: PoolingRequest, generation: Generation) -> PoolingList:
+        await generation.finished()
+        written = await _written(generation.results(), as_base64=body.encoding_format == "base64")
+        data = [PoolingData(index, one) for index, one in enumerate(written)]
+        return PoolingList(generation.id, generation.created, generation.model, data, usage_of(generation))
+
+
+async def _written(vectors: Sequence[npt.NDArray[np.float32]], *, as_base64: bool) -> list[str]:
+    """Write vectors as values of JSON, many in a worker thread."""
+
+    def write() -> list[str]:
+        if as_base64:
+            return [base64.b64encode(one.astype("<f4").tobytes()).decode() for one in vectors]
+        # Each is encoded here, because the whole response is encoded in the event loop.
+        return [cast("str", msgspec.Raw(msgspec.json.encode(one.tolist()))) for one in vectors]
+
+    return write() if sum(one.size for one in vectors) <= _FEW_VALUES else await asyncio.to_thread(write)
 
 
 async def prompts_of(service: Service, inputs: list[str | list[int]], kept: int | None) -> list[Prompt]:
@@ -102,6 +142,11 @@ def usage_of(generation: Generation) -> EmbeddingUsage:
     """Count the tokens of all prompts."""
     usage = generation.usage
     return EmbeddingUsage(usage.prompt_tokens, usage.prompt_tokens, usage.prompt_tokens_details)
+
+
+async def pooling(request: Request) -> Response:
+    """Return vectors of texts, token ids or a conversation, or of each of their tokens."""
+    return await answer(request, PoolingDialect(owner_of(request)))
 
 
 async def embeddings(request: Request) -> Response:

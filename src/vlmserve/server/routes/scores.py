@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 from vlmserve.errors import InvalidRequestError
-from vlmserve.frontend.scoring import Scorer, Side, first_tokens
+from vlmserve.frontend.scoring import Asked, Scorer, Side, first_tokens, make_scorer
 from vlmserve.server.connection import cancel
 from vlmserve.server.generation import Generation, GenerationRequest
 from vlmserve.server.history import owner_of, with_files
@@ -31,6 +31,8 @@ from vlmserve.types import Prompt, SamplingParams
 if TYPE_CHECKING:
     from vlmserve.frontend.requests import RequestPreparer
 
+_FEW_VALUES = 100_000
+"""Elements of vectors that are compared sooner than a thread would have begun."""
 Scoring = TypeVar("Scoring", ScoreRequest, RerankRequest)
 
 
@@ -54,7 +56,7 @@ class _ScoringDialect(Dialect[Scoring]):
         return [one.side for one in body.documents]
 
     async def ask(self, service: Service, body: Scoring) -> GenerationRequest:
-        scorer = self._scorer = Scorer(service.preparer)
+        scorer = self._scorer = make_scorer(service.preparer)
         self._num_queries = len(body.queries)
         self._texts = [one.text for one in body.documents]
         size = sum(len(text) for text in self._texts if text is not None)
@@ -68,9 +70,9 @@ class _ScoringDialect(Dialect[Scoring]):
         params = SamplingParams(truncate_prompt_tokens=body.truncate_prompt_tokens)
         return GenerationRequest(prompts, params, cache_salt=body.cache_salt or "", task=scorer.task)
 
-    async def _prompt(
-        self, service: Service, body: Scoring, scorer: Scorer, asked: str | list[dict[str, Any]]
-    ) -> Prompt:
+    async def _prompt(self, service: Service, body: Scoring, scorer: Scorer, asked: Asked) -> Prompt:
+        if isinstance(asked, Prompt):
+            return asked
         if isinstance(asked, str):
             [prompt] = await prompts_of(service, [asked], body.truncate_prompt_tokens)
             return prompt
@@ -82,12 +84,15 @@ class _ScoringDialect(Dialect[Scoring]):
                 mm_processor_kwargs=body.processor_kwargs,
             )
 
-    async def scores(self, generation: Generation) -> list[float]:
-        """Return one score for each document."""
-        assert self._scorer is not None
+    async def scores(self, generation: Generation, *, bounded: bool = False) -> list[float]:
+        """Return one score for each document. bounded: from 0 to 1."""
+        scorer = self._scorer
+        assert scorer is not None
         await generation.finished()
-        results = [one.result.data for one in generation.answers if one.result is not None]
-        return self._scorer.scores(results, self._num_queries)
+        results = generation.results()
+        if sum(one.size for one in results) <= _FEW_VALUES:
+            return scorer.scores(results, self._num_queries, bounded=bounded)
+        return await asyncio.to_thread(scorer.scores, results, self._num_queries, bounded=bounded)
 
     def reword(self, error: InvalidRequestError) -> None:
         if error.param is None or error.param.startswith(("messages", "prompt")):
@@ -126,8 +131,9 @@ class RerankDialect(_ScoringDialect[RerankRequest]):
                 one.document = None if text is None else RankedDocument(text)
         return Ranking(generation.id, generation.model, ranked, usage_of(generation))
 
-    async def _ranked(self, body: RerankRequest, generation: Generation) -> list[Ranked]:
-        ranked = [Ranked(index, score) for index, score in enumerate(await self.scores(generation))]
+    async def _ranked(self, body: RerankRequest, generation: Generation, *, bounded: bool = False) -> list[Ranked]:
+        scores = await self.scores(generation, bounded=bounded)
+        ranked = [Ranked(index, score) for index, score in enumerate(scores)]
         return sorted(ranked, key=lambda one: one.relevance_score, reverse=True)[: body.top_n]
 
 
@@ -135,9 +141,7 @@ class CohereDialect(RerankDialect):
     """Cohere's rankings."""
 
     async def complete(self, body: RerankRequest, generation: Generation) -> CohereRanking:
-        ranked = await self._ranked(body, generation)
-        for one in ranked:
-            one.relevance_score = min(1.0, max(0.0, one.relevance_score))
+        ranked = await self._ranked(body, generation, bounded=True)
         meta = {"api_version": {"version": "2"}, "tokens": {"input_tokens": usage_of(generation).prompt_tokens}}
         return CohereRanking(generation.id, ranked, meta)
 

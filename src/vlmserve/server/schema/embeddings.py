@@ -5,7 +5,7 @@ https://platform.openai.com/docs/api-reference/embeddings
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 import msgspec
 from pydantic import Discriminator, Field, Tag, model_validator
@@ -15,6 +15,7 @@ from vlmserve.server.schema.base import MAX_COUNT
 from vlmserve.server.schema.completions import Text, TokenIds, listed, prompt_kind
 from vlmserve.server.schema.content import Message, PromptRequest, TemplateSettings
 from vlmserve.server.schema.usage import PromptTokensDetails
+from vlmserve.tasks import Pooling
 
 MAX_INPUTS = 2048
 
@@ -62,9 +63,26 @@ class EmbeddingRequest(PromptRequest, ModelRequest):
         return self
 
     @property
+    def pooling(self) -> Pooling | None:
+        """Instead of the model's own."""
+        return None
+
+    @property
     def prompts(self) -> list[str | list[int]]:
         """Texts or token ids, one for each vector; none with messages."""
         return [] if self.input is None else listed(self.input)
+
+
+class PoolingRequest(EmbeddingRequest):
+    """The body of ``POST /pooling``."""
+
+    task: Literal["embed", "token_embed"] | None = Field(
+        None, description="token_embed: a vector of each token. embed: one vector. Default: as the model was trained."
+    )
+
+    @property
+    def pooling(self) -> Pooling | None:
+        return "all" if self.task == "token_embed" else None
 
 
 class EmbeddingUsage(msgspec.Struct):
@@ -76,10 +94,10 @@ class EmbeddingUsage(msgspec.Struct):
 
 
 class Embedding(msgspec.Struct):
-    """The vector of one input: numbers, or base64."""
+    """The vector of one input: numbers, or base64. Lists of numbers where each token has a vector."""
 
     index: int
-    embedding: list[float] | str
+    embedding: list[Any] | str
     object: str = "embedding"
 
 
@@ -88,5 +106,24 @@ class EmbeddingList(msgspec.Struct):
 
     data: list[Embedding]
     model: str
+    usage: EmbeddingUsage
+    object: str = "list"
+
+
+class PoolingData(msgspec.Struct):
+    """The vectors of one input: numbers, lists of numbers, or base64 of all numbers."""
+
+    index: int
+    data: list[Any] | str
+    object: str = "pooling"
+
+
+class PoolingList(msgspec.Struct):
+    """The response in vLLM's form, in the order of the inputs."""
+
+    id: str
+    created: int
+    model: str
+    data: list[PoolingData]
     usage: EmbeddingUsage
     object: str = "list"
