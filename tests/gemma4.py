@@ -36,6 +36,15 @@ DECODER: dict[str, Any] = {
     "layer_types": ["sliding_attention", "full_attention"] * 3,
     "pad_token_id": 0,
 }
+LARGE: dict[str, Any] = {
+    "num_kv_shared_layers": 0,
+    "hidden_size_per_layer_input": 0,
+    "attention_k_eq_v": True,
+    "num_global_key_value_heads": 1,
+    "use_bidirectional_attention": "vision",
+    "sliding_window": 30,
+}
+"""Fields of large models: values are keys, and images attend to themselves in both directions within the window."""
 IMAGES: dict[str, Any] = {"patch_size": 4, "pooling_kernel_size": 2, "max_soft_tokens": 70}
 VISION: dict[str, Any] = {
     "hidden_size": 32,

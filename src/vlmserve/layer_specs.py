@@ -28,6 +28,10 @@ class AttentionSpec:
     shares_with: int | None = None
     """Another layer's number among all layers with attention: this layer reads its keys and values. None: it has its
     own."""
+    is_causal: bool = False
+    """Tokens attend to no later ones, even where other layers do."""
+    values_are_keys: bool = False
+    """Values are the projected keys, before their norm and RoPE; checkpoints have no projection of values."""
 
 
 class StateTensor(NamedTuple):

@@ -40,8 +40,8 @@ ONLY_POSITIONS = (
     "phi3 with longrope, short", "mistral", "ministral3", "smollm3", "starcoder2 with a window",
 )  # fmt: skip
 """Where positions turn otherwise, or attention goes less far, than in others that have the same layers."""
-NOT_ALONE = ("gemma4", "gemma4 without sharing")
-"""Layers that read keys of others or embeddings of their own, so that they cannot be calibrated one by one."""
+NOT_ALONE = ("gemma4", "gemma4 without sharing", "gemma4 with keys as values")
+"""Layers that read keys of others, embeddings of their own or keys as values, so that they cannot be calibrated."""
 METHODS: list[QuantizeMethod] = ["gptq", "awq", "awq+gptq"]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +15,7 @@ from torch import nn
 
 from tests.engine.image_parity import make_image
 from tests.engine.test_qwen_chat import assistant, tokens, user
-from tests.gemma4 import NAMED, image_inputs, make_gemma4, open_theirs
+from tests.gemma4 import LARGE, NAMED, image_inputs, make_gemma4, open_theirs
 from vlmserve import LLM, SamplingParams
 from vlmserve.types import Prompt
 
@@ -49,17 +50,24 @@ class Oracle:
         return list(generated[0, ids.shape[1] :].tolist())
 
 
-@pytest.fixture(scope="module")
-def oracle(tmp_path_factory: pytest.TempPathFactory) -> Oracle:
-    folder = make_gemma4(tmp_path_factory.mktemp("gemma4"), vision={"use_clipped_linears": True})
-    model = open_theirs(folder)
+def _oracle(folder: Path, **text: Any) -> Oracle:
+    model = open_theirs(make_gemma4(folder, vision={"use_clipped_linears": True}, **text))
     model.generation_config.eos_token_id = None
     model.generation_config.pad_token_id = 0
     return Oracle(folder, model)
 
 
 @pytest.fixture(scope="module")
+def oracle(tmp_path_factory: pytest.TempPathFactory) -> Oracle:
+    return _oracle(tmp_path_factory.mktemp("gemma4"))
+
+
+@pytest.fixture(scope="module")
 def expected(oracle: Oracle) -> list[list[int]]:
+    return _expected(oracle)
+
+
+def _expected(oracle: Oracle) -> list[list[int]]:
     preparer = oracle.llm(load="lazy").preparer
     answers = []
     for conversation in CONVERSATIONS:
@@ -90,6 +98,19 @@ def test_answers_are_those_of_transformers(oracle: Oracle, expected: list[list[i
     again = llm.chat(CONVERSATIONS, GREEDY, use_tqdm=False)
     assert tokens(again) == expected
     assert all(result.num_cached_tokens > 0 for result in again)
+
+
+def test_images_attend_ahead_within_windows(tmp_path: Path) -> None:
+    oracle = _oracle(tmp_path, **LARGE)
+    expected = _expected(oracle)
+    for settings in ({}, {"kernels": "torch"}):
+        llm = oracle.llm(max_num_batched_tokens=80, **settings)
+        for _ in range(2):
+            assert tokens(llm.chat(CONVERSATIONS, GREEDY, use_tqdm=False)) == expected
+    causal = json.loads((tmp_path / "config.json").read_text())
+    causal["text_config"]["use_bidirectional_attention"] = None
+    (tmp_path / "config.json").write_text(json.dumps(causal))
+    assert tokens(oracle.llm().chat(CONVERSATIONS, GREEDY, use_tqdm=False)) != expected
 
 
 def test_scored_prompts_skip_no_rows(oracle: Oracle, expected: list[list[int]]) -> None:

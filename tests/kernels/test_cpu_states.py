@@ -133,7 +133,7 @@ def test_program_equals_its_kernel_alone(spec: StateSpec) -> None:
     expected = kernel(mixed, alone, rows)
     recording = Recording(width(spec), torch.bfloat16)
     program = recording.finish(kernel(recording.input, cache, rows))
-    plan = CpuPlan((), (0,) * 5, 2, 71, 0, 0, torch.get_num_threads(), addresses_of(rows))
+    plan = CpuPlan((), (0,) * 5, 0, 2, 71, 0, 0, torch.get_num_threads(), addresses_of(rows))
     assert torch.equal(program.run(mixed, [], plan), expected)
     for one, other in zip(cache.tensors, alone.tensors, strict=True):
         assert torch.equal(one[1:], other[1:])

@@ -73,6 +73,16 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3": ("Gemma3", {"head_dim": 8, "sliding_window": 5, "query_pre_attn_scalar": 20, "layer_types": SLIDING}),
     "gemma4": ("Gemma4", GEMMA4),
     "gemma4 without sharing": ("Gemma4", {**GEMMA4, "num_kv_shared_layers": 0}),
+    "gemma4 with keys as values": (
+        "Gemma4",
+        {
+            **GEMMA4,
+            "num_kv_shared_layers": 0,
+            "hidden_size_per_layer_input": 0,
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 1,
+        },
+    ),
     "smollm3": ("SmolLM3", {"pad_token_id": 0, "no_rope_layers": [1, 1, 0]}),
     "olmo2": ("Olmo2", {}),
     "olmo2 with biases": ("Olmo2", {"attention_bias": True}),

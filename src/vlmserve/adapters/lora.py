@@ -86,7 +86,7 @@ def layer_changes(
     Raises as `read_adapter` does, and AdapterError for a bias where the layer has none.
     """
     reader = AdapterReader(checkpoint, model, max_rank)
-    for group in reader.groups():
+    for group in reader.groups(repeated=False):
         name = group.place.name
         if group.place.is_table:
             table = reader.table(group)
@@ -116,8 +116,9 @@ class AdapterReader:
         self._config = checkpoint.config
         self.found_rank = 0
 
-    def groups(self) -> list[Group]:
-        """All layers that the adapter changes, their shapes checked."""
+    def groups(self, *, repeated: bool = True) -> list[Group]:
+        """All layers that the adapter changes, their shapes checked. repeated: with the parts of layers that repeat
+        them."""
         found = []
         for name, tensors in self._checkpoint.layers.items():
             canonical = self._model.canonical(name)
@@ -133,6 +134,8 @@ class AdapterReader:
                 )
             self._check(name, place, tensors)
             found.append(Group(name, place, tensors))
+            if repeated and (other := self._model.repetition(place)) is not None:
+                found.append(Group(name, other, tensors))
         if not any(kind != "base_weight" for group in found for kind in group.tensors):
             raise AdapterError(f"{self._checkpoint.folder} changes no layer of this model")
         return found

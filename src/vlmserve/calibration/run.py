@@ -86,9 +86,10 @@ class Calibration:
             backend = self._device.attention(spec.attention, dtype, quantized_cache=False)
             self._executor = OneLayer()
             parts = description.build(spec, backend, self._executor, dtype=dtype, device=device)
-        if spec.first_sharing is not None or spec.per_layer is not None:
+        repeats = any(layer.values_are_keys for layer in spec.attention)
+        if spec.first_sharing is not None or spec.per_layer is not None or repeats:
             raise ConfigurationError(
-                f"{folder}: its layers need other layers and cannot be calibrated; use --quantize int8 or int4"
+                f"{folder}: its layers share keys or values and cannot be calibrated; use --quantize int8 or int4"
             )
         if any(spec.experts):
             raise ConfigurationError(f"{folder}: experts cannot be calibrated; use --quantize int8 or int4")

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from vlmserve.errors import ModelLoadError
+from vlmserve.errors import ModelLoadError, UnsupportedModelError
 from vlmserve.families.family import LanguageFamily, VisionFamily
 from vlmserve.families.gemma import GEMMA2, SANDWICH_NAMES
 from vlmserve.families.spec import (
@@ -63,11 +63,11 @@ def _gemma4(config: Config) -> ArchSpec:
         config,
         {
             "enable_moe_block": (False, "experts"),
-            "attention_k_eq_v": (False, "values are keys"),
-            "use_bidirectional_attention": (None, "attention in both directions"),
             "pad_token_id": (0, "the token whose embeddings images get"),
         },
     )
+    if (ahead := config["use_bidirectional_attention"]) not in (None, "vision"):
+        raise UnsupportedModelError(f"use_bidirectional_attention {ahead!r} is not supported; supported: 'vision'")
     windows = layer_windows(config, lambda layer: (layer + 1) % 6 != 0)
     layers, num_shared = len(windows), config["num_kv_shared_layers"]
     windows[-1] = None
@@ -88,6 +88,7 @@ def _gemma4(config: Config) -> ArchSpec:
         logit_cap=config["final_logit_softcapping"],
         per_layer=PerLayerSpec(size, config["vocab_size_per_layer_input"]) if size else None,
         layer_scalar=True,
+        bidirectional=None if ahead is None else "images",
     )
     inner = config["intermediate_size"]
     wide = 2 * inner if config["use_double_wide_mlp"] else inner
@@ -109,7 +110,10 @@ def _changes(config: Config, layer: int, kind: str) -> dict[str, Any]:
     """Settings of one layer, which files state by layer or for all layers with full attention."""
     if (by_layer := config.get("per_layer_config")) is not None:
         return next((dict(changes) for key, changes in by_layer.items() if int(key) == layer), {})
-    return {} if kind == "sliding_attention" else {"head_dim": config.get("global_head_dim") or _GLOBAL_HEAD_SIZE}
+    if kind == "sliding_attention":
+        return {}
+    heads = config.get("num_global_key_value_heads") if config["attention_k_eq_v"] else None
+    return {"head_dim": config.get("global_head_dim") or _GLOBAL_HEAD_SIZE, "num_key_value_heads": heads}
 
 
 def _attention(config: Config, layers: Sequence[AttentionSpec]) -> list[AttentionSpec]:
@@ -117,10 +121,19 @@ def _attention(config: Config, layers: Sequence[AttentionSpec]) -> list[Attentio
     found = []
     for number, layer in enumerate(layers):
         changes = _changes(config, number, "full_attention" if layer.window is None else "sliding_attention")
+        is_full = layer.window is None
         kv_heads = changes.get("num_key_value_heads") or layer.num_kv_heads
         if layer.num_heads % kv_heads:
             raise ModelLoadError(f"config.json: {layer.num_heads} heads cannot share {kv_heads} of keys and values")
-        found.append(replace(layer, num_kv_heads=kv_heads, head_size=changes.get("head_dim") or layer.head_size))
+        found.append(
+            replace(
+                layer,
+                num_kv_heads=kv_heads,
+                head_size=changes.get("head_dim") or layer.head_size,
+                is_causal=is_full and config["use_bidirectional_attention"] is not None,
+                values_are_keys=is_full and config["attention_k_eq_v"],
+            )
+        )
     return found
 
 
@@ -146,7 +159,7 @@ FAMILIES = (
         image_processor="vlmserve.media.pooled:PooledProcessor.from_files",
         image_processor_types=("Gemma4",),
         image_token_id=258880,
-        models="Gemma 4 E2B and E4B",
+        models="Gemma 4 E2B, E4B and 31B",
     ),
     LanguageFamily(
         model_type="gemma4_text",
@@ -154,6 +167,6 @@ FAMILIES = (
         defaults=_TEXT,
         build=_gemma4,
         names=_NAMES,
-        models="Gemma 4 E2B and E4B, text",
+        models="Gemma 4 E2B, E4B and 31B, text",
     ),
 )

@@ -90,11 +90,13 @@ class CpuAttention:
             tables if tables.stride(2) == 1 else tables.contiguous(),
             metadata.slot_mapping.to(torch.int64).contiguous(),
             ahead_of,
+            (contexts_of - ahead_of).to(torch.int32) if len(ahead_of) else contexts_of.to(torch.int32).contiguous(),
         )
-        starts, contexts, blocks, slots, ahead = (tensor.data_ptr() for tensor in tensors)
+        starts, contexts, blocks, slots, ahead, causal_contexts = (tensor.data_ptr() for tensor in tensors)
         return CpuPlan(
             tensors=tensors,
             addresses=(starts, contexts, blocks, slots, ahead),
+            causal_contexts=causal_contexts,
             num_sequences=len(tensors[1]),
             num_tokens=tensors[3].shape[1],
             table_stride=tensors[2].stride(1),
@@ -157,7 +159,7 @@ class CpuAttention:
             cache.values.data_ptr(),
             0 if cache.scales is None else cache.scales.data_ptr(),
             output.data_ptr(),
-            *plan.addresses_of(cache.column),
+            *plan.addresses_of(cache.column, is_causal=spec.is_causal),
             plan.num_sequences,
             plan.num_tokens,
             spec.num_heads,
@@ -258,6 +260,7 @@ def _record(qkv: Recorded, rope: object, cache: LayerCache, spec: AttentionSpec)
         soft_cap=spec.soft_cap or 0.0,
         rope=-1 if rope is None else rope.number,
         is_sharing=is_sharing,
+        is_causal=spec.is_causal,
         column=cache.column,
     )
 

@@ -34,6 +34,8 @@ class CpuPlan:
     addresses: tuple[int, int, int, int, int]
     """Addresses of query starts, context lengths, block tables ``[columns, sequences, max_blocks]``, slots
     ``[columns, tokens]``, and positions that queries see ahead, where windows need them."""
+    causal_contexts: int
+    """Address of context lengths that end at the last query, in place of those at `addresses`."""
     num_sequences: int
     num_tokens: int
     table_stride: int
@@ -44,9 +46,11 @@ class CpuPlan:
     states: tuple[int, ...]
     """The fields of `StateRows` in csrc/table.h, in memory of `BatchMetadata.states`."""
 
-    def addresses_of(self, column: int) -> tuple[int, int, int, int, int]:
-        """`addresses` with the block tables and slots of a column."""
+    def addresses_of(self, column: int, *, is_causal: bool) -> tuple[int, int, int, int, int]:
+        """`addresses` with the block tables and slots of a column. is_causal: see `AttentionSpec`."""
         starts, contexts, tables, slots, ahead = self.addresses
+        if is_causal:
+            contexts, ahead = self.causal_contexts, 0
         return starts, contexts, tables + 4 * column * self.column_stride, slots + 8 * column * self.num_tokens, ahead
 
 
@@ -177,7 +181,8 @@ class Recording:
         target = source.number if in_place else len(self._widths)
         operation = Operation(kind, source.number, target, -1 if residual is None else residual.number, **fields)
         if kind == ATTENTION:
-            shape = operation.heads, operation.kv_heads, operation.head_size, operation.block_size, operation.window
+            names = "heads", "kv_heads", "head_size", "block_size", "window", "is_causal"
+            shape = tuple(getattr(operation, name) for name in names)
             operation.plan = self._plans.setdefault(shape, len(self._plans))
         self._operations.append(operation)
         if not in_place:
@@ -279,6 +284,7 @@ class Program:
             output.data_ptr(),
             tables.buffer_info()[0],
             *plan.addresses,
+            plan.causal_contexts,
             *plan.states,
             0 if row_slots is None else row_slots.data_ptr(),
             0 if scalings is None else scalings.data_ptr(),

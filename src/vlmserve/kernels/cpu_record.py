@@ -11,7 +11,7 @@ KINDS = ("NORM", "LINEAR", "ATTENTION", "DELTA", "CONVOLUTION", "GATE", "MULTIPL
 NORM, LINEAR, ATTENTION, DELTA, CONVOLUTION, GATE, MULTIPLY = range(len(KINDS))
 _FIELDS = """kind source target residual weight bias in_features out_features first groups weight_stride centered
     activation gated weight_bits group minimums input_bits eps keys values scales heads kv_heads head_size block_size
-    rope_size window scale soft_cap rope column is_sharing plan adapters convolution decay dt_bias states tail
+    rope_size window scale soft_cap rope column is_sharing is_causal plan adapters convolution decay dt_bias states tail
     value_size kernel"""
 _FLOATS = {"eps", "scale", "soft_cap"}
 

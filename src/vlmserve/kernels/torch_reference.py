@@ -262,7 +262,7 @@ def _plan_chunks(metadata: BatchMetadata, block_size: int, spec: AttentionSpec, 
             key_start = oldest // block_size * block_size
             blocks = tables[sequence, key_start // block_size : -(-context // block_size)]
             gather = cache_rows(blocks.long()[None], spec.num_kv_heads)
-        ahead = tuple(rows for rows in metadata.bidirectional if rows.sequence == sequence)
+        ahead = () if spec.is_causal else tuple(one for one in metadata.bidirectional if one.sequence == sequence)
         past_window = spec.window is not None and context > spec.window
         masked = gather is not None or needs_scores(spec) or past_window or bool(ahead)
         chunks.append(PromptChunk(start, start + length, gather, key_start, context, masked, ahead))

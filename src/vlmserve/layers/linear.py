@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
 from typing import cast
 
@@ -306,6 +306,8 @@ class MergedLinear(Linear):
     ) -> None:
         super().__init__(in_features, sum(parts.values()), bias=bias, dtype=dtype, device=device)
         self.parts = parts
+        self.repeated: Mapping[str, str] = {}
+        """Parts that checkpoints do not hold, by the part whose tensors they have as well."""
 
     def slots(self) -> Iterator[tuple[str, Tensor]]:
         """Where each part's tensors go: ``("q_proj.weight", rows of the merged weight)``…"""

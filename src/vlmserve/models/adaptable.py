@@ -73,6 +73,14 @@ class AdaptableModel:
                     start += size
         return found
 
+    def repetition(self, place: Place) -> Place | None:
+        """The part of the same layer that repeats a part, see `MergedLinear.repeated`."""
+        module = self.weight_at(place.path)
+        before, _, part = place.name.rpartition(".")
+        if not isinstance(module, MergedLinear) or part not in module.repeated:
+            return None
+        return self.places[f"{before}.{module.repeated[part]}"]
+
     def base_weight(self, name: str) -> Tensor:
         """A layer's weight by its canonical name, as the model computes with it, float32 ``[outputs, in_features]``."""
         place = self.places[name]

@@ -45,6 +45,7 @@ class Filling:
 
     def fill(self, model: nn.Module, decoder: Decoder) -> bytes:
         """Fill a model and arrange its layers. decoder: its language model. Returns its `model_identity`."""
+        self.checkpoint.repeat(model)
         cache = self.cache if self.device.torch_device.type == "cpu" and self.device.keeps_packed else None
         if cache is None or not cache.is_usable():
             return self._read(model, decoder)

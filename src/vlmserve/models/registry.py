@@ -244,7 +244,7 @@ class Description:
             tied = self.config.get("tie_word_embeddings", family is not None and family.tied)
             spec = replace(spec, tied_embeddings=bool(tied))
         if family is not None:
-            spec = replace(spec, bidirectional=family.bidirectional)
+            spec = replace(spec, bidirectional=family.bidirectional or spec.bidirectional)
         return _tie_as_stored(spec, self.text_config, checkpoint)
 
     def build(

@@ -106,6 +106,14 @@ class Checkpoint:
     def canonical(self, key: str) -> str:
         return self._rename(key)
 
+    def repeat(self, model: nn.Module) -> None:
+        """Give the tensors of parts of a model's layers to the parts that repeat them (`MergedLinear.repeated`)."""
+        for path, module in model.named_modules():
+            for source, part in module.repeated.items() if isinstance(module, MergedLinear) else ():
+                before = _beside(path, f"{source}.")
+                for name in [name for name in self._keys if name.startswith(before)]:
+                    self._keys.setdefault(_beside(path, f"{part}.{name.removeprefix(before)}"), self._keys[name])
+
     @property
     def names(self) -> frozenset[str]:
         return frozenset(self._keys)
@@ -169,6 +177,7 @@ class Checkpoint:
         another shape.
         """
         merge_as_stored(model, self.names)
+        self.repeat(model)
         waiting = Waiting(model, filled, settle, device)
         slots = waiting.slots
         missing = [name for name in slots if name not in self._keys]

@@ -307,7 +307,7 @@ PyObject* convolution(PyObject*, PyObject* const* values, Py_ssize_t count) {
 }
 
 PyObject* program(PyObject*, PyObject* const* values, Py_ssize_t count) {
-    Arguments from(values, count, 27);
+    Arguments from(values, count, 28);
     ProgramArgs args;
     args.operations = static_cast<const Operation*>(from.address());
     args.widths = static_cast<const long*>(from.address());
@@ -319,6 +319,7 @@ PyObject* program(PyObject*, PyObject* const* values, Py_ssize_t count) {
     args.block_tables = static_cast<const std::int32_t*>(from.address());
     args.slots = static_cast<const std::int64_t*>(from.address());
     args.ahead = static_cast<const std::int32_t*>(from.address());
+    args.causal_lens = static_cast<const std::int32_t*>(from.address());
     args.states = state_rows(from);
     args.row_slots = static_cast<const std::int32_t*>(from.address());
     args.scalings = static_cast<const float*>(from.address());
@@ -351,8 +352,8 @@ constexpr RecordField OPERATION_FIELDS[] = {
     FIELD(out_features), FIELD(first), FIELD(groups), FIELD(weight_stride), FIELD(centered), FIELD(activation), FIELD(gated),
     FIELD(weight_bits), FIELD(group), FIELD(minimums), FIELD(input_bits), FIELD(eps), FIELD(keys), FIELD(values), FIELD(scales),
     FIELD(heads), FIELD(kv_heads), FIELD(head_size), FIELD(block_size), FIELD(rope_size), FIELD(window), FIELD(scale),
-    FIELD(soft_cap), FIELD(rope), FIELD(column), FIELD(is_sharing), FIELD(plan), FIELD(adapters),
-    FIELD(convolution), FIELD(decay), FIELD(dt_bias), FIELD(states), FIELD(tail), FIELD(value_size), FIELD(kernel),
+    FIELD(soft_cap), FIELD(rope), FIELD(column), FIELD(is_sharing), FIELD(is_causal), FIELD(plan),
+    FIELD(adapters),    FIELD(convolution), FIELD(decay), FIELD(dt_bias), FIELD(states), FIELD(tail), FIELD(value_size), FIELD(kernel),
 };
 constexpr int OPERATION_LENGTH = sizeof(OPERATION_FIELDS) / sizeof(RecordField);
 static_assert(sizeof(Operation) == 8 * OPERATION_LENGTH, "OPERATION_FIELDS must name every field of Operation");

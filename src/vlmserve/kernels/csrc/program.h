@@ -206,10 +206,10 @@ private:
         args.scales = static_cast<float*>(op.scales);
         args.output = buffers_[op.target];
         args.query_starts = args_.query_starts;
-        args.context_lens = args_.context_lens;
+        args.context_lens = op.is_causal ? args_.causal_lens : args_.context_lens;
         args.block_tables = args_.block_tables + op.column * args_.column_stride;
         args.slots = args_.slots + op.column * args_.tokens;
-        args.ahead = args_.ahead;
+        args.ahead = op.is_causal ? nullptr : args_.ahead;
         args.scratch = nullptr;
         args.sequences = args_.sequences;
         args.tokens = args_.tokens;

@@ -197,6 +197,7 @@ struct Operation {
     long rope;  // which cosines and sines; -1: none
     long column;  // which block tables and slots
     long is_sharing;  // the source is queries alone, since the cache has all keys and values
+    long is_causal;   // no token sees a later one, whatever `ahead` says
     long plan;  // operations of equal shapes share one; numbered in order of first use
     const Adapters* adapters;  // of products; null: none ever
     const void *convolution, *decay, *dt_bias;  // of the delta rule, as its arguments have them; its norm is the weight
@@ -219,6 +220,7 @@ struct ProgramArgs {
     const std::int32_t* block_tables;  // `column_stride` elements from column to column
     const std::int64_t* slots;         // [columns, tokens]
     const std::int32_t* ahead;
+    const std::int32_t* causal_lens;  // context lengths without what is ahead
     StateRows states;  // for the delta rule and convolutions
     const std::int32_t* row_slots;  // [tokens]: as in LinearArgs; null: no row has an adapter
     const float* scalings;  // as in LinearArgs

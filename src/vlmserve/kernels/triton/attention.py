@@ -271,7 +271,7 @@ class TritonAttention(TorchReference):
         grid = (blocks, spec.num_kv_heads, max(1, plan.splits))
         if work is not None:
             grid = (spec.num_kv_heads, len(work.items), 1)
-        head_block = _head_block(spec)
+        head_block, reach = _head_block(spec), None if spec.is_causal else plan.reach
         sinks = output if spec.sinks is None else self._sinks_on(spec.sinks, query.device)
         attend_rows[grid](
             query,
@@ -281,7 +281,7 @@ class TritonAttention(TorchReference):
             tables if work is None else metadata.block_tables,
             metadata.query_starts,
             metadata.context_lens,
-            metadata.context_lens if plan.reach is None else plan.reach,
+            metadata.context_lens if reach is None else reach,
             sinks,
             output,
             plan.sums,
@@ -312,7 +312,7 @@ class TritonAttention(TorchReference):
             WINDOW=spec.window or 0,
             CAPPED=spec.soft_cap is not None,
             SINKS=spec.sinks is not None,
-            REACH=plan.reach is not None,
+            REACH=reach is not None,
             QUANTIZED=cache.scales is not None,
             STAGES=STAGES if query.element_size() == 2 else 1,
             SPLIT_CHUNKS=plan.split_chunks,

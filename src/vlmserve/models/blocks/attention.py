@@ -49,6 +49,8 @@ class QKVLinear(MergedLinear):
         if heads.shares_with is None:
             parts |= {"k_proj": kv_size, "v_proj": kv_size}
         super().__init__(spec.hidden_size, parts, bias=spec.qkv_bias, dtype=dtype, device=device)
+        if heads.values_are_keys:
+            self.repeated = {"k_proj": "v_proj"}
 
     def settle(self) -> None:
         """Bring gates before queries, and queries and keys into the order in which `apply_rope` pairs them."""
@@ -143,7 +145,7 @@ class Attention(Block, Layer):
             self.k_norm = ParallelNormOfRow(self.k_norm, keys, copies, ranks, device=device)
 
     def folds(self, name: str) -> Iterator[Fold]:
-        if not self._shares:
+        if not self._shares and self._value_norm is None:
             yield fold_of_values(self.spec, f"{name}.o_proj", f"{name}.qkv_proj", self.qkv_proj.out_features)
 
     def arrange(self, operations: Operations) -> None:
