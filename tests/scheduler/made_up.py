@@ -74,9 +74,9 @@ class TestedScheduler(Scheduler):
 
 def scheduler(
     num_blocks=100, budget=64, seqs=16, encoder_bytes=1000, max_encoded_images=4, prefix_caching=False,
-    host_blocks=0, windows=(None,), others=(), states=0, spacing=10_000,
+    host_blocks=0, windows=(None,), others=(), states=0,
 ) -> TestedScheduler:  # fmt: skip
-    """states: slots of states; 0: the model has none. spacing: see `StateMemory`."""
+    """states: slots of states; 0: the model has none."""
     cache = PrefixCache(BlockPool(num_blocks), BlockPool(host_blocks) if host_blocks else None)
     images = Images(
         EncoderCache(encoder_bytes),
@@ -88,7 +88,7 @@ def scheduler(
     options = {"prefix_caching": prefix_caching, "max_chunk": budget, "windows": windows}
     memory = KVMemory(cache, BLOCK, **options)
     if states:
-        memory = StateMemory(cache, BLOCK, states=StatePool(states), spacing=spacing, **options)
+        memory = StateMemory(cache, BLOCK, states=StatePool(states), **options)
         others = (*others, StatePlaces(memory))
     return TestedScheduler(memory, images, *others, seqs=seqs, budget=budget)
 

@@ -115,20 +115,56 @@ def test_equal_requests_wait_for_a_checkpoint():
     assert plan(run(s)[0]) == [(name, 1) for name in "abcd"]
 
 
-def test_prompts_leave_checkpoints_where_they_part():
-    s = stateful()
-    prompts = [request(name, 300) for name in "abc"]
-    for number, one in enumerate(prompts):
-        one.token_ids[200:] = [30 + number] * 100
-    assert [cached(s, one) for one in prompts] == [0, 0, 192]
+def parting(name: str, length: int, place: int) -> Request:
+    """A prompt of one text that goes on with tokens of its own after `place` tokens."""
+    one = request(name, length)
+    one.token_ids[place:] = [100 + ord(name[0])] * (length - place)
+    return one
 
 
-def test_small_states_leave_checkpoints_at_intervals():
-    s = stateful(spacing=50)
+@pytest.mark.parametrize(("length", "share"), [(500, 0.8), (2000, 0.9), (8000, 0.9)])
+def test_second_request_hits_close_to_parting(length, share):
+    """Wherever in a text it parts from the first one."""
+    places = range(length // 10, length, length // 5)
+    found = 0
+    for place in places:
+        s = stateful(64, num_blocks=5000, budget=2048)
+        cached(s, request("a", length))
+        found += cached(s, parting("b", length, place))
+    assert found / sum(places) >= share
+
+
+@pytest.mark.parametrize("windows", [(16,), (None, 16)])
+def test_intervals_keep_windows_before_them(windows):
+    s = stateful(windows=windows)
     cached(s, request("a", 300))
-    other = request("b", 300)
-    other.token_ids[200:] = [30] * 100
-    assert cached(s, other) == 192
+    assert cached(s, parting("b", 300, 200)) == 192
+
+
+def test_third_request_hits_at_parting():
+    s = stateful(8, num_blocks=2000, budget=2048)
+    hits = [cached(s, parting(name, 4000, 2500)) for name in "abc"]
+    assert hits == [0, 2048, 2496], "slots for three intervals, then where prompts part"
+
+
+def test_waiting_request_hits_at_parting():
+    s = stateful(8, num_blocks=5000, budget=2048)
+    both = [parting(name, 4000, 3500) for name in "ab"]
+    s.add(both[0])
+    run(s)
+    s.add(both[1])
+    finish(s)
+    assert [one.num_cached for one in both] == [0, 3456], "the first one left a checkpoint for the second one"
+
+
+def test_texts_spare_checkpoints_of_conversations():
+    s = stateful(16, num_blocks=1000)
+    following = [conversation(name, 150, 30, salt=name) for name in "ab"]
+    for one in following:
+        cached(s, conversation(f"first {one.request_id}", 150, question=30, salt=one.request_id))
+    for name in "xyz":
+        cached(s, request(name, 500, token=ord(name), max_tokens=1))
+    assert [cached(s, one) for one in following] == [182, 182]
 
 
 def test_chunks_end_at_multiples_or_boundaries():
@@ -140,7 +176,7 @@ def test_chunks_end_at_multiples_or_boundaries():
     ends = [one.start + one.num_tokens for one in steps]
     assert ends == [64, 151, 192, 261]
     left = [n for one in steps if one.state is not None for n, _ in one.state.checkpoints]
-    assert left == [151, 258, 260], "the ends of the first and the last turn, and the prompt without its last token"
+    assert left == [64, 128, 151, 192, 256, 258, 260], "multiples, ends of turns, the prompt without its last token"
 
 
 def test_chunks_shorter_than_64_end_at_64():
@@ -338,10 +374,9 @@ def conversations(draw: st.DrawFn) -> dict[str, Any]:
     st.integers(40, 150),
     st.sampled_from([20, 90, 1000]),
     st.booleans(),
-    st.sampled_from([64, 10_000]),
 )
-def test_states_and_blocks_hold_what_requests_need(operations, slots, num_blocks, budget, prefix_caching, spacing):
-    s = scheduler(num_blocks, budget, prefix_caching=prefix_caching, states=slots, spacing=spacing)
+def test_states_and_blocks_hold_what_requests_need(operations, slots, num_blocks, budget, prefix_caching):
+    s = scheduler(num_blocks, budget, prefix_caching=prefix_caching, states=slots)
     memory: StateMemory = s.memory
     states, contents = request_states(), Contents()
 
@@ -396,7 +431,7 @@ def test_states_and_blocks_hold_what_requests_need(operations, slots, num_blocks
             break
         step()
     assert len(s) == 0
-    assert (s.pool.num_used, memory.states.num_used, memory._num_working, memory._leaving) == (0, 0, 0, {})
+    assert (s.pool.num_used, memory.states.num_used, memory._num_working, len(memory.planned)) == (0, 0, 0, 0)
 
 
 def chat(person: int, turn: int) -> Request:

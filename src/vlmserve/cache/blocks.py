@@ -52,6 +52,11 @@ class BlockPool:
         """Blocks that have a key, allocated ones included."""
         return len(self._keys)
 
+    @property
+    def has_unused(self) -> bool:
+        """True if a free block has no key."""
+        return bool(self._free) and next(iter(self._free)) not in self._keys
+
     def draw_map(self, max_cells: int) -> BlockMap:
         """How many blocks are allocated, cached and shared, in at most `max_cells` cells of adjacent blocks."""
         per_cell = max(1, -(-self.num_blocks // max_cells))
@@ -79,7 +84,7 @@ class BlockPool:
             raise ValueError(f"{count} blocks wanted, {self.num_free} free")
         taken = []
         for _ in range(count):
-            is_wanted = not self._unwanted or (bool(self._free) and next(iter(self._free)) not in self._keys)
+            is_wanted = not self._unwanted or self.has_unused
             block, _ = (self._free if is_wanted else self._unwanted).popitem(last=False)
             self._ref_counts[block] = 1
             if block in self._keys:

@@ -1,11 +1,15 @@
 """The pool of state slots: working states of running requests, and checkpoints that are found by their content.
 
-Checkpoints that no step needs are evicted when a slot is needed: spare ones first, then the least recently used.
+Checkpoints that no step needs are evicted when a slot is needed, the least recently used first. Spare ones, which are
+less likely to be found, take unused slots and a quarter of all. Beyond this share they are evicted first.
 """
 
 from __future__ import annotations
 
 from vlmserve.cache.blocks import BlockPool
+
+SPARE_SHARE = 4
+"""One of this many slots may have a spare checkpoint in place of another checkpoint."""
 
 
 class StatePool:
@@ -22,6 +26,10 @@ class StatePool:
         self._extras: dict[bytes, dict[bytes, int]] = {}
         self._parents: dict[bytes, bytes] = {}
         self._keys: dict[int, bytes] = {}
+        # Slots of spare checkpoints, the oldest first.
+        self._spare: dict[int, None] = {}
+        self._max_spare = num_slots // SPARE_SHARE
+        self._num_replaced = 0
 
     @property
     def num_free(self) -> int:
@@ -40,14 +48,28 @@ class StatePool:
 
     @property
     def num_evictions(self) -> int:
-        return self._slots.num_evictions
+        return self._slots.num_evictions + self._num_replaced
 
-    def take(self) -> int | None:
-        """Hold a slot for another state. None: all are held."""
+    @property
+    def spare_room(self) -> int:
+        """Spare checkpoints that fit without evicting others, or their share if that is more."""
+        return max(self._max_spare, self.num_free - (self.num_cached - len(self._spare)))
+
+    def take(self, *, spare: bool = False) -> int | None:
+        """Hold a slot for another state. None: all are held, or there are too many spare checkpoints for one more."""
         if not self._slots.num_free:
             return None
+        if len(self._spare) + spare > self._max_spare and not self._slots.has_unused:
+            oldest = next((slot for slot in self._spare if self._slots.ref_count(slot) == 0), None)
+            if oldest is not None:
+                self._slots.unregister(oldest)
+                self._num_replaced += 1
+            elif spare:
+                return None
         [slot] = self._slots.allocate(1)
         self._forget_slot(slot)
+        if spare:
+            self._spare[slot] = None
         return slot
 
     def get(self, key: bytes) -> int | None:
@@ -63,7 +85,10 @@ class StatePool:
 
         spare: a request is unlikely to find the checkpoint useful. Raises ValueError for a free slot.
         """
-        self._slots.release([slot], unwanted=spare)
+        self._slots.release([slot])
+        self._spare.pop(slot, None)
+        if spare and slot in self._keys:
+            self._spare[slot] = None
 
     def touch(self, key: bytes) -> None:
         """Make a checkpoint, if it exists, the one that is evicted last."""
@@ -92,6 +117,7 @@ class StatePool:
             self._forget_slot(slot)
 
     def _forget_slot(self, slot: int) -> None:
+        self._spare.pop(slot, None)
         key = self._keys.pop(slot, None)
         if key is None:
             return

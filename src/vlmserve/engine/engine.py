@@ -24,7 +24,7 @@ from vlmserve.engine.base import BaseEngine
 from vlmserve.engine.grammars import grammar_compiler
 from vlmserve.engine.image_speed import image_cost
 from vlmserve.engine.intake import Intake
-from vlmserve.engine.loading import KV_TO_CHECKPOINTS, CacheSizes, cache_sizes, load
+from vlmserve.engine.loading import CacheSizes, cache_sizes, load
 from vlmserve.errors import ConfigurationError
 from vlmserve.models.identity import cache_identity
 from vlmserve.models.protocols import LoadedModel, VisionEncoder
@@ -364,7 +364,6 @@ def _memory(config: EngineConfig, cache: PrefixCache, sizes: CacheSizes) -> KVMe
         cache,
         config.block_size,
         states=StatePool(sizes.slots),
-        spacing=-(-KV_TO_CHECKPOINTS * sizes.state_bytes * config.block_size // sizes.of_tokens.block),
         prefix_caching=caching,
         max_chunk=config.max_num_batched_tokens,
         windows=windows,

@@ -64,6 +64,7 @@ class Scheduler:
         if beams is not None:
             self._queues.searches[request.request_id] = Search(request, beams)
         self._queues.add(request)
+        self.resources.arrive(request)
 
     def abort(self, request_ids: Iterable[str]) -> None:
         """Drop requests and take back what they hold; unknown ids are ignored."""

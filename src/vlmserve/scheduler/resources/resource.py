@@ -31,6 +31,9 @@ class Resource:
     def end_step(self, step: SchedulerOutput) -> None:
         """Add to a planned step what the runner has to do. A step without work does not run."""
 
+    def arrive(self, request: Request) -> None:
+        """Note that a request begins to wait."""
+
     def ready(self, request: Request) -> bool:
         """Return whether a waiting request may start. If not, it waits, and others overtake it."""
         return True
@@ -114,7 +117,6 @@ class Resources:
         # Most schedulers have a single one, which is asked directly, because it is asked for each token.
         single = len(self._in_decodes) == 1
         self.grow_decode: Callable[[Request, int], int] = self._in_decodes[0].grow if single else self._grow_decode
-        self._advance_decode = self._in_decodes[0].advance if single else self._advance
 
     def begin_step(self, running: Sequence[Request], limits: StepLimits | None) -> None:
         for one in self._all:
@@ -123,6 +125,10 @@ class Resources:
     def end_step(self, step: SchedulerOutput) -> None:
         for one in self._all:
             one.end_step(step)
+
+    def arrive(self, request: Request) -> None:
+        for one in self._all:
+            one.arrive(request)
 
     def ready(self, request: Request) -> bool:
         return all(one.ready(request) for one in self._all)
@@ -176,16 +182,9 @@ class Resources:
 
     def advance(self, request: Request, num_computed: int) -> None:
         """Note that a request's first `num_computed` tokens are computed."""
-        if request.num_computed < request.num_limited:
-            for one in self._all:
-                one.advance(request, num_computed)
-        else:
-            self._advance_decode(request, num_computed)
-        request.num_computed = num_computed
-
-    def _advance(self, request: Request, num_computed: int) -> None:
-        for one in self._in_decodes:
+        for one in self._all if request.num_computed < request.num_limited else self._in_decodes:
             one.advance(request, num_computed)
+        request.num_computed = num_computed
 
     def may_plan_ahead(self, following: Sequence[tuple[Request, int]]) -> bool:
         return all(one.may_plan_ahead(following) for one in self._all)

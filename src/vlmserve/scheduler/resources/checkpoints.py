@@ -1,0 +1,115 @@
+"""The checkpoints that running requests are going to leave: where they lie, and who may wait for them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+
+from vlmserve.cache.states import StatePool
+from vlmserve.layer_specs import CHUNK
+from vlmserve.scheduler.request import Request
+from vlmserve.scheduler.resources.memory import boundaries_of, num_reusable
+
+NEAR = 16
+"""Tokens between boundaries that need one checkpoint, because prompts seldom part between them."""
+
+
+class PlannedCheckpoints:
+    """Checkpoints that running requests leave in later steps, by the key of the prefix."""
+
+    def __init__(self, block_size: int) -> None:
+        self._size = block_size
+        self._requests: dict[bytes, Request] = {}
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def add(self, request: Request, places: Iterable[int]) -> None:
+        """Have a running request leave checkpoints after these numbers of tokens, none of them computed yet."""
+        state = request.state
+        assert state is not None
+        for num_tokens in places:
+            key = state.leaving[num_tokens] = prefix_key(request, num_tokens, self._size)
+            self._requests.setdefault(key, request)
+        state.cuts = sorted({*state.cuts, *state.leaving})
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._requests
+
+    def drop(self, request: Request, num_computed: int | None = None) -> None:
+        """Forget the checkpoints of a request after at most `num_computed` tokens, or all of them."""
+        leaving = {} if request.state is None else request.state.leaving
+        for num_tokens in [number for number in leaving if num_computed is None or number <= num_computed]:
+            key = leaving.pop(num_tokens)
+            if self._requests.get(key) is request:
+                del self._requests[key]
+
+
+def prefix_key(request: Request, num_tokens: int, block_size: int) -> bytes:
+    """Return the key of all of the first `num_tokens` tokens."""
+    chain = request.chains[0]
+    if (tail := request.tail_key(chain, num_tokens, block_size)) is not None:
+        return tail
+    request.keys_of_full_blocks(chain, num_tokens // block_size, block_size)
+    return chain.keys[num_tokens // block_size]
+
+
+def cached_checkpoints(request: Request, reach: int, states: StatePool, block_size: int) -> Iterator[int]:
+    """Yield numbers of tokens of a request that checkpoints have seen, the largest first.
+
+    reach: full blocks that are cached; -1: the request reads no cache.
+    """
+    chain = request.chains[0]
+    for full in range(min(reach, len(chain.keys) - 1), -1, -1):
+        for extra in states.extras(chain.keys[full]):
+            num_tokens = full * block_size + extra
+            is_shorter = 0 < num_tokens <= num_reusable(request)
+            if is_shorter and states.get(prefix_key(request, num_tokens, block_size)) is not None:
+                yield num_tokens
+
+
+def leader_of(
+    request: Request, reach: int, computing: Mapping[bytes, Request], block_size: int
+) -> tuple[Request | None, int]:
+    """Return the running request that computes tokens of a waiting one, and how many tokens both share.
+
+    reach: full blocks that are cached. computing: by block key, the request that computes the block.
+    """
+    keys = request.keys_of_full_blocks(request.chains[0], num_reusable(request) // block_size, block_size)
+    end = reach
+    while end < len(keys) and keys[end] in computing:
+        end += 1
+    return (computing[keys[end - 1]], end * block_size) if end > reach else (None, 0)
+
+
+def ranked_boundaries(request: Request) -> list[int]:
+    """Return the boundaries of a prompt, the most useful one first.
+
+    The next turn begins with the first one, the end of the last turn, and a repeat of the prompt with the second one.
+    """
+    last = request.num_prompt_tokens - 1
+    images = sorted((span.end for span in request.image_spans), reverse=True)
+    turns = sorted(boundaries_of(request) - {last, *images})
+    images = [end for end in images if not any(0 <= turn - end < NEAR for turn in turns)]
+    ranked = [*turns[-1:], last, *images[:1], *turns[:1], *images[1:], *turns]
+    return [number for number in dict.fromkeys(ranked) if 0 < number <= last]
+
+
+def intervals(request: Request, start: int, room: int, least: int = CHUNK) -> list[int]:
+    """Return evenly spaced numbers of tokens after `start`, at most `room` of them and none within an image.
+
+    Prompts part anywhere in a text. Numbers are multiples of the distance, so prompts with one beginning share them.
+    least: smallest distance.
+    """
+    end = request.num_prompt_tokens
+    inside = {place for span in request.image_spans for place in _multiples(span.start + 1, span.end)}
+    places = [place for place in _multiples(start + 1, end) if place not in inside]
+    distance = CHUNK
+    while places and (len(places) > room or distance < least):
+        distance *= 2
+        places = [place for place in places if place % distance == 0]
+    return places
+
+
+def _multiples(start: int, end: int) -> range:
+    """Return the multiples of the chunk size ``start <= i < end``."""
+    return range(-(-start // CHUNK) * CHUNK, end, CHUNK)
