@@ -447,7 +447,8 @@ class RequestSnapshot(msgspec.Struct, frozen=True):
 
     state: "preempted" waits as well, after it has run. num_tokens: prompt and answer so far; num_computed_tokens:
     leading ones of them whose keys and values are in `num_blocks` KV blocks, shared ones included.
-    num_cached_tokens: as `EngineOutput.cached_tokens`. adapter_shares: of each adapter that X-LoRA mixes for it, its
+    num_cached_tokens: as `EngineOutput.cached_tokens`. images_in_progress: images that are on their way through the
+    vision tower, which takes several steps. adapter_shares: of each adapter that X-LoRA mixes for it, its
     share of all scalings so far; none without.
     """
 
@@ -459,6 +460,7 @@ class RequestSnapshot(msgspec.Struct, frozen=True):
     num_cached_tokens: int
     num_images: int
     num_blocks: int
+    images_in_progress: int = 0
     adapter_shares: list[float] = []
 
 

@@ -7,6 +7,7 @@ import json
 
 import anthropic
 import httpx
+import msgspec
 import pytest
 from starlette.requests import Request
 from starlette.responses import Response
@@ -15,7 +16,9 @@ from starlette.types import Message
 from tests.server.live import QUESTION, LiveServer, wait_until
 from vlmserve.errors import InvalidRequestError, OverloadedError
 from vlmserve.server.errors import error_response
+from vlmserve.server.progress import describe
 from vlmserve.server.streams import begin_in_time
+from vlmserve.types import EngineSnapshot, EngineStats, RequestSnapshot, RequestState
 
 PATHS = {
     "/v1/chat/completions": {"messages": QUESTION, "max_tokens": 3},
@@ -53,6 +56,35 @@ def stream(live: LiveServer, path: str, **fields: object) -> str:
     assert response.status_code == 200
     assert response.headers["content-type"].startswith("text/event-stream")
     return response.text
+
+
+def test_streams_say_what_they_wait_for(silent):
+    headers = {"X-Stream-Progress": "1"}
+    body = {**PATHS["/v1/chat/completions"], "stream": True}
+    text = httpx.post(f"{silent.url}/v1/chat/completions", json=body, headers=headers, timeout=60).text
+    comments = [json.loads(line[2:]) for line in text.splitlines() if line.startswith(": {")]
+    assert comments
+    assert {comment["state"] for comment in comments} <= {"waiting", "prompt", "answer"}
+    assert "\n: {" not in stream(silent, "/v1/chat/completions")
+
+
+def snapshot(**states: RequestState) -> EngineSnapshot:
+    """Requests by id, with a prompt of 100 tokens of which 40 are computed."""
+    requests = [RequestSnapshot(name, state, 100, 100, 40, 0, 2, 3) for name, state in states.items()]
+    return EngineSnapshot(EngineStats(), requests)
+
+
+def test_progress_is_that_of_the_first_to_run():
+    assert describe(snapshot(a="running"), ["gone"]) is None
+    queue = snapshot(a="running", b="waiting", c="preempted", d="waiting")
+    assert describe(queue, ["b"]) == {"state": "waiting", "place": 1}
+    assert describe(queue, ["d", "c"]) == {"state": "waiting", "place": 2}
+    assert describe(queue, ["d", "a"]) == {"state": "prompt", "tokens": 40, "total": 100}
+    [request] = snapshot(a="running").requests
+    reading = msgspec.structs.replace(request, images_in_progress=2)
+    assert describe(EngineSnapshot(EngineStats(), [reading]), ["a"]) == {"state": "images", "images": 2}
+    computed = msgspec.structs.replace(request, num_computed_tokens=99)
+    assert describe(EngineSnapshot(EngineStats(), [computed]), ["a"]) == {"state": "answer"}
 
 
 def num_pings(text: str, path: str) -> int:

@@ -295,6 +295,41 @@ def test_files_that_no_model_reads_are_told_of(pixie, visit):
     expect(page.locator(".ask .problem")).to_contain_text("Images, PDF and TIFF documents, and videos")
 
 
+STREAM = """() => {
+  const ask = window.fetch;
+  window.fetch = (url, init) => {
+    if (!String(url).endsWith("completions")) return ask(url, init);
+    const start = (controller) => {
+      window.send = (text) => controller.enqueue(new TextEncoder().encode(text));
+      init.signal.addEventListener("abort", () => controller.error(init.signal.reason));
+    };
+    return Promise.resolve(new Response(new ReadableStream({ start })));
+  };
+}"""
+
+
+def test_waiting_shows_queue_images_prompt_and_speed(pixie, visit):
+    page = visit(pixie)
+    page.evaluate(STREAM)
+    ask(page, "why?")
+    note = page.locator(".thinking")
+    expect(note).to_contain_text(re.compile(r"Waiting · \d+ s"))
+    for wait, shown in [
+        ({"state": "waiting", "place": 3}, "Number 3 in the queue · "),
+        ({"state": "images", "images": 1}, "Reading the image · "),
+        ({"state": "prompt", "tokens": 512, "total": 2048}, "Reading the prompt: 512 of 2,048 tokens · "),
+    ]:
+        page.evaluate("text => send(text)", f": {json.dumps(wait)}\n\n: ping\n\n")
+        expect(note).to_contain_text(shown)
+    expect(note.locator("progress")).to_have_attribute("value", "0.25")
+    usage = {"prompt_tokens": 2048, "completion_tokens": 9}
+    chunk = {"choices": [{"delta": {"content": "so"}, "finish_reason": None}], "usage": usage}
+    page.evaluate("text => send(text)", f"data: {json.dumps(chunk)}\n\n")
+    expect(page.locator(".turn.answer .cost")).to_have_text(re.compile(r"9 tokens · [\d.]+ tokens/s"))
+    page.get_by_role("button", name="Stop").click()
+    expect(page.locator(".turn.answer")).to_contain_text("Stopped.")
+
+
 def test_stopped_answer_keeps_what_had_come(slow, visit):
     page = visit(slow)
     ask(page, "Tell me a story")

@@ -1,5 +1,6 @@
 /** Numbers as people read them. */
 
+import type { Wait } from "./api/client";
 import type { Cost } from "./state/types";
 
 /** Seconds that an answer must have taken for its speed to be more than chance. */
@@ -44,4 +45,20 @@ export function describeCost(cost: Cost): string {
   const later = cost.total - cost.firstToken;
   if (later >= MEASURABLE) parts.push(`${rate((cost.answerTokens - 1) / later)} tokens/s`);
   return parts.join(" · ");
+}
+
+/** What an answer waits for; undefined: the server has not said. */
+export function describeWait(wait: Wait | undefined): string {
+  switch (wait?.state) {
+    case "waiting":
+      return wait.place === 1 ? "Next in the queue" : `Number ${wait.place} in the queue`;
+    case "images":
+      return wait.images === 1 ? "Reading the image" : `Reading ${wait.images} images`;
+    case "prompt":
+      return `Reading the prompt: ${count(wait.tokens)} of ${count(wait.total)} tokens`;
+    case "answer":
+      return "Writing";
+    default:
+      return "Waiting";
+  }
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -347,8 +347,9 @@ class Engine(BaseEngine):
         )
 
     def inspect(self) -> EngineSnapshot:
-        requests = [_snapshot(request, runs=True) for request in self.scheduler.running]
-        requests += [_snapshot(request, runs=False) for request in self.scheduler.waiting]
+        unfinished = self._images.unfinished
+        requests = [_snapshot(request, unfinished, runs=True) for request in self.scheduler.running]
+        requests += [_snapshot(request, unfinished, runs=False) for request in self.scheduler.waiting]
         return EngineSnapshot(self.stats(), requests)
 
     def map_blocks(self) -> BlockMap:
@@ -393,8 +394,10 @@ def _with_timings(request: Request, output: EngineOutput, now: float) -> EngineO
     return msgspec.structs.replace(output, timings=timings)
 
 
-def _snapshot(request: Request, *, runs: bool) -> RequestSnapshot:
+def _snapshot(request: Request, unfinished: Container[bytes], *, runs: bool) -> RequestSnapshot:
+    """unfinished: keys of images that the tower has begun. runs: whether the request is in the batch."""
     has_run = request.num_cached is not None
+    images = request.images_for(0, request.num_prompt_tokens)
     return RequestSnapshot(
         request_id=request.request_id,
         state="running" if runs else "preempted" if has_run else "waiting",
@@ -402,8 +405,9 @@ def _snapshot(request: Request, *, runs: bool) -> RequestSnapshot:
         num_tokens=len(request.token_ids),
         num_computed_tokens=request.num_computed,
         num_cached_tokens=request.num_cached or 0,
-        num_images=len(request.images_for(0, request.num_prompt_tokens)),
+        num_images=len(images),
         num_blocks=sum(len(table.held) for table in request.tables),
+        images_in_progress=sum(image.key in unfinished for image in images),
         adapter_shares=[one / (sum(map(abs, request.scalings)) or 1.0) for one in request.scalings],
     )
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -55,6 +55,7 @@ class EventStream(Response):
     """Server-sent events. The generator and `resources` close when the client disconnects, also between events.
 
     The stream sends a comment or, in Anthropic's API, a ping after `interval` seconds without an event (0: never).
+    comment: makes what is sent instead, unless it returns None.
     """
 
     def __init__(
@@ -63,8 +64,10 @@ class EventStream(Response):
         resources: contextlib.ExitStack,
         interval: float = 0,
         media_type: str = EVENTS,
+        comment: Callable[[], Awaitable[bytes | None]] | None = None,
     ) -> None:
         self._events = events
+        self._comment = comment
         self._resources = resources
         self._interval = interval
         self._latest = time.monotonic()
@@ -79,7 +82,8 @@ class EventStream(Response):
         watcher = asyncio.ensure_future(disconnected(receive))
         try:
             while not await self._wait(sender, watcher):
-                await self._ping(send, _ping_at(scope["path"]))
+                comment = None if self._comment is None else await self._comment()
+                await self._ping(send, comment or _ping_at(scope["path"]))
             if not sender.done():
                 raise ClientDisconnect
             sender.result()

@@ -2,7 +2,7 @@
 
 import type { Attachment, ImageSize, Turn } from "../state/types";
 import type { Sampling } from "../state/settings";
-import { ApiError, brokenOff, events, sendJson } from "./client";
+import { ApiError, brokenOff, events, sendForStream, type Wait } from "./client";
 
 export interface Usage {
   promptTokens: number;
@@ -16,6 +16,8 @@ export interface Piece {
   /** What the model thinks before its answer. */
   thought?: string;
   usage?: Usage;
+  /** Tokens so far. */
+  answerTokens?: number;
   /** Of all images that the conversation has so far, in order. */
   imageSizes?: ImageSize[];
   ending?: "complete" | "length";
@@ -38,22 +40,25 @@ interface ResponseEvent {
   };
 }
 
-/** An answer to all of these turns. Throws ApiError. */
-export async function* chat(turns: Turn[], settings: Sampling, signal: AbortSignal): AsyncGenerator<Piece> {
+const STREAM_OPTIONS = { include_usage: true, continuous_usage_stats: true };
+
+/** An answer to all of these turns. onWait gets what its first token waits for. Throws ApiError. */
+export async function* chat(turns: Turn[], settings: Sampling, signal: AbortSignal, onWait: (wait: Wait) => void): AsyncGenerator<Piece> {
   const messages: unknown[] = settings.system ? [{ role: "system", content: settings.system }] : [];
   for (const turn of turns) messages.push({ role: turn.role, content: await chatContent(turn) });
   const { maxTokens, system: _, ...sampling } = settings;
-  const body = { ...sampling, max_completion_tokens: maxTokens, messages, stream: true, stream_options: { include_usage: true } };
-  const response = await sendJson("POST", "v1/chat/completions", body, signal);
+  const body = { ...sampling, max_completion_tokens: maxTokens, messages, stream: true, stream_options: STREAM_OPTIONS };
+  const response = await sendForStream("v1/chat/completions", body, signal);
   let ending: Piece["ending"];
-  for await (const event of events(response, signal)) {
+  for await (const event of events(response, signal, onWait)) {
     const chunk = event as ChatChunk;
     if (chunk.error) throw new ApiError(500, chunk.error.code, chunk.error.message);
     const choice = chunk.choices?.[0];
     if (choice?.finish_reason) ending = choice.finish_reason === "length" ? "length" : "complete";
     if (choice?.delta.reasoning_content) yield { thought: choice.delta.reasoning_content };
     if (choice?.delta.content) yield { text: choice.delta.content };
-    if (chunk.usage) {
+    if (choice && chunk.usage) yield { answerTokens: chunk.usage.completion_tokens };
+    else if (chunk.usage) {
       const cachedTokens = chunk.usage.prompt_tokens_details?.cached_tokens ?? 0;
       const usage = { promptTokens: chunk.usage.prompt_tokens, cachedTokens, answerTokens: chunk.usage.completion_tokens };
       yield { usage, imageSizes: chunk.image_sizes };
@@ -63,22 +68,24 @@ export async function* chat(turns: Turn[], settings: Sampling, signal: AbortSign
   yield { ending };
 }
 
-/** An answer to one question in a conversation that the server keeps. Its images are uploaded. Throws ApiError. */
+/** An answer to one question in a conversation that the server keeps. Its images are uploaded. See `chat`. */
 export async function* respond(
   conversation: string,
   question: Turn,
   settings: Sampling,
   signal: AbortSignal,
+  onWait: (wait: Wait) => void,
 ): AsyncGenerator<Piece> {
   const { maxTokens, system, ...sampling } = settings;
   const input = [{ role: "user", content: inputParts(question) }];
   const body = { ...sampling, max_output_tokens: maxTokens, instructions: system, conversation, input, stream: true, truncation: "auto" };
-  const response = await sendJson("POST", "v1/responses", body, signal);
+  const response = await sendForStream("v1/responses", body, signal);
   let ending: Piece["ending"];
-  for await (const raw of events(response, signal)) {
+  let deltas = 0;
+  for await (const raw of events(response, signal, onWait)) {
     const event = raw as ResponseEvent;
     if (event.type === "response.reasoning_text.delta") yield { thought: event.delta };
-    if (event.type === "response.output_text.delta") yield { text: event.delta };
+    if (event.type === "response.output_text.delta") yield { text: event.delta, answerTokens: ++deltas };
     if (event.type === "response.failed") {
       throw new ApiError(500, "generation_failed", event.response?.error?.message ?? "The server ended the answer");
     }

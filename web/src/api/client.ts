@@ -40,14 +40,49 @@ export async function getJson<T>(path: string, signal?: AbortSignal): Promise<T>
   return (await request(path, { signal })).json();
 }
 
-export function sendJson(method: string, path: string, body?: unknown, signal?: AbortSignal): Promise<Response> {
-  const content = body === undefined ? {} : { body: JSON.stringify(body), headers: { "Content-Type": "application/json" } };
+export function sendJson(method: string, path: string, body?: unknown, signal?: AbortSignal, headers: HeadersInit = {}): Promise<Response> {
+  const content = body === undefined ? {} : { body: JSON.stringify(body), headers: { ...headers, "Content-Type": "application/json" } };
   return request(path, { method, signal, ...content });
 }
 
-/** The data of server-sent events, as JSON. Throws ApiError if the connection breaks. */
-export async function* events(response: Response, signal: AbortSignal): AsyncGenerator<unknown> {
-  const parsed = response.body!.pipeThrough(new TextDecoderStream()).pipeThrough(new EventSourceParserStream());
+/** A POST of files. onSent gets the bytes that were sent so far, which `fetch` does not tell. */
+export function sendForm(path: string, form: FormData, signal: AbortSignal, onSent: (bytes: number) => void): Promise<Response> {
+  return new Promise((resolve, reject) => {
+    const sending = new XMLHttpRequest();
+    sending.open("POST", new URL(path, document.baseURI));
+    if (key) sending.setRequestHeader("Authorization", `Bearer ${key}`);
+    sending.responseType = "blob";
+    sending.upload.onprogress = (event) => onSent(event.loaded);
+    sending.onload = () => {
+      const headers = { "Retry-After": sending.getResponseHeader("Retry-After") ?? "" };
+      const response = new Response(sending.response, { status: sending.status, statusText: sending.statusText, headers });
+      if (response.ok) resolve(response);
+      else failure(response).then(reject);
+    };
+    sending.onerror = () => reject(new ApiError(0, "unreachable", "The server cannot be reached"));
+    sending.onabort = () => reject(signal.reason);
+    signal.addEventListener("abort", () => sending.abort());
+    if (signal.aborted) reject(signal.reason);
+    else sending.send(form);
+  });
+}
+
+/** What the first token of an answer waits for. */
+export type Wait =
+  | { state: "waiting"; place: number }
+  | { state: "images"; images: number }
+  | { state: "prompt"; tokens: number; total: number }
+  | { state: "answer" };
+
+/** A POST whose stream has comments about what the first token waits for. */
+export function sendForStream(path: string, body: unknown, signal: AbortSignal): Promise<Response> {
+  return sendJson("POST", path, body, signal, { "X-Stream-Progress": "1" });
+}
+
+/** The data of server-sent events, as JSON. onWait gets what is in comments. Throws ApiError if the connection breaks. */
+export async function* events(response: Response, signal: AbortSignal, onWait: (wait: Wait) => void): AsyncGenerator<unknown> {
+  const onComment = (comment: string) => comment.trimStart().startsWith("{") && onWait(JSON.parse(comment));
+  const parsed = response.body!.pipeThrough(new TextDecoderStream()).pipeThrough(new EventSourceParserStream({ onComment }));
   const reader = parsed.getReader();
   try {
     for (;;) {

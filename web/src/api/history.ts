@@ -2,7 +2,7 @@
 
 import { kindOf, type Attachment, type Turn } from "../state/types";
 import { inputParts } from "./answers";
-import { ApiError, getJson, request, sendJson } from "./client";
+import { ApiError, getJson, request, sendForm, sendJson } from "./client";
 
 interface Part {
   type: string;
@@ -106,11 +106,12 @@ export async function deleteItem(id: string, itemId: string): Promise<void> {
   }
 }
 
-export async function upload(attachment: Attachment, signal: AbortSignal): Promise<string> {
+/** Send a file. Its id. onSent gets the bytes that were sent so far. */
+export async function upload(attachment: Attachment, signal: AbortSignal, onSent: (bytes: number) => void): Promise<string> {
   const form = new FormData();
   form.append("purpose", "vision");
   form.append("file", attachment.blob!, attachment.name);
-  return (await (await request("v1/files", { method: "POST", body: form, signal })).json()).id;
+  return (await (await sendForm("v1/files", form, signal, onSent)).json()).id;
 }
 
 export async function download(fileId: string): Promise<Blob> {

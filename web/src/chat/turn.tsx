@@ -3,7 +3,7 @@ import { memo, useEffect, useMemo, useRef, useState } from "react";
 import type { Problem } from "../api/problems";
 import { describeCost } from "../format";
 import { coarse } from "../pointer";
-import { askAgain } from "../state/session";
+import { askAgain, type Note } from "../state/session";
 import type { Attachment, Turn } from "../state/types";
 import { CopyButton } from "./copy-button";
 import { Markdown } from "./markdown";
@@ -21,7 +21,7 @@ interface Props {
   /** The server's own model. */
   model?: string;
   busy: boolean;
-  note?: string;
+  note?: Note;
   editing: boolean;
   onEdit: (id: string | undefined) => void;
   onKey: () => void;
@@ -134,9 +134,11 @@ function Answer({ conversation, turn, question, shown = [], model, busy, note, o
             <i />
             <i />
           </span>
-          <span className={note ? "" : "visually-hidden"}>{note || "Waiting for the answer"}</span>
+          <span className={note?.text ? "" : "visually-hidden"}>{note?.text || "Waiting for the answer"}</span>
+          {note?.share !== undefined && <progress value={note.share} aria-label={note.text} />}
         </p>
       )}
+      {coming && turn.text && note?.text && <p className="cost">{note.text}</p>}
       {turn.problem && <Failure problem={turn.problem} onAgain={again} onKey={onKey} busy={busy} />}
       {turn.ending === "stopped" && <p className="ended">Stopped.</p>}
       {turn.ending === "length" && <p className="ended">Cut off: the answer reached the token limit.</p>}

@@ -2,25 +2,34 @@
 
 import { useSyncExternalStore } from "react";
 import { chat, respond, type Piece, type Usage } from "../api/answers";
-import { ApiError } from "../api/client";
+import { ApiError, type Wait } from "../api/client";
 import * as history from "../api/history";
 import { explain } from "../api/problems";
+import { describeWait, duration, percent, rate } from "../format";
 import * as database from "./database";
 import { getSettings } from "./settings";
 import { newId, seen, type Conversation, type Ending, type Attachment, type ImageSize, type Place, type Turn } from "./types";
+
+export interface Note {
+  text: string;
+  /** How much of it is done, from 0 to 1. */
+  share?: number;
+}
 
 export interface State {
   /** False until the browser's database has been read. */
   ready: boolean;
   conversations: readonly Conversation[];
   answering: ReadonlySet<string>;
-  /** What an answer is waiting for, by conversation. */
-  notes: Readonly<Record<string, string>>;
+  /** What an answer is waiting for, or how fast it comes, by conversation. */
+  notes: Readonly<Record<string, Note>>;
 }
 
 /** Milliseconds between two looks of the page at an answer that comes. */
 const FRAME = 40;
 const TITLE_LENGTH = 60;
+/** In milliseconds. */
+const SECOND = 1000;
 
 let state: State = { ready: false, conversations: [], answering: new Set(), notes: {} };
 const listeners = new Set<() => void>();
@@ -66,8 +75,8 @@ async function save(id: string): Promise<void> {
   }
 }
 
-function note(id: string, text: string): void {
-  change({ notes: { ...state.notes, [id]: text } });
+function note(id: string, text: string, share?: number): void {
+  change({ notes: { ...state.notes, [id]: { text, share } } });
 }
 
 /** Read what this browser knows. */
@@ -194,7 +203,7 @@ async function run(id: string): Promise<void> {
   const progress = new Progress(id, answer.id);
   let ending: Ending = "failed";
   try {
-    await prepare(id, question, controller.signal);
+    await prepare(id, question, controller.signal, (sent, total) => note(id, `Sending files: ${percent(sent, total)}`, sent / total));
     ending = await receive(id, question.id, controller.signal, progress);
   } catch (error) {
     if (controller.signal.aborted) ending = "stopped";
@@ -208,7 +217,7 @@ async function run(id: string): Promise<void> {
 }
 
 /** Bring the server's side up to date: what was cut off is deleted there, and new images are uploaded. */
-async function prepare(id: string, question: Turn, signal: AbortSignal): Promise<void> {
+async function prepare(id: string, question: Turn, signal: AbortSignal, onSent: (sent: number, total: number) => void): Promise<void> {
   const conversation = find(id)!;
   if (conversation.place !== "server") return;
   for (const itemId of conversation.obsolete ?? []) {
@@ -216,8 +225,16 @@ async function prepare(id: string, question: Turn, signal: AbortSignal): Promise
     update(id, (one) => ({ ...one, obsolete: one.obsolete?.filter((other) => other !== itemId) }));
   }
   const attachments: Attachment[] = [];
+  const missing = question.attachments.filter((attachment) => !attachment.fileId);
+  const total = missing.reduce((sum, attachment) => sum + attachment.blob!.size, 0);
+  let before = 0;
   for (const attachment of question.attachments) {
-    attachments.push(attachment.fileId ? attachment : { ...attachment, fileId: await history.upload(attachment, signal) });
+    if (attachment.fileId) attachments.push(attachment);
+    else {
+      const fileId = await history.upload(attachment, signal, (sent) => onSent(before + sent, total));
+      attachments.push({ ...attachment, fileId });
+      before += attachment.blob!.size;
+    }
   }
   updateTurn(id, question.id, { attachments });
 }
@@ -228,7 +245,7 @@ async function receive(id: string, questionId: string, signal: AbortSignal, prog
     try {
       progress.begin();
       let ending: Ending = "failed";
-      for await (const piece of pieces(id, questionId, signal)) {
+      for await (const piece of pieces(id, questionId, signal, (wait) => progress.waits(wait))) {
         progress.add(piece);
         ending = piece.ending ?? ending;
       }
@@ -236,19 +253,20 @@ async function receive(id: string, questionId: string, signal: AbortSignal, prog
     } catch (error) {
       const soon = error instanceof ApiError && error.status === 503 && error.code === "unavailable";
       if (!soon || progress.text || progress.thoughts) throw error;
+      progress.pause();
       note(id, `${error.message}. Your question is sent as soon as it is ready.`);
       await sleep(error.retryAfter ?? 1, signal);
     }
   }
 }
 
-function pieces(id: string, questionId: string, signal: AbortSignal): AsyncGenerator<Piece> {
+function pieces(id: string, questionId: string, signal: AbortSignal, onWait: (wait: Wait) => void): AsyncGenerator<Piece> {
   const conversation = find(id)!;
   const { sampling } = getSettings();
   const last = conversation.turns.findIndex((turn) => turn.id === questionId);
   return conversation.place === "server"
-    ? respond(id, conversation.turns[last]!, sampling, signal)
-    : chat(seen(conversation.turns.slice(0, last + 1)), sampling, signal);
+    ? respond(id, conversation.turns[last]!, sampling, signal, onWait)
+    : chat(seen(conversation.turns.slice(0, last + 1)), sampling, signal, onWait);
 }
 
 /** Learn what the server calls the two turns; one that was stopped it is told of. */
@@ -278,6 +296,9 @@ class Progress {
   private began = 0;
   private first?: number;
   private timer?: ReturnType<typeof setTimeout>;
+  private clock?: ReturnType<typeof setInterval>;
+  private wait?: Wait;
+  private tokens = 0;
 
   constructor(
     private readonly id: string,
@@ -286,11 +307,24 @@ class Progress {
 
   begin(): void {
     this.began = performance.now();
+    clearInterval(this.clock);
+    this.clock = setInterval(() => this.tell(), SECOND);
+  }
+
+  pause(): void {
+    clearInterval(this.clock);
+  }
+
+  /** What the first token waits for. */
+  waits(wait: Wait): void {
+    this.wait = wait;
+    this.tell();
   }
 
   add(piece: Piece): void {
     if (piece.usage) this.usage = piece.usage;
     if (piece.imageSizes) this.imageSizes = piece.imageSizes;
+    if (piece.answerTokens) this.tokens = piece.answerTokens;
     if (!piece.text && !piece.thought) return;
     if (this.first === undefined) {
       this.first = performance.now();
@@ -303,6 +337,7 @@ class Progress {
 
   finish(ending: Ending): void {
     clearTimeout(this.timer);
+    clearInterval(this.clock);
     const ended = performance.now();
     const cost = this.usage && {
       ...this.usage,
@@ -311,6 +346,17 @@ class Progress {
     };
     updateTurn(this.id, this.turnId, { text: this.text, thoughts: this.thoughts, ending, cost, imageSizes: this.imageSizes });
     note(this.id, "");
+  }
+
+  private tell(): void {
+    const now = performance.now();
+    const waited = (now - this.began) / SECOND;
+    if (this.first === undefined) {
+      const share = this.wait?.state === "prompt" ? this.wait.tokens / this.wait.total : undefined;
+      if (waited >= 1) note(this.id, `${describeWait(this.wait)} · ${duration(waited)}`, share);
+    } else if (this.tokens > 1 && now - this.first >= SECOND) {
+      note(this.id, `${this.tokens} tokens · ${rate(((this.tokens - 1) * SECOND) / (now - this.first))} tokens/s`);
+    }
   }
 
   private show(): void {

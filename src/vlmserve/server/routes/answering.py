@@ -19,6 +19,7 @@ from vlmserve.engine.admission import check_min_tokens
 from vlmserve.errors import InvalidRequestError
 from vlmserve.frontend.client import EngineClient
 from vlmserve.prompt.expand import truncate
+from vlmserve.server import progress
 from vlmserve.server.body import BodyShare
 from vlmserve.server.connection import RELAXED_HEADER, note, unless_disconnected
 from vlmserve.server.errors import json_response
@@ -150,8 +151,10 @@ async def _answer(request: Request, dialect: Dialect[Body]) -> Response:
         stack.enter_context(limit_wait(client, generation, arrived, max_wait))
         if dialect.streams:
             events = dialect.events(body, generation)
-            interval = _ping_interval(service, dialect)
-            response: Response = EventStream(events, stack.pop_all(), interval, dialect.media_type)
+            interval, comment = _ping_interval(service, dialect), None
+            if interval and progress.HEADER in request.headers:
+                interval, comment = min(interval, progress.INTERVAL), progress.progress_comments(client, generation)
+            response: Response = EventStream(events, stack.pop_all(), interval, dialect.media_type, comment)
         else:
             response = json_response(await unless_disconnected(request, dialect.complete(body, generation)))
         if generation.relaxed:

@@ -1,0 +1,59 @@
+"""Comments of a stream that say why its request has no token yet."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Collection
+from typing import Any
+
+import msgspec
+
+from vlmserve.errors import VLMServeError
+from vlmserve.frontend.client import EngineClient
+from vlmserve.server.generation import Generation
+from vlmserve.types import EngineSnapshot
+
+HEADER = "x-stream-progress"
+"""Header of requests whose streams get these comments."""
+INTERVAL = 0.5
+"""Seconds between two comments."""
+_PATIENCE = 1.0
+"""Seconds that a step may take before the comment says nothing. Disconnects are noticed later by as much."""
+
+
+def progress_comments(client: EngineClient, generation: Generation) -> Callable[[], Awaitable[bytes | None]]:
+    """Return a function that makes the next comment, the JSON of `describe`; None if nothing is known."""
+
+    async def comment() -> bytes | None:
+        if any(answer.num_tokens for answer in generation.answers):
+            return None
+        try:
+            snapshot = await asyncio.wait_for(client.calls.inspect(), _PATIENCE)
+        except (VLMServeError, TimeoutError):
+            return None
+        found = describe(snapshot, generation.first_request_ids)
+        return None if found is None else b": " + msgspec.json.encode(found) + b"\n\n"
+
+    return comment
+
+
+def describe(snapshot: EngineSnapshot, request_ids: Collection[str]) -> dict[str, Any] | None:
+    """Say why the requests of a generation have no token yet.
+
+    ``{"state": "waiting", "place": 1}``: the place in the queue. ``{"state": "images", "images": 2}``: images that go
+    through the vision tower. ``{"state": "prompt", "tokens": 512, "total": 2048}``: tokens of the prompt that are
+    computed. ``{"state": "answer"}``: the first token comes next. None: they have ended.
+    """
+    own = [one for one in snapshot.requests if one.request_id in request_ids]
+    if not own:
+        return None
+    running = [one for one in own if one.state == "running"]
+    if not running:
+        queue = [one.request_id for one in snapshot.requests if one.state != "running"]
+        return {"state": "waiting", "place": 1 + min(queue.index(one.request_id) for one in own)}
+    first = running[0]
+    if first.images_in_progress:
+        return {"state": "images", "images": first.images_in_progress}
+    if first.num_computed_tokens < first.num_prompt_tokens - 1:
+        return {"state": "prompt", "tokens": first.num_computed_tokens, "total": first.num_prompt_tokens}
+    return {"state": "answer"}
