@@ -317,14 +317,16 @@ class Prompts:
         queries: Side | Mapping[str, Any] | Sequence[Any],
         documents: Side | Mapping[str, Any] | Sequence[Any],
         instruction: str | None,
+        truncate_prompt_tokens: int | None,
         lora_request: Adapters,
         **options: Any,
     ) -> Call:
         """Make the call of `OfflineModel.score`. options: of `RequestPreparer.chat`."""
-        from vlmserve.frontend.scoring import make_scorer
+        from vlmserve.frontend.scoring import make_scorer, shortened
 
         scorer, preparer = make_scorer(self.preparer), self.preparer
         first, second = _sides(queries), _sides(documents)
+        second = [*shortened(scorer, preparer, first, second, instruction, truncate_prompt_tokens)]
 
         def prepare(item: Any) -> Prepared:
             if isinstance(item, Prompt):
@@ -350,7 +352,7 @@ class Prompts:
             prepare,
             lambda item: None if isinstance(item, str | Prompt) else preparer.check_files(item),
             preparer.answers.check_grammar,
-            SamplingParams(),
+            SamplingParams(truncate_prompt_tokens=truncate_prompt_tokens if scorer.compares else None),
             "raise",
             lora_request,
             combine=combine,

@@ -195,6 +195,7 @@ class OfflineModel(ABC, Generic[Texts]):
         use_tqdm: bool = True,
         *,
         instruction: str | None = None,
+        truncate_prompt_tokens: int | None = None,
         mm_processor_kwargs: Mapping[str, Any] | None = None,
         lora_request: Adapters = None,
         **others: Any,
@@ -202,14 +203,20 @@ class OfflineModel(ABC, Generic[Texts]):
         """Return how well documents fit a query, as `ScoringRequestOutput` in the order of the documents.
 
         queries: one, or one for each document. Each query and document is a text, a list of parts as in a message, or
-        ``{"content": parts}``. An embedding model compares vectors (cosine). Other models judge each pair: the score is
-        the probability of "yes". instruction: what they judge; default: web search.
+        ``{"content": parts}``. An embedding model compares vectors (cosine), a classifier reads pairs, others judge
+        each pair: the score is the probability of "yes". instruction: what they judge; default: web search.
+        truncate_prompt_tokens: tokens of a prompt; of a pair, the end of the document is left out.
 
         Raises InvalidRequestError for a model that has no way to judge, and VLMServeError if a request fails.
         """
         check_arguments(OfflineModel.score, others)
         call = self._prompts.score_call(
-            queries, documents, instruction, lora_request, mm_processor_kwargs=mm_processor_kwargs
+            queries,
+            documents,
+            instruction,
+            truncate_prompt_tokens,
+            lora_request,
+            mm_processor_kwargs=mm_processor_kwargs,
         )
         return self._answer(call, stream=False, use_tqdm=use_tqdm)
 

@@ -76,6 +76,17 @@ def test_long_documents_are_cut_before_their_length_is_checked(judge):
     assert cut["usage"]["prompt_tokens"] == whole["usage"]["prompt_tokens"]
 
 
+def test_judged_prompts_lose_the_ends_of_documents(judge):
+    long, cut = "a red circle " * 9000, "a red circle a red circle a"
+    whole = post(judge, "/v1/rerank", query="red", documents=[cut]).json()
+    most = whole["usage"]["prompt_tokens"] - 2
+    kept = post(judge, "/v1/rerank", query="red", documents=[long], truncate_prompt_tokens=most).json()
+    assert kept["usage"]["prompt_tokens"] == most
+    assert post(judge, "/v1/rerank", query="red", documents=[long], truncate_prompt_tokens=-1).status_code == 200
+    none_left = post(judge, "/v1/score", queries="red", documents=[long], truncate_prompt_tokens=5)
+    assert "leave none for documents" in none_left.json()["error"]["message"]
+
+
 def test_one_bad_document_ends_the_work_on_all(judge, monkeypatch):
     cancelled = []
 

@@ -21,6 +21,9 @@ VISION_FAMILIES: dict[str, VisionFamily] = {}
 OTHER_FAMILIES: dict[str, Family] = {}
 """Models that only the Transformers backend runs, by ``model_type``."""
 
+_CLASSIFIER = "ForSequenceClassification"
+_GENERATORS = ("ForCausalLM", "ForConditionalGeneration")
+"""Ends of the architectures of a classifier, and of the model that it was made of."""
 DEFAULT_FAMILY = "llama"
 """Family of a config without a ``model_type``, as the first LLaVA checkpoints have it."""
 
@@ -113,12 +116,22 @@ def families() -> Iterator[LanguageFamily | VisionFamily]:
     yield from LANGUAGE_FAMILIES.values()
 
 
+def classifies(config: Config) -> bool:
+    """Return True for a decoder with a head for classes."""
+    return any(name.endswith(_CLASSIFIER) for name in _named_architectures(config))
+
+
 def _known_architecture(config: Config) -> str | None:
     others = {
         other: family.architecture for family in LANGUAGE_FAMILIES.values() for other in family.other_architectures
     }
     known = architectures()
-    return next((name for name in (others.get(n, n) for n in _named_architectures(config)) if name in known), None)
+    named = [
+        f"{name.removesuffix(_CLASSIFIER)}{head}"
+        for name in _named_architectures(config)
+        for head in (_GENERATORS if name.endswith(_CLASSIFIER) else ("",))
+    ]
+    return next((name for name in (others.get(n, n) for n in named) if name in known), None)
 
 
 def _named_architectures(config: Config) -> list[str]:

@@ -218,10 +218,16 @@ class RequestPreparer:
             raise PromptTooLongError.of(len(token_ids), self.max_prompt_len, param="prompt")
         return self._expand(list(token_ids), [], [], "")
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text, control tokens in it included. Raises InvalidRequestError for what is no text."""
+    def encode(self, text: str, pair: str | None = None, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text, control tokens in it included. Raises InvalidRequestError for what is no text.
+
+        pair: a second text, which the tokenizer joins to the first one.
+        """
         check_unicode(text, "prompt")
-        self._check_length([text])
+        check_unicode(pair or "", "prompt")
+        self._check_length([text, pair or ""])
+        if pair is not None:
+            return self.tokenizer.encode_pair(text, pair)
         return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
     def decode(self, token_ids: Sequence[int]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +24,7 @@ Asked: TypeAlias = str | Prompt | list[dict[str, Any]]
 """A text, a prompt or a conversation."""
 Result: TypeAlias = npt.NDArray[np.float32]
 """The values of a `TaskResult`, in the shape of its task."""
+Item = TypeVar("Item")
 
 INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
 """The default of Qwen3-Reranker."""
@@ -32,6 +33,7 @@ _SYSTEM = (
     'Note that the answer can only be "yes" or "no".'
 )
 _ANSWERS = ("no", "yes")
+_MOST_CLASSES = 2
 _USUAL_CHARACTERS = 8
 """Characters of a token: how much of a text is tokenized at first to find its first tokens."""
 
@@ -40,6 +42,8 @@ class Scorer(ABC):
     """Says what to ask the engine about pairs, and what its results mean."""
 
     task: Task
+    compares = False
+    """True: queries and documents have prompts of their own."""
 
     @property
     def template_settings(self) -> dict[str, Any]:
@@ -71,6 +75,7 @@ class VectorScorer(Scorer):
     """An embedding model compares vectors: the score is their cosine."""
 
     task: Embed
+    compares = True
 
     def __init__(self, preparer: RequestPreparer) -> None:
         self._preparer = preparer
@@ -84,7 +89,7 @@ class VectorScorer(Scorer):
 
     def scores(self, results: Sequence[Result], num_queries: int, *, bounded: bool = False) -> list[float]:
         queries, documents = results[:num_queries], results[num_queries:]
-        whole = list(queries) * len(documents) if num_queries == 1 else queries
+        whole = _repeated(queries, documents)
         scores = [self._similarity(*pair) for pair in zip(whole, documents, strict=True)]
         if bounded:
             return [min(1.0, max(0.0, score / self._most(query))) for query, score in zip(whole, scores, strict=True)]
@@ -147,9 +152,9 @@ class JudgeScorer(Scorer):
         return {"enable_thinking": False} if known else {}
 
     def _asked(self, queries: Sequence[Side], documents: Sequence[Side], instruction: str | None) -> list[Asked]:
-        whole = [*queries] * len(documents) if len(queries) == 1 else queries
         instruction = instruction or INSTRUCTION
-        return [self._judgement(*pair, instruction) for pair in zip(whole, documents, strict=True)]
+        pairs = zip(_repeated(queries, documents), documents, strict=True)
+        return [self._judgement(*pair, instruction) for pair in pairs]
 
     def _judgement(self, query: Side, document: Side, instruction: str) -> list[dict[str, Any]]:
         content: str | list[Mapping[str, Any]]
@@ -169,11 +174,76 @@ class JudgeScorer(Scorer):
         return scores
 
 
+class ClassScorer(Scorer):
+    """A classifier reads the query and the document as a pair.
+
+    The score is its value with one class, and the probability of the second class with two.
+    """
+
+    def __init__(self, preparer: RequestPreparer) -> None:
+        self._preparer, self._classes = preparer, preparer.vectors.classify()
+        self.task = self._classes.task
+        if (count := len(self._classes.labels)) > _MOST_CLASSES:
+            raise InvalidRequestError(
+                f"this model has {count} classes; scores need one or two: use /classify", param="model"
+            )
+
+    def _asked(self, queries: Sequence[Side], documents: Sequence[Side], instruction: str | None) -> list[Asked]:
+        return [self._pair(*pair) for pair in zip(_repeated(queries, documents), documents, strict=True)]
+
+    def _pair(self, query: Side, document: Side) -> Prompt:
+        return self._preparer.tokens(self._preparer.encode(_text(query), _text(document)))
+
+    def scores(self, results: Sequence[Result], num_queries: int, *, bounded: bool = False) -> list[float]:
+        scores = [float(self._classes.probabilities(one)[-1]) for one in results]
+        if not bounded or self._classes.activation != "identity":
+            return scores
+        return [float(1 / (1 + np.exp(-score))) for score in scores]
+
+
 def make_scorer(preparer: RequestPreparer) -> Scorer:
     """Choose the scorer of a model. Raises InvalidRequestError for a model that has no way to score."""
+    if preparer.vectors.classes is not None:
+        return ClassScorer(preparer)
     if not preparer.vectors.is_declared:
         return JudgeScorer(preparer)
     return LateScorer(preparer) if preparer.vectors.task.pooling == "all" else VectorScorer(preparer)
+
+
+def shortened(
+    scorer: Scorer,
+    preparer: RequestPreparer,
+    queries: Sequence[Side],
+    documents: Sequence[Side],
+    instruction: str | None,
+    most: int | None,
+) -> Sequence[Side]:
+    """Cut the ends of text documents so that the prompts of pairs have about `most` tokens; None: keep all, -1: fit.
+
+    Raises InvalidRequestError if a query leaves no room, or if it shows images.
+    """
+    if most is None or scorer.compares:
+        return documents
+    most = (preparer.max_prompt_len or 0) if most == -1 else most
+    rooms: dict[str, int] = {}
+    cut: list[Side] = []
+    for query, document in zip(_repeated(queries, documents), documents, strict=True):
+        if not isinstance(document, str):
+            cut.append(document)
+            continue
+        text = _text(query)
+        if text not in rooms:
+            [asked] = scorer.prompts([text], [""], instruction)
+            settings = scorer.template_settings
+            empty = asked if isinstance(asked, Prompt) else preparer.chat(asked, template_settings=settings)
+            rooms[text] = most - len(empty.token_ids)
+        if rooms[text] < 1:
+            raise InvalidRequestError(
+                f"truncate_prompt_tokens: {most} tokens leave none for documents; raise it",
+                param="truncate_prompt_tokens",
+            )
+        cut.append(first_tokens(preparer, document, rooms[text]))
+    return cut
 
 
 def first_tokens(preparer: RequestPreparer, text: str, count: int) -> str:
@@ -186,6 +256,11 @@ def first_tokens(preparer: RequestPreparer, text: str, count: int) -> str:
         if size >= len(text):
             return text
         size *= 2
+
+
+def _repeated(queries: Sequence[Item], documents: Sequence[Any]) -> Sequence[Item]:
+    """One query for each document."""
+    return [*queries] * len(documents) if len(queries) == 1 else queries
 
 
 def _vector_of(side: Side) -> Asked:

@@ -10,6 +10,7 @@ from typing import Any
 
 from vlmserve.errors import InvalidRequestError, ModelLoadError
 from vlmserve.families.retrievers import Retriever, retriever_of
+from vlmserve.prompt.classes import HEAD, Classes
 from vlmserve.prompt.files import MAX_JSON_BYTES, read_config, read_json
 from vlmserve.tasks import Embed, Pooling
 
@@ -55,6 +56,8 @@ class Vectors:
     """Each reads the result of the one before."""
     retriever: Retriever | None = None
     """How queries and documents are written; None: without a prompt."""
+    classes: Classes | None = None
+    """Set for a model that makes logits of classes in place of vectors."""
 
     def embed(
         self, dimensions: int | None = None, *, normalize: bool | None = None, pooling: Pooling | None = None
@@ -64,8 +67,18 @@ class Vectors:
         Raises InvalidRequestError if a module of the checkpoint is not supported."""
         if self.problem is not None:
             raise InvalidRequestError(self.problem, param="model")
+        if self.classes is not None:
+            raise InvalidRequestError("this model has classes, not vectors; use /classify or /v1/score", param="model")
         wanted = self.task.normalize if normalize is None else normalize
         return Embed(pooling or self.task.pooling, wanted, dimensions)
+
+    def classify(self) -> Classes:
+        """Return the classes. Raises InvalidRequestError for a model without."""
+        if self.classes is None:
+            raise InvalidRequestError(
+                "this model does not classify; serve one for AutoModelForSequenceClassification", param="model"
+            )
+        return self.classes
 
 
 def read_vectors(folder: Path, pooling: Pooling | None = None) -> Vectors:
@@ -73,7 +86,10 @@ def read_vectors(folder: Path, pooling: Pooling | None = None) -> Vectors:
 
     pooling: instead of the checkpoint's own. Raises ModelLoadError for a broken file.
     """
-    if (retriever := retriever_of(read_config(folder))) is not None:
+    config = read_config(folder)
+    if (classes := Classes.read(config)) is not None:
+        return Vectors(classes.task, layers=(StoredLayer(HEAD),), classes=classes)
+    if (retriever := retriever_of(config)) is not None:
         return Vectors(Embed(pooling or "all"), True, None, (StoredLayer(retriever.projection),), retriever)
     modules = _modules(folder)
     kinds = [str(module.get("type", "")).rpartition(".")[2] for module in modules]

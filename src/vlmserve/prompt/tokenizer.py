@@ -165,6 +165,12 @@ class Tokenizer:
         add_special_tokens = add_special_tokens and not (bos and text.startswith(bos))
         return self._ids(self._backend, text, add_special_tokens=add_special_tokens)
 
+    def encode_pair(self, first: str, second: str) -> list[int]:
+        """Token ids of two texts with the special tokens of a pair."""
+        for text in (first, second):
+            self._check_time(self._backend, text)
+        return list(_encoding(self._backend, first, second, add_special_tokens=True).ids)
+
     def encode_inside(self, text: str) -> list[int]:
         """Token ids of text that follows other text. Added tokens that are not special stand for their text."""
         if self._visible_pattern is None:
@@ -284,11 +290,15 @@ class Tokenizer:
         return [], []
 
 
-def _encoding(encoder: tokenizers.Tokenizer, text: str, *, add_special_tokens: bool = False) -> tokenizers.Encoding:
-    """Raises InvalidRequestError if a pattern of the tokenizer gives up."""
+def _encoding(
+    encoder: tokenizers.Tokenizer, text: str, pair: str | None = None, *, add_special_tokens: bool = False
+) -> tokenizers.Encoding:
+    """Raises InvalidRequestError if a pattern of the tokenizer gives up. pair: a second text."""
     try:
         # Unlike `encode` it releases the GIL, and it makes no offsets, which take memory.
-        return encoder.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
+        return encoder.encode_batch_fast(
+            [text if pair is None else (text, pair)], add_special_tokens=add_special_tokens
+        )[0]
     except BaseException as error:
         if not _is_panic(error):
             raise

@@ -55,6 +55,7 @@ GENERATING = frozenset(
         "/v1/rerank",
         "/v2/rerank",
         "/pooling",
+        "/classify",
     }
 )
 """Paths of requests that an engine answers."""

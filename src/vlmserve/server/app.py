@@ -36,6 +36,7 @@ from vlmserve.server.page import page_routes
 from vlmserve.server.paths import OnePath
 from vlmserve.server.routes.adapters import load_adapter, unload_adapter
 from vlmserve.server.routes.chat import chat_completions
+from vlmserve.server.routes.classes import classify
 from vlmserve.server.routes.completions import completions
 from vlmserve.server.routes.decisions import decisions
 from vlmserve.server.routes.embeddings import embeddings, pooling
@@ -54,6 +55,7 @@ from vlmserve.server.routes.scores import rerank, rerank_for_cohere, score
 from vlmserve.server.routes.tokens import detokenize, show_tokenizer, tokenize
 from vlmserve.server.schema.cards import ModelCard, ModelList
 from vlmserve.server.schema.chat import ChatCompletion, ChatRequest
+from vlmserve.server.schema.classes import ClassificationList, ClassifyRequest
 from vlmserve.server.schema.completions import Completion, CompletionRequest
 from vlmserve.server.schema.decisions import Decision, DecisionRequest
 from vlmserve.server.schema.embeddings import EmbeddingList, EmbeddingRequest, PoolingList, PoolingRequest
@@ -91,6 +93,7 @@ def operations(config: ServerConfig) -> list[Operation]:
         ),
         Operation("POST", "/v1/embeddings", embeddings, EmbeddingRequest, answer=EmbeddingList),
         Operation("POST", "/v1/decisions", decisions, DecisionRequest, answer=Decision),
+        Operation("POST", "/classify", classify, ClassifyRequest, answer=ClassificationList),
         Operation("POST", "/pooling", pooling, PoolingRequest, answer=PoolingList),
         Operation("POST", "/v1/score", score, ScoreRequest, answer=ScoreList),
         Operation("POST", "/v1/rerank", rerank, RerankRequest, answer=Ranking),

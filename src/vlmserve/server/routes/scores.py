@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 from vlmserve.errors import InvalidRequestError
-from vlmserve.frontend.scoring import Asked, Scorer, Side, first_tokens, make_scorer
+from vlmserve.frontend.scoring import Asked, Scorer, Side, first_tokens, make_scorer, shortened
 from vlmserve.server.connection import cancel
 from vlmserve.server.generation import Generation, GenerationRequest
 from vlmserve.server.history import owner_of, with_files
@@ -60,14 +61,20 @@ class _ScoringDialect(Dialect[Scoring]):
         self._num_queries = len(body.queries)
         self._texts = [one.text for one in body.documents]
         size = sum(len(text) for text in self._texts if text is not None)
-        documents = await service.preparation.text(lambda preparer: self.documents(preparer, body), size)
-        asked = scorer.prompts([one.side for one in body.queries], documents, body.instruction)
+        queries, kept = [one.side for one in body.queries], body.truncate_prompt_tokens
+
+        def ask(preparer: RequestPreparer) -> list[Asked]:
+            documents: Sequence[Side] = self.documents(preparer, body)
+            documents = shortened(scorer, preparer, queries, documents, body.instruction, kept)
+            return scorer.prompts(queries, documents, body.instruction)
+
+        asked = await service.preparation.text(ask, size)
         tasks = [asyncio.ensure_future(self._prompt(service, body, scorer, one)) for one in asked]
         try:
             prompts = await asyncio.gather(*tasks)
         finally:
             await cancel(*tasks)
-        params = SamplingParams(truncate_prompt_tokens=body.truncate_prompt_tokens)
+        params = SamplingParams(truncate_prompt_tokens=kept if scorer.compares else None)
         return GenerationRequest(prompts, params, cache_salt=body.cache_salt or "", task=scorer.task)
 
     async def _prompt(self, service: Service, body: Scoring, scorer: Scorer, asked: Asked) -> Prompt:
