@@ -267,6 +267,7 @@ void add_integers(const std::string &type) {
     add_three<T>("mad.lo." + type, [](T a, T b, T c) { return (T)((Wide)a * (Wide)b + (Wide)c); });
     add_two<T>("min." + type, [](T a, T b) { return smallest(a, b); });
     add_two<T>("max." + type, [](T a, T b) { return largest(a, b); });
+    add_two<T>("max.relu." + type, [](T a, T b) { return largest(largest(a, b), T(0)); });
     add_two<T>("div." + type, [](T a, T b) { return b ? (T)((Wide)a / (Wide)b) : (T)-1; });
     add_two<T>("rem." + type, [](T a, T b) { return b ? (T)((Wide)a % (Wide)b) : a; });
     add_two<T, T, u32>("shr." + type, [](T a, u32 b) { return b < 8 * sizeof(T) ? (T)(a >> b) : a < 0 ? (T)-1 : (T)0; });

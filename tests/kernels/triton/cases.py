@@ -158,20 +158,20 @@ def attention_cases() -> Iterator[Case]:
         **dict.fromkeys(("positions_ptr", "slots_ptr"), "*i64"),
         **dict.fromkeys(("tables_ptr", "starts_ptr", "contexts_ptr", "reach_ptr", "decodes_ptr"), "*i32"),
         **dict.fromkeys(("items_ptr", "joins_ptr"), "*i32"),
-        **dict.fromkeys(("num_decodes", "num_sequences", "table_stride", "query_stride", "splits"), "i32"),
-        **dict.fromkeys(("decodes", "extra", "most_joins", "column", "column_stride"), "i32"),
+        **dict.fromkeys(("num_decodes", "num_sequences", "num_items", "num_joins"), "i32"),
+        **dict.fromkeys(("decodes", "size", "most_items", "most_joins"), "i32"),
+        **dict.fromkeys(("table_stride", "query_stride", "column", "column_stride"), "i32"),
         **dict.fromkeys(("scale", "soft_cap", "eps"), "fp32"),
     }
-    plain = {"WINDOW": 0, "PART": 128} | dict.fromkeys(
-        ("CAPPED", "SINKS", "REACH", "QUANTIZED", "SPLIT_CHUNKS", "MIXED"), False
-    )
+    plain = {"WINDOW": 0} | dict.fromkeys(("CAPPED", "SINKS", "REACH", "QUANTIZED", "SPLIT_CHUNKS", "MIXED"), False)
     everything = {"WINDOW": 1024, "CAPPED": True, "SINKS": True, "REACH": True}
     split = {"SPLIT_CHUNKS": True, "MIXED": True}
+    beside = {**split, "ITEMS": True}
     for head, chunks, further in (
         (128, False, {}),
         (128, False, {"QUANTIZED": True}),
         (128, True, everything),
-        (128, True, split),
+        (128, True, beside),
         (64, False, {**everything, "REACH": False}),
         (256, True, {}),
     ):
@@ -185,16 +185,16 @@ def attention_cases() -> Iterator[Case]:
             {
                 "HEADS": 32, "KV_HEADS": 8, "HEAD": head, "HEAD_BLOCK": head, "BLOCK_SIZE": 16,
                 "ROWS": tiles.rows, "KEYS": tiles.keys, "STAGES": ATTENTION_STAGES, "ASSEMBLY": True,
-                "ROTATED": 0 if chunks else head,
+                "ROTATED": 0 if chunks else head, "CHUNKS": chunks,
                 **dict.fromkeys(("ITEMS", "WRITES", "HAS_POSITIONS", "HAS_NORMS"), not chunks), **plain, **further,
             },
             warps=tiles.warps,
         )  # fmt: skip
-    constants = {"HEADS": 32, "HEAD": 128, "HEAD_BLOCK": 128, "WINDOW": 0, "SINKS": False, "PART": 128, **split}
-    yield Case("combining beside chunks", attention_kernels.combine, types, {**constants, "ITEMS": False}, 2)
+    constants = {"HEADS": 32, "HEAD": 128, "HEAD_BLOCK": 128, "WINDOW": 0, "SINKS": False, **split}
+    yield Case("combining beside chunks", attention_kernels.combine, types, {**constants, "JOINS": True}, 2)
     alone = dict.fromkeys(split, False)
-    yield Case("combining of decodes", attention_kernels.combine, types, {**constants, **alone, "ITEMS": True}, 2)
-    dividing = {"DECODES": 256, "WINDOW": 1024, "PART": 128}
+    yield Case("combining of decodes", attention_kernels.combine, types, {**constants, **alone, "JOINS": True}, 2)
+    dividing = {"DECODES": 256, "WINDOW": 1024}
     yield Case("dividing of decodes", attention_kernels.divide_decodes, types, dividing, 1)
 
 

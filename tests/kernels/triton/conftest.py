@@ -44,7 +44,7 @@ def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     from vlmserve.kernels.triton import attention
 
     if knobs.runtime.interpret:
-        monkeypatch.setattr(attention, "PROGRAMS", 8)
+        monkeypatch.setattr(attention, "multiprocessors", lambda device: 4)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import pytest
 import torch
@@ -18,8 +19,6 @@ from vlmserve.kernels.triton.attention import AttentionTile, TritonAttention, un
 from vlmserve.kernels.triton.attention_kernels import CHUNK_SPLIT, FEW_QUERIES
 from vlmserve.layer_specs import AttentionSpec
 
-PROGRAMS = attention.PROGRAMS
-"""On a GPU."""
 PLAIN = AttentionSpec(4, 2, 8, 8**-0.5)
 MIXED: list[Chunk] = [(15, 1), (0, 1), (0, 18), (5, 9)]
 FEW: list[Chunk] = [(15, 1), (5, 9)]
@@ -118,7 +117,7 @@ def test_decode_splits_follow_the_work_of_the_batch(
 ) -> None:
     extra, spec = 8, dataclasses.replace(PLAIN, window=window)
     monkeypatch.setattr(attention, "PART", 16)
-    monkeypatch.setattr(attention, "PROGRAMS", extra * PLAIN.num_kv_heads)
+    monkeypatch.setattr(attention, "multiprocessors", lambda _: extra * PLAIN.num_kv_heads // attention.PROGRAMS_EACH)
     blocks, backend = BlockTables(lengths, 16), TritonAttention()
     metadata = blocks.metadata([(number, length - 1, 1) for number, length in enumerate(lengths)], device)
     plan = backend.prepare(metadata, 16, [spec], torch.float32)
@@ -139,20 +138,46 @@ def test_decode_splits_follow_the_work_of_the_batch(
     assert max(sizes) < work / extra + 16
 
 
-@pytest.mark.parametrize(("decodes", "extra"), [(1, 32), (32, 32), (64, 128), (128, 32)])
-def test_uneven_rounds_get_more_decode_splits(decodes: int, extra: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "PROGRAMS", PROGRAMS)
+@pytest.mark.parametrize(("decodes", "extra"), [(1, 33), (32, 33), (64, 128), (128, 0)])
+def test_decode_splits_follow_the_multiprocessors(decodes: int, extra: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "multiprocessors", lambda _: 132)
     backend, blocks, spec = TritonAttention(), BlockTables([20] * decodes, 16), AttentionSpec(32, 8, 128, 1.0)
     metadata = blocks.metadata([(number, 19, 1) for number in range(decodes)])
     plan = backend.prepare(metadata, 16, [spec], torch.float32)
     assert len(plan.work[0].items) == decodes + extra
 
 
+@pytest.mark.parametrize(
+    ("contexts", "chunk", "is_split"),
+    [
+        ([1000] * 128, None, False),
+        ([200] * 127 + [9000], None, True),
+        ([100] * 4, None, True),
+        ([1000] * 64, 400, False),
+        ([4000] * 2, 20, True),
+        ([4000] * 2, 2000, False),
+    ],
+)
+def test_full_gpus_split_only_outliers(
+    contexts: list[int], chunk: int | None, is_split: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Contexts stay whole if decodes or a chunk beside them keep all multiprocessors busy."""
+    monkeypatch.setattr(attention, "multiprocessors", lambda _: 132)
+    backend, spec = TritonAttention(), AttentionSpec(32, 8, 128, 1.0)
+    blocks = BlockTables([*contexts, *([] if chunk is None else [chunk])], 16)
+    chunks = [(number, length - 1, 1) for number, length in enumerate(contexts)]
+    metadata = blocks.metadata([*chunks, *([] if chunk is None else [(len(contexts), 0, chunk)])])
+    items, joins = backend.prepare(metadata, 16, [spec], torch.float32).work[0]
+    used = [item for item in items.tolist() if item[1] < item[2]]
+    assert (len(joins) > 0) == is_split
+    assert is_split or len(items) == len(contexts)
+    assert sum(item[2] - item[1] for item in used) == sum(contexts)
+
+
 def test_few_splits_leave_most_contexts_whole(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in (("PART", 16), ("PROGRAMS", 4)):
-        monkeypatch.setattr(attention, name, value)
-    chunks: list[Chunk] = [(70, 1), (3, 1), (129, 1)]
-    for spec in (PLAIN, SPECS["sinks"]):
+    monkeypatch.setattr(attention, "PART", 16)
+    monkeypatch.setattr(attention, "multiprocessors", lambda _: 2)
+    for spec, chunks in itertools.product((PLAIN, SPECS["sinks"]), ([(70, 1), (3, 1), (129, 1)], [(129, 1), (3, 7)])):
         output, expected = attend(TritonAttention(), chunks, spec, 16, device=device, filled_by=FILLED_BY)
         torch.testing.assert_close(output.double(), expected, atol=2e-5, rtol=1e-5)
 

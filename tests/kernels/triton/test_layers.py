@@ -31,7 +31,7 @@ from tests.kernels.triton.interpreted import loaded as loaded_model
 from tests.paged import BlockTables, PagedRun
 from vlmserve.devices.torch_device import TorchDevice
 from vlmserve.kernels.adapters import AdapterRows, Change, LowRank
-from vlmserve.kernels.triton import products
+from vlmserve.kernels.triton import attention, products
 from vlmserve.kernels.triton.products import MOST_ROWS, TritonProduct
 from vlmserve.layers.layer import arrange_layers
 from vlmserve.layers.norm import RMSNorm
@@ -203,6 +203,21 @@ def test_a_layer_of_decodes_takes_six_launches(folder: Path, launches: Launches)
     model = loaded(folder, InterpretedDevice)
     layer = [*ATTENTION, *OUTPUT, *MLP]
     assert layer_launches(model, launches, 16) == ["norm_rows", *layer, *layer, "norm_rows"]
+
+
+def test_a_full_gpu_combines_no_splits(folder: Path, launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "multiprocessors", lambda _: 1)
+    monkeypatch.setattr(attention, "UNEVEN_ROUNDS", (0, 1))
+    layer = ["multiply", "attend_rows", *OUTPUT, *MLP]
+    assert layer_launches(loaded(folder, InterpretedDevice), launches, 16) == ["norm_rows", *layer, *layer, "norm_rows"]
+
+
+def test_decodes_beside_a_prompt_take_two_launches(folder: Path, launches: Launches) -> None:
+    model = loaded(folder, InterpretedDevice)
+    with launches:
+        logits(model, [[5] * 9, [7] * 9], [[8, 0], [1, 9]])
+    taken = [name for name in launches.names if name in ("rotate_and_write", "attend_rows", "combine")]
+    assert taken == ["rotate_and_write", "attend_rows"] * 4
 
 
 def test_a_step_of_decodes_divides_its_work_once(folder: Path, launches: Launches) -> None:

@@ -18,13 +18,13 @@ from vlmserve.kernels.triton.attention_kernels import (
     FEW_QUERIES,
     ITEM,
     JOIN,
-    MAX_SPLITS,
     attend_rows,
     combine,
     divide_decodes,
 )
 from vlmserve.kernels.triton.host_math import cdiv, next_power_of_2
 from vlmserve.kernels.triton.rope import rotate_into_cache
+from vlmserve.kernels.triton.shared_memory import multiprocessors
 from vlmserve.kernels.triton.unpacking import has_assembly
 from vlmserve.layer_specs import AttentionSpec
 
@@ -32,18 +32,16 @@ MAX_HEAD_SIZE = 256
 STAGES = 5
 """Of the pipeline, which has some for loads of block tables. With fewer, no keys are on their way while others are
 multiplied."""
-PART, LARGE_PART = 128, 256
-"""Minimum tokens of a split of a decode's context: more beside chunks if a batch has `MANY_HEADS`."""
-MANY_HEADS = 512
-"""KV heads of all decodes."""
-PROGRAMS = 256
-"""Programs that decodes are split for beyond one for each decode and KV head: about two for each multiprocessor of an
-H200. More programs share the work more evenly, but each one costs time."""
-UNEVEN_PROGRAMS = range(385, 641)
-"""Programs that an H200 takes in one round and a small rest. Two splits of each decode are faster there: the measured
-times are in `benchmarks/results`."""
+PART = 128
+"""Minimum tokens of a split of a decode's context."""
+PROGRAMS_EACH = 2
+"""Programs per multiprocessor that the work of a step is divided among. More programs share the work more evenly, but
+each one costs time."""
+UNEVEN_ROUNDS = (3, 5)
+"""Decodes times KV heads per multiprocessor, between which programs take one round and a small rest on an H200. Two
+splits of each decode are faster there: the measured times are in `benchmarks/results`."""
 MOST_EXTRA = 128
-"""Maximum number of splits of one context in a batch of decodes alone."""
+"""Maximum number of splits of one context."""
 LEAST_ITEMS = 1024
 """Items to allocate memory for: with more memory in use, captured steps would have to be captured again."""
 MOST_SPLIT_CHUNKS = 4
@@ -90,10 +88,12 @@ def tile(spec: AttentionSpec, *, chunks: bool, quantized: bool = False) -> Atten
 
 
 class Work(NamedTuple):
-    """The result of `divide_decodes`. items: int32 ``[decodes + extra, ITEM]``. joins: int32 ``[most joins, JOIN]``."""
+    """The result of `divide_decodes`."""
 
     items: Tensor
+    """int32 ``[decodes + extra splits, ITEM]``"""
     joins: Tensor
+    """int32 ``[most contexts that are split, JOIN]``"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,11 +101,7 @@ class TritonPlan:
     """Data that the layers of a step share."""
 
     work: Mapping[int, Work]
-    """By window, or 0: how contexts are split in a batch of decodes alone; empty for other batches."""
-    splits: int
-    """Maximum number of splits of a context in other batches."""
-    part: int
-    """Tokens of a split, see `attend_rows`."""
+    """By window, or 0: how contexts of decodes are split; empty for batches without decodes."""
     split_chunks: bool
     """The kernel splits contexts of chunks."""
     sums: Tensor
@@ -140,57 +136,78 @@ class TritonAttention(TorchReference):
     def prepare(  # type: ignore[override]
         self, metadata: BatchMetadata, block_size: int, layers: Sequence[AttentionSpec], dtype: torch.dtype
     ) -> TritonPlan:
-        """Split the contexts of decodes, allocate memory for splits, and note how far bidirectional rows see."""
-        is_mixed, reach = metadata.decodes is not None, _reach(metadata)
-        if metadata.num_decodes == len(metadata.query_lens) and not is_mixed and reach is None:
-            return self._prepare_decodes(metadata, layers)
-        decodes = len(metadata.query_lens) if is_mixed else metadata.num_decodes
-        heads = decodes * min((spec.num_kv_heads for spec in layers), default=0)
-        splits, part = 0, LARGE_PART if heads >= MANY_HEADS else PART
-        if metadata.num_decodes:
-            longest = max(metadata.host_context_lens[: metadata.num_decodes])
-            needed = min(MAX_SPLITS.value, cdiv(longest, part))
-            # Each number of splits is a graph of its own.
-            splits = next_power_of_2(needed)
-        split_chunks = _splits_chunks(metadata)
-        part_rows = _part_rows(metadata, splits_decodes=True, splits_chunks=split_chunks)
-        if split_chunks:
-            splits = max(splits, CHUNK_SPLITS.value)
-        self._reserve(part_rows * splits, layers, metadata.slot_mapping.device)
-        kind = "mixed" if is_mixed else metadata.num_decodes
-        width = metadata.block_tables.shape[2]
-        capture_key = (splits, part, split_chunks, kind, len(metadata.query_lens), width) if reach is None else None
-        return TritonPlan({}, splits, part, split_chunks, self._sums, self._largest, reach, capture_key)
+        """Split the contexts of decodes, allocate memory for splits, and note how far bidirectional rows see.
 
-    def _prepare_decodes(self, metadata: BatchMetadata, layers: Sequence[AttentionSpec]) -> TritonPlan:
-        """Launches and grids depend on the number of decodes alone, so one graph serves all lengths."""
-        device, decodes = metadata.slot_mapping.device, metadata.num_decodes
-        kv_heads = min((spec.num_kv_heads for spec in layers), default=1)
-        extra = 2 * decodes if decodes * kv_heads in UNEVEN_PROGRAMS else cdiv(PROGRAMS, kv_heads)
-        extra = min(MOST_EXTRA, extra)
-        self._reserve(decodes + extra, layers, device)
-        most_joins = min(decodes, extra)
-        work = {
-            spec.window or 0: self._work_of(spec.window or 0, decodes + extra, most_joins, device) for spec in layers
-        }
-        for window, (items, joins) in work.items():
+        Launches and grids of decodes alone depend on their number, and if these fill the GPU, on whether any context is
+        split. So one graph serves all other lengths.
+        """
+        device, sequences = metadata.slot_mapping.device, len(metadata.query_lens)
+        chunks = _has_chunks(metadata)
+        reach = _reach(metadata) if chunks else None
+        extra, sizes = self._division(metadata, layers)
+        most_decodes = metadata.num_decodes if metadata.decodes is None else sequences
+        num_items, num_joins = most_decodes + extra, min(most_decodes, extra)
+        work: dict[int, Work] = {}
+        for window, size in sizes.items():
+            items, joins = work[window] = self._work_of(window, num_items, num_joins, device)
             divide_decodes[(1,)](
                 metadata.context_lens,
                 items,
                 joins,
-                decodes,
-                extra,
-                most_joins,
+                metadata.num_decodes,
+                size,
+                num_items,
+                num_joins,
                 metadata.block_tables.stride(1),
-                metadata.block_tables.stride(0),
-                DECODES=next_power_of_2(decodes),
+                0 if chunks else metadata.block_tables.stride(0),
+                DECODES=next_power_of_2(metadata.num_decodes),
                 WINDOW=window,
-                PART=PART,
                 num_warps=1,
             )
+        split_chunks = _splits_chunks(metadata)
+        part_rows = _part_rows_of_chunks(metadata) * CHUNK_SPLITS.value if split_chunks else 0
+        self._reserve(most_decodes + MOST_EXTRA + part_rows, layers, device)
         # Captured steps read the items of each new step, so these have to be where they were.
         places = tuple(tensor.data_ptr() for one in work.values() for tensor in one)
-        return TritonPlan(work, 1, PART, False, self._sums, self._largest, None, ("decodes", decodes, extra, places))
+        capture_key: Hashable = ("decodes", most_decodes, extra, places)
+        if chunks:
+            kind = metadata.num_decodes if metadata.decodes is None else "mixed"
+            capture_key = (kind, extra, split_chunks, sequences, metadata.block_tables.shape[2], places)
+        return TritonPlan(
+            work, split_chunks, self._sums, self._largest, reach, None if reach is not None else capture_key
+        )
+
+    def _division(self, metadata: BatchMetadata, layers: Sequence[AttentionSpec]) -> tuple[int, dict[int, int]]:
+        """Return how many more splits than decodes there may be, 0 if no context is split, and the tokens of a split
+        by window.
+
+        A split has the tokens that all programs of the step read, divided by the programs that the GPU runs at a time.
+        So contexts stay whole if there is enough other work. A batch of few decodes alone always counts as split, so
+        that it has one graph.
+        """
+        decodes, contexts = metadata.num_decodes, metadata.host_context_lens
+        if not decodes or not layers:
+            return 0, {}
+        spec = min(layers, key=lambda one: one.num_kv_heads)
+        programs, alone = decodes * spec.num_kv_heads, not _has_chunks(metadata)
+        count = multiprocessors(metadata.slot_mapping.device)
+        extra = cdiv(PROGRAMS_EACH * count, spec.num_kv_heads)
+        low, high = (rounds * count for rounds in UNEVEN_ROUNDS)
+        if alone and low < programs < high:
+            extra = 2 * decodes
+        extra = min(MOST_EXTRA, extra)
+        queries = tile(spec, chunks=True).rows // (spec.num_heads // spec.num_kv_heads)
+        sizes, is_split = {}, alone and programs < high
+        for window in {spec.window or 0 for spec in layers}:
+            seen = [min(context, window) for context in contexts[:decodes]] if window else contexts[:decodes]
+            total = sum(seen) + sum(
+                cdiv(new, queries) * (min(context, window + queries) if window else context)
+                for new, context in zip(metadata.query_lens[decodes:], contexts[decodes:], strict=True)
+            )
+            # Rounding up adds less than one split to each decode, so there are never more splits than items.
+            sizes[window] = max(cdiv(cdiv(total, extra), PART), 1) * PART
+            is_split = is_split or max(seen) > sizes[window]
+        return extra if is_split else 0, sizes
 
     def _work_of(self, window: int, num_items: int, num_joins: int, device: torch.device) -> Work:
         """The same memory in each step, where captured steps read it."""
@@ -252,25 +269,23 @@ class TritonAttention(TorchReference):
         if qkv.stride(1) != 1:
             qkv = qkv.contiguous()
         slots, tables = metadata.slot_mapping[cache.column], metadata.block_tables[cache.column]
-        work = plan.work.get(spec.window or 0)
-        writes = self.writes and work is not None
+        chunks, work = _has_chunks(metadata), plan.work.get(spec.window or 0)
+        writes = self.writes and not chunks
         query = qkv if writes else rotate_into_cache(qkv, rope, cache, spec, slots, norms)
         cos, sin, positions = (query, query, None) if rope is None else rope
         output = torch.empty((len(qkv), spec.num_heads * spec.head_size), dtype=qkv.dtype, device=qkv.device)
         decodes, sequences = metadata.num_decodes, len(metadata.query_lens)
-        group, chunk_rows = spec.num_heads // spec.num_kv_heads, len(query) - decodes
-        tiles, blocks = tile(spec, chunks=chunk_rows > 0, quantized=cache.scales is not None), decodes
+        num_items, num_joins = (0, 0) if work is None else (len(work.items), len(work.joins))
+        tiles = tile(spec, chunks=chunks, quantized=cache.scales is not None)
         is_mixed = metadata.decodes is not None
-        if is_mixed:
-            # As many as there can be where a captured step has other decodes.
-            blocks = sequences + len(query) // (tiles.rows // group)
-        elif chunk_rows:
-            blocks += chunk_rows // (tiles.rows // group) + sequences - decodes
-        elif self.decode_tile is not None:
-            tiles = self.decode_tile
-        grid = (blocks, spec.num_kv_heads, max(1, plan.splits))
-        if work is not None:
-            grid = (spec.num_kv_heads, len(work.items), 1)
+        if not chunks:
+            tiles = self.decode_tile or tiles
+            grid = (spec.num_kv_heads, num_items)
+        else:
+            # As many blocks as there can be where a captured step has other decodes.
+            known, queries = 0 if is_mixed else decodes, tiles.rows // (spec.num_heads // spec.num_kv_heads)
+            blocks = (len(query) - known) // queries + sequences - known
+            grid = (num_items + blocks * (CHUNK_SPLITS.value if plan.split_chunks else 1), spec.num_kv_heads)
         head_block, reach = _head_block(spec), None if spec.is_causal else plan.reach
         sinks = output if spec.sinks is None else self._sinks_on(spec.sinks, query.device)
         attend_rows[grid](
@@ -278,7 +293,7 @@ class TritonAttention(TorchReference):
             cache.keys,
             cache.values,
             cache.keys if cache.scales is None else cache.scales,
-            tables if work is None else metadata.block_tables,
+            tables if chunks else metadata.block_tables,
             metadata.query_starts,
             metadata.context_lens,
             metadata.context_lens if reach is None else reach,
@@ -296,8 +311,9 @@ class TritonAttention(TorchReference):
             query if norms is None else norms.key,
             decodes,
             sequences,
+            num_items,
             metadata.block_tables.stride(1),
-            cache.column,
+            0 if chunks else cache.column,
             query.stride(0),
             spec.scale,
             spec.soft_cap or 1.0,
@@ -317,8 +333,8 @@ class TritonAttention(TorchReference):
             STAGES=STAGES if query.element_size() == 2 else 1,
             SPLIT_CHUNKS=plan.split_chunks,
             MIXED=is_mixed,
-            PART=plan.part,
             ITEMS=work is not None,
+            CHUNKS=chunks,
             WRITES=writes,
             ROTATED=0 if rope is None or not writes else 2 * cos.shape[1],
             HAS_POSITIONS=positions is not None and writes,
@@ -326,11 +342,7 @@ class TritonAttention(TorchReference):
             ASSEMBLY=has_assembly(query.device),
             num_warps=tiles.warps,
         )
-        if work is not None:
-            part_rows = len(work.joins)
-        else:
-            splits_decodes = plan.splits > 1 or spec.sinks is not None
-            part_rows = _part_rows(metadata, splits_decodes=splits_decodes, splits_chunks=plan.split_chunks)
+        part_rows = num_joins + (_part_rows_of_chunks(metadata) if plan.split_chunks else 0)
         if part_rows:
             combine[(part_rows, spec.num_heads)](
                 plan.sums,
@@ -343,7 +355,8 @@ class TritonAttention(TorchReference):
                 metadata.query_starts if work is None else work.joins,
                 decodes,
                 sequences,
-                max(1, plan.splits),
+                num_items,
+                num_joins,
                 HEADS=spec.num_heads,
                 HEAD=spec.head_size,
                 HEAD_BLOCK=head_block,
@@ -351,8 +364,7 @@ class TritonAttention(TorchReference):
                 SINKS=spec.sinks is not None,
                 SPLIT_CHUNKS=plan.split_chunks,
                 MIXED=is_mixed,
-                PART=plan.part,
-                ITEMS=work is not None,
+                JOINS=num_joins > 0,
                 num_warps=2,
             )
         return output
@@ -368,14 +380,15 @@ def _head_block(spec: AttentionSpec) -> int:
     return max(16, next_power_of_2(spec.head_size))
 
 
-def _part_rows(metadata: BatchMetadata, *, splits_decodes: bool, splits_chunks: bool) -> int:
-    """Rows whose parts are kept in memory, or of a step that may be captured, as many as there can be."""
-    sequences = len(metadata.query_lens)
-    if not splits_chunks:
-        return (metadata.num_decodes if metadata.decodes is None else sequences) if splits_decodes else 0
-    if metadata.decodes is None:
-        return metadata.num_decodes + (sequences - metadata.num_decodes) * int(FEW_QUERIES.value)
-    return sequences + MOST_SPLIT_CHUNKS * int(FEW_QUERIES.value)
+def _has_chunks(metadata: BatchMetadata) -> bool:
+    return metadata.decodes is not None or metadata.num_decodes < len(metadata.query_lens)
+
+
+def _part_rows_of_chunks(metadata: BatchMetadata) -> int:
+    """Rows of chunks whose splits are kept in memory; of a step that may be captured, as many as there can be."""
+    if metadata.decodes is not None:
+        return MOST_SPLIT_CHUNKS * int(FEW_QUERIES.value)
+    return (len(metadata.query_lens) - metadata.num_decodes) * int(FEW_QUERIES.value)
 
 
 def _splits_chunks(metadata: BatchMetadata) -> bool:

@@ -2,13 +2,12 @@
 
 A program computes the query heads that share one head of keys, for one decode or for some rows of a chunk, packed into
 one tile. Few programs would leave most of a GPU idle, so long contexts are split among programs, and `combine` adds the
-splits in order:
+splits in order. A batch without splits takes no `combine`.
 
-- If all rows are decodes, `divide_decodes` splits their contexts by the work of the whole batch, into at most `extra`
-  more splits than there are decodes. So one grid fits all lengths, and most contexts of a large batch have one split.
-  Programs norm and rotate their queries themselves. The program with the newest token norms and rotates its key, and
-  writes key and value into the cache before it reads them there.
-- Beside chunks, the context of a decode is split by its own length.
+- `divide_decodes` splits contexts of decodes by the work of the whole step. There are a few more splits than decodes,
+  so one grid fits all lengths, and most contexts of a large batch have one split.
+- If all rows are decodes, programs norm and rotate their queries themselves. The program with the newest token norms
+  and rotates its key, and writes key and value into the cache before it reads them there.
 - Contexts of chunks of few rows are split if a batch has few chunks.
 """
 
@@ -23,8 +22,6 @@ from vlmserve.kernels.triton.launching import Kernel
 from vlmserve.kernels.triton.rope import load_heads, load_turn, load_weights, norm_heads, rotate, store_tile
 from vlmserve.kernels.triton.unpacking import byte_pairs
 
-MAX_SPLITS = tl.constexpr(32)
-"""Programs that share the context of a decode at most."""
 FEW_QUERIES = tl.constexpr(64)
 """Rows of a chunk whose context may be split."""
 CHUNK_SPLITS = tl.constexpr(16)
@@ -49,12 +46,6 @@ JOIN = tl.constexpr(4)
 """Numbers of a join: sequence, first item, number of items, and an unused one."""
 FILLED = tl.constexpr(128)
 """Items or joins that are cleared at a time."""
-
-
-@triton.jit
-def split_size(seen, PART: tl.constexpr):
-    """Tokens of each part of a decode that sees so many."""
-    return tl.maximum(tl.cdiv(tl.cdiv(seen, MAX_SPLITS), PART), 1) * PART
 
 
 @triton.jit
@@ -153,24 +144,22 @@ def over_keys(
 
 
 @Kernel
-@triton.jit(do_not_specialize=["decodes", "extra", "most_joins", "table_stride", "column_stride"])
+@triton.jit(do_not_specialize=["decodes", "size", "most_items", "most_joins", "table_stride", "column_stride"])
 def divide_decodes(
-    contexts_ptr, items_ptr, joins_ptr, decodes, extra, most_joins, table_stride, column_stride,
-    DECODES: tl.constexpr, WINDOW: tl.constexpr, PART: tl.constexpr, DEPENDENT: tl.constexpr = False,
+    contexts_ptr, items_ptr, joins_ptr, decodes, size, most_items, most_joins, table_stride, column_stride,
+    DECODES: tl.constexpr, WINDOW: tl.constexpr, DEPENDENT: tl.constexpr = False,
 ):  # fmt: skip
-    """Divide the contexts of a batch of decodes into items of about the same size, with one program.
+    """Divide the contexts of a batch's decodes into items of `size` tokens or fewer, with one program.
 
-    items_ptr: int32 ``[decodes + extra, ITEM]``, the items of a decode one after the other; the others have no keys.
+    items_ptr: int32 ``[most_items, ITEM]``, the items of a decode one after the other; the others have no keys.
     joins_ptr: int32 ``[most_joins, JOIN]``, which items belong to one decode, for decodes with several; the others have
-    no items. DECODES: a power of two that is not less than `decodes`. PART: tokens of an item are a multiple of it.
+    no items. There have to be enough of both. DECODES: a power of two that is not less than `decodes`.
     """
     wait_for_previous(DEPENDENT)
     numbers = tl.arange(0, DECODES)
     context = tl.load(contexts_ptr + numbers, numbers < decodes, 0)
     low = first_key(context - 1, WINDOW)
     seen = context - low
-    # Rounding up adds less than one item to each decode, so all items fit.
-    size = tl.maximum(tl.cdiv(tl.cdiv(tl.sum(seen, 0), extra), PART), 1) * PART
     counts = tl.cdiv(seen, size)
     ends = tl.cumsum(counts, 0)
     firsts = ends - counts
@@ -190,105 +179,138 @@ def divide_decodes(
     tl.store(join_ptr + 1, firsts, is_split == 1)
     tl.store(join_ptr + 2, counts, is_split == 1)
     num_items, num_joins = tl.max(ends, 0), tl.max(joined, 0)
-    for start in range(num_items, decodes + extra, FILLED):
+    for start in range(num_items, most_items, FILLED):
         unused = start + tl.arange(0, FILLED)
-        tl.store(items_ptr + unused * ITEM + 1, 0, unused < decodes + extra)
-        tl.store(items_ptr + unused * ITEM + 2, 0, unused < decodes + extra)
+        tl.store(items_ptr + unused * ITEM + 1, 0, unused < most_items)
+        tl.store(items_ptr + unused * ITEM + 2, 0, unused < most_items)
     for start in range(num_joins, most_joins, FILLED):
         unused = start + tl.arange(0, FILLED)
         tl.store(joins_ptr + unused * JOIN + 2, 0, unused < most_joins)
 
 
+@triton.jit
+def item_of_decode(items_ptr, number, column, WINDOW: tl.constexpr):
+    """An item of a decode, as `block_of_chunk` returns it."""
+    item_ptr = items_ptr + number * ITEM
+    sequence, low, high = tl.load(item_ptr), tl.load(item_ptr + 1), tl.load(item_ptr + 2)
+    context = tl.load(item_ptr + 3)
+    table = (tl.load(item_ptr + 4) + column * tl.load(item_ptr + 5)).to(tl.int64)
+    is_split = (low > first_key(context - 1, WINDOW)) | (high < context)
+    first, new = tl.cast(0, tl.int32), tl.cast(1, tl.int32)
+    return sequence, first, new, context, low, high, is_split, low >= high, number, table
+
+
+@triton.jit
+def block_of_chunk(
+    starts_ptr, contexts_ptr, place, num_decodes, num_sequences, num_items, table_stride, QUERIES: tl.constexpr,
+    WINDOW: tl.constexpr, SPLIT_CHUNKS: tl.constexpr,
+):  # fmt: skip
+    """A block of a chunk's rows, and the keys for one program. place: the program's, behind the items.
+
+    Returns the chunk's first row in the batch, the block's first row in the chunk, rows and context of the chunk, the
+    first key and the end of keys of this split, whether the context is split, whether the split has no keys, the part
+    row of the chunk's first row, and the offset of its block table.
+    """
+    block, split = (place // CHUNK_SPLITS, place % CHUNK_SPLITS) if SPLIT_CHUNKS else (place, 0)
+    sequence, first_block = find_chunk(starts_ptr, block, num_decodes, num_sequences, QUERIES)
+    first = (block - first_block) * QUERIES
+    begin = tl.load(starts_ptr + sequence)
+    new = tl.load(starts_ptr + sequence + 1) - begin
+    context = tl.load(contexts_ptr + sequence)
+    low, high = tl.cast(first_key(context - new + first, WINDOW), tl.int32), context
+    is_split, has_none = tl.cast(False, tl.int1), tl.cast(False, tl.int1)
+    if SPLIT_CHUNKS:
+        # Divide the keys that all rows of the sequence see, so that all blocks of rows have the same parts.
+        all_low = first_key(context - new, WINDOW)
+        size = chunk_split_size(context - all_low)
+        part_low = all_low + split * size
+        is_split = new <= FEW_QUERIES
+        has_none = tl.where(is_split, part_low >= context, split > 0)
+        low = tl.where(is_split, tl.maximum(low, part_low), low)
+        high = tl.where(is_split, tl.minimum(high, part_low + size), high)
+    part_row = num_items + ((sequence - num_decodes) * CHUNK_SPLITS + split) * FEW_QUERIES
+    table = sequence.to(tl.int64) * table_stride
+    return begin, first, new, context, low, high, is_split, has_none, part_row, table
+
+
 # Numbers that change from step to step are no constants: a kernel is compiled once, not for each kind of number.
 @Kernel
-@triton.jit(do_not_specialize=["num_decodes", "num_sequences", "table_stride", "column"])
+@triton.jit(do_not_specialize=["num_decodes", "num_sequences", "num_items", "table_stride", "column"])
 def attend_rows(
     query_ptr, keys_ptr, values_ptr, scales_ptr, tables_ptr, starts_ptr, contexts_ptr, reach_ptr, sinks_ptr, out_ptr,
     sums_ptr, largest_ptr, decodes_ptr, items_ptr, cos_ptr, sin_ptr, positions_ptr, slots_ptr, query_norm_ptr,
-    key_norm_ptr, num_decodes, num_sequences, table_stride, column, query_stride, scale, soft_cap, eps,
+    key_norm_ptr, num_decodes, num_sequences, num_items, table_stride, column, query_stride, scale, soft_cap, eps,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD: tl.constexpr, HEAD_BLOCK: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr,
     REACH: tl.constexpr, QUANTIZED: tl.constexpr, STAGES: tl.constexpr, SPLIT_CHUNKS: tl.constexpr,
-    MIXED: tl.constexpr, PART: tl.constexpr, ITEMS: tl.constexpr, WRITES: tl.constexpr, ROTATED: tl.constexpr,
+    MIXED: tl.constexpr, ITEMS: tl.constexpr, CHUNKS: tl.constexpr, WRITES: tl.constexpr, ROTATED: tl.constexpr,
     HAS_POSITIONS: tl.constexpr, HAS_NORMS: tl.constexpr, ASSEMBLY: tl.constexpr, DEPENDENT: tl.constexpr = False,
 ):  # fmt: skip
-    """Programs ``[decodes + blocks of chunk rows, kv_heads, splits]``; with ITEMS, ``[kv_heads, items]``, so that
-    programs without keys start last.
+    """Programs ``[items + blocks of chunk rows, kv_heads]``, with SPLIT_CHUNKS `CHUNK_SPLITS` for each block; without
+    CHUNKS ``[kv_heads, items]``, so that programs without keys start last.
 
-    PART: tokens of a part of a decode, unless it is the last one or there are more than `MAX_SPLITS`. MIXED: the number
-    of decodes is read on the device, and there may be more programs than blocks. ITEMS: all rows are decodes, see
-    `divide_decodes`; tables_ptr then has the tables of all columns, else those of the layer's column. WRITES: with
-    ITEMS, query_ptr has queries, keys and values as they are before `rotate_and_write`; else queries alone, rotated,
-    and their keys and values are in the cache.
+    ITEMS: the batch has decodes, see `divide_decodes`. CHUNKS: it has chunks. MIXED: the number of decodes is read on
+    the device, and there may be more programs than blocks. tables_ptr: the tables of all columns without CHUNKS, else
+    those of the layer's column, with `column` 0. WRITES: query_ptr has queries, keys and values as they are before
+    `rotate_and_write`, and there are no chunks; else queries alone, rotated, and their keys and values are in the
+    cache.
 
-    sums_ptr, largest_ptr: where parts go, float32 ``[part rows, heads, splits, HEAD_BLOCK]``, and ``[part rows, heads,
-    splits, 2]``, their largest score and their weight. Part rows are the decodes', then, with SPLIT_CHUNKS,
-    `FEW_QUERIES` of each chunk; with ITEMS they are the items.
+    sums_ptr, largest_ptr: where splits go, float32 ``[part rows, heads, HEAD_BLOCK]``, and ``[part rows, heads, 2]``,
+    their largest score and their weight. Part rows are the items, then with SPLIT_CHUNKS those of chunks, ``[chunks,
+    CHUNK_SPLITS, FEW_QUERIES]``.
     """
     GROUP: tl.constexpr = HEADS // KV_HEADS
     QUERIES: tl.constexpr = ROWS // GROUP
     wait_for_previous(DEPENDENT)
     if MIXED:
         num_decodes = tl.load(decodes_ptr)
-    block, kv_head, split = tl.program_id(1 if ITEMS else 0), tl.program_id(0 if ITEMS else 1), tl.program_id(2)
     rows = tl.arange(0, ROWS)
     columns = tl.arange(0, HEAD_BLOCK)
-    if ITEMS:
-        item_ptr = items_ptr + block * ITEM
-        sequence, low, high = tl.load(item_ptr), tl.load(item_ptr + 1), tl.load(item_ptr + 2)
-        context, table = tl.load(item_ptr + 3), tl.load(item_ptr + 4)
-        if low >= high:
-            return
-        begin, row, part_row = sequence, rows // GROUP, block
-        valid = rows < GROUP
-        position = context - 1 + row
-        limit = tl.where(valid, high, 0)
-        is_split = (low > first_key(context - 1, WINDOW)) | (high < context)
-        tables_ptr += table + column * tl.load(item_ptr + 5)
-    else:
-        if block < num_decodes:
-            sequence, first = block, 0
+    place, kv_head = tl.program_id(0 if CHUNKS else 1), tl.program_id(1 if CHUNKS else 0)
+    if ITEMS and CHUNKS:
+        if place < num_items:
+            begin, first, new, context, low, high, is_split, has_none, part_row, table = item_of_decode(
+                items_ptr, place, column, WINDOW
+            )
         else:
-            sequence, first_block = find_chunk(starts_ptr, block - num_decodes, num_decodes, num_sequences, QUERIES)
-            first = (block - num_decodes - first_block) * QUERIES
-        begin = tl.load(starts_ptr + sequence)
-        new = tl.load(starts_ptr + sequence + 1) - begin
-        context = tl.load(contexts_ptr + sequence)
-        row = first + rows // GROUP
+            begin, first, new, context, low, high, is_split, has_none, part_row, table = block_of_chunk(
+                starts_ptr, contexts_ptr, place - num_items, num_decodes, num_sequences, num_items, table_stride,
+                QUERIES, WINDOW, SPLIT_CHUNKS,
+            )  # fmt: skip
+    elif ITEMS:
+        begin, first, new, context, low, high, is_split, has_none, part_row, table = item_of_decode(
+            items_ptr, place, column, WINDOW
+        )
+    else:
+        begin, first, new, context, low, high, is_split, has_none, part_row, table = block_of_chunk(
+            starts_ptr, contexts_ptr, place, num_decodes, num_sequences, num_items, table_stride, QUERIES, WINDOW,
+            SPLIT_CHUNKS,
+        )  # fmt: skip
+    row = first + rows // GROUP
+    position = context - new + row
+    if not CHUNKS:
+        valid = rows < GROUP
+        limit = tl.where(valid, high, 0)
+    else:
         valid = (rows < QUERIES * GROUP) & (row < new)
-        position = context - new + row
         limit = position + 1
         if REACH:
             limit = tl.maximum(limit, tl.load(reach_ptr + begin + row, valid, 0))
         limit = tl.where(valid, limit, 0)
-        low = first_key(context - new + first, WINDOW)
-        high = tl.max(limit, 0)
-        # Divide the keys that all rows of the sequence see, so that all blocks of rows have the same parts.
-        all_low = first_key(context - new, WINDOW)
-        seen = context - all_low
-        is_decode = block < num_decodes
-        # One part is the whole, to the bit, but for how weights of sinks are rounded.
-        is_split = is_decode & (SINKS | (tl.num_programs(2) > 1))
-        size = split_size(seen, PART)
-        if SPLIT_CHUNKS:
-            is_split = is_split | (new <= FEW_QUERIES)
-            size = tl.where(is_decode, size, chunk_split_size(seen))
-        part_low = all_low + split * size
-        nothing = tl.where(is_split, part_low >= context, (split > 0) | (low >= high))
-        if nothing:
-            return
-        low = tl.where(is_split, tl.maximum(low, part_low), low)
-        high = tl.where(is_split, tl.minimum(high, part_low + size), high)
-        part_row = tl.where(is_decode, sequence, num_decodes + (sequence - num_decodes) * FEW_QUERIES)
-        tables_ptr += sequence.to(tl.int64) * table_stride
+        high = tl.minimum(high, tl.max(limit, 0))
+        # `combine` also reads rows that see no keys of a split.
+        has_none = has_none | ((low >= high) & ~is_split)
+    if has_none:
+        return
+    tables_ptr += table
     heads = kv_head * GROUP + rows % GROUP
     first_place = begin.to(tl.int64) * (HEADS * HEAD)
     places = ((row * HEADS + heads) * HEAD)[:, None] + columns[None, :]
     inside = valid[:, None] & (columns < HEAD)[None, :]
     if WRITES:
-        slot = tl.load(slots_ptr + sequence)
-        turn = tl.load(positions_ptr + sequence) if HAS_POSITIONS else sequence.to(tl.int64)
-        token_ptr = query_ptr + sequence.to(tl.int64) * query_stride
+        slot = tl.load(slots_ptr + begin)
+        turn = tl.load(positions_ptr + begin) if HAS_POSITIONS else begin.to(tl.int64)
+        token_ptr = query_ptr + begin.to(tl.int64) * query_stride
         own = kv_head + tl.arange(0, 1)
         of_heads = (heads * HEAD)[:, None] + columns[None, :]
         keys_at = ((HEADS + own) * HEAD)[:, None] + columns[None, :]
@@ -322,8 +344,8 @@ def attend_rows(
         soft_cap, KV_HEADS, HEAD, HEAD_BLOCK, BLOCK_SIZE, ROWS, KEYS, WINDOW, CAPPED, QUANTIZED, STAGES, ASSEMBLY,
     )  # fmt: skip
     if is_split:
-        first_part = part_row.to(tl.int64) * HEADS * tl.num_programs(2) + split
-        parts = (row * HEADS + heads) * tl.num_programs(2)
+        first_part = part_row.to(tl.int64) * HEADS
+        parts = row * HEADS + heads
         sums_at = sums_ptr + first_part * HEAD_BLOCK
         tl.store(sums_at + parts[:, None] * HEAD_BLOCK + columns[None, :], total, valid[:, None])
         largest_at = largest_ptr + first_part * 2
@@ -340,54 +362,69 @@ def attend_rows(
         tl.store(out_ptr + first_place + places, result.to(out_ptr.dtype.element_ty), inside)
 
 
+@triton.jit
+def parts_of_join(joins_ptr, number):
+    """A decode's row in the batch, its first part row, the distance to the next one, and how many there are."""
+    join_ptr = joins_ptr + number * JOIN
+    return tl.load(join_ptr), tl.load(join_ptr + 1), tl.cast(1, tl.int32), tl.load(join_ptr + 2)
+
+
+@triton.jit
+def parts_of_chunk_row(
+    starts_ptr, contexts_ptr, number, num_decodes, num_sequences, num_items, WINDOW: tl.constexpr
+):  # fmt: skip
+    """The same of a row of a chunk. number: among `FEW_QUERIES` rows of each chunk."""
+    # A step that is captured has room for more chunks than there may be.
+    chunk, row = number // FEW_QUERIES, number % FEW_QUERIES
+    sequence = tl.minimum(num_decodes + chunk, num_sequences - 1)
+    begin = tl.load(starts_ptr + sequence)
+    new = tl.load(starts_ptr + sequence + 1) - begin
+    context = tl.load(contexts_ptr + sequence)
+    seen = context - first_key(context - new, WINDOW)
+    is_split = (num_decodes + chunk < num_sequences) & (row < new) & (new <= FEW_QUERIES)
+    count = tl.where(is_split, tl.cdiv(seen, chunk_split_size(seen)), 0)
+    part_row = num_items + chunk * CHUNK_SPLITS * FEW_QUERIES + row
+    return begin + row, part_row, tl.cast(FEW_QUERIES, tl.int32), count
+
+
 @Kernel
-@triton.jit(do_not_specialize=["num_decodes", "num_sequences", "splits"])
+@triton.jit(do_not_specialize=["num_decodes", "num_sequences", "num_items", "num_joins"])
 def combine(
     sums_ptr, largest_ptr, starts_ptr, contexts_ptr, sinks_ptr, out_ptr, decodes_ptr, joins_ptr, num_decodes,
-    num_sequences, splits, HEADS: tl.constexpr, HEAD: tl.constexpr, HEAD_BLOCK: tl.constexpr, WINDOW: tl.constexpr,
-    SINKS: tl.constexpr, SPLIT_CHUNKS: tl.constexpr, MIXED: tl.constexpr, PART: tl.constexpr,
-    ITEMS: tl.constexpr, DEPENDENT: tl.constexpr = False,
+    num_sequences, num_items, num_joins, HEADS: tl.constexpr, HEAD: tl.constexpr, HEAD_BLOCK: tl.constexpr,
+    WINDOW: tl.constexpr, SINKS: tl.constexpr, SPLIT_CHUNKS: tl.constexpr, MIXED: tl.constexpr, JOINS: tl.constexpr,
+    DEPENDENT: tl.constexpr = False,
 ):  # fmt: skip
-    """Add the parts of one part row and head, in order; with ITEMS, the items of one join. splits: parts that there is
-    room for. MIXED, PART: see `attend_rows`."""
+    """Add the splits of one row and head, in order. Programs ``[joins + part rows of chunks, heads]``.
+
+    JOINS: contexts of decodes may be split. MIXED, SPLIT_CHUNKS: see `attend_rows`.
+    """
     wait_for_previous(DEPENDENT)
     if MIXED:
         num_decodes = tl.load(decodes_ptr)
-    part_row, head = tl.program_id(0), tl.program_id(1)
+    place, head = tl.program_id(0), tl.program_id(1)
     columns = tl.arange(0, HEAD_BLOCK)
-    sequence, row = part_row, 0
-    if ITEMS:
-        join_ptr = joins_ptr + part_row * JOIN
-        begin, first_part, count = tl.load(join_ptr), tl.load(join_ptr + 1), tl.load(join_ptr + 2)
-        if count == 0:
-            return
-        first_place, step = first_part.to(tl.int64) * HEADS + head, HEADS
+    if JOINS and SPLIT_CHUNKS:
+        if place < num_joins:
+            out_row, part_row, step, count = parts_of_join(joins_ptr, place)
+        else:
+            out_row, part_row, step, count = parts_of_chunk_row(
+                starts_ptr, contexts_ptr, place - num_joins, num_decodes, num_sequences, num_items, WINDOW
+            )
+    elif JOINS:
+        out_row, part_row, step, count = parts_of_join(joins_ptr, place)
     else:
-        if SPLIT_CHUNKS:
-            behind = part_row - num_decodes
-            sequence = tl.where(behind < 0, part_row, num_decodes + behind // FEW_QUERIES)
-            row = tl.where(behind < 0, 0, behind % FEW_QUERIES)
-        if MIXED:
-            behind_all = sequence >= num_sequences if SPLIT_CHUNKS else part_row >= num_decodes
-            if behind_all:
-                return
-        begin = tl.load(starts_ptr + sequence)
-        new = tl.load(starts_ptr + sequence + 1) - begin
-        if (row >= new) | (new > FEW_QUERIES):
-            return
-        context = tl.load(contexts_ptr + sequence)
-        seen = context - first_key(context - new, WINDOW)
-        size = split_size(seen, PART)
-        if SPLIT_CHUNKS:
-            size = tl.where(part_row < num_decodes, size, chunk_split_size(seen))
-        count = tl.cdiv(seen, size)
-        first_place, step = (part_row.to(tl.int64) * HEADS + head) * splits, 1
+        out_row, part_row, step, count = parts_of_chunk_row(
+            starts_ptr, contexts_ptr, place, num_decodes, num_sequences, num_items, WINDOW
+        )
+    if count == 0:
+        return
     total = tl.zeros((HEAD_BLOCK,), tl.float32)
     largest = tl.load(sinks_ptr + head) * LOG2_E if SINKS else float("-inf")
     weight = 1.0 if SINKS else 0.0
     for first in range(0, count, COMBINED):
         part = first + tl.arange(0, COMBINED)
-        parts = first_place + part * step
+        parts = (part_row + part * step).to(tl.int64) * HEADS + head
         part_largest = tl.load(largest_ptr + parts * 2, part < count, float("-inf"))
         part_weight = tl.load(largest_ptr + parts * 2 + 1, part < count, 0.0)
         sums = tl.load(sums_ptr + parts[:, None] * HEAD_BLOCK + columns[None, :], (part < count)[:, None], 0.0)
@@ -398,5 +435,5 @@ def combine(
         total = total * kept + tl.sum(shares[:, None] * sums, 0)
         weight = weight * kept + tl.sum(shares * part_weight, 0)
         largest = new_largest
-    place = ((begin + row).to(tl.int64) * HEADS + head) * HEAD + columns
-    tl.store(out_ptr + place, (total / weight).to(out_ptr.dtype.element_ty), columns < HEAD)
+    out_at = (out_row.to(tl.int64) * HEADS + head) * HEAD + columns
+    tl.store(out_ptr + out_at, (total / weight).to(out_ptr.dtype.element_ty), columns < HEAD)
