@@ -10,12 +10,12 @@ import pytest
 import torch
 from PIL import Image
 
-from tests.gemma4 import image_inputs, make_gemma4, open_theirs
+from tests.gemma4 import image_inputs, make_gemma4, make_unified, open_theirs
 from tests.models.test_llava import load
 from vlmserve.errors import InvalidImageError, InvalidRequestError
 from vlmserve.media.budget import ImageBudget
 from vlmserve.media.images import DecodedImage
-from vlmserve.media.pooled import BUDGETS, PooledProcessor, PooledRecipe
+from vlmserve.media.pooled import BUDGETS, PooledProcessor, PooledRecipe, UnifiedProcessor
 
 SIZES = [(40, 30), (20, 60), (500, 3), (64, 64), (7, 900)]
 
@@ -57,6 +57,22 @@ def test_embeddings_equal_those_of_transformers(tmp_path: Path, vision: dict[str
         torch.testing.assert_close(ours, features, atol=1e-4, rtol=1e-4)
         tower.check(tuple(one.shape), len(features))
     assert tower.encode([]) == []
+
+
+@torch.inference_mode()
+def test_squares_without_a_tower_equal_those_of_transformers(tmp_path: Path) -> None:
+    folder = make_unified(tmp_path)
+    theirs, vision = open_theirs(folder), load(folder).vision
+    assert vision is not None
+    images = [make_image(*size) for size in SIZES]
+    expected = theirs.model.get_image_features(**image_inputs(images, unified=True)).pooler_output
+    own = UnifiedProcessor(PooledRecipe(4, 2, 70, 3, 1 / 255), (1, 2))
+    pixels = [torch.from_numpy(own.prepare(DecodedImage.whole(image))[0]).float() / 255 for image in images]
+    assert own.levels.mean == (0, 0, 0)
+    for one, ours, features in zip(pixels, vision.encode(pixels), expected, strict=True):
+        assert features.std(0).mean() > 0.02, "places differ"
+        torch.testing.assert_close(ours, features, atol=1e-4, rtol=1e-4)
+        vision.check(tuple(one.shape), len(features))
 
 
 @pytest.mark.parametrize("budget", BUDGETS)

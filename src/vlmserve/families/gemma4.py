@@ -55,6 +55,18 @@ _NAMES: Names = (
     (r"\.post_per_layer_input_norm\.", ".per_layer_norm."),
 )
 
+_UNIFIED_TEXT: Config = {
+    **_TEXT,
+    "hidden_size": 2304,
+    "sliding_window": 1024,
+    "max_position_embeddings": 262144,
+    "use_bidirectional_attention": "vision",
+    "hidden_size_per_layer_input": 0,
+}
+_UNIFIED_NAMES: Names = (
+    (r"^(model\.)?(vision_embedder|embed_vision)\.(patch|pos)_", r"vision_tower.\3_"),
+    (r"^(model\.)?embed_vision\.(multimodal_embedder\.)?", "multi_modal_projector."),
+)
 _VISION_NAMES: Names = ((r"^(model\.)?embed_vision\.", "multi_modal_projector."), (r"(_proj)\.linear\.", r"\1."))
 
 
@@ -157,9 +169,29 @@ FAMILIES = (
         tower="vlmserve.models.vision.gemma4:Gemma4Vision",
         names=_VISION_NAMES,
         image_processor="vlmserve.media.pooled:PooledProcessor.from_files",
-        image_processor_types=("Gemma4",),
+        image_processor_types=("Gemma4ImageProcessor",),
         image_token_id=258880,
         models="Gemma 4 E2B, E4B and 31B",
+    ),
+    VisionFamily(
+        model_type="gemma4_unified",
+        architecture="Gemma4UnifiedForConditionalGeneration",
+        text_type="gemma4_unified_text",
+        tied=True,
+        tower="vlmserve.models.vision.gemma4_unified:Gemma4UnifiedVision",
+        names=_UNIFIED_NAMES,
+        image_processor="vlmserve.media.pooled:UnifiedProcessor.from_files",
+        image_processor_types=("Gemma4UnifiedImageProcessor",),
+        image_token_id=258880,
+        models="Gemma 4 12B",
+    ),
+    LanguageFamily(
+        model_type="gemma4_unified_text",
+        architecture="Gemma4UnifiedForCausalLM",
+        defaults=_UNIFIED_TEXT,
+        build=_gemma4,
+        names=_NAMES,
+        models="Gemma 4 12B, text",
     ),
     LanguageFamily(
         model_type="gemma4_text",

@@ -50,13 +50,15 @@ class PooledProcessor(RecipeProcessor[PooledRecipe]):
     """Preprocesses images for one checkpoint; see `media.processor.FixedSizeProcessor`."""
 
     version = "pooled v1"
+    levels_of = (0.5, 0.5)
+    """Mean and deviation of levels, which become those from -1 to 1 that the tower takes."""
 
     def __init__(self, recipe: PooledRecipe, around: tuple[int, int], *, exact_pixels: bool = False) -> None:
         """around: ids of the tokens before and after an image."""
         self._around = around
         self._follow(recipe, exact_pixels=exact_pixels)
-        # The tower takes levels from -1 to 1.
-        self.levels = Levels(recipe.rescale, (0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
+        mean, deviation = self.levels_of
+        self.levels = Levels(recipe.rescale, (mean,) * 3, (deviation,) * 3)
 
     @classmethod
     def from_files(cls, files: ImageFiles) -> Self:
@@ -119,6 +121,13 @@ class PooledProcessor(RecipeProcessor[PooledRecipe]):
         elif not across:
             down, across = min(height // width, budget), 1
         return across * side, down * side
+
+
+class UnifiedProcessor(PooledProcessor):
+    """The same for models without a tower, which take levels from 0 to 1."""
+
+    version = "pooled unified v1"
+    levels_of = (0.0, 1.0)
 
 
 def _recipe(settings: dict[str, Any]) -> PooledRecipe:

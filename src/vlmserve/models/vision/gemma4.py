@@ -41,7 +41,7 @@ _DEFAULTS: Mapping[str, Any] = {
     "standardize": False,
 }
 _THETA = 100.0
-_CHANNELS = 3
+CHANNELS = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -205,7 +205,7 @@ class PatchEmbedder(nn.Module):
     def __init__(self, spec: Gemma4VisionSpec, *, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         self._patch = spec.patch_size
-        inputs = _CHANNELS * spec.patch_size**2
+        inputs = CHANNELS * spec.patch_size**2
         self.input_proj = Linear(inputs, spec.hidden_size, bias=False, dtype=dtype, device=device)
         shape = 2, spec.positions, spec.hidden_size
         self.position_embedding_table = empty_parameter(*shape, dtype=dtype, device=device)
@@ -252,7 +252,7 @@ class Gemma4Tower(nn.Module):
         grids = [(image.shape[1] // patch, image.shape[2] // patch) for image in images]
         embedded = []
         for image, (down, across) in zip(images, grids, strict=True):
-            rows = image.reshape(_CHANNELS, down, patch, -1).transpose(0, 1).contiguous()
+            rows = image.reshape(CHANNELS, down, patch, -1).transpose(0, 1).contiguous()
             products = across * self.patch_embedder.input_proj.products
             numbers = torch.arange(down, device=device)
             embedded.append((yield from by_rows(self.patch_embedder, products, budget, rows, numbers)).flatten(0, 1))
@@ -293,7 +293,42 @@ class Gemma4Projector(nn.Module):
         return output
 
 
-class Gemma4Vision(StagedVision):
+class SquaresVision(StagedVision):
+    """Makes an embedding of each square of pixels of an image. A `VisionEncoder`."""
+
+    side: int
+    """Pixels along each side of a square."""
+    most: int
+    """Maximum pixels along each side of an image."""
+
+    def check(self, shape: tuple[int, ...], num_tokens: int, tiling: TowerInputs | None = None) -> None:
+        """Check that pixels ``[1, channels, height, width]`` become that many embeddings; raises InvalidImageError if
+        they do not."""
+        side = self.side
+        if len(shape) != 4 or tuple(shape[:2]) != (1, CHANNELS) or shape[2] % side or shape[3] % side or not all(shape):
+            raise InvalidImageError(f"the vision tower takes images of whole squares of {side} pixels, not {shape}")
+        if max(shape[2:]) > self.most:
+            raise InvalidImageError(f"the vision tower takes at most {self.most} pixels along a side, not {shape}")
+        embeddings = self.squares(shape)
+        if embeddings != num_tokens:
+            raise InvalidImageError(f"the image makes {embeddings} embeddings and has {num_tokens} placeholders")
+
+    def squares(self, shape: tuple[int, ...]) -> int:
+        """Squares of an image whose pixels have that shape."""
+        return (shape[2] // self.side) * (shape[3] // self.side)
+
+    @property
+    def example_shape(self) -> tuple[int, ...]:
+        """See `VisionEncoder.example_shape`. 64 embeddings."""
+        return 1, CHANNELS, 8 * self.side, 8 * self.side
+
+    @property
+    def larger_shape(self) -> tuple[int, ...]:  # type: ignore[override]
+        tiles, channels, height, width = self.example_shape
+        return tiles, channels, 2 * height, 2 * width
+
+
+class Gemma4Vision(SquaresVision):
     """Tower and projector of a config; modules are named as checkpoints name them.
 
     Raises UnsupportedModelError for a tower that is not implemented, ModelLoadError for impossible sizes.
@@ -308,43 +343,12 @@ class Gemma4Vision(StagedVision):
         self.multi_modal_projector = Gemma4Projector(
             spec.hidden_size, hidden_size, spec.eps, dtype=dtype, device=device
         )
-        self.dtype = dtype
-
-    def check(self, shape: tuple[int, ...], num_tokens: int, tiling: TowerInputs | None = None) -> None:
-        """Check that pixels ``[1, channels, height, width]`` become that many embeddings; raises InvalidImageError if
-        they do not."""
-        spec = self.vision_tower.spec
-        side, most = spec.side, spec.positions * spec.patch_size
-        if (
-            len(shape) != 4
-            or tuple(shape[:2]) != (1, _CHANNELS)
-            or shape[2] % side
-            or shape[3] % side
-            or not all(shape)
-        ):
-            raise InvalidImageError(f"the vision tower takes images of whole squares of {side} pixels, not {shape}")
-        if max(shape[2:]) > most:
-            raise InvalidImageError(f"the vision tower takes at most {most} pixels along a side, not {shape}")
-        embeddings = (shape[2] // side) * (shape[3] // side)
-        if embeddings != num_tokens:
-            raise InvalidImageError(f"the image makes {embeddings} embeddings and has {num_tokens} placeholders")
-
-    @property
-    def example_shape(self) -> tuple[int, ...]:
-        """See `VisionEncoder.example_shape`. 64 embeddings."""
-        side = 8 * self.vision_tower.spec.side
-        return 1, _CHANNELS, side, side
-
-    @property
-    def larger_shape(self) -> tuple[int, ...]:  # type: ignore[override]
-        tiles, channels, height, width = self.example_shape
-        return tiles, channels, 2 * height, 2 * width
+        self.dtype, self.side, self.most = dtype, spec.side, spec.positions * spec.patch_size
 
     def products(self, shape: tuple[int, ...], tiling: TowerInputs | None = None) -> int:
-        spec = self.vision_tower.spec
-        embeddings = (shape[2] // spec.side) * (shape[3] // spec.side)
+        embeddings, pool = self.squares(shape), self.vision_tower.spec.pool
         projection = self.multi_modal_projector.embedding_projection.products
-        return self.vision_tower.products(embeddings * spec.pool**2) + embeddings * projection
+        return self.vision_tower.products(embeddings * pool**2) + embeddings * projection
 
     def in_stages(
         self, pixels: list[Tensor], tilings: Sequence[TowerInputs | None], budget: StageBudget

@@ -1,0 +1,100 @@
+"""Gemma 4 12B's vision: a linear layer over squares of pixels, and no tower.
+
+Implements `VisionEncoder`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vlmserve.errors import ModelLoadError, UnsupportedModelError
+from vlmserve.layers.linear import Linear, empty_parameter
+from vlmserve.layers.norm import LayerNorm
+from vlmserve.layers.stages import StageBudget, Stages, by_rows
+from vlmserve.models.vision.gemma4 import CHANNELS, Gemma4Projector, SquaresVision
+from vlmserve.types import TowerInputs
+
+_DEFAULTS: Mapping[str, Any] = {
+    "patch_size": 16,
+    "pooling_kernel_size": 3,
+    "mm_embed_dim": 3840,
+    "mm_posemb_size": 1120,
+    "rms_norm_eps": 1e-6,
+}
+_EPS = 1e-5
+
+
+class SquareEmbedder(nn.Module):
+    """Squares of pixels to their states."""
+
+    def __init__(self, side: int, size: int, positions: int, *, dtype: torch.dtype, device: torch.device) -> None:
+        """side: pixels along each side of a square. positions: maximum squares along each side of an image."""
+        super().__init__()
+        self._side, inputs = side, CHANNELS * side**2
+        self.patch_ln1 = LayerNorm(inputs, _EPS, dtype=dtype, device=device)
+        self.patch_dense = Linear(inputs, size, bias=True, dtype=dtype, device=device)
+        self.patch_ln2, self.pos_norm = (LayerNorm(size, _EPS, dtype=dtype, device=device) for _ in range(2))
+        self.pos_embedding = empty_parameter(positions, 2, size, dtype=dtype, device=device)
+
+    def forward(self, rows: Tensor, numbers: Tensor) -> Tensor:
+        """``[rows of squares, channels, side, width]`` and their numbers in the image, ``[rows]``, to ``[rows, squares
+        of each, size]``."""
+        down, channels, side, _ = rows.shape
+        squares = rows.view(down, channels, side, -1, side).permute(0, 3, 2, 4, 1).flatten(2)
+        states: Tensor = self.patch_ln2(self.patch_dense(self.patch_ln1(squares)))
+        by_column, by_row = self.pos_embedding.data.unbind(1)
+        states = states + (by_column[: squares.shape[1]] + by_row[numbers][:, None])
+        output: Tensor = self.pos_norm(states)
+        return output
+
+
+class Gemma4UnifiedVision(SquaresVision):
+    """Embedder and projector of a config; modules are named as checkpoints name them.
+
+    Raises UnsupportedModelError for vision that is not implemented, ModelLoadError for sizes that do not fit.
+    """
+
+    def __init__(
+        self, config: Mapping[str, Any], hidden_size: int, *, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        super().__init__()
+        values = {**_DEFAULTS, **(config.get("vision_config") or {})}
+        if (kind := values.get("model_type", "gemma4_unified_vision")) != "gemma4_unified_vision":
+            raise UnsupportedModelError(f"the vision {kind!r} is not supported; supported: gemma4_unified_vision")
+        size, positions = values["mm_embed_dim"], values["mm_posemb_size"]
+        if (width := values.get("output_proj_dims", size)) != size:
+            raise ModelLoadError(f"config.json: mm_embed_dim {size} does not fit output_proj_dims {width}")
+        self.side = values["patch_size"] * values["pooling_kernel_size"]
+        self.dtype, self.most = dtype, positions * self.side
+        kinds: dict[str, Any] = {"dtype": dtype, "device": device}
+        self.vision_tower = SquareEmbedder(self.side, size, positions, **kinds)
+        self.multi_modal_projector = Gemma4Projector(size, hidden_size, values["rms_norm_eps"], **kinds)
+
+    def products(self, shape: tuple[int, ...], tiling: TowerInputs | None = None) -> int:
+        return self.squares(shape) * self._products
+
+    @property
+    def _products(self) -> int:
+        """MACs for each square."""
+        return self.vision_tower.patch_dense.products + self.multi_modal_projector.embedding_projection.products
+
+    def in_stages(
+        self, pixels: list[Tensor], tilings: Sequence[TowerInputs | None], budget: StageBudget
+    ) -> Stages[list[Tensor]]:
+        """See `VisionEncoder.in_stages`. The embeddings of each image come row by row."""
+        images = []
+        for image in pixels:
+            down, across = image.shape[2] // self.side, image.shape[3] // self.side
+            rows = image[0].to(self.dtype).reshape(CHANNELS, down, self.side, -1).transpose(0, 1).contiguous()
+            numbers = torch.arange(down, device=image.device)
+            embedded = yield from by_rows(self._embed, across * self._products, budget, rows, numbers)
+            images.append(embedded.flatten(0, 1))
+        return images
+
+    def _embed(self, rows: Tensor, numbers: Tensor) -> Tensor:
+        output: Tensor = self.multi_modal_projector(self.vision_tower(rows, numbers))
+        return output
