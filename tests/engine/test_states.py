@@ -181,6 +181,20 @@ def test_steps_planned_ahead_give_the_same_answers(folder: Path, expected: dict[
     assert ahead.runner.model.device.num_ahead > 0
 
 
+@with_kernels("static")
+def test_next_turn_finds_answer_that_ended_ahead(folder: Path, expected: dict[str, list[EngineOutput]]) -> None:
+    answer = [token for token, _ in answers(expected)["middle"]]
+    number = next(number for number in range(1, 6) if answer[number] not in answer[:number])
+    ahead = engine(folder)
+    params = {"logprobs": None, "stop_token_ids": [answer[number]]}
+    run(ahead, [request("first", PROMPTS["middle"], params=params)])
+    kept = [*PROMPTS["middle"], *answer[: number + 1]]
+    following = request("next", [*kept, *tokens(11, 20)])
+    found = run(ahead, [following])
+    assert found["next"][0].cached_tokens == len(kept)
+    assert_same(found, run(engine(folder, enable_prefix_caching=False), [following]))
+
+
 def test_too_small_a_state_cache_is_an_error(folder: Path) -> None:
     with pytest.raises(ConfigurationError, match="--state-cache-memory"):
         with_slots(folder, 0)

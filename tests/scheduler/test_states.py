@@ -286,6 +286,43 @@ def test_undone_steps_undo_the_planned_step():
     finish(s)
 
 
+def ended_ahead(s, one: Request, *, failed: bool = False) -> None:
+    """Run a request whose second token ends it while the step after that is in flight."""
+    s.add(one)
+    run(s)
+    step = s.schedule()
+    following = s.schedule_ahead(step)
+    assert following is not None
+    s.update(step, sampled(s, step, END))
+    name = one.request_id
+    output = ModelRunnerOutput(token_ids={name: []}, failures={name: RequestFailure("not_finite")} if failed else {})
+    s.memory.lose(forget_ended(s.requests, following, output))
+    assert s.update(following, output) == []
+
+
+@pytest.mark.parametrize("length", [150, 151, 152])
+def test_checkpoint_after_answer_has_end_token(length):
+    """Whether its last block is full or not."""
+    s = stateful()
+    one = request("a", length, max_tokens=9)
+    ended_ahead(s, one)
+    following = request("b", length + 20)
+    following.token_ids[length : length + 2] = [7, END]
+    assert cached(s, following) == length + 2
+
+
+@pytest.mark.parametrize(("length", "hit"), [(150, 128), (151, 150), (152, 151)])
+def test_failed_steps_in_flight_leave_no_checkpoint(length, hit):
+    s = stateful()
+    ended_ahead(s, request("a", length, max_tokens=9), failed=True)
+    following = request("b", length + 20)
+    following.token_ids[length : length + 2] = [7, END]
+    s.add(following)
+    step, _ = run(s)
+    assert len(step.blocks_to_zero) == 1
+    assert following.num_cached == hit, "the last block is of no use if the step in flight wrote to it"
+
+
 def test_beams_copy_states():
     s = stateful(prefix_caching=False)
     add_search(s, "search", 5, 3, 4)

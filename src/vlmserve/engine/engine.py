@@ -224,7 +224,9 @@ class Engine(BaseEngine):
         output = running.result()
         ran = time.perf_counter()
         if is_ahead:
-            forget_ended(self.scheduler.requests, step, output)
+            failed = forget_ended(self.scheduler.requests, step, output)
+            if isinstance(self._memory, StateMemory):
+                self._memory.lose(failed)
         prompt_tokens = self._note_progress(step, output, planned)
         self._costs.computed(prompt_tokens, output.timings.model)
         self._costs.copied(step.block_copies, output.timings.transfer)

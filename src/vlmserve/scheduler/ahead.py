@@ -30,14 +30,18 @@ def plan_ahead(
     return [request.next_token() for request, _ in following]
 
 
-def forget_ended(requests: Mapping[str, Request], step: SchedulerOutput, output: ModelRunnerOutput) -> None:
-    """Drop requests from a step that ended, or were sent back, after it was planned. requests: the unfinished ones."""
+def forget_ended(requests: Mapping[str, Request], step: SchedulerOutput, output: ModelRunnerOutput) -> set[str]:
+    """Drop requests from a step that ended, or were sent back, after it was planned. requests: the unfinished ones.
+
+    Return the dropped requests that the step has failed for.
+    """
     ended = set()
     for one in step.requests:
         request = requests.get(one.request_id)
         # A new request may have the id of one that has ended. One without tables has lost its state.
         if request is None or not request.known_to_runner or not request.tables:
             ended.add(one.request_id)
+    failed = ended & {*output.failures, *output.undone}
     if ended:
         step.cached_requests = [one for one in step.cached_requests if one.request_id not in ended]
         step.new_requests = [one for one in step.new_requests if one.request_id not in ended]
@@ -47,6 +51,7 @@ def forget_ended(requests: Mapping[str, Request], step: SchedulerOutput, output:
             for request_id in ended:
                 results.pop(request_id, None)
         output.undone = [request_id for request_id in output.undone if request_id not in ended]
+    return failed
 
 
 def _can_continue_on_device(request: Request) -> bool:

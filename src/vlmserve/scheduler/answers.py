@@ -16,6 +16,7 @@ def extend_answer(request: Request, output: ModelRunnerOutput) -> EngineOutput:
     for token in output.token_ids[request_id]:
         if token in request.end_token_ids:
             reason, stop_token_id = "stop", token
+            request.stop_token_id = token
             break
         request.token_ids.append(token)
         new.append(token)

@@ -29,7 +29,7 @@ class Request:
     and column of the cache; none while it holds none. capacity: tokens that have a place in all tables. unsent: whether
     the runner lacks some of the blocks. state: its slots, while it runs, in a model with states. boundaries: numbers of
     leading tokens that other prompts may begin with; known once they are asked for, in models with windows or states.
-    turn_end_ids: tokens that end a turn of its prompt.
+    turn_end_ids: tokens that end a turn of its prompt. stop_token_id: the end token that was sampled, if any.
     num_cached: prompt tokens found in the prefix cache when it first ran; None before.
     bidirectional_spans: tokens ``first <= i < last`` that attend to each other in both directions, so that they are
     computed in one step; in order.
@@ -78,6 +78,7 @@ class Request:
         "seed",
         "started",
         "state",
+        "stop_token_id",
         "tables",
         "task",
         "thoughts",
@@ -141,6 +142,7 @@ class Request:
         self.drop_blocks()
         self.boundaries: frozenset[int] | set[int] = frozenset()
         self.turn_end_ids = end_token_ids
+        self.stop_token_id: int | None = None
         own_end = frozenset() if self.params.ignore_eos else end_token_ids
         self.end_token_ids = own_end | frozenset(self.params.stop_token_ids)
         wanted = max_len if self.params.max_tokens is None else self.num_prompt_tokens + self.params.max_tokens

@@ -2,99 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-from vlmserve.cache.prefix import Chain, PrefixCache
+from vlmserve.cache.prefix import PrefixCache
 from vlmserve.cache.states import StatePool
 from vlmserve.layer_specs import CHUNK, NO_SLOT
 from vlmserve.scheduler.request import Request
-from vlmserve.scheduler.resources.checkpoints import (
-    PlannedCheckpoints,
-    cached_checkpoints,
-    intervals,
-    leader_of,
-    prefix_key,
-    ranked_boundaries,
-)
-from vlmserve.scheduler.resources.memory import Found, KVMemory, boundaries_of, num_reusable
+from vlmserve.scheduler.resources.checkpoints import intervals, prefix_key, ranked_boundaries
+from vlmserve.scheduler.resources.memory import boundaries_of
 from vlmserve.scheduler.resources.resource import Resource
+from vlmserve.scheduler.resources.state_hits import StateHits
 from vlmserve.scheduler.state_slots import StateSlots
+from vlmserve.scheduler.step_limits import StepLimits
 from vlmserve.steps import SchedulerOutput, StateCopy
 
 
-class StateMemory(KVMemory):
+class StateMemory(StateHits):
     """Fills block tables, and gives each running request a slot for its state.
 
-    A prefix is found where all blocks, the partly filled ones included, and a checkpoint of the state are cached.
     Requests leave checkpoints at boundaries of their prompts, where prompts part, and at even intervals. They end as
     checkpoints themselves.
     """
 
     def __init__(self, cache: PrefixCache, block_size: int, *, states: StatePool, **options: Any) -> None:
-        super().__init__(cache, block_size, **{**options, "max_chunk": options["max_chunk"] + CHUNK})
-        self.states = states
-        self.planned = PlannedCheckpoints(block_size)
+        super().__init__(cache, block_size, states=states, **options)
         spared = states.num_slots // 4 if self._prefix_caching else 0
         self._max_working = states.num_slots - spared
         self._num_working = 0
         self._copies: list[StateCopy] = []
+        # By the request that has left it, the key of a checkpoint that a step in flight writes.
+        self._unproven: dict[str, bytes] = {}
 
     @property
     def num_places(self) -> int:
         """Requests that may start. Some slots are kept for checkpoints."""
         return min(self._max_working - self._num_working, self.states.num_free)
 
+    def begin_step(self, running: Sequence[Request], limits: StepLimits | None) -> None:
+        self._unproven.clear()  # No step is in flight.
+
     def end_step(self, step: SchedulerOutput) -> None:
         super().end_step(step)
         step.state_copies, self._copies = self._copies, []
-
-    def ready(self, request: Request) -> bool:
-        """Return False while a running request computes at least half of what a request needs: waiting pays."""
-        found = self._find(request)
-        self._found = request, found
-        if not self._shares(request):
-            return True
-        start = found.num_tokens
-        return 2 * (self._awaited(request, found) - start) < len(request.token_ids) - start
-
-    def _awaited(self, request: Request, found: Found) -> int:
-        """Return how many tokens of a request a running request is going to leave a checkpoint after; 0: none."""
-        leader, shared = leader_of(request, found.reach, self._computing, self._size)
-        places = {*request.boundaries}
-        if leader is not None and leader.state is not None:
-            places.update(number for number in leader.state.leaving if number <= shared)
-        places = {number for number in places if found.num_tokens < number <= num_reusable(request)}
-        return max((n for n in places if prefix_key(request, n, self._size) in self.planned), default=0)
-
-    def arrive(self, request: Request) -> None:
-        """Have the running request that computes the same tokens leave a checkpoint where both part."""
-        if not self._shares(request) or not self.states.spare_room:
-            return
-        leader, shared = leader_of(request, self._find(request).reach, self._computing, self._size)
-        parting = shared // CHUNK * CHUNK
-        if leader is None or leader.state is None:
-            return
-        if parting > leader.state.reached and parting not in leader.state.leaving:
-            self.planned.add(leader, [parting])
-
-    def _shares(self, request: Request) -> bool:
-        """Return whether a request may read what others have computed."""
-        return self._prefix_caching and num_reusable(request) > 0
-
-    def _find(self, request: Request) -> Found:
-        if not request.boundaries:
-            request.boundaries = boundaries_of(request)
-        pages = super()._find(request)
-        reach = pages.reach if self._shares(request) else -1
-        for num_tokens in cached_checkpoints(request, reach, self.states, self._size):
-            full = num_tokens // self._size
-            keys = request.chains[0]
-            chain = Chain(pages.chains[0].keys[:full], request.tail_key(keys, num_tokens, self._size))
-            hits, _ = self.cache.find([chain], self._columns)
-            if hits[0].end == full and (chain.tail is None or hits[0].tail is not None):
-                return Found([chain], hits, pages.reach, num_tokens, needs_tails=True)
-        return pages.without_hits()
 
     def acquire(self, request: Request, running: Sequence[Request]) -> bool:
         if self.num_places <= 0 or not super().acquire(request, running):
@@ -194,6 +144,25 @@ class StateMemory(KVMemory):
         self._register_tail(request, num_tokens)
         state.keys.append(key)
 
+    def _leave_last(self, request: Request, state: StateSlots) -> None:
+        """Make the working state a checkpoint. A step in flight may add the answer's last token, which is known."""
+        num_known, ahead = len(request.token_ids), state.reached - request.num_computed
+        if state.reached > num_known and request.stop_token_id is not None:
+            request.token_ids.append(request.stop_token_id)
+        if ahead <= 1 and state.reached <= len(request.token_ids):
+            if ahead:
+                self._register_full(request, request.num_computed // self._size, state.reached // self._size)
+                self._unproven[request.request_id] = prefix_key(request, state.reached, self._size)
+            self._register(request, state, state.reached, state.slot)
+        del request.token_ids[num_known:]
+
+    def lose(self, request_ids: Iterable[str]) -> None:
+        """Forget the last checkpoints of requests that ended while a step was in flight, which has failed for them."""
+        for key in [self._unproven.pop(name) for name in request_ids if name in self._unproven]:
+            self.states.forget(key)
+            blocks = [self.cache.forget(column.key(key)) for column in self._columns]
+            self._not_finite += [block for block in blocks if block is not None and self.pool.ref_count(block) == 0]
+
     def fork(self, parent: Request, child: Request, *, first: bool) -> bool:
         """The first child takes over the slot, the others get a copy."""
         state = parent.state
@@ -225,15 +194,15 @@ class StateMemory(KVMemory):
             self.states.forget(key)
 
     def release(self, request: Request, *, resumes: bool = False) -> None:
-        """Take back slots. The working state becomes a checkpoint, unless a step changes it now."""
+        """Take back slots. The working state becomes a checkpoint."""
         state = request.state
         if state is not None:
             for slot in [slot for _, slot in state.planned] + [state.held] * (state.held != NO_SLOT):
                 self.states.release(slot)
             self.planned.drop(request)
             if state.slot != NO_SLOT:
-                if self._prefix_caching and state.source == state.slot and state.reached == request.num_computed:
-                    self._register(request, state, state.reached, state.slot)
+                if self._prefix_caching and state.source == state.slot:
+                    self._leave_last(request, state)
                 # The next turn comes without this answer's reasoning.
                 self.states.release(state.slot, spare=request.thoughts is not None and not resumes)
                 self._num_working -= 1
