@@ -241,7 +241,6 @@ def _streams(model: LoadedModel, sizes: Sizes, count: int, adapters: RunnerAdapt
     report["tokens_s_one_ahead"] = count / streams.steps_ahead(sizes.steps)
     report["device_ms"] = statistics.median(streams.device_seconds() for _ in range(DEVICE_STEPS)) * 1e3
     if count > 1:
-        # The second one is captured.
         beside = [streams.prompt_beside(sizes.prompt // 10) for _ in range(STEPS_BESIDE)]
         report["prompt_beside_ms"] = statistics.median(beside[2:]) * 1e3
         report["first_prompt_beside_ms"] = beside[0] * 1e3

@@ -59,6 +59,7 @@ class StaticAttention(TorchReference):
     """Reads lengths where they lie, as kernels do: its shapes depend on the batch's shapes alone."""
 
     name = "static"
+    reads_on_device = True
 
     def prepare(  # type: ignore[override]
         self, metadata: BatchMetadata, block_size: int, layers: Sequence[AttentionSpec], dtype: torch.dtype
@@ -175,17 +176,18 @@ class StaticDraw:
 
 class StaticDevice(CpuDevice):
     """A CPU that runs steps as a GPU does, one ahead. `executors` are those that it has given out. warms_up: whether
-    engines capture steps at start."""
+    engines capture steps at start. captures_prompts: see `Captures.prompts`."""
 
     padding_blocks = 1
     warms_up = False
+    captures_prompts = True
 
     def __init__(self, torch_device: torch.device) -> None:
         super().__init__(torch_device)
         self.num_running = self.num_ahead = 0
         self._staging = Staging(torch_device, reserve=2**16)
         self.executors: list[GraphExecutor] = []
-        self._captures = Captures(run_and_repeat)
+        self._captures = Captures(run_and_repeat, prompts=self.captures_prompts)
         self._copies = LazyStream(lazy=True)
         self._pixels = PixelRing(self._copies, pinned=False)
 
@@ -229,7 +231,7 @@ class StaticDevice(CpuDevice):
 
     def padded_rows(self, num_rows: int, num_decodes: int) -> int | None:
         """See `Device.padded_rows`."""
-        return captured_rows(num_rows, num_decodes)
+        return self._captures.padded_rows(num_rows, num_decodes) if self.executors else None
 
     def enforce_eager(self) -> None:
         """See `Device.enforce_eager`."""
@@ -237,7 +239,7 @@ class StaticDevice(CpuDevice):
 
     def decode_sizes(self, most: int) -> list[int]:
         """See `Device.decode_sizes`."""
-        return captured_decodes(most) if self.warms_up and self._captures.is_on else []
+        return captured_decodes(most) if self.warms_up and self.executors and self._captures.is_on else []
 
     def capturing(self, time: CaptureTime) -> AbstractContextManager[None]:
         """See `Device.capturing`."""

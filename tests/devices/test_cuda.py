@@ -141,7 +141,7 @@ def test_what_triton_cannot_do_is_torchs(monkeypatch: pytest.MonkeyPatch, caplog
     device = TritonDevice(GPU)
     assert device.attention([AttentionSpec(4, 2, 64, 0.125)], torch.bfloat16).name == "triton"
     assert device.attention([AttentionSpec(4, 2, 512, 0.125)], torch.bfloat16).name == "torch"
-    assert "attention: torch (a head of 512 elements is larger than 256)" in caplog.text
+    assert "attention: torch, without CUDA graphs (a head of 512 elements is larger than 256)" in caplog.text
     groups = torch.ones(4, 3)
     odd = QuantizedWeight(4, 16, torch.zeros(4, 48, dtype=torch.uint8), groups, groups)
     assert isinstance(device.linear(odd, None, NO_EPILOGUE, torch.bfloat16), QuantizedProduct)
@@ -161,6 +161,40 @@ def test_what_triton_cannot_do_is_torchs(monkeypatch: pytest.MonkeyPatch, caplog
     assert device.norm(torch.ones(64), None, 1e-6) is not None
     assert device.norm(torch.ones(2**15), None, 1e-6) is None
     assert device.norm(torch.ones(64), None, 1e-6, 1.0) is not None
+
+
+@pytest.mark.parametrize(("head_size", "sizes"), [(64, [4, 2, 1]), (512, [])])
+def test_graphs_need_attention_that_reads_on_device(
+    monkeypatch: pytest.MonkeyPatch, head_size: int, sizes: list[int]
+) -> None:
+    pytest.importorskip("triton", reason="triton is not installed", exc_type=ImportError)
+    Driver(monkeypatch, 0)
+    device = TritonDevice(GPU)
+    backend = device.attention([AttentionSpec(4, 2, head_size, 0.125)], torch.bfloat16)
+    assert device.padded_rows(3, 3) is None
+    assert device.decode_sizes(3) == [], "no decoder has graphs, as with experts"
+    device.executor()
+    assert backend.reads_on_device == bool(sizes)
+    assert device.decode_sizes(3) == sizes
+    assert device.padded_rows(3, 3) == (4 if sizes else None)
+    assert device.padded_rows(30, 0) is None
+    device.enforce_eager()
+    assert device.padded_rows(3, 3) is None
+
+
+def test_graph_bytes_are_freed_memory_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver, device = Driver(monkeypatch, 0), TritonDevice(GPU)
+    streams = Streams(monkeypatch)
+
+    def run() -> None:
+        assert streams.current != "default", "libraries have workspaces for each stream"
+        driver.step()
+        driver.held += GIB
+
+    driver.held = 14 * GIB
+    assert device.graph_bytes(run) == 5 * GIB
+    device.enforce_eager()
+    assert device.graph_bytes(run) == 0
 
 
 def test_float8_stays_where_a_gpu_multiplies_it(

@@ -215,6 +215,28 @@ def test_graphs_captured_at_start_are_kept() -> None:
     assert torch.equal(executor.run(layers, x, CACHES, step(Plan("kept"), lengths)), x * lengths[:, None])
 
 
+@pytest.mark.parametrize("prompts", [False, True])
+def test_prompts_are_captured_where_asked_for(prompts: bool) -> None:
+    captures = Captures(repeat_by_calls, prompts=prompts)
+    executor, lengths = GraphExecutor(captures), torch.tensor([2, 3])
+    context = step(Plan(), lengths)
+    context = replace(context, metadata=replace(context.metadata, num_decodes=0))
+    x = torch.ones(captured_rows(8, 0) or 0, 3)
+    for _ in range(3):
+        executor.run(lambda x, caches, context: x * 2, x, CACHES, context)
+    assert executor.num_captured == prompts
+    assert [captures.padded_rows(9, count) for count in (0, 4, 9)] == ([16, 16, 16] if prompts else [None, None, 16])
+
+
+def test_captured_sizes_are_padded_to_without_memory() -> None:
+    captures = Captures(repeat_by_calls)
+    executor, lengths = GraphExecutor(captures), torch.tensor([2, 3])
+    with captures.at("first"):
+        executor.run(layers, torch.ones(2, 3), CACHES, step(Plan(), lengths))
+    captures.is_on = False
+    assert [captures.padded_rows(count, count) for count in (1, 2, 3)] == [None, 2, None]
+
+
 def test_steps_at_start_do_not_count_as_repeated() -> None:
     captures = Captures(repeat_by_calls)
     executor, lengths = GraphExecutor(captures), torch.tensor([2, 3])
@@ -278,7 +300,7 @@ def test_towers_are_captured_by_tile_count() -> None:
         sizes.append(len(tiles))
         return tiles.flatten(1) @ torch.arange(12.0).view(12, 1) * torch.ones(3)
 
-    executor = TowerGraphs(Captures(repeat_by_calls))
+    executor = TowerGraphs(Captures(repeat_by_calls, prompts=True))
     results = []
     for count in (7, 7, 3, 1, 20, 0):
         tiles = torch.randint(-9, 9, (count, 3, 2, 2)).float()
@@ -301,8 +323,24 @@ class Tower:
         return torch.cat([image.sum(1) for image in pixels]) + layout
 
 
+def test_tiles_are_captured_at_start_alone() -> None:
+    captures = Captures(repeat_by_calls)
+    executor = TowerGraphs(captures)
+    with captures.at("first"):
+        for count in executor.tile_counts:
+            executor.run(torch.neg, torch.zeros(count, 3, 2, 2))
+    assert executor.tile_counts == (16, 8, 4, 2, 1)
+    assert executor.num_captured == len(executor.tile_counts)
+    for _ in range(3):
+        tiles, others = torch.randn(7, 3, 2, 2), torch.randn(7, 3, 4, 4)
+        assert torch.equal(executor.run(torch.neg, tiles), -tiles)
+        assert torch.equal(executor.run(torch.neg, others), -others)
+        assert executor.run_images(Tower(), [torch.zeros(2, 3)]) is None
+    assert executor.num_captured == len(executor.tile_counts)
+
+
 def test_equal_image_sizes_are_captured_once() -> None:
-    captures, tower = Captures(repeat_by_calls), Tower()
+    captures, tower = Captures(repeat_by_calls, prompts=True), Tower()
     executor = TowerGraphs(captures)
     for shapes in ([(2, 3)], [(2, 3), (4, 5)], [(4, 5), (2, 3)]):
         for count in range(4):
@@ -319,7 +357,7 @@ def test_equal_image_sizes_are_captured_once() -> None:
 
 
 def test_latest_image_sizes_are_kept() -> None:
-    executor, tower = TowerGraphs(Captures(repeat_by_calls)), Tower()
+    executor, tower = TowerGraphs(Captures(repeat_by_calls, prompts=True)), Tower()
     for number in range(1, MOST_SIZES + 5):
         for _ in range(2):
             executor.run_images(tower, [torch.zeros(number, 3)])

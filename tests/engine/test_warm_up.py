@@ -2,21 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+from io import StringIO
 from pathlib import Path
+from typing import Any
 
 import pytest
+import rich.console
 
 from tests.checkpoints import make_llama
-from tests.engine.test_overlap import answers, request
+from tests.engine.test_overlap import answers
+from tests.engine.test_overlap import request as asked
 from tests.engine.test_structured import engine_of, run
-from tests.static_device import StaticDevice, static_devices  # noqa: F401
+from tests.models.test_families import make
+from tests.static_device import StaticAttention, StaticDevice, static_devices  # noqa: F401
 from vlmserve.engine.engine import Engine
+from vlmserve.kernels.attention import BatchMetadata
 from vlmserve.runner import warm_up
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_llama(tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture(scope="module")
+def with_states(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make(tmp_path_factory.mktemp("qwen"), "qwen3.5 with shared keys")
 
 
 @pytest.fixture
@@ -48,11 +61,30 @@ def test_batches_of_decodes_are_captured_at_start(
 
 
 @pytest.mark.usefixtures("_warming")
-def test_warm_up_changes_no_answers(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    requests = [request("a"), request("bb", 7, temperature=0), request("ccc", 30)]
-    found = answers(run(warmed(folder), requests))
+@pytest.mark.parametrize("model", ["folder", "with_states"])
+@pytest.mark.parametrize("prompts", [False, True])
+def test_warm_up_changes_no_answers(
+    model: str,
+    prompts: bool,
+    request: pytest.FixtureRequest,
+    static_devices: list[StaticDevice],  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nothing is captured after the start, unless prompts are."""
+    path, requests = request.getfixturevalue(model), [asked("a"), asked("bb", 7, temperature=0), asked("ccc", 30)]
+    monkeypatch.setattr(StaticDevice, "captures_prompts", prompts)
+    # The test's attention has a graph for each width of block tables.
+    engine = warmed(path, block_size=64)
+    at_start = captured(static_devices)
+    assert at_start == 4
+    found = [answers(run(engine, requests)) for _ in range(2)]
+    # Torch's kernels of states read on the host where chunks are cut.
+    assert (captured(static_devices) > at_start) == (prompts and model == "folder")
     monkeypatch.setattr(StaticDevice, "warms_up", False)
-    assert answers(run(warmed(folder), requests)) == found
+    monkeypatch.setattr(StaticDevice, "captures_prompts", False)
+    plain = warmed(path, enforce_eager=True)
+    assert [answers(run(plain, requests)) for _ in range(2)] == found
+    assert captured(static_devices) == 0
 
 
 @pytest.mark.usefixtures("_warming")
@@ -75,3 +107,43 @@ def test_warm_up_ends_when_its_time_is_over(
     warmed(folder, max_warm_up_seconds=1e-9)
     assert captured(static_devices) == 1
     assert [record.levelname for record in caplog.records if "ran 1 of 8 steps" in record.getMessage()] == ["WARNING"]
+
+
+@pytest.mark.usefixtures("_warming")
+@pytest.mark.parametrize("eager", [False, True])
+def test_cache_leaves_memory_for_splits_and_graphs(folder: Path, monkeypatch: pytest.MonkeyPatch, eager: bool) -> None:
+    lengths: list[int] = []
+    reserved: list[int] = []
+    prepare = StaticAttention.prepare
+
+    def prepared(self: StaticAttention, metadata: BatchMetadata, *rest: Any) -> Any:
+        lengths.extend(metadata.host_context_lens[:-1])
+        return prepare(self, metadata, *rest)
+
+    def budget(self: StaticDevice, fraction: float, largest_step: Callable[[], None], others: int) -> int:
+        largest_step()
+        reserved.append(others)
+        return 2**22
+
+    def graph_bytes(self: StaticDevice, run: Callable[[], None]) -> int:
+        run()
+        return 1000
+
+    monkeypatch.setattr(StaticAttention, "prepare", prepared)
+    monkeypatch.setattr(StaticDevice, "cache_budget", budget)
+    monkeypatch.setattr(StaticDevice, "graph_bytes", graph_bytes)
+    engine = warmed(folder, kv_cache_memory=None, enforce_eager=eager)
+    assert lengths.count(64) >= 5, "a step of the longest contexts"
+    inputs_and_results = 2 * (8 + 4 + 2 + 1) * engine.runner.model.language_model.hidden_size * 4
+    assert reserved == [0 if eager else 1000 + inputs_and_results]
+
+
+@pytest.mark.usefixtures("_warming")
+def test_warm_up_draws_a_bar_on_terminals(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn, terminal = StringIO(), StringIO()
+    monkeypatch.setattr(terminal, "isatty", lambda: True)
+    monkeypatch.setattr("sys.stderr", terminal)
+    monkeypatch.setattr(rich.console, "Console", partial(rich.console.Console, file=drawn, force_terminal=True))
+    warmed(folder)
+    assert "warm-up" in drawn.getvalue()
+    assert "100%" in drawn.getvalue()

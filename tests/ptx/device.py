@@ -30,6 +30,7 @@ class EmulatedDevice(StaticDevice, TritonDevice):
     gpu_uuid = TorchDevice.gpu_uuid
     clock = TorchDevice.clock
     cache_budget = TorchDevice.cache_budget
+    graph_bytes = TorchDevice.graph_bytes
     expected_cache = TorchDevice.expected_cache
 
     def __init__(self, torch_device: torch.device) -> None:
@@ -37,7 +38,7 @@ class EmulatedDevice(StaticDevice, TritonDevice):
             # That of a GPU asks CUDA for memory.
             patch.setattr(TritonDevice, "__init__", TorchDevice.__init__)
             super().__init__(torch_device)
-        self._captures = Captures(RecordingCapture())
+        self._captures = Captures(RecordingCapture(), prompts=self.captures_prompts)
         self._draw = None
 
     def executor(self) -> LayerExecutor:

@@ -19,7 +19,7 @@ from vlmserve.layer_specs import CacheBytes
 from vlmserve.models.load_settings import LoadSettings
 from vlmserve.models.protocols import LoadedModel
 from vlmserve.models.registry import load_model
-from vlmserve.runner.memory import num_pages, run_largest_encoding, run_largest_step
+from vlmserve.runner.memory import num_pages, run_largest_encoding, run_largest_step, run_longest_step
 
 CPU = torch.device("cpu")
 
@@ -73,6 +73,11 @@ def test_the_largest_step_has_all_tokens(
     [metadata] = seen
     assert metadata.query_lens == metadata.host_context_lens == lens
     assert device.drawn == [min(4, num_tokens)]
+
+
+def test_lengths_of_the_longest_step_stay_on_device(model: LoadedModel) -> None:
+    """Attention that reads them on the host would gather keys that are not there."""
+    run_longest_step(model, num_seqs=3, max_model_len=512, block_size=16)
 
 
 def test_no_more_blocks_than_full_contexts_fill() -> None:

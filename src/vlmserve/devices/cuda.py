@@ -9,14 +9,21 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import cached_property
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from vlmserve.devices.device import AllocateCache, CaptureTime, Clock, LayerExecutor, TowerExecutor
-from vlmserve.devices.graphs import Captures, GraphExecutor, TowerGraphs, captured_decodes, captured_rows
+from vlmserve.devices.device import (
+    AllocateCache,
+    CaptureTime,
+    Clock,
+    EagerExecutor,
+    LayerExecutor,
+    TowerExecutor,
+)
+from vlmserve.devices.graphs import Captures, GraphExecutor, TowerGraphs, captured_decodes
 from vlmserve.devices.offload import HostBlocks, PinnedBlocks, block_bytes
 from vlmserve.devices.pixels import PixelRing
 from vlmserve.devices.staging import Staging
@@ -241,10 +248,15 @@ class TritonDevice(CudaDevice):
 
     kernels = "triton"
     padding_blocks = 1
+    captures_prompts: ClassVar[bool] = False
+    """See `Captures.prompts`; a class's, for measuring."""
 
     def __init__(self, torch_device: torch.device) -> None:
         super().__init__(torch_device)
-        self._captures = Captures(CudaCapture(torch_device))
+        self._capture = CudaCapture(torch_device)
+        self._captures = Captures(self._capture, prompts=self.captures_prompts)
+        self._captures_layers = True
+        self._repeats = False
         self._draw: TritonDraw | None = None
 
     @property
@@ -324,26 +336,43 @@ class TritonDevice(CudaDevice):
         """See `Device.attention`. The backend in Triton where it serves all layers."""
         from vlmserve.kernels.triton.attention import TritonAttention, unsupported_reason
 
-        if (reason := unsupported_reason(layers, dtype)) is not None:
-            logger.info("attention: torch (%s)", reason)
+        reason = unsupported_reason(layers, dtype)
+        self._captures_layers = reason is None
+        if reason is not None:
+            logger.info("attention: torch, without CUDA graphs (%s)", reason)
             return super().attention(layers, dtype, quantized_cache=quantized_cache)
         logger.info("attention: triton")
         return TritonAttention(quantized_cache=quantized_cache)
 
     def executor(self) -> LayerExecutor:
+        """See `Device.executor`. Layers whose attention reads lengths on the host run one by one."""
+        if not self._captures_layers:
+            return EagerExecutor()
+        self._repeats = True
         return GraphExecutor(self._captures)
 
     def tower_executor(self) -> TowerExecutor:
         return TowerGraphs(self._captures)
 
     def padded_rows(self, num_rows: int, num_decodes: int) -> int | None:
-        return captured_rows(num_rows, num_decodes) if self._captures.is_on else None
+        return self._captures.padded_rows(num_rows, num_decodes) if self._repeats else None
 
     def enforce_eager(self) -> None:
         self._captures.is_on = False
 
     def decode_sizes(self, most: int) -> list[int]:
-        return captured_decodes(most) if self._captures.is_on else []
+        return captured_decodes(most) if self._captures.is_on and self._repeats else []
+
+    def graph_bytes(self, run: Callable[[], None]) -> int:
+        """See `Device.graph_bytes`. Runs on the stream of captures, where libraries allocate another workspace."""
+        if not self._captures.is_on:
+            return 0
+        device = self.torch_device
+        torch.cuda.reset_peak_memory_stats(device)
+        with torch.cuda.stream(self._capture.stream):
+            run()
+        torch.cuda.synchronize(device)
+        return torch.cuda.max_memory_allocated(device) - torch.cuda.memory_allocated(device)
 
     def capturing(self, time: CaptureTime) -> AbstractContextManager[None]:
         return self._captures.at(time)
@@ -356,7 +385,7 @@ class CudaCapture:
         self._device = device
 
     @cached_property
-    def _stream(self) -> torch.cuda.Stream:
+    def stream(self) -> torch.cuda.Stream:
         """The stream of all captures: graphs of a pool reuse memory only if the same stream allocated it."""
         return torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
 
@@ -366,17 +395,17 @@ class CudaCapture:
 
     def __call__(self, run: Callable[[], Tensor]) -> Callable[[], Tensor]:
         current, graph = torch.cuda.current_stream(self._device), torch.cuda.CUDAGraph()
-        self._stream.wait_stream(current)
+        self.stream.wait_stream(current)
         # This also restores the current stream if the capture fails to end, which `torch.cuda.graph` does not.
-        with torch.cuda.stream(self._stream):
+        with torch.cuda.stream(self.stream):
             # Run once before: a capture cannot record what the first call compiles or allocates.
             try:
                 run()
             finally:
                 # If it fails, the step is computed otherwise, after all that it has launched.
-                current.wait_stream(self._stream)
+                current.wait_stream(self.stream)
             # Other threads may allocate memory and wait for events meanwhile.
-            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+            with torch.cuda.graph(graph, pool=self._pool, stream=self.stream, capture_error_mode="thread_local"):
                 result = run()
 
         def again() -> Tensor:

@@ -58,6 +58,9 @@ class LaidOutTower(Protocol):
 class TowerExecutor(Protocol):
     """Runs a vision tower: call by call, or as a graph."""
 
+    tile_counts: Sequence[int]
+    """Numbers of tiles to capture at start, the largest first."""
+
     def run(self, encode: Callable[[Tensor], Tensor], tiles: Tensor) -> Tensor:
         """The result of `encode` for tiles of images, all of one size. It does the same in each call and computes each
         tile by itself."""
@@ -170,6 +173,10 @@ class Device(Operations, Protocol):
         """A context in which steps are captured at this time. Those that are captured at "first" are never dropped."""
         ...
 
+    def graph_bytes(self, run: Callable[[], None]) -> int:
+        """Bytes that graphs of `run` take beside all other memory; 0: the device captures none."""
+        ...
+
     def logits_buffer(self, rows: int, vocab_size: int) -> Tensor | None:
         """float32 ``[rows, vocab_size]`` for the logits of a step, the same memory in each; None: fresh memory is as
         good."""
@@ -208,6 +215,8 @@ class EagerExecutor:
 
 class EagerTower:
     """Runs towers call by call. A `TowerExecutor`."""
+
+    tile_counts: Sequence[int] = ()
 
     def run_images(self, tower: LaidOutTower, pixels: Sequence[Tensor]) -> Tensor | None:
         return None

@@ -94,16 +94,25 @@ Capture = Callable[[Callable[[], Tensor]], Callable[[], Tensor]]
 
 
 class Captures:
-    """How a device captures, for as long as there is memory for it.
+    """How a device captures, for as long as there is memory for it."""
 
-    is_on: whether anything more is captured. What was captured before is still repeated. time: when the layers of a
-    step are captured.
-    """
-
-    def __init__(self, capture: Capture) -> None:
+    def __init__(self, capture: Capture, *, prompts: bool = False) -> None:
         self.is_on = True
+        """Anything more is captured. What was captured before is still repeated."""
+        self.prompts = prompts
+        """Steps with chunks of prompts and images are captured when they repeat."""
         self.time: CaptureTime = "repeated"
+        """When a step is captured."""
+        self.decodes: set[int] = set()
+        """Sizes of batches of decodes that were captured at start."""
         self._capture = capture
+
+    def padded_rows(self, num_rows: int, num_decodes: int) -> int | None:
+        """See `Device.padded_rows`."""
+        if num_decodes < num_rows and not self.prompts:
+            return None
+        padded = captured_rows(num_rows, num_decodes)
+        return padded if self.is_on or (num_decodes == num_rows and padded in self.decodes) else None
 
     def __call__(self, run: Callable[[], Tensor], what: str) -> Callable[[], Tensor] | None:
         """See `Capture`; None if memory runs out, after which nothing more is captured. what: it is, for the log."""
@@ -153,9 +162,10 @@ class _Graph(NamedTuple):
 
 
 class GraphExecutor:
-    """Captures the layers of a step the second time that it comes, and repeats it from then on. A `LayerExecutor`.
+    """Captures the layers of batches of decodes at start, and repeats them from then on. A `LayerExecutor`.
 
-    It keeps all graphs that were captured at start, and the most recently used other ones.
+    Batches that are only known later, those with adapters, are captured when they come for the second time, and so are
+    steps with prompts if `Captures.prompts` says so. Of these graphs the most recently used ones are kept.
 
     A step is the same if all that it reads has the same shapes and addresses. Adapters are among what it reads: others
     of the same ranks may be in the slots. Steps of other sizes than `captured_rows`, with factors of queries, with
@@ -173,7 +183,8 @@ class GraphExecutor:
 
     def run(self, layers: LayerStack, x: Tensor, caches: Sequence[LayerCache], step: StepContext) -> Tensor:
         """See `LayerExecutor.run`. The result is valid until the next step."""
-        key = _key(x, caches, step)
+        is_prompt = step.metadata.num_decodes < len(x)
+        key = None if is_prompt and not self._captures.prompts else _key(x, caches, step)
         if key is None:
             return layers(x, caches, step)
         graph = self._kept.get(key) or self._repeated(key, layers, x, caches, step)
@@ -192,6 +203,7 @@ class GraphExecutor:
             graph = self._captured(layers, x, caches, step)
             if graph is not None:
                 self._kept[key] = graph
+                self._captures.decodes.add(len(x))
             return graph
         graph = None
         if key in self._graphs:
@@ -241,12 +253,14 @@ class _ImageGraph(NamedTuple):
 
 
 class TowerGraphs:
-    """Captures a tower each second time that the same is wanted of it. A `TowerExecutor`.
+    """Captures a tower over 1, 2, 4, 8 and 16 tiles at start. A `TowerExecutor`.
 
-    Over tiles that is 1, 2, 4, 8 and 16 of them. Any number up to `MOST_TILES` is made of these, so that nothing is
-    computed for nobody. More go through the tower call by call, since they have the device computing for longer than
-    the host takes for that. Over images of any size it is those of a step, in their order.
+    Any number up to `MOST_TILES` is made of these. More go through the tower call by call, since the device computes
+    for longer than the host launches. With `Captures.prompts`, what was not captured at start is when it repeats:
+    tiles, and the images of any size of a step, in their order.
     """
+
+    tile_counts: Sequence[int] = tuple(1 << power for power in reversed(range(MOST_TILES.bit_length())))
 
     def __init__(self, captures: Captures) -> None:
         self._captures = captures
@@ -258,7 +272,7 @@ class TowerGraphs:
         return sum(graph is not None for graph in (*self._graphs.values(), *self._images.values()))
 
     def run_images(self, tower: LaidOutTower, pixels: Sequence[Tensor]) -> Tensor | None:
-        if sum(image.numel() for image in pixels) > MOST_PIXELS:
+        if not self._captures.prompts or sum(image.numel() for image in pixels) > MOST_PIXELS:
             return None
         key = tuple((image.shape, image.dtype) for image in pixels)
         graph = self._images.get(key)
@@ -292,13 +306,12 @@ class TowerGraphs:
 
     def _run(self, encode: Callable[[Tensor], Tensor], tiles: Tensor) -> Tensor:
         key = tiles.shape, tiles.dtype
-        if key not in self._graphs:
-            self._graphs[key] = None
-            return encode(tiles)
-        graph = self._graphs[key] or self._captured(encode, tiles)
+        graph = self._graphs.get(key)
+        if graph is None and (self._captures.time == "first" or (key in self._graphs and self._captures.prompts)):
+            graph = self._captured(encode, tiles)
+        self._graphs[key] = graph
         if graph is None:
             return encode(tiles)
-        self._graphs[key] = graph
         own, repeat = graph
         own.copy_(tiles)
         # A copy: graphs share their memory.

@@ -160,6 +160,9 @@ class TorchDevice:
     def capturing(self, time: CaptureTime) -> AbstractContextManager[None]:
         return nullcontext()
 
+    def graph_bytes(self, run: Callable[[], None]) -> int:
+        return 0
+
     def logits_buffer(self, rows: int, vocab_size: int) -> Tensor | None:
         return None
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,7 +27,13 @@ from vlmserve.models.protocols import LanguageModel, LoadedModel
 from vlmserve.models.registry import load_model
 from vlmserve.models.weights_cache import WeightsCache
 from vlmserve.quantization import QuantizationConfig
-from vlmserve.runner.memory import num_pages, run_largest_encoding, run_largest_step, run_longest_step
+from vlmserve.runner.memory import (
+    num_pages,
+    run_largest_encoding,
+    run_largest_graphs,
+    run_largest_step,
+    run_longest_step,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -162,10 +169,6 @@ def _cache_budget(config: EngineConfig, model: LoadedModel, max_model_len: int) 
         return config.kv_cache_memory // config.tensor_parallel_size
 
     def largest_step() -> None:
-        if model.device.decode_sizes(1):
-            run_longest_step(
-                model, num_seqs=config.max_num_seqs, max_model_len=max_model_len, block_size=config.block_size
-            )
         run_largest_encoding(
             model,
             num_tokens=config.max_num_batched_tokens,
@@ -179,7 +182,10 @@ def _cache_budget(config: EngineConfig, model: LoadedModel, max_model_len: int) 
             block_size=config.block_size,
         )
 
+    # Its buffers stay allocated, so all measurements count them.
+    run_longest_step(model, num_seqs=config.max_num_seqs, max_model_len=max_model_len, block_size=config.block_size)
     reserved = 0 if model.vision is None else config.encoder_cache_memory
+    reserved += _graph_bytes(config, model)
     budget = model.device.cache_budget(config.memory_fraction, largest_step, reserved)
     if model.ranks is None:
         return budget
@@ -187,3 +193,14 @@ def _cache_budget(config: EngineConfig, model: LoadedModel, max_model_len: int) 
         budget //= model.ranks.size
     least = model.ranks.largest(torch.tensor([-budget], dtype=torch.int64, device=model.device.torch_device))
     return -int(least)
+
+
+def _graph_bytes(config: EngineConfig, model: LoadedModel) -> int:
+    """Bytes of graphs that are captured at start: activations of the largest, input and result of each."""
+    sizes = model.device.decode_sizes(config.max_num_seqs) if model.ranks is None and config.max_warm_up_seconds else []
+    if not sizes:
+        return 0
+    ends = 2 * sum(sizes) * model.language_model.hidden_size * model.dtype.itemsize
+    return ends + model.device.graph_bytes(
+        partial(run_largest_graphs, model, num_decodes=sizes[0], block_size=config.block_size)
+    )

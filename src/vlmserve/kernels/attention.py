@@ -190,6 +190,8 @@ class AttentionBackend(Protocol):
     """Paged attention over a flat batch, causal but for bidirectional rows."""
 
     name: str
+    reads_on_device: bool
+    """Kernels read lengths on the device, so a step may be captured and repeated at other lengths."""
 
     def allocate(
         self, num_blocks: int, block_size: int, spec: AttentionSpec, dtype: torch.dtype, device: torch.device

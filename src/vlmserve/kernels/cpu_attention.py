@@ -49,6 +49,7 @@ class CpuAttention:
     """Attention over a flat batch of decodes and prompt chunks, in one call a layer. A `RotatingBackend`."""
 
     name = "native"
+    reads_on_device = False
 
     def __init__(self, *, quantized_cache: bool = False) -> None:
         """quantized_cache: the cache stores 8-bit keys and values."""

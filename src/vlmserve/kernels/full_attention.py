@@ -16,6 +16,7 @@ class FullAttention:
     """An `AttentionBackend` for encoders of text. It reads nothing of the metadata but `query_lens`."""
 
     name = "full"
+    reads_on_device = False
 
     def allocate(
         self, num_blocks: int, block_size: int, spec: AttentionSpec, dtype: torch.dtype, device: torch.device

@@ -70,6 +70,7 @@ class TorchReference:
     """Attention over a flat batch of decodes and prompt chunks. An `AttentionBackend`."""
 
     name = "torch"
+    reads_on_device = False
 
     def __init__(
         self,

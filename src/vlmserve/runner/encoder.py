@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -101,6 +101,24 @@ class ImageEncoder:
             clock.mark()
             times += clock.seconds()
         return products, min(times[1:])
+
+    def tiles_to_capture(self) -> Sequence[int]:
+        """Numbers of tiles that the device captures the tower over; empty: it captures none."""
+        vision = self._model.vision
+        if not isinstance(vision, TileEncoder) or vision.example_shape is None:
+            return ()
+        return self._executor.tile_counts
+
+    @torch.inference_mode()
+    def encode_tiles(self, count: int) -> None:
+        """Send `count` blank tiles through the tower."""
+        vision = self._model.vision
+        assert isinstance(vision, TileEncoder)
+        assert vision.example_shape is not None
+        shape = (count, *vision.example_shape[1:])
+        self._executor.run(
+            vision.encode_tiles, torch.zeros(shape, dtype=self._model.dtype, device=self._device.torch_device)
+        )
 
     @property
     def _tower(self) -> VisionEncoder:

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
 
 from vlmserve.devices.device import LaidOutTower
-from vlmserve.devices.graphs import captured_sequences
+from vlmserve.devices.graphs import MOST_TILES, captured_sequences
 from vlmserve.errors import ConfigurationError
 from vlmserve.kernels.attention import BatchMetadata
 from vlmserve.kernels.blocks import allocate_states
 from vlmserve.kernels.states import StateRows
 from vlmserve.layer_specs import CacheBytes
-from vlmserve.models.protocols import LoadedModel
+from vlmserve.models.protocols import LoadedModel, TileEncoder
 
 
 @torch.inference_mode()
@@ -56,18 +57,33 @@ def run_longest_step(model: LoadedModel, *, num_seqs: int, max_model_len: int, b
     """Run a small step whose lengths on the host are the largest, so that the device allocates what depends on them:
     memory for splits of contexts, and rotary tables. Captured steps keep reading both.
 
-    All sequences but the last one decode. The device reads that they have a few tokens.
+    All sequences but the last one decode. The device reads that they have a few tokens. Other backends than those that
+    read lengths on the device keep nothing, and run no such step.
     """
-    language_model, device = model.language_model, model.device.torch_device
+    if not model.backend.reads_on_device:
+        return
     num_decodes = captured_sequences(num_seqs + 1) - 1
+    decodes = torch.tensor([num_decodes], dtype=torch.int32, device=model.device.torch_device)
     lens = [*[1] * num_decodes, 2]
+    _run_short(model, lens, block_size, decodes=decodes, host_context_lens=[max_model_len] * len(lens))
+
+
+@torch.inference_mode()
+def run_largest_graphs(model: LoadedModel, *, num_decodes: int, block_size: int) -> None:
+    """Run the largest steps that are captured at start: `num_decodes` decodes, and tiles through the vision tower."""
+    _run_short(model, [1] * num_decodes, block_size)
+    shape = None if model.vision is None else model.vision.example_shape
+    if shape is not None and isinstance(model.vision, TileEncoder):
+        tiles = torch.zeros((MOST_TILES, *shape[1:]), dtype=model.dtype, device=model.device.torch_device)
+        model.vision.encode_tiles(tiles)
+
+
+def _run_short(model: LoadedModel, lens: list[int], block_size: int, **changes: Any) -> None:
+    """Run the layers over prompts of `lens` tokens, at most 2. changes: of the batch's metadata."""
+    language_model, device = model.language_model, model.device.torch_device
     tables = [[0] * -(-2 // block_size)] * len(lens)
-    metadata = replace(
-        BatchMetadata.of_chunks([(0, length) for length in lens], tables, block_size, device),
-        host_context_lens=[max_model_len] * len(lens),
-        decodes=torch.tensor([num_decodes], dtype=torch.int32, device=device),
-        states=StateRows.of_prompts(lens, device),
-    )
+    metadata = BatchMetadata.of_chunks([(0, length) for length in lens], tables, block_size, device)
+    metadata = replace(metadata, states=StateRows.of_prompts(lens, device), **changes)
     rows = torch.zeros(sum(lens), dtype=torch.int64, device=device)
     caches = language_model.allocate_cache(1, block_size)
     states = allocate_states(language_model.state_specs, 1, model.dtype, device)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, NoReturn
 
 import numpy as np
@@ -143,6 +143,12 @@ class ModelRunner:
 
     def warm_up(self) -> tuple[int, float]:
         return self._images.warm_up()
+
+    def tiles_to_capture(self) -> Sequence[int]:
+        return self._images.tiles_to_capture()
+
+    def encode_tiles(self, count: int) -> None:
+        self._images.encode_tiles(count)
 
     def submit(self, step: SchedulerOutput) -> RunningStep:
         """Run a step. Where the device draws tokens by itself, this returns before it has; steps run in the order in

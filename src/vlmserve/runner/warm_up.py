@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import logging
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 
+from vlmserve.logs import log_format_in_use
 from vlmserve.runner.memory import run_longest_step
 from vlmserve.runner.runner import ModelRunner
 from vlmserve.steps import CachedRequest, NewRequest, SchedulerOutput
@@ -40,7 +43,7 @@ def warm_up_steps(
             if rows <= most:
                 _prefill(runner, rows, 0)
         return
-    started = reported = time.monotonic()
+    started = time.monotonic()
     logger.info("warm-up: compiling kernels and capturing graphs of %d batch sizes, up to %g s", len(sizes), seconds)
     run_longest_step(runner.model, num_seqs=max_num_seqs, max_model_len=max_model_len, block_size=runner.block_size)
     # The largest graph first, whose memory the others reuse, then small batches, which come first.
@@ -54,17 +57,45 @@ def warm_up_steps(
         for beside in (0, 1)
         if not beside or rows <= MIXED_ROWS
     ]
+    steps += [partial(_encode, runner, tiles) for tiles in runner.tiles_to_capture()]
     done = 0
-    for done, step in enumerate(steps, 1):
-        step()
-        taken = time.monotonic() - started
-        if taken > seconds:
-            break
-        if time.monotonic() - reported > _PROGRESS_SECONDS:
-            reported = time.monotonic()
-            logger.info("warm-up: %d of %d steps in %.0f s", done, len(steps), taken)
+    with _progress(len(steps)) as show:
+        for done, step in enumerate(steps, 1):
+            step()
+            show(done)
+            if time.monotonic() - started > seconds:
+                break
     level = logging.INFO if done == len(steps) else logging.WARNING
     logger.log(level, "warm-up: ran %d of %d steps in %.1f s", done, len(steps), time.monotonic() - started)
+
+
+@contextmanager
+def _progress(total: int) -> Iterator[Callable[[int], None]]:
+    """Show how many of `total` steps have run: as a bar on a terminal, else in a line every few seconds."""
+    if sys.stderr.isatty() and log_format_in_use() != "json":
+        from rich.console import Console
+        from rich.progress import Progress
+
+        with Progress(console=Console(stderr=True), transient=True) as bar:
+            task = bar.add_task("warm-up", total=total)
+            yield lambda done: bar.update(task, completed=done)
+        return
+    started = reported = time.monotonic()
+
+    def report(done: int) -> None:
+        nonlocal reported
+        now = time.monotonic()
+        if now - reported > _PROGRESS_SECONDS:
+            reported = now
+            logger.info("warm-up: %d of %d steps in %.0f s", done, total, now - started)
+
+    yield report
+
+
+def _encode(runner: ModelRunner, tiles: int) -> None:
+    """Capture the vision tower over a number of tiles."""
+    with runner.model.device.capturing("first"):
+        runner.encode_tiles(tiles)
 
 
 def _decode(runner: ModelRunner, size: int, blocks: int) -> None:

@@ -122,6 +122,7 @@ class TritonAttention(TorchReference):
     """
 
     name = "triton"
+    reads_on_device = True
     writes: ClassVar[bool] = True
 
     def __init__(self, *, quantized_cache: bool = False) -> None:
