@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from tests.blip import make_blip
 from tests.checkpoints import make_gemma3, make_llama, make_qwen_vl
 from tests.gguf_files import write_gguf
-from tests.models.test_families import FAMILIES, make
+from tests.models.test_families import FAMILIES, MIXTURES, make
 from tests.native import built
 from tests.paged import PagedRun
 from vlmserve.devices import cpu
@@ -121,7 +121,9 @@ def test_superblocks_run_as_one_program(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 @built
-@pytest.mark.parametrize("name", [*FAMILIES, "qwen3.5 with shared keys", "lfm2", "lfm3", "lfm3 without gates"])
+@pytest.mark.parametrize(
+    "name", [*FAMILIES, *MIXTURES, "qwen3.5 with shared keys", "lfm2", "lfm3", "lfm3 without gates"]
+)
 def test_every_family_runs_as_one_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     folder = make(tmp_path, name)
     counts = [[40, 1, 5], [1, 0, 9], [1, 0, 1]]

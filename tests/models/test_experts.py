@@ -9,7 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tests.native import built
+from vlmserve.devices.cpu import NativeCpuDevice
+from vlmserve.devices.torch_device import TorchDevice
 from vlmserve.families.spec import ExpertsSpec
+from vlmserve.kernels.extension import selected_isa
 from vlmserve.layers.linear import Linear
 from vlmserve.models.blocks.experts import Experts, Router
 from vlmserve.quant.methods.rtn import round_to_nearest
@@ -51,28 +55,50 @@ def rounded(weight: Tensor, bits: int | None, config: QuantizationConfig) -> Ten
     )
 
 
-@pytest.mark.parametrize(("scheme", "bits"), [("none", None), ("int8", 8), ("int4", 4)])
-@torch.inference_mode()
-def test_rounded_experts_equal_float64(scheme: Any, bits: int | None) -> None:
-    spec = ExpertsSpec(count=8, top_k=3, inner_size=32, shared_size=32, shared_gate=True)
+def make_block(spec: ExpertsSpec) -> Experts:
     block = Experts(spec, 64, "silu", dtype=torch.float32, device=CPU)
     torch.manual_seed(0)
     for parameter in block.parameters():
         nn.init.normal_(parameter, std=0.2)
+    return block
+
+
+def expected_rows(spec: ExpertsSpec, weights: dict[str, Tensor], x: Tensor) -> Tensor:
+    """What the block computes for float64 rows."""
+
+    def mlp(name: str) -> Tensor:
+        gate, up = (x @ weights[f"{name}.gate_up_proj"].T).chunk(2, 1)
+        return (F.silu(gate) * up) @ weights[f"{name}.down_proj"].T
+
+    scores, chosen = (x @ weights["router.linear"].T).softmax(1).topk(spec.top_k)
+    factors = torch.zeros(len(x), spec.count, dtype=torch.float64)
+    factors.scatter_(1, chosen, scores / scores.sum(1, keepdim=True))
+    output = (x @ weights["shared_gate"].T).sigmoid() * mlp("shared")
+    return output + sum(factors[:, number, None] * mlp(f"experts.{number}") for number in range(spec.count))
+
+
+# Native kernels round the inputs of 4-bit weights.
+@pytest.mark.parametrize(
+    ("scheme", "bits", "native"),
+    [
+        ("none", None, False),
+        ("int8", 8, False),
+        ("int4", 4, False),
+        pytest.param("none", None, True, marks=built),
+        pytest.param("int8", 8, True, marks=built),
+    ],
+)
+@torch.inference_mode()
+def test_rounded_experts_equal_float64(scheme: Any, bits: int | None, native: bool) -> None:
+    spec = ExpertsSpec(count=8, top_k=3, inner_size=32, shared_size=32, shared_gate=True)
+    block = make_block(spec)
     config, weights = QuantizationConfig(scheme=scheme), {}
     for name, module in block.named_modules():
         if isinstance(module, Linear):
             weights[name] = rounded(module.weight, None if module.stays_plain else bits, config)
     quantize(nn.ModuleDict({"language_model": block}), config)
-    x = torch.randn(11, 64)
-    wide = x.double()
-
-    def mlp(name: str) -> Tensor:
-        gate, up = (wide @ weights[f"{name}.gate_up_proj"].T).chunk(2, 1)
-        return (F.silu(gate) * up) @ weights[f"{name}.down_proj"].T
-
-    scores, chosen = (wide @ weights["router.linear"].T).softmax(1).topk(3)
-    factors = torch.zeros(11, 8, dtype=torch.float64).scatter(1, chosen, scores / scores.sum(1, keepdim=True))
-    expected = (wide @ weights["shared_gate"].T).sigmoid() * mlp("shared")
-    expected += sum(factors[:, number, None] * mlp(f"experts.{number}") for number in range(8))
-    torch.testing.assert_close(block(x).inputs.double(), expected, atol=1e-4, rtol=1e-4)
+    block.arrange(NativeCpuDevice(CPU, selected_isa()) if native else TorchDevice(CPU))
+    x, residual = torch.randn(11, 64), torch.randn(11, 64)
+    last, inputs = block(x)
+    expected = residual.double() + expected_rows(spec, weights, x.double())
+    torch.testing.assert_close(last(inputs, residual).double(), expected, atol=1e-3 if native else 1e-4, rtol=1e-4)

@@ -113,13 +113,23 @@ MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 9}),
     "qwen3_moe": ("Qwen3Moe", {**QWEN3_MOE, "norm_topk_prob": True}),
     "qwen3_moe with dense layers": ("Qwen3Moe", {**QWEN3_MOE, "mlp_only_layers": [0], "attention_bias": True}),
+    "qwen3.5 with experts": (
+        "Qwen3_5Moe",
+        {
+            **QWEN35,
+            **QWEN3_MOE,
+            "linear_key_head_dim": 16,
+            "linear_value_head_dim": 16,
+            "shared_expert_intermediate_size": 32,
+        },
+    ),
 }
 """Families with experts."""
 
 
 def make(folder: Path, name: str) -> Path:
     family, overrides = (FAMILIES | HYBRIDS | MIXTURES)[name]
-    kind = "TextConfig" if family in ("Gemma3", "Gemma4", "Qwen3_5") else "Config"
+    kind = "TextConfig" if family in ("Gemma3", "Gemma4", "Qwen3_5", "Qwen3_5Moe") else "Config"
     config_class = getattr(transformers, family + kind)
     return make_text_model(folder, getattr(transformers, family + "ForCausalLM"), config_class, **overrides)
 

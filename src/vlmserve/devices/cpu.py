@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -14,7 +14,8 @@ from torch import Tensor
 
 from vlmserve.devices.device import Clock, HostClock, LayerExecutor, LayerStack
 from vlmserve.devices.torch_device import TorchDevice
-from vlmserve.kernels import cpu_sampling, cpu_states
+from vlmserve.families.spec import ExpertsSpec
+from vlmserve.kernels import cpu_experts, cpu_sampling, cpu_states
 from vlmserve.kernels.attention import AttentionBackend, LayerCache
 from vlmserve.kernels.choice import choose_kernels, multiplies_bfloat16
 from vlmserve.kernels.cpu_attention import CpuAttention, gate_output, unsupported_reason
@@ -34,6 +35,8 @@ from vlmserve.kernels.operations import (
     AnyWeight,
     EncoderKernel,
     Epilogue,
+    ExpertProducts,
+    ExpertsKernel,
     GateKernel,
     HeadsNorm,
     Norm,
@@ -126,6 +129,7 @@ class NativeCpuDevice(CpuDevice):
     """A CPU by the native kernels, where these can do what a layer does. kernels: their instruction set."""
 
     keeps_packed = True
+    chooses_experts = True
 
     def __init__(self, torch_device: torch.device, isa: str) -> None:
         super().__init__(torch_device)
@@ -177,6 +181,14 @@ class NativeCpuDevice(CpuDevice):
 
     def output_gate(self, dtype: torch.dtype) -> GateKernel | None:
         return gate_output if dtype in DTYPES else None
+
+    def experts(
+        self, spec: ExpertsSpec, router: Product, correction: Tensor | None, experts: Mapping[int, ExpertProducts]
+    ) -> ExpertsKernel | None:
+        if (reason := cpu_experts.unsupported_reason(router, experts)) is not None:
+            logger.info("experts: one call per product (%s)", reason)
+            return None
+        return cpu_experts.NativeExperts(spec, router, correction, experts)
 
     def encoder_attention(self, num_heads: int, head_size: int, dtype: torch.dtype) -> EncoderKernel | None:
         return partial(encoder_attention, num_heads=num_heads) if can_pack(head_size, dtype) else None

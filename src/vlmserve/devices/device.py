@@ -88,6 +88,7 @@ class Device(Operations, Protocol):
 
     torch_device: where tensors lie. kernels: what computes, for people: "torch" or an instruction set.
     keeps_packed: whether weights that a file holds in few bits stay packed unless the settings say otherwise.
+    chooses_experts: whether it chooses a step's experts without the host, so that executors may hold such layers.
     overcommits: whether empty tensors take memory only once they are written.
     mapped_bytes: of weights in mapped files, which the system counts as free memory.
     images_per_step: images that go through the vision tower in one step, unless the settings say. stage_products:
@@ -99,6 +100,7 @@ class Device(Operations, Protocol):
     torch_device: torch.device
     kernels: str
     keeps_packed: bool
+    chooses_experts: bool
     overcommits: bool
     mapped_bytes: int
     images_per_step: int

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
@@ -21,12 +21,15 @@ from vlmserve.devices.device import (
 )
 from vlmserve.devices.offload import HostBlocks, PlainBlocks
 from vlmserve.devices.pixels import Normalizer
+from vlmserve.families.spec import ExpertsSpec
 from vlmserve.kernels import torch_sampling
 from vlmserve.kernels.attention import AttentionBackend, LayerCache
 from vlmserve.kernels.operations import (
     AnyWeight,
     EncoderKernel,
     Epilogue,
+    ExpertProducts,
+    ExpertsKernel,
     GateKernel,
     HeadsNorm,
     Norm,
@@ -50,6 +53,7 @@ class TorchDevice:
 
     kernels = "torch"
     keeps_packed = False
+    chooses_experts = False
     overcommits = False
     mapped_bytes = 0
     images_per_step = 16
@@ -104,6 +108,11 @@ class TorchDevice:
         return None
 
     def output_gate(self, dtype: torch.dtype) -> GateKernel | None:
+        return None
+
+    def experts(
+        self, spec: ExpertsSpec, router: Product, correction: Tensor | None, experts: Mapping[int, ExpertProducts]
+    ) -> ExpertsKernel | None:
         return None
 
     def encoder_attention(self, num_heads: int, head_size: int, dtype: torch.dtype) -> EncoderKernel | None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ctypes
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, cast
 
@@ -152,6 +152,10 @@ class Recording:
     @property
     def input(self) -> Tensor:
         return cast(Tensor, Recorded(self, 0, self._widths[0]))
+
+    def keep(self, tensors: Iterable[Tensor]) -> None:
+        """Keep weights for as long as the program is."""
+        self._kept += tensors
 
     def rope(self, size: int) -> RecordedRope:
         """Another kind of cosines and sines, in the order in which `Program.run` gets them."""

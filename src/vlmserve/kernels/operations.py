@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
+from vlmserve.families.spec import ExpertsSpec
 from vlmserve.kernels.activation import activation
 from vlmserve.kernels.adapters import LinearAdapters
 from vlmserve.kernels.quantized import QuantizedWeight
@@ -179,6 +180,21 @@ class Table(Product, Protocol):
         ...
 
 
+ExpertProducts = tuple[Product, Product]
+"""An expert's gates and ups, ``[size]`` to ``[inner_size]``, and what their result is multiplied with."""
+
+
+class ExpertsKernel(Protocol):
+    """A router and the experts that it chooses from, see `blocks.experts`."""
+
+    def __call__(self, x: Tensor, residual: Tensor | None = None, *, float_output: bool = False) -> Tensor:
+        """``[rows, size]`` to the weighted sums of what each row's experts compute, plus a residual.
+
+        float_output: the result and the residual are float32. Else they are of the model's type.
+        """
+        ...
+
+
 class Operations(Protocol):
     """The kernels that a device has for layers."""
 
@@ -214,6 +230,13 @@ class Operations(Protocol):
 
     def output_gate(self, dtype: torch.dtype) -> GateKernel | None:
         """The output gate of attention. None: torch's operations."""
+        ...
+
+    def experts(
+        self, spec: ExpertsSpec, router: Product, correction: Tensor | None, experts: Mapping[int, ExpertProducts]
+    ) -> ExpertsKernel | None:
+        """A mixture of experts. router: float32. correction: float32 ``[count]``. experts: by number, without
+        other ranks' experts. None: one product after the other."""
         ...
 
     def encoder_attention(self, num_heads: int, head_size: int, dtype: torch.dtype) -> EncoderKernel | None:

@@ -6,7 +6,7 @@ need the following norm before the sum is computed, so a block that was added st
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol, overload
 
 import torch
@@ -33,16 +33,17 @@ class Unfinished(NamedTuple):
     inputs: Tensor
 
 
-class Computed:
-    """The last layer of a block whose output is computed already."""
+class Adding:
+    """The last layer of a block that is no `Linear`."""
 
     deferring = None
 
+    def __init__(self, add: Callable[[Tensor, Tensor | None], Tensor]) -> None:
+        """add: computes rows of the inputs plus a residual, if there is one."""
+        self._add = add
+
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        return x if residual is None else residual + x
-
-
-COMPUTED = Computed()
+        return self._add(x, residual)
 
 
 class ResidualStream:

@@ -104,8 +104,9 @@ def _load(
         on, wanted = open_device(device, settings.kernels, stated, automatic=settings.dtype is None)
         own = spec if ranks is None else share_of(spec, ranks)
         backend = on.attention(own.attention, wanted, quantized_cache=settings.quantized_cache)
-        # Programs and graphs hold no exchange between ranks, and only the host knows which experts a step takes.
-        executor = on.executor() if ranks is None and not any(spec.experts) else EagerExecutor()
+        # Programs and graphs hold no exchange between ranks, and no choice that the host makes.
+        chooses_on_host = any(spec.experts) and not on.chooses_experts
+        executor = on.executor() if ranks is None and not chooses_on_host else EagerExecutor()
         with nullcontext() if on.overcommits else without_memory():
             parts = description.build(spec, backend, executor, dtype=wanted, device=device, ranks=ranks)
         model, decoder = parts.modules, parts.language_model

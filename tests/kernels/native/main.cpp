@@ -4,6 +4,7 @@
 #include "isas.h"
 
 #include "attention_cases.h"
+#include "expert_cases.h"
 #include "products.h"
 #include "sampling_cases.h"
 #include "state_cases.h"
@@ -37,6 +38,7 @@ int main(int count, char** arguments) {
         test_gates();
         test_attention();
         test_states();
+        test_mixtures();
         test_sampling();
     }
     std::printf("%ld cases failed\n", Case::failed());

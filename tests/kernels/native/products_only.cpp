@@ -3,6 +3,7 @@
 #include "convolution.h"
 #include "delta.h"
 #include "encoder_attention.h"
+#include "experts.h"
 #include "gate.h"
 #include "norm.h"
 #include "program.h"

@@ -3,6 +3,7 @@
 #include "convolution.h"
 #include "delta.h"
 #include "encoder_attention.h"
+#include "experts.h"
 #include "gate.h"
 #include "norm.h"
 #include "program.h"
@@ -48,5 +49,5 @@ extern const Kernels TABLE_OF(VLMSERVE_ISA);
 const Kernels TABLE_OF(VLMSERVE_ISA) = {
     NAME_OF(VLMSERVE_ISA), pack, pack_quantized, pack_superblocks, gather, linear_scratch, linear, norm, gate,
     attention_scratch, attention, encoder_attention_scratch, encoder_attention, rotation, delta_scratch,
-    delta, convolution, program_scratch, program, sampling_scratch, sampling,
+    delta, convolution, experts_scratch, experts, program_scratch, program, sampling_scratch, sampling,
 };

@@ -35,6 +35,8 @@ INLINE long num_tiles(long out, bool gated) {
 INLINE long num_blocks(long rows, int most) { return (rows + most - 1) / most; }
 INLINE long block_start(long rows, long block, int most) { return rows * block / num_blocks(rows, most); }
 
+INLINE long source_row(const LinearArgs& args, long row) { return args.x_rows ? args.x_rows[row] : row; }
+
 template <class Format>
 void rearrange_rows(const LinearArgs& args, typename Format::Input* to, long block) {
     const auto* x = static_cast<const typename Format::Element*>(args.x);
@@ -42,7 +44,7 @@ void rearrange_rows(const LinearArgs& args, typename Format::Input* to, long blo
     long units = args.in / Format::PAIR;
     to += first * units;
     for (long row = 0; row < count; ++row) {
-        const auto* from = x + (first + row) * args.x_stride;
+        const auto* from = x + source_row(args, first + row) * args.x_stride;
         for (long unit = 0; unit < units; ++unit) to[unit * count + row] = Format::input(from + unit * Format::PAIR);
     }
 }
@@ -209,23 +211,29 @@ INLINE Ahead ahead_of(const LinearArgs& args) {
     return ahead;
 }
 
-// A product: `prepare(block)` for each block of rows (of at most MOST), then `multiply(tile, first, last)` for each tile
-// with a range of blocks. row_bytes: what a prepared row takes. ROWS: that are cached at most.
-template <int MOST, long ROWS = CACHED_ROWS, class Prepare, class Multiply>
-INLINE void each_tile(const LinearArgs& args, long row_bytes, Prepare prepare, Multiply multiply) {
-    long blocks = num_blocks(args.rows, MOST), tiles = num_tiles(args.out, args.gated);
-    long cached_blocks = larger(1, smaller(CACHED_BYTES / (row_bytes * MOST), ROWS / MOST));
+// Blocks of rows that pass by the tiles of a product together.
+template <class Kind>
+INLINE long cached_blocks(const LinearArgs& args) {
+    return larger(1, smaller(CACHED_BYTES / (Kind::row_bytes(args) * Kind::BLOCK), Kind::ROWS / Kind::BLOCK));
+}
+
+// A product of some kind: `Kind::prepare` for each block of rows (of at most Kind::BLOCK), then `Kind::multiply` for each tile
+// with a range of blocks. Kind::row_bytes: what a prepared row takes. Kind::ROWS: that are cached at most.
+template <class Kind>
+void each_tile(const LinearArgs& args) {
+    long blocks = num_blocks(args.rows, Kind::BLOCK), tiles = num_tiles(args.out, args.gated);
+    long cached = cached_blocks<Kind>(args);
     long items = num_items(args), shrinking = items * 2 * args.in * PANEL / SPLITS;
-    each_range(args.threads, blocks + items, (blocks * args.in * MOST * PREPARED_INPUT + shrinking) / (blocks + items),
+    each_range(args.threads, blocks + items, (blocks * args.in * Kind::BLOCK * PREPARED_INPUT + shrinking) / (blocks + items),
                [&](long from, long to, int) {
-                   for (long i = from; i < smaller(to, blocks); ++i) prepare(i);
+                   for (long i = from; i < smaller(to, blocks); ++i) Kind::prepare(args, i);
                    if (to > blocks) shrink_items(args, larger(from - blocks, 0), to - blocks);
                });
     if (args.adapters) finish_shrinking(args);
-    for (long first = 0; first < blocks; first += cached_blocks) {
-        long last = smaller(blocks, first + cached_blocks);
+    for (long first = 0; first < blocks; first += cached) {
+        long last = smaller(blocks, first + cached);
         auto work = [&](long from, long to, int) {
-            for (long tile = from; tile < to; ++tile) multiply(tile, first, last);
+            for (long tile = from; tile < to; ++tile) Kind::multiply(args, tile, first, last);
         };
         each_range(args.threads, tiles, args.in * TILE, work, last == blocks ? ahead_of(args) : Ahead{});
     }
@@ -319,36 +327,42 @@ void run_blocks(const LinearArgs& args, const typename Format::Input* inputs, lo
     finish_kept<Out, Element>(args, first_row, block_start(args.rows, last, Format::BLOCK), tile, kept);
 }
 
-template <class Format, class Out>
-void multiply(const LinearArgs& args) {
-    auto* inputs = static_cast<typename Format::Input*>(args.scratch);
-    long row_bytes = args.in / Format::PAIR * static_cast<long>(sizeof(typename Format::Input));
-    each_tile<Format::BLOCK, Format::EXPANDED ? CACHED_ROWS_OF_EXPANDED : CACHED_ROWS>(
-        args, row_bytes, [&](long block) { rearrange_rows<Format>(args, inputs, block); },
-        [&](long tile, long first, long last) {
-            if constexpr (Format::EXPANDED)
-                run_blocks<Format, ExpandedChunk, Out>(args, inputs, tile, first, last);
-            else if (last - first == 1)
-                run_block<Format, Out>(args, inputs, tile, first);
-            else
-                run_blocks<Format, Chunk<Format>, Out>(args, inputs, tile, first, last);
-        });
-}
+// Products with plain weights.
+template <class Format, class OutType>
+struct PlainProduct {
+    typedef typename Format::Input Input;
+    static constexpr int BLOCK = Format::BLOCK;
+    static constexpr long ROWS = Format::EXPANDED ? CACHED_ROWS_OF_EXPANDED : CACHED_ROWS;
 
-template <class Out>
-void multiply_bfloat16(const LinearArgs& args) {
+    static long row_bytes(const LinearArgs& args) { return args.in / Format::PAIR * static_cast<long>(sizeof(Input)); }
+
+    static void prepare(const LinearArgs& args, long block) {
+        rearrange_rows<Format>(args, static_cast<Input*>(args.scratch), block);
+    }
+
+    static void multiply(const LinearArgs& args, long tile, long first, long last) {
+        const auto* inputs = static_cast<const Input*>(args.scratch);
+        if constexpr (Format::EXPANDED)
+            run_blocks<Format, ExpandedChunk, OutType>(args, inputs, tile, first, last);
+        else if (last - first == 1)
+            run_block<Format, OutType>(args, inputs, tile, first);
+        else
+            run_blocks<Format, Chunk<Format>, OutType>(args, inputs, tile, first, last);
+    }
+};
+
+// Calls `work` with the kind of a product with a plain weight.
+template <class OutType, class Work>
+INLINE auto with_bfloat16(const LinearArgs& args, Work work) {
     if constexpr (EXPANDS_MANY_ROWS)
-        if (args.rows >= EXPANDED_ROWS) return multiply<ExpandedBFloat16, Out>(args);
-    multiply<BFloat16, Out>(args);
+        if (args.rows >= EXPANDED_ROWS) return work(PlainProduct<ExpandedBFloat16, OutType>());
+    return work(PlainProduct<BFloat16, OutType>());
 }
 
-void linear_plain(const LinearArgs& args) {
-    if (args.dtype == FLOAT32)
-        multiply<Float32, float>(args);
-    else if (args.float_output)
-        multiply_bfloat16<float>(args);
-    else
-        multiply_bfloat16<bf16>(args);
+template <class Work>
+INLINE auto with_plain(const LinearArgs& args, Work work) {
+    if (args.dtype == FLOAT32) return work(PlainProduct<Float32, float>());
+    return args.float_output ? with_bfloat16<float>(args, work) : with_bfloat16<bf16>(args, work);
 }
 
 long plain_scratch(const LinearArgs& args) {

@@ -19,7 +19,7 @@ const Kernels* selected = nullptr;
 constexpr long LONG_WORK = 1L << 24;
 
 // Changes whenever arguments do, see kernels/extension.py.
-constexpr long INTERFACE = 6;
+constexpr long INTERFACE = 7;
 
 // Arguments as they come: every one is an integer, an address among them, except where `number` is called.
 class Arguments {
@@ -306,6 +306,23 @@ PyObject* convolution(PyObject*, PyObject* const* values, Py_ssize_t count) {
     return run(from, tokens * args.channels * args.kernel, [&] { selected->convolution(args); });
 }
 
+PyObject* experts(PyObject*, PyObject* const* values, Py_ssize_t count) {
+    Arguments from(values, count, 8);
+    ExpertsArgs args;
+    args.layer = static_cast<const ExpertsLayer*>(from.address());
+    args.x = from.address();
+    args.residual = from.address();
+    args.y = from.address();
+    args.rows = from.integer();
+    args.dtype = static_cast<int>(from.integer());
+    args.float_output = static_cast<int>(from.integer());
+    args.threads = static_cast<int>(from.integer());
+    if (!from.ok()) return nullptr;
+    args.scratch = scratch(selected->experts_scratch(args));
+    if (!args.scratch) return PyErr_NoMemory();
+    return run(from, experts_work(args), [&] { selected->experts(args); });
+}
+
 PyObject* program(PyObject*, PyObject* const* values, Py_ssize_t count) {
     Arguments from(values, count, 28);
     ProgramArgs args;
@@ -352,8 +369,9 @@ constexpr RecordField OPERATION_FIELDS[] = {
     FIELD(out_features), FIELD(first), FIELD(groups), FIELD(weight_stride), FIELD(centered), FIELD(activation), FIELD(gated),
     FIELD(weight_bits), FIELD(group), FIELD(minimums), FIELD(input_bits), FIELD(eps), FIELD(keys), FIELD(values), FIELD(scales),
     FIELD(heads), FIELD(kv_heads), FIELD(head_size), FIELD(block_size), FIELD(rope_size), FIELD(window), FIELD(scale),
-    FIELD(soft_cap), FIELD(rope), FIELD(column), FIELD(is_sharing), FIELD(is_causal), FIELD(plan),
-    FIELD(adapters),    FIELD(convolution), FIELD(decay), FIELD(dt_bias), FIELD(states), FIELD(tail), FIELD(value_size), FIELD(kernel),
+    FIELD(soft_cap), FIELD(rope), FIELD(column), FIELD(is_sharing), FIELD(is_causal), FIELD(plan), FIELD(adapters),
+    FIELD(convolution), FIELD(decay), FIELD(dt_bias), FIELD(states), FIELD(tail), FIELD(value_size), FIELD(kernel),
+    FIELD(experts),
 };
 constexpr int OPERATION_LENGTH = sizeof(OPERATION_FIELDS) / sizeof(RecordField);
 static_assert(sizeof(Operation) == 8 * OPERATION_LENGTH, "OPERATION_FIELDS must name every field of Operation");
@@ -443,6 +461,7 @@ PyMethodDef methods[] = {
     FAST(attention, "The fields of AttentionArgs in order, without scratch."),
     FAST(delta, "The fields of DeltaArgs in order, without scratch, and tokens after rows."),
     FAST(convolution, "The fields of ConvolutionArgs in order, and tokens after rows."),
+    FAST(experts, "The fields of ExpertsArgs in order, without scratch and next."),
     FAST(program, "The fields of ProgramArgs in order, without scratch."),
     FAST(sampling, "The fields of SamplingArgs in order, without scratch."),
     FAST(encoder_attention, "The fields of EncoderAttentionArgs in order, without scratch."),
@@ -462,7 +481,7 @@ PyMODINIT_FUNC PyInit__native() {
     const struct { const char* name; long value; } constants[] = {
         {"interface", INTERFACE}, {"max_buffers", MAX_BUFFERS}, {"max_plans", MAX_PLANS},
         {"NORM", NORM}, {"LINEAR", LINEAR}, {"ATTENTION", ATTENTION}, {"DELTA", DELTA}, {"CONVOLUTION", CONVOLUTION},
-        {"GATE", GATE}, {"MULTIPLY", MULTIPLY}, {"max_kernel", MAX_KERNEL},
+        {"GATE", GATE}, {"MULTIPLY", MULTIPLY}, {"EXPERTS", EXPERTS}, {"max_kernel", MAX_KERNEL},
     };
     for (const auto& constant : constants)
         if (module && PyModule_AddIntConstant(module, constant.name, constant.value)) Py_CLEAR(module);

@@ -7,6 +7,7 @@
 #include "attention.h"
 #include "convolution.h"
 #include "delta.h"
+#include "experts.h"
 #include "gate.h"
 #include "multiply.h"
 #include "norm.h"
@@ -34,6 +35,9 @@ public:
             } else if (op.kind == DELTA) {
                 shared_ = larger(shared_, delta_scratch(delta_args(op)));
                 work += args.tokens * op.heads * op.head_size * op.value_size;
+            } else if (op.kind == EXPERTS) {
+                shared_ = larger(shared_, experts_scratch(experts_args(op)));
+                work += experts_work(experts_args(op));
             }
         }
         shared_ = cache_lines(shared_);
@@ -88,6 +92,15 @@ public:
                 gate(gate_args(op));
             } else if (op.kind == MULTIPLY) {
                 multiply(multiply_args(op));
+            } else if (op.kind == EXPERTS) {
+                ExpertsArgs mixture = experts_args(op);
+                mixture.scratch = memory;
+                LinearArgs next;
+                if (const Operation* following = product_behind(i)) {
+                    next = linear_args(*following);
+                    mixture.next = &next;
+                }
+                experts(mixture);
             } else {
                 attend(attention_args(op), plans[op.plan], items[op.plan], memory);
             }
@@ -183,11 +196,25 @@ private:
         return args;
     }
 
-    // The first product behind an operation, or null.
+    // The first product behind an operation, or null. Nobody knows yet which experts follow.
     const Operation* product_behind(long number) const {
-        for (++number; number < args_.count; ++number)
+        for (++number; number < args_.count && args_.operations[number].kind != EXPERTS; ++number)
             if (args_.operations[number].kind == LINEAR) return &args_.operations[number];
         return nullptr;
+    }
+
+    ExpertsArgs experts_args(const Operation& op) const {
+        ExpertsArgs args;
+        args.layer = op.experts;
+        args.x = buffers_[op.source];
+        args.residual = op.residual < 0 ? nullptr : buffers_[op.residual];
+        args.y = buffers_[op.target];
+        args.scratch = nullptr;
+        args.rows = args_.tokens;
+        args.dtype = args_.dtype;
+        args.float_output = 0;
+        args.threads = args_.threads;
+        return args;
     }
 
     AttentionArgs attention_args(const Operation& op) const {

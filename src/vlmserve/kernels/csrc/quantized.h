@@ -154,45 +154,41 @@ template <int BITS, bool IS_CODED = false>
 using WideGroupRows = GroupRows<BITS, IS_CODED>;
 #endif
 
+// Products with such weights.
 template <class Rows, class T, class Out>
-void multiply_quantized(const LinearArgs& args) {
-    constexpr int BLOCK_ROWS = Rows::BLOCK;
-    Rows rows(args);
-    each_tile<BLOCK_ROWS>(
-        args, rows.row_bytes(),
-        [&](long block) {
-            long first = block_start(args.rows, block, BLOCK_ROWS);
-            long count = block_start(args.rows, block + 1, BLOCK_ROWS) - first;
-            for (long place = 0; place < count; ++place)
-                rows.prepare(static_cast<const T*>(args.x) + (first + place) * args.x_stride, first, place, count);
-        },
-        [&](long tile, long first, long last) {
-            alignas(64) float kept[CACHED_ROWS][TILE];
-            long first_row = block_start(args.rows, first, BLOCK_ROWS);
-            for (long block = first; block < last; ++block) {
-                long row = block_start(args.rows, block, BLOCK_ROWS);
-                prefetch_factors<typename FormatOf<T>::Type>(args, tile, block - first, last - first);
-                with_rows<BLOCK_ROWS>(block_start(args.rows, block + 1, BLOCK_ROWS) - row, [&](auto count) {
-                    f32v sums[decltype(count)::value][VECTORS];
-                    Rows::multiply(rows, static_cast<const u8*>(args.weight), row, tile, sums);
-                    if (args.adapters && last - first > 1) return keep(kept + (row - first_row), sums);
-                    if (args.adapters) adapt_block<T>(args, row, tile, sums);
-                    finish_block<Out, T>(args, row, tile, sums);
-                });
-            }
-            if (args.adapters && last - first > 1) finish_kept<Out, T>(args, first_row, block_start(args.rows, last, BLOCK_ROWS), tile, kept);
-        });
-}
+struct QuantizedProduct {
+    static constexpr int BLOCK = Rows::BLOCK;
+    static constexpr long ROWS = CACHED_ROWS;
 
-template <class Rows>
-void linear_of(const LinearArgs& args) {
-    if (args.dtype == FLOAT32)
-        multiply_quantized<Rows, float, float>(args);
-    else if (args.float_output)
-        multiply_quantized<Rows, bf16, float>(args);
-    else
-        multiply_quantized<Rows, bf16, bf16>(args);
-}
+    static long row_bytes(const LinearArgs& args) { return Rows(args).row_bytes(); }
+
+    static void prepare(const LinearArgs& args, long block) {
+        const Rows rows(args);
+        long first = block_start(args.rows, block, BLOCK), count = block_start(args.rows, block + 1, BLOCK) - first;
+        for (long place = 0; place < count; ++place) {
+            long row = source_row(args, first + place);
+            rows.prepare(static_cast<const T*>(args.x) + row * args.x_stride, first, place, count);
+        }
+    }
+
+    static void multiply(const LinearArgs& args, long tile, long first, long last) {
+        const Rows rows(args);
+        alignas(64) float kept[CACHED_ROWS][TILE];
+        long first_row = block_start(args.rows, first, BLOCK);
+        for (long block = first; block < last; ++block) {
+            long row = block_start(args.rows, block, BLOCK);
+            prefetch_factors<typename FormatOf<T>::Type>(args, tile, block - first, last - first);
+            with_rows<BLOCK>(block_start(args.rows, block + 1, BLOCK) - row, [&](auto count) {
+                f32v sums[decltype(count)::value][VECTORS];
+                Rows::multiply(rows, static_cast<const u8*>(args.weight), row, tile, sums);
+                if (args.adapters && last - first > 1) return keep(kept + (row - first_row), sums);
+                if (args.adapters) adapt_block<T>(args, row, tile, sums);
+                finish_block<Out, T>(args, row, tile, sums);
+            });
+        }
+        if (args.adapters && last - first > 1) finish_kept<Out, T>(args, first_row, block_start(args.rows, last, BLOCK), tile, kept);
+    }
+};
 
 // Beside weights of 8 bits in groups.
 #if defined(DOTS_OF_BYTES)
@@ -213,17 +209,25 @@ auto with_prepared(const LinearArgs& args, Work work) {
     return args.input_bits == 8 ? work(ByteRows(args)) : work(Int8Rows(args));
 }
 
-void linear_quantized(const LinearArgs& args) {
-    with_prepared(args, [&](auto rows) { linear_of<decltype(rows)>(args); });
+// Calls `work` with the kind of a product.
+template <class Work>
+void with_product(const LinearArgs& args, Work work) {
+    if (!args.weight_bits) return with_plain(args, work);
+    with_prepared(args, [&](auto rows) {
+        typedef decltype(rows) Rows;
+        if (args.dtype == FLOAT32) return work(QuantizedProduct<Rows, float, float>());
+        args.float_output ? work(QuantizedProduct<Rows, bf16, float>()) : work(QuantizedProduct<Rows, bf16, bf16>());
+    });
 }
 
 long quantized_scratch(const LinearArgs& args) {
     return with_prepared(args, [&](auto rows) { return rows.bytes(args.rows); });
 }
 
-long weight_scratch(const LinearArgs& args) {
-    return cache_lines(args.weight_bits ? quantized_scratch(args) : plain_scratch(args));
-}
+// What prepared rows take, in proportion to their number.
+long prepared_bytes(const LinearArgs& args) { return args.weight_bits ? quantized_scratch(args) : plain_scratch(args); }
+
+long weight_scratch(const LinearArgs& args) { return cache_lines(prepared_bytes(args)); }
 
 // What `pack` or `pack_quantized` made of a weight.
 long packed_bytes(const LinearArgs& args) {
@@ -243,7 +247,7 @@ long product_scratch(const LinearArgs& args) {
 
 void multiply_sorted(LinearArgs args) {
     args.shrunk = reinterpret_cast<float*>(static_cast<char*>(args.scratch) + weight_scratch(args));
-    args.weight_bits ? linear_quantized(args) : linear_plain(args);
+    with_product(args, [&](auto kind) { each_tile<decltype(kind)>(args); });
 }
 
 // A product by itself.

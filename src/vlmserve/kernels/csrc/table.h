@@ -69,6 +69,42 @@ struct LinearArgs {
     const AdaptedRows* adapted;  // by `row_slots`; the kernels' own, as what follows
     float* shrunk;               // [rows, 4, most_rank], part of `scratch`
     const LinearArgs* next = nullptr;  // the product that follows; null: not known
+    const std::int32_t* x_rows = nullptr;  // [rows]: which row of x each row is; null: its own number
+};
+
+// Packed weights of an expert, as in LinearArgs: gates and ups, and what their result is multiplied with.
+struct Expert {
+    const void *up, *down;  // null: another rank has them
+};
+
+// How weights of all experts of a layer are packed, as in LinearArgs.
+struct ExpertForm {
+    long weight_bits, group, minimums, input_bits;
+};
+
+// A router and its experts. kernels/cpu_experts.py has its twin.
+struct ExpertsLayer {
+    const void* router;       // float32 [count, size], as `pack` leaves it
+    const float* correction;  // [count], added to scores to choose experts, not to weigh them; null: none
+    const Expert* experts;    // [count]
+    long count, top_k, size, inner;
+    long activation;    // of gates
+    long is_sigmoid;    // scores are sigmoids instead of a softmax
+    long renormalized;  // scores of a row's experts are divided by their sum
+    double scale;       // factor of the weights of experts
+    ExpertForm up, down;
+};
+
+// y = the weighted sum of what each row's experts compute, plus residual.
+struct ExpertsArgs {
+    const ExpertsLayer* layer;
+    const void* x;         // [rows, size] of `dtype` contiguous
+    const void* residual;  // as y, or null; may be y itself
+    void* y;               // [rows, size] of `dtype`, or of float32 if `float_output`
+    void* scratch;         // `experts_scratch(args)` bytes
+    long rows;
+    int dtype, float_output, threads;
+    const LinearArgs* next = nullptr;  // the product that follows; null: not known
 };
 
 // y = norm(x) + residual. A row holds `groups` vectors side by side, each normed by itself.
@@ -174,7 +210,15 @@ struct ConvolutionArgs {
     int dtype, threads;
 };
 
-enum OperationKind : long { NORM = 0, LINEAR = 1, ATTENTION = 2, DELTA = 3, CONVOLUTION = 4, GATE = 5, MULTIPLY = 6 };
+// Multiplications with weights, as a product counts them.
+inline long experts_work(const ExpertsArgs& args) {
+    const ExpertsLayer& layer = *args.layer;
+    return args.rows * (layer.count + 3 * layer.top_k * layer.inner) * layer.size / 16;
+}
+
+enum OperationKind : long {
+    NORM = 0, LINEAR = 1, ATTENTION = 2, DELTA = 3, CONVOLUTION = 4, GATE = 5, MULTIPLY = 6, EXPERTS = 7
+};
 
 // One operation of a program, in words of eight bytes. Operands are numbers of buffers. kernels/cpu_record.py has its twin.
 struct Operation {
@@ -204,6 +248,7 @@ struct Operation {
     void *states, *tail;                        // of the delta rule and of convolutions
     long value_size, kernel;                    // likewise; heads, kv_heads and head_size are those of values and of keys.
                                                 // Of gates, head_size elements share one
+    const ExpertsLayer* experts;  // of experts; their residual is as that of products
 };
 
 // Operations over buffers of a row a token, one after another, all of `dtype`. Norms without a residual may have the
@@ -288,6 +333,8 @@ struct Kernels {
     long (*delta_scratch)(const DeltaArgs&);
     void (*delta)(const DeltaArgs&);
     void (*convolution)(const ConvolutionArgs&);
+    long (*experts_scratch)(const ExpertsArgs&);
+    void (*experts)(const ExpertsArgs&);
     long (*program_scratch)(const ProgramArgs&, long* work);
     void (*program)(const ProgramArgs&);
     long (*sampling_scratch)(const SamplingArgs&);

@@ -8,9 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from vlmserve.families.spec import ArchSpec, ExpertsSpec
+from vlmserve.kernels.operations import ExpertsKernel, GateKernel, Operations, Product
+from vlmserve.layers.layer import Layer
 from vlmserve.layers.linear import Linear, empty_parameter
 from vlmserve.layers.parallel import Ranks, shares
-from vlmserve.layers.residual import COMPUTED, Unfinished
+from vlmserve.layers.residual import Adding, Unfinished
 from vlmserve.models.blocks.block import Block
 from vlmserve.models.blocks.mlp import MLP
 from vlmserve.quant.calibration import Fold
@@ -37,7 +39,7 @@ class Router(nn.Module):
         return weights * self._spec.scale, chosen
 
 
-class Experts(Block):
+class Experts(Block, Layer):
     """Adds the weighted outputs of the experts that a router chooses for each row, and of an MLP that all rows take.
 
     Each expert is an `MLP` that computes its own rows alone, so a step reads the weights of the chosen experts only.
@@ -62,6 +64,8 @@ class Experts(Block):
             self.shared_gate = Linear(size, 1, bias=False, dtype=dtype, device=device)
             self.shared_gate.stays_plain = True
         self._ranks: Ranks | None = None
+        self._kernel: ExpertsKernel | None = None
+        self._gate: GateKernel | None = None
         for routed in (self.router, self.experts):
             for module in routed.modules():
                 if isinstance(module, Linear):
@@ -69,6 +73,25 @@ class Experts(Block):
 
     def forward(self, x: Tensor) -> Unfinished:
         """``[tokens, size]``. Sums are float32, in the order of the experts' numbers whatever else is in the batch."""
+        return Unfinished(Adding(self._add), x)
+
+    def _add(self, x: Tensor, residual: Tensor | None) -> Tensor:
+        if self.shared is not None:
+            linear, inputs = self.shared(x)
+            if self.shared_gate is not None:
+                # The last layer has no bias, so it may take the gated inputs in place of gating its results.
+                gate = self._gate or gated
+                inputs = gate(inputs, self.shared_gate(x))
+            residual = linear(inputs, residual)
+        if self._kernel is not None and self._ranks is None:
+            return self._kernel(x, residual)
+        output = self._sum(x) if self._kernel is None else self._kernel(x, float_output=True)
+        if self._ranks is not None:
+            output = self._ranks.sum(output)
+        return (output if residual is None else output + residual).to(x.dtype)
+
+    def _sum(self, x: Tensor) -> Tensor:
+        """The weighted sums of the experts that are here, float32, by one product after the other."""
         weights, chosen = self.router(x)
         output = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
         sent = chosen.flatten()
@@ -81,13 +104,27 @@ class Experts(Block):
                 own = rows[first:last]
                 linear, inputs = self.experts[str(number)](x[own])
                 output[own] += linear(inputs).float() * weights[first:last]
-        if self._ranks is not None:
-            output = self._ranks.sum(output)
-        if self.shared is not None:
-            linear, inputs = self.shared(x)
-            shared = linear(inputs).float()
-            output += shared if self.shared_gate is None else shared * self.shared_gate(x).float().sigmoid()
-        return Unfinished(COMPUTED, output.to(x.dtype))
+        return output
+
+    def arrange(self, operations: Operations) -> None:
+        """See `Layer.arrange`. All weights are loaded by then."""
+        for module in self.modules():
+            if isinstance(module, Linear):
+                module.arrange(operations)
+        if self.shared_gate is not None:
+            self._gate = operations.output_gate(self.shared_gate.dtype)
+        products = [_product(self.router.linear)]
+        for _, expert in self._experts():
+            products += [_product(expert.reader), _product(expert.last)]
+        found = [product for product in products if product is not None]
+        if len(found) == len(products) > 1:
+            experts = dict(zip(map(int, self.experts), zip(found[1::2], found[2::2], strict=True), strict=True))
+            self._kernel = operations.experts(self._spec, found[0], self.router.bias, experts)
+
+    def _experts(self) -> Iterator[tuple[str, MLP]]:
+        for number, expert in self.experts.items():
+            assert isinstance(expert, MLP)
+            yield number, expert
 
     def split(self, whole: ArchSpec, index: int, ranks: Ranks) -> None:
         """Hold some experts whole, and a part of the shared MLP."""
@@ -101,8 +138,18 @@ class Experts(Block):
             self.shared.split_inner(spec.shared_size, ranks)
 
     def folds(self, name: str) -> Iterator[Fold]:
-        for number, expert in self.experts.items():
-            assert isinstance(expert, MLP)
+        for number, expert in self._experts():
             yield from expert.folds(f"{name}.experts.{number}")
         if self.shared is not None:
             yield from self.shared.folds(f"{name}.shared")
+
+
+def gated(x: Tensor, gates: Tensor) -> Tensor:
+    """A `GateKernel`."""
+    return (x.float() * gates.float().sigmoid()).to(x.dtype)
+
+
+def _product(linear: Linear) -> Product | None:
+    """The stored weight; None if inputs or outputs of it are in another order."""
+    kept = linear.kept()
+    return None if kept is None or kept.input_order is not None or kept.order is not None else kept.product
