@@ -52,6 +52,79 @@ LARGE: dict[str, Any] = {
     "sliding_window": 30,
 }
 """Fields of large models: values are keys, and images attend to themselves in both directions within the window."""
+_E: dict[str, Any] = {"num_attention_heads": 8, "head_dim": 256, "global_head_dim": 512, "sliding_window": 512}
+_LARGE: dict[str, Any] = {
+    "head_dim": 256,
+    "global_head_dim": 512,
+    "sliding_window": 1024,
+    "hidden_size_per_layer_input": 0,
+    "attention_k_eq_v": True,
+    "use_bidirectional_attention": "vision",
+}
+_LARGE_VISION: dict[str, Any] = {
+    "hidden_size": 1152,
+    "intermediate_size": 4304,
+    "num_hidden_layers": 27,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "head_dim": 72,
+    "standardize": True,
+}
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "gemma4:e2b": {
+        "model_type": "gemma4",
+        "text_config": {
+            **_E,
+            "hidden_size": 1536,
+            "num_hidden_layers": 35,
+            "intermediate_size": 6144,
+            "use_double_wide_mlp": True,
+            "num_key_value_heads": 1,
+            "num_kv_shared_layers": 20,
+            "layer_types": (["sliding_attention"] * 4 + ["full_attention"]) * 7,
+        },
+        "vision_config": {"use_clipped_linears": True},
+    },
+    "gemma4:e4b": {
+        "model_type": "gemma4",
+        "text_config": {
+            **_E,
+            "hidden_size": 2560,
+            "num_hidden_layers": 42,
+            "intermediate_size": 10240,
+            "num_key_value_heads": 2,
+            "num_kv_shared_layers": 18,
+        },
+        "vision_config": {"use_clipped_linears": True},
+    },
+    "gemma4:12b": {
+        "model_type": "gemma4_unified",
+        "text_config": {
+            "hidden_size": 3840,
+            "num_hidden_layers": 48,
+            "intermediate_size": 15360,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 8,
+            "num_global_key_value_heads": 1,
+            "attention_k_eq_v": True,
+        },
+        "vision_config": {},
+    },
+    "gemma4:31b": {
+        "model_type": "gemma4",
+        "text_config": {
+            **_LARGE,
+            "hidden_size": 5376,
+            "num_hidden_layers": 60,
+            "intermediate_size": 21504,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 16,
+            "num_global_key_value_heads": 4,
+        },
+        "vision_config": _LARGE_VISION,
+    },
+}
+"""Sizes of published models by short name. Other fields are their families' defaults."""
 _PROCESSED = "pixel_values", "image_position_ids", "num_soft_tokens_per_image"
 IMAGES: dict[str, Any] = {"patch_size": 4, "pooling_kernel_size": 2, "max_soft_tokens": 70}
 VISION: dict[str, Any] = {

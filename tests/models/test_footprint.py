@@ -11,6 +11,7 @@ from typing import Any, get_args
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import Gemma4ForCausalLM, Gemma4TextConfig
 
 from tests.checkpoints import make_llama, make_llava, make_text_model
@@ -63,6 +64,12 @@ def test_footprint_counts_plain_embeddings_of_layers(tmp_path: Path, scheme: Sch
     quantization = QuantizationConfig(scheme=scheme)
     settings = LoadSettings(device=torch.device("cpu"), dtype=torch.bfloat16, quantization=quantization)
     assert footprint(folder, scheme).weights == pytest.approx(load_model(folder, settings).weight_bytes, rel=0.05)
+
+
+def test_footprint_leaves_out_audio_towers(tmp_path: Path, llama: Path) -> None:
+    tensors = load_file(llama / "model.safetensors")
+    save_file({**tensors, "model.audio_tower.weight": torch.zeros(512, 512)}, tmp_path / "model.safetensors")
+    assert footprint(tmp_path, "none") == footprint(llama, "none")
 
 
 def test_towers_stay_plain(tmp_path: Path) -> None:

@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
 
+from tests import gemma4
 from tests.models.test_hub import answer_with, checkpoint
 from tests.published import tensor_shapes
 from vlmserve.errors import CheckpointNotFoundError
 from vlmserve.families.family import NamedModel
-from vlmserve.layers.linear import Linear, TiedEmbedding, Weight
+from vlmserve.families.registry import decoder_spec
+from vlmserve.kernels.torch_reference import TorchReference
+from vlmserve.layers.linear import Linear, MergedLinear, TiedEmbedding, Weight
 from vlmserve.models.catalogue import family_rows, markdown, name_rows
+from vlmserve.models.decoder import Decoder
 from vlmserve.models.hub import resolve_model
 from vlmserve.models.names import MODELS, repository_of
+from vlmserve.models.registry import Description
+from vlmserve.models.weights import weight_slots
 from vlmserve.quant.model import quantize
 from vlmserve.quantization import QuantizationConfig
 
@@ -101,9 +108,39 @@ def test_parameters_are_those_of_the_published_tensors(name: str, published: str
     assert named(name)[2:] == (sum(sizes.values()), sizes[head], outside)
 
 
+KV_BYTES = {"gemma4:e2b": 18_432, "gemma4:e4b": 57_344, "gemma4:12b": 344_064, "gemma4:31b": 901_120}
+"""Bytes of a token in a bfloat16 cache over the layers that have keys and values of their own."""
+
+
+@pytest.mark.parametrize("name", gemma4.PUBLISHED)
+def test_parameters_of_gemma4_are_those_that_its_models_hold(name: str) -> None:
+    description = Description.of(Path(), gemma4.PUBLISHED[name])
+    spec = replace(decoder_spec(description.text_config), tied_embeddings=True)
+    parts = description.build(spec, TorchReference(), dtype=torch.bfloat16, device=torch.device("meta"))
+    repeated = {
+        f"{path.rpartition('.')[0]}.{part}.weight"
+        for path, module in parts.modules.named_modules()
+        for part in (module.repeated.values() if isinstance(module, MergedLinear) else ())
+    }
+    sizes = {name: slot.numel() for name, slot in weight_slots(parts.modules) if name not in repeated}
+    head = sizes["language_model.embed_tokens.weight"]
+    kept = ("vision_tower.", "multi_modal_projector.", "per_layer.")
+    outside = sum(size for name, size in sizes.items() if any(part in name for part in kept))
+    assert named(name)[2:] == (sum(sizes.values()), head, outside)
+    decoder = parts.modules.language_model
+    assert isinstance(decoder, Decoder)
+    assert decoder.cache_bytes(16).block == 16 * KV_BYTES[name]
+
+
+EFFECTIVE = ("gemma4:e2b", "gemma4:e4b")
+"""Names with the size of a model without the embeddings of its layers."""
+
+
 def test_names_are_unique_and_have_their_size() -> None:
     assert len({model.name for model in MODELS}) == len({model.repository for model in MODELS}) == len(MODELS)
     for model in MODELS:
+        if model.name in EFFECTIVE:
+            continue
         number, unit = float(model.name.partition(":")[2][:-1]), model.name[-1]
         stated = number * {"m": 1e6, "b": 1e9}[unit]
         assert stated * 0.9 < model.parameters < stated * 1.3, model.name
@@ -113,7 +150,7 @@ def test_names_are_unique_and_have_their_size() -> None:
 FAMILIES = {
     "smolvlm2": "SmolVLM", "qwen3-vl": "Qwen3VL", "qwen2.5-vl": "Qwen2_5_VL", "qwen2-vl": "Qwen2VL", "gemma3": "Gemma3",
     "lfm2-vl": "Lfm2Vl", "lfm2.5-vl": "Lfm2Vl", "qwen3.5": "Qwen3_5", "qwen3.6": "Qwen3_5", "qwen3.8": "Qwen3_5",
-    "glm-ocr": "GlmOcr", "paddleocr-vl": "PaddleOCRVL", "llava-1.5": "Llava",
+    "glm-ocr": "GlmOcr", "gemma4": "Gemma4", "paddleocr-vl": "PaddleOCRVL", "llava-1.5": "Llava",
 }  # fmt: skip
 """Architectures of short names that take images, without `ForConditionalGeneration`."""
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from vlmserve.errors import ModelLoadError, UnsupportedModelError
-from vlmserve.families.family import LanguageFamily, VisionFamily
+from vlmserve.families.family import LanguageFamily, NamedModel, VisionFamily
 from vlmserve.families.gemma import GEMMA2, SANDWICH_NAMES
 from vlmserve.families.spec import (
     ArchSpec,
@@ -172,6 +172,11 @@ FAMILIES = (
         image_processor_types=("Gemma4ImageProcessor",),
         image_token_id=258880,
         models="Gemma 4 E2B, E4B and 31B",
+        short_names=(
+            NamedModel("gemma4:e2b", "google/gemma-4-E2B-it", 4797114083, 402653184, 2558642880),
+            NamedModel("gemma4:e4b", "google/gemma-4-E4B-it", 7632344554, 671088640, 3070479040),
+            NamedModel("gemma4:31b", "google/gemma-4-31B-it", 31273088876, 1409286144, 575743536),
+        ),
     ),
     VisionFamily(
         model_type="gemma4_unified",
@@ -184,6 +189,7 @@ FAMILIES = (
         image_processor_types=("Gemma4UnifiedImageProcessor",),
         image_token_id=258880,
         models="Gemma 4 12B",
+        short_names=(NamedModel("gemma4:12b", "google/gemma-4-12B-it", 11957272624, 1006632960, 49922304),),
     ),
     LanguageFamily(
         model_type="gemma4_unified_text",

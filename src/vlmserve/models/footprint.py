@@ -45,6 +45,9 @@ _OUTSIDE = re.compile(r"vision|visual|projector|connector|image|(^|\.)(v|mm)\.|p
 _STAYS_PLAIN = re.compile(r"per_layer|\.mlp\.(gate|shared_expert_gate)\.weight$|block_sparse_moe\.gate\.")
 """Names of tensors that are never quantized by default: embeddings of layers and routers."""
 
+_UNREAD = re.compile(r"(^|\.)(audio_tower|embed_audio)\.")
+"""Names of tensors that no model reads."""
+
 _GPU_FILES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
 """Files of the drivers of NVIDIA's and AMD's GPUs, and of either in WSL."""
 _LONGEST_HEADER = 100 * 10**6
@@ -103,7 +106,8 @@ def footprint(
     if _is_quantized(folder) or any(path.suffix in PICKLES for path in weight_files(folder)):
         # Without their contents, the files are the best guess.
         return Footprint(sum(path.stat().st_size for path in weight_files(folder)), 0)
-    tensors = [tensor for path in weight_files(folder) for tensor in _tensors(path)]
+    stored = (tensor for path in weight_files(folder) for tensor in _tensors(path))
+    tensors = [tensor for tensor in stored if not _UNREAD.search(tensor.name)]
     tied = not any(_HEADS.search(tensor.name) for tensor in tensors)
     superblocks = scheme == "none" and plain_bytes < 4 and input_bits != 16 and keeps_superblocks(kernels)
     kept = SUPERBLOCK_BYTES if superblocks else {}
