@@ -62,8 +62,8 @@ def decode_row(streams: int, num_bytes: int, turns: int) -> list[Any]:
     of_layer = 4 * streams * QWEN35_2B.values * QWEN35_2B.key_size
     caches = [_states(streams) for _ in range(max(1, num_bytes // of_layer))]
     rows = StateRows.of(Segments.of_chunks([(100, 101)] * streams, range(1, 1 + streams)))
-    mixed, data = _mixed(streams), torch.ones(num_bytes // 4)
-    seconds, [read] = ratios(lambda: [kernel(mixed, cache, rows) for cache in caches], [data.sum], turns)
+    inputs, data = _inputs(streams), torch.ones(num_bytes // 4)
+    seconds, [read] = ratios(lambda: [kernel(*inputs, cache, rows) for cache in caches], [data.sum], turns)
     moved = 2 * of_layer * len(caches)
     return ["decode", streams, _rounded(1e3 * seconds / len(caches)), _rounded(moved / data.nbytes * read), None, None]
 
@@ -71,10 +71,12 @@ def decode_row(streams: int, num_bytes: int, turns: int) -> list[Any]:
 def prefill_row(rows: int, turns: int) -> list[Any]:
     """A prompt through a layer."""
     kernel, reference = _kernels()
-    cache, mixed = _states(1), _mixed(rows)
+    cache, inputs = _states(1), _inputs(rows)
     segments = StateRows.of(Segments.of_chunks([(0, rows)], [1]))
     seconds, relative = ratios(
-        lambda: kernel(mixed, cache, segments), [_matmuls(rows), lambda: reference(mixed, cache, segments)], turns
+        lambda: kernel(*inputs, cache, segments),
+        [_matmuls(rows), lambda: reference(*inputs, cache, segments)],
+        turns,
     )
     return ["prefill", rows, _rounded(1e3 * seconds), None, *map(_rounded, relative)]
 
@@ -109,9 +111,10 @@ def _states(streams: int) -> StateCache:
     return cache
 
 
-def _mixed(rows: int) -> Tensor:
-    width = QWEN35_2B.channels + QWEN35_2B.values + 2 * QWEN35_2B.num_value_heads
-    return torch.randn(rows, width).bfloat16()
+def _inputs(rows: int) -> tuple[Tensor, Tensor]:
+    widths = QWEN35_2B.channels + QWEN35_2B.values, 2 * QWEN35_2B.num_value_heads
+    mixed, gates = (torch.randn(rows, width).bfloat16() for width in widths)
+    return mixed, gates
 
 
 def _seconds(work: Work) -> float:

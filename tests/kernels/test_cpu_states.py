@@ -9,9 +9,13 @@ import torch
 from torch import Tensor
 
 from tests.native import built
+from tests.state_rows import inputs_of, width
+from vlmserve.devices.cpu import NativeCpuDevice
 from vlmserve.kernels.blocks import allocate_states
 from vlmserve.kernels.cpu_program import CpuPlan, Recording
 from vlmserve.kernels.cpu_states import NativeConvolution, NativeDelta, addresses_of, unsupported_reason
+from vlmserve.kernels.extension import selected_isa
+from vlmserve.kernels.operations import Epilogue
 from vlmserve.kernels.states import ConvolutionKernel, DeltaKernel, DeltaWeights, Segments, StateCache, StateRows
 from vlmserve.kernels.torch_states import TorchConvolution, TorchDelta
 from vlmserve.layer_specs import ConvolutionSpec, DeltaSpec, StateSpec
@@ -32,12 +36,6 @@ STEPS: tuple[tuple[Chunks, Mapping[int, int], Mapping[int, Mapping[int, int]]], 
 )
 
 pytestmark = built
-
-
-def width(spec: StateSpec) -> int:
-    if isinstance(spec, ConvolutionSpec):
-        return 3 * spec.channels
-    return spec.channels + spec.values + 2 * spec.num_value_heads
 
 
 def kernels(spec: StateSpec, dtype: torch.dtype) -> list[DeltaKernel | ConvolutionKernel]:
@@ -82,7 +80,10 @@ def test_native_states_equal_torch(isa: str, spec: StateSpec, dtype: torch.dtype
         mixed = torch.randn(int(segments.starts[-1]), width(spec)).to(dtype)
         expected_states = random_states(spec, dtype)
         states = copied(expected_states)
-        expected, actual = made[0](mixed, expected_states, rows), made[1](mixed, states, rows)
+        expected, actual = (
+            kernel(*inputs_of(spec, mixed), cache, rows)
+            for kernel, cache in zip(made, (expected_states, states), strict=True)
+        )
         assert_close(actual, expected, dtype)
         assert torch.equal(states.tail, expected_states.tail)
         if states.states is not None:
@@ -97,7 +98,7 @@ def test_chunks_of_64_rows_leave_equal_bits(isa: str, spec: StateSpec) -> None:
     cut = copied(whole)
 
     def run(cache: StateCache, start: int, end: int) -> Tensor:
-        return kernel(mixed[start:end], cache, StateRows.of(Segments.of_chunks([(start, end)], [1])))
+        return kernel(*inputs_of(spec, mixed[start:end]), cache, StateRows.of(Segments.of_chunks([(start, end)], [1])))
 
     outputs = [run(cut, 0, 64), run(cut, 64, 128), run(cut, 128, 140)]
     assert torch.equal(torch.cat(outputs), run(whole, 0, 140))
@@ -109,7 +110,7 @@ def test_segment_without_rows_copies_its_source(isa: str) -> None:
     for spec in (DELTA, CONVOLUTION):
         cache = random_states(spec, torch.float32)
         rows = StateRows.of(Segments.of_chunks([(7, 7), (0, 0)], [1, 2], {0: 5}))
-        kernels(spec, torch.float32)[1](torch.empty(0, width(spec)), cache, rows)
+        kernels(spec, torch.float32)[1](*inputs_of(spec, torch.empty(0, width(spec))), cache, rows)
         for tensor in cache.tensors:
             assert torch.equal(tensor[1], tensor[5])
             assert not tensor[2].any()
@@ -120,7 +121,7 @@ def test_steps_without_sequences_change_nothing(isa: str) -> None:
     for spec in (DELTA, CONVOLUTION):
         cache = random_states(spec, torch.float32)
         before = copied(cache)
-        assert len(kernels(spec, torch.float32)[1](torch.empty(0, width(spec)), cache, rows)) == 0
+        assert len(kernels(spec, torch.float32)[1](*inputs_of(spec, torch.empty(0, width(spec))), cache, rows)) == 0
         for tensor, old in zip(cache.tensors, before.tensors, strict=True):
             assert torch.equal(tensor, old)
 
@@ -129,12 +130,17 @@ def test_steps_without_sequences_change_nothing(isa: str) -> None:
 def test_program_equals_its_kernel_alone(spec: StateSpec) -> None:
     kernel, cache = kernels(spec, torch.bfloat16)[1], random_states(spec, torch.bfloat16)
     rows = StateRows.of(Segments.of_chunks([(5, 6), (0, 70)], [1, 2]))
-    mixed, alone = torch.randn(71, width(spec)).bfloat16(), copied(cache)
-    expected = kernel(mixed, alone, rows)
-    recording = Recording(width(spec), torch.bfloat16)
-    program = recording.finish(kernel(recording.input, cache, rows))
+    alone, x = copied(cache), torch.randn(71, 32).bfloat16()
+    device = NativeCpuDevice(CPU, selected_isa())
+    products = [
+        device.linear(weight.contiguous(), None, Epilogue(None), torch.bfloat16)
+        for weight in (part.T for part in inputs_of(spec, torch.randn(32, width(spec)).bfloat16() / 6))
+    ]
+    expected = kernel(*(product(x) for product in products), alone, rows)
+    recording = Recording(32, torch.bfloat16)
+    program = recording.finish(kernel(*(product(recording.input) for product in products), cache, rows))
     plan = CpuPlan((), (0,) * 5, 0, 2, 71, 0, 0, torch.get_num_threads(), addresses_of(rows))
-    assert torch.equal(program.run(mixed, [], plan), expected)
+    assert torch.equal(program.run(x, [], plan), expected)
     for one, other in zip(cache.tensors, alone.tensors, strict=True):
         assert torch.equal(one[1:], other[1:])
 
@@ -145,7 +151,7 @@ def test_large_gates_stay_finite() -> None:
     mixed = torch.randn(70, width(DELTA))
     mixed[::2, DELTA.channels :] = 200
     mixed[1::2, DELTA.channels :] = -200
-    output = kernel(mixed, cache, StateRows.of(Segments.of_chunks([(1, 70), (4, 5)], [1, 2])))
+    output = kernel(*inputs_of(DELTA, mixed), cache, StateRows.of(Segments.of_chunks([(1, 70), (4, 5)], [1, 2])))
     assert output.isfinite().all()
     assert cache.states is not None
     assert cache.states.isfinite().all()
@@ -161,7 +167,7 @@ def test_unsupported_layers_have_a_reason() -> None:
         NativeDelta(small, DeltaWeights(*[torch.empty(0)] * 4, 1e-6), torch.float32)
     with pytest.raises(ValueError, match="does not fit"):
         kernels(DELTA, torch.float32)[1](
-            torch.empty(2, width(DELTA)),
+            *inputs_of(DELTA, torch.empty(2, width(DELTA))),
             random_states(DELTA, torch.float32),
             StateRows.of(Segments.of_chunks([(0, 1)], [1])),
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import hypothesis.strategies as st
 import pytest
@@ -13,6 +14,7 @@ from hypothesis import given, settings
 from torch import Tensor
 from transformers.models.qwen3_5 import modeling_qwen3_5 as qwen
 
+from tests.state_rows import inputs_of, width
 from vlmserve.kernels.blocks import allocate_states
 from vlmserve.kernels.states import DeltaWeights, Segments, StateCache, StateRows
 from vlmserve.kernels.torch_states import RuleRows, TorchConvolution, TorchDelta, chunked_rule, recurrent_rule
@@ -21,11 +23,11 @@ from vlmserve.layer_specs import NO_SLOT, ConvolutionSpec, DeltaSpec
 CPU = torch.device("cpu")
 DELTA = DeltaSpec(num_key_heads=2, num_value_heads=4, key_size=8, value_size=6, kernel=4)
 CONVOLUTION = ConvolutionSpec(channels=10, kernel=3)
-WIDTHS = {DELTA: DELTA.channels + DELTA.values + 2 * DELTA.num_value_heads, CONVOLUTION: 3 * CONVOLUTION.channels}
+SPECS = (DELTA, CONVOLUTION)
 SLOTS = 12
 
 
-def kernel(spec: DeltaSpec | ConvolutionSpec) -> TorchDelta | TorchConvolution:
+def kernel(spec: DeltaSpec | ConvolutionSpec) -> Any:
     generator = torch.Generator().manual_seed(1)
 
     def drawn(*shape: int) -> Tensor:
@@ -117,20 +119,21 @@ def test_layer_equals_that_of_transformers() -> None:
     projections = (layer.in_proj_qkv, layer.in_proj_z, layer.in_proj_b, layer.in_proj_a)
     with torch.no_grad():
         mixed = torch.cat([projection(hidden) for projection in projections], 1)
-        output = layer.out_proj(TorchDelta(DELTA, weights)(mixed, caches(DELTA), rows_of([(0, 90)], [1])))
+        rule = TorchDelta(DELTA, weights)(*inputs_of(DELTA, mixed), caches(DELTA), rows_of([(0, 90)], [1]))
+        output = layer.out_proj(rule)
         torch.testing.assert_close(output, layer(hidden[None])[0], atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("spec", WIDTHS, ids=["delta", "convolution"])
+@pytest.mark.parametrize("spec", SPECS, ids=["delta", "convolution"])
 @given(data=st.data())
 @settings(max_examples=12, deadline=None)
 def test_results_depend_on_no_division_into_chunks(spec: DeltaSpec | ConvolutionSpec, data: st.DataObject) -> None:
     """Sequences in random chunks with checkpoints, beside others, against each sequence at once. Each goes on from its
     last checkpoint at times, as after a hit."""
     lengths = data.draw(st.lists(st.integers(1, 150), min_size=1, max_size=3))
-    mixed = [torch.randn(length, WIDTHS[spec]) for length in lengths]
+    mixed = [torch.randn(length, width(spec)) for length in lengths]
     made, cache, alone = kernel(spec), caches(spec), caches(spec)
-    expected = [made(rows, alone, rows_of([(0, len(rows))], [1])) for rows in mixed]
+    expected = [made(*inputs_of(spec, rows), alone, rows_of([(0, len(rows))], [1])) for rows in mixed]
     done, sources = [0] * len(lengths), dict.fromkeys(range(len(lengths)), NO_SLOT)
     while any(before < length for before, length in zip(done, lengths, strict=True)):
         steps = []
@@ -146,7 +149,8 @@ def test_results_depend_on_no_division_into_chunks(spec: DeltaSpec | Convolution
             {index: sources[step[0]] for index, step in enumerate(steps)},
             {index: {at: 5 + steps[index][0]} for index, at in enumerate(kept) if at is not None},
         )
-        output = made(torch.cat([mixed[number][before:end] for number, before, end in steps]), cache, rows)
+        taken = torch.cat([mixed[number][before:end] for number, before, end in steps])
+        output = made(*inputs_of(spec, taken), cache, rows)
         for (number, before, end), part in zip(
             steps, output.split([end - first for _, first, end in steps]), strict=True
         ):
@@ -158,14 +162,14 @@ def test_results_depend_on_no_division_into_chunks(spec: DeltaSpec | Convolution
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("spec", WIDTHS, ids=["delta", "convolution"])
+@pytest.mark.parametrize("spec", SPECS, ids=["delta", "convolution"])
 def test_chunks_of_64_rows_leave_equal_bits(spec: DeltaSpec | ConvolutionSpec, dtype: torch.dtype) -> None:
-    mixed, made = torch.randn(200, WIDTHS[spec]).to(dtype), kernel(spec)
+    mixed, made = torch.randn(200, width(spec)).to(dtype), kernel(spec)
     whole, cut = caches(spec, dtype), caches(spec, dtype)
-    expected = made(mixed, whole, rows_of([(0, 200)], [1]))
+    expected = made(*inputs_of(spec, mixed), whole, rows_of([(0, 200)], [1]))
     outputs, source = [], NO_SLOT
     for start, end in itertools.pairwise([0, 64, 192, 200]):
-        outputs.append(made(mixed[start:end], cut, rows_of([(start, end)], [1], {0: source})))
+        outputs.append(made(*inputs_of(spec, mixed[start:end]), cut, rows_of([(start, end)], [1], {0: source})))
         source = 1
     assert torch.equal(torch.cat(outputs), expected)
     for one, other in zip(whole.tensors, cut.tensors, strict=True):
@@ -174,7 +178,8 @@ def test_chunks_of_64_rows_leave_equal_bits(spec: DeltaSpec | ConvolutionSpec, d
 
 def test_checkpoint_at_the_end_leaves_two_equal_states() -> None:
     cache = caches(DELTA)
-    kernel(DELTA)(torch.randn(5, WIDTHS[DELTA]), cache, rows_of([(0, 5)], [1], checkpoints={0: {3: 6, 5: 7}}))
+    rows = rows_of([(0, 5)], [1], checkpoints={0: {3: 6, 5: 7}})
+    kernel(DELTA)(*inputs_of(DELTA, torch.randn(5, width(DELTA))), cache, rows)
     for tensor in cache.tensors:
         assert torch.equal(tensor[1], tensor[7])
         assert not torch.equal(tensor[1], tensor[6])

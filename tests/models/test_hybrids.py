@@ -106,6 +106,8 @@ def test_rounded_weights_equal_the_same_weights_in_transformers(tmp_path: Path, 
     loaded = load_model(folder, LoadSettings(CPU, torch.float32, kernels="torch", quantization=config))
     tensors = load_file(folder / "model.safetensors")
     for name, tensor in tensors.items():
+        if "in_proj_a" in name or "in_proj_b" in name:
+            continue
         if "proj" in name or "feed_forward" in name or name == "lm_head.weight":
             bits = 8 if scheme == "int8" or name == "lm_head.weight" else 4
             tensors[name] = round_to_nearest(

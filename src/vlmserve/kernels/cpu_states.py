@@ -43,21 +43,24 @@ class NativeDelta:
         """dtype: of rows. Raises ValueError for what `unsupported_reason` gives a reason against."""
         _check(spec, dtype)
         self._spec, self._eps, self._dtype = spec, weights.eps, dtype
-        self._width = spec.channels + spec.values + 2 * spec.num_value_heads
+        self._width = spec.channels + spec.values
         self._convolution = weights.convolution.float().T.contiguous()
         self._decay, self._dt_bias, self._norm = (
             one.float().contiguous() for one in (weights.decay, weights.dt_bias, weights.norm)
         )
 
-    def __call__(self, mixed: Tensor, cache: StateCache, rows: StateRows) -> Tensor:
+    def __call__(self, mixed: Tensor, gates: Tensor, cache: StateCache, rows: StateRows) -> Tensor:
         spec = self._spec
         assert cache.states is not None
         if isinstance(mixed, Recorded):
+            assert isinstance(gates, Recorded)
             mixed.expect(self._width, self._dtype)
+            gates.expect(2 * spec.num_value_heads, self._dtype)
             return mixed.recording.add(
                 DELTA,
                 mixed,
                 spec.values,
+                residual=gates,
                 weight=self._norm,
                 convolution=self._convolution,
                 decay=self._decay,
@@ -72,9 +75,11 @@ class NativeDelta:
                 eps=self._eps,
             )
         mixed = _fitting(mixed, self._width, self._dtype, rows)
+        gates = _fitting(gates, 2 * spec.num_value_heads, self._dtype, rows)
         output = torch.empty(len(mixed), spec.values, dtype=self._dtype)
         extension().delta(
             mixed.data_ptr(),
+            gates.data_ptr(),
             self._convolution.data_ptr(),
             self._decay.data_ptr(),
             self._dt_bias.data_ptr(),

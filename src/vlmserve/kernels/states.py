@@ -142,14 +142,15 @@ class DeltaWeights:
 class DeltaKernel(Protocol):
     """The gated delta rule of a layer, with the convolution before it and the gated norm after it."""
 
-    def __call__(self, mixed: Tensor, cache: StateCache, rows: StateRows) -> Tensor:
-        """``[tokens, q | k | v | z | b | a]`` to ``[tokens, value_heads * value_size]``, and states of segments.
+    def __call__(self, mixed: Tensor, gates: Tensor, cache: StateCache, rows: StateRows) -> Tensor:
+        """``[tokens, q | k | v | z]`` and ``[tokens, b | a]`` to ``[tokens, value_heads * value_size]``, and states of
+        segments.
 
-        mixed: queries and keys have ``key_heads * key_size`` elements, v and z ``value_heads * value_size``, b and a
-        ``value_heads``. q, k and v go through a causal convolution and SiLU. Queries and keys become
-        ``x * rsqrt(sum(x ** 2) + 1e-6)`` for each head, queries times ``key_size ** -0.5``. The state of a head decays
-        by ``exp(decay * softplus(a + dt_bias))``, and ``sigmoid(b)`` is the step size of its update. The result of each
-        head goes through an RMSNorm, times its weight, times ``silu(z)``.
+        mixed: queries and keys have ``key_heads * key_size`` elements, v and z ``value_heads * value_size``. gates: b
+        and a have ``value_heads`` elements. q, k and v go through a causal convolution and SiLU. Queries and keys
+        become ``x * rsqrt(sum(x ** 2) + 1e-6)`` for each head, queries times ``key_size ** -0.5``. The state of a head
+        decays by ``exp(decay * softplus(a + dt_bias))``, and ``sigmoid(b)`` is the step size of its update. The result
+        of each head goes through an RMSNorm, times its weight, times ``silu(z)``.
         """
         ...
 

@@ -39,11 +39,11 @@ class TorchDelta:
     def __init__(self, spec: DeltaSpec, weights: DeltaWeights) -> None:
         self._spec, self._weights = spec, weights
 
-    def __call__(self, mixed: Tensor, cache: StateCache, rows: StateRows) -> Tensor:
+    def __call__(self, mixed: Tensor, gates: Tensor, cache: StateCache, rows: StateRows) -> Tensor:
         spec, weights = self._spec, self._weights
         assert cache.states is not None
-        heads = spec.num_value_heads
-        qkv, z, b, a = torch.split(mixed, [spec.channels, spec.values, heads, heads], 1)
+        qkv, z = torch.split(mixed, [spec.channels, spec.values], 1)
+        b, a = gates.chunk(2, 1)
         query, key, value = self._heads(F.silu(causal_convolution(qkv, weights.convolution, cache.tail, rows)))
         decay = weights.decay * F.softplus(a.float() + weights.dt_bias)
         inputs = RuleRows(query, key, value, decay, b.float().sigmoid())

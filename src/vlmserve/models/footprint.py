@@ -42,8 +42,10 @@ _EXPERTS = re.compile(r"\.experts\.(gate_up|down)_proj$|_exps\.weight$")
 """Names of tensors with the weights of all experts of a layer, which are read one by one."""
 _OUTSIDE = re.compile(r"vision|visual|projector|connector|image|(^|\.)(v|mm)\.|patch|position|wpe")
 """Names of tensors outside of the language model, which are not quantized by default."""
-_STAYS_PLAIN = re.compile(r"per_layer|\.mlp\.(gate|shared_expert_gate)\.weight$|block_sparse_moe\.gate\.")
-"""Names of tensors that are never quantized by default: embeddings of layers and routers."""
+_STAYS_PLAIN = re.compile(
+    r"per_layer|\.mlp\.(gate|shared_expert_gate)\.weight$|block_sparse_moe\.gate\.|in_proj_[ab]\."
+)
+"""Names of tensors that are never quantized by default: embeddings of layers, routers, gates of delta rules."""
 
 _UNREAD = re.compile(r"(^|\.)(audio_tower|embed_audio)\.")
 """Names of tensors that no model reads."""

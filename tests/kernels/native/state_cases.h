@@ -60,11 +60,12 @@ private:
 inline void test_delta(int dtype) {
     const long key_heads = 2, group = 2, key_size = 16, value_size = 32, kernel = 4, heads = key_heads * group;
     const long keys = key_heads * key_size, values = heads * value_size, channels = 2 * keys + values;
-    const long width = channels + values + 2 * heads, state = key_size * value_size, tokens = StateBatch::TOKENS;
+    const long width = channels + values, state = key_size * value_size, tokens = StateBatch::TOKENS;
     Random random(11);
     Case results(std::string("gated delta rule, ") + name_of(dtype));
     StateBatch batch;
-    Numbers mixed(dtype, tokens * width, random, 2), weight(FLOAT32, kernel * channels, random), decay(FLOAT32, heads),
+    Numbers mixed(dtype, tokens * width, random, 2), gates(dtype, tokens * 2 * heads, random, 2),
+        weight(FLOAT32, kernel * channels, random), decay(FLOAT32, heads),
         dt_bias(FLOAT32, heads, random), norm(FLOAT32, value_size, random), tail(dtype, StateBatch::SLOTS * (kernel - 1) * channels, random),
         states(FLOAT32, StateBatch::SLOTS * heads * state, random), output(dtype, tokens * values);
     for (long head = 0; head < heads; ++head) decay.set(head, static_cast<float>(-2 * random.uniform()));
@@ -76,6 +77,7 @@ inline void test_delta(int dtype) {
 
     DeltaArgs args = {};
     args.mixed = mixed.data();
+    args.gates = gates.data();
     args.convolution = static_cast<const float*>(weight.data());
     args.decay = static_cast<const float*>(decay.data());
     args.dt_bias = static_cast<const float*>(dt_bias.data());
@@ -110,9 +112,9 @@ inline void test_delta(int dtype) {
                 std::vector<double> query, key, result;
                 normed(head / group * key_size, query, 1 / std::sqrt(static_cast<double>(key_size)));
                 normed(keys + head / group * key_size, key, 1);
-                double step = mixed[row * width + channels + values + heads + head] + dt_bias[head], mean = 1e-6;
+                double step = gates[(2 * row + 1) * heads + head] + dt_bias[head], mean = 1e-6;
                 double kept_share = std::exp(decay[head] * std::log1p(std::exp(step)));
-                double beta = 1 / (1 + std::exp(-mixed[row * width + channels + values + head]));
+                double beta = 1 / (1 + std::exp(-gates[2 * row * heads + head]));
                 for (long column = 0; column < value_size; ++column) {
                     double known = 0, sum = 0;
                     for (long i = 0; i < key_size; ++i) known += key[i] * (own[i * value_size + column] *= kept_share);

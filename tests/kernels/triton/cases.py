@@ -270,14 +270,14 @@ def other_cases() -> Iterator[Case]:
 def state_cases() -> Iterator[Case]:
     """Qwen3.5-4B's delta rule, the convolution of LFM2.5-VL-1.6B."""
     pointers = {
-        **dict.fromkeys(("mixed_ptr", "norm_ptr", "tail_ptr", "out_ptr"), "*bf16"),
+        **dict.fromkeys(("mixed_ptr", "gates_ptr", "norm_ptr", "tail_ptr", "out_ptr"), "*bf16"),
         **dict.fromkeys(
             ("convolution_ptr", "decay_ptr", "bias_ptr", "states_ptr", "weight_ptr", "results_ptr"), "*fp32"
         ),
         **dict.fromkeys(("starts_ptr", "sources_ptr", "targets_ptr", "sequences_ptr"), "*i32"),
     }
     heads = {"KEY_HEADS": 16, "HEADS": 32, "KEY": 128, "VALUE": 128}
-    tails = {"WIDTH": 12352, "CHANNELS": 8192, "KERNEL": 4, "GATED": False, "BLOCK": 256}
+    tails = {"WIDTH": 12288, "CHANNELS": 8192, "KERNEL": 4, "GATED": False, "BLOCK": 256}
     rows = {"CHANNELS": 2048, "KERNEL": 3, "SEQUENCES": 256, "BLOCK": 256}
     blocks = {**heads, "KERNEL": 4, "KEY_BLOCK": 128, "COLUMNS": 32}
     norm = {"CHANNELS": 8192, "HEADS": 32, "VALUE": 128, "VALUE_BLOCK": 128}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.state_rows import inputs_of, width
 from vlmserve.kernels.blocks import allocate_states
 from vlmserve.kernels.states import DeltaWeights, Segments, StateCache, StateRows
 from vlmserve.kernels.torch_states import TorchConvolution, TorchDelta
@@ -39,7 +40,7 @@ def assert_same(one: StateCache, other: StateCache) -> None:
 def test_delta_rule_equals_torch(device: torch.device) -> None:
     torch.manual_seed(0)
     rows, heads = batch(device), DELTA.num_value_heads
-    mixed = torch.randn(int(rows.host.starts[-1]), DELTA.channels + DELTA.values + 2 * heads, device=device)
+    inputs = inputs_of(DELTA, torch.randn(int(rows.host.starts[-1]), width(DELTA), device=device))
     weights = DeltaWeights(
         torch.randn(DELTA.channels, DELTA.kernel, device=device),
         -torch.rand(heads, device=device) * 8,
@@ -48,8 +49,8 @@ def test_delta_rule_equals_torch(device: torch.device) -> None:
         1e-6,
     )
     own, expected = states(DELTA, device)
-    result = TritonDelta(DELTA, weights)(mixed, own, rows)
-    torch.testing.assert_close(result, TorchDelta(DELTA, weights)(mixed, expected, rows), atol=1e-4, rtol=1e-4)
+    result = TritonDelta(DELTA, weights)(*inputs, own, rows)
+    torch.testing.assert_close(result, TorchDelta(DELTA, weights)(*inputs, expected, rows), atol=1e-4, rtol=1e-4)
     assert_same(own, expected)
 
 

@@ -36,7 +36,7 @@ struct DeltaShape {
           keys(args.key_heads * args.key_size),
           values(args.value_heads * args.value_size),
           channels(2 * keys + values),
-          width(channels + values + 2 * args.value_heads),
+          width(channels + values),
           key_stride(args.key_size + PADDING),
           value_stride(args.value_size + PADDING),
           state(args.key_size * args.value_size) {}
@@ -382,8 +382,8 @@ private:
 
     // Decays and step sizes of a head's rows; rows that pad change nothing.
     void find_gates(long head, long first, long rows, long padded) const {
-        const T* gates = mixed(first, shape_.channels + shape_.values + head);
-        for (long row = 0; row < rows; ++row, gates += shape_.width) {
+        const T* gates = static_cast<const T*>(args_.gates) + 2 * first * args_.value_heads + head;
+        for (long row = 0; row < rows; ++row, gates += 2 * args_.value_heads) {
             own_.beta[row] = to_float(gates[0]);
             own_.total[row] = to_float(gates[args_.value_heads]) + args_.dt_bias[head];
         }

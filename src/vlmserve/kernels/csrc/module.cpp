@@ -268,9 +268,10 @@ StateRows state_rows(Arguments& from) {
 }
 
 PyObject* delta(PyObject*, PyObject* const* values, Py_ssize_t count) {
-    Arguments from(values, count, 23);
+    Arguments from(values, count, 24);
     DeltaArgs args;
     args.mixed = from.address();
+    args.gates = from.address();
     for (const float** weight : {&args.convolution, &args.decay, &args.dt_bias, &args.norm})
         *weight = static_cast<const float*>(from.address());
     args.states = static_cast<float*>(from.address());

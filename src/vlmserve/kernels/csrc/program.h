@@ -258,6 +258,7 @@ private:
     DeltaArgs delta_args(const Operation& op) const {
         DeltaArgs args;
         args.mixed = buffers_[op.source];
+        args.gates = buffers_[op.residual];
         args.convolution = static_cast<const float*>(op.convolution);
         args.decay = static_cast<const float*>(op.decay);
         args.dt_bias = static_cast<const float*>(op.dt_bias);

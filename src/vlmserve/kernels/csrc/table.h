@@ -184,7 +184,8 @@ constexpr long MAX_KERNEL = 8;
 
 // The gated delta rule of a layer, from its convolution to its gated norm. Sizes of heads are multiples of 16.
 struct DeltaArgs {
-    const void* mixed;         // [tokens, q | k | v | z | b | a] of `dtype`
+    const void* mixed;         // [tokens, q | k | v | z] of `dtype`
+    const void* gates;         // [tokens, b | a] of `dtype`
     const float* convolution;  // [kernel][channels of q, k and v]
     const float* decay;        // [value_heads]: -exp(A_log)
     const float* dt_bias;      // [value_heads]
@@ -224,7 +225,8 @@ enum OperationKind : long {
 struct Operation {
     long kind, source, target;
     long residual;                          // of norms and products; -1: none. It may be the target. Of gates: their rows.
-                                            // Of multiplications: what the source is multiplied by; -1: 1
+                                            // Of multiplications: what the source is multiplied by; -1: 1. Of the delta
+                                            // rule: b and a
     const void *weight, *bias;              // of norms and products, as their arguments have them. Of multiplications, the
                                             // weight is a float32 factor; null: 1
     long in_features, out_features;         // of products; of norms, the first is the size, of gates, their number, of

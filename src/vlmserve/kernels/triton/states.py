@@ -72,16 +72,16 @@ def softplus(x):
 @Kernel
 @triton.jit
 def delta_rule(
-    mixed_ptr, convolution_ptr, decay_ptr, bias_ptr, states_ptr, tail_ptr, results_ptr, starts_ptr, sources_ptr,
-    targets_ptr, sequences_ptr, KEY_HEADS: tl.constexpr, HEADS: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr,
-    KERNEL: tl.constexpr, KEY_BLOCK: tl.constexpr, COLUMNS: tl.constexpr,
+    mixed_ptr, gates_ptr, convolution_ptr, decay_ptr, bias_ptr, states_ptr, tail_ptr, results_ptr, starts_ptr,
+    sources_ptr, targets_ptr, sequences_ptr, KEY_HEADS: tl.constexpr, HEADS: tl.constexpr, KEY: tl.constexpr,
+    VALUE: tl.constexpr, KERNEL: tl.constexpr, KEY_BLOCK: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """All rows of one sequence, some columns of one value head. results_ptr: float32, before norm and gate."""
     sequence, head = tl.program_id(0), tl.program_id(1)
     KEYS: tl.constexpr = KEY_HEADS * KEY
     VALUES: tl.constexpr = HEADS * VALUE
     CHANNELS: tl.constexpr = 2 * KEYS + VALUES
-    WIDTH: tl.constexpr = CHANNELS + VALUES + 2 * HEADS
+    WIDTH: tl.constexpr = CHANNELS + VALUES
     keys, values = tl.arange(0, KEY_BLOCK), tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
     in_key, in_value = keys < KEY, values < VALUE
     inside = in_key[:, None] & in_value[None, :]
@@ -104,7 +104,7 @@ def delta_rule(
                                    False))  # fmt: skip
             query *= tl.rsqrt(tl.sum(query * query, 0) + 1e-6) * tl.rsqrt(KEY + 0.0)
             key *= tl.rsqrt(tl.sum(key * key, 0) + 1e-6)
-            gates = mixed_ptr + row.to(tl.int64) * WIDTH + (CHANNELS + VALUES + head)
+            gates = gates_ptr + row.to(tl.int64) * (2 * HEADS) + head
             beta = tl.sigmoid(tl.load(gates).to(tl.float32))
             state *= tl.exp(decay * softplus(tl.load(gates + HEADS).to(tl.float32) + bias))
             update = beta * (value - tl.sum(key[:, None] * state, 0))
@@ -129,7 +129,7 @@ def gated_norm(
     inside = values < VALUE
     at = row * (HEADS * VALUE) + head * VALUE + values
     result = tl.load(results_ptr + at, inside, 0.0)
-    gates = mixed_ptr + row * (CHANNELS + HEADS * VALUE + 2 * HEADS) + CHANNELS + head * VALUE
+    gates = mixed_ptr + row * (CHANNELS + HEADS * VALUE) + CHANNELS + head * VALUE
     gate = tl.load(gates + values, inside, 0.0)
     scale = tl.rsqrt(tl.sum(result * result, 0) / VALUE + eps)
     out = result * scale * tl.load(norm_ptr + values, inside, 0.0).to(tl.float32) * silu(gate.to(tl.float32))
@@ -195,13 +195,14 @@ class TritonDelta:
         self._spec, self._weights = spec, weights
         self._convolution = weights.convolution.float().T.contiguous()
 
-    def __call__(self, mixed: Tensor, cache: StateCache, rows: StateRows) -> Tensor:
+    def __call__(self, mixed: Tensor, gates: Tensor, cache: StateCache, rows: StateRows) -> Tensor:
         spec, weights, mixed = self._spec, self._weights, mixed.contiguous()
         assert cache.states is not None
         heads, size = spec.num_value_heads, spec.value_size
         results = torch.empty(len(mixed), spec.values, dtype=torch.float32, device=mixed.device)
         delta_rule[(len(rows.sequences) - 1, heads, triton.cdiv(size, _COLUMNS))](
             mixed,
+            gates.contiguous(),
             self._convolution,
             weights.decay,
             weights.dt_bias,
@@ -235,8 +236,7 @@ class TritonDelta:
                 VALUE_BLOCK=next_power_of_2(size),
                 num_warps=1,
             )
-        width = spec.channels + spec.values + 2 * heads
-        _store_tails(mixed, cache, rows, width, spec.channels, spec.kernel, gated=False)
+        _store_tails(mixed, cache, rows, spec.channels + spec.values, spec.channels, spec.kernel, gated=False)
         return output
 
 

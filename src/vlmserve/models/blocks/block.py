@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from vlmserve.families.spec import ArchSpec, NormSpec
 from vlmserve.kernels.operations import Normed
-from vlmserve.kernels.states import ConvolutionKernel, DeltaKernel, StateCache
+from vlmserve.kernels.states import StateCache, StateRows
 from vlmserve.layers.layer import Layer
 from vlmserve.layers.linear import Linear
 from vlmserve.layers.norm import LayerNorm, RMSNorm
@@ -43,25 +43,17 @@ class Block(nn.Module):
 
 
 class StateBlock(Block, Layer):
-    """A linear, a kernel over the states of one layer, and another linear."""
+    """Linears, a kernel over the states of one layer, and another linear."""
 
-    readers = ("in_proj",)
-    in_proj: Linear
     out_proj: Linear
-    _kernel: DeltaKernel | ConvolutionKernel | None = None
-
-    @property
-    def reader(self) -> Linear:
-        return self.in_proj
 
     def forward(self, x: Normed, cache: StateCache, step: StepContext) -> Unfinished:
         """``[tokens, hidden_size]`` through the states of `StepContext.states`."""
         assert step.metadata.states is not None
-        kernel = self._kernel or self._reference()
-        return Unfinished(self.out_proj, kernel(self.in_proj(x), cache, step.metadata.states))
+        return Unfinished(self.out_proj, self._mixed(x, cache, step.metadata.states))
 
-    def _reference(self) -> DeltaKernel | ConvolutionKernel:
-        """The kernel in torch's operations."""
+    def _mixed(self, x: Normed, cache: StateCache, rows: StateRows) -> Tensor:
+        """The kernel's result."""
         raise NotImplementedError
 
 

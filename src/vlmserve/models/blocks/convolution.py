@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from vlmserve.families.spec import ArchSpec
-from vlmserve.kernels.operations import Operations
-from vlmserve.kernels.states import ConvolutionKernel
+from vlmserve.kernels.operations import Normed, Operations
+from vlmserve.kernels.states import ConvolutionKernel, StateCache, StateRows
 from vlmserve.kernels.torch_states import TorchConvolution
 from vlmserve.layer_specs import ConvolutionSpec
 from vlmserve.layers.cut import Shard
@@ -31,6 +31,9 @@ class DepthwiseWeight(nn.Module):
 
 class ShortConvolution(StateBlock):
     """A gated short convolution."""
+
+    readers = ("in_proj",)
+    _kernel: ConvolutionKernel | None = None
 
     def __init__(self, spec: ConvolutionSpec, hidden_size: int, *, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
@@ -55,6 +58,14 @@ class ShortConvolution(StateBlock):
         """The last third of the first layer's outputs takes the factors of the second: the layer is linear in it."""
         size = self.spec.channels
         yield Fold((f"{name}.out_proj",), producer=f"{name}.in_proj", rows=(2 * size, 3 * size))
+
+    @property
+    def reader(self) -> Linear:
+        return self.in_proj
+
+    def _mixed(self, x: Normed, cache: StateCache, rows: StateRows) -> Tensor:
+        kernel = self._kernel or self._reference()
+        return kernel(self.in_proj(x), cache, rows)
 
     def _reference(self) -> ConvolutionKernel:
         return TorchConvolution(self._weight)

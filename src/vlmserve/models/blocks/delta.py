@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
+from torch import Tensor
 
 from vlmserve.families.spec import ArchSpec
-from vlmserve.kernels.operations import Operations
-from vlmserve.kernels.states import DeltaKernel, DeltaWeights
+from vlmserve.kernels.operations import Normed, Operations
+from vlmserve.kernels.states import DeltaKernel, DeltaWeights, StateCache, StateRows
 from vlmserve.kernels.torch_states import TorchDelta
 from vlmserve.layer_specs import DeltaSpec
 from vlmserve.layers.cut import Shard
@@ -23,8 +24,10 @@ from vlmserve.quant.calibration import Fold
 class GatedDelta(StateBlock):
     """The gated delta rule."""
 
+    readers = ("in_proj", "gate_proj")
     shard: Shard | None = None
     """The heads of `A_log` and `dt_bias`."""
+    _kernel: DeltaKernel | None = None
 
     def __init__(
         self, spec: DeltaSpec, hidden_size: int, eps: float, *, dtype: torch.dtype, device: torch.device
@@ -32,8 +35,11 @@ class GatedDelta(StateBlock):
         super().__init__()
         self.spec = spec
         heads = spec.num_value_heads
-        parts = {"in_proj_qkv": spec.channels, "in_proj_z": spec.values, "in_proj_b": heads, "in_proj_a": heads}
-        self.in_proj = MergedLinear(hidden_size, parts, bias=False, dtype=dtype, device=device)
+        wide, narrow = {"in_proj_qkv": spec.channels, "in_proj_z": spec.values}, ("in_proj_b", "in_proj_a")
+        self.in_proj = MergedLinear(hidden_size, wide, bias=False, dtype=dtype, device=device)
+        self.gate_proj = MergedLinear(hidden_size, dict.fromkeys(narrow, heads), bias=False, dtype=dtype, device=device)
+        # Tiny, and decays compound over all tokens.
+        self.gate_proj.stays_plain = True
         self.conv1d = DepthwiseWeight(spec.channels, spec.kernel, dtype=dtype, device=device)
         self.A_log = empty_parameter(heads, dtype=torch.float32, device=device)
         self.dt_bias = empty_parameter(heads, dtype=torch.float32, device=device)
@@ -50,7 +56,8 @@ class GatedDelta(StateBlock):
         heads = shares(spec.num_value_heads, ranks)
         keys = scaled(shares(spec.num_key_heads, ranks), spec.key_size)
         values = scaled(heads, spec.value_size)
-        self.in_proj.shard = Shard((keys, keys, values, values, heads, heads), parts=(3, 1, 1, 1))
+        self.in_proj.shard = Shard((keys, keys, values, values), parts=(3, 1))
+        self.gate_proj.shard = Shard((heads, heads), parts=(1, 1))
         self.conv1d.shard = Shard((keys, keys, values))
         self.shard = Shard((heads,))
         self.out_proj = RowParallelLinear(self.out_proj, values, ranks)
@@ -58,6 +65,10 @@ class GatedDelta(StateBlock):
     def folds(self, name: str) -> Iterator[Fold]:
         """Yield none: the norm before `out_proj` has one weight for all heads."""
         return iter(())
+
+    def _mixed(self, x: Normed, cache: StateCache, rows: StateRows) -> Tensor:
+        kernel = self._kernel or self._reference()
+        return kernel(self.in_proj(x), self.gate_proj(x), cache, rows)
 
     def _reference(self) -> DeltaKernel:
         return TorchDelta(self.spec, self._weights())
