@@ -13,6 +13,8 @@ from transformers import (
     GlmOcrTextConfig,
     Idefics3Config,
     InternVLConfig,
+    Lfm2Config,
+    Lfm3Config,
     LlamaConfig,
     LlavaConfig,
     LlavaNextConfig,
@@ -22,6 +24,7 @@ from transformers import (
     PaddleOCRVLConfig,
     PixtralVisionConfig,
     Qwen2Config,
+    Qwen3_5TextConfig,
     Qwen3VLTextConfig,
     SmolVLMConfig,
 )
@@ -39,13 +42,30 @@ from vlmserve.models.vision.siglip import IDEFICS3_DEFAULTS, IDEFICS3_KINDS
 
 @pytest.mark.parametrize(
     "config_class",
-    [LlamaConfig, MistralConfig, Ministral3Config, Qwen2Config, Qwen3VLTextConfig, GlmOcrTextConfig, Gemma4TextConfig],
+    [
+        LlamaConfig,
+        MistralConfig,
+        Ministral3Config,
+        Qwen2Config,
+        Qwen3VLTextConfig,
+        GlmOcrTextConfig,
+        Gemma4TextConfig,
+        Qwen3_5TextConfig,
+        Lfm2Config,
+        Lfm3Config,
+    ],  # fmt: skip
 )
 def test_an_empty_config_means_what_transformers_presumes(config_class: type[Any]) -> None:
     config = config_class()
     complete = config.to_dict()
     assert decoder_spec({"model_type": config.model_type}) == decoder_spec(complete)
     assert LANGUAGE_FAMILIES[config.model_type].defaults["eos_token_id"] == complete.get("eos_token_id")
+
+
+def test_lfm3_rejects_biases_beside_gates() -> None:
+    assert decoder_spec({"model_type": "lfm3", "attention_bias": True, "use_attention_gate": False}).qkv_bias
+    with pytest.raises(UnsupportedModelError, match="attention_bias is True"):
+        decoder_spec({"model_type": "lfm3", "attention_bias": True})
 
 
 def test_an_empty_vision_config_means_what_transformers_presumes() -> None:

@@ -59,6 +59,8 @@ _VISION_NAMES: Names = (
 
 def _lfm3(config: Config) -> ArchSpec:
     require(config, {"conv_bias": (False, "biases of convolutions")})
+    if config["use_attention_gate"]:
+        require(config, {"attention_bias": (False, "biases of queries beside gates without them")})
     kinds = config.get("layer_types") or [_kind(layer) for layer in range(config["num_hidden_layers"])]
     norm, by_kind = NormSpec(config["norm_eps"]), config.get("rope_parameters") or _ROPES
     ropes = {
