@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import transformers
-from tokenizers import AddedToken
+from tokenizers import AddedToken, Tokenizer
 from transformers import PreTrainedTokenizerFast
 from transformers.models.minicpmv4_6.image_processing_pil_minicpmv4_6 import MiniCPMV4_6ImageProcessorPil
 
@@ -57,12 +57,20 @@ def make_minicpmv(
         video_token_id=tokenizer.token_to_id(NAMED["video_token"]),
         insert_layer_id=1,
         downsample_mode=downsample_mode,
+        **({} if version == "4_6" else _marks(tokenizer)),
     )
     save_model(folder, getattr(transformers, f"MiniCPMV{version}ForConditionalGeneration"), config)
     processor = {**SLICES, "downsample_mode": downsample_mode, **(settings or {})}
     (folder / "preprocessor_config.json").write_text(json.dumps(processor))
     (folder / "processor_config.json").write_text(json.dumps({"processor_class": f"MiniCPMV{version}Processor"}))
     return folder
+
+
+def _marks(tokenizer: Tokenizer) -> dict[str, int]:
+    """Tokens that have places on the canvas of an image, as config.json names them."""
+    marks = ("image_start", "image_end", "slice_start", "slice_end")
+    ids = {f"{mark}_id": tokenizer.token_to_id(NAMED[f"{mark}_token"]) for mark in marks}
+    return {**ids, "newline_id": tokenizer.encode("\n", add_special_tokens=False).ids[0]}
 
 
 def minicpmv_processor(folder: Path) -> Any:

@@ -397,6 +397,40 @@ def _lfm2_metadata(writer: GGUFWriter, config: dict[str, Any]) -> None:
     writer.add_vision_use_gelu(True)
 
 
+MINICPMV = {
+    "layer_norm1": "ln1", "layer_norm2": "ln2", "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v", "self_attn.out_proj": "attn_out", "mlp.fc1": "ffn_up", "mlp.fc2": "ffn_down",
+    "embeddings.patch_embedding": "patch_embd", "embeddings.position_embedding": "position_embd",
+    "post_layernorm": "post_ln",
+}  # fmt: skip
+MINICPMV_MERGER = {**MINICPMV, "pre_norm": "ds_ln", "linear_1": "ds_ffn_up", "linear_2": "ds_ffn_down"}
+MINICPMV_LAST = {"pre_norm": "input_norm", "linear_1": "up", "linear_2": "down"}
+
+
+def _minicpmv(tensors: Mapping[str, Tensor], config: dict[str, Any]) -> Tensors:
+    for full, tensor in tensors.items():
+        name, _, kind = full.removeprefix("model.").rpartition(".")
+        if name.startswith("merger.mlp.0."):
+            yield f"mm.{MINICPMV_LAST[name.removeprefix('merger.mlp.0.')]}.{kind}", tensor
+        elif name.startswith("vision_tower.vit_merger."):
+            yield f"v.vit_merger.{MINICPMV_MERGER[name.removeprefix('vision_tower.vit_merger.')]}.{kind}", tensor
+        elif layer := re.fullmatch(r"vision_tower\.encoder\.layers\.(\d+)\.(.*)", name):
+            yield f"v.blk.{layer[1]}.{MINICPMV[layer[2]]}.{kind}", tensor
+        elif name.startswith("vision_tower."):
+            yield f"v.{MINICPMV[name.removeprefix('vision_tower.')]}.{kind}", tensor
+
+
+def _minicpmv_metadata(writer: GGUFWriter, config: dict[str, Any]) -> None:
+    """With the size of slices in place of the tower's image size."""
+    [values] = writer.kv_data
+    values.pop("clip.vision.image_size")
+    writer.add_vision_image_size(32)
+    writer.add_vision_attention_layernorm_eps(config["vision_config"]["layer_norm_eps"])
+    writer.add_vision_projector_scale_factor(2 if config["downsample_mode"] == "4x" else 4)
+    writer.add_vision_use_gelu(True)
+    writer.add_array("clip.vision.wa_layer_indexes", [config["insert_layer_id"]])
+
+
 def _paddleocr(tensors: Mapping[str, Tensor], config: dict[str, Any]) -> Tensors:
     """By the names of the published checkpoint. A table of positions and a head that nothing uses are left out."""
     for full, tensor in tensors.items():
@@ -452,6 +486,7 @@ CONVERSIONS = {
     "qwen3_5": Conversion(
         "qwen3vl_merger", _qwen3, _qwen3_metadata, ("qwen3_5_text", gguf.MODEL_ARCH.QWEN35), _sectioned_text("qwen35")
     ),
+    "minicpmv": Conversion("minicpmv4_6", _minicpmv, _minicpmv_metadata, ("qwen3_5_text", gguf.MODEL_ARCH.QWEN35)),
     "llava": Conversion("mlp", _llava, _llava_metadata),
     "llava_next": Conversion("mlp", _llava, _llava_next_metadata),
 }

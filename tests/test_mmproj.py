@@ -25,6 +25,7 @@ from tests.checkpoints import (
     make_qwen_vl,
 )
 from tests.lfm2_checkpoints import make_lfm2_vl
+from tests.minicpmv_checkpoints import make_minicpmv
 from tests.mmproj_files import write_pair
 from tests.ocr_checkpoints import make_glm_ocr, make_paddleocr
 from vlmserve import LLM, SamplingParams
@@ -73,6 +74,7 @@ MAKERS: dict[str, tuple[str, Callable[[Path], Path]]] = {
     "SmolVLM": ("idefics3", lambda folder: make_idefics3(folder, family="SmolVLM")),
     "InternVL": ("internvl", make_named_internvl),
     "LFM2-VL": ("lfm2_vl", lambda folder: make_lfm2_vl(folder, settings=LFM2_SQUARES)),
+    "MiniCPM-V 4.6": ("minicpmv", lambda folder: make_minicpmv(folder, settings={"max_slice_nums": 9})),
     "InternVL over Qwen3, with a tower of the other kind": (
         "internvl on qwen3",
         lambda folder: make_named_internvl(folder, text_class=Qwen3Config, text={"head_dim": 8}, vision=LARGE_TOWER),

@@ -59,6 +59,24 @@ class ImageSize(msgspec.Struct, frozen=True):
     frames: int | None = None
 
 
+class Canvas(msgspec.Struct, frozen=True):
+    """How the pieces of an image lie over each other. Sizes are rows and columns of embeddings."""
+
+    whole: tuple[int, int]
+    """Size of the piece that shows the whole image."""
+    slices: tuple[int, int] = (0, 0)
+    """Rows and columns of slices; 0: the image is not cut."""
+    piece: tuple[int, int] = (0, 0)
+    """Size of a slice."""
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Size of all slices together, or of the whole image."""
+        if not self.slices[0]:
+            return self.whole
+        return self.slices[0] * self.piece[0], self.slices[1] * self.piece[1]
+
+
 class ImageInput(msgspec.Struct, frozen=True, eq=False):
     """One image or video, ready for a vision tower.
 
@@ -66,20 +84,22 @@ class ImageInput(msgspec.Struct, frozen=True, eq=False):
     pixels: ``[tiles or frames, channels, height, width]``, shared between requests, so never written to. levels: what
     becomes of them, which are uint8; None: they are normalized float32.
     num_tokens: how many tokens it takes in a prompt: a placeholder for each embedding that the tower returns, and text.
-    grid: frames, rows and columns of its embeddings, where positions count them; None: they count tokens. frame_step:
-    positions from one frame of the grid to the next, each rounded down.
+    grid: frames, rows and columns of its embeddings, or a canvas, where positions count them; None: they count tokens.
+    frame_step: positions from one frame of the grid to the next, each rounded down.
     tiling: how its tiles lie, or what else the tower must know. text: the tokens that are text, each with its place
-    among all of the image's, in order. adapter: the digest of the adapter that the tower has for it; empty: none.
+    among all of the image's, in order. end_id: the token that belongs to the image wherever it follows it; None: none.
+    adapter: the digest of the adapter that the tower has for it; empty: none.
     size: what the model sees of it; None: nobody asks.
     """
 
     key: bytes
     pixels: Pixels
     num_tokens: int
-    grid: tuple[int, int, int] | None = None
+    grid: tuple[int, int, int] | Canvas | None = None
     frame_step: float = 1.0
     tiling: TowerInputs | None = None
     text: tuple[tuple[int, int], ...] = ()
+    end_id: int | None = None
     adapter: bytes = b""
     size: ImageSize | None = None
     levels: Levels | None = None
@@ -87,6 +107,11 @@ class ImageInput(msgspec.Struct, frozen=True, eq=False):
     @property
     def num_embeddings(self) -> int:
         return self.num_tokens - len(self.text)
+
+    def followed_by(self, token_id: int) -> ImageInput:
+        """The same with another token of text at its end."""
+        text = (*self.text, (self.num_tokens, token_id))
+        return msgspec.structs.replace(self, num_tokens=self.num_tokens + 1, text=text)
 
 
 class Run(NamedTuple):
@@ -106,7 +131,7 @@ class ImagePlacement(msgspec.Struct, frozen=True):
     key: bytes
     start: int
     num_tokens: int
-    grid: tuple[int, int, int] | None = None
+    grid: tuple[int, int, int] | Canvas | None = None
     frame_step: float = 1.0
     text: tuple[tuple[int, int], ...] = ()
 

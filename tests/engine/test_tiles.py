@@ -84,6 +84,7 @@ MAKERS: dict[str, Callable[[Path], Path]] = {
     "Pixtral": lambda folder: make_pixtral(folder, published_names=True),
     "Ministral 3": lambda folder: make_mistral3(folder, published_names=True),
     "MiniCPM-V 4.6": make_minicpmv,
+    "MiniCPM-V 4.7": lambda folder: make_minicpmv(folder, version="4_7"),
 }
 IMAGE_PROCESSORS = {
     "GotOcr2ImageProcessorFast": GotOcr2ImageProcessorPil,

@@ -7,7 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import MiniCPMV4_6Config, MiniCPMV4_6ForConditionalGeneration
+from transformers import (
+    AutoConfig,
+    AutoModelForImageTextToText,
+    MiniCPMV4_6Config,
+    MiniCPMV4_6ForConditionalGeneration,
+)
 
 from tests.minicpmv_checkpoints import make_minicpmv, side_by_side
 from tests.models.test_decoder import load
@@ -53,14 +58,15 @@ def test_embeddings_equal_transformers(tmp_path: Path, downsample_mode: str) -> 
         assert vision.products(tuple(image.shape), tiling) > 0
 
 
-def test_all_tensors_of_transformers_have_slots(tmp_path: Path) -> None:
-    description = Description.read(make_minicpmv(tmp_path))
+@pytest.mark.parametrize("version", ["4_6", "4_7"])
+def test_all_tensors_of_transformers_have_slots(tmp_path: Path, version: str) -> None:
+    description = Description.read(make_minicpmv(tmp_path, version=version))
     checkpoint = Checkpoint(tmp_path, description.rename)
     parts = description.build(description.spec(checkpoint), TorchReference(), dtype=torch.float32, device=META)
     merge_as_stored(parts.modules, checkpoint.names)
     slots = {name: tuple(slot.shape) for name, slot in weight_slots(parts.modules)}
     with META:
-        theirs = MiniCPMV4_6ForConditionalGeneration(MiniCPMV4_6Config.from_pretrained(tmp_path))
+        theirs = AutoModelForImageTextToText.from_config(AutoConfig.from_pretrained(tmp_path))
     shapes = {checkpoint.canonical(name): tuple(tensor.shape) for name, tensor in theirs.state_dict().items()}
     assert slots == shapes
 

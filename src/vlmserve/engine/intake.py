@@ -120,7 +120,8 @@ class Intake:
 
     def _check_times(self, prompt: Prompt) -> None:
         """Check that the frames of slow videos have no positions after the model's last one."""
-        times = sum(int(span.image.grid[0] * span.image.frame_step) for span in prompt.images if span.image.grid)
+        grids = [(span.image.grid, span.image.frame_step) for span in prompt.images]
+        times = sum(int(grid[0] * step) for grid, step in grids if isinstance(grid, tuple))
         most = self._model.max_position
         if len(prompt.token_ids) + times > most:
             raise PromptTooLongError(

@@ -88,7 +88,9 @@ class ImageBudget:
         size = image.size
         if size is None:
             return
-        tokens = size.tokens if size.frames is None or image.grid is None else image.grid[1] * image.grid[2]
+        tokens = size.tokens
+        if size.frames is not None and isinstance(image.grid, tuple):
+            tokens = image.grid[1] * image.grid[2]
         kind = f"an image of {size.width} x {size.height} pixels"
         if self.max_tokens is not None and tokens > self.max_tokens:
             raise InvalidRequestError(

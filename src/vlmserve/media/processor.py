@@ -24,7 +24,7 @@ from vlmserve.levels import Levels
 from vlmserve.media.budget import ImageBudget
 from vlmserve.media.image_files import ImageFiles
 from vlmserve.media.images import DecodedImage
-from vlmserve.types import Pixels, TowerInputs
+from vlmserve.types import Canvas, Pixels, TowerInputs
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -84,9 +84,10 @@ class Placeholders(NamedTuple):
     """What an image takes in a prompt; see the fields of `ImageInput` that have these names."""
 
     num_tokens: int
-    grid: tuple[int, int, int] | None = None
+    grid: tuple[int, int, int] | Canvas | None = None
     tiling: TowerInputs | None = None
     text: tuple[tuple[int, int], ...] = ()
+    end_id: int | None = None
 
 
 class ImageProcessor(Protocol):

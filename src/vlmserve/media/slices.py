@@ -29,8 +29,10 @@ from vlmserve.media.processor import (
     to_rgb,
     whole_view,
 )
-from vlmserve.types import Pieces, Pixels
+from vlmserve.types import Canvas, Pieces, Pixels
 
+_ON_CANVAS = ("minicpmv4_7",)
+"""Models that count the positions of embeddings on a canvas, by ``model_type``."""
 _MERGES = {"4x": 2, "16x": 4}
 """Patches along each side of an embedding, by ``downsample_mode``."""
 
@@ -124,6 +126,9 @@ class SliceProcessor(RecipeProcessor[SliceRecipe]):
         recipe = _recipe(settings)
         _check_model(config, recipe)
         self._words = words
+        self._on_canvas = config.get("model_type") in _ON_CANVAS
+        if self._on_canvas and len(words.newline) != 1:
+            raise ModelLoadError("tokenizer.json: a newline is not one token, as MiniCPM-V 4.7 needs it")
         self._follow(recipe, exact_pixels=exact_pixels)
         self.levels = Levels(recipe.rescale, recipe.mean, recipe.std)
 
@@ -185,11 +190,18 @@ class SliceProcessor(RecipeProcessor[SliceRecipe]):
             if row + 1 < plan.rows:
                 text.extend((place + offset, token) for offset, token in enumerate(self._words.newline))
                 place += len(self._words.newline)
-        return Placeholders(place, tiling=self._pieces(plan), text=tuple(text))
+        canvas, end_id = (self._canvas(plan), self._words.newline[0]) if self._on_canvas else (None, None)
+        return Placeholders(place, canvas, self._pieces(plan), tuple(text), end_id)
 
     def view(self, size: tuple[int, int], pixels: Pixels, placeholders: Placeholders) -> View:
         """All of the image, as large as its slices are together."""
         return whole_view(size, *self._plan(size).refined)
+
+    def _canvas(self, plan: SlicePlan) -> Canvas:
+        whole, piece = (
+            (height // self._recipe.side, width // self._recipe.side) for width, height in (plan.whole, plan.piece)
+        )
+        return Canvas(whole, (plan.rows, plan.columns), piece) if plan.rows else Canvas(whole)
 
     def _pieces(self, plan: SlicePlan) -> Pieces | None:
         if not plan.rows:

@@ -1,13 +1,15 @@
-"""Positions in three axes: frames, rows and columns (https://arxiv.org/abs/2409.12191)."""
+"""Positions in three axes: frames, rows and columns (https://arxiv.org/abs/2409.12191), or on a canvas (MiniCPM-V)."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
-from vlmserve.types import ImagePlacement
+from vlmserve.types import Canvas, ImagePlacement
 
 
 def grid_positions(images: Sequence[ImagePlacement], places: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
@@ -15,13 +17,19 @@ def grid_positions(images: Sequence[ImagePlacement], places: npt.NDArray[np.int6
 
     Within an image or video that has a grid they count by frames, rows and columns, each from where it begins; after
     it all three go on from the highest of them. Where text stands among its placeholders, each frame is a grid of its
-    own, and the text counts as any other.
+    own, and the text counts as any other. On a canvas, slices lie side by side, and the piece that shows all of the
+    image is stretched over them.
     """
     result = np.repeat(places[None], 3, 0)
     shift = 0
     for image in images:
         if image.start > places[-1] or image.grid is None:
             break
+        if isinstance(image.grid, Canvas):
+            _place_on_canvas(image, image.grid, places, shift, result)
+            shift += max(image.grid.size) + 1 - image.num_tokens
+            result[:, places >= image.end] = places[places >= image.end] + shift
+            continue
         frames, rows, columns = image.grid
         if image.text:
             _place_frames(image, places, shift, result)
@@ -41,12 +49,50 @@ def grid_positions(images: Sequence[ImagePlacement], places: npt.NDArray[np.int6
     return result
 
 
+def _place_on_canvas(
+    image: ImagePlacement, canvas: Canvas, places: npt.NDArray[np.int64], shift: int, result: npt.NDArray[np.int64]
+) -> None:
+    """Write the positions of an image's tokens, all in one frame. shift: from places to positions, at its beginning."""
+    inside = (places >= image.start) & (places < image.end)
+    if inside.any():
+        begin, within = image.start + shift, places[inside] - image.start
+        result[0, inside] = begin
+        # The token before an image at the very beginning has no place outside of the canvas.
+        result[1:, inside] = np.maximum(begin + _canvas_places(canvas, image.num_tokens)[:, within], 0)
+
+
+@functools.lru_cache(maxsize=256)
+def _canvas_places(canvas: Canvas, num_tokens: int) -> npt.NDArray[np.int64]:
+    """int64 ``[2, tokens]``, rows and columns on a canvas: each piece between two tokens that mark its corners, rows of
+    slices each with a newline between them. Further tokens count as the first place."""
+    height, width = canvas.size
+    down, across = canvas.piece
+    parts = [[[-1], [-1]], _spread(canvas.whole, canvas.size), [[height], [width]]]
+    rows, columns = canvas.slices
+    for row in range(rows):
+        top = row * down
+        for left in range(0, columns * across, across):
+            inner = _spread(canvas.piece, canvas.piece) + np.array([[top], [left]])
+            parts += [[[top], [left]], inner, [[top + down - 1], [left + across - 1]]]
+        if row + 1 < rows:
+            parts.append([[top + down - 1], [width]])
+    places = np.concatenate([np.array(part, np.int64) for part in parts], 1)
+    return np.pad(places, ((0, 0), (0, num_tokens - places.shape[1])))
+
+
+def _spread(size: tuple[int, int], over: tuple[int, int]) -> npt.NDArray[np.int64]:
+    """int64 ``[2, rows * columns]``: the places of a grid, row by row, that is stretched over another one."""
+    # In float32 as transformers computes it: halves are rounded to even numbers.
+    axes = [torch.linspace(0, last - 1, count).round().long().numpy() for count, last in zip(size, over, strict=True)]
+    return np.stack(np.meshgrid(*axes, indexing="ij")).reshape(2, -1)
+
+
 def _place_frames(
     image: ImagePlacement, places: npt.NDArray[np.int64], shift: int, result: npt.NDArray[np.int64]
 ) -> None:
     """Write the positions of a video's tokens, whose frames have text between them. shift: from places to positions,
     at its beginning."""
-    assert image.grid is not None
+    assert isinstance(image.grid, tuple)
     _, rows, columns = image.grid
     inside = (places >= image.start) & (places < image.end)
     within = places[inside] - image.start

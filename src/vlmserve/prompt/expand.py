@@ -57,6 +57,8 @@ def expand_placeholders(
                 tokens[place] = text_id
             expanded += tokens
         else:
+            if spans and spans[-1].end == len(expanded) and token_id == spans[-1].image.end_id:
+                spans[-1] = ImageSpan(spans[-1].image.followed_by(token_id), spans[-1].start)
             expanded.append(token_id)
     return Prompt(expanded, tuple(spans))
 

@@ -1,4 +1,4 @@
-"""MiniCPM-V 4.6: SigLIP over pieces of several sizes, which merges 2 x 2 patches after one of its layers and
+"""MiniCPM-V 4.6 and 4.7: SigLIP over pieces of several sizes, which merges 2 x 2 patches after one of its layers and
 2 x 2 again at its end. Implements `VisionEncoder`."""
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from vlmserve.models.vision.siglip import SIGLIP_DEFAULTS, patch_positions
 from vlmserve.models.vision.staged import StagedVision, with_following
 from vlmserve.types import Pieces, TowerInputs
 
-KINDS = ("minicpmv4_6_vision",)
+KINDS = ("minicpmv4_6_vision", "minicpmv4_7_vision")
 _MERGER_EPS = 1e-6
 
 Grids = Sequence[tuple[int, int]]
