@@ -53,7 +53,7 @@ from vlmserve.models.vision.siglip import IDEFICS3_DEFAULTS, IDEFICS3_KINDS
         Qwen3_5TextConfig,
         Lfm2Config,
         Lfm3Config,
-    ],  # fmt: skip
+    ],
 )
 def test_an_empty_config_means_what_transformers_presumes(config_class: type[Any]) -> None:
     config = config_class()
