@@ -21,6 +21,9 @@ from tests.checkpoints import (
     make_qwen_vl,
 )
 from tests.engine.kinds import by_kernels
+from tests.engine.test_qwen_vl import make_oracle
+from tests.lfm2_checkpoints import make_lfm2_vl
+from tests.minicpmv_checkpoints import make_minicpmv
 from tests.models.test_decoder import load
 from tests.moondream import make_moondream
 from tests.ocr_checkpoints import make_glm_ocr, make_paddleocr
@@ -28,7 +31,7 @@ from tests.original_checkpoints import make_qwen_vl as make_resampled
 from vlmserve.layers.encoder_attention import EncoderAttention
 from vlmserve.layers.stages import StageBudget, Stages, T, by_rows
 from vlmserve.models.protocols import VisionEncoder
-from vlmserve.types import Tiling, TowerInputs
+from vlmserve.types import Pieces, Tiling, TowerInputs
 
 MAKERS: dict[str, Callable[[Path], object]] = {
     "llava": make_llava,
@@ -45,6 +48,9 @@ MAKERS: dict[str, Callable[[Path], object]] = {
     "first qwen-vl": make_resampled,
     "blip": make_blip,
     "moondream": make_moondream,
+    "lfm2-vl": make_lfm2_vl,
+    "lfm3-vl": lambda folder: make_oracle(folder, "lfm3_vl"),
+    "minicpm-v": make_minicpmv,
 }
 
 
@@ -59,7 +65,9 @@ def sample_images(name: str, vision: VisionEncoder) -> list[tuple[Tensor, TowerI
         shapes.append(((19, channels, height, width), None))
     elif name == "mistral3":
         shapes.append(((1, channels, height // 2, width), None))
-    elif name.startswith(("qwen", "glm", "paddle")):
+    elif name == "minicpm-v":
+        shapes.append(((1, channels, 4, 4 * 96), Pieces(((8, 4), (8, 4), (4, 8)))))
+    elif name.startswith(("qwen", "glm", "paddle", "lfm3")):
         shapes.append(((5, channels, height // 2, width), None))
     generator = torch.Generator().manual_seed(0)
     return [(torch.randn(shape, generator=generator), tiling) for shape, tiling in shapes]

@@ -16,6 +16,8 @@ from vlmserve.models.vision.qwen_spec import QwenVisionSpec
 
 Shape = tuple[int, int]
 """Rows and columns of patches."""
+_MOST_PATCHES = 2**14
+"""Patches of several frames that are convolved together, which takes about five copies of them."""
 
 
 class GridConvolution(nn.Module):
@@ -37,14 +39,16 @@ class GridConvolution(nn.Module):
         return length * len(self.weight) * self._kernel**2
 
     def in_stages(self, rows: Tensor, frames: Sequence[Shape], budget: StageBudget) -> Stages[Tensor]:
-        """frames: the shape of each frame. Neighbouring frames of one shape are a stage."""
-        runs = [(shape, len(list(group))) for shape, group in groupby(frames)]
-        parts = torch.split(rows, [count * down * across for (down, across), count in runs])
-        results = []
-        for part, ((down, across), _) in zip(parts, runs, strict=True):
-            while not budget.take(1, self.products(len(part))):
-                yield
-            results.append(self._convolved(part, down, across))
+        """frames: the shape of each frame. A stage is neighbouring frames of one shape, `_MOST_PATCHES` in all."""
+        results, first = [], 0
+        for (down, across), group in groupby(frames):
+            length, left = down * across, len(list(group))
+            while left:
+                most = min(left, max(1, _MOST_PATCHES // length))
+                while not (count := budget.take(most, self.products(length))):
+                    yield
+                results.append(self._convolved(rows[first : first + count * length], down, across))
+                first, left = first + count * length, left - count
         return torch.cat(results)
 
     def _convolved(self, rows: Tensor, down: int, across: int) -> Tensor:
