@@ -95,7 +95,10 @@ def test_transformers_computes_the_same_with_what_was_written(
     assert not torch.allclose(expected, logits(folder), atol=0.1)
 
 
-@pytest.mark.parametrize("name", [name for name in FAMILIES if name not in ONLY_POSITIONS + NOT_ALONE])
+HYBRIDS = ("qwen3.5 with shared keys", "lfm2", "lfm3")
+
+
+@pytest.mark.parametrize("name", [*(name for name in FAMILIES if name not in ONLY_POSITIONS + NOT_ALONE), *HYBRIDS])
 def test_factors_cancel_out_in_every_family(tmp_path: Path, name: str) -> None:
     folder = make(tmp_path / "plain", name)
     config = QuantizationConfig(scheme="int8", method="awq+gptq")

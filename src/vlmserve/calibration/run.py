@@ -319,13 +319,14 @@ def _as_stored(path: str, module: Linear) -> Iterator[tuple[str, Tensor]]:
 
 
 def _plain_slots(path: str, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """A module's tensors as its checkpoint has them, without the weights of linear layers."""
+    """A module's tensors as its checkpoint has them."""
     if not isinstance(module, Linear):
         yield from module_slots(path, module)
         return
-    assert module.bias is not None
     for name, rows in _as_stored(path, module):
-        yield name.removesuffix("weight") + "bias", module.bias.data[rows]
+        yield name, module.weight.data[rows]
+        if module.bias is not None:
+            yield name.removesuffix("weight") + "bias", module.bias.data[rows]
 
 
 def _within_memory(targets: dict[str, Target]) -> Iterator[dict[str, Target]]:

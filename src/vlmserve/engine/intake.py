@@ -61,7 +61,9 @@ class Intake:
         # Keys and values depend on the positions at which they were computed.
         identity = self.identity + (b" from %d" % first_position if first_position else b"")
         if adapter is not None and adapter.mixes and self._sizes.slots:
-            raise InvalidRequestError("X-LoRA adapters do not run on models with gated delta or convolution layers")
+            raise InvalidRequestError(
+                "X-LoRA does not run on hybrid models: both passes of a token change one state; use a LoRA adapter"
+            )
         if request.params.grammar is not None:
             self._grammars.check(request.params.grammar)
         digest = b"" if adapter is None else adapter.digest

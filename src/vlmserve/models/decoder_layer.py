@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from vlmserve.families.spec import ArchSpec
 from vlmserve.kernels.attention import AttentionBackend, LayerCache
 from vlmserve.layer_specs import AttentionSpec, ConvolutionSpec
-from vlmserve.layers.linear import empty_parameter
+from vlmserve.layers.linear import Linear, empty_parameter
 from vlmserve.layers.parallel import Ranks
 from vlmserve.layers.residual import ResidualStream
 from vlmserve.layers.step import StepContext
@@ -119,7 +119,9 @@ class DecoderLayer(nn.Module):
         both = self._readers(self._mixer) + (self._readers("mlp") if self._parallel else ())
         for norm, readers in ((self.attention_norm, both), (self.mlp_norm, self._readers("mlp"))):
             if norm is not None:
-                yield Fold(readers, norm=norm)
+                linears = {name: self.get_submodule(name) for name in readers}
+                plain = {name: one for name, one in linears.items() if isinstance(one, Linear) and one.stays_plain}
+                yield Fold(readers, plain, norm)
         for name, block in self.named_children():
             if isinstance(block, Block):
                 yield from block.folds(name)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,7 @@ from vlmserve.quantization import QuantizationConfig
 
 logger = logging.getLogger(__name__)
 
-ALGORITHM = 5
+ALGORITHM = 6
 """To be counted up when the same model, data and settings give other weights: copies in caches are then made anew."""
 
 
@@ -38,12 +38,13 @@ class Target:
 class Fold:
     """Where factors of layers' inputs go: the inputs are divided by them in a norm, or in the layer that makes them.
 
-    consumers: names of all layers with that input. norm: what makes it; None: the outputs ``rows[0] <= i < rows[1]``
-    of the layer `producer`. heads, shared: of the consumers' inputs, see `awq.input_scales`; each `shared` heads of
-    them are one of the producer.
+    consumers: names of all layers with that input. plain: which of them usually stay plain, by name. norm: what makes
+    it; None: the outputs ``rows[0] <= i < rows[1]`` of the layer `producer`. heads, shared: of the consumers' inputs,
+    see `awq.input_scales`; each `shared` heads of them are one of the producer.
     """
 
     consumers: tuple[str, ...]
+    plain: Mapping[str, Linear] = field(default_factory=dict)
     norm: RMSNorm | LayerNorm | None = None
     producer: str = ""
     rows: tuple[int, int] = (0, 0)
@@ -106,16 +107,22 @@ def quantize_layers(
 ) -> Outcome:
     """Quantize layers by what went into them. The modules get the rounded weights in their own type.
 
-    folds: in the order in which factors are found; those of layers that are not all in `targets` are left out.
+    folds: in the order in which factors are found. Those of layers neither in `targets` nor plain are left out.
     statistics: of each target; what it divides by factors changes with them.
     """
     outcome = Outcome()
     weights = {name: target.module.weight.data.float() for name, target in targets.items()}
     if config.method != "gptq":
         for fold in folds if "awq" in config.method else [fold for fold in folds if fold.norm is not None]:
-            names = [*fold.consumers, *([fold.producer] if fold.producer else [])]
-            if all(name in targets and _usable(statistics[name]) for name in names):
-                _scale(fold, targets, weights, statistics, config, outcome)
+            plain = [module for name, module in fold.plain.items() if name not in targets]
+            consumers = tuple(name for name in fold.consumers if name in targets or name not in fold.plain)
+            names = [*consumers, *([fold.producer] if fold.producer else [])]
+            if consumers and all(name in targets and _usable(statistics[name]) for name in names):
+                factors = _scale(replace(fold, consumers=consumers), targets, weights, statistics, config, outcome)
+                if factors is not None:
+                    for module in plain:
+                        module.weight.data.copy_(module.weight.data.float() * factors)
+                        outcome.changed.append(module)
     for name, target in targets.items():
         quantized = _quantize(name, target, weights.pop(name), statistics[name], config, outcome)
         outcome.weights[name] = quantized
@@ -134,8 +141,8 @@ def _scale(
     statistics: Mapping[str, InputStatistics],
     config: QuantizationConfig,
     outcome: Outcome,
-) -> None:
-    """Find the factors of a fold and put them into weights, statistics, and what makes the input."""
+) -> Tensor | None:
+    """Find the factors of a fold and put them into weights, statistics, and what makes the input. None: none help."""
     first = statistics[fold.consumers[0]]
     joint = torch.cat([weights[name] for name in fold.consumers])
     if config.method == "smoothquant":
@@ -146,7 +153,7 @@ def _scale(
             joint, first.mean_magnitude, first.hessian, kind.fit, shared=fold.shared, heads=fold.heads
         )
         if not awq.helps(joint, factors, first.hessian, kind):
-            return
+            return None
     if fold.norm is not None:
         factors = _divide_norm(fold.norm, factors)
         outcome.changed.append(fold.norm)
@@ -161,6 +168,7 @@ def _scale(
     for name in fold.consumers:
         weights[name] *= factors
         statistics[name].divide(factors)
+    return factors
 
 
 def _kind(bits: int, config: QuantizationConfig) -> GridKind:
