@@ -1,0 +1,284 @@
+"""Requests of several users to models with states, in caches that are far too small, against a quiet engine.
+
+    .venv/bin/python -m tests.state_fuzz --requests 20000
+
+Conversations mix texts and images, go on, repeat and part anywhere. Requests have salts, LoRA adapters, priorities and
+several answers; some are aborted, others preempted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import random
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+from transformers import AutoModelForImageTextToText
+
+from tests.engine.image_parity import user
+from tests.engine.test_qwen_vl import make_oracle
+from tests.lfm2_checkpoints import make_lfm2_vl
+from tests.minicpmv_checkpoints import make_minicpmv
+from tests.peft_adapters import make_adapter
+from vlmserve.config import EngineConfig, MediaConfig
+from vlmserve.engine.engine import Engine
+from vlmserve.frontend.requests import RequestPreparer
+from vlmserve.layer_specs import CHUNK
+from vlmserve.types import EngineOutput, EngineRequest, ImageSpan, Prompt, SamplingParams, TokenLogprobs
+
+ADAPTERS = ("", "", "one", "other")
+SALTS = ("", "", "", "tenant")
+ADAPTED = r".*language_model.*(q_proj|v_proj|gate_proj|w1)"
+SIZES = ((2, 3), (4, 4), (1, 2))
+"""Embeddings of an image each way."""
+MAX_LEN = 400
+"""Tokens of a prompt and its answer. The KV cache holds little more."""
+TIE = 1e-3
+"""Difference of two logprobs that rounding may reverse."""
+
+
+class Turn(NamedTuple):
+    """A part of a prompt. Images begin at numbers of its own tokens."""
+
+    prompt: Prompt
+    is_text: bool = False
+
+
+@dataclass
+class Model:
+    """A tiny random checkpoint, turns with images for it, and what a quiet engine answers."""
+
+    folder: Path
+    pictures: list[Turn]
+    known: dict[tuple[object, ...], list[TokenLogprobs]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        whole = AutoModelForImageTextToText.from_pretrained(self.folder)
+        for seed, name in enumerate(("one", "other")):
+            make_adapter(whole, self.folder / name, seed=seed, target_modules=ADAPTED)
+        self.quiet = self.engine(enable_prefix_caching=False)
+        [*self.ends] = self.quiet.info.end_token_ids or (2,)
+
+    def engine(self, **settings: object) -> Engine:
+        fixed = {"dtype": "float32", "device": "cpu", "num_threads": 1, "enable_lora": True, "max_loras": 2}
+        config = EngineConfig(model=str(self.folder), **{**fixed, "kv_cache_memory": "8MiB", **settings})
+        engine = Engine(config, self.folder)
+        for name in ("one", "other"):
+            engine.adapter_store.load(name, self.folder / name)
+        return engine
+
+    def expected(self, request: EngineRequest) -> list[TokenLogprobs]:
+        """The answer of an engine that runs nothing else and caches nothing."""
+        images = tuple((span.image.key, span.start) for span in request.prompt.images)
+        key = (tuple(request.prompt.token_ids), images, request.adapter, request.params.max_tokens)
+        if key not in self.known:
+            self.quiet.add(request)
+            self.known[key] = [one for output in drain(self.quiet) for one in output.logprobs or ()]
+        return self.known[key]
+
+
+def drain(engine: Engine) -> list[EngineOutput]:
+    outputs: list[EngineOutput] = []
+    while engine.has_work():
+        outputs += engine.step()
+    return outputs
+
+
+def made_up(kind: str) -> Callable[[Path], Model]:
+    """Return a maker of a checkpoint whose images have random pixels."""
+
+    def make(folder: Path) -> Model:
+        oracle = make_oracle(folder, kind)
+        return Model(folder, [Turn(oracle.prompt(seed, 3, size, 5)) for seed, size in enumerate(SIZES)])
+
+    return make
+
+
+def with_files(write: Callable[[Path], Path]) -> Callable[[Path], Model]:
+    """Return a maker of a checkpoint with an image processor and a chat template."""
+
+    def make(folder: Path) -> Model:
+        preparer = RequestPreparer(write(folder), MediaConfig())
+        messages = [user((8 * height, 8 * width), "What is this?", seed=height) for height, width in SIZES]
+        return Model(folder, [Turn(preparer.chat([message], allow_local=True)) for message in messages])
+
+    return make
+
+
+FAMILIES = {
+    "qwen3_5": made_up("qwen3_5"),
+    "lfm2_vl": with_files(make_lfm2_vl),
+    "lfm3_vl": made_up("lfm3_vl"),
+    "minicpmv": with_files(make_minicpmv),
+}
+
+
+def joined(turns: Sequence[Turn]) -> Prompt:
+    token_ids: list[int] = []
+    spans = []
+    for turn in turns:
+        spans += [ImageSpan(span.image, len(token_ids) + span.start) for span in turn.prompt.images]
+        token_ids += turn.prompt.token_ids
+    return Prompt(token_ids, tuple(spans))
+
+
+class Crowd:
+    """Users who send requests at random."""
+
+    def __init__(self, model: Model, seed: int) -> None:
+        self.model, self.random = model, random.Random(seed)
+        self.conversations: list[list[Turn]] = []
+
+    def text(self, length: int, seed: int) -> list[int]:
+        generator = random.Random(seed)
+        return [generator.randrange(5, 200) for _ in range(length)]
+
+    def turn(self) -> Turn:
+        if self.random.random() < 0.4:
+            return self.random.choice(self.model.pictures)
+        length = self.random.choice([1, 9, 40, 150])
+        return Turn(Prompt([*self.text(length, self.random.randrange(3)), self.random.choice(self.model.ends)]), True)
+
+    def conversation(self) -> list[Turn]:
+        """Return a new one, the next turn of one, the same again, or one that parts from another within a text."""
+        kind = self.random.choice(["new", "next", "next", "same", "part"])
+        if kind == "new" or not self.conversations:
+            return [self.turn() for _ in range(self.random.randint(1, 4))]
+        turns = list(self.random.choice(self.conversations[-8:]))
+        last = turns[-1]
+        if kind == "part" and last.is_text:
+            place = self.random.randrange(len(last.prompt.token_ids))
+            other = self.text(self.random.randint(1, 90), self.random.randrange(3, 6))
+            turns[-1] = Turn(Prompt([*last.prompt.token_ids[:place], *other]), True)
+        elif kind == "next":
+            turns.append(self.turn())
+        return turns if len(turns) < 7 else turns[-2:]
+
+    def requests(self, name: str) -> list[EngineRequest]:
+        """Return a request for each answer."""
+        turns = self.conversation()
+        self.conversations.append(turns)
+        length = self.random.choice([1, 2, 5])
+        params = SamplingParams(temperature=0, max_tokens=length, ignore_eos=True, logprobs=2)
+        salt, adapter = self.random.choice(SALTS), self.random.choice(ADAPTERS)
+        prompt, priority = joined(turns), self.random.choice([0, 0, 1])
+        count = self.random.choice([1, 1, 1, 3])
+        return [
+            EngineRequest(f"{name}.{n}", prompt, params, salt, adapter=adapter, priority=priority) for n in range(count)
+        ]
+
+    def heard(self, request: EngineRequest, answer: Sequence[int]) -> None:
+        """Let a later turn begin with an answer."""
+        turns = self.conversations[-1]
+        if joined(turns).token_ids == request.prompt.token_ids and self.random.random() < 0.5:
+            self.conversations.append([*turns, Turn(Prompt([*answer, self.model.ends[0]]), True)])
+
+
+@dataclass
+class Tally:
+    """Counts of a run."""
+
+    finished: int = 0
+    aborted: int = 0
+    preempted: int = 0
+    found_tokens: int = 0
+    ties: int = 0
+    different: list[str] = field(default_factory=list)
+
+
+def differs(found: Sequence[TokenLogprobs], expected: Sequence[TokenLogprobs], tally: Tally) -> bool:
+    for own, other in zip(found, expected, strict=True):
+        if own.token_id != other.token_id:
+            first, second = (one for _, one in other.top[:2])
+            tally.ties += first - second < TIE
+            return first - second >= TIE
+        if abs(own.logprob - other.logprob) > TIE:
+            return True
+    return False
+
+
+def fuzz(model: Model, num_requests: int, seed: int, tally: Tally) -> None:
+    """Send requests to one engine with few slots and blocks, and compare every answer."""
+    crowd = Crowd(model, seed)
+    choice = crowd.random.choice
+    slots = choice([3, 3, 4, 8])
+    block, budget = choice([4, 16]), choice([48, 130, 600])
+    of_tokens = model.quiet.runner.model.language_model.cache_bytes(block)
+    pages = choice([11, 16, 25]) * of_tokens.pages(MAX_LEN, budget + CHUNK) // 10
+    busy = model.engine(
+        state_cache_memory=(1 + slots) * model.quiet.sizes.state_bytes,
+        max_num_seqs=4,
+        block_size=block,
+        max_num_batched_tokens=budget,
+        kv_cache_memory=pages * of_tokens.page,
+        max_model_len=MAX_LEN,
+    )
+    sent: dict[str, EngineRequest] = {}
+    answers: dict[str, list[TokenLogprobs]] = {}
+
+    def step() -> None:
+        for output in busy.step():
+            name = output.request_id
+            assert output.error is None, output.error
+            answers[name] += output.logprobs or ()
+            if output.finish_reason is None:
+                tally.found_tokens += output.cached_tokens
+                continue
+            request = sent.pop(name)
+            answer = answers.pop(name)
+            tally.finished += 1
+            if differs(answer, model.expected(request), tally):
+                tally.different.append(f"{model.folder.name}, seed {seed}: {name}")
+            crowd.heard(request, [one.token_id for one in answer])
+
+    for number in itertools.count():
+        if tally.finished >= num_requests:
+            break
+        for request in crowd.requests(str(number)):
+            if len(request.prompt.token_ids) < MAX_LEN - 8:
+                sent[request.request_id], answers[request.request_id] = request, []
+                busy.add(request)
+        for _ in range(crowd.random.choice([0, 1, 2, 6])):
+            step()
+        while len(sent) > 8:
+            step()
+        if sent and crowd.random.random() < 0.05:
+            name = choice(sorted(sent))
+            busy.abort([name])
+            tally.aborted += 1
+            del sent[name], answers[name]
+    while busy.has_work():
+        step()
+    stats = busy.stats()
+    tally.preempted += stats.preemptions
+    assert (stats.kv_blocks_used, stats.state_slots_used) == (0, 0)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m tests.state_fuzz", description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("--requests", type=int, default=20_000, help="requests in all (default 20000)")
+    parser.add_argument("--round", type=int, default=250, help="requests of each engine (default 250)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the first engine (default 0)")
+    parser.add_argument("--families", nargs="+", choices=FAMILIES, default=list(FAMILIES), help="default: all")
+    options = parser.parse_args()
+    tally = Tally()
+    with tempfile.TemporaryDirectory() as folder:
+        models = []
+        for name in options.families:
+            (place := Path(folder) / name).mkdir()
+            models.append(FAMILIES[name](place))
+        for seed, model in enumerate(itertools.cycle(models), start=options.seed):
+            if tally.finished >= options.requests:
+                break
+            fuzz(model, tally.finished + options.round, seed, tally)
+            model.known.clear()
+            print(f"{model.folder.name}, seed {seed}: {tally}", flush=True)
+    raise SystemExit(1 if tally.different else 0)
+
+
+if __name__ == "__main__":
+    main()
