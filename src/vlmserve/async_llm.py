@@ -22,14 +22,16 @@ from vlmserve.errors import ForkError, InvalidRequestError, UnavailableError, VL
 from vlmserve.frontend.client import EngineClient
 from vlmserve.frontend.engine_stream import EngineStream
 from vlmserve.offline import Generation, LoRARequest, OfflineRequest, Prepared, fitted
-from vlmserve.offline_calls import Call, Conversation, Outcome
+from vlmserve.offline_calls import Call, Outcome
 from vlmserve.offline_engine import AdapterNames
+from vlmserve.offline_inputs import Conversation
 from vlmserve.offline_model import OfflineModel
 from vlmserve.offline_options import LLMOptions
 from vlmserve.types import SamplingParams
 
 if TYPE_CHECKING:
-    from vlmserve.offline_calls import Adapters, ChatOptions, Conversations, Model, OnError, Params, TextPrompts
+    from vlmserve.offline_calls import Adapters, ChatOptions, Model, OnError, Params
+    from vlmserve.offline_inputs import Conversations, TextPrompts
     from vlmserve.outputs import RequestOutput
 
 

@@ -19,24 +19,17 @@ from vlmserve.config import BUILT_IN_MODEL
 from vlmserve.errors import InvalidRequestError, VLMServeError
 from vlmserve.offline import LoRARequest
 from vlmserve.offline_batch import OfflineBatch
-from vlmserve.offline_calls import Call, Conversation
+from vlmserve.offline_calls import Call
 from vlmserve.offline_engine import SharedEngine
+from vlmserve.offline_inputs import Conversation
 from vlmserve.offline_model import OfflineModel
 from vlmserve.offline_options import LLMOptions
 from vlmserve.types import SamplingParams
 
 if TYPE_CHECKING:
     from vlmserve.engine.protocol import VLMEngine
-    from vlmserve.offline_calls import (
-        Adapters,
-        ChatOptions,
-        Conversations,
-        Model,
-        OnError,
-        Outcome,
-        Params,
-        TextPrompts,
-    )
+    from vlmserve.offline_calls import Adapters, ChatOptions, Model, OnError, Outcome, Params
+    from vlmserve.offline_inputs import Conversations, TextPrompts
     from vlmserve.outputs import RequestOutput
 
 

@@ -8,27 +8,34 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from inspect import signature
 from itertools import repeat
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, TypedDict, TypeGuard, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, TypedDict, TypeVar, cast
 
 import msgspec
 
 from vlmserve.errors import AnswerError, InvalidRequestError, InvalidRequestsError, VLMServeError
 from vlmserve.media.arrays import frames_of
 from vlmserve.offline import LoRARequest, Prepared
+from vlmserve.offline_inputs import (
+    Conversation,
+    Conversations,
+    TextPrompt,
+    TextPrompts,
+    are_token_ids,
+    has_roles,
+    is_conversation,
+    is_prompt,
+    sides_of,
+)
 from vlmserve.outputs import PoolingRequestOutput, RequestOutput, ScoringOutput, ScoringRequestOutput
 from vlmserve.sampling_params import Grammar
 from vlmserve.types import Prompt, SamplingParams
 from vlmserve.validation import did_you_mean
 
 if TYPE_CHECKING:
+    from vlmserve.frontend.deciding import Branch, Question
     from vlmserve.frontend.requests import RequestPreparer
     from vlmserve.frontend.scoring import Side
 
-Message: TypeAlias = Mapping[str, Any]
-Conversation: TypeAlias = Sequence[Message]
-Conversations: TypeAlias = Conversation | Iterable[Conversation]
-TextPrompt: TypeAlias = str | Mapping[str, Any] | Sequence[int]
-TextPrompts: TypeAlias = TextPrompt | Iterable[TextPrompt]
 Params: TypeAlias = SamplingParams | Sequence[SamplingParams] | None
 Adapters: TypeAlias = LoRARequest | Sequence[LoRARequest | None] | None
 OnError: TypeAlias = Literal["raise", "return"]
@@ -290,15 +297,15 @@ class Prompts:
     ) -> Call:
         """Make the call of `OfflineModel.embed`. options: of `RequestPreparer.chat`."""
         task = self.preparer.vectors.embed(dimensions)
-        is_one = is_prompt(prompts) or _has_roles(prompts)
+        is_one = is_prompt(prompts) or has_roles(prompts)
 
         def prepare(item: Any) -> Prepared:
-            if not _has_roles(item):
+            if not has_roles(item):
                 return self._text_prompt(item)._replace(task=task)
             return Prepared(self.preparer.chat(item, allow_local=True, **options), task=task)
 
         def check(item: Any) -> None:
-            (self.preparer.check_files if _has_roles(item) else self._check_prompt)(item)
+            (self.preparer.check_files if has_roles(item) else self._check_prompt)(item)
 
         return Call(
             "prompts",
@@ -325,7 +332,7 @@ class Prompts:
         from vlmserve.frontend.scoring import make_scorer, shortened
 
         scorer, preparer = make_scorer(self.preparer), self.preparer
-        first, second = _sides(queries), _sides(documents)
+        first, second = sides_of(queries), sides_of(documents)
         second = [*shortened(scorer, preparer, first, second, instruction, truncate_prompt_tokens)]
 
         def prepare(item: Any) -> Prepared:
@@ -339,10 +346,7 @@ class Prompts:
             )
 
         def combine(results: list[Any]) -> list[Any]:
-            failed = next((one.outputs.error for one in results if one.outputs.error is not None), None)
-            if failed is not None:
-                raise VLMServeError(failed)
-            scores = scorer.scores([one.outputs.data for one in results], len(first))
+            scores = scorer.scores(_values(results), len(first))
             return [ScoringRequestOutput(ScoringOutput(score)) for score in scores]
 
         return Call(
@@ -353,6 +357,43 @@ class Prompts:
             lambda item: None if isinstance(item, str | Prompt) else preparer.check_files(item),
             preparer.answers.check_grammar,
             SamplingParams(truncate_prompt_tokens=truncate_prompt_tokens if scorer.compares else None),
+            "raise",
+            lora_request,
+            combine=combine,
+        )
+
+    def decide_call(
+        self,
+        messages: Conversation,
+        questions: Sequence[Question],
+        temperature: float | None,
+        lora_request: Adapters,
+        **options: Any,
+    ) -> Call:
+        """Make the call of `OfflineModel.decide`. options: of `RequestPreparer.chat`."""
+        from vlmserve.frontend.deciding import Decider, probabilities
+
+        decider, preparer = Decider(self.preparer), self.preparer
+        chats = [preparer.chat(one.after(messages), allow_local=True, **options) for one in questions]
+        pairs = zip(chats, questions, strict=True)
+        branches = [branch for chat, one in pairs for branch in decider.branches(chat, one.answers)]
+
+        def combine(results: list[Any]) -> list[Any]:
+            values = iter(_values(results))
+            divisor = temperature or decider.temperature
+            return [probabilities([next(values) for _ in one.answers], divisor) for one in questions]
+
+        def prepare(branch: Branch) -> Prepared:
+            return Prepared(branch.prompt, task=branch.task)
+
+        return Call(
+            "answers",
+            branches,
+            False,
+            prepare,
+            lambda branch: None,
+            preparer.answers.check_grammar,
+            SamplingParams(),
             "raise",
             lora_request,
             combine=combine,
@@ -428,48 +469,13 @@ _FILES = (str, bytes, os.PathLike, list, tuple)
 """What in a list of videos is one of them, and not a frame: a file, or a list of frames."""
 
 
+def _values(results: Sequence[PoolingRequestOutput]) -> list[Any]:
+    """The values of results. Raises VLMServeError if one failed."""
+    failed = next((one.outputs.error for one in results if one.outputs.error is not None), None)
+    if failed is not None:
+        raise VLMServeError(failed)
+    return [one.outputs.data for one in results]
+
+
 def _listed(one_or_many: Any) -> list[Any]:
     return list(one_or_many) if isinstance(one_or_many, list | tuple) else [one_or_many]
-
-
-def is_conversation(messages: object) -> TypeGuard[Conversation]:
-    """Whether it is one conversation, not a list of them."""
-    return isinstance(messages, Sequence) and len(messages) > 0 and isinstance(messages[0], Mapping)
-
-
-def _sides(given: Any) -> list[Side]:
-    """List queries or documents: one text, parts of one, vLLM's ``{"content": parts}``, or a list of such."""
-    if isinstance(given, str | Mapping) or (isinstance(given, Sequence) and given and _is_part(given[0])):
-        given = [given]
-    sides: list[Side] = []
-    for one in given:
-        content = one.get("content", one.get("text")) if isinstance(one, Mapping) else one
-        are_parts = isinstance(content, Sequence) and all(map(_is_part, content))
-        if not content or not (isinstance(content, str) or are_parts):
-            raise InvalidRequestError("queries and documents are texts or lists of parts", param="documents")
-        sides.append(content)
-    return sides
-
-
-def _is_part(value: object) -> bool:
-    return isinstance(value, Mapping) and "type" in value
-
-
-def _has_roles(messages: object) -> TypeGuard[Conversation]:
-    """Tell one conversation from a list of prompts."""
-    return is_conversation(messages) and "role" in messages[0]
-
-
-def is_prompt(prompts: object) -> TypeGuard[TextPrompt]:
-    """Whether it is one prompt, not a list of them."""
-    return isinstance(prompts, str | bytes | Mapping) or are_token_ids(prompts)
-
-
-def are_token_ids(prompt: object) -> TypeGuard[Sequence[int]]:
-    """Whether it is a list of token ids with at least one."""
-    return (
-        isinstance(prompt, Sequence)
-        and not isinstance(prompt, str | bytes)
-        and len(prompt) > 0
-        and all(isinstance(token_id, int) and not isinstance(token_id, bool) for token_id in prompt)
-    )

@@ -3,26 +3,27 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Generic, TypeVar
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from vlmserve.errors import InvalidRequestError, ModelLoadError
 from vlmserve.offline import LoRARequest
 from vlmserve.offline_calls import (
     Adapters,
     Call,
-    Conversation,
-    Conversations,
     Embeddable,
     OnError,
     Params,
     Prompts,
-    TextPrompts,
     check_arguments,
 )
+from vlmserve.offline_inputs import Conversation, Conversations, TextPrompts
 from vlmserve.offline_options import set_up
 from vlmserve.types import SamplingParams
 from vlmserve.validation import did_you_mean
+
+if TYPE_CHECKING:
+    from vlmserve.frontend.deciding import Question
 
 Texts = TypeVar("Texts")
 
@@ -216,6 +217,32 @@ class OfflineModel(ABC, Generic[Texts]):
             instruction,
             truncate_prompt_tokens,
             lora_request,
+            mm_processor_kwargs=mm_processor_kwargs,
+        )
+        return self._answer(call, stream=False, use_tqdm=use_tqdm)
+
+    def decide(
+        self,
+        messages: Conversation,
+        questions: Sequence[Question],
+        use_tqdm: bool = True,
+        *,
+        temperature: float | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
+        lora_request: Adapters = None,
+    ) -> Any:
+        """Return the probabilities of the answers to questions about one conversation: a list for each question.
+
+        questions: of `vlmserve.frontend.deciding`. temperature: instead of the checkpoint's, see ``vlmserve eval
+        calibration``. For the rest see `chat`. Raises as `score` does.
+        """
+        call = self._prompts.decide_call(
+            messages,
+            questions,
+            temperature,
+            lora_request,
+            template_settings=chat_template_kwargs,
             mm_processor_kwargs=mm_processor_kwargs,
         )
         return self._answer(call, stream=False, use_tqdm=use_tqdm)

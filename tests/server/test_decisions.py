@@ -129,8 +129,8 @@ def test_choices_equal_transformers_whole_sums(real):
         *_, answer = decide(real, [PREDICATE, question], "Long ago " * 20).answers
         preparer = RequestPreparer(real.folder, MediaConfig.model_validate({}))
         body = DecisionRequest.model_validate({"input": "-", "questions": [question]})
-        parts = [{"type": "text", "text": text} for text in ("Which?", body.questions[0].rule)]
-        prompt = preparer.chat(asked([{"role": "user", "content": "Long ago " * 20}], parts))
+        asking = body.questions[0].asked([{"type": "text", "text": "Which?"}])
+        prompt = preparer.chat(asking.after([{"role": "user", "content": "Long ago " * 20}]))
         model = AutoModelForCausalLM.from_pretrained(real.folder, dtype=torch.float32).eval()
         sums = []
         for branch in Decider(preparer).branches(prompt, texts):
@@ -144,7 +144,7 @@ def test_choices_equal_transformers_whole_sums(real):
 
 
 def test_probabilities_are_normalized_sums():
-    results = [np.log(np.array(values, "<f4")).tobytes() for values in ([0.5, 0.5], [0.5, 0.5, 0.5], [0.125])]
+    results = [np.log(np.array(values, "<f4")) for values in ([0.5, 0.5], [0.5, 0.5, 0.5], [0.125])]
     assert probabilities(results) == pytest.approx([0.5, 0.25, 0.25])
 
 

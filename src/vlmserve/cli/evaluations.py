@@ -61,6 +61,23 @@ def eval_pixie(
         typer.echo(f"Written into {card}")
 
 
+@evaluations.command("calibration", cls=SettingsCommand)
+@command((*LOCAL_FIELDS, *QUANTIZATION_DETAILS, "kernels"))
+def eval_calibration(
+    engine: EngineConfig,
+    media: MediaConfig,
+    per_task: Annotated[int, typer.Option(metavar="INT", min=2, help="Held-out images for each task.")] = 100,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw a reliability plot: an SVG.")] = None,
+    write: Annotated[
+        bool, typer.Option("--write", help="Store the temperature in the model's folder, for decisions.")
+    ] = False,
+) -> None:
+    """Compare probabilities of decisions with known answers, and fit a temperature."""
+    from vlmserve.cli.reliability import run_calibration
+
+    run_calibration(engine, media, per_task, plot, write=write)
+
+
 @evaluations.command("routing", cls=SettingsCommand)
 @command((*LOCAL_FIELDS, *QUANTIZATION_DETAILS, "kernels", "max_lora_rank"))
 def eval_routing(

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from vlmserve.errors import InvalidRequestError
 from vlmserve.prompt.untrusted import Quotation
@@ -19,6 +20,50 @@ if TYPE_CHECKING:
     from vlmserve.frontend.requests import RequestPreparer
 
 Parts = list[dict[str, Any]]
+
+
+class Question(NamedTuple):
+    """A question about a content, and its possible answers."""
+
+    parts: Parts
+    """Parts of a user's message."""
+    rule: str
+    """How to answer."""
+    answers: Sequence[str]
+
+    @classmethod
+    def predicate(cls, instructions: str | Parts) -> Question:
+        """Ask whether a statement is true: Yes or No."""
+        return cls(_as_parts(instructions), "Is this true? Answer only Yes or No.", ("Yes", "No"))
+
+    @classmethod
+    def choice(
+        cls, instructions: str | Parts, answers: Sequence[str], about: Sequence[str | None] | None = None
+    ) -> Question:
+        """Ask for one of several answers. about: a description of each."""
+        rule = f"Answer only with one of these choices:\n{_described(answers, about)}"
+        return cls(_as_parts(instructions), rule, answers)
+
+    @classmethod
+    def score(
+        cls, instructions: str | Parts, levels: Sequence[str], about: Sequence[str | None] | None = None
+    ) -> Question:
+        """Ask for one of several levels, the lowest first. about: a description of each."""
+        rule = f"Answer only with one of these levels, lowest first:\n{_described(levels, about)}"
+        return cls(_as_parts(instructions), rule, levels)
+
+    def after(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """The conversation that asks it."""
+        return asked(messages, [*self.parts, {"type": "text", "text": self.rule}])
+
+
+def _as_parts(instructions: str | Parts) -> Parts:
+    return [{"type": "text", "text": instructions}] if isinstance(instructions, str) else instructions
+
+
+def _described(answers: Sequence[str], about: Sequence[str | None] | None) -> str:
+    pairs = zip(answers, about or [None] * len(answers), strict=True)
+    return "\n".join(f"- {answer}" if text is None else f"- {answer}: {text}" for answer, text in pairs)
 
 
 class Branch(NamedTuple):
@@ -37,6 +82,8 @@ class Decider:
             raise InvalidRequestError(
                 "this model cannot decide: it needs a chat template; serve a chat model", param="model"
             )
+        self.temperature = preparer.decision_temperature
+        """Divides the log probabilities of answers."""
         self._tokenizer = preparer.tokenizer
         self._quotation = Quotation(preparer.tokenizer.control_tokens)
         self._end = _end_of_turn(preparer)
@@ -110,9 +157,9 @@ def shared_prefix(prompts: Sequence[Prompt]) -> Prompt | None:
     return msgspec.structs.replace(first, token_ids=first.token_ids[:length], images=images, thoughts=None)
 
 
-def probabilities(results: Sequence[bytes]) -> list[float]:
+def probabilities(results: Sequence[npt.NDArray[np.float32]], temperature: float = 1.0) -> list[float]:
     """Normalize the probabilities of the answers to one question. results: of `ScoreContinuation`, one for each."""
-    sums = np.array([np.frombuffer(result, "<f4").sum(dtype=np.float64) for result in results])
+    sums = np.array([result.sum(dtype=np.float64) for result in results]) / temperature
     weights = np.exp(sums - sums.max())
     return [float(value) for value in weights / weights.sum()]
 

@@ -36,6 +36,7 @@ from vlmserve.media.video_frames import FrameReader
 from vlmserve.media.videos import VideoSource
 from vlmserve.models.sizes import broken
 from vlmserve.prompt.checkpoint import read_prompt_files
+from vlmserve.prompt.decisions import read_temperature
 from vlmserve.prompt.expand import check_placeholders, expand_placeholders
 from vlmserve.prompt.files import read_config, read_json
 from vlmserve.prompt.one_image import one_image_prompts, only_text
@@ -95,6 +96,7 @@ class RequestPreparer:
         if chat_template is None and files.tool_template is not None:
             with_tools = _compile(files.tool_template, self.tokenizer)
         self.vectors = read_vectors(folder, None if engine.pooling == "auto" else engine.pooling)
+        self.decision_temperature = read_temperature(folder)
         self.answers = AnswerFormats(folder, self.tokenizer, self._template, with_tools, engine)
         self._renderer = None
         if self._template is not None and with_tools is not None:

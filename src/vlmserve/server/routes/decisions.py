@@ -12,7 +12,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from vlmserve.errors import InvalidRequestError
-from vlmserve.frontend.deciding import Decider, asked, confidence, probabilities, shared_prefix
+from vlmserve.frontend.deciding import Decider, Parts, confidence, probabilities, shared_prefix
+from vlmserve.frontend.deciding import Question as AskedQuestion
 from vlmserve.server.body import BodyShare
 from vlmserve.server.generation import Generation, GenerationRequest
 from vlmserve.server.history import Message, owner_of, with_files
@@ -46,21 +47,26 @@ class DecisionDialect(Dialect[DecisionRequest]):
 
     def __init__(self, owner: str = "") -> None:
         self._owner = owner
+        self._temperature = 1.0
 
     def num_answers(self, body: DecisionRequest) -> int:
         return body.num_branches
 
     async def ask(self, service: Service, body: DecisionRequest) -> GenerationRequest:
         decider = await service.preparation.text(Decider, 0)
+        self._temperature = decider.temperature
         turns = Turns(None, [], [item.stored() for item in body.input])
         with service.bodies.share() as share:
             content = await self._content(service, turns, share)
-            prepared = [self._question(service, body, turns, content, number) for number in range(len(body.questions))]
+            questions = [one.asked(_instructions(one)) for one in body.questions]
+            prepared = [
+                self._question(service, body, turns, content, number, one) for number, one in enumerate(questions)
+            ]
             first = await prepared.pop(0)  # prepares the images that the others share
             prompts = [first, *await asyncio.gather(*prepared)]
         branches = [
             branch
-            for prompt, question in zip(prompts, body.questions, strict=True)
+            for prompt, question in zip(prompts, questions, strict=True)
             for branch in decider.branches(prompt, question.answers)
         ]
         return GenerationRequest(
@@ -84,13 +90,15 @@ class DecisionDialect(Dialect[DecisionRequest]):
             raise
 
     async def _question(
-        self, service: Service, body: DecisionRequest, turns: Turns, content: Sequence[Message], number: int
+        self,
+        service: Service,
+        body: DecisionRequest,
+        turns: Turns,
+        content: Sequence[Message],
+        number: int,
+        question: AskedQuestion,
     ) -> Prompt:
-        question = body.questions[number]
-        [instructions] = Turns(None, [], [question.item.stored()]).messages
-        said = instructions["content"]
-        parts = [{"type": "text", "text": said}] if isinstance(said, str) else said
-        messages = asked(content, [*parts, {"type": "text", "text": question.rule}])
+        messages = question.after(content)
         try:
             with service.bodies.share() as share:
                 return await service.preparation.prepare(
@@ -101,16 +109,25 @@ class DecisionDialect(Dialect[DecisionRequest]):
                 )
         except InvalidRequestError as error:
             last = messages[-1]["content"]
-            start = len(last) - len(parts) - 1 if isinstance(last, list) else 0
+            start = len(last) - len(question.parts) - 1 if isinstance(last, list) else 0
             _name_question(error, number, len(messages) - 1, start)
             turns.reword(error)
             raise
 
     async def complete(self, body: DecisionRequest, generation: Generation) -> Decision:
         await generation.finished()
-        results = iter([one.result.data for one in generation.answers if one.result is not None])
-        answers = [_answer(one, probabilities([next(results) for _ in one.answers])) for one in body.questions]
+        results, temperature = iter(generation.results()), self._temperature
+        answers = [
+            _answer(one, probabilities([next(results) for _ in range(one.num_answers)], temperature))
+            for one in body.questions
+        ]
         return Decision(generation.model, answers, ResponseUsage.of(generation.usage))
+
+
+def _instructions(question: Question) -> Parts:
+    [message] = Turns(None, [], [question.item.stored()]).messages
+    said = message["content"]
+    return [{"type": "text", "text": said}] if isinstance(said, str) else list(said)
 
 
 async def _with_fetched(service: Service, messages: Sequence[Message], share: BodyShare) -> list[Message]:

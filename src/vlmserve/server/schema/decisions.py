@@ -8,7 +8,8 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 import msgspec
 from pydantic import BeforeValidator, Field, Tag, model_validator
 
-from vlmserve.frontend.deciding import answers_as_text
+from vlmserve.frontend.deciding import Parts, answers_as_text
+from vlmserve.frontend.deciding import Question as AskedQuestion
 from vlmserve.server.schema.asking import ModelRequest
 from vlmserve.server.schema.base import RequestModel, by_type, text_or_list
 from vlmserve.server.schema.content import PromptRequest
@@ -87,20 +88,27 @@ class _Question(RequestModel):
         content = self.instructions
         return MessageItem(role="user", content=content if isinstance(content, str) else list(content))
 
+    def asked(self, parts: Parts) -> AskedQuestion:
+        """The question for the model. parts: of the instructions."""
+        raise NotImplementedError
+
+    @property
+    def num_answers(self) -> int:
+        """How many answers are possible."""
+        raise NotImplementedError
+
 
 class Predicate(_Question):
     """A statement that is true or false."""
 
     type: Literal["predicate"]
 
-    @property
-    def answers(self) -> list[str]:
-        return ["Yes", "No"]
+    def asked(self, parts: Parts) -> AskedQuestion:
+        return AskedQuestion.predicate(parts)
 
     @property
-    def rule(self) -> str:
-        """How to answer."""
-        return "Is this true? Answer only Yes or No."
+    def num_answers(self) -> int:
+        return 2
 
 
 class ChoiceOption(RequestModel):
@@ -124,15 +132,13 @@ class Choice(_Question):
             raise ValueError("A choice must not be empty")
         return self
 
-    @property
-    def answers(self) -> list[str]:
-        return answers_as_text([one.value for one in self.choices])
+    def asked(self, parts: Parts) -> AskedQuestion:
+        texts = answers_as_text([one.value for one in self.choices])
+        return AskedQuestion.choice(parts, texts, [one.description for one in self.choices])
 
     @property
-    def rule(self) -> str:
-        """How to answer."""
-        lines = _described(self.answers, [one.description for one in self.choices])
-        return f"Answer only with one of these choices:\n{lines}"
+    def num_answers(self) -> int:
+        return len(self.choices)
 
 
 class Level(RequestModel):
@@ -150,24 +156,17 @@ class Score(_Question):
 
     @model_validator(mode="after")
     def _are_unique(self) -> Self:
-        if len(set(self.answers)) < len(self.levels):
+        if len({one.label for one in self.levels}) < len(self.levels):
             raise ValueError("Each level must have its own label")
         return self
 
-    @property
-    def answers(self) -> list[str]:
-        return [one.label for one in self.levels]
+    def asked(self, parts: Parts) -> AskedQuestion:
+        about = [one.description for one in self.levels]
+        return AskedQuestion.score(parts, [one.label for one in self.levels], about)
 
     @property
-    def rule(self) -> str:
-        """How to answer."""
-        lines = _described(self.answers, [one.description for one in self.levels])
-        return f"Answer only with one of these levels, lowest first:\n{lines}"
-
-
-def _described(answers: list[str], descriptions: list[str | None]) -> str:
-    pairs = zip(answers, descriptions, strict=True)
-    return "\n".join(f"- {answer}" if about is None else f"- {answer}: {about}" for answer, about in pairs)
+    def num_answers(self) -> int:
+        return len(self.levels)
 
 
 Question = Annotated[
@@ -187,7 +186,7 @@ class DecisionRequest(PromptRequest, ModelRequest):
     @property
     def num_branches(self) -> int:
         """Answers that are scored."""
-        return sum(len(question.answers) for question in self.questions)
+        return sum(question.num_answers for question in self.questions)
 
     @model_validator(mode="after")
     def _has_few_branches(self) -> Self:

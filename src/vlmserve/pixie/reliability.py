@@ -1,0 +1,205 @@
+"""Calibration of decisions about drawn images, whose right answers are known."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from vlmserve.frontend.deciding import Question
+from vlmserve.pixie.drawing import draw_scene
+from vlmserve.pixie.questions import sample_example
+from vlmserve.pixie.scenes import HELD_OUT_SEEDS
+from vlmserve.pixie.vocabulary import COLOURS, PLACES, SHAPES
+
+if TYPE_CHECKING:
+    from vlmserve.llm import LLM
+
+#: Pixie's tasks whose answers come from a known set.
+TASKS: Final = ("exists", "attribute", "where", "count")
+#: Bins of equal width by the probability of the most probable answer.
+BINS: Final = 10
+#: The widest range in which a temperature is searched.
+_RANGE: Final = (0.05, 20.0)
+_LEVELS: Final = tuple(map(str, range(10)))
+_SIZE, _MARGIN = 300, 44
+
+#: Gets a conversation and a question about it; returns the probability of each answer.
+Decide = Callable[[list[dict[str, Any]], Question], list[float]]
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """The probabilities of a question's answers, and the place of the right answer among them."""
+
+    task: str
+    probabilities: tuple[float, ...]
+    right: int
+
+
+def outcomes(decide: Decide, per_task: int, advance: Callable[[], None] = lambda: None) -> list[Outcome]:
+    """Ask about held-out images. per_task: examples of each of `TASKS`. advance: called after each."""
+    found = []
+    for task in TASKS:
+        for seed in range(HELD_OUT_SEEDS, HELD_OUT_SEEDS + per_task):
+            example = sample_example(seed, task)
+            text, answer = example.turns[0]
+            question = _question(text, answer)
+            if example.task == task and question is not None:
+                images = [{"type": "image", "image": draw_scene(scene)} for scene in example.scenes]
+                values = decide([{"role": "user", "content": images}], question)
+                found.append(Outcome(task, tuple(values), _place(question, answer)))
+            advance()
+    return found
+
+
+def _question(text: str, answer: str) -> Question | None:
+    """The decision that asks the same; None if the answers are not a known set."""
+    if answer in ("yes", "no"):
+        return Question.predicate(f'The answer to this question is yes: "{text}"')
+    if answer in _LEVELS:
+        return Question.score(text, _LEVELS)
+    return next((Question.choice(text, names) for names in (COLOURS, SHAPES, PLACES) if answer in names), None)
+
+
+def _place(question: Question, answer: str) -> int:
+    return ("yes", "no").index(answer) if answer in ("yes", "no") else question.answers.index(answer)
+
+
+def at_temperature(probabilities: Sequence[float], temperature: float) -> npt.NDArray[np.float64]:
+    """The probabilities after their logarithms are divided by a temperature."""
+    logs = np.log(np.maximum(probabilities, 1e-300)) / temperature
+    weights = np.exp(logs - logs.max())
+    scaled: npt.NDArray[np.float64] = weights / weights.sum()
+    return scaled
+
+
+def accuracy(found: Sequence[Outcome]) -> float:
+    """The share of questions whose most probable answer is right."""
+    return float(np.mean([int(np.argmax(one.probabilities)) == one.right for one in found]))
+
+
+def loss(found: Sequence[Outcome], temperature: float) -> float:
+    """The mean negative log probability of right answers, in nats."""
+    values = [at_temperature(one.probabilities, temperature)[one.right] for one in found]
+    return float(-np.log(np.maximum(values, 1e-300)).mean())
+
+
+@dataclass(frozen=True, slots=True)
+class Bin:
+    """Answers of similar probability."""
+
+    count: int
+    confidence: float
+    """Their mean probability."""
+    accuracy: float
+
+
+def bins(found: Sequence[Outcome], temperature: float = 1.0) -> list[Bin]:
+    """Sort the most probable answers into `BINS` bins; empty bins are left out."""
+    scaled = [at_temperature(one.probabilities, temperature) for one in found]
+    tops = np.array([one.max() for one in scaled])
+    right = np.array([int(one.argmax()) == outcome.right for one, outcome in zip(scaled, found, strict=True)])
+    places = np.minimum((tops * BINS).astype(int), BINS - 1)
+    return [
+        Bin(int(own.sum()), float(tops[own].mean()), float(right[own].mean()))
+        for own in (places == place for place in range(BINS))
+        if own.any()
+    ]
+
+
+def calibration_error(found: Sequence[Outcome], temperature: float = 1.0) -> float:
+    """The expected calibration error (https://arxiv.org/abs/1706.04599), from 0 to 1."""
+    return sum(one.count * abs(one.confidence - one.accuracy) for one in bins(found, temperature)) / len(found)
+
+
+def fitted_temperature(found: Sequence[Outcome]) -> float:
+    """The temperature with the lowest `loss`, by golden-section search."""
+    shrink = (math.sqrt(5) - 1) / 2
+    low, high = (math.log(end) for end in _RANGE)
+    while high - low > 1e-3:
+        left, right = high - shrink * (high - low), low + shrink * (high - low)
+        if loss(found, math.exp(left)) < loss(found, math.exp(right)):
+            high = right
+        else:
+            low = left
+    return math.exp((low + high) / 2)
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """Outcomes, and the temperature that fits half of them. The other half tells its effect."""
+
+    fitted: list[Outcome]
+    checked: list[Outcome]
+    temperature: float
+
+    @classmethod
+    def of(cls, found: Sequence[Outcome]) -> Calibration:
+        """found: at least two."""
+        return cls([*found[::2]], [*found[1::2]], fitted_temperature(found[::2]))
+
+    def to_markdown(self) -> str:
+        """A row for each task and one for all questions that the temperature was not fitted to."""
+        lines = [
+            "| Task | Questions | Accuracy | ECE | ECE, fitted |",
+            "| --- | ---: | ---: | ---: | ---: |",
+        ]
+        lines += [self._row(task, own) for task, own in self._by_task() if own]
+        lines.append(self._row("**all**", self.checked))
+        return "\n".join([*lines, "", f"Temperature: {self.temperature:.3f}"])
+
+    def _by_task(self) -> Iterator[tuple[str, list[Outcome]]]:
+        for task in TASKS:
+            yield task, [one for one in self.checked if one.task == task]
+
+    def _row(self, name: str, found: list[Outcome]) -> str:
+        errors = [calibration_error(found, temperature) for temperature in (1.0, self.temperature)]
+        return f"| {name} | {len(found)} | {accuracy(found):.1%} | {errors[0]:.3f} | {errors[1]:.3f} |"
+
+    def to_svg(self) -> str:
+        """A reliability plot: accuracy by probability, before and after fitting."""
+        end = _SIZE - 12
+
+        def x(value: float) -> float:
+            return _MARGIN + (end - _MARGIN) * value
+
+        def y(value: float) -> float:
+            return _SIZE - _MARGIN - (end - _MARGIN) * value
+
+        lines = [
+            f'<svg xmlns="http://www.w3.org/2000/svg" width="{_SIZE}" height="{_SIZE}" font-family="sans-serif" '
+            'font-size="11">',
+            '<rect width="100%" height="100%" fill="white"/>',
+            f'<line x1="{x(0)}" y1="{y(0)}" x2="{x(1)}" y2="{y(1)}" stroke="#bbb" stroke-dasharray="4"/>',
+            f'<rect x="{x(0)}" y="{y(1)}" width="{x(1) - x(0)}" height="{y(0) - y(1)}" fill="none" stroke="#444"/>',
+            f'<text x="{x(0.5)}" y="{_SIZE - 8}" text-anchor="middle">probability of the answer</text>',
+            f'<text transform="translate(12,{y(0.5)}) rotate(-90)" text-anchor="middle">accuracy</text>',
+        ]
+        for tick in (0.0, 0.5, 1.0):
+            lines.append(f'<text x="{x(tick)}" y="{y(0) + 14}" text-anchor="middle">{tick:g}</text>')
+            lines.append(f'<text x="{x(0) - 6}" y="{y(tick) + 4}" text-anchor="end">{tick:g}</text>')
+        curves = (("#b3261e", 1.0, "temperature 1"), ("#1b4f9c", self.temperature, f"{self.temperature:.2f}, fitted"))
+        for number, (colour, temperature, label) in enumerate(curves):
+            found = bins(self.checked, temperature)
+            points = " ".join(f"{x(one.confidence):.1f},{y(one.accuracy):.1f}" for one in found)
+            lines.append(f'<polyline points="{points}" fill="none" stroke="{colour}"/>')
+            for one in found:
+                at = f'cx="{x(one.confidence):.1f}" cy="{y(one.accuracy):.1f}"'
+                lines.append(f'<circle {at} r="3" fill="{colour}"><title>{one.count} answers</title></circle>')
+            lines.append(f'<text x="{x(0) + 8}" y="{y(1) + 16 + 14 * number}" fill="{colour}">{label}</text>')
+        return "\n".join([*lines, "</svg>"]) + "\n"
+
+
+def decisions_of(llm: LLM) -> Decide:
+    """Ask a model. A stored temperature has no effect."""
+
+    def decide(messages: list[dict[str, Any]], question: Question) -> list[float]:
+        [values] = llm.decide(messages, [question], temperature=1.0, use_tqdm=False)
+        return list(values)
+
+    return decide
