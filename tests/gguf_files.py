@@ -40,6 +40,7 @@ ARCHITECTURES = {
     "olmo2": gguf.MODEL_ARCH.OLMO2,
     "lfm2": gguf.MODEL_ARCH.LFM2,
     "qwen3_5_text": gguf.MODEL_ARCH.QWEN35,
+    "qwen3_5_moe_text": gguf.MODEL_ARCH.QWEN35MOE,
 }
 """By Hugging Face's model types."""
 
@@ -171,6 +172,7 @@ def _metadata(config: dict[str, Any], architecture: str) -> dict[str, Any]:
     if experts := config.get("num_experts") or config.get("num_local_experts"):
         values |= {"expert_count": experts, "expert_used_count": config["num_experts_per_tok"]}
         values["expert_feed_forward_length"] = config.get("moe_intermediate_size")
+        values["expert_shared_feed_forward_length"] = config.get("shared_expert_intermediate_size")
     if config.get("head_dim"):
         values |= {"attention.key_length": head_size, "attention.value_length": head_size}
     if architecture in ("llama", "mistral3", "smollm3", "phi2", "phi3", "stablelm", "chatglm", "glm4"):
@@ -199,7 +201,7 @@ def _metadata(config: dict[str, Any], architecture: str) -> dict[str, Any]:
         factor, multiple = config["block_ffn_dim_multiplier"], config["block_multiple_of"]
         adjusted = int(factor * int(2 * config["intermediate_size"] / 3))
         values["feed_forward_length"] = -(-adjusted // multiple) * multiple
-    if architecture == "qwen35":
+    if architecture in ("qwen35", "qwen35moe"):
         values |= {
             "rope.dimension_count": int(head_size * rope["partial_rotary_factor"]),
             "rope.dimension_sections": [*rope["mrope_section"], 0],

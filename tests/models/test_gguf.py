@@ -103,12 +103,15 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "olmo2 with biases": ("Olmo2", {"attention_bias": True}),
     "qwen3.5": ("Qwen3_5", QWEN35),
     "qwen3.5 with shared keys": ("Qwen3_5", {**QWEN35, "linear_num_value_heads": 6, "linear_value_head_dim": 16}),
+    "qwen3.5 with experts": ("Qwen3_5Moe", {**QWEN35, **EXPERTS, "shared_expert_intermediate_size": 48}),
 }
 
 
 def make(folder: Path, name: str, **overrides: Any) -> Path:
     family, traits = FAMILIES[name]
-    config_class = getattr(transformers, family + ("TextConfig" if family in ("Gemma3", "Qwen3_5") else "Config"))
+    config_class = getattr(
+        transformers, family + ("TextConfig" if family in ("Gemma3", "Qwen3_5", "Qwen3_5Moe") else "Config")
+    )
     model_class = getattr(transformers, family + "ForCausalLM")
     return make_text_model(folder, model_class, config_class, **{**traits, **overrides})
 
@@ -152,6 +155,7 @@ def test_every_architecture_is_tested() -> None:
         "qwen2vl": "qwen2",
         "qwen3vl": "qwen3",
         "qwen35": "qwen3_5",
+        "qwen35moe": "qwen3_5moe",
         "qwen3vlmoe": "qwen3moe",
         # Of PaddleOCR-VL, with which it is tested.
         "paddleocr": "llama",

@@ -59,7 +59,7 @@ def _qwen3_moe(config: Config) -> ArchSpec:
     return replace(qwen3({**config, "max_window_layers": 0}), experts=qwen3_experts(config))
 
 
-def _gguf_experts(metadata: Metadata) -> Config:
+def gguf_experts(metadata: Metadata) -> Config:
     """llama.cpp always divides by the sum of the chosen scores."""
     return {
         **(gguf_sections(metadata) if metadata.sections else {}),
@@ -94,8 +94,8 @@ FAMILIES = (
         build=_qwen3_moe,
         names=QWEN3_MOE_NAMES,
         gguf={
-            "qwen3moe": GGUFText(_gguf_experts, has_experts=True),
-            "qwen3vlmoe": GGUFText(_gguf_experts, has_sections=True, has_experts=True),
+            "qwen3moe": GGUFText(gguf_experts, has_experts=True),
+            "qwen3vlmoe": GGUFText(gguf_experts, has_sections=True, has_experts=True),
         },
         models="Qwen 3 with experts",
         short_names=(NamedModel("qwen3:30b", "Qwen/Qwen3-30B-A3B", 30532122624, 311164928, 311164928),),

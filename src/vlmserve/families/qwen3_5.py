@@ -11,7 +11,7 @@ from vlmserve.families.gguf import Clip, GGUFText, Metadata
 from vlmserve.families.gguf import with_sections as gguf_sections
 from vlmserve.families.llama import LLAMA
 from vlmserve.families.qwen2_vl import QWEN_TOWER
-from vlmserve.families.qwen3 import QWEN3_MOE_NAMES, qwen3_experts
+from vlmserve.families.qwen3 import QWEN3_MOE_NAMES, gguf_experts, qwen3_experts
 from vlmserve.families.qwen3_vl import QWEN3_GGUF_TOWER, QWEN3_VISION_NAMES
 from vlmserve.families.spec import ArchSpec, Config, HeadNormSpec, NormSpec, usual_spec, with_sections
 from vlmserve.layer_specs import DeltaSpec
@@ -94,6 +94,14 @@ def _gguf_traits(metadata: Metadata) -> Config:
     }
 
 
+def _gguf_experts(metadata: Metadata) -> Config:
+    return {
+        **_gguf_traits(metadata),
+        **gguf_experts(metadata),
+        "shared_expert_intermediate_size": metadata["expert_shared_feed_forward_length"],
+    }
+
+
 def _gguf_vision(clip: Clip) -> Config:
     if layers := clip.deepstack_layers:
         raise ModelLoadError(
@@ -145,6 +153,7 @@ FAMILIES = (
         },
         build=_qwen35_moe,
         names=QWEN3_MOE_NAMES,
+        gguf={"qwen35moe": replace(_GGUF_TEXT, traits=_gguf_experts, has_experts=True)},
         models="Qwen3.5 with experts, without images",
     ),
     VisionFamily(
@@ -166,7 +175,11 @@ FAMILIES = (
         names=QWEN3_VISION_NAMES,
         **_IMAGES,
         gguf={
-            "qwen3vl_merger": replace(QWEN3_GGUF_TOWER, vision=_gguf_vision, text_types={"qwen35": "qwen3_5_text"}),
+            "qwen3vl_merger": replace(
+                QWEN3_GGUF_TOWER,
+                vision=_gguf_vision,
+                text_types={"qwen35": "qwen3_5_text", "qwen35moe": "qwen3_5_moe_text"},
+            ),
         },
         models="Qwen3.5 0.8B to 27B, Qwen3.6 27B, Qwen3.8 27B",
         short_names=(
