@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import InternVLForConditionalGeneration
+from transformers import InternVLForConditionalGeneration, Qwen3MoeConfig
 
 from tests.checkpoints import change_config, change_tensors, make_internvl
+from tests.models.test_decoder import assert_equal, paged_run, token_sequences
+from tests.models.test_families import QWEN3_MOE
 from tests.models.test_llava import load
 from vlmserve.errors import InvalidImageError, ModelLoadError, UnsupportedModelError
 from vlmserve.models.quantized import save_quantized
@@ -45,6 +47,15 @@ def test_embeddings_of_tiles_equal_those_of_transformers(tmp_path: Path, overrid
         torch.testing.assert_close(ours, features, atol=1e-4, rtol=1e-4)
         vision.check(tuple(pixels.shape), len(features))
     assert vision.encode([]) == []
+
+
+@torch.inference_mode()
+def test_logits_with_experts_equal_transformers(tmp_path: Path) -> None:
+    text = {**QWEN3_MOE, "norm_topk_prob": True}
+    folder = make_internvl(tmp_path, text_class=Qwen3MoeConfig, text=text)
+    theirs = InternVLForConditionalGeneration.from_pretrained(folder, dtype=torch.float32).eval()
+    [sequence] = token_sequences(100, [23])
+    assert_equal(paged_run(load(folder), [sequence]).finish([9]), [theirs(input_ids=sequence[None]).logits[0]])
 
 
 @pytest.mark.parametrize("name", ["lambda_1", "lambda_2", "cls_token", "position_embeddings"])
