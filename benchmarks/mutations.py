@@ -266,13 +266,15 @@ def report(
 
 
 def equivalent(survivors: Sequence[Mutation]) -> dict[Mutation, str]:
-    """The survivors that `EQUIVALENT` names, with their reasons."""
-    known = {
-        (one["path"], one["original"], one["mutated"]): one["reason"]
-        for one in tomllib.loads(EQUIVALENT.read_text("utf-8"))["equivalent"]
-    }
-    named = {one: known.get((one.path, *changed_lines(one))) for one in survivors}
-    return {one: reason for one, reason in named.items() if reason is not None}
+    """The survivors that `EQUIVALENT` names, with their reasons. Spaces make no difference."""
+
+    def key(*texts: str) -> tuple[str, ...]:
+        return tuple("".join(text.split()) for text in texts)
+
+    entries = tomllib.loads(EQUIVALENT.read_text("utf-8"))["equivalent"]
+    reasons = {key(one["path"], one["original"], one["mutated"]): one["reason"] for one in entries}
+    found = {one: reasons.get(key(one.path, *changed_lines(one))) for one in survivors}
+    return {one: reason for one, reason in found.items() if reason is not None}
 
 
 def main() -> None:
