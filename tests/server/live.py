@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httpx
 import openai
@@ -26,6 +26,9 @@ from vlmserve.server.batches.runner import batches_running
 from vlmserve.server.run import bind, default_sampling
 from vlmserve.server.service import Service
 from vlmserve.server.web import WebServer
+
+if TYPE_CHECKING:
+    import anthropic
 
 IN_BOTH_KINDS = pytest.mark.parametrize("keeping", ["sqlite", "postgresql"], indirect=True)
 """For tests of what is kept, and read again: in both kinds of database. The server does not know which it is; tests of
@@ -100,6 +103,12 @@ class LiveServer:
     @property
     def async_openai(self) -> openai.AsyncOpenAI:
         return openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=60)
+
+    @functools.cached_property
+    def anthropic(self) -> anthropic.Anthropic:
+        import anthropic  # takes seconds, which most test processes need not spend
+
+        return anthropic.Anthropic(base_url=self.url, api_key="none", max_retries=0, timeout=60)
 
     def post(self, body: Any = None, **kwargs: Any) -> httpx.Response:
         """POST to chat completions: `body` as JSON, or what httpx takes instead."""

@@ -6,9 +6,8 @@ import asyncio
 import base64
 import io
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import anthropic
 import httpx
 import pytest
 from PIL import Image
@@ -20,6 +19,9 @@ from tests.rendering import rendering
 from tests.server.live import QUESTION, LiveServer, wait_until
 from tests.server.test_chat import about
 from vlmserve.config import MediaConfig
+
+if TYPE_CHECKING:
+    from anthropic.types import Message
 
 LIMITS = {"page_dpi": 36, "document_timeout": 2, "num_workers": 2}
 PDF = pdf_file([page(square("1 0 0")), page(square("0 0 1", 300))])
@@ -137,12 +139,12 @@ def test_files_with_several_pages_or_frames_are_documents(server, kind):
 
 
 def test_messages_answer_about_documents(server, expected):
-    client = anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0)
     source = {"type": "base64", "media_type": "application/pdf", "data": ENCODED}
     question = {"type": "text", "text": TEXT}
 
-    def ask(*blocks: dict[str, Any]) -> anthropic.types.Message:
-        return client.messages.create(model="tiny", max_tokens=400, messages=[{"role": "user", "content": [*blocks]}])
+    def ask(*blocks: dict[str, Any]) -> Message:
+        messages = [{"role": "user", "content": [*blocks]}]
+        return server.anthropic.messages.create(model="tiny", max_tokens=400, messages=messages)
 
     answer = ask({"type": "document", "source": source}, question)
     assert answer.content[0].text == expected.choices[0].message.content
@@ -154,7 +156,9 @@ def test_messages_answer_about_documents(server, expected):
     alone = ask(question)
     assert plain.content[0].text == alone.content[0].text
     broken = {"type": "base64", "media_type": "application/pdf", "data": base64.b64encode(PDF[:99]).decode()}
-    with pytest.raises(anthropic.BadRequestError, match=r"messages\[0\]\.content\[1\]\.source: .*broken"):
+    from anthropic import BadRequestError
+
+    with pytest.raises(BadRequestError, match=r"messages\[0\]\.content\[1\]\.source: .*broken"):
         ask(question, {"type": "document", "source": broken})
     cited = ask({"type": "document", "source": source, "citations": {"enabled": True}}, question)
     assert cited.content[0].text == answer.content[0].text

@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 from typing import Any
 
-import anthropic
 import httpx
 import openai
 import pytest
@@ -97,7 +96,7 @@ def test_responses_keep_what_an_image_says_of_itself(server):
 
 
 def test_messages_take_budgets_and_count_them(server):
-    client = anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0)
+    client = server.anthropic
     source = {"type": "base64", "media_type": "image/png", "data": URL.partition(",")[2]}
 
     def asked(**budget: int) -> list[Any]:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import base64
+import functools
 from typing import Literal
 
-import anthropic
 import httpx
 import pytest
 from pydantic import BaseModel
@@ -17,8 +17,7 @@ ASK = [{"role": "user", "content": "What is in the picture?"}]
 
 @pytest.fixture
 def client(live):
-    with anthropic.Anthropic(base_url=live.url, api_key="none", max_retries=0) as client:
-        yield client
+    return live.anthropic
 
 
 def shown(url: str) -> list:
@@ -74,15 +73,14 @@ def test_answer_fits_the_requested_format(real):
         round: bool
 
     fields = {"model": "tiny", "max_tokens": 200, "messages": ASK, "output_format": Shape, "extra_body": {"seed": 1}}
-    with anthropic.Anthropic(base_url=real.url, api_key="none", max_retries=0) as client:
-        whole = client.messages.parse(**fields)
-        assert whole.stop_reason == "end_turn"
-        assert isinstance(whole.parsed_output, Shape)
-        with client.messages.stream(**fields) as stream:
-            assert stream.get_final_message().parsed_output == whole.parsed_output
-        config = {"format": {"type": "json_schema", "schema": Shape.model_json_schema()}}
-        plain = client.messages.count_tokens(model="tiny", messages=ASK)
-        assert client.messages.count_tokens(model="tiny", messages=ASK, output_config=config) == plain
+    whole = real.anthropic.messages.parse(**fields)
+    assert whole.stop_reason == "end_turn"
+    assert isinstance(whole.parsed_output, Shape)
+    with real.anthropic.messages.stream(**fields) as stream:
+        assert stream.get_final_message().parsed_output == whole.parsed_output
+    config = {"format": {"type": "json_schema", "schema": Shape.model_json_schema()}}
+    count = functools.partial(real.anthropic.messages.count_tokens, model="tiny", messages=ASK)
+    assert count(output_config=config) == count()
 
 
 @pytest.mark.parametrize(

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import anthropic
 import httpx
 import jsonschema
 import pytest
@@ -14,6 +13,9 @@ from tests.server.live import LiveServer
 from tests.server.test_chat import data_url
 from tests.server.test_tools import SCHEMAS, WEATHER
 from vlmserve.frontend.reasoning import Said
+
+if TYPE_CHECKING:
+    from anthropic.types import Message
 
 ASK = [{"role": "user", "content": "What is in the picture?"}]
 TOOLS: list[Any] = [
@@ -38,10 +40,6 @@ def either(request, live, real):
     return {"mock": live, "real": real}[request.param]
 
 
-def client_of(server: LiveServer) -> anthropic.Anthropic:
-    return anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0, timeout=60)
-
-
 def fields_of(fields: dict[str, Any]) -> dict[str, Any]:
     """Of a request that is complete. What no client knows goes beside them."""
     defaults = {"temperature": 1.0, "seed": 0, "min_tokens": 0}
@@ -49,23 +47,21 @@ def fields_of(fields: dict[str, Any]) -> dict[str, Any]:
     return {"model": "tiny", "max_tokens": 300, "messages": ASK, "tools": TOOLS, "extra_body": beside, **fields}
 
 
-def ask(server: LiveServer, **fields) -> anthropic.types.Message:
-    with client_of(server) as client:
-        return client.messages.create(**fields_of(fields))
+def ask(server: LiveServer, **fields) -> Message:
+    return server.anthropic.messages.create(**fields_of(fields))
 
 
-def streamed(server: LiveServer, **fields) -> anthropic.types.Message:
+def streamed(server: LiveServer, **fields) -> Message:
     """What the client's own stream puts together."""
-    with client_of(server) as client, client.messages.stream(**fields_of(fields)) as stream:
+    with server.anthropic.messages.stream(**fields_of(fields)) as stream:
         return stream.get_final_message()
 
 
 def count(server: LiveServer, **fields) -> int:
-    with client_of(server) as client:
-        return client.messages.count_tokens(**{"model": "tiny", "messages": ASK, **fields}).input_tokens
+    return server.anthropic.messages.count_tokens(**{"model": "tiny", "messages": ASK, **fields}).input_tokens
 
 
-def said(message: anthropic.types.Message) -> list[Any]:
+def said(message: Message) -> list[Any]:
     """The blocks of an answer but for the ids of calls, which are new each time."""
     return [block.to_dict(mode="json") | {"id": None} for block in message.content]
 
@@ -148,7 +144,9 @@ def test_several_calls_come_only_if_they_may(either):
 
 
 def test_optional_call_leaves_room_for_text(live):
-    for choice in (anthropic.NOT_GIVEN, {"type": "auto"}, {"type": "auto"} | ALONE):
+    from anthropic import NOT_GIVEN
+
+    for choice in (NOT_GIVEN, {"type": "auto"}, {"type": "auto"} | ALONE):
         answer = ask(live, temperature=0, tool_choice=choice)
         assert answer.stop_reason == "end_turn"
         assert [block.type for block in answer.content] == ["text"]
@@ -163,8 +161,7 @@ def test_text_and_calls_are_blocks_in_order(live, says):
     assert [block.input for block in answer.content[1:]] == [{"city": "Bern", "days": 2}, {}]
     check_calls(answer.content[1:])
     assert said(streamed(live)) == said(answer)
-    with client_of(live) as client:
-        events = list(client.messages.create(**fields_of({"stream": True})))
+    events = list(live.anthropic.messages.create(**fields_of({"stream": True})))
     blocks = [event for event in events if event.type.startswith("content_block")]
     assert [block.index for block in blocks] == sorted(block.index for block in blocks)
     for index in range(3):
@@ -265,9 +262,11 @@ def test_agent_sees_screenshots_of_its_tools(live):
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_clients_tool_loop_reaches_an_answer(live, monkeypatch, stream):
+    from anthropic import beta_tool
+
     taken = []
 
-    @anthropic.beta_tool
+    @beta_tool
     def screenshot(screen: int) -> list[Any]:
         """Shows a screen."""
         taken.append(screen)
@@ -276,11 +275,10 @@ def test_clients_tool_loop_reaches_an_answer(live, monkeypatch, stream):
     scripts = iter(["Let me look.\n" + written("screenshot", '{"screen": 2}'), "It is red."])
     preparer = live.service.preparer
     monkeypatch.setattr(preparer.answers, "text", lambda params, thoughts, shown_ids: Script(next(scripts)))
-    with client_of(live) as client:
-        runner = client.beta.messages.tool_runner(
-            model="tiny", max_tokens=300, messages=ASK, tools=[screenshot], stream=stream
-        )
-        answers = [one.get_final_message() if stream else one for one in runner]
+    runner = live.anthropic.beta.messages.tool_runner(
+        model="tiny", max_tokens=300, messages=ASK, tools=[screenshot], stream=stream
+    )
+    answers = [one.get_final_message() if stream else one for one in runner]
     assert taken == [2]
     assert [answer.stop_reason for answer in answers] == ["tool_use", "end_turn"]
     assert answers[1].content[0].text == "It is red."
@@ -385,10 +383,12 @@ def test_what_is_wrong_is_refused_by_name(live, fields, message):
 
 
 def test_counting_refuses_with_the_same_words(live):
+    from anthropic import BadRequestError
+
     for fields, message in (
         ({"messages": history(CALL, BROKEN)}, "messages[2].content[0].source: "),
         ({"tools": [TOOLS[1], TOOLS[1]]}, "tools[1].name: two tools"),
     ):
-        with pytest.raises(anthropic.BadRequestError) as refusal:
+        with pytest.raises(BadRequestError) as refusal:
             count(live, **fields)
         assert refusal.value.body["error"]["message"].startswith(message)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 
-import anthropic
 import httpx
 import pytest
 
@@ -60,9 +59,8 @@ def test_openai_clients_read_cards(live):
 
 
 def test_anthropic_clients_read_cards(live):
-    client = anthropic.Anthropic(base_url=live.url, api_key="none", max_retries=0)
-    [listed] = list(client.models.list())
-    shown = client.models.retrieve("tiny")
+    [listed] = list(live.anthropic.models.list())
+    shown = live.anthropic.models.retrieve("tiny")
     assert listed == shown
     assert (shown.type, shown.display_name, shown.lifecycle) == ("model", "tiny", "active")
     assert shown.created_at.tzinfo is not None

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import anthropic
 import httpx
 import jsonschema
 import pytest
@@ -14,6 +13,9 @@ from tests.mock_checkpoint import make_mock_checkpoint
 from tests.server.live import QUESTION, LiveServer
 from tests.server.test_tools import SCHEMAS, TOOLS, WEATHER
 from tests.thinking_checkpoint import teach_thoughts
+
+if TYPE_CHECKING:
+    from anthropic.types import Message
 
 SCHEMA: dict[str, Any] = {
     "type": "object",
@@ -71,15 +73,14 @@ def respond(server: LiveServer, **fields):
     return server.openai.responses.create(model="tiny", **fields)
 
 
-def message(server: LiveServer, *, stream: bool = False, **fields) -> anthropic.types.Message:
+def message(server: LiveServer, *, stream: bool = False, **fields) -> Message:
     thinking = {"type": "enabled", "budget_tokens": BUDGET}
     body = {"temperature": 0, "min_tokens": BUDGET + 3, **fields.pop("extra_body", {})}
     asked: dict[str, Any] = {"model": "tiny", "max_tokens": 200, "messages": QUESTION, "thinking": thinking}
-    with anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0, timeout=60) as client:
-        if not stream:
-            return client.messages.create(**{**asked, "extra_body": body, **fields})
-        with client.messages.stream(**{**asked, "extra_body": body, **fields}) as events:
-            return events.get_final_message()
+    if not stream:
+        return server.anthropic.messages.create(**{**asked, "extra_body": body, **fields})
+    with server.anthropic.messages.stream(**{**asked, "extra_body": body, **fields}) as events:
+        return events.get_final_message()
 
 
 def test_a_chat_has_thoughts_beside_its_text(either):
@@ -272,8 +273,10 @@ def test_message_calls_after_reasoning_and_continues(mock):
 
 
 def test_whoever_asks_messages_for_no_thoughts_gets_none(mock):
-    for thinking in (None, {"type": "disabled"}, {"type": "enabled", "budget_tokens": 9, "display": "omitted"}):
-        answer = message(mock, thinking=thinking or anthropic.NOT_GIVEN)
+    from anthropic import NOT_GIVEN
+
+    for thinking in (NOT_GIVEN, {"type": "disabled"}, {"type": "enabled", "budget_tokens": 9, "display": "omitted"}):
+        answer = message(mock, thinking=thinking)
         assert [block.type for block in answer.content] == ["text"]
     free = message(mock, thinking={"type": "adaptive"})
     assert free.content[0].type == "thinking"

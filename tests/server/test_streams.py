@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 
-import anthropic
 import httpx
 import msgspec
 import pytest
@@ -127,11 +126,13 @@ def test_clients_skip_pings(slow_preparation):
     assert chunks[-1].choices[0].finish_reason == "stop"
     events = list(slow_preparation.openai.responses.create(model="tiny", input="one", stream=True, store=False))
     assert events[-1].type == "response.completed"
-    client = anthropic.Anthropic(base_url=slow_preparation.url, api_key="none", max_retries=0)
+    client = slow_preparation.anthropic
     with client.messages.stream(model="tiny", messages=QUESTION, max_tokens=3) as answer:
         assert answer.get_final_message().usage.output_tokens > 0
     wrong = [{"role": "user", "content": "wrong"}]
-    with pytest.raises(anthropic.APIError, match="The prompt is wrong"):
+    from anthropic import APIError
+
+    with pytest.raises(APIError, match="The prompt is wrong"):
         list(client.messages.create(model="tiny", messages=wrong, max_tokens=3, stream=True))
 
 

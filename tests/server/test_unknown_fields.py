@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 
 import pytest
-from anthropic.types.beta import message_create_params as beta_message_params
-from openai.types import completion_create_params as completion_params
-from openai.types.chat import completion_create_params as chat_params
-from openai.types.responses import response_create_params as response_params
 
 from vlmserve.errors import InvalidRequestError
 from vlmserve.server.schema import base
@@ -181,14 +178,20 @@ def misspelt(kind, body):
 @pytest.mark.parametrize(
     ("kind", "body", "sdk"),
     [
-        (ChatRequest, {"messages": [{"role": "user", "content": "hi"}]}, chat_params.CompletionCreateParamsBase),
-        (CompletionRequest, {"prompt": "hi"}, completion_params.CompletionCreateParamsBase),
-        (MessagesRequest, MESSAGES, beta_message_params.MessageCreateParamsBase),
-        (ResponsesRequest, RESPONSES, response_params.ResponseCreateParamsBase),
+        (
+            ChatRequest,
+            {"messages": [{"role": "user", "content": "hi"}]},
+            "openai.types.chat.completion_create_params:CompletionCreateParamsBase",
+        ),
+        (CompletionRequest, {"prompt": "hi"}, "openai.types.completion_create_params:CompletionCreateParamsBase"),
+        (MessagesRequest, MESSAGES, "anthropic.types.beta.message_create_params:MessageCreateParamsBase"),
+        (ResponsesRequest, RESPONSES, "openai.types.responses.response_create_params:ResponseCreateParamsBase"),
     ],
 )
 def test_fields_of_clients_are_not_misspelt(kind, body, sdk):
-    for name in {*OF_OTHER_SERVERS, *sdk.__annotations__} - body.keys():
+    module, _, name = sdk.partition(":")
+    fields = getattr(importlib.import_module(module), name).__annotations__
+    for name in {*OF_OTHER_SERVERS, *fields} - body.keys():
         assert not misspelt(kind, {**body, name: {"x": 1}}), name
 
 
