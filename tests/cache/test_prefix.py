@@ -172,3 +172,9 @@ def test_hits_have_all_that_later_tokens_attend_to(
         assert hit.end == expected
         assert [place.block for place in hit.places] == [places[column, n] for n in needed(column, expected)]
         assert hit.tail == (Place(places[column, count], False) if has_tail else None)
+
+
+def test_forgotten_blocks_are_found_no_more():
+    cache = filled(4)
+    assert (cache.forget(KEYS[1]), cache.forget(KEYS[9])) == (1, None)
+    assert find(cache, KEYS[:3]) == Hit(0, (Place(0, False),))

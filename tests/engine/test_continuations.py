@@ -113,6 +113,6 @@ def test_two_ranks_score_continuations_alike(llava, contents, expected, monkeypa
 
 
 @pytest.mark.parametrize("start", [0, 8, 23])
-def test_a_start_outside_of_the_text_is_an_error(llava, contents, start):
+def test_start_outside_the_text_is_an_error(llava, contents, start):
     with pytest.raises(InvalidRequestError, match="start must be from"):
         engine_for(llava).add(EngineRequest("wrong", contents[0], task=ScoreContinuation(start)))

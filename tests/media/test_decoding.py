@@ -91,7 +91,7 @@ def test_memory_is_granted_in_order_within_the_limit() -> None:
         for number, size in enumerate((500, 30, 30, 50)):
             threads.append(threading.Thread(target=take, args=(number, size)))
             threads[-1].start()
-            while len(memory._large.queue) <= number:
+            while memory.num_waiting <= number:
                 time.sleep(0.001)
         assert order == []  # what is larger than all there is waits to be alone, and the others behind it
     for thread in threads:
@@ -109,7 +109,7 @@ def test_small_images_never_wait_for_large_ones() -> None:
             stack.enter_context(memory.share(size))
         waiting = threading.Thread(target=lambda: contextlib.ExitStack().enter_context(memory.share(800)), daemon=True)
         waiting.start()
-        while not memory._large.queue:
+        while not memory.num_waiting:
             time.sleep(0.001)
         for _ in range(2):
             stack.enter_context(memory.share(100))
@@ -147,11 +147,10 @@ def test_client_with_fewest_running_decodes_goes_next(isolated: bool) -> None:
             order.append(name)
             over.wait(20)
 
-    lane = memory._isolated if isolated else memory._small
     with ThreadPoolExecutor(10) as pool:
         for name in ["many"] * 6 + ["one", "one"]:
             pool.submit(contextvars.Context().run, decode, name)
-        while len(order) + len(lane.queue) < 8:
+        while len(order) + memory.num_waiting < 8:
             time.sleep(0.001)
         over.set()
     assert order.index("one") < 4
@@ -198,13 +197,13 @@ def test_client_is_forgotten_after_cancelled_images() -> None:
         contextvars.Context().run(decode, running, "leaving")
         thread = threading.Thread(target=wait)
         thread.start()
-        while not memory._large.queue:
+        while not memory.num_waiting:
             time.sleep(0.001)
         running.close()
         event.set()
         thread.join(20)
-        assert memory._large._last_turn.keys() == {"staying"}
-    assert not memory._large._last_turn
+        assert memory.clients == {"staying"}
+    assert not memory.clients
 
 
 def test_pixels_are_those_of_pillow() -> None:

@@ -257,7 +257,7 @@ def test_what_a_captured_process_answers_is_not_believed(monkeypatch: pytest.Mon
 
 def test_a_decoder_that_crashes_is_about_the_image(monkeypatch: pytest.MonkeyPatch) -> None:
     image = ImageProcess(FILES["wide"], "HEIF", LIMITS)
-    os.kill(image._process.pid, signal.SIGSEGV)
+    os.kill(image.process.pid, signal.SIGSEGV)
     with pytest.raises(InvalidImageError, match="broken: it crashed the process"):
         image.load()
     assert not rendering()
@@ -279,7 +279,7 @@ def test_images_share_a_server_and_no_process() -> None:
     decode_image(FILES["plain"], LIMITS)
     servers = {server.pid for server in fork_servers()}
     images = [ImageProcess(FILES["plain"], "HEIF", LIMITS), ImageProcess(FILES["AVIF"], "AVIF", LIMITS)]
-    assert len({image._process.pid for image in images}) == 2
+    assert len({image.process.pid for image in images}) == 2
     with ThreadPoolExecutor(4) as threads:
         sizes = list(threads.map(lambda _: decode_image(FILES["plain"], LIMITS).size, range(12)))
     assert sizes == [(64, 48)] * 12
@@ -293,7 +293,7 @@ def test_decoder_process_has_no_secrets_but_limits(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("VLMSERVE_API_KEY", "secret")
     fork_server.end_servers()
     image = ImageProcess(FILES["plain"], "HEIF", LIMITS)
-    worker = psutil.Process(image._process.pid)
+    worker = psutil.Process(image.process.pid)
     assert "VLMSERVE_API_KEY" not in worker.environ()
     if sys.platform == "linux":
         assert worker.rlimit(psutil.RLIMIT_FSIZE) == (0, 0)
@@ -335,7 +335,7 @@ def test_a_cancelled_image_ends_its_process() -> None:
 )
 def test_ended_process_says_what_ended_it(number: int, message: str) -> None:
     image = ImageProcess(encoded(noise(64, 48), "GIF"), "GIF", LIMITS)
-    os.kill(image._process.pid, number)
+    os.kill(image.process.pid, number)
     with pytest.raises((InvalidImageError, ImageTooLargeError), match=message):
         image.load()
     assert not rendering()

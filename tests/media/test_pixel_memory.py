@@ -99,7 +99,7 @@ def test_pixels_beyond_the_memory_are_rejected(film: bytes) -> None:
     video = VideoFile(film, MediaConfig())
     answer = isolated.Answer(in_memory=True)
     with pytest.raises(InvalidVideoError, match="broken"):
-        video._process.pixels(10**9, answer)
+        video.process.pixels(10**9, answer)
     video.close()
 
 

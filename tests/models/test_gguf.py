@@ -262,7 +262,7 @@ def test_delta_heads_that_do_not_fit_are_named(tmp_path: Path, metadata: dict[st
         load(path)
 
 
-def test_the_text_part_of_qwen3_vl_may_have_experts(tmp_path: Path) -> None:
+def test_text_part_of_qwen3_vl_may_have_experts(tmp_path: Path) -> None:
     folder = make(tmp_path / "folder", "qwen3 with experts")
     metadata = {"qwen3vlmoe.rope.dimension_sections": [24, 20, 20, 0], "qwen3vlmoe.n_deepstack_layers": 3}
     path = write_gguf(folder, tmp_path / "model.gguf", metadata=metadata, architecture=gguf.MODEL_ARCH.QWEN3VLMOE)

@@ -186,6 +186,12 @@ def test_endless_reference_in_any_of_is_kept():
     assert guided["anyOf"][0] == endless
 
 
+@pytest.mark.parametrize("reference", [5, "other.json"])
+def test_broken_reference_in_any_of_is_kept(reference):
+    guided = guided_schema({"anyOf": [{"$ref": reference}, SECOND]}, strict=False, bounds=BOUNDS)
+    assert guided["anyOf"][0] == {"$ref": reference}
+
+
 def test_any_of_large_objects_stays_as_large():
     objects = [optional(**{f"p{number}_{index}": INTEGER for index in range(90)}) for number in range(8)]
     guided = guided_schema({"anyOf": objects}, strict=False, bounds=BOUNDS)

@@ -15,7 +15,7 @@ from vlmserve.kernels import cpu_sampling, torch_sampling
 from vlmserve.kernels.extension import supported_isas
 from vlmserve.sampling import sampler
 from vlmserve.sampling.logits_processor import LogitsProcessor, TokenCounts
-from vlmserve.sampling.sampler import SamplingRow, process_logits
+from vlmserve.sampling.sampler import SamplingRow, changes_of, process_logits
 from vlmserve.types import SamplingParams
 
 VOCABULARY = 40
@@ -149,3 +149,24 @@ def test_filters_apply_to_what_penalties_leave(sample):
     possible = set(left[0].isfinite().nonzero().flatten().tolist())
     rows = [SamplingRow(params, 7, index, logits_processor=LogitsProcessor(params, prompt)) for index in range(3000)]
     assert set(sample(logits.repeat(3000, 1), rows)) == possible
+
+
+def test_changes_of_rows_equal_processed_logits():
+    params = {"logit_bias": {1: 2.0, 5: -3.0}, "repetition_penalty": 1.5, "frequency_penalty": 0.5}
+    changing = processor([1, 2, 3], [2, 4, 4], **params)
+    rows = [
+        SamplingRow(SamplingParams(), 0, 0),
+        SamplingRow(SamplingParams(), 0, 0, frozenset({7, 9})),
+        SamplingRow(changing.params, 0, 6, frozenset({4}), logits_processor=changing),
+    ]
+    logits = random_logits(3)
+    expected = logits.clone()
+    process_logits(expected, {2: changing})
+    for number, row in enumerate(rows):
+        expected[number, sorted(row.banned)] = -torch.inf
+    entries, (added, penalty, subtracted) = changes_of(rows)
+    actual = logits.numpy()
+    values = actual[*entries] + added
+    actual[*entries] = np.where(values > 0, values / penalty, values * penalty) - subtracted
+    np.testing.assert_allclose(actual, expected, rtol=1e-6)
+    assert len(set(zip(*entries.tolist(), strict=True))) == entries.shape[1]

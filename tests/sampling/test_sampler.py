@@ -44,6 +44,11 @@ def test_greedy_takes_the_most_likely_token(sample):
     assert sample(logits.clone(), [row(temperature=0)] * 5) == logits.argmax(-1).tolist()
 
 
+def test_banned_tokens_are_not_sampled(sample):
+    logits = torch.tensor([[1.0, 3.0, 2.0]] * 2)
+    assert sample(logits, [row(temperature=0, banned=frozenset({1})), row(temperature=0)]) == [2, 1]
+
+
 @settings(deadline=None)
 @given(
     st.integers(2, 600), st.floats(0.1, 5), st.integers(0, 20), st.floats(0.05, 1), st.floats(0, 0.5),

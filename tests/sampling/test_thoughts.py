@@ -64,3 +64,10 @@ def test_format_starts_at_the_answer_without_leading_space():
         thinking.append(BLANK)
         assert thinking.is_before == is_before
     assert Thinking.of(None, SamplingParams()) is None
+
+
+def test_thoughts_begin_where_the_answer_has_room():
+    thinking = Thinking(Thoughts(START, END))
+    assert [thinking.may_begin(left, needed) for left, needed in ((9, 0), (1, 0), (9, 6), (8, 6))] == [
+        True, True, True, False,
+    ]  # fmt: skip

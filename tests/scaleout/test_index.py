@@ -58,12 +58,12 @@ class IndexMachine(RuleBasedStateMachine):
     def bounded_and_consistent(self):
         index = self.index
         assert len(index) <= 60
-        for worker, cache in index._caches.items():
+        for worker, cache in index.caches.items():
             assert cache.tokens == sum(cache.entries.values())
             assert cache.tokens <= cache.limit <= cache.capacity
-            assert all(worker in index._holders[digest] for digest in cache.entries)
-        assert sum(map(len, index._holders.values())) == len(index)
-        assert index._lengths.keys() <= index._holders.keys()
+            assert all(worker in index.holders[digest] for digest in cache.entries)
+        assert sum(map(len, index.holders.values())) == len(index)
+        assert index.lengths.keys() <= index.holders.keys()
 
 
 TestIndex = IndexMachine.TestCase

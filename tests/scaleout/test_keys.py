@@ -110,6 +110,7 @@ def test_a_conversation_is_found_by_its_id():
     assert one.segments[0].digest == one.history("resp_1")
     assert one.follows == "resp_1"
     assert one.after(500).tokens == one.tokens + 500
+    assert [home.tokens for home in one.after(500).homes] == [500]
     assert one.history("resp_1") != key({"input": "next"}, salt="tenant").history("resp_1")
     assert key({"input": "x", "conversation": {"id": "conv_1"}}).conversation == "conv_1"
 
@@ -161,3 +162,18 @@ def test_sizes_come_from_the_file_header(options):
 def test_a_broken_head_has_no_size_or_some(data, head):
     size = size_of(head + data)
     assert size is None or len(size) == 2
+
+
+def test_tokens_are_estimated_from_texts_and_pixels():
+    def tokens(*parts: object) -> int:
+        return key({"messages": [{"role": "user", "content": list(parts)}]}).tokens
+
+    def image(width: int, height: int) -> dict[str, object]:
+        file = io.BytesIO()
+        Image.new("RGB", (width, height), "red").save(file, "PNG")
+        return picture(file.getvalue())[0]
+
+    text = {"type": "text", "text": "x" * 40}
+    assert tokens(text) == tokens() + 11
+    assert [tokens(text, image(*size)) - tokens(text) for size in ((560, 280), (28, 28))] == [200, 64]
+    assert tokens(text, {"type": "image_url", "image_url": {"url": "https://host/x"}}) == tokens(text) + 512

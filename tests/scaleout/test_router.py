@@ -318,8 +318,8 @@ class RouterMachine(RuleBasedStateMachine):
         fleet = self.router.fleet
         for w in fleet:
             sent = sum(route.worker is w for route, _ in self.routes)
-            assert fleet._sent[w.slot] == sent
-            assert fleet._pending[w.slot] >= 0
+            assert fleet.sent[w.slot] == sent
+            assert fleet.pending[w.slot] >= 0
         assert {w.info.id for w in fleet} == {info.id for info in self.there.values()}
 
 

@@ -8,7 +8,7 @@ from functools import partial
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.scheduler.made_up import BLOCK, END, FixedLimits, cross_input, image, request, request_states, scheduler
+from tests.scheduler.made_up import BLOCK, END, FixedLimits, cross_input, image, request, request_states, run, scheduler
 from vlmserve.layer_specs import CacheBytes
 from vlmserve.runner.requests import ScheduledRequest
 from vlmserve.steps import ModelRunnerOutput, RequestFailure, SchedulerOutput
@@ -243,6 +243,15 @@ def test_no_block_leaks_or_holds_foreign_content(
     assert not open_requests
     assert (s.pool.num_used, s.images.cache.num_pinned, len(s)) == (0, 0, 0)
     assert not s.memory._computing
-    assert {*unfinished} <= {*s.images._dropped} <= {*unfinished} | embeddings
-    assert not s.images._unfinished
-    assert not s.images._awaiting_image
+    assert {*unfinished} <= {*s.images.dropped} <= {*unfinished} | embeddings
+    assert not s.images.unfinished
+    assert not s.images.awaiting_image
+
+
+def test_tables_without_new_blocks_are_not_sent():
+    s = scheduler(num_blocks=3)
+    s.add(request("a", 12))
+    run(s)
+    [running] = s.running
+    assert s.memory.grow(running, 1) == 0
+    assert not running.unsent

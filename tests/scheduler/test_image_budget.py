@@ -208,7 +208,7 @@ def test_a_preempted_request_gives_up_its_image():
     while not s.num_preemptions:
         run(s)
     assert len(s.images.cache) == 0
-    assert not s.images._unfinished
+    assert not s.images.unfinished
     s.abort(["text"])
     assert [one.token_ids for one in finish(s)] == [[7]] * 3
 

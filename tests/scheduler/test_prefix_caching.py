@@ -73,6 +73,17 @@ def test_requests_wait_for_no_small_common_prefix():
     assert plan(run(s)[0]) == [("a", 6), ("b", 30)]
 
 
+def test_requests_wait_for_half_of_what_they_miss():
+    s = scheduler(prefix_caching=True)
+    s.add(request("first", 9, max_tokens=1))
+    finish(s)
+    for name, end in (("a", 4), ("b", 2)):
+        one = request(name, 24)
+        one.token_ids[8:] = [3] * 8 + [end] * 8
+        s.add(one)
+    assert plan(run(s)[0]) == [("a", 16)]
+
+
 def test_waiters_of_aborted_requests_compute_themselves():
     s = scheduler(prefix_caching=True, budget=8)
     s.add(request("a", 30))

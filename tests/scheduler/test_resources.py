@@ -130,6 +130,19 @@ def test_a_request_waits_for_a_slot_in_order():
     assert not states.slots
 
 
+def test_resources_that_were_taken_are_released():
+    class Full(States):
+        def acquire(self, request, running):
+            return False
+
+        def release(self, request, *, resumes=False):
+            raise AssertionError("it has nothing of the request")
+
+    states = States(1)
+    assert not Resources([Full(1), states]).acquire(request("a", 4), [])
+    assert not states.slots
+
+
 def test_a_request_that_is_not_ready_is_overtaken():
     states = States(3, fetched=2)
     s = scheduler(others=[states])

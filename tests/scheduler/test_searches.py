@@ -5,9 +5,11 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.scheduler.made_up import add_search, extend, plan, request_states, sampled, scheduler
+from tests.scheduler.made_up import END, add_search, extend, plan, request, request_states, sampled, scheduler
 from tests.scheduler.test_bookkeeping import Contents
+from vlmserve.scheduler.beams import Beams
 from vlmserve.steps import RequestFailure
+from vlmserve.types import BeamSearch
 
 
 def test_long_waiting_beam_finds_no_short_prefix():
@@ -56,6 +58,7 @@ def test_beams_attend_to_their_own_tokens(operations, num_blocks, seqs, max_shor
         roots = {one.request_id: [chain.keys[0] for chain in one.chains] for one in s.running}
         contents.run(planned, batch, roots, windows)
         extend(s, planned)
+        assert len(s.running) <= seqs
 
     for number, search in enumerate(operations):
         if search is None:
@@ -67,3 +70,22 @@ def test_beams_attend_to_their_own_tokens(operations, num_blocks, seqs, max_shor
         if len(s):
             step()
     assert (len(s), s.pool.num_used) == (0, 0)
+
+
+def test_beams_end_after_their_minimum():
+    search = Beams(BeamSearch(1), frozenset({END}), 10, 2)
+    for _ in range(3):
+        search.advance([[(END, -0.1), (7, -1.0)]])
+    assert search.done
+    assert [list(ended.token_ids) for ended in search.ended] == [[7, 7, END]]
+
+
+def test_request_is_answered_beside_failed_beams():
+    s = scheduler()
+    add_search(s, "a", 5, 2, 4)
+    s.add(request("b", 5))
+    extend(s, s.schedule())
+    step = s.schedule()
+    output = sampled(s, step, 7)
+    output.failures = {name: RequestFailure("not_finite") for name in output.token_ids if name != "b"}
+    assert sorted(one.request_id for one in s.update(step, output)) == ["a", "b"]

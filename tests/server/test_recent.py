@@ -56,5 +56,5 @@ def test_memory_stays_bounded_however_many_are_noted(recent, clock):
     for index in range(20_000):
         clock.now += 0.1
         recent.note("ttft", 1e-4 * 1.001**index)
-    assert len(recent._slots) == 60
-    assert sum(len(slot.counts["ttft"]) for slot in recent._slots) < 60 * 220
+    assert len(recent.slots) == 60
+    assert sum(len(slot.counts["ttft"]) for slot in recent.slots) < 60 * 220

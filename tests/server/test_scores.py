@@ -68,7 +68,7 @@ def test_coheres_form_has_no_documents(judge):
     assert whole != answer["results"], "documents were shortened"
 
 
-def test_long_documents_are_cut_before_their_length_is_checked(judge):
+def test_long_documents_are_cut_before_length_checks(judge):
     whole, cut = [
         post(judge, "/v1/rerank", query="red", documents=[text], max_tokens_per_doc=3).json()
         for text in ("a red circle", "a red circle " * 9000)

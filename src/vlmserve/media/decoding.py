@@ -45,7 +45,7 @@ class _Lane:
         self._slots = slots
         self._per_client = per_client
         self._running: Counter[str] = Counter()
-        self._last_turn: dict[str, int] = {}
+        self.last_turn: dict[str, int] = {}
         self._turns = itertools.count(1)
 
     def takes(self, image: _Waiting) -> bool:
@@ -58,12 +58,12 @@ class _Lane:
         )
 
     def _order(self, image: _Waiting) -> tuple[int, int]:
-        return self._running[image.client], self._last_turn.get(image.client, 0)
+        return self._running[image.client], self.last_turn.get(image.client, 0)
 
     def begin(self, image: _Waiting) -> None:
         self.used += image.num_bytes
         self._running[image.client] += 1
-        self._last_turn[image.client] = next(self._turns)
+        self.last_turn[image.client] = next(self._turns)
 
     def end(self, image: _Waiting) -> None:
         self.used -= image.num_bytes
@@ -78,7 +78,7 @@ class _Lane:
 
     def _forget_idle(self, name: str) -> None:
         if not self._running[name] and all(other.client != name for other in self.queue):
-            self._last_turn.pop(name, None)
+            self.last_turn.pop(name, None)
 
 
 class DecodingMemory:
@@ -99,9 +99,22 @@ class DecodingMemory:
         self._isolated = _Lane(capacity - reserved, 2 * slots, slots)
 
     @property
+    def _lanes(self) -> tuple[_Lane, ...]:
+        return self._small, self._large, self._isolated
+
+    @property
     def used(self) -> int:
         """Bytes that are taken."""
-        return self._small.used + self._large.used + self._isolated.used
+        return sum(lane.used for lane in self._lanes)
+
+    @property
+    def num_waiting(self) -> int:
+        return sum(len(lane.queue) for lane in self._lanes)
+
+    @property
+    def clients(self) -> set[str]:
+        """Clients whose turns count."""
+        return {name for lane in self._lanes for name in lane.last_turn}
 
     @contextlib.contextmanager
     def share(self, num_bytes: int, *, isolated: bool = False) -> Iterator[None]:

@@ -68,7 +68,7 @@ class ImageProcess(Image.Image):
         self._is_loaded = False
         self._is_document = False
         self._decoded: _Shown | None = None
-        self._process = IsolatedProcess("image", limits.decode_timeout, partial(_error_of, limits, False))
+        self.process = IsolatedProcess("image", limits.decode_timeout, partial(_error_of, limits, False))
         settings = {
             "format": format,
             "memory": MEMORY_BYTES + len(data),
@@ -78,21 +78,21 @@ class ImageProcess(Image.Image):
             "seconds": math.ceil(limits.decode_timeout) + 1,
         }
         try:
-            opened = self._process.open(data, settings, _Opened)
+            opened = self.process.open(data, settings, _Opened)
             self.n_frames = opened.images
             self._number = opened.shown
             self._take(opened)
             if not 1 <= self.n_frames <= len(data):
                 raise OSError("what the decoder says of it makes no sense")
         except BaseException:
-            self._process.close()
+            self.process.close()
             raise
 
     def share_time(self) -> None:
         """All images of the file together may take the time for a document, instead of each the time for an image."""
         self._is_document = True
-        self._process.error_of = partial(_error_of, self._limits, True)
-        self._process.allow(self._limits.document_timeout)
+        self.process.error_of = partial(_error_of, self._limits, True)
+        self.process.allow(self._limits.document_timeout)
 
     @property
     def is_animated(self) -> bool:
@@ -115,7 +115,7 @@ class ImageProcess(Image.Image):
         if self._is_loaded or self._decoded is not None:
             return
         if not self._is_document:
-            self._process.allow(self._limits.decode_timeout)
+            self.process.allow(self._limits.decode_timeout)
         shown = self._ask("")
         try:
             if shown.width * shown.height > self._limits.max_image_pixels:
@@ -125,7 +125,7 @@ class ImageProcess(Image.Image):
             if not row <= shown.stride <= row + _LARGEST_PADDING:
                 raise OSError("what the decoder says of it makes no sense")
         except BaseException:
-            self._process.close()
+            self.process.close()
             raise
         self._decoded = shown
 
@@ -136,26 +136,26 @@ class ImageProcess(Image.Image):
             assert self._decoded is not None
             stride, self._decoded = self._decoded.stride, None
             try:
-                pixels = self._process.read(stride * self.height)
+                pixels = self.process.read(stride * self.height)
             except BaseException:
-                self._process.close()
+                self.process.close()
                 raise
             if not self.is_animated:
-                self._process.close()
+                self.process.close()
             self.im = Image.frombytes(self.mode, self.size, pixels, "raw", (self.mode, stride)).im
             self._is_loaded = True
         return super().load()
 
     def close(self) -> None:
         """Let go of the file and the pixels."""
-        self._process.close()
+        self.process.close()
         super().close()
 
     def _ask(self, line: str) -> _Shown:
         try:
-            return self._process.ask(line, _Shown)
+            return self.process.ask(line, _Shown)
         except BaseException:
-            self._process.close()
+            self.process.close()
             raise
 
     def _take(self, shown: _Shown) -> None:

@@ -57,7 +57,7 @@ class VideoFile:
             )
         self._limits = limits
         self._asked: int | None = None
-        self._process = IsolatedProcess(
+        self.process = IsolatedProcess(
             "video",
             limits.video_timeout,
             partial(_error_of, limits),
@@ -71,7 +71,7 @@ class VideoFile:
             "max_pixels": limits.max_frame_pixels,
         }
         try:
-            opened = self._process.open(data, settings, _Opened)
+            opened = self.process.open(data, settings, _Opened)
             self.num_frames, self.rate = opened.frames, opened.rate
             if not 1 <= self.num_frames <= limits.max_decoded_frames or not 0 < self.rate < math.inf:
                 raise InvalidVideoError(f"the video has {self.num_frames} frames, {self.rate:g} a second")
@@ -82,7 +82,7 @@ class VideoFile:
     def ask(self, number: int) -> None:
         """Start to decode a frame, from 0, which `frame` returns. Ascending numbers decode each frame once."""
         if self._asked is None:
-            self._process.send(str(number))
+            self.process.send(str(number))
             self._asked = number
 
     @contextmanager
@@ -93,7 +93,7 @@ class VideoFile:
         """
         self.ask(number)
         assert self._asked == number
-        answer = self._process.receive(_Frame)
+        answer = self.process.receive(_Frame)
         width, height = answer.width, answer.height
         if (
             min(width, height) < 1
@@ -102,7 +102,7 @@ class VideoFile:
         ):
             raise _error_of(self._limits, "broken", "")
         with memory.share(frame_bytes(width * height)):
-            pixels = self._process.pixels(answer.stride * height, answer)
+            pixels = self.process.pixels(answer.stride * height, answer)
             image = Image.frombytes("RGB", (width, height), pixels, "raw", ("RGB", answer.stride))
             del pixels
             self._asked = None
@@ -111,7 +111,7 @@ class VideoFile:
             yield image.rotate(answer.rotation, expand=True) if answer.rotation else image
 
     def close(self) -> None:
-        self._process.close()
+        self.process.close()
 
 
 def container_of(data: bytes) -> str | None:

@@ -54,8 +54,8 @@ class Fleet:
         self._open: set[int] = set()
         """Slots whose breakers are open."""
         self._busy_until = np.zeros(0)
-        self._pending = np.zeros(0)
-        self._sent = np.zeros(0)
+        self.pending = np.zeros(0)
+        self.sent = np.zeros(0)
         self._others = np.zeros(0)
         """Running requests of other gateways, as of the worker's last word."""
         self._shut = np.zeros(0)
@@ -100,7 +100,7 @@ class Fleet:
             self._grow()
         slot = self._free_slots.pop()
         worker = self._slots[slot] = self._workers[info.id] = Worker(info, slot)
-        for array in (self._busy_until, self._pending, self._sent, self._others):
+        for array in (self._busy_until, self.pending, self.sent, self._others):
             array[slot] = 0.0
         self._set_pace(slot, Load())
         # By its name, which it keeps when it is started again, so that it becomes the home of the same requests.
@@ -122,7 +122,7 @@ class Fleet:
         if self._tags.get(tag_of(worker.info.name)) is worker:
             del self._tags[tag_of(worker.info.name)]
         self._shut[worker.slot] = np.inf
-        self._sent[worker.slot] = self._others[worker.slot] = 0.0
+        self.sent[worker.slot] = self._others[worker.slot] = 0.0
         self._has_token_seconds[worker.slot] = self._has_image_seconds[worker.slot] = False
         self._open.discard(worker.slot)
         self._free_slots.append(worker.slot)
@@ -134,9 +134,9 @@ class Fleet:
             return
         slot = worker.slot
         # It may have said this before it got what was sent to it last.
-        sent = min(self._pending[slot], self._busy_until[slot] - now)
+        sent = min(self.pending[slot], self._busy_until[slot] - now)
         self._busy_until[slot] = now + max(load.queued_seconds, sent)
-        self._others[slot] = max(0.0, load.running - self._sent[slot])
+        self._others[slot] = max(0.0, load.running - self.sent[slot])
         self._set_pace(slot, load)
 
     def _set_pace(self, slot: int, load: Load) -> None:
@@ -158,19 +158,19 @@ class Fleet:
     def begin(self, worker: Worker, seconds: float, now: float) -> None:
         """A request is sent that takes so many seconds of prefill. Counted at once, so that the next one sees it."""
         slot = worker.slot
-        self._sent[slot] += 1
-        self._pending[slot] += seconds
+        self.sent[slot] += 1
+        self.pending[slot] += seconds
         self._busy_until[slot] = max(now, self._busy_until[slot]) + seconds
         worker.breaker.begin()
 
     def prefilled(self, worker: Worker, seconds: float) -> None:
         """A request no longer waits for its first token."""
         if self.has(worker):
-            self._pending[worker.slot] = max(0.0, self._pending[worker.slot] - seconds)
+            self.pending[worker.slot] = max(0.0, self.pending[worker.slot] - seconds)
 
     def end(self, worker: Worker) -> None:
         if self.has(worker):
-            self._sent[worker.slot] -= 1
+            self.sent[worker.slot] -= 1
 
     def trip(self, worker: Worker, now: float, *, connection: bool) -> None:
         """A request failed by the worker's fault."""
@@ -197,17 +197,17 @@ class Fleet:
 
     def usage(self) -> Floats:
         """Running requests of each worker over its capacity. A new array."""
-        return np.asarray((self._sent + self._others) * self.per_request)
+        return np.asarray((self.sent + self._others) * self.per_request)
 
     def own_share(self) -> float:
         """The share of all running requests that this gateway has sent; 1 if nothing runs."""
-        sent = float(self._sent.sum())
+        sent = float(self.sent.sum())
         others = float(self._others.sum())
         return sent / (sent + others) if sent + others > 0 else 1.0
 
     def running(self, worker: Worker) -> float:
         """Requests that a worker runs, as far as is known."""
-        return float(self._sent[worker.slot] + self._others[worker.slot])
+        return float(self.sent[worker.slot] + self._others[worker.slot])
 
     def homes(self, keys: Sequence[int]) -> npt.NDArray[np.uint64]:
         """Weights of rendezvous hashing, ``[keys, size]``: all gateways find the same worker to have the highest one
@@ -224,7 +224,7 @@ class Fleet:
         size = len(self._slots)
         self._slots += [None] * _GROWTH
         self._free_slots += range(size + _GROWTH - 1, size - 1, -1)
-        for name in ("_busy_until", "_pending", "_sent", "_others", "token_seconds", "image_seconds"):
+        for name in ("_busy_until", "pending", "sent", "_others", "token_seconds", "image_seconds"):
             setattr(self, name, np.concatenate([getattr(self, name), np.zeros(_GROWTH)]))
         for name in ("_has_token_seconds", "_has_image_seconds"):
             setattr(self, name, np.concatenate([getattr(self, name), np.zeros(_GROWTH, np.bool_)]))

@@ -36,30 +36,30 @@ class CacheIndex:
 
     def __init__(self, max_entries: int = 2_000_000) -> None:
         self._max_entries = max_entries
-        self._holders: dict[bytes, dict[int, None]] = {}
-        self._caches: dict[int, WorkerCache] = {}
-        self._lengths: dict[bytes, int] = {}
+        self.holders: dict[bytes, dict[int, None]] = {}
+        self.caches: dict[int, WorkerCache] = {}
+        self.lengths: dict[bytes, int] = {}
 
     def __len__(self) -> int:
         """Digests, counted once for each worker that has them."""
-        return sum(len(cache.entries) for cache in self._caches.values())
+        return sum(len(cache.entries) for cache in self.caches.values())
 
     def add_worker(self, worker: int, capacity: int) -> None:
         """A worker with nothing cached. capacity: tokens of its KV cache."""
         self.forget(worker)
-        self._caches[worker] = WorkerCache(capacity, 1)
-        share = max(1, self._max_entries // len(self._caches))
-        for number, cache in self._caches.items():
+        self.caches[worker] = WorkerCache(capacity, 1)
+        share = max(1, self._max_entries // len(self.caches))
+        for number, cache in self.caches.items():
             cache.most_entries = share
             self._evict(number, cache)
 
     def remove_worker(self, worker: int) -> None:
         self.forget(worker)
-        self._caches.pop(worker, None)
+        self.caches.pop(worker, None)
 
     def forget(self, worker: int) -> None:
         """The worker's caches are empty: its engine was started again."""
-        cache = self._caches.get(worker)
+        cache = self.caches.get(worker)
         if cache is None:
             return
         for digest in cache.entries:
@@ -70,7 +70,7 @@ class CacheIndex:
 
     def insert(self, worker: int, segments: Sequence[Segment], images: Iterable[bytes] = ()) -> None:
         """A request with these segments goes to a worker, which will have them cached."""
-        cache = self._caches.get(worker)
+        cache = self.caches.get(worker)
         if cache is None:
             return
         for image in images:
@@ -84,14 +84,14 @@ class CacheIndex:
     def insert_history(self, worker: int, digest: bytes, length: int, added: int) -> None:
         """A worker has the history of a stored response. length: its tokens. added: those of them that no request that
         was inserted has, which are the answer's."""
-        if worker in self._caches:
-            self._lengths[digest] = length
+        if worker in self.caches:
+            self.lengths[digest] = length
             self.insert_prompt(worker, digest, added)
 
     def insert_prompt(self, worker: int, digest: bytes, added: int, images: Iterable[bytes] = ()) -> None:
         """A worker has the prompt that ends with a segment of this digest, and its images. added: tokens of it that it
         did not have before."""
-        if (cache := self._caches.get(worker)) is not None:
+        if (cache := self.caches.get(worker)) is not None:
             for image in images:
                 self._touch(worker, cache, image, 0)
             self._touch(worker, cache, digest, added)
@@ -99,19 +99,19 @@ class CacheIndex:
 
     def history_length(self, digest: bytes) -> int | None:
         """Tokens of a history that some worker is believed to have; None if none is."""
-        return self._lengths.get(digest)
+        return self.lengths.get(digest)
 
     def some_holders(self, digest: bytes, most: int, source: random.Random) -> Collection[int]:
         """Workers that are believed to have a digest; of many, some by chance."""
-        holders = self._holders.get(digest, ())
+        holders = self.holders.get(digest, ())
         return holders if len(holders) <= most else source.sample(list(holders), most)
 
     def has(self, worker: int, digest: bytes) -> bool:
-        return worker in self._holders.get(digest, ())
+        return worker in self.holders.get(digest, ())
 
     def cached_tokens(self, worker: int, segments: Sequence[Segment]) -> int:
         """Tokens of the longest beginning of a prompt that a worker is believed to have."""
-        cache = self._caches.get(worker)
+        cache = self.caches.get(worker)
         if cache is None:
             return 0
         entries = cache.entries
@@ -123,7 +123,7 @@ class CacheIndex:
     def best(self, segments: Sequence[Segment], most: int, source: random.Random) -> dict[int, int]:
         """The workers that have the longest beginnings of a prompt, less than twice `most`, with their tokens of it."""
         found: dict[int, int] = {}
-        holders = self._holders
+        holders = self.holders
         for digest, tokens in reversed(segments):
             if digest in holders:
                 for worker in self.some_holders(digest, most, source):
@@ -135,7 +135,7 @@ class CacheIndex:
     def correct(self, worker: int, believed: float, actual: float) -> None:
         """A worker has said which share of a prompt it had cached. Believing too much shrinks what is believed of it
         from now on, believing too little lets it grow back to the size of its cache."""
-        cache = self._caches.get(worker)
+        cache = self.caches.get(worker)
         if cache is None:
             return
         if actual < believed - 0.1:
@@ -149,7 +149,7 @@ class CacheIndex:
         if before is None:
             cache.entries[digest] = tokens
             cache.tokens += tokens
-            self._holders.setdefault(digest, {})[worker] = None
+            self.holders.setdefault(digest, {})[worker] = None
         else:
             cache.entries.move_to_end(digest)
 
@@ -160,8 +160,8 @@ class CacheIndex:
             self._drop_holder(digest, worker)
 
     def _drop_holder(self, digest: bytes, worker: int) -> None:
-        holders = self._holders[digest]
+        holders = self.holders[digest]
         del holders[worker]
         if not holders:
-            del self._holders[digest]
-            self._lengths.pop(digest, None)
+            del self.holders[digest]
+            self.lengths.pop(digest, None)

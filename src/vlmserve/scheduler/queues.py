@@ -91,7 +91,7 @@ class Queues:
         waits = False
         for number, child in enumerate(children):
             self.requests[child.request_id] = child
-            has_place = number == 0 or len(self.running) <= self.max_num_seqs
+            has_place = len(self.running) <= self.max_num_seqs  # the parent's own is left at the end
             if place is not None and has_place and self._resources.fork(parent, child, first=number == 0):
                 self.running.insert(place + number, child)
             else:

@@ -47,14 +47,14 @@ class RecentLatencies:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._slots: list[_Slot] = [_Slot(-1) for _ in range(_NUM_SLOTS)]
+        self.slots: list[_Slot] = [_Slot(-1) for _ in range(_NUM_SLOTS)]
 
     def note(self, kind: Latency, seconds: float) -> None:
         """Something took so long just now."""
         number = self._now()
-        slot = self._slots[number % _NUM_SLOTS]
+        slot = self.slots[number % _NUM_SLOTS]
         if slot.number != number:
-            slot = self._slots[number % _NUM_SLOTS] = _Slot(number)
+            slot = self.slots[number % _NUM_SLOTS] = _Slot(number)
         bucket = min(_NUM_BUCKETS, max(0, math.ceil(math.log(max(seconds, _LEAST) / _LEAST, _STEP))))
         counts = slot.counts[kind]
         counts[bucket] = counts.get(bucket, 0) + 1
@@ -63,7 +63,7 @@ class RecentLatencies:
         """Of what was noted in the last `window` seconds, give or take a slot; at most the longest of `WINDOWS`."""
         oldest = self._now() - int(window / _SLOT)
         counts: dict[int, int] = {}
-        for slot in self._slots:
+        for slot in self.slots:
             if slot.number > oldest:
                 for bucket, count in slot.counts[kind].items():
                     counts[bucket] = counts.get(bucket, 0) + count

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -106,22 +106,17 @@ class Images(Resource):
         self._image_token_bytes = image_token_bytes
         self._state_bytes = state_bytes
         self._macs = macs
-        # Images that are being encoded, and how many MACs each of them lacks.
-        self._unfinished: dict[bytes, float] = {}
+        # Images in progress by key, and the MACs that each lacks.
+        self.unfinished: dict[bytes, float] = {}
         # Cross-attention states that have their place, and whose image is being encoded.
-        self._awaiting_image: set[bytes] = set()
+        self.awaiting_image: set[bytes] = set()
         # Images that nobody needs any more, and that the runner still encodes.
-        self._dropped: list[bytes] = []
+        self.dropped: list[bytes] = []
         self._budget = _Budget(math.inf, max_encoded_images)
         # Of the chunk that is about to be settled.
         self._plan = _NOTHING_PLANNED
         # MACs of images that running requests need next; known while there are unfinished ones.
         self._wanted: dict[bytes, float] = {}
-
-    @property
-    def unfinished(self) -> Mapping[bytes, float]:
-        """Images in progress by key, and the MACs that each lacks."""
-        return self._unfinished
 
     def begin_step(self, running: Sequence[Request], limits: StepLimits | None) -> None:
         # The last token of a prompt, which may need an image, is scheduled like a token that was generated.
@@ -130,17 +125,17 @@ class Images(Resource):
         macs = math.inf if limits is None else limits.tower_macs(waiting, generating=generating)
         self._budget = _Budget(macs, self._max_encoded_images)
         known, self._wanted = self._wanted, {}
-        for request in running if self._unfinished else ():
+        for request in running if self.unfinished else ():
             for image in request.images_for(request.num_computed, request.num_prompt_tokens)[:1]:
-                if image.key in self._unfinished:
-                    self._wanted[image.key] = self._unfinished[image.key]
+                if image.key in self.unfinished:
+                    self._wanted[image.key] = self.unfinished[image.key]
                 elif image.key not in self.cache:
                     self._wanted[image.key] = known.get(image.key) or self._macs(image)
 
     def end_step(self, step: SchedulerOutput) -> None:
         if step.has_work:
-            step.embeddings_to_evict += self._dropped
-            self._dropped = []
+            step.embeddings_to_evict += self.dropped
+            self.dropped = []
 
     def limit(self, request: Request, start: int, end: int) -> int:
         """Return the first token of the first image that will not be encoded when the step computes tokens."""
@@ -195,7 +190,7 @@ class Images(Resource):
         for key in dict.fromkeys(keys if request.cross_key is None else [*keys, request.cross_key]):
             if key in self.cache and not self.cache.holders(key):
                 self.cache.remove(key)
-                self._dropped.append(key)
+                self.dropped.append(key)
 
     def _sizes(self, image: ImageInput) -> dict[bytes, int]:
         return {image.key: image.num_embeddings * self._image_token_bytes}
@@ -204,7 +199,7 @@ class Images(Resource):
         """Bytes of states, and of their image unless the states are computed."""
         key = request.cross_key
         assert key is not None
-        needs_image = key not in self.cache or key in self._awaiting_image
+        needs_image = key not in self.cache or key in self.awaiting_image
         return {key: cross.num_states * self._state_bytes} | (self._sizes(cross.image) if needs_image else {})
 
     def _plan_uses(self, request: Request, start: int, end: int) -> list[_Use]:
@@ -232,7 +227,7 @@ class Images(Resource):
             return _Use(image, place, sizes, budget, fits=False)
         missing: float = self._macs(image) if is_new else 0
         if is_open and not is_new:
-            missing = self._unfinished.get(image.key, 0)
+            missing = self.unfinished.get(image.key, 0)
         budget.num_new -= is_new
         some = budget.take(missing, self._wanted.values())
         return _Use(image, place, sizes, budget, is_new=is_new, missing=missing, some=some)
@@ -262,9 +257,9 @@ class Images(Resource):
         assert key is not None
         if not use.is_ready:
             if key in self.cache:
-                self._awaiting_image.add(key)
+                self.awaiting_image.add(key)
         elif cross.image.key in use.sizes:
-            self._awaiting_image.discard(key)
+            self.awaiting_image.discard(key)
             step.cross_states.append(CrossStates(key, cross.image.key, cross.token_ids))
 
     def _encode(self, step: SchedulerOutput, use: _Use) -> None:
@@ -273,11 +268,11 @@ class Images(Resource):
         if use.some is not None:
             if use.some:
                 step.encodings.append(ImageEncoding(key, use.some, image))
-            self._unfinished[key] = use.missing - use.some
+            self.unfinished[key] = use.missing - use.some
         elif image is not None:
             step.images_to_encode.append(image)
         else:
-            del self._unfinished[key]
+            del self.unfinished[key]
             step.encodings.append(ImageEncoding(key, None))
 
     def _unpin_image(self, request: Request, key: bytes, num_computed: int) -> None:
@@ -293,10 +288,10 @@ class Images(Resource):
         self.cache.unpin(key, request.request_id)
         if self.cache.holders(key):
             return
-        if key in self._unfinished:
-            del self._unfinished[key]
+        if key in self.unfinished:
+            del self.unfinished[key]
             self.cache.remove(key)
-            self._dropped.append(key)
-        elif key in self._awaiting_image:
-            self._awaiting_image.remove(key)
+            self.dropped.append(key)
+        elif key in self.awaiting_image:
+            self.awaiting_image.remove(key)
             self.cache.remove(key)
