@@ -17,6 +17,7 @@ from transformers.models.minicpmv4_6.image_processing_pil_minicpmv4_6 import Min
 from tests.checkpoints import TEXT, VISION, write_tokenizer
 from tests.models.test_families import QWEN35
 from tests.saved_models import save_model
+from vlmserve.types import ImageInput, Pieces
 
 NAMED = {
     "image_token": "<|image_pad|>",
@@ -93,3 +94,9 @@ def side_by_side(pixels: npt.NDArray[Any], patch: int) -> npt.NDArray[Any]:
     """``[1, 3, height, width]`` to ``[1, 3, patch, patches * patch]``, which stays as it is."""
     rows = np.split(pixels, pixels.shape[2] // patch, 2)
     return np.concatenate(rows, 3)
+
+
+def grids_of(image: ImageInput) -> list[tuple[int, int]]:
+    """Rows and columns of patches of 4 pixels of each piece."""
+    _, _, height, width = image.pixels.shape
+    return list(image.tiling.grids) if isinstance(image.tiling, Pieces) else [(height // 4, width // 4)]

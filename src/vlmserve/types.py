@@ -88,7 +88,8 @@ class ImageInput(msgspec.Struct, frozen=True, eq=False):
     frame_step: positions from one frame of the grid to the next, each rounded down.
     tiling: how its tiles lie, or what else the tower must know. text: the tokens that are text, each with its place
     among all of the image's, in order. end_id: the token that belongs to the image wherever it follows it; None: none.
-    adapter: the digest of the adapter that the tower has for it; empty: none.
+    has_label: it may have tokens before it, by its number among such images. adapter: the digest of the adapter that
+    the tower has for it; empty: none.
     size: what the model sees of it; None: nobody asks.
     """
 
@@ -100,6 +101,7 @@ class ImageInput(msgspec.Struct, frozen=True, eq=False):
     tiling: TowerInputs | None = None
     text: tuple[tuple[int, int], ...] = ()
     end_id: int | None = None
+    has_label: bool = True
     adapter: bytes = b""
     size: ImageSize | None = None
     levels: Levels | None = None

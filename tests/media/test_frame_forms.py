@@ -7,12 +7,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from transformers.models.minicpmv4_6.video_processing_minicpmv4_6 import MiniCPMV4_6VideoProcessor
 from transformers.models.smolvlm import processing_smolvlm
 from transformers.models.smolvlm.processing_smolvlm import SmolVLMProcessor
 from transformers.models.smolvlm.video_processing_smolvlm import SmolVLMVideoProcessor
 from transformers.video_utils import VideoMetadata
 
-from vlmserve.media.frame_forms import SmolVLMFrames, TimedFrames, number
+from vlmserve.media.frame_forms import AdjacentFrames, SmolVLMFrames, TimedFrames, number
 
 
 @pytest.mark.parametrize("num_frames", [1, 2, 7, 25, 99, 250, 3000])
@@ -80,3 +81,14 @@ def test_few_frames_are_the_default(
 
 def test_times_stand_before_frames() -> None:
     assert "#".join(TimedFrames().words([0.0, 1.25], 2.0)) == "Frame at 0.0 s: #\nFrame at 1.2 s: #\n"
+
+
+@pytest.mark.parametrize("num_frames", [1, 2, 75, 76, 300, 5000])
+@pytest.mark.parametrize("rate", [0.5, 23.976, 25.0])
+def test_frames_of_minicpmv_are_those_that_transformers_takes(num_frames: int, rate: float) -> None:
+    metadata = VideoMetadata(total_num_frames=num_frames, fps=rate, duration=num_frames / rate)
+    form = AdjacentFrames.from_settings({"max_num_frames": 20}, None)
+    own: Any = SimpleNamespace()
+    expected = MiniCPMV4_6VideoProcessor.sample_frames(own, metadata, max_num_frames=20, stack_frames=1)
+    assert form.sample(num_frames, rate, None, 768) == expected
+    assert len(form.sample(num_frames, rate, 3.0, 3)) <= 3

@@ -11,14 +11,14 @@ from transformers.models.minicpmv4_7.modeling_minicpmv4_7 import MiniCPMV4_7Mode
 from tests.media.images_for_tests import noise
 from tests.media.test_slices import WORDS
 from tests.media.test_tiles import SIZES
-from tests.minicpmv_checkpoints import SLICES
+from tests.minicpmv_checkpoints import SLICES, grids_of
 from vlmserve.media.images import DecodedImage
 from vlmserve.media.slices import SliceProcessor
 from vlmserve.media.sources import process_image
 from vlmserve.models.grid_positions import grid_positions
 from vlmserve.models.registry import META
 from vlmserve.prompt.expand import expand_placeholders
-from vlmserve.types import Pieces, Prompt
+from vlmserve.types import Prompt
 
 IMAGE, LABEL = ord("#"), ord("@")
 TEXTS = ["#", "ab#c", "#\n", "a#\n\nb", "##", "#\n#cd", "a#b#\n\n#", "#\nc\n#"]
@@ -48,10 +48,7 @@ def test_positions_on_a_canvas_equal_transformers(theirs: MiniCPMV4_7Model, scal
     for number in range(2 * len(SIZES)):
         prompt = make_prompt(number, scale)
         ids = torch.tensor([prompt.token_ids])
-        grids: list[tuple[int, int]] = []
-        for span in prompt.images:
-            own, (_, _, height, width) = span.image.tiling, span.image.pixels.shape
-            grids += own.grids if isinstance(own, Pieces) else [(height // 4, width // 4)]
+        grids = [grid for span in prompt.images for grid in grids_of(span.image)]
         expected, delta = theirs.get_rope_index(ids, (ids == IMAGE).int(), torch.tensor(grids))
         placements, length = [span.placement for span in prompt.images], len(prompt.token_ids)
         assert sum(span.image.num_embeddings for span in prompt.images) == prompt.token_ids.count(IMAGE)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from torch import Tensor
 from transformers import (
     AutoConfig,
     AutoModelForImageTextToText,
@@ -14,15 +17,20 @@ from transformers import (
     MiniCPMV4_6ForConditionalGeneration,
 )
 
-from tests.minicpmv_checkpoints import make_minicpmv, side_by_side
-from tests.models.test_decoder import load
+from tests.media.images_for_tests import noise
+from tests.minicpmv_checkpoints import grids_of, make_minicpmv, side_by_side
+from tests.models.test_decoder import assert_equal, load
+from tests.normalized import normalized
 from tests.static_ranges import use_ranges
+from vlmserve.calibration.forward import hidden_states, make_groups
+from vlmserve.config import MediaConfig
 from vlmserve.errors import InvalidImageError, ModelLoadError, UnsupportedModelError
+from vlmserve.frontend.requests import RequestPreparer
 from vlmserve.kernels.torch_reference import TorchReference
 from vlmserve.models.registry import META, Description
 from vlmserve.models.vision.minicpmv import MiniCPMVision
 from vlmserve.models.weights import Checkpoint, merge_as_stored, weight_slots
-from vlmserve.types import Pieces
+from vlmserve.types import ImageSpan, Pieces
 
 IMAGES = [((4, 8),), ((8, 4), (4, 12), (4, 12), (4, 12)), ((12, 4),), ((4, 4),), ((8, 8), (16, 4), (16, 4))]
 """Rows and columns of patches of each piece of each image. Each image has its own sizes."""
@@ -69,6 +77,38 @@ def test_all_tensors_of_transformers_have_slots(tmp_path: Path, version: str) ->
         theirs = AutoModelForImageTextToText.from_config(AutoConfig.from_pretrained(tmp_path))
     shapes = {checkpoint.canonical(name): tuple(tensor.shape) for name, tensor in theirs.state_dict().items()}
     assert slots == shapes
+
+
+@torch.inference_mode()
+def test_frames_of_videos_equal_transformers(tmp_path: Path) -> None:
+    """Frame after frame without text, in a prompt with an image."""
+    folder = make_minicpmv(tmp_path, version="4_7")
+    theirs = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
+    frames = [noise(40, 30), noise(40, 30), noise(40, 30)]
+    content = [
+        {"type": "video", "video": frames},
+        {"type": "text", "text": "\na"},
+        {"type": "image", "image": frames[0]},
+    ]
+    prompt = RequestPreparer(folder, MediaConfig()).chat([{"role": "user", "content": content}], allow_local=True)
+    first, second, third, last = prompt.images
+    assert (first.end, second.end) == (second.start, third.start)
+    assert len(prompt.token_ids[third.end : last.start]) == 4, "the image alone has a number"
+    ids, types = torch.tensor([prompt.token_ids]), torch.zeros(1, len(prompt.token_ids), dtype=torch.int)
+    types[ids == theirs.config.image_token_id] = 1
+    types[:, : third.end] *= 2
+    ids[types == 2] = theirs.config.video_token_id
+
+    def inputs(spans: Sequence[ImageSpan], suffix: str) -> dict[str, Tensor]:
+        grids = [grid for span in spans for grid in grids_of(span.image)]
+        packed = np.concatenate([side_by_side(normalized(span.image), 4) for span in spans], 3)
+        return {f"pixel_values{suffix}": torch.from_numpy(packed), f"target_sizes{suffix}": torch.tensor(grids)}
+
+    media = inputs((first, second, third), "_videos") | inputs((last,), "")
+    expected = theirs(input_ids=ids, mm_token_type_ids=types, **media).logits[0]
+    loaded = load(folder)
+    [group] = make_groups(loaded.language_model, [prompt])
+    assert_equal([loaded.language_model.logits(hidden_states(loaded, group))], [expected])
 
 
 @torch.inference_mode()

@@ -60,7 +60,8 @@ class VideosAsImages:
             parts: list[Part] = []
             for text in before:
                 parts += [text, ImagePart(inline=True)]
-            return [*parts, behind], [replace(video, kind="image", source=frame) for frame in taken.frames]
+            images = [replace(video, kind="image", source=frame) for frame in taken.frames]
+            return [part for part in (*parts, behind) if part], images
 
         return replace_media(messages, media, "video", expand)
 

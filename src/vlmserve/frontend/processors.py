@@ -19,11 +19,12 @@ from vlmserve.frontend.frames import VideosAsImages
 from vlmserve.media.any_size import AnySizeProcessor
 from vlmserve.media.budget import NO_BUDGET, ImageBudget
 from vlmserve.media.cache import ImageCache
-from vlmserve.media.frame_forms import SmolVLMFrames, TimedFrames
+from vlmserve.media.frame_forms import AdjacentFrames, SmolVLMFrames, TimedFrames
 from vlmserve.media.frame_times import FrameTimes
 from vlmserve.media.image_files import ImageFiles
 from vlmserve.media.images import DecodedImage
 from vlmserve.media.processor import ImageProcessor
+from vlmserve.media.slices import SliceProcessor
 from vlmserve.media.sources import process_image
 from vlmserve.media.tiles import SplitProcessor
 from vlmserve.media.transformers_processor import TransformersProcessor
@@ -113,6 +114,10 @@ def videos_as_images(
     """Videos for a model that takes only images. processor: the model's image processor."""
     fps = media.mm_processor_kwargs.fps
     settings = _settings(folder, "video_processor", "video_preprocessor_config.json", "preprocessor_config.json")
+    if isinstance(processor, SliceProcessor) and processor.on_canvas:
+        files = replace(_image_files(folder, tokenizer, media), settings=settings)
+        adjacent = AdjacentFrames.from_settings(settings, fps)
+        return VideosAsImages(adjacent, SliceProcessor.from_files(files).for_frames, media, cache)
     form = SmolVLMFrames.from_settings(settings, fps) if isinstance(processor, SplitProcessor) else None
     if form is None:
         return VideosAsImages(TimedFrames(fps), processor, media, cache)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -98,6 +99,30 @@ class SmolVLMFrames:
         )
         before = [f"\nFrame from {int(time // 60):02d}:{int(time % 60):02d}:" for time in seconds]
         return [intro + before[0], *before[1:], "\n\n"]
+
+
+@dataclass(frozen=True)
+class AdjacentFrames:
+    """As transformers' processor of MiniCPM-V 4.7 does it: without text. max_frames: of a file."""
+
+    fps: float
+    max_frames: int
+
+    @classmethod
+    def from_settings(cls, settings: dict[str, Any], fps: float | None) -> AdjacentFrames:
+        """settings: of the checkpoint's video processor. fps: the server's; None: one frame a second."""
+        return cls(fps or 1.0, int(settings.get("max_num_frames") or 128))
+
+    def sample(self, num_frames: int, rate: float, fps: float | None, most: int) -> list[int]:
+        fps, most, duration = fps or self.fps, min(most, self.max_frames), num_frames / rate
+        if duration * fps > most:
+            times = [round(tenth * 0.1, 1) for tenth in range(int(duration / 0.1))]
+            indices = [min(int(time * rate), num_frames - 1) for time in times] or [0]
+            return [indices[place] for place in np.linspace(0, len(indices) - 1, min(most, len(indices)), dtype=int)]
+        return [min(int(index * rate / fps), num_frames - 1) for index in range(math.ceil(duration * fps))]
+
+    def words(self, seconds: Sequence[float], duration: float) -> list[str]:
+        return [""] * (len(seconds) + 1)
 
 
 def number(value: int) -> str:

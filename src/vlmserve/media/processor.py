@@ -88,6 +88,7 @@ class Placeholders(NamedTuple):
     tiling: TowerInputs | None = None
     text: tuple[tuple[int, int], ...] = ()
     end_id: int | None = None
+    has_label: bool = True
 
 
 class ImageProcessor(Protocol):

@@ -54,6 +54,8 @@ class SliceRecipe:
     mean: tuple[float, ...] | None
     std: tuple[float, ...] | None
     budget: ImageBudget = NO_BUDGET
+    has_labels: bool = True
+    """Images may have labels, frames of videos have none."""
 
     @property
     def side(self) -> int:
@@ -126,8 +128,8 @@ class SliceProcessor(RecipeProcessor[SliceRecipe]):
         recipe = _recipe(settings)
         _check_model(config, recipe)
         self._words = words
-        self._on_canvas = config.get("model_type") in _ON_CANVAS
-        if self._on_canvas and len(words.newline) != 1:
+        self.on_canvas = config.get("model_type") in _ON_CANVAS
+        if self.on_canvas and len(words.newline) != 1:
             raise ModelLoadError("tokenizer.json: a newline is not one token, as MiniCPM-V 4.7 needs it")
         self._follow(recipe, exact_pixels=exact_pixels)
         self.levels = Levels(recipe.rescale, recipe.mean, recipe.std)
@@ -136,6 +138,11 @@ class SliceProcessor(RecipeProcessor[SliceRecipe]):
     def from_files(cls, files: ImageFiles) -> Self:
         words = SliceWords.of(files, numbered=bool(files.settings.get("use_image_id", True)))
         return cls(files.config, files.settings, words, exact_pixels=files.exact_pixels)
+
+    @property
+    def for_frames(self) -> Self:
+        """The same for frames of videos."""
+        return self._following(replace(self._recipe, has_labels=False))
 
     def label(self, index: int) -> Sequence[int]:
         return () if self._words.number is None else self._words.number(index)
@@ -190,8 +197,8 @@ class SliceProcessor(RecipeProcessor[SliceRecipe]):
             if row + 1 < plan.rows:
                 text.extend((place + offset, token) for offset, token in enumerate(self._words.newline))
                 place += len(self._words.newline)
-        canvas, end_id = (self._canvas(plan), self._words.newline[0]) if self._on_canvas else (None, None)
-        return Placeholders(place, canvas, self._pieces(plan), tuple(text), end_id)
+        canvas, end_id = (self._canvas(plan), self._words.newline[0]) if self.on_canvas else (None, None)
+        return Placeholders(place, canvas, self._pieces(plan), tuple(text), end_id, self._recipe.has_labels)
 
     def view(self, size: tuple[int, int], pixels: Pixels, placeholders: Placeholders) -> View:
         """All of the image, as large as its slices are together."""

@@ -34,7 +34,7 @@ def expand_placeholders(
 ) -> Prompt:
     """A prompt in which the n-th placeholder of `token_ids` is repeated as often as the n-th image has tokens, with
     the image's text between them, and those of videos likewise. frames_are_images: what is repeated for a video is the
-    placeholder of images. label: the tokens before an image, by its number among the images.
+    placeholder of images. label: the tokens before an image that has a label, by its number among such images.
 
     Raises InvalidRequestError unless there are as many placeholders as images and videos.
     """
@@ -48,8 +48,8 @@ def expand_placeholders(
     for token_id in token_ids:
         if token_id in waiting:
             image = next(waiting[token_id])
-            if label is not None and token_id == image_token_id:
-                expanded += label(len(spans))
+            if label is not None and token_id == image_token_id and image.has_label:
+                expanded += label(sum(span.image.has_label for span in spans))
             spans.append(ImageSpan(image, start=len(expanded)))
             repeated = image_token_id if frames_are_images and image_token_id is not None else token_id
             tokens = [repeated] * image.num_tokens
