@@ -14,6 +14,8 @@ from torch import Tensor
 from transformers import (
     Lfm3Config,
     Lfm3ForCausalLM,
+    Lfm3VlConfig,
+    Lfm3VlForConditionalGeneration,
     Qwen3_5Config,
     Qwen3_5ForCausalLM,
     Qwen3_5ForConditionalGeneration,
@@ -28,6 +30,7 @@ from tests.models.test_qwen_vision import patches
 from tests.ranks import Meeting, ThreadRanks
 from tests.static_ranges import use_ranges
 from vlmserve.calibration.forward import hidden_states, make_groups
+from vlmserve.families.spec import ArchSpec
 from vlmserve.kernels.torch_reference import TorchReference
 from vlmserve.models.load_settings import LoadSettings
 from vlmserve.models.registry import META, Description, load_model
@@ -138,6 +141,26 @@ def test_two_ranks_share_heads(tmp_path: Path, name: str) -> None:
             assert_equal(own, expected)
 
 
+def compared(folder: Path, model_class: Any, config: Any) -> tuple[Description, ArchSpec, set[str]]:
+    """What a config describes, once its tensors are those of transformers' class; their names."""
+    with META:
+        theirs = model_class(config)
+    shapes = {name: tuple(tensor.shape) for name, tensor in theirs.state_dict().items() if name != "lm_head.weight"}
+    description = Description.of(folder, json.loads(config.to_json_string(use_diff=False)))
+    spec = description.family.build({**description.family.defaults, **description.text_config})
+    parts = description.build(spec, TorchReference(), dtype=torch.bfloat16, device=META)
+    slots = {name: tuple(slot.shape) for name, slot in weight_slots(parts.modules)}
+    assert {description.rename(name): shape for name, shape in shapes.items()} == slots
+    return description, spec, set(slots)
+
+
+def test_default_tensors_of_lfm3_vl_are_known(tmp_path: Path) -> None:
+    config = Lfm3VlConfig(tie_word_embeddings=True)
+    description, spec, _ = compared(tmp_path, Lfm3VlForConditionalGeneration, config)
+    assert len(spec.states) > len(spec.attention)
+    assert description.image_token_id == config.image_token_id
+
+
 def test_tensors_of_qwen35_4b_are_known(tmp_path: Path) -> None:
     """As transformers' classes name them, with the MTP layer that nothing reads."""
     text: dict[str, Any] = {
@@ -148,14 +171,7 @@ def test_tensors_of_qwen35_4b_are_known(tmp_path: Path) -> None:
     }  # fmt: skip
     vision = {"depth": 24, "hidden_size": 1024, "intermediate_size": 4096, "out_hidden_size": 2560}
     config = Qwen3_5Config(text_config=text, vision_config=vision, tie_word_embeddings=True)
-    with META:
-        theirs = Qwen3_5ForConditionalGeneration(config)
-    shapes = {name: tuple(tensor.shape) for name, tensor in theirs.state_dict().items() if name != "lm_head.weight"}
-    description = Description.of(tmp_path, json.loads(config.to_json_string(use_diff=False)))
-    spec = description.family.build({**description.family.defaults, **description.text_config})
-    parts = description.build(spec, TorchReference(), dtype=torch.bfloat16, device=META)
-    slots = {name: tuple(slot.shape) for name, slot in weight_slots(parts.modules)}
-    assert {description.rename(name): shape for name, shape in shapes.items()} == slots
+    description, spec, slots = compared(tmp_path, Qwen3_5ForConditionalGeneration, config)
     assert description.rename("mtp.layers.0.mlp.up_proj.weight") not in slots
     assert canonical_name("model.language_model.norm.weight", str) in slots
     assert (len(spec.states), len(spec.attention), spec.max_position) == (24, 8, 262144)
