@@ -110,6 +110,23 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         },
         "vision_config": {},
     },
+    "gemma4:26b": {
+        "model_type": "gemma4",
+        "text_config": {
+            **_LARGE,
+            "hidden_size": 2816,
+            "num_hidden_layers": 30,
+            "intermediate_size": 2112,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 8,
+            "num_global_key_value_heads": 2,
+            "enable_moe_block": True,
+            "num_experts": 128,
+            "top_k_experts": 8,
+            "moe_intermediate_size": 704,
+        },
+        "vision_config": _LARGE_VISION,
+    },
     "gemma4:31b": {
         "model_type": "gemma4",
         "text_config": {

@@ -64,7 +64,7 @@ def _make_model(
     for name, parameter in model.named_parameters():
         if "norm" in name or name.endswith((".bias", *OTHER_CONSTANTS)):
             nn.init.normal_(parameter, mean=1.0 if "norm" in name and "weight" in name else 0.0, std=0.2)
-    for name, buffer in model.named_buffers():
-        if name.endswith(("layer_scalar", "std_scale", "std_bias")):
-            nn.init.normal_(buffer, mean=1.0, std=0.2)
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if name.endswith(("layer_scalar", "std_scale", "std_bias", "router.scale", "per_expert_scale")):
+            nn.init.normal_(tensor, mean=1.0, std=0.2)
     model.to(dtype).save_pretrained(folder, max_shard_size=shard_size, save_original_format=False)

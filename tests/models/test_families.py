@@ -113,6 +113,18 @@ MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 9}),
     "qwen3_moe": ("Qwen3Moe", {**QWEN3_MOE, "norm_topk_prob": True}),
     "qwen3_moe with dense layers": ("Qwen3Moe", {**QWEN3_MOE, "mlp_only_layers": [0], "attention_bias": True}),
+    "gemma4 with experts": (
+        "Gemma4",
+        {
+            **GEMMA4,
+            "num_kv_shared_layers": 0,
+            "hidden_size_per_layer_input": 0,
+            "enable_moe_block": True,
+            "num_experts": 8,
+            "top_k_experts": 3,
+            "moe_intermediate_size": 32,
+        },
+    ),
     "qwen3.5 with experts": (
         "Qwen3_5Moe",
         {

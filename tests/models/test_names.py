@@ -108,7 +108,13 @@ def test_parameters_are_those_of_the_published_tensors(name: str, published: str
     assert named(name)[2:] == (sum(sizes.values()), sizes[head], outside)
 
 
-KV_BYTES = {"gemma4:e2b": 18_432, "gemma4:e4b": 57_344, "gemma4:12b": 344_064, "gemma4:31b": 901_120}
+KV_BYTES = {
+    "gemma4:e2b": 18_432,
+    "gemma4:e4b": 57_344,
+    "gemma4:12b": 344_064,
+    "gemma4:26b": 225_280,
+    "gemma4:31b": 901_120,
+}
 """Bytes of a token in a bfloat16 cache over the layers that have keys and values of their own."""
 
 

@@ -12,6 +12,7 @@ from vlmserve.families.gemma import GEMMA2, SANDWICH_NAMES
 from vlmserve.families.spec import (
     ArchSpec,
     Config,
+    ExpertsSpec,
     HeadNormSpec,
     Names,
     NormSpec,
@@ -53,6 +54,12 @@ _NAMES: Names = (
     (r"\.per_layer_input_gate\.", ".per_layer.gate."),
     (r"\.per_layer_projection\.", ".per_layer.projection."),
     (r"\.post_per_layer_input_norm\.", ".per_layer_norm."),
+    (r"\.router\.proj\.", ".beside.routed.router.linear."),
+    (r"\.router\.(scale|per_expert_scale)$", r".beside.routed.router.\1"),
+    (r"\.experts\.", ".beside.routed.experts."),
+    (r"\.pre_feedforward_layernorm_2\.", ".beside.routed.norm."),
+    (r"\.post_feedforward_layernorm_1\.", ".beside.mlp_norm."),
+    (r"\.post_feedforward_layernorm_2\.", ".beside.routed_norm."),
 )
 
 _UNIFIED_TEXT: Config = {
@@ -74,7 +81,6 @@ def _gemma4(config: Config) -> ArchSpec:
     require(
         config,
         {
-            "enable_moe_block": (False, "experts"),
             "pad_token_id": (0, "the token whose embeddings images get"),
         },
     )
@@ -108,6 +114,16 @@ def _gemma4(config: Config) -> ArchSpec:
         spec,
         mixers=tuple(_shared(_attention(config, spec.attention), num_shared)),
         intermediate_sizes=(inner,) * (layers - num_shared) + (wide,) * num_shared,
+        experts=(_experts(config),) * layers if config["enable_moe_block"] else (),
+    )
+
+
+def _experts(config: Config) -> ExpertsSpec:
+    return ExpertsSpec(
+        count=config["num_experts"],
+        top_k=config["top_k_experts"],
+        inner_size=config["moe_intermediate_size"],
+        router_norm=NormSpec(config["rms_norm_eps"]),
     )
 
 
@@ -171,10 +187,11 @@ FAMILIES = (
         image_processor="vlmserve.media.pooled:PooledProcessor.from_files",
         image_processor_types=("Gemma4ImageProcessor",),
         image_token_id=258880,
-        models="Gemma 4 E2B, E4B and 31B",
+        models="Gemma 4 E2B, E4B, 26B-A4B and 31B",
         short_names=(
             NamedModel("gemma4:e2b", "google/gemma-4-E2B-it", 4797114083, 402653184, 2558642880),
             NamedModel("gemma4:e4b", "google/gemma-4-E4B-it", 7632344554, 671088640, 3070479040),
+            NamedModel("gemma4:26b", "google/gemma-4-26B-A4B-it", 25805936206, 738197504, 572794416),
             NamedModel("gemma4:31b", "google/gemma-4-31B-it", 31273088876, 1409286144, 575743536),
         ),
     ),
@@ -205,6 +222,6 @@ FAMILIES = (
         defaults=_TEXT,
         build=_gemma4,
         names=_NAMES,
-        models="Gemma 4 E2B, E4B and 31B, text",
+        models="Gemma 4 E2B, E4B, 26B-A4B and 31B, text",
     ),
 )

@@ -57,7 +57,7 @@ class PerLayerSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertsSpec:
-    """A mixture of experts in place of an MLP. Sizes in elements."""
+    """A mixture of experts, in place of an MLP unless it has a `router_norm`. Sizes in elements."""
 
     count: int
     top_k: int
@@ -76,6 +76,9 @@ class ExpertsSpec:
     """Inner size of an MLP that every token takes besides; 0: none."""
     shared_gate: bool = False
     """The shared MLP is multiplied by the sigmoid of a number that each token has."""
+    router_norm: NormSpec | None = None
+    """The layer has its MLP as well. Router and experts read the residual stream through norms of their own, and the
+    router has scales of its inputs and of experts (Gemma 4). None: none of this."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,7 +131,7 @@ class ArchSpec:
     intermediate_sizes: tuple[int, ...] = ()
     """By layer, the inner size of its MLP; empty: `intermediate_size`."""
     experts: tuple[ExpertsSpec | None, ...] = ()
-    """By layer, the experts in place of its MLP; None: it has an MLP. Empty: all layers have one."""
+    """By layer, its experts; None: it has an MLP only. Empty: all layers have one."""
     logit_cap: float | None = None
     """Bounds logits as `AttentionSpec.soft_cap` bounds scores."""
 
@@ -137,7 +140,7 @@ class ArchSpec:
         return self.intermediate_sizes[layer] if self.intermediate_sizes else self.intermediate_size
 
     def experts_of(self, layer: int) -> ExpertsSpec | None:
-        """The experts of a layer. None: it has an MLP."""
+        """The experts of a layer. None: it has an MLP only."""
         return self.experts[layer] if self.experts else None
 
     @property

@@ -17,6 +17,7 @@ from vlmserve.layers.parallel import Ranks
 from vlmserve.layers.residual import ResidualStream
 from vlmserve.layers.step import StepContext
 from vlmserve.models.blocks.attention import Attention
+from vlmserve.models.blocks.beside import ExpertsBeside
 from vlmserve.models.blocks.block import Block, make_norm
 from vlmserve.models.blocks.convolution import ShortConvolution
 from vlmserve.models.blocks.cross import CrossAttention
@@ -64,6 +65,9 @@ class DecoderLayer(nn.Module):
         self.cross_output_norm = norm() if of_outputs and spec.cross_size else None
         self.cross_attn = CrossAttention(spec, index, dtype=dtype, device=device) if spec.cross_size else None
         self.mlp = _feed_forward(spec, index, dtype=dtype, device=device)
+        self.beside = None
+        if (experts := spec.experts_of(index)) is not None and experts.router_norm is not None:
+            self.beside = ExpertsBeside(spec, experts, dtype=dtype, device=device)
         self._parallel = spec.parallel
         self.per_layer = self.per_layer_norm = None
         if (own := spec.per_layer) is not None:
@@ -99,7 +103,8 @@ class DecoderLayer(nn.Module):
             stream.add(crossed, self.cross_output_norm)
         if not self._parallel:
             x = stream.normed(self.mlp_norm, self.mlp.reader)
-        stream.add(self.mlp(x), self.mlp_output_norm)
+        fed = self.mlp(x)
+        stream.add(fed if self.beside is None else self.beside(fed, stream.rows), self.mlp_output_norm)
         if self.per_layer is not None:
             assert embeddings is not None
             own = embeddings[:, self._embeddings]
@@ -133,7 +138,7 @@ class DecoderLayer(nn.Module):
 
 
 def _feed_forward(spec: ArchSpec, index: int, *, dtype: torch.dtype, device: torch.device) -> MLP | Experts:
-    if (experts := spec.experts_of(index)) is not None:
+    if (experts := spec.experts_of(index)) is not None and experts.router_norm is None:
         return Experts(experts, spec.hidden_size, spec.activation, dtype=dtype, device=device)
     size, inner, act = spec.hidden_size, spec.inner_size(index), spec.activation
     return MLP(size, inner, act, gated=spec.gated, bias=spec.mlp_bias, dtype=dtype, device=device)

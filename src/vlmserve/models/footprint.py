@@ -36,7 +36,7 @@ _REPACKED = {
 besides, Q5_0 and Q8_0 8-bit with a scale, Q5_1, Q5_K and Q6_K 8-bit with more."""
 _HEADS = re.compile(r"(^|\.)(lm_head|output|embed_out)\.weight$")
 _TABLES = re.compile(r"(embed_tokens|token_embd|word_embeddings|wte|tok_embeddings)\.weight$")
-_ROUTERS = re.compile(r"(mlp|block_sparse_moe)\.gate\.weight$|\.ffn_gate_inp\.weight$")
+_ROUTERS = re.compile(r"(mlp|block_sparse_moe)\.gate\.weight$|\.router\.proj\.weight$|\.ffn_gate_inp\.weight$")
 """Names of tensors that stay float32."""
 _EXPERTS = re.compile(r"\.experts\.(gate_up|down)_proj$|_exps\.weight$")
 """Names of tensors with the weights of all experts of a layer, which are read one by one."""

@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vlmserve.families.spec import ArchSpec, ExpertsSpec
 from vlmserve.kernels.operations import ExpertsKernel, GateKernel, Operations, Product
 from vlmserve.layers.layer import Layer
 from vlmserve.layers.linear import Linear, empty_parameter
+from vlmserve.layers.norm import LayerNorm, RMSNorm
 from vlmserve.layers.parallel import Ranks, shares
 from vlmserve.layers.residual import Adding, Unfinished
-from vlmserve.models.blocks.block import Block
+from vlmserve.models.blocks.block import Block, make_norm
 from vlmserve.models.blocks.mlp import MLP
 from vlmserve.quant.calibration import Fold
 
@@ -27,15 +29,26 @@ class Router(nn.Module):
         self.linear = Linear(size, spec.count, bias=False, dtype=torch.float32, device=device)
         self.linear.stays_plain = True
         self.bias = empty_parameter(spec.count, dtype=torch.float32, device=device) if spec.correction else None
+        self.scale = self.per_expert_scale = None
+        if spec.router_norm is not None:
+            self.scale, self.per_expert_scale = (
+                empty_parameter(count, dtype=torch.float32, device=device) for count in (size, spec.count)
+            )
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """``[rows, size]`` to the weights of each row's experts, float32, and their numbers, both ``[rows, top_k]``."""
-        logits = self.linear(x.float())
+        x, norm = x.float(), self._spec.router_norm
+        if norm is not None and self.scale is not None:
+            size = x.shape[-1]
+            x = F.rms_norm(x, (size,), None, norm.eps) * self.scale.data * size**-0.5
+        logits = self.linear(x)
         scores = logits.softmax(-1) if self._spec.scores == "softmax" else logits.sigmoid()
         chosen = (scores if self.bias is None else scores + self.bias).topk(self._spec.top_k, -1).indices
         weights = scores.gather(-1, chosen)
         if self._spec.renormalized:
             weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+        if self.per_expert_scale is not None:
+            weights = weights * self.per_expert_scale.data[chosen]
         return weights * self._spec.scale, chosen
 
 
@@ -51,6 +64,10 @@ class Experts(Block, Layer):
         super().__init__()
         self._spec = spec
         self.router = Router(spec, size, device=device)
+        self.norm: RMSNorm | LayerNorm | None = None
+        """The experts take normed rows, and the router takes the rows before it."""
+        if spec.router_norm is not None:
+            self.norm = make_norm(spec.router_norm, size, dtype=dtype, device=device)
         self.experts = nn.ModuleDict(
             {
                 str(number): MLP(size, spec.inner_size, act, gated=True, bias=False, dtype=dtype, device=device)
@@ -93,6 +110,8 @@ class Experts(Block, Layer):
     def _sum(self, x: Tensor) -> Tensor:
         """The weighted sums of the experts that are here, float32, by one product after the other."""
         weights, chosen = self.router(x)
+        if self.norm is not None:
+            x = self.norm(x)
         output = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
         sent = chosen.flatten()
         order = sent.argsort(stable=True)
@@ -117,7 +136,7 @@ class Experts(Block, Layer):
         for _, expert in self._experts():
             products += [_product(expert.reader), _product(expert.last)]
         found = [product for product in products if product is not None]
-        if len(found) == len(products) > 1:
+        if len(found) == len(products) > 1 and self.norm is None:
             experts = dict(zip(map(int, self.experts), zip(found[1::2], found[2::2], strict=True), strict=True))
             self._kernel = operations.experts(self._spec, found[0], self.router.bias, experts)
 

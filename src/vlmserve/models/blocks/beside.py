@@ -1,0 +1,49 @@
+"""Experts that add to a layer's MLP (Gemma 4)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from vlmserve.families.spec import ArchSpec, ExpertsSpec
+from vlmserve.layers.parallel import Ranks
+from vlmserve.layers.residual import Adding, Unfinished
+from vlmserve.models.blocks.block import Block, make_norm
+from vlmserve.models.blocks.experts import Experts
+from vlmserve.quant.calibration import Fold
+
+
+class ExpertsBeside(Block):
+    """Norms the output of a layer's MLP, and adds the normed output of experts that read the residual stream."""
+
+    readers = ()
+
+    def __init__(self, spec: ArchSpec, experts: ExpertsSpec, *, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        assert experts.router_norm is not None
+        self.routed = Experts(experts, spec.hidden_size, spec.activation, dtype=dtype, device=device)
+        norms = (make_norm(experts.router_norm, spec.hidden_size, dtype=dtype, device=device) for _ in range(2))
+        self.mlp_norm, self.routed_norm = norms
+
+    def forward(self, dense: Unfinished, rows: Tensor) -> Unfinished:
+        """dense: the layer's MLP. rows: ``[tokens, hidden_size]``, before it."""
+        routed = self.routed(rows)
+        total = self._normed(self.mlp_norm, dense) + self._normed(self.routed_norm, routed)
+        return Unfinished(Adding(_plus), total)
+
+    @staticmethod
+    def _normed(norm: nn.Module, block: Unfinished) -> Tensor:
+        output: Tensor = norm(block.linear(block.inputs))
+        return output
+
+    def split(self, whole: ArchSpec, index: int, ranks: Ranks) -> None:
+        self.routed.split(whole, index, ranks)
+
+    def folds(self, name: str) -> Iterator[Fold]:
+        yield from self.routed.folds(f"{name}.routed")
+
+
+def _plus(x: Tensor, residual: Tensor | None) -> Tensor:
+    return x if residual is None else residual + x
