@@ -203,3 +203,13 @@ def test_the_deepest_blocks_are_evicted_first():
     s.add(request("c", 13, max_tokens=1))
     run(s)
     assert s.memory.cached_tokens == 8
+
+
+def test_mixed_requests_find_the_blocks_of_both_passes():
+    s = scheduler(prefix_caching=True)
+    s.add(request("a", 9, mixed=True))
+    finish(s)
+    s.add(request("b", 9, mixed=True))
+    run(s)
+    [running] = s.running
+    assert (running.num_cached, len(running.tables)) == (8, 2)

@@ -6,6 +6,7 @@ fetched before a request starts, may be lost, and there are few slots.
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -141,6 +142,21 @@ def test_resources_that_were_taken_are_released():
     states = States(1)
     assert not Resources([Full(1), states]).acquire(request("a", 4), [])
     assert not states.slots
+
+
+@pytest.mark.parametrize(("seqs", "resumes"), [(1, True), (2, False)])
+def test_parents_resume_where_a_child_waits(seqs, resumes):
+    released = []
+
+    class Noting(States):
+        def release(self, request, *, resumes=False):
+            released.append((request.request_id, resumes))
+            super().release(request, resumes=resumes)
+
+    s = scheduler(seqs=seqs, others=[Noting(3)])
+    add_search(s, "a", 5, 2, 4)
+    extend(s, s.schedule())
+    assert released == [("a", resumes)]
 
 
 def test_a_request_that_is_not_ready_is_overtaken():

@@ -9,7 +9,7 @@ from tests.scheduler.made_up import END, add_search, extend, plan, request, requ
 from tests.scheduler.test_bookkeeping import Contents
 from vlmserve.scheduler.beams import Beams
 from vlmserve.steps import RequestFailure
-from vlmserve.types import BeamSearch
+from vlmserve.types import BeamAnswer, BeamSearch
 
 
 def test_long_waiting_beam_finds_no_short_prefix():
@@ -78,6 +78,8 @@ def test_beams_end_after_their_minimum():
         search.advance([[(END, -0.1), (7, -1.0)]])
     assert search.done
     assert [list(ended.token_ids) for ended in search.ended] == [[7, 7, END]]
+    assert [list(beam.token_ids) for beam in search.running] == [[7, 7, 7]]
+    assert search.answers() == [BeamAnswer([7, 7], "stop", END)]
 
 
 def test_request_is_answered_beside_failed_beams():
