@@ -13,7 +13,7 @@ _SLOW = {
     ".": "async_llm bench confidence cores examples folders gguf imports llm llm_threads mmproj second_tries",
     "adapters": "captured merge parity serving xlora xlora_checkpoint xlora_pool",
     "batch": "run",
-    "benchmarks": "context gpu gpu_static image_reuse mutations sizes soak",
+    "benchmarks": "context gpu gpu_static image_reuse mutations sizes soak state_reuse",
     "calibration": "blip cache prompts quality run",
     "clients": "coding_agents",
     "devices": "cpu",
