@@ -43,7 +43,7 @@ KVCacheDType = Annotated[Literal["auto", "int8"], BeforeValidator(check_cache_ty
 ModelImplementation = Literal["auto", "vlmserve", "transformers"]
 ToolCallParser = Literal["auto", "hermes", "llama3_json", "mistral", "qwen3_xml", "qwen3_coder"]
 PoolingChoice = Literal["auto", "last", "mean", "cls", "all"]
-ReasoningParser = Literal["auto", "none", "qwen3", "glm45", "deepseek_r1", "mistral"]
+ReasoningParser = Literal["auto", "none", "qwen3", "glm45", "deepseek_r1", "mistral", "gemma4"]
 _ORIGIN = re.compile(r"\*|null|file:///?|[a-z][a-z0-9+.-]*://(\*|(\*\.)?[^\s/*?#@]+(:\*)?)/?", re.IGNORECASE)
 _SCHEME = re.compile(r"(?!file:)[a-z][a-z0-9+.-]*:/*", re.IGNORECASE)
 
@@ -199,8 +199,8 @@ class EngineConfig(Settings):
     )
     reasoning_parser: ReasoningParser = Field(
         "auto",
-        description="Format of reasoning, which is returned separately: qwen3, glm45, deepseek_r1 or mistral; none "
-        "leaves it in the text; auto reads the format from the chat template.",
+        description="Format of reasoning, which is returned separately: qwen3, glm45, deepseek_r1, mistral or gemma4; "
+        "none leaves it in the text; auto reads the format from the chat template.",
     )
     pooling: PoolingChoice = Field(
         "auto",

@@ -27,7 +27,7 @@ def tokenizer_with(*markers: str) -> Tokenizer:
 
 
 PLAIN = tokenizer_with()
-TOKENIZER = tokenizer_with("<think>", "</think>", "[THINK]", "[/THINK]")
+TOKENIZER = tokenizer_with("<think>", "</think>", "[THINK]", "[/THINK]", "<|channel>", "<channel|>")
 START, END = (TOKENIZER.token_id(marker) for marker in ("<think>", "</think>"))
 TEXTS = st.text(st.sampled_from("ab \n<think>日😀"), max_size=10)
 CUTS = st.lists(st.integers(1, 5))
@@ -112,6 +112,24 @@ def test_a_prompt_may_begin_thoughts_or_end_them():
     assert always is not None
     assert always.after("Hi") == begun
     assert always.after("Hi </think>") is None
+
+
+@settings(deadline=None)
+@given(TEXTS, CUTS)
+def test_titles_are_no_part_of_thoughts(thought, cuts):
+    form = choose_reasoning(template("<|channel>"), TOKENIZER, "auto")
+    assert form is not None
+    titled = (
+        (f"thought\n{thought}", thought),
+        ("thought", ""),
+        ("thoughtful", "thoughtful"),
+        ("b\nthought\n", "b\nthought"),
+    )
+    for written, expected in titled:
+        thinking = Thinking.of(form.after(""), SamplingParams())
+        answer = AnswerText(Detokenizer(TOKENIZER), Detokenizer(TOKENIZER), thinking, title=form.form.title)
+        tokens = [form.start_id, *plain(written), form.end_id, *plain("b")]
+        assert read(answer, tokens, cuts) == (expected.strip(), "b")
 
 
 def test_form_follows_the_template_with_token_markers():

@@ -65,7 +65,8 @@ class AnswerFormats:
             return AnswerText(text)
         strips = params.grammar is None or params.grammar.source == "tools"
         thought = Detokenizer(self._tokenizer, shown_ids=frozenset() if params.skip_special_tokens else shown_ids)
-        return AnswerText(text, thought, Thinking.of(thoughts, params), strips=strips)
+        title = "" if self.reasoning is None else self.reasoning.form.title
+        return AnswerText(text, thought, Thinking.of(thoughts, params), strips=strips, title=title)
 
     def with_bad_words(self, params: SamplingParams) -> SamplingParams:
         """Parameters with the token ids of their bad words, as a word of its own and inside of one."""

@@ -23,12 +23,14 @@ class ReasoningForm:
     """What stands around thoughts.
 
     always_begun: whether every answer begins with thoughts, also where neither prompt nor answer has `start`.
+    title: text after `start` that is no part of thoughts.
     """
 
     name: str
     start: str
     end: str
     always_begun: bool = False
+    title: str = ""
 
 
 _FORMS = {
@@ -40,6 +42,7 @@ _FORMS = {
         ReasoningForm("deepseek_r1", "<think>", "</think>", always_begun=True),
         # Of Magistral and Ministral 3: https://docs.mistral.ai/capabilities/reasoning/
         ReasoningForm("mistral", "[THINK]", "[/THINK]"),
+        ReasoningForm("gemma4", "<|channel>", "<channel|>", title="thought\n"),
     )
 }
 _BLANKS = ("\n", "\n\n", " ")
@@ -104,7 +107,7 @@ class AnswerText:
 
     text: makes the answer's text, and looks for its stop strings, of which thoughts have none. thought: makes that of
     thoughts. thinking: where the answer stands in them; None: it has none. strips: whether space between thoughts and
-    text is left out; space at the beginning and the end of thoughts always is.
+    text is left out; space at the beginning and the end of thoughts always is. title: see `ReasoningForm`.
     num_reasoning_tokens: those of the thoughts, with markers of theirs that are part of the answer.
     """
 
@@ -115,8 +118,10 @@ class AnswerText:
         thinking: Thinking | None = None,
         *,
         strips: bool = True,
+        title: str = "",
     ) -> None:
         self._text = text
+        self._title = title
         self._thought = thought
         self._thinking = thinking
         self._strips = strips
@@ -192,13 +197,19 @@ class AnswerText:
     def _end_thoughts(self) -> str:
         assert self._thought is not None
         self._begins = self._strips
-        return self._held(self._thought.finish())
+        return self._held(self._thought.finish(), is_last=True)
 
-    def _held(self, new: str) -> str:
-        """New text of thoughts without the space around them all."""
+    def _held(self, new: str, *, is_last: bool = False) -> str:
+        """New text of thoughts without their title and the space around them all."""
         new = self._gap + new
         if not self._has_thought:
             new = new.lstrip()
+        if self._title and new:
+            if not is_last and self._title.startswith(new):
+                self._gap = new
+                return ""
+            new = "" if new == self._title.rstrip() else new.removeprefix(self._title).lstrip()
+            self._title = ""
         said = new.rstrip()
         self._gap = new[len(said) :]
         self._has_thought = self._has_thought or bool(said)
