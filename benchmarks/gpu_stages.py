@@ -34,7 +34,7 @@ from vlmserve.kernels.attention import (
 )
 from vlmserve.kernels.operations import Epilogue
 from vlmserve.kernels.quantized import QuantizedWeight
-from vlmserve.layer_specs import AttentionSpec
+from vlmserve.layer_specs import AttentionSpec, CacheType
 from vlmserve.quant.methods.rtn import round_to_nearest
 
 BLOCK_SIZE = 16
@@ -193,18 +193,20 @@ def attention(device: torch.device, sizes: Sizes, folder: Path) -> Measured:
     config = sizes.config
     head = config["hidden_size"] // config["num_attention_heads"]
     spec = AttentionSpec(config["num_attention_heads"], config["num_key_value_heads"], head, head**-0.5)
-    for quantized in (False, True):
+    kinds: tuple[CacheType, ...] = ("auto", "int8", "fp8") if device.type == "cuda" else ("auto", "int8")
+    for kind in kinds:
+        suffix = {"auto": "", "int8": ", 8 bits", "fp8": ", fp8"}[kind]
         on, dtype = open_device(device, "auto", sizes.dtype, automatic=False)
-        backend = on.attention([spec], dtype, quantized_cache=quantized)
+        backend = on.attention([spec], dtype, cache_type=kind)
         yield "backend", backend.name
         for streams, context in product(sizes.streams, sizes.contexts):
-            name = f"{streams} x {context}{', 8 bits' if quantized else ''}"
+            name = f"{streams} x {context}{suffix}"
             yield name, _attention_of_decodes(backend, spec, (streams, context), dtype, device, sizes.repeats)
         if backend.name == "triton":
             smallest = sizes.streams[0], sizes.contexts[0]
             with switched(type(backend), writes=False):
                 taken = _attention_of_decodes(backend, spec, smallest, dtype, device, sizes.repeats)
-            yield f"{smallest[0]} x {smallest[1]}{', 8 bits' if quantized else ''}, keys by a launch", taken
+            yield f"{smallest[0]} x {smallest[1]}{suffix}, keys by a launch", taken
             yield from _attention_by_tiles(backend, spec, name, (streams, context), dtype, device, sizes.repeats)
 
 
@@ -242,7 +244,7 @@ def _attention_by_tiles(
     from vlmserve.kernels.triton.attention import TritonAttention, tile  # Triton need not be there.
 
     assert isinstance(backend, TritonAttention)
-    rule = tile(spec, chunks=False, quantized=backend.quantized_cache)
+    rule = tile(spec, chunks=False, quantized=backend.cache_type != "auto")
     for keys, warps in DECODE_TILES:
         backend.decode_tile = rule._replace(keys=keys, warps=warps)
         if backend.decode_tile != rule:

@@ -49,8 +49,11 @@ def as_stored(x: Tensor, cache: LayerCache) -> Tensor:
     if cache.scales is None:
         return x.double()
     largest = x.float().abs().amax(-1, keepdim=True)
-    factor = torch.full_like(largest, 127).div_(largest)
-    return (x.float() * factor).round().double() * (largest / 127).double()
+    most = 127 if cache.stored == "int8" else 448
+    scaled = (x.float() * torch.full_like(largest, most).div_(largest)).double()
+    # Float8 e4m3 has 4 significant bits, and multiples of 2^-9 below 2^-6.
+    step = 1.0 if cache.stored == "int8" else torch.exp2(scaled.abs().clamp(min=2.0**-6).log2().floor() - 3)
+    return (scaled / step).round() * step * (largest / most).double()
 
 
 def attend(
@@ -83,7 +86,7 @@ def attend(
         cache.values.fill_(torch.nan)
     else:
         cache.keys.fill_(77)
-        cache.values.fill_(-55)
+        cache.values.fill_(55)
         cache.scales.fill_(torch.nan)
 
     def random(heads: int) -> list[Tensor]:

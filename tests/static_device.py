@@ -42,7 +42,7 @@ from vlmserve.kernels.torch_cache import write
 from vlmserve.kernels.torch_reference import TorchReference
 from vlmserve.kernels.torch_sampling import Changes, DrawLater, Filters, draw
 from vlmserve.kernels.torch_scores import attention_weights
-from vlmserve.layer_specs import AttentionSpec
+from vlmserve.layer_specs import AttentionSpec, CacheType
 from vlmserve.layers.step import StepContext
 from vlmserve.levels import Levels
 
@@ -264,10 +264,10 @@ class StaticDevice(CpuDevice):
         layers: Sequence[AttentionSpec],
         dtype: torch.dtype,
         *,
-        quantized_cache: bool = False,
+        cache_type: CacheType = "auto",
     ) -> AttentionBackend:
         """See `Device.attention`."""
-        return StaticAttention(quantized_cache=quantized_cache)
+        return StaticAttention(cache_type=cache_type)
 
 
 kind_of_device = StaticDevice

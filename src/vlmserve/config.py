@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal, Self, get_args
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from vlmserve.cores import media_threads
+from vlmserve.layer_specs import CacheType
 from vlmserve.logs import LogFormat, LogLevel
 from vlmserve.quantization import (
     GroupSize,
@@ -29,17 +30,20 @@ MAX_STOP_STRINGS = 256
 
 
 def check_cache_type(value: Any) -> Any:
-    """Raises ValueError for types of the KV cache that vLLM has and vlmserve has not; passes all else through."""
-    if isinstance(value, str) and value.startswith("fp8"):
-        raise ValueError("floats of 8 bits are not supported; use int8, which takes as many bytes")
+    """Take vLLM's names of types of the KV cache; pass all else through. Raises ValueError for types of vLLM that
+    vlmserve lacks."""
+    if value == "fp8_e4m3":
+        return "fp8"
+    if isinstance(value, str) and value.startswith("fp8_"):
+        raise ValueError(f"{value} is not supported; use fp8 (e4m3) or int8, which take as many bytes")
     if value in get_args(DType)[1:]:
-        raise ValueError("use auto, which takes the model's type (--dtype), or int8")
+        raise ValueError("use auto, which takes the model's type (--dtype), int8 or fp8")
     return value
 
 
 Device = Annotated[str, Field(pattern=r"^(auto|cpu|mps|cuda(:\d+)?)$")]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
-KVCacheDType = Annotated[Literal["auto", "int8"], BeforeValidator(check_cache_type)]
+KVCacheDType = Annotated[CacheType, BeforeValidator(check_cache_type)]
 ModelImplementation = Literal["auto", "vlmserve", "transformers"]
 ToolCallParser = Literal["auto", "hermes", "llama3_json", "mistral", "qwen3_xml", "qwen3_coder"]
 PoolingChoice = Literal["auto", "last", "mean", "cls", "all"]
@@ -130,7 +134,7 @@ class EngineConfig(Settings):
     block_size: int = Field(16, ge=1, le=256, description="Tokens in a KV block.")
     kv_cache_memory: ByteSize | None = Field(None, description="Memory for the KV cache, like 4GiB; default: measured.")
     kv_cache_dtype: KVCacheDType = Field(
-        "auto", description="Type of keys and values: auto takes the model's; int8 takes 8 bits and scales."
+        "auto", description="Type of keys and values: auto takes the model's; int8 and fp8 take 8 bits and scales."
     )
     state_cache_memory: ByteSize | None = Field(
         None,

@@ -6,9 +6,12 @@ import math
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from vlmserve.errors import ModelLoadError, UnsupportedModelError
+
+CacheType = Literal["auto", "int8", "fp8"]
+"""Type of stored keys and values: the model's, or 8 bits with scales. fp8: float8 e4m3."""
 
 
 @dataclass(frozen=True, slots=True)

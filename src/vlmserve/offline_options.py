@@ -20,6 +20,7 @@ from vlmserve.config import (
     ToolCallParser,
 )
 from vlmserve.errors import ConfigurationError
+from vlmserve.layer_specs import CacheType
 from vlmserve.quantization import Quantize, QuantizeMethod
 from vlmserve.settings import SettingsT, check_names, read_settings
 from vlmserve.types import SamplingParams
@@ -106,7 +107,7 @@ class LLMOptions(VLLMOptions, total=False):
     max_model_len: int | None
     block_size: int
     kv_cache_memory: ByteCount | None
-    kv_cache_dtype: Literal["auto", "int8"]
+    kv_cache_dtype: CacheType
     state_cache_memory: ByteCount | None
     kv_offload_memory: ByteCount
     enable_prefix_caching: bool

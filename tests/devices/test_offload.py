@@ -28,7 +28,7 @@ def caches(backend: TorchReference, count: int) -> list[LayerCache]:
 @pytest.mark.parametrize("lazy", [False, True])
 def test_blocks_come_back_as_they_were_saved(quantized: bool, lazy: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(offload, "STAGED_BYTES", 1000)
-    backend, draw = TorchReference(quantized_cache=quantized), random.Random(0)
+    backend, draw = TorchReference(cache_type="int8" if quantized else "auto"), random.Random(0)
     ours, theirs = caches(backend, 8), caches(backend, 8)
     pinned = PinnedBlocks(ours, torch.zeros(6, block_bytes(ours), dtype=torch.uint8), LazyStream(lazy=lazy))
     plain = PlainBlocks(theirs, caches(backend, 6))

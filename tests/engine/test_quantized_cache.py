@@ -24,7 +24,9 @@ from tests.engine.test_parity import (
 from tests.engine.test_transformers_backend import make
 from tests.models.test_families import make as make_family
 from vlmserve import LLM
+from vlmserve.errors import ConfigurationError
 from vlmserve.kernels.choice import VARIABLE
+from vlmserve.kernels.extension import supported_isas
 from vlmserve.types import Prompt
 
 pytestmark = pytest.mark.usefixtures("native_kernels")
@@ -106,6 +108,21 @@ def test_transformers_models_take_an_int8_cache(tmp_path: Any) -> None:
     engine = engine_for(oracle, **INT8, max_num_batched_tokens=20)
     assert engine.runner._kv.layers[0].scales is not None
     assert generate(engine, prompts) == expected
+
+
+def test_fp8_needs_torch_kernels_on_cpus(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    oracle = text_oracle(make_llama(tmp_path))
+    fp8: dict[str, Any] = {"kv_cache_dtype": "fp8", "enable_prefix_caching": False}
+    if supported_isas():
+        with pytest.raises(ConfigurationError, match="use int8"):
+            engine_for(oracle, **fp8)
+    monkeypatch.setenv(VARIABLE, "torch")
+    prompts = [oracle.prompt(seed, length) for seed, length in enumerate((5, 33, 1, 64))]
+    engine = engine_for(oracle, **fp8)
+    expected = [answer for prompt in prompts for answer in generate(engine, [prompt])]
+    assert generate(engine_for(oracle, **fp8, max_num_batched_tokens=20), prompts) == expected
+    exact, rounded = (first_logits(engine_for(oracle, **kind), prompts) for kind in ({}, fp8))
+    assert 0 < (rounded - exact).square().mean().sqrt() / exact.std() < 0.1
 
 
 def test_an_int8_cache_takes_less_memory(tmp_path: Any, kernels: str, caplog: pytest.LogCaptureFixture) -> None:

@@ -39,6 +39,7 @@ from vlmserve.kernels.cpu_program import (
 )
 from vlmserve.kernels.cpu_record import LINEAR, MULTIPLY, NORM, Operation, mismatch
 from vlmserve.kernels.operations import NormedHeads
+from vlmserve.layer_specs import CacheType
 from vlmserve.layers.rope import RopeTables
 from vlmserve.layers.step import StepContext
 from vlmserve.models.decoder import Decoder
@@ -83,25 +84,25 @@ def program_of(decoder: Decoder, caches: list[LayerCache]) -> Program | None:
 @pytest.mark.parametrize("quantize", ["none", "int8", "int4"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("overrides", [{}, {"attention_bias": True, "num_key_value_heads": 6}], ids=["plain", "biases"])
-@pytest.mark.parametrize("quantized_cache", [False, True], ids=["", "int8 cache"])
+@pytest.mark.parametrize("cache_type", ["auto", "int8"])
 def test_program_equals_its_kernels_run_separately(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     dtype: torch.dtype,
     quantize: str,
     overrides: dict[str, Any],
-    quantized_cache: bool,
+    cache_type: CacheType,
 ) -> None:
     folder = make_llama(tmp_path, **overrides)
     counts = [[40, 1, 5], [1, 0, 9], [1, 0, 1]]
     programs = []
     record = cpu.record
     monkeypatch.setattr(cpu, "record", lambda *args: programs.append(record(*args)) or programs[-1])
-    at_once = logits(load_decoder(folder, dtype, quantize, quantized_cache=quantized_cache), counts)
+    at_once = logits(load_decoder(folder, dtype, quantize, cache_type=cache_type), counts)
     assert len(programs) == 1
     assert programs[0] is not None
     monkeypatch.setattr(cpu, "record", lambda *args: None)
-    one_by_one = load_decoder(folder, dtype, quantize, quantized_cache=quantized_cache)
+    one_by_one = load_decoder(folder, dtype, quantize, cache_type=cache_type)
     assert torch.equal(logits(one_by_one, counts), at_once)
 
 

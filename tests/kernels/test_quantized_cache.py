@@ -13,7 +13,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.attending import CHUNKS, CPU, Chunk, attend, attention_specs
-from tests.kernels.test_attention_backends import PLAIN, every_backend
+from tests.kernels.test_attention_backends import PLAIN
 from tests.kernels.test_cpu_attention import DTYPES, HEAD_SIZES, SMOL, either_dtype
 from tests.native import built
 from tests.paged import BlockTables
@@ -25,7 +25,14 @@ from vlmserve.layer_specs import AttentionSpec
 from vlmserve.layers.rope import Rope, RopeTables, apply_rope
 
 Kind = Callable[..., AttentionBackend]
-native = partial(CpuAttention, quantized_cache=True)
+native = partial(CpuAttention, cache_type="int8")
+KINDS = {
+    "torch": partial(TorchReference, cache_type="int8"),
+    "torch, fp8": partial(TorchReference, cache_type="fp8"),
+    "torch in small splits": partial(TorchReference, cache_type="int8", bucket_cost=20, gathered_elements=128),
+    "native": pytest.param(native, marks=built),
+}
+every_backend = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 
 
 def assert_close(actual: torch.Tensor, expected: torch.Tensor, spec: AttentionSpec) -> None:
@@ -92,7 +99,7 @@ def test_the_largest_head_does_not_overflow() -> None:
 def test_every_backend_equals_naive_attention(
     kind: Kind, chunks: list[Chunk], spec: AttentionSpec, block_size: int
 ) -> None:
-    output, expected = attend(kind(quantized_cache=True), chunks, spec, block_size)
+    output, expected = attend(kind(), chunks, spec, block_size)
     assert_close(output, expected, spec)
 
 
@@ -101,7 +108,7 @@ def test_every_backend_equals_naive_attention(
 def test_bidirectional_rows_equal_naive_attention(kind: Kind, window: int | None) -> None:
     spec = replace(PLAIN, window=window)
     output, expected = attend(
-        kind(quantized_cache=True),
+        kind(),
         [(3, 1), (0, 300), (300, 30)],
         spec,
         16,
@@ -119,7 +126,7 @@ def test_stored_values_do_not_depend_on_chunks(kind: Kind, dtype: torch.dtype) -
     key[33] *= 1000  # A later token of a block may be far larger than those before it.
     stored = []
     for cuts in ([0, 50], [0, 1, 17, 18, 35, 50], list(range(51))):
-        backend = kind(quantized_cache=True)
+        backend = kind()
         cache = backend.allocate(blocks.num_blocks, 16, SMOL, dtype, CPU)
         outputs = []
         for first, last in itertools.pairwise(cuts):
@@ -140,7 +147,7 @@ def test_stored_values_do_not_depend_on_chunks(kind: Kind, dtype: torch.dtype) -
 
 @every_backend
 def test_blocks_are_copied_and_cleared(kind: Kind) -> None:
-    backend = kind(quantized_cache=True)
+    backend = kind()
     blocks = BlockTables([64], 16)
     source, target = (backend.allocate(blocks.num_blocks, 16, PLAIN, torch.float32, CPU) for _ in range(2))
     for tensor in (*source.tensors, *target.tensors):
@@ -160,7 +167,7 @@ def test_blocks_are_copied_and_cleared(kind: Kind) -> None:
 @pytest.mark.parametrize(("block_size", "head_size"), [(16, 64), (8, 64), (24, 40)])
 @either_dtype
 def test_block_bytes_equal_the_estimate(kind: Kind, block_size: int, head_size: int, dtype: torch.dtype) -> None:
-    backend, spec = kind(quantized_cache=True), AttentionSpec(4, 2, head_size, 1.0)
+    backend, spec = kind(), AttentionSpec(4, 2, head_size, 1.0)
     cache = backend.allocate(5, block_size, spec, dtype, CPU)
     block_bytes = backend.block_bytes(block_size, spec, dtype)
     assert sum(tensor.nbytes for tensor in cache.tensors) == 5 * block_bytes
@@ -171,7 +178,7 @@ def test_block_bytes_equal_the_estimate(kind: Kind, block_size: int, head_size: 
 @every_backend
 @either_dtype
 def test_nans_stay_within_their_sequence(kind: Kind, dtype: torch.dtype) -> None:
-    blocks, backend = BlockTables([20, 20], 16), kind(quantized_cache=True)
+    blocks, backend = BlockTables([20, 20], 16), kind()
     cache = backend.allocate(blocks.num_blocks, 16, SMOL, dtype, CPU)
     metadata = blocks.metadata([(0, 0, 20), (1, 0, 20)])
     query, key, value = (torch.randn(40, heads, 64).to(dtype) for heads in (9, 3, 3))
@@ -216,14 +223,14 @@ def test_turning_on_the_way_is_turning_before(dtype: torch.dtype) -> None:
 def test_the_reference_gives_the_same(dtype: torch.dtype) -> None:
     chunks = [(300, 1), (17, 1), (0, 50), (64, 33)]
     output, _ = attend(native(), chunks, SMOL, 16, dtype)
-    expected, _ = attend(TorchReference(quantized_cache=True), chunks, SMOL, 16, dtype)
+    expected, _ = attend(TorchReference(cache_type="int8"), chunks, SMOL, 16, dtype)
     assert_close(output, expected.double(), SMOL)
 
 
 @built
 def test_odd_head_sizes_run_in_torch() -> None:
     spec = AttentionSpec(2, 2, 7, 1.0)
-    assert "pairs" in str(unsupported_reason(spec, torch.float32, CPU, quantized_cache=True))
+    assert "pairs" in str(unsupported_reason(spec, torch.float32, CPU, cache_type="int8"))
     assert unsupported_reason(spec, torch.float32, CPU) is None
-    output, expected = attend(TorchReference(quantized_cache=True), [(5, 1), (3, 8)], spec, 16)
+    output, expected = attend(TorchReference(cache_type="int8"), [(5, 1), (3, 8)], spec, 16)
     assert_close(output, expected, spec)

@@ -83,7 +83,7 @@ class Calibration:
         with description.errors():
             spec = description.spec(checkpoint)
             self._device, dtype = open_device(device, kernels, description.dtype(checkpoint), automatic=True)
-            backend = self._device.attention(spec.attention, dtype, quantized_cache=False)
+            backend = self._device.attention(spec.attention, dtype, cache_type="auto")
             self._executor = OneLayer()
             parts = description.build(spec, backend, self._executor, dtype=dtype, device=device)
         repeats = any(layer.values_are_keys for layer in spec.attention)

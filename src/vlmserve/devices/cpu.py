@@ -14,6 +14,7 @@ from torch import Tensor
 
 from vlmserve.devices.device import Clock, HostClock, LayerExecutor, LayerStack
 from vlmserve.devices.torch_device import TorchDevice
+from vlmserve.errors import ConfigurationError
 from vlmserve.families.spec import ExpertsSpec
 from vlmserve.kernels import cpu_experts, cpu_sampling, cpu_states
 from vlmserve.kernels.attention import AttentionBackend, LayerCache
@@ -51,7 +52,7 @@ from vlmserve.kernels.torch_decodes import BUCKET_COST
 from vlmserve.kernels.torch_products import ReorderedProduct, torch_linear
 from vlmserve.kernels.torch_sampling import Draw
 from vlmserve.kernels.trials import superblocks_are_as_fast
-from vlmserve.layer_specs import AttentionSpec, ConvolutionSpec, DeltaSpec, StateSpec
+from vlmserve.layer_specs import AttentionSpec, CacheType, ConvolutionSpec, DeltaSpec, StateSpec
 from vlmserve.layers.step import StepContext
 from vlmserve.memory import free_memory
 
@@ -212,15 +213,19 @@ class NativeCpuDevice(CpuDevice):
         layers: Sequence[AttentionSpec],
         dtype: torch.dtype,
         *,
-        quantized_cache: bool = False,
+        cache_type: CacheType = "auto",
     ) -> AttentionBackend:
         """See `Device.attention`. The native backend where it serves all layers."""
-        asked = partial(unsupported_reason, quantized_cache=quantized_cache)
+        if cache_type == "fp8":
+            raise ConfigurationError(
+                "--kv-cache-dtype fp8: native CPU kernels store no 8-bit floats; use int8, or add --kernels torch"
+            )
+        asked = partial(unsupported_reason, cache_type=cache_type)
         reasons = (asked(spec, dtype, self.torch_device) for spec in layers)
         if (reason := next(filter(None, reasons), None)) is not None:
             logger.info("attention: torch (%s)", reason)
-            return super().attention(layers, dtype, quantized_cache=quantized_cache)
-        return CpuAttention(quantized_cache=quantized_cache)
+            return super().attention(layers, dtype, cache_type=cache_type)
+        return CpuAttention(cache_type=cache_type)
 
     def executor(self) -> LayerExecutor:
         return ProgramExecutor()

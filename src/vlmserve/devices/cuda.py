@@ -39,7 +39,7 @@ from vlmserve.kernels.states import ConvolutionKernel, DeltaKernel, DeltaWeights
 from vlmserve.kernels.superblocks import SuperblockWeight
 from vlmserve.kernels.torch_products import QuantizedProduct
 from vlmserve.kernels.torch_sampling import DrawLater
-from vlmserve.layer_specs import AttentionSpec, ConvolutionSpec, DeltaSpec
+from vlmserve.layer_specs import AttentionSpec, CacheType, ConvolutionSpec, DeltaSpec
 from vlmserve.levels import Levels
 
 if TYPE_CHECKING:
@@ -331,7 +331,7 @@ class TritonDevice(CudaDevice):
         layers: Sequence[AttentionSpec],
         dtype: torch.dtype,
         *,
-        quantized_cache: bool = False,
+        cache_type: CacheType = "auto",
     ) -> AttentionBackend:
         """See `Device.attention`. The backend in Triton where it serves all layers."""
         from vlmserve.kernels.triton.attention import TritonAttention, unsupported_reason
@@ -340,9 +340,9 @@ class TritonDevice(CudaDevice):
         self._captures_layers = reason is None
         if reason is not None:
             logger.info("attention: torch, without CUDA graphs (%s)", reason)
-            return super().attention(layers, dtype, quantized_cache=quantized_cache)
+            return super().attention(layers, dtype, cache_type=cache_type)
         logger.info("attention: triton")
-        return TritonAttention(quantized_cache=quantized_cache)
+        return TritonAttention(cache_type=cache_type)
 
     def executor(self) -> LayerExecutor:
         """See `Device.executor`. Layers whose attention reads lengths on the host run one by one."""

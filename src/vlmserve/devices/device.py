@@ -16,7 +16,7 @@ from vlmserve.devices.offload import HostBlocks
 from vlmserve.kernels.attention import AttentionBackend, LayerCache
 from vlmserve.kernels.operations import Operations
 from vlmserve.kernels.torch_sampling import Draw, DrawLater
-from vlmserve.layer_specs import AttentionSpec
+from vlmserve.layer_specs import AttentionSpec, CacheType
 from vlmserve.layers.step import StepContext
 from vlmserve.levels import Levels
 
@@ -132,9 +132,9 @@ class Device(Operations, Protocol):
         layers: Sequence[AttentionSpec],
         dtype: torch.dtype,
         *,
-        quantized_cache: bool = False,
+        cache_type: CacheType = "auto",
     ) -> AttentionBackend:
-        """The backend that serves all of these layers. quantized_cache: it stores 8-bit keys and values."""
+        """The backend that serves all of these layers."""
         ...
 
     def executor(self) -> LayerExecutor:

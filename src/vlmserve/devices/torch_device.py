@@ -21,6 +21,7 @@ from vlmserve.devices.device import (
 )
 from vlmserve.devices.offload import HostBlocks, PlainBlocks
 from vlmserve.devices.pixels import Normalizer
+from vlmserve.errors import ConfigurationError
 from vlmserve.families.spec import ExpertsSpec
 from vlmserve.kernels import torch_sampling
 from vlmserve.kernels.attention import AttentionBackend, LayerCache
@@ -44,7 +45,7 @@ from vlmserve.kernels.states import ConvolutionKernel, DeltaKernel, DeltaWeights
 from vlmserve.kernels.torch_products import torch_linear, torch_table
 from vlmserve.kernels.torch_reference import TorchReference
 from vlmserve.kernels.torch_sampling import Draw, DrawLater
-from vlmserve.layer_specs import AttentionSpec, ConvolutionSpec, DeltaSpec
+from vlmserve.layer_specs import AttentionSpec, CacheType, ConvolutionSpec, DeltaSpec
 from vlmserve.levels import Levels
 
 
@@ -135,9 +136,9 @@ class TorchDevice:
         layers: Sequence[AttentionSpec],
         dtype: torch.dtype,
         *,
-        quantized_cache: bool = False,
+        cache_type: CacheType = "auto",
     ) -> AttentionBackend:
-        return TorchReference(quantized_cache=quantized_cache, bucket_cost=self.bucket_cost)
+        return TorchReference(cache_type=cache_type, bucket_cost=self.bucket_cost)
 
     def executor(self) -> LayerExecutor:
         return EagerExecutor()
@@ -190,6 +191,13 @@ class TorchDevice:
 
 class MpsDevice(TorchDevice):
     """Apple GPUs."""
+
+    def attention(
+        self, layers: Sequence[AttentionSpec], dtype: torch.dtype, *, cache_type: CacheType = "auto"
+    ) -> AttentionBackend:
+        if cache_type == "fp8":
+            raise ConfigurationError("--kv-cache-dtype fp8: Metal has no 8-bit floats; use int8")
+        return super().attention(layers, dtype, cache_type=cache_type)
 
     def cache_budget(self, fraction: float, largest_step: Callable[[], None], reserved: int = 0) -> int:
         """See `Device.cache_budget`. What Metal's driver holds after the largest step is the step's peak: torch keeps

@@ -70,7 +70,7 @@ def load(config: EngineConfig, folder: Path | None = None, ranks: Ranks | None =
         implementation=config.model_impl,
         quantization=quantization,
         input_bits=config.input_bits,
-        quantized_cache=config.kv_cache_dtype == "int8",
+        cache_type=config.kv_cache_dtype,
     )
 
     def check(language_model: LanguageModel, max_position: int) -> None:

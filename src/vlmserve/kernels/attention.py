@@ -19,7 +19,7 @@ from torch import Tensor
 
 from vlmserve.kernels.states import StateRows
 from vlmserve.kernels.transfers import to_device
-from vlmserve.layer_specs import AttentionSpec
+from vlmserve.layer_specs import AttentionSpec, CacheType
 
 
 class BidirectionalRows(NamedTuple):
@@ -139,8 +139,8 @@ class LayerCache:
     """Keys and values of one layer. The order of the axes belongs to the backend that allocated them, but blocks come
     first.
 
-    scales: float32, one for each token and head of keys and of values; these are int8 then, and what they stand for is
-    ``scale * int8``. None: keys and values have the type of queries.
+    scales: float32, one for each token and head of keys and of values, which are ``scale * stored``. The stored ones
+    are int8, or float8 e4m3 in a tensor of uint8. None: keys and values have the type of queries.
     """
 
     keys: Tensor
@@ -149,6 +149,13 @@ class LayerCache:
     scales: Tensor | None = None
     column: int = 0
     """Block tables of this column list its blocks. Layers of several columns share tensors, see `CacheLayout`."""
+
+    @property
+    def stored(self) -> CacheType:
+        """How keys and values are stored."""
+        if self.scales is None:
+            return "auto"
+        return "fp8" if self.keys.dtype == torch.uint8 else "int8"
 
     @property
     def tensors(self) -> list[Tensor]:

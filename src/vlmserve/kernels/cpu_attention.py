@@ -17,7 +17,7 @@ from vlmserve.kernels.cpu_program import CpuPlan, Recorded, RecordedRope
 from vlmserve.kernels.cpu_record import ATTENTION, GATE
 from vlmserve.kernels.cpu_states import addresses_of
 from vlmserve.kernels.extension import DTYPES, extension, supported_isas
-from vlmserve.layer_specs import AttentionSpec
+from vlmserve.layer_specs import AttentionSpec, CacheType
 
 LANES = 16
 """Tokens of a tile: a block takes whole ones, so its size had better be a multiple of this."""
@@ -25,7 +25,7 @@ MAX_HEAD_SIZE = 512
 
 
 def unsupported_reason(
-    spec: AttentionSpec, dtype: torch.dtype, device: torch.device, *, quantized_cache: bool = False
+    spec: AttentionSpec, dtype: torch.dtype, device: torch.device, *, cache_type: CacheType = "auto"
 ) -> str | None:
     """Why the native kernels cannot serve a layer, None if they can."""
     if not supported_isas():
@@ -34,7 +34,7 @@ def unsupported_reason(
         return f"they run on a CPU, not on {device.type}"
     if dtype not in DTYPES:
         return f"they know no {dtype}"
-    if (dtype == torch.bfloat16 or quantized_cache) and spec.head_size % 2:
+    if (dtype == torch.bfloat16 or cache_type != "auto") and spec.head_size % 2:
         return f"a head of {spec.head_size} elements is not made of pairs"
     if spec.head_size > MAX_HEAD_SIZE:
         return f"a head of {spec.head_size} elements is larger than {MAX_HEAD_SIZE}"
@@ -51,32 +51,32 @@ class CpuAttention:
     name = "native"
     reads_on_device = False
 
-    def __init__(self, *, quantized_cache: bool = False) -> None:
-        """quantized_cache: the cache stores 8-bit keys and values."""
-        self.quantized_cache = quantized_cache
+    def __init__(self, *, cache_type: CacheType = "auto") -> None:
+        """cache_type: "auto" or "int8"."""
+        self.cache_type: CacheType = cache_type
         self._attention = extension().attention
 
     def allocate(
         self, num_blocks: int, block_size: int, spec: AttentionSpec, dtype: torch.dtype, device: torch.device
     ) -> LayerCache:
         """A zeroed cache of one layer. Raises ValueError for what `unsupported_reason` gives a reason against."""
-        if (reason := unsupported_reason(spec, dtype, device, quantized_cache=self.quantized_cache)) is not None:
+        if (reason := unsupported_reason(spec, dtype, device, cache_type=self.cache_type)) is not None:
             raise ValueError(f"native attention is not possible here: {reason}")
-        pair = 2 if self.quantized_cache else 4 // dtype.itemsize
-        stored = torch.int8 if self.quantized_cache else dtype
+        pair = 2 if self.cache_type != "auto" else 4 // dtype.itemsize
+        stored = torch.int8 if self.cache_type != "auto" else dtype
         tiles = (num_blocks, spec.num_kv_heads, -(-block_size // LANES))
         columns = -(-spec.head_size // LANES) * LANES
         keys = allocate_zeros((*tiles, spec.head_size // pair, LANES, pair), stored, device)
         values = allocate_zeros((*tiles, LANES // pair, columns, pair), stored, device)
-        scales = allocate_zeros((*tiles, 2, LANES), torch.float32, device) if self.quantized_cache else None
+        scales = allocate_zeros((*tiles, 2, LANES), torch.float32, device) if self.cache_type != "auto" else None
         return LayerCache(keys, values, block_size, scales)
 
     def block_bytes(self, block_size: int, spec: AttentionSpec, dtype: torch.dtype) -> int:
         """What a block of one layer takes, keys and values together: whole tiles."""
         tokens = -(-block_size // LANES) * LANES
         columns = -(-spec.head_size // LANES) * LANES
-        size = (spec.head_size + columns) * (1 if self.quantized_cache else dtype.itemsize)
-        scales = 2 * torch.float32.itemsize if self.quantized_cache else 0
+        size = (spec.head_size + columns) * (1 if self.cache_type != "auto" else dtype.itemsize)
+        scales = 2 * torch.float32.itemsize if self.cache_type != "auto" else 0
         return tokens * spec.num_kv_heads * (size + scales)
 
     def prepare(

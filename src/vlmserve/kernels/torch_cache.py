@@ -6,15 +6,24 @@ batched matrix product wants, with the query heads of a group as its rows: keys 
 repeated.
 
 In 8 bits they lie alike, with scales ``[blocks, kv_heads, 2, block_size]`` of keys and of values beside them; gathering
-makes them numbers of the queries' type again. New ones meet queries as they will be read later.
+makes them numbers of the queries' type again. New ones meet queries as they will be read later. 8-bit floats lie in
+tensors of uint8, because torch can copy and index these on all devices.
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
 from vlmserve.kernels.attention import LayerCache
+from vlmserve.kernels.quantized import FLOAT8
+from vlmserve.layer_specs import CacheType
+
+STORED_TYPES: Mapping[CacheType, torch.dtype] = {"int8": torch.int8, "fp8": torch.uint8}
+LARGEST: Mapping[CacheType, float] = {"int8": 127.0, "fp8": torch.finfo(FLOAT8).max}
+"""Magnitude in the cache of the largest number of a row."""
 
 
 def write(cache: LayerCache, which: int, new: Tensor, rows: Tensor) -> Tensor:
@@ -27,16 +36,19 @@ def write(cache: LayerCache, which: int, new: Tensor, rows: Tensor) -> Tensor:
         stored.view(-1, size).index_copy_(0, rows, flat)
         return new
     largest = flat.abs().amax(1).float()
-    # What is not finite becomes NaN, all of the row.
-    scales = torch.where(largest.isfinite(), largest / 127, torch.nan)
-    # Not 127 / largest, which torch computes as a product with the reciprocal.
-    factors = torch.full_like(largest, 127).div_(largest)
-    rounded = (flat * factors[:, None]).round_().nan_to_num_(0.0, 0.0, 0.0).to(torch.int8)
-    stored.view(-1, size).index_copy_(0, rows, rounded)
+    most = LARGEST[cache.stored]
+    # Rows with numbers that are not finite become NaN.
+    largest = largest.where(largest.isfinite(), torch.nan)
+    scales = largest / most
+    # Not `most / largest`, which torch computes as a product with the reciprocal.
+    factors = torch.full_like(largest, most).div_(largest)
+    scaled = (flat * factors[:, None]).nan_to_num_(0.0, 0.0, 0.0)
+    rounded = scaled.to(FLOAT8) if cache.stored == "fp8" else scaled.round_().to(torch.int8)
+    stored.view(-1, size).index_copy_(0, rows, rounded.view(stored.dtype))
     heads, block_size = cache.scales.shape[1], cache.scales.shape[3]
     places = (rows // block_size * 2 + which) * block_size + rows % block_size
     cache.scales.view(-1).index_copy_(0, places, scales)
-    return (rounded * scales[:, None]).to(new.dtype).view(-1, heads, size)
+    return (rounded.float() * scales[:, None]).to(new.dtype).view(-1, heads, size)
 
 
 def gather(cache: LayerCache, which: int, rows: Tensor, workspace: Tensor, batch: int) -> Tensor:
@@ -48,9 +60,10 @@ def gather(cache: LayerCache, which: int, rows: Tensor, workspace: Tensor, batch
     if cache.scales is None:
         torch.index_select(flat, 0, rows, out=gathered)
     else:
-        integers = flat.index_select(0, rows).view(-1, block_size, size)
+        selected = flat.index_select(0, rows).view(-1, block_size, size)
+        numbers = selected.view(FLOAT8).float() if cache.stored == "fp8" else selected
         scales = cache.scales.view(blocks * heads, 2, block_size)[:, which].index_select(0, rows)
-        torch.mul(integers, scales[..., None], out=gathered.view(integers.shape))
+        torch.mul(numbers, scales[..., None], out=gathered.view(numbers.shape))
     return gathered.view(batch, -1, size)
 
 

@@ -17,10 +17,10 @@ from torch import Tensor
 
 from vlmserve.kernels.attention import AttentionContext, BatchMetadata, BidirectionalRows, LayerCache
 from vlmserve.kernels.blocks import allocate_zeros
-from vlmserve.kernels.torch_cache import cache_rows, gather, write
+from vlmserve.kernels.torch_cache import STORED_TYPES, cache_rows, gather, write
 from vlmserve.kernels.torch_decodes import BUCKET_COST, GATHERED_ELEMENTS, DecodePlan, attend_decodes, plan_decodes
 from vlmserve.kernels.torch_scores import attention_scores, attention_weights, needs_scores
-from vlmserve.layer_specs import AttentionSpec
+from vlmserve.layer_specs import AttentionSpec, CacheType
 
 # Query rows of a prompt chunk that share one mask: bounds the mask's memory and skips keys that no row attends to.
 ROWS_PER_MASK = 256
@@ -75,12 +75,12 @@ class TorchReference:
     def __init__(
         self,
         *,
-        quantized_cache: bool = False,
+        cache_type: CacheType = "auto",
         bucket_cost: int = BUCKET_COST,
         gathered_elements: int = GATHERED_ELEMENTS,
     ) -> None:
-        """quantized_cache: keys and values have 8 bits. bucket_cost, gathered_elements: see `plan_decodes`."""
-        self.quantized_cache = quantized_cache
+        """bucket_cost, gathered_elements: see `plan_decodes`."""
+        self.cache_type: CacheType = cache_type
         self._plan_decodes = partial(plan_decodes, bucket_cost=bucket_cost, gathered_elements=gathered_elements)
 
     def allocate(
@@ -88,9 +88,9 @@ class TorchReference:
     ) -> LayerCache:
         """A zeroed cache of one layer."""
         shape = (num_blocks, spec.num_kv_heads, block_size, spec.head_size)
-        stored = torch.int8 if self.quantized_cache else dtype
+        stored = STORED_TYPES.get(self.cache_type, dtype)
         scales = None
-        if self.quantized_cache:
+        if self.cache_type != "auto":
             scales = allocate_zeros((num_blocks, spec.num_kv_heads, 2, block_size), torch.float32, device)
         return LayerCache(
             allocate_zeros(shape, stored, device), allocate_zeros(shape, stored, device), block_size, scales
@@ -99,7 +99,7 @@ class TorchReference:
     def block_bytes(self, block_size: int, spec: AttentionSpec, dtype: torch.dtype) -> int:
         """What a block of one layer takes, keys and values together."""
         row_bytes = spec.head_size * dtype.itemsize
-        if self.quantized_cache:
+        if self.cache_type != "auto":
             row_bytes = spec.head_size + torch.float32.itemsize
         return 2 * spec.num_kv_heads * block_size * row_bytes
 

@@ -31,7 +31,7 @@ class MemoryEstimate:
         with description.errors():
             spec = description.spec(checkpoint)
             self.device, self.dtype = open_device(device, kernels, description.dtype(checkpoint), automatic=True)
-            backend = self.device.attention(spec.attention, self.dtype, quantized_cache=False)
+            backend = self.device.attention(spec.attention, self.dtype, cache_type="auto")
             parts = description.build(spec, backend, dtype=self.dtype, device=META)
         self.model, self._decoder = parts.modules, parts.language_model
         self.max_position = spec.max_position

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from vlmserve.config import ModelImplementation
+from vlmserve.layer_specs import CacheType
 from vlmserve.quantization import QuantizationConfig
 
 
@@ -27,8 +28,8 @@ class LoadSettings:
     quantized on devices that keep them so, unless `dtype` is float32, which is exact."""
     input_bits: int | None = None
     """Bits of inputs that native kernels multiply with quantized weights of a checkpoint, 8 or 16. None: by format."""
-    quantized_cache: bool = False
-    """Keys and values have 8 bits."""
+    cache_type: CacheType = "auto"
+    """How the KV cache stores keys and values."""
 
     def __post_init__(self) -> None:
         if self.quantization is not None and not self.quantization.wanted:

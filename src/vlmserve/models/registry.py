@@ -103,7 +103,7 @@ def _load(
         stated = settings.dtype or description.dtype(checkpoint)
         on, wanted = open_device(device, settings.kernels, stated, automatic=settings.dtype is None)
         own = spec if ranks is None else share_of(spec, ranks)
-        backend = on.attention(own.attention, wanted, quantized_cache=settings.quantized_cache)
+        backend = on.attention(own.attention, wanted, cache_type=settings.cache_type)
         # Programs and graphs hold no exchange between ranks, and no choice that the host makes.
         chooses_on_host = any(spec.experts) and not on.chooses_experts
         executor = on.executor() if ranks is None and not chooses_on_host else EagerExecutor()
@@ -296,9 +296,9 @@ def _load_with_transformers(folder: Path, settings: LoadSettings) -> LoadedModel
     theirs = checkpoint.load(wanted, settings.device)
     sample = checkpoint.sample(theirs)
     model = TransformersModel(theirs, choose, sample)
-    if settings.quantized_cache:
+    if settings.cache_type != "auto":
         # Not sooner: its logits were compared with transformers' own.
-        model.backend = choose(model.attention, quantized_cache=True)
+        model.backend = choose(model.attention, cache_type=settings.cache_type)
     logger.info("%s runs by transformers' implementation, which is slower than vlmserve's own", type(theirs).__name__)
     return LoadedModel(
         architecture=type(theirs).__name__,

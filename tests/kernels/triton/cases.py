@@ -46,6 +46,10 @@ class Case(NamedTuple):
     tiles_bytes: Sequence[int] = ()
 
 
+STORED = {"int8": "*i8", "fp8": "*u8"}
+"""Keys and values of 8 bits."""
+
+
 def product_cases() -> Iterator[Case]:
     pointers = {
         "x_ptr": "*bf16",
@@ -163,21 +167,22 @@ def attention_cases() -> Iterator[Case]:
         **dict.fromkeys(("table_stride", "query_stride", "column", "column_stride"), "i32"),
         **dict.fromkeys(("scale", "soft_cap", "eps"), "fp32"),
     }
-    plain = {"WINDOW": 0} | dict.fromkeys(("CAPPED", "SINKS", "REACH", "QUANTIZED", "SPLIT_CHUNKS", "MIXED"), False)
+    plain = {"WINDOW": 0, "QUANTIZED": ""} | dict.fromkeys(("CAPPED", "SINKS", "REACH", "SPLIT_CHUNKS", "MIXED"), False)
     everything = {"WINDOW": 1024, "CAPPED": True, "SINKS": True, "REACH": True}
     split = {"SPLIT_CHUNKS": True, "MIXED": True}
     beside = {**split, "ITEMS": True}
     for head, chunks, further in (
         (128, False, {}),
-        (128, False, {"QUANTIZED": True}),
+        (128, False, {"QUANTIZED": "int8"}),
+        (128, False, {"QUANTIZED": "fp8"}),
         (128, True, everything),
         (128, True, beside),
         (64, False, {**everything, "REACH": False}),
         (256, True, {}),
     ):
         tiles = tile(AttentionSpec(32, 8, head, 1.0), chunks=chunks, quantized="QUANTIZED" in further)
-        stored = {"keys_ptr": "*i8", "values_ptr": "*i8"} if "QUANTIZED" in further else {}
-        kind = "".join(f", {name.lower()}" for name in further)
+        stored = dict.fromkeys(("keys_ptr", "values_ptr"), STORED.get(further.get("QUANTIZED", ""), "*bf16"))
+        kind = "".join(f", {value if name == 'QUANTIZED' else name.lower()}" for name, value in further.items())
         yield Case(
             f"attention of {'chunks' if chunks else 'decodes'}, heads of {head}{kind}",
             attention_kernels.attend_rows,
@@ -250,10 +255,10 @@ def other_cases() -> Iterator[Case]:
         "HEADS_BLOCK": 32,
         "KV_BLOCK": 8,
     }
-    for quantized in (False, True):
-        stored = {"keys_ptr": "*i8", "values_ptr": "*i8"} if quantized else {}
+    for quantized in ("", "int8", "fp8"):
+        stored = dict.fromkeys(("keys_ptr", "values_ptr"), STORED.get(quantized, "*bf16"))
         constants = {**shape, "HEAD_BLOCK": 128, "HAS_POSITIONS": True, "HAS_NORMS": True, "QUANTIZED": quantized}
-        name = "rotary positions" + (" in 8 bits" if quantized else "")
+        name = "rotary positions" + (f" in 8 bits, {quantized}" if quantized else "")
         yield Case(name, rope.rotate_and_write, {**pointers, **stored}, constants, 4)
     drawing = {
         **dict.fromkeys(("logits_ptr", "options_ptr", "places_ptr", "maxima_ptr"), "*fp32"),

@@ -17,7 +17,7 @@ from vlmserve.kernels.torch_reference import TorchReference
 from vlmserve.kernels.triton import attention, attention_kernels
 from vlmserve.kernels.triton.attention import AttentionTile, TritonAttention, unsupported_reason
 from vlmserve.kernels.triton.attention_kernels import CHUNK_SPLIT, FEW_QUERIES
-from vlmserve.layer_specs import AttentionSpec
+from vlmserve.layer_specs import AttentionSpec, CacheType
 
 PLAIN = AttentionSpec(4, 2, 8, 8**-0.5)
 MIXED: list[Chunk] = [(15, 1), (0, 1), (0, 18), (5, 9)]
@@ -57,14 +57,16 @@ def test_a_mixed_batch_equals_naive_attention(device: torch.device, name: str) -
     torch.testing.assert_close(output.double(), expected, atol=2e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["plain", "all of it"])
-def test_a_cache_of_8_bits(device: torch.device, name: str) -> None:
-    output, expected = attend(TritonAttention(quantized_cache=True), FEW, SPECS[name], 4, device=device)
+@pytest.mark.parametrize(
+    ("name", "cache_type"), [("plain", "int8"), ("all of it", "int8"), ("plain", "fp8"), ("all of it", "fp8")]
+)
+def test_a_cache_of_8_bits(device: torch.device, name: str, cache_type: CacheType) -> None:
+    output, expected = attend(TritonAttention(cache_type=cache_type), FEW, SPECS[name], 4, device=device)
     torch.testing.assert_close(output.double(), expected, atol=2e-5, rtol=1e-5)
 
 
 def test_decodes_by_other_tiles(device: torch.device) -> None:
-    backend = TritonAttention(quantized_cache=True)
+    backend = TritonAttention(cache_type="int8")
     backend.decode_tile = AttentionTile(16, 32, 2)
     output, expected = attend(backend, [(40, 1), (3, 1)], PLAIN, 16, device=device)
     torch.testing.assert_close(output.double(), expected, atol=2e-5, rtol=1e-5)
@@ -298,17 +300,17 @@ def test_rotating_on_the_way_gives_the_same(device: torch.device) -> None:
     torch.testing.assert_close(output.cpu().double(), expected, atol=2e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("quantized", [False, True])
+@pytest.mark.parametrize("quantized", ["auto", "int8", "fp8"])
 @pytest.mark.parametrize(("name", "rotated"), [("plain", 8), ("groups of three", 4), ("all of it", 0), ("window", 8)])
 def test_fused_writes_equal_separate_writes(
-    device: torch.device, name: str, rotated: int, quantized: bool, monkeypatch: pytest.MonkeyPatch
+    device: torch.device, name: str, rotated: int, quantized: CacheType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """To the bit but for norms, and caches too. Contexts of one part, of several, and whose last part is the newest
     token alone."""
     torch.manual_seed(rotated)
     monkeypatch.setattr(attention, "PART", 8)
     spec, contexts = SPECS[name], [5, 9, 1, 30]
-    blocks, backend = BlockTables(contexts, 4), TritonAttention(quantized_cache=quantized)
+    blocks, backend = BlockTables(contexts, 4), TritonAttention(cache_type=quantized)
     metadata = blocks.metadata([(index, context - 1, 1) for index, context in enumerate(contexts)], device)
     plan = backend.prepare(metadata, 4, [spec], torch.float32)
     qkv = torch.randn(4, (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_size).to(device)
@@ -317,11 +319,12 @@ def test_fused_writes_equal_separate_writes(
     weights = torch.randn(2, spec.head_size).to(device)
     norms = HeadNorms(weights[0], weights[1], 1e-6) if name in ("window", "groups of three") else None
     before = torch.randn(2, blocks.num_blocks, spec.num_kv_heads, 4, spec.head_size)
+    before = {"auto": before, "int8": before * 30, "fp8": before.abs() * 25}[quantized]
     results = []
     for writes in (True, False):
         monkeypatch.setattr(TritonAttention, "writes", writes)
         cache = backend.allocate(blocks.num_blocks, 4, spec, torch.float32, device)
-        for tensor, values in zip((cache.keys, cache.values), before * 30 if quantized else before, strict=True):
+        for tensor, values in zip((cache.keys, cache.values), before, strict=True):
             tensor.copy_(values)
         if cache.scales is not None:
             cache.scales.fill_(0.01)
@@ -331,7 +334,7 @@ def test_fused_writes_equal_separate_writes(
     # Each kernel adds squares in an order of its own.
     bound = 0.0 if norms is None else 1e-5
     for ours, theirs in zip(*results, strict=True):
-        steps = 1 if ours.dtype == torch.int8 and norms is not None else bound
+        steps = 1 if ours.dtype in (torch.int8, torch.uint8) and norms is not None else bound
         torch.testing.assert_close(ours, theirs, atol=steps, rtol=bound)
 
 

@@ -19,7 +19,7 @@ from vlmserve.kernels.triton.attention import TritonAttention
 from vlmserve.kernels.triton.encoder import TritonRanges
 from vlmserve.kernels.triton.norm import TritonNorm
 from vlmserve.kernels.triton.products import TritonProduct, tiling
-from vlmserve.layer_specs import AttentionSpec
+from vlmserve.layer_specs import AttentionSpec, CacheType
 
 if knobs.runtime.interpret:
     pytest.skip("bfloat16 is not rounded by the interpreter", allow_module_level=True)
@@ -88,10 +88,10 @@ def test_many_rows(device: torch.device) -> None:
     assert_near(result, x.double() @ numbers.T + bias.double())
 
 
-@pytest.mark.parametrize(("head_size", "quantized"), [(256, False), (80, True), (128, True)])
-def test_attention(device: torch.device, head_size: int, quantized: bool) -> None:
+@pytest.mark.parametrize(("head_size", "quantized"), [(256, "auto"), (80, "int8"), (128, "int8"), (128, "fp8")])
+def test_attention(device: torch.device, head_size: int, quantized: CacheType) -> None:
     spec = AttentionSpec(8, 2, head_size, head_size**-0.5)
-    backend = TritonAttention(quantized_cache=quantized)
+    backend = TritonAttention(cache_type=quantized)
     output, expected = attend(backend, [(400, 1), (37, 1), (90, 70)], spec, 16, torch.bfloat16, device=device)
     assert (output.double() - expected).abs().max() < 0.03
 

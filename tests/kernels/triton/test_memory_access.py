@@ -14,7 +14,7 @@ from tests.kernels.triton.test_products import BITS, made_for_bfloat16
 from vlmserve.kernels.triton import shared_memory
 from vlmserve.kernels.triton.attention import TritonAttention
 from vlmserve.kernels.triton.products import TritonProduct, tiling
-from vlmserve.layer_specs import AttentionSpec
+from vlmserve.layer_specs import AttentionSpec, CacheType
 
 if knobs.runtime.interpret:
     pytest.skip("the interpreter counts nothing", allow_module_level=True)
@@ -80,11 +80,11 @@ def test_small_groups_of_4_bits_cost_little_more(device: torch.device) -> None:
     assert 1 < count.waves * 128 / weights <= 8
 
 
-@pytest.mark.parametrize("quantized", [False, True])
-def test_attention_of_decodes_has_no_bank_conflicts(device: torch.device, quantized: bool) -> None:
+@pytest.mark.parametrize("quantized", ["auto", "int8", "fp8"])
+def test_attention_of_decodes_has_no_bank_conflicts(device: torch.device, quantized: CacheType) -> None:
     spec = AttentionSpec(8, 2, 128, 128**-0.5)
     with counting() as found:
-        attend(TritonAttention(quantized_cache=quantized), [(200, 1)], spec, 16, torch.bfloat16, device=device)
+        attend(TritonAttention(cache_type=quantized), [(200, 1)], spec, 16, torch.bfloat16, device=device)
     count = counted(found, "attend_rows")
     assert 1000 < count.waves <= 1.01 * count.least_waves
     assert count.sectors <= MOST_SECTORS * count.least_sectors

@@ -14,7 +14,7 @@ from vlmserve.kernels.torch_cache import write
 from vlmserve.kernels.torch_reference import TorchReference
 from vlmserve.kernels.triton.norm import MAX_SIZE, TritonNorm
 from vlmserve.kernels.triton.rope import rotate_into_cache
-from vlmserve.layer_specs import AttentionSpec
+from vlmserve.layer_specs import AttentionSpec, CacheType
 
 
 def norms_and_exact(size: int, layer: bool, device: torch.device) -> tuple[TritonNorm, Callable[[Tensor], Tensor]]:
@@ -135,15 +135,16 @@ def test_rotary_kernel_writes_keys_and_values(
     assert not stored(cache, 1, everywhere).any()
 
 
-def test_8_bits_are_those_of_the_reference(device: torch.device) -> None:
+@pytest.mark.parametrize("cache_type", ["int8", "fp8"])
+def test_8_bits_are_those_of_the_reference(device: torch.device, cache_type: CacheType) -> None:
     torch.manual_seed(0)
     spec, tokens = AttentionSpec(2, 3, 10, 1.0), 6
     qkv = torch.randn(tokens, 8 * 10) * 3
     qkv[1, 20:30] = 0
     qkv[2, 25], qkv[3, 55] = torch.inf, torch.nan
     slots = torch.tensor([5, 0, 19, 7, 12, 3])
-    ours = TorchReference(quantized_cache=True).allocate(5, 4, spec, torch.float32, device)
-    theirs = TorchReference(quantized_cache=True).allocate(5, 4, spec, torch.float32, torch.device("cpu"))
+    ours = TorchReference(cache_type=cache_type).allocate(5, 4, spec, torch.float32, device)
+    theirs = TorchReference(cache_type=cache_type).allocate(5, 4, spec, torch.float32, torch.device("cpu"))
     rotate_into_cache(qkv.to(device), None, ours, spec, slots.to(device))
     rows = ((slots // 4 * 12 + slots % 4)[:, None] + torch.arange(3) * 4).flatten()
     write(theirs, 0, qkv[:, 20:50].view(tokens, 3, 10), rows)

@@ -240,7 +240,7 @@ def test_rules_fit_shared_memory_of_each_gpu(multiprocessor: int, item_bytes: in
 
 
 def test_decodes_are_measured_by_other_tiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    device = SimpleNamespace(attention=lambda *_, quantized_cache: TritonAttention(quantized_cache=quantized_cache))
+    device = SimpleNamespace(attention=lambda *_, cache_type: TritonAttention(cache_type=cache_type))
     monkeypatch.setattr(gpu_stages, "open_device", lambda *_, **options: (device, torch.float32))
     monkeypatch.setattr(gpu_stages, "per_launch", launched_once)
     report = dict(gpu_stages.attention(CPU, TINY, tmp_path))

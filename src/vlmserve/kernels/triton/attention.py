@@ -26,7 +26,7 @@ from vlmserve.kernels.triton.host_math import cdiv, next_power_of_2
 from vlmserve.kernels.triton.rope import rotate_into_cache
 from vlmserve.kernels.triton.shared_memory import multiprocessors
 from vlmserve.kernels.triton.unpacking import has_assembly
-from vlmserve.layer_specs import AttentionSpec
+from vlmserve.layer_specs import AttentionSpec, CacheType
 
 MAX_HEAD_SIZE = 256
 STAGES = 5
@@ -125,9 +125,8 @@ class TritonAttention(TorchReference):
     reads_on_device = True
     writes: ClassVar[bool] = True
 
-    def __init__(self, *, quantized_cache: bool = False) -> None:
-        """quantized_cache: keys and values are stored in 8 bits."""
-        super().__init__(quantized_cache=quantized_cache)
+    def __init__(self, *, cache_type: CacheType = "auto") -> None:
+        super().__init__(cache_type=cache_type)
         self.decode_tile: AttentionTile | None = None
         """Of batches of decodes alone, instead of `tile`'s: for measuring which is the fastest."""
         self._sums = self._largest = torch.empty(0)
@@ -330,7 +329,7 @@ class TritonAttention(TorchReference):
             CAPPED=spec.soft_cap is not None,
             SINKS=spec.sinks is not None,
             REACH=reach is not None,
-            QUANTIZED=cache.scales is not None,
+            QUANTIZED="" if cache.scales is None else cache.stored,
             STAGES=STAGES if query.element_size() == 2 else 1,
             SPLIT_CHUNKS=plan.split_chunks,
             MIXED=is_mixed,

@@ -20,7 +20,7 @@ from vlmserve.kernels.triton.activations import tanh
 from vlmserve.kernels.triton.dependent import wait_for_previous
 from vlmserve.kernels.triton.launching import Kernel
 from vlmserve.kernels.triton.rope import load_heads, load_turn, load_weights, norm_heads, rotate, store_tile
-from vlmserve.kernels.triton.unpacking import byte_pairs
+from vlmserve.kernels.triton.unpacking import byte_pairs, float8_numbers, float8_pairs
 
 FEW_QUERIES = tl.constexpr(64)
 """Rows of a chunk whose context may be split."""
@@ -99,11 +99,11 @@ def over_keys(
     window. Returns the sums of values, the largest scores (to the base 2), and the sums of weights."""
     DTYPE: tl.constexpr = query.dtype
     # Values of 8 bits are read as pairs of columns, and summed as even and odd ones.
-    PARTS: tl.constexpr = 2 if QUANTIZED else 1
+    PARTS: tl.constexpr = 2 if QUANTIZED != "" else 1
     total = tl.zeros((ROWS, HEAD_BLOCK // PARTS), tl.float32)
     odd_total = total
     value_columns = tl.arange(0, HEAD_BLOCK // PARTS)
-    if QUANTIZED:
+    if QUANTIZED != "":
         values_ptr = values_ptr.to(tl.pointer_type(tl.int16), bitcast=True)
     limit = tl.minimum(limit, high)
     largest = tl.full((ROWS,), float("-inf"), tl.float32)
@@ -113,8 +113,9 @@ def over_keys(
         # Behind the last key it is read again, and seen by no row: loads need no masks.
         read = tl.minimum(positions, high - 1).to(tl.uint32)
         keys = load_keys(keys_ptr, tables_ptr, read, columns, kv_head, KV_HEADS, HEAD, BLOCK_SIZE)
-        scores = tl.dot(query, tl.trans(keys.to(DTYPE)), input_precision="ieee") * scale
-        if QUANTIZED:
+        numbers = float8_numbers(keys, DTYPE, ASSEMBLY) if QUANTIZED == "fp8" else keys.to(DTYPE)
+        scores = tl.dot(query, tl.trans(numbers), input_precision="ieee") * scale
+        if QUANTIZED != "":
             scores *= load_scales(scales_ptr, tables_ptr, read, kv_head, 0, KV_HEADS, BLOCK_SIZE)[None, :]
         if CAPPED:
             scores = soft_cap * tanh(scores / soft_cap)
@@ -130,15 +131,18 @@ def over_keys(
         weight = weight * kept + tl.sum(weights, 1)
         values = load_keys(values_ptr, tables_ptr, read, value_columns, kv_head, KV_HEADS, HEAD // PARTS, BLOCK_SIZE)
         total *= kept[:, None]
-        if QUANTIZED:
+        if QUANTIZED != "":
             weights *= load_scales(scales_ptr, tables_ptr, read, kv_head, 1, KV_HEADS, BLOCK_SIZE)[None, :]
-            even, odd = byte_pairs(values, DTYPE, ASSEMBLY)
+            if QUANTIZED == "fp8":
+                even, odd = float8_pairs(values, DTYPE, ASSEMBLY)
+            else:
+                even, odd = byte_pairs(values, DTYPE, ASSEMBLY)
             total = tl.dot(weights.to(DTYPE), even, total, input_precision="ieee")
             odd_total = tl.dot(weights.to(DTYPE), odd, odd_total * kept[:, None], input_precision="ieee")
         else:
             total = tl.dot(weights.to(DTYPE), values, total, input_precision="ieee")
         largest = new_largest
-    if QUANTIZED:
+    if QUANTIZED != "":
         total = tl.reshape(tl.join(total, odd_total), (ROWS, HEAD_BLOCK))
     return total, largest, weight
 

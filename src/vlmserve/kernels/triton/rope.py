@@ -15,6 +15,7 @@ from vlmserve.kernels.attention import HeadNorms, LayerCache, RotaryRows
 from vlmserve.kernels.triton.dependent import wait_for_previous
 from vlmserve.kernels.triton.host_math import next_power_of_2
 from vlmserve.kernels.triton.launching import Kernel
+from vlmserve.kernels.triton.unpacking import to_float8
 from vlmserve.layer_specs import AttentionSpec
 
 
@@ -91,10 +92,12 @@ def store_tile(
     x, cache_ptr, scales_ptr, heads, columns, inside, slot, WHICH: tl.constexpr, KV_HEADS: tl.constexpr,
     HEAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, QUANTIZED: tl.constexpr,
 ):  # fmt: skip
-    """Write keys (WHICH 0) or values (1) ``[heads, HEAD]`` of one token. In 8 bits as `torch_cache.write` does."""
+    """Write keys (WHICH 0) or values (1) ``[heads, HEAD]`` of one token. QUANTIZED: "int8" or "fp8", as
+    `torch_cache.write` does it; "": not at all."""
     block, place = slot // BLOCK_SIZE, slot % BLOCK_SIZE
     rows = ((block * KV_HEADS + heads) * BLOCK_SIZE + place) * HEAD
-    if QUANTIZED:
+    if QUANTIZED != "":
+        most: tl.constexpr = 448.0 if QUANTIZED == "fp8" else 127.0
         x = x.to(tl.float32)
         magnitude = tl.abs(x)
         largest = tl.max(magnitude, 1)
@@ -102,13 +105,13 @@ def store_tile(
         finite = tl.sum(tl.where(magnitude < float("inf"), 0, 1), 1) == 0
         tl.store(
             scales_ptr + ((block * KV_HEADS + heads) * 2 + WHICH) * BLOCK_SIZE + place,
-            tl.where(finite, tl.div_rn(largest, 127.0), float("nan")),
+            tl.where(finite, tl.div_rn(largest, most), float("nan")),
             heads < KV_HEADS,
         )
-        scaled = x * tl.div_rn(127.0, tl.where(finite & (largest > 0), largest, 1.0))[:, None]
+        scaled = x * tl.div_rn(most, tl.where(finite & (largest > 0), largest, 1.0))[:, None]
         scaled = tl.where(finite[:, None], scaled, 0.0)
         # Adding 1.5 * 2^23 rounds to an integer, ties to even ones.
-        x = ((scaled + 12582912.0) - 12582912.0).to(tl.int8)
+        x = to_float8(scaled) if QUANTIZED == "fp8" else ((scaled + 12582912.0) - 12582912.0).to(tl.int8)
     tl.store(cache_ptr + rows[:, None] + columns[None, :], x.to(cache_ptr.dtype.element_ty), inside)
 
 
@@ -192,7 +195,7 @@ def rotate_into_cache(
         HEAD_BLOCK=next_power_of_2(spec.head_size),
         HAS_POSITIONS=positions is not None,
         HAS_NORMS=norms is not None,
-        QUANTIZED=cache.scales is not None,
+        QUANTIZED="" if cache.scales is None else cache.stored,
         num_warps=4,
     )
     return query

@@ -88,6 +88,12 @@ prmt.b32 b, shifted, 0x64646464, {odd};
 add.rn.f16x2 $0, a, offset;
 add.rn.f16x2 $1, b, offset;
 }}"""
+_FLOAT8_PAIR = """prmt.b32 a, $2, 0, {select};
+and.b32 sign, a, 0x80008000;
+and.b32 a, a, 0x7f007f00;
+shr.b32 a, a, {shift};
+or.b32 a, a, sign;
+fma.rn.{kind}x2 ${result}, a, factor, zero;"""
 _ONES = """{{
 mov.b32 $0, {one};
 mov.b32 $1, {one};
@@ -97,6 +103,18 @@ mov.b32 $1, {one};
 def _filled(code: str, **values: str) -> tl.constexpr:
     selects = {"first": FIRST_PAIR, "second": SECOND_PAIR, "even": EVEN_PAIR, "odd": ODD_PAIR}
     return tl.constexpr(code.format(**{name: hex(select) for name, select in selects.items()}, **values))
+
+
+def _float8(first: int, second: int, kind: str) -> tl.constexpr:
+    """Two numbers a result. The exponent of e4m3 becomes the lowest bits of the other type's, so that numbers are too
+    small by a power of 2. Numbers without an exponent are subnormal in both types."""
+    shift, factor = ("4", "0x7b807b80") if kind == "bf16" else ("1", "0x5c005c00")
+    pairs = [
+        _FLOAT8_PAIR.format(select=hex(select), shift=shift, kind=kind, result=result)
+        for result, select in enumerate((first, second))
+    ]
+    head = ".reg .b32 a, sign, factor, zero;\nmov.b32 factor, " + factor + ";\nmov.b32 zero, 0x80008000;"
+    return tl.constexpr("\n".join(["{", head, *pairs, "}"]))
 
 
 def _weights(kind: str) -> tl.constexpr:
@@ -120,6 +138,8 @@ NIBBLES_BFLOAT16 = _filled(_NIBBLES, magic="0x43434343")
 NIBBLES_FLOAT16 = _filled(_NIBBLES, magic="0x64646464")
 BYTE_PAIRS_BFLOAT16 = _filled(_BYTE_PAIRS_BFLOAT16)
 BYTE_PAIRS_FLOAT16 = _filled(_BYTE_PAIRS_FLOAT16)
+FLOAT8_BFLOAT16, FLOAT8_FLOAT16 = (_float8(0x1404, 0x3424, kind) for kind in ("bf16", "f16"))
+FLOAT8_PAIRS_BFLOAT16, FLOAT8_PAIRS_FLOAT16 = (_float8(0x2404, 0x3414, kind) for kind in ("bf16", "f16"))
 ONES_BFLOAT16 = _filled(_ONES, one="0x3f803f80")
 ONES_FLOAT16 = _filled(_ONES, one="0x3c003c00")
 BYTES_BFLOAT16 = _filled(_BYTES_BFLOAT16)
@@ -226,6 +246,57 @@ def byte_pairs(packed, DTYPE: tl.constexpr, ASSEMBLY: tl.constexpr):
     else:
         low, high = packed.to(tl.int8).to(DTYPE), (packed >> 8).to(DTYPE)
     return low, high
+
+
+@triton.jit
+def float8_numbers(packed, DTYPE: tl.constexpr, ASSEMBLY: tl.constexpr):
+    """uint8s that hold float8 e4m3, none of them NaN, as numbers of type DTYPE."""
+    if ASSEMBLY and tl.bfloat16 == DTYPE:
+        result = tl.inline_asm_elementwise(
+            FLOAT8_BFLOAT16, "=r,=r,r", [packed], dtype=tl.bfloat16, is_pure=True, pack=4
+        )  # fmt: skip
+    elif ASSEMBLY and tl.float16 == DTYPE:
+        result = tl.inline_asm_elementwise(
+            FLOAT8_FLOAT16, "=r,=r,r", [packed], dtype=tl.float16, is_pure=True, pack=4
+        )  # fmt: skip
+    else:
+        result = _float8_by_bits(packed.to(tl.int32)).to(DTYPE)
+    return result
+
+
+@triton.jit
+def float8_pairs(packed, DTYPE: tl.constexpr, ASSEMBLY: tl.constexpr):
+    """`byte_pairs` of float8 e4m3."""
+    if ASSEMBLY and tl.bfloat16 == DTYPE:
+        low, high = tl.inline_asm_elementwise(
+            FLOAT8_PAIRS_BFLOAT16, "=r,=r,r", [packed], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=2
+        )
+    elif ASSEMBLY and tl.float16 == DTYPE:
+        low, high = tl.inline_asm_elementwise(
+            FLOAT8_PAIRS_FLOAT16, "=r,=r,r", [packed], dtype=(tl.float16, tl.float16), is_pure=True, pack=2
+        )
+    else:
+        wide = packed.to(tl.int32)
+        low, high = _float8_by_bits(wide).to(DTYPE), _float8_by_bits(wide >> 8).to(DTYPE)
+    return low, high
+
+
+@triton.jit
+def _float8_by_bits(packed):
+    """The lowest bytes of int32s, as float32."""
+    bits = ((packed & 0x80) << 24) | ((packed & 0x7F) << 20)
+    return bits.to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2^120
+
+
+@triton.jit
+def to_float8(x):
+    """float32 numbers up to 448 as float8 e4m3 in int32s, rounded to the nearest, ties to even."""
+    bits = x.to(tl.int32, bitcast=True)
+    magnitude = bits & 0x7FFFFFFF
+    normal = ((magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20) - (120 << 3)
+    # Below 2^-6 there is one step, 2^-9. Adding 1.5 * 2^23 rounds to an integer.
+    small = ((tl.abs(x) * 512.0 + 12582912.0) - 12582912.0).to(tl.int32)
+    return tl.where(magnitude < 0x3C800000, small, normal) | ((bits >> 24) & 0x80)
 
 
 @triton.jit
