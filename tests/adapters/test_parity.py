@@ -244,6 +244,15 @@ def test_adapters_of_other_bases_give_pefts_logits(tmp_path, kind):
     compare(engine, adapted, name, prompt)
 
 
+@pytest.mark.parametrize("family", ["qwen3.5 with shared keys", "lfm2", "lfm3"])
+def test_hybrid_models_take_adapters_of_all_layers(tmp_path: Path, family: str) -> None:
+    oracle = text_oracle(make_family(tmp_path / "base", family))
+    engine = engine_for(oracle, **SETTINGS)
+    cases = {"lora": {"target_modules": ALL}, "dora": {"target_modules": ALL, "use_dora": True}}
+    for name, adapted in adapt(oracle, tmp_path, cases, engine).items():
+        compare(engine, adapted, name, oracle.prompt(3, 30))
+
+
 def test_experts_take_adapters_of_attention_alone(tmp_path: Path) -> None:
     oracle = text_oracle(make_family(tmp_path / "base", "qwen3_moe"))
     engine = engine_for(oracle, **SETTINGS)

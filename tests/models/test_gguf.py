@@ -228,7 +228,7 @@ def test_float_gates_leave_projections_quantized(tmp_path: Path) -> None:
     path = write_gguf(folder, tmp_path / "model.gguf", types={"attn_qkv": "Q8_0", "attn_gate": "Q4_0"})
     assert read_header(path).tensors["blk.0.ssm_alpha.weight"].type == FLOAT32
     layer = load_model(path, LoadSettings(device=CPU, dtype=torch.bfloat16)).language_model.layers[0].linear_attn
-    assert (layer.in_proj.bits, layer.gate_proj.bits) == (8, None)
+    assert (layer.in_proj.bits, layer.in_proj_gates.bits) == (8, None)
 
 
 def test_groups_across_value_heads_are_dequantized(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from vlmserve.quant.calibration import Fold
 class GatedDelta(StateBlock):
     """The gated delta rule."""
 
-    readers = ("in_proj", "gate_proj")
+    readers = ("in_proj", "in_proj_gates")
     shard: Shard | None = None
     """The heads of `A_log` and `dt_bias`."""
     _kernel: DeltaKernel | None = None
@@ -37,9 +37,11 @@ class GatedDelta(StateBlock):
         heads = spec.num_value_heads
         wide, narrow = {"in_proj_qkv": spec.channels, "in_proj_z": spec.values}, ("in_proj_b", "in_proj_a")
         self.in_proj = MergedLinear(hidden_size, wide, bias=False, dtype=dtype, device=device)
-        self.gate_proj = MergedLinear(hidden_size, dict.fromkeys(narrow, heads), bias=False, dtype=dtype, device=device)
+        self.in_proj_gates = MergedLinear(
+            hidden_size, dict.fromkeys(narrow, heads), bias=False, dtype=dtype, device=device
+        )
         # Tiny, and decays compound over all tokens.
-        self.gate_proj.stays_plain = True
+        self.in_proj_gates.stays_plain = True
         self.conv1d = DepthwiseWeight(spec.channels, spec.kernel, dtype=dtype, device=device)
         self.A_log = empty_parameter(heads, dtype=torch.float32, device=device)
         self.dt_bias = empty_parameter(heads, dtype=torch.float32, device=device)
@@ -57,7 +59,7 @@ class GatedDelta(StateBlock):
         keys = scaled(shares(spec.num_key_heads, ranks), spec.key_size)
         values = scaled(heads, spec.value_size)
         self.in_proj.shard = Shard((keys, keys, values, values), parts=(3, 1))
-        self.gate_proj.shard = Shard((heads, heads), parts=(1, 1))
+        self.in_proj_gates.shard = Shard((heads, heads), parts=(1, 1))
         self.conv1d.shard = Shard((keys, keys, values))
         self.shard = Shard((heads,))
         self.out_proj = RowParallelLinear(self.out_proj, values, ranks)
@@ -68,7 +70,7 @@ class GatedDelta(StateBlock):
 
     def _mixed(self, x: Normed, cache: StateCache, rows: StateRows) -> Tensor:
         kernel = self._kernel or self._reference()
-        return kernel(self.in_proj(x), self.gate_proj(x), cache, rows)
+        return kernel(self.in_proj(x), self.in_proj_gates(x), cache, rows)
 
     def _reference(self) -> DeltaKernel:
         return TorchDelta(self.spec, self._weights())
