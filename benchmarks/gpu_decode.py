@@ -22,6 +22,7 @@ from benchmarks.gpu_timing import release, wait
 from benchmarks.gpu_work import decode_work
 from vlmserve.adapters.lora import Adapter
 from vlmserve.devices.choice import open_device
+from vlmserve.devices.cuda import TritonDevice
 from vlmserve.devices.device import Device, EagerExecutor, LayerExecutor
 from vlmserve.families.registry import decoder_spec
 from vlmserve.kernels.adapters import Change, LowRank
@@ -251,6 +252,33 @@ def _streams(model: LoadedModel, sizes: Sizes, count: int, adapters: RunnerAdapt
             streams.forget(1)
         report["first_token_ms"] = statistics.median(first[1:]) * 1e3
     return report
+
+
+def prompts(device: torch.device, sizes: Sizes, folder: Path) -> Measured:
+    """Milliseconds of prompts alone and beside decodes, each kernel launched by the host, and as graphs: the first one,
+    the second one, which is captured, and the median of the others."""
+    for captured in (False, True):
+        with switched(TritonDevice, captures_prompts=captured):
+            model = random_model(device, sizes, "int4", eager=False)
+        for count in sizes.streams[:2]:
+            streams = Streams(model, sizes, count)
+            for length in (sizes.prompt // 30 + 2, sizes.prompt // 4, sizes.prompt):
+                alone = [_alone(streams, count, length) for _ in range(STEPS_BESIDE)]
+                beside = [streams.prompt_beside(length) for _ in range(STEPS_BESIDE)]
+                name = f"{count} streams, prompt of {length}{', captured' if captured else ''}"
+                yield name, {"alone_ms": _first_and_usual(alone), "beside_ms": _first_and_usual(beside)}
+        del model, streams
+        release(device)
+
+
+def _alone(streams: Streams, number: int, length: int) -> float:
+    taken = streams.prompt(number, length)
+    streams.forget(number)
+    return taken
+
+
+def _first_and_usual(seconds: list[float]) -> list[float]:
+    return [1e3 * one for one in (*seconds[:2], statistics.median(seconds[2:]))]
 
 
 def trace(device: torch.device, sizes: Sizes, folder: Path) -> Measured:

@@ -46,6 +46,9 @@ from vlmserve.layer_specs import AttentionSpec, CacheType
 from vlmserve.layers.step import StepContext
 from vlmserve.levels import Levels
 
+SPLIT = 32
+"""Tokens of contexts from which on batches of decodes have other graphs, as those of kernels that split contexts."""
+
 
 @dataclass(frozen=True)
 class StaticPlan:
@@ -68,7 +71,8 @@ class StaticAttention(TorchReference):
         captured = captured_rows(metadata.slot_mapping.shape[1], metadata.num_decodes) is not None
         if captured and not metadata.bidirectional:
             decodes = metadata.num_decodes if metadata.decodes is None else None
-            return StaticPlan((decodes, len(metadata.query_lens), metadata.block_tables.shape), None)
+            splits = decodes == len(metadata.query_lens) and max(metadata.host_context_lens) > SPLIT
+            return StaticPlan((decodes, len(metadata.query_lens), metadata.block_tables.shape, splits), None)
         return StaticPlan(None, super().prepare(metadata, block_size, layers, dtype))
 
     def attend_rotated(

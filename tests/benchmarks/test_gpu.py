@@ -175,6 +175,14 @@ def test_a_trace_is_a_file_of_events(tmp_path: Path) -> None:
     assert len(json.loads(Path(report["trace"]).read_text())["traceEvents"]) > 10
 
 
+def test_prompts_are_measured_with_graphs_and_without(tmp_path: Path) -> None:
+    report = dict(gpu_decode.prompts(CPU, gpu_stages.TINY, tmp_path))
+    plain = {name for name in report if "captured" not in name}
+    assert report.keys() == plain | {f"{name}, captured" for name in plain}
+    assert "4 streams, prompt of 40" in plain
+    assert all(min(one["alone_ms"] + one["beside_ms"]) > 0 for one in report.values())
+
+
 def test_all_stages_take_at_most_nine_minutes() -> None:
     assert sum(gpu.LIMITS.values()) <= 540
     assert list(gpu.LIMITS) == list(gpu.MEASURES)

@@ -123,6 +123,53 @@ def test_graphs_reuse_the_memory_of_others(tmp_path: Path) -> None:
     assert others == [first] * 3
 
 
+CAPTURED_LATER = """
+import dataclasses, json, torch
+from benchmarks import gpu_decode, gpu_stages
+from vlmserve.devices.cuda import TritonDevice
+from vlmserve.runner.runner import ModelRunner
+from vlmserve.runner.warm_up import warm_up_steps
+from vlmserve.steps import CachedRequest, NewRequest, SchedulerOutput
+from vlmserve.types import SamplingParams
+
+executors, make = [], TritonDevice.executor
+TritonDevice.executor = lambda self: executors.append(make(self)) or executors[-1]
+heads = {"num_attention_heads": 8, "num_key_value_heads": 8, "hidden_size": 128}
+sizes = dataclasses.replace(gpu_stages.TINY, config=gpu_stages.TINY.config | heads)
+model = gpu_decode.random_model(torch.device("cuda"), sizes, "none", eager=False)
+runner = ModelRunner(model, 4000, 0, 16, gpu_decode.no_grammars)
+warm_up_steps(runner, max_num_seqs=96, max_num_batched_tokens=64, max_model_len=600, seconds=600)
+captured = [executors[0].num_captured]
+params = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
+for count in (96, 40, 3):
+    for longest in (3, 590):
+        contexts = [longest] + [3] * (count - 1)
+        requests = []
+        for number, length in enumerate(contexts):
+            blocks = list(range(number * 40, number * 40 + 38))
+            requests.append(
+                NewRequest(str(number), length - 1, 1, length, [0] * length, [blocks], params, 0, 600, [])
+            )
+        runner.submit(SchedulerOutput(new_requests=requests)).result()
+        for step in range(3):
+            following = [CachedRequest(one.request_id, one.start + 1 + step, 1) for one in requests]
+            runner.submit(SchedulerOutput(cached_requests=following)).result()
+        runner.submit(SchedulerOutput(finished_request_ids=[one.request_id for one in requests])).result()
+        captured.append(executors[0].num_captured)
+print(json.dumps(captured))
+"""
+
+
+@pytest.mark.skipif(torch.version.cuda is None, reason="this torch is not built for CUDA")
+def test_no_decodes_are_captured_after_start(tmp_path: Path) -> None:
+    """A batch that fills the GPU has two graphs: contexts are whole, or some are split."""
+    seen = null_gpu.environment(null_gpu.build(tmp_path))
+    run = subprocess.run([sys.executable, "-c", CAPTURED_LATER], env=seen, capture_output=True, text=True, check=True)
+    at_start, *later = json.loads(run.stdout)
+    assert at_start == len((96, 80, 64, 48, 32, 16, 8, 4, 2, 1)) + 1
+    assert later == [at_start] * 6
+
+
 @pytest.mark.skipif(torch.version.cuda is not None, reason="this torch is built for CUDA")
 def test_a_torch_without_cuda_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert null_gpu.main([]) == 2

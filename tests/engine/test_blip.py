@@ -149,3 +149,21 @@ def test_what_does_not_fit_is_refused(oracle: BlipOracle) -> None:
         refuse(Prompt([5], cross=CrossInput(good.cross.image, [5] * 97)), PromptTooLongError, "97 tokens")
         refuse(Prompt([5], cross=CrossInput(good.cross.image, [5, 202])), InvalidRequestError, "vocabulary")
     assert not engine.has_work()
+
+
+def test_cross_states_without_memory_fail_alone(
+    oracle: BlipOracle, prompts: list[Prompt], expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = engine_for(oracle)
+    cross = engine.runner.model.cross
+    assert cross is not None
+
+    def encode(self: object, *args: object) -> list[torch.Tensor]:
+        raise torch.AcceleratorError("CUDA error: out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(cross), "encode", encode)
+        engine.add(EngineRequest("a", prompts[0], SamplingParams(temperature=0)))
+        outputs = [output for _ in range(3) if engine.has_work() for output in engine.step()]
+    assert "too little memory" in str(outputs[-1].error)
+    assert generate(engine, prompts[:2]) == expected[:2]

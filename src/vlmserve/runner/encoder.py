@@ -211,9 +211,9 @@ class ImageEncoder:
         if self._model.cross is None:
             raise ValueError("the model has no cross attention")
         features = [self.embeddings[one.image_key] for one in wanted]
-        states = self._model.cross.encode(features, [one.token_ids for one in wanted])
-        for one, rows in zip(wanted, states, strict=True):
-            self.embeddings[one.key] = rows
+        with self._given_up(*(one.key for one in wanted)):
+            states = self._model.cross.encode(features, [one.token_ids for one in wanted])
+            self.embeddings.update(zip((one.key for one in wanted), states, strict=True))
 
 
 class _Encoding:

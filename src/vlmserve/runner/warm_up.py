@@ -24,6 +24,7 @@ FIRST_ROWS = (64, 1)
 MIXED_ROWS = 512
 """Maximum rows of chunks beside decodes that are warmed up."""
 _PROGRESS_SECONDS = 5.0
+_STEPS_OF_DECODES = 2
 
 
 def warm_up_steps(
@@ -48,7 +49,7 @@ def warm_up_steps(
     run_longest_step(runner.model, num_seqs=max_num_seqs, max_model_len=max_model_len, block_size=runner.block_size)
     # The largest graph first, whose memory the others reuse, then small batches, which come first.
     steps: list[Callable[[], None]] = [
-        partial(_decode, runner, size, -(-max_model_len // runner.block_size)) for size in (sizes[0], *sizes[:0:-1])
+        partial(_decode, runner, size, max_model_len) for size in (sizes[0], *sizes[:0:-1])
     ]
     steps += [
         partial(_prefill, runner, rows, beside)
@@ -98,19 +99,23 @@ def _encode(runner: ModelRunner, tiles: int) -> None:
         runner.encode_tiles(tiles)
 
 
-def _decode(runner: ModelRunner, size: int, blocks: int) -> None:
+def _decode(runner: ModelRunner, size: int, max_model_len: int) -> None:
     """Capture a batch of `size` decodes, and submit the next step before it ends, as the engine does.
 
-    blocks: of the first one's table, the most that there can be, so that memory for uploads grows before captures.
+    Once with short contexts and once with a context of the maximum length among them, since a large batch has other
+    launches where it splits contexts.
     """
-    requests = [_request(runner, number, 1, blocks if number == 0 else 1) for number in range(size)]
-    with runner.model.device.capturing("first"):
-        first = runner.submit(SchedulerOutput(new_requests=requests))
-        following = [CachedRequest(request.request_id, 1, 1) for request in requests]
-        second = runner.submit(SchedulerOutput(cached_requests=following))
-        first.result()
-        second.result()
-    _finish(runner, requests)
+    for longest in (1, max(1, max_model_len - _STEPS_OF_DECODES)):
+        # The first table has all blocks that there can be, so that memory for uploads grows before captures.
+        requests = [_request(runner, 0, 1, start=longest - 1, max_tokens=max_model_len)]
+        requests += [_request(runner, number, 1) for number in range(1, size)]
+        with runner.model.device.capturing("first"):
+            first = runner.submit(SchedulerOutput(new_requests=requests))
+            following = [CachedRequest(request.request_id, request.start + 1, 1) for request in requests]
+            second = runner.submit(SchedulerOutput(cached_requests=following))
+            first.result()
+            second.result()
+        _finish(runner, requests)
 
 
 def _prefill(runner: ModelRunner, rows: int, beside: int) -> None:
@@ -126,19 +131,23 @@ def _finish(runner: ModelRunner, requests: list[NewRequest]) -> None:
     runner.submit(SchedulerOutput(finished_request_ids=[request.request_id for request in requests])).result()
 
 
-def _request(runner: ModelRunner, number: int, num_tokens: int, blocks: int = 1) -> NewRequest:
-    """A request whose tokens all have the padding block; without one, the first block, which nobody owns at start."""
+def _request(runner: ModelRunner, number: int, num_tokens: int, *, start: int = 0, max_tokens: int = 1) -> NewRequest:
+    """A request whose tokens all have the padding block; without one, the first block, which nobody owns at start.
+
+    num_tokens: after `start` earlier ones. max_tokens: that the block table has room for.
+    """
     block = runner.padding_block if runner.model.device.padding_blocks else 0
-    blocks = max(blocks, num_tokens // runner.block_size + 1)
+    length = start + num_tokens
+    blocks = -(-max(max_tokens, length + 1) // runner.block_size)
     return NewRequest(
         request_id=f"warm-up {number}",
-        start=0,
+        start=start,
         num_tokens=num_tokens,
-        num_prompt_tokens=num_tokens,
-        token_ids=[0] * num_tokens,
+        num_prompt_tokens=length,
+        token_ids=[0] * length,
         block_ids=[[block] * blocks] * runner.num_columns,
         params=SamplingParams(temperature=0, max_tokens=2, ignore_eos=True),
         seed=0,
-        max_len=num_tokens + 2,
+        max_len=length + 2,
         end_token_ids=[],
     )
