@@ -471,6 +471,42 @@ def test_states_and_blocks_hold_what_requests_need(operations, slots, num_blocks
     assert (s.pool.num_used, memory.states.num_used, memory._num_working, len(memory.planned)) == (0, 0, 0, 0)
 
 
+@settings(deadline=None, max_examples=40)
+@given(st.integers(1, 90), st.integers(1, 6), st.booleans())
+def test_replies_find_the_state_of_a_step_in_flight(length, num_tokens, aborted):
+    """Of a request that ends, or is aborted, after the step is planned."""
+    s, states, contents = stateful(), request_states(), Contents()
+
+    def compute(step: SchedulerOutput, batch: list[ScheduledRequest], token: int) -> None:
+        contents.run(step, batch, {one.request_id: first.chains[0].keys[0] for one in step.requests})
+        batch[0].state.token_ids.append(token)
+
+    first = request("a", length, max_tokens=20)
+    s.add(first)
+    for _ in range(num_tokens):
+        step = s.schedule()
+        compute(step, states.update(step), 7)
+        s.update(step, sampled(s, step, 7))
+    step = s.schedule()
+    batch = states.update(step)
+    following = s.schedule_ahead(step)
+    assert following is not None
+    later = states.update(following)
+    token = 7 if aborted else END
+    compute(step, batch, token)
+    s.update(step, sampled(s, step, token))
+    s.abort(["a"] if aborted else [])
+    compute(following, later, 7)
+    assert s.memory.states.num_used == 0
+    said = [*[1] * length, *[7] * num_tokens, token]
+    reply = request("b", len(said) + 9)
+    reply.token_ids[: len(said)] = said
+    s.add(reply)
+    step = s.schedule()
+    compute(step, states.update(step), 7)
+    assert reply.num_cached == len(said)
+
+
 def chat(person: int, turn: int) -> Request:
     """Turn number `turn` of a conversation about four images, as Qwen3.5's template writes it.
 
