@@ -91,8 +91,6 @@ class Calibration:
             raise ConfigurationError(
                 f"{folder}: its layers share keys or values and cannot be calibrated; use --quantize int8 or int4"
             )
-        if any(spec.experts):
-            raise ConfigurationError(f"{folder}: experts cannot be calibrated; use --quantize int8 or int4")
         self._model, self._decoder = parts.modules, parts.language_model
         self._vision, self._cross = parts.vision, parts.cross
         merge_as_stored(self._model, checkpoint.names)

@@ -87,6 +87,8 @@ class Weight(Layer):
     makes_logits = False
     takes_adapters = True
     """False: its rows are not the rows of the step."""
+    chosen_rows: Tensor | None = None
+    """int64, the rows of the step that it computes. None: all."""
     shard: Shard | None = None
 
     def __init__(self, in_features: int, out_features: int, *, dtype: torch.dtype, device: torch.device) -> None:

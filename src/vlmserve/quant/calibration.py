@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +25,10 @@ logger = logging.getLogger(__name__)
 
 ALGORITHM = 6
 """To be counted up when the same model, data and settings give other weights: copies in caches are then made anew."""
+
+
+LEAST_ROWS = 0.125
+"""Rows of an expert, relative to its inputs, that are enough to calibrate it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +99,8 @@ class Observer:
 
     def _hook(self, statistics: InputStatistics) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
         def add(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-            statistics.add(inputs[0], self.row_weights)
+            weights, rows = self.row_weights, cast(Linear, module).chosen_rows
+            statistics.add(inputs[0], weights if weights is None or rows is None else weights[rows])
 
         return add
 
@@ -118,6 +124,8 @@ def quantize_layers(
             consumers = tuple(name for name in fold.consumers if name in targets or name not in fold.plain)
             names = [*consumers, *([fold.producer] if fold.producer else [])]
             if consumers and all(name in targets and _usable(statistics[name]) for name in names):
+                if any(_saw_few(targets[name], statistics[name]) for name in names):
+                    continue
                 factors = _scale(replace(fold, consumers=consumers), targets, weights, statistics, config, outcome)
                 if factors is not None:
                     for module in plain:
@@ -132,6 +140,12 @@ def quantize_layers(
 
 def _usable(statistics: InputStatistics) -> bool:
     return statistics.count > 0 and bool(statistics.largest.any())
+
+
+def _saw_few(target: Target, statistics: InputStatistics) -> bool:
+    """Return whether an expert was chosen for too few tokens."""
+    least = target.module.in_features * LEAST_ROWS
+    return target.module.chosen_rows is not None and statistics.count < least
 
 
 def _scale(
@@ -198,8 +212,9 @@ def _quantize(
 ) -> QuantizedWeight:
     kind = _kind(target.bits, config)
     grid = kind.fit(weight)
-    if not _usable(statistics):
-        outcome.notes.append(f"{name}: no input was seen, so it was rounded to nearest")
+    if not _usable(statistics) or _saw_few(target, statistics):
+        seen = f"{statistics.count} inputs were" if statistics.count else "no input was"
+        outcome.notes.append(f"{name}: {seen} seen, so it was rounded to nearest")
         return grid.weight(grid.values(weight))
     if statistics.num_left_out:
         outcome.notes.append(f"{name}: {statistics.num_left_out} rows of inputs were not finite and were left out")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -58,7 +59,8 @@ class Experts(Block, Layer):
     Each expert is an `MLP` that computes its own rows alone, so a step reads the weights of the chosen experts only.
     """
 
-    readers = ("router.linear",)
+    readers = ()
+    """None takes factors of a norm: all experts would have to share them."""
 
     def __init__(self, spec: ExpertsSpec, size: int, act: str, *, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
@@ -121,7 +123,9 @@ class Experts(Block, Layer):
             first, last = last, last + count
             if count and str(number) in self.experts:
                 own = rows[first:last]
-                linear, inputs = self.experts[str(number)](x[own])
+                expert = cast(MLP, self.experts[str(number)])
+                expert.reader.chosen_rows = expert.last.chosen_rows = own
+                linear, inputs = expert(x[own])
                 output[own] += linear(inputs).float() * weights[first:last]
         return output
 
