@@ -19,6 +19,13 @@ class Generate(msgspec.Struct, frozen=True, tag=True):
         return None
 
 
+class Prefill(msgspec.Struct, frozen=True, tag=True):
+    """Keys and values of the prompt, for requests that find them cached. The result is empty."""
+
+    def reads_from(self, num_tokens: int) -> int:
+        return num_tokens - 1
+
+
 class Embed(msgspec.Struct, frozen=True, tag=True):
     """A vector of the prompt or of each token, made of final hidden states."""
 
@@ -55,7 +62,7 @@ class ScoreContinuation(msgspec.Struct, frozen=True, tag=True):
         return self.start - 1
 
 
-Task: TypeAlias = Generate | Embed | Score | ScoreContinuation
+Task: TypeAlias = Generate | Prefill | Embed | Score | ScoreContinuation
 
 GENERATE = Generate()
 

@@ -45,6 +45,17 @@ class Job(NamedTuple):
 JOBS = {
     "openai": Job(("openai",), "tests/clients/jobs/openai_sdk.py", light=True),
     "langchain": Job(("langchain-openai",), "examples/langchain_chat.py", (QUESTION,)),
+    "langchain-vectors": Job(
+        ("langchain-openai", "numpy"), "tests/clients/jobs/langchain_vectors.py", prints="equal vectors"
+    ),
+    "llama-index": Job(
+        ("llama-index-embeddings-openai-like",), "tests/clients/jobs/llama_index_vectors.py", prints="equal vectors"
+    ),
+    "cohere": Job(("cohere",), "tests/clients/jobs/cohere_sdk.py", prints="ranked"),
+    "ollama": Job(("ollama",), "tests/clients/jobs/ollama_sdk.py", light=True),
+    "qdrant": Job(
+        ("openai", "qdrant-client"), "examples/search_photos.py", ("a red circle",), prints=r"\d\.\d+  shapes\.png"
+    ),
     "litellm": Job(("litellm",), "examples/litellm_chat.py", (QUESTION,)),
     "instructor": Job(("instructor",), "examples/instructor_fields.py", prints=COLOUR),
     "pydantic-ai": Job(("pydantic-ai-slim[openai]",), "examples/pydantic_ai_agent.py", prints=COLOUR),

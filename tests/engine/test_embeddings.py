@@ -15,7 +15,7 @@ from tests.engine.test_parity import Oracle, engine_for, generate, llava_oracle,
 from tests.normalized import normalized
 from tests.ranks import RankThreads
 from vlmserve.engine.engine import Engine
-from vlmserve.tasks import Embed, Score, Task
+from vlmserve.tasks import Embed, Prefill, Score, Task
 from vlmserve.types import EngineOutput, EngineRequest, Prompt, SamplingParams
 
 pytestmark = pytest.mark.usefixtures("native_kernels")
@@ -135,6 +135,14 @@ def test_two_ranks_give_the_same_vectors(llava, prompts, expected, monkeypatch):
     monkeypatch.setattr(vlmserve.engine.ranks, "RankProcesses", RankThreads)
     engine = engine_for(llava, max_num_batched_tokens=30, tensor_parallel_size=2)
     assert_close(run(engine, prompts, TASKS, beside=prompts[:2]), expected)
+
+
+def test_prefilled_prompts_are_found_cached(llava, prompts):
+    engine = engine_for(llava, max_num_batched_tokens=7)
+    [prefilled] = run(engine, prompts[:1], [Prefill()])
+    assert prefilled.result.data == b""
+    [output] = run(engine, prompts[:1], [Embed()])
+    assert output.cached_tokens > 0
 
 
 @pytest.mark.parametrize("task", [Embed("last"), Score((1,))])

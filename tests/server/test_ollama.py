@@ -66,6 +66,22 @@ def test_images_are_seen(live, client):
     assert client.generate("tiny", "What is it?", images=[IMAGE], options=LONG).response == expected
 
 
+def test_vectors_equal_those_of_openais_api(live, client):
+    texts = ["a", "b c"]
+    expected = live.openai.embeddings.create(model="tiny", input=texts, dimensions=6).data
+    found = client.embed("tiny:latest", texts, dimensions=6, options=LONG, keep_alive="5m")
+    assert [list(one) for one in found.embeddings] == [one.embedding for one in expected]
+    assert found.prompt_eval_count > 0 < found.total_duration
+    assert len(client.embed("tiny", "a").embeddings) == 1
+
+
+def test_long_inputs_are_truncated_by_default(client):
+    long = "one two three " * 9000
+    assert len(client.embed("tiny", long).embeddings[0]) == 64
+    with pytest.raises(ollama.ResponseError, match="maximum context length"):
+        client.embed("tiny", long, truncate=False)
+
+
 def test_format_is_followed(client):
     schema = {"type": "object", "properties": {"a": {"enum": [7]}}, "required": ["a"]}
     assert json.loads(client.chat("tiny", HI, format=schema).message.content) == {"a": 7}

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import numpy as np
 
-from vlmserve.tasks import Embed, Score, ScoreContinuation, TaskResult
+from vlmserve.tasks import Embed, Prefill, Score, ScoreContinuation, TaskResult
 
 EMBEDDING_SIZE = 64
 """Elements of a vector."""
 
 
-def mock_result(task: Embed | Score | ScoreContinuation, digest: bytes, num_tokens: int) -> TaskResult:
+def mock_result(task: Prefill | Embed | Score | ScoreContinuation, digest: bytes, num_tokens: int) -> TaskResult:
     """Make values that depend on a prompt's digest only. num_tokens: of the prompt."""
     match task:
+        case Prefill():
+            return TaskResult(b"")
         case Embed():
             count = EMBEDDING_SIZE * (num_tokens if task.pooling == "all" else 1)
         case Score():

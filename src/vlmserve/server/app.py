@@ -45,6 +45,7 @@ from vlmserve.server.routes.messages import count_tokens, messages
 from vlmserve.server.routes.models import list_models, show_model
 from vlmserve.server.routes.ollama import (
     ollama_chat,
+    ollama_embed,
     ollama_generate,
     ollama_ps,
     ollama_show,
@@ -66,6 +67,8 @@ from vlmserve.server.schema.ollama import (
     LocalModels,
     OllamaAnswer,
     OllamaChatRequest,
+    OllamaEmbeddings,
+    OllamaEmbedRequest,
     OllamaError,
     OllamaGenerateRequest,
     ShownModel,
@@ -126,6 +129,7 @@ def _ollama_operations() -> list[Operation]:
             "POST", "/api/generate", ollama_generate, OllamaGenerateRequest, answer=OllamaAnswer, streams=True,
             errors=OllamaError,
         ),
+        Operation("POST", "/api/embed", ollama_embed, OllamaEmbedRequest, answer=OllamaEmbeddings, errors=OllamaError),
         Operation("GET", "/api/tags", ollama_tags, answer=LocalModels, errors=OllamaError),
         Operation("GET", "/api/ps", ollama_ps, answer=LocalModels, errors=OllamaError),
         Operation("POST", "/api/show", ollama_show, ShowRequest, answer=ShownModel, errors=OllamaError),

@@ -24,7 +24,7 @@ from vlmserve.server.errors import error_code
 from vlmserve.server.metrics import AnswerRecord
 from vlmserve.server.schema.usage import CompletionTokensDetails, PromptTokensDetails, Usage
 from vlmserve.server.service import Service
-from vlmserve.tasks import GENERATE, Embed, Score, Task, TaskResult
+from vlmserve.tasks import GENERATE, Embed, Prefill, Task, TaskResult
 from vlmserve.types import (
     BeamSearch,
     EngineOutput,
@@ -453,9 +453,8 @@ async def _compute_shared(
     """
     if request.shared is None:
         return None
-    # The value of a token is computed only because a request needs a task.
     asked = msgspec.structs.replace(
-        first, request_id=f"{first.request_id}-shared", prompt=request.shared, task=Score((0,))
+        first, request_id=f"{first.request_id}-shared", prompt=request.shared, task=Prefill()
     )
     [stream] = await client.submit_together([asked])
     try:

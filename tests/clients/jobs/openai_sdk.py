@@ -1,4 +1,4 @@
-"""OpenAI's SDK: a chat completion, its stream, a parsed answer, a tool call, a response, and embeddings."""
+"""OpenAI's SDK: a chat completion, its stream, a parsed answer, a tool call, a response, embeddings, a decision."""
 
 import argparse
 import base64
@@ -42,4 +42,10 @@ assert response.output_text == whole, response
 
 vectors = client.embeddings.create(model=given.model, input=["a red circle", "a blue square"], dimensions=16).data
 assert [len(one.embedding) for one in vectors] == [16, 16]
+
+question = {"type": "choice", "instructions": question, "choices": [{"value": "red"}, {"value": "blue"}]}
+[decided] = client.decisions.create(
+    model=given.model, input=[{"role": "user", "content": shown[:1]}], questions=[question]
+).answers
+assert abs(sum(one.probability for one in decided.probabilities) - 1) < 1e-6, decided
 print(whole)

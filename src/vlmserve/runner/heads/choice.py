@@ -6,8 +6,9 @@ from vlmserve.models.output_layers import OutputLayers
 from vlmserve.runner.heads.continuations import ContinuationHead
 from vlmserve.runner.heads.head import Head
 from vlmserve.runner.heads.pooling import EmbedHead
+from vlmserve.runner.heads.prefill import PrefillHead
 from vlmserve.runner.heads.scores import ScoreHead
-from vlmserve.tasks import Embed, Generate, Score, ScoreContinuation, Task
+from vlmserve.tasks import Embed, Generate, Prefill, Score, ScoreContinuation, Task
 
 
 def head_of(task: Task, num_tokens: int, layers: OutputLayers | None = None) -> Head | None:
@@ -15,6 +16,8 @@ def head_of(task: Task, num_tokens: int, layers: OutputLayers | None = None) -> 
     match task:
         case Generate():
             return None
+        case Prefill():
+            return PrefillHead(task, num_tokens)
         case Embed():
             return EmbedHead(task, num_tokens, layers)
         case Score():

@@ -90,11 +90,11 @@ class EmbeddingDialect(_VectorDialect[EmbeddingRequest]):
 
     kind = EmbeddingRequest
 
-    async def complete(self, body: EmbeddingRequest, generation: Generation) -> EmbeddingList:
+    async def complete(self, body: EmbeddingRequest, generation: Generation) -> object:
         await generation.finished()
         vectors = generation.results()
         as_base64 = body.encoding_format == "base64" and all(one.ndim == 1 for one in vectors)
-        data = [Embedding(index, one) for index, one in enumerate(await _written(vectors, as_base64=as_base64))]
+        data = [Embedding(index, one) for index, one in enumerate(await written(vectors, as_base64=as_base64))]
         return EmbeddingList(data, generation.model, usage_of(generation))
 
 
@@ -106,12 +106,12 @@ class PoolingDialect(_VectorDialect[PoolingRequest]):
 
     async def complete(self, body: PoolingRequest, generation: Generation) -> PoolingList:
         await generation.finished()
-        written = await _written(generation.results(), as_base64=body.encoding_format == "base64")
-        data = [PoolingData(index, one) for index, one in enumerate(written)]
+        values = await written(generation.results(), as_base64=body.encoding_format == "base64")
+        data = [PoolingData(index, one) for index, one in enumerate(values)]
         return PoolingList(generation.id, generation.created, generation.model, data, usage_of(generation))
 
 
-async def _written(vectors: Sequence[npt.NDArray[np.float32]], *, as_base64: bool) -> list[str]:
+async def written(vectors: Sequence[npt.NDArray[np.float32]], *, as_base64: bool = False) -> list[str]:
     """Write vectors as values of JSON, many in a worker thread."""
 
     def write() -> list[str]:

@@ -7,23 +7,26 @@ import datetime
 import hashlib
 import time
 from collections.abc import AsyncGenerator, Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
 from vlmserve.errors import VLMServeError
+from vlmserve.frontend.scoring import first_tokens
 from vlmserve.frontend.tool_parser import ContentDelta, Event, ThoughtDelta, ToolCallDelta, ToolCallStart
 from vlmserve.server.body import BodyShare
 from vlmserve.server.errors import json_response
-from vlmserve.server.generation import Generation
+from vlmserve.server.generation import Generation, GenerationRequest
 from vlmserve.server.history import owner_of
 from vlmserve.server.routes.answering import answer
 from vlmserve.server.routes.chat import ChatDialect
+from vlmserve.server.routes.embeddings import EmbeddingDialect, written
 from vlmserve.server.routes.reading import read, read_parsed
 from vlmserve.server.schema.cards import model_card
 from vlmserve.server.schema.chat import ChatRequest
+from vlmserve.server.schema.embeddings import EmbeddingRequest
 from vlmserve.server.schema.ollama import (
     AnsweredCall,
     AnsweredFunction,
@@ -33,12 +36,17 @@ from vlmserve.server.schema.ollama import (
     ModelDetails,
     OllamaAnswer,
     OllamaChatRequest,
+    OllamaEmbeddings,
+    OllamaEmbedRequest,
     OllamaGenerateRequest,
     ShownModel,
     ShowRequest,
 )
 from vlmserve.server.service import Service
 from vlmserve.server.streams import LINES
+
+if TYPE_CHECKING:
+    from vlmserve.frontend.requests import RequestPreparer
 
 API_VERSION = "0.13.0"
 """The version of Ollama whose API this is; clients compare it."""
@@ -131,6 +139,39 @@ class OllamaDialect(ChatDialect):
         line.eval_duration = _nanoseconds((timings.decode or 0.0) if timings is not None else 0.0)
 
 
+class OllamaEmbedDialect(EmbeddingDialect):
+    """Ollama's vectors. One for each request."""
+
+    def __init__(self, owner: str) -> None:
+        super().__init__(owner)
+        self._began = time.monotonic_ns()
+        self._model = ""
+        self._truncates = True
+
+    async def read(self, request: Request, share: BodyShare) -> EmbeddingRequest:
+        body = await read_parsed(request, OllamaEmbedRequest, share)
+        self._model, self._truncates = body.model, body.truncate
+        return body.as_embedding()
+
+    async def ask(self, service: Service, body: EmbeddingRequest) -> GenerationRequest:
+        most = service.client.info.max_prompt_len
+
+        def cut(preparer: RequestPreparer) -> list[str]:
+            room = max(1, most - len(preparer.encode("")))
+            return [first_tokens(preparer, one, room) for one in body.prompts if isinstance(one, str)]
+
+        if self._truncates:
+            texts = await service.preparation.text(cut, sum(map(len, body.prompts)))
+            body = body.model_copy(update={"input": texts})
+        return await super().ask(service, body)
+
+    async def complete(self, body: EmbeddingRequest, generation: Generation) -> object:
+        await generation.finished()
+        vectors = await written(generation.results())
+        duration = time.monotonic_ns() - self._began
+        return OllamaEmbeddings(self._model, vectors, duration, 0, generation.usage.prompt_tokens)
+
+
 def _nanoseconds(seconds: float) -> int:
     return round(seconds * 1e9)
 
@@ -160,6 +201,11 @@ async def ollama_chat(request: Request) -> Response:
 async def ollama_generate(request: Request) -> Response:
     """Answer a prompt in the form of Ollama's API."""
     return await answer(request, OllamaDialect(owner_of(request), OllamaGenerateRequest))
+
+
+async def ollama_embed(request: Request) -> Response:
+    """Return vectors of texts in the form of Ollama's API."""
+    return await answer(request, OllamaEmbedDialect(owner_of(request)))
 
 
 async def ollama_tags(request: Request) -> Response:

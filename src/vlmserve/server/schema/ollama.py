@@ -11,6 +11,7 @@ from pydantic import Field
 from vlmserve.errors import InvalidRequestError
 from vlmserve.server.schema.base import JSONObject, RequestModel, validate
 from vlmserve.server.schema.chat import ChatRequest
+from vlmserve.server.schema.embeddings import EmbeddingRequest
 from vlmserve.server.schema.structured import Schema
 
 _LATEST = ":latest"
@@ -193,6 +194,38 @@ def _chat_messages(messages: Iterable[OllamaMessage]) -> list[dict[str, Any]]:
             one["tool_call_id"] = message.tool_call_id or (open_calls.pop(0) if open_calls else "call")
         converted.append(one)
     return converted
+
+
+class OllamaEmbedRequest(RequestModel):
+    """The body of ``POST /api/embed``."""
+
+    ignored_fields: ClassVar[frozenset[str]] = frozenset({"keep_alive"})
+
+    model: str
+    input: str | list[str] = Field(description="A text, or a list of texts.")
+    truncate: bool = Field(True, description="Whether to leave out the ends of inputs that are too long.")
+    dimensions: int | None = None
+    options: JSONObject = Field(default_factory=dict, description="Has no effect on vectors.")
+    cache_salt: str | None = None
+
+    def as_embedding(self) -> EmbeddingRequest:
+        """The same request for embeddings. Raises InvalidRequestError, naming its field."""
+        fields: dict[str, Any] = {"model": self.model.removesuffix(_LATEST), "input": self.input}
+        if self.dimensions:
+            fields["dimensions"] = self.dimensions
+        if self.cache_salt is not None:
+            fields["cache_salt"] = self.cache_salt
+        return validate(EmbeddingRequest, fields)
+
+
+class OllamaEmbeddings(msgspec.Struct):
+    """The response of ``POST /api/embed``, in the order of the inputs. Durations are in nanoseconds."""
+
+    model: str
+    embeddings: list[Any]
+    total_duration: int
+    load_duration: int
+    prompt_eval_count: int
 
 
 class AnsweredFunction(msgspec.Struct):

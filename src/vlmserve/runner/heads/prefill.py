@@ -1,0 +1,21 @@
+"""No result: the keys and values of a prompt are for other requests."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from vlmserve.runner.heads.head import Head
+
+
+class PrefillHead(Head):
+    """Reads no states."""
+
+    def places(self, start: int, end: int) -> range:
+        return range(0)
+
+    def _add(self, rows: Tensor) -> None:
+        raise AssertionError("a prefill reads no states")
+
+    def result(self) -> Tensor:
+        return torch.empty(0)
