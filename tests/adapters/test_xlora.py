@@ -4,6 +4,7 @@ configuration, alone and beside other requests."""
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,8 +13,9 @@ from transformers import Phi3Config, Phi3ForCausalLM
 from tests.adapters.test_parity import answers, compare
 from tests.checkpoints import make_llama, make_text_model
 from tests.engine.test_parity import Oracle, engine_for, llava_oracle, text_oracle
+from tests.models.test_families import make as make_family
 from tests.peft_adapters import make_adapter, make_xlora
-from vlmserve.errors import PromptTooLongError
+from vlmserve.errors import InvalidRequestError, PromptTooLongError
 from vlmserve.types import BeamSearch, EngineRequest, Prompt, SamplingParams
 
 TEXT = r".*language_model.*(q|k|v|o|gate|up|down)_proj"
@@ -221,3 +223,13 @@ def test_other_bases_give_pefts_logits(tmp_path, kind):
     model = make_xlora(oracle.model, tmp_path / "x", configs, layerwise_scalings=True, scaling_pass_value=0.3)
     engine.adapter_store.load("x", tmp_path / "x")
     compare(engine, replace(oracle, model=model), "x", oracle.prompt(3, 30))
+
+
+def test_hybrid_models_reject_mixed_adapters(tmp_path: Path) -> None:
+    oracle = text_oracle(make_family(tmp_path / "base", "lfm2"))
+    engine = engine_for(oracle, **SETTINGS)
+    make_xlora(oracle.model, tmp_path / "x", [{"target_modules": ["q_proj"]}] * 2)
+    engine.adapter_store.load("x", tmp_path / "x")
+    with pytest.raises(InvalidRequestError, match="X-LoRA does not run on hybrid models"):
+        engine.add(EngineRequest("0", oracle.prompt(1, 5), SamplingParams(), adapter="x"))
+    assert not engine.has_work()
