@@ -278,6 +278,10 @@ class TritonDevice(CudaDevice):
 
         if isinstance(weight, SuperblockWeight):
             return super().linear(weight, bias, epilogue, dtype)
+        if isinstance(weight, QuantizedWeight) and weight.is_float8 and self._multiplies_float8_rows:
+            from vlmserve.kernels.triton.float8 import TritonFloat8Product
+
+            return TritonFloat8Product(weight, bias, epilogue, dtype, by_rows=True)
         if (reason := unsupported_reason(weight, epilogue.activation)) is not None:
             logger.info("a product of %s: torch (%s)", tuple(weight.shape), reason)
             return super().linear(weight, bias, epilogue, dtype)

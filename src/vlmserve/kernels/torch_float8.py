@@ -59,13 +59,17 @@ class Float8Product(TorchProduct):
         scales = self._scales[0, indices][:, None] if self._by_rows else self._scales
         return (values * scales).to(self._dtype)
 
-    def _multiply(self, x: Tensor) -> Tensor:
-        flat = x.reshape(-1, x.shape[-1]).float()
+    def _round(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Rows of float8 and their scales, float32 ``[rows, 1]``; ``[1, 1]`` for all rows together."""
+        flat = x.float()
         largest = flat.abs().amax(1, keepdim=True) if self._by_rows else flat.abs().amax().view(1, 1)
         scales = largest.clamp(min=1e-12) / LARGEST
-        rounded = (flat / scales).clamp(-LARGEST, LARGEST).to(FLOAT8)
+        return (flat / scales).clamp(-LARGEST, LARGEST).to(FLOAT8), scales
+
+    def _multiply(self, x: Tensor) -> Tensor:
+        rounded, scales = self._round(x.reshape(-1, x.shape[-1]))
         output = torch._scaled_mm(
             rounded, self._values.t(), scale_a=scales, scale_b=self._scales, out_dtype=torch.bfloat16
         ).to(self._dtype)
-        output = output.view(*x.shape[:-1], -1)
+        output = output.view(*x.shape[:-1], output.shape[1])
         return output if self._bias is None else output + self._bias

@@ -15,6 +15,7 @@ from vlmserve.kernels.triton import (
     byte_products,
     encoder,
     expanding,
+    float8,
     gated,
     norm,
     product_kernels,
@@ -226,6 +227,8 @@ def byte_cases() -> Iterator[Case]:
     yield Case("product of bytes", byte_products.multiply_bytes, {**pointers, **numbers}, constants, 4)
     rounding = {"x_ptr": "*bf16", "values_ptr": "*i8", "scales_ptr": "*fp32", **numbers}
     yield Case("rounding of inputs", byte_products.round_rows, rounding, {"GROUP": 128, "COUNT": 8}, 4)
+    rounding = {**rounding, "values_ptr": "*u8"}
+    yield Case("rounding of inputs to float8", float8.round_to_float8, rounding, {"BLOCK": float8.BLOCK}, 8)
 
 
 def other_cases() -> Iterator[Case]:

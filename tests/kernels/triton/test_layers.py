@@ -26,12 +26,16 @@ from triton import knobs
 from triton.runtime.interpreter import GridExecutor
 
 from tests.checkpoints import make_llama, make_text_model
+from tests.kernels.test_torch_float8 import made
 from tests.kernels.triton.interpreted import CPU, InterpretedDevice, randomize_norms
 from tests.kernels.triton.interpreted import loaded as loaded_model
 from tests.paged import BlockTables, PagedRun
 from vlmserve.devices.torch_device import TorchDevice
 from vlmserve.kernels.adapters import AdapterRows, Change, LowRank
+from vlmserve.kernels.operations import NO_EPILOGUE
+from vlmserve.kernels.torch_float8 import Float8Product
 from vlmserve.kernels.triton import attention, products
+from vlmserve.kernels.triton.float8 import TritonFloat8Product
 from vlmserve.kernels.triton.products import MOST_ROWS, TritonProduct
 from vlmserve.layers.layer import arrange_layers
 from vlmserve.layers.norm import RMSNorm
@@ -262,6 +266,18 @@ def test_norms_of_heads_take_no_launches(tmp_path: Path, launches: Launches) -> 
     layer = [*ATTENTION, *OUTPUT, *MLP]
     taken = layer_launches(loaded(folder, InterpretedDevice), launches, 3)
     assert taken == ["norm_rows", *layer, *layer, "norm_rows"]
+
+
+def test_float8_matmuls_round_inputs_in_one_launch(launches: Launches) -> None:
+    weight = made(torch.rand(32))
+    counts = []
+    for kind in (Float8Product, TritonFloat8Product):
+        launches.names.clear()
+        with launches:
+            kind(weight, None, NO_EPILOGUE, torch.bfloat16, by_rows=True)(torch.randn(3, 64).bfloat16())
+        counts.append([name for name in launches.names if "randn" not in name])
+    assert counts[1][-2:] == ["round_to_float8", "aten::_scaled_mm"]
+    assert len(counts[0]) - len(counts[1]) >= 6
 
 
 def test_adapters_of_a_product_take_two_launches(folder: Path, launches: Launches) -> None:
