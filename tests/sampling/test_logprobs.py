@@ -36,6 +36,9 @@ def test_equal_tokens_are_listed_in_greedy_order():
     assert [token for token, _ in first.top] == [0, 1, 2]
     assert [token for token, _ in second.top] == [500, 501]
     assert (first.rank, second.rank) == (1, 1)
+    logits[0, 600:602] = torch.tensor([1.5, 2.0])
+    [third] = token_logprobs(logits[:1], [0], [3])
+    assert [token for token, _ in third.top] == [601, 600, 0]
 
 
 def test_impossible_tokens_and_nan_rows_harm_no_others():
