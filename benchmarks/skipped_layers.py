@@ -68,7 +68,7 @@ class Prefill:
     def __init__(self, config: Mapping[str, Any], tokens: int, kernels: str) -> None:
         device, dtype = open_device(torch.device("cpu"), kernels, torch.bfloat16, automatic=False)
         spec = decoder_spec(config)
-        backend = device.attention(spec.attention, dtype, quantized_cache=False)
+        backend = device.attention(spec.attention, dtype)
         self.decoder = Decoder(spec, backend, device.executor(), dtype=dtype, device=torch.device("cpu"))
         for parameter in self.decoder.parameters():
             parameter.data.normal_(std=0.02)
