@@ -28,6 +28,12 @@ from tests.web.page import add, answer_of, answering, answers, ask, draw, events
 
 SHAPES = Path(__file__).parents[2] / "examples/shapes.png"
 DOCUMENT = SHAPES.with_suffix(".pdf")
+SUGGESTED = {
+    "What is in the image?": "a red circle and a blue star",
+    "How many objects are there?": "2",
+    "Describe the image.": "a red circle and a blue star",
+}
+"""Questions that the page offers about its sample, and right answers."""
 NOT_READY = {"error": {"message": "The server is still loading pixie; try again soon", "code": "unavailable"}}
 
 
@@ -58,6 +64,18 @@ def test_newcomer_gets_an_answer_in_three_actions(pixie, visit):
     stamp(page, 0.5, 0.5)
     page.get_by_role("button", name="What is in the image?").click()
     assert answer_of(page, 0) == "a red circle"
+
+
+def test_suggestions_about_the_sample_are_answered(pixie, visit):
+    page = visit(pixie)
+    suggested = page.get_by_role("group", name="Suggested questions").get_by_role("button")
+    for number, (question, answer) in enumerate(SUGGESTED.items()):
+        page.get_by_role("button", name="Try a sample image").click()
+        expect(suggested).to_have_text(list(SUGGESTED))
+        page.get_by_role("button", name=question, exact=True).click()
+        assert answer_of(page, 0) == answer
+        if number + 1 < len(SUGGESTED):
+            page.get_by_role("link", name="New conversation").click()
 
 
 def test_hand_drawn_area_is_seen(pixie, visit):
@@ -360,13 +378,12 @@ def test_oversized_image_is_rejected_kindly(pixie, visit):
     noise = np.random.default_rng(0).integers(0, 256, (400, 400, 3), np.uint8)
     file = io.BytesIO()
     Image.fromarray(noise).save(file, "PNG")
-    page = visit(pixie, complains="413")
+    page = visit(pixie)
     add(page, {"name": "noise.png", "mimeType": "image/png", "buffer": file.getvalue()}, SHAPES)
     ask(page, "What colour is the circle?")
-    expect(page.locator(".turn .problem")).to_contain_text("too large for this server")
-    page.get_by_role("button", name="Edit the question").click()
+    expect(page.get_by_role("alert")).to_have_text(re.compile(r"The files have 0\.5 MB; this server takes 0\.2 MB"))
     page.get_by_role("button", name="Remove noise.png").click()
-    page.get_by_role("button", name="Ask again").click()
+    page.get_by_role("button", name="Ask", exact=True).click()
     assert answer_of(page, 0) == "red"
 
 
@@ -594,7 +611,7 @@ def adapted(tmp_path_factory):
 def test_adapters_are_chosen_and_named_with_answers(adapted, visit):
     page = visit(adapted)
     page.get_by_role("button", name="Settings").click()
-    page.get_by_label("Longest answer").fill("3")
+    page.get_by_label("Max tokens").fill("3")
     page.get_by_role("button", name="Done").click()
     choice = page.get_by_label("The model that answers")
     expect(choice.locator("option")).to_have_text(["tiny", "brief", "formal"])
@@ -616,7 +633,7 @@ def test_what_is_set_is_sent_and_remembered(pixie, visit):
     page = visit(pixie)
     page.get_by_role("button", name="Settings").click()
     page.get_by_label("Temperature").fill("0.5")
-    page.get_by_label("Longest answer").fill("2")
+    page.get_by_label("Max tokens").fill("2")
     page.get_by_label("Dark").check()
     page.get_by_role("button", name="Done").click()
     page.reload()

@@ -73,7 +73,7 @@ export function App() {
         <>
           <Sidebar open={menu} current={route.id} onShortcuts={() => setOpened("shortcuts")} onClose={() => setMenu(false)} />
           <Boundary key={route.id ?? "new"}>
-            <Chat id={route.id} model={server.models[0]?.id} onKey={() => setOpened("key")} />
+            <Chat id={route.id} model={server.models[0]} onKey={() => setOpened("key")} />
           </Boundary>
         </>
       ) : (

@@ -62,3 +62,8 @@ export function describeWait(wait: Wait | undefined): string {
       return "Waiting";
   }
 }
+
+/** Bytes in decimal megabytes, as limits are told. */
+export function megabytes(size: number): string {
+  return `${(size / 1e6).toFixed(1)} MB`;
+}

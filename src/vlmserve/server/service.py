@@ -54,6 +54,10 @@ def open_tracing(endpoint: str | None) -> Tracing | None:
     return Tracing(endpoint)
 
 
+_TOLD_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+"""Sampling parameters whose defaults clients are told."""
+
+
 class Service:
     """A server's state. It is loading until `open` is called, and refuses new requests from `drain` on.
 
@@ -187,6 +191,8 @@ class Service:
             tuple(inputs),
             tools=preparer.takes_tools,
             reasons=preparer.answers.reasoning is not None,
+            max_request_bytes=self.config.max_body_bytes,
+            defaults={name: getattr(self.defaults, name) for name in _TOLD_DEFAULTS},
         )
 
     def engine_stats(self) -> EngineStats | None:

@@ -9,6 +9,10 @@ import { explain, type Problem } from "./problems";
 export interface Model {
   id: string;
   max_model_len: number | null;
+  /** Sampling where a request sets none. */
+  default_parameters?: Partial<Record<string, number>> | null;
+  /** Most bytes of a request; files take a third more than alone. */
+  max_request_bytes?: number | null;
   /** Of an adapter, the model that it adapts. */
   parent?: string;
 }

@@ -1,25 +1,31 @@
-import { Brush, ImagePlus, MessagesSquare } from "lucide-react";
+import { Brush, ImagePlus, MessagesSquare, Shapes } from "lucide-react";
 import { useCallback, useEffect, useRef, useState } from "react";
 import { flushSync } from "react-dom";
 import { explain, type Problem } from "../api/problems";
+import type { Model } from "../api/server";
+import { megabytes } from "../format";
 import { go } from "../route";
 import { useShortcuts } from "../shortcuts";
 import { readDraft, saveDraft } from "../state/database";
+import { getSettings } from "../state/settings";
 import { ask, find, isLoaded, load, stop, useSession } from "../state/session";
 import type { Conversation, Attachment, Turn } from "../state/types";
 import { Composer } from "./composer";
 import { DrawDialog } from "./draw-dialog";
+import { sample } from "./drawing";
 import { attachmentsOf } from "./attachments";
 import { TurnView } from "./turn";
 import { useDropAndPaste } from "./drop-and-paste";
 
 const NOT_SHOWN: Problem = { title: "No model reads this file", detail: "Images, PDF and TIFF documents, and videos can be shown." };
 const DRAFT_DELAY = 300;
+/** What base64 makes of a byte. */
+const BASE64 = 4 / 3;
 /** Pixels from its end within which a conversation follows what comes. */
 const NEAR = 120;
 
 /** A conversation, or the beginning of one. model: the server's own. */
-export function Chat({ id, model, onKey }: { id?: string; model?: string; onKey: () => void }) {
+export function Chat({ id, model, onKey }: { id?: string; model?: Model; onKey: () => void }) {
   const { ready, answering, notes } = useSession();
   const conversation = id === undefined ? undefined : find(id);
   const [text, setText] = useDraft(id ?? "new");
@@ -49,6 +55,9 @@ export function Chat({ id, model, onKey }: { id?: string; model?: string; onKey:
 
   async function send(question: string, shown: Attachment[]): Promise<void> {
     if ((!question.trim() && shown.length === 0) || busy || sending) return;
+    const place = conversation?.place ?? getSettings().place;
+    const excess = tooLarge(shown, place === "server", model);
+    if (excess) return setProblem(excess);
     setSending(true);
     setProblem(undefined);
     try {
@@ -77,7 +86,7 @@ export function Chat({ id, model, onKey }: { id?: string; model?: string; onKey:
                 turn={turn}
                 question={conversation.turns[index - 1]}
                 shown={attachedBefore(conversation.turns, index)}
-                model={model}
+                model={model?.id}
                 busy={busy}
                 note={turn.ending === undefined ? notes[conversation.id] : undefined}
                 editing={editing === turn.id}
@@ -87,7 +96,13 @@ export function Chat({ id, model, onKey }: { id?: string; model?: string; onKey:
             ))}
           </ol>
         ) : (
-          ready && !(problem && id !== undefined) && <Welcome known={id === undefined || isLoaded(id)} />
+          ready && !(problem && id !== undefined) && (
+            <Welcome
+              known={id === undefined || isLoaded(id)}
+              model={model}
+              onSample={() => void sample().then((attachment) => setAttachments((before) => [...before, attachment]))}
+            />
+          )
         )}
         <div ref={end} />
       </div>
@@ -132,16 +147,39 @@ export function Chat({ id, model, onKey }: { id?: string; model?: string; onKey:
   );
 }
 
+/** Why files are more than a request may have. oneByOne: each is sent by itself. */
+function tooLarge(shown: Attachment[], oneByOne: boolean, model?: Model): Problem | undefined {
+  const sizes = shown.map(({ blob }) => blob?.size ?? 0);
+  const size = oneByOne ? Math.max(0, ...sizes) : sizes.reduce((sum, one) => sum + one, 0);
+  const most = (model?.max_request_bytes ?? Infinity) / (oneByOne ? 1 : BASE64);
+  if (size <= most) return undefined;
+  const subject = oneByOne ? "A file has" : "The files have";
+  const detail = `${subject} ${megabytes(size)}; this server takes ${megabytes(most)}. Use fewer or smaller files.`;
+  return { title: "That is too large for this server", detail };
+}
+
 /** The files that were attached last before a turn. */
 function attachedBefore(turns: Turn[], index: number): Attachment[] | undefined {
   return turns.slice(0, index).findLast((turn) => turn.attachments.length > 0)?.attachments;
 }
 
-function Welcome({ known }: { known: boolean }) {
+/** The model in the package, which can do little. */
+const BUILT_IN = "pixie";
+
+function Welcome({ known, model, onSample }: { known: boolean; model?: Model; onSample: () => void }) {
   if (!known) return <p className="hint">Loading the conversation from the server.</p>;
   return (
     <div className="welcome">
       <h2>Ask about an image</h2>
+      {model?.id === BUILT_IN && (
+        <p className="hint">
+          pixie, the tiny built-in model, answers. It names drawn shapes, their colours and places, counts them, and reads a number or a word, but
+          knows nothing of photos. <code>vlmserve doctor</code> says which real models run on this machine.
+        </p>
+      )}
+      <button type="button" onClick={onSample}>
+        <Shapes aria-hidden /> Try a sample image
+      </button>
       <ul>
         <li>
           <Brush aria-hidden />

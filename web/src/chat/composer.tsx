@@ -18,7 +18,7 @@ interface Props {
   onEditLast: () => void;
 }
 
-const ABOUT_IMAGES = ["What is in the image?", "How many objects are there?", "Which colours are there?"];
+const ABOUT_IMAGES = ["What is in the image?", "How many objects are there?", "Describe the image."];
 const ABOUT_DOCUMENTS = ["What is this document about?", "Write down its text.", "What do its tables say?"];
 
 /** Where a question is written, and files are put beside it. */

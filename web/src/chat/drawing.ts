@@ -1,5 +1,7 @@
 /** What a drawing is made of, and how it is painted. Lengths are in pixels of the image. */
 
+import { newId, type Attachment } from "../state/types";
+
 export const SIDE = 432;
 
 export const COLOURS = {
@@ -27,6 +29,11 @@ export type Mark =
   | { kind: "line"; colour: Colour; points: Point[]; size: number }
   | { kind: "area"; colour: Colour; points: Point[] };
 
+const SAMPLE: readonly Mark[] = [
+  { kind: "stamp", shape: "circle", colour: "red", at: [0.28 * SIDE, 0.3 * SIDE], size: SIDE / 3 },
+  { kind: "stamp", shape: "star", colour: "blue", at: [0.7 * SIDE, 0.65 * SIDE], size: SIDE / 3 },
+];
+
 /** Paint all of a drawing. */
 export function paint(canvas: CanvasRenderingContext2D, background: Colour, marks: readonly Mark[]): void {
   canvas.fillStyle = COLOURS[background];
@@ -36,6 +43,15 @@ export function paint(canvas: CanvasRenderingContext2D, background: Colour, mark
     if (mark.kind === "stamp") paintStamp(canvas, mark.shape, mark.at, mark.size);
     else paintPoints(canvas, mark.points, mark.kind === "line" ? mark.size : 3, mark.kind === "area");
   }
+}
+
+/** An image to try the model on. */
+export async function sample(): Promise<Attachment> {
+  const canvas = document.createElement("canvas");
+  canvas.width = canvas.height = SIDE;
+  paint(canvas.getContext("2d")!, "white", SAMPLE);
+  const blob = await new Promise<Blob | null>((resolve) => canvas.toBlob(resolve, "image/png"));
+  return { id: newId(), name: "Sample.png", kind: "image", blob: blob! };
 }
 
 function paintPoints(canvas: CanvasRenderingContext2D, points: readonly Point[], width: number, filled: boolean): void {

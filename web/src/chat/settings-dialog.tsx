@@ -11,6 +11,7 @@ const THEMES: Record<Theme, string> = { system: "As the system", light: "Light",
 export function SettingsDialog({ server, onKey, onClose }: { server: Server; onKey: () => void; onClose: () => void }) {
   const settings = useSettings();
   const { sampling } = settings;
+  const usual = server.models[0]?.default_parameters;
   const change = (next: Settings["sampling"]) => changeSettings({ sampling: { ...sampling, ...next } });
   return (
     <Dialog title="Settings" wide onClose={onClose}>
@@ -20,15 +21,15 @@ export function SettingsDialog({ server, onKey, onClose }: { server: Server; onK
           <ModelChoice models={server.models} />
         </label>
         <label>
-          What the model is told first
+          System prompt
           <textarea rows={2} value={sampling.system ?? ""} onChange={(event) => change({ system: event.target.value || undefined })} />
         </label>
         <fieldset>
           <legend>Sampling</legend>
-          <p className="hint">Empty fields use the model's defaults.</p>
+          <p className="hint">Empty fields use the model's defaults, which they show.</p>
           <div className="numbers">
             {(Object.keys(SAMPLING_FIELDS) as SamplingField[]).map((field) => (
-              <NumberField key={field} field={field} value={sampling[field]} onChange={(value) => change({ [field]: value })} />
+              <NumberField key={field} field={field} usual={usual?.[field]} value={sampling[field]} onChange={(value) => change({ [field]: value })} />
             ))}
           </div>
           <button type="button" onClick={() => changeSettings({ sampling: { model: sampling.model } })}>Use the model's defaults</button>
@@ -57,7 +58,15 @@ export function SettingsDialog({ server, onKey, onClose }: { server: Server; onK
   );
 }
 
-function NumberField({ field, value, onChange }: { field: SamplingField; value?: number; onChange: (value?: number) => void }) {
+interface NumberProps {
+  field: SamplingField;
+  /** The model's default. */
+  usual?: number;
+  value?: number;
+  onChange: (value?: number) => void;
+}
+
+function NumberField({ field, usual, value, onChange }: NumberProps) {
   const { label, hint, min, max, step } = SAMPLING_FIELDS[field];
   return (
     <label>
@@ -68,6 +77,7 @@ function NumberField({ field, value, onChange }: { field: SamplingField; value?:
         min={min}
         max={max}
         step={step}
+        placeholder={usual?.toString()}
         defaultValue={value}
         key={value === undefined ? "unset" : "set"}
         aria-describedby={`${field}-hint`}

@@ -10,7 +10,7 @@ export const SAMPLING_FIELDS = {
   top_k: { label: "Top-k", hint: "Only so many of the likeliest words; 0: all.", min: 0, max: 100000, step: 1 },
   min_p: { label: "Min-p", hint: "Only words at least this likely beside the likeliest.", min: 0, max: 1, step: 0.01 },
   repetition_penalty: { label: "Repetition penalty", hint: "Above 1, what was said is less likely to come again.", min: 0.01, max: 100, step: 0.05 },
-  maxTokens: { label: "Longest answer", hint: "In tokens.", min: 1, max: 1000000, step: 1 },
+  maxTokens: { label: "Max tokens", hint: "Of an answer.", min: 1, max: 1000000, step: 1 },
   seed: { label: "Seed", hint: "The same seed gives the same answer.", min: 0, max: Number.MAX_SAFE_INTEGER, step: 1 },
 } as const;
 

@@ -1,8 +1,8 @@
 """Entries of ``/v1/models``, in the fields that clients of several servers read.
 
-``max_model_len`` is vLLM's; ``context_length``, ``architecture``, ``supported_parameters`` and ``top_provider`` are
-OpenRouter's; ``capabilities`` is Ollama's list, or Anthropic's object for clients of that API; ``type``,
-``display_name``, ``created_at``, ``max_input_tokens`` and ``max_tokens`` are Anthropic's.
+``max_model_len`` is vLLM's; ``context_length``, ``architecture``, ``supported_parameters``, ``default_parameters`` and
+``top_provider`` are OpenRouter's; ``capabilities`` is Ollama's list, or Anthropic's object for clients of that API;
+``type``, ``display_name``, ``created_at``, ``max_input_tokens`` and ``max_tokens`` are Anthropic's.
 """
 
 from __future__ import annotations
@@ -37,6 +37,10 @@ class Abilities(msgspec.Struct, frozen=True):
     """OpenRouter's names; "file" means documents."""
     tools: bool
     reasons: bool
+    max_request_bytes: int
+    """Maximum size of a request's body, with files in base64."""
+    defaults: dict[str, float]
+    """Sampling parameters of requests that set none, by OpenRouter's names."""
 
 
 class Architecture(msgspec.Struct):
@@ -70,6 +74,8 @@ class ModelCard(msgspec.Struct):
     max_tokens: int | None = None
     architecture: Architecture | None = None
     supported_parameters: list[str] | None = None
+    default_parameters: dict[str, float] | None = None
+    max_request_bytes: int | None = None
     capabilities: list[str] | dict[str, Any] | None = None
     top_provider: TopProvider | None = None
     object: str = "model"
@@ -112,6 +118,7 @@ def model_card(name: str, created: int, abilities: Abilities | None, *, for_anth
     lacking = (frozenset() if abilities.tools else _OF_TOOLS) | (frozenset() if abilities.reasons else _OF_REASONING)
     known = ChatRequest.model_fields.keys() - lacking
     card.supported_parameters = [name for name in _OPENROUTER_PARAMETERS if name in known]
+    card.default_parameters, card.max_request_bytes = abilities.defaults, abilities.max_request_bytes
     card.capabilities = _as_anthropic(abilities) if for_anthropic else _as_ollama(abilities)
     return card
 
