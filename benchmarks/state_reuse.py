@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from PIL import Image
 
 from benchmarks.command import keep, show_rows
@@ -50,7 +49,7 @@ TOKENS = ("<|im_start|>", "<|im_end|>", "<think>", "system", "user", "assistant"
 """Words that are one token of Qwen's vocabulary, and several of pixie's."""
 SIZES = {
     "tiny": {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2},
-    "small": {"hidden_size": 512, "intermediate_size": 1536, "num_attention_heads": 8, "num_key_value_heads": 2},
+    "small": {"hidden_size": 256, "intermediate_size": 768, "num_attention_heads": 8, "num_key_value_heads": 2},
 }
 LAYERS = 8
 COLUMNS = (
@@ -60,6 +59,7 @@ COLUMNS = (
 
 def write_model(folder: Path, kind: str, size: Mapping[str, int]) -> Path:
     """A random checkpoint in `folder`. kind: "Qwen3_5" or "Qwen3VL"."""
+    import torch
     import transformers
 
     def save(folder: Path, ids: Mapping[str, int]) -> None:
@@ -213,12 +213,12 @@ class Bench:
             yield row(name, total, hits, times)
 
     def texts(self, lengths: Sequence[int]) -> Iterator[list[Any]]:
-        """Rows about the second request that shares a text: it parts from the first one at seven places."""
+        """Rows about the second request that shares a text: it parts from the first one at three places."""
         generator = random.Random(0)
         for length in lengths:
             total = hits = 0
             times: list[list[float]] = [[] for _ in self._models]
-            for place in range(length // 8, length, length // 8):
+            for place in range(length // 4, length, length // 4):
                 first, second = ([generator.randrange(300, 1000) for _ in range(length)] for _ in range(2))
                 for number, served in enumerate(self._models):
                     served.ask([Prompt(first)])

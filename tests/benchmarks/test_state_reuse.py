@@ -29,4 +29,4 @@ def test_repeats_compute_one_token(bench: Bench) -> None:
 
 def test_second_request_hits_shared_text(bench: Bench) -> None:
     [(_, _, share, _)] = bench.texts([500])
-    assert share >= 80
+    assert share >= 75
