@@ -19,6 +19,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -36,6 +37,9 @@ PROMPTS = (32, 1000)
 BESIDE = (64, (32, 400))
 """Streams, and prompts beside their decodes."""
 STEPS = 50
+REPEATS = 9
+SIZES = replace(gpu_stages.FULL, steps=STEPS * (REPEATS + 3) // 2)
+"""Requests have blocks for twice these steps: for those that are measured, and the first ones."""
 
 WITHOUT_CUDNN = """import torch
 
@@ -134,13 +138,13 @@ def figures() -> dict[str, Figure]:
     model = gpu_decode.random_model(device, gpu_stages.FULL, "none", eager=False)
     found = {}
     for count in STREAMS:
-        streams = gpu_decode.Streams(model, gpu_stages.FULL, count)
+        streams = gpu_decode.Streams(model, SIZES, count)
         found[f"{count} streams"] = decodes(streams, library)
         for length in BESIDE[1] if count == BESIDE[0] else ():
             found[f"{count} streams and a prompt of {length}"] = beside(streams, length, library)
     for length in PROMPTS:
         found[f"prompt of {length}"] = prompts(streams, STREAMS[-1], length, library)
-    streams = gpu_decode.Streams(model, gpu_stages.FULL, 1, gpu_decode.random_adapter(model))
+    streams = gpu_decode.Streams(model, SIZES, 1, gpu_decode.random_adapter(model))
     found["1 streams, LoRA"] = decodes(streams, library)
     for length in PROMPTS:
         found[f"prompt of {length}, LoRA"] = prompts(streams, 1, length, library)
@@ -150,13 +154,13 @@ def figures() -> dict[str, Figure]:
 def decodes(streams: gpu_decode.Streams, library: ctypes.CDLL) -> Figure:
     """Of steps that are submitted one ahead."""
     streams.steps_ahead(3)  # the second one is captured
-    return figure(functools.partial(streams.steps_ahead, STEPS), library, repeats=9, steps=STEPS)
+    return figure(functools.partial(streams.steps_ahead, STEPS), library, repeats=REPEATS, steps=STEPS)
 
 
 def beside(streams: gpu_decode.Streams, length: int, library: ctypes.CDLL) -> Figure:
     """Of decodes beside a prompt of so many tokens, and of forgetting that."""
     streams.prompt_beside(length)
-    return figure(functools.partial(streams.prompt_beside, length), library, repeats=9)
+    return figure(functools.partial(streams.prompt_beside, length), library, repeats=REPEATS)
 
 
 def prompts(streams: gpu_decode.Streams, number: int, length: int, library: ctypes.CDLL) -> Figure:
@@ -167,7 +171,7 @@ def prompts(streams: gpu_decode.Streams, number: int, length: int, library: ctyp
         streams.forget(number)
 
     prompt()
-    return figure(prompt, library, repeats=9)
+    return figure(prompt, library, repeats=REPEATS)
 
 
 def show(found: dict[str, Figure], console: Console) -> None:
