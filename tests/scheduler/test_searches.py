@@ -85,9 +85,18 @@ def test_beams_end_after_their_minimum():
 def test_request_is_answered_beside_failed_beams():
     s = scheduler()
     add_search(s, "a", 5, 2, 4)
-    s.add(request("b", 5))
     extend(s, s.schedule())
+    s.add(request("b", 5))
     step = s.schedule()
     output = sampled(s, step, 7)
     output.failures = {name: RequestFailure("not_finite") for name in output.token_ids if name != "b"}
     assert sorted(one.request_id for one in s.update(step, output)) == ["a", "b"]
+
+
+def test_early_stopping_ends_with_enough_answers():
+    search = Beams(BeamSearch(1, early_stopping=True), frozenset({END}), 10)
+    search.advance([[(END, -1.0), (7, -0.1)]])
+    assert not search.done
+    search.advance([[(END, -0.1), (7, -1.0)]])
+    assert search.done
+    assert search.answers() == [BeamAnswer([7], "stop", END)]
