@@ -72,6 +72,11 @@ SHAPES = {
         {"head_dim": 16, "vocab_size": 2048, "max_position_embeddings": 4096},
         {"depth": 3, "hidden_size": 64, "intermediate_size": 128, "num_heads": 4, "out_hidden_size": 64},
     ),
+    "smollm2-135m": Shape(
+        "LlamaForCausalLM",
+        (576, 1536, 30, 9, 3),
+        {"vocab_size": 49152, "max_position_embeddings": 8192, "tie_word_embeddings": True},
+    ),
     "qwen3-0.6b": Shape("Qwen3ForCausalLM", (1024, 3072, 28, 16, 8), {**_QWEN, "tie_word_embeddings": True}),
     "llama-1b": Shape(
         "LlamaForCausalLM",
