@@ -15,4 +15,4 @@ def test_random_requests_equal_a_quiet_engine(tmp_path: Path, family: str) -> No
     fuzz(FAMILIES[family](tmp_path), 25, 7, tally)
     assert tally.different == []
     assert tally.ties <= 1
-    assert tally.found_tokens > 300, "or no state was on trial"
+    assert tally.found_tokens > 50, "or no state was on trial"
