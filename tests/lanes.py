@@ -19,7 +19,7 @@ _SLOW = {
     "devices": "cpu",
     "engine": """beams blip captures contract drafts families gemma3 gemma4 image_budget moondream ocr
         original_families overlap parity process quantized_cache quantized_images qwen_chat qwen_vl ranks sampling
-        slow_grammars states stress structured thoughts tiles transformers_backend
+        slow_grammars state_fuzz states stress structured thoughts tiles transformers_backend
         transformers_images""",
     "frontend": "beams client processors tools xml_tools",
     "kernels": "attention_backends cpu_attention cpu_program other_processors quantized_cache",
