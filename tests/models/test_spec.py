@@ -150,6 +150,22 @@ def test_states_that_no_kernel_can_compute_are_refused() -> None:
         decoder_spec({"model_type": "lfm2", "full_attn_idxs": []})
 
 
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"model_type": "mixtral", "num_experts_per_tok": 9},
+        {"model_type": "qwen3_moe", "num_experts_per_tok": 0},
+        {"model_type": "qwen3_moe", "num_experts": 10**12},
+        {"model_type": "gemma4_text", "enable_moe_block": True, "num_experts": 8, "top_k_experts": 9,
+         "moe_intermediate_size": 8},
+    ],
+    ids=["more than all", "none", "too many", "gemma4"],
+)  # fmt: skip
+def test_routers_choose_some_of_the_experts(config: dict[str, Any]) -> None:
+    with pytest.raises(ModelLoadError, match=r"tokens take \d+ of \d+ experts; allowed are 1 to all"):
+        decoder_spec(config)
+
+
 @pytest.mark.parametrize("name", ["linear_num_key_heads", "linear_conv_kernel_dim", "conv_L_cache"])
 def test_sizes_of_states_are_above_zero(name: str) -> None:
     with pytest.raises(ModelLoadError, match=f"{name} is 0; allowed are 1 to"):

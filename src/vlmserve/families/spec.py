@@ -55,6 +55,10 @@ class PerLayerSpec:
     """Rows of the table."""
 
 
+MOST_EXPERTS = 2**14
+"""Of a layer."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertsSpec:
     """A mixture of experts, in place of an MLP unless it has a `router_norm`. Sizes in elements."""
@@ -79,6 +83,14 @@ class ExpertsSpec:
     router_norm: NormSpec | None = None
     """The layer has its MLP as well. Router and experts read the residual stream through norms of their own, and the
     router has scales of its inputs and of experts (Gemma 4). None: none of this."""
+
+    def __post_init__(self) -> None:
+        """Raises ModelLoadError where routers cannot choose that many experts."""
+        if not 1 <= self.top_k <= self.count <= MOST_EXPERTS:
+            raise ModelLoadError(
+                f"config.json: tokens take {self.top_k} of {self.count} experts; allowed are 1 to all of at most "
+                f"{MOST_EXPERTS:,}"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
