@@ -113,10 +113,13 @@ def test_factors_cancel_out_in_every_family(tmp_path: Path, name: str) -> None:
     assert max(result.errors.values()) < 1e-3
 
 
-@pytest.mark.parametrize("name", ["mixtral", "qwen3.5 with experts"])
-def test_factors_cancel_out_in_experts(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "method"),
+    [("mixtral", "awq+gptq"), ("mixtral", "smoothquant"), ("qwen3.5 with experts", "awq+gptq")],
+)
+def test_factors_cancel_out_in_experts(tmp_path: Path, name: str, method: QuantizeMethod) -> None:
     folder = make(tmp_path / "plain", name)
-    config = QuantizationConfig(scheme="int8", method="awq+gptq")
+    config = QuantizationConfig(scheme="int8", method=method)
     weighted = {prompt: 1.0 + number % 2 for number, prompt in enumerate(random_prompts(60))}
     result = Calibration(folder, tmp_path / "out", config, weighted).run()
     save_quantized(folder, tmp_path / "rounded", config)
