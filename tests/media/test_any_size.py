@@ -78,9 +78,9 @@ def test_pixels_and_grid_equal_those_of_transformers(size: tuple[int, int], kind
     rows, grid = rows_of(kind, torch.from_numpy(pixels))
     assert grid.tolist() == theirs["image_grid_thw"].tolist()
     torch.testing.assert_close(rows, theirs["pixel_values"].view_as(rows), atol=1e-5, rtol=0)
-    count, layout, _, _ = processor.placeholders(pixels, size)
-    assert layout == (1, grid[0, 1] // 2, grid[0, 2] // 2)
-    assert count == grid.prod() // 4
+    placeholders = processor.placeholders(pixels, size)
+    assert placeholders.grid == (1, grid[0, 1] // 2, grid[0, 2] // 2)
+    assert placeholders.num_tokens == grid.prod() // 4
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -19,6 +19,7 @@ from vlmserve.errors import InvalidRequestError, ModelLoadError, UnsupportedMode
 from vlmserve.media.budget import ImageBudget
 from vlmserve.media.cache import ImageCache
 from vlmserve.media.images import DecodedImage, decode_image
+from vlmserve.media.processor import Placeholders
 from vlmserve.media.sources import prepare_image
 from vlmserve.media.tiles import AnyResolutionProcessor, SplitProcessor, SplitWords
 from vlmserve.types import Tiling
@@ -96,7 +97,7 @@ def test_an_image_covers_the_middle_of_its_tiles() -> None:
     processor = next_processor(NEXT)
     pixels = processed(processor, DecodedImage.whole(noise(40, 30)))
     # 32 x 24 of the 32 x 32 pixels of 2 x 2 tiles, which have 8 x 8 embeddings.
-    assert processor.placeholders(pixels, (40, 30)) == (16 + 6 * 9, None, Tiling(2, 2, 6, 8), ())
+    assert processor.placeholders(pixels, (40, 30)) == Placeholders(16 + 6 * 9, tiling=Tiling(2, 2, 6, 8))
 
 
 @pytest.mark.parametrize("settings", NEXT_SETTINGS.values(), ids=NEXT_SETTINGS)
@@ -107,7 +108,7 @@ def test_low_detail_keeps_only_the_first_tile(settings: dict[str, Any]) -> None:
         pixels, placeholders = low.prepare(DecodedImage.whole(noise(*size)))
         expected = theirs(images=noise(*size), return_tensors="np")["pixel_values"][0]
         np.testing.assert_allclose(of_levels(pixels, low.levels), expected[:1], rtol=0, atol=1e-6)
-        assert placeholders == (16 + 1, None, None, ())
+        assert placeholders == Placeholders(16 + 1)
     assert low.fingerprint != processor.fingerprint
     assert processor.within(ImageBudget()) is processor
     assert low.within(ImageBudget(low_detail=True)) is low

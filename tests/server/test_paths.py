@@ -58,7 +58,7 @@ def test_unknown_paths_name_the_right_one(live, path, instead):
 
 
 def test_unknown_path_of_ollama_gets_its_error(live):
-    response = httpx.post(f"{live.url}/api/embed", json={})
+    response = httpx.post(f"{live.url}/api/copy", json={})
     assert (response.status_code, list(response.json())) == (404, ["error"])
     assert "/api/chat" in response.json()["error"]
     assert response.json()["error"].endswith("OpenAI's API is at /v1")

@@ -13,11 +13,11 @@ HOPPER = """
 kernels/triton/test_adapters.py::test_many_rows_have_their_adapters_too
 kernels/triton/test_adapters.py::test_rows_are_scaled_between_the_factors
 kernels/triton/test_adapters.py::test_mixed_adapter_rows_share_a_matmul[interpreter-2-4 bits]
-kernels/triton/test_attention.py::test_a_cache_of_8_bits[interpreter-all of it]
+kernels/triton/test_attention.py::test_a_cache_of_8_bits[interpreter-all of it-int8]
 kernels/triton/test_attention.py::test_a_mixed_batch_equals_naive_attention[interpreter-all of it]
 kernels/triton/test_attention.py::test_blocks_have_any_size[interpreter-3]
 kernels/triton/test_attention.py::test_chunks_of_few_rows_split_their_contexts[interpreter-True]
-kernels/triton/test_attention.py::test_fused_writes_equal_separate_writes[interpreter-groups of three-4-True]
+kernels/triton/test_attention.py::test_fused_writes_equal_separate_writes[interpreter-groups of three-4-int8]
 kernels/triton/test_attention.py::test_float16_is_as_exact_as_its_inputs
 kernels/triton/test_attention.py::test_decode_count_may_be_on_the_device[interpreter-all of it-True]
 kernels/triton/test_bfloat16.py
@@ -41,7 +41,7 @@ engine/test_captures.py::test_contexts_that_grow_while_steps_are_repeated
 adapters/test_captured.py::test_rows_of_captured_steps_have_their_adapters
 """
 ADA = """
-kernels/triton/test_bfloat16.py::test_attention[interpreter-80-True]
+kernels/triton/test_bfloat16.py::test_attention[interpreter-80-int8]
 kernels/triton/test_bfloat16.py::test_attention_of_images[interpreter-80]
 kernels/triton/test_bfloat16.py::test_norms_between_products_of_a_7b_model[interpreter-4 bits-64]
 kernels/triton/test_bfloat16.py::test_tiles_of_a_7b_model[interpreter-32-False-8 bits-128]
