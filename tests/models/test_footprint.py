@@ -16,6 +16,7 @@ from transformers import Gemma4ForCausalLM, Gemma4TextConfig
 
 from tests.checkpoints import make_llama, make_llava, make_text_model
 from tests.gguf_files import write_gguf
+from tests.models.test_families import make
 from tests.paged import PagedRun
 from tests.ranks import Meeting, ThreadRanks
 from vlmserve.config import EngineConfig
@@ -64,6 +65,12 @@ def test_footprint_counts_plain_embeddings_of_layers(tmp_path: Path, scheme: Sch
     quantization = QuantizationConfig(scheme=scheme)
     settings = LoadSettings(device=torch.device("cpu"), dtype=torch.bfloat16, quantization=quantization)
     assert footprint(folder, scheme).weights == pytest.approx(load_model(folder, settings).weight_bytes, rel=0.05)
+
+
+def test_footprint_counts_plain_gates_of_states(tmp_path: Path) -> None:
+    folder = make(tmp_path / "folder", "qwen3.5")
+    file = write_gguf(folder, tmp_path / "model.gguf")
+    assert footprint(folder, "int4").weights == footprint(file, "int4").weights
 
 
 def test_footprint_leaves_out_audio_towers(tmp_path: Path, llama: Path) -> None:

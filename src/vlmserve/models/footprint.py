@@ -43,7 +43,7 @@ _EXPERTS = re.compile(r"\.experts\.(gate_up|down)_proj$|_exps\.weight$")
 _OUTSIDE = re.compile(r"vision|visual|projector|connector|image|(^|\.)(v|mm)\.|patch|position|wpe")
 """Names of tensors outside of the language model, which are not quantized by default."""
 _STAYS_PLAIN = re.compile(
-    r"per_layer|\.mlp\.(gate|shared_expert_gate)\.weight$|block_sparse_moe\.gate\.|in_proj_[ab]\."
+    r"per_layer|\.mlp\.(gate|shared_expert_gate)\.weight$|block_sparse_moe\.gate\.|in_proj_[ab]\.|ssm_(alpha|beta)\."
 )
 """Names of tensors that are never quantized by default: embeddings of layers, routers, gates of delta rules."""
 
