@@ -196,11 +196,12 @@ def _cache_budget(config: EngineConfig, model: LoadedModel, max_model_len: int) 
 
 
 def _graph_bytes(config: EngineConfig, model: LoadedModel) -> int:
-    """Bytes of graphs that are captured at start: activations of the largest, input and result of each."""
+    """Bytes of graphs that are captured at start: activations of the largest, input and result of each. A size has up
+    to two graphs, see `warm_up_steps`."""
     sizes = model.device.decode_sizes(config.max_num_seqs) if model.ranks is None and config.max_warm_up_seconds else []
     if not sizes:
         return 0
-    ends = 2 * sum(sizes) * model.language_model.hidden_size * model.dtype.itemsize
+    ends = 2 * 2 * sum(sizes) * model.language_model.hidden_size * model.dtype.itemsize
     return ends + model.device.graph_bytes(
         partial(run_largest_graphs, model, num_decodes=sizes[0], block_size=config.block_size)
     )

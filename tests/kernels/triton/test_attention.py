@@ -194,6 +194,25 @@ def test_rows_that_see_what_comes_after_them(device: torch.device, window: int |
     torch.testing.assert_close(output.double(), expected, atol=2e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("cache_type", ["int8", "fp8"])
+def test_float16_keeps_small_weights_of_8_bits(device: torch.device, cache_type: CacheType) -> None:
+    """One key takes almost all of the weight, and its value is 0."""
+    spec, blocks, length = AttentionSpec(2, 1, 16, 0.25), BlockTables([30], 16), 30
+    backends = TritonAttention(cache_type=cache_type), TorchReference(cache_type=cache_type)
+    torch.manual_seed(0)
+    query, key, value = torch.ones(length, 2, 16), torch.zeros(length, 1, 16), torch.rand(length, 1, 16) + 1
+    key[0], value[0] = 3, 0
+    rows = [one.to(device, torch.float16) for one in (query, key, value)]
+    cache = backends[0].allocate(blocks.num_blocks, 16, spec, torch.float16, device)
+    outputs = []
+    for backend, before in ((backends[1], 0), (backends[0], length - 1), (backends[1], length - 1)):
+        metadata = blocks.metadata([(0, before, length - before)], device)
+        plan = backend.prepare(metadata, 16, [spec], torch.float16)
+        context = AttentionContext(cache, spec, metadata, plan)
+        outputs.append(backend.attend(*(one[before:] for one in rows), context)[-1])
+    torch.testing.assert_close(outputs[1], outputs[2], rtol=0.01, atol=0)
+
+
 def test_float16_is_as_exact_as_its_inputs(device: torch.device) -> None:
     spec = AttentionSpec(6, 2, 32, 1.0)
     output, expected = attend(

@@ -100,6 +100,8 @@ def over_keys(
     DTYPE: tl.constexpr = query.dtype
     # Values of 8 bits are read as pairs of columns, and summed as even and odd ones.
     PARTS: tl.constexpr = 2 if QUANTIZED != "" else 1
+    # float16 has no numbers as small as a small weight times a scale, so these products are raised until the end.
+    RAISED: tl.constexpr = 256.0 if QUANTIZED == "fp8" else 64.0
     total = tl.zeros((ROWS, HEAD_BLOCK // PARTS), tl.float32)
     odd_total = total
     value_columns = tl.arange(0, HEAD_BLOCK // PARTS)
@@ -132,7 +134,8 @@ def over_keys(
         values = load_keys(values_ptr, tables_ptr, read, value_columns, kv_head, KV_HEADS, HEAD // PARTS, BLOCK_SIZE)
         total *= kept[:, None]
         if QUANTIZED != "":
-            weights *= load_scales(scales_ptr, tables_ptr, read, kv_head, 1, KV_HEADS, BLOCK_SIZE)[None, :]
+            scales = load_scales(scales_ptr, tables_ptr, read, kv_head, 1, KV_HEADS, BLOCK_SIZE)
+            weights *= (scales * RAISED)[None, :]
             if QUANTIZED == "fp8":
                 even, odd = float8_pairs(values, DTYPE, ASSEMBLY)
             else:
@@ -143,7 +146,7 @@ def over_keys(
             total = tl.dot(weights.to(DTYPE), values, total, input_precision="ieee")
         largest = new_largest
     if QUANTIZED != "":
-        total = tl.reshape(tl.join(total, odd_total), (ROWS, HEAD_BLOCK))
+        total = tl.reshape(tl.join(total, odd_total), (ROWS, HEAD_BLOCK)) * (1.0 / RAISED)
     return total, largest, weight
 
 
