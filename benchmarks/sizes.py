@@ -2,6 +2,7 @@
 
     python -m benchmarks.sizes --shapes qwen3-0.6b qwen3-vl-2b --json report.json
     python -m benchmarks.sizes --shapes llama-1b llama-1b-262k --quantize int4 --gguf Q4_K_M Q6_K IQ4_XS
+    python -m benchmarks.sizes --shapes qwen3-30b-a3b-24l --quantize --gguf Q4_K_M
 
 Checkpoints are written tensor by tensor, so that the largest need little memory. Each system runs in a process of its
 own, one after the other; vlmserve starts twice, the second time from its cache of packed weights. llama.cpp reads the
@@ -41,7 +42,10 @@ TEXT_KEYS = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_atten
 
 @dataclass(frozen=True)
 class Shape:
-    """A published model. sizes: of `TEXT_KEYS`. config: other fields of its config. vision: fields of a tower."""
+    """A published model, or some of its layers.
+
+    sizes: of `TEXT_KEYS`. config: other fields of its config. vision: fields of a tower.
+    """
 
     model_class: str
     sizes: tuple[int, int, int, int, int]
@@ -72,6 +76,32 @@ SHAPES = {
         {"head_dim": 16, "vocab_size": 2048, "max_position_embeddings": 4096},
         {"depth": 3, "hidden_size": 64, "intermediate_size": 128, "num_heads": 4, "out_hidden_size": 64},
     ),
+    "tiny-qwen3.5": Shape(
+        "Qwen3_5ForCausalLM",
+        (256, 256, 4, 4, 2),
+        {
+            "head_dim": 64,
+            "vocab_size": 2048,
+            "max_position_embeddings": 2048,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 64,
+            "linear_value_head_dim": 64,
+        },
+    ),
+    "tiny-qwen3-moe": Shape(
+        "Qwen3MoeForCausalLM",
+        (256, 256, 2, 4, 2),
+        {
+            "head_dim": 64,
+            "vocab_size": 2048,
+            "max_position_embeddings": 2048,
+            "num_experts": 8,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 256,
+            "norm_topk_prob": True,
+        },
+    ),
     "smollm2-135m": Shape(
         "LlamaForCausalLM",
         (576, 1536, 30, 9, 3),
@@ -93,6 +123,17 @@ SHAPES = {
         "LlamaForCausalLM", (4096, 14336, 32, 32, 8), {"vocab_size": 128256, "max_position_embeddings": 8192}
     ),
     "qwen3.5-2b": Shape("Qwen3_5ForCausalLM", (2048, 6144, 24, 8, 2), _QWEN35),
+    "qwen3-30b-a3b-24l": Shape(
+        "Qwen3MoeForCausalLM",
+        (2048, 6144, 24, 32, 4),
+        {
+            **_QWEN,
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 768,
+            "norm_topk_prob": True,
+        },
+    ),
     "qwen3-vl-2b": Shape("Qwen3VLForConditionalGeneration", (2048, 6144, 28, 16, 8), _QWEN, _TOWER),
 }
 SHORT_PROMPT = 8
@@ -229,7 +270,10 @@ def rows(name: str, options: argparse.Namespace, folder: Path) -> Iterator[list[
         "photo_size": tuple(options.photo_size),
     }
     checkpoint = folder / name
-    write_checkpoint(checkpoint, shape.model_class, shape.text, shape.vision, RANDOM_MODELS["qwen3-vl"])
+    tokens = RANDOM_MODELS["qwen3-vl"]
+    write_checkpoint(
+        checkpoint, shape.model_class, shape.text, shape.vision, tokens, with_weights=bool(options.quantize)
+    )
     for scheme in options.quantize:
         settings = {"quantize": scheme, "dtype": "bfloat16", "weights_cache": str(folder / "cache")}
         job = Job("vlmserve", str(checkpoint), settings, vision=shape.vision is not None, **common)

@@ -15,16 +15,28 @@ from benchmarks.random_models import RandomModel
 
 BLOCK = 2**22
 """Random values that are made once, and written again and again."""
-MIXTURES = {"Q4_K_M": ("Q4_K", "Q6_K"), "Q5_K_M": ("Q5_K", "Q6_K")}
-"""Types of most matrices, and of those that get more bits."""
+MIXTURES = {"Q4_K_M": ("Q4_K", "Q6_K", "Q5_K"), "Q5_K_M": ("Q5_K", "Q6_K", "Q6_K")}
+"""Types of most matrices, of those that get more bits, and of queries, keys and values in one."""
+ARCHITECTURES = {"llama": "llama", "qwen3": "qwen3", "qwen3_moe": "qwen3moe", "qwen3_5_text": "qwen35"}
+"""Names in GGUF of the model types that `write_gguf` knows."""
+_FLOATS = ("ssm_conv1d.weight", "ffn_gate_inp.weight")
+"""Matrices that llama.cpp leaves in float32."""
 _SCALES = {"Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
 """Where blocks have float16 numbers; others have one at their beginning."""
 
 
 def write_checkpoint(
-    folder: Path, model_class: str, text: Mapping[str, Any], vision: Mapping[str, Any] | None, tokens: RandomModel
+    folder: Path,
+    model_class: str,
+    text: Mapping[str, Any],
+    vision: Mapping[str, Any] | None,
+    tokens: RandomModel,
+    with_weights: bool = True,
 ) -> None:
-    """A bfloat16 checkpoint in Hugging Face layout with pixie's tokenizer. tokens: of a model with images."""
+    """A bfloat16 checkpoint in Hugging Face layout with pixie's tokenizer.
+
+    tokens: of a model with images. with_weights: else it has no more than the shapes, which `write_gguf` needs.
+    """
     import transformers
 
     folder.mkdir(parents=True)
@@ -51,7 +63,7 @@ def write_checkpoint(
             model = getattr(transformers, model_class)(config)
         tied = "lm_head.weight" if config.tie_word_embeddings else None
         shapes = {key: tuple(value.shape) for key, value in model.state_dict().items() if key != tied}
-        _write_safetensors(folder / "model.safetensors", shapes)
+        _write_safetensors(folder / "model.safetensors", shapes, with_weights)
 
     RandomModel(save, tokens.tokens, tokens.image, tokens.settings, tokens.processor).write(folder)
 
@@ -61,42 +73,69 @@ def write_gguf(path: Path, checkpoint: Path, kind: str) -> Path:
     import gguf
 
     config = json.loads((checkpoint / "config.json").read_text())
-    name = config["model_type"]
-    architecture = {"llama": gguf.MODEL_ARCH.LLAMA, "qwen3": gguf.MODEL_ARCH.QWEN3}[name]
-    names = gguf.get_tensor_name_map(architecture, config["num_hidden_layers"])
+    name, num_layers = ARCHITECTURES[config["model_type"]], config["num_hidden_layers"]
+    architecture = next(key for key, value in gguf.MODEL_ARCH_NAMES.items() if value == name)
     writer = gguf.GGUFWriter(path, name)
     _add_metadata(writer, config)
     _add_tokenizer(writer, checkpoint, config["vocab_size"])
     infos = []
-    for key, (shape, _) in _entries(checkpoint / "model.safetensors").items():
+    names = gguf.get_tensor_name_map(architecture, num_layers)
+    for key, shape in _stored_shapes(checkpoint / "model.safetensors"):
         stored = names.get_name(key, try_suffixes=(".weight", ".bias"))
         assert stored is not None, key
-        of_tensor = "F32" if len(shape) == 1 else _type_of(stored, kind, config["num_hidden_layers"])
+        of_tensor = "F32" if len(shape) == 1 or stored.endswith(_FLOATS) else _type_of(stored, kind, num_layers)
         raw_type = gguf.GGMLQuantizationType[of_tensor]
         count, block_bytes = gguf.GGML_QUANT_SIZES[raw_type]
         size = math.prod(shape) // count * block_bytes
         writer.add_tensor_info(stored, shape, np.dtype(np.float32), size, raw_dtype=raw_type)
-        infos.append((shape, of_tensor, size))
+        infos.append((stored, shape, of_tensor, size))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
-    blocks = {of_tensor: _quantized_blocks(of_tensor) for _, of_tensor, _ in infos if of_tensor != "F32"}
-    for shape, of_tensor, size in infos:
+    blocks = {of_tensor: _quantized_blocks(of_tensor) for _, _, of_tensor, _ in infos if of_tensor != "F32"}
+    for stored, shape, of_tensor, size in infos:
         if of_tensor == "F32":
-            writer.write_tensor_data(np.ones(shape, np.float32))
+            writer.write_tensor_data(_floats(stored, shape))
         else:
             writer.write_tensor_data(np.resize(blocks[of_tensor], size))
     writer.close()
     return path
 
 
+def _stored_shapes(path: Path) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Tensors of a checkpoint as GGUF files have them: gates and ups of experts by themselves, no empty axis."""
+    for name, (shape, _) in _entries(path).items():
+        if name.endswith(".experts.gate_up_proj"):
+            for part in ("gate_proj", "up_proj"):
+                yield name.replace("gate_up_proj", f"{part}.weight"), (shape[0], shape[1] // 2, shape[2])
+        elif name.endswith(".experts.down_proj"):
+            yield f"{name}.weight", shape
+        elif name.endswith(".conv1d.weight"):
+            yield name, (shape[0], shape[2])
+        else:
+            yield name.replace(".dt_bias", ".dt_proj.bias"), shape
+
+
+def _floats(name: str, shape: tuple[int, ...]) -> np.ndarray:
+    """Ones for norms, decays of a delta rule between none and half, and small random values for the rest."""
+    if name.endswith("norm.weight"):
+        return np.ones(shape, np.float32)
+    random = np.random.default_rng(len(name))
+    if name.endswith("ssm_a"):
+        return -random.uniform(0.01, 1, shape).astype(np.float32)
+    scale = 0.5 if "ssm" in name else 0.05
+    return (random.standard_normal(shape) * scale).astype(np.float32)
+
+
 def _type_of(name: str, kind: str, num_layers: int) -> str:
     """The type of a matrix, as llama.cpp chooses it: a mixture has more bits for the head and for some layers."""
     if kind not in MIXTURES:
         return kind
-    most, more = MIXTURES[kind]
+    most, more, joint = MIXTURES[kind]
     if name.startswith(("token_embd", "output")):
         return "Q6_K"
+    if "attn_qkv" in name:
+        return joint
     layer = int(name.split(".")[1])
     outer = layer < num_layers // 8 or layer >= 7 * num_layers // 8
     return more if ("attn_v" in name or "ffn_down" in name) and (outer or layer % 3 == 2) else most
@@ -131,10 +170,23 @@ def _add_metadata(writer: Any, config: Mapping[str, Any]) -> None:
     writer.add_head_count_kv(config["num_key_value_heads"])
     writer.add_key_length(head)
     writer.add_value_length(head)
-    writer.add_rope_dimension_count(head)
+    part = config.get("rope_parameters", {}).get("partial_rotary_factor", 1.0)
+    writer.add_rope_dimension_count(int(head * part))
     writer.add_rope_freq_base(10000.0)
     writer.add_layer_norm_rms_eps(1e-6)
     writer.add_vocab_size(config["vocab_size"])
+    if experts := config.get("num_experts") or config.get("num_local_experts"):
+        writer.add_expert_count(experts)
+        writer.add_expert_used_count(config["num_experts_per_tok"])
+        writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+    if "linear_num_key_heads" in config:
+        writer.add_rope_dimension_sections([*_sections(int(head * part)), 0])
+        writer.add_full_attention_interval(config["layer_types"].index("full_attention") + 1)
+        writer.add_ssm_conv_kernel(config["linear_conv_kernel_dim"])
+        writer.add_ssm_state_size(config["linear_key_head_dim"])
+        writer.add_ssm_group_count(config["linear_num_key_heads"])
+        writer.add_ssm_time_step_rank(config["linear_num_value_heads"])
+        writer.add_ssm_inner_size(config["linear_value_head_dim"] * config["linear_num_value_heads"])
 
 
 def _add_tokenizer(writer: Any, checkpoint: Path, size: int) -> None:
@@ -162,7 +214,7 @@ def _entries(path: Path) -> dict[str, tuple[tuple[int, ...], int]]:
     }
 
 
-def _write_safetensors(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
+def _write_safetensors(path: Path, shapes: Mapping[str, tuple[int, ...]], with_weights: bool) -> None:
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, shape in shapes.items():
@@ -175,7 +227,7 @@ def _write_safetensors(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> Non
     one = torch.ones(1, dtype=torch.bfloat16).view(torch.int16).numpy().tobytes()
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
-        for name, shape in shapes.items():
+        for name, shape in shapes.items() if with_weights else ():
             is_norm = "norm" in name and name.endswith("weight")
             for piece in _repeated(one * 1024 if is_norm else block, 2 * math.prod(shape)):
                 file.write(piece)

@@ -27,13 +27,21 @@ def test_tiny_model_is_measured(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [report], "checkpoints are removed"
 
 
-@pytest.mark.parametrize("kind", ["Q4_0", "Q8_0", "Q4_K_M"])
-def test_gguf_file_of_a_shape_answers(tmp_path: Path, kind: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("tiny", "Q4_0"), ("tiny", "Q8_0"), ("tiny", "Q4_K_M"), ("tiny-qwen3.5", "Q4_K_M"), ("tiny-qwen3-moe", "Q4_K_M")],
+)
+def test_gguf_file_of_a_shape_answers(tmp_path: Path, name: str, kind: str) -> None:
     pytest.importorskip("gguf")
-    shape = SHAPES["tiny"]
-    text = {**shape.text, "hidden_size": 256, "intermediate_size": 256}
-    write_checkpoint(tmp_path / "tiny", shape.model_class, text, None, RANDOM_MODELS["qwen3-vl"])
-    file = write_gguf(tmp_path / "tiny.gguf", tmp_path / "tiny", kind)
+    file = write_tiny(tmp_path, name, kind)
     figures = measure(Job("vlmserve", str(file), {"weights_cache_size": 0}, 2048, False, 16, 4, (64, 64)))
     assert figures["photo"] is None
     assert all(figures[name] > 0 for name in ("peak", "prompt", "decode", "users"))  # type: ignore[operator]
+
+
+def write_tiny(folder: Path, name: str, kind: str) -> Path:
+    """A GGUF file of a tiny shape, without weights of a checkpoint."""
+    shape = SHAPES[name]
+    text = {**shape.text, "hidden_size": 256, "intermediate_size": 256}
+    write_checkpoint(folder / name, shape.model_class, text, None, RANDOM_MODELS["qwen3-vl"], with_weights=False)
+    return write_gguf(folder / f"{name}.gguf", folder / name, kind)
