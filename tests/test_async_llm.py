@@ -22,6 +22,7 @@ from vlmserve.errors import (
     UnavailableError,
     UnknownModelError,
 )
+from vlmserve.frontend.deciding import Question
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -73,6 +74,12 @@ async def test_results_are_those_of_llm(llm, folder, images):
     prompts = ["one", [1, 2, 3], {"prompt_token_ids": [4, 5]}]
     assert shown(await llm.generate(prompts, GREEDY)) == shown(direct.generate(prompts, GREEDY, use_tqdm=False))
     assert await llm.chat([]) == []
+
+
+async def test_decisions_are_those_of_llm(llm, folder):
+    chat, questions = [{"role": "user", "content": "a"}], [Question.predicate("b"), Question.predicate("c")]
+    expected = LLM(str(folder), engine="mock").decide(chat, questions, use_tqdm=False)
+    assert await llm.decide(chat, questions) == expected
 
 
 async def test_stream_results_come_in_order(llm):

@@ -29,6 +29,8 @@ from vlmserve.errors import (
     TooManyImagesError,
     VLMServeError,
 )
+from vlmserve.frontend.deciding import Question
+from vlmserve.tasks import Prefill
 from vlmserve.types import EngineOutput
 
 GREEDY = SamplingParams(temperature=0)
@@ -549,6 +551,33 @@ def test_without_parameters_the_checkpoint_decides_how_to_sample(folder, tmp_pat
     assert LLM(str(tmp_path), engine="mock").default_sampling_params == SamplingParams(temperature=0.6, top_p=0.9)
     (tmp_path / "generation_config.json").write_text('{"temperature": -1}')
     assert LLM(str(tmp_path), engine="mock").default_sampling_params == SamplingParams()
+
+
+def test_decisions_share_their_beginning_without_thoughts(folder, tmp_path, monkeypatch, image):
+    llm = LLM(str(teach_thoughts(copytree(folder, tmp_path / "thinking"))), engine="mock")
+    added, add = [], llm.engine.add
+
+    def record(request):
+        added.append(request)
+        add(request)
+
+    monkeypatch.setattr(llm.engine, "add", record)
+    chat = [{"role": "user", "content": [{"type": "image", "image": image}]}]
+    questions = [Question.predicate("It is red."), Question.choice("What is it?", ["a cat", "a cat, but", "a dog"])]
+    values = llm.decide(chat, questions, use_tqdm=False)
+    assert [len(one) for one in values] == [2, 3]
+    first, *others = added
+    assert first.task == Prefill()
+    assert first.prompt.images
+    assert len(others) == 5
+    assert all(one.prompt.token_ids[: len(first.prompt.token_ids)] == first.prompt.token_ids for one in others)
+    begun = [llm.preparer.decode(one.prompt.token_ids[: one.task.start]) for one in others]
+    assert all(text.endswith("</think>\n\n") for text in begun)
+    llm.decide(chat, questions[:1], use_tqdm=False, chat_template_kwargs={"enable_thinking": True})
+    text = llm.preparer.decode(added[-1].prompt.token_ids[: added[-1].task.start])
+    assert text.endswith("<think>\n")
+    with pytest.raises(InvalidRequestError, match="at least one question"):
+        llm.decide(chat, [])
 
 
 def test_progress_is_shown_on_stderr(llm, capsys):

@@ -185,6 +185,11 @@ class AsyncLLM(OfflineModel[AsyncGenerator[str, None]]):
         if generation.error is not None:
             raise VLMServeError(generation.error)
 
+    async def decide(self, *args: Any, **options: Any) -> Any:
+        """See `OfflineModel.decide`. Prompts are made in a worker thread, once the engine's limits are known."""
+        await self._client()
+        return await (await run_in_thread(self._threads, partial(super().decide, *args, **options)))
+
     def _answer(self, call: Call, *, stream: bool, use_tqdm: bool) -> Any:
         params, several = call.params_of(self.default_sampling_params), call.adapters()
         adapters = itertools.repeat(cast(LoRARequest | None, call.lora_request)) if several is None else several
@@ -196,6 +201,8 @@ class AsyncLLM(OfflineModel[AsyncGenerator[str, None]]):
     ) -> AsyncGenerator[Any, None]:
         """In order. Closing it ends all requests. Raises the first error if the call is to."""
         await self._client()
+        if call.before is not None:
+            await self._answer(call.before, stream=False, use_tqdm=False)
         await run_in_thread(self._threads, call.check_all)
         running: deque[asyncio.Future[Outcome]] = deque()
         window = self._setup.window if stream else None

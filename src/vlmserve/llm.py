@@ -222,6 +222,8 @@ class LLM(OfflineModel[Iterator[str]]):
 
     def _answer(self, call: Call, *, stream: bool, use_tqdm: bool) -> Any:
         self._engine.check()
+        if call.before is not None:
+            self._answer(call.before, stream=False, use_tqdm=False)
         params, several = call.params_of(self.default_sampling_params), call.adapters()
         one = cast(LoRARequest | None, call.lora_request)
         names = repeat(self._load_adapter(one)) if several is None else [self._load_adapter(each) for each in several]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from inspect import signature
 from itertools import repeat
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, TypedDict, TypeVar, cast
@@ -28,6 +28,7 @@ from vlmserve.offline_inputs import (
 )
 from vlmserve.outputs import PoolingRequestOutput, RequestOutput, ScoringOutput, ScoringRequestOutput
 from vlmserve.sampling_params import Grammar
+from vlmserve.tasks import Prefill
 from vlmserve.types import Prompt, SamplingParams
 from vlmserve.validation import did_you_mean
 
@@ -107,6 +108,8 @@ class Call:
     """A JSON schema or a pydantic model that answers fit, if results are objects."""
     combine: Callable[[list[Any]], list[Any]] | None = None
     """Makes the results of all items; None: each item has its own."""
+    before: Call | None = None
+    """Computed first: the items find it cached."""
 
     def __post_init__(self) -> None:
         """Raise InvalidRequestError for options that mean nothing."""
@@ -371,9 +374,14 @@ class Prompts:
         **options: Any,
     ) -> Call:
         """Make the call of `OfflineModel.decide`. options: of `RequestPreparer.chat`."""
-        from vlmserve.frontend.deciding import Decider, probabilities
+        from vlmserve.frontend.conversations import thinking_settings
+        from vlmserve.frontend.deciding import Decider, probabilities, shared_prefix
 
+        if not questions:
+            raise InvalidRequestError("ask at least one question", param="questions")
         decider, preparer = Decider(self.preparer), self.preparer
+        switches = thinking_settings(False, preparer.template_settings)
+        options["template_settings"] = switches | dict(options["template_settings"] or {})
         chats = [preparer.chat(one.after(messages), allow_local=True, **options) for one in questions]
         pairs = zip(chats, questions, strict=True)
         branches = [branch for chat, one in pairs for branch in decider.branches(chat, one.answers)]
@@ -386,7 +394,7 @@ class Prompts:
         def prepare(branch: Branch) -> Prepared:
             return Prepared(branch.prompt, task=branch.task)
 
-        return Call(
+        call = Call(
             "answers",
             branches,
             False,
@@ -397,6 +405,13 @@ class Prompts:
             "raise",
             lora_request,
             combine=combine,
+        )
+        shared = shared_prefix(chats)
+        if shared is None:
+            return call
+        return replace(
+            call,
+            before=replace(call, items=[shared], prepare=lambda one: Prepared(one, task=Prefill()), combine=_values),
         )
 
     def _text_prompt(self, prompt: TextPrompt) -> Prepared:

@@ -53,6 +53,14 @@ def test_questions_are_answered_in_order(live):
         assert one.confidence == pytest.approx(confidence(values))
 
 
+def test_stored_temperature_divides_log_probabilities(live, monkeypatch):
+    [plain] = decide(live, [PREDICATE]).answers
+    monkeypatch.setattr(live.service.preparer, "decision_temperature", 2.0)
+    [softer] = decide(live, [PREDICATE]).answers
+    odds = [one.probability / (1 - one.probability) for one in (plain, softer)]
+    assert math.log(odds[0]) == pytest.approx(2 * math.log(odds[1]))
+
+
 def test_the_content_counts_once(live):
     one, both = (decide(live, [PREDICATE] * count).usage for count in (1, 2))
     assert one.output_tokens == 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypedDict
 
@@ -36,6 +36,15 @@ class ConversationOptions(TypedDict, total=False):
     """Values that the chat template may know by name."""
     mm_processor_kwargs: Mapping[str, Any] | None
     """Budget of all images, and fps of all videos, that say nothing themselves."""
+
+
+_THINKING_SETTINGS = ("enable_thinking", "thinking")
+"""Names of the switch for thinking in chat templates: of Qwen and GLM, of DeepSeek and Granite."""
+
+
+def thinking_settings(thinks: bool, known: Collection[str]) -> dict[str, Any]:
+    """The chat template's setting for whether to think, if the template has one."""
+    return {name: thinks for name in _THINKING_SETTINGS if name in known}
 
 
 @dataclass(frozen=True)

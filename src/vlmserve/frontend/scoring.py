@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from vlmserve.errors import InvalidRequestError
 from vlmserve.families.retrievers import Retriever
+from vlmserve.frontend.conversations import thinking_settings
 from vlmserve.prompt.untrusted import Quotation
 from vlmserve.tasks import Embed, Score, Task
 from vlmserve.types import Prompt
@@ -148,8 +149,7 @@ class JudgeScorer(Scorer):
     @property
     def template_settings(self) -> dict[str, Any]:
         """A judgement has no reasoning."""
-        known = "enable_thinking" in self._preparer.template_settings
-        return {"enable_thinking": False} if known else {}
+        return thinking_settings(False, self._preparer.template_settings)
 
     def _asked(self, queries: Sequence[Side], documents: Sequence[Side], instruction: str | None) -> list[Asked]:
         instruction = instruction or INSTRUCTION

@@ -12,13 +12,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from vlmserve.errors import InvalidRequestError
+from vlmserve.frontend.conversations import thinking_settings
 from vlmserve.frontend.deciding import Decider, Parts, confidence, probabilities, shared_prefix
 from vlmserve.frontend.deciding import Question as AskedQuestion
 from vlmserve.server.body import BodyShare
 from vlmserve.server.generation import Generation, GenerationRequest
 from vlmserve.server.history import Message, owner_of, with_files
 from vlmserve.server.routes.answering import Dialect, answer
-from vlmserve.server.schema.content import thinking_settings
 from vlmserve.server.schema.decisions import (
     Choice,
     ChoiceAnswer,

@@ -9,6 +9,7 @@ from pydantic import BeforeValidator, Field, Tag, model_validator
 
 from vlmserve.config import MAX_FPS
 from vlmserve.errors import InvalidRequestError
+from vlmserve.frontend.conversations import thinking_settings
 from vlmserve.frontend.tools import ToolUse
 from vlmserve.server.schema.base import MAX_COUNT, JSONObject, RequestModel, by_type, text_or_list
 from vlmserve.server.schema.tools import CalledFunction, SentToolCall
@@ -28,15 +29,6 @@ TemplateSettings = Annotated[
 
 
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
-
-
-_THINKING_SETTINGS = ("enable_thinking", "thinking")
-"""What chat templates call the switch of thinking: those of Qwen and GLM, those of DeepSeek and Granite."""
-
-
-def thinking_settings(thinks: bool, known: Collection[str]) -> dict[str, Any]:
-    """The chat template's setting for whether to think, if the template has one."""
-    return {name: thinks for name in _THINKING_SETTINGS if name in known}
 
 
 def effort_settings(effort: ReasoningEffort | None, known: Collection[str]) -> dict[str, Any]:

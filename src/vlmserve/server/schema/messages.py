@@ -8,11 +8,12 @@ from typing import Annotated, Any, ClassVar, Literal
 import msgspec
 from pydantic import Field, Tag
 
+from vlmserve.frontend.conversations import thinking_settings
 from vlmserve.frontend.tools import Function, ToolUse
 from vlmserve.server.schema.asking import IGNORED_FIELDS
 from vlmserve.server.schema.base import MAX_COUNT, JSONObject, RequestModel, by_type
 from vlmserve.server.schema.blocks import ChatMessages, System, Turn
-from vlmserve.server.schema.content import PromptRequest, thinking_settings
+from vlmserve.server.schema.content import PromptRequest
 from vlmserve.server.schema.sampling import NEUTRAL_VALUES, OTHER_NAMES, SamplingRequest
 from vlmserve.server.schema.structured import MessagesFormat, either_grammar
 from vlmserve.server.schema.tools import MAX_TOOLS, FunctionName, NamedTool, offered, tool_use
