@@ -35,6 +35,8 @@ from vlmserve.engine.engine import Engine
 from vlmserve.frontend.requests import RequestPreparer
 from vlmserve.types import EngineOutput, EngineRequest, Prompt, SamplingParams
 
+LEAST_TEXT = 64
+"""Tokens of the shortest shared text."""
 TURNS, IMAGES, OTHERS = 8, 4, 16
 ANSWER = "There are three red squares and one blue circle in the second image."
 TEMPLATE = (
@@ -248,6 +250,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--image-side", type=int, default=512, help="pixels of an image's side (default 512)")
     parser.add_argument("--json", type=Path, help="also write the report to this file")
     options = parser.parse_args(arguments)
+    if options.turns < 2:
+        parser.error("--turns must be 2 or more: the first turn has nothing to find")
+    if min(options.texts, default=LEAST_TEXT) < LEAST_TEXT:
+        parser.error(f"--texts must be {LEAST_TEXT} or more")
     with tempfile.TemporaryDirectory(prefix="vlmserve-states-") as place:
         size = SIZES[options.size]
         folders = [write_model(Path(place) / kind, kind, size) for kind in ("Qwen3_5", "Qwen3VL")]
