@@ -131,7 +131,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "title": "Embeddings and decisions",
         "command": " ".join(["python -m benchmarks.retrieval", *(arguments or sys.argv[1:])]),
         "model": ", ".join([options.shape, *options.vlm]),
-        "weights": "random, except pixie's",
+        "weights": "random",
         "versions": {package: version(package) for package in ("vlmserve", "torch")},
         "columns": list(COLUMNS),
         "rows": [["" if cell is None else cell for cell in row] for row in rows],
