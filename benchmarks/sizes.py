@@ -293,7 +293,7 @@ def _row(name: str, job: Job) -> list[Any]:
     figures = run_job(job)
     second = run_job(dataclasses.replace(job, only_start=True))["ready"]
     found = (figures["ready"], second, *(figures[key] for key in ("peak", "prompt", "decode", "users", "photo")))
-    return [name, *(None if value is None else round(value, 2 if value < 10 else 1) for value in found)]
+    return [name, *(None if value is None else float(f"{value:.4g}") for value in found)]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
