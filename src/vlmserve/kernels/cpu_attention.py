@@ -85,13 +85,14 @@ class CpuAttention:
         """Addresses and sizes of the batch."""
         starts_of, contexts_of, tables, ahead_of = _without_bidirectional_rows(metadata)
         tables = tables.to(torch.int32)
+        contexts_of = contexts_of.to(torch.int32).contiguous()
         tensors = (
             starts_of.to(torch.int32).contiguous(),
-            contexts_of.to(torch.int32).contiguous(),
+            contexts_of,
             tables if tables.stride(2) == 1 else tables.contiguous(),
             metadata.slot_mapping.to(torch.int64).contiguous(),
             ahead_of,
-            (contexts_of - ahead_of).to(torch.int32) if len(ahead_of) else contexts_of.to(torch.int32).contiguous(),
+            (contexts_of - ahead_of).to(torch.int32) if len(ahead_of) else contexts_of,
         )
         starts, contexts, blocks, slots, ahead, causal_contexts = (tensor.data_ptr() for tensor in tensors)
         return CpuPlan(
