@@ -39,7 +39,7 @@ class BlockCopy(NamedTuple):
 
 
 class StateStep(NamedTuple):
-    """Slots that a step reads and writes for a request. A slot is in all layers with states."""
+    """Slots that one pass of a step reads and writes for a request. A slot is in all layers with states."""
 
     slot: int
     """Working slot, which gets the state after the last token of the step."""
@@ -116,8 +116,8 @@ class NewRequest(msgspec.Struct, frozen=True):
     """See `Prompt`."""
     client: str = ""
     """Who sent it, see `EngineRequest`."""
-    state: StateStep | None = None
-    """None: the model has no states."""
+    states: tuple[StateStep, ...] | None = None
+    """By pass of the model. None: the model has no states."""
     task: Task = GENERATE
 
 
@@ -134,8 +134,8 @@ class CachedRequest(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """KV blocks to append to its block tables."""
     resumed: bool = False
     """It was preempted; `new_block_ids` are its whole block tables."""
-    state: StateStep | None = None
-    """None: its state goes on in its working slot."""
+    states: tuple[StateStep, ...] | None = None
+    """By pass of the model. None: its states go on in their working slots."""
 
 
 class SchedulerOutput(msgspec.Struct):

@@ -15,6 +15,7 @@ from tests.checkpoints import make_llama, make_text_model
 from tests.engine.test_parity import Oracle, engine_for, llava_oracle, text_oracle
 from tests.models.test_families import make as make_family
 from tests.peft_adapters import make_adapter, make_xlora
+from vlmserve.engine.engine import Engine
 from vlmserve.errors import InvalidRequestError, PromptTooLongError
 from vlmserve.types import BeamSearch, EngineRequest, Prompt, SamplingParams
 
@@ -225,11 +226,48 @@ def test_other_bases_give_pefts_logits(tmp_path, kind):
     compare(engine, replace(oracle, model=model), "x", oracle.prompt(3, 30))
 
 
-def test_hybrid_models_reject_mixed_adapters(tmp_path: Path) -> None:
-    oracle = text_oracle(make_family(tmp_path / "base", "lfm2"))
-    engine = engine_for(oracle, **SETTINGS)
-    make_xlora(oracle.model, tmp_path / "x", [{"target_modules": ["q_proj"]}] * 2)
-    engine.adapter_store.load("x", tmp_path / "x")
-    with pytest.raises(InvalidRequestError, match="X-LoRA does not run on hybrid models"):
-        engine.add(EngineRequest("0", oracle.prompt(1, 5), SamplingParams(), adapter="x"))
-    assert not engine.has_work()
+@pytest.fixture(scope="module")
+def hybrid(tmp_path_factory: pytest.TempPathFactory) -> tuple[Oracle, Path]:
+    """PEFT's opinion of X-LoRA on a model with states, and the folder of the checkpoint."""
+    folder = tmp_path_factory.mktemp("hybrid")
+    base = text_oracle(make_family(folder / "base", "qwen3.5 with shared keys"))
+    targets = {"target_modules": ["in_proj_qkv", "q_proj", "down_proj"]}
+    configs = [targets, {**targets, "r": 2}]
+    model = make_xlora(base.model, folder / "x", configs, layerwise_scalings=True, scaling_pass_value=0.3)
+    return replace(base, model=model), folder / "x"
+
+
+def engine_with_states(hybrid: tuple[Oracle, Path], **settings: object) -> Engine:
+    engine = engine_for(hybrid[0], **{**SETTINGS, "block_size": 4, **settings})
+    engine.adapter_store.load("x", hybrid[1])
+    return engine
+
+
+def test_both_passes_have_states(hybrid: tuple[Oracle, Path]) -> None:
+    oracle, _ = hybrid
+    compare(engine_with_states(hybrid), oracle, "x", oracle.prompt(3, 90), atol=5e-4)
+
+
+def test_hits_of_both_passes_give_pefts_tokens(hybrid: tuple[Oracle, Path]) -> None:
+    oracle, _ = hybrid
+    prompt = oracle.prompt(5, 150)
+    parts = Prompt([*prompt.token_ids[:130], *oracle.prompt(6, 10).token_ids])
+    longer = Prompt([*prompt.token_ids, *oracle.greedy(prompt, 8)[:7], 9])
+    engine = engine_with_states(hybrid, max_num_batched_tokens=100)
+    for question, found in ((prompt, 0), (prompt, 149), (longer, 157), (parts, 128)):
+        before = engine.stats().prefix_cached_tokens
+        assert answers(engine, [("x", question)]) == [oracle.greedy(question, 8)]
+        assert engine.stats().prefix_cached_tokens == before + found
+
+
+def test_two_slots_of_states_give_pefts_tokens(hybrid: tuple[Oracle, Path]) -> None:
+    oracle, _ = hybrid
+    size = engine_with_states(hybrid).sizes.state_bytes
+    engine = engine_with_states(hybrid, state_cache_memory=3 * size)
+    prompts = [oracle.prompt(seed, 70) for seed in (5, 6, 5)]
+    for _ in range(2):
+        assert answers(engine, [("x", prompt) for prompt in prompts]) == [oracle.greedy(one, 8) for one in prompts]
+    assert engine.stats().state_slots_used == 0
+    tight = engine_with_states(hybrid, state_cache_memory=2 * size)
+    with pytest.raises(InvalidRequestError, match="raise --state-cache-memory"):
+        answers(tight, [("x", prompts[0])])

@@ -175,7 +175,7 @@ def test_chunks_end_at_multiples_or_boundaries():
         steps += [one for one in run(s)[0].requests if one.num_tokens > 1]
     ends = [one.start + one.num_tokens for one in steps]
     assert ends == [64, 151, 192, 261]
-    left = [n for one in steps if one.state is not None for n, _ in one.state.checkpoints]
+    left = [n for one in steps for use in one.states or () for n, _ in use.checkpoints]
     assert left == [64, 128, 151, 192, 256, 258, 260], "multiples, ends of turns, the prompt without its last token"
 
 
@@ -328,7 +328,7 @@ def test_beams_copy_states():
     add_search(s, "search", 5, 3, 4)
     extend(s, s.schedule())
     step = s.schedule()
-    [slot, *others] = [one.state.slot for one in step.new_requests]
+    [slot, *others] = [one.states[0].slot for one in step.new_requests]
     assert step.state_copies == [(slot, other) for other in others]
     assert len({slot, *others}) == 3
 
@@ -348,29 +348,31 @@ class Contents:
         self.slots: dict[int, tuple[Any, ...]] = {}
         self.blocks: dict[int, list[Any]] = {}
 
-    def run(self, step: SchedulerOutput, batch: list[ScheduledRequest], roots: dict[str, bytes]) -> None:
+    def run(self, step: SchedulerOutput, batch: list[ScheduledRequest], roots: dict[str, list[bytes]]) -> None:
+        """roots: by request, of each pass."""
         for _, source, target in step.block_copies:
             self.blocks[target] = list(self.blocks[source])
         for source, target in step.state_copies:
             self.slots[target] = self.slots[source]
         targets: list[int] = []
         reads: list[set[int]] = []
-        for scheduled in batch:
-            request, use = scheduled.state, scheduled.state_step
-            use = StateStep(request.slot, request.slot) if use is None else use
-            tokens = [(roots[request.request_id], None)]
+        passes = [(scheduled, *one) for scheduled in batch for one in enumerate(roots[scheduled.state.request_id])]
+        for scheduled, number, root in passes:
+            request, uses = scheduled.state, scheduled.state_steps
+            use = StateStep(request.slots[number], request.slots[number]) if uses is None else uses[number]
+            tokens = [(root, None)]
             for place, token in enumerate(request.token_ids):
                 images = [(one.key, place - one.start) for one in request.images_between(place, place + 1)]
                 tokens.append((token, *images))
-            self._write(request.block_tables[0], tokens, scheduled.start, scheduled.start + scheduled.num_tokens)
+            self._write(request.block_tables[number], tokens, scheduled.start, scheduled.start + scheduled.num_tokens)
             end = scheduled.start + scheduled.num_tokens
-            state = () if use.source == NO_SLOT else self.slots[use.source]
-            assert state == (tuple(tokens[1 : scheduled.start + 1]) if scheduled.start else ())
+            state = (root,) if use.source == NO_SLOT else self.slots[use.source]
+            assert state == (root, *tokens[1 : scheduled.start + 1])
             numbers = [number for number, _ in use.checkpoints]
             assert numbers == sorted({*numbers})
             assert all(scheduled.start < number <= end for number in numbers)
             for number, slot in (*use.checkpoints, (end, use.slot)):
-                self.slots[slot] = tuple(tokens[1 : number + 1])
+                self.slots[slot] = (root, *tokens[1 : number + 1])
             own = {use.slot, *(slot for _, slot in use.checkpoints)}
             targets += own
             reads.append({use.source} - own - {NO_SLOT})
@@ -391,8 +393,9 @@ def conversations(draw: st.DrawFn) -> dict[str, Any]:
     turns = draw(st.lists(st.sampled_from([3, 20, 70]), max_size=3))
     images = draw(st.integers(0, 2)) if turns[:1] == [70] else 0
     salt = draw(st.sampled_from(["", "", "tenant"]))
-    max_tokens, priority = draw(st.integers(1, 9)), draw(st.integers(0, 1))
-    return {"turns": turns, "images": min(images, 1), "salt": salt, "max_tokens": max_tokens, "priority": priority}
+    max_tokens, priority, mixed = draw(st.integers(1, 9)), draw(st.integers(0, 1)), draw(st.booleans())
+    params = {"salt": salt, "max_tokens": max_tokens, "priority": priority, "mixed": mixed}
+    return {"turns": turns, "images": min(images, 1), **params}
 
 
 @settings(deadline=None, max_examples=60)
@@ -420,7 +423,7 @@ def test_states_and_blocks_hold_what_requests_need(operations, slots, num_blocks
     def step(kind: str = "step", number: int = 0) -> None:
         planned = s.schedule()
         batch = states.update(planned) if planned.has_work else []
-        roots = {one.request_id: one.chains[0].keys[0] for one in s.running}
+        roots = {one.request_id: [chain.keys[0] for chain in one.chains] for one in s.running}
         contents.run(planned, batch, roots)
         token = END if kind == "end" else 7
         output = sampled(s, planned, token)
@@ -437,22 +440,23 @@ def test_states_and_blocks_hold_what_requests_need(operations, slots, num_blocks
         if kind == "undo":
             output.undone, output.token_ids = names, {}
             for scheduled in batch:
-                use = scheduled.state_step
-                for slot in (scheduled.state.slot, *(slot for _, slot in (use.checkpoints if use else ()))):
+                checkpoints = [slot for use in scheduled.state_steps or () for _, slot in use.checkpoints]
+                for slot in (*scheduled.state.slots, *checkpoints):
                     contents.slots[slot] = ("half of a step",)
         s.update(planned, output)
         for scheduled in batch:
             scheduled.state.token_ids += [
                 one for one in output.token_ids.get(scheduled.state.request_id, []) if one != END
             ]
-        working = [one.state.slot for one in s.running]
+        working = [slot for one in s.running for slot in one.state.slots]
         assert len({*working}) == len(working) == memory._num_working
         assert memory.states.num_used >= len(working)
 
     for place, (operation, value) in enumerate(operations):
         if operation == "add":
             one = conversation(f"request {place}", *value.pop("turns"), **value)
-            if one.num_prompt_tokens + 10 < num_blocks * BLOCK:
+            passes = len(one.chains)
+            if passes <= slots and passes * (one.num_prompt_tokens + 10) < num_blocks * BLOCK:
                 s.add(one)
         elif operation == "search":
             add_search(s, f"request {place}", 20, value, 4)
@@ -478,7 +482,7 @@ def test_replies_find_the_state_of_a_step_in_flight(length, num_tokens, aborted)
     s, states, contents = stateful(), request_states(), Contents()
 
     def compute(step: SchedulerOutput, batch: list[ScheduledRequest], token: int) -> None:
-        contents.run(step, batch, {one.request_id: first.chains[0].keys[0] for one in step.requests})
+        contents.run(step, batch, {one.request_id: [first.chains[0].keys[0]] for one in step.requests})
         batch[0].state.token_ids.append(token)
 
     first = request("a", length, max_tokens=20)

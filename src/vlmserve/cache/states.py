@@ -76,6 +76,9 @@ class StatePool:
         """Return the slot of a checkpoint, without holding it."""
         return self._slots.get(key)
 
+    def is_held(self, slot: int) -> bool:
+        return self._slots.ref_count(slot) > 0
+
     def hold(self, slot: int) -> None:
         """Hold a checkpoint. It needs one `release` for each call."""
         self._slots.share([slot])

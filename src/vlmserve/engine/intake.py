@@ -60,9 +60,9 @@ class Intake:
         first_position = self._model.language_model.first_position(len(request.prompt.token_ids))
         # Keys and values depend on the positions at which they were computed.
         identity = self.identity + (b" from %d" % first_position if first_position else b"")
-        if adapter is not None and adapter.mixes and self._sizes.slots:
+        if adapter is not None and adapter.mixes and self._sizes.slots == 1:
             raise InvalidRequestError(
-                "X-LoRA does not run on hybrid models: both passes of a token change one state; use a LoRA adapter"
+                "X-LoRA takes two states of the state cache, which has room for one: raise --state-cache-memory"
             )
         if request.params.grammar is not None:
             self._grammars.check(request.params.grammar)

@@ -74,10 +74,8 @@ class BatchBuilder:
         num_columns: see `CacheLayout`. has_states: layers have states, see `StateRows`."""
         self._device = device
         self._passes = [
-            BatchPacker(
-                block_size, device, padding_block, cross_states, num_columns, first_table, has_states=has_states
-            )
-            for first_table in (0, num_columns)
+            BatchPacker(block_size, device, padding_block, cross_states, num_columns, number, has_states=has_states)
+            for number in (0, 1)
         ]
 
     def build(
@@ -184,14 +182,14 @@ class BatchPacker:
         padding_block: int,
         cross_states: Mapping[bytes, Tensor],
         num_columns: int,
-        first_table: int,
+        number: int,
         *,
         has_states: bool,
     ) -> None:
-        """first_table: the pass's first block table of each request. Others: see `BatchBuilder`."""
-        self._has_states = has_states
+        """number: of the pass. Others: see `BatchBuilder`."""
+        self._number, self._has_states = number, has_states
         self._cross_states = cross_states
-        self._num_columns, self._first_table = num_columns, first_table
+        self._num_columns, self._first_table = num_columns, number * num_columns
         self._block_size = block_size
         self._device = device
         self._padding_block = padding_block
@@ -238,7 +236,7 @@ class BatchPacker:
         positions, num_positions = self._positions[:num_rows], 0
         if any(map(_has_grid, others)):
             positions, num_positions = _in_grids(scheduled, positions, decodes_only=decodes_only)
-        segments = _segments(scheduled, padding_counts) if self._has_states else None
+        segments = _segments(scheduled, padding_counts, self._number) if self._has_states else None
         shaped = self._shaped(counts, context_lens, positions, segments, num_decodes if is_mixed else None)
         runs: Sequence[Run] = ()
         if adapters:
@@ -375,14 +373,14 @@ def _padding_counts(counts: Sequence[int], num_decodes: int, padding: int) -> li
     return [padding] + [0] * num_empty
 
 
-def _segments(scheduled: Sequence[ScheduledRequest], padding_counts: Sequence[int]) -> Segments:
+def _segments(scheduled: Sequence[ScheduledRequest], padding_counts: Sequence[int], of_pass: int) -> Segments:
     """Cut the rows of each request at its checkpoints. Padding sequences have the padding slot."""
-    steps = [(number, request.state_step) for number, request in enumerate(scheduled)]
-    known = [(number, step) for number, step in steps if step is not None]
+    steps = [(number, request.state_steps) for number, request in enumerate(scheduled)]
+    known = [(number, step[of_pass]) for number, step in steps if step is not None]
     chunks = [(request.start, request.start + request.num_tokens) for request in scheduled]
     return Segments.of_chunks(
         chunks + [(0, count) for count in padding_counts],
-        [request.state.slot for request in scheduled] + [PADDING_SLOT] * len(padding_counts),
+        [request.state.slots[of_pass] for request in scheduled] + [PADDING_SLOT] * len(padding_counts),
         {number: step.source for number, step in known},
         {number: dict(step.checkpoints) for number, step in known},
     )

@@ -32,7 +32,7 @@ class RequestState:
 
     token_ids: prompt and answer. block_tables: by pass of the model and column of the cache; they grow while the
     request keeps its blocks, and new ones take their place after a preemption. num_blocks: blocks of all its tables.
-    slot: working slot of its state; the padding slot where the model has none, and in warm-up.
+    slots: working slots of its states, by pass; the padding slot where the model has none, and in warm-up.
     bidirectional_spans: tokens ``first <= i < last`` that attend to each other in both directions. is_plain_text:
     whether it has no images, and its positions count its tokens.
     adapter: the digest of its adapter; empty: none.
@@ -66,7 +66,7 @@ class RequestState:
         "permitted",
         "request_id",
         "seed",
-        "slot",
+        "slots",
         "thinking",
         "token_ids",
     )
@@ -84,7 +84,7 @@ class RequestState:
         self.num_prompt_tokens = request.num_prompt_tokens
         self.block_tables = [array("i", blocks) for blocks in request.block_ids]
         self.num_blocks = sum(map(len, self.block_tables))
-        self.slot = PADDING_SLOT if request.state is None else request.state.slot
+        self.slots = [PADDING_SLOT] if request.states is None else [one.slot for one in request.states]
         self.params = request.params
         self.head = head_of(request.task, request.num_prompt_tokens, layers)
         """Reads its states or logits in place of the sampler; None: its tokens are sampled."""
@@ -243,8 +243,8 @@ class ScheduledRequest(msgspec.Struct, frozen=True, gc=False):
 
     num_sampled: how many of the last of them have logits, after which a token may be sampled: 0 in a chunk of a prompt
     but the last, and for heads that read none.
-    pending: its only token is the one that the step before draws, which is not known here yet. state_step: None: its
-    state goes on in its working slot.
+    pending: its only token is the one that the step before draws, which is not known here yet. state_steps: by pass;
+    None: its states go on in their working slots.
     """
 
     state: RequestState
@@ -253,7 +253,7 @@ class ScheduledRequest(msgspec.Struct, frozen=True, gc=False):
     draft_token_ids: list[int]
     num_sampled: int
     pending: bool = False
-    state_step: StateStep | None = None
+    state_steps: tuple[StateStep, ...] | None = None
 
     @property
     def end(self) -> int:
@@ -294,8 +294,8 @@ class RequestStates:
         for cached in step.cached_requests:
             if cached.new_block_ids:
                 states[cached.request_id].set_blocks(cached)
-            if cached.state is not None:
-                states[cached.request_id].slot = cached.state.slot
+            if cached.states is not None:
+                states[cached.request_id].slots = [one.slot for one in cached.states]
         decodes: list[ScheduledRequest] = []
         others: list[ScheduledRequest] = []
         for request in step.requests:
@@ -305,7 +305,7 @@ class RequestStates:
             num_sampled = 1 if pending else max(0, start + num_tokens + 1 - len(state.token_ids))
             if state.head is not None and not state.head.reads_logits:
                 num_sampled = 0
-            scheduled = ScheduledRequest(state, start, num_tokens, drafts, num_sampled, pending, request.state)
+            scheduled = ScheduledRequest(state, start, num_tokens, drafts, num_sampled, pending, request.states)
             (decodes if num_tokens == 1 else others).append(scheduled)
         if self._has_adapters:
             decodes.sort(key=_adapter)

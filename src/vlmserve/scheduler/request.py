@@ -177,8 +177,8 @@ class Request:
         """The message that schedules the next `num_tokens` tokens: a new request, or what is new of a known one."""
         if self._known_to_runner:
             resumed = self.tables[0].num_sent == 0
-            state = None if self.state is None else self.state.message(self.num_computed + num_tokens)
-            return CachedRequest(self.request_id, self.num_computed, num_tokens, *self._new_blocks(resumed), state)
+            states = None if self.state is None else self.state.message(self.num_computed + num_tokens)
+            return CachedRequest(self.request_id, self.num_computed, num_tokens, *self._new_blocks(resumed), states)
         self._known_to_runner = True
         block_ids = [table.new_blocks().tolist() for table in self.tables]
         self.unsent = False
@@ -199,13 +199,13 @@ class Request:
             thoughts=self.thoughts,
             client=self.client,
             task=self.task,
-            state=None if self.state is None else self.state.message(self.num_computed + num_tokens),
+            states=None if self.state is None else self.state.message(self.num_computed + num_tokens),
         )
 
     def next_token(self) -> CachedRequest:
         """The message that schedules the token which the step before gives, and which is not known yet."""
-        state = None if self.state is None else self.state.message(len(self.token_ids) + 1)
-        return CachedRequest(self.request_id, len(self.token_ids), 1, *self._new_blocks(), state)
+        states = None if self.state is None else self.state.message(len(self.token_ids) + 1)
+        return CachedRequest(self.request_id, len(self.token_ids), 1, *self._new_blocks(), states)
 
     def _new_blocks(self, resumed: bool = False) -> tuple[BlockIds, bool]:
         """Return two fields of a `CachedRequest`."""

@@ -1,15 +1,16 @@
-"""The slots of a running request's state."""
+"""The slots of a running request's states."""
 
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Sequence
 
 from vlmserve.layer_specs import CHUNK, NO_SLOT
 from vlmserve.steps import StateStep
 
 
 class StateSlots:
-    """Slots of a request's state, and of the checkpoints that its next steps leave."""
+    """Slots of a request's states, one in each pass of the model, and of the checkpoints that its next steps leave."""
 
     __slots__ = (
         "cuts",
@@ -20,19 +21,19 @@ class StateSlots:
         "leaving",
         "planned",
         "reached",
-        "slot",
-        "source",
+        "slots",
+        "sources",
         "unsent",
     )
 
-    def __init__(self, slot: int, source: int, num_tokens: int) -> None:
-        """num_tokens: of the state in `source`."""
-        self.slot = slot
-        """Working slot."""
-        self.source = source
-        """Slot of the state after the tokens of all planned steps, or `NO_SLOT`."""
-        self.held = NO_SLOT
-        """Checkpoint that its first step reads."""
+    def __init__(self, slots: Sequence[int], sources: Sequence[int], num_tokens: int) -> None:
+        """num_tokens: of the states in `sources`."""
+        self.slots = [*slots]
+        """Working slots. None: children have taken them over."""
+        self.sources = [*sources]
+        """Slots of the states after the tokens of all planned steps. None: such states are in no slot."""
+        self.held: list[int] = []
+        """Checkpoints that its first step reads."""
         self.reached = num_tokens
         """Tokens of all planned steps."""
         self.cuts: list[int] = []
@@ -41,22 +42,26 @@ class StateSlots:
         """Keys of the checkpoints that it is going to leave, by their numbers of tokens."""
         self.kept: set[int] = set()
         """Numbers of tokens of checkpoints that a later request probably finds useful. The others are spare."""
-        self.unsent: list[tuple[int, int]] = []
-        """`StateStep.checkpoints` of the next message."""
-        self.planned: list[tuple[int, int]] = []
+        self.unsent: list[tuple[int, Sequence[int]]] = []
+        """Checkpoints of the next message: numbers of tokens and slots."""
+        self.planned: list[tuple[int, Sequence[int]]] = []
         """Checkpoints of planned steps: numbers of tokens and slots."""
         self.keys: list[bytes] = []
         """Checkpoints that it has read or left."""
         self.known_to_runner = False
 
-    def message(self, reached: int) -> StateStep | None:
-        """Return what a step up to that many tokens does. None: its state goes on in its working slot."""
+    def message(self, reached: int) -> tuple[StateStep, ...] | None:
+        """Return what a step up to that many tokens does. None: states go on in their working slots."""
         self.reached = reached
-        if self.known_to_runner and self.source == self.slot and not self.unsent:
+        if self.known_to_runner and self.sources == self.slots and not self.unsent:
             return None
-        step = StateStep(self.slot, self.source, tuple(self.unsent))
-        self.source, self.unsent, self.known_to_runner = self.slot, [], True
-        return step
+        sources = self.sources or [NO_SLOT] * len(self.slots)
+        steps = [
+            StateStep(slot, source, tuple((num_tokens, slots[number]) for num_tokens, slots in self.unsent))
+            for number, (slot, source) in enumerate(zip(self.slots, sources, strict=True))
+        ]
+        self.sources, self.unsent, self.known_to_runner = self.slots[:], [], True
+        return tuple(steps)
 
     def last_cut(self, end: int) -> int:
         """Return the last place, at most `end`, where a chunk may end."""

@@ -44,17 +44,22 @@ class PlannedCheckpoints:
                 del self._requests[key]
 
 
-def prefix_key(request: Request, num_tokens: int, block_size: int) -> bytes:
-    """Return the key of all of the first `num_tokens` tokens."""
-    chain = request.chains[0]
+def prefix_key(request: Request, num_tokens: int, block_size: int, of_pass: int = 0) -> bytes:
+    """Return the key of all of the first `num_tokens` tokens in a pass of the model."""
+    chain = request.chains[of_pass]
     if (tail := request.tail_key(chain, num_tokens, block_size)) is not None:
         return tail
     request.keys_of_full_blocks(chain, num_tokens // block_size, block_size)
     return chain.keys[num_tokens // block_size]
 
 
+def prefix_keys(request: Request, num_tokens: int, block_size: int) -> list[bytes]:
+    """Return the key of all of the first `num_tokens` tokens in each pass."""
+    return [prefix_key(request, num_tokens, block_size, number) for number in range(len(request.chains))]
+
+
 def cached_checkpoints(request: Request, reach: int, states: StatePool, block_size: int) -> Iterator[int]:
-    """Yield numbers of tokens of a request that checkpoints have seen, the largest first.
+    """Yield numbers of tokens of a request that checkpoints of all passes have seen, the largest first.
 
     reach: full blocks that are cached; -1: the request reads no cache.
     """
@@ -62,8 +67,9 @@ def cached_checkpoints(request: Request, reach: int, states: StatePool, block_si
     for full in range(min(reach, len(chain.keys) - 1), -1, -1):
         for extra in states.extras(chain.keys[full]):
             num_tokens = full * block_size + extra
-            is_shorter = 0 < num_tokens <= num_reusable(request)
-            if is_shorter and states.get(prefix_key(request, num_tokens, block_size)) is not None:
+            if not 0 < num_tokens <= num_reusable(request):
+                continue
+            if None not in [states.get(key) for key in prefix_keys(request, num_tokens, block_size)]:
                 yield num_tokens
 
 

@@ -60,9 +60,11 @@ class StateHits(KVMemory):
         reach = pages.reach if self._shares(request) else -1
         for num_tokens in cached_checkpoints(request, reach, self.states, self._size):
             full = num_tokens // self._size
-            keys = request.chains[0]
-            chain = Chain(pages.chains[0].keys[:full], request.tail_key(keys, num_tokens, self._size))
-            hits, _ = self.cache.find([chain], self._columns)
-            if hits[0].end == full and (chain.tail is None or hits[0].tail is not None):
-                return Found([chain], hits, pages.reach, num_tokens, needs_tails=True)
+            chains = [
+                Chain(found.keys[:full], request.tail_key(keys, num_tokens, self._size))
+                for found, keys in zip(pages.chains, request.chains, strict=True)
+            ]
+            hits, _ = self.cache.find(chains, self._columns)
+            if hits[0].end == full and (chains[0].tail is None or hits[0].tail is not None):
+                return Found(chains, hits, pages.reach, num_tokens, needs_tails=True)
         return pages.without_hits()

@@ -9,7 +9,7 @@ from vlmserve.cache.prefix import PrefixCache
 from vlmserve.cache.states import StatePool
 from vlmserve.layer_specs import CHUNK, NO_SLOT
 from vlmserve.scheduler.request import Request
-from vlmserve.scheduler.resources.checkpoints import intervals, prefix_key, ranked_boundaries
+from vlmserve.scheduler.resources.checkpoints import intervals, prefix_keys, ranked_boundaries
 from vlmserve.scheduler.resources.memory import boundaries_of
 from vlmserve.scheduler.resources.resource import Resource
 from vlmserve.scheduler.resources.state_hits import StateHits
@@ -19,7 +19,7 @@ from vlmserve.steps import SchedulerOutput, StateCopy
 
 
 class StateMemory(StateHits):
-    """Fills block tables, and gives each running request a slot for its state.
+    """Fills block tables, and gives each running request a slot for its state in each pass of the model.
 
     Requests leave checkpoints at boundaries of their prompts, where prompts part, and at even intervals. They end as
     checkpoints themselves.
@@ -31,12 +31,12 @@ class StateMemory(StateHits):
         self._max_working = states.num_slots - spared
         self._num_working = 0
         self._copies: list[StateCopy] = []
-        # By the request that has left it, the key of a checkpoint that a step in flight writes.
-        self._unproven: dict[str, bytes] = {}
+        # By the request that has left it, the keys of a checkpoint that a step in flight writes.
+        self._unproven: dict[str, list[bytes]] = {}
 
     @property
     def num_places(self) -> int:
-        """Requests that may start. Some slots are kept for checkpoints."""
+        """Slots for requests that start. Some are kept for checkpoints."""
         return min(self._max_working - self._num_working, self.states.num_free)
 
     def begin_step(self, running: Sequence[Request], limits: StepLimits | None) -> None:
@@ -47,25 +47,25 @@ class StateMemory(StateHits):
         step.state_copies, self._copies = self._copies, []
 
     def acquire(self, request: Request, running: Sequence[Request]) -> bool:
-        if self.num_places <= 0 or not super().acquire(request, running):
+        if self.num_places < len(request.chains) or not super().acquire(request, running):
             return False
-        start, source = request.num_computed, NO_SLOT
-        keys: list[bytes] = []
-        if start:
-            keys = [prefix_key(request, start, self._size)]
-            found = self.states.get(keys[0])
-            assert found is not None
-            source = found
-            self.states.hold(source)
-        slot = self.states.take()
-        if slot is None:
-            # Only the checkpoint itself was free.
-            self.states.forget(keys.pop())
-            slot = source
-        request.state = state = StateSlots(slot, source, start)
-        state.held = source if source != slot else NO_SLOT
-        state.keys = keys
-        self._num_working += 1
+        start = request.num_computed
+        keys = prefix_keys(request, start, self._size) if start else []
+        sources = [slot for key in keys if (slot := self.states.get(key)) is not None]
+        unheld = [slot for slot in sources if not self.states.is_held(slot)]
+        for slot in sources:
+            self.states.hold(slot)
+        # If too few other slots are free, states continue in the slots of checkpoints.
+        missing = len(request.chains) - self.states.num_free
+        lost = {slot: keys[sources.index(slot)] for slot in unheld[: max(0, missing)]}
+        for key in lost.values():
+            self.states.forget(key)
+        fresh = iter(self._take_all(len(request.chains) - len(lost)))
+        slots = [slot if slot in lost else next(fresh) for slot in sources or [NO_SLOT] * len(request.chains)]
+        request.state = state = StateSlots(slots, sources, start)
+        state.held = [slot for slot in sources if slot not in lost]
+        state.keys = [key for key in keys if key not in lost.values()]
+        self._num_working += len(slots)
         self._plan_checkpoints(request, state)
         return True
 
@@ -112,80 +112,92 @@ class StateMemory(StateHits):
         state = request.state
         assert state is not None
         for cut in state.cuts_between(start, end):
-            key = state.leaving.get(cut)
-            slot = None
-            if key is not None and self.states.get(key) is None:
-                slot = self.states.take(spare=cut not in state.kept)
-            if slot is not None:
-                state.planned.append((cut, slot))
-                state.unsent.append((cut, slot))
+            slots: Sequence[int] = ()
+            if cut in state.leaving and None in map(self.states.get, prefix_keys(request, cut, self._size)):
+                slots = self._take_all(len(state.slots), spare=cut not in state.kept)
+            if slots:
+                state.planned.append((cut, slots))
+                state.unsent.append((cut, slots))
             elif cut < end and cut % CHUNK:
-                state.unsent.append((cut, state.slot))
+                state.unsent.append((cut, state.slots))
+
+    def _take_all(self, count: int, *, spare: bool = False) -> list[int]:
+        """Hold that many slots for other states, or none."""
+        slots: list[int] = []
+        while len(slots) < count:
+            slot = self.states.take(spare=spare)
+            if slot is None:
+                for taken in slots:
+                    self.states.release(taken)
+                return []
+            slots.append(slot)
+        return slots
 
     def advance(self, request: Request, num_computed: int) -> None:
         """Register checkpoints, too, before blocks that windows have passed are free."""
         state = request.state  # None: it was preempted, and has its token late.
-        if state is not None and state.held != NO_SLOT:
-            self.states.release(state.held)
-            state.held = NO_SLOT
+        if state is not None and state.held:
+            for slot in state.held:
+                self.states.release(slot)
+            state.held = []
         if state is not None and state.leaving:
-            for num_tokens, slot in state.planned:
-                self._register(request, state, num_tokens, slot)
-                self.states.release(slot, spare=num_tokens not in state.kept)
+            for num_tokens, slots in state.planned:
+                self._register(request, state, num_tokens, slots)
+                for slot in slots:
+                    self.states.release(slot, spare=num_tokens not in state.kept)
             state.planned = []
             self.planned.drop(request, num_computed)
         super().advance(request, num_computed)
 
-    def _register(self, request: Request, state: StateSlots, num_tokens: int, slot: int) -> None:
-        """Register a checkpoint, and the partly filled blocks that belong to it."""
-        key = prefix_key(request, num_tokens, self._size)
+    def _register(self, request: Request, state: StateSlots, num_tokens: int, slots: Sequence[int]) -> None:
+        """Register the checkpoints of all passes, and the partly filled blocks that belong to them."""
+        keys = prefix_keys(request, num_tokens, self._size)
         full, extra = divmod(num_tokens, self._size)
-        self.states.register(slot, key, request.chains[0].keys[full], extra)
+        for chain, key, slot in zip(request.chains, keys, slots, strict=True):
+            self.states.register(slot, key, chain.keys[full], extra)
         self._register_tail(request, num_tokens)
-        state.keys.append(key)
+        state.keys += keys
 
     def _leave_last(self, request: Request, state: StateSlots) -> None:
-        """Make the working state a checkpoint. A step in flight may add the answer's last token, which is known."""
+        """Make the working states checkpoints. A step in flight may add the answer's last token, which is known."""
         num_known, ahead = len(request.token_ids), state.reached - request.num_computed
         if state.reached > num_known and request.stop_token_id is not None:
             request.token_ids.append(request.stop_token_id)
         if ahead <= 1 and state.reached <= len(request.token_ids):
             if ahead:
                 self._register_full(request, request.num_computed // self._size, state.reached // self._size)
-                self._unproven[request.request_id] = prefix_key(request, state.reached, self._size)
-            self._register(request, state, state.reached, state.slot)
+                self._unproven[request.request_id] = prefix_keys(request, state.reached, self._size)
+            self._register(request, state, state.reached, state.slots)
         del request.token_ids[num_known:]
 
     def lose(self, request_ids: Iterable[str]) -> None:
         """Forget the last checkpoints of requests that ended while a step was in flight, which has failed for them."""
-        for key in [self._unproven.pop(name) for name in request_ids if name in self._unproven]:
+        for key in [key for name in request_ids for key in self._unproven.pop(name, ())]:
             self.states.forget(key)
             blocks = [self.cache.forget(column.key(key)) for column in self._columns]
             self._not_finite += [block for block in blocks if block is not None and self.pool.ref_count(block) == 0]
 
     def fork(self, parent: Request, child: Request, *, first: bool) -> bool:
-        """The first child takes over the slot, the others get a copy."""
+        """The first child takes over the slots, the others get copies."""
         state = parent.state
         assert state is not None
         if not super().fork(parent, child, first=first):
             return False
-        slot: int | None = state.slot
         if first:
-            state.slot = NO_SLOT
+            slots, state.slots = state.slots, []
         else:
-            slot = self.states.take() if self.num_places > 0 else None
-            if slot is None:
+            slots = self._take_all(len(state.sources)) if self.num_places >= len(state.sources) else []
+            if not slots:
                 return False
-            self._copies.append(StateCopy(state.source, slot))
-            self._num_working += 1
-        assert slot is not None
-        child.state = StateSlots(slot, slot, state.reached)
+            self._copies += [StateCopy(source, slot) for source, slot in zip(state.sources, slots, strict=True)]
+            self._num_working += len(slots)
+        child.state = StateSlots(slots, slots, state.reached)
         return True
 
     def undo(self, request: Request) -> None:
-        """The step may have changed the working state only in part, so it does not become a checkpoint."""
+        """The step may have changed the working states only in part, so they do not become checkpoints."""
         if request.state is not None:
-            request.state.source = NO_SLOT
+            request.state.sources = []
 
     def discard(self, request: Request, *, out_of_memory: bool) -> None:
         super().discard(request, out_of_memory=out_of_memory)
@@ -194,21 +206,23 @@ class StateMemory(StateHits):
             self.states.forget(key)
 
     def release(self, request: Request, *, resumes: bool = False) -> None:
-        """Take back slots. The working state becomes a checkpoint."""
+        """Take back slots. The working states become checkpoints."""
         state = request.state
         if state is not None:
-            for slot in [slot for _, slot in state.planned] + [state.held] * (state.held != NO_SLOT):
+            for slot in [*state.held, *(slot for _, slots in state.planned for slot in slots)]:
                 self.states.release(slot)
             self.planned.drop(request)
-            if state.slot != NO_SLOT:
-                if self._prefix_caching and state.source == state.slot:
+            if state.slots:
+                if self._prefix_caching and state.sources == state.slots:
                     self._leave_last(request, state)
-                # The next turn comes without this answer's reasoning.
-                self.states.release(state.slot, spare=request.thoughts is not None and not resumes)
-                self._num_working -= 1
+                for slot in state.slots:
+                    # The next turn comes without this answer's reasoning.
+                    self.states.release(slot, spare=request.thoughts is not None and not resumes)
+                self._num_working -= len(state.slots)
                 for number in ranked_boundaries(request)[:1] if self._prefix_caching else ():
-                    # The next turn begins with this checkpoint for sure, so it is evicted after the answer's.
-                    self.states.touch(prefix_key(request, number, self._size))
+                    for key in prefix_keys(request, number, self._size):
+                        # The next turn begins with this checkpoint for sure, so it is evicted after the answer's.
+                        self.states.touch(key)
         super().release(request, resumes=resumes)
 
 
@@ -219,7 +233,7 @@ class StatePlaces(Resource):
         self._memory = memory
 
     def missing(self, request: Request) -> int:
-        return 1
+        return len(request.chains)
 
     def room(self, running: Sequence[Request]) -> int:
         return self._memory.num_places
