@@ -37,7 +37,7 @@ def answer(
 ) -> tuple[str, str]:
     """What a model says that chooses at random and, unless it `ends`, never ends by itself; and why it ended."""
     matcher, chance = grammars.matcher(grammar), random.Random(seed)
-    tokenizer = grammars._tokenizer()
+    tokenizer = grammars.tokenizer()
     detokenizer = Detokenizer(tokenizer)
     text = ""
     for used in range(limit):
@@ -104,7 +104,7 @@ def test_answer_completes_within_its_tokens_by_schema(
     grammar = Grammar.json(schema)
     matcher = grammars.matcher(grammar)
     matcher.allowed(END, may_end=True, left=4000)
-    limit = max(1, matcher._longest_end + spare)
+    limit = max(1, matcher.longest_end + spare)
     text, _ = answer(grammars, grammar, limit, seed)
     jsonschema.validate(json.loads(text), schema)
 
@@ -152,6 +152,18 @@ def test_forced_ending_is_reported(grammars: GrammarCompiler) -> None:
     assert {reason for _, reason in answers} == {"stop", "length"}
     for text, _ in answers:
         assert set(json.loads(text)) == {"a"}
+
+
+@pytest.mark.parametrize("grammars", ["byte level"], indirect=True)
+def test_value_may_leave_one_token_for_its_end(grammars: GrammarCompiler) -> None:
+    opening, closing, one = (grammars.tokenizer().token_id(text) for text in "[]1")
+    assert opening is not None
+    assert one is not None
+    for left, expected in ((2, {one, closing}), (1, {closing})):
+        matcher = grammars.matcher(Grammar.json({"type": "array", "items": {"type": "integer"}}))
+        matcher.advance(opening)
+        allowed = np.flatnonzero(matcher.allowed(END, may_end=True, left=left)).tolist()
+        assert {matcher.settle(token) for token in allowed if token in (one, closing)} == expected
 
 
 def test_any_object_is_complete_as_well(grammars: GrammarCompiler) -> None:

@@ -64,6 +64,14 @@ def test_limits_are_named_in_words_of_clients(grammars: GrammarCompiler, grammar
         grammars.matcher(grammar)
 
 
+def test_unfit_tokens_are_told_without_internals(grammars: GrammarCompiler) -> None:
+    matcher = grammars.matcher(Grammar.regex("ab"))
+    matcher.advance(grammars.tokenizer().encode("z")[0])
+    assert matcher.error is not None
+    assert "doesn't satisfy the grammar" in matcher.error
+    assert "\n" not in matcher.error
+
+
 def test_limits_of_precomputation_are_named_likewise() -> None:
     """Whether llguidance precomputes depends on the tokenizer."""
     message = "lexer precomputation failed; either increase limits.initial_lexer_fuel"

@@ -24,7 +24,7 @@ from vlmserve.media.fork_server import ForkServer
 from vlmserve.media.isolated import IsolatedProcess
 from vlmserve.prompt.tokenizer import Tokenizer
 from vlmserve.sampling.deep_stack import in_deep_stack, stack_size
-from vlmserve.sampling.grammar import NICENESS, GrammarCompiler
+from vlmserve.sampling.grammar import LARGE_GRAMMAR, NICENESS, GrammarCompiler
 from vlmserve.sampling.trials import QUICK_SECONDS, GrammarTrials, SlowGrammarError
 from vlmserve.types import EngineRequest, Grammar, Prompt, SamplingParams
 
@@ -145,11 +145,12 @@ def test_small_grammars_overtake_large_ones(folder, monkeypatch):
             return answer
 
     monkeypatch.setattr("vlmserve.sampling.trials.IsolatedProcess", Watched)
-    tried, large = trials(folder), Grammar.choice([f"word {number}" for number in range(1000)])
-    for grammar in (Grammar.regex("small"), large):
-        tried.check(grammar, quick=grammar.kind == "regex")
+    tried = trials(folder)
+    for length, quick in ((5, True), (LARGE_GRAMMAR, True), (LARGE_GRAMMAR + 1, True), (6, False)):
+        tried.check(Grammar.regex("a" * length), quick=quick)
     own = os.getpriority(os.PRIO_PROCESS, 0)
-    assert nice == {5: own, len(large.text): min(19, own + NICENESS)}
+    lower = min(19, own + NICENESS)
+    assert nice == {5: own, LARGE_GRAMMAR: own, LARGE_GRAMMAR + 1: lower, 6: lower}
 
 
 def test_verdict_precedes_the_end_of_its_process(folder, monkeypatch):

@@ -175,7 +175,8 @@ class Matcher:
         self._next_end: list[int] | None = None
         """The end of the answer after the token that was chosen."""
         self._ends: list[int] = []
-        self._longest_end = 0
+        self.longest_end = 0
+        """Tokens of the longest end that a search has found."""
         self._unseen = _CHECK_EVERY
 
     @property
@@ -285,7 +286,7 @@ class Matcher:
         """Return whether `allowed` searches for an end of the answer: near the limit, and sometimes before it."""
         if not self._closes or left is None or self.cut or self._end is not None:
             return False
-        near = left <= 4 * self._longest_end + _NEAR
+        near = left <= 4 * self.longest_end + _NEAR
         return self._unseen >= (_CHECK_EVERY if not near else _CHECK_AGAIN_AFTER if self._has_none else 0)
 
     def _find_end(self, left: int) -> None:
@@ -295,8 +296,8 @@ class Matcher:
         end = self._vocabulary.closing.path(self._matcher, min(left, _LONGEST_END))
         self._unseen = 0
         self._has_none = end is None
-        self._longest_end = max(self._longest_end, len(end or ()))
-        self._end = end if left <= 4 * self._longest_end + _NEAR else None
+        self.longest_end = max(self.longest_end, len(end or ()))
+        self._end = end if left <= 4 * self.longest_end + _NEAR else None
 
 
 class _Compiled(NamedTuple):
@@ -324,7 +325,7 @@ class GrammarCompiler:
         """max_bytes: maximum size of a grammar's text. cache_size, cache_bytes: maximum number and size of grammars to
         keep. vocab_size: token ids of the model (None: of the tokenizer). bounds: limits for JSON without its own."""
         self._bounds = bounds
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self._max_bytes = max_bytes
         self._cache_size, self._cache_bytes = cache_size, cache_bytes
         self._vocab_size = vocab_size
@@ -405,7 +406,7 @@ class GrammarCompiler:
 
     @cached_property
     def _read_vocabulary(self) -> Vocabulary:
-        tokenizer = self._tokenizer()
+        tokenizer = self.tokenizer()
         return Vocabulary.of(tokenizer, self._vocab_size or tokenizer.vocab_size)
 
     def _compile(self, grammar: Grammar) -> LLMatcher:

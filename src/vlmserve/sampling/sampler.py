@@ -7,6 +7,7 @@ tokens alone, in any batch and after a preemption.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -20,6 +21,9 @@ from vlmserve.kernels.transfers import to_device
 from vlmserve.sampling.grammar import Allowed
 from vlmserve.sampling.logits_processor import LogitsProcessor
 from vlmserve.types import SamplingParams
+
+_IMPOSSIBLE = -math.inf
+"""Logit of a token that must not be sampled."""
 
 
 class SamplingRow(NamedTuple):
@@ -63,10 +67,10 @@ def sample(logits: Tensor, rows: list[SamplingRow], draw: Draw) -> list[int | No
         process_logits(logits, processors)
     for number, row in enumerate(rows):
         if row.banned:
-            logits[number, to_device(torch.tensor(sorted(row.banned)), logits.device)] = -torch.inf
+            logits[number, to_device(torch.tensor(sorted(row.banned)), logits.device)] = _IMPOSSIBLE
         if row.forced is not None:
             score = logits[number, row.forced].clone()
-            logits[number] = -torch.inf
+            logits[number] = _IMPOSSIBLE
             logits[number, row.forced] = score
     filters, numbers = filters_of(rows)
     tokens = draw(logits, **filters._asdict(), numbers=numbers)
@@ -105,7 +109,7 @@ def changes_of(rows: Sequence[SamplingRow]) -> Changes:
             places = np.searchsorted(ids, counted)
             own[1, places] = processor.params.repetition_penalty
             own[2, places] = processor.subtracted
-        own[0, np.searchsorted(ids, banned)] = -np.inf
+        own[0, np.searchsorted(ids, banned)] = _IMPOSSIBLE
         entries.append(np.stack((np.full(len(ids), number), ids)))
         amounts.append(own)
     return Changes(np.concatenate(entries, 1), np.concatenate(amounts, 1))
@@ -114,9 +118,9 @@ def changes_of(rows: Sequence[SamplingRow]) -> Changes:
 def _forbid(row: Tensor, forbidden: Allowed) -> None:
     """Make tokens of a ``[vocabulary]`` row impossible, in place."""
     if row.device.type == "cpu":
-        np.copyto(row.numpy(), -np.inf, where=forbidden)  # takes a quarter of torch's time
+        np.copyto(row.numpy(), _IMPOSSIBLE, where=forbidden)  # takes a quarter of torch's time
     else:
-        row.masked_fill_(to_device(torch.from_numpy(forbidden), row.device), -torch.inf)
+        row.masked_fill_(to_device(torch.from_numpy(forbidden), row.device), _IMPOSSIBLE)
 
 
 def process_logits(logits: Tensor, processors: Mapping[int, LogitsProcessor]) -> None:

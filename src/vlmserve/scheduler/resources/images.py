@@ -157,8 +157,8 @@ class Images(Resource):
         for use in uses:
             if use.fits:
                 self._use(step, request, use, pinned)
-            if request.cross is not None and use.place < 0:
-                self._note_states(step, request, request.cross, use)
+            if use.place < 0:
+                self._note_states(step, request, use)
 
     def advance(self, request: Request, num_computed: int) -> None:
         for span in request.spans_between(request.num_computed, num_computed):
@@ -251,9 +251,10 @@ class Images(Resource):
         if use.is_new or use.missing:
             self._encode(step, use)
 
-    def _note_states(self, step: SchedulerOutput, request: Request, cross: CrossInput, use: _Use) -> None:
+    def _note_states(self, step: SchedulerOutput, request: Request, use: _Use) -> None:
         """Compute the states that a request attends to once their image is encoded."""
-        key = request.cross_key
+        cross, key = request.cross, request.cross_key
+        assert cross is not None
         assert key is not None
         if not use.is_ready:
             if key in self.cache:
