@@ -13,16 +13,17 @@ from torch import Tensor
 
 from tests.kernels.test_superblocks import make
 from tests.native import built
-from vlmserve.families.spec import ExpertsSpec
+from vlmserve.families.spec import ExpertsSpec, NormSpec
 from vlmserve.kernels.cpu_experts import NativeExperts, unsupported_reason
 from vlmserve.kernels.cpu_native import PackedLinear
 from vlmserve.kernels.extension import extension
-from vlmserve.kernels.operations import ExpertProducts
+from vlmserve.kernels.operations import ExpertProducts, RouterWeights
 from vlmserve.quant.methods.rtn import round_to_nearest
 
 pytestmark = [built, pytest.mark.usefixtures("isa")]
 
 SPEC = ExpertsSpec(count=9, top_k=3, inner_size=48)
+NORMED = replace(SPEC, router_norm=NormSpec(0.1))
 SIZE = 64
 FORMS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -51,6 +52,9 @@ class Mixture:
         router = torch.randn(spec.count, SIZE) / 4
         self._router = router.double()
         self._correction = torch.randn(spec.count) if spec.correction else None
+        self._norm, self._input_norm, self._factors = (
+            None if spec.router_norm is None else 0.5 + torch.rand(size) for size in (SIZE, SIZE, spec.count)
+        )
         self._experts: dict[int, tuple[Tensor, Tensor]] = {}
         packed: dict[int, ExpertProducts] = {}
         for number in range(spec.count):
@@ -58,16 +62,24 @@ class Mixture:
             down, wide_down = pack(torch.randn(SIZE, spec.inner_size) / 4, dtype, form)
             if number != missing:
                 packed[number], self._experts[number] = (up, down), (wide_up, wide_down)
-        self.run = NativeExperts(spec, PackedLinear(router), self._correction, packed)
+        weights = RouterWeights(PackedLinear(router), self._correction, self._norm, self._input_norm, self._factors)
+        self.run = NativeExperts(spec, weights, packed)
 
     def expected(self, x: Tensor) -> Tensor:
-        x, spec = x.double(), self._spec
-        logits = x @ self._router.T
+        dtype, spec, x = x.dtype, self._spec, x.double()
+        read = x
+        if self._norm is not None and self._input_norm is not None:
+            assert spec.router_norm is not None
+            unit = x / (x.square().mean(1, keepdim=True) + spec.router_norm.eps).sqrt()
+            x, read = (unit * self._input_norm.double()).to(dtype).double(), unit * self._norm.double()
+        logits = read @ self._router.T
         scores = logits.softmax(1) if spec.scores == "softmax" else logits.sigmoid()
         chosen = (scores if self._correction is None else scores + self._correction).topk(spec.top_k).indices
         weights = scores.gather(1, chosen)
         if spec.renormalized:
             weights /= weights.sum(1, keepdim=True)
+        if self._factors is not None:
+            weights *= self._factors.double()[chosen]
         factors = torch.zeros_like(scores).scatter(1, chosen, weights * spec.scale)
         output = torch.zeros_like(x)
         for number, (up, down) in self._experts.items():
@@ -76,11 +88,11 @@ class Mixture:
         return output
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("form", "spec"), [*((form, SPEC) for form in FORMS), ("plain", NORMED)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @torch.inference_mode()
-def test_experts_equal_float64(dtype: torch.dtype, form: str) -> None:
-    mixture = Mixture(SPEC, dtype, FORMS[form])
+def test_experts_equal_float64(dtype: torch.dtype, form: str, spec: ExpertsSpec) -> None:
+    mixture = Mixture(spec, dtype, FORMS[form])
     x, residual = (torch.randn(300, SIZE).to(dtype) for _ in range(2))
     expected = mixture.expected(x)
     tolerance = 2e-3 if dtype == torch.float32 else 4e-2
@@ -107,7 +119,7 @@ def test_superblocks_equal_their_products(isa: str) -> None:
     scores, chosen = router(x).softmax(1).topk(spec.top_k)
     factors = torch.zeros(40, spec.count).scatter(1, chosen, scores / scores.sum(1, keepdim=True))
     expected = sum(factors[:, number, None] * down(up(x)) for number, (up, down) in experts.items())
-    torch.testing.assert_close(NativeExperts(spec, router, None, experts)(x), expected)
+    torch.testing.assert_close(NativeExperts(spec, RouterWeights(router), experts)(x), expected)
 
 
 @pytest.mark.parametrize(
@@ -115,10 +127,11 @@ def test_superblocks_equal_their_products(isa: str) -> None:
     [
         replace(SPEC, renormalized=False, scale=2.5),
         replace(SPEC, scores="sigmoid", correction=True, scale=1.5),
+        replace(NORMED, scale=1.5),
         replace(SPEC, count=3),
         replace(SPEC, count=37, top_k=1),
     ],
-    ids=["raw scores", "sigmoids with correction", "all experts", "one expert"],
+    ids=["raw scores", "sigmoids with correction", "norms and factors", "all experts", "one expert"],
 )
 @torch.inference_mode()
 def test_routers_equal_float64(spec: ExpertsSpec) -> None:
@@ -144,7 +157,7 @@ def test_equal_scores_choose_lowest_numbers() -> None:
         )
         for number in range(4)
     }
-    run = NativeExperts(spec, PackedLinear(torch.zeros(4, 2)), None, experts)
+    run = NativeExperts(spec, RouterWeights(PackedLinear(torch.zeros(4, 2))), experts)
     one, other = run(torch.ones(1, 2)), run(torch.full((1, 2), float("nan")))
     torch.testing.assert_close(one, torch.full((1, 2), F.silu(torch.tensor(2.0)).item() * 2 * 2 * (1 + 10) / 2))
     assert other.isnan().all()

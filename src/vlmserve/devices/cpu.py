@@ -44,6 +44,7 @@ from vlmserve.kernels.operations import (
     NormedHeads,
     Product,
     RotationKernel,
+    RouterWeights,
     Table,
 )
 from vlmserve.kernels.quantized import QuantizedWeight
@@ -184,12 +185,12 @@ class NativeCpuDevice(CpuDevice):
         return gate_output if dtype in DTYPES else None
 
     def experts(
-        self, spec: ExpertsSpec, router: Product, correction: Tensor | None, experts: Mapping[int, ExpertProducts]
+        self, spec: ExpertsSpec, router: RouterWeights, experts: Mapping[int, ExpertProducts]
     ) -> ExpertsKernel | None:
-        if (reason := cpu_experts.unsupported_reason(router, experts)) is not None:
+        if (reason := cpu_experts.unsupported_reason(router.product, experts)) is not None:
             logger.info("experts: one call per product (%s)", reason)
             return None
-        return cpu_experts.NativeExperts(spec, router, correction, experts)
+        return cpu_experts.NativeExperts(spec, router, experts)
 
     def encoder_attention(self, num_heads: int, head_size: int, dtype: torch.dtype) -> EncoderKernel | None:
         return partial(encoder_attention, num_heads=num_heads) if can_pack(head_size, dtype) else None

@@ -37,6 +37,7 @@ from vlmserve.kernels.operations import (
     NormedHeads,
     Product,
     RotationKernel,
+    RouterWeights,
     Table,
 )
 from vlmserve.kernels.quantized import QuantizedWeight
@@ -112,7 +113,7 @@ class TorchDevice:
         return None
 
     def experts(
-        self, spec: ExpertsSpec, router: Product, correction: Tensor | None, experts: Mapping[int, ExpertProducts]
+        self, spec: ExpertsSpec, router: RouterWeights, experts: Mapping[int, ExpertProducts]
     ) -> ExpertsKernel | None:
         return None
 

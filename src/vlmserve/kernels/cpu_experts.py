@@ -13,7 +13,7 @@ from vlmserve.kernels.cpu_native import PackedLinear
 from vlmserve.kernels.cpu_program import Recorded
 from vlmserve.kernels.cpu_record import EXPERTS
 from vlmserve.kernels.extension import DTYPES, extension
-from vlmserve.kernels.operations import ExpertProducts, Product
+from vlmserve.kernels.operations import ExpertProducts, Product, RouterWeights
 from vlmserve.kernels.pages import allocate
 
 _FORM = ("bits", "group_size", "minimums", "input_bits")
@@ -34,26 +34,28 @@ def unsupported_reason(router: Product, experts: Mapping[int, ExpertProducts]) -
 class NativeExperts:
     """An `ExpertsKernel`."""
 
-    def __init__(
-        self, spec: ExpertsSpec, router: Product, correction: Tensor | None, experts: Mapping[int, ExpertProducts]
-    ) -> None:
+    def __init__(self, spec: ExpertsSpec, router: RouterWeights, experts: Mapping[int, ExpertProducts]) -> None:
         """Raises ValueError for what `unsupported_reason` gives a reason against."""
-        if (reason := unsupported_reason(router, experts)) is not None:
+        if (reason := unsupported_reason(router.product, experts)) is not None:
             raise ValueError(f"native experts are not possible here: {reason}")
-        packed = _packed(router)
+        packed = _packed(router.product)
         up, down = (_packed(product) for product in next(iter(experts.values())))
         self._kept = [packed.packed, *(_packed(product).packed for both in experts.values() for product in both)]
-        if correction is not None:
-            correction = correction.float().contiguous()
-            self._kept.append(correction)
+        correction, norm, input_norm, factors = (
+            self._address(tensor) for tensor in (router.correction, router.norm, router.input_norm, router.factors)
+        )
         addresses = [[0, 0]] * spec.count
         for number, both in experts.items():
             addresses[number] = [_packed(product).packed.data_ptr() for product in both]
         table = _placed([word for pair in addresses for word in pair])
         words: list[int] = [
             packed.packed.data_ptr(),
-            0 if correction is None else correction.data_ptr(),
+            correction,
             table.data_ptr(),
+            norm,
+            input_norm,
+            factors,
+            _bits(0.0 if spec.router_norm is None else spec.router_norm.eps),
             spec.count,
             spec.top_k,
             up.in_features,
@@ -61,12 +63,19 @@ class NativeExperts:
             up.settings["activation"],
             int(spec.scores == "sigmoid"),
             int(spec.renormalized),
-            int(torch.tensor(spec.scale, dtype=torch.float64).view(torch.int64)),
+            _bits(spec.scale),
             *(product.settings[name] for product in (up, down) for name in _FORM),
         ]
         self._layer = _placed(words)
         self._kept.append(table)
         self._size, self._dtype = up.in_features, up.dtype
+
+    def _address(self, tensor: Tensor | None) -> int:
+        """The address of a tensor that stays in memory; 0: there is none."""
+        if tensor is None:
+            return 0
+        self._kept.append(tensor.float().contiguous())
+        return self._kept[-1].data_ptr()
 
     def __call__(self, x: Tensor, residual: Tensor | None = None, *, float_output: bool = False) -> Tensor:
         """See `ExpertsKernel`."""
@@ -105,6 +114,11 @@ class NativeExperts:
 def _packed(product: Product) -> PackedLinear:
     assert isinstance(product, PackedLinear)
     return product
+
+
+def _bits(number: float) -> int:
+    """A double as a word of eight bytes."""
+    return int(torch.tensor(number, dtype=torch.float64).view(torch.int64))
 
 
 def _placed(words: Sequence[int]) -> Any:

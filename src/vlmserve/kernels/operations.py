@@ -184,6 +184,22 @@ ExpertProducts = tuple[Product, Product]
 """An expert's gates and ups, ``[size]`` to ``[inner_size]``, and what their result is multiplied with."""
 
 
+@dataclass(frozen=True, slots=True)
+class RouterWeights:
+    """Weights that choose and weigh the experts of each row. Tensors are float32."""
+
+    product: Product
+    """Scores of experts, from float32 rows."""
+    correction: Tensor | None = None
+    """``[count]``, added to scores to choose experts, and not to weigh them."""
+    norm: Tensor | None = None
+    """``[size]``, weights of an RMSNorm of the rows that the router takes. None: it takes the rows."""
+    input_norm: Tensor | None = None
+    """``[size]``, weights of an RMSNorm of the rows that experts take. None: they take the rows."""
+    factors: Tensor | None = None
+    """``[count]``, factors of the weights of each expert."""
+
+
 class ExpertsKernel(Protocol):
     """A router and the experts that it chooses from, see `blocks.experts`."""
 
@@ -233,10 +249,9 @@ class Operations(Protocol):
         ...
 
     def experts(
-        self, spec: ExpertsSpec, router: Product, correction: Tensor | None, experts: Mapping[int, ExpertProducts]
+        self, spec: ExpertsSpec, router: RouterWeights, experts: Mapping[int, ExpertProducts]
     ) -> ExpertsKernel | None:
-        """A mixture of experts. router: float32. correction: float32 ``[count]``. experts: by number, without
-        other ranks' experts. None: one product after the other."""
+        """A mixture of experts. experts: by number, without other ranks' experts. None: one product after the other."""
         ...
 
     def encoder_attention(self, num_heads: int, head_size: int, dtype: torch.dtype) -> EncoderKernel | None:

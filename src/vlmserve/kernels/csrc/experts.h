@@ -5,6 +5,7 @@
 // the order of the experts' numbers, whatever else is in the batch.
 #pragma once
 
+#include "norm.h"
 #include "quantized.h"
 
 namespace {
@@ -19,7 +20,8 @@ public:
         const long element = args.dtype == FLOAT32 ? 4 : 2, result = layer_.size * static_cast<long>(sizeof(float));
         most_rows_ = smaller(args.rows, larger(1, MOST_RESULTS / (layer_.top_k * result)));
         const long pairs = most_rows_ * layer_.top_k, experts = smaller(layer_.count, pairs);
-        if (args.dtype != FLOAT32) floats_ = take<float>(most_rows_ * layer_.size);
+        if (args.dtype != FLOAT32 || layer_.router_norm) floats_ = take<float>(most_rows_ * layer_.size);
+        if (layer_.input_norm) normed_ = take<char>(most_rows_ * layer_.size * element);
         scores_ = take<float>(most_rows_ * layer_.count);
         weights_ = take<float>(pairs);
         chosen_ = take<std::int32_t>(pairs);
@@ -73,6 +75,21 @@ private:
     // The first of the rows that are computed.
     const void* x() const { return static_cast<const char*>(args_.x) + first_ * layer_.size * (args_.dtype == FLOAT32 ? 4 : 2); }
 
+    // y = the norm of the rows at x, of `dtype`.
+    void normalize(const void* x, const float* weight, void* y, int dtype) const {
+        NormArgs args = {};
+        args.x = x;
+        args.weight = weight;
+        args.y = y;
+        args.rows = rows_;
+        args.groups = 1;
+        args.size = args.stride = layer_.size;
+        args.eps = static_cast<float>(layer_.eps);
+        args.dtype = dtype;
+        args.threads = args_.threads;
+        norm(args);
+    }
+
     LinearArgs router(long rows) const {
         LinearArgs args = {};
         args.x = floats_ ? floats_ : x();
@@ -102,7 +119,7 @@ private:
         args.minimums = static_cast<int>(form.minimums);
         args.input_bits = static_cast<int>(form.input_bits);
         if (part == UP) {
-            args.x = x();
+            args.x = normed_ ? normed_ : x();
             args.x_rows = order_ + group.first;
             args.weight = layer_.experts[group.expert].up;
             args.y = inner;
@@ -130,7 +147,7 @@ private:
     long row_bytes(Part part) { return row_bytes_[part] = prepared_bytes(product(part, {0, 0, 1}, nullptr)); }
 
     void score() {
-        if (floats_) {
+        if (args_.dtype != FLOAT32) {
             const auto* rows = static_cast<const bf16*>(x());
             each_range(args_.threads, rows_, layer_.size, [&](long first, long last, int) {
                 for (long i = first * layer_.size; i < last * layer_.size; i += LANES) {
@@ -139,6 +156,8 @@ private:
                 }
             });
         }
+        if (layer_.router_norm) normalize(args_.dtype == FLOAT32 ? x() : floats_, layer_.router_norm, floats_, FLOAT32);
+        if (layer_.input_norm) normalize(x(), layer_.input_norm, normed_, args_.dtype);
         const LinearArgs args = router(rows_);
         with_product(args, [&](auto kind) { each_tile<decltype(kind)>(args); });
     }
@@ -184,7 +203,7 @@ private:
         float total = 0, factor = static_cast<float>(layer_.scale);
         for (long i = 0; i < top_k; ++i) total += weights[i] = scores[chosen[i]];
         if (layer_.renormalized) factor /= total + 1e-20f;
-        for (long i = 0; i < top_k; ++i) weights[i] *= factor;
+        for (long i = 0; i < top_k; ++i) weights[i] *= layer_.factors ? factor * layer_.factors[chosen[i]] : factor;
     }
 
     // Rows by expert.
@@ -278,6 +297,7 @@ private:
     void* memory_;
     long used_ = 0, most_rows_ = 0, first_ = 0, rows_ = 0, num_groups_ = 0, num_sorted_ = 0, row_bytes_[2] = {};
     float* floats_ = nullptr;  // [rows, size], for the router
+    char* normed_ = nullptr;   // [rows, size] of `dtype`, for experts
     float* scores_;            // [rows, count]
     float* weights_;           // [rows, top_k], likewise what follows
     std::int32_t *chosen_, *places_;

@@ -87,6 +87,10 @@ struct ExpertsLayer {
     const void* router;       // float32 [count, size], as `pack` leaves it
     const float* correction;  // [count], added to scores to choose experts, not to weigh them; null: none
     const Expert* experts;    // [count]
+    const float* router_norm;  // [size], weights of an RMSNorm of the rows that the router takes; null: none
+    const float* input_norm;   // likewise of the rows that experts take
+    const float* factors;      // [count], of the weights of each expert; null: 1
+    double eps;                // of both norms
     long count, top_k, size, inner;
     long activation;    // of gates
     long is_sigmoid;    // scores are sigmoids instead of a softmax

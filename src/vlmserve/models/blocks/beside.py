@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from vlmserve.families.spec import ArchSpec, ExpertsSpec
 from vlmserve.layers.parallel import Ranks
@@ -29,14 +29,10 @@ class ExpertsBeside(Block):
 
     def forward(self, dense: Unfinished, rows: Tensor) -> Unfinished:
         """dense: the layer's MLP. rows: ``[tokens, hidden_size]``, before it."""
-        routed = self.routed(rows)
-        total = self._normed(self.mlp_norm, dense) + self._normed(self.routed_norm, routed)
-        return Unfinished(Adding(_plus), total)
-
-    @staticmethod
-    def _normed(norm: nn.Module, block: Unfinished) -> Tensor:
-        output: Tensor = norm(block.linear(block.inputs))
-        return output
+        fed, routed = (block.linear(block.inputs) for block in (dense, self.routed(rows)))
+        if self.mlp_norm.adding is None:
+            return Unfinished(Adding(_plus), self.mlp_norm(fed) + self.routed_norm(routed))
+        return Unfinished(Adding(_plus), self.mlp_norm.adding.plus(fed, self.routed_norm(routed)))
 
     def split(self, whole: ArchSpec, index: int, ranks: Ranks) -> None:
         self.routed.split(whole, index, ranks)

@@ -10,13 +10,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vlmserve.families.spec import ArchSpec, ExpertsSpec
-from vlmserve.kernels.operations import ExpertsKernel, GateKernel, Operations, Product
+from vlmserve.kernels.operations import ExpertsKernel, GateKernel, Operations, Product, RouterWeights
 from vlmserve.layers.layer import Layer
 from vlmserve.layers.linear import Linear, empty_parameter
-from vlmserve.layers.norm import LayerNorm, RMSNorm
+from vlmserve.layers.norm import RMSNorm
 from vlmserve.layers.parallel import Ranks, shares
 from vlmserve.layers.residual import Adding, Unfinished
-from vlmserve.models.blocks.block import Block, make_norm
+from vlmserve.models.blocks.block import Block
 from vlmserve.models.blocks.mlp import MLP
 from vlmserve.quant.calibration import Fold
 
@@ -52,6 +52,16 @@ class Router(nn.Module):
             weights = weights * self.per_expert_scale.data[chosen]
         return weights * self._spec.scale, chosen
 
+    def weights(self, product: Product, norm: RMSNorm | None) -> RouterWeights:
+        """The stored weights for a kernel. product: of `linear`. norm: of the rows that experts take."""
+        return RouterWeights(
+            product,
+            correction=None if self.bias is None else self.bias.data,
+            norm=None if self.scale is None else self.scale.data * len(self.scale) ** -0.5,
+            input_norm=None if norm is None else norm.weight.data.float() + norm.offset,
+            factors=None if self.per_expert_scale is None else self.per_expert_scale.data,
+        )
+
 
 class Experts(Block, Layer):
     """Adds the weighted outputs of the experts that a router chooses for each row, and of an MLP that all rows take.
@@ -66,10 +76,10 @@ class Experts(Block, Layer):
         super().__init__()
         self._spec = spec
         self.router = Router(spec, size, device=device)
-        self.norm: RMSNorm | LayerNorm | None = None
+        self.norm: RMSNorm | None = None
         """The experts take normed rows, and the router takes the rows before it."""
-        if spec.router_norm is not None:
-            self.norm = make_norm(spec.router_norm, size, dtype=dtype, device=device)
+        if (norm := spec.router_norm) is not None:
+            self.norm = RMSNorm(size, norm.eps, offset=norm.offset, dtype=dtype, device=device)
         self.experts = nn.ModuleDict(
             {
                 str(number): MLP(size, spec.inner_size, act, gated=True, bias=False, dtype=dtype, device=device)
@@ -140,9 +150,9 @@ class Experts(Block, Layer):
         for _, expert in self._experts():
             products += [_product(expert.reader), _product(expert.last)]
         found = [product for product in products if product is not None]
-        if len(found) == len(products) > 1 and self.norm is None:
+        if len(found) == len(products) > 1:
             experts = dict(zip(map(int, self.experts), zip(found[1::2], found[2::2], strict=True), strict=True))
-            self._kernel = operations.experts(self._spec, found[0], self.router.bias, experts)
+            self._kernel = operations.experts(self._spec, self.router.weights(found[0], self.norm), experts)
 
     def _experts(self) -> Iterator[tuple[str, MLP]]:
         for number, expert in self.experts.items():
