@@ -168,6 +168,8 @@ def measure(job: Job) -> dict[str, float | None]:
     print("ready", file=sys.stderr, flush=True)
     if job.only_start:
         return {"peak": peak}
+    while list(Path(job.options.get("weights_cache", os.devnull)).glob("*.writing")):
+        time.sleep(0.1)  # until the packed weights are kept: the disk has a share of the memory's bandwidth
 
     starts = itertools.count(1)  # llama.cpp would compute no prefix of an earlier prompt again
 

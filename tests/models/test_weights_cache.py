@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -232,6 +233,20 @@ def test_writing_follows_no_links(tmp_path: Path, cache: WeightsCache, monkeypat
     assert written == [0o600]
     assert path.exists()
     assert victim.read_text() == "precious"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads have priorities of their own on Linux")
+def test_writer_leaves_processors_to_answers(cache: WeightsCache, monkeypatch: pytest.MonkeyPatch) -> None:
+    priorities = []
+    monkeypatch.setattr(os, "fsync", lambda descriptor: priorities.append(os.getpriority(os.PRIO_PROCESS, 0)))
+    before = os.getpriority(os.PRIO_PROCESS, 0)
+    thread = threading.Thread(
+        target=cache.write_later, args=(cache.path({}), PackedModel({"a": torch.zeros(4)}, {}), b"", "model")
+    )
+    thread.start()
+    thread.join()
+    assert priorities == [19]
+    assert os.getpriority(os.PRIO_PROCESS, 0) == before
 
 
 def test_ending_program_leaves_no_unfinished_file(tmp_path: Path) -> None:

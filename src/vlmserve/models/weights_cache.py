@@ -18,6 +18,7 @@ import os
 import re
 import shutil
 import stat
+import sys
 import tempfile
 import threading
 import time
@@ -64,6 +65,8 @@ _SAMPLE, _SAMPLE_STEP = 64, 2**20
 """Bytes of each sample of the tensors, and from one to the next."""
 _SYNCED = 64 * 2**20
 """Bytes that are written before they must be on the disk."""
+_NICENESS = 19
+"""The writing thread has this, so that first answers are not slower."""
 _BROKEN = (OSError, ValueError, LookupError, TypeError, AttributeError, RuntimeError, OverflowError)
 """Errors of reading a broken file."""
 _DTYPES = {str(dtype): dtype for dtype in (torch.uint8, torch.bfloat16, torch.float16, torch.float32, torch.int64)}
@@ -169,6 +172,8 @@ class WeightsCache:
     def _write(self, path: Path, packed: PackedModel, identity: bytes, model: str, size: int) -> None:
         started = time.monotonic()
         try:
+            if sys.platform == "linux":  # elsewhere a thread has no priority of its own
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             self.remove_unfinished()
             surplus = self._surplus(self.limit - size)
