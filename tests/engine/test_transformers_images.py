@@ -284,13 +284,18 @@ def test_prompts_and_tokens_are_those_of_transformers(oracle: Oracle) -> None:
     assert answers(llm, conversations) == oracle.answers, "with what is cached of them"
     assert llm.engine.stats().encoder_queries == encoded, "images that are seen again cost nothing"
     assert answers(oracle.llm(max_num_batched_tokens=9), conversations[::-1]) == oracle.answers[::-1]
-    model = llm.engine.runner.model.language_model  # type: ignore[attr-defined]
-    sizes = model.cache_bytes(4)
+    check_preempted(oracle, llm, oracle.llm)
+
+
+def check_preempted(oracle: Oracle, roomy: LLM, make: Callable[..., LLM]) -> None:
+    """Requests that are preempted have the same answers. make: opens the model with blocks of 4 tokens."""
+    sizes = roomy.engine.runner.model.language_model.cache_bytes(4)  # type: ignore[attr-defined]
     longest = max(len(prompt) for prompt in oracle.prompts) + NEW_TOKENS
     preemptions = 0
     for spare in (5, 6):
         pages = (longest // 4 + spare) * len(sizes.windows)
-        tight = oracle.llm(kv_cache_memory=pages * sizes.page)
+        tight = make(kv_cache_memory=pages * sizes.page)
+        conversations = [conversation(images) for images in oracle.images]
         assert chat_at_once(tight, conversations, GREEDY) == oracle.answers
         preemptions += tight.engine.stats().preemptions
         if preemptions:

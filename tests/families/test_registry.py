@@ -23,7 +23,6 @@ from vlmserve.errors import ModelLoadError, UnsupportedModelError
 from vlmserve.families.family import Family, VisionFamily
 from vlmserve.families.registry import (
     LANGUAGE_FAMILIES,
-    OTHER_FAMILIES,
     VISION_FAMILIES,
     architecture,
     family_of,
@@ -37,7 +36,7 @@ from vlmserve.media.processor import FixedSizeProcessor
 from vlmserve.models.vision.llava import LlavaVision
 from vlmserve.prompt.checkpoint import read_prompt_files
 
-ALL: list[Family] = [*LANGUAGE_FAMILIES.values(), *VISION_FAMILIES.values(), *OTHER_FAMILIES.values()]
+ALL: list[Family] = [*LANGUAGE_FAMILIES.values(), *VISION_FAMILIES.values()]
 
 
 @pytest.mark.parametrize("family", ALL, ids=lambda family: f"{type(family).__name__} {family.model_type}")
@@ -110,7 +109,7 @@ def test_untrusted_config_json_has_prompts_or_an_error(config: dict[str, Any]) -
 def test_names_of_language_models_are_found() -> None:
     assert architecture({"architectures": ["ChatGLMModel"]}) == "ChatGLMForConditionalGeneration"
     assert architecture({"model_type": "olmo2"}) == "Olmo2ForCausalLM"
-    assert family_of({"model_type": "paligemma"}) is OTHER_FAMILIES["paligemma"]
+    assert family_of({"model_type": "paligemma"}) is VISION_FAMILIES["paligemma"]
     with pytest.raises(UnsupportedModelError, match=r"not supported, LlamaForCausalLM and .* would be"):
         architecture({"architectures": ["LlamaForCausalLMs"]})
     with pytest.raises(ModelLoadError, match="names neither"):

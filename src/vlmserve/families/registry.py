@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from vlmserve import families as package
 from vlmserve.errors import ModelLoadError, UnsupportedModelError
-from vlmserve.families.family import FIXED_SIZE, Family, LanguageFamily, VisionFamily, vision_section
+from vlmserve.families.family import FIXED_SIZE, LanguageFamily, VisionFamily, vision_section
 from vlmserve.families.gguf import GGUFText
 from vlmserve.families.retrievers import retriever_of
 from vlmserve.families.spec import ArchSpec, Config
@@ -18,8 +18,6 @@ LANGUAGE_FAMILIES: dict[str, LanguageFamily] = {}
 """By ``model_type``."""
 VISION_FAMILIES: dict[str, VisionFamily] = {}
 """By `VisionFamily.key`."""
-OTHER_FAMILIES: dict[str, Family] = {}
-"""Models that only the Transformers backend runs, by ``model_type``."""
 
 _CLASSIFIER = "ForSequenceClassification"
 _GENERATORS = ("ForCausalLM", "ForConditionalGeneration")
@@ -28,14 +26,12 @@ DEFAULT_FAMILY = "llama"
 """Family of a config without a ``model_type``, as the first LLaVA checkpoints have it."""
 
 
-def register(family: Family) -> None:
+def register(family: LanguageFamily | VisionFamily) -> None:
     """Add a family. A later one replaces an earlier one of the same name."""
     if isinstance(family, VisionFamily):
         VISION_FAMILIES[family.key] = family
-    elif isinstance(family, LanguageFamily):
-        LANGUAGE_FAMILIES[family.model_type] = family
     else:
-        OTHER_FAMILIES[family.model_type] = family
+        LANGUAGE_FAMILIES[family.model_type] = family
 
 
 def language_family(config: Config) -> LanguageFamily:
@@ -88,10 +84,10 @@ def image_processor_path(kind: str | None, family: VisionFamily | None) -> str:
     return next((own.image_processor for own in named), FIXED_SIZE)
 
 
-def family_of(config: Config) -> Family | None:
+def family_of(config: Config) -> LanguageFamily | VisionFamily | None:
     """The family of a config.json; None for unknown models."""
     name = str(config.get("model_type"))
-    return vision_family(config) or LANGUAGE_FAMILIES.get(name) or OTHER_FAMILIES.get(name)
+    return vision_family(config) or LANGUAGE_FAMILIES.get(name)
 
 
 def architecture(config: Config) -> str:

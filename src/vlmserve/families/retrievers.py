@@ -1,4 +1,4 @@
-"""Vision-language models that make one vector of each token: ColPali (https://arxiv.org/abs/2407.01449) and ColQwen2.
+"""Vision-language models that make one vector of each token: ColPali (https://arxiv.org/abs/2407.01449) and ColQwen.
 
 Their config.json nests the vision-language model, or says in ``architectures`` what is around it.
 """
@@ -6,7 +6,7 @@ Their config.json nests the vision-language model, or says in ``architectures`` 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from vlmserve.families.spec import Config
@@ -16,8 +16,17 @@ _QWEN_DOCUMENT = (
     "{% if message.content is string %}{% set said.text = message.content %}{% else %}"
     "{% for part in message.content %}"
     "{% if part.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>"
+    "{% elif part.type == 'video' %}<|vision_start|><|video_pad|><|vision_end|>"
     "{% else %}{% set said.text = said.text + part.text %}{% endif %}{% endfor %}{% endif %}"
     "{{ said.text or 'Describe the image.' }}<|im_end|>{% endfor %}<|endoftext|>"
+)
+_PALI_DOCUMENT = (
+    "{% set said = namespace(text='') %}{% for message in messages %}"
+    "{% if message.content is string %}{% set said.text = said.text + message.content %}{% else %}"
+    "{% for part in message.content %}"
+    "{% if part.type == 'image' %}{{ image_token }}{% else %}{% set said.text = said.text + part.text %}{% endif %}"
+    "{% endfor %}{% endif %}{% endfor %}"
+    "{{ bos_token }}{{ said.text or 'Describe the image.' }}{{ '\n' }}"
 )
 _NUM_PADS = 10
 """Padding tokens after a query. The model was trained to use their states."""
@@ -44,7 +53,14 @@ class Retriever:
 
 _COLQWEN = Retriever(query="Query: ", document_template=_QWEN_DOCUMENT)
 _ORIGINAL = Retriever(projection="custom_text_proj", query="Query: ", document_template=_QWEN_DOCUMENT)
-_RETRIEVERS = {"ColQwen2ForRetrieval": _COLQWEN, "ColQwen2": _ORIGINAL, "ColQwen2_5": _ORIGINAL}
+_COLPALI = Retriever(query="Question: ", begins=True, document_template=_PALI_DOCUMENT)
+_RETRIEVERS = {
+    "ColQwen2ForRetrieval": _COLQWEN,
+    "ColQwen2": _ORIGINAL,
+    "ColQwen2_5": _ORIGINAL,
+    "ColPaliForRetrieval": _COLPALI,
+    "ColPali": replace(_COLPALI, projection="custom_text_proj"),
+}
 
 
 def retriever_of(config: Config) -> Retriever | None:

@@ -77,7 +77,10 @@ class Decider:
     """Writes answers after prompts, as the model itself would."""
 
     def __init__(self, preparer: RequestPreparer) -> None:
-        """Raises InvalidRequestError for a model without a chat template."""
+        """Raises InvalidRequestError for a model without a chat template, or without the head that writes answers."""
+        if preparer.vectors.retriever is not None or preparer.vectors.classes is not None:
+            made = "classes" if preparer.vectors.retriever is None else "vectors"
+            raise InvalidRequestError(f"this model cannot decide: it makes {made}; serve a chat model", param="model")
         if not preparer.takes_tools:
             raise InvalidRequestError(
                 "this model cannot decide: it needs a chat template; serve a chat model", param="model"

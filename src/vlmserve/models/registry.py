@@ -246,6 +246,10 @@ class Description:
             spec = replace(spec, tied_embeddings=bool(tied))
         if family is not None:
             spec = replace(spec, bidirectional=family.bidirectional or spec.bidirectional)
+        if spec.bidirectional == "prompt":
+            # Bidirectional prompts ignore windows.
+            windows = [layer.window for layer in spec.attention if layer.window is not None]
+            spec = replace(spec, max_position=min([spec.max_position, *windows]))
         return _tie_as_stored(spec, self.text_config, checkpoint)
 
     def build(

@@ -34,7 +34,7 @@ class RequestState:
     request keeps its blocks, and new ones take their place after a preemption. num_blocks: blocks of all its tables.
     slots: working slots of its states, by pass; the padding slot where the model has none, and in warm-up.
     bidirectional_spans: tokens ``first <= i < last`` that attend to each other in both directions. is_plain_text:
-    whether it has no images, and its positions count its tokens.
+    whether it has no images and no such spans, and its positions count its tokens.
     adapter: the digest of its adapter; empty: none.
     guide: follows its grammar; None: it has none. logits_processor: its biases and penalties. ngrams: those that it
     must not repeat. thinking: where it stands in its thoughts, which no grammar holds for; None: it has none.
@@ -118,8 +118,8 @@ class RequestState:
         self._vocab_size = model.vocab_size
         self._first_position = model.first_position(self.num_prompt_tokens)
         self._max_short_len = model.max_short_len
-        has_images = bool(self.images) or self.cross_key is not None
-        self.is_plain_text = not has_images and not self._first_position and self._max_short_len is None
+        is_special = bool(self.images or self.bidirectional_spans) or self.cross_key is not None
+        self.is_plain_text = not is_special and not self._first_position and self._max_short_len is None
 
     @property
     def position_offset(self) -> int:

@@ -1,0 +1,64 @@
+"""PaliGemma's vision tower and projector (https://arxiv.org/abs/2407.07726): SigLIP and one linear layer.
+
+Implements `VisionEncoder`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vlmserve.errors import InvalidImageError
+from vlmserve.families.paligemma import paligemma_vision
+from vlmserve.layers.linear import Linear
+from vlmserve.layers.stages import StageBudget, Stages, by_rows
+from vlmserve.models.vision.clip import ClipSpec
+from vlmserve.models.vision.siglip import SIGLIP_DEFAULTS, SiglipTower
+from vlmserve.models.vision.staged import TileVision
+from vlmserve.types import TowerInputs
+
+
+class PaliGemmaVision(TileVision):
+    """Tower and projector of a PaliGemma config; modules are named as checkpoints name them.
+
+    Raises UnsupportedModelError for a tower that is not implemented, ModelLoadError for sizes that do not fit.
+    """
+
+    def __init__(
+        self, config: Mapping[str, Any], hidden_size: int, *, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        super().__init__()
+        spec = ClipSpec.from_config(paligemma_vision(config), ("siglip_vision_model",), SIGLIP_DEFAULTS)
+        self.vision_tower = SiglipTower(spec, dtype=dtype, device=device)
+        linear = Linear(spec.hidden_size, hidden_size, bias=True, dtype=dtype, device=device)
+        self.multi_modal_projector = nn.ModuleDict({"linear": linear})
+        self.dtype = dtype
+
+    def check(self, shape: tuple[int, ...], num_tokens: int, tiling: TowerInputs | None = None) -> None:
+        """Check that pixels of a shape become that many embeddings; raises InvalidImageError if they do not."""
+        if tuple(shape) != self.example_shape:
+            raise InvalidImageError(f"the vision tower takes images of {self.example_shape}, not of {tuple(shape)}")
+        if num_tokens != (made := self.vision_tower.spec.num_patches):
+            raise InvalidImageError(f"the image makes {made} embeddings and has {num_tokens} placeholders")
+
+    @property
+    def example_shape(self) -> tuple[int, ...]:
+        spec = self.vision_tower.spec
+        return 1, spec.num_channels, spec.image_size, spec.image_size
+
+    def products(self, shape: tuple[int, ...], tiling: TowerInputs | None = None) -> int:
+        patches = self.vision_tower.spec.num_patches
+        return self.vision_tower.products(patches) + patches * self._projection.products
+
+    def tiles_in_stages(self, tiles: Tensor, budget: StageBudget) -> Stages[Tensor]:
+        patches = yield from self.vision_tower.in_stages(tiles, budget)
+        rows = yield from by_rows(self._projection, self._projection.products, budget, patches.flatten(0, 1))
+        return rows.view(len(tiles), -1, rows.shape[-1])
+
+    @property
+    def _projection(self) -> Linear:
+        linear: Linear = self.multi_modal_projector["linear"]  # type: ignore[assignment]
+        return linear
