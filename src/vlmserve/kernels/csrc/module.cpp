@@ -19,7 +19,7 @@ const Kernels* selected = nullptr;
 constexpr long LONG_WORK = 1L << 24;
 
 // Changes whenever arguments do, see kernels/extension.py.
-constexpr long INTERFACE = 7;
+constexpr long INTERFACE = 8;
 
 // Arguments as they come: every one is an integer, an address among them, except where `number` is called.
 class Arguments {
