@@ -22,7 +22,7 @@ from tests.static_ranges import StaticRanges
 from vlmserve.devices import choice
 from vlmserve.devices.cpu import CpuDevice
 from vlmserve.devices.cuda import CudaDevice
-from vlmserve.devices.device import AllocateCache, CaptureTime, LayerExecutor, LayerStack, TowerExecutor
+from vlmserve.devices.device import AllocateBlocks, CaptureTime, LayerExecutor, LayerStack, TowerExecutor
 from vlmserve.devices.graphs import (
     Captures,
     GraphExecutor,
@@ -35,6 +35,7 @@ from vlmserve.devices.offload import HostBlocks, PinnedBlocks, block_bytes
 from vlmserve.devices.pixels import PixelRing
 from vlmserve.devices.staging import Staging
 from vlmserve.kernels.attention import AttentionBackend, AttentionContext, BatchMetadata, LayerCache, RotaryRows
+from vlmserve.kernels.blocks import Blocks
 from vlmserve.kernels.operations import Epilogue, Product
 from vlmserve.kernels.quantized import QuantizedWeight
 from vlmserve.kernels.ranges import RangeKernels
@@ -229,7 +230,7 @@ class StaticDevice(CpuDevice):
         uploaded = self._pixels.upload(pixels)
         return uploaded.to(dtype) if levels is None else self._normalize(uploaded, levels, dtype)
 
-    def host_blocks(self, layers: Sequence[LayerCache], count: int, allocate: AllocateCache) -> HostBlocks:
+    def host_blocks(self, layers: Sequence[Blocks], count: int, allocate: AllocateBlocks) -> HostBlocks:
         """See `Device.host_blocks`."""
         return PinnedBlocks(layers, torch.zeros(count, block_bytes(layers), dtype=torch.uint8), self._copies)
 

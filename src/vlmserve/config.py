@@ -140,7 +140,9 @@ class EngineConfig(Settings):
         None,
         description="Memory for states of hybrid models, like 4GiB; default: at most half of the caches' memory.",
     )
-    kv_offload_memory: ByteSize = Field(0, description="Host memory for evicted KV blocks, like 4GiB; 0: none.")
+    kv_offload_memory: ByteSize = Field(
+        0, description="Host memory for evicted KV blocks and states, like 4GiB; 0: none."
+    )
     enable_prefix_caching: bool = Field(True, description="Reuse the KV blocks of prompts with a common prefix.")
     memory_fraction: float = Field(
         0.9,

@@ -31,7 +31,7 @@ def bidirectional_spans(
 
 
 class BlockCopy(NamedTuple):
-    """A KV block to copy: from the device to host memory (save), back (load), or from one device block to another."""
+    """A KV block or a slot of states to copy: from the device to host memory (save), back (load), or on the device."""
 
     kind: Literal["save", "load", "copy"]
     source: int
@@ -48,13 +48,6 @@ class StateStep(NamedTuple):
     checkpoints: tuple[tuple[int, int], ...] = ()
     """Numbers of tokens of the sequence, and the slots that get the states after these tokens. The working slot as well
     where the computation is cut only."""
-
-
-class StateCopy(NamedTuple):
-    """A state to copy from one slot to another."""
-
-    source: int
-    target: int
 
 
 class CrossStates(msgspec.Struct, frozen=True):
@@ -143,7 +136,7 @@ class SchedulerOutput(msgspec.Struct):
 
     adapter_loads: adapters that get slots.
     finished_request_ids: requests to drop; a new request of the same step may have the same id. blocks_to_zero,
-    block_copies: changes to KV blocks. state_copies: of states, in order. embeddings_to_evict: keys of image embeddings
+    block_copies: changes to KV blocks. state_copies: of slots of states. embeddings_to_evict: keys of image embeddings
     and cross-attention states to drop, and to encode no further. images_to_encode: all of them in one call; their
     pixels come with no other step. encodings: of images that take several steps. cross_states: to compute.
     cached_requests, new_requests: the batch; a request is in it at most once. draft_token_ids: by request, draft tokens
@@ -154,7 +147,7 @@ class SchedulerOutput(msgspec.Struct):
     finished_request_ids: list[str] = []
     blocks_to_zero: list[int] = []
     block_copies: list[BlockCopy] = []
-    state_copies: list[StateCopy] = []
+    state_copies: list[BlockCopy] = []
     embeddings_to_evict: list[bytes] = []
     images_to_encode: list[ImageInput] = []
     encodings: list[ImageEncoding] = []

@@ -423,6 +423,10 @@ class EngineStats(msgspec.Struct, frozen=True):
     state_slots_used: int = 0
     state_checkpoints: int = 0
     state_evictions: int = 0
+    host_states_total: int = 0
+    host_states_used: int = 0
+    states_offloaded: int = 0
+    states_loaded: int = 0
     host_blocks_total: int = 0
     host_blocks_used: int = 0
     blocks_offloaded: int = 0
@@ -438,13 +442,11 @@ class EngineStats(msgspec.Struct, frozen=True):
     """Images whose embeddings a running request needs."""
     adapters_served: int = 0
     adapters_loaded: int = 0
-    """Those of them that are in memory."""
     adapters_active: int = 0
     """Those that running requests have."""
     adapter_bytes: int = 0
     """What those in memory take."""
     adapter_loads: int = 0
-    """Adapters that were read into memory."""
     adapter_evictions: int = 0
 
 

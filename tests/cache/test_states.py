@@ -14,8 +14,7 @@ KEYS = [bytes([number]) * 32 for number in range(6)]
 
 def checkpoint(pool: StatePool, number: int, *, spare: bool = False) -> int:
     """An unheld checkpoint under a key."""
-    slot = pool.take()
-    assert slot is not None
+    [slot] = pool.take(1)
     pool.register(slot, KEYS[number], KEYS[0], number)
     pool.release(slot, spare=spare)
     return slot
@@ -23,7 +22,7 @@ def checkpoint(pool: StatePool, number: int, *, spare: bool = False) -> int:
 
 def test_padding_slot_is_never_taken():
     pool = StatePool(2)
-    assert [pool.take(), pool.take(), pool.take()] == [1, 2, None]
+    assert [pool.take(1), pool.take(1), pool.take(1)] == [[1], [2], []]
     assert (pool.num_used, pool.num_free) == (2, 0)
 
 
@@ -31,25 +30,50 @@ def test_oldest_checkpoint_is_evicted_first():
     pool = StatePool(3)
     slots = [checkpoint(pool, number) for number in range(1, 4)]
     pool.touch(KEYS[1])
-    assert pool.take() == slots[1]
-    assert pool.extras(KEYS[0]) == [3, 1]
+    assert pool.take(1) == [slots[1]]
+    assert pool.checkpoints.after(KEYS[0]) == [3, 1]
 
 
 def test_spare_checkpoints_are_evicted_first():
     pool = StatePool(3)
     slots = [checkpoint(pool, number, spare=number > 1) for number in range(1, 4)]
     pool.touch(KEYS[2])
-    assert [pool.take() for _ in range(3)] == [slots[2], slots[0], slots[1]], "a found one is not spare"
+    assert pool.take(3) == [slots[2], slots[0], slots[1]], "a found one is not spare"
 
 
 def test_held_checkpoints_are_not_evicted():
-    pool = StatePool(1)
+    pool = StatePool(2)
     slot = checkpoint(pool, 1)
-    pool.hold(slot)
-    assert pool.take() is None
+    assert pool.begin([KEYS[1]], 1) == ([2], [slot])
+    assert pool.take(1) == []
     pool.release(slot)
-    assert pool.take() == slot
+    assert pool.take(1) == [slot]
     assert pool.get(KEYS[1]) is None
+
+
+def test_states_go_on_in_the_last_slots():
+    pool = StatePool(2)
+    first, second = checkpoint(pool, 1), checkpoint(pool, 2)
+    assert pool.begin([KEYS[1], KEYS[2]], 2) == ([first, second], [first, second])
+    assert (KEYS[1] in pool.checkpoints, pool.num_free) == (False, 0)
+
+
+def test_too_few_slots_take_none():
+    pool = StatePool(2)
+    assert pool.take(3) == []
+    assert pool.num_free == 2
+
+
+def test_evicted_checkpoint_is_loaded_into_working_slot():
+    pool = StatePool(1, num_host_slots=1)
+    checkpoint(pool, 1)
+    checkpoint(pool, 2)
+    assert (pool.get(KEYS[1]), KEYS[1] in pool.checkpoints, pool.checkpoints.after(KEYS[0])) == (None, True, [2, 1])
+    assert pool.begin([KEYS[1]], 1) == ([1], [1])
+    assert pool.copies == [("save", 1, 0), ("load", 0, 1)]
+    assert KEYS[2] not in pool.checkpoints, "the only host slot was in use"
+    pool.forget(KEYS[1])
+    assert (KEYS[1] in pool.checkpoints, pool.num_on_host) == (False, 0)
 
 
 def test_releasing_a_free_slot_fails():
@@ -61,20 +85,49 @@ def test_releasing_a_free_slot_fails():
 class Pools(RuleBasedStateMachine):
     """Against what each slot would hold."""
 
-    @initialize(num_slots=st.integers(1, 4))
-    def begin(self, num_slots: int) -> None:
-        self.pool = StatePool(num_slots)
+    @initialize(num_slots=st.integers(1, 4), num_host_slots=st.integers(0, 2))
+    def start(self, num_slots: int, num_host_slots: int) -> None:
+        self.pool = StatePool(num_slots, num_host_slots)
         self.holders: dict[int, int] = {}
         self.content: dict[int, bytes] = {}
+        # What each slot and each host slot really holds.
+        self.written: dict[int, bytes] = {}
+        self.on_host: dict[int, bytes] = {}
 
-    @rule()
-    def take(self) -> None:
-        slot = self.pool.take()
-        assert (slot is None) == (len(self.holders) == self.pool.num_slots)
-        if slot is not None:
+    def copy(self) -> None:
+        """Do what the runner would."""
+        for kind, source, target in self.pool.copies:
+            if kind == "save":
+                self.on_host[target] = self.written[source]
+            else:
+                self.written[target] = self.on_host[source]
+        self.pool.copies.clear()
+
+    def taken(self, slots: list[int]) -> None:
+        for slot in slots:
             assert slot not in self.holders
             self.holders[slot] = 1
             self.content.pop(slot, None)
+
+    @rule(count=st.integers(1, 2))
+    def take(self, count: int) -> None:
+        slots = self.pool.take(count)
+        assert len(slots) == (count if count <= self.pool.num_slots - len(self.holders) else 0)
+        self.taken(slots)
+        self.copy()
+
+    @rule(numbers=st.lists(st.integers(1, 5), max_size=2, unique=True), count=st.integers(1, 2))
+    def begin(self, numbers: list[int], count: int) -> None:
+        keys = [KEYS[number] for number in numbers]
+        count = len(keys) or count
+        if not all(key in self.pool.checkpoints for key in keys) or self.pool.num_free < count:
+            return
+        slots, sources = self.pool.begin(keys, count)
+        self.copy()
+        assert [self.written[slot] for slot in sources] == keys
+        for slot in {*sources} - {*slots}:
+            self.holders[slot] = self.holders.get(slot, 0) + 1
+        self.taken(slots)
 
     @precondition(lambda self: self.holders)
     @rule(number=st.integers(1, 5), data=st.data())
@@ -82,6 +135,7 @@ class Pools(RuleBasedStateMachine):
         slot = data.draw(st.sampled_from(sorted(self.holders)))
         if slot not in self.content:
             self.pool.register(slot, KEYS[number], KEYS[number % 2], number)
+            self.written[slot] = KEYS[number]
             if KEYS[number] not in self.content.values():
                 self.content[slot] = KEYS[number]
 
@@ -95,15 +149,10 @@ class Pools(RuleBasedStateMachine):
             del self.holders[slot]
 
     @rule(number=st.integers(1, 5))
-    def hold(self, number: int) -> None:
-        if (slot := self.pool.get(KEYS[number])) is not None:
-            self.pool.hold(slot)
-            self.holders[slot] = self.holders.get(slot, 0) + 1
-
-    @rule(number=st.integers(1, 5))
     def forget(self, number: int) -> None:
         self.pool.forget(KEYS[number])
         self.content = {slot: key for slot, key in self.content.items() if key != KEYS[number]}
+        assert KEYS[number] not in self.pool.checkpoints
 
     @rule(number=st.integers(1, 5))
     def touch(self, number: int) -> None:
@@ -118,8 +167,10 @@ class Pools(RuleBasedStateMachine):
         for number in range(1, 6):
             assert pool.get(KEYS[number]) == next((s for s, key in self.content.items() if key == KEYS[number]), None)
         for parent in (0, 1):
-            numbers = [KEYS.index(key) for key in self.content.values()]
-            assert pool.extras(KEYS[parent]) == sorted((n for n in numbers if n % 2 == parent), reverse=True)
+            numbers = [number for number in range(1, 6) if KEYS[number] in pool.checkpoints]
+            assert {*self.content.values()} <= {KEYS[number] for number in numbers}
+            assert len(numbers) <= pool.num_cached + pool.num_on_host
+            assert pool.checkpoints.after(KEYS[parent]) == sorted((n for n in numbers if n % 2 == parent), reverse=True)
 
 
 TestPools = Pools.TestCase

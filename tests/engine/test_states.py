@@ -164,6 +164,39 @@ def test_out_of_memory_undoes_steps(
         assert [token for part in outputs[name] for token in part.token_ids] == [token for token, _ in answer]
 
 
+@with_kernels("native", "static")
+def test_states_come_back_from_host_memory(folder: Path) -> None:
+    """After each conversation the next ones evict its checkpoints, and part of its blocks.
+
+    Steps are too short to be measured, so each evicted block is worth saving.
+    """
+    page = engine(folder).sizes.of_tokens.page
+    options = {"kv_cache_memory": 40 * page, "kv_offload_memory": "4MiB"}
+    small, quiet = with_slots(folder, 4, **options), engine(folder, enable_prefix_caching=False)
+    talks = [tokens(seed, 60) for seed in range(30, 34)]
+    for turn in range(3):
+        asked = [request(f"{number}", prompt) for number, prompt in enumerate(talks)]
+        for one in asked:
+            found = run(small, [one])
+            assert_same(found, run(quiet, [one]))
+            [answer] = answers(found).values()
+            assert (found[one.request_id][0].cached_tokens or 0) >= (len(one.prompt.token_ids) - 20 if turn else 0)
+            talks[int(one.request_id)] += [*[token for token, _ in answer], *tokens(40 + turn, 12)]
+    stats = small.stats()
+    assert stats.states_loaded == 8
+    assert stats.blocks_loaded > 0
+    assert stats.host_states_total >= stats.host_states_used > 4
+
+
+def test_host_memory_is_divided_like_the_device(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO"):
+        sizes = with_slots(folder, 4, kv_cache_memory="1MiB", kv_offload_memory="10MiB").sizes
+    assert f"and for {sizes.host_slots} in host memory" in caplog.text
+    on_device, on_host = 4 / sizes.pages, sizes.host_slots / sizes.host_pages
+    assert on_host == pytest.approx(on_device, rel=0.1)
+    assert with_slots(folder, 4, kv_offload_memory="10MiB", enable_prefix_caching=False).sizes.host_slots == 0
+
+
 def test_beams_copy_states(folder: Path) -> None:
     beams = request("beams", PROMPTS["middle"], beams=BeamSearch(3), params={"logprobs": None})
     found = [run(one, [beams])["beams"][-1].beams for one in (engine(folder), with_slots(folder, 1))]

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers.models.qwen3_5 import modeling_qwen3_5 as qwen
 
 from tests.state_rows import inputs_of, width
-from vlmserve.kernels.blocks import allocate_states
+from vlmserve.kernels.blocks import allocate_states, copy_blocks
 from vlmserve.kernels.states import DeltaWeights, Segments, StateCache, StateRows
 from vlmserve.kernels.torch_states import RuleRows, TorchConvolution, TorchDelta, chunked_rule, recurrent_rule
 from vlmserve.layer_specs import NO_SLOT, ConvolutionSpec, DeltaSpec
@@ -213,7 +213,7 @@ def test_slots_are_copied_as_they_were() -> None:
     for tensor in cache.tensors:
         tensor.copy_(torch.randn_like(tensor))
     before = [tensor.clone() for tensor in cache.tensors]
-    cache.copy([1, 2], [2, 3])
+    copy_blocks(cache, cache, torch.tensor([1, 2]), torch.tensor([2, 3]))
     for tensor, old in zip(cache.tensors, before, strict=True):
         assert torch.equal(tensor[:4], old[[0, 1, 1, 2]])
 

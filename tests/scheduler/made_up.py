@@ -74,9 +74,9 @@ class TestedScheduler(Scheduler):
 
 def scheduler(
     num_blocks=100, budget=64, seqs=16, encoder_bytes=1000, max_encoded_images=4, prefix_caching=False,
-    host_blocks=0, windows=(None,), others=(), states=0,
+    host_blocks=0, windows=(None,), others=(), states=0, host_states=0,
 ) -> TestedScheduler:  # fmt: skip
-    """states: slots of states; 0: the model has none."""
+    """states: slots of states; 0: the model has none. host_states: slots in host memory."""
     cache = PrefixCache(BlockPool(num_blocks), BlockPool(host_blocks) if host_blocks else None)
     images = Images(
         EncoderCache(encoder_bytes),
@@ -88,7 +88,7 @@ def scheduler(
     options = {"prefix_caching": prefix_caching, "max_chunk": budget, "windows": windows}
     memory = KVMemory(cache, BLOCK, **options)
     if states:
-        memory = StateMemory(cache, BLOCK, states=StatePool(states), **options)
+        memory = StateMemory(cache, BLOCK, states=StatePool(states, host_states), **options)
         others = (*others, StatePlaces(memory))
     return TestedScheduler(memory, images, *others, seqs=seqs, budget=budget)
 

@@ -329,7 +329,7 @@ def test_beams_copy_states():
     extend(s, s.schedule())
     step = s.schedule()
     [slot, *others] = [one.states[0].slot for one in step.new_requests]
-    assert step.state_copies == [(slot, other) for other in others]
+    assert step.state_copies == [("copy", slot, other) for other in others]
     assert len({slot, *others}) == 3
 
 
@@ -341,19 +341,27 @@ def test_drafts_have_no_room():
     assert plan(run(s)[0]) == [("a", 1)]
 
 
+MEMORIES = {"save": ("device", "host"), "load": ("host", "device"), "copy": ("device", "device")}
+"""From where to where each kind of copy goes."""
+
+
 class Contents:
     """What slots and blocks would hold if there were a model: all tokens that were applied, in order."""
 
     def __init__(self) -> None:
         self.slots: dict[int, tuple[Any, ...]] = {}
+        self.host: dict[int, tuple[Any, ...]] = {}
         self.blocks: dict[int, list[Any]] = {}
+        self.host_blocks: dict[int, list[Any]] = {}
 
     def run(self, step: SchedulerOutput, batch: list[ScheduledRequest], roots: dict[str, list[bytes]]) -> None:
         """roots: by request, of each pass."""
-        for _, source, target in step.block_copies:
-            self.blocks[target] = list(self.blocks[source])
-        for source, target in step.state_copies:
-            self.slots[target] = self.slots[source]
+        for kind, source, target in step.block_copies:
+            sources, targets = (self.host_blocks if memory == "host" else self.blocks for memory in MEMORIES[kind])
+            targets[target] = list(sources[source])
+        for kind, source, target in step.state_copies:
+            sources, targets = (self.host if memory == "host" else self.slots for memory in MEMORIES[kind])
+            targets[target] = sources[source]
         targets: list[int] = []
         reads: list[set[int]] = []
         passes = [(scheduled, *one) for scheduled in batch for one in enumerate(roots[scheduled.state.request_id])]
@@ -414,9 +422,11 @@ def conversations(draw: st.DrawFn) -> dict[str, Any]:
     st.integers(40, 150),
     st.sampled_from([20, 90, 1000]),
     st.booleans(),
+    st.sampled_from([0, 0, 1, 4]),
 )
-def test_states_and_blocks_hold_what_requests_need(operations, slots, num_blocks, budget, prefix_caching):
-    s = scheduler(num_blocks, budget, prefix_caching=prefix_caching, states=slots)
+def test_states_and_blocks_hold_what_requests_need(operations, slots, num_blocks, budget, prefix_caching, on_host):
+    host = {"host_blocks": 30 * on_host, "host_states": on_host}
+    s = scheduler(num_blocks, budget, prefix_caching=prefix_caching, states=slots, **host)
     memory: StateMemory = s.memory
     states, contents = request_states(), Contents()
 

@@ -71,6 +71,12 @@ def test_every_pools_figures_are_its_own():
         "checkpoints": stats.state_checkpoints,
         "evictions": stats.state_evictions,
     }
+    assert report["host_states"] == {
+        "total": stats.host_states_total,
+        "used": stats.host_states_used,
+        "offloaded": stats.states_offloaded,
+        "loaded": stats.states_loaded,
+    }
     assert report["host_blocks"] == {
         "total": stats.host_blocks_total,
         "used": stats.host_blocks_used,

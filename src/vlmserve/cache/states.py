@@ -1,15 +1,46 @@
 """The pool of state slots: working states of running requests, and checkpoints that are found by their content.
 
 Checkpoints that no step needs are evicted when a slot is needed, the least recently used first. Spare ones, which are
-less likely to be found, take unused slots and a quarter of all. Beyond this share they are evicted first.
+less likely to be found, take unused slots and a quarter of all. Beyond this share they are evicted first. Evicted
+checkpoints are copied to slots in host memory, if there are any, except spare ones beyond their share.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from vlmserve.cache.blocks import BlockPool
+from vlmserve.layer_specs import NO_SLOT
+from vlmserve.steps import BlockCopy
 
 SPARE_SHARE = 4
 """One of this many slots may have a spare checkpoint in place of another checkpoint."""
+
+
+class Checkpoints:
+    """All checkpoints by the blocks that they come after, on the device and in host memory."""
+
+    def __init__(self) -> None:
+        # By the key of full blocks, how many more tokens each checkpoint after them has seen, by its key.
+        self._after: dict[bytes, dict[bytes, int]] = {}
+        self._parents: dict[bytes, bytes] = {}
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._parents
+
+    def after(self, parent: bytes) -> list[int]:
+        """Return how many tokens after these full blocks checkpoints have seen, the largest number first."""
+        return sorted({*self._after.get(parent, {}).values()}, reverse=True)
+
+    def add(self, key: bytes, parent: bytes, extra: int) -> None:
+        self._after.setdefault(parent, {})[key] = extra
+        self._parents[key] = parent
+
+    def drop(self, key: bytes) -> None:
+        parent = self._parents.pop(key)
+        del self._after[parent][key]
+        if not self._after[parent]:
+            del self._after[parent]
 
 
 class StatePool:
@@ -18,13 +49,15 @@ class StatePool:
     A slot is held while it has a working state, or while a step writes or reads its checkpoint.
     """
 
-    def __init__(self, num_slots: int) -> None:
-        self.num_slots = num_slots
-        self._slots = BlockPool(1 + num_slots)
+    def __init__(self, num_slots: int, num_host_slots: int = 0) -> None:
+        self.num_slots, self.num_host_slots = num_slots, num_host_slots
+        self.copies: list[BlockCopy] = []
+        """Copies between slots that the next step begins with, in order."""
+        self.num_saved = self.num_loaded = 0
+        self._slots = BlockPool(1 + num_slots, self._save)
         self._slots.allocate(1)
-        # By the key of full blocks, the checkpoints after them: how many more tokens each has seen, by its key.
-        self._extras: dict[bytes, dict[bytes, int]] = {}
-        self._parents: dict[bytes, bytes] = {}
+        self._host = BlockPool(num_host_slots, self._forget_on_host)
+        self.checkpoints = Checkpoints()
         self._keys: dict[int, bytes] = {}
         # Slots of spare checkpoints, the oldest first.
         self._spare: dict[int, None] = {}
@@ -43,8 +76,13 @@ class StatePool:
 
     @property
     def num_cached(self) -> int:
-        """Checkpoints."""
+        """Checkpoints on the device."""
         return self._slots.num_cached
+
+    @property
+    def num_on_host(self) -> int:
+        """Checkpoints in host memory."""
+        return self._host.num_cached
 
     @property
     def num_evictions(self) -> int:
@@ -55,17 +93,63 @@ class StatePool:
         """Spare checkpoints that fit without evicting others, or their share if that is more."""
         return max(self._max_spare, self.num_free - (self.num_cached - len(self._spare)))
 
-    def take(self, *, spare: bool = False) -> int | None:
-        """Hold a slot for another state. None: all are held, or there are too many spare checkpoints for one more."""
-        if not self._slots.num_free:
-            return None
+    def begin(self, keys: Sequence[bytes], count: int) -> tuple[list[int], list[int]]:
+        """Hold `count` slots for working states, and the checkpoints that these states begin with.
+
+        keys: of a checkpoint for each state; none: states begin with zeros. Return the slots, and the slots of the
+        checkpoints. A checkpoint in host memory is loaded into the working slot. If too few other slots are free,
+        states go on in the slots of checkpoints, which are evicted. Raises ValueError if fewer than `count` slots
+        are free.
+        """
+        sources = [NO_SLOT if (slot := self.get(key)) is None else slot for key in keys] or [NO_SLOT] * count
+        on_host = [slot for key in keys if (slot := self._host.get(key)) is not None]
+        unheld = [slot for slot in sources if slot != NO_SLOT and self._slots.ref_count(slot) == 0]
+        # Held first, so that no slot that is taken evicts what is about to be used.
+        self._slots.share([slot for slot in sources if slot != NO_SLOT])
+        self._host.share(on_host)
+        reused = unheld[: max(0, count - self.num_free)]
+        slots = []
+        for number, source in enumerate(sources):
+            slot = source if source in reused else self._take()
+            if source in reused:
+                self._save(slot, [keys[number]])
+                self._slots.unregister(slot)
+                self._forget_slot(slot)
+            elif source == NO_SLOT and keys:
+                place = self._host.get(keys[number])
+                assert place is not None
+                self.copies.append(BlockCopy("load", place, slot))
+                self.num_loaded += 1
+                sources[number] = slot
+            slots.append(slot)
+        self._host.release(on_host)
+        return slots, [slot for slot in sources if slot != NO_SLOT]
+
+    def take(self, count: int, *, spare: bool = False) -> list[int]:
+        """Hold that many slots for other states, or none: all are held, or there are too many spare checkpoints."""
+        slots: list[int] = []
+        while self.num_free >= count - len(slots) > 0:
+            too_many = spare and len(self._spare) >= self._max_spare
+            if too_many and not self._slots.has_unused and self._oldest_spare is None:
+                break
+            slots.append(self._take(spare=spare))
+        if len(slots) < count:
+            for slot in slots:
+                self.release(slot)
+            return []
+        return slots
+
+    @property
+    def _oldest_spare(self) -> int | None:
+        """Slot of a spare checkpoint that another one may replace."""
+        return next((slot for slot in self._spare if self._slots.ref_count(slot) == 0), None)
+
+    def _take(self, *, spare: bool = False) -> int:
         if len(self._spare) + spare > self._max_spare and not self._slots.has_unused:
-            oldest = next((slot for slot in self._spare if self._slots.ref_count(slot) == 0), None)
+            oldest = self._oldest_spare
             if oldest is not None:
                 self._slots.unregister(oldest)
                 self._num_replaced += 1
-            elif spare:
-                return None
         [slot] = self._slots.allocate(1)
         self._forget_slot(slot)
         if spare:
@@ -73,15 +157,8 @@ class StatePool:
         return slot
 
     def get(self, key: bytes) -> int | None:
-        """Return the slot of a checkpoint, without holding it."""
+        """Return the slot of a checkpoint on the device, without holding it."""
         return self._slots.get(key)
-
-    def is_held(self, slot: int) -> bool:
-        return self._slots.ref_count(slot) > 0
-
-    def hold(self, slot: int) -> None:
-        """Hold a checkpoint. It needs one `release` for each call."""
-        self._slots.share([slot])
 
     def release(self, slot: int, *, spare: bool = False) -> None:
         """Stop holding a slot. A checkpoint becomes the one that is evicted last, of spare ones or of all others.
@@ -94,9 +171,9 @@ class StatePool:
             self._spare[slot] = None
 
     def touch(self, key: bytes) -> None:
-        """Make a checkpoint, if it exists, the one that is evicted last."""
+        """Make a checkpoint, if it is on the device, the one that is evicted last."""
         if (slot := self.get(key)) is not None:
-            self.hold(slot)
+            self._slots.share([slot])
             self.release(slot)
 
     def register(self, slot: int, key: bytes, parent: bytes, extra: int) -> None:
@@ -106,25 +183,41 @@ class StatePool:
         """
         if self.get(key) is None:
             self._slots.register(slot, key)
-            self._extras.setdefault(parent, {})[key] = extra
-            self._parents[key], self._keys[slot] = parent, key
-
-    def extras(self, parent: bytes) -> list[int]:
-        """Return how many tokens after these full blocks checkpoints have seen, the largest number first."""
-        return sorted({*self._extras.get(parent, {}).values()}, reverse=True)
+            self._keys[slot] = key
+            self.checkpoints.add(key, parent, extra)
 
     def forget(self, key: bytes) -> None:
         """Drop a checkpoint if it exists. Who holds its slot keeps it."""
+        if (copy := self._host.get(key)) is not None:
+            self._host.unregister(copy)
         if (slot := self.get(key)) is not None:
             self._slots.unregister(slot)
             self._forget_slot(slot)
+        elif copy is not None:
+            self.checkpoints.drop(key)
 
     def _forget_slot(self, slot: int) -> None:
+        """Note that a slot has no checkpoint any more. There may be a copy in host memory."""
         self._spare.pop(slot, None)
         key = self._keys.pop(slot, None)
-        if key is None:
-            return
-        parent = self._parents.pop(key)
-        del self._extras[parent][key]
-        if not self._extras[parent]:
-            del self._extras[parent]
+        if key is not None and key not in self._host:
+            self.checkpoints.drop(key)
+
+    def _save(self, slot: int, keys: list[bytes]) -> None:
+        """Keep an evicted checkpoint in host memory unless it is there."""
+        [key] = keys
+        target = self._host.get(key)
+        if target is not None:
+            self._host.share([target])
+        elif self._host.num_free:
+            [target] = self._host.allocate(1)
+            self._host.register(target, key)
+            self.copies.append(BlockCopy("save", slot, target))
+            self.num_saved += 1
+        if target is not None:
+            self._host.release([target])
+
+    def _forget_on_host(self, slot: int, keys: list[bytes]) -> None:
+        for key in keys:
+            if self.get(key) is None:
+                self.checkpoints.drop(key)

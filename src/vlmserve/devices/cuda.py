@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from vlmserve.devices.device import (
-    AllocateCache,
+    AllocateBlocks,
     CaptureTime,
     Clock,
     EagerExecutor,
@@ -30,8 +30,8 @@ from vlmserve.devices.staging import Staging
 from vlmserve.devices.streams import CudaCopyStream
 from vlmserve.devices.torch_device import TorchDevice
 from vlmserve.kernels import torch_float8, torch_int4
-from vlmserve.kernels.attention import AttentionBackend, LayerCache
-from vlmserve.kernels.blocks import allocate_zeros
+from vlmserve.kernels.attention import AttentionBackend
+from vlmserve.kernels.blocks import Blocks, allocate_zeros
 from vlmserve.kernels.operations import AnyWeight, Epilogue, Norm, Product, Table
 from vlmserve.kernels.quantized import QuantizedWeight
 from vlmserve.kernels.ranges import RangeKernels
@@ -183,7 +183,7 @@ class CudaDevice(TorchDevice):
         uploaded = self._pixels.upload(pixels)
         return uploaded.to(dtype) if levels is None else self._normalize(uploaded, levels, dtype)
 
-    def host_blocks(self, layers: Sequence[LayerCache], count: int, allocate: AllocateCache) -> HostBlocks:
+    def host_blocks(self, layers: Sequence[Blocks], count: int, allocate: AllocateBlocks) -> HostBlocks:
         """See `Device.host_blocks`. In pinned memory."""
         memory = allocate_zeros((count, block_bytes(layers)), torch.uint8, torch.device("cpu"))
         blocks = PinnedBlocks(layers, memory, self._copies)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from vlmserve.devices.offload import HostBlocks
 from vlmserve.kernels.attention import AttentionBackend, LayerCache
+from vlmserve.kernels.blocks import Blocks
 from vlmserve.kernels.operations import Operations
 from vlmserve.kernels.torch_sampling import Draw, DrawLater
 from vlmserve.layer_specs import AttentionSpec, CacheType
@@ -22,8 +23,8 @@ from vlmserve.levels import Levels
 
 CaptureTime = Literal["repeated", "first", "never"]
 """When a device captures the layers of a step: when it comes again, when it first comes, or never."""
-AllocateCache = Callable[[int, torch.device], Sequence[LayerCache]]
-"""So many blocks of the KV cache of all layers, on that device."""
+AllocateBlocks = Callable[[int, torch.device], Sequence[Blocks]]
+"""Allocates that many blocks, or slots of states, of all layers on that device."""
 LayerStack = Callable[[Tensor, Sequence[LayerCache], StepContext], Tensor]
 """All layers of a decoder: ``[tokens, hidden_size]`` to the same, over their caches."""
 
@@ -154,8 +155,8 @@ class Device(Operations, Protocol):
         """An image's numbers on the device, in another type; a copy of them. levels: what becomes of uint8 ones."""
         ...
 
-    def host_blocks(self, layers: Sequence[LayerCache], count: int, allocate: AllocateCache) -> HostBlocks:
-        """Make `count` blocks in host memory for copies of blocks of `layers`."""
+    def host_blocks(self, layers: Sequence[Blocks], count: int, allocate: AllocateBlocks) -> HostBlocks:
+        """Make `count` blocks in host memory for copies of blocks, or slots of states, of `layers`."""
         ...
 
     def padded_rows(self, num_rows: int, num_decodes: int) -> int | None:

@@ -1,4 +1,4 @@
-"""Blocks of the KV cache in host memory."""
+"""Blocks of the KV cache, and slots of states, in host memory."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from vlmserve.devices.streams import CopyEvent, CopyStream
-from vlmserve.kernels.attention import LayerCache
-from vlmserve.kernels.blocks import copy_blocks
+from vlmserve.kernels.blocks import Blocks, copy_blocks
 from vlmserve.kernels.transfers import to_device
 
 ALIGNMENT = 16
@@ -35,7 +34,7 @@ class HostBlocks(Protocol):
 class PlainBlocks:
     """A cache in host memory, which the host waits for. `HostBlocks`."""
 
-    def __init__(self, layers: Sequence[LayerCache], host: Sequence[LayerCache]) -> None:
+    def __init__(self, layers: Sequence[Blocks], host: Sequence[Blocks]) -> None:
         """layers, host: of the model's layers, on its device and in host memory."""
         self._layers, self._host = layers, host
 
@@ -66,7 +65,7 @@ class PinnedBlocks:
     the host never reads them.
     """
 
-    def __init__(self, layers: Sequence[LayerCache], memory: Tensor, stream: CopyStream) -> None:
+    def __init__(self, layers: Sequence[Blocks], memory: Tensor, stream: CopyStream) -> None:
         """memory: pinned, uint8 ``[blocks, block_bytes]``, see `block_bytes`."""
         self._parts = [_in_words(tensor) for layer in layers for tensor in layer.tensors]
         self._starts = _starts(layers)
@@ -126,12 +125,12 @@ class PinnedBlocks:
             yield part, staged.memory[:count, start : start + num_bytes].view(part.dtype)
 
 
-def block_bytes(layers: Sequence[LayerCache]) -> int:
+def block_bytes(layers: Sequence[Blocks]) -> int:
     """What a block of all layers takes in the memory of `PinnedBlocks`."""
     return _starts(layers)[-1]
 
 
-def _starts(layers: Sequence[LayerCache]) -> list[int]:
+def _starts(layers: Sequence[Blocks]) -> list[int]:
     """Where each tensor's part of a block begins, and where the last one ends."""
     sizes = (tensor[:1].nbytes for layer in layers for tensor in layer.tensors)
     return list(itertools.accumulate((-(-size // ALIGNMENT) * ALIGNMENT for size in sizes), initial=0))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from vlmserve.devices.device import (
-    AllocateCache,
+    AllocateBlocks,
     CaptureTime,
     Clock,
     EagerExecutor,
@@ -24,7 +24,8 @@ from vlmserve.devices.pixels import Normalizer
 from vlmserve.errors import ConfigurationError
 from vlmserve.families.spec import ExpertsSpec
 from vlmserve.kernels import torch_sampling
-from vlmserve.kernels.attention import AttentionBackend, LayerCache
+from vlmserve.kernels.attention import AttentionBackend
+from vlmserve.kernels.blocks import Blocks
 from vlmserve.kernels.operations import (
     AnyWeight,
     EncoderKernel,
@@ -156,7 +157,7 @@ class TorchDevice:
             return torch.tensor(pixels, device=self.torch_device, dtype=dtype)
         return self._normalize(torch.tensor(pixels, device=self.torch_device), levels, dtype)
 
-    def host_blocks(self, layers: Sequence[LayerCache], count: int, allocate: AllocateCache) -> HostBlocks:
+    def host_blocks(self, layers: Sequence[Blocks], count: int, allocate: AllocateBlocks) -> HostBlocks:
         return PlainBlocks(layers, allocate(count, torch.device("cpu")))
 
     def padded_rows(self, num_rows: int, num_decodes: int) -> int | None:

@@ -136,9 +136,10 @@ class Engine(BaseEngine):
         self._overlaps = model.device.draw_later is not None and followers is None
         pages = (num_pages, num_host_pages, config.block_size)
         if followers is None:
-            self.runner = ModelRunner(model, *pages, self._grammars.begin, slots, sizes.slots)
+            self.runner = ModelRunner(model, *pages, self._grammars.begin, slots, sizes.slots, sizes.host_slots)
         else:
-            self.runner = LeadingRunner(model, *pages, self._grammars.begin, followers, sizes.slots)
+            own = (followers, sizes.slots, sizes.host_slots)
+            self.runner = LeadingRunner(model, *pages, self._grammars.begin, *own)
         self._followers = followers
         self._memory = _memory(config, self._cache, sizes)
         self._images = Images(
@@ -229,7 +230,8 @@ class Engine(BaseEngine):
                 self._memory.lose(failed)
         prompt_tokens = self._note_progress(step, output, planned)
         self._costs.computed(prompt_tokens, output.timings.model)
-        self._costs.copied(step.block_copies, output.timings.transfer)
+        if not step.state_copies:
+            self._costs.copied(step.block_copies, output.timings.transfer)
         self._limits.ran(step, output.timings, prompt_tokens)
         outputs = self.scheduler.end_failed() + self._update(step, output, ran)
         self._prompt_tokens += prompt_tokens
@@ -331,6 +333,10 @@ class Engine(BaseEngine):
             state_slots_used=0 if states is None else states.num_used,
             state_checkpoints=0 if states is None else states.num_cached,
             state_evictions=0 if states is None else states.num_evictions,
+            host_states_total=0 if states is None else states.num_host_slots,
+            host_states_used=0 if states is None else states.num_on_host,
+            states_offloaded=0 if states is None else states.num_saved,
+            states_loaded=0 if states is None else states.num_loaded,
             host_blocks_total=0 if host is None else host.num_blocks,
             host_blocks_used=0 if host is None else host.num_cached,
             blocks_offloaded=self._cache.num_saved,
@@ -366,7 +372,7 @@ def _memory(config: EngineConfig, cache: PrefixCache, sizes: CacheSizes) -> KVMe
     return StateMemory(
         cache,
         config.block_size,
-        states=StatePool(sizes.slots),
+        states=StatePool(sizes.slots, sizes.host_slots),
         prefix_caching=caching,
         max_chunk=config.max_num_batched_tokens,
         windows=windows,
@@ -428,4 +434,6 @@ def _log_cache(config: EngineConfig, model: LoadedModel, sizes: CacheSizes) -> N
         of_tokens.pages(1000, chunk) * page / 1e6, sizes.pages // of_tokens.pages(length, chunk), length,
     )  # fmt: skip
     if sizes.slots:
-        logger.info("State cache: room for %d states or checkpoints of %.1f MB", sizes.slots, sizes.state_bytes / 1e6)
+        on_host = f", and for {sizes.host_slots} in host memory" if sizes.host_slots else ""
+        size = sizes.state_bytes / 1e6
+        logger.info("State cache: room for %d states or checkpoints of %.1f MB%s", sizes.slots, size, on_host)

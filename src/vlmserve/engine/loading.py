@@ -114,6 +114,8 @@ class CacheSizes(NamedTuple):
     """Slots of states, besides the padding slot."""
     state_bytes: int
     """Bytes of a slot over all layers with states; 0: there are none."""
+    host_slots: int
+    """Slots of states in host memory."""
 
 
 def cache_sizes(config: EngineConfig, model: LoadedModel) -> CacheSizes:
@@ -139,7 +141,13 @@ def cache_sizes(config: EngineConfig, model: LoadedModel) -> CacheSizes:
     )
     # Evicted blocks are found again by the keys of the prefix cache only.
     offloaded = config.kv_offload_memory // num_ranks if config.enable_prefix_caching else 0
-    return CacheSizes(of_tokens, pages, offloaded // of_tokens.page, max_model_len, slots, state_bytes)
+    host_slots = 0
+    if slots:
+        # A checkpoint is of use together with the blocks of its prefix, so both have the same share of host memory.
+        of_states = slots * state_bytes
+        host_slots = offloaded * of_states // (of_states + pages * of_tokens.page) // state_bytes
+    host_pages = (offloaded - host_slots * state_bytes) // of_tokens.page
+    return CacheSizes(of_tokens, pages, host_pages, max_model_len, slots, state_bytes, host_slots)
 
 
 def state_slots(config: EngineConfig, state_bytes: int, budget: int) -> int:

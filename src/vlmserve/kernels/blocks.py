@@ -7,6 +7,7 @@ import math
 import mmap
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -15,6 +16,13 @@ from vlmserve.kernels.attention import LayerCache
 from vlmserve.kernels.states import StateCache
 from vlmserve.kernels.transfers import to_device
 from vlmserve.layer_specs import AttentionSpec, CacheLayout, StateSpec
+
+
+class Blocks(Protocol):
+    """Tensors whose first axis is blocks, or slots of states."""
+
+    @property
+    def tensors(self) -> Sequence[Tensor]: ...
 
 
 def allocate_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -73,7 +81,7 @@ def clear_blocks(cache: LayerCache, blocks: Tensor) -> None:
         tensor.index_fill_(0, blocks, 0)
 
 
-def copy_blocks(source: LayerCache, target: LayerCache, source_blocks: Tensor, target_blocks: Tensor) -> None:
+def copy_blocks(source: Blocks, target: Blocks, source_blocks: Tensor, target_blocks: Tensor) -> None:
     """Copy blocks between caches of one geometry, which may be the same cache or lie on two devices.
 
     source_blocks, target_blocks: int64 ids on the CPU, as many of each. All are read before any is written.

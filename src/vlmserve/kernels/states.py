@@ -32,12 +32,6 @@ class StateCache:
         """All that slots consist of."""
         return [self.tail] if self.states is None else [self.tail, self.states]
 
-    def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Copy slots. All are read before any is written."""
-        for tensor in self.tensors:
-            slots = [to_device(torch.tensor(one), tensor.device) for one in (sources, targets)]
-            tensor.index_copy_(0, slots[1], tensor.index_select(0, slots[0]))
-
 
 class Segments(NamedTuple):
     """Consecutive rows of one sequence, between two states that are read or written. int32, on the host.

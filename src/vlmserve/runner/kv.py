@@ -1,4 +1,4 @@
-"""The tensors of the KV cache, on the device and in host memory, and of states. Copies of blocks and states."""
+"""The tensors of the KV cache and of states, on the device and in host memory. Copies of blocks and states."""
 
 from __future__ import annotations
 
@@ -9,64 +9,76 @@ import torch
 
 from vlmserve.devices.offload import HostBlocks
 from vlmserve.kernels.attention import LayerCache
-from vlmserve.kernels.blocks import allocate_states, clear_blocks, copy_blocks, distinct
+from vlmserve.kernels.blocks import Blocks, allocate_states, clear_blocks, copy_blocks, distinct
 from vlmserve.kernels.states import StateCache
 from vlmserve.kernels.transfers import to_device
 from vlmserve.models.protocols import LoadedModel
-from vlmserve.steps import BlockCopy, StateCopy
+from vlmserve.steps import BlockCopy
 
 
 class KVTensors:
     """Keys and values of all layers: `num_blocks` pages (see `CacheLayout`) on the model's device, then the pages of
     its padding rows, and `num_host_blocks` pages in host memory. States of all layers that have any: the padding slot,
-    then `num_slots` slots."""
+    then `num_slots` slots, and `num_host_slots` slots in host memory."""
 
     def __init__(
-        self, model: LoadedModel, num_blocks: int, num_host_blocks: int, block_size: int, num_slots: int
+        self,
+        model: LoadedModel,
+        num_blocks: int,
+        num_host_blocks: int,
+        block_size: int,
+        num_slots: int,
+        num_host_slots: int,
     ) -> None:
         self._device = model.device.torch_device
         total = num_blocks + model.device.padding_blocks
         allocate, layout = model.language_model.allocate_cache, model.language_model.cache_layout
         self.layers: list[LayerCache] = allocate(total, block_size, self._device, layout)
-        self.states: list[StateCache] = allocate_states(
-            model.language_model.state_specs, 1 + num_slots, model.dtype, self._device
-        )
-        self._slots = distinct(self.layers)
+        self._distinct = distinct(self.layers)
         self._host: HostBlocks | None = None
+        self._host_states: HostBlocks | None = None
 
-        def allocate_slots(count: int, device: torch.device) -> list[LayerCache]:
+        def allocate_blocks(count: int, device: torch.device) -> list[LayerCache]:
             return distinct(allocate(count, block_size, device, layout))
 
+        def allocate_slots(count: int, device: torch.device) -> list[StateCache]:
+            return allocate_states(model.language_model.state_specs, count, model.dtype, device)
+
+        self.states = allocate_slots(1 + num_slots, self._device)
         if num_host_blocks:
-            self._host = model.device.host_blocks(self._slots, num_host_blocks, allocate_slots)
+            self._host = model.device.host_blocks(self._distinct, num_host_blocks, allocate_blocks)
+        if num_host_slots:
+            self._host_states = model.device.host_blocks(self.states, num_host_slots, allocate_slots)
 
     def zero(self, blocks: list[int]) -> None:
         """Zero blocks on the device."""
         if blocks:
             ids = to_device(torch.tensor(blocks), self._device)
-            for layer in self._slots:
+            for layer in self._distinct:
                 clear_blocks(layer, ids)
-
-    def copy_states(self, copies: Sequence[StateCopy]) -> None:
-        """Copy states. Of several copies into a slot the last one counts; no target is a source of a later copy."""
-        by_target = {copy.target: copy.source for copy in copies}
-        for layer in self.states if copies else ():
-            layer.copy([*by_target.values()], [*by_target])
 
     def copy(self, copies: Iterable[BlockCopy]) -> None:
         """Copy blocks in order."""
-        for kind, group in itertools.groupby(copies, lambda copy: copy.kind):
-            # Of several copies into a block the last one counts. All sources are read before a block is written; that
-            # equals copying in order, since no block that is written to is a source later in the same step.
-            by_target = {copy.target: copy.source for copy in group}
-            sources, targets = list(by_target.values()), list(by_target)
-            if kind == "copy":
-                source_ids, target_ids = torch.tensor(sources), torch.tensor(targets)
-                for layer in self._slots:
-                    copy_blocks(layer, layer, source_ids, target_ids)
-                continue
-            assert self._host is not None
-            if kind == "save":
-                self._host.save(sources, targets)
-            else:
-                self._host.load(sources, targets)
+        _copy(copies, self._distinct, self._host)
+
+    def copy_states(self, copies: Iterable[BlockCopy]) -> None:
+        """Copy slots of states in order."""
+        _copy(copies, self.states, self._host_states)
+
+
+def _copy(copies: Iterable[BlockCopy], layers: Sequence[Blocks], host: HostBlocks | None) -> None:
+    for kind, group in itertools.groupby(copies, lambda copy: copy.kind):
+        # The last one of several copies into a block counts. All sources are read before a block is written; that
+        # equals copying in order, since no block that is written to is a source later in the same group.
+        by_target = {copy.target: copy.source for copy in group}
+        sources, targets = list(by_target.values()), list(by_target)
+        if kind == "copy":
+            source_ids, target_ids = torch.tensor(sources), torch.tensor(targets)
+            for layer in layers:
+                copy_blocks(layer, layer, source_ids, target_ids)
+            continue
+        assert host is not None
+        if kind == "save":
+            host.save(sources, targets)
+        else:
+            host.load(sources, targets)

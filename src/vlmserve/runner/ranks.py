@@ -69,8 +69,10 @@ class LeadingRunner(ModelRunner):
         make_matcher: MakeMatcher,
         followers: Followers,
         num_slots: int = 0,
+        num_host_slots: int = 0,
     ) -> None:
-        super().__init__(model, num_blocks, num_host_blocks, block_size, make_matcher, num_slots=num_slots)
+        pages = (num_blocks, num_host_blocks, block_size)
+        super().__init__(model, *pages, make_matcher, num_slots=num_slots, num_host_slots=num_host_slots)
         self._followers = followers
         self._sampled: dict[str, list[int]] = {}
 
@@ -100,9 +102,16 @@ class FollowingRunner(ModelRunner):
     """The runner of another rank: it computes what rank 0 computes, and is told which tokens that samples."""
 
     def __init__(
-        self, model: LoadedModel, num_blocks: int, num_host_blocks: int, block_size: int, num_slots: int = 0
+        self,
+        model: LoadedModel,
+        num_blocks: int,
+        num_host_blocks: int,
+        block_size: int,
+        num_slots: int = 0,
+        num_host_slots: int = 0,
     ) -> None:
-        super().__init__(model, num_blocks, num_host_blocks, block_size, _no_matcher, num_slots=num_slots)
+        pages = (num_blocks, num_host_blocks, block_size)
+        super().__init__(model, *pages, _no_matcher, num_slots=num_slots, num_host_slots=num_host_slots)
 
     def follow(self, message: RankStep) -> None:
         """Run a step to its end."""

@@ -122,8 +122,9 @@ class ModelRunner:
         make_matcher: MakeMatcher,
         adapters: RunnerAdapters | None = None,
         num_slots: int = 0,
+        num_host_slots: int = 0,
     ) -> None:
-        """adapters: the model's slots for them; None: it has none. num_slots: slots of states, see `StatePool`."""
+        """adapters: the model's slots for them; None: it has none. num_slots, num_host_slots: see `StatePool`."""
         self.model = model
         self.block_size = block_size
         self.padding_block = num_blocks
@@ -136,7 +137,7 @@ class ModelRunner:
         self._batches = BatchBuilder(
             block_size, model.device, num_blocks, self._images.embeddings, columns, has_states=self._has_states
         )
-        self._kv = KVTensors(model, num_blocks, num_host_blocks, block_size, num_slots)
+        self._kv = KVTensors(model, num_blocks, num_host_blocks, block_size, num_slots, num_host_slots)
         # What the last step drew, at least one token, and which request each is of.
         self._drawn = torch.zeros(1, dtype=torch.int32, device=model.device.torch_device)
         self._drawn_rows: dict[str, int] = {}

@@ -77,6 +77,10 @@ ENGINE_METRICS: tuple[StatMetric[EngineStats], ...] = (
     StatMetric("gauge", "state_cache_used_slots", "Slots that requests hold.", lambda s: s.state_slots_used),
     StatMetric("gauge", "state_cache_checkpoints", "States that can be found again.", lambda s: s.state_checkpoints),
     StatMetric("counter", "state_cache_evictions", "Checkpoints that were evicted.", lambda s: s.state_evictions),
+    StatMetric("gauge", "host_state_slots", "Slots of host memory for checkpoints.", lambda s: s.host_states_total),
+    StatMetric("gauge", "host_state_checkpoints", "Checkpoints in host memory.", lambda s: s.host_states_used),
+    StatMetric("counter", "state_offload_saved", "Checkpoints copied to host memory.", lambda s: s.states_offloaded),
+    StatMetric("counter", "state_offload_loaded", "Checkpoints copied back.", lambda s: s.states_loaded),
     StatMetric("gauge", "host_cache_blocks", "Blocks of host memory for evicted ones.", lambda s: s.host_blocks_total),
     StatMetric("gauge", "host_cache_used_blocks", "Host blocks in use.", lambda s: s.host_blocks_used),
     StatMetric(

@@ -50,6 +50,12 @@ def cache_report(snapshot: EngineSnapshot, image_cache: ImageCacheStats | None) 
             "checkpoints": stats.state_checkpoints,
             "evictions": stats.state_evictions,
         },
+        "host_states": {
+            "total": stats.host_states_total,
+            "used": stats.host_states_used,
+            "offloaded": stats.states_offloaded,
+            "loaded": stats.states_loaded,
+        },
         "host_blocks": {
             "total": stats.host_blocks_total,
             "used": stats.host_blocks_used,

@@ -65,11 +65,11 @@ def cached_checkpoints(request: Request, reach: int, states: StatePool, block_si
     """
     chain = request.chains[0]
     for full in range(min(reach, len(chain.keys) - 1), -1, -1):
-        for extra in states.extras(chain.keys[full]):
+        for extra in states.checkpoints.after(chain.keys[full]):
             num_tokens = full * block_size + extra
             if not 0 < num_tokens <= num_reusable(request):
                 continue
-            if None not in [states.get(key) for key in prefix_keys(request, num_tokens, block_size)]:
+            if all(key in states.checkpoints for key in prefix_keys(request, num_tokens, block_size)):
                 yield num_tokens
 
 

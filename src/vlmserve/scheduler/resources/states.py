@@ -7,7 +7,7 @@ from typing import Any
 
 from vlmserve.cache.prefix import PrefixCache
 from vlmserve.cache.states import StatePool
-from vlmserve.layer_specs import CHUNK, NO_SLOT
+from vlmserve.layer_specs import CHUNK
 from vlmserve.scheduler.request import Request
 from vlmserve.scheduler.resources.checkpoints import intervals, prefix_keys, ranked_boundaries
 from vlmserve.scheduler.resources.memory import boundaries_of
@@ -15,7 +15,7 @@ from vlmserve.scheduler.resources.resource import Resource
 from vlmserve.scheduler.resources.state_hits import StateHits
 from vlmserve.scheduler.state_slots import StateSlots
 from vlmserve.scheduler.step_limits import StepLimits
-from vlmserve.steps import SchedulerOutput, StateCopy
+from vlmserve.steps import BlockCopy, SchedulerOutput
 
 
 class StateMemory(StateHits):
@@ -30,7 +30,6 @@ class StateMemory(StateHits):
         spared = states.num_slots // 4 if self._prefix_caching else 0
         self._max_working = states.num_slots - spared
         self._num_working = 0
-        self._copies: list[StateCopy] = []
         # By the request that has left it, the keys of a checkpoint that a step in flight writes.
         self._unproven: dict[str, list[bytes]] = {}
 
@@ -44,27 +43,17 @@ class StateMemory(StateHits):
 
     def end_step(self, step: SchedulerOutput) -> None:
         super().end_step(step)
-        step.state_copies, self._copies = self._copies, []
+        step.state_copies, self.states.copies = self.states.copies, []
 
     def acquire(self, request: Request, running: Sequence[Request]) -> bool:
         if self.num_places < len(request.chains) or not super().acquire(request, running):
             return False
         start = request.num_computed
         keys = prefix_keys(request, start, self._size) if start else []
-        sources = [slot for key in keys if (slot := self.states.get(key)) is not None]
-        unheld = [slot for slot in sources if not self.states.is_held(slot)]
-        for slot in sources:
-            self.states.hold(slot)
-        # If too few other slots are free, states continue in the slots of checkpoints.
-        missing = len(request.chains) - self.states.num_free
-        lost = {slot: keys[sources.index(slot)] for slot in unheld[: max(0, missing)]}
-        for key in lost.values():
-            self.states.forget(key)
-        fresh = iter(self._take_all(len(request.chains) - len(lost)))
-        slots = [slot if slot in lost else next(fresh) for slot in sources or [NO_SLOT] * len(request.chains)]
+        slots, sources = self.states.begin(keys, len(request.chains))
         request.state = state = StateSlots(slots, sources, start)
-        state.held = [slot for slot in sources if slot not in lost]
-        state.keys = [key for key in keys if key not in lost.values()]
+        state.held = [slot for slot in sources if slot not in slots]
+        state.keys = keys
         self._num_working += len(slots)
         self._plan_checkpoints(request, state)
         return True
@@ -114,24 +103,12 @@ class StateMemory(StateHits):
         for cut in state.cuts_between(start, end):
             slots: Sequence[int] = ()
             if cut in state.leaving and None in map(self.states.get, prefix_keys(request, cut, self._size)):
-                slots = self._take_all(len(state.slots), spare=cut not in state.kept)
+                slots = self.states.take(len(state.slots), spare=cut not in state.kept)
             if slots:
                 state.planned.append((cut, slots))
                 state.unsent.append((cut, slots))
             elif cut < end and cut % CHUNK:
                 state.unsent.append((cut, state.slots))
-
-    def _take_all(self, count: int, *, spare: bool = False) -> list[int]:
-        """Hold that many slots for other states, or none."""
-        slots: list[int] = []
-        while len(slots) < count:
-            slot = self.states.take(spare=spare)
-            if slot is None:
-                for taken in slots:
-                    self.states.release(taken)
-                return []
-            slots.append(slot)
-        return slots
 
     def advance(self, request: Request, num_computed: int) -> None:
         """Register checkpoints, too, before blocks that windows have passed are free."""
@@ -186,10 +163,11 @@ class StateMemory(StateHits):
         if first:
             slots, state.slots = state.slots, []
         else:
-            slots = self._take_all(len(state.sources)) if self.num_places >= len(state.sources) else []
+            slots = self.states.take(len(state.sources)) if self.num_places >= len(state.sources) else []
             if not slots:
                 return False
-            self._copies += [StateCopy(source, slot) for source, slot in zip(state.sources, slots, strict=True)]
+            copies = zip(state.sources, slots, strict=True)
+            self.states.copies += [BlockCopy("copy", source, slot) for source, slot in copies]
             self._num_working += len(slots)
         child.state = StateSlots(slots, slots, state.reached)
         return True
