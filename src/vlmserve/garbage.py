@@ -1,8 +1,10 @@
-"""Limits Python's cyclic garbage collector in a server to objects of requests."""
+"""Keeps Python's cyclic garbage collector away from objects that live as long as the process."""
 
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 _YOUNG_OBJECTS = 10_000
 """More objects than a few hundred requests have at the same time, so that most are freed before a collection."""
@@ -17,3 +19,15 @@ def freeze_loaded_objects() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(_YOUNG_OBJECTS)
+
+
+@contextmanager
+def collector_paused() -> Iterator[None]:
+    """Collect no garbage during imports: collections would scan hundreds of thousands of new objects that all stay."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

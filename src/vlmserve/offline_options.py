@@ -19,7 +19,9 @@ from vlmserve.config import (
     ReasoningParser,
     ToolCallParser,
 )
+from vlmserve.engine import check_settings
 from vlmserve.errors import ConfigurationError
+from vlmserve.garbage import collector_paused
 from vlmserve.layer_specs import CacheType
 from vlmserve.quantization import Quantize, QuantizeMethod
 from vlmserve.settings import SettingsT, check_names, read_settings
@@ -193,9 +195,7 @@ class Setup(NamedTuple):
 
 
 def set_up(model: str, options: Mapping[str, Any], defaults: Mapping[str, Any] | None = None) -> Setup:
-    """What the options of `LLM` say. Raises ConfigurationError, CheckpointNotFoundError."""
-    from vlmserve.frontend.defaults import default_sampling
-    from vlmserve.frontend.requests import RequestPreparer
+    """Read the options of `LLM`. Raises CheckpointNotFoundError and what `check_settings` raises."""
     from vlmserve.models.hub import resolve_model
 
     read = _Options(model, options)
@@ -207,6 +207,12 @@ def set_up(model: str, options: Mapping[str, Any], defaults: Mapping[str, Any] |
 
     engine, media, offline = section(EngineConfig), section(MediaConfig), section(OfflineConfig)
     folder = resolve_model(engine.model, engine.revision, engine.mmproj)
+    if engine.load == "eager":
+        check_settings(engine, folder)
+    with collector_paused():
+        from vlmserve.frontend.defaults import default_sampling
+        from vlmserve.frontend.requests import RequestPreparer
+
     preparer = RequestPreparer(folder, media, engine.model_impl, engine.chat_template, engine=engine)
     return Setup(engine, media, offline, folder, default_sampling(folder), preparer)
 

@@ -237,17 +237,27 @@ def test_wrong_lengths_are_told_without_torch(tmp_path: Path) -> None:
     folder = make_llama(tmp_path)
     code = f"""
 import re, sys
-from pathlib import Path
-from vlmserve.config import EngineConfig
-from vlmserve.engine import create_engine, lengths
+from vlmserve import LLM
+from vlmserve.config import EngineConfig, MediaConfig, ServerConfig
+from vlmserve.engine import create_engine
 from vlmserve.errors import ConfigurationError
+from vlmserve.server.run import serve
+
+def start_server(model, **settings):
+    serve(EngineConfig(model=model, **settings), MediaConfig(), ServerConfig(port=0))
+
+def start_engine(model, **settings):
+    create_engine(EngineConfig(model=model, **settings))
+
+LARGE = ("torch", "vlmserve.frontend.requests", "vlmserve.server.app")
 for settings, message in {WRONG_LENGTHS}:
-    try:
-        create_engine(EngineConfig(model={str(folder)!r}, device="cpu", **settings))
-    except ConfigurationError as error:
-        assert re.search(message, str(error)), error
-        assert "torch" not in sys.modules
-    else:
-        raise AssertionError(settings)
+    for start in (start_engine, LLM, start_server):
+        try:
+            start({str(folder)!r}, device="cpu", **settings)
+        except ConfigurationError as error:
+            assert re.search(message, str(error)), error
+            assert not sys.modules.keys() & LARGE
+        else:
+            raise AssertionError(settings)
 """
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from vlmserve.garbage import collector_paused
+
 if TYPE_CHECKING:
     from vlmserve.config import EngineConfig
     from vlmserve.engine.protocol import VLMEngine
@@ -19,14 +21,26 @@ def create_engine(config: EngineConfig, folder: Path | None = None) -> VLMEngine
         from vlmserve.engine.mock import MockEngine
 
         return MockEngine(config, folder)
-    from vlmserve.engine.lengths import check_configuration
-    from vlmserve.models.footprint import check_memory
     from vlmserve.models.hub import resolve_model
 
     folder = resolve_model(config.model, config.revision, config.mmproj) if folder is None else folder
-    # Before torch, which takes seconds to import.
-    check_configuration(config, folder)
-    check_memory(config, folder)
-    from vlmserve.engine.engine import Engine
+    check_settings(config, folder)
+    with collector_paused():
+        from vlmserve.engine.engine import Engine
 
     return Engine(config, folder)
+
+
+def check_settings(config: EngineConfig, folder: Path) -> None:
+    """Check settings against the headers of a checkpoint, before torch is imported, which takes seconds.
+
+    Raises ConfigurationError for contexts that cannot be had, ModelLoadError for weights that need more memory than is
+    free. Other errors are left to `create_engine`.
+    """
+    if config.engine == "mock":
+        return
+    from vlmserve.engine.lengths import check_configuration
+    from vlmserve.models.footprint import check_memory
+
+    check_configuration(config, folder)
+    check_memory(config, folder)

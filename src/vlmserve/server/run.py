@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vlmserve.config import EngineConfig, MediaConfig, ServerConfig
+from vlmserve.engine import check_settings
 from vlmserve.engine.process import EngineProcess
 from vlmserve.errors import ConfigurationError
 from vlmserve.frontend.defaults import default_sampling
@@ -70,6 +71,7 @@ def serve(engine: EngineConfig, media: MediaConfig, server: ServerConfig, member
     with contextlib.closing(_Launcher(engine, folder)) as launcher:
         if engine.load == "eager":
             launcher.launch()
+            check_settings(engine, folder)
         from vlmserve.server.app import create_app
         from vlmserve.server.service import Service
         from vlmserve.server.web import WebServer
