@@ -21,6 +21,7 @@ from transformers import (
 )
 from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
 
+from benchmarks.skipped_layers import SHAPES
 from tests.checkpoints import TEXT, change_tensors, write_tokenizer
 from tests.saved_models import save_model
 
@@ -52,7 +53,6 @@ LARGE: dict[str, Any] = {
     "sliding_window": 30,
 }
 """Fields of large models: values are keys, and images attend to themselves in both directions within the window."""
-_E: dict[str, Any] = {"num_attention_heads": 8, "head_dim": 256, "global_head_dim": 512, "sliding_window": 512}
 _LARGE: dict[str, Any] = {
     "head_dim": 256,
     "global_head_dim": 512,
@@ -70,32 +70,15 @@ _LARGE_VISION: dict[str, Any] = {
     "head_dim": 72,
     "standardize": True,
 }
+VOCABULARY = 262144
 PUBLISHED: dict[str, dict[str, Any]] = {
-    "gemma4:e2b": {
-        "model_type": "gemma4",
-        "text_config": {
-            **_E,
-            "hidden_size": 1536,
-            "num_hidden_layers": 35,
-            "intermediate_size": 6144,
-            "use_double_wide_mlp": True,
-            "num_key_value_heads": 1,
-            "num_kv_shared_layers": 20,
-            "layer_types": (["sliding_attention"] * 4 + ["full_attention"]) * 7,
-        },
-        "vision_config": {"use_clipped_linears": True},
-    },
-    "gemma4:e4b": {
-        "model_type": "gemma4",
-        "text_config": {
-            **_E,
-            "hidden_size": 2560,
-            "num_hidden_layers": 42,
-            "intermediate_size": 10240,
-            "num_key_value_heads": 2,
-            "num_kv_shared_layers": 18,
-        },
-        "vision_config": {"use_clipped_linears": True},
+    **{
+        name: {
+            "model_type": "gemma4",
+            "text_config": {**shape, "vocab_size": VOCABULARY, "vocab_size_per_layer_input": VOCABULARY},
+            "vision_config": {"use_clipped_linears": True},
+        }
+        for name, shape in SHAPES.items()
     },
     "gemma4:12b": {
         "model_type": "gemma4_unified",

@@ -1,4 +1,4 @@
-"""Small random checkpoints of GLM-OCR and PaddleOCR-VL with all the files that a server needs, and transformers'
+"""Small random checkpoints of GLM-OCR, GLM-V and PaddleOCR-VL with all the files that a server needs, and transformers'
 processors for them."""
 
 from __future__ import annotations
@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken, Tokenizer, processors
 from transformers import (
-    GlmOcrConfig,
-    GlmOcrForConditionalGeneration,
     PaddleOCRVLConfig,
     PaddleOCRVLForConditionalGeneration,
     PreTrainedTokenizerFast,
@@ -44,6 +43,34 @@ _GLM_TOKENS = (
 def make_glm_ocr(folder: Path, *, text: dict[str, Any] | None = None, vision: dict[str, Any] | None = None) -> Path:
     """GLM-OCR in `folder`, whose embeddings are 8 pixels wide, with tensors of a layer that predicts further tokens;
     text, vision: fields of its configs."""
+    own = {"head_dim": 16, "num_nextn_predict_layers": 1, **(text or {})}
+    make_glm(folder, "GlmOcr", text=own, vision={"intermediate_size": 40, **(vision or {})})
+    path = folder / "model.safetensors"
+    further = f"model.language_model.layers.{TEXT['num_hidden_layers']}."
+    unused = {f"{further}eh_proj.weight": torch.randn(48, 96), f"{further}input_layernorm.weight": torch.ones(48)}
+    save_file({**load_file(path), **unused}, path, metadata={"format": "pt"})
+    return folder
+
+
+GLM4V_TEXTS: dict[str, dict[str, Any]] = {
+    "Glm4v": {"num_attention_heads": 3, "num_key_value_heads": 1},
+    "Glm46V": {"num_attention_heads": 3, "num_key_value_heads": 1, "pad_token_id": 0},
+    "Glm4vMoe": {
+        "head_dim": 16, "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32,
+        "routed_scaling_factor": 1.5,
+    },
+}  # fmt: skip
+
+
+def make_glm4v(folder: Path, kind: str) -> Path:
+    """GLM-4.1V, 4.5V or 4.6V; kind: a key of `GLM4V_TEXTS`. Half of each head is rotated."""
+    rope = {"rope_theta": 1e4, "rope_type": "default", "mrope_section": [2, 1, 1], "partial_rotary_factor": 0.5}
+    tower = {"intermediate_size": 56, "image_size": 22}
+    return make_glm(folder, kind, text={"rope_parameters": rope, **GLM4V_TEXTS[kind]}, vision=tower)
+
+
+def make_glm(folder: Path, kind: str, *, text: dict[str, Any], vision: dict[str, Any]) -> Path:
+    """A model whose embeddings are 8 pixels wide. kind: of its classes; text, vision: fields of its configs."""
     tokenizer = _with_tokens(folder, _GLM_TOKENS)
     (folder / "chat_template.jinja").write_text(GLM_TEMPLATE)
     tokens = {
@@ -51,24 +78,17 @@ def make_glm_ocr(folder: Path, *, text: dict[str, Any] | None = None, vision: di
         "video_start": "begin_of_video", "video_end": "end_of_video",
     }  # fmt: skip
     rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2], "partial_rotary_factor": 1.0}
-    own = {
-        **TEXT, "vocab_size": tokenizer.get_vocab_size() + 5, "head_dim": 16, "rope_parameters": rope,
-        "num_nextn_predict_layers": 1,
-    }  # fmt: skip
+    own = {**TEXT, "vocab_size": tokenizer.get_vocab_size() + 5, "rope_parameters": rope}
     tower = {
-        "depth": 3, "hidden_size": 32, "intermediate_size": 40, "num_heads": 2, "patch_size": 4,
+        "depth": 3, "hidden_size": 32, "num_heads": 2, "patch_size": 4,
         "out_hidden_size": TEXT["hidden_size"], "initializer_range": 0.15,
     }  # fmt: skip
-    config = GlmOcrConfig(
-        text_config={**own, **(text or {})},
-        vision_config={**tower, **(vision or {})},
+    config = getattr(transformers, f"{kind}Config")(
+        text_config={**own, **text},
+        vision_config={**tower, **vision},
         **{f"{name}_token_id": tokenizer.token_to_id(f"<|{token}|>") for name, token in tokens.items()},
     )
-    save_model(folder, GlmOcrForConditionalGeneration, config)
-    path = folder / "model.safetensors"
-    further = f"model.language_model.layers.{TEXT['num_hidden_layers']}."
-    unused = {f"{further}eh_proj.weight": torch.randn(48, 96), f"{further}input_layernorm.weight": torch.ones(48)}
-    save_file({**load_file(path), **unused}, path, metadata={"format": "pt"})
+    save_model(folder, getattr(transformers, f"{kind}ForConditionalGeneration"), config)
     settings = {
         "image_processor_type": "Glm46VImageProcessor", "patch_size": 4, "merge_size": 2, "temporal_patch_size": 2,
         "size": {"shortest_edge": 2 * BOUNDS[0], "longest_edge": 2 * BOUNDS[1]},

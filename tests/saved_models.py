@@ -67,4 +67,6 @@ def _make_model(
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if name.endswith(("layer_scalar", "std_scale", "std_bias", "router.scale", "per_expert_scale")):
             nn.init.normal_(tensor, mean=1.0, std=0.2)
+        if name.endswith("e_score_correction_bias"):
+            nn.init.normal_(tensor, std=0.2)
     model.to(dtype).save_pretrained(folder, max_shard_size=shard_size, save_original_format=False)

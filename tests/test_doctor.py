@@ -12,7 +12,7 @@ import torch
 from typer.testing import CliRunner
 
 from vlmserve.cli import app
-from vlmserve.doctor import examine, largest_models
+from vlmserve.doctor import examine, largest_models, mixtures
 from vlmserve.kernels import choice, extension
 
 
@@ -47,6 +47,18 @@ def test_short_names_show_the_widest_fitting_weights(monkeypatch: pytest.MonkeyP
     assert "qwen3-vl:4b" in narrowest
     monkeypatch.setattr(psutil, "virtual_memory", lambda: memory._replace(available=10**8))
     assert texts("models")[0] == "that fit on the CPU: none"
+
+
+@pytest.mark.parametrize(
+    ("gigabytes", "expected"),
+    [
+        (16, "none fits the memory; gemma4:26b in int4 needs 23 GB"),
+        (24, "that fit in int4 if other programs are closed: gemma4:26b (17.2 GB, 4 billion weights a token)"),
+    ],
+)
+def test_experts_fit_laptops_in_four_bits(gigabytes: int, expected: str) -> None:
+    assert mixtures(gigabytes * 10**9) == expected
+    assert texts("experts") == [mixtures(psutil.virtual_memory().total)]
 
 
 def test_missing_kernels_and_drivers_are_problems(monkeypatch: pytest.MonkeyPatch) -> None:

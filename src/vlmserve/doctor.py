@@ -29,6 +29,10 @@ EXTRAS = {
 """By extra: a package of it, and what it is for."""
 
 
+BESIDE_EXPERTS = 6 * 10**9
+"""Bytes for the system, the KV cache and images beside the weights of a model with experts."""
+
+
 class Finding(msgspec.Struct, frozen=True):
     """One thing that was looked at. problem: what is wrong with it, and what to do; empty if nothing is."""
 
@@ -93,6 +97,7 @@ def _memory() -> Iterator[Finding]:
     yield Finding("memory", f"{_gib(total_memory())}, {_gib(free)} of it free")
     yield Finding("parameters", f"on the CPU: {_sizes(free)}")
     yield Finding("models", f"that fit on the CPU: {_models(free)}")
+    yield Finding("experts", mixtures(total_memory()))
 
 
 def _gpus() -> Iterator[Finding]:
@@ -157,6 +162,17 @@ def _models(free: int) -> str:
     widest = {model.name: next((name for name in BYTES if model.fits(free, name)), None) for model in MODELS}
     fitting = {weights: [name for name, fits in widest.items() if fits == weights] for weights in BYTES}
     return "; ".join(f"{', '.join(names)} in {weights}" for weights, names in fitting.items() if names) or "none"
+
+
+def mixtures(total: int) -> str:
+    """Return short names of models with experts that fit a computer of `total` bytes in 4 bits, smallest first."""
+    sizes = sorted((model.memory("int4"), model) for model in MODELS if model.active)
+    fitting = [(size, model) for size, model in sizes if size <= total - BESIDE_EXPERTS]
+    if not fitting:
+        needed = f"{(sizes[0][0] + BESIDE_EXPERTS) / 1e9:.0f} GB"
+        return f"none fits the memory; {sizes[0][1].name} in int4 needs {needed}"
+    names = (f"{model.name} ({size / 1e9:.1f} GB, {model.active} billion weights a token)" for size, model in fitting)
+    return f"that fit in int4 if other programs are closed: {', '.join(names)}"
 
 
 def _gib(size: int) -> str:

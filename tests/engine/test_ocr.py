@@ -1,9 +1,10 @@
-"""GLM-OCR and PaddleOCR-VL against transformers, from the files of a checkpoint: the same token ids and pixels for
-conversations with images of any shape, and the same answers whatever else goes on."""
+"""GLM-OCR, GLM-4.5V, GLM-4.6V-Flash and PaddleOCR-VL against transformers, from the files of a checkpoint: the same
+token ids and pixels for conversations with images of any shape, and the same answers whatever else goes on."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from tests.engine.image_parity import CONVERSATIONS, Oracle, check_a_further_tur
 from tests.engine.kinds import with_budgets
 from tests.engine.test_parity import NEW_TOKENS, assert_answers, engine_for, first_logits, generate, tight_cache
 from tests.normalized import normalized
-from tests.ocr_checkpoints import BOUNDS, load_processor, make_glm_ocr, make_paddleocr, rows_of
+from tests.ocr_checkpoints import BOUNDS, load_processor, make_glm4v, make_glm_ocr, make_paddleocr, rows_of
 from vlmserve import LLM, SamplingParams
 from vlmserve.types import Prompt
 
@@ -25,6 +26,8 @@ pytestmark = [
 
 MAKERS: dict[str, Callable[[Path], Path]] = {
     "GLM-OCR": make_glm_ocr,
+    "GLM-4.5V": partial(make_glm4v, kind="Glm4vMoe"),
+    "GLM-4.6V-Flash": partial(make_glm4v, kind="Glm46V"),
     "PaddleOCR-VL": lambda folder: make_paddleocr(folder, published_names=True),
 }
 

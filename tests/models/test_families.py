@@ -109,10 +109,21 @@ HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """Families with layers that have states."""
 QWEN3_MOE = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "head_dim": 8}
+GLM_MOE = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+    "head_dim": 16,
+    "routed_scaling_factor": 1.5,
+}
 MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 9}),
     "qwen3_moe": ("Qwen3Moe", {**QWEN3_MOE, "norm_topk_prob": True}),
     "qwen3_moe with dense layers": ("Qwen3Moe", {**QWEN3_MOE, "mlp_only_layers": [0], "attention_bias": True}),
+    "glm4_moe": (
+        "Glm4Moe",
+        {**GLM_MOE, "use_qk_norm": True, "attention_bias": True, "pad_token_id": 0, "n_shared_experts": 2},
+    ),
     "gemma4 with experts": (
         "Gemma4",
         {

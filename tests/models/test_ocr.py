@@ -1,8 +1,9 @@
-"""The vision towers and mergers of GLM-OCR and PaddleOCR-VL against transformers, in float32."""
+"""The vision towers and mergers of GLM-OCR, GLM-4.1V and PaddleOCR-VL against transformers, in float32."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from transformers import AutoModelForImageTextToText
 
 from tests.checkpoints import change_config
 from tests.models.test_llava import load
-from tests.ocr_checkpoints import make_glm_ocr, make_paddleocr, rows_of
+from tests.ocr_checkpoints import make_glm4v, make_glm_ocr, make_paddleocr, rows_of
 from vlmserve.errors import InvalidImageError, ModelLoadError, UnsupportedModelError
 from vlmserve.models.quantized import save_quantized
 from vlmserve.quantization import QuantizationConfig
@@ -29,6 +30,7 @@ VARIANTS: dict[str, Make] = {
             "rope_parameters": {"rope_type": "axial", "rope_theta": 100.0},
         },
     ),
+    "GLM-4.1V": partial(make_glm4v, kind="Glm4v"),
     "PaddleOCR-VL": make_paddleocr,
     "PaddleOCR-VL, published names, of another base, merged by three": lambda folder: make_paddleocr(
         folder,

@@ -9,6 +9,9 @@ import pytest
 from transformers import (
     CLIPVisionConfig,
     Gemma4TextConfig,
+    Glm4vConfig,
+    Glm4vTextConfig,
+    Glm46VConfig,
     GlmOcrConfig,
     GlmOcrTextConfig,
     Idefics3Config,
@@ -49,6 +52,7 @@ from vlmserve.models.vision.siglip import IDEFICS3_DEFAULTS, IDEFICS3_KINDS
         Qwen2Config,
         Qwen3VLTextConfig,
         GlmOcrTextConfig,
+        Glm4vTextConfig,
         Gemma4TextConfig,
         Qwen3_5TextConfig,
         Lfm2Config,
@@ -99,7 +103,7 @@ def test_an_empty_pixtral_config_means_transformers_defaults() -> None:
     assert VISION_FAMILIES["mistral3"].tied == Mistral3Config().tie_word_embeddings
 
 
-@pytest.mark.parametrize("config_class", [GlmOcrConfig, PaddleOCRVLConfig])
+@pytest.mark.parametrize("config_class", [GlmOcrConfig, Glm4vConfig, Glm46VConfig, PaddleOCRVLConfig])
 def test_an_empty_ocr_config_means_transformers_defaults(config_class: type[Any]) -> None:
     config = config_class()
     complete = config.vision_config.to_dict()

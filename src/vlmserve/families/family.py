@@ -49,6 +49,12 @@ class NamedModel(NamedTuple):
     kept: int = 0
     """16-bit weights even if quantized: tower, projector, and an embedding table that is not tied to the head."""
 
+    @property
+    def active(self) -> str:
+        """Billions of weights that a token reads of a model with experts, as the repository says; else empty."""
+        found = re.search(r"-A(\d+)B\b", self.repository)
+        return found[1] if found else ""
+
     def memory(self, weights: str) -> int:
         """Bytes of the weights. weights: a key of `BYTES`."""
         layers = self.parameters - self.head - self.kept

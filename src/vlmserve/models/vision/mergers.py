@@ -95,7 +95,8 @@ class ConvolvingMerger(nn.Module):
     def __init__(self, spec: QwenVisionSpec, *, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         size = spec.output_size
-        inner = size * spec.num_channels
+        inner = spec.convolved
+        assert inner is not None
         kind: dict[str, Any] = {"bias": False, "dtype": dtype, "device": device}
         self.post_layernorm = tower_norm(spec, dtype=dtype, device=device)
         self.downsample = SquareConvolution(spec, dtype=dtype, device=device)

@@ -1,7 +1,7 @@
 """The vision transformers of Qwen2-VL (https://arxiv.org/abs/2409.12191), Qwen2.5-VL
-(https://arxiv.org/abs/2502.13923), Qwen3-VL (https://arxiv.org/abs/2511.21631), GLM-OCR and PaddleOCR-VL
-(https://arxiv.org/abs/2510.14528): images of any size, patches that are rotated by row and column, merged four to
-one."""
+(https://arxiv.org/abs/2502.13923), Qwen3-VL (https://arxiv.org/abs/2511.21631), GLM-4.1V to 4.6V, GLM-OCR and
+PaddleOCR-VL (https://arxiv.org/abs/2510.14528): images of any size, patches that are rotated by row and column, merged
+four to one."""
 
 from __future__ import annotations
 
@@ -96,14 +96,14 @@ class PatchEmbedding(Linear):
 
 
 class PositionGrid(nn.Module):
-    """Learned embeddings of places in a square, resized to images by bilinear interpolation: corners to corners, or
-    edges to edges."""
+    """Learned embeddings of places in a square, resized to images by bilinear or bicubic interpolation: corners to
+    corners, or edges to edges."""
 
     def __init__(self, spec: QwenVisionSpec, *, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         self.weight = empty_parameter(spec.num_positions, spec.hidden_size, dtype=dtype, device=device)
         self._side = math.isqrt(spec.num_positions)
-        self._corners = spec.corners
+        self._corners, self._cubic = spec.corners, spec.cubic
 
     def forward(self, rows: Tensor, columns: Tensor, shape: tuple[int, int]) -> Tensor:
         """``[patches, hidden_size]`` of the patches at those rows and columns, int64 ``[patches]``, of an image of
@@ -116,7 +116,7 @@ class PositionGrid(nn.Module):
         return result.to(self.weight.dtype)
 
     def _taps(self, places: Tensor, length: int) -> list[tuple[Tensor, Tensor]]:
-        """The two places in the square that lie around each, and their weights."""
+        """The places in the square that lie around each, two or four, and their weights."""
         exact = to_device(places, self.weight.device).float()
         if self._corners:
             exact = exact * (self._side - 1) / max(length - 1, 1)
@@ -124,8 +124,17 @@ class PositionGrid(nn.Module):
             exact = (exact + 0.5) * self._side / length - 0.5
         first = exact.floor()
         share = exact - first
-        near, far = (place.long().clamp(0, self._side - 1) for place in (first, first + 1))
-        return [(near, 1 - share), (far, share)]
+        weights = [(0, 1 - share), (1, share)]
+        if self._cubic:
+            weights = [(step, _cubic((share - step).abs())) for step in range(-1, 3)]
+        return [((first + step).long().clamp(0, self._side - 1), weight) for step, weight in weights]
+
+
+def _cubic(distance: Tensor) -> Tensor:
+    """The weight of a place that is so far away, 0 to 2: Keys' kernel, as torch has it."""
+    near = (1.25 * distance - 2.25) * distance**2 + 1
+    far = -0.75 * (((distance - 5) * distance + 8) * distance - 4)
+    return torch.where(distance <= 1, near, far)
 
 
 class VisionAttention(nn.Module):
@@ -227,7 +236,8 @@ class QwenVisionTower(StagedVision):
             VisionLayer(spec, index, dtype=dtype, device=device) for index in range(spec.num_layers)
         )
         self.patch_norm = tower_norm(spec, dtype=dtype, device=device) if spec.patch_norm else None
-        merger = ConvolvingMerger if spec.convolves else PatchMerger if spec.projector is None else ProjectingMerger
+        merger = PatchMerger if spec.projector is None else ProjectingMerger
+        merger = merger if spec.convolved is None else ConvolvingMerger
         self.merger = merger(spec, dtype=dtype, device=device)
         self._layouts: OrderedDict[tuple[int, int, int], Layout] = OrderedDict()
         self.pos_embed = PositionGrid(spec, dtype=dtype, device=device) if spec.num_positions else None
@@ -324,10 +334,10 @@ class QwenVisionTower(StagedVision):
         patches = [self._patches(*image) for image in zip(filled, layouts.grids, strict=True)]
         ordered = torch.cat(patches)[layout.order]
         x = yield from by_rows(self._projection, self._projection.products, budget, ordered)
-        if self.pos_embed is not None:
-            x = _placed(x, layouts.of_images)
         if self.patch_norm is not None:
             x = self.patch_norm(x)
+        if self.pos_embed is not None:
+            x = _placed(x, layouts.of_images)
         shapes = [(down, across) for deep, down, across in layouts.grids for _ in range(deep)]
         frames = Frames(layout.frames.lengths, layout.frames.blocks, layout.frames.block_rows, shapes)
         of_layers: list[Tensor] = []

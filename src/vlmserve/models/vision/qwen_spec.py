@@ -19,15 +19,15 @@ class QwenVisionSpec:
     full_layers: those without windows all the same. gated: an MLP with gates and norms without means. norm_eps: of
     layers. bias: whether layers have biases. head_norms: whether queries and keys are normed, head by head. theta: the
     base of the wavelengths. num_positions: of a square of learned embeddings that is resized to the image; 0: none.
-    corners: its corners are those of the image, not its edges. flat_patches: their projection has no axis for frames.
-    patch_bias: whether it has a bias. projections: of queries, keys and values as checkpoints name them. deepstack: the
-    layers whose outputs are merged too, each for one of the decoder's first layers (https://arxiv.org/abs/2406.04334).
-    convolves: patches are merged by a convolution with a gated MLP behind it. last_norm: whether one follows the layers
-    beside the merger's own. merger_eps: of the merger's norm. kv_heads: heads of keys and values; None: `num_heads`.
-    convolving: layers with a gated convolution in place of attention; kernel: its patches along each side.
-    patch_matrix: checkpoints have the patches' projection as a matrix. patch_norm: a norm follows it. projector: inner
-    size of a merger with a LayerNorm of each patch and two layers; None: the usual merger. projector_act,
-    projector_bias: of that.
+    corners: its corners are those of the image, not its edges. cubic: it is resized by bicubic interpolation.
+    flat_patches: their projection has no axis for frames. patch_bias: whether it has a bias. projections: of queries,
+    keys and values as checkpoints name them. deepstack: the layers whose outputs are merged too, each for one of the
+    decoder's first layers (https://arxiv.org/abs/2406.04334). convolved: inner size of a gated MLP after a convolution
+    that merges patches; None: no convolution. last_norm: whether one follows the layers beside the merger's own.
+    merger_eps: of the merger's norm. kv_heads: heads of keys and values; None: `num_heads`. convolving: layers with a
+    gated convolution in place of attention; kernel: its patches along each side. patch_matrix: checkpoints have the
+    patches' projection as a matrix. patch_norm: a norm follows it. projector: inner size of a merger with a LayerNorm
+    of each patch and two layers; None: the usual merger. projector_act, projector_bias: of that.
     """
 
     num_layers: int
@@ -49,11 +49,12 @@ class QwenVisionSpec:
     full_layers: tuple[int, ...] = ()
     num_positions: int = 0
     corners: bool = True
+    cubic: bool = False
     flat_patches: bool = False
     patch_bias: bool = False
     projections: tuple[str, ...] = ("qkv",)
     deepstack: tuple[int, ...] = ()
-    convolves: bool = False
+    convolved: int | None = None
     last_norm: bool = False
     merger_eps: float = 1e-6
     kv_heads: int | None = None
@@ -158,7 +159,31 @@ def _glm_ocr(config: Config, output_size: int) -> dict[str, Any]:
         "head_norms": True,
         "theta": _theta(config),
         "patch_bias": True,
-        "convolves": True,
+        "convolved": config.get("out_hidden_size", 1536) * config.get("in_channels", 3),
+    }
+
+
+def _glm4v(config: Config, output_size: int) -> dict[str, Any]:
+    """The layers' MLPs are as wide as the merger's output, and `intermediate_size` is the merger's own."""
+    if config.get("attention_bias"):
+        raise UnsupportedModelError("vision_config: attention_bias true is not supported for GLM-4V towers")
+    width = config.get("out_hidden_size", 4096)
+    return {
+        **_common({"num_heads": 12, **config}, layers=24),
+        "hidden_size": config.get("hidden_size", 1536),
+        "intermediate_size": width,
+        "output_size": width,
+        "activation": config.get("hidden_act", "silu"),
+        "gated": True,
+        "norm_eps": config.get("rms_norm_eps", 1e-5),
+        "bias": False,
+        "theta": _theta(config),
+        "num_positions": (config.get("image_size", 336) // config.get("patch_size", 14)) ** 2,
+        "corners": False,
+        "cubic": True,
+        "patch_bias": True,
+        "patch_norm": True,
+        "convolved": config.get("intermediate_size", 13696),
     }
 
 
@@ -226,6 +251,7 @@ KINDS: Mapping[str, Callable[[Config, int], dict[str, Any]]] = {
     "qwen3_vl": _qwen3,
     "qwen3_5": _qwen35,
     "glm_ocr": _glm_ocr,
+    "glm4v": _glm4v,
     "lfm3_vl": _lfm3,
     "paddleocr_vl": _paddleocr,
 }
