@@ -165,7 +165,7 @@ def _models(free: int) -> str:
 
 
 def mixtures(total: int) -> str:
-    """Return short names of models with experts that fit a computer of `total` bytes in 4 bits, smallest first."""
+    """Return short names of models with experts whose 4-bit weights fit a computer of `total` bytes, smallest first."""
     sizes = sorted((model.memory("int4"), model) for model in MODELS if model.active)
     fitting = [(size, model) for size, model in sizes if size <= total - BESIDE_EXPERTS]
     if not fitting:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +17,18 @@ from transformers import AutoModelForCausalLM
 from tests.checkpoints import change_tensors, make_llama, make_llava
 from tests.models.test_families import FAMILIES, make
 from tests.paged import PagedRun
+from vlmserve.calibration import run
 from vlmserve.calibration.forward import encode_images
 from vlmserve.calibration.run import Calibration, Result
 from vlmserve.config import MediaConfig
 from vlmserve.errors import ConfigurationError
 from vlmserve.frontend.requests import RequestPreparer
+from vlmserve.layers.linear import Linear
 from vlmserve.models.expert_choices import ExpertChoices
 from vlmserve.models.load_settings import LoadSettings
 from vlmserve.models.quantized import save_quantized
 from vlmserve.models.registry import load_model
+from vlmserve.quant.calibration import Observer
 from vlmserve.quantization import QuantizationConfig, QuantizeMethod
 from vlmserve.settings import read_settings
 from vlmserve.types import Prompt
@@ -285,6 +288,25 @@ def test_rarely_chosen_experts_are_rounded(tmp_path: Path) -> None:
     found = [note for note in result.notes if re.search(expert, note)]
     assert found
     assert all(note.partition(":")[0] not in result.errors for note in found)
+
+
+def test_experts_observed_in_turn_become_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = make(tmp_path / "plain", "qwen3.5 with experts")
+    config = QuantizationConfig(scheme="int8", method="awq+gptq")
+    at_once = calibrate(folder, tmp_path / "at once", config, PROMPTS[:1])
+    monkeypatch.setattr(run, "EXPERTS_BYTES", 3 * 4 * 48**2)
+    observed: list[int] = []
+
+    def observer(modules: Mapping[str, Linear]) -> Observer:
+        observed.append(len(modules))
+        return Observer(modules)
+
+    monkeypatch.setattr(run, "Observer", observer)
+    in_turn = calibrate(folder, tmp_path / "in turn", config, PROMPTS[:1])
+    assert len(observed) > 2 * 3
+    assert in_turn.errors == at_once.errors
+    for file in (tmp_path / "at once").glob("*.safetensors"):
+        assert file.read_bytes() == (tmp_path / "in turn" / file.name).read_bytes()
 
 
 def test_unrelated_folder_is_rejected(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from typing import cast
 import torch
 
 from vlmserve.calibration.forward import LayerByLayer
-from vlmserve.calibration.run import CROSS_STATES, DECODER, Calibration, forget
+from vlmserve.calibration.run import CROSS_STATES, DECODER, Calibration, forget, observed_together
 from vlmserve.errors import ConfigurationError
 from vlmserve.layers.linear import Weight
 from vlmserve.memory import return_free_memory
@@ -134,10 +134,14 @@ class SensitivityPass(Calibration):
         for index in range(count):
             layer = self._load_layer(index)
             targets = self._layer_targets(index)
-            observer = Observer({name: target.module for name, target in targets.items()})
-            with observer.watching():
-                flow.through(index, observer=observer, image_weight=self._config.image_weight)
-            self._measure(targets, observer.statistics, f"{DECODER}layers.{index}.")
+            groups = list(observed_together(targets))
+            for some in groups:
+                observer = Observer({name: target.module for name, target in some.items()})
+                with observer.watching():
+                    keep = some is groups[-1]
+                    flow.through(index, observer=observer, image_weight=self._config.image_weight, keep=keep)
+                self._measure(some, observer.statistics, f"{DECODER}layers.{index}.")
+                del observer
             forget(layer)
             return_free_memory()
             progress(index + 2, count + 1)

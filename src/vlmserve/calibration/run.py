@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -39,6 +40,9 @@ logger = logging.getLogger(__name__)
 UNFINISHED, STATES, CROSS = "unfinished.json", "states.unfinished", "cross.unfinished"
 OBSERVED_BYTES = 256 * 1024**2
 """Memory for what is kept of inputs of a vision tower's layers at a time."""
+EXPERTS_BYTES = 1024**3
+"""Likewise, of the experts of one layer."""
+_EXPERT = re.compile(r"(^|\.)experts\.\d+\.")
 DECODER = "language_model."
 TRANSFORM = f"{DECODER}head_transform."
 CROSS_STATES = f"{DECODER}cross_states"
@@ -219,7 +223,8 @@ class Calibration:
     def _watch(self, targets: dict[str, Target], run: Callable[[], Iterable[object]], settle: Settle) -> None:
         """Settle layers, some at a time, from what goes into them; those that are no matrix are left out. run: computes
         all of their inputs."""
-        for some in _within_memory(targets):
+        matrices = ({path: target} for path, target in targets.items() if target.module.weight.ndim == 2)
+        for some in _within_memory(matrices, OBSERVED_BYTES):
             observer = Observer({path: target.module for path, target in some.items()})
             with observer.watching():
                 for _ in run():
@@ -246,11 +251,13 @@ class Calibration:
         prefix = f"{DECODER}layers.{index}."
         layer = self._load_layer(index)
         targets = self._layer_targets(index)
-        observer = Observer({name: target.module for name, target in targets.items()})
-        with observer.watching():
-            flow.through(index, observer=observer, image_weight=self._config.image_weight, keep=False)
-        outcome = quantize_layers(targets, list(layer.folds()), observer.statistics, self._config)
-        del observer
+        outcome = Outcome()
+        for some in observed_together(targets):
+            observer = Observer({name: target.module for name, target in some.items()})
+            with observer.watching():
+                flow.through(index, observer=observer, image_weight=self._config.image_weight, keep=False)
+            outcome.add(quantize_layers(some, list(layer.folds()), observer.statistics, self._config))
+            del observer
         flow.through(index)
         self._write(index + 1, [name for name in self._writer.names if name.startswith(prefix)], outcome, prefix)
         forget(layer)
@@ -327,18 +334,32 @@ def _plain_slots(path: str, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
             yield name.removesuffix("weight") + "bias", module.bias.data[rows]
 
 
-def _within_memory(targets: dict[str, Target]) -> Iterator[dict[str, Target]]:
-    """Layers in their order, as many at a time as may be observed together. What is no matrix is left out."""
+def observed_together(targets: dict[str, Target]) -> Iterator[dict[str, Target]]:
+    """Yield the targets of a layer that one pass observes: all, or in large mixtures some experts at a time and then
+    all others. Quantized experts change no input of another target of their layer."""
+    experts: dict[str, dict[str, Target]] = {}
+    for path, target in targets.items():
+        if (match := _EXPERT.search(path)) is not None:
+            experts.setdefault(path[: match.end()], {})[path] = target
+    groups = list(_within_memory(experts.values(), EXPERTS_BYTES))
+    if len(groups) < 2:
+        yield targets
+        return
+    yield from groups
+    yield {path: target for path, target in targets.items() if _EXPERT.search(path) is None}
+
+
+def _within_memory(units: Iterable[dict[str, Target]], most: int) -> Iterator[dict[str, Target]]:
+    """Yield units in their order, joined while the statistics of their inputs take at most `most` bytes."""
     some: dict[str, Target] = {}
     taken = 0
-    for path, target in targets.items():
-        if target.module.weight.ndim != 2:
-            continue
-        needed = 4 * target.module.in_features**2
-        if some and taken + needed > OBSERVED_BYTES:
+    for unit in units:
+        needed = sum(4 * target.module.in_features**2 for target in unit.values())
+        if some and taken + needed > most:
             yield some
             some, taken = {}, 0
-        some[path], taken = target, taken + needed
+        some |= unit
+        taken += needed
     if some:
         yield some
 

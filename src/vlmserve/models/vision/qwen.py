@@ -236,8 +236,8 @@ class QwenVisionTower(StagedVision):
             VisionLayer(spec, index, dtype=dtype, device=device) for index in range(spec.num_layers)
         )
         self.patch_norm = tower_norm(spec, dtype=dtype, device=device) if spec.patch_norm else None
-        merger = PatchMerger if spec.projector is None else ProjectingMerger
-        merger = merger if spec.convolved is None else ConvolvingMerger
+        projecting = PatchMerger if spec.projector is None else ProjectingMerger
+        merger = projecting if spec.convolved is None else ConvolvingMerger
         self.merger = merger(spec, dtype=dtype, device=device)
         self._layouts: OrderedDict[tuple[int, int, int], Layout] = OrderedDict()
         self.pos_embed = PositionGrid(spec, dtype=dtype, device=device) if spec.num_positions else None
