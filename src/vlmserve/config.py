@@ -45,7 +45,7 @@ Device = Annotated[str, Field(pattern=r"^(auto|cpu|mps|cuda(:\d+)?)$")]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 KVCacheDType = Annotated[CacheType, BeforeValidator(check_cache_type)]
 ModelImplementation = Literal["auto", "vlmserve", "transformers"]
-ToolCallParser = Literal["auto", "hermes", "llama3_json", "mistral", "qwen3_xml", "qwen3_coder"]
+ToolCallParser = Literal["auto", "hermes", "llama3_json", "mistral", "qwen3_xml", "qwen3_coder", "gemma4"]
 PoolingChoice = Literal["auto", "last", "mean", "cls", "all"]
 ReasoningParser = Literal["auto", "none", "qwen3", "glm45", "deepseek_r1", "mistral", "gemma4"]
 _ORIGIN = re.compile(r"\*|null|file:///?|[a-z][a-z0-9+.-]*://(\*|(\*\.)?[^\s/*?#@]+(:\*)?)/?", re.IGNORECASE)
@@ -200,8 +200,8 @@ class EngineConfig(Settings):
     grammar_cache_memory: ByteSize = Field(512 * 1024**2, description="Maximum memory of compiled grammars to keep.")
     tool_call_parser: ToolCallParser = Field(
         "auto",
-        description="Format of tool calls: hermes, llama3_json, mistral, qwen3_xml or qwen3_coder; auto reads it from "
-        "the chat template.",
+        description="Format of tool calls: hermes, llama3_json, mistral, qwen3_xml, qwen3_coder or gemma4; auto reads "
+        "it from the chat template.",
     )
     reasoning_parser: ReasoningParser = Field(
         "auto",

@@ -58,7 +58,16 @@ CALLS: list[Any] = [
 ]  # fmt: skip
 
 
-MARKS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "[TOOL_CALLS]")
+MARKS = (
+    "<tool_call>",
+    "</tool_call>",
+    "<tool_response>",
+    "</tool_response>",
+    "[TOOL_CALLS]",
+    "<|tool_call>",
+    "<tool_call|>",
+    '<|"|>',
+)
 
 
 def preparer_for(
@@ -275,7 +284,7 @@ def test_call_control_token_starts_a_shown_call(tmp_path):
 
 @pytest.mark.parametrize("special", [(), MARKS], ids=["ordinary", "special"])
 @pytest.mark.parametrize("tokenizer", [byte_level, sentencepiece])
-@pytest.mark.parametrize("parser", ["hermes", "qwen3_xml", "mistral"])
+@pytest.mark.parametrize("parser", ["hermes", "qwen3_xml", "mistral", "gemma4"])
 def test_calls_use_tokens_around_them(tmp_path, parser, tokenizer, special):
     """Whether or not these are special tokens, which are otherwise no part of an answer's text."""
     preparer = preparer_for(tmp_path, CHATML_PARTS, tokenizer(), parser, special=special)

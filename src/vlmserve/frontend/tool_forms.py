@@ -6,6 +6,7 @@ import re
 from dataclasses import replace
 
 from vlmserve.config import ToolCallParser
+from vlmserve.frontend.gemma_tools import GemmaToolForm
 from vlmserve.frontend.tools import ToolForm
 from vlmserve.frontend.xml_tools import XMLToolForm
 from vlmserve.prompt.template import ChatTemplate
@@ -31,8 +32,10 @@ _QWEN3_XML = XMLToolForm(
     "qwen3_xml", "", trigger="<tool_call>", prefix="\n", suffix="\n</tool_call>", separator="\n<tool_call>"
 )
 """Of Qwen3-Coder and Qwen3.5: https://huggingface.co/Qwen/Qwen3-Coder-30B-A3B-Instruct"""
-_FORMS = {form.name: form for form in (_HERMES, _LLAMA3, _MISTRAL, _QWEN3_XML)} | {"qwen3_coder": _QWEN3_XML}
-"""By vLLM's names, which has two for the last."""
+_GEMMA4 = GemmaToolForm("gemma4", "", trigger="<|tool_call>", suffix="<tool_call|>", separator="<|tool_call>")
+"""Gemma 4: https://ai.google.dev/gemma/docs"""
+_FORMS = {form.name: form for form in (_HERMES, _LLAMA3, _MISTRAL, _QWEN3_XML, _GEMMA4)} | {"qwen3_coder": _QWEN3_XML}
+"""By vLLM's names, which has two for Qwen3-Coder's."""
 
 
 def choose_form(template: ChatTemplate | None, tokenizer: Tokenizer, wanted: ToolCallParser) -> ToolForm:
@@ -51,6 +54,8 @@ def choose_form(template: ChatTemplate | None, tokenizer: Tokenizer, wanted: Too
 
 
 def _detect(source: str) -> ToolForm | None:
+    if "<|tool_call>" in source and "call:" in source:
+        return _GEMMA4
     if "<tool_call>" in source and "<function=" in source and "<parameter=" in source:
         return _QWEN3_XML
     if "<tool_call>" in source and "arguments" in source and not re.search("<function=|arg_key", source):

@@ -85,6 +85,8 @@ class ToolForm:
 
     call_start: ClassVar[str] = "{"
     """What a call begins with. Nothing of it is in what stands around calls."""
+    marks: ClassVar[tuple[str, ...]] = ()
+    """Texts inside of calls that may be special tokens."""
 
     def head(self, function: Function) -> str:
         """What stands before a function's arguments."""
@@ -117,7 +119,7 @@ class ToolForm:
         ]
 
     def with_special(self, tokens: Mapping[str, int]) -> Self:
-        around = (self.trigger, self.opening, self.closing, self.prefix, self.suffix, self.separator)
+        around = (self.trigger, self.opening, self.closing, self.prefix, self.suffix, self.separator, *self.marks)
         found = {token: id_ for token, id_ in tokens.items() if token and any(token in text for text in around)}
         return replace(self, special_ids=found)
 
