@@ -244,8 +244,8 @@ def test_adapters_of_other_bases_give_pefts_logits(tmp_path, kind):
     compare(engine, adapted, name, prompt)
 
 
-@pytest.mark.parametrize("family", ["qwen3.5 with shared keys", "lfm2", "lfm3"])
-def test_hybrid_models_take_adapters_of_all_layers(tmp_path: Path, family: str) -> None:
+@pytest.mark.parametrize("family", ["qwen3.5 with shared keys", "lfm2", "lfm3", "gemma4 with keys as values"])
+def test_unusual_models_take_adapters_of_all_layers(tmp_path: Path, family: str) -> None:
     oracle = text_oracle(make_family(tmp_path / "base", family))
     engine = engine_for(oracle, **SETTINGS)
     cases = {"lora": {"target_modules": ALL}, "dora": {"target_modules": ALL, "use_dora": True}}

@@ -111,6 +111,15 @@ def test_images_stand_between_their_tokens(oracle: Oracle) -> None:
     assert 60 < len(shown) - 2 <= 70
 
 
+def test_videos_are_images_after_their_times(oracle: Oracle) -> None:
+    preparer = oracle.llm(load="lazy").preparer
+    video = {"type": "video", "video": IMAGES[:2], "fps": 0.4}
+    shown = preparer.chat([{"role": "user", "content": [video, {"type": "text", "text": "What?"}]}], allow_local=True)
+    said = preparer.chat([user("00:00 ", IMAGES[0], " 00:02 ", IMAGES[1], "What?")], allow_local=True)
+    assert shown.token_ids == said.token_ids
+    assert len(shown.images) == 2
+
+
 @pytest.mark.parametrize("budget", [9, 30, 2048])
 def test_answers_are_those_of_transformers(oracle: Oracle, expected: list[list[int]], budget: int) -> None:
     assert len({tuple(answer) for answer in expected}) == len(expected), "answers that are alike would prove little"

@@ -7,13 +7,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+from transformers.models.gemma4.processing_gemma4 import Gemma4Processor
 from transformers.models.minicpmv4_6.video_processing_minicpmv4_6 import MiniCPMV4_6VideoProcessor
 from transformers.models.smolvlm import processing_smolvlm
 from transformers.models.smolvlm.processing_smolvlm import SmolVLMProcessor
 from transformers.models.smolvlm.video_processing_smolvlm import SmolVLMVideoProcessor
+from transformers.video_processing_utils import BaseVideoProcessor
 from transformers.video_utils import VideoMetadata
 
-from vlmserve.media.frame_forms import AdjacentFrames, SmolVLMFrames, TimedFrames, number
+from vlmserve.media.frame_forms import AdjacentFrames, ClockedFrames, SmolVLMFrames, TimedFrames, number
 
 
 @pytest.mark.parametrize("num_frames", [1, 2, 7, 25, 99, 250, 3000])
@@ -92,3 +94,27 @@ def test_frames_of_minicpmv_are_those_that_transformers_takes(num_frames: int, r
     expected = MiniCPMV4_6VideoProcessor.sample_frames(own, metadata, max_num_frames=20, stack_frames=1)
     assert form.sample(num_frames, rate, None, 768) == expected
     assert len(form.sample(num_frames, rate, 3.0, 3)) <= 3
+
+
+@pytest.mark.parametrize("num_frames", [32, 33, 100, 3000])
+@pytest.mark.parametrize("rate", [0.5, 23.976, 25.0])
+def test_frames_of_gemma_are_those_that_transformers_takes(num_frames: int, rate: float) -> None:
+    own: Any = SimpleNamespace(num_frames=32, fps=None)
+    metadata = VideoMetadata(total_num_frames=num_frames, fps=rate, duration=num_frames / rate)
+    form = ClockedFrames.from_settings({}, None)
+    expected = BaseVideoProcessor.sample_frames(own, metadata).tolist()
+    assert form.sample(num_frames, rate, None, 768) == expected
+    assert form.sample(5, rate, None, 768) == [0, 1, 2, 3, 4]
+    assert len(form.sample(num_frames, rate, 1.0, 7)) <= 7
+    asked = BaseVideoProcessor.sample_frames(SimpleNamespace(num_frames=None, fps=0.4), metadata).tolist()
+    assert form.sample(num_frames, rate, 0.4, 10_000) == asked
+
+
+def test_words_of_gemma_are_those_that_transformers_writes() -> None:
+    own: Any = SimpleNamespace(boi_token="<", eoi_token=">", video_token="#")
+    for indices, rate in (([0], 2.0), ([0, 30, 61], 23.976), ([3, 90, 9000], 1.5)):
+        metadata = VideoMetadata(total_num_frames=9000, fps=rate, frames_indices=indices)
+        inputs = {"num_soft_tokens_per_video": [2], "video_metadata": [metadata]}
+        expected = Gemma4Processor.replace_video_token(own, inputs, 0)
+        words = ClockedFrames.from_settings({}, None).words([index / rate for index in indices], 9.0)
+        assert "<##>".join(words) == expected

@@ -19,10 +19,11 @@ from vlmserve.frontend.frames import VideosAsImages
 from vlmserve.media.any_size import AnySizeProcessor
 from vlmserve.media.budget import NO_BUDGET, ImageBudget
 from vlmserve.media.cache import ImageCache
-from vlmserve.media.frame_forms import AdjacentFrames, SmolVLMFrames, TimedFrames
+from vlmserve.media.frame_forms import AdjacentFrames, ClockedFrames, SmolVLMFrames, TimedFrames
 from vlmserve.media.frame_times import FrameTimes
 from vlmserve.media.image_files import ImageFiles
 from vlmserve.media.images import DecodedImage
+from vlmserve.media.pooled import PooledProcessor
 from vlmserve.media.processor import ImageProcessor
 from vlmserve.media.slices import SliceProcessor
 from vlmserve.media.sources import process_image
@@ -118,6 +119,8 @@ def videos_as_images(
         files = replace(_image_files(folder, tokenizer, media), settings=settings)
         adjacent = AdjacentFrames.from_settings(settings, fps)
         return VideosAsImages(adjacent, SliceProcessor.from_files(files).for_frames, media, cache)
+    if isinstance(processor, PooledProcessor):
+        return VideosAsImages(ClockedFrames.from_settings(settings, fps), processor, media, cache)
     form = SmolVLMFrames.from_settings(settings, fps) if isinstance(processor, SplitProcessor) else None
     if form is None:
         return VideosAsImages(TimedFrames(fps), processor, media, cache)

@@ -125,6 +125,36 @@ class AdjacentFrames:
         return [""] * (len(seconds) + 1)
 
 
+@dataclass(frozen=True)
+class ClockedFrames:
+    """As transformers' processor of Gemma 4 does it: minutes and seconds before each frame.
+
+    server_fps: frames of a second that the server's settings want; None: `max_frames` of a file, evenly spread.
+    """
+
+    server_fps: float | None
+    max_frames: int
+
+    @classmethod
+    def from_settings(cls, settings: dict[str, Any], fps: float | None) -> ClockedFrames:
+        """settings: of the checkpoint's video processor. fps: the server's."""
+        return cls(fps, int(settings.get("num_frames") or 32))
+
+    @property
+    def fps(self) -> float:
+        return self.server_fps or USUAL_FPS
+
+    def sample(self, num_frames: int, rate: float, fps: float | None, most: int) -> list[int]:
+        wanted, most = fps or self.server_fps, min(most, num_frames)
+        count = self.max_frames if wanted is None else max(1, int(num_frames / rate * wanted))
+        count = min(count, most)
+        return [index * num_frames // count for index in range(count)]
+
+    def words(self, seconds: Sequence[float], duration: float) -> list[str]:
+        times = [f"{int(time // 60):02d}:{int(time % 60):02d} " for time in seconds]
+        return [times[0], *(f" {time}" for time in times[1:]), ""]
+
+
 def number(value: int) -> str:
     """A whole number in English words, as num2words writes it; in digits from 1,000 on."""
     if value < len(_ONES):
