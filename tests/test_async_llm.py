@@ -13,6 +13,7 @@ import pytest_asyncio
 from PIL import Image
 
 from tests.mock_checkpoint import make_mock_checkpoint
+from tests.waiting import until
 from vlmserve import LLM, AsyncLLM, LoRARequest, SamplingParams
 from vlmserve.errors import (
     AnswerError,
@@ -149,15 +150,14 @@ async def unfinished(llm: AsyncLLM) -> int:
 async def test_a_task_that_is_cancelled_ends_its_requests(llm):
     long = SamplingParams(temperature=0, max_tokens=450, ignore_eos=True)
     task = asyncio.ensure_future(llm.chat([ask(f"{number}") for number in range(10)], long))
-    while await unfinished(llm) < 4:
-        await asyncio.sleep(0.005)
+    client = await llm._client()
+    await until(lambda: client.num_unfinished >= 4)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
     assert await unfinished(llm) == 0
     client = await llm._client()
-    while client.stats.num_running:
-        await asyncio.sleep(0.005)
+    await until(lambda: not client.stats.num_running)
     for results in (llm.stream(ask("long"), long), llm.chat([ask("a"), ask("b", "a.png")], long, stream=True)):
         with contextlib.suppress(InvalidRequestError):
             async with contextlib.aclosing(results), asyncio.timeout(0.2):

@@ -19,6 +19,7 @@ import pytest
 from tests.adapters.test_serving import write_adapter
 from tests.checkpoints import make_llama
 from tests.mock_checkpoint import make_mock_checkpoint
+from tests.waiting import wait_until
 from vlmserve import LLM, AsyncLLM, LoRARequest, SamplingParams
 from vlmserve.errors import AdapterError, InvalidRequestError, UnavailableError
 
@@ -118,8 +119,7 @@ def test_a_thread_adds_requests_while_another_steps(folder):
     llm = LLM(str(folder), engine="mock", mock_tpot=0.002)
     with ThreadPoolExecutor(1) as pool:
         long = pool.submit(llm.generate, "long", ENDLESS, use_tqdm=False)
-        while not llm.engine.has_work():
-            time.sleep(0.001)
+        wait_until(llm.engine.has_work)
         for number in range(5):
             assert answer(llm, f"short {number}")
         assert not long.done()
@@ -287,8 +287,7 @@ def test_close_ends_the_calls_of_threads(folder):
     llm = LLM(str(folder), engine="mock", mock_tpot=0.002)
     with ThreadPoolExecutor(2) as pool:
         running = [pool.submit(llm.generate, "long", ENDLESS, use_tqdm=False) for _ in range(2)]
-        while llm.engine.stats().num_running < 2:
-            time.sleep(0.001)
+        wait_until(lambda: llm.engine.stats().num_running >= 2)
         llm.close()
         for one in running:
             with pytest.raises(UnavailableError, match="closed"):

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from tests.server.live import wait_until
+from tests.waiting import wait_until
 from vlmserve.engine import rank_beats
 from vlmserve.engine.rank_beats import RankBeats, RankWatch, beat
 

@@ -10,7 +10,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.checkpoints import make_text_model
-from tests.server.live import LiveServer, wait_until
+from tests.server.live import LiveServer
+from tests.waiting import wait_until
 from vlmserve.scheduler.beams import Beam, Beams
 from vlmserve.types import BeamSearch, SamplingParams
 

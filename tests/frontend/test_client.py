@@ -16,6 +16,7 @@ import zmq
 from tests import engine_thread
 from tests.engine_thread import EngineThread
 from tests.mock_checkpoint import make_mock_checkpoint
+from tests.waiting import until
 from vlmserve.config import EngineConfig
 from vlmserve.engine import create_engine
 from vlmserve.engine.messages import Accepted, encode
@@ -70,12 +71,6 @@ async def outputs_of(client: EngineClient, asked: EngineRequest) -> AsyncGenerat
 
 async def tokens_of(client: EngineClient, asked: EngineRequest) -> list[int]:
     return [token async for output in outputs_of(client, asked) for token in output.token_ids]
-
-
-async def until(condition, timeout: float = 60) -> None:
-    async with asyncio.timeout(timeout):
-        while not condition():
-            await asyncio.sleep(0.002)
 
 
 async def test_it_answers_many_requests_at_once(start):

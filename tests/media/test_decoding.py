@@ -18,6 +18,7 @@ from PIL import Image, JpegImagePlugin
 
 from tests.media.images_for_tests import MadeWhenAsked, encoded, noise
 from tests.rendering import rendering
+from tests.waiting import wait_until
 from vlmserve import cancellation
 from vlmserve.config import MediaConfig
 from vlmserve.errors import CancelledWorkError, ImageTooLargeError, InvalidImageError
@@ -91,8 +92,7 @@ def test_memory_is_granted_in_order_within_the_limit() -> None:
         for number, size in enumerate((500, 30, 30, 50)):
             threads.append(threading.Thread(target=take, args=(number, size)))
             threads[-1].start()
-            while memory.num_waiting <= number:
-                time.sleep(0.001)
+            wait_until(lambda: memory.num_waiting > number)  # noqa: B023
         assert order == []  # what is larger than all there is waits to be alone, and the others behind it
     for thread in threads:
         thread.join(20)
@@ -109,8 +109,7 @@ def test_small_images_never_wait_for_large_ones() -> None:
             stack.enter_context(memory.share(size))
         waiting = threading.Thread(target=lambda: contextlib.ExitStack().enter_context(memory.share(800)), daemon=True)
         waiting.start()
-        while not memory.num_waiting:
-            time.sleep(0.001)
+        wait_until(lambda: memory.num_waiting)
         for _ in range(2):
             stack.enter_context(memory.share(100))
         assert memory.used == 402
@@ -150,8 +149,7 @@ def test_client_with_fewest_running_decodes_goes_next(isolated: bool) -> None:
     with ThreadPoolExecutor(10) as pool:
         for name in ["many"] * 6 + ["one", "one"]:
             pool.submit(contextvars.Context().run, decode, name)
-        while len(order) + memory.num_waiting < 8:
-            time.sleep(0.001)
+        wait_until(lambda: len(order) + memory.num_waiting >= 8)
         over.set()
     assert order.index("one") < 4
     assert not isolated or order[:3].count("many") == 2, "one client leaves processes to others"
@@ -197,8 +195,7 @@ def test_client_is_forgotten_after_cancelled_images() -> None:
         contextvars.Context().run(decode, running, "leaving")
         thread = threading.Thread(target=wait)
         thread.start()
-        while not memory.num_waiting:
-            time.sleep(0.001)
+        wait_until(lambda: memory.num_waiting)
         running.close()
         event.set()
         thread.join(20)

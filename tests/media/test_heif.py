@@ -19,7 +19,7 @@ from PIL import Image, UnidentifiedImageError
 
 from tests.media.images_for_tests import MadeWhenAsked, encoded, noise, orientation_exif
 from tests.rendering import captured, fork_servers, rendering, without_module
-from tests.server.live import wait_until
+from tests.waiting import wait_until
 from vlmserve import cancellation
 from vlmserve.config import MediaConfig
 from vlmserve.errors import CancelledWorkError, ImageTooLargeError, InvalidImageError

@@ -15,7 +15,7 @@ import pytest
 
 from tests.prompt.tokenizers_for_tests import byte_level, write_checkpoint
 from tests.rendering import rendering
-from tests.server.live import wait_until
+from tests.waiting import wait_until
 from vlmserve.cancellation import run_in_thread
 from vlmserve.config import EngineConfig
 from vlmserve.engine.compiling import CompilingRequests

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ import msgspec
 
 from tests.engine_thread import run_engines_in_threads
 from tests.forking import ForkedProcess
+from tests.waiting import wait_until
 from vlmserve.config import EngineConfig, MediaConfig, ServerConfig
 from vlmserve.scaleout import absence
 from vlmserve.scaleout.launch import MemberProcess
@@ -114,11 +114,7 @@ class Cluster:
 
     def wait_for(self, count: int) -> None:
         """Until the gateway hears so many workers."""
-        for _ in range(600):
-            if len(self.up()) == count:
-                return
-            time.sleep(0.05)
-        raise AssertionError(f"{self.up()} instead of {count} workers")
+        wait_until(lambda: len(self.up()) == count)
 
     def up(self) -> list[str]:
         """The names of the workers that get requests."""

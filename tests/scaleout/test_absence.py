@@ -10,6 +10,7 @@ import pytest
 from tests.scaleout.processes import Cluster
 from tests.scaleout.test_converge import Cluster as Workers
 from tests.scaleout.test_faults import Stream, ask
+from tests.waiting import until
 from vlmserve.scaleout import absence
 from vlmserve.scaleout.absence import PATIENCE, Absences
 
@@ -76,8 +77,7 @@ async def test_the_only_worker_is_replaced_without_an_error(single):
         for _ in range(2):
             await asyncio.to_thread(replace)
             before = len(streams)
-            while len(streams) < before + 8:
-                await asyncio.sleep(0.01)
+            await until(lambda: len(streams) >= before + 8)  # noqa: B023
         files = asyncio.ensure_future(client.get(f"{single.url}/v1/files"))
         stopped.set()
         await asyncio.gather(*tasks)

@@ -7,8 +7,7 @@ import itertools
 import json
 import os
 import signal
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import httpx
@@ -16,6 +15,7 @@ import psutil
 import pytest
 
 from tests.scaleout.processes import Cluster
+from tests.waiting import until
 from vlmserve.scaleout.fleet import TAG_LENGTH, tag_of
 
 SLOW = {"mock_ttft": 0.3, "mock_tpot": 0.02}
@@ -87,13 +87,6 @@ async def ask(client: httpx.AsyncClient, url: str, number: int, stream: Stream) 
         stream.failure = repr(error)
 
 
-async def until(holds: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not await asyncio.to_thread(holds):
-        assert time.monotonic() < deadline
-        await asyncio.sleep(0.05)
-
-
 async def answers(url: str, count: int) -> list[str]:
     """The answers that an undisturbed cluster gives."""
     streams = [Stream() for _ in range(count)]
@@ -119,7 +112,7 @@ async def test_killed_worker_loses_no_waiting_request(shared):
     streams = [Stream() for _ in range(STREAMS)]
     async with httpx.AsyncClient(timeout=60) as client:
         tasks = [asyncio.ensure_future(ask(client, shared.url, n, s)) for n, s in enumerate(streams)]
-        await until(lambda: shared.requests(name) > before)
+        await until(lambda: asyncio.to_thread(lambda: shared.requests(name) > before))
         os.kill(shared.workers[name][0].pid, signal.SIGKILL)
         await asyncio.gather(*tasks)
     assert {(stream.status, stream.is_done, stream.error, stream.failure) for stream in streams} == {
@@ -210,7 +203,7 @@ async def test_response_of_a_dead_worker_is_stored_failed(shared):
     last = events[-1]["response"]
     assert (events[-1]["type"], last["id"], last["status"]) == ("response.failed", id, "failed")
     # It is stored before the event, unless that takes long.
-    await until(lambda: httpx.get(f"{shared.url}/v1/responses/{id}").status_code == 200)
+    await until(lambda: asyncio.to_thread(lambda: httpx.get(f"{shared.url}/v1/responses/{id}").is_success))
     assert httpx.get(f"{shared.url}/v1/responses/{id}").json() == last
     [item] = httpx.get(f"{shared.url}/v1/responses/{id}/input_items").json()["data"]
     assert item["content"][0]["text"] == "x"
@@ -238,7 +231,9 @@ async def test_a_restarted_engine_is_another_epoch(folder):
         [(process, _)] = cluster.workers.values()
         [engine] = psutil.Process(process.pid).children()
         engine.kill()
-        await until(lambda: httpx.post(f"{cluster.url}/v1/chat/completions", json=body).status_code == 200)
+        await until(
+            lambda: asyncio.to_thread(lambda: httpx.post(f"{cluster.url}/v1/chat/completions", json=body).is_success)
+        )
         await asyncio.to_thread(cluster.wait_for, 1)
 
 

@@ -22,11 +22,11 @@ from PIL import Image
 
 from tests.media.documents_for_tests import exponential, page, pdf_file, square
 from tests.scaleout.processes import TOKEN, Cluster
-from tests.server.live import wait_until
 from tests.server.test_attacks import send_chunked
 from tests.server.test_batches import content, finished, line, start
 from tests.server.test_hostile_grammars import ENDLESS
 from tests.server.test_streams import PATHS, num_pings, stream
+from tests.waiting import wait_until
 from vlmserve.config import ServerConfig
 from vlmserve.scaleout.door import BEAT
 from vlmserve.scaleout.member import GatewayLaunch
@@ -349,8 +349,7 @@ def test_conversation_follows_another_gateways_choice(cluster):
         httpx.Client(base_url=other.wait_until_up(), headers=headers) as elsewhere,
         httpx.Client(base_url=cluster.url, headers=headers) as here,
     ):
-        while elsewhere.get("/metrics").text.count('gateway_worker_up{worker="worker-') < 2:
-            time.sleep(0.05)
+        wait_until(lambda: elsewhere.get("/metrics").text.count('gateway_worker_up{worker="worker-') >= 2)
 
         def worker(client: httpx.Client, conversation: int, *later: str) -> str:
             texts = (f"conversation {conversation} " * 200, *later)

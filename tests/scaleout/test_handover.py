@@ -10,6 +10,7 @@ import pytest
 
 from tests.scaleout.processes import TOKEN, Cluster
 from tests.scaleout.test_faults import Stream, ask
+from tests.waiting import until
 from vlmserve.config import ServerConfig
 from vlmserve.errors import ConfigurationError
 from vlmserve.scaleout.launch import MemberProcess
@@ -62,8 +63,7 @@ async def test_a_gateway_is_replaced_without_an_error(cluster):
         gateways.append(await asyncio.to_thread(successor, cluster))
         assert await asyncio.to_thread(gateways[-1].wait_until_up) == cluster.url
         before = len(came)
-        while len(came) < before + 20:
-            await asyncio.sleep(0.01)
+        await until(lambda: len(came) >= before + 20)  # noqa: B023
     stopped.set()
     await asyncio.gather(*tasks)
     assert set(came) == {200}

@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-import time
-from collections.abc import Awaitable, Callable
 
 import httpx
 import pytest
 
 from tests.clock import Clock
 from tests.scaleout.processes import TOKEN, Cluster
+from tests.waiting import until, wait_until
 from vlmserve.config import ServerConfig
 from vlmserve.errors import StorageError
 from vlmserve.scaleout import limits as limits_module
@@ -58,21 +57,8 @@ class Gateway:
     async def written(self, requests: float, tokens: float = 0.0) -> None:
         """Until the database has so much that is used up."""
         nothing = [Taken(REQUESTS, 4, 0.0), Taken(TOKENS, 100, 0.0)]
-        await until(lambda: self.store.limits.take(nothing) == pytest.approx({REQUESTS: requests, TOKENS: tokens}))
-
-
-async def until(holds: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not await asyncio.to_thread(holds):
-        assert time.monotonic() < deadline
-        await asyncio.sleep(0.01)
-
-
-async def eventually(holds: Callable[[], Awaitable[bool]]) -> None:
-    deadline = time.monotonic() + 60
-    while not await holds():
-        assert time.monotonic() < deadline
-        await asyncio.sleep(0.01)
+        expected = pytest.approx({REQUESTS: requests, TOKENS: tokens})
+        await until(lambda: asyncio.to_thread(lambda: self.store.limits.take(nothing) == expected))
 
 
 @pytest.fixture(params=["sqlite", "postgresql"])
@@ -183,7 +169,7 @@ async def test_requests_at_once_are_counted_over_all_gateways(gateways):
         assert not await first.begin(third)
         assert not await second.begin(third)
         one.close()
-        await eventually(lambda: second.begin(third))
+        await until(lambda: second.begin(third))
         assert not await first.begin(one)
         clock.now += 3600
         assert not await second.begin(third), "its own requests run, however late it renews its places"
@@ -281,10 +267,7 @@ def test_cluster_gateways_share_key_limits(folder, tmp_path, postgres):
         bodies = {"json": {"prompt": "one"}, "headers": headers}
         assert [httpx.post(f"{cluster.url}/v1/completions", **bodies).status_code for _ in range(2)] == [503, 429]
         asking = Store(url, ServerConfig())
-        deadline = time.monotonic() + 60
-        while asking.limits.take([Taken(REQUESTS, 1, 0.0)])[REQUESTS] < 0.1:
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+        wait_until(lambda: asking.limits.take([Taken(REQUESTS, 1, 0.0)])[REQUESTS] >= 0.1)
         asking.close()
         answer = httpx.post(f"{other}/v1/completions", **bodies)
         assert (answer.status_code, answer.json()["error"]["code"]) == (429, "rate_limit_exceeded")

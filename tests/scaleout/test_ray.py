@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -22,6 +21,7 @@ import yaml
 from typer.testing import CliRunner
 
 from tests.mock_checkpoint import make_mock_checkpoint
+from tests.waiting import wait_until
 from vlmserve.cli import app
 
 pytestmark = [
@@ -132,10 +132,7 @@ def up(url: str) -> list[str]:
 
 def wait_for(url: str, *names: str) -> None:
     """Until two workers of the cluster, and those with these names, get requests."""
-    deadline = time.monotonic() + 60
-    while len(found := up(url)) != 2 + len(names) or not set(names) <= set(found):
-        assert time.monotonic() < deadline, up(url)
-        time.sleep(0.1)
+    wait_until(lambda: len(found := up(url)) == 2 + len(names) and set(names) <= set(found))
 
 
 def ask(url: str, model: str = "tiny") -> httpx.Response:
@@ -178,10 +175,7 @@ def test_a_killed_worker_is_avoided_and_replaced(cluster):
     victim = next(process for process, has_engine in members(cluster) if has_engine)
     victim.kill()
     assert {ask(cluster.url).status_code for _ in range(20)} == {200}
-    deadline = time.monotonic() + 60
-    while sum(has_engine for _, has_engine in members(cluster)) < 2:
-        assert time.monotonic() < deadline
-        time.sleep(0.2)
+    wait_until(lambda: sum(has_engine for _, has_engine in members(cluster)) >= 2)
     wait_for(cluster.url)
     assert ask(cluster.url).status_code == 200
 
@@ -217,10 +211,7 @@ def test_requests_go_on_after_rays_head(cluster):
     own = {process.name(): process for process in cluster.family()}
     assert [own[name].environ().get(limit) for name in ("gcs_server", "raylet")] == ["86400"] * 2
     own["gcs_server"].kill()
-    deadline = time.monotonic() + 60
-    while "ERROR cluster Ray's head ended" not in cluster.log():
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    wait_until(lambda: "ERROR cluster Ray's head ended" in cluster.log())
     assert {ask(cluster.url).status_code for _ in range(5)} == {200}
     assert up(cluster.url) == ["large-0", "small-0"]
 

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import functools
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -119,16 +118,6 @@ class LiveServer:
     def ask(self, **fields: Any) -> httpx.Response:
         """POST a good question with these fields."""
         return self.post({"model": "tiny", "messages": QUESTION, **fields})
-
-
-def wait_until(condition: Callable[[], bool], timeout: float = 120) -> None:
-    """Poll a condition; fails the test when it does not come true."""
-    limit = time.monotonic() + timeout
-    pause = 0.005  # seconds; what is asked often may take the processor time that it waits for
-    while not condition():
-        assert time.monotonic() < limit, "it never came true"
-        time.sleep(pause)
-        pause = min(0.05, 1.2 * pause)
 
 
 @contextlib.contextmanager

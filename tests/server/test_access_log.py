@@ -8,7 +8,8 @@ import logging
 import httpx
 import pytest
 
-from tests.server.live import QUESTION, wait_until
+from tests.server.live import QUESTION
+from tests.waiting import wait_until
 from vlmserve.config import ServerConfig
 from vlmserve.errors import VLMServeError
 from vlmserve.server.connection import RequestLog

@@ -16,7 +16,8 @@ from safetensors.torch import save_file
 
 from tests.adapters.test_serving import write_adapter
 from tests.checkpoints import make_llama
-from tests.server.live import QUESTION, LiveServer, wait_until
+from tests.server.live import QUESTION, LiveServer
+from tests.waiting import wait_until
 from vlmserve.server.keys import add_key
 from vlmserve.types import AdapterInfo
 

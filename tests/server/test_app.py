@@ -7,7 +7,8 @@ import json
 import httpx
 import pytest
 
-from tests.server.live import LiveServer, wait_until
+from tests.server.live import LiveServer
+from tests.waiting import wait_until
 from vlmserve.config import EngineConfig, MediaConfig, ServerConfig
 from vlmserve.errors import OverloadedError, UnknownModelError
 from vlmserve.server.app import create_app

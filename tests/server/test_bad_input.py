@@ -18,7 +18,8 @@ import pytest
 from PIL import Image
 
 from tests.mock_checkpoint import CONTEXT, make_mock_checkpoint
-from tests.server.live import QUESTION, LiveServer, stream_lines, wait_until
+from tests.server.live import QUESTION, LiveServer, stream_lines
+from tests.waiting import wait_until
 from vlmserve.frontend.requests import Conversation
 
 

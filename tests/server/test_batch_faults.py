@@ -12,9 +12,10 @@ import types
 import openai
 import pytest
 
-from tests.server.live import LiveServer, wait_until
+from tests.server.live import LiveServer
 from tests.server.test_batches import content, finished, line, start, upload
 from tests.server.test_run import ServerProcess
+from tests.waiting import wait_until
 from vlmserve.server.batches.rows import RowAnswer, Rows
 from vlmserve.server.keys import add_key, remove_key
 
@@ -131,8 +132,7 @@ def test_killed_servers_resume_without_repeating_finished_rows(folder, tmp_path)
             if run == 0:
                 id = start(server.openai, lines).id
             before = len(kept)
-            while counts(server.openai, id).completed <= before:
-                time.sleep(0.01)
+            wait_until(lambda: counts(server.openai, id).completed > before)  # noqa: B023
             time.sleep(moments.uniform(0, 0.3))
         with sqlite3.connect(path) as database:
             found = dict(database.execute("SELECT row, body FROM batch_results"))

@@ -7,9 +7,10 @@ import json
 import openai
 import pytest
 
-from tests.server.live import IN_BOTH_KINDS, wait_until
+from tests.server.live import IN_BOTH_KINDS
 from tests.server.test_chat import about, data_url
 from tests.server.test_files import png
+from tests.waiting import wait_until
 
 
 def line(custom_id: str, text: str = "Hello", url: str = "/v1/chat/completions", **fields) -> dict:

@@ -12,7 +12,8 @@ import pytest
 from PIL import Image
 
 from tests.mock_checkpoint import IMAGE_TOKENS
-from tests.server.live import QUESTION, stream_lines, wait_until
+from tests.server.live import QUESTION, stream_lines
+from tests.waiting import wait_until
 from vlmserve.engine.messages import Add, encode
 
 

@@ -11,9 +11,9 @@ import time
 import httpx
 import pytest
 
-from tests.server.live import wait_until
 from tests.server.test_chat import data_url
 from tests.server.test_run import serving
+from tests.waiting import wait_until
 
 PNG = base64.b64decode(data_url("red").partition(",")[2])
 

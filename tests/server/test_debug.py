@@ -6,9 +6,10 @@ import httpx
 import pytest
 
 from tests.mock_checkpoint import IMAGE_TOKENS
-from tests.server.live import QUESTION, LiveServer, stream_lines, wait_until
+from tests.server.live import QUESTION, LiveServer, stream_lines
 from tests.server.test_chat import about, data_url
 from tests.server.test_metrics import IMAGES
+from tests.waiting import wait_until
 from vlmserve.server.debug import cache_report
 from vlmserve.types import EngineSnapshot, EngineStats
 

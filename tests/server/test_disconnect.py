@@ -13,7 +13,8 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from tests.server.live import QUESTION, stream_lines, wait_until
+from tests.server.live import QUESTION, stream_lines
+from tests.waiting import wait_until
 from vlmserve.frontend.requests import Conversation
 from vlmserve.server.body import BodyShare
 

@@ -16,8 +16,9 @@ from tests.media.documents_for_tests import encrypted, exponential, page, pdf_fi
 from tests.media.test_documents import pages_as_images
 from tests.mock_checkpoint import IMAGE_TOKENS
 from tests.rendering import rendering
-from tests.server.live import QUESTION, LiveServer, wait_until
+from tests.server.live import QUESTION, LiveServer
 from tests.server.test_chat import about
+from tests.waiting import wait_until
 from vlmserve.config import MediaConfig
 
 if TYPE_CHECKING:

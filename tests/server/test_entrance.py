@@ -23,6 +23,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tests.server.live import QUESTION, LiveServer
 from tests.server.test_slow_clients import connections
+from tests.waiting import until
 from vlmserve.cancellation import client
 from vlmserve.config import ServerConfig
 from vlmserve.server import web
@@ -164,8 +165,7 @@ def test_requests_of_clients_that_left_start_no_task(monkeypatch: pytest.MonkeyP
         health[1].write(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
         assert (await health[0].readline()).split()[1] == b"200"
         left[1].transport.abort()
-        while len(server._server.server_state.connections) == 3:
-            await asyncio.sleep(0.01)
+        await until(lambda: len(server._server.server_state.connections) < 3)
         assert called == ["/health"]
         entrance.per_round = 1
         assert (await stays[0].readline()).split()[1] == b"200"

@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tests.server.live import QUESTION, wait_until
+from tests.server.live import QUESTION
+from tests.waiting import wait_until
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 IMAGES = 150

@@ -9,8 +9,9 @@ import httpx
 import openai
 import pytest
 
-from tests.server.live import QUESTION, LiveServer, wait_until
+from tests.server.live import QUESTION, LiveServer
 from tests.server.test_bad_input import data_url, png, with_images
+from tests.waiting import wait_until
 from vlmserve.cancellation import client
 from vlmserve.server.keys import add_key
 

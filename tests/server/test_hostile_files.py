@@ -23,9 +23,9 @@ from tests.media.documents_for_tests import page, pdf_file, slow, square
 from tests.media.images_for_tests import encoded, noise
 from tests.media.test_decoding import with_scans
 from tests.mock_checkpoint import make_mock_checkpoint
-from tests.server.live import wait_until
 from tests.server.process import ServerProcess, settle
 from tests.server.test_attacks import ask
+from tests.waiting import wait_until
 
 Part = dict[str, Any]
 

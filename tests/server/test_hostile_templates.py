@@ -17,7 +17,8 @@ import pytest
 from tests.media.documents_for_tests import page, pdf_file, square
 from tests.mock_checkpoint import make_mock_checkpoint
 from tests.prompt.test_template_limits import WHEN_LONG
-from tests.server.live import QUESTION, LiveServer, wait_until
+from tests.server.live import QUESTION, LiveServer
+from tests.waiting import wait_until
 from vlmserve.media.documents import DocumentReader, Page
 from vlmserve.prompt import template_limits
 from vlmserve.prompt.template import ChatTemplate

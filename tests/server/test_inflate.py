@@ -9,7 +9,8 @@ import zlib
 import httpx
 import pytest
 
-from tests.server.live import QUESTION, wait_until
+from tests.server.live import QUESTION
+from tests.waiting import wait_until
 
 BODY = json.dumps({"model": "tiny", "messages": QUESTION, "max_tokens": 2}).encode()
 

@@ -19,8 +19,9 @@ import pytest
 from PIL import Image
 
 from tests.mock_checkpoint import CONTEXT
-from tests.server.live import QUESTION, LiveServer, wait_until
+from tests.server.live import QUESTION, LiveServer
 from tests.server.test_bad_input import data_url, png, refused, with_images
+from tests.waiting import wait_until
 from vlmserve.frontend.requests import Conversation
 from vlmserve.media.images import FORMATS
 

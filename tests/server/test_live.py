@@ -8,7 +8,8 @@ from types import SimpleNamespace
 import httpx
 import pytest
 
-from tests.server.live import QUESTION, LiveServer, stream_lines, wait_until
+from tests.server.live import QUESTION, LiveServer, stream_lines
+from tests.waiting import wait_until
 from vlmserve.config import EngineConfig, MediaConfig, ServerConfig
 from vlmserve.errors import EngineDeadError
 from vlmserve.server.live import LiveView

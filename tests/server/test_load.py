@@ -18,7 +18,8 @@ import httpx
 import psutil
 import pytest
 
-from tests.server.live import QUESTION, wait_until
+from tests.server.live import QUESTION
+from tests.waiting import wait_until
 
 CLIENTS = 400
 NEW_TOKENS = 20

@@ -16,10 +16,11 @@ from tests.media.documents_for_tests import page, pdf_file, slow, square
 from tests.media.images_for_tests import encoded, noise
 from tests.media.test_decoding import with_blocks, with_runs
 from tests.rendering import renderers, rendering
-from tests.server.live import LiveServer, wait_until
+from tests.server.live import LiveServer
 from tests.server.test_batches import content, finished, line, start
 from tests.server.test_chat import about, data_url
 from tests.server.test_hostile_files import hostile
+from tests.waiting import wait_until
 from vlmserve import LLM, SamplingParams
 from vlmserve.errors import VLMServeError
 from vlmserve.server import history

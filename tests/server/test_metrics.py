@@ -21,9 +21,10 @@ from prometheus_client import CollectorRegistry, Histogram
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parse
 
-from tests.server.live import QUESTION, LiveServer, stream_lines, wait_until
+from tests.server.live import QUESTION, LiveServer, stream_lines
 from tests.server.nvml import UUID, FakeNvml
 from tests.server.test_chat import about, data_url
+from tests.waiting import wait_until
 from vlmserve.config import EngineConfig, MediaConfig, ServerConfig
 from vlmserve.media.cache import ImageCacheStats
 from vlmserve.server.collectors import Distribution, RunningEngine

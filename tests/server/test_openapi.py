@@ -10,7 +10,8 @@ import hypothesis
 import jsonschema
 import pytest
 
-from tests.server.live import QUESTION, LiveServer, wait_until
+from tests.server.live import QUESTION, LiveServer
+from tests.waiting import wait_until
 
 CASES = int(os.environ.get("OPENAPI_CASES", "100"))
 """Of all operations together."""

@@ -14,9 +14,9 @@ import torch
 
 from tests.checkpoints import make_llava
 from tests.media.images_for_tests import encoded, noise
-from tests.server.live import wait_until
 from tests.server.test_run import Asking, ServerProcess, serving
 from tests.server.test_supervision import is_ready, restarts
+from tests.waiting import wait_until
 from vlmserve import LLM, SamplingParams
 from vlmserve.config import EngineConfig
 from vlmserve.engine import ranks

@@ -11,8 +11,9 @@ import httpx
 import openai
 import pytest
 
-from tests.server.live import IN_BOTH_KINDS, LiveServer, wait_until
+from tests.server.live import IN_BOTH_KINDS, LiveServer
 from tests.server.test_chat import data_url
+from tests.waiting import wait_until
 from vlmserve.config import BUILT_IN_MODEL
 from vlmserve.errors import EngineDeadError, StorageError
 from vlmserve.models.hub import resolve_model

@@ -25,7 +25,8 @@ import vlmserve
 from tests.checkpoints import make_llama
 from tests.forking import ForkedProcess
 from tests.server import program
-from tests.server.live import QUESTION, stream_lines, wait_until
+from tests.server.live import QUESTION, stream_lines
+from tests.waiting import wait_until
 from vlmserve.server.run import SIGNAL_ECHO
 
 

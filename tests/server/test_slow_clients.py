@@ -15,7 +15,8 @@ import httpx
 import psutil
 import pytest
 
-from tests.server.live import QUESTION, LiveServer, wait_until
+from tests.server.live import QUESTION, LiveServer
+from tests.waiting import wait_until
 from vlmserve.server import body, web
 
 MOST = 12

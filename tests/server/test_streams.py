@@ -12,7 +12,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Message
 
-from tests.server.live import QUESTION, LiveServer, wait_until
+from tests.server.live import QUESTION, LiveServer
+from tests.waiting import wait_until
 from vlmserve.errors import InvalidRequestError, OverloadedError
 from vlmserve.server.errors import error_response
 from vlmserve.server.progress import describe

@@ -12,8 +12,9 @@ from types import SimpleNamespace
 import httpx
 import psutil
 
-from tests.server.live import QUESTION, wait_until
+from tests.server.live import QUESTION
 from tests.server.test_run import Asking, ServerProcess, serving
+from tests.waiting import wait_until
 from vlmserve.config import ServerConfig
 from vlmserve.server import supervision
 from vlmserve.server.supervision import Supervisor

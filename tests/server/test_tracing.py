@@ -14,8 +14,9 @@ import pytest
 
 from tests.checkpoints import make_llava
 from tests.server.collector import Collector
-from tests.server.live import QUESTION, LiveServer, stream_lines, wait_until
+from tests.server.live import QUESTION, LiveServer, stream_lines
 from tests.server.test_chat import about, data_url
+from tests.waiting import wait_until
 from vlmserve.errors import ConfigurationError
 from vlmserve.server.service import open_tracing
 

@@ -10,7 +10,8 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.server.live import QUESTION, wait_until
+from tests.server.live import QUESTION
+from tests.waiting import wait_until
 
 pytest.importorskip("playwright.sync_api", reason="playwright is not installed: make test installs it")
 

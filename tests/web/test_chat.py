@@ -17,8 +17,9 @@ from PIL import Image
 
 from tests.adapters.test_serving import write_adapter
 from tests.checkpoints import make_llama
-from tests.server.live import LiveServer, wait_until
+from tests.server.live import LiveServer
 from tests.server.test_adapters import ENGINE
+from tests.waiting import wait_until
 
 pytest.importorskip("playwright.sync_api", reason="playwright is not installed: make test installs it")
 
