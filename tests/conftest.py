@@ -24,6 +24,7 @@ import torch
 import typer.testing
 from hypothesis import settings
 
+from tests.forked_workers import fork_workers
 from tests.lanes import LONGEST, MOST_SECONDS, SLOW
 from tests.postgres import Postgres, running_postgres
 from vlmserve.cache.costs import CostModel
@@ -85,6 +86,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = kept
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes(config: pytest.Config, specs: list[Any]) -> None:
+    if sys.platform == "linux":
+        fork_workers(config, specs)
 
 
 @pytest.hookimpl(optionalhook=True)

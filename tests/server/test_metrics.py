@@ -34,8 +34,10 @@ from vlmserve.types import EngineOutput, EngineStats, ModelInfo, RequestTimings
 
 STATS = EngineStats(**{field: 1000 + i for i, field in enumerate(EngineStats.__struct_fields__)})
 INFO = ModelInfo("tiny", "llava", 128, 100, "float32", "cpu", 10, 127, 1000, True)
-ENGINE = RunningEngine(os.getpid(), INFO, 2.5)
-ON_GPU = RunningEngine(os.getpid(), msgspec.structs.replace(INFO, device="cuda:0", gpu_uuid=UUID), 2.5)
+HERE = 0
+"""Stands for the test's process, which is forked from the one that imports this file."""
+ENGINE = RunningEngine(HERE, INFO, 2.5)
+ON_GPU = RunningEngine(HERE, msgspec.structs.replace(INFO, device="cuda:0", gpu_uuid=UUID), 2.5)
 IMAGES = ImageCacheStats(num_images=3, used_bytes=300, capacity_bytes=1000, hits=7, misses=5)
 OF_COMPLETE_ANSWERS = (
     "e2e_request_latency_seconds",
@@ -57,6 +59,8 @@ def metrics_of(
     engine: RunningEngine | None = ENGINE,
     cache_dtype: str = "auto",
 ) -> ServerMetrics:
+    if engine is not None and engine.pid == HERE:
+        engine = engine._replace(pid=os.getpid())
     return ServerMetrics(
         "tiny",
         engine_stats=lambda: stats,
@@ -316,7 +320,7 @@ def test_cache_type_defaults_to_the_models(cache_dtype, shown):
 def test_gpu_blocks_count_tokens_of_all_layers():
     """A block of the cache holds tokens of some layers in models with sliding windows."""
     info = msgspec.structs.replace(INFO, kv_cache_tokens=48)
-    page = metrics_of(engine=RunningEngine(os.getpid(), info, 2.5)).exposition()[0].decode()
+    page = metrics_of(engine=RunningEngine(HERE, info, 2.5)).exposition()[0].decode()
     [sample] = [s for family in parse(page) for s in family.samples if s.name == "vlmserve:cache_config_info"]
     assert sample.labels["num_gpu_blocks"] == "3" != str(STATS.kv_blocks_total)
 
