@@ -29,13 +29,14 @@ test: $(VENV)/.dev ## Run the tests; pytest's flags go in ARGS="-k name"
 check: $(VENV)/.dev ## Run the tests that are fast, while you work: about two minutes on two cores
 	@$(BIN)/python -m pytest --fast --timeout 60 $(TEST_WORKERS) $(ARGS)
 
-lint: $(VENV)/.dev ## Check style, types, sizes and the direction of imports
+lint: $(VENV)/.dev ## Check style, types, sizes, tests' habits and the direction of imports
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports
 	@$(BIN)/python .ci/prose.py
 	@$(BIN)/python .ci/sizes.py
+	@$(BIN)/python .ci/habits.py
 
 types: $(VENV)/.dev ## Check types for each version of Python
 	@for version in 3.11 3.12 3.13; do echo "Python $$version" && $(BIN)/mypy --python-version $$version; done

@@ -1,0 +1,105 @@
+#!/usr/bin/env python3
+"""Check habits in tests: sleeps, long names, and private attributes of other modules.
+
+.ci/habits.py             # fails if a file has more of one than .ci/habits.json allows
+.ci/habits.py --accept    # stores lower counts in .ci/habits.json
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+COUNTS = ROOT / ".ci/habits.json"
+MAX_NAME_WORDS = 8
+PUBLIC = {"_replace", "_asdict", "_fields", "_make", "_fields_", "_exit", "_getframe"}
+"""Documented names of the standard library."""
+
+
+def habits(text: str) -> Counter[str]:
+    """Count the habits in one file."""
+    tree = ast.parse(text)
+    own = set(defined(tree)) | PUBLIC
+    found: Counter[str] = Counter()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            words = node.name.removeprefix("test_").split("_")
+            found["long name"] += node.name.startswith("test_") and len(words) > MAX_NAME_WORDS
+        elif isinstance(node, ast.Call):
+            found["sleep"] += sleeps(node)
+            found["private attribute"] += sum(is_private(name) and name not in own for name in patched(node))
+        elif isinstance(node, ast.Attribute):
+            found["private attribute"] += is_private(node.attr) and node.attr not in own and not of_itself(node)
+        elif isinstance(node, ast.ImportFrom):
+            found["private attribute"] += sum(is_private(alias.name) for alias in node.names)
+    return +found
+
+
+def defined(tree: ast.AST) -> Iterator[str]:
+    """Names that the file itself defines."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.Attribute) and of_itself(node):
+            yield node.attr
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+
+
+def is_private(name: str) -> bool:
+    return bool(re.match(r"_[a-zA-Z]", name))
+
+
+def of_itself(node: ast.Attribute) -> bool:
+    return isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
+
+
+def sleeps(call: ast.Call) -> bool:
+    """Whether it waits for a time. `asyncio.sleep(0)` lets other tasks run and counts as none."""
+    name = ast.unparse(call.func)
+    return name in ("time.sleep", "asyncio.sleep", "sleep") and ast.unparse(call)[len(name) :] != "(0)"
+
+
+def patched(call: ast.Call) -> Iterator[str]:
+    """Names of attributes that a call gets or sets: `setattr(thing, "_name", ...)`, `setattr("module._name", ...)`."""
+    if ast.unparse(call.func).rpartition(".")[2] in ("setattr", "getattr", "delattr", "hasattr"):
+        for argument in call.args[:2]:
+            if isinstance(argument, ast.Constant) and isinstance(argument.value, str):
+                yield argument.value.rpartition(".")[2]
+
+
+def in_tests() -> dict[str, int]:
+    """Counts by file and habit."""
+    return {
+        f"{path.relative_to(ROOT).as_posix()}: {habit}": count
+        for path in sorted((ROOT / "tests").rglob("*.py"))
+        if "node_modules" not in path.parts
+        for habit, count in sorted(habits(path.read_text("utf-8")).items())
+    }
+
+
+def main() -> int:
+    allowed: dict[str, int] = json.loads(COUNTS.read_text("utf-8")) if COUNTS.exists() else {}
+    counted = in_tests()
+    if "--accept" in sys.argv[1:]:
+        kept = {name: min(count, allowed.get(name, 0 if allowed else count)) for name, count in counted.items()}
+        kept = {name: count for name, count in kept.items() if count}
+        COUNTS.write_text(json.dumps(kept, indent=2, sort_keys=True) + "\n", "utf-8")
+        return 0
+    problems = [
+        f"{name} ({count}, {allowed.get(name, 0)} allowed)"
+        for name, count in counted.items()
+        if count > allowed.get(name, 0)
+    ]
+    print("\n".join(problems), end="\n" if problems else "", file=sys.stderr)
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

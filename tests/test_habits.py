@@ -1,0 +1,47 @@
+"""The check of habits counts what it should, and tests stay within the stored counts."""
+
+from __future__ import annotations
+
+import json
+import runpy
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+HABITS = runpy.run_path(str(ROOT / ".ci/habits.py"))
+
+
+@pytest.mark.parametrize(
+    ("text", "habit"),
+    [
+        ("time.sleep(0.1)", "sleep"),
+        ("async def wait(): await asyncio.sleep(pause)", "sleep"),
+        ("def test_one_two_three_four_five_six_seven_eight_nine(): ...", "long name"),
+        ("assert engine._runner", "private attribute"),
+        ("monkeypatch.setattr(Engine, '_step', None)", "private attribute"),
+        ("monkeypatch.setattr('vlmserve.engine._step', None)", "private attribute"),
+        ("from vlmserve.engine import _step", "private attribute"),
+    ],
+)
+def test_each_habit_is_counted(text: str, habit: str) -> None:
+    assert HABITS["habits"](text) == {habit: 1}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "async def wait(): await asyncio.sleep(0)",
+        "def test_one_two_three_four_five_six_seven_eight(): ...",
+        "class Fake:\n    def __init__(self):\n        self._count = 0\nassert Fake()._count == 0",
+        "result._replace(name='other')",
+        "assert value.__class__",
+    ],
+)
+def test_other_code_counts_as_none(text: str) -> None:
+    assert HABITS["habits"](text) == {}
+
+
+def test_tests_stay_within_stored_counts() -> None:
+    stored = json.loads((ROOT / ".ci/habits.json").read_text("utf-8"))
+    assert {name: count for name, count in HABITS["in_tests"]().items() if count > stored.get(name, 0)} == {}
