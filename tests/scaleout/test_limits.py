@@ -189,7 +189,9 @@ async def test_slots_of_a_gone_gateway_return(gateways):
         assert await first.begin(lost)
         assert await first.begin(lost)
         assert not await second.begin(stack)
-        first.limits._telling.cancel()  # it renews nothing
+        telling = first.limits._telling
+        telling.cancel()  # it renews nothing, once it has written what it was writing
+        await asyncio.wait((telling,))
         clock.now += 16
         assert await second.begin(stack)
         assert await second.begin(stack)
