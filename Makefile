@@ -9,9 +9,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 ARGS ?=
-# One worker more than cores: many tests wait for processes that they start. Files come in the order of tests/conftest.py,
+# Two workers more than cores: many tests wait for processes that they start. Files come in the order of tests/conftest.py,
 # slow ones first, and not by how many tests they have.
-TEST_WORKERS := --numprocesses $$(($$(getconf _NPROCESSORS_ONLN) + 1)) --maxprocesses 4 --dist loadfile --no-loadscope-reorder
+TEST_WORKERS := --numprocesses $$(($$(getconf _NPROCESSORS_ONLN) + 2)) --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt
 

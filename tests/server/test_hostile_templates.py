@@ -36,8 +36,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
 
 
 def test_slow_renderings_hold_up_no_other_request(server: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(template_limits, "MAX_SECONDS", 0.6)
-    monkeypatch.setattr(template_limits, "REDUCED_SECONDS", 0.4)
+    monkeypatch.setattr(template_limits, "MAX_SECONDS", 0.3)
+    monkeypatch.setattr(template_limits, "REDUCED_SECONDS", 0.2)
     refusals: list[httpx.Response] = []
     bodies = [{"messages": SLOW}, {"messages": SLOW, "tools": [TOOL]}, {"messages": [*SLOW[:8], long_text()]}]
 
