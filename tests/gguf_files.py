@@ -36,6 +36,7 @@ ARCHITECTURES = {
     "gemma": gguf.MODEL_ARCH.GEMMA,
     "gemma2": gguf.MODEL_ARCH.GEMMA2,
     "gemma3_text": gguf.MODEL_ARCH.GEMMA3,
+    "gemma4_text": gguf.MODEL_ARCH.GEMMA4,
     "smollm3": gguf.MODEL_ARCH.SMOLLM3,
     "olmo2": gguf.MODEL_ARCH.OLMO2,
     "lfm2": gguf.MODEL_ARCH.LFM2,
@@ -76,6 +77,11 @@ def write_gguf(
     names = gguf.get_tensor_name_map(architecture, _metadata(config, writer.arch)[f"{writer.arch}.block_count"])
     for name, tensor in _as_stored(tensors, config):
         stored = names.get_name(name.replace(".dt_bias", ".dt_proj.bias"), try_suffixes=(".weight", ".bias"))
+        for scale, scaled in (("router.scale", "router.proj"), ("router.per_expert_scale", "experts.down_proj")):
+            if name.endswith(scale):
+                stored = f"{names.get_name(name.replace(scale, scaled))}.scale"
+        if name.endswith("layer_scalar"):
+            stored = f"{stored}.weight"
         assert stored is not None, name
         chosen = types if isinstance(types, str) else next((types[part] for part in types if part in stored), "F32")
         is_matrix = (tensor.ndim == 2 or "_exps." in stored) and not stored.endswith(("norm.weight", "gate_inp.weight"))
@@ -169,7 +175,7 @@ def _metadata(config: dict[str, Any], architecture: str) -> dict[str, Any]:
         ),
         "rope.freq_base": rope_of_all.get("rope_theta"),
     }
-    if experts := config.get("num_experts") or config.get("num_local_experts"):
+    if (experts := config.get("num_experts") or config.get("num_local_experts")) and "num_experts_per_tok" in config:
         values |= {"expert_count": experts, "expert_used_count": config["num_experts_per_tok"]}
         values["expert_feed_forward_length"] = config.get("moe_intermediate_size")
         values["expert_shared_feed_forward_length"] = config.get("shared_expert_intermediate_size")
@@ -186,6 +192,8 @@ def _metadata(config: dict[str, Any], architecture: str) -> dict[str, Any]:
     if architecture == "gemma3":
         values["attention.sliding_window_pattern"] = [kind == "sliding_attention" for kind in config["layer_types"]]
         values["rope.freq_base_swa"] = rope["sliding_attention"]["rope_theta"]
+    if architecture == "gemma4":
+        values |= _gemma4(config)
     if architecture == "stablelm":
         values["use_parallel_residual"] = config["use_parallel_residual"]
     kind = rope_of_all.get("rope_type")
@@ -222,8 +230,34 @@ def _metadata(config: dict[str, Any], architecture: str) -> dict[str, Any]:
     return {f"{architecture}.{key}": value for key, value in values.items()}
 
 
+def _gemma4(config: dict[str, Any]) -> dict[str, Any]:
+    layers, shared, rope = config["num_hidden_layers"], config["num_kv_shared_layers"], config["rope_parameters"]
+    slides = [kind == "sliding_attention" for kind in config["layer_types"]]
+    of_full = config["per_layer_config"][str(slides.index(False))]
+    full = of_full.get("num_key_value_heads", config["num_key_value_heads"])
+    wide = config["intermediate_size"] * (2 if config["use_double_wide_mlp"] else 1)
+    sizes = {"": of_full["head_dim"], "_swa": config["head_dim"]}
+    return {
+        "feed_forward_length": [config["intermediate_size"]] * (layers - shared) + [wide] * shared,
+        "attention.head_count_kv": [config["num_key_value_heads"] if slide else full for slide in slides],
+        "attention.sliding_window_pattern": slides,
+        "attention.shared_kv_layers": shared,
+        **{f"attention.{part}_length{end}": size for end, size in sizes.items() for part in ("key", "value")},
+        **{f"rope.dimension_count{end}": size for end, size in sizes.items()},
+        "rope.freq_base_swa": rope["sliding_attention"]["rope_theta"],
+        "embedding_length_per_layer_input": config["hidden_size_per_layer_input"],
+        "expert_used_count": config["top_k_experts"] if config["enable_moe_block"] else None,
+        "expert_count": config["num_experts"] if config["enable_moe_block"] else None,
+        "expert_feed_forward_length": config["moe_intermediate_size"] if config["enable_moe_block"] else None,
+    }
+
+
 def _rope_factors(config: dict[str, Any]) -> dict[str, np.ndarray]:
     rope = config.get("rope_parameters") or {}
+    if config["model_type"] == "gemma4_text":
+        pairs = next(iter(config["per_layer_config"].values()))["head_dim"] // 2
+        rotated = int(pairs * rope["full_attention"]["partial_rotary_factor"])
+        return {"rope_freqs.weight": np.array([1] * rotated + [1e30] * (pairs - rotated), np.float32)}
     if rope.get("rope_type") == "longrope":
         return {
             f"rope_factors_{length}.weight": np.array(rope[f"{length}_factor"], np.float32)
@@ -243,7 +277,9 @@ def _rope_factors(config: dict[str, Any]) -> dict[str, np.ndarray]:
 def _as_stored(tensors: Mapping[str, Tensor], config: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
     """All tensors by name, StableLM's norms of each head as one, gates and ups of experts by themselves."""
     for name, tensor in tensors.items():
-        if name.endswith(".experts.gate_up_proj"):
+        if name.endswith(".experts.gate_up_proj") and config["model_type"] == "gemma4_text":
+            yield f"{name}.weight", tensor
+        elif name.endswith(".experts.gate_up_proj"):
             for part, rows in zip(("gate_proj", "up_proj"), tensor.chunk(2, 1), strict=True):
                 yield name.replace("gate_up_proj", f"{part}.weight"), rows
         elif name.endswith(".experts.down_proj"):
@@ -272,8 +308,9 @@ def _rearranged(raw: np.ndarray, name: str, config: dict[str, Any]) -> np.ndarra
     """Rows of a tensor in the order that files have, and norms with the offset that they have."""
     if name.endswith("shortconv.conv.weight"):
         return raw.squeeze(1)
-    shifted = ("gemma", "qwen3_5")
-    if config["model_type"].startswith(shifted) and name.endswith("norm.weight") and "ssm_norm" not in name:
+    kind = config["model_type"]
+    shifted = kind.startswith(("gemma", "qwen3_5")) and not kind.startswith("gemma4")
+    if shifted and name.endswith("norm.weight") and "ssm_norm" not in name:
         return raw + np.float32(1)
     if name.endswith("ssm_a"):
         return -np.exp(raw)

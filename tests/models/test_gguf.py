@@ -15,7 +15,8 @@ from gguf.quants import dequantize
 from tests.checkpoints import QWEN35, make_llama, make_text_model
 from tests.gguf_files import write_gguf
 from tests.models.test_decoder import LLAMA3, assert_equal, load, paged_run, token_sequences, transformers_logits
-from tests.models.test_families import LONGROPE, SLIDING, YARN
+from tests.models.test_families import FAMILIES as MODELS
+from tests.models.test_families import GEMMA4, LONGROPE, MIXTURES, SLIDING, YARN
 from tests.native import built
 from tests.oracles.rounded_inputs import DOTS
 from vlmserve.devices.cpu import NativeCpuDevice
@@ -97,6 +98,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma": ("Gemma", {"head_dim": 8, "hidden_act": "gelu_pytorch_tanh"}),
     "gemma2": ("Gemma2", {"head_dim": 8, "sliding_window": 5, "query_pre_attn_scalar": 20}),
     "gemma3": ("Gemma3", {"head_dim": 8, "sliding_window": 5, "query_pre_attn_scalar": 20, "layer_types": SLIDING}),
+    "gemma4": ("Gemma4", GEMMA4),
+    "gemma4 with keys as values": MODELS["gemma4 with keys as values"],
+    "gemma4 with experts": MIXTURES["gemma4 with experts"],
     "smollm3": ("SmolLM3", {"pad_token_id": 0, "no_rope_layer_interval": 4, "num_hidden_layers": 4}),
     "olmo2": ("Olmo2", {}),
     "lfm2": ("Lfm2", {"layer_types": ["conv", "full_attention", "conv"], "norm_eps": 1e-5, "block_multiple_of": 16}),
@@ -110,7 +114,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 def make(folder: Path, name: str, **overrides: Any) -> Path:
     family, traits = FAMILIES[name]
     config_class = getattr(
-        transformers, family + ("TextConfig" if family in ("Gemma3", "Qwen3_5", "Qwen3_5Moe") else "Config")
+        transformers, family + ("TextConfig" if family in ("Gemma3", "Gemma4", "Qwen3_5", "Qwen3_5Moe") else "Config")
     )
     model_class = getattr(transformers, family + "ForCausalLM")
     return make_text_model(folder, model_class, config_class, **{**traits, **overrides})

@@ -9,6 +9,7 @@ from typing import Any
 from vlmserve.errors import ModelLoadError, UnsupportedModelError
 from vlmserve.families.family import LanguageFamily, NamedModel, VisionFamily
 from vlmserve.families.gemma import GEMMA2, SANDWICH_NAMES
+from vlmserve.families.gguf import GGUFText, Metadata
 from vlmserve.families.spec import (
     ArchSpec,
     Config,
@@ -55,8 +56,8 @@ _NAMES: Names = (
     (r"\.per_layer_projection\.", ".per_layer.projection."),
     (r"\.post_per_layer_input_norm\.", ".per_layer_norm."),
     (r"\.router\.proj\.", ".beside.routed.router.linear."),
-    (r"\.router\.(scale|per_expert_scale)$", r".beside.routed.router.\1"),
-    (r"\.experts\.", ".beside.routed.experts."),
+    (r"(?<!\.routed)\.router\.(scale|per_expert_scale)$", r".beside.routed.router.\1"),
+    (r"(?<!\.routed)\.experts\.", ".beside.routed.experts."),
     (r"\.pre_feedforward_layernorm_2\.", ".beside.routed.norm."),
     (r"\.post_feedforward_layernorm_1\.", ".beside.mlp_norm."),
     (r"\.post_feedforward_layernorm_2\.", ".beside.routed_norm."),
@@ -176,6 +177,63 @@ def _shared(layers: list[AttentionSpec], num_shared: int) -> list[AttentionSpec]
     return own
 
 
+def _gguf_traits(metadata: Metadata) -> Config:
+    """Values that the conversion of llama.cpp writes for each layer, or for layers with windows (``_swa``)."""
+    slides, tensors = metadata.array("attention.sliding_window_pattern"), metadata.header.tensors
+    kinds = ["sliding_attention" if slide else "full_attention" for slide in slides]
+    if set(kinds) != {"sliding_attention", "full_attention"} or len(kinds) < metadata.num_layers:
+        raise UnsupportedModelError(f"{metadata.header.path}: layers without or with windows alone are not supported")
+    full, sliding = (kinds.index(kind) for kind in ("full_attention", "sliding_attention"))
+    heads = metadata.array("attention.head_count_kv") or [metadata["attention.head_count_kv"]] * len(kinds)
+    widths = metadata.array("feed_forward_length") or [metadata["feed_forward_length"]]
+    size, count = (metadata.get(name, 0) for name in ("embedding_length_per_layer_input", "expert_count"))
+    bases = {"full_attention": "rope.freq_base", "sliding_attention": "rope.freq_base_swa"}
+    found: dict[str, Any] = {
+        "head_dim": metadata["attention.key_length_swa"],
+        "global_head_dim": metadata["attention.key_length"],
+        "num_key_value_heads": heads[sliding],
+        "num_global_key_value_heads": heads[full],
+        "attention_k_eq_v": f"blk.{full}.attn_v.weight" not in tensors,
+        "num_kv_shared_layers": metadata.get("attention.shared_kv_layers", 0),
+        "layer_types": kinds[: metadata.num_layers],
+        "sliding_window": metadata["attention.sliding_window"],
+        "rope_parameters": {
+            kind: {**_ROPES[kind], "rope_theta": metadata.get(key, _ROPES[kind]["rope_theta"])}
+            for kind, key in bases.items()
+        },
+        "use_double_wide_mlp": widths[-1] == 2 * widths[0],
+        "hidden_size_per_layer_input": size,
+        "final_logit_softcapping": metadata.get("final_logit_softcapping"),
+    }
+    if size:
+        found["vocab_size_per_layer_input"] = tensors["per_layer_token_embd.weight"].shape[0]
+    if count:
+        found |= {"enable_moe_block": True, "num_experts": count, "top_k_experts": metadata["expert_used_count"]}
+        found["moe_intermediate_size"] = metadata["expert_feed_forward_length"]
+    return found
+
+
+_ROUTED = "beside.routed"
+_GGUF = GGUFText(
+    _gguf_traits,
+    has_experts=True,
+    layers_differ=True,
+    layer_names={
+        "inp_gate": "per_layer.gate",
+        "proj": "per_layer.projection",
+        "post_norm": "per_layer_norm",
+        "layer_output_scale": "layer_scalar",
+        "pre_ffw_norm_2": f"{_ROUTED}.norm",
+        "post_ffw_norm_1": "beside.mlp_norm",
+        "post_ffw_norm_2": "beside.routed_norm",
+        "ffn_gate_inp": f"{_ROUTED}.router.linear",
+        "ffn_gate_inp.scale": f"{_ROUTED}.router.scale",
+        "ffn_gate_up_exps": f"{_ROUTED}.experts.gate_up_proj",
+        "ffn_down_exps": f"{_ROUTED}.experts.down_proj",
+        "ffn_down_exps.scale": f"{_ROUTED}.router.per_expert_scale",
+    },
+)
+
 FAMILIES = (
     VisionFamily(
         model_type="gemma4",
@@ -222,6 +280,7 @@ FAMILIES = (
         defaults=_TEXT,
         build=_gemma4,
         names=_NAMES,
+        gguf={"gemma4": _GGUF},
         models="Gemma 4 E2B, E4B, 26B-A4B and 31B, text",
     ),
 )

@@ -34,6 +34,11 @@ class Metadata:
     def array(self, key: str) -> list[Any]:
         return self.header.array(self._prefix + key)
 
+    def of_first_layer(self, key: str, default: Any = None) -> Any:
+        """As `get`, for values in which layers may differ."""
+        each = self.array(key)
+        return each[0] if each else self.get(key, default)
+
     def __getitem__(self, key: str) -> Any:
         if (value := self.get(key)) is None:
             raise ModelLoadError(f"{self.header.path} lacks {self._prefix}{key}")
@@ -78,6 +83,8 @@ class GGUFText:
     """M-RoPE: positions have rows and columns, which are equal in text."""
     has_experts: bool = False
     """Files may have experts in place of MLPs."""
+    layers_differ: bool = False
+    """Layers may differ in the sizes of MLPs and in heads of keys and values, which `traits` reads."""
     layer_names: Mapping[str, str] = field(default_factory=dict)
     """Tensors of a layer by their names in the file, where other architectures have none or other ones."""
 

@@ -52,6 +52,7 @@ def _config(header: Header) -> Config:
         raise ModelLoadError(f"{header.path} lacks token_embd.weight: it is not a complete language model")
     if metadata.get("attention.layer_norm_epsilon") is None:
         metadata["attention.layer_norm_rms_epsilon"]
+    of_layer = metadata.of_first_layer if text.layers_differ else metadata.get
     heads = metadata["attention.head_count"]
     head_size = metadata.get("attention.key_length") or metadata["embedding_length"] // heads
     rotary_dim = metadata.get("rope.dimension_count", head_size)
@@ -60,10 +61,10 @@ def _config(header: Header) -> Config:
         "dtype": _dtype(header),
         "vocab_size": header.tensors["token_embd.weight"].shape[0],
         "hidden_size": metadata["embedding_length"],
-        "intermediate_size": metadata.get("feed_forward_length") or metadata["expert_feed_forward_length"],
+        "intermediate_size": of_layer("feed_forward_length") or metadata["expert_feed_forward_length"],
         "num_hidden_layers": metadata.num_layers,
         "num_attention_heads": heads,
-        "num_key_value_heads": metadata.get("attention.head_count_kv", heads),
+        "num_key_value_heads": of_layer("attention.head_count_kv", heads),
         "head_dim": head_size,
         "max_position_embeddings": metadata["context_length"],
         "rms_norm_eps": metadata.get("attention.layer_norm_rms_epsilon"),

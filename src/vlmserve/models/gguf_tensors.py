@@ -29,14 +29,19 @@ from vlmserve.models.gguf_heads import DeltaHeads
 Bytes = NDArray[np.uint8]
 
 _PLAIN = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-_EXPERTS = "mlp.experts."
-"""How the names of tensors begin that files hold for all experts of a layer together."""
+_EXPERTS = "experts."
+"""In the names of tensors that files hold for all experts of a layer together."""
+_BARE = ("layer_scalar", "router.scale", "router.per_expert_scale")
+"""Ends of the names of parameters that are no weight of a layer."""
 _WHOLE = {
     "token_embd": "embed_tokens",
     "position_embd": "position_embeddings",
     "output_norm": "norm",
     "token_embd_norm": "norm",
     "output": "lm_head",
+    "per_layer_token_embd": "per_layer.table",
+    "per_layer_model_proj": "per_layer.projection",
+    "per_layer_proj_norm": "per_layer.norm",
 }
 _OF_A_LAYER = {
     "attn_norm": "attention_norm",
@@ -54,10 +59,10 @@ _OF_A_LAYER = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
     "ffn_gate_inp": "mlp.router.linear",
-    "ffn_gate_exps": f"{_EXPERTS}gate_proj",
-    "ffn_up_exps": f"{_EXPERTS}up_proj",
-    "ffn_gate_up_exps": f"{_EXPERTS}gate_up_proj",
-    "ffn_down_exps": f"{_EXPERTS}down_proj",
+    "ffn_gate_exps": f"mlp.{_EXPERTS}gate_proj",
+    "ffn_up_exps": f"mlp.{_EXPERTS}up_proj",
+    "ffn_gate_up_exps": f"mlp.{_EXPERTS}gate_up_proj",
+    "ffn_down_exps": f"mlp.{_EXPERTS}down_proj",
     "ffn_gate_shexp": "mlp.shared.gate_proj",
     "ffn_up_shexp": "mlp.shared.up_proj",
     "ffn_down_shexp": "mlp.shared.down_proj",
@@ -299,7 +304,9 @@ def _sources(header: Header, architecture: GGUFText) -> Iterator[tuple[str, _Sou
         elif part.endswith(("q_norm", "k_norm")) and len(info.shape) == 2:
             for head in range(info.shape[0]):
                 yield f"{place}.{head}.{kind}", _Source(info, np.array(head))
-        elif part.startswith(_EXPERTS):
+        elif part.endswith(_BARE):
+            yield place, _Source(info)
+        elif _EXPERTS in part:
             yield from _of_experts(place, info)
         elif part == "mlp.shared_gate":
             yield f"{place}.{kind}", _Source(info, reshaped=(1, info.shape[-1]))
