@@ -117,14 +117,15 @@ def random_weights(modules: nn.Module, on: Device, quantization: QuantizationCon
     arrange_layers(modules, on)
 
 
-def random_adapter(model: LoadedModel) -> RunnerAdapters:
-    """A slot of a random model, and in it an adapter that changes all products of its layers."""
+def random_adapter(model: LoadedModel, *, loaded: bool = True) -> RunnerAdapters:
+    """A slot of a random model, and in it an adapter that changes all products of its layers. loaded: False: a step is
+    to load it."""
     modules, no_checkpoint = nn.Module(), cast(Checkpoint, None)
     modules.language_model = cast(nn.Module, model.language_model)
     device = model.device.torch_device
     adaptable = AdaptableModel(modules, no_checkpoint, (), None, model.dtype, device)
     adapter = Adapter(ADAPTER)
-    slots = RunnerAdapters(replace(model, adaptable=adaptable), 1, lambda digest: adapter)
+    slots = RunnerAdapters(replace(model, adaptable=adaptable), 1, lambda digest: adapter, RANK)
     for path, module in modules.named_modules():
         if isinstance(module, Weight) and ".layers." in path:
             ends = itertools.accumulate(
@@ -139,7 +140,8 @@ def random_adapter(model: LoadedModel) -> RunnerAdapters:
                 for start, end in itertools.pairwise([0, *ends])
             ]
             adapter.layers[path] = module.prepare(Change(tuple(parts)))
-    slots.load([AdapterLoad(0, ADAPTER)])
+    if loaded:
+        slots.load([AdapterLoad(0, ADAPTER)])
     return slots
 
 

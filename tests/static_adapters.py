@@ -67,6 +67,10 @@ class StaticProduct:
     def num_bytes(self) -> int:
         return self._product.num_bytes
 
+    def reserved_rank(self, parts: int, rank: int) -> int:
+        """See `ReservesRanks`."""
+        return parts * rank
+
     def pack_change(self, change: Change) -> StaticChange:
         """See `PacksChanges`."""
         return StaticChange(change)

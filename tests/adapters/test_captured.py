@@ -109,6 +109,25 @@ def test_old_graphs_find_new_adapters(
     assert graphs[1:] == graphs[1:2] * 3, "their ranks are the same"
 
 
+def test_later_adapters_repeat_graphs_of_the_start(
+    served: tuple[Path, dict[str, Oracle]],
+    static_devices: list[StaticDevice],  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(StaticDevice, "warms_up", True)
+    monkeypatch.setattr(StaticDevice, "captures_prompts", False)
+    monkeypatch.setattr("vlmserve.runner.warm_up.PROMPT_ROWS", (8,))
+    # The test's attention has a graph for each width of block tables.
+    engine = engine_of(served, ["plain"], max_num_seqs=4, max_num_batched_tokens=64, max_model_len=64, block_size=64)
+    at_start = static_devices[-1].executors[-1].num_captured
+    assert at_start == 2 * 2 * len((1, 2, 4)), "with split contexts and without, with adapters and without"
+    check(engine, served[1], ["plain", "", "plain"])
+    for name in ("DoRA", "a bias"):
+        engine.adapter_store.load(name, served[0] / name)
+    check(engine, served[1], ["a bias", "DoRA", "plain", ""])
+    assert static_devices[-1].executors[-1].num_captured == at_start
+
+
 def test_mixed_adapter_steps_are_captured(
     served: tuple[Path, dict[str, Oracle]],
     static_devices: list[StaticDevice],  # noqa: F811

@@ -102,8 +102,7 @@ from vlmserve.devices.cuda import CudaCapture
 device = torch.device("cuda")
 
 def run():
-    large = torch.ones(2**26, dtype=torch.uint8, device=device) + 1
-    return large[:8].clone()
+    return torch.ones(2**26, dtype=torch.uint8, device=device) + 1
 
 capture, kept, reserved = CudaCapture(device), [], []
 for _ in range(4):
@@ -124,12 +123,12 @@ def test_graphs_reuse_the_memory_of_others(tmp_path: Path) -> None:
 
 
 CAPTURED_LATER = """
-import dataclasses, json, torch
+import dataclasses, json, sys, torch
 from benchmarks import gpu_decode, gpu_stages
 from vlmserve.devices.cuda import TritonDevice
 from vlmserve.runner.runner import ModelRunner
 from vlmserve.runner.warm_up import warm_up_steps
-from vlmserve.steps import CachedRequest, NewRequest, SchedulerOutput
+from vlmserve.steps import AdapterLoad, CachedRequest, NewRequest, SchedulerOutput
 from vlmserve.types import SamplingParams
 
 executors, make = [], TritonDevice.executor
@@ -137,9 +136,12 @@ TritonDevice.executor = lambda self: executors.append(make(self)) or executors[-
 heads = {"num_attention_heads": 8, "num_key_value_heads": 8, "hidden_size": 128}
 sizes = dataclasses.replace(gpu_stages.TINY, config=gpu_stages.TINY.config | heads)
 model = gpu_decode.random_model(torch.device("cuda"), sizes, "none", eager=False)
-runner = ModelRunner(model, 4000, 0, 16, gpu_decode.no_grammars)
+adapters = [gpu_decode.random_adapter(model, loaded=False)] if sys.argv[1:] else []
+runner = ModelRunner(model, 4000, 0, 16, gpu_decode.no_grammars, *adapters)
 warm_up_steps(runner, max_num_seqs=96, max_num_batched_tokens=64, max_model_len=600, seconds=600)
 captured = [executors[0].num_captured]
+digest, loads = (gpu_decode.ADAPTER, [AdapterLoad(0, gpu_decode.ADAPTER)]) if adapters else (b"", [])
+runner.submit(SchedulerOutput(adapter_loads=loads)).result()
 params = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
 for count in (96, 40, 3):
     for longest in (3, 590):
@@ -148,7 +150,10 @@ for count in (96, 40, 3):
         for number, length in enumerate(contexts):
             blocks = list(range(number * 40, number * 40 + 38))
             requests.append(
-                NewRequest(str(number), length - 1, 1, length, [0] * length, [blocks], params, 0, 600, [])
+                NewRequest(
+                    str(number), length - 1, 1, length, [0] * length, [blocks], params, 0, 600, [],
+                    adapter=digest if number % 2 == 0 else b"",
+                )
             )
         runner.submit(SchedulerOutput(new_requests=requests)).result()
         for step in range(3):
@@ -161,12 +166,14 @@ print(json.dumps(captured))
 
 
 @pytest.mark.skipif(torch.version.cuda is None, reason="this torch is not built for CUDA")
-def test_no_decodes_are_captured_after_start(tmp_path: Path) -> None:
+@pytest.mark.parametrize("adapters", [[], ["adapters"]], ids=["plain", "adapters"])
+def test_no_decodes_are_captured_after_start(tmp_path: Path, adapters: list[str]) -> None:
     """A batch that fills the GPU has two graphs: contexts are whole, or some are split."""
     seen = null_gpu.environment(null_gpu.build(tmp_path))
-    run = subprocess.run([sys.executable, "-c", CAPTURED_LATER], env=seen, capture_output=True, text=True, check=True)
+    command = [sys.executable, "-c", CAPTURED_LATER, *adapters]
+    run = subprocess.run(command, env=seen, capture_output=True, text=True, check=True)
     at_start, *later = json.loads(run.stdout)
-    assert at_start == len((96, 80, 64, 48, 32, 16, 8, 4, 2, 1)) + 1
+    assert at_start == (len((96, 80, 64, 48, 32, 16, 8, 4, 2, 1)) + 1) * (1 + len(adapters))
     assert later == [at_start] * 6
 
 

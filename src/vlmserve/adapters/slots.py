@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from vlmserve.adapters.lora import Adapter
 from vlmserve.kernels.adapters import AdapterRows, TableAdapters
 from vlmserve.layers.linear import Embedding, TiedEmbedding, Weight
@@ -11,13 +13,15 @@ from vlmserve.models.adaptable import AdaptableModel
 class AdapterSlots:
     """A model's slots for adapters. rows: says which rows of a batch have which one."""
 
-    def __init__(self, model: AdaptableModel, num_slots: int) -> None:
+    def __init__(self, model: AdaptableModel, num_slots: int, max_rank: int = 0) -> None:
+        """max_rank: maximum rank of adapters that captured steps may have; 0: the ranks in the slots."""
         self.rows = AdapterRows(num_slots, model.device)
         self._modules = dict(model.modules.named_modules())
         self._held: dict[int, Adapter] = {}
-        for module in self._modules.values():
+        parts = Counter(place.path for place in model.places.values() if not place.is_table) if max_rank else Counter()
+        for path, module in self._modules.items():
             if isinstance(module, Weight) and module.takes_adapters:
-                module.adapt(self.rows)
+                module.adapt(self.rows, parts[path], max_rank)
             if isinstance(module, TiedEmbedding | Embedding):
                 module.adapt_table(self.rows)
 

@@ -383,7 +383,7 @@ class TritonDevice(CudaDevice):
 
 
 class CudaCapture:
-    """Captures calls as CUDA graphs that share their memory. A `Capture`."""
+    """Captures calls as CUDA graphs that share memory for activations and results. A `Capture`."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -410,13 +410,27 @@ class CudaCapture:
                 current.wait_stream(self.stream)
             # Other threads may allocate memory and wait for events meanwhile.
             with torch.cuda.graph(graph, pool=self._pool, stream=self.stream, capture_error_mode="thread_local"):
-                result = run()
+                result = unowned(run())
 
         def again() -> Tensor:
             graph.replay()
             return result
 
         return again
+
+
+class _Bytes:
+    """Memory of a GPU in the form that libraries exchange."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (tensor.nbytes,), "typestr": "|u1", "data": (tensor.data_ptr(), False), "version": 2
+        }  # fmt: skip
+
+
+def unowned(tensor: Tensor) -> Tensor:
+    """A contiguous tensor over the same memory, which it does not keep: other graphs of a pool may take it."""
+    return torch.as_tensor(_Bytes(tensor), device=tensor.device).view(tensor.dtype).view(tensor.shape)
 
 
 def _unregister(memory: Tensor, device: torch.device) -> None:

@@ -6,7 +6,7 @@ import dataclasses
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from vlmserve.devices.device import CaptureTime, EagerExecutor, LaidOutTower, LayerExecutor, LayerStack
 from vlmserve.devices.out_of_memory import is_out_of_memory
+from vlmserve.kernels.adapters import AdapterRows
 from vlmserve.kernels.attention import LayerCache
 from vlmserve.layer_specs import PADDING_SLOT
 from vlmserve.layers.step import StepContext
@@ -164,18 +165,19 @@ class _Graph(NamedTuple):
 class GraphExecutor:
     """Captures the layers of batches of decodes at start, and repeats them from then on. A `LayerExecutor`.
 
-    Batches that are only known later, those with adapters, are captured when they come for the second time, and so are
+    Batches that are only known later, those with X-LoRA, are captured when they come for the second time, and so are
     steps with prompts if `Captures.prompts` says so. Of these graphs the most recently used ones are kept.
 
-    A step is the same if all that it reads has the same shapes and addresses. Adapters are among what it reads: others
-    of the same ranks may be in the slots. Steps of other sizes than `captured_rows`, with factors of queries, with
-    cross-attention or with adapters that no kernel computes run layer by layer.
+    A step is the same if all that it reads has the same shapes and addresses. Adapters are among what it reads: any
+    others may be in the slots whose ranks are not above the reserved ones. Steps of other sizes than `captured_rows`,
+    with factors of queries, with cross-attention or with adapters that no kernel computes run layer by layer.
     """
 
     def __init__(self, captures: Captures) -> None:
         self._captures = captures
         self._kept: dict[Hashable, _Graph] = {}
         self._graphs: OrderedDict[Hashable, _Graph | None] = OrderedDict()
+        self._input = torch.empty(0)
 
     @property
     def num_captured(self) -> int:
@@ -220,7 +222,7 @@ class GraphExecutor:
     ) -> _Graph | None:
         if not self._captures.is_on:
             return None
-        own, slots, states = x.clone(), step.metadata.slot_mapping, step.metadata.states
+        own, slots, states = self._input_of(x), step.metadata.slot_mapping, step.metadata.states
         # A capture runs the step once before it records it. That writes to the padding block, the last one, and to the
         # padding slot of states, so that only the replay applies the step to its sequences.
         padding = [(slots, (len(caches[0].keys) - 1) * caches[0].block_size)]
@@ -229,11 +231,18 @@ class GraphExecutor:
         for tensor, place in padding:
             tensor.fill_(place)
         try:
-            repeat = self._captures(lambda: layers(own, caches, _afresh(step)), f"a step of {len(x)} rows")
+            with _reserving(step.adapters):
+                repeat = self._captures(lambda: layers(own, caches, _afresh(step)), f"a step of {len(x)} rows")
         finally:
             for (tensor, _), content in zip(padding, kept, strict=True):
                 tensor.copy_(content)
         return None if repeat is None else _Graph(own, step, repeat)
+
+    def _input_of(self, x: Tensor) -> Tensor:
+        """Memory for the rows of a captured step, the same for all, with a copy of x in it."""
+        if len(self._input) < len(x) or self._input.shape[1:] != x.shape[1:]:
+            self._input = torch.empty_like(x)
+        return self._input[: len(x)].copy_(x)
 
     def _remember(self, key: Hashable, graph: _Graph | None) -> None:
         self._graphs[key] = graph
@@ -344,12 +353,16 @@ def _key(x: Tensor, caches: Sequence[LayerCache], step: StepContext) -> Hashable
     tensors += [tensor for rope in step.ropes for tensor in rope.sources]
     tensors += [] if metadata.states is None else metadata.states.tensors
     tensors.append(caches[0].keys)
-    layout = None
+    layout: Hashable = None
     if adapters is not None:
-        layout = adapters.layout
+        layout = "reserved" if adapters.fits_reserved else adapters.layout
         tensors += [adapters.rows.slots, *([] if adapters.scalings is None else [adapters.scalings])]
     places = tuple((tensor.data_ptr(), tensor.shape) for tensor in tensors)
     return plan_key, layout, x.shape, metadata.block_tables.data_ptr(), places
+
+
+def _reserving(adapters: AdapterRows | None) -> AbstractContextManager[None]:
+    return adapters.reserving() if adapters is not None and adapters.fits_reserved else nullcontext()
 
 
 def _afresh(step: StepContext) -> StepContext:

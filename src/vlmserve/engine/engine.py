@@ -129,7 +129,7 @@ class Engine(BaseEngine):
         slots = self._slots = self._adapter_slots = None
         if self._adapters is not None:
             store = self._adapters.store
-            slots = self._slots = RunnerAdapters(model, config.max_loras, store.get)
+            slots = self._slots = RunnerAdapters(model, config.max_loras, store.get, config.max_lora_rank)
             self._adapter_slots = AdapterSlots(config.max_loras, store)
         # Planned and submitted before the step before it has ended; see `Scheduler.schedule_ahead`.
         self._ahead: tuple[SchedulerOutput, float, RunningStep] | None = None

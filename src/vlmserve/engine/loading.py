@@ -39,6 +39,8 @@ logger = logging.getLogger(__name__)
 
 SLOTS_OF_A_REQUEST = 4
 """Slots of states for each of `max_num_seqs` requests, if there is memory: its state and three checkpoints."""
+SUMS_OF_ADAPTERS = 4
+"""Bytes of float32 sums, which adapters change, for a byte of a gated linear's 16-bit results."""
 KV_TO_CHECKPOINTS = 10
 """Bytes of the KV cache for a byte of checkpoints that are taken at intervals."""
 
@@ -204,12 +206,14 @@ def _cache_budget(config: EngineConfig, model: LoadedModel, max_model_len: int) 
 
 
 def _graph_bytes(config: EngineConfig, model: LoadedModel) -> int:
-    """Bytes of graphs that are captured at start: activations of the largest, input and result of each. A size has up
-    to two graphs, see `warm_up_steps`."""
+    """Bytes of graphs that are captured at start: the input, activations and result of the largest, whose memory the
+    others reuse."""
     sizes = model.device.decode_sizes(config.max_num_seqs) if model.ranks is None and config.max_warm_up_seconds else []
     if not sizes:
         return 0
-    ends = 2 * 2 * sum(sizes) * model.language_model.hidden_size * model.dtype.itemsize
-    return ends + model.device.graph_bytes(
+    activations = model.device.graph_bytes(
         partial(run_largest_graphs, model, num_decodes=sizes[0], block_size=config.block_size)
     )
+    if config.enable_lora:
+        activations *= 1 + SUMS_OF_ADAPTERS
+    return sizes[0] * model.language_model.hidden_size * model.dtype.itemsize + activations

@@ -8,7 +8,8 @@ being computed has the adapter of which slot.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple, Protocol, runtime_checkable
@@ -68,7 +69,10 @@ class AdapterRows:
         self._none = RowSlots((), torch.empty(0, dtype=torch.int32), 0)
         self._each = torch.arange(num_slots, dtype=torch.int32, device=device)
         self._ranks: list[int | None] = []
+        self._reserved: list[int | None] = []
         self._layout: tuple[int | None, ...] | None = None
+        self.reserves = False
+        """Kernels are launched for `LinearAdapters.reserved` ranks, which suit all adapters that fit."""
         # Scalings of all steps lie here, so that a captured step finds the next one's.
         self._scalings = torch.empty(0, device=device)
         self.clear()
@@ -96,9 +100,27 @@ class AdapterRows:
             self._layout = tuple(self._ranks)
         return self._layout
 
-    def add_product(self) -> int:
-        """Another product that has adapters. Returns its number."""
+    @property
+    def fits_reserved(self) -> bool:
+        """Launches for reserved ranks compute the adapters of all slots. X-LoRA needs scalings as well."""
+        if self.scalings is not None:
+            return False
+        pairs = zip(self._ranks, self._reserved, strict=True)
+        return all(rank is None or (reserved is not None and rank <= reserved) for rank, reserved in pairs)
+
+    @contextmanager
+    def reserving(self) -> Iterator[None]:
+        """Launch kernels for reserved ranks."""
+        self.reserves = True
+        try:
+            yield
+        finally:
+            self.reserves = False
+
+    def add_product(self, reserved: int | None = None) -> int:
+        """Another product that has adapters. Returns its number. reserved: see `LinearAdapters`."""
         self._ranks.append(None)
+        self._reserved.append(reserved)
         return len(self._ranks) - 1
 
     def set_rank(self, product: int, rank: int | None) -> None:
@@ -253,6 +275,15 @@ class PackedChange(Protocol):
 
 
 @runtime_checkable
+class ReservesRanks(Protocol):
+    """A `Product` whose kernel reads on the device which ranks adapters have, up to a rank that it is launched for."""
+
+    def reserved_rank(self, parts: int, rank: int) -> int:
+        """The highest rank of a packed change that has up to `parts` parts of that rank."""
+        ...
+
+
+@runtime_checkable
 class PacksChanges(Protocol):
     """A `Product` whose kernel computes adapters. change_words: as many words each of its packed changes has."""
 
@@ -305,22 +336,27 @@ class TableAdapters:
 class LinearAdapters:
     """The adapters of a product, by slot.
 
-    rank: the highest of those that are packed; None: none is. table: int64 ``[1 + slots * words]`` on the model's
-    device, which kernels read: that rank, and the words of each slot's adapter, 0 where none is packed.
+    rank: the highest of those that are packed; None: none is. While rows reserve: the reserved rank. table: int64
+    ``[1 + slots * words]`` on the model's device, which kernels read: the highest rank, and the words of each slot's
+    adapter, 0 where none is packed.
     """
 
-    def __init__(self, rows: AdapterRows, words: int = 1) -> None:
-        """words: of each adapter in the table, see `PacksChanges.change_words`."""
-        self._rows, self._words = rows, words
-        self._number = rows.add_product()
+    def __init__(self, rows: AdapterRows, words: int = 1, reserved: int | None = None) -> None:
+        """words: of each adapter in the table, see `PacksChanges.change_words`. reserved: see `ReservesRanks`."""
+        self._rows, self._words, self._reserved = rows, words, reserved
+        self._number = rows.add_product(reserved)
         self._changes: dict[int, PreparedChange] = {}
-        self.rank: int | None = None
+        self._rank: int | None = None
         self.table = torch.zeros(1 + rows.num_slots * words, dtype=torch.int64, device=rows.device)
+
+    @property
+    def rank(self) -> int | None:
+        return self._reserved if self._rows.reserves else self._rank
 
     @property
     def active(self) -> bool:
         """Whether any row of this batch may have a change."""
-        return bool(self._changes) and self._rows.active
+        return (bool(self._changes) or self._rows.reserves) and self._rows.active
 
     @property
     def replaces(self) -> bool:
@@ -349,11 +385,11 @@ class LinearAdapters:
         if prepared is not None:
             self._changes[slot] = prepared
         packed = {place: one.packed for place, one in self._changes.items() if one.packed is not None}
-        self.rank = max((one.rank for one in packed.values()), default=None)
-        self._rows.set_rank(self._number, self.rank)
+        self._rank = max((one.rank for one in packed.values()), default=None)
+        self._rows.set_rank(self._number, self._rank)
         nothing = [0] * self._words
         words = [packed[place].words if place in packed else nothing for place in range(self._rows.num_slots)]
-        table = torch.tensor([self.rank or 0, *itertools.chain.from_iterable(words)])
+        table = torch.tensor([self._rank or 0, *itertools.chain.from_iterable(words)])
         self.table.copy_(to_device(table, self._rows.device))
 
     def change(self, x: Tensor, output: Tensor, bias: Tensor | None) -> Tensor:

@@ -18,6 +18,7 @@ from vlmserve.kernels.adapters import (
     LinearAdapters,
     PacksChanges,
     PreparedChange,
+    ReservesRanks,
     TableAdapters,
 )
 from vlmserve.kernels.operations import (
@@ -151,10 +152,15 @@ class Weight(Layer):
         self.bits, self._input_order = kept.bits, kept.input_order
         del self.weight
 
-    def adapt(self, rows: AdapterRows) -> None:
-        """Have slots for adapters, which those rows are about. A weight that is to be arranged is arranged before."""
+    def adapt(self, rows: AdapterRows, parts: int = 1, max_rank: int = 0) -> None:
+        """Have slots for adapters, which those rows are about. A weight that is to be arranged is arranged before.
+
+        parts: of the weight that an adapter changes by two factors each. max_rank: of these; 0: nothing is reserved.
+        """
         stored: object = self._stored
-        self.adapters = LinearAdapters(rows, stored.change_words if isinstance(stored, PacksChanges) else 1)
+        words = stored.change_words if isinstance(stored, PacksChanges) else 1
+        reserved = stored.reserved_rank(parts, max_rank) if max_rank and isinstance(stored, ReservesRanks) else None
+        self.adapters = LinearAdapters(rows, words, reserved)
 
     def prepare(self, change: Change) -> PreparedChange:
         """An adapter's change as `set_adapter` takes it."""

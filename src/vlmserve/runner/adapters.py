@@ -23,19 +23,22 @@ Observer = Callable[[str, int, Mixture, Tensor], None]
 """Is told a request, its first token of a step, its mixture and the scalings of its tokens, ``[tokens, columns]``."""
 AdapterSource = Callable[[bytes], Adapter]
 """From a digest to the adapter, which is in memory when a step loads it."""
+NO_CHANGES = b"no changes"
+"""The digest of an adapter that changes nothing, for steps at start. It is gone once adapters are loaded."""
 
 
 class RunnerAdapters:
     """Owns the model's slots for adapters, and knows which adapter has which. observer: is told all scalings."""
 
-    def __init__(self, model: LoadedModel, num_slots: int, source: AdapterSource) -> None:
+    def __init__(self, model: LoadedModel, num_slots: int, source: AdapterSource, max_rank: int = 0) -> None:
+        """max_rank: see `AdapterSlots`."""
         if model.adaptable is None:
             raise ValueError("the model takes no adapters")
-        self._slots = AdapterSlots(model.adaptable, num_slots)
+        self._slots = AdapterSlots(model.adaptable, num_slots, max_rank)
         self._rows = model.language_model.adapter_rows = self._slots.rows
         self._source = source
         self._device = model.device.torch_device
-        self._by_digest: dict[bytes, int] = {}
+        self._by_digest = {NO_CHANGES: 0}
         self._mixtures: dict[bytes, Mixture] = {}
         # Of a batch's rows with adapters, those of which tokens are sampled.
         self._sampled: RowSlots | None = None

@@ -142,6 +142,10 @@ class ModelRunner:
         self._drawn = torch.zeros(1, dtype=torch.int32, device=model.device.torch_device)
         self._drawn_rows: dict[str, int] = {}
 
+    @property
+    def takes_adapters(self) -> bool:
+        return self._adapters is not None
+
     def warm_up(self) -> tuple[int, float]:
         return self._images.warm_up()
 

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from functools import partial
 
 from vlmserve.logs import log_format_in_use
+from vlmserve.runner.adapters import NO_CHANGES
 from vlmserve.runner.memory import run_longest_step
 from vlmserve.runner.runner import ModelRunner
 from vlmserve.steps import CachedRequest, NewRequest, SchedulerOutput
@@ -49,7 +50,9 @@ def warm_up_steps(
     run_longest_step(runner.model, num_seqs=max_num_seqs, max_model_len=max_model_len, block_size=runner.block_size)
     # The largest graph first, whose memory the others reuse, then small batches, which come first.
     steps: list[Callable[[], None]] = [
-        partial(_decode, runner, size, max_model_len) for size in (sizes[0], *sizes[:0:-1])
+        partial(_decode, runner, size, max_model_len, adapter)
+        for adapter in ((b"", NO_CHANGES) if runner.takes_adapters else (b"",))
+        for size in (sizes[0], *sizes[:0:-1])
     ]
     steps += [
         partial(_prefill, runner, rows, beside)
@@ -99,16 +102,16 @@ def _encode(runner: ModelRunner, tiles: int) -> None:
         runner.encode_tiles(tiles)
 
 
-def _decode(runner: ModelRunner, size: int, max_model_len: int) -> None:
+def _decode(runner: ModelRunner, size: int, max_model_len: int, adapter: bytes) -> None:
     """Capture a batch of `size` decodes, and submit the next step before it ends, as the engine does.
 
     Once with short contexts and once with a context of the maximum length among them, since a large batch has other
-    launches where it splits contexts.
+    launches where it splits contexts. adapter: of all requests; empty: none.
     """
     for longest in (1, max(1, max_model_len - _STEPS_OF_DECODES)):
         # The first table has all blocks that there can be, so that memory for uploads grows before captures.
-        requests = [_request(runner, 0, 1, start=longest - 1, max_tokens=max_model_len)]
-        requests += [_request(runner, number, 1) for number in range(1, size)]
+        requests = [_request(runner, 0, 1, start=longest - 1, max_tokens=max_model_len, adapter=adapter)]
+        requests += [_request(runner, number, 1, adapter=adapter) for number in range(1, size)]
         with runner.model.device.capturing("first"):
             first = runner.submit(SchedulerOutput(new_requests=requests))
             following = [CachedRequest(request.request_id, request.start + 1, 1) for request in requests]
@@ -131,7 +134,9 @@ def _finish(runner: ModelRunner, requests: list[NewRequest]) -> None:
     runner.submit(SchedulerOutput(finished_request_ids=[request.request_id for request in requests])).result()
 
 
-def _request(runner: ModelRunner, number: int, num_tokens: int, *, start: int = 0, max_tokens: int = 1) -> NewRequest:
+def _request(
+    runner: ModelRunner, number: int, num_tokens: int, *, start: int = 0, max_tokens: int = 1, adapter: bytes = b""
+) -> NewRequest:
     """A request whose tokens all have the padding block; without one, the first block, which nobody owns at start.
 
     num_tokens: after `start` earlier ones. max_tokens: that the block table has room for.
@@ -150,4 +155,5 @@ def _request(runner: ModelRunner, number: int, num_tokens: int, *, start: int = 
         seed=0,
         max_len=length + 2,
         end_token_ids=[],
+        adapter=adapter,
     )

@@ -76,6 +76,11 @@ class TritonChange:
         return sum(tensor.nbytes for tensor in self._tensors if tensor is not None)
 
 
+def reserved_rank(parts: int, rank: int) -> int:
+    """See `ReservesRanks`."""
+    return _rounded(parts * _rounded(rank, ALIGNED_RANK), RANKS)
+
+
 def _grouped(parts: Sequence[LowRank]) -> list[list[LowRank]]:
     """Parts by the outputs that they change; all of them as one group where some change a part of others' outputs."""
     groups: dict[tuple[int, int], list[LowRank]] = {}

@@ -15,7 +15,7 @@ from vlmserve.kernels.operations import DeferredNorm, Norm
 from vlmserve.kernels.quantized import QuantizedWeight
 from vlmserve.kernels.triton import shared_memory
 from vlmserve.kernels.triton.adapter_kernels import WORDS
-from vlmserve.kernels.triton.adapters import TritonChange, add_adapters
+from vlmserve.kernels.triton.adapters import TritonChange, add_adapters, reserved_rank
 from vlmserve.kernels.triton.byte_products import rounded_product
 from vlmserve.kernels.triton.gated import finish
 from vlmserve.kernels.triton.host_math import cdiv, next_power_of_2
@@ -249,6 +249,10 @@ class TritonProduct:
         """See `PacksChanges`."""
         order = pairs(self._out_features, self._stored.values.device) if self._gated else None
         return TritonChange(change, order, self._out_features, self._in_features)
+
+    def reserved_rank(self, parts: int, rank: int) -> int:
+        """See `ReservesRanks`."""
+        return reserved_rank(parts, rank)
 
     def rows(self, indices: Tensor) -> Tensor:
         """See `Table`."""
