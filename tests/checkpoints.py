@@ -19,6 +19,8 @@ from transformers import (
     InternVLConfig,
     InternVLForConditionalGeneration,
     InternVLVisionConfig,
+    LightOnOcrConfig,
+    LightOnOcrForConditionalGeneration,
     LlamaConfig,
     LlamaForCausalLM,
     LlavaConfig,
@@ -39,6 +41,7 @@ from transformers import (
     Qwen2VLForConditionalGeneration,
     Qwen3_5Config,
     Qwen3_5ForConditionalGeneration,
+    Qwen3Config,
     Qwen3VLConfig,
     Qwen3VLForConditionalGeneration,
 )
@@ -292,6 +295,22 @@ def make_mistral3(
     return _save_with_rows(folder, Mistral3ForConditionalGeneration, config, sizes, published_names)
 
 
+def make_lighton_ocr(folder: Path) -> Path:
+    """A LightOnOCR checkpoint in `folder`, with embeddings of 2 x 2 patches of 3 pixels; else as `make_llava`."""
+    config = LightOnOcrConfig(
+        vision_config=PixtralVisionConfig(**{**PIXTRAL_VISION, "patch_size": 3}),
+        text_config=Qwen3Config(**{**TEXT, "vocab_size": 400, "head_dim": 8}),
+        tie_word_embeddings=False,
+    )
+    sizes = {"patch_size": 3, "spatial_merge_size": 2}
+    _save_with_rows(folder, LightOnOcrForConditionalGeneration, config, sizes, published_names=False)
+    named = json.loads((folder / "processor_config.json").read_text())
+    (folder / "processor_config.json").write_text(json.dumps({**named, "processor_class": "LightOnOcrProcessor"}))
+    settings = json.loads((folder / "preprocessor_config.json").read_text())
+    (folder / "preprocessor_config.json").write_text(json.dumps({**settings, "patch_size": 6}))
+    return folder
+
+
 def _save_with_rows(
     folder: Path,
     model_class: type[PreTrainedModel],
@@ -303,7 +322,7 @@ def _save_with_rows(
     tokenizer = write_tokenizer(folder, takes_images=True)
     tokenizer.add_special_tokens([AddedToken(end, special=True, normalized=False) for end in PIXTRAL_ENDS.values()])
     tokenizer.save(str(folder / "tokenizer.json"))
-    config.image_token_index = tokenizer.token_to_id("<image>")
+    config.image_token_index = config.image_token_id = tokenizer.token_to_id("<image>")
     save_model(folder, model_class, config)
     if published_names:
         rename_tensors(folder, lambda name: published_name(name).replace("vision_tower.vision_model.", "vision_tower."))

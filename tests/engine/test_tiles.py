@@ -25,6 +25,7 @@ from transformers import (
 )
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
+from transformers.models.lighton_ocr.processing_lighton_ocr import LightOnOcrProcessor
 from transformers.models.llava_next.image_processing_pil_llava_next import LlavaNextImageProcessorPil
 from transformers.models.llava_next.processing_llava_next import LlavaNextProcessor
 from transformers.models.minicpmv4_6.image_processing_pil_minicpmv4_6 import MiniCPMV4_6ImageProcessorPil
@@ -37,6 +38,7 @@ from tests.checkpoints import (
     PIXTRAL_ENDS,
     make_idefics3,
     make_internvl,
+    make_lighton_ocr,
     make_llava_next,
     make_mistral3,
     make_pixtral,
@@ -83,6 +85,7 @@ MAKERS: dict[str, Callable[[Path], Path]] = {
     "LFM2-VL": make_lfm2_vl,
     "Pixtral": lambda folder: make_pixtral(folder, published_names=True),
     "Ministral 3": lambda folder: make_mistral3(folder, published_names=True),
+    "LightOnOCR": make_lighton_ocr,
     "MiniCPM-V 4.6": make_minicpmv,
     "MiniCPM-V 4.7": lambda folder: make_minicpmv(folder, version="4_7"),
 }
@@ -131,6 +134,11 @@ def load_processor(folder: Path) -> Any:
     if isinstance(image_processor, PixtralImageProcessorPil):
         files = json.loads((folder / "processor_config.json").read_text())
         sizes = {name: files[name] for name in ("patch_size", "spatial_merge_size") if name in files}
+        if files["processor_class"] == "LightOnOcrProcessor":
+            named = PreTrainedTokenizerFast.from_pretrained(
+                folder, extra_special_tokens={"image_token": "<image>", **PIXTRAL_ENDS}
+            )
+            return LightOnOcrProcessor(image_processor, named, chat_template=template, **sizes)
         return pixtral_processor()(
             image_processor, tokenizer, image_token="<image>", chat_template=template, **PIXTRAL_ENDS, **sizes
         )

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForImageTextToText, MistralConfig
 
-from tests.checkpoints import change_config, change_tensors, make_mistral3, make_pixtral
+from tests.checkpoints import change_config, change_tensors, make_lighton_ocr, make_mistral3, make_pixtral
 from tests.models.test_llava import load
 from tests.static_ranges import use_ranges
 from vlmserve.devices.device import LaidOutTower
@@ -28,6 +28,7 @@ VARIANTS: dict[str, tuple[Make, int]] = {
         lambda folder: make_pixtral(folder, published_names=True, vision={"hidden_act": "silu"}), 4
     ),
     "Ministral 3": (make_mistral3, 6),
+    "LightOnOCR": (make_lighton_ocr, 6),
     "Mistral Small 3, published names, merged by three": (
         lambda folder: make_mistral3(
             folder, text_class=MistralConfig, published_names=True, spatial_merge_size=3,

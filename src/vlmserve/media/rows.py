@@ -1,4 +1,4 @@
-"""Images to pixels for towers that take any size, with a token behind each row of embeddings, as Pixtral does it.
+"""Images to pixels for towers that take any size, as Pixtral does it, most with a token behind each row of embeddings.
 
 Equal to transformers' own (PIL) processor but for large JPEGs, as in `media.processor`.
 """
@@ -27,12 +27,15 @@ from vlmserve.media.processor import (
 )
 from vlmserve.types import Pixels
 
+_MERGING = ("mistral3", "lighton_ocr")
+"""Models that merge patches."""
+
 
 @dataclass(frozen=True)
 class RowRecipe:
     """Every setting that changes pixels. side: pixels along each side of what becomes an embedding. longest: edge that
     an image has at most, before it is extended to whole squares. budget: bounds for which images become smaller, or
-    larger."""
+    larger. ends: whether a token is behind each row."""
 
     side: int
     longest: int
@@ -41,6 +44,10 @@ class RowRecipe:
     mean: tuple[float, ...] | None
     std: tuple[float, ...] | None
     budget: ImageBudget = NO_BUDGET
+    ends: bool = True
+
+    def num_tokens(self, columns: int, rows: int) -> int:
+        return rows * (columns + self.ends)
 
 
 class RowProcessor(RecipeProcessor[RowRecipe]):
@@ -57,25 +64,26 @@ class RowProcessor(RecipeProcessor[RowRecipe]):
         self,
         config: dict[str, Any],
         settings: dict[str, Any],
-        ends: tuple[int, int],
+        ends: tuple[int, int] | None,
         *,
         sizes: dict[str, Any] | None = None,
         exact_pixels: bool = False,
     ) -> None:
         """config: of config.json. settings: of preprocessor_config.json, or the image processor's section. ends: ids
-        of the tokens behind a row and behind an image. sizes: of processor_config.json."""
-        self._row_end, self._image_end = ends
-        recipe = _recipe(settings, _side(config, sizes or {}))
+        of the tokens behind a row and behind an image; None: there are none. sizes: of processor_config.json."""
+        self._ends = ends
+        recipe = replace(_recipe(settings, _side(config, sizes or {})), ends=ends is not None)
         self._follow(recipe, exact_pixels=exact_pixels)
         self.levels = Levels(recipe.rescale, recipe.mean, recipe.std)
 
     @classmethod
     def from_files(cls, files: ImageFiles) -> Self:
-        sizes = files.processor_config
+        sizes, exact = files.processor_config, files.exact_pixels
+        if files.config.get("model_type") == "lighton_ocr":
+            return cls(files.config, files.settings, None, sizes=sizes, exact_pixels=exact)
         row_end = files.token_id("image_break_token", sizes.get("image_break_token", "[IMG_BREAK]"))
         image_end = files.token_id("image_end_token", sizes.get("image_end_token", "[IMG_END]"))
-        ends, exact = (row_end, image_end), files.exact_pixels
-        return cls(files.config, files.settings, ends, sizes=sizes, exact_pixels=exact)
+        return cls(files.config, files.settings, (row_end, image_end), sizes=sizes, exact_pixels=exact)
 
     def within(self, budget: ImageBudget) -> Self:
         """The same for images of that budget. Raises InvalidRequestError for one that excludes a single square, or asks
@@ -83,7 +91,7 @@ class RowProcessor(RecipeProcessor[RowRecipe]):
         recipe = self._recipe
         largest = _squares(recipe.longest, recipe.side) ** 2 * recipe.side**2
         budget = budget.settled(recipe.side**2, recipe.budget.max_pixels or largest)
-        budget.check_least(recipe.side**2, _num_tokens(1, 1))
+        budget.check_least(recipe.side**2, recipe.num_tokens(1, 1))
         if budget.low_detail and budget.max_pixels is None:
             budget = replace(budget, max_pixels=max(LOW_DETAIL_PIXELS, recipe.side**2, budget.min_pixels or 0))
         budget.check_most(min(largest, recipe.budget.max_pixels or largest))
@@ -104,11 +112,14 @@ class RowProcessor(RecipeProcessor[RowRecipe]):
         return to_pixels([image])
 
     def placeholders(self, pixels: Pixels, size: tuple[int, int]) -> Placeholders:
-        """A token for each square, row by row, and one behind each row."""
+        """A token for each square, row by row, and one behind each row if rows have ends."""
         rows, columns = (edge // self._recipe.side for edge in pixels.shape[2:])
-        count = _num_tokens(columns, rows)
-        ends = [(place, self._row_end) for place in range(columns, count - 1, columns + 1)]
-        return Placeholders(count, text=(*ends, (count - 1, self._image_end)))
+        count = self._recipe.num_tokens(columns, rows)
+        if self._ends is None:
+            return Placeholders(count)
+        row_end, image_end = self._ends
+        ends = [(place, row_end) for place in range(columns, count - 1, columns + 1)]
+        return Placeholders(count, text=(*ends, (count - 1, image_end)))
 
     def view(self, size: tuple[int, int], pixels: Pixels, placeholders: Placeholders) -> View:
         return whole_view(size, pixels.shape[3], pixels.shape[2])
@@ -140,7 +151,7 @@ class RowProcessor(RecipeProcessor[RowRecipe]):
         return _squares(width, self._recipe.side), _squares(height, self._recipe.side)
 
     def _is_allowed(self, grid: tuple[int, int]) -> bool:
-        return self._recipe.budget.allows(self._area(grid), _num_tokens(*grid))
+        return self._recipe.budget.allows(self._area(grid), self._recipe.num_tokens(*grid))
 
     def _area(self, grid: tuple[int, int]) -> int:
         return math.prod(grid) * self._recipe.side**2
@@ -151,14 +162,10 @@ def _squares(edge: int, side: int) -> int:
     return max(1, math.ceil(edge / side))
 
 
-def _num_tokens(columns: int, rows: int) -> int:
-    return rows * (columns + 1)
-
-
 def _side(config: dict[str, Any], sizes: dict[str, Any]) -> int:
     """Pixels along each side of what becomes an embedding."""
     patch = (config.get("vision_config") or {}).get("patch_size", 16)
-    merge = config.get("spatial_merge_size", 2) if config.get("model_type") == "mistral3" else 1
+    merge = config.get("spatial_merge_size", 2) if config.get("model_type") in _MERGING else 1
     for name, value in (("patch_size", patch), ("spatial_merge_size", merge)):
         if sizes.get(name, value) != value:
             raise ModelLoadError(
