@@ -29,7 +29,14 @@ def test_tiny_model_is_measured(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("name", "kind"),
-    [("tiny", "Q4_0"), ("tiny", "Q8_0"), ("tiny", "Q4_K_M"), ("tiny-qwen3.5", "Q4_K_M"), ("tiny-qwen3-moe", "Q4_K_M")],
+    [
+        ("tiny", "Q4_0"),
+        ("tiny", "Q8_0"),
+        ("tiny", "Q6_K"),
+        ("tiny", "Q4_K_M"),
+        ("tiny-qwen3.5", "Q4_K_M"),
+        ("tiny-qwen3-moe", "Q4_K_M"),
+    ],
 )
 def test_gguf_file_of_a_shape_answers(tmp_path: Path, name: str, kind: str) -> None:
     pytest.importorskip("gguf")

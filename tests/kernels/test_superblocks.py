@@ -105,6 +105,18 @@ def test_a_weight_has_outputs_of_several_types(parts: Parts) -> None:
 
 
 @built
+@pytest.mark.parametrize(("out", "gated"), [(64, False), (44, True)])
+def test_weights_beside_each_other_need_no_copy(out: int, gated: bool) -> None:
+    weights = [make([(12, out)], 2, seed) for seed in (0, 1)]
+    x = torch.randn(5, 2 * SUPERBLOCK, generator=torch.Generator().manual_seed(6))
+    apart, joined = (
+        PackedLinear(join(weights), dtype=torch.float32, gated=gated)(x)
+        for join in (SuperblockWeight.beside, SuperblockWeight.join)
+    )
+    assert torch.equal(apart, joined)
+
+
+@built
 def test_types_that_share_a_tile_are_rejected() -> None:
     for parts, gated in (([(12, 40), (14, 32)], False), ([(12, 32), (14, 32)], True)):
         with pytest.raises(ValueError, match="do not fill tiles"):

@@ -160,24 +160,29 @@ class PackedLinear:
         return packed
 
     def _pack_superblocks(self, weight: SuperblockWeight) -> Tensor:
-        """Packs the outputs of one type after another, after a table of the tiles."""
-        if not weight.fills_tiles or (self._gated and len(weight.parts) > 1):
-            raise ValueError(f"types of {[len(part.blocks) for part in weight.parts]} outputs do not fill tiles")
+        """Packs one part after another, after a table of the tiles. Gates and ups are packed together."""
+        if not (weight.is_pair if self._gated else weight.fills_tiles):
+            raise ValueError(f"parts of {[len(part.blocks) for part in weight.parts]} outputs do not fill tiles")
+        parts, ups = weight.parts, None
+        if self._gated:
+            parts, ups = parts[:1], parts[1].blocks.contiguous() if len(parts) > 1 else None
+        outputs = [self.out_features] if self._gated else [len(part.blocks) for part in parts]
         features = TILE // 2 if self._gated else TILE
-        tiles = [-(-len(part.blocks) // (1 + self._gated) // features) for part in weight.parts]
+        tiles = [-(-count // (1 + self._gated) // features) for count in outputs]
         offset = -(-8 * (sum(tiles) + 1) // _TILE_ALIGNMENT) * _TILE_ALIGNMENT
         superblocks = self.in_features // SUPERBLOCK * TILE
-        sizes = [count * superblocks * part.blocks.shape[2] for count, part in zip(tiles, weight.parts, strict=True)]
+        sizes = [count * superblocks * part.blocks.shape[2] for count, part in zip(tiles, parts, strict=True)]
         packed = allocate(offset + sum(sizes), torch.uint8)
         first_tile = 0
-        for part, count, size in zip(weight.parts, tiles, sizes, strict=True):
-            if len(part.blocks) != count * TILE:
+        for part, num_outputs, count, size in zip(parts, outputs, tiles, sizes, strict=True):
+            if num_outputs != count * TILE:
                 packed[offset : offset + size] = 0
             blocks = part.blocks.contiguous()
             extension().pack_superblocks(
                 blocks.data_ptr(),
+                0 if ups is None else ups.data_ptr(),
                 packed.data_ptr(),
-                len(blocks),
+                num_outputs,
                 self.in_features,
                 part.kind,
                 first_tile,

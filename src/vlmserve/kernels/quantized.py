@@ -180,6 +180,8 @@ class QuantizedWeight:
         """Weights for the same inputs as one, their outputs side by side. Several kinds become 8 bits in the largest
         groups that all theirs consist of. Raises ValueError if there are none."""
         first = weights[0]
+        if len(weights) == 1:
+            return first
         if any(weight.is_float8 != first.is_float8 for weight in weights):
             raise ValueError("float8 numbers and integers cannot be one weight")
         if not all(map(first.is_like, weights)):

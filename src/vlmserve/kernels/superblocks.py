@@ -48,6 +48,17 @@ class SuperblockWeight:
         """Whether the outputs of each type but the last are whole tiles of the kernels."""
         return all(len(part.blocks) % _TILE == 0 for part in self.parts[:-1])
 
+    @property
+    def is_pair(self) -> bool:
+        """True for weights that can be gates and ups: one part, or two of the same type and size."""
+        first, last = self.parts[0], self.parts[-1]
+        return len(self.parts) <= 2 and (first.kind, first.blocks.shape) == (last.kind, last.blocks.shape)
+
+    @classmethod
+    def beside(cls, weights: Sequence[SuperblockWeight]) -> SuperblockWeight:
+        """As `join`, without a copy: parts of the same type stay apart."""
+        return cls(tuple(part for weight in weights for part in weight.parts))
+
     @classmethod
     def join(cls, weights: Sequence[SuperblockWeight]) -> SuperblockWeight:
         """Weights for the same inputs as one, their outputs side by side."""

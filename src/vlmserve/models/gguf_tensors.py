@@ -151,12 +151,8 @@ class GGUFFile:
         if source.columns is not None:
             # A superblock may hold columns of several heads.
             return None
-        rows = [torch.from_numpy(_bytes(part, 0, None)) for part in sources]
         return SuperblockWeight.join(
-            [
-                SuperblockWeight((SuperblockRows(part.info.type, raw.view(len(raw), -1, _type_size(part.info))),))
-                for part, raw in zip(sources, rows, strict=True)
-            ]
+            [SuperblockWeight((SuperblockRows(part.info.type, _blocks(part)),)) for part in sources]
         )
 
 
@@ -165,11 +161,11 @@ def _quantized(source: _Source) -> QuantizedWeight | None:
     if kind is None or len(source.info.shape) != 2 or source.frames:
         return None
     bits, size, unpack = kind
-    raw = torch.from_numpy(_bytes(source, 0, None))
-    values, scales, minimums = unpack(raw.view(len(raw), -1, _type_size(source.info)))
+    blocks = _blocks(source)
+    values, scales, minimums = unpack(blocks)
     groups = source.info.shape[1] // size
     scales, minimums = scales.reshape(-1, groups), minimums.reshape(-1, groups)
-    values = values.reshape(len(raw), -1)
+    values = values.reshape(len(blocks), -1)
     if (columns := source.columns) is not None:
         if not _moves_groups(columns, size):
             return None
@@ -223,11 +219,23 @@ def _plain(source: _Source, first: int, last: int | None) -> Tensor:
     return tensor + source.added if source.added else tensor
 
 
+def _blocks(source: _Source) -> Tensor:
+    """All blocks of a tensor, uint8 ``[rows, blocks, bytes]``. They are mapped from the file if its order is kept, so
+    that kernels read them without a copy."""
+    mapped = _mapped(source.info)
+    raw = np.asarray(mapped if source.rows is None else mapped[np.atleast_1d(source.rows)])
+    return torch.from_numpy(raw).view(len(raw), -1, _type_size(source.info))
+
+
+def _mapped(info: TensorInfo) -> Bytes:
+    """Rows of a tensor in its file. Writing to them changes nothing in the file."""
+    count = info.shape[0]
+    return np.memmap(info.path, np.uint8, "c", offset=info.offset, shape=(count, _num_bytes(info) // count))
+
+
 def _bytes(source: _Source, first: int, last: int | None) -> Bytes:
     """Rows of a tensor, ``[rows, bytes]``. A vector has a row for each value."""
-    info = source.info
-    count = info.shape[0]
-    mapped = np.memmap(info.path, np.uint8, "r", offset=info.offset, shape=(count, _num_bytes(info) // count))
+    mapped = _mapped(source.info)
     if source.rows is None:
         return np.array(mapped[first:last])
     return np.asarray(mapped[np.atleast_1d(source.rows)[first:last]])

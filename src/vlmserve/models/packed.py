@@ -148,9 +148,14 @@ def _take_superblocks(
             return False
         weights.append(own)
     del slots
-    joined = SuperblockWeight.join(weights)
-    if not joined.fills_tiles or (isinstance(module, GatedLinear) and len(joined.parts) > 1):
-        return False
+    joined = SuperblockWeight.beside(weights)
+    if isinstance(module, GatedLinear):
+        if not joined.is_pair:
+            return False
+    elif not joined.fills_tiles:
+        joined = SuperblockWeight.join(weights)
+        if not joined.fills_tiles:
+            return False
     for name in names:
         checkpoint.hash(name)
     module.quantize(joined)

@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 PROMPT_ROWS = (8, 16, 32, 64, 128, 192, 512, 1024, 2048)
 """Rows of chunks with different kernels or tilings: by Triton up to 128, by the library from there on."""
-FIRST_ROWS = (64, 1)
+FIRST_ROWS = (16, 1)
 """Rows of the prompts that run where nothing is captured: they touch all weights and start the threads."""
 MIXED_ROWS = 512
 """Maximum rows of chunks beside decodes that are warmed up."""

@@ -30,7 +30,7 @@ inline void test_experts(WeightKind kind, int dtype, bool is_sigmoid) {
     kernels->pack(router.data(), packed.data(), count, size, FLOAT32, 0, 2);
     const ExpertForm form = {kind.bits, group, kind.minimums, kind.input_bits};
     const ExpertsLayer layer = {packed.data(), is_sigmoid ? static_cast<const float*>(correction.data()) : nullptr, table.data(),
-                                count, top_k, size, inner, 1, is_sigmoid, 1, 2.5, form, form};
+                                nullptr, nullptr, nullptr, 0, count, top_k, size, inner, 1, is_sigmoid, 1, 2.5, form, form};
     ExpertsArgs args = {};
     args.layer = &layer;
     args.dtype = dtype;

@@ -83,7 +83,7 @@ struct SuperblockWeight {
         }
         long tiles = (out + 31) / 32, offset = (8 * (tiles + 1) + 63) / 64 * 64;
         packed = std::make_unique<Memory>(offset + tiles * 32 * in / 256 * bytes);
-        kernels->pack_superblocks(blocks.data(), static_cast<std::uint8_t*>(packed->data()), out, in, kind, 0, offset, 0, 2);
+        kernels->pack_superblocks(blocks.data(), nullptr, static_cast<std::uint8_t*>(packed->data()), out, in, kind, 0, offset, 0, 2);
     }
 
     double at(long row, long column) const { return values[static_cast<std::size_t>(row * in + column)]; }

@@ -77,6 +77,27 @@ INLINE f32v group_minimums(const u8* group, int vector) {
     return load(reinterpret_cast<const f16*>(group) + TILE + vector * LANES);
 }
 
+// Packs inputs of one lane of a group, from its first word on. The last word may be for more inputs than there are.
+template <int BITS>
+INLINE void pack_group(const u8* from, long count, u8* to) {
+    constexpr long OF_WORD = 32 / BITS;
+    auto pack_word = [&](std::uint32_t (&words)[OF_WORD / 4]) {
+        if constexpr (BITS == 4) words[0] |= words[1] << 4;
+        __builtin_memcpy(to, words, sizeof words[0]);
+        to += 4 * TILE;
+    };
+    for (; count >= OF_WORD; count -= OF_WORD, from += OF_WORD) {
+        std::uint32_t words[OF_WORD / 4];
+        __builtin_memcpy(words, from, sizeof words);
+        pack_word(words);
+    }
+    if (count) {
+        std::uint32_t words[OF_WORD / 4] = {};
+        __builtin_memcpy(words, from, static_cast<std::size_t>(count));
+        pack_word(words);
+    }
+}
+
 // Of unsigned weights [out, in], one a byte; scales and minimums [out, groups] float32, minimums null if there are none.
 void pack_quantized(const u8* weight, const float* scales, const float* minimums, u8* packed, long out, long in, int bits,
                     long group, int gated, int threads) {
@@ -87,21 +108,26 @@ void pack_quantized(const u8* weight, const float* scales, const float* minimums
     auto pack_tile = [&](long tile) {
         u8* to = packed + tile * bytes;
         __builtin_memset(to, 0, static_cast<std::size_t>(bytes));
-        for (long lane = 0; lane < TILE; ++lane) {
-            long feature = tile * each + lane % each;
-            if (feature >= features) continue;
-            long row = feature + lane / each * features;
-            for (long number = 0; number < groups; ++number) {
-                u8* begin = to + number * form.group_bytes();
-                f16* parameters = reinterpret_cast<f16*>(begin);
+        // Lanes of a group lie side by side: one group after another stays in the first cache.
+        for (long number = 0; number < groups; ++number) {
+            u8* begin = to + number * form.group_bytes();
+            f16* parameters = reinterpret_cast<f16*>(begin);
+            for (long lane = 0; lane < TILE; ++lane) {
+                long feature = tile * each + lane % each;
+                if (feature >= features) continue;
+                long row = feature + lane / each * features;
                 if (group)
                     parameters[lane] = to_f16(scales[row * groups + number]);
                 else
                     reinterpret_cast<float*>(begin)[lane] = scales[row];
                 if (form.minimums) parameters[TILE + lane] = to_f16(minimums[row * groups + number]);
                 const u8* from = weight + row * in + number * size;
-                for (long i = 0; i < smaller(size, in - number * size); ++i)
-                    begin[parameter_bytes + form.place(i, lane)] |= static_cast<u8>(from[i] << form.shift(i));
+                u8* words = begin + parameter_bytes + lane * 4;
+                long count = smaller(size, in - number * size);
+                if (form.bits == 8)
+                    pack_group<8>(from, count, words);
+                else
+                    pack_group<4>(from, count, words);
             }
         }
     };

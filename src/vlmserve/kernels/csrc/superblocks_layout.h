@@ -221,23 +221,26 @@ void pack_superblock(const u8* block, u8* to, long lane) {
 }
 
 template <class Kind>
-void pack_tiles_of(const u8* blocks, u8* to, long out, long in, long gated, int threads) {
+void pack_tiles_of(const u8* blocks, const u8* ups, u8* to, long out, long in, long gated, int threads) {
     long tiles = num_tiles(out, gated), features = gated ? out / 2 : out, each = features_of_tile(gated);
-    long count = in / SUPERBLOCK;
+    long count = in / SUPERBLOCK, row_bytes = count * Kind::BLOCK_BYTES;
+    if (!ups) ups = blocks + features * row_bytes;
     each_range(threads, tiles, in * TILE, [&](long first, long last, int) {
         for (long tile = first; tile < last; ++tile)
-            for (long lane = 0; lane < TILE; ++lane) {
-                long feature = tile * each + lane % each, row = feature + lane / each * features;
-                for (long i = 0; i < count && feature < features; ++i)
-                    pack_superblock<Kind>(blocks + (row * count + i) * Kind::BLOCK_BYTES, to + (tile * count + i) * Kind::BYTES, lane);
-            }
+            for (long i = 0; i < count; ++i)
+                for (long lane = 0; lane < TILE; ++lane) {
+                    long feature = tile * each + lane % each;
+                    if (feature >= features) continue;
+                    const u8* row = (lane < each ? blocks : ups) + feature * row_bytes;
+                    pack_superblock<Kind>(row + i * Kind::BLOCK_BYTES, to + (tile * count + i) * Kind::BYTES, lane);
+                }
     });
 }
 
 // Packs blocks [out, in / 256] of one kind, as a GGUF file has them, into zeroed memory: tiles from `first_tile` on, the first
-// at `offset`, and their entries in the table.
-void pack_superblocks(const u8* blocks, u8* packed, long out, long in, int kind, long first_tile, long offset, int gated,
-                      int threads) {
+// at `offset`, and their entries in the table. ups: blocks of the second half of gated outputs; null: they follow the gates'.
+void pack_superblocks(const u8* blocks, const u8* ups, u8* packed, long out, long in, int kind, long first_tile, long offset,
+                      int gated, int threads) {
     with_kind(kind, [&](auto of) {
         typedef decltype(of) Kind;
         long tiles = num_tiles(out, gated), bytes = in / SUPERBLOCK * Kind::BYTES;
@@ -245,7 +248,7 @@ void pack_superblocks(const u8* blocks, u8* packed, long out, long in, int kind,
             std::int64_t entry = offset + tile * bytes + kind;
             __builtin_memcpy(packed + (first_tile + tile) * 8, &entry, sizeof entry);
         }
-        pack_tiles_of<Kind>(blocks, packed + offset, out, in, gated, threads);
+        pack_tiles_of<Kind>(blocks, ups, packed + offset, out, in, gated, threads);
     });
 }
 

@@ -322,8 +322,8 @@ struct Kernels {
     void (*pack_quantized)(const std::uint8_t* weight, const float* scales, const float* minimums, std::uint8_t* packed, long out,
                            long in, int bits, long group, int gated, int threads);
     // See superblocks_layout.h; null: no products with such weights.
-    void (*pack_superblocks)(const std::uint8_t* blocks, std::uint8_t* packed, long out, long in, int kind, long first_tile,
-                             long offset, int gated, int threads);
+    void (*pack_superblocks)(const std::uint8_t* blocks, const std::uint8_t* ups, std::uint8_t* packed, long out, long in, int kind,
+                             long first_tile, long offset, int gated, int threads);
     // Bits, group and minimums: as in LinearArgs.
     void (*gather)(const void* packed, const std::int64_t* ids, void* y, long count, long in, int dtype, int bits, long group,
                    int minimums, int threads);
