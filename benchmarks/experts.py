@@ -29,6 +29,7 @@ from vlmserve.families.spec import ExpertsSpec
 from vlmserve.kernels.cpu_experts import NativeExperts
 from vlmserve.kernels.cpu_native import PackedLinear
 from vlmserve.kernels.extension import extension
+from vlmserve.kernels.operations import RouterWeights
 from vlmserve.kernels.quantized import QuantizedWeight
 from vlmserve.quant.methods.rtn import round_to_nearest
 
@@ -59,7 +60,7 @@ class Layer:
         self.expert_bytes = sum(product.num_bytes for product in experts[0])
         router = PackedLinear(self.router)
         self.router_bytes = router.num_bytes
-        self.run = NativeExperts(spec, router, None, experts)
+        self.run = NativeExperts(spec, RouterWeights(router), experts)
 
     def chosen(self, spec: ExpertsSpec, x: Tensor) -> Tensor:
         """``[rows, top_k]``."""

@@ -71,11 +71,11 @@ _UNIFIED_TEXT: Config = {
     "use_bidirectional_attention": "vision",
     "hidden_size_per_layer_input": 0,
 }
-_UNIFIED_NAMES: Names = (
+_VISION_NAMES: Names = (
     (r"^(model\.)?(vision_embedder|embed_vision)\.(patch|pos)_", r"vision_tower.\3_"),
     (r"^(model\.)?embed_vision\.(multimodal_embedder\.)?", "multi_modal_projector."),
+    (r"(_proj)\.linear\.", r"\1."),
 )
-_VISION_NAMES: Names = ((r"^(model\.)?embed_vision\.", "multi_modal_projector."), (r"(_proj)\.linear\.", r"\1."))
 
 
 def _gemma4(config: Config) -> ArchSpec:
@@ -259,7 +259,7 @@ FAMILIES = (
         text_type="gemma4_unified_text",
         tied=True,
         tower="vlmserve.models.vision.gemma4_unified:Gemma4UnifiedVision",
-        names=_UNIFIED_NAMES,
+        names=_VISION_NAMES,
         image_processor="vlmserve.media.pooled:UnifiedProcessor.from_files",
         image_processor_types=("Gemma4UnifiedImageProcessor",),
         image_token_id=258880,
