@@ -10,7 +10,8 @@ from __future__ import annotations
 from pathlib import Path
 
 _SLOW = {
-    ".": "async_llm bench confidence cores examples folders gguf imports llm llm_threads mmproj second_tries",
+    ".": """async_llm bench confidence cores examples folders forked_workers gguf imports llm llm_threads mmproj
+        second_tries""",
     "adapters": "captured merge parity serving xlora xlora_checkpoint xlora_pool",
     "batch": "run",
     "benchmarks": "context gpu gpu_static image_reuse mutations sizes soak state_reuse",
