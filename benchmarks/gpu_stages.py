@@ -208,6 +208,10 @@ def attention(device: torch.device, sizes: Sizes, folder: Path) -> Measured:
                 taken = _attention_of_decodes(backend, spec, smallest, dtype, device, sizes.repeats)
             yield f"{smallest[0]} x {smallest[1]}{suffix}, keys by a launch", taken
             yield from _attention_by_tiles(backend, spec, name, (streams, context), dtype, device, sizes.repeats)
+            for length, by_library in product(sizes.contexts if kind == "auto" else (), (False, True)):
+                with switched(type(backend), by_library=by_library):
+                    taken = _attention_of_prompt(backend, spec, 2 * length, dtype, device, sizes.repeats)
+                yield f"prompt of {2 * length}{', by the library' if by_library else ''}", taken
 
 
 def _attention_of_decodes(
@@ -235,6 +239,24 @@ def _attention_of_decodes(
         [partial(attend, AttentionContext(turn, spec, metadata, plan)) for turn in turns], device, repeats
     )
     return taken.named("microseconds") | {"read_gb_s": read / taken.seconds / 1e9}
+
+
+def _attention_of_prompt(
+    backend: AttentionBackend, spec: AttentionSpec, length: int, dtype: torch.dtype, device: torch.device, repeats: int
+) -> dict[str, float]:
+    """Of one prompt without cached tokens. Half of the scores are computed."""
+    blocks = -(-length // BLOCK_SIZE)
+    cache = backend.allocate(blocks, BLOCK_SIZE, spec, dtype, device)
+    metadata = BatchMetadata.of_chunks([(0, length)], [list(range(blocks))], BLOCK_SIZE, device)
+    plan = backend.prepare(metadata, BLOCK_SIZE, [spec], dtype)
+    parts = [
+        torch.randn(length, heads, spec.head_size, device=device, dtype=dtype)
+        for heads in (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)
+    ]
+    context = AttentionContext(cache, spec, metadata, plan)
+    taken = per_launch([partial(backend.attend, *parts, context)], device, repeats)
+    work = 2 * spec.num_heads * spec.head_size * length**2
+    return taken.named("microseconds") | {"tflop_s": work / taken.seconds / 1e12}
 
 
 def _attention_by_tiles(

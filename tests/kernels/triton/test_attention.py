@@ -14,7 +14,7 @@ from tests.attending import Bidirectional, Chunk, attend, naive_attention
 from tests.paged import BlockTables
 from vlmserve.kernels.attention import AttentionBackend, AttentionContext, HeadNorms, RotaryRows, RotatingBackend
 from vlmserve.kernels.torch_reference import TorchReference
-from vlmserve.kernels.triton import attention, attention_kernels
+from vlmserve.kernels.triton import attention, attention_kernels, fresh_prompts
 from vlmserve.kernels.triton.attention import AttentionTile, TritonAttention, unsupported_reason
 from vlmserve.kernels.triton.attention_kernels import CHUNK_SPLIT, FEW_QUERIES
 from vlmserve.layer_specs import AttentionSpec, CacheType
@@ -63,6 +63,37 @@ def test_a_mixed_batch_equals_naive_attention(device: torch.device, name: str) -
 def test_a_cache_of_8_bits(device: torch.device, name: str, cache_type: CacheType) -> None:
     output, expected = attend(TritonAttention(cache_type=cache_type), FEW, SPECS[name], 4, device=device)
     torch.testing.assert_close(output.double(), expected, atol=2e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "chunks", "is_fresh"),
+    [
+        ("plain", [(0, 18), (0, 33)], True),
+        ("no groups", [(0, 17)], True),
+        ("plain", [(0, 18), (2, 17)], False),
+        ("plain", [(0, 18), (0, 15)], False),
+        ("plain", [(3, 1), (0, 18)], False),
+        ("window", [(0, 18)], False),
+        ("sinks", [(0, 18)], False),
+    ],
+)
+def test_library_attends_for_long_fresh_prompts(
+    device: torch.device, name: str, chunks: list[Chunk], is_fresh: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launched: list[tuple[int, ...]] = []
+    monkeypatch.setattr(TritonAttention, "by_library", True)
+    monkeypatch.setattr(fresh_prompts, "LEAST_ROWS", 16)
+    kernel = attention.attend_rows
+
+    class Counting:
+        def __getitem__(self, grid: tuple[int, ...]) -> object:
+            launched.append(grid)
+            return kernel[grid]
+
+    monkeypatch.setattr(attention, "attend_rows", Counting())
+    output, expected = attend(TritonAttention(), chunks, SPECS[name], 4, device=device, filled_by=FILLED_BY)
+    torch.testing.assert_close(output.double(), expected, atol=2e-5, rtol=1e-5)
+    assert bool(launched) != is_fresh
 
 
 def test_decodes_by_other_tiles(device: torch.device) -> None:

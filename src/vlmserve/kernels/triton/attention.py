@@ -22,6 +22,7 @@ from vlmserve.kernels.triton.attention_kernels import (
     combine,
     divide_decodes,
 )
+from vlmserve.kernels.triton.fresh_prompts import are_fresh, attend_fresh
 from vlmserve.kernels.triton.host_math import cdiv, next_power_of_2
 from vlmserve.kernels.triton.rope import rotate_into_cache
 from vlmserve.kernels.triton.shared_memory import multiprocessors
@@ -118,12 +119,14 @@ class TritonAttention(TorchReference):
 
     Lengths are read on the device, so that a step can be captured once and replayed at other lengths.
 
-    writes: whether programs of decodes write keys and values themselves; a class's, for measuring.
+    writes: whether programs of decodes write keys and values themselves; a class's, for measuring. by_library: whether
+    torch's operator computes long prompts without cached tokens; it was not measured on a GPU yet.
     """
 
     name = "triton"
     reads_on_device = True
     writes: ClassVar[bool] = True
+    by_library: ClassVar[bool] = False
 
     def __init__(self, *, cache_type: CacheType = "auto") -> None:
         super().__init__(cache_type=cache_type)
@@ -272,6 +275,8 @@ class TritonAttention(TorchReference):
         chunks, work = _has_chunks(metadata), plan.work.get(spec.window or 0)
         writes = self.writes and not chunks
         query = qkv if writes else rotate_into_cache(qkv, rope, cache, spec, slots, norms)
+        if self.by_library and are_fresh(metadata, spec, cache):
+            return attend_fresh(query, cache, spec, metadata)
         cos, sin, positions = (query, query, None) if rope is None else rope
         output = torch.empty((len(qkv), spec.num_heads * spec.head_size), dtype=qkv.dtype, device=qkv.device)
         decodes, sequences = metadata.num_decodes, len(metadata.query_lens)
