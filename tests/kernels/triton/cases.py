@@ -180,6 +180,8 @@ def attention_cases() -> Iterator[Case]:
         (128, True, beside),
         (64, False, {**everything, "REACH": False}),
         (256, True, {}),
+        (512, False, {}),
+        (512, True, {}),
     ):
         tiles = tile(AttentionSpec(32, 8, head, 1.0), chunks=chunks, quantized="QUANTIZED" in further)
         stored = dict.fromkeys(("keys_ptr", "values_ptr"), STORED.get(further.get("QUANTIZED", ""), "*bf16"))

@@ -31,6 +31,7 @@ SPECS = {
     "no groups": AttentionSpec(3, 3, 16, 0.3),
     "groups of three": AttentionSpec(6, 2, 6, 0.4),
     "one head of keys": AttentionSpec(17, 1, 8, 0.4),
+    "large heads": AttentionSpec(2, 1, 512, 512**-0.5),
     "window": dataclasses.replace(PLAIN, window=7),
     "window of one": dataclasses.replace(PLAIN, window=1),
     "soft cap": dataclasses.replace(PLAIN, soft_cap=2.0),
@@ -426,7 +427,7 @@ def test_mixed_steps_share_one_capture_key() -> None:
 
 def test_what_the_kernels_do_not_serve_is_named() -> None:
     assert unsupported_reason([PLAIN, SPECS["all of it"]], torch.bfloat16) is None
-    assert "larger than 256" in str(unsupported_reason([AttentionSpec(2, 2, 512, 1.0)], torch.float32))
+    assert "larger than 512" in str(unsupported_reason([AttentionSpec(2, 2, 1024, 1.0)], torch.float32))
     assert "evenly" in str(unsupported_reason([AttentionSpec(3, 2, 8, 1.0)], torch.float32))
     assert "float64" in str(unsupported_reason([PLAIN], torch.float64))
 

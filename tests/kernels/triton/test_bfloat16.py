@@ -88,7 +88,9 @@ def test_many_rows(device: torch.device) -> None:
     assert_near(result, x.double() @ numbers.T + bias.double())
 
 
-@pytest.mark.parametrize(("head_size", "quantized"), [(256, "auto"), (80, "int8"), (128, "int8"), (128, "fp8")])
+@pytest.mark.parametrize(
+    ("head_size", "quantized"), [(512, "auto"), (256, "auto"), (80, "int8"), (128, "int8"), (128, "fp8")]
+)
 def test_attention(device: torch.device, head_size: int, quantized: CacheType) -> None:
     spec = AttentionSpec(8, 2, head_size, head_size**-0.5)
     backend = TritonAttention(cache_type=quantized)

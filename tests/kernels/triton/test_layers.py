@@ -13,6 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     Gemma3ForCausalLM,
     Gemma3TextConfig,
+    Gemma4ForCausalLM,
+    Gemma4TextConfig,
     GPTBigCodeConfig,
     GPTBigCodeForCausalLM,
     Olmo2Config,
@@ -26,6 +28,7 @@ from triton import knobs
 from triton.runtime.interpreter import GridExecutor
 
 from tests.checkpoints import make_llama, make_text_model
+from tests.gemma4 import DECODER
 from tests.kernels.test_torch_float8 import made
 from tests.kernels.triton.interpreted import CPU, InterpretedDevice, randomize_norms
 from tests.kernels.triton.interpreted import loaded as loaded_model
@@ -328,6 +331,18 @@ def test_norms_of_what_blocks_make_take_no_launches(
     layer = [*product, "attend_rows", "combine", *product, "norm_rows", *product, *gates, *product, "norm_rows"]
     taken = by_library(layer_launches(model, launches, 3))
     assert taken == ["norm_rows", *layer * len(model.layers)]
+
+
+def test_layers_with_shared_keys_equal_torch(tmp_path: Path) -> None:
+    """Prompts, whose last layers compute the last token alone, and decodes."""
+    settings = {**DECODER, "num_hidden_layers": 4, "num_kv_shared_layers": 2, "layer_types": DECODER["layer_types"][:4]}
+    folder, results = make_text_model(tmp_path, Gemma4ForCausalLM, Gemma4TextConfig, **{**SMALL, **settings}), []
+    for device in (InterpretedDevice, TorchDevice):
+        model = loaded(folder, device)
+        assert model.backend.name == ("triton" if device is InterpretedDevice else "torch")
+        results.append(logits(model, [[5, 9, 11], [7, 4]], [[2, 1], [1, 1]]))
+    for our, their in zip(*results, strict=True):
+        torch.testing.assert_close(our, their, atol=1e-4, rtol=1e-3)
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ from vlmserve.kernels.triton.shared_memory import multiprocessors
 from vlmserve.kernels.triton.unpacking import has_assembly
 from vlmserve.layer_specs import AttentionSpec, CacheType
 
-MAX_HEAD_SIZE = 256
+MAX_HEAD_SIZE = 512
 STAGES = 5
 """Of the pipeline, which has some for loads of block tables. With fewer, no keys are on their way while others are
 multiplied."""
@@ -59,8 +59,6 @@ def unsupported_reason(layers: Sequence[AttentionSpec], dtype: torch.dtype) -> s
             return f"a head of {spec.head_size} elements is larger than {MAX_HEAD_SIZE}"
         if spec.head_size % 2:
             return f"a head of {spec.head_size} elements is odd"
-        if spec.shares_with is not None:
-            return "the kernels know no layers that share keys and values"
         if spec.num_heads % spec.num_kv_heads:
             return f"{spec.num_heads} query heads cannot share {spec.num_kv_heads} heads of keys evenly"
     return None
@@ -81,6 +79,8 @@ def tile(spec: AttentionSpec, *, chunks: bool, quantized: bool = False) -> Atten
     warps take as long, within 1%. Two warps take 28% fewer instructions for each key than four, of which keys of 8 bits
     leave less time for.
     """
+    if spec.head_size > 256:
+        return AttentionTile(max(16, next_power_of_2(spec.num_heads // spec.num_kv_heads)), 16, 4)
     wide = spec.head_size > 128
     rows = max(16, next_power_of_2(spec.num_heads // spec.num_kv_heads), 0 if not chunks else 32 if wide else 64)
     if rows > 16 or wide:
@@ -235,9 +235,7 @@ class TritonAttention(TorchReference):
         value: Tensor | None,
         context: AttentionContext,
     ) -> Tensor:
-        assert key is not None
-        assert value is not None
-        qkv = torch.cat((query.flatten(1), key.flatten(1), value.flatten(1)), 1)
+        qkv = torch.cat([part.flatten(1) for part in (query, key, value) if part is not None], 1)
         return self._attend(qkv, None, context)
 
     def attend_rotated(
@@ -273,7 +271,7 @@ class TritonAttention(TorchReference):
             qkv = qkv.contiguous()
         slots, tables = metadata.slot_mapping[cache.column], metadata.block_tables[cache.column]
         chunks, work = _has_chunks(metadata), plan.work.get(spec.window or 0)
-        writes = self.writes and not chunks
+        writes = self.writes and not chunks and spec.shares_with is None
         query = qkv if writes else rotate_into_cache(qkv, rope, cache, spec, slots, norms)
         if self.by_library and are_fresh(metadata, spec, cache):
             return attend_fresh(query, cache, spec, metadata)

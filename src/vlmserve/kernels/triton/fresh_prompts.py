@@ -16,8 +16,8 @@ LEAST_ROWS = 2000
 
 
 def are_fresh(metadata: BatchMetadata, spec: AttentionSpec, cache: LayerCache) -> bool:
-    """Whether `attend_fresh` computes a step: long prompts alone, all from their first token on, with plain causal
-    attention over a cache of the model's type."""
+    """True for steps of long prompts alone, all from their first token on, with plain causal attention over a cache of
+    the model's type."""
     lengths = metadata.query_lens
     if metadata.num_decodes or metadata.decodes is not None or min(lengths, default=0) < LEAST_ROWS:
         return False

@@ -165,13 +165,14 @@ def rotate_into_cache(
 ) -> Tensor:
     """Norm and rotate queries and keys, and write keys and values into their slots.
 
-    qkv: ``[tokens, (heads + 2 * kv_heads) * head_size]``, rows one after the other; rope: None: nothing is rotated.
-    norms: None: nothing is normed. slots: int64 ``[tokens]``. Returns the queries, ``[tokens, heads * head_size]``.
+    qkv: ``[tokens, (heads + 2 * kv_heads) * head_size]``, rows one after the other. Layers that share keys and
+    values of other layers have queries alone. rope: None: nothing is rotated. norms: None: nothing is normed. slots:
+    int64 ``[tokens]``. Returns the queries, ``[tokens, heads * head_size]``.
     """
     tokens = len(qkv)
     query = torch.empty((tokens, spec.num_heads * spec.head_size), dtype=qkv.dtype, device=qkv.device)
     cos, sin, positions = (query, query, None) if rope is None else rope
-    rotate_and_write[(tokens, 2)](
+    rotate_and_write[(tokens, 2 if spec.shares_with is None else 1)](
         qkv,
         cos,
         sin,
