@@ -140,8 +140,8 @@ def test_what_triton_cannot_do_is_torchs(monkeypatch: pytest.MonkeyPatch, caplog
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     device = TritonDevice(GPU)
     assert device.attention([AttentionSpec(4, 2, 64, 0.125)], torch.bfloat16).name == "triton"
-    assert device.attention([AttentionSpec(4, 2, 512, 0.125)], torch.bfloat16).name == "torch"
-    assert "attention: torch, without CUDA graphs (a head of 512 elements is larger than 256)" in caplog.text
+    assert device.attention([AttentionSpec(4, 2, 1024, 0.125)], torch.bfloat16).name == "torch"
+    assert "attention: torch, without CUDA graphs (a head of 1024 elements is larger than 512)" in caplog.text
     groups = torch.ones(4, 3)
     odd = QuantizedWeight(4, 16, torch.zeros(4, 48, dtype=torch.uint8), groups, groups)
     assert isinstance(device.linear(odd, None, NO_EPILOGUE, torch.bfloat16), QuantizedProduct)
@@ -163,7 +163,7 @@ def test_what_triton_cannot_do_is_torchs(monkeypatch: pytest.MonkeyPatch, caplog
     assert device.norm(torch.ones(64), None, 1e-6, 1.0) is not None
 
 
-@pytest.mark.parametrize(("head_size", "sizes"), [(64, [4, 2, 1]), (512, [])])
+@pytest.mark.parametrize(("head_size", "sizes"), [(64, [4, 2, 1]), (1024, [])])
 def test_graphs_need_attention_that_reads_on_device(
     monkeypatch: pytest.MonkeyPatch, head_size: int, sizes: list[int]
 ) -> None:
