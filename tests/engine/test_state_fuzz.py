@@ -14,5 +14,5 @@ def test_random_requests_equal_a_quiet_engine(tmp_path: Path, family: str) -> No
     tally = Tally()
     fuzz(FAMILIES[family](tmp_path), 25, 7, tally)
     assert tally.different == []
-    assert tally.ties <= 1
+    assert tally.ties + tally.flips <= 1
     assert tally.found_tokens > 50, "or no state was on trial"

@@ -48,6 +48,8 @@ class StateHits(KVMemory):
             return
         if parting > leader.state.reached and parting not in leader.state.leaving:
             self.planned.add(leader, [parting])
+            # It keeps the blocks of windows before the checkpoint.
+            leader.boundaries = leader.boundaries | {parting}
 
     def _shares(self, request: Request) -> bool:
         """Return whether a request may read what others have computed."""
