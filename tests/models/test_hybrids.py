@@ -16,6 +16,8 @@ from transformers import (
     Lfm3ForCausalLM,
     Lfm3VlConfig,
     Lfm3VlForConditionalGeneration,
+    MiniCPMV4_6Config,
+    MiniCPMV4_6ForConditionalGeneration,
     Qwen3_5Config,
     Qwen3_5ForCausalLM,
     Qwen3_5ForConditionalGeneration,
@@ -177,3 +179,17 @@ def test_tensors_of_qwen35_4b_are_known(tmp_path: Path) -> None:
     assert (len(spec.states), len(spec.attention), spec.max_position) == (24, 8, 262144)
     assert {rope.size for rope in spec.ropes if rope is not None} == {64}
     assert description.image_token_id == 248056
+
+
+def test_tensors_of_minicpmv_46_are_known(tmp_path: Path) -> None:
+    text = {
+        "model_type": "qwen3_5_text", "hidden_size": 1024, "intermediate_size": 3584, "num_hidden_layers": 24,
+        "num_attention_heads": 8, "num_key_value_heads": 2, "linear_num_value_heads": 16, "tie_word_embeddings": True,
+    }  # fmt: skip
+    vision = {
+        "hidden_size": 1152, "intermediate_size": 4304, "num_hidden_layers": 27, "num_attention_heads": 16,
+        "image_size": 980, "patch_size": 14,
+    }  # fmt: skip
+    config = MiniCPMV4_6Config(text_config=text, vision_config=vision, tie_word_embeddings=True, image_token_id=248056)
+    _, spec, _ = compared(tmp_path, MiniCPMV4_6ForConditionalGeneration, config)
+    assert (len(spec.states), len(spec.attention)) == (18, 6)

@@ -53,7 +53,7 @@ def write_published(folder: Path, name: str) -> Path:
         if path.name not in OWN_FILES:
             shutil.copy(path, folder)
     _write_tokenizer(folder, _read(name, "tokens.json"), _read(name, "tokenizer_config.json"))
-    write_tensors(folder / "model.safetensors", tensor_shapes(name))
+    _write_tensors(folder / "model.safetensors", tensor_shapes(name))
     return folder
 
 
@@ -72,7 +72,7 @@ def _expanded(pattern: str) -> Iterator[str]:
         yield pattern.replace(numbers[0], str(number))
 
 
-def write_tensors(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
+def _write_tensors(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
     """Tensors in bfloat16, whose first bytes differ."""
     header: dict[str, Any] = {}
     end = 0
