@@ -30,6 +30,7 @@ from vlmserve.errors import (
     VLMServeError,
 )
 from vlmserve.frontend.deciding import Question
+from vlmserve.media import sources
 from vlmserve.tasks import Prefill
 from vlmserve.types import EngineOutput
 
@@ -553,6 +554,15 @@ def test_without_parameters_the_checkpoint_decides_how_to_sample(folder, tmp_pat
     assert LLM(str(tmp_path), engine="mock").default_sampling_params == SamplingParams()
 
 
+def test_decisions_read_each_image_once(folder, image, monkeypatch):
+    chat = [{"role": "user", "content": [{"type": "image", "image": str(image)}]}]
+    reads, read = [], sources.read_source
+    monkeypatch.setattr(sources, "read_source", lambda source, *rest: reads.append(source) or read(source, *rest))
+    values = LLM(str(folder), engine="mock").decide(chat, [Question.predicate("a"), Question.predicate("b")])
+    assert len(values) == 2
+    assert reads == [str(image)]
+
+
 def test_decisions_share_their_beginning_without_thoughts(folder, tmp_path, monkeypatch, image):
     llm = LLM(str(teach_thoughts(copytree(folder, tmp_path / "thinking"))), engine="mock")
     added, add = [], llm.engine.add
@@ -569,12 +579,12 @@ def test_decisions_share_their_beginning_without_thoughts(folder, tmp_path, monk
     first, *others = added
     assert first.task == Prefill()
     assert first.prompt.images
-    assert len(others) == 5
+    assert [len(one.task.continuations) for one in others] == [2, 3]
     assert all(one.prompt.token_ids[: len(first.prompt.token_ids)] == first.prompt.token_ids for one in others)
-    begun = [llm.preparer.decode(one.prompt.token_ids[: one.task.start]) for one in others]
+    begun = [llm.preparer.decode(one.prompt.token_ids) for one in others]
     assert all(text.endswith("</think>\n\n") for text in begun)
     llm.decide(chat, questions[:1], use_tqdm=False, chat_template_kwargs={"enable_thinking": True})
-    text = llm.preparer.decode(added[-1].prompt.token_ids[: added[-1].task.start])
+    text = llm.preparer.decode(added[-1].prompt.token_ids)
     assert text.endswith("<think>\n")
     with pytest.raises(InvalidRequestError, match="at least one question"):
         llm.decide(chat, [])

@@ -33,7 +33,7 @@ from vlmserve.types import Prompt, SamplingParams
 from vlmserve.validation import did_you_mean
 
 if TYPE_CHECKING:
-    from vlmserve.frontend.deciding import Branch, Question
+    from vlmserve.frontend.deciding import Question
     from vlmserve.frontend.requests import RequestPreparer
     from vlmserve.frontend.scoring import Side
 
@@ -375,38 +375,37 @@ class Prompts:
     ) -> Call:
         """Make the call of `OfflineModel.decide`. options: of `RequestPreparer.chat`."""
         from vlmserve.frontend.conversations import thinking_settings
-        from vlmserve.frontend.deciding import Decider, probabilities, shared_prefix
+        from vlmserve.frontend.deciding import Decider, probabilities, with_shared
+        from vlmserve.frontend.requests import chats_of
 
         if not questions:
             raise InvalidRequestError("ask at least one question", param="questions")
         decider, preparer = Decider(self.preparer), self.preparer
         switches = thinking_settings(False, preparer.template_settings)
         options["template_settings"] = switches | dict(options["template_settings"] or {})
-        chats = [preparer.chat(one.after(messages), allow_local=True, **options) for one in questions]
-        pairs = zip(chats, questions, strict=True)
-        branches = [branch for chat, one in pairs for branch in decider.branches(chat, one.answers)]
+        asked = [one.after(messages) for one in questions]
+        shared, prompts = with_shared(chats_of(preparer, asked, allow_local=True, **options))
 
         def combine(results: list[Any]) -> list[Any]:
-            values = iter(_values(results))
             divisor = temperature or decider.temperature
-            return [probabilities([next(values) for _ in one.answers], divisor) for one in questions]
+            return [probabilities(values, divisor) for values in _values(results)]
 
-        def prepare(branch: Branch) -> Prepared:
-            return Prepared(branch.prompt, task=branch.task)
+        def prepare(asked: tuple[Prompt, Question]) -> Prepared:
+            prompt, question = asked
+            return Prepared(prompt, task=decider.task(question.answers))
 
         call = Call(
-            "answers",
-            branches,
+            "questions",
+            [*zip(prompts, questions, strict=True)],
             False,
             prepare,
-            lambda branch: None,
+            lambda asked: None,
             preparer.answers.check_grammar,
             SamplingParams(),
             "raise",
             lora_request,
             combine=combine,
         )
-        shared = shared_prefix(chats)
         if shared is None:
             return call
         return replace(

@@ -44,25 +44,41 @@ class Embed(msgspec.Struct, frozen=True, tag=True):
 
 
 class Score(msgspec.Struct, frozen=True, tag=True):
-    """Log probabilities of tokens that may follow the prompt, by the model's own logits."""
+    """Log probabilities of continuations of the prompt, by the model's own logits.
 
-    token_ids: tuple[int, ...]
+    The prompt is computed once. All continuations of more than one token then branch from it in one batch.
+    """
+
+    continuations: tuple[tuple[int, ...], ...]
+    """Tokens of each, at least one."""
+
+    @property
+    def branches(self) -> list[int]:
+        """Places of the continuations of more than one token."""
+        return [place for place, tokens in enumerate(self.continuations) if len(tokens) > 1]
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest continuation."""
+        return max(map(len, self.continuations))
 
     def reads_from(self, num_tokens: int) -> int:
         return num_tokens - 1
 
 
-class ScoreContinuation(msgspec.Struct, frozen=True, tag=True):
-    """Log probabilities of a prompt's own last tokens, each after all tokens before it, by the model's own logits."""
+class ScoreBranch(msgspec.Struct, frozen=True, tag=True):
+    """The log probability of a sequence's last tokens and of one more token. The scheduler makes it of a `Score`."""
 
     start: int
-    """The first token that is scored: at least 1, and after all images."""
+    """The first token that is scored."""
+    last: int
+    """The token after the sequence, which need not be computed."""
 
     def reads_from(self, num_tokens: int) -> int:
         return self.start - 1
 
 
-Task: TypeAlias = Generate | Prefill | Embed | Score | ScoreContinuation
+Task: TypeAlias = Generate | Prefill | Embed | Score | ScoreBranch
 
 GENERATE = Generate()
 
@@ -71,4 +87,4 @@ class TaskResult(msgspec.Struct, frozen=True):
     """The values of a task other than `Generate`."""
 
     data: bytes
-    """Little-endian float32: the vectors of `Embed` one after another, or a log probability for each scored token."""
+    """Little-endian float32: the vectors of `Embed` one after another, or a log probability for each continuation."""

@@ -206,13 +206,14 @@ class Prompt(msgspec.Struct, frozen=True, eq=False):
     """What a model reads: token ids with placeholders expanded, and the images behind them in prompt order.
 
     cross: what its decoder attends to by cross attention, if it does. thoughts: that its answers may begin with; None:
-    they have none.
+    they have none. num_shared: leading tokens that a `Prefill` has computed; 0: none, or it is not known.
     """
 
     token_ids: list[int]
     images: tuple[ImageSpan, ...] = ()
     cross: CrossInput | None = None
     thoughts: Thoughts | None = None
+    num_shared: int = 0
 
     @property
     def num_images(self) -> int:
@@ -225,7 +226,6 @@ class Prompt(msgspec.Struct, frozen=True, eq=False):
 
     @property
     def num_image_tokens(self) -> int:
-        """How many of the tokens are those of images."""
         return sum(span.image.num_tokens for span in self.images)
 
     @property

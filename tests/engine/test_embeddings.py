@@ -27,7 +27,7 @@ TASKS: list[Task] = [
     Embed("cls"),
     Embed("mean", normalize=False),
     Embed(dimensions=5),
-    Score((7, 3)),
+    Score(((7,), (3,))),
     Embed("all", dimensions=7),
 ]
 
@@ -51,7 +51,7 @@ def expected(llava, prompts) -> list[np.ndarray]:
 @torch.inference_mode()
 def _expected(oracle: Oracle, prompt: Prompt, task: Task) -> np.ndarray:
     if isinstance(task, Score):
-        return oracle.forward(prompt, [])[0].log_softmax(-1)[list(task.token_ids)].numpy()
+        return oracle.forward(prompt, [])[0].log_softmax(-1)[[tokens[0] for tokens in task.continuations]].numpy()
     inputs = {"input_ids": torch.tensor([prompt.token_ids])}
     if prompt.images:
         inputs["pixel_values"] = torch.from_numpy(np.concatenate([normalized(span.image) for span in prompt.images]))
@@ -145,7 +145,7 @@ def test_prefilled_prompts_are_found_cached(llava, prompts):
     assert output.cached_tokens > 0
 
 
-@pytest.mark.parametrize("task", [Embed("last"), Score((1,))])
+@pytest.mark.parametrize("task", [Embed("last"), Score(((1,),))])
 def test_broken_states_fail_only_their_request(tmp_path: Path, task):
     oracle = llava_oracle(tmp_path)
     engine = engine_for(oracle)

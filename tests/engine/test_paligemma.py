@@ -5,12 +5,14 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import PaliGemmaForConditionalGeneration
 
 from tests.engine.test_transformers_images import (
     GREEDY,
+    NEW_TOKENS,
     Oracle,
     answers,
     check_preempted,
@@ -20,8 +22,8 @@ from tests.engine.test_transformers_images import (
 )
 from tests.models.test_decoder import load
 from vlmserve import LLM
-from vlmserve.errors import InvalidRequestError
-from vlmserve.frontend.deciding import Question
+from vlmserve.tasks import Score
+from vlmserve.types import EngineRequest, Prompt, SamplingParams
 
 
 @pytest.fixture(scope="module", params=[make_paligemma, make_paligemma2], ids=["gemma", "gemma 2"])
@@ -58,6 +60,24 @@ def test_embeddings_equal_transformers(oracle: Oracle) -> None:
 
 
 @pytest.mark.parametrize("oracle", [make_paligemma], indirect=True, ids=["gemma"])
-def test_prompts_that_see_ahead_decide_nothing(oracle: Oracle) -> None:
-    with pytest.raises(InvalidRequestError, match="see each other in both directions"):
-        own(oracle).decide(conversation(oracle.images[0]), [Question.predicate("It is red.")], use_tqdm=False)
+@pytest.mark.usefixtures("native_kernels")
+def test_prompts_that_see_ahead_decide(oracle: Oracle) -> None:
+    """Answers are no part of what sees ahead: their tokens are scored as they would be generated."""
+    llm = own(oracle)
+    [found] = llm.chat([conversation(oracle.images[0])], GREEDY, use_tqdm=False)
+    prompt = llm.preparer.chat(conversation(oracle.images[0]), allow_local=True)
+    likeliest = tuple(found.outputs[0].token_ids)
+    choices = [likeliest, *((*likeliest[:4], token) for token in (3, 5))]
+    scores = decide(llm, prompt, choices)
+    params = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True, logprobs=1)
+    [found] = llm.chat([conversation(oracle.images[0])], params, use_tqdm=False)
+    assert scores[0] == pytest.approx(found.outputs[0].cumulative_logprob, abs=1e-3)
+
+
+def decide(llm: LLM, prompt: Prompt, choices: list[tuple[int, ...]]) -> list[float]:
+    """Log probabilities of continuations."""
+    llm.engine.add(EngineRequest("scores", prompt, task=Score(tuple(choices))))
+    results = []
+    while llm.engine.has_work():
+        results += [output.result for output in llm.engine.step() if output.result is not None]
+    return np.frombuffer(results[0].data, "<f4").tolist()

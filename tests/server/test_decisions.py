@@ -62,7 +62,8 @@ def test_stored_temperature_divides_log_probabilities(live, monkeypatch):
 
 
 def test_the_content_counts_once(live):
-    one, both = (decide(live, [PREDICATE] * count).usage for count in (1, 2))
+    other = {**PREDICATE, "instructions": "The image is blue"}
+    one, both = (decide(live, questions).usage for questions in ([PREDICATE], [PREDICATE, other]))
     assert one.output_tokens == 0
     assert one.input_tokens == one.total_tokens
     assert 0 < both.input_tokens - one.input_tokens < one.input_tokens
@@ -140,10 +141,10 @@ def test_choices_equal_transformers_whole_sums(real):
         asking = body.questions[0].asked([{"type": "text", "text": "Which?"}])
         prompt = preparer.chat(asking.after([{"role": "user", "content": "Long ago " * 20}]))
         model = AutoModelForCausalLM.from_pretrained(real.folder, dtype=torch.float32).eval()
-        sums = []
-        for branch in Decider(preparer).branches(prompt, texts):
-            ids, start = branch.prompt.token_ids, branch.task.start
-            assert len(ids) > start + 2
+        sums, start = [], len(prompt.token_ids)
+        for tail in Decider(preparer).task(texts).continuations:
+            assert len(tail) > 2
+            ids = [*prompt.token_ids, *tail]
             with torch.inference_mode():
                 scores = model(torch.tensor([ids])).logits[0].double().log_softmax(-1)
             sums.append(scores[range(start - 1, len(ids) - 1), ids[start:]].sum())
@@ -152,8 +153,7 @@ def test_choices_equal_transformers_whole_sums(real):
 
 
 def test_probabilities_are_normalized_sums():
-    results = [np.log(np.array(values, "<f4")) for values in ([0.5, 0.5], [0.5, 0.5, 0.5], [0.125])]
-    assert probabilities(results) == pytest.approx([0.5, 0.25, 0.25])
+    assert probabilities(np.log(np.array([0.25, 0.125, 0.125], "<f4"))) == pytest.approx([0.5, 0.25, 0.25])
 
 
 def test_confidence_measures_concentration():

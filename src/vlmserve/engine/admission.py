@@ -6,7 +6,7 @@ from collections.abc import Container
 
 from vlmserve.errors import InvalidRequestError, PromptTooLongError, TooManyImagesError
 from vlmserve.sampling_params import MAX_LOGPROB_TOKEN_IDS
-from vlmserve.tasks import Embed, Generate, Score, ScoreContinuation, Task
+from vlmserve.tasks import Embed, Generate, Score, ScoreBranch, Task
 from vlmserve.types import EngineRequest, ImageSpan, ModelInfo, Prompt, SamplingParams
 
 
@@ -63,17 +63,20 @@ def _check_task(request: EngineRequest, info: ModelInfo) -> None:
             f"got {task.dimensions}",
             param="dimensions",
         )
-    if isinstance(task, Score) and not all(0 <= token_id < info.vocab_size for token_id in task.token_ids):
-        raise InvalidRequestError(f"a token id is not in the vocabulary of {info.vocab_size}", param="token_ids")
+    if isinstance(task, Score):
+        _check_continuations(task, len(request.prompt.token_ids), info)
+    if isinstance(task, ScoreBranch):
+        raise InvalidRequestError("ask for continuations with Score; its branches are the engine's own", param="task")
 
-    if isinstance(task, ScoreContinuation):
-        first = max([1, *(span.end for span in request.prompt.images)])
-        if not first <= task.start < len(request.prompt.token_ids):
-            raise InvalidRequestError(
-                f"start must be from {first}, after all images, to {len(request.prompt.token_ids) - 1}, the prompt's "
-                f"last token; got {task.start}",
-                param="start",
-            )
+
+def _check_continuations(task: Score, num_tokens: int, info: ModelInfo) -> None:
+    """num_tokens: of the prompt."""
+    if not task.continuations or not all(task.continuations):
+        raise InvalidRequestError("give continuations of at least one token each", param="continuations")
+    if not all(0 <= token < info.vocab_size for tokens in task.continuations for token in tokens):
+        raise InvalidRequestError(f"a token id is not in the vocabulary of {info.vocab_size}", param="continuations")
+    if num_tokens + task.longest - 1 > info.max_prompt_len:
+        raise PromptTooLongError.of(num_tokens + task.longest - 1, info.max_prompt_len, param="messages")
 
 
 def _check_params(params: SamplingParams, vocab_size: int, max_logprobs: int) -> None:

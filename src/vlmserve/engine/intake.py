@@ -19,7 +19,6 @@ from vlmserve.sampling.sampler import draw_seed
 from vlmserve.scheduler.beams import Beams
 from vlmserve.scheduler.request import Request
 from vlmserve.steps import bidirectional_spans
-from vlmserve.tasks import ScoreContinuation, Task
 from vlmserve.types import KEY_BYTES, EngineRequest, ImageInput, ImageSpan, Prompt
 
 
@@ -54,7 +53,6 @@ class Intake:
             self._check_image(span.image, span.image.num_embeddings * self.image_token_bytes)
         self._check_times(request.prompt)
         self._check_cross(request.prompt)
-        self._check_task(request.task)
         adapter = self._adapter(request.adapter)
         if adapter is not None and adapter.vision:
             request = msgspec.structs.replace(request, prompt=_with_adapter(request.prompt, adapter.digest))
@@ -132,13 +130,6 @@ class Intake:
                 f"the frames of the videos span {times:,} positions, and the model has {most:,} in all; "
                 "send less of them, or a higher fps",
                 param="messages",
-            )
-
-    def _check_task(self, task: Task) -> None:
-        if isinstance(task, ScoreContinuation) and self._model.language_model.bidirectional == "prompt":
-            raise InvalidRequestError(
-                "this model cannot score answers: all tokens of its prompts see each other in both directions",
-                param="model",
             )
 
     def _check_cross(self, prompt: Prompt) -> None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from vlmserve.tasks import Embed, Prefill, Score, ScoreContinuation, TaskResult
+from vlmserve.tasks import Embed, Prefill, Score, ScoreBranch, TaskResult
 
 EMBEDDING_SIZE = 64
 """Elements of a vector."""
 
 
-def mock_result(task: Prefill | Embed | Score | ScoreContinuation, digest: bytes, num_tokens: int) -> TaskResult:
+def mock_result(task: Prefill | Embed | Score | ScoreBranch, digest: bytes, num_tokens: int) -> TaskResult:
     """Make values that depend on a prompt's digest only. num_tokens: of the prompt."""
     match task:
         case Prefill():
@@ -18,13 +18,11 @@ def mock_result(task: Prefill | Embed | Score | ScoreContinuation, digest: bytes
         case Embed():
             count = EMBEDDING_SIZE * (num_tokens if task.pooling == "all" else 1)
         case Score():
-            count = len(task.token_ids)
-        case ScoreContinuation():
-            count = num_tokens - task.start
+            count = len(task.continuations)
+        case ScoreBranch():
+            raise AssertionError("`check_request` lets no branch pass")
     values = np.random.default_rng(np.frombuffer(digest, np.uint32)).standard_normal(count)
-    if isinstance(task, ScoreContinuation):
-        values = -np.abs(values)
-    elif isinstance(task, Score):
+    if isinstance(task, Score):
         values -= np.logaddexp.reduce(values)
     else:
         vectors = values.reshape(-1, EMBEDDING_SIZE)[:, : task.dimensions]

@@ -1,4 +1,4 @@
-"""Questions about one content: a prompt for each possible answer, and the probabilities of the answers."""
+"""Questions about one content: a prompt for each, its possible answers, and their probabilities."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from vlmserve.errors import InvalidRequestError
 from vlmserve.prompt.untrusted import Quotation
-from vlmserve.tasks import ScoreContinuation
+from vlmserve.tasks import Score
 from vlmserve.types import Prompt
 
 if TYPE_CHECKING:
@@ -66,15 +66,8 @@ def _described(answers: Sequence[str], about: Sequence[str | None] | None) -> st
     return "\n".join(f"- {answer}" if text is None else f"- {answer}: {text}" for answer, text in pairs)
 
 
-class Branch(NamedTuple):
-    """One possible answer to a question."""
-
-    prompt: Prompt
-    task: ScoreContinuation
-
-
 class Decider:
-    """Writes answers after prompts, as the model itself would."""
+    """Writes answers as the model itself would."""
 
     def __init__(self, preparer: RequestPreparer) -> None:
         """Raises InvalidRequestError for a model without a chat template, or without the head that writes answers."""
@@ -91,17 +84,10 @@ class Decider:
         self._quotation = Quotation(preparer.tokenizer.control_tokens)
         self._end = _end_of_turn(preparer)
 
-    def branches(self, question: Prompt, answers: Sequence[str]) -> list[Branch]:
-        """Continue a question with each answer and the token that ends it."""
-        start = len(question.token_ids)
+    def task(self, answers: Sequence[str]) -> Score:
+        """Score each answer with the token that ends it."""
         tails = [self._tokenizer.encode_quoted(self._quotation.quote(answer), self._quotation) for answer in answers]
-        return [
-            Branch(
-                msgspec.structs.replace(question, token_ids=[*question.token_ids, *tail, *self._end], thoughts=None),
-                ScoreContinuation(start),
-            )
-            for tail in tails
-        ]
+        return Score(tuple((*tail, *self._end) for tail in tails))
 
 
 def _end_of_turn(preparer: RequestPreparer) -> list[int]:
@@ -136,6 +122,13 @@ def asked(messages: Sequence[Mapping[str, Any]], question: Parts) -> list[dict[s
     return [*shown, {"role": "user", "content": spaced}]
 
 
+def with_shared(prompts: Sequence[Prompt]) -> tuple[Prompt | None, list[Prompt]]:
+    """The longest beginning of several prompts, None if they have none in common, and the prompts that know of it."""
+    shared = shared_prefix(prompts) if len(prompts) > 1 else None
+    count = 0 if shared is None else len(shared.token_ids)
+    return shared, [msgspec.structs.replace(prompt, thoughts=None, num_shared=count) for prompt in prompts]
+
+
 def shared_prefix(prompts: Sequence[Prompt]) -> Prompt | None:
     """Return the longest beginning of all prompts; None if they have none in common."""
     first = prompts[0]
@@ -160,9 +153,9 @@ def shared_prefix(prompts: Sequence[Prompt]) -> Prompt | None:
     return msgspec.structs.replace(first, token_ids=first.token_ids[:length], images=images, thoughts=None)
 
 
-def probabilities(results: Sequence[npt.NDArray[np.float32]], temperature: float = 1.0) -> list[float]:
-    """Normalize the probabilities of the answers to one question. results: of `ScoreContinuation`, one for each."""
-    sums = np.array([result.sum(dtype=np.float64) for result in results]) / temperature
+def probabilities(result: npt.NDArray[np.float32], temperature: float = 1.0) -> list[float]:
+    """Normalize the probabilities of the answers to one question. result: of `Decider.task`."""
+    sums = result.astype(np.float64) / temperature
     weights = np.exp(sums - sums.max())
     return [float(value) for value in weights / weights.sum()]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 from PIL import Image
 
@@ -26,6 +26,9 @@ from vlmserve.media.videos import VideoProcessor, prepare_video
 from vlmserve.types import ImageInput, ModelInfo
 
 logger = logging.getLogger(__name__)
+
+KnownMedia: TypeAlias = dict[tuple[Any, ...], tuple[Medium, ImageInput]]
+"""Prepared media. The key tells what they are and what is wanted of them."""
 
 _SMALL_IMAGE = (64, 64)
 _NO_TOWER = ": it is a GGUF file without a vision tower; if that has a file of its own, give it with --mmproj"
@@ -110,13 +113,20 @@ class MediaPreparer:
                 param=param,
             )
 
-    def prepare_all(self, media: Sequence[Medium], salt: str) -> list[ImageInput]:
-        """Raises the first error, or all errors if a caller in this process gave the media."""
+    def prepare_all(self, media: Sequence[Medium], salt: str, known: KnownMedia | None = None) -> list[ImageInput]:
+        """Prepare media. known: what was prepared before with the same salt; it grows.
+
+        Raises the first error, or all errors if a caller in this process gave the media.
+        """
+        known = {} if known is None else known
         prepared: list[ImageInput] = []
         errors: list[InvalidRequestError] = []
         for medium in media:
             try:
-                prepared.append(self.prepare(medium, salt))
+                key = _identity(medium)
+                if key not in known:
+                    known[key] = medium, self.prepare(medium, salt)
+                prepared.append(known[key][1])
             except InvalidRequestError as error:
                 if not medium.is_local:
                     raise
@@ -161,6 +171,12 @@ def check_sources(sources: Sequence[tuple[str, Any]]) -> None:
             error.param, error.source = place, source_name(source)
             errors.append(error)
     _raise(errors)
+
+
+def _identity(medium: Medium) -> tuple[Any, ...]:
+    """The key of a medium while its source exists: URLs and paths by their text, others by the object."""
+    source = medium.source
+    return medium.kind, source if isinstance(source, str) else id(source), medium.budget, medium.fps
 
 
 def _raise(errors: Sequence[InvalidRequestError]) -> None:

@@ -22,7 +22,7 @@ from vlmserve.frontend.answer_formats import AnswerFormats
 from vlmserve.frontend.conversations import ConversationOptions, Rendered, Renderer, texts
 from vlmserve.frontend.documents import with_pages
 from vlmserve.frontend.frames import FrameLimits
-from vlmserve.frontend.media_preparer import MediaPreparer, check_sources
+from vlmserve.frontend.media_preparer import KnownMedia, MediaPreparer, check_sources
 from vlmserve.frontend.messages import Medium, check_begun, check_remote, check_unicode, parse_messages, with_kwargs
 from vlmserve.frontend.processors import (
     image_processor,
@@ -304,12 +304,22 @@ class RequestPreparer:
         if self.max_prompt_len is not None:
             self.tokenizer.check_length(texts, self.max_prompt_len)
 
-    def _expand(self, ids: Sequence[int], images: Sequence[Medium], videos: Sequence[Medium], salt: str) -> Prompt:
-        """The prompt of token ids in which each placeholder stands once. All is checked before an image is read."""
+    def _expand(
+        self,
+        ids: Sequence[int],
+        images: Sequence[Medium],
+        videos: Sequence[Medium],
+        salt: str,
+        known: KnownMedia | None = None,
+    ) -> Prompt:
+        """The prompt of token ids in which each placeholder stands once. All is checked before an image is read.
+
+        known: see `MediaPreparer.prepare_all`.
+        """
         image_token_id, video_token_id = self.tokenizer.image_token_id, self.tokenizer.video_token_id
         check_placeholders(ids, image_token_id, len(images))
         check_placeholders(ids, video_token_id, len(videos), "video")
-        prepared = self.media.prepare_all([*images, *videos], salt)
+        prepared = self.media.prepare_all([*images, *videos], salt, known)
         count = len(images)
         return expand_placeholders(
             ids,
@@ -326,8 +336,16 @@ class Conversation:
     """Makes the prompt of a conversation. No call repeats the work of an earlier one, except after `forget`. For one
     thread at a time."""
 
-    def __init__(self, preparer: RequestPreparer, messages: Sequence[Any], options: ConversationOptions) -> None:
+    def __init__(
+        self,
+        preparer: RequestPreparer,
+        messages: Sequence[Any],
+        options: ConversationOptions,
+        known: KnownMedia | None = None,
+    ) -> None:
+        """known: see `MediaPreparer.prepare_all`."""
         self._preparer = preparer
+        self._known = known
         self._messages = messages
         self._options = options
         salt = options.get("cache_salt", "")
@@ -362,7 +380,7 @@ class Conversation:
             salt = self._options.get("cache_salt", "")
             if self._rendered is None:
                 return self._preparer._with_one_image(only_text(messages), images, salt, param="messages")
-            prompt = self._preparer._expand(self._rendered.token_ids, images, videos, salt)
+            prompt = self._preparer._expand(self._rendered.token_ids, images, videos, salt, self._known)
             return msgspec.structs.replace(prompt, thoughts=self._rendered.thoughts)
 
     def _open(self) -> tuple[Sequence[Message], Sequence[Medium]]:
@@ -374,6 +392,17 @@ class Conversation:
         opened = self._open()
         if self._rendered is None:
             self._rendered = self._preparer._render(*opened, self._options)
+
+
+def chats_of(
+    preparer: RequestPreparer, conversations: Iterable[Sequence[Any]], **options: Unpack[ConversationOptions]
+) -> list[Prompt]:
+    """Make the prompts of conversations that show the same images and videos. Each is read once.
+
+    Raises as `RequestPreparer.chat` does.
+    """
+    known: KnownMedia = {}
+    return [Conversation(preparer, messages, options, known).prompt() for messages in conversations]
 
 
 def _compile(template: str, tokenizer: Tokenizer) -> ChatTemplate:

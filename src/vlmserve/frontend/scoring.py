@@ -144,7 +144,7 @@ class JudgeScorer(Scorer):
                 "or an embedding model",
                 param="model",
             )
-        self.task = Score(tuple(one[0] for one in ids))
+        self.task = Score(tuple(map(tuple, ids)))
 
     @property
     def template_settings(self) -> dict[str, Any]:

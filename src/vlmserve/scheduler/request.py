@@ -33,6 +33,7 @@ class Request:
     num_cached: prompt tokens found in the prefix cache when it first ran; None before.
     bidirectional_spans: tokens ``first <= i < last`` that attend to each other in both directions, so that they are
     computed in one step; in order.
+    num_shared: see `Prompt`.
     adapter: the digest of its adapter; empty: none. priority, client: see `EngineRequest`.
     num_limited: leading tokens whose chunks resources may limit; decodes after them need no more than memory.
     num_encoded: images encoded for it. cross, cross_key: its cross-attention input and the key of its states, if any.
@@ -70,6 +71,7 @@ class Request:
         "num_encoded",
         "num_limited",
         "num_prompt_tokens",
+        "num_shared",
         "params",
         "priority",
         "prompt_logprobs",
@@ -116,6 +118,7 @@ class Request:
         self.adapter = adapter
         self.token_ids = list(request.prompt.token_ids)
         self.num_prompt_tokens = len(self.token_ids)
+        self.num_shared = request.prompt.num_shared
         self.image_spans = request.prompt.images
         self.thoughts = request.prompt.thoughts
         self.prompt_logprobs: list[TokenLogprobs | None] | None = None
@@ -214,11 +217,11 @@ class Request:
         self.unsent = False
         return tuple(tuple(table.new_blocks()) for table in self.tables), resumed
 
-    def fork(self, request_id: str, token_id: int) -> Request:
-        """Another request with the same tokens and one more. It holds nothing, and the runner does not know it."""
+    def fork(self, request_id: str, *token_ids: int) -> Request:
+        """Another request with the same tokens and more. It holds nothing, and the runner does not know it."""
         child = copy.copy(self)
         child.request_id = request_id
-        child.token_ids = [*self.token_ids, token_id]
+        child.token_ids = [*self.token_ids, *token_ids]
         child.chains = [chain.copy() for chain in self.chains]
         child._known_to_runner = False
         child.drop_blocks()

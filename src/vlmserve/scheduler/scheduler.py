@@ -18,13 +18,15 @@ import msgspec
 from vlmserve.scheduler.ahead import plan_ahead
 from vlmserve.scheduler.answers import extend_answer
 from vlmserve.scheduler.beams import Beams
+from vlmserve.scheduler.branches import Branches
 from vlmserve.scheduler.policy import gives_way
 from vlmserve.scheduler.queues import Queues
 from vlmserve.scheduler.request import Request
 from vlmserve.scheduler.resources.resource import Resource, Resources
-from vlmserve.scheduler.searches import Search
+from vlmserve.scheduler.searches import BeamMembers, Search
 from vlmserve.scheduler.step_limits import StepLimits
 from vlmserve.steps import ModelRunnerOutput, SchedulerOutput
+from vlmserve.tasks import Score
 from vlmserve.types import EngineOutput
 
 ProposeDrafts = Callable[[Request], Sequence[int]]
@@ -62,7 +64,9 @@ class Scheduler:
     def add(self, request: Request, beams: Beams | None = None) -> None:
         """Queue a request that would fit if it ran alone. beams: the search that begins with its prompt."""
         if beams is not None:
-            self._queues.searches[request.request_id] = Search(request, beams)
+            self._queues.searches[request.request_id] = BeamMembers(request, beams)
+        elif isinstance(request.task, Score) and request.task.branches:
+            self._queues.searches[request.request_id] = Branches(request, request.task)
         self._queues.add(request)
         self.resources.arrive(request)
 
@@ -171,14 +175,16 @@ class Scheduler:
         return answer
 
     def _extend_search(self, request: Request, search: Search, output: ModelRunnerOutput) -> list[EngineOutput]:
-        """Enter the choices that follow on a beam. Returns the search's output if it has ended."""
+        """Enter what a step computed for a member. Returns the search's output if it has ended."""
         if request.request_id in output.failures:
             answer = extend_answer(request, output)
             for member in search.members:
                 self.resources.discard(member, output.failures.get(member.request_id))
             self._queues.end_search(search)
             return [msgspec.structs.replace(answer, request_id=search.request_id)]
-        if not search.enter(request, output.logprobs[request.request_id][0].top):
+        if not search.enter(request, output):
+            if request not in search.members:
+                self._queues.remove(request)
             return []
         if search.done:
             self._queues.end_search(search)

@@ -1,25 +1,51 @@
-"""Beam searches of the scheduler: each beam is a request, and those that go on take over or share KV blocks."""
+"""Answers that several requests of the scheduler make together. Those that go on take over or share KV blocks."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+
 from vlmserve.scheduler.beams import Beams, Choices
 from vlmserve.scheduler.request import Request
+from vlmserve.steps import ModelRunnerOutput
 from vlmserve.types import EngineOutput
 
 
-class Search:
-    """One search. request_id: of whoever asked for it. members: a request for each running beam, in their order."""
+class Search(ABC):
+    """Makes one answer. request_id: of whoever asked for it. members: the requests that compute or wait for others."""
 
-    def __init__(self, root: Request, beams: Beams) -> None:
+    def __init__(self, root: Request) -> None:
         self.request_id = root.request_id
         self.members = [root]
+
+    @abstractmethod
+    def enter(self, request: Request, output: ModelRunnerOutput) -> bool:
+        """Take what a step computed for a member, which may leave. Return whether the search has gone on."""
+
+    @property
+    @abstractmethod
+    def done(self) -> bool:
+        """True once it has its answer."""
+
+    @abstractmethod
+    def output(self) -> EngineOutput:
+        """The answer of a search that is done."""
+
+    @abstractmethod
+    def fork(self) -> list[tuple[Request, list[Request]]]:
+        """Make the members that go on. Return each old one with the new ones that extend it."""
+
+
+class BeamMembers(Search):
+    """A beam search: each running beam is a member, in their order."""
+
+    def __init__(self, root: Request, beams: Beams) -> None:
+        super().__init__(root)
         self._beams = beams
         self._choices: dict[str, Choices] = {}
         self._num_forked = 0
 
-    def enter(self, request: Request, choices: Choices) -> bool:
-        """What may follow on a member. Returns whether all members have their choices; then the search has gone on."""
-        self._choices[request.request_id] = choices
+    def enter(self, request: Request, output: ModelRunnerOutput) -> bool:
+        self._choices[request.request_id] = output.logprobs[request.request_id][0].top
         if len(self._choices) < len(self.members):
             return False
         self._beams.advance([self._choices[member.request_id] for member in self.members])
@@ -31,12 +57,10 @@ class Search:
         return self._beams.done
 
     def output(self) -> EngineOutput:
-        """The answers of a search that is done."""
         first = self.members[0]
         return self._beams.output(self.request_id, first.num_cached or 0, first.num_encoded)
 
     def fork(self) -> list[tuple[Request, list[Request]]]:
-        """Make the members that go on. Returns each old one with those that extend it."""
         forks: list[tuple[Request, list[Request]]] = [(member, []) for member in self.members]
         self.members = []
         for beam in self._beams.running:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from vlmserve.models.output_layers import OutputLayers
-from vlmserve.runner.heads.continuations import ContinuationHead
+from vlmserve.runner.heads.branches import BranchHead
 from vlmserve.runner.heads.head import Head
 from vlmserve.runner.heads.pooling import EmbedHead
 from vlmserve.runner.heads.prefill import PrefillHead
 from vlmserve.runner.heads.scores import ScoreHead
-from vlmserve.tasks import Embed, Generate, Prefill, Score, ScoreContinuation, Task
+from vlmserve.tasks import Embed, Generate, Prefill, Score, ScoreBranch, Task
 
 
 def head_of(task: Task, num_tokens: int, layers: OutputLayers | None = None) -> Head | None:
@@ -22,5 +22,5 @@ def head_of(task: Task, num_tokens: int, layers: OutputLayers | None = None) -> 
             return EmbedHead(task, num_tokens, layers)
         case Score():
             return ScoreHead(task, num_tokens)
-        case ScoreContinuation():
-            return ContinuationHead(task, num_tokens)
+        case ScoreBranch():
+            return BranchHead(task, num_tokens)

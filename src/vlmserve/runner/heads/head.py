@@ -14,8 +14,6 @@ class Head(ABC):
 
     reads_logits = False
     """True if `take` gets the logits after the last token, instead of hidden states."""
-    reads_followers = False
-    """True if `take` gets the log probability of the token after each place, instead of its hidden states."""
 
     def __init__(self, task: Task, num_tokens: int) -> None:
         """num_tokens: of the prompt."""
@@ -29,7 +27,7 @@ class Head(ABC):
     def take(self, rows: Tensor) -> None:
         """Read the states of the next tokens, ``[tokens, hidden_size]``, or what replaces them.
 
-        rows: logits ``[1, vocabulary]`` with `reads_logits`, log probabilities ``[tokens]`` with `reads_followers`.
+        rows: logits ``[1, vocabulary]`` with `reads_logits`.
         """
         self._next += len(rows)
         self._add(rows.float())

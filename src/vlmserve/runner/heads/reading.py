@@ -11,7 +11,7 @@ from torch import Tensor
 from vlmserve.kernels.transfers import to_device
 from vlmserve.models.protocols import LanguageModel
 from vlmserve.runner.adapters import RunnerAdapters
-from vlmserve.runner.heads.continuations import follower_logprobs
+from vlmserve.runner.heads.branches import BranchHead, follower_logprobs
 from vlmserve.runner.requests import ScheduledRequest
 from vlmserve.steps import ModelRunnerOutput, RequestFailure
 from vlmserve.tasks import TaskResult
@@ -50,13 +50,13 @@ def read_rows(
         if head is not None:
             if head.reads_logits:
                 rows = logits[first_logits : first_logits + request.num_sampled]
-            elif head.reads_followers:
+            elif isinstance(head, BranchHead):
                 rows = followers[request.state.request_id]
             else:
                 rows = hidden[first : first + count]
             if len(rows):
                 head.take(rows)
-            if request.end == request.state.num_prompt_tokens:
+            if request.end == len(request.state.token_ids):
                 results.append((request.state.request_id, head.result()))
         first += count
         first_logits += request.num_sampled
@@ -67,29 +67,29 @@ def read_rows(
 def _followers(
     scheduled: Sequence[ScheduledRequest], hidden: Tensor, model: LanguageModel, adapters: RunnerAdapters | None
 ) -> dict[str, Tensor]:
-    """Log probabilities for the heads that read them. The requests of one adapter share their logits."""
-    groups: dict[bytes, list[tuple[ScheduledRequest, int]]] = {}
+    """Log probabilities for branches. The requests of one adapter share their logits."""
+    groups: dict[bytes, list[tuple[ScheduledRequest, BranchHead, int]]] = {}
     first = 0
     for request in scheduled:
-        if request.state.head is not None and request.state.head.reads_followers:
-            groups.setdefault(request.state.adapter, []).append((request, first))
+        if isinstance(request.state.head, BranchHead):
+            groups.setdefault(request.state.adapter, []).append((request, request.state.head, first))
         first += len(_places(request))
     found: dict[str, Tensor] = {}
     for adapter, members in groups.items():
         rows: list[int] = []
         token_ids: list[int] = []
         counts: list[int] = []
-        for request, first in members:
+        for request, head, first in members:
             places = _places(request)
             rows += range(first, first + len(places))
-            token_ids += [request.state.token_ids[place + 1] for place in places]
+            token_ids += head.followers(request.state.token_ids, places)
             counts.append(len(places))
         scores = hidden.new_empty(0, dtype=torch.float32)
         if rows:
             if adapters is not None:
                 adapters.use_for_all(adapter)
             scores = follower_logprobs(hidden[torch.tensor(rows, device=hidden.device)], token_ids, model)
-        ids = [request.state.request_id for request, _ in members]
+        ids = [request.state.request_id for request, *_ in members]
         found |= zip(ids, torch.split(scores, counts), strict=True)
     return found
 

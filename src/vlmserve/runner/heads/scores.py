@@ -1,4 +1,4 @@
-"""How likely some tokens are to follow a prompt."""
+"""How likely continuations of a prompt begin."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from vlmserve.tasks import Score
 
 
 class ScoreHead(Head):
-    """Reads the log probabilities of tokens."""
+    """Reads the log probabilities of the continuations' first tokens."""
 
     reads_logits = True
 
     def __init__(self, task: Score, num_tokens: int) -> None:
         super().__init__(task, num_tokens)
-        self._token_ids = list(task.token_ids)
+        self._token_ids = [tokens[0] for tokens in task.continuations]
         self._scores: Tensor | None = None
 
     def _add(self, rows: Tensor) -> None:

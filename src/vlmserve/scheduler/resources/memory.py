@@ -13,6 +13,7 @@ from vlmserve.scheduler.block_table import BlockTable
 from vlmserve.scheduler.request import Request
 from vlmserve.scheduler.resources.resource import Resource
 from vlmserve.steps import BlockCopy, SchedulerOutput
+from vlmserve.tasks import Prefill
 
 
 class Found(NamedTuple):
@@ -121,7 +122,18 @@ class KVMemory(Resource):
             for keys in request.chains
         ]
         hits, reach = self.cache.find(chains, self._columns)
-        return Found(chains, hits, reach, hits[0].end * size if hits[0].tail is None else num_tokens)
+        if hits[0].tail is not None:
+            return Found(chains, hits, reach, num_tokens)
+        found = Found(chains, hits, reach, hits[0].end * size)
+        if (num_tokens := min(request.num_shared, num_tokens)) // size == found.end:
+            # Its own last block is not cached, but maybe the last one of the shared beginning.
+            ends = [
+                Chain(chain.keys[: found.end], request.tail_key(keys, num_tokens, size))
+                for chain, keys in zip(chains, request.chains, strict=True)
+            ]
+            hits, _ = self.cache.find(ends, self._columns)
+            found = found if hits[0].tail is None else found._replace(hits=hits, num_tokens=num_tokens)
+        return found
 
     def _found_of(self, request: Request) -> Found:
         asked, found = self._found
@@ -220,6 +232,8 @@ class KVMemory(Resource):
             self._register_full(request, before // size, num_computed // size)
         if before < request.num_prompt_tokens <= num_computed:
             self._register_tail(request, request.num_prompt_tokens - 1)
+            if isinstance(request.task, Prefill):
+                self._register_tail(request, request.num_prompt_tokens)
         for numbers in self._windowed if request.tables else ():
             needed = self._columns[numbers[0]].first_visible(num_computed)
             if needed > request.tables[numbers[0]].first:

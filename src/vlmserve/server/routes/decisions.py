@@ -13,7 +13,7 @@ from starlette.responses import Response
 
 from vlmserve.errors import InvalidRequestError
 from vlmserve.frontend.conversations import thinking_settings
-from vlmserve.frontend.deciding import Decider, Parts, confidence, probabilities, shared_prefix
+from vlmserve.frontend.deciding import Decider, Parts, confidence, probabilities, with_shared
 from vlmserve.frontend.deciding import Question as AskedQuestion
 from vlmserve.server.body import BodyShare
 from vlmserve.server.generation import Generation, GenerationRequest
@@ -50,7 +50,7 @@ class DecisionDialect(Dialect[DecisionRequest]):
         self._temperature = 1.0
 
     def num_answers(self, body: DecisionRequest) -> int:
-        return body.num_branches
+        return len(body.questions)
 
     async def ask(self, service: Service, body: DecisionRequest) -> GenerationRequest:
         decider = await service.preparation.text(Decider, 0)
@@ -63,18 +63,15 @@ class DecisionDialect(Dialect[DecisionRequest]):
                 self._question(service, body, turns, content, number, one) for number, one in enumerate(questions)
             ]
             first = await prepared.pop(0)  # prepares the images that the others share
-            prompts = [first, *await asyncio.gather(*prepared)]
-        branches = [
-            branch
-            for prompt, question in zip(prompts, questions, strict=True)
-            for branch in decider.branches(prompt, question.answers)
-        ]
+            shared, prompts = with_shared([first, *await asyncio.gather(*prepared)])
+        size = sum(len(answer) for question in questions for answer in question.answers)
+        tasks = await service.preparation.text(lambda _: [decider.task(one.answers) for one in questions], size)
         return GenerationRequest(
-            [branch.prompt for branch in branches],
+            prompts,
             SamplingParams(),
             cache_salt=body.cache_salt or "",
-            tasks=[branch.task for branch in branches],
-            shared=shared_prefix(prompts),
+            tasks=tasks,
+            shared=shared,
         )
 
     async def _content(self, service: Service, turns: Turns, share: BodyShare) -> list[Message]:
@@ -116,10 +113,9 @@ class DecisionDialect(Dialect[DecisionRequest]):
 
     async def complete(self, body: DecisionRequest, generation: Generation) -> Decision:
         await generation.finished()
-        results, temperature = iter(generation.results()), self._temperature
         answers = [
-            _answer(one, probabilities([next(results) for _ in range(one.num_answers)], temperature))
-            for one in body.questions
+            _answer(one, probabilities(result, self._temperature))
+            for one, result in zip(body.questions, generation.results(), strict=True)
         ]
         return Decision(generation.model, answers, ResponseUsage.of(generation.usage))
 

@@ -1,4 +1,4 @@
-"""How likely the last tokens of a prompt were."""
+"""How likely the last tokens of a sequence are."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from torch import Tensor
 from vlmserve.models.protocols import LanguageModel
 from vlmserve.runner.heads.head import Head
 from vlmserve.sampling.logprobs import MAX_LOGITS
-from vlmserve.tasks import ScoreContinuation
+from vlmserve.tasks import ScoreBranch
 
 
-class ContinuationHead(Head):
-    """Collects the log probabilities of tokens, which it gets chunk by chunk."""
+class BranchHead(Head):
+    """Adds up log probabilities. `take` gets the log probability of the token after each place, in place of states."""
 
-    reads_followers = True
-
-    def __init__(self, task: ScoreContinuation, num_tokens: int) -> None:
+    def __init__(self, task: ScoreBranch, num_tokens: int) -> None:
         super().__init__(task, num_tokens)
+        self._last = task.last
         self._scores: list[Tensor] = []
 
-    def places(self, start: int, end: int) -> range:
-        return super().places(start, min(end, self.num_tokens - 1))
+    def followers(self, token_ids: Sequence[int], places: range) -> list[int]:
+        """The token after each place. token_ids: of the sequence."""
+        return [token_ids[place + 1] if place + 1 < len(token_ids) else self._last for place in places]
 
     def _add(self, rows: Tensor) -> None:
         self._scores.append(rows)
 
     def result(self) -> Tensor:
-        return torch.cat(self._scores)
+        return torch.cat(self._scores).sum(0, keepdim=True)
 
 
 def follower_logprobs(hidden: Tensor, followers: Sequence[int], model: LanguageModel) -> Tensor:

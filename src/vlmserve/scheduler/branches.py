@@ -1,0 +1,56 @@
+"""Continuations of a prompt that are scored: each becomes a request that shares the prompt's KV blocks."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import numpy as np
+
+from vlmserve.scheduler.request import Request
+from vlmserve.scheduler.searches import Search
+from vlmserve.steps import ModelRunnerOutput
+from vlmserve.tasks import Score, ScoreBranch, TaskResult
+from vlmserve.types import EngineOutput
+
+
+class Branches(Search):
+    """Scores the first tokens of all continuations after the prompt, then the others of each in a branch."""
+
+    def __init__(self, root: Request, task: Score) -> None:
+        """task: at least one of its continuations has more than one token."""
+        super().__init__(root)
+        self._task: Final = task
+        self._sums: np.ndarray = np.zeros(len(task.continuations))
+        self._places: dict[str, int] = {}
+        self._root = root
+
+    def enter(self, request: Request, output: ModelRunnerOutput) -> bool:
+        values = np.frombuffer(output.results[request.request_id].data, "<f4")
+        if request is self._root:
+            self._sums += values
+            return True
+        self._sums[self._places[request.request_id]] += values[0]
+        if len(self.members) > 1:
+            self.members.remove(request)
+            return False
+        return True
+
+    @property
+    def done(self) -> bool:
+        return self._root not in self.members
+
+    def fork(self) -> list[tuple[Request, list[Request]]]:
+        prompt_len = self._root.num_prompt_tokens
+        self.members = []
+        for place in self._task.branches:
+            first, *others, last = self._task.continuations[place]
+            branch = self._root.fork(f"{self.request_id}#{place}", first, *others)
+            branch.task = ScoreBranch(prompt_len + 1, last)
+            self._places[branch.request_id] = place
+            self.members.append(branch)
+        return [(self._root, [*self.members])]
+
+    def output(self) -> EngineOutput:
+        result = TaskResult(self._sums.astype("<f4").tobytes())
+        cached, encoded = self._root.num_cached or 0, self._root.num_encoded
+        return EngineOutput(self.request_id, [], "stop", cached_tokens=cached, images_encoded=encoded, result=result)
