@@ -155,6 +155,7 @@ def test_names_are_unique_and_have_their_size() -> None:
 
 FAMILIES = {
     "smolvlm2": "SmolVLM", "qwen3-vl": "Qwen3VL", "qwen2.5-vl": "Qwen2_5_VL", "qwen2-vl": "Qwen2VL", "gemma3": "Gemma3",
+    "qwen3-vl-embedding": "Qwen3VL", "qwen3-vl-reranker": "Qwen3VL",
     "lfm2-vl": "Lfm2Vl", "lfm2.5-vl": "Lfm2Vl", "qwen3.5": "Qwen3_5", "qwen3.6": "Qwen3_5", "qwen3.8": "Qwen3_5",
     "glm-ocr": "GlmOcr", "glm4.1v": "Glm4v", "glm4.6v-flash": "Glm46V", "glm4.5v": "Glm4vMoe",
     "gemma4": "Gemma4", "paddleocr-vl": "PaddleOCRVL", "llava-1.5": "Llava",

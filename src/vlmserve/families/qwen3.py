@@ -85,6 +85,12 @@ FAMILIES = (
             NamedModel("qwen3:4b", "Qwen/Qwen3-4B", 4022468096, 388956160),
             NamedModel("qwen3:8b", "Qwen/Qwen3-8B", 8190735360, 622329856, 622329856),
             NamedModel("qwen3:14b", "Qwen/Qwen3-14B", 14768307200, 777912320, 777912320),
+            NamedModel("qwen3-embedding:0.6b", "Qwen/Qwen3-Embedding-0.6B", 595776512, 155309056),
+            NamedModel("qwen3-embedding:4b", "Qwen/Qwen3-Embedding-4B", 4021774336, 388262400),
+            NamedModel("qwen3-embedding:8b", "Qwen/Qwen3-Embedding-8B", 7567295488, 621219840),
+            NamedModel("qwen3-reranker:0.6b", "Qwen/Qwen3-Reranker-0.6B", 595776512, 155309056),
+            NamedModel("qwen3-reranker:4b", "Qwen/Qwen3-Reranker-4B", 4021774336, 388262400),
+            NamedModel("qwen3-reranker:8b", "Qwen/Qwen3-Reranker-8B", 8188515328, 621219840, 621219840),
         ),
     ),
     LanguageFamily(

@@ -123,6 +123,10 @@ FAMILIES = (
             NamedModel("qwen3-vl:4b", "Qwen/Qwen3-VL-4B-Instruct", 4437815808, 388956160, 415347712),
             NamedModel("qwen3-vl:8b", "Qwen/Qwen3-VL-8B-Instruct", 8767123696, 622329856, 1198718192),
             NamedModel("qwen3-vl:32b", "Qwen/Qwen3-VL-32B-Instruct", 33357390064, 777912320, 1373179120),
+            NamedModel("qwen3-vl-embedding:2b", "Qwen/Qwen3-VL-Embedding-2B", 2127532032, 311164928, 406957056),
+            NamedModel("qwen3-vl-embedding:8b", "Qwen/Qwen3-VL-Embedding-8B", 8144793840, 622329856, 576388336),
+            NamedModel("qwen3-vl-reranker:2b", "Qwen/Qwen3-VL-Reranker-2B", 2127532032, 311164928, 406957056),
+            NamedModel("qwen3-vl-reranker:8b", "Qwen/Qwen3-VL-Reranker-8B", 8767123696, 622329856, 1198718192),
         ),
     ),
     VisionFamily(
