@@ -294,6 +294,7 @@ class Streams:
         monkeypatch.setattr(cuda, "graph_pool_handle", object)
         monkeypatch.setattr(cuda, "stream", self.on)
         monkeypatch.setattr(cuda, "graph", self.graph)
+        monkeypatch.setattr("vlmserve.devices.cuda.unowned", lambda result: result)
 
     @contextmanager
     def on(self, stream: object) -> Iterator[None]:
