@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 from typing import Any
 
 from vlmserve.errors import ModelLoadError, UnsupportedModelError
@@ -80,6 +81,7 @@ def _config(header: Header) -> Config:
     }
 
 
+@lru_cache(maxsize=4)
 def end_token_ids(header: Header) -> frozenset[int]:
     """Tokens that end an answer: the file names some, and the text of some control tokens tells."""
     named = (header.values.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom"))
