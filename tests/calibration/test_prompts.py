@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from PIL import Image
 from typer.testing import CliRunner
 
 from tests.blip import make_blip
-from tests.checkpoints import make_llama
+from tests.checkpoints import make_llama, make_llava
 from tests.moondream import make_moondream
 from vlmserve.calibration.prompts import calibration_prompts
 from vlmserve.cli import app
@@ -135,10 +136,11 @@ def test_text_model_rejects_images(tmp_path: Path, images: Path) -> None:
 
 
 def test_the_command_calibrates(tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    line = ["quantize", "pixie", str(out), "--method", "gptq", "--bits", "4", "--group-size", "64", "--vision"]
-    result = CliRunner().invoke(app, [*line, "--calibration-tokens", "600"])
+    text = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_hidden_layers": 1}
+    folder, out = make_llava(tmp_path / "plain", text=text, vision={"intermediate_size": 64}), tmp_path / "out"
+    line = ["quantize", str(folder), str(out), "--method", "gptq", "--bits", "4", "--group-size", "32", "--vision"]
+    result = CliRunner().invoke(app, [*line, "--calibration-tokens", "200"])
     assert result.exit_code == 0, result.output
-    assert "12.6 MB of weights became" in result.stdout
+    assert re.search(r"0\.\d MB of weights became 0\.\d MB", result.stdout)
     config = json.loads((out / "config.json").read_text())["quantization_config"]
     assert {group["weights"]["num_bits"] for group in config["config_groups"].values()} == {4, 8}

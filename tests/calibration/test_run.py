@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from tests.checkpoints import change_tensors, make_llama, make_llava
-from tests.models.test_families import FAMILIES, make
+from tests.models.test_families import FAMILIES, ONLY_POSITIONS, make
 from tests.paged import PagedRun
 from vlmserve.calibration import run
 from vlmserve.calibration.forward import encode_images
@@ -40,11 +40,6 @@ GROUPS_FIT: dict[str, Any] = {
     "num_attention_heads": 4,
     "num_hidden_layers": 2,
 }
-ONLY_POSITIONS = (
-    "llama with yarn", "llama with truncated yarn", "llama with dynamic rope", "phi3 with a window",
-    "phi3 with longrope, short", "mistral", "ministral3", "smollm3", "starcoder2 with a window",
-)  # fmt: skip
-"""Where positions turn otherwise, or attention goes less far, than in others that have the same layers."""
 NOT_ALONE = ("gemma4", "gemma4 without sharing", "gemma4 with keys as values")
 """Layers that read keys of others, embeddings of their own or keys as values, so that they cannot be calibrated."""
 METHODS: list[QuantizeMethod] = ["gptq", "awq", "awq+gptq"]

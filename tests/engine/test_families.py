@@ -17,7 +17,7 @@ from tests.engine.test_parity import (
     text_oracle,
     tight_cache,
 )
-from tests.models.test_families import FAMILIES, HYBRIDS, MIXTURES, make
+from tests.models.test_families import FAMILIES, HYBRIDS, MIXTURES, ONLY_POSITIONS, make
 from vlmserve.kernels.choice import VARIABLE
 from vlmserve.kernels.extension import supported_isas
 from vlmserve.types import Prompt
@@ -89,5 +89,6 @@ def test_torchs_kernels_do_as_well(tmp_path: Path, name: str, monkeypatch: pytes
     check_few(oracle, [oracle.prompt(seed, length) for seed, length in enumerate(LENGTHS[4:])])
 
 
+@pytest.mark.parametrize("oracle", [name for name in NAMES if name not in ONLY_POSITIONS], indirect=True)
 def test_bfloat16_is_within_its_own_rounding(oracle: Oracle, prompts: list[Prompt]) -> None:
     check_bfloat16(oracle, prompts)

@@ -55,12 +55,14 @@ def answers(outputs: dict[str, list[EngineOutput]]) -> dict[str, tuple[Any, ...]
     }
 
 
-@pytest.mark.parametrize("kind", SPECIAL)
-def test_all_kinds_of_requests_get_the_same_answers(folder: Path, kind: str) -> None:
+TIGHT = {"max_num_batched_tokens": 8, "max_num_seqs": 2, "block_size": 4}
+
+
+@pytest.mark.parametrize(("kind", "settings"), [("grammars", {}), *((kind, TIGHT) for kind in SPECIAL)])
+def test_all_kinds_of_requests_get_the_same_answers(folder: Path, kind: str, settings: dict[str, int]) -> None:
     requests = PLAIN + SPECIAL[kind]
-    for settings in ({}, {"max_num_batched_tokens": 8, "max_num_seqs": 2, "block_size": 4}):
-        expected = answers(run(waiting(engine_of(folder, **settings)), requests))
-        assert answers(run(engine_of(folder, **settings), requests)) == expected
+    expected = answers(run(waiting(engine_of(folder, **settings)), requests))
+    assert answers(run(engine_of(folder, **settings), requests)) == expected
 
 
 def test_plain_decodes_run_one_step_ahead(folder: Path, static_devices: list[StaticDevice]) -> None:  # noqa: F811

@@ -170,13 +170,26 @@ def expected(oracle: Oracle, prompts: list[Prompt]) -> list[list[int]]:
     return [oracle.greedy(prompt, guess) for prompt, guess in zip(prompts, guesses, strict=True)]
 
 
-@by_kernels("budget", native=(9, 2048), torch=(30,), static=(30,))
+@by_kernels("budget", native=(9, 2048))
 def test_tokens_are_those_of_transformers(
     oracle: Oracle, prompts: list[Prompt], expected: list[list[int]], budget: int
 ) -> None:
     assert len({tuple(answer) for answer in expected}) > 5, "answers that are alike would prove little"
     engine = engine_for(oracle, block_size=4, max_num_batched_tokens=budget)
     assert_answers(engine, prompts, expected)
+
+
+OTHER_KERNELS = (
+    ("qwen3_vl_moe", "torch"), ("qwen3_5", "torch"),
+    ("qwen3_vl", "static"), ("qwen3_5_moe", "static"), ("lfm3_vl", "static"),
+)  # fmt: skip
+"""One model of each kind of layers. Logits of all models by torch's kernels are compared below."""
+
+
+@pytest.mark.parametrize(("oracle", "kernels"), OTHER_KERNELS, indirect=True)
+@pytest.mark.usefixtures("kernels")
+def test_other_kernels_give_the_same_tokens(oracle: Oracle, prompts: list[Prompt], expected: list[list[int]]) -> None:
+    assert_answers(engine_for(oracle, block_size=4, max_num_batched_tokens=30), prompts, expected)
 
 
 @pytest.mark.usefixtures("kernels")

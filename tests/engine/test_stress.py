@@ -73,7 +73,7 @@ def test_the_images_make_the_answers(cases):
 
 
 @pytest.mark.usefixtures("saving_pays")
-@by_kernels("seed, num_requests", native=[(0, 80)], static=[(0, 24)])
+@by_kernels("seed, num_requests", native=[(0, 80)], static=[(0, 12)])
 def test_every_answer_equals_the_one_alone(cases, seed, num_requests):
     random_ = random.Random(seed)
     probe = engine(kv_cache_memory="64MiB", block_size=4)

@@ -87,6 +87,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "olmo2": ("Olmo2", {}),
     "olmo2 with biases": ("Olmo2", {"attention_bias": True}),
 }
+ONLY_POSITIONS = (
+    "llama with yarn", "llama with truncated yarn", "llama with dynamic rope", "phi3 with a window",
+    "phi3 with longrope, short", "mistral", "ministral3", "smollm3", "starcoder2 with a window",
+)  # fmt: skip
+"""Where positions turn otherwise, or attention goes less far, than in others that have the same layers."""
 
 HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3.5": ("Qwen3_5", QWEN35),
