@@ -170,8 +170,8 @@ async def test_a_task_that_is_cancelled_ends_its_requests(llm):
 async def test_a_closed_one_raises(folder):
     llm = AsyncLLM(str(folder), engine="mock", mock_tpot=0.01)
     long = asyncio.ensure_future(llm.chat(ask("long"), SamplingParams(max_tokens=450, ignore_eos=True)))
-    while llm._starting is None or not llm._starting.done() or not await unfinished(llm):
-        await asyncio.sleep(0.01)
+    await until(lambda: llm._starting is not None and llm._starting.done())
+    await until(lambda: unfinished(llm))
     await llm.close()
     with pytest.raises(UnavailableError, match="closed"):
         await long

@@ -97,7 +97,7 @@ def test_pulled_model_is_listed_and_removed(cache: Path) -> None:
 def test_downloads_have_short_names(monkeypatch: pytest.MonkeyPatch) -> None:
     status, _, errors = run("pull", REPOSITORY)
     assert status == 0, errors
-    monkeypatch.setitem(names._REPOSITORIES, "tiny:1b", REPOSITORY)
+    monkeypatch.setitem(names.REPOSITORIES, "tiny:1b", REPOSITORY)
     assert run("list")[1].splitlines()[1].startswith("tiny:1b\t")
     assert run("rm", "--yes", "tiny:1b")[0] == 0
 

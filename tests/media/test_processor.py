@@ -108,7 +108,7 @@ def test_missing_settings_have_the_defaults_of_transformers(family: str) -> None
 def test_extremely_long_images_are_cropped_without_upscaling(
     monkeypatch: pytest.MonkeyPatch, width: int, height: int, edge: int
 ) -> None:
-    monkeypatch.setattr(processor_module, "_MAX_INTERMEDIATE_PIXELS", 2_000_000)  # more than the last one becomes
+    monkeypatch.setattr(processor_module, "MAX_INTERMEDIATE_PIXELS", 2_000_000)  # more than the last one becomes
     settings = {"size": {"shortest_edge": edge}, "crop_size": {"height": 28, "width": 28}}
     processor = FixedSizeProcessor(CONFIG, {"image_processor_type": "CLIPImageProcessor", **settings})
     image = noise(width, height)

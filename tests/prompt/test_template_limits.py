@@ -132,7 +132,7 @@ def test_client_whose_renderings_time_out_gets_less_time(monkeypatch, caplog):
         assert_times_out(template, 0.2)
         cancellation.client.set("slow")
         assert_times_out(template, 0.1)
-        monkeypatch.setattr(template_limits, "_MEMORY_SECONDS", 0.0)
+        monkeypatch.setattr(template_limits, "MEMORY_SECONDS", 0.0)
         assert_times_out(template, 0.2)
     finally:
         cancellation.client.reset(token)
@@ -152,7 +152,7 @@ def test_slow_probe_of_an_assistant_first_is_reported(monkeypatch):
 
 
 def test_timeouts_of_many_clients_are_forgotten(monkeypatch):
-    monkeypatch.setattr(template_limits, "_MAX_CLIENTS", 2)
+    monkeypatch.setattr(template_limits, "MAX_CLIENTS", 2)
     limits = template_limits.TemplateLimits()
     token = cancellation.client.set("first")
     try:

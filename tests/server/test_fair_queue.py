@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any, cast
 
+from tests.waiting import until
 from vlmserve.cancellation import client
 from vlmserve.config import EngineConfig, MediaConfig, ServerConfig
 from vlmserve.sampling.trials import SlowGrammarError
@@ -63,7 +64,7 @@ def test_client_with_least_running_work_is_next() -> None:
         tasks = [await _start(queue, "a", log, one) for one in (first, second)]
         tasks += [await _start(queue, name, log, release) for name in ("a", "a", "b")]
         first.set()
-        await asyncio.sleep(0.01)
+        await until(lambda: len(log) == 3)
         assert log == ["a", "a", "b"]
         second.set()
         release.set()
@@ -90,16 +91,22 @@ def test_cancelled_work_frees_its_place() -> None:
 def test_abandoned_work_counts_until_its_thread_is_free() -> None:
     async def check(release: asyncio.Event) -> None:
         log: list[str] = []
-        over = threading.Event()
+        begun, over = threading.Event(), threading.Event()
+
+        def work() -> None:
+            begun.set()
+            over.wait()
+
         queue = FairQueue(1, 1)
         with ThreadPoolExecutor(2) as threads:
-            leaving = asyncio.create_task(queue.run(threads, over.wait))
-            await asyncio.sleep(0.05)
+            leaving = asyncio.create_task(queue.run(threads, work))
+            await until(begun.is_set)
             leaving.cancel()
             await asyncio.gather(leaving, return_exceptions=True)
             release.set()
             task = await _start(queue, "next", log, release)
-            await asyncio.sleep(0.05)
+            for _ in range(10):
+                await asyncio.sleep(0)
             assert log == []
             over.set()
             await task

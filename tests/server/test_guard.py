@@ -152,7 +152,7 @@ def test_tokens_are_charged_in_streams_and_whole_answers(guarded, keys):
     cost = first.json()["usage"]["prompt_tokens"] + 1
     assert first.headers["x-ratelimit-limit-tokens"] == "30"
     account = guarded.service.keys.find(key)
-    left = account._tokens.level
+    left = account.buckets["tokens"].level
     assert 30 - cost <= left < 31 - cost
     body = {"messages": QUESTION, "max_tokens": 40, "ignore_eos": True, "stream": True}
     assert ask(guarded, key, **body).text.endswith("data: [DONE]\n\n")

@@ -76,7 +76,7 @@ _TOWERS: dict[str, dict[str, Any]] = {
 """Vision towers' sizes where config.json does not say, how many tokens stand before the patches, and whether the first
 of all tokens is left out ("default") or kept ("full")."""
 
-_MAX_INTERMEDIATE_PIXELS = 16_000_000
+MAX_INTERMEDIATE_PIXELS = 16_000_000
 """Resized images with more pixels are never made; only what is kept of them is computed."""
 
 
@@ -283,7 +283,7 @@ class FixedSizeProcessor(RecipeProcessor[PixelRecipe]):
 
     def _pad_to_square(self, decoded: DecodedImage, color: tuple[int, int, int]) -> DecodedImage:
         edge = math.ceil(max(decoded.box[2:]))
-        if edge * edge > _MAX_INTERMEDIATE_PIXELS:
+        if edge * edge > MAX_INTERMEDIATE_PIXELS:
             width, height = decoded.size
             scale = 2 * max(self.height, self.width) / max(width, height)
             size = (max(1, round(width * scale)), max(1, round(height * scale)))
@@ -307,7 +307,7 @@ class FixedSizeProcessor(RecipeProcessor[PixelRecipe]):
         image = decoded.image
         if self._recipe.resize is not None:
             width, height = _resized(decoded.size, dict(self._recipe.resize))
-            if self._recipe.crop is not None and (decoded.is_reduced or width * height > _MAX_INTERMEDIATE_PIXELS):
+            if self._recipe.crop is not None and (decoded.is_reduced or width * height > MAX_INTERMEDIATE_PIXELS):
                 return self._resize_cropped(decoded, width, height)
             image = image.resize((width, height), self._recipe.resample, decoded.box)
         return image if self._recipe.crop is None else _center_crop(image, *self._recipe.crop)

@@ -8,28 +8,28 @@ from vlmserve.families.registry import families
 
 _SUGGESTED = 4
 MODELS = tuple(model for family in families() for model in family.short_names)
-_REPOSITORIES = {model.name: model.repository for model in MODELS}
+REPOSITORIES = {model.name: model.repository for model in MODELS}
 
 
 def repository_of(name: str) -> str | None:
     """The repository that a short name stands for; None for what is no short name."""
-    return _REPOSITORIES.get(name.lower())
+    return REPOSITORIES.get(name.lower())
 
 
 def name_of(repository: str) -> str | None:
     """The short name of a repository; None if it has none."""
-    return next((name for name, known in _REPOSITORIES.items() if known == repository), None)
+    return next((name for name, known in REPOSITORIES.items() if known == repository), None)
 
 
 def is_short(name: str) -> bool:
     """Whether a name can be nothing but a short one, known or not: a family, or what has a size behind a colon."""
-    return "/" not in name and (":" in name or any(known.startswith(f"{name.lower()}:") for known in _REPOSITORIES))
+    return "/" not in name and (":" in name or any(known.startswith(f"{name.lower()}:") for known in REPOSITORIES))
 
 
 def suggestion(name: str) -> str:
     """Short names like another name, as the end of an error message; empty if there are none."""
     name = name.lower().rpartition("/")[2]
     family = name.partition(":")[0]
-    near = [known for known in _REPOSITORIES if known.startswith(f"{family}:")]
-    near = near or difflib.get_close_matches(name, _REPOSITORIES, n=_SUGGESTED, cutoff=0.7)
+    near = [known for known in REPOSITORIES if known.startswith(f"{family}:")]
+    near = near or difflib.get_close_matches(name, REPOSITORIES, n=_SUGGESTED, cutoff=0.7)
     return f"; did you mean {' or '.join(near[:_SUGGESTED])}?" if near else ""

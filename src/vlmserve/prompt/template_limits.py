@@ -35,9 +35,9 @@ REDUCED_SECONDS = 0.5
 QUICK_SECONDS = 0.05
 """CPU time of a rendering that may hold up others."""
 _FULL_TRIES = 3
-"""Renderings of a client that may reach `MAX_SECONDS` within `_MEMORY_SECONDS`."""
-_MEMORY_SECONDS = 60.0
-_MAX_CLIENTS = 1024
+"""Renderings of a client that may reach `MAX_SECONDS` within `MEMORY_SECONDS`."""
+MEMORY_SECONDS = 60.0
+MAX_CLIENTS = 1024
 """Clients whose timeouts are remembered."""
 MAX_VALUE_BYTES = 64 * 2**20
 """Memory of one text or list, and of the rendered text."""
@@ -141,14 +141,14 @@ class TemplateLimits:
     def _is_trusted(self) -> bool:
         with self._lock:
             times = self._timeouts.get(client.get())
-            return times is None or len(times) < _FULL_TRIES or times[0] < time.monotonic() - _MEMORY_SECONDS
+            return times is None or len(times) < _FULL_TRIES or times[0] < time.monotonic() - MEMORY_SECONDS
 
     def _count_timeout(self) -> None:
         was_trusted, name = self._is_trusted(), client.get()
         with self._lock:
             self._timeouts.setdefault(name, deque(maxlen=_FULL_TRIES)).append(time.monotonic())
             self._timeouts.move_to_end(name)
-            if len(self._timeouts) > _MAX_CLIENTS:
+            if len(self._timeouts) > MAX_CLIENTS:
                 self._timeouts.popitem(last=False)
         if was_trusted and not self._is_trusted():
             logger.warning(
@@ -156,7 +156,7 @@ class TemplateLimits:
                 MAX_SECONDS,
                 _FULL_TRIES,
                 REDUCED_SECONDS,
-                _MEMORY_SECONDS,
+                MEMORY_SECONDS,
             )
 
 
