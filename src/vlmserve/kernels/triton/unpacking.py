@@ -154,13 +154,10 @@ def has_assembly(device: torch.device) -> bool:
 @triton.jit
 def nibbles(packed, DTYPE: tl.constexpr, ASSEMBLY: tl.constexpr):
     """The low and the high 4 bits of uint8s, each as ``q + shift(DTYPE)`` of type DTYPE. ASSEMBLY: by `prmt`."""
-    if ASSEMBLY and tl.bfloat16 == DTYPE:
+    if ASSEMBLY and tl.float32 != DTYPE:
+        code: tl.constexpr = NIBBLES_BFLOAT16 if tl.bfloat16 == DTYPE else NIBBLES_FLOAT16
         low, high = tl.inline_asm_elementwise(
-            NIBBLES_BFLOAT16, "=r,=r,=r,=r,r", [packed], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
-        )
-    elif ASSEMBLY and tl.float16 == DTYPE:
-        low, high = tl.inline_asm_elementwise(
-            NIBBLES_FLOAT16, "=r,=r,=r,=r,r", [packed], dtype=(tl.float16, tl.float16), is_pure=True, pack=4
+            code, "=r,=r,=r,=r,r", [packed], dtype=(DTYPE.value, DTYPE.value), is_pure=True, pack=4
         )
     else:
         low = ((packed & 15).to(tl.float32) + shift(DTYPE)).to(DTYPE)
@@ -178,14 +175,10 @@ def dequantized(
         # prmt gives 128 + q. What it adds is taken off together with the minimum.
         offsets, high_offsets = minimums - 128.0 * scales, high_minimums - 128.0 * high_scales
         arguments = [packed, scales, offsets, high_scales, high_offsets]
-        if tl.bfloat16 == DTYPE:
-            low, high = tl.inline_asm_elementwise(
-                WEIGHTS_BFLOAT16, WEIGHTS_CONSTRAINTS, arguments, dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
-            )
-        else:
-            low, high = tl.inline_asm_elementwise(
-                WEIGHTS_FLOAT16, WEIGHTS_CONSTRAINTS, arguments, dtype=(tl.float16, tl.float16), is_pure=True, pack=4
-            )
+        code: tl.constexpr = WEIGHTS_BFLOAT16 if tl.bfloat16 == DTYPE else WEIGHTS_FLOAT16
+        low, high = tl.inline_asm_elementwise(
+            code, WEIGHTS_CONSTRAINTS, arguments, dtype=(DTYPE.value, DTYPE.value), is_pure=True, pack=4
+        )
     else:
         low = ((packed & 15).to(tl.float32) * scales + minimums).to(DTYPE)
         high = ((packed >> 4).to(tl.float32) * high_scales + high_minimums).to(DTYPE)
@@ -204,10 +197,9 @@ def ones(packed, DTYPE: tl.constexpr, ASSEMBLY: tl.constexpr):
 
     Constants have another order, and what both are multiplied with would be loaded for each of them.
     """
-    if ASSEMBLY and tl.bfloat16 == DTYPE:
-        result = tl.inline_asm_elementwise(ONES_BFLOAT16, "=r,=r,r", [packed], dtype=tl.bfloat16, is_pure=True, pack=4)
-    elif ASSEMBLY and tl.float16 == DTYPE:
-        result = tl.inline_asm_elementwise(ONES_FLOAT16, "=r,=r,r", [packed], dtype=tl.float16, is_pure=True, pack=4)
+    if ASSEMBLY and tl.float32 != DTYPE:
+        code: tl.constexpr = ONES_BFLOAT16 if tl.bfloat16 == DTYPE else ONES_FLOAT16
+        result = tl.inline_asm_elementwise(code, "=r,=r,r", [packed], dtype=DTYPE.value, is_pure=True, pack=4)
     else:
         result = tl.full(packed.shape, 1.0, DTYPE)
     return result
@@ -216,14 +208,9 @@ def ones(packed, DTYPE: tl.constexpr, ASSEMBLY: tl.constexpr):
 @triton.jit
 def signed_bytes(packed, DTYPE: tl.constexpr, ASSEMBLY: tl.constexpr):
     """uint8s with 128 for zero as numbers of type DTYPE from -128 to 127."""
-    if ASSEMBLY and tl.bfloat16 == DTYPE:
-        result = tl.inline_asm_elementwise(
-            BYTES_BFLOAT16, "=r,=r,r", [packed], dtype=tl.bfloat16, is_pure=True, pack=4
-        )  # fmt: skip
-    elif ASSEMBLY and tl.float16 == DTYPE:
-        result = tl.inline_asm_elementwise(
-            BYTES_FLOAT16, "=r,=r,r", [packed], dtype=tl.float16, is_pure=True, pack=4
-        )  # fmt: skip
+    if ASSEMBLY and tl.float32 != DTYPE:
+        code: tl.constexpr = BYTES_BFLOAT16 if tl.bfloat16 == DTYPE else BYTES_FLOAT16
+        result = tl.inline_asm_elementwise(code, "=r,=r,r", [packed], dtype=DTYPE.value, is_pure=True, pack=4)
     else:
         result = (packed.to(tl.float32) - 128.0).to(DTYPE)
     return result
@@ -235,13 +222,10 @@ def byte_pairs(packed, DTYPE: tl.constexpr, ASSEMBLY: tl.constexpr):
 
     Tensor cores take 16-bit numbers that lie the other way round in shared memory, and no bytes.
     """
-    if ASSEMBLY and tl.bfloat16 == DTYPE:
+    if ASSEMBLY and tl.float32 != DTYPE:
+        code: tl.constexpr = BYTE_PAIRS_BFLOAT16 if tl.bfloat16 == DTYPE else BYTE_PAIRS_FLOAT16
         low, high = tl.inline_asm_elementwise(
-            BYTE_PAIRS_BFLOAT16, "=r,=r,r", [packed], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=2
-        )
-    elif ASSEMBLY and tl.float16 == DTYPE:
-        low, high = tl.inline_asm_elementwise(
-            BYTE_PAIRS_FLOAT16, "=r,=r,r", [packed], dtype=(tl.float16, tl.float16), is_pure=True, pack=2
+            code, "=r,=r,r", [packed], dtype=(DTYPE.value, DTYPE.value), is_pure=True, pack=2
         )
     else:
         low, high = packed.to(tl.int8).to(DTYPE), (packed >> 8).to(DTYPE)
@@ -251,14 +235,9 @@ def byte_pairs(packed, DTYPE: tl.constexpr, ASSEMBLY: tl.constexpr):
 @triton.jit
 def float8_numbers(packed, DTYPE: tl.constexpr, ASSEMBLY: tl.constexpr):
     """uint8s that hold float8 e4m3, none of them NaN, as numbers of type DTYPE."""
-    if ASSEMBLY and tl.bfloat16 == DTYPE:
-        result = tl.inline_asm_elementwise(
-            FLOAT8_BFLOAT16, "=r,=r,r", [packed], dtype=tl.bfloat16, is_pure=True, pack=4
-        )  # fmt: skip
-    elif ASSEMBLY and tl.float16 == DTYPE:
-        result = tl.inline_asm_elementwise(
-            FLOAT8_FLOAT16, "=r,=r,r", [packed], dtype=tl.float16, is_pure=True, pack=4
-        )  # fmt: skip
+    if ASSEMBLY and tl.float32 != DTYPE:
+        code: tl.constexpr = FLOAT8_BFLOAT16 if tl.bfloat16 == DTYPE else FLOAT8_FLOAT16
+        result = tl.inline_asm_elementwise(code, "=r,=r,r", [packed], dtype=DTYPE.value, is_pure=True, pack=4)
     else:
         result = _float8_by_bits(packed.to(tl.int32)).to(DTYPE)
     return result
@@ -267,13 +246,10 @@ def float8_numbers(packed, DTYPE: tl.constexpr, ASSEMBLY: tl.constexpr):
 @triton.jit
 def float8_pairs(packed, DTYPE: tl.constexpr, ASSEMBLY: tl.constexpr):
     """`byte_pairs` of float8 e4m3."""
-    if ASSEMBLY and tl.bfloat16 == DTYPE:
+    if ASSEMBLY and tl.float32 != DTYPE:
+        code: tl.constexpr = FLOAT8_PAIRS_BFLOAT16 if tl.bfloat16 == DTYPE else FLOAT8_PAIRS_FLOAT16
         low, high = tl.inline_asm_elementwise(
-            FLOAT8_PAIRS_BFLOAT16, "=r,=r,r", [packed], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=2
-        )
-    elif ASSEMBLY and tl.float16 == DTYPE:
-        low, high = tl.inline_asm_elementwise(
-            FLOAT8_PAIRS_FLOAT16, "=r,=r,r", [packed], dtype=(tl.float16, tl.float16), is_pure=True, pack=2
+            code, "=r,=r,r", [packed], dtype=(DTYPE.value, DTYPE.value), is_pure=True, pack=2
         )
     else:
         wide = packed.to(tl.int32)
