@@ -145,13 +145,8 @@ class AnySizeProcessor(RecipeProcessor[AnySizeRecipe]):
         )
         return type(self)(recipe, exact_pixels=self._exact_pixels)
 
-    def reduction(self, size: tuple[int, int]) -> float:
-        """How many pixels of an image of that width and height become one, along the axis where it is fewer; 1.0 if
-        every pixel is to be decoded."""
-        if self._exact_pixels or not self._recipe.resize:
-            return 1.0
-        width, height = self._resized(size)
-        return min(size[0] / width, size[1] / height)
+    def _target(self, size: tuple[int, int]) -> tuple[int, int]:
+        return self._resized(size) if self._recipe.resize else size
 
     def process(self, decoded: DecodedImage) -> Pixels:
         """uint8 ``[1, 3, height, width]`` of an image of any mode. Raises InvalidImageError for one that is too

@@ -74,19 +74,11 @@ class CropProcessor(RecipeProcessor[CropRecipe]):
     def _uncut(self) -> Self:
         return self._following(replace(self._recipe, max_crops=1))
 
-    def reduction(self, size: tuple[int, int]) -> float:
-        """How many pixels of an image of that width and height become one, along the axis where it is fewer; 1.0 if
-        every pixel is to be decoded."""
-        if self._exact_pixels:
-            return 1.0
-        width, height = self._large_size(size)
-        return min(size[0] / width, size[1] / height)
-
     def process(self, decoded: DecodedImage) -> Pixels:
         """uint8 ``[1, 3, height, width]`` of an image of any size and mode."""
         image = to_rgb(decoded.image)
         side = self._recipe.size
-        width, height = self._large_size(decoded.size)
+        width, height = self._target(decoded.size)
         pixels = np.zeros((1, 3, side + height, width), np.uint8)
         for target, top in (((side, side), 0), ((width, height), side)):
             resized = image.resize(target, Image.Resampling.LANCZOS, decoded.box)
@@ -98,7 +90,7 @@ class CropProcessor(RecipeProcessor[CropRecipe]):
         return Placeholders(self._num_tokens)
 
     def view(self, size: tuple[int, int], pixels: Pixels, placeholders: Placeholders) -> View:
-        return whole_view(size, *self._large_size(size))
+        return whole_view(size, *self._target(size))
 
     @property
     def _num_tokens(self) -> int:
@@ -112,7 +104,7 @@ class CropProcessor(RecipeProcessor[CropRecipe]):
         )
         return min(max(pixels), self._recipe.max_pixels or sys.maxsize)
 
-    def _large_size(self, size: tuple[int, int]) -> tuple[int, int]:
+    def _target(self, size: tuple[int, int]) -> tuple[int, int]:
         """Width and height of what crops are cut from: as many as the budget allows."""
         recipe = self._recipe
         height, width = size[1] - 2 * recipe.margin, size[0] - 2 * recipe.margin

@@ -99,19 +99,15 @@ class GridProcessor(RecipeProcessor[GridRecipe]):
         """Whether images may be cut into so many tiles. All do that have fewer than one that does."""
         return count == 1 or budget.allows(count * self._recipe.tile**2, self._num_tokens(count))
 
-    def reduction(self, size: tuple[int, int]) -> float:
-        """How many pixels of an image of that width and height become one, along the axis where it is fewer; 1.0 if
-        every pixel is to be decoded."""
-        if self._exact_pixels:
-            return 1.0
-        return min(own / (tiles * self._recipe.tile) for own, tiles in zip(size, self._grid(size), strict=True))
+    def _target(self, size: tuple[int, int]) -> tuple[int, int]:
+        columns, rows = self._grid(size)
+        return columns * self._recipe.tile, rows * self._recipe.tile
 
     def process(self, decoded: DecodedImage) -> Pixels:
         """uint8 ``[tiles + 1, 3, height, width]`` of an image of any size and mode, or one tile if it is not cut."""
         tile, resample = self._recipe.tile, self._recipe.resample
-        columns, rows = self._grid(decoded.size)
         image = to_rgb(decoded.image)
-        tiles = cut_tiles(image.resize((columns * tile, rows * tile), resample, decoded.box), tile)
+        tiles = cut_tiles(image.resize(self._target(decoded.size), resample, decoded.box), tile)
         if len(tiles) > 1:
             tiles.append(image.resize((tile, tile), resample, decoded.box))
         return to_pixels(tiles)

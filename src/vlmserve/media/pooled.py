@@ -87,18 +87,11 @@ class PooledProcessor(RecipeProcessor[PooledRecipe]):
             allowed = [next((own for own in allowed if own * area >= wanted), allowed[-1])]
         return self._following(replace(recipe, budget=allowed[-1]))
 
-    def reduction(self, size: tuple[int, int]) -> float:
-        """How many pixels of an image of that width and height become one, along the axis where it is fewer; 1.0 if
-        every pixel is to be decoded."""
-        if self._exact_pixels:
-            return 1.0
-        return min(own / resized for own, resized in zip(size, self._resized(size), strict=True))
-
     def process(self, decoded: DecodedImage) -> Pixels:
         """uint8 ``[1, 3, height, width]`` of an image of any mode. Raises InvalidImageError for one that is too
         narrow."""
         image = to_rgb(decoded.image)
-        return to_pixels([image.resize(self._resized(decoded.size), self._recipe.resample, decoded.box)])
+        return to_pixels([image.resize(self._target(decoded.size), self._recipe.resample, decoded.box)])
 
     def placeholders(self, pixels: Pixels, size: tuple[int, int]) -> Placeholders:
         """A token for each square, between those for the image's beginning and end."""
@@ -109,7 +102,7 @@ class PooledProcessor(RecipeProcessor[PooledRecipe]):
     def view(self, size: tuple[int, int], pixels: Pixels, placeholders: Placeholders) -> View:
         return whole_view(size, pixels.shape[3], pixels.shape[2])
 
-    def _resized(self, size: tuple[int, int]) -> tuple[int, int]:
+    def _target(self, size: tuple[int, int]) -> tuple[int, int]:
         """Width and height: as large as the budget allows, rounded down to whole squares."""
         (width, height), side, budget = size, self._recipe.side, self._recipe.budget
         factor = math.sqrt(budget * side**2 / (height * width))

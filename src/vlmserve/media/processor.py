@@ -161,6 +161,17 @@ class RecipeProcessor(PixelProcessor, Generic[Recipe]):
         other._follow(recipe, exact_pixels=self._exact_pixels)
         return other
 
+    def reduction(self, size: tuple[int, int]) -> float:
+        """How many pixels of an image of that width and height become one, along the axis where it is fewer; 1.0 if
+        every pixel is to be decoded."""
+        if self._exact_pixels:
+            return 1.0
+        return min(own / new for own, new in zip(size, self._target(size), strict=True))
+
+    def _target(self, size: tuple[int, int]) -> tuple[int, int]:
+        """The largest width and height that an image of that size gets."""
+        return size
+
 
 class View(NamedTuple):
     """What a model sees of an image. width, height: of that. box: the part of the image that it shows, in the image's

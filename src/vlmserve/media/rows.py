@@ -97,18 +97,13 @@ class RowProcessor(RecipeProcessor[RowRecipe]):
         budget.check_most(min(largest, recipe.budget.max_pixels or largest))
         return self._following(replace(recipe, budget=recipe.budget.narrowed(budget)))
 
-    def reduction(self, size: tuple[int, int]) -> float:
-        """How many pixels of an image of that width and height become one, along the axis where it is fewer; 1.0 if
-        every pixel is to be decoded."""
-        if self._exact_pixels:
-            return 1.0
-        return min(own / (squares * self._recipe.side) for own, squares in zip(size, self._grid(size), strict=True))
+    def _target(self, size: tuple[int, int]) -> tuple[int, int]:
+        columns, rows = self._grid(size)
+        return columns * self._recipe.side, rows * self._recipe.side
 
     def process(self, decoded: DecodedImage) -> Pixels:
         """uint8 ``[1, 3, height, width]`` of an image of any size and mode."""
-        columns, rows = self._grid(decoded.size)
-        size = columns * self._recipe.side, rows * self._recipe.side
-        image = to_rgb(decoded.image).resize(size, self._recipe.resample, decoded.box)
+        image = to_rgb(decoded.image).resize(self._target(decoded.size), self._recipe.resample, decoded.box)
         return to_pixels([image])
 
     def placeholders(self, pixels: Pixels, size: tuple[int, int]) -> Placeholders:

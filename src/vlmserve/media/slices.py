@@ -159,13 +159,9 @@ class SliceProcessor(RecipeProcessor[SliceRecipe]):
             recipe = replace(recipe, most=1)
         return self._following(replace(recipe, budget=recipe.budget.narrowed(budget)))
 
-    def reduction(self, size: tuple[int, int]) -> float:
-        if self._exact_pixels:
-            return 1.0
+    def _target(self, size: tuple[int, int]) -> tuple[int, int]:
         plan = self._plan(size)
-        return min(
-            own / max(edges) for own, edges in zip(size, zip(plan.whole, plan.refined, strict=True), strict=True)
-        )
+        return max(plan.whole[0], plan.refined[0]), max(plan.whole[1], plan.refined[1])
 
     def process(self, decoded: DecodedImage) -> Pixels:
         """uint8 pixels of an image of any size and mode: ``[1, 3, height, width]`` if it is not cut."""

@@ -160,12 +160,8 @@ class SquareProcessor(RecipeProcessor[SquareRecipe]):
         tokens = tiles * recipe.tile**2 + recipe.overview * most + words
         return budget.allows(tiles * recipe.tile_pixels, tokens)
 
-    def reduction(self, size: tuple[int, int]) -> float:
-        """How many pixels of an image of that width and height become one, along the axis where it is fewer; 1.0 if
-        every pixel is to be decoded."""
-        if self._exact_pixels:
-            return 1.0
-        return min(own / new for own, new in zip(size, self._largest(self._plan(size)), strict=True))
+    def _target(self, size: tuple[int, int]) -> tuple[int, int]:
+        return self._largest(self._plan(size))
 
     def process(self, decoded: DecodedImage) -> Pixels:
         """uint8 ``[squares, 3, side, side]`` of an image of any size and mode. The squares of a part lie row by row,

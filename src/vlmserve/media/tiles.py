@@ -252,12 +252,8 @@ class SplitProcessor(RecipeProcessor[SplitRecipe]):
         most = math.prod(math.ceil(min(edge, _LARGEST_EDGE) / tile) * tile for edge in edges)
         return min(most, self._recipe.budget.max_pixels or most)
 
-    def reduction(self, size: tuple[int, int]) -> float:
-        """How many pixels of an image of that width and height become one, along the axis where it is fewer; 1.0 if
-        every pixel is to be decoded."""
-        if self._exact_pixels or self._recipe.size is None:
-            return 1.0
-        return min(own / new for own, new in zip(size, self._plan(size).size, strict=True))
+    def _target(self, size: tuple[int, int]) -> tuple[int, int]:
+        return size if self._recipe.size is None else self._plan(size).size
 
     def process(self, decoded: DecodedImage) -> Pixels:
         """uint8 ``[tiles + 1, 3, height, width]`` of an image of any size and mode, or one tile if it is not cut."""
