@@ -169,31 +169,20 @@ class SchedulerOutput(msgspec.Struct):
         return [*self.cached_requests, *self.new_requests]
 
     @property
-    def has_requests(self) -> bool:
-        return bool(self.cached_requests or self.new_requests)
-
-    @property
     def has_work(self) -> bool:
         """Whether there is anything to run. Evictions alone are not: they free memory for images of the same step."""
-        return bool(
-            self.has_requests
-            or self.blocks_to_zero
-            or self.block_copies
-            or self.state_copies
-            or self.images_to_encode
-            or self.encodings
-            or self.cross_states
-        )
+        return self.makes_progress or bool(self.blocks_to_zero or self.block_copies or self.state_copies)
 
     @property
     def makes_progress(self) -> bool:
         """Whether it computes tokens, images or states. Copies of blocks bring no request closer to its end."""
-        return bool(self.has_requests or self.images_to_encode or self.encodings or self.cross_states)
+        batch = self.cached_requests or self.new_requests
+        return bool(batch or self.images_to_encode or self.encodings or self.cross_states)
 
     @property
     def encoded_keys(self) -> list[bytes]:
         """Of the images that the step works on."""
-        return [image.key for image in self.images_to_encode] + [one.key for one in self.encodings]
+        return [one.key for one in (*self.images_to_encode, *self.encodings)]
 
 
 class RequestFailure(msgspec.Struct, frozen=True):

@@ -247,11 +247,11 @@ class Engine(BaseEngine):
 
     def _update(self, step: SchedulerOutput, output: ModelRunnerOutput, ran: float) -> list[EngineOutput]:
         """Apply the output of a step that ended at the time `ran`."""
-        requests = self.scheduler.requests
-        ran_requests = [requests[request_id] for request_id in output.token_ids if request_id in requests]
-        for request in ran_requests:
-            request.answered = request.answered or ran
-        answered = {request.answer_id: request for request in ran_requests}
+        requests, answered = self.scheduler.requests, dict[str, Request]()
+        for request_id in output.token_ids:
+            if (request := requests.get(request_id)) is not None:
+                request.answered = request.answered or ran
+                answered[request.answer_id] = request
         outputs = [_with_timings(answered[one.request_id], one, ran) for one in self.scheduler.update(step, output)]
         self._generation_tokens += sum(_num_tokens(one) for one in outputs)
         return outputs

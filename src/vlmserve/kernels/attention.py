@@ -128,8 +128,9 @@ def place_tokens(
 
     counts: new tokens of each sequence. tables: ``[columns, sequences, max_blocks]``.
     """
-    owner = np.repeat(np.arange(len(counts)), counts)
-    np.subtract(np.arange(len(owner)), (np.cumsum(counts) - context_lens)[owner], out=positions)
+    new = np.array(counts)  # numpy's functions take longer over lists
+    owner = np.arange(len(new)).repeat(new)
+    np.subtract(np.arange(len(owner)), (new.cumsum() - context_lens)[owner], out=positions)
     np.multiply(tables[:, owner, positions // block_size], block_size, out=slots, dtype=np.int64)
     slots += positions % block_size
 

@@ -94,7 +94,7 @@ class CpuAttention:
             ahead_of,
             (contexts_of - ahead_of).to(torch.int32) if len(ahead_of) else contexts_of,
         )
-        starts, contexts, blocks, slots, ahead, causal_contexts = (tensor.data_ptr() for tensor in tensors)
+        starts, contexts, blocks, slots, ahead, causal_contexts = map(Tensor.data_ptr, tensors)
         return CpuPlan(
             tensors=tensors,
             addresses=(starts, contexts, blocks, slots, ahead),

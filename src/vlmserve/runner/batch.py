@@ -135,6 +135,9 @@ class PackedBatch:
         self, tensors: Mapping[str, Tensor], extra: Sequence[Tensor] = (), scaling_pass: Batch | None = None
     ) -> Batch:
         """Make the batch of the uploaded arrays."""
+        states, segments = None, self.segments
+        if segments is not None:
+            states = StateRows(**{name: tensors[f"segment {name}"] for name in Segments._fields}, host=segments)
         metadata = BatchMetadata(
             query_starts=tensors["query_starts"],
             context_lens=tensors["context_lens"],
@@ -148,7 +151,7 @@ class PackedBatch:
             cross=self.cross,
             decodes=tensors.get("decodes"),
             wanted=self.wanted,
-            states=self._state_rows(tensors),
+            states=states,
         )
         return Batch(
             token_ids=tensors["token_ids"],
@@ -162,11 +165,6 @@ class PackedBatch:
             extra=extra,
             scaling_pass=scaling_pass,
         )
-
-    def _state_rows(self, tensors: Mapping[str, Tensor]) -> StateRows | None:
-        if self.segments is None:
-            return None
-        return StateRows(**{name: tensors[f"segment {name}"] for name in Segments._fields}, host=self.segments)
 
 
 class BatchPacker:
@@ -214,7 +212,7 @@ class BatchPacker:
         states = [request.state for request in scheduled]
         others = [state for state in states if not state.is_plain_text]
         num_tokens, num_decodes = sum(counts), counts.count(1)
-        has_cross = any([state.cross_key for state in others])
+        has_cross = bool(others) and any([state.cross_key for state in others])
         padded = None if has_cross else self._device.padded_rows(num_tokens, num_decodes)
         decodes_only = num_decodes == len(counts)
         is_mixed = padded is not None and 0 < num_decodes < len(counts)
@@ -227,7 +225,7 @@ class BatchPacker:
                 width = captured_width(width, is_mixed=is_mixed)
         self._reserve(num_rows, len(counts) + len(padding_counts), width)
         self._keep_all_tables(states)
-        ends = np.cumsum(counts)
+        ends = np.array(counts).cumsum()
         self._place(counts, context_lens, states if others else ())
         image_rows = self._write_tokens(scheduled, num_tokens)
         if padding_counts:
@@ -270,16 +268,18 @@ class BatchPacker:
         num_decodes: int | None,
     ) -> dict[str, np.ndarray]:
         num_rows = positions.shape[-1]
-        of_segments = {} if segments is None else segments._asdict()
-        return {
+        shaped = {
             "query_starts": np.array([0, *itertools.accumulate(counts)], np.int32),
             "context_lens": np.asarray(context_lens, np.int32),
             "slot_mapping": self._slots[:, :num_rows],
             "token_ids": self._token_ids[:num_rows],
             "positions": positions,
-            **{f"segment {name}": array for name, array in of_segments.items()},
-            **({} if num_decodes is None else {"decodes": np.asarray([num_decodes], np.int32)}),
         }
+        if segments is not None:
+            shaped |= {f"segment {name}": array for name, array in segments._asdict().items()}
+        if num_decodes is not None:
+            shaped["decodes"] = np.asarray([num_decodes], np.int32)
+        return shaped
 
     def _keep_all_tables(self, states: Sequence[RequestState]) -> None:
         for row, state in enumerate(states):
@@ -291,7 +291,7 @@ class BatchPacker:
         """Write positions and slots. shifted: the requests, if any of them may not count positions from 0."""
         positions, slots = self._positions[: sum(counts)], self._slots[:, : sum(counts)]
         place_tokens(counts, context_lens, self._tables, self._block_size, positions, slots)
-        if any(offsets := [state.position_offset for state in shifted]):
+        if shifted and any(offsets := [state.position_offset for state in shifted]):
             positions += np.repeat(offsets, counts)
 
     def _cross_rows(self, scheduled: Sequence[ScheduledRequest], ends: np.ndarray) -> list[CrossRows]:

@@ -48,7 +48,7 @@ class ImageEncoder:
         for key in step.embeddings_to_evict:
             if self._unfinished.pop(key, None) is None:
                 self.embeddings.pop(key, None)  # Nothing is there if there was too little memory for it.
-        products = self._encode(step.images_to_encode)
+        products = self._encode(step.images_to_encode) if step.images_to_encode else 0
         for one in step.encodings:
             if one.image is not None:
                 self._begin(one.image)
@@ -61,7 +61,8 @@ class ImageEncoder:
                     self.embeddings[one.key] = encoding.result
                 if encoding.result is not None or given_up:
                     del self._unfinished[one.key]
-        self._compute_cross_states(step.cross_states)
+        if step.cross_states:
+            self._compute_cross_states(step.cross_states)
         return products
 
     def _begin(self, image: ImageInput) -> None:
@@ -131,8 +132,6 @@ class ImageEncoder:
 
     def _encode(self, images: list[ImageInput]) -> int:
         """All of them that have the same adapter in one call, or divided among ranks, which have no adapters."""
-        if not images:
-            return 0
         if self._model.ranks is not None and len(images) > 1:
             return self._encode_divided(images, self._model.ranks)
         for adapter in {image.adapter: None for image in images}:

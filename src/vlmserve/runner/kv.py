@@ -13,7 +13,7 @@ from vlmserve.kernels.blocks import Blocks, allocate_states, clear_blocks, copy_
 from vlmserve.kernels.states import StateCache
 from vlmserve.kernels.transfers import to_device
 from vlmserve.models.protocols import LoadedModel
-from vlmserve.steps import BlockCopy
+from vlmserve.steps import BlockCopy, SchedulerOutput
 
 
 class KVTensors:
@@ -50,20 +50,16 @@ class KVTensors:
         if num_host_slots:
             self._host_states = model.device.host_blocks(self.states, num_host_slots, allocate_slots)
 
-    def zero(self, blocks: list[int]) -> None:
-        """Zero blocks on the device."""
-        if blocks:
-            ids = to_device(torch.tensor(blocks), self._device)
+    def prepare(self, step: SchedulerOutput) -> None:
+        """Zero blocks, copy blocks, and copy states, in the order of a step's lists."""
+        if step.blocks_to_zero:
+            ids = to_device(torch.tensor(step.blocks_to_zero), self._device)
             for layer in self._distinct:
                 clear_blocks(layer, ids)
-
-    def copy(self, copies: Iterable[BlockCopy]) -> None:
-        """Copy blocks in order."""
-        _copy(copies, self._distinct, self._host)
-
-    def copy_states(self, copies: Iterable[BlockCopy]) -> None:
-        """Copy slots of states in order."""
-        _copy(copies, self.states, self._host_states)
+        if step.block_copies:
+            _copy(step.block_copies, self._distinct, self._host)
+        if step.state_copies:
+            _copy(step.state_copies, self.states, self._host_states)
 
 
 def _copy(copies: Iterable[BlockCopy], layers: Sequence[Blocks], host: HostBlocks | None) -> None:

@@ -42,6 +42,7 @@ class Run(NamedTuple):
     later: DrawLater | None
     """Draws tokens without waiting for them, one for each of `sampled`."""
     sampled: list[ScheduledRequest]
+    """Empty without `later`."""
     scalings: dict[str, list[float]]
     """See `ModelRunnerOutput`."""
 
@@ -71,8 +72,9 @@ def _wanted_rows(batch: Batch, scheduled: list[ScheduledRequest], of_heads: Tens
     sampled rows can be picked.
     """
     decodes_only = batch.metadata.num_decodes == len(batch.metadata.query_lens)
-    scored = any(request.state.num_scored is not None for request in scheduled)
-    if decodes_only or batch.is_repeatable or scored or (of_heads is not None and batch.adapters is not None):
+    if decodes_only or batch.is_repeatable or (of_heads is not None and batch.adapters is not None):
+        return None
+    if any(request.state.num_scored is not None for request in scheduled):
         return None
     return batch.sampled_rows if of_heads is None else torch.cat([batch.sampled_rows, of_heads])
 
@@ -178,20 +180,17 @@ class ModelRunner:
         clock = device.clock()
         if self._adapters is not None:
             self._adapters.load(step.adapter_loads)
-        self._kv.zero(step.blocks_to_zero)
-        self._kv.copy(step.block_copies)
-        self._kv.copy_states(step.state_copies)
+        self._kv.prepare(step)
         clock.mark()
         products = self._images.run(step)
         clock.mark()
         output = ModelRunnerOutput()
-        self._sampler.drop(step.finished_request_ids)
         scheduled = self._requests.update(step)
         if not self._drawn_rows:
             # The step before had too little memory to draw the tokens that such requests continue on.
             scheduled = [request for request in scheduled if not request.pending]
-        # Requests with late rows were preempted since; this step computes their logits again.
-        self._sampler.drop(request.state.request_id for request in scheduled)
+        # Requests with late rows were preempted since.
+        self._sampler.drop(step.finished_request_ids, scheduled)
         scheduled = _fail(output, scheduled, [request for request in scheduled if self._images.lacks_any(request)])
         run = self._compute(scheduled, clock) if scheduled else None
         while scheduled and run is None:
@@ -209,7 +208,9 @@ class ModelRunner:
             return lambda: output
         output.scalings = run.scalings
         clock.mark()
-        results = read_rows(scheduled, run.of_heads, run.logits, self.model.language_model, self._adapters)
+        results: list[tuple[str, Tensor]] = []
+        if run.of_heads is not None:
+            results = read_rows(scheduled, run.of_heads, run.logits, self.model.language_model, self._adapters)
         tokens = self._sample(run, scheduled, output)
         output.prompt_logprobs = score_prompts(scheduled, run.hidden, self.model.language_model, self._adapters)
         clock.mark()
@@ -217,7 +218,8 @@ class ModelRunner:
         def finish() -> ModelRunnerOutput:
             if tokens is not None:
                 append_drawn(tokens(), run.sampled, output)
-            write_results(results, output)
+            if results:
+                write_results(results, output)
             transfer, vision, build, model, sampling = clock.seconds()
             output.timings = RunTimings(transfer, build, vision, model, sampling, products)
             return output
@@ -250,9 +252,10 @@ class ModelRunner:
         later = device.draw_later
         if later is not None and not self._draws_later(scheduled):
             later = None
-        sampled = [request for request in scheduled if request.num_sampled]
+        sampled: list[ScheduledRequest] = []
         extra: list[np.ndarray] = []
         if later is not None:
+            sampled = [request for request in scheduled if request.num_sampled]
             rows = [request.state.sampling_row(int(request.pending)) for request in sampled]
             extra = later.arrays(*filters_of(rows), changes_of(rows))
         batch = self._build(scheduled, extra)

@@ -48,10 +48,10 @@ class TokenSampler:
         self._draw, self._device = draw, device
         self._late: dict[str, _Row] = {}
 
-    def drop(self, request_ids: Iterable[str]) -> None:
-        """Forget late rows of requests."""
+    def drop(self, finished: Iterable[str], scheduled: Sequence[ScheduledRequest]) -> None:
+        """Forget late rows of requests that are finished, or whose logits a step computes again."""
         if self._late:
-            for request_id in request_ids:
+            for request_id in (*finished, *(request.state.request_id for request in scheduled)):
                 self._late.pop(request_id, None)
 
     def sample(self, logits: Tensor, batch: Sequence[ScheduledRequest], output: ModelRunnerOutput) -> None:
@@ -105,7 +105,7 @@ class TokenSampler:
         asking = [index for index, row in enumerate(ready) if row.state.params.logprobs is not None]
         raw_asked = own[asking] if asking else None  # sampling overwrites them
         drawn = sample(own, [row.state.sampling_row() for row in ready], self._draw)
-        tokens, undecided = _settle(ready, drawn, deadline)
+        tokens, undecided = _settle(ready, drawn, deadline) if searching else (drawn, frozenset[int]())
         if raw_asked is not None:
             _add_logprobs(raw_asked, asking, ready, tokens, undecided, output)
         drafted = []

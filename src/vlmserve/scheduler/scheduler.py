@@ -77,6 +77,8 @@ class Scheduler:
     def end_failed(self) -> list[EngineOutput]:
         """End waiting requests whose resources will never be ready."""
         failed = {one.request.answer_id: one for one in self.resources.failed(self.waiting)}
+        if not failed:
+            return []
         self.abort(failed)
         return [EngineOutput(i, [], "error", error=one.reason, error_param=one.param) for i, one in failed.items()]
 
@@ -225,7 +227,7 @@ class Scheduler:
         """Chunks for the running requests; returns the budget that is left."""
         budget = self._schedule_decodes(step, self._max_num_batched_tokens)
         if self.limits is not None:
-            budget = int(min(budget, self.limits.prompt_tokens(shared=len(self) > 1)))
+            budget = int(min(budget, self.limits.prompt_tokens(shared=len(self.requests) > 1)))
         for request in self.running[:]:  # more are admitted meanwhile
             if request.num_uncomputed > 1 and budget > 0:
                 budget = self._schedule_waiting(step, budget, above=request.priority)

@@ -19,19 +19,19 @@ from vlmserve.tasks import TaskResult
 
 def head_rows(scheduled: Sequence[ScheduledRequest], device: torch.device) -> Tensor | None:
     """int64, the rows of a batch whose hidden states are read, in the order of its requests; None without heads."""
-    if all(request.state.head is None for request in scheduled):
-        return None
     rows: list[int] = []
-    first = 0
+    first, has_heads = 0, False
     for request in scheduled:
-        rows += [first + place - request.start for place in _places(request)]
+        if request.state.head is not None:
+            has_heads = True
+            rows += [first + place - request.start for place in _places(request)]
         first += request.num_tokens
-    return to_device(torch.tensor(rows, dtype=torch.int64), device)
+    return to_device(torch.tensor(rows, dtype=torch.int64), device) if has_heads else None
 
 
 def read_rows(
     scheduled: Sequence[ScheduledRequest],
-    hidden: Tensor | None,
+    hidden: Tensor,
     logits: Tensor,
     model: LanguageModel,
     adapters: RunnerAdapters | None,
@@ -41,8 +41,6 @@ def read_rows(
     hidden: ``[rows of head_rows, hidden_size]``. logits: ``[rows, vocabulary]``, `num_sampled` of each request.
     """
     results: list[tuple[str, Tensor]] = []
-    if hidden is None:
-        return results
     followers = _followers(scheduled, hidden, model, adapters)
     first = first_logits = 0
     for request in scheduled:
@@ -95,9 +93,7 @@ def _followers(
 
 
 def write_results(results: Sequence[tuple[str, Tensor]], output: ModelRunnerOutput) -> None:
-    """Wait for the device, and output results."""
-    if not results:
-        return
+    """Wait for the device, and output results, at least one."""
     host = torch.cat([values for _, values in results]).cpu()
     sizes = [len(values) for _, values in results]
     for (request_id, _), values in zip(results, torch.split(host, sizes), strict=True):

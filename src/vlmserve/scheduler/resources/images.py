@@ -120,8 +120,11 @@ class Images(Resource):
 
     def begin_step(self, running: Sequence[Request], limits: StepLimits | None) -> None:
         # The last token of a prompt, which may need an image, is scheduled like a token that was generated.
-        generating = any(request.num_uncomputed == 1 for request in running)
-        waiting = sum(request.num_uncomputed > 1 and request.has_images for request in running)
+        generating, waiting = False, 0
+        for request in running:
+            num_uncomputed = request.num_uncomputed
+            generating = generating or num_uncomputed == 1
+            waiting += num_uncomputed > 1 and request.has_images
         macs = math.inf if limits is None else limits.tower_macs(waiting, generating=generating)
         self._budget = _Budget(macs, self._max_encoded_images)
         known, self._wanted = self._wanted, {}
