@@ -182,7 +182,7 @@ class SchedulerOutput(msgspec.Struct):
     @property
     def encoded_keys(self) -> list[bytes]:
         """Of the images that the step works on."""
-        return [one.key for one in (*self.images_to_encode, *self.encodings)]
+        return [image.key for image in self.images_to_encode] + [one.key for one in self.encodings]
 
 
 class RequestFailure(msgspec.Struct, frozen=True):

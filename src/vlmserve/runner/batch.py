@@ -268,7 +268,7 @@ class BatchPacker:
         num_decodes: int | None,
     ) -> dict[str, np.ndarray]:
         num_rows = positions.shape[-1]
-        shaped = {
+        shaped: dict[str, np.ndarray] = {
             "query_starts": np.array([0, *itertools.accumulate(counts)], np.int32),
             "context_lens": np.asarray(context_lens, np.int32),
             "slot_mapping": self._slots[:, :num_rows],
