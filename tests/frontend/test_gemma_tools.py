@@ -123,6 +123,63 @@ def test_quoted_keys_and_python_words_are_read(preparer):
     assert read(parser(preparer), [text])[1] == [("free", '{"a b": null, "c": true, "d": "plain"}')]
 
 
+def schema_of(**parameter: Any) -> dict[str, Any]:
+    return {"type": "object", "properties": {"a": parameter}}
+
+
+def nested(depth: int) -> Any:
+    return [nested(depth - 1)] if depth else 1
+
+
+@pytest.mark.parametrize(
+    ("schema", "good", "bad"),
+    [
+        (schema_of(type="array", items={"type": "integer"}, maxItems=1), {"a": [1]}, {"a": [1, 2]}),
+        (schema_of(type="array", items={"type": "null"}, minItems=1.0, maxItems=1), {"a": [None]}, {"a": []}),
+        (schema_of(allOf=[{"type": "integer"}], description="x"), {"a": 1}, {"a": "x"}),
+        ({"$ref": "#/$defs/own", "$defs": {"own": schema_of(type="integer")}}, {"a": 1}, {"b": 1}),
+        (schema_of(type="integer", minimum=0, exclusiveMinimum=True), {"a": 1}, {"a": 0}),
+        (schema_of(type="integer"), {"a": 9}, {"a": 10**30}),
+        (schema_of(type="array"), {"a": [1] * 1000}, {"a": [1] * 1001}),
+    ],
+)
+def test_grammar_obeys_schemas_and_bounds(preparer, schema, good, bad):
+    form = preparer.answers.tool_form
+    use = ToolUse((Function("f", None, schema),))
+    grammar = form.grammar(use, None)
+    preparer.answers.check_grammar(grammar, use)
+    assert follow(preparer, grammar, form.written("f", good)) in ("complete", "finished")
+    assert follow(preparer, grammar, form.written("f", bad)).startswith("stops")
+
+
+def test_repeated_types_do_not_multiply_rules(preparer):
+    schema: dict[str, Any] = {"type": "string"}
+    for _ in range(40):
+        schema = {"type": ["object"] * 2, "properties": {"a": schema}}
+    use = ToolUse((Function("f", None, schema),))
+    assert len(preparer.answers.tool_form.grammar(use, None).text) < 10_000
+
+
+def test_hundreds_of_optional_parameters_compile(preparer):
+    use = ToolUse((Function("f", None, {"properties": {f"k{number}": {"const": 1} for number in range(300)}}),))
+    preparer.answers.check_grammar(preparer.answers.tool_form.grammar(use, None), use)
+
+
+@pytest.mark.parametrize(
+    ("schema", "words"),
+    [
+        ({**schema_of(), "required": True}, "required in a schema of f has to be a list of names, not True"),
+        (schema_of(type="array", minItems="2"), "minItems in a schema of f has to be a whole number, at least 0"),
+        (schema_of(type="array", minItems=3, maxItems=2), "maxItems in a schema of f has to be at least minItems, 3"),
+        (schema_of(enum=[nested(900)]), "nested too deeply"),
+        (schema_of(enum=[]), r"enum in a schema of f has to be a list of values, not \[\]"),
+    ],
+)
+def test_unusable_schemas_are_rejected(preparer, schema, words):
+    with pytest.raises(InvalidRequestError, match=words):
+        preparer.answers.tool_form.grammar(ToolUse((Function("f", None, schema),)), None)
+
+
 def test_unwritable_parameters_are_rejected(preparer):
     use = ToolUse((Function("f", None, {"properties": {"a:b": {"type": "string"}}}),))
     with pytest.raises(InvalidRequestError, match="parameter 'a:b' of f; rename it"):

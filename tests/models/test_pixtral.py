@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForImageTextToText, MistralConfig
@@ -13,10 +14,14 @@ from transformers import AutoModelForImageTextToText, MistralConfig
 from tests.checkpoints import change_config, change_tensors, make_lighton_ocr, make_mistral3, make_pixtral
 from tests.models.test_llava import load
 from tests.static_ranges import use_ranges
+from vlmserve.config import MediaConfig
 from vlmserve.devices.device import LaidOutTower
 from vlmserve.errors import InvalidImageError, ModelLoadError, UnsupportedModelError
+from vlmserve.frontend.processors import image_processor
+from vlmserve.media.processor import Placeholders
 from vlmserve.models.quantized import save_quantized
 from vlmserve.models.vision.pixtral import PixtralVision
+from vlmserve.prompt.tokenizer import Tokenizer
 from vlmserve.quantization import QuantizationConfig
 
 pytestmark = pytest.mark.usefixtures("kernels")
@@ -70,6 +75,14 @@ def test_no_parameter_is_left_out(tmp_path: Path, name: str) -> None:
     change_tensors(tmp_path, lambda own, tensor: (own, tensor * 2 if own.endswith(name) else tensor))
     [after] = load(tmp_path).vision.encode(pixels)  # type: ignore[union-attr]
     assert (before - after).abs().max() > 1e-3
+
+
+def test_lighton_ocr_runs_under_its_other_name(tmp_path: Path) -> None:
+    make_lighton_ocr(tmp_path)
+    change_config(tmp_path, architectures=["LightOnOCRForConditionalGeneration"], model_type="mistral3")
+    assert load(tmp_path).architecture == "LightOnOcrForConditionalGeneration"
+    processor = image_processor(tmp_path, Tokenizer.from_folder(tmp_path), MediaConfig())
+    assert processor.placeholders(np.zeros((1, 3, 12, 18), np.uint8), (18, 12)) == Placeholders(6)
 
 
 @pytest.fixture(scope="module")

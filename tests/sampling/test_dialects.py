@@ -192,6 +192,11 @@ def test_broken_reference_in_any_of_is_kept(reference):
     assert guided["anyOf"][0] == {"$ref": reference}
 
 
+def test_broken_prefix_items_are_kept():
+    guided = guided_schema({"type": "array", "prefixItems": 5}, strict=False, bounds=BOUNDS)
+    assert guided["prefixItems"] == 5
+
+
 def test_any_of_large_objects_stays_as_large():
     objects = [optional(**{f"p{number}_{index}": INTEGER for index in range(90)}) for number in range(8)]
     guided = guided_schema({"anyOf": objects}, strict=False, bounds=BOUNDS)

@@ -78,6 +78,8 @@ class Family:
     models: str = ""
     """Well-known models."""
     short_names: tuple[NamedModel, ...] = ()
+    other_architectures: tuple[str, ...] = ()
+    """Other spellings of ``architectures`` in config.json."""
     tokenizer: str | None = None
     """Reads the tokenizer of a folder without tokenizer.json (`prompt.convert`)."""
 
@@ -92,7 +94,6 @@ class LanguageFamily(Family):
     """From a config with `defaults`."""
     architecture: str | None = None
     """``architectures`` of config.json; None: only inside vision-language models."""
-    other_architectures: tuple[str, ...] = ()
     names: Names = ()
     """From tensor names of checkpoints to names of the decoder here."""
     gguf: Mapping[str, GGUFText] = field(default_factory=dict)

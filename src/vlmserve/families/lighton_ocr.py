@@ -9,6 +9,7 @@ FAMILIES = (
     VisionFamily(
         model_type="lighton_ocr",
         architecture="LightOnOcrForConditionalGeneration",
+        other_architectures=("LightOnOCRForConditionalGeneration",),
         text_type="qwen3",
         tied=True,
         tower="vlmserve.models.vision.pixtral:PixtralVision.merging",

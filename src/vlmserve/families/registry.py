@@ -118,9 +118,7 @@ def classifies(config: Config) -> bool:
 
 
 def _known_architecture(config: Config) -> str | None:
-    others = {
-        other: family.architecture for family in LANGUAGE_FAMILIES.values() for other in family.other_architectures
-    }
+    others = {other: family.architecture for family in families() for other in family.other_architectures}
     known = architectures()
     named = [
         f"{name.removesuffix(_CLASSIFIER)}{head}"

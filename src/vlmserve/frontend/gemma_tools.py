@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
+from urllib.parse import unquote
 
 from vlmserve.errors import InvalidRequestError
 from vlmserve.frontend.tool_arguments import ArgumentsReader, overlap
 from vlmserve.frontend.tools import Function, ToolForm, guided, literal
+from vlmserve.sampling.dialects import NUMBER_BOUNDS
 
 _QUOTE = '<|"|>'
 _WORD = re.compile(r"[^,\[\]{}<\s]+")
@@ -44,10 +46,12 @@ class GemmaToolForm(ToolForm):
         return GemmaArguments()
 
     def call_rules(self, name: str, function: Function) -> list[str]:
-        guided(function.schema, function.strict, "tools", self.bounds)  # raises for what strict schemas may not have
-        rules = _Rules(name, function, self._around(_QUOTE), self.special_ids.get(_QUOTE))
-        schema = function.schema
-        rules.add(name, f"{literal(self.head(function))} {rules.members(schema)} {literal('}')}")
+        schema = guided(function.schema, function.strict, "tools", replace(self.bounds, length=0))
+        rules = _Rules(name, function.name, schema, self._around(_QUOTE), self.special_ids.get(_QUOTE))
+        try:
+            rules.add(name, f"{literal(self.head(function))} {rules.members(schema)} {literal('}')}")
+        except RecursionError:
+            raise InvalidRequestError("tools: the schema is nested too deeply", param="tools") from None
         return rules.lines
 
 
@@ -120,11 +124,15 @@ class GemmaArguments:
 
 
 class _Rules:
-    """Rules of the grammar of one call. quote: what is around strings, in Lark. token: its id; None: it has none."""
+    """Rules of the grammar of one call.
 
-    def __init__(self, name: str, function: Function, quote: str, token: int | None) -> None:
+    schema: of the arguments, as `guided` returns it. quote: the Lark of what is around strings. token: the id of that
+    mark; None: the tokenizer has no such token.
+    """
+
+    def __init__(self, name: str, function: str, schema: Mapping[str, Any], quote: str, token: int | None) -> None:
         self.lines: list[str] = []
-        self._name, self._function = name, function
+        self._name, self._function, self._schema = name, function, schema
         self._quote, self._token = quote, token
         self._count = 0
         self._names: dict[str, str] = {}
@@ -136,23 +144,32 @@ class _Rules:
 
     def members(self, schema: Mapping[str, Any]) -> str:
         """The members of an object, between its braces."""
+        if "properties" not in schema and isinstance(reference := schema.get("$ref"), str):
+            schema = found if isinstance(found := self._referred(reference), dict) else schema
         properties = schema.get("properties")
         more = schema.get("additionalProperties", True)
         if not isinstance(properties, dict) or not properties:
             return "" if more is False else _listed(f'{self._key()} ":" {self.value(more)}')
-        required = schema.get("required") or ()
+        required = schema.get("required") or []
+        if not isinstance(required, list):
+            raise self._unusable("required", required, "a list of names")
         # "first" is what is left where no member came yet, "other" where one did.
         first = other = ""
         for key, value in reversed(properties.items()):
             if _NO_KEY.search(key):
                 raise InvalidRequestError(
                     f"tools: the model's form of calls has no way to write the parameter {key!r:.100} of "
-                    f"{self._function.name}; rename it",
+                    f"{self._function}; rename it",
                     param="tools",
                 )
             member = f"{literal(key + ':')} {self.value(value)}"
             begun = self.add(self._new(), f"{member} {other}")
-            first = begun if key in required else f"({begun} | {first})" if first else f"{begun}?"
+            if key in required:
+                first = begun
+            elif first:
+                first = self.add(self._new(), f"{begun} | {first}")
+            else:
+                first = f"{begun}?"
             after = f'"," {begun}'
             other = self.add(
                 self._new(), after if key in required else f"{after} | {other}" if other else f"({after})?"
@@ -164,16 +181,22 @@ class _Rules:
         if not isinstance(schema, dict):
             return self._anything()
         if isinstance(reference := schema.get("$ref"), str):
-            return self._shared(reference, lambda: self.value(self._referred(reference)))
+            return self._shared(f"reference {reference}", lambda: self.value(self._referred(reference)))
         if "const" in schema or isinstance(schema.get("enum"), list):
             choices = [schema["const"]] if "const" in schema else schema["enum"]
+            if not choices:
+                raise self._unusable("enum", choices, "a list of values")
             return _any_of([self._choice(choice) for choice in choices])
+        if isinstance(parts := schema.get("allOf"), list) and len(parts) == 1 and isinstance(parts[0], dict):
+            return self.value({**{name: kept for name, kept in schema.items() if name != "allOf"}, **parts[0]})
         for name in ("anyOf", "oneOf"):
             if isinstance(options := schema.get(name), list) and options:
                 return _any_of([self.value(option) for option in options])
         kinds = schema.get("type")
         if isinstance(kinds, list):
-            return _any_of([self.value({**schema, "type": kind}) for kind in kinds])
+            # Each type once: repeated types of nested schemas would double the rules at each level.
+            kinds = dict.fromkeys(kind for kind in kinds if isinstance(kind, str))
+            return _any_of([self.value({**schema, "type": kind}) for kind in kinds]) if kinds else self._anything()
         if kinds == "object" or (kinds is None and "properties" in schema):
             return self.add(self._new(), f'"{{" {self.members(schema)} "}}"')
         if kinds == "array" or (kinds is None and "items" in schema):
@@ -181,19 +204,32 @@ class _Rules:
         if kinds == "string":
             return self._string()
         if kinds in _SCALARS:
-            bounds = {name: bound for name, bound in schema.items() if name == "type" or "imum" in name.lower()}
-            return self.add(self._new(), f"%json {json.dumps(bounds)}")
+            number = {name: schema[name] for name in ("type", "multipleOf", *NUMBER_BOUNDS) if name in schema}
+            return self.add(self._new(), f"%json {json.dumps(number)}")
         return '("null" | "None")' if kinds == "null" else self._anything()
 
     def _items(self, schema: Mapping[str, Any]) -> str:
         item = self.value(schema.get("items", True))
-        least, most = schema.get("minItems") or 0, schema.get("maxItems")
+        least, most = self._count_of(schema, "minItems") or 0, self._count_of(schema, "maxItems")
+        if most is not None and most < least:
+            raise self._unusable("maxItems", most, f"at least minItems, {least}")
         if most == 0:
             return ""
         if not least and most is None:
             return _listed(item)
-        again = f'("," {item}){{{max(least - 1, 0)},{"" if most is None else most - 1}}}'
+        again = "" if most == 1 else f'("," {item}){{{max(least - 1, 0)},{"" if most is None else most - 1}}}'
         return f"{item} {again}" if least else f"({item} {again})?"
+
+    def _count_of(self, schema: Mapping[str, Any], name: str) -> int | None:
+        count = schema.get(name)
+        if count is not None and (not isinstance(count, int) or isinstance(count, bool) or count < 0):
+            raise self._unusable(name, count, "a whole number, at least 0")
+        return count
+
+    def _unusable(self, name: str, value: Any, wanted: str) -> InvalidRequestError:
+        return InvalidRequestError(
+            f"tools: {name} in a schema of {self._function} has to be {wanted}, not {value!r:.50}", param="tools"
+        )
 
     def _choice(self, choice: Any) -> str:
         text = " ".join(
@@ -238,8 +274,8 @@ class _Rules:
         return f"{self._name}_{self._count}"
 
     def _referred(self, reference: str) -> Any:
-        found: Any = self._function.schema
-        for step in reference.removeprefix("#").split("/")[1:]:
+        found: Any = self._schema
+        for step in unquote(reference.removeprefix("#")).split("/")[1:]:
             found = found.get(step.replace("~1", "/").replace("~0", "~")) if isinstance(found, dict) else None
         return found
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from vlmserve.errors import ModelLoadError, UnsupportedModelError
+from vlmserve.families.registry import vision_family
 from vlmserve.levels import Levels
 from vlmserve.media.any_size import LOW_DETAIL_PIXELS
 from vlmserve.media.budget import NO_BUDGET, ImageBudget
@@ -79,7 +80,8 @@ class RowProcessor(RecipeProcessor[RowRecipe]):
     @classmethod
     def from_files(cls, files: ImageFiles) -> Self:
         sizes, exact = files.processor_config, files.exact_pixels
-        if files.config.get("model_type") == "lighton_ocr":
+        family = vision_family(files.config)
+        if family is not None and family.model_type == "lighton_ocr":
             return cls(files.config, files.settings, None, sizes=sizes, exact_pixels=exact)
         row_end = files.token_id("image_break_token", sizes.get("image_break_token", "[IMG_BREAK]"))
         image_end = files.token_id("image_end_token", sizes.get("image_end_token", "[IMG_END]"))

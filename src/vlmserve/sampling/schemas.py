@@ -270,7 +270,8 @@ def _bounded(schema: Any, bounds: JSONBounds) -> Any:
     shaped = any(name in schema for name in ("maxLength", "pattern", "format"))
     if bounds.length and "string" in kinds and not shaped and _least(schema, "minLength") <= bounds.length:
         bounded["maxLength"] = bounds.length
-    least = max(_least(schema, "minItems"), len(schema.get("prefixItems") or ()))
+    first = schema.get("prefixItems")
+    least = max(_least(schema, "minItems"), len(first) if isinstance(first, list) else 0)
     if bounds.items and "array" in kinds and "maxItems" not in schema and least <= bounds.items:
         bounded["maxItems"] = bounds.items
     return bounded
