@@ -21,6 +21,7 @@ from queue import Queue
 from typing import Any
 
 import pytest
+from _pytest import tmpdir
 from execnet.gateway_base import Popen2IO, get_execmodel, serve
 
 _CHANNELS: Queue[Any] = Queue()
@@ -130,8 +131,10 @@ class Forking:
         """Report what was collected, and run the tests that the controller names."""
         from xdist import remote
 
-        given, *_ = channel.receive()
+        given, _, options, _ = channel.receive()
         session.config.workerinput.update(given)  # type: ignore[attr-defined]
+        session.config.option.basetemp = options["basetemp"]
+        tmpdir.pytest_configure(session.config)  # a folder for the files of each worker
         os.environ["PYTEST_XDIST_TESTRUNUID"] = given["testrunuid"]
         os.environ["PYTEST_XDIST_WORKER"] = given["workerid"]
         os.environ["PYTEST_XDIST_WORKER_COUNT"] = str(given["workercount"])

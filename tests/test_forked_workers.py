@@ -25,6 +25,7 @@ def test_printed(number, worker_id, testrun_uid, tmp_path):
     print(f"printed by {number}")
     Path(f"{worker_id}-{os.getppid()}").touch()
     assert worker_id != "none" != testrun_uid
+    assert tmp_path.parent.name == f"popen-{worker_id}"
     assert number != 3
 """
 DIES = """
@@ -42,7 +43,7 @@ def run(folder: Path, tests: str, monkeypatch: pytest.MonkeyPatch) -> subprocess
     (folder / "conftest.py").write_text(CONFTEST)
     (folder / "test_all.py").write_text(tests)
     (folder / "pytest.ini").touch()
-    command = [sys.executable, "-m", "pytest", "-p", "xdist.plugin", "-n", "2", "-rfE"]
+    command = [sys.executable, "-m", "pytest", "-p", "xdist.plugin", "-n", "2", "-rfE", "--basetemp", "files"]
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120)
 
 
