@@ -31,6 +31,7 @@ from tests.mmproj_files import write_pair
 from tests.models.test_families import FAMILIES, MIXTURES, make
 from tests.models.test_gguf import BLOCKS
 from tests.moondream import Moondream
+from tests.ocr_checkpoints import make_glm4v
 from tests.ranks import GlooThreads, RankThreads
 from tests.test_mmproj import assert_same_answers, llm
 from vlmserve.cache.costs import CostModel
@@ -131,6 +132,7 @@ CASES: dict[str, Callable[[Path], Case]] = {
     **{f"blip {name}": lambda folder, name=name: blip(folder, name) for name in BLIP},
     "llava": llava,
     "gemma3 with images": lambda folder: conversations(make_gemma3(folder)),
+    "GLM-4.5V": lambda folder: conversations(make_glm4v(folder, kind="Glm4vMoe")),
     "moondream": moondream,
 }
 
@@ -297,7 +299,7 @@ def test_beam_search(tmp_path: Path) -> None:
     ("sizes", "ranks", "words"),
     [
         ({}, 4, "6 attention heads"),
-        ({"num_attention_heads": 6, "num_key_value_heads": 3}, 2, "3 heads of keys and values"),
+        ({"num_attention_heads": 6, "num_key_value_heads": 3}, 2, "3 key-value heads; use a size that divides 3 or"),
         ({"intermediate_size": 81}, 2, "81 inner elements of its MLP"),
     ],
 )

@@ -182,7 +182,9 @@ def _gguf_traits(metadata: Metadata) -> Config:
     slides, tensors = metadata.array("attention.sliding_window_pattern"), metadata.header.tensors
     kinds = ["sliding_attention" if slide else "full_attention" for slide in slides]
     if set(kinds) != {"sliding_attention", "full_attention"} or len(kinds) < metadata.num_layers:
-        raise UnsupportedModelError(f"{metadata.header.path}: layers without or with windows alone are not supported")
+        raise UnsupportedModelError(
+            f"{metadata.header.path}: only layers of both kinds, with and without windows, are supported"
+        )
     full, sliding = (kinds.index(kind) for kind in ("full_attention", "sliding_attention"))
     heads = metadata.array("attention.head_count_kv") or [metadata["attention.head_count_kv"]] * len(kinds)
     widths = metadata.array("feed_forward_length") or [metadata["feed_forward_length"]]

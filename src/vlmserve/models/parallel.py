@@ -78,8 +78,8 @@ def _share_of_heads(heads: AttentionSpec, ranks: Ranks) -> AttentionSpec:
     _divides(heads.num_heads, ranks, "attention heads")
     if heads.num_kv_heads % ranks.size and ranks.size % heads.num_kv_heads:
         raise ConfigurationError(
-            f"--tensor-parallel-size {ranks.size}: the model has {heads.num_kv_heads} heads of keys and values, of "
-            "which the size must be a divisor or a multiple"
+            f"--tensor-parallel-size {ranks.size}: the model has {heads.num_kv_heads} key-value heads; use a size that "
+            f"divides {heads.num_kv_heads} or is a multiple of it"
         )
     queries, keys = shares(heads.num_heads, ranks), key_heads(heads, ranks)
     return replace(
@@ -93,5 +93,5 @@ def _share_of_heads(heads: AttentionSpec, ranks: Ranks) -> AttentionSpec:
 def _divides(whole: int, ranks: Ranks, what: str) -> None:
     if whole % ranks.size:
         raise ConfigurationError(
-            f"--tensor-parallel-size {ranks.size}: the model has {whole} {what}, of which the size must be a divisor"
+            f"--tensor-parallel-size {ranks.size}: the model has {whole} {what}; use a size that divides {whole}"
         )
