@@ -94,6 +94,7 @@ def environment(library: Path) -> dict[str, str]:
         "LD_PRELOAD": str(library),
         "LD_LIBRARY_PATH": folder,
         "TRITON_LIBCUDA_PATH": folder,
+        "TRITON_INTERPRET": "0",
         "PYTHONPATH": os.pathsep.join(filter(None, [folder, os.environ.get("PYTHONPATH")])),
     }
 

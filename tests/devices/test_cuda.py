@@ -323,6 +323,13 @@ def test_captures_share_one_stream_and_one_pool(monkeypatch: pytest.MonkeyPatch)
     assert len(set(map(id, (pool for _, pool in streams.captured)))) == 1
 
 
+def test_captured_results_are_contiguous(monkeypatch: pytest.MonkeyPatch) -> None:
+    Streams(monkeypatch)
+    result = CudaCapture(GPU)(lambda: torch.arange(6.0).view(2, 3)[:, 1:])()
+    assert result.is_contiguous(), "only the address of its memory is kept"
+    assert result.tolist() == [[1, 2], [4, 5]]
+
+
 def test_a_capture_that_fails_restores_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     streams = Streams(monkeypatch)
     streams.ends_badly = True

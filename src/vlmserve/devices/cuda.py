@@ -410,7 +410,7 @@ class CudaCapture:
                 current.wait_stream(self.stream)
             # Other threads may allocate memory and wait for events meanwhile.
             with torch.cuda.graph(graph, pool=self._pool, stream=self.stream, capture_error_mode="thread_local"):
-                owned = run()
+                owned = run().contiguous()
         result = unowned(owned)
 
         def again() -> Tensor:
