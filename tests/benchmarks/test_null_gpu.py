@@ -123,7 +123,8 @@ def test_graphs_reuse_the_memory_of_others(tmp_path: Path) -> None:
 
 
 CAPTURED_LATER = """
-import dataclasses, json, sys, torch
+import dataclasses, json, msgspec, sys, torch
+from triton import knobs
 from benchmarks import gpu_decode, gpu_stages
 from vlmserve.devices.cuda import TritonDevice
 from vlmserve.runner.runner import ModelRunner
@@ -139,10 +140,16 @@ model = gpu_decode.random_model(torch.device("cuda"), sizes, "none", eager=False
 adapters = [gpu_decode.random_adapter(model, loaded=False)] if sys.argv[1:] else []
 runner = ModelRunner(model, 4000, 0, 16, gpu_decode.no_grammars, *adapters)
 warm_up_steps(runner, max_num_seqs=96, max_num_batched_tokens=64, max_model_len=600, seconds=600)
-captured = [executors[0].num_captured]
+captured, compiled = [executors[0].num_captured], []
+knobs.runtime.jit_post_compile_hook = lambda fn, **rest: compiled.append(fn.name)
 digest, loads = (gpu_decode.ADAPTER, [AdapterLoad(0, gpu_decode.ADAPTER)]) if adapters else (b"", [])
 runner.submit(SchedulerOutput(adapter_loads=loads)).result()
 params = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
+biased = msgspec.structs.replace(params, logit_bias={3: 1.0}, frequency_penalty=0.5)
+for length in (12, 31):
+    prompt = NewRequest("prompt", 0, length, length, [0] * length, [[0] * 38], biased, 0, 600, [], adapter=digest)
+    runner.submit(SchedulerOutput(new_requests=[prompt])).result()
+    runner.submit(SchedulerOutput(finished_request_ids=["prompt"])).result()
 for count in (96, 40, 3):
     for longest in (3, 590):
         contexts = [longest] + [3] * (count - 1)
@@ -161,18 +168,19 @@ for count in (96, 40, 3):
             runner.submit(SchedulerOutput(cached_requests=following)).result()
         runner.submit(SchedulerOutput(finished_request_ids=[one.request_id for one in requests])).result()
         captured.append(executors[0].num_captured)
-print(json.dumps(captured))
+print(json.dumps([compiled, *captured]))
 """
 
 
 @pytest.mark.skipif(torch.version.cuda is None, reason="this torch is not built for CUDA")
 @pytest.mark.parametrize("adapters", [[], ["adapters"]], ids=["plain", "adapters"])
-def test_no_decodes_are_captured_after_start(tmp_path: Path, adapters: list[str]) -> None:
+def test_nothing_is_captured_or_compiled_after_start(tmp_path: Path, adapters: list[str]) -> None:
     """A batch that fills the GPU has two graphs: contexts are whole, or some are split."""
     seen = null_gpu.environment(null_gpu.build(tmp_path))
     command = [sys.executable, "-c", CAPTURED_LATER, *adapters]
     run = subprocess.run(command, env=seen, capture_output=True, text=True, check=True)
-    at_start, *later = json.loads(run.stdout)
+    compiled, at_start, *later = json.loads(run.stdout)
+    assert compiled == []
     assert at_start == (len((96, 80, 64, 48, 32, 16, 8, 4, 2, 1)) + 1) * (1 + len(adapters))
     assert later == [at_start] * 6
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from io import StringIO
 from pathlib import Path
@@ -10,14 +10,17 @@ from typing import Any
 
 import pytest
 import rich.console
+from torch import Tensor
 
 from tests.checkpoints import make_llama
 from tests.engine.test_overlap import answers
 from tests.engine.test_overlap import request as asked
 from tests.engine.test_structured import engine_of, run
 from tests.models.test_families import make
-from tests.static_device import StaticAttention, StaticDevice, static_devices  # noqa: F401
+from tests.static_adapters import StaticProduct
+from tests.static_device import StaticAttention, StaticDevice, StaticDraw, static_devices  # noqa: F401
 from vlmserve.engine.engine import Engine
+from vlmserve.kernels.adapters import LinearAdapters
 from vlmserve.kernels.attention import BatchMetadata
 from vlmserve.runner import warm_up
 
@@ -56,7 +59,7 @@ def test_batches_of_decodes_are_captured_at_start(
     engine = warmed(folder)
     assert captured(static_devices) == 2 * len((1, 2, 4, 8)), "with split contexts and without"
     assert "capturing graphs of 4 batch sizes, up to 120 s" in caplog.text
-    assert "warm-up: ran 8 of 8 steps" in caplog.text
+    assert "warm-up: ran 9 of 9 steps" in caplog.text
     assert engine.stats().kv_blocks_used == 0
 
 
@@ -88,6 +91,28 @@ def test_warm_up_changes_no_answers(
 
 
 @pytest.mark.usefixtures("_warming")
+def test_warm_up_changes_logits_and_adapts_prompts(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels of penalties, and of adapters in prompts, although no adapter is loaded yet."""
+    changed: list[int] = []
+    adapted: list[int] = []
+    launch, product = StaticDraw.launch, StaticProduct.__call__
+
+    def launched(self: StaticDraw, logits: Tensor, uploaded: Sequence[Tensor]) -> Tensor:
+        changed.append(uploaded[5].shape[1])
+        return launch(self, logits, uploaded)
+
+    def counted(self: StaticProduct, x: Tensor, *rest: Any) -> Tensor:
+        adapted.extend(len(x) for one in rest if isinstance(one, LinearAdapters) and one.active)
+        return product(self, x, *rest)
+
+    monkeypatch.setattr(StaticDraw, "launch", launched)
+    monkeypatch.setattr(StaticProduct, "__call__", counted)
+    warmed(folder, enable_lora=True)
+    assert 16 in adapted, "no batch of decodes is as large"
+    assert any(changed)
+
+
+@pytest.mark.usefixtures("_warming")
 @pytest.mark.parametrize("settings", [{"max_warm_up_seconds": 0}, {"enforce_eager": True}], ids=str)
 def test_warm_up_can_be_disabled(
     folder: Path,
@@ -106,7 +131,7 @@ def test_warm_up_ends_when_its_time_is_over(
 ) -> None:
     warmed(folder, max_warm_up_seconds=1e-9)
     assert captured(static_devices) == 2
-    assert [record.levelname for record in caplog.records if "ran 1 of 8 steps" in record.getMessage()] == ["WARNING"]
+    assert [record.levelname for record in caplog.records if "ran 1 of 9 steps" in record.getMessage()] == ["WARNING"]
 
 
 @pytest.mark.usefixtures("_warming")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 
 import numpy as np
 import torch
@@ -43,6 +44,10 @@ class RunnerAdapters:
         # Of a batch's rows with adapters, those of which tokens are sampled.
         self._sampled: RowSlots | None = None
         self.observer: Observer | None = None
+
+    def reserving(self) -> AbstractContextManager[None]:
+        """See `AdapterRows.reserving`."""
+        return self._rows.reserving()
 
     def load(self, loads: Sequence[AdapterLoad]) -> None:
         """Put adapters into slots."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple, NoReturn
 
 import numpy as np
@@ -147,6 +148,10 @@ class ModelRunner:
     @property
     def takes_adapters(self) -> bool:
         return self._adapters is not None
+
+    def reserving_adapters(self) -> AbstractContextManager[None]:
+        """Launch kernels of adapters also where the slots have none that changes a layer."""
+        return nullcontext() if self._adapters is None else self._adapters.reserving()
 
     def warm_up(self) -> tuple[int, float]:
         return self._images.warm_up()

@@ -26,6 +26,9 @@ MIXED_ROWS = 512
 """Maximum rows of chunks beside decodes that are warmed up."""
 _PROGRESS_SECONDS = 5.0
 _STEPS_OF_DECODES = 2
+_GREEDY = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
+_CHANGING = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True, logit_bias={0: 1.0}, repetition_penalty=2.0)
+"""Logits are changed before a token is sampled."""
 
 
 def warm_up_steps(
@@ -61,6 +64,9 @@ def warm_up_steps(
         for beside in (0, 1)
         if not beside or rows <= MIXED_ROWS
     ]
+    if runner.takes_adapters:
+        steps += [partial(_prefill, runner, rows, 0, NO_CHANGES) for rows in PROMPT_ROWS if rows <= most]
+    steps.append(partial(_prefill, runner, 1, 0, params=_CHANGING))
     steps += [partial(_encode, runner, tiles) for tiles in runner.tiles_to_capture()]
     done = 0
     with _progress(len(steps)) as show:
@@ -121,11 +127,13 @@ def _decode(runner: ModelRunner, size: int, max_model_len: int, adapter: bytes) 
         _finish(runner, requests)
 
 
-def _prefill(runner: ModelRunner, rows: int, beside: int) -> None:
-    """Run a prompt of `rows` tokens, less one for each decode `beside` it."""
+def _prefill(
+    runner: ModelRunner, rows: int, beside: int, adapter: bytes = b"", params: SamplingParams = _GREEDY
+) -> None:
+    """Run a prompt of `rows` tokens, less one for each decode `beside` it. adapter, params: of the prompt."""
     requests = [_request(runner, number, 1) for number in range(beside)]
-    requests.append(_request(runner, beside, rows - beside))
-    with runner.model.device.capturing("never"):
+    requests.append(_request(runner, beside, rows - beside, adapter=adapter, params=params))
+    with runner.model.device.capturing("never"), runner.reserving_adapters():
         runner.submit(SchedulerOutput(new_requests=requests)).result()
     _finish(runner, requests)
 
@@ -135,7 +143,14 @@ def _finish(runner: ModelRunner, requests: list[NewRequest]) -> None:
 
 
 def _request(
-    runner: ModelRunner, number: int, num_tokens: int, *, start: int = 0, max_tokens: int = 1, adapter: bytes = b""
+    runner: ModelRunner,
+    number: int,
+    num_tokens: int,
+    *,
+    start: int = 0,
+    max_tokens: int = 1,
+    adapter: bytes = b"",
+    params: SamplingParams = _GREEDY,
 ) -> NewRequest:
     """A request whose tokens all have the padding block; without one, the first block, which nobody owns at start.
 
@@ -151,7 +166,7 @@ def _request(
         num_prompt_tokens=length,
         token_ids=[0] * length,
         block_ids=[[block] * blocks] * runner.num_columns,
-        params=SamplingParams(temperature=0, max_tokens=2, ignore_eos=True),
+        params=params,
         seed=0,
         max_len=length + 2,
         end_token_ids=[],
