@@ -15,6 +15,7 @@ import torch
 from tests.lazy_stream import LazyStream
 from vlmserve.devices.choice import open_device
 from vlmserve.devices.cuda import CudaCapture, CudaDevice, TritonDevice, open_cuda
+from vlmserve.families.spec import ExpertsSpec
 from vlmserve.kernels.operations import NO_EPILOGUE
 from vlmserve.kernels.quantized import QuantizedWeight
 from vlmserve.kernels.torch_float8 import Float8Product
@@ -172,7 +173,7 @@ def test_graphs_need_attention_that_reads_on_device(
     device = TritonDevice(GPU)
     backend = device.attention([AttentionSpec(4, 2, head_size, 0.125)], torch.bfloat16)
     assert device.padded_rows(3, 3) is None
-    assert device.decode_sizes(3) == [], "no decoder has graphs, as with experts"
+    assert device.decode_sizes(3) == [], "no decoder has graphs, as with several ranks"
     device.executor()
     assert backend.reads_on_device == bool(sizes)
     assert device.decode_sizes(3) == sizes
@@ -180,6 +181,21 @@ def test_graphs_need_attention_that_reads_on_device(
     assert device.padded_rows(30, 0) is None
     device.enforce_eager()
     assert device.padded_rows(3, 3) is None
+
+
+def test_experts_without_kernels_have_no_graphs(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    pytest.importorskip("triton", reason="triton is not installed", exc_type=ImportError)
+    caplog.set_level("INFO")
+    Driver(monkeypatch, 0)
+    device = TritonDevice(GPU)
+    device.attention([AttentionSpec(4, 2, 64, 0.125)], torch.bfloat16)
+    device.executor()
+    assert device.decode_sizes(2) == [2, 1]
+    assert device.experts(ExpertsSpec(count=4, top_k=2, inner_size=16), None, {}) is None
+    assert "experts: one product after the other, without CUDA graphs" in caplog.text
+    assert device.decode_sizes(2) == []
 
 
 def test_graph_bytes_are_freed_memory_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -185,8 +185,10 @@ class NativeCpuDevice(CpuDevice):
         return gate_output if dtype in DTYPES else None
 
     def experts(
-        self, spec: ExpertsSpec, router: RouterWeights, experts: Mapping[int, ExpertProducts]
+        self, spec: ExpertsSpec, router: RouterWeights | None, experts: Mapping[int, ExpertProducts]
     ) -> ExpertsKernel | None:
+        if router is None:
+            return None
         if (reason := cpu_experts.unsupported_reason(router.product, experts)) is not None:
             logger.info("experts: one call per product (%s)", reason)
             return None

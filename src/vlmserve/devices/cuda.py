@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import cached_property
 from itertools import pairwise
@@ -29,10 +29,20 @@ from vlmserve.devices.pixels import PixelRing
 from vlmserve.devices.staging import Staging
 from vlmserve.devices.streams import CudaCopyStream
 from vlmserve.devices.torch_device import TorchDevice
+from vlmserve.families.spec import ExpertsSpec
 from vlmserve.kernels import torch_float8, torch_int4
 from vlmserve.kernels.attention import AttentionBackend
 from vlmserve.kernels.blocks import Blocks, allocate_zeros
-from vlmserve.kernels.operations import AnyWeight, Epilogue, Norm, Product, Table
+from vlmserve.kernels.operations import (
+    AnyWeight,
+    Epilogue,
+    ExpertProducts,
+    ExpertsKernel,
+    Norm,
+    Product,
+    RouterWeights,
+    Table,
+)
 from vlmserve.kernels.quantized import QuantizedWeight
 from vlmserve.kernels.ranges import RangeKernels
 from vlmserve.kernels.states import ConvolutionKernel, DeltaKernel, DeltaWeights
@@ -57,6 +67,8 @@ PADDED_INPUTS = 64
 """Those of other lengths become multiples of it, of which tensor cores take that many at a time."""
 LEAST_CAPABILITY = (8, 0)
 """Of GPUs that the kernels are compiled for: bfloat16 products came with the A100."""
+
+NOT_AS_STORED = "inputs or outputs of some weights are in another order"
 
 OVERLAP_CAPABILITY = (9, 0)
 """Of GPUs where a kernel can be launched before the one before it has ended: see `kernels.triton.dependent`."""
@@ -248,6 +260,7 @@ class TritonDevice(CudaDevice):
 
     kernels = "triton"
     padding_blocks = 1
+    chooses_experts = True
     captures_prompts: ClassVar[bool] = False
     """See `Captures.prompts`; a class's, for measuring."""
 
@@ -321,6 +334,19 @@ class TritonDevice(CudaDevice):
         from vlmserve.kernels.triton.states import TritonConvolution
 
         return TritonConvolution(spec, weight)
+
+    def experts(
+        self, spec: ExpertsSpec, router: RouterWeights | None, experts: Mapping[int, ExpertProducts]
+    ) -> ExpertsKernel | None:
+        """See `Operations.experts`. Without the kernels, the host chooses experts, which no graph holds."""
+        from vlmserve.kernels.triton.experts import TritonExperts, unsupported_reason
+
+        reason = NOT_AS_STORED if router is None else unsupported_reason(router, experts)
+        if router is None or reason is not None:
+            logger.info("experts: one product after the other, without CUDA graphs (%s)", reason)
+            self.enforce_eager()
+            return None
+        return TritonExperts(spec, router, experts)
 
     def encoder_ranges(self, num_heads: int, head_size: int, dtype: torch.dtype) -> RangeKernels | None:
         from vlmserve.kernels.triton.encoder import TritonRanges, unsupported_reason

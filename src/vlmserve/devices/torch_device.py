@@ -114,7 +114,7 @@ class TorchDevice:
         return None
 
     def experts(
-        self, spec: ExpertsSpec, router: RouterWeights, experts: Mapping[int, ExpertProducts]
+        self, spec: ExpertsSpec, router: RouterWeights | None, experts: Mapping[int, ExpertProducts]
     ) -> ExpertsKernel | None:
         return None
 

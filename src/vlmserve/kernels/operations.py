@@ -249,9 +249,13 @@ class Operations(Protocol):
         ...
 
     def experts(
-        self, spec: ExpertsSpec, router: RouterWeights, experts: Mapping[int, ExpertProducts]
+        self, spec: ExpertsSpec, router: RouterWeights | None, experts: Mapping[int, ExpertProducts]
     ) -> ExpertsKernel | None:
-        """A mixture of experts. experts: by number, without other ranks' experts. None: one product after the other."""
+        """A mixture of experts. None: one product after the other.
+
+        router: None if inputs or outputs of some weights are in another order. experts: by number, without other ranks'
+        experts.
+        """
         ...
 
     def encoder_attention(self, num_heads: int, head_size: int, dtype: torch.dtype) -> EncoderKernel | None:

@@ -15,6 +15,8 @@ from vlmserve.kernels.triton import (
     byte_products,
     encoder,
     expanding,
+    expert_kernels,
+    experts,
     float8,
     gated,
     norm,
@@ -112,6 +114,35 @@ def product_cases() -> Iterator[Case]:
         },
         warps=4,
     )  # fmt: skip
+
+
+def expert_cases() -> Iterator[Case]:
+    """Qwen3-30B-A3B's experts."""
+    pointers = {
+        **dict.fromkeys(("x_ptr", "results_ptr", "residual_ptr", "out_ptr"), "*bf16"),
+        **dict.fromkeys(("logits_ptr", "correction_ptr", "factors_ptr", "weights_ptr"), "*fp32"),
+        **dict.fromkeys(("chosen_ptr", "counts_ptr", "order_ptr", "tiles_ptr"), "*i32"),
+        "table_ptr": "*i64",
+        "scale": "fp32",
+        **dict.fromkeys(("rows", "count", "tiles", "stride_x", "in_features", "out_features", "size"), "i32"),
+    }
+    router = {"COUNT": 128, "BLOCK": 128, "TOP_K": 8, "TOP_BLOCK": 8, "SIGMOIDS": False, "RENORMALIZED": True}
+    router |= {"HAS_CORRECTION": True, "HAS_FACTORS": True}
+    yield Case("choice of experts", expert_kernels.choose_experts, pointers, router, 1)
+    yield Case("counting of choices", expert_kernels.count_rows, pointers, {"BLOCK": experts.CHOICES}, 4)
+    sorting = {"COUNT": 128, "EXPERTS": 128, "TOKENS": 16, "BLOCK": experts.CHOICES}
+    yield Case("sorting of choices", expert_kernels.sort_rows, pointers, sorting, 4)
+    weighing = {"TOP_K": 8, "BLOCK": experts.COLUMNS, "HAS_RESIDUAL": True}
+    yield Case("weighing of experts", expert_kernels.weigh_experts, pointers, weighing, 4)
+    for (bits, group), rows in itertools.product(((4, 128), (4, 32), (8, 0), (16, 0)), (1, 64)):
+        tiles, block = experts.tile(bits, group, 2048, rows, 2), block_of(group, 2048) if bits == 4 else 0
+        constants = {
+            "FIRST_WORD": 0, "TOP_K": 8, "GATHERS": True, "OUTPUTS": tiles.outputs, "TOKENS": tiles.tokens,
+            "INPUTS": tiles.inputs, "BITS": bits, "BLOCK": block, "GROUPS": block // group if bits == 4 else 1,
+            "STAGES": tiles.stages, "EVEN": True, "ASSEMBLY": True, "ACTIVATION": "silu", "GATED": True,
+        }  # fmt: skip
+        name = f"product of experts, {rows} rows of {bits} bits{f' in groups of {group}' if bits == 4 else ''}"
+        yield Case(name, expert_kernels.multiply_by_expert, pointers, constants, tiles.warps)
 
 
 def expanding_cases() -> Iterator[Case]:
@@ -298,5 +329,5 @@ def state_cases() -> Iterator[Case]:
 
 
 def all_cases() -> list[Case]:
-    kinds = (product_cases, adapter_cases, expanding_cases, attention_cases, tower_cases, byte_cases)
+    kinds = (product_cases, expert_cases, adapter_cases, expanding_cases, attention_cases, tower_cases, byte_cases)
     return [case for of_kind in (*kinds, other_cases, state_cases) for case in of_kind()]

@@ -22,6 +22,9 @@ kernels/triton/test_attention.py::test_float16_is_as_exact_as_its_inputs
 kernels/triton/test_attention.py::test_decode_count_may_be_on_the_device[interpreter-all of it-True]
 kernels/triton/test_bfloat16.py
 kernels/triton/test_encoder.py::test_queries_and_keys_are_rotated_in_place
+kernels/triton/test_experts.py::test_experts_equal_float64[interpreter-dtype1-plain]
+kernels/triton/test_experts.py::test_experts_equal_float64[interpreter-dtype2-8 bits]
+kernels/triton/test_experts.py::test_experts_equal_float64[interpreter-dtype3-4 bits]
 kernels/triton/test_memory_access.py
 kernels/triton/test_norm_and_rope.py::test_8_bits_are_those_of_the_reference
 kernels/triton/test_norm_and_rope.py::test_norms_equal_float64[interpreter-layer-130]

@@ -23,6 +23,8 @@ from transformers import (
     PhiForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 from triton import knobs
 from triton.runtime.interpreter import GridExecutor
@@ -269,6 +271,22 @@ def test_norms_of_heads_take_no_launches(tmp_path: Path, launches: Launches) -> 
     layer = [*ATTENTION, *OUTPUT, *MLP]
     taken = layer_launches(loaded(folder, InterpretedDevice), launches, 3)
     assert taken == ["norm_rows", *layer, *layer, "norm_rows"]
+
+
+EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "norm_topk_prob": True}
+
+
+def test_a_layer_with_experts_equals_torch(tmp_path: Path, launches: Launches) -> None:
+    """Its launches are the same for all rows, and no choice comes to the host."""
+    folder = make_text_model(tmp_path, Qwen3MoeForCausalLM, Qwen3MoeConfig, **{**SMALL, **EXPERTS, "vocab_size": 32})
+    launches.computes, models = True, [loaded(folder, device) for device in (InterpretedDevice, TorchDevice)]
+    ours, theirs = (logits(model, [[5, 9, 11]], [[2], [1]])[0] for model in models)
+    torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-3)
+    launches.computes = False
+    routed = ["multiply", "choose_experts", "count_rows", "sort_rows", *["multiply_by_expert"] * 2, "weigh_experts"]
+    layer = [*ATTENTION, *OUTPUT, "norm_rows", *routed, "norm_rows"]
+    taken = [name for name in layer_launches(models[0], launches, 3) if "::" not in name]
+    assert taken == ["norm_rows", *layer, *layer]
 
 
 def test_float8_matmuls_round_inputs_in_one_launch(launches: Launches) -> None:

@@ -229,11 +229,11 @@ class TritonProduct:
             order = pairs(self._out_features, _device(weight))
             weight = weight[order]
             bias = None if bias is None else bias[order]
-        self._stored, self._bias = store(weight), bias
-        self._dtype, self._activation, self._gated = dtype, activation, gated
+        self.stored, self._bias = store(weight), bias
+        self.dtype, self.activation, self.gated = dtype, activation, gated
         self._output_dtype = torch.float32 if float_output else dtype
-        self._assembly = has_assembly(self._stored.values.device)
-        self._groups = self._stored.block // self._stored.group if self._stored.bits == 4 else 1
+        self._assembly = has_assembly(self.stored.values.device)
+        self._groups = self.stored.block // self.stored.group if self.stored.bits == 4 else 1
         quantized = weight if isinstance(weight, QuantizedWeight) else None
         self._rounds_inputs = quantized is not None and (quantized.bits, quantized.input_bits) == (8, 8)
         self._width = self._out_features // 2 if gated else self._out_features
@@ -243,11 +243,11 @@ class TritonProduct:
     @property
     def num_bytes(self) -> int:
         """Memory of the weight."""
-        return self._stored.num_bytes
+        return self.stored.num_bytes
 
     def pack_change(self, change: Change) -> TritonChange:
         """See `PacksChanges`."""
-        order = pairs(self._out_features, self._stored.values.device) if self._gated else None
+        order = pairs(self._out_features, self.stored.values.device) if self.gated else None
         return TritonChange(change, order, self._out_features, self._in_features)
 
     def reserved_rank(self, parts: int, rank: int) -> int:
@@ -256,9 +256,9 @@ class TritonProduct:
 
     def rows(self, indices: Tensor) -> Tensor:
         """See `Table`."""
-        if self._stored.scales is None:
-            return F.embedding(indices, self._stored.values)
-        return self._stored.rows(indices, self._dtype)
+        if self.stored.scales is None:
+            return F.embedding(indices, self.stored.values)
+        return self.stored.rows(indices, self.dtype)
 
     def __call__(
         self,
@@ -282,14 +282,14 @@ class TritonProduct:
 
     def deferring(self, x: Tensor, residual: Tensor, norm: Norm) -> DeferredNorm | None:
         """See `DeferringProduct`. float16 has no room for numbers that are not scaled yet."""
-        alone = self._activation is None and not self._gated and self._dtype == self._output_dtype != torch.float16
+        alone = self.activation is None and not self.gated and self.dtype == self._output_dtype != torch.float16
         few = self.defers_norms and self.are_few(len(x)) and len(x) > 0
         if not (alone and few and isinstance(norm, TritonNorm) and norm.only_scales):
             return None
         tiles = self.tiling(len(x), x.device)
         programs_of_row = cdiv(self._out_features, PARTS_OUTPUTS if tiles.splits > 1 else tiles.outputs)
         squares = torch.empty((len(x), programs_of_row), dtype=torch.float32, device=x.device)
-        weighted = torch.empty((len(x), self._width), dtype=self._dtype, device=x.device)
+        weighted = torch.empty((len(x), self._width), dtype=self.dtype, device=x.device)
         rows = self.few(x, residual, tiles, norm_behind=(norm.weight, weighted, squares))
         return DeferredNorm(rows, weighted, squares, norm, norm.eps)
 
@@ -316,19 +316,19 @@ class TritonProduct:
 
     @property
     def _measured(self) -> Mapping[Shape, Tiling | None]:
-        return tuned_tilings(self._stored.values.device) if self._dtype.itemsize == 2 else {}
+        return tuned_tilings(self.stored.values.device) if self.dtype.itemsize == 2 else {}
 
     def shape(self, rows: int) -> Shape:
         """By which tilings for so many rows are looked up."""
-        stored = self._stored
-        tokens = tokens_of_tile(stored.bits, rows, self._dtype.itemsize)
+        stored = self.stored
+        tokens = tokens_of_tile(stored.bits, rows, self.dtype.itemsize)
         return Shape(stored.bits, stored.group, self._out_features, self._in_features, tokens)
 
     def tiling(self, rows: int, device: torch.device) -> Tiling:
         """How so many rows are divided there."""
         if (rows, device) not in self._tilings:
             shape = self.shape(rows)
-            item_bytes = self._dtype.itemsize
+            item_bytes = self.dtype.itemsize
             self._tilings[rows, device] = self._measured.get(shape) or tiling(
                 *shape[:4],
                 rows,
@@ -354,7 +354,7 @@ class TritonProduct:
         out = torch.empty((rows, self._width), dtype=self._output_dtype, device=x.device)
         if not rows:
             return out
-        stored = self._stored
+        stored = self.stored
         tiles = tiles or self.tiling(rows, x.device)
         parts = out
         keeps_sums = tiles.splits > 1 or adapters is not None
@@ -364,8 +364,8 @@ class TritonProduct:
         added = out if residual is None else residual.contiguous()
         behind = (out, out, out) if norm_behind is None else norm_behind
         epilogue = {
-            "ACTIVATION": self._activation or "",
-            "GATED": self._gated,
+            "ACTIVATION": self.activation or "",
+            "GATED": self.gated,
             "HAS_BIAS": self._bias is not None,
             "HAS_RESIDUAL": residual is not None,
             "HAS_NORM": norm_behind is not None,
@@ -420,32 +420,32 @@ class TritonProduct:
         if residual is not None and adapters is None and self._library_adds(residual):
             return self._expanded(x, residual)
         if self._rounds_inputs:
-            assert self._stored.scales is not None
-            output = rounded_product(x, self._stored.values, self._stored.scales, self._bias)
+            assert self.stored.scales is not None
+            output = rounded_product(x, self.stored.values, self.stored.scales, self._bias)
         else:
             output = self._expanded(x)
         if adapters is not None:
             out = torch.empty((len(x), self._width), dtype=self._output_dtype, device=x.device)
             return self._add_adapters(x, output, out, adapters, residual)
-        if self._activation is None and residual is None and not self._gated:
+        if self.activation is None and residual is None and not self.gated:
             return output.to(self._output_dtype)
-        return finish(output, self._activation, gated=self._gated, residual=residual, dtype=self._output_dtype)
+        return finish(output, self.activation, gated=self.gated, residual=residual, dtype=self._output_dtype)
 
     def _library_adds(self, residual: Tensor) -> bool:
         """Whether nothing but the residual follows on the product. The library has room for one addend, which is the
         bias where there is one."""
-        plain = self._activation is None and self._bias is None and not self._gated and not self._rounds_inputs
-        return plain and residual.dtype == self._dtype == self._output_dtype
+        plain = self.activation is None and self._bias is None and not self.gated and not self._rounds_inputs
+        return plain and residual.dtype == self.dtype == self._output_dtype
 
     def _expanded(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """By the device's library. residual: added before the sums are rounded, where there is no bias."""
-        if self._stored.scales is None:
-            return _product(x, self._stored.values, self._bias, residual)
+        if self.stored.scales is None:
+            return _product(x, self.stored.values, self._bias, residual)
         step = max(1, EXPANDED_ELEMENTS // self._in_features)
         parts = []
         for start in range(0, self._out_features, step):
             outputs = slice(start, start + step)
-            weight = self._stored.expanded(outputs, self._dtype, assembly=self._assembly)
+            weight = self.stored.expanded(outputs, self.dtype, assembly=self._assembly)
             bias = None if self._bias is None else self._bias[outputs]
             parts.append(_product(x, weight, bias, None if residual is None else residual[:, outputs]))
         return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
@@ -454,7 +454,7 @@ class TritonProduct:
         self, x: Tensor, sums: Tensor, out: Tensor, adapters: LinearAdapters, residual: Tensor | None
     ) -> Tensor:
         added = None if residual is None else residual.contiguous()
-        add_adapters(x, sums, out, adapters, self._bias, added, self._activation, gated=self._gated)
+        add_adapters(x, sums, out, adapters, self._bias, added, self.activation, gated=self.gated)
         return out
 
 

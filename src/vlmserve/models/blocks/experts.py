@@ -150,7 +150,11 @@ class Experts(Block, Layer):
         for _, expert in self._experts():
             products += [_product(expert.reader), _product(expert.last)]
         found = [product for product in products if product is not None]
-        if len(found) == len(products) > 1:
+        if len(products) == 1:
+            return  # Other ranks have all experts.
+        if len(found) < len(products):
+            self._kernel = operations.experts(self._spec, None, {})
+        else:
             experts = dict(zip(map(int, self.experts), zip(found[1::2], found[2::2], strict=True), strict=True))
             self._kernel = operations.experts(self._spec, self.router.weights(found[0], self.norm), experts)
 
