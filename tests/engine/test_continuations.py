@@ -139,6 +139,14 @@ def test_branches_of_states_and_windows_score_alike(tmp_path, name):
         assert_close(score(engine_for(oracle, **settings), contents), expected)
 
 
+def test_waiting_branches_end_chunks_at_their_blocks(tmp_path):
+    """A block of a window is taken when the chunk before has freed another one."""
+    oracle = text_oracle(make(tmp_path, "gemma3"))
+    content = oracle.prompt(1, 41)
+    engine = engine_for(oracle, block_size=16, max_num_batched_tokens=9, max_num_seqs=1)
+    assert_close(score(engine, [content]), [sums(oracle, content)])
+
+
 def test_logits_are_computed_in_bounded_pieces(llava, contents, expected, monkeypatch):
     engine = engine_for(llava)
     monkeypatch.setattr(branches, "MAX_LOGITS", 3 * llava.vocab_size)

@@ -46,6 +46,7 @@ class Branches(Search):
             first, *others, last = self._task.continuations[place]
             branch = self._root.fork(f"{self.request_id}#{place}", first, *others)
             branch.task = ScoreBranch(prompt_len + 1, last)
+            branch.num_limited = len(branch.token_ids)  # computed in chunks, as a prompt
             self._places[branch.request_id] = place
             self.members.append(branch)
         return [(self._root, [*self.members])]
