@@ -828,6 +828,8 @@ bool fill_table() {
     add_memory<u16, u16>("b16", "16"), add_memory<u16, u32>("b16", "32"), add_memory<s16, s32>("s16", "32");
     add_memory<u32, u32>("b32", "32"), add_memory<u32, u64>("b32", "64"), add_memory<s32, s64>("s32", "64");
     add_memory<u64, u64>("b64", "64");
+    // Half of the last bit that counts rounds away from zero.
+    add_one<u32, f32>("cvt.rna.tf32.f32", [](f32 a) { return (bits<u32>(a) + 0x1000u) & 0xffffe000u; });
     add("pack", pack), add("unpack", unpack), add("prmt.b32", byte_permute);
     add("cp.async", copy_async), add("cp.async.commit_group", commit_group), add("cp.async.wait_group", wait_group);
     add("shfl.up", shuffle<0>), add("shfl.down", shuffle<1>), add("shfl.bfly", shuffle<2>), add("shfl.idx", shuffle<3>);

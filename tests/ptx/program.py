@@ -421,7 +421,7 @@ def _bits(name: str) -> int:
     last = name.split(".")[-1]
     if last == "pred":
         return 0
-    if last.endswith("x2"):
+    if last.endswith("x2") or last == "tf32":
         return 32
     return int(last.lstrip("bsuf"))
 

@@ -13,6 +13,7 @@ from vlmserve.kernels.triton import (
     adapter_kernels,
     attention_kernels,
     byte_products,
+    delta_chunks,
     encoder,
     expanding,
     expert_kernels,
@@ -315,7 +316,10 @@ def state_cases() -> Iterator[Case]:
         **dict.fromkeys(
             ("convolution_ptr", "decay_ptr", "bias_ptr", "states_ptr", "weight_ptr", "results_ptr"), "*fp32"
         ),
-        **dict.fromkeys(("starts_ptr", "sources_ptr", "targets_ptr", "sequences_ptr"), "*i32"),
+        **dict.fromkeys(("keys_ptr", "values_ptr", "systems_ptr"), "*fp32"),
+        "totals_ptr": "*fp64",
+        **dict.fromkeys(("starts_ptr", "sources_ptr", "targets_ptr", "positions_ptr", "sequences_ptr"), "*i32"),
+        **dict.fromkeys(("num_decodes", "num_segments", "num_sequences"), "i32"),
     }
     heads = {"KEY_HEADS": 16, "HEADS": 32, "KEY": 128, "VALUE": 128}
     tails = {"WIDTH": 12288, "CHANNELS": 8192, "KERNEL": 4, "GATED": False, "BLOCK": 256}
@@ -325,7 +329,13 @@ def state_cases() -> Iterator[Case]:
     yield Case("delta rule", states.delta_rule, pointers, blocks, warps=4)
     yield Case("gated norm", states.gated_norm, {**pointers, "eps": "fp32"}, norm, warps=1)
     yield Case("tails", states.keep_tails, pointers, tails, warps=1)
-    yield Case("short convolution", states.convolve_rows, {**pointers, "num_sequences": "i32"}, rows, warps=1)
+    yield Case("short convolution", states.convolve_rows, pointers, rows, warps=1)
+    prepared = {**heads, "KERNEL": 4, "BLOCK": 128}
+    solved = {"KEY_HEADS": 16, "HEADS": 32, "KEY": 128, "KEY_BLOCK": 128}
+    advanced = {**heads, "KEY_BLOCK": 128, "COLUMNS": 32}
+    yield Case("delta chunks: rows", delta_chunks.prepare_rows, pointers, prepared, warps=8)
+    yield Case("delta chunks: systems", delta_chunks.solve_chunks, pointers, solved, warps=8)
+    yield Case("delta chunks: states", delta_chunks.advance_states, pointers, advanced, warps=4)
 
 
 def all_cases() -> list[Case]:

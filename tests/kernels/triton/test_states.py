@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
 from tests.state_rows import inputs_of, width
 from vlmserve.kernels.blocks import allocate_states
 from vlmserve.kernels.states import DeltaWeights, Segments, StateCache, StateRows
-from vlmserve.kernels.torch_states import TorchConvolution, TorchDelta
+from vlmserve.kernels.torch_states import RuleRows, TorchConvolution, TorchDelta, recurrent_rule
 from vlmserve.kernels.triton.states import TritonConvolution, TritonDelta, unsupported_reason
 from vlmserve.layer_specs import ConvolutionSpec, DeltaSpec
 
@@ -52,6 +54,69 @@ def test_delta_rule_equals_torch(device: torch.device) -> None:
     result = TritonDelta(DELTA, weights)(*inputs, own, rows)
     torch.testing.assert_close(result, TorchDelta(DELTA, weights)(*inputs, expected, rows), atol=1e-4, rtol=1e-4)
     assert_same(own, expected)
+
+
+def exact_delta(
+    spec: DeltaSpec, weights: DeltaWeights, mixed: Tensor, gates: Tensor, tail: Tensor, state: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Results of a sequence and the state after each of its rows, in float64."""
+    mixed, gates, tail = mixed.double(), gates.double(), tail.double()
+    qkv, z = mixed.split([spec.channels, spec.values], 1)
+    history = torch.cat([tail, qkv]).T[None]
+    qkv = F.silu(F.conv1d(history, weights.convolution.double()[:, None], groups=spec.channels))[0].T
+    parts = qkv.split([spec.keys, spec.keys, spec.values], 1)
+    query, key, value = (one.unflatten(1, (heads, -1)) for one, heads in zip(parts, spec_heads(spec), strict=True))
+    query, key = (one * torch.rsqrt(one.square().sum(-1, keepdim=True) + 1e-6) for one in (query, key))
+    group = spec.num_value_heads // spec.num_key_heads
+    query, key = query.repeat_interleave(group, 1) * spec.key_size**-0.5, key.repeat_interleave(group, 1)
+    b, a = gates.chunk(2, 1)
+    decay = weights.decay.double() * F.softplus(a + weights.dt_bias.double(), threshold=100)
+    inputs, after, results = RuleRows(query, key, value, decay, b.sigmoid()), [state[None].double()], []
+    for row in range(len(mixed)):
+        result, state = recurrent_rule(inputs.rows(row, row + 1), after[-1])
+        after.append(state)
+        results.append(result[0])
+    output = torch.stack(results)
+    output = output * torch.rsqrt(output.square().mean(-1, keepdim=True) + weights.eps) * weights.norm.double()
+    return output.flatten(1) * F.silu(z), torch.cat(after)
+
+
+def spec_heads(spec: DeltaSpec) -> tuple[int, int, int]:
+    return spec.num_key_heads, spec.num_key_heads, spec.num_value_heads
+
+
+def test_chunks_equal_float64_from_any_start(device: torch.device) -> None:
+    """Beside a decode: a prompt with two checkpoints, and rows after a hit at an odd position. All slots that nothing
+    should read are NaN."""
+    torch.manual_seed(3)
+    chunks, slots, hits, checkpoints = [(5, 6), (0, 70), (61, 131)], [1, 2, 3], {2: 7}, {1: {33: 4, 70: 5}, 2: {64: 6}}
+    rows = StateRows.of(Segments.of_chunks(chunks, slots, hits, checkpoints), device)
+    weights = DeltaWeights(
+        torch.randn(DELTA.channels, DELTA.kernel), -torch.rand(2), torch.randn(2), torch.randn(DELTA.value_size), 1e-6
+    )
+    on_device = DeltaWeights(*(one.to(device) for one in weights_of(weights)), weights.eps)
+    [cache] = allocate_states([DELTA], SLOTS, torch.float32, device)
+    for tensor in cache.tensors:
+        tensor.fill_(torch.nan)
+        tensor[[1, 7]] = torch.randn(2, *tensor.shape[1:], device=device)
+    assert cache.states is not None
+    tails, before = cache.tail.clone().cpu(), cache.states.clone().cpu()
+    mixed, gates = inputs_of(DELTA, torch.randn(141, width(DELTA)))
+    output = TritonDelta(DELTA, on_device)(mixed.to(device), gates.to(device), cache, rows).cpu().double()
+    first = 0
+    for index, (start, end) in enumerate(chunks):
+        part, source = slice(first, first + end - start), hits.get(index, slots[index])
+        tail, state = (torch.zeros_like(one[0]) if start == 0 else one[source] for one in (tails, before))
+        expected, states = exact_delta(DELTA, weights, mixed[part], gates[part], tail, state)
+        torch.testing.assert_close(output[part], expected, atol=2e-5, rtol=2e-5)
+        for reached, slot in (*checkpoints.get(index, {}).items(), (end, slots[index])):
+            torch.testing.assert_close(cache.states[slot].cpu().double(), states[reached - start], atol=1e-5, rtol=1e-5)
+        first = part.stop
+    assert cache.states[[0, 8]].isnan().all()
+
+
+def weights_of(weights: DeltaWeights) -> tuple[Tensor, ...]:
+    return weights.convolution, weights.decay, weights.dt_bias, weights.norm
 
 
 def test_convolution_equals_torch(device: torch.device) -> None:

@@ -1,8 +1,9 @@
 """Layers with states: the gated delta rule and gated short convolutions.
 
-A program of the delta rule keeps columns of the state of one value head in registers, over all rows of a sequence.
-States are stored after each segment, tails after all programs have read them. Grids depend on the numbers of rows and
-sequences alone, so a CUDA graph can capture the launches.
+Decodes run the delta rule row by row, prompts by `kernels.triton.delta_chunks`. A program of `delta_rule` keeps columns
+of the state of one value head in registers, over all rows of a sequence. States are stored after each segment, tails
+after all programs have read them. Grids of decodes depend on the numbers of rows and sequences alone, so a CUDA graph
+can capture the launches.
 """
 
 from __future__ import annotations
@@ -13,8 +14,10 @@ import triton.language as tl
 from torch import Tensor
 
 from vlmserve.kernels.states import DeltaWeights, StateCache, StateRows
+from vlmserve.kernels.triton import delta_chunks
 from vlmserve.kernels.triton.host_math import next_power_of_2
 from vlmserve.kernels.triton.launching import Kernel
+from vlmserve.kernels.triton.state_inputs import convolved, load_input, silu, softplus
 from vlmserve.layer_specs import ConvolutionSpec, DeltaSpec
 
 _BLOCK = 256
@@ -23,50 +26,6 @@ _COLUMNS = 32
 """Columns of a state that a program keeps in registers."""
 _MAX_KEY_SIZE = 256
 """Rows of such a state at most."""
-
-
-@triton.jit
-def load_input(
-    mixed_ptr, tail_ptr, source, row, start, channel, inside, WIDTH: tl.constexpr, CHANNELS: tl.constexpr,
-    KERNEL: tl.constexpr, GATED: tl.constexpr,
-):  # fmt: skip
-    """The input of a convolution in a row, which may lie before the sequence's first row `start`. GATED: B * x."""
-    in_step = inside & (row >= start)
-    at = mixed_ptr + row.to(tl.int64) * WIDTH + channel
-    x = tl.load(at, in_step, 0.0)
-    if GATED:
-        x = (x.to(tl.float32) * tl.load(at + 2 * CHANNELS, in_step, 0.0).to(tl.float32)).to(x.dtype)
-    place = source.to(tl.int64) * (KERNEL - 1) + (KERNEL - 1 + row - start)
-    before = tl.load(tail_ptr + place * CHANNELS + channel, inside & (row < start) & (source >= 0), 0.0)
-    return tl.where(row < start, before, x)
-
-
-@triton.jit
-def convolved(
-    mixed_ptr, tail_ptr, weight_ptr, source, row, start, channel, inside, WIDTH: tl.constexpr, CHANNELS: tl.constexpr,
-    KERNEL: tl.constexpr, GATED: tl.constexpr,
-):  # fmt: skip
-    """The causal convolution of some channels in a row, float32."""
-    total = tl.zeros(channel.shape, tl.float32)
-    for tap in tl.static_range(KERNEL):
-        read = row + tap - (KERNEL - 1)
-        x = load_input(mixed_ptr, tail_ptr, source, read, start, channel, inside, WIDTH, CHANNELS, KERNEL, GATED)
-        total += x.to(tl.float32) * tl.load(weight_ptr + tap * CHANNELS + channel, inside, 0.0)
-    return total
-
-
-@triton.jit
-def silu(x):
-    return x * tl.sigmoid(x)
-
-
-@triton.jit
-def softplus(x):
-    """``log(1 + e^x)``; exact for small powers, too."""
-    power = tl.exp(tl.minimum(x, 20.0))
-    rounded = 1.0 + power
-    close = tl.log(rounded) * (power / tl.where(rounded == 1.0, 1.0, rounded - 1.0))
-    return tl.where(x > 20.0, x, tl.where(rounded == 1.0, power, close))
 
 
 @Kernel
@@ -96,12 +55,12 @@ def delta_rule(
         row, last = tl.load(starts_ptr + segment), tl.load(starts_ptr + segment + 1)
         while row < last:
             query = silu(convolved(mixed_ptr, tail_ptr, convolution_ptr, source, row, start, key_head * KEY + keys,
-                                   in_key, WIDTH, CHANNELS, KERNEL, False))  # fmt: skip
+                                   in_key, in_key, WIDTH, CHANNELS, KERNEL, False))  # fmt: skip
             key = silu(convolved(mixed_ptr, tail_ptr, convolution_ptr, source, row, start, KEYS + key_head * KEY + keys,
-                                 in_key, WIDTH, CHANNELS, KERNEL, False))  # fmt: skip
+                                 in_key, in_key, WIDTH, CHANNELS, KERNEL, False))  # fmt: skip
             value = silu(convolved(mixed_ptr, tail_ptr, convolution_ptr, source, row, start,
-                                   2 * KEYS + head * VALUE + values, in_value, WIDTH, CHANNELS, KERNEL,
-                                   False))  # fmt: skip
+                                   2 * KEYS + head * VALUE + values, in_value, in_value, WIDTH, CHANNELS,
+                                   KERNEL, False))  # fmt: skip
             query *= tl.rsqrt(tl.sum(query * query, 0) + 1e-6) * tl.rsqrt(KEY + 0.0)
             key *= tl.rsqrt(tl.sum(key * key, 0) + 1e-6)
             gates = gates_ptr + row.to(tl.int64) * (2 * HEADS) + head
@@ -174,7 +133,19 @@ def convolve_rows(
     segment = tl.load(sequences_ptr + tl.sum(begun.to(tl.int32), 0) - 1)
     start, source = tl.load(starts_ptr + segment), tl.load(sources_ptr + segment)
     total = convolved(
-        mixed_ptr, tail_ptr, weight_ptr, source, row, start, channel, inside, 3 * CHANNELS, CHANNELS, KERNEL, True
+        mixed_ptr,
+        tail_ptr,
+        weight_ptr,
+        source,
+        row,
+        start,
+        channel,
+        inside,
+        inside,
+        3 * CHANNELS,
+        CHANNELS,
+        KERNEL,
+        True,
     )
     factor = tl.load(mixed_ptr + row.to(tl.int64) * (3 * CHANNELS) + CHANNELS + channel, inside, 0.0).to(tl.float32)
     out = (factor * total).to(out_ptr.dtype.element_ty)
@@ -199,29 +170,14 @@ class TritonDelta:
         spec, weights, mixed = self._spec, self._weights, mixed.contiguous()
         assert cache.states is not None
         heads, size = spec.num_value_heads, spec.value_size
+        gates = gates.contiguous()
         results = torch.empty(len(mixed), spec.values, dtype=torch.float32, device=mixed.device)
-        delta_rule[(len(rows.sequences) - 1, heads, triton.cdiv(size, _COLUMNS))](
-            mixed,
-            gates.contiguous(),
-            self._convolution,
-            weights.decay,
-            weights.dt_bias,
-            cache.states,
-            cache.tail,
-            results,
-            rows.starts,
-            rows.sources,
-            rows.targets,
-            rows.sequences,
-            KEY_HEADS=spec.num_key_heads,
-            HEADS=heads,
-            KEY=spec.key_size,
-            VALUE=size,
-            KERNEL=spec.kernel,
-            KEY_BLOCK=next_power_of_2(spec.key_size),
-            COLUMNS=_COLUMNS,
-            num_warps=4,
-        )
+        sequences = len(rows.sequences) - 1
+        decodes = rows.num_decodes
+        if decodes:
+            self._run_rows(mixed, gates, cache, rows, results, decodes)
+        if decodes < sequences:
+            delta_chunks.run_chunks(spec, weights, self._convolution, (mixed, gates), cache, rows, results)
         output = torch.empty(len(mixed), spec.values, dtype=mixed.dtype, device=mixed.device)
         if len(mixed):
             gated_norm[(len(mixed), heads)](
@@ -238,6 +194,34 @@ class TritonDelta:
             )
         _store_tails(mixed, cache, rows, spec.channels + spec.values, spec.channels, spec.kernel, gated=False)
         return output
+
+    def _run_rows(
+        self, mixed: Tensor, gates: Tensor, cache: StateCache, rows: StateRows, results: Tensor, sequences: int
+    ) -> None:
+        """Run the first sequences row by row."""
+        spec, weights = self._spec, self._weights
+        delta_rule[(sequences, spec.num_value_heads, triton.cdiv(spec.value_size, _COLUMNS))](
+            mixed,
+            gates,
+            self._convolution,
+            weights.decay,
+            weights.dt_bias,
+            cache.states,
+            cache.tail,
+            results,
+            rows.starts,
+            rows.sources,
+            rows.targets,
+            rows.sequences,
+            KEY_HEADS=spec.num_key_heads,
+            HEADS=spec.num_value_heads,
+            KEY=spec.key_size,
+            VALUE=spec.value_size,
+            KERNEL=spec.kernel,
+            KEY_BLOCK=next_power_of_2(spec.key_size),
+            COLUMNS=_COLUMNS,
+            num_warps=4,
+        )
 
 
 class TritonConvolution:
