@@ -24,7 +24,7 @@ import torch
 import typer.testing
 from hypothesis import settings
 
-from tests.forked_workers import fork_workers
+from tests.forked_workers import can_fork_workers, fork_workers
 from tests.lanes import LONGEST, MOST_SECONDS, SLOW
 from tests.postgres import Postgres, running_postgres
 from vlmserve.cache.costs import CostModel
@@ -90,7 +90,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_setupnodes(config: pytest.Config, specs: list[Any]) -> None:
-    if sys.platform == "linux":
+    if can_fork_workers():
         fork_workers(config, specs)
 
 

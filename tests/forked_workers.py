@@ -45,6 +45,17 @@ class Controller:
         self._collecting.wait()
 
 
+def can_fork_workers() -> bool:
+    """Tell whether this system has what `tests/attach.py` needs. Some sandboxes of Linux do not."""
+    if sys.platform != "linux":
+        return False
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+    except OSError:
+        return False
+    return True
+
+
 def fork_workers(config: pytest.Config, specs: list[Any]) -> None:
     """Collect the tests, and have xdist fork its workers. Does nothing if collecting fails: workers say why."""
     name = f"vlmserve-tests-{uuid.uuid4()}"
