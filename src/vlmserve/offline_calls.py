@@ -390,8 +390,8 @@ class Prompts:
             divisor = temperature or decider.temperature
             return [probabilities(values, divisor) for values in _values(results)]
 
-        def prepare(asked: tuple[Prompt, Question]) -> Prepared:
-            prompt, question = asked
+        def prepare(pair: tuple[Prompt, Question]) -> Prepared:
+            prompt, question = pair
             return Prepared(prompt, task=decider.task(question.answers))
 
         call = Call(
@@ -399,7 +399,7 @@ class Prompts:
             [*zip(prompts, questions, strict=True)],
             False,
             prepare,
-            lambda asked: None,
+            lambda pair: None,
             preparer.answers.check_grammar,
             SamplingParams(),
             "raise",

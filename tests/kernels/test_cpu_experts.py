@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from gguf import GGMLQuantizationType
 from torch import Tensor
 
+from tests.kernels.mixtures import Mixture
 from tests.kernels.test_superblocks import make
 from tests.native import built
 from vlmserve.families.spec import ExpertsSpec, NormSpec
@@ -42,57 +43,27 @@ def pack(weight: Tensor, dtype: torch.dtype, form: dict[str, Any], **settings: A
     return PackedLinear(quantized, dtype=dtype, **settings), quantized.dequantize().double()
 
 
-class Mixture:
-    """Random experts by the kernel and in float64."""
+class NativeMixture(Mixture):
+    """The same by the kernel."""
 
     def __init__(self, spec: ExpertsSpec, dtype: torch.dtype, form: dict[str, Any], missing: int | None = None) -> None:
         """missing: an expert that another rank has."""
-        torch.manual_seed(0)
-        self._spec = spec
-        router = torch.randn(spec.count, SIZE) / 4
-        self._router = router.double()
-        self._correction = torch.randn(spec.count) if spec.correction else None
-        self._norm, self._input_norm, self._factors = (
-            None if spec.router_norm is None else 0.5 + torch.rand(size) for size in (SIZE, SIZE, spec.count)
-        )
-        self._experts: dict[int, tuple[Tensor, Tensor]] = {}
+        super().__init__(spec, SIZE)
         packed: dict[int, ExpertProducts] = {}
         for number in range(spec.count):
             up, wide_up = pack(torch.randn(2 * spec.inner_size, SIZE) / 4, dtype, form, activation="silu", gated=True)
             down, wide_down = pack(torch.randn(SIZE, spec.inner_size) / 4, dtype, form)
             if number != missing:
-                packed[number], self._experts[number] = (up, down), (wide_up, wide_down)
-        weights = RouterWeights(PackedLinear(router), self._correction, self._norm, self._input_norm, self._factors)
+                packed[number], self.experts[number] = (up, down), (wide_up, wide_down)
+        weights = RouterWeights(PackedLinear(self.router), self.correction, self.norm, self.input_norm, self.factors)
         self.run = NativeExperts(spec, weights, packed)
-
-    def expected(self, x: Tensor) -> Tensor:
-        dtype, spec, x = x.dtype, self._spec, x.double()
-        read = x
-        if self._norm is not None and self._input_norm is not None:
-            assert spec.router_norm is not None
-            unit = x / (x.square().mean(1, keepdim=True) + spec.router_norm.eps).sqrt()
-            x, read = (unit * self._input_norm.double()).to(dtype).double(), unit * self._norm.double()
-        logits = read @ self._router.T
-        scores = logits.softmax(1) if spec.scores == "softmax" else logits.sigmoid()
-        chosen = (scores if self._correction is None else scores + self._correction).topk(spec.top_k).indices
-        weights = scores.gather(1, chosen)
-        if spec.renormalized:
-            weights /= weights.sum(1, keepdim=True)
-        if self._factors is not None:
-            weights *= self._factors.double()[chosen]
-        factors = torch.zeros_like(scores).scatter(1, chosen, weights * spec.scale)
-        output = torch.zeros_like(x)
-        for number, (up, down) in self._experts.items():
-            gate, value = (x @ up.T).chunk(2, 1)
-            output += factors[:, number, None] * ((F.silu(gate) * value) @ down.T)
-        return output
 
 
 @pytest.mark.parametrize(("form", "spec"), [*((form, SPEC) for form in FORMS), ("plain", NORMED)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @torch.inference_mode()
 def test_experts_equal_float64(dtype: torch.dtype, form: str, spec: ExpertsSpec) -> None:
-    mixture = Mixture(spec, dtype, FORMS[form])
+    mixture = NativeMixture(spec, dtype, FORMS[form])
     x, residual = (torch.randn(300, SIZE).to(dtype) for _ in range(2))
     expected = mixture.expected(x)
     tolerance = 2e-3 if dtype == torch.float32 else 4e-2
@@ -135,14 +106,14 @@ def test_superblocks_equal_their_products(isa: str) -> None:
 )
 @torch.inference_mode()
 def test_routers_equal_float64(spec: ExpertsSpec) -> None:
-    mixture = Mixture(spec, torch.float32, {})
+    mixture = NativeMixture(spec, torch.float32, {})
     x = torch.randn(40, SIZE)
     torch.testing.assert_close(mixture.run(x).double(), mixture.expected(x), atol=1e-4, rtol=1e-4)
 
 
 @torch.inference_mode()
 def test_missing_experts_add_nothing() -> None:
-    mixture = Mixture(SPEC, torch.float32, {}, missing=4)
+    mixture = NativeMixture(SPEC, torch.float32, {}, missing=4)
     x = torch.randn(40, SIZE)
     torch.testing.assert_close(mixture.run(x).double(), mixture.expected(x), atol=1e-4, rtol=1e-4)
 

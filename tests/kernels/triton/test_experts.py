@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from tests.kernels.mixtures import Mixture
 from tests.kernels.triton.test_products import made
 from vlmserve.families.spec import ExpertsSpec, NormSpec
 from vlmserve.kernels.operations import ExpertProducts, RouterWeights
@@ -23,31 +23,24 @@ SIZE = 64
 HALF = torch.float16
 
 
-class Mixture:
-    """Random experts by the kernels and in float64."""
+class TritonMixture(Mixture):
+    """The same by the kernels."""
 
     def __init__(
         self, spec: ExpertsSpec, dtype: torch.dtype, kind: str, device: torch.device, missing: int | None = None
     ) -> None:
         """missing: an expert that another rank has."""
-        torch.manual_seed(0)
-        self._spec, self._device = spec, device
-        router = torch.randn(spec.count, SIZE) / 4
-        self._router = router.double()
-        self._correction = torch.randn(spec.count) if spec.correction else None
-        self._norm, self._input_norm, self._factors = (
-            None if spec.router_norm is None else 0.5 + torch.rand(size) for size in (SIZE, SIZE, spec.count)
-        )
-        self._experts: dict[int, tuple[Tensor, Tensor]] = {}
+        super().__init__(spec, SIZE)
+        self._device = device
         self.products: dict[int, ExpertProducts] = {}
         for number in range(spec.count):
             up, wide_up = self._made(kind, dtype, 2 * spec.inner_size, SIZE, activation="silu", gated=True)
             down, wide_down = self._made(kind, dtype, SIZE, spec.inner_size)
             if number != missing:
-                self.products[number], self._experts[number] = (up, down), (wide_up, wide_down)
-        parts = (self._correction, self._norm, self._input_norm, self._factors)
+                self.products[number], self.experts[number] = (up, down), (wide_up, wide_down)
+        parts = (self.correction, self.norm, self.input_norm, self.factors)
         on_device = [None if part is None else part.to(device) for part in parts]
-        self.weights = RouterWeights(TritonProduct(router.to(device), dtype=torch.float32), *on_device)
+        self.weights = RouterWeights(TritonProduct(self.router.to(device), dtype=torch.float32), *on_device)
         self._run = TritonExperts(spec, self.weights, self.products)
 
     def _made(
@@ -60,28 +53,6 @@ class Mixture:
         added = None if residual is None else residual.to(self._device)
         return self._run(x.to(self._device), added, float_output=float_output).cpu()
 
-    def expected(self, x: Tensor) -> Tensor:
-        dtype, spec, x = x.dtype, self._spec, x.double()
-        read = x
-        if self._norm is not None and self._input_norm is not None:
-            assert spec.router_norm is not None
-            unit = x / (x.square().mean(1, keepdim=True) + spec.router_norm.eps).sqrt()
-            x, read = (unit * self._input_norm.double()).to(dtype).double(), unit * self._norm.double()
-        logits = read @ self._router.T
-        scores = logits.softmax(1) if spec.scores == "softmax" else logits.sigmoid()
-        chosen = (scores if self._correction is None else scores + self._correction).topk(spec.top_k).indices
-        weights = scores.gather(1, chosen)
-        if spec.renormalized:
-            weights /= weights.sum(1, keepdim=True)
-        if self._factors is not None:
-            weights *= self._factors.double()[chosen]
-        factors = torch.zeros_like(scores).scatter(1, chosen, weights * spec.scale)
-        output = torch.zeros_like(x)
-        for number, (up, down) in self._experts.items():
-            gate, value = (x @ up.T).chunk(2, 1)
-            output += factors[:, number, None] * ((F.silu(gate) * value) @ down.T)
-        return output
-
 
 @pytest.mark.parametrize(
     ("dtype", "kind"),
@@ -92,7 +63,7 @@ def test_experts_equal_float64(
 ) -> None:
     """One row, few rows, and tiles of many rows with the same bits."""
     monkeypatch.setattr(experts, "MANY_ROWS", 4)
-    mixture = Mixture(SPEC, dtype, kind, device)
+    mixture = TritonMixture(SPEC, dtype, kind, device)
     x, residual = (torch.randn(19, SIZE).to(dtype) for _ in range(2))
     expected = mixture.expected(x)
     tolerance = 1e-4 if dtype == torch.float32 else 4e-3
@@ -117,19 +88,19 @@ def test_experts_equal_float64(
     ids=["raw scores", "sigmoids with correction", "norms and factors", "all experts", "one expert"],
 )
 def test_routers_equal_float64(device: torch.device, spec: ExpertsSpec) -> None:
-    mixture = Mixture(spec, torch.float32, "plain", device)
+    mixture = TritonMixture(spec, torch.float32, "plain", device)
     x = torch.randn(7, SIZE)
     torch.testing.assert_close(mixture.run(x).double(), mixture.expected(x), atol=1e-4, rtol=1e-4)
 
 
 def test_missing_experts_add_nothing(device: torch.device) -> None:
-    mixture = Mixture(SPEC, torch.float32, "plain", device, missing=4)
+    mixture = TritonMixture(SPEC, torch.float32, "plain", device, missing=4)
     x = torch.randn(7, SIZE)
     torch.testing.assert_close(mixture.run(x).double(), mixture.expected(x), atol=1e-4, rtol=1e-4)
 
 
 def test_nan_rows_change_no_other_rows(device: torch.device) -> None:
-    mixture = Mixture(SPEC, torch.float32, "plain", device)
+    mixture = TritonMixture(SPEC, torch.float32, "plain", device)
     x = torch.randn(3, SIZE)
     expected = mixture.run(x)
     x[1] = float("nan")
@@ -139,7 +110,7 @@ def test_nan_rows_change_no_other_rows(device: torch.device) -> None:
 
 
 def test_experts_of_two_forms_are_not_one_call(device: torch.device) -> None:
-    plain, rounded = (Mixture(SPEC, HALF, kind, device) for kind in ("plain", "4 bits"))
+    plain, rounded = (TritonMixture(SPEC, HALF, kind, device) for kind in ("plain", "4 bits"))
     both = {0: plain.products[0], 1: rounded.products[1]}
     assert unsupported_reason(plain.weights, both) == "experts of a layer are stored differently"
     half = replace(plain.weights, product=plain.products[0][0])
