@@ -8,12 +8,13 @@
 from __future__ import annotations
 
 import ast
-import json
 import re
 import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+
+import ratchet
 
 ROOT = Path(__file__).parent.parent
 COUNTS = ROOT / ".ci/habits.json"
@@ -84,22 +85,5 @@ def in_tests() -> dict[str, int]:
     }
 
 
-def main() -> int:
-    allowed: dict[str, int] = json.loads(COUNTS.read_text("utf-8")) if COUNTS.exists() else {}
-    counted = in_tests()
-    if "--accept" in sys.argv[1:]:
-        kept = {name: min(count, allowed.get(name, 0 if allowed else count)) for name, count in counted.items()}
-        kept = {name: count for name, count in kept.items() if count}
-        COUNTS.write_text(json.dumps(kept, indent=2, sort_keys=True) + "\n", "utf-8")
-        return 0
-    problems = [
-        f"{name} ({count}, {allowed.get(name, 0)} allowed)"
-        for name, count in counted.items()
-        if count > allowed.get(name, 0)
-    ]
-    print("\n".join(problems), end="\n" if problems else "", file=sys.stderr)
-    return 1 if problems else 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(ratchet.check(COUNTS, in_tests()))

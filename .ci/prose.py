@@ -9,12 +9,13 @@ Each rule is a pattern that one sentence must not match. Pages of results are ge
 
 from __future__ import annotations
 
-import json
 import re
 import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
+
+import ratchet
 
 ROOT = Path(__file__).parent.parent
 COUNTS = ROOT / ".ci/prose.json"
@@ -91,27 +92,14 @@ def added_lines() -> list[tuple[str, str]]:
     return found
 
 
-def main() -> int:
-    allowed: dict[str, int] = json.loads(COUNTS.read_text("utf-8")) if COUNTS.exists() else {}
-    counted = of_pages()
-    if "--accept" in sys.argv[1:]:
-        kept = {name: min(count, allowed.get(name, count)) for name, count in counted.items()}
-        COUNTS.write_text(json.dumps(kept, indent=2, sort_keys=True) + "\n", "utf-8")
-        return 0
-    problems = [
-        f"{name} ({count}, {allowed.get(name, 0)} allowed)"
-        for name, count in counted.items()
-        if count > allowed.get(name, 0)
-    ]
-    problems += [
+def of_added_lines() -> list[str]:
+    return [
         f"{name}: {rule}: {line}"
         for name, line in added_lines()
         for rule, pattern in RULES.items()
         if re.search(pattern, line)
     ]
-    print("\n".join(problems), end="\n" if problems else "", file=sys.stderr)
-    return 1 if problems else 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(ratchet.check(COUNTS, of_pages(), problems=of_added_lines()))

@@ -8,10 +8,11 @@
 from __future__ import annotations
 
 import ast
-import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+
+import ratchet
 
 ROOT = Path(__file__).parent.parent
 SIZES = ROOT / ".ci/sizes.json"
@@ -64,21 +65,5 @@ def in_src() -> dict[str, int]:
     }
 
 
-def main() -> int:
-    allowed: dict[str, int] = json.loads(SIZES.read_text("utf-8"))
-    counted = in_src()
-    if "--accept" in sys.argv[1:]:
-        kept = {name: min(count, allowed[name]) for name, count in counted.items() if name in allowed}
-        SIZES.write_text(json.dumps(kept, indent=2, sort_keys=True) + "\n", "utf-8")
-        return 0
-    problems = [
-        f"{name}: {count}, {allowed.get(name, limit(name))} allowed"
-        for name, count in counted.items()
-        if count > allowed.get(name, 0)
-    ]
-    print("\n".join(problems), end="\n" if problems else "", file=sys.stderr)
-    return 1 if problems else 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(ratchet.check(SIZES, in_src(), limit))

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import runpy
-from pathlib import Path
-
 import pytest
 
-ROOT = Path(__file__).parent.parent
-HABITS = runpy.run_path(str(ROOT / ".ci/habits.py"))
+from tests.ci_scripts import load
+
+HABITS = load("habits")
 
 
 @pytest.mark.parametrize(

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import runpy
-from pathlib import Path
-
 import pytest
 
-ROOT = Path(__file__).parent.parent
-PROSE = runpy.run_path(str(ROOT / ".ci/prose.py"))
+from tests.ci_scripts import load
+
+PROSE = load("prose")
 RULES = PROSE["RULES"] | PROSE["OF_PAGES"]
 
 
@@ -31,8 +28,3 @@ def test_departures_are_counted(text: str, rule: str) -> None:
 def test_code_and_generated_tables_are_ignored() -> None:
     text = "```\nOf it.\n```\n\n<!-- results: begin -->\nOn 2026-11-25.\n<!-- results: end -->\n\nUse `of which`.\n"
     assert PROSE["hits"](PROSE["sentences"](text), RULES) == {}
-
-
-def test_pages_stay_within_stored_counts() -> None:
-    stored = json.loads((ROOT / ".ci/prose.json").read_text("utf-8"))
-    assert {name: count for name, count in PROSE["of_pages"]().items() if count > stored.get(name, 0)} == {}

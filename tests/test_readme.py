@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import runpy
 import shlex
 import textwrap
 from pathlib import Path
@@ -12,6 +11,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from tests.ci_scripts import load
 from vlmserve import vllm_flags as vllm
 from vlmserve.cli import app
 from vlmserve.families.registry import LANGUAGE_FAMILIES
@@ -154,7 +154,7 @@ def test_python_blocks_compile():
 
 
 def test_the_walk_checks_every_block():
-    walk = runpy.run_path(str(ROOT / ".ci" / "walk.py"))
+    walk = load("walk")
     blocks = walk["blocks"](ROOT)
     assert [block.start for block in blocks] == list(walk["CHECKS"])
     assert walk["TESTED_ELSEWHERE"].keys() < walk["CHECKS"].keys()

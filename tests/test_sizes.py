@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import runpy
-from pathlib import Path
+from tests.ci_scripts import load
 
-ROOT = Path(__file__).parent.parent
-SIZES = runpy.run_path(str(ROOT / ".ci/sizes.py"))
+SIZES = load("sizes")
 LONG_FUNCTION = "def long():\n" + "    x = 1\n" * 60
 
 
