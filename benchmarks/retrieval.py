@@ -65,7 +65,7 @@ def embedding_row(llm: LLM, name: str, texts: int, lengths: tuple[int, int], tur
 def decision_row(llm: LLM, name: str, questions: int, size: int, turns: int) -> list[Any]:
     """Predicates about a square image of noise. size: its width."""
     seeds = itertools.count()
-    statements = [f"There are more than {number} shapes in the image." for number in range(questions)]
+    statements = [f"{number} shapes are in the image." for number in range(questions)]
     params = SamplingParams(temperature=0, max_tokens=64, grammar=Grammar.json(SCHEMA))
 
     def parts() -> list[dict[str, Any]]:

@@ -107,7 +107,12 @@ class OfflineBatch:
             job = _Job(self._count, params)
             self._count += 1
             self._unyielded.append(job)
-            self._preparing.append((job, executor.submit(self._prepare, job, item, adapter)))
+            if self._call.is_prepared:
+                future: Future[Prepared] = Future()
+                future.set_result(self._prepare(job, item, adapter))
+            else:
+                future = executor.submit(self._prepare, job, item, adapter)
+            self._preparing.append((job, future))
 
     def _prepare(self, job: _Job, item: Any, adapter: str) -> Prepared:
         prepared = self._call.prepare_for(adapter, item, job.params)

@@ -110,6 +110,8 @@ class Call:
     """Makes the results of all items; None: each item has its own."""
     before: Call | None = None
     """Computed first: the items find it cached."""
+    is_prepared: bool = False
+    """True: items hold their prompts, so threads have nothing to do for them."""
 
     def __post_init__(self) -> None:
         """Raise InvalidRequestError for options that mean nothing."""
@@ -405,6 +407,7 @@ class Prompts:
             "raise",
             lora_request,
             combine=combine,
+            is_prepared=True,
         )
         if shared is None:
             return call

@@ -13,7 +13,15 @@ from tests.server.live import LiveServer
 from tests.server.test_chat import data_url
 from vlmserve.config import MediaConfig
 from vlmserve.errors import ImageFetchError
-from vlmserve.frontend.deciding import Decider, answers_as_text, asked, confidence, probabilities, shared_prefix
+from vlmserve.frontend.deciding import (
+    Decider,
+    Question,
+    answers_as_text,
+    asked,
+    confidence,
+    probabilities,
+    shared_prefix,
+)
 from vlmserve.frontend.requests import RequestPreparer
 from vlmserve.server import preparation
 from vlmserve.server.schema.decisions import DecisionRequest
@@ -118,7 +126,7 @@ def test_items_of_all_types_are_content(live):
                 {**PREDICATE, "instructions": [{"type": "input_image", "image_url": "nowhere"}]},
             ],
             IMAGE,
-            r"questions\[1\]",
+            r"questions\[1\]\.instructions\[0\]",
         ),
     ],
 )
@@ -171,6 +179,19 @@ def test_questions_join_the_users_last_message():
     question = [{"type": "text", "text": "b"}]
     assert asked([{"role": "user", "content": "a"}], question) == [{"role": "user", "content": "a\n\nb"}]
     assert len(asked([{"role": "assistant", "content": "a"}], question)) == 2
+
+
+def test_predicates_share_the_rule():
+    first, second = (Question.predicate(text).after([{"role": "user", "content": "a"}]) for text in "bc")
+    assert first[0]["content"].removesuffix("b") == second[0]["content"].removesuffix("c")
+
+
+def test_each_scored_answer_is_admitted(live, monkeypatch):
+    counts = []
+    admit = live.service.admit
+    monkeypatch.setattr(live.service, "admit", lambda count: counts.append(count) or admit(count))
+    decide(live, [PREDICATE, CHOICE, SCORE])
+    assert counts == [2 + 3 + 3]
 
 
 def test_prompts_share_their_beginning():

@@ -30,11 +30,14 @@ class Question(NamedTuple):
     rule: str
     """How to answer."""
     answers: Sequence[str]
+    rule_first: bool = False
+    """True: the rule comes before the parts. Questions with the same rule then share more of their prompts."""
 
     @classmethod
     def predicate(cls, instructions: str | Parts) -> Question:
         """Ask whether a statement is true: Yes or No."""
-        return cls(_as_parts(instructions), "Is this true? Answer only Yes or No.", ("Yes", "No"))
+        rule = "Is the following statement true? Answer only Yes or No."
+        return cls(_as_parts(instructions), rule, ("Yes", "No"), rule_first=True)
 
     @classmethod
     def choice(
@@ -54,7 +57,8 @@ class Question(NamedTuple):
 
     def after(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """The conversation that asks it."""
-        return asked(messages, [*self.parts, {"type": "text", "text": self.rule}])
+        rule = [{"type": "text", "text": self.rule}]
+        return asked(messages, [*rule, *self.parts] if self.rule_first else [*self.parts, *rule])
 
 
 def _as_parts(instructions: str | Parts) -> Parts:

@@ -50,7 +50,7 @@ class DecisionDialect(Dialect[DecisionRequest]):
         self._temperature = 1.0
 
     def num_answers(self, body: DecisionRequest) -> int:
-        return len(body.questions)
+        return body.num_branches
 
     async def ask(self, service: Service, body: DecisionRequest) -> GenerationRequest:
         decider = await service.preparation.text(Decider, 0)
@@ -106,7 +106,7 @@ class DecisionDialect(Dialect[DecisionRequest]):
                 )
         except InvalidRequestError as error:
             last = messages[-1]["content"]
-            start = len(last) - len(question.parts) - 1 if isinstance(last, list) else 0
+            start = len(last) - len(question.parts) - (not question.rule_first) if isinstance(last, list) else 0
             _name_question(error, number, len(messages) - 1, start)
             turns.reword(error)
             raise
