@@ -17,8 +17,9 @@ from tests.media.test_documents import multi_page, pages_as_images
 from tests.prompt.tokenizers_for_tests import CHATML_STRINGS, byte_level, write_checkpoint
 from vlmserve.config import MediaConfig
 from vlmserve.errors import InvalidRequestError, TooManyImagesError
-from vlmserve.frontend.requests import RequestPreparer
+from vlmserve.frontend.requests import RequestPreparer, chats_of
 from vlmserve.frontend.wire import medium_part, wire_message
+from vlmserve.media import documents
 
 LIMITS = MediaConfig(page_dpi=36, max_document_pages=5, max_documents=2)
 PDF = pdf_file([page(square("1 0 0")), page(square("0 0 1", 300)), page(square("0 1 0", 200))])
@@ -69,6 +70,30 @@ def test_a_document_comes_in_every_form(preparer: RequestPreparer, tmp_path: Pat
     for part in local:
         with pytest.raises(InvalidRequestError, match="type must be text, image_url, video_url, video or file"):
             preparer.chat([user(part)])
+
+
+def test_conversations_about_one_document_read_it_once(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "a.pdf"
+    path.write_bytes(PDF)
+    reads: list[object] = []
+    opened: list[bytes] = []
+    read = documents.read_source
+
+    class Counted(documents.PDFProcess):
+        def __init__(self, data: bytes, limits: MediaConfig) -> None:
+            opened.append(data)
+            super().__init__(data, limits)
+
+    monkeypatch.setattr(documents, "read_source", lambda source, *rest: reads.append(source) or read(source, *rest))
+    monkeypatch.setattr(documents, "PDFProcess", Counted)
+    preparer = RequestPreparer(folder, LIMITS.model_copy(update={"image_cache_memory": 0}))
+    shown = {"type": "document", "document": str(path)}
+    first, second = chats_of(preparer, [[user(shown, text)] for text in ("One", "Two")], allow_local=True)
+    assert (reads, len(opened)) == ([str(path)], 1)
+    assert first.token_ids != second.token_ids
+    assert [span.image.key for span in first.images] == [span.image.key for span in second.images]
 
 
 def test_tiff_file_becomes_a_document_for_servers(preparer: RequestPreparer, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from tests.mock_checkpoint import make_mock_checkpoint
 from vlmserve import LLM
 from vlmserve.cli.reliability import run_calibration
 from vlmserve.config import EngineConfig, MediaConfig
-from vlmserve.errors import ModelLoadError
+from vlmserve.errors import ConfigurationError, ModelLoadError
 from vlmserve.frontend.deciding import Question
 from vlmserve.pixie.reliability import (
     TASKS,
@@ -24,6 +24,7 @@ from vlmserve.pixie.reliability import (
     fitted_temperature,
     outcomes,
 )
+from vlmserve.pixie.reliability_plot import to_html, to_svg
 from vlmserve.prompt.decisions import DECISIONS, read_temperature
 
 
@@ -70,17 +71,23 @@ def test_questions_have_their_right_answers():
 
 def test_reports_show_tasks_and_curves():
     calibration = Calibration.of(drawn(3.0, 200))
-    assert "| **all** | 100 |" in calibration.to_markdown()
-    drawing = ElementTree.fromstring(calibration.to_svg())
+    assert "| all | 100 |" in calibration.to_markdown()
+    drawing = ElementTree.fromstring(to_svg(calibration))
     assert len(drawing.findall("{*}polyline")) == 2
+    page = to_html(calibration, "<a>")
+    assert ElementTree.tostring(drawing).count(b"circle") == page.count("<circle") > 4
+    assert page.count('<th scope="row">') == len(calibration.rows)
+    assert "Calibration of &lt;a&gt;" in page
 
 
 def test_stored_temperatures_change_decisions(tmp_path, capsys):
     folder = make_mock_checkpoint(tmp_path)
     settings = EngineConfig(model=str(folder), engine="mock")
-    plot = tmp_path / "plot.svg"
+    plot = tmp_path / "plot.html"
     run_calibration(settings, MediaConfig(), 3, plot, write=True)
-    assert plot.is_file()
+    assert "<svg" in plot.read_text()
+    with pytest.raises(ConfigurationError, match=r"end in \.svg or \.html"):
+        run_calibration(settings, MediaConfig(), 3, tmp_path / "plot.png", write=False)
     assert f"Temperature: {read_temperature(folder):.3f}" in capsys.readouterr().out
     (folder / DECISIONS).write_text(json.dumps({"temperature": 2}))
     llm = LLM(str(folder), engine="mock")

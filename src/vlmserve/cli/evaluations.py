@@ -67,7 +67,7 @@ def eval_calibration(
     engine: EngineConfig,
     media: MediaConfig,
     per_task: Annotated[int, typer.Option(metavar="INT", min=2, help="Held-out images for each task.")] = 100,
-    plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw a reliability plot: an SVG.")] = None,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw a reliability plot: .svg or .html.")] = None,
     write: Annotated[
         bool, typer.Option("--write", help="Store the temperature in the model's folder, for decisions.")
     ] = False,

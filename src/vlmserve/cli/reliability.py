@@ -12,6 +12,7 @@ from vlmserve.config import EngineConfig, MediaConfig
 from vlmserve.errors import ConfigurationError
 from vlmserve.models.hub import resolve_model
 from vlmserve.pixie.reliability import TASKS, Calibration, decisions_of, outcomes
+from vlmserve.pixie.reliability_plot import WRITERS
 from vlmserve.prompt.decisions import write_temperature
 
 
@@ -19,6 +20,8 @@ def run_calibration(engine: EngineConfig, media: MediaConfig, per_task: int, plo
     """Ask, print the table, and write what is asked for. Raises ConfigurationError, VLMServeError."""
     from vlmserve.llm import LLM
 
+    if plot is not None and plot.suffix not in WRITERS:
+        raise ConfigurationError(f"--plot {plot}: the name must end in {' or '.join(WRITERS)}")
     folder = resolve_model(engine.model, engine.revision)
     if write and folder.is_file():
         raise ConfigurationError("--write needs a model in a folder; a GGUF file has no place for the temperature")
@@ -29,7 +32,7 @@ def run_calibration(engine: EngineConfig, media: MediaConfig, per_task: int, plo
     calibration = Calibration.of(found)
     typer.echo(calibration.to_markdown())
     if plot is not None:
-        plot.write_text(calibration.to_svg(), "utf-8")
+        plot.write_text(WRITERS[plot.suffix](calibration, engine.model), "utf-8")
         typer.echo(f"Written: {plot}")
     if write:
         try:

@@ -112,6 +112,7 @@ FAMILIES = (
         vision_config=_vision_config,
         image_token_id=32000,
         chat_template=_template,
-        models="LLaVA 1.6 (Vicuna, Mistral)",
+        models="LLaVA 1.6 (Vicuna, Mistral), E5-V",
+        short_names=(NamedModel("e5-v:8b", "royokong/e5-v", 8355276800, 525598720, 850089984),),
     ),
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from vlmserve.families.family import VisionFamily, vision_section
+from vlmserve.families.family import NamedModel, VisionFamily, vision_section
 from vlmserve.families.spec import Config
 
 _TEMPLATE = (
@@ -50,5 +50,6 @@ FAMILIES = (
         image_token_id=256000,
         chat_template=lambda config, generation_config: _TEMPLATE,
         models="PaliGemma, PaliGemma 2, ColPali",
+        short_names=(NamedModel("colpali:3b", "vidore/colpali-v1.3-hf", 2924613488, 526778368, 415950704),),
     ),
 )

@@ -142,6 +142,7 @@ FAMILIES = (
         short_names=(
             NamedModel("qwen2-vl:2b", "Qwen/Qwen2-VL-2B-Instruct", 2208985600, 233373696, 665271296),
             NamedModel("qwen2-vl:7b", "Qwen/Qwen2-VL-7B-Instruct", 8291375616, 544997376, 1220756480),
+            NamedModel("colqwen2:2b", "vidore/colqwen2-v1.0-hf", 2209182336, 233373696, 665468032),
         ),
     ),
     VisionFamily(

@@ -174,9 +174,14 @@ def check_sources(sources: Sequence[tuple[str, Any]]) -> None:
 
 
 def _identity(medium: Medium) -> tuple[Any, ...]:
-    """The key of a medium while its source exists: URLs and paths by their text, others by the object."""
+    """The key of a medium while its source exists: URLs, paths, pages and frames by their names, others by the
+    object."""
     source = medium.source
-    return medium.kind, source if isinstance(source, str) else id(source), medium.budget, medium.fps
+    if isinstance(source, Frame):
+        named: Any = source.opened.key
+    else:
+        named = source if isinstance(source, str | Page) else id(source)
+    return medium.kind, named, medium.budget, medium.fps
 
 
 def _raise(errors: Sequence[InvalidRequestError]) -> None:

@@ -6,6 +6,7 @@ import contextlib
 import logging
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -332,6 +333,25 @@ class RequestPreparer:
         )
 
 
+class _Media:
+    """Opens the media of conversations. known: see `MediaPreparer.prepare_all`."""
+
+    def __init__(self, media: MediaPreparer, salt: str) -> None:
+        self.documents = DocumentReader(media.config, media.page_counts, salt)
+        self.frames = FrameReader(media.config, salt)
+        self.known: KnownMedia = {}
+
+    def close(self) -> None:
+        """Close what is open."""
+        self.documents.close()
+        self.frames.close()
+
+    def forget(self) -> None:
+        """Let go of all that was read and prepared."""
+        self.documents.forget()
+        self.known.clear()
+
+
 class Conversation:
     """Makes the prompt of a conversation. No call repeats the work of an earlier one, except after `forget`. For one
     thread at a time."""
@@ -341,17 +361,15 @@ class Conversation:
         preparer: RequestPreparer,
         messages: Sequence[Any],
         options: ConversationOptions,
-        known: KnownMedia | None = None,
+        shared: _Media | None = None,
     ) -> None:
-        """known: see `MediaPreparer.prepare_all`."""
+        """shared: media of several conversations, which the caller closes."""
         self._preparer = preparer
-        self._known = known
         self._messages = messages
         self._options = options
-        salt = options.get("cache_salt", "")
-        media = preparer.media
-        self._documents = DocumentReader(media.config, media.page_counts, salt)
-        self._frames = FrameReader(media.config, salt)
+        self._salt = options.get("cache_salt", "")
+        self._media = shared or _Media(preparer.media, self._salt)
+        self._closing = contextlib.nullcontext if shared is not None else partial(contextlib.closing, self._media)
         self._read: tuple[Sequence[Message], Sequence[Medium]] | None = None
         """The messages, and what they show. Pages and frames stand for documents and videos."""
         self._rendered: Rendered | None = None
@@ -359,33 +377,34 @@ class Conversation:
     def forget(self) -> None:
         """Let go of the files of opened documents and videos. The next call opens them again."""
         self._read = None
+        self._media.forget()
 
     def read(self) -> None:
         """Open documents and videos. Raises as `RequestPreparer.chat` does."""
-        with contextlib.closing(self._documents), contextlib.closing(self._frames):
+        with self._closing():
             self._open()
 
     def render(self) -> None:
         """Read, and render the chat template. Raises as `read` does, and SlowRenderingError within `only_quick`."""
-        with contextlib.closing(self._documents), contextlib.closing(self._frames):
+        with self._closing():
             self._render()
 
     def prompt(self) -> Prompt:
         """The prompt, once `render` and its images are done. Raises as `render` does."""
-        with contextlib.closing(self._documents), contextlib.closing(self._frames):
+        with self._closing():
             self._render()
             messages, media = self._open()
             images = [medium for medium in media if medium.kind == "image"]
             videos = [medium for medium in media if medium.kind == "video"]
-            salt = self._options.get("cache_salt", "")
             if self._rendered is None:
-                return self._preparer._with_one_image(only_text(messages), images, salt, param="messages")
-            prompt = self._preparer._expand(self._rendered.token_ids, images, videos, salt, self._known)
+                return self._preparer._with_one_image(only_text(messages), images, self._salt, param="messages")
+            prompt = self._preparer._expand(self._rendered.token_ids, images, videos, self._salt, self._media.known)
             return msgspec.structs.replace(prompt, thoughts=self._rendered.thoughts)
 
     def _open(self) -> tuple[Sequence[Message], Sequence[Medium]]:
         if self._read is None:
-            self._read = self._preparer._read_conversation(self._messages, self._options, self._documents, self._frames)
+            media = self._media
+            self._read = self._preparer._read_conversation(self._messages, self._options, media.documents, media.frames)
         return self._read
 
     def _render(self) -> None:
@@ -397,12 +416,12 @@ class Conversation:
 def chats_of(
     preparer: RequestPreparer, conversations: Iterable[Sequence[Any]], **options: Unpack[ConversationOptions]
 ) -> list[Prompt]:
-    """Make the prompts of conversations that show the same images and videos. Each is read once.
+    """Make the prompts of conversations that show the same images, videos and documents. Each is read once.
 
     Raises as `RequestPreparer.chat` does.
     """
-    known: KnownMedia = {}
-    return [Conversation(preparer, messages, options, known).prompt() for messages in conversations]
+    with contextlib.closing(_Media(preparer.media, options.get("cache_salt", ""))) as media:
+        return [Conversation(preparer, messages, options, media).prompt() for messages in conversations]
 
 
 def _compile(template: str, tokenizer: Tokenizer) -> ChatTemplate:

@@ -8,7 +8,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Protocol, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias
 
 from blake3 import blake3
 
@@ -63,8 +63,8 @@ class PageCounts:
 class Page:
     """A page of an open document. digest: of the document and the request's salt. number: from 0."""
 
-    reader: DocumentReader = field(repr=False)
-    data: bytes = field(repr=False)
+    reader: DocumentReader = field(repr=False, compare=False)
+    data: bytes = field(repr=False, compare=False)
     digest: bytes
     number: int
 
@@ -91,6 +91,15 @@ Shown: TypeAlias = Page | bytes
 """What stands for a page: itself, or the file of an image that is no more than that."""
 
 
+class _Read(NamedTuple):
+    """A document that was read. digest: as of `Page`."""
+
+    source: DocumentSource
+    data: bytes
+    digest: bytes
+    num_pages: int
+
+
 class DocumentReader:
     """Opens the documents of one request, one at a time: at most one process renders for it. Close it at the end."""
 
@@ -101,6 +110,7 @@ class DocumentReader:
         self._counts = counts
         self._salt = salt.encode()
         self._opened: tuple[bytes, _Open] | None = None
+        self._read: dict[object, _Read] = {}
 
     def pages(self, source: DocumentSource, chosen: str | None, most: int) -> list[Shown]:
         """Pages of a document, in the order in which they are chosen; all if `chosen` is None. Nothing is rendered.
@@ -111,7 +121,7 @@ class DocumentReader:
         `read_source` and `PDFProcess` do.
         """
         ranges = None if chosen is None else parse_pages(chosen)
-        data, digest, count = self._counted(source)
+        _, data, digest, count = self._counted(source)
         numbers = _numbers(ranges, count, most)
         if count == 1 and not is_pdf(data):
             return [data for _ in numbers]
@@ -119,7 +129,7 @@ class DocumentReader:
 
     def count(self, source: DocumentSource) -> int:
         """How many pages a document has. Raises as `pages` does."""
-        return self._counted(source)[2]
+        return self._counted(source).num_pages
 
     @contextlib.contextmanager
     def rendered(self, page: Page, memory: DecodingMemory) -> Iterator[DecodedImage]:
@@ -142,8 +152,18 @@ class DocumentReader:
         if opened is not None:
             opened[1].close()
 
-    def _counted(self, source: DocumentSource) -> tuple[bytes, bytes, int]:
-        """A document, its digest and its number of pages."""
+    def forget(self) -> None:
+        """Let go of the files that were read."""
+        self._read.clear()
+
+    def _counted(self, source: DocumentSource) -> _Read:
+        """Read a document, once for each path and object."""
+        key = source if isinstance(source, str) else id(source)
+        if key not in self._read:
+            self._read[key] = self._counted_again(source)
+        return self._read[key]
+
+    def _counted_again(self, source: DocumentSource) -> _Read:
         data = read_source(source, self._limits, "document")
         if not data:
             raise InvalidDocumentError("the document is empty (0 bytes)")
@@ -152,7 +172,7 @@ class DocumentReader:
         if count is None:
             count = self._open(digest, data).num_pages
             self._counts.keep(digest, count)
-        return data, digest, count
+        return _Read(source, data, digest, count)
 
     def _open(self, digest: bytes, data: bytes) -> _Open:
         if self._opened is not None and self._opened[0] == digest:

@@ -26,7 +26,8 @@ BINS: Final = 10
 #: The widest range in which a temperature is searched.
 _RANGE: Final = (0.05, 20.0)
 _LEVELS: Final = tuple(map(str, range(10)))
-_SIZE, _MARGIN = 300, 44
+#: Columns of a report.
+HEADINGS: Final = ("Task", "Questions", "Accuracy", "ECE", "ECE, fitted")
 
 #: Gets a conversation and a question about it; returns the probability of each answer.
 Decide = Callable[[list[dict[str, Any]], Question], list[float]]
@@ -143,56 +144,29 @@ class Calibration:
         """found: at least two."""
         return cls([*found[::2]], [*found[1::2]], fitted_temperature(found[::2]))
 
+    @property
+    def rows(self) -> list[tuple[str, ...]]:
+        """Cells by `HEADINGS`: a row for each task, and one for all questions that the temperature was not fitted
+        to."""
+        rows = [self._row(task, own) for task, own in self._by_task() if own]
+        return [*rows, self._row("all", self.checked)]
+
     def to_markdown(self) -> str:
-        """A row for each task and one for all questions that the temperature was not fitted to."""
+        """The rows as a table, and the temperature."""
         lines = [
-            "| Task | Questions | Accuracy | ECE | ECE, fitted |",
+            f"| {' | '.join(HEADINGS)} |",
             "| --- | ---: | ---: | ---: | ---: |",
+            *(f"| {' | '.join(row)} |" for row in self.rows),
         ]
-        lines += [self._row(task, own) for task, own in self._by_task() if own]
-        lines.append(self._row("**all**", self.checked))
         return "\n".join([*lines, "", f"Temperature: {self.temperature:.3f}"])
 
     def _by_task(self) -> Iterator[tuple[str, list[Outcome]]]:
         for task in TASKS:
             yield task, [one for one in self.checked if one.task == task]
 
-    def _row(self, name: str, found: list[Outcome]) -> str:
+    def _row(self, name: str, found: list[Outcome]) -> tuple[str, ...]:
         errors = [calibration_error(found, temperature) for temperature in (1.0, self.temperature)]
-        return f"| {name} | {len(found)} | {accuracy(found):.1%} | {errors[0]:.3f} | {errors[1]:.3f} |"
-
-    def to_svg(self) -> str:
-        """A reliability plot: accuracy by probability, before and after fitting."""
-        end = _SIZE - 12
-
-        def x(value: float) -> float:
-            return _MARGIN + (end - _MARGIN) * value
-
-        def y(value: float) -> float:
-            return _SIZE - _MARGIN - (end - _MARGIN) * value
-
-        lines = [
-            f'<svg xmlns="http://www.w3.org/2000/svg" width="{_SIZE}" height="{_SIZE}" font-family="sans-serif" '
-            'font-size="11">',
-            '<rect width="100%" height="100%" fill="white"/>',
-            f'<line x1="{x(0)}" y1="{y(0)}" x2="{x(1)}" y2="{y(1)}" stroke="#bbb" stroke-dasharray="4"/>',
-            f'<rect x="{x(0)}" y="{y(1)}" width="{x(1) - x(0)}" height="{y(0) - y(1)}" fill="none" stroke="#444"/>',
-            f'<text x="{x(0.5)}" y="{_SIZE - 8}" text-anchor="middle">probability of the answer</text>',
-            f'<text transform="translate(12,{y(0.5)}) rotate(-90)" text-anchor="middle">accuracy</text>',
-        ]
-        for tick in (0.0, 0.5, 1.0):
-            lines.append(f'<text x="{x(tick)}" y="{y(0) + 14}" text-anchor="middle">{tick:g}</text>')
-            lines.append(f'<text x="{x(0) - 6}" y="{y(tick) + 4}" text-anchor="end">{tick:g}</text>')
-        curves = (("#b3261e", 1.0, "temperature 1"), ("#1b4f9c", self.temperature, f"{self.temperature:.2f}, fitted"))
-        for number, (colour, temperature, label) in enumerate(curves):
-            found = bins(self.checked, temperature)
-            points = " ".join(f"{x(one.confidence):.1f},{y(one.accuracy):.1f}" for one in found)
-            lines.append(f'<polyline points="{points}" fill="none" stroke="{colour}"/>')
-            for one in found:
-                at = f'cx="{x(one.confidence):.1f}" cy="{y(one.accuracy):.1f}"'
-                lines.append(f'<circle {at} r="3" fill="{colour}"><title>{one.count} answers</title></circle>')
-            lines.append(f'<text x="{x(0) + 8}" y="{y(1) + 16 + 14 * number}" fill="{colour}">{label}</text>')
-        return "\n".join([*lines, "</svg>"]) + "\n"
+        return name, str(len(found)), f"{accuracy(found):.1%}", *(f"{error:.3f}" for error in errors)
 
 
 def decisions_of(llm: LLM) -> Decide:
