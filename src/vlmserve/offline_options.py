@@ -112,6 +112,8 @@ class LLMOptions(VLLMOptions, total=False):
     kv_cache_dtype: CacheType
     state_cache_memory: ByteCount | None
     kv_offload_memory: ByteCount
+    disk_cache: str | None
+    disk_cache_memory: ByteCount
     enable_prefix_caching: bool
     memory_fraction: float
     max_num_seqs: int

@@ -11,10 +11,14 @@ from collections.abc import Sequence
 from typing import Literal, NamedTuple, TypeAlias
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
 from vlmserve.tasks import GENERATE, Task, TaskResult
 from vlmserve.types import Bidirectional, ImageInput, ImagePlacement, SamplingParams, Thoughts, TokenLogprobs
 
+Bytes: TypeAlias = npt.NDArray[np.uint8]
+"""Contents of a cache's entry, ``[bytes]``."""
 BlockIds: TypeAlias = tuple[tuple[int, ...], ...]
 """KV blocks by pass of the model and column of the cache, see `CacheLayout`. Empty: no table has any."""
 
@@ -137,8 +141,9 @@ class SchedulerOutput(msgspec.Struct):
     adapter_loads: adapters that get slots.
     finished_request_ids: requests to drop; a new request of the same step may have the same id. blocks_to_zero,
     block_copies: changes to KV blocks. state_copies: of slots of states. embeddings_to_evict: keys of image embeddings
-    and cross-attention states to drop, and to encode no further. images_to_encode: all of them in one call; their
-    pixels come with no other step. encodings: of images that take several steps. cross_states: to compute.
+    and cross-attention states to drop, and to encode no further. embeddings_to_place: by key, embeddings of images that
+    were read from disk. images_to_encode: all of them in one call; their pixels come with no other step.
+    encodings: of images that take several steps. cross_states: to compute.
     cached_requests, new_requests: the batch; a request is in it at most once. draft_token_ids: by request, draft tokens
     that may follow its newest one; they are the last tokens that are computed of it.
     """
@@ -149,6 +154,7 @@ class SchedulerOutput(msgspec.Struct):
     block_copies: list[BlockCopy] = []
     state_copies: list[BlockCopy] = []
     embeddings_to_evict: list[bytes] = []
+    embeddings_to_place: dict[bytes, Bytes] = {}
     images_to_encode: list[ImageInput] = []
     encodings: list[ImageEncoding] = []
     cross_states: list[CrossStates] = []

@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from vlmserve.disk_stats import DiskStats
 from vlmserve.image_cost import ImageCost
 from vlmserve.levels import Levels
 from vlmserve.sampling_params import MAX_BIASES as MAX_BIASES
@@ -32,8 +33,7 @@ from vlmserve.tower_inputs import TowerInputs as TowerInputs
 FinishReason = Literal["stop", "length", "abort", "error"]
 MediaKind = Literal["image", "video", "document"]
 Bidirectional = Literal["images", "prefix", "prompt"]
-"""Which tokens of a prompt attend to each other in both directions: those of each image, all up to the end of the first
-one (prefix-LM), or all."""
+"""Tokens that attend to each other in both directions: of each image, up to the first image's end (prefix-LM), all."""
 Pixels = npt.NDArray[np.uint8 | np.float32]
 
 KEY_BYTES = 32
@@ -392,7 +392,7 @@ class ModelInfo(msgspec.Struct, frozen=True):
     """Time of the vision tower on this machine; None: all images have one size, or it is not known."""
 
 
-class EngineStats(msgspec.Struct, frozen=True):
+class EngineStats(DiskStats, frozen=True):
     """A snapshot of an engine, cheap enough to take after every step."""
 
     num_running: int = 0
@@ -435,7 +435,7 @@ class EngineStats(msgspec.Struct, frozen=True):
     encoder_queries: int = 0
     """Images whose embeddings a request needed."""
     encoder_hits: int = 0
-    """Those of them whose embeddings were in the encoder cache or about to be."""
+    """The part of them that the encoder cache has or is about to have."""
     encoder_cache_bytes: int = 0
     encoder_cache_used_bytes: int = 0
     encoder_cache_pinned: int = 0
@@ -476,9 +476,8 @@ class RequestSnapshot(msgspec.Struct, frozen=True):
 
     state: "preempted" waits as well, after it has run. num_tokens: prompt and answer so far; num_computed_tokens:
     leading ones of them whose keys and values are in `num_blocks` KV blocks, shared ones included.
-    num_cached_tokens: as `EngineOutput.cached_tokens`. images_in_progress: images that are on their way through the
-    vision tower, which takes several steps. adapter_shares: of each adapter that X-LoRA mixes for it, its
-    share of all scalings so far; none without.
+    num_cached_tokens: as `EngineOutput.cached_tokens`. images_in_progress: images that take several steps of the tower.
+    adapter_shares: of each adapter that X-LoRA mixes for it, its share of all scalings so far; none without.
     """
 
     request_id: str

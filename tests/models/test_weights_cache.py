@@ -23,7 +23,7 @@ from tests.checkpoints import make_llama, make_qwen_vl
 from tests.gguf_files import write_gguf
 from tests.models.test_decoder import paged_run, token_sequences
 from tests.native import built
-from vlmserve.cli.cache import show_cache
+from vlmserve.cli.cache import clear_cache, show_cache
 from vlmserve.config import EngineConfig
 from vlmserve.errors import ConfigurationError
 from vlmserve.models import filling, weights_cache
@@ -443,12 +443,12 @@ def test_command_shows_and_clears(tmp_path: Path, cache: WeightsCache, capsys: p
     start(make_llama(tmp_path / "model"), cache)
     (file,) = cache.files()
     engine = EngineConfig(weights_cache=str(cache.folder))
-    show_cache(engine, clear=False)
+    show_cache(engine)
     shown = capsys.readouterr().out
     assert file.model == "model"
     assert "model" in shown
     assert file.path.name in shown
-    show_cache(engine, clear=True)
+    clear_cache(engine)
     assert "removed" in capsys.readouterr().out
     assert cache.files() == []
 
@@ -463,4 +463,4 @@ def test_clearing_a_read_only_folder_says_so(
     (file,) = cache.files()
     monkeypatch.setattr(Path, "unlink", read_only)
     with pytest.raises(ConfigurationError, match=f"cannot remove {file.path}: Read-only file system"):
-        show_cache(EngineConfig(weights_cache=str(cache.folder)), clear=True)
+        clear_cache(EngineConfig(weights_cache=str(cache.folder)))

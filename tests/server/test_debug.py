@@ -92,6 +92,8 @@ def test_every_pools_figures_are_its_own():
         "queries": stats.encoder_queries,
         "hits": stats.encoder_hits,
     }
+    assert report["disk_cache"]["hits"] == stats.disk_hits
+    assert report["disk_cache"]["limit_bytes"] == stats.disk_limit_bytes
     assert report["image_cache"] == {
         "capacity_bytes": IMAGES.capacity_bytes,
         "used_bytes": IMAGES.used_bytes,

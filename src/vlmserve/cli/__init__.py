@@ -371,15 +371,17 @@ def quantize(
 
 
 @app.command(cls=SettingsCommand, rich_help_panel=MODELS)
-@command(("weights_cache", "weights_cache_size"))
+@command(("weights_cache", "weights_cache_size", "disk_cache", "disk_cache_memory"))
 def cache(
     engine: EngineConfig,
-    clear: Annotated[bool, typer.Option("--clear", help="Remove all packed weights.")] = False,
+    action: Annotated[
+        Literal["stats", "clear"], typer.Argument(metavar="[stats|clear]", help="Show files, or remove them all.")
+    ] = "stats",
 ) -> None:
-    """Show or remove packed weights, which make later starts on a CPU faster."""
-    from vlmserve.cli.cache import show_cache
+    """Show or remove files that later starts read: packed weights, and the disk cache."""
+    from vlmserve.cli.cache import clear_cache, show_cache
 
-    show_cache(engine, clear=clear)
+    clear_cache(engine) if action == "clear" else show_cache(engine)
 
 
 @app.command(cls=HelpfulCommand, rich_help_panel=MEASURE)

@@ -1,4 +1,4 @@
-"""`vlmserve cache`: packed weights on disk, on a terminal."""
+"""`vlmserve cache`: files that later starts read, on a terminal."""
 
 from __future__ import annotations
 
@@ -8,16 +8,43 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from vlmserve.cache.tiers import Entries
 from vlmserve.config import EngineConfig
 from vlmserve.errors import ConfigurationError
 from vlmserve.models.weights_cache import WeightsCache
 
 
-def show_cache(engine: EngineConfig, *, clear: bool) -> None:
-    """Print the files of packed weights, or remove them all."""
+def show_cache(engine: EngineConfig) -> None:
+    """Print the files of packed weights, and the size of the disk cache if there is one."""
     cache = WeightsCache.at(engine.weights_cache, engine.weights_cache_size)
     console = Console(highlight=False)
-    if clear:
+    files = cache.files()
+    total = sum(file.num_bytes for file in files)
+    console.print(f"{_mb(total)} of packed weights in {cache.folder} (limit {_mb(cache.limit)})", soft_wrap=True)
+    if files:
+        table = Table("model", "MB", "last used", "file", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+        table.columns[1].justify = "right"
+        for file in files:
+            table.add_row(file.model, f"{file.num_bytes / 1e6:,.1f}", _date(file.used), file.path.name)
+        console.print(table)
+    if engine.disk_cache is None:
+        console.print("no disk cache; --disk-cache DIR names its folder")
+    else:
+        entries = Entries.at(engine.disk_cache, engine.disk_cache_memory)
+        found = entries.all()
+        size = f"{_mb(sum(entry.num_bytes for entry in found))} in {len(found):,} entries"
+        console.print(f"{size} of the disk cache in {entries.folder} (limit {_mb(entries.limit)})", soft_wrap=True)
+        if found:
+            console.print(f"last used from {_date(found[-1].used)} to {_date(found[0].used)}")
+    console.print("vlmserve cache clear removes them all.")
+
+
+def clear_cache(engine: EngineConfig) -> None:
+    """Remove all packed weights, and all entries of the disk cache. Raises ConfigurationError where that fails."""
+    caches: list[WeightsCache | Entries] = [WeightsCache.at(engine.weights_cache, engine.weights_cache_size)]
+    if engine.disk_cache is not None:
+        caches.append(Entries.at(engine.disk_cache, engine.disk_cache_memory))
+    for cache in caches:
         try:
             removed = cache.clear()
         except OSError as error:
@@ -25,18 +52,12 @@ def show_cache(engine: EngineConfig, *, clear: bool) -> None:
             raise ConfigurationError(
                 f"cannot remove {error.filename or cache.folder}: {reason}; make the folder writable"
             ) from error
-        console.print(f"{removed / 1e6:,.1f} MB removed from {cache.folder}", soft_wrap=True)
-        return
-    files = cache.files()
-    total = sum(file.num_bytes for file in files)
-    console.print(
-        f"{total / 1e6:,.1f} MB of packed weights in {cache.folder} (limit {cache.limit / 1e6:,.1f} MB)", soft_wrap=True
-    )
-    if files:
-        table = Table("model", "MB", "last used", "file", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-        table.columns[1].justify = "right"
-        for file in files:
-            used = time.strftime("%Y-%m-%d %H:%M", time.localtime(file.used))
-            table.add_row(file.model, f"{file.num_bytes / 1e6:,.1f}", used, file.path.name)
-        console.print(table)
-        console.print("vlmserve cache --clear removes them all.")
+        Console(highlight=False).print(f"{_mb(removed)} removed from {cache.folder}", soft_wrap=True)
+
+
+def _mb(num_bytes: int) -> str:
+    return f"{num_bytes / 1e6:,.1f} MB"
+
+
+def _date(seconds: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds))

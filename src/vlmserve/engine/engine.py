@@ -21,6 +21,7 @@ from vlmserve.cache.states import StatePool
 from vlmserve.config import EngineConfig
 from vlmserve.engine.adapters import AdapterLoading
 from vlmserve.engine.base import BaseEngine
+from vlmserve.engine.disk import open_disk_cache
 from vlmserve.engine.grammars import grammar_compiler
 from vlmserve.engine.image_speed import image_cost
 from vlmserve.engine.intake import Intake
@@ -39,6 +40,7 @@ from vlmserve.scheduler.resources.images import Images
 from vlmserve.scheduler.resources.memory import KVMemory
 from vlmserve.scheduler.resources.resource import Resource
 from vlmserve.scheduler.resources.states import StateMemory, StatePlaces
+from vlmserve.scheduler.resources.stored import Stored
 from vlmserve.scheduler.scheduler import Scheduler
 from vlmserve.scheduler.step_limits import MeasuredLimits
 from vlmserve.steps import ModelRunnerOutput, RunTimings, SchedulerOutput
@@ -141,6 +143,7 @@ class Engine(BaseEngine):
             own = (followers, sizes.slots, sizes.host_slots)
             self.runner = LeadingRunner(model, *pages, self._grammars.begin, *own)
         self._followers = followers
+        self._disk = open_disk_cache(config, model)
         self._memory = _memory(config, self._cache, sizes)
         self._images = Images(
             EncoderCache(config.encoder_cache_memory),
@@ -148,12 +151,17 @@ class Engine(BaseEngine):
             image_token_bytes=intake.image_token_bytes,
             state_bytes=intake.state_bytes,
             macs=partial(_tower_macs, model.vision),
+            stored=None if self._disk is None else self._disk.contents,
         )
-        others: list[Resource] = [] if self._adapter_slots is None else [self._adapter_slots]
+        resources: list[Resource] = [self._images]
+        if self._disk is not None:
+            self.runner.keep_images(self._disk.tier)
+            resources.insert(0, Stored(self._disk, self._images, self._memory))
+        resources += [] if self._adapter_slots is None else [self._adapter_slots]
         if isinstance(self._memory, StateMemory):
-            others.append(StatePlaces(self._memory))
+            resources.append(StatePlaces(self._memory))
         self.scheduler = Scheduler(
-            (self._images, *others, self._memory), max_num_seqs=config.max_num_seqs, max_num_batched_tokens=chunk
+            (*resources, self._memory), max_num_seqs=config.max_num_seqs, max_num_batched_tokens=chunk
         )
         if self._adapters is not None and self._adapter_slots is not None:
             self._adapters.follow(self.scheduler, self._adapter_slots)
@@ -171,26 +179,7 @@ class Engine(BaseEngine):
                 max_model_len=max_model_len,
                 seconds=config.max_warm_up_seconds,
             )
-        self._info = ModelInfo(
-            name=config.model,
-            architecture=model.architecture,
-            max_model_len=max_model_len,
-            vocab_size=language_model.vocab_size,
-            dtype=str(model.dtype).removeprefix("torch."),
-            device=str(model.device),
-            num_parameters=model.num_parameters,
-            max_prompt_len=intake.max_len - 1,
-            kv_cache_bytes=num_pages * of_tokens.page * config.tensor_parallel_size,
-            supports_images=model.vision is not None,
-            kv_cache_tokens=of_tokens.fitting(num_pages, chunk, num_pages * config.block_size),
-            weight_bytes=model.weight_bytes * config.tensor_parallel_size,
-            end_token_ids=sorted(model.end_token_ids),
-            gpu_uuid=model.device.gpu_uuid,
-            image_token_bytes=intake.image_token_bytes,
-            tensor_parallel_size=config.tensor_parallel_size,
-            embedding_size=model.embedding_size,
-            image_cost=image_cost(model, identity, *warm_up),
-        )
+        self._info = _model_info(config, model, intake, sizes, warm_up)
 
     @property
     def watched(self) -> Sequence[int]:
@@ -352,6 +341,7 @@ class Engine(BaseEngine):
             adapter_bytes=0 if store is None else store.used_bytes,
             adapter_loads=0 if store is None else store.num_loads,
             adapter_evictions=0 if store is None else store.num_evictions,
+            **({} if self._disk is None else msgspec.structs.asdict(self._disk.tier.stats())),
         )
 
     def inspect(self) -> EngineSnapshot:
@@ -376,6 +366,34 @@ def _memory(config: EngineConfig, cache: PrefixCache, sizes: CacheSizes) -> KVMe
         prefix_caching=caching,
         max_chunk=config.max_num_batched_tokens,
         windows=windows,
+    )
+
+
+def _model_info(
+    config: EngineConfig, model: LoadedModel, intake: Intake, sizes: CacheSizes, warm_up: tuple[int, float]
+) -> ModelInfo:
+    """warm_up: see `ImageEncoder.warm_up`."""
+    of_tokens, num_pages, ranks = sizes.of_tokens, sizes.pages, config.tensor_parallel_size
+    room = num_pages * config.block_size
+    return ModelInfo(
+        name=config.model,
+        architecture=model.architecture,
+        max_model_len=sizes.max_model_len,
+        vocab_size=model.language_model.vocab_size,
+        dtype=str(model.dtype).removeprefix("torch."),
+        device=str(model.device),
+        num_parameters=model.num_parameters,
+        max_prompt_len=intake.max_len - 1,
+        kv_cache_bytes=num_pages * of_tokens.page * ranks,
+        supports_images=model.vision is not None,
+        kv_cache_tokens=of_tokens.fitting(num_pages, config.max_num_batched_tokens, room),
+        weight_bytes=model.weight_bytes * ranks,
+        end_token_ids=sorted(model.end_token_ids),
+        gpu_uuid=model.device.gpu_uuid,
+        image_token_bytes=intake.image_token_bytes,
+        tensor_parallel_size=ranks,
+        embedding_size=model.embedding_size,
+        image_cost=image_cost(model, intake.identity, *warm_up),
     )
 
 

@@ -7,11 +7,14 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from vlmserve.cache.tiers import DiskTier
 from vlmserve.devices.device import Device, LaidOutTower
 from vlmserve.devices.out_of_memory import is_out_of_memory
+from vlmserve.kernels.transfers import to_device
 from vlmserve.layers.parallel import Ranks
 from vlmserve.layers.stages import StageBudget
 from vlmserve.models.protocols import LoadedModel, TileEncoder, VisionEncoder
@@ -40,6 +43,8 @@ class ImageEncoder:
         self._device = model.device
         self._executor = model.device.tower_executor()
         self.embeddings: dict[bytes, Tensor] = {}
+        self.tier: DiskTier | None = None
+        """Keeps embeddings for later starts."""
         self._unfinished: dict[bytes, _Encoding] = {}
 
     def run(self, step: SchedulerOutput) -> int:
@@ -48,6 +53,10 @@ class ImageEncoder:
         for key in step.embeddings_to_evict:
             if self._unfinished.pop(key, None) is None:
                 self.embeddings.pop(key, None)  # Nothing is there if there was too little memory for it.
+        for key, content in step.embeddings_to_place.items():
+            # A copy: what another process sent can be read only.
+            rows = torch.from_numpy(np.array(content)).view(self._model.dtype).view(-1, self._width)
+            self.embeddings[key] = to_device(rows, self._device.torch_device)
         products = self._encode(step.images_to_encode) if step.images_to_encode else 0
         for one in step.encodings:
             if one.image is not None:
@@ -58,7 +67,7 @@ class ImageEncoder:
                 with self._given_up(one.key) as given_up:
                     products += encoding.advance(math.inf if one.products is None else one.products)
                 if encoding.result is not None:
-                    self.embeddings[one.key] = encoding.result
+                    self._add(one.key, encoding.result)
                 if encoding.result is not None or given_up:
                     del self._unfinished[one.key]
         if step.cross_states:
@@ -127,6 +136,11 @@ class ImageEncoder:
             raise ValueError("the model has no vision encoder")
         return self._model.vision
 
+    @property
+    def _width(self) -> int:
+        """Elements of an embedding."""
+        return self._model.cross.feature_size if self._model.cross else self._model.language_model.image_width
+
     def _pixels(self, image: ImageInput) -> Tensor:
         return self._device.upload_pixels(image.pixels, self._model.dtype, image.levels)
 
@@ -154,7 +168,7 @@ class ImageEncoder:
             shares,
             [image.num_embeddings for image in images],
             ranks,
-            width=self._model.cross.feature_size if self._model.cross else self._model.language_model.image_width,
+            width=self._width,
             dtype=self._model.dtype,
             device=self._device.torch_device,
         )
@@ -184,7 +198,14 @@ class ImageEncoder:
     def _keep(self, images: list[ImageInput], encoded: list[Tensor]) -> None:
         for image, embeddings in zip(images, encoded, strict=True):
             # A copy: a view would keep the whole batch of images in memory until the last of them is evicted.
-            self.embeddings[image.key] = embeddings.clone()
+            self._add(image.key, embeddings.clone())
+
+    def _add(self, key: bytes, embeddings: Tensor) -> None:
+        self.embeddings[key] = embeddings
+        if self.tier is not None and embeddings.dtype == self._model.dtype and embeddings.shape[1:] == (self._width,):
+            # The device may compute later steps meanwhile, but nothing writes to the embeddings.
+            on_host = embeddings.cpu().contiguous()
+            self.tier.store(key, on_host.nbytes, lambda: on_host.view(torch.uint8).numpy().reshape(-1))
 
     @contextmanager
     def _given_up(self, *keys: bytes) -> Iterator[list[bytes]]:

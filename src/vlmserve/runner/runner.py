@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from vlmserve.cache.tiers import DiskTier
 from vlmserve.devices.device import Clock
 from vlmserve.devices.out_of_memory import is_out_of_memory
 from vlmserve.kernels.torch_sampling import DrawLater
@@ -152,6 +153,10 @@ class ModelRunner:
     def reserving_adapters(self) -> AbstractContextManager[None]:
         """Launch kernels of adapters also where the slots have none that changes a layer."""
         return nullcontext() if self._adapters is None else self._adapters.reserving()
+
+    def keep_images(self, tier: DiskTier) -> None:
+        """Write embeddings of images to a disk tier from now on."""
+        self._images.tier = tier
 
     def warm_up(self) -> tuple[int, float]:
         return self._images.warm_up()

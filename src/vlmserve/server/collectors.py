@@ -143,6 +143,40 @@ ENGINE_METRICS: tuple[StatMetric[EngineStats], ...] = (
         "Expected seconds of the vision tower for the images in progress.",
         lambda s: s.image_seconds_left,
     ),
+    StatMetric(
+        "gauge", "disk_cache_bytes", "Bytes that the disk cache may take; 0 without one.", lambda s: s.disk_limit_bytes
+    ),
+    StatMetric(
+        "gauge",
+        "disk_cache_used_bytes",
+        "Bytes of the files of all engines, counted from time to time.",
+        lambda s: s.disk_used_bytes,
+    ),
+    StatMetric("counter", "disk_cache_hits", "Entries that were read from disk.", lambda s: s.disk_hits),
+    StatMetric(
+        "counter",
+        "disk_cache_misses",
+        "Entries that were looked for on disk and are not there.",
+        lambda s: s.disk_misses,
+    ),
+    StatMetric(
+        "counter",
+        "disk_cache_broken",
+        "Files that were changed or incomplete, which count as missing.",
+        lambda s: s.disk_broken,
+    ),
+    StatMetric("counter", "disk_cache_read_bytes", "Bytes of the entries that were read.", lambda s: s.disk_read_bytes),
+    StatMetric("counter", "disk_cache_written", "Entries that were written.", lambda s: s.disk_written),
+    StatMetric(
+        "counter", "disk_cache_written_bytes", "Bytes of the entries that were written.", lambda s: s.disk_written_bytes
+    ),
+    StatMetric(
+        "counter",
+        "disk_cache_dropped",
+        "Entries that were not written because too many waited.",
+        lambda s: s.disk_dropped,
+    ),
+    StatMetric("counter", "disk_cache_evictions", "Files that were removed for others.", lambda s: s.disk_evictions),
     StatMetric("gauge", "lora_adapters_served", "Adapters that are served.", lambda s: s.adapters_served),
     StatMetric("gauge", "lora_adapters_loaded", "Adapters in memory.", lambda s: s.adapters_loaded),
     StatMetric("gauge", "lora_adapters_active", "Adapters of running requests.", lambda s: s.adapters_active),

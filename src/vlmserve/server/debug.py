@@ -12,6 +12,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from vlmserve.disk_stats import DiskStats
 from vlmserve.errors import UnavailableError
 from vlmserve.media.cache import ImageCacheStats
 from vlmserve.server.errors import json_response
@@ -71,6 +72,7 @@ def cache_report(snapshot: EngineSnapshot, image_cache: ImageCacheStats | None) 
             "queries": stats.encoder_queries,
             "hits": stats.encoder_hits,
         },
+        "disk_cache": {name.removeprefix("disk_"): getattr(stats, name) for name in DiskStats.__struct_fields__},
         "image_cache": None
         if image_cache is None
         else {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -13,7 +13,7 @@ from vlmserve.scheduler.policy import reserved
 from vlmserve.scheduler.request import Request
 from vlmserve.scheduler.resources.resource import Resource
 from vlmserve.scheduler.step_limits import StepLimits
-from vlmserve.steps import CrossStates, ImageEncoding, SchedulerOutput
+from vlmserve.steps import Bytes, CrossStates, ImageEncoding, SchedulerOutput
 from vlmserve.types import CrossInput, ImageInput
 
 
@@ -62,6 +62,8 @@ class _Use:
     """MACs that the image lacks."""
     some: int | None = None
     """MACs of this step; None: all that it lacks."""
+    stored: Bytes | None = None
+    """Its embeddings, which were read from disk."""
 
     @property
     def is_ready(self) -> bool:
@@ -96,16 +98,20 @@ class Images(Resource):
         image_token_bytes: int,
         state_bytes: int,
         macs: Callable[[ImageInput], int],
+        stored: Mapping[bytes, Bytes] | None = None,
     ) -> None:
         """image_token_bytes: of an embedding. state_bytes: of a state that requests attend to by cross attention.
-        macs: MACs of encoding an image."""
+        macs: MACs of encoding an image. stored: embeddings that were read from disk, by the image's key."""
         self.cache = cache
         self.queries = 0
         self.hits = 0
+        self.loads = 0
+        """Images whose embeddings were read from disk."""
         self._max_encoded_images = max_encoded_images
         self._image_token_bytes = image_token_bytes
         self._state_bytes = state_bytes
         self._macs = macs
+        self._stored = {} if stored is None else stored
         # Images in progress by key, and the MACs that each lacks.
         self.unfinished: dict[bytes, float] = {}
         # Cross-attention states that have their place, and whose image is being encoded.
@@ -195,6 +201,16 @@ class Images(Resource):
                 self.cache.remove(key)
                 self.dropped.append(key)
 
+    def missing_after(self, request: Request, num_computed: int) -> dict[bytes, int]:
+        """Return bytes, by key, of the images without embeddings that tokens after the first `num_computed` need."""
+        sizes: dict[bytes, int] = {}
+        if request.cross is not None:
+            sizes |= self._cross_sizes(request, request.cross)
+            sizes.pop(request.cross_key or b"")
+        for span in request.spans_between(num_computed, request.num_prompt_tokens):
+            sizes |= self._sizes(span.image)
+        return {key: size for key, size in sizes.items() if key not in self.cache}
+
     def _sizes(self, image: ImageInput) -> dict[bytes, int]:
         return {image.key: image.num_embeddings * self._image_token_bytes}
 
@@ -226,6 +242,8 @@ class Images(Resource):
         """Plan one use. held: bytes by key of what earlier uses pin. budget: the rest, from which this use takes."""
         is_open = image.key in sizes and image.key not in held
         is_new = is_open and image.key not in self.cache
+        stored = self._stored.get(image.key) if is_new else None
+        is_new = is_new and stored is None
         if not self.cache.fits(held | sizes) or (is_new and not budget.may_begin):
             return _Use(image, place, sizes, budget, fits=False)
         missing: float = self._macs(image) if is_new else 0
@@ -233,7 +251,7 @@ class Images(Resource):
             missing = self.unfinished.get(image.key, 0)
         budget.num_new -= is_new
         some = budget.take(missing, self._wanted.values())
-        return _Use(image, place, sizes, budget, is_new=is_new, missing=missing, some=some)
+        return _Use(image, place, sizes, budget, is_new=is_new, missing=missing, some=some, stored=stored)
 
     def _use(self, step: SchedulerOutput, request: Request, use: _Use, pinned: set[bytes]) -> None:
         """Pin the keys of a planned use, and encode its image. pinned: keys that this chunk has just pinned; those of
@@ -245,9 +263,12 @@ class Images(Resource):
         for key, size in new.items():
             self.cache.add(key, size)
             self.cache.pin(key, owner)
+        if use.stored is not None and use.image.key in new:
+            step.embeddings_to_place[use.image.key] = use.stored
+            self.loads += 1
         if new or not pinned.isdisjoint(use.sizes):
             self.queries += 1
-            self.hits += not use.is_new
+            self.hits += not use.is_new and use.stored is None
             request.num_encoded += use.is_new
         pinned.difference_update(use.sizes)
         self._budget = use.budget

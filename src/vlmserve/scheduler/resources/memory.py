@@ -103,7 +103,7 @@ class KVMemory(Resource):
 
     def ready(self, request: Request) -> bool:
         """Return False while running requests compute at least half of what a request needs: waiting pays."""
-        found = self._find(request)
+        found = self.find(request)
         self._found = request, found
         keys, start = found.chains[0].keys, found.end
         end = start
@@ -112,7 +112,8 @@ class KVMemory(Resource):
         missing = len(request.token_ids) - start * self._size
         return end == start or 2 * (end - start) * self._size < missing
 
-    def _find(self, request: Request) -> Found:
+    def find(self, request: Request) -> Found:
+        """Return what is cached of a waiting request."""
         if not self._prefix_caching or not num_reusable(request):
             chains = [Chain(()) for _ in request.chains]
             return Found(chains, [Hit() for _ in request.chains for _ in self._columns], 0, 0)

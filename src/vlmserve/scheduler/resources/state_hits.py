@@ -22,7 +22,7 @@ class StateHits(KVMemory):
 
     def ready(self, request: Request) -> bool:
         """Return False while a running request computes at least half of what a request needs: waiting pays."""
-        found = self._find(request)
+        found = self.find(request)
         self._found = request, found
         if not self._shares(request):
             return True
@@ -42,7 +42,7 @@ class StateHits(KVMemory):
         """Have the running request that computes the same tokens leave a checkpoint where both part."""
         if not self._shares(request) or not self.states.spare_room:
             return
-        leader, shared = leader_of(request, self._find(request).reach, self._computing, self._size)
+        leader, shared = leader_of(request, self.find(request).reach, self._computing, self._size)
         parting = shared // CHUNK * CHUNK
         if leader is None or leader.state is None:
             return
@@ -55,10 +55,10 @@ class StateHits(KVMemory):
         """Return whether a request may read what others have computed."""
         return self._prefix_caching and num_reusable(request) > 0
 
-    def _find(self, request: Request) -> Found:
+    def find(self, request: Request) -> Found:
         if not request.boundaries:
             request.boundaries = boundaries_of(request)
-        pages = super()._find(request)
+        pages = super().find(request)
         reach = pages.reach if self._shares(request) else -1
         for num_tokens in cached_checkpoints(request, reach, self.states, self._size):
             full = num_tokens // self._size

@@ -1,0 +1,100 @@
+"""Entries that are read from disk in threads, ahead of the requests that need them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+
+from vlmserve.cache.tiers import DiskTier
+from vlmserve.steps import Bytes
+
+NUM_READERS = 2
+MAX_BYTES = 512 * 2**20
+"""Maximum bytes that one request reads. Nothing more is read while others hold as much."""
+
+Read = Callable[[bytes, int], bool]
+"""Reads the entry with a key and a number of bytes. Returns False if there is none, or too much was read."""
+
+
+class Fetches:
+    """Owns what was read for waiting requests.
+
+    contents: entries by key, from when all of a request's are read until no request holds them.
+    """
+
+    def __init__(self, tier: DiskTier) -> None:
+        self.tier = tier
+        self._contents: dict[bytes, Bytes] = {}
+        self._holders: dict[bytes, set[str]] = {}
+        self._keys: dict[str, list[bytes]] = {}
+        self._running: dict[str, Future[dict[bytes, Bytes]]] = {}
+        self._readers = ThreadPoolExecutor(NUM_READERS, "disk-reader")
+        self._ended = threading.Condition()
+
+    @property
+    def contents(self) -> Mapping[bytes, Bytes]:
+        return self._contents
+
+    @property
+    def may_begin(self) -> bool:
+        return sum(map(len, self._contents.values())) < MAX_BYTES and len(self._running) < NUM_READERS
+
+    def begin(self, owner: str, plan: Callable[[Read], None]) -> None:
+        """Read what a plan reads, in a thread."""
+        self._running[owner] = reading = self._readers.submit(self._run, plan)
+        reading.add_done_callback(self._notify)
+
+    def is_done(self, owner: str) -> bool:
+        """Return whether all is read. Then it is among the contents."""
+        reading = self._running.get(owner)
+        if reading is None:
+            return True
+        if not reading.done():
+            return False
+        del self._running[owner]
+        found = reading.result()
+        self._keys[owner] = [*found]
+        for key, content in found.items():
+            self._contents.setdefault(key, content)
+            self._holders.setdefault(key, set()).add(owner)
+        return True
+
+    def release(self, owner: str) -> None:
+        """Forget what was read for a request."""
+        if (reading := self._running.pop(owner, None)) is not None:
+            reading.cancel()
+        for key in self._keys.pop(owner, ()):
+            holders = self._holders[key]
+            holders.remove(owner)
+            if not holders:
+                del self._holders[key], self._contents[key]
+
+    def wait(self, seconds: float) -> bool:
+        """Wait until something has been read. Return False at once if nothing is being read."""
+        if not self._running:
+            return False
+        with self._ended:
+            return self._ended.wait_for(lambda: any(one.done() for one in self._running.values()), seconds)
+
+    def _notify(self, _: Future[dict[bytes, Bytes]]) -> None:
+        with self._ended:
+            self._ended.notify_all()
+
+    def _run(self, plan: Callable[[Read], None]) -> dict[bytes, Bytes]:
+        found: dict[bytes, Bytes] = {}
+        plan(partial(self._read, found))
+        return found
+
+    def _read(self, found: dict[bytes, Bytes], key: bytes, size: int) -> bool:
+        if key in found:
+            return True
+        if sum(map(len, found.values())) + size > MAX_BYTES:
+            return False
+        content = self._contents.get(key)
+        if content is None:
+            content = self.tier.read(key, size)
+        if content is not None:
+            found[key] = content
+        return content is not None

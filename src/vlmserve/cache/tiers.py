@@ -1,0 +1,295 @@
+"""Entries of caches in files, which later starts and other engines of the same user read.
+
+A file's name is a digest of the model and of the entry's key. It holds a checksum of the name and the content, so a
+broken or foreign file is a miss. Files are written under other names and renamed, so that readers need no locks. When
+they exceed the limit, the least recently used are removed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+import secrets
+import stat
+import struct
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from blake3 import blake3
+
+from vlmserve.disk_stats import DiskStats
+from vlmserve.folders import expanded
+from vlmserve.steps import Bytes
+
+SUFFIX = ".entry"
+MAGIC = b"vlmentry"
+_HEADER = struct.Struct("<8sQ32s")
+"""Magic number, bytes of the content, checksum."""
+_NAME = re.compile(r"[0-9a-f]{64}\.entry")
+_UNFINISHED = re.compile(r"[0-9a-f]{64}\.[0-9a-f]{8}\.writing")
+ABANDONED = 600
+"""Seconds after which an unfinished file belongs to no writer."""
+MAX_QUEUED = 256 * 2**20
+"""Maximum bytes that wait to be written. What comes then is not kept."""
+KEPT_SHARE = 0.9
+"""Share of the limit that eviction leaves."""
+COUNTED_SHARE = 1 / 16
+"""Share of the limit after which a writer counts the files of all engines again."""
+_BLOCK = 4096
+"""Files take multiples of this many bytes."""
+_NICENESS = 19
+"""The writing thread has this, so that answers are not slower."""
+
+Content = Callable[[], Bytes]
+
+logger = logging.getLogger(__name__)
+
+
+class Entry(NamedTuple):
+    """A file. used: when it was read or written last, in seconds since 1970."""
+
+    path: Path
+    num_bytes: int
+    used: float
+
+
+class Entries:
+    """Files of entries in a folder. limit: of all of them together, in bytes."""
+
+    def __init__(self, folder: Path, limit: int) -> None:
+        self.folder, self.limit = folder, limit
+
+    @classmethod
+    def at(cls, folder: str, limit: int) -> Entries:
+        return cls(expanded(folder), limit)
+
+    def is_usable(self) -> bool:
+        """Make the folder if there is none. Return False, and log why, if it may not be used."""
+        try:
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if not self.folder.stat().st_mode & stat.S_IWOTH:
+                return True
+            logger.warning("disk cache: off, since every user can write to %s (chmod o-w)", self.folder)
+        except OSError as error:
+            logger.warning("disk cache: off: %s", error)
+        return False
+
+    def all(self) -> list[Entry]:
+        """Return all files, the last used first."""
+        found = [Entry(path, status.st_size, status.st_mtime) for path, status in self._own(_NAME)]
+        return sorted(found, key=lambda entry: -entry.used)
+
+    def clear(self) -> int:
+        """Remove all files. Returns their bytes."""
+        return sum(_remove(entry) for entry in self.all()) + self.remove_unfinished(0)
+
+    def evict(self, size: int) -> tuple[int, int]:
+        """Remove the least recently used files if `size` more bytes exceed the limit. Return the bytes of all, with
+        those, and how many files were removed."""
+        entries = self.all()
+        total, count = size + sum(_on_disk(entry.num_bytes) for entry in entries), 0
+        if total > self.limit:
+            while entries and total > self.limit * KEPT_SHARE:
+                entry = entries.pop()
+                _remove(entry)
+                total -= _on_disk(entry.num_bytes)
+                count += 1
+        return total, count
+
+    def remove_unfinished(self, seconds: float = ABANDONED) -> int:
+        """Remove unfinished files of killed processes. seconds: their age. Returns their bytes."""
+        oldest = time.time() - seconds
+        found = self._own(_UNFINISHED)
+        return sum(_remove(Entry(path, one.st_size, one.st_mtime)) for path, one in found if one.st_mtime <= oldest)
+
+    def _own(self, name: re.Pattern[str]) -> Iterator[tuple[Path, os.stat_result]]:
+        with contextlib.suppress(FileNotFoundError), os.scandir(self.folder) as found:
+            for one in found:
+                if name.fullmatch(one.name):
+                    with contextlib.suppress(OSError):  # another process removed it
+                        status = one.stat(follow_symlinks=False)
+                        if stat.S_ISREG(status.st_mode):
+                            yield Path(one.path), status
+
+
+class DiskTier:
+    """Reads and writes the entries of one model. Several threads may read."""
+
+    def __init__(self, entries: Entries, identity: bytes) -> None:
+        """identity: digest of everything that contents depend on besides their keys."""
+        self.entries = entries
+        self._identity = identity
+        self._lock = threading.Lock()
+        self._queued: set[bytes] = set()
+        self._queued_bytes = 0
+        self._used: int | None = None
+        self._uncounted = 0
+        self._writes = True
+        self._hits = self._misses = self._broken = self._written = self._dropped = self._evicted = 0
+        self._read_bytes = self._written_bytes = 0
+        self._writer = ThreadPoolExecutor(1, "disk-cache", _lower_priority)
+
+    def stats(self) -> DiskStats:
+        return DiskStats(
+            disk_hits=self._hits,
+            disk_misses=self._misses,
+            disk_broken=self._broken,
+            disk_read_bytes=self._read_bytes,
+            disk_written=self._written,
+            disk_written_bytes=self._written_bytes,
+            disk_dropped=self._dropped,
+            disk_evictions=self._evicted,
+            disk_used_bytes=self._used or 0,
+            disk_limit_bytes=self.entries.limit,
+        )
+
+    def path(self, key: bytes) -> Path:
+        return self.entries.folder / (blake3(self._identity + key).hexdigest() + SUFFIX)
+
+    def has(self, key: bytes) -> bool:
+        """Return whether there is a file, which may be broken."""
+        found = os.path.exists(self.path(key))
+        self._misses += not found
+        return found
+
+    def read(self, key: bytes, size: int) -> Bytes | None:
+        """Return an entry of `size` bytes. None if there is none; a broken file is removed."""
+        path = self.path(key)
+        try:
+            content = _read(path, size)
+        except FileNotFoundError:
+            self._misses += 1
+            return None
+        except (OSError, ValueError) as error:
+            self._broken += 1
+            logger.debug("disk cache: ignoring %s (%s)", path, error)
+            with contextlib.suppress(OSError):
+                path.unlink()
+            return None
+        self._hits += 1
+        self._read_bytes += size
+        return content
+
+    def store(self, key: bytes, size: int, content: Content) -> None:
+        """Write an entry in the background unless too much is queued. content: called in another thread."""
+        with self._lock:
+            if not self._writes or key in self._queued:
+                return
+            if self._queued_bytes + size > MAX_QUEUED or size > self.entries.limit:
+                self._dropped += 1
+                return
+            self._queued.add(key)
+            self._queued_bytes += size
+        self._writer.submit(self._store, key, size, content)
+
+    def forget(self, keys: Iterable[bytes]) -> None:
+        """Remove entries, those included that are about to be written."""
+        self._writer.submit(_remove_files, [*map(self.path, keys)])
+
+    def flush(self) -> None:
+        """Wait until all that is queued is written."""
+        self._writer.submit(bool).result()
+
+    def _store(self, key: bytes, size: int, content: Content) -> None:
+        path = self.path(key)
+        try:
+            if not self._writes:
+                return
+            if path.exists():
+                os.utime(path)
+                return
+            self._make_room(_on_disk(_HEADER.size + size))
+            _write(path, content())
+        except OSError as error:
+            self._writes = False
+            logger.warning("disk cache: keeps nothing more, since %s cannot be written: %s", path, error.strerror)
+            return
+        finally:
+            with self._lock:
+                self._queued.remove(key)
+                self._queued_bytes -= size
+        self._written += 1
+        self._written_bytes += size
+
+    def _make_room(self, size: int) -> None:
+        """Count files, and evict some, when they may exceed the limit or enough was written since."""
+        if self._used is None:
+            self.entries.remove_unfinished()
+        self._uncounted += size
+        used = None if self._used is None else self._used + size
+        if used is None or used > self.entries.limit or self._uncounted > self.entries.limit * COUNTED_SHARE:
+            used, count = self.entries.evict(size)
+            self._evicted += count
+            self._uncounted = 0
+        self._used = used
+
+
+def _checksum(path: Path, content: Bytes) -> bytes:
+    return blake3(path.stem.encode()).update(content.data).digest()
+
+
+def _read(path: Path, size: int) -> Bytes:
+    """Return the content of a file. Raises ValueError if it was not written under this name with `size` bytes, and
+    OSError if it cannot be read."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    with os.fdopen(descriptor, "rb", buffering=0) as file:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode) or status.st_uid not in (os.geteuid(), 0) or status.st_mode & stat.S_IWOTH:
+            raise ValueError("it belongs to another user")
+        if status.st_size != _HEADER.size + size:
+            raise ValueError("it has another size")
+        whole = np.empty(status.st_size, np.uint8)
+        if file.readinto(whole.data) != len(whole):
+            raise ValueError("it is incomplete")
+        magic, length, checksum = _HEADER.unpack(whole[: _HEADER.size].tobytes())
+        content = whole[_HEADER.size :]
+        if (magic, length) != (MAGIC, size) or checksum != _checksum(path, content):
+            raise ValueError("its contents were changed")
+        with contextlib.suppress(OSError):  # the folder may be read-only
+            os.utime(descriptor)
+    return content
+
+
+def _write(path: Path, content: Bytes) -> None:
+    """Write a file that only its user can read. Nothing is left of it where that fails."""
+    unfinished = path.with_suffix(f".{secrets.token_hex(4)}.writing")
+    descriptor = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        with os.fdopen(descriptor, "wb", buffering=0) as file:
+            for piece in (_HEADER.pack(MAGIC, len(content), _checksum(path, content)), content.data):
+                rest = memoryview(piece).cast("B")
+                while rest:
+                    rest = rest[file.write(rest) :]
+        os.replace(unfinished, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            unfinished.unlink()
+        raise
+
+
+def _remove(entry: Entry) -> int:
+    """Remove a file. Returns its bytes."""
+    entry.path.unlink(missing_ok=True)
+    return entry.num_bytes
+
+
+def _remove_files(paths: Iterable[Path]) -> None:
+    for path in paths:
+        path.unlink(missing_ok=True)
+
+
+def _on_disk(num_bytes: int) -> int:
+    return -(-num_bytes // _BLOCK) * _BLOCK
+
+
+def _lower_priority() -> None:
+    if sys.platform == "linux":  # elsewhere a thread has no priority of its own
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
