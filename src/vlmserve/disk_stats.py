@@ -6,7 +6,7 @@ import msgspec
 
 
 class DiskStats(msgspec.Struct, frozen=True):
-    """Counts of entries: images, KV blocks and states."""
+    """Counts of entries: embeddings of images, and KV blocks."""
 
     disk_hits: int = 0
     disk_misses: int = 0
@@ -16,6 +16,8 @@ class DiskStats(msgspec.Struct, frozen=True):
     disk_read_bytes: int = 0
     disk_written: int = 0
     disk_written_bytes: int = 0
+    disk_queued_bytes: int = 0
+    """Bytes that wait to be written."""
     disk_dropped: int = 0
     """Entries that were not kept because too much waited to be written."""
     disk_evictions: int = 0

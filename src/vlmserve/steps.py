@@ -35,9 +35,10 @@ def bidirectional_spans(
 
 
 class BlockCopy(NamedTuple):
-    """A KV block or a slot of states to copy: from the device to host memory (save), back (load), or on the device."""
+    """A KV block or a slot of states to copy: from the device to host memory (save), back (load), or on the device.
+    fill: a block gets a content that was read from disk; source is its number in `SchedulerOutput.block_contents`."""
 
-    kind: Literal["save", "load", "copy"]
+    kind: Literal["save", "load", "copy", "fill"]
     source: int
     target: int
 
@@ -140,9 +141,10 @@ class SchedulerOutput(msgspec.Struct):
 
     adapter_loads: adapters that get slots.
     finished_request_ids: requests to drop; a new request of the same step may have the same id. blocks_to_zero,
-    block_copies: changes to KV blocks. state_copies: of slots of states. embeddings_to_evict: keys of image embeddings
-    and cross-attention states to drop, and to encode no further. embeddings_to_place: by key, embeddings of images that
-    were read from disk. images_to_encode: all of them in one call; their pixels come with no other step.
+    block_copies: changes to KV blocks. block_contents: of blocks that were read from disk. state_copies: of slots of
+    states. embeddings_to_evict: keys of image embeddings and cross-attention states to drop, and to encode no further.
+    embeddings_to_place: by key, embeddings of images that were read from disk. images_to_encode: all of them in one
+    call; their pixels come with no other step.
     encodings: of images that take several steps. cross_states: to compute.
     cached_requests, new_requests: the batch; a request is in it at most once. draft_token_ids: by request, draft tokens
     that may follow its newest one; they are the last tokens that are computed of it.
@@ -152,6 +154,7 @@ class SchedulerOutput(msgspec.Struct):
     finished_request_ids: list[str] = []
     blocks_to_zero: list[int] = []
     block_copies: list[BlockCopy] = []
+    block_contents: list[Bytes] = []
     state_copies: list[BlockCopy] = []
     embeddings_to_evict: list[bytes] = []
     embeddings_to_place: dict[bytes, Bytes] = {}

@@ -1,14 +1,19 @@
-"""Engines that start again with a disk cache: the same tokens, without the vision tower."""
+"""Engines that start again with a disk cache: the same tokens, with little of the prompts computed."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.engine.test_parity import Oracle, engine_for, generate, llava_oracle, mixed_prompts
+from tests.checkpoints import make_gemma3
+from tests.engine.test_gemma3 import CONVERSATIONS, GREEDY
+from tests.engine.test_parity import Oracle, engine_for, generate, llava_oracle, mixed_prompts, tight_cache
 from tests.waiting import wait_until
+from vlmserve import LLM
+from vlmserve.engine.engine import Engine
 from vlmserve.types import Prompt
 
 pytestmark = pytest.mark.usefixtures("native_kernels")
@@ -29,16 +34,13 @@ def expected(llava: Oracle, prompts: list[Prompt]) -> list[list[int]]:
     return generate(engine_for(llava), prompts)
 
 
-@pytest.fixture(scope="module")
-def folder(
-    llava: Oracle, prompts: list[Prompt], expected: list[list[int]], tmp_path_factory: pytest.TempPathFactory
-) -> Path:
-    """The disk cache of an engine that has answered all prompts."""
-    folder = tmp_path_factory.mktemp("disk")
-    first = engine_for(llava, disk_cache=str(folder))
+def restart(start: Callable[[], Engine], prompts: list[Prompt], expected: list[list[int]], folder: Path) -> Engine:
+    """Start an engine with what another one has left on disk."""
+    first = start()
     assert generate(first, prompts) == expected
-    wait_until(lambda: first.stats().disk_written == first.stats().images_encoded)
-    return folder
+    wait_until(lambda: first.stats().disk_queued_bytes == 0)
+    assert [*folder.iterdir()]
+    return start()
 
 
 @pytest.mark.parametrize(
@@ -46,29 +48,79 @@ def folder(
     [
         pytest.param({}, id="batched"),
         pytest.param({"block_size": 4, "max_num_batched_tokens": 7}, id="chunked"),
-        pytest.param({"enable_prefix_caching": False, "max_num_seqs": 1}, id="alone"),
-        pytest.param({"max_encoded_images": 1, "step_seconds": 1e-6}, id="slow"),
+        pytest.param({"kv_cache_dtype": "int8", "block_size": 5}, id="int8"),
     ],
 )
-def test_later_starts_encode_no_image_again(
-    llava: Oracle, prompts: list[Prompt], expected: list[list[int]], folder: Path, settings: dict[str, Any]
+def test_later_starts_compute_the_last_token_alone(
+    llava: Oracle, prompts: list[Prompt], expected: list[list[int]], tmp_path: Path, settings: dict[str, Any]
 ) -> None:
-    engine = engine_for(llava, disk_cache=str(folder), **settings)
+    if "kv_cache_dtype" in settings:
+        expected = generate(engine_for(llava, **settings), prompts)
+    engine = restart(lambda: engine_for(llava, disk_cache=str(tmp_path), **settings), prompts, expected, tmp_path)
     assert generate(engine, prompts) == expected
     stats = engine.stats()
     assert stats.images_encoded == 0
-    assert stats.disk_hits > 0
+    assert stats.prompt_tokens == len(prompts)
+    assert generate(engine, prompts) == expected, "found in memory"
+    assert engine.stats().disk_hits == stats.disk_hits
 
 
-def test_broken_files_are_encoded_again(
-    llava: Oracle, prompts: list[Prompt], expected: list[list[int]], folder: Path
+@pytest.mark.parametrize("max_num_batched_tokens", [5, 2048])
+def test_embeddings_are_read_without_prefix_caching(
+    llava: Oracle, prompts: list[Prompt], expected: list[list[int]], tmp_path: Path, max_num_batched_tokens: int
 ) -> None:
-    for path in folder.glob("*.entry"):
+    settings: dict[str, Any] = {"enable_prefix_caching": False, "max_num_batched_tokens": max_num_batched_tokens}
+    engine = restart(lambda: engine_for(llava, disk_cache=str(tmp_path), **settings), prompts, expected, tmp_path)
+    assert generate(engine, prompts) == expected
+    assert engine.stats().images_encoded == 0
+    assert engine.stats().disk_hits > 0
+
+
+def test_tokens_do_not_depend_on_preemption(
+    llava: Oracle, prompts: list[Prompt], expected: list[list[int]], tmp_path: Path
+) -> None:
+    engine = restart(lambda: tight_cache(llava, prompts, disk_cache=str(tmp_path)), prompts, expected, tmp_path)
+    for _ in range(2):
+        assert generate(engine, prompts) == expected
+    assert engine.stats().preemptions > 0
+
+
+def test_broken_files_are_computed_again(
+    llava: Oracle, prompts: list[Prompt], expected: list[list[int]], tmp_path: Path
+) -> None:
+    engine = restart(lambda: engine_for(llava, disk_cache=str(tmp_path)), prompts, expected, tmp_path)
+    for path in tmp_path.glob("*.entry"):
         data = bytearray(path.read_bytes())
         data[-1] ^= 1
         path.write_bytes(data)
-    engine = engine_for(llava, disk_cache=str(folder))
     assert generate(engine, prompts) == expected
     stats = engine.stats()
-    assert stats.images_encoded == stats.disk_broken > 0
-    wait_until(lambda: engine.stats().disk_written == stats.images_encoded)
+    assert stats.images_encoded > 0
+    assert stats.disk_broken > 0
+    assert stats.disk_hits == 0
+
+
+def test_another_cache_type_finds_no_blocks(
+    llava: Oracle, prompts: list[Prompt], expected: list[list[int]], tmp_path: Path
+) -> None:
+    kinds = iter(({}, {"kv_cache_dtype": "int8"}))
+    engine = restart(lambda: engine_for(llava, disk_cache=str(tmp_path), **next(kinds)), prompts, expected, tmp_path)
+    generate(engine, prompts)
+    stats = engine.stats()
+    assert stats.images_encoded == 0
+    assert stats.prompt_tokens > len(prompts)
+
+
+def test_windows_find_their_blocks(tmp_path: Path) -> None:
+
+    model = str(make_gemma3(tmp_path / "model"))
+    settings: dict[str, Any] = {"dtype": "float32", "device": "cpu", "kv_cache_memory": "16MiB", "block_size": 4}
+    answers, cached = [], []
+    for _ in range(2):
+        llm = LLM(model, **settings, disk_cache=str(tmp_path / "disk"))
+        found = llm.chat(CONVERSATIONS, GREEDY, use_tqdm=False)
+        answers.append([one.outputs[0].token_ids for one in found])
+        cached.append([one.num_cached_tokens for one in found])
+        wait_until(lambda llm=llm: llm.engine.stats().disk_queued_bytes == 0)
+    assert answers[0] == answers[1]
+    assert sum(cached[0]) < sum(cached[1])

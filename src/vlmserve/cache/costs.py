@@ -35,7 +35,7 @@ class CostModel:
 
     def copied(self, block_copies: Sequence[BlockCopy], seconds: float) -> None:
         """A step made these copies in that time, which says nothing if some stayed on the device."""
-        if block_copies and all(copy.kind != "copy" for copy in block_copies):
+        if block_copies and all(copy.kind in ("save", "load") for copy in block_copies):
             self.seconds_per_copy = smooth(self.seconds_per_copy, seconds / len(block_copies))
 
     def worth_saving(self) -> bool:

@@ -6,11 +6,11 @@ copies it before it writes to any block.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from vlmserve.cache.blocks import BlockPool
-from vlmserve.steps import BlockCopy
+from vlmserve.steps import BlockCopy, Bytes
 
 
 class Place(NamedTuple):
@@ -18,6 +18,8 @@ class Place(NamedTuple):
 
     block: int
     on_host: bool
+    content: Bytes | None = None
+    """It was read from disk; it has no block."""
 
 
 class Hit(NamedTuple):
@@ -78,6 +80,9 @@ class PrefixCache:
         self.pool = pool
         self.host = host
         self.block_copies: list[BlockCopy] = []
+        self.block_contents: list[Bytes] = []
+        self.stored: Mapping[bytes, Bytes] = {}
+        """Blocks that were read from disk, by their keys."""
         self.num_saved = 0
         self.num_loaded = 0
         self._worth_saving = worth_saving
@@ -143,7 +148,7 @@ class PrefixCache:
         keys: of the blocks of each hit. Raises ValueError if too few blocks are free.
         """
         kept = [place for hit in hits for place in (*hit.places, hit.tail) if place is not None]
-        on_host = [place.block for place in kept if place.on_host]
+        on_host = [place.block for place in kept if place.on_host and place.content is None]
         # Shared first, so that the allocation does not evict what is about to be used.
         self.pool.share([place.block for place in kept if not place.on_host])
         if self.host is not None:
@@ -169,14 +174,14 @@ class PrefixCache:
         for place, key in zip(hit.places, keys, strict=True):
             if place.on_host:
                 block = fresh.pop(0)
-                self._load(place.block, block)
+                self._load(place, block)
                 self.pool.register(block, key)
             else:
                 block = place.block
             blocks.append(block)
         if hit.tail is not None:
             if hit.tail.on_host:
-                self._load(hit.tail.block, fresh[0])
+                self._load(hit.tail, fresh[0])
             else:
                 self.block_copies.append(BlockCopy("copy", hit.tail.block, fresh[0]))
                 self.pool.release([hit.tail.block])
@@ -187,10 +192,15 @@ class PrefixCache:
             return Place(block, on_host=False)
         if self.host is not None and (block := self.host.get(key)) is not None:
             return Place(block, on_host=True)
-        return None
+        content = self.stored.get(key)
+        return None if content is None else Place(-1, on_host=True, content=content)
 
-    def _load(self, source: int, target: int) -> None:
-        self.block_copies.append(BlockCopy("load", source, target))
+    def _load(self, source: Place, target: int) -> None:
+        if source.content is not None:
+            self.block_copies.append(BlockCopy("fill", len(self.block_contents), target))
+            self.block_contents.append(source.content)
+            return
+        self.block_copies.append(BlockCopy("load", source.block, target))
         self.num_loaded += 1
 
     def _save(self, block: int, keys: list[bytes]) -> None:

@@ -145,6 +145,7 @@ class DiskTier:
             disk_read_bytes=self._read_bytes,
             disk_written=self._written,
             disk_written_bytes=self._written_bytes,
+            disk_queued_bytes=self._queued_bytes,
             disk_dropped=self._dropped,
             disk_evictions=self._evicted,
             disk_used_bytes=self._used or 0,
@@ -177,6 +178,15 @@ class DiskTier:
         self._hits += 1
         self._read_bytes += size
         return content
+
+    @property
+    def room(self) -> int:
+        """Bytes that may be queued."""
+        return max(0, MAX_QUEUED - self._queued_bytes) if self._writes else 0
+
+    def note_dropped(self, count: int) -> None:
+        """Count entries that were not queued because there was no room."""
+        self._dropped += count if self._writes else 0
 
     def store(self, key: bytes, size: int, content: Content) -> None:
         """Write an entry in the background unless too much is queued. content: called in another thread."""

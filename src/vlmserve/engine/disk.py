@@ -4,20 +4,64 @@ from __future__ import annotations
 
 import json
 
+import msgspec
 from blake3 import blake3
 
 from vlmserve.cache.fetches import Fetches
 from vlmserve.cache.tiers import DiskTier, Entries
 from vlmserve.config import EngineConfig
 from vlmserve.models.protocols import LoadedModel
+from vlmserve.runner.runner import ModelRunner
+from vlmserve.scheduler.resources.images import Images
+from vlmserve.scheduler.resources.memory import KVMemory
+from vlmserve.scheduler.resources.states import StateMemory
+from vlmserve.scheduler.resources.stored import Stored
 
 
-def open_disk_cache(config: EngineConfig, model: LoadedModel) -> Fetches | None:
-    """Return what reads and writes entries of this model. None: there is no folder, or it may not be used."""
-    if config.disk_cache is None:
-        return None
-    entries = Entries.at(config.disk_cache, config.disk_cache_memory)
-    return Fetches(DiskTier(entries, _identity(config, model))) if entries.is_usable() else None
+class DiskCache:
+    """Keeps embeddings and KV blocks of one engine on disk.
+
+    It keeps no blocks of several ranks, each of which has a part, and none of models with states, without which blocks
+    are of no use.
+    """
+
+    def __init__(self, config: EngineConfig, tier: DiskTier, runner: ModelRunner, memory: KVMemory) -> None:
+        self._fetches = Fetches(tier)
+        self._runner, self._memory = runner, memory
+        runner.keep_images(tier)
+        memory.cache.stored = self._fetches.contents
+        one_rank = config.tensor_parallel_size == 1
+        if one_rank and config.enable_prefix_caching and not isinstance(memory, StateMemory):
+            memory.stores = []
+
+    @classmethod
+    def open(cls, config: EngineConfig, model: LoadedModel, runner: ModelRunner, memory: KVMemory) -> DiskCache | None:
+        """Return the cache in the folder of the settings. None: there is none, or it may not be used."""
+        if config.disk_cache is None:
+            return None
+        entries = Entries.at(config.disk_cache, config.disk_cache_memory)
+        if not entries.is_usable():
+            return None
+        return cls(config, DiskTier(entries, _identity(config, model)), runner, memory)
+
+    def resource(self, images: Images) -> Stored:
+        """Return the resource that requests wait for. Images find what it has read."""
+        images.stored = self._fetches.contents
+        return Stored(self._fetches, images, self._memory, self._runner.block_bytes)
+
+    def keep(self) -> None:
+        """Keep the blocks that a step has filled, before another step is planned."""
+        memory, tier = self._memory, self._fetches.tier
+        if memory.stores:
+            self._runner.keep_blocks(tier, memory.stores)
+            memory.stores = []
+        if memory.forgotten:
+            tier.forget(memory.forgotten)
+            memory.forgotten = []
+
+    def stats(self) -> dict[str, int]:
+        """Return fields of `EngineStats`."""
+        return msgspec.structs.asdict(self._fetches.tier.stats())
 
 
 def _identity(config: EngineConfig, model: LoadedModel) -> bytes:

@@ -21,7 +21,7 @@ from vlmserve.cache.states import StatePool
 from vlmserve.config import EngineConfig
 from vlmserve.engine.adapters import AdapterLoading
 from vlmserve.engine.base import BaseEngine
-from vlmserve.engine.disk import open_disk_cache
+from vlmserve.engine.disk import DiskCache
 from vlmserve.engine.grammars import grammar_compiler
 from vlmserve.engine.image_speed import image_cost
 from vlmserve.engine.intake import Intake
@@ -40,7 +40,6 @@ from vlmserve.scheduler.resources.images import Images
 from vlmserve.scheduler.resources.memory import KVMemory
 from vlmserve.scheduler.resources.resource import Resource
 from vlmserve.scheduler.resources.states import StateMemory, StatePlaces
-from vlmserve.scheduler.resources.stored import Stored
 from vlmserve.scheduler.scheduler import Scheduler
 from vlmserve.scheduler.step_limits import MeasuredLimits
 from vlmserve.steps import ModelRunnerOutput, RunTimings, SchedulerOutput
@@ -143,20 +142,18 @@ class Engine(BaseEngine):
             own = (followers, sizes.slots, sizes.host_slots)
             self.runner = LeadingRunner(model, *pages, self._grammars.begin, *own)
         self._followers = followers
-        self._disk = open_disk_cache(config, model)
         self._memory = _memory(config, self._cache, sizes)
+        self._disk = DiskCache.open(config, model, self.runner, self._memory)
         self._images = Images(
             EncoderCache(config.encoder_cache_memory),
             max_encoded_images=config.max_encoded_images or model.device.images_per_step,
             image_token_bytes=intake.image_token_bytes,
             state_bytes=intake.state_bytes,
             macs=partial(_tower_macs, model.vision),
-            stored=None if self._disk is None else self._disk.contents,
         )
         resources: list[Resource] = [self._images]
         if self._disk is not None:
-            self.runner.keep_images(self._disk.tier)
-            resources.insert(0, Stored(self._disk, self._images, self._memory))
+            resources.insert(0, self._disk.resource(self._images))
         resources += [] if self._adapter_slots is None else [self._adapter_slots]
         if isinstance(self._memory, StateMemory):
             resources.append(StatePlaces(self._memory))
@@ -223,6 +220,8 @@ class Engine(BaseEngine):
             self._costs.copied(step.block_copies, output.timings.transfer)
         self._limits.ran(step, output.timings, prompt_tokens)
         outputs = self.scheduler.end_failed() + self._update(step, output, ran)
+        if self._disk is not None:
+            self._disk.keep()
         self._prompt_tokens += prompt_tokens
         self._images_encoded += len(step.images_to_encode) + sum(one.products is None for one in step.encodings)
         self._steps += 1
@@ -341,7 +340,7 @@ class Engine(BaseEngine):
             adapter_bytes=0 if store is None else store.used_bytes,
             adapter_loads=0 if store is None else store.num_loads,
             adapter_evictions=0 if store is None else store.num_evictions,
-            **({} if self._disk is None else msgspec.structs.asdict(self._disk.tier.stats())),
+            **({} if self._disk is None else self._disk.stats()),
         )
 
     def inspect(self) -> EngineSnapshot:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Sequence
 
+import numpy as np
 import torch
 
 from vlmserve.devices.offload import HostBlocks
@@ -13,7 +14,7 @@ from vlmserve.kernels.blocks import Blocks, allocate_states, clear_blocks, copy_
 from vlmserve.kernels.states import StateCache
 from vlmserve.kernels.transfers import to_device
 from vlmserve.models.protocols import LoadedModel
-from vlmserve.steps import BlockCopy, SchedulerOutput
+from vlmserve.steps import BlockCopy, Bytes, SchedulerOutput
 
 
 class KVTensors:
@@ -57,12 +58,26 @@ class KVTensors:
             for layer in self._distinct:
                 clear_blocks(layer, ids)
         if step.block_copies:
-            _copy(step.block_copies, self._distinct, self._host)
+            _copy(step.block_copies, self._distinct, self._host, step.block_contents)
         if step.state_copies:
             _copy(step.state_copies, self.states, self._host_states)
 
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a block's content."""
+        return sum(tensor[:1].nbytes for layer in self._distinct for tensor in layer.tensors)
 
-def _copy(copies: Iterable[BlockCopy], layers: Sequence[Blocks], host: HostBlocks | None) -> None:
+    def contents(self, blocks: Sequence[int]) -> Bytes:
+        """``[blocks, bytes]``: contents in host memory, layer by layer."""
+        ids = to_device(torch.tensor(blocks), self._device)
+        parts = [tensor.index_select(0, ids) for layer in self._distinct for tensor in layer.tensors]
+        rows = torch.cat([part.reshape(len(blocks), -1).view(torch.uint8) for part in parts], 1)
+        return rows.cpu().numpy()
+
+
+def _copy(
+    copies: Iterable[BlockCopy], layers: Sequence[Blocks], host: HostBlocks | None, contents: Sequence[Bytes] = ()
+) -> None:
     for kind, group in itertools.groupby(copies, lambda copy: copy.kind):
         # The last one of several copies into a block counts. All sources are read before a block is written; that
         # equals copying in order, since no block that is written to is a source later in the same group.
@@ -73,8 +88,23 @@ def _copy(copies: Iterable[BlockCopy], layers: Sequence[Blocks], host: HostBlock
             for layer in layers:
                 copy_blocks(layer, layer, source_ids, target_ids)
             continue
+        if kind == "fill":
+            _fill(layers, targets, [contents[source] for source in sources])
+            continue
         assert host is not None
         if kind == "save":
             host.save(sources, targets)
         else:
             host.load(sources, targets)
+
+
+def _fill(layers: Sequence[Blocks], blocks: Sequence[int], contents: Sequence[Bytes]) -> None:
+    """Write contents, as from `KVTensors.contents`, to blocks."""
+    rows, start = torch.from_numpy(np.stack(contents)), 0
+    for layer in layers:
+        for tensor in layer.tensors:
+            size = tensor[:1].nbytes
+            part = rows[:, start : start + size].contiguous().view(tensor.dtype).view(len(blocks), *tensor.shape[1:])
+            ids = to_device(torch.tensor(blocks), tensor.device)
+            tensor.index_copy_(0, ids, to_device(part, tensor.device))
+            start += size

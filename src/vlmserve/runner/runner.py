@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import NamedTuple, NoReturn
 
 import numpy as np
@@ -154,9 +155,24 @@ class ModelRunner:
         """Launch kernels of adapters also where the slots have none that changes a layer."""
         return nullcontext() if self._adapters is None else self._adapters.reserving()
 
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a KV block's content."""
+        return self._kv.block_bytes
+
     def keep_images(self, tier: DiskTier) -> None:
         """Write embeddings of images to a disk tier from now on."""
         self._images.tier = tier
+
+    def keep_blocks(self, tier: DiskTier, blocks: Sequence[tuple[int, bytes]]) -> None:
+        """Write KV blocks, with their keys, to a disk tier, as many as it takes. No later step may have begun to
+        change them."""
+        size = self.block_bytes
+        taken = blocks[: tier.room // size]
+        contents = self._kv.contents([block for block, _ in taken]) if taken else ()
+        for (_, key), content in zip(taken, contents, strict=True):
+            tier.store(key, size, partial(np.asarray, content))
+        tier.note_dropped(len(blocks) - len(taken))
 
     def warm_up(self) -> tuple[int, float]:
         return self._images.warm_up()

@@ -170,6 +170,7 @@ ENGINE_METRICS: tuple[StatMetric[EngineStats], ...] = (
     StatMetric(
         "counter", "disk_cache_written_bytes", "Bytes of the entries that were written.", lambda s: s.disk_written_bytes
     ),
+    StatMetric("gauge", "disk_cache_queued_bytes", "Bytes that wait to be written.", lambda s: s.disk_queued_bytes),
     StatMetric(
         "counter",
         "disk_cache_dropped",

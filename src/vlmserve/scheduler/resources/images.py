@@ -98,20 +98,20 @@ class Images(Resource):
         image_token_bytes: int,
         state_bytes: int,
         macs: Callable[[ImageInput], int],
-        stored: Mapping[bytes, Bytes] | None = None,
     ) -> None:
         """image_token_bytes: of an embedding. state_bytes: of a state that requests attend to by cross attention.
-        macs: MACs of encoding an image. stored: embeddings that were read from disk, by the image's key."""
+        macs: MACs of encoding an image."""
         self.cache = cache
         self.queries = 0
         self.hits = 0
         self.loads = 0
         """Images whose embeddings were read from disk."""
+        self.stored: Mapping[bytes, Bytes] = {}
+        """Embeddings that were read from disk, by the image's key."""
         self._max_encoded_images = max_encoded_images
         self._image_token_bytes = image_token_bytes
         self._state_bytes = state_bytes
         self._macs = macs
-        self._stored = {} if stored is None else stored
         # Images in progress by key, and the MACs that each lacks.
         self.unfinished: dict[bytes, float] = {}
         # Cross-attention states that have their place, and whose image is being encoded.
@@ -242,7 +242,7 @@ class Images(Resource):
         """Plan one use. held: bytes by key of what earlier uses pin. budget: the rest, from which this use takes."""
         is_open = image.key in sizes and image.key not in held
         is_new = is_open and image.key not in self.cache
-        stored = self._stored.get(image.key) if is_new else None
+        stored = self.stored.get(image.key) if is_new else None
         is_new = is_new and stored is None
         if not self.cache.fits(held | sizes) or (is_new and not budget.may_begin):
             return _Use(image, place, sizes, budget, fits=False)

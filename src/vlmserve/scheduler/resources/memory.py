@@ -83,7 +83,11 @@ class KVMemory(Resource):
         self._size = block_size
         self._prefix_caching = prefix_caching
         self._max_chunk = max_chunk
-        self._columns = [Column(number, window, block_size) for number, window in enumerate(windows)]
+        self.stores: list[tuple[int, bytes]] | None = None
+        """Blocks with new contents and their keys, to be kept on disk; None: none are kept there."""
+        self.forgotten: list[bytes] = []
+        """Keys of contents that must leave the disk."""
+        self.columns = [Column(number, window, block_size) for number, window in enumerate(windows)]
         # The columns of each window, which free the same blocks.
         self._windowed = [
             [number for number, other in enumerate(windows) if other == window]
@@ -98,6 +102,7 @@ class KVMemory(Resource):
 
     def end_step(self, step: SchedulerOutput) -> None:
         step.block_copies, self.cache.block_copies = self.cache.block_copies, []
+        step.block_contents, self.cache.block_contents = self.cache.block_contents, []
         step.blocks_to_zero, self._not_finite = self._not_finite, []
         self._found = None, _NOTHING
 
@@ -116,13 +121,13 @@ class KVMemory(Resource):
         """Return what is cached of a waiting request."""
         if not self._prefix_caching or not num_reusable(request):
             chains = [Chain(()) for _ in request.chains]
-            return Found(chains, [Hit() for _ in request.chains for _ in self._columns], 0, 0)
+            return Found(chains, [Hit() for _ in request.chains for _ in self.columns], 0, 0)
         num_tokens, size = num_reusable(request), self._size
         chains = [
             Chain(request.keys_of_full_blocks(keys, num_tokens // size, size), request.tail_key(keys, num_tokens, size))
             for keys in request.chains
         ]
-        hits, reach = self.cache.find(chains, self._columns)
+        hits, reach = self.cache.find(chains, self.columns)
         if hits[0].tail is not None:
             return Found(chains, hits, reach, num_tokens)
         found = Found(chains, hits, reach, hits[0].end * size)
@@ -132,7 +137,7 @@ class KVMemory(Resource):
                 Chain(chain.keys[: found.end], request.tail_key(keys, num_tokens, size))
                 for chain, keys in zip(chains, request.chains, strict=True)
             ]
-            hits, _ = self.cache.find(ends, self._columns)
+            hits, _ = self.cache.find(ends, self.columns)
             found = found if hits[0].tail is None else found._replace(hits=hits, num_tokens=num_tokens)
         return found
 
@@ -147,7 +152,7 @@ class KVMemory(Resource):
     def missing(self, request: Request) -> int:
         """Return the blocks that a request takes, those found that nobody holds, and one to grow for each table."""
         found = self._found_of(request)
-        new = sum(_num_new(request, self._columns, found.end, self._max_chunk)) + len(self._columns)
+        new = sum(_num_new(request, self.columns, found.end, self._max_chunk)) + len(self.columns)
         return len(request.chains) * new + self.cache.num_taken(found.hits)
 
     def room(self, running: Sequence[Request]) -> int:
@@ -161,12 +166,12 @@ class KVMemory(Resource):
         free = self.pool.num_free - _num_growing(running)
         for found in (whole, whole.without_tails(self._size)):
             hits = found.hits
-            new = _num_new(request, self._columns, found.end, self._max_chunk) * len(request.chains)
+            new = _num_new(request, self.columns, found.end, self._max_chunk) * len(request.chains)
             if sum(new) + self.cache.num_taken(hits) <= free:
                 break
         else:
             return False
-        chains = [(chain.keys, column) for chain in found.chains for column in self._columns]
+        chains = [(chain.keys, column) for chain in found.chains for column in self.columns]
         keys = [
             [column.key(key) for key in keys[hit.first : hit.end]]
             for (keys, column), hit in zip(chains, hits, strict=True)
@@ -232,11 +237,11 @@ class KVMemory(Resource):
         if self._prefix_caching and num_computed // size > before // size:
             self._register_full(request, before // size, num_computed // size)
         if before < request.num_prompt_tokens <= num_computed:
-            self._register_tail(request, request.num_prompt_tokens - 1)
+            self._register_tail(request, request.num_prompt_tokens - 1, stores=self.stores)
             if isinstance(request.task, Prefill):
-                self._register_tail(request, request.num_prompt_tokens)
+                self._register_tail(request, request.num_prompt_tokens, stores=self.stores)
         for numbers in self._windowed if request.tables else ():
-            needed = self._columns[numbers[0]].first_visible(num_computed)
+            needed = self.columns[numbers[0]].first_visible(num_computed)
             if needed > request.tables[numbers[0]].first:
                 self._free_before(request, numbers, needed)
 
@@ -247,9 +252,9 @@ class KVMemory(Resource):
         within a window before a boundary are wanted.
         """
         first = request.tables[numbers[0]].first
-        wanted = _wanted(request, self._columns[numbers[0]], first, needed)
+        wanted = _wanted(request, self.columns[numbers[0]], first, needed)
         unwanted = [index for index in range(first, needed) if index not in wanted]
-        for start in range(0, len(request.tables), len(self._columns)):
+        for start in range(0, len(request.tables), len(self.columns)):
             for number in numbers:
                 table = request.tables[start + number]
                 self.pool.release([table.blocks[index] for index in unwanted], unwanted=True)
@@ -261,20 +266,27 @@ class KVMemory(Resource):
         tables = iter(request.tables)
         for chain in request.chains:
             keys = request.keys_of_full_blocks(chain, end, self._size)
-            for column, table in zip(self._columns, tables, strict=False):
+            for column, table in zip(self.columns, tables, strict=False):
                 for index in range(start, end):
                     self.pool.register(table.blocks[index], column.key(keys[index]))
+                if self.stores is not None:
+                    self.stores += [(table.blocks[index], column.key(keys[index])) for index in range(start, end)]
             for key in keys[start:end]:
                 self._computing.pop(key, None)
 
-    def _register_tail(self, request: Request, num_tokens: int) -> None:
-        """Register the key of the partly filled block that ends with token `num_tokens`, all of them computed."""
+    def _register_tail(self, request: Request, num_tokens: int, stores: list[tuple[int, bytes]] | None = None) -> None:
+        """Register the key of the partly filled block that ends with token `num_tokens`, all of them computed.
+
+        stores: gets the block, unless a step may change it before it is kept.
+        """
         tables = iter(request.tables)
         for chain in request.chains if self._prefix_caching else ():
             key = request.tail_key(chain, num_tokens, self._size)
-            for column, table in zip(self._columns, tables, strict=False):
+            for column, table in zip(self.columns, tables, strict=False):
                 if key is not None:
                     self.pool.register(table.blocks[num_tokens // self._size], column.key(key))
+                    if stores is not None:
+                        stores.append((table.blocks[num_tokens // self._size], column.key(key)))
 
     def fork(self, parent: Request, child: Request, *, first: bool) -> bool:
         """Share the full blocks. The first child takes over a partly filled block, the others get a copy."""
@@ -306,8 +318,9 @@ class KVMemory(Resource):
         forgotten = []
         for chain in request.chains:
             own = (*chain.keys[1:], *chain.tails.values())
-            keys = [column.key(key) for column in self._columns for key in own]
+            keys = [column.key(key) for column in self.columns for key in own]
             forgotten += [block for key in keys if (block := self.cache.forget(key)) is not None]
+            self.forgotten += keys if self.stores is not None else ()
         held = [block for table in request.tables for block in table.held]
         for block in held:
             self.pool.unregister(block)

@@ -66,7 +66,7 @@ class StateHits(KVMemory):
                 Chain(found.keys[:full], request.tail_key(keys, num_tokens, self._size))
                 for found, keys in zip(pages.chains, request.chains, strict=True)
             ]
-            hits, _ = self.cache.find(chains, self._columns)
+            hits, _ = self.cache.find(chains, self.columns)
             if hits[0].end == full and (chains[0].tail is None or hits[0].tail is not None):
                 return Found(chains, hits, pages.reach, num_tokens, needs_tails=True)
         return pages.without_hits()

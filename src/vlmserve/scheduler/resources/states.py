@@ -75,7 +75,7 @@ class StateMemory(StateHits):
         for key in request.keys_of_full_blocks(request.chains[0], end // self._size, self._size)[start // self._size :]:
             self._computing.setdefault(key, request)
         # Each of them keeps the blocks of a window.
-        least = max([CHUNK, *(column.window for column in self._columns if column.window is not None)])
+        least = max([CHUNK, *(column.window for column in self.columns if column.window is not None)])
         between = intervals(request, start, self.states.spare_room // 2, least)
         self.planned.add(request, [place for place in sorted({*wanted, *between}) if start < place < end])
         if self._windowed:
@@ -151,7 +151,7 @@ class StateMemory(StateHits):
         """Forget the last checkpoints of requests that ended while a step was in flight, which has failed for them."""
         for key in [key for name in request_ids for key in self._unproven.pop(name, ())]:
             self.states.forget(key)
-            blocks = [self.cache.forget(column.key(key)) for column in self._columns]
+            blocks = [self.cache.forget(column.key(key)) for column in self.columns]
             self._not_finite += [block for block in blocks if block is not None and self.pool.ref_count(block) == 0]
 
     def fork(self, parent: Request, child: Request, *, first: bool) -> bool:

@@ -1,0 +1,71 @@
+"""Which KV blocks of a prefix are read from disk, in which order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from vlmserve.cache.fetches import Read
+from vlmserve.cache.prefix import Chain, Column
+from vlmserve.scheduler.request import Request
+from vlmserve.scheduler.resources.memory import Found, num_reusable
+
+
+class StoredPrefix(NamedTuple):
+    """Blocks that memory lacks. A thread may read them, since nothing changes this value."""
+
+    chains: Sequence[Chain]
+    columns: Sequence[Column]
+    start: int
+    """Full blocks in memory."""
+    tails: dict[int, list[list[bytes]]]
+    """By number of a partly filled block, its keys: for each prefix that ends there, one of each chain."""
+    block_size: int
+    block_bytes: int
+
+    @property
+    def first_keys(self) -> list[bytes]:
+        """Keys of the first blocks. If none of them is on disk, there is nothing of use."""
+        keys = self.chains[0].keys if self.chains else ()
+        first = [*keys[self.start : self.start + 1], *(tail[0] for tail in self.tails.get(self.start, ()))]
+        return [self.columns[0].key(key) for key in first]
+
+    def read(self, read: Read) -> int:
+        """Read what can be reused. Returns how many leading tokens are in full blocks then."""
+        end = self.start
+        while end < len(self.chains[0].keys) and all(read(key, self.block_bytes) for key in self._whole(end)):
+            end += 1
+        for chain in self.chains:
+            for column in self.columns:
+                needed = range(column.first_needed(end), end) if column.window else ()
+                keys = (column.key(chain.keys[number]) for number in reversed(needed))
+                while (key := next(keys, None)) is not None and read(key, self.block_bytes):
+                    pass
+        for tail in self.tails.get(end, ()):
+            keys = (column.key(key) for key in tail for column in self.columns)
+            while (key := next(keys, None)) is not None and read(key, self.block_bytes):
+                pass
+        return end * self.block_size
+
+    def _whole(self, number: int) -> Iterator[bytes]:
+        """Keys of a block where layers attend to all tokens; of all layers where none do."""
+        columns = [column for column in self.columns if column.window is None] or self.columns
+        return (column.key(chain.keys[number]) for chain in self.chains for column in columns)
+
+
+def stored_prefix(request: Request, found: Found, columns: Sequence[Column], block_bytes: int) -> StoredPrefix | None:
+    """Return what may be read for a request. None: all that it can reuse is in memory.
+
+    found: what is in memory.
+    """
+    size, most = columns[0].block_size, num_reusable(request)
+    if not found.chains or not most or found.num_tokens == most:
+        return None
+    chains = [Chain(tuple(request.keys_of_full_blocks(one, most // size, size))) for one in request.chains]
+    tails: dict[int, list[list[bytes]]] = {}
+    for num_tokens in {most, min(request.num_shared, most)}:
+        keys = [request.tail_key(one, num_tokens, size) for one in request.chains]
+        tails.setdefault(num_tokens // size, []).append([key for key in keys if key is not None])
+    return StoredPrefix(
+        chains, columns, found.end, {number: [*filter(None, some)] for number, some in tails.items()}, size, block_bytes
+    )
