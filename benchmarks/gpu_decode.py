@@ -47,6 +47,8 @@ SLEEP_CYCLES = 10**8
 BEHIND, LAUNCHED_NORMS, LAYER_BY_LAYER = ", one kernel behind the other", ", norms by launches", ", layer by layer"
 FIRST_STEPS = 3
 """Of those that are submitted one ahead, which do not count."""
+CAPTURED_STEPS = 2
+"""Steps that are captured before any is measured."""
 STEPS_BESIDE = 8
 """In which a prompt is computed beside decodes."""
 DEVICE_STEPS = 3
@@ -151,12 +153,14 @@ class Streams:
     def __init__(self, model: LoadedModel, sizes: Sizes, count: int, adapters: RunnerAdapters | None = None) -> None:
         self._adapter = b"" if adapters is None else ADAPTER
         self._sizes, self._count, self._device = sizes, count, model.device.torch_device
-        longest = sizes.context + 2 * sizes.steps + FIRST_STEPS + DEVICE_STEPS + STEPS_BESIDE
+        longest = sizes.context + CAPTURED_STEPS + 2 * sizes.steps + FIRST_STEPS + DEVICE_STEPS + STEPS_BESIDE
         self._each = -(-(max(longest, sizes.prompt) + 1) // BLOCK_SIZE)
         self._runner = ModelRunner(model, (count + 1) * self._each, 0, BLOCK_SIZE, no_grammars, adapters)
         self._length = sizes.context
         for number in range(count):
             self.prompt(number, sizes.context)
+        with model.device.capturing("first"):
+            self.steps_ahead(CAPTURED_STEPS)
 
     def prompt(self, number: int, length: int) -> float:
         """Seconds until a prompt's first token."""
@@ -232,7 +236,7 @@ def no_grammars(grammar: object) -> Any:
 def _streams(model: LoadedModel, sizes: Sizes, count: int, adapters: RunnerAdapters | None = None) -> dict[str, Any]:
     streams = Streams(model, sizes, count, adapters)
     steps = [streams.step() for _ in range(sizes.steps)]
-    # The first steps compile and capture.
+    # The first steps compile what only they launch.
     step = statistics.median(steps[len(steps) // 3 :])
     report: dict[str, Any] = {"tokens_s": count / step, "step_ms": step * 1e3, "first_step_ms": steps[0] * 1e3}
     assert isinstance(model.language_model, Decoder)
@@ -260,7 +264,7 @@ def prompts(device: torch.device, sizes: Sizes, folder: Path) -> Measured:
     """Milliseconds of prompts alone and beside decodes, each kernel launched by the host, and as graphs: the first one,
     the second one, which is captured, and the median of the others."""
     for captured in (False, True):
-        with switched(TritonDevice, captures_prompts=captured):
+        with switched(TritonDevice, captures_repeats=captured):
             model = random_model(device, sizes, "int4", eager=False)
         for count in sizes.streams[:2]:
             streams = Streams(model, sizes, count)

@@ -154,7 +154,7 @@ def figures() -> dict[str, Figure]:
 
 def decodes(streams: gpu_decode.Streams, library: ctypes.CDLL) -> Figure:
     """Of steps that are submitted one ahead."""
-    streams.steps_ahead(3)  # the second one is captured
+    streams.steps_ahead(3)
     return figure(functools.partial(streams.steps_ahead, STEPS), library, repeats=REPEATS, steps=STEPS)
 
 

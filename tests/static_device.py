@@ -181,18 +181,18 @@ class StaticDraw:
 
 class StaticDevice(CpuDevice):
     """A CPU that runs steps as a GPU does, one ahead. `executors` are those that it has given out. warms_up: whether
-    engines capture steps at start. captures_prompts: see `Captures.prompts`."""
+    engines capture steps at start. captures_repeats: see `Captures.repeats`."""
 
     padding_blocks = 1
     warms_up = False
-    captures_prompts = True
+    captures_repeats = True
 
     def __init__(self, torch_device: torch.device) -> None:
         super().__init__(torch_device)
         self.num_running = self.num_ahead = 0
         self._staging = Staging(torch_device, reserve=2**16)
         self.executors: list[GraphExecutor] = []
-        self._captures = Captures(run_and_repeat, prompts=self.captures_prompts)
+        self._captures = Captures(run_and_repeat, repeats=self.captures_repeats)
         self._copies = LazyStream(lazy=True)
         self._pixels = PixelRing(self._copies, pinned=False)
 

@@ -115,7 +115,7 @@ def test_later_adapters_repeat_graphs_of_the_start(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(StaticDevice, "warms_up", True)
-    monkeypatch.setattr(StaticDevice, "captures_prompts", False)
+    monkeypatch.setattr(StaticDevice, "captures_repeats", False)
     monkeypatch.setattr("vlmserve.runner.warm_up.PROMPT_ROWS", (8,))
     # The test's attention has a graph for each width of block tables.
     engine = engine_of(served, ["plain"], max_num_seqs=4, max_num_batched_tokens=64, max_model_len=64, block_size=64)

@@ -134,34 +134,42 @@ from vlmserve.types import SamplingParams
 
 executors, make = [], TritonDevice.executor
 TritonDevice.executor = lambda self: executors.append(make(self)) or executors[-1]
-heads = {"num_attention_heads": 8, "num_key_value_heads": 8, "hidden_size": 128}
-sizes = dataclasses.replace(gpu_stages.TINY, config=gpu_stages.TINY.config | heads)
+config = {"num_attention_heads": 8, "num_key_value_heads": 8, "hidden_size": 128}
+if "experts" in sys.argv:
+    config |= {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+    config |= {"norm_topk_prob": True, "head_dim": 16, "mlp_only_layers": [], "decoder_sparse_step": 1}
+sizes = dataclasses.replace(gpu_stages.TINY, config=gpu_stages.TINY.config | config)
 model = gpu_decode.random_model(torch.device("cuda"), sizes, "none", eager=False)
-adapters = [gpu_decode.random_adapter(model, loaded=False)] if sys.argv[1:] else []
+adapters = [gpu_decode.random_adapter(model, loaded=False)] if "adapters" in sys.argv else []
 runner = ModelRunner(model, 4000, 0, 16, gpu_decode.no_grammars, *adapters)
-warm_up_steps(runner, max_num_seqs=96, max_num_batched_tokens=64, max_model_len=600, seconds=600)
+limit = 160 if "experts" in sys.argv else 64
+warm_up_steps(runner, max_num_seqs=96, max_num_batched_tokens=limit, max_model_len=1400, seconds=600)
 captured, compiled = [executors[0].num_captured], []
 knobs.runtime.jit_post_compile_hook = lambda fn, **rest: compiled.append(fn.name)
 digest, loads = (gpu_decode.ADAPTER, [AdapterLoad(0, gpu_decode.ADAPTER)]) if adapters else (b"", [])
 runner.submit(SchedulerOutput(adapter_loads=loads)).result()
-params = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
-biased = msgspec.structs.replace(params, logit_bias={3: 1.0}, frequency_penalty=0.5)
-for length in (12, 31):
-    prompt = NewRequest("prompt", 0, length, length, [0] * length, [[0] * 38], biased, 0, 600, [], adapter=digest)
-    runner.submit(SchedulerOutput(new_requests=[prompt])).result()
-    runner.submit(SchedulerOutput(finished_request_ids=["prompt"])).result()
+greedy = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
+biased = msgspec.structs.replace(greedy, logit_bias={3: 1.0}, frequency_penalty=0.5)
+
+def request(name, start, rows, blocks, **options):
+    ids, params = [0] * (start + rows), options.pop("params", greedy)
+    return NewRequest(name, start, rows, start + rows, ids, [blocks], params, 0, 1400, [], **options)
+
+# Whole prompts, and chunks after long prefixes, alone and beside decodes of short and long contexts.
+for start, rows in ((0, 12), (0, 31), (1300, 2), (1300, 60), (0, limit)):
+    for beside in ([], [3], [1300]):
+        prompt = request("prompt", start, rows - len(beside), [0] * 90, params=biased, adapter=digest)
+        decodes = [request("decode", context, 1, [0] * 90) for context in beside]
+        runner.submit(SchedulerOutput(new_requests=[*decodes, prompt])).result()
+        finished = [one.request_id for one in (*decodes, prompt)]
+        runner.submit(SchedulerOutput(finished_request_ids=finished)).result()
 for count in (96, 40, 3):
     for longest in (3, 590):
-        contexts = [longest] + [3] * (count - 1)
-        requests = []
-        for number, length in enumerate(contexts):
-            blocks = list(range(number * 40, number * 40 + 38))
-            requests.append(
-                NewRequest(
-                    str(number), length - 1, 1, length, [0] * length, [blocks], params, 0, 600, [],
-                    adapter=digest if number % 2 == 0 else b"",
-                )
-            )
+        requests = [
+            request(str(number), (longest if number == 0 else 3) - 1, 1, list(range(number * 40, number * 40 + 38)),
+                    adapter=digest if number % 2 == 0 else b"")
+            for number in range(count)
+        ]
         runner.submit(SchedulerOutput(new_requests=requests)).result()
         for step in range(3):
             following = [CachedRequest(one.request_id, one.start + 1 + step, 1) for one in requests]
@@ -173,15 +181,15 @@ print(json.dumps([compiled, *captured]))
 
 
 @pytest.mark.skipif(torch.version.cuda is None, reason="this torch is not built for CUDA")
-@pytest.mark.parametrize("adapters", [[], ["adapters"]], ids=["plain", "adapters"])
-def test_nothing_is_captured_or_compiled_after_start(tmp_path: Path, adapters: list[str]) -> None:
+@pytest.mark.parametrize("kind", ["plain", "adapters", "experts"])
+def test_nothing_is_captured_or_compiled_after_start(tmp_path: Path, kind: str) -> None:
     """A batch that fills the GPU has two graphs: contexts are whole, or some are split."""
     seen = null_gpu.environment(null_gpu.build(tmp_path))
-    command = [sys.executable, "-c", CAPTURED_LATER, *adapters]
+    command = [sys.executable, "-c", CAPTURED_LATER, kind]
     run = subprocess.run(command, env=seen, capture_output=True, text=True, check=True)
     compiled, at_start, *later = json.loads(run.stdout)
     assert compiled == []
-    assert at_start == (len((96, 80, 64, 48, 32, 16, 8, 4, 2, 1)) + 1) * (1 + len(adapters))
+    assert at_start == (len((96, 80, 64, 48, 32, 16, 8, 4, 2, 1)) + 1) * (2 if kind == "adapters" else 1)
     assert later == [at_start] * 6
 
 

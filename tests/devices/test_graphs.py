@@ -58,7 +58,7 @@ def layers(x: Tensor, caches: object, context: StepContext) -> Tensor:
 
 
 def test_repeated_steps_are_captured_and_read_inputs() -> None:
-    executor, lengths = GraphExecutor(Captures(repeat_by_calls)), torch.tensor([2, 3])
+    executor, lengths = GraphExecutor(Captures(repeat_by_calls, repeats=True)), torch.tensor([2, 3])
     for number in range(4):
         lengths.copy_(torch.tensor([number, number + 1]))
         x = torch.full((2, 3), float(number + 1))
@@ -68,7 +68,7 @@ def test_repeated_steps_are_captured_and_read_inputs() -> None:
 
 
 def test_what_changes_addresses_or_keys_is_another_step() -> None:
-    executor, lengths = GraphExecutor(Captures(repeat_by_calls)), torch.tensor([2, 3])
+    executor, lengths = GraphExecutor(Captures(repeat_by_calls, repeats=True)), torch.tensor([2, 3])
     x = torch.ones(2, 3)
     for plan, own in ((Plan(), lengths), (Plan("more splits"), lengths), (Plan(), lengths.clone())):
         executor.run(layers, x, CACHES, step(plan, own))
@@ -85,7 +85,10 @@ def test_what_changes_addresses_or_keys_is_another_step() -> None:
     ],
 )  # fmt: skip
 def test_other_steps_run_layer_by_layer(kind: str) -> None:
-    executor, rows = GraphExecutor(Captures(repeat_by_calls)), MOST_ROWS + 1 if kind == "too many rows" else 2
+    executor, rows = (
+        GraphExecutor(Captures(repeat_by_calls, repeats=True)),
+        MOST_ROWS + 1 if kind == "too many rows" else 2,
+    )
     lengths = torch.ones(rows, dtype=torch.int64)
     plan: object = {"prompts": Plan(None), "a plan that says nothing": object()}.get(kind, Plan())
     scale = torch.ones(2, 1) if kind == "factors of queries" else None
@@ -113,7 +116,7 @@ def test_captures_end_once_memory_runs_out(caplog: pytest.LogCaptureFixture, err
             raise error
         return repeat_by_calls(run)
 
-    captures = Captures(capture)
+    captures = Captures(capture, repeats=True)
     executor, tower, lengths = GraphExecutor(captures), TowerGraphs(captures), torch.tensor([2, 3])
     for number in range(3):
         for plan in (Plan("first"), Plan("second")):
@@ -141,7 +144,7 @@ def test_only_replays_write_to_a_steps_slots(fails: bool) -> None:
         written.append(context.metadata.slot_mapping.tolist())
         return x
 
-    executor, one = GraphExecutor(Captures(capture)), step(Plan(), torch.tensor([2, 3]))
+    executor, one = GraphExecutor(Captures(capture, repeats=True)), step(Plan(), torch.tensor([2, 3]))
     slots = one.metadata.slot_mapping.tolist()
     for _ in range(2):
         executor.run(writing, torch.ones(2, 3), CACHES, one)
@@ -154,7 +157,7 @@ def test_other_errors_of_a_capture_are_raised() -> None:
     def capture(run: Callable[[], Tensor]) -> Callable[[], Tensor]:
         raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
 
-    executor, lengths = GraphExecutor(Captures(capture)), torch.tensor([2, 3])
+    executor, lengths = GraphExecutor(Captures(capture, repeats=True)), torch.tensor([2, 3])
     executor.run(layers, torch.ones(2, 3), CACHES, step(Plan(), lengths))
     with pytest.raises(torch.AcceleratorError):
         executor.run(layers, torch.ones(2, 3), CACHES, step(Plan(), lengths))
@@ -162,7 +165,11 @@ def test_other_errors_of_a_capture_are_raised() -> None:
 
 @pytest.mark.parametrize("reserved", [None, 16, 32])
 def test_adapters_change_the_capture_key(reserved: int | None) -> None:
-    executor, lengths, x = GraphExecutor(Captures(repeat_by_calls)), torch.tensor([2, 3]), torch.ones(2, 3)
+    executor, lengths, x = (
+        GraphExecutor(Captures(repeat_by_calls, repeats=True)),
+        torch.tensor([2, 3]),
+        torch.ones(2, 3),
+    )
     rows, slots = AdapterRows(2), torch.zeros(2, dtype=torch.int32)
     adapters = LinearAdapters(rows, reserved=reserved)
 
@@ -194,7 +201,7 @@ def test_adapters_change_the_capture_key(reserved: int | None) -> None:
 
 
 def test_the_graphs_that_were_used_last_are_kept() -> None:
-    executor, lengths = GraphExecutor(Captures(repeat_by_calls)), torch.tensor([2, 3])
+    executor, lengths = GraphExecutor(Captures(repeat_by_calls, repeats=True)), torch.tensor([2, 3])
     for number in range(MOST_GRAPHS + 5):
         for _ in range(2):
             executor.run(layers, torch.ones(2, 3), CACHES, step(Plan(number), lengths))
@@ -203,7 +210,7 @@ def test_the_graphs_that_were_used_last_are_kept() -> None:
 
 
 def test_graphs_captured_at_start_are_kept() -> None:
-    captures = Captures(repeat_by_calls)
+    captures = Captures(repeat_by_calls, repeats=True)
     executor, lengths = GraphExecutor(captures), torch.tensor([2, 3])
     with captures.at("first"):
         executor.run(layers, torch.ones(2, 3), CACHES, step(Plan("kept"), lengths))
@@ -217,17 +224,28 @@ def test_graphs_captured_at_start_are_kept() -> None:
     assert torch.equal(executor.run(layers, x, CACHES, step(Plan("kept"), lengths)), x * lengths[:, None])
 
 
-@pytest.mark.parametrize("prompts", [False, True])
-def test_prompts_are_captured_where_asked_for(prompts: bool) -> None:
-    captures = Captures(repeat_by_calls, prompts=prompts)
+@pytest.mark.parametrize("repeats", [False, True])
+def test_prompts_are_captured_where_asked_for(repeats: bool) -> None:
+    captures = Captures(repeat_by_calls, repeats=repeats)
     executor, lengths = GraphExecutor(captures), torch.tensor([2, 3])
     context = step(Plan(), lengths)
     context = replace(context, metadata=replace(context.metadata, num_decodes=0))
     x = torch.ones(captured_rows(8, 0) or 0, 3)
     for _ in range(3):
         executor.run(lambda x, caches, context: x * 2, x, CACHES, context)
-    assert executor.num_captured == prompts
-    assert [captures.padded_rows(9, count) for count in (0, 4, 9)] == ([16, 16, 16] if prompts else [None, None, 16])
+    assert executor.num_captured == repeats
+    assert [captures.padded_rows(9, count) for count in (0, 4, 9)] == ([16, 16, 16] if repeats else [None, None, 16])
+
+
+def test_decodes_are_captured_at_start_alone() -> None:
+    captures = Captures(repeat_by_calls)
+    executor, lengths = GraphExecutor(captures), torch.tensor([2, 3])
+    with captures.at("first"):
+        executor.run(layers, torch.ones(2, 3), CACHES, step(Plan("at start"), lengths))
+    for _ in range(3):
+        for plan in (Plan("at start"), Plan("mixed adapters")):
+            executor.run(layers, torch.ones(2, 3), CACHES, step(plan, lengths))
+    assert executor.num_captured == 1
 
 
 def test_captured_sizes_are_padded_to_without_memory() -> None:
@@ -240,7 +258,7 @@ def test_captured_sizes_are_padded_to_without_memory() -> None:
 
 
 def test_steps_at_start_do_not_count_as_repeated() -> None:
-    captures = Captures(repeat_by_calls)
+    captures = Captures(repeat_by_calls, repeats=True)
     executor, lengths = GraphExecutor(captures), torch.tensor([2, 3])
     with captures.at("never"):
         for _ in range(3):
@@ -302,7 +320,7 @@ def test_towers_are_captured_by_tile_count() -> None:
         sizes.append(len(tiles))
         return tiles.flatten(1) @ torch.arange(12.0).view(12, 1) * torch.ones(3)
 
-    executor = TowerGraphs(Captures(repeat_by_calls, prompts=True))
+    executor = TowerGraphs(Captures(repeat_by_calls, repeats=True))
     results = []
     for count in (7, 7, 3, 1, 20, 0):
         tiles = torch.randint(-9, 9, (count, 3, 2, 2)).float()
@@ -341,8 +359,23 @@ def test_tiles_are_captured_at_start_alone() -> None:
     assert executor.num_captured == len(executor.tile_counts)
 
 
+def test_graphs_of_tiles_share_their_input() -> None:
+    captures, places = Captures(repeat_by_calls), set()
+    executor = TowerGraphs(captures)
+
+    def encode(tiles: Tensor) -> Tensor:
+        places.add(tiles.data_ptr())
+        return -tiles
+
+    tiles = torch.randn(executor.tile_counts[0], 3, 2, 2)
+    with captures.at("first"):
+        for count in executor.tile_counts:
+            assert torch.equal(executor.run(encode, tiles[:count]), -tiles[:count])
+    assert len(places) == 1
+
+
 def test_equal_image_sizes_are_captured_once() -> None:
-    captures, tower = Captures(repeat_by_calls, prompts=True), Tower()
+    captures, tower = Captures(repeat_by_calls, repeats=True), Tower()
     executor = TowerGraphs(captures)
     for shapes in ([(2, 3)], [(2, 3), (4, 5)], [(4, 5), (2, 3)]):
         for count in range(4):
@@ -359,7 +392,7 @@ def test_equal_image_sizes_are_captured_once() -> None:
 
 
 def test_latest_image_sizes_are_kept() -> None:
-    executor, tower = TowerGraphs(Captures(repeat_by_calls, prompts=True)), Tower()
+    executor, tower = TowerGraphs(Captures(repeat_by_calls, repeats=True)), Tower()
     for number in range(1, MOST_SIZES + 5):
         for _ in range(2):
             executor.run_images(tower, [torch.zeros(number, 3)])

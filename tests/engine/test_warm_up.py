@@ -59,7 +59,7 @@ def test_batches_of_decodes_are_captured_at_start(
     engine = warmed(folder)
     assert captured(static_devices) == 2 * len((1, 2, 4, 8)), "with split contexts and without"
     assert "capturing graphs of 4 batch sizes, up to 120 s" in caplog.text
-    assert "warm-up: ran 9 of 9 steps" in caplog.text
+    assert "warm-up: ran 14 of 14 steps" in caplog.text
     assert engine.stats().kv_blocks_used == 0
 
 
@@ -75,7 +75,7 @@ def test_warm_up_changes_no_answers(
 ) -> None:
     """Nothing is captured after the start, unless prompts are."""
     path, requests = request.getfixturevalue(model), [asked("a"), asked("bb", 7, temperature=0), asked("ccc", 30)]
-    monkeypatch.setattr(StaticDevice, "captures_prompts", prompts)
+    monkeypatch.setattr(StaticDevice, "captures_repeats", prompts)
     # The test's attention has a graph for each width of block tables.
     engine = warmed(path, block_size=64)
     at_start = captured(static_devices)
@@ -84,7 +84,7 @@ def test_warm_up_changes_no_answers(
     # Torch's kernels of states read on the host where chunks are cut.
     assert (captured(static_devices) > at_start) == (prompts and model == "folder")
     monkeypatch.setattr(StaticDevice, "warms_up", False)
-    monkeypatch.setattr(StaticDevice, "captures_prompts", False)
+    monkeypatch.setattr(StaticDevice, "captures_repeats", False)
     plain = warmed(path, enforce_eager=True)
     assert [answers(run(plain, requests)) for _ in range(2)] == found
     assert captured(static_devices) == 0
@@ -131,7 +131,8 @@ def test_warm_up_ends_when_its_time_is_over(
 ) -> None:
     warmed(folder, max_warm_up_seconds=1e-9)
     assert captured(static_devices) == 2
-    assert [record.levelname for record in caplog.records if "ran 1 of 9 steps" in record.getMessage()] == ["WARNING"]
+    said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert ["--max-warm-up-seconds gives it more time" in message for message in said] == [True]
 
 
 @pytest.mark.usefixtures("_warming")

@@ -38,7 +38,7 @@ class EmulatedDevice(StaticDevice, TritonDevice):
             # That of a GPU asks CUDA for memory.
             patch.setattr(TritonDevice, "__init__", TorchDevice.__init__)
             super().__init__(torch_device)
-        self._captures = Captures(RecordingCapture(), prompts=self.captures_prompts)
+        self._captures = Captures(RecordingCapture(), repeats=self.captures_repeats)
         self._draw = None
 
     def executor(self) -> LayerExecutor:

@@ -261,13 +261,13 @@ class TritonDevice(CudaDevice):
     kernels = "triton"
     padding_blocks = 1
     chooses_experts = True
-    captures_prompts: ClassVar[bool] = False
-    """See `Captures.prompts`; a class's, for measuring."""
+    captures_repeats: ClassVar[bool] = False
+    """See `Captures.repeats`; a class's, for measuring."""
 
     def __init__(self, torch_device: torch.device) -> None:
         super().__init__(torch_device)
         self._capture = CudaCapture(torch_device)
-        self._captures = Captures(self._capture, prompts=self.captures_prompts)
+        self._captures = Captures(self._capture, repeats=self.captures_repeats)
         self._captures_layers = True
         self._repeats = False
         self._draw: TritonDraw | None = None

@@ -97,11 +97,11 @@ Capture = Callable[[Callable[[], Tensor]], Callable[[], Tensor]]
 class Captures:
     """How a device captures, for as long as there is memory for it."""
 
-    def __init__(self, capture: Capture, *, prompts: bool = False) -> None:
+    def __init__(self, capture: Capture, *, repeats: bool = False) -> None:
         self.is_on = True
         """Anything more is captured. What was captured before is still repeated."""
-        self.prompts = prompts
-        """Steps with chunks of prompts and images are captured when they repeat."""
+        self.repeats = repeats
+        """What was not captured at start is captured when it repeats: for measuring."""
         self.time: CaptureTime = "repeated"
         """When a step is captured."""
         self.decodes: set[int] = set()
@@ -110,7 +110,7 @@ class Captures:
 
     def padded_rows(self, num_rows: int, num_decodes: int) -> int | None:
         """See `Device.padded_rows`."""
-        if num_decodes < num_rows and not self.prompts:
+        if num_decodes < num_rows and not self.repeats:
             return None
         padded = captured_rows(num_rows, num_decodes)
         return padded if self.is_on or (num_decodes == num_rows and padded in self.decodes) else None
@@ -154,6 +154,20 @@ def repeat_by_calls(run: Callable[[], Tensor]) -> Callable[[], Tensor]:
     return again
 
 
+class SharedInput:
+    """Memory for the inputs of captured calls, the same for all of one kind."""
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0)
+
+    def copy(self, x: Tensor) -> Tensor:
+        """A copy of ``[rows, ...]`` there. Larger inputs, and other kinds of rows, get new memory."""
+        memory = self._memory
+        if len(memory) < len(x) or (memory.shape[1:], memory.dtype) != (x.shape[1:], x.dtype):
+            self._memory = torch.empty_like(x)
+        return self._memory[: len(x)].copy_(x)
+
+
 class _Graph(NamedTuple):
     """x: where the next step's input goes. step: kept, since its memory is what the graph reads."""
 
@@ -165,8 +179,8 @@ class _Graph(NamedTuple):
 class GraphExecutor:
     """Captures the layers of batches of decodes at start, and repeats them from then on. A `LayerExecutor`.
 
-    Batches that are only known later, those with X-LoRA, are captured when they come for the second time, and so are
-    steps with prompts if `Captures.prompts` says so. Of these graphs the most recently used ones are kept.
+    Other steps, such as prompts and decodes with X-LoRA, run layer by layer. With `Captures.repeats`, they are captured
+    when they come for the second time, and the most recently used graphs are kept.
 
     A step is the same if all that it reads has the same shapes and addresses. Adapters are among what it reads: any
     others may be in the slots whose ranks are not above the reserved ones. Steps of other sizes than `captured_rows`,
@@ -177,7 +191,7 @@ class GraphExecutor:
         self._captures = captures
         self._kept: dict[Hashable, _Graph] = {}
         self._graphs: OrderedDict[Hashable, _Graph | None] = OrderedDict()
-        self._input = torch.empty(0)
+        self._input = SharedInput()
 
     @property
     def num_captured(self) -> int:
@@ -186,7 +200,7 @@ class GraphExecutor:
     def run(self, layers: LayerStack, x: Tensor, caches: Sequence[LayerCache], step: StepContext) -> Tensor:
         """See `LayerExecutor.run`. The result is valid until the next step."""
         is_prompt = step.metadata.num_decodes < len(x)
-        key = None if is_prompt and not self._captures.prompts else _key(x, caches, step)
+        key = None if is_prompt and not self._captures.repeats else _key(x, caches, step)
         if key is None:
             return layers(x, caches, step)
         graph = self._kept.get(key) or self._repeated(key, layers, x, caches, step)
@@ -207,6 +221,8 @@ class GraphExecutor:
                 self._kept[key] = graph
                 self._captures.decodes.add(len(x))
             return graph
+        if not self._captures.repeats:
+            return None
         graph = None
         if key in self._graphs:
             graph = self._graphs[key] or self._captured(layers, x, caches, step)
@@ -222,7 +238,7 @@ class GraphExecutor:
     ) -> _Graph | None:
         if not self._captures.is_on:
             return None
-        own, slots, states = self._input_of(x), step.metadata.slot_mapping, step.metadata.states
+        own, slots, states = self._input.copy(x), step.metadata.slot_mapping, step.metadata.states
         # A capture runs the step once before it records it. That writes to the padding block, the last one, and to the
         # padding slot of states, so that only the replay applies the step to its sequences.
         padding = [(slots, (len(caches[0].keys) - 1) * caches[0].block_size)]
@@ -237,12 +253,6 @@ class GraphExecutor:
             for (tensor, _), content in zip(padding, kept, strict=True):
                 tensor.copy_(content)
         return None if repeat is None else _Graph(own, step, repeat)
-
-    def _input_of(self, x: Tensor) -> Tensor:
-        """Memory for the rows of a captured step, the same for all, with a copy of x in it."""
-        if len(self._input) < len(x) or self._input.shape[1:] != x.shape[1:]:
-            self._input = torch.empty_like(x)
-        return self._input[: len(x)].copy_(x)
 
     def _remember(self, key: Hashable, graph: _Graph | None) -> None:
         self._graphs[key] = graph
@@ -265,7 +275,7 @@ class TowerGraphs:
     """Captures a tower over 1, 2, 4, 8 and 16 tiles at start. A `TowerExecutor`.
 
     Any number up to `MOST_TILES` is made of these. More go through the tower call by call, since the device computes
-    for longer than the host launches. With `Captures.prompts`, what was not captured at start is when it repeats:
+    for longer than the host launches. With `Captures.repeats`, what was not captured at start is when it repeats:
     tiles, and the images of any size of a step, in their order.
     """
 
@@ -275,13 +285,14 @@ class TowerGraphs:
         self._captures = captures
         self._graphs: dict[Hashable, tuple[Tensor, Callable[[], Tensor]] | None] = {}
         self._images: OrderedDict[Hashable, _ImageGraph | None] = OrderedDict()
+        self._input = SharedInput()
 
     @property
     def num_captured(self) -> int:
         return sum(graph is not None for graph in (*self._graphs.values(), *self._images.values()))
 
     def run_images(self, tower: LaidOutTower, pixels: Sequence[Tensor]) -> Tensor | None:
-        if not self._captures.prompts or sum(image.numel() for image in pixels) > MOST_PIXELS:
+        if not self._captures.repeats or sum(image.numel() for image in pixels) > MOST_PIXELS:
             return None
         key = tuple((image.shape, image.dtype) for image in pixels)
         graph = self._images.get(key)
@@ -316,7 +327,7 @@ class TowerGraphs:
     def _run(self, encode: Callable[[Tensor], Tensor], tiles: Tensor) -> Tensor:
         key = tiles.shape, tiles.dtype
         graph = self._graphs.get(key)
-        if graph is None and (self._captures.time == "first" or (key in self._graphs and self._captures.prompts)):
+        if graph is None and (self._captures.time == "first" or (key in self._graphs and self._captures.repeats)):
             graph = self._captured(encode, tiles)
         self._graphs[key] = graph
         if graph is None:
@@ -331,7 +342,7 @@ class TowerGraphs:
     ) -> tuple[Tensor, Callable[[], Tensor]] | None:
         if not self._captures.is_on:
             return None
-        own = tiles.clone()
+        own = self._input.copy(tiles)
         repeat = self._captures(lambda: encode(own), f"the vision tower over {len(tiles)} tiles")
         return None if repeat is None else (own, repeat)
 

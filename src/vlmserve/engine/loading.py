@@ -28,6 +28,7 @@ from vlmserve.models.registry import load_model
 from vlmserve.models.weights_cache import WeightsCache
 from vlmserve.quantization import QuantizationConfig
 from vlmserve.runner.memory import (
+    graph_inputs_bytes,
     num_pages,
     run_largest_encoding,
     run_largest_graphs,
@@ -206,7 +207,7 @@ def _cache_budget(config: EngineConfig, model: LoadedModel, max_model_len: int) 
 
 
 def _graph_bytes(config: EngineConfig, model: LoadedModel) -> int:
-    """Bytes of graphs that are captured at start: the input, activations and result of the largest, whose memory the
+    """Bytes of graphs that are captured at start: the inputs, activations and result of the largest, whose memory the
     others reuse."""
     sizes = model.device.decode_sizes(config.max_num_seqs) if model.ranks is None and config.max_warm_up_seconds else []
     if not sizes:
@@ -216,4 +217,4 @@ def _graph_bytes(config: EngineConfig, model: LoadedModel) -> int:
     )
     if config.enable_lora:
         activations *= 1 + SUMS_OF_ADAPTERS
-    return sizes[0] * model.language_model.hidden_size * model.dtype.itemsize + activations
+    return graph_inputs_bytes(model, sizes[0]) + activations

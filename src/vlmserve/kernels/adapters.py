@@ -70,6 +70,7 @@ class AdapterRows:
         self._each = torch.arange(num_slots, dtype=torch.int32, device=device)
         self._ranks: list[int | None] = []
         self._reserved: list[int | None] = []
+        self._beyond: set[int] = set()
         self._layout: tuple[int | None, ...] | None = None
         self.reserves = False
         """Kernels are launched for `LinearAdapters.reserved` ranks, which suit all adapters that fit."""
@@ -103,10 +104,7 @@ class AdapterRows:
     @property
     def fits_reserved(self) -> bool:
         """Launches for reserved ranks compute the adapters of all slots. X-LoRA needs scalings as well."""
-        if self.scalings is not None:
-            return False
-        pairs = zip(self._ranks, self._reserved, strict=True)
-        return all(rank is None or (reserved is not None and rank <= reserved) for rank, reserved in pairs)
+        return self.scalings is None and not self._beyond
 
     @contextmanager
     def reserving(self) -> Iterator[None]:
@@ -126,7 +124,9 @@ class AdapterRows:
     def set_rank(self, product: int, rank: int | None) -> None:
         """The highest rank of a product's adapters, as they are padded; None: it has none."""
         self._ranks[product] = rank
-        self._layout = None
+        self._layout, reserved = None, self._reserved[product]
+        fits = rank is None or (reserved is not None and rank <= reserved)
+        (self._beyond.discard if fits else self._beyond.add)(product)
 
     def clear(self) -> None:
         """No row has an adapter."""

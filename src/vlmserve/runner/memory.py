@@ -72,10 +72,22 @@ def run_longest_step(model: LoadedModel, *, num_seqs: int, max_model_len: int, b
 def run_largest_graphs(model: LoadedModel, *, num_decodes: int, block_size: int) -> None:
     """Run the largest steps that are captured at start: `num_decodes` decodes, and tiles through the vision tower."""
     _run_short(model, [1] * num_decodes, block_size)
-    shape = None if model.vision is None else model.vision.example_shape
-    if shape is not None and isinstance(model.vision, TileEncoder):
-        tiles = torch.zeros((MOST_TILES, *shape[1:]), dtype=model.dtype, device=model.device.torch_device)
-        model.vision.encode_tiles(tiles)
+    if (shape := _tiles_shape(model)) is not None:
+        assert isinstance(model.vision, TileEncoder)
+        model.vision.encode_tiles(torch.zeros(shape, dtype=model.dtype, device=model.device.torch_device))
+
+
+def graph_inputs_bytes(model: LoadedModel, num_decodes: int) -> int:
+    """Bytes of the inputs that graphs of decodes share, and of those that graphs of tiles share."""
+    elements = num_decodes * model.language_model.hidden_size + math.prod(_tiles_shape(model) or (0,))
+    return elements * model.dtype.itemsize
+
+
+def _tiles_shape(model: LoadedModel) -> tuple[int, ...] | None:
+    """Shape of the most tiles that are captured. None: the vision tower has no tiles."""
+    if not isinstance(model.vision, TileEncoder) or (shape := model.vision.example_shape) is None:
+        return None
+    return (MOST_TILES, *shape[1:])
 
 
 def _run_short(model: LoadedModel, lens: list[int], block_size: int, **changes: Any) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
@@ -18,12 +18,15 @@ from vlmserve.types import SamplingParams
 
 logger = logging.getLogger(__name__)
 
-PROMPT_ROWS = (8, 16, 32, 64, 128, 192, 512, 1024, 2048)
-"""Rows of chunks with different kernels or tilings: by Triton up to 128, by the library from there on."""
+PROMPT_ROWS = (8, 16, 32, 64, 128, 192, 512, 1024, 2048, 8192)
+"""Rows of chunks with different kernels or tilings: by Triton up to 128, by the library from there on. Experts have
+other tiles from 32 rows of each expert on."""
 FIRST_ROWS = (16, 1)
 """Rows of the prompts that run where nothing is captured: they touch all weights and start the threads."""
 MIXED_ROWS = 512
 """Maximum rows of chunks beside decodes that are warmed up."""
+_LEAST_ROWS_BESIDE = 3
+"""A decode, and a chunk of two rows: one row would be a decode as well."""
 _PROGRESS_SECONDS = 5.0
 _STEPS_OF_DECODES = 2
 _GREEDY = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
@@ -41,12 +44,12 @@ def warm_up_steps(
     """
     if not seconds or runner.model.ranks is not None or runner.model.cross is not None:
         return
-    most = min(max_num_batched_tokens, max_model_len) - 1
+    most = min(max_num_batched_tokens, max_model_len - 1)
     sizes = runner.model.device.decode_sizes(max_num_seqs)
     if not sizes:
         for rows in FIRST_ROWS:
             if rows <= most:
-                _prefill(runner, rows, 0)
+                _prefill(runner, rows)
         return
     started = time.monotonic()
     logger.info("warm-up: compiling kernels and capturing graphs of %d batch sizes, up to %g s", len(sizes), seconds)
@@ -57,16 +60,7 @@ def warm_up_steps(
         for adapter in ((b"", NO_CHANGES) if runner.takes_adapters else (b"",))
         for size in (sizes[0], *sizes[:0:-1])
     ]
-    steps += [
-        partial(_prefill, runner, rows, beside)
-        for rows in PROMPT_ROWS
-        if rows <= most
-        for beside in (0, 1)
-        if not beside or rows <= MIXED_ROWS
-    ]
-    if runner.takes_adapters:
-        steps += [partial(_prefill, runner, rows, 0, NO_CHANGES) for rows in PROMPT_ROWS if rows <= most]
-    steps.append(partial(_prefill, runner, 1, 0, params=_CHANGING))
+    steps += _prompts(runner, most, max_model_len)
     steps += [partial(_encode, runner, tiles) for tiles in runner.tiles_to_capture()]
     done = 0
     with _progress(len(steps)) as show:
@@ -75,8 +69,31 @@ def warm_up_steps(
             show(done)
             if time.monotonic() - started > seconds:
                 break
-    level = logging.INFO if done == len(steps) else logging.WARNING
-    logger.log(level, "warm-up: ran %d of %d steps in %.1f s", done, len(steps), time.monotonic() - started)
+    taken = time.monotonic() - started
+    logger.info("warm-up: ran %d of %d steps in %.1f s", done, len(steps), taken)
+    if done < len(steps):
+        logger.warning(
+            "warm-up: ended before all steps ran, so some requests wait for kernels, and some batches have no graph; "
+            "--max-warm-up-seconds gives it more time"
+        )
+
+
+def _prompts(runner: ModelRunner, most: int, max_model_len: int) -> list[Callable[[], None]]:
+    """Steps with chunks of up to `most` rows, one for each kind of kernels: alone, beside a decode, with adapters, with
+    changed logits, and few rows after a long context, which is split."""
+    sizes = sorted({min(rows, most) for rows in PROMPT_ROWS})
+    steps: list[Callable[[], None]] = []
+    for rows in sizes:
+        steps.append(partial(_prefill, runner, rows))
+        if _LEAST_ROWS_BESIDE <= rows <= MIXED_ROWS:
+            steps.append(partial(_prefill, runner, rows, beside=(0,)))
+    few = sizes[0]
+    long = max_model_len - few - 1
+    if few >= _LEAST_ROWS_BESIDE and long > 0:
+        steps += [partial(_prefill, runner, few, start=long, beside=beside) for beside in ((), (0,), (long,))]
+    if runner.takes_adapters:
+        steps += [partial(_prefill, runner, rows, adapter=NO_CHANGES) for rows in sizes]
+    return [*steps, partial(_prefill, runner, 1, params=_CHANGING)]
 
 
 @contextmanager
@@ -128,11 +145,21 @@ def _decode(runner: ModelRunner, size: int, max_model_len: int, adapter: bytes) 
 
 
 def _prefill(
-    runner: ModelRunner, rows: int, beside: int, adapter: bytes = b"", params: SamplingParams = _GREEDY
+    runner: ModelRunner,
+    rows: int,
+    *,
+    start: int = 0,
+    beside: Sequence[int] = (),
+    adapter: bytes = b"",
+    params: SamplingParams = _GREEDY,
 ) -> None:
-    """Run a prompt of `rows` tokens, less one for each decode `beside` it. adapter, params: of the prompt."""
-    requests = [_request(runner, number, 1) for number in range(beside)]
-    requests.append(_request(runner, beside, rows - beside, adapter=adapter, params=params))
+    """Run a step of `rows` rows: a decode for each context of `beside`, and a chunk after `start` tokens.
+
+    adapter, params: of the chunk.
+    """
+    requests = [_request(runner, number, 1, start=context) for number, context in enumerate(beside)]
+    count = rows - len(beside)
+    requests.append(_request(runner, len(beside), count, start=start, adapter=adapter, params=params))
     with runner.model.device.capturing("never"), runner.reserving_adapters():
         runner.submit(SchedulerOutput(new_requests=requests)).result()
     _finish(runner, requests)
