@@ -23,7 +23,7 @@ from vlmserve.config import EngineConfig
 from vlmserve.devices.cpu import CpuDevice
 from vlmserve.engine import create_engine, lengths, loading
 from vlmserve.errors import ConfigurationError, ModelLoadError
-from vlmserve.layers.linear import allocate
+from vlmserve.layers.layer import allocate
 from vlmserve.models import footprint as module
 from vlmserve.models import weights
 from vlmserve.models.footprint import LIBRARIES, check_memory, footprint

@@ -294,7 +294,7 @@ class TritonDevice(CudaDevice):
         if isinstance(weight, QuantizedWeight) and weight.is_float8 and self._multiplies_float8_rows:
             from vlmserve.kernels.triton.float8 import TritonFloat8Product
 
-            return TritonFloat8Product(weight, bias, epilogue, dtype, by_rows=True)
+            return TritonFloat8Product(weight, bias, epilogue, dtype)
         if (reason := unsupported_reason(weight, epilogue.activation)) is not None:
             logger.info("a product of %s: torch (%s)", tuple(weight.shape), reason)
             return super().linear(weight, bias, epilogue, dtype)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -150,8 +150,54 @@ class DeferredNorm:
         return self.norm(self.rows)
 
 
-Normed = Tensor | DeferredNorm
+Rounding = Literal["int8", "float8"]
+"""How a matmul rounds its inputs: to int8 with a scale for each 128 inputs, or to float8 with one for each row."""
+
+
+class RoundedRows(NamedTuple):
+    """Inputs of a matmul, as it rounds them."""
+
+    values: Tensor
+    """``[rows, size]``: int8, or uint8 with the bits of float8."""
+    scales: Tensor
+    """float32 ``[rows, groups]``."""
+
+
+Inputs = Tensor | RoundedRows
+Normed = Inputs | DeferredNorm
 """Normed rows, for the linear that reads them."""
+
+
+@runtime_checkable
+class RoundingNorm(SummingNorm, Protocol):
+    """A `SummingNorm` that also rounds what it norms, to the same bits as the matmul that reads it."""
+
+    def rounded(self, x: Tensor, rounding: Rounding) -> RoundedRows:
+        """The norm of ``[rows, size]``."""
+        ...
+
+    def rounded_sum(
+        self, x: Tensor, residual: Tensor, first: Norm | None, rounding: Rounding
+    ) -> tuple[Tensor, RoundedRows]:
+        """See `SummingNorm.of_sum`."""
+        ...
+
+
+@runtime_checkable
+class RoundingProduct(Protocol):
+    """A `Product` that may round its inputs, or take rounded ones."""
+
+    def rounding(self, rows: int) -> Rounding | None:
+        """How it rounds the inputs of a step. None: it does not."""
+        ...
+
+    def of_rounded(self, x: RoundedRows, residual: Tensor | None = None) -> Tensor:
+        """See `Product`, without adapters."""
+        ...
+
+    def rounded(self, x: Inputs, rounding: Rounding) -> RoundedRows | None:
+        """The result for ``[rows, in_features]``, rounded for the matmul that reads it. None: it cannot round it."""
+        ...
 
 
 @runtime_checkable

@@ -67,9 +67,12 @@ class Float8Product(TorchProduct):
         return (flat / scales).clamp(-LARGEST, LARGEST).to(FLOAT8), scales
 
     def _multiply(self, x: Tensor) -> Tensor:
-        rounded, scales = self._round(x.reshape(-1, x.shape[-1]))
+        output = self._of_rounded(*self._round(x.reshape(-1, x.shape[-1])))
+        return output.view(*x.shape[:-1], output.shape[1])
+
+    def _of_rounded(self, values: Tensor, scales: Tensor) -> Tensor:
+        """``[rows, out_features]``, with the bias. values, scales: see `_round`."""
         output = torch._scaled_mm(
-            rounded, self._values.t(), scale_a=scales, scale_b=self._scales, out_dtype=torch.bfloat16
+            values, self._values.t(), scale_a=scales, scale_b=self._scales, out_dtype=torch.bfloat16
         ).to(self._dtype)
-        output = output.view(*x.shape[:-1], output.shape[1])
         return output if self._bias is None else output + self._bias

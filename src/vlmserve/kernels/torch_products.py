@@ -41,6 +41,10 @@ class TorchProduct:
         output = self._multiply(x)
         if adapters is not None and adapters.active:
             output = adapters.change(x, output, self._bias)
+        return self._finish(output, residual)
+
+    def _finish(self, output: Tensor, residual: Tensor | None) -> Tensor:
+        """Apply the epilogue, and add a residual."""
         if self._gated:
             gate, output = output.chunk(2, -1)
             output = output if self._activation is None else self._activation(gate) * output

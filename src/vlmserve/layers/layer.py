@@ -6,6 +6,7 @@ as its kernels multiply it. No layer asks what kind of device that is.
 
 from __future__ import annotations
 
+import torch
 from torch import nn
 
 from vlmserve.kernels.operations import Operations
@@ -23,3 +24,10 @@ def arrange_layers(model: nn.Module, operations: Operations) -> None:
     for module in model.modules():
         if isinstance(module, Layer):
             module.arrange(operations)
+
+
+def allocate(module: nn.Module, device: torch.device) -> None:
+    """Give memory to parameters of a module, without those inside it, that have none."""
+    for name, parameter in module.named_parameters(recurse=False):
+        if parameter.is_meta:
+            setattr(module, name, nn.Parameter(torch.empty_like(parameter, device=device), requires_grad=False))

@@ -26,9 +26,12 @@ from vlmserve.kernels.operations import (
     DeferredNorm,
     DeferringProduct,
     Epilogue,
+    Inputs,
     Normed,
     Operations,
     Product,
+    Rounding,
+    RoundingProduct,
     Table,
 )
 from vlmserve.kernels.quantized import QuantizedWeight
@@ -56,13 +59,6 @@ def empty_parameter(*shape: int, dtype: torch.dtype, device: torch.device) -> nn
     """Memory for a weight, its pages untouched until the loader writes them."""
     on = device if _takes_memory.get() else META
     return nn.Parameter(torch.empty(shape, dtype=dtype, device=on), requires_grad=False)
-
-
-def allocate(module: nn.Module, device: torch.device) -> None:
-    """Give memory to parameters of a module, without those inside it, that have none."""
-    for name, parameter in module.named_parameters(recurse=False):
-        if parameter.is_meta:
-            setattr(module, name, nn.Parameter(torch.empty_like(parameter, device=device), requires_grad=False))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -220,6 +216,7 @@ class Linear(Weight):
         self.order: Tensor | None = None
         self._product: Product | None = None
         self._deferring: DeferringProduct | None = None
+        self._rounding: RoundingProduct | None = None
         self._width: int | None = None
         self._padding: Padding | None = None
 
@@ -227,17 +224,37 @@ class Linear(Weight):
         """residual: shaped like the output, added to it."""
         if isinstance(x, DeferredNorm):
             assert residual is None
-            product = self.deferring
-            return self._multiply(x.normed) if product is None else product.complete(x)
-        return self._multiply(x, residual)
+            return self._multiply(x.normed) if self.deferring is None else self.deferring.complete(x)
+        return self._of(x, residual)
+
+    def _of(self, x: Inputs, residual: Tensor | None = None) -> Tensor:
+        if isinstance(x, Tensor) or self._rounding is None:
+            return self._multiply(cast(Tensor, x), residual)
+        return self._rounding.of_rounded(x, residual)
 
     @property
     def deferring(self) -> DeferringProduct | None:
-        """The product, if it leaves norms to the next product and completes them, and rows do not change in between."""
-        adapted = self.adapters is not None and self.adapters.active
-        if adapted or self._padding is not None or self._input_order is not None:
-            return None
-        return self._deferring
+        """The product, if it leaves norms to the next one and completes them, and rows do not change in between."""
+        return self._deferring if self._is_plain else None
+
+    def rounding(self, rows: int) -> Rounding | None:
+        """How the product rounds its inputs. None: it does not, or rows change before."""
+        return self._rounding.rounding(rows) if self._rounding is not None and self._is_plain else None
+
+    def read_by(self, reader: Linear, x: Normed) -> Inputs:
+        """The result, as `reader` takes it, the only layer that reads it."""
+        rounded: Inputs | None = None
+        if self._rounding is not None and self._is_plain and not isinstance(x, DeferredNorm):
+            values = x if isinstance(x, Tensor) else x.values
+            rounding = reader.rounding(len(values)) if values.ndim == 2 else None
+            rounded = None if rounding is None else self._rounding.rounded(x, rounding)
+        return cast(Tensor, self(x)) if rounded is None else rounded
+
+    @property
+    def _is_plain(self) -> bool:
+        """True if the product takes inputs as they come and nothing changes its result."""
+        changes = self._padding is not None or self._input_order is not None
+        return not changes and (self.adapters is None or not self.adapters.active)
 
     def _multiply(self, x: Tensor, residual: Tensor | None = None, out: Tensor | None = None) -> Tensor:
         product = self._product or self._by_torch()
@@ -282,10 +299,13 @@ class Linear(Weight):
                 if self._padding is not None:
                     matrix = self._padding.of_weight(matrix)
                     bias = None if bias is None else self._padding.of_outputs(bias)
-            self._product = operations.linear(matrix, bias, self.epilogue, self.dtype)
-            if isinstance(self._product, DeferringProduct):
-                self._deferring = self._product
+            self._compute_by(operations.linear(matrix, bias, self.epilogue, self.dtype))
             self._drop()
+
+    def _compute_by(self, product: Product) -> None:
+        self._product = product
+        self._deferring = product if isinstance(product, DeferringProduct) else None
+        self._rounding = product if isinstance(product, RoundingProduct) else None
 
     def kept(self) -> KeptWeight | None:
         kept = super().kept()
@@ -293,7 +313,8 @@ class Linear(Weight):
 
     def restore(self, kept: KeptWeight) -> None:
         super().restore(kept)
-        self._product, self.order = kept.product, kept.order
+        self._compute_by(kept.product)
+        self.order = kept.order
 
     @property
     def _stored(self) -> Product | None:

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vlmserve.kernels.operations import AddingNorm, Norm, Operations, SummingNorm
+from vlmserve.kernels.operations import AddingNorm, Norm, Operations, RoundingNorm, SummingNorm
 from vlmserve.layers.cut import Shard
 from vlmserve.layers.layer import Layer
 from vlmserve.layers.linear import empty_parameter
@@ -17,18 +17,20 @@ from vlmserve.layers.linear import empty_parameter
 class Normalization(Layer):
     """A norm by the device's kernel, once it is arranged.
 
-    kernel: None: torch's operations. adding, summing: the kernel if it is one of these.
+    kernel: None: torch's operations. adding, summing, rounding: the kernel if it is one of these.
     """
 
     kernel: Norm | None = None
     adding: AddingNorm | None = None
     summing: SummingNorm | None = None
+    rounding: RoundingNorm | None = None
 
     def _compute_by(self, kernel: Norm | None) -> None:
         self.kernel = kernel
         # Found out once: to ask takes longer than to launch a kernel.
         self.adding = kernel if isinstance(kernel, AddingNorm) else None
         self.summing = kernel if isinstance(kernel, SummingNorm) else None
+        self.rounding = kernel if isinstance(kernel, RoundingNorm) else None
 
 
 class RMSNorm(Normalization):

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vlmserve.kernels.operations import Normed, Operations
+from vlmserve.kernels.operations import DeferredNorm, Normed, Operations
 from vlmserve.layers.cut import Shard, Share
 from vlmserve.layers.linear import Embedding, Linear, OutputLinear, TiedEmbedding
 from vlmserve.layers.norm import NormOfRow
@@ -92,8 +92,8 @@ class RowParallelLinear(Linear):
         self.ranks = ranks
 
     def forward(self, x: Normed, residual: Tensor | None = None) -> Tensor:
-        assert isinstance(x, Tensor)
-        output = self.ranks.sum(self._multiply(x).contiguous())
+        assert not isinstance(x, DeferredNorm)
+        output = self.ranks.sum(self._of(x).contiguous())
         return output if residual is None else output.add_(residual)
 
     @property

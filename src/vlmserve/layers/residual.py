@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol, overload
 import torch
 from torch import Tensor
 
-from vlmserve.kernels.operations import DeferringProduct, Normed
+from vlmserve.kernels.operations import DeferringProduct, Inputs, Normed, Rounding, RoundingNorm
 from vlmserve.layers.linear import Linear
 from vlmserve.layers.norm import Normalization
 
@@ -23,14 +23,14 @@ class Last(Protocol):
     @property
     def deferring(self) -> DeferringProduct | None: ...
 
-    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor: ...
+    def __call__(self, x: Inputs, residual: Tensor | None = None) -> Tensor: ...
 
 
 class Unfinished(NamedTuple):
     """A block whose last layer is not computed yet."""
 
     linear: Last
-    inputs: Tensor
+    inputs: Inputs
 
 
 class Adding:
@@ -42,7 +42,8 @@ class Adding:
         """add: computes rows of the inputs plus a residual, if there is one."""
         self._add = add
 
-    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+    def __call__(self, x: Inputs, residual: Tensor | None = None) -> Tensor:
+        assert isinstance(x, Tensor)
         return self._add(x, residual)
 
 
@@ -96,6 +97,9 @@ class ResidualStream:
         normed, self._normed = self._normed, None
         if normed is not None:
             return normed
+        if (fused := _rounding(norm, reader, self._rows)) is not None:
+            kernel, rounding = fused
+            return kernel.rounded(self._rows, rounding)
         return self._rows if norm is None else norm(self._rows)
 
     def finish(self, norm: Normalization | None = None, reader: Linear | None = None) -> None:
@@ -114,7 +118,7 @@ class ResidualStream:
             return
         if norm is not None and norm.kernel is not None and output_norm is None and reader is not None:
             first, second = linear.deferring, reader.deferring
-            if first is not None and second is not None and second.completes(len(rows)):
+            if first is not None and second is not None and second.completes(len(rows)) and isinstance(inputs, Tensor):
                 deferred = first.deferring(inputs, rows, norm.kernel)
                 if deferred is not None:
                     self._rows, self._normed = deferred.rows, deferred
@@ -122,7 +126,11 @@ class ResidualStream:
         summing = None if norm is None else norm.summing
         before = None if output_norm is None else output_norm.summing
         if summing is not None and (output_norm is None or before is not None):
-            self._rows, self._normed = summing.of_sum(linear(inputs), rows, before)
+            if (fused := _rounding(norm, reader, rows)) is None:
+                self._rows, self._normed = summing.of_sum(linear(inputs), rows, before)
+            else:
+                kernel, rounding = fused
+                self._rows, self._normed = kernel.rounded_sum(linear(inputs), rows, before, rounding)
         elif output_norm is None:
             self._rows = linear(inputs, rows)
         elif output_norm.adding is not None:
@@ -140,4 +148,13 @@ class ResidualStream:
         self._rows, self._normed = rows, None
         if self._added is not None:
             (linear, inputs), norm, factor = self._added
+            assert isinstance(inputs, Tensor), "rows of a block that reads all rows are not rounded"
             self._added = (Unfinished(linear, inputs[wanted]), norm, factor) if len(wanted) else None
+
+
+def _rounding(norm: Normalization | None, reader: Linear | None, rows: Tensor) -> tuple[RoundingNorm, Rounding] | None:
+    """The norm's kernel, and how it rounds rows for the layer that reads them. None: that layer takes plain rows."""
+    if norm is None or norm.rounding is None or reader is None or rows.ndim != 2:
+        return None
+    rounding = reader.rounding(len(rows))
+    return None if rounding is None else (norm.rounding, rounding)

@@ -14,7 +14,8 @@ from vlmserve.kernels.operations import Operations
 from vlmserve.kernels.quantized import QuantizedWeight
 from vlmserve.kernels.superblocks import SuperblockWeight
 from vlmserve.layers.cut import Cut
-from vlmserve.layers.linear import Embedding, GatedLinear, Linear, TiedEmbedding, allocate
+from vlmserve.layers.layer import allocate
+from vlmserve.layers.linear import Embedding, GatedLinear, Linear, TiedEmbedding
 from vlmserve.models.weights import Checkpoint, merge_as_stored, module_cuts, module_slots, weight_names
 from vlmserve.quant.formats.layout import Layout, StoredWeight
 

@@ -16,7 +16,8 @@ from vlmserve.errors import MissingWeightsError, ModelLoadError
 from vlmserve.kernels.quantized import QuantizedWeight
 from vlmserve.kernels.superblocks import SuperblockWeight
 from vlmserve.layers.cut import Cut, Shard
-from vlmserve.layers.linear import MergedLinear, allocate
+from vlmserve.layers.layer import allocate
+from vlmserve.layers.linear import MergedLinear
 from vlmserve.layers.norm import NormOfEachHead
 from vlmserve.models.blocks.block import Block
 from vlmserve.models.files import WeightFile, open_weights, weight_files

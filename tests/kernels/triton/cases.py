@@ -18,11 +18,11 @@ from vlmserve.kernels.triton import (
     expanding,
     expert_kernels,
     experts,
-    float8,
     gated,
     norm,
     product_kernels,
     rope,
+    rounding,
     sampling,
     sampling_kernels,
     states,
@@ -259,22 +259,32 @@ def byte_cases() -> Iterator[Case]:
     numbers = dict.fromkeys(("rows", "width", "out_features", "groups", "stride"), "i32")
     constants = {"ROWS": 64, "OUTPUTS": 128, "GROUP": 128, "STAGES": 3, "HAS_BIAS": False}
     yield Case("product of bytes", byte_products.multiply_bytes, {**pointers, **numbers}, constants, 4)
-    rounding = {"x_ptr": "*bf16", "values_ptr": "*i8", "scales_ptr": "*fp32", **numbers}
-    yield Case("rounding of inputs", byte_products.round_rows, rounding, {"GROUP": 128, "COUNT": 8}, 4)
-    rounding = {**rounding, "values_ptr": "*u8"}
-    yield Case("rounding of inputs to float8", float8.round_to_float8, rounding, {"BLOCK": float8.BLOCK}, 8)
+    rows = {"x_ptr": "*bf16", "scales_ptr": "*fp32", **numbers}
+    for name, kernel, values, layout, constants, warps in (
+        ("inputs", rounding.round_to_int8, "*i8", "", {"COUNT": rounding.GROUPS_AT_ONCE}, 4),
+        ("gates", rounding.round_to_int8, "*i8", "pairs", {"COUNT": rounding.GROUPS_AT_ONCE}, 4),
+        ("inputs", rounding.round_to_float8, "*u8", "", {"BLOCK": rounding.BLOCK}, 8),
+        ("gates", rounding.round_to_float8, "*u8", "halves", {"BLOCK": rounding.BLOCK}, 8),
+    ):
+        constants = {"ACTIVATION": "silu" if layout else "", "LAYOUT": layout, **constants}
+        kind = "float8" if values == "*u8" else "int8"
+        yield Case(f"rounding of {name} to {kind}", kernel, {**rows, "values_ptr": values}, constants, warps)
 
 
 def other_cases() -> Iterator[Case]:
     half = dict.fromkeys(("x_ptr", "weight_ptr", "bias_ptr", "residual_ptr", "out_ptr", "sums_ptr"), "*bf16")
     numbers = dict.fromkeys(("heads", "stride_token", "stride_head", "width"), "i32")
     constants = {"SIZE": 4096, "BLOCK": 4096, "HAS_RESIDUAL": True, "HAS_NORM": True, "HAS_BIAS": False}
+    constants["ROUNDS"] = ""
     first = dict.fromkeys(("first_weight_ptr", "first_bias_ptr"), "*bf16")
-    rows = {**half, **first, **numbers, "eps": "fp32", "first_eps": "fp32"}
+    rows = {**half, **first, **numbers, "eps": "fp32", "first_eps": "fp32", "scales_ptr": "*fp32"}
     for has_first in (False, True):
         either = {**constants, "HAS_FIRST": has_first, "FIRST_HAS_BIAS": False}
         yield Case(f"norm of a sum{' of norms' if has_first else ''}", norm.norm_rows, rows, either, 8)
-    constants = {"ACTIVATION": "silu", "GATED": True, "HAS_RESIDUAL": False, "BLOCK": 1024}
+    for rounds, values in (("int8", "*i8"), ("float8", "*u8")):
+        either = {**constants, "HAS_FIRST": False, "FIRST_HAS_BIAS": False, "ROUNDS": rounds}
+        yield Case(f"norm of a sum, rounded to {rounds}", norm.norm_rows, {**rows, "out_ptr": values}, either, 8)
+    constants = {"ACTIVATION": "silu", "LAYOUT": "pairs", "HAS_RESIDUAL": False, "BLOCK": 1024}
     yield Case("gates", gated.activate_rows, {**half, **numbers}, constants, 4)
     pointers = {
         **dict.fromkeys(("qkv_ptr", "query_ptr", "keys_ptr", "values_ptr", "query_norm_ptr", "key_norm_ptr"), "*bf16"),

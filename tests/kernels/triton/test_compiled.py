@@ -156,7 +156,7 @@ def test_decode_kernels_support_dependent_launch(all_kernels: dict[str, dict[str
     images = {f"attention of images, {tile} keys" for tile in ("64 rows by 64", "128 rows by 32", "128 rows by 64")}
     states = {"delta rule", "gated norm", "short convolution", "tails"}
     states |= {f"delta chunks: {part}" for part in ("rows", "systems", "states")}
-    assert late == {*images, *states, "rotation of patches", "product of bytes", "rounding of inputs"}
+    assert late == {*images, *states, "rotation of patches", "product of bytes"}
 
 
 def test_changing_numbers_are_not_specialized(kernels: dict[str, dict[str, Any]]) -> None:

@@ -8,19 +8,19 @@ import torch
 from tests.kernels.test_torch_float8 import made
 from vlmserve.kernels.operations import Epilogue
 from vlmserve.kernels.torch_float8 import Float8Product
-from vlmserve.kernels.triton import float8
+from vlmserve.kernels.triton import rounding
 from vlmserve.kernels.triton.float8 import TritonFloat8Product
 
 
 def products(device: torch.device) -> list[Float8Product]:
     torch.manual_seed(0)
     weight = made(torch.rand(32) / 400, device.type)
-    kinds = TritonFloat8Product, Float8Product
-    return [kind(weight, None, Epilogue("silu"), torch.bfloat16, by_rows=True) for kind in kinds]
+    arguments = weight, None, Epilogue(), torch.bfloat16
+    return [TritonFloat8Product(*arguments), Float8Product(*arguments, by_rows=True)]
 
 
 def test_rounded_inputs_give_torchs_product(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(float8, "BLOCK", 32)  # two rounds a row
+    monkeypatch.setattr(rounding, "BLOCK", 32)  # two rounds a row
     ours, theirs = products(device)
     x = torch.randn(2, 5, 64) * torch.tensor([1e-6, 0.1, 1, 1000, 0])[:, None]
     x[0, 2, ::7], x[1, 1, 3], x[1, 2, 40] = -0.001, torch.nan, torch.inf

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -37,16 +37,19 @@ from tests.kernels.triton.interpreted import loaded as loaded_model
 from tests.paged import BlockTables, PagedRun
 from vlmserve.devices.torch_device import TorchDevice
 from vlmserve.kernels.adapters import AdapterRows, Change, LowRank
-from vlmserve.kernels.operations import NO_EPILOGUE
+from vlmserve.kernels.operations import NO_EPILOGUE, Rounding
 from vlmserve.kernels.torch_float8 import Float8Product
 from vlmserve.kernels.triton import attention, products
 from vlmserve.kernels.triton.float8 import TritonFloat8Product
 from vlmserve.kernels.triton.products import MOST_ROWS, TritonProduct
 from vlmserve.layers.layer import arrange_layers
+from vlmserve.layers.linear import Linear
 from vlmserve.layers.norm import RMSNorm
 from vlmserve.layers.residual import ResidualStream
+from vlmserve.models.blocks.mlp import MLP as FeedForward
 from vlmserve.models.vision.qwen import VisionMLP
 from vlmserve.models.vision.qwen_spec import QwenVisionSpec
+from vlmserve.quant.methods.rtn import round_to_nearest
 from vlmserve.quantization import QuantizationConfig
 from vlmserve.runner.memory import run_longest_step
 
@@ -291,14 +294,60 @@ def test_a_layer_with_experts_equals_torch(tmp_path: Path, launches: Launches) -
 
 def test_float8_matmuls_round_inputs_in_one_launch(launches: Launches) -> None:
     weight = made(torch.rand(32))
+    arguments = weight, None, NO_EPILOGUE, torch.bfloat16
     counts = []
-    for kind in (Float8Product, TritonFloat8Product):
+    for product in (Float8Product(*arguments, by_rows=True), TritonFloat8Product(*arguments)):
         launches.names.clear()
         with launches:
-            kind(weight, None, NO_EPILOGUE, torch.bfloat16, by_rows=True)(torch.randn(3, 64).bfloat16())
+            product(torch.randn(3, 64).bfloat16())
         counts.append([name for name in launches.names if "randn" not in name])
     assert counts[1][-2:] == ["round_to_float8", "aten::_scaled_mm"]
     assert len(counts[0]) - len(counts[1]) >= 6
+
+
+class Float8Device(InterpretedDevice):
+    """A GPU that multiplies float8 with a scale for each row."""
+
+    _multiplies_float8_rows = True
+
+
+def quantized(linear: Linear, kind: Rounding) -> Linear:
+    """With random weights, whose kernel rounds inputs."""
+    plain = torch.randn(linear.out_features, linear.in_features) / 8
+    octets = round_to_nearest(plain, bits=8, group_size=linear.in_features, symmetric=True)
+    linear.quantize(made(torch.rand(linear.out_features) / 400) if kind == "float8" else octets, input_bits=8)
+    return linear
+
+
+@pytest.mark.parametrize("kind", get_args(Rounding))
+def test_norms_and_activations_round_inputs(
+    kind: Rounding, launches: Launches, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One launch fewer for each matmul that reads a norm or an activation, and the same bits."""
+    torch.manual_seed(0)
+    monkeypatch.setattr(products, "MOST_ROWS", 1)
+    of_model: Any = {"dtype": torch.bfloat16, "device": CPU}
+    mlp, norms = FeedForward(64, 64, "silu", gated=True, bias=False, **of_model), [RMSNorm(64, 1e-6, **of_model)] * 2
+    readers = [quantized(mlp.reader, kind), quantized(Linear(64, 32, bias=False, **of_model), kind)]
+    modules = torch.nn.ModuleList([mlp, readers[1], quantized(mlp.last, kind), *norms])
+    norms[0].weight.data.normal_()
+    arrange_layers(modules, Float8Device(CPU))
+    x, results, launches.computes = torch.randn(3, 64).bfloat16(), [], True
+    for fuses in (False, True):
+        for product in (TritonProduct, TritonFloat8Product):
+            monkeypatch.setattr(product, "fuses", fuses)
+        launches.names.clear()
+        with launches:
+            stream = ResidualStream(x)
+            stream.add(mlp(stream.normed(norms[0], mlp.reader)))
+            results.append((readers[1](stream.normed(norms[1], readers[1])), [*launches.names]))
+    (separate, many), (fused, few) = results
+    assert torch.equal(separate, fused)
+    rounds, multiplies = f"round_to_{kind}", "aten::_scaled_mm" if kind == "float8" else "multiply_bytes"
+    assert few == ["norm_rows", multiplies, rounds, multiplies, "norm_rows", multiplies]
+    assert many == [
+        "norm_rows", rounds, multiplies, "activate_rows", rounds, multiplies, "norm_rows", rounds, multiplies
+    ]  # fmt: skip
 
 
 def test_adapters_of_a_product_take_two_launches(folder: Path, launches: Launches) -> None:

@@ -325,9 +325,9 @@ def test_what_kernels_cannot_multiply_with_is_named() -> None:
 def test_activations_equal_torchs(device: torch.device, name: str) -> None:
     torch.manual_seed(0)
     x = torch.randn(3, 50) * 4
-    torch.testing.assert_close(finish(x.to(device), name, gated=False).cpu(), activation(name)(x), atol=2e-6, rtol=2e-6)
+    torch.testing.assert_close(finish(x.to(device), name, layout="").cpu(), activation(name)(x), atol=2e-6, rtol=2e-6)
     pairs, residual = torch.randn(3, 50, 2) * 2, torch.randn(3, 50)
-    gated = finish(pairs.flatten(1).to(device), name, gated=True, residual=residual.to(device))
+    gated = finish(pairs.flatten(1).to(device), name, layout="pairs", residual=residual.to(device))
     expected = activation(name)(pairs[..., 0]) * pairs[..., 1] + residual
     torch.testing.assert_close(gated.cpu(), expected, atol=4e-6, rtol=4e-6)
 

@@ -11,36 +11,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from vlmserve.kernels.operations import RoundedRows
 from vlmserve.kernels.triton.host_math import cdiv
 from vlmserve.kernels.triton.launching import Kernel
+from vlmserve.kernels.triton.rounding import GROUP
 
-GROUP = 128
-"""Inputs of a row that share a scale."""
-GROUPS_AT_ONCE = 8
 ROWS, OUTPUTS = 64, 128
-
-
-@Kernel
-@triton.jit
-def round_rows(
-    x_ptr, values_ptr, scales_ptr, stride, width, groups, GROUP: tl.constexpr, COUNT: tl.constexpr,
-):  # fmt: skip
-    """`COUNT` groups of a row a program. A group with something that is not finite has NaN for a scale."""
-    row = tl.program_id(0).to(tl.int64)
-    numbers = tl.program_id(1) * COUNT + tl.arange(0, COUNT)
-    columns = numbers[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-    inside = columns < width
-    x = tl.load(x_ptr + row * stride + columns, inside, 0.0).to(tl.float32)
-    magnitude = tl.abs(x)
-    largest = tl.max(magnitude, 1)
-    finite = tl.sum(tl.where(magnitude < float("inf"), 0, 1), 1) == 0
-    scaled = x * tl.div_rn(127.0, tl.where(finite & (largest > 0), largest, 1.0))[:, None]
-    scaled = tl.where(finite[:, None], scaled, 0.0)
-    # Adding 1.5 * 2^23 rounds to an integer, ties to even ones.
-    rounded = ((scaled + 12582912.0) - 12582912.0).to(tl.int8)
-    tl.store(values_ptr + row * width + columns, rounded, inside)
-    scales = tl.where(finite, tl.div_rn(largest, 127.0), float("nan"))
-    tl.store(scales_ptr + row * groups + numbers, scales, numbers < groups)
 
 
 @Kernel
@@ -73,24 +49,19 @@ def multiply_bytes(
     tl.store(out_ptr + places, result.to(out_ptr.dtype.element_ty), there[:, None] & (outputs < out_features)[None, :])
 
 
-def rounded_product(x: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
-    """``[rows, in_features]`` to ``[rows, out_features]``, of the type of x.
+def rounded_product(x: RoundedRows, values: Tensor, scales: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """int8 ``[rows, in_features]`` to ``[rows, out_features]`` of a type.
 
     values: uint8 ``[out_features, in_features]``, 128 for zero. scales: float32 ``[out_features]``.
     """
-    rows, width = x.shape
-    out_features, groups = len(values), cdiv(width, GROUP)
-    integers = torch.empty((rows, width), dtype=torch.int8, device=x.device)
-    x_scales = torch.empty((rows, groups), dtype=torch.float32, device=x.device)
-    out = torch.empty((rows, out_features), dtype=x.dtype, device=x.device)
+    rows, width = x.values.shape
+    out_features, groups = len(values), x.scales.shape[1]
+    out = torch.empty((rows, out_features), dtype=dtype, device=values.device)
     if not rows:
         return out
-    round_rows[(rows, cdiv(groups, GROUPS_AT_ONCE))](
-        x, integers, x_scales, x.stride(0), width, groups, GROUP=GROUP, COUNT=GROUPS_AT_ONCE, num_warps=4
-    )
     multiply_bytes[(cdiv(out_features, OUTPUTS), cdiv(rows, ROWS))](
-        integers,
-        x_scales,
+        x.values,
+        x.scales,
         values,
         scales,
         out if bias is None else bias,
@@ -101,7 +72,7 @@ def rounded_product(x: Tensor, values: Tensor, scales: Tensor, bias: Tensor | No
         groups,
         ROWS=ROWS,
         OUTPUTS=OUTPUTS,
-        GROUP=GROUP,
+        GROUP=GROUP.value,
         STAGES=3,
         HAS_BIAS=bias is not None,
         num_warps=4,

@@ -1,59 +1,56 @@
-"""Rounds inputs of float8 matmuls in one launch."""
+"""float8 matmuls by torch, whose inputs and epilogues take one launch each."""
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
-from vlmserve.kernels.quantized import FLOAT8
+from vlmserve.kernels.operations import Epilogue, RoundedRows, Rounding
+from vlmserve.kernels.quantized import FLOAT8, QuantizedWeight
 from vlmserve.kernels.torch_float8 import Float8Product
-from vlmserve.kernels.triton.dependent import wait_for_previous
-from vlmserve.kernels.triton.host_math import next_power_of_2
-from vlmserve.kernels.triton.launching import Kernel
-from vlmserve.kernels.triton.unpacking import to_float8
-
-BLOCK = 4096
-"""Maximum number of inputs that a program holds at a time."""
-
-
-@Kernel
-@triton.jit
-def round_to_float8(
-    x_ptr, values_ptr, scales_ptr, stride, width, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr = False
-):  # fmt: skip
-    """One row a program. The scale of a row with numbers that are not finite is NaN."""
-    wait_for_previous(DEPENDENT)
-    row = tl.program_id(0).to(tl.int64)
-    columns = tl.arange(0, BLOCK)
-    magnitudes = tl.zeros((BLOCK,), tl.float32)
-    for start in range(0, width, BLOCK):
-        inside = start + columns < width
-        magnitude = tl.abs(tl.load(x_ptr + row * stride + start + columns, inside, 0.0).to(tl.float32))
-        # A maximum may pass over NaN.
-        magnitudes = tl.maximum(magnitudes, tl.where(magnitude < float("inf"), magnitude, float("inf")))
-    largest = tl.max(magnitudes, 0)
-    is_finite = largest < float("inf")
-    scale = tl.div_rn(tl.where(is_finite, tl.maximum(largest, 1e-12), 1.0), 448.0)
-    for start in range(0, width, BLOCK):
-        inside = start + columns < width
-        x = tl.load(x_ptr + row * stride + start + columns, inside, 0.0).to(tl.float32)
-        rounded = to_float8(tl.where(is_finite, tl.div_rn(x, scale), 0.0))
-        tl.store(values_ptr + row * width + start + columns, rounded.to(tl.uint8), inside)
-    tl.store(scales_ptr + row, tl.where(is_finite, scale, float("nan")))
+from vlmserve.kernels.triton.activations import ACTIVATIONS
+from vlmserve.kernels.triton.gated import Layout, finish
+from vlmserve.kernels.triton.rounding import round_rows
 
 
 class TritonFloat8Product(Float8Product):
-    """A `Float8Product` with a scale for each row."""
+    """A `Float8Product` with a scale for each row. A `RoundingProduct`.
+
+    fuses: whether norms and activations round the inputs of the next matmul; a class's, for measuring.
+    """
+
+    fuses: ClassVar[bool] = True
+
+    def __init__(self, weight: QuantizedWeight, bias: Tensor | None, epilogue: Epilogue, dtype: torch.dtype) -> None:
+        super().__init__(weight, bias, epilogue, dtype, by_rows=True)
+        self._epilogue = epilogue
+        self._layout: Layout = "halves" if epilogue.gated else ""
+        self._activates = epilogue.activation is None or epilogue.activation in ACTIVATIONS
+
+    def rounding(self, rows: int) -> Rounding | None:
+        return "float8" if self.fuses else None
+
+    def of_rounded(self, x: RoundedRows, residual: Tensor | None = None) -> Tensor:
+        return self._finish(self._of_rounded(x.values.view(FLOAT8), x.scales), residual)
+
+    def rounded(self, x: Tensor | RoundedRows, rounding: Rounding) -> RoundedRows | None:
+        if not self._activates:
+            return None
+        output = self._multiply(x) if isinstance(x, Tensor) else self._of_rounded(x.values.view(FLOAT8), x.scales)
+        return round_rows(output, rounding, self._epilogue.activation, self._layout)
 
     def _round(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        rows, width = x.shape
-        values = torch.empty((rows, width), dtype=torch.uint8, device=x.device)
-        scales = torch.empty((rows, 1), dtype=torch.float32, device=x.device)
-        if x.stride(1) != 1:
-            x = x.contiguous()
-        if rows:
-            block = min(BLOCK, next_power_of_2(width))
-            round_to_float8[(rows,)](x, values, scales, x.stride(0), width, BLOCK=block, num_warps=8)
-        return values.view(FLOAT8), scales
+        rounded = round_rows(x, "float8")
+        return rounded.values.view(FLOAT8), rounded.scales
+
+    def _finish(self, output: Tensor, residual: Tensor | None) -> Tensor:
+        epilogue = self._epilogue
+        if not self._activates or (epilogue.activation is None and not epilogue.gated):
+            return super()._finish(output, residual)
+        dtype = torch.float32 if epilogue.float_output else output.dtype
+        added = None if residual is None else residual.reshape(-1, residual.shape[-1])
+        flat = output.reshape(-1, output.shape[-1])
+        result = finish(flat, epilogue.activation, layout=self._layout, residual=added, dtype=dtype)
+        return result.view(*output.shape[:-1], result.shape[1])

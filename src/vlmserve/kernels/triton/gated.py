@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 import triton
 import triton.language as tl
@@ -14,41 +16,61 @@ from vlmserve.kernels.triton.launching import Kernel
 
 BLOCK = 1024
 
+Layout = Literal["", "pairs", "halves"]
+"""Inputs of an activation: "" without gates, "pairs" with each gate beside its up, "halves" with all gates
+before all ups."""
+
+
+@triton.jit
+def load_activated(x_ptr, first, width, ACTIVATION: tl.constexpr, LAYOUT: tl.constexpr, COUNT: tl.constexpr):
+    """Results ``first <= i < first + COUNT`` of a row in float32, what follows on zeros from `width` on."""
+    columns = first + tl.arange(0, COUNT)
+    if LAYOUT == "pairs":
+        places = 2 * first + tl.arange(0, 2 * COUNT)
+        both = tl.load(x_ptr + places, places < 2 * width, 0.0).to(tl.float32)
+        gate, up = tl.split(tl.reshape(both, (COUNT, 2)))
+        x = activate(gate, ACTIVATION) * up
+    else:
+        x = activate(tl.load(x_ptr + columns, columns < width, 0.0).to(tl.float32), ACTIVATION)
+        if LAYOUT == "halves":
+            x *= tl.load(x_ptr + width + columns, columns < width, 0.0).to(tl.float32)
+    return x
+
 
 @Kernel
 @triton.jit
 def activate_rows(
-    x_ptr, residual_ptr, out_ptr, width, ACTIVATION: tl.constexpr, GATED: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+    x_ptr, residual_ptr, out_ptr, width, ACTIVATION: tl.constexpr, LAYOUT: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
     BLOCK: tl.constexpr, DEPENDENT: tl.constexpr = False,
 ):  # fmt: skip
-    """`BLOCK` results of a row a program. width: of results; rows of gates and ups, one beside the other, are twice as
-    wide."""
+    """`BLOCK` results of a row a program. width: of results; rows with gates are twice as wide."""
     wait_for_previous(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
-    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    first = tl.program_id(1) * BLOCK
+    columns = first + tl.arange(0, BLOCK)
     inside = columns < width
-    if GATED:
-        pairs = tl.arange(0, 2 * BLOCK) + tl.program_id(1) * (2 * BLOCK)
-        both = tl.load(x_ptr + row * 2 * width + pairs, pairs < 2 * width, 0.0).to(tl.float32)
-        gate, up = tl.split(tl.reshape(both, (BLOCK, 2)))
-        result = activate(gate, ACTIVATION) * up
-    else:
-        result = activate(tl.load(x_ptr + row * width + columns, inside, 0.0).to(tl.float32), ACTIVATION)
+    of_row = x_ptr + row * (width if LAYOUT == "" else 2 * width)
+    result = load_activated(of_row, first, width, ACTIVATION, LAYOUT, BLOCK)
     if HAS_RESIDUAL:
         result += tl.load(residual_ptr + row * width + columns, inside, 0.0).to(tl.float32)
     tl.store(out_ptr + row * width + columns, result.to(out_ptr.dtype.element_ty), inside)
 
 
 def finish(
-    x: Tensor, activation: str | None, *, gated: bool, residual: Tensor | None = None, dtype: torch.dtype | None = None
+    x: Tensor,
+    activation: str | None,
+    *,
+    layout: Layout,
+    residual: Tensor | None = None,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """``activation(x)``, or ``activation(gate) * up`` of rows ``[gate 0, up 0, gate 1, up 1, ...]``, plus a residual.
+    """``activation(x)``, or ``activation(gate) * up``, plus a residual.
 
-    x: ``[rows, width]``, twice as wide where it is gated. activation: one of `ACTIVATIONS`; None: none. residual:
+    x: ``[rows, width]``, twice as wide with gates. activation: one of `ACTIVATIONS`; None: none. residual:
     ``[rows, width]``. dtype: of the result; None: that of x.
     """
     rows, width = x.shape
-    width //= 2 if gated else 1
+    width //= 2 if layout else 1
     out = torch.empty((rows, width), dtype=dtype or x.dtype, device=x.device)
     if rows:
         activate_rows[(rows, cdiv(width, BLOCK))](
@@ -57,7 +79,7 @@ def finish(
             out,
             width,
             ACTIVATION=activation or "",
-            GATED=gated,
+            LAYOUT=layout,
             HAS_RESIDUAL=residual is not None,
             BLOCK=BLOCK,
             num_warps=4,

@@ -7,10 +7,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vlmserve.kernels.operations import Norm, NormedRows
+from vlmserve.kernels.operations import Norm, NormedRows, RoundedRows, Rounding
 from vlmserve.kernels.triton.dependent import wait_for_previous
 from vlmserve.kernels.triton.host_math import next_power_of_2
 from vlmserve.kernels.triton.launching import Kernel
+from vlmserve.kernels.triton.rounding import GROUP, allocate_rounded, store_rounded
 
 MAX_SIZE = 16384
 """Elements of a row that one program keeps in registers."""
@@ -41,14 +42,15 @@ def normed(x, weight, bias, eps, columns, SIZE: tl.constexpr, HAS_BIAS: tl.const
 @triton.jit
 def norm_rows(
     x_ptr, first_weight_ptr, first_bias_ptr, first_eps, residual_ptr, sums_ptr, weight_ptr, bias_ptr, eps, out_ptr,
-    heads, stride_token, stride_head, SIZE: tl.constexpr, BLOCK: tl.constexpr, HAS_FIRST: tl.constexpr,
+    scales_ptr, heads, stride_token, stride_head, SIZE: tl.constexpr, BLOCK: tl.constexpr, HAS_FIRST: tl.constexpr,
     FIRST_HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_NORM: tl.constexpr, HAS_BIAS: tl.constexpr,
-    DEPENDENT: tl.constexpr = False,
+    ROUNDS: tl.constexpr, DEPENDENT: tl.constexpr = False,
 ):  # fmt: skip
     """One row of `SIZE` elements a program; it is computed in float32. Rows are ``[tokens, heads]`` of them.
 
     HAS_FIRST: a norm comes before all else. HAS_RESIDUAL: a residual is added behind that, and the sum is stored.
-    HAS_NORM: a norm of the sum as it is stored, or of x, comes last.
+    HAS_NORM: a norm of the sum as it is stored, or of x, comes last. ROUNDS: a `Rounding` of its result, of the type of
+    x; "": none.
     """
     wait_for_previous(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
@@ -70,11 +72,15 @@ def norm_rows(
         x = sums.to(tl.float32)
     if HAS_NORM:
         result = normed(x, weight, bias, eps, columns, SIZE, HAS_BIAS)
-        tl.store(out_ptr + row * SIZE + columns, result.to(out_ptr.dtype.element_ty), inside)
+        if ROUNDS == "":
+            tl.store(out_ptr + row * SIZE + columns, result.to(out_ptr.dtype.element_ty), inside)
+        else:
+            result = tl.where(inside, result, 0.0).to(x_ptr.dtype.element_ty).to(tl.float32)
+            store_rounded(result, out_ptr, scales_ptr, row, ROUNDS, SIZE, BLOCK)
 
 
 class TritonNorm:
-    """RMSNorm, or LayerNorm where there is a bias. A `SummingNorm`.
+    """RMSNorm, or LayerNorm where there is a bias. A `RoundingNorm`.
 
     weight, bias: ``[size]``; float32 weights are not rounded to the type of what is normed. Raises ValueError for rows
     of more than `MAX_SIZE` elements.
@@ -111,6 +117,21 @@ class TritonNorm:
         self._launch(x, first=first, residual=residual, sums=sums, norm=self, out=out)
         return NormedRows(sums, out)
 
+    def rounded(self, x: Tensor, rounding: Rounding) -> RoundedRows:
+        """See `RoundingNorm`."""
+        out = allocate_rounded(x, rounding)
+        self._launch(x, norm=self, out=out, rounding=rounding)
+        return out
+
+    def rounded_sum(
+        self, x: Tensor, residual: Tensor, first: Norm | None, rounding: Rounding
+    ) -> tuple[Tensor, RoundedRows]:
+        """See `RoundingNorm`."""
+        assert first is None or isinstance(first, TritonNorm)
+        sums, out = torch.empty(x.shape, dtype=x.dtype, device=x.device), allocate_rounded(x, rounding)
+        self._launch(x, first=first, residual=residual, sums=sums, norm=self, out=out, rounding=rounding)
+        return sums, out
+
     def _launch(
         self,
         x: Tensor,
@@ -119,7 +140,8 @@ class TritonNorm:
         residual: Tensor | None = None,
         sums: Tensor | None = None,
         norm: TritonNorm | None = None,
-        out: Tensor | None = None,
+        out: Tensor | RoundedRows | None = None,
+        rounding: Rounding | None = None,
     ) -> None:
         size = len(self.weight)
         rows = x if x.ndim == 3 else x.reshape(-1, 1, size)
@@ -129,6 +151,7 @@ class TritonNorm:
         if not tokens * heads:
             return
         before, behind = first or self, norm or self
+        results, scales = (out.values, out.scales) if isinstance(out, RoundedRows) else (out, None)
         norm_rows[(tokens * heads,)](
             rows,
             before.weight,
@@ -139,16 +162,18 @@ class TritonNorm:
             behind.weight,
             behind.weight if behind._bias is None else behind._bias,
             behind.eps,
-            rows if out is None else out,
+            rows if results is None else results,
+            rows if scales is None else scales,
             heads,
             rows.stride(0),
             rows.stride(1),
             SIZE=size,
-            BLOCK=self._block,
+            BLOCK=max(self._block, GROUP.value) if rounding == "int8" else self._block,
             HAS_FIRST=first is not None,
             FIRST_HAS_BIAS=first is not None and first._bias is not None,
             HAS_RESIDUAL=residual is not None,
             HAS_NORM=norm is not None,
             HAS_BIAS=norm is not None and norm._bias is not None,
+            ROUNDS=rounding or "",
             num_warps=self._warps,
         )

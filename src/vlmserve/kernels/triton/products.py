@@ -11,16 +11,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vlmserve.kernels.adapters import Change, LinearAdapters
-from vlmserve.kernels.operations import DeferredNorm, Norm
+from vlmserve.kernels.operations import DeferredNorm, Norm, RoundedRows, Rounding
 from vlmserve.kernels.quantized import QuantizedWeight
 from vlmserve.kernels.triton import shared_memory
 from vlmserve.kernels.triton.adapter_kernels import WORDS
 from vlmserve.kernels.triton.adapters import TritonChange, add_adapters, reserved_rank
 from vlmserve.kernels.triton.byte_products import rounded_product
-from vlmserve.kernels.triton.gated import finish
+from vlmserve.kernels.triton.gated import Layout, finish
 from vlmserve.kernels.triton.host_math import cdiv, next_power_of_2
 from vlmserve.kernels.triton.norm import TritonNorm
 from vlmserve.kernels.triton.product_kernels import add_parts, multiply
+from vlmserve.kernels.triton.rounding import round_rows
 from vlmserve.kernels.triton.shared_memory import MULTIPROCESSORS, SHARED_BYTES
 from vlmserve.kernels.triton.stored import block_of, store
 from vlmserve.kernels.triton.tuned import LARGE_BLOCK, TUNED, Shape, Tiling
@@ -198,7 +199,7 @@ def pairs(out_features: int, device: torch.device) -> Tensor:
 
 class TritonProduct:
     """A weight that few rows are multiplied with in one launch, epilogue and residual included. A `DeferringProduct`,
-    and a `Table` that packs changes.
+    a `RoundingProduct`, and a `Table` that packs changes.
 
     Where the inputs are split among programs, a second launch adds the parts. Where rows have adapters, one launch more
     multiplies with their first factors, and that second one adds what they change. More than `most_rows` rows are
@@ -206,11 +207,13 @@ class TritonProduct:
     rounded to 8 bits, beside weights of 8, a kernel multiplies integers instead. Where nothing but a residual follows,
     the library adds it.
 
-    defers_norms: whether an RMSNorm behind few rows takes no launch of its own; a class's, for measuring.
+    defers_norms: whether an RMSNorm behind few rows takes no launch of its own. fuses: whether norms and activations
+    round inputs. Both are a class's, for measuring.
     """
 
     change_words: int = WORDS.value
     defers_norms: ClassVar[bool] = True
+    fuses: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -419,17 +422,42 @@ class TritonProduct:
         """The product of many rows ``[rows, in_features]``, see `few`."""
         if residual is not None and adapters is None and self._library_adds(residual):
             return self._expanded(x, residual)
-        if self._rounds_inputs:
-            assert self.stored.scales is not None
-            output = rounded_product(x, self.stored.values, self.stored.scales, self._bias)
-        else:
-            output = self._expanded(x)
-        if adapters is not None:
-            out = torch.empty((len(x), self._width), dtype=self._output_dtype, device=x.device)
-            return self._add_adapters(x, output, out, adapters, residual)
+        output = self._of_rounded(round_rows(x, "int8")) if self._rounds_inputs else self._expanded(x)
+        if adapters is None:
+            return self._finish(output, residual)
+        out = torch.empty((len(x), self._width), dtype=self._output_dtype, device=x.device)
+        return self._add_adapters(x, output, out, adapters, residual)
+
+    def rounding(self, rows: int) -> Rounding | None:
+        """See `RoundingProduct`."""
+        return "int8" if self._rounds_inputs and self.fuses and not self.are_few(rows) else None
+
+    def of_rounded(self, x: RoundedRows, residual: Tensor | None = None) -> Tensor:
+        """See `RoundingProduct`."""
+        return self._finish(self._of_rounded(x), None if residual is None else residual.reshape(-1, self._width))
+
+    def rounded(self, x: Tensor | RoundedRows, rounding: Rounding) -> RoundedRows | None:
+        """See `RoundingProduct`. Few rows get their activation from the launch that multiplies."""
+        if isinstance(x, Tensor):
+            if self.are_few(len(x)) or self._output_dtype != self.dtype:
+                return None
+            x = round_rows(x, "int8") if self._rounds_inputs else x
+        output = self._expanded(x) if isinstance(x, Tensor) else self._of_rounded(x)
+        return round_rows(output, rounding, self.activation, self._layout)
+
+    def _of_rounded(self, x: RoundedRows) -> Tensor:
+        assert self.stored.scales is not None
+        return rounded_product(x, self.stored.values, self.stored.scales, self._bias, self.dtype)
+
+    def _finish(self, output: Tensor, residual: Tensor | None) -> Tensor:
+        """Apply the epilogue to the product of many rows, and add a residual."""
         if self.activation is None and residual is None and not self.gated:
             return output.to(self._output_dtype)
-        return finish(output, self.activation, gated=self.gated, residual=residual, dtype=self._output_dtype)
+        return finish(output, self.activation, layout=self._layout, residual=residual, dtype=self._output_dtype)
+
+    @property
+    def _layout(self) -> Layout:
+        return "pairs" if self.gated else ""
 
     def _library_adds(self, residual: Tensor) -> bool:
         """Whether nothing but the residual follows on the product. The library has room for one addend, which is the

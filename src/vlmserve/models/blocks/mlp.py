@@ -56,7 +56,7 @@ class MLP(Block):
         return self.reader.products + self.last.products
 
     def forward(self, x: Normed) -> Unfinished:
-        return Unfinished(self.last, self.reader(x))
+        return Unfinished(self.last, self.reader.read_by(self.last, x))
 
     def split(self, whole: ArchSpec, index: int, ranks: Ranks) -> None:
         self.split_inner(whole.inner_size(index), ranks)
