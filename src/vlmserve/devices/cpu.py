@@ -244,7 +244,9 @@ class ProgramExecutor:
     """Runs all layers in one call, if native kernels support all of their operations. A `LayerExecutor`."""
 
     def __init__(self) -> None:
-        self._recorded: tuple[list[weakref.ref[LayerCache | StateCache]], Program | None] | None = None
+        self._recorded: tuple[weakref.ref[LayerCache], weakref.ref[LayerCache | StateCache], Program | None] | None = (
+            None
+        )
 
     def run(self, layers: LayerStack, x: Tensor, caches: Sequence[LayerCache], step: StepContext) -> Tensor:
         # A program has no place for factors of queries, nor for what adapters change beside its kernels.
@@ -262,12 +264,10 @@ class ProgramExecutor:
 
     def program(self, layers: LayerStack, x: Tensor, caches: Sequence[LayerCache], step: StepContext) -> Program | None:
         """The layers over these caches as one program; None if a layer has an operation without a native kernel."""
-        used = (caches[0], step.states[0] if step.states else caches[0])
-        if self._recorded is None or any(
-            known() is not cache for known, cache in zip(self._recorded[0], used, strict=True)
-        ):
-            self._recorded = [weakref.ref(cache) for cache in used], record(layers, x, caches, step)
-        return self._recorded[1]
+        first = caches[0] if not step.states else step.states[0]
+        if self._recorded is None or self._recorded[0]() is not caches[0] or self._recorded[1]() is not first:
+            self._recorded = weakref.ref(caches[0]), weakref.ref(first), record(layers, x, caches, step)
+        return self._recorded[2]
 
 
 def record(layers: LayerStack, x: Tensor, caches: Sequence[LayerCache], step: StepContext) -> Program | None:

@@ -216,20 +216,17 @@ class Engine(BaseEngine):
                 self._memory.lose(failed)
         prompt_tokens = self._note_progress(step, output, planned)
         self._costs.computed(prompt_tokens, output.timings.model)
-        if not step.state_copies:
+        if step.block_copies and not step.state_copies:
             self._costs.copied(step.block_copies, output.timings.transfer)
-        self._limits.ran(step, output.timings, prompt_tokens)
         outputs = self.scheduler.end_failed() + self._update(step, output, ran)
         if self._disk is not None:
             self._disk.keep()
         self._prompt_tokens += prompt_tokens
-        self._images_encoded += len(step.images_to_encode) + sum(one.products is None for one in step.encodings)
         self._steps += 1
         if self._adapters is not None:
             self._adapters.store.drop_orphans()
         ended = time.perf_counter()
         self._step_seconds += ended - started
-        self._vision_seconds += output.timings.vision if step.encoded_keys else 0.0
         self.timings = StepTimings(max(0.0, planned - started) + ended - ran, output.timings)
         return outputs
 
@@ -240,8 +237,10 @@ class Engine(BaseEngine):
             if (request := requests.get(request_id)) is not None:
                 request.answered = request.answered or ran
                 answered[request.answer_id] = request
-        outputs = [_with_timings(answered[one.request_id], one, ran) for one in self.scheduler.update(step, output)]
-        self._generation_tokens += sum(_num_tokens(one) for one in outputs)
+        outputs = self.scheduler.update(step, output)
+        for place, one in enumerate(outputs):
+            self._generation_tokens += _num_tokens(one)
+            outputs[place] = _with_timings(answered[one.request_id], one, ran)
         return outputs
 
     def _without_work(self) -> list[EngineOutput]:
@@ -268,24 +267,33 @@ class Engine(BaseEngine):
         self._slots.observer = observer
 
     def _note_progress(self, step: SchedulerOutput, output: ModelRunnerOutput, planned: float) -> int:
-        """Record when requests first ran and had an image encoded. Returns how many prompt tokens the step computed."""
+        """Record times of requests and of the step. Returns how many prompt tokens the step computed."""
         requests = self.scheduler.requests
-        for key in step.encoded_keys:
-            for request_id in self._images.cache.holders(key):
-                request = requests[request_id]
-                request.started = request.started or planned
-                request.vision_started = request.vision_started or planned + output.timings.transfer
-                request.vision_seconds += output.timings.vision
-        prompt_tokens = 0
+        if step.images_to_encode or step.encodings:
+            self._note_images(step, output.timings, planned)
+        prompt_tokens = num_tokens = 0
         for scheduled in step.requests:
             request = requests[scheduled.request_id]
+            num_tokens += scheduled.num_tokens
             if scheduled.start < request.num_prompt_tokens:
                 end = scheduled.start + scheduled.num_tokens
                 prompt_tokens += min(end, request.num_prompt_tokens) - scheduled.start
             elif request.answered:
                 continue
             request.started = request.started or planned
+        self._limits.ran(output.timings, prompt_tokens, generating=num_tokens > prompt_tokens)
         return prompt_tokens
+
+    def _note_images(self, step: SchedulerOutput, timings: RunTimings, planned: float) -> None:
+        """Record which images a step worked on, and when requests first had an image encoded."""
+        for key in step.encoded_keys:
+            for request_id in self._images.cache.holders(key):
+                request = self.scheduler.requests[request_id]
+                request.started = request.started or planned
+                request.vision_started = request.vision_started or planned + timings.transfer
+                request.vision_seconds += timings.vision
+        self._images_encoded += len(step.images_to_encode) + sum(one.products is None for one in step.encodings)
+        self._vision_seconds += timings.vision
 
     def abort(self, request_ids: Iterable[str]) -> None:
         self.scheduler.abort(request_ids)

@@ -58,6 +58,7 @@ class Decoder(nn.Module):
         """executor: runs the layers; None: one by one."""
         super().__init__()
         self.spec = spec
+        self.hidden_size, self.vocab_size = spec.hidden_size, spec.vocab_size
         self.grid_positions = any(rope is not None and "mrope_section" in rope.parameters for rope in spec.ropes)
         self.backend = backend
         self._executor = executor or EagerExecutor()
@@ -114,16 +115,8 @@ class Decoder(nn.Module):
         self.cross_states = None
 
     @property
-    def hidden_size(self) -> int:
-        return self.spec.hidden_size
-
-    @property
     def image_width(self) -> int:
         return self.spec.hidden_size * (1 + self.spec.deepstack)
-
-    @property
-    def vocab_size(self) -> int:
-        return self.spec.vocab_size
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """``[tokens]`` int64 to ``[tokens, hidden_size]``, followed by the embeddings of all layers if these have

@@ -81,17 +81,20 @@ class ImageEncoder:
             begun = _Encoding(self._tower, pixels, image.tiling, self._device, image.adapter)
             self._unfinished[image.key] = begun
 
-    def lacks_any(self, request: ScheduledRequest) -> bool:
-        """Whether something that a request's tokens are computed from is not there, for want of memory."""
-        state, start, end = request.state, request.start, request.start + request.num_tokens
-        if state.is_plain_text:
-            return False
-        if state.cross_key is not None and state.cross_key not in self.embeddings:
-            return True
-        if not state.images or start >= state.num_prompt_tokens:
-            return False
-        images = state.images_between(start, end)
-        return any(image.key not in self.embeddings and any(image.runs(start, end)) for image in images)
+    def lacking(self, scheduled: Sequence[ScheduledRequest]) -> list[ScheduledRequest]:
+        """Return the requests whose images or cross-attention states are not there, for want of memory."""
+        found = []
+        for request in scheduled:
+            state, start = request.state, request.start
+            lacks = state.cross_key is not None and state.cross_key not in self.embeddings
+            if state.images and start < state.num_prompt_tokens and not lacks:
+                images = state.images_between(start, request.end)
+                lacks = any(
+                    image.key not in self.embeddings and any(image.runs(start, request.end)) for image in images
+                )
+            if lacks:
+                found.append(request)
+        return found
 
     @torch.inference_mode()
     def warm_up(self) -> tuple[int, float]:

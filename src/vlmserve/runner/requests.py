@@ -152,7 +152,8 @@ class RequestState:
                 banned |= {start_id}
         if self.permitted is not None:
             allowed = self.permitted if allowed is None else allowed & self.permitted
-        banned |= self._unwanted(allowed)
+        if self.ngrams is not None or self.bad_words is not None:
+            banned |= self._unwanted(allowed)
         return SamplingRow(self.params, self.seed, num_generated, banned, self.logits_processor, allowed)
 
     @property

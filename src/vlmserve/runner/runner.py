@@ -59,8 +59,6 @@ def _fail(
     output: ModelRunnerOutput, scheduled: list[ScheduledRequest], failing: list[ScheduledRequest]
 ) -> list[ScheduledRequest]:
     """The requests without those that fail for want of memory, which are output as such."""
-    if not failing:
-        return scheduled
     for request in failing:
         output.token_ids[request.state.request_id] = []
         output.failures[request.state.request_id] = RequestFailure("out_of_memory")
@@ -212,12 +210,13 @@ class ModelRunner:
         clock.mark()
         output = ModelRunnerOutput()
         scheduled = self._requests.update(step)
-        if not self._drawn_rows:
+        if device.draw_later is not None and not self._drawn_rows:
             # The step before had too little memory to draw the tokens that such requests continue on.
             scheduled = [request for request in scheduled if not request.pending]
         # Requests with late rows were preempted since.
         self._sampler.drop(step.finished_request_ids, scheduled)
-        scheduled = _fail(output, scheduled, [request for request in scheduled if self._images.lacks_any(request)])
+        if lacking := self._images.lacking(scheduled):
+            scheduled = _fail(output, scheduled, lacking)
         run = self._compute(scheduled, clock) if scheduled else None
         while scheduled and run is None:
             scheduled = _fail(output, scheduled, [_costliest(scheduled)])

@@ -70,8 +70,9 @@ class TokenSampler:
                 rows.append(_Row(request.state, first, request.draft_token_ids))
             first += request.num_sampled
         deadline = time.monotonic() + PATIENCE
-        _wait(rows, deadline)
-        rows += [row for row in self._late.values() if row.pending is None]
+        if self._late:
+            _wait(rows, deadline)
+            rows += [row for row in self._late.values() if row.pending is None]
         while rows:
             rows = self._round(rows, logits, output, deadline)
 
@@ -90,10 +91,11 @@ class TokenSampler:
         self, rows: Sequence[_Row], logits: Tensor | None, output: ModelRunnerOutput, deadline: float
     ) -> list[_Row]:
         """Sample a token of each row. Returns the rows after drafts that were right."""
-        _wait(rows, deadline)
+        if any([row.state.guide for row in rows]):
+            _wait(rows, deadline)
         ready = []
         for row in rows:
-            if row.pending is None:
+            if row.state.guide is None or row.pending is None:
                 ready.append(row)
             elif row.place is not None and logits is not None:
                 self._keep(row.state, logits[row.place], output)

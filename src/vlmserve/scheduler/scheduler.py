@@ -41,6 +41,8 @@ class Scheduler:
         self.resources = Resources(resources)
         self._queues = Queues(self.resources, max_num_seqs)
         self.waiting, self.running = self._queues.waiting, self._queues.running
+        self.requests: Mapping[str, Request] = self._queues.requests
+        """The unfinished requests, by their ids."""
         self.propose_drafts: ProposeDrafts | None = None
         self.limits: StepLimits | None = None
         """Limits of each step; None: only `max_num_batched_tokens`."""
@@ -51,11 +53,6 @@ class Scheduler:
 
     def __len__(self) -> int:
         return len(self._queues.requests)
-
-    @property
-    def requests(self) -> Mapping[str, Request]:
-        """The unfinished requests, by their ids."""
-        return self._queues.requests
 
     @property
     def num_preemptions(self) -> int:
@@ -76,9 +73,10 @@ class Scheduler:
 
     def end_failed(self) -> list[EngineOutput]:
         """End waiting requests whose resources will never be ready."""
-        failed = {one.request.answer_id: one for one in self.resources.failed(self.waiting)}
-        if not failed:
+        found = self.resources.failed(self.waiting)
+        if not found:
             return []
+        failed = {one.request.answer_id: one for one in found}
         self.abort(failed)
         return [EngineOutput(i, [], "error", error=one.reason, error_param=one.param) for i, one in failed.items()]
 
@@ -137,8 +135,9 @@ class Scheduler:
             if (mixing := requests.get(request_id)) is not None:
                 mixing.add_scalings(sums)
         outputs = []
-        late = output.token_ids.keys() - {scheduled.request_id for scheduled in step.requests}
+        late = set(output.token_ids)
         for scheduled in step.requests:
+            late.discard(scheduled.request_id)
             request = requests.get(scheduled.request_id)
             if request is None:
                 continue  # a beam of a search that has failed

@@ -6,7 +6,7 @@ import math
 from typing import Protocol
 
 from vlmserve.cache.costs import smooth
-from vlmserve.steps import RunTimings, SchedulerOutput
+from vlmserve.steps import RunTimings
 
 FIRST_STEP_SECONDS = 0.01
 """Assumed time of a decode step, in seconds, until one was measured."""
@@ -57,11 +57,11 @@ class MeasuredLimits(StepLimits):
         """Seconds of a prompt token: the lesser of the average and the last measurement, since first steps are slow."""
         self._average_per_token: float | None = None
 
-    def ran(self, step: SchedulerOutput, timings: RunTimings, prompt_tokens: int) -> None:
-        """Note the times of a step that computed that many prompt tokens."""
-        self.encoded(timings.products, timings.vision)
+    def ran(self, timings: RunTimings, prompt_tokens: int, *, generating: bool) -> None:
+        """Note the times of a step that computed that many prompt tokens. generating: whether it decoded, too."""
+        if timings.products:
+            self.encoded(timings.products, timings.vision)
         seconds = timings.build + timings.model + timings.sample
-        generating = sum(one.num_tokens for one in step.requests) > prompt_tokens
         if prompt_tokens:
             self.prefilled(prompt_tokens, seconds, generating=generating)
         elif generating:

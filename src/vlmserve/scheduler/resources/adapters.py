@@ -40,6 +40,8 @@ class AdapterSlots(Resource):
     requests gets no later requests, until it gives up its slot.
     """
 
+    may_fail = True
+
     def __init__(self, num_slots: int, source: AdapterSource) -> None:
         self._source = source
         self._free = list(range(num_slots))[::-1]

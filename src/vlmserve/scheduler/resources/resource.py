@@ -24,6 +24,8 @@ class Resource:
 
     in_decodes = False
     """True if `grow` and `advance` are called for decodes, too."""
+    may_fail = False
+    """True if `failed` is called."""
 
     def begin_step(self, running: Sequence[Request], limits: StepLimits | None) -> None:
         """Plan a step, or plan it again after a preemption."""
@@ -114,6 +116,7 @@ class Resources:
     def __init__(self, resources: Sequence[Resource]) -> None:
         self._all = tuple(resources)
         self._in_decodes = tuple(one for one in resources if one.in_decodes)
+        self._failing = tuple(one for one in resources if one.may_fail)
         # Most schedulers have a single one, which is asked directly, because it is asked for each token.
         single = len(self._in_decodes) == 1
         self.grow_decode: Callable[[Request, int], int] = self._in_decodes[0].grow if single else self._grow_decode
@@ -209,7 +212,7 @@ class Resources:
             one.discard(request, out_of_memory=failure is not None and failure.kind == "out_of_memory")
 
     def failed(self, waiting: Iterable[Request]) -> list[Failed]:
-        return [failed for one in self._all for failed in one.failed(waiting)]
+        return [failed for one in self._failing for failed in one.failed(waiting)]
 
     def wait(self, seconds: float) -> bool:
         return any(one.wait(seconds) for one in self._all)
