@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.checkpoints import make_gemma3
+from tests.disk_fuzz import Tally, fuzz
 from tests.engine.test_gemma3 import CONVERSATIONS, GREEDY
 from tests.engine.test_parity import Oracle, engine_for, generate, llava_oracle, mixed_prompts, tight_cache
 from tests.waiting import wait_until
@@ -124,3 +125,12 @@ def test_windows_find_their_blocks(tmp_path: Path) -> None:
         wait_until(lambda llm=llm: llm.engine.stats().disk_queued_bytes == 0)
     assert answers[0] == answers[1]
     assert sum(cached[0]) < sum(cached[1])
+
+
+def test_files_broken_at_random_change_no_answer(llava: Oracle, expected: list[list[int]], tmp_path: Path) -> None:
+    tally = Tally()
+    for seed in range(2):
+        fuzz(llava, tmp_path, 15, seed, tally, expected)
+    assert tally.different == []
+    assert tally.hits > 0
+    assert tally.broken > 0
