@@ -3,6 +3,7 @@
     python -m benchmarks.sizes --shapes qwen3-0.6b qwen3-vl-2b --json report.json
     python -m benchmarks.sizes --shapes llama-1b llama-1b-262k --quantize int4 --gguf Q4_K_M Q6_K IQ4_XS
     python -m benchmarks.sizes --shapes qwen3-30b-a3b-24l --quantize --gguf Q4_K_M
+    python -m benchmarks.sizes --shapes qwen3-0.6b gemma3-1b --quantize --gguf Q4_K_M Q6_K Q8_0 Q4_0 --busy
 
 Checkpoints are written tensor by tensor, so that the largest need little memory. Each system runs in a process of its
 own, one after the other; vlmserve starts twice, the second time from its cache of packed weights. llama.cpp reads the
@@ -76,6 +77,11 @@ SHAPES = {
         {"head_dim": 16, "vocab_size": 2048, "max_position_embeddings": 4096},
         {"depth": 3, "hidden_size": 64, "intermediate_size": 128, "num_heads": 4, "out_hidden_size": 64},
     ),
+    "tiny-gemma3": Shape(
+        "Gemma3ForCausalLM",
+        (64, 128, 6, 4, 1),
+        {"head_dim": 32, "vocab_size": 2048, "max_position_embeddings": 2048, "sliding_window": 512},
+    ),
     "tiny-qwen3.5": Shape(
         "Qwen3_5ForCausalLM",
         (256, 256, 4, 4, 2),
@@ -117,6 +123,11 @@ SHAPES = {
         "LlamaForCausalLM",
         (2048, 8192, 16, 32, 8),
         {"vocab_size": 262144, "max_position_embeddings": 32768, "tie_word_embeddings": True},
+    ),
+    "gemma3-1b": Shape(
+        "Gemma3ForCausalLM",
+        (1152, 6912, 26, 4, 1),
+        {"head_dim": 256, "vocab_size": 262144, "max_position_embeddings": 32768, "sliding_window": 512},
     ),
     "qwen3-4b": Shape("Qwen3ForCausalLM", (2560, 9728, 36, 32, 8), {**_QWEN, "tie_word_embeddings": True}),
     "llama-8b": Shape(
@@ -279,21 +290,32 @@ def rows(name: str, options: argparse.Namespace, folder: Path) -> Iterator[list[
     for scheme in options.quantize:
         settings = {"quantize": scheme, "dtype": "bfloat16", "weights_cache": str(folder / "cache")}
         job = Job("vlmserve", str(checkpoint), settings, vision=shape.vision is not None, **common)
-        yield _row(f"{name}, vlmserve {scheme}", job)
+        yield from _rows(f"{name}, vlmserve {scheme}", job, options.busy)
     for kind in options.gguf if shape.vision is None else ():
         file = write_gguf(folder / f"{name}-{kind}.gguf", checkpoint, kind)
         settings = {"weights_cache": str(folder / "cache")}
         job = Job("vlmserve", str(file), settings, vision=False, **common)
-        yield _row(f"{name}, vlmserve {kind}", job)
+        yield from _rows(f"{name}, vlmserve {kind}", job, options.busy)
         if is_installed("llama-cpp-python"):
             job = Job("llama.cpp", str(file), {}, vision=False, **common)
-            yield _row(f"{name}, llama.cpp {kind}", job)
+            yield from _rows(f"{name}, llama.cpp {kind}", job, options.busy)
         file.unlink()
 
 
-def _row(name: str, job: Job) -> list[Any]:
+def _rows(name: str, job: Job, busy: bool) -> Iterator[list[Any]]:
+    """busy: add a row of the same system next to a process that computes all the time."""
     figures = run_job(job)
-    second = run_job(dataclasses.replace(job, only_start=True))["ready"]
+    yield _row(name, figures, run_job(dataclasses.replace(job, only_start=True))["ready"])
+    if busy:
+        other = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+        try:
+            yield _row(f"{name}, one busy process", run_job(job), None)
+        finally:
+            other.kill()
+            other.wait()
+
+
+def _row(name: str, figures: Mapping[str, Any], second: float | None) -> list[Any]:
     found = (figures["ready"], second, *(figures[key] for key in ("peak", "prompt", "decode", "users", "photo")))
     return [name, *(None if value is None else float(f"{value:.4g}") for value in found)]
 
@@ -306,6 +328,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--gguf", nargs="*", default=["Q4_0", "Q8_0"], help="types of GGUF files, or mixtures: Q4_K_M, Q5_K_M"
     )
+    parser.add_argument("--busy", action="store_true", help="measure again next to one busy process")
     parser.add_argument("--prompt-tokens", type=int, default=256)
     parser.add_argument("--answer-tokens", type=int, default=32)
     parser.add_argument("--photo-size", type=int, nargs=2, default=(1024, 768), metavar=("WIDTH", "HEIGHT"))

@@ -17,8 +17,18 @@ BLOCK = 2**22
 """Random values that are made once, and written again and again."""
 MIXTURES = {"Q4_K_M": ("Q4_K", "Q6_K", "Q5_K"), "Q5_K_M": ("Q5_K", "Q6_K", "Q6_K")}
 """Types of most matrices, of those that get more bits, and of queries, keys and values in one."""
-ARCHITECTURES = {"llama": "llama", "qwen3": "qwen3", "qwen3_moe": "qwen3moe", "qwen3_5_text": "qwen35"}
+ARCHITECTURES = {
+    "llama": "llama",
+    "qwen3": "qwen3",
+    "qwen3_moe": "qwen3moe",
+    "qwen3_5_text": "qwen35",
+    "gemma3_text": "gemma3",
+}
 """Names in GGUF of the model types that `write_gguf` knows."""
+SUPERBLOCK = 256
+"""Weights of an output in a block of a K-quant."""
+SMALLER_BLOCKS = {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
+"""What llama.cpp writes where superblocks do not divide the inputs."""
 _FLOATS = ("ssm_conv1d.weight", "ffn_gate_inp.weight")
 """Matrices that llama.cpp leaves in float32."""
 _SCALES = {"Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
@@ -84,6 +94,8 @@ def write_gguf(path: Path, checkpoint: Path, kind: str) -> Path:
         stored = names.get_name(key, try_suffixes=(".weight", ".bias"))
         assert stored is not None, key
         of_tensor = "F32" if len(shape) == 1 or stored.endswith(_FLOATS) else _type_of(stored, kind, num_layers)
+        if shape[-1] % SUPERBLOCK:
+            of_tensor = SMALLER_BLOCKS.get(of_tensor, of_tensor)
         raw_type = gguf.GGMLQuantizationType[of_tensor]
         count, block_bytes = gguf.GGML_QUANT_SIZES[raw_type]
         size = math.prod(shape) // count * block_bytes
@@ -173,6 +185,8 @@ def _add_metadata(writer: Any, config: Mapping[str, Any]) -> None:
     part = config.get("rope_parameters", {}).get("partial_rotary_factor", 1.0)
     writer.add_rope_dimension_count(int(head * part))
     writer.add_rope_freq_base(10000.0)
+    if config["model_type"] == "gemma3_text":
+        writer.add_sliding_window(config["sliding_window"])
     writer.add_layer_norm_rms_eps(1e-6)
     writer.add_vocab_size(config["vocab_size"])
     if experts := config.get("num_experts") or config.get("num_local_experts"):

@@ -214,3 +214,7 @@ class CancelledWorkError(VLMServeError):
 
 class ConfigurationError(VLMServeError):
     """Settings that contradict each other or the machine."""
+
+
+class CapacityError(ConfigurationError):
+    """Settings that ask for more than the model or the memory has. The values themselves are allowed."""

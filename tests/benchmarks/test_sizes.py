@@ -34,6 +34,7 @@ def test_tiny_model_is_measured(tmp_path: Path) -> None:
         ("tiny", "Q8_0"),
         ("tiny", "Q6_K"),
         ("tiny", "Q4_K_M"),
+        ("tiny-gemma3", "Q4_K_M"),
         ("tiny-qwen3.5", "Q4_K_M"),
         ("tiny-qwen3-moe", "Q4_K_M"),
     ],

@@ -118,6 +118,8 @@ def test_wrong_line_gets_one_line_with_the_correction(line, message):
         ("eval perplexity pixie --text {binary}", 2, "--text {binary}: the file is not text in UTF-8"),
         ("eval perplexity pixie --scheme int2", 2, "--scheme int2: must be one of none, int8, int4"),
         ("bench --scheme int2", 2, "--scheme int2: must be one of none, int8, int4"),
+        ("ask --max-model-len 5000 hello", 1, "--max-model-len 5000 is more than the model's 4096 positions"),
+        ("ask --kv-cache-memory 1MiB --max-model-len 4096 hello", 1, "--kv-cache-memory holds "),
         ("quantize pixie {binary}/out", 1, "{binary}/out: Not a directory"),
         ("quantize pixie {folder}", 2, "{folder} must be a new or an empty folder"),
         ("quantize pixie {folder}/new --layers *=none", 2, "no layer is left to quantize; give some of them int8"),

@@ -15,8 +15,8 @@ from tests.native import built
 from vlmserve.kernels.adapters import AdapterRows, Change, LinearAdapters, LowRank, PreparedChange
 from vlmserve.kernels.cpu_native import PackedLinear
 from vlmserve.kernels.extension import extension
+from vlmserve.kernels.gguf_weight import SUPERBLOCK, GGUFRows, GGUFWeight
 from vlmserve.kernels.isas import SUPERBLOCK_BYTES
-from vlmserve.kernels.superblocks import SUPERBLOCK, SuperblockRows, SuperblockWeight
 from vlmserve.layers.cut import Cut, Share
 
 KINDS = tuple(SUPERBLOCK_BYTES)
@@ -30,16 +30,13 @@ def _superblocks(isa: str) -> None:
         pytest.skip(f"{isa} has no integer products")
 
 
-def make(parts: Parts, superblocks: int, seed: int = 0) -> SuperblockWeight:
+def make(parts: Parts, superblocks: int, seed: int = 0) -> GGUFWeight:
     rows = [
         torch.from_numpy(random_blocks((out, superblocks * SUPERBLOCK), GGMLQuantizationType(kind), seed + number))
         for number, (kind, out) in enumerate(parts)
     ]
-    return SuperblockWeight(
-        tuple(
-            SuperblockRows(kind, raw.view(len(raw), superblocks, -1))
-            for (kind, _), raw in zip(parts, rows, strict=True)
-        )
+    return GGUFWeight(
+        tuple(GGUFRows(kind, raw.view(len(raw), superblocks, -1)) for (kind, _), raw in zip(parts, rows, strict=True))
     )
 
 
@@ -111,7 +108,7 @@ def test_weights_beside_each_other_need_no_copy(out: int, gated: bool) -> None:
     x = torch.randn(5, 2 * SUPERBLOCK, generator=torch.Generator().manual_seed(6))
     apart, joined = (
         PackedLinear(join(weights), dtype=torch.float32, gated=gated)(x)
-        for join in (SuperblockWeight.beside, SuperblockWeight.join)
+        for join in (GGUFWeight.beside, GGUFWeight.join)
     )
     assert torch.equal(apart, joined)
 
@@ -177,7 +174,7 @@ part_lists = st.lists(st.tuples(st.sampled_from(KINDS), st.integers(1, 40)), min
 @given(part_lists, st.data())
 @settings(max_examples=40, deadline=None)
 def test_rows_and_columns_are_those_of_the_weight(parts: Parts, data: st.DataObject) -> None:
-    weight = SuperblockWeight.join([make([part], 3, seed) for seed, part in enumerate(parts)])
+    weight = GGUFWeight.join([make([part], 3, seed) for seed, part in enumerate(parts)])
     plain = weight.dequantize()
     assert all(one.kind != other.kind for one, other in zip(weight.parts, weight.parts[1:], strict=False))
     rows = torch.tensor(data.draw(st.lists(st.integers(0, len(plain) - 1), min_size=1, max_size=50)))
@@ -185,7 +182,7 @@ def test_rows_and_columns_are_those_of_the_weight(parts: Parts, data: st.DataObj
     first, last = sorted(data.draw(st.lists(st.integers(0, 3), min_size=2, max_size=2, unique=True)))
     columns = slice(first * SUPERBLOCK, last * SUPERBLOCK)
     cut = Cut(len(plain), ((0, len(plain)),), Share(columns.start, columns.stop, 768))
-    own = cut.of_superblocks(weight)
+    own = cut.of_blocks(weight)
     assert own is not None
     assert torch.equal(own.dequantize(), plain[:, columns])
     assert weight.inputs(0, 128) is None

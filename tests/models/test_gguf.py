@@ -144,6 +144,11 @@ def in_superblocks(kind: str, input_bits: int | None = None) -> bool:
     return is_one and NativeCpuDevice(CPU, selected_isa()).multiplies_superblocks(input_bits)
 
 
+def rounds_inputs(kind: str, input_bits: int | None = None) -> bool:
+    """Whether products with weights of that type have inputs of 8 bits. input_bits: asked for."""
+    return in_superblocks(kind, input_bits) or (kind in ("Q4_0", "Q4_1") if input_bits is None else input_bits == 8)
+
+
 def kept_bits(kind: str, input_bits: int | None = None) -> int:
     own = int(kind.lstrip("IQ")[0])
     return own if in_superblocks(kind, input_bits) or own == 4 else 8
@@ -209,7 +214,7 @@ def test_value_heads_move_without_loss(tmp_path: Path, kind: str) -> None:
         packed = file.quantized(stored)
         assert packed is not None
         assert torch.equal(packed.dequantize(), file.get_tensor(stored))
-    assert file.superblocks("language_model.layers.0.linear_attn.out_proj.weight") is None
+    assert file.blocks("language_model.layers.0.linear_attn.out_proj.weight") is None
     sequences = token_sequences(300, [21, 4])
     assert_equal(paged_run(load(path), sequences).finish([9, 9]), transformers_logits(folder, sequences))
 
@@ -366,7 +371,7 @@ def test_blocks_stay_packed_beside_the_native_kernels(
     tmp_path: Path, name: str, kind: str, input_bits: Literal[16] | None
 ) -> None:
     """GLM's rows have yet to be moved when they are packed; Phi-3 has merged weights."""
-    if input_bits and not kind.endswith("_K"):
+    if input_bits and not rounds_inputs(kind):
         pytest.skip("they have 16 bits by default")
     folder = make(tmp_path / "folder", name, **{**BLOCKS, "head_dim": 32, "num_key_value_heads": 8})
     path = write_gguf(folder, tmp_path / "model.gguf", types=kind)
@@ -379,7 +384,7 @@ def test_blocks_stay_packed_beside_the_native_kernels(
     sequences = token_sequences(300, [21, 4])
     actual = torch.cat(paged_run(model, sequences).finish([9, 9])).float()
     expected = torch.cat(transformers_logits(folder, sequences))
-    assert relative_error(actual, expected) < (0.06 if in_superblocks(kind, input_bits) else 0.03)
+    assert relative_error(actual, expected) < (0.06 if rounds_inputs(kind, input_bits) else 0.03)
 
 
 @built
@@ -428,7 +433,7 @@ def test_tables_of_embeddings_stay_packed(tmp_path: Path, kind: str, tied: bool)
     sequences = token_sequences(300, [21, 4])
     actual = torch.cat(paged_run(model, sequences).finish([9, 9])).float()
     expected = torch.cat(transformers_logits(folder, sequences))
-    assert relative_error(actual, expected) < (0.06 if in_superblocks(kind) else 0.03)
+    assert relative_error(actual, expected) < (0.06 if rounds_inputs(kind) else 0.03)
 
 
 @built
@@ -454,7 +459,7 @@ def test_mixed_types_stay_packed_where_kernels_exist(tmp_path: Path) -> None:
 
 
 @built
-@pytest.mark.parametrize("kind", ["Q4_K", "Q5_1", "Q6_K", "Q8_0"])
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_K", "Q5_1", "Q6_K", "Q8_0"])
 def test_inputs_have_the_bits_asked_for(tmp_path: Path, kind: str) -> None:
     folder = make_llama(tmp_path / "folder", **BLOCKS, tie_word_embeddings=False)
     path = write_gguf(folder, tmp_path / "model.gguf", types=kind)
@@ -464,13 +469,12 @@ def test_inputs_have_the_bits_asked_for(tmp_path: Path, kind: str) -> None:
     for input_bits in (None, 16, 8):
         model = load_model(path, LoadSettings(device=CPU, input_bits=input_bits))
         kinds = {layer._product._input_bits for name, layer in native_layers(model).items() if name != "lm_head"}
-        assert kinds == {8 if in_superblocks(kind, input_bits) else input_bits or 16}
+        assert kinds == {8 if rounds_inputs(kind, input_bits) else 16}
         if not kind.startswith("Q4") and not in_superblocks(kind, input_bits):
             assert native_layers(model)["lm_head"]._product._input_bits == 16
         found[input_bits] = torch.cat(paged_run(model, sequences).finish([9, 9])).float()
-        rounds = input_bits == 8 or in_superblocks(kind, input_bits)
-        assert relative_error(found[input_bits], expected) < (0.06 if rounds else 0.03)
-    assert torch.equal(found[None], found[8 if in_superblocks(kind) else 16])
+        assert relative_error(found[input_bits], expected) < (0.06 if rounds_inputs(kind, input_bits) else 0.03)
+    assert torch.equal(found[None], found[8 if rounds_inputs(kind) else 16])
     # Where an instruction adds the products of bytes up, and beside 4 bits anywhere.
     wide = selected_isa() not in DOTS and not kind.startswith("Q4") and not in_superblocks(kind)
     assert torch.equal(found[8], found[16]) == wide

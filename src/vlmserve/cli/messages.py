@@ -4,10 +4,17 @@ from __future__ import annotations
 
 import logging
 
+from vlmserve.errors import CapacityError, ConfigurationError, VLMServeError
 from vlmserve.logs import log_format_in_use
 
 FAILED = 1
 WRONG_USE = 2
+
+
+def exit_status(error: VLMServeError) -> int:
+    """The status that a command ends with after an error: `WRONG_USE` if its line is wrong on any machine."""
+    is_wrong = isinstance(error, ConfigurationError) and not isinstance(error, CapacityError)
+    return WRONG_USE if is_wrong else FAILED
 
 
 def report(message: str) -> None:

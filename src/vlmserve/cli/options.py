@@ -19,7 +19,7 @@ from pydantic.fields import FieldInfo
 
 from vlmserve.cli.fields import SECTION_OF, flag, is_json, is_list, is_size, is_switch, plain_type, size_text
 from vlmserve.cli.help import HELP_ALL_PARAMETER
-from vlmserve.cli.messages import FAILED, WRONG_USE, report
+from vlmserve.cli.messages import FAILED, exit_status, report
 from vlmserve.cli.sources import CONFIG, WORKER, Found, Origin, Origins, described_workers, read_sources
 from vlmserve.cli.spellings import WRITTEN
 from vlmserve.errors import ConfigurationError, VLMServeError
@@ -92,7 +92,7 @@ def command(
                 if debug:
                     raise
                 report(str(error))
-                raise typer.Exit(WRONG_USE if isinstance(error, ConfigurationError) else FAILED) from None
+                raise typer.Exit(exit_status(error)) from None
             except OSError as error:
                 if debug or error.filename is None:  # it is about no file that somebody named
                     raise

@@ -33,6 +33,7 @@ from vlmserve.families.spec import ExpertsSpec
 from vlmserve.kernels import torch_float8, torch_int4
 from vlmserve.kernels.attention import AttentionBackend
 from vlmserve.kernels.blocks import Blocks, allocate_zeros
+from vlmserve.kernels.gguf_weight import GGUFWeight
 from vlmserve.kernels.operations import (
     AnyWeight,
     Epilogue,
@@ -46,7 +47,6 @@ from vlmserve.kernels.operations import (
 from vlmserve.kernels.quantized import QuantizedWeight
 from vlmserve.kernels.ranges import RangeKernels
 from vlmserve.kernels.states import ConvolutionKernel, DeltaKernel, DeltaWeights
-from vlmserve.kernels.superblocks import SuperblockWeight
 from vlmserve.kernels.torch_products import QuantizedProduct
 from vlmserve.kernels.torch_sampling import DrawLater
 from vlmserve.layer_specs import AttentionSpec, CacheType, ConvolutionSpec, DeltaSpec
@@ -289,7 +289,7 @@ class TritonDevice(CudaDevice):
         from vlmserve.kernels.triton.products import TritonProduct
         from vlmserve.kernels.triton.stored import unsupported_reason
 
-        if isinstance(weight, SuperblockWeight):
+        if isinstance(weight, GGUFWeight):
             return super().linear(weight, bias, epilogue, dtype)
         if isinstance(weight, QuantizedWeight) and weight.is_float8 and self._multiplies_float8_rows:
             from vlmserve.kernels.triton.float8 import TritonFloat8Product
@@ -311,7 +311,7 @@ class TritonDevice(CudaDevice):
         from vlmserve.kernels.triton.products import TritonProduct
         from vlmserve.kernels.triton.stored import unsupported_reason
 
-        if isinstance(weight, SuperblockWeight) or unsupported_reason(weight, None) is not None:
+        if isinstance(weight, GGUFWeight) or unsupported_reason(weight, None) is not None:
             return super().table(weight, dtype)
         return TritonProduct(weight, dtype=dtype, float_output=True)
 

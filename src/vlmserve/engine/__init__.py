@@ -34,7 +34,7 @@ def create_engine(config: EngineConfig, folder: Path | None = None) -> VLMEngine
 def check_settings(config: EngineConfig, folder: Path) -> None:
     """Check settings against the headers of a checkpoint, before torch is imported, which takes seconds.
 
-    Raises ConfigurationError for contexts that cannot be had, ModelLoadError for weights that need more memory than is
+    Raises CapacityError for contexts that cannot be had, ModelLoadError for weights that need more memory than is
     free. Other errors are left to `create_engine`.
     """
     if config.engine == "mock":

@@ -6,7 +6,7 @@ import logging
 from pathlib import Path
 
 from vlmserve.config import EngineConfig
-from vlmserve.errors import ConfigurationError, VLMServeError
+from vlmserve.errors import CapacityError, VLMServeError
 from vlmserve.families.registry import decoder_spec, vision_family
 from vlmserve.gguf.config import read_config
 from vlmserve.gguf_header import read_header
@@ -20,19 +20,17 @@ logger = logging.getLogger(__name__)
 
 
 def context_length(config: EngineConfig, max_position: int) -> int:
-    """The longest context in tokens. max_position: of the model, in tokens. Raises ConfigurationError if settings want
+    """The longest context in tokens. max_position: of the model, in tokens. Raises CapacityError if settings want
     more than that."""
     if config.max_model_len is None:
         return max_position
     if config.max_model_len > max_position:
-        raise ConfigurationError(
-            f"--max-model-len {config.max_model_len} is more than the model's {max_position} positions"
-        )
+        raise CapacityError(f"--max-model-len {config.max_model_len} is more than the model's {max_position} positions")
     return config.max_model_len
 
 
 def check_lengths(config: EngineConfig, of_tokens: CacheBytes, max_position: int) -> None:
-    """Raises ConfigurationError for a context that the model or `EngineConfig.kv_cache_memory` cannot hold.
+    """Raises CapacityError for a context that the model or `EngineConfig.kv_cache_memory` cannot hold.
 
     of_tokens: on each rank. max_position: of the model, in tokens.
     """
@@ -43,12 +41,12 @@ def check_lengths(config: EngineConfig, of_tokens: CacheBytes, max_position: int
     tokens = of_tokens.fitting(config.kv_cache_memory // ranks // of_tokens.page, chunk, length)
     if config.max_model_len is not None and tokens < length:
         needed = of_tokens.pages(length, chunk) * of_tokens.page * ranks
-        raise ConfigurationError(
+        raise CapacityError(
             f"--kv-cache-memory holds {tokens:,} tokens, fewer than --max-model-len {length:,}: set it to "
             f"{needed:,} or more, or --max-model-len to less"
         )
     if not tokens:
-        raise ConfigurationError(
+        raise CapacityError(
             f"--kv-cache-memory {config.kv_cache_memory:,} holds no token: a block of {of_tokens.block_size} tokens "
             f"needs {of_tokens.block * ranks:,}"
         )

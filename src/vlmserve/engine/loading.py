@@ -17,7 +17,7 @@ from vlmserve.devices.choice import find_device, free_device_memory
 from vlmserve.devices.ranks import device_of_rank
 from vlmserve.engine.calibrated import calibrated_copy
 from vlmserve.engine.lengths import check_lengths, context_length
-from vlmserve.errors import ConfigurationError
+from vlmserve.errors import CapacityError, ConfigurationError
 from vlmserve.layer_specs import CacheBytes
 from vlmserve.layers.parallel import Ranks
 from vlmserve.models.footprint import check_fits
@@ -124,7 +124,7 @@ class CacheSizes(NamedTuple):
 def cache_sizes(config: EngineConfig, model: LoadedModel) -> CacheSizes:
     """How large the KV cache is; all ranks have the same number of pages.
 
-    Raises ConfigurationError if not even one block fits, and for settings that want longer contexts than the model has.
+    Raises CapacityError if not even one block fits, and for settings that want longer contexts than the model has.
     """
     num_ranks = config.tensor_parallel_size
     of_tokens = model.language_model.cache_bytes(config.block_size)
@@ -157,7 +157,7 @@ def state_slots(config: EngineConfig, state_bytes: int, budget: int) -> int:
     """Slots of states on each rank, besides the padding slot.
 
     state_bytes: bytes of a slot; 0: the model has no states. budget: bytes of the caches.
-    Raises ConfigurationError if not even one request has room.
+    Raises CapacityError if not even one request has room.
     """
     if not state_bytes:
         return 0
@@ -167,7 +167,7 @@ def state_slots(config: EngineConfig, state_bytes: int, budget: int) -> int:
         memory = config.state_cache_memory // config.tensor_parallel_size
     slots = memory // state_bytes - 1
     if slots < 1:
-        raise ConfigurationError(
+        raise CapacityError(
             f"the state cache has {max(memory, 0):,} bytes and one request needs {2 * state_bytes:,}; set "
             "--state-cache-memory to more, free memory, or take a smaller model"
         )

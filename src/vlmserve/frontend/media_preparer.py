@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 from PIL import Image
 
 from vlmserve.config import MediaConfig
-from vlmserve.errors import ConfigurationError, InvalidRequestError, InvalidRequestsError, TooManyImagesError
+from vlmserve.errors import CapacityError, InvalidRequestError, InvalidRequestsError, TooManyImagesError
 from vlmserve.frontend.frames import VideosAsImages
 from vlmserve.frontend.messages import Medium
 from vlmserve.frontend.processors import server_budget
@@ -55,7 +55,7 @@ class MediaPreparer:
         self._blind = _NO_TOWER if in_one_file else ""
 
     def fit(self, info: ModelInfo) -> None:
-        """Take over the engine's limits. Raises ConfigurationError if not even a small image fits into its encoder
+        """Take over the engine's limits. Raises CapacityError if not even a small image fits into its encoder
         cache."""
         self.usual = UsualSizes.of(self.config, info.image_cost)
         if self._processor is not None and self.usual is not None:
@@ -66,7 +66,7 @@ class MediaPreparer:
         _, placeholders = self._processor.prepare(DecodedImage.whole(Image.new("RGB", _SMALL_IMAGE)))
         needed = placeholders.num_tokens * info.image_token_bytes
         if needed > self._encoder_cache_memory:
-            raise ConfigurationError(
+            raise CapacityError(
                 f"--encoder-cache-memory {self._encoder_cache_memory}: an image of {_SMALL_IMAGE[0]} x "
                 f"{_SMALL_IMAGE[1]} pixels takes {needed:,} bytes, so that every request with an image would be "
                 "refused; raise it"

@@ -112,7 +112,7 @@ class RequestPreparer:
             self.media.videos_as_images = videos_as_images(folder, self.tokenizer, media, processor, cache)
 
     def fit(self, info: ModelInfo) -> None:
-        """Take over the engine's limits. Raises ConfigurationError if not even a small image fits into its encoder
+        """Take over the engine's limits. Raises CapacityError if not even a small image fits into its encoder
         cache."""
         self.max_prompt_len = info.max_prompt_len
         self.media.fit(info)

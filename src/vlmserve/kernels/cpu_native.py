@@ -12,11 +12,11 @@ from vlmserve.kernels.cpu_adapters import TILE, NativeChange
 from vlmserve.kernels.cpu_program import Recorded
 from vlmserve.kernels.cpu_record import LINEAR, NORM
 from vlmserve.kernels.extension import DTYPES, extension
-from vlmserve.kernels.isas import SUPERBLOCK
+from vlmserve.kernels.gguf_weight import GGUFWeight
+from vlmserve.kernels.isas import GROUP
 from vlmserve.kernels.operations import NormedHeads
 from vlmserve.kernels.pages import allocate
 from vlmserve.kernels.quantized import QuantizedWeight
-from vlmserve.kernels.superblocks import SuperblockWeight
 
 ACTIVATIONS = {
     "silu": 1,
@@ -71,7 +71,7 @@ class PackedLinear:
 
     def __init__(
         self,
-        weight: Tensor | QuantizedWeight | SuperblockWeight,
+        weight: Tensor | QuantizedWeight | GGUFWeight,
         bias: Tensor | None = None,
         *,
         dtype: torch.dtype | None = None,
@@ -97,11 +97,11 @@ class PackedLinear:
             settings["input_bits"] = weight.input_bits
             settings["group_size"] = 0 if weight.has_scales_of_outputs else weight.group_size
             settings["minimums"] = int(weight.has_minimums)
-        if isinstance(weight, SuperblockWeight):
-            settings["bits"], settings["input_bits"] = _SUPERBLOCKS, 8
+        if isinstance(weight, GGUFWeight):
+            settings |= _settings_of_blocks(weight)
         self._set(settings, bias)
-        if isinstance(weight, SuperblockWeight):
-            self.packed = self._pack_superblocks(weight)
+        if isinstance(weight, GGUFWeight):
+            self.packed = self._pack_blocks(weight)
         else:
             self.packed = self._pack(weight)
 
@@ -159,8 +159,8 @@ class PackedLinear:
         )
         return packed
 
-    def _pack_superblocks(self, weight: SuperblockWeight) -> Tensor:
-        """Packs one part after another, after a table of the tiles. Gates and ups are packed together."""
+    def _pack_blocks(self, weight: GGUFWeight) -> Tensor:
+        """Packs one part after another; superblocks after a table of the tiles. Gates and ups are packed together."""
         if not (weight.is_pair if self._gated else weight.fills_tiles):
             raise ValueError(f"parts of {[len(part.blocks) for part in weight.parts]} outputs do not fill tiles")
         parts, ups = weight.parts, None
@@ -169,16 +169,16 @@ class PackedLinear:
         outputs = [self.out_features] if self._gated else [len(part.blocks) for part in parts]
         features = TILE // 2 if self._gated else TILE
         tiles = [-(-count // (1 + self._gated) // features) for count in outputs]
-        offset = -(-8 * (sum(tiles) + 1) // _TILE_ALIGNMENT) * _TILE_ALIGNMENT
-        superblocks = self.in_features // SUPERBLOCK * TILE
-        sizes = [count * superblocks * part.blocks.shape[2] for count, part in zip(tiles, parts, strict=True)]
+        table = 8 * (sum(tiles) + 1) if self._bits == _SUPERBLOCKS else 0
+        offset = -(-table // _TILE_ALIGNMENT) * _TILE_ALIGNMENT
+        sizes = [count * TILE * part.packed_row_bytes for count, part in zip(tiles, parts, strict=True)]
         packed = allocate(offset + sum(sizes), torch.uint8)
         first_tile = 0
         for part, num_outputs, count, size in zip(parts, outputs, tiles, sizes, strict=True):
             if num_outputs != count * TILE:
                 packed[offset : offset + size] = 0
             blocks = part.blocks.contiguous()
-            extension().pack_superblocks(
+            extension().pack_blocks(
                 blocks.data_ptr(),
                 0 if ups is None else ups.data_ptr(),
                 packed.data_ptr(),
@@ -306,6 +306,18 @@ class PackedLinear:
             torch.get_num_threads(),
         )
         return output
+
+
+def _settings_of_blocks(weight: GGUFWeight) -> dict[str, int]:
+    blocks = weight.group_blocks
+    if blocks is None:
+        return {"bits": _SUPERBLOCKS, "input_bits": 8}
+    return {
+        "bits": _CODED_GROUPS if blocks.is_coded else blocks.bits,
+        "input_bits": weight.input_bits or (16 if blocks.bits == 8 else 8),
+        "group_size": GROUP,
+        "minimums": int(blocks.minimums),
+    }
 
 
 class NativeNorm:

@@ -16,7 +16,7 @@ from vlmserve.kernels.cpu_record import mismatch
 
 logger = logging.getLogger(__name__)
 
-INTERFACE = 9
+INTERFACE = 10
 """Version of the functions' arguments, as csrc/module.cpp has it."""
 
 

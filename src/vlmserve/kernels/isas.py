@@ -1,8 +1,9 @@
-"""What instruction sets of the native kernels do, without torch."""
+"""Instruction sets of the native kernels, and the GGUF types that they read. Imports no torch."""
 
 from __future__ import annotations
 
 import importlib
+from typing import NamedTuple
 
 SUPERBLOCK_ISAS = ("avx2",)
 """Instruction sets whose kernels for GGUF's superblocks were measured to be faster. Others have a trial."""
@@ -10,6 +11,30 @@ SUPERBLOCK = 256
 """Weights of an output in one superblock of a GGUF K-quant or IQ4_XS."""
 SUPERBLOCK_BYTES = {10: 84, 11: 110, 12: 144, 13: 176, 14: 210, 23: 136}
 """Bytes of `SUPERBLOCK` weights, by GGUF's numbers of the types Q2_K to Q6_K and IQ4_XS."""
+
+GROUP = 32
+"""Weights of an output in one block of the other GGUF types."""
+
+
+class GroupBlocks(NamedTuple):
+    """A GGUF type of `GROUP` weights with a scale, and how kernels store its weights."""
+
+    num_bytes: int
+    """Bytes of a block."""
+    bits: int
+    minimums: bool = False
+    is_coded: bool = False
+
+
+GROUP_BLOCKS = {
+    2: GroupBlocks(18, bits=4),
+    3: GroupBlocks(20, bits=4, minimums=True),
+    6: GroupBlocks(22, bits=8),
+    7: GroupBlocks(24, bits=8, minimums=True),
+    8: GroupBlocks(34, bits=8),
+    20: GroupBlocks(18, bits=4, is_coded=True),
+}
+"""By GGUF's numbers of Q4_0, Q4_1, Q5_0, Q5_1, Q8_0 and IQ4_NL."""
 
 
 def keeps_superblocks(kernels: str) -> bool:

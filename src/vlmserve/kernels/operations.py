@@ -12,13 +12,13 @@ from torch import Tensor
 from vlmserve.families.spec import ExpertsSpec
 from vlmserve.kernels.activation import activation
 from vlmserve.kernels.adapters import LinearAdapters
+from vlmserve.kernels.gguf_weight import GGUFWeight
 from vlmserve.kernels.quantized import QuantizedWeight
 from vlmserve.kernels.ranges import RangeKernels
 from vlmserve.kernels.states import ConvolutionKernel, DeltaKernel, DeltaWeights
-from vlmserve.kernels.superblocks import SuperblockWeight
 from vlmserve.layer_specs import ConvolutionSpec, DeltaSpec
 
-AnyWeight = Tensor | QuantizedWeight | SuperblockWeight
+AnyWeight = Tensor | QuantizedWeight | GGUFWeight
 """``[out_features, in_features]``."""
 Norm = Callable[[Tensor], Tensor]
 """``[..., size]`` to the same."""
@@ -265,7 +265,7 @@ class Operations(Protocol):
         ...
 
     def multiplies_superblocks(self, input_bits: int | None) -> bool:
-        """Whether its kernels multiply with a `SuperblockWeight`. input_bits: what was asked for; None: nothing."""
+        """Tell whether kernels multiply superblocks of a `GGUFWeight`. input_bits: as asked for; None: by default."""
         ...
 
     def product_inputs(self, in_features: int, dtype: torch.dtype) -> int:

@@ -9,9 +9,9 @@ from torch import Tensor
 from vlmserve.kernels.activation import activation
 from vlmserve.kernels.adapters import LinearAdapters
 from vlmserve.kernels.choice import multiplies_bfloat16
+from vlmserve.kernels.gguf_weight import GGUFWeight
 from vlmserve.kernels.operations import NO_EPILOGUE, AnyWeight, Epilogue
 from vlmserve.kernels.quantized import QuantizedWeight
-from vlmserve.kernels.superblocks import SuperblockWeight
 
 PACKING_ROWS = 64
 """Any number of rows from here on gives the arrangement that is fastest for few and for many rows."""
@@ -199,7 +199,7 @@ def torch_linear(
     weight: AnyWeight, bias: Tensor | None, epilogue: Epilogue, dtype: torch.dtype
 ) -> PlainProduct | QuantizedProduct:
     """A product that any device of torch's computes, an `UpcastProduct` where it helps. See `Operations.linear`."""
-    if isinstance(weight, SuperblockWeight):
+    if isinstance(weight, GGUFWeight):
         weight = weight.dequantize().to(dtype)
     device = weight.values.device if isinstance(weight, QuantizedWeight) else weight.device
     slow = device.type == "cpu" and dtype == torch.bfloat16 and not multiplies_bfloat16()
@@ -210,7 +210,7 @@ def torch_linear(
 
 def torch_table(weight: AnyWeight, dtype: torch.dtype) -> PlainProduct | QuantizedProduct:
     """A table that any device of torch's computes. See `Operations.table`."""
-    if isinstance(weight, SuperblockWeight):
+    if isinstance(weight, GGUFWeight):
         weight = weight.dequantize().to(dtype)
     epilogue = Epilogue(float_output=True)
     if isinstance(weight, QuantizedWeight):

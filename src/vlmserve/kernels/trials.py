@@ -17,9 +17,9 @@ from torch.nn import functional as F
 
 from vlmserve.kernels.cpu_native import PackedLinear
 from vlmserve.kernels.extension import extension, supported_isas
+from vlmserve.kernels.gguf_weight import GGUFRows, GGUFWeight
 from vlmserve.kernels.isas import SUPERBLOCK, SUPERBLOCK_BYTES
 from vlmserve.kernels.quantized import QuantizedWeight
-from vlmserve.kernels.superblocks import SuperblockRows, SuperblockWeight
 from vlmserve.remembered import Remembered
 
 KNOWN = Remembered("kernels.json", bool)
@@ -74,7 +74,7 @@ def _try_superblocks() -> bool:
         middle = 0 if bits == 4 else -128
         values = torch.zeros(SIZE, SIZE, dtype=torch.uint8)
         forms = (
-            SuperblockWeight((SuperblockRows(kind, blocks),)),
+            GGUFWeight((GGUFRows(kind, blocks),)),
             QuantizedWeight(bits, group_size, values, scales, middle * scales, input_bits=16),
         )
         times = []

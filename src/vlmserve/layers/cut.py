@@ -9,8 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from vlmserve.kernels.gguf_weight import GGUFWeight
 from vlmserve.kernels.quantized import QuantizedWeight
-from vlmserve.kernels.superblocks import SuperblockWeight
 
 
 class Share(NamedTuple):
@@ -68,8 +68,8 @@ class Cut:
             return rows
         return rows[:, self.columns.first : self.columns.last]
 
-    def of_superblocks(self, weight: SuperblockWeight) -> SuperblockWeight | None:
-        """A part of a whole weight; None if the cut divides a superblock."""
+    def of_blocks(self, weight: GGUFWeight) -> GGUFWeight | None:
+        """A part of a whole weight; None if the cut divides a block."""
         own = weight[torch.cat([torch.arange(first, last) for first, last in self.pieces])]
         return own if self.columns is None else own.inputs(self.columns.first, self.columns.last)
 

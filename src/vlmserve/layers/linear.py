@@ -21,6 +21,7 @@ from vlmserve.kernels.adapters import (
     ReservesRanks,
     TableAdapters,
 )
+from vlmserve.kernels.gguf_weight import GGUFWeight
 from vlmserve.kernels.operations import (
     AnyWeight,
     DeferredNorm,
@@ -35,7 +36,6 @@ from vlmserve.kernels.operations import (
     Table,
 )
 from vlmserve.kernels.quantized import QuantizedWeight
-from vlmserve.kernels.superblocks import SuperblockWeight
 from vlmserve.kernels.torch_products import torch_linear, torch_table
 from vlmserve.layers.cut import Shard
 from vlmserve.layers.layer import Layer
@@ -96,7 +96,7 @@ class Weight(Layer):
         self.bits: int | None = None
         self.adapters: LinearAdapters | None = None
         self.device = device
-        self._quantized: QuantizedWeight | SuperblockWeight | None = None
+        self._quantized: QuantizedWeight | GGUFWeight | None = None
         self._input_order: Tensor | None = None
 
     def settle(self) -> None:
@@ -116,13 +116,13 @@ class Weight(Layer):
             return self._quantized.num_bytes
         return self.in_features * self.out_features * self.dtype.itemsize
 
-    def quantize(self, weight: QuantizedWeight | SuperblockWeight, input_bits: int | None = None) -> None:
+    def quantize(self, weight: QuantizedWeight | GGUFWeight, input_bits: int | None = None) -> None:
         """Take a quantized weight instead of the plain one. input_bits: to keep of inputs, if other than it says."""
+        if input_bits is not None:
+            weight = dataclasses.replace(weight, input_bits=input_bits)
+        if self.makes_logits and weight.bits == 8:
+            weight = dataclasses.replace(weight, input_bits=16)
         if isinstance(weight, QuantizedWeight):
-            if input_bits is not None:
-                weight = dataclasses.replace(weight, input_bits=input_bits)
-            if self.makes_logits and weight.bits == 8:
-                weight = dataclasses.replace(weight, input_bits=16)
             self._input_order = weight.order
             weight = dataclasses.replace(weight, order=None)
         self._quantized = weight
@@ -407,7 +407,7 @@ class Embedding(Layer):
         self.weight = empty_parameter(count, size, dtype=dtype, device=device)
         self.count, self.size, self.dtype = count, size, dtype
         self.table_adapters: TableAdapters | None = None
-        self._quantized: QuantizedWeight | SuperblockWeight | None = None
+        self._quantized: QuantizedWeight | GGUFWeight | None = None
         self._table: Table | None = None
 
     @property
@@ -416,7 +416,7 @@ class Embedding(Layer):
         stored = self._table or self._quantized
         return self.count * self.size * self.dtype.itemsize if stored is None else stored.num_bytes
 
-    def quantize(self, weight: QuantizedWeight | SuperblockWeight) -> None:
+    def quantize(self, weight: QuantizedWeight | GGUFWeight) -> None:
         """Take a quantized table instead of the plain one."""
         self._quantized = weight
         del self.weight

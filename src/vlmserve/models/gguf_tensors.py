@@ -20,9 +20,9 @@ from vlmserve.families.gguf import GGUFText, Metadata
 from vlmserve.gguf.config import text_family
 from vlmserve.gguf.mmproj import ARCHITECTURE, Stored, checkpoint_tensors
 from vlmserve.gguf_header import Header, TensorInfo, read_header
-from vlmserve.kernels.isas import SUPERBLOCK_BYTES
+from vlmserve.kernels.gguf_weight import GGUFRows, GGUFWeight
+from vlmserve.kernels.isas import GROUP_BLOCKS, SUPERBLOCK_BYTES
 from vlmserve.kernels.quantized import QuantizedWeight
-from vlmserve.kernels.superblocks import SuperblockRows, SuperblockWeight
 from vlmserve.models.gguf_blocks import UNPACK
 from vlmserve.models.gguf_heads import DeltaHeads
 
@@ -142,18 +142,17 @@ class GGUFFile:
         whole = [part for part in parts if part is not None]
         return QuantizedWeight.join(whole) if len(whole) == len(parts) else None
 
-    def superblocks(self, name: str) -> SuperblockWeight | None:
-        """A tensor as it is in the file; None if it does not consist of superblocks."""
+    def blocks(self, name: str) -> GGUFWeight | None:
+        """The blocks of a tensor; None if kernels do not pack their type."""
         source = self._sources[name]
         sources = (source, *source.behind)
-        if any(part.info.type not in SUPERBLOCK_BYTES or len(part.info.shape) != 2 or part.frames for part in sources):
+        packed = SUPERBLOCK_BYTES.keys() | GROUP_BLOCKS.keys()
+        if any(part.info.type not in packed or len(part.info.shape) != 2 or part.frames for part in sources):
             return None
         if source.columns is not None:
-            # A superblock may hold columns of several heads.
+            # A block may hold columns of several heads.
             return None
-        return SuperblockWeight.join(
-            [SuperblockWeight((SuperblockRows(part.info.type, _blocks(part)),)) for part in sources]
-        )
+        return GGUFWeight.join([GGUFWeight((GGUFRows(part.info.type, _blocks(part)),)) for part in sources])
 
 
 def _quantized(source: _Source) -> QuantizedWeight | None:

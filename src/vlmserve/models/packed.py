@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from vlmserve.errors import MissingWeightsError, ModelLoadError
+from vlmserve.kernels.gguf_weight import GGUFWeight
 from vlmserve.kernels.operations import Operations
 from vlmserve.kernels.quantized import QuantizedWeight
-from vlmserve.kernels.superblocks import SuperblockWeight
 from vlmserve.layers.cut import Cut
 from vlmserve.layers.layer import allocate
 from vlmserve.layers.linear import Embedding, GatedLinear, Linear, TiedEmbedding
@@ -114,7 +114,7 @@ def load_blocks(
         names = weight_names(path, module)
         if not checkpoint.names.issuperset(names) or (isinstance(module, GatedLinear) and module.bias is not None):
             continue
-        if keeps_superblocks and _take_superblocks(checkpoint, path, module, names):
+        if _take_blocks(checkpoint, path, module, names, keeps_superblocks, input_bits):
             if not any(module_slots(path, module)):
                 settle(module)
             continue
@@ -134,32 +134,39 @@ def load_blocks(
                 settle(module)
 
 
-def _take_superblocks(
-    checkpoint: Checkpoint, path: str, module: Linear | TiedEmbedding | Embedding, names: Sequence[str]
+def _take_blocks(
+    checkpoint: Checkpoint,
+    path: str,
+    module: Linear | TiedEmbedding | Embedding,
+    names: Sequence[str],
+    keeps_superblocks: bool,
+    input_bits: int | None,
 ) -> bool:
-    """Whether a layer's weights are superblocks that the layer took as they are."""
+    """Give a layer the blocks of its weights, if it can store all of them. Returns whether it did."""
     slots, cuts = dict(module_slots(path, module)), module_cuts(path, module)
     weights = []
     for name in names:
-        weight, cut = checkpoint.superblocks(name), cuts.get(name)
-        if weight is None or list(weight.shape) != _whole_shape(slots[name], cut):
+        weight, cut = checkpoint.blocks(name), cuts.get(name)
+        if weight is None or (weight.group_blocks is None and not keeps_superblocks):
             return False
-        own = weight if cut is None else cut.of_superblocks(weight)
+        if list(weight.shape) != _whole_shape(slots[name], cut):
+            return False
+        own = weight if cut is None else cut.of_blocks(weight)
         if own is None:
             return False
         weights.append(own)
     del slots
-    joined = SuperblockWeight.beside(weights)
+    joined = GGUFWeight.beside(weights)
     if isinstance(module, GatedLinear):
         if not joined.is_pair:
             return False
     elif not joined.fills_tiles:
-        joined = SuperblockWeight.join(weights)
+        joined = GGUFWeight.join(weights)
         if not joined.fills_tiles:
             return False
     for name in names:
         checkpoint.hash(name)
-    module.quantize(joined)
+    module.quantize(joined) if isinstance(module, Embedding) else module.quantize(joined, input_bits)
     return True
 
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from vlmserve.errors import MissingWeightsError, ModelLoadError
+from vlmserve.kernels.gguf_weight import GGUFWeight
 from vlmserve.kernels.quantized import QuantizedWeight
-from vlmserve.kernels.superblocks import SuperblockWeight
 from vlmserve.layers.cut import Cut, Shard
 from vlmserve.layers.layer import allocate
 from vlmserve.layers.linear import MergedLinear
@@ -134,11 +134,11 @@ class Checkpoint:
             self.hash(name)
         return weight
 
-    def superblocks(self, name: str) -> SuperblockWeight | None:
-        """A tensor of a GGUF file as it is there; None if it does not consist of superblocks."""
+    def blocks(self, name: str) -> GGUFWeight | None:
+        """The blocks of a GGUF file's tensor; None if kernels do not pack their type."""
         path, key = self._keys[name]
         with self.open(path) as file:
-            return file.superblocks(key) if isinstance(file, GGUFFile) else None
+            return file.blocks(key) if isinstance(file, GGUFFile) else None
 
     def hash(self, name: str) -> None:
         """Add a tensor to `digests` while its pages are in memory."""

@@ -11,7 +11,7 @@ import torch
 
 from vlmserve.devices.device import LaidOutTower
 from vlmserve.devices.graphs import MOST_TILES, captured_sequences
-from vlmserve.errors import ConfigurationError
+from vlmserve.errors import CapacityError
 from vlmserve.kernels.attention import BatchMetadata
 from vlmserve.kernels.blocks import allocate_states
 from vlmserve.kernels.states import StateRows
@@ -128,12 +128,12 @@ def num_pages(
     """Pages that fit into `budget` bytes, at most as many as `max_num_seqs` full contexts can fill.
 
     max_chunk: maximum number of tokens in a step. passes: of the model, each of which has pages of its own.
-    Raises ConfigurationError if not even one block of all layers fits.
+    Raises CapacityError if not even one block of all layers fits.
     """
     useful = passes * max_num_seqs * of_tokens.pages(max_model_len, max_chunk)
     pages = min(budget // of_tokens.page, useful)
     if pages < len(of_tokens.windows):
-        raise ConfigurationError(
+        raise CapacityError(
             f"the KV cache has {max(budget, 0):,} bytes and a block of {of_tokens.block_size} tokens needs "
             f"{of_tokens.block:,}; "
             "free memory, set --kv-cache-memory, or take a smaller model or dtype"

@@ -20,5 +20,5 @@ namespace {
 
 extern const Kernels PRODUCTS_OF(VLMSERVE_ISA) __asm__("kernels_" NAME_OF(VLMSERVE_ISA));
 const Kernels PRODUCTS_OF(VLMSERVE_ISA) = {
-    NAME_OF(VLMSERVE_ISA), pack, pack_quantized, pack_superblocks, gather, linear_scratch, linear,
+    NAME_OF(VLMSERVE_ISA), pack, pack_quantized, pack_blocks, has_superblocks, gather, linear_scratch, linear,
 };

@@ -83,7 +83,7 @@ struct SuperblockWeight {
         }
         long tiles = (out + 31) / 32, offset = (8 * (tiles + 1) + 63) / 64 * 64;
         packed = std::make_unique<Memory>(offset + tiles * 32 * in / 256 * bytes);
-        kernels->pack_superblocks(blocks.data(), nullptr, static_cast<std::uint8_t*>(packed->data()), out, in, kind, 0, offset, 0, 2);
+        kernels->pack_blocks(blocks.data(), nullptr, static_cast<std::uint8_t*>(packed->data()), out, in, kind, 0, offset, 0, 2);
     }
 
     double at(long row, long column) const { return values[static_cast<std::size_t>(row * in + column)]; }
@@ -158,7 +158,7 @@ inline void test_superblock_rows(int kind, int dtype) {
 }
 
 inline void test_superblocks() {
-    if (!kernels->pack_superblocks) return;
+    if (!kernels->has_superblocks) return;
     for (int kind : {Q2_K_KIND, Q3_K_KIND, Q4_K_KIND, Q5_K_KIND, Q6_K_KIND, IQ4_XS_KIND})
         for (int dtype : {FLOAT32, BFLOAT16}) {
             test_superblock_products(kind, dtype);

@@ -34,9 +34,19 @@ void gather(const void* packed, const std::int64_t* ids, void* y, long count, lo
         gather_as<BFloat16>(packed, ids, y, count, in, form, threads);
 }
 
-#if !defined(INTEGER_INPUTS)
-constexpr decltype(Kernels::pack_superblocks) pack_superblocks = nullptr;
+#if defined(INTEGER_INPUTS)
+constexpr bool has_superblocks = true;
+#else
+constexpr bool has_superblocks = false;
 #endif
+
+void pack_blocks(const u8* blocks, const u8* ups, u8* packed, long out, long in, int kind, [[maybe_unused]] long first_tile,
+                 long offset, int gated, int threads) {
+#if defined(INTEGER_INPUTS)
+    if (is_superblock(kind)) return pack_superblocks(blocks, ups, packed, out, in, kind, first_tile, offset, gated, threads);
+#endif
+    pack_group_blocks(blocks, ups, packed + offset, out, in, kind, gated, threads);
+}
 
 }  // namespace
 
@@ -47,7 +57,7 @@ constexpr decltype(Kernels::pack_superblocks) pack_superblocks = nullptr;
 
 extern const Kernels TABLE_OF(VLMSERVE_ISA);
 const Kernels TABLE_OF(VLMSERVE_ISA) = {
-    NAME_OF(VLMSERVE_ISA), pack, pack_quantized, pack_superblocks, gather, linear_scratch, linear, norm, gate,
-    attention_scratch, attention, encoder_attention_scratch, encoder_attention, rotation, delta_scratch,
+    NAME_OF(VLMSERVE_ISA), pack, pack_quantized, pack_blocks, has_superblocks, gather, linear_scratch, linear, norm,
+    gate, attention_scratch, attention, encoder_attention_scratch, encoder_attention, rotation, delta_scratch,
     delta, convolution, experts_scratch, experts, program_scratch, program, sampling_scratch, sampling,
 };

@@ -19,7 +19,7 @@ const Kernels* selected = nullptr;
 constexpr long LONG_WORK = 1L << 24;
 
 // Changes whenever arguments do, see kernels/extension.py.
-constexpr long INTERFACE = 9;
+constexpr long INTERFACE = 10;
 
 // Arguments as they come: every one is an integer, an address among them, except where `number` is called.
 class Arguments {
@@ -137,9 +137,9 @@ PyObject* pack_quantized(PyObject*, PyObject* const* values, Py_ssize_t count) {
                [&] { selected->pack_quantized(weight, scales, minimums, packed, out, in, bits, group, gated, threads); });
 }
 
-PyObject* has_superblocks(PyObject*, PyObject*) { return PyBool_FromLong(selected->pack_superblocks != nullptr); }
+PyObject* has_superblocks(PyObject*, PyObject*) { return PyBool_FromLong(selected->has_superblocks); }
 
-PyObject* pack_superblocks(PyObject*, PyObject* const* values, Py_ssize_t count) {
+PyObject* pack_blocks(PyObject*, PyObject* const* values, Py_ssize_t count) {
     Arguments from(values, count, 10);
     const auto* blocks = static_cast<const std::uint8_t*>(from.address());
     const auto* ups = static_cast<const std::uint8_t*>(from.address());
@@ -149,7 +149,7 @@ PyObject* pack_superblocks(PyObject*, PyObject* const* values, Py_ssize_t count)
     long first_tile = from.integer(), offset = from.integer();
     int gated = static_cast<int>(from.integer()), threads = static_cast<int>(from.integer());
     return run(from, out * in,
-               [&] { selected->pack_superblocks(blocks, ups, packed, out, in, kind, first_tile, offset, gated, threads); });
+               [&] { selected->pack_blocks(blocks, ups, packed, out, in, kind, first_tile, offset, gated, threads); });
 }
 
 PyObject* gather(PyObject*, PyObject* const* values, Py_ssize_t count) {
@@ -455,7 +455,7 @@ PyMethodDef methods[] = {
     {"operation_fields", operation_fields, METH_NOARGS, "Name, offset, size and whether it is a float, of each field."},
     FAST(pack, "weight, packed, out, in, dtype, gated, threads"),
     FAST(pack_quantized, "weight, scales, minimums, packed, out, in, bits, group, gated, threads"),
-    FAST(pack_superblocks, "blocks, ups, packed, out, in, kind, first_tile, offset, gated, threads"),
+    FAST(pack_blocks, "blocks, ups, packed, out, in, kind, first_tile, offset, gated, threads"),
     FAST(gather, "packed, ids, y, count, in, dtype, bits, group, minimums, threads"),
     FAST(linear, "The fields of LinearArgs in order, without scratch and shrunk."),
     FAST(norm, "The fields of NormArgs in order."),

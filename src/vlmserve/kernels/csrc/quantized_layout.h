@@ -40,6 +40,9 @@ INLINE u8v nibbles(u8v bytes, int part) {
 // The value of 4 bits that stands for zero in groups without minimums.
 constexpr int MIDDLE_OF_4_BITS = 8;
 
+// Weights in a block of a GGUF file that is no superblock, and blocks of a row that are packed after each other.
+constexpr long BLOCK_WEIGHTS = 32, BLOCKS_AT_ONCE = 8;
+
 // What codes stand for: `kvalues_iq4nl` in llama.cpp's ggml-common.h.
 constexpr signed char CODES[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
 
@@ -133,6 +136,78 @@ void pack_quantized(const u8* weight, const float* scales, const float* minimums
     };
     each_range(threads, tiles, in * TILE, [&](long first, long last, int) {
         for (long tile = first; tile < last; ++tile) pack_tile(tile);
+    });
+}
+
+// A type of blocks of 32 weights in GGUF files: an f16 scale, an f16 minimum if MINIMUMS, and weights of a byte or of four bits.
+// FIFTHS: four bytes have one more bit of each weight. ADDED: to weights, so that they are unsigned with 128 in the middle.
+template <int BITS_, bool MINIMUMS_, bool FIFTHS = false, int ADDED = 0>
+struct BlockOf {
+    static constexpr int BITS = BITS_;
+    static constexpr bool MINIMUMS = MINIMUMS_, BYTES_OF_WEIGHTS = BITS == 8 && !FIFTHS;
+    static constexpr long FIFTHS_AT = 2 * (1 + MINIMUMS), WEIGHTS_AT = FIFTHS_AT + 4 * FIFTHS;
+    static constexpr long BYTES = WEIGHTS_AT + (BYTES_OF_WEIGHTS ? BLOCK_WEIGHTS : BLOCK_WEIGHTS / 2);
+
+    static void weights(const u8* block, u8* to) {
+        const u8* from = block + WEIGHTS_AT;
+        if (BYTES_OF_WEIGHTS) {
+            for (long i = 0; i < BLOCK_WEIGHTS; ++i) to[i] = static_cast<u8>(from[i] + ADDED);
+            return;
+        }
+        for (long i = 0; i < BLOCK_WEIGHTS / 2; ++i) {
+            to[i] = from[i] & 15;
+            to[BLOCK_WEIGHTS / 2 + i] = from[i] >> 4;
+        }
+        if (!FIFTHS) return;
+        std::uint32_t fifths;
+        __builtin_memcpy(&fifths, block + FIFTHS_AT, sizeof fifths);
+        for (long i = 0; i < BLOCK_WEIGHTS; ++i) to[i] = static_cast<u8>((to[i] | (fifths >> i & 1) << 4) + ADDED);
+    }
+};
+
+// Calls `work` with a type of blocks by its number in a GGUF file. Codes lie like Q4_0's weights.
+template <class Work>
+INLINE void with_block(int kind, Work work) {
+    switch (kind) {
+        case 3: return work(BlockOf<4, true>{});
+        case 6: return work(BlockOf<8, false, true, 128 - 16>{});
+        case 7: return work(BlockOf<8, true, true, 128>{});
+        case 8: return work(BlockOf<8, false, false, 128>{});
+        default: return work(BlockOf<4, false>{});
+    }
+}
+
+// Packs blocks [out, in / 32] as a GGUF file has them. ups: blocks of the second half of gated outputs; null: they follow the
+// gates'.
+void pack_group_blocks(const u8* blocks, const u8* ups, u8* packed, long out, long in, int kind, int gated, int threads) {
+    long tiles = num_tiles(out, gated), features = gated ? out / 2 : out, each = features_of_tile(gated);
+    with_block(kind, [&](auto of) {
+        typedef decltype(of) Block;
+        const WeightForm form(Block::BITS, BLOCK_WEIGHTS, Block::MINIMUMS);
+        long count = in / BLOCK_WEIGHTS, row_bytes = count * Block::BYTES, bytes = form.tile_bytes(in);
+        if (!ups) ups = blocks + features * row_bytes;
+        auto pack_block = [&](const u8* block, u8* to, long lane) {
+            __builtin_memcpy(to + lane * 2, block, 2);
+            if (Block::MINIMUMS) __builtin_memcpy(to + (TILE + lane) * 2, block + 2, 2);
+            u8 weights[BLOCK_WEIGHTS];
+            Block::weights(block, weights);
+            pack_group<Block::BITS>(weights, BLOCK_WEIGHTS, to + form.parameter_bytes() + lane * 4);
+        };
+        each_range(threads, tiles, in * TILE, [&](long first, long last, int) {
+            for (long tile = first; tile < last; ++tile) {
+                u8* to = packed + tile * bytes;
+                if ((tile + 1) * each > features) __builtin_memset(to, 0, static_cast<std::size_t>(bytes));
+                // Some blocks of a row at once: reading another row takes time.
+                for (long start = 0; start < count; start += BLOCKS_AT_ONCE)
+                    for (long lane = 0; lane < TILE; ++lane) {
+                        long feature = tile * each + lane % each;
+                        if (feature >= features) continue;
+                        const u8* row = (lane < each ? blocks : ups) + feature * row_bytes;
+                        for (long i = start; i < smaller(start + BLOCKS_AT_ONCE, count); ++i)
+                            pack_block(row + i * Block::BYTES, to + i * form.group_bytes(), lane);
+                    }
+            }
+        });
     });
 }
 

@@ -165,6 +165,9 @@ struct IQ4_XS : KindOf<136, 4, 0, 32, false, OFFSET, true, 1, true> {
     }
 };
 
+// Whether a type of a GGUF file consists of superblocks.
+INLINE bool is_superblock(int kind) { return (kind >= 10 && kind <= 14) || kind == 23; }
+
 // Calls `work` with a kind by its number in a GGUF file.
 template <class Work>
 INLINE auto with_kind(int kind, Work work) {

@@ -5,7 +5,7 @@
 
 enum DType : int { FLOAT32 = 0, BFLOAT16 = 1 };
 
-// `weight_bits` of weights that `pack_superblocks` packs: each tile says its own.
+// `weight_bits` of superblocks: each tile says its own.
 constexpr int SUPERBLOCKS = 1;
 // `weight_bits` of weights in groups that are codes of 4 bits (quantized_layout.h).
 constexpr int CODED_GROUPS = 2;
@@ -321,9 +321,12 @@ struct Kernels {
     void (*pack)(const void* weight, void* packed, long out, long in, int dtype, int gated, int threads);
     void (*pack_quantized)(const std::uint8_t* weight, const float* scales, const float* minimums, std::uint8_t* packed, long out,
                            long in, int bits, long group, int gated, int threads);
-    // See superblocks_layout.h; null: no products with such weights.
-    void (*pack_superblocks)(const std::uint8_t* blocks, const std::uint8_t* ups, std::uint8_t* packed, long out, long in, int kind,
-                             long first_tile, long offset, int gated, int threads);
+    // Packs blocks of a GGUF file. kind: their type there. first_tile: of superblocks, see superblocks_layout.h. offset: of the
+    // first tile. ups: blocks of the second half of gated outputs; null: they follow the gates'.
+    void (*pack_blocks)(const std::uint8_t* blocks, const std::uint8_t* ups, std::uint8_t* packed, long out, long in, int kind,
+                        long first_tile, long offset, int gated, int threads);
+    // Whether there are products with superblocks.
+    bool has_superblocks;
     // Bits, group and minimums: as in LinearArgs.
     void (*gather)(const void* packed, const std::int64_t* ids, void* y, long count, long in, int dtype, int bits, long group,
                    int minimums, int threads);
