@@ -2,6 +2,7 @@
 
     python -m benchmarks.retrieval
     python -m benchmarks.retrieval --texts 200 --vlm pixie --turns 3 --json report.json
+    python -m benchmarks.retrieval --texts 0 --vlm Qwen/Qwen3-VL-2B-Instruct --quantize int4
 
 Embeddings run on SmolLM2-135M's shape with random weights. "Of prefill" divides their tokens/s by those of the same
 prompts with answers of one token. Nothing is cached. Decisions are predicates about one new image. "Of chats together"
@@ -108,11 +109,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         prog="python -m benchmarks.retrieval", description=(__doc__ or "").split("\n\n")[0]
     )
     parser.add_argument("--shape", choices=SHAPES, default="smollm2-135m", help="of the model that embeds")
-    parser.add_argument("--texts", type=int, default=1000)
+    parser.add_argument("--texts", type=int, default=1000, help="texts to embed (default 1000; 0: only decide)")
     parser.add_argument("--text-tokens", type=span, default=(8, 32), metavar="LOW-HIGH")
     parser.add_argument(
         "--vlm", nargs="*", default=["pixie", "qwen3-vl"], help="models that decide: names, folders, or random ones"
     )
+    parser.add_argument("--quantize", choices=["int8", "int4"], help="weights of models that decide")
     parser.add_argument("--questions", type=int, default=32)
     parser.add_argument("--image-size", type=int, default=448)
     parser.add_argument("--turns", type=int, default=5)
@@ -121,11 +123,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     rows = []
     with tempfile.TemporaryDirectory(prefix="vlmserve-retrieval-") as place:
         folder, shape = Path(place), SHAPES[options.shape]
-        write_checkpoint(folder / "text", shape.model_class, shape.text, None, RANDOM_MODELS["qwen3-vl"])
-        with LLM(str(folder / "text"), kv_cache_memory="512MiB", enable_prefix_caching=False) as llm:
-            rows.append(embedding_row(llm, options.shape, options.texts, options.text_tokens, options.turns))
+        if options.texts:
+            write_checkpoint(folder / "text", shape.model_class, shape.text, None, RANDOM_MODELS["qwen3-vl"])
+            with LLM(str(folder / "text"), kv_cache_memory="512MiB", enable_prefix_caching=False) as llm:
+                rows.append(embedding_row(llm, options.shape, options.texts, options.text_tokens, options.turns))
+        weights = {} if options.quantize is None else {"quantize": options.quantize}
         for name in options.vlm:
-            with LLM(_vlm(name, folder), kv_cache_memory="1GiB") as llm:
+            with LLM(_vlm(name, folder), kv_cache_memory="1GiB", **weights) as llm:
                 rows.append(decision_row(llm, name, options.questions, options.image_size, options.turns))
     report = {
         "title": "Embeddings and decisions",

@@ -378,6 +378,9 @@ class ServerConfig(Settings):
     max_messages: int = Field(
         10_000, ge=1, description="Maximum number of messages, items or tools in a request, with their parts."
     )
+    max_vector_memory: ByteSize = Field(
+        512 * 1024**2, description="Maximum size of the vectors that a request computes, as float32."
+    )
     max_stop_strings: int = Field(
         16, ge=0, le=MAX_STOP_STRINGS, description="Maximum number of stop strings in a request."
     )

@@ -10,7 +10,7 @@ print(result.text)
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from itertools import repeat
 from typing import TYPE_CHECKING, Any, Literal, Self, Unpack, cast, overload
@@ -229,7 +229,7 @@ class LLM(OfflineModel[Iterator[str]]):
         names = repeat(self._load_adapter(one)) if several is None else [self._load_adapter(each) for each in several]
         call.check_all()
 
-        def results() -> Iterator[Any]:
+        def results() -> Generator[Any, None, None]:
             total = len(call.items) if isinstance(call.items, Sequence) else None
             with _progress(total, use_tqdm) as advance:
                 batch = OfflineBatch(
@@ -245,7 +245,10 @@ class LLM(OfflineModel[Iterator[str]]):
                     for number, outcome in enumerate(outcomes):
                         yield call.result_of(outcome, number)
 
-        return results() if stream else call.combined(list(results()))
+        if stream:
+            return results()
+        with closing(results()) as found:
+            return call.combined(found)
 
 
 @contextmanager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from inspect import signature
 from itertools import repeat
@@ -106,8 +106,8 @@ class Call:
     lora_request: Adapters
     schema: Any = None
     """A JSON schema or a pydantic model that answers fit, if results are objects."""
-    combine: Callable[[list[Any]], list[Any]] | None = None
-    """Makes the results of all items; None: each item has its own."""
+    combine: Callable[[Iterable[Any]], list[Any]] | None = None
+    """Makes the results of all items, which come in order; None: each item has its own."""
     before: Call | None = None
     """Computed first: the items find it cached."""
     is_prepared: bool = False
@@ -178,9 +178,9 @@ class Call:
                 raise
             return error
 
-    def combined(self, results: list[Any]) -> list[Any]:
+    def combined(self, results: Iterable[Any]) -> list[Any]:
         """Return what the caller gets for all items."""
-        return results if self.combine is None else self.combine(results)
+        return list(results) if self.combine is None else self.combine(results)
 
     def check_all(self) -> None:
         """Find what is wrong before anything runs, as far as that is possible without preparing it.
@@ -350,7 +350,7 @@ class Prompts:
                 preparer.chat(item, allow_local=True, template_settings=settings, **options), task=scorer.task
             )
 
-        def combine(results: list[Any]) -> list[Any]:
+        def combine(results: Iterable[Any]) -> list[Any]:
             scores = scorer.scores(_values(results), len(first))
             return [ScoringRequestOutput(ScoringOutput(score)) for score in scores]
 
@@ -388,7 +388,7 @@ class Prompts:
         asked = [one.after(messages) for one in questions]
         shared, prompts = with_shared(chats_of(preparer, asked, allow_local=True, **options))
 
-        def combine(results: list[Any]) -> list[Any]:
+        def combine(results: Iterable[Any]) -> list[Any]:
             divisor = temperature or decider.temperature
             return [probabilities(values, divisor) for values in _values(results)]
 
@@ -413,7 +413,12 @@ class Prompts:
             return call
         return replace(
             call,
-            before=replace(call, items=[shared], prepare=lambda one: Prepared(one, task=Prefill()), combine=_values),
+            before=replace(
+                call,
+                items=[shared],
+                prepare=lambda one: Prepared(one, task=Prefill()),
+                combine=lambda results: list(_values(results)),
+            ),
         )
 
     def _text_prompt(self, prompt: TextPrompt) -> Prepared:
@@ -486,12 +491,12 @@ _FILES = (str, bytes, os.PathLike, list, tuple)
 """What in a list of videos is one of them, and not a frame: a file, or a list of frames."""
 
 
-def _values(results: Sequence[PoolingRequestOutput]) -> list[Any]:
-    """The values of results. Raises VLMServeError if one failed."""
-    failed = next((one.outputs.error for one in results if one.outputs.error is not None), None)
-    if failed is not None:
-        raise VLMServeError(failed)
-    return [one.outputs.data for one in results]
+def _values(results: Iterable[PoolingRequestOutput]) -> Iterator[Any]:
+    """The values of results, as they come. Raises VLMServeError if one failed."""
+    for one in results:
+        if one.outputs.error is not None:
+            raise VLMServeError(one.outputs.error)
+        yield one.outputs.data
 
 
 def _listed(one_or_many: Any) -> list[Any]:

@@ -42,6 +42,11 @@ class Embed(msgspec.Struct, frozen=True, tag=True):
         """The shape of the result for a prompt of that many tokens, for `reshape`."""
         return (num_tokens, -1) if self.pooling == "all" else (-1,)
 
+    def num_bytes(self, num_tokens: int, size: int) -> int:
+        """Memory of the result for a prompt of that many tokens. size: elements of a whole vector."""
+        vectors = num_tokens if self.pooling == "all" else 1
+        return 4 * vectors * (self.dimensions or size)
+
 
 class Score(msgspec.Struct, frozen=True, tag=True):
     """Log probabilities of continuations of the prompt, by the model's own logits.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3
 from tests.checkpoints import make_text_model
 from vlmserve import LLM
 from vlmserve.errors import InvalidRequestError
-from vlmserve.frontend.scoring import INSTRUCTION
+from vlmserve.frontend.scoring import INSTRUCTION, make_scorer
 
 QUERY = "a red circle"
 DOCUMENTS = ["there is a circle on the left", "two blue squares", "yes or no"]
@@ -68,6 +70,21 @@ def test_embedding_models_compare_vectors(folder, theirs):
     np.testing.assert_allclose(found, cosines.numpy(), atol=1e-4)
     pairs = llm.score(DOCUMENTS, DOCUMENTS, use_tqdm=False)
     np.testing.assert_allclose([one.outputs.score for one in pairs], 1, atol=1e-6)
+
+
+def test_vectors_are_dropped_once_they_are_compared(folder):
+    scorer = make_scorer(LLM(str(folder), engine="mock", pooling="all").preparer)
+    held: list[weakref.ref[np.ndarray]] = []
+
+    def results() -> Iterator[np.ndarray]:
+        for number in range(5):
+            assert sum(one() is not None for one in held) <= 2, "only the query and the last document"
+            vector = np.full((3, 4), number, np.float32)
+            held.append(weakref.ref(vector))
+            yield vector
+            del vector
+
+    assert scorer.scores(results(), 1) == [0.0] * 4
 
 
 def test_wrong_pairs_are_explained(folder):

@@ -17,6 +17,7 @@ from tests.server.test_chat import data_url
 from vlmserve.errors import InvalidRequestError
 
 DOCUMENTS = ["A red circle", "Two blue squares", "A green star"]
+LONG = "red circle " * 100
 
 
 @pytest.fixture(scope="module")
@@ -118,7 +119,7 @@ def test_images_are_ranked(judge):
 def retriever(tmp_path_factory) -> Iterator[LiveServer]:
     """A model whose tokens have vectors."""
     folder = make_mock_checkpoint(tmp_path_factory.mktemp("retriever"))
-    with LiveServer(folder, engine={"pooling": "all"}) as server:
+    with LiveServer(folder, engine={"pooling": "all"}, server={"max_vector_memory": 50_000}) as server:
         yield server
 
 
@@ -130,6 +131,21 @@ def test_vectors_of_tokens_are_compared(retriever):
     ranked = post(retriever, "/v2/rerank", query="red", documents=DOCUMENTS).json()["results"]
     shares = {one["index"]: one["relevance_score"] * len(vectors[0]) for one in ranked}
     np.testing.assert_allclose([shares[place] for place in range(3)], np.maximum(expected, 0), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("path", "param", "fields"),
+    [("/v1/rerank", "documents", {"query": "red", "documents": [LONG]}), ("/v1/embeddings", "input", {"input": LONG})],
+)
+def test_vectors_of_a_request_are_limited(retriever, path, param, fields):
+    error = post(retriever, path, **fields).json()["error"]
+    assert (error["type"], error["param"]) == ("invalid_request_error", param)
+    assert "50,000 are allowed (--max-vector-memory): send fewer inputs" in error["message"]
+
+
+def test_few_dimensions_fit_into_the_limit(retriever):
+    answer = post(retriever, "/v1/embeddings", input=LONG, dimensions=1)
+    assert answer.status_code == 200, answer.text
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import islice
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import numpy as np
@@ -68,8 +69,11 @@ class Scorer(ABC):
     def _asked(self, queries: Sequence[Side], documents: Sequence[Side], instruction: str | None) -> list[Asked]: ...
 
     @abstractmethod
-    def scores(self, results: Sequence[Result], num_queries: int, *, bounded: bool = False) -> list[float]:
-        """Return one score for each document. results: one for each prompt. bounded: make scores from 0 to 1."""
+    def scores(self, results: Iterable[Result], num_queries: int, *, bounded: bool = False) -> list[float]:
+        """Return one score for each document.
+
+        results: one for each prompt, in order; each is used when it comes. bounded: make scores from 0 to 1.
+        """
 
 
 class VectorScorer(Scorer):
@@ -88,12 +92,14 @@ class VectorScorer(Scorer):
     def _query(self, query: Side) -> Asked:
         return _vector_of(query)
 
-    def scores(self, results: Sequence[Result], num_queries: int, *, bounded: bool = False) -> list[float]:
-        queries, documents = results[:num_queries], results[num_queries:]
-        whole = _repeated(queries, documents)
-        scores = [self._similarity(*pair) for pair in zip(whole, documents, strict=True)]
-        if bounded:
-            return [min(1.0, max(0.0, score / self._most(query))) for query, score in zip(whole, scores, strict=True)]
+    def scores(self, results: Iterable[Result], num_queries: int, *, bounded: bool = False) -> list[float]:
+        documents = iter(results)
+        queries = list(islice(documents, num_queries))
+        scores = []
+        for number, document in enumerate(documents):
+            query = queries[number % num_queries]
+            score = self._similarity(query, document)
+            scores.append(min(1.0, max(0.0, score / self._most(query))) if bounded else score)
         return scores
 
     def _similarity(self, query: Result, document: Result) -> float:
@@ -166,10 +172,8 @@ class JudgeScorer(Scorer):
             content = f"<Instruct>: {instruction}\n<Query>: {_text(query)}\n<Document>: {_text(document)}"
         return [{"role": "system", "content": _SYSTEM}, {"role": "user", "content": content}]
 
-    def scores(self, results: Sequence[Result], num_queries: int, *, bounded: bool = False) -> list[float]:
-        if not results:
-            return []
-        values = np.array(results, np.float64)
+    def scores(self, results: Iterable[Result], num_queries: int, *, bounded: bool = False) -> list[float]:
+        values = np.array([*results], np.float64).reshape(-1, len(_ANSWERS))
         scores: list[float] = (1 / (1 + np.exp(values[:, 0] - values[:, 1]))).tolist()
         return scores
 
@@ -194,7 +198,7 @@ class ClassScorer(Scorer):
     def _pair(self, query: Side, document: Side) -> Prompt:
         return self._preparer.tokens(self._preparer.encode(_text(query), _text(document)))
 
-    def scores(self, results: Sequence[Result], num_queries: int, *, bounded: bool = False) -> list[float]:
+    def scores(self, results: Iterable[Result], num_queries: int, *, bounded: bool = False) -> list[float]:
         scores = [float(self._classes.probabilities(one)[-1]) for one in results]
         if not bounded or self._classes.activation != "identity":
             return scores

@@ -398,6 +398,7 @@ async def start_generation(
     Raises what `EngineClient.submit_together` does, and InvalidRequestError for a broken grammar.
     """
     request = replace(request, params=service.preparer.answers.with_bad_words(request.params))
+    _check_vectors(service, request)
     grammar, tools = request.params.grammar, request.tools
     relaxed = [] if grammar is None else await service.preparation.check_grammar(grammar, tools)
     shown_ids = frozenset() if tools is None else service.preparer.answers.tool_form.shown_ids
@@ -442,6 +443,20 @@ async def start_generation(
     generation = Generation(service, request, answers, generation_id, first_request_ids, adapter, relaxed)
     generation.shared_output = shared_output
     return generation
+
+
+def _check_vectors(service: Service, request: GenerationRequest) -> None:
+    """Raise InvalidRequestError for vectors that take too much memory together."""
+    task, info, most = request.task, service.client.info, service.config.max_vector_memory
+    if not isinstance(task, Embed):
+        return
+    lengths = [min(len(prompt.token_ids), info.max_prompt_len) for prompt in request.prompts]
+    num_bytes = sum(task.num_bytes(length, info.embedding_size) for length in lengths)
+    if num_bytes > most:
+        raise InvalidRequestError(
+            f"the vectors of this request take {num_bytes:,} bytes, and {most:,} are allowed (--max-vector-memory): "
+            "send fewer inputs at once, or fewer dimensions"
+        )
 
 
 async def _compute_shared(
