@@ -77,6 +77,20 @@ def test_dense_modules_follow_pooling(tmp_path):
         llm.embed("a", dimensions=21)
 
 
+@pytest.mark.parametrize("name", ["pixie", "random"])
+def test_quantized_vectors_have_the_stated_cosine(tmp_path, name):
+    model = name
+    if name == "random":
+        sizes = {"hidden_size": 64, "intermediate_size": 128}
+        model = str(make_text_model(tmp_path, Qwen3ForCausalLM, Qwen3Config, **sizes))
+    options = {"kv_cache_memory": "8MiB", "pooling": "last"}
+    expected = vectors(LLM(model, dtype="float32", **options), TEXTS)
+    for scheme, least in (("int8", 0.999), ("int4", 0.95)):
+        found = vectors(LLM(model, quantize=scheme, **options), TEXTS)
+        assert (found != expected).any()
+        assert (found * expected).sum(1).min() > least, scheme
+
+
 def write_modules(folder: Path, **configs: dict[str, str]) -> None:
     """Modules of sentence-transformers by the names of their classes, in folders 0, 1 and so on."""
     modules = [{"path": str(place), "type": f"a.{name}"} for place, name in enumerate(configs)]

@@ -411,15 +411,8 @@ class Prompts:
         )
         if shared is None:
             return call
-        return replace(
-            call,
-            before=replace(
-                call,
-                items=[shared],
-                prepare=lambda one: Prepared(one, task=Prefill()),
-                combine=lambda results: list(_values(results)),
-            ),
-        )
+        first = replace(call, items=[shared], prepare=lambda one: Prepared(one, task=Prefill()))
+        return replace(call, before=replace(first, combine=lambda results: [*_values(results)]))
 
     def _text_prompt(self, prompt: TextPrompt) -> Prepared:
         from vlmserve.frontend.messages import check_cache_salt

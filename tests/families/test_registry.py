@@ -109,6 +109,9 @@ def test_untrusted_config_json_has_prompts_or_an_error(config: dict[str, Any]) -
 def test_names_of_language_models_are_found() -> None:
     assert architecture({"architectures": ["ChatGLMModel"]}) == "ChatGLMForConditionalGeneration"
     assert architecture({"model_type": "olmo2"}) == "Olmo2ForCausalLM"
+    assert architecture({"architectures": ["Qwen3Model"]}) == "Qwen3ForCausalLM"
+    with pytest.raises(UnsupportedModelError, match="'Qwen3Model' is not supported"):
+        architecture({"architectures": ["Qwen3Model"], "is_causal": False})
     assert family_of({"model_type": "paligemma"}) is VISION_FAMILIES["paligemma"]
     with pytest.raises(UnsupportedModelError, match=r"not supported, LlamaForCausalLM and .* would be"):
         architecture({"architectures": ["LlamaForCausalLMs"]})

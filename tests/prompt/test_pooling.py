@@ -59,9 +59,14 @@ def test_dense_modules_are_found(tmp_path):
     (tmp_path / "2_Dense" / "config.json").write_text(json.dumps({"activation_function": "torch.nn.a.Identity"}))
     vectors = read_vectors(tmp_path)
     assert vectors.layers == (StoredLayer("linear", "2_Dense", "Identity"),)
-    (tmp_path / "2_Dense" / "config.json").write_text(json.dumps({"activation_function": "torch.nn.a.Own"}))
-    with pytest.raises(InvalidRequestError, match="the activation Own"):
-        read_vectors(tmp_path).embed()
+    for config, problem in (
+        ({"activation_function": "torch.nn.a.Own"}, "the activation Own"),
+        ({"use_residual": True}, "a Dense module that reads more than the pooled vector"),
+        ({"module_input_name": "token_embeddings"}, "a Dense module that reads more than the pooled vector"),
+    ):
+        (tmp_path / "2_Dense" / "config.json").write_text(json.dumps(config))
+        with pytest.raises(InvalidRequestError, match=problem):
+            read_vectors(tmp_path).embed()
 
 
 @pytest.mark.parametrize(

@@ -20,8 +20,9 @@ VISION_FAMILIES: dict[str, VisionFamily] = {}
 """By `VisionFamily.key`."""
 
 _CLASSIFIER = "ForSequenceClassification"
+_HEADLESS = "Model"
 _GENERATORS = ("ForCausalLM", "ForConditionalGeneration")
-"""Ends of the architectures of a classifier, and of the model that it was made of."""
+"""Ends of the architectures of a classifier, of a model without any head, and of models that generate."""
 DEFAULT_FAMILY = "llama"
 """Family of a config without a ``model_type``, as the first LLaVA checkpoints have it."""
 
@@ -120,11 +121,14 @@ def classifies(config: Config) -> bool:
 def _known_architecture(config: Config) -> str | None:
     others = {other: family.architecture for family in families() for other in family.other_architectures}
     known = architectures()
-    named = [
-        f"{name.removesuffix(_CLASSIFIER)}{head}"
-        for name in _named_architectures(config)
-        for head in (_GENERATORS if name.endswith(_CLASSIFIER) else ("",))
-    ]
+    is_causal = config.get("is_causal") is not False and not config.get("use_bidirectional_attention")
+    endings = (_CLASSIFIER, _HEADLESS) if is_causal else (_CLASSIFIER,)
+    named: list[str] = []
+    for name in _named_architectures(config):
+        generators = [
+            f"{name.removesuffix(end)}{head}" for end in endings if name.endswith(end) for head in _GENERATORS
+        ]
+        named += [name, *generators]
     return next((name for name in (others.get(n, n) for n in named) if name in known), None)
 
 

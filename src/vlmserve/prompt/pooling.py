@@ -28,6 +28,8 @@ _ACTIVATIONS = ("Identity", "Tanh", "ReLU", "GELU", "SiLU")
 """Classes of torch that a Dense module may name."""
 
 
+_POOLED = "sentence_embedding"
+"""sentence-transformers' name of what Pooling makes."""
 _OTHERWISE = "which is not supported; start with --pooling last, mean or cls"
 
 
@@ -121,7 +123,10 @@ def _layers(folder: Path, modules: Sequence[Mapping[str, Any]], kinds: Sequence[
             raise _UnsupportedError(f"the module {kind} after {kinds[place - 1]}")
         if kind == "Dense":
             path = str(module.get("path", ""))
-            activation = str(read_json(folder / path / "config.json").get("activation_function", "Tanh"))
+            config = read_json(folder / path / "config.json")
+            if config.get("use_residual") or config.get("module_input_name", _POOLED) != _POOLED:
+                raise _UnsupportedError("a Dense module that reads more than the pooled vector")
+            activation = str(config.get("activation_function", "Tanh"))
             if (name := activation.rpartition(".")[2]) not in _ACTIVATIONS:
                 raise _UnsupportedError(f"the activation {name}")
             layers.append(StoredLayer("linear", path, name))
