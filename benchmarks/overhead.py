@@ -141,14 +141,14 @@ def measure(url: str, frontend: psutil.Process, case: Case, seconds: float) -> R
     client.start()
     receiver.recv()
     processes = [frontend, engine, psutil.Process(client.pid)]
-    before = [_processor_seconds(process) for process in processes]
+    before = [processor_seconds(process) for process in processes]
     answered, failed, elapsed = receiver.recv()
-    spent = [(_processor_seconds(process) - start) / elapsed for process, start in zip(processes, before, strict=True)]
+    spent = [(processor_seconds(process) - start) / elapsed for process, start in zip(processes, before, strict=True)]
     client.join()
     return Result(case.name, case.unit, answered * case.work / elapsed, failed, *spent)
 
 
-def _processor_seconds(process: psutil.Process) -> float:
+def processor_seconds(process: psutil.Process) -> float:
     with contextlib.suppress(psutil.NoSuchProcess):
         times = process.cpu_times()
         return times.user + times.system

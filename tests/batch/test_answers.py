@@ -133,7 +133,7 @@ def test_requests_are_sent_as_they_are() -> None:
     ]
     with served(answer) as url:
         results = dict(ServerAnswers(url, None, 1).answer(requests))
-        ServerAnswers(url, "mine", 1)._ask(requests[0])
+        ServerAnswers(url, "mine", 1).ask(requests[0])
     assert results[0] == Result("two", "stop", "", 5, 1)
     assert results[1] == Result("three", "length")
     assert results[2] == Result("four", "stop", "", 2, 1)

@@ -27,7 +27,7 @@ def test_overhead_is_measured_of_three_processes(monkeypatch: pytest.MonkeyPatch
         return float(len(measured))
 
     monkeypatch.setattr(overhead, "ask", report)
-    monkeypatch.setattr(overhead, "_processor_seconds", count)
+    monkeypatch.setattr(overhead, "processor_seconds", count)
     result = overhead.measure("http://unused", frontend, overhead.cases(2)[1], 0.0)
     assert (result.rate, result.failed) == (6 * overhead.ANSWER_TOKENS / 2.0, 1)
     assert (result.frontend, result.engine, result.client) == (1.5, 1.5, 1.5)

@@ -63,7 +63,7 @@ def server(tmp_path_factory) -> Iterator[LiveServer]:
         add(engine, request)
         said = scripted_answer(tokenizer.decode(request.prompt.token_ids, skip_special_tokens=False))
         if said is not None:
-            answer, ids = engine._unfinished[request.request_id], tokenizer.encode(said).ids
+            answer, ids = engine.unfinished[request.request_id], tokenizer.encode(said).ids
             answer.tokens, answer.length = itertools.cycle(ids), len(ids)
 
     with pytest.MonkeyPatch.context() as patch:

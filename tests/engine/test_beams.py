@@ -165,7 +165,7 @@ def test_aborting_a_search_frees_all_of_it(llama: Oracle, steps: int) -> None:
     assert finished(engine) == {}
     engine.add(request("a", llama.prompt(0, 30), 2))
     assert finished(engine)["a"].finish_reason == "length"
-    assert len(engine.runner._requests._states) <= 2
+    assert len(engine.runner.requests) <= 2
     assert "a" not in engine.scheduler
 
 

@@ -8,6 +8,7 @@ import msgspec
 import pytest
 import zmq
 
+from tests.waiting import wait_until
 from vlmserve.engine import heartbeat
 from vlmserve.engine.heartbeat import Beat, Heartbeat, StepClock, beat_endpoint
 
@@ -39,7 +40,14 @@ def test_heartbeats_say_how_long_steps_take(tmp_path, monkeypatch: pytest.Monkey
 
 def test_nobody_has_to_read_beats(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(heartbeat, "INTERVAL", 0.0005)
+    beats = 0
+
+    def rank_silence() -> float:
+        nonlocal beats
+        beats += 1
+        return 0.0
+
     with zmq.Context() as context:
-        beating = Heartbeat(context, f"ipc://{tmp_path}/engine", StepClock())
-        time.sleep(0.1)
+        beating = Heartbeat(context, f"ipc://{tmp_path}/engine", StepClock(), rank_silence)
+        wait_until(lambda: beats > 100)
         beating.close()

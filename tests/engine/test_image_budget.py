@@ -82,9 +82,11 @@ def assert_nothing_is_left(engine: Engine, prompt: Prompt | None = None) -> None
         engine.step()
     # What was given up is dropped with the next step that runs.
     generate(engine, [prompt or Prompt([5, 6])])
-    images = engine.runner._images
-    assert images._unfinished == {}
-    assert images.embeddings.keys() == engine._images.cache._sizes.keys()
+    images = engine.runner.images
+    assert images.unfinished == {}
+    cache = engine._images.cache
+    assert len(images.embeddings) == len(cache)
+    assert all(key in cache for key in images.embeddings)
     assert engine.stats().encoder_cache_pinned == 0
 
 

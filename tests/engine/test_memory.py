@@ -108,7 +108,7 @@ def test_an_image_that_is_too_large_fails_alone(
         decoding = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
         engine.add(EngineRequest("decoding", llava.prompt(9, 5), decoding))
         collect(engine, outputs)
-    large, pixels = requests[1].prompt.images[0].image.key, ImageEncoder._pixels
+    large, pixels = requests[1].prompt.images[0].image.key, ImageEncoder.upload
 
     def checked(self: ImageEncoder, image: ImageInput) -> torch.Tensor:
         if image.key == large:
@@ -116,7 +116,7 @@ def test_an_image_that_is_too_large_fails_alone(
         return pixels(self, image)
 
     with monkeypatch.context() as patch:
-        patch.setattr(ImageEncoder, "_pixels", checked)
+        patch.setattr(ImageEncoder, "upload", checked)
         for one in requests:
             engine.add(one)
         while engine.has_work():

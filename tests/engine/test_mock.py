@@ -148,14 +148,14 @@ def test_evicted_grammar_compiles_outside_of_the_step(folder, monkeypatch):
     for grammar in (Grammar.choice(["one"]), Grammar.choice(["two"])):
         engine.grammars.check(grammar)  # as the engine process does before it adds a request
     release, threads = threading.Event(), []
-    compile_one = engine.grammars._compile
+    compile_one = engine.grammars.compile_one
 
     def record(grammar: Grammar):
         threads.append(threading.current_thread())
         assert release.wait(60)
         return compile_one(grammar)
 
-    monkeypatch.setattr(engine.grammars, "_compile", record)
+    monkeypatch.setattr(engine.grammars, "compile_one", record)
     params = SamplingParams(temperature=0, grammar=Grammar.choice(["one"]))
     engine.add(EngineRequest("held", Prompt([5, 6]), params))
     add(engine, "plain")
@@ -175,11 +175,11 @@ def test_aborted_request_frees_the_grammar_threads(folder, monkeypatch):
     for grammar in grammars:
         engine.grammars.check(grammar)
     release, compiled = threading.Event(), []
-    monkeypatch.setattr(engine.grammars, "_compile", lambda grammar: compiled.append(grammar) or release.wait(60))
+    monkeypatch.setattr(engine.grammars, "compile_one", lambda grammar: compiled.append(grammar) or release.wait(60))
     names = [f"r{number}" for number in range(8)]
     for name, grammar in zip(names, grammars, strict=False):
         engine.add(EngineRequest(name, Prompt([5, 6]), SamplingParams(grammar=grammar)))
-    futures = [engine._unfinished[name].compiled for name in names]
+    futures = [engine.unfinished[name].compiled for name in names]
     engine.abort(names)
     release.set()
     wait(futures, 60)

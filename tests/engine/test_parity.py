@@ -264,7 +264,7 @@ def test_logits_are_within_a_ten_thousandth(llava, monkeypatch):
     runner = engine.runner
     original = runner.logits_of
     seen: dict[str, list[torch.Tensor]] = {}
-    update = runner._requests.update
+    update = runner.requests.update
     names: list[str] = []
 
     def recording_update(step):
@@ -278,7 +278,7 @@ def test_logits_are_within_a_ten_thousandth(llava, monkeypatch):
             seen.setdefault(name, []).append(row.clone())
         return logits
 
-    monkeypatch.setattr(runner._requests, "update", recording_update)
+    monkeypatch.setattr(runner.requests, "update", recording_update)
     monkeypatch.setattr(runner, "logits_of", recording_logits)
     prompts = mixed_prompts(llava)
     answers = generate(engine, prompts)

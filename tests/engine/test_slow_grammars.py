@@ -212,7 +212,7 @@ def test_answers_of_later_steps_are_the_same(
 def test_evicted_grammar_compiles_outside_of_the_step(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = engine_of(folder, grammar_cache=1)
     threads = []
-    compile_one = engine.grammars._compile
+    compile_one = engine.grammars.compile_one
 
     def record(grammar: Grammar) -> Any:
         threads.append(threading.current_thread())
@@ -220,7 +220,7 @@ def test_evicted_grammar_compiles_outside_of_the_step(folder: Path, monkeypatch:
 
     for number in range(3):
         engine.add(request_of(f"r{number}", Grammar.choice([f"word {number}"])))
-    monkeypatch.setattr(engine.grammars, "_compile", record)
+    monkeypatch.setattr(engine.grammars, "compile_one", record)
     while engine.has_work():
         engine.step()
     assert len(threads) >= 2
@@ -233,7 +233,7 @@ def test_grammars_to_keep_are_limited_by_their_memory(folder: Path, monkeypatch:
     grammars = [Grammar.choice([letter * 8]) for letter in "abcdef"]
     for grammar in grammars:
         engine.grammars.check(grammar)
-    kept = list(engine.grammars._compiled.values())
+    kept = list(engine.grammars.kept.values())
     assert 1 <= len(kept) < len(grammars)
     assert sum(one.num_bytes for one in kept) <= 5000
     assert all(map(engine.grammars.is_known, grammars))

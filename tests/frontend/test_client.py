@@ -256,7 +256,7 @@ async def test_asking_a_gone_engine_fails(start):
     os.kill(client.process.pid, signal.SIGSTOP)  # so that it cannot answer
     asking = [asyncio.ensure_future(client.calls.inspect()) for _ in range(2)]
     mapping = asyncio.ensure_future(client.calls.map_blocks())
-    await asyncio.sleep(0.01)
+    await asyncio.sleep(0)
     asking[0].cancel()
     os.kill(client.process.pid, signal.SIGKILL)
     with pytest.raises(EngineDeadError, match="SIGKILL"):

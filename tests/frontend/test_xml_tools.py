@@ -18,7 +18,8 @@ from tests.thinking_checkpoint import teach_thoughts
 from vlmserve.errors import InvalidRequestError
 from vlmserve.frontend.requests import RequestPreparer
 from vlmserve.frontend.tool_parser import ToolParser
-from vlmserve.frontend.tools import Function, ToolUse
+from vlmserve.frontend.tools import Function, ToolForm, ToolUse
+from vlmserve.types import Grammar
 
 TEMPLATE = (
     "{%- if tools %}{{- '<|im_start|>system\n<tools>' }}{%- for tool in tools %}{{- '\n' }}{{- tool | tojson }}"
@@ -72,6 +73,29 @@ def preparer(tmp_path_factory) -> RequestPreparer:
     return preparer_for(tmp_path_factory.mktemp("xml"), TEMPLATE, byte_level())
 
 
+def checked_grammar(preparer: RequestPreparer, use: ToolUse) -> tuple[ToolForm, Grammar]:
+    """Return the form of calls and its grammar, which takes text, and no calls that the functions do not allow."""
+    form = preparer.answers.tool_form
+    grammar = form.grammar(use, None)
+    preparer.answers.check_grammar(grammar, use)
+    good = {"text": "a", "count": 5}
+    for bad in (
+        {"count": 5, "text": "a"},
+        {"text": "a"},
+        good | {"count": 100},
+        good | {"color": "green"},
+        good | {"deep": "perhaps"},
+        good | {"at": {"x": 1, "y": 2}},
+        good | {"tags": [5]},
+        good | {"other": 1},
+    ):
+        assert follow(preparer, grammar, form.written("write_file", bad)).startswith("stops")
+    assert follow(preparer, grammar, form.written("other", {})).startswith("stops")
+    assert follow(preparer, grammar, form.written("stop", {"x": "1"})).startswith("stops")
+    assert follow(preparer, grammar, "Just text.") == "complete"
+    return form, grammar
+
+
 def in_order(arguments: dict[str, Any]) -> dict[str, Any]:
     return {key: arguments[key] for key in PARAMETERS["properties"] if key in arguments}
 
@@ -100,24 +124,7 @@ def test_the_grammar_takes_what_fits_the_schema(preparer, arguments):
 
 
 def test_the_grammar_takes_nothing_else(preparer):
-    form = preparer.answers.tool_form
-    grammar = form.grammar(USE, None)
-    preparer.answers.check_grammar(grammar, USE)
-    good = {"text": "a", "count": 5}
-    for bad in (
-        {"count": 5, "text": "a"},
-        {"text": "a"},
-        good | {"count": 100},
-        good | {"color": "green"},
-        good | {"deep": "perhaps"},
-        good | {"at": {"x": 1, "y": 2}},
-        good | {"tags": [5]},
-        good | {"other": 1},
-    ):
-        assert follow(preparer, grammar, form.written("write_file", bad)).startswith("stops")
-    assert follow(preparer, grammar, form.written("other", {})).startswith("stops")
-    assert follow(preparer, grammar, form.written("stop", {"x": "1"})).startswith("stops")
-    assert follow(preparer, grammar, "Just text.") == "complete"
+    form, grammar = checked_grammar(preparer, USE)
     free = form.written("free", {"a": "x", "b": "1"})
     assert follow(preparer, grammar, free) in ("complete", "finished")
     assert read(parser(preparer), [free]) == ("", [("free", '{"a": "x", "b": 1}')])

@@ -120,14 +120,14 @@ def test_small_images_never_wait_for_large_ones() -> None:
 
 def test_concurrent_decodes_never_exceed_slots() -> None:
     memory, running, most = DecodingMemory(8000, slots=2), [0], [0]
-    lock = threading.Lock()
+    lock, pair = threading.Lock(), threading.Barrier(2)
 
     def decode(_: int) -> None:
         with memory.share(1):
             with lock:
                 running[0] += 1
                 most[0] = max(most[0], running[0])
-            time.sleep(0.01)
+            pair.wait(60)
             with lock:
                 running[0] -= 1
 

@@ -119,7 +119,7 @@ KV_BYTES = {
 
 
 @pytest.mark.parametrize("name", gemma4.PUBLISHED)
-def test_parameters_of_gemma4_are_those_that_its_models_hold(name: str) -> None:
+def test_gemma4_parameters_equal_those_of_its_models(name: str) -> None:
     description = Description.of(Path(), gemma4.PUBLISHED[name])
     spec = replace(decoder_spec(description.text_config), tied_embeddings=True)
     parts = description.build(spec, TorchReference(), dtype=torch.bfloat16, device=torch.device("meta"))

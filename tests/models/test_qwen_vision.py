@@ -58,7 +58,7 @@ def towers(request: pytest.FixtureRequest) -> tuple[QwenVisionTower, nn.Module]:
     """Ours and theirs, with the same random weights."""
     config, model_class = TOWERS[request.param]
     torch.manual_seed(0)
-    theirs = model_class._from_config(config).eval()
+    theirs = model_class(config).eval()
     for parameter in theirs.parameters():
         nn.init.normal_(parameter, std=0.2)
     ours = QwenVisionTower(QwenVisionSpec.from_config(config.to_dict(), 24), dtype=torch.float32, device=CPU)
@@ -143,7 +143,7 @@ def test_layouts_of_few_patches_are_kept(
     kept = []
     for height in (8, 16, 24, 16, 800):
         ours.encode([torch.randn(1, 3, height, 16)])
-        kept.append([grid[1] for grid in ours._layouts])
+        kept.append([grid[1] for grid in ours.layouts])
     assert kept == [[2], [2, 4], [4, 6], [6, 4], [200]]
 
 

@@ -10,12 +10,13 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.prompt.tokenizers_for_tests import byte_level, write_checkpoint
 from tests.rendering import rendering
-from tests.waiting import wait_until
+from tests.waiting import until, wait_until
 from vlmserve.cancellation import run_in_thread
 from vlmserve.config import EngineConfig
 from vlmserve.engine.compiling import CompilingRequests
@@ -90,11 +91,19 @@ def test_quick_grammar_may_wait_for_a_core(folder, monkeypatch):
     assert tried.passed(Grammar.regex("quick"))
 
 
-async def test_cancelled_caller_frees_its_thread(folder):
+async def test_cancelled_caller_frees_its_thread(folder, monkeypatch):
+    begun = threading.Event()
+
+    class Watched(IsolatedProcess):
+        def open(self, data, *arguments):
+            begun.set()
+            return super().open(data, *arguments)
+
+    monkeypatch.setattr("vlmserve.sampling.trials.IsolatedProcess", Watched)
     tried = trials(folder, max_grammar_seconds=60, max_grammar_memory=3 * 1024**3)
     with ThreadPoolExecutor(1) as pool:
         check = asyncio.ensure_future(run_in_thread(pool, lambda: tried.check(ENDLESS)))
-        await asyncio.sleep(0.3)
+        await until(begun.is_set)
         check.cancel()
         await asyncio.wait_for(run_in_thread(pool, lambda: None), 10)
 
@@ -121,16 +130,18 @@ def test_requests_wait_for_their_grammars_only(folder):
     assert [one.request_id for one in ready] == ["plain"]
     compiling.abort(["dropped"])
     released: list[EngineRequest] = []
-    deadline = time.monotonic() + 30
-    while compiling and time.monotonic() < deadline:
-        released += [one.request for one in compiling.release()]
-        time.sleep(0.01)
+
+    def all_are_released() -> bool:
+        released.extend(one.request for one in compiling.release())
+        return not compiling
+
+    wait_until(all_are_released)
     assert [one.request_id for one in released] == ["a"]
     assert grammars.is_known(Grammar.regex("a+"))
     assert [one.request_id for one in compiling.hold([request("again", "a+")])] == ["again"]
     assert not compiling.hold([request("broken", "(")])
-    while not (broken := compiling.release()) and time.monotonic() < deadline:
-        time.sleep(0.01)
+    broken: list[Any] = []
+    wait_until(lambda: broken.extend(compiling.release()) or broken)
     assert isinstance(broken[0].error, InvalidRequestError)
     compiling.close()
 

@@ -166,15 +166,15 @@ class Cluster:
         for gateway in self.gateways:
             del gateway.members[worker.url]
             gateway.adapters.leave(worker.url)
-            gateway._update_models()
+            gateway.update_models()
 
     def hear(self) -> None:
         """Every gateway hears every worker that has something new."""
         for gateway in self.gateways:
             for worker in self.workers.values():
-                member, hello = gateway.members[worker.url], worker.door._hello()
+                member, hello = gateway.members[worker.url], worker.door.hello()
                 if worker.is_up and (member.hello is None or member.hello.facts != hello.facts):
-                    gateway._hear(member, hello)
+                    gateway.hear(member, hello)
 
     async def until(self, holds: Callable[[], bool]) -> None:
         deadline = time.monotonic() + 60

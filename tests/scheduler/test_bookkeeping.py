@@ -203,7 +203,7 @@ def test_no_block_leaks_or_holds_foreign_content(
             if output.finish_reason is not None:
                 open_requests.remove(output.request_id)
         if planned.has_work:
-            assert len(states._states) <= len(s) + len(batch), "the runner forgets requests that are finished"
+            assert len(states) <= len(s) + len(batch), "the runner forgets requests that are finished"
         tables = [(running, table) for running in s.running for table in running.tables]
         held = [block for _, table in tables for block in table.held]
         assert len(set(held)) == s.pool.num_used

@@ -489,7 +489,7 @@ def test_states_and_blocks_hold_what_requests_need(operations, slots, num_blocks
 
 @settings(deadline=None, max_examples=40)
 @given(st.integers(1, 90), st.integers(1, 6), st.booleans())
-def test_replies_find_the_state_of_a_step_in_flight(length, num_tokens, aborted):
+def test_replies_find_states_of_steps_in_flight(length, num_tokens, aborted):
     """Of a request that ends, or is aborted, after the step is planned."""
     s, states, contents = stateful(), request_states(), Contents()
 

@@ -118,7 +118,7 @@ async def test_unlogged_activity_is_logged_at_the_end(caplog):
     engine = Engine()
     async with activity_log(engine, 60):
         engine.stats = EngineStats(steps=3, generation_tokens=5)
-        await asyncio.sleep(0.001)
+        await asyncio.sleep(0)
     assert lines(caplog) == ["0 running, 0 waiting"]
 
 

@@ -247,6 +247,6 @@ def test_rows_are_asked_again_where_that_helps(answers, asked, status, monkeypat
         code, name = next(left)
         return RowAnswer(code, "req-1", json.dumps({"error": {"code": name}}).encode())
 
-    monkeypatch.setattr(rows, "_ask", ask)
+    monkeypatch.setattr(rows, "ask", ask)
     answer = asyncio.run(rows.answer(None, None, b""))
     assert (answer.status, count) == (status, asked)

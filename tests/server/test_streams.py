@@ -166,7 +166,7 @@ def test_late_error_responses_become_events(path):
 
 def test_leaving_a_pinging_stream_ends_its_request(silent, monkeypatch):
     async def never(*arguments, **fields):
-        await asyncio.sleep(1000)
+        await asyncio.Event().wait()
 
     monkeypatch.setattr(silent.service.preparation, "prepare", never)
     body = {**PATHS["/v1/chat/completions"], "stream": True}

@@ -14,7 +14,7 @@ import psutil
 
 from tests.server.live import QUESTION
 from tests.server.test_run import Asking, ServerProcess, serving
-from tests.waiting import wait_until
+from tests.waiting import until, wait_until
 from vlmserve.config import ServerConfig
 from vlmserve.server import supervision
 from vlmserve.server.supervision import Supervisor
@@ -66,13 +66,14 @@ def killed_under_load(server: ServerProcess, number: int) -> tuple[list[tuple[in
         async with httpx.AsyncClient(timeout=60, limits=limits) as client:
             before = (await metrics(client)).get(GENERATED, 0.0)
             tasks = [asyncio.ensure_future(one(client, index)) for index in range(number)]
-            while True:
+
+            async def all_are_known() -> bool:
                 now = await metrics(client)
                 running, waiting = now["vlmserve:num_requests_running"], now["vlmserve:num_requests_waiting"]
                 # Each of those that run has begun its answer.
-                if running + waiting == number and now.get(GENERATED, 0.0) - before >= 2 * running:
-                    break
-                await asyncio.sleep(0.03)
+                return running + waiting == number and now.get(GENERATED, 0.0) - before >= 2 * running
+
+            await until(all_are_known)
             killed = time.monotonic()
             server.engine().kill()
             ends = await asyncio.gather(*tasks)

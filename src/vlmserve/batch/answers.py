@@ -134,7 +134,7 @@ class ServerAnswers:
             try:
                 while True:
                     for number, ask in itertools.islice(waiting, self._concurrency - len(running)):
-                        running[pool.submit(self._ask, ask)] = number
+                        running[pool.submit(self.ask, ask)] = number
                     if not running:
                         return
                     for future in wait(running, return_when=FIRST_COMPLETED).done:
@@ -142,7 +142,7 @@ class ServerAnswers:
             finally:
                 pool.shutdown(wait=False, cancel_futures=True)
 
-    def _ask(self, ask: Ask) -> Result:
+    def ask(self, ask: Ask) -> Result:
         if isinstance(ask, Chat):
             messages = [wire_message(message) for message in ask.messages]
             return self._post(

@@ -295,7 +295,7 @@ class MockEngine(BaseEngine):
         self._eos_token_ids = read_prompt_files(folder).end_token_ids
         self._info = _model_info(config, folder, vocab_size, self._eos_token_ids)
         self._grammars = grammar_compiler(config, folder, self._info.vocab_size)
-        self._unfinished: dict[str, _Answer] = {}
+        self.unfinished: dict[str, _Answer] = {}
         self._waiting: deque[_Answer] = deque()
         self._running: dict[str, _Answer] = {}
         self._next_tick = 0.0
@@ -303,7 +303,7 @@ class MockEngine(BaseEngine):
         self._step_seconds = 0.0
 
     def add(self, request: EngineRequest) -> None:
-        self._check(request, self._unfinished, len(self._waiting), len(self._running))
+        self._check(request, self.unfinished, len(self._waiting), len(self._running))
         grammar = request.params.grammar
         if grammar is not None:
             self._grammars.check(grammar)
@@ -316,7 +316,7 @@ class MockEngine(BaseEngine):
             None if grammar is None else self._grammars.begin(grammar, request.client),
             self._closing,
         )
-        self._unfinished[request.request_id] = answer
+        self.unfinished[request.request_id] = answer
         self._waiting.append(answer)
 
     def step(self) -> list[EngineOutput]:
@@ -340,7 +340,7 @@ class MockEngine(BaseEngine):
                 output = msgspec.structs.replace(output, timings=answer.timings(now, ended=ended))
             answer.first = now if answer.first is None else answer.first
             if ended:
-                del self._running[output.request_id], self._unfinished[output.request_id]
+                del self._running[output.request_id], self.unfinished[output.request_id]
             outputs.append(output)
         if not outputs:
             self._wait_for_grammar()
@@ -356,7 +356,7 @@ class MockEngine(BaseEngine):
     def abort(self, request_ids: Iterable[str]) -> None:
         aborted = set()
         for request_id in request_ids:
-            if (answer := self._unfinished.pop(request_id, None)) is not None:
+            if (answer := self.unfinished.pop(request_id, None)) is not None:
                 aborted.add(request_id)
                 if answer.compiled is not None:
                     answer.compiled.cancel()
@@ -367,7 +367,7 @@ class MockEngine(BaseEngine):
             self._waiting = deque(a for a in self._waiting if a.request.request_id not in waiting)
 
     def has_work(self) -> bool:
-        return bool(self._unfinished)
+        return bool(self.unfinished)
 
     def stats(self) -> EngineStats:
         size = self._config.block_size

@@ -45,13 +45,13 @@ class ImageEncoder:
         self.embeddings: dict[bytes, Tensor] = {}
         self.tier: DiskTier | None = None
         """Keeps embeddings for later starts."""
-        self._unfinished: dict[bytes, _Encoding] = {}
+        self.unfinished: dict[bytes, _Encoding] = {}
 
     def run(self, step: SchedulerOutput) -> int:
         """Evict and encode what a step says. Returns how many multiplications the tower made; of several ranks' towers,
         the one that made most."""
         for key in step.embeddings_to_evict:
-            if self._unfinished.pop(key, None) is None:
+            if self.unfinished.pop(key, None) is None:
                 self.embeddings.pop(key, None)  # Nothing is there if there was too little memory for it.
         for key, content in step.embeddings_to_place.items():
             # A copy: what another process sent can be read only.
@@ -62,14 +62,14 @@ class ImageEncoder:
             if one.image is not None:
                 self._begin(one.image)
             # It may have been finished before the step in which the scheduler counts on it.
-            if (encoding := self._unfinished.get(one.key)) is not None:
+            if (encoding := self.unfinished.get(one.key)) is not None:
                 self._use_adapter(encoding.adapter)
                 with self._given_up(one.key) as given_up:
                     products += encoding.advance(math.inf if one.products is None else one.products)
                 if encoding.result is not None:
                     self._add(one.key, encoding.result)
                 if encoding.result is not None or given_up:
-                    del self._unfinished[one.key]
+                    del self.unfinished[one.key]
         if step.cross_states:
             self._compute_cross_states(step.cross_states)
         return products
@@ -77,9 +77,9 @@ class ImageEncoder:
     def _begin(self, image: ImageInput) -> None:
         self._use_adapter(image.adapter)
         with self._given_up(image.key):
-            pixels = self._pixels(image)
+            pixels = self.upload(image)
             begun = _Encoding(self._tower, pixels, image.tiling, self._device, image.adapter)
-            self._unfinished[image.key] = begun
+            self.unfinished[image.key] = begun
 
     def lacking(self, scheduled: Sequence[ScheduledRequest]) -> list[ScheduledRequest]:
         """Return the requests whose images or cross-attention states are not there, for want of memory."""
@@ -144,7 +144,7 @@ class ImageEncoder:
         """Elements of an embedding."""
         return self._model.cross.feature_size if self._model.cross else self._model.language_model.image_width
 
-    def _pixels(self, image: ImageInput) -> Tensor:
+    def upload(self, image: ImageInput) -> Tensor:
         return self._device.upload_pixels(image.pixels, self._model.dtype, image.levels)
 
     def _encode(self, images: list[ImageInput]) -> int:
@@ -185,7 +185,7 @@ class ImageEncoder:
         if not images:
             return []
         tower, tilings = self._tower, [image.tiling for image in images]
-        pixels = [self._pixels(image) for image in images]
+        pixels = [self.upload(image) for image in images]
         if isinstance(tower, LaidOutTower) and not images[0].adapter:
             rows = self._executor.run_images(tower, pixels)
             if rows is not None:

@@ -115,7 +115,7 @@ class FollowingRunner(ModelRunner):
 
     def follow(self, message: RankStep) -> None:
         """Run a step to its end."""
-        self._requests.append(message.token_ids)
+        self.requests.append(message.token_ids)
         self.submit(message.step).result()
 
     def _draws_later(self, scheduled: list[ScheduledRequest]) -> bool:

@@ -270,6 +270,9 @@ class RequestStates:
         self._states: dict[str, RequestState] = {}
         self._has_adapters = False
 
+    def __len__(self) -> int:
+        return len(self._states)
+
     def append(self, token_ids: Mapping[str, Sequence[int]]) -> None:
         """Tokens that another runner sampled, by request."""
         for request_id, tokens in token_ids.items():

@@ -132,13 +132,13 @@ class ModelRunner:
         self.block_size = block_size
         self.padding_block = num_blocks
         self._adapters = adapters
-        self._requests = RequestStates(model.language_model, make_matcher, model.output_layers)
+        self.requests = RequestStates(model.language_model, make_matcher, model.output_layers)
         self._sampler = TokenSampler(model.device.draw, model.device.torch_device)
-        self._images = ImageEncoder(model, adapters)
+        self.images = ImageEncoder(model, adapters)
         self.num_columns = columns = len(model.language_model.cache_layout.windows)
         self._has_states = bool(model.language_model.state_specs)
         self._batches = BatchBuilder(
-            block_size, model.device, num_blocks, self._images.embeddings, columns, has_states=self._has_states
+            block_size, model.device, num_blocks, self.images.embeddings, columns, has_states=self._has_states
         )
         self._kv = KVTensors(model, num_blocks, num_host_blocks, block_size, num_slots, num_host_slots)
         # What the last step drew, at least one token, and which request each is of.
@@ -160,7 +160,7 @@ class ModelRunner:
 
     def keep_images(self, tier: DiskTier) -> None:
         """Write embeddings of images to a disk tier from now on."""
-        self._images.tier = tier
+        self.images.tier = tier
 
     def keep_blocks(self, tier: DiskTier, blocks: Sequence[tuple[int, bytes]]) -> None:
         """Write KV blocks, with their keys, to a disk tier, as many as it takes. No later step may have begun to
@@ -173,13 +173,13 @@ class ModelRunner:
         tier.note_dropped(len(blocks) - len(taken))
 
     def warm_up(self) -> tuple[int, float]:
-        return self._images.warm_up()
+        return self.images.warm_up()
 
     def tiles_to_capture(self) -> Sequence[int]:
-        return self._images.tiles_to_capture()
+        return self.images.tiles_to_capture()
 
     def encode_tiles(self, count: int) -> None:
-        self._images.encode_tiles(count)
+        self.images.encode_tiles(count)
 
     def submit(self, step: SchedulerOutput) -> RunningStep:
         """Run a step. Where the device draws tokens by itself, this returns before it has; steps run in the order in
@@ -206,16 +206,16 @@ class ModelRunner:
             self._adapters.load(step.adapter_loads)
         self._kv.prepare(step)
         clock.mark()
-        products = self._images.run(step)
+        products = self.images.run(step)
         clock.mark()
         output = ModelRunnerOutput()
-        scheduled = self._requests.update(step)
+        scheduled = self.requests.update(step)
         if device.draw_later is not None and not self._drawn_rows:
             # The step before had too little memory to draw the tokens that such requests continue on.
             scheduled = [request for request in scheduled if not request.pending]
         # Requests with late rows were preempted since.
         self._sampler.drop(step.finished_request_ids, scheduled)
-        if lacking := self._images.lacking(scheduled):
+        if lacking := self.images.lacking(scheduled):
             scheduled = _fail(output, scheduled, lacking)
         run = self._compute(scheduled, clock) if scheduled else None
         while scheduled and run is None:
@@ -335,7 +335,7 @@ class ModelRunner:
             # Where nothing could be drawn, -1 is no token, and what follows on it is for nobody.
             token_ids = self._drawn.clamp(min=0)[batch.drawn_rows].long()
         embeddings = language_model.embed(token_ids)
-        features = place_images(embeddings, batch.image_rows, self._images.embeddings)
+        features = place_images(embeddings, batch.image_rows, self.images.embeddings)
         caches, states = self._kv.layers, self._kv.states
         return language_model.forward(embeddings, batch.positions, batch.metadata, caches, features, wanted, states)
 

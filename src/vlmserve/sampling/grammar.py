@@ -329,7 +329,7 @@ class GrammarCompiler:
         self._max_bytes = max_bytes
         self._cache_size, self._cache_bytes = cache_size, cache_bytes
         self._vocab_size = vocab_size
-        self._compiled: OrderedDict[bytes, _Compiled] = OrderedDict()
+        self.kept: OrderedDict[bytes, _Compiled] = OrderedDict()
         self._known: OrderedDict[bytes, None] = OrderedDict()
         """Keys of grammars that have compiled, kept or not."""
         self._lock = threading.Lock()
@@ -368,7 +368,7 @@ class GrammarCompiler:
         compiled = self._find(grammar)
         if compiled is None:
             resident = resident_memory()
-            matcher = self._compile(grammar)
+            matcher = self.compile_one(grammar)
             num_bytes = max(resident_memory() - resident, _BYTES_PER_CHARACTER * len(grammar.text))
             compiled = _Compiled(matcher, num_bytes)
             self._keep(grammar, compiled)
@@ -380,9 +380,9 @@ class GrammarCompiler:
     def _find(self, grammar: Grammar) -> _Compiled | None:
         key = _key(grammar)
         with self._lock:
-            compiled = self._compiled.get(key)
+            compiled = self.kept.get(key)
             if compiled is not None:
-                self._compiled.move_to_end(key)
+                self.kept.move_to_end(key)
         return compiled
 
     def _keep(self, grammar: Grammar, compiled: _Compiled) -> None:
@@ -391,13 +391,13 @@ class GrammarCompiler:
             self._known[key] = None
             if len(self._known) > _MAX_KNOWN:
                 self._known.popitem(last=False)
-            self._compiled[key] = compiled
-            while len(self._compiled) > self._cache_size or self._kept_bytes > self._cache_bytes:
-                self._compiled.popitem(last=False)
+            self.kept[key] = compiled
+            while len(self.kept) > self._cache_size or self._kept_bytes > self._cache_bytes:
+                self.kept.popitem(last=False)
 
     @property
     def _kept_bytes(self) -> int:
-        return sum(compiled.num_bytes for compiled in self._compiled.values())
+        return sum(compiled.num_bytes for compiled in self.kept.values())
 
     @property
     def _vocabulary(self) -> Vocabulary:
@@ -409,7 +409,7 @@ class GrammarCompiler:
         tokenizer = self.tokenizer()
         return Vocabulary.of(tokenizer, self._vocab_size or tokenizer.vocab_size)
 
-    def _compile(self, grammar: Grammar) -> LLMatcher:
+    def compile_one(self, grammar: Grammar) -> LLMatcher:
         try:
             vocabulary = self._vocabulary
         except InvalidRequestError as error:

@@ -167,7 +167,7 @@ class Door:
         for gateway in self._feeds:
             self.tell(gateway, message)
 
-    def _hello(self) -> Hello:
+    def hello(self) -> Hello:
         service = self._service
         stats, engine = service.engine_stats(), service.info
         phase = service.phase
@@ -197,7 +197,7 @@ class Door:
         news: list[FeedMessage] = []
         try:
             while True:
-                if (hello := self._hello()) != told:
+                if (hello := self.hello()) != told:
                     news.insert(0, hello)
                     told = hello
                 news.append(Beat(self.load(), tuple(prompts)))

@@ -146,7 +146,7 @@ class Gateway:
                 member.listening.cancel()
             member.upstream.close()
             self.adapters.leave(url)
-            self._update_models()
+            self.update_models()
 
     def model(self, name: object) -> tuple[str, Router]:
         """The model of that name and its router; without a name the only one. Raises UnavailableError,
@@ -194,7 +194,7 @@ class Gateway:
     def learn(self, model: str, change: Change) -> None:
         """An adapter was loaded or unloaded by workers; all others of the model are to do so, too."""
         self.adapters.hear(model, [change])
-        self._update_models()
+        self.update_models()
         self._catch_up(model)
 
     def any_model(self) -> tuple[str, Router]:
@@ -289,15 +289,15 @@ class Gateway:
                     return
                 *lines, rest = (rest + data).split(b"\n")
                 for line in lines:
-                    self._hear(member, decode(line))
+                    self.hear(member, decode(line))
 
-    def _hear(self, member: Member, message: FeedMessage) -> None:
+    def hear(self, member: Member, message: FeedMessage) -> None:
         match message:
             case Hello(info, facts):
                 member.hello = Hello(msgspec.structs.replace(info, url=member.url), facts)
                 member.made = Changes(facts.changes)
                 self.adapters.hear(facts.names[0], facts.changes)
-                self._update_models()
+                self.update_models()
                 if not member.is_heard:
                     member.is_heard = True
                     logger.info("The worker %s at %s answers", info.name, member.url)
@@ -345,7 +345,7 @@ class Gateway:
         names = [name for name, own in self._names.items() if own == model]
         self._absences.note(model, names, is_served=bool(self.members_of(model)))
 
-    def _update_models(self) -> None:
+    def update_models(self) -> None:
         """Have each model's router know its workers."""
         self._changed.set()
         workers: dict[str, list[WorkerInfo]] = {}

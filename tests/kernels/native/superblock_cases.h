@@ -102,12 +102,36 @@ inline std::vector<double> rounded_inputs(const Numbers& x, long place, long in)
     return result;
 }
 
+struct SuperblockProduct {
+    double value, allowed;
+};
+
+// Products of rows with a weight [rows, out], and how far a kernel may be from them.
+inline std::vector<SuperblockProduct> superblock_products(const SuperblockWeight& weight, const Numbers& x, long rows, int dtype) {
+    std::vector<SuperblockProduct> result;
+    for (long row = 0; row < rows; ++row) {
+        std::vector<double> inputs = rounded_inputs(x, row * weight.in, weight.in);
+        for (long column = 0; column < weight.out; ++column) {
+            double value = 0, magnitude = 1;
+            for (long i = 0; i < weight.in; ++i) {
+                double input = inputs[static_cast<std::size_t>(i)];
+                value += weight.at(column, i) * input;
+                // Weights and their minimums are multiplied apart.
+                magnitude += (std::fabs(weight.at(column, i)) + 0.3) * std::fabs(input);
+            }
+            result.push_back({value, magnitude * 0x1p-20 + (dtype == BFLOAT16 ? std::fabs(value) * 0x1p-8 : 0)});
+        }
+    }
+    return result;
+}
+
 inline void test_superblock_products(int kind, int dtype) {
     Random random(static_cast<std::uint64_t>(kind));
     SuperblockWeight weight(kind, 70, 512, random);
     Case results("superblocks of type " + std::to_string(kind) + ", " + name_of(dtype));
     constexpr long MOST = 13;
     Numbers x(dtype, MOST * weight.in, random);
+    std::vector<SuperblockProduct> expected = superblock_products(weight, x, MOST, dtype);
     for (long rows : {1L, 2L, 3L, 4L, 7L, MOST}) {
         Numbers y(dtype, rows * weight.out);
         LinearArgs args = {};
@@ -123,19 +147,9 @@ inline void test_superblock_products(int kind, int dtype) {
         Memory scratch(kernels->linear_scratch(args), 0xff);
         args.scratch = scratch.data();
         kernels->linear(args);
-        for (long row = 0; row < rows; ++row) {
-            std::vector<double> inputs = rounded_inputs(x, row * weight.in, weight.in);
-            for (long column = 0; column < weight.out; ++column) {
-                double expected = 0, magnitude = 1;
-                for (long i = 0; i < weight.in; ++i) {
-                    double input = inputs[static_cast<std::size_t>(i)];
-                    expected += weight.at(column, i) * input;
-                    // Weights and their minimums are multiplied apart.
-                    magnitude += (std::fabs(weight.at(column, i)) + 0.3) * std::fabs(input);
-                }
-                double allowed = magnitude * 0x1p-20 + (dtype == BFLOAT16 ? std::fabs(expected) * 0x1p-8 : 0);
-                results.compare(y[row * weight.out + column], expected, allowed);
-            }
+        for (long i = 0; i < rows * weight.out; ++i) {
+            const SuperblockProduct& one = expected[static_cast<std::size_t>(i)];
+            results.compare(y[i], one.value, one.allowed);
         }
         results.require(scratch.intact() && y.intact() && weight.packed->intact(), "memory behind an array was written");
     }

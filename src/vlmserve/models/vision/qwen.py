@@ -239,7 +239,7 @@ class QwenVisionTower(StagedVision):
         projecting = PatchMerger if spec.projector is None else ProjectingMerger
         merger = projecting if spec.convolved is None else ConvolvingMerger
         self.merger = merger(spec, dtype=dtype, device=device)
-        self._layouts: OrderedDict[tuple[int, int, int], Layout] = OrderedDict()
+        self.layouts: OrderedDict[tuple[int, int, int], Layout] = OrderedDict()
         self.pos_embed = PositionGrid(spec, dtype=dtype, device=device) if spec.num_positions else None
         self.deepstack_merger_list = nn.ModuleList(
             PatchMerger(spec, norms_squares=True, dtype=dtype, device=device) for _ in spec.deepstack
@@ -371,10 +371,10 @@ class QwenVisionTower(StagedVision):
 
     def _layout(self, grid: tuple[int, int, int]) -> Layout:
         """Of an image of that many frames, rows and columns of patches. Those that were used last are kept."""
-        layout = self._layouts.pop(grid, None) or self._new_layout(grid)
-        self._layouts[grid] = layout
-        while len(self._layouts) > 1 and sum(map(math.prod, self._layouts)) > KEPT_PATCHES:
-            self._layouts.popitem(last=False)
+        layout = self.layouts.pop(grid, None) or self._new_layout(grid)
+        self.layouts[grid] = layout
+        while len(self.layouts) > 1 and sum(map(math.prod, self.layouts)) > KEPT_PATCHES:
+            self.layouts.popitem(last=False)
         return layout
 
     def _new_layout(self, grid: tuple[int, int, int]) -> Layout:

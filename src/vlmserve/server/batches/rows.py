@@ -80,9 +80,9 @@ class Rows:
             await self._until_serving()
             if deaths:
                 async with self._suspects:
-                    answer = await self._ask(batch, account, body)
+                    answer = await self.ask(batch, account, body)
             else:
-                answer = await self._ask(batch, account, body)
+                answer = await self.ask(batch, account, body)
             deaths += answer.error_code == "engine_dead"
             if answer.status not in _AGAIN or attempt == ATTEMPTS or deaths == MOST_DEATHS:
                 break
@@ -99,7 +99,7 @@ class Rows:
             except VLMServeError:
                 await asyncio.sleep(_LOOK)
 
-    async def _ask(self, batch: Batch, account: Account | None, body: bytes) -> RowAnswer:
+    async def ask(self, batch: Batch, account: Account | None, body: bytes) -> RowAnswer:
         scope = {
             "type": "http",
             "asgi": {"version": "3.0"},
