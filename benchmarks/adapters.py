@@ -171,7 +171,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     settings = {
         "model": options.model, "kv_cache_memory": "128MiB", "enable_prefix_caching": False, "dtype": options.dtype,
-        "num_threads": options.threads,
+        "num_threads": options.threads, "speculation": "off",
     }  # fmt: skip
     folder = resolve_model(options.model)
     config = EngineConfig(**settings, enable_lora=True, max_loras=options.adapters + 1, max_lora_rank=options.rank)

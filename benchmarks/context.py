@@ -82,7 +82,7 @@ def measure(options: argparse.Namespace, folder: Path, console: Console) -> dict
 def _config(options: argparse.Namespace, folder: Path, kv_cache_dtype: str) -> EngineConfig:
     return EngineConfig(
         model=str(folder), device=options.device, dtype=options.dtype, kv_cache_memory=options.kv_cache_memory,
-        kv_cache_dtype=kv_cache_dtype, enable_prefix_caching=False, step_seconds=math.inf,
+        kv_cache_dtype=kv_cache_dtype, enable_prefix_caching=False, step_seconds=math.inf, speculation="off",
     )  # fmt: skip
 
 

@@ -256,7 +256,7 @@ def load_peer(folder: Path, engine: Engine) -> Any:
 def measure(options: argparse.Namespace, folder: Path, console: Console) -> dict[str, Any]:
     config = EngineConfig(
         model=str(folder), device=options.device, dtype=options.dtype, num_threads=options.threads,
-        kv_cache_memory=options.kv_cache_memory,
+        kv_cache_memory=options.kv_cache_memory, speculation="off",
     )  # fmt: skip
     engine = Engine(config, folder)
     peer = load_peer(folder, engine)

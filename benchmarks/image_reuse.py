@@ -98,7 +98,10 @@ class Bench:
     def engine(self, *, caches: bool) -> tuple[Engine, RequestPreparer]:
         """An engine and a preparer with empty caches, or ones that keep nothing."""
         config = EngineConfig(
-            model=str(self.folder), kv_cache_memory=self.options.kv_cache_memory, enable_prefix_caching=caches
+            model=str(self.folder),
+            kv_cache_memory=self.options.kv_cache_memory,
+            enable_prefix_caching=caches,
+            speculation="off",
         )
         media = MediaConfig() if caches else MediaConfig(image_cache_memory=0)
         engine = Engine.from_model(config, self.model)

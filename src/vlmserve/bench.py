@@ -121,8 +121,8 @@ def bench(
     for scheme, kind in itertools.product(schemes, kernels or (config.kernels,)):
         progress(f"{scheme}: loading")
         # A limit on the time of prompts in a step would let the first requests end before the last ones begin.
-        update = {"quantize": scheme, "kernels": kind, "enable_prefix_caching": False, "step_seconds": math.inf}
-        settings = config.model_copy(update=update)
+        plain = {"enable_prefix_caching": False, "speculation": "off", "step_seconds": math.inf}
+        settings = config.model_copy(update={"quantize": scheme, "kernels": kind, **plain})
         model = load(settings, folder)
         if model.cross is not None:
             raise ConfigurationError("bench measures models that read their images as part of the prompt")

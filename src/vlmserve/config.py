@@ -75,8 +75,7 @@ class EngineConfig(Settings):
     device: Device = Field("auto", description="auto, cpu, mps, cuda or cuda:N.")
     dtype: DType = Field("auto", description="auto takes the checkpoint's type if the device computes it well.")
     model_impl: ModelImplementation = Field(
-        "auto",
-        description="vlmserve's implementation or Transformers' (slower); auto prefers vlmserve's.",
+        "auto", description="vlmserve's implementation or Transformers' (slower); auto prefers vlmserve's."
     )
     chat_template: str | None = Field(
         None, description="File with a Jinja template, or the template itself (default: the checkpoint's)."
@@ -92,6 +91,9 @@ class EngineConfig(Settings):
         120.0,
         ge=0,
         description="Maximum time at start for first steps, compiling and CUDA graphs, in seconds; 0: none.",
+    )
+    speculation: Literal["off", "auto"] = Field(
+        "auto", description="auto: on CPUs, check several known tokens in one step; answers stay the same."
     )
     quantize: Quantize = same_as("scheme")
     quantize_group_size: GroupSize = same_as("group_size")

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from vlmserve.engine.admission import check_min_tokens
+from vlmserve.frontend.best import mean_logprob
 from vlmserve.outputs import CompletionOutput, PoolingOutput, PoolingRequestOutput, RequestOutput, logprobs_by_id
 from vlmserve.prompt.expand import truncate
 from vlmserve.tasks import GENERATE, Embed, Generate, Task, TaskResult
@@ -20,7 +21,6 @@ from vlmserve.types import (
     Prompt,
     SamplingParams,
     TokenLogprobs,
-    mean_logprob,
 )
 
 if TYPE_CHECKING:

@@ -86,6 +86,7 @@ class LLMOptions(VLLMOptions, total=False):
     kernels: str
     enforce_eager: bool
     max_warm_up_seconds: float
+    speculation: Literal["off", "auto"]
     quantize: Quantize
     quantize_group_size: Literal[32, 64, 128]
     quantize_symmetric: bool

@@ -5,9 +5,8 @@ Shapes are written as ``[rows, columns]``; lengths are in tokens unless a name s
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Literal, NamedTuple
 
 import msgspec
@@ -313,11 +312,6 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
     top: tuple[tuple[int, float], ...] = ()
 
 
-def mean_logprob(logprobs: Sequence[TokenLogprobs]) -> float:
-    """Of a whole answer's tokens, by which the best of several are chosen; an answer without tokens is the worst."""
-    return sum(token.logprob for token in logprobs) / len(logprobs) if logprobs else -math.inf
-
-
 class EngineOutput(msgspec.Struct, frozen=True):
     """What one step brought for one request.
 
@@ -346,6 +340,9 @@ class EngineOutput(msgspec.Struct, frozen=True):
     error_param: str | None = None
     beams: list[BeamAnswer] | None = None
     stop_logprobs: TokenLogprobs | None = None
+    accepted_drafts: int = 0
+    """Draft tokens so far that are part of the answer; `rejected_drafts` were checked and are not."""
+    rejected_drafts: int = 0
     result: TaskResult | None = None
     """The only output of a task other than `Generate` has it, with finish_reason "stop"."""
 
@@ -448,6 +445,8 @@ class EngineStats(DiskStats, frozen=True):
     """What those in memory take."""
     adapter_loads: int = 0
     adapter_evictions: int = 0
+    drafted_tokens: int = 0
+    accepted_drafts: int = 0
 
 
 MAX_MAP_CELLS = 1024

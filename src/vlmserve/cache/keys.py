@@ -38,6 +38,11 @@ def root_key(identity: bytes, *, adapter: bytes = b"", salt: str = "") -> bytes:
     return blake3(b"root" + b"".join(struct.pack("<Q", len(part)) + part for part in parts)).digest()
 
 
+def answers_key(root: bytes, kind: bytes, content: bytes) -> bytes:
+    """The key of answers to requests that have `content` in common. kind: what that is."""
+    return blake3(b"answers" + root + struct.pack("<Q", len(kind)) + kind + content).digest()
+
+
 def adapted_image_key(image_key: bytes, adapter: bytes) -> bytes:
     """The key of an image whose embeddings are made with an adapter."""
     return blake3(b"adapted" + image_key + adapter).digest()

@@ -22,6 +22,7 @@ from vlmserve.config import EngineConfig
 from vlmserve.engine.adapters import AdapterLoading
 from vlmserve.engine.base import BaseEngine
 from vlmserve.engine.disk import DiskCache
+from vlmserve.engine.drafting import start_drafting
 from vlmserve.engine.grammars import grammar_compiler
 from vlmserve.engine.image_speed import image_cost
 from vlmserve.engine.intake import Intake
@@ -176,6 +177,7 @@ class Engine(BaseEngine):
                 max_model_len=max_model_len,
                 seconds=config.max_warm_up_seconds,
             )
+        self._drafter = start_drafting(config, self.scheduler, self.runner, sizes)
         self._info = _model_info(config, model, intake, sizes, warm_up)
 
     @property
@@ -198,6 +200,8 @@ class Engine(BaseEngine):
         started = time.perf_counter()
         is_ahead = self._ahead is not None
         if self._ahead is None:
+            if self._drafter is not None:
+                self._drafter.begin_step(self.scheduler.running)
             step = self.scheduler.schedule()
             if not step.has_work:
                 return self._without_work()
@@ -237,10 +241,15 @@ class Engine(BaseEngine):
             if (request := requests.get(request_id)) is not None:
                 request.answered = request.answered or ran
                 answered[request.answer_id] = request
+        if self._drafter is not None and step.draft_token_ids:
+            self._drafter.ran(step, output, requests)
         outputs = self.scheduler.update(step, output)
         for place, one in enumerate(outputs):
+            request = answered[one.request_id]
             self._generation_tokens += _num_tokens(one)
-            outputs[place] = _with_timings(answered[one.request_id], one, ran)
+            if self._drafter is not None and one.finish_reason in ("stop", "length"):
+                self._drafter.learn([request])
+            outputs[place] = _with_timings(request, one, ran)
         return outputs
 
     def _without_work(self) -> list[EngineOutput]:
@@ -296,7 +305,11 @@ class Engine(BaseEngine):
         self._vision_seconds += timings.vision
 
     def abort(self, request_ids: Iterable[str]) -> None:
-        self.scheduler.abort(request_ids)
+        ended = [*request_ids]
+        if self._drafter is not None:
+            known = self.scheduler.requests
+            self._drafter.learn(known[request_id] for request_id in ended if request_id in known)
+        self.scheduler.abort(ended)
         if self._adapters is not None:
             self._adapters.store.drop_orphans()
 
@@ -349,6 +362,8 @@ class Engine(BaseEngine):
             adapter_loads=0 if store is None else store.num_loads,
             adapter_evictions=0 if store is None else store.num_evictions,
             **({} if self._disk is None else self._disk.stats()),
+            drafted_tokens=0 if self._drafter is None else self._drafter.num_drafted,
+            accepted_drafts=0 if self._drafter is None else self._drafter.num_accepted,
         )
 
     def inspect(self) -> EngineSnapshot:

@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
+import msgspec
+
 from vlmserve.logs import log_format_in_use
 from vlmserve.runner.adapters import NO_CHANGES
 from vlmserve.runner.memory import run_longest_step
@@ -27,6 +29,10 @@ MIXED_ROWS = 512
 """Maximum rows of chunks beside decodes that are warmed up."""
 _LEAST_ROWS_BESIDE = 3
 """A decode, and a chunk of two rows: one row would be a decode as well."""
+ROWS_OF_DRAFTS = (1, 2, 4, 8, 16, 32)
+_ROUNDS_OF_DRAFTS = 3
+_SECONDS_OF_DRAFTS = 1.0
+"""Time after which no more round of `time_rows` begins."""
 _PROGRESS_SECONDS = 5.0
 _STEPS_OF_DECODES = 2
 _GREEDY = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
@@ -94,6 +100,34 @@ def _prompts(runner: ModelRunner, most: int, max_model_len: int) -> list[Callabl
     if runner.takes_adapters:
         steps += [partial(_prefill, runner, rows, adapter=NO_CHANGES) for rows in sizes]
     return [*steps, partial(_prefill, runner, 1, params=_CHANGING)]
+
+
+def time_rows(runner: ModelRunner, max_rows: int) -> list[tuple[int, float]]:
+    """Measure steps of one request that check drafts: numbers of rows, in order, and seconds.
+
+    max_rows: maximum number of rows that a step can have.
+    """
+    fastest: dict[int, float] = {}
+    started = time.perf_counter()
+    for number in range(_ROUNDS_OF_DRAFTS):
+        if number and time.perf_counter() - started > _SECONDS_OF_DRAFTS:
+            break
+        for rows in ROWS_OF_DRAFTS:
+            if rows < max_rows:
+                seconds = _check_drafts(runner, rows)
+                fastest[rows] = min(seconds, fastest.get(rows, seconds))
+    return sorted(fastest.items())
+
+
+def _check_drafts(runner: ModelRunner, rows: int) -> float:
+    """Check one draft less than `rows`, and return the time that it takes."""
+    request = msgspec.structs.replace(_request(runner, 0, 1, max_tokens=rows), num_tokens=rows, max_len=rows + 1)
+    drafts = {request.request_id: [0] * (rows - 1)} if rows > 1 else {}
+    started = time.perf_counter()
+    runner.submit(SchedulerOutput(new_requests=[request], draft_token_ids=drafts)).result()
+    seconds = time.perf_counter() - started
+    _finish(runner, [request])
+    return seconds
 
 
 @contextmanager

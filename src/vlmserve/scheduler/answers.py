@@ -44,6 +44,8 @@ def extend_answer(request: Request, output: ModelRunnerOutput) -> EngineOutput:
         error_param=error_param,
         stop_logprobs=stop_logprobs,
         result=result,
+        accepted_drafts=0 if request.drafting is None else request.drafting.num_accepted,
+        rejected_drafts=0 if request.drafting is None else request.drafting.num_rejected,
     )
 
 

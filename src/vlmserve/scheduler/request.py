@@ -8,6 +8,7 @@ import msgspec
 
 from vlmserve.cache.keys import block_key, cross_attention_root, cross_key, touched_images
 from vlmserve.scheduler.block_table import BlockTable, KeyChain
+from vlmserve.scheduler.drafts.reader import Drafting
 from vlmserve.scheduler.state_slots import StateSlots
 from vlmserve.steps import BlockIds, CachedRequest, NewRequest, bidirectional_spans
 from vlmserve.tasks import Task
@@ -36,7 +37,8 @@ class Request:
     num_shared: see `Prompt`.
     adapter: the digest of its adapter; empty: none. priority, client: see `EngineRequest`.
     num_limited: leading tokens whose chunks resources may limit; decodes after them need no more than memory.
-    num_encoded: images encoded for it. cross, cross_key: its cross-attention input and the key of its states, if any.
+    drafting: its drafts; None before any were looked for. num_encoded: images encoded for it.
+    cross, cross_key: its cross-attention input and the key of its states, if any.
     scalings: of each adapter that X-LoRA mixes for it, added up over the tokens that were computed; none without.
     seed: of its random numbers. max_len: the most tokens of prompt and answer together.
     max_short_len: with more tokens than that, all of it is computed with other RoPE frequencies; None: no limit.
@@ -62,6 +64,7 @@ class Request:
         "client",
         "cross",
         "cross_key",
+        "drafting",
         "end_token_ids",
         "image_spans",
         "max_len",
@@ -124,13 +127,13 @@ class Request:
         self.prompt_logprobs: list[TokenLogprobs | None] | None = None
         if self.params.prompt_logprobs is not None:
             self.prompt_logprobs = [None]
-        self.num_computed = 0
+        self.num_computed = self.num_encoded = 0
         self.num_cached: int | None = None
-        self.num_encoded = 0
         self.arrived = self.started = self.vision_started = self.answered = 0.0
         self.arrived_at = self.vision_seconds = 0.0
         self.scalings: list[float] = []
         self._known_to_runner = False
+        self.drafting: Drafting | None = None
         self.cross = request.prompt.cross
         self.cross_key: bytes | None = None
         if self.cross is not None:

@@ -184,6 +184,15 @@ ENGINE_METRICS: tuple[StatMetric[EngineStats], ...] = (
     StatMetric("gauge", "lora_memory_used_bytes", "Bytes that adapters in memory take.", lambda s: s.adapter_bytes),
     StatMetric("counter", "lora_loads", "Adapters that were read into memory.", lambda s: s.adapter_loads),
     StatMetric("counter", "lora_evictions", "Adapters that left memory for others.", lambda s: s.adapter_evictions),
+    StatMetric(
+        "counter", "spec_decode_num_draft_tokens", "Draft tokens that were checked.", lambda s: s.drafted_tokens
+    ),
+    StatMetric(
+        "counter",
+        "spec_decode_num_accepted_tokens",
+        "Draft tokens that became part of answers.",
+        lambda s: s.accepted_drafts,
+    ),
     StatMetric("counter", "images_encoded", "Images that went through the vision tower.", lambda s: s.images_encoded),
     StatMetric("counter", "steps", "Batches run.", lambda s: s.steps),
     StatMetric("counter", "step_seconds", "Seconds that the engine spent in steps.", lambda s: s.step_seconds),

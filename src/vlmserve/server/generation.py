@@ -17,6 +17,7 @@ import numpy.typing as npt
 from vlmserve.cancellation import client as sender
 from vlmserve.errors import InvalidRequestError, VLMServeError
 from vlmserve.frontend.beams import start_beam_search
+from vlmserve.frontend.best import mean_logprob
 from vlmserve.frontend.client import EngineClient
 from vlmserve.frontend.reasoning import AnswerText, Said
 from vlmserve.frontend.tools import ToolUse
@@ -34,7 +35,6 @@ from vlmserve.types import (
     RequestTimings,
     SamplingParams,
     TokenLogprobs,
-    mean_logprob,
 )
 
 
@@ -112,6 +112,7 @@ class Answer:
         self.num_tokens = 0
         self.num_cached_tokens = 0
         self.num_images_encoded = 0
+        self.num_accepted_drafts = self.num_rejected_drafts = 0
         self.finish_reason: str | None = None
         """How it ended; None while it goes on, and if it was cut off."""
         self.prompt_logprobs: list[TokenLogprobs | None] | None = None
@@ -134,6 +135,7 @@ class Answer:
                         raise InvalidRequestError(message, param=output.error_param)
                     raise VLMServeError(message)
                 self.num_cached_tokens, self.num_images_encoded = output.cached_tokens, output.images_encoded
+                self.num_accepted_drafts, self.num_rejected_drafts = output.accepted_drafts, output.rejected_drafts
                 self.prompt_logprobs = self.prompt_logprobs or output.prompt_logprobs
                 self.result = output.result
                 if not self._request.generates:
@@ -256,8 +258,12 @@ class Generation:
             images_encoded=sum(answer.num_images_encoded for answer in self.answers),
             image_tokens=sum(prompt.num_image_tokens for prompt in prompts),
         )
-        reasoning = sum(answer.num_reasoning_tokens for answer in self.answers)
-        return Usage(asked, generated, asked + generated, details, CompletionTokensDetails(reasoning))
+        generated_details = CompletionTokensDetails(
+            sum(answer.num_reasoning_tokens for answer in self.answers),
+            sum(answer.num_accepted_drafts for answer in self.answers),
+            sum(answer.num_rejected_drafts for answer in self.answers),
+        )
+        return Usage(asked, generated, asked + generated, details, generated_details)
 
     def _usage_after(self, shared: EngineOutput) -> Usage:
         """The usage of prompts whose shared beginning counts once."""

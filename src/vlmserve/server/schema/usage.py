@@ -21,6 +21,9 @@ class CompletionTokensDetails(msgspec.Struct):
     """What the answers cost. reasoning_tokens: generated ones that are thoughts, with the markers around them."""
 
     reasoning_tokens: int = 0
+    accepted_prediction_tokens: int = 0
+    """Drafts that are part of the answers; `rejected_prediction_tokens` are not."""
+    rejected_prediction_tokens: int = 0
 
 
 class Usage(msgspec.Struct):

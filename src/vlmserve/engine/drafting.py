@@ -1,0 +1,37 @@
+"""Starts the drafts of an engine."""
+
+from __future__ import annotations
+
+import logging
+
+from vlmserve.config import EngineConfig
+from vlmserve.engine.loading import CacheSizes
+from vlmserve.runner.runner import ModelRunner
+from vlmserve.runner.warm_up import time_rows
+from vlmserve.scheduler.drafts.costs import StepCosts
+from vlmserve.scheduler.drafts.drafter import Drafter
+from vlmserve.scheduler.scheduler import Scheduler
+
+logger = logging.getLogger(__name__)
+
+
+def start_drafting(
+    config: EngineConfig, scheduler: Scheduler, runner: ModelRunner, sizes: CacheSizes
+) -> Drafter | None:
+    """Have a scheduler propose drafts, as many as measured steps make worthwhile. None: it proposes none."""
+    model, device = runner.model, runner.model.device
+    may_measure = config.max_warm_up_seconds > 0 and model.cross is None
+    waits = device.torch_device.type == "cpu" and device.draw_later is None
+    if config.speculation == "off" or not may_measure or not waits:
+        return None
+    if sizes.slots:
+        logger.info("No speculation: layers with states check one token in a step")
+        return None
+    measured = time_rows(runner, min(config.max_num_batched_tokens, sizes.max_model_len))
+    if len(measured) < 2:
+        return None
+    (_, one), (most, seconds) = measured[0], measured[-1]
+    logger.info("Speculation: a step of %d tokens takes %.1f times as long as a step of one", most, seconds / one)
+    drafter = Drafter(StepCosts(measured))
+    scheduler.propose_drafts = drafter.propose
+    return drafter

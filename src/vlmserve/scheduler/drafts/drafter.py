@@ -1,0 +1,145 @@
+"""Proposes drafts: tokens that a request's answer may go on with, which a step checks all at once.
+
+Drafts come from tokens that are known, not from a model. A request's answer repeats an earlier answer to the same
+prompt, text of its own prompt, or answers about the same images or of the same grammar.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from vlmserve.cache.keys import answers_key, block_key, touched_images
+from vlmserve.scheduler.drafts.corpus import LONGEST_MATCH, SEPARATOR, Answers, Corpus
+from vlmserve.scheduler.drafts.costs import MAX_DRAFTS, Account, StepCosts
+from vlmserve.scheduler.drafts.reader import NUM_CLASSES, Drafting, Rate, Reader, Source
+from vlmserve.scheduler.request import Request
+from vlmserve.steps import ModelRunnerOutput, SchedulerOutput
+from vlmserve.tasks import GENERATE
+
+MAX_KEPT_TOKENS = 1 << 18
+"""Maximum tokens of earlier answers; they take at most 60 MB."""
+_ORDER: tuple[Source, ...] = ("repeat", "own", "image", "schema")
+_MAX_KEPT_OF_KEY = 1 << 13
+_MAX_INDEXED = 1 << 14
+"""Last tokens of a prompt among which text is looked up."""
+_MIN_KEPT = 4
+"""Minimum tokens of an answer that is kept."""
+_MAX_PROMPT_ROWS = 512
+"""Prompt tokens of a step beyond which one more row costs the same."""
+_FIRST_RATES = ((1.0, 1.0), (1.0, 1.0), (2.0, 1.0), (4.0, 1.0), (8.0, 1.0))
+"""Right and wrong drafts that are assumed at start, by class of match."""
+_TRUSTED = 3.0
+"""Drafts of a request until its own rate counts as much as the rate of all requests."""
+
+
+class Drafter:
+    """Proposes drafts, and learns from answers and from drafts that were wrong."""
+
+    def __init__(self, costs: StepCosts) -> None:
+        self.num_drafted = self.num_accepted = 0
+        self._account = Account(costs)
+        self._answers = Answers(MAX_KEPT_TOKENS, _MAX_KEPT_OF_KEY)
+        self._rates: dict[tuple[Source, int], Rate] = {
+            (source, number): Rate(*_FIRST_RATES[number], most=128)
+            for source in _ORDER
+            for number in range(NUM_CLASSES)
+        }
+
+    def begin_step(self, running: Iterable[Request]) -> None:
+        """Note what a step computes without drafts."""
+        left = [request.num_uncomputed for request in running]
+        num_decodes = left.count(1)
+        self._account.begin_step(num_decodes, min(sum(left) - num_decodes, _MAX_PROMPT_ROWS))
+
+    def propose(self, request: Request) -> Sequence[int]:
+        """Return tokens that may follow the newest token of a request; none where they would cost more than they
+        save."""
+        if request.task != GENERATE:
+            return ()
+        drafting = request.drafting = request.drafting or self._start(request)
+        drafting.proposed = None
+        most = min(MAX_DRAFTS, request.max_len - len(request.token_ids) - 1)
+        best: tuple[float, Reader] | None = None
+        for reader in drafting.readers:
+            reader.read(request.token_ids)
+            if reader.tokens(1):
+                rate = self._rate(drafting, reader)
+                best = (rate, reader) if best is None or rate > best[0] else best
+        if best is None or most < 1:
+            return ()
+        rate, reader = best
+        drafts = reader.tokens(self._account.best_count(rate, most))
+        if drafts:
+            self._account.pay(len(drafts))
+            drafting.proposed = reader.source, reader.match_class
+        return drafts
+
+    def _start(self, request: Request) -> Drafting:
+        """Find what a request may repeat."""
+        keys = _keys_of(request)
+        num_prompt, prompt = request.num_prompt_tokens, request.token_ids
+        readers = [Reader("own", Corpus(prompt, first=max(0, num_prompt - _MAX_INDEXED)), num_prompt)]
+        for source, key in keys.items():
+            if (corpus := self._answers.get(key)) is not None:
+                length = LONGEST_MATCH if source == "repeat" else 0
+                readers.append(Reader(source, corpus, num_prompt, _start_of_last(corpus.token_ids), length))
+        readers.sort(key=lambda reader: _ORDER.index(reader.source))
+        return Drafting(keys, readers)
+
+    def _rate(self, drafting: Drafting, reader: Reader) -> float:
+        """Expected share of right drafts: the rate of all requests, and after more drafts the request's own rate."""
+        kind = reader.source, reader.match_class
+        shared = self._rates[kind]
+        expected = shared.right / (shared.right + shared.wrong)
+        if (own := drafting.rates.get(kind)) is None:
+            return expected
+        return (own.right + _TRUSTED * expected) / (own.right + own.wrong + _TRUSTED)
+
+    def ran(self, step: SchedulerOutput, output: ModelRunnerOutput, requests: Mapping[str, Request]) -> None:
+        """Note which drafts of a step were right. requests: the unfinished ones, before they get their tokens."""
+        for request_id, drafts in step.draft_token_ids.items():
+            request, sampled = requests.get(request_id), output.token_ids.get(request_id)
+            if request is None or sampled is None or (drafting := request.drafting) is None:
+                continue
+            right = sum(1 for draft, token in zip(drafts, sampled, strict=False) if draft == token)
+            accepted = min(right, max(0, len(sampled) - 1))
+            self.num_drafted += len(drafts)
+            self.num_accepted += accepted
+            drafting.num_accepted += accepted
+            drafting.num_rejected += len(drafts) - accepted
+            self._account.earn(accepted)
+            if (kind := drafting.proposed) is not None:
+                wrong = int(right < len(drafts))
+                self._rates[kind].add(right, wrong)
+                drafting.rates.setdefault(kind, Rate(0, 0, most=16)).add(right, wrong)
+
+    def learn(self, ended: Iterable[Request]) -> None:
+        """Keep the answers of requests that have ended."""
+        for request in ended:
+            answer = request.token_ids[request.num_prompt_tokens :]
+            if request.drafting is None or len(answer) < _MIN_KEPT:
+                continue
+            for key in request.drafting.keys.values():
+                self._answers.append(key, answer)
+
+
+def _keys_of(request: Request) -> dict[Source, bytes]:
+    """Keys of earlier answers that a request may repeat, all of them of its model, adapter and tenant."""
+    root, end = request.chains[0].keys[0], request.num_prompt_tokens
+    images, grammar = touched_images(request.image_spans, 0, end), request.params.grammar
+    form = b"" if grammar is None else f"{grammar.kind} {grammar.text}".encode()
+    prompt = block_key(root, request.token_ids[:end], images)
+    keys: dict[Source, bytes] = {"repeat": answers_key(prompt, b"prompt", form)}
+    if request.has_images:
+        keys["image"] = answers_key(root, b"images", b"".join(span.image.key for span in request.image_spans))
+    if grammar is not None:
+        keys["schema"] = answers_key(root, b"grammar", form)
+    return keys
+
+
+def _start_of_last(token_ids: Sequence[int]) -> int:
+    """Return the start of the last of several answers, which all end with a separator."""
+    end = len(token_ids) - 1
+    while end > 0 and token_ids[end - 1] != SEPARATOR:
+        end -= 1
+    return end

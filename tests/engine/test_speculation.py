@@ -1,0 +1,109 @@
+"""Engines that draft give the same answers in fewer steps."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.checkpoints import make_llama
+from tests.engine.test_drafts import whole
+from tests.engine.test_structured import PERSON, engine_of, run, tokens
+from vlmserve.engine import drafting
+from vlmserve.engine.engine import Engine
+from vlmserve.types import EngineRequest, Grammar, Prompt, SamplingParams
+
+
+@pytest.fixture(scope="module")
+def engines(tmp_path_factory: pytest.TempPathFactory) -> tuple[Engine, Engine]:
+    folder: Path = make_llama(tmp_path_factory.mktemp("llama"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(drafting, "time_rows", lambda *_: [(1, 1.0), (32, 1.3)])
+        return engine_of(folder, speculation="off"), engine_of(folder)
+
+
+def request_of(name: str, prompt: list[int], salt: str = "", **params: Any) -> EngineRequest:
+    params = {"temperature": 0.0, "max_tokens": 60, "ignore_eos": True, **params}
+    return EngineRequest(name, Prompt(prompt), SamplingParams(**params), cache_salt=salt)
+
+
+def steps_of(engine: Engine, request: EngineRequest) -> int:
+    before = engine.stats().steps
+    run(engine, [request])
+    return engine.stats().steps - before
+
+
+def prompt_of(seed: int, length: int = 20) -> list[int]:
+    return random.Random(seed).choices(range(5, 250), k=length)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_repeats_take_few_steps(engines: tuple[Engine, Engine], temperature: float) -> None:
+    plain, drafter = engines
+    request = request_of("a", prompt_of(1), temperature=temperature, seed=3)
+    [expected], [first], [again] = (run(engine, [request]).values() for engine in (plain, drafter, drafter))
+    assert tokens(first) == tokens(again) == tokens(expected)
+    assert len(again) < len(expected) / 8
+    assert again[-1].accepted_drafts > 50
+    assert again[-1].accepted_drafts + len(again) == 60
+    stats = drafter.stats()
+    assert stats.drafted_tokens >= stats.accepted_drafts >= again[-1].accepted_drafts
+
+
+@pytest.mark.parametrize("changed", [{"salt": "other"}, {"seed": 4}])
+def test_answers_stay_with_their_tenant(engines: tuple[Engine, Engine], changed: dict[str, Any]) -> None:
+    _, drafter = engines
+    params = {"temperature": 1.0, "seed": 3}
+    steps_of(drafter, request_of("a", prompt_of(2), **params))
+    assert steps_of(drafter, request_of("a", prompt_of(2), **params)) < 12
+    assert steps_of(drafter, request_of("a", prompt_of(2), **{**params, **changed})) > 30
+
+
+def test_aborted_answers_are_kept(engines: tuple[Engine, Engine]) -> None:
+    _, drafter = engines
+    request = request_of("a", prompt_of(3))
+    drafter.add(request)
+    for _ in range(40):
+        drafter.step()
+    drafter.abort(["a", "unknown"])
+    assert steps_of(drafter, request) < 40
+
+
+FORMS = [None, None, Grammar.json(PERSON), Grammar.regex("(ab|cd|ef){1,20}!"), Grammar.choice(["left", "right"])]
+
+
+def random_request(draw: random.Random, number: int) -> EngineRequest:
+    """One of few prompts, some of which repeat themselves."""
+    seed = draw.randrange(6)
+    prompt = prompt_of(seed, 12) * (1 + seed % 3)
+    params: dict[str, Any] = {
+        "temperature": draw.choice([0.0, 0.0, 0.7, 1.5]),
+        "max_tokens": draw.randint(2, 50),
+        "seed": draw.randrange(3),
+        "ignore_eos": draw.random() < 0.5,
+    }
+    grammar = draw.choice(FORMS)
+    if draw.random() < 0.3:
+        params |= {"logprobs": draw.randint(0, 3)}
+    if draw.random() < 0.2:
+        params |= {"repetition_penalty": 1.2, "presence_penalty": 0.4}
+    if draw.random() < 0.2:
+        params |= {"stop_token_ids": tuple(draw.choices(range(5, 250), k=9)), "min_tokens": 2}
+    if grammar is None and draw.random() < 0.1:
+        params |= {"no_repeat_ngram_size": 2}
+    return EngineRequest(f"r{number}", Prompt(prompt), SamplingParams(grammar=grammar, **params))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_random_answers_are_the_same(engines: tuple[Engine, Engine], seed: int) -> None:
+    plain, drafter = engines
+    draw = random.Random(seed)
+    requests = [random_request(draw, number) for number in range(25)]
+    before = drafter.stats()
+    expected, actual = run(plain, requests), run(drafter, requests)
+    for name, outputs in expected.items():
+        assert whole(actual[name]) == whole(outputs)
+    assert drafter.stats().accepted_drafts > before.accepted_drafts
+    assert drafter.stats().kv_blocks_used == 0

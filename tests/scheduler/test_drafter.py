@@ -1,0 +1,107 @@
+"""What is drafted, from which tokens, and how many of them."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vlmserve.scheduler.drafts.corpus import SEPARATOR, Answers, Corpus
+from vlmserve.scheduler.drafts.costs import MAX_DRAFTS, Account, StepCosts
+from vlmserve.scheduler.drafts.reader import Reader
+
+FLAT = [(1, 1.0), (32, 1.3)]
+"""Rows that cost little: weights in 16 bits."""
+STEEP = [(1, 1.0), (2, 1.5), (32, 8.0)]
+
+
+@given(st.lists(st.integers(0, 3), max_size=60), st.lists(st.integers(0, 3), min_size=3, max_size=8))
+def test_corpus_finds_the_latest_equal_tokens(own: list[int], tail: list[int]) -> None:
+    match = Corpus(own).find(tail)
+    places = [place for place in range(3, len(own)) if own[place - 3 : place] == tail[-3:]]
+    assert (None if match is None else match.place) == (places[-1] if places else None)
+    if match is not None:
+        assert own[match.place - match.length : match.place] == tail[-match.length :]
+
+
+def test_corpus_indexes_tokens_that_come_later() -> None:
+    own = [1, 2, 3, 4]
+    corpus = Corpus(own)
+    assert corpus.find([9, 9, 1]) is None
+    own += [9, 9, 1, 5]
+    match = corpus.find([9, 9, 1])
+    assert match is not None
+    assert corpus.tokens_from(match.place, 4) == [5]
+
+
+def test_own_text_goes_round() -> None:
+    text = [7, 1, 2, 3, 1, 2, 3]
+    reader = Reader("own", Corpus(text), 1)
+    reader.read(text)
+    assert reader.tokens(5) == [1, 2, 3, 1, 2]
+
+
+def test_reader_goes_on_after_another_value() -> None:
+    earlier = [9, 10, 11, 40, 12, 13, 41, 14, SEPARATOR, 99]
+    reader = Reader("schema", Corpus(earlier), 2, 0)
+    answer = [5, 5, 9, 10, 11]
+    reader.read(answer)
+    assert reader.tokens(9) == [40, 12, 13, 41, 14]
+    reader.read([*answer, 50])
+    assert reader.tokens(2) == [12, 13], "one value stands for another"
+    reader.read([*answer, 50, 51, 12])
+    assert reader.tokens(9) == [13, 41, 14], "a longer value ends where both go on alike"
+
+
+def test_longer_matches_are_other_classes() -> None:
+    classes = []
+    for length in (0, 1, 2, 3, 5, 6, 11, 12, 16):
+        classes.append(Reader("own", Corpus([]), 0, 0, length).match_class)
+    assert classes == [0, 1, 1, 2, 2, 3, 3, 4, 4]
+
+
+def test_answers_forget_the_least_recently_used() -> None:
+    answers = Answers(max_tokens=20, max_tokens_of_key=12)
+    for key in (b"a", b"b"):
+        answers.append(key, [1, 2, 3, 4])
+        answers.append(key, [1, 2, 3, 4])
+    assert answers.num_tokens == 10, "equal answers are kept once"
+    answers.append(b"a", [5, 6, 7, 8])
+    answers.append(b"b", [9] * 30)
+    assert answers.get(b"a") is None
+    kept = answers.get(b"b")
+    assert kept is not None
+    assert kept.token_ids == [9] * 11 + [SEPARATOR]
+    assert answers.num_tokens == 12
+
+
+def test_costs_lie_on_lines_and_never_fall() -> None:
+    costs = StepCosts([(1, 1.0), (2, 3.0), (4, 2.0), (8, 8.0)])
+    assert [costs.seconds(rows) for rows in (1, 2, 3, 4, 6, 8, 10)] == [1.0, 2.0, 2.0, 2.0, 5.0, 8.0, 11.0]
+
+
+@pytest.mark.parametrize(
+    ("measured", "rate", "least", "most"), [(FLAT, 0.95, 20, 32), (FLAT, 0.5, 2, 8), (STEEP, 0.3, 0, 0)]
+)
+def test_count_follows_costs_and_rate(measured: list[tuple[int, float]], rate: float, least: int, most: int) -> None:
+    account = Account(StepCosts(measured))
+    account.begin_step(1, 0)
+    assert least <= account.best_count(rate, MAX_DRAFTS) <= most
+
+
+@pytest.mark.parametrize("measured", [FLAT, STEEP])
+@pytest.mark.parametrize("num_decodes", [1, 16])
+def test_wrong_drafts_cost_two_percent(measured: list[tuple[int, float]], num_decodes: int) -> None:
+    costs = StepCosts(measured)
+    account = Account(costs)
+    plain = spent = 0.0
+    for _ in range(200):
+        account.begin_step(num_decodes, 0)
+        rows = num_decodes
+        for _ in range(num_decodes):
+            count = account.best_count(0.99, MAX_DRAFTS)
+            account.pay(count)
+            rows += count
+        plain += costs.seconds(num_decodes)
+        spent += costs.seconds(rows)
+    assert plain < spent < 1.02 * plain + 2.5 * costs.seconds(1)
