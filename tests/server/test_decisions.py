@@ -97,6 +97,13 @@ def test_image_urls_are_fetched_once(live, monkeypatch):
     assert error.value.param == "input[0].content[1].image_url"
 
 
+def test_questions_look_an_image_up_once(live):
+    before = live.service.preparer.media.image_cache.stats()
+    decide(live, [PREDICATE, CHOICE, SCORE], [{"role": "user", "content": [IMAGE[0]["content"][0]] * 2}])
+    after = live.service.preparer.media.image_cache.stats()
+    assert after.hits + after.misses - before.hits - before.misses == 1
+
+
 def test_items_of_all_types_are_content(live):
     items = [
         {"role": "developer", "content": "Be strict"},

@@ -155,9 +155,11 @@ class RequestPreparer:
         """
         return self.conversation(messages, **options).prompt()
 
-    def conversation(self, messages: Sequence[Any], **options: Unpack[ConversationOptions]) -> Conversation:
-        """The same in steps, none of which has begun."""
-        return Conversation(self, messages, options)
+    def conversation(
+        self, messages: Sequence[Any], known: KnownMedia | None = None, **options: Unpack[ConversationOptions]
+    ) -> Conversation:
+        """Return the same in steps, all still to do. known: see `MediaPreparer.prepare_all`."""
+        return Conversation(self, messages, options, known)
 
     def text(
         self,
@@ -336,10 +338,10 @@ class RequestPreparer:
 class _Media:
     """Opens the media of conversations. known: see `MediaPreparer.prepare_all`."""
 
-    def __init__(self, media: MediaPreparer, salt: str) -> None:
+    def __init__(self, media: MediaPreparer, salt: str, known: KnownMedia | None = None) -> None:
         self.documents = DocumentReader(media.config, media.page_counts, salt)
         self.frames = FrameReader(media.config, salt)
-        self.known: KnownMedia = {}
+        self.known: KnownMedia = {} if known is None else known
 
     def close(self) -> None:
         """Close what is open."""
@@ -349,7 +351,7 @@ class _Media:
     def forget(self) -> None:
         """Let go of all that was read and prepared."""
         self.documents.forget()
-        self.known.clear()
+        self.known = {}
 
 
 class Conversation:
@@ -361,14 +363,15 @@ class Conversation:
         preparer: RequestPreparer,
         messages: Sequence[Any],
         options: ConversationOptions,
+        known: KnownMedia | None = None,
         shared: _Media | None = None,
     ) -> None:
-        """shared: media of several conversations, which the caller closes."""
+        """known: see `MediaPreparer.prepare_all`. shared: media of several conversations, which the caller closes."""
         self._preparer = preparer
         self._messages = messages
         self._options = options
         self._salt = options.get("cache_salt", "")
-        self._media = shared or _Media(preparer.media, self._salt)
+        self._media = shared or _Media(preparer.media, self._salt, known)
         self._closing = contextlib.nullcontext if shared is not None else partial(contextlib.closing, self._media)
         self._read: tuple[Sequence[Message], Sequence[Medium]] | None = None
         """The messages, and what they show. Pages and frames stand for documents and videos."""
@@ -421,7 +424,7 @@ def chats_of(
     Raises as `RequestPreparer.chat` does.
     """
     with contextlib.closing(_Media(preparer.media, options.get("cache_salt", ""))) as media:
-        return [Conversation(preparer, messages, options, media).prompt() for messages in conversations]
+        return [Conversation(preparer, messages, options, shared=media).prompt() for messages in conversations]
 
 
 def _compile(template: str, tokenizer: Tokenizer) -> ChatTemplate:

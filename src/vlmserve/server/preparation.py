@@ -13,6 +13,7 @@ from vlmserve.cancellation import run_in_thread
 from vlmserve.config import MediaConfig
 from vlmserve.cores import usable_cores
 from vlmserve.frontend.conversations import ConversationOptions
+from vlmserve.frontend.media_preparer import KnownMedia
 from vlmserve.frontend.tools import ToolUse
 from vlmserve.media.cache import ImageCacheStats
 from vlmserve.media.fetch import fetch_file
@@ -144,8 +145,12 @@ class Preparation:
         finally:
             self.memory.worked()
 
-    async def prepare(self, messages: list[dict[str, Any]], **options: Unpack[ConversationOptions]) -> Prompt:
+    async def prepare(
+        self, messages: list[dict[str, Any]], known: KnownMedia | None = None, **options: Unpack[ConversationOptions]
+    ) -> Prompt:
         """The prompt of a conversation, made in a worker thread. Takes and raises what the preparer does.
+
+        known: media of other conversations with the same salt, see `MediaPreparer.prepare_all`.
 
         Only slow renderings wait for slow renderings, and clients take turns.
         """
@@ -156,7 +161,7 @@ class Preparation:
             for part in message["content"]
             if part["type"] != "text"
         ]
-        conversation = self.preparer.conversation(messages, **options)
+        conversation = self.preparer.conversation(messages, known, **options)
         workers = self._workers(shown)
         has_tools = options.get("tools") is not None
 

@@ -15,6 +15,7 @@ from vlmserve.errors import InvalidRequestError
 from vlmserve.frontend.conversations import thinking_settings
 from vlmserve.frontend.deciding import Decider, Parts, confidence, probabilities, with_shared
 from vlmserve.frontend.deciding import Question as AskedQuestion
+from vlmserve.frontend.media_preparer import KnownMedia
 from vlmserve.server.body import BodyShare
 from vlmserve.server.generation import Generation, GenerationRequest
 from vlmserve.server.history import Message, owner_of, with_files
@@ -59,8 +60,10 @@ class DecisionDialect(Dialect[DecisionRequest]):
         with service.bodies.share() as share:
             content = await self._content(service, turns, share)
             questions = [one.asked(_instructions(one)) for one in body.questions]
+            known: KnownMedia = {}
             prepared = [
-                self._question(service, body, turns, content, number, one) for number, one in enumerate(questions)
+                self._question(service, body, turns, content, number, one, known)
+                for number, one in enumerate(questions)
             ]
             first = await prepared.pop(0)  # prepares the images that the others share
             shared, prompts = with_shared([first, *await asyncio.gather(*prepared)])
@@ -94,12 +97,15 @@ class DecisionDialect(Dialect[DecisionRequest]):
         content: Sequence[Message],
         number: int,
         question: AskedQuestion,
+        known: KnownMedia,
     ) -> Prompt:
+        """Make the prompt of a question. known: media of the content and of other questions; it grows."""
         messages = question.after(content)
         try:
             with service.bodies.share() as share:
                 return await service.preparation.prepare(
                     await with_files(service, self._owner, messages, share),
+                    known,
                     cache_salt=body.cache_salt or "",
                     template_settings=thinking_settings(False, service.preparer.template_settings),
                     mm_processor_kwargs=body.processor_kwargs,
