@@ -91,6 +91,9 @@ def test_every_api_is_there(http):
         http.post("/v1/completions", json={"prompt": "one", "max_tokens": 3}).json()["usage"]["completion_tokens"] == 3
     )
     assert len(http.post("/v1/embeddings", json={"input": ["one", "two"]}).json()["data"]) == 2
+    asked = [{"type": "predicate", "instructions": text} for text in ("It is red", "It is blue")]
+    decided = http.post("/v1/decisions", json={"model": "tiny", "input": "a", "questions": asked}).json()["answers"]
+    assert all(0 < one["probability"] < 1 for one in decided)
     message = {"model": "tiny", "max_tokens": 3, "messages": QUESTION}
     assert http.post("/v1/messages", json=message).json()["type"] == "message"
     assert (

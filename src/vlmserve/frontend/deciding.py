@@ -75,8 +75,8 @@ class Decider:
 
     def __init__(self, preparer: RequestPreparer) -> None:
         """Raises InvalidRequestError for a model without a chat template, or without the head that writes answers."""
-        if preparer.vectors.retriever is not None or preparer.vectors.classes is not None:
-            made = "classes" if preparer.vectors.retriever is None else "vectors"
+        made = preparer.vectors.instead_of_text
+        if made is not None:
             raise InvalidRequestError(f"this model cannot decide: it makes {made}; serve a chat model", param="model")
         if not preparer.takes_tools:
             raise InvalidRequestError(

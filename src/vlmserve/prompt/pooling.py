@@ -61,6 +61,13 @@ class Vectors:
     classes: Classes | None = None
     """Set for a model that makes logits of classes in place of vectors."""
 
+    @property
+    def instead_of_text(self) -> str | None:
+        """The plural name of what the model makes if it cannot write answers; None: it can."""
+        if self.retriever is not None:
+            return "vectors"
+        return None if self.classes is None else "classes"
+
     def embed(
         self, dimensions: int | None = None, *, normalize: bool | None = None, pooling: Pooling | None = None
     ) -> Embed:
