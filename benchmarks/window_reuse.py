@@ -2,11 +2,10 @@
 
     .venv/bin/python -m benchmarks.window_reuse
 
-The scheduler, the cache and the keys are the engine's; tokens are made up and nothing is computed, so figures are exact.
-Layers are those of Gemma 3 1B: 4 attend to everything, 22 to 512 tokens. Several conversations take turns, and a long
-prompt of another client runs after each round. Shares are tokens found in the cache, divided by those that the
-prompt shares with the conversation before. The other column has as many bytes, and layers that all keep the whole
-history.
+Scheduler, cache and keys are the engine's. Tokens are made up and nothing is computed, so figures are exact. Layers
+are those of Gemma 3 1B: 4 attend to everything, 22 to 512 tokens. Several conversations take turns, and a long prompt
+of another client runs after each round. Shares are tokens found in the cache, divided by tokens that the prompt shares
+with the turn before. For the last column, all layers keep the whole history in a pool of the same size.
 """
 
 from __future__ import annotations
@@ -83,7 +82,6 @@ def found(windows: Sequence[int | None], num_pages: int, others: int, turns: int
         own = sum(served.ask([talk]) for talk in talks)
         if turn:
             hits += own
-            # The next turn repeats the question with an answer of its own, so the shared part ends with the question.
             total += sum(len(talk) - ANSWER - QUESTION for talk in talks)
         if others:
             served.ask([text(others)])

@@ -16,8 +16,8 @@ MOST = 150
 
 
 def test_decode_steps_call_few_distinct_functions(tmp_path: Path) -> None:
-    """Of 16 steps, so that requests also fill blocks."""
-    engine = engine_of(make_llama(tmp_path))
+    """Of 16 steps without drafts, so that requests also fill blocks."""
+    engine = engine_of(make_llama(tmp_path), speculation="off")
     engine.add(request("a", 9, temperature=0, max_tokens=40, ignore_eos=True))
     for _ in range(4):
         engine.step()

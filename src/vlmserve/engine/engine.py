@@ -290,7 +290,7 @@ class Engine(BaseEngine):
             elif request.answered:
                 continue
             request.started = request.started or planned
-        self._limits.ran(output.timings, prompt_tokens, generating=num_tokens > prompt_tokens)
+        self._limits.ran(output.timings, prompt_tokens, num_tokens - prompt_tokens)
         return prompt_tokens
 
     def _note_images(self, step: SchedulerOutput, timings: RunTimings, planned: float) -> None:

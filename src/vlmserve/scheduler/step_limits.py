@@ -57,14 +57,14 @@ class MeasuredLimits(StepLimits):
         """Seconds of a prompt token: the lesser of the average and the last measurement, since first steps are slow."""
         self._average_per_token: float | None = None
 
-    def ran(self, timings: RunTimings, prompt_tokens: int, *, generating: bool) -> None:
-        """Note the times of a step that computed that many prompt tokens. generating: whether it decoded, too."""
+    def ran(self, timings: RunTimings, prompt_tokens: int, decoded_tokens: int) -> None:
+        """Note the times of a step that computed that many tokens of prompts and of answers."""
         if timings.products:
             self.encoded(timings.products, timings.vision)
         seconds = timings.build + timings.model + timings.sample
         if prompt_tokens:
-            self.prefilled(prompt_tokens, seconds, generating=generating)
-        elif generating:
+            self.prefilled(prompt_tokens, seconds, decoded_tokens)
+        elif decoded_tokens:
             self.generated(seconds)
 
     def encoded(self, macs: int, seconds: float) -> None:
@@ -76,13 +76,15 @@ class MeasuredLimits(StepLimits):
         """Note the time, without images, of a step that computed no prompt."""
         self.step_seconds = smooth(self.step_seconds, seconds)
 
-    def prefilled(self, num_tokens: int, seconds: float, *, generating: bool) -> None:
-        """Note the time, without images, of a step that computed prompt tokens. generating: whether it decoded, too."""
+    def prefilled(self, num_tokens: int, seconds: float, decoded_tokens: int = 0) -> None:
+        """Note the time, without images, of a step that computed that many tokens of prompts and of answers."""
         # Fewer tokens take the time of reading the weights, which decodes read too.
-        if num_tokens < (FEWEST_PROMPT_TOKENS if generating else PROMPT_TOKENS_MULTIPLE):
+        if num_tokens < (FEWEST_PROMPT_TOKENS if decoded_tokens else PROMPT_TOKENS_MULTIPLE):
             return
-        if generating:
-            seconds = max(seconds - (self.step_seconds or 0.0), seconds / 10)
+        if decoded_tokens:
+            # Each of many decodes takes as long as a prompt token.
+            rest = max(seconds - (self.step_seconds or 0.0), seconds / 10)
+            seconds = min(rest, seconds * num_tokens / (num_tokens + decoded_tokens))
         latest = seconds / num_tokens
         self._average_per_token = smooth(self._average_per_token, latest)
         self.seconds_per_token = min(latest, self._average_per_token)
