@@ -1,4 +1,4 @@
-"""Quantizing layers from what goes into them: the inputs are watched, then weights are rounded so that outputs stay."""
+"""Quantize layers from statistics of their inputs, with the least error of the outputs."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from vlmserve.quantization import QuantizationConfig
 logger = logging.getLogger(__name__)
 
 ALGORITHM = 6
-"""To be counted up when the same model, data and settings give other weights: copies in caches are then made anew."""
+"""Increase it when the same model, data and settings give other weights: it invalidates cached copies."""
 
 
 LEAST_ROWS = 0.125
-"""Rows of an expert, relative to its inputs, that are enough to calibrate it."""
+"""Minimum rows for each input that calibrate an expert."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +41,11 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Fold:
-    """Where factors of layers' inputs go: the inputs are divided by them in a norm, or in the layer that makes them.
+    """A place that divides an input of layers by factors: a norm, or the layer that makes the input.
 
-    consumers: names of all layers with that input. plain: which of them usually stay plain, by name. norm: what makes
-    it; None: the outputs ``rows[0] <= i < rows[1]`` of the layer `producer`. heads, shared: of the consumers' inputs,
-    see `awq.input_scales`; each `shared` heads of them are one of the producer.
+    consumers: names of all layers with that input. plain: consumers that usually stay unquantized, by name. norm: makes
+    the input; None: outputs ``rows[0] <= i < rows[1]`` of the layer `producer` do. heads, shared: heads of the
+    consumers' inputs (`awq.input_scales`); the producer has one head for each `shared` heads.
     """
 
     consumers: tuple[str, ...]
@@ -59,8 +59,11 @@ class Fold:
 
 @dataclass
 class Outcome:
-    """What became of layers. weights: by name. changed: norms and layers whose plain parameters took factors.
-    errors: the error of each layer's outputs as a share of the outputs' squares. notes: what went wrong, for people."""
+    """Quantized layers.
+
+    weights: by name. changed: norms and layers whose plain parameters were multiplied by factors. errors: squared error
+    of each layer's outputs, divided by their squares. notes: problems, as sentences.
+    """
 
     weights: dict[str, QuantizedWeight] = field(default_factory=dict)
     changed: list[nn.Module] = field(default_factory=list)
@@ -75,7 +78,7 @@ class Outcome:
 
 
 class Observer:
-    """Adds up the inputs of layers while it watches them. row_weights: of the batch that is computed; None: 1 each."""
+    """Collects statistics of layers' inputs. row_weights: of the current batch; None: 1 each."""
 
     def __init__(self, modules: Mapping[str, Linear]) -> None:
         self.row_weights: Tensor | None = None
@@ -86,7 +89,7 @@ class Observer:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Watch in this block."""
+        """Collect within this block."""
         hooks = [
             module.register_forward_pre_hook(self._hook(self.statistics[name]))
             for name, module in self._modules.items()
@@ -111,10 +114,10 @@ def quantize_layers(
     statistics: Mapping[str, InputStatistics],
     config: QuantizationConfig,
 ) -> Outcome:
-    """Quantize layers by what went into them. The modules get the rounded weights in their own type.
+    """Quantize layers by statistics of their inputs, and give the modules the rounded weights in their own dtype.
 
-    folds: in the order in which factors are found. Those of layers neither in `targets` nor plain are left out.
-    statistics: of each target; what it divides by factors changes with them.
+    folds: factors are found in this order. Folds whose layers are neither in `targets` nor plain are skipped.
+    statistics: of each target; they are divided by the factors as well.
     """
     outcome = Outcome()
     weights = {name: target.module.weight.data.float() for name, target in targets.items()}
@@ -143,7 +146,7 @@ def _usable(statistics: InputStatistics) -> bool:
 
 
 def _saw_few(target: Target, statistics: InputStatistics) -> bool:
-    """Return whether an expert was chosen for too few tokens."""
+    """Return whether the router chose an expert for too few tokens."""
     least = target.module.in_features * LEAST_ROWS
     return target.module.chosen_rows is not None and statistics.count < least
 
@@ -156,7 +159,7 @@ def _scale(
     config: QuantizationConfig,
     outcome: Outcome,
 ) -> Tensor | None:
-    """Find the factors of a fold and put them into weights, statistics, and what makes the input. None: none help."""
+    """Find the factors of a fold and apply them to weights, statistics and the input's producer. None: none helps."""
     first = statistics[fold.consumers[0]]
     joint = torch.cat([weights[name] for name in fold.consumers])
     if config.method == "smoothquant":
@@ -190,8 +193,7 @@ def _kind(bits: int, config: QuantizationConfig) -> GridKind:
 
 
 def _divide_norm(norm: RMSNorm | LayerNorm, factors: Tensor) -> Tensor:
-    """Divide what a norm returns. Gives the factors by which it is divided once its weights are rounded to their
-    type."""
+    """Divide a norm's output. Returns the actual factors, after the norm's weights were rounded to their dtype."""
     offset = norm.offset if isinstance(norm, RMSNorm) else 0.0
     before = norm.weight.data.float() + offset
     norm.weight.data.copy_(before / factors - offset)

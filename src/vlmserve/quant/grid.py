@@ -1,4 +1,4 @@
-"""The values that weights of few bits can have: of each group of an output's inputs, evenly spaced ones."""
+"""Grids: the evenly spaced values that low-bit weights of a group can have."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from torch import Tensor
 from vlmserve.kernels.quantized import QuantizedWeight
 
 Shrinks = tuple[Tensor | float, Tensor | float]
-"""Shares of the ends of ranges, the lower and the upper ones, for all or ``[out_features, groups]``."""
+"""Factors of the lower and upper ends of ranges: numbers, or ``[out_features, groups]``."""
 
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """Values ``scale * u + minimum`` with whole u from `lowest` to ``2 ** bits - 1``.
+    """Values ``scale * u + minimum`` for integers `lowest` <= u < ``2 ** bits``.
 
     bits: 8 or 4. group_size: inputs of an output that share a scale and a minimum. scales, minimums: floats
-    ``[out_features, groups]``; of 4 bits they are numbers that bfloat16 has, or a whole number of steps from zero.
+    ``[out_features, groups]``. 4-bit grids have bfloat16 scales and minimums, or minimums that are multiples of scales.
     """
 
     bits: int
@@ -39,10 +39,10 @@ class Grid:
         zero_points: bool = False,
         largest: Callable[[Tensor], Tensor] | None = None,
     ) -> Grid:
-        """The grid whose range is that of a weight ``[out_features, in_features]``.
+        """The grid over the range of a weight ``[out_features, in_features]``.
 
-        bits, group_size, symmetric, zero_points: see `GridKind`. largest: from the largest weights of outputs,
-        ``[out_features, 1]``, to those of a weight of which this one has some inputs only.
+        bits, group_size, symmetric, zero_points: as in `GridKind`. largest: of a shard of the inputs; turns
+        the shard's largest magnitudes of outputs, ``[out_features, 1]``, into the whole weight's.
         """
         kind = GridKind(bits, group_size, symmetric, zero_points)
         low, high = kind.ranges(weight)
@@ -53,7 +53,7 @@ class Grid:
 
     @property
     def lowest(self) -> int:
-        """The least u. Of 256 values as many lie above zero as below."""
+        """The smallest u. 8-bit grids start at 1: as many values lie above zero as below."""
         return 1 if self.bits == 8 else 0
 
     @property
@@ -65,12 +65,12 @@ class Grid:
         return self.scales.shape[1]
 
     def columns(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
-        """Scales and minimums of some inputs, ``[out_features, inputs]`` each."""
+        """Scales and minimums of some inputs, each ``[out_features, inputs]``."""
         groups = inputs // self.group_size
         return self.scales[:, groups], self.minimums[:, groups]
 
     def values(self, weight: Tensor) -> Tensor:
-        """The u of the nearest values to a weight, uint8 ``[out_features, in_features]``."""
+        """Quantize a weight: the u of the nearest values, uint8 ``[out_features, in_features]``."""
         return (
             self._steps(in_groups(weight, self.group_size))
             .to(torch.uint8)
@@ -79,31 +79,32 @@ class Grid:
         )
 
     def weight(self, values: Tensor) -> QuantizedWeight:
-        """The weight of uint8 values ``[out_features, in_features]``."""
+        """The weight with these u, uint8 ``[out_features, in_features]``."""
         return QuantizedWeight(self.bits, self.group_size, values, self.scales.float(), self.minimums.float())
 
     def nearest(self, weight: Tensor) -> Tensor:
         return self.nearest_of(in_groups(weight, self.group_size)).flatten(1)[:, : weight.shape[1]]
 
     def nearest_of(self, grouped: Tensor) -> Tensor:
-        """The nearest values to a weight in groups, ``[out_features, groups, group_size]``, or to one group with all
-        of this grid's, ``[out_features, 1, group_size]``."""
+        """The nearest values to a grouped weight, ``[out_features, groups, group_size]``.
+
+        One group broadcasts over all groups of the grid: ``[out_features, 1, group_size]``.
+        """
         return self._steps(grouped).mul_(self.scales[..., None]).add_(self.minimums[..., None])
 
     def _steps(self, grouped: Tensor) -> Tensor:
-        """The u of the nearest values, in the type of the weight; see `nearest_of`."""
+        """The u of the nearest values, in the dtype of the weight."""
         above = grouped - self.minimums[..., None]
         return above.div_(self.scales[..., None]).round_().clamp_(self.lowest, self.highest)
 
 
 @dataclass(frozen=True, slots=True)
 class GridKind:
-    """How grids follow from ranges.
+    """How to make grids from ranges.
 
-    bits: 8 takes one symmetric scale for each output, whatever the rest says; 4 takes groups of `group_size` inputs
-    (the last one may be smaller). symmetric: zero in the middle of the range; otherwise the range goes from the
-    least weight of a group to its largest. zero_points: the range contains zero, a whole number of steps from its
-    begin.
+    bits: 8 means one symmetric scale for each output and ignores the other fields; 4 means groups of `group_size`
+    inputs (the last one may be smaller). symmetric: zero is the middle of the range; otherwise the range goes from the
+    smallest weight of a group to the largest. zero_points: zero is one of the values.
     """
 
     bits: int
@@ -116,19 +117,19 @@ class GridKind:
             raise ValueError(f"weights have 8 or 4 bits, not {self.bits}")
 
     def ranges(self, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """The least and the largest weights of groups, ``[out_features, groups]`` each."""
+        """The smallest and the largest weight of each group, each ``[out_features, groups]``."""
         grouped = in_groups(weight, self.group_size if self.bits == 4 else weight.shape[1])
         low, high = grouped.aminmax(dim=2)
         return low, high
 
     def between(self, low: Tensor, high: Tensor, in_features: int) -> Grid:
-        """The grid with ranges from `low` to `high`, ``[out_features, groups]`` each."""
+        """The grid with ranges from `low` to `high`, each ``[out_features, groups]``."""
         if self.symmetric or self.bits == 8:
             bounds = torch.maximum(low.abs(), high.abs())
             if self.bits == 8:
                 scales = _nonzero(bounds / 127)
                 return Grid(8, in_features, scales, -128 * scales)
-            # The kernel keeps scales and minimums in bfloat16: values are fitted to the rounded ones.
+            # Kernels store scales and minimums in bfloat16, so u are chosen for the rounded ones.
             scales = _nonzero(_rounded(bounds / 7.5))
             return Grid(4, self.group_size, scales, -8 * scales)
         if self.zero_points:
@@ -138,7 +139,7 @@ class GridKind:
         return Grid(4, self.group_size, _nonzero(_rounded((high - low) / 15)), _rounded(low))
 
     def fit(self, weight: Tensor, shrinks: Shrinks = (1.0, 1.0)) -> Grid:
-        """The grid whose ranges are those of a weight ``[out_features, in_features]``. shrinks: of their ends."""
+        """The grid over the ranges of a weight ``[out_features, in_features]``, with their ends times `shrinks`."""
         low, high = self.ranges(weight)
         return self.between(low * shrinks[0], high * shrinks[1], weight.shape[1])
 

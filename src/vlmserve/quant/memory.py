@@ -1,4 +1,4 @@
-"""How much memory weights take: before they are loaded, and once they are."""
+"""Memory of weights, estimated before loading and measured after it."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from vlmserve.layers.linear import Embedding, Linear, TiedEmbedding, Weight
 from vlmserve.quantization import QuantizationConfig
 
 OUTPUTS = 256
-"""Outputs of a layer that a device is asked about. Kernels take tiles of fewer, so that all of it takes a multiple."""
+"""Outputs of the example layer whose size is measured; a multiple of each kernel's tile."""
 
 
 def own_bytes(module: nn.Module) -> int:
-    """Memory of a module's own parameters, in whatever form they are, without those of modules inside it."""
+    """Bytes of a module's own parameters, packed or not, without submodules."""
     sizes = {name: parameter.nbytes for name, parameter in module.named_parameters(recurse=False)}
     if isinstance(module, Weight | Embedding):
         sizes["weight"] = module.num_bytes
@@ -29,9 +29,9 @@ def weight_bytes(model: nn.Module) -> int:
 
 
 def expected_bytes(model: nn.Module, device: Device, bits: Mapping[str, int], config: QuantizationConfig) -> int:
-    """Memory that a model's weights will take on a device, which is asked how it stores some outputs of each kind.
+    """Bytes that a model's weights will take on a device. It packs a few outputs of each kind of layer to find out.
 
-    model: its weights need not be loaded. bits: of the layers that will be quantized, by name. config: how they are.
+    model: its weights need not be loaded. bits: of each layer that `config` will quantize, by name.
     """
     sizes = StoredSizes(device, config)
     total = 0
@@ -55,7 +55,7 @@ class StoredSizes:
         return pieces * self._stored(module, OUTPUTS, bits) + self._stored(module, rest, bits)
 
     def _stored(self, module: Weight, outputs: int, bits: int | None) -> int:
-        """As `of`, if the layer had so many outputs."""
+        """`of` for a layer with this number of outputs."""
         if not outputs:
             return 0
         bias = module.bias is not None if isinstance(module, Linear) else False
@@ -81,6 +81,6 @@ class StoredSizes:
         group_size = inputs if bits == 8 else self._config.group_size
         scales = torch.zeros(outputs, -(-inputs // group_size), device=on)
         values = torch.zeros(outputs, inputs, dtype=torch.uint8, device=on)
-        # Zeros are symmetric, whose minimums are not stored.
+        # Zeros are symmetric: their minimums are not stored.
         minimums = scales if bits == 8 or self._config.symmetric else torch.ones_like(scales)
         return QuantizedWeight(bits, group_size, values, scales, minimums)

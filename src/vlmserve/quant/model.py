@@ -1,4 +1,4 @@
-"""Which layers of a model are quantized, how, and what that saves."""
+"""Choose the layers of a model to quantize, quantize them, and log the memory saved."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ HEADS = ("lm_head", "embed_tokens")
 
 
 class Quantizer:
-    """Quantizes a model's linear layers in place, one after the other, as soon as each has its weights.
+    """Quantizes a model's linear layers in place, each as soon as its weights are loaded.
 
     Raises ConfigurationError for an override that fits no layer.
     """
@@ -39,19 +39,19 @@ class Quantizer:
 
     @property
     def bits(self) -> dict[str, int]:
-        """The bits of each layer that is quantized, by the layer's name."""
+        """Bits of each quantized layer, by name."""
         return dict(self._chosen.values())
 
     def quantize(self, module: nn.Module) -> None:
-        """Quantize a module whose weights are loaded, if it is one of the chosen layers.
+        """Quantize a loaded module if it is one of the chosen layers.
 
-        Raises ConfigurationError for groups that are divided among ranks.
+        Raises ConfigurationError if ranks would split a group.
         """
         if not isinstance(module, Linear | TiedEmbedding) or module not in self._chosen:
             return
         config, (name, bits) = self._config, self._chosen[module]
         before = own_bytes(module)
-        # A patch embedding has the shape of a convolution.
+        # A patch embedding has the shape of a convolution's weight.
         weight = module.weight.data.flatten(1)
         split = module if isinstance(module, RowParallelLinear) else None
         if split is not None and bits == 4:
@@ -70,7 +70,7 @@ class Quantizer:
         self._saved += before - own_bytes(module)
 
     def log(self) -> None:
-        """Log what the quantization of all layers saved."""
+        """Log the memory that quantization saved."""
         widths = list(self.bits.values())
         logger.info(
             "weights: %.1f MB before quantization, %.1f MB after; %d layers have 8 bits, %d have 4",
@@ -82,7 +82,7 @@ class Quantizer:
 
 
 def quantize(model: nn.Module, config: QuantizationConfig) -> dict[str, int]:
-    """Quantize a loaded model's linear layers in place. Returns the bits of each, by name. Raises as `Quantizer`."""
+    """Quantize a loaded model's linear layers in place. Returns their bits by name. Raises what `Quantizer` raises."""
     quantizer = Quantizer(model, config)
     for module in model.modules():
         quantizer.quantize(module)
@@ -91,7 +91,7 @@ def quantize(model: nn.Module, config: QuantizationConfig) -> dict[str, int]:
 
 
 def expected_memory(model: nn.Module, device: Device, config: QuantizationConfig | None) -> int:
-    """Bytes that a model's weights will take on a device; config: None if they stay plain.
+    """Bytes that a model's weights will take on a device. config: None for no quantization.
 
     model: its weights need not be loaded. Raises what `choose_layers` raises.
     """
@@ -100,7 +100,7 @@ def expected_memory(model: nn.Module, device: Device, config: QuantizationConfig
 
 
 def log_expected_memory(model: nn.Module, device: Device, config: QuantizationConfig | None) -> int:
-    """Say how much memory a model's weights will take, beside what they would by each scheme. Returns bytes."""
+    """Log the bytes that a model's weights will take, and the bytes by each scheme. Returns the first number."""
     usual = config or QuantizationConfig()
     expected = expected_memory(model, device, config)
     others = {
@@ -116,11 +116,11 @@ def log_expected_memory(model: nn.Module, device: Device, config: QuantizationCo
 
 
 def choose_layers(model: nn.Module, config: QuantizationConfig) -> Iterator[tuple[str, Linear | TiedEmbedding, int]]:
-    """The layers that are to be quantized, with their names and how many bits each is to have.
+    """The layers to quantize: name, layer and bits.
 
-    The output head, tied or not, takes 8 bits at least: it is where rounding costs most. So do patch embeddings, which
-    have few weights, and numbers of inputs that groups do not divide. Raises ConfigurationError for an override that
-    fits no layer.
+    The output head, tied or not, takes at least 8 bits because its rounding costs most. Patch embeddings, which have
+    few weights, and layers whose inputs groups do not divide take 8 bits as well. Raises ConfigurationError for an
+    override that fits no layer.
     """
     overrides = config.overrides
     unused = set(overrides)

@@ -1,4 +1,4 @@
-"""What calibration keeps of a layer's inputs."""
+"""Statistics of a layer's inputs for calibration."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ from torch import Tensor
 
 
 class InputStatistics:
-    """Sums over rows of a layer's inputs, from which its weight is quantized.
+    """Weighted sums over rows of a layer's inputs. Methods quantize the layer's weight by them.
 
-    A row counts as often as its weight says, so that rows of images may count less than those of text. Rows with
-    numbers that are not finite are left out.
+    Row weights let rows of images count less than rows of text. Rows with infinities or NaN are skipped.
     """
 
     def __init__(self, in_features: int, *, dtype: torch.dtype = torch.float32, device: torch.device | None = None):
@@ -18,13 +17,13 @@ class InputStatistics:
         self._magnitudes = torch.zeros(in_features, dtype=dtype, device=device)
         self._total = 0.0
         self.largest = torch.zeros(in_features, dtype=dtype, device=device)
-        """float ``[in_features]``: the largest magnitude of each input."""
+        """Largest magnitude of each input, float ``[in_features]``."""
         self.count = 0
-        """Rows that were added."""
+        """Number of rows added."""
         self.num_left_out = 0
 
     def add(self, rows: Tensor, weights: Tensor | None = None) -> None:
-        """Add rows ``[..., in_features]``; weights: of each row, not negative; None: all count once."""
+        """Add rows ``[..., in_features]``. weights: of each row, not negative; None: 1."""
         rows = rows.reshape(-1, rows.shape[-1]).to(self._products.dtype)
         finite = rows.isfinite().all(1)
         if not finite.all():
@@ -47,17 +46,19 @@ class InputStatistics:
 
     @property
     def hessian(self) -> Tensor:
-        """H = 2 X^T X / N, ``[in_features, in_features]``: the second derivative of the mean squared error of an
-        output by its weights (https://arxiv.org/abs/2210.17323)."""
+        """``H = 2 X^T X / N``, ``[in_features, in_features]``.
+
+        H is the second derivative of an output's mean squared error by its weights (https://arxiv.org/abs/2210.17323).
+        """
         return self._products * (2 / max(self._total, 1e-30))
 
     @property
     def mean_magnitude(self) -> Tensor:
-        """float ``[in_features]``: the mean magnitude of each input."""
+        """Mean magnitude of each input, float ``[in_features]``."""
         return self._magnitudes / max(self._total, 1e-30)
 
     def divide(self, factors: Tensor) -> None:
-        """Become those of inputs that are divided by ``[in_features]``."""
+        """Divide the inputs by factors ``[in_features]``."""
         factors = factors.to(self._products.dtype)
         self._products /= torch.outer(factors, factors)
         self._magnitudes /= factors
@@ -65,6 +66,8 @@ class InputStatistics:
 
 
 def output_error(difference: Tensor, hessian: Tensor) -> Tensor:
-    """tr(dW H dW^T), scalar: how far outputs move, twice the mean of their squares over rows, if a weight
-    ``[out_features, in_features]`` changes by `difference`."""
+    """``tr(dW H dW^T)``: twice the mean squared change of the outputs over rows.
+
+    difference: the change dW of the weight, ``[out_features, in_features]``.
+    """
     return ((difference @ hessian) * difference).sum()

@@ -1,8 +1,13 @@
-"""Weights of 4 bits as AWQ checkpoints of version GEMM hold them (https://arxiv.org/abs/2306.00978).
+"""4-bit weights of AWQ checkpoints, version GEMM (https://arxiv.org/abs/2306.00978).
 
-Of a layer ``X`` there are ``X.qweight``, int32 ``[in_features, out_features / 8]``, ``X.qzeros``, int32
-``[groups, out_features / 8]``, and ``X.scales`` ``[groups, out_features]``. A weight is ``scale * (value - zero)``. The
-eight outputs of a word lie in it in the order 0, 2, 4, 6, 1, 3, 5, 7, the first one lowest.
+A layer ``X`` has three tensors:
+
+- ``X.qweight``, int32 ``[in_features, out_features / 8]``
+- ``X.qzeros``, int32 ``[groups, out_features / 8]``
+- ``X.scales``, ``[groups, out_features]``
+
+A weight is ``scale * (value - zero)``. A word holds eight outputs in the order 0, 2, 4, 6, 1, 3, 5, 7, from the lowest
+bits up.
 """
 
 from __future__ import annotations
@@ -18,13 +23,13 @@ from vlmserve.quant.formats.layout import Layout, StoredWeight, check_setting, g
 
 METHOD = "awq"
 PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
-"""Where in a word each of its eight outputs lies."""
+"""Position of each of the eight outputs in a word."""
 
 
 def layouts(config: Mapping[str, Any]) -> list[Layout]:
-    """From a ``quantization_config``. Raises UnsupportedModelError for what cannot be loaded."""
+    """Read a ``quantization_config``. Raises UnsupportedModelError for settings that are not implemented."""
     version = config.get("version") or config.get("format") or "gemm"
-    # That library packs in an order of its own, whatever it calls the version.
+    # llm-awq packs in its own order, whatever it calls the version.
     version = "llm-awq" if config.get("backend") == "llm-awq" else str(version).lower()
     check_setting(METHOD, "version", version, ["gemm"])
     check_setting(METHOD, "bits", config.get("bits", config.get("w_bit", 4)), [4])
@@ -44,6 +49,6 @@ def layouts(config: Mapping[str, Any]) -> list[Layout]:
 
 
 def _in_order(values: Tensor) -> Tensor:
-    """``[rows, out_features]`` as they lie in words, in the order of outputs."""
+    """Sort the columns of ``[rows, out_features]`` from the order in words to the order of outputs."""
     places = torch.tensor(PLACES, device=values.device)
     return values.view(len(values), -1, 8)[:, :, places].flatten(1)

@@ -1,15 +1,18 @@
-"""Weights of 4 or 8 bits as the library bitsandbytes stores them (https://github.com/bitsandbytes-foundation/bitsandbytes).
+"""4-bit and 8-bit weights of the library bitsandbytes (https://github.com/bitsandbytes-foundation/bitsandbytes).
 
-Of a layer ``X`` of 4 bits (https://arxiv.org/abs/2305.14314) ``X.weight`` holds two values in a byte, the first one
-highest, all rows of the weight one after the other, as numbers of any type (``bnb_4bit_quant_storage``). A value is an
-index into the 16 numbers of ``X.weight.quant_map``. ``X.weight.absmax`` has the factor of each block of values; blocks
-do not end where rows do. JSON in the bytes of ``X.weight.quant_state.bitsandbytes__nf4``, or ``fp4``, gives shape and
-block size. With double quantization ``absmax`` is an index as well, into the 256 numbers of
-``X.weight.nested_quant_map``, which blocks of their own multiply by ``X.weight.nested_absmax``; the state's
-``nested_offset`` is added to that.
+Tensors of a 4-bit layer ``X`` (https://arxiv.org/abs/2305.14314):
 
-Of a layer of 8 bits (https://arxiv.org/abs/2208.07339) there are ``X.weight``, int8, and ``X.SCB``, the largest
-absolute value of each output, for which 127 stands.
+- ``X.weight``: two values in a byte, the first in the high bits, row after row. ``bnb_4bit_quant_storage`` names the
+  dtype of the tensor. A value is an index into ``X.weight.quant_map``.
+- ``X.weight.quant_map``: 16 numbers.
+- ``X.weight.absmax``: a factor for each block of values. Blocks may cross the ends of rows.
+- ``X.weight.quant_state.bitsandbytes__nf4`` or ``..._fp4``: JSON as bytes, with shape and block size.
+
+With double quantization ``absmax`` holds indices into ``X.weight.nested_quant_map``, 256 numbers. Blocks of its own
+multiply them by ``X.weight.nested_absmax``; then the state's ``nested_offset`` is added.
+
+An 8-bit layer (https://arxiv.org/abs/2208.07339) has ``X.weight``, int8, and ``X.SCB``, the largest magnitude of each
+output, which the value 127 stands for.
 """
 
 from __future__ import annotations
@@ -34,11 +37,11 @@ WEIGHT, ABSMAX, MAP, STATE = scaled.WEIGHT, "weight.absmax", "weight.quant_map",
 NESTED = NESTED_ABSMAX, NESTED_MAP = "weight.nested_absmax", "weight.nested_quant_map"
 SCALE, ORDER = "SCB", "weight_format"
 LARGEST = 127
-"""What stands for an output's largest absolute value in 8 bits."""
+"""The 8-bit value of an output's largest magnitude."""
 
 
 def layouts(config: Mapping[str, Any]) -> list[Layout]:
-    """From a ``quantization_config``. Raises UnsupportedModelError for what cannot be loaded."""
+    """Read a ``quantization_config``. Raises UnsupportedModelError for settings that are not implemented."""
     flags = [flag for flag in FLAGS if config.get(flag, config.get(f"_{flag}"))]
     check_setting(METHOD, "flags", " and ".join(flags) or "none", FLAGS)
     if "load_in_8bit" in flags:
@@ -51,7 +54,7 @@ def layouts(config: Mapping[str, Any]) -> list[Layout]:
 
 
 def _in_bytes(tensors: Mapping[str, Tensor]) -> StoredWeight:
-    # Other orders are those of single kinds of GPUs.
+    # Some GPUs store other orders.
     check_setting(METHOD, ORDER, int(tensors.get(ORDER, torch.tensor(0))), [0])
     weight, largest = tensors[WEIGHT], tensors[SCALE]
     if weight.ndim != 2 or largest.numel() != len(weight):
@@ -60,7 +63,7 @@ def _in_bytes(tensors: Mapping[str, Tensor]) -> StoredWeight:
 
 
 def _from_table(tensors: Mapping[str, Tensor]) -> Tensor:
-    """A weight of 4 bits, float32: the distances between a table's numbers differ, so it is no `QuantizedWeight`."""
+    """A dequantized 4-bit weight, float32: `QuantizedWeight` needs evenly spaced values."""
     state = _State(next(tensor for name, tensor in tensors.items() if name.startswith(STATE)))
     state.choice("quant_type", TYPES)
     shape, size = state.shape(), state.size("blocksize")
@@ -72,13 +75,13 @@ def _from_table(tensors: Mapping[str, Tensor]) -> Tensor:
     count = math.prod(shape)
     if len(octets) != -(-count // 2):
         raise ModelLoadError(f"a weight of {shape[0]} x {shape[1]} needs {-(-count // 2)} bytes, not {len(octets)}")
-    # Both values of a byte at once: what it takes to look them up is then a half of what they are.
+    # One lookup for both values of a byte needs half the indices.
     pairs = torch.stack((table.repeat_interleave(16), table.repeat(16)), 1)
     return _multiplied(pairs, octets, factors.float(), size)[:count].view(shape)
 
 
 def _nested(tensors: Mapping[str, Tensor], values: Tensor, state: _State) -> Tensor:
-    """The factors of blocks that are in 8 bits themselves."""
+    """Dequantize 8-bit block factors."""
     if lacking := [name for name in NESTED if name not in tensors]:
         raise MissingWeightsError(f"absmax is in 8 bits, but {' and '.join(lacking)} are missing")
     table = _table(NESTED_MAP, tensors[NESTED_MAP], 256)[:, None]
@@ -94,9 +97,9 @@ def _table(name: str, numbers: Tensor, count: int) -> Tensor:
 
 
 def _multiplied(rows: Tensor, values: Tensor, factors: Tensor, size: int) -> Tensor:
-    """Numbers that values stand for, times the factor of each block of so many numbers; the last block is filled up.
+    """Look values up and multiply each block of `size` numbers by its factor. The last block may be shorter.
 
-    rows: float32 ``[256, numbers]``, what each value stands for. values: uint8 ``[n]``. factors: ``[blocks]``.
+    rows: the numbers of each value, float32 ``[256, numbers]``. values: uint8 ``[n]``. factors: ``[blocks]``.
     Raises ModelLoadError for a wrong number of blocks.
     """
     width = rows.shape[1]
@@ -107,8 +110,7 @@ def _multiplied(rows: Tensor, values: Tensor, factors: Tensor, size: int) -> Ten
 
 
 class _State:
-    """The JSON object in the bytes of a tensor. Raises ModelLoadError if it is something else, or lacks what is asked
-    for."""
+    """The JSON object in the bytes of a tensor. Raises ModelLoadError if it is something else or lacks a field."""
 
     def __init__(self, octets: Tensor) -> None:
         try:
@@ -118,7 +120,7 @@ class _State:
         self._content: dict[str, Any] = content if isinstance(content, dict) else {}
 
     def choice(self, key: str, known: tuple[str, ...]) -> None:
-        """Raises UnsupportedModelError for a value that is not known."""
+        """Raise UnsupportedModelError unless the field has a known value."""
         check_setting(METHOD, key, self._content.get(key), known)
 
     def shape(self) -> tuple[int, int]:

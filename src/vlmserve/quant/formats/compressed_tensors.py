@@ -1,14 +1,17 @@
-"""Weights of few bits as the library compressed-tensors writes them (https://github.com/vllm-project/compressed-tensors).
+"""Low-bit weights of the library compressed-tensors (https://github.com/vllm-project/compressed-tensors).
 
-In the format "pack-quantized" there are of a layer ``X`` ``X.weight_packed``, unsigned values in the bits of int32
-words, the first one lowest; ``X.weight_scale`` ``[out_features, groups]``; ``X.weight_shape``; unless the middle of the
-range stands for zero, ``X.weight_zero_point``, packed along the outputs; and, where groups of inputs do not lie side by
-side, ``X.weight_g_idx``, the group of each. A weight is ``scale * (value - zero point)``. The formats of one byte for
-each weight are those of `scaled`.
+Tensors of a layer ``X`` in the format "pack-quantized":
 
-A zero point is a whole number, which a range from the smallest weight of a group to its largest does not have in
-general. Such weights are stored in a format of our own, which differs in one thing: instead of zero points it has
-``X.weight_minimum`` ``[out_features, groups]``, and a weight is ``scale * value + minimum``.
+- ``X.weight_packed``: unsigned values in int32 words, the first in the lowest bits
+- ``X.weight_scale``: ``[out_features, groups]``
+- ``X.weight_shape``
+- ``X.weight_zero_point``: packed along the outputs; absent if the middle of the range is zero
+- ``X.weight_g_idx``: the group of each input; absent if groups are contiguous
+
+A weight is ``scale * (value - zero point)``. `scaled` reads the formats with one byte for each weight.
+
+A zero point is an integer, which a range from a group's smallest to its largest weight rarely has. vlmserve stores
+such weights with ``X.weight_minimum`` ``[out_features, groups]`` instead: a weight is ``scale * value + minimum``.
 """
 
 from __future__ import annotations
@@ -34,15 +37,17 @@ NUMBERS = {
     "float-quantized": ["float"],
     "naive-quantized": ["int", "float"],
 }
-"""The formats that can be loaded, and what kinds of numbers they hold."""
+"""The implemented formats and the kinds of numbers in them."""
 PACKED, SCALE, SHAPE = "weight_packed", "weight_scale", "weight_shape"
 ZERO_POINT, MINIMUM, GROUP_OF = "weight_zero_point", "weight_minimum", "weight_g_idx"
 
 
 def to_tensors(weight: QuantizedWeight, *, symmetric: bool, zero_points: bool = False) -> dict[str, Tensor]:
-    """A weight as the tensors that a checkpoint holds of it; symmetric: the middle of the range stands for zero.
-    zero_points: otherwise one of its values does."""
-    # Scales and minimums of 4 bits are bfloat16 numbers already.
+    """The tensors that a checkpoint holds for a weight.
+
+    symmetric: the middle of the range is zero. zero_points: zero is one of the values of an asymmetric weight.
+    """
+    # 4-bit scales and minimums are bfloat16 numbers already.
     scales = weight.scales.bfloat16() if weight.bits == 4 else weight.scales
     tensors = {PACKED: pack(weight.values, weight.bits), SCALE: scales, SHAPE: torch.tensor(weight.shape)}
     if zero_points and not symmetric:
@@ -54,17 +59,17 @@ def to_tensors(weight: QuantizedWeight, *, symmetric: bool, zero_points: bool = 
 
 
 def to_bytes(weight: QuantizedWeight) -> dict[str, Tensor]:
-    """A symmetric weight of 8 bits as the tensors of the format "int-quantized"."""
+    """The tensors of a symmetric 8-bit weight in the format "int-quantized"."""
     return {scaled.WEIGHT: (weight.values.to(torch.int16) - 128).to(torch.int8), SCALE: weight.scales}
 
 
 def from_tensors(
     tensors: Mapping[str, Tensor], group_sizes: Sequence[int], asymmetric: Collection[int] = ()
 ) -> StoredWeight:
-    """The weight of which a checkpoint holds these tensors.
+    """Make a weight of a checkpoint's tensors.
 
-    group_sizes: those that there are. asymmetric: bits of weights whose zero is not always the middle of the range.
-    Raises ModelLoadError where the tensors do not belong together.
+    group_sizes: allowed sizes. asymmetric: bits of weights whose zero may differ from the middle of the range.
+    Raises ModelLoadError for tensors that do not fit together.
     """
     packed, scales = tensors[PACKED], tensors[SCALE].float()
     out_features, in_features = tensors[SHAPE].tolist()
@@ -106,8 +111,8 @@ def describe(
 ) -> Any:
     """The ``quantization_config`` of a config.json.
 
-    targets: names of layers, or of their kind, by bits. rounds_inputs: weights are stored by `to_bytes`, for products
-    with inputs that are rounded to 8 bits by a scale for each token.
+    targets: names of layers or kinds, by bits. rounds_inputs: `to_bytes` stored the weights, for matmuls whose inputs
+    are rounded to int8 with a scale for each token.
     """
     inputs = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "group_size": None, "dynamic": True}
     groups = {
@@ -136,7 +141,7 @@ def describe(
 
 
 def layouts(config: Mapping[str, Any]) -> list[Layout]:
-    """From a ``quantization_config``. Raises UnsupportedModelError for what cannot be loaded."""
+    """Read a ``quantization_config``. Raises UnsupportedModelError for settings that are not implemented."""
     check_setting(METHOD, "transform_config", config.get("transform_config") or None, [None])
     sparsity = (config.get("sparsity_config") or {}).get("format") or "dense"
     check_setting(METHOD, "sparsity_config", sparsity, ["dense"])
@@ -180,8 +185,10 @@ def layouts(config: Mapping[str, Any]) -> list[Layout]:
 def _in_bytes(
     tensors: Mapping[str, Tensor], block: tuple[int, ...] | None, stated: tuple[int, ...], *, rounds_inputs: bool
 ) -> StoredWeight:
-    """A weight of one byte each; block: of those layers that are in blocks. rounds_inputs: to 8 bits, each token by a
-    scale of its own."""
+    """The layout with one byte for each weight.
+
+    block: outputs and inputs that share a scale. rounds_inputs: to int8, with a scale for each token.
+    """
     weight, scales = tensors[scaled.WEIGHT], tensors[SCALE]
     in_blocks = block is not None and scales.shape == tuple(
         -(-size // each) for size, each in zip(weight.shape, block, strict=True)

@@ -1,12 +1,15 @@
-"""Weights of 4 or 8 bits as GPTQ checkpoints hold them (https://arxiv.org/abs/2210.17323).
+"""4-bit and 8-bit weights of GPTQ checkpoints (https://arxiv.org/abs/2210.17323).
 
-Of a layer ``X`` there are ``X.qweight``, int32 ``[in_features * bits / 32, out_features]``, ``X.qzeros``, int32
-``[groups, out_features * bits / 32]``, ``X.scales`` ``[groups, out_features]`` and mostly ``X.g_idx``, the group of
-each input: with ``desc_act`` groups do not lie side by side. A weight is ``scale * (value - zero)``.
+Tensors of a layer ``X``:
 
-Checkpoint format "gptq" holds zero points less one, "gptq_v2" as they are. The one was subtracted from whole words, so
-that a zero point of 0 borrowed from its neighbour; adding it to whole words undoes that as well
-(https://github.com/ModelCloud/GPTQModel).
+- ``X.qweight``, int32 ``[in_features * bits / 32, out_features]``
+- ``X.qzeros``, int32 ``[groups, out_features * bits / 32]``
+- ``X.scales``, ``[groups, out_features]``
+- ``X.g_idx``: the group of each input; with ``desc_act`` groups are not contiguous. Some checkpoints leave it out.
+
+A weight is ``scale * (value - zero)``. Checkpoint format "gptq" stores each zero point minus 1, "gptq_v2" the zero
+point. "gptq" subtracts 1 from packed words, so a zero point of 0 borrows from its neighbour; adding 1 to packed words
+undoes that (https://github.com/ModelCloud/GPTQModel).
 """
 
 from __future__ import annotations
@@ -22,15 +25,15 @@ from vlmserve.quant.formats.layout import Layout, StoredWeight, check_setting, g
 
 METHOD = "gptq"
 ONES = {4: 0x11111111, 8: 0x01010101}
-"""A one for each value in a word, by bits."""
+"""Words with a 1 in each value, by bits."""
 
 
 def layouts(config: Mapping[str, Any]) -> list[Layout]:
-    """From a ``quantization_config``. Raises UnsupportedModelError for what cannot be loaded."""
+    """Read a ``quantization_config``. Raises UnsupportedModelError for settings that are not implemented."""
     kind = "marlin" if config.get("is_marlin_format") else config.get("checkpoint_format") or config.get("format")
     check_setting(METHOD, "checkpoint_format", kind or "gptq", ["gptq", "gptq_v2"])
     check_setting(METHOD, "bits", config.get("bits", 4), list(ONES))
-    # Read from its tensors: single layers may have other bits than the rest.
+    # Tensors tell the bits: some layers may differ from the rest.
     read = partial(_read, stated=int(config.get("group_size") or 128), less_one=kind != "gptq_v2")
     return [Layout("qweight", ("qzeros", "scales"), ("g_idx",), read)]
 

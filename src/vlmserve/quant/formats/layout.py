@@ -1,4 +1,4 @@
-"""How a checkpoint holds one layer's weight in few bits: under which names its tensors are, and how they are read."""
+"""Layouts: the tensors that hold a layer's low-bit weight in a checkpoint, and how to read them."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from vlmserve.errors import ModelLoadError, UnsupportedModelError
 from vlmserve.kernels.quantized import QuantizedWeight
 
 StoredWeight = QuantizedWeight | Tensor
-"""``[out_features, in_features]``: in few bits, or float32 where the bits are none that `QuantizedWeight` can hold."""
+"""A weight ``[out_features, in_features]``: low-bit, or float32 if `QuantizedWeight` cannot represent it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """One way to hold a layer ``X``.
+    """The tensors of a layer ``X``.
 
-    mark: ``X.mark`` is there if the layer is held so; it holds the values, unless ``X.weight`` does. needed, optional:
-    the names of what lies beside it. read: makes a weight of those tensors by name; raises ModelLoadError where they do
-    not belong together, UnsupportedModelError for a kind that is not implemented.
+    mark: ``X.mark`` exists if the layer has this layout. It holds the values, unless ``X.weight`` does. needed,
+    optional: names of other tensors. read: makes a weight from the tensors by name. It raises ModelLoadError for
+    tensors that do not fit together, UnsupportedModelError for a kind that is not implemented.
     """
 
     mark: str
@@ -33,7 +33,7 @@ class Layout:
 
 
 def check_setting(method: str, name: str, value: Any, known: Sequence[Any]) -> None:
-    """Raises UnsupportedModelError for a setting of a ``quantization_config`` that is none of those known."""
+    """Raise UnsupportedModelError for an unknown value in a ``quantization_config``."""
     if value not in known:
         choices = ", ".join(map(str, known))
         raise UnsupportedModelError(
@@ -42,7 +42,7 @@ def check_setting(method: str, name: str, value: Any, known: Sequence[Any]) -> N
 
 
 def pack(values: Tensor, bits: int) -> Tensor:
-    """uint8 ``[rows, columns]`` of 4 or 8 bits each to int32 ``[rows, words]``, the first one lowest."""
+    """Pack uint8 ``[rows, columns]`` into int32 ``[rows, words]``, the first value in the lowest bits."""
     octets = F.pad(values, (0, -values.shape[1] % (32 // bits)))
     if bits == 4:
         octets = octets[:, ::2] | (octets[:, 1::2] << 4)
@@ -50,7 +50,7 @@ def pack(values: Tensor, bits: int) -> Tensor:
 
 
 def unpack(words: Tensor, bits: int, columns: int) -> Tensor:
-    """What `pack` made of uint8 ``[rows, columns]``."""
+    """Reverse `pack`: uint8 ``[rows, columns]``."""
     octets = words.contiguous().view(torch.uint8)
     if bits == 4:
         octets = torch.stack((octets & 15, octets >> 4), -1).flatten(1)
@@ -58,7 +58,7 @@ def unpack(words: Tensor, bits: int, columns: int) -> Tensor:
 
 
 def find_group_size(in_features: int, groups: int, stated: Sequence[int]) -> int | None:
-    """Which of the sizes gives so many groups of an output's inputs, all of them together included; None: none."""
+    """The stated size, or `in_features`, that divides the inputs into this number of groups. None: none does."""
     return next((size for size in (in_features, *stated) if size > 0 and -(-in_features // size) == groups), None)
 
 
@@ -67,10 +67,10 @@ def grouped(
 ) -> StoredWeight:
     """A weight ``scale * (value - zero)``.
 
-    values: uint8 ``[out_features, in_features]``. scales, zeros: float32 ``[out_features, groups]``. stated: the sizes
-    that groups may have. group_of: int ``[in_features]``, the group of each input; None: they lie side by side.
-    Where they do not, and are as large as stated, the weight's columns are sorted by group.
-    Raises ModelLoadError where shapes do not fit.
+    values: uint8 ``[out_features, in_features]``. scales, zeros: float32 ``[out_features, groups]``. stated: allowed
+    group sizes. group_of: the group of each input, int ``[in_features]``; None: groups are contiguous. Groups of a
+    stated size that are not contiguous sort the weight's columns.
+    Raises ModelLoadError for shapes that do not fit.
     """
     in_features, groups = values.shape[1], scales.shape[1]
     size = find_group_size(in_features, groups, stated)

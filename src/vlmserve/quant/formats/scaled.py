@@ -1,9 +1,10 @@
-"""Weights of one byte each as checkpoints hold them: int8 or float8 numbers that scales multiply.
+"""Weights with one byte each: int8 or float8 numbers and scales.
 
-Of a layer ``X`` there are ``X.weight`` and its scales: one for all of it, one for each output, one for each group of an
-output's inputs, or one for each block of outputs and inputs. DeepSeek's and Qwen's checkpoints of method "fp8" call
-those of blocks ``X.weight_scale_inv`` (https://arxiv.org/abs/2412.19437), and transformers also the one for all of a
-layer, as in Ministral 3's; all others say ``X.weight_scale``.
+A layer ``X`` has ``X.weight`` and ``X.weight_scale``. There is one scale for the layer, for each output, for each group
+of an output's inputs, or for each block of outputs and inputs.
+
+Method "fp8" has other names for scales: DeepSeek and Qwen call block scales ``X.weight_scale_inv``
+(https://arxiv.org/abs/2412.19437); transformers calls a layer's single scale so too, for example in Ministral 3.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ FLOATS = (FLOAT8, torch.float8_e5m2)
 
 
 def layouts(config: Mapping[str, Any]) -> list[Layout]:
-    """From a ``quantization_config`` of method "fp8". Raises UnsupportedModelError for what cannot be loaded."""
+    """Read a ``quantization_config`` of method "fp8". Raises UnsupportedModelError for unknown settings."""
     check_setting(METHOD, "fmt", config.get("fmt") or "e4m3", ["e4m3", "e5m2"])
     check_setting(METHOD, "expert_dtype", config.get("expert_dtype") or "fp8", ["fp8"])
     block = tuple(config.get("weight_block_size") or ()) or None
@@ -40,10 +41,10 @@ def from_tensors(
     block: tuple[int, ...] | None = None,
     stated: tuple[int, ...] = (),
 ) -> StoredWeight:
-    """The weight of which a checkpoint holds these tensors.
+    """Make a weight of a checkpoint's tensors.
 
-    scale: the name of its scales. block: outputs and inputs that share one. stated: the sizes that groups of inputs may
-    have. Raises ModelLoadError where the tensors do not belong together.
+    scale: name of the scales. block: outputs and inputs that share a scale. stated: allowed group sizes.
+    Raises ModelLoadError for tensors that do not fit together.
     """
     weight, scales = tensors[WEIGHT], tensors[scale].float()
     if weight.dtype not in (torch.int8, *FLOATS):

@@ -1,4 +1,4 @@
-"""The quantized checkpoints that can be loaded, by the ``quant_method`` of their ``quantization_config``."""
+"""The implemented checkpoint formats, by ``quant_method`` of a ``quantization_config``."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ METHODS: dict[str, Callable[[Mapping[str, Any]], list[Layout]]] = {
 }
 
 OLD_FILES = {"quantize_config.json": gptq.METHOD, "quant_config.json": awq.METHOD}
-"""Where checkpoints have their settings whose config.json has none, and the method that they leave out there."""
+"""Files with the settings of checkpoints whose config.json has none, and the method, which those files omit."""
 
 
 def stored_layouts(config: Mapping[str, Any]) -> list[Layout]:
-    """The ways in which a checkpoint with that ``quantization_config`` holds layers.
+    """The layouts of a checkpoint with this ``quantization_config``.
 
-    Raises UnsupportedModelError for a method or a setting of it that is not implemented.
+    Raises UnsupportedModelError for a method or a setting that is not implemented.
     """
     method = config.get("quant_method")
     if method not in METHODS:

@@ -1,8 +1,8 @@
-"""AWQ: inputs that matter get a finer grid, and ranges of groups are clipped where that helps.
+"""AWQ (https://arxiv.org/abs/2306.00978): important inputs get a finer grid, and clipping narrows ranges of groups.
 
-https://arxiv.org/abs/2306.00978. Scaling an input up and its producer down changes nothing but the rounding. Errors are
-those of a layer's own outputs, tr(dW H dW^T), so no layer is computed again; the paper's code takes the outputs of the
-block around it.
+Multiplying an input's weights by a factor and dividing the input in its producer changes only the rounding. The error
+is ``tr(dW H dW^T)`` of a layer's own outputs, which needs no second forward pass. The paper's code compares the outputs
+of the block around the layer.
 """
 
 from __future__ import annotations
@@ -16,29 +16,29 @@ from vlmserve.quant.grid import Grid, GridKind, in_groups
 from vlmserve.quant.statistics import output_error
 
 STEPS = 20
-"""Exponents that are tried."""
+"""Number of exponents to try."""
 CLIPS = tuple(1 - 0.05 * step for step in range(10))
-"""Shares of ranges that are tried."""
+"""Factors of ranges to try."""
 PASSES = ((0.12, 0.06, 0.03), *3 * ((0.06, 0.03, 0.015),))
-"""How far the ends of ranges move inwards and outwards, as shares of where they are: in each pass over all groups."""
+"""Relative moves of the ends of ranges to try, for each pass over all groups."""
 MOST_ROWS, MOST_CLIPPED_ROWS = 1024, 256
-"""Outputs of which errors are measured, and those with clipped ranges: the others are like them."""
+"""Sampled outputs for errors, and for errors with clipped ranges."""
 
 ROWS_AT_ONCE = 512
-"""Outputs of which ranges are clipped together: what is tried for one group then stays in a core's cache."""
+"""Outputs that are clipped together, so that the candidates of a group stay in a core's cache."""
 
 MakeGrid = Callable[[Tensor], Grid]
-"""From a weight to its grid."""
+"""Makes the grid of a weight."""
 
 
 def input_scales(
     weight: Tensor, magnitude: Tensor, hessian: Tensor, make_grid: MakeGrid, *, shared: int = 1, heads: int = 1
 ) -> Tensor:
-    """Factors of inputs, ``[in_features]``, that make rounded outputs differ least from exact ones.
+    """Factors of inputs, ``[in_features]``, with the least error of the outputs.
 
-    weight: ``[out_features, in_features]`` of all layers with that input. magnitude: mean |x| of each input. hessian:
-    of the inputs. shared: so many heads of inputs, one after another, must have the same factors, as those that attend
-    to the same values do; heads: how many heads there are.
+    weight: ``[out_features, in_features]`` of all layers with that input. magnitude: mean ``|x|`` of each input.
+    hessian: of the inputs. heads: number of heads in the inputs. shared: consecutive heads that must have the same
+    factors because they attend to the same values.
     """
     group_size = make_grid(weight[:1]).group_size
     importance = _importance(weight, group_size)
@@ -56,9 +56,9 @@ def input_scales(
 
 
 def helps(weight: Tensor, scales: Tensor, hessian: Tensor, kind: GridKind) -> bool:
-    """Whether factors of inputs leave less error where ranges are clipped than no factors do; see `input_scales`.
+    """Return whether the factors of `input_scales` still reduce the error after clipping.
 
-    Clipping can do what factors would, and then they only make ranges wider.
+    Clipping may gain as much by itself; factors would then only widen ranges.
     """
     rows = weight[:: -(-len(weight) // MOST_CLIPPED_ROWS)]
     errors = []
@@ -69,17 +69,14 @@ def helps(weight: Tensor, scales: Tensor, hessian: Tensor, kind: GridKind) -> bo
 
 
 def clipped_grid(weight: Tensor, hessian: Tensor, kind: GridKind) -> Grid:
-    """The grid of ranges that are clipped: by `clip`, and where a row has several groups by `clip_ends`."""
+    """A grid with ranges clipped by `clip`, and by `clip_ends` if a row has several groups."""
     shrinks = clip(weight, hessian, kind)
     one = shrinks.shape[1] == 1
     return kind.fit(weight, (shrinks, shrinks) if one else clip_ends(weight, hessian, kind, shrinks))
 
 
 def clip(weight: Tensor, hessian: Tensor, kind: GridKind) -> Tensor:
-    """Shares of ranges, ``[out_features, groups]``, that make the outputs of each group differ least.
-
-    A range is never less than half as wide.
-    """
+    """Factors of ranges, ``[out_features, groups]``, with the least error of each group's output; at least 0.5."""
     return torch.cat([_clip(rows, hessian, kind) for rows in torch.split(weight, ROWS_AT_ONCE)])
 
 
@@ -94,11 +91,10 @@ def _clip(weight: Tensor, hessian: Tensor, kind: GridKind) -> Tensor:
 
 
 def clip_ends(weight: Tensor, hessian: Tensor, kind: GridKind, shrinks: Tensor) -> tuple[Tensor, Tensor]:
-    """Shares of the lower and the upper ends of ranges, ``[out_features, groups]`` each.
+    """Factors of the lower and upper ends of ranges, each ``[out_features, groups]``.
 
-    One group after the other, its ends move to where whole outputs differ least, beside what all other groups are
-    rounded to at the time. This is not in the paper, in which groups know nothing of each other, and ranges only become
-    narrower. shrinks: to begin with, as `clip` gives them.
+    The ends of one group after the other move to the least error of the whole output, given the current rounding of all
+    other groups. The paper treats each group by itself and only narrows ranges. shrinks: first factors, from `clip`.
     """
     lows, highs = shrinks.clone(), shrinks.clone()
     parts = zip(*(torch.split(tensor, ROWS_AT_ONCE) for tensor in (weight, lows, highs)), strict=True)
@@ -108,7 +104,7 @@ def clip_ends(weight: Tensor, hessian: Tensor, kind: GridKind, shrinks: Tensor) 
 
 
 def _clip_ends(weight: Tensor, hessian: Tensor, kind: GridKind, ends: tuple[Tensor, Tensor]) -> None:
-    """`clip_ends` of some outputs, whose ends move in place."""
+    """Apply `clip_ends` to some outputs and move their ends in place."""
     ranges = kind.ranges(weight)
     grid = kind.between(ranges[0] * ends[0], ranges[1] * ends[1], weight.shape[1])
     difference = grid.nearest(weight) - weight
@@ -143,12 +139,12 @@ def _move(
     of_others: Tensor,
     kind: GridKind,
 ) -> Tensor:
-    """Move the ends of one group, ``[out_features, 1]`` each, in place, first the lower and then the upper one. Returns
-    by how much the rounded weight differs then.
+    """Move the lower, then the upper end of one group, each ``[out_features, 1]``, in place.
 
-    ranges: where the ends are of which `ends` are shares. before: by how much the weight differed. products: the
-    group's part of H. of_others: what the other groups' differences add to the derivative of the error by those of this
-    group.
+    Returns the rounding error of the group's weights.
+
+    ranges: the unclipped ends; `ends` are factors of them. before: the rounding error so far. products: the group's
+    block of H. of_others: the part of the error's derivative that comes from rounding errors of other groups.
     """
     shares = torch.tensor([1 + sign * move for move in moves for sign in (-1, 1)]).to(weight)
     grouped, outputs = weight[:, None], torch.arange(len(weight), device=weight.device)
@@ -158,7 +154,7 @@ def _move(
         low, high = (
             whole * (tried if number == other else ends[other].expand_as(tried)) for other, whole in enumerate(ranges)
         )
-        # All places that are tried are to the grid what groups are.
+        # The grid treats each candidate as a group.
         found = kind.between(low, high, weight.shape[1]).nearest_of(grouped).sub_(grouped)
         errors = (found @ products).add_(of_others[:, None]).mul_(found).sum(2)
         error, place = errors.min(1, keepdim=True)
@@ -170,14 +166,14 @@ def _move(
 
 
 def _importance(weight: Tensor, group_size: int) -> Tensor:
-    """``[in_features]``: the mean magnitude of each input's weights, as shares of the largest one in their group."""
+    """Mean of ``|w| / max |w|`` in its group for each input, ``[in_features]``."""
     grouped = in_groups(weight.abs(), group_size)
     shares = grouped / (grouped.amax(2, keepdim=True) + 1e-6)
     return shares.flatten(1)[:, : weight.shape[1]].mean(0)
 
 
 def _tie(scales: Tensor, shared: int, heads: int) -> Tensor:
-    """The same with one factor for inputs that must have the same: the geometric mean."""
+    """Replace factors that must be equal by their geometric mean."""
     if shared == 1:
         return scales
     by_head = scales.clamp(min=1e-8).log().view(heads // shared, shared, -1)
@@ -190,7 +186,7 @@ def _error(rows: Tensor, scales: Tensor, hessian: Tensor, make_grid: MakeGrid) -
 
 
 def _group_errors(weight: Tensor, grid: Grid, hessian: Tensor) -> Tensor:
-    """tr(dW H dW^T) of each group alone, ``[out_features, groups]``."""
+    """``tr(dW H dW^T)`` of each group by itself, ``[out_features, groups]``."""
     difference = in_groups(grid.nearest(weight) - weight, grid.group_size)
     width = hessian.shape[0]
     errors = torch.empty(difference.shape[:2], dtype=weight.dtype, device=weight.device)

@@ -1,7 +1,7 @@
-"""GPTQ: weights are rounded input by input, and those that are not yet rounded make up for the error.
+"""GPTQ (https://arxiv.org/abs/2210.17323): round inputs one by one, and correct the remaining weights for the error.
 
-https://arxiv.org/abs/2210.17323. The grid is there before, and inputs are taken in the order of the diagonal of H, the
-largest first, so that groups stay side by side ("static" order).
+The grid is fixed first ("static groups"), so inputs can be rounded by descending diagonal of H while groups stay
+contiguous.
 """
 
 from __future__ import annotations
@@ -15,14 +15,17 @@ from vlmserve.kernels.quantized import QuantizedWeight
 from vlmserve.quant.grid import Grid
 
 BLOCK = 128
-"""Inputs that are rounded before the rest is told of their errors."""
+"""Inputs that are rounded before the remaining weights are corrected."""
 DAMPINGS = (0.01, 0.1, 1.0)
-"""What is added to the diagonal of H, as shares of its mean: the first with which H can be factorized."""
+"""Dampings to try in order: they are multiplied by the mean of the diagonal of H and added to it."""
 
 
 class Rounded(NamedTuple):
-    """A weight in few bits. damping: what H took; None: it could not be factorized, and weights were rounded to
-    nearest. dead: inputs that were always zero."""
+    """A quantized weight.
+
+    damping: of H; None: H could not be factorized, so weights were rounded to nearest. dead: inputs that were always
+    zero.
+    """
 
     weight: QuantizedWeight
     damping: float | None
@@ -32,9 +35,9 @@ class Rounded(NamedTuple):
 def gptq(weight: Tensor, hessian: Tensor, grid: Grid) -> Rounded:
     """Round a weight ``[out_features, in_features]`` to a grid.
 
-    hessian: ``[in_features, in_features]``, see `InputStatistics`; all is computed in its type.
-    Weights of inputs that were always zero in calibration are rounded to nearest; published implementations set them
-    to zero, which is wrong as soon as such an input is not.
+    hessian: `InputStatistics.hessian`, ``[in_features, in_features]``; its dtype is used throughout.
+    Weights of inputs that were always zero in calibration are rounded to nearest. Published implementations set them to
+    zero, which is wrong if such an input is nonzero later.
     """
     weight = weight.to(hessian.dtype)
     dead = hessian.diagonal() == 0
@@ -49,7 +52,7 @@ def gptq(weight: Tensor, hessian: Tensor, grid: Grid) -> Rounded:
 
 
 def _factorize(hessian: Tensor, dead: Tensor, order: Tensor) -> tuple[Tensor | None, float | None]:
-    """The upper Cholesky factor of the inverse of H, damped, with its inputs in that order; and the damping."""
+    """The upper Cholesky factor of the inverse of the damped H, with inputs in this order, and the damping."""
     mean = hessian.diagonal().mean()
     for damping in DAMPINGS:
         damped = hessian[order][:, order]
@@ -65,7 +68,7 @@ def _factorize(hessian: Tensor, dead: Tensor, order: Tensor) -> tuple[Tensor | N
 
 
 def _round_in_order(rest: Tensor, factor: Tensor, grid: Grid, order: Tensor) -> Tensor:
-    """uint8 ``[in_features, out_features]``: inputs in that order, like `rest`, which is overwritten."""
+    """Rounded values, uint8 ``[in_features, out_features]``, inputs in this order. Overwrites `rest`."""
     values = torch.empty(rest.shape, dtype=torch.uint8, device=rest.device)
     for first in range(0, len(rest), BLOCK):
         last = min(first + BLOCK, len(rest))

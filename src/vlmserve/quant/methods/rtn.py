@@ -1,4 +1,4 @@
-"""Round to nearest: each weight becomes the nearest of the values that its group can have. Needs no data."""
+"""Round each weight to the nearest value of its group's grid. Needs no calibration data."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from vlmserve.kernels.quantized import QuantizedWeight
 from vlmserve.quant.grid import Grid
 
 ELEMENTS_AT_ONCE = 1024**2
-"""Weights that are rounded together: rounding takes several times the memory of float32 weights."""
+"""Weights that are rounded at once: rounding takes several times their memory in float32."""
 
 
 def round_to_nearest(
@@ -23,7 +23,7 @@ def round_to_nearest(
     zero_points: bool = False,
     largest: Callable[[Tensor], Tensor] | None = None,
 ) -> QuantizedWeight:
-    """Quantize ``[out_features, in_features]``. See `Grid.fit`."""
+    """Quantize a weight ``[out_features, in_features]`` on the grid of `Grid.fit`."""
     rows = max(1, ELEMENTS_AT_ONCE // max(1, weight.shape[1]))
     values = torch.empty(weight.shape, dtype=torch.uint8, device=weight.device)
     grids = []

@@ -1,18 +1,18 @@
-"""SmoothQuant: factors that move what is hard to round from inputs to weights (https://arxiv.org/abs/2211.10438)."""
+"""SmoothQuant (https://arxiv.org/abs/2211.10438): divide inputs with outliers and multiply their weights instead."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
 STRENGTH = 0.5
-"""The exponent a: 1 makes all inputs equally large, 0 all columns of the weight."""
+"""The exponent a: 1 equalizes all inputs, 0 equalizes all columns of the weight."""
 
 
 def smoothing_factors(largest_input: Tensor, weight: Tensor) -> Tensor:
-    """``max|X|**a / max|W|**(1 - a)``, ``[in_features]``: inputs are divided by them, weights multiplied.
+    """Factors ``max|X|**a / max|W|**(1 - a)``, ``[in_features]``: divide inputs, multiply weights by them.
 
-    largest_input: the largest magnitude of each input. weight: ``[out_features, in_features]`` of all layers with that
-    input. Inputs that were always zero keep a factor of 1.
+    largest_input: largest magnitude of each input. weight: ``[out_features, in_features]`` of all layers with that
+    input. Inputs that were always zero get 1.
     """
     factors = largest_input**STRENGTH / weight.abs().amax(0).clamp(min=1e-5) ** (1 - STRENGTH)
     factors[largest_input == 0] = 1
