@@ -9,7 +9,7 @@ from __future__ import annotations
 import mmap
 import re
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -80,6 +80,14 @@ class Header:
             if array.kind == _STRING:
                 return cursor.texts(array.length)
             return list(cursor.numbers(f"{array.length}{_NUMBERS[array.kind]}"))
+
+    def texts(self, key: str, places: Collection[int]) -> dict[int, str]:
+        """Some texts of an array of the metadata, by place. Places that the array does not have are left out."""
+        array = self.arrays.get(key)
+        if array is None or array.kind != _STRING or not places:
+            return {}
+        with self.path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            return _Cursor(self.path, data, array.offset).some_texts(array.length, places)
 
     def vector(self, name: str) -> list[float]:
         """A small tensor of float32 numbers. Raises ModelLoadError for one of another type."""
@@ -196,6 +204,10 @@ class _Cursor:
     def texts(self, count: int) -> list[str]:
         # Tokens of old files may be parts of characters.
         return [self._data[start:end].decode("utf-8", "replace") for start, end in self._spans(count)]
+
+    def some_texts(self, count: int, places: Collection[int]) -> dict[int, str]:
+        spans = enumerate(self._spans(count))
+        return {i: self._data[start:end].decode("utf-8", "replace") for i, (start, end) in spans if i in places}
 
     def value(self) -> Any:
         [kind] = self.numbers("I")

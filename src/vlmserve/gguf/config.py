@@ -86,12 +86,8 @@ def end_token_ids(header: Header) -> frozenset[int]:
     """Tokens that end an answer: the file names some, and the text of some control tokens tells."""
     named = (header.values.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom"))
     types = header.array("tokenizer.ggml.token_type")
-    tokens = header.array("tokenizer.ggml.tokens") if types else []
-    known = (
-        id_
-        for id_, (token, kind) in enumerate(zip(tokens, types, strict=False))
-        if kind == CONTROL and token in END_TOKENS
-    )
+    tokens = header.texts("tokenizer.ggml.tokens", {id_ for id_, kind in enumerate(types) if kind == CONTROL})
+    known = (id_ for id_, token in tokens.items() if token in END_TOKENS)
     return frozenset([*(int(id_) for id_ in named if id_ is not None), *known])
 
 

@@ -88,13 +88,13 @@ class _Token(NamedTuple):
 def read_prompt_files(path: Path) -> PromptFiles:
     """What a file says about its prompts. Raises what `read_header` raises."""
     header = read_header(path)
-    tokens = header.array("tokenizer.ggml.tokens")
     ids = {f"{name}_token": _special_id(header, key) for name, key in _SPECIAL.items()}
+    tokens = header.texts("tokenizer.ggml.tokens", {id_ for id_ in ids.values() if id_ is not None})
     names = ("tokenizer.chat_template", "tokenizer.chat_template.tool_use")
     template, tool_template = (source if isinstance(source := header.values.get(name), str) else None for name in names)
     return PromptFiles(
         tokenizer_config={},
-        special_tokens={name: tokens[id_] for name, id_ in ids.items() if id_ is not None and id_ < len(tokens)},
+        special_tokens={name: tokens[id_] for name, id_ in ids.items() if id_ in tokens},
         image_token_id=None,
         chat_template=template,
         tool_template=tool_template,
@@ -234,13 +234,16 @@ def _vocabulary(header: Header, tokens: Sequence[_Token]) -> dict[str, int]:
 def _merges(tokens: Sequence[_Token]) -> list[tuple[str, str]]:
     """Pairs in the order in which SentencePiece merges them: those first that make the token of the highest score."""
     ids = {token.text: id_ for id_, token in enumerate(tokens) if token.kind == NORMAL}
-    ranked = []
-    for text, id_ in ids.items():
-        for cut in range(1, len(text)):
-            left, right = text[:cut], text[cut:]
-            if left in ids and right in ids:
-                ranked.append((-tokens[id_].score, id_, ids[left], ids[right]))
-    return [(tokens[left].text, tokens[right].text) for _, _, left, right in sorted(ranked)]
+    merges: list[tuple[str, str]] = []
+    # A vocabulary has hundreds of thousands of tokens: the second half is looked up if the first one is a token.
+    for text in sorted(ids, key=lambda text: (-tokens[ids[text]].score, ids[text])):
+        pairs = [
+            (text[:cut], right) for cut in range(1, len(text)) if text[:cut] in ids and (right := text[cut:]) in ids
+        ]
+        if len(pairs) > 1:
+            pairs.sort(key=lambda pair: (ids[pair[0]], ids[pair[1]]))
+        merges += pairs
+    return merges
 
 
 def _add_tokens(tokenizer: tokenizers.Tokenizer, tokens: Sequence[_Token], *, strips: bool = False) -> None:
