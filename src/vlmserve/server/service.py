@@ -22,6 +22,7 @@ from vlmserve.frontend.client import EngineClient
 from vlmserve.server.accounts import KeyRing
 from vlmserve.server.adapters import Adapters
 from vlmserve.server.body import BodyMemory
+from vlmserve.server.cache_diagnosis import CacheLog
 from vlmserve.server.collectors import RunningEngine
 from vlmserve.server.metrics import ServerMetrics
 from vlmserve.server.names import ServedNames
@@ -102,6 +103,7 @@ class Service:
         self.back_at: float | None = None
         """When a dead engine is expected back, on the clock of `time.monotonic`; None: it is not restarted."""
         self.preparation = Preparation(media)
+        self.cache_log = CacheLog(engine.block_size)
         self.metrics = ServerMetrics(
             self.model_name,
             engine_stats=self.engine_stats,

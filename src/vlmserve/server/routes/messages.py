@@ -12,6 +12,7 @@ from starlette.responses import Response
 
 from vlmserve.errors import InvalidRequestError, VLMServeError
 from vlmserve.frontend.tool_parser import ContentDelta, Event, ThoughtDelta, ToolCallDelta, ToolCallStart
+from vlmserve.server.cache_diagnosis import AskedPrompt, Diagnosis
 from vlmserve.server.errors import json_response, messages_error_body
 from vlmserve.server.generation import Generation, GenerationRequest, TextDelta
 from vlmserve.server.guard import salt_of
@@ -22,7 +23,9 @@ from vlmserve.server.routes.reading import read
 from vlmserve.server.schema.blocks import ChatMessages
 from vlmserve.server.schema.content import check_continuation
 from vlmserve.server.schema.messages import (
+    CacheMissReason,
     CountRequest,
+    Diagnostics,
     MessageAnswer,
     MessagesRequest,
     MessageUsage,
@@ -51,6 +54,7 @@ class MessagesDialect(Dialect[MessagesRequest]):
         self._owner = owner
         self._chat = ChatMessages("", ())
         self._reader = AnswerReader()
+        self._diagnosis: Diagnosis | None = None
 
     def num_answers(self, body: MessagesRequest) -> int:
         return 1
@@ -67,6 +71,9 @@ class MessagesDialect(Dialect[MessagesRequest]):
         if self._chat.ends_with_answer:
             check_continuation(body.grammar(), tools)
         prompt = await _prompt(service, body, self._chat, self._owner, cache_salt)
+        if body.diagnostics is not None:
+            asked = AskedPrompt(self._owner, cache_salt, self._chat.messages, tools, prompt)
+            self._diagnosis = Diagnosis(service.cache_log, asked, body.diagnostics.previous_message_id)
         self._chat.messages.clear()  # their images are prepared, and an answer may take long
         return GenerationRequest([prompt], params, 1, cache_salt, tools=tools)
 
@@ -78,11 +85,12 @@ class MessagesDialect(Dialect[MessagesRequest]):
         [said] = await generation.finished()
         cut = said.finish_reason == "length" or said.stop_string is not None
         content = _content(self._reader.read(said), cut=cut)
-        return _answer(generation, content, self._stop_reason(said), said.stop_string)
+        found = self._diagnostics(generation, generation.usage.prompt_tokens_details.cached_tokens)
+        return _answer(generation, content, self._stop_reason(said), said.stop_string, found)
 
     async def events(self, body: MessagesRequest, generation: Generation) -> AsyncGenerator[bytes, None]:
         try:
-            begun = _answer(generation, [], None, None)
+            begun = _answer(generation, [], None, None, self._diagnostics(generation))
             yield named_event({"type": "message_start", "message": begun}) + named_event({"type": "ping"})
             blocks = BlockEvents()
             async with contextlib.aclosing(generation.deltas()) as deltas:
@@ -99,6 +107,17 @@ class MessagesDialect(Dialect[MessagesRequest]):
         except VLMServeError as error:
             generation.failure = error
             yield named_event(messages_error_body(error))
+
+    def _diagnostics(self, generation: Generation, cached_tokens: int | None = None) -> Diagnostics | None:
+        """Return why the caches lacked a part of the prompt. cached_tokens: how many they had; None: not known yet."""
+        if self._diagnosis is None:
+            return None
+        miss = self._diagnosis.begin(generation.id, generation.model)
+        if self._diagnosis.is_unknown:
+            return Diagnostics(CacheMissReason("previous_message_not_found"))
+        if miss is None and cached_tokens is not None:
+            miss = self._diagnosis.end(cached_tokens)
+        return None if miss is None else Diagnostics(CacheMissReason.of(miss))
 
     def _stop_reason(self, said: TextDelta) -> str:
         if said.stop_string is not None:
@@ -188,9 +207,18 @@ def _answer(
     content: list[Block],
     stop_reason: str | None,
     stop_string: str | None,
+    diagnostics: Diagnostics | None,
 ) -> MessageAnswer:
-    usage, sizes = _usage(generation), generation.image_sizes
-    return MessageAnswer(generation.id, generation.model, content, stop_reason, stop_string, usage, image_sizes=sizes)
+    return MessageAnswer(
+        generation.id,
+        generation.model,
+        content,
+        stop_reason,
+        stop_string,
+        _usage(generation),
+        diagnostics=diagnostics,
+        image_sizes=generation.image_sizes,
+    )
 
 
 def _usage(generation: Generation) -> MessageUsage:

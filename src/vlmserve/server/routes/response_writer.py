@@ -82,6 +82,12 @@ class ResponseWriter:
         self.response.usage, self.response.image_sizes = ResponseUsage.of(usage), image_sizes
         return events + self._close(self.response.status)
 
+    def finish_empty(self, usage: Usage, image_sizes: list[ImageSize] | msgspec.UnsetType = msgspec.UNSET) -> bytes:
+        """Complete a response without output. No event tells of it but the last one."""
+        self.response.status, self.response.completed_at = "completed", int(time.time())
+        self.response.usage, self.response.image_sizes = ResponseUsage.of(usage), image_sizes
+        return b""
+
     def end(self) -> bytes:
         """The last event, with the complete response."""
         return self._event(f"response.{self.response.status}", response=self.response)

@@ -14,13 +14,14 @@ from starlette.responses import Response
 from vlmserve.errors import InvalidRequestError, NotFoundError, VLMServeError
 from vlmserve.frontend.tools import ToolUse
 from vlmserve.server.body import BodyShare
+from vlmserve.server.cache_diagnosis import AskedPrompt, Diagnosis
 from vlmserve.server.confidence import AnswerConfidences
 from vlmserve.server.generation import Generation, GenerationRequest, TextDelta
 from vlmserve.server.history import file_ids, fitting, kept_items, needed_store, owner_of, read_items, with_files
 from vlmserve.server.routes.answering import Dialect, answer
 from vlmserve.server.routes.response_writer import ResponseWriter
 from vlmserve.server.schema.logprobs import TokenNames, check_top_logprobs, choice_logprobs
-from vlmserve.server.schema.responses import ResponseObject, ResponsesRequest
+from vlmserve.server.schema.responses import CacheDiagnostics, ResponseObject, ResponsesRequest
 from vlmserve.server.service import Service
 from vlmserve.server.tool_calls import AnswerReader
 from vlmserve.server.turns import Turns
@@ -47,6 +48,7 @@ class ResponsesDialect(Dialect[ResponsesRequest]):
         self._inputs: list[PackedItem] = []
         self._file_ids: list[str] = []
         self._confidences: AnswerConfidences | None = None
+        self._diagnosis: Diagnosis | None = None
 
     def num_answers(self, body: ResponsesRequest) -> int:
         return 1
@@ -55,7 +57,9 @@ class ResponsesDialect(Dialect[ResponsesRequest]):
         if body.store and self._store is None:
             raise InvalidRequestError("This server stores no history; leave store out", param="store")
         check_top_logprobs(body.top_logprobs, service.max_logprobs)
-        params = body.sampling_params(service.defaults, body.max_output_tokens, service.default_limit)
+        # The engine has to compute a token.
+        max_tokens = 1 if body.prewarms else body.max_output_tokens
+        params = body.sampling_params(service.defaults, max_tokens, service.default_limit)
         if body.wants_confidence:
             self._confidences = AnswerConfidences(service.preparer.answers.token_bytes)
         tools = body.tool_use
@@ -66,16 +70,18 @@ class ResponsesDialect(Dialect[ResponsesRequest]):
             new = await kept_items(service, self._owner, body.input, share)
             turns = Turns(body.instructions, before, new)
             prompt = await self._prepare(service, body, turns, tools, share)
+            asked = AskedPrompt(self._owner, cache_salt, turns.messages, tools, prompt)
+        self._diagnosis = Diagnosis(service.cache_log, asked, body.comparison_response_id)
         if self._keeps(body) or body.conversation is not None:
             await self._pack(needed_store(service), new)
-        return GenerationRequest([prompt], self._params, 1, cache_salt, tools=tools)
+        return GenerationRequest([prompt], self._params, 1, cache_salt, tools=tools, generates=not body.prewarms)
 
     async def complete(self, body: ResponsesRequest, generation: Generation) -> ResponseObject:
         [whole] = await generation.finished()
         writer = ResponseWriter(self._response(body, generation))
         writer.write(self._reader.read(whole), _logprobs(body, whole, generation))
         writer.response.confidence = self._confidence(whole)
-        writer.finish(whole.finish_reason, generation.usage, generation.image_sizes)
+        self._finish(writer, body, whole.finish_reason, generation)
         await self._keep(body, writer.response)
         return writer.response
 
@@ -83,14 +89,15 @@ class ResponsesDialect(Dialect[ResponsesRequest]):
         writer = ResponseWriter(self._response(body, generation))
         finish_reason = None
         try:
-            yield writer.begin(only_text=not (self._reader.expects_calls or generation.may_think))
+            only_text = not (self._reader.expects_calls or generation.may_think or body.prewarms)
+            yield writer.begin(only_text=only_text)
             async with contextlib.aclosing(generation.deltas()) as deltas:
                 async for delta in deltas:
                     finish_reason = delta.finish_reason
                     writer.response.confidence = self._confidence(delta)
                     if news := writer.write(self._reader.read(delta), _logprobs(body, delta, generation)):
                         yield news
-            last = writer.finish(finish_reason, generation.usage, generation.image_sizes)
+            last = self._finish(writer, body, finish_reason, generation)
             # Stored before the event, so that a client that reads it can retrieve the response.
             await self._keep(body, writer.response)
             yield last + writer.end()
@@ -100,6 +107,21 @@ class ResponsesDialect(Dialect[ResponsesRequest]):
             with contextlib.suppress(VLMServeError):  # the history may be what failed
                 await self._keep(body, writer.response)
             yield last
+
+    def _finish(
+        self, writer: ResponseWriter, body: ResponsesRequest, finish_reason: str | None, generation: Generation
+    ) -> bytes:
+        """Return the events after the last token, and say what the caches lacked if that is asked for."""
+        assert self._diagnosis is not None
+        miss = self._diagnosis.begin(generation.id, generation.model)
+        if self._diagnosis.is_unknown:
+            writer.response.prompt_cache_diagnostics = CacheDiagnostics("comparison_response_not_found")
+        elif body.comparison_response_id is not None:
+            miss = miss or self._diagnosis.end(generation.usage.prompt_tokens_details.cached_tokens)
+            writer.response.prompt_cache_diagnostics = CacheDiagnostics.of(miss)
+        if body.prewarms:
+            return writer.finish_empty(generation.usage, generation.image_sizes)
+        return writer.finish(finish_reason, generation.usage, generation.image_sizes)
 
     async def keep_failed(self, service: Service, body: ResponsesRequest, response: ResponseObject) -> None:
         """Keep a response that another server has begun and cannot end. Raises VLMServeError."""

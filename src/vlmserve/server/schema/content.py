@@ -19,6 +19,8 @@ from vlmserve.types import Grammar
 class ChatPart(RequestModel):
     """What all parts have in common. cache_control is accepted and changes nothing: all that can be cached is."""
 
+    ignored_fields: ClassVar[frozenset[str]] = frozenset({"prompt_cache_breakpoint"})
+
     cache_control: dict[str, Any] | None = Field(None, exclude=True)
 
 

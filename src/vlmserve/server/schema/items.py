@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 
@@ -35,8 +35,14 @@ Includable = Literal[
 for them, and parts that no response has here."""
 
 
+_BREAKPOINT = frozenset({"prompt_cache_breakpoint"})
+"""It changes nothing: all prompts are cached, up to every token."""
+
+
 class InputText(RequestModel):
     """A piece of what is asked."""
+
+    ignored_fields: ClassVar[frozenset[str]] = _BREAKPOINT
 
     type: Literal["input_text"]
     text: str
@@ -44,6 +50,8 @@ class InputText(RequestModel):
 
 class InputImage(Budget):
     """An image: a data URL, an http(s) URL or a file that was uploaded. detail: as in chat completions."""
+
+    ignored_fields: ClassVar[frozenset[str]] = _BREAKPOINT
 
     type: Literal["input_image"]
     image_url: str | None = None
@@ -60,6 +68,8 @@ class InputImage(Budget):
 class InputFile(Budget):
     """A document, of which each page is an image: a file that was uploaded, base64 or a data URL, or an http(s) URL. An
     uploaded file may also be an image or a video. filename and detail are accepted and change nothing."""
+
+    ignored_fields: ClassVar[frozenset[str]] = _BREAKPOINT
 
     type: Literal["input_file"]
     file_id: str | None = None

@@ -10,6 +10,7 @@ from pydantic import Field, Tag
 
 from vlmserve.frontend.conversations import thinking_settings
 from vlmserve.frontend.tools import Function, ToolUse
+from vlmserve.server.cache_diagnosis import DETAILS, Changed, Miss
 from vlmserve.server.schema.asking import IGNORED_FIELDS
 from vlmserve.server.schema.base import MAX_COUNT, JSONObject, RequestModel, by_type
 from vlmserve.server.schema.blocks import ChatMessages, System, Turn
@@ -26,7 +27,9 @@ _NEUTRAL_VALUES: Mapping[str, tuple[Any, ...]] = {
     "thread": (),
     "top_logprobs": (0,),
 }
-_IGNORED_FIELDS = frozenset({"betas", "cache_control", "context_management", "diagnostics"})
+_IGNORED_FIELDS = frozenset({"betas", "cache_control", "context_management"})
+_CHANGES = ("model", "system", "tools", "messages")
+"""Reasons that Anthropic's API has."""
 
 
 ThinkingDisplay = Literal["summarized", "omitted"] | None
@@ -151,6 +154,13 @@ class OutputConfig(RequestModel):
     format: MessagesFormat | None = None
 
 
+class DiagnosticsWanted(RequestModel):
+    """Asks why the caches lack the beginning of the prompt. previous_message_id: of an answer to compare with, which
+    asked for diagnostics as well; null for the first one."""
+
+    previous_message_id: str | None = None
+
+
 class MessagesRequest(PromptFields, SamplingRequest):
     """The body of ``POST /v1/messages``."""
 
@@ -162,6 +172,7 @@ class MessagesRequest(PromptFields, SamplingRequest):
     max_tokens: int | None = Field(None, ge=1, le=MAX_COUNT, description="Default: a fifth of the context.")
     stop_sequences: list[str] = Field(default_factory=list, description="Strings that end the answer.")
     output_config: OutputConfig = OutputConfig()
+    diagnostics: DiagnosticsWanted | None = Field(None, description="Asks why the prompt was not found in the caches.")
 
     @property
     def thinking_budget(self) -> int | None:
@@ -227,6 +238,32 @@ class ToolUseContent(msgspec.Struct, tag_field="type", tag="tool_use"):
     input: Annotated[msgspec.Raw, msgspec.Meta(extra_json_schema={"type": "object"})]
 
 
+class CacheMissReason(msgspec.Struct):
+    """Why a prompt could not reuse all of an earlier one. cache_missed_input_tokens: of the earlier prompt.
+
+    detail, changed: beyond Anthropic's fields: a reason that its types lack, and the first part that changed.
+    """
+
+    type: str
+    cache_missed_input_tokens: int | msgspec.UnsetType = msgspec.UNSET
+    detail: str | msgspec.UnsetType = msgspec.UNSET
+    changed: Changed | msgspec.UnsetType = msgspec.UNSET
+
+    @classmethod
+    def of(cls, miss: Miss) -> CacheMissReason:
+        """A miss in this API's words."""
+        changed = msgspec.UNSET if miss.changed is None else miss.changed
+        if miss.reason in _CHANGES:
+            return cls(f"{miss.reason}_changed", miss.lost_tokens, changed=changed)
+        return cls("unavailable", detail=DETAILS[miss.reason])
+
+
+class Diagnostics(msgspec.Struct):
+    """Why the caches lacked a part of the prompt."""
+
+    cache_miss_reason: CacheMissReason
+
+
 class MessageAnswer(msgspec.Struct):
     """The response without ``stream``. image_sizes: of the prompt's images, in order, left out if there are none."""
 
@@ -238,6 +275,7 @@ class MessageAnswer(msgspec.Struct):
     usage: MessageUsage
     type: str = "message"
     role: str = "assistant"
+    diagnostics: Diagnostics | None = None
     image_sizes: list[ImageSize] | msgspec.UnsetType = msgspec.UNSET
 
 

@@ -10,6 +10,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from vlmserve.errors import InvalidRequestError
 from vlmserve.frontend.tools import ToolUse
+from vlmserve.server.cache_diagnosis import DETAILS, Changed, Miss
 from vlmserve.server.schema.asking import IGNORED_FIELDS
 from vlmserve.server.schema.base import MAX_COUNT, RequestModel
 from vlmserve.server.schema.content import PromptRequest, ReasoningEffort, TemplateSettings, effort_settings
@@ -34,6 +35,10 @@ _NEUTRAL_VALUES: Mapping[str, tuple[Any, ...]] = {
     "prompt": (),
 }
 
+_CHANGES = {
+    "model": "model_changed", "tools": "tools_changed", "system": "input_changed", "messages": "input_changed"
+}  # fmt: skip
+"""Reasons that OpenAI's API has."""
 
 _OTHER_NAMES: Mapping[str, str] = {
     **OTHER_NAMES,
@@ -66,11 +71,21 @@ class ConversationRef(RequestModel):
     id: str
 
 
+class CacheOptions(RequestModel):
+    """How the prompt is cached. mode, ttl: without effect, since all prompts are cached and stay while there is room.
+    prewarm: compute the prompt and generate nothing. comparison_response_id: a response to compare with."""
+
+    mode: Literal["implicit", "explicit"] | None = None
+    ttl: Annotated[str, Field(max_length=64)] | None = None
+    prewarm: bool = False
+    comparison_response_id: str | None = None
+
+
 class ResponsesRequest(PromptRequest, SamplingRequest):
     """The body of ``POST /v1/responses``."""
 
     neutral_values: ClassVar[Mapping[str, tuple[Any, ...]]] = _NEUTRAL_VALUES
-    ignored_fields: ClassVar[frozenset[str]] = IGNORED_FIELDS | {"context_management"}
+    ignored_fields: ClassVar[frozenset[str]] = IGNORED_FIELDS - {"prompt_cache_options"} | {"context_management"}
     other_names: ClassVar[Mapping[str, str]] = _OTHER_NAMES
     content_fields: ClassVar[tuple[str, ...]] = ("input",)
 
@@ -102,6 +117,9 @@ class ResponsesRequest(PromptRequest, SamplingRequest):
     )
     chat_template_kwargs: TemplateSettings = None
     reasoning: Reasoning = Field(Reasoning(), description="Its effort is for models whose chat template knows it.")
+    prompt_cache_options: CacheOptions | None = Field(
+        None, description="Computes a prompt without an answer, or asks why it was not found in the caches."
+    )
     truncation: Literal["auto", "disabled"] = Field(
         "disabled", description="auto: the oldest turns are left out if the context is too short for all."
     )
@@ -115,6 +133,16 @@ class ResponsesRequest(PromptRequest, SamplingRequest):
     def template_settings(self, known: Collection[str]) -> dict[str, Any]:
         """Values for the chat template, by name. known: names that it uses."""
         return effort_settings(self.reasoning.effort, known) | (self.chat_template_kwargs or {})
+
+    @property
+    def prewarms(self) -> bool:
+        """True if the prompt is computed and nothing is generated."""
+        return self.prompt_cache_options is not None and self.prompt_cache_options.prewarm
+
+    @property
+    def comparison_response_id(self) -> str | None:
+        """The response that the prompt is compared with."""
+        return None if self.prompt_cache_options is None else self.prompt_cache_options.comparison_response_id
 
     @property
     def wanted_logprobs(self) -> int | None:
@@ -180,6 +208,32 @@ class ResponseUsage(msgspec.Struct):
         )
 
 
+class CacheDiagnostics(msgspec.Struct):
+    """Why a prompt could not reuse all of the one that it is compared with. type: cache_miss, cache_hit,
+    comparison_response_not_found or unavailable.
+
+    detail, changed: beyond OpenAI's fields: a reason that its types lack, and the first part that changed.
+    """
+
+    type: str
+    reason: str | msgspec.UnsetType = msgspec.UNSET
+    cache_missed_tokens: int | msgspec.UnsetType = msgspec.UNSET
+    comparison_reusable_tokens: int | msgspec.UnsetType = msgspec.UNSET
+    detail: str | msgspec.UnsetType = msgspec.UNSET
+    changed: Changed | msgspec.UnsetType = msgspec.UNSET
+
+    @classmethod
+    def of(cls, miss: Miss | None) -> CacheDiagnostics:
+        """A miss in this API's words; None: a hit."""
+        if miss is None:
+            return cls("cache_hit")
+        if miss.reason in _CHANGES:
+            changed = msgspec.UNSET if miss.changed is None else miss.changed
+            counts = miss.missed_tokens, miss.reusable_tokens
+            return cls("cache_miss", _CHANGES[miss.reason], *counts, changed=changed)
+        return cls("unavailable", detail=DETAILS[miss.reason])
+
+
 class ResponseObject(msgspec.Struct, kw_only=True):
     """A response. What vlmserve does not do has the value that says so. image_sizes: of the prompt's images, in order,
     those of earlier turns included; left out until the end, and if there are none. confidence: of an answer in JSON, if
@@ -203,6 +257,7 @@ class ResponseObject(msgspec.Struct, kw_only=True):
     output: list[dict[str, Any]] = []
     parallel_tool_calls: bool = True
     previous_response_id: str | None = None
+    prompt_cache_diagnostics: CacheDiagnostics | msgspec.UnsetType = msgspec.UNSET
     reasoning: dict[str, str | None]
     service_tier: str = "default"
     store: bool

@@ -1,0 +1,227 @@
+"""Why a request found less in the caches than an earlier one left there: which part of its prompt changed."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+from blake3 import blake3
+
+from vlmserve.types import Prompt
+
+MAX_BYTES = 32 * 2**20
+"""Maximum size of the prompts that are remembered."""
+_GENERATION_PROMPT = 16
+"""Maximum tokens of the marker that begins an answer."""
+_SAMPLE = 32 * 1024
+"""Bytes of each end of a long text, such as an image, that its digest covers."""
+_PART_BYTES = 100
+"""About as many bytes as a digest takes."""
+
+_Parts = list[tuple[str, bytes]]
+Reason = Literal["model", "salt", "tools", "system", "messages", "settings", "not_cached"]
+"""settings: other values that the chat template reads. not_cached: nothing changed, and the caches lack the prompt."""
+
+
+DETAILS: Mapping[Reason, str] = {
+    "salt": "cache_salt_changed", "settings": "prompt_settings_changed", "not_cached": "not_cached"
+}  # fmt: skip
+"""Names of reasons that OpenAI's and Anthropic's APIs lack."""
+
+
+class Changed(msgspec.Struct, frozen=True):
+    """The first part that changed. message, part: numbers from 0, the system message left out."""
+
+    message: int
+    part: int
+    kind: str
+    """text, image, video, document, role, or calls; removed: the message is missing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Miss:
+    reason: Reason
+    reusable_tokens: int
+    """Leading tokens that both prompts have in common."""
+    missed_tokens: int
+    """Tokens of the prompt after them."""
+    lost_tokens: int
+    """Tokens of the earlier prompt after them."""
+    changed: Changed | None = None
+
+
+class AskedPrompt:
+    """What a prompt was made of, as digests, and its tokens."""
+
+    def __init__(
+        self,
+        owner: str,
+        salt: str,
+        messages: Sequence[Mapping[str, Any]],
+        tools: object,
+        prompt: Prompt,
+    ) -> None:
+        """messages: as chat completions has them. owner: who may compare with it."""
+        self.owner, self._salt = owner, salt
+        self._tools = _digest(tools)
+        self._system = [_parts(one) for one in messages if one["role"] in ("system", "developer")]
+        self._messages = [_parts(one) for one in messages if one["role"] not in ("system", "developer")]
+        self._token_ids: npt.NDArray[np.int32] = np.array(prompt.token_ids, np.int32)
+        self._images = [(span.start, span.image.key) for span in prompt.images]
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self._token_ids)
+
+    @property
+    def num_bytes(self) -> int:
+        """Size in memory, roughly."""
+        num_parts = sum(map(len, self._messages)) + sum(map(len, self._system)) + len(self._images)
+        return self._token_ids.nbytes + _PART_BYTES * (num_parts + 10)
+
+    def miss_after(self, earlier: AskedPrompt) -> Miss | None:
+        """Return why a prompt that follows an earlier one cannot reuse all of it. None: it can."""
+        common = self._num_common(earlier)
+        reason, changed = self._change(earlier, common)
+        if reason is None:
+            return None
+        reusable = 0 if reason in ("model", "salt") else common
+        return Miss(reason, reusable, len(self._token_ids) - reusable, len(earlier._token_ids) - reusable, changed)
+
+    def not_cached(self, earlier: AskedPrompt, cached_tokens: int, block_size: int) -> Miss | None:
+        """Return a miss if the caches lack full blocks of the common beginning, although nothing changed."""
+        common = min(self._num_common(earlier), len(self._token_ids) - 1)
+        if cached_tokens >= common // block_size * block_size:
+            return None
+        return Miss("not_cached", common, len(self._token_ids) - cached_tokens, common - cached_tokens)
+
+    def _num_common(self, earlier: AskedPrompt) -> int:
+        """Leading tokens that are equal, and so are the images in them."""
+        shorter = min(len(self._token_ids), len(earlier._token_ids))
+        different = np.flatnonzero(self._token_ids[:shorter] != earlier._token_ids[:shorter])
+        common = int(different[0]) if len(different) else shorter
+        for (start, key), (other_start, other_key) in zip(self._images, earlier._images, strict=False):
+            if (start, key) != (other_start, other_key):
+                return min(common, start, other_start)
+        rest = [*self._images[len(earlier._images) :], *earlier._images[len(self._images) :]]
+        return min([common, *(start for start, _ in rest)])
+
+    def _change(self, earlier: AskedPrompt, common: int) -> tuple[Reason | None, Changed | None]:
+        if self._salt != earlier._salt:
+            return "salt", None
+        if common >= len(earlier._token_ids):
+            return None, None
+        if self._tools != earlier._tools:
+            return "tools", None
+        if self._system != earlier._system:
+            return "system", None
+        changed = _first_change(earlier._messages, self._messages)
+        if changed is not None:
+            return "messages", changed
+        # Some templates begin an answer otherwise than they show it in the next turn.
+        return ("settings", None) if common < earlier.num_tokens - _GENERATION_PROMPT else (None, None)
+
+
+class CacheLog:
+    """Prompts of recent responses, by the ids of the responses."""
+
+    def __init__(self, block_size: int) -> None:
+        self.block_size = block_size
+        self._asked: OrderedDict[str, tuple[str, AskedPrompt]] = OrderedDict()
+        self._num_bytes = 0
+
+    def keep(self, response_id: str, model: str, asked: AskedPrompt) -> None:
+        """Remember a prompt. The oldest ones are forgotten."""
+        self._asked[response_id] = model, asked
+        self._num_bytes += asked.num_bytes
+        while self._num_bytes > MAX_BYTES:
+            _, (_, oldest) = self._asked.popitem(last=False)
+            self._num_bytes -= oldest.num_bytes
+
+    def find(self, response_id: str, owner: str) -> tuple[str, AskedPrompt] | None:
+        """Return model and prompt of an owner's earlier response. None: it is not known, or forgotten."""
+        found = self._asked.get(response_id)
+        return None if found is None or found[1].owner != owner else found
+
+
+class Diagnosis:
+    """Compares a request with the request of an earlier response."""
+
+    def __init__(self, log: CacheLog, asked: AskedPrompt, earlier_id: str | None) -> None:
+        """earlier_id: of the response; None: there is none yet."""
+        self._log, self._asked = log, asked
+        self._earlier = None if earlier_id is None else log.find(earlier_id, asked.owner)
+        self.is_unknown = earlier_id is not None and self._earlier is None
+        """There is no such response of this owner, or it is forgotten."""
+
+    def begin(self, response_id: str, model: str) -> Miss | None:
+        """Remember the prompt under the id of its response. Return what changed since the earlier one, if known."""
+        self._log.keep(response_id, model, self._asked)
+        if self._earlier is None:
+            return None
+        earlier_model, earlier = self._earlier
+        if model != earlier_model:
+            return Miss("model", 0, self._asked.num_tokens, earlier.num_tokens)
+        return self._asked.miss_after(earlier)
+
+    def end(self, cached_tokens: int) -> Miss | None:
+        """Return a miss of a prompt that has not changed."""
+        if self._earlier is None:
+            return None
+        return self._asked.not_cached(self._earlier[1], cached_tokens, self._log.block_size)
+
+
+def _first_change(
+    before: Sequence[list[tuple[str, bytes]]], after: Sequence[list[tuple[str, bytes]]]
+) -> Changed | None:
+    """Return the first part of earlier messages that is another one or missing now."""
+    for number, old in enumerate(before):
+        if number == len(after):
+            return Changed(number, 0, "removed")
+        new = after[number]
+        for place in range(max(len(old), len(new))):
+            if old[place : place + 1] != new[place : place + 1]:
+                return Changed(number, place, (new[place : place + 1] or old[place : place + 1])[0][0])
+    return None
+
+
+def _parts(message: Mapping[str, Any]) -> _Parts:
+    """Kind and digest of each part, then of the role and of calls."""
+    content = message.get("content")
+    parts = content if isinstance(content, list) else [] if content is None else [{"type": "text", "text": content}]
+    found = [(_kind(part), _digest(part)) for part in parts]
+    others = {name: value for name, value in message.items() if name not in ("role", "content")}
+    return [*found, ("role", _digest(message["role"])), *([("calls", _digest(others))] if others else [])]
+
+
+def _kind(part: Any) -> str:
+    kind = str(part.get("type", "text")) if isinstance(part, dict) else "text"
+    return {"image_url": "image", "video_url": "video", "file": "document"}.get(kind, kind)
+
+
+def _digest(value: object) -> bytes:
+    """A digest of a value of JSON, whose texts may be bytes."""
+    hasher = blake3()
+    _add(hasher, value)
+    return hasher.digest(16)
+
+
+def _add(hasher: blake3, value: object) -> None:
+    if isinstance(value, Mapping):
+        hasher.update(b"{%d" % len(value))
+        for name, one in value.items():
+            _add(hasher, str(name))
+            _add(hasher, one)
+    elif isinstance(value, list | tuple):
+        hasher.update(b"[%d" % len(value))
+        for one in value:
+            _add(hasher, one)
+    else:
+        data = value if isinstance(value, bytes) else value.encode() if isinstance(value, str) else repr(value).encode()
+        hasher.update(b"%d:" % len(data))
+        hasher.update(data if len(data) <= 2 * _SAMPLE else data[:_SAMPLE] + data[-_SAMPLE:])
