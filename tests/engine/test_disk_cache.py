@@ -80,10 +80,16 @@ def test_embeddings_are_read_without_prefix_caching(
 def test_tokens_do_not_depend_on_preemption(
     llava: Oracle, prompts: list[Prompt], expected: list[list[int]], tmp_path: Path
 ) -> None:
-    engine = restart(lambda: tight_cache(llava, prompts, disk_cache=str(tmp_path)), prompts, expected, tmp_path)
+    starts: list[Engine] = []
+
+    def start() -> Engine:
+        starts.append(tight_cache(llava, prompts, disk_cache=str(tmp_path)))
+        return starts[-1]
+
+    engine = restart(start, prompts, expected, tmp_path)
     for _ in range(2):
         assert generate(engine, prompts) == expected
-    assert engine.stats().preemptions > 0
+    assert starts[0].stats().preemptions > 0
 
 
 def test_broken_files_are_computed_again(

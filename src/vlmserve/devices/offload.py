@@ -84,7 +84,7 @@ class PinnedBlocks:
                 into.copy_(part.index_select(0, ids))
             staged.computed = stream.record_computed()
             stream.wait(staged.computed)
-            for first, last in _runs(places):
+            for first, last in runs(places):
                 self._stream.copy(self._memory[places[first] : places[first] + last - first], staged.memory[first:last])
             staged.copied = stream.record()
 
@@ -94,7 +94,7 @@ class PinnedBlocks:
             staged = self._next()
             if staged.computed is not None:
                 stream.wait(staged.computed)
-            for first, last in _runs(places):
+            for first, last in runs(places):
                 stream.copy(staged.memory[first:last], self._memory[places[first] : places[first] + last - first])
             staged.copied = stream.record()
             stream.let_compute_wait(staged.copied)
@@ -143,7 +143,7 @@ def _in_words(tensor: Tensor) -> Tensor:
     return flat.view(next(kind for kind in kinds if flat.shape[1] % kind.itemsize == 0))
 
 
-def _runs(places: Sequence[int]) -> Iterator[tuple[int, int]]:
+def runs(places: Sequence[int]) -> Iterator[tuple[int, int]]:
     """Ranges of indices at which places follow each other one by one."""
     first = 0
     for index in range(1, len(places) + 1):

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import torch
 
-from vlmserve.devices.offload import HostBlocks
+from vlmserve.devices.offload import HostBlocks, runs
 from vlmserve.kernels.attention import LayerCache
 from vlmserve.kernels.blocks import Blocks, allocate_states, clear_blocks, copy_blocks, distinct
 from vlmserve.kernels.states import StateCache
@@ -99,12 +99,15 @@ def _copy(
 
 
 def _fill(layers: Sequence[Blocks], blocks: Sequence[int], contents: Sequence[Bytes]) -> None:
-    """Write contents, as from `KVTensors.contents`, to blocks."""
-    rows, start = torch.from_numpy(np.stack(contents)), 0
+    """Write contents, as from `KVTensors.contents`, to blocks. Blocks beside each other are copied at once."""
+    order = sorted(range(len(blocks)), key=blocks.__getitem__)
+    places = [blocks[number] for number in order]
+    rows, start = torch.from_numpy(np.stack([contents[number] for number in order])), 0
     for layer in layers:
         for tensor in layer.tensors:
-            size = tensor[:1].nbytes
-            part = rows[:, start : start + size].contiguous().view(tensor.dtype).view(len(blocks), *tensor.shape[1:])
-            ids = to_device(torch.tensor(blocks), tensor.device)
-            tensor.index_copy_(0, ids, to_device(part, tensor.device))
-            start += size
+            end = start + tensor[:1].nbytes
+            flat = tensor.view(len(tensor), -1).view(torch.uint8)
+            part = to_device(rows[:, start:end], tensor.device)
+            for first, last in runs(places):
+                flat[places[first] : places[first] + last - first].copy_(part[first:last])
+            start = end
