@@ -19,7 +19,6 @@ HINTS = {
     "betas": ["x"],
     "client_metadata": {"a": "b"},
     "context_management": None,
-    "diagnostics": {"previous_message_id": None},
     "inference_geo": "us",
     "made_up": {"deeply": ["nested"]},
     "speed": "fast",
