@@ -132,9 +132,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
             with LLM(_vlm(name, folder), kv_cache_memory="1GiB", **weights) as llm:
                 rows.append(decision_row(llm, name, options.questions, options.image_size, options.turns))
     report = {
-        "title": "Embeddings and decisions",
+        "title": "Embeddings and decisions" if options.texts else "Decisions",
         "command": " ".join(["python -m benchmarks.retrieval", *(arguments or sys.argv[1:])]),
-        "model": ", ".join([options.shape, *options.vlm]),
+        "model": ", ".join([options.shape] * (options.texts > 0) + options.vlm),
         "weights": "random",
         "versions": {package: version(package) for package in ("vlmserve", "torch")},
         "columns": list(COLUMNS),
