@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol, overload
 import torch
 from torch import Tensor
 
-from vlmserve.kernels.operations import DeferringProduct, Inputs, Normed, Rounding, RoundingNorm
+from vlmserve.kernels.operations import DeferringProduct, Inputs, Normed, RoundedRows, Rounding, RoundingNorm
 from vlmserve.layers.linear import Linear
 from vlmserve.layers.norm import Normalization
 
@@ -43,7 +43,7 @@ class Adding:
         self._add = add
 
     def __call__(self, x: Inputs, residual: Tensor | None = None) -> Tensor:
-        assert isinstance(x, Tensor)
+        assert not isinstance(x, RoundedRows)
         return self._add(x, residual)
 
 
